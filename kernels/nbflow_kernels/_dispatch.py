@@ -1,0 +1,72 @@
+"""Choice of the variant by array type, and the checks every public function shares."""
+
+from __future__ import annotations
+
+from typing import Any, NoReturn
+
+import numpy as np
+
+from nbflow_kernels.errors import MissingExtraError, UsageError
+
+
+def is_cuda(array: object) -> bool:
+    """Return whether `array` lives on a CUDA device (CuPy, or anything with the interface)."""
+    return hasattr(array, "__cuda_array_interface__")
+
+
+def check_array(
+    name: str,
+    array: Any,
+    shape: tuple[int | None, ...],
+    dtype: Any = np.float32,
+    *,
+    rows: bool = False,
+) -> None:
+    """Raise unless `array` is a C-contiguous array of the wanted shape and dtype.
+
+    Parameters
+    ----------
+    name : str
+        The parameter's name, for the message.
+    array : array
+        What the caller gave.
+    shape : tuple of int or None
+        Wanted shape; None matches any length.
+    dtype : dtype or tuple of dtypes
+        Wanted dtype, or the allowed ones.
+    rows : bool
+        Allow any distance between the rows (axis 0), e.g. a band of columns of a wider matrix.
+
+    Raises
+    ------
+    TypeError
+        If `array` is not an array, or has another dtype.
+    UsageError
+        If the shape differs or the array is not C-contiguous.
+    """
+    if not isinstance(array, np.ndarray) and not is_cuda(array):
+        raise TypeError(
+            f"{name} must be a NumPy array or an array on a CUDA device, got {type(array).__name__}"
+        )
+    wanted = [np.dtype(d) for d in (dtype if isinstance(dtype, tuple) else (dtype,))]
+    if array.dtype not in wanted:
+        names = " or ".join(d.name for d in wanted)
+        raise TypeError(f"{name} must have dtype {names}, got {array.dtype.name}")
+    fits = array.ndim == len(shape) and all(
+        want is None or want == got for want, got in zip(shape, array.shape, strict=True)
+    )
+    if not fits:
+        want_text = "(" + ", ".join("any" if s is None else str(s) for s in shape) + ")"
+        raise UsageError(f"{name} must have shape {want_text}, got {tuple(array.shape)}")
+    inner = array[:1] if rows else array
+    if not inner.flags.c_contiguous:
+        raise UsageError(f"{name} must be C-contiguous; pass numpy.ascontiguousarray({name})")
+
+
+def no_cuda_variant(op: str) -> NoReturn:
+    """Raise for an array on a CUDA device given to an op whose CUDA variant is not built yet."""
+    raise MissingExtraError(
+        f"{op}: the array is on a CUDA device, and this version of nbflow_kernels has no CUDA "
+        f"variant of {op}; copy it to the host (cupy.asnumpy) to run the CPU variant.  CUDA needs "
+        "the extra 'cuda12' or 'cuda13': pip install 'nbflow[cuda12]'"
+    )

@@ -1,0 +1,26 @@
+"""Errors a user can cause, and the words they come in."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class UsageError(ValueError):
+    """A wrong argument, file or configuration.
+
+    The message names what was wrong, what was wanted, what was found and what to do.  The command
+    line prints it without a traceback and exits with code 2.
+    """
+
+
+class MissingExtraError(ImportError):
+    """A feature that needs an optional dependency; the message names the extra to install."""
+
+
+def unknown_name(kind: str, name: object, available: Iterable[str]) -> UsageError:
+    """Return the error for a name that does not exist, with close names and then all names."""
+    names = list(available)
+    close = difflib.get_close_matches(str(name), names, n=3)
+    hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ";"
+    return UsageError(f"unknown {kind} {name!r}{hint} available: {', '.join(names)}")

@@ -1,0 +1,340 @@
+"""Vectors of 16 lanes as values in Numba CPU kernels.
+
+Each function is an `@intrinsic` that emits one or two generic LLVM instructions, so the machine
+code does not depend on what the auto-vectorizer recognises, and the order of additions is the one
+written down.  The IR names no instruction set: LLVM splits the 16 lanes into what the processor
+has (one AVX-512 register, two of AVX2, four of NEON).
+
+Addresses are plain integers, ``array.ctypes.data`` (inside a kernel too) plus a byte offset: there
+is no bounds check.  The public functions have checked the shapes before a kernel runs.
+
+==================================  ===============================================================
+`load_f32(addr)`                    16 float32
+`load_f16(addr)`                    16 float16, widened to float32
+`load_bf16(addr)`                   16 bfloat16, widened to float32
+`load_u8(addr)` / `load_i8(addr)`   16 bytes, zero- or sign-extended to int32
+`load_i32(addr)`                    16 int32
+`store_f32(addr, v)`                write 16 float32
+`store_i32(addr, v)`                write 16 int32
+`splat(x)` / `splat_i32(i)`         one scalar in all lanes
+`add sub mul div`                   lane by lane, float32 or int32 (no `div` for int32)
+`and_ or_ shl shr`                  int32; `shr` is a logical shift, shift counts are vectors
+`fma(a, b, c)`                      a * b + c with one rounding, float32
+`maximum minimum`                   float32; a NaN lane gives the other operand
+`rint(v)`                           nearest integer, halves to even, float32
+`to_f32(v)` / `to_i32(v)`           int32 to float32, float32 to int32 (toward zero)
+`as_i32(v)` / `as_f32(v)`           the same bits under the other type
+`sum(v)` / `max(v)`                 horizontal; the sum is a fixed tree: lanes i and i+8, i+4, ...
+`exp(v)`                            float32, relative error below 2e-7 on [-87, 88]
+`half_to_float(u16)` (scalar)       the float16 with those bits, as float32
+`float_to_half(f32)` (scalar)       the bits of the nearest float16
+`address(array)` (scalar)           the address of the first element
+==================================  ===============================================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba import njit
+from numba.core import cgutils, errors, types
+from numba.core.datamodel import models
+from numba.core.extending import intrinsic, register_model
+
+LANES = 16
+
+_I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
+_F16, _F32 = ir.HalfType(), ir.FloatType()
+_ELEMENT = {"f32": _F32, "i32": _I32}
+
+
+class Vector(types.Type):
+    """The Numba type of 16 lanes of one element type."""
+
+    def __init__(self, element: str) -> None:
+        self.element = element
+        super().__init__(name=f"simd.{element}x{LANES}")
+
+    @property
+    def llvm(self) -> Any:
+        return ir.VectorType(_ELEMENT[self.element], LANES)
+
+
+@register_model(Vector)
+class _VectorModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, fe_type: Vector) -> None:
+        super().__init__(manager, fe_type, fe_type.llvm)
+
+
+f32x16 = Vector("f32")
+i32x16 = Vector("i32")
+
+
+def _pointer(builder: Any, context: Any, value: Any, value_type: Any, target: Any) -> Any:
+    as_int = context.cast(builder, value, value_type, types.int64)
+    return builder.inttoptr(as_int, ir.PointerType(target))
+
+
+def _function(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
+    return cgutils.get_or_insert_function(
+        builder.module, ir.FunctionType(result, arguments), name
+    )
+
+
+def _splat(builder: Any, scalar: Any, vector: Any) -> Any:
+    undefined = ir.Constant(vector, ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+    zeros = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
+    return builder.shuffle_vector(first, undefined, zeros)
+
+
+def _want(name: str, value: Any, *allowed: Vector) -> None:
+    if value not in allowed:
+        raise errors.TypingError(f"simd.{name}: wanted {allowed}, got {value}")
+
+
+# ---- loads and stores: unaligned ------------------------------------------------------------
+
+
+def _make_load(name: str, stored: Any, result: Vector, widen: str | None) -> Any:
+    def load(typing_context: Any, addr: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            vector = ir.VectorType(stored, LANES)
+            pointer = _pointer(builder, context, args[0], signature.args[0], vector)
+            value = builder.load(pointer)
+            value.align = 1
+            if widen == "bf16":
+                wide = builder.zext(value, i32x16.llvm)
+                high = builder.shl(wide, ir.Constant(i32x16.llvm, [16] * LANES))
+                return builder.bitcast(high, f32x16.llvm)
+            return value if widen is None else getattr(builder, widen)(value, result.llvm)
+
+        return result(addr), codegen
+
+    load.__name__ = name
+    return intrinsic(load)
+
+
+load_f32 = _make_load("load_f32", _F32, f32x16, None)
+load_f16 = _make_load("load_f16", _F16, f32x16, "fpext")
+load_bf16 = _make_load("load_bf16", _I16, f32x16, "bf16")
+load_i32 = _make_load("load_i32", _I32, i32x16, None)
+load_u8 = _make_load("load_u8", _I8, i32x16, "zext")
+load_i8 = _make_load("load_i8", _I8, i32x16, "sext")
+
+
+def _make_store(name: str, vector: Vector) -> Any:
+    def store(typing_context: Any, addr: Any, value: Any) -> Any:
+        _want(name, value, vector)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            pointer = _pointer(builder, context, args[0], signature.args[0], vector.llvm)
+            builder.store(args[1], pointer).align = 1
+            return context.get_dummy_value()
+
+        return types.none(addr, value), codegen
+
+    store.__name__ = name
+    return intrinsic(store)
+
+
+store_f32 = _make_store("store_f32", f32x16)
+store_i32 = _make_store("store_i32", i32x16)
+
+
+def _make_splat(name: str, vector: Vector, scalar: Any) -> Any:
+    def make(typing_context: Any, x: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            value = context.cast(builder, args[0], signature.args[0], scalar)
+            return _splat(builder, value, vector.llvm)
+
+        return vector(x), codegen
+
+    make.__name__ = name
+    return intrinsic(make)
+
+
+splat = _make_splat("splat", f32x16, types.float32)
+splat_i32 = _make_splat("splat_i32", i32x16, types.int32)
+
+
+# ---- lane by lane ---------------------------------------------------------------------------
+
+
+def _make_binary(name: str, float_op: str | None, int_op: str | None) -> Any:
+    allowed = ((f32x16,) if float_op else ()) + ((i32x16,) if int_op else ())
+
+    def binary(typing_context: Any, a: Any, b: Any) -> Any:
+        _want(name, a, *allowed)
+        _want(name, b, a)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            if a == f32x16:
+                return getattr(builder, str(float_op))(args[0], args[1])
+            return getattr(builder, str(int_op))(args[0], args[1])
+
+        return a(a, b), codegen
+
+    binary.__name__ = name
+    return intrinsic(binary)
+
+
+add = _make_binary("add", "fadd", "add")
+sub = _make_binary("sub", "fsub", "sub")
+mul = _make_binary("mul", "fmul", "mul")
+div = _make_binary("div", "fdiv", None)
+and_ = _make_binary("and_", None, "and_")
+or_ = _make_binary("or_", None, "or_")
+shl = _make_binary("shl", None, "shl")
+shr = _make_binary("shr", None, "lshr")
+
+
+def _make_call(name: str, llvm_name: str, n_args: int) -> Any:
+    def emit(builder: Any, args: Any) -> Any:
+        vector = f32x16.llvm
+        function = _function(builder, f"llvm.{llvm_name}.v{LANES}f32", vector, [vector] * n_args)
+        return builder.call(function, args)
+
+    def call1(typing_context: Any, a: Any) -> Any:
+        _want(name, a, f32x16)
+        return f32x16(a), lambda context, builder, signature, args: emit(builder, args)
+
+    def call2(typing_context: Any, a: Any, b: Any) -> Any:
+        _want(name, a, f32x16)
+        _want(name, b, f32x16)
+        return f32x16(a, b), lambda context, builder, signature, args: emit(builder, args)
+
+    def call3(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+        for value in (a, b, c):
+            _want(name, value, f32x16)
+        return f32x16(a, b, c), lambda context, builder, signature, args: emit(builder, args)
+
+    chosen = (call1, call2, call3)[n_args - 1]
+    chosen.__name__ = name
+    return intrinsic(chosen)
+
+
+fma = _make_call("fma", "fma", 3)
+maximum = _make_call("maximum", "maxnum", 2)
+minimum = _make_call("minimum", "minnum", 2)
+rint = _make_call("rint", "rint", 1)
+
+
+def _make_conversion(name: str, source: Vector, result: Vector, op: str) -> Any:
+    def convert(typing_context: Any, v: Any) -> Any:
+        _want(name, v, source)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return getattr(builder, op)(args[0], result.llvm)
+
+        return result(v), codegen
+
+    convert.__name__ = name
+    return intrinsic(convert)
+
+
+to_f32 = _make_conversion("to_f32", i32x16, f32x16, "sitofp")
+to_i32 = _make_conversion("to_i32", f32x16, i32x16, "fptosi")
+as_i32 = _make_conversion("as_i32", f32x16, i32x16, "bitcast")
+as_f32 = _make_conversion("as_f32", i32x16, f32x16, "bitcast")
+
+
+# ---- across lanes ---------------------------------------------------------------------------
+
+
+def _make_reduction(name: str, op: str) -> Any:
+    def reduce(typing_context: Any, v: Any) -> Any:
+        _want(name, v, f32x16)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            value, width = args[0], LANES
+            while width > 1:
+                half = width // 2
+                low, high = (
+                    builder.shuffle_vector(
+                        value, value, ir.Constant(ir.VectorType(_I32, half), list(lanes))
+                    )
+                    for lanes in (range(half), range(half, width))
+                )
+                if op == "fadd":
+                    value = builder.fadd(low, high)
+                else:
+                    vector = ir.VectorType(_F32, half)
+                    function = _function(
+                        builder, f"llvm.maxnum.v{half}f32", vector, [vector, vector]
+                    )
+                    value = builder.call(function, [low, high])
+                width = half
+            return builder.extract_element(value, ir.Constant(_I32, 0))
+
+        return types.float32(v), codegen
+
+    reduce.__name__ = name
+    return intrinsic(reduce)
+
+
+sum = _make_reduction("sum", "fadd")
+max = _make_reduction("max", "fmax")
+
+
+# ---- scalars --------------------------------------------------------------------------------
+
+
+@intrinsic
+def half_to_float(typing_context: Any, bits: Any) -> Any:
+    """Return the float16 with these bits (uint16 or int16) as float32."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = context.cast(builder, args[0], signature.args[0], types.uint16)
+        return builder.fpext(builder.bitcast(value, _F16), _F32)
+
+    return types.float32(bits), codegen
+
+
+@intrinsic
+def float_to_half(typing_context: Any, x: Any) -> Any:
+    """Return the bits (uint16) of the float16 nearest to `x`, halves to even."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = context.cast(builder, args[0], signature.args[0], types.float32)
+        return builder.bitcast(builder.fptrunc(value, _F16), _I16)
+
+    return types.uint16(x), codegen
+
+
+@intrinsic
+def address(typing_context: Any, array: Any) -> Any:
+    """Return the address of an array's first element as int64 (cheaper than ``.ctypes.data``)."""
+    if not isinstance(array, types.Array):
+        raise errors.TypingError(f"simd.address: wanted an array, got {array}")
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        structure = context.make_array(signature.args[0])(context, builder, args[0])
+        return builder.ptrtoint(structure.data, _I64)
+
+    return types.int64(array), codegen
+
+
+@njit(inline="always", error_model="numpy")
+def exp(v: Any) -> Any:
+    """Return e**v lane by lane: range reduction by ln 2 and a polynomial of degree 6.
+
+    The argument is clamped to [-87, 88], so -inf gives 1.6e-38, not 0, and NaN is lost: a caller
+    that masks must multiply by zero itself.
+    """
+    low = splat(-87.0)
+    x = minimum(maximum(v, low), splat(88.0))
+    n = rint(mul(x, splat(1.4426950408889634)))  # 1 / ln 2
+    # ln 2 in two parts, so that n * high is exact in float32
+    r = fma(n, splat(-0.693145751953125), x)
+    r = fma(n, splat(-1.4286068203094172e-06), r)
+    p = splat(1.0 / 720.0)
+    p = fma(p, r, splat(1.0 / 120.0))
+    p = fma(p, r, splat(1.0 / 24.0))
+    p = fma(p, r, splat(1.0 / 6.0))
+    p = fma(p, r, splat(0.5))
+    p = fma(p, r, splat(1.0))
+    p = fma(p, r, splat(1.0))
+    scale = as_f32(shl(add(to_i32(n), splat_i32(127)), splat_i32(23)))
+    return mul(p, scale)

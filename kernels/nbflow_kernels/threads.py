@@ -1,0 +1,130 @@
+"""A team of threads that shares the rows of one kernel call.
+
+Kernels are serial functions over a range of rows and release the GIL, so plain Python threads can
+share a call.  Numba's own parallel loops are not used: their pool is one per process and must not
+be entered from two threads at once, while ranks inside one process each need a team of their own;
+and without an OpenMP library (a bare Linux) a parallel region of theirs costs 75 microseconds.
+
+The team belongs to the calling thread: `set_num_threads` in one thread does not change another.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+from nbflow_kernels.errors import UsageError
+
+# Handing work to another Python thread and waiting for it costs about 20 microseconds; a kernel
+# does roughly 8 multiply-adds per nanosecond, so below this many the call stays in one thread.
+MIN_WORK_PER_THREAD = 400_000
+
+
+class Team:
+    """`n` threads, the caller among them."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(n - 1)]
+        self._done: SimpleQueue[BaseException | None] = SimpleQueue()
+        for inbox in self._inboxes:
+            threading.Thread(
+                target=_work, args=(inbox, self._done), daemon=True, name="nbflow-team"
+            ).start()
+
+    def run(self, kernel: Callable[..., None], start: int, stop: int, parts: int, *args: Any) -> None:
+        """Call ``kernel(*args, a, b)`` on `parts` pieces [a, b) of [start, stop)."""
+        edges = [start + (stop - start) * i // parts for i in range(parts + 1)]
+        for i in range(1, parts):
+            self._inboxes[i - 1].put((kernel, args, edges[i], edges[i + 1]))
+        failure: BaseException | None = None
+        try:
+            kernel(*args, edges[0], edges[1])
+        except BaseException as error:
+            failure = error
+        for _ in range(1, parts):
+            failure = self._done.get() or failure
+        if failure is not None:
+            raise failure
+
+    def close(self) -> None:
+        """Let the other threads end."""
+        for inbox in self._inboxes:
+            inbox.put(None)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _work(inbox: SimpleQueue[Any], done: SimpleQueue[BaseException | None]) -> None:
+    while (item := inbox.get()) is not None:
+        kernel, args, a, b = item
+        try:
+            kernel(*args, a, b)
+        except BaseException as error:
+            done.put(error)
+        else:
+            done.put(None)
+
+
+_local = threading.local()
+
+
+def available_cores() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def set_num_threads(n: int) -> None:
+    """Use `n` threads for the kernels called from the present thread.
+
+    Raises
+    ------
+    UsageError
+        If `n` is not between 1 and 1024.
+    """
+    if not 1 <= n <= 1024:
+        raise UsageError(f"number of threads must be 1..1024, got {n}")
+    team = getattr(_local, "team", None)
+    if team is not None:
+        if team.n == n:
+            return
+        team.close()
+    _local.team = Team(n)
+
+
+def get_num_threads() -> int:
+    """Return how many threads kernels called from the present thread use."""
+    return _team().n
+
+
+def _team() -> Team:
+    team: Team | None = getattr(_local, "team", None)
+    if team is None:
+        team = _local.team = Team(available_cores())
+    return team
+
+
+def split_rows(kernel: Callable[..., None], n_rows: int, work: float, *args: Any) -> None:
+    """Call ``kernel(*args, start, stop)`` over [0, n_rows), shared by the team if it pays.
+
+    Parameters
+    ----------
+    kernel : callable
+        A compiled kernel whose last two arguments are a range of rows; ranges must be independent.
+    n_rows : int
+        Number of rows.
+    work : float
+        Multiply-adds (or operations of like cost) of the whole call.
+    *args : object
+        The kernel's other arguments.
+    """
+    team = _team()
+    parts = min(team.n, n_rows, int(work // MIN_WORK_PER_THREAD))
+    if parts <= 1:
+        kernel(*args, 0, n_rows)
+    else:
+        team.run(kernel, 0, n_rows, parts, *args)

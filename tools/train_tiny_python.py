@@ -1,0 +1,290 @@
+"""Train the bundled model: a small Llama on the source text of Python's standard library.
+
+    python -m venv /tmp/train && /tmp/train/bin/pip install torch tokenizers safetensors numpy
+    /tmp/train/bin/python tools/train_tiny_python.py --out nbflow/models/tiny_python
+
+Torch is needed here only.  The text is the standard library of the Python that runs this script
+(PSF licence, see NOTICE), without its tests and without the generated code tables; the script
+prints the digest of the text and stores it in `training.json` beside the weights.  Seeds are
+fixed: the same Python, the same torch build, thread count and kind of processor give the same file;
+elsewhere the file differs by float rounding.
+
+The held-out text (`eval.txt`) is made of whole modules that the training never saw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+import os
+import platform
+import sysconfig
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 768,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "hidden_act": "silu",
+    "tie_word_embeddings": True,
+    "attention_bias": False,
+    "mlp_bias": False,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "torch_dtype": "float16",
+}
+END = "<|endoftext|>"
+# Whole modules kept out of training; ordinary library code of several kinds.
+HELD_OUT = ("textwrap.py", "heapq.py", "shlex.py", "json/decoder.py", "graphlib.py", "netrc.py",
+            "tabnanny.py", "email/utils.py", "bisect.py", "sched.py")
+EXCLUDED_PARTS = ("test", "tests", "idle_test", "site-packages", "encodings", "__pycache__",
+                  "lib2to3", "config-")
+EVAL_BYTES = 160_000
+
+
+def read_corpus() -> tuple[list[str], str]:
+    """Return the training documents and the held-out text."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    documents, held_out = [], []
+    for path in sorted(root.rglob("*.py")):
+        relative = path.relative_to(root)
+        if any(part.startswith(EXCLUDED_PARTS) for part in relative.parts[:-1]):
+            continue
+        try:
+            text = path.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue
+        if relative.as_posix() in HELD_OUT:
+            held_out.append(text)
+        else:
+            documents.append(text)
+    return documents, "\n".join(held_out).encode()[:EVAL_BYTES].decode("utf-8", "ignore")
+
+
+def train_tokenizer(documents: list[str]) -> Tokenizer:
+    """Train a byte-level BPE with the usual GPT-2 pre-tokenizer."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=CONFIG["vocab_size"],
+        special_tokens=[END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(documents, trainer)
+    return tokenizer
+
+
+class RMSNorm(torch.nn.Module):
+    """Root-mean-square norm with a scale."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.rms_norm(x, x.shape[-1:], self.weight, CONFIG["rms_norm_eps"])
+
+
+class Layer(torch.nn.Module):
+    """One decoder layer, parameter names as in Hugging Face checkpoints."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        E, D = CONFIG["hidden_size"], CONFIG["head_dim"]
+        H, G, I = (CONFIG[k] for k in
+                   ("num_attention_heads", "num_key_value_heads", "intermediate_size"))
+        linear = lambda i, o: torch.nn.Linear(i, o, bias=False)  # noqa: E731
+        self.input_layernorm = RMSNorm(E)
+        self.post_attention_layernorm = RMSNorm(E)
+        self.self_attn = torch.nn.ModuleDict({
+            "q_proj": linear(E, H * D), "k_proj": linear(E, G * D),
+            "v_proj": linear(E, G * D), "o_proj": linear(H * D, E)})
+        self.mlp = torch.nn.ModuleDict({
+            "gate_proj": linear(E, I), "up_proj": linear(E, I), "down_proj": linear(I, E)})
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        B, T, _ = x.shape
+        D = CONFIG["head_dim"]
+        h = self.input_layernorm(x)
+        q, k, v = (self.self_attn[n](h).view(B, T, -1, D).transpose(1, 2)
+                   for n in ("q_proj", "k_proj", "v_proj"))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.self_attn["o_proj"](a.transpose(1, 2).reshape(B, T, -1))
+        h = self.post_attention_layernorm(x)
+        return x + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](h)) * self.mlp["up_proj"](h))
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate-half position embedding."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
+
+
+class Llama(torch.nn.Module):
+    """Token embedding, layers, norm and the tied head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed_tokens = torch.nn.Embedding(CONFIG["vocab_size"], CONFIG["hidden_size"])
+        self.layers = torch.nn.ModuleList(Layer() for _ in range(CONFIG["num_hidden_layers"]))
+        self.norm = RMSNorm(CONFIG["hidden_size"])
+        for name, p in self.named_parameters():
+            if p.ndim == 2:
+                std = 0.02 if "embed" in name else 1 / math.sqrt(p.shape[1])
+                torch.nn.init.normal_(p, std=std)
+                if "o_proj" in name or "down_proj" in name:
+                    p.data.mul_(1 / math.sqrt(2 * CONFIG["num_hidden_layers"]))
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        D, T = CONFIG["head_dim"], ids.shape[1]
+        frequency = CONFIG["rope_theta"] ** (-torch.arange(0, D, 2) / D)
+        angle = torch.arange(T)[:, None] * frequency
+        x = self.embed_tokens(ids)
+        for layer in self.layers:
+            x = layer(x, angle.cos(), angle.sin())
+        return F.linear(self.norm(x), self.embed_tokens.weight)
+
+
+def learning_rate(step: int, steps: int, peak: float) -> float:
+    """Warm up over 100 steps, then fall on a half cosine to a twentieth of the peak."""
+    if step < 100:
+        return peak * (step + 1) / 100
+    done = (step - 100) / max(1, steps - 100)
+    return peak * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+class Muon(torch.optim.Optimizer):
+    """Momentum whose matrix updates are orthogonalised (K. Jordan et al., 2024).
+
+    Each update is replaced by the nearest semi-orthogonal matrix, found by five steps of a quintic
+    Newton-Schulz iteration.
+    """
+
+    def __init__(self, params: list, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                momentum = self.state[p].setdefault("momentum", torch.zeros_like(p))
+                momentum.lerp_(p.grad, 0.05)
+                x = p.grad.lerp(momentum, 0.95).bfloat16()
+                tall = x.shape[0] > x.shape[1]
+                x = (x.T if tall else x) / (x.norm() + 1e-7)
+                for _ in range(5):
+                    gram = x @ x.T
+                    x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+                x = (x.T if tall else x).float()
+                p.mul_(1 - group["lr"] * 0.05)
+                p.sub_(x, alpha=group["lr"] * max(1.0, p.shape[0] / p.shape[1]) ** 0.5)
+
+
+def evaluate(model: Llama, ids: np.ndarray, context: int = 512) -> float:
+    """Return the perplexity on `ids` in windows of `context`."""
+    n = (len(ids) - 1) // context
+    x = torch.from_numpy(ids[: n * context].astype(np.int64)).view(n, context)
+    y = torch.from_numpy(ids[1 : n * context + 1].astype(np.int64)).view(n, context)
+    with torch.no_grad():
+        losses = [F.cross_entropy(model(x[i : i + 8]).flatten(0, 1).float(), y[i : i + 8].flatten(),
+                                  reduction="sum").item() for i in range(0, n, 8)]
+    return math.exp(sum(losses) / y.numel())
+
+
+def export(model: Llama, tokenizer: Tokenizer, held_out: str, record: dict, out: Path) -> None:
+    """Write an ordinary Hugging Face folder."""
+    out.mkdir(parents=True, exist_ok=True)
+    state = {f"model.{k}": v.detach().half().contiguous() for k, v in model.named_parameters()}
+    save_file(state, out / "model.safetensors", metadata={"format": "pt"})
+    (out / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+    tokenizer.save(str(out / "tokenizer.json"))
+    (out / "eval.txt").write_text(held_out, encoding="utf-8")
+    (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=2000)
+    parser.add_argument("--tokens-per-step", type=int, default=6144)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    torch.manual_seed(20240101)
+    rng = np.random.default_rng(20240101)
+
+    documents, held_out = read_corpus()
+    digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()
+    tokenizer = train_tokenizer(documents)
+    end = tokenizer.token_to_id(END)
+    encoded = tokenizer.encode_batch(documents)
+    tokens = np.concatenate([np.array([end, *e.ids], np.uint16) for e in encoded])
+    eval_ids = np.array(tokenizer.encode(held_out).ids, np.uint16)
+    print(f"{len(documents)} modules, {sum(map(len, documents)):,} characters, "
+          f"{len(tokens):,} tokens, held out {len(eval_ids):,} tokens, sha256 {digest[:16]}")
+
+    model = Llama()
+    matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
+    others = [p for n, p in model.named_parameters() if p.ndim == 1 or "embed" in n]
+    optimizers = [(Muon(matrices, 0.0), 0.02),
+                  (torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True), 3e-3)]
+    started, seen = time.time(), 0
+    record = {}
+    for step in range(arguments.steps):
+        for optimizer, peak in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(step, arguments.steps, peak)
+        # Short windows are cheaper; the last quarter sees the full context.
+        T = CONFIG["max_position_embeddings"] // (2 if step < 0.75 * arguments.steps else 1)
+        at = rng.integers(0, len(tokens) - T - 1, arguments.tokens_per_step // T)
+        window = torch.from_numpy(np.stack([tokens[i : i + T + 1] for i in at]).astype(np.int64))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = model(window[:, :-1])
+        loss = F.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten())
+        model.zero_grad()
+        loss.backward()
+        for optimizer, _ in optimizers:
+            optimizer.step()
+        seen += at.size * T
+        if step % 50 == 0:
+            rate = seen / (time.time() - started)
+            print(f"step {step:5d}  loss {loss.item():.3f}  {rate:,.0f} tokens/s", flush=True)
+        if step % 250 == 249 or step == arguments.steps - 1:
+            perplexity = evaluate(model, eval_ids)
+            print(f"step {step:5d}  held-out perplexity {perplexity:.2f}", flush=True)
+            record = {
+                "text": f"standard library of CPython {platform.python_version()}",
+                "text_sha256": digest, "training_tokens": len(tokens),
+                "held_out_modules": list(HELD_OUT), "steps": step + 1,
+                "planned_steps": arguments.steps, "tokens_per_step": arguments.tokens_per_step,
+                "held_out_perplexity_float32": round(perplexity, 3),
+                "torch": torch.__version__, "threads": arguments.threads,
+                "machine": platform.machine(), "seed": 20240101,
+            }
+            export(model, tokenizer, held_out, record, arguments.out)
+    print("wrote", *(f"{p.name} {os.path.getsize(p):,}" for p in sorted(arguments.out.iterdir())))
+
+
+if __name__ == "__main__":
+    main()
