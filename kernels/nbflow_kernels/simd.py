@@ -38,9 +38,10 @@ from typing import Any
 
 from llvmlite import ir
 from numba import njit
-from numba.core import cgutils, errors, types
+from numba.core import cgutils, errors, extending, types
 from numba.core.datamodel import models
-from numba.core.extending import intrinsic, register_model
+
+intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
 
 LANES = 16
 
@@ -58,13 +59,14 @@ class Vector(types.Type):
 
     @property
     def llvm(self) -> Any:
+        """Return the LLVM type."""
         return ir.VectorType(_ELEMENT[self.element], LANES)
 
 
-@register_model(Vector)
+@extending.register_model(Vector)
 class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, fe_type: Vector) -> None:
-        super().__init__(manager, fe_type, fe_type.llvm)
+        super().__init__(manager, fe_type, fe_type.llvm)  # type: ignore[no-untyped-call]
 
 
 f32x16 = Vector("f32")
@@ -77,9 +79,7 @@ def _pointer(builder: Any, context: Any, value: Any, value_type: Any, target: An
 
 
 def _function(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
-    return cgutils.get_or_insert_function(
-        builder.module, ir.FunctionType(result, arguments), name
-    )
+    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
 
 
 def _splat(builder: Any, scalar: Any, vector: Any) -> Any:

@@ -10,9 +10,11 @@ The team belongs to the calling thread: `set_num_threads` in one thread does not
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
@@ -35,7 +37,9 @@ class Team:
                 target=_work, args=(inbox, self._done), daemon=True, name="nbflow-team"
             ).start()
 
-    def run(self, kernel: Callable[..., None], start: int, stop: int, parts: int, *args: Any) -> None:
+    def run(
+        self, kernel: Callable[..., None], start: int, stop: int, parts: int, *args: Any
+    ) -> None:
         """Call ``kernel(*args, a, b)`` on `parts` pieces [a, b) of [start, stop)."""
         edges = [start + (stop - start) * i // parts for i in range(parts + 1)]
         for i in range(1, parts):
@@ -70,7 +74,25 @@ def _work(inbox: SimpleQueue[Any], done: SimpleQueue[BaseException | None]) -> N
             done.put(None)
 
 
-_local = threading.local()
+class _Local(threading.local):
+    """What belongs to the calling thread."""
+
+    team: Team | None = None
+    profile: list[float] | None = None
+
+
+_local = _Local()
+
+
+@contextlib.contextmanager
+def kernel_seconds() -> Iterator[list[float]]:
+    """Collect the duration of every compiled call of the present thread, in seconds."""
+    seconds: list[float] = []
+    _local.profile = seconds
+    try:
+        yield seconds
+    finally:
+        _local.profile = None
 
 
 def available_cores() -> int:
@@ -88,7 +110,7 @@ def set_num_threads(n: int) -> None:
     """
     if not 1 <= n <= 1024:
         raise UsageError(f"number of threads must be 1..1024, got {n}")
-    team = getattr(_local, "team", None)
+    team = _local.team
     if team is not None:
         if team.n == n:
             return
@@ -102,10 +124,9 @@ def get_num_threads() -> int:
 
 
 def _team() -> Team:
-    team: Team | None = getattr(_local, "team", None)
-    if team is None:
-        team = _local.team = Team(available_cores())
-    return team
+    if _local.team is None:
+        _local.team = Team(available_cores())
+    return _local.team
 
 
 def split_rows(kernel: Callable[..., None], n_rows: int, work: float, *args: Any) -> None:
@@ -124,7 +145,10 @@ def split_rows(kernel: Callable[..., None], n_rows: int, work: float, *args: Any
     """
     team = _team()
     parts = min(team.n, n_rows, int(work // MIN_WORK_PER_THREAD))
+    started = time.perf_counter() if _local.profile is not None else 0.0
     if parts <= 1:
         kernel(*args, 0, n_rows)
     else:
         team.run(kernel, 0, n_rows, parts, *args)
+    if _local.profile is not None:
+        _local.profile.append(time.perf_counter() - started)

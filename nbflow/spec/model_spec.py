@@ -2,7 +2,7 @@
 
 A `ModelSpec` is resolved: every number is known.  It comes from a family (`families/*.toml`, how an
 architecture is composed and how its tensors and config keys are called) and a checkpoint's own
-configuration; see `nbflow.spec.load`.
+configuration; see `nbflow.spec.resolve`.
 """
 
 from __future__ import annotations

@@ -1,0 +1,106 @@
+"""Kernels for LLM inference: arrays in, arrays out.
+
+    import nbflow_kernels as nk
+    y = nk.rmsnorm(x, weight, eps=1e-5)
+
+A NumPy array runs on the CPU, an array on a CUDA device runs there.  Names and conventions are
+FlashInfer's.  Each op is a folder with a readable reference (`reference.py`), the CPU kernel, the
+CUDA kernel and the test cases; `nbflow_kernels.families` lists them.
+
+Nothing is imported before it is used: the import costs a few milliseconds, and the first use of a
+function imports Numba.  Three functions have the name of their folder (`matmul`, `qmatmul`,
+`embedding`): here the name always means the function; reach into the folder with
+``from nbflow_kernels.matmul import cpu``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from nbflow_kernels.families import module_of
+
+if TYPE_CHECKING:
+    from nbflow_kernels.activation import gelu as gelu
+    from nbflow_kernels.activation import gelu_and_mul as gelu_and_mul
+    from nbflow_kernels.activation import gelu_tanh as gelu_tanh
+    from nbflow_kernels.activation import gelu_tanh_and_mul as gelu_tanh_and_mul
+    from nbflow_kernels.activation import relu as relu
+    from nbflow_kernels.activation import relu_and_mul as relu_and_mul
+    from nbflow_kernels.activation import silu as silu
+    from nbflow_kernels.activation import silu_and_mul as silu_and_mul
+    from nbflow_kernels.attention import (
+        BatchPrefillWithPagedKVCacheWrapper as BatchPrefillWithPagedKVCacheWrapper,
+    )
+    from nbflow_kernels.attention import merge_state as merge_state
+    from nbflow_kernels.attention import single_decode_with_kv_cache as single_decode_with_kv_cache
+    from nbflow_kernels.attention import (
+        single_prefill_with_kv_cache as single_prefill_with_kv_cache,
+    )
+    from nbflow_kernels.embedding import embedding as embedding
+    from nbflow_kernels.errors import MissingExtraError as MissingExtraError
+    from nbflow_kernels.errors import UsageError as UsageError
+    from nbflow_kernels.kvcache import append_paged_kv_cache as append_paged_kv_cache
+    from nbflow_kernels.kvcache import get_batch_indices_positions as get_batch_indices_positions
+    from nbflow_kernels.kvcache import get_seq_lens as get_seq_lens
+    from nbflow_kernels.matmul import matmul as matmul
+    from nbflow_kernels.norm import fused_add_rmsnorm as fused_add_rmsnorm
+    from nbflow_kernels.norm import layernorm as layernorm
+    from nbflow_kernels.norm import rmsnorm as rmsnorm
+    from nbflow_kernels.position import apply_rope as apply_rope
+    from nbflow_kernels.position import apply_rope_pos_ids as apply_rope_pos_ids
+    from nbflow_kernels.position import (
+        apply_rope_with_cos_sin_cache_inplace as apply_rope_with_cos_sin_cache_inplace,
+    )
+    from nbflow_kernels.position import rope_cos_sin_cache as rope_cos_sin_cache
+    from nbflow_kernels.qmatmul import qmatmul as qmatmul
+    from nbflow_kernels.quants import FORMATS as FORMATS
+    from nbflow_kernels.quants import QuantFormat as QuantFormat
+    from nbflow_kernels.quants import QuantTensor as QuantTensor
+    from nbflow_kernels.quants import dequantize as dequantize
+    from nbflow_kernels.quants import quantize as quantize
+    from nbflow_kernels.sampling import argmax as argmax
+    from nbflow_kernels.sampling import min_p_sampling_from_probs as min_p_sampling_from_probs
+    from nbflow_kernels.sampling import sampling_from_probs as sampling_from_probs
+    from nbflow_kernels.sampling import softmax as softmax
+    from nbflow_kernels.sampling import top_k_renorm_probs as top_k_renorm_probs
+    from nbflow_kernels.sampling import top_k_sampling_from_probs as top_k_sampling_from_probs
+    from nbflow_kernels.sampling import (
+        top_k_top_p_sampling_from_probs as top_k_top_p_sampling_from_probs,
+    )
+    from nbflow_kernels.sampling import top_p_renorm_probs as top_p_renorm_probs
+    from nbflow_kernels.sampling import top_p_sampling_from_probs as top_p_sampling_from_probs
+    from nbflow_kernels.threads import get_num_threads as get_num_threads
+    from nbflow_kernels.threads import set_num_threads as set_num_threads
+
+_MODULE_OF = module_of()
+
+__all__ = sorted(_MODULE_OF)
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name on its first use."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    """List the public names without importing them."""
+    return sorted({*globals(), *__all__})
+
+
+class _Package(ModuleType):
+    """Type of this package: importing the folder of an op does not hide the op itself."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in _MODULE_OF and isinstance(value, ModuleType):
+            value = getattr(value, name)  # the import system sets `matmul` to the folder
+        super().__setattr__(name, value)
+
+
+sys.modules[__name__].__class__ = _Package

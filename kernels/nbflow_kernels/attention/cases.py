@@ -1,0 +1,107 @@
+"""Cases of the attention ops."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels.opcase import OpCase
+
+# Scores are dot products of D products with unit variance after scaling: float32 with 16 partial
+# sums gives about sqrt(D / 16 + 8) * 2**-24 * 4 = 1e-6 at |score| < 4, which is the relative error
+# of a weight; exp adds 2e-7.  A result is a mean of values |v| < 5 under such weights, whose
+# errors are independent, and their sum is divided out: below 5 * (1e-6 + 2e-7) / 2 = 3e-6.  The
+# LSE has the absolute error of a score, times log2(e), and half an ulp at 16, 1e-6.
+ATOL = 3e-6
+REASON = "scores off by 1e-6 (float32 dot product), values up to 5; LSE up to 16"
+
+
+def _single(
+    T: int,
+    N: int,
+    H: int,
+    G: int,
+    D: int,
+    *,
+    dtype: Any = np.float32,
+    masked: bool = False,
+    **options: Any,
+) -> Callable[[np.random.Generator], dict[str, Any]]:
+    """Return inputs of one request; T = 0 for decode, without the axis."""
+    heads_first = options.get("kv_layout") == "HND"
+
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        shape = (G, N, D) if heads_first else (N, G, D)
+        mask = {"custom_mask": rng.random((T, N)) < 0.5} if masked else {}
+        return {
+            "q": rng.standard_normal((T, H, D) if T else (H, D)).astype(np.float32),
+            "k": rng.standard_normal(shape).astype(dtype),
+            "v": rng.standard_normal(shape).astype(dtype),
+            **mask,
+            **options,
+        }
+
+    return inputs
+
+
+def _case(name: str, *shape: int, timed: bool = False, **options: Any) -> OpCase:
+    """Return a case of prefill, or of decode where T = 0; `shape` is (T, N, H, G, D)."""
+    T, N, H, G, D = shape
+    itemsize = np.dtype(options.get("dtype", np.float32)).itemsize
+    pairs = max(T, 1) * N - (T * (T - 1) // 2 if options.get("causal") and T <= N else 0)
+    plain = not options.get("return_lse")
+    return OpCase(
+        "single_prefill_with_kv_cache" if T else "single_decode_with_kv_cache",
+        name,
+        _single(T, N, H, G, D, **options),
+        rtol=0.0,
+        atol=ATOL,
+        reason=REASON,
+        out=(((T, H, D) if T else (H, D)), "float32") if plain else None,
+        n_bytes=2 * N * G * D * itemsize + 2 * 4 * max(T, 1) * H * D,
+        n_flops=4 * H * D * pairs,
+        timed=timed,
+    )
+
+
+def _states(rng: np.random.Generator) -> dict[str, Any]:
+    s_a, s_b = (rng.normal(0, 5, (6, 3)).astype(np.float32) for _ in "ab")
+    s_a[0], s_b[1], s_a[2], s_b[2] = -np.inf, -np.inf, -np.inf, -np.inf
+    v_a, v_b = (rng.standard_normal((6, 3, 20)).astype(np.float32) for _ in "ab")
+    return {"v_a": v_a, "s_a": s_a, "v_b": v_b, "s_b": s_b}
+
+
+CASES = [
+    _case("all_heads", 5, 37, 3, 3, 16),
+    _case("causal_append", 7, 150, 4, 2, 64, causal=True, return_lse=True),
+    _case("one_kv_head", 3, 70, 16, 1, 80, causal=True),
+    _case("size_20", 9, 65, 6, 2, 20, causal=True),
+    _case("size_100", 2, 130, 2, 1, 100, return_lse=True),
+    _case("more_rows_than_keys", 6, 4, 2, 2, 32, causal=True, return_lse=True),
+    _case("no_keys", 2, 0, 2, 1, 16, return_lse=True),
+    _case("window", 70, 200, 2, 1, 32, causal=True, window_left=20, return_lse=True),
+    _case("window_0", 3, 70, 2, 2, 16, causal=True, window_left=0),
+    _case("soft_cap", 5, 90, 4, 2, 48, causal=True, logits_soft_cap=1.5),
+    _case("scale", 5, 90, 4, 2, 48, sm_scale=0.3, return_lse=True),
+    _case("mask", 6, 140, 4, 2, 32, masked=True, return_lse=True),
+    _case("half", 5, 90, 4, 2, 48, causal=True, dtype=np.float16),
+    _case("heads_first", 5, 90, 4, 2, 36, causal=True, kv_layout="HND", return_lse=True),
+    _case("heads_first_half", 5, 90, 4, 2, 36, kv_layout="HND", dtype=np.float16),
+    _case("llama2_7b", 512, 512, 32, 32, 128, causal=True, timed=True),
+    _case("llama3_8b", 512, 512, 32, 8, 128, causal=True, dtype=np.float16, timed=True),
+    _case("grouped", 0, 130, 12, 4, 64, return_lse=True),
+    _case("odd", 0, 67, 5, 1, 20, window_left=30, logits_soft_cap=2.0),
+    _case("one_key", 0, 1, 2, 2, 16),
+    _case("llama2_7b", 0, 1024, 32, 32, 128, dtype=np.float16, timed=True),
+    _case("llama3_8b", 0, 4096, 32, 8, 128, dtype=np.float16, timed=True),
+    OpCase(
+        "merge_state",
+        "with_empty_sides",
+        _states,
+        rtol=2e-7,
+        atol=1e-7,
+        reason="float64 inside, one rounding to float32 (6e-8)",
+    ),
+]

@@ -1,0 +1,356 @@
+"""Benchmark of the ops: check first, then time, beside the machine's measured read bandwidth.
+
+    python -m nbflow_kernels.bench [OP ...] [--threads N] [--repeats N] [--json] [--out FILE]
+
+OP is an op (``matmul``) or one case (``matmul-llama2_7b_decode_f16``); without any, all timed
+cases run.  A case whose result differs from the reference is not timed, and the exit code is 1.
+
+What is timed: the public function, with its checks, into a given output; not the first call, which
+compiles.  Enough copies of the inputs are used in turn that none is still in the last-level cache.
+A sample is as many calls as fill 200 microseconds, and a peer's samples alternate with ours.
+GB/s counts each byte that must be read or written once, so data in a cache can exceed the limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import nbflow_kernels
+from nbflow_kernels import checking, simd
+from nbflow_kernels._jit import njit
+from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.families import all_cases
+from nbflow_kernels.opcase import OpCase
+from nbflow_kernels.threads import get_num_threads, set_num_threads, split_rows
+
+SAMPLE_S = 200e-6  # one sample lasts at least this long, so that the clock's 0.1 us do not matter
+MAX_COPIES = 2000
+_PROBE_BYTES = 384 << 20
+_PROBE_ROW = 1 << 16  # float32 elements, 256 KB: long streams for the hardware's prefetcher
+
+BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
+
+
+@dataclass(frozen=True)
+class Row:
+    """One timed case."""
+
+    op: str
+    """Public function."""
+    case: str
+    """Name of the case."""
+    threads: int
+    """Threads of our kernels, and of the peer's library if it obeys the environment."""
+    error_share: float
+    """Greatest error against the float64 reference, as a share of the case's tolerance."""
+    median_s: float
+    """Median over the samples of the seconds per call."""
+    min_s: float
+    """Fastest sample."""
+    iqr_s: float
+    """Distance between the quartiles of the samples."""
+    samples: int
+    """Number of samples."""
+    gb_per_s: float
+    """1e9 bytes that must be read or written at least once, per second of the median."""
+    gflop_per_s: float
+    """1e9 floating-point operations per second of the median."""
+    read_bandwidth_percent: float
+    """`gb_per_s` in percent of the measured read bandwidth with as many threads."""
+    peer: str | None
+    """Who else did the same work in the same loop, e.g. ``numpy 2.4.6``."""
+    peer_median_s: float | None
+    """The peer's median seconds per call."""
+    repro: str
+    """Command that measures this row again."""
+
+
+@njit
+def _read(data: Any, sums: Any, start: Any, stop: Any) -> None:
+    """Put the sum of each row of `data` into `sums`: 8 x 16 lanes, nothing but loads and adds."""
+    for row in range(start, stop):
+        a = simd.address(data) + row * data.strides[0]
+        s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = simd.splat(0.0)
+        for i in range(a, a + data.shape[1] * 4, 512):
+            s0 = simd.add(s0, simd.load_f32(i))
+            s1 = simd.add(s1, simd.load_f32(i + 64))
+            s2 = simd.add(s2, simd.load_f32(i + 128))
+            s3 = simd.add(s3, simd.load_f32(i + 192))
+            s4 = simd.add(s4, simd.load_f32(i + 256))
+            s5 = simd.add(s5, simd.load_f32(i + 320))
+            s6 = simd.add(s6, simd.load_f32(i + 384))
+            s7 = simd.add(s7, simd.load_f32(i + 448))
+        low = simd.add(simd.add(s0, s1), simd.add(s2, s3))
+        high = simd.add(simd.add(s4, s5), simd.add(s6, s7))
+        sums[row] = simd.sum(simd.add(low, high))
+
+
+def read_bandwidth(threads: int | None = None) -> float:
+    """Measure how fast this machine reads memory.
+
+    Parameters
+    ----------
+    threads : int, optional
+        Number of threads; by default those of the calling thread's team.
+
+    Returns
+    -------
+    float
+        Bytes per second: 384 MB of float32 summed by a compiled loop, the fastest of five passes
+        after one that touches the pages and compiles.
+
+    Raises
+    ------
+    UsageError
+        If `threads` is not between 1 and 1024.
+
+    Examples
+    --------
+    >>> from nbflow_kernels.bench import read_bandwidth
+    >>> read_bandwidth(1) > 1e8
+    True
+    """
+    before = get_num_threads()
+    if threads is not None:
+        set_num_threads(threads)
+    try:
+        data = np.ones((_PROBE_BYTES // 4 // _PROBE_ROW, _PROBE_ROW), np.float32)
+        sums = np.empty(data.shape[0], np.float32)
+        seconds = []
+        for _ in range(6):
+            started = time.perf_counter()
+            split_rows(_read, data.shape[0], data.size, data, sums)
+            seconds.append(time.perf_counter() - started)
+        assert (sums == _PROBE_ROW).all(), "the probe did not read every element"
+        return data.nbytes / min(seconds[1:])
+    finally:
+        set_num_threads(before)
+
+
+def last_level_cache_bytes() -> int:
+    """Return the size of the largest cache of the first processor; 32 MB if the system is mute."""
+    sizes = [32 << 20]
+    for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = path.read_text().strip()
+        unit = {"K": 1 << 10, "M": 1 << 20}.get(text[-1], 1)
+        sizes.append(int(text.rstrip("KM")) * unit)
+    return max(sizes)
+
+
+def _numpy_matmul(arguments: dict[str, Any]) -> Callable[[], Any] | None:
+    """Return NumPy's product for float32 weights; it has no fast one for other dtypes."""
+    x, w = arguments["x"], arguments["w"]
+    if w.dtype != np.float32:
+        return None
+    out = np.empty((x.shape[0], w.shape[0]), np.float32)
+    return lambda: np.matmul(x, w.T, out=out)
+
+
+def _numpy_qmatmul(arguments: dict[str, Any]) -> Callable[[], Any]:
+    """Return NumPy's product with the dequantized weight: what one would do without our kernel."""
+    x, w = arguments["x"], nbflow_kernels.dequantize(arguments["w"])
+    out = np.empty((x.shape[0], w.shape[0]), np.float32)
+    return lambda: np.matmul(x, w.T, out=out)
+
+
+PEERS: dict[str, Callable[[dict[str, Any]], Callable[[], Any] | None]] = {
+    "matmul": _numpy_matmul,
+    "qmatmul": _numpy_qmatmul,
+}
+"""Op to a function that makes the peer's call from the arguments, or None."""
+
+
+def _copies(case: OpCase) -> list[dict[str, Any]]:
+    """Return as many argument sets as exceed the last-level cache twice."""
+    first = checking.make_inputs(case) | checking.make_out(case)
+    size = sum(int(getattr(leaf, "nbytes", 0)) for leaf in checking.leaves(first))
+    n = math.ceil(2 * last_level_cache_bytes() / max(size, 1))
+    more = range(min(n, MAX_COPIES) - 1)
+    return [first, *(checking.make_inputs(case) | checking.make_out(case) for _ in more)]
+
+
+def _sampler(calls: list[Callable[[], Any]]) -> Callable[[], float]:
+    """Return a function that takes one sample: seconds per call, going on through `calls`."""
+    for call in calls[:2]:
+        call()  # compiles, and makes what is made once per weight
+    started = time.perf_counter()
+    calls[-1]()
+    n_calls = max(1, math.ceil(SAMPLE_S / max(time.perf_counter() - started, 1e-7)))
+    position = 0
+
+    def sample() -> float:
+        nonlocal position
+        chosen = [calls[(position + i) % len(calls)] for i in range(n_calls)]
+        position += n_calls
+        started = time.perf_counter()
+        for call in chosen:
+            call()
+        return (time.perf_counter() - started) / n_calls
+
+    return sample
+
+
+def measure(case: OpCase, repeats: int, bandwidth: float) -> Row:
+    """Check a case, then time it; `bandwidth` is in bytes per second.
+
+    Raises
+    ------
+    CheckError
+        If the result differs from the reference by more than the case allows.
+    """
+    error_share = checking.check(case)
+    op = getattr(nbflow_kernels, case.op)
+    copies = _copies(case)
+    ours = _sampler([functools.partial(op, **arguments) for arguments in copies])
+    peer_calls = [PEERS[case.op](arguments) for arguments in copies] if case.op in PEERS else []
+    peers = [call for call in peer_calls if call is not None]
+    theirs = _sampler(peers) if peers else None
+    seconds: list[float] = []
+    peer_seconds: list[float] = []
+    for _ in range(repeats):
+        seconds.append(ours())
+        if theirs is not None:
+            peer_seconds.append(theirs())
+    low, median, high = (float(q) for q in np.percentile(seconds, [25, 50, 75]))
+    threads = get_num_threads()
+    return Row(
+        op=case.op,
+        case=case.name,
+        threads=threads,
+        error_share=error_share,
+        median_s=median,
+        min_s=min(seconds),
+        iqr_s=high - low,
+        samples=repeats,
+        gb_per_s=case.n_bytes / median / 1e9,
+        gflop_per_s=case.n_flops / median / 1e9,
+        read_bandwidth_percent=100.0 * case.n_bytes / median / bandwidth,
+        peer=f"numpy {np.__version__}" if peers else None,
+        peer_median_s=float(np.median(peer_seconds)) if peers else None,
+        repro=f"python -m nbflow_kernels.bench {case.id} --threads {threads} --repeats {repeats}",
+    )
+
+
+def choose(names: list[str]) -> list[OpCase]:
+    """Return the timed cases of the named ops or cases; all of them for no names.
+
+    Raises
+    ------
+    UsageError
+        If a name is neither an op with a timed case nor such a case.
+    """
+    timed = [case for case in all_cases() if case.timed]
+    available = [*dict.fromkeys(case.op for case in timed), *(case.id for case in timed)]
+    for name in names:
+        if name not in available:
+            raise unknown_name("op or case", name, available)
+    return [case for case in timed if not names or case.op in names or case.id in names]
+
+
+def table(rows: list[Row]) -> str:
+    """Return the rows as aligned text."""
+    head = ("case", "threads", "median us", "min us", "IQR us", "GB/s", "GFLOP/s", "% of read")
+    lines: list[tuple[str, ...]] = [(*head, "peer us", "x peer", "repro")]
+    for row in rows:
+        times = (row.median_s, row.min_s, row.iqr_s)
+        peer = row.peer_median_s
+        lines.append(
+            (
+                f"{row.op}-{row.case}",
+                str(row.threads),
+                *(f"{1e6 * s:.1f}" for s in times),
+                f"{row.gb_per_s:.1f}",
+                f"{row.gflop_per_s:.1f}",
+                f"{row.read_bandwidth_percent:.0f}",
+                f"{1e6 * peer:.1f}" if peer is not None else "-",
+                f"{peer / row.median_s:.2f}" if peer is not None else "-",
+                row.repro,
+            )
+        )
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    return "\n".join(
+        "  ".join(
+            cell.ljust(width) if i in (0, len(widths) - 1) else cell.rjust(width)
+            for i, (cell, width) in enumerate(zip(line, widths, strict=True))
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m nbflow_kernels.bench",
+        description="Check each op against its float64 reference, then time it.",
+    )
+    parser.add_argument("ops", nargs="*", metavar="OP", help="ops or cases; default: all timed")
+    parser.add_argument("--threads", type=int, help="default: all processors of this process")
+    parser.add_argument("--repeats", type=int, default=20, help="samples per case (default: 20)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON to FILE")
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the benchmark; return the exit code (1: a check failed, 2: wrong usage)."""
+    arguments = _parser().parse_args(argv)
+    try:
+        cases = choose(arguments.ops)
+        if arguments.repeats < 1:
+            raise UsageError(f"--repeats must be at least 1, got {arguments.repeats}")
+        if arguments.threads is not None:
+            set_num_threads(arguments.threads)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    bandwidth = read_bandwidth()
+    rows: list[Row] = []
+    failed = 0
+    for case in cases:
+        try:
+            rows.append(measure(case, arguments.repeats, bandwidth))
+        except checking.CheckError as error:
+            failed += 1
+            print(f"check failed, not timed: {error}", file=sys.stderr)
+    report = {
+        "read_bandwidth_bytes_per_s": bandwidth,
+        "last_level_cache_bytes": last_level_cache_bytes(),
+        "rows": [asdict(row) for row in rows],
+    }
+    text = json.dumps(report, indent=2)
+    if arguments.out is not None:
+        arguments.out.write_text(text + "\n")
+    if arguments.json:
+        print(text)
+    else:
+        print(f"read bandwidth, {get_num_threads()} threads: {bandwidth / 1e9:.1f} GB/s\n")
+        print(table(rows))
+    return 1 if failed else 0
+
+
+def _restart_with_blas_threads() -> None:
+    """Start this command again with the peer's library told how many threads to use.
+
+    BLAS libraries read these variables once, when NumPy is imported.
+    """
+    threads = str(_parser().parse_args().threads or get_num_threads())
+    if any(os.environ.get(name) != threads for name in BLAS_VARIABLES):
+        environment = os.environ | dict.fromkeys(BLAS_VARIABLES, threads)
+        command = [sys.executable, "-m", "nbflow_kernels.bench", *sys.argv[1:]]
+        os.execve(sys.executable, command, environment)
+
+
+if __name__ == "__main__":
+    _restart_with_blas_threads()
+    sys.exit(main())

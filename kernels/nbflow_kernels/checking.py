@@ -1,0 +1,143 @@
+"""Runs a case of an op against its reference: the one judgement that tests and benchmark share."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import numpy as np
+
+import nbflow_kernels
+from nbflow_kernels.families import family_of, load
+from nbflow_kernels.opcase import OpCase
+
+
+class CheckError(AssertionError):
+    """An op's result differs from the reference by more than its case allows."""
+
+
+def make_inputs(case: OpCase) -> dict[str, Any]:
+    """Return the keyword arguments of a case: new arrays, the same numbers each time."""
+    return case.inputs(np.random.default_rng(zlib.crc32(case.id.encode())))
+
+
+def make_out(case: OpCase) -> dict[str, Any]:
+    """Return ``{"out": array}`` filled with NaN (integers: the least one), or nothing."""
+    if case.out is None:
+        return {}
+    shape, dtype = case.out
+    is_float = np.issubdtype(np.dtype(dtype), np.floating)
+    return {"out": np.full(shape, np.nan if is_float else np.iinfo(dtype).min, dtype)}
+
+
+def leaves(value: Any) -> list[Any]:
+    """Return the arrays and scalars of a result: a value, or tuples, lists and dicts of them."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, tuple | list):
+        return [leaf for item in value for leaf in leaves(item)]
+    return [] if value is None else [value]
+
+
+def run(case: OpCase) -> dict[str, Any]:
+    """Call the public function; return its result and its arguments after the call."""
+    arguments = make_inputs(case)
+    out = make_out(case)
+    result = getattr(nbflow_kernels, case.op)(**arguments, **out)
+    if out:
+        first = result[0] if isinstance(result, tuple) else result
+        if first is not out["out"]:
+            raise CheckError(f"{case.id}: out= was given, but something else was returned")
+    return {"result": result, "arguments": arguments}
+
+
+def run_reference(case: OpCase) -> dict[str, Any]:
+    """Call the reference with the float32 inputs widened to float64."""
+    arguments = {name: _widen(value) for name, value in make_inputs(case).items()}
+    result = getattr(load(family_of(case.op), "reference"), case.op)(**arguments)
+    return {"result": result, "arguments": arguments}
+
+
+def check(case: OpCase) -> float:
+    """Compare the op with its reference on one case.
+
+    Returns
+    -------
+    float
+        The greatest error as a share of what the case allows (0 for an exact case).
+
+    Raises
+    ------
+    CheckError
+        If a result or a mutated argument is off by more than the case allows, has another shape,
+        or an argument that is not in `mutates` was changed.
+    """
+    got, want = run(case), run_reference(case)
+    _check_unchanged(case, got["arguments"])
+    worst = _compare(case, "result", got["result"], want["result"])
+    for name in case.mutates:
+        found = _compare(case, name, got["arguments"][name], want["arguments"][name])
+        worst = max(worst, found)
+    return worst
+
+
+def _widen(value: Any) -> Any:
+    """Copy float32 arrays to float64; everything else, float16 storage too, stays."""
+    if isinstance(value, tuple | list):
+        return type(value)(_widen(item) for item in value)
+    if isinstance(value, np.ndarray) and value.dtype == np.float32:
+        return value.astype(np.float64)
+    return value
+
+
+def _check_unchanged(case: OpCase, arguments: dict[str, Any]) -> None:
+    """Raise if an argument that is not in `mutates` was changed."""
+    for name, before in make_inputs(case).items():
+        if name in case.mutates:
+            continue
+        for old, new in zip(leaves(before), leaves(arguments[name]), strict=True):
+            if isinstance(old, np.ndarray) and not np.array_equal(old, new, equal_nan=_floats(old)):
+                raise CheckError(f"{case.id}: {name} was changed, but is not in mutates")
+
+
+def _floats(array: Any) -> bool:
+    return bool(np.issubdtype(array.dtype, np.floating))
+
+
+def _compare(case: OpCase, what: str, got: Any, want: Any) -> float:
+    """Return the greatest error over the arrays of a result, as a share of the allowed one."""
+    got_leaves, want_leaves = leaves(got), leaves(want)
+    if len(got_leaves) != len(want_leaves):
+        raise CheckError(
+            f"{case.id}: {what} has {len(got_leaves)} arrays, the reference {len(want_leaves)}"
+        )
+    pairs = zip(got_leaves, want_leaves, strict=True)
+    return max((_error(case, what, np.asarray(g), np.asarray(w)) for g, w in pairs), default=0.0)
+
+
+def _error(case: OpCase, what: str, got: Any, want: Any) -> float:
+    """Return the greatest error of one array as a share of the allowed one; raise above 1."""
+    if got.shape != want.shape:
+        raise CheckError(f"{case.id}: {what} has shape {got.shape}, the reference {want.shape}")
+    if got.size == 0:
+        return 0.0
+    if case.exact or not _floats(got):
+        same = np.array_equal(got, want.astype(got.dtype), equal_nan=_floats(got))
+        if not same:
+            raise CheckError(f"{case.id}: {what} is not bit for bit the reference")
+        return 0.0
+    with np.errstate(invalid="ignore"):  # inf - inf where both are infinite
+        found, wanted = got.astype(np.float64), want.astype(np.float64)
+        same = (found == wanted) | (np.isnan(found) & np.isnan(wanted))
+        allowed = case.atol + case.rtol * np.abs(wanted)
+        share = np.where(same, 0.0, np.abs(found - wanted) / np.maximum(allowed, 1e-300))
+    share = np.where(np.isnan(share), np.inf, share)
+    worst = int(np.argmax(share))
+    if share.flat[worst] > 1.0:
+        index = tuple(int(i) for i in np.unravel_index(worst, got.shape))
+        raise CheckError(
+            f"{case.id}: {what}{list(index)} is {found.flat[worst]:.9g}, the reference "
+            f"{wanted.flat[worst]:.9g}; {int((share > 1.0).sum())} of {got.size} elements are off "
+            f"by more than rtol {case.rtol:g}, atol {case.atol:g} ({case.reason})"
+        )
+    return float(share.flat[worst])

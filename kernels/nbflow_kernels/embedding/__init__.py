@@ -1,0 +1,89 @@
+"""Rows of the embedding table."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, TypeGuard
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels.embedding import cpu, cuda
+from nbflow_kernels.errors import UsageError
+
+if TYPE_CHECKING:
+    from nbflow_kernels.quants import QuantTensor
+
+__all__ = ["embedding"]
+
+
+def embedding(
+    ids: NDArray[np.int32],
+    table: NDArray[Any] | QuantTensor,
+    *,
+    out: NDArray[np.float32] | None = None,
+) -> Any:
+    """Gather rows of the embedding table as float32.
+
+    Parameters
+    ----------
+    ids : array of int32, shape (T,)
+        Token ids, 0 <= id < V.
+    table : array of float32, float16 or uint16, shape (V, E), or QuantTensor
+        The embedding table; uint16 holds the bits of bfloat16.
+    out : array of float32, shape (T, E), optional
+        Where to write the rows.
+
+    Returns
+    -------
+    array of float32, shape (T, E)
+        `out` if given, else a new array on the device of `ids`.  Widening is exact.
+
+    Raises
+    ------
+    UsageError
+        If an id is outside the vocabulary, or a shape is wrong.
+    TypeError
+        If an array has another dtype.
+
+    See Also
+    --------
+    nbflow_kernels.quantize : Makes a QuantTensor.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels import embedding
+    >>> table = np.arange(8, dtype=np.float16).reshape(4, 2)
+    >>> embedding(np.array([3, 0], np.int32), table)
+    array([[6., 7.],
+           [0., 1.]], dtype=float32)
+    """
+    check_array("ids", ids, (None,), np.int32)
+    if not _is_quantized(table):
+        check_array("table", table, (None, None), (np.float32, np.float16, np.uint16))
+    V, E = table.shape
+    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= V):
+        wrong = next(i for i in ids.tolist() if not 0 <= i < V)
+        raise UsageError(f"ids must be in 0..{V - 1}, the vocabulary has {V} tokens, got {wrong}")
+    if out is None:
+        out = np.empty_like(ids, dtype=np.float32, shape=(ids.shape[0], E))
+    else:
+        check_array("out", out, (ids.shape[0], E))
+    if _is_quantized(table):
+        from nbflow_kernels.quants import dequantize_rows
+
+        dequantize_rows(table, ids, out)
+    else:
+        variant = cuda if is_cuda(ids) or is_cuda(table) else cpu
+        variant.embedding(ids, table, out)
+    return out
+
+
+def _is_quantized(table: object) -> TypeGuard[QuantTensor]:
+    """Return whether `table` is a QuantTensor, without importing the formats for an array."""
+    if isinstance(table, np.ndarray) or is_cuda(table):
+        return False
+    from nbflow_kernels.quants import QuantTensor
+
+    return isinstance(table, QuantTensor)

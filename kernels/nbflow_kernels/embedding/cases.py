@@ -1,0 +1,70 @@
+"""Test and benchmark cases of the embedding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels.opcase import OpCase
+
+_WIDEN = {"float32": 4, "float16": 2, "uint16": 2}
+
+
+def _table(rng: np.random.Generator, V: int, E: int, dtype: str) -> Any:
+    table = rng.standard_normal((V, E), dtype=np.float32)
+    if dtype == "uint16":
+        return (table.view(np.uint32) >> 16).astype(np.uint16)
+    return table.astype(dtype)
+
+
+def _inputs(T: int, V: int, E: int, dtype: str) -> Callable[[np.random.Generator], dict[str, Any]]:
+    return lambda rng: {
+        "ids": rng.integers(0, V, T).astype(np.int32),
+        "table": _table(rng, V, E, dtype),
+    }
+
+
+def _quantized(rng: np.random.Generator) -> dict[str, Any]:
+    from nbflow_kernels.quants import quantize
+
+    ids = rng.integers(0, 50, 9).astype(np.int32)
+    return {"ids": ids, "table": quantize(_table(rng, 50, 96, "float32"), "q4")}
+
+
+def _case(name: str, T: int, V: int, E: int, dtype: str, timed: bool = False) -> OpCase:
+    return OpCase(
+        op="embedding",
+        name=name,
+        inputs=_inputs(T, V, E, dtype),
+        rtol=0.0,
+        atol=0.0,
+        reason="a copy; widening to float32 is exact",
+        n_bytes=T * E * (_WIDEN[dtype] + 4),
+        out=((T, E), "float32"),
+        exact=True,
+        timed=timed,
+    )
+
+
+CASES: list[OpCase] = [
+    _case("f32", 7, 50, 33, "float32"),
+    _case("f16", 7, 50, 33, "float16"),
+    _case("bf16", 7, 50, 33, "uint16"),
+    _case("one_row", 1, 5, 1, "float32"),
+    _case("no_rows", 0, 5, 16, "float16"),
+    OpCase(
+        op="embedding",
+        name="q4",
+        inputs=_quantized,
+        rtol=0.0,
+        atol=0.0,
+        reason="the same decoder as dequantize",
+        out=((9, 96), "float32"),
+        exact=True,
+    ),
+    # a table of 67 MB: larger than the last-level cache, quicker to make than the real 32000 rows
+    _case("llama2_7b_prefill", 512, 8192, 4096, "float16", timed=True),
+]
+"""Every case of the family; see `nbflow_kernels.opcase.OpCase`."""

@@ -1,0 +1,93 @@
+"""The op families: which public function lives where.  The one place that lists them.
+
+A family is the folder ``nbflow_kernels/<family>/`` with `__init__.py` (the public functions),
+`reference.py`, `cpu.py`, `cuda.py` and `cases.py`.  The public surface of `nbflow_kernels`, the
+tests, the benchmark and the table of tolerances all read this table.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from nbflow_kernels.opcase import OpCase
+
+FAMILIES: dict[str, tuple[str, ...]] = {
+    "norm": ("rmsnorm", "layernorm", "fused_add_rmsnorm"),
+    "activation": (
+        "silu",
+        "gelu",
+        "gelu_tanh",
+        "relu",
+        "silu_and_mul",
+        "gelu_and_mul",
+        "gelu_tanh_and_mul",
+        "relu_and_mul",
+    ),
+    "embedding": ("embedding",),
+    "position": (
+        "apply_rope",
+        "apply_rope_pos_ids",
+        "apply_rope_with_cos_sin_cache_inplace",
+        "rope_cos_sin_cache",
+    ),
+    "matmul": ("matmul",),
+    "qmatmul": ("qmatmul",),
+    "kvcache": ("append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
+    "attention": (
+        "single_prefill_with_kv_cache",
+        "single_decode_with_kv_cache",
+        "merge_state",
+        "BatchPrefillWithPagedKVCacheWrapper",
+    ),
+    "sampling": (
+        "softmax",
+        "argmax",
+        "sampling_from_probs",
+        "top_k_sampling_from_probs",
+        "top_p_sampling_from_probs",
+        "min_p_sampling_from_probs",
+        "top_k_top_p_sampling_from_probs",
+        "top_k_renorm_probs",
+        "top_p_renorm_probs",
+    ),
+}
+"""Family to its public names."""
+
+SUPPORT: dict[str, tuple[str, ...]] = {
+    "quants": ("FORMATS", "QuantFormat", "QuantTensor", "dequantize", "quantize"),
+    "threads": ("get_num_threads", "set_num_threads"),
+    "errors": ("MissingExtraError", "UsageError"),
+}
+"""Modules that are not families to their public names."""
+
+
+def module_of() -> dict[str, str]:
+    """Return the full module name of every public name."""
+    tables = (FAMILIES, SUPPORT)
+    return {
+        name: f"nbflow_kernels.{module}"
+        for table in tables
+        for module, names in table.items()
+        for name in names
+    }
+
+
+def family_of(op: str) -> str:
+    """Return the family of a public op."""
+    return next(family for family, ops in FAMILIES.items() if op in ops)
+
+
+def load(family: str, part: str) -> ModuleType:
+    """Import a part of a family: ``reference``, ``cpu``, ``cuda`` or ``cases``."""
+    return importlib.import_module(f"nbflow_kernels.{family}.{part}")
+
+
+def all_cases() -> Iterator[OpCase]:
+    """Yield the cases of all families, in the order of the table."""
+    for family in FAMILIES:
+        yield from load(family, "cases").CASES

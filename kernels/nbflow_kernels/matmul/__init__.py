@@ -1,0 +1,99 @@
+"""Product of activations and a weight matrix."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.matmul import cpu, cuda
+
+if TYPE_CHECKING:
+    from nbflow_kernels.quants import QuantTensor
+
+__all__ = ["matmul"]
+
+
+def matmul(
+    x: NDArray[np.float32],
+    w: NDArray[Any] | QuantTensor,
+    *,
+    bias: NDArray[np.float32] | None = None,
+    accumulate: bool = False,
+    out: NDArray[np.float32] | None = None,
+) -> Any:
+    r"""Multiply activations by the transpose of a weight matrix.
+
+    .. math:: y_{tn} = \sum_k x_{tk} w_{nk} + b_n \; (+ \; y_{tn})
+
+    Parameters
+    ----------
+    x : array of float32, shape (T, K)
+        Activations.  A NumPy array runs on the CPU; an array on a CUDA device runs there.
+    w : array of float32, float16 or uint16, shape (N, K), or QuantTensor
+        Weights, a row for each output; uint16 holds the bits of bfloat16.  A QuantTensor goes to
+        `nbflow_kernels.qmatmul`.
+    bias : array of float32, shape (N,), optional
+        Added to every row of the result.
+    accumulate : bool
+        Add to what `out` holds instead of replacing it.
+    out : array of float32, shape (T, N), optional
+        Where to write the result; it must not overlap `x`.
+
+    Returns
+    -------
+    array of float32, shape (T, N)
+        `out` if given, else a new array on the device of `x`.
+
+    Raises
+    ------
+    UsageError
+        If the shapes do not fit, `out` overlaps `x`, or `accumulate` is given without `out`.
+    TypeError
+        If an array has another dtype.
+
+    See Also
+    --------
+    nbflow_kernels.qmatmul : The same with quantized weights.
+    nbflow_kernels.matmul.reference.matmul : The NumPy form the variants are tested against.
+
+    Notes
+    -----
+    Products are added in float32, in an order that depends on K alone: a row of the result is
+    bitwise the same whatever other rows are in the call, for any number of threads.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels import matmul
+    >>> x = np.array([[1.0, 2.0]], np.float32)
+    >>> w = np.array([[1.0, 0.0], [0.5, 0.5], [0.0, 3.0]], np.float16)
+    >>> matmul(x, w, bias=np.array([0.0, 0.0, 1.0], np.float32))
+    array([[1. , 1.5, 7. ]], dtype=float32)
+    """
+    if not isinstance(w, np.ndarray) and not is_cuda(w):
+        from nbflow_kernels.quants import QuantTensor
+
+        if isinstance(w, QuantTensor):
+            from nbflow_kernels.qmatmul import qmatmul
+
+            return qmatmul(x, w, bias=bias, accumulate=accumulate, out=out)
+    check_array("x", x, (None, None))
+    check_array("w", w, (None, x.shape[1]), (np.float32, np.float16, np.uint16))
+    shape = (x.shape[0], w.shape[0])
+    if bias is not None:
+        check_array("bias", bias, (w.shape[0],))
+    if out is not None:
+        check_array("out", out, shape)
+        if np.may_share_memory(x, out):
+            raise UsageError("out must not overlap x; pass another array")
+    elif accumulate:
+        raise UsageError("accumulate=True needs out=, the array to add to")
+    else:
+        out = np.empty_like(x, shape=shape)
+    variant = cuda if is_cuda(x) or is_cuda(w) else cpu
+    variant.matmul(x, w, bias, bool(accumulate), out)
+    return out

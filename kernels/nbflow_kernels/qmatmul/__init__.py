@@ -1,0 +1,93 @@
+"""Product of activations and a quantized weight matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.qmatmul import cpu, cuda
+from nbflow_kernels.quants.tensor import QuantTensor
+
+__all__ = ["qmatmul"]
+
+
+def qmatmul(
+    x: NDArray[np.float32],
+    w: QuantTensor,
+    *,
+    bias: NDArray[np.float32] | None = None,
+    accumulate: bool = False,
+    out: NDArray[np.float32] | None = None,
+) -> Any:
+    r"""Multiply activations by the transpose of a quantized weight matrix.
+
+    .. math:: y_{tn} = \sum_k x_{tk} \, \mathrm{dequantize}(w)_{nk} + b_n \; (+ \; y_{tn})
+
+    Parameters
+    ----------
+    x : array of float32, shape (T, K)
+        Activations.  A NumPy array runs on the CPU; an array on a CUDA device runs there.
+    w : QuantTensor, shape (N, K)
+        Weights, a row for each output, in any format of `nbflow_kernels.FORMATS`.
+    bias : array of float32, shape (N,), optional
+        Added to every row of the result.
+    accumulate : bool
+        Add to what `out` holds instead of replacing it.
+    out : array of float32, shape (T, N), optional
+        Where to write the result; it must not overlap `x`.
+
+    Returns
+    -------
+    array of float32, shape (T, N)
+        `out` if given, else a new array on the device of `x`.
+
+    Raises
+    ------
+    UsageError
+        If the shapes do not fit, `out` overlaps `x`, or `accumulate` is given without `out`.
+    TypeError
+        If `w` is not a `QuantTensor`, or an array has another dtype.
+
+    See Also
+    --------
+    nbflow_kernels.matmul : The same with weights in float32, float16 or bfloat16.
+    nbflow_kernels.qmatmul.reference.qmatmul : The NumPy form the variants are tested against.
+
+    Notes
+    -----
+    The first product of a tensor makes its layout for computing, as large as the stored one.
+    Weights are decoded block by block, never as a whole matrix.  Products are added in float32, in
+    an order that depends on K alone: a row of the result is bitwise the same whatever other rows
+    are in the call, for any number of threads.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import nbflow_kernels as nk
+    >>> w = nk.quantize(127 * np.eye(3, 64, dtype=np.float32), "q8")
+    >>> nk.qmatmul(np.arange(64, dtype=np.float32)[None], w)
+    array([[  0., 127., 254.]], dtype=float32)
+    """
+    if not isinstance(w, QuantTensor):
+        raise TypeError(f"w must be a QuantTensor, got {type(w).__name__}; use matmul for arrays")
+    if len(w.shape) != 2:
+        raise UsageError(f"w must have shape (N, K), got {w.shape}")
+    check_array("x", x, (None, w.shape[1]), rows=True)
+    shape = (x.shape[0], w.shape[0])
+    if bias is not None:
+        check_array("bias", bias, (w.shape[0],))
+    if out is not None:
+        check_array("out", out, shape, rows=True)
+        if not is_cuda(out) and np.may_share_memory(x, out):
+            raise UsageError("out must not overlap x; pass another array")
+    elif accumulate:
+        raise UsageError("accumulate=True needs out=, the array to add to")
+    else:
+        out = np.empty_like(x, shape=shape)
+    variant = cuda if is_cuda(x) else cpu
+    variant.matmul(x, w, bias, bool(accumulate), out)
+    return out

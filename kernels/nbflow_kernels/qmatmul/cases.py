@@ -1,0 +1,89 @@
+"""Test and benchmark cases of the quantized matrix product."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels.opcase import OpCase
+from nbflow_kernels.quants import FORMATS, QuantTensor, quantize
+
+_REASON = (
+    "float32 sums of K/2 products of N(0, 1) and N(0, 1/K) numbers, one after the other: partial "
+    "sums below 5, K/2 roundings of at most 2.4e-7 added at random: 3 * sqrt(K/2) * 2.4e-7"
+)
+
+
+def _weights(rng: np.random.Generator, N: int, K: int, format: str) -> QuantTensor:
+    """Return N(0, 1/K) weights; those of a large matrix repeat after 512 rows."""
+    w = rng.standard_normal((min(N, 512), K), dtype=np.float32) / np.float32(K**0.5)
+    # the plain encoder: what is tested here is the product
+    some = quantize(w, format, encoder="plain")
+    return QuantTensor(format, (N, K), some.data[np.arange(N) % max(1, len(some.data))])
+
+
+def _inputs(
+    T: int, N: int, K: int, format: str, bias: bool, accumulate: bool
+) -> Callable[[np.random.Generator], dict[str, Any]]:
+    def make(rng: np.random.Generator) -> dict[str, Any]:
+        inputs: dict[str, Any] = {
+            "x": rng.standard_normal((T, K), dtype=np.float32),
+            "w": _weights(rng, N, K, format),
+        }
+        if bias:
+            inputs["bias"] = rng.standard_normal(N, dtype=np.float32)
+        if accumulate:
+            inputs["accumulate"] = True
+            inputs["out"] = rng.standard_normal((T, N), dtype=np.float32)
+        return inputs
+
+    return make
+
+
+def _case(
+    name: str,
+    T: int,
+    N: int,
+    K: int,
+    format: str,
+    *,
+    bias: bool = False,
+    accumulate: bool = False,
+    timed: bool = False,
+) -> OpCase:
+    chosen = FORMATS[format]
+    weight_bytes = N * chosen.row_blocks(K) * chosen.block_bytes
+    return OpCase(
+        op="qmatmul",
+        name=name,
+        inputs=_inputs(T, N, K, format, bias, accumulate),
+        rtol=0.0,
+        # K = 4096: 3 * sqrt(2048) * 2.4e-7 = 3.3e-5; the 2 stands for bias and old output
+        atol=3 * (K / 2 + 2) ** 0.5 * 2.4e-7,
+        reason=_REASON,
+        n_bytes=weight_bytes + 4 * (T * K + T * N),
+        n_flops=2 * T * N * K,
+        out=None if accumulate else ((T, N), "float32"),
+        mutates=("out",) if accumulate else (),
+        timed=timed,
+    )
+
+
+# one format for each layout of codes and parameters; the others differ in storage only
+_LAYOUTS = ("q8_b32t1", "q8", "q6", "q5", "q5_b32t1", "q4", "q4_b64t1", "q4_b16", "q3h", "q3", "q2")
+
+CASES = [
+    *(_case(f"{f}_one_row", 1, 37, 200, f) for f in _LAYOUTS),
+    *(_case(f"{f}_odd", 7, 37, 200, f, bias=True) for f in _LAYOUTS),
+    *(_case(f"{f}", 3, 5, 24, f) for f in ("f32", "f16", "bf16")),
+    _case("one_weight", 1, 1, 1, "q4"),
+    _case("no_rows", 0, 16, 64, "q4"),
+    _case("no_outputs", 2, 0, 64, "q4"),
+    _case("one_row_accumulate", 1, 33, 96, "q4", bias=True, accumulate=True),
+    _case("accumulate", 5, 33, 96, "q3h", accumulate=True),
+    _case("many_tiles", 70, 100, 600, "q4", bias=True),
+    *(_case(f"llama2_7b_{f}", 1, 11008, 4096, f, timed=True) for f in ("q8", "q4", "q3h")),
+    *(_case(f"llama2_7b_{f}_64", 64, 11008, 4096, f, timed=True) for f in ("q8", "q4", "q3h")),
+]

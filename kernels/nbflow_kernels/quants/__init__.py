@@ -1,0 +1,250 @@
+"""Weight formats: quantize, dequantize, and the bytes in between.
+
+>>> import numpy as np
+>>> import nbflow_kernels as nk
+>>> x = np.linspace(-1, 1, 128, dtype=np.float32).reshape(2, 64)
+>>> qt = nk.quantize(x, "q3h")
+>>> qt.nbytes, nk.FORMATS["q3h"].bits_per_weight
+(64, 4.0)
+>>> bool(np.abs(nk.dequantize(qt) - x).max() < 0.06)
+True
+
+A format is a file of this folder with the table of its bytes; `FORMATS` lists them all.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from nbflow_kernels._dispatch import check_array, is_cuda, no_cuda_variant
+from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.quants.floats import BF16, F16, F32
+from nbflow_kernels.quants.formats import Formats, QuantFormat
+from nbflow_kernels.quants.packed import Packed
+from nbflow_kernels.quants.q2 import Q2_B32T1A, Q2_B32T1B
+from nbflow_kernels.quants.q3 import Q3_B32T1A, Q3_B32T1B
+from nbflow_kernels.quants.q3h import Q3H_B64T1
+from nbflow_kernels.quants.q4 import Q4_B16, Q4_B32T1A, Q4_B32T1B, Q4_B64T1
+from nbflow_kernels.quants.q5 import Q5_B32T1, Q5_B64T1
+from nbflow_kernels.quants.q6 import Q6_B64T1
+from nbflow_kernels.quants.q8 import Q8_B32T1, Q8_B32T2
+from nbflow_kernels.quants.tensor import QuantTensor
+
+__all__ = [
+    "ENCODERS",
+    "FORMATS",
+    "Formats",
+    "Packed",
+    "QuantFormat",
+    "QuantTensor",
+    "dequantize",
+    "dequantize_rows",
+    "quantize",
+]
+
+ENCODERS = ("best", "plain")
+
+FORMATS = Formats(
+    (
+        F32,
+        F16,
+        BF16,
+        Q8_B32T1,
+        Q8_B32T2,
+        Q6_B64T1,
+        Q5_B32T1,
+        Q5_B64T1,
+        Q4_B16,
+        Q4_B32T1A,
+        Q4_B32T1B,
+        Q4_B64T1,
+        Q3H_B64T1,
+        Q3_B32T1A,
+        Q3_B32T1B,
+        Q2_B32T1A,
+        Q2_B32T1B,
+    ),
+    short_names={
+        "fp32": "f32",
+        "fp16": "f16",
+        "q8": "q8_b32t2",
+        "q6": "q6_b64t1",
+        "q5": "q5_b64t1",
+        "q4": "q4_b32t1a",
+        "q4_b32t1": "q4_b32t1a",
+        "q3h": "q3h_b64t1",
+        "q3": "q3_b32t1b",
+        "q3_b32t1": "q3_b32t1b",
+        "q2": "q2_b32t1b",
+        "q2_b32t1": "q2_b32t1b",
+    },
+)
+"""All weight formats, by name: the explicit list, and the short names."""
+
+
+def quantize(x: ArrayLike, format: str | QuantFormat, *, encoder: str = "best") -> QuantTensor:
+    """Store weights in a format.
+
+    Parameters
+    ----------
+    x : array of float32, float16 or float64, shape (..., K)
+        The weights; the last axis is cut into blocks.  float64 is rounded to float32 first.
+    format : str or QuantFormat
+        A format, or its name in `FORMATS`.
+    encoder : {"best", "plain"}
+        "plain" is the published encoder, bit for bit.  "best" searches for the base and scale of
+        each block that lose least; the same decoder reads both, and no block's error is larger.
+        For the float formats there is no difference: they round to the nearest.
+
+    Returns
+    -------
+    QuantTensor
+        The weights in the format.  The result does not depend on the number of threads.
+
+    Raises
+    ------
+    TypeError
+        If `x` is not an array of one of the three types.
+    UsageError
+        If a value is NaN or infinite, the format or encoder is unknown, or a value does not fit a
+        float format.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import nbflow_kernels as nk
+    >>> x = np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32)
+    >>> best, plain = (nk.dequantize(nk.quantize(x, "q4", encoder=e)) for e in ("best", "plain"))
+    >>> bool(np.square(best - x).mean() < np.square(plain - x).mean())
+    True
+    """
+    if is_cuda(x):
+        no_cuda_variant("quantize")
+    chosen = format if isinstance(format, QuantFormat) else FORMATS[format]
+    if encoder not in ENCODERS:
+        raise unknown_name("encoder", encoder, ENCODERS)
+    array = np.asarray(x)
+    if array.dtype.type not in (np.float32, np.float16, np.float64):
+        raise TypeError(f"x must have dtype float32, float16 or float64, got {array.dtype.name}")
+    if array.ndim < 1 or array.shape[-1] < 1:
+        raise UsageError(f"x must have a last axis of at least one weight, got shape {array.shape}")
+    values = _finite_float32(array)
+    n_columns = array.shape[-1]
+    rows = values.reshape(-1, n_columns)
+    pad = chosen.row_blocks(n_columns) * chosen.block_size - n_columns
+    if pad:
+        rows = np.pad(rows, ((0, 0), (0, pad)), mode="edge")
+    data = chosen.quantize_rows(np.ascontiguousarray(rows), n_columns, encoder)
+    return QuantTensor(chosen, array.shape, data)
+
+
+def _finite_float32(array: NDArray[Any]) -> NDArray[np.float32]:
+    """Return the array as float32, or raise naming the first value that is not finite."""
+    with np.errstate(over="ignore"):
+        values = np.asarray(array, dtype=np.float32)
+    finite = np.isfinite(values)
+    if finite.all():
+        return values
+    where = tuple(int(i) for i in np.argwhere(~finite)[0])
+    raise UsageError(
+        f"x must be finite in float32, got {array[where]} at {list(where)} "
+        f"({finite.size - int(finite.sum())} such values); repair the checkpoint"
+    )
+
+
+def dequantize(qt: QuantTensor, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:
+    """Return the weights of a tensor as float32.
+
+    Parameters
+    ----------
+    qt : QuantTensor
+        The weights, shape (..., K).
+    out : array of float32, shape (..., K), optional
+        Where to write the result.
+
+    Returns
+    -------
+    array of float32, shape (..., K)
+        `out`, or a new array.
+
+    Raises
+    ------
+    TypeError
+        If `qt` is not a `QuantTensor` or `out` has another dtype.
+    UsageError
+        If `out` has another shape or is not C-contiguous.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import nbflow_kernels as nk
+    >>> nk.dequantize(nk.quantize(np.float32([1, 2, 3, 4]), "q2"))
+    array([1., 2., 3., 4.], dtype=float32)
+    """
+    _check_tensor("qt", qt)
+    if out is None:
+        out = np.empty(qt.shape, np.float32)
+    else:
+        check_array("out", out, qt.shape)
+    qt.format.dequantize_rows(qt.data, out.reshape(-1, qt.shape[-1]))
+    return out
+
+
+def dequantize_rows(
+    qt: QuantTensor, ids: NDArray[np.integer], out: NDArray[np.float32] | None = None
+) -> NDArray[np.float32]:
+    """Return some rows of a matrix as float32: the embedding of token ids.
+
+    Parameters
+    ----------
+    qt : QuantTensor
+        The matrix, shape (V, E).
+    ids : array of int, shape (T,)
+        Rows, each in 0..V - 1.
+    out : array of float32, shape (T, E), optional
+        Where to write the result.
+
+    Returns
+    -------
+    array of float32, shape (T, E)
+        `out`, or a new array.
+
+    Raises
+    ------
+    TypeError
+        If `qt` is not a `QuantTensor` or `ids` not an array of integers.
+    UsageError
+        If an id is out of range, or a shape does not fit.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import nbflow_kernels.quants as quants
+    >>> qt = quants.quantize(127 * np.eye(4, 32, dtype=np.float32), "q8")
+    >>> quants.dequantize_rows(qt, np.array([3, 0]))[:, :4]
+    array([[  0.,   0.,   0., 127.],
+           [127.,   0.,   0.,   0.]], dtype=float32)
+    """
+    _check_tensor("qt", qt)
+    if len(qt.shape) != 2:
+        raise UsageError(f"qt must have shape (V, E), got {qt.shape}")
+    if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise TypeError("ids must be a one-dimensional NumPy array of integers")
+    if ids.size and (ids.min() < 0 or ids.max() >= qt.shape[0]):
+        raise UsageError(
+            f"ids must lie in 0..{qt.shape[0] - 1}, got {int(ids.min())}..{int(ids.max())}"
+        )
+    if out is None:
+        out = np.empty((len(ids), qt.shape[1]), np.float32)
+    else:
+        check_array("out", out, (len(ids), qt.shape[1]))
+    qt.format.dequantize_rows(qt.data[ids], out)
+    return out
+
+
+def _check_tensor(name: str, value: object) -> None:
+    if not isinstance(value, QuantTensor):
+        raise TypeError(f"{name} must be a QuantTensor, got {type(value).__name__}")

@@ -1,0 +1,48 @@
+"""Small integers in bytes: the planes all block formats are made of.
+
+A plane of width `w` (1, 2, 4 or 8 bits) holds ``8 // w`` values per byte, the first in the lowest
+bits.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels._jit import inline
+from nbflow_kernels.quants.formats import Bytes
+
+
+def pack_fields(values: Bytes, width: int) -> Bytes:
+    """Return values (n, count), each below ``2 ** width``, as bytes (n, count * width / 8)."""
+    per_byte = 8 // width
+    parts = values.reshape(len(values), -1, per_byte)
+    result = np.zeros(parts.shape[:2], np.uint8)
+    for i in range(per_byte):
+        result |= parts[:, :, i] << np.uint8(width * i)
+    return result
+
+
+def unpack_fields(data: Bytes, width: int) -> Bytes:
+    """Return the values (n, count) of a plane of bytes (n, count * width / 8)."""
+    shifts = np.arange(0, 8, width, dtype=np.uint8)
+    return ((data[:, :, None] >> shifts) & np.uint8(2**width - 1)).reshape(len(data), -1)
+
+
+@inline
+def nibble(row: Any, at: Any, i: Any) -> Any:
+    """Return value `i` of the 4-bit plane that starts at byte `at`."""
+    return (row[at + (i >> 1)] >> (4 * (i & 1))) & 15
+
+
+@inline
+def crumb(row: Any, at: Any, i: Any) -> Any:
+    """Return value `i` of the 2-bit plane that starts at byte `at`."""
+    return (row[at + (i >> 2)] >> (2 * (i & 3))) & 3
+
+
+@inline
+def bit(row: Any, at: Any, i: Any) -> Any:
+    """Return value `i` of the 1-bit plane that starts at byte `at`."""
+    return (row[at + (i >> 3)] >> (i & 7)) & 1

@@ -1,0 +1,203 @@
+"""Formats whose weight is ``base + scale * code``, with one base and scale per block.
+
+The decode formula is evaluated with one rounding to float32.  For float16 parameters the product
+``scale * code`` has at most 11 + 8 bits, so a fused and an unfused float32 evaluation agree.
+
+Two encoders write the same bytes' meaning:
+
+* ``plain``: the published one.  Minimum and range of the block, one pass, plain rounding; codes
+  chosen with the float32 parameters, which are rounded to storage afterwards; a scale below 1e-5
+  gives codes 0.
+* ``best``: `search.search`.  Starts from plain's parameters, so it is never worse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels._jit import njit
+from nbflow_kernels.quants.formats import Bytes, Floats, QuantFormat
+from nbflow_kernels.quants.packed import F16_SCALE, U8_PAIR, CodeLayout, Packed
+from nbflow_kernels.quants.packed import pack as pack_layout
+from nbflow_kernels.quants.search import search
+from nbflow_kernels.threads import split_rows
+
+CUTOFF = 1e-5  # plain: a smaller scale counts as zero
+SEARCH_COST = 300.0  # multiply-adds a weight costs in the search, for the choice of thread count
+CHUNK = 1 << 22  # weights encoded or decoded at once: bounds the temporary arrays to some 30 MB
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class LinearFormat(QuantFormat):
+    """One block format of the family; see the fields."""
+
+    name: str
+    block_size: int
+    block_bytes: int
+    n_codes: int
+    """Codes the decoder understands, 0 .. n_codes - 1."""
+    divisor: float
+    """Plain's scale is the block's range divided by this."""
+    parameters: int
+    """How base and scale are stored: F16_PAIR, F16_SCALE or U8_PAIR."""
+    base_at: int
+    """Byte of the base in the block; not used with F16_SCALE."""
+    scale_at: int
+    """Byte of the scale in the block."""
+    layout: CodeLayout
+    """The codes in the packed layout."""
+    pack_codes: Callable[[Bytes], Bytes]
+    """Codes (n, block_size) to the block's bytes without parameters (n, rest), NumPy."""
+    unpack_codes: Callable[[Bytes], Bytes]
+    """Blocks (n, block_bytes) to codes (n, block_size), NumPy."""
+    codes_kernel: Callable[..., None]
+    """Kernel ``(data, codes, start, stop)``: the codes of rows, through the scalar decoder."""
+    codes_at: int = 4
+    """First byte after the parameters."""
+    midrise: bool = False
+    """Plain puts the codes at the middles of `n_codes` equal intervals (variant B)."""
+    zero: int = 0
+    """With F16_SCALE: the code of weight 0, i.e. base = -zero * scale."""
+
+    # ---- encode -----------------------------------------------------------------------------
+
+    def quantize_rows(self, x: Floats, n_columns: int, encoder: str) -> Bytes:
+        """Return the bytes of each row of `x`; see `QuantFormat.quantize_rows`."""
+        n_rows, width = x.shape
+        n_blocks = width // self.block_size
+        data = np.empty((n_rows, n_blocks * self.block_bytes), np.uint8)
+        weight = (np.arange(width) < n_columns).astype(np.float32)
+        step = max(1, CHUNK // max(width, 1))
+        for row in range(0, n_rows, step):
+            part = x[row : row + step]
+            codes, parameters = self._plain(part.reshape(-1, self.block_size))
+            codes = codes.reshape(part.shape)
+            if encoder == "best":
+                parameters = parameters.reshape(len(part), n_blocks, 2)
+                low, high = -self.zero, self.n_codes - 1 - self.zero
+                split_rows(
+                    search, len(part), SEARCH_COST * part.size, part, weight, self.block_size,
+                    low, high, self.parameters, codes, parameters,
+                )  # fmt: skip
+            blocks = self._blocks(codes.reshape(-1, self.block_size), parameters.reshape(-1, 2))
+            data[row : row + step] = blocks.reshape(len(part), -1)
+        return data
+
+    def _plain(self, x: Floats) -> tuple[Bytes, NDArray[np.uint16]]:
+        """Return codes (n, block_size) and stored parameters (n, 2: base, scale) of plain."""
+        if self.parameters == F16_SCALE:
+            return self._plain_symmetric(x)
+        low = x.min(axis=1)
+        if self.parameters == U8_PAIR:  # the base is snapped down to its grid first
+            with np.errstate(over="ignore"):
+                low = np.trunc(np.float32(100) * low + np.float32(100.01)) / np.float32(100) - 1
+        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
+            scale = (x.max(axis=1) - low) / np.float32(self.divisor)
+            inverse = np.where(scale < CUTOFF, np.float32(0), 1 / scale)
+            steps = (x - low[:, None]) * inverse[:, None]
+            steps = np.floor(steps + np.float32(1e-4 if self.midrise else 0.5))
+            base = low + scale / 2 if self.midrise else low
+            codes = np.clip(np.nan_to_num(steps), 0, self.n_codes - 1).astype(np.uint8)
+            if self.parameters == U8_PAIR:
+                stored = [np.float32(100) * base + np.float32(100.5), 1000 * scale + 0.5]
+                stored = [np.clip(np.trunc(v), 0, 255).astype(np.uint16) for v in stored]
+            else:
+                stored = [v.astype(np.float16).view(np.uint16) for v in (base, scale)]
+        return codes, np.stack(stored, axis=1)
+
+    def _plain_symmetric(self, x: Floats) -> tuple[Bytes, NDArray[np.uint16]]:
+        """Return `_plain` of a format without base: halves are rounded away from zero."""
+        scale = np.abs(x).max(axis=1) / np.float32(self.divisor)
+        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
+            inverse = np.where(scale < CUTOFF, np.float32(0), 1 / scale)
+            steps = x * inverse[:, None]
+            stored = scale.astype(np.float16).view(np.uint16)
+        steps = np.copysign(np.floor(np.abs(steps) + np.float32(0.5)), steps)
+        codes = np.clip(steps + self.zero, 0, self.n_codes - 1).astype(np.uint8)
+        return codes, np.stack([np.zeros_like(stored), stored], axis=1)
+
+    def _blocks(self, codes: Bytes, parameters: NDArray[np.uint16]) -> Bytes:
+        """Return blocks (n, block_bytes) of codes and stored parameters."""
+        blocks = np.empty((len(codes), self.block_bytes), np.uint8)
+        size = 1 if self.parameters == U8_PAIR else 2
+        where = (self.base_at, self.scale_at)
+        for i in (1,) if self.parameters == F16_SCALE else (0, 1):
+            column = np.ascontiguousarray(parameters[:, i]).astype(f"<u{size}")
+            blocks[:, where[i] : where[i] + size] = column.view(np.uint8).reshape(-1, size)
+        blocks[:, self.codes_at :] = self.pack_codes(codes)
+        return blocks
+
+    # ---- decode -----------------------------------------------------------------------------
+
+    def stored_parameters(self, blocks: Bytes) -> NDArray[np.uint16]:
+        """Return the stored base and scale (n, 2) of blocks, as the integers in the bytes."""
+        result = np.zeros((len(blocks), 2), np.uint16)
+        size = 1 if self.parameters == U8_PAIR else 2
+        where = (self.base_at, self.scale_at)
+        for i in (1,) if self.parameters == F16_SCALE else (0, 1):
+            column = np.ascontiguousarray(blocks[:, where[i] : where[i] + size])
+            result[:, i] = column.view(f"<u{size}")[:, 0]
+        return result
+
+    def base_and_scale(self, blocks: Bytes) -> tuple[Floats, Floats]:
+        """Return the parameters of blocks (n, block_bytes) as float32 (n,) each."""
+        base, scale = self.stored_parameters(blocks).T
+        if self.parameters == U8_PAIR:
+            hundred, thousand = np.float32(100), np.float32(1000)
+            return base.astype(np.float32) / hundred - 1, scale.astype(np.float32) / thousand
+        scale_f32 = np.ascontiguousarray(scale).view(np.float16).astype(np.float32)
+        if self.parameters == F16_SCALE:
+            return np.float32(-self.zero) * scale_f32, scale_f32
+        return np.ascontiguousarray(base).view(np.float16).astype(np.float32), scale_f32
+
+    def dequantize_blocks(self, blocks: Bytes) -> Floats:
+        """Return ``base + scale * code`` (n, block_size), rounded once to float32."""
+        base, scale = (v.astype(np.float64)[:, None] for v in self.base_and_scale(blocks))
+        with np.errstate(invalid="ignore", over="ignore"):  # bytes from a file may hold inf
+            return (base + scale * self.unpack_codes(blocks)).astype(np.float32)
+
+    def codes_of_rows(self, data: Bytes) -> Bytes:
+        """Return the codes (rows, blocks * block_size) of rows, through the scalar decoder."""
+        n_blocks = data.shape[1] // self.block_bytes
+        codes = np.empty((len(data), n_blocks * self.block_size), np.uint8)
+        split_rows(self.codes_kernel, len(data), 8.0 * codes.size, data, codes)
+        return codes
+
+    def dequantize_rows(self, data: Bytes, out: Floats) -> None:
+        """Write the weights of rows; see `QuantFormat.dequantize_rows`."""
+        step = max(1, CHUNK // max(out.shape[1], 1))
+        for row in range(0, len(data), step):
+            part = data[row : row + step]
+            codes = self.codes_of_rows(part)
+            base, scale = self.base_and_scale(part.reshape(-1, self.block_bytes))
+            split_rows(
+                _apply, len(part), 2.0 * codes.size, codes, base.reshape(len(part), -1),
+                scale.reshape(len(part), -1), out[row : row + step],
+            )  # fmt: skip
+
+    def pack(self, data: Bytes) -> Packed:
+        """Return the layout for computing: the codes of 16 rows side by side."""
+        n_rows = len(data)
+        stored = self.stored_parameters(data.reshape(-1, self.block_bytes))
+        n_blocks = data.shape[1] // self.block_bytes
+        return pack_layout(
+            self.layout, self.parameters, self.zero, self.block_size,
+            self.codes_of_rows, data, stored.reshape(n_rows, n_blocks, 2),
+        )  # fmt: skip
+
+
+@njit
+def _apply(codes: Any, base: Any, scale: Any, out: Any, start: Any, stop: Any) -> None:
+    """Write base + scale * code, rounded once, for rows of codes."""
+    block = codes.shape[1] // base.shape[1]
+    for row in range(start, stop):
+        for column in range(out.shape[1]):
+            b = column // block
+            # float64 holds the product and the sum exactly enough to round once
+            wide = np.float64(base[row, b]) + np.float64(scale[row, b]) * codes[row, column]
+            out[row, column] = np.float32(wide)

@@ -1,0 +1,200 @@
+"""`QuantTensor`: weights in a format, as they are stored and as they are computed from."""
+
+from __future__ import annotations
+
+import math
+import threading
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.quants.floats import FloatFormat
+from nbflow_kernels.quants.formats import QuantFormat
+from nbflow_kernels.quants.packed import Packed
+
+_pack_lock = threading.Lock()
+
+
+class QuantTensor:
+    """An array of weights in a format.
+
+    The last axis is the one that is contracted in a product; it is cut into the format's blocks.
+    All other axes together are the rows.  A row whose length is not a multiple of the block ends in
+    a padded block.
+
+    Parameters
+    ----------
+    format : str or QuantFormat
+        The format, or its name.
+    shape : tuple of int
+        Shape of the weights.
+    data : array of uint8, shape (rows, row bytes)
+        The storage bytes: the published layout, rows without gaps.
+
+    Attributes
+    ----------
+    format : QuantFormat
+        How the weights are stored.
+    shape : tuple of int
+        Shape of the weights.
+    data : array of uint8, shape (rows, row bytes)
+        The storage bytes.  Do not change them after the first product: `packed` is made once.
+
+    Raises
+    ------
+    UsageError
+        If the format is unknown or `data` does not have the bytes that format and shape ask for.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> import nbflow_kernels.quants as quants
+    >>> qt = quants.quantize(np.ones((2, 64), np.float32), "q4")
+    >>> qt.format.name, qt.shape, qt.nbytes
+    ('q4_b32t1a', (2, 64), 80)
+    """
+
+    __slots__ = ("_packed", "data", "format", "shape")
+
+    def __init__(
+        self, format: str | QuantFormat, shape: tuple[int, ...], data: NDArray[np.uint8]
+    ) -> None:
+        self.format = _format(format)
+        self.shape = _checked_shape(shape)
+        wanted = _data_shape(self.format, self.shape)
+        if not isinstance(data, np.ndarray) or data.dtype != np.uint8:
+            found = data.dtype.name if isinstance(data, np.ndarray) else type(data).__name__
+            raise TypeError(f"data must be a NumPy array of uint8, got {found}")
+        if data.shape != wanted:
+            raise UsageError(
+                f"data of a {self.format.name} tensor of shape {self.shape} must have shape "
+                f"(rows, row bytes) = {wanted}, got {data.shape}"
+            )
+        self.data = np.ascontiguousarray(data)
+        self._packed: Packed | None = None
+
+    @classmethod
+    def from_bytes(
+        cls,
+        data: bytes | bytearray | memoryview | NDArray[Any],
+        format: str | QuantFormat,
+        shape: tuple[int, ...],
+    ) -> QuantTensor:
+        """Return the tensor of storage bytes, e.g. of a file; the inverse of `tobytes`.
+
+        Parameters
+        ----------
+        data : bytes-like or array
+            Exactly the bytes of the tensor; they are copied.
+        format : str or QuantFormat
+            The format, or its name.
+        shape : tuple of int
+            Shape of the weights.
+
+        Raises
+        ------
+        UsageError
+            If the number of bytes is not what format and shape ask for.
+        """
+        found_format, shape = _format(format), _checked_shape(shape)
+        wanted = _data_shape(found_format, shape)
+        array = np.frombuffer(data, np.uint8)
+        if array.size != math.prod(wanted):
+            raise UsageError(
+                f"data must hold {math.prod(wanted)} bytes ({found_format.name}, shape {shape}), "
+                f"got {array.size}"
+            )
+        return cls(found_format, shape, array.reshape(wanted).copy())
+
+    def tobytes(self) -> bytes:
+        """Return the storage bytes, exactly as in the published layout."""
+        return self.data.tobytes()
+
+    @property
+    def nbytes(self) -> int:
+        """Storage size in bytes; `packed_nbytes` is that of the layout for computing."""
+        return self.data.nbytes
+
+    @property
+    def packed_nbytes(self) -> int:
+        """Bytes the packed layout holds now: 0 before the first product."""
+        return self._packed.nbytes if self._packed is not None else 0
+
+    @property
+    def n_rows(self) -> int:
+        """Number of rows: the product of all axes but the last."""
+        return math.prod(self.shape[:-1])
+
+    @property
+    def is_float(self) -> bool:
+        """Whether the format is one of f32, f16, bf16."""
+        return isinstance(self.format, FloatFormat)
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """A float format's weights as an array of `shape`, without a copy (bf16: uint16 bits).
+
+        Raises
+        ------
+        UsageError
+            If the format is a block format.
+        """
+        if not isinstance(self.format, FloatFormat):
+            raise UsageError(f"a {self.format.name} tensor is no array of floats; use dequantize")
+        values: NDArray[Any] = self.data.view(self.format.dtype)
+        return values.reshape(self.shape)
+
+    def packed(self) -> Packed:
+        """Return the layout for computing, made at the first call and kept.
+
+        Raises
+        ------
+        UsageError
+            If the format is a float format, which is computed from as it is.
+        """
+        if self._packed is None:
+            with _pack_lock:
+                if self._packed is None:
+                    self._packed = self.format.pack(self.data)
+        return self._packed
+
+    def rows(self, start: int, stop: int) -> QuantTensor:
+        """Return rows [start, stop) as a tensor of shape (stop - start, columns), without a copy.
+
+        Raises
+        ------
+        UsageError
+            If the range does not lie in 0..n_rows.
+        """
+        if not 0 <= start <= stop <= self.n_rows:
+            raise UsageError(f"rows must lie in 0..{self.n_rows}, got {start}..{stop}")
+        return QuantTensor(self.format, (stop - start, self.shape[-1]), self.data[start:stop])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return QuantTensor, (self.format, self.shape, self.data)
+
+    def __repr__(self) -> str:
+        return f"QuantTensor({self.format.name}, shape={self.shape}, nbytes={self.nbytes})"
+
+
+def _format(format: str | QuantFormat) -> QuantFormat:
+    if isinstance(format, QuantFormat):
+        return format
+    from nbflow_kernels.quants import FORMATS
+
+    return FORMATS[format]
+
+
+def _checked_shape(shape: tuple[int, ...]) -> tuple[int, ...]:
+    checked = tuple(int(n) for n in shape)
+    if not checked or checked[-1] < 1 or min(checked) < 0:
+        raise UsageError(
+            f"shape must have at least one axis, no negative ones and a last one >= 1, got {shape}"
+        )
+    return checked
+
+
+def _data_shape(format: QuantFormat, shape: tuple[int, ...]) -> tuple[int, int]:
+    return math.prod(shape[:-1]), format.row_blocks(shape[-1]) * format.block_bytes

@@ -1,0 +1,82 @@
+#!/usr/bin/env python3
+"""Set up nbflow in .venv and run the demo or the tests; prints every command, so that you can type them.
+
+    python3 make.py demo     install, run the demo sweep on 4 MPI ranks, draw its report
+    python3 make.py test     install, run all tests
+
+Needs Python 3.11 or newer with venv and pip, and nothing else: MPI comes from a pip wheel.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shlex
+import subprocess
+import sys
+import venv
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent
+BIN = ROOT / ".venv" / "bin"
+RESULTS = "runs"
+
+
+def show(*command: str) -> None:
+    """Print a command as one would type it in this folder."""
+    words = [w.replace(f"{ROOT}/", "") for w in command]
+    print(f"$ {shlex.join(words)}", flush=True)
+
+
+def call(*command: str) -> None:
+    """Print and run a command; end with its exit code if it fails."""
+    show(*command)
+    code = subprocess.run(command, cwd=ROOT).returncode
+    if code:
+        sys.exit(code)
+
+
+def install(extras: str) -> None:
+    """Make .venv and install nbflow into it, unless it is there already."""
+    stamp = ROOT / ".venv" / f"installed-{extras.replace(',', '-')}"
+    digest = hashlib.sha256((ROOT / "pyproject.toml").read_bytes()).hexdigest()
+    if stamp.exists() and stamp.read_text() == digest:
+        return
+    if not (BIN / "pip").exists():
+        show("python3", "-m", "venv", ".venv")
+        venv.create(ROOT / ".venv", with_pip=True)
+    call(str(BIN / "pip"), "install", "--quiet", "-e", f".[{extras}]")
+    stamp.write_text(digest)
+
+
+def demo() -> None:
+    """Run the demo sweep and its report."""
+    install("mpi,experiments")
+    nbflow = str(BIN / "nbflow")
+    sweep = "experiments/demo.toml"
+    call(str(BIN / "mpirun"), "-n", "4", nbflow, "sweep", sweep, "--out", RESULTS, "--resume")
+    call(nbflow, "report", f"{RESULTS}/demo")
+
+
+def test(arguments: list[str]) -> None:
+    """Run the tests; further words go to pytest."""
+    install("mpi,experiments,dev")
+    call(str(BIN / "python"), "-m", "pytest", "-q", *arguments)
+
+
+def main() -> None:
+    """Do what the first word says."""
+    if sys.version_info < (3, 11):
+        sys.exit(f"nbflow needs Python 3.11 or newer; this is {sys.version.split()[0]}")
+    os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"
+    match sys.argv[1:]:
+        case ["demo"]:
+            demo()
+        case ["test", *arguments]:
+            test(arguments)
+        case _:
+            sys.exit(__doc__)
+
+
+if __name__ == "__main__":
+    main()

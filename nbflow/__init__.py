@@ -1,0 +1,53 @@
+"""nbflow: kernel-first LLM inference for research.
+
+>>> import nbflow
+>>> with nbflow.load("tiny_python") as model:
+...     model.spec.n_layers
+4
+
+Names are imported when first used, so that ``import nbflow`` costs a few milliseconds.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from nbflow.engine.model import Generation, Model, load
+    from nbflow.tokenizer import load_tokenizer
+    from nbflow.weights import open_weights
+    from nbflow_kernels.errors import MissingExtraError, UsageError
+
+_WHERE = {
+    "Generation": "nbflow.engine.model",
+    "Model": "nbflow.engine.model",
+    "load": "nbflow.engine.model",
+    "load_tokenizer": "nbflow.tokenizer",
+    "open_weights": "nbflow.weights",
+    "MissingExtraError": "nbflow_kernels.errors",
+    "UsageError": "nbflow_kernels.errors",
+}
+
+__all__ = [
+    "Generation",
+    "MissingExtraError",
+    "Model",
+    "UsageError",
+    "__version__",
+    "load",
+    "load_tokenizer",
+    "open_weights",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _WHERE:
+        return getattr(import_module(_WHERE[name]), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -1,0 +1,98 @@
+"""The command line: one table of commands, imported when used.
+
+A command is a module with ``add_arguments(parser)`` and ``run(arguments) -> int`` (the exit code).
+Exit codes: 0 done, 1 some points failed, 2 wrong usage or input, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import traceback
+from importlib import import_module
+
+import nbflow
+from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
+
+COMMANDS = {
+    "run": ("nbflow.commands.run", "continue a prompt"),
+    "bench": ("nbflow.commands.bench", "time prompt processing and generation"),
+    "sweep": ("nbflow_experiments.commands.sweep", "run a sweep and record it"),
+    "report": ("nbflow_experiments.commands.report", "draw the figures of a recorded sweep"),
+    "inspect": ("nbflow.commands.inspect", "list the tensors of a weight file"),
+    "spec": ("nbflow.commands.spec", "show or check a model specification"),
+    "tokenize": ("nbflow.commands.tokenize", "show how text is cut into tokens"),
+    "env": ("nbflow.commands.env", "show versions, processor and MPI"),
+}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run one command and exit with its code."""
+    arguments = sys.argv[1:] if argv is None else argv
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_overview())
+        sys.exit(0 if arguments else 2)
+    if arguments[0] == "--version":
+        print(f"nbflow {nbflow.__version__}")
+        sys.exit(0)
+    sys.exit(_guarded(arguments[0], arguments[1:]))
+
+
+def _overview() -> str:
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(
+        ["usage: nbflow COMMAND ...", "", "commands:", *lines, "", "nbflow COMMAND --help says more"]
+    )
+
+
+def _guarded(name: str, arguments: list[str]) -> int:
+    """Run a command; turn errors into messages and exit codes."""
+    try:
+        if name not in COMMANDS:
+            raise unknown_name("command", name, COMMANDS)
+        module, summary = COMMANDS[name]
+        command = import_module(module)
+        parser = argparse.ArgumentParser(prog=f"nbflow {name}", description=summary)
+        command.add_arguments(parser)
+        return int(command.run(parser.parse_args(arguments)))
+    except (UsageError, MissingExtraError, OSError) as error:
+        if _rank() == 0:
+            print(f"nbflow {name}: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:
+        return 0
+    except Exception:
+        _abort_if_several()
+        raise
+
+
+def _rank() -> int:
+    from nbflow.parallel import world
+
+    try:
+        return world().rank
+    except MissingExtraError:
+        return 0
+
+
+def _abort_if_several() -> None:
+    """End all MPI ranks: the others would wait for this one for ever."""
+    from nbflow.parallel import world
+    from nbflow.parallel.mpi import Mpi
+
+    comm = world()
+    if isinstance(comm, Mpi):
+        traceback.print_exc()
+        print(
+            f"nbflow: rank {comm.rank} of {comm.size} failed (see above); stopping all ranks",
+            file=sys.stderr,
+            flush=True,
+        )
+        comm.abort(1)
+
+
+if __name__ == "__main__":
+    main()

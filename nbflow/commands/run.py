@@ -1,0 +1,99 @@
+"""`nbflow run`: continue a prompt, printing as it goes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+
+from nbflow.commands.options import add_model_arguments, load_model, speaks
+from nbflow.decoding import STRATEGIES
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_model_arguments(parser)
+    parser.add_argument("-p", "--prompt", default="", help="text to continue (default: none)")
+    parser.add_argument("-n", "--max-tokens", type=int, default=128, help="new tokens at most (128)")
+    parser.add_argument("--decoding", default="greedy", help=", ".join(STRATEGIES))
+    parser.add_argument("--temperature", type=float, help="divide the logits by this")
+    parser.add_argument("--top-k", type=int, help="for --decoding top_k")
+    parser.add_argument("--top-p", type=float, help="for --decoding top_p")
+    parser.add_argument("--min-p", type=float, help="for --decoding min_p")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the draws (0)")
+    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument("-q", "--quiet", action="store_true", help="no line of statistics")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    with load_model(arguments) as model:
+        if not model.participates:
+            return 0
+        prompt = _prompt_ids(model.tokenizer, arguments.prompt)
+        request = model.make_request(
+            prompt,
+            arguments.max_tokens,
+            arguments.decoding,
+            arguments.seed,
+            arguments.ignore_eos,
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            top_p=arguments.top_p,
+            min_p=arguments.min_p,
+        )
+        streams = speaks(model) and not arguments.json
+        decoder = model.tokenizer.decode_stream()
+        started = time.perf_counter()
+        first = None
+        if streams:
+            _show("".join(decoder.push(i) for i in prompt))
+        for _ in model.run_requests([request]):
+            first = first or time.perf_counter()
+            if streams and request.finish_reason != "stop":
+                _show(decoder.push(request.ids[-1]))
+        ended = time.perf_counter()
+        if not speaks(model):
+            return 0
+        if streams:
+            print(decoder.finish())
+        if arguments.json:
+            print(
+                json.dumps(
+                    {
+                        "prompt": arguments.prompt,
+                        "prompt_ids": prompt,
+                        "text": model.tokenizer.decode(request.ids),
+                        "ids": request.ids,
+                        "logprobs": request.logprobs,
+                        "finish_reason": request.finish_reason,
+                    }
+                )
+            )
+        elif not arguments.quiet:
+            _statistics(len(prompt), len(request.ids), (first or ended) - started, ended - (first or ended))
+    return 0
+
+
+def _prompt_ids(tokenizer: object, text: str) -> list[int]:
+    """Return the prompt's ids; an empty prompt begins with the first token the model knows."""
+    ids: list[int] = tokenizer.encode(text, add_special_tokens=True)  # type: ignore[attr-defined]
+    if not ids:
+        begin = tokenizer.bos_id  # type: ignore[attr-defined]
+        ids = [begin] if begin is not None else [0]
+    return ids
+
+
+def _show(text: str) -> None:
+    sys.stdout.write(text)
+    sys.stdout.flush()
+
+
+def _statistics(n_prompt: int, n_new: int, to_first_s: float, rest_s: float) -> None:
+    rate = f", then {(n_new - 1) / rest_s:,.0f} tokens/s" if n_new > 1 and rest_s > 0 else ""
+    print(
+        f"[{n_prompt} prompt tokens, {n_new} new; first after {to_first_s * 1e3:.0f} ms{rate}]",
+        file=sys.stderr,
+    )

@@ -1,0 +1,61 @@
+"""Decoding strategies: how the next token is chosen.  One file each, one line in `STRATEGIES`.
+
+A strategy is a frozen dataclass of its parameters with a method `choose`.  Draws come from a
+counter-based generator: the n-th token of a request depends on its seed and n, not on what else is in
+the batch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from nbflow.decoding.greedy import Greedy
+from nbflow.decoding.min_p import MinP
+from nbflow.decoding.sample import Sample
+from nbflow.decoding.strategy import Strategy
+from nbflow.decoding.top_k import TopK
+from nbflow.decoding.top_p import TopP
+from nbflow_kernels.errors import UsageError, unknown_name
+
+STRATEGIES: dict[str, type[Strategy]] = {
+    "greedy": Greedy,
+    "sample": Sample,
+    "top_k": TopK,
+    "top_p": TopP,
+    "min_p": MinP,
+}
+
+
+def make_strategy(name: str, **parameters: float | None) -> Strategy:
+    """Return the strategy with this name.
+
+    Parameters
+    ----------
+    name : str
+        One of `STRATEGIES`.
+    **parameters : float or None
+        The strategy's parameters; None means its default.
+
+    Raises
+    ------
+    UsageError
+        If the name is unknown, a parameter is not one of the strategy's, or its value is out of range.
+
+    Examples
+    --------
+    >>> make_strategy("top_p", top_p=0.9, temperature=0.7)
+    TopP(temperature=0.7, top_p=0.9)
+    """
+    if name not in STRATEGIES:
+        raise unknown_name("decoding strategy", name, STRATEGIES)
+    kind = STRATEGIES[name]
+    known = [f.name for f in dataclasses.fields(kind)]
+    given = {key: value for key, value in parameters.items() if value is not None}
+    for key in given:
+        if key not in known:
+            takes = f"it takes {', '.join(known)}" if known else "it takes none"
+            raise UsageError(f"decoding {name!r} has no parameter {key!r}; {takes}")
+    return kind(**given)
+
+
+__all__ = ["STRATEGIES", "Greedy", "MinP", "Sample", "Strategy", "TopK", "TopP", "make_strategy"]

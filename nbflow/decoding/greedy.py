@@ -1,0 +1,18 @@
+"""Greedy: the most probable token, the lowest id among equals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+import nbflow_kernels as nk
+from nbflow.decoding.strategy import Strategy
+
+
+@dataclass(frozen=True)
+class Greedy(Strategy):
+    """Always the most probable token."""
+
+    def choose(self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        return nk.argmax(logits)

@@ -1,0 +1,28 @@
+"""Min-p: a draw from the tokens not much less probable than the best (N. N. Minh et al., 2024, arXiv:2407.01082)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+import nbflow_kernels as nk
+from nbflow.decoding.strategy import Strategy, check_range
+
+
+@dataclass(frozen=True)
+class MinP(Strategy):
+    """A draw from the tokens whose probability is at least `min_p` times the best one's."""
+
+    temperature: float = 1.0
+    """Logits are divided by it before anything else."""
+    min_p: float = 0.05
+    """Smallest probability kept, relative to the best; 0.05 is the default of llama.cpp and Inferflow."""
+
+    def __post_init__(self) -> None:
+        check_range("min_p", "temperature", self.temperature, 0.0, 100.0, open_low=True)
+        check_range("min_p", "min_p", self.min_p, 0.0, 1.0)
+
+    def choose(self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        probabilities = nk.softmax(logits, self.temperature)
+        return nk.min_p_sampling_from_probs(probabilities, self.min_p, seed=seeds, offset=offsets)

@@ -1,0 +1,231 @@
+"""One rank of a model: its part of the program, its pages, and the loop over steps.
+
+Every rank runs the same host code on the same requests; the rank that holds the head draws the next
+tokens and tells the others.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from nbflow.cache import KVStorage, PageTable
+from nbflow.engine.request import Request
+from nbflow.engine.scheduler import next_tokens
+from nbflow.execute import CpuExecutor, RankWeights, Step, make_step
+from nbflow.execute.weights import stored_bytes
+from nbflow.parallel.comm import Comm
+from nbflow.parallel.plan import Plan
+from nbflow.program import build, fuse, partition
+from nbflow.program.cost import bytes_sent
+from nbflow.spec.model_spec import ModelSpec
+from nbflow.system import peak_rss_bytes, reset_peak_rss
+from nbflow.weights import WeightFile
+from nbflow_kernels.threads import set_num_threads
+
+MAX_LOGIT_BYTES = 64 * 2**20
+"""Logits of all positions are computed in pieces of at most this size."""
+
+
+def make_groups(plan: Plan, comm: Comm) -> dict[tuple[int, ...], Comm]:
+    """Return the communicator of this rank's stage; every rank of `comm` must call it."""
+    groups: dict[tuple[int, ...], Comm] = {}
+    for group in dict.fromkeys(r.group for r in plan.ranks):
+        if len(group) > 1:
+            part = comm.split([plan.numbers.index(rank) for rank in group])
+            if part is not None:
+                groups[group] = part
+    return groups
+
+
+class RankEngine:
+    """The part of a model that one rank holds and runs.
+
+    Parameters
+    ----------
+    plan : Plan
+        Who holds what.
+    file : WeightFile
+        The checkpoint, open.
+    comm : Comm
+        All ranks of the plan, in its order.
+    groups : dict
+        The communicators of the stages this rank belongs to, from `make_groups`.
+    spec, weights, kv, threads, max_step_tokens
+        As in `nbflow.load`, resolved.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        file: WeightFile,
+        comm: Comm,
+        groups: dict[tuple[int, ...], Comm],
+        *,
+        spec: ModelSpec,
+        weights: str | None,
+        kv: str,
+        threads: int,
+        max_step_tokens: int,
+        page_size: int = 16,
+    ) -> None:
+        reset_peak_rss()
+        set_num_threads(threads)
+        self.plan, self.comm, self.spec = plan, comm, spec
+        self.mine = plan.ranks[comm.rank]
+        self.program = fuse(partition(build(spec), self.mine))
+        started, before = time.perf_counter(), file.bytes_read
+        self.weights = RankWeights(self.program, file, weights)
+        self.load_seconds = time.perf_counter() - started
+        self.bytes_read = file.bytes_read - before
+        self.storage = KVStorage(
+            self.program.layers, page_size, self.program.n_kv_heads, spec.head_dim, kv
+        )
+        self.table = PageTable(page_size)
+        self.executor = CpuExecutor(self.program, self.weights, self.storage, comm, plan.numbers)
+        self._groups = groups
+        self.executor.set_groups(groups)
+        self._head = plan.numbers.index(plan.head_rank)
+        self._budget = max_step_tokens
+        self._requests: list[Request] = []
+        self._sent_before: dict[str, int] = {}
+        self._predicted_bytes = 0
+
+    # ---- all positions at once ----------------------------------------------------------------
+
+    def outputs(self, ids: Sequence[int], name: str) -> np.ndarray:
+        """Return a buffer of the last stage ("logits" or "y") after every token, on every rank."""
+        width = self.spec.vocab_size if name == "logits" else self.spec.hidden_size
+        result = np.empty((len(ids), width), np.float32)
+        piece = max(1, min(self._budget, MAX_LOGIT_BYTES // (4 * self.spec.vocab_size)))
+        self.table.add(-1)
+        try:
+            for start in range(0, len(ids), piece):
+                chunk = list(ids[start : start + piece])
+                step = make_step(self.table, [-1], [chunk], range(len(chunk)))
+                self._run(step)
+                rows = result[start : start + len(chunk)]
+                if self.mine.last:
+                    np.copyto(rows, self.executor.buffer(name, len(chunk)))
+                self._broadcast(rows)
+        finally:
+            self.table.drop(-1)
+        return result
+
+    # ---- generation ---------------------------------------------------------------------------
+
+    def begin(self, requests: list[Request]) -> None:
+        """Start to work on these requests instead of any others."""
+        self.end()
+        self._requests = requests
+        for i in range(len(requests)):
+            self.table.add(i)
+
+    def end(self) -> None:
+        """Stop working on the present requests."""
+        for i in range(len(self._requests)):
+            self.table.drop(i)
+        self._requests = []
+
+    def advance(self) -> list[tuple[int, int, float]]:
+        """Run one step and return (request, new token, its log-probability) for those that got one."""
+        chosen = next_tokens(self._requests, self._budget)
+        requests = [self._requests[i] for i, _ in chosen]
+        tokens = [r.pending[:n] for r, (_, n) in zip(requests, chosen, strict=True)]
+        ready = [r.n_done + n == len(r.prompt) + len(r.ids) for r, (_, n) in zip(requests, chosen, strict=True)]
+        ends = np.cumsum([n for _, n in chosen]) - 1
+        step = make_step(
+            self.table, [i for i, _ in chosen], tokens, [int(e) for e, r in zip(ends, ready, strict=True) if r]
+        )
+        self._run(step)
+        for request, (_, n) in zip(requests, chosen, strict=True):
+            request.n_done += n
+        waiting = [(i, r) for (i, _), r, ok in zip(chosen, requests, ready, strict=True) if ok]
+        drawn, logprobs = self._draw([r for _, r in waiting])
+        events = []
+        for (i, request), token, logprob in zip(waiting, drawn.tolist(), logprobs.tolist(), strict=True):
+            request.accept(token, logprob)
+            events.append((i, token, logprob))
+        return events
+
+    def _draw(self, requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:
+        """Choose the next token of each request; every rank gets the same ones."""
+        drawn = np.empty((2, len(requests)), np.float32)
+        tokens = drawn[0].view(np.int32)
+        if not requests:
+            return tokens, drawn[1]
+        if self.comm.rank == self._head:
+            logits = self.executor.buffer("logits", len(requests))
+            for strategy in dict.fromkeys(r.strategy for r in requests):
+                rows = [i for i, r in enumerate(requests) if r.strategy == strategy]
+                seeds = np.array([requests[i].seed for i in rows], np.uint64)
+                offsets = np.array([len(requests[i].ids) for i in rows], np.uint64)
+                some = logits if len(rows) == len(requests) else logits[rows]
+                tokens[rows] = strategy.choose(some, seeds, offsets)
+            drawn[1] = _log_probabilities(logits, tokens)
+        self._broadcast(drawn)
+        return tokens, drawn[1]
+
+    # ---- running and counting -----------------------------------------------------------------
+
+    def _run(self, step: Step) -> None:
+        self.storage.ensure(self.table.n_pages)
+        self.executor.run(step)
+        self._predicted_bytes += bytes_sent(
+            self.program, self.mine.rank, len(step.ids), len(step.logit_rows)
+        )
+
+    def _broadcast(self, array: np.ndarray) -> None:
+        """Give every rank the head rank's array."""
+        if self.comm.size > 1:
+            self.comm.Bcast(array, self._head)
+            if self.comm.rank == self._head:
+                self._predicted_bytes += array.nbytes * (self.comm.size - 1)
+
+    def _sent(self) -> dict[str, int]:
+        total = dict(self.comm.sent)
+        for group in self._groups.values():
+            for kind, n in group.sent.items():
+                total[kind] = total.get(kind, 0) + n
+        return total
+
+    def reset_traffic(self) -> None:
+        """Count the bytes sent from here on."""
+        self._sent_before = self._sent()
+        self._predicted_bytes = 0
+
+    def traffic(self) -> dict[str, int]:
+        """Return the bytes this rank has sent since `reset_traffic`, and what the plan predicted."""
+        now = self._sent()
+        measured = sum(n - self._sent_before.get(kind, 0) for kind, n in now.items())
+        return {"measured_bytes": measured, "predicted_bytes": self._predicted_bytes}
+
+    def memory(self) -> dict[str, int]:
+        """Return what this rank holds, in bytes."""
+        return {
+            "rank": self.mine.rank,
+            "weight_bytes": self.weights.n_bytes,
+            "matrix_bytes": self.matrix_bytes,
+            "kv_bytes": self.storage.n_bytes,
+            "workspace_bytes": self.executor.workspace_bytes,
+            "peak_rss_bytes": peak_rss_bytes(),
+        }
+
+    @property
+    def matrix_bytes(self) -> int:
+        """Bytes of matrices that one generation step of this rank reads."""
+        return sum(
+            stored_bytes(operands[0])
+            for op, operands in zip(self.program.ops, self.weights.operands, strict=True)
+            if op.kind == "linear"
+        )
+
+
+def _log_probabilities(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
+    """Return log softmax(logits) at one token per row."""
+    top = logits.max(axis=1)
+    total = np.log(np.exp(logits - top[:, None]).sum(axis=1))
+    picked: np.ndarray = logits[np.arange(len(tokens)), tokens]
+    return picked - top - total

@@ -1,0 +1,53 @@
+"""One step: some new tokens of some sequences, flattened."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from nbflow.cache.page_table import PageTable, PageView
+
+
+@dataclass(frozen=True)
+class Step:
+    """What an executor needs to know, besides the program, to run it once."""
+
+    ids: np.ndarray
+    """int32 (T,): token ids, sequence after sequence."""
+    positions: np.ndarray
+    """int32 (T,): position of each token in its sequence."""
+    batch_indices: np.ndarray
+    """int32 (T,): which of the step's sequences each token belongs to."""
+    qo_indptr: np.ndarray
+    """int32 (B + 1,): where each sequence's tokens begin."""
+    pages: PageView
+    """The sequences' pages, the new tokens counted in."""
+    logit_rows: np.ndarray
+    """int32 (R,): tokens after which the logits are wanted."""
+
+
+def make_step(
+    table: PageTable,
+    sequences: Sequence[int],
+    tokens: Sequence[Sequence[int]],
+    logit_rows: Sequence[int],
+) -> Step:
+    """Extend sequences of a page table by new tokens and return the step that computes them."""
+    lengths = [len(ids) for ids in tokens]
+    indptr = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=indptr[1:])
+    positions = np.empty(int(indptr[-1]), np.int32)
+    for b, (sequence, n) in enumerate(zip(sequences, lengths, strict=True)):
+        done = table.length(sequence)
+        positions[indptr[b] : indptr[b + 1]] = range(done, done + n)
+        table.extend(sequence, n)
+    return Step(
+        ids=np.array([i for ids in tokens for i in ids], np.int32),
+        positions=positions,
+        batch_indices=np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
+        qo_indptr=indptr,
+        pages=table.view(sequences),
+        logit_rows=np.array(logit_rows, np.int32),
+    )

@@ -1,0 +1,106 @@
+"""A rank's weights: read from the checkpoint, cut, joined and put into the weight format.
+
+Only the rank's own bytes are read.  The parts of one matrix are read as they are stored, put one below
+the other, and then converted; a quantized row does not depend on its neighbours, so the blocks are the
+ones a single rank would hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+import nbflow_kernels as nk
+from nbflow.program.records import Op, Operand, Program
+from nbflow.weights import WeightFile
+from nbflow.weights_policy import is_quantized
+from nbflow_kernels.errors import UsageError
+
+FLOAT_DTYPES = {"f32": np.float32, "f16": np.float16}
+
+
+class RankWeights:
+    """The operands of a program's ops, by op index."""
+
+    def __init__(self, program: Program, file: WeightFile, weights: str | None) -> None:
+        self._file = file
+        self._program = program
+        self._format = weights
+        self._loaded: dict[tuple[Operand, ...], Any] = {}
+        self.operands: list[tuple[Any, ...]] = [self._operands(op) for op in program.ops]
+        self.bias: list[np.ndarray | None] = [self._bias(op) for op in program.ops]
+        del self._file, self._loaded
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes of all weights; one used twice (a tied head) counts once."""
+        arrays = [a for a in (*sum(self.operands, ()), *self.bias) if a is not None]
+        return sum({id(a): stored_bytes(a) for a in arrays}.values())
+
+    def _operands(self, op: Op) -> tuple[Any, ...]:
+        if op.kind in ("linear", "embedding"):
+            return (self._once(op.weights, self._matrix),)
+        return tuple(self._once((w,), self._vector) for w in op.weights)
+
+    def _bias(self, op: Op) -> np.ndarray | None:
+        if not op.bias:
+            return None
+        return np.concatenate([self._once((b,), self._vector) for b in op.bias])
+
+    def _once(self, parts: tuple[Operand, ...], read: Any) -> Any:
+        if parts not in self._loaded:
+            self._loaded[parts] = read(parts)
+        return self._loaded[parts]
+
+    def _vector(self, parts: Sequence[Operand]) -> np.ndarray:
+        return self._read(parts[0]).astype(np.float32)
+
+    def _read(self, part: Operand) -> np.ndarray:
+        name = self._program.spec.checkpoint_name(part.name)
+        return self._file.array(name, rows=part.rows, columns=part.columns)
+
+    def _matrix(self, parts: Sequence[Operand]) -> Any:
+        spec = self._program.spec
+        arrays = [self._read(p) for p in parts]
+        stored = {self._file.dtype(spec.checkpoint_name(p.name)) for p in parts}
+        dtype = np.result_type(*arrays)
+        matrix = np.concatenate([a.astype(dtype, copy=False) for a in arrays])
+        name = parts[0].name
+        if self._format is not None and is_quantized(name, spec.tensor_shapes()[name]):
+            return convert(matrix, self._format, " + ".join(map(str, parts)))
+        if stored == {"bf16"}:
+            return convert(matrix, "bf16", name)
+        if matrix.dtype in (np.float32, np.float16):
+            return matrix
+        return matrix.astype(np.float32)
+
+
+def convert(matrix: np.ndarray, format: str, name: str) -> Any:
+    """Return a float matrix in a weight format: an array, or a `QuantTensor` ready to multiply.
+
+    Raises
+    ------
+    UsageError
+        If a value is not finite or too large for the format.
+    """
+    if format in FLOAT_DTYPES:
+        with np.errstate(over="ignore"):
+            result = matrix.astype(FLOAT_DTYPES[format])
+        if not np.isfinite(result).all():
+            largest = float(np.abs(matrix.astype(np.float64)).max())
+            raise UsageError(
+                f"tensor {name} does not fit into {format}: its largest magnitude is {largest:g}; "
+                "keep it in f32 or bf16"
+            )
+        return result
+    try:
+        return nk.quantize(matrix, format)
+    except UsageError as error:
+        raise UsageError(f"tensor {name}: {error}") from error
+
+
+def stored_bytes(operand: Any) -> int:
+    """Return the bytes of an array or a quantized tensor."""
+    return int(operand.nbytes)

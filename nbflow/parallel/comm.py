@@ -1,0 +1,140 @@
+"""What the engine needs of a communicator, and the one of a single process.
+
+Names follow mpi4py: capital names move buffers of arrays, lower-case names move Python objects.
+Sums are taken in the order of the ranks, whatever the transport, so that every rank gets the same bits
+and `Threads` the same as `Mpi`.  `sent` counts the payload bytes that this rank has sent with the
+capital names; a message to k ranks counts k times.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+
+class Comm(ABC):
+    """Ranks that can talk to each other."""
+
+    rank: int
+    """Number of this rank, from 0."""
+    size: int
+    """Number of ranks."""
+
+    def __init__(self) -> None:
+        self.sent: Counter[str] = Counter()
+        self.doing = ""
+        """What this rank is doing, for the report when another one fails."""
+        self._scratch: dict[tuple[int, ...], np.ndarray] = {}
+
+    @abstractmethod
+    def _exchange(self, part: np.ndarray, whole: np.ndarray, counts: Sequence[int]) -> None:
+        """Gather flat float32 `part` of every rank, in order, into flat `whole` on every rank."""
+
+    @abstractmethod
+    def Send(self, array: np.ndarray, dest: int) -> None:
+        """Send a C-contiguous array to rank `dest`."""
+
+    @abstractmethod
+    def Recv(self, array: np.ndarray, source: int) -> None:
+        """Receive into a C-contiguous array from rank `source`."""
+
+    @abstractmethod
+    def Bcast(self, array: np.ndarray, root: int) -> None:
+        """Copy the C-contiguous `array` of rank `root` to every rank."""
+
+    @abstractmethod
+    def bcast_object(self, value: Any, root: int = 0) -> Any:
+        """Return the object of rank `root` on every rank."""
+
+    @abstractmethod
+    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
+        """Return the objects of all ranks, in order, on rank `root`; None elsewhere."""
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+
+    @abstractmethod
+    def split(self, ranks: Sequence[int]) -> Comm | None:
+        """Return a communicator of these ranks, numbered in this order; None for the others.
+
+        Every rank must call it with the same ranks.
+        """
+
+    def Allreduce(self, array: np.ndarray) -> None:
+        """Replace the C-contiguous float32 `array` by its sum over all ranks, on every rank."""
+        if self.size == 1:
+            return
+        gathered = self._buffer((self.size, array.size))
+        self._exchange(array.reshape(-1), gathered.reshape(-1), [array.size] * self.size)
+        np.copyto(array.reshape(-1), gathered[0])
+        for part in gathered[1:]:
+            array.reshape(-1)[:] += part
+        self.sent["all_reduce"] += array.nbytes * (self.size - 1)
+
+    def Allgather_columns(
+        self, part: np.ndarray, whole: np.ndarray, widths: Sequence[int]
+    ) -> None:
+        """Put the columns that the ranks hold side by side, on every rank.
+
+        Parameters
+        ----------
+        part : array of float32, shape (R, widths[rank])
+            This rank's columns, C-contiguous.
+        whole : array of float32, shape (R, sum(widths))
+            Where to write.
+        widths : sequence of int
+            Columns of each rank.
+        """
+        rows = part.shape[0]
+        flat = self._buffer((rows * sum(widths),))
+        self._exchange(part.reshape(-1), flat, [rows * w for w in widths])
+        at = column = 0
+        for width in widths:
+            block = flat[at : at + rows * width].reshape(rows, width)
+            whole[:, column : column + width] = block
+            at, column = at + rows * width, column + width
+        self.sent["all_gather"] += part.nbytes * (self.size - 1)
+
+    def _buffer(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Return a float32 scratch array that is reused for the same shape."""
+        buffer = self._scratch.get(shape)
+        if buffer is None:
+            if len(self._scratch) > 16:
+                self._scratch.clear()
+            buffer = self._scratch[shape] = np.empty(shape, np.float32)
+        return buffer
+
+
+class Alone(Comm):
+    """The communicator of a single rank."""
+
+    rank, size = 0, 1
+
+    def _exchange(self, part: np.ndarray, whole: np.ndarray, counts: Sequence[int]) -> None:
+        np.copyto(whole, part)
+
+    def Send(self, array: np.ndarray, dest: int) -> None:
+        raise RuntimeError("a single rank has nobody to send to")
+
+    def Recv(self, array: np.ndarray, source: int) -> None:
+        raise RuntimeError("a single rank has nobody to receive from")
+
+    def Bcast(self, array: np.ndarray, root: int) -> None:
+        """Do nothing: the array is there already."""
+
+    def bcast_object(self, value: Any, root: int = 0) -> Any:
+        return value
+
+    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
+        return [value]
+
+    def barrier(self) -> None:
+        """Do nothing: nobody else is on the way."""
+
+    def split(self, ranks: Sequence[int]) -> Comm | None:
+        return Alone() if 0 in ranks else None

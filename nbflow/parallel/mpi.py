@@ -1,0 +1,113 @@
+"""Ranks as MPI processes, through mpi4py with host buffers.
+
+Every operation is non-blocking and waited for here: first by asking again, then by giving the processor
+away, then by sleeping, so that more ranks than cores do not spin each other out, and a rank that is not
+part of the present partition costs next to nothing while it waits.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from nbflow.parallel.comm import Alone, Comm
+from nbflow_kernels.errors import MissingExtraError
+
+# Set by the launchers of MPICH and Intel MPI, of Open MPI, and by PMIx (Slurm).
+_LAUNCHER_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK")
+
+
+@functools.cache
+def world() -> Comm:
+    """Return the communicator of all ranks that mpirun started, or of this process alone.
+
+    Raises
+    ------
+    MissingExtraError
+        If a launcher started several ranks but mpi4py is not installed.
+    """
+    launched = [name for name in _LAUNCHER_VARIABLES if name in os.environ]
+    if not launched:
+        return Alone()
+    try:
+        from mpi4py import MPI
+    except ImportError as error:
+        if os.environ.get(launched[0]) == "1":
+            return Alone()
+        raise MissingExtraError(
+            f"{launched[0]} is set, so a launcher started several ranks, but mpi4py cannot be "
+            f"imported ({error}); install it: pip install 'nbflow[mpi]'"
+        ) from error
+    return Alone() if MPI.COMM_WORLD.size == 1 else Mpi(MPI.COMM_WORLD)
+
+
+class Mpi(Comm):
+    """One rank of an MPI communicator."""
+
+    def __init__(self, comm: Any) -> None:
+        super().__init__()
+        self._comm = comm
+        self.rank = comm.rank
+        self.size = comm.size
+        self._groups: dict[tuple[int, ...], Comm | None] = {}
+
+    def _wait(self, request: Any) -> None:
+        for _ in range(200):
+            if request.Test():
+                return
+        started = time.monotonic()
+        while not request.Test():
+            waited = time.monotonic() - started
+            if waited < 2e-3:
+                os.sched_yield()
+            else:
+                time.sleep(5e-5 if waited < 0.5 else 2e-3)
+
+    def _exchange(self, part: np.ndarray, whole: np.ndarray, counts: Sequence[int]) -> None:
+        self._wait(self._comm.Iallgatherv(part, (whole, list(counts))))
+
+    def Send(self, array: np.ndarray, dest: int) -> None:
+        self._wait(self._comm.Isend(array, dest))
+        self.sent["send"] += array.nbytes
+
+    def Recv(self, array: np.ndarray, source: int) -> None:
+        self._wait(self._comm.Irecv(array, source))
+
+    def Bcast(self, array: np.ndarray, root: int) -> None:
+        self._wait(self._comm.Ibcast(array, root))
+        if self.rank == root:
+            self.sent["broadcast"] += array.nbytes * (self.size - 1)
+
+    def bcast_object(self, value: Any, root: int = 0) -> Any:
+        self.barrier()  # waits without spinning; the broadcast itself is then quick
+        return self._comm.bcast(value, root)
+
+    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
+        self.barrier()
+        return self._comm.gather(value, root)  # type: ignore[no-any-return]
+
+    def barrier(self) -> None:
+        self._wait(self._comm.Ibarrier())
+
+    def split(self, ranks: Sequence[int]) -> Comm | None:
+        key = tuple(ranks)
+        if key not in self._groups:
+            from mpi4py import MPI
+
+            inside = self.rank in key
+            color = 0 if inside else MPI.UNDEFINED
+            comm = self._comm.Split(color, key.index(self.rank) if inside else 0)
+            if not inside:
+                self._groups[key] = None
+            else:
+                self._groups[key] = Alone() if len(key) == 1 else Mpi(comm)
+        return self._groups[key]
+
+    def abort(self, code: int = 1) -> None:
+        """End every rank at once."""
+        self._comm.Abort(code)

@@ -1,0 +1,216 @@
+"""Partition as a pure function: (specification, partition string, block size) -> plan.
+
+``;`` (or ``,``) separates stages, which hold consecutive layers; ``&`` (or ``|``) separates the ranks of
+one stage, which split each layer's tensors.  So ``0;1`` is by layer, ``0&1`` by tensor and ``0&1;2&3``
+hybrid.  The numbers are ranks.
+
+Layers are dealt out in order, the first stages getting one more where they do not divide.  Within a
+stage the query heads and with them the key/value heads, the columns of the feed-forward network and the
+rows of the head are dealt out; a key/value head is stored by several ranks where there are fewer of
+them than ranks.  Cuts through columns fall on borders of quantization blocks, so that every rank holds
+exactly the blocks that one rank alone would hold.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+
+from nbflow.spec.model_spec import ModelSpec
+from nbflow_kernels.errors import UsageError
+
+Range = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank holds."""
+
+    rank: int
+    """Number of the rank, as written in the partition string."""
+    stage: int
+    """Index of its stage."""
+    group: tuple[int, ...]
+    """Ranks of its stage, itself included."""
+    layers: Range
+    """Its layers."""
+    heads: Range
+    """Its query heads."""
+    kv_heads: Range
+    """Its key/value heads."""
+    ffn: Range
+    """Its columns of the feed-forward network."""
+    vocab: Range
+    """Its rows of the head (used by the last stage)."""
+    first: bool
+    """Whether its stage holds the embedding."""
+    last: bool
+    """Whether its stage holds the final norm and the head."""
+    receives_from: int | None
+    """Rank of the stage before that sends it the hidden states."""
+    sends_to: tuple[int, ...]
+    """Ranks of the next stage that it sends the hidden states to."""
+
+    @property
+    def index(self) -> int:
+        """Return its position within its stage."""
+        return self.group.index(self.rank)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Who holds what."""
+
+    partition: str
+    """The partition string, in normal form."""
+    ranks: tuple[RankPlan, ...]
+    """One entry per rank, stages in order."""
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """Return the ranks' numbers, stages in order."""
+        return tuple(r.rank for r in self.ranks)
+
+    @property
+    def head_rank(self) -> int:
+        """Return the rank that samples: the first of the last stage."""
+        return self.ranks[-1].group[0]
+
+    def of(self, rank: int) -> RankPlan:
+        """Return the entry of rank number `rank`."""
+        return next(r for r in self.ranks if r.rank == rank)
+
+
+def parse_partition(text: str) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each stage of a partition string.
+
+    Raises
+    ------
+    UsageError
+        If the string is not ranks separated by ``;`` and ``&``, or names a rank twice.
+
+    Examples
+    --------
+    >>> parse_partition("0&1;2&3")
+    ((0, 1), (2, 3))
+    """
+    compact = re.sub(r"\s", "", text)
+    if not re.fullmatch(r"\d+([;,&|]\d+)*", compact):
+        raise UsageError(
+            f"partition must be rank numbers separated by ';' (stages of layers) and '&' (ranks that "
+            f"share each layer), for example '0&1;2&3'; got {text!r}"
+        )
+    stages = tuple(
+        tuple(int(rank) for rank in re.split(r"[&|]", stage)) for stage in re.split(r"[;,]", compact)
+    )
+    flat = [rank for stage in stages for rank in stage]
+    for rank in flat:
+        if flat.count(rank) > 1:
+            raise UsageError(f"partition {text!r} names rank {rank} twice")
+    return stages
+
+
+def make_plan(spec: ModelSpec, partition: str, block_size: int = 1) -> Plan:
+    """Return who holds what.
+
+    Parameters
+    ----------
+    spec : ModelSpec
+        The model.
+    partition : str
+        Partition string.
+    block_size : int
+        Block of the weight format; cuts through columns are multiples of it.
+
+    Raises
+    ------
+    UsageError
+        If the model has too few layers, heads or blocks for the partition.
+    """
+    stages = parse_partition(partition)
+    if len(stages) > spec.n_layers:
+        raise UsageError(
+            f"partition {partition!r} has {len(stages)} stages, but {spec.name} has only "
+            f"{spec.n_layers} layers; use at most that many stages"
+        )
+    layers = split_evenly(spec.n_layers, len(stages))
+    ranks = []
+    for s, group in enumerate(stages):
+        n = len(group)
+        heads = _split_heads(spec, n, block_size, partition)
+        ffn = _split_aligned(spec.intermediate_size, n, block_size, "intermediate_size", partition)
+        vocab = split_evenly(spec.vocab_size, n)
+        for j, rank in enumerate(group):
+            before = stages[s - 1] if s else ()
+            after = stages[s + 1] if s + 1 < len(stages) else ()
+            ranks.append(
+                RankPlan(
+                    rank,
+                    s,
+                    group,
+                    layers[s],
+                    *heads[j],
+                    ffn[j],
+                    vocab[j],
+                    first=not before,
+                    last=not after,
+                    receives_from=before[j % len(before)] if before else None,
+                    sends_to=tuple(r for i, r in enumerate(after) if i % n == j),
+                )
+            )
+    return Plan(";".join("&".join(map(str, group)) for group in stages), tuple(ranks))
+
+
+def split_evenly(total: int, n: int) -> list[Range]:
+    """Cut [0, total) into `n` ranges whose lengths differ by at most one, the longer ones first."""
+    sizes = [total // n + (i < total % n) for i in range(n)]
+    edges = [sum(sizes[:i]) for i in range(n + 1)]
+    return list(zip(edges[:-1], edges[1:], strict=True))
+
+
+def _split_aligned(total: int, n: int, unit: int, what: str, partition: str) -> list[Range]:
+    """Cut [0, total) at multiples of `unit`; what is left over goes to the last range."""
+    units = -(-total // unit)
+    if units < n:
+        raise UsageError(
+            f"partition {partition!r}: {what} = {total} has {units} blocks of {unit} columns, too few "
+            f"for {n} ranks; use fewer ranks per stage or a format with a smaller block"
+        )
+    return [(a * unit, min(b * unit, total)) for a, b in split_evenly(units, n)]
+
+
+def _split_heads(
+    spec: ModelSpec, n: int, block_size: int, partition: str
+) -> list[tuple[Range, Range]]:
+    """Return the query heads and key/value heads of each of `n` ranks."""
+    per_group = spec.n_heads // spec.n_kv_heads
+    unit = _heads_per_unit(block_size, per_group * spec.head_dim)
+    if n == 1:
+        return [((0, spec.n_heads), (0, spec.n_kv_heads))]
+    if spec.n_kv_heads // unit >= n and spec.n_kv_heads % unit == 0:
+        cuts = split_evenly(spec.n_kv_heads // unit, n)
+        return [
+            ((a * unit * per_group, b * unit * per_group), (a * unit, b * unit)) for a, b in cuts
+        ]
+    # Fewer key/value heads than ranks: several ranks store the same one and share its query heads.
+    unit = _heads_per_unit(block_size, spec.head_dim)
+    shares = split_evenly(n, spec.n_kv_heads) if n >= spec.n_kv_heads else []
+    if not shares or per_group % unit or any(b - a > per_group // unit for a, b in shares):
+        raise UsageError(
+            f"partition {partition!r}: {spec.name} has {spec.n_heads} query heads and {spec.n_kv_heads} "
+            f"key/value heads of {spec.head_dim} columns, which cannot be dealt out to {n} ranks in "
+            f"whole heads and whole blocks of {block_size} columns; use fewer ranks per stage or a "
+            "format with a smaller block"
+        )
+    result = []
+    for g, (a, b) in enumerate(shares):
+        for c, d in split_evenly(per_group // unit, b - a):
+            first = g * per_group
+            result.append(((first + c * unit, first + d * unit), (g, g + 1)))
+    return result
+
+
+def _heads_per_unit(block_size: int, columns: int) -> int:
+    """Return how many heads of `columns` columns make whole blocks."""
+    return math.lcm(block_size, columns) // columns

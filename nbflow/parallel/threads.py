@@ -1,0 +1,177 @@
+"""Ranks as threads of one process, for laptops and tests: the same code as under mpirun.
+
+A rank that raises breaks the others' next exchange (`RankFailure`), so nobody waits for ever.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from nbflow.parallel.comm import Alone, Comm
+
+
+class RankFailure(RuntimeError):
+    """Another rank has failed; its own error is the cause to look at."""
+
+
+class _Shared:
+    """What the ranks of one communicator have in common."""
+
+    def __init__(self, size: int, failed: threading.Event) -> None:
+        self.barrier = threading.Barrier(size)
+        self.slots: list[Any] = [None] * size
+        self.mail = {(a, b): SimpleQueue[Any]() for a in range(size) for b in range(size)}
+        self.failed = failed
+        self.groups: dict[tuple[int, ...], _Shared] = {}
+        self.lock = threading.Lock()
+
+    def wait(self) -> None:
+        try:
+            self.barrier.wait()
+        except threading.BrokenBarrierError:
+            raise RankFailure("another rank of this process has failed") from None
+
+    def abort(self) -> None:
+        self.failed.set()
+        self.barrier.abort()
+        for group in self.groups.values():
+            group.abort()
+
+
+class Threads(Comm):
+    """One rank among several threads; `start_ranks` makes them."""
+
+    def __init__(self, shared: _Shared, rank: int) -> None:
+        super().__init__()
+        self._shared = shared
+        self.rank = rank
+        self.size = len(shared.slots)
+
+    def _swap(self, value: Any, read: Callable[[list[Any]], Any]) -> Any:
+        """Show `value` to all ranks, read what they show, and wait until all have read."""
+        self._shared.slots[self.rank] = value
+        self._shared.wait()
+        result = read(self._shared.slots)
+        self._shared.wait()
+        return result
+
+    def _exchange(self, part: np.ndarray, whole: np.ndarray, counts: Sequence[int]) -> None:
+        def read(parts: list[Any]) -> None:
+            np.concatenate(parts, out=whole)
+
+        self._swap(part, read)
+
+    def Send(self, array: np.ndarray, dest: int) -> None:
+        self._shared.mail[self.rank, dest].put(array.copy())
+        self.sent["send"] += array.nbytes
+
+    def Recv(self, array: np.ndarray, source: int) -> None:
+        while True:
+            try:
+                received = self._shared.mail[source, self.rank].get(timeout=0.1)
+                break
+            except Empty:
+                if self._shared.failed.is_set():
+                    raise RankFailure("another rank of this process has failed") from None
+        np.copyto(array, received)
+
+    def Bcast(self, array: np.ndarray, root: int) -> None:
+        def read(arrays: list[Any]) -> None:
+            if self.rank != root:
+                np.copyto(array, arrays[root])
+
+        self._swap(array, read)
+        if self.rank == root:
+            self.sent["broadcast"] += array.nbytes * (self.size - 1)
+
+    def bcast_object(self, value: Any, root: int = 0) -> Any:
+        return self._swap(value, lambda values: values[root])
+
+    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
+        values = self._swap(value, list)
+        return values if self.rank == root else None
+
+    def barrier(self) -> None:
+        self._shared.wait()
+
+    def split(self, ranks: Sequence[int]) -> Comm | None:
+        key = tuple(ranks)
+        with self._shared.lock:
+            group = self._shared.groups.setdefault(key, _Shared(len(key), self._shared.failed))
+        self.barrier()
+        if self.rank not in key:
+            return None
+        return Alone() if len(key) == 1 else Threads(group, key.index(self.rank))
+
+    def abort(self) -> None:
+        """Break every exchange the other ranks are in or will enter."""
+        self._shared.abort()
+
+
+class RankTeam:
+    """`size` threads, one per rank, that run the same function when told to."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        shared = _Shared(size, threading.Event())
+        self._inboxes = [SimpleQueue[Any]() for _ in range(size)]
+        self._outbox: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
+        self._shared = shared
+        for rank in range(size):
+            comm = Threads(shared, rank)
+            threading.Thread(
+                target=_serve,
+                args=(comm, self._inboxes[rank], self._outbox),
+                daemon=True,
+                name=f"nbflow-rank-{rank}",
+            ).start()
+
+    def run(self, function: Callable[[Comm], Any]) -> list[Any]:
+        """Call ``function(comm)`` on every rank and return the results in order.
+
+        Raises
+        ------
+        Exception
+            The first error of a rank that is not the mere consequence of another's.
+        """
+        if self._shared.failed.is_set():
+            raise RankFailure("a rank has failed or was interrupted before; load the model again")
+        for inbox in self._inboxes:
+            inbox.put(function)
+        results: list[Any] = [None] * self.size
+        failures: dict[int, BaseException] = {}
+        try:
+            for _ in range(self.size):
+                rank, result, failure = self._outbox.get()
+                results[rank] = result
+                if failure is not None:
+                    failures[rank] = failure
+        except BaseException:  # Ctrl-C while waiting: the ranks must not go on alone
+            self._shared.abort()
+            raise
+        for failure in sorted(failures.values(), key=lambda f: isinstance(f, RankFailure)):
+            raise failure
+        return results
+
+    def close(self) -> None:
+        """Let the threads end."""
+        for inbox in self._inboxes:
+            inbox.put(None)
+
+
+def _serve(
+    comm: Threads, inbox: SimpleQueue[Any], outbox: SimpleQueue[tuple[int, Any, BaseException | None]]
+) -> None:
+    while (function := inbox.get()) is not None:
+        try:
+            result = function(comm)
+        except BaseException as error:
+            comm.abort()
+            outbox.put((comm.rank, None, error))
+        else:
+            outbox.put((comm.rank, result, None))

@@ -1,0 +1,70 @@
+"""Join ops of a program: fewer kernel calls, the same results.
+
+- linears that follow each other and read the same buffer become one with their weights one below the
+  other (q, k, v; gate and up); their outputs become bands of one buffer;
+- a linear whose output is then added to another buffer adds to it directly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+from nbflow.program.records import Buffer, Op, Program
+
+
+def fuse(program: Program) -> Program:
+    """Return the program with the joins above."""
+    return _join_adds(_join_linears(program))
+
+
+def _join_linears(program: Program) -> Program:
+    buffers = dict(program.buffers)
+    ops: list[Op] = []
+    for op in program.ops:
+        last = ops[-1] if ops else None
+        if (
+            last is not None
+            and op.kind == last.kind == "linear"
+            and op.inputs == last.inputs
+            and bool(op.bias) == bool(last.bias)
+        ):
+            ops[-1] = dataclasses.replace(
+                last,
+                out=f"{last.out}_{op.out}",
+                weights=last.weights + op.weights,
+                bias=last.bias + op.bias,
+            )
+        else:
+            ops.append(op)
+    for op in ops:
+        if op.kind == "linear" and len(op.weights) > 1:
+            offset = 0
+            for part in op.out.split("_"):
+                width = buffers[part].width
+                buffers[part] = Buffer(width, base=op.out, offset=offset)
+                offset += width
+            buffers[op.out] = Buffer(offset)
+    joined = [
+        dataclasses.replace(op, inputs=("_".join(op.inputs),))
+        if op.kind == "gate" and "_".join(op.inputs) in buffers
+        else op
+        for op in ops
+    ]
+    return dataclasses.replace(program, ops=tuple(joined), buffers=buffers)
+
+
+def _join_adds(program: Program) -> Program:
+    ops: list[Op] = []
+    for op in program.ops:
+        last = ops[-1] if ops else None
+        if (
+            last is not None
+            and op.kind == "add"
+            and last.kind == "linear"
+            and op.inputs == (last.out,)
+        ):
+            attrs = {**last.attrs, "accumulate": True}
+            ops[-1] = dataclasses.replace(last, out=op.out, attrs=attrs)
+        else:
+            ops.append(op)
+    return dataclasses.replace(program, ops=tuple(ops))

@@ -1,0 +1,136 @@
+"""Op records: what one step of the model does, as data.
+
+A program works on named buffers of float32 with one row per token (or per row whose logits are
+wanted).  A step gives the token ids, positions and page table; see `nbflow.execute`.
+
+Kinds of op:
+
+============  ===============================================================================
+embedding     out = table[ids]
+norm          out = norm(input); attrs ``norm`` (rms, layer) and ``eps``
+linear        out = input @ W.T + bias, W the rows of all `weights` one below the other;
+              with attr ``accumulate``: out += ...
+rope          rotate the inputs (q, k) in place
+append_kv     write inputs (k, v) into the layer's pages
+attention     out = attention(q) over the layer's pages
+activation    out = act(input), attr ``activation``
+gate          out = act(gate) * up; inputs (gate, up), or one buffer that holds both
+add           out += input
+take_rows     out = the input's rows whose logits are wanted
+all_reduce    sum `out` over the ranks of the group, attr ``ranks``
+all_gather    out = the columns of all ranks of the group, attrs ``ranks`` and ``widths``
+send, recv    move a buffer to / from another stage, attr ``peers`` / ``peer``
+============  ===============================================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from nbflow.spec.model_spec import ModelSpec
+
+Kind = Literal[
+    "embedding",
+    "norm",
+    "linear",
+    "rope",
+    "append_kv",
+    "attention",
+    "activation",
+    "gate",
+    "add",
+    "take_rows",
+    "all_reduce",
+    "all_gather",
+    "send",
+    "recv",
+]
+COMMUNICATION = frozenset({"all_reduce", "all_gather", "send", "recv"})
+
+
+@dataclass(frozen=True)
+class Operand:
+    """A tensor of the model, or the part of it that one rank holds."""
+
+    name: str
+    """Our tensor name."""
+    rows: tuple[int, int] | None = None
+    """First and one past the last row; None is all."""
+    columns: tuple[int, int] | None = None
+    """First and one past the last column; None is all."""
+
+    def shape(self, full: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of the part, given the tensor's."""
+        cuts = (self.rows, self.columns)[: len(full)]
+        return tuple(
+            size if cut is None else cut[1] - cut[0] for size, cut in zip(full, cuts, strict=True)
+        )
+
+    def __str__(self) -> str:
+        if self.rows is None and self.columns is None:
+            return self.name
+        cut = ["" if c is None else f"{c[0]}:{c[1]}" for c in (self.rows, self.columns)]
+        return f"{self.name}[{', '.join(c or ':' for c in cut)}]"
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """A matrix of float32 that lives for one step, or a band of columns of another one."""
+
+    width: int
+    """Columns."""
+    rows: Literal["tokens", "logits"] = "tokens"
+    """Whether there is a row per token of the step, or per row whose logits are wanted."""
+    base: str | None = None
+    """The buffer this one is a band of."""
+    offset: int = 0
+    """First column within `base`."""
+
+
+@dataclass(frozen=True)
+class Op:
+    """One record of a program."""
+
+    kind: Kind
+    out: str
+    """Buffer that is written (or changed in place)."""
+    inputs: tuple[str, ...] = ()
+    """Buffers that are read."""
+    weights: tuple[Operand, ...] = ()
+    """Matrices or vectors of the model."""
+    bias: tuple[Operand, ...] = ()
+    """Biases, one per weight, or none."""
+    layer: int | None = None
+    """Layer the op belongs to."""
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    """Settings of the kind."""
+
+    def __str__(self) -> str:
+        where = "      " if self.layer is None else f"L{self.layer:<4} "
+        reads = ", ".join((*self.inputs, *map(str, self.weights), *map(str, self.bias)))
+        attrs = " ".join(f"{k}={v}" for k, v in self.attrs.items())
+        return f"{where}{self.kind:<11} {self.out} <- {reads}  {attrs}".rstrip()
+
+
+@dataclass(frozen=True)
+class Program:
+    """A forward pass of one rank."""
+
+    spec: ModelSpec
+    ops: tuple[Op, ...]
+    buffers: Mapping[str, Buffer]
+    n_heads: int
+    """Query heads computed by this rank."""
+    n_kv_heads: int
+    """Key/value heads stored by this rank."""
+    layers: tuple[int, ...]
+    """Layers of this rank, in order; their KV caches live here."""
+
+    def __str__(self) -> str:
+        header = (
+            f"{self.spec.name}: {len(self.ops)} ops, layers {list(self.layers)}, "
+            f"{self.n_heads} query heads, {self.n_kv_heads} key/value heads"
+        )
+        return "\n".join([header, *map(str, self.ops)])

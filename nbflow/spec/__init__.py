@@ -1,0 +1,19 @@
+"""What a model is made of, from its family, its checkpoint and the user's own file."""
+
+from nbflow.spec.check import check
+from nbflow.spec.family import Family, families
+from nbflow.spec.model_file import known_models
+from nbflow.spec.model_spec import ModelSpec, RopeSpec
+from nbflow.spec.resolve import ResolvedModel, find_tokenizer, resolve
+
+__all__ = [
+    "Family",
+    "ModelSpec",
+    "ResolvedModel",
+    "RopeSpec",
+    "check",
+    "families",
+    "find_tokenizer",
+    "known_models",
+    "resolve",
+]

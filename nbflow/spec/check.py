@@ -1,0 +1,93 @@
+"""Compare a specification with the tensors of a checkpoint, before any is read."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from fnmatch import fnmatchcase
+
+from nbflow.spec.model_spec import ModelSpec
+from nbflow.weights import WeightFile
+from nbflow_kernels.errors import UsageError
+
+_LAYER = re.compile(r"\d+")
+_MAX_LINES = 40
+
+
+def check(spec: ModelSpec, weights: WeightFile) -> None:
+    """Raise unless the checkpoint holds exactly the tensors that the specification asks for.
+
+    Parameters
+    ----------
+    spec : ModelSpec
+        What the model is made of.
+    weights : WeightFile
+        An open checkpoint; only its table of tensors is looked at.
+
+    Raises
+    ------
+    UsageError
+        One message that lists every tensor that is missing, of another shape, or unused and not
+        in ``spec.ignored_tensors``.  Tensors that differ in the layer only share a line.
+
+    Notes
+    -----
+    A head in the file is no problem if ``spec.tied_head`` says that it is not used.
+    """
+    present = set(weights.names())
+    missing, shapes, used = [], [], set()
+    for ours, shape in spec.tensor_shapes().items():
+        try:
+            name = spec.checkpoint_name(ours)
+        except KeyError:
+            missing.append(f"{ours} (family {spec.family!r} has no name for it)")
+            continue
+        used.add(name)
+        if name not in present:
+            missing.append(f"{name} {shape}")
+        elif weights.shape(name) != shape:
+            shapes.append(f"{name} must have shape {shape}, got {weights.shape(name)}")
+    if spec.tied_head:
+        used.add(spec.tensors.get("head.weight", ""))
+    unused = [
+        f"{name} {weights.shape(name)}"
+        for name in weights.names()
+        if name not in used and not any(fnmatchcase(name, p) for p in spec.ignored_tensors)
+    ]
+    problems = [
+        f"{title}:\n  " + "\n  ".join(_collapsed(lines))
+        for title, lines in (("missing", missing), ("wrong shape", shapes), ("unused", unused))
+        if lines
+    ]
+    if problems:
+        n = len(missing) + len(shapes) + len(unused)
+        raise UsageError(
+            f"{weights.path}: {n} tensors do not fit the specification of {spec.name!r} "
+            f"(family {spec.family!r})\n" + "\n".join(problems)
+        )
+
+
+def _collapsed(lines: Iterable[str]) -> list[str]:
+    """Join lines that differ only in their first number, which is the layer."""
+    groups: dict[str, list[int]] = {}
+    for line in lines:
+        match = _LAYER.search(line.split(" ")[0])
+        number = -1 if match is None else int(match.group())
+        pattern = line if match is None else _LAYER.sub("{i}", line, count=1)
+        groups.setdefault(pattern, []).append(number)
+    joined = [pattern.replace("{i}", _ranges(numbers), 1) for pattern, numbers in groups.items()]
+    if len(joined) > _MAX_LINES:
+        return [*joined[:_MAX_LINES], f"... and {len(joined) - _MAX_LINES} more kinds"]
+    return joined
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Return numbers as ``3`` or ``{0..3,7}``."""
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
+        else:
+            runs.append([number, number])
+    text = ",".join(str(a) if a == b else f"{a}..{b}" for a, b in runs)
+    return text if text.isdigit() else f"{{{text}}}"

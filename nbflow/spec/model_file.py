@@ -1,0 +1,102 @@
+"""Model files: one released model, or a user's own, as a family and what differs.
+
+``name``, ``description``
+    What the model is called (default: the file's name), one line about it.
+``family``
+    Name of the family; required.
+``path``, ``tokenizer``
+    Weights and tokenizer, relative to the file.  A file without ``path`` says how to read a
+    checkpoint that is named beside it (``--spec FILE``).
+``[override]``
+    Our fields, as in `nbflow.spec.family.FIELDS`; they win over config.json.
+``[tensors]``, ``[ignored]``
+    Names that differ from the family's; further patterns to ignore.
+``[defaults]``
+    Generation settings (`GENERATION`); they win over generation_config.json.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nbflow.spec.family import check_fields, check_tensors, get_family
+from nbflow.spec.toml_schema import Kind, check_keys, check_value, read_toml, strings
+from nbflow_kernels.errors import UsageError
+
+MODELS = Path(__file__).parent / "models"
+
+GENERATION: dict[str, Kind] = {
+    "do_sample": bool,
+    "temperature": float,
+    "top_k": int,
+    "top_p": float,
+    "repetition_penalty": float,
+    "max_new_tokens": int,
+}
+"""Generation settings a model can recommend, and their types."""
+
+
+@dataclass(frozen=True)
+class ModelFile:
+    """One model file, checked; see the module's docstring for its parts."""
+
+    name: str
+    """What the model is called."""
+    description: str
+    """One line."""
+    family: str
+    """Name of the family."""
+    path: Path | None
+    """Weights, or None if they are named elsewhere."""
+    tokenizer: Path | None
+    """Tokenizer file, or None to look beside the weights."""
+    override: dict[str, Any]
+    """Our fields that win over config.json."""
+    tensors: dict[str, str]
+    """Tensor names that differ from the family's."""
+    ignored_tensors: tuple[str, ...]
+    """Patterns besides the family's."""
+    defaults: dict[str, Any]
+    """Recommended generation settings."""
+
+
+def known_models() -> dict[str, Path]:
+    """Return the models that come with the package: name -> model file."""
+    return {path.stem: path for path in sorted(MODELS.glob("*.toml"))}
+
+
+def load_model_file(path: Path) -> ModelFile:
+    """Read one model file and check all of it."""
+    where = str(path)
+    table = read_toml(path)
+    words = ("name", "description", "family", "path", "tokenizer")
+    check_keys(table, where, (*words, "override", "tensors", "ignored", "defaults"))
+    values = {
+        word: check_value(table[word], f"{where}: {word}", str) for word in words if word in table
+    }
+    if "family" not in values:
+        raise UsageError(f"{where}: family is missing; it must name a family")
+    family = get_family(values["family"], f"{where}: family").name
+    ignored = check_keys(table.get("ignored", {}), f"{where}: [ignored]", ("tensors",))
+    defaults = check_keys(table.get("defaults", {}), f"{where}: [defaults]", GENERATION)
+    return ModelFile(
+        name=values.get("name", path.stem),
+        description=values.get("description", ""),
+        family=family,
+        path=_beside(path, values.get("path")),
+        tokenizer=_beside(path, values.get("tokenizer")),
+        override=check_fields(table.get("override", {}), f"{where}: [override]"),
+        tensors=check_tensors(table.get("tensors", {}), f"{where}: [tensors]"),
+        ignored_tensors=strings(ignored.get("tensors", []), f"{where}: [ignored] tensors"),
+        defaults={
+            key: check_value(value, f"{where}: [defaults] {key}", GENERATION[key])
+            for key, value in defaults.items()
+        },
+    )
+
+
+def _beside(path: Path, relative: str | None) -> Path | None:
+    """Return a path that a model file states, seen from the file's folder."""
+    return None if relative is None else (path.parent / relative).resolve()

@@ -1,0 +1,192 @@
+"""From what a user calls a model to its specification and files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from nbflow.spec.build import build_spec
+from nbflow.spec.family import family_of, get_family
+from nbflow.spec.model_file import GENERATION, ModelFile, known_models, load_model_file
+from nbflow.spec.model_spec import ModelSpec
+from nbflow.spec.toml_schema import check_value
+from nbflow.weights import WeightFile, open_weights
+from nbflow.weights.json_file import read_object
+from nbflow_kernels.errors import UsageError, unknown_name
+
+
+@dataclass(frozen=True)
+class ResolvedModel:
+    """A model and where its parts are."""
+
+    spec: ModelSpec
+    """What it is made of."""
+    path: Path
+    """Its weights: a folder or a file for `nbflow.weights.open_weights`."""
+    tokenizer: Path | None
+    """Its tokenizer file, or None if there is none beside the weights."""
+    defaults: dict[str, Any] = field(default_factory=dict)
+    """Generation settings it recommends, e.g. ``temperature``."""
+
+
+def resolve(
+    model: str | os.PathLike[str], *, spec: str | os.PathLike[str] | None = None
+) -> ResolvedModel:
+    """Find a model's weights and tokenizer, and work out its specification.
+
+    Only headers and configuration files are read.
+
+    Parameters
+    ----------
+    model : str or path
+        A Hugging Face folder, a ``.safetensors`` file with config.json beside it, a llama2.c
+        ``.bin``, a model file (``.toml``) with a ``path``, or the name of a model that comes with
+        the package.  An existing path wins over a name.
+    spec : path, optional
+        A model file (``.toml``) that names the family and what differs from the checkpoint's own
+        configuration.
+
+    Returns
+    -------
+    ResolvedModel
+        Specification, path of the weights, tokenizer, recommended settings.
+
+    Raises
+    ------
+    UsageError
+        If there is no such model, its architecture is unknown, its configuration lacks a number, or
+        asks for a computation that cannot be run.
+
+    See Also
+    --------
+    nbflow.spec.check : Compare the specification with the tensors in the file.
+
+    Examples
+    --------
+    >>> from nbflow.spec import resolve
+    >>> resolve("tiny_pyton")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    nbflow_kernels.errors.UsageError: unknown model 'tiny_pyton'; did you mean 'tiny_python'? ...
+    """
+    named, path = _find(model)
+    model_file = named if spec is None else load_model_file(Path(spec))
+    with open_weights(path) as weights:
+        config = weights.config() or {}
+        folder = path if path.is_dir() else path.parent
+        where = _config_name(weights, folder)
+        generation: dict[str, Any] = {}
+        if weights.format != "llama2c":
+            generation = read_object(folder / "generation_config.json", missing_ok=True) or {}
+        resolved = _build(model_file, weights, _with_ids(config, generation), where)
+    tokenizer = model_file.tokenizer if model_file else None
+    if tokenizer is None:
+        tokenizer = find_tokenizer(folder, weights.format, resolved.vocab_size)
+    elif not tokenizer.is_file():
+        raise UsageError(f"{tokenizer}: the model file names this tokenizer, which does not exist")
+    defaults = _defaults(generation, str(folder / "generation_config.json"))
+    if model_file:
+        defaults |= model_file.defaults
+    return ResolvedModel(resolved, path, tokenizer, defaults)
+
+
+def find_tokenizer(folder: Path, format: str, vocab_size: int) -> Path | None:
+    """Return the tokenizer file beside the weights, or None.
+
+    Parameters
+    ----------
+    folder : Path
+        Where the weights are.
+    format : str
+        Format of the weights.
+    vocab_size : int
+        Entries of the vocabulary; llama2.c calls a small one ``tok{vocab_size}.bin``.
+
+    Returns
+    -------
+    Path or None
+        ``tokenizer.json``, or for llama2.c ``tok{vocab_size}.bin`` or ``tokenizer.bin``.
+    """
+    names = ["tokenizer.json"]
+    if format == "llama2c":
+        names = [f"tok{vocab_size}.bin", "tokenizer.bin", *names]
+    return next((folder / name for name in names if (folder / name).is_file()), None)
+
+
+def _find(model: str | os.PathLike[str]) -> tuple[ModelFile | None, Path]:
+    """Return the model file that was meant, if any, and the weights."""
+    path = Path(model)
+    if path.suffix == ".toml" and path.is_file():
+        toml = path
+    elif path.exists():
+        return None, path
+    else:
+        names = known_models()
+        if str(model) not in names:
+            raise UsageError(
+                f"{unknown_name('model', str(model), names)}; or give the path of a folder or a "
+                "weight file that exists"
+            )
+        toml = names[str(model)]
+    named = load_model_file(toml)
+    if named.path is None:
+        raise UsageError(
+            f"{toml}: has no path to weights; name the weights as the model, "
+            "and this file as --spec"
+        )
+    if not named.path.exists():
+        raise UsageError(f"{toml}: path does not exist: {named.path}")
+    return named, named.path
+
+
+def _config_name(weights: WeightFile, folder: Path) -> str:
+    """Return where the configuration comes from, for messages."""
+    return str(weights.path if weights.format == "llama2c" else folder / "config.json")
+
+
+def _with_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the configuration with the special ids of generation_config.json, which win."""
+    keys = ("bos_token_id", "eos_token_id")
+    return {**config, **{key: generation[key] for key in keys if generation.get(key) is not None}}
+
+
+def _build(
+    model_file: ModelFile | None, weights: WeightFile, config: dict[str, Any], where: str
+) -> ModelSpec:
+    """Choose the family and build the specification."""
+    checkpoint_tensors = set(weights.names())
+    if model_file is not None:
+        return build_spec(
+            get_family(model_file.family, where),
+            config,
+            name=model_file.name,
+            where=where,
+            override=model_file.override,
+            tensors=model_file.tensors,
+            ignored_tensors=model_file.ignored_tensors,
+            checkpoint_tensors=checkpoint_tensors,
+        )
+    if not config:
+        raise UsageError(f"{where}: not found; the weights alone do not say what model they are")
+    family = family_of(config.get("model_type"), where)
+    name = _name(weights.path)
+    return build_spec(family, config, name=name, where=where, checkpoint_tensors=checkpoint_tensors)
+
+
+def _name(path: Path) -> str:
+    """Return what to call a model that has no model file."""
+    path = path.resolve()
+    if not path.is_dir() and path.name.startswith("model.safetensors"):
+        path = path.parent
+    return path.name if path.is_dir() else path.stem
+
+
+def _defaults(generation: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return the generation settings that we know, checked."""
+    return {
+        key: check_value(generation[key], f"{where}: {key}", kind)
+        for key, kind in GENERATION.items()
+        if generation.get(key) is not None
+    }

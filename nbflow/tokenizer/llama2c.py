@@ -1,0 +1,226 @@
+"""The tokenizer of llama2.c: SentencePiece byte-pair encoding with scores.
+
+``tokenizer.bin``: int32 length of the longest piece, then for each id float32 score, int32 length,
+bytes.  Ids 0, 1 and 2 are unknown, BOS and EOS; id 3 + b is the byte b.  Spaces are plain spaces.
+
+Encoding puts a space in front, begins with one piece per character (bytes for a character that is
+no piece), and joins the neighbours that form the piece of highest score, the leftmost first, until
+none is left.
+
+Layout and rules: https://github.com/karpathy/llama2.c/blob/350e04fe35433e6d2941dce5a1f53308f87058eb/run.c
+"""
+
+from __future__ import annotations
+
+import codecs
+import heapq
+import re
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+
+from nbflow.tokenizer.tokenizer import Tokenizer, check_text
+from nbflow.weights.byte_file import ByteFile
+from nbflow_kernels.errors import UsageError
+
+BOS, EOS = 1, 2
+_FIRST_BYTE = 3
+_MIN_VOCAB = _FIRST_BYTE + 256
+_MAX_PIECE_BYTES = 4096
+_MAX_FILE_BYTES = 1 << 28
+_LOWEST_SCORE = -1e10  # run.c joins nothing at or below it
+_BYTE_PIECE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
+
+
+class Llama2cTokenizer(Tokenizer):
+    """A llama2.c ``tokenizer.bin``.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+
+    Raises
+    ------
+    UsageError
+        If the file is damaged or not of this format.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._pieces, self._scores = read_pieces(path)
+        self._ids: dict[bytes, int] = {}
+        for i, piece in enumerate(self._pieces):
+            self._ids.setdefault(piece, i)
+        self._bytes = [self._as_bytes(i) for i in range(len(self._pieces))]
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids."""
+        return len(self._pieces)
+
+    @property
+    def bos_id(self) -> int:
+        """Id at the beginning of a sequence."""
+        return BOS
+
+    @property
+    def eos_ids(self) -> tuple[int, ...]:
+        """Ids that end a sequence: run.c stops at BOS, Meta's models end with EOS."""
+        return (BOS, EOS)
+
+    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+        """See `Tokenizer.encode`; the special token is BOS in front."""
+        ids = [BOS] if add_special_tokens else []
+        if check_text(text):
+            ids += self._merge(self._characters(" " + text))
+        return ids
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """See `Tokenizer.decode`; a space right after BOS is dropped, as run.c does."""
+        stream = self.decode_stream()
+        return "".join([*(stream.push(i) for i in ids), stream.finish()])
+
+    def decode_stream(self) -> _Stream:
+        """See `Tokenizer.decode_stream`."""
+        return _Stream(self)
+
+    def piece(self, token_id: int) -> str:
+        """See `Tokenizer.piece`."""
+        return self._pieces[self.check_id(token_id)].decode("utf-8", "replace")
+
+    def piece_bytes(self, token_id: int) -> bytes:
+        """Return the bytes that one id stands for, none for BOS and EOS."""
+        return self._bytes[self.check_id(token_id)]
+
+    def _as_bytes(self, i: int) -> bytes:
+        """Return the bytes of piece `i`; ``<0x41>`` is the byte, BOS and EOS are nothing."""
+        if i in (BOS, EOS):
+            return b""
+        match = _BYTE_PIECE.fullmatch(self._pieces[i])
+        return bytes([int(match[1], 16)]) if match else self._pieces[i]
+
+    def _characters(self, text: str) -> list[int]:
+        """Return one id per character, or one per byte of a character that is no piece."""
+        ids: list[int] = []
+        for character in text:
+            data = character.encode("utf-8")
+            known = self._ids.get(data)
+            ids += [_FIRST_BYTE + byte for byte in data] if known is None else [known]
+        return ids
+
+    def _merge(self, ids: list[int]) -> list[int]:
+        """Join neighbours, the highest score first and among equals the leftmost."""
+        n = len(ids)
+        following = [*range(1, n), -1]
+        before = list(range(-1, n - 1))
+        alive = [True] * n
+        queue: list[tuple[float, int, int, int, int]] = []
+
+        def offer(left: int) -> None:
+            right = following[left]
+            if right < 0:
+                return
+            joined = self._ids.get(self._pieces[ids[left]] + self._pieces[ids[right]])
+            if joined is not None and self._scores[joined] > _LOWEST_SCORE:
+                entry = (-self._scores[joined], left, joined, ids[left], ids[right])
+                heapq.heappush(queue, entry)
+
+        for i in range(n - 1):
+            offer(i)
+        while queue:
+            _, left, joined, left_id, right_id = heapq.heappop(queue)
+            right = following[left]
+            stale = not alive[left] or ids[left] != left_id or right < 0 or ids[right] != right_id
+            if stale:
+                continue
+            ids[left], alive[right] = joined, False
+            following[left] = following[right]
+            if following[right] >= 0:
+                before[following[right]] = left
+            offer(left)
+            if before[left] >= 0:
+                offer(before[left])
+        return [ids[i] for i in range(n) if alive[i]]
+
+
+class _Stream:
+    """Decodes ids one by one; see `nbflow.tokenizer.DecodeStream`."""
+
+    def __init__(self, tokenizer: Llama2cTokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._after_bos = False
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token_id: int) -> str:
+        """Return the text that `token_id` completes."""
+        data = self._tokenizer.piece_bytes(token_id)
+        if self._after_bos:
+            data = data.removeprefix(b" ")
+        self._after_bos = token_id == BOS
+        return self._utf8.decode(data)
+
+    def finish(self) -> str:
+        """Return what is left."""
+        return self._utf8.decode(b"", final=True)
+
+
+def read_pieces(path: Path) -> tuple[list[bytes], list[float]]:
+    """Read the pieces and scores of a ``tokenizer.bin``, every length checked.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+
+    Returns
+    -------
+    pieces : list of bytes
+        One per id.
+    scores : list of float
+        One per id.
+
+    Raises
+    ------
+    UsageError
+        If the file is truncated, too large, or a length or score makes no sense.
+    """
+    file = ByteFile(path)
+    try:
+        if file.size > _MAX_FILE_BYTES:
+            raise UsageError(
+                f"{path}: a llama2.c tokenizer has at most {_MAX_FILE_BYTES} bytes, got {file.size}"
+            )
+        data = file.read(0, file.size)
+    finally:
+        file.close()
+    longest = int.from_bytes(data[:4], "little")
+    if len(data) < 4 or not 1 <= longest <= _MAX_PIECE_BYTES:
+        raise UsageError(
+            f"{path}: a llama2.c tokenizer begins with the length of its longest piece, "
+            f"1..{_MAX_PIECE_BYTES}, got {longest}"
+        )
+    pieces: list[bytes] = []
+    scores: list[float] = []
+    offset = 4
+    while offset < len(data):
+        where = f"{path}: llama2.c tokenizer, id {len(pieces)}"
+        if offset + 8 > len(data):
+            raise UsageError(f"{where}: the file ends within its score and length")
+        score, n = struct.unpack_from("<fi", data, offset)
+        offset += 8
+        if not 1 <= n <= longest or offset + n > len(data):
+            raise UsageError(
+                f"{where}: length must be 1..{longest} and within the file, got {n} "
+                f"with {len(data) - offset} bytes left"
+            )
+        if score != score:
+            raise UsageError(f"{where}: the score is not a number")
+        pieces.append(data[offset : offset + n])
+        scores.append(score)
+        offset += n
+    if len(pieces) < _MIN_VOCAB:
+        raise UsageError(
+            f"{path}: a llama2.c tokenizer has at least {_MIN_VOCAB} ids (3 special ones and "
+            f"256 bytes), got {len(pieces)}"
+        )
+    return pieces, scores

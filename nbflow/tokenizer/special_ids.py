@@ -1,0 +1,47 @@
+"""Special token ids that the configuration files of a Hugging Face folder state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from nbflow.weights.json_file import read_object
+from nbflow_kernels.errors import UsageError
+
+
+def special_ids(folder: Path) -> tuple[int | None, tuple[int, ...]]:
+    """Return the BOS id and the EOS ids of a model.
+
+    Parameters
+    ----------
+    folder : Path
+        Folder with generation_config.json, which wins, or config.json.
+
+    Returns
+    -------
+    bos : int or None
+        None if neither file states it.
+    eos : tuple of int
+        Empty if neither file states it.
+
+    Raises
+    ------
+    UsageError
+        If a file is not JSON, or states an id that is not a number.
+    """
+    stated: dict[str, tuple[int, ...]] = {}
+    for name in ("generation_config.json", "config.json"):
+        config = read_object(folder / name, missing_ok=True) or {}
+        for key in ("bos_token_id", "eos_token_id"):
+            if config.get(key) is not None:
+                stated.setdefault(key, _ids(config[key], f"{folder / name}: {key}"))
+    bos = stated.get("bos_token_id", ())
+    return (bos[0] if bos else None), stated.get("eos_token_id", ())
+
+
+def _ids(value: Any, where: str) -> tuple[int, ...]:
+    """Return one id or a list of ids as a tuple."""
+    values = value if isinstance(value, list) else [value]
+    if not all(type(i) is int and i >= 0 for i in values):
+        raise UsageError(f"{where} must be a token id or a list of them, got {value!r:.80}")
+    return tuple(values)

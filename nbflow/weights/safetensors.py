@@ -1,0 +1,265 @@
+"""Safetensors: one file, or the shards that an index names.
+
+========  =======  ==================================================================
+offset    bytes    field
+========  =======  ==================================================================
+0         8        N, length of the header, u64 little-endian
+8         N        JSON: name -> {"dtype", "shape", "data_offsets": [begin, end]};
+                   ``__metadata__`` is a table of strings
+8 + N     rest     the elements, little-endian, rows first, without gaps
+========  =======  ==================================================================
+
+Why not the ``safetensors`` package: it has no NumPy bfloat16, and we widen it without torch; ranks
+read exact byte ranges of rows and columns and count them; and every error here names file, tensor,
+what was wanted and what was found.  Nothing the header promises is believed before it is checked
+against the file, so a damaged file cannot cause a large allocation.
+
+Layout: https://github.com/huggingface/safetensors/blob/v0.4.5/README.md#format
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nbflow.weights.byte_file import ByteFile
+from nbflow.weights.json_file import parse_object, read_object
+from nbflow.weights.weight_file import ITEM_BYTES, TensorEntry, WeightFile
+from nbflow_kernels.errors import UsageError
+
+FORMAT = "safetensors"
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+
+MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+_MAX_ELEMENTS = 1 << 48  # of an empty tensor's other dimensions; others are bound by the file
+
+_DTYPES = {
+    "BOOL": "bool",
+    "U8": "u8",
+    "I8": "i8",
+    "U16": "u16",
+    "I16": "i16",
+    "U32": "u32",
+    "I32": "i32",
+    "U64": "u64",
+    "I64": "i64",
+    "F8_E4M3": "f8_e4m3",
+    "F8_E5M2": "f8_e5m2",
+    "F16": "f16",
+    "BF16": "bf16",
+    "F32": "f32",
+    "F64": "f64",
+}
+_CODES = {"bool": "BOOL", "float16": "F16", "float32": "F32", "float64": "F64"} | {
+    f"{kind}int{bits}": f"{kind.upper() or 'I'}{bits}"
+    for kind in ("", "u")
+    for bits in (8, 16, 32, 64)
+}
+
+
+def matches(path: Path, head: bytes) -> bool:
+    """Return whether a file that begins with `head` looks like safetensors."""
+    return len(head) > 8 and head[8:9] == b"{" and int.from_bytes(head[:8], "little") < 1 << 32
+
+
+def open_file(path: Path) -> WeightFile:
+    """Open a folder, an index or one file; see `nbflow.weights.open_weights`."""
+    if path.is_dir():
+        folder, target = path, _find(path)
+    else:
+        folder, target = path.parent, path
+    entries: list[TensorEntry] = []
+    files: list[ByteFile] = []
+    try:
+        if target.name.endswith(".index.json"):
+            _open_shards(target, files, entries)
+        else:
+            files.append(ByteFile(target))
+            entries += _read_header(files[0])
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+    config_path = folder / "config.json"
+    return WeightFile(
+        path, FORMAT, entries, files, lambda: read_object(config_path, missing_ok=True)
+    )
+
+
+def write_file(
+    path: Path, tensors: Mapping[str, np.ndarray[Any, Any]], metadata: dict[str, str] | None = None
+) -> None:
+    """Write NumPy arrays as one safetensors file.
+
+    Parameters
+    ----------
+    path : Path
+        File to create or replace.
+    tensors : mapping of str to array
+        Arrays of bool, integers, float16, float32 or float64, of any shape.
+    metadata : dict of str to str, optional
+        Stored under ``__metadata__``.
+
+    Raises
+    ------
+    UsageError
+        If an array's type has no safetensors name.
+    """
+    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    arrays = []
+    end = 0
+    for name, array in tensors.items():
+        if array.dtype.name not in _CODES:
+            raise UsageError(
+                f"{path}: tensor {name!r} must have a dtype of {', '.join(_CODES)}, "
+                f"got {array.dtype}"
+            )
+        arrays.append(np.ascontiguousarray(array, array.dtype.newbyteorder("<")))
+        begin, end = end, end + array.nbytes
+        header[name] = {
+            "dtype": _CODES[array.dtype.name],
+            "shape": list(array.shape),
+            "data_offsets": [begin, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # so that the data begins at a multiple of 8
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for array in arrays:
+            file.write(array.tobytes())
+
+
+def _find(folder: Path) -> Path:
+    """Return the index or the only file of a Hugging Face folder."""
+    for name in (INDEX, SINGLE):
+        if (folder / name).is_file():
+            return folder / name
+    weights = sorted(p.name for p in folder.glob("*") if p.suffix in {".safetensors", ".bin"})
+    found = f"; it holds {', '.join(weights[:8])}" if weights else ""
+    raise UsageError(f"{folder}: the folder must hold {SINGLE} or {INDEX}{found}")
+
+
+def _open_shards(index: Path, files: list[ByteFile], entries: list[TensorEntry]) -> None:
+    """Open every shard the index names and check that it holds what the index says."""
+    weight_map = read_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UsageError(f"{index}: weight_map must be a table of tensor names and file names")
+    shards: dict[str, list[str]] = {}
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or shard in {"", ".", ".."} or Path(shard).name != shard:
+            raise UsageError(
+                f"{index}: weight_map of tensor {name!r} must be a file name, got {shard!r}"
+            )
+        shards.setdefault(shard, []).append(name)
+    missing = [shard for shard in shards if not (index.parent / shard).is_file()]
+    if missing:
+        raise UsageError(
+            f"{index}: {len(missing)} of {len(shards)} shards are missing: {', '.join(missing)}"
+        )
+    seen: dict[str, str] = {}
+    for shard, names in shards.items():
+        files.append(ByteFile(index.parent / shard))
+        held = _read_header(files[-1])
+        absent = set(names) - {entry.name for entry in held}
+        if absent:
+            raise UsageError(
+                f"{files[-1].path}: {len(absent)} tensors that {index.name} promises are not in "
+                f"the file, the first is {min(absent)!r}"
+            )
+        for entry in held:
+            if entry.name in seen:
+                raise UsageError(
+                    f"{index}: tensor {entry.name!r} is in both {seen[entry.name]} and {shard}"
+                )
+            seen[entry.name] = shard
+        entries += held
+
+
+def _read_header(file: ByteFile) -> list[TensorEntry]:
+    """Return the tensors of one file, every number checked against the file's size."""
+    if file.size < 8:
+        raise UsageError(f"{file.path}: a safetensors file has at least 8 bytes, got {file.size}")
+    n_header = int.from_bytes(file.read(0, 8), "little")
+    limit = min(file.size - 8, MAX_HEADER_BYTES)
+    if n_header > limit:
+        raise UsageError(
+            f"{file.path}: the header says it has {n_header} bytes, but at most {limit} are "
+            f"possible in this file of {file.size} bytes; it is truncated or not a safetensors file"
+        )
+    header = parse_object(file.read(8, n_header), f"{file.path}: safetensors header")
+    start = 8 + n_header
+    metadata = header.pop("__metadata__", None)
+    if metadata is not None and not isinstance(metadata, dict):
+        raise UsageError(f"{file.path}: __metadata__ must be a table, got {metadata!r:.80}")
+    spans = []
+    entries = []
+    for name, record in header.items():
+        dtype, shape, begin, end = _check_record(file, name, record, file.size - start)
+        spans.append((begin, end, name))
+        entries.append(TensorEntry(name, dtype, shape, file, start + begin))
+    _check_cover(file, sorted(spans), file.size - start)
+    return entries
+
+
+def _check_record(
+    file: ByteFile, name: str, record: Any, n_data: int
+) -> tuple[str, tuple[int, ...], int, int]:
+    """Return dtype, shape, begin and end of one tensor, or say what is wrong with them."""
+    where = f"{file.path}: tensor {name!r}"
+    wanted = {"dtype", "shape", "data_offsets"}
+    if not isinstance(record, dict) or set(record) != wanted:
+        raise UsageError(f"{where}: must have dtype, shape and data_offsets, got {record!r:.120}")
+    code, shape, offsets = record["dtype"], record["shape"], record["data_offsets"]
+    if not isinstance(code, str) or code not in _DTYPES:
+        raise UsageError(f"{where}: unknown dtype {code!r:.40}; known are {', '.join(_DTYPES)}")
+    dtype = _DTYPES[code]
+    if not _are_counts(shape) or len(shape) > 16:
+        raise UsageError(f"{where}: shape must be at most 16 numbers >= 0, got {shape!r:.80}")
+    if not _are_counts(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= n_data:
+        raise UsageError(
+            f"{where}: data_offsets must be [begin, end] within the {n_data} bytes of data in this "
+            f"file, got {offsets!r:.80}; the file is truncated or damaged"
+        )
+    n_elements = math.prod(shape)
+    n_bytes = n_elements * ITEM_BYTES[dtype]
+    if n_bytes != offsets[1] - offsets[0]:
+        raise UsageError(
+            f"{where}: shape {shape!r:.80} of {dtype} needs {n_bytes} bytes, "
+            f"but data_offsets {offsets} hold {offsets[1] - offsets[0]}"
+        )
+    if math.prod(max(n, 1) for n in shape) > max(n_elements, _MAX_ELEMENTS):
+        raise UsageError(f"{where}: shape {shape!r:.80} is too large for an empty tensor")
+    return dtype, tuple(shape), offsets[0], offsets[1]
+
+
+def _are_counts(value: Any) -> bool:
+    """Return whether `value` is a list of integers that are not negative."""
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+
+
+def _check_cover(file: ByteFile, spans: list[tuple[int, int, str]], n_data: int) -> None:
+    """Raise unless the tensors, ordered by position, cover the data exactly once."""
+    position, previous = 0, "the header"
+    for begin, end, name in spans:
+        if begin < position:
+            raise UsageError(
+                f"{file.path}: tensors {previous!r} and {name!r} overlap: "
+                f"one ends at byte {position} of the data, the other begins at {begin}"
+            )
+        if begin > position:
+            raise UsageError(
+                f"{file.path}: bytes {position}..{begin} of the data, before tensor {name!r}, "
+                "belong to no tensor; safetensors allows no gaps"
+            )
+        position, previous = end, name
+    if position != n_data:
+        raise UsageError(
+            f"{file.path}: the tensors end at byte {position} of the data, "
+            f"but the file has {n_data}; safetensors allows nothing after them"
+        )

@@ -1,0 +1,28 @@
+"""Fixtures of the kernel tests."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from nbflow_kernels import threads
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    """Random numbers, the same in every run."""
+    return np.random.default_rng(20240601)
+
+
+@pytest.fixture(autouse=True)
+def _same_number_of_threads() -> Iterator[None]:
+    """Put the calling thread's team back to what it was."""
+    before = threads.get_num_threads()
+    yield
+    threads.set_num_threads(before)
+
+
+@pytest.fixture
+def split_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Share even the smallest call among the threads."""
+    monkeypatch.setattr(threads, "MIN_WORK_PER_THREAD", 1)

@@ -1,0 +1,174 @@
+"""Every family's cases, and what holds for every public op."""
+
+from __future__ import annotations
+
+import ast
+import doctest
+import importlib
+import inspect
+import os
+import pkgutil
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import nbflow_kernels as nk
+from nbflow_kernels import checking, families, opcase, threads
+from nbflow_kernels.opcase import OpCase
+
+# Shapes of real models are the benchmark's; it checks them before it times them.
+CASES = [case for case in families.all_cases() if not case.timed]
+OPS = [(family, op) for family, ops in families.FAMILIES.items() for op in ops]
+FUNCTIONS = [(family, op) for family, op in OPS if inspect.isfunction(getattr(nk, op))]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_case_equals_reference(case: OpCase) -> None:
+    assert checking.check(case) <= 1.0
+
+
+def _bits(case: OpCase) -> list[bytes]:
+    done = checking.run(case)
+    changed = [done["arguments"][name] for name in case.mutates]
+    return [np.asarray(leaf).tobytes() for leaf in checking.leaves([done["result"], changed])]
+
+
+@pytest.mark.usefixtures("split_everything")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
+def test_case_is_bitwise_the_same_again_and_with_two_threads(case: OpCase) -> None:
+    threads.set_num_threads(1)
+    first, again = _bits(case), _bits(case)
+    threads.set_num_threads(2)
+    assert first == again
+    assert first == _bits(case)
+
+
+@pytest.mark.parametrize(("family", "op"), FUNCTIONS)
+def test_op_has_reference_and_case(family: str, op: str) -> None:
+    public = inspect.signature(getattr(nk, op)).parameters
+    reference = inspect.signature(getattr(families.load(family, "reference"), op)).parameters
+    named = [name for name, p in reference.items() if p.kind is not p.VAR_KEYWORD]
+    assert [name for name in named if name not in public] == []
+    if len(named) == len(reference):  # else it hands the rest on to another reference
+        # `out` and `lse` say where the result goes, which is nothing to a reference
+        assert [name for name in public if name not in (*named, "out", "lse")] == []
+    assert op in {case.op for case in families.load(family, "cases").CASES}
+
+
+@pytest.mark.parametrize(("family", "op"), OPS)
+def test_op_has_docstring_with_example_and_variants(family: str, op: str) -> None:
+    public = getattr(nk, op)
+    examples = doctest.DocTestFinder(recurse=True).find(public, op)
+    assert any(test.examples for test in examples), f"{op} has no example"
+    assert public.__module__.startswith(f"nbflow_kernels.{family}")
+    for part in ("cpu", "cuda"):
+        assert families.load(family, part).__doc__
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_cases_of_a_family_have_unique_names_and_reasons(family: str) -> None:
+    cases = families.load(family, "cases").CASES
+    ids = [case.id for case in cases]
+    assert len(ids) == len(set(ids))
+    for case in cases:
+        assert case.op in families.FAMILIES[family]
+        assert len(case.reason) >= len("a copy")
+        assert case.n_bytes > 0 or not case.timed
+
+
+def _modules() -> list[str]:
+    found = pkgutil.walk_packages(nk.__path__, "nbflow_kernels.")
+    return ["nbflow_kernels", *(module.name for module in found)]
+
+
+@pytest.mark.parametrize("name", _modules())
+def test_doctests(name: str) -> None:
+    result = doctest.testmod(importlib.import_module(name))
+    assert result.failed == 0
+
+
+def test_import_is_lazy_and_complete() -> None:
+    program = (
+        "import sys, nbflow_kernels as nk\n"
+        "assert not {'numpy', 'numba'} & set(sys.modules), 'import nbflow_kernels is not lazy'\n"
+        "assert set(nk.__all__) <= set(dir(nk))\n"
+        "from nbflow_kernels.matmul import cpu\n"
+        "import nbflow_kernels.embedding\n"
+        "assert callable(nk.matmul) and callable(nk.embedding)\n"
+        "from nbflow_kernels import matmul, rmsnorm\n"
+        "assert matmul is nk.matmul and matmul.__module__ == 'nbflow_kernels.matmul'\n"
+        "try:\n    nk.rmsnrom\n"
+        "except AttributeError as error:\n    assert 'rmsnrom' in str(error)\n"
+        "else:\n    raise SystemExit('no AttributeError')\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, env=_environment())
+
+
+def _environment() -> dict[str, str]:
+    return os.environ | {"PYTHONPATH": str(Path(nk.__path__[0]).parent)}
+
+
+def test_names_for_type_checkers_are_the_public_names() -> None:
+    tree = ast.parse(Path(nk.__path__[0], "__init__.py").read_text())
+    block = next(node for node in tree.body if isinstance(node, ast.If))
+    imports = [node for node in block.body if isinstance(node, ast.ImportFrom)]
+    written = {alias.asname: node.module for node in imports for alias in node.names}
+    assert written == families.module_of()
+
+
+@pytest.mark.parametrize("name", sorted(families.module_of()))
+def test_every_public_name_exists(name: str) -> None:
+    assert getattr(nk, name) is not None
+
+
+def test_table_of_tolerances_lists_every_case() -> None:
+    text = opcase.tolerance_table(families.all_cases())
+    for case in families.all_cases():
+        assert f"| `{case.op}` | {case.name} |" in text
+
+
+def _broken(**changes: object) -> OpCase:
+    case = next(case for case in CASES if case.id == "rmsnorm-ragged")
+    return replace(case, **changes)  # type: ignore[arg-type]
+
+
+def test_check_notices_a_wrong_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    reference = families.load("norm", "reference")
+    right = reference.rmsnorm
+    monkeypatch.setattr(
+        reference, "rmsnorm", lambda x, weight, eps: right(x, weight, eps=eps) + 1e-4
+    )
+    with pytest.raises(
+        checking.CheckError, match=r"rmsnorm-ragged: result\[\d+, \d+\] is .* the ref"
+    ):
+        checking.check(_broken())
+
+
+def test_check_notices_nan_a_changed_argument_and_another_array(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    right = nk.rmsnorm
+
+    def leaves_nan(x, weight, *, eps, out):  # type: ignore[no-untyped-def]
+        return out
+
+    def changes_weight(x, weight, *, eps, out):  # type: ignore[no-untyped-def]
+        right(x, weight, eps=eps, out=out)
+        weight += 1
+        return out
+
+    def ignores_out(x, weight, *, eps, out):  # type: ignore[no-untyped-def]
+        return right(x, weight, eps=eps)
+
+    for function, message in (
+        (leaves_nan, "is nan"),
+        (changes_weight, "weight was changed"),
+        (ignores_out, "something else was returned"),
+    ):
+        monkeypatch.setattr(nk, "rmsnorm", function)
+        with pytest.raises(checking.CheckError, match=message):
+            checking.check(_broken())

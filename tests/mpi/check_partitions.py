@@ -1,0 +1,46 @@
+"""Run under mpirun by test_mpi.py: partitions against one rank, on real MPI ranks.
+
+    mpirun -n N python -m mpi4py check_partitions.py FOLDER PARTITION...
+"""
+
+from __future__ import annotations
+
+import sys
+
+import numpy as np
+
+import nbflow
+from nbflow.parallel import Alone, world
+
+
+def main() -> None:
+    folder, *partitions = sys.argv[1:]
+    comm = world()
+    assert comm.size > 1, "mpirun did not start several ranks"
+    ids = np.random.default_rng(3).integers(0, 101, 40)
+    for weights in (None, "q4"):
+        with nbflow.load(folder, weights=weights, kv="f32", comm=Alone()) as model:
+            expected = model.logits(ids)
+            text = model.generate(ids[:9].tolist(), max_tokens=8, ignore_eos=True).ids
+        for partition in partitions:
+            with nbflow.load(folder, weights=weights, kv="f32", partition=partition) as model:
+                assert model.participates == (comm.rank in model.plan.numbers)
+                if model.participates:
+                    check(model, ids, expected, text)
+            comm.barrier()
+    if comm.rank == 0:
+        print("all partitions agree")
+
+
+def check(model, ids, expected, text) -> None:
+    error = np.abs(model.logits(ids) - expected).max() / np.abs(expected).max()
+    assert error < 1e-5, f"{model.plan.partition}: relative error {error}"
+    model.reset_traffic()
+    assert model.generate(ids[:9].tolist(), max_tokens=8, ignore_eos=True).ids == text
+    traffic = model.traffic()
+    assert traffic["measured_bytes"] == traffic["predicted_bytes"], traffic
+    assert (traffic["measured_bytes"] > 0) == (len(model.plan.numbers) > 1), traffic
+    assert [m["rank"] for m in model.memory()] == list(model.plan.numbers)
+
+
+main()

@@ -1,0 +1,322 @@
+"""The safetensors reader against the `safetensors` package, and against damaged files."""
+
+from __future__ import annotations
+
+import json
+import threading
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.numpy
+
+from nbflow.weights import open_weights
+from nbflow.weights.safetensors import write_file
+from nbflow_kernels.errors import UsageError
+
+RNG = np.random.default_rng(1)
+TENSORS = {
+    "matrix": RNG.standard_normal((7, 5)).astype(np.float32),
+    "half": RNG.standard_normal((3, 4, 2)).astype(np.float16),
+    "scalar": np.array(2.5, np.float64),
+    "empty": np.zeros((0, 9), np.float32),
+    "codes": np.arange(-4, 5, dtype=np.int8),
+    "mask": np.array([True, False, True]),
+    "unicode é": np.arange(3, dtype=np.uint64),
+}
+
+
+def raw(header: bytes | dict[str, object], data: bytes = b"") -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return len(text).to_bytes(8, "little") + text + data
+
+
+def entry(dtype: str = "F32", shape: object = (2,), offsets: object = (0, 8)) -> dict[str, object]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
+
+
+def test_reads_what_the_package_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    safetensors.numpy.save_file(TENSORS, path, metadata={"format": "np"})
+    with open_weights(path) as weights:
+        assert sorted(weights.names()) == sorted(TENSORS)
+        assert weights.format == "safetensors"
+        assert weights.files() == [path]
+        assert weights.config() is None
+        for name, expected in TENSORS.items():
+            got = weights.array(name)
+            assert got.dtype == expected.dtype
+            assert weights.shape(name) == expected.shape == got.shape
+            assert got.flags.c_contiguous
+            np.testing.assert_array_equal(got, expected)
+        assert weights.dtype("half") == "f16"
+        assert weights.n_bytes("half") == 48
+
+
+def test_package_reads_what_we_wrote(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write_file(path, TENSORS, metadata={"a": "b"})
+    back = safetensors.numpy.load_file(path)
+    assert sorted(back) == sorted(TENSORS)
+    for name, expected in TENSORS.items():
+        np.testing.assert_array_equal(back[name], expected)
+    with pytest.raises(UsageError, match="'z' must have a dtype"):
+        write_file(path, {"z": np.zeros(2, np.complex64)})
+
+
+def test_rows_and_columns_read_only_their_bytes(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write_file(path, TENSORS)
+    matrix = TENSORS["matrix"]
+    with open_weights(path) as weights:
+        assert weights.bytes_read == 0
+        cases = [((2, 6), None), (None, (1, 4)), ((1, 3), (4, 5)), ((3, 3), None), (None, (2, 2))]
+        for rows, columns in cases:
+            before = weights.bytes_read
+            got = weights.array("matrix", rows=rows, columns=columns)
+            expected = matrix[slice(*(rows or (0, 7))), slice(*(columns or (0, 5)))]
+            np.testing.assert_array_equal(got, expected)
+            assert got.shape == expected.shape
+            assert got.flags.c_contiguous
+            assert weights.bytes_read - before == expected.nbytes
+        got = weights.array("half", rows=(1, 3))
+        np.testing.assert_array_equal(got, TENSORS["half"][1:3])
+
+
+@pytest.mark.parametrize(
+    ("name", "rows", "columns", "message"),
+    [
+        ("matrix", (3, 8), None, r"rows of tensor 'matrix' must lie within 0\.\.7, got \(3, 8\)"),
+        ("matrix", (-1, 2), None, "rows of tensor 'matrix'"),
+        ("matrix", (4, 2), None, "rows of tensor 'matrix'"),
+        ("matrix", None, (0, 6), r"columns of tensor 'matrix' must lie within 0\.\.5"),
+        ("codes", None, (0, 1), "columns cannot be cut"),
+        ("half", None, (0, 1), "columns cannot be cut"),
+        ("scalar", (0, 1), None, "rows cannot be cut"),
+        ("matrlx", None, None, "unknown tensor 'matrlx'; did you mean 'matrix'"),
+    ],
+)
+def test_wrong_questions(tmp_path: Path, name, rows, columns, message) -> None:
+    path = tmp_path / "a.safetensors"
+    write_file(path, TENSORS)
+    with open_weights(path) as weights, pytest.raises(UsageError, match=message):
+        weights.array(name, rows=rows, columns=columns)
+
+
+def test_bfloat16_is_widened_exactly(tmp_path: Path) -> None:
+    bits = np.arange(0, 1 << 16, 7, dtype=np.uint16)  # every kind: denormals, infinities, NaN
+    path = tmp_path / "a.safetensors"
+    n = bits.nbytes
+    path.write_bytes(raw({"w": entry("BF16", [len(bits)], [0, n])}, bits.tobytes()))
+    with open_weights(path) as weights:
+        got = weights.array("w")
+        assert weights.dtype("w") == "bf16"
+        assert got.dtype == np.float32
+        np.testing.assert_array_equal(got.view(np.uint32), bits.astype(np.uint32) << 16)
+        np.testing.assert_array_equal(weights.array("w", rows=(5, 9)), got[5:9])
+        assert weights.bytes_read == n + 8
+
+
+def test_float8_is_listed_but_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(raw({"w": entry("F8_E4M3", [8])}, bytes(8)))
+    with open_weights(path) as weights:
+        assert weights.dtype("w") == "f8_e4m3"
+        with pytest.raises(UsageError, match="'w' is stored as f8_e4m3, which cannot be read"):
+            weights.array("w")
+
+
+def test_closed_file(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write_file(path, TENSORS)
+    with open_weights(path) as weights:
+        pass
+    weights.close()
+    with pytest.raises(UsageError, match=r"a\.safetensors: the weight file is closed"):
+        weights.array("matrix")
+
+
+def test_file_that_shrinks_while_open(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write_file(path, TENSORS)
+    with open_weights(path) as weights:
+        path.write_bytes(path.read_bytes()[:-80])
+        with pytest.raises(UsageError, match="something changes the file"):
+            weights.array(weights.names()[-1])
+
+
+def test_threads_count_every_byte(tmp_path: Path) -> None:
+    path = tmp_path / "a.safetensors"
+    write_file(path, TENSORS)
+    with open_weights(path) as weights:
+        work = [
+            threading.Thread(target=lambda: [weights.array("matrix") for _ in range(50)])
+            for _ in range(4)
+        ]
+        for thread in work:
+            thread.start()
+        for thread in work:
+            thread.join()
+        assert weights.bytes_read == 200 * TENSORS["matrix"].nbytes
+
+
+HEADERS = {
+    "unknown dtype": ({"w": entry("F31")}, "tensor 'w': unknown dtype 'F31'"),
+    "dtype not a string": ({"w": entry(5)}, "unknown dtype 5"),  # type: ignore[arg-type]
+    "size differs": ({"w": entry(shape=[3])}, r"\[3\] of f32 needs 12 bytes.*hold 8"),
+    "past the end": ({"w": entry(shape=[4], offsets=[0, 16])}, "within the 8 bytes"),
+    "backwards": ({"w": entry(offsets=[8, 0])}, "data_offsets must be"),
+    "negative shape": ({"w": entry(shape=[-2])}, "shape must be"),
+    "shape of true": ({"w": entry(shape=[True])}, "shape must be"),
+    "shape not a list": ({"w": entry(shape="2")}, "shape must be"),
+    "float offset": ({"w": entry(offsets=[0, 8.0])}, "data_offsets must be"),
+    "three offsets": ({"w": entry(offsets=[0, 8, 8])}, "data_offsets must be"),
+    "huge empty": ({"w": entry(shape=[0, 1 << 62], offsets=[0, 0])}, "too large for an empty"),
+    "extra field": ({"w": {**entry(), "x": 1}}, "must have dtype, shape and data_offsets"),
+    "not a table": ({"w": 3}, "must have dtype, shape and data_offsets"),
+    "overlap": ({"a": entry(), "b": entry(offsets=[4, 12])}, "'b'"),
+    "twice": ({"a": entry(), "b": entry()}, "'a' and 'b' overlap"),
+    "gap": ({"a": entry(shape=[1], offsets=[4, 8])}, r"bytes 0\.\.4 .* belong to no tensor"),
+    "trailing": ({"a": entry(shape=[1], offsets=[0, 4])}, "nothing after them"),
+    "metadata": ({"__metadata__": 3, "w": entry()}, "__metadata__ must be a table"),
+    "repeated name": (b'{"w": 1, "w": 2}', "the name 'w' occurs more than once"),
+    "not JSON": (b'{"w": ', "not valid JSON"),
+    "not UTF-8": (b'{"\xff": 1}', "not valid JSON"),
+    "list": (b"[1, 2]", "must be a JSON object, got list"),
+    "deep": (b'{"w":' + b"[" * 100_000, "not valid JSON"),
+    "long number": (b'{"w":' + b"1" * 5000 + b"}", "not valid JSON"),
+}
+
+
+@pytest.mark.parametrize("case", HEADERS)
+def test_impossible_headers(tmp_path: Path, case: str) -> None:
+    header, message = HEADERS[case]
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes(raw(header, bytes(8)))
+    with pytest.raises(UsageError, match=message) as caught:
+        open_weights(path)
+    assert str(path) in str(caught.value)
+
+
+def test_header_longer_than_the_file_allocates_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "bad.safetensors"
+    path.write_bytes((1 << 31).to_bytes(8, "little") + b"{" + bytes(100))
+    tracemalloc.start()
+    with pytest.raises(UsageError, match=r"says it has 2147483648 bytes, but at most 101"):
+        open_weights(path)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 1 << 20  # the file has 109 bytes; the rest is Python
+
+
+def test_damaged_files_give_usage_errors_only(tmp_path: Path) -> None:
+    good = tmp_path / "good.safetensors"
+    write_file(good, {"a": np.ones((4, 3), np.float32), "b": np.ones(5, np.float16)})
+    data = good.read_bytes()
+    path = tmp_path / "bad.safetensors"
+    n_header = len(data) - 58  # 48 bytes of a, 10 of b
+    rng = np.random.default_rng(2)
+    variants = [data[:n] for n in range(0, len(data), 3)]
+    for position in range(n_header):
+        for value in (data[position] ^ (1 << rng.integers(8)), int(rng.integers(256))):
+            variants.append(data[:position] + bytes([value]) + data[position + 1 :])
+    tracemalloc.start()
+    refused = 0
+    for variant in variants:
+        path.write_bytes(variant)
+        message = failure(path)
+        if message is not None:
+            assert str(path) in message
+            refused += 1
+    assert tracemalloc.get_traced_memory()[1] < 4 << 20
+    tracemalloc.stop()
+    assert refused > len(variants) // 2  # flips inside a name or in the padding are harmless
+
+
+def failure(path: Path) -> str | None:
+    """Read everything; return the message of a UsageError."""
+    try:
+        with open_weights(path) as weights:
+            for name in weights.names():
+                weights.array(name)
+    except UsageError as error:
+        return str(error)
+    return None
+
+
+def shards(folder: Path) -> dict[str, str]:
+    write_file(folder / "one.safetensors", {"a": np.ones(3, np.float32), "b": np.zeros(2)})
+    write_file(folder / "two.safetensors", {"c": np.full((2, 2), 7, np.int32)})
+    return {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors"}
+
+
+def write_index(folder: Path, weight_map: object) -> Path:
+    path = folder / "model.safetensors.index.json"
+    path.write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return path
+
+
+def test_shards(tmp_path: Path) -> None:
+    index = write_index(tmp_path, shards(tmp_path))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    for path in (tmp_path, index):
+        with open_weights(path) as weights:
+            assert sorted(weights.names()) == ["a", "b", "c"]
+            assert [p.name for p in weights.files()] == ["one.safetensors", "two.safetensors"]
+            assert weights.config() == {"model_type": "llama"}
+            np.testing.assert_array_equal(weights.array("c"), np.full((2, 2), 7))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"d": "three.safetensors"}, "1 of 3 shards are missing: three.safetensors"),
+        ({"d": "two.safetensors"}, "1 tensors that .* promises .* 'd'"),
+        ({"d": "../two.safetensors"}, "'d' must be a file name, got '../two.safetensors'"),
+        ({"d": 3}, "'d' must be a file name, got 3"),
+    ],
+)
+def test_index_and_shards_disagree(tmp_path: Path, change: dict[str, object], message: str) -> None:
+    write_index(tmp_path, shards(tmp_path) | change)
+    with pytest.raises(UsageError, match=message):
+        open_weights(tmp_path)
+
+
+def test_tensor_in_two_shards(tmp_path: Path) -> None:
+    weight_map = shards(tmp_path)
+    write_file(tmp_path / "two.safetensors", {"a": np.ones(1), "c": np.ones(1)})
+    write_index(tmp_path, weight_map)
+    with pytest.raises(UsageError, match=r"'a' is in both one\.safetensors and two\.safet"):
+        open_weights(tmp_path)
+
+
+def test_index_without_weight_map(tmp_path: Path) -> None:
+    for weight_map in (None, {}, [1]):
+        write_index(tmp_path, weight_map)
+        with pytest.raises(UsageError, match="weight_map must be a table"):
+            open_weights(tmp_path)
+
+
+def test_folder_and_files_that_are_no_weights(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match=r"must hold model\.safetensors or"):
+        open_weights(tmp_path)
+    (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
+    with pytest.raises(UsageError, match=r"it holds pytorch_model\.bin"):
+        open_weights(tmp_path)
+    with pytest.raises(UsageError, match="torch pickle, which cannot be read"):
+        open_weights(tmp_path / "pytorch_model.bin")
+    (tmp_path / "x.gguf").write_bytes(b"GGUF\x03\0\0\0")
+    with pytest.raises(UsageError, match="GGUF file, which cannot be read"):
+        open_weights(tmp_path / "x.gguf")
+    (tmp_path / "x.txt").write_text("hello")
+    with pytest.raises(UsageError, match=r"not a weight file of a known format \(safetensors, ll"):
+        open_weights(tmp_path / "x.txt")
+    with pytest.raises(UsageError, match="missing: cannot be opened: No such file"):
+        open_weights(tmp_path / "missing")
+
+
+def test_content_decides_not_the_suffix(tmp_path: Path) -> None:
+    write_file(tmp_path / "weights.bin", {"w": np.ones(2, np.float32)})
+    with open_weights(tmp_path / "weights.bin") as weights:
+        assert weights.format == "safetensors"
