@@ -1,5 +1,7 @@
 #!/usr/bin/env python3
-"""Set up nbflow in .venv and run the demo or the tests; prints every command, so that you can type them.
+"""Set up nbflow in .venv and run the demo or the tests.
+
+Every command is printed before it runs, so that you can type it yourself.
 
     python3 make.py demo     install, run the demo sweep on 4 MPI ranks, draw its report
     python3 make.py test     install, run all tests
@@ -66,7 +68,7 @@ def test(arguments: list[str]) -> None:
 
 def main() -> None:
     """Do what the first word says."""
-    if sys.version_info < (3, 11):
+    if sys.version_info < (3, 11):  # noqa: UP036 - this script must say so itself
         sys.exit(f"nbflow needs Python 3.11 or newer; this is {sys.version.split()[0]}")
     os.environ["PATH"] = f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}"
     match sys.argv[1:]:

@@ -1,8 +1,8 @@
 """Time a loaded model: prompt processing and generation.
 
-What is timed: whole steps as a user gets them (scheduling, kernels, communication, drawing greedily),
-from the first step to the last.  What is excluded: loading, compiling (a warm-up run comes first), making
-the requests.  Token ids are random with a fixed seed; end tokens are ignored.
+What is timed: whole steps as a user gets them (scheduling, kernels, communication, drawing
+greedily), from the first step to the last.  What is excluded: loading, compiling (a warm-up run
+comes first), making the requests.  Token ids are random with a fixed seed; end tokens are ignored.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ def time_prefill(
 ) -> list[float]:
     """Return the seconds to run `batch` prompts of `n_prompt` tokens and draw one token each.
 
-    Every rank of the model calls it alike.  One entry per repetition; divide ``batch * n_prompt`` by it
-    for tokens per second.
+    Every rank of the model calls it alike.  One entry per repetition; divide ``batch * n_prompt``
+    by it for tokens per second.
     """
     return [_run(model, n_prompt, 1, batch)[0] for _ in range(warmup + repeats)][warmup:]
 
@@ -31,8 +31,9 @@ def time_decode(
 ) -> list[float]:
     """Return the seconds for `n_gen` steps that each draw one token for `batch` sequences.
 
-    Every rank of the model calls it alike.  The sequences begin with `n_prompt` tokens, whose time is not
-    counted.  One entry per repetition; divide ``batch * n_gen`` by it for tokens per second.
+    Every rank of the model calls it alike.  The sequences begin with `n_prompt` tokens, whose time
+    is not counted.  One entry per repetition; divide ``batch * n_gen`` by it for tokens per
+    second.
     """
     return [_run(model, n_prompt, n_gen + 1, batch)[1] for _ in range(warmup + repeats)][warmup:]
 

@@ -42,7 +42,14 @@ def _overview() -> str:
     width = max(map(len, COMMANDS))
     lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
     return "\n".join(
-        ["usage: nbflow COMMAND ...", "", "commands:", *lines, "", "nbflow COMMAND --help says more"]
+        [
+            "usage: nbflow COMMAND ...",
+            "",
+            "commands:",
+            *lines,
+            "",
+            "nbflow COMMAND --help says more",
+        ]
     )
 
 

@@ -3,12 +3,12 @@
     python -m venv /tmp/train && /tmp/train/bin/pip install torch tokenizers safetensors numpy
     /tmp/train/bin/python tools/train_tiny_python.py --out nbflow/models/tiny_python
 
-Torch is needed here only.  The text is the standard library of the Python that runs this script, its
-tests included (PSF licence, see NOTICE), without the generated code tables; it takes a Python that was
-installed whole (Debian and container images leave the tests out).  The script prints the digest of the
-text and stores it in `training.json` beside the weights.  Seeds are
-fixed: the same Python, the same torch build, thread count and kind of processor give the same file;
-elsewhere the file differs by float rounding.
+Torch is needed here only.  The text is the standard library of the Python that runs this script,
+its tests included (PSF licence, see NOTICE), without the generated code tables; it takes a Python
+that was installed whole (Debian and container images leave the tests out).  The script prints the
+digest of the text and stores it in `training.json` beside the weights.  Seeds are fixed: the same
+Python, the same torch build, thread count and kind of processor give the same file; elsewhere the
+file differs by float rounding.
 
 The held-out text (`eval.txt`) is made of whole modules that the training never saw.
 """
@@ -54,8 +54,18 @@ CONFIG = {
 }
 END = "<|endoftext|>"
 # Whole modules kept out of training; ordinary library code of several kinds.
-HELD_OUT = ("textwrap.py", "heapq.py", "shlex.py", "json/decoder.py", "graphlib.py", "netrc.py",
-            "tabnanny.py", "email/utils.py", "bisect.py", "sched.py")
+HELD_OUT = (
+    "textwrap.py",
+    "heapq.py",
+    "shlex.py",
+    "json/decoder.py",
+    "graphlib.py",
+    "netrc.py",
+    "tabnanny.py",
+    "email/utils.py",
+    "bisect.py",
+    "sched.py",
+)
 EXCLUDED_PARTS = ("site-packages", "encodings", "__pycache__", "lib2to3", "config-")
 EVAL_BYTES = 160_000
 
@@ -111,23 +121,32 @@ class Layer(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         E, D = CONFIG["hidden_size"], CONFIG["head_dim"]
-        H, G, I = (CONFIG[k] for k in
-                   ("num_attention_heads", "num_key_value_heads", "intermediate_size"))
+        H, G, FF = (
+            CONFIG[k] for k in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+        )
         linear = lambda i, o: torch.nn.Linear(i, o, bias=False)  # noqa: E731
         self.input_layernorm = RMSNorm(E)
         self.post_attention_layernorm = RMSNorm(E)
-        self.self_attn = torch.nn.ModuleDict({
-            "q_proj": linear(E, H * D), "k_proj": linear(E, G * D),
-            "v_proj": linear(E, G * D), "o_proj": linear(H * D, E)})
-        self.mlp = torch.nn.ModuleDict({
-            "gate_proj": linear(E, I), "up_proj": linear(E, I), "down_proj": linear(I, E)})
+        self.self_attn = torch.nn.ModuleDict(
+            {
+                "q_proj": linear(E, H * D),
+                "k_proj": linear(E, G * D),
+                "v_proj": linear(E, G * D),
+                "o_proj": linear(H * D, E),
+            }
+        )
+        self.mlp = torch.nn.ModuleDict(
+            {"gate_proj": linear(E, FF), "up_proj": linear(E, FF), "down_proj": linear(FF, E)}
+        )
 
     def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         B, T, _ = x.shape
         D = CONFIG["head_dim"]
         h = self.input_layernorm(x)
-        q, k, v = (self.self_attn[n](h).view(B, T, -1, D).transpose(1, 2)
-                   for n in ("q_proj", "k_proj", "v_proj"))
+        q, k, v = (
+            self.self_attn[n](h).view(B, T, -1, D).transpose(1, 2)
+            for n in ("q_proj", "k_proj", "v_proj")
+        )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.self_attn["o_proj"](a.transpose(1, 2).reshape(B, T, -1))
@@ -207,8 +226,12 @@ def evaluate(model: Llama, ids: np.ndarray, context: int = 512) -> float:
     x = torch.from_numpy(ids[: n * context].astype(np.int64)).view(n, context)
     y = torch.from_numpy(ids[1 : n * context + 1].astype(np.int64)).view(n, context)
     with torch.no_grad():
-        losses = [F.cross_entropy(model(x[i : i + 8]).flatten(0, 1).float(), y[i : i + 8].flatten(),
-                                  reduction="sum").item() for i in range(0, n, 8)]
+        losses = [
+            F.cross_entropy(
+                model(x[i : i + 8]).flatten(0, 1).float(), y[i : i + 8].flatten(), reduction="sum"
+            ).item()
+            for i in range(0, n, 8)
+        ]
     return math.exp(sum(losses) / y.numel())
 
 
@@ -242,15 +265,19 @@ def main() -> None:
     encoded = tokenizer.encode_batch(documents)
     tokens = np.concatenate([np.array([end, *e.ids], np.uint16) for e in encoded])
     eval_ids = np.array(tokenizer.encode(held_out).ids, np.uint16)
-    print(f"{len(documents)} modules, {sum(map(len, documents)):,} characters, "
-          f"{len(tokens):,} tokens, held out {len(eval_ids):,} tokens, sha256 {digest[:16]}")
+    print(
+        f"{len(documents)} modules, {sum(map(len, documents)):,} characters, "
+        f"{len(tokens):,} tokens, held out {len(eval_ids):,} tokens, sha256 {digest[:16]}"
+    )
 
     model = Llama()
     forward = torch.compile(model) if arguments.compile else model
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim == 1 or "embed" in n]
-    optimizers = [(Muon(matrices, 0.0), 0.02),
-                  (torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True), 3e-3)]
+    optimizers = [
+        (Muon(matrices, 0.0), 0.02),
+        (torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True), 3e-3),
+    ]
     started, seen = time.time(), 0
     record = {}
     for step in range(arguments.steps):
@@ -277,12 +304,17 @@ def main() -> None:
             print(f"step {step:5d}  held-out perplexity {perplexity:.2f}", flush=True)
             record = {
                 "text": f"standard library of CPython {platform.python_version()}",
-                "text_sha256": digest, "training_tokens": len(tokens),
-                "held_out_modules": list(HELD_OUT), "steps": step + 1,
-                "planned_steps": arguments.steps, "tokens_per_step": arguments.tokens_per_step,
+                "text_sha256": digest,
+                "training_tokens": len(tokens),
+                "held_out_modules": list(HELD_OUT),
+                "steps": step + 1,
+                "planned_steps": arguments.steps,
+                "tokens_per_step": arguments.tokens_per_step,
                 "held_out_perplexity_float32": round(perplexity, 3),
-                "torch": torch.__version__, "threads": arguments.threads,
-                "machine": platform.machine(), "seed": 20240101,
+                "torch": torch.__version__,
+                "threads": arguments.threads,
+                "machine": platform.machine(),
+                "seed": 20240101,
             }
             export(model, tokenizer, held_out, record, arguments.out)
     print("wrote", *(f"{p.name} {os.path.getsize(p):,}" for p in sorted(arguments.out.iterdir())))

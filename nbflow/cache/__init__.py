@@ -1,4 +1,4 @@
-"""The paged key/value cache: which pages belong to whom (`page_table`) and the pages (`storage`)."""
+"""The paged key/value cache: whose pages are whose (`page_table`), the pages (`storage`)."""
 
 from nbflow.cache.page_table import PageTable
 from nbflow.cache.storage import KV_FORMATS, KVStorage

@@ -1,9 +1,10 @@
 """`nbflow bench`: time a model, rows as llama-bench prints them, beside the machine's limit.
 
-``ppN`` runs a prompt of N tokens, ``tgN`` generates N tokens after an empty context, ``ppN+tgM`` both.  The rate
-is the median over the repetitions, the spread half the distance between the quartiles.  ``GB/s`` is bytes of
-matrices that generation must read per second (each step reads them once, whatever the batch), ``% read`` its
-share of the read bandwidth that this machine showed right before.
+``ppN`` runs a prompt of N tokens, ``tgN`` generates N tokens after an empty context, ``ppN+tgM``
+both.  The rate is the median over the repetitions, the spread half the distance between the
+quartiles.  ``GB/s`` is bytes of matrices that generation must read per second (each step reads
+them once, whatever the batch), ``% read`` its share of the read bandwidth that this machine showed
+right before.
 """
 
 from __future__ import annotations
@@ -27,12 +28,20 @@ from nbflow_kernels.errors import UsageError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_model_arguments(parser)
-    parser.add_argument("-p", "--n-prompt", default="512", help="prompt lengths, e.g. 128,512 (512; 0: none)")
-    parser.add_argument("-n", "--n-gen", default="128", help="tokens to generate, e.g. 32,128 (128; 0: none)")
-    parser.add_argument("-pg", metavar="PP,TG", action="append", default=[], help="prompt then generation")
+    parser.add_argument(
+        "-p", "--n-prompt", default="512", help="prompt lengths, e.g. 128,512 (512; 0: none)"
+    )
+    parser.add_argument(
+        "-n", "--n-gen", default="128", help="tokens to generate, e.g. 32,128 (128; 0: none)"
+    )
+    parser.add_argument(
+        "-pg", metavar="PP,TG", action="append", default=[], help="prompt then generation"
+    )
     parser.add_argument("-b", "--batch", default="1", help="sequences at once, e.g. 1,8 (1)")
     parser.add_argument("-r", "--repeats", type=int, default=5, help="repetitions (5)")
-    parser.add_argument("--profile", action="store_true", help="show where the time of generation goes")
+    parser.add_argument(
+        "--profile", action="store_true", help="show where the time of generation goes"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON rows")
 
 
@@ -98,7 +107,8 @@ def _clip(n_prompt: int, n_gen: int, context: int, name: str) -> tuple[int, str]
     if n_gen == 0:
         return context - 1, f"pp{context - 1}"
     raise UsageError(
-        f"test {name} needs {n_prompt + n_gen + 1} tokens, but the context holds {context}; use smaller -p, -n"
+        f"test {name} needs {n_prompt + n_gen + 1} tokens, but the context holds {context}; "
+        "use smaller -p, -n"
     )
 
 
@@ -113,7 +123,7 @@ def _numbers(text: str, option: str) -> list[int]:
             )
         first, last, sign, step = match.groups()
         value, end = int(first), int(last or first)
-        if sign and (int(step) < (2 if sign == "*" else 1) or value == 0 and sign == "*"):
+        if sign and (int(step) < (2 if sign == "*" else 1) or (value == 0 and sign == "*")):
             raise UsageError(f"{option}: the range {part!r} does not advance")
         while value <= end:
             result.append(value)
@@ -123,7 +133,9 @@ def _numbers(text: str, option: str) -> list[int]:
     return result
 
 
-def _measure(model: nbflow.Model, n_prompt: int, n_gen: int, batch: int, repeats: int) -> list[float]:
+def _measure(
+    model: nbflow.Model, n_prompt: int, n_gen: int, batch: int, repeats: int
+) -> list[float]:
     if n_gen == 0:
         return time_prefill(model, n_prompt, batch, repeats)
     decode = time_decode(model, max(n_prompt, 1), n_gen, batch, repeats)
@@ -161,7 +173,9 @@ def _row(
         "weight_bytes": sum(m["weight_bytes"] for m in memory),
         "kv_bytes": sum(m["kv_bytes"] for m in model.memory()),
         "matrix_bytes_per_step": sum(m["matrix_bytes"] for m in memory),
-        "steps_per_s": statistics.median(n_gen / s for s in seconds) if n_gen and not n_prompt else None,
+        "steps_per_s": statistics.median(n_gen / s for s in seconds)
+        if n_gen and not n_prompt
+        else None,
         "processor": processor_name(),
         "python": platform.python_version(),
     }
@@ -202,15 +216,15 @@ def _profile(model: nbflow.Model) -> str:
         total = time.perf_counter() - started
     by_kind, executor.seconds = executor.seconds, None
     in_ops, in_kernels = sum(by_kind.values()), sum(kernels)
-    lines = [
-        (f"  {kind}", s) for kind, s in sorted(by_kind.items(), key=lambda item: -item[1])
-    ] + [
+    lines = [(f"  {kind}", s) for kind, s in sorted(by_kind.items(), key=lambda item: -item[1])] + [
         ("all ops", in_ops),
         ("outside ops (scheduling, drawing)", total - in_ops),
         ("inside compiled kernels", in_kernels),
         ("outside compiled kernels", total - in_kernels),
     ]
-    return "\n".join(f"{name:<36} {s / 64 * 1e6:9.1f} us/token {s / total:7.1%}" for name, s in lines)
+    return "\n".join(
+        f"{name:<36} {s / 64 * 1e6:9.1f} us/token {s / total:7.1%}" for name, s in lines
+    )
 
 
 def _table(rows: list[dict[str, Any]]) -> str:
@@ -225,12 +239,18 @@ def _table(rows: list[dict[str, Any]]) -> str:
         ("batch", lambda r: str(r["batch"])),
         ("test", lambda r: r["test"]),
         ("t/s", lambda r: f"{r['tokens_per_s']:,.1f} ± {r['tokens_per_s_spread']:,.1f}"),
-        ("GB/s", lambda r: "" if r["read_bytes_per_s"] is None else f"{r['read_bytes_per_s'] / 1e9:.2f}"),
+        (
+            "GB/s",
+            lambda r: "" if r["read_bytes_per_s"] is None else f"{r['read_bytes_per_s'] / 1e9:.2f}",
+        ),
         ("% read", lambda r: "" if r["read_share"] is None else f"{r['read_share']:.0%}"),
     ]
     cells = [[name for name, _ in columns], *([f(r) for _, f in columns] for r in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    lines = ["| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |" for line in cells]
+    lines = [
+        "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |"
+        for line in cells
+    ]
     lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
     bandwidth = rows[0]["read_bandwidth_bytes_per_s"] / 1e9
     note = f"{rows[0]['processor']}; read bandwidth {bandwidth:.1f} GB/s"

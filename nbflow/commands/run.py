@@ -15,7 +15,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_model_arguments(parser)
     parser.add_argument("-p", "--prompt", default="", help="text to continue (default: none)")
-    parser.add_argument("-n", "--max-tokens", type=int, default=128, help="new tokens at most (128)")
+    parser.add_argument(
+        "-n", "--max-tokens", type=int, default=128, help="new tokens at most (128)"
+    )
     parser.add_argument("--decoding", default="greedy", help=", ".join(STRATEGIES))
     parser.add_argument("--temperature", type=float, help="divide the logits by this")
     parser.add_argument("--top-k", type=int, help="for --decoding top_k")
@@ -73,7 +75,9 @@ def run(arguments: argparse.Namespace) -> int:
                 )
             )
         elif not arguments.quiet:
-            _statistics(len(prompt), len(request.ids), (first or ended) - started, ended - (first or ended))
+            _statistics(
+                len(prompt), len(request.ids), (first or ended) - started, ended - (first or ended)
+            )
     return 0
 
 

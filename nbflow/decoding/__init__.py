@@ -1,8 +1,8 @@
 """Decoding strategies: how the next token is chosen.  One file each, one line in `STRATEGIES`.
 
 A strategy is a frozen dataclass of its parameters with a method `choose`.  Draws come from a
-counter-based generator: the n-th token of a request depends on its seed and n, not on what else is in
-the batch.
+counter-based generator: the n-th token of a request depends on its seed and n, not on what else is
+in the batch.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def make_strategy(name: str, **parameters: float | None) -> Strategy:
     Raises
     ------
     UsageError
-        If the name is unknown, a parameter is not one of the strategy's, or its value is out of range.
+        If the name is unknown, a parameter is not one of the strategy's, or its value is out of
+        range.
 
     Examples
     --------

@@ -15,4 +15,5 @@ class Greedy(Strategy):
     """Always the most probable token."""
 
     def choose(self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        return nk.argmax(logits)
+        tokens: np.ndarray = nk.argmax(logits)
+        return tokens

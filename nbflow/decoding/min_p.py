@@ -1,4 +1,7 @@
-"""Min-p: a draw from the tokens not much less probable than the best (N. N. Minh et al., 2024, arXiv:2407.01082)."""
+"""Min-p: a draw from the tokens not much less probable than the best.
+
+N. N. Minh et al., 2024, arXiv:2407.01082.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ class MinP(Strategy):
     temperature: float = 1.0
     """Logits are divided by it before anything else."""
     min_p: float = 0.05
-    """Smallest probability kept, relative to the best; 0.05 is the default of llama.cpp and Inferflow."""
+    """Smallest probability kept, relative to the best; 0.05 as in llama.cpp and Inferflow."""
 
     def __post_init__(self) -> None:
         check_range("min_p", "temperature", self.temperature, 0.0, 100.0, open_low=True)
@@ -25,4 +28,7 @@ class MinP(Strategy):
 
     def choose(self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         probabilities = nk.softmax(logits, self.temperature)
-        return nk.min_p_sampling_from_probs(probabilities, self.min_p, seed=seeds, offset=offsets)
+        tokens: np.ndarray = nk.min_p_sampling_from_probs(
+            probabilities, self.min_p, seed=seeds, offset=offsets
+        )
+        return tokens

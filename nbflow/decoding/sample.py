@@ -22,4 +22,5 @@ class Sample(Strategy):
 
     def choose(self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         probabilities = nk.softmax(logits, self.temperature)
-        return nk.sampling_from_probs(probabilities, seed=seeds, offset=offsets)
+        tokens: np.ndarray = nk.sampling_from_probs(probabilities, seed=seeds, offset=offsets)
+        return tokens

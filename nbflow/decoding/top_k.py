@@ -25,6 +25,7 @@ class TopK(Strategy):
 
     def choose(self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         probabilities = nk.softmax(logits, self.temperature)
-        return nk.top_k_sampling_from_probs(
+        tokens: np.ndarray = nk.top_k_sampling_from_probs(
             probabilities, int(self.top_k), seed=seeds, offset=offsets
         )
+        return tokens

@@ -1,4 +1,7 @@
-"""Top-p: a draw from the smallest set of tokens that has mass p (A. Holtzman et al., 2020, arXiv:1904.09751)."""
+"""Top-p: a draw from the smallest set of tokens that has mass p.
+
+A. Holtzman et al., 2020, arXiv:1904.09751.
+"""
 
 from __future__ import annotations
 
@@ -25,4 +28,7 @@ class TopP(Strategy):
 
     def choose(self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         probabilities = nk.softmax(logits, self.temperature)
-        return nk.top_p_sampling_from_probs(probabilities, self.top_p, seed=seeds, offset=offsets)
+        tokens: np.ndarray = nk.top_p_sampling_from_probs(
+            probabilities, self.top_p, seed=seeds, offset=offsets
+        )
+        return tokens

@@ -1,4 +1,8 @@
-"""Requests (`request`), which rows run next (`scheduler`), one rank's work (`rank`), the user's model (`model`)."""
+"""The engine.
+
+`request` is what is asked for, `scheduler` says which rows run next, `rank` is one rank's work, and
+`model` is what the user holds.
+"""
 
 from nbflow.engine.model import Generation, Model, load
 

@@ -18,7 +18,7 @@ from nbflow.cache import KV_FORMATS
 from nbflow.decoding import Strategy, make_strategy
 from nbflow.engine.rank import RankEngine, make_groups
 from nbflow.engine.request import Request
-from nbflow.parallel import Comm, Plan, make_plan, parse_partition, world
+from nbflow.parallel import Comm, Plan, make_plan, world
 from nbflow.parallel.threads import RankTeam
 from nbflow.spec import check, resolve
 from nbflow.spec.model_spec import ModelSpec
@@ -47,9 +47,9 @@ class Generation:
 class Model:
     """A loaded model.  Made by `nbflow.load`; usable in a ``with`` statement.
 
-    Under mpirun every rank holds one and calls the same methods in the same order; results are the same
-    on every rank that takes part.  Ranks outside the partition have `participates` False and must not
-    call the methods.
+    Under mpirun every rank holds one and calls the same methods in the same order; results are the
+    same on every rank that takes part.  Ranks outside the partition have `participates` False and
+    must not call the methods.
     """
 
     def __init__(
@@ -86,8 +86,8 @@ class Model:
         """
         if self._tokenizer is None:
             raise UsageError(
-                f"{self.spec.name} has no tokenizer file beside its weights; give one with tokenizer=FILE "
-                "(--tokenizer FILE), or pass token ids instead of text"
+                f"{self.spec.name} has no tokenizer file beside its weights; give one with "
+                "tokenizer=FILE (--tokenizer FILE), or pass token ids instead of text"
             )
         return self._tokenizer
 
@@ -189,9 +189,9 @@ class Model:
         ...     model.generate("def __init__(self", max_tokens=1).text
         ','
         """
-        return self.generate_batch(
-            [prompt], max_tokens, decoding, seed, ignore_eos, **parameters
-        )[0]
+        return self.generate_batch([prompt], max_tokens, decoding, seed, ignore_eos, **parameters)[
+            0
+        ]
 
     def generate_batch(
         self,
@@ -288,8 +288,8 @@ class Model:
         if array.size + room > self.spec.max_context:
             more = f" (and {room} more to generate)" if room else ""
             raise UsageError(
-                f"the prompt has {array.size} tokens{more}, but the context of {self.spec.name} holds "
-                f"{self.spec.max_context}; shorten it"
+                f"the prompt has {array.size} tokens{more}, but the context of {self.spec.name} "
+                f"holds {self.spec.max_context}; shorten it"
             )
         if array.min() < 0 or array.max() >= self.spec.vocab_size:
             bad = int(array[(array < 0) | (array >= self.spec.vocab_size)][0])
@@ -302,7 +302,7 @@ class Model:
     # ---- what it holds and what it sent -------------------------------------------------------
 
     def memory(self) -> list[dict[str, int]]:
-        """Return, for each rank of the plan, what it holds in bytes, and the peak of its process."""
+        """Return, for each rank of the plan, the bytes it holds and the peak of its process."""
         return self._gather("memory")
 
     def reset_traffic(self) -> None:
@@ -310,7 +310,7 @@ class Model:
         self._call("reset_traffic")
 
     def traffic(self) -> dict[str, int]:
-        """Return the bytes all ranks have sent since `reset_traffic`, and what the plan predicted."""
+        """Return the bytes sent by all ranks since `reset_traffic`, measured and predicted."""
         ranks = self._gather("traffic")
         return {key: sum(r[key] for r in ranks) for key in ("measured_bytes", "predicted_bytes")}
 
@@ -326,7 +326,8 @@ class Model:
         """Call a method of every rank of this process."""
         if not self.engines:
             raise UsageError(
-                f"this process holds no part of the model (partition {self.plan.partition!r}, or closed)"
+                f"this process holds no part of the model (partition {self.plan.partition!r}), "
+                "or the model is closed"
             )
         if self._team is None:
             extra = per_engine[:1] if per_engine else []
@@ -366,8 +367,8 @@ def load(
     spec : str or Path, optional
         A spec file (TOML) to use instead of what the checkpoint says about itself.
     weights : str, optional
-        Format of the attention and feed-forward matrices: a name of `nbflow_kernels.FORMATS`, e.g. "q4".
-        None keeps what the checkpoint stores.
+        Format of the attention and feed-forward matrices: a name of `nbflow_kernels.FORMATS`, e.g.
+        "q4".  None keeps what the checkpoint stores.
     kv : {"f16", "f32"}
         Element format of the key/value cache.
     partition : str
@@ -488,8 +489,9 @@ def _check_ranks(plan: Plan, comm: Comm) -> None:
     missing = [rank for rank in plan.numbers if rank >= comm.size]
     if missing:
         raise UsageError(
-            f"partition {plan.partition!r} names rank {max(missing)}, but mpirun started {comm.size} "
-            f"ranks, 0..{comm.size - 1}; use mpirun -n {max(missing) + 1} or another partition"
+            f"partition {plan.partition!r} names rank {max(missing)}, but mpirun started "
+            f"{comm.size} ranks, 0..{comm.size - 1}; use mpirun -n {max(missing) + 1} or another "
+            "partition"
         )
 
 
@@ -497,16 +499,5 @@ def _ranks_here(plan: Plan, comm: Comm) -> int:
     """Return how many ranks of the plan share this machine."""
     if comm.size == 1:
         return len(plan.ranks)
-    hosts = comm.bcast_object(comm.gather_object(platform.node()))
+    hosts: list[str] = comm.bcast_object(comm.gather_object(platform.node()))
     return max(1, sum(hosts[rank] == hosts[comm.rank] for rank in plan.numbers))
-
-
-def partition_ranks(partition: str) -> int:
-    """Return how many ranks a partition string needs under mpirun (its largest number plus one).
-
-    Examples
-    --------
-    >>> partition_ranks("0&1;2&3")
-    4
-    """
-    return max(rank for stage in parse_partition(partition) for rank in stage) + 1

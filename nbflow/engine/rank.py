@@ -130,14 +130,20 @@ class RankEngine:
         self._requests = []
 
     def advance(self) -> list[tuple[int, int, float]]:
-        """Run one step and return (request, new token, its log-probability) for those that got one."""
+        """Run one step and return the new tokens: (request, token, log-probability)."""
         chosen = next_tokens(self._requests, self._budget)
         requests = [self._requests[i] for i, _ in chosen]
         tokens = [r.pending[:n] for r, (_, n) in zip(requests, chosen, strict=True)]
-        ready = [r.n_done + n == len(r.prompt) + len(r.ids) for r, (_, n) in zip(requests, chosen, strict=True)]
+        ready = [
+            r.n_done + n == len(r.prompt) + len(r.ids)
+            for r, (_, n) in zip(requests, chosen, strict=True)
+        ]
         ends = np.cumsum([n for _, n in chosen]) - 1
         step = make_step(
-            self.table, [i for i, _ in chosen], tokens, [int(e) for e, r in zip(ends, ready, strict=True) if r]
+            self.table,
+            [i for i, _ in chosen],
+            tokens,
+            [int(e) for e, r in zip(ends, ready, strict=True) if r],
         )
         self._run(step)
         for request, (_, n) in zip(requests, chosen, strict=True):
@@ -145,7 +151,9 @@ class RankEngine:
         waiting = [(i, r) for (i, _), r, ok in zip(chosen, requests, ready, strict=True) if ok]
         drawn, logprobs = self._draw([r for _, r in waiting])
         events = []
-        for (i, request), token, logprob in zip(waiting, drawn.tolist(), logprobs.tolist(), strict=True):
+        for (i, request), token, logprob in zip(
+            waiting, drawn.tolist(), logprobs.tolist(), strict=True
+        ):
             request.accept(token, logprob)
             events.append((i, token, logprob))
         return events
@@ -197,7 +205,7 @@ class RankEngine:
         self._predicted_bytes = 0
 
     def traffic(self) -> dict[str, int]:
-        """Return the bytes this rank has sent since `reset_traffic`, and what the plan predicted."""
+        """Return the bytes this rank has sent since `reset_traffic`, measured and predicted."""
         now = self._sent()
         measured = sum(n - self._sent_before.get(kind, 0) for kind, n in now.items())
         return {"measured_bytes": measured, "predicted_bytes": self._predicted_bytes}
@@ -228,4 +236,5 @@ def _log_probabilities(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
     top = logits.max(axis=1)
     total = np.log(np.exp(logits - top[:, None]).sum(axis=1))
     picked: np.ndarray = logits[np.arange(len(tokens)), tokens]
-    return picked - top - total
+    result: np.ndarray = picked - top - total
+    return result

@@ -1,7 +1,7 @@
 """Which tokens of which requests run in the next step.  Plain Python, no arrays.
 
-Requests that are generating go first, one token each; what is left of the budget goes to prompts, in
-the order of arrival, cut into pieces where they are longer than that.
+Requests that are generating go first, one token each; what is left of the budget goes to prompts,
+in the order of arrival, cut into pieces where they are longer than that.
 """
 
 from __future__ import annotations

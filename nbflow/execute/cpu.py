@@ -119,7 +119,7 @@ class CpuExecutor:
         self._reserve(n_tokens, n_logits)
         if len(self._bound) >= MAX_BOUND:
             self._bound.clear()
-        bound = []
+        bound: list[tuple[str, Callable[[], Any]]] = []
         for index, op in enumerate(self.program.ops):
             buffer = self.program.buffers.get(op.out)
             if n_logits == 0 and buffer is not None and buffer.rows == "logits":
@@ -171,9 +171,7 @@ class CpuExecutor:
         (weight,), bias = self._weights.operands[index], self._weights.bias[index]
         matmul = quantized.matmul if isinstance(weight, QuantTensor) else cpu.matmul
         accumulate = bool(op.attrs.get("accumulate", False))
-        return functools.partial(
-            matmul, view(op.inputs[0]), weight, bias, accumulate, view(op.out)
-        )
+        return functools.partial(matmul, view(op.inputs[0]), weight, bias, accumulate, view(op.out))
 
     def _bind_rope(self, op: Op, index: int, view: Any) -> Callable[[], Any]:
         from nbflow_kernels.position import cpu

@@ -1,8 +1,8 @@
 """Run a program op by op in NumPy float64: slow, plain, and easy to step through.
 
 It needs no page table: it keeps each layer's keys and values in growing arrays.  `trace` is called
-after every op with the op and the value it wrote, so that a debugger, a notebook or a test can look at
-any intermediate result.  Programs of one rank only.
+after every op with the op and the value it wrote, so that a debugger, a notebook or a test can
+look at any intermediate result.  Programs of one rank only.
 """
 
 from __future__ import annotations
@@ -102,8 +102,10 @@ class ReferenceExecutor:
     def _rope(self, op: Op, index: int, values: Any, ids: np.ndarray) -> None:
         rope = self._program.spec.rope
         positions = np.arange(self._length, self._length + len(ids))
+        q, k = (self._heads(values[name]) for name in op.inputs)
         q, k = position.apply_rope_pos_ids(
-            *(self._heads(values[name]) for name in op.inputs),
+            q,
+            k,
             positions,
             rotary_dim=rope.dim,
             interleave=rope.style == "interleaved",
@@ -115,7 +117,10 @@ class ReferenceExecutor:
     def _append_kv(self, op: Op, index: int, values: Any, ids: np.ndarray) -> None:
         new = [self._heads(values[name]) for name in op.inputs]
         old = self._cache.get(op.layer or 0, (new[0][:0], new[1][:0]))
-        self._cache[op.layer or 0] = (np.concatenate([old[0], new[0]]), np.concatenate([old[1], new[1]]))
+        self._cache[op.layer or 0] = (
+            np.concatenate([old[0], new[0]]),
+            np.concatenate([old[1], new[1]]),
+        )
 
     def _attention(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         spec = self._program.spec

@@ -1,8 +1,8 @@
 """A rank's weights: read from the checkpoint, cut, joined and put into the weight format.
 
-Only the rank's own bytes are read.  The parts of one matrix are read as they are stored, put one below
-the other, and then converted; a quantized row does not depend on its neighbours, so the blocks are the
-ones a single rank would hold.
+Only the rank's own bytes are read.  The parts of one matrix are read as they are stored, put one
+below the other, and then converted; a quantized row does not depend on its neighbours, so the
+blocks are the ones a single rank would hold.
 """
 
 from __future__ import annotations

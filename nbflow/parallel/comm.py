@@ -1,9 +1,9 @@
 """What the engine needs of a communicator, and the one of a single process.
 
 Names follow mpi4py: capital names move buffers of arrays, lower-case names move Python objects.
-Sums are taken in the order of the ranks, whatever the transport, so that every rank gets the same bits
-and `Threads` the same as `Mpi`.  `sent` counts the payload bytes that this rank has sent with the
-capital names; a message to k ranks counts k times.
+Sums are taken in the order of the ranks, whatever the transport, so that every rank gets the same
+bits and `Threads` the same as `Mpi`.  `sent` counts the payload bytes that this rank has sent with
+the capital names; a message to k ranks counts k times.
 """
 
 from __future__ import annotations
@@ -76,9 +76,7 @@ class Comm(ABC):
             array.reshape(-1)[:] += part
         self.sent["all_reduce"] += array.nbytes * (self.size - 1)
 
-    def Allgather_columns(
-        self, part: np.ndarray, whole: np.ndarray, widths: Sequence[int]
-    ) -> None:
+    def Allgather_columns(self, part: np.ndarray, whole: np.ndarray, widths: Sequence[int]) -> None:
         """Put the columns that the ranks hold side by side, on every rank.
 
         Parameters

@@ -1,8 +1,8 @@
 """Ranks as MPI processes, through mpi4py with host buffers.
 
-Every operation is non-blocking and waited for here: first by asking again, then by giving the processor
-away, then by sleeping, so that more ranks than cores do not spin each other out, and a rank that is not
-part of the present partition costs next to nothing while it waits.
+Every operation is non-blocking and waited for here: first by asking again, then by giving the
+processor away, then by sleeping, so that more ranks than cores do not spin each other out, and a
+rank that is not part of the present partition costs next to nothing while it waits.
 """
 
 from __future__ import annotations

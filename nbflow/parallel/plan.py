@@ -1,18 +1,19 @@
 """Partition as a pure function: (specification, partition string, block size) -> plan.
 
-``;`` (or ``,``) separates stages, which hold consecutive layers; ``&`` (or ``|``) separates the ranks of
-one stage, which split each layer's tensors.  So ``0;1`` is by layer, ``0&1`` by tensor and ``0&1;2&3``
-hybrid.  The numbers are ranks.
+``;`` (or ``,``) separates stages, which hold consecutive layers; ``&`` (or ``|``) separates the
+ranks of one stage, which split each layer's tensors.  So ``0;1`` is by layer, ``0&1`` by tensor
+and ``0&1;2&3`` hybrid.  The numbers are ranks.
 
-Layers are dealt out in order, the first stages getting one more where they do not divide.  Within a
-stage the query heads and with them the key/value heads, the columns of the feed-forward network and the
-rows of the head are dealt out; a key/value head is stored by several ranks where there are fewer of
-them than ranks.  Cuts through columns fall on borders of quantization blocks, so that every rank holds
-exactly the blocks that one rank alone would hold.
+Layers are dealt out in order, the first stages getting one more where they do not divide.  Within
+a stage the query heads and with them the key/value heads, the columns of the feed-forward network
+and the rows of the head are dealt out; a key/value head is stored by several ranks where there are
+fewer of them than ranks.  Cuts through columns fall on borders of quantization blocks, so that
+every rank holds exactly the blocks that one rank alone would hold.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 from dataclasses import dataclass
@@ -98,11 +99,12 @@ def parse_partition(text: str) -> tuple[tuple[int, ...], ...]:
     compact = re.sub(r"\s", "", text)
     if not re.fullmatch(r"\d+([;,&|]\d+)*", compact):
         raise UsageError(
-            f"partition must be rank numbers separated by ';' (stages of layers) and '&' (ranks that "
-            f"share each layer), for example '0&1;2&3'; got {text!r}"
+            f"partition must be rank numbers separated by ';' (stages of layers) and '&' (ranks "
+            f"that share each layer), for example '0&1;2&3'; got {text!r}"
         )
     stages = tuple(
-        tuple(int(rank) for rank in re.split(r"[&|]", stage)) for stage in re.split(r"[;,]", compact)
+        tuple(int(rank) for rank in re.split(r"[&|]", stage))
+        for stage in re.split(r"[;,]", compact)
     )
     flat = [rank for stage in stages for rank in stage]
     for rank in flat:
@@ -166,7 +168,7 @@ def split_evenly(total: int, n: int) -> list[Range]:
     """Cut [0, total) into `n` ranges whose lengths differ by at most one, the longer ones first."""
     sizes = [total // n + (i < total % n) for i in range(n)]
     edges = [sum(sizes[:i]) for i in range(n + 1)]
-    return list(zip(edges[:-1], edges[1:], strict=True))
+    return list(itertools.pairwise(edges))
 
 
 def _split_aligned(total: int, n: int, unit: int, what: str, partition: str) -> list[Range]:
@@ -174,8 +176,8 @@ def _split_aligned(total: int, n: int, unit: int, what: str, partition: str) -> 
     units = -(-total // unit)
     if units < n:
         raise UsageError(
-            f"partition {partition!r}: {what} = {total} has {units} blocks of {unit} columns, too few "
-            f"for {n} ranks; use fewer ranks per stage or a format with a smaller block"
+            f"partition {partition!r}: {what} = {total} has {units} blocks of {unit} columns, too "
+            f"few for {n} ranks; use fewer ranks per stage or a format with a smaller block"
         )
     return [(a * unit, min(b * unit, total)) for a, b in split_evenly(units, n)]
 
@@ -198,10 +200,10 @@ def _split_heads(
     shares = split_evenly(n, spec.n_kv_heads) if n >= spec.n_kv_heads else []
     if not shares or per_group % unit or any(b - a > per_group // unit for a, b in shares):
         raise UsageError(
-            f"partition {partition!r}: {spec.name} has {spec.n_heads} query heads and {spec.n_kv_heads} "
-            f"key/value heads of {spec.head_dim} columns, which cannot be dealt out to {n} ranks in "
-            f"whole heads and whole blocks of {block_size} columns; use fewer ranks per stage or a "
-            "format with a smaller block"
+            f"partition {partition!r}: {spec.name} has {spec.n_heads} query heads and "
+            f"{spec.n_kv_heads} key/value heads of {spec.head_dim} columns, which cannot be dealt "
+            f"out to {n} ranks in whole heads and whole blocks of {block_size} columns; use fewer "
+            "ranks per stage or a format with a smaller block"
         )
     result = []
     for g, (a, b) in enumerate(shares):

@@ -165,7 +165,9 @@ class RankTeam:
 
 
 def _serve(
-    comm: Threads, inbox: SimpleQueue[Any], outbox: SimpleQueue[tuple[int, Any, BaseException | None]]
+    comm: Threads,
+    inbox: SimpleQueue[Any],
+    outbox: SimpleQueue[tuple[int, Any, BaseException | None]],
 ) -> None:
     while (function := inbox.get()) is not None:
         try:

@@ -1,6 +1,7 @@
 """Join ops of a program: fewer kernel calls, the same results.
 
-- linears that follow each other and read the same buffer become one with their weights one below the
+- linears that follow each other and read the same buffer become one with their weights one below
+the
   other (q, k, v; gate and up); their outputs become bands of one buffer;
 - a linear whose output is then added to another buffer adds to it directly.
 """

@@ -1,7 +1,7 @@
 """Cut one rank's part out of a program and insert what it must communicate.
 
-Within a stage, q, k, v, gate, up and the head are cut by rows (each rank computes some columns of the
-result), o and down by columns (each rank computes a partial sum, summed over the stage by an
+Within a stage, q, k, v, gate, up and the head are cut by rows (each rank computes some columns of
+the result), o and down by columns (each rank computes a partial sum, summed over the stage by an
 all-reduce: two per layer).  Between stages the hidden states are sent.
 """
 

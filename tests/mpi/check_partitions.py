@@ -1,6 +1,6 @@
 """Run under mpirun by test_mpi.py: partitions against one rank, on real MPI ranks.
 
-    mpirun -n N python -m mpi4py check_partitions.py FOLDER PARTITION...
+mpirun -n N python -m mpi4py check_partitions.py FOLDER PARTITION...
 """
 
 from __future__ import annotations

@@ -22,7 +22,12 @@ pytestmark = [
 
 
 def mpirun(n: int, *command: str, timeout: int = 300) -> subprocess.CompletedProcess[str]:
-    paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "experiments"), os.environ.get("PYTHONPATH", "")]
+    paths = [
+        str(ROOT),
+        str(ROOT / "kernels"),
+        str(ROOT / "experiments"),
+        os.environ.get("PYTHONPATH", ""),
+    ]
     return subprocess.run(
         [str(MPIRUN), "-n", str(n), sys.executable, *command],
         capture_output=True,
@@ -52,7 +57,18 @@ def test_partitions_agree_with_one_rank(checkpoint, n, partitions):
 
 def test_run_prints_once(checkpoint):
     text = mpirun(
-        2, "-m", "nbflow.cli", "run", "tiny_python", "-p", "def ", "-n", "8", "--partition", "0&1", "-q"
+        2,
+        "-m",
+        "nbflow.cli",
+        "run",
+        "tiny_python",
+        "-p",
+        "def ",
+        "-n",
+        "8",
+        "--partition",
+        "0&1",
+        "-q",
     )
     assert text.returncode == 0, text.stderr
     assert text.stdout.count("def ") == 1

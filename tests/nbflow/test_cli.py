@@ -82,8 +82,8 @@ def test_seed_decides_the_draws(capsys):
 
 def test_bench_rows(capsys):
     code, out, _ = run(
-        capsys, "bench", "tiny_python", "-p", "16", "-n", "4", "-pg", "8,4", "-b", "1-2*2", "-r", "2",
-        "--weights", "f16,q4", "--json",
+        capsys, "bench", "tiny_python", "-p", "16", "-n", "4", "-pg", "8,4", "-b", "1-2*2",
+        "-r", "2", "--weights", "f16,q4", "--json",
     )  # fmt: skip
     assert code == 0
     rows = json.loads(out)
@@ -119,7 +119,10 @@ def test_env(capsys):
         (["run", "tiny_pyton"], "did you mean 'tiny_python'"),
         (["run", "tiny_python", "--weights", "q44"], "unknown"),
         (["run", "tiny_python", "--kv", "q9"], "unknown KV cache format"),
-        (["run", "tiny_python", "--partition", "0&1&2&3&4&5&6&7&8"], "cannot be dealt out to 9 ranks"),
+        (
+            ["run", "tiny_python", "--partition", "0&1&2&3&4&5&6&7&8"],
+            "cannot be dealt out to 9 ranks",
+        ),
         (["run", "tiny_python", "--decoding", "beams"], "unknown decoding strategy"),
         (["run", "tiny_python", "--top-k", "5"], "has no parameter 'top_k'"),
         (["run", "tiny_python", "-p", "x " * 600], "but the context of tiny_python holds 512"),
@@ -172,6 +175,9 @@ def test_importing_is_quick():
     )
     path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": path}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path},
     )
     assert done.stdout.strip() == "[]", done.stderr

@@ -1,4 +1,4 @@
-"""The whole engine against the float64 reference executor, and against itself on every partition."""
+"""The engine against the float64 reference executor, and against itself on every partition."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from specs import write_llama
 
 import nbflow
 from nbflow.engine.request import Request
-from nbflow.execute import ReferenceExecutor, RankWeights
+from nbflow.execute import RankWeights, ReferenceExecutor
 from nbflow.program import build, fuse
 from nbflow.spec import resolve
 from nbflow.weights import open_weights
@@ -53,7 +53,9 @@ def test_logits_equal_the_float64_reference(checkpoint, ids, weights):
 
 def test_fusing_does_not_change_the_reference(checkpoint, ids):
     plain = reference_logits(checkpoint, None, ids, fused=False)
-    np.testing.assert_allclose(plain, reference_logits(checkpoint, None, ids), rtol=1e-10, atol=1e-12)
+    np.testing.assert_allclose(
+        plain, reference_logits(checkpoint, None, ids), rtol=1e-10, atol=1e-12
+    )
 
 
 def test_reference_in_pieces_equals_reference_at_once(checkpoint, ids):
@@ -64,7 +66,9 @@ def test_reference_in_pieces_equals_reference_at_once(checkpoint, ids):
         weights = RankWeights(program, file, None)
     executor = ReferenceExecutor(program, weights, trace=lambda op, value: seen.append(op.kind))
     pieces = np.concatenate([executor.logits(ids[:7]), executor.logits(ids[7:])])
-    np.testing.assert_allclose(pieces, reference_logits(checkpoint, None, ids), rtol=1e-9, atol=1e-11)
+    np.testing.assert_allclose(
+        pieces, reference_logits(checkpoint, None, ids), rtol=1e-9, atol=1e-11
+    )
     assert seen == [op.kind for op in program.ops] * 2
 
 
@@ -77,7 +81,7 @@ def test_float16_cache_is_close(checkpoint, ids):
 @pytest.mark.parametrize("partition", PARTITIONS)
 @pytest.mark.parametrize("weights", [None, "q4"])
 def test_every_partition_agrees_with_one_rank(checkpoint, ids, partition, weights):
-    # A float16 cache would turn the last bit of a float32 sum into 2**-11 where it decides a rounding.
+    # A float16 cache turns the last bit of a float32 sum into 2**-11 where it decides a rounding.
     options = {"weights": weights, "kv": "f32"}
     with nbflow.load(checkpoint, **options) as model:
         expected, hidden = model.logits(ids), model.hidden(ids)
@@ -119,10 +123,12 @@ def test_greedy_generation_follows_the_logits(checkpoint, ids):
         result = model.generate(ids[:5].tolist(), max_tokens=20, ignore_eos=True)
         logits = model.logits([*ids[:5], *result.ids])[4:-1].astype(np.float64)
     assert result.ids == logits.argmax(axis=1).tolist()
-    log_softmax = logits - np.log(np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True))
+    log_softmax = logits - np.log(
+        np.exp(logits - logits.max(1, keepdims=True)).sum(1, keepdims=True)
+    )
     log_softmax -= logits.max(1, keepdims=True)
     picked = log_softmax[np.arange(20), result.ids]
-    # float32 logits of magnitude 4 carry rounding of 4 * 2**-24, the sum of exponentials as much again
+    # float32 logits of magnitude 4 carry rounding of 4 * 2**-24, the sum of exponentials as well
     np.testing.assert_allclose(result.logprobs, picked, atol=5e-6)
 
 

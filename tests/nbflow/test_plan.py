@@ -1,4 +1,4 @@
-"""The partition is a pure function: everything is held, nothing is held twice but shared KV heads."""
+"""The partition is a pure function: all is held, and nothing twice but shared KV heads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ PARTITIONS = ("0", "0;1", "0;1;2", "0&1", "0&1&2&3", "0&1;2&3", "2&0;1&3", "3;1&
 @pytest.mark.parametrize(("heads", "kv_heads"), [(8, 8), (8, 4), (8, 2), (6, 3), (8, 1), (12, 4)])
 @pytest.mark.parametrize("block", [1, 32])
 def test_every_matrix_element_is_held_exactly_once(text, heads, kv_heads, block):
-    spec = make_spec(n_layers=5, n_heads=heads, n_kv_heads=kv_heads, head_dim=32, intermediate_size=288)
+    spec = make_spec(
+        n_layers=5, n_heads=heads, n_kv_heads=kv_heads, head_dim=32, intermediate_size=288
+    )
     plan = make_plan(spec, text, block)
     shapes = spec.tensor_shapes()
     replicated = ("attn.k", "attn.v", "norm", "embed")
