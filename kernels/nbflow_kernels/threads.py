@@ -11,10 +11,12 @@ The team belongs to the calling thread: `set_num_threads` in one thread does not
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any
 
@@ -79,9 +81,46 @@ class _Local(threading.local):
 
     team: Team | None = None
     profile: list[float] | None = None
+    capture: Capture | None = None
 
 
 _local = _Local()
+
+
+@dataclass
+class Capture:
+    """What a launcher would have run."""
+
+    calls: list[Callable[[], None]] = field(default_factory=list)
+    """The compiled calls, in order; they hold on to the launcher's arrays."""
+    complete: bool = True
+    """Whether the calls are all that the launcher does."""
+
+
+@contextlib.contextmanager
+def capture() -> Iterator[Capture]:
+    """Collect the compiled calls of launchers in the present thread instead of making them.
+
+    A launcher (a function of a family's `cpu` module) only chooses a kernel and its arguments;
+    called again and again with the same arrays, it need not choose again.
+    """
+    _local.capture = captured = Capture()
+    try:
+        yield captured
+    finally:
+        _local.capture = None
+
+
+def not_capturable() -> None:
+    """Say, in a launcher, that it does more than its compiled calls."""
+    if _local.capture is not None:
+        _local.capture.complete = False
+
+
+def count_kernel_seconds(seconds: float) -> None:
+    """Add the duration of a captured call to `kernel_seconds`."""
+    if _local.profile is not None:
+        _local.profile.append(seconds)
 
 
 @contextlib.contextmanager
@@ -145,6 +184,13 @@ def split_rows(kernel: Callable[..., None], n_rows: int, work: float, *args: Any
     """
     team = _team()
     parts = min(team.n, n_rows, int(work // MIN_WORK_PER_THREAD))
+    if _local.capture is not None:
+        if parts <= 1:
+            call = functools.partial(kernel, *args, 0, n_rows)
+        else:
+            call = functools.partial(team.run, kernel, 0, n_rows, parts, *args)
+        _local.capture.calls.append(call)
+        return
     started = time.perf_counter() if _local.profile is not None else 0.0
     if parts <= 1:
         kernel(*args, 0, n_rows)

@@ -20,7 +20,7 @@ class _Sequence:
 
 @dataclass(frozen=True)
 class PageView:
-    """The pages of a step's sequences, as FlashInfer's CSR triple."""
+    """The pages of a step's sequences, as FlashInfer's CSR triple and lengths."""
 
     kv_indptr: np.ndarray
     """int32 (B + 1,): where each sequence's pages begin in `kv_indices`."""
@@ -28,6 +28,8 @@ class PageView:
     """int32: page numbers, sequence after sequence."""
     kv_last_page_len: np.ndarray
     """int32 (B,): tokens in each sequence's last page, 1..page_size."""
+    kv_lens: np.ndarray
+    """int32 (B,): tokens of each sequence."""
 
 
 class PageTable:
@@ -69,8 +71,8 @@ class PageTable:
         indptr = np.zeros(len(entries) + 1, np.int32)
         np.cumsum([len(e.pages) for e in entries], out=indptr[1:])
         indices = np.array([p for e in entries for p in e.pages], np.int32)
-        last = np.array([(e.length - 1) % self.page_size + 1 for e in entries], np.int32)
-        return PageView(indptr, indices, last)
+        lengths = np.array([e.length for e in entries], np.int32)
+        return PageView(indptr, indices, (lengths - 1) % self.page_size + 1, lengths)
 
     def _grow(self) -> None:
         """Add pages: half as many again, at least 16."""

@@ -6,6 +6,7 @@ tokens and tells the others.
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Sequence
 
@@ -92,6 +93,9 @@ class RankEngine:
         self._requests: list[Request] = []
         self._sent_before: dict[str, int] = {}
         self._predicted_bytes = 0
+        self._bytes_sent = functools.cache(
+            functools.partial(bytes_sent, self.program, self.mine.rank)
+        )
 
     # ---- all positions at once ----------------------------------------------------------------
 
@@ -181,9 +185,8 @@ class RankEngine:
     def _run(self, step: Step) -> None:
         self.storage.ensure(self.table.n_pages)
         self.executor.run(step)
-        self._predicted_bytes += bytes_sent(
-            self.program, self.mine.rank, len(step.ids), len(step.logit_rows)
-        )
+        if self.comm.size > 1:
+            self._predicted_bytes += self._bytes_sent(len(step.ids), len(step.logit_rows))
 
     def _broadcast(self, array: np.ndarray) -> None:
         """Give every rank the head rank's array."""

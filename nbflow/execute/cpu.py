@@ -20,10 +20,26 @@ from nbflow.execute.step import Step
 from nbflow.execute.weights import RankWeights
 from nbflow.parallel.comm import Alone, Comm
 from nbflow.program.records import Op, Program
+from nbflow_kernels.attention.plan import build_plan
 from nbflow_kernels.quants import QuantTensor
+from nbflow_kernels.threads import capture, count_kernel_seconds
 
 MAX_BOUND = 32
 """Bound programs kept; prompts of many lengths would otherwise fill the memory."""
+CAPTURED = frozenset({"norm", "linear", "gate", "activation"})
+"""Kinds of op whose arguments are the same arrays at every step."""
+
+BoundOp = tuple[str, Callable[[], Any], bool]
+"""Kind, what to call, and whether that is a compiled kernel itself."""
+
+
+def _captured(launcher: Callable[[], Any]) -> tuple[Callable[[], Any], bool]:
+    """Return the one compiled call a launcher makes; the launcher, if it does more."""
+    with capture() as seen:
+        launcher()
+    if seen.complete and len(seen.calls) == 1:
+        return seen.calls[0], True
+    return launcher, False
 
 
 class CpuExecutor:
@@ -60,10 +76,9 @@ class CpuExecutor:
         self._numbers = numbers
         self._groups: dict[tuple[int, ...], Comm] = {}
         self._buffers: dict[str, np.ndarray] = {}
-        self._bound: dict[tuple[int, int], list[tuple[str, Callable[[], Any]]]] = {}
+        self._bound: dict[tuple[int, int], list[BoundOp]] = {}
         self._step: Step | None = None
         spec = program.spec
-        self._attention = nk.BatchPrefillWithPagedKVCacheWrapper("NHD")
         self._attention_plan: Any = None
         self._cos_sin = nk.rope_cos_sin_cache(
             spec.max_context, max(spec.rope.dim, 2), theta=spec.rope.theta
@@ -88,44 +103,54 @@ class CpuExecutor:
         self._step = step
         spec, pages = self.program.spec, step.pages
         if self.program.layers:
-            self._attention_plan = self._attention.plan(
+            self._attention_plan = build_plan(
                 step.qo_indptr,
                 pages.kv_indptr,
                 pages.kv_indices,
-                pages.kv_last_page_len,
-                self.program.n_heads,
-                self.program.n_kv_heads,
-                spec.head_dim,
+                pages.kv_lens,
+                (self.program.n_heads, self.program.n_kv_heads, spec.head_dim),
                 self.storage.page_size,
+                kv_layout="NHD",
                 causal=True,
                 window_left=-1 if spec.window is None else spec.window - 1,
-                logits_soft_cap=spec.logits_soft_cap,
+                logits_soft_cap=spec.logits_soft_cap or 0.0,
                 sm_scale=spec.sm_scale,
             )
         bound = self._bound.get((n_tokens, n_logits)) or self._bind(n_tokens, n_logits)
         if self.seconds is not None:
-            for kind, call in bound:
-                started = time.perf_counter()
-                call()
-                self.seconds[kind] += time.perf_counter() - started
+            self._run_timed(bound, self.seconds)
             return
-        for kind, call in bound:
+        for kind, call, _ in bound:
             self._comm.doing = kind
             call()
 
+    @staticmethod
+    def _run_timed(bound: list[BoundOp], seconds: defaultdict[str, float]) -> None:
+        for kind, call, captured in bound:
+            started = time.perf_counter()
+            call()
+            spent = time.perf_counter() - started
+            seconds[kind] += spent
+            if captured:
+                count_kernel_seconds(spent)
+
     # ---- binding ------------------------------------------------------------------------------
 
-    def _bind(self, n_tokens: int, n_logits: int) -> list[tuple[str, Callable[[], Any]]]:
+    def _bind(self, n_tokens: int, n_logits: int) -> list[BoundOp]:
         self._reserve(n_tokens, n_logits)
         if len(self._bound) >= MAX_BOUND:
             self._bound.clear()
-        bound: list[tuple[str, Callable[[], Any]]] = []
+        bound: list[BoundOp] = []
         for index, op in enumerate(self.program.ops):
             buffer = self.program.buffers.get(op.out)
             if n_logits == 0 and buffer is not None and buffer.rows == "logits":
                 continue
             view = functools.partial(self._view, n_tokens=n_tokens, n_logits=n_logits)
-            bound.append((op.kind, getattr(self, f"_bind_{op.kind}")(op, index, view)))
+            call = getattr(self, f"_bind_{op.kind}")(op, index, view)
+            if op.kind in CAPTURED:
+                bound.append((op.kind, *_captured(call)))
+            else:
+                bound.append((op.kind, call, False))
         self._bound[n_tokens, n_logits] = bound
         return bound
 

@@ -109,6 +109,33 @@ def make_plan(
     qo_lens = qo_indptr[1:] - qo_indptr[:-1]
     if qo_indptr[0] != 0 or (len(qo_lens) and qo_lens.min() < 0):
         raise UsageError("qo_indptr must start at 0 and never fall")
+    return build_plan(
+        qo_indptr, paged_kv_indptr, paged_kv_indices, kv_lens, heads, page_size,
+        kv_layout=kv_layout, causal=causal, window_left=window_left, logits_soft_cap=cap,
+        sm_scale=scale,
+    )  # fmt: skip
+
+
+def build_plan(
+    qo_indptr: np.ndarray,
+    paged_kv_indptr: np.ndarray,
+    paged_kv_indices: np.ndarray,
+    kv_lens: np.ndarray,
+    heads: tuple[int, int, int],
+    page_size: int,
+    *,
+    kv_layout: str,
+    causal: bool,
+    window_left: int,
+    logits_soft_cap: float,
+    sm_scale: float,
+) -> AttentionPlan:
+    """Cut the work into items; for callers whose tables are right by construction.
+
+    `kv_lens` int32 (B,) are the keys of each request; `logits_soft_cap` is 0 for none.
+    """
+    H, G, D = heads
+    qo_lens = qo_indptr[1:] - qo_indptr[:-1]
     window = window_left if window_left >= 0 else -1
     tile_rows = max(1, TILE_VECTORS // (H // G))
     return AttentionPlan(
@@ -119,8 +146,8 @@ def make_plan(
         kv_lens=kv_lens,
         sizes=(int(H), int(G), int(D), int(page_size), int(window), bool(causal), tile_rows),
         kv_layout=kv_layout,
-        sm_scale=scale,
-        logits_soft_cap=cap,
+        sm_scale=sm_scale,
+        logits_soft_cap=logits_soft_cap,
         work=2.0 * H * D * _visible_keys(qo_lens, kv_lens, causal, window),
     )
 

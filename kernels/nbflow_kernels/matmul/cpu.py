@@ -35,6 +35,7 @@ ROWS = 128  # of `w` in one packed block: its output is 32 KB, and copying the t
 MIN_PACKED_TOKENS = 16  # below, copying the weights costs more than the caches give back
 _STRIDE = PANEL + 16  # of packed rows: not a power of two, so that they fall into different sets
 ONE_STREAM_BYTES = 4 << 20  # a weight this large comes from memory, best as one stream of addresses
+_NO_BIAS = np.zeros(0, np.float32)
 
 
 def matmul(
@@ -45,24 +46,18 @@ def matmul(
     out: NDArray[np.float32],
 ) -> None:
     """See `nbflow_kernels.matmul`."""
-    if bias is None:
-        if not accumulate:
-            out.fill(0.0)
-    elif accumulate:
-        out += bias
-    else:
-        out[...] = bias
     if w.dtype == np.float16:
         w = w.view(np.int16)  # int16 stands for float16 bits, uint16 for bfloat16 bits
     n_tokens, n_columns = x.shape
     work = n_tokens * w.size
+    bias = _NO_BIAS if bias is None else bias
     if n_tokens >= MIN_PACKED_TOKENS or n_columns % simd.LANES:
-        split_rows(_matmul_packed, w.shape[0], work, x, w, out)
+        split_rows(_matmul_packed, w.shape[0], work, x, w, bias, accumulate, out)
     elif n_tokens == 1:
         kernel = _matmul_stream if w.nbytes >= ONE_STREAM_BYTES else _matmul_vector
-        split_rows(kernel, w.shape[0], work, x, w, out)
+        split_rows(kernel, w.shape[0], work, x, w, bias, accumulate, out)
     else:
-        split_rows(_matmul_direct, w.shape[0], work, x, w, out)
+        split_rows(_matmul_direct, w.shape[0], work, x, w, bias, accumulate, out)
 
 
 def _load16(w: Any, addr: Any) -> Any:
@@ -213,8 +208,20 @@ def _tiles(
 
 
 @njit
-def _matmul_direct(x: Any, w: Any, out: Any, start: Any, stop: Any) -> None:
+def _begin(bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
+    """Write what the sums are added to: nothing, the bias, the old output, or both."""
+    for t in range(out.shape[0]):
+        for n in range(start, stop):
+            y = bias[n] if len(bias) else np.float32(0.0)
+            out[t, n] = out[t, n] + y if accumulate else y
+
+
+@njit
+def _matmul_direct(
+    x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any
+) -> None:
     """Rows [start, stop) of `w` read in place; the number of columns is a multiple of 16."""
+    _begin(bias, accumulate, out, start, stop)
     n_tokens, n_columns = x.shape
     for n in range(start, stop, 4):
         for k in range(0, n_columns, PANEL):
@@ -223,8 +230,11 @@ def _matmul_direct(x: Any, w: Any, out: Any, start: Any, stop: Any) -> None:
 
 
 @njit
-def _matmul_stream(x: Any, w: Any, out: Any, start: Any, stop: Any) -> None:
+def _matmul_stream(
+    x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any
+) -> None:
     """Rows [start, stop) of `w` for one token, as one stream of addresses."""
+    _begin(bias, accumulate, out, start, stop)
     xa = simd.address(x)
     size = w.itemsize
     for n in range(start, stop):
@@ -239,11 +249,14 @@ def _matmul_stream(x: Any, w: Any, out: Any, start: Any, stop: Any) -> None:
 
 
 @njit
-def _matmul_vector(x: Any, w: Any, out: Any, start: Any, stop: Any) -> None:
+def _matmul_vector(
+    x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any
+) -> None:
     """Rows [start, stop) of `w` for one token, four at once."""
     xa = simd.address(x)
     size = w.itemsize
     full = stop - (stop - start) % 4
+    _begin(bias, accumulate, out, start, full)
     for n in range(start, full, 4):
         w0 = simd.address(w) + n * w.strides[0]
         w1 = w0 + w.strides[0]
@@ -261,7 +274,7 @@ def _matmul_vector(x: Any, w: Any, out: Any, start: Any, stop: Any) -> None:
             out[0, n + 1] += simd.sum(a1)
             out[0, n + 2] += simd.sum(a2)
             out[0, n + 3] += simd.sum(a3)
-    _matmul_stream(x, w, out, full, stop)
+    _matmul_stream(x, w, bias, accumulate, out, full, stop)
 
 
 @njit
@@ -283,8 +296,11 @@ def _pack(source: Any, row: Any, n_rows: Any, k: Any, stop: Any, packed: Any) ->
 
 
 @njit
-def _matmul_packed(x: Any, w: Any, out: Any, start: Any, stop: Any) -> None:
+def _matmul_packed(
+    x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any
+) -> None:
     """Rows [start, stop) of `w` through packed panels; any number of columns."""
+    _begin(bias, accumulate, out, start, stop)
     n_tokens, n_columns = x.shape
     xs = np.empty((min(TOKENS, n_tokens), _STRIDE), np.float32)
     ws = np.empty((4, _STRIDE), np.float32)

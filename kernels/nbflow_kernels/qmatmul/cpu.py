@@ -19,7 +19,7 @@ from nbflow_kernels.qmatmul import layouts
 from nbflow_kernels.qmatmul.tiles import many_rows, one_row
 from nbflow_kernels.quants.packed import ROWS
 from nbflow_kernels.quants.tensor import QuantTensor
-from nbflow_kernels.threads import split_rows
+from nbflow_kernels.threads import not_capturable, split_rows
 
 _NO_BIAS = np.zeros(0, np.float32)
 
@@ -38,6 +38,7 @@ def matmul(
     packed = w.packed()
     n_columns = packed.n_blocks * packed.block_size
     if x.shape[1] != n_columns:  # the padding of the last block meets zeros
+        not_capturable()
         padded = np.zeros((x.shape[0], n_columns), np.float32)
         padded[:, : x.shape[1]] = x
         x = padded
