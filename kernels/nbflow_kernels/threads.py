@@ -149,12 +149,9 @@ def set_num_threads(n: int) -> None:
     """
     if not 1 <= n <= 1024:
         raise UsageError(f"number of threads must be 1..1024, got {n}")
-    team = _local.team
-    if team is not None:
-        if team.n == n:
-            return
-        team.close()
-    _local.team = Team(n)
+    # An old team ends when nobody holds it any more: captured calls may still use it.
+    if _local.team is None or _local.team.n != n:
+        _local.team = Team(n)
 
 
 def get_num_threads() -> int:

@@ -73,12 +73,14 @@ class RankEngine:
         page_size: int = 16,
     ) -> None:
         reset_peak_rss()
+        self._threads = threads
         set_num_threads(threads)
         self.plan, self.comm, self.spec = plan, comm, spec
         self.mine = plan.ranks[comm.rank]
         self.program = fuse(partition(build(spec), self.mine))
         started, before = time.perf_counter(), file.bytes_read
         self.weights = RankWeights(self.program, file, weights)
+        self.weights.pack()
         self.load_seconds = time.perf_counter() - started
         self.bytes_read = file.bytes_read - before
         self.storage = KVStorage(
@@ -183,6 +185,7 @@ class RankEngine:
     # ---- running and counting -----------------------------------------------------------------
 
     def _run(self, step: Step) -> None:
+        set_num_threads(self._threads)  # another model of this thread may have changed it
         self.storage.ensure(self.table.n_pages)
         self.executor.run(step)
         if self.comm.size > 1:

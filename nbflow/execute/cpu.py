@@ -35,6 +35,7 @@ BoundOp = tuple[str, Callable[[], Any], bool]
 
 def _captured(launcher: Callable[[], Any]) -> tuple[Callable[[], Any], bool]:
     """Return the one compiled call a launcher makes; the launcher, if it does more."""
+    launcher()  # whatever it prepares once is prepared for real
     with capture() as seen:
         launcher()
     if seen.complete and len(seen.calls) == 1:

@@ -39,6 +39,13 @@ class RankWeights:
         arrays = [a for a in (*sum(self.operands, ()), *self.bias) if a is not None]
         return sum({id(a): stored_bytes(a) for a in arrays}.values())
 
+    def pack(self) -> None:
+        """Keep only the layout that the CPU kernels compute from."""
+        for operands in self.operands:
+            for tensor in operands:
+                if isinstance(tensor, nk.QuantTensor) and not tensor.is_float:
+                    tensor.drop_storage()
+
     def _operands(self, op: Op) -> tuple[Any, ...]:
         if op.kind in ("linear", "embedding"):
             return (self._once(op.weights, self._matrix),)
@@ -102,5 +109,7 @@ def convert(matrix: np.ndarray, format: str, name: str) -> Any:
 
 
 def stored_bytes(operand: Any) -> int:
-    """Return the bytes of an array or a quantized tensor."""
+    """Return the bytes of an array or a quantized tensor, in the layout it is computed from."""
+    if isinstance(operand, nk.QuantTensor) and not operand.is_float:
+        return operand.packed_nbytes or operand.nbytes
     return int(operand.nbytes)

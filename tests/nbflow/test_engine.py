@@ -255,3 +255,12 @@ def test_requests_keep_their_state_apart():
     a, b = (Request([1], 2, Greedy()) for _ in range(2))
     a.accept(5, 0.0)
     assert b.ids == []
+
+
+def test_two_models_of_one_process_do_not_disturb_each_other(checkpoint, ids):
+    with nbflow.load(checkpoint, weights="q8", threads=2) as two:
+        expected = two.logits(ids)
+        with nbflow.load(checkpoint, weights="q8", threads=1) as one:
+            np.testing.assert_array_equal(one.logits(ids), expected)
+            np.testing.assert_array_equal(two.logits(ids), expected)
+        np.testing.assert_array_equal(two.logits(ids), expected)

@@ -56,7 +56,7 @@ class QuantTensor:
     ('q4_b32t1a', (2, 64), 80)
     """
 
-    __slots__ = ("_packed", "data", "format", "shape")
+    __slots__ = ("_data", "_packed", "format", "shape")
 
     def __init__(
         self, format: str | QuantFormat, shape: tuple[int, ...], data: NDArray[np.uint8]
@@ -72,7 +72,7 @@ class QuantTensor:
                 f"data of a {self.format.name} tensor of shape {self.shape} must have shape "
                 f"(rows, row bytes) = {wanted}, got {data.shape}"
             )
-        self.data = np.ascontiguousarray(data)
+        self._data: NDArray[np.uint8] | None = np.ascontiguousarray(data)
         self._packed: Packed | None = None
 
     @classmethod
@@ -108,6 +108,33 @@ class QuantTensor:
             )
         return cls(found_format, shape, array.reshape(wanted).copy())
 
+    @property
+    def data(self) -> NDArray[np.uint8]:
+        """The storage bytes, shape (rows, row bytes).
+
+        Raises
+        ------
+        UsageError
+            After `drop_storage`.
+        """
+        if self._data is None:
+            raise UsageError(
+                "the storage bytes of this tensor were dropped, only products can be computed from "
+                "it; quantize it again to get them back"
+            )
+        return self._data
+
+    def drop_storage(self) -> None:
+        """Make the layout for computing and free the storage bytes; products still work.
+
+        Raises
+        ------
+        UsageError
+            If the format is a float format, which is computed from as it is.
+        """
+        self.packed()
+        self._data = None
+
     def tobytes(self) -> bytes:
         """Return the storage bytes, exactly as in the published layout."""
         return self.data.tobytes()
@@ -115,7 +142,8 @@ class QuantTensor:
     @property
     def nbytes(self) -> int:
         """Storage size in bytes; `packed_nbytes` is that of the layout for computing."""
-        return self.data.nbytes
+        n_rows, row_bytes = _data_shape(self.format, self.shape)
+        return n_rows * row_bytes
 
     @property
     def packed_nbytes(self) -> int:
