@@ -1,0 +1,6 @@
+"""Recorded sweeps over models, weight formats, partitions and batch sizes.
+
+A sweep is a TOML file (`nbflow_experiments.grammar`); the runner measures each of its points and
+writes a results folder (`nbflow_experiments.records`) that `nbflow_experiments.report` turns into
+figures and one HTML page.  The commands are ``nbflow sweep FILE`` and ``nbflow report RESULTS``.
+"""

@@ -1,0 +1,57 @@
+"""``nbflow sweep FILE``: measure every point of a sweep.
+
+Example::
+
+    mpirun -n 4 nbflow sweep experiments/demo.toml
+    nbflow report runs/demo
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from nbflow_experiments.sweep import SweepOptions, run_sweep
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of ``nbflow sweep``."""
+    parser.add_argument("file", metavar="FILE", type=Path, help="sweep file (TOML)")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the points and estimated bytes, run nothing"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with an existing results folder"
+    )
+    parser.add_argument(
+        "--retry-failed", action="store_true", help="like --resume, and run failed points again"
+    )
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        dest="overrides",
+        metavar="SECTION.NAME=VALUE",
+        help="replace a value of the sweep file, e.g. axes.batch=[1,2] (repeatable)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs"),
+        metavar="DIR",
+        help="folder in which the results folder is made (default: runs)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the sweep; return the exit code (see `nbflow_experiments.sweep.run_sweep`)."""
+    return run_sweep(
+        SweepOptions(
+            file=args.file,
+            out=args.out,
+            overrides=tuple(args.overrides),
+            dry_run=args.dry_run,
+            resume=args.resume,
+            retry_failed=args.retry_failed,
+        )
+    )

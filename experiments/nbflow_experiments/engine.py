@@ -1,0 +1,207 @@
+"""Everything the sweeps ask of the engine, in one place."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nbflow.parallel import Alone, Comm, parse_partition, world
+from nbflow_kernels.errors import UsageError
+
+if TYPE_CHECKING:
+    from nbflow.engine.model import Model
+
+__all__ = [
+    "Alone",
+    "Comm",
+    "ModelIdentity",
+    "format_names",
+    "identify",
+    "kv_format_names",
+    "load",
+    "partition_ranks",
+    "weight_pairs",
+    "world",
+]
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Which model a name stands for, without its weights."""
+
+    model: str
+    """Name or path, as the sweep says."""
+    digest: str
+    """sha256 over the weights, the configuration and the tokenizer."""
+    folder: Path
+    """Folder of the weights, where an ``eval.txt`` may lie."""
+    max_context: int
+    """Longest sequence, in tokens."""
+    vocab_size: int
+    """Number of tokens of the vocabulary."""
+    shapes: dict[str, tuple[int, ...]]
+    """Shape of every tensor, by our name."""
+    stored_bytes: dict[str, int]
+    """Bytes of every tensor in the checkpoint, by our name."""
+    kv_width: int
+    """Numbers the key/value cache holds for one token, all layers."""
+
+
+def format_names() -> tuple[str, ...]:
+    """Return the names of the weight formats, short names included."""
+    import nbflow_kernels as nk
+
+    return (*nk.FORMATS.short_names, *nk.FORMATS)
+
+
+def bits_per_weight(name: str) -> float:
+    """Return the storage cost of a weight format, in bits."""
+    import nbflow_kernels as nk
+
+    return float(nk.FORMATS[name].bits_per_weight)
+
+
+def kv_format_names() -> tuple[str, ...]:
+    """Return the names of the formats of the key/value cache."""
+    from nbflow.cache import KV_FORMATS
+
+    return tuple(KV_FORMATS)
+
+
+def partition_ranks(partition: str) -> tuple[int, ...]:
+    """Return the numbers of the ranks that a partition string names."""
+    return tuple(rank for stage in parse_partition(partition) for rank in stage)
+
+
+def is_quantized(name: str, shape: Sequence[int]) -> bool:
+    """Return whether the engine stores this tensor in the weight format."""
+    from nbflow.weights_policy import is_quantized as policy
+
+    return bool(policy(name, tuple(shape)))
+
+
+def identify(model: str) -> ModelIdentity:
+    """Return the identity of a model; reads every byte of its files once."""
+    from nbflow.spec import resolve
+    from nbflow.weights import open_weights
+
+    resolved = resolve(model)
+    shapes = resolved.spec.tensor_shapes()
+    with open_weights(resolved.path) as weights:
+        files = [Path(file) for file in weights.files()]
+        stored = {n: weights.n_bytes(resolved.spec.checkpoint_name(n)) for n in shapes}
+    folder = files[0].parent
+    files += [resolved.tokenizer] if resolved.tokenizer else []
+    files += [folder / "config.json"] if (folder / "config.json").is_file() else []
+    spec = resolved.spec
+    return ModelIdentity(
+        model,
+        digest_files(files),
+        folder,
+        spec.max_context,
+        spec.vocab_size,
+        shapes,
+        stored,
+        2 * spec.n_layers * spec.n_kv_heads * spec.head_dim,
+    )
+
+
+def digest_files(files: Sequence[Path]) -> str:
+    """Return the sha256 over the names and contents of files, whatever their order."""
+    total = hashlib.sha256()
+    for file in sorted(set(files), key=lambda f: f.name):
+        with file.open("rb") as stream:
+            content = hashlib.file_digest(stream, "sha256").hexdigest()
+        total.update(f"{file.name} {content}\n".encode())
+    return total.hexdigest()
+
+
+def load(
+    model: str,
+    *,
+    weights: str,
+    kv: str,
+    partition: str,
+    max_context: int,
+    threads: int,
+    comm: Comm | None = None,
+) -> Model:
+    """Load a model; 0 stands for the engine's own choice of `max_context` and `threads`."""
+    import nbflow
+
+    return nbflow.load(
+        model,
+        weights=weights,
+        kv=kv,
+        partition=partition,
+        max_context=max_context or None,
+        threads=threads or None,
+        comm=comm,
+    )
+
+
+def time_prefill(model: Model, n_prompt: int, batch: int, repeats: int, warmup: int) -> list[float]:
+    """Return the seconds of each repetition of reading the prompts."""
+    from nbflow import bench
+
+    return bench.time_prefill(model, n_prompt, batch, repeats, warmup=warmup)
+
+
+def time_decode(
+    model: Model, n_prompt: int, n_gen: int, batch: int, repeats: int, warmup: int
+) -> list[float]:
+    """Return the seconds of each repetition of decoding `n_gen` tokens per sequence."""
+    from nbflow import bench
+
+    return bench.time_decode(model, n_prompt, n_gen, batch, repeats, warmup=warmup)
+
+
+def weight_pairs(model: str, weights: str) -> Iterator[tuple[str, np.ndarray, np.ndarray, int]]:
+    """Yield our name, the checkpoint's float32 values, the format's values and its bytes.
+
+    Only tensors that the engine quantizes; one tensor is in memory at a time.
+    """
+    import nbflow_kernels as nk
+    from nbflow.spec import resolve
+    from nbflow.weights import open_weights
+
+    resolved = resolve(model)
+    with open_weights(resolved.path) as file:
+        for name, shape in resolved.spec.tensor_shapes().items():
+            if not is_quantized(name, shape):
+                continue
+            stored = file.array(resolved.spec.checkpoint_name(name))
+            exact = np.ascontiguousarray(stored, dtype=np.float32)
+            quantized = nk.quantize(exact, weights)
+            yield name, exact, nk.dequantize(quantized), int(quantized.nbytes)
+
+
+def evaluation_text(setting: str, identity: ModelIdentity, sweep_folder: Path) -> Path:
+    """Return the text file that a point is evaluated on."""
+    if setting:
+        path = Path(setting) if Path(setting).is_absolute() else sweep_folder / setting
+        if not path.is_file():
+            raise UsageError(f"eval_text: there is no file {path}")
+        return path
+    path = identity.folder / "eval.txt"
+    if not path.is_file():
+        raise UsageError(
+            f"{identity.model} brings no eval.txt; name a text file with [settings] eval_text = ..."
+        )
+    return path
+
+
+def tokenize(model: str, text: str) -> tuple[np.ndarray, int | None]:
+    """Return the ids of a text, int64 (N,), and the BOS id if the model's inputs begin with it."""
+    import nbflow
+
+    tokenizer = nbflow.load_tokenizer(model)
+    ids = np.asarray(tokenizer.encode(text), np.int64)
+    begun = tokenizer.encode("a", add_special_tokens=True)
+    bos = tokenizer.bos_id
+    return ids, bos if bos is not None and begun and begun[0] == bos else None

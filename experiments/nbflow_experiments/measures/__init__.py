@@ -1,0 +1,58 @@
+"""The measures of a sweep: one file each, listed here in the order in which they run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from nbflow_experiments.measures import (
+    decode,
+    divergence,
+    memory,
+    perplexity,
+    prefill,
+    traffic,
+    weight_error,
+)
+from nbflow_experiments.measures.base import Array, Context, Measure, Outcome, Reading
+
+__all__ = [
+    "MEASURES",
+    "METRICS_VERSION",
+    "Array",
+    "Context",
+    "Measure",
+    "Outcome",
+    "Reading",
+    "needs_reference",
+    "needs_text",
+]
+
+METRICS_VERSION = 1
+"""Raised when a measure changes its meaning, so that old results are not taken for new ones.
+
+1: first version.
+"""
+
+MEASURES: dict[str, Measure] = {
+    measure.name: measure
+    for measure in (
+        weight_error.MEASURE,
+        perplexity.MEASURE,
+        divergence.MEASURE,
+        prefill.MEASURE,
+        decode.MEASURE,
+        traffic.MEASURE,
+        memory.MEASURE,
+    )
+}
+"""Every measure by name."""
+
+
+def needs_text(names: Iterable[str]) -> bool:
+    """Return whether one of these measures evaluates text."""
+    return any(MEASURES[name].needs_text for name in names)
+
+
+def needs_reference(names: Iterable[str]) -> bool:
+    """Return whether one of these measures compares with the reference's logits."""
+    return any(MEASURES[name].needs_reference for name in names)

@@ -1,0 +1,31 @@
+"""Speed of decoding, token by token.
+
+Wall time of `decode` steps of the whole batch after prompts of `prompt` tokens, greedy,
+communication included.  Reading the prompts, loading, quantization, compilation and tokenization
+are excluded; `warmup` repetitions are run and thrown away.  Tokens per second counts all sequences
+(batch x decode / time).  Every one of `repeats` repetitions is stored; the median is quoted, with
+the slowest and the fastest.
+"""
+
+from __future__ import annotations
+
+from nbflow_experiments import engine
+from nbflow_experiments.measures.base import Context, Measure, Outcome
+from nbflow_experiments.measures.timing import speed
+
+
+def run(context: Context) -> Outcome:
+    """Time the steps."""
+    steps, batch = context.number("decode"), context.number("batch")
+    seconds = engine.time_decode(
+        context.model,
+        context.number("prompt"),
+        steps,
+        batch,
+        context.number("repeats"),
+        context.number("warmup"),
+    )
+    return speed("decode", seconds, steps * batch) if context.leads else Outcome()
+
+
+MEASURE = Measure("decode", "point", run, str(__doc__))

@@ -1,0 +1,26 @@
+"""Speed of reading prompts.
+
+Wall time of one forward pass over `batch` prompts of `prompt` tokens each, from an empty cache to
+the first greedy token of each, scheduling and communication included.  Loading, quantization,
+compilation and tokenization are excluded; `warmup` repetitions are run and thrown away.  Tokens per
+second counts all sequences (batch x prompt / time).  Every one of `repeats` repetitions is stored;
+the median is quoted, with the slowest and the fastest.
+"""
+
+from __future__ import annotations
+
+from nbflow_experiments import engine
+from nbflow_experiments.measures.base import Context, Measure, Outcome
+from nbflow_experiments.measures.timing import speed
+
+
+def run(context: Context) -> Outcome:
+    """Time the prompts."""
+    prompt, batch = context.number("prompt"), context.number("batch")
+    seconds = engine.time_prefill(
+        context.model, prompt, batch, context.number("repeats"), context.number("warmup")
+    )
+    return speed("prefill", seconds, prompt * batch) if context.leads else Outcome()
+
+
+MEASURE = Measure("prefill", "point", run, str(__doc__))

@@ -1,0 +1,35 @@
+"""Bytes that the ranks send each other.
+
+The payload bytes of one untimed repetition of the `decode` measure: `batch` prompts of `prompt`
+tokens are read and `decode` steps follow.  A message to k ranks counts k times; headers and objects
+that only steer the run do not count.  `traffic_predicted_bytes` is what the partition says
+beforehand about the same run. `traffic_bytes_per_token` divides the measured bytes by all tokens,
+batch x (prompt + decode).
+"""
+
+from __future__ import annotations
+
+from nbflow_experiments import engine
+from nbflow_experiments.measures.base import Context, Measure, Outcome, Reading
+
+
+def run(context: Context) -> Outcome:
+    """Count the bytes of one run."""
+    prompt, steps, batch = (context.number(name) for name in ("prompt", "decode", "batch"))
+    context.model.reset_traffic()
+    engine.time_decode(context.model, prompt, steps, batch, 1, 0)
+    found = context.model.traffic()
+    if not context.leads:
+        return Outcome()
+    measured, predicted = found["measured_bytes"], found["predicted_bytes"]
+    per_token = measured / (batch * (prompt + steps))
+    return Outcome(
+        [
+            Reading("traffic_measured_bytes", float(measured), "byte"),
+            Reading("traffic_predicted_bytes", float(predicted), "byte"),
+            Reading("traffic_bytes_per_token", per_token, "byte/token"),
+        ]
+    )
+
+
+MEASURE = Measure("traffic", "point", run, str(__doc__))

@@ -1,0 +1,185 @@
+"""A point of a sweep: its frozen configuration and the id made from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nbflow_experiments import engine
+from nbflow_experiments.grammar import Sweep
+from nbflow_experiments.measures import METRICS_VERSION, needs_text
+from nbflow_experiments.settings import Value
+from nbflow_kernels.errors import UsageError
+
+LOAD_SETTINGS = ("model", "weights", "kv", "partition", "max_context", "threads")
+"""Points that agree in these can use one loaded model."""
+QUALITY_SETTINGS = (
+    *LOAD_SETTINGS,
+    "eval_text",
+    "eval_tokens",
+    "eval_window",
+    "eval_context",
+    "seed",
+)
+"""Points that agree in these have the same errors: the batch and the lengths do not matter."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point, ready to be run."""
+
+    id: str
+    """sha256 of the canonical JSON of everything that decides the result."""
+    config: dict[str, Value]
+    """Every setting."""
+    measures: tuple[str, ...]
+    """Names of the measures."""
+    model_digest: str
+    """sha256 of the model's files."""
+    dataset_digest: str
+    """sha256 of the evaluated text; empty where no measure reads it."""
+    text: Path | None
+    """The evaluated text."""
+
+    @property
+    def short(self) -> str:
+        """Return the name of the point's folder."""
+        return self.id[:12]
+
+    def key(self, names: Iterable[str]) -> tuple[Value, ...]:
+        """Return the values of some settings, to compare points by."""
+        return tuple(self.config[name] for name in names)
+
+    def record(self) -> dict[str, Any]:
+        """Return what the id is made of."""
+        return _identity(self.config, self.measures, self.model_digest, self.dataset_digest)
+
+
+def _identity(
+    config: Mapping[str, Value], measures: tuple[str, ...], model: str, dataset: str
+) -> dict[str, Any]:
+    """Return the plain data that decides a point's result."""
+    return {
+        "config": dict(config),
+        "measures": list(measures),
+        "model_sha256": model,
+        "dataset_sha256": dataset,
+        "metrics_version": METRICS_VERSION,
+    }
+
+
+def point_id(identity: Mapping[str, Any]) -> str:
+    """Return the id of a point.
+
+    Parameters
+    ----------
+    identity : mapping
+        Plain data, as `Point.record` gives it; the order of its keys does not matter.
+
+    Returns
+    -------
+    str
+        sha256 of the JSON with sorted keys and no spaces, in hexadecimal.
+
+    Examples
+    --------
+    >>> point_id({"b": 1, "a": "x"}) == point_id({"a": "x", "b": 1})
+    True
+    """
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def make_points(sweep: Sweep) -> list[Point]:
+    """Freeze the points of a sweep, in the order in which they run.
+
+    Points that can use one loaded model stand together; otherwise the order is the file's.
+
+    Raises
+    ------
+    UsageError
+        If a model or text does not exist, or the lengths do not fit into the model's context.
+    """
+    identities: dict[str, engine.ModelIdentity] = {}
+    digests: dict[Path, str] = {}
+    points: dict[str, Point] = {}
+    for config in sweep.points:
+        model = str(config["model"])
+        if model not in identities:
+            identities[model] = engine.identify(model)
+        _check_lengths(config, identities[model])
+        text, dataset = None, ""
+        if needs_text(sweep.measures):
+            text = engine.evaluation_text(str(config["eval_text"]), identities[model], sweep.folder)
+            if text not in digests:
+                digests[text] = hashlib.sha256(text.read_bytes()).hexdigest()
+            dataset = digests[text]
+        digest = identities[model].digest
+        name = point_id(_identity(config, sweep.measures, digest, dataset))
+        points[name] = Point(name, dict(config), sweep.measures, digest, dataset, text)
+    groups: dict[tuple[Value, ...], list[Point]] = {}
+    for point in points.values():
+        groups.setdefault(point.key(LOAD_SETTINGS), []).append(point)
+    return [point for group in groups.values() for point in group]
+
+
+def _check_lengths(config: Mapping[str, Value], identity: engine.ModelIdentity) -> None:
+    """Raise if a sequence of the point is longer than its context."""
+    longest = int(config["max_context"]) or identity.max_context
+    if longest > identity.max_context:
+        raise UsageError(
+            f"max_context must be at most {identity.max_context}, the context of "
+            f"{identity.model}, got {longest}"
+        )
+    asked = int(config["prompt"]) + 1 + int(config["decode"])
+    if asked > longest:
+        raise UsageError(
+            f"prompt + 1 + decode must be at most {longest} tokens, the context of "
+            f"{identity.model}, got {config['prompt']} + 1 + {config['decode']} = {asked}"
+        )
+    if int(config["eval_window"]) > longest:
+        raise UsageError(
+            f"eval_window must be at most {longest} tokens, the context of {identity.model}, "
+            f"got {config['eval_window']}"
+        )
+
+
+def check_world(points: Iterable[Point], size: int) -> None:
+    """Raise if a partition needs more ranks than mpirun started.
+
+    Without mpirun (`size` 1) every partition runs on in-process ranks.
+    """
+    if size == 1:
+        return
+    for point in points:
+        highest = max(engine.partition_ranks(str(point.config["partition"])))
+        if highest >= size:
+            raise UsageError(
+                f"partition {point.config['partition']!r} names rank {highest}, but mpirun started "
+                f"{size} ranks (0 to {size - 1}); start with: mpirun -n {highest + 1} ..."
+            )
+
+
+def estimate_bytes(point: Point, identity: engine.ModelIdentity) -> dict[str, int]:
+    """Return the bytes of weights and of key/value cache that a point needs, all ranks together.
+
+    Weights of the quantized matrices count with the format's bits, the other tensors with the bytes
+    they have in the checkpoint; copies that several ranks hold are counted once.
+    """
+    bits = engine.bits_per_weight(str(point.config["weights"]))
+    weights = 0.0
+    for name, shape in identity.shapes.items():
+        if engine.is_quantized(name, shape):
+            weights += math.prod(shape) * bits / 8
+        else:
+            weights += identity.stored_bytes[name]
+    tokens = int(point.config["batch"]) * (
+        int(point.config["prompt"]) + int(point.config["decode"])
+    )
+    cache = tokens * identity.kv_width * engine.bits_per_weight(str(point.config["kv"])) / 8
+    return {"weight_bytes": round(weights), "kv_bytes": round(cache)}

@@ -1,0 +1,70 @@
+"""Figures and one HTML page from a results folder."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from nbflow_experiments.files import replace_atomically, write_text
+from nbflow_experiments.report import partitions, quality, speed
+from nbflow_experiments.report.data import Results, load_results
+from nbflow_experiments.report.figure import Drawing, NotDrawn, svg_text
+from nbflow_experiments.report.page import render_page
+
+_FIGURES: dict[str, Callable[[Results], Drawing]] = {
+    "quality": quality.draw,
+    "speed": speed.draw,
+    "partitions": partitions.draw,
+}
+_KINDS: tuple[Literal["png", "svg"], ...] = ("png", "svg")
+
+
+def write_report(
+    results: Path, out: Path | None = None, weights: str | None = None
+) -> tuple[Path, list[Path]]:
+    """Write the report of a sweep.
+
+    Parameters
+    ----------
+    results : Path
+        Results folder of ``nbflow sweep``; may be unfinished.
+    out : Path, optional
+        The page to write; by default ``report.html`` in the results folder.  The figures go into a
+        folder ``figures`` beside it, each as PNG (200 dots per inch) and SVG.
+    weights : str, optional
+        Format shown in the figure of the partitions; by default the one nearest to 4.5 bits.
+
+    Returns
+    -------
+    page : Path
+        The HTML page; it needs no other file.
+    figures : list of Path
+        The figures.
+
+    Raises
+    ------
+    UsageError
+        If the folder holds no results, or no point has the format.
+    MissingExtraError
+        If pandas or matplotlib is not installed.
+    """
+    data = load_results(results, weights)
+    page = out or results / "report.html"
+    folder = page.parent / "figures"
+    sections: list[tuple[str, str, str]] = []
+    written: list[Path] = []
+    for name, draw in _FIGURES.items():
+        try:
+            drawing = draw(data)
+        except NotDrawn as reason:
+            sections.append((name, "", f"No figure '{name}': {reason}."))
+            continue
+        for kind in _KINDS:
+            path = folder / f"{name}.{kind}"
+            with replace_atomically(path) as temporary:
+                drawing.save(temporary, kind)
+            written.append(path)
+        sections.append((name, svg_text(folder / f"{name}.svg", drawing.title), drawing.caption))
+    write_text(page, render_page(data, sections))
+    return page, written

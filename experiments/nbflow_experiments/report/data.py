@@ -1,0 +1,128 @@
+"""The recorded numbers, as the figures and the page need them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nbflow_experiments.extras import require
+from nbflow_experiments.records import ResultsFolder
+from nbflow_experiments.settings import SETTINGS
+from nbflow_experiments.summary import write_summaries
+from nbflow_kernels.errors import UsageError, unknown_name
+
+
+@dataclass(frozen=True)
+class Results:
+    """What a results folder holds."""
+
+    path: Path
+    """The folder."""
+    sweep: dict[str, Any]
+    """``sweep.json``."""
+    launches: list[dict[str, Any]]
+    """Provenance of each launch."""
+    points: Any
+    """``points.csv`` as a pandas DataFrame, in the order of the sweep."""
+    failures: list[dict[str, Any]]
+    """For each failed point its name, settings that vary, and error."""
+    weights: str
+    """Format shown where only one can be shown."""
+
+    @property
+    def done(self) -> Any:
+        """Return the points that succeeded."""
+        return self.points[self.points.status == "done"]
+
+    @property
+    def partition(self) -> str:
+        """Return the partition shown where only one can be shown: the first of the sweep."""
+        return str(self.done.partition.iloc[0])
+
+    def varying(self, names: Sequence[str]) -> list[str]:
+        """Return those of some settings that vary among the points that succeeded."""
+        return [name for name in names if self.done[name].nunique() > 1]
+
+    def series(self, fixed: Sequence[str]) -> list[tuple[str, Any]]:
+        """Return the points that succeeded, one part for each setting of what is not in `fixed`.
+
+        Each part comes with a label that names what it does not share with the others; empty where
+        there is only one part.
+        """
+        names = self.varying([name for name in SETTINGS if name not in fixed])
+        if not names:
+            return [("", self.done)]
+        parts = []
+        for values, part in self.done.groupby(names, sort=False):
+            text = ", ".join(f"{n} = {v}" for n, v in zip(names, values, strict=True))
+            parts.append((text, part))
+        return parts
+
+
+def load_results(path: Path, weights: str | None = None) -> Results:
+    """Read a results folder, first bringing its tables up to date.
+
+    Parameters
+    ----------
+    path : Path
+        Results folder.
+    weights : str, optional
+        Format to show where only one can be shown.
+
+    Returns
+    -------
+    Results
+
+    Raises
+    ------
+    UsageError
+        If there are no results, none succeeded, or no point has the format.
+    """
+    pandas = require("pandas")
+    require("matplotlib")
+    folder = ResultsFolder(path)
+    if not folder.exists:
+        raise UsageError(
+            f"{path} is not a results folder of nbflow sweep (it has no sweep.json); give the "
+            f"folder that the sweep printed last"
+        )
+    names = folder.finished()
+    if not names:
+        raise UsageError(f"{path} has no finished points yet; go on with nbflow sweep --resume")
+    if _outdated(folder, names):
+        write_summaries(folder)
+    text = {s.name: str for s in SETTINGS.values() if not s.is_number}
+    points = pandas.read_csv(path / "points.csv", dtype=text | {"point": str})
+    sweep = folder.sweep()
+    failures = []
+    for name in names:
+        result = folder.result(name) or {}
+        if result["status"] != "done":
+            config = folder.config(name)["config"]
+            varying = {factor: config[factor] for factor in sweep["factors"]}
+            failures.append({"point": name, "config": varying, **result["error"]})
+    done = points[points.status == "done"]
+    if not len(done):
+        raise UsageError(f"{path}: all {len(points)} finished points failed; see points/*/log.txt")
+    return Results(path, sweep, folder.launches(), points, failures, _shown(done, weights))
+
+
+def _outdated(folder: ResultsFolder, names: Sequence[str]) -> bool:
+    """Return whether a point finished after the tables were written."""
+    tables = [folder.path / name for name in ("points.csv", "results.csv", "results.h5")]
+    if not all(table.is_file() for table in tables):
+        return True
+    oldest = min(table.stat().st_mtime for table in tables)
+    return any((folder.folder(n) / "result.json").stat().st_mtime > oldest for n in names)
+
+
+def _shown(done: Any, weights: str | None) -> str:
+    """Return the format for figures of one format: the one asked for, or nearest to 4.5 bits."""
+    bits: dict[str, float] = dict(zip(done.weights, done.bits_per_weight, strict=True))
+    if weights is None:
+        return min(bits, key=lambda name: abs(bits[name] - 4.5))
+    if weights.lower() not in bits:
+        raise unknown_name("format in the results", weights, bits)
+    return weights.lower()

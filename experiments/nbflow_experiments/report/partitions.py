@@ -1,0 +1,80 @@
+"""Figure: partitions against speed and bytes communicated."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from nbflow_experiments.report.data import Results
+from nbflow_experiments.report.figure import COLOURS, GREY, Drawing, NotDrawn, new_figure
+
+_PANELS = (
+    ("prefill_tokens_per_s", "prefill (token/s)"),
+    ("decode_tokens_per_s", "decode (token/s)"),
+    ("traffic_bytes_per_token", "sent between ranks (kB/token)"),
+)
+
+
+def draw(results: Results) -> Drawing:
+    """Return the figure: one group of bars per partition, one colour per batch size."""
+    rows = results.done[results.done.weights == results.weights]
+    names = list(dict.fromkeys(rows.partition))
+    if len(names) < 2:
+        raise NotDrawn(f"the points of {results.weights} that succeeded have only one partition")
+    panels = [p for p in _PANELS if p[0] in rows and rows[p[0]].notna().any()]
+    if not panels:
+        raise NotDrawn("neither speed nor traffic was recorded")
+    series = [
+        (label or results.weights, part[part.weights == results.weights])
+        for label, part in results.series(("weights", "partition"))
+    ]
+    with new_figure(len(panels), 3.3) as (figure, axes):
+        for panel, (metric, label) in zip(axes, panels, strict=True):
+            _draw_panel(panel, names, series, metric)
+            panel.set_ylabel(label)
+            panel.set_xlabel("partition (; layers, & tensors)")
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    caption = (
+        f"Partitions with {results.weights} weights. Numbers are ranks; ';' separates stages of "
+        "layers, '&' ranks that share each layer. Speed: all sequences together, median of the "
+        "repetitions, bars from the slowest to the fastest. Sent: payload of all ranks per token "
+        "of prompt and continuation; the dark lines are the bytes predicted from the partition."
+    )
+    return Drawing(figure, "Partitions against speed and communication", caption)
+
+
+def _draw_panel(
+    panel: Any, names: Sequence[str], series: Sequence[tuple[str, Any]], metric: str
+) -> None:
+    """Draw the bars of one quantity."""
+    width = 0.8 / len(series)
+    traffic = metric.startswith("traffic")
+    scale = 1e-3 if traffic else 1.0
+    for i, (label, part) in enumerate(series):
+        part = part.drop_duplicates("partition").set_index("partition").reindex(names)
+        x = np.arange(len(names)) + (i - (len(series) - 1) / 2) * width
+        y = part[metric].to_numpy() * scale
+        panel.bar(x, y, 0.92 * width, color=COLOURS[i % len(COLOURS)], label=label)
+        if traffic:
+            tokens = part.batch * (part.prompt + part.decode)
+            expected = (part.traffic_predicted_bytes / tokens).to_numpy() * scale
+            panel.hlines(expected, x - 0.46 * width, x + 0.46 * width, color="black", linewidth=1.6)
+            continue
+        base = metric.replace("_tokens_per_s", "")
+        bars = np.vstack(
+            [y - part[f"{base}_min_tokens_per_s"], part[f"{base}_max_tokens_per_s"] - y]
+        )
+        panel.errorbar(x, y, yerr=bars, linestyle="none", color=GREY, capsize=2)
+    from matplotlib import ticker
+
+    panel.grid(visible=False, axis="x")
+    panel.set_xticks(np.arange(len(names)), names)
+    panel.yaxis.set_major_formatter(ticker.FuncFormatter(_number))
+    panel.set_ylim(bottom=0)
+
+
+def _number(value: float, _: object) -> str:
+    """Return a tick's number, thousands separated."""
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:g}"

@@ -1,0 +1,79 @@
+"""Figure: bits per weight against speed."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow_experiments.report.data import Results
+from nbflow_experiments.report.figure import (
+    COLOURS,
+    MARKERS,
+    Drawing,
+    NotDrawn,
+    new_figure,
+)
+
+_PANELS = (("prefill", "prefill (token/s)"), ("decode", "decode (token/s)"))
+
+
+def draw(results: Results) -> Drawing:
+    """Return the figure: prefill and decode speed of the formats, one colour per batch size."""
+    rows = results.done[results.done.partition == results.partition]
+    if rows.weights.nunique() < 2:
+        raise NotDrawn("the points that succeeded have only one weight format")
+    panels = [p for p in _PANELS if f"{p[0]}_tokens_per_s" in rows]
+    if not panels:
+        raise NotDrawn("no speed was recorded")
+    with new_figure(len(panels), 3.3) as (figure, axes):
+        for panel, (name, label) in zip(axes, panels, strict=True):
+            _draw_panel(panel, results, rows, f"{name}_tokens_per_s")
+            panel.set_ylabel(label)
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    caption = (
+        f"Speed against storage with partition {results.partition}: all sequences of the batch "
+        "together, median of the repetitions; bars reach from the slowest to the fastest."
+    )
+    return Drawing(figure, "Bits per weight against speed", caption)
+
+
+def _draw_panel(panel: Any, results: Results, rows: Any, metric: str) -> None:
+    """Draw one speed against the formats, ordered by their bits."""
+    base = metric.removesuffix("_tokens_per_s")
+    low, high = f"{base}_min_tokens_per_s", f"{base}_max_tokens_per_s"
+    formats = rows.drop_duplicates("weights").sort_values("bits_per_weight", kind="stable")
+    names = list(formats.weights)
+    crowded = len(names) > 12
+    between = "  " if crowded else "\n"
+    ticks = [f"{n}{between}{b:g}" for n, b in zip(names, formats.bits_per_weight, strict=True)]
+    panel.set_xticks(range(len(names)), ticks, rotation=90 if crowded else 0)
+    panel.set_xlabel("format and its bits per weight")
+    panel.grid(visible=False, axis="x")
+    series = results.series(("weights", "partition"))
+    for i, (label, whole) in enumerate(series):
+        part = whole[(whole.partition == results.partition) & whole[metric].notna()]
+        # Side by side, so that the bars of one format do not hide each other.
+        shift = 0.5 / len(series) * (i - (len(series) - 1) / 2)
+        x = np.array([names.index(name) for name in part.weights]) + shift
+        y = part[metric].to_numpy()
+        bars = np.vstack([y - part[low], part[high] - y])
+        look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+        panel.errorbar(x, y, yerr=bars, capsize=2.5, linestyle="none", label=label, **look)
+    largest, smallest = rows[high].max(), rows[low].min()
+    if largest > 8 * smallest:
+        panel.set_yscale("log")
+        panel.set_ylim(smallest / 1.4, largest * 1.4)
+    else:
+        panel.set_ylim(0, largest * 1.08)
+    _plain_numbers(panel)
+
+
+def _plain_numbers(panel: Any) -> None:
+    """Write speeds as plain numbers with a thousands separator."""
+    from matplotlib import ticker
+
+    if panel.get_yscale() == "log":
+        panel.yaxis.set_major_locator(ticker.LogLocator(10, subs=(1.0, 2.0, 5.0)))
+        panel.yaxis.set_minor_formatter(ticker.NullFormatter())
+    panel.yaxis.set_major_formatter(ticker.FuncFormatter(lambda v, _: f"{v:,.0f}"))

@@ -1,0 +1,304 @@
+"""Runs the points of a sweep, on every rank in step.
+
+Rank 0 decides, tells the others and writes; all ranks load and measure together, and after each
+step they agree whether it succeeded (`nbflow_experiments.steps`).  A point that fails is recorded
+and the sweep goes on.  Consecutive points that differ in batch and lengths only use the loaded
+model again and share its quality measures, which do not depend on them; the record says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from nbflow_experiments import engine, provenance
+from nbflow_experiments.evaluation import text_windows
+from nbflow_experiments.measures import MEASURES, Context, Measure, Outcome, needs_reference
+from nbflow_experiments.points import LOAD_SETTINGS, QUALITY_SETTINGS, Point
+from nbflow_experiments.progress import Reporter
+from nbflow_experiments.records import SCHEMA_VERSION, ResultsFolder, reading_row
+from nbflow_experiments.reference import is_complete, reference_path, write_reference
+from nbflow_experiments.steps import Interrupted, StepFailed, StopRequest, in_step
+
+if TYPE_CHECKING:
+    from nbflow.engine.model import Model
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Log:
+    """What happened at one point."""
+
+    lines: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def write(self, text: str) -> None:
+        """Add a line with the time."""
+        self.lines.append(f"{provenance.now()} {text}")
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Note how long a step took."""
+        start = time.perf_counter()
+        self.write(f"{name} begins")
+        try:
+            yield
+        finally:
+            self.seconds[name] = time.perf_counter() - start
+            self.write(f"{name} ends after {self.seconds[name]:.3f} s")
+
+
+@dataclass
+class _Loaded:
+    """The model in memory and what was already found with it."""
+
+    key: tuple[Any, ...]
+    model: Model
+    leader: int
+    quality: dict[tuple[Any, ...], tuple[str, Outcome]] = field(default_factory=dict)
+    shared: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
+
+
+class Runner:
+    """Runs points one after the other.
+
+    Parameters
+    ----------
+    comm : Comm
+        All ranks; every rank makes a runner and gives it the same points.
+    folder : ResultsFolder
+        Where rank 0 writes, and the rank that leads a point reads the reference.
+    reporter : Reporter
+        Shows progress on rank 0.
+    launch : int
+        Index of this launch in the provenance.
+    """
+
+    def __init__(
+        self, comm: engine.Comm, folder: ResultsFolder, reporter: Reporter, launch: int
+    ) -> None:
+        self._comm = comm
+        self._folder = folder
+        self._reporter = reporter
+        self._launch = launch
+        self._stop = StopRequest()
+        self._loaded: _Loaded | None = None
+        self._formats: dict[tuple[Any, ...], Outcome] = {}
+        self._windows: dict[tuple[Any, ...], np.ndarray] = {}
+        self._references: dict[tuple[Any, ...], Path] = {}
+
+    def run(self, points: Sequence[Point]) -> tuple[int, bool]:
+        """Run `points` in order; return how many failed and whether the run was interrupted."""
+        failed = 0
+        with self._stop.listen():
+            try:
+                for point in points:
+                    failed += not self._run_point(point)
+            except Interrupted:
+                return failed, True
+            finally:
+                self._unload()
+        return failed, False
+
+    def _run_point(self, point: Point) -> bool:
+        """Measure and record one point; return whether it succeeded."""
+        log, outcomes = _Log(), dict[str, Outcome]()
+        result: dict[str, Any] = {
+            "schema_version": SCHEMA_VERSION,
+            "id": point.id,
+            "status": "done",
+            "error": None,
+            "launch": self._launch,
+            "started": provenance.now(),
+            "quality_shared_from": None,
+        }
+        start = time.perf_counter()
+        if self._comm.rank == 0:
+            self._reporter.begins(point)
+        self._on_root(log, "freeze", lambda: self._folder.write_config(point))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                self._measure(point, log, outcomes, result)
+            except StepFailed as failure:
+                result["status"] = "failed"
+                result["error"] = _error(failure)
+                log.write(f"failed\n{failure.failures[0].traceback}")
+                self._unload()
+        for warning in caught:
+            log.write(f"warning: {warning.category.__name__}: {warning.message}")
+        result["finished"] = provenance.now()
+        result["wall_s"] = time.perf_counter() - start
+        result["steps_s"] = log.seconds
+        self._on_root(log, "write", lambda: self._record(point, result, log, outcomes))
+        return bool(result["status"] == "done")
+
+    def _record(
+        self, point: Point, result: dict[str, Any], log: _Log, outcomes: dict[str, Outcome]
+    ) -> None:
+        """Write a finished point; rank 0 only."""
+        weights = str(point.config["weights"])
+        result["bits_per_weight"] = engine.bits_per_weight(weights)
+        result["readings"] = [
+            reading_row(name, reading) for name, o in outcomes.items() for reading in o.readings
+        ]
+        arrays = {name: array for o in outcomes.values() for name, array in o.arrays.items()}
+        text = "\n".join(log.lines) + "\n"
+        self._folder.write_result(point.short, result, text, arrays)
+        self._reporter.ends(point, result)
+
+    def _measure(
+        self, point: Point, log: _Log, outcomes: dict[str, Outcome], result: dict[str, Any]
+    ) -> None:
+        """Prepare, load and run every measure of a point."""
+        windows = self._prepare_windows(point, log) if point.text else None
+        reference = None
+        if windows is not None and needs_reference(point.measures):
+            reference = self._prepare_reference(point, windows, log)
+        loaded = self._load(point, log)
+        quality = point.key(QUALITY_SETTINGS)
+        context = Context(
+            point.config,
+            loaded.model,
+            self._comm.rank == loaded.leader,
+            windows,
+            reference,
+            loaded.shared.setdefault(quality, {}),
+        )
+        for name in point.measures:
+            measure = MEASURES[name]
+            if measure.scope == "quality" and (*quality, name) in loaded.quality:
+                source, outcomes[name] = loaded.quality[(*quality, name)]
+                result["quality_shared_from"] = source
+                log.write(
+                    f"{name} is that of point {source}, which differs in batch or lengths only"
+                )
+                continue
+            outcomes[name] = self._run_measure(measure, point, context, log)
+            if measure.scope == "quality":
+                loaded.quality[(*quality, name)] = point.short, outcomes[name]
+
+    def _run_measure(self, measure: Measure, point: Point, context: Context, log: _Log) -> Outcome:
+        """Run one measure on all ranks of the model; rank 0 gets what the leading rank found."""
+        key = (measure.name, point.model_digest, point.config["weights"])
+        if measure.scope == "format" and key in self._formats:
+            return self._formats[key]
+
+        def work() -> Outcome:
+            return measure.run(context) if context.model.participates else Outcome()
+
+        with log.timed(measure.name):
+            if self._comm.rank == 0:
+                self._reporter.step(measure.name)
+            found = in_step(self._comm, self._stop, work)
+            gathered = self._comm.gather_object(found if context.leads else None)
+        if gathered is not None and self._loaded is not None:
+            found = gathered[self._loaded.leader]
+        if measure.scope == "format":
+            self._formats[key] = found
+        return found
+
+    def _prepare_windows(self, point: Point, log: _Log) -> np.ndarray:
+        """Return the windows to evaluate; rank 0 reads the text."""
+        names = ("model", "eval_tokens", "eval_window", "seed")
+        key = (point.dataset_digest, *point.key(names))
+        if key not in self._windows:
+            text, config = point.text, point.config
+            assert text is not None
+            self._windows[key] = self._on_root(
+                log,
+                "tokenize",
+                lambda: text_windows(
+                    str(config["model"]),
+                    text,
+                    int(config["eval_tokens"]),
+                    int(config["eval_window"]),
+                    int(config["seed"]),
+                ),
+            )
+        return self._windows[key]
+
+    def _prepare_reference(self, point: Point, windows: np.ndarray, log: _Log) -> Path:
+        """Return the file of the reference's logits; rank 0 writes it if it is not there yet."""
+        first = int(point.config["eval_context"])
+        path = reference_path(self._folder.reference, point.model_digest, windows, first)
+        if (path,) not in self._references:
+
+            def write() -> Path:
+                if not is_complete(path):
+                    model, threads = str(point.config["model"]), int(point.config["threads"])
+                    write_reference(path, model, windows, first, threads)
+                return path
+
+            if self._comm.rank == 0:
+                self._reporter.step("reference")
+            self._references[(path,)] = self._on_root(log, "reference", write)
+        return self._references[(path,)]
+
+    def _load(self, point: Point, log: _Log) -> _Loaded:
+        """Return the model of a point, loading it unless the last point left it in memory."""
+        key = point.key(LOAD_SETTINGS)
+        if self._loaded is not None and self._loaded.key == key:
+            log.write("the model is still loaded from the point before")
+            return self._loaded
+        self._unload()
+        config = point.config
+        made: list[Model] = []
+
+        def load() -> None:
+            made.append(
+                engine.load(
+                    str(config["model"]),
+                    weights=str(config["weights"]),
+                    kv=str(config["kv"]),
+                    partition=str(config["partition"]),
+                    max_context=int(config["max_context"]),
+                    threads=int(config["threads"]),
+                )
+            )
+
+        with log.timed("load"):
+            if self._comm.rank == 0:
+                self._reporter.step("load")
+            try:
+                in_step(self._comm, self._stop, load)
+            except BaseException:
+                for model in made:
+                    model.close()
+                raise
+        takes_part = self._comm.gather_object(made[0].participates)
+        leader = self._comm.bcast_object(takes_part.index(True) if takes_part else None)
+        self._loaded = _Loaded(key, made[0], leader)
+        return self._loaded
+
+    def _unload(self) -> None:
+        """Give the memory of the model back."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            loaded.model.close()
+
+    def _on_root(self, log: _Log, name: str, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0 and return its result on every rank."""
+        with log.timed(name):
+            result = in_step(self._comm, self._stop, work if self._comm.rank == 0 else lambda: None)
+            value: T = self._comm.bcast_object(result)
+        return value
+
+
+def _error(failure: StepFailed) -> dict[str, Any]:
+    """Return a failure as plain data: the first rank's error, and which ranks failed."""
+    first = failure.failures[0]
+    return {
+        "type": first.type,
+        "message": first.message,
+        "traceback": first.traceback,
+        "ranks": [f.rank for f in failure.failures],
+    }

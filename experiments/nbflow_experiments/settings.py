@@ -1,0 +1,114 @@
+"""What a point of a sweep can be configured with: one line per setting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nbflow_experiments import engine
+from nbflow_kernels.errors import UsageError, unknown_name
+
+Value = str | int
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One thing that a sweep can fix or vary."""
+
+    name: str
+    """Name in the sweep file, in the records and in the tables."""
+    default: Value
+    """Value where the sweep says nothing; its type is the type of the setting."""
+    minimum: int
+    """Smallest value allowed, if it is a number."""
+    meaning: str
+    """What it is, with its unit."""
+
+    @property
+    def is_number(self) -> bool:
+        """Return whether its values are integers."""
+        return isinstance(self.default, int)
+
+
+_ALL = (
+    Setting("model", "", 0, "model: folder, file or name of a model specification (required)"),
+    Setting("weights", "f32", 0, "format of the weight matrices"),
+    Setting("kv", "f16", 0, "format of the key/value cache"),
+    Setting("partition", "0", 0, "which ranks hold the model, for example '0&1;2&3'"),
+    Setting("batch", 1, 1, "sequences processed together"),
+    Setting("prompt", 128, 1, "tokens of each prompt"),
+    Setting("decode", 32, 1, "tokens decoded after each prompt"),
+    Setting("repeats", 5, 1, "repetitions of each timing"),
+    Setting("warmup", 1, 0, "untimed repetitions before them"),
+    Setting(
+        "eval_text", "", 0, "text file for the quality measures; empty: the model's own eval.txt"
+    ),
+    Setting("eval_tokens", 4096, 2, "tokens of the text that are evaluated"),
+    Setting("eval_window", 256, 2, "tokens of each evaluated window"),
+    Setting("eval_context", 1, 1, "first tokens of each window that are not scored"),
+    Setting("seed", 0, 0, "seed of the choice of windows"),
+    Setting("max_context", 0, 0, "longest sequence in tokens; 0: the model's"),
+    Setting("threads", 0, 0, "threads per rank; 0: chosen by the engine"),
+)
+
+SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _ALL}
+"""Every setting by name."""
+
+
+def setting(name: str, kind: str = "setting") -> Setting:
+    """Return the setting called `name`, or raise with close names."""
+    if name not in SETTINGS:
+        raise unknown_name(kind, name, SETTINGS)
+    return SETTINGS[name]
+
+
+def check_value(name: str, value: object, where: str) -> Value:
+    """Return `value` if it is one that setting `name` can have.
+
+    Parameters
+    ----------
+    name : str
+        A known setting.
+    value : object
+        What the sweep file says.
+    where : str
+        Place in the file, for the message.
+
+    Raises
+    ------
+    UsageError
+        If the type is wrong, a number is too small, or a format or partition does not exist.
+    """
+    known = SETTINGS[name]
+    if known.is_number:
+        if not isinstance(value, int) or isinstance(value, bool):
+            raise UsageError(f"{where}: {name} must be an integer, got {value!r}")
+        if value < known.minimum:
+            raise UsageError(f"{where}: {name} must be at least {known.minimum}, got {value}")
+        return value
+    if not isinstance(value, str):
+        raise UsageError(f'{where}: {name} must be text in quotes, got {value!r}; write "{value}"')
+    if name == "weights" and value.lower() not in engine.format_names():
+        raise unknown_name("weight format", value, engine.format_names())
+    if name == "kv" and value.lower() not in engine.kv_format_names():
+        raise unknown_name("key/value format", value, engine.kv_format_names())
+    if name == "partition":
+        engine.partition_ranks(value)
+    return value.lower() if name in ("weights", "kv") else value
+
+
+def check_configuration(config: dict[str, Value]) -> None:
+    """Raise `UsageError` if the settings of one point cannot go together."""
+    if not config["model"]:
+        raise UsageError(
+            "the sweep names no model; write [settings] model = ... or an axis 'model'"
+        )
+    window, skipped = int(config["eval_window"]), int(config["eval_context"])
+    if skipped >= window:
+        raise UsageError(
+            f"eval_context must be less than eval_window, got {skipped} and {window}; at least one "
+            f"token of each window must be scored"
+        )
+    if int(config["eval_tokens"]) < window:
+        raise UsageError(
+            f"eval_tokens must be at least eval_window, got {config['eval_tokens']} and {window}"
+        )

@@ -1,0 +1,260 @@
+"""A sweep from its file to its results folder."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nbflow_experiments import engine, provenance
+from nbflow_experiments.extras import require
+from nbflow_experiments.files import write_json
+from nbflow_experiments.grammar import Sweep, load_sweep
+from nbflow_experiments.measures import METRICS_VERSION, needs_reference
+from nbflow_experiments.points import Point, check_world, estimate_bytes, make_points
+from nbflow_experiments.progress import Reporter, headline, make_reporter
+from nbflow_experiments.records import SCHEMA_VERSION, ResultsFolder
+from nbflow_experiments.runner import Runner
+from nbflow_experiments.summary import write_summaries
+from nbflow_experiments.table import console, points_table, summary_table
+from nbflow_kernels.errors import UsageError
+
+
+@dataclass(frozen=True)
+class SweepOptions:
+    """What the command line of ``nbflow sweep`` says."""
+
+    file: Path
+    """The sweep file."""
+    out: Path
+    """Folder in which the results folder is made."""
+    overrides: tuple[str, ...] = ()
+    """Replacements ``section.name=value``."""
+    dry_run: bool = False
+    """Whether to print the points and stop."""
+    resume: bool = False
+    """Whether to go on with an existing results folder."""
+    retry_failed: bool = False
+    """Whether to run failed points again."""
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What rank 0 tells the others."""
+
+    folder: Path
+    factors: tuple[str, ...]
+    todo: tuple[Point, ...]
+    launch: int
+
+
+def run_sweep(options: SweepOptions, comm: engine.Comm | None = None) -> int:
+    """Run a sweep; every rank that mpirun started calls this.
+
+    Parameters
+    ----------
+    options : SweepOptions
+        What to run and where to write.
+    comm : Comm, optional
+        The ranks; by default all that mpirun started, or this process alone.
+
+    Returns
+    -------
+    int
+        Exit code: 0 if all points succeeded, 1 if some failed, 2 on ranks other than 0 if the sweep
+        cannot start, 130 if it was interrupted.
+
+    Raises
+    ------
+    UsageError
+        On rank 0, if the sweep cannot start.
+    """
+    comm = comm or engine.world()
+    if options.dry_run:
+        if comm.rank == 0:
+            _print_points(options, comm.size)
+        return 0
+    with contextlib.ExitStack() as held:
+        plan, code = _agree_on_plan(options, comm, held)
+        if plan is None:
+            return code
+        folder = ResultsFolder(plan.folder)
+        launch = provenance.describe_launch(comm, sys.argv)
+        if launch is not None:
+            launch |= _inputs(plan.todo)
+            _write_launch(folder, plan.launch, launch)
+        reporter: Reporter | None = None
+        try:
+            reporter = make_reporter(plan.factors, len(plan.todo) if comm.rank == 0 else 0)
+            failed, interrupted = Runner(comm, folder, reporter, plan.launch).run(plan.todo)
+        finally:
+            if reporter is not None:
+                reporter.close()
+        if launch is not None:
+            _write_launch(folder, plan.launch, launch | {"finished": provenance.now()})
+            failed = _conclude(folder, plan.factors, interrupted)
+        failed = comm.bcast_object(failed)
+    return 130 if interrupted else int(failed > 0)
+
+
+def _agree_on_plan(
+    options: SweepOptions, comm: engine.Comm, held: contextlib.ExitStack
+) -> tuple[_Plan | None, int]:
+    """Return the plan that rank 0 makes; where it cannot, rank 0 raises and the others get 2."""
+    message: _Plan | None = None
+    problem: Exception | None = None
+    if comm.rank == 0:
+        try:
+            message = _make_plan(options, comm.size, held)
+        except Exception as error:  # told to the others first, then raised
+            problem = error
+    plan: _Plan | None = comm.bcast_object(message)
+    if problem is not None:
+        raise problem
+    return plan, 2 if plan is None else 0
+
+
+def _make_plan(options: SweepOptions, size: int, held: contextlib.ExitStack) -> _Plan:
+    """Read the sweep, look at what is done already and open the results folder; rank 0 only."""
+    for package in ("h5py", "rich"):
+        require(package)
+    sweep = load_sweep(options.file, options.overrides)
+    points = make_points(sweep)
+    check_world(points, size)
+    folder = ResultsFolder(options.out.absolute() / sweep.name)
+    resume = options.resume or options.retry_failed
+    if folder.exists and not resume:
+        raise UsageError(
+            f"{folder.path} holds results already ({len(folder.finished())} finished points); go "
+            f"on with --resume, or write elsewhere with --out"
+        )
+    folder.path.mkdir(parents=True, exist_ok=True)
+    held.enter_context(_locked(folder.path))
+    launches = folder.launches()
+    if launches and launches[-1]["world_size"] != size:
+        raise UsageError(
+            f"{folder.path} was begun with {launches[-1]['world_size']} MPI ranks, now there are "
+            f"{size}; their speeds cannot be compared: start as many, or write elsewhere with --out"
+        )
+    _write_sweep(folder, sweep, points)
+    todo = tuple(p for p in points if not folder.is_finished(p, options.retry_failed))
+    done = len(points) - len(todo)
+    print(f"{sweep.name}: {len(points)} points, {done} of them done already", flush=True)
+    return _Plan(folder.path, sweep.factors, todo, len(launches))
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    """Keep a second launch out of the results folder; the system lets go when the process dies."""
+    try:
+        import fcntl
+    except ImportError:  # no such locks on this system
+        yield
+        return
+    with (path / ".lock").open("w") as stream:
+        try:
+            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise UsageError(f"another launch is writing to {path}; wait for it to end") from None
+        yield
+
+
+def _write_sweep(folder: ResultsFolder, sweep: Sweep, points: Sequence[Point]) -> None:
+    """Describe the sweep; points and factors of an earlier launch are kept."""
+    before = folder.sweep()
+    if before.get("metrics_version", METRICS_VERSION) != METRICS_VERSION:
+        raise UsageError(
+            f"{folder.path} was written with version {before['metrics_version']} of the measures, "
+            f"this is version {METRICS_VERSION}; write elsewhere with --out"
+        )
+    names = dict.fromkeys([*before.get("points", []), *(point.short for point in points)])
+    factors = dict.fromkeys([*before.get("factors", []), *sweep.factors])
+    write_json(
+        folder.path / "sweep.json",
+        {
+            "schema_version": SCHEMA_VERSION,
+            "metrics_version": METRICS_VERSION,
+            "name": sweep.name,
+            "description": sweep.description,
+            "factors": list(factors),
+            "measures": list(sweep.measures),
+            "points": list(names),
+        },
+    )
+
+
+def _inputs(points: Sequence[Point]) -> dict[str, Any]:
+    """Return the inputs of a launch, for its provenance."""
+    return {
+        "metrics_version": METRICS_VERSION,
+        "models_sha256": {str(p.config["model"]): p.model_digest for p in points},
+        "datasets_sha256": {str(p.text): p.dataset_digest for p in points if p.text},
+        "seeds": sorted({int(p.config["seed"]) for p in points}),
+        "threads": sorted({int(p.config["threads"]) for p in points}),
+        "points": len(points),
+    }
+
+
+def _write_launch(folder: ResultsFolder, index: int, launch: dict[str, Any]) -> None:
+    """Put the provenance of a launch in its place."""
+    folder.write_launches([*folder.launches()[:index], launch])
+
+
+def _conclude(folder: ResultsFolder, factors: Sequence[str], interrupted: bool) -> int:
+    """Write and print the tables; return how many points of the sweep have failed."""
+    write_summaries(folder)
+    rows = []
+    for name in folder.finished():
+        result = folder.result(name) or {}
+        row = {**folder.config(name)["config"], **result}
+        for reading in result["readings"]:
+            if reading["rank"] is None and reading["repeat"] is None:
+                row[reading["metric"]] = reading["value"]
+                row[f"{reading['metric']}_stderr"] = reading["stderr"]
+        rows.append(row)
+    if rows:
+        console().print(summary_table(rows, factors))
+    failed = [row for row in rows if row["status"] != "done"]
+    for text, n in Counter(headline(row["error"]) for row in failed).items():
+        print(f"failed: {n} points with {text}")
+    if failed:
+        print(f"{len(failed)} points failed (points/*/log.txt); run them again with --retry-failed")
+    if interrupted:
+        print("interrupted; go on with --resume")
+    print(folder.path)
+    return len(failed)
+
+
+def _print_points(options: SweepOptions, size: int) -> None:
+    """Print what a sweep would run."""
+    sweep = load_sweep(options.file, options.overrides)
+    points = make_points(sweep)
+    check_world(points, size)
+    identities = {p.config["model"]: engine.identify(str(p.config["model"])) for p in points}
+    estimates = [estimate_bytes(p, identities[p.config["model"]]) for p in points]
+    console().print(points_table(points, sweep.factors, estimates))
+    print(f"{len(points)} points, {sweep.excluded} excluded; measures: {', '.join(sweep.measures)}")
+    largest = max(e["weight_bytes"] + e["kv_bytes"] for e in estimates)
+    print(
+        f"largest point: about {largest / 1e6:.1f} MB of weights and key/value cache in all ranks"
+    )
+    if needs_reference(sweep.measures):
+        references = {
+            (p.config["model"], p.dataset_digest, p.key(_EVALUATION)): p for p in points
+        }.values()
+        size_bytes = sum(_reference_bytes(p, identities[p.config["model"]]) for p in references)
+        print(f"logits of the reference: about {size_bytes / 1e6:.1f} MB on disk")
+    print(options.out.absolute() / sweep.name)
+
+
+_EVALUATION = ("eval_tokens", "eval_window", "eval_context", "seed")
+
+
+def _reference_bytes(point: Point, identity: engine.ModelIdentity) -> int:
+    """Return the size of the float32 logits of the scored tokens."""
+    tokens, window, context = (int(v) for v in point.key(_EVALUATION[:3]))
+    return tokens // window * (window - context) * identity.vocab_size * 4
