@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from nbflow.engine.model import Generation, Model, load
+    from nbflow.engine.load import load
+    from nbflow.engine.model import Generation, Model
     from nbflow.tokenizer import load_tokenizer
     from nbflow.weights import open_weights
     from nbflow_kernels.errors import MissingExtraError, UsageError
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "Generation": "nbflow.engine.model",
     "Model": "nbflow.engine.model",
-    "load": "nbflow.engine.model",
+    "load": "nbflow.engine.load",
     "load_tokenizer": "nbflow.tokenizer",
     "open_weights": "nbflow.weights",
     "MissingExtraError": "nbflow_kernels.errors",

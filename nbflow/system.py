@@ -1,11 +1,66 @@
-"""What the process uses of its machine."""
+"""The machine, the installed packages, and what the process uses of them."""
 
 from __future__ import annotations
 
 import contextlib
+import os
+import platform
+import re
 import resource
 import sys
+from importlib import metadata
 from pathlib import Path
+
+PACKAGES = (
+    "nbflow",
+    "numpy",
+    "numba",
+    "llvmlite",
+    "tokenizers",
+    "mpi4py",
+    "mpich",
+    "h5py",
+    "pandas",
+    "matplotlib",
+    "rich",
+    "cupy-cuda12x",
+    "cupy-cuda13x",
+    "numba-cuda",
+)
+"""Packages that results can depend on."""
+_VARIABLES = re.compile(r"(NUMBA|OMP|OPENBLAS|MKL|CUDA|SLURM|GOMP)_\w+")
+
+
+def package_versions() -> dict[str, str]:
+    """Return the versions of those `PACKAGES` that are installed."""
+    found = {}
+    for name in PACKAGES:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[name] = metadata.version(name)
+    return found
+
+
+def processor_name() -> str:
+    """Return the processor's name as the system gives it."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.processor() or platform.machine()
+    match = re.search(r"^(?:model name|Model)\s*:\s*(.+)$", text, re.MULTILINE)
+    return match[1] if match else platform.machine()
+
+
+def memory_bytes() -> int | None:
+    """Return the size of the main memory, if the system says."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (ValueError, OSError, AttributeError):
+        return None
+
+
+def relevant_variables() -> dict[str, str]:
+    """Return the environment variables that steer Numba, threads, devices and launchers."""
+    return {k: v for k, v in sorted(os.environ.items()) if _VARIABLES.fullmatch(k)}
 
 
 def peak_rss_bytes() -> int:

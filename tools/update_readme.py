@@ -1,7 +1,7 @@
 """Write the tables of README.md from the code, between their markers.
 
-    python tools/update_readme.py          write them
-    python tools/update_readme.py --check  exit 1 if a table is not what the code says
+python tools/update_readme.py          write them
+python tools/update_readme.py --check  exit 1 if a table is not what the code says
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ name and parameters) and `cases.py` with a list `CASES` of `OpCase`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -46,24 +46,3 @@ class OpCase:
     def id(self) -> str:
         """Return ``op-name``, the test's id."""
         return f"{self.op}-{self.name}"
-
-
-def tolerance_table(cases: Iterable[OpCase]) -> str:
-    """Return a Markdown table: op, case, tolerances, and the reason for them."""
-    lines = ["| op | case | rtol | atol | reason |", "|---|---|---|---|---|"]
-    for case in cases:
-        limits = "exact | exact" if case.exact else f"{case.rtol:.1e} | {case.atol:.1e}"
-        reason = case.reason.replace("|", "\\|")
-        lines.append(f"| `{case.op}` | {case.name} | {limits} | {reason} |")
-    return "\n".join(lines)
-
-
-def main() -> None:
-    """Print the tolerances of all families: ``python -m nbflow_kernels.opcase``."""
-    from nbflow_kernels.families import all_cases
-
-    print(tolerance_table(all_cases()))
-
-
-if __name__ == "__main__":
-    main()

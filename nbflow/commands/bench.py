@@ -20,8 +20,8 @@ from typing import Any
 
 import nbflow
 from nbflow.bench import time_decode, time_prefill
-from nbflow.commands.env import processor_name
 from nbflow.commands.options import add_model_arguments, load_model, speaks
+from nbflow.system import processor_name
 from nbflow_kernels.errors import UsageError
 
 

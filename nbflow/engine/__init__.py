@@ -1,9 +1,10 @@
 """The engine.
 
-`request` is what is asked for, `scheduler` says which rows run next, `rank` is one rank's work, and
-`model` is what the user holds.
+`request` is what is asked for, `scheduler` says which rows run next, `rank` is one rank's work,
+`model` is what the user holds, and `load` makes it.
 """
 
-from nbflow.engine.model import Generation, Model, load
+from nbflow.engine.load import load
+from nbflow.engine.model import Generation, Model
 
 __all__ = ["Generation", "Model", "load"]

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 import nbflow_kernels as nk
-from nbflow_kernels import checking, families, opcase, threads
+from nbflow_kernels import checking, families, threads, tolerances
 from nbflow_kernels.opcase import OpCase
 
 # Shapes of real models are the benchmark's; it checks them before it times them.
@@ -126,7 +126,7 @@ def test_every_public_name_exists(name: str) -> None:
 
 
 def test_table_of_tolerances_lists_every_case() -> None:
-    text = opcase.tolerance_table(families.all_cases())
+    text = tolerances.tolerance_table(families.all_cases())
     for case in families.all_cases():
         assert f"| `{case.op}` | {case.name} |" in text
 

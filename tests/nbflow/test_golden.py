@@ -21,9 +21,9 @@ STORY = (
     "Once upon a time, there was a little girl named Lily. She loved to play outside in the park. "
     "One day, she saw a big, red ball. She wanted to play with it, but it was too high.\n"
     "Lily's mom said, \"Lily, let's go to the park.\" Lily was sad and didn't know what to do. She "
-    "said, \"I want to play with your ball, but I can't find it.\"\n"
+    'said, "I want to play with your ball, but I can\'t find it."\n'
     "Lily was sad and didn't know what to do. She said, \"I'm sorry, Lily. I didn't know what to "
-    'do."\nLily didn\'t want to help her mom, so she'
+    "do.\"\nLily didn't want to help her mom, so she"
 )
 
 

@@ -1,0 +1,180 @@
+"""From a model's name to a loaded model on every rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import platform
+from pathlib import Path
+from typing import Any
+
+import nbflow_kernels as nk
+from nbflow.cache import KV_FORMATS
+from nbflow.engine.model import Model
+from nbflow.engine.rank import RankEngine, make_groups
+from nbflow.parallel import Comm, Plan, make_plan, world
+from nbflow.parallel.threads import RankTeam
+from nbflow.spec import check, resolve
+from nbflow.spec.model_spec import ModelSpec
+from nbflow.tokenizer import load_tokenizer
+from nbflow.weights import open_weights
+from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
+from nbflow_kernels.threads import available_cores
+
+
+def load(
+    model: str | Path,
+    *,
+    spec: str | Path | None = None,
+    weights: str | None = None,
+    kv: str = "f16",
+    partition: str = "0",
+    device: str = "auto",
+    tokenizer: str | Path | None = None,
+    max_context: int | None = None,
+    threads: int | None = None,
+    max_step_tokens: int = 512,
+    comm: Comm | None = None,
+) -> Model:
+    """Load a model, each rank its own part.
+
+    Parameters
+    ----------
+    model : str or Path
+        A Hugging Face folder, a .safetensors file, a llama2.c .bin, or the name of a model spec.
+    spec : str or Path, optional
+        A spec file (TOML) to use instead of what the checkpoint says about itself.
+    weights : str, optional
+        Format of the attention and feed-forward matrices: a name of `nbflow_kernels.FORMATS`, e.g.
+        "q4".  None keeps what the checkpoint stores.
+    kv : {"f16", "f32"}
+        Element format of the key/value cache.
+    partition : str
+        Who holds what, e.g. ``"0"``, ``"0;1"`` (by layer), ``"0&1"`` (by tensor), ``"0&1;2&3"``.
+        Under mpirun the numbers are MPI ranks; without it they are threads of this process.
+    device : {"auto", "cpu"}
+        Where to run.
+    tokenizer : str or Path, optional
+        Tokenizer file, if it does not lie beside the weights.
+    max_context : int, optional
+        Shorten the context to this many tokens.
+    threads : int, optional
+        Threads of each rank; by default the cores of the machine are shared out evenly.
+    max_step_tokens : int
+        Most tokens in one step; longer prompts are run in pieces, with the same result.
+    comm : Comm, optional
+        Ranks to use; by default those mpirun started.
+
+    Returns
+    -------
+    Model
+
+    Raises
+    ------
+    UsageError
+        If a file, name or setting is wrong, or the partition does not fit the model or the ranks.
+
+    Examples
+    --------
+    >>> import nbflow
+    >>> with nbflow.load("tiny_python", weights="q4", partition="0&1") as model:
+    ...     model.plan.numbers
+    (0, 1)
+    """
+    resolved = resolve(model, spec=spec)
+    the_spec = _shorten(resolved.spec, max_context)
+    block_size = 1 if weights is None else nk.FORMATS[weights].block_size
+    if kv not in KV_FORMATS:
+        raise unknown_name("KV cache format", kv, KV_FORMATS)
+    if device == "cuda":
+        raise MissingExtraError(
+            "device 'cuda': this version of nbflow has no CUDA executor; use device 'cpu' or 'auto'"
+        )
+    if device not in ("auto", "cpu"):
+        raise unknown_name("device", device, ("auto", "cpu"))
+    if max_step_tokens < 1:
+        raise UsageError(f"max_step_tokens must be at least 1, got {max_step_tokens}")
+    comm = comm or world()
+    plan = make_plan(the_spec, partition, block_size)
+    _check_ranks(plan, comm)
+    token_file = tokenizer or resolved.tokenizer
+    tok = load_tokenizer(token_file) if token_file is not None else None
+    if threads is None:
+        threads = max(1, available_cores() // _ranks_here(plan, comm))
+    options: dict[str, Any] = {
+        "spec": the_spec,
+        "weights": weights,
+        "kv": kv,
+        "threads": threads,
+        "max_step_tokens": max_step_tokens,
+    }
+    engines, team = _start(plan, comm, resolved.path, options)
+    return Model(the_spec, plan, tok, engines, team, threads)
+
+
+def _start(
+    plan: Plan, comm: Comm, path: Path, options: dict[str, Any]
+) -> tuple[list[RankEngine], RankTeam | None]:
+    """Make the ranks of this process."""
+
+    def make(mine: Comm) -> RankEngine:
+        groups = make_groups(plan, mine)
+        engine, failure = None, None
+        try:
+            with open_weights(path) as file:
+                check(options["spec"], file)
+                engine = RankEngine(plan, file, mine, groups, **options)
+        except (UsageError, OSError, MemoryError) as error:
+            failure = error
+        _agree(mine, failure)
+        assert engine is not None
+        return engine
+
+    if comm.size == 1 and len(plan.ranks) > 1:
+        team = RankTeam(len(plan.ranks))
+        try:
+            return team.run(make), team
+        except BaseException:
+            team.close()
+            raise
+    mine = comm.split(plan.numbers) if comm.size > 1 else comm
+    return ([] if mine is None else [make(mine)]), None
+
+
+def _agree(comm: Comm, failure: Exception | None) -> None:
+    """Raise on every rank if one has failed, so that no rank waits for one that has given up."""
+    failures = comm.bcast_object(comm.gather_object(failure))
+    if failure is not None:
+        raise failure
+    for rank, other in enumerate(failures):
+        if other is not None:
+            raise UsageError(f"rank {rank} could not load its part: {other}") from other
+
+
+def _shorten(spec: ModelSpec, max_context: int | None) -> ModelSpec:
+    if max_context is None:
+        return spec
+    if not 1 <= max_context <= spec.max_context:
+        raise UsageError(
+            f"max_context must be 1..{spec.max_context} for {spec.name}, got {max_context}"
+        )
+    return dataclasses.replace(spec, max_context=max_context)
+
+
+def _check_ranks(plan: Plan, comm: Comm) -> None:
+    if comm.size == 1:
+        return
+    missing = [rank for rank in plan.numbers if rank >= comm.size]
+    if missing:
+        raise UsageError(
+            f"partition {plan.partition!r} names rank {max(missing)}, but mpirun started "
+            f"{comm.size} ranks, 0..{comm.size - 1}; use mpirun -n {max(missing) + 1} or another "
+            "partition"
+        )
+
+
+def _ranks_here(plan: Plan, comm: Comm) -> int:
+    """Return how many ranks of the plan share this machine."""
+    if comm.size == 1:
+        return len(plan.ranks)
+    hosts: list[str] = comm.bcast_object(comm.gather_object(platform.node()))
+    return max(1, sum(hosts[rank] == hosts[comm.rank] for rank in plan.numbers))
