@@ -7,6 +7,7 @@ Exit codes: 0 done, 1 some points failed, 2 wrong usage or input, 130 interrupte
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import traceback
 from importlib import import_module
@@ -63,14 +64,15 @@ def _guarded(name: str, arguments: list[str]) -> int:
         parser = argparse.ArgumentParser(prog=f"nbflow {name}", description=summary)
         command.add_arguments(parser)
         return int(command.run(parser.parse_args(arguments)))
+    except BrokenPipeError:  # the reader of our output has gone, e.g. `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except (UsageError, MissingExtraError, OSError) as error:
         if _rank() == 0:
             print(f"nbflow {name}: error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:
-        return 0
     except Exception:
         _abort_if_several()
         raise

@@ -7,6 +7,8 @@ import json
 import math
 from typing import Any
 
+from nbflow.parallel import make_plan
+from nbflow.program import build, fuse, partition
 from nbflow.spec import ModelSpec, ResolvedModel, check, resolve
 from nbflow.weights import open_weights
 
@@ -20,6 +22,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--spec", metavar="FILE", help="spec file: the family and what differs")
     parser.add_argument("--tensors", action="store_true", help="list every tensor and its name")
+    parser.add_argument("--program", action="store_true", help="print the op records of every rank")
+    parser.add_argument(
+        "--partition", metavar="P", default="0", help="partition for --program, e.g. '0&1'"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -30,6 +36,10 @@ def run(arguments: argparse.Namespace) -> int:
     with open_weights(resolved.path) as weights:
         check(spec, weights)
         dtypes = {ours: weights.dtype(theirs) for ours, theirs in _names(spec).items()}
+    if arguments.program:
+        for rank in make_plan(spec, arguments.partition).ranks:
+            print(f"rank {rank.rank}: {fuse(partition(build(spec), rank))}\n")
+        return 0
     if arguments.json:
         print(json.dumps(_facts(resolved, dtypes), indent=2))
         return 0

@@ -121,8 +121,7 @@ class CpuExecutor:
         if self.seconds is not None:
             self._run_timed(bound, self.seconds)
             return
-        for kind, call, _ in bound:
-            self._comm.doing = kind
+        for _, call, _ in bound:
             call()
 
     @staticmethod

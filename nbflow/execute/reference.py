@@ -153,4 +153,7 @@ class ReferenceExecutor:
 def _as_float64(operand: Any) -> np.ndarray:
     if isinstance(operand, QuantTensor):
         return nk.dequantize(operand).astype(np.float64)
+    if operand.dtype == np.uint16:  # bfloat16: the upper half of a float32
+        wide: np.ndarray = operand.astype(np.uint32) << 16
+        return wide.view(np.float32).astype(np.float64)
     return np.asarray(operand, np.float64)

@@ -43,7 +43,7 @@ class RankWeights:
         """Keep only the layout that the CPU kernels compute from."""
         for operands in self.operands:
             for tensor in operands:
-                if isinstance(tensor, nk.QuantTensor) and not tensor.is_float:
+                if isinstance(tensor, nk.QuantTensor):
                     tensor.drop_storage()
 
     def _operands(self, op: Op) -> tuple[Any, ...]:
@@ -85,7 +85,7 @@ class RankWeights:
 
 
 def convert(matrix: np.ndarray, format: str, name: str) -> Any:
-    """Return a float matrix in a weight format: an array, or a `QuantTensor` ready to multiply.
+    """Return a float matrix in a weight format: an array (bf16 as uint16), or a `QuantTensor`.
 
     Raises
     ------
@@ -103,13 +103,14 @@ def convert(matrix: np.ndarray, format: str, name: str) -> Any:
             )
         return result
     try:
-        return nk.quantize(matrix, format)
+        quantized = nk.quantize(matrix, format)
     except UsageError as error:
         raise UsageError(f"tensor {name}: {error}") from error
+    return quantized.array if quantized.is_float else quantized
 
 
 def stored_bytes(operand: Any) -> int:
     """Return the bytes of an array or a quantized tensor, in the layout it is computed from."""
-    if isinstance(operand, nk.QuantTensor) and not operand.is_float:
+    if isinstance(operand, nk.QuantTensor):
         return operand.packed_nbytes or operand.nbytes
     return int(operand.nbytes)

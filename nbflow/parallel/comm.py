@@ -26,8 +26,6 @@ class Comm(ABC):
 
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
-        self.doing = ""
-        """What this rank is doing, for the report when another one fails."""
         self._scratch: dict[tuple[int, ...], np.ndarray] = {}
 
     @abstractmethod

@@ -59,13 +59,13 @@ def open_weights(path: str | os.PathLike[str]) -> WeightFile:
 
     Examples
     --------
-    >>> import tempfile, pathlib, numpy as np
-    >>> from nbflow.weights.safetensors import write_file
-    >>> path = pathlib.Path(tempfile.mkdtemp()) / "a.safetensors"
-    >>> write_file(path, {"w": np.arange(6, dtype=np.float16).reshape(2, 3)})
-    >>> with open_weights(path) as weights:
-    ...     weights.names(), weights.dtype("w"), weights.array("w", rows=(1, 2)), weights.bytes_read
-    (['w'], 'f16', array([[3., 4., 5.]], dtype=float16), 6)
+    >>> from nbflow.spec import resolve
+    >>> with open_weights(resolve("tiny_python").path) as weights:
+    ...     name = "model.layers.0.self_attn.k_proj.weight"
+    ...     weights.shape(name), weights.dtype(name), weights.array(name, rows=(5, 7)).shape
+    ...     weights.bytes_read
+    ((128, 256), 'f16', (2, 256))
+    1024
     """
     path = Path(path)
     if path.is_dir() or path.name.endswith(".safetensors.index.json"):

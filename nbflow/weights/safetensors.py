@@ -19,13 +19,9 @@ Layout: https://github.com/huggingface/safetensors/blob/v0.4.5/README.md#format
 
 from __future__ import annotations
 
-import json
 import math
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from nbflow.weights.byte_file import ByteFile
 from nbflow.weights.json_file import parse_object, read_object
@@ -56,11 +52,6 @@ _DTYPES = {
     "F32": "f32",
     "F64": "f64",
 }
-_CODES = {"bool": "BOOL", "float16": "F16", "float32": "F32", "float64": "F64"} | {
-    f"{kind}int{bits}": f"{kind.upper() or 'I'}{bits}"
-    for kind in ("", "u")
-    for bits in (8, 16, 32, 64)
-}
 
 
 def matches(path: Path, head: bytes) -> bool:
@@ -90,49 +81,6 @@ def open_file(path: Path) -> WeightFile:
     return WeightFile(
         path, FORMAT, entries, files, lambda: read_object(config_path, missing_ok=True)
     )
-
-
-def write_file(
-    path: Path, tensors: Mapping[str, np.ndarray[Any, Any]], metadata: dict[str, str] | None = None
-) -> None:
-    """Write NumPy arrays as one safetensors file.
-
-    Parameters
-    ----------
-    path : Path
-        File to create or replace.
-    tensors : mapping of str to array
-        Arrays of bool, integers, float16, float32 or float64, of any shape.
-    metadata : dict of str to str, optional
-        Stored under ``__metadata__``.
-
-    Raises
-    ------
-    UsageError
-        If an array's type has no safetensors name.
-    """
-    header: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
-    arrays = []
-    end = 0
-    for name, array in tensors.items():
-        if array.dtype.name not in _CODES:
-            raise UsageError(
-                f"{path}: tensor {name!r} must have a dtype of {', '.join(_CODES)}, "
-                f"got {array.dtype}"
-            )
-        arrays.append(np.ascontiguousarray(array, array.dtype.newbyteorder("<")))
-        begin, end = end, end + array.nbytes
-        header[name] = {
-            "dtype": _CODES[array.dtype.name],
-            "shape": list(array.shape),
-            "data_offsets": [begin, end],
-        }
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # so that the data begins at a multiple of 8
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for array in arrays:
-            file.write(array.tobytes())
 
 
 def _find(folder: Path) -> Path:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 import nbflow
 from nbflow.execute import RankWeights, ReferenceExecutor
@@ -84,6 +85,33 @@ def test_stories260k_tells_the_published_story(partition):
     ) as model:
         result = model.generate("", max_tokens=200)
         assert model.tokenizer.decode(result.prompt_ids + result.ids) == STORY
+
+
+def test_bfloat16_checkpoints_keep_their_type(tmp_path):
+    folder = GOLDEN / "llama" / "biased"
+    tensors = load_file(folder / "model.safetensors")
+    header, data = {}, b""
+    for name, array in tensors.items():
+        bits = (array.view(np.uint32) >> 16).astype(np.uint16)  # cut to bfloat16
+        tensors[name] = (bits.astype(np.uint32) << 16).view(np.float32)
+        at = [len(data), len(data) + bits.nbytes]
+        header[name] = {"dtype": "BF16", "shape": list(array.shape), "data_offsets": at}
+        data += bits.tobytes()
+    text = json.dumps(header).encode()
+    (tmp_path / "bf16").mkdir()
+    (tmp_path / "bf16" / "model.safetensors").write_bytes(
+        len(text).to_bytes(8, "little") + text + data
+    )
+    (tmp_path / "f32").mkdir()
+    save_file(tensors, tmp_path / "f32" / "model.safetensors")
+    ids = np.load(folder / "ids.npy")
+    results = {}
+    for kind in ("bf16", "f32"):
+        (tmp_path / kind / "config.json").write_text((folder / "config.json").read_text())
+        with nbflow.load(tmp_path / kind, kv="f32") as model:
+            results[kind] = model.logits(ids), model.memory()[0]["weight_bytes"]
+    np.testing.assert_array_equal(results["bf16"][0], results["f32"][0])
+    assert results["bf16"][1] < 0.6 * results["f32"][1]
 
 
 def test_golden_configurations_are_what_they_claim():

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from nbflow.commands import inspect as inspect_command
 from nbflow.commands import spec as spec_command
@@ -15,7 +16,6 @@ from nbflow.spec import ModelSpec, check, families, known_models, resolve
 from nbflow.spec.family import TENSOR_NAMES, load_family
 from nbflow.spec.model_file import load_model_file
 from nbflow.weights import open_weights
-from nbflow.weights.safetensors import write_file
 from nbflow_kernels.errors import UsageError
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "llama2c"
@@ -62,7 +62,7 @@ def folder(path: Path, held: dict[str, np.ndarray] | None = None, **config: Any)
     """Write a Hugging Face folder; a config value of ... removes the key."""
     merged = {key: value for key, value in {**CONFIG, **config}.items() if value is not ...}
     (path / "config.json").write_text(json.dumps(merged))
-    write_file(path / "model.safetensors", tensors() if held is None else held)
+    save_file(tensors() if held is None else held, path / "model.safetensors")
     return path
 
 
@@ -284,7 +284,7 @@ def test_files_beside_the_weights(tmp_path: Path) -> None:
 
 
 def test_weights_without_configuration(tmp_path: Path) -> None:
-    write_file(tmp_path / "a.safetensors", tensors())
+    save_file(tensors(), tmp_path / "a.safetensors")
     with pytest.raises(UsageError, match="the weights alone do not say what model they are"):
         resolve(tmp_path / "a.safetensors")
     spec_file = toml(

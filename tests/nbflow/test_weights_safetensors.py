@@ -12,7 +12,6 @@ import pytest
 import safetensors.numpy
 
 from nbflow.weights import open_weights
-from nbflow.weights.safetensors import write_file
 from nbflow_kernels.errors import UsageError
 
 RNG = np.random.default_rng(1)
@@ -54,20 +53,9 @@ def test_reads_what_the_package_wrote(tmp_path: Path) -> None:
         assert weights.n_bytes("half") == 48
 
 
-def test_package_reads_what_we_wrote(tmp_path: Path) -> None:
-    path = tmp_path / "a.safetensors"
-    write_file(path, TENSORS, metadata={"a": "b"})
-    back = safetensors.numpy.load_file(path)
-    assert sorted(back) == sorted(TENSORS)
-    for name, expected in TENSORS.items():
-        np.testing.assert_array_equal(back[name], expected)
-    with pytest.raises(UsageError, match="'z' must have a dtype"):
-        write_file(path, {"z": np.zeros(2, np.complex64)})
-
-
 def test_rows_and_columns_read_only_their_bytes(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
-    write_file(path, TENSORS)
+    safetensors.numpy.save_file(TENSORS, path)
     matrix = TENSORS["matrix"]
     with open_weights(path) as weights:
         assert weights.bytes_read == 0
@@ -99,7 +87,7 @@ def test_rows_and_columns_read_only_their_bytes(tmp_path: Path) -> None:
 )
 def test_wrong_questions(tmp_path: Path, name, rows, columns, message) -> None:
     path = tmp_path / "a.safetensors"
-    write_file(path, TENSORS)
+    safetensors.numpy.save_file(TENSORS, path)
     with open_weights(path) as weights, pytest.raises(UsageError, match=message):
         weights.array(name, rows=rows, columns=columns)
 
@@ -129,7 +117,7 @@ def test_float8_is_listed_but_not_read(tmp_path: Path) -> None:
 
 def test_closed_file(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
-    write_file(path, TENSORS)
+    safetensors.numpy.save_file(TENSORS, path)
     with open_weights(path) as weights:
         pass
     weights.close()
@@ -139,7 +127,7 @@ def test_closed_file(tmp_path: Path) -> None:
 
 def test_file_that_shrinks_while_open(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
-    write_file(path, TENSORS)
+    safetensors.numpy.save_file(TENSORS, path)
     with open_weights(path) as weights:
         path.write_bytes(path.read_bytes()[:-80])
         with pytest.raises(UsageError, match="something changes the file"):
@@ -148,7 +136,7 @@ def test_file_that_shrinks_while_open(tmp_path: Path) -> None:
 
 def test_threads_count_every_byte(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
-    write_file(path, TENSORS)
+    safetensors.numpy.save_file(TENSORS, path)
     with open_weights(path) as weights:
         work = [
             threading.Thread(target=lambda: [weights.array("matrix") for _ in range(50)])
@@ -212,7 +200,9 @@ def test_header_longer_than_the_file_allocates_nothing(tmp_path: Path) -> None:
 
 def test_damaged_files_give_usage_errors_only(tmp_path: Path) -> None:
     good = tmp_path / "good.safetensors"
-    write_file(good, {"a": np.ones((4, 3), np.float32), "b": np.ones(5, np.float16)})
+    safetensors.numpy.save_file(
+        {"a": np.ones((4, 3), np.float32), "b": np.ones(5, np.float16)}, good
+    )
     data = good.read_bytes()
     path = tmp_path / "bad.safetensors"
     n_header = len(data) - 58  # 48 bytes of a, 10 of b
@@ -246,8 +236,10 @@ def failure(path: Path) -> str | None:
 
 
 def shards(folder: Path) -> dict[str, str]:
-    write_file(folder / "one.safetensors", {"a": np.ones(3, np.float32), "b": np.zeros(2)})
-    write_file(folder / "two.safetensors", {"c": np.full((2, 2), 7, np.int32)})
+    safetensors.numpy.save_file(
+        {"a": np.ones(3, np.float32), "b": np.zeros(2)}, folder / "one.safetensors"
+    )
+    safetensors.numpy.save_file({"c": np.full((2, 2), 7, np.int32)}, folder / "two.safetensors")
     return {"a": "one.safetensors", "b": "one.safetensors", "c": "two.safetensors"}
 
 
@@ -285,7 +277,7 @@ def test_index_and_shards_disagree(tmp_path: Path, change: dict[str, object], me
 
 def test_tensor_in_two_shards(tmp_path: Path) -> None:
     weight_map = shards(tmp_path)
-    write_file(tmp_path / "two.safetensors", {"a": np.ones(1), "c": np.ones(1)})
+    safetensors.numpy.save_file({"a": np.ones(1), "c": np.ones(1)}, tmp_path / "two.safetensors")
     write_index(tmp_path, weight_map)
     with pytest.raises(UsageError, match=r"'a' is in both one\.safetensors and two\.safet"):
         open_weights(tmp_path)
@@ -317,6 +309,6 @@ def test_folder_and_files_that_are_no_weights(tmp_path: Path) -> None:
 
 
 def test_content_decides_not_the_suffix(tmp_path: Path) -> None:
-    write_file(tmp_path / "weights.bin", {"w": np.ones(2, np.float32)})
+    safetensors.numpy.save_file({"w": np.ones(2, np.float32)}, tmp_path / "weights.bin")
     with open_weights(tmp_path / "weights.bin") as weights:
         assert weights.format == "safetensors"
