@@ -17,6 +17,7 @@ import numpy as np
 
 from nbflow.parallel.comm import Alone, Comm
 from nbflow_kernels.errors import MissingExtraError
+from nbflow_kernels.threads import available_cores
 
 # Set by the launchers of MPICH and Intel MPI, of Open MPI, and by PMIx (Slurm).
 _LAUNCHER_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK")
@@ -46,18 +47,31 @@ def world() -> Comm:
     return Alone() if MPI.COMM_WORLD.size == 1 else Mpi(MPI.COMM_WORLD)
 
 
-class Mpi(Comm):
-    """One rank of an MPI communicator."""
+BUSY_POLLS = 200
+"""How often a rank asks before it gives its core away, where every rank has a core."""
 
-    def __init__(self, comm: Any) -> None:
+
+class Mpi(Comm):
+    """One rank of an MPI communicator.
+
+    Parameters
+    ----------
+    comm : mpi4py communicator
+        The ranks.
+    polls : int, optional
+        How often to ask before giving the core away; None for the world, whose ranks may be idle.
+    """
+
+    def __init__(self, comm: Any, polls: int | None = None) -> None:
         super().__init__()
         self._comm = comm
+        self._polls = polls
         self.rank = comm.rank
         self.size = comm.size
         self._groups: dict[tuple[int, ...], Comm | None] = {}
 
     def _wait(self, request: Any) -> None:
-        for _ in range(200):
+        for _ in range(self._polls or 1):
             if request.Test():
                 return
         started = time.monotonic()
@@ -105,7 +119,11 @@ class Mpi(Comm):
             if not inside:
                 self._groups[key] = None
             else:
-                self._groups[key] = Alone() if len(key) == 1 else Mpi(comm)
+                # Ranks outside a part of the world sleep; those of a part all work at once.
+                polls = self._polls
+                if polls is None:
+                    polls = BUSY_POLLS if len(key) <= available_cores() else 0
+                self._groups[key] = Alone() if len(key) == 1 else Mpi(comm, polls)
         return self._groups[key]
 
     def abort(self, code: int = 1) -> None:
