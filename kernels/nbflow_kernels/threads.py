@@ -22,9 +22,10 @@ from typing import Any
 
 from nbflow_kernels.errors import UsageError
 
-# Handing work to another Python thread and waiting for it costs about 20 microseconds; a kernel
-# does roughly 8 multiply-adds per nanosecond, so below this many the call stays in one thread.
-MIN_WORK_PER_THREAD = 400_000
+# Handing work to another Python thread and waiting for it costs 35 to 50 microseconds; a kernel
+# does 20 (one row of activations) to 50 (many) multiply-adds per nanosecond, so below this many
+# for each thread the call is faster in one.
+MIN_WORK_PER_THREAD = 3_000_000
 
 
 class Team:
