@@ -89,6 +89,19 @@ def bits_axis(panel: Any, bits: Sequence[float]) -> None:
     panel.set_xlabel("bits per weight (format)")
 
 
+def format_axis(panel: Any, rows: Any) -> list[str]:
+    """Give every weight format of `rows` a place of its own, by bits; return their order."""
+    formats = rows.drop_duplicates("weights").sort_values("bits_per_weight", kind="stable")
+    names = list(formats.weights)
+    crowded = len(names) > 12
+    between = "  " if crowded else "\n"
+    ticks = [f"{n}{between}{b:g}" for n, b in zip(names, formats.bits_per_weight, strict=True)]
+    panel.set_xticks(range(len(names)), ticks, rotation=90 if crowded else 0)
+    panel.set_xlabel("format and its bits per weight")
+    panel.grid(visible=False, axis="x")
+    return names
+
+
 def place_labels(
     panel: Any,
     labels: Sequence[str],

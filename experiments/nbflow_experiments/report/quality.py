@@ -14,6 +14,7 @@ from nbflow_experiments.report.figure import (
     Drawing,
     NotDrawn,
     bits_axis,
+    format_axis,
     new_figure,
     place_labels,
 )
@@ -68,7 +69,10 @@ def _draw_panel(
     positive = values[values > _SMALLEST]
     floor = float(positive.min()) / 6 if log and len(positive) else 0.0
     drawn: list[tuple[str, float, float, float, float]] = []
-    bits_axis(panel, list(results.done.bits_per_weight))
+    # Bars of formats with nearly the same bits would hide each other: there each has its place.
+    places = None if log else format_axis(panel, results.done)
+    if places is None:
+        bits_axis(panel, list(results.done.bits_per_weight))
     if log and len(positive):
         panel.set_yscale("log")
         panel.set_ylim(floor / 1.8, float(positive.max()) * 3)
@@ -76,6 +80,9 @@ def _draw_panel(
         rows = part[part[metric].notna()].drop_duplicates("weights")
         zero = (rows[metric] <= _SMALLEST).to_numpy() & log
         x, y = rows.bits_per_weight.to_numpy(), rows[metric].to_numpy()
+        if places is not None:
+            shift = 0.4 / len(series) * (i - (len(series) - 1) / 2)
+            x = np.array([places.index(name) for name in rows.weights]) + shift
         y = np.where(zero, floor, y)
         column = f"{metric}_stderr"
         error = rows[column].to_numpy() if column in rows else np.zeros(len(rows))
@@ -85,6 +92,8 @@ def _draw_panel(
         panel.errorbar(x, y, yerr=bars, linestyle="none", capsize=2.5, label=label, **look)
         panel.plot(x[zero], y[zero], linestyle="none", **look, markerfacecolor="white", zorder=3)
         drawn += list(zip(rows.weights, x, y, *bars, strict=True)) if i == 0 else []
+    if places is not None:
+        return
     labels, xs, ys, below, above = zip(*drawn, strict=True)
     place_labels(panel, labels, xs, ys, (below, above))
 

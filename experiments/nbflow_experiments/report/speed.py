@@ -12,6 +12,7 @@ from nbflow_experiments.report.figure import (
     MARKERS,
     Drawing,
     NotDrawn,
+    format_axis,
     new_figure,
 )
 
@@ -42,14 +43,7 @@ def _draw_panel(panel: Any, results: Results, rows: Any, metric: str) -> None:
     """Draw one speed against the formats, ordered by their bits."""
     base = metric.removesuffix("_tokens_per_s")
     low, high = f"{base}_min_tokens_per_s", f"{base}_max_tokens_per_s"
-    formats = rows.drop_duplicates("weights").sort_values("bits_per_weight", kind="stable")
-    names = list(formats.weights)
-    crowded = len(names) > 12
-    between = "  " if crowded else "\n"
-    ticks = [f"{n}{between}{b:g}" for n, b in zip(names, formats.bits_per_weight, strict=True)]
-    panel.set_xticks(range(len(names)), ticks, rotation=90 if crowded else 0)
-    panel.set_xlabel("format and its bits per weight")
-    panel.grid(visible=False, axis="x")
+    names = format_axis(panel, rows)
     series = results.series(("weights", "partition"))
     for i, (label, whole) in enumerate(series):
         part = whole[(whole.partition == results.partition) & whole[metric].notna()]
