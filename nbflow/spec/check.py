@@ -12,6 +12,8 @@ from nbflow_kernels.errors import UsageError
 
 _LAYER = re.compile(r"\d+")
 _MAX_LINES = 40
+FLOAT_TYPES = ("f64", "f32", "f16", "bf16")
+"""Types of weights; int8 only as llama2.c stores it, with the scales beside it."""
 
 
 def check(spec: ModelSpec, weights: WeightFile) -> None:
@@ -27,15 +29,15 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
     Raises
     ------
     UsageError
-        One message that lists every tensor that is missing, of another shape, or unused and not
-        in ``spec.ignored_tensors``.  Tensors that differ in the layer only share a line.
+        One message that lists every tensor that is missing, of another shape, not of floats, or
+        unused and not in ``spec.ignored_tensors``.  Tensors that differ in the layer only share a line.
 
     Notes
     -----
     A head in the file is no problem if ``spec.tied_head`` says that it is not used.
     """
     present = set(weights.names())
-    missing, shapes, used = [], [], set()
+    missing, shapes, types, used = [], [], [], set()
     for ours, shape in spec.tensor_shapes().items():
         try:
             name = spec.checkpoint_name(ours)
@@ -47,6 +49,8 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
             missing.append(f"{name} {shape}")
         elif weights.shape(name) != shape:
             shapes.append(f"{name} must have shape {shape}, got {weights.shape(name)}")
+        elif weights.dtype(name) not in FLOAT_TYPES and weights.format != "llama2c":
+            types.append(f"{name} must be of {', '.join(FLOAT_TYPES)}, got {weights.dtype(name)}")
     if spec.tied_head:
         used.add(spec.tensors.get("head.weight", ""))
     unused = [
@@ -56,11 +60,16 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
     ]
     problems = [
         f"{title}:\n  " + "\n  ".join(_collapsed(lines))
-        for title, lines in (("missing", missing), ("wrong shape", shapes), ("unused", unused))
+        for title, lines in (
+            ("missing", missing),
+            ("wrong shape", shapes),
+            ("wrong type", types),
+            ("unused", unused),
+        )
         if lines
     ]
     if problems:
-        n = len(missing) + len(shapes) + len(unused)
+        n = len(missing) + len(shapes) + len(types) + len(unused)
         raise UsageError(
             f"{weights.path}: {n} tensors do not fit the specification of {spec.name!r} "
             f"(family {spec.family!r})\n" + "\n".join(problems)

@@ -162,9 +162,16 @@ def test_tensor_lists_of_a_wrong_checkpoint(capsys, tmp_path):
     tensors = load_file(path)
     tensors["surplus"] = tensors.pop("model.norm.weight")
     tensors["model.layers.1.mlp.up_proj.weight"] = np.zeros((3, 3), np.float32)
+    tensors["lm_head.weight"] = tensors["lm_head.weight"].astype(np.int32)
     save_file(tensors, path)
     message = error(capsys, "run", tmp_path)
-    for word in ("model.norm.weight", "surplus", "model.layers.1.mlp.up_proj.weight", "(3, 3)"):
+    for word in (
+        "model.norm.weight",
+        "surplus",
+        "model.layers.1.mlp.up_proj.weight",
+        "(3, 3)",
+        "i32",
+    ):
         assert word in message
 
 
