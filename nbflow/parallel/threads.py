@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -19,85 +19,87 @@ class RankFailure(RuntimeError):
     """Another rank has failed; its own error is the cause to look at."""
 
 
+_FAILED = object()
+
+
 class _Shared:
-    """What the ranks of one communicator have in common."""
+    """What the ranks of one communicator have in common: a queue for each pair of ranks."""
 
     def __init__(self, size: int, failed: threading.Event) -> None:
-        self.barrier = threading.Barrier(size)
-        self.slots: list[Any] = [None] * size
+        self.size = size
         self.mail = {(a, b): SimpleQueue[Any]() for a in range(size) for b in range(size)}
         self.failed = failed
         self.groups: dict[tuple[int, ...], _Shared] = {}
         self.lock = threading.Lock()
 
-    def wait(self) -> None:
-        try:
-            self.barrier.wait()
-        except threading.BrokenBarrierError:
-            raise RankFailure("another rank of this process has failed") from None
-
     def abort(self) -> None:
+        """Wake up every rank that waits, now or later."""
         self.failed.set()
-        self.barrier.abort()
-        for group in self.groups.values():
+        for queue in self.mail.values():
+            queue.put(_FAILED)
+        with self.lock:
+            groups = list(self.groups.values())
+        for group in groups:
             group.abort()
 
 
 class Threads(Comm):
-    """One rank among several threads; `start_ranks` makes them."""
+    """One rank among several threads; `RankTeam` makes them."""
 
     def __init__(self, shared: _Shared, rank: int) -> None:
         super().__init__()
         self._shared = shared
         self.rank = rank
-        self.size = len(shared.slots)
+        self.size = shared.size
 
-    def _swap(self, value: Any, read: Callable[[list[Any]], Any]) -> Any:
-        """Show `value` to all ranks, read what they show, and wait until all have read."""
-        self._shared.slots[self.rank] = value
-        self._shared.wait()
-        result = read(self._shared.slots)
-        self._shared.wait()
-        return result
+    def _put(self, value: Any, dest: int) -> None:
+        self._shared.mail[self.rank, dest].put(value)
+
+    def _take(self, source: int) -> Any:
+        queue = self._shared.mail[source, self.rank]
+        value = queue.get()
+        if value is _FAILED:
+            queue.put(_FAILED)
+            raise RankFailure("another rank of this process has failed")
+        return value
+
+    def _share(self, value: Any) -> list[Any]:
+        """Give `value` to all other ranks and return those of all ranks, in order."""
+        others = [r for r in range(self.size) if r != self.rank]
+        for r in others:
+            self._put(value, r)
+        return [value if r == self.rank else self._take(r) for r in range(self.size)]
 
     def _exchange(self, part: np.ndarray, whole: np.ndarray, counts: Sequence[int]) -> None:
-        def read(parts: list[Any]) -> None:
-            np.concatenate(parts, out=whole)
-
-        self._swap(part, read)
+        # a copy, because the sender goes on to overwrite its part
+        np.concatenate(self._share(part.copy()), out=whole)
 
     def Send(self, array: np.ndarray, dest: int) -> None:
-        self._shared.mail[self.rank, dest].put(array.copy())
+        self._put(array.copy(), dest)
         self.sent["send"] += array.nbytes
 
     def Recv(self, array: np.ndarray, source: int) -> None:
-        while True:
-            try:
-                received = self._shared.mail[source, self.rank].get(timeout=0.1)
-                break
-            except Empty:
-                if self._shared.failed.is_set():
-                    raise RankFailure("another rank of this process has failed") from None
-        np.copyto(array, received)
+        np.copyto(array, self._take(source))
 
     def Bcast(self, array: np.ndarray, root: int) -> None:
-        def read(arrays: list[Any]) -> None:
-            if self.rank != root:
-                np.copyto(array, arrays[root])
-
-        self._swap(array, read)
-        if self.rank == root:
-            self.sent["broadcast"] += array.nbytes * (self.size - 1)
+        if self.rank != root:
+            np.copyto(array, self._take(root))
+            return
+        copy = array.copy()
+        for r in range(self.size):
+            if r != root:
+                self._put(copy, r)
+        self.sent["broadcast"] += array.nbytes * (self.size - 1)
 
     def bcast_object(self, value: Any, root: int = 0) -> Any:
-        return self._swap(value, lambda values: values[root])
+        return self._share(value)[root]
 
     def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
-        values = self._swap(value, list)
+        values = self._share(value)
         return values if self.rank == root else None
 
     def barrier(self) -> None:
-        self._shared.wait()
+        self._share(None)
 
     def split(self, ranks: Sequence[int]) -> Comm | None:
         key = tuple(ranks)

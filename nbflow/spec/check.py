@@ -30,7 +30,8 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
     ------
     UsageError
         One message that lists every tensor that is missing, of another shape, not of floats, or
-        unused and not in ``spec.ignored_tensors``.  Tensors that differ in the layer only share a line.
+        unused and not in ``spec.ignored_tensors``.  Tensors that differ in the layer only share a
+        line.
 
     Notes
     -----
