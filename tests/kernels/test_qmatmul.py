@@ -43,7 +43,13 @@ def test_kernels_compute_from_what_dequantize_gives(name):
     assert np.array_equal(reference.weights(w).T, want.astype(np.float64))
 
 
-@pytest.mark.parametrize("name", ["q8", "q6", "q5", "q4", "q4_b16", "q3h", "q3", "q2", "f16"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("q8", "q6", "q5", "q4", "q4_b16", "q3h", "q3", "q2", "f16"),
+        *("q8_0", "q5_1", "q5_0", "q4_1", "q4_0"),
+    ],
+)
 def test_a_row_does_not_depend_on_the_others_nor_on_threads(name, threads):
     x, w = make(name, 71, 203, 330)  # 71 = 64 + 7 tokens; 13 row groups, the last of 11 rows
     bias = np.random.default_rng(6).standard_normal(203, dtype=np.float32)

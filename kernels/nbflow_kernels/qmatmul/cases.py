@@ -72,7 +72,10 @@ def _case(
 
 
 # one format for each layout of codes and parameters; the others differ in storage only
-_LAYOUTS = ("q8_b32t1", "q8", "q6", "q5", "q5_b32t1", "q4", "q4_b64t1", "q4_b16", "q3h", "q3", "q2")
+_LAYOUTS = (
+    *("q8_b32t1", "q8", "q6", "q5", "q5_b32t1", "q5_0", "q4", "q4_b64t1", "q4_b16", "q4_0"),
+    *("q3h", "q3", "q2"),
+)
 
 CASES = [
     *(_case(f"{f}_one_row", 1, 37, 200, f) for f in _LAYOUTS),

@@ -23,6 +23,7 @@ from nbflow_kernels._dispatch import check_array, is_cuda, no_cuda_variant
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.quants.floats import BF16, F16, F32
 from nbflow_kernels.quants.formats import Formats, QuantFormat
+from nbflow_kernels.quants.ggml_legacy import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
 from nbflow_kernels.quants.packed import Packed
 from nbflow_kernels.quants.q2 import Q2_B32T1A, Q2_B32T1B
 from nbflow_kernels.quants.q3 import Q3_B32T1A, Q3_B32T1B
@@ -66,6 +67,11 @@ FORMATS = Formats(
         Q3_B32T1B,
         Q2_B32T1A,
         Q2_B32T1B,
+        Q8_0,
+        Q5_1,
+        Q5_0,
+        Q4_1,
+        Q4_0,
     ),
     short_names={
         "fp32": "f32",

@@ -1,13 +1,15 @@
-"""Formats whose weight is ``base + scale * code``, with one base and scale per block.
+"""Formats whose weight is ``base + scale * (code - zero)``, with one base and scale per block.
+
+``zero`` belongs to the format: 0 if it stores a base, else the code of weight 0.
 
 The decode formula is evaluated with one rounding to float32.  For float16 parameters the product
-``scale * code`` has at most 11 + 8 bits, so a fused and an unfused float32 evaluation agree.
+has at most 11 + 8 bits, so a fused and an unfused float32 evaluation agree.
 
 Two encoders write the same bytes' meaning:
 
 * ``plain``: the published one.  Minimum and range of the block, one pass, plain rounding; codes
   chosen with the float32 parameters, which are rounded to storage afterwards; a scale below 1e-5
-  gives codes 0.
+  gives codes 0.  A format of another origin brings its own (`LinearFormat.plain`).
 * ``best``: `search.search`.  Starts from plain's parameters, so it is never worse.
 """
 
@@ -27,7 +29,11 @@ from nbflow_kernels.quants.packed import pack as pack_layout
 from nbflow_kernels.quants.search import search
 from nbflow_kernels.threads import split_rows
 
+Encoded = tuple[Bytes, NDArray[np.uint16]]
+"""Codes (n, block_size) and stored parameters (n, 2: base, scale) of blocks."""
+
 CUTOFF = 1e-5  # plain: a smaller scale counts as zero
+SIGN = np.uint16(0x8000)  # of a float16
 SEARCH_COST = 300.0  # multiply-adds a weight costs in the search, for the choice of thread count
 CHUNK = 1 << 22  # weights encoded or decoded at once: bounds the temporary arrays to some 30 MB
 
@@ -62,7 +68,9 @@ class LinearFormat(QuantFormat):
     midrise: bool = False
     """Plain puts the codes at the middles of `n_codes` equal intervals (variant B)."""
     zero: int = 0
-    """With F16_SCALE: the code of weight 0, i.e. base = -zero * scale."""
+    """With F16_SCALE: the code of weight 0."""
+    plain: Callable[[LinearFormat, Floats], Encoded] | None = None
+    """The published encoder of blocks (n, block_size), where it is not the family's."""
 
     # ---- encode -----------------------------------------------------------------------------
 
@@ -79,17 +87,31 @@ class LinearFormat(QuantFormat):
             codes = codes.reshape(part.shape)
             if encoder == "best":
                 parameters = parameters.reshape(len(part), n_blocks, 2)
-                low, high = -self.zero, self.n_codes - 1 - self.zero
-                split_rows(
-                    search, len(part), SEARCH_COST * part.size, part, weight, self.block_size,
-                    low, high, self.parameters, codes, parameters,
-                )  # fmt: skip
+                self._search(part, weight, codes, parameters)
             blocks = self._blocks(codes.reshape(-1, self.block_size), parameters.reshape(-1, 2))
             data[row : row + step] = blocks.reshape(len(part), -1)
         return data
 
-    def _plain(self, x: Floats) -> tuple[Bytes, NDArray[np.uint16]]:
-        """Return codes (n, block_size) and stored parameters (n, 2: base, scale) of plain."""
+    def _search(
+        self, x: Floats, weight: Floats, codes: Bytes, parameters: NDArray[np.uint16]
+    ) -> None:
+        """Improve plain's codes and parameters (rows, blocks, 2) of rows in place."""
+        # the search knows scales >= 0: a block with a negative one is searched as its mirror image
+        sign = parameters[:, :, 1] & (SIGN if self.parameters == F16_SCALE else np.uint16(0))
+        if sign.any():
+            x = np.where(np.repeat(sign != 0, self.block_size, axis=1), -x, x)
+            parameters[:, :, 1] ^= sign
+        low, high = -self.zero, self.n_codes - 1 - self.zero
+        split_rows(
+            search, len(x), SEARCH_COST * x.size, x, weight, self.block_size,
+            low, high, self.parameters, codes, parameters,
+        )  # fmt: skip
+        parameters[:, :, 1] ^= sign
+
+    def _plain(self, x: Floats) -> Encoded:
+        """Return codes and stored parameters of the published encoder."""
+        if self.plain is not None:
+            return self.plain(self, x)
         if self.parameters == F16_SCALE:
             return self._plain_symmetric(x)
         low = x.min(axis=1)
@@ -110,7 +132,7 @@ class LinearFormat(QuantFormat):
                 stored = [v.astype(np.float16).view(np.uint16) for v in (base, scale)]
         return codes, np.stack(stored, axis=1)
 
-    def _plain_symmetric(self, x: Floats) -> tuple[Bytes, NDArray[np.uint16]]:
+    def _plain_symmetric(self, x: Floats) -> Encoded:
         """Return `_plain` of a format without base: halves are rounded away from zero."""
         scale = np.abs(x).max(axis=1) / np.float32(self.divisor)
         with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
@@ -145,21 +167,25 @@ class LinearFormat(QuantFormat):
         return result
 
     def base_and_scale(self, blocks: Bytes) -> tuple[Floats, Floats]:
-        """Return the parameters of blocks (n, block_bytes) as float32 (n,) each."""
+        """Return the parameters of blocks (n, block_bytes) as float32 (n,) each.
+
+        Without a stored base it is -0, which added to any number, 0 and -0 too, gives that number.
+        """
         base, scale = self.stored_parameters(blocks).T
         if self.parameters == U8_PAIR:
             hundred, thousand = np.float32(100), np.float32(1000)
             return base.astype(np.float32) / hundred - 1, scale.astype(np.float32) / thousand
         scale_f32 = np.ascontiguousarray(scale).view(np.float16).astype(np.float32)
         if self.parameters == F16_SCALE:
-            return np.float32(-self.zero) * scale_f32, scale_f32
+            return np.full_like(scale_f32, -0.0), scale_f32
         return np.ascontiguousarray(base).view(np.float16).astype(np.float32), scale_f32
 
     def dequantize_blocks(self, blocks: Bytes) -> Floats:
-        """Return ``base + scale * code`` (n, block_size), rounded once to float32."""
+        """Return ``base + scale * (code - zero)`` (n, block_size), rounded once to float32."""
         base, scale = (v.astype(np.float64)[:, None] for v in self.base_and_scale(blocks))
         with np.errstate(invalid="ignore", over="ignore"):  # bytes from a file may hold inf
-            return (base + scale * self.unpack_codes(blocks)).astype(np.float32)
+            steps = self.unpack_codes(blocks).astype(np.int16) - np.int16(self.zero)
+            return (base + scale * steps).astype(np.float32)
 
     def codes_of_rows(self, data: Bytes) -> Bytes:
         """Return the codes (rows, blocks * block_size) of rows, through the scalar decoder."""
@@ -177,7 +203,7 @@ class LinearFormat(QuantFormat):
             base, scale = self.base_and_scale(part.reshape(-1, self.block_bytes))
             split_rows(
                 _apply, len(part), 2.0 * codes.size, codes, base.reshape(len(part), -1),
-                scale.reshape(len(part), -1), out[row : row + step],
+                scale.reshape(len(part), -1), self.zero, out[row : row + step],
             )  # fmt: skip
 
     def pack(self, data: Bytes) -> Packed:
@@ -192,12 +218,13 @@ class LinearFormat(QuantFormat):
 
 
 @njit
-def _apply(codes: Any, base: Any, scale: Any, out: Any, start: Any, stop: Any) -> None:
-    """Write base + scale * code, rounded once, for rows of codes."""
+def _apply(codes: Any, base: Any, scale: Any, zero: Any, out: Any, start: Any, stop: Any) -> None:
+    """Write base + scale * (code - zero), rounded once, for rows of codes."""
     block = codes.shape[1] // base.shape[1]
     for row in range(start, stop):
         for column in range(out.shape[1]):
             b = column // block
             # float64 holds the product and the sum exactly enough to round once
-            wide = np.float64(base[row, b]) + np.float64(scale[row, b]) * codes[row, column]
+            step = np.int64(codes[row, column]) - zero
+            wide = np.float64(base[row, b]) + np.float64(scale[row, b]) * step
             out[row, column] = np.float32(wide)
