@@ -8,6 +8,7 @@ in the batch.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from nbflow.decoding.greedy import Greedy
 from nbflow.decoding.min_p import MinP
@@ -26,15 +27,20 @@ STRATEGIES: dict[str, type[Strategy]] = {
 }
 
 
-def make_strategy(name: str, **parameters: float | None) -> Strategy:
+def make_strategy(
+    name: str, defaults: Mapping[str, float] | None = None, **parameters: float | None
+) -> Strategy:
     """Return the strategy with this name.
 
     Parameters
     ----------
     name : str
         One of `STRATEGIES`.
+    defaults : mapping of str to float, optional
+        What a model recommends; taken where the strategy has such a parameter and none is given.
+        0 recommends nothing, as in Hugging Face's generation_config.json.
     **parameters : float or None
-        The strategy's parameters; None means its default.
+        The strategy's parameters; None means the model's default, or else the strategy's.
 
     Raises
     ------
@@ -56,7 +62,8 @@ def make_strategy(name: str, **parameters: float | None) -> Strategy:
         if key not in known:
             takes = f"it takes {', '.join(known)}" if known else "it takes none"
             raise UsageError(f"decoding {name!r} has no parameter {key!r}; {takes}")
-    return kind(**given)
+    recommended = {key: value for key, value in (defaults or {}).items() if key in known and value}
+    return kind(**{**recommended, **given})
 
 
 __all__ = ["STRATEGIES", "Greedy", "MinP", "Sample", "Strategy", "TopK", "TopP", "make_strategy"]

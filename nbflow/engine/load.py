@@ -108,7 +108,7 @@ def load(
         "max_step_tokens": max_step_tokens,
     }
     engines, team = _start(plan, comm, resolved.path, options)
-    return Model(the_spec, plan, tok, engines, team, threads)
+    return Model(the_spec, plan, tok, engines, team, threads, resolved.defaults)
 
 
 def _start(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,11 +52,14 @@ class Model:
         engines: list[RankEngine],
         team: RankTeam | None,
         threads: int,
+        defaults: Mapping[str, float],
     ) -> None:
         self.spec = spec
         self.plan = plan
         self.threads = threads
         """Threads of each rank."""
+        self.defaults = defaults
+        """Decoding parameters the model recommends, taken where a call gives none."""
         self.engines = engines
         """The ranks of this process: none, one, or all of them when they are threads."""
         self._tokenizer = tokenizer
@@ -168,7 +171,8 @@ class Model:
         ignore_eos : bool
             Go on when an end token is drawn.
         **parameters : float
-            The strategy's parameters, e.g. ``temperature=0.8, top_p=0.9``.
+            The strategy's parameters, e.g. ``temperature=0.8, top_p=0.9``; those not given are what
+            the model recommends (`defaults`), or else the strategy's own.
 
         Returns
         -------
@@ -236,7 +240,9 @@ class Model:
         if not 0 <= seed < 2**64:
             raise UsageError(f"seed must be in 0..2**64 - 1, got {seed}")
         strategy = (
-            decoding if isinstance(decoding, Strategy) else make_strategy(decoding, **parameters)
+            decoding
+            if isinstance(decoding, Strategy)
+            else make_strategy(decoding, self.defaults, **parameters)
         )
         if isinstance(prompt, str):
             prompt = self.tokenizer.encode(prompt, add_special_tokens=True)

@@ -27,15 +27,8 @@ from nbflow_kernels.errors import UsageError
 
 MODELS = Path(__file__).parent / "models"
 
-GENERATION: dict[str, Kind] = {
-    "do_sample": bool,
-    "temperature": float,
-    "top_k": int,
-    "top_p": float,
-    "repetition_penalty": float,
-    "max_new_tokens": int,
-}
-"""Generation settings a model can recommend, and their types."""
+GENERATION: dict[str, Kind] = {"temperature": float, "top_k": int, "top_p": float}
+"""Generation settings a model can recommend, and their types: what strategies start from."""
 
 
 @dataclass(frozen=True)

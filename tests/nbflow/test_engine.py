@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 
 import numpy as np
 import pytest
 from specs import write_llama
 
 import nbflow
+from nbflow.decoding import Greedy, TopK, TopP
 from nbflow.engine.request import Request
 from nbflow.execute import RankWeights, ReferenceExecutor
 from nbflow.program import build, fuse
@@ -250,8 +252,6 @@ def test_a_weight_too_large_for_float16(tmp_path):
 
 
 def test_requests_keep_their_state_apart():
-    from nbflow.decoding import Greedy
-
     a, b = (Request([1], 2, Greedy()) for _ in range(2))
     a.accept(5, 0.0)
     assert b.ids == []
@@ -264,3 +264,18 @@ def test_two_models_of_one_process_do_not_disturb_each_other(checkpoint, ids):
             np.testing.assert_array_equal(one.logits(ids), expected)
             np.testing.assert_array_equal(two.logits(ids), expected)
         np.testing.assert_array_equal(two.logits(ids), expected)
+
+
+def test_generation_settings_of_the_model_are_taken_where_none_are_given(tmp_path):
+    write_llama(tmp_path)
+    settings = {"temperature": 0.5, "top_k": 3, "top_p": 0, "do_sample": True}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+
+    def strategy(name, **parameters):
+        return model.make_request([1], 1, name, 0, True, **parameters).strategy
+
+    with nbflow.load(tmp_path) as model:
+        assert strategy("top_k") == TopK(temperature=0.5, top_k=3)
+        assert strategy("top_k", top_k=7) == TopK(temperature=0.5, top_k=7)
+        assert strategy("top_p", temperature=2.0) == TopP(temperature=2.0)
+        assert strategy("greedy") == Greedy()
