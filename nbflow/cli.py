@@ -94,12 +94,8 @@ def _abort_if_several() -> None:
 
     comm = world()
     if isinstance(comm, Mpi):
-        traceback.print_exc()
-        print(
-            f"nbflow: rank {comm.rank} of {comm.size} failed (see above); stopping all ranks",
-            file=sys.stderr,
-            flush=True,
-        )
+        where = f"nbflow: rank {comm.rank} of {comm.size} failed (see above); stopping all ranks"
+        sys.stderr.write(f"{traceback.format_exc()}{where}\n")  # at once, or ranks mix lines
         comm.abort(1)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -47,6 +48,8 @@ def world() -> Comm:
     return Alone() if MPI.COMM_WORLD.size == 1 else Mpi(MPI.COMM_WORLD)
 
 
+FORWARD_S = 2.0
+"""Pause before an abort: mpirun drops the output of ranks that still lies in its pipes then."""
 BUSY_POLLS = 200
 """How often a rank asks before it gives its core away, where every rank has a core."""
 
@@ -127,5 +130,8 @@ class Mpi(Comm):
         return self._groups[key]
 
     def abort(self, code: int = 1) -> None:
-        """End every rank at once."""
+        """End every rank, after a moment in which the launcher can print what this one wrote."""
+        sys.stdout.flush()
+        sys.stderr.flush()
+        time.sleep(FORWARD_S)
         self._comm.Abort(code)
