@@ -1,8 +1,9 @@
 """The one `njit` of the package: compiled once per machine, called without the GIL.
 
-Numba's disk cache looks only at the file of the cached function: it would go on serving old machine
-code after an edit in a function that was inlined from another file.  The cache folder is therefore
-named after a digest of all kernel sources.  `NUMBA_CACHE_DIR` moves it, as usual.
+Numba's disk cache looks only at the file of the cached function: it would go on serving old
+machine code after an edit in a function that was inlined from another file.  The cache folder of a
+module is therefore named after a digest of its source and of all sources of this package that it
+imports, directly or through others.  `NUMBA_CACHE_DIR` moves the folders, as usual.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,25 +25,71 @@ numba_config: Any = config  # its settings are made at run time, unseen by type 
 # additions is part of a kernel's contract (a row's result must not depend on its neighbours).
 FAST_MATH = {"contract", "nsz"}
 
+_ROOT = Path(__file__).parent
+_IMPORT = re.compile(
+    r"^[ \t]*(?:from[ \t]+(nbflow_kernels[.\w]*)[ \t]+import[ \t]*(\([^)]*\)|[^\n]*)"
+    r"|import[ \t]+(nbflow_kernels[.\w]+))",
+    re.MULTILINE,
+)
+
+
+def _file_of(module: str) -> Path | None:
+    """Return the source file of a module of this package, if there is such a module."""
+    path = _ROOT.joinpath(*module.split(".")[1:])
+    if path.with_suffix(".py").is_file():
+        return path.with_suffix(".py")
+    path = path / "__init__.py"
+    return path if path.is_file() and path.parent != _ROOT else None
+
 
 @functools.cache
-def cache_folder() -> Path:
-    """Return the folder of compiled kernels for the present sources."""
+def _source(path: Path) -> tuple[bytes, tuple[Path, ...]]:
+    """Return a file's bytes and the files of this package that it imports."""
+    source = path.read_bytes()
+    found: set[Path] = set()
+    for match in _IMPORT.finditer(source.decode()):
+        package, names, module = match.groups()
+        if module:
+            found.add(_file_of(module) or path)
+            continue
+        for name in re.findall(r"\w+", re.sub(r"\bas\s+\w+|#[^\n]*", "", names)):
+            found.add(_file_of(f"{package}.{name}") or _file_of(package) or path)
+    return source, tuple(sorted(found - {path}))
+
+
+@functools.cache
+def source_digest(path: Path) -> str:
+    """Return the digest of a module's source and of what it imports from this package."""
+    seen: set[Path] = set()
+    waiting = [path]
+    while waiting:
+        file = waiting.pop()
+        if file not in seen:
+            seen.add(file)
+            waiting.extend(_source(file)[1])
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.rglob("*.py")):
-        digest.update(path.read_bytes())
+    for file in sorted(seen, key=lambda f: (f != path, f)):
+        digest.update(_source(file)[0])
+    return digest.hexdigest()[:16]
+
+
+def cache_root() -> Path:
+    """Return the folder that holds the cache folders of all modules."""
     base = os.environ.get("NUMBA_CACHE_DIR")
     if base:
-        root = Path(base)
-    else:
-        root = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nbflow"
-    return root / f"kernels-{digest.hexdigest()[:16]}"
+        return Path(base)
+    return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "nbflow"
+
+
+def cache_folder(path: Path) -> Path:
+    """Return the folder of compiled kernels of the module at `path`, for its present sources."""
+    return cache_root() / f"{path.parent.name}.{path.stem}-{source_digest(path)}"
 
 
 def njit(function: Callable[..., Any]) -> Any:
     """Compile a module-level kernel lazily, cached on disk, without the GIL and without asserts."""
     before = numba_config.CACHE_DIR
-    numba_config.CACHE_DIR = str(cache_folder())
+    numba_config.CACHE_DIR = str(cache_folder(Path(function.__code__.co_filename)))
     try:
         return numba.njit(
             cache=True, nogil=True, error_model="numpy", boundscheck=False, fastmath=FAST_MATH

@@ -35,7 +35,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def environment() -> dict[str, Any]:
     """Return what a result depends on besides the code and the data."""
-    from nbflow_kernels._jit import cache_folder
+    from nbflow_kernels._jit import cache_root
 
     return {
         "python": platform.python_version(),
@@ -44,7 +44,7 @@ def environment() -> dict[str, Any]:
         "cores": os.cpu_count(),
         "cores_available": available_cores(),
         "memory_bytes": system.memory_bytes(),
-        "kernel_cache": str(cache_folder()),
+        "kernel_cache": str(cache_root()),
         "packages": system.package_versions(),
         "variables": system.relevant_variables(),
     }
