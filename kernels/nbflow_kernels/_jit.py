@@ -88,11 +88,20 @@ def cache_folder(path: Path) -> Path:
 
 def njit(function: Callable[..., Any]) -> Any:
     """Compile a module-level kernel lazily, cached on disk, without the GIL and without asserts."""
+    return _compiled(function, FAST_MATH)
+
+
+def strict_njit(function: Callable[..., Any]) -> Any:
+    """Do as `njit`, but never fuse a product and a sum: for encoders whose bits are published."""
+    return _compiled(function, False)
+
+
+def _compiled(function: Callable[..., Any], fastmath: Any) -> Any:
     before = numba_config.CACHE_DIR
     numba_config.CACHE_DIR = str(cache_folder(Path(function.__code__.co_filename)))
     try:
         return numba.njit(
-            cache=True, nogil=True, error_model="numpy", boundscheck=False, fastmath=FAST_MATH
+            cache=True, nogil=True, error_model="numpy", boundscheck=False, fastmath=fastmath
         )(function)
     finally:
         numba_config.CACHE_DIR = before
