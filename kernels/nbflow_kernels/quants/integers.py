@@ -72,4 +72,5 @@ def weights(form: IntegerForm, rows: Integers) -> NDArray[np.float32]:
         if rows.mins is not None:
             base = -base * rows.mins
         result = result + np.repeat(base, form.sub_block, axis=1)
-    return result.astype(np.float32)
+    rounded: NDArray[np.float32] = result.astype(np.float32)
+    return rounded
