@@ -1,80 +1,28 @@
 """A team of threads that shares the rows of one kernel call.
 
-Kernels are serial functions over a range of rows and release the GIL, so plain Python threads can
-share a call.  Numba's own parallel loops are not used: their pool is one per process and must not
-be entered from two threads at once, while ranks inside one process each need a team of their own;
-and without an OpenMP library (a bare Linux) a parallel region of theirs costs 75 microseconds.
-
-The team belongs to the calling thread: `set_num_threads` in one thread does not change another.
+Kernels are serial functions over a range of rows and release the GIL, so the threads of a team
+(`nbflow_kernels.team`) can share a call.  The team belongs to the calling thread: `set_num_threads`
+in one thread does not change another.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from queue import SimpleQueue
 from typing import Any
 
+from nbflow_kernels.calls import Call
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.team import Team
 
 # Handing work to another Python thread and waiting for it costs 35 to 50 microseconds; a kernel
 # does 20 (one row of activations) to 50 (many) multiply-adds per nanosecond, so below this many
 # for each thread the call is faster in one.
 MIN_WORK_PER_THREAD = 3_000_000
-
-
-class Team:
-    """`n` threads, the caller among them."""
-
-    def __init__(self, n: int) -> None:
-        self.n = n
-        self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(n - 1)]
-        self._done: SimpleQueue[BaseException | None] = SimpleQueue()
-        for inbox in self._inboxes:
-            threading.Thread(
-                target=_work, args=(inbox, self._done), daemon=True, name="nbflow-team"
-            ).start()
-
-    def run(
-        self, kernel: Callable[..., None], start: int, stop: int, parts: int, *args: Any
-    ) -> None:
-        """Call ``kernel(*args, a, b)`` on `parts` pieces [a, b) of [start, stop)."""
-        edges = [start + (stop - start) * i // parts for i in range(parts + 1)]
-        for i in range(1, parts):
-            self._inboxes[i - 1].put((kernel, args, edges[i], edges[i + 1]))
-        failure: BaseException | None = None
-        try:
-            kernel(*args, edges[0], edges[1])
-        except BaseException as error:
-            failure = error
-        for _ in range(1, parts):
-            failure = self._done.get() or failure
-        if failure is not None:
-            raise failure
-
-    def close(self) -> None:
-        """Let the other threads end."""
-        for inbox in self._inboxes:
-            inbox.put(None)
-
-    def __del__(self) -> None:
-        self.close()
-
-
-def _work(inbox: SimpleQueue[Any], done: SimpleQueue[BaseException | None]) -> None:
-    while (item := inbox.get()) is not None:
-        kernel, args, a, b = item
-        try:
-            kernel(*args, a, b)
-        except BaseException as error:
-            done.put(error)
-        else:
-            done.put(None)
 
 
 class _Local(threading.local):
@@ -92,7 +40,7 @@ _local = _Local()
 class Capture:
     """What a launcher would have run."""
 
-    calls: list[Callable[[], None]] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
     """The compiled calls, in order; they hold on to the launcher's arrays."""
     complete: bool = True
     """Whether the calls are all that the launcher does."""
@@ -157,10 +105,11 @@ def set_num_threads(n: int) -> None:
 
 def get_num_threads() -> int:
     """Return how many threads kernels called from the present thread use."""
-    return _team().n
+    return get_team().n
 
 
-def _team() -> Team:
+def get_team() -> Team:
+    """Return the team of the calling thread: all processors of this process, unless set."""
     if _local.team is None:
         _local.team = Team(available_cores())
     return _local.team
@@ -180,15 +129,11 @@ def split_rows(kernel: Callable[..., None], n_rows: int, work: float, *args: Any
     *args : object
         The kernel's other arguments.
     """
-    team = _team()
-    parts = min(team.n, n_rows, int(work // MIN_WORK_PER_THREAD))
     if _local.capture is not None:
-        if parts <= 1:
-            call = functools.partial(kernel, *args, 0, n_rows)
-        else:
-            call = functools.partial(team.run, kernel, 0, n_rows, parts, *args)
-        _local.capture.calls.append(call)
+        _local.capture.calls.append(Call(kernel, args, n_rows, work))
         return
+    team = get_team()
+    parts = min(team.n, n_rows, int(work // MIN_WORK_PER_THREAD))
     started = time.perf_counter() if _local.profile is not None else 0.0
     if parts <= 1:
         kernel(*args, 0, n_rows)

@@ -1,0 +1,128 @@
+"""What threads that share memory need inside kernels, and calls through pointers.
+
+======================================  =======================================================
+`exchange(addr, x)`                     store an int64 and return the old one
+`add(addr, x)`                          add to an int64 and return the old one; both seq. cst.
+`load(addr)` / `store(addr, x)`         acquire / release
+`pause()`                               tell the core that this thread spins
+`cycles()`                              the processor's cycle counter, 0 where there is none
+`call_row_range(f, args, start, stop)`  call a trampoline (`nbflow_kernels.calls`); 0 if it returned
+`call_int(f, x)`                        call a C function ``int f(int)`` through its address
+======================================  =======================================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import binding, ir
+from numba.core import cgutils, extending, types
+
+intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
+
+_I8, _I32, _I64 = (ir.IntType(n) for n in (8, 32, 64))
+
+
+def _int64(context: Any, builder: Any, signature: Any, args: Any, i: int) -> Any:
+    return context.cast(builder, args[i], signature.args[i], types.int64)
+
+
+def _cell(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    address = _int64(context, builder, signature, args, 0)
+    return builder.inttoptr(address, ir.PointerType(_I64))
+
+
+def _make_read_modify_write(name: str, operation: str) -> Any:
+    def modify(typing_context: Any, addr: Any, x: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            cell = _cell(context, builder, signature, args)
+            value = _int64(context, builder, signature, args, 1)
+            return builder.atomic_rmw(operation, cell, value, "seq_cst")
+
+        return types.int64(addr, x), codegen
+
+    modify.__name__ = name
+    return intrinsic(modify)
+
+
+exchange = _make_read_modify_write("exchange", "xchg")
+add = _make_read_modify_write("add", "add")
+
+
+@intrinsic
+def load(typing_context: Any, addr: Any) -> Any:
+    """Return the int64 at an address, before anything that follows is read."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load_atomic(_cell(context, builder, signature, args), "acquire", 8)
+
+    return types.int64(addr), codegen
+
+
+@intrinsic
+def store(typing_context: Any, addr: Any, x: Any) -> Any:
+    """Write an int64, after everything that precedes has been written."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = _int64(context, builder, signature, args, 1)
+        builder.store_atomic(value, _cell(context, builder, signature, args), "release", 8)
+        return context.get_dummy_value()
+
+    return types.none(addr, x), codegen
+
+
+@intrinsic
+def pause(typing_context: Any) -> Any:
+    """Tell the core that this thread only waits."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        machine = binding.get_process_triple().split("-")[0]
+        if machine in ("x86_64", "i686", "i386"):
+            kind = ir.FunctionType(ir.VoidType(), [])
+            function = cgutils.get_or_insert_function(builder.module, kind, "llvm.x86.sse2.pause")
+            builder.call(function, [])
+        elif machine in ("aarch64", "arm64"):
+            kind = ir.FunctionType(ir.VoidType(), [_I32])
+            function = cgutils.get_or_insert_function(builder.module, kind, "llvm.aarch64.hint")
+            builder.call(function, [ir.Constant(_I32, 1)])  # yield
+        return context.get_dummy_value()
+
+    return types.none(), codegen
+
+
+@intrinsic
+def cycles(typing_context: Any) -> Any:
+    """Return the processor's cycle counter."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(_I64, [])
+        name = "llvm.readcyclecounter"
+        return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
+
+    return types.int64(), codegen
+
+
+@intrinsic
+def call_row_range(typing_context: Any, function: Any, args_at: Any, start: Any, stop: Any) -> Any:
+    """Call a trampoline for rows [start, stop); not 0 if the kernel raised."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        values = [_int64(context, builder, signature, args, i) for i in range(4)]
+        kind = ir.FunctionType(_I32, [_I64] * 3)
+        status = builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
+        return builder.sext(status, _I64)
+
+    return types.int64(function, args_at, start, stop), codegen
+
+
+@intrinsic
+def call_int(typing_context: Any, function: Any, x: Any) -> Any:
+    """Call the C function ``int f(int)`` at an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        values = [_int64(context, builder, signature, args, i) for i in range(2)]
+        kind = ir.FunctionType(_I32, [_I32])
+        pointer = builder.inttoptr(values[0], kind.as_pointer())
+        return builder.sext(builder.call(pointer, [builder.trunc(values[1], _I32)]), _I64)
+
+    return types.int64(function, x), codegen

@@ -1,0 +1,193 @@
+"""Lists of compiled calls that a team of threads runs without Python in between.
+
+A step of a model is some hundred kernel calls of a few microseconds each.  From Python each costs
+one to fifty microseconds more, so a `CallList` writes the calls into a table once: for each, the
+kernel's machine code, its arguments and its number of rows.  A team (`nbflow_kernels.team`) runs
+through the table, each thread its share of the rows of every call, with a barrier of a tenth of a
+microsecond where one call's result is another's input.
+
+The kernels stay as they are, functions of arrays and numbers compiled one by one.  A *trampoline*,
+one per signature and made in a millisecond, reads the arguments from memory and calls the kernel.
+Arguments are fixed when the list is made; what changes from step to step is in the arrays, or in a
+*cell*: an array of one int64 in the place of a number of rows.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import llvmlite.binding as llvm
+import numba
+import numpy as np
+from llvmlite import ir
+from numba.core import types
+
+_I32, _I64 = ir.IntType(32), ir.IntType(64)
+
+# The columns of a table.
+FUNCTION, ARGUMENTS, ROWS, PARTS, GRAIN, BARRIER = range(6)
+COLUMNS = 8
+
+# Below this many multiply-adds for each thread a call is not shared: a core does some 30 in a
+# nanosecond at best, and a barrier costs a hundred.
+MIN_WORK_PER_PART = 20_000
+# Above this many, rows are handed out in pieces: a thread that loses its core delays one piece.
+DYNAMIC_WORK = 40_000_000
+PIECES_PER_THREAD = 8
+
+
+@dataclass(frozen=True)
+class Call:
+    """``kernel(*args, 0, n_rows)``, the rows of which may be shared by threads."""
+
+    kernel: Callable[..., None]
+    """A compiled kernel; its last two arguments are a range of rows."""
+    args: tuple[Any, ...]
+    """The kernel's other arguments."""
+    n_rows: Any
+    """Number of rows, or a cell with it: an array of one int64, read when the call is made."""
+    work: float
+    """Multiply-adds (or operations of like cost) of the whole call."""
+
+    def __call__(self) -> None:
+        """Make the call in the present thread."""
+        self.kernel(*self.args, 0, int(self.n_rows[0]) if self.is_dynamic else self.n_rows)
+
+    @property
+    def is_dynamic(self) -> bool:
+        """Whether the number of rows is known only when the call is made."""
+        return isinstance(self.n_rows, np.ndarray)
+
+    def parts(self, n_threads: int) -> int:
+        """Return how many threads share the call."""
+        most = n_threads if self.is_dynamic else min(n_threads, self.n_rows)
+        return max(1, min(most, int(self.work // MIN_WORK_PER_PART)))
+
+
+class CallList:
+    """Calls as a table for a team of `n_threads`; see `nbflow_kernels.team.Team.run_list`."""
+
+    def __init__(self, calls: Sequence[Call], n_threads: int) -> None:
+        self.calls = tuple(calls)
+        self.n_threads = n_threads
+        self.table = np.zeros((len(calls), COLUMNS), np.int64)
+        self._kept: list[Any] = []  # the table holds addresses only
+        codes = [_machine_code(call) for call in calls]
+        functions = _trampolines([code.signature for code in codes])
+        parts = [call.parts(n_threads) for call in calls]
+        self.is_shared = max(parts, default=1) > 1
+        """Whether any call is shared by the threads."""
+        for i, (call, code) in enumerate(zip(calls, codes, strict=True)):
+            row = self.table[i]
+            row[FUNCTION] = functions[i]
+            row[ARGUMENTS] = self._keep(_argument_block(code, call.args))
+            cell = call.n_rows if call.is_dynamic else np.array([call.n_rows], np.int64)
+            row[ROWS] = self._keep(cell)
+            row[PARTS] = parts[i]
+            if parts[i] > 1 and len(calls) > 1 and not call.is_dynamic and call.work > DYNAMIC_WORK:
+                row[GRAIN] = max(1, call.n_rows // (parts[i] * PIECES_PER_THREAD))
+            # calls of one thread follow each other in that thread; the last waits for everybody
+            row[BARRIER] = i + 1 == len(parts) or max(parts[i], parts[i + 1]) > 1
+
+    def _keep(self, array: np.ndarray) -> int:
+        self._kept.append(array)
+        return array.ctypes.data
+
+
+@dataclass(frozen=True)
+class _Code:
+    """Machine code of a kernel for one signature."""
+
+    signature: tuple[Any, ...]
+    address: int
+
+
+def _machine_code(call: Call) -> _Code:
+    """Compile a call's kernel for its arguments, or find it compiled."""
+    kernel: Any = call.kernel
+    key = tuple(numba.typeof(a) for a in call.args)
+    signature = (*key, types.int64, types.int64)
+    if signature not in kernel.overloads:
+        kernel.compile(signature)
+    compiled = kernel.overloads[signature]
+    name = compiled.fndesc.llvm_func_name
+    return _Code(signature, compiled.library.get_pointer_to_function(name))
+
+
+# ---- arguments ------------------------------------------------------------------------------
+
+
+def _argument_block(code: _Code, args: tuple[Any, ...]) -> np.ndarray:
+    """Return the kernel's address and its arguments, 8 bytes each, as the trampoline reads them."""
+    words = [struct.pack("<q", code.address)]
+    for value, kind in zip(args, code.signature, strict=False):
+        words.extend(_words(value, kind))
+    return np.frombuffer(b"".join(words), np.int64).copy()
+
+
+def _words(value: Any, kind: Any) -> list[bytes]:
+    """Return a value the way Numba passes it: an array as seven or more words."""
+    if isinstance(kind, types.Array):
+        numbers = (0, 0, value.size, value.itemsize, value.ctypes.data)
+        return [struct.pack("<q", n) for n in (*numbers, *value.shape, *value.strides)]
+    if isinstance(kind, types.BaseTuple):
+        members: Any = kind
+        members = list(members.types)
+        return [w for v, k in zip(value, members, strict=True) for w in _words(v, k)]
+    if isinstance(kind, types.Float):
+        return [struct.pack("<d", value) if kind.bitwidth == 64 else struct.pack("<f4x", value)]
+    if isinstance(kind, types.Boolean | types.Integer):
+        return [struct.pack("<q", int(value))]
+    raise TypeError(f"a call list cannot hold an argument of type {kind}")
+
+
+# ---- trampolines ----------------------------------------------------------------------------
+
+
+_made: dict[tuple[Any, ...], int] = {}  # signature to address
+_engines: list[Any] = []  # own the code at those addresses
+_lock = threading.Lock()
+
+
+def _trampolines(signatures: list[tuple[Any, ...]]) -> list[int]:
+    """Return the address of ``int32 f(arguments, start, stop)`` for each signature."""
+    with _lock:
+        missing = [s for s in dict.fromkeys(signatures) if s not in _made]
+        if missing:
+            module = ir.Module(name="nbflow_trampolines")
+            names = [f"nbflow_call_{len(_made) + i}" for i in range(len(missing))]
+            for name, signature in zip(names, missing, strict=True):
+                _add_trampoline(module, name, signature)
+            parsed = llvm.parse_assembly(str(module))
+            machine = llvm.Target.from_default_triple().create_target_machine(opt=1)
+            engine = llvm.create_mcjit_compiler(parsed, machine)
+            engine.finalize_object()
+            _engines.append(engine)
+            for name, signature in zip(names, missing, strict=True):
+                _made[signature] = engine.get_function_address(name)
+        return [_made[s] for s in signatures]
+
+
+def _add_trampoline(module: ir.Module, name: str, signature: tuple[Any, ...]) -> None:
+    from numba.core.registry import cpu_target
+
+    context = cpu_target.target_context
+    function = ir.Function(module, ir.FunctionType(_I32, [_I64] * 3), name=name)
+    builder = ir.IRBuilder(function.append_basic_block())
+    block, start, stop = function.args
+
+    def word(i: int, kind: Any) -> Any:
+        at = builder.add(block, ir.Constant(_I64, 8 * i))
+        return builder.load(builder.inttoptr(at, ir.PointerType(kind)))
+
+    packer = context.get_arg_packer(signature[:-2])
+    flat = [word(i + 1, kind) for i, kind in enumerate(packer.argument_types)]
+    args = [*packer.from_arguments(builder, flat), start, stop]
+    kind = context.call_conv.get_function_type(types.none, signature)
+    callee = builder.inttoptr(word(0, _I64), kind.as_pointer())
+    status, _ = context.call_conv.call_function(builder, callee, types.none, signature, args)
+    builder.ret(status.code)

@@ -1,0 +1,297 @@
+"""A team of threads that runs kernels: one call at a time, or a whole list of calls.
+
+The threads are plain Python threads in compiled code that holds no GIL.  Numba's own parallel loops
+are not used: their pool is one per process and must not be entered from two threads at once, while
+ranks inside one process each need a team; and without an OpenMP library (a bare Linux) a parallel
+region of theirs costs 75 microseconds.
+
+Waiting is in three stages, so that a busy team answers in a tenth of a microsecond and an idle one
+costs nothing: a thread spins for some 20 microseconds, then gives its core to whoever wants it
+between two looks (so ranks that share cores do not stall each other), and after about 300
+microseconds without work it sleeps in Python until it is woken.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels import atomics
+from nbflow_kernels._jit import njit
+from nbflow_kernels.calls import (
+    ARGUMENTS,
+    BARRIER,
+    COLUMNS,
+    FUNCTION,
+    GRAIN,
+    PARTS,
+    ROWS,
+    CallList,
+)
+from nbflow_kernels.lanes import read_i64
+
+# Cells of the memory a team shares, a cache line apart; of int64.
+_JOB = 0  # number of the present job, the last bit its kind
+_ARRIVED = 8  # threads at the present barrier
+_BARRIER = 16  # counts the barriers passed
+_FAILED = 24  # status of a kernel that raised
+_TABLE, _N_CALLS, _REPEAT, _STOP, _TIMES, _YIELD = 32, 33, 34, 35, 36, 37
+_TICKETS = 40  # address of the next row of each call
+_THREADS = 48  # from here on, for each thread: sleeping, last job seen
+_PYTHON, _LIST = 0, 1  # kinds of job: look into your inbox, or run the list
+_SPINS = 1_000  # looks with a pause between them: some 20 microseconds
+_YIELDS = 1_000  # looks between which the core is offered, before a thread goes to sleep
+
+
+@njit
+def _wait_for_change(cell: Any, seen: Any, shared: Any, patience: Any) -> Any:
+    """Return a cell's value once it is not `seen`; `seen` after `patience` yields (< 0: never)."""
+    for _ in range(_SPINS):
+        now = atomics.load(cell)
+        if now != seen:
+            return now
+        atomics.pause()
+    yields = 0
+    give_way = read_i64(shared + 8 * _YIELD)
+    while yields != patience:
+        now = atomics.load(cell)
+        if now != seen:
+            return now
+        if give_way != 0:
+            atomics.call_int(give_way, 0)
+        else:
+            atomics.pause()
+        yields += 1
+    return seen
+
+
+@njit
+def _barrier(shared: Any, n_threads: Any) -> None:
+    """Wait until all threads of the team are here."""
+    passed = atomics.load(shared + 8 * _BARRIER)
+    if atomics.add(shared + 8 * _ARRIVED, 1) + 1 == n_threads:
+        atomics.store(shared + 8 * _ARRIVED, 0)
+        atomics.exchange(shared + 8 * _BARRIER, passed + 1)
+    else:
+        _wait_for_change(shared + 8 * _BARRIER, passed, shared, -1)
+
+
+@njit
+def _share_of_call(row: Any, ticket: Any, thread: Any, shared: Any) -> None:
+    """Do this thread's rows of one call."""
+    function, arguments = read_i64(row + 8 * FUNCTION), read_i64(row + 8 * ARGUMENTS)
+    n_rows, parts = read_i64(read_i64(row + 8 * ROWS)), read_i64(row + 8 * PARTS)
+    grain = read_i64(row + 8 * GRAIN)
+    status = 0
+    if grain > 0:
+        start = atomics.add(ticket, grain)
+        while start < n_rows:
+            status |= atomics.call_row_range(function, arguments, start, min(start + grain, n_rows))
+            start = atomics.add(ticket, grain)
+    else:
+        parts = min(parts, n_rows)
+        if thread < parts:
+            start, stop = n_rows * thread // parts, n_rows * (thread + 1) // parts
+            status = atomics.call_row_range(function, arguments, start, stop)
+    if status != 0:
+        atomics.exchange(shared + 8 * _FAILED, status)
+
+
+@njit
+def _run_job(shared: Any, thread: Any, n_threads: Any) -> None:
+    """Do this thread's share of the job described in the shared memory.
+
+    The last call of a list ends with a barrier.
+    """
+    table, n_calls = read_i64(shared + 8 * _TABLE), read_i64(shared + 8 * _N_CALLS)
+    stop, times = read_i64(shared + 8 * _STOP), read_i64(shared + 8 * _TIMES)
+    tickets = read_i64(shared + 8 * _TICKETS)
+    for _ in range(read_i64(shared + 8 * _REPEAT)):
+        before = atomics.cycles() if times != 0 else 0
+        for i in range(n_calls):
+            row = table + 8 * COLUMNS * i
+            parts = read_i64(row + 8 * PARTS)
+            if thread < parts:
+                _share_of_call(row, tickets + 64 * i, thread, shared)
+            if n_threads > 1 and read_i64(row + 8 * BARRIER) != 0:
+                _barrier(shared, n_threads)
+            if thread == 0 and parts > 1:  # nobody draws tickets of this call any more
+                atomics.store(tickets + 64 * i, 0)
+            if times != 0 and thread == 0:
+                now = atomics.cycles()
+                atomics.store(times + 8 * i, read_i64(times + 8 * i) + now - before)
+                before = now
+        if stop != 0 and atomics.load(stop) != 0:
+            break
+
+
+@njit
+def _serve(shared: Any, thread: Any, n_threads: Any) -> None:
+    """Work on jobs until one is for Python, or none comes for a while."""
+    mine = shared + 8 * (_THREADS + 8 * thread)
+    while True:
+        seen = read_i64(mine + 8)
+        job = _wait_for_change(shared + 8 * _JOB, seen, shared, _YIELDS)
+        atomics.store(mine + 8, job)
+        if job != seen and job % 2 == _LIST:
+            _run_job(shared, thread, n_threads)
+            continue
+        # Say so before going back to Python, and look again: whoever gives the next job out does
+        # the same in the opposite order, so that one of the two notices the other.
+        atomics.exchange(mine, 1)
+        if atomics.load(shared + 8 * _JOB) == job:
+            return
+        atomics.exchange(mine, 0)
+
+
+@njit
+def _announce(shared: Any, kind: Any, n_threads: Any) -> Any:
+    """Give the job out; return whether some thread sleeps."""
+    # the kind is part of the number: who reads the number cannot take one job for another
+    atomics.exchange(shared + 8 * _JOB, read_i64(shared + 8 * _JOB) // 2 * 2 + 2 + kind)
+    sleeping = 0
+    for thread in range(1, n_threads):
+        sleeping |= atomics.load(shared + 8 * (_THREADS + 8 * thread))
+    return sleeping
+
+
+def _yield_address() -> int:
+    """Return the address of the system's function that offers the core to others, or 0."""
+    try:
+        function = ctypes.CDLL(None).sched_yield
+    except (AttributeError, OSError, TypeError):
+        return 0
+    return ctypes.cast(function, ctypes.c_void_p).value or 0
+
+
+class Team:
+    """`n` threads, the caller among them.
+
+    Parameters
+    ----------
+    n : int
+        Number of threads.
+    """
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+        memory = np.zeros(_THREADS + 8 * n + 8, np.int64)
+        self._memory = memory
+        skip = -memory.ctypes.data % 64 // 8
+        self._shared = memory[skip:]  # starts with a cache line
+        self._at = self._shared.ctypes.data
+        self._shared[_YIELD] = _yield_address()
+        self._tickets = np.zeros(8, np.int64)
+        self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(n - 1)]
+        self._done: SimpleQueue[BaseException | None] = SimpleQueue()
+        for i, inbox in enumerate(self._inboxes):
+            arguments = (memory, self._at, i + 1, n, inbox, self._done)
+            threading.Thread(target=_work, args=arguments, daemon=True, name="nbflow-team").start()
+
+    def run(
+        self, kernel: Callable[..., None], start: int, stop: int, parts: int, *args: Any
+    ) -> None:
+        """Call ``kernel(*args, a, b)`` on `parts` pieces [a, b) of [start, stop)."""
+        edges = [start + (stop - start) * i // parts for i in range(parts + 1)]
+        for i in range(1, parts):
+            self._inboxes[i - 1].put((kernel, args, edges[i], edges[i + 1]))
+        _announce(self._at, _PYTHON, self.n)
+        failure: BaseException | None = None
+        try:
+            kernel(*args, edges[0], edges[1])
+        except BaseException as error:
+            failure = error
+        for _ in range(1, parts):
+            failure = self._done.get() or failure
+        if failure is not None:
+            raise failure
+
+    def run_list(
+        self,
+        calls: CallList,
+        *,
+        repeat: int = 1,
+        stop: np.ndarray | None = None,
+        cycles: np.ndarray | None = None,
+    ) -> None:
+        """Make the calls of a list, one after the other, each by all threads.
+
+        Parameters
+        ----------
+        calls : CallList
+            Made for as many threads as this team has.
+        repeat : int
+            How many times to go through the list.
+        stop : array of int64, shape (1,), optional
+            No further repetition once this is not 0.  A call of the list may set it if a call that
+            is shared by the threads comes before it.
+        cycles : array of int64, shape (number of calls,), optional
+            The processor cycles of each call, barriers included, are added to it.
+        """
+        n_calls = len(calls.calls)
+        if n_calls == 0 or repeat < 1:
+            return
+        if len(self._tickets) < 8 * n_calls + 8:
+            self._tickets = np.zeros(8 * n_calls + 8, np.int64)
+        shared = self._shared
+        shared[_TABLE : _TIMES + 1] = (
+            calls.table.ctypes.data,
+            n_calls,
+            repeat,
+            0 if stop is None else stop.ctypes.data,
+            0 if cycles is None else cycles.ctypes.data,
+        )
+        shared[_TICKETS] = (self._tickets.ctypes.data + 63) // 64 * 64
+        if calls.is_shared:
+            try:
+                if _announce(self._at, _LIST, self.n):
+                    self._wake()
+            finally:  # the others wait for this thread
+                _run_job(self._at, 0, self.n)
+        else:
+            _run_job(self._at, 0, 1)
+        if shared[_FAILED]:
+            shared[_FAILED] = 0
+            raise MemoryError("a kernel of the list failed; the usual reason is too little memory")
+
+    def _wake(self) -> None:
+        for i, inbox in enumerate(self._inboxes):
+            if self._shared[_THREADS + 8 * (i + 1)]:
+                inbox.put(None)
+
+    def close(self) -> None:
+        """Let the other threads end."""
+        for inbox in self._inboxes:
+            inbox.put("end")
+        if self._inboxes:
+            _announce(self._at, _PYTHON, self.n)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _work(
+    memory: np.ndarray, at: int, thread: int, n: int, inbox: SimpleQueue[Any], done: Any
+) -> None:
+    """Live as one thread of a team; `memory` is only held on to."""
+    sleeping = (at - memory.ctypes.data) // 8 + _THREADS + 8 * thread
+    while True:
+        _serve(at, thread, n)
+        item = inbox.get()
+        memory[sleeping] = 0
+        if item is None:
+            continue
+        if item == "end":
+            return
+        kernel, args, start, stop = item
+        try:
+            kernel(*args, start, stop)
+        except BaseException as error:
+            done.put(error)
+        else:
+            done.put(None)
