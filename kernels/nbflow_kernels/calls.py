@@ -63,9 +63,10 @@ class Call:
         return isinstance(self.n_rows, np.ndarray)
 
     def parts(self, n_threads: int) -> int:
-        """Return how many threads share the call."""
-        most = n_threads if self.is_dynamic else min(n_threads, self.n_rows)
-        return max(1, min(most, int(self.work // MIN_WORK_PER_PART)))
+        """Return how many threads share the call; all of them if its size is not known yet."""
+        if self.is_dynamic:
+            return n_threads
+        return max(1, min(n_threads, self.n_rows, int(self.work // MIN_WORK_PER_PART)))
 
 
 class CallList:

@@ -6,7 +6,7 @@ horizontal sums at the price of about five.
 
 ====================================  =========================================================
 `read_f32 read_f16(addr)`             one element as float32
-`read_i64 read_u8(addr)`              one element as int64
+`read_i64 read_u16 read_u8(addr)`     one element as int64
 `write_f32(addr, x)`                  one float32
 `write_f16(addr, x)`                  one float32, rounded to float16
 `store_f16(addr, v)`                  16 float32, rounded to float16, halves to even
@@ -34,7 +34,7 @@ from nbflow_kernels.simd import LANES, f32x16
 
 intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
 
-_I8, _I32, _I64 = (ir.IntType(n) for n in (8, 32, 64))
+_I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _F16, _F32 = ir.HalfType(), ir.FloatType()
 
 
@@ -62,6 +62,7 @@ read_f32 = _make_read("read_f32", _F32, types.float32, None)
 read_f16 = _make_read("read_f16", _F16, types.float32, "fpext")
 read_i64 = _make_read("read_i64", _I64, types.int64, None)
 read_u8 = _make_read("read_u8", _I8, types.int64, "zext")
+read_u16 = _make_read("read_u16", _I16, types.int64, "zext")
 
 
 def _make_write(name: str, narrow: bool) -> Any:

@@ -28,6 +28,7 @@ is no bounds check.  The public functions have checked the shapes before a kerne
 `exp(v)`                            float32, relative error below 2e-7 on [-87, 88]
 `half_to_float(u16)` (scalar)       the float16 with those bits, as float32
 `float_to_half(f32)` (scalar)       the bits of the nearest float16
+`bits_to_float(bits)` (scalar)      the float32 with those bits
 `address(array)` (scalar)           the address of the first element
 ==================================  ===============================================================
 """
@@ -301,6 +302,17 @@ def float_to_half(typing_context: Any, x: Any) -> Any:
         return builder.bitcast(builder.fptrunc(value, _F16), _I16)
 
     return types.uint16(x), codegen
+
+
+@intrinsic
+def bits_to_float(typing_context: Any, bits: Any) -> Any:
+    """Return the float32 with these bits (the lowest 32 of an integer)."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = context.cast(builder, args[0], signature.args[0], types.int64)
+        return builder.bitcast(builder.trunc(value, _I32), _F32)
+
+    return types.float32(bits), codegen
 
 
 @intrinsic

@@ -1,0 +1,67 @@
+"""Rows of a float matrix, chosen by index, as float32: one kernel for all element types."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels import simd
+from nbflow_kernels._jit import njit
+from nbflow_kernels.lanes import address_of, read_f16, read_f32, read_u16, write_f32
+from nbflow_kernels.threads import split_rows
+
+F32, F16, BF16 = 0, 1, 2
+_KINDS = {"float32": F32, "float16": F16, "uint16": BF16}
+
+
+def gather_rows(ids: NDArray[np.int32], table: NDArray[Any], out: NDArray[np.float32]) -> None:
+    """Write ``table[ids]`` to `out`; a table of uint16 holds the bits of bfloat16.
+
+    `out` may have rows far apart; nothing is checked.
+    """
+    split_rows(
+        _gather,
+        len(ids),
+        float(out.size),
+        ids,
+        address_of(table),
+        table.strides[0],
+        _KINDS[table.dtype.name],
+        table.shape[1],
+        address_of(out),
+        out.strides[0],
+    )
+
+
+@njit
+def _gather(
+    ids: Any, table: Any, row_bytes: Any, kind: Any, E: Any, out: Any, out_bytes: Any,
+    start: Any, stop: Any,
+) -> None:  # fmt: skip
+    """Write rows [start, stop) of the result."""
+    size = 4 if kind == F32 else 2
+    for t in range(start, stop):
+        source, target = table + np.int64(ids[t]) * row_bytes, out + t * out_bytes
+        i = 0
+        while i + 16 <= E:
+            at = source + size * i
+            if kind == F32:
+                v = simd.load_f32(at)
+            elif kind == F16:
+                v = simd.load_f16(at)
+            else:
+                v = simd.load_bf16(at)
+            simd.store_f32(target + 4 * i, v)
+            i += 16
+        while i < E:
+            at = source + size * i
+            if kind == F32:
+                x = read_f32(at)
+            elif kind == F16:
+                x = read_f16(at)
+            else:
+                x = simd.bits_to_float(read_u16(at) << 16)
+            write_f32(target + 4 * i, x)
+            i += 1

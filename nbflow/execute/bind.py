@@ -1,0 +1,216 @@
+"""From ops to compiled calls: one function per kind of op.
+
+A launcher of `nbflow_kernels` chooses a kernel and its arguments; here it is asked once and its
+choice kept (`nbflow_kernels.threads.capture`).  Ops that move data between ranks stay Python.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nbflow.execute.step_arrays import StepArrays
+from nbflow.program.records import Op
+from nbflow_kernels.attention.plan import AttentionPlan, build_plan
+from nbflow_kernels.calls import Call
+from nbflow_kernels.quants import QuantTensor
+from nbflow_kernels.threads import capture
+
+if TYPE_CHECKING:
+    from nbflow.execute.cpu import CpuExecutor
+
+
+@dataclass(frozen=True)
+class PythonOp:
+    """An op that is not a compiled call."""
+
+    kind: str
+    call: Callable[[], Any]
+
+
+Made = list[Call] | PythonOp
+
+
+class StepAttention:
+    """The work items of a step's attention, the same for all layers."""
+
+    def __init__(self, executor: CpuExecutor, arrays: StepArrays) -> None:
+        self._executor, self._arrays = executor, arrays
+        self.n_items = np.zeros(1, np.int64)
+        program = executor.program
+        most = (len(arrays.ids) + len(arrays.kv_lens)) * max(1, program.n_kv_heads)
+        self.plan: AttentionPlan = dataclasses.replace(
+            self._planned(), items=np.zeros((most, 5), np.int32)
+        )
+
+    def _planned(self) -> AttentionPlan:
+        arrays, program = self._arrays, self._executor.program
+        spec = program.spec
+        return build_plan(
+            arrays.qo_indptr,
+            arrays.kv_indptr,
+            arrays.kv_indices,
+            arrays.kv_lens,
+            (program.n_heads, program.n_kv_heads, spec.head_dim),
+            self._executor.storage.page_size,
+            kv_layout="NHD",
+            causal=True,
+            window_left=-1 if spec.window is None else spec.window - 1,
+            logits_soft_cap=spec.logits_soft_cap or 0.0,
+            sm_scale=spec.sm_scale,
+        )
+
+    def fill(self) -> None:
+        """Divide the work of the step that is in the arrays."""
+        items = self._planned().items
+        self.plan.items[: len(items)] = items
+        self.n_items[0] = len(items)
+
+
+class Binder:
+    """Binds the ops of an executor's program to one shape of step."""
+
+    def __init__(self, executor: CpuExecutor, arrays: StepArrays) -> None:
+        self._executor = executor
+        self._arrays = arrays
+        self._spec = executor.program.spec
+        self.attention = StepAttention(executor, arrays) if executor.program.layers else None
+
+    def ops(self) -> Iterator[tuple[Op, Made]]:
+        """Yield each op with what it has become."""
+        program = self._executor.program
+        for index, op in enumerate(program.ops):
+            buffer = program.buffers.get(op.out)
+            if len(self._arrays.logit_rows) == 0 and buffer is not None and buffer.rows == "logits":
+                continue
+            yield op, getattr(self, f"_{op.kind}")(op, index)
+
+    def _view(self, name: str) -> np.ndarray:
+        return self._executor.view(name, len(self._arrays.ids), len(self._arrays.logit_rows))
+
+    def _heads(self, name: str) -> np.ndarray:
+        view = self._view(name)
+        return view.reshape(len(view), -1, self._spec.head_dim)
+
+    @staticmethod
+    def _captured(op: Op, launcher: Callable[..., Any], *args: Any) -> Made:
+        """Return the compiled calls a launcher makes; the launcher itself, if it does more."""
+        with capture() as seen:
+            launcher(*args)
+        return seen.calls if seen.complete else PythonOp(op.kind, lambda: launcher(*args))
+
+    # ---- kinds of op --------------------------------------------------------------------------
+
+    def _embedding(self, op: Op, index: int) -> Made:
+        from nbflow_kernels.embedding.gather import gather_rows
+
+        (table,) = self._executor.weights.operands[index]
+        return self._captured(op, gather_rows, self._arrays.ids, table, self._view(op.out))
+
+    def _take_rows(self, op: Op, index: int) -> Made:
+        from nbflow_kernels.embedding.gather import gather_rows
+
+        x, out = self._view(op.inputs[0]), self._view(op.out)
+        return self._captured(op, gather_rows, self._arrays.logit_rows, x, out)
+
+    def _norm(self, op: Op, index: int) -> Made:
+        from nbflow_kernels.norm import cpu
+
+        x, out, eps = self._view(op.inputs[0]), self._view(op.out), op.attrs["eps"]
+        operands = self._executor.weights.operands[index]
+        if op.attrs["norm"] == "rms":
+            return self._captured(op, cpu.rmsnorm, x, operands[0], eps, 0.0, out)
+        return self._captured(op, cpu.layernorm, x, operands[0], operands[1], eps, out)
+
+    def _linear(self, op: Op, index: int) -> Made:
+        from nbflow_kernels.matmul import cpu
+        from nbflow_kernels.qmatmul import cpu as quantized
+
+        weights = self._executor.weights
+        (weight,), bias = weights.operands[index], weights.bias[index]
+        accumulate = bool(op.attrs.get("accumulate", False))
+        x, out = self._view(op.inputs[0]), self._view(op.out)
+        matmul = quantized.matmul if isinstance(weight, QuantTensor) else cpu.matmul
+        return self._captured(op, matmul, x, weight, bias, accumulate, out)
+
+    def _rope(self, op: Op, index: int) -> Made:
+        from nbflow_kernels.position import cpu
+
+        q, k = (self._heads(name) for name in op.inputs)
+        return self._captured(
+            op, cpu.apply_rope_with_cos_sin_cache_inplace, self._arrays.positions, q, k,
+            self._executor.cos_sin, self._spec.rope.style == "half",
+        )  # fmt: skip
+
+    def _append_kv(self, op: Op, index: int) -> Made:
+        from nbflow_kernels.kvcache import cpu
+
+        k, v = (self._heads(name) for name in op.inputs)
+        keys, values = self._executor.storage.layers[op.layer or 0]
+        arrays = self._arrays
+        return self._captured(
+            op, cpu.append_paged_kv_cache, k, v, arrays.batch_indices, arrays.positions, keys,
+            values, arrays.kv_indices, arrays.kv_indptr, "NHD",
+        )  # fmt: skip
+
+    def _attention(self, op: Op, index: int) -> Made:
+        from nbflow_kernels.attention import cpu
+
+        assert self.attention is not None
+        q, out = self._heads(op.inputs[0]), self._heads(op.out)
+        keys, values = self._executor.storage.layers[op.layer or 0]
+        made = self._captured(
+            op, cpu.batch_attention, self.attention.plan, q, keys, values, out, None
+        )
+        assert isinstance(made, list)
+        return [dataclasses.replace(c, n_rows=self.attention.n_items) for c in made]
+
+    def _activation(self, op: Op, index: int) -> Made:
+        from nbflow_kernels.activation import cpu
+
+        function = getattr(cpu, op.attrs["activation"])
+        return self._captured(op, function, self._view(op.inputs[0]), self._view(op.out))
+
+    def _gate(self, op: Op, index: int) -> Made:
+        from nbflow_kernels.activation import cpu
+
+        function = getattr(cpu, f"{op.attrs['activation']}_and_mul")
+        (both,) = op.inputs  # the programs given to this executor are fused
+        return self._captured(op, function, self._view(both), self._view(op.out))
+
+    def _add(self, op: Op, index: int) -> Made:
+        x, out = self._view(op.inputs[0]), self._view(op.out)
+        return PythonOp(op.kind, functools.partial(np.add, out, x, out))
+
+    # ---- communication ------------------------------------------------------------------------
+
+    def _all_reduce(self, op: Op, index: int) -> Made:
+        group = self._executor.groups[op.attrs["ranks"]]
+        return PythonOp(op.kind, functools.partial(group.Allreduce, self._view(op.out)))
+
+    def _all_gather(self, op: Op, index: int) -> Made:
+        group = self._executor.groups[op.attrs["ranks"]]
+        x, out = self._view(op.inputs[0]), self._view(op.out)
+        return PythonOp(
+            op.kind, functools.partial(group.Allgather_columns, x, out, op.attrs["widths"])
+        )
+
+    def _send(self, op: Op, index: int) -> Made:
+        x, comm = self._view(op.inputs[0]), self._executor.comm
+        peers = [self._executor.numbers.index(rank) for rank in op.attrs["peers"]]
+
+        def call() -> None:
+            for peer in peers:
+                comm.Send(x, peer)
+
+        return PythonOp(op.kind, call)
+
+    def _recv(self, op: Op, index: int) -> Made:
+        peer = self._executor.numbers.index(op.attrs["peer"])
+        out = self._view(op.out)
+        return PythonOp(op.kind, functools.partial(self._executor.comm.Recv, out, peer))

@@ -1,0 +1,45 @@
+"""The present step as arrays that stay where they are.
+
+Compiled calls hold the addresses of their arguments, so what changes from step to step is copied
+into arrays that are made once for a number of tokens, sequences and pages.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nbflow.execute.step import Step
+
+
+class StepArrays:
+    """Arrays for steps of `n_tokens` tokens, `n_logits` logit rows and `n_sequences` sequences.
+
+    Parameters
+    ----------
+    n_tokens, n_logits, n_sequences : int
+        Sizes of the steps.
+    n_pages : int
+        Most pages that the sequences of a step hold together.
+    """
+
+    def __init__(self, n_tokens: int, n_logits: int, n_sequences: int, n_pages: int) -> None:
+        self.ids = np.zeros(n_tokens, np.int32)
+        self.positions = np.zeros(n_tokens, np.int32)
+        self.batch_indices = np.zeros(n_tokens, np.int32)
+        self.logit_rows = np.zeros(n_logits, np.int32)
+        self.qo_indptr = np.zeros(n_sequences + 1, np.int32)
+        self.kv_indptr = np.zeros(n_sequences + 1, np.int32)
+        self.kv_indices = np.zeros(n_pages, np.int32)
+        self.kv_lens = np.zeros(n_sequences, np.int32)
+
+    def load(self, step: Step) -> None:
+        """Copy a step's numbers."""
+        self.ids[:] = step.ids
+        self.positions[:] = step.positions
+        self.batch_indices[:] = step.batch_indices
+        self.logit_rows[:] = step.logit_rows
+        self.qo_indptr[:] = step.qo_indptr
+        pages = step.pages
+        self.kv_indptr[:] = pages.kv_indptr
+        self.kv_indices[: len(pages.kv_indices)] = pages.kv_indices
+        self.kv_lens[:] = pages.kv_lens
