@@ -55,4 +55,7 @@ def make_requests(model: Model, n_prompt: int, n_new: int, batch: int) -> list[R
     """Return requests with random prompts that draw exactly `n_new` tokens each."""
     rng = np.random.default_rng(0)
     ids = rng.integers(0, model.spec.vocab_size, (batch, n_prompt))
-    return [model.make_request(row, n_new, "greedy", 0, ignore_eos=True) for row in ids]
+    requests = [model.make_request(row, n_new, "greedy", 0, ignore_eos=True) for row in ids]
+    for request in requests:
+        request.wants_logprobs = False
+    return requests

@@ -66,7 +66,7 @@ class Call:
         """Return how many threads share the call; all of them if its size is not known yet."""
         if self.is_dynamic:
             return n_threads
-        return max(1, min(n_threads, self.n_rows, int(self.work // MIN_WORK_PER_PART)))
+        return max(1, min(n_threads, int(self.n_rows), int(self.work // MIN_WORK_PER_PART)))
 
 
 class CallList:

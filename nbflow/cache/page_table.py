@@ -49,9 +49,13 @@ class PageTable:
 
     def extend(self, sequence: int, n_tokens: int) -> None:
         """Make room for `n_tokens` more tokens of a sequence and count them in."""
+        self.reserve(sequence, n_tokens)
+        self._sequences[sequence].length += n_tokens
+
+    def reserve(self, sequence: int, n_tokens: int) -> None:
+        """Give a sequence the pages for `n_tokens` more tokens without counting these in."""
         entry = self._sequences[sequence]
-        entry.length += n_tokens
-        missing = -(-entry.length // self.page_size) - len(entry.pages)
+        missing = -(-(entry.length + n_tokens) // self.page_size) - len(entry.pages)
         for _ in range(missing):
             if not self._free:
                 self._grow()

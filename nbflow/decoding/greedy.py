@@ -8,6 +8,7 @@ import numpy as np
 
 import nbflow_kernels as nk
 from nbflow.decoding.strategy import Strategy
+from nbflow_kernels.sampling import cpu
 
 
 @dataclass(frozen=True)
@@ -17,3 +18,8 @@ class Greedy(Strategy):
     def choose(self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray) -> np.ndarray:
         tokens: np.ndarray = nk.argmax(logits)
         return tokens
+
+    def launch(
+        self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray, out: np.ndarray
+    ) -> None:
+        cpu.argmax(logits, out)

@@ -31,6 +31,17 @@ class Strategy:
         """
         raise NotImplementedError
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether the strategy is made of compiled calls alone, so that it has `launch`."""
+        return type(self).launch is not Strategy.launch
+
+    def launch(
+        self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray, out: np.ndarray
+    ) -> None:
+        """Do as `choose` into `out`, by launchers of compiled calls only; nothing is checked."""
+        raise NotImplementedError
+
 
 def check_range(
     strategy: str, name: str, value: float, low: float, high: float, *, open_low: bool = False

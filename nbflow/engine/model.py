@@ -221,9 +221,10 @@ class Model:
     ) -> Iterator[int]:
         """Yield the new token ids one by one; parameters as in `generate`."""
         request = self.make_request(prompt, max_tokens, decoding, seed, ignore_eos, **parameters)
+        n = 0
         for _ in self.run_requests([request]):
-            if request.finish_reason != "stop":
-                yield request.ids[-1]
+            yield from request.ids[n:]
+            n = len(request.ids)
 
     def make_request(
         self,
@@ -252,7 +253,10 @@ class Model:
         return Request(ids, min(max_tokens, room), strategy, seed, stop)
 
     def run_requests(self, requests: list[Request]) -> Iterator[list[tuple[int, int, float]]]:
-        """Run requests to their end, yielding after each step (request, token, log-probability)."""
+        """Run requests to their end, yielding new tokens as they come.
+
+        Each item is a list of (request, token, log-probability) of a step or a few steps.
+        """
         copies = [_copy(requests) for _ in self.engines[1:]]
         self._call("begin", per_engine=[requests, *copies])
         try:

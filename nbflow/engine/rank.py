@@ -7,12 +7,15 @@ tokens and tells the others.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from nbflow.cache import KVStorage, PageTable
+from nbflow.engine.burst import MAX_STEPS, Burst
 from nbflow.engine.request import Request
 from nbflow.engine.scheduler import next_tokens
 from nbflow.execute import CpuExecutor, RankWeights, Step, make_step
@@ -26,6 +29,13 @@ from nbflow.system import peak_rss_bytes, reset_peak_rss
 from nbflow.weights import WeightFile
 from nbflow_kernels.threads import set_num_threads
 
+Event = tuple[int, int, float]
+"""A new token: index of the request, token, log-probability."""
+
+BURST_S = 2e-3
+"""Duration of a burst: the time between two looks at the requests."""
+MAX_BURSTS = 32
+"""Bursts (strategies and batch sizes) kept."""
 MAX_LOGIT_BYTES = 64 * 2**20
 """Logits of all positions are computed in pieces of at most this size."""
 
@@ -95,6 +105,8 @@ class RankEngine:
         self._requests: list[Request] = []
         self._sent_before: dict[str, int] = {}
         self._predicted_bytes = 0
+        self._bursts: dict[tuple[Any, ...], Burst] = {}
+        self._burst_steps = 1
         self._bytes_sent = functools.cache(
             functools.partial(bytes_sent, self.program, self.mine.rank)
         )
@@ -135,10 +147,12 @@ class RankEngine:
             self.table.drop(i)
         self._requests = []
 
-    def advance(self) -> list[tuple[int, int, float]]:
-        """Run one step and return the new tokens: (request, token, log-probability)."""
+    def advance(self) -> list[Event]:
+        """Run a step, or a burst of them, and return the new tokens in order."""
         chosen = next_tokens(self._requests, self._budget)
         requests = [self._requests[i] for i, _ in chosen]
+        if self._can_burst(requests, sum(n for _, n in chosen)):
+            return self._burst([i for i, _ in chosen], requests)
         tokens = [r.pending[:n] for r, (_, n) in zip(requests, chosen, strict=True)]
         ready = [
             r.n_done + n == len(r.prompt) + len(r.ids)
@@ -162,6 +176,49 @@ class RankEngine:
         ):
             request.accept(token, logprob)
             events.append((i, token, logprob))
+        return events
+
+    def _can_burst(self, requests: Sequence[Request], n_tokens: int) -> bool:
+        """Return whether the next steps can run as one burst."""
+        generating = n_tokens == len(requests) and all(r.ids for r in requests)
+        return generating and self.executor.is_one_list and Burst.fits(requests)
+
+    def _burst(self, indices: Sequence[int], requests: Sequence[Request]) -> list[Event]:
+        """Run several steps in which each of these requests draws a token."""
+        n_steps = min(self._burst_steps, *(r.max_tokens - len(r.ids) for r in requests))
+        for i in indices:
+            self.table.reserve(i, n_steps)
+        key = Burst.key(requests)
+        if key not in self._bursts:
+            if len(self._bursts) >= MAX_BURSTS:
+                self._bursts.clear()
+            self._bursts[key] = Burst(*key)
+        burst = self._bursts[key]
+        burst.begin(requests)
+        step = make_step(self.table, indices, [r.pending for r in requests], range(len(requests)))
+        set_num_threads(self._threads)
+        self.storage.ensure(self.table.n_pages)
+        started = time.perf_counter()
+        self.executor.run_repeated(
+            step,
+            key,
+            lambda bound: burst.calls(bound, self.executor.buffer("logits", len(requests))),
+            n_steps,
+            burst.stop,
+        )
+        done = int(burst.n_steps[0])
+        per_step = (time.perf_counter() - started) / done
+        self._burst_steps = max(1, min(MAX_STEPS, int(BURST_S / per_step)))
+        tokens, logprobs = burst.tokens[:, :done].tolist(), burst.token_logprobs.tolist()
+        for i, request in zip(indices, requests, strict=True):
+            self.table.extend(i, done - 1)
+            request.n_done += done
+        events = []
+        for s in range(done):
+            for b, (i, request) in enumerate(zip(indices, requests, strict=True)):
+                logprob = logprobs[b][s] if request.wants_logprobs else math.nan
+                request.accept(tokens[b][s], logprob)
+                events.append((i, tokens[b][s], logprob))
         return events
 
     def _draw(self, requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from nbflow.execute.step_arrays import StepArrays
 from nbflow.program.records import Op
+from nbflow_kernels._jit import njit
 from nbflow_kernels.attention.plan import AttentionPlan, build_plan
 from nbflow_kernels.calls import Call
 from nbflow_kernels.quants import QuantTensor
@@ -70,6 +71,17 @@ class StepAttention:
         items = self._planned().items
         self.plan.items[: len(items)] = items
         self.n_items[0] = len(items)
+
+    def next_step_calls(self) -> list[Call]:
+        """Return calls that plan a further step with one token for each sequence."""
+        return [Call(_next_positions, (self.plan.items, self.n_items, self._arrays.kv_lens), 1, 1)]
+
+
+@njit
+def _next_positions(items: Any, n_items: Any, kv_lens: Any, start: Any, stop: Any) -> None:
+    """Write the positions of the only row of each item."""
+    for i in range(n_items[0]):
+        items[i, 4] = kv_lens[items[i, 0]] - 1
 
 
 class Binder:

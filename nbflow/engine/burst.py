@@ -1,0 +1,130 @@
+"""Several steps of generation without Python between them.
+
+While every sequence of a step generates, the next step's numbers follow from the drawn tokens
+alone: the token is the next id, positions and lengths grow by one.  Then the draws and this
+bookkeeping are compiled calls behind the program's own, and the team goes through all of them
+again and again (`nbflow.execute.CpuExecutor.run_repeated`).  The tokens are the same as step by
+step.  A burst ends when a sequence draws an end token, after a number of steps that the caller
+chooses by their duration: a new request waits no longer than that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from nbflow.decoding import Strategy
+from nbflow.engine.request import Request
+from nbflow.execute.cpu import Bound
+from nbflow_kernels._jit import njit
+from nbflow_kernels.calls import Call
+from nbflow_kernels.threads import capture
+
+MAX_STEPS = 64
+"""Most steps of one burst."""
+
+
+class Burst:
+    """The arrays of a burst of `n` sequences that draw with one strategy.
+
+    Parameters
+    ----------
+    strategy : Strategy
+        How all sequences choose.
+    n : int
+        Number of sequences.
+    n_stops : int
+        Most end tokens of a sequence.
+    logprobs : bool
+        Whether the tokens' log-probabilities are wanted.
+    """
+
+    def __init__(self, strategy: Strategy, n: int, n_stops: int, logprobs: bool) -> None:
+        self.strategy = strategy
+        self.logprobs = logprobs
+        self.drawn = np.zeros(n, np.int32)
+        self.seeds = np.zeros(n, np.uint64)
+        self.offsets = np.zeros(n, np.uint64)
+        self.stops = np.zeros((n, n_stops), np.int32)
+        self.tokens = np.zeros((n, MAX_STEPS), np.int32)
+        self.token_logprobs = np.zeros((n, MAX_STEPS), np.float32)
+        self.n_steps = np.zeros(1, np.int64)
+        self.stop = np.zeros(1, np.int64)
+
+    @staticmethod
+    def fits(requests: Sequence[Request]) -> bool:
+        """Return whether one burst can draw for these requests: one strategy, made of calls."""
+        strategies = {r.strategy for r in requests}
+        return len(strategies) == 1 and next(iter(strategies)).is_compiled
+
+    @classmethod
+    def key(cls, requests: Sequence[Request]) -> tuple[Any, ...]:
+        """Return the constructor's arguments for these requests."""
+        n_stops = max(1, *(len(r.stop_ids) for r in requests))
+        return requests[0].strategy, len(requests), n_stops, any(r.wants_logprobs for r in requests)
+
+    def begin(self, requests: Sequence[Request]) -> None:
+        """Fill the arrays for the first step."""
+        self.stops[:] = -1
+        for b, request in enumerate(requests):
+            self.seeds[b] = request.seed
+            self.offsets[b] = len(request.ids)
+            self.stops[b, : len(request.stop_ids)] = sorted(request.stop_ids)
+        self.n_steps[0] = self.stop[0] = 0
+
+    def calls(self, bound: Bound, logits: np.ndarray) -> list[Call]:
+        """Return the calls that go from the logits of a step to the numbers of the next one."""
+        with capture() as seen:
+            self.strategy.launch(logits, self.seeds, self.offsets, self.drawn)
+        assert seen.complete
+        calls = list(seen.calls)
+        n, size = logits.shape
+        if self.logprobs:
+            args = (logits, self.drawn, self.token_logprobs, self.n_steps)
+            calls.append(Call(_log_probability, args, n, 10.0 * n * size))
+        arrays = bound.arrays
+        args_next: tuple[Any, ...] = (
+            self.drawn, self.stops, self.tokens, self.n_steps, self.stop, self.offsets,
+            arrays.ids, arrays.positions, arrays.kv_lens,
+        )  # fmt: skip
+        calls.append(Call(_next_step, args_next, 1, 1.0))
+        if bound.attention is not None:
+            calls += bound.attention.next_step_calls()
+        return calls
+
+
+@njit
+def _log_probability(
+    logits: Any, drawn: Any, out: Any, n_steps: Any, start: Any, stop: Any
+) -> None:
+    """Write log softmax(logits) at the drawn token of rows [start, stop)."""
+    for b in range(start, stop):
+        top = logits[b, 0]
+        for j in range(logits.shape[1]):
+            top = max(top, logits[b, j])
+        total = 0.0
+        for j in range(logits.shape[1]):
+            total += np.exp(np.float64(logits[b, j] - top))
+        out[b, n_steps[0]] = logits[b, drawn[b]] - top - np.log(total)
+
+
+@njit
+def _next_step(
+    drawn: Any, stops: Any, tokens: Any, n_steps: Any, flag: Any, offsets: Any, ids: Any,
+    positions: Any, kv_lens: Any, start: Any, stop: Any,
+) -> None:  # fmt: skip
+    """Note the drawn tokens and make them the next step's input."""
+    step = n_steps[0]
+    for b in range(len(drawn)):
+        token = drawn[b]
+        tokens[b, step] = token
+        for s in range(stops.shape[1]):
+            if token == stops[b, s]:
+                flag[0] = 1
+        ids[b] = token
+        positions[b] += 1
+        kv_lens[b] += 1
+        offsets[b] += np.uint64(1)
+    n_steps[0] = step + 1
