@@ -46,16 +46,19 @@ def run(arguments: argparse.Namespace) -> int:
             top_p=arguments.top_p,
             min_p=arguments.min_p,
         )
+        request.wants_logprobs = arguments.json
         streams = speaks(model) and not arguments.json
         decoder = model.tokenizer.decode_stream()
         started = time.perf_counter()
         first = None
         if streams:
             _show("".join(decoder.push(i) for i in prompt))
+        shown = 0
         for _ in model.run_requests([request]):
             first = first or time.perf_counter()
-            if streams and request.finish_reason != "stop":
-                _show(decoder.push(request.ids[-1]))
+            if streams:
+                _show("".join(decoder.push(i) for i in request.ids[shown:]))
+                shown = len(request.ids)
         ended = time.perf_counter()
         if not speaks(model):
             return 0
