@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import platform
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ from nbflow.parallel.threads import RankTeam
 from nbflow.spec import check, resolve
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.tokenizer import load_tokenizer
-from nbflow.weights import open_weights
+from nbflow.weights import WeightFile, open_weights
+from nbflow.weights.weight_file import ITEM_BYTES
 from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
 from nbflow_kernels.threads import available_cores
 
@@ -40,7 +42,8 @@ def load(
     Parameters
     ----------
     model : str or Path
-        A Hugging Face folder, a .safetensors file, a llama2.c .bin, or the name of a model spec.
+        A Hugging Face folder, a .safetensors file, a .gguf, a llama2.c .bin, or the name of a model
+        spec.
     spec : str or Path, optional
         A spec file (TOML) to use instead of what the checkpoint says about itself.
     weights : str, optional
@@ -82,7 +85,11 @@ def load(
     """
     resolved = resolve(model, spec=spec)
     the_spec = _shorten(resolved.spec, max_context)
-    block_size = 1 if weights is None else nk.FORMATS[weights].block_size
+    if weights is None:
+        with open_weights(resolved.path) as file:
+            block_size = stored_block_size(file)
+    else:
+        block_size = nk.FORMATS[weights].block_size
     if kv not in KV_FORMATS:
         raise unknown_name("KV cache format", kv, KV_FORMATS)
     if device == "cuda":
@@ -109,6 +116,12 @@ def load(
     }
     engines, team = _start(plan, comm, resolved.path, options)
     return Model(the_spec, plan, tok, engines, team, threads, resolved.defaults)
+
+
+def stored_block_size(file: WeightFile) -> int:
+    """Return the least number of columns that holds whole blocks of every tensor of a file."""
+    formats = {file.dtype(name) for name in file.names()} - set(ITEM_BYTES)
+    return math.lcm(1, *(nk.FORMATS[f].block_size for f in formats))
 
 
 def _start(

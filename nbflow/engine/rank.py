@@ -288,9 +288,10 @@ class RankEngine:
     def matrix_bytes(self) -> int:
         """Bytes of matrices that one generation step of this rank reads."""
         return sum(
-            stored_bytes(operands[0])
+            stored_bytes(matrix)
             for op, operands in zip(self.program.ops, self.weights.operands, strict=True)
             if op.kind == "linear"
+            for matrix in operands
         )
 
 

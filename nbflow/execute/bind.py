@@ -19,7 +19,7 @@ from nbflow.program.records import Op
 from nbflow_kernels._jit import njit
 from nbflow_kernels.attention.plan import AttentionPlan, build_plan
 from nbflow_kernels.calls import Call
-from nbflow_kernels.quants import QuantTensor
+from nbflow_kernels.quants import QuantTensor, dequantize_rows
 from nbflow_kernels.threads import capture
 
 if TYPE_CHECKING:
@@ -122,6 +122,9 @@ class Binder:
         from nbflow_kernels.embedding.gather import gather_rows
 
         (table,) = self._executor.weights.operands[index]
+        if isinstance(table, QuantTensor):
+            ids, out = self._arrays.ids, self._view(op.out)
+            return PythonOp(op.kind, lambda: dequantize_rows(table, ids, out))
         return self._captured(op, gather_rows, self._arrays.ids, table, self._view(op.out))
 
     def _take_rows(self, op: Op, index: int) -> Made:
@@ -144,11 +147,20 @@ class Binder:
         from nbflow_kernels.qmatmul import cpu as quantized
 
         weights = self._executor.weights
-        (weight,), bias = weights.operands[index], weights.bias[index]
         accumulate = bool(op.attrs.get("accumulate", False))
-        x, out = self._view(op.inputs[0]), self._view(op.out)
-        matmul = quantized.matmul if isinstance(weight, QuantTensor) else cpu.matmul
-        return self._captured(op, matmul, x, weight, bias, accumulate, out)
+        x, out, bias = self._view(op.inputs[0]), self._view(op.out), weights.bias[index]
+        pieces = weights.operands[index]
+
+        def launch() -> None:
+            start = 0
+            for weight in pieces:  # one below the other: each makes a band of columns
+                band = slice(start, start + weight.shape[0])
+                start = band.stop
+                some_bias = None if bias is None else bias[band]
+                matmul = quantized.matmul if isinstance(weight, QuantTensor) else cpu.matmul
+                matmul(x, weight, some_bias, accumulate, out[:, band])
+
+        return self._captured(op, launch)
 
     def _rope(self, op: Op, index: int) -> Made:
         from nbflow_kernels.position import cpu

@@ -92,7 +92,7 @@ class ReferenceExecutor:
         return norm.layernorm(x, *self._operands[index], eps=eps)
 
     def _linear(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
-        result = values[op.inputs[0]] @ self._operands[index][0].T
+        result = values[op.inputs[0]] @ np.concatenate(self._operands[index]).T
         if self._bias[index] is not None:
             result += self._bias[index]
         if op.attrs.get("accumulate"):

@@ -2,12 +2,14 @@
 
 Only the rank's own bytes are read.  The parts of one matrix are read as they are stored, put one
 below the other, and then converted; a quantized row does not depend on its neighbours, so the
-blocks are the ones a single rank would hold.
+blocks are the ones a single rank would hold.  Parts that the checkpoint stores in different formats
+stay separate matrices.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import numpy as np
 import nbflow_kernels as nk
 from nbflow.program.records import Op, Operand, Program
 from nbflow.weights import WeightFile
+from nbflow.weights.weight_file import ITEM_BYTES
 from nbflow.weights_policy import is_quantized
 from nbflow_kernels.errors import UsageError
 
@@ -22,7 +25,10 @@ FLOAT_DTYPES = {"f32": np.float32, "f16": np.float16}
 
 
 class RankWeights:
-    """The operands of a program's ops, by op index."""
+    """The operands of a program's ops, by op index.
+
+    Those of a linear op are matrices one below the other, of one row per output in all.
+    """
 
     def __init__(self, program: Program, file: WeightFile, weights: str | None) -> None:
         self._file = file
@@ -31,24 +37,32 @@ class RankWeights:
         self._loaded: dict[tuple[Operand, ...], Any] = {}
         self.operands: list[tuple[Any, ...]] = [self._operands(op) for op in program.ops]
         self.bias: list[np.ndarray | None] = [self._bias(op) for op in program.ops]
+        tables = [self.operands[i] for i, op in enumerate(program.ops) if op.kind == "embedding"]
+        self._tables = {id(table) for table in sum(tables, ())}
         del self._file, self._loaded
 
     @property
     def n_bytes(self) -> int:
         """Return the bytes of all weights; one used twice (a tied head) counts once."""
         arrays = [a for a in (*sum(self.operands, ()), *self.bias) if a is not None]
-        return sum({id(a): stored_bytes(a) for a in arrays}.values())
+        return sum({id(a): self._held_bytes(a) for a in arrays}.values())
 
     def pack(self) -> None:
-        """Keep only the layout that the CPU kernels compute from."""
+        """Keep only the layout that kernels compute from; of a table, also what is looked up."""
         for operands in self.operands:
             for tensor in operands:
-                if isinstance(tensor, nk.QuantTensor):
+                if isinstance(tensor, nk.QuantTensor) and id(tensor) not in self._tables:
                     tensor.drop_storage()
+
+    def _held_bytes(self, operand: Any) -> int:
+        if isinstance(operand, nk.QuantTensor) and id(operand) in self._tables:
+            return operand.nbytes + operand.packed_nbytes
+        return stored_bytes(operand)
 
     def _operands(self, op: Op) -> tuple[Any, ...]:
         if op.kind in ("linear", "embedding"):
-            return (self._once(op.weights, self._matrix),)
+            runs = [tuple(run) for _, run in groupby(op.weights, key=self._stored_format)]
+            return tuple(self._once(run, self._matrix) for run in runs)
         return tuple(self._once((w,), self._vector) for w in op.weights)
 
     def _bias(self, op: Op) -> np.ndarray | None:
@@ -56,7 +70,7 @@ class RankWeights:
             return None
         return np.concatenate([self._once((b,), self._vector) for b in op.bias])
 
-    def _once(self, parts: tuple[Operand, ...], read: Any) -> Any:
+    def _once(self, parts: tuple[Operand, ...], read: Callable[[Any], Any]) -> Any:
         if parts not in self._loaded:
             self._loaded[parts] = read(parts)
         return self._loaded[parts]
@@ -68,20 +82,41 @@ class RankWeights:
         name = self._program.spec.checkpoint_name(part.name)
         return self._file.array(name, rows=part.rows, columns=part.columns)
 
+    def _is_converted(self, part: Operand) -> bool:
+        """Return whether the weight format that the user asked for applies to a tensor."""
+        shape = self._program.spec.tensor_shapes()[part.name]
+        return self._format is not None and is_quantized(part.name, shape)
+
+    def _stored_format(self, part: Operand) -> str | None:
+        """Return the block format a tensor keeps from the checkpoint, or None."""
+        dtype = self._file.dtype(self._program.spec.checkpoint_name(part.name))
+        return None if dtype in ITEM_BYTES or self._is_converted(part) else dtype
+
     def _matrix(self, parts: Sequence[Operand]) -> Any:
+        if self._stored_format(parts[0]) is not None:
+            return self._blocks(parts)
         spec = self._program.spec
         arrays = [self._read(p) for p in parts]
         stored = {self._file.dtype(spec.checkpoint_name(p.name)) for p in parts}
         dtype = np.result_type(*arrays)
         matrix = np.concatenate([a.astype(dtype, copy=False) for a in arrays])
-        name = parts[0].name
-        if self._format is not None and is_quantized(name, spec.tensor_shapes()[name]):
+        if self._format is not None and self._is_converted(parts[0]):
             return convert(matrix, self._format, " + ".join(map(str, parts)))
         if stored == {"bf16"}:
-            return convert(matrix, "bf16", name)
+            return convert(matrix, "bf16", parts[0].name)
         if matrix.dtype in (np.float32, np.float16):
             return matrix
         return matrix.astype(np.float32)
+
+    def _blocks(self, parts: Sequence[Operand]) -> nk.QuantTensor:
+        """Return tensors of one block format, one below the other, as they are stored."""
+        spec = self._program.spec
+        tensors = [
+            self._file.quantized(spec.checkpoint_name(p.name), rows=p.rows, columns=p.columns)
+            for p in parts
+        ]
+        data = np.concatenate([t.data for t in tensors])
+        return nk.QuantTensor(tensors[0].format, (len(data), tensors[0].shape[-1]), data)
 
 
 def convert(matrix: np.ndarray, format: str, name: str) -> Any:

@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from nbflow.weights import llama2c, safetensors
+from nbflow.weights import gguf, llama2c, safetensors
 from nbflow.weights.byte_file import ByteFile
 from nbflow.weights.weight_file import TensorEntry, WeightFile
 from nbflow_kernels.errors import UsageError
@@ -32,8 +32,12 @@ class Reader(Protocol):
         """Open the file, or the folder, at `path`."""
 
 
-READERS: tuple[Reader, ...] = (safetensors, llama2c)
-_SUFFIXES: dict[str, Reader] = {".safetensors": safetensors, ".bin": llama2c}
+READERS: tuple[Reader, ...] = (safetensors, gguf, llama2c)
+_SUFFIXES: dict[str, Reader] = {
+    ".safetensors": safetensors,
+    ".gguf": gguf,
+    ".bin": llama2c,
+}
 _HEAD_BYTES = 512
 
 
@@ -44,8 +48,8 @@ def open_weights(path: str | os.PathLike[str]) -> WeightFile:
     ----------
     path : path
         A Hugging Face folder (``model.safetensors.index.json`` or ``model.safetensors``), one
-        ``.safetensors`` file, a safetensors index, or a llama2.c ``.bin`` (legacy, version 1, or
-        version 2 with int8 groups).
+        ``.safetensors`` file, a safetensors index, a ``.gguf`` file, or a llama2.c ``.bin``
+        (legacy, version 1, or version 2 with int8 groups).
 
     Returns
     -------
@@ -78,10 +82,6 @@ def open_weights(path: str | os.PathLike[str]) -> WeightFile:
         raise UsageError(
             f"{path}: this is a torch pickle, which cannot be read; "
             "convert it to safetensors with safetensors.torch.save_file"
-        )
-    if head[:4] == b"GGUF":
-        raise UsageError(
-            f"{path}: this is a GGUF file, which cannot be read; use the model's safetensors"
         )
     if path.suffix in _SUFFIXES:
         return _SUFFIXES[path.suffix].open_file(path)

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nbflow.weights.byte_file import ByteFile
 from nbflow_kernels.errors import UsageError, unknown_name
+
+if TYPE_CHECKING:
+    from nbflow_kernels.quants import QuantTensor
 
 ITEM_BYTES: dict[str, int] = {
     "bool": 1,
@@ -53,6 +57,28 @@ _NUMPY: dict[str, str] = {
 Span = tuple[int, int]
 
 
+def tensor_bytes(dtype: str, shape: tuple[int, ...], where: str) -> int:
+    """Return the bytes of a tensor of plain elements or of blocks (`nbflow_kernels.FORMATS`).
+
+    Raises
+    ------
+    UsageError
+        If the type is unknown, or the rows are not whole blocks; the message begins with `where`.
+    """
+    if dtype in ITEM_BYTES:
+        return math.prod(shape) * ITEM_BYTES[dtype]
+    from nbflow_kernels.quants import FORMATS
+
+    known = FORMATS.get(dtype)
+    if known is None:
+        raise UsageError(f"{where}: type {dtype} cannot be read")
+    if not shape or shape[-1] % known.block_size:
+        raise UsageError(
+            f"{where}: rows of {dtype} must be multiples of {known.block_size}, got shape {shape}"
+        )
+    return int(math.prod(shape) // known.block_size * known.block_bytes)
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """Where one tensor lies."""
@@ -60,7 +86,7 @@ class TensorEntry:
     name: str
     """Name in the file's own terms."""
     dtype: str
-    """Stored element type, a key of `ITEM_BYTES`."""
+    """Stored element type, a key of `ITEM_BYTES`, or the name of a block format."""
     shape: tuple[int, ...]
     """Rows first, as the file says."""
     file: ByteFile
@@ -136,7 +162,7 @@ class WeightFile:
     def n_bytes(self, name: str) -> int:
         """Return the bytes tensor `name` takes in the file."""
         entry = self.entry(name)
-        return math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
+        return tensor_bytes(entry.dtype, entry.shape, f"{entry.file.path}: tensor {name!r}")
 
     def entry(self, name: str) -> TensorEntry:
         """Return where tensor `name` lies, or raise `UsageError` with close names."""
@@ -164,7 +190,7 @@ class WeightFile:
         Returns
         -------
         array, C-contiguous
-            In the stored type; bf16 widened to float32, which is exact.
+            In the stored type; bf16 and block formats as float32, which is exact for bf16.
 
         Raises
         ------
@@ -175,7 +201,69 @@ class WeightFile:
         entry = self.entry(name)
         row_span = self._span(entry, "rows", rows, axis=0)
         column_span = self._span(entry, "columns", columns, axis=1)
-        return self._decode(entry, row_span, column_span)
+        if entry.dtype in ITEM_BYTES:
+            return self._decode(entry, row_span, column_span)
+        return self._dequantized(entry, row_span, column_span)
+
+    def quantized(
+        self, name: str, rows: Span | None = None, columns: Span | None = None
+    ) -> QuantTensor:
+        """Read a tensor that is stored in a block format, as it is.
+
+        Parameters
+        ----------
+        name : str
+            Name of the tensor in the file's terms.
+        rows, columns : (start, stop), optional
+            As in `array`; columns must begin and end between blocks.
+
+        Returns
+        -------
+        QuantTensor
+
+        Raises
+        ------
+        UsageError
+            If the tensor is not stored in blocks, or the columns cut one; otherwise as `array`.
+        """
+        from nbflow_kernels.quants import FORMATS, QuantTensor
+
+        entry = self.entry(name)
+        if entry.dtype in ITEM_BYTES:
+            raise UsageError(f"{self.path}: tensor {name!r} is stored as {entry.dtype}, not blocks")
+        row_span = self._span(entry, "rows", rows, axis=0)
+        column_span = self._span(entry, "columns", columns, axis=1)
+        block, size = FORMATS[entry.dtype].block_size, FORMATS[entry.dtype].block_bytes
+        first, last = column_span or (0, entry.shape[-1])
+        if first % block or last % block:
+            raise UsageError(
+                f"{self.path}: columns of tensor {name!r} must begin and end at multiples of the "
+                f"{entry.dtype} block of {block}, got ({first}, {last})"
+            )
+        n_rows = math.prod(entry.shape[:-1])
+        stored = dataclasses.replace(
+            entry, dtype="u8", shape=(n_rows, entry.shape[-1] // block * size)
+        )
+        if row_span is not None and len(entry.shape) != 2:
+            raise UsageError(f"{self.path}: rows of {entry.dtype} are cut from matrices only")
+        span = (first // block * size, last // block * size)
+        data = self._decode(stored, row_span, span)
+        shape = (len(data), last - first) if len(entry.shape) == 2 else entry.shape
+        return QuantTensor(entry.dtype, shape, data)
+
+    def _dequantized(
+        self, entry: TensorEntry, rows: Span | None, columns: Span | None
+    ) -> np.ndarray[Any, Any]:
+        """Read the whole blocks around a rectangle and cut it out."""
+        from nbflow_kernels.quants import FORMATS, dequantize
+
+        if columns is None:
+            return dequantize(self.quantized(entry.name, rows))
+        block = FORMATS[entry.dtype].block_size
+        first = columns[0] // block * block
+        around = (first, -(-columns[1] // block) * block)
+        wide = dequantize(self.quantized(entry.name, rows, around))
+        return np.ascontiguousarray(wide[:, columns[0] - first : columns[1] - first])
 
     def close(self) -> None:
         """Close the files; closing twice does nothing."""

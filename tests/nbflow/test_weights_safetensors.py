@@ -299,10 +299,10 @@ def test_folder_and_files_that_are_no_weights(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="torch pickle, which cannot be read"):
         open_weights(tmp_path / "pytorch_model.bin")
     (tmp_path / "x.gguf").write_bytes(b"GGUF\x03\0\0\0")
-    with pytest.raises(UsageError, match="GGUF file, which cannot be read"):
+    with pytest.raises(UsageError, match="the counts at byte 8 needs 8 bytes, but the file"):
         open_weights(tmp_path / "x.gguf")
     (tmp_path / "x.txt").write_text("hello")
-    with pytest.raises(UsageError, match=r"not a weight file of a known format \(safetensors, ll"):
+    with pytest.raises(UsageError, match=r"not a weight file of a known format \(safetensors, gg"):
         open_weights(tmp_path / "x.txt")
     with pytest.raises(UsageError, match="missing: cannot be opened: No such file"):
         open_weights(tmp_path / "missing")
