@@ -181,7 +181,7 @@ class RankEngine:
     def _can_burst(self, requests: Sequence[Request], n_tokens: int) -> bool:
         """Return whether the next steps can run as one burst."""
         generating = n_tokens == len(requests) and all(r.ids for r in requests)
-        return generating and self.executor.is_one_list and Burst.fits(requests)
+        return generating and self.comm.size == 1 and Burst.fits(requests)
 
     def _burst(self, indices: Sequence[int], requests: Sequence[Request]) -> list[Event]:
         """Run several steps in which each of these requests draws a token."""

@@ -50,7 +50,7 @@ class Bound:
     segments: list[Segment | PythonOp]
     n_pages: int
     """Pages of the storage it was bound to."""
-    repeated: dict[Any, Segment] = field(default_factory=dict)
+    repeated: dict[Any, list[Segment | PythonOp]] = field(default_factory=dict)
     """The calls of a whole step with further ones behind them; see `CpuExecutor.run_repeated`."""
 
 
@@ -113,15 +113,8 @@ class CpuExecutor:
 
     def run(self, step: Step) -> None:
         """Run the program once; results are in its buffers."""
-        bound = self._prepared(step)
-        team = get_team()
-        for segment in bound.segments:
-            if self.seconds is not None:
-                self._run_timed(segment, self.seconds)
-            elif isinstance(segment, Segment):
-                team.run_list(segment.calls)
-            else:
-                segment.call()
+        for segment in self._prepared(step).segments:
+            self._run_segment(segment)
 
     def run_repeated(
         self, step: Step, key: Any, further: Callable[[Bound], Sequence[Call]], n: int, stop: Any
@@ -146,22 +139,32 @@ class CpuExecutor:
         """
         bound = self._prepared(step)
         if key not in bound.repeated:
-            (segment,) = bound.segments
-            assert isinstance(segment, Segment)
-            more = list(further(bound))
-            calls = CallList([*segment.calls.calls, *more], segment.calls.n_threads)
-            kinds = (*segment.kinds, *("draw" for _ in more))
-            bound.repeated[key] = Segment(calls, kinds)
-        repeated = bound.repeated[key]
-        if self.seconds is not None:
-            self._run_timed(repeated, self.seconds, repeat=n, stop=stop)
-        else:
-            get_team().run_list(repeated.calls, repeat=n, stop=stop)
+            bound.repeated[key] = self._with_further(bound, further(bound))
+        *before, last = bound.repeated[key]
+        if not before:
+            self._run_segment(last, repeat=n, stop=stop)
+            return
+        for _ in range(n):  # some op is Python
+            for segment in (*before, last):
+                self._run_segment(segment)
+            if stop[0]:
+                return
 
-    @property
-    def is_one_list(self) -> bool:
-        """Whether a step needs no Python between its calls, as `run_repeated` wants it."""
-        return self.comm.size == 1
+    @staticmethod
+    def _with_further(bound: Bound, calls: Sequence[Call]) -> list[Segment | PythonOp]:
+        """Return a step's segments with further calls at the end of the last one."""
+        *before, last = bound.segments
+        assert isinstance(last, Segment)  # it makes the logits
+        joined = CallList([*last.calls.calls, *calls], last.calls.n_threads)
+        return [*before, Segment(joined, (*last.kinds, *("draw" for _ in calls)))]
+
+    def _run_segment(self, segment: Segment | PythonOp, **options: Any) -> None:
+        if self.seconds is not None:
+            self._run_timed(segment, self.seconds, **options)
+        elif isinstance(segment, Segment):
+            get_team().run_list(segment.calls, **options)
+        else:
+            segment.call()
 
     @staticmethod
     def _run_timed(
