@@ -2,17 +2,69 @@
 
 What is timed: whole steps as a user gets them (scheduling, kernels, communication, drawing
 greedily), from the first step to the last.  What is excluded: loading, compiling (a warm-up run
-comes first), making the requests.  Token ids are random with a fixed seed; end tokens are ignored.
+comes first), making the requests.  Token ids are random with a fixed seed; end tokens are ignored;
+log-probabilities are not asked for.
 """
 
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
+from typing import Protocol
 
 import numpy as np
 
 from nbflow.engine.model import Model
 from nbflow.engine.request import Request
+
+
+@dataclass(frozen=True)
+class Test:
+    """One thing to time, called as llama-bench calls it."""
+
+    n_prompt: int
+    """Prompt tokens, timed."""
+    n_gen: int
+    """Tokens each sequence draws, timed."""
+    batch: int = 1
+    """Sequences at once."""
+    depth: int = 0
+    """Tokens each sequence holds before it generates, not timed; only without a prompt."""
+
+    __test__ = False  # for pytest: not a test
+
+    @property
+    def name(self) -> str:
+        """Return e.g. ``pp512``, ``tg128``, ``pp512+tg128``, ``tg32 @ d4096``."""
+        parts = (("pp", self.n_prompt), ("tg", self.n_gen))
+        at = f" @ d{self.depth}" if self.depth else ""
+        return "+".join(f"{kind}{n}" for kind, n in parts if n) + at
+
+    @property
+    def n_tokens(self) -> int:
+        """Return the tokens the rate counts."""
+        return self.batch * (self.n_prompt + self.n_gen)
+
+    @property
+    def context(self) -> int:
+        """Return the tokens a sequence holds at the end."""
+        return max(self.depth + self.n_prompt, 1) + self.n_gen
+
+
+class Timed(Protocol):
+    """Another program that can run the same tests (`nbflow.peer_llama_cpp`)."""
+
+    name: str
+    """What it is, with its version."""
+
+    def seconds(self, test: Test) -> float:
+        """Return how long one repetition takes."""
+
+
+def time_test(model: Model, test: Test) -> float:
+    """Return the seconds of one repetition; every rank of the model calls it alike."""
+    to_first, rest = _run(model, max(test.depth + test.n_prompt, 1), test.n_gen + 1, test.batch)
+    return (to_first if test.n_prompt else 0.0) + (rest if test.n_gen else 0.0)
 
 
 def time_prefill(
@@ -23,7 +75,8 @@ def time_prefill(
     Every rank of the model calls it alike.  One entry per repetition; divide ``batch * n_prompt``
     by it for tokens per second.
     """
-    return [_run(model, n_prompt, 1, batch)[0] for _ in range(warmup + repeats)][warmup:]
+    test = Test(n_prompt, 0, batch)
+    return [time_test(model, test) for _ in range(warmup + repeats)][warmup:]
 
 
 def time_decode(
@@ -35,18 +88,17 @@ def time_decode(
     is not counted.  One entry per repetition; divide ``batch * n_gen`` by it for tokens per
     second.
     """
-    return [_run(model, n_prompt, n_gen + 1, batch)[1] for _ in range(warmup + repeats)][warmup:]
+    test = Test(0, n_gen, batch, depth=n_prompt)
+    return [time_test(model, test) for _ in range(warmup + repeats)][warmup:]
 
 
 def _run(model: Model, n_prompt: int, n_new: int, batch: int) -> tuple[float, float]:
     """Return the seconds until every sequence has its first token, and from then to the end."""
     requests = make_requests(model, n_prompt, n_new, batch)
     started = time.perf_counter()
-    first = started
+    first = 0.0
     for _ in model.run_requests(requests):
-        if any(not r.ids for r in requests):
-            continue
-        if first == started:
+        if not first and all(r.ids for r in requests):
             first = time.perf_counter()
     return first - started, time.perf_counter() - first
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import re
 from typing import Any
 
 import nbflow
 from nbflow.parallel import world
+from nbflow_kernels.errors import UsageError
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -14,10 +16,16 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="Hugging Face folder, .safetensors, llama2.c .bin, or a spec's name (tiny_python)",
+        help="Hugging Face folder, .safetensors, .gguf, llama2.c .bin, or a spec (tiny_python)",
     )
     parser.add_argument(
         "--weights", metavar="FMT", help="weight format, e.g. q4 (default: as stored)"
+    )
+    parser.add_argument(
+        "--activations",
+        metavar="A",
+        default="f32",
+        help="arithmetic of the products: f32, bf16, or int8 (f32)",
     )
     parser.add_argument("--kv", metavar="FMT", default="f16", help="KV cache format: f16, f32")
     parser.add_argument(
@@ -41,6 +49,7 @@ def load_model(arguments: argparse.Namespace, **changes: Any) -> nbflow.Model:
         name: getattr(arguments, name)
         for name in (
             "weights",
+            "activations",
             "kv",
             "partition",
             "device",
@@ -57,3 +66,24 @@ def speaks(model: nbflow.Model) -> bool:
     """Return whether this process is the one that prints."""
     comm = world()
     return comm.size == 1 or comm.rank == min(model.plan.numbers)
+
+
+def numbers(text: str, option: str) -> list[int]:
+    """Return the numbers of a list: 1,8 or first-last+step or first-last*factor."""
+    result = []
+    for part in text.split(","):
+        match = re.fullmatch(r"(\d+)(?:-(\d+)([+*])(\d+))?", part.strip())
+        if not match:
+            raise UsageError(
+                f"{option} must be numbers like 128 or 1,8 or 64-512+64 or 1-8*2, got {part!r}"
+            )
+        first, last, sign, step = match.groups()
+        value, end = int(first), int(last or first)
+        if sign and (int(step) < (2 if sign == "*" else 1) or (value == 0 and sign == "*")):
+            raise UsageError(f"{option}: the range {part!r} does not advance")
+        while value <= end:
+            result.append(value)
+            if not sign:
+                break
+            value = value * int(step) if sign == "*" else value + int(step)
+    return result

@@ -22,12 +22,15 @@ from nbflow.weights.weight_file import ITEM_BYTES
 from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
 from nbflow_kernels.threads import available_cores
 
+ACTIVATIONS = ("f32", "bf16", "int8")
+
 
 def load(
     model: str | Path,
     *,
     spec: str | Path | None = None,
     weights: str | None = None,
+    activations: str = "f32",
     kv: str = "f16",
     partition: str = "0",
     device: str = "auto",
@@ -49,6 +52,11 @@ def load(
     weights : str, optional
         Format of the attention and feed-forward matrices: a name of `nbflow_kernels.FORMATS`, e.g.
         "q4".  None keeps what the checkpoint stores.
+    activations : {"f32", "bf16", "int8"}
+        Arithmetic of the products with weights.  "f32" multiplies float32 activations with the
+        decoded weights.  "bf16" rounds both to bfloat16 (relative error 2**-9 each).  "int8" rounds
+        the activations to 8 bits in blocks of 32 columns, as llama.cpp does, for weights in a block
+        format; float weights keep "f32".  Sums are float32 (int32 within a block).
     kv : {"f16", "f32"}
         Element format of the key/value cache.
     partition : str
@@ -92,6 +100,8 @@ def load(
         block_size = nk.FORMATS[weights].block_size
     if kv not in KV_FORMATS:
         raise unknown_name("KV cache format", kv, KV_FORMATS)
+    if activations not in ACTIVATIONS:
+        raise unknown_name("activations", activations, ACTIVATIONS)
     if device == "cuda":
         raise MissingExtraError(
             "device 'cuda': this version of nbflow has no CUDA executor; use device 'cpu' or 'auto'"
@@ -110,6 +120,7 @@ def load(
     options: dict[str, Any] = {
         "spec": the_spec,
         "weights": weights,
+        "activations": activations,
         "kv": kv,
         "threads": threads,
         "max_step_tokens": max_step_tokens,

@@ -64,7 +64,7 @@ class RankEngine:
         All ranks of the plan, in its order.
     groups : dict
         The communicators of the stages this rank belongs to, from `make_groups`.
-    spec, weights, kv, threads, max_step_tokens
+    spec, weights, activations, kv, threads, max_step_tokens
         As in `nbflow.load`, resolved.
     """
 
@@ -77,6 +77,7 @@ class RankEngine:
         *,
         spec: ModelSpec,
         weights: str | None,
+        activations: str,
         kv: str,
         threads: int,
         max_step_tokens: int,
@@ -97,7 +98,9 @@ class RankEngine:
             self.program.layers, page_size, self.program.n_kv_heads, spec.head_dim, kv
         )
         self.table = PageTable(page_size)
-        self.executor = CpuExecutor(self.program, self.weights, self.storage, comm, plan.numbers)
+        self.executor = CpuExecutor(
+            self.program, self.weights, self.storage, comm, plan.numbers, activations
+        )
         self._groups = groups
         self.executor.set_groups(groups)
         self._head = plan.numbers.index(plan.head_rank)
