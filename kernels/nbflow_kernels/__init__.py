@@ -72,6 +72,8 @@ if TYPE_CHECKING:
     )
     from nbflow_kernels.sampling import top_p_renorm_probs as top_p_renorm_probs
     from nbflow_kernels.sampling import top_p_sampling_from_probs as top_p_sampling_from_probs
+    from nbflow_kernels.sparse import CsrMatrix as CsrMatrix
+    from nbflow_kernels.sparse import sparse_matmul as sparse_matmul
     from nbflow_kernels.threads import get_num_threads as get_num_threads
     from nbflow_kernels.threads import set_num_threads as set_num_threads
 

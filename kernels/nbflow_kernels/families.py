@@ -37,6 +37,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     ),
     "matmul": ("matmul",),
     "qmatmul": ("qmatmul",),
+    "sparse": ("CsrMatrix", "sparse_matmul"),
     "kvcache": ("append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
     "attention": (
         "single_prefill_with_kv_cache",

@@ -268,8 +268,8 @@ class Team:
         """Let the other threads end."""
         for inbox in self._inboxes:
             inbox.put("end")
-        if self._inboxes:
-            _announce(self._at, _PYTHON, self.n)
+        # not through a compiled function: this may run while the interpreter shuts down
+        self._shared[_JOB] = self._shared[_JOB] // 2 * 2 + 2 + _PYTHON
 
     def __del__(self) -> None:
         self.close()

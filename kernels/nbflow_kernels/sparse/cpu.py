@@ -1,0 +1,35 @@
+"""Sparse products on the CPU: weight row after weight row, its values in order."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels._jit import njit
+from nbflow_kernels.sparse.csr import CsrMatrix
+from nbflow_kernels.threads import split_rows
+
+_COST = 4  # multiply-adds that a value costs, for the decision to use more than one thread
+
+
+def sparse_matmul(x: np.ndarray, w: CsrMatrix, accumulate: bool, out: np.ndarray) -> None:
+    """See `nbflow_kernels.sparse_matmul`."""
+    work = float(_COST * len(x) * (w.nnz + w.shape[0]))
+    split_rows(_sparse_matmul, w.shape[0], work, x, w.indptr, w.indices, w.values, accumulate, out)
+
+
+@njit
+def _sparse_matmul(
+    x: Any, indptr: Any, indices: Any, values: Any, accumulate: Any, out: Any, start: Any, stop: Any
+) -> None:
+    """Write columns [start, stop) of the result."""
+    for n in range(start, stop):
+        first, last = indptr[n], indptr[n + 1]
+        for t in range(x.shape[0]):
+            total = np.float32(0.0)
+            for j in range(first, last):
+                total += x[t, indices[j]] * values[j]
+            if accumulate:
+                total += out[t, n]
+            out[t, n] = total

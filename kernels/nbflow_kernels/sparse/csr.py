@@ -1,0 +1,110 @@
+"""Sparse matrices in compressed rows: the few values that are not zero, row after row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels._dispatch import check_array
+from nbflow_kernels.errors import UsageError
+
+
+@dataclass(frozen=True, eq=False)
+class CsrMatrix:
+    """A sparse matrix of shape (N, K) in compressed sparse rows (CSR), as SciPy lays it out.
+
+    Parameters
+    ----------
+    shape : tuple of int
+        N and K.
+    indptr : array of int32, shape (N + 1,)
+        The values of row n are ``indptr[n]:indptr[n + 1]``.
+    indices : array of int32, shape (nnz,)
+        Column of each value, rising within a row.
+    values : array of float32, shape (nnz,)
+        The values.
+
+    Raises
+    ------
+    UsageError
+        If the arrays contradict each other.
+    TypeError
+        If an array has another dtype.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels.sparse import CsrMatrix
+    >>> m = CsrMatrix.from_dense(np.float32([[0, 2, 0], [0, 0, 0], [1, 0, 3]]))
+    >>> m.indptr, m.indices, m.values
+    (array([0, 1, 1, 3], dtype=int32), array([1, 0, 2], dtype=int32), array([2., 1., 3.], dtype=float32))
+    """  # noqa: E501 - the output of the example
+
+    shape: tuple[int, int]
+    indptr: NDArray[np.int32]
+    indices: NDArray[np.int32]
+    values: NDArray[np.float32]
+
+    def __post_init__(self) -> None:
+        n_rows, n_columns = self.shape
+        check_array("indptr", self.indptr, (n_rows + 1,), np.int32)
+        nnz = int(self.indptr[-1])
+        check_array("indices", self.indices, (nnz,), np.int32)
+        check_array("values", self.values, (nnz,))
+        if self.indptr[0] != 0 or (np.diff(self.indptr) < 0).any():
+            raise UsageError("indptr must start at 0 and never fall")
+        if nnz and not 0 <= self.indices.min() <= self.indices.max() < n_columns:
+            raise UsageError(
+                f"indices must lie in 0..{n_columns - 1}, got {self.indices.min()}.."
+                f"{self.indices.max()}"
+            )
+
+    @classmethod
+    def from_dense(cls, dense: NDArray[np.float32]) -> CsrMatrix:
+        """Return the elements of a matrix that are not zero."""
+        check_array("dense", dense, (None, None))
+        return cls.from_mask(dense, dense != 0)
+
+    @classmethod
+    def from_mask(cls, dense: NDArray[np.float32], mask: NDArray[np.bool_]) -> CsrMatrix:
+        """Return the elements of a matrix where `mask` is true."""
+        check_array("dense", dense, (None, None))
+        check_array("mask", mask, dense.shape, np.bool_)
+        indptr = np.zeros(len(dense) + 1, np.int64)
+        np.cumsum(mask.sum(axis=1), out=indptr[1:])
+        if indptr[-1] >= 2**31:
+            raise UsageError(f"a sparse matrix holds fewer than 2**31 values, got {indptr[-1]}")
+        columns = np.nonzero(mask)[1].astype(np.int32)
+        return cls(dense.shape, indptr.astype(np.int32), columns, dense[mask])
+
+    @property
+    def nnz(self) -> int:
+        """Return the number of stored values."""
+        return len(self.values)
+
+    @property
+    def nbytes(self) -> int:
+        """Return the size of the three arrays in bytes."""
+        return self.indptr.nbytes + self.indices.nbytes + self.values.nbytes
+
+    def to_dense(self) -> NDArray[np.float32]:
+        """Return the matrix with its zeros."""
+        dense = np.zeros(self.shape, np.float32)
+        rows = np.repeat(np.arange(self.shape[0]), np.diff(self.indptr))
+        dense[rows, self.indices] = self.values
+        return dense
+
+    def rows(self, chosen: Any) -> CsrMatrix:
+        """Return some rows: a slice without step, or an array of row numbers."""
+        numbers = np.arange(self.shape[0])[chosen]
+        lengths = np.diff(self.indptr)[numbers]
+        indptr = np.zeros(len(numbers) + 1, np.int32)
+        np.cumsum(lengths, out=indptr[1:])
+        # value i of the result is value start + (i - first of its row) of this matrix
+        places = np.repeat(self.indptr[numbers] - indptr[:-1], lengths) + np.arange(indptr[-1])
+        return CsrMatrix(
+            (len(numbers), self.shape[1]), indptr, self.indices[places], self.values[places]
+        )
