@@ -6,9 +6,11 @@ ranks inside one process each need a team; and without an OpenMP library (a bare
 region of theirs costs 75 microseconds.
 
 Waiting is in three stages, so that a busy team answers in a tenth of a microsecond and an idle one
-costs nothing: a thread spins for some 20 microseconds, then gives its core to whoever wants it
-between two looks (so ranks that share cores do not stall each other), and after about 300
-microseconds without work it sleeps in Python until it is woken.
+costs nothing: a thread spins for some 400 microseconds, then gives its core to whoever wants it
+between two looks, and without work it sleeps in Python after less than a millisecond, until it is
+woken.  On cores that other programs use too, offering the core sooner costs a time slice of
+milliseconds each time: with four busy processes on two cores generation was five times slower when
+it was offered after 20 microseconds.
 """
 
 from __future__ import annotations
@@ -44,8 +46,8 @@ _TABLE, _N_CALLS, _REPEAT, _STOP, _TIMES, _YIELD = 32, 33, 34, 35, 36, 37
 _TICKETS = 40  # address of the next row of each call
 _THREADS = 48  # from here on, for each thread: sleeping, last job seen
 _PYTHON, _LIST = 0, 1  # kinds of job: look into your inbox, or run the list
-_SPINS = 1_000  # looks with a pause between them: some 20 microseconds
-_YIELDS = 1_000  # looks between which the core is offered, before a thread goes to sleep
+_SPINS = 20_000  # looks with a pause between them: some 400 microseconds
+_YIELDS = 500  # looks between which the core is offered, before a thread goes to sleep
 
 
 @njit
