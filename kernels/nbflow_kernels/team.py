@@ -16,6 +16,7 @@ it was offered after 20 microseconds.
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 from collections.abc import Callable
 from queue import SimpleQueue
@@ -42,18 +43,19 @@ _JOB = 0  # number of the present job, the last bit its kind
 _ARRIVED = 8  # threads at the present barrier
 _BARRIER = 16  # counts the barriers passed
 _FAILED = 24  # status of a kernel that raised
-_TABLE, _N_CALLS, _REPEAT, _STOP, _TIMES, _YIELD = 32, 33, 34, 35, 36, 37
+_TABLE, _N_CALLS, _REPEAT, _STOP, _TIMES, _YIELD, _SPIN = 32, 33, 34, 35, 36, 37, 38
 _TICKETS = 40  # address of the next row of each call
 _THREADS = 48  # from here on, for each thread: sleeping, last job seen
 _PYTHON, _LIST = 0, 1  # kinds of job: look into your inbox, or run the list
 _SPINS = 20_000  # looks with a pause between them: some 400 microseconds
+_FEW_SPINS = 50  # the same in a team of more threads than cores, which wait for each other's cores
 _YIELDS = 500  # looks between which the core is offered, before a thread goes to sleep
 
 
 @njit
 def _wait_for_change(cell: Any, seen: Any, shared: Any, patience: Any) -> Any:
     """Return a cell's value once it is not `seen`; `seen` after `patience` yields (< 0: never)."""
-    for _ in range(_SPINS):
+    for _ in range(read_i64(shared + 8 * _SPIN)):
         now = atomics.load(cell)
         if now != seen:
             return now
@@ -171,6 +173,11 @@ def _yield_address() -> int:
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
+def available_cores() -> int:
+    """Return how many processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 class Team:
     """`n` threads, the caller among them.
 
@@ -188,6 +195,7 @@ class Team:
         self._shared = memory[skip:]  # starts with a cache line
         self._at = self._shared.ctypes.data
         self._shared[_YIELD] = _yield_address()
+        self._shared[_SPIN] = _SPINS if n <= available_cores() else _FEW_SPINS
         self._tickets = np.zeros(8, np.int64)
         self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(n - 1)]
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()

@@ -8,7 +8,6 @@ in one thread does not change another.
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import Any
 
 from nbflow_kernels.calls import Call
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.team import Team
+from nbflow_kernels.team import Team, available_cores
 
 # Handing work to another Python thread and waiting for it costs 35 to 50 microseconds; a kernel
 # does 20 (one row of activations) to 50 (many) multiply-adds per nanosecond, so below this many
@@ -81,11 +80,6 @@ def kernel_seconds() -> Iterator[list[float]]:
         yield seconds
     finally:
         _local.profile = None
-
-
-def available_cores() -> int:
-    """Return how many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def set_num_threads(n: int) -> None:

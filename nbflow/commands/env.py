@@ -9,7 +9,7 @@ import platform
 from typing import Any
 
 from nbflow import system
-from nbflow_kernels.threads import available_cores
+from nbflow_kernels.team import available_cores
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

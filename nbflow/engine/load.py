@@ -20,7 +20,7 @@ from nbflow.tokenizer import load_tokenizer
 from nbflow.weights import WeightFile, open_weights
 from nbflow.weights.weight_file import ITEM_BYTES
 from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
-from nbflow_kernels.threads import available_cores
+from nbflow_kernels.team import available_cores
 
 ACTIVATIONS = ("f32", "bf16", "int8")
 

@@ -18,7 +18,7 @@ import numpy as np
 
 from nbflow.parallel.comm import Alone, Comm
 from nbflow_kernels.errors import MissingExtraError
-from nbflow_kernels.threads import available_cores
+from nbflow_kernels.team import available_cores
 
 # Set by the launchers of MPICH and Intel MPI, of Open MPI, and by PMIx (Slurm).
 _LAUNCHER_VARIABLES = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "PMIX_RANK")

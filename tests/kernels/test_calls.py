@@ -155,12 +155,11 @@ def test_unusable_argument_is_refused() -> None:
 
 
 def test_closed_team_ends_its_threads() -> None:
-    before = threading.active_count()
+    before = set(threading.enumerate())
     team = Team(3)
-    assert threading.active_count() == before + 2
+    started = set(threading.enumerate()) - before
+    assert len(started) == 2
     team.close()
-    for _ in range(200):
-        if threading.active_count() == before:
-            break
-        time.sleep(0.01)
-    assert threading.active_count() == before
+    for thread in started:
+        thread.join(timeout=60)
+        assert not thread.is_alive()
