@@ -46,8 +46,13 @@ if TYPE_CHECKING:
     from nbflow_kernels.kvcache import get_batch_indices_positions as get_batch_indices_positions
     from nbflow_kernels.kvcache import get_seq_lens as get_seq_lens
     from nbflow_kernels.matmul import matmul as matmul
+    from nbflow_kernels.norm import fused_add_layernorm as fused_add_layernorm
     from nbflow_kernels.norm import fused_add_rmsnorm as fused_add_rmsnorm
+    from nbflow_kernels.norm import gemma_fused_add_rmsnorm as gemma_fused_add_rmsnorm
+    from nbflow_kernels.norm import gemma_rmsnorm as gemma_rmsnorm
+    from nbflow_kernels.norm import l2norm as l2norm
     from nbflow_kernels.norm import layernorm as layernorm
+    from nbflow_kernels.norm import linear_norm as linear_norm
     from nbflow_kernels.norm import rmsnorm as rmsnorm
     from nbflow_kernels.position import apply_rope as apply_rope
     from nbflow_kernels.position import apply_rope_pos_ids as apply_rope_pos_ids

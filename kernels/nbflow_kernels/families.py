@@ -17,7 +17,16 @@ if TYPE_CHECKING:
     from nbflow_kernels.opcase import OpCase
 
 FAMILIES: dict[str, tuple[str, ...]] = {
-    "norm": ("rmsnorm", "layernorm", "fused_add_rmsnorm"),
+    "norm": (
+        "rmsnorm",
+        "layernorm",
+        "fused_add_rmsnorm",
+        "gemma_rmsnorm",
+        "gemma_fused_add_rmsnorm",
+        "fused_add_layernorm",
+        "l2norm",
+        "linear_norm",
+    ),
     "activation": (
         "silu",
         "gelu",
