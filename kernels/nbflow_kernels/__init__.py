@@ -25,12 +25,20 @@ from nbflow_kernels.families import module_of
 if TYPE_CHECKING:
     from nbflow_kernels.activation import gelu as gelu
     from nbflow_kernels.activation import gelu_and_mul as gelu_and_mul
+    from nbflow_kernels.activation import gelu_quick as gelu_quick
+    from nbflow_kernels.activation import gelu_quick_and_mul as gelu_quick_and_mul
     from nbflow_kernels.activation import gelu_tanh as gelu_tanh
     from nbflow_kernels.activation import gelu_tanh_and_mul as gelu_tanh_and_mul
+    from nbflow_kernels.activation import glu as glu
     from nbflow_kernels.activation import relu as relu
+    from nbflow_kernels.activation import relu2 as relu2
+    from nbflow_kernels.activation import relu2_and_mul as relu2_and_mul
     from nbflow_kernels.activation import relu_and_mul as relu_and_mul
+    from nbflow_kernels.activation import sigmoid as sigmoid
+    from nbflow_kernels.activation import sigmoid_and_mul as sigmoid_and_mul
     from nbflow_kernels.activation import silu as silu
     from nbflow_kernels.activation import silu_and_mul as silu_and_mul
+    from nbflow_kernels.activation import swigluoai_and_mul as swigluoai_and_mul
     from nbflow_kernels.attention import (
         BatchPrefillWithPagedKVCacheWrapper as BatchPrefillWithPagedKVCacheWrapper,
     )
