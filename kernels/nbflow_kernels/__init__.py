@@ -62,12 +62,38 @@ if TYPE_CHECKING:
     from nbflow_kernels.norm import layernorm as layernorm
     from nbflow_kernels.norm import linear_norm as linear_norm
     from nbflow_kernels.norm import rmsnorm as rmsnorm
+    from nbflow_kernels.position import DynamicNtkRopeScaling as DynamicNtkRopeScaling
+    from nbflow_kernels.position import LinearRopeScaling as LinearRopeScaling
+    from nbflow_kernels.position import Llama3RopeScaling as Llama3RopeScaling
+    from nbflow_kernels.position import LongRopeScaling as LongRopeScaling
+    from nbflow_kernels.position import RopeScaling as RopeScaling
+    from nbflow_kernels.position import YarnRopeScaling as YarnRopeScaling
+    from nbflow_kernels.position import add_learned_positions as add_learned_positions
+    from nbflow_kernels.position import alibi_bias as alibi_bias
+    from nbflow_kernels.position import alibi_slopes as alibi_slopes
+    from nbflow_kernels.position import apply_llama31_rope as apply_llama31_rope
+    from nbflow_kernels.position import apply_llama31_rope_inplace as apply_llama31_rope_inplace
+    from nbflow_kernels.position import apply_llama31_rope_pos_ids as apply_llama31_rope_pos_ids
+    from nbflow_kernels.position import (
+        apply_llama31_rope_pos_ids_inplace as apply_llama31_rope_pos_ids_inplace,
+    )
     from nbflow_kernels.position import apply_rope as apply_rope
+    from nbflow_kernels.position import apply_rope_inplace as apply_rope_inplace
     from nbflow_kernels.position import apply_rope_pos_ids as apply_rope_pos_ids
+    from nbflow_kernels.position import apply_rope_pos_ids_inplace as apply_rope_pos_ids_inplace
+    from nbflow_kernels.position import (
+        apply_rope_with_cos_sin_cache as apply_rope_with_cos_sin_cache,
+    )
     from nbflow_kernels.position import (
         apply_rope_with_cos_sin_cache_inplace as apply_rope_with_cos_sin_cache_inplace,
     )
+    from nbflow_kernels.position import relative_position_bias as relative_position_bias
+    from nbflow_kernels.position import relative_position_bucket as relative_position_bucket
     from nbflow_kernels.position import rope_cos_sin_cache as rope_cos_sin_cache
+    from nbflow_kernels.position import rope_frequencies as rope_frequencies
+    from nbflow_kernels.position import (
+        sinusoidal_position_embedding as sinusoidal_position_embedding,
+    )
     from nbflow_kernels.qmatmul import qmatmul as qmatmul
     from nbflow_kernels.quants import FORMATS as FORMATS
     from nbflow_kernels.quants import QuantFormat as QuantFormat

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def rmsnorm(x: Any, weight: Any, eps: float = 1e-6, *, offset: float = 0.0) -> NDArray[np.float64]:
+def rmsnorm(x: Any, weight: Any, *, eps: float = 1e-6, offset: float = 0.0) -> NDArray[np.float64]:
     """See `nbflow_kernels.rmsnorm`."""
     rows = np.asarray(x, np.float64)
     factor = 1.0 if weight is None else np.asarray(weight, np.float64) + offset
@@ -17,12 +17,12 @@ def rmsnorm(x: Any, weight: Any, eps: float = 1e-6, *, offset: float = 0.0) -> N
     return np.asarray(rows / np.sqrt(mean_square + eps) * factor)
 
 
-def gemma_rmsnorm(x: Any, weight: Any, eps: float = 1e-6) -> NDArray[np.float64]:
+def gemma_rmsnorm(x: Any, weight: Any, *, eps: float = 1e-6) -> NDArray[np.float64]:
     """See `nbflow_kernels.gemma_rmsnorm`."""
-    return rmsnorm(x, weight, eps, offset=1.0)
+    return rmsnorm(x, weight, eps=eps, offset=1.0)
 
 
-def layernorm(x: Any, weight: Any, bias: Any = None, eps: float = 1e-6) -> NDArray[np.float64]:
+def layernorm(x: Any, weight: Any, bias: Any = None, *, eps: float = 1e-6) -> NDArray[np.float64]:
     """See `nbflow_kernels.layernorm`."""
     rows = np.asarray(x, np.float64)
     centred = rows - rows.mean(axis=-1, keepdims=True)
@@ -33,27 +33,27 @@ def layernorm(x: Any, weight: Any, bias: Any = None, eps: float = 1e-6) -> NDArr
 
 
 def fused_add_rmsnorm(
-    x: Any, residual: Any, weight: Any, eps: float = 1e-6, *, offset: float = 0.0
+    x: Any, residual: Any, weight: Any, *, eps: float = 1e-6, offset: float = 0.0
 ) -> None:
     """See `nbflow_kernels.fused_add_rmsnorm`."""
     residual += x
-    x[...] = rmsnorm(residual, weight, eps, offset=offset)
+    x[...] = rmsnorm(residual, weight, eps=eps, offset=offset)
 
 
-def gemma_fused_add_rmsnorm(x: Any, residual: Any, weight: Any, eps: float = 1e-6) -> None:
+def gemma_fused_add_rmsnorm(x: Any, residual: Any, weight: Any, *, eps: float = 1e-6) -> None:
     """See `nbflow_kernels.gemma_fused_add_rmsnorm`."""
-    fused_add_rmsnorm(x, residual, weight, eps, offset=1.0)
+    fused_add_rmsnorm(x, residual, weight, eps=eps, offset=1.0)
 
 
 def fused_add_layernorm(
-    x: Any, residual: Any, weight: Any, bias: Any = None, eps: float = 1e-6
+    x: Any, residual: Any, weight: Any, bias: Any = None, *, eps: float = 1e-6
 ) -> None:
     """See `nbflow_kernels.fused_add_layernorm`."""
     residual += x
-    x[...] = layernorm(residual, weight, bias, eps)
+    x[...] = layernorm(residual, weight, bias, eps=eps)
 
 
-def l2norm(x: Any, eps: float = 1e-6) -> NDArray[np.float64]:
+def l2norm(x: Any, *, eps: float = 1e-6) -> NDArray[np.float64]:
     """See `nbflow_kernels.l2norm`."""
     rows = np.asarray(x, np.float64)
     return np.asarray(rows / np.sqrt(np.sum(rows**2, axis=-1, keepdims=True) + eps))
