@@ -53,6 +53,12 @@ if TYPE_CHECKING:
     from nbflow_kernels.kvcache import append_paged_kv_cache as append_paged_kv_cache
     from nbflow_kernels.kvcache import get_batch_indices_positions as get_batch_indices_positions
     from nbflow_kernels.kvcache import get_seq_lens as get_seq_lens
+    from nbflow_kernels.logits import kl_divergence as kl_divergence
+    from nbflow_kernels.logits import log_softmax as log_softmax
+    from nbflow_kernels.logits import masked_softmax as masked_softmax
+    from nbflow_kernels.logits import soft_cap as soft_cap
+    from nbflow_kernels.logits import token_log_probs as token_log_probs
+    from nbflow_kernels.logits import top1_agreement as top1_agreement
     from nbflow_kernels.matmul import matmul as matmul
     from nbflow_kernels.norm import fused_add_layernorm as fused_add_layernorm
     from nbflow_kernels.norm import fused_add_rmsnorm as fused_add_rmsnorm

@@ -92,6 +92,14 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "top_k_renorm_probs",
         "top_p_renorm_probs",
     ),
+    "logits": (
+        "log_softmax",
+        "token_log_probs",
+        "kl_divergence",
+        "top1_agreement",
+        "soft_cap",
+        "masked_softmax",
+    ),
 }
 """Family to its public names."""
 

@@ -15,6 +15,7 @@ from nbflow_kernels import shuffles, simd
 from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.lanes import address_of, read_f32, write_f32
 from nbflow_kernels.threads import split_rows
+from nbflow_kernels.vector_math import keep_nan
 
 LOGISTIC, NORMAL, RELU, RELU2, SIGMOID, CLAMPED = range(6)
 _COST = 16  # multiply-adds per element, for the decision to use more than one thread
@@ -159,20 +160,10 @@ def _run(
 
 
 @inline
-def _keep_nan(y: Any, v: Any) -> Any:
-    """Return `y`, or NaN where `v` is one: minimum and maximum of NaN give the other operand."""
-    magnitude = simd.and_(simd.as_i32(v), simd.splat_i32(0x7FFFFFFF))
-    # negative exactly if the magnitude's bits are above those of infinity
-    is_nan = simd.shr(simd.sub(simd.splat_i32(0x7F800000), magnitude), simd.splat_i32(31))
-    bits = simd.and_(simd.sub(simd.splat_i32(0), is_nan), simd.splat_i32(0x7FC00000))
-    return simd.as_f32(simd.or_(simd.as_i32(y), bits))
-
-
-@inline
 def _sigmoid(v: Any) -> Any:
     """Return the logistic function of v; e**88 in the divisor is as good as infinity."""
     e = simd.exp(simd.sub(simd.splat(0.0), v))
-    return _keep_nan(simd.div(simd.splat(1.0), simd.add(simd.splat(1.0), e)), v)
+    return keep_nan(simd.div(simd.splat(1.0), simd.add(simd.splat(1.0), e)), v)
 
 
 @inline
@@ -218,8 +209,8 @@ def _normal(v: Any) -> Any:
 def _clamped(gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
     """Return (up + 1) * gate * logistic(alpha * gate), both cut off at the limit."""
     high, low = simd.splat(limit), simd.splat(-limit)
-    g = _keep_nan(simd.minimum(gate, high), gate)
-    u = _keep_nan(simd.maximum(simd.minimum(up, high), low), up)
+    g = keep_nan(simd.minimum(gate, high), gate)
+    u = keep_nan(simd.maximum(simd.minimum(up, high), low), up)
     return simd.mul(simd.add(u, simd.splat(1.0)), _logistic(g, alpha, 0.0))
 
 
@@ -232,7 +223,7 @@ def _function(v: Any, code: Any, linear: Any, cubic: Any) -> Any:
         return _normal(v)
     if code == SIGMOID:
         return _sigmoid(v)
-    y = _keep_nan(simd.maximum(v, simd.splat(0.0)), v)
+    y = keep_nan(simd.maximum(v, simd.splat(0.0)), v)
     return simd.mul(y, y) if code == RELU2 else y
 
 
