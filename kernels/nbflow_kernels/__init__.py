@@ -25,12 +25,20 @@ from nbflow_kernels.families import module_of
 if TYPE_CHECKING:
     from nbflow_kernels.activation import gelu as gelu
     from nbflow_kernels.activation import gelu_and_mul as gelu_and_mul
+    from nbflow_kernels.activation import gelu_quick as gelu_quick
+    from nbflow_kernels.activation import gelu_quick_and_mul as gelu_quick_and_mul
     from nbflow_kernels.activation import gelu_tanh as gelu_tanh
     from nbflow_kernels.activation import gelu_tanh_and_mul as gelu_tanh_and_mul
+    from nbflow_kernels.activation import glu as glu
     from nbflow_kernels.activation import relu as relu
+    from nbflow_kernels.activation import relu2 as relu2
+    from nbflow_kernels.activation import relu2_and_mul as relu2_and_mul
     from nbflow_kernels.activation import relu_and_mul as relu_and_mul
+    from nbflow_kernels.activation import sigmoid as sigmoid
+    from nbflow_kernels.activation import sigmoid_and_mul as sigmoid_and_mul
     from nbflow_kernels.activation import silu as silu
     from nbflow_kernels.activation import silu_and_mul as silu_and_mul
+    from nbflow_kernels.activation import swigluoai_and_mul as swigluoai_and_mul
     from nbflow_kernels.attention import (
         BatchPrefillWithPagedKVCacheWrapper as BatchPrefillWithPagedKVCacheWrapper,
     )
@@ -45,16 +53,53 @@ if TYPE_CHECKING:
     from nbflow_kernels.kvcache import append_paged_kv_cache as append_paged_kv_cache
     from nbflow_kernels.kvcache import get_batch_indices_positions as get_batch_indices_positions
     from nbflow_kernels.kvcache import get_seq_lens as get_seq_lens
+    from nbflow_kernels.logits import kl_divergence as kl_divergence
+    from nbflow_kernels.logits import log_softmax as log_softmax
+    from nbflow_kernels.logits import masked_softmax as masked_softmax
+    from nbflow_kernels.logits import soft_cap as soft_cap
+    from nbflow_kernels.logits import token_log_probs as token_log_probs
+    from nbflow_kernels.logits import top1_agreement as top1_agreement
     from nbflow_kernels.matmul import matmul as matmul
+    from nbflow_kernels.norm import fused_add_layernorm as fused_add_layernorm
     from nbflow_kernels.norm import fused_add_rmsnorm as fused_add_rmsnorm
+    from nbflow_kernels.norm import gemma_fused_add_rmsnorm as gemma_fused_add_rmsnorm
+    from nbflow_kernels.norm import gemma_rmsnorm as gemma_rmsnorm
+    from nbflow_kernels.norm import l2norm as l2norm
     from nbflow_kernels.norm import layernorm as layernorm
+    from nbflow_kernels.norm import linear_norm as linear_norm
     from nbflow_kernels.norm import rmsnorm as rmsnorm
+    from nbflow_kernels.position import DynamicNtkRopeScaling as DynamicNtkRopeScaling
+    from nbflow_kernels.position import LinearRopeScaling as LinearRopeScaling
+    from nbflow_kernels.position import Llama3RopeScaling as Llama3RopeScaling
+    from nbflow_kernels.position import LongRopeScaling as LongRopeScaling
+    from nbflow_kernels.position import RopeScaling as RopeScaling
+    from nbflow_kernels.position import YarnRopeScaling as YarnRopeScaling
+    from nbflow_kernels.position import add_learned_positions as add_learned_positions
+    from nbflow_kernels.position import alibi_bias as alibi_bias
+    from nbflow_kernels.position import alibi_slopes as alibi_slopes
+    from nbflow_kernels.position import apply_llama31_rope as apply_llama31_rope
+    from nbflow_kernels.position import apply_llama31_rope_inplace as apply_llama31_rope_inplace
+    from nbflow_kernels.position import apply_llama31_rope_pos_ids as apply_llama31_rope_pos_ids
+    from nbflow_kernels.position import (
+        apply_llama31_rope_pos_ids_inplace as apply_llama31_rope_pos_ids_inplace,
+    )
     from nbflow_kernels.position import apply_rope as apply_rope
+    from nbflow_kernels.position import apply_rope_inplace as apply_rope_inplace
     from nbflow_kernels.position import apply_rope_pos_ids as apply_rope_pos_ids
+    from nbflow_kernels.position import apply_rope_pos_ids_inplace as apply_rope_pos_ids_inplace
+    from nbflow_kernels.position import (
+        apply_rope_with_cos_sin_cache as apply_rope_with_cos_sin_cache,
+    )
     from nbflow_kernels.position import (
         apply_rope_with_cos_sin_cache_inplace as apply_rope_with_cos_sin_cache_inplace,
     )
+    from nbflow_kernels.position import relative_position_bias as relative_position_bias
+    from nbflow_kernels.position import relative_position_bucket as relative_position_bucket
     from nbflow_kernels.position import rope_cos_sin_cache as rope_cos_sin_cache
+    from nbflow_kernels.position import rope_frequencies as rope_frequencies
+    from nbflow_kernels.position import (
+        sinusoidal_position_embedding as sinusoidal_position_embedding,
+    )
     from nbflow_kernels.qmatmul import qmatmul as qmatmul
     from nbflow_kernels.quants import FORMATS as FORMATS
     from nbflow_kernels.quants import QuantFormat as QuantFormat

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Any
 
@@ -11,7 +12,8 @@ import pytest
 import nbflow_kernels as nk
 from nbflow_kernels.families import FAMILIES, load
 
-PLAIN = ["silu", "gelu", "gelu_tanh", "relu"]
+PLAIN = ["silu", "gelu", "gelu_tanh", "gelu_quick", "relu"]
+ALL = [*PLAIN, "relu2", "sigmoid"]
 
 
 @pytest.mark.parametrize("E", [1, 15, 16, 77, 128])
@@ -21,7 +23,10 @@ def test_a_row_does_not_depend_on_its_neighbours(rng: np.random.Generator, E: in
     for function in (
         lambda rows: nk.rmsnorm(rows, w, eps=1e-5),
         lambda rows: nk.layernorm(rows, w, b, eps=1e-5),
+        nk.l2norm,
         nk.silu_and_mul,
+        nk.swigluoai_and_mul,
+        nk.sigmoid,
         nk.gelu_and_mul,
         nk.gelu_tanh_and_mul,
         nk.relu_and_mul,
@@ -40,6 +45,69 @@ def test_fused_norm_is_an_addition_and_a_norm(rng: np.random.Generator) -> None:
     nk.fused_add_rmsnorm(x, residual, w, eps=1e-6, offset=1.0)
     np.testing.assert_array_equal(residual, total)
     np.testing.assert_array_equal(x, expected)
+
+
+def test_fused_layer_norm_is_an_addition_and_a_norm(rng: np.random.Generator) -> None:
+    x, residual = rng.standard_normal((2, 5, 100), dtype=np.float32)
+    w, b = rng.standard_normal((2, 100), dtype=np.float32)
+    total = residual + x
+    expected = nk.layernorm(total, w, b, 1e-5)
+    nk.fused_add_layernorm(x, residual, w, b, 1e-5)
+    np.testing.assert_array_equal(residual, total)
+    np.testing.assert_array_equal(x, expected)
+
+
+def test_gemmas_norms_add_one_to_the_weight(rng: np.random.Generator) -> None:
+    x, residual = rng.standard_normal((2, 3, 40), dtype=np.float32)
+    w = rng.standard_normal(40, dtype=np.float32)
+    np.testing.assert_array_equal(nk.gemma_rmsnorm(x, w), nk.rmsnorm(x, w, offset=1.0))
+    y, again = x.copy(), residual.copy()
+    nk.gemma_fused_add_rmsnorm(x, residual, w, 1e-5)
+    nk.fused_add_rmsnorm(y, again, w, 1e-5, offset=1.0)
+    np.testing.assert_array_equal(x, y)
+    np.testing.assert_array_equal(residual, again)
+
+
+@pytest.mark.parametrize("D", [20, 64, 80, 100])
+def test_heads_are_normalized_as_rows_of_their_own(rng: np.random.Generator, D: int) -> None:
+    """Queries and keys are bands of one wide matrix, normalized in place."""
+    wide = rng.standard_normal((4, 5 * D), dtype=np.float32)
+    before = wide.copy()
+    w, b = rng.standard_normal((2, D), dtype=np.float32)
+    for norm in (
+        lambda x, out: nk.rmsnorm(x, w, 1e-6, out),
+        lambda x, out: nk.layernorm(x, w, b, 1e-6, out),
+        lambda x, out: nk.l2norm(x, 1e-6, out),
+    ):
+        band = wide[:, D : 4 * D].reshape(4, 3, D)
+        rows = np.ascontiguousarray(band).reshape(12, D)
+        expected = norm(rows, None).reshape(4, 3, D)
+        assert norm(band, band) is band
+        np.testing.assert_array_equal(wide[:, D : 4 * D].reshape(4, 3, D), expected)
+        for untouched in (np.s_[:, :D], np.s_[:, 4 * D :]):
+            np.testing.assert_array_equal(wide[untouched], before[untouched])
+        wide[:] = before
+
+
+def test_a_weight_for_each_head(rng: np.random.Generator) -> None:
+    x = rng.standard_normal((4, 3, 50), dtype=np.float32)
+    w = rng.standard_normal((3, 50), dtype=np.float32)
+    for h in range(3):
+        one = np.ascontiguousarray(x[:, h])
+        np.testing.assert_array_equal(nk.rmsnorm(x, w)[:, h], nk.rmsnorm(one, w[h]))
+        np.testing.assert_array_equal(nk.layernorm(x, w, w)[:, h], nk.layernorm(one, w[h], w[h]))
+
+
+def test_norms_without_a_weight_are_those_with_ones(rng: np.random.Generator) -> None:
+    x, ones = rng.standard_normal((4, 77), dtype=np.float32), np.ones(77, np.float32)
+    np.testing.assert_array_equal(nk.rmsnorm(x, None), nk.rmsnorm(x, ones))
+    np.testing.assert_array_equal(nk.layernorm(x, None), nk.layernorm(x, ones, 0 * ones))
+
+
+def test_length_of_a_vector_is_one() -> None:
+    x = np.array([[3.0, 4.0], [0.0, 0.0]], np.float32)
+    # eps**0.5 = 1e-12 takes the part of PyTorch's least length
+    np.testing.assert_allclose(nk.l2norm(x, 1e-24), [[0.6, 0.8], [0.0, 0.0]], rtol=2e-7)
 
 
 def test_norms_may_write_over_their_input(rng: np.random.Generator) -> None:
@@ -73,6 +141,21 @@ def test_activation_of_special_values(op: str) -> None:
     np.testing.assert_allclose(y[[4, 7]], 0.0, atol=50 * math.exp(-50))
 
 
+@pytest.mark.parametrize("n", [3, 16, 21])
+def test_logistic_and_squared_relu_of_special_values(n: int) -> None:
+    for value, logistic, square in (
+        (np.nan, np.nan, np.nan),
+        (np.inf, 1.0, np.inf),
+        (-np.inf, 0.0, 0.0),
+        (-50.0, math.exp(-50.0), 0.0),
+        (200.0, 1.0, 40_000.0),
+    ):
+        x = np.full(n, value, np.float32)
+        # exp 2e-7, and 50 is exact; 4e-38 where the true value is below 1e-38
+        np.testing.assert_allclose(nk.sigmoid(x), np.float32(logistic), rtol=4e-7, atol=4e-38)
+        np.testing.assert_array_equal(nk.relu2(x), np.float32(square))
+
+
 def test_gelu_keeps_its_digits_in_the_lower_tail() -> None:
     x = np.linspace(-9, -3, 1001, dtype=np.float32)
     expected = load("activation", "reference").gelu(x)
@@ -80,7 +163,7 @@ def test_gelu_keeps_its_digits_in_the_lower_tail() -> None:
     np.testing.assert_allclose(nk.gelu(x), expected, rtol=3e-6, atol=0)
 
 
-@pytest.mark.parametrize("op", PLAIN)
+@pytest.mark.parametrize("op", ALL)
 def test_activation_takes_any_shape(rng: np.random.Generator, op: str) -> None:
     x = rng.standard_normal((2, 3, 5), dtype=np.float32)
     function = getattr(nk, op)
@@ -92,11 +175,55 @@ def test_activation_takes_any_shape(rng: np.random.Generator, op: str) -> None:
         assert function(np.empty(empty, np.float32)).shape == empty
 
 
-@pytest.mark.parametrize("op", PLAIN)
+@pytest.mark.parametrize("op", ALL)
 def test_gated_form_is_activation_times_the_other_half(rng: np.random.Generator, op: str) -> None:
     x = rng.standard_normal((3, 40), dtype=np.float32)
     gate, up = np.ascontiguousarray(x[:, :20]), x[:, 20:]
     np.testing.assert_array_equal(getattr(nk, f"{op}_and_mul")(x), getattr(nk, op)(gate) * up)
+
+
+def test_gated_forms_take_any_shape(rng: np.random.Generator) -> None:
+    x = rng.standard_normal((2, 3, 10), dtype=np.float32)
+    np.testing.assert_array_equal(nk.silu_and_mul(x)[1, 2], nk.silu_and_mul(x[1, 2]))
+    for empty in ((0,), (3, 0), (0, 4)):
+        shape = (*empty[:-1], empty[-1] // 2)
+        assert nk.silu_and_mul(np.empty(empty, np.float32)).shape == shape
+
+
+@pytest.mark.parametrize("op", ALL)
+def test_glu_has_both_orders_of_the_halves(rng: np.random.Generator, op: str) -> None:
+    x = rng.standard_normal((3, 40), dtype=np.float32)
+    swapped = np.ascontiguousarray(np.concatenate([x[:, 20:], x[:, :20]], axis=1))
+    want = getattr(nk, f"{op}_and_mul")(x)
+    np.testing.assert_array_equal(nk.glu(x, op, gate_first=True), want)
+    np.testing.assert_array_equal(nk.glu(swapped, op), want)
+
+
+@pytest.mark.parametrize("width", [1, 16, 37])
+def test_clamped_swiglu(rng: np.random.Generator, width: int) -> None:
+    x = 8.0 * rng.standard_normal((3, 2 * width), dtype=np.float32)
+    halves = np.ascontiguousarray(np.concatenate([x[:, ::2], x[:, 1::2]], axis=1))
+    want = nk.swigluoai_and_mul(halves, interleaved=False)
+    np.testing.assert_array_equal(nk.swigluoai_and_mul(x), want)
+    # without a limit it is quick GELU of the gate times up + 1
+    plain = nk.swigluoai_and_mul(halves, limit=np.inf, interleaved=False)
+    product = nk.gelu_quick(np.ascontiguousarray(x[:, ::2])) * (x[:, 1::2] + np.float32(1))
+    np.testing.assert_array_equal(plain, product)
+    x[0, :2] = np.nan, 1.0
+    x[1, :2] = 1.0, np.nan
+    assert np.isnan(nk.swigluoai_and_mul(x)[:2, 0]).all()
+
+
+def test_embedding_rows_may_be_scaled(rng: np.random.Generator) -> None:
+    table, ids = rng.standard_normal((5, 32), dtype=np.float32), np.array([3, 0, 3], np.int32)
+    quantized = nk.quantize(table, "q8")
+    for t in (table, table.astype(np.float16), quantized):
+        scaled = nk.embedding(ids, t, scale=32**0.5)
+        np.testing.assert_array_equal(scaled, nk.embedding(ids, t) * np.float32(32**0.5))
+    # embedding and linear_norm are the same product
+    np.testing.assert_array_equal(
+        nk.linear_norm(table[ids]), nk.embedding(ids, table, scale=32**0.5)
+    )
 
 
 def test_errors_name_the_parameter() -> None:
@@ -110,10 +237,18 @@ def test_errors_name_the_parameter() -> None:
         nk.layernorm(x, w, short, eps=0.0)
     with pytest.raises(nk.UsageError, match=r"residual must have shape \(2, 4\), got \(4,\)"):
         nk.fused_add_rmsnorm(x, w, w, eps=0.0)
-    with pytest.raises(nk.UsageError, match=r"x must have shape \(T, 2 \* I\).* got \(2, 3\)"):
+    with pytest.raises(nk.UsageError, match=r"x must have shape \(\.\.\., 2 \* I\).* got \(2, 3\)"):
         nk.silu_and_mul(np.ones((2, 3), np.float32))
     with pytest.raises(nk.UsageError, match=r"out must have shape \(2, 2\), got \(2, 4\)"):
         nk.silu_and_mul(x, out=x.copy())
+    with pytest.raises(nk.UsageError, match=r"weight must have shape \(2, 4\), got \(4, 4\)"):
+        nk.rmsnorm(np.ones((3, 2, 4), np.float32), np.ones((4, 4), np.float32))
+    with pytest.raises(nk.UsageError, match=r"offset is added .* must be 0, got 1\.0"):
+        nk.rmsnorm(x, None, offset=1.0)
+    with pytest.raises(nk.UsageError, match="unknown activation 'sillu'; did you mean 'silu'"):
+        nk.glu(x, "sillu")
+    with pytest.raises(nk.UsageError, match=r"limit must be positive, got 0\.0"):
+        nk.swigluoai_and_mul(x, limit=0.0)
     with pytest.raises(TypeError, match="x must have dtype float32, got float64"):
         nk.silu(np.ones(3))  # type: ignore[arg-type]
 
@@ -142,6 +277,9 @@ class _OnDevice:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.host, name)
 
+    def __getitem__(self, index: Any) -> Any:
+        return self.host[index]
+
 
 def test_arrays_on_a_cuda_device_are_refused_with_advice() -> None:
     rows, weight, out = _OnDevice(2, 4), _OnDevice(4), _OnDevice(2, 4)
@@ -157,10 +295,17 @@ def test_arrays_on_a_cuda_device_are_refused_with_advice() -> None:
             call()
 
 
-@pytest.mark.parametrize("family", ["norm", "activation", "embedding", "matmul"])
+@pytest.mark.parametrize(
+    "family", ["norm", "activation", "embedding", "position", "matmul", "logits"]
+)
 def test_cuda_functions_have_the_signature_of_the_cpu_ones(family: str) -> None:
-    import inspect
-
-    for op in FAMILIES[family]:
-        cpu, cuda = (getattr(load(family, part), op) for part in ("cpu", "cuda"))
-        assert list(inspect.signature(cpu).parameters) == list(inspect.signature(cuda).parameters)
+    cpu, cuda = (load(family, part) for part in ("cpu", "cuda"))
+    names = [
+        name
+        for name, value in vars(cpu).items()
+        if inspect.isfunction(value) and value.__module__ == cpu.__name__ and name[0] != "_"
+    ]
+    assert set(names) & set(FAMILIES[family])
+    for name in names:
+        want, found = (inspect.signature(getattr(part, name)) for part in (cpu, cuda))
+        assert list(found.parameters) == list(want.parameters), name

@@ -1,6 +1,6 @@
 """Activations on the CPU: one kernel for all, a row at a time, 16 lanes along it.
 
-Everything but ReLU is ``x * g(x)``: with a logistic function of x (SiLU) or of a cubic in x (the
+Most are ``x * g(x)``: with a logistic function of x (SiLU, quick GELU) or of a cubic in x (the
 tanh form of GELU), or with the normal distribution function (GELU).
 """
 
@@ -11,71 +11,159 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels import simd
+from nbflow_kernels import shuffles, simd
 from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.lanes import address_of, read_f32, write_f32
 from nbflow_kernels.threads import split_rows
+from nbflow_kernels.vector_math import keep_nan
 
-LOGISTIC, NORMAL, RELU = 0, 1, 2
+LOGISTIC, NORMAL, RELU, RELU2, SIGMOID, CLAMPED = range(6)
 _COST = 16  # multiply-adds per element, for the decision to use more than one thread
+
+Activation = tuple[int, float, float]
+"""Which function, and its two numbers: linear and cubic factor, or alpha and limit."""
 
 # SiLU: x * logistic(1 * x + 0 * x**3).  0.5 * (1 + tanh(u)) = logistic(2 * u) gives GELU's tanh
 # form with u = sqrt(2 / pi) * (x + 0.044715 * x**3).
-_SILU = (LOGISTIC, 1.0, 0.0)
-_TANH = (LOGISTIC, 2.0 * (2.0 / np.pi) ** 0.5, 0.044715 * 2.0 * (2.0 / np.pi) ** 0.5)
-_GELU = (NORMAL, 0.0, 0.0)
-_RELU = (RELU, 0.0, 0.0)
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": (LOGISTIC, 1.0, 0.0),
+    "gelu": (NORMAL, 0.0, 0.0),
+    "gelu_tanh": (LOGISTIC, 2.0 * (2.0 / np.pi) ** 0.5, 0.044715 * 2.0 * (2.0 / np.pi) ** 0.5),
+    "gelu_quick": (LOGISTIC, 1.702, 0.0),
+    "relu": (RELU, 0.0, 0.0),
+    "relu2": (RELU2, 0.0, 0.0),
+    "sigmoid": (SIGMOID, 0.0, 0.0),
+}
 
 
 def silu(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
     """See `nbflow_kernels.silu`."""
-    _run(_SILU, False, x, out)
+    _plain("silu", x, out)
 
 
 def gelu(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
     """See `nbflow_kernels.gelu`."""
-    _run(_GELU, False, x, out)
+    _plain("gelu", x, out)
 
 
 def gelu_tanh(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
     """See `nbflow_kernels.gelu_tanh`."""
-    _run(_TANH, False, x, out)
+    _plain("gelu_tanh", x, out)
+
+
+def gelu_quick(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+    """See `nbflow_kernels.gelu_quick`."""
+    _plain("gelu_quick", x, out)
 
 
 def relu(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
     """See `nbflow_kernels.relu`."""
-    _run(_RELU, False, x, out)
+    _plain("relu", x, out)
+
+
+def relu2(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+    """See `nbflow_kernels.relu2`."""
+    _plain("relu2", x, out)
+
+
+def sigmoid(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+    """See `nbflow_kernels.sigmoid`."""
+    _plain("sigmoid", x, out)
 
 
 def silu_and_mul(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
     """See `nbflow_kernels.silu_and_mul`."""
-    _run(_SILU, True, x, out)
+    glu(x, "silu", True, out)
 
 
 def gelu_and_mul(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
     """See `nbflow_kernels.gelu_and_mul`."""
-    _run(_GELU, True, x, out)
+    glu(x, "gelu", True, out)
 
 
 def gelu_tanh_and_mul(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
     """See `nbflow_kernels.gelu_tanh_and_mul`."""
-    _run(_TANH, True, x, out)
+    glu(x, "gelu_tanh", True, out)
+
+
+def gelu_quick_and_mul(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+    """See `nbflow_kernels.gelu_quick_and_mul`."""
+    glu(x, "gelu_quick", True, out)
 
 
 def relu_and_mul(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
     """See `nbflow_kernels.relu_and_mul`."""
-    _run(_RELU, True, x, out)
+    glu(x, "relu", True, out)
+
+
+def relu2_and_mul(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+    """See `nbflow_kernels.relu2_and_mul`."""
+    glu(x, "relu2", True, out)
+
+
+def sigmoid_and_mul(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+    """See `nbflow_kernels.sigmoid_and_mul`."""
+    glu(x, "sigmoid", True, out)
+
+
+def glu(
+    x: NDArray[np.float32], activation: str, gate_first: bool, out: NDArray[np.float32]
+) -> None:
+    """See `nbflow_kernels.glu`; rows of `x` and `out` may lie far apart."""
+    first = address_of(x)
+    second = first + out.shape[1] * 4
+    gate, up = (first, second) if gate_first else (second, first)
+    _run(ACTIVATIONS[activation], gate, up, x.strides[0], False, out)
+
+
+def swigluoai_and_mul(
+    x: NDArray[np.float32],
+    alpha: float,
+    limit: float,
+    interleaved: bool,
+    out: NDArray[np.float32],
+) -> None:
+    """See `nbflow_kernels.swigluoai_and_mul`."""
+    gate = address_of(x)
+    up = gate + 4 * (1 if interleaved else out.shape[1])
+    _run((CLAMPED, alpha, limit), gate, up, x.strides[0], interleaved, out)
+
+
+def _plain(activation: str, x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+    _run(ACTIVATIONS[activation], address_of(x), 0, x.strides[0], False, out)
 
 
 def _run(
-    activation: tuple[int, float, float],
-    gated: bool,
-    x: NDArray[np.float32],
+    activation: Activation,
+    gate: int,
+    up: int,
+    row_bytes: int,
+    interleaved: bool,
     out: NDArray[np.float32],
 ) -> None:
-    """Share the rows (T, I) or (T, 2 * I) of `x` among the threads."""
-    code, linear, cubic = activation
-    work = out.size * _COST
-    split_rows(_activate, x.shape[0], work, x, code, linear, cubic, gated, out)
+    """Share the rows of `out` (T, I) among the threads; `up` is 0 where nothing is gated."""
+    T, width = out.shape
+    place = address_of(out)
+    split_rows(
+        _activate,
+        T,
+        T * width * _COST,
+        gate,
+        up,
+        row_bytes,
+        interleaved,
+        place,
+        out.strides[0],
+        width,
+        *activation,
+    )
+
+
+@inline
+def _sigmoid(v: Any) -> Any:
+    """Return the logistic function of v; e**88 in the divisor is as good as infinity."""
+    e = simd.exp(simd.sub(simd.splat(0.0), v))
+    return keep_nan(simd.div(simd.splat(1.0), simd.add(simd.splat(1.0), e)), v)
 
 
 @inline
@@ -117,41 +205,75 @@ def _normal(v: Any) -> Any:
     return simd.sub(positive, tail)
 
 
+@inline
+def _clamped(gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
+    """Return (up + 1) * gate * logistic(alpha * gate), both cut off at the limit."""
+    high, low = simd.splat(limit), simd.splat(-limit)
+    g = keep_nan(simd.minimum(gate, high), gate)
+    u = keep_nan(simd.maximum(simd.minimum(up, high), low), up)
+    return simd.mul(simd.add(u, simd.splat(1.0)), _logistic(g, alpha, 0.0))
+
+
+@njit
+def _function(v: Any, code: Any, linear: Any, cubic: Any) -> Any:
+    """Return the activation of 16 elements."""
+    if code == LOGISTIC:
+        return _logistic(v, linear, cubic)
+    if code == NORMAL:
+        return _normal(v)
+    if code == SIGMOID:
+        return _sigmoid(v)
+    y = keep_nan(simd.maximum(v, simd.splat(0.0)), v)
+    return simd.mul(y, y) if code == RELU2 else y
+
+
 @njit
 def _activate(
-    x: Any, code: Any, linear: Any, cubic: Any, gated: Any, out: Any, start: Any, stop: Any
+    gate: Any,
+    up: Any,
+    row_bytes: Any,
+    interleaved: Any,
+    out: Any,
+    out_row_bytes: Any,
+    width: Any,
+    code: Any,
+    linear: Any,
+    cubic: Any,
+    start: Any,
+    stop: Any,
 ) -> None:
     """Do rows [start, stop); the ragged end of a row goes through the same lanes, padded."""
-    width = out.shape[1]
-    ends = np.zeros((3, 16), np.float32)  # gate, up, out
+    ends = np.zeros((4, 16), np.float32)  # gate, up (as they lie), out
+    stage = simd.address(ends)
+    step = 8 if interleaved else 4  # bytes from column to column
     for t in range(start, stop):
-        xa = simd.address(x) + t * x.strides[0]
-        oa = simd.address(out) + t * out.strides[0]
-        if code == RELU:
-            for i in range(width):
-                gate = x[t, i]
-                if gate < 0:  # not true for NaN, which is kept
-                    gate = np.float32(0.0)
-                out[t, i] = gate * x[t, width + i] if gated else gate
-            continue
         for i in range(0, width, 16):
-            gate_at = xa + i * 4
-            up_at = gate_at + width * 4
-            out_at = oa + i * 4
+            gate_at = gate + t * row_bytes + i * step
+            up_at = up + t * row_bytes + i * step
+            out_at = out + t * out_row_bytes + i * 4
             n = min(16, width - i)
             if n < 16:
                 for j in range(n):
-                    ends[0, j] = x[t, i + j]
-                    if gated:
-                        ends[1, j] = x[t, width + i + j]
-                gate_at = simd.address(ends)
-                up_at = gate_at + 64
-                out_at = gate_at + 128
+                    place = stage + j * step
+                    write_f32(place, read_f32(gate_at + j * step))
+                    if up != 0:
+                        distance = 4 if interleaved else 128
+                        write_f32(place + distance, read_f32(up_at + j * step))
+                gate_at, up_at = stage, stage + 128
             v = simd.load_f32(gate_at)
-            v = _logistic(v, linear, cubic) if code == LOGISTIC else _normal(v)
-            if gated:
-                v = simd.mul(v, simd.load_f32(up_at))
-            simd.store_f32(out_at, v)
-            if n < 16:
+            if up != 0:
+                w = simd.load_f32(gate_at + 64) if interleaved else simd.load_f32(up_at)
+                if interleaved:
+                    v, w = shuffles.evens(v, w), shuffles.odds(v, w)
+                if code == CLAMPED:
+                    v = _clamped(v, w, linear, cubic)
+                else:
+                    v = simd.mul(_function(v, code, linear, cubic), w)
+            else:
+                v = _function(v, code, linear, cubic)
+            if n == 16:
+                simd.store_f32(out_at, v)
+            else:
+                simd.store_f32(stage + 192, v)
                 for j in range(n):
-                    out[t, i + j] = ends[2, j]
+                    write_f32(out_at + j * 4, read_f32(stage + 192 + j * 4))

@@ -12,10 +12,14 @@ from numpy.typing import NDArray
 _normal = np.vectorize(lambda v: 0.5 * math.erfc(-v / math.sqrt(2.0)), otypes=[np.float64])
 
 
+def sigmoid(x: Any) -> NDArray[np.float64]:
+    """See `nbflow_kernels.sigmoid`."""
+    return np.asarray(1.0 / (1.0 + np.exp(-np.asarray(x, np.float64))))
+
+
 def silu(x: Any) -> NDArray[np.float64]:
     """See `nbflow_kernels.silu`."""
-    v = np.asarray(x, np.float64)
-    return np.asarray(v / (1.0 + np.exp(-v)))
+    return np.asarray(x, np.float64) * sigmoid(x)
 
 
 def gelu(x: Any) -> NDArray[np.float64]:
@@ -28,7 +32,13 @@ def gelu_tanh(x: Any) -> NDArray[np.float64]:
     """See `nbflow_kernels.gelu_tanh`."""
     v = np.asarray(x, np.float64)
     u = math.sqrt(2.0 / math.pi) * (v + 0.044715 * v**3)
-    return np.asarray(v / (1.0 + np.exp(-2.0 * u)))  # 0.5 * (1 + tanh(u)), without cancellation
+    return v * sigmoid(2.0 * u)  # 0.5 * (1 + tanh(u)), without cancellation
+
+
+def gelu_quick(x: Any) -> NDArray[np.float64]:
+    """See `nbflow_kernels.gelu_quick`."""
+    v = np.asarray(x, np.float64)
+    return v * sigmoid(1.702 * v)
 
 
 def relu(x: Any) -> NDArray[np.float64]:
@@ -36,30 +46,69 @@ def relu(x: Any) -> NDArray[np.float64]:
     return np.maximum(np.asarray(x, np.float64), 0.0)
 
 
-def _gate_and_up(x: Any) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    gate, up = np.split(np.asarray(x, np.float64), 2, axis=-1)
-    return gate, up
+def relu2(x: Any) -> NDArray[np.float64]:
+    """See `nbflow_kernels.relu2`."""
+    return relu(x) ** 2
+
+
+_FUNCTIONS = {
+    "silu": silu,
+    "gelu": gelu,
+    "gelu_tanh": gelu_tanh,
+    "gelu_quick": gelu_quick,
+    "relu": relu,
+    "relu2": relu2,
+    "sigmoid": sigmoid,
+}
+
+
+def glu(x: Any, activation: str = "sigmoid", *, gate_first: bool = False) -> NDArray[np.float64]:
+    """See `nbflow_kernels.glu`."""
+    first, second = np.split(np.asarray(x, np.float64), 2, axis=-1)
+    gate, up = (first, second) if gate_first else (second, first)
+    return _FUNCTIONS[activation](gate) * up
 
 
 def silu_and_mul(x: Any) -> NDArray[np.float64]:
     """See `nbflow_kernels.silu_and_mul`."""
-    gate, up = _gate_and_up(x)
-    return silu(gate) * up
+    return glu(x, "silu", gate_first=True)
 
 
 def gelu_and_mul(x: Any) -> NDArray[np.float64]:
     """See `nbflow_kernels.gelu_and_mul`."""
-    gate, up = _gate_and_up(x)
-    return gelu(gate) * up
+    return glu(x, "gelu", gate_first=True)
 
 
 def gelu_tanh_and_mul(x: Any) -> NDArray[np.float64]:
     """See `nbflow_kernels.gelu_tanh_and_mul`."""
-    gate, up = _gate_and_up(x)
-    return gelu_tanh(gate) * up
+    return glu(x, "gelu_tanh", gate_first=True)
+
+
+def gelu_quick_and_mul(x: Any) -> NDArray[np.float64]:
+    """See `nbflow_kernels.gelu_quick_and_mul`."""
+    return glu(x, "gelu_quick", gate_first=True)
 
 
 def relu_and_mul(x: Any) -> NDArray[np.float64]:
     """See `nbflow_kernels.relu_and_mul`."""
-    gate, up = _gate_and_up(x)
-    return relu(gate) * up
+    return glu(x, "relu", gate_first=True)
+
+
+def relu2_and_mul(x: Any) -> NDArray[np.float64]:
+    """See `nbflow_kernels.relu2_and_mul`."""
+    return glu(x, "relu2", gate_first=True)
+
+
+def sigmoid_and_mul(x: Any) -> NDArray[np.float64]:
+    """See `nbflow_kernels.sigmoid_and_mul`."""
+    return glu(x, "sigmoid", gate_first=True)
+
+
+def swigluoai_and_mul(
+    x: Any, alpha: float = 1.702, limit: float = 7.0, *, interleaved: bool = True
+) -> NDArray[np.float64]:
+    """See `nbflow_kernels.swigluoai_and_mul`."""
+    v = np.asarray(x, np.float64)
+    gate, up = (v[..., ::2], v[..., 1::2]) if interleaved else np.split(v, 2, axis=-1)
+    gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
+    return np.asarray((up + 1.0) * gate * sigmoid(alpha * gate))

@@ -21,9 +21,12 @@ def embedding(
     ids: NDArray[np.int32],
     table: NDArray[Any] | QuantTensor,
     *,
+    scale: float = 1.0,
     out: NDArray[np.float32] | None = None,
 ) -> Any:
-    """Gather rows of the embedding table as float32.
+    r"""Gather rows of the embedding table as float32.
+
+    .. math:: y_{te} = s \, \mathrm{table}[i_t, e]
 
     Parameters
     ----------
@@ -31,13 +34,17 @@ def embedding(
         Token ids, 0 <= id < V.
     table : array of float32, float16 or uint16, shape (V, E), or QuantTensor
         The embedding table; uint16 holds the bits of bfloat16.
+    scale : float
+        s: the square root of E in Gemma and M2M-100 (``math.sqrt(E)``; a checkpoint that was
+        trained in bfloat16 has it rounded to that), 12 in MiniCPM.
     out : array of float32, shape (T, E), optional
         Where to write the rows.
 
     Returns
     -------
     array of float32, shape (T, E)
-        `out` if given, else a new array on the device of `ids`.  Widening is exact.
+        `out` if given, else a new array on the device of `ids`.  Widening is exact, the product
+        with a `scale` other than 1 is rounded once.
 
     Raises
     ------
@@ -77,6 +84,8 @@ def embedding(
     else:
         variant = cuda if is_cuda(ids) or is_cuda(table) else cpu
         variant.embedding(ids, table, out)
+    if scale != 1.0:
+        (cuda if is_cuda(out) else cpu).scale_rows(out, float(scale))
     return out
 
 

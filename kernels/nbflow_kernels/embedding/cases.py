@@ -48,6 +48,18 @@ def _case(name: str, T: int, V: int, E: int, dtype: str, timed: bool = False) ->
     )
 
 
+def _scaled(dtype: str) -> OpCase:
+    return OpCase(
+        op="embedding",
+        name=f"scaled_{dtype}",
+        inputs=lambda rng: _inputs(5, 20, 33, dtype)(rng) | {"scale": 33**0.5},
+        rtol=2 * 2.0**-24,
+        atol=0.0,
+        reason="the scale and the product are rounded",
+        out=((5, 33), "float32"),
+    )
+
+
 CASES: list[OpCase] = [
     _case("f32", 7, 50, 33, "float32"),
     _case("f16", 7, 50, 33, "float16"),
@@ -64,6 +76,7 @@ CASES: list[OpCase] = [
         out=((9, 96), "float32"),
         exact=True,
     ),
+    *(_scaled(dtype) for dtype in _WIDEN),
     # a table of 67 MB: larger than the last-level cache, quicker to make than the real 32000 rows
     _case("llama2_7b_prefill", 512, 8192, 4096, "float16", timed=True),
 ]

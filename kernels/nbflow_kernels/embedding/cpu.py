@@ -21,3 +21,8 @@ def embedding(ids: NDArray[np.int32], table: NDArray[Any], out: NDArray[np.float
         np.left_shift(table[ids], 16, out=out.view(np.uint32), dtype=np.uint32)
     else:
         out[...] = table[ids]
+
+
+def scale_rows(out: NDArray[np.float32], scale: float) -> None:
+    """Multiply all rows by `scale`, in place."""
+    np.multiply(out, np.float32(scale), out=out)

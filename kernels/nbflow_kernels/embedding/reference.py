@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 
-def embedding(ids: Any, table: Any) -> NDArray[np.float64]:
+def embedding(ids: Any, table: Any, *, scale: float = 1.0) -> NDArray[np.float64]:
     """See `nbflow_kernels.embedding`."""
     if not isinstance(table, np.ndarray):
         from nbflow_kernels.quants import dequantize
@@ -18,5 +18,5 @@ def embedding(ids: Any, table: Any) -> NDArray[np.float64]:
         table = (table.astype(np.uint32) << 16).view(np.float32)
     rows = np.empty((len(ids), table.shape[1]), np.float64)
     for t, i in enumerate(ids):
-        rows[t] = table[i]
+        rows[t] = scale * table[i].astype(np.float64)
     return rows

@@ -1,54 +1,72 @@
-"""Normalization of rows: root mean square and layer norm."""
+"""Normalization of vectors: root mean square, layer norm, length; fused with the residual sum.
+
+A vector is the last axis of the input: a row of the hidden state (T, E), or one head of query or
+key rows (T, H, E), for models that normalize each head before the rotary embedding.
+"""
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels.errors import UsageError
 from nbflow_kernels.norm import cpu, cuda
 
-__all__ = ["fused_add_rmsnorm", "layernorm", "rmsnorm"]
+__all__ = [
+    "fused_add_layernorm",
+    "fused_add_rmsnorm",
+    "gemma_fused_add_rmsnorm",
+    "gemma_rmsnorm",
+    "l2norm",
+    "layernorm",
+    "linear_norm",
+    "rmsnorm",
+]
 
 
 def rmsnorm(
     x: NDArray[np.float32],
-    weight: NDArray[np.float32],
-    *,
-    eps: float,
-    offset: float = 0.0,
+    weight: NDArray[np.float32] | None,
+    eps: float = 1e-6,
     out: NDArray[np.float32] | None = None,
+    *,
+    offset: float = 0.0,
 ) -> Any:
-    r"""Divide each row by its root mean square and scale it.
+    r"""Divide each vector by its root mean square and scale it.
 
     .. math:: y_{te} = \frac{x_{te}}{\sqrt{\frac{1}{E} \sum_j x_{tj}^2 + \varepsilon}}
         \, (w_e + \mathrm{offset})
 
     Parameters
     ----------
-    x : array of float32, shape (T, E)
-        Input rows.  A NumPy array runs on the CPU; an array on a CUDA device runs there.
-    weight : array of float32, shape (E,)
-        Scale for each column, on the same device as `x`.
+    x : array of float32, shape (T, E) or (T, H, E)
+        Input; the last axis is normalized.  Rows may lie far apart (a band of columns of a wider
+        matrix).  A NumPy array runs on the CPU; an array on a CUDA device runs there.
+    weight : array of float32, shape (E,) or, for three axes, (H, E); or None
+        Scale for each column, or for each head and column; None is a scale of one, and then
+        `offset` has no meaning.
     eps : float
         Added to the mean square before the root, in the units of ``x ** 2``.
         Llama uses 1e-5 or 1e-6; take it from the model specification.
+    out : array of float32, shape of `x`, optional
+        Where to write the result.  It may be `x` itself.
     offset : float
         Added to the weight: 1.0 for Gemma, whose checkpoints store the weight minus one.
-    out : array of float32, shape (T, E), optional
-        Where to write the result.  It may be `x` itself.
 
     Returns
     -------
-    array of float32, shape (T, E)
+    array of float32, shape of `x`
         `out` if given, else a new array on the device of `x`.
 
     Raises
     ------
     UsageError
-        If `x`, `weight` or `out` does not have the shape above.
+        If `x`, `weight` or `out` does not have the shape above, or there is an `offset` without
+        a weight.
     TypeError
         If one of them is not a float32 array.
 
@@ -73,45 +91,89 @@ def rmsnorm(
     >>> rmsnorm(np.array([[3.0, 4.0]], np.float32), np.ones(2, np.float32), eps=0.0).round(3)
     array([[0.849, 1.131]], dtype=float32)
     """
-    check_array("x", x, (None, None))
-    check_array("weight", weight, (x.shape[1],))
-    if out is None:
-        out = np.empty_like(x)
-    else:
-        check_array("out", out, x.shape)
-    variant = cuda if is_cuda(x) else cpu
-    variant.rmsnorm(x, weight, float(eps), float(offset), out)
+    _check_vectors("x", x)
+    _check_columns("weight", weight, x)
+    if weight is None and offset != 0.0:
+        raise UsageError(f"offset is added to the weight; without one it must be 0, got {offset}")
+    out = _output(x, out)
+    _variant(x).rmsnorm(x, weight, float(eps), float(offset), out)
     return out
+
+
+def gemma_rmsnorm(
+    x: NDArray[np.float32],
+    weight: NDArray[np.float32],
+    eps: float = 1e-6,
+    out: NDArray[np.float32] | None = None,
+) -> Any:
+    r"""Divide each vector by its root mean square and scale it by the weight plus one.
+
+    .. math:: y_{te} = \frac{x_{te}}{\sqrt{\frac{1}{E} \sum_j x_{tj}^2 + \varepsilon}} \, (w_e + 1)
+
+    Parameters
+    ----------
+    x : array of float32, shape (T, E) or (T, H, E)
+        Input, as in `rmsnorm`.
+    weight : array of float32, shape (E,) or, for three axes, (H, E)
+        Scale for each column, minus one: what Gemma's checkpoints store.  GGUF files hold the
+        sum; use `rmsnorm` for them.
+    eps : float
+        As in `rmsnorm`; Gemma uses 1e-6.
+    out : array of float32, shape of `x`, optional
+        Where to write the result.  It may be `x` itself.
+
+    Returns
+    -------
+    array of float32, shape of `x`
+        `out` if given, else a new array on the device of `x`.
+
+    Raises
+    ------
+    UsageError, TypeError
+        As in `rmsnorm`.
+
+    See Also
+    --------
+    nbflow_kernels.rmsnorm : The same with ``offset=1.0``, bit for bit.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels import gemma_rmsnorm
+    >>> gemma_rmsnorm(np.array([[3.0, 4.0]], np.float32), np.zeros(2, np.float32), 0.0).round(3)
+    array([[0.849, 1.131]], dtype=float32)
+    """
+    return rmsnorm(x, weight, eps, out, offset=1.0)
 
 
 def layernorm(
     x: NDArray[np.float32],
-    weight: NDArray[np.float32],
+    weight: NDArray[np.float32] | None,
     bias: NDArray[np.float32] | None = None,
-    *,
-    eps: float,
+    eps: float = 1e-6,
     out: NDArray[np.float32] | None = None,
 ) -> Any:
-    r"""Subtract each row's mean, divide by its standard deviation, scale and shift.
+    r"""Subtract each vector's mean, divide by its standard deviation, scale and shift.
 
     .. math:: y_{te} = \frac{x_{te} - \mu_t}{\sqrt{\sigma_t^2 + \varepsilon}} \, w_e + b_e
 
     Parameters
     ----------
-    x : array of float32, shape (T, E)
-        Input rows.
-    weight : array of float32, shape (E,)
-        Scale for each column.
-    bias : array of float32, shape (E,), optional
+    x : array of float32, shape (T, E) or (T, H, E)
+        Input; the last axis is normalized.  Rows may lie far apart.
+    weight : array of float32, shape (E,) or, for three axes, (H, E); or None
+        Scale for each column, or for each head and column; None is a scale of one.
+    bias : array of float32, shape as for `weight`, optional
         Shift for each column; none is a shift of zero.
     eps : float
         Added to the variance (the mean of squares, not divided by E - 1) before the root.
-    out : array of float32, shape (T, E), optional
+        FlashInfer's default is 1e-6, PyTorch's 1e-5.
+    out : array of float32, shape of `x`, optional
         Where to write the result.  It may be `x` itself.
 
     Returns
     -------
-    array of float32, shape (T, E)
+    array of float32, shape of `x`
         `out` if given, else a new array on the device of `x`.
 
     Raises
@@ -136,16 +198,11 @@ def layernorm(
     >>> layernorm(np.array([[1.0, 3.0]], np.float32), np.ones(2, np.float32), eps=0.0)
     array([[-1.,  1.]], dtype=float32)
     """
-    check_array("x", x, (None, None))
-    check_array("weight", weight, (x.shape[1],))
-    if bias is not None:
-        check_array("bias", bias, (x.shape[1],))
-    if out is None:
-        out = np.empty_like(x)
-    else:
-        check_array("out", out, x.shape)
-    variant = cuda if is_cuda(x) else cpu
-    variant.layernorm(x, weight, bias, float(eps), out)
+    _check_vectors("x", x)
+    _check_columns("weight", weight, x)
+    _check_columns("bias", bias, x)
+    out = _output(x, out)
+    _variant(x).layernorm(x, weight, bias, float(eps), out)
     return out
 
 
@@ -153,19 +210,19 @@ def fused_add_rmsnorm(
     x: NDArray[np.float32],
     residual: NDArray[np.float32],
     weight: NDArray[np.float32],
+    eps: float = 1e-6,
     *,
-    eps: float,
     offset: float = 0.0,
 ) -> None:
     """Add `x` to the residual, then put the normalized residual into `x`; both in place.
 
     Parameters
     ----------
-    x : array of float32, shape (T, E)
+    x : array of float32, shape (T, E) or (T, H, E)
         Output of the previous layer; becomes ``rmsnorm(residual + x)``.
-    residual : array of float32, shape (T, E)
+    residual : array of float32, shape of `x`
         The residual stream; becomes ``residual + x``.
-    weight : array of float32, shape (E,)
+    weight : array of float32, shape (E,) or, for three axes, (H, E)
         Scale for each column.
     eps : float
         As in `rmsnorm`.
@@ -194,8 +251,225 @@ def fused_add_rmsnorm(
     >>> x.round(3)
     array([[0.849, 1.131]], dtype=float32)
     """
-    check_array("x", x, (None, None))
-    check_array("residual", residual, x.shape)
-    check_array("weight", weight, (x.shape[1],))
-    variant = cuda if is_cuda(x) else cpu
-    variant.fused_add_rmsnorm(x, residual, weight, float(eps), float(offset))
+    _check_vectors("x", x)
+    check_array("residual", residual, x.shape, rows=True)
+    _check_columns("weight", weight, x)
+    _variant(x).fused_add_rmsnorm(x, residual, weight, float(eps), float(offset))
+
+
+def gemma_fused_add_rmsnorm(
+    x: NDArray[np.float32],
+    residual: NDArray[np.float32],
+    weight: NDArray[np.float32],
+    eps: float = 1e-6,
+) -> None:
+    """Add `x` to the residual, then put the residual's `gemma_rmsnorm` into `x`; both in place.
+
+    Parameters
+    ----------
+    x : array of float32, shape (T, E) or (T, H, E)
+        Output of the previous layer; becomes ``gemma_rmsnorm(residual + x)``.
+    residual : array of float32, shape of `x`
+        The residual stream; becomes ``residual + x``.
+    weight : array of float32, shape (E,) or, for three axes, (H, E)
+        Scale for each column, minus one.
+    eps : float
+        As in `rmsnorm`.
+
+    Raises
+    ------
+    UsageError, TypeError
+        As in `fused_add_rmsnorm`.
+
+    See Also
+    --------
+    nbflow_kernels.fused_add_rmsnorm : The same with ``offset=1.0``, bit for bit.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels import gemma_fused_add_rmsnorm
+    >>> x, residual = np.array([[1.0, 2.0]], np.float32), np.array([[2.0, 2.0]], np.float32)
+    >>> gemma_fused_add_rmsnorm(x, residual, np.zeros(2, np.float32), eps=0.0)
+    >>> x.round(3)
+    array([[0.849, 1.131]], dtype=float32)
+    """
+    fused_add_rmsnorm(x, residual, weight, eps, offset=1.0)
+
+
+def fused_add_layernorm(
+    x: NDArray[np.float32],
+    residual: NDArray[np.float32],
+    weight: NDArray[np.float32] | None,
+    bias: NDArray[np.float32] | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """Add `x` to the residual, then put the residual's layer norm into `x`; both in place.
+
+    Parameters
+    ----------
+    x : array of float32, shape (T, E) or (T, H, E)
+        Output of the previous layer; becomes ``layernorm(residual + x)``.
+    residual : array of float32, shape of `x`
+        The residual stream; becomes ``residual + x``.
+    weight : array of float32, shape (E,) or, for three axes, (H, E); or None
+        Scale for each column; None is a scale of one.
+    bias : array of float32, shape as for `weight`, optional
+        Shift for each column.
+    eps : float
+        As in `layernorm`.
+
+    Raises
+    ------
+    UsageError
+        If `x`, `residual`, `weight` or `bias` does not have the shape above.
+    TypeError
+        If one of them is not a float32 array.
+
+    See Also
+    --------
+    nbflow_kernels.layernorm : The same without the addition; bitwise equal to it after one.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels import fused_add_layernorm
+    >>> x, residual = np.array([[1.0, 2.0]], np.float32), np.array([[2.0, 3.0]], np.float32)
+    >>> fused_add_layernorm(x, residual, np.ones(2, np.float32), eps=0.0)
+    >>> residual
+    array([[3., 5.]], dtype=float32)
+    >>> x
+    array([[-1.,  1.]], dtype=float32)
+    """
+    _check_vectors("x", x)
+    check_array("residual", residual, x.shape, rows=True)
+    _check_columns("weight", weight, x)
+    _check_columns("bias", bias, x)
+    _variant(x).fused_add_layernorm(x, residual, weight, bias, float(eps))
+
+
+def l2norm(
+    x: NDArray[np.float32], eps: float = 1e-6, out: NDArray[np.float32] | None = None
+) -> Any:
+    r"""Divide each vector by its length.
+
+    .. math:: y_{te} = \frac{x_{te}}{\sqrt{\sum_j x_{tj}^2 + \varepsilon}}
+
+    Parameters
+    ----------
+    x : array of float32, shape (T, E) or (T, H, E)
+        Input; the last axis is normalized.  Rows may lie far apart.
+    eps : float
+        Added to the sum of squares before the root, in the units of ``x ** 2``.
+    out : array of float32, shape of `x`, optional
+        Where to write the result.  It may be `x` itself.
+
+    Returns
+    -------
+    array of float32, shape of `x`
+        `out` if given, else a new array on the device of `x`.
+
+    Raises
+    ------
+    UsageError
+        If `x` or `out` does not have the shape above.
+    TypeError
+        If one of them is not a float32 array.
+
+    Notes
+    -----
+    The form with eps under the root is that of the linear-attention models (queries and keys of
+    Qwen3-Next).  PyTorch's ``normalize`` divides by ``max(length, 1e-12)`` instead: the same for
+    every vector longer than 1e-6 with ``eps=1e-24``, and for a vector of zeros.  Baichuan2 divides
+    the rows of its output matrix that way.  Llama 4 normalizes queries and keys with what it calls
+    an L2 norm; that is `rmsnorm` without a weight.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels import l2norm
+    >>> l2norm(np.array([[3.0, 4.0]], np.float32), eps=0.0)
+    array([[0.6, 0.8]], dtype=float32)
+    """
+    _check_vectors("x", x)
+    out = _output(x, out)
+    _variant(x).l2norm(x, float(eps), out)
+    return out
+
+
+def linear_norm(
+    x: NDArray[np.float32],
+    scale: float | None = None,
+    out: NDArray[np.float32] | None = None,
+) -> Any:
+    r"""Multiply all vectors by one number: the root of their length unless given.
+
+    .. math:: y_{te} = x_{te} \, s, \qquad s = \sqrt{E} \text{ by default}
+
+    Parameters
+    ----------
+    x : array of float32, shape (T, E) or (T, H, E)
+        Input.
+    scale : float, optional
+        The factor; the square root of E unless given.
+    out : array of float32, shape of `x`, optional
+        Where to write the result.  It may be `x` itself.
+
+    Returns
+    -------
+    array of float32, shape of `x`
+        `out` if given, else a new array on the device of `x`.
+
+    Raises
+    ------
+    UsageError
+        If `x` or `out` does not have the shape above.
+    TypeError
+        If one of them is not a float32 array.
+
+    See Also
+    --------
+    nbflow_kernels.embedding : Has a `scale` of its own, which is where most models need it.
+
+    Notes
+    -----
+    Inferflow calls this step a norm and lets a specification put it after the embedding (the
+    original Transformer, Gemma and M2M-100 multiply embeddings by the root of their size; MiniCPM
+    by 12); it takes a scale up to 1e-4 as "not given".
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels import linear_norm
+    >>> linear_norm(np.array([[1.0, 2.0, 3.0, 4.0]], np.float32))
+    array([[2., 4., 6., 8.]], dtype=float32)
+    """
+    _check_vectors("x", x)
+    out = _output(x, out)
+    factor = math.sqrt(x.shape[-1]) if scale is None else float(scale)
+    _variant(x).linear_norm(x, factor, out)
+    return out
+
+
+def _variant(x: Any) -> Any:
+    return cuda if is_cuda(x) else cpu
+
+
+def _check_vectors(name: str, x: Any) -> None:
+    """Raise unless `x` is (T, E) or (T, H, E)."""
+    check_array(name, x, (None,) * (3 if getattr(x, "ndim", 2) == 3 else 2), rows=True)
+
+
+def _check_columns(name: str, weight: Any, x: Any) -> None:
+    """Raise unless there is no `weight`, or one for each column, or for each head and column."""
+    if weight is not None:
+        per_head = x.ndim == 3 and getattr(weight, "ndim", 1) == 2
+        check_array(name, weight, x.shape[1:] if per_head else x.shape[-1:])
+
+
+def _output(x: Any, out: Any) -> Any:
+    """Return `out` after its check, or a new array."""
+    if out is None:
+        return np.empty_like(x, order="C")
+    check_array("out", out, x.shape, rows=True)
+    return out

@@ -12,7 +12,10 @@ from nbflow_kernels.opcase import OpCase
 
 _HALF_UNIT = 2.0**-24  # rounding of one float32 operation, relative
 _REASON = "float32 sum of E squares in 64 lanes: (E / 64 + 10) / 2 + 5 roundings of 2**-24"
-_LAYER_REASON = "mean of |x| <= 5 summed in 16 lanes: random walk of E / 16 + 6 roundings of 2**-24"
+_LAYER_REASON = (
+    "mean of |x| <= 5 summed in 64 lanes: random walk of E / 64 + 10 roundings of 2**-24"
+)
+_ADDED = "; rounding of residual + x"
 
 
 def _rtol(E: int) -> float:
@@ -22,106 +25,114 @@ def _rtol(E: int) -> float:
 
 def _layer_atol(E: int) -> float:
     """Return the error of the mean, which the difference x - mean passes on as it is."""
-    return 5.0 * math.sqrt(E / 16 + 6) * _HALF_UNIT
+    return 5.0 * math.sqrt(E / 64 + 10) * _HALF_UNIT
 
 
-def _rows(rng: np.random.Generator, T: int, E: int) -> Any:
-    return rng.standard_normal((T, E), dtype=np.float32)
+def _rows(rng: np.random.Generator, *shape: int) -> Any:
+    return rng.standard_normal(shape, dtype=np.float32)
 
 
-def _rms_inputs(
-    T: int, E: int, **scalars: float
+def _heads(rng: np.random.Generator, T: int, H: int, E: int) -> Any:
+    """Return (T, H, E) query rows that are the middle columns of a wider matrix."""
+    return _rows(rng, T, H + 2, E)[:, 1 : H + 1]
+
+
+def _inputs(
+    op: str, shape: tuple[int, ...], weight: tuple[int, ...] | None, scalars: dict[str, Any]
 ) -> Callable[[np.random.Generator], dict[str, Any]]:
-    return lambda rng: {
-        "x": _rows(rng, T, E),
-        "weight": _rows(rng, 1, E)[0],
-        "eps": 1e-5,
-        **scalars,
-    }
+    def make(rng: np.random.Generator) -> dict[str, Any]:
+        x = _heads(rng, *shape) if len(shape) == 3 else _rows(rng, *shape)
+        arguments: dict[str, Any] = {"x": x}
+        if "fused" in op:
+            arguments["residual"] = _rows(rng, *shape)
+        if op not in ("l2norm", "linear_norm"):
+            arguments["weight"] = None if weight is None else _rows(rng, *weight)
+        if "layernorm" in op:
+            x += np.float32(0.5)
+            if scalars.get("bias", True):
+                arguments["bias"] = _rows(rng, *shape[-1:])
+        return arguments | {k: v for k, v in scalars.items() if k != "bias"}
+
+    return make
 
 
-def _layer_inputs(T: int, E: int, bias: bool) -> Callable[[np.random.Generator], dict[str, Any]]:
-    return lambda rng: {
-        "x": _rows(rng, T, E) + np.float32(0.5),
-        "weight": _rows(rng, 1, E)[0],
-        "bias": _rows(rng, 1, E)[0] if bias else None,
-        "eps": 1e-5,
-    }
+def _tolerance(op: str, E: int) -> tuple[float, float, str]:
+    """Return rtol, atol and the reason for both."""
+    if op == "linear_norm":
+        return 2 * _HALF_UNIT, 0.0, "the factor and the product are rounded"
+    # the sum residual + x is rounded: 2**-24 of at most 8, times a weight of at most 4
+    added, words = (2e-6, _ADDED) if "fused" in op else (0.0, "")
+    if "layernorm" in op:
+        return _rtol(E), _layer_atol(E) + added, _LAYER_REASON + words
+    return _rtol(E), added, _REASON + words
 
 
-def _fused_inputs(T: int, E: int) -> Callable[[np.random.Generator], dict[str, Any]]:
-    return lambda rng: {
-        "x": _rows(rng, T, E),
-        "residual": _rows(rng, T, E),
-        "weight": _rows(rng, 1, E)[0],
-        "eps": 1e-6,
-    }
-
-
-def _rms(name: str, T: int, E: int, timed: bool = False, **scalars: float) -> OpCase:
+def _case(
+    op: str,
+    name: str,
+    *shape: int,
+    weight: tuple[int, ...] | None = (),
+    timed: bool = False,
+    **scalars: Any,
+) -> OpCase:
+    """Return a case; the weight has a number for each column unless another shape is given."""
+    n, E = math.prod(shape), shape[-1]
+    columns = (E,) if weight == () else weight
+    rtol, atol, reason = _tolerance(op, E)
+    fused, layer = "fused" in op, "layernorm" in op
+    n_weights = 0 if columns is None or op in ("l2norm", "linear_norm") else math.prod(columns)
     return OpCase(
-        op="rmsnorm",
+        op=op,
         name=name,
-        inputs=_rms_inputs(T, E, **scalars),
-        rtol=_rtol(E),
-        atol=0.0,
-        reason=_REASON,
-        n_bytes=4 * (2 * T * E + E),
-        n_flops=4 * T * E,
-        out=((T, E), "float32"),
-        timed=timed,
-    )
-
-
-def _layer(name: str, T: int, E: int, bias: bool, timed: bool = False) -> OpCase:
-    return OpCase(
-        op="layernorm",
-        name=name,
-        inputs=_layer_inputs(T, E, bias),
-        rtol=_rtol(E),
-        atol=_layer_atol(E),
-        reason=_LAYER_REASON,
-        n_bytes=4 * (2 * T * E + (1 + bias) * E),
-        n_flops=7 * T * E,
-        out=((T, E), "float32"),
-        timed=timed,
-    )
-
-
-def _fused(name: str, T: int, E: int, timed: bool = False) -> OpCase:
-    return OpCase(
-        op="fused_add_rmsnorm",
-        name=name,
-        inputs=_fused_inputs(T, E),
-        rtol=_rtol(E),
-        # the sum residual + x is rounded: 2**-24 of at most 8, relative to a result near zero
-        atol=2e-6,
-        reason=_REASON + "; rounding of residual + x",
-        n_bytes=4 * (4 * T * E + E),
-        n_flops=5 * T * E,
-        mutates=("x", "residual"),
+        inputs=_inputs(op, shape, columns, scalars),
+        rtol=rtol,
+        atol=atol,
+        reason=reason,
+        n_bytes=4 * ((4 if fused else 2) * n + (1 + layer) * n_weights),
+        n_flops=n * (1 if op == "linear_norm" else 4 + 3 * layer + fused),
+        out=None if fused else (shape, "float32"),
+        mutates=("x", "residual") if fused else (),
         timed=timed,
     )
 
 
 CASES: list[OpCase] = [
-    _rms("small", 3, 8),
-    _rms("one_column", 2, 1),
-    _rms("ragged", 5, 77),
-    _rms("one_row", 1, 288),
-    _rms("no_rows", 0, 64),
-    _rms("gemma_offset", 4, 100, offset=1.0),
-    _rms("two_threads", 300, 1000),
-    _rms("llama2_7b_decode", 1, 4096, timed=True),
-    _rms("llama2_7b_prefill", 512, 4096, timed=True),
-    _layer("small", 3, 8, bias=True),
-    _layer("ragged_no_bias", 5, 77, bias=False),
-    _layer("one_row", 1, 288, bias=True),
-    _layer("no_rows", 0, 64, bias=True),
-    _layer("gpt2_xl_prefill", 512, 1600, bias=True, timed=True),
-    _fused("ragged", 5, 77),
-    _fused("one_row", 1, 288),
-    _fused("llama2_7b_decode", 1, 4096, timed=True),
-    _fused("llama2_7b_prefill", 512, 4096, timed=True),
+    _case("rmsnorm", "small", 3, 8, eps=1e-5),
+    _case("rmsnorm", "one_column", 2, 1, eps=1e-5),
+    _case("rmsnorm", "ragged", 5, 77, eps=1e-5),
+    _case("rmsnorm", "one_row", 1, 288, eps=1e-5),
+    _case("rmsnorm", "no_rows", 0, 64, eps=1e-5),
+    _case("rmsnorm", "gemma_offset", 4, 100, eps=1e-5, offset=1.0),
+    _case("rmsnorm", "two_threads", 300, 1000, eps=1e-5),
+    _case("rmsnorm", "no_weight", 3, 90, eps=1e-5, weight=None),
+    _case("rmsnorm", "heads", 5, 3, 80, eps=1e-6),
+    _case("rmsnorm", "heads_odd_size", 4, 2, 20, eps=1e-6, offset=1.0),
+    _case("rmsnorm", "weight_per_head", 4, 3, 100, eps=1e-6, weight=(3, 100)),
+    _case("rmsnorm", "llama2_7b_decode", 1, 4096, eps=1e-5, timed=True),
+    _case("rmsnorm", "llama2_7b_prefill", 512, 4096, eps=1e-5, timed=True),
+    _case("rmsnorm", "qwen3_8b_query_heads", 512, 32, 128, eps=1e-6, timed=True),
+    _case("gemma_rmsnorm", "ragged", 5, 77, eps=1e-6),
+    _case("gemma_rmsnorm", "heads", 3, 2, 256, eps=1e-6),
+    _case("layernorm", "small", 3, 8, eps=1e-5),
+    _case("layernorm", "ragged_no_bias", 5, 77, eps=1e-5, bias=False),
+    _case("layernorm", "no_weight_no_bias", 2, 130, eps=1e-5, bias=False, weight=None),
+    _case("layernorm", "one_row", 1, 288, eps=1e-5),
+    _case("layernorm", "no_rows", 0, 64, eps=1e-5),
+    _case("layernorm", "heads", 4, 3, 80, eps=1e-5),
+    _case("layernorm", "weight_per_head", 4, 3, 100, eps=1e-5, bias=False, weight=(3, 100)),
+    _case("layernorm", "gpt2_xl_prefill", 512, 1600, eps=1e-5, timed=True),
+    _case("fused_add_rmsnorm", "ragged", 5, 77, eps=1e-6),
+    _case("fused_add_rmsnorm", "one_row", 1, 288, eps=1e-6),
+    _case("fused_add_rmsnorm", "heads", 3, 2, 20, eps=1e-6),
+    _case("fused_add_rmsnorm", "llama2_7b_decode", 1, 4096, eps=1e-6, timed=True),
+    _case("fused_add_rmsnorm", "llama2_7b_prefill", 512, 4096, eps=1e-6, timed=True),
+    _case("gemma_fused_add_rmsnorm", "ragged", 5, 77, eps=1e-6),
+    _case("fused_add_layernorm", "ragged", 5, 77, eps=1e-5),
+    _case("fused_add_layernorm", "no_bias", 2, 128, eps=1e-5, bias=False),
+    _case("fused_add_layernorm", "gpt2_xl_prefill", 512, 1600, eps=1e-5, timed=True),
+    _case("l2norm", "ragged", 5, 77, eps=1e-6),
+    _case("l2norm", "heads", 3, 4, 80, eps=1e-6),
+    _case("linear_norm", "root_of_the_size", 3, 77),
+    _case("linear_norm", "given_scale", 2, 3, 16, scale=12.0),
 ]
 """Every case of the family; see `nbflow_kernels.opcase.OpCase`."""

@@ -1,4 +1,9 @@
-"""Normalization on the CPU: a row at a time, 4 x 16 lanes along it."""
+"""Normalization on the CPU: a vector at a time, 4 x 16 lanes along it.
+
+A vector is the last axis: a whole row of (T, E), or one head of (T, H, E).  The kernels take
+addresses, so that one compiled form serves rows that lie far apart (a band of columns of a wider
+matrix), heads, and calls without a weight.
+"""
 
 from __future__ import annotations
 
@@ -9,21 +14,24 @@ from numpy.typing import NDArray
 
 from nbflow_kernels import simd
 from nbflow_kernels._jit import njit
-from nbflow_kernels.threads import split_rows
+from nbflow_kernels.lanes import address_of, read_f32, write_f32
+from nbflow_kernels.threads import not_capturable, split_rows
 
-_NO_RESIDUAL = np.empty((0, 0), np.float32)
 _COST = 2  # multiply-adds per element, for the decision to use more than one thread
+
+# What is read for all columns where there is no weight or bias.
+_ONES, _ZEROS = np.ones(16, np.float32), np.zeros(16, np.float32)
 
 
 def rmsnorm(
     x: NDArray[np.float32],
-    weight: NDArray[np.float32],
+    weight: NDArray[np.float32] | None,
     eps: float,
     offset: float,
     out: NDArray[np.float32],
 ) -> None:
     """See `nbflow_kernels.rmsnorm`."""
-    split_rows(_rmsnorm, x.shape[0], x.size * _COST, x, _NO_RESIDUAL, weight, eps, offset, out)
+    _run_rms(x, None, weight, float(x.shape[-1]), eps, offset, out)
 
 
 def fused_add_rmsnorm(
@@ -34,104 +42,241 @@ def fused_add_rmsnorm(
     offset: float,
 ) -> None:
     """See `nbflow_kernels.fused_add_rmsnorm`."""
-    split_rows(_rmsnorm, x.shape[0], x.size * _COST, x, residual, weight, eps, offset, x)
+    _run_rms(x, residual, weight, float(x.shape[-1]), eps, offset, x)
+
+
+def l2norm(x: NDArray[np.float32], eps: float, out: NDArray[np.float32]) -> None:
+    """See `nbflow_kernels.l2norm`."""
+    _run_rms(x, None, None, 1.0, eps, 0.0, out)
 
 
 def layernorm(
     x: NDArray[np.float32],
-    weight: NDArray[np.float32],
+    weight: NDArray[np.float32] | None,
     bias: NDArray[np.float32] | None,
     eps: float,
     out: NDArray[np.float32],
 ) -> None:
     """See `nbflow_kernels.layernorm`."""
-    shift = np.zeros_like(weight) if bias is None else bias
-    split_rows(_layernorm, x.shape[0], x.size * _COST, x, weight, shift, eps, out)
+    _run_layer(x, None, weight, bias, eps, out)
+
+
+def fused_add_layernorm(
+    x: NDArray[np.float32],
+    residual: NDArray[np.float32],
+    weight: NDArray[np.float32] | None,
+    bias: NDArray[np.float32] | None,
+    eps: float,
+) -> None:
+    """See `nbflow_kernels.fused_add_layernorm`."""
+    _run_layer(x, residual, weight, bias, eps, x)
+
+
+def linear_norm(x: NDArray[np.float32], scale: float, out: NDArray[np.float32]) -> None:
+    """See `nbflow_kernels.linear_norm`; NumPy's product needs no compiling and is as fast."""
+    not_capturable()
+    np.multiply(x, np.float32(scale), out=out)
+
+
+def _run_rms(
+    x: NDArray[np.float32],
+    residual: NDArray[np.float32] | None,
+    weight: NDArray[np.float32] | None,
+    divisor: float,
+    eps: float,
+    offset: float,
+    out: NDArray[np.float32],
+) -> None:
+    """Share the rows of `x` among the threads; the sum of squares is divided by `divisor`."""
+    split_rows(
+        _rmsnorm,
+        x.shape[0],
+        x.size * _COST,
+        *_rows(x),
+        *_rows(residual),
+        *_columns(weight, _ONES),
+        *_rows(out),
+        *_heads(x),
+        divisor,
+        eps,
+        offset,
+    )
+
+
+def _run_layer(
+    x: NDArray[np.float32],
+    residual: NDArray[np.float32] | None,
+    weight: NDArray[np.float32] | None,
+    bias: NDArray[np.float32] | None,
+    eps: float,
+    out: NDArray[np.float32],
+) -> None:
+    """Share the rows of `x` among the threads."""
+    split_rows(
+        _layernorm,
+        x.shape[0],
+        x.size * _COST,
+        *_rows(x),
+        *_rows(residual),
+        *_columns(weight, _ONES),
+        *_columns(bias, _ZEROS),
+        *_rows(out),
+        *_heads(x),
+        eps,
+    )
+
+
+def _rows(x: NDArray[np.float32] | None) -> tuple[int, int]:
+    """Return the address of an array and the bytes from row to row; zeros for none."""
+    return (0, 0) if x is None else (address_of(x), x.strides[0])
+
+
+def _columns(x: NDArray[np.float32] | None, default: NDArray[np.float32]) -> tuple[int, int, int]:
+    """Return a weight's address, its bytes from head to head and from column to column."""
+    if x is None:
+        return address_of(default), 0, 0
+    return address_of(x), x.strides[0] if x.ndim == 2 else 0, 4
+
+
+def _heads(x: NDArray[np.float32]) -> tuple[int, int]:
+    """Return the number of vectors in a row and their length."""
+    return x.shape[1] if x.ndim == 3 else 1, x.shape[-1]
 
 
 @njit
-def _sum_of_squares(row: Any, mean: Any) -> Any:
-    """Return the sum of (row - mean)**2: four times 16 lanes, then the ragged end."""
-    E = row.shape[0]
-    a = simd.address(row)
+def _sum(a: Any, E: Any) -> Any:
+    """Return the sum of the vector at `a`: four times 16 lanes, then the ragged end."""
+    s0 = s1 = s2 = s3 = simd.splat(0.0)
+    body = E - E % 64
+    for i in range(a, a + body * 4, 256):
+        s0 = simd.add(s0, simd.load_f32(i))
+        s1 = simd.add(s1, simd.load_f32(i + 64))
+        s2 = simd.add(s2, simd.load_f32(i + 128))
+        s3 = simd.add(s3, simd.load_f32(i + 192))
+    total = simd.sum(simd.add(simd.add(s0, s1), simd.add(s2, s3)))
+    for i in range(body, E):
+        total += read_f32(a + i * 4)
+    return total
+
+
+@njit
+def _sum_of_squares(a: Any, E: Any, mean: Any) -> Any:
+    """Return the sum of (x - mean)**2 in the order of `_sum`."""
     m = simd.splat(mean)
     s0 = s1 = s2 = s3 = simd.splat(0.0)
     body = E - E % 64
-    for i in range(0, body, 64):
-        v0 = simd.sub(simd.load_f32(a + i * 4), m)
-        v1 = simd.sub(simd.load_f32(a + i * 4 + 64), m)
-        v2 = simd.sub(simd.load_f32(a + i * 4 + 128), m)
-        v3 = simd.sub(simd.load_f32(a + i * 4 + 192), m)
+    for i in range(a, a + body * 4, 256):
+        v0 = simd.sub(simd.load_f32(i), m)
+        v1 = simd.sub(simd.load_f32(i + 64), m)
+        v2 = simd.sub(simd.load_f32(i + 128), m)
+        v3 = simd.sub(simd.load_f32(i + 192), m)
         s0 = simd.fma(v0, v0, s0)
         s1 = simd.fma(v1, v1, s1)
         s2 = simd.fma(v2, v2, s2)
         s3 = simd.fma(v3, v3, s3)
     total = simd.sum(simd.add(simd.add(s0, s1), simd.add(s2, s3)))
     for i in range(body, E):
-        v = row[i] - mean
+        v = read_f32(a + i * 4) - mean
         total += v * v
     return total
 
 
 @njit
-def _rmsnorm(
-    x: Any, residual: Any, weight: Any, eps: Any, offset: Any, out: Any, start: Any, stop: Any
-) -> None:
-    """Normalize rows [start, stop) of `x`, or of `residual` after adding `x` to it, into `out`."""
-    E = x.shape[1]
+def _add_to(target: Any, source: Any, E: Any) -> None:
+    """Add the vector at `source` to the one at `target`."""
     body = E - E % 16
-    add = residual.shape[0] > 0
-    rows = residual if add else x
-    wa = simd.address(weight)
-    shift = np.float32(offset)
-    for t in range(start, stop):
-        row = rows[t]
-        y = out[t]
-        ra = simd.address(row)
-        ya = simd.address(y)
-        if add:
-            xa = simd.address(x) + t * x.strides[0]
-            for i in range(0, body, 16):
-                v = simd.add(simd.load_f32(ra + i * 4), simd.load_f32(xa + i * 4))
-                simd.store_f32(ra + i * 4, v)
-            for i in range(body, E):
-                row[i] += x[t, i]
-        mean_square = _sum_of_squares(row, np.float32(0.0)) / np.float32(E)
-        scale = np.float32(1.0) / np.sqrt(mean_square + np.float32(eps))
-        for i in range(0, body, 16):
-            w = simd.add(simd.load_f32(wa + i * 4), simd.splat(shift))
-            v = simd.mul(simd.load_f32(ra + i * 4), simd.splat(scale))
-            simd.store_f32(ya + i * 4, simd.mul(v, w))
-        for i in range(body, E):
-            y[i] = row[i] * scale * (weight[i] + shift)
+    for i in range(0, body * 4, 64):
+        v = simd.add(simd.load_f32(target + i), simd.load_f32(source + i))
+        simd.store_f32(target + i, v)
+    for i in range(body * 4, E * 4, 4):
+        write_f32(target + i, read_f32(target + i) + read_f32(source + i))
 
 
 @njit
-def _layernorm(x: Any, weight: Any, bias: Any, eps: Any, out: Any, start: Any, stop: Any) -> None:
-    """Normalize rows [start, stop): mean first, then the mean square of the differences."""
-    E = x.shape[1]
+def _rmsnorm(
+    x: Any,
+    x_bytes: Any,
+    residual: Any,
+    residual_bytes: Any,
+    weight: Any,
+    weight_head_bytes: Any,
+    weight_bytes: Any,
+    out: Any,
+    out_bytes: Any,
+    H: Any,
+    E: Any,
+    divisor: Any,
+    eps: Any,
+    offset: Any,
+    start: Any,
+    stop: Any,
+) -> None:
+    """Normalize rows [start, stop) of `x`, or of `residual` after adding `x` to it, into `out`."""
     body = E - E % 16
-    wa = simd.address(weight)
-    ba = simd.address(bias)
+    shift = np.float32(offset)
     for t in range(start, stop):
-        row = x[t]
-        y = out[t]
-        ra = simd.address(row)
-        ya = simd.address(y)
-        lanes = simd.splat(0.0)
-        for i in range(0, body, 16):
-            lanes = simd.add(lanes, simd.load_f32(ra + i * 4))
-        total = simd.sum(lanes)
-        for i in range(body, E):
-            total += row[i]
-        mean = total / np.float32(E)
-        variance = _sum_of_squares(row, mean) / np.float32(E)
-        scale = np.float32(1.0) / np.sqrt(variance + np.float32(eps))
-        m = simd.splat(mean)
-        s = simd.splat(scale)
-        for i in range(0, body, 16):
-            v = simd.mul(simd.sub(simd.load_f32(ra + i * 4), m), s)
-            v = simd.fma(v, simd.load_f32(wa + i * 4), simd.load_f32(ba + i * 4))
-            simd.store_f32(ya + i * 4, v)
-        for i in range(body, E):
-            y[i] = (row[i] - mean) * scale * weight[i] + bias[i]
+        for h in range(H):
+            a = x + t * x_bytes + h * E * 4
+            y = out + t * out_bytes + h * E * 4
+            w = weight + h * weight_head_bytes
+            if residual != 0:
+                r = residual + t * residual_bytes + h * E * 4
+                _add_to(r, a, E)
+                a = r
+            mean_square = _sum_of_squares(a, E, np.float32(0.0)) / np.float32(divisor)
+            scale = np.float32(1.0) / np.sqrt(mean_square + np.float32(eps))
+            for i in range(0, body, 16):
+                factor = simd.add(simd.load_f32(w + i * weight_bytes), simd.splat(shift))
+                v = simd.mul(simd.load_f32(a + i * 4), simd.splat(scale))
+                simd.store_f32(y + i * 4, simd.mul(v, factor))
+            for i in range(body, E):
+                factor_i = read_f32(w + i * weight_bytes) + shift
+                write_f32(y + i * 4, read_f32(a + i * 4) * scale * factor_i)
+
+
+@njit
+def _layernorm(
+    x: Any,
+    x_bytes: Any,
+    residual: Any,
+    residual_bytes: Any,
+    weight: Any,
+    weight_head_bytes: Any,
+    weight_bytes: Any,
+    bias: Any,
+    bias_head_bytes: Any,
+    bias_bytes: Any,
+    out: Any,
+    out_bytes: Any,
+    H: Any,
+    E: Any,
+    eps: Any,
+    start: Any,
+    stop: Any,
+) -> None:
+    """Normalize rows [start, stop): mean first, then the mean square of the differences."""
+    body = E - E % 16
+    for t in range(start, stop):
+        for h in range(H):
+            a = x + t * x_bytes + h * E * 4
+            y = out + t * out_bytes + h * E * 4
+            w = weight + h * weight_head_bytes
+            b = bias + h * bias_head_bytes
+            if residual != 0:
+                r = residual + t * residual_bytes + h * E * 4
+                _add_to(r, a, E)
+                a = r
+            mean = _sum(a, E) / np.float32(E)
+            variance = _sum_of_squares(a, E, mean) / np.float32(E)
+            scale = np.float32(1.0) / np.sqrt(variance + np.float32(eps))
+            m = simd.splat(mean)
+            s = simd.splat(scale)
+            for i in range(0, body, 16):
+                v = simd.mul(simd.sub(simd.load_f32(a + i * 4), m), s)
+                f = simd.load_f32(w + i * weight_bytes)
+                v = simd.fma(v, f, simd.load_f32(b + i * bias_bytes))
+                simd.store_f32(y + i * 4, v)
+            for i in range(body, E):
+                v_i = (read_f32(a + i * 4) - mean) * scale
+                f_i = read_f32(w + i * weight_bytes)
+                write_f32(y + i * 4, v_i * f_i + read_f32(b + i * bias_bytes))

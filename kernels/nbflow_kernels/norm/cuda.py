@@ -17,6 +17,21 @@ def fused_add_rmsnorm(x: Any, residual: Any, weight: Any, eps: float, offset: fl
     no_cuda_variant("fused_add_rmsnorm")
 
 
+def l2norm(x: Any, eps: float, out: Any) -> None:
+    """See `nbflow_kernels.l2norm`."""
+    no_cuda_variant("l2norm")
+
+
 def layernorm(x: Any, weight: Any, bias: Any, eps: float, out: Any) -> None:
     """See `nbflow_kernels.layernorm`."""
     no_cuda_variant("layernorm")
+
+
+def fused_add_layernorm(x: Any, residual: Any, weight: Any, bias: Any, eps: float) -> None:
+    """See `nbflow_kernels.fused_add_layernorm`."""
+    no_cuda_variant("fused_add_layernorm")
+
+
+def linear_norm(x: Any, scale: float, out: Any) -> None:
+    """See `nbflow_kernels.linear_norm`."""
+    no_cuda_variant("linear_norm")

@@ -2,30 +2,64 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 
-def rmsnorm(x: Any, weight: Any, *, eps: float, offset: float = 0.0) -> NDArray[np.float64]:
+def rmsnorm(x: Any, weight: Any, *, eps: float = 1e-6, offset: float = 0.0) -> NDArray[np.float64]:
     """See `nbflow_kernels.rmsnorm`."""
     rows = np.asarray(x, np.float64)
-    scale = np.asarray(weight, np.float64) + offset
-    return np.asarray(rows / np.sqrt(np.mean(rows**2, axis=-1, keepdims=True) + eps) * scale)
+    factor = 1.0 if weight is None else np.asarray(weight, np.float64) + offset
+    mean_square = np.mean(rows**2, axis=-1, keepdims=True)
+    return np.asarray(rows / np.sqrt(mean_square + eps) * factor)
 
 
-def layernorm(x: Any, weight: Any, bias: Any = None, *, eps: float) -> NDArray[np.float64]:
+def gemma_rmsnorm(x: Any, weight: Any, *, eps: float = 1e-6) -> NDArray[np.float64]:
+    """See `nbflow_kernels.gemma_rmsnorm`."""
+    return rmsnorm(x, weight, eps=eps, offset=1.0)
+
+
+def layernorm(x: Any, weight: Any, bias: Any = None, *, eps: float = 1e-6) -> NDArray[np.float64]:
     """See `nbflow_kernels.layernorm`."""
     rows = np.asarray(x, np.float64)
     centred = rows - rows.mean(axis=-1, keepdims=True)
-    y = centred / np.sqrt(np.mean(centred**2, axis=-1, keepdims=True) + eps) * weight
-    return np.asarray(y if bias is None else y + bias)
+    variance = np.mean(centred**2, axis=-1, keepdims=True)
+    factor = 1.0 if weight is None else np.asarray(weight, np.float64)
+    shift = 0.0 if bias is None else np.asarray(bias, np.float64)
+    return np.asarray(centred / np.sqrt(variance + eps) * factor + shift)
 
 
 def fused_add_rmsnorm(
-    x: Any, residual: Any, weight: Any, *, eps: float, offset: float = 0.0
+    x: Any, residual: Any, weight: Any, *, eps: float = 1e-6, offset: float = 0.0
 ) -> None:
     """See `nbflow_kernels.fused_add_rmsnorm`."""
     residual += x
     x[...] = rmsnorm(residual, weight, eps=eps, offset=offset)
+
+
+def gemma_fused_add_rmsnorm(x: Any, residual: Any, weight: Any, *, eps: float = 1e-6) -> None:
+    """See `nbflow_kernels.gemma_fused_add_rmsnorm`."""
+    fused_add_rmsnorm(x, residual, weight, eps=eps, offset=1.0)
+
+
+def fused_add_layernorm(
+    x: Any, residual: Any, weight: Any, bias: Any = None, *, eps: float = 1e-6
+) -> None:
+    """See `nbflow_kernels.fused_add_layernorm`."""
+    residual += x
+    x[...] = layernorm(residual, weight, bias, eps=eps)
+
+
+def l2norm(x: Any, *, eps: float = 1e-6) -> NDArray[np.float64]:
+    """See `nbflow_kernels.l2norm`."""
+    rows = np.asarray(x, np.float64)
+    return np.asarray(rows / np.sqrt(np.sum(rows**2, axis=-1, keepdims=True) + eps))
+
+
+def linear_norm(x: Any, scale: float | None = None) -> NDArray[np.float64]:
+    """See `nbflow_kernels.linear_norm`."""
+    rows = np.asarray(x, np.float64)
+    return rows * (math.sqrt(rows.shape[-1]) if scale is None else scale)

@@ -1,4 +1,8 @@
-"""Rotary position embedding on the CPU, in place."""
+"""Positions on the CPU: the rotary embedding by a kernel, in place; the rest by NumPy.
+
+What is added to embeddings or scores is a gather or an outer product, which NumPy does at the
+speed of memory without anything to compile.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels import simd
+from nbflow_kernels import shuffles, simd
 from nbflow_kernels._jit import njit
+from nbflow_kernels.embedding.cpu import embedding
 from nbflow_kernels.lanes import address_of, read_f32, write_f32
 from nbflow_kernels.threads import split_rows
 
@@ -40,6 +45,74 @@ def apply_rope_with_cos_sin_cache_inplace(
     )
 
 
+def alibi_bias(slopes: np.ndarray, symmetric: bool, out: np.ndarray) -> None:
+    """See `nbflow_kernels.alibi_bias`."""
+    _, Tq, Tk = out.shape
+    distance = np.arange(Tk) - np.arange(Tk - Tq, Tk)[:, None]
+    distance = (-np.abs(distance) if symmetric else distance).astype(np.float32)
+    np.multiply(slopes[:, None, None], distance, out=out)
+
+
+def relative_position_bucket(
+    relative_position: np.ndarray,
+    bidirectional: bool,
+    n: int,
+    max_distance: int,
+    out: np.ndarray,
+) -> None:
+    """See `nbflow_kernels.relative_position_bucket`; `n` buckets for each direction."""
+    distance = np.abs(relative_position) if bidirectional else np.maximum(-relative_position, 0)
+    near = n // 2
+    # float32 logarithms, as in the T5 code: limits of buckets fall where they fall there
+    ratio = np.log(np.maximum(distance, 1).astype(np.float32) / np.float32(near))
+    ratio = ratio / np.float32(np.log(max_distance / near)) * np.float32(n - near)
+    far = np.minimum(near + ratio.astype(np.int32), n - 1)
+    np.copyto(out, np.where(distance < near, distance, far))
+    if bidirectional:
+        out[relative_position > 0] += n
+
+
+def relative_position_bias(table: np.ndarray, buckets: np.ndarray, out: np.ndarray) -> None:
+    """See `nbflow_kernels.relative_position_bias`; `buckets` of the distances 1 - Tk ... Tq - 1."""
+    _, Tq, Tk = out.shape
+    if out.size:
+        values = np.ascontiguousarray(table[buckets].T)  # (H, Tk + Tq - 1)
+        windows = np.lib.stride_tricks.sliding_window_view(values, Tk, axis=1)
+        out[...] = windows[:, Tq - 1 :: -1]
+
+
+def sinusoidal_position_embedding(
+    positions: np.ndarray,
+    frequencies: np.ndarray,
+    interleave: bool,
+    offset: int,
+    padding_idx: int | None,
+    out: np.ndarray,
+) -> None:
+    """See `nbflow_kernels.sinusoidal_position_embedding`."""
+    half = len(frequencies)
+    rows = positions.astype(np.int64) + offset
+    angles = np.outer(rows, frequencies)
+    out[:, 2 * half :] = 0.0
+    sines, cosines = (
+        (slice(0, None, 2), slice(1, None, 2))
+        if interleave
+        else (slice(0, half), slice(half, 2 * half))
+    )
+    out[:, sines], out[:, cosines] = np.sin(angles), np.cos(angles)
+    if padding_idx is not None:
+        out[rows == padding_idx] = 0.0
+
+
+def add_learned_positions(
+    x: np.ndarray, positions: np.ndarray, table: np.ndarray, offset: int, out: np.ndarray
+) -> None:
+    """See `nbflow_kernels.add_learned_positions`."""
+    rows = np.empty(x.shape, np.float32)
+    embedding(positions + np.int32(offset), table, rows)
+    np.add(x, rows, out=out)
+
+
 @njit
 def _rotate_pair(a: Any, b: Any, cos: Any, sin: Any) -> None:
     """Rotate one pair of elements; products of float32 are exact in float64."""
@@ -64,6 +137,28 @@ def _rotate_halves(x: Any, cos: Any, half: Any) -> None:
         d += 16
     while d < half:
         _rotate_pair(x + 4 * d, y + 4 * d, cos + 4 * d, sin + 4 * d)
+        d += 1
+
+
+@njit
+def _rotate_pairs(x: Any, cos: Any, half: Any) -> None:
+    """Rotate the pairs (2j, 2j + 1) of one head; `cos` has the sines behind it."""
+    sin = cos + 4 * half
+    d = 0
+    while d + 16 <= half:
+        at = x + 8 * d
+        c, s = simd.load_f32(cos + 4 * d), simd.load_f32(sin + 4 * d)
+        low, high = simd.load_f32(at), simd.load_f32(at + 64)
+        # lanes 2j: x cos - y sin; lanes 2j + 1: y cos + x sin
+        s_low = shuffles.negate_evens(shuffles.twice_low(s))
+        s_high = shuffles.negate_evens(shuffles.twice_high(s))
+        turned = simd.mul(shuffles.swap_pairs(low), s_low)
+        simd.store_f32(at, simd.fma(low, shuffles.twice_low(c), turned))
+        turned = simd.mul(shuffles.swap_pairs(high), s_high)
+        simd.store_f32(at + 64, simd.fma(high, shuffles.twice_high(c), turned))
+        d += 16
+    while d < half:
+        _rotate_pair(x + 8 * d, x + 8 * d + 4, cos + 4 * d, sin + 4 * d)
         d += 1
 
 
@@ -93,5 +188,4 @@ def _rope(
             if is_neox:
                 _rotate_halves(x, cos, half)
             else:
-                for j in range(half):
-                    _rotate_pair(x + 8 * j, x + 8 * j + 4, cos + 4 * j, cos + 4 * (half + j))
+                _rotate_pairs(x, cos, half)

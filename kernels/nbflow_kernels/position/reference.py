@@ -1,19 +1,100 @@
-"""Rotary position embedding in NumPy float64, pair by pair."""
+"""Positions in NumPy float64: pair by pair, head by head, as in the formulas."""
 
 from __future__ import annotations
 
+import math
+from typing import Any
+
 import numpy as np
+
+from nbflow_kernels.position.scaling import (
+    DynamicNtkRopeScaling,
+    LinearRopeScaling,
+    Llama3RopeScaling,
+    LongRopeScaling,
+    YarnRopeScaling,
+)
+
+
+def rope_frequencies(
+    rotary_dim: int, *, theta: float, scaling: Any = None, seq_len: int | None = None
+) -> tuple[np.ndarray, float]:
+    """See `nbflow_kernels.rope_frequencies`."""
+    length = seq_len or 0
+    if isinstance(scaling, DynamicNtkRopeScaling) and length > scaling.original_max_position:
+        stretch = scaling.factor * length / scaling.original_max_position - scaling.factor + 1.0
+        theta = theta * stretch ** (rotary_dim / (rotary_dim - 2))
+    frequencies = [
+        _stretch(theta ** (-2.0 * j / rotary_dim), j, rotary_dim, theta, scaling, length)
+        for j in range(rotary_dim // 2)
+    ]
+    return np.array(frequencies), _attention_factor(scaling)
+
+
+def _stretch(w: float, j: int, d: int, theta: float, scaling: Any, length: int) -> float:
+    """Return frequency w of pair j, stretched."""
+    if isinstance(scaling, LinearRopeScaling):
+        return w / scaling.factor
+    if isinstance(scaling, LongRopeScaling):
+        is_long = length > scaling.original_max_position
+        return w / (scaling.long_factor if is_long else scaling.short_factor)[j]
+    if isinstance(scaling, Llama3RopeScaling):
+        wavelength = 2.0 * math.pi / w
+        if wavelength > scaling.original_max_position / scaling.low_freq_factor:
+            return w / scaling.factor
+        if wavelength < scaling.original_max_position / scaling.high_freq_factor:
+            return w
+        smooth = scaling.original_max_position / wavelength - scaling.low_freq_factor
+        smooth /= scaling.high_freq_factor - scaling.low_freq_factor
+        return (1.0 - smooth) * w / scaling.factor + smooth * w
+    if isinstance(scaling, YarnRopeScaling):
+        # the pair that turns beta times over the trained length, as a real number
+        low, high = (
+            d
+            * math.log(scaling.original_max_position / (2.0 * math.pi * beta))
+            / 2.0
+            / math.log(theta)
+            for beta in (scaling.beta_fast, scaling.beta_slow)
+        )
+        if scaling.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, d - 1)
+        ramp = min(max((j - low) / ((high - low) or 0.001), 0.0), 1.0)
+        return ramp * w / scaling.factor + (1.0 - ramp) * w
+    return w
+
+
+def _attention_factor(scaling: Any) -> float:
+    given = getattr(scaling, "attention_factor", None)
+    if given is not None:
+        return float(given)
+    if isinstance(scaling, LongRopeScaling) and scaling.factor > 1.0:
+        return math.sqrt(1.0 + math.log(scaling.factor) / math.log(scaling.original_max_position))
+    if isinstance(scaling, YarnRopeScaling) and scaling.factor > 1.0:
+        growth = 0.1 * math.log(scaling.factor)
+        if scaling.mscale and scaling.mscale_all_dim:
+            return (growth * scaling.mscale + 1.0) / (growth * scaling.mscale_all_dim + 1.0)
+        return growth + 1.0
+    return 1.0
 
 
 def rope_cos_sin_cache(
-    max_pos: int, rotary_dim: int, *, theta: float, scale: float = 1.0
+    max_pos: int,
+    rotary_dim: int,
+    *,
+    theta: float,
+    scale: float = 1.0,
+    scaling: Any = None,
+    seq_len: int | None = None,
 ) -> np.ndarray:
     """See `nbflow_kernels.rope_cos_sin_cache`."""
+    length = max_pos if seq_len is None else seq_len
+    frequencies, factor = rope_frequencies(rotary_dim, theta=theta, scaling=scaling, seq_len=length)
     cache = np.empty((max_pos, rotary_dim), np.float64)
     for j in range(rotary_dim // 2):
-        angles = np.arange(max_pos) / scale * theta ** (-2.0 * j / rotary_dim)
-        cache[:, j] = np.cos(angles)
-        cache[:, rotary_dim // 2 + j] = np.sin(angles)
+        angles = np.arange(max_pos) / scale * frequencies[j]
+        cache[:, j] = factor * np.cos(angles)
+        cache[:, rotary_dim // 2 + j] = factor * np.sin(angles)
     return cache
 
 
@@ -30,60 +111,222 @@ def _rotate(x: np.ndarray, cos_sin: np.ndarray, halves: bool) -> np.ndarray:
     return y
 
 
+def apply_rope_with_cos_sin_cache(
+    positions: np.ndarray,
+    query: np.ndarray,
+    key: np.ndarray,
+    head_size: int | None = None,
+    cos_sin_cache: Any = None,
+    is_neox: bool = True,
+) -> tuple[np.ndarray, np.ndarray]:
+    """See `nbflow_kernels.apply_rope_with_cos_sin_cache`."""
+    cos_sin = cos_sin_cache.astype(np.float64)[positions]
+    rotated = []
+    for x in (query, key):
+        size = x.shape[-1] if head_size is None else head_size
+        heads = x.reshape(len(x), x[:1].size // size if len(x) else 1, size)
+        rotated.append(_rotate(heads, cos_sin, is_neox).reshape(x.shape))
+    return rotated[0], rotated[1]
+
+
 def apply_rope_with_cos_sin_cache_inplace(
     positions: np.ndarray,
     query: np.ndarray,
     key: np.ndarray,
-    *,
-    cos_sin_cache: np.ndarray,
+    head_size: int | None = None,
+    cos_sin_cache: Any = None,
     is_neox: bool = True,
 ) -> None:
     """See `nbflow_kernels.apply_rope_with_cos_sin_cache_inplace`."""
-    cos_sin = cos_sin_cache.astype(np.float64)[positions]
-    for x in (query, key):
-        x[...] = _rotate(x, cos_sin, is_neox)
+    query[...], key[...] = apply_rope_with_cos_sin_cache(
+        positions, query, key, head_size, cos_sin_cache, is_neox
+    )
 
 
 def apply_rope_pos_ids(
     q: np.ndarray,
     k: np.ndarray,
     pos_ids: np.ndarray,
-    *,
     rotary_dim: int | None = None,
     interleave: bool = False,
     rope_scale: float = 1.0,
     rope_theta: float = 1e4,
 ) -> tuple[np.ndarray, np.ndarray]:
     """See `nbflow_kernels.apply_rope_pos_ids`."""
-    width = q.shape[-1] if rotary_dim is None else rotary_dim
-    cache = rope_cos_sin_cache(
-        int(pos_ids.max(initial=0)) + 1, width, theta=rope_theta, scale=rope_scale
-    )
-    return _rotate(q, cache[pos_ids], not interleave), _rotate(k, cache[pos_ids], not interleave)
+    scaling = LinearRopeScaling(factor=rope_scale)
+    return _turn(q, k, pos_ids, rotary_dim, interleave, rope_theta, scaling)
 
 
-def apply_rope(
+def apply_llama31_rope_pos_ids(
     q: np.ndarray,
     k: np.ndarray,
-    indptr: np.ndarray,
-    offsets: np.ndarray,
-    *,
+    pos_ids: np.ndarray,
     rotary_dim: int | None = None,
     interleave: bool = False,
-    rope_scale: float = 1.0,
-    rope_theta: float = 1e4,
+    rope_scale: float = 8.0,
+    rope_theta: float = 5e5,
+    low_freq_factor: float = 1.0,
+    high_freq_factor: float = 4.0,
+    old_context_len: int = 8192,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """See `nbflow_kernels.apply_rope`."""
+    """See `nbflow_kernels.apply_llama31_rope_pos_ids`."""
+    scaling = Llama3RopeScaling(
+        factor=rope_scale,
+        low_freq_factor=low_freq_factor,
+        high_freq_factor=high_freq_factor,
+        original_max_position=old_context_len,
+    )
+    return _turn(q, k, pos_ids, rotary_dim, interleave, rope_theta, scaling)
+
+
+def _turn(
+    q: np.ndarray,
+    k: np.ndarray,
+    pos_ids: np.ndarray,
+    rotary_dim: int | None,
+    interleave: bool,
+    theta: float,
+    scaling: Any,
+) -> tuple[np.ndarray, np.ndarray]:
+    width = q.shape[-1] if rotary_dim is None else rotary_dim
+    n = int(pos_ids.max(initial=0)) + 1
+    cache = rope_cos_sin_cache(n, width, theta=theta, scaling=scaling)[pos_ids]
+    return _rotate(q, cache, not interleave), _rotate(k, cache, not interleave)
+
+
+def _positions(indptr: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """Return the position of each row of requests that start at `offsets`."""
     runs = [
         offset + np.arange(b - a)
         for a, b, offset in zip(indptr[:-1], indptr[1:], offsets, strict=True)
     ]
-    return apply_rope_pos_ids(
-        q,
-        k,
-        np.concatenate([*runs, np.zeros(0, np.int64)]).astype(np.int64),
-        rotary_dim=rotary_dim,
-        interleave=interleave,
-        rope_scale=rope_scale,
-        rope_theta=rope_theta,
+    return np.concatenate([*runs, np.zeros(0, np.int64)]).astype(np.int64)
+
+
+def apply_rope(
+    q: np.ndarray, k: np.ndarray, indptr: np.ndarray, offsets: np.ndarray, **options: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """See `nbflow_kernels.apply_rope`."""
+    return apply_rope_pos_ids(q, k, _positions(indptr, offsets), **options)
+
+
+def apply_llama31_rope(
+    q: np.ndarray, k: np.ndarray, indptr: np.ndarray, offsets: np.ndarray, **options: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """See `nbflow_kernels.apply_llama31_rope`."""
+    return apply_llama31_rope_pos_ids(q, k, _positions(indptr, offsets), **options)
+
+
+def apply_rope_pos_ids_inplace(q: np.ndarray, k: np.ndarray, **options: Any) -> None:
+    """See `nbflow_kernels.apply_rope_pos_ids_inplace`."""
+    q[...], k[...] = apply_rope_pos_ids(q, k, **options)
+
+
+def apply_llama31_rope_pos_ids_inplace(q: np.ndarray, k: np.ndarray, **options: Any) -> None:
+    """See `nbflow_kernels.apply_llama31_rope_pos_ids_inplace`."""
+    q[...], k[...] = apply_llama31_rope_pos_ids(q, k, **options)
+
+
+def apply_rope_inplace(q: np.ndarray, k: np.ndarray, **options: Any) -> None:
+    """See `nbflow_kernels.apply_rope_inplace`."""
+    q[...], k[...] = apply_rope(q, k, **options)
+
+
+def apply_llama31_rope_inplace(q: np.ndarray, k: np.ndarray, **options: Any) -> None:
+    """See `nbflow_kernels.apply_llama31_rope_inplace`."""
+    q[...], k[...] = apply_llama31_rope(q, k, **options)
+
+
+def alibi_slopes(n_heads: int) -> np.ndarray:
+    """See `nbflow_kernels.alibi_slopes`; the recursion of the paper's code."""
+    n = 2 ** math.floor(math.log2(n_heads))
+    slopes = np.array([2.0 ** (-8.0 / n * (h + 1)) for h in range(n)])
+    if n == n_heads:
+        return slopes
+    return np.concatenate([slopes, alibi_slopes(2 * n)[0::2][: n_heads - n]])
+
+
+def alibi_bias(
+    slopes: np.ndarray, n_queries: int, n_keys: int, *, symmetric: bool = False
+) -> np.ndarray:
+    """See `nbflow_kernels.alibi_bias`."""
+    bias = np.empty((len(slopes), n_queries, n_keys))
+    for i in range(n_queries):
+        distance = np.arange(n_keys) - (i + n_keys - n_queries)
+        bias[:, i] = np.outer(slopes, -np.abs(distance) if symmetric else distance)
+    return bias
+
+
+def relative_position_bucket(
+    relative_position: np.ndarray,
+    *,
+    bidirectional: bool = True,
+    num_buckets: int = 32,
+    max_distance: int = 128,
+) -> np.ndarray:
+    """See `nbflow_kernels.relative_position_bucket`."""
+    n = num_buckets // 2 if bidirectional else num_buckets
+
+    def bucket(distance: int) -> int:
+        base = n if bidirectional and distance > 0 else 0
+        r = abs(distance) if bidirectional else max(-distance, 0)
+        near = n // 2
+        if r < near:
+            return base + r
+        share = math.log(r / near) / math.log(max_distance / near)
+        return base + min(n - 1, near + math.floor(share * (n - near)))
+
+    flat = [bucket(int(distance)) for distance in relative_position.ravel()]
+    return np.array(flat, np.int32).reshape(relative_position.shape)
+
+
+def relative_position_bias(
+    table: np.ndarray,
+    n_queries: int,
+    n_keys: int,
+    *,
+    bidirectional: bool,
+    max_distance: int = 128,
+) -> np.ndarray:
+    """See `nbflow_kernels.relative_position_bias`."""
+    distance = np.arange(n_keys) - np.arange(n_keys - n_queries, n_keys)[:, None]
+    buckets = relative_position_bucket(
+        distance,
+        bidirectional=bidirectional,
+        num_buckets=len(table),
+        max_distance=max_distance,
     )
+    return np.asarray(np.moveaxis(table[buckets], 2, 0), np.float64)
+
+
+def sinusoidal_position_embedding(
+    positions: np.ndarray,
+    dim: int,
+    *,
+    form: str = "fairseq",
+    interleave: bool | None = None,
+    base: float = 1e4,
+    offset: int = 0,
+    padding_idx: int | None = None,
+) -> np.ndarray:
+    """See `nbflow_kernels.sinusoidal_position_embedding`."""
+    alternate = form == "paper" if interleave is None else interleave
+    half = dim // 2
+    table = np.zeros((len(positions), dim))
+    for t, p in enumerate(positions.astype(np.int64) + offset):
+        if p == padding_idx:
+            continue
+        for c in range(half):
+            angle = p * base ** (-c / (half - 1) if form == "fairseq" else -2.0 * c / dim)
+            table[t, 2 * c if alternate else c] = math.sin(angle)
+            table[t, 2 * c + 1 if alternate else half + c] = math.cos(angle)
+    return table
+
+
+def add_learned_positions(
+    x: np.ndarray, positions: np.ndarray, table: np.ndarray, *, offset: int = 0
+) -> np.ndarray:
+    """See `nbflow_kernels.add_learned_positions`."""
+    if table.dtype == np.uint16:  # bfloat16 is the upper half of a float32
+        table = (table.astype(np.uint32) << 16).view(np.float32)
+    return np.asarray(x + table.astype(np.float64)[positions + offset])

@@ -1,0 +1,427 @@
+"""Logits on the CPU: a row at a time, 16 lanes along it.
+
+A row is read twice, for its top and for the sum of exponentials; a row of 128 thousand is half a
+megabyte, so that the second time it comes from the cache.  Exponentials are float32, their sum is
+float64 over blocks.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels import simd
+from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.lanes import address_of, read_f32, read_u8, write_f32
+from nbflow_kernels.threads import not_capturable, split_rows
+from nbflow_kernels.vector_math import select, tanh
+
+BLOCK = 1024  # elements whose exponentials are added in float32, 64 in each lane
+LOWEST = np.float32(-3.4028234663852886e38)
+_COST = 20.0  # multiply-adds per element, for the decision to use more than one thread
+
+
+def log_softmax(logits: np.ndarray, temperature: np.ndarray, cap: float, out: np.ndarray) -> None:
+    """See `nbflow_kernels.log_softmax`; `temperature` is float32 (B,), `cap` 0 for none."""
+    B, V = logits.shape
+    rows = address_of(logits), V, address_of(temperature), cap
+    split_rows(_log_softmax, B, _COST * B * V, *rows, address_of(out))
+
+
+def token_log_probs(
+    logits: np.ndarray, ids: np.ndarray, temperature: np.ndarray, cap: float, out: np.ndarray
+) -> None:
+    """See `nbflow_kernels.token_log_probs`; `ids` is int32 (B, K), `out` float64 (B, K)."""
+    B, V = logits.shape
+    rows = address_of(logits), V, address_of(temperature), cap
+    split_rows(_token_log_probs, B, _COST * B * V, *rows, ids, out)
+
+
+def kl_divergence(logits_p: np.ndarray, logits_q: np.ndarray, out: np.ndarray) -> None:
+    """See `nbflow_kernels.kl_divergence`; `out` is float64 (B,)."""
+    B, V = logits_p.shape
+    work = 2.0 * _COST * B * V
+    split_rows(_kl_divergence, B, work, address_of(logits_p), address_of(logits_q), V, out)
+
+
+def top1_agreement(logits_p: np.ndarray, logits_q: np.ndarray, out: np.ndarray) -> None:
+    """See `nbflow_kernels.top1_agreement`; NumPy's argmax gives the place of a NaN, if any."""
+    not_capturable()
+    tops = [logits.argmax(axis=1) for logits in (logits_p, logits_q)]
+    np.equal(tops[0], tops[1], out=out)
+    for logits, top in zip((logits_p, logits_q), tops, strict=True):
+        out &= ~np.isnan(np.take_along_axis(logits, top[:, None], axis=1)[:, 0])
+
+
+def soft_cap(logits: np.ndarray, cap: float, out: np.ndarray) -> None:
+    """See `nbflow_kernels.soft_cap`."""
+    n = logits.size
+    split_rows(_soft_cap, -(-n // BLOCK), _COST * n, address_of(logits), n, cap, address_of(out))
+
+
+def masked_softmax(
+    scores: np.ndarray,
+    mask: np.ndarray | None,
+    bias: np.ndarray | None,
+    sm_scale: float,
+    cap: float,
+    causal: bool,
+    out: np.ndarray,
+) -> None:
+    """See `nbflow_kernels.masked_softmax`.
+
+    `scores` and `out` are (B, H, Tq, Tk); `mask` and `bias` have these axes too, with any strides
+    but for the last axis, which is contiguous.
+    """
+    B, H, Tq, Tk = scores.shape
+    split_rows(
+        _masked_softmax,
+        B * H * Tq,
+        1.5 * _COST * scores.size,
+        address_of(scores),
+        *_places(mask),
+        *_places(bias),
+        H,
+        Tq,
+        Tk,
+        sm_scale,
+        cap,
+        causal,
+        address_of(out),
+    )
+
+
+def _places(x: np.ndarray | None) -> tuple[int, int, int, int]:
+    """Return the address of an array of four axes and its first three strides; 0 for none."""
+    if x is None:
+        return 0, 0, 0, 0
+    return address_of(x), x.strides[0], x.strides[1], x.strides[2]
+
+
+@inline
+def _capped(v: Any, cap: Any) -> Any:
+    """Return cap * tanh(v / cap), or `v` for a cap of 0."""
+    if cap == 0.0:
+        return v
+    return simd.mul(tanh(simd.div(v, simd.splat(cap))), simd.splat(cap))
+
+
+@inline
+def _nan_sign(v: Any) -> Any:
+    """Return int32 that are negative exactly where `v` is NaN."""
+    magnitude = simd.and_(simd.as_i32(v), simd.splat_i32(0x7FFFFFFF))
+    return simd.sub(simd.splat_i32(0x7F800000), magnitude)
+
+
+@njit
+def _top(row: Any, n: Any) -> Any:
+    """Return the largest of the `n` elements at `row`, NaN if one is NaN or the largest infinite.
+
+    A row without an element above -inf has no distribution either: it gives NaN.
+    """
+    top = simd.splat(-np.inf)
+    sign = simd.splat_i32(0)
+    body = n - n % 16
+    for d in range(0, body, 16):
+        x = simd.load_f32(row + 4 * d)
+        top = simd.maximum(top, x)
+        sign = simd.or_(sign, _nan_sign(x))
+    bad = simd.max(simd.to_f32(simd.shr(sign, simd.splat_i32(31)))) > 0.0
+    largest = simd.max(top)
+    for d in range(body, n):
+        y = read_f32(row + 4 * d)
+        bad = bad or y != y
+        largest = max(largest, y)
+    if bad or largest == np.inf or largest <= LOWEST:
+        return np.float32(np.nan)
+    return largest
+
+
+@njit
+def _end(row: Any, n: Any, stage: Any) -> None:
+    """Copy the last n % 16 elements at `row` to `stage`, and -inf behind them."""
+    body = n - n % 16
+    for d in range(16):
+        write_f32(stage + 4 * d, read_f32(row + 4 * (body + d)) if body + d < n else -np.inf)
+
+
+@inline
+def _seen(x: Any) -> Any:
+    """Return 0 where `x`, which is not below the lowest finite number, is that; else 1."""
+    return simd.minimum(simd.sub(x, simd.splat(LOWEST)), simd.splat(1.0))
+
+
+@njit
+def _exps(row: Any, n: Any, top: Any, factor: Any, cap: Any) -> Any:
+    """Return the sum of exp((c(x) - top) * factor) for `n` elements, a multiple of 16."""
+    total = simd.splat(0.0)
+    for d in range(0, n, 16):
+        x = simd.maximum(_capped(simd.load_f32(row + 4 * d), cap), simd.splat(LOWEST))
+        u = simd.mul(simd.sub(x, simd.splat(top)), simd.splat(factor))
+        total = simd.fma(simd.exp(u), _seen(x), total)
+    return simd.sum(total)
+
+
+@njit
+def _sum_exp(row: Any, n: Any, top: Any, factor: Any, cap: Any, stage: Any) -> Any:
+    """Return the sum of exp((c(x) - top) * factor) in float64; c caps, `top` is capped."""
+    total = 0.0
+    body = n - n % 16
+    for d in range(0, body, BLOCK):
+        total += np.float64(_exps(row + 4 * d, min(BLOCK, body - d), top, factor, cap))
+    for d in range(body, n):
+        write_f32(stage, read_f32(row + 4 * d))
+        x = _capped_one(stage, cap)
+        total += np.exp(np.float64((x - top) * factor))
+    return total
+
+
+@njit
+def _capped_one(place: Any, cap: Any) -> Any:
+    """Return the capped value of the first of 16 elements at `place`."""
+    return simd.max(_capped(simd.splat(read_f32(place)), cap))
+
+
+@njit
+def _top_and_sum(row: Any, n: Any, factor: Any, cap: Any, stage: Any) -> Any:
+    """Return the largest element, capped, and the sum of the others' exponentials relative to it.
+
+    The largest is NaN for a row without a distribution.
+    """
+    top = _top(row, n)
+    if top != top:
+        return top, 1.0
+    write_f32(stage, top)
+    top = _capped_one(stage, cap)
+    return top, _sum_exp(row, n, top, factor, cap, stage)
+
+
+@njit
+def _log_softmax(
+    logits: Any, V: Any, temperature: Any, cap: Any, out: Any, start: Any, stop: Any
+) -> None:
+    room = np.zeros(16, np.float32)
+    stage = simd.address(room)
+    body = V - V % 16
+    for b in range(start, stop):
+        row, target = logits + 4 * V * b, out + 4 * V * b
+        factor = np.float32(1.0) / read_f32(temperature + 4 * b)
+        top, total = _top_and_sum(row, V, factor, cap, stage)
+        # x - top first: what is near the top keeps its digits
+        shift = simd.splat(-np.log(total))
+        for d in range(0, body, 16):
+            x = simd.sub(_capped(simd.load_f32(row + 4 * d), cap), simd.splat(top))
+            simd.store_f32(target + 4 * d, simd.fma(x, simd.splat(factor), shift))
+        for d in range(body, V):
+            y = np.float64(_capped_one(row + 4 * d, cap) - top) * np.float64(factor)
+            write_f32(target + 4 * d, y - np.log(total))
+
+
+@njit
+def _token_log_probs(
+    logits: Any,
+    V: Any,
+    temperature: Any,
+    cap: Any,
+    ids: Any,
+    out: Any,
+    start: Any,
+    stop: Any,
+) -> None:
+    room = np.zeros(16, np.float32)
+    for b in range(start, stop):
+        row = logits + 4 * V * b
+        factor = np.float32(1.0) / read_f32(temperature + 4 * b)
+        top, total = _top_and_sum(row, V, factor, cap, simd.address(room))
+        for i in range(ids.shape[1]):
+            x = np.float64(_capped_one(row + 4 * np.int64(ids[b, i]), cap))
+            out[b, i] = (x - np.float64(top)) * np.float64(factor) - np.log(total)
+
+
+@njit
+def _add_kl_sums(p: Any, q: Any, n: Any, top_p: Any, top_q: Any, sums: Any) -> None:
+    """Add to `sums` those over `n` elements, a multiple of 16, of four terms.
+
+    With a = exp(p - top_p): a; exp(q - top_q); a * ((p - top_p) - (q - top_q)); a where q is -inf.
+    """
+    low = simd.splat(LOWEST)
+    sum_p = sum_q = product = lost = simd.splat(0.0)
+    for d in range(0, n, 16):
+        x = simd.maximum(simd.load_f32(p + 4 * d), low)
+        y = simd.maximum(simd.load_f32(q + 4 * d), low)
+        u, v = simd.sub(x, simd.splat(top_p)), simd.sub(y, simd.splat(top_q))
+        seen_q = _seen(y)
+        a = simd.mul(simd.exp(u), _seen(x))
+        sum_p = simd.add(sum_p, a)
+        sum_q = simd.fma(simd.exp(v), seen_q, sum_q)
+        product = simd.fma(a, simd.mul(simd.sub(u, v), seen_q), product)
+        lost = simd.fma(a, simd.sub(simd.splat(1.0), seen_q), lost)
+    sums[0] += np.float64(simd.sum(sum_p))
+    sums[1] += np.float64(simd.sum(sum_q))
+    sums[2] += np.float64(simd.sum(product))
+    sums[3] += np.float64(simd.sum(lost))
+
+
+@njit
+def _kl_divergence(p: Any, q: Any, V: Any, out: Any, start: Any, stop: Any) -> None:
+    room = np.zeros(32, np.float32)
+    sums = np.zeros(4, np.float64)
+    stage = simd.address(room)
+    body = V - V % 16
+    for b in range(start, stop):
+        row_p, row_q = p + 4 * V * b, q + 4 * V * b
+        top_p, top_q = _top(row_p, V), _top(row_q, V)
+        if top_p != top_p or top_q != top_q:
+            out[b] = np.nan
+            continue
+        sums[:] = 0.0
+        for d in range(0, body, BLOCK):
+            n = min(BLOCK, body - d)
+            _add_kl_sums(row_p + 4 * d, row_q + 4 * d, n, top_p, top_q, sums)
+        if body < V:
+            _end(row_p, V, stage)
+            _end(row_q, V, stage + 64)
+            _add_kl_sums(stage, stage + 64, 16, top_p, top_q, sums)
+        divergence = sums[2] / sums[0] + np.log(sums[1] / sums[0])
+        # rounding may leave a little less than nothing
+        out[b] = np.inf if sums[3] > 0.0 else max(divergence, 0.0)
+
+
+@njit
+def _soft_cap(logits: Any, n: Any, cap: Any, out: Any, start: Any, stop: Any) -> None:
+    """Cap blocks [start, stop) of `BLOCK` elements."""
+    for d in range(start * BLOCK, min(stop * BLOCK, n), 16):
+        if d + 16 <= n:
+            simd.store_f32(out + 4 * d, _capped(simd.load_f32(logits + 4 * d), cap))
+        else:
+            for i in range(d, n):
+                write_f32(out + 4 * i, _capped_one(logits + 4 * i, cap))
+
+
+@njit
+def _score(x: Any, bias: Any, mask: Any, has_bias: Any, sm_scale: Any, cap: Any) -> Any:
+    """Return 16 scores, scaled, capped, with bias; -inf where `mask` (int32) is 0."""
+    s = _capped(simd.mul(x, simd.splat(sm_scale)), cap)
+    if has_bias:
+        s = simd.add(s, simd.load_f32(bias))
+    return select(mask, s, simd.splat(-np.inf))
+
+
+@njit
+def _write_scores(
+    row: Any,
+    mask: Any,
+    bias: Any,
+    n: Any,
+    Tk: Any,
+    sm_scale: Any,
+    cap: Any,
+    room: Any,
+    marks: Any,
+    out: Any,
+) -> Any:
+    """Write `n` masked scores and -inf up to the next multiple of 16; return where that ends.
+
+    It ends with the row at the latest, and then its ragged end goes through `room` (float32) and
+    `marks` (uint8).
+    """
+    stage, lanes = simd.address(room), simd.load_u8(simd.address(marks) + 16)
+    for d in range(0, n, 16):
+        row_at, bias_at, mask_at, out_at = row + 4 * d, bias + 4 * d, mask + d, out + 4 * d
+        if d + 16 > Tk:
+            for i in range(16):
+                inside = d + i < Tk
+                room[i] = read_f32(row_at + 4 * i) if inside else 0.0
+                room[16 + i] = read_f32(bias_at + 4 * i) if inside and bias != 0 else 0.0
+                marks[i] = read_u8(mask_at + i) if inside and mask != 0 else 0
+            row_at, bias_at, mask_at, out_at = stage, stage + 64, simd.address(marks), stage
+        # 1 in the lanes below n - d
+        seen = simd.shr(simd.sub(lanes, simd.splat_i32(n - d)), simd.splat_i32(31))
+        if mask != 0:
+            seen = simd.and_(seen, simd.load_u8(mask_at))
+        s = _score(simd.load_f32(row_at), bias_at, seen, bias != 0, sm_scale, cap)
+        simd.store_f32(out_at, s)
+        if d + 16 > Tk:
+            for i in range(Tk - d):
+                write_f32(out + 4 * (d + i), room[i])
+    return min(n + (16 - n % 16) % 16, Tk)
+
+
+@njit
+def _normalize(row: Any, n: Any, top: Any, room: Any) -> None:
+    """Replace `n` scores by their softmax, in place."""
+    stage = simd.address(room)
+    body = n - n % 16
+    total = 0.0
+    minus = simd.splat(top)
+    for d in range(0, n, BLOCK):
+        part = simd.splat(0.0)
+        for i in range(d, min(d + BLOCK, n), 16):
+            at = row + 4 * i
+            if i == body:
+                _end(row, n, stage)
+                at = stage
+            x = simd.maximum(simd.load_f32(at), simd.splat(LOWEST))
+            e = simd.mul(simd.exp(simd.sub(x, minus)), _seen(x))
+            simd.store_f32(at, e)
+            part = simd.add(part, e)
+        total += np.float64(simd.sum(part))
+    factor = np.float32(1.0 / total)
+    for d in range(0, body, 16):
+        simd.store_f32(row + 4 * d, simd.mul(simd.load_f32(row + 4 * d), simd.splat(factor)))
+    for d in range(body, n):
+        write_f32(row + 4 * d, room[d - body] * factor)
+
+
+@njit
+def _clear(row: Any, n: Any) -> None:
+    """Write `n` zeros."""
+    body = n - n % 16
+    for d in range(0, body, 16):
+        simd.store_f32(row + 4 * d, simd.splat(0.0))
+    for d in range(body, n):
+        write_f32(row + 4 * d, 0.0)
+
+
+@njit
+def _masked_softmax(
+    scores: Any,
+    mask: Any,
+    mask_b: Any,
+    mask_h: Any,
+    mask_i: Any,
+    bias: Any,
+    bias_b: Any,
+    bias_h: Any,
+    bias_i: Any,
+    H: Any,
+    Tq: Any,
+    Tk: Any,
+    sm_scale: Any,
+    cap: Any,
+    causal: Any,
+    out: Any,
+    start: Any,
+    stop: Any,
+) -> None:
+    room = np.zeros(32, np.float32)
+    marks = np.arange(-16, 16).astype(np.uint8)  # room for a mask, then the numbers of the lanes
+    for r in range(start, stop):
+        i, h, b = r % Tq, r // Tq % H, r // (Tq * H)
+        row, target = scores + 4 * Tk * r, out + 4 * Tk * r
+        n = max(min(Tk, Tk - Tq + i + 1), 0) if causal else Tk
+        mask_at = mask + b * mask_b + h * mask_h + i * mask_i
+        bias_at = bias + b * bias_b + h * bias_h + i * bias_i
+        n = _write_scores(row, mask_at, bias_at, n, Tk, sm_scale, cap, room, marks, target)
+        top = _top(target, n)
+        if top == top:
+            _normalize(target, n, top, room)
+        else:
+            # nothing to see gives zeros, a NaN or an infinite score NaN
+            blind = True
+            for d in range(n):
+                blind = blind and read_f32(target + 4 * d) <= LOWEST
+            for d in range(n):
+                write_f32(target + 4 * d, 0.0 if blind else np.nan)
+        _clear(target + 4 * n, Tk - n)

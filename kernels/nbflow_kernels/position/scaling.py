@@ -1,0 +1,435 @@
+"""Frequencies of the rotary embedding, and the published ways to stretch them to a longer context.
+
+A scaling is a small frozen record; `rope_frequencies` and `rope_cos_sin_cache` take one.  The
+numbers are those of Hugging Face's `modeling_rope_utils`, in float64.
+
+===========================  ======================================================================
+`LinearRopeScaling`          all frequencies divided by a factor (position interpolation)
+`DynamicNtkRopeScaling`      a larger base, the larger the longer the sequence
+`YarnRopeScaling`            slow frequencies divided, fast ones kept, a ramp between; a factor on
+                             cosines and sines
+`Llama3RopeScaling`          the same idea with another ramp, in wavelengths
+`LongRopeScaling`            a divisor for each frequency, one set for short sequences and one for
+                             long; a factor on cosines and sines
+===========================  ======================================================================
+
+A fixed change of base ("NTK-aware" scaling) needs no record: pass another `theta`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels.errors import UsageError, unknown_name
+
+Frequencies = tuple[NDArray[np.float64], float]
+"""Angle per position of each pair, and the factor on cosines and sines."""
+
+
+def _plain(rotary_dim: int, theta: float) -> NDArray[np.float64]:
+    """Return theta ** (-2j / d), the frequencies of the paper."""
+    return np.asarray(theta ** (-np.arange(0, rotary_dim, 2) / rotary_dim))
+
+
+def _check_positive(**numbers: float | None) -> None:
+    for name, number in numbers.items():
+        if number is not None and not (number > 0 and math.isfinite(number)):
+            raise UsageError(f"{name} must be positive, got {number}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeScaling:
+    """A way to stretch the rotary embedding; use one of the classes derived from this one.
+
+    Examples
+    --------
+    >>> from nbflow_kernels import RopeScaling
+    >>> RopeScaling.from_config({"rope_type": "linear", "factor": 4.0})
+    LinearRopeScaling(factor=4.0)
+    """
+
+    def frequencies(self, rotary_dim: int, theta: float, seq_len: int) -> Frequencies:
+        """Return the frequencies and the factor on cosines and sines.
+
+        Parameters
+        ----------
+        rotary_dim : int
+            Number of elements that turn, even.
+        theta : float
+            Base of the frequencies.
+        seq_len : int
+            Length of the sequence; only the dynamic and the long scaling look at it.
+
+        Returns
+        -------
+        frequencies : array of float64, shape (rotary_dim / 2,)
+            Angle per position of each pair.
+        attention_factor : float
+            Factor on cosines and sines.
+        """
+        raise NotImplementedError("use a class derived from RopeScaling")
+
+    @property
+    def softmax_factor(self) -> float:
+        """Return the factor on the softmax scale: 1 for all but YaRN with `mscale_all_dim`."""
+        return 1.0
+
+    @staticmethod
+    def from_config(
+        config: Mapping[str, Any] | None,
+        *,
+        max_position: int | None = None,
+        original_max_position: int | None = None,
+    ) -> RopeScaling | None:
+        """Return the scaling that a ``rope_scaling`` entry of a config.json describes.
+
+        Parameters
+        ----------
+        config : mapping or None
+            The entry, with ``rope_type`` (or ``type``) and the numbers of that type.  Its
+            ``rope_theta`` and ``partial_rotary_factor`` say nothing about the scaling.
+        max_position : int, optional
+            The model's ``max_position_embeddings``.
+        original_max_position : int, optional
+            The model's ``original_max_position_embeddings``, if it is not in the entry.
+
+        Returns
+        -------
+        RopeScaling or None
+            None for no entry and for the type ``default``.
+
+        Raises
+        ------
+        UsageError
+            If the type or a key is unknown, or a number is missing or out of range.
+
+        Examples
+        --------
+        >>> from nbflow_kernels import RopeScaling
+        >>> RopeScaling.from_config({"type": "dynamic", "factor": 2.0}, max_position=4096)
+        DynamicNtkRopeScaling(factor=2.0, original_max_position=4096)
+        """
+        if not config:
+            return None
+        kind = config.get("rope_type", config.get("type"))
+        if kind == "default":
+            return None
+        if kind not in _TYPES:
+            raise unknown_name("rope_type", kind, ("default", *_TYPES))
+        scaling, keys = _TYPES[kind]
+        known = {"original_max_position_embeddings": "original_max_position", **keys}
+        numbers: dict[str, Any] = {}
+        for key, value in config.items():
+            if key in ("rope_type", "type", "rope_theta", "partial_rotary_factor"):
+                continue
+            if key not in known:
+                raise unknown_name(f"key of rope_type {kind!r}", key, known)
+            if value is not None:
+                numbers[known[key]] = tuple(value) if isinstance(value, list) else value
+        _complete(scaling, numbers, max_position, original_max_position)
+        missing = [key for key, name in keys.items() if name in _NEEDED and name not in numbers]
+        if missing:
+            raise UsageError(f"rope_type {kind!r} needs {' and '.join(missing)}; found none")
+        return scaling(**numbers)
+
+
+_NEEDED = ("factor", "low_freq_factor", "high_freq_factor", "short_factor", "long_factor")
+
+
+def _complete(
+    scaling: type[RopeScaling],
+    numbers: dict[str, Any],
+    max_position: int | None,
+    original: int | None,
+) -> None:
+    """Put what a config.json says outside the entry into `numbers`."""
+    if scaling is LinearRopeScaling:
+        numbers.pop("original_max_position", None)  # a linear scaling has no use for it
+        return
+    if scaling is DynamicNtkRopeScaling:
+        # by definition the length the model was trained for, whatever else the entry says
+        numbers["original_max_position"] = (
+            max_position or numbers.get("original_max_position") or original
+        )
+    numbers.setdefault("original_max_position", original or max_position)
+    if numbers["original_max_position"] is None:
+        raise UsageError(
+            "the scaling needs the length the model was trained for: "
+            "original_max_position_embeddings or max_position_embeddings"
+        )
+    if scaling in (YarnRopeScaling, LongRopeScaling) and "factor" not in numbers and max_position:
+        numbers["factor"] = max_position / numbers["original_max_position"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearRopeScaling(RopeScaling):
+    """Position interpolation: all frequencies divided by a factor (arXiv:2306.15595).
+
+    Examples
+    --------
+    >>> from nbflow_kernels import LinearRopeScaling
+    >>> LinearRopeScaling(factor=4.0).frequencies(4, 1e4, 8192)
+    (array([0.25  , 0.0025]), 1.0)
+    """
+
+    factor: float
+    """Divisor of the frequencies."""
+
+    def __post_init__(self) -> None:
+        _check_positive(factor=self.factor)
+
+    def frequencies(self, rotary_dim: int, theta: float, seq_len: int) -> Frequencies:
+        """Return theta ** (-2j / d) / factor."""
+        return _plain(rotary_dim, theta) / self.factor, 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DynamicNtkRopeScaling(RopeScaling):
+    r"""A base that grows with the length L of the sequence beyond the trained length M.
+
+    .. math:: \theta' = \theta \left( f \frac{L}{M} - (f - 1) \right)^{d / (d - 2)}
+
+    The slowest frequency is stretched by the factor in brackets, the fastest not at all.  A model
+    that follows this literally turns the keys of a growing sequence by changing angles; choose
+    one length per sequence (`seq_len`) for results that do not depend on how it was fed.
+
+    Examples
+    --------
+    >>> from nbflow_kernels import DynamicNtkRopeScaling
+    >>> scaling = DynamicNtkRopeScaling(factor=2.0, original_max_position=4096)
+    >>> scaling.frequencies(4, 1e4, 4096)[0], scaling.frequencies(4, 1e4, 8192)[0].round(5)
+    (array([1.  , 0.01]), array([1.     , 0.00333]))
+    """
+
+    factor: float
+    """f."""
+    original_max_position: int
+    """M, the length the model was trained for."""
+
+    def __post_init__(self) -> None:
+        _check_positive(factor=self.factor, original_max_position=self.original_max_position)
+
+    def frequencies(self, rotary_dim: int, theta: float, seq_len: int) -> Frequencies:
+        """Return the frequencies of the base for `seq_len`."""
+        if rotary_dim <= 2:
+            raise UsageError(f"dynamic scaling needs a rotary_dim above 2, got {rotary_dim}")
+        ratio = max(seq_len, self.original_max_position) / self.original_max_position
+        stretch = self.factor * ratio - (self.factor - 1.0)
+        return _plain(rotary_dim, theta * stretch ** (rotary_dim / (rotary_dim - 2))), 1.0
+
+
+def _mscale(factor: float, mscale: float) -> float:
+    """Return YaRN's factor for the temperature of attention."""
+    return 1.0 if factor <= 1.0 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnRopeScaling(RopeScaling):
+    r"""YaRN: slow frequencies divided, fast ones kept, a linear ramp between (arXiv:2309.00071).
+
+    Frequency j turns :math:`r_j = M \theta^{-2j/d} / 2 \pi` times over the trained length M.  Those
+    with more than `beta_fast` turns stay, those with fewer than `beta_slow` are divided by the
+    factor; in between the ramp is linear in j.  Cosines and sines are multiplied by the attention
+    factor, :math:`0.1 \ln f + 1` unless given.
+
+    Examples
+    --------
+    >>> from nbflow_kernels import YarnRopeScaling
+    >>> scaling = YarnRopeScaling(factor=4.0, original_max_position=4096)
+    >>> frequencies, attention_factor = scaling.frequencies(128, 1e4, 16384)
+    >>> frequencies[[0, 63]], round(attention_factor, 4)
+    (array([1.00000000e+00, 2.88695496e-05]), 1.1386)
+    """
+
+    factor: float
+    """f, how much longer the context becomes."""
+    original_max_position: int
+    """M, the length the model was trained for."""
+    beta_fast: float = 32.0
+    """Turns over M above which a frequency stays."""
+    beta_slow: float = 1.0
+    """Turns over M below which a frequency is divided."""
+    attention_factor: float | None = None
+    """Factor on cosines and sines; from the factor and the mscales unless given."""
+    mscale: float | None = None
+    """DeepSeek: the attention factor is the ratio of the terms for `mscale` and the next."""
+    mscale_all_dim: float | None = None
+    """DeepSeek: see `mscale`; the square of its term is `softmax_factor`."""
+    truncate: bool = True
+    """Whether the ends of the ramp are rounded outward to whole pairs (not in gpt-oss)."""
+
+    def __post_init__(self) -> None:
+        _check_positive(
+            factor=self.factor,
+            original_max_position=self.original_max_position,
+            beta_fast=self.beta_fast,
+            beta_slow=self.beta_slow,
+            attention_factor=self.attention_factor,
+        )
+
+    @property
+    def softmax_factor(self) -> float:
+        """Return the factor on the softmax scale in DeepSeek V2 and V3; 1 elsewhere."""
+        return _mscale(self.factor, self.mscale_all_dim) ** 2 if self.mscale_all_dim else 1.0
+
+    def frequencies(self, rotary_dim: int, theta: float, seq_len: int) -> Frequencies:
+        """Return the frequencies, blended, and the attention factor."""
+        if theta <= 1.0:
+            raise UsageError(f"YaRN scaling needs a theta above 1, got {theta}")
+        plain = _plain(rotary_dim, theta)
+        low, high = (self._pair(turns, rotary_dim, theta) for turns in self._betas)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rotary_dim - 1)
+        width = high - low if high != low else 0.001
+        ramp = np.clip((np.arange(rotary_dim // 2) - low) / width, 0.0, 1.0)
+        return plain / self.factor * ramp + plain * (1.0 - ramp), self._factor()
+
+    @property
+    def _betas(self) -> tuple[float, float]:
+        return self.beta_fast, self.beta_slow
+
+    def _pair(self, turns: float, rotary_dim: int, theta: float) -> float:
+        """Return the index, as a real number, of the pair that turns so often over M."""
+        wavelength = self.original_max_position / (turns * 2.0 * math.pi)
+        return rotary_dim * math.log(wavelength) / (2.0 * math.log(theta))
+
+    def _factor(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale and self.mscale_all_dim:
+            above = _mscale(self.factor, self.mscale)
+            return above / _mscale(self.factor, self.mscale_all_dim)
+        return _mscale(self.factor, 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Llama3RopeScaling(RopeScaling):
+    r"""Llama 3.1: long wavelengths divided by the factor, short ones kept, smooth between.
+
+    With M the trained length, wavelengths above M / `low_freq_factor` are divided, those below
+    M / `high_freq_factor` stay; between, with s linear in the number of turns over M,
+    the frequency is :math:`((1 - s) / f + s) \, \theta^{-2j/d}` (arXiv:2407.21783; Meta's code).
+
+    Examples
+    --------
+    >>> from nbflow_kernels import Llama3RopeScaling
+    >>> Llama3RopeScaling().frequencies(128, 5e5, 131072)[0][[0, 63]]
+    array([1.00000000e+00, 3.06892599e-07])
+    """
+
+    factor: float = 8.0
+    """f, the divisor of the long wavelengths."""
+    low_freq_factor: float = 1.0
+    """Turns over M below which a frequency is divided."""
+    high_freq_factor: float = 4.0
+    """Turns over M above which a frequency stays."""
+    original_max_position: int = 8192
+    """M, the length the model was trained for."""
+
+    def __post_init__(self) -> None:
+        _check_positive(
+            factor=self.factor,
+            low_freq_factor=self.low_freq_factor,
+            original_max_position=self.original_max_position,
+        )
+        if not self.high_freq_factor > self.low_freq_factor:
+            raise UsageError(
+                f"high_freq_factor must be above low_freq_factor {self.low_freq_factor}, "
+                f"got {self.high_freq_factor}"
+            )
+
+    def frequencies(self, rotary_dim: int, theta: float, seq_len: int) -> Frequencies:
+        """Return the frequencies, blended by the number of turns over M."""
+        plain = _plain(rotary_dim, theta)
+        turns = self.original_max_position * plain / (2.0 * math.pi)
+        span = self.high_freq_factor - self.low_freq_factor
+        smooth = np.clip((turns - self.low_freq_factor) / span, 0.0, 1.0)
+        return ((1.0 - smooth) / self.factor + smooth) * plain, 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class LongRopeScaling(RopeScaling):
+    r"""LongRoPE: a divisor for each frequency, found by search (arXiv:2402.13753; Phi-3).
+
+    Sequences up to the trained length M use `short_factor`, longer ones `long_factor`.  Cosines
+    and sines are multiplied by the attention factor, :math:`\sqrt{1 + \ln f / \ln M}` unless given.
+
+    Examples
+    --------
+    >>> from nbflow_kernels import LongRopeScaling
+    >>> scaling = LongRopeScaling(short_factor=(1.0, 1.0), long_factor=(1.0, 4.0),
+    ...                           original_max_position=4096, factor=32.0)
+    >>> scaling.frequencies(4, 1e4, 4096)[0], scaling.frequencies(4, 1e4, 4097)[0]
+    (array([1.  , 0.01]), array([1.    , 0.0025]))
+    """
+
+    short_factor: tuple[float, ...]
+    """Divisor of each frequency up to M positions."""
+    long_factor: tuple[float, ...]
+    """Divisor of each frequency beyond."""
+    original_max_position: int
+    """M, the length the model was trained for."""
+    factor: float = 1.0
+    """f, how much longer the context becomes: gives the attention factor."""
+    attention_factor: float | None = None
+    """Factor on cosines and sines, for short and long sequences alike."""
+
+    def __post_init__(self) -> None:
+        _check_positive(
+            factor=self.factor,
+            original_max_position=self.original_max_position,
+            attention_factor=self.attention_factor,
+            **{"least short_factor": min(self.short_factor, default=None)},
+            **{"least long_factor": min(self.long_factor, default=None)},
+        )
+
+    def frequencies(self, rotary_dim: int, theta: float, seq_len: int) -> Frequencies:
+        """Return the frequencies with the divisors for `seq_len`, and the attention factor."""
+        is_long = seq_len > self.original_max_position
+        name = "long_factor" if is_long else "short_factor"
+        divisors = np.array(self.long_factor if is_long else self.short_factor)
+        if len(divisors) != rotary_dim // 2:
+            raise UsageError(
+                f"{name} must have a number for each of the {rotary_dim // 2} frequencies, "
+                f"got {len(divisors)}"
+            )
+        return _plain(rotary_dim, theta) / divisors, self._factor()
+
+    def _factor(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.factor <= 1.0:
+            return 1.0
+        return math.sqrt(1.0 + math.log(self.factor) / math.log(self.original_max_position))
+
+
+def _same(*keys: str) -> dict[str, str]:
+    return {key: key for key in keys}
+
+
+_YARN_KEYS = _same(
+    "factor",
+    "beta_fast",
+    "beta_slow",
+    "attention_factor",
+    "mscale",
+    "mscale_all_dim",
+    "truncate",
+)
+_LONG_KEYS = _same("short_factor", "long_factor", "factor", "attention_factor")
+_TYPES: dict[str, tuple[type[RopeScaling], dict[str, str]]] = {
+    "linear": (LinearRopeScaling, _same("factor")),
+    "dynamic": (DynamicNtkRopeScaling, _same("factor")),
+    "yarn": (YarnRopeScaling, _YARN_KEYS),
+    "llama3": (Llama3RopeScaling, _same("factor", "low_freq_factor", "high_freq_factor")),
+    "longrope": (LongRopeScaling, _LONG_KEYS),
+    "su": (LongRopeScaling, _LONG_KEYS),
+}
+"""Name in a config.json to the class and the names of its keys."""

@@ -1,0 +1,77 @@
+"""Moving lanes between vectors of 16 float32, beside `nbflow_kernels.simd`.
+
+====================================  =========================================================
+`evens(a, b)` / `odds(a, b)`          lanes 0, 2, 4... (1, 3, 5...) of `a`, then of `b`
+`twice_low(v)` / `twice_high(v)`      lanes 0, 0, 1, 1 ... 7, 7 (8, 8 ... 15, 15)
+`swap_pairs(v)`                       lanes 1, 0, 3, 2 ... 15, 14
+`negate_evens(v)`                     lanes 0, 2, 4... with the other sign
+====================================  =========================================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import errors, extending
+
+from nbflow_kernels.simd import LANES, f32x16
+
+intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
+
+_I32 = ir.IntType(32)
+
+
+def _mask(lanes: list[int]) -> Any:
+    return ir.Constant(ir.VectorType(_I32, LANES), lanes)
+
+
+def _want(name: str, *vectors: Any) -> None:
+    if any(vector != f32x16 for vector in vectors):
+        raise errors.TypingError(f"shuffles.{name}: wanted float32 vectors, got {vectors}")
+
+
+def _make_shuffle1(name: str, lanes: list[int]) -> Any:
+    def shuffle(typing_context: Any, v: Any) -> Any:
+        _want(name, v)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.shuffle_vector(args[0], args[0], _mask(lanes))
+
+        return f32x16(v), codegen
+
+    shuffle.__name__ = name
+    return intrinsic(shuffle)
+
+
+def _make_shuffle2(name: str, lanes: list[int]) -> Any:
+    def shuffle(typing_context: Any, a: Any, b: Any) -> Any:
+        _want(name, a, b)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.shuffle_vector(args[0], args[1], _mask(lanes))
+
+        return f32x16(a, b), codegen
+
+    shuffle.__name__ = name
+    return intrinsic(shuffle)
+
+
+evens = _make_shuffle2("evens", list(range(0, 2 * LANES, 2)))
+odds = _make_shuffle2("odds", list(range(1, 2 * LANES, 2)))
+twice_low = _make_shuffle1("twice_low", [i // 2 for i in range(LANES)])
+twice_high = _make_shuffle1("twice_high", [LANES // 2 + i // 2 for i in range(LANES)])
+swap_pairs = _make_shuffle1("swap_pairs", [i ^ 1 for i in range(LANES)])
+
+
+@intrinsic
+def negate_evens(typing_context: Any, v: Any) -> Any:
+    """Return `v` with the sign of its even lanes turned."""
+    _want("negate_evens", v)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        integers = ir.VectorType(_I32, LANES)
+        signs = ir.Constant(integers, [0x80000000, 0] * (LANES // 2))
+        return builder.bitcast(builder.xor(builder.bitcast(args[0], integers), signs), f32x16.llvm)
+
+    return f32x16(v), codegen
