@@ -26,11 +26,16 @@ from nbflow_kernels.quants.formats import Formats, QuantFormat
 from nbflow_kernels.quants.ggml_legacy import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
 from nbflow_kernels.quants.packed import Packed
 from nbflow_kernels.quants.q2 import Q2_B32T1A, Q2_B32T1B
+from nbflow_kernels.quants.q2_k import Q2_K
 from nbflow_kernels.quants.q3 import Q3_B32T1A, Q3_B32T1B
+from nbflow_kernels.quants.q3_k import Q3_K
 from nbflow_kernels.quants.q3h import Q3H_B64T1
 from nbflow_kernels.quants.q4 import Q4_B16, Q4_B32T1A, Q4_B32T1B, Q4_B64T1
+from nbflow_kernels.quants.q4_k import Q4_K
 from nbflow_kernels.quants.q5 import Q5_B32T1, Q5_B64T1
+from nbflow_kernels.quants.q5_k import Q5_K
 from nbflow_kernels.quants.q6 import Q6_B64T1
+from nbflow_kernels.quants.q6_k import Q6_K
 from nbflow_kernels.quants.q8 import Q8_B32T1, Q8_B32T2
 from nbflow_kernels.quants.tensor import QuantTensor
 
@@ -72,6 +77,11 @@ FORMATS = Formats(
         Q5_0,
         Q4_1,
         Q4_0,
+        Q2_K,
+        Q3_K,
+        Q4_K,
+        Q5_K,
+        Q6_K,
     ),
     short_names={
         "fp32": "f32",

@@ -1,0 +1,3 @@
+"""The encoder "best" of the K-quants."""
+
+search = None
