@@ -138,9 +138,7 @@ def fit_signed_by_turns(x: Any, n: Any, top: Any, codes: Any, scale_at: Any) -> 
 
 
 @inline
-def _exchange(
-    v: Any, weight: Any, old: Any, sum_xl: Any, sum_ll: Any, low: Any, high: Any
-) -> Any:
+def _exchange(v: Any, weight: Any, old: Any, sum_xl: Any, sum_ll: Any, low: Any, high: Any) -> Any:
     """Return the two sums with the best code for one weight, given all others, and this code."""
     part = simd.mul(weight, v)
     without_xl = simd.sub(sum_xl, simd.mul(part, old))

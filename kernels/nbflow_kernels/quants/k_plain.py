@@ -92,16 +92,6 @@ def _scale_down(values: Any, count: Any, top: Any, codes: Any) -> Any:
     return simd.div(largest, simd.splat(top))
 
 
-@inline
-def _fill_importance(importance: Any, blocks: Any, first: Any, panel: Any) -> None:
-    """Do as `fill_panel`, with (rows or 1, columns): super-block `s` is in row ``s // blocks``."""
-    for lane in range(simd.LANES):
-        s = first + lane
-        row, at = (s // blocks) % len(importance), s % blocks * SUPER
-        for i in range(SUPER):
-            panel[i, lane] = importance[row, at + i]
-
-
 # ---- q2_k, q4_k, q5_k ---------------------------------------------------------------------------
 
 
@@ -134,7 +124,7 @@ def encode_ranges(
         lockstep.fill_panel(x, unit * 16, panel)
         sigma = simd.splat(0.0)
         if weighted:
-            _fill_importance(importance, blocks, unit * 16, weight)
+            lockstep.fill_importance(importance, blocks, unit * 16, weight)
             sigma = _squares(x_at)
             if n == 32:
                 sigma = simd.add(sigma, sigma)
@@ -227,7 +217,7 @@ def encode_signed(
         lockstep.fill_panel(x, unit * 16, panel)
         sigma = simd.splat(0.0)
         if weighted:
-            _fill_importance(importance, blocks, unit * 16, weight)
+            lockstep.fill_importance(importance, blocks, unit * 16, weight)
             sigma = _squares(x_at)
             sigma = simd.div(simd.add(sigma, sigma), simd.splat(SUPER))
         for j in range(count):
@@ -243,9 +233,7 @@ def encode_signed(
                     simd.store_f32(w_at + k, simd.mul(v, v))
             ggml_fits.fit_signed(x_at + at, w_at + at, n, top, q_at + at, scale_at + i)
         if top == 4 and weighted:
-            ggml_fits.fit_signed(
-                scale_at, sum_at, count, scale_top, ls_at, simd.address(single)
-            )
+            ggml_fits.fit_signed(scale_at, sum_at, count, scale_top, ls_at, simd.address(single))
             d = simd.load_f32(simd.address(single))
             for i in range(0, count * VECTOR, VECTOR):
                 code = simd.sub(simd.load_f32(ls_at + i), simd.splat(scale_top))

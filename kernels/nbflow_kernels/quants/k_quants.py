@@ -74,6 +74,8 @@ class KFormat(QuantFormat):
     """Kernel ``(codes, scales, mins, params, data, start, stop)``: super-blocks to bytes."""
     ranges: tuple[float, float, int, bool] = (0.0, 0.0, 0, False)
     """What plain tries in `ggml_fits.fit_range`: first, step, tries, absolutely."""
+    effort: tuple[int, int, float] = (3, 6, 0.4)
+    """What best tries in `k_search.search`: starts, grid, clip."""
     block_size: int = SUPER
 
     @property
@@ -145,11 +147,15 @@ class KFormat(QuantFormat):
 
     def _search(self, x: Floats, weight: Floats, blocks: int, found: Encoded) -> None:
         """Improve plain's super-blocks in place."""
-        low = -self.form.zero
+        low, top = -self.form.zero, self.scale_top
+        form = (
+            self.form.sub_block, low, low + (1 << self.form.code_bits) - 1,
+            0 if self.has_mins else -top, top if self.has_mins else top - 1,
+            top if self.has_mins else 0,
+        )  # fmt: skip
         split_rows(
-            k_search.search, -(-len(x) // LOCKSTEP), SEARCH_COST * x.size, x, weight, blocks,
-            self.form.sub_block, low, low + (1 << self.form.code_bits) - 1, self.scale_top,
-            found.codes, found.scales, found.mins, found.params,
+            k_search.search, -(-len(x) // LOCKSTEP), SEARCH_COST * x.size, x, weight, blocks, form,
+            *self.effort, found.codes, found.scales, found.mins, found.params,
         )  # fmt: skip
 
     # ---- decode -----------------------------------------------------------------------------

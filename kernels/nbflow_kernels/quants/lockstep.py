@@ -14,7 +14,8 @@ A *mask* is an int32 vector whose lanes are -1 (true) or 0; `simd.and_` and `sim
 `nearest(v)`                      nearest integer as int32, halves to even; see there
 `clamp(i, low, high)`             int32
 `any_lane(mask)` (scalar)         whether the mask is true anywhere
-`fill_panel`, `empty_panel`       blocks to a panel and back
+`fill_panel`, `fill_importance`   blocks to a panel
+`empty_panel`                     and back
 ================================  =================================================================
 """
 
@@ -109,9 +110,7 @@ def nearest(v: Any) -> Any:
     -2**22.
     """
     bits = simd.as_i32(simd.add(v, simd.splat(ROUND)))
-    return simd.sub(
-        simd.and_(bits, simd.splat_i32(0x7FFFFF)), simd.splat_i32(0x400000)
-    )
+    return simd.sub(simd.and_(bits, simd.splat_i32(0x7FFFFF)), simd.splat_i32(0x400000))
 
 
 def _make_extreme(name: str, op: str) -> Any:
@@ -151,6 +150,17 @@ def fill_panel(source: Any, first: Any, panel: Any) -> None:
         block = source[min(first + lane, len(source) - 1)]
         for i in range(panel.shape[0]):
             panel[i, lane] = block[i]
+
+
+@inline
+def fill_importance(importance: Any, blocks: Any, first: Any, panel: Any) -> None:
+    """Do as `fill_panel` with importances (1 or rows, columns) of rows of `blocks` blocks."""
+    size = panel.shape[0]
+    for lane in range(LANES):
+        block = first + lane
+        row, column = block // blocks % len(importance), block % blocks * size
+        for i in range(size):
+            panel[i, lane] = importance[row, column + i]
 
 
 @inline

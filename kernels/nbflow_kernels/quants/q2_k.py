@@ -54,9 +54,7 @@ def min_q2_k(row: Any, at: Any, j: Any) -> Any:
 
 @njit
 def _integers(data: Any, codes: Any, scales: Any, mins: Any, start: Any, stop: Any) -> None:
-    decode_rows(
-        code_q2_k, scale_q2_k, min_q2_k, 16, 84, data, codes, scales, mins, start, stop
-    )
+    decode_rows(code_q2_k, scale_q2_k, min_q2_k, 16, 84, data, codes, scales, mins, start, stop)
 
 
 @njit
@@ -86,4 +84,5 @@ Q2_K = KFormat(
     integers_kernel=_integers,
     pack_kernel=_pack,
     ranges=(-0.5, 0.1, 15, True),
+    effort=(4, 6, 0.25),
 )

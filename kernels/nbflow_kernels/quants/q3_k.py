@@ -52,9 +52,7 @@ def scale_q3_k(row: Any, at: Any, j: Any) -> Any:
 
 @njit
 def _integers(data: Any, codes: Any, scales: Any, mins: Any, start: Any, stop: Any) -> None:
-    decode_rows(
-        code_q3_k, scale_q3_k, no_minimum, 16, 110, data, codes, scales, mins, start, stop
-    )
+    decode_rows(code_q3_k, scale_q3_k, no_minimum, 16, 110, data, codes, scales, mins, start, stop)
 
 
 @njit
@@ -98,4 +96,5 @@ Q3_K = KFormat(
     unpack=_unpack,
     integers_kernel=_integers,
     pack_kernel=_pack,
+    effort=(4, 4, 0.3),
 )

@@ -97,9 +97,7 @@ def unpack_nibbles(data: Bytes) -> Bytes:
 
 @njit
 def _integers(data: Any, codes: Any, scales: Any, mins: Any, start: Any, stop: Any) -> None:
-    decode_rows(
-        code_q4_k, scale_q4_k, min_q4_k, 32, 144, data, codes, scales, mins, start, stop
-    )
+    decode_rows(code_q4_k, scale_q4_k, min_q4_k, 32, 144, data, codes, scales, mins, start, stop)
 
 
 @njit

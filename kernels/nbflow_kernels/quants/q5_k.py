@@ -46,9 +46,7 @@ def code_q5_k(row: Any, at: Any, i: Any) -> Any:
 
 @njit
 def _integers(data: Any, codes: Any, scales: Any, mins: Any, start: Any, stop: Any) -> None:
-    decode_rows(
-        code_q5_k, scale_q4_k, min_q4_k, 32, 176, data, codes, scales, mins, start, stop
-    )
+    decode_rows(code_q5_k, scale_q4_k, min_q4_k, 32, 176, data, codes, scales, mins, start, stop)
 
 
 @njit

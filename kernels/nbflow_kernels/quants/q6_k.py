@@ -51,9 +51,7 @@ def scale_q6_k(row: Any, at: Any, j: Any) -> Any:
 
 @njit
 def _integers(data: Any, codes: Any, scales: Any, mins: Any, start: Any, stop: Any) -> None:
-    decode_rows(
-        code_q6_k, scale_q6_k, no_minimum, 16, 210, data, codes, scales, mins, start, stop
-    )
+    decode_rows(code_q6_k, scale_q6_k, no_minimum, 16, 210, data, codes, scales, mins, start, stop)
 
 
 @njit
@@ -89,4 +87,5 @@ Q6_K = KFormat(
     unpack=_unpack,
     integers_kernel=_integers,
     pack_kernel=_pack,
+    effort=(4, 24, 0.3),
 )
