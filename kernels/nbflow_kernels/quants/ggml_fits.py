@@ -27,6 +27,7 @@ from nbflow_kernels.quants.lockstep import (
     differs,
     less,
     nearest,
+    sqrt,
 )
 
 TINY = 1e-15  # blocks whose largest magnitude is smaller count as zeros
@@ -49,6 +50,18 @@ def _largest(x: Any, n: Any) -> Any:
         magnitude = choose(more, absolute(v), magnitude)
         extreme = choose(more, v, extreme)
     return extreme, magnitude
+
+
+@inline
+def emphasize(x: Any, w: Any, n: Any, sigma: Any) -> Any:
+    """Multiply importances with sqrt(sigma + x x), in place; return their sum."""
+    total = simd.splat(0.0)
+    for i in range(0, n * VECTOR, VECTOR):
+        v = simd.load_f32(x + i)
+        weight = simd.mul(simd.load_f32(w + i), sqrt(simd.add(sigma, simd.mul(v, v))))
+        simd.store_f32(w + i, weight)
+        total = simd.add(total, weight)
+    return total
 
 
 # ---- codes around zero --------------------------------------------------------------------------

@@ -44,18 +44,6 @@ def _squares(x: Any) -> Any:
 
 
 @inline
-def _emphasize(x: Any, w: Any, n: Any, sigma: Any) -> Any:
-    """Multiply importances with sqrt(sigma + x x), in place; return their sum."""
-    total = simd.splat(0.0)
-    for i in range(0, n * VECTOR, VECTOR):
-        v = simd.load_f32(x + i)
-        weight = simd.mul(simd.load_f32(w + i), sqrt(simd.add(sigma, simd.mul(v, v))))
-        simd.store_f32(w + i, weight)
-        total = simd.add(total, weight)
-    return total
-
-
-@inline
 def _weigh_magnitudes(x: Any, w: Any, n: Any, with_mean: Any) -> None:
     """Write |x|, plus the root mean square of the sub-block, to `w`."""
     mean = simd.splat(0.0)
@@ -132,7 +120,7 @@ def encode_ranges(
         for j in range(count):
             at, i = j * n * VECTOR, j * VECTOR
             if weighted:
-                simd.store_f32(sum_at + i, _emphasize(x_at + at, w_at + at, n, sigma))
+                simd.store_f32(sum_at + i, ggml_fits.emphasize(x_at + at, w_at + at, n, sigma))
             else:
                 _weigh_magnitudes(x_at + at, w_at + at, n, n == 32)
             ggml_fits.fit_range(
@@ -226,7 +214,7 @@ def encode_signed(
                 ggml_fits.fit_signed_by_turns(x_at + at, n, top, q_at + at, scale_at + i)
                 continue
             if top == 4:
-                simd.store_f32(sum_at + i, _emphasize(x_at + at, w_at + at, n, sigma))
+                simd.store_f32(sum_at + i, ggml_fits.emphasize(x_at + at, w_at + at, n, sigma))
             elif not weighted:
                 for k in range(at, at + n * VECTOR, VECTOR):
                     v = simd.load_f32(x_at + k)

@@ -77,6 +77,16 @@ def _error(x: Any, w: Any, n: Any, low: Any, high: Any, step: Any, shift: Any) -
     return simd.add(one, two)
 
 
+@inline
+def _largest(values: Any, count: Any) -> Any:
+    """Return the value of largest magnitude."""
+    extreme = simd.splat(0.0)
+    for at in range(values, values + count * VECTOR, VECTOR):
+        v = simd.load_f32(at)
+        extreme = choose(less(absolute(extreme), absolute(v)), v, extreme)
+    return extreme
+
+
 # ---- targets of the sub-blocks ------------------------------------------------------------------
 
 
@@ -171,9 +181,7 @@ def _target_signed(
     x: Any, w: Any, n: Any, low: Any, high: Any, grid: Any, clip: Any, step_at: Any
 ) -> None:
     """Write the step, of either sign, of the best x = step * code found."""
-    sum_w, mean, smallest, largest = _mean(x, w, n)
-    negative = less(largest, simd.sub(simd.splat(0.0), smallest))
-    extreme = choose(negative, smallest, largest)
+    extreme = _largest(x, n)
     best_gain, best_step = simd.splat(-HUGE), simd.splat(0.0)
     for i in range(2 * grid):
         k = i >> 1
@@ -268,16 +276,6 @@ def _away_from_zero(v: Any, factor: Any) -> Any:
     signed = choose(less(v, simd.splat(0.0)), simd.mul(smallest, simd.splat(-1.0)), smallest)
     small = simd.and_(less(absolute(v), smallest), differs(v, simd.splat(0.0)))
     return choose(small, signed, v)
-
-
-@inline
-def _largest(values: Any, count: Any) -> Any:
-    """Return the value of largest magnitude."""
-    extreme = simd.splat(0.0)
-    for at in range(values, values + count * VECTOR, VECTOR):
-        v = simd.load_f32(at)
-        extreme = choose(less(absolute(extreme), absolute(v)), v, extreme)
-    return extreme
 
 
 @strict_njit
