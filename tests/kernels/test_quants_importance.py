@@ -14,7 +14,7 @@ BLOCKS = [name for name in FORMATS if name not in FLOATS]
 GGML = [n for n in BLOCKS if n.endswith("_k") or n in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")]
 COLUMNS = 600  # no multiple of 256: the last block is padded
 
-X = bell(1, (8, COLUMNS))
+X = bell(1, (8, COLUMNS)) / np.float32(4)  # q4_b16 reaches from -1 to 1.55
 # a tenth of the columns matters a hundred times as much
 SOME = np.where(np.arange(COLUMNS) % 10 == 3, np.float32(100), np.float32(1))
 
@@ -29,9 +29,8 @@ def errors(name: str, counts: np.ndarray, **options) -> np.ndarray:
 @pytest.mark.parametrize("name", BLOCKS)
 def test_important_columns_lose_less(name):
     without, weighted = errors(name, SOME), errors(name, SOME, importance=SOME)
-    # 10 % of the weights have 92 % of the importance; 8 bits leave the least to choose (measured:
-    # 3 % of the error for q8_b32t2 to 50 % for q2_k)
-    assert weighted.sum() < 0.99 * without.sum()
+    # 10 % of the weights have 92 % of the importance (measured: 0.18 for q2_k to 0.65 for q8)
+    assert weighted.sum() < 0.7 * without.sum()
 
 
 @pytest.mark.parametrize("name", GGML)
@@ -59,20 +58,17 @@ def test_one_row_for_all_is_the_same_as_each_row_its_own(name):
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_only_ratios_matter_to_best(name):
-    # powers of two: nothing is rounded differently
     data = quantize(X, name, importance=SOME).data
-    for factor in (2.0**-90, 2.0**60):
-        # plain's candidates are found with squares of these, which must stay float32 numbers
-        if name in GGML and factor > 1:
-            factor = 2.0**20
+    # Powers of two: nothing is rounded differently.  Plain, where GGML's best starts, multiplies up
+    # to four importances, which must stay float32 numbers.
+    for factor in (2.0**-16, 2.0**16) if name in GGML else (2.0**-90, 2.0**90):
         scaled = quantize(X, name, importance=SOME * np.float32(factor))
-        same = np.mean(scaled.data == data)
-        assert same == 1
+        assert np.array_equal(scaled.data, data)
 
 
 @pytest.mark.parametrize("name", BLOCKS)
 def test_columns_without_importance_are_free(name):
-    # only two columns of each block count: they can be exact but for the stored parameters
+    # two columns of each block of 16 count, or four of 32: few enough to be hit well
     importance = np.zeros(COLUMNS, np.float32)
     importance[::8] = 1
     free, bound = errors(name, importance, importance=importance), errors(name, importance)
