@@ -41,7 +41,7 @@ def _code(product: Any, low: Any, high: Any) -> Any:
 
 
 @inline
-def _largest(x: Any, n: Any) -> Any:
+def largest(x: Any, n: Any) -> Any:
     """Return the first value of largest magnitude, and the magnitude."""
     extreme = magnitude = simd.splat(0.0)
     for at in range(x, x + n * VECTOR, VECTOR):
@@ -86,7 +86,7 @@ def fit_signed(x: Any, w: Any, n: Any, top: Any, codes: Any, scale_at: Any) -> N
     Writes the scale to `scale_at`.  The codes of a block of zeros are 0, and so is its scale.
     """
     zero = simd.splat(0.0)
-    extreme, magnitude = _largest(x, n)
+    extreme, magnitude = largest(x, n)
     inverse = simd.div(simd.splat(-top), extreme)
     sum_xl, sum_ll = _projection(x, w, n, top, inverse)
     scale = choose(differs(sum_ll, zero), simd.div(sum_xl, sum_ll), zero)
@@ -114,7 +114,7 @@ def fit_signed(x: Any, w: Any, n: Any, top: Any, codes: Any, scale_at: Any) -> N
 def fit_signed_by_turns(x: Any, n: Any, top: Any, codes: Any, scale_at: Any) -> None:
     """Do as `fit_signed` with w = x * x, but change one code at a time while that gains."""
     zero = simd.splat(0.0)
-    extreme, magnitude = _largest(x, n)
+    extreme, magnitude = largest(x, n)
     inverse = simd.div(simd.splat(-top), extreme)
     sum_xl = sum_ll = zero
     for i in range(0, n * VECTOR, VECTOR):

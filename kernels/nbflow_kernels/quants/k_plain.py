@@ -32,15 +32,23 @@ from nbflow_kernels.quants.lockstep import (
 
 SUPER = 256  # weights of a super-block
 
+# the scratch memory of a call, in bytes: panels of the super-block, of its sub-blocks, and vectors
+X, W, CODES = 0, SUPER * VECTOR, 2 * SUPER * VECTOR
+SCALES, MINS, SUMS, SCALE_CODES, MIN_CODES = (
+    3 * SUPER * VECTOR + k * 16 * VECTOR for k in range(5)
+)
+D, DMIN, BITS, BITS_MIN = (3 * SUPER * VECTOR + (5 * 16 + k) * VECTOR for k in range(4))
+VECTORS = 3 * SUPER + 5 * 16 + 4
+
 
 @inline
-def _squares(x: Any) -> Any:
-    """Return the sum of squares of each super-block of the panel at `x`."""
+def _mean_square(x: Any, times: Any) -> Any:
+    """Return the mean square of each super-block of the panel at `x`, `times` 1 or 2."""
     total = simd.splat(0.0)
     for at in range(x, x + SUPER * VECTOR, VECTOR):
         v = simd.load_f32(at)
         total = simd.add(total, simd.mul(v, v))
-    return total
+    return simd.div(simd.mul(simd.splat(times), total), simd.splat(SUPER))
 
 
 @inline
@@ -54,13 +62,6 @@ def _weigh_magnitudes(x: Any, w: Any, n: Any, with_mean: Any) -> None:
         mean = sqrt(simd.div(mean, simd.splat(n)))
     for i in range(0, n * VECTOR, VECTOR):
         simd.store_f32(w + i, simd.add(mean, absolute(simd.load_f32(x + i))))
-
-
-@inline
-def _half(v: Any, at: Any) -> Any:
-    """Return the vector as float16 holds it; its bits are left at `at`."""
-    lanes.store_f16(at, v)
-    return simd.load_f16(at)
 
 
 @inline
@@ -80,165 +81,176 @@ def _scale_down(values: Any, count: Any, top: Any, codes: Any) -> Any:
     return simd.div(largest, simd.splat(top))
 
 
+@inline
+def _read(x: Any, importance: Any, blocks: Any, first: Any, scratch: Any) -> None:
+    """Fill the panels with 16 super-blocks."""
+    lockstep.fill_panel(x, first, scratch[:SUPER])
+    if len(importance):
+        lockstep.fill_importance(importance, blocks, first, scratch[SUPER : 2 * SUPER])
+
+
+@inline
+def _choose_codes(at: Any, n: Any, low: Any, high: Any, with_mins: Any) -> None:
+    """Round d and dmin to float16 and choose the nearest codes, where the scale is not 0."""
+    lanes.store_f16(at + BITS, simd.load_f32(at + D))
+    lanes.store_f16(at + BITS_MIN, simd.load_f32(at + DMIN))
+    d, dmin = simd.load_f16(at + BITS), simd.load_f16(at + BITS_MIN)
+    for j in range(SUPER // n):
+        step = simd.mul(d, simd.load_f32(at + SCALE_CODES + j * VECTOR))
+        shift = simd.splat(0.0)
+        if with_mins:
+            shift = simd.mul(dmin, simd.load_f32(at + MIN_CODES + j * VECTOR))
+        some = differs(step, simd.splat(0.0))
+        for i in range(at + j * n * VECTOR, at + (j + 1) * n * VECTOR, VECTOR):
+            steps = nearest(simd.div(simd.add(simd.load_f32(X + i), shift), step))
+            code = simd.to_f32(simd.sub(clamp(steps, low, high), simd.splat_i32(low)))
+            simd.store_f32(CODES + i, choose(some, code, simd.load_f32(CODES + i)))
+
+
+@inline
+def _write(scratch: Any, first: Any, count: Any, codes: Any, scales: Any, params: Any) -> None:
+    """Write the results of 16 super-blocks, without the minima."""
+    lockstep.empty_panel(scratch[2 * SUPER : 3 * SUPER], first, codes)
+    row = SCALE_CODES // VECTOR
+    lockstep.empty_panel(scratch[row : row + count], first, scales)
+    d, dmin = scratch[BITS // VECTOR].view(np.uint16), scratch[BITS_MIN // VECTOR].view(np.uint16)
+    for lane in range(min(16, len(codes) - first)):
+        params[first + lane, 0], params[first + lane, 1] = d[lane], dmin[lane]
+
+
 # ---- q2_k, q4_k, q5_k ---------------------------------------------------------------------------
 
 
 @strict_njit
+def _fit_ranges(at: Any, recipe: Any, weighted: Any) -> None:
+    """Fit all sub-blocks, and quantize their scales and minima."""
+    n, top, scale_top, first, step, tries, absolutely = recipe
+    count = SUPER // n
+    sigma = simd.splat(0.0)
+    if weighted:
+        sigma = _mean_square(at + X, n // 16)
+    for j in range(count):
+        x, w = at + X + j * n * VECTOR, at + W + j * n * VECTOR
+        if weighted:
+            simd.store_f32(at + SUMS + j * VECTOR, ggml_fits.emphasize(x, w, n, sigma))
+        else:
+            _weigh_magnitudes(x, w, n, n == 32)
+        ggml_fits.fit_range(
+            x, w, n, top, first, step, tries, absolutely, at + CODES + j * n * VECTOR,
+            at + SCALES + j * VECTOR, at + MINS + j * VECTOR,
+        )  # fmt: skip
+    if weighted:
+        sums = at + SUMS
+        ggml_fits.fit_positive(at + SCALES, sums, count, scale_top, at + SCALE_CODES, at + D)
+        ggml_fits.fit_positive(at + MINS, sums, count, scale_top, at + MIN_CODES, at + DMIN)
+    else:
+        simd.store_f32(at + D, _scale_down(at + SCALES, count, scale_top, at + SCALE_CODES))
+        simd.store_f32(at + DMIN, _scale_down(at + MINS, count, scale_top, at + MIN_CODES))
+
+
+@strict_njit
 def encode_ranges(
-    x: Any, importance: Any, blocks: Any, n: Any, top: Any, scale_top: Any, first: Any, step: Any,
-    tries: Any, absolutely: Any, codes: Any, scales: Any, mins: Any, params: Any, start: Any,
-    stop: Any,
+    x: Any, importance: Any, blocks: Any, recipe: Any, codes: Any, scales: Any, mins: Any,
+    params: Any, start: Any, stop: Any,
 ) -> None:  # fmt: skip
     """Encode units [start, stop) of 16 super-blocks of `x` (super-blocks, 256).
 
-    Sub-blocks have `n` weights with codes 0 .. `top`, scales and minima 0 .. `scale_top`; `first`,
-    `step`, `tries` and `absolutely` are `fit_range`'s.  `importance` (0, 1 or rows; columns) are
-    rows of `blocks` super-blocks.  Results: `codes` uint8 (super-blocks, 256), `scales` int16 and
-    `mins` uint8 (super-blocks, 256 / n), `params` uint16 (super-blocks, 2): d and dmin.
+    `recipe` is (n, top, scale_top, first, step, tries, absolutely): weights of a sub-block, their
+    largest code, the largest scale and minimum, and what `fit_range` is told.  `importance` (0, 1
+    or rows; columns) has rows of `blocks` super-blocks.  Results: `codes` uint8 (super-blocks,
+    256), `scales` int16 and `mins` uint8 (super-blocks, 256 / n), `params` uint16 (super-blocks,
+    2): the bits of d and dmin.
     """
-    panel, weight = np.empty((SUPER, 16), np.float32), np.empty((SUPER, 16), np.float32)
-    code_panel = np.empty((SUPER, 16), np.float32)
-    count = SUPER // n
-    fits = np.empty((5, count, 16), np.float32)  # scale, minimum, their codes, sum of weights
-    pair, halves = np.empty((2, 16), np.float32), np.empty((2, 16), np.uint16)
-    x_at, w_at, q_at = simd.address(panel), simd.address(weight), simd.address(code_panel)
-    scale_at, min_at, sum_at, ls_at, lm_at = (
-        simd.address(fits[0]), simd.address(fits[1]), simd.address(fits[4]),
-        simd.address(fits[2]), simd.address(fits[3]),
-    )  # fmt: skip
-    d_at, m_at = simd.address(halves[0]), simd.address(halves[1])
-    weighted = len(importance) > 0
+    scratch = np.zeros((VECTORS, 16), np.float32)
+    at, n, top = simd.address(scratch), recipe[0], recipe[1]
+    count, row = SUPER // n, MIN_CODES // VECTOR
     for unit in range(start, stop):
-        lockstep.fill_panel(x, unit * 16, panel)
-        sigma = simd.splat(0.0)
-        if weighted:
-            lockstep.fill_importance(importance, blocks, unit * 16, weight)
-            sigma = _squares(x_at)
-            if n == 32:
-                sigma = simd.add(sigma, sigma)
-            sigma = simd.div(sigma, simd.splat(SUPER))
-        for j in range(count):
-            at, i = j * n * VECTOR, j * VECTOR
-            if weighted:
-                simd.store_f32(sum_at + i, ggml_fits.emphasize(x_at + at, w_at + at, n, sigma))
-            else:
-                _weigh_magnitudes(x_at + at, w_at + at, n, n == 32)
-            ggml_fits.fit_range(
-                x_at + at, w_at + at, n, top, first, step, tries, absolutely, q_at + at,
-                scale_at + i, min_at + i,
-            )  # fmt: skip
-        if weighted:
-            pair_at = simd.address(pair)
-            ggml_fits.fit_positive(scale_at, sum_at, count, scale_top, ls_at, pair_at)
-            ggml_fits.fit_positive(min_at, sum_at, count, scale_top, lm_at, pair_at + VECTOR)
-            d, dmin = simd.load_f32(pair_at), simd.load_f32(pair_at + VECTOR)
-        else:
-            d = _scale_down(scale_at, count, scale_top, ls_at)
-            dmin = _scale_down(min_at, count, scale_top, lm_at)
-        d, dmin = _half(d, d_at), _half(dmin, m_at)
-        for j in range(count):
-            _choose_codes(
-                x_at + j * n * VECTOR, q_at + j * n * VECTOR, n, 0, top,
-                simd.mul(d, simd.load_f32(ls_at + j * VECTOR)),
-                simd.mul(dmin, simd.load_f32(lm_at + j * VECTOR)),
-            )  # fmt: skip
-        lockstep.empty_panel(code_panel, unit * 16, codes)
-        lockstep.empty_panel(fits[2], unit * 16, scales)
-        lockstep.empty_panel(fits[3], unit * 16, mins)
-        lockstep.empty_panel(halves, unit * 16, params)
-
-
-@inline
-def _choose_codes(x: Any, q: Any, n: Any, low: Any, top: Any, d: Any, m: Any) -> None:
-    """Write code - low for the nearest codes low .. top of (x + m) / d, where d is not 0."""
-    some = differs(d, simd.splat(0.0))
-    for i in range(0, n * VECTOR, VECTOR):
-        steps = nearest(simd.div(simd.add(simd.load_f32(x + i), m), d))
-        code = simd.sub(clamp(steps, low, top), simd.splat_i32(low))
-        simd.store_f32(q + i, choose(some, simd.to_f32(code), simd.load_f32(q + i)))
+        _read(x, importance, blocks, 16 * unit, scratch)
+        _fit_ranges(at, recipe, len(importance) > 0)
+        _choose_codes(at, n, 0, top, True)
+        _write(scratch, 16 * unit, count, codes, scales, params)
+        lockstep.empty_panel(scratch[row : row + count], 16 * unit, mins)
 
 
 # ---- q3_k, q6_k ---------------------------------------------------------------------------------
 
+SIGNED = 16  # weights of a sub-block, and sub-blocks of a super-block
+
+
+@strict_njit
+def _fit_q3_k(at: Any, weighted: Any) -> None:
+    """Fit all sub-blocks with codes -4 .. 3, and quantize their scales."""
+    sigma = simd.splat(0.0)
+    if weighted:
+        sigma = _mean_square(at + X, 2)
+    for j in range(SIGNED):
+        i = j * SIGNED * VECTOR
+        x, w, codes, scale = at + X + i, at + W + i, at + CODES + i, at + SCALES + j * VECTOR
+        if weighted:
+            simd.store_f32(at + SUMS + j * VECTOR, ggml_fits.emphasize(x, w, SIGNED, sigma))
+            ggml_fits.fit_signed(x, w, SIGNED, 4, codes, scale)
+        else:
+            ggml_fits.fit_signed_by_turns(x, SIGNED, 4, codes, scale)
+    if weighted:
+        ggml_fits.fit_signed(at + SCALES, at + SUMS, SIGNED, 32, at + SCALE_CODES, at + D)
+        for i in range(at + SCALE_CODES, at + SCALE_CODES + SIGNED * VECTOR, VECTOR):
+            simd.store_f32(i, simd.sub(simd.load_f32(i), simd.splat(32)))
+    else:
+        # a field of zeros, where there is no scale, means -32
+        _scale_down_signed(at, 32, 1e-45, -32)
+
+
+@strict_njit
+def _fit_q6_k(at: Any, weighted: Any) -> None:
+    """Fit all sub-blocks with codes -32 .. 31, and quantize their scales."""
+    for j in range(SIGNED):
+        i = j * SIGNED * VECTOR
+        x, w = at + X + i, at + W + i
+        if not weighted:
+            for k in range(0, SIGNED * VECTOR, VECTOR):
+                v = simd.load_f32(x + k)
+                simd.store_f32(w + k, simd.mul(v, v))
+        ggml_fits.fit_signed(x, w, SIGNED, 32, at + CODES + i, at + SCALES + j * VECTOR)
+    nothing = _scale_down_signed(at, 128, ggml_fits.TINY, 0)
+    for i in range(at + CODES, at + CODES + SUPER * VECTOR, VECTOR):  # all bytes are zero there
+        simd.store_f32(i, choose(nothing, simd.splat(0.0), simd.load_f32(i)))
+
 
 @inline
-def _scale_down_signed(values: Any, count: Any, low: Any, codes: Any) -> Any:
-    """Write round(value * low / extreme) to `codes`; return extreme / low and where it is 0."""
+def _scale_down_signed(at: Any, top: Any, tiny: Any, none: Any) -> Any:
+    """Quantize the scales so that the extreme one is -top.
+
+    Returns the mask of the super-blocks without a scale of at least `tiny`: their d is 0 and their
+    scales are `none`.
+    """
     zero = simd.splat(0.0)
-    extreme = magnitude = zero
-    for i in range(0, count * VECTOR, VECTOR):
-        v = simd.load_f32(values + i)
-        more = less(magnitude, absolute(v))
-        magnitude = choose(more, absolute(v), magnitude)
-        extreme = choose(more, v, extreme)
-    nothing = less(magnitude, simd.splat(ggml_fits.TINY if low == -128 else 1e-45))
-    inverse = simd.div(simd.splat(low), extreme)
-    for i in range(0, count * VECTOR, VECTOR):
-        code = clamp(nearest(simd.mul(inverse, simd.load_f32(values + i))), low, -low - 1)
-        # without any scale, q3_k's field of zeros means -32 and q6_k's 0
-        none = simd.splat_i32(0 if low == -128 else low)
-        simd.store_f32(codes + i, simd.to_f32(choose(nothing, none, code)))
-    return choose(nothing, zero, simd.div(simd.splat(1.0), inverse)), nothing
+    extreme, magnitude = ggml_fits.largest(at + SCALES, SIGNED)
+    nothing = less(magnitude, simd.splat(tiny))
+    inverse = simd.div(simd.splat(-top), extreme)
+    for i in range(at, at + SIGNED * VECTOR, VECTOR):
+        code = clamp(nearest(simd.mul(inverse, simd.load_f32(SCALES + i))), -top, top - 1)
+        code = choose(nothing, simd.splat_i32(none), code)
+        simd.store_f32(SCALE_CODES + i, simd.to_f32(code))
+    simd.store_f32(at + D, choose(nothing, zero, simd.div(simd.splat(1.0), inverse)))
+    return nothing
 
 
 @strict_njit
 def encode_signed(
-    x: Any, importance: Any, blocks: Any, top: Any, scale_top: Any, codes: Any, scales: Any,
-    params: Any, start: Any, stop: Any,
+    x: Any, importance: Any, blocks: Any, top: Any, codes: Any, scales: Any, params: Any,
+    start: Any, stop: Any,
 ) -> None:  # fmt: skip
     """Encode units [start, stop) of 16 super-blocks, codes -top .. top - 1 (stored plus top).
 
-    Sub-blocks have 16 weights; scales are -scale_top .. scale_top - 1.  See `encode_ranges`.
+    `top` is 4 for q3_k and 32 for q6_k; the rest is as for `encode_ranges`.
     """
-    n, count = 16, 16
-    panel, weight = np.empty((SUPER, 16), np.float32), np.empty((SUPER, 16), np.float32)
-    code_panel = np.empty((SUPER, 16), np.float32)
-    fits = np.empty((3, count, 16), np.float32)  # scale, its code, sum of weights
-    single, halves = np.empty(16, np.float32), np.zeros((2, 16), np.uint16)
-    x_at, w_at, q_at = simd.address(panel), simd.address(weight), simd.address(code_panel)
-    scale_at, ls_at, sum_at = (
-        simd.address(fits[0]), simd.address(fits[1]), simd.address(fits[2])
-    )  # fmt: skip
-    d_at = simd.address(halves)
-    weighted = len(importance) > 0
+    scratch = np.zeros((VECTORS, 16), np.float32)
+    at = simd.address(scratch)
     for unit in range(start, stop):
-        lockstep.fill_panel(x, unit * 16, panel)
-        sigma = simd.splat(0.0)
-        if weighted:
-            lockstep.fill_importance(importance, blocks, unit * 16, weight)
-            sigma = _squares(x_at)
-            sigma = simd.div(simd.add(sigma, sigma), simd.splat(SUPER))
-        for j in range(count):
-            at, i = j * n * VECTOR, j * VECTOR
-            if top == 4 and not weighted:
-                ggml_fits.fit_signed_by_turns(x_at + at, n, top, q_at + at, scale_at + i)
-                continue
-            if top == 4:
-                simd.store_f32(sum_at + i, ggml_fits.emphasize(x_at + at, w_at + at, n, sigma))
-            elif not weighted:
-                for k in range(at, at + n * VECTOR, VECTOR):
-                    v = simd.load_f32(x_at + k)
-                    simd.store_f32(w_at + k, simd.mul(v, v))
-            ggml_fits.fit_signed(x_at + at, w_at + at, n, top, q_at + at, scale_at + i)
-        if top == 4 and weighted:
-            ggml_fits.fit_signed(scale_at, sum_at, count, scale_top, ls_at, simd.address(single))
-            d = simd.load_f32(simd.address(single))
-            for i in range(0, count * VECTOR, VECTOR):
-                code = simd.sub(simd.load_f32(ls_at + i), simd.splat(scale_top))
-                simd.store_f32(ls_at + i, code)
-            nothing = less(simd.splat(0.0), simd.splat(0.0))
+        _read(x, importance, blocks, 16 * unit, scratch)
+        if top == 4:
+            _fit_q3_k(at, len(importance) > 0)
         else:
-            d, nothing = _scale_down_signed(scale_at, count, -scale_top, ls_at)
-        d = _half(d, d_at)
-        for j in range(count):
-            q = q_at + j * n * VECTOR
-            _choose_codes(
-                x_at + j * n * VECTOR, q, n, -top, top - 1,
-                simd.mul(d, simd.load_f32(ls_at + j * VECTOR)), simd.splat(0.0),
-            )  # fmt: skip
-            if top == 32:  # a block of zeros is all zero bytes
-                for i in range(0, n * VECTOR, VECTOR):
-                    simd.store_f32(q + i, choose(nothing, simd.splat(0.0), simd.load_f32(q + i)))
-        lockstep.empty_panel(code_panel, unit * 16, codes)
-        lockstep.empty_panel(fits[1], unit * 16, scales)
-        lockstep.empty_panel(halves, unit * 16, params)
+            _fit_q6_k(at, len(importance) > 0)
+        _choose_codes(at, SIGNED, -top, top - 1, False)
+        _write(scratch, 16 * unit, SIGNED, codes, scales, params)

@@ -130,18 +130,16 @@ class KFormat(QuantFormat):
         )
         units, work = -(-n // LOCKSTEP), FIT_COST * x.size
         if self.has_mins:
-            first, step, tries, absolutely = self.ranges
-            if len(importance):
-                first, step, tries, absolutely = -0.9, 0.05, 36, False
+            tried = self.ranges if len(importance) == 0 else (-0.9, 0.05, 36, False)
+            recipe = (self.form.sub_block, (1 << self.form.code_bits) - 1, self.scale_top, *tried)
             split_rows(
-                k_plain.encode_ranges, units, work, x, importance, blocks, self.form.sub_block,
-                (1 << self.form.code_bits) - 1, self.scale_top, first, step, tries, absolutely,
-                found.codes, found.scales, found.mins, found.params,
+                k_plain.encode_ranges, units, work, x, importance, blocks, recipe, found.codes,
+                found.scales, found.mins, found.params,
             )  # fmt: skip
         else:
             split_rows(
                 k_plain.encode_signed, units, work, x, importance, blocks, self.form.zero,
-                self.scale_top, found.codes, found.scales, found.params,
+                found.codes, found.scales, found.params,
             )  # fmt: skip
         return found
 
