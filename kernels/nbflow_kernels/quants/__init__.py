@@ -26,11 +26,16 @@ from nbflow_kernels.quants.formats import Formats, QuantFormat
 from nbflow_kernels.quants.ggml_legacy import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
 from nbflow_kernels.quants.packed import Packed
 from nbflow_kernels.quants.q2 import Q2_B32T1A, Q2_B32T1B
+from nbflow_kernels.quants.q2_k import Q2_K
 from nbflow_kernels.quants.q3 import Q3_B32T1A, Q3_B32T1B
+from nbflow_kernels.quants.q3_k import Q3_K
 from nbflow_kernels.quants.q3h import Q3H_B64T1
 from nbflow_kernels.quants.q4 import Q4_B16, Q4_B32T1A, Q4_B32T1B, Q4_B64T1
+from nbflow_kernels.quants.q4_k import Q4_K
 from nbflow_kernels.quants.q5 import Q5_B32T1, Q5_B64T1
+from nbflow_kernels.quants.q5_k import Q5_K
 from nbflow_kernels.quants.q6 import Q6_B64T1
+from nbflow_kernels.quants.q6_k import Q6_K
 from nbflow_kernels.quants.q8 import Q8_B32T1, Q8_B32T2
 from nbflow_kernels.quants.tensor import QuantTensor
 
@@ -72,6 +77,11 @@ FORMATS = Formats(
         Q5_0,
         Q4_1,
         Q4_0,
+        Q2_K,
+        Q3_K,
+        Q4_K,
+        Q5_K,
+        Q6_K,
     ),
     short_names={
         "fp32": "f32",
@@ -91,7 +101,13 @@ FORMATS = Formats(
 """All weight formats, by name: the explicit list, and the short names."""
 
 
-def quantize(x: ArrayLike, format: str | QuantFormat, *, encoder: str = "best") -> QuantTensor:
+def quantize(
+    x: ArrayLike,
+    format: str | QuantFormat,
+    *,
+    encoder: str = "best",
+    importance: ArrayLike | None = None,
+) -> QuantTensor:
     """Store weights in a format.
 
     Parameters
@@ -104,6 +120,12 @@ def quantize(x: ArrayLike, format: str | QuantFormat, *, encoder: str = "best") 
         "plain" is the published encoder, bit for bit.  "best" searches for the base and scale of
         each block that lose least; the same decoder reads both, and no block's error is larger.
         For the float formats there is no difference: they round to the nearest.
+    importance : array of float32, float16 or float64, shape (K,) or that of `x`, optional
+        How much the squared error of each column, or of each weight, counts: finite, >= 0.  The
+        usual choice is the mean square of the activations that a column is multiplied with (an
+        "importance matrix").  "best" minimizes the weighted error.  "plain" is GGML's encoder for
+        importances, which weighs larger weights up as well; for ``q8_0`` that is the encoder
+        without.  Rounding to a float format is the best for any importance.
 
     Returns
     -------
@@ -115,8 +137,9 @@ def quantize(x: ArrayLike, format: str | QuantFormat, *, encoder: str = "best") 
     TypeError
         If `x` is not an array of one of the three types.
     UsageError
-        If a value is NaN or infinite, the format or encoder is unknown, or a value does not fit a
-        float format.
+        If a value is NaN or infinite, the format or encoder is unknown, a value does not fit a
+        float format, `importance` has another shape or a value that is negative or not finite, or
+        "plain" is asked to use importances for a format of Inferflow, whose encoders know none.
 
     Examples
     --------
@@ -125,6 +148,11 @@ def quantize(x: ArrayLike, format: str | QuantFormat, *, encoder: str = "best") 
     >>> x = np.random.default_rng(0).normal(size=(64, 256)).astype(np.float32)
     >>> best, plain = (nk.dequantize(nk.quantize(x, "q4", encoder=e)) for e in ("best", "plain"))
     >>> bool(np.square(best - x).mean() < np.square(plain - x).mean())
+    True
+    >>> weight = np.where(np.arange(256) < 16, 100, 1)  # the first columns matter most
+    >>> weighted = nk.dequantize(nk.quantize(x, "q4_k", importance=weight.astype(np.float32)))
+    >>> best = nk.dequantize(nk.quantize(x, "q4_k"))
+    >>> bool(np.square(weighted - x)[:, :16].mean() < np.square(best - x)[:, :16].mean())
     True
     """
     if is_cuda(x):
@@ -143,7 +171,10 @@ def quantize(x: ArrayLike, format: str | QuantFormat, *, encoder: str = "best") 
     pad = chosen.row_blocks(n_columns) * chosen.block_size - n_columns
     if pad:
         rows = np.pad(rows, ((0, 0), (0, pad)), mode="edge")
-    data = chosen.quantize_rows(np.ascontiguousarray(rows), n_columns, encoder)
+    weight = None if importance is None else _importance(importance, array.shape)
+    if weight is not None and pad:
+        weight = np.pad(weight, ((0, 0), (0, pad)))
+    data = chosen.quantize_rows(np.ascontiguousarray(rows), n_columns, encoder, weight)
     return QuantTensor(chosen, array.shape, data)
 
 
@@ -159,6 +190,29 @@ def _finite_float32(array: NDArray[Any]) -> NDArray[np.float32]:
         f"x must be finite in float32, got {array[where]} at {list(where)} "
         f"({finite.size - int(finite.sum())} such values); repair the checkpoint"
     )
+
+
+def _importance(importance: ArrayLike, shape: tuple[int, ...]) -> NDArray[np.float32]:
+    """Return the importances as float32 (1 or rows, K), or raise."""
+    array = np.asarray(importance)
+    if array.dtype.type not in (np.float32, np.float16, np.float64):
+        raise TypeError(
+            f"importance must have dtype float32, float16 or float64, got {array.dtype.name}"
+        )
+    if array.shape not in (shape[-1:], shape):
+        raise UsageError(
+            f"importance must have shape {shape[-1:]} (columns) or {shape} (weights), "
+            f"got {array.shape}"
+        )
+    with np.errstate(over="ignore"):
+        weight = np.asarray(array, dtype=np.float32)
+    wrong = ~(np.isfinite(weight) & (weight >= 0))
+    if wrong.any():
+        where = tuple(int(i) for i in np.argwhere(wrong)[0])
+        raise UsageError(
+            f"importance must be finite and >= 0 in float32, got {array[where]} at {list(where)}"
+        )
+    return np.ascontiguousarray(weight.reshape(-1, shape[-1]))
 
 
 def dequantize(qt: QuantTensor, out: NDArray[np.float32] | None = None) -> NDArray[np.float32]:

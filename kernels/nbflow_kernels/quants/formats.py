@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.quants.integers import IntegerForm, Integers
 
 if TYPE_CHECKING:
     from nbflow_kernels.quants.packed import Packed
@@ -42,11 +43,14 @@ class QuantFormat(ABC):
         return -(-n_columns // self.block_size)
 
     @abstractmethod
-    def quantize_rows(self, x: Floats, n_columns: int, encoder: str) -> Bytes:
+    def quantize_rows(
+        self, x: Floats, n_columns: int, encoder: str, importance: Floats | None = None
+    ) -> Bytes:
         """Return the bytes of each row of `x`, shape (rows, row bytes).
 
         `x` is float32 (rows, blocks * block_size), finite; the columns from `n_columns` on are
-        padding: copies of the row's last weight, whose error does not count.
+        padding: copies of the row's last weight, whose error does not count.  `importance` float32
+        (1 or rows, blocks * block_size), 0 in the padding, weighs the squared errors.
         """
 
     @abstractmethod
@@ -57,9 +61,30 @@ class QuantFormat(ABC):
     def dequantize_rows(self, data: Bytes, out: Floats) -> None:
         """Write the weights of rows (rows, row bytes) to `out` (rows, columns) with the kernel."""
 
-    @abstractmethod
+    @property
+    def integer_form(self) -> IntegerForm:
+        """The formula that decodes the format's integers; float formats have none.
+
+        Raises
+        ------
+        UsageError
+            If the format stores no integers.
+        """
+        raise UsageError(f"format {self.name} stores no integers")
+
+    def integers(self, data: Bytes) -> Integers:
+        """Return the rows `data` (rows, row bytes) as the integers and floats they store.
+
+        Raises
+        ------
+        UsageError
+            If the format stores no integers.
+        """
+        raise UsageError(f"format {self.name} stores no integers")
+
     def pack(self, data: Bytes) -> Packed:
         """Return the layout for computing of the rows `data` (rows, row bytes)."""
+        raise NotImplementedError("packed layout")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _by_name, (self.name,)  # a copy or an unpickled format is the same object

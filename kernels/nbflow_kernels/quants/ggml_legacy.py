@@ -67,7 +67,11 @@ Unlike the other formats' encoders, plain has no cutoff: only a scale of exactly
 Where the float32 quotient of 1 and the scale overflows (scale below 3e-39) GGML's codes depend on
 the processor; here they are cut off at the smallest and largest code, and 0 / 0 gives code 0.
 
-Source: GGML, ggml-common.h (block_q4_0 to block_q8_0) and ggml-quants.c (quantize_row_*_ref).
+With importance weights, plain is GGML's encoder for them (`ggml_weighted`).  That of Q8_0 is
+published too: it is the one without, whatever the weights are.
+
+Source: GGML, ggml-common.h (block_q4_0 to block_q8_0) and ggml-quants.c (quantize_row_*_ref,
+quantize_row_*_impl).
 """
 
 from __future__ import annotations
@@ -81,6 +85,7 @@ from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.quants.decode import decode_codes
 from nbflow_kernels.quants.fields import bit, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes, Floats
+from nbflow_kernels.quants.ggml_weighted import weighted_range, weighted_signed
 from nbflow_kernels.quants.linear import Encoded, LinearFormat
 from nbflow_kernels.quants.packed import BITS4, BITS5, F16_PAIR, F16_SCALE
 from nbflow_kernels.quants.q5 import Q5_B32T1
@@ -213,6 +218,7 @@ Q4_0 = LinearFormat(
     codes_at=2,
     zero=8,
     plain=plain_extreme,
+    plain_weighted=weighted_signed,
 )
 
 Q4_1 = LinearFormat(
@@ -229,6 +235,7 @@ Q4_1 = LinearFormat(
     unpack_codes=lambda blocks: _unpack_halves(blocks[:, 4:]),
     codes_kernel=_codes_q4_1,
     plain=plain_range,
+    plain_weighted=weighted_range,
 )
 
 Q5_0 = LinearFormat(
@@ -247,8 +254,14 @@ Q5_0 = LinearFormat(
     codes_at=2,
     zero=16,
     plain=plain_extreme,
+    plain_weighted=weighted_signed,
 )
 
-Q5_1 = replace(Q5_B32T1, name="q5_1", plain=plain_range)
+Q5_1 = replace(Q5_B32T1, name="q5_1", plain=plain_range, plain_weighted=weighted_range)
 
-Q8_0 = replace(Q8_B32T2, name="q8_0", plain=plain_absmax)
+Q8_0 = replace(
+    Q8_B32T2,
+    name="q8_0",
+    plain=plain_absmax,
+    plain_weighted=lambda format, x, importance: plain_absmax(format, x.reshape(-1, 32)),
+)

@@ -11,6 +11,8 @@ Two encoders write the same bytes' meaning:
   chosen with the float32 parameters, which are rounded to storage afterwards; a scale below 1e-5
   gives codes 0.  A format of another origin brings its own (`LinearFormat.plain`).
 * ``best``: `search.search`.  Starts from plain's parameters, so it is never worse.
+
+With importance weights, plain is the published encoder that knows them, where there is one.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels._jit import njit
+from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants.formats import Bytes, Floats, QuantFormat
 from nbflow_kernels.quants.packed import F16_SCALE, U8_PAIR, CodeLayout, Packed
 from nbflow_kernels.quants.packed import pack as pack_layout
@@ -71,26 +74,49 @@ class LinearFormat(QuantFormat):
     """With F16_SCALE: the code of weight 0."""
     plain: Callable[[LinearFormat, Floats], Encoded] | None = None
     """The published encoder of blocks (n, block_size), where it is not the family's."""
+    plain_weighted: Callable[[LinearFormat, Floats, Floats], Encoded] | None = None
+    """The published encoder of rows with importance (1 or rows, columns), if there is one."""
 
     # ---- encode -----------------------------------------------------------------------------
 
-    def quantize_rows(self, x: Floats, n_columns: int, encoder: str) -> Bytes:
+    def quantize_rows(
+        self, x: Floats, n_columns: int, encoder: str, importance: Floats | None = None
+    ) -> Bytes:
         """Return the bytes of each row of `x`; see `QuantFormat.quantize_rows`."""
         n_rows, width = x.shape
         n_blocks = width // self.block_size
         data = np.empty((n_rows, n_blocks * self.block_bytes), np.uint8)
-        weight = (np.arange(width) < n_columns).astype(np.float32)
+        if encoder == "plain" and importance is not None and self.plain_weighted is None:
+            raise UsageError(
+                f"encoder 'plain' of {self.name} is the published one, which knows no importance; "
+                "use encoder='best'"
+            )
+        weight = self._search_weight(width, n_columns, importance)
         step = max(1, CHUNK // max(width, 1))
         for row in range(0, n_rows, step):
             part = x[row : row + step]
-            codes, parameters = self._plain(part.reshape(-1, self.block_size))
+            own = slice(None) if len(weight) == 1 else slice(row, row + step)
+            if importance is not None and self.plain_weighted is not None:
+                codes, parameters = self.plain_weighted(self, part, importance[own])
+            else:
+                codes, parameters = self._plain(part.reshape(-1, self.block_size))
             codes = codes.reshape(part.shape)
             if encoder == "best":
                 parameters = parameters.reshape(len(part), n_blocks, 2)
-                self._search(part, weight, codes, parameters)
+                self._search(part, weight[own], codes, parameters)
             blocks = self._blocks(codes.reshape(-1, self.block_size), parameters.reshape(-1, 2))
             data[row : row + step] = blocks.reshape(len(part), -1)
         return data
+
+    def _search_weight(self, width: int, n_columns: int, importance: Floats | None) -> Floats:
+        """Return how much each column's error counts (1 or rows, width), at most 1."""
+        if importance is None:
+            return (np.arange(width) < n_columns).astype(np.float32)[None]
+        blocks = importance.reshape(len(importance), -1, self.block_size)
+        # only ratios within a block matter: products with tiny importances must not underflow
+        largest = blocks.max(axis=2, keepdims=True)
+        weight = np.divide(blocks, np.where(largest > 0, largest, 1), dtype=np.float32)
+        return weight.reshape(importance.shape)
 
     def _search(
         self, x: Floats, weight: Floats, codes: Bytes, parameters: NDArray[np.uint16]

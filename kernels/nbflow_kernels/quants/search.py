@@ -104,7 +104,8 @@ def _solve(
     spread = count * sum_qq - sum_q * sum_q
     slope = (count * sum_uq - sum_q * sum_u) / spread if spread > 0 else 0.0
     scale = _stored(max(slope, 0.0) / norm, parameters, False)
-    # the base suits the rounded scale
+    # the base suits the rounded scale; without any weight it does not matter
+    count = count if count > 0 else 1.0
     mean = (sum_u / norm - np.float64(_value(scale, parameters, False)) * sum_q) / count
     return _stored(np.float64(origin) + mean, parameters, True), scale
 
@@ -187,11 +188,12 @@ def search(
 ) -> None:  # fmt: skip
     """Improve the stored parameters of rows [start, stop) and choose their codes.
 
-    `x` is float32 (rows, columns), `weight` float32 (columns,): how much a column's error counts,
+    `x` is float32 (rows, columns), `weight` float32 (1 or rows, columns): how much an error counts,
     0 for padding.  `low`..`high` are the codes as signed numbers.  `stored` uint16 (rows, blocks,
     2: base, scale) holds plain's parameters on entry.  `codes` uint8 gets code - low.
     """
     for row in range(start, stop):
+        weight_at = simd.address(weight) + 4 * (row % len(weight)) * weight.shape[1]
         for b in range(stored.shape[1]):
             first = b * size
             x_at = simd.address(x) + 4 * (row * x.shape[1] + first)
@@ -199,7 +201,7 @@ def search(
             for i in range(first, first + size):
                 smallest, largest = min(smallest, x[row, i]), max(largest, x[row, i])
             best = _search_block(
-                x_at, simd.address(weight) + 4 * first, size, low, high, parameters,
+                x_at, weight_at + 4 * first, size, low, high, parameters,
                 np.int64(stored[row, b, 0]), np.int64(stored[row, b, 1]), smallest, largest,
             )  # fmt: skip
             stored[row, b, 0], stored[row, b, 1] = best[0], best[1]
