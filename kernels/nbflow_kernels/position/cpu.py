@@ -12,7 +12,6 @@ import numpy as np
 
 from nbflow_kernels import shuffles, simd
 from nbflow_kernels._jit import njit
-from nbflow_kernels.embedding.cpu import embedding
 from nbflow_kernels.lanes import address_of, read_f32, write_f32
 from nbflow_kernels.threads import split_rows
 
@@ -108,8 +107,9 @@ def add_learned_positions(
     x: np.ndarray, positions: np.ndarray, table: np.ndarray, offset: int, out: np.ndarray
 ) -> None:
     """See `nbflow_kernels.add_learned_positions`."""
-    rows = np.empty(x.shape, np.float32)
-    embedding(positions + np.int32(offset), table, rows)
+    rows = table[positions + np.int32(offset)]
+    if rows.dtype == np.uint16:  # bfloat16 is the upper half of a float32
+        rows = (rows.astype(np.uint32) << 16).view(np.float32)
     np.add(x, rows, out=out)
 
 
