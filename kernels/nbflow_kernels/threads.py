@@ -96,6 +96,8 @@ class Capture:
     """The compiled calls, in order; they hold on to the launcher's arrays."""
     complete: bool = True
     """Whether the calls are all that the launcher does."""
+    held: list[Any] = field(default_factory=list)
+    """Arrays of which a launcher passes addresses; the calls hold on to this list."""
 
 
 @contextlib.contextmanager
@@ -116,6 +118,12 @@ def not_capturable() -> None:
     """Say, in a launcher, that it does more than its compiled calls."""
     if _local.capture is not None:
         _local.capture.complete = False
+
+
+def hold(*arrays: Any) -> None:
+    """Keep arrays alive with the captured call, in a launcher that passes addresses of them."""
+    if _local.capture is not None:
+        _local.capture.held.append(arrays)
 
 
 def count_kernel_seconds(seconds: float) -> None:
@@ -187,6 +195,7 @@ def split_rows(kernel: Callable[..., None], n_rows: int, work: float, *args: Any
             call = functools.partial(kernel, *args, 0, n_rows)
         else:
             call = functools.partial(team.run, kernel, 0, n_rows, parts, *args)
+        call.__dict__["held"] = _local.capture.held
         _local.capture.calls.append(call)
         return
     started = time.perf_counter() if _local.profile is not None else 0.0

@@ -13,7 +13,7 @@ import numpy as np
 from nbflow_kernels import shuffles, simd
 from nbflow_kernels._jit import njit
 from nbflow_kernels.lanes import address_of, read_f32, write_f32
-from nbflow_kernels.threads import split_rows
+from nbflow_kernels.threads import hold, split_rows
 
 
 def apply_rope_with_cos_sin_cache_inplace(
@@ -26,6 +26,7 @@ def apply_rope_with_cos_sin_cache_inplace(
     """See `nbflow_kernels.apply_rope_with_cos_sin_cache_inplace`."""
     T, H, D = query.shape
     G = key.shape[1]
+    hold(query, key, cos_sin_cache)
     split_rows(
         _rope,
         T,
