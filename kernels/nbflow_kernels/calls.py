@@ -52,6 +52,8 @@ class Call:
     """Number of rows, or a cell with it: an array of one int64, read when the call is made."""
     work: float
     """Multiply-adds (or operations of like cost) of the whole call."""
+    held: Any = None
+    """Arrays whose addresses are among `args`; only held on to."""
 
     def __call__(self) -> None:
         """Make the call in the present thread."""

@@ -43,6 +43,8 @@ class Capture:
     """The compiled calls, in order; they hold on to the launcher's arrays."""
     complete: bool = True
     """Whether the calls are all that the launcher does."""
+    held: list[Any] = field(default_factory=list)
+    """Arrays of which a launcher passes addresses; the calls hold on to this list."""
 
 
 @contextlib.contextmanager
@@ -63,6 +65,12 @@ def not_capturable() -> None:
     """Say, in a launcher, that it does more than its compiled calls."""
     if _local.capture is not None:
         _local.capture.complete = False
+
+
+def hold(*arrays: Any) -> None:
+    """Keep arrays alive with the captured call, in a launcher that passes addresses of them."""
+    if _local.capture is not None:
+        _local.capture.held.append(arrays)
 
 
 def count_kernel_seconds(seconds: float) -> None:
@@ -124,7 +132,7 @@ def split_rows(kernel: Callable[..., None], n_rows: int, work: float, *args: Any
         The kernel's other arguments.
     """
     if _local.capture is not None:
-        _local.capture.calls.append(Call(kernel, args, n_rows, work))
+        _local.capture.calls.append(Call(kernel, args, n_rows, work, _local.capture.held))
         return
     team = get_team()
     parts = min(team.n, n_rows, int(work // MIN_WORK_PER_THREAD))

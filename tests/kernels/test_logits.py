@@ -63,6 +63,14 @@ def test_the_most_likely_token_keeps_its_digits() -> None:
     assert abs(float(nk.log_softmax(logits)[0, 7]) - want) < ATOL
 
 
+@pytest.mark.parametrize("V", [16, 100])
+def test_log_softmax_may_write_over_its_input(rng: np.random.Generator, V: int) -> None:
+    logits = rows(rng, 3, V)
+    want = nk.log_softmax(logits, 2.0, 30.0)
+    assert nk.log_softmax(logits, 2.0, 30.0, out=logits) is logits
+    np.testing.assert_array_equal(logits, want)
+
+
 @pytest.mark.parametrize("V", [5, 64, 77])
 def test_rows_without_a_distribution_become_nan(V: int) -> None:
     logits = np.zeros((6, V), np.float32)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import inspect
 import math
+import weakref
 from typing import Any
 
 import numpy as np
 import pytest
 
 import nbflow_kernels as nk
+from nbflow_kernels import threads
 from nbflow_kernels.families import FAMILIES, load
 
 PLAIN = ["silu", "gelu", "gelu_tanh", "gelu_quick", "relu"]
@@ -224,6 +226,34 @@ def test_embedding_rows_may_be_scaled(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(
         nk.linear_norm(table[ids]), nk.embedding(ids, table, scale=32**0.5)
     )
+
+
+@pytest.mark.usefixtures("split_everything")
+@pytest.mark.parametrize("n", [1, 2])
+def test_captured_calls_hold_on_to_their_arrays(rng: np.random.Generator, n: int) -> None:
+    """The kernels get addresses: the arrays must live as long as the call."""
+    threads.set_num_threads(n)
+    for launch in (
+        lambda x, w, out: load("norm", "cpu").rmsnorm(x, w, 1e-5, 0.0, out),
+        lambda x, w, out: load("norm", "cpu").layernorm(x, w, None, 1e-5, out),
+        lambda x, w, out: load("activation", "cpu").silu(x, out),
+        lambda x, w, out: load("activation", "cpu").glu(x, "silu", True, out[:, :40]),
+        lambda x, w, out: load("logits", "cpu").soft_cap(x, 3.0, out),
+    ):
+        arrays = [rng.standard_normal(s, dtype=np.float32) for s in ((4, 80), (80,), (4, 80))]
+        watches = [weakref.ref(array) for array in arrays]
+        with threads.capture() as captured:
+            launch(*arrays)
+        (call,) = captured.calls
+        launch(*arrays)
+        expected = arrays[2].copy()
+        arrays[2][:] = np.nan
+        call()
+        np.testing.assert_array_equal(arrays[2][:, :40], expected[:, :40])
+        del arrays, captured
+        assert watches[0]() is not None
+        del call
+        assert watches[0]() is None
 
 
 def test_errors_name_the_parameter() -> None:

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from nbflow_kernels import shuffles, simd
 from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.lanes import address_of, read_f32, write_f32
-from nbflow_kernels.threads import split_rows
+from nbflow_kernels.threads import hold, split_rows
 from nbflow_kernels.vector_math import keep_nan
 
 LOGISTIC, NORMAL, RELU, RELU2, SIGMOID, CLAMPED = range(6)
@@ -110,6 +110,7 @@ def glu(
     x: NDArray[np.float32], activation: str, gate_first: bool, out: NDArray[np.float32]
 ) -> None:
     """See `nbflow_kernels.glu`; rows of `x` and `out` may lie far apart."""
+    hold(x)
     first = address_of(x)
     second = first + out.shape[1] * 4
     gate, up = (first, second) if gate_first else (second, first)
@@ -124,12 +125,14 @@ def swigluoai_and_mul(
     out: NDArray[np.float32],
 ) -> None:
     """See `nbflow_kernels.swigluoai_and_mul`."""
+    hold(x)
     gate = address_of(x)
     up = gate + 4 * (1 if interleaved else out.shape[1])
     _run((CLAMPED, alpha, limit), gate, up, x.strides[0], interleaved, out)
 
 
 def _plain(activation: str, x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+    hold(x)
     _run(ACTIVATIONS[activation], address_of(x), 0, x.strides[0], False, out)
 
 
@@ -143,6 +146,7 @@ def _run(
 ) -> None:
     """Share the rows of `out` (T, I) among the threads; `up` is 0 where nothing is gated."""
     T, width = out.shape
+    hold(out)
     place = address_of(out)
     split_rows(
         _activate,

@@ -197,6 +197,8 @@ CASES: list[OpCase] = [
     _softmax("capped_with_bias", 4, 5, 64, bias=(4, 5, 64), logits_soft_cap=5.0),
     _softmax("several_blocks", 2, 2100, mask=(2100,)),
     _softmax("one_key", 4, 3, 1),
+    _softmax("no_keys", 3, 2, 0),
+    _softmax("no_rows", 0, 7, bias=(7,)),
     OpCase("masked_softmax", "nothing_seen", _nothing_seen, 7e-6, 1e-37, "as the others"),
     _softmax("llama2_7b_prefill", 32, 512, 512, causal=True, sm_scale=0.088, timed=True),
 ]

@@ -14,7 +14,7 @@ import numpy as np
 from nbflow_kernels import simd
 from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.lanes import address_of, read_f32, read_u8, write_f32
-from nbflow_kernels.threads import not_capturable, split_rows
+from nbflow_kernels.threads import hold, not_capturable, split_rows
 from nbflow_kernels.vector_math import select, tanh
 
 BLOCK = 1024  # elements whose exponentials are added in float32, 64 in each lane
@@ -25,6 +25,7 @@ _COST = 20.0  # multiply-adds per element, for the decision to use more than one
 def log_softmax(logits: np.ndarray, temperature: np.ndarray, cap: float, out: np.ndarray) -> None:
     """See `nbflow_kernels.log_softmax`; `temperature` is float32 (B,), `cap` 0 for none."""
     B, V = logits.shape
+    hold(logits, temperature, out)
     rows = address_of(logits), V, address_of(temperature), cap
     split_rows(_log_softmax, B, _COST * B * V, *rows, address_of(out))
 
@@ -34,6 +35,7 @@ def token_log_probs(
 ) -> None:
     """See `nbflow_kernels.token_log_probs`; `ids` is int32 (B, K), `out` float64 (B, K)."""
     B, V = logits.shape
+    hold(logits, temperature, out)
     rows = address_of(logits), V, address_of(temperature), cap
     split_rows(_token_log_probs, B, _COST * B * V, *rows, ids, out)
 
@@ -41,6 +43,7 @@ def token_log_probs(
 def kl_divergence(logits_p: np.ndarray, logits_q: np.ndarray, out: np.ndarray) -> None:
     """See `nbflow_kernels.kl_divergence`; `out` is float64 (B,)."""
     B, V = logits_p.shape
+    hold(logits_p, logits_q)
     work = 2.0 * _COST * B * V
     split_rows(_kl_divergence, B, work, address_of(logits_p), address_of(logits_q), V, out)
 
@@ -57,6 +60,7 @@ def top1_agreement(logits_p: np.ndarray, logits_q: np.ndarray, out: np.ndarray) 
 def soft_cap(logits: np.ndarray, cap: float, out: np.ndarray) -> None:
     """See `nbflow_kernels.soft_cap`."""
     n = logits.size
+    hold(logits, out)
     split_rows(_soft_cap, -(-n // BLOCK), _COST * n, address_of(logits), n, cap, address_of(out))
 
 
@@ -75,6 +79,7 @@ def masked_softmax(
     but for the last axis, which is contiguous.
     """
     B, H, Tq, Tk = scores.shape
+    hold(scores, mask, bias, out)
     split_rows(
         _masked_softmax,
         B * H * Tq,

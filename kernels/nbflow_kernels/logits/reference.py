@@ -73,7 +73,7 @@ def masked_softmax(
         Tq, Tk = s.shape[-2:]
         seen &= np.arange(Tk) <= np.arange(Tk - Tq, Tk)[:, None]
     s = np.where(seen, s, -np.inf)
-    top = s.max(axis=-1, keepdims=True)
+    top = s.max(axis=-1, keepdims=True, initial=-np.inf)
     e = np.exp(s - np.where(top == -np.inf, 0.0, top))
     total = e.sum(axis=-1, keepdims=True)
     return np.asarray(e / np.where(total == 0.0, 1.0, total))

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from nbflow_kernels import simd
 from nbflow_kernels._jit import njit
 from nbflow_kernels.lanes import address_of, read_f32, write_f32
-from nbflow_kernels.threads import not_capturable, split_rows
+from nbflow_kernels.threads import hold, not_capturable, split_rows
 
 _COST = 2  # multiply-adds per element, for the decision to use more than one thread
 
@@ -88,6 +88,7 @@ def _run_rms(
     out: NDArray[np.float32],
 ) -> None:
     """Share the rows of `x` among the threads; the sum of squares is divided by `divisor`."""
+    hold(x, residual, weight, out)
     split_rows(
         _rmsnorm,
         x.shape[0],
@@ -112,6 +113,7 @@ def _run_layer(
     out: NDArray[np.float32],
 ) -> None:
     """Share the rows of `x` among the threads."""
+    hold(x, residual, weight, bias, out)
     split_rows(
         _layernorm,
         x.shape[0],

@@ -12,9 +12,8 @@ import numpy as np
 
 from nbflow_kernels import shuffles, simd
 from nbflow_kernels._jit import njit
-from nbflow_kernels.embedding.cpu import embedding
 from nbflow_kernels.lanes import address_of, read_f32, write_f32
-from nbflow_kernels.threads import split_rows
+from nbflow_kernels.threads import hold, split_rows
 
 
 def apply_rope_with_cos_sin_cache_inplace(
@@ -27,6 +26,7 @@ def apply_rope_with_cos_sin_cache_inplace(
     """See `nbflow_kernels.apply_rope_with_cos_sin_cache_inplace`."""
     T, H, D = query.shape
     G = key.shape[1]
+    hold(query, key, cos_sin_cache)
     split_rows(
         _rope,
         T,
@@ -108,8 +108,9 @@ def add_learned_positions(
     x: np.ndarray, positions: np.ndarray, table: np.ndarray, offset: int, out: np.ndarray
 ) -> None:
     """See `nbflow_kernels.add_learned_positions`."""
-    rows = np.empty(x.shape, np.float32)
-    embedding(positions + np.int32(offset), table, rows)
+    rows = table[positions + np.int32(offset)]
+    if rows.dtype == np.uint16:  # bfloat16 is the upper half of a float32
+        rows = (rows.astype(np.uint32) << 16).view(np.float32)
     np.add(x, rows, out=out)
 
 

@@ -150,8 +150,7 @@ def quantize(
     >>> bool(np.square(best - x).mean() < np.square(plain - x).mean())
     True
     >>> weight = np.where(np.arange(256) < 16, 100, 1)  # the first columns matter most
-    >>> weighted = nk.dequantize(nk.quantize(x, "q4_k", importance=weight.astype(np.float32)))
-    >>> best = nk.dequantize(nk.quantize(x, "q4_k"))
+    >>> weighted = nk.dequantize(nk.quantize(x, "q4", importance=weight.astype(np.float32)))
     >>> bool(np.square(weighted - x)[:, :16].mean() < np.square(best - x)[:, :16].mean())
     True
     """

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import inline, strict_njit
+from nbflow_kernels._jit import strict_njit
 from nbflow_kernels.quants.lockstep import (
     VECTOR,
     absolute,
@@ -34,13 +34,13 @@ TINY = 1e-15  # blocks whose largest magnitude is smaller count as zeros
 PASSES = 5  # rounds of changing single codes
 
 
-@inline
+@strict_njit
 def _code(product: Any, low: Any, high: Any) -> Any:
     """Return the nearest code as float32."""
     return simd.to_f32(clamp(nearest(product), low, high))
 
 
-@inline
+@strict_njit
 def largest(x: Any, n: Any) -> Any:
     """Return the first value of largest magnitude, and the magnitude."""
     extreme = magnitude = simd.splat(0.0)
@@ -52,7 +52,7 @@ def largest(x: Any, n: Any) -> Any:
     return extreme, magnitude
 
 
-@inline
+@strict_njit
 def emphasize(x: Any, w: Any, n: Any, sigma: Any) -> Any:
     """Multiply importances with sqrt(sigma + x x), in place; return their sum."""
     total = simd.splat(0.0)
@@ -67,7 +67,7 @@ def emphasize(x: Any, w: Any, n: Any, sigma: Any) -> Any:
 # ---- codes around zero --------------------------------------------------------------------------
 
 
-@inline
+@strict_njit
 def _projection(x: Any, w: Any, n: Any, top: Any, inverse: Any) -> Any:
     """Return the sums of w x l and w l l for the codes l that `inverse` gives."""
     sum_xl = sum_ll = simd.splat(0.0)
@@ -150,7 +150,7 @@ def fit_signed_by_turns(x: Any, n: Any, top: Any, codes: Any, scale_at: Any) -> 
         simd.store_f32(codes + i, choose(nothing, zero, code))
 
 
-@inline
+@strict_njit
 def _exchange(v: Any, weight: Any, old: Any, sum_xl: Any, sum_ll: Any, low: Any, high: Any) -> Any:
     """Return the two sums with the best code for one weight, given all others, and this code."""
     part = simd.mul(weight, v)
@@ -164,7 +164,7 @@ def _exchange(v: Any, weight: Any, old: Any, sum_xl: Any, sum_ll: Any, low: Any,
 # ---- codes above a minimum ----------------------------------------------------------------------
 
 
-@inline
+@strict_njit
 def _deviation(
     x: Any, w: Any, n: Any, top: Any, low: Any, inverse: Any, scale: Any, base: Any, absolutely: Any
 ) -> Any:
@@ -179,7 +179,7 @@ def _deviation(
     return total
 
 
-@inline
+@strict_njit
 def _line(x: Any, w: Any, n: Any, top: Any, low: Any, inverse: Any, sum_w: Any, sum_x: Any) -> Any:
     """Return the least squares (slope, base <= 0) for the codes, and the mask where it exists."""
     zero = simd.splat(0.0)
@@ -293,7 +293,7 @@ def fit_positive(x: Any, w: Any, n: Any, top: Any, codes: Any, scale_at: Any) ->
         simd.store_f32(codes + i, choose(nothing, zero, simd.load_f32(codes + i)))
 
 
-@inline
+@strict_njit
 def _positive_error(x: Any, w: Any, n: Any, top: Any, inverse: Any) -> Any:
     """Return the weighted squared error of the codes that `inverse` gives."""
     scale = simd.div(simd.splat(1.0), inverse)

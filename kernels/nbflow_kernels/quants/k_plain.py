@@ -41,7 +41,7 @@ D, DMIN, BITS, BITS_MIN = (3 * SUPER * VECTOR + (5 * 16 + k) * VECTOR for k in r
 VECTORS = 3 * SUPER + 5 * 16 + 4
 
 
-@inline
+@strict_njit
 def _mean_square(x: Any, times: Any) -> Any:
     """Return the mean square of each super-block of the panel at `x`, `times` 1 or 2."""
     total = simd.splat(0.0)
@@ -51,7 +51,7 @@ def _mean_square(x: Any, times: Any) -> Any:
     return simd.div(simd.mul(simd.splat(times), total), simd.splat(SUPER))
 
 
-@inline
+@strict_njit
 def _weigh_magnitudes(x: Any, w: Any, n: Any, with_mean: Any) -> None:
     """Write |x|, plus the root mean square of the sub-block, to `w`."""
     mean = simd.splat(0.0)
@@ -64,7 +64,7 @@ def _weigh_magnitudes(x: Any, w: Any, n: Any, with_mean: Any) -> None:
         simd.store_f32(w + i, simd.add(mean, absolute(simd.load_f32(x + i))))
 
 
-@inline
+@strict_njit
 def _scale_down(values: Any, count: Any, top: Any, codes: Any) -> Any:
     """Write round(value * top / largest) to `codes`; return largest / top."""
     zero = simd.splat(0.0)
@@ -89,7 +89,7 @@ def _read(x: Any, importance: Any, blocks: Any, first: Any, scratch: Any) -> Non
         lockstep.fill_importance(importance, blocks, first, scratch[SUPER : 2 * SUPER])
 
 
-@inline
+@strict_njit
 def _choose_codes(at: Any, n: Any, low: Any, high: Any, with_mins: Any) -> None:
     """Round d and dmin to float16 and choose the nearest codes, where the scale is not 0."""
     lanes.store_f16(at + BITS, simd.load_f32(at + D))
@@ -121,7 +121,7 @@ def _write(scratch: Any, first: Any, count: Any, codes: Any, scales: Any, params
 # ---- q2_k, q4_k, q5_k ---------------------------------------------------------------------------
 
 
-@strict_njit
+@inline
 def _fit_ranges(at: Any, recipe: Any, weighted: Any) -> None:
     """Fit all sub-blocks, and quantize their scales and minima."""
     n, top, scale_top, first, step, tries, absolutely = recipe
@@ -177,7 +177,7 @@ def encode_ranges(
 SIGNED = 16  # weights of a sub-block, and sub-blocks of a super-block
 
 
-@strict_njit
+@inline
 def _fit_q3_k(at: Any, weighted: Any) -> None:
     """Fit all sub-blocks with codes -4 .. 3, and quantize their scales."""
     sigma = simd.splat(0.0)
@@ -200,7 +200,7 @@ def _fit_q3_k(at: Any, weighted: Any) -> None:
         _scale_down_signed(at, 32, 1e-45, -32)
 
 
-@strict_njit
+@inline
 def _fit_q6_k(at: Any, weighted: Any) -> None:
     """Fit all sub-blocks with codes -32 .. 31, and quantize their scales."""
     for j in range(SIGNED):
@@ -216,7 +216,7 @@ def _fit_q6_k(at: Any, weighted: Any) -> None:
         simd.store_f32(i, choose(nothing, simd.splat(0.0), simd.load_f32(i)))
 
 
-@inline
+@strict_njit
 def _scale_down_signed(at: Any, top: Any, tiny: Any, none: Any) -> Any:
     """Quantize the scales so that the extreme one is -top.
 

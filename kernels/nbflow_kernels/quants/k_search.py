@@ -45,13 +45,13 @@ FACTOR, BACK, D, DMIN, BEST_D, BEST_DMIN, PLAIN_ERROR, BEST_ERROR, BITS, BITS_MI
 VECTORS = 3 * SUPER + 6 * 16 + 10
 
 
-@inline
+@strict_njit
 def _cut(v: Any, low: Any, high: Any) -> Any:
     """Return the lanes cut off at the scalars `low` and `high`."""
     return simd.minimum(simd.maximum(v, simd.splat(low)), simd.splat(high))
 
 
-@inline
+@strict_njit
 def _reciprocal(v: Any) -> Any:
     """Return 1 / v, 0 for 0."""
     zero = simd.splat(0.0)
@@ -77,7 +77,7 @@ def _error(x: Any, w: Any, n: Any, low: Any, high: Any, step: Any, shift: Any) -
     return simd.add(one, two)
 
 
-@inline
+@strict_njit
 def _largest(values: Any, count: Any) -> Any:
     """Return the value of largest magnitude."""
     extreme = simd.splat(0.0)
@@ -90,7 +90,7 @@ def _largest(values: Any, count: Any) -> Any:
 # ---- targets of the sub-blocks ------------------------------------------------------------------
 
 
-@inline
+@strict_njit
 def _mean(x: Any, w: Any, n: Any) -> Any:
     """Return the sum of weights, the weighted mean, the smallest and the largest value."""
     sum_w = sum_x = simd.splat(0.0)
@@ -259,7 +259,7 @@ def _refit(at: Any, form: Any) -> None:
     _set_d(at, choose(solvable, both, alone), choose(solvable, shifted, dmin))
 
 
-@inline
+@strict_njit
 def _set_d(at: Any, d: Any, dmin: Any) -> None:
     """Round d and dmin to float16 (their bits are kept too) and make them the present ones."""
     factor, back = simd.load_f32(at + FACTOR), simd.load_f32(at + BACK)
@@ -269,7 +269,7 @@ def _set_d(at: Any, d: Any, dmin: Any) -> None:
         simd.store_f32(at + kept, simd.mul(simd.load_f16(at + bits), factor))
 
 
-@inline
+@strict_njit
 def _away_from_zero(v: Any, factor: Any) -> Any:
     """Return `v`, or the smallest float16 with its sign where `v` is smaller but not 0."""
     smallest = simd.mul(absolute(factor), simd.splat(2.0**-24))
@@ -320,7 +320,7 @@ def _improve(at: Any, form: Any, starts: Any) -> None:
                 _keep(simd.load_f32(MINS + i), more, BEST_MINS + i)
 
 
-@inline
+@strict_njit
 def _keep(v: Any, mask: Any, target: Any) -> None:
     """Replace the lanes of the vector at `target` where the mask is true."""
     simd.store_f32(target, choose(mask, v, simd.load_f32(target)))

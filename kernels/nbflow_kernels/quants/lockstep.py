@@ -28,7 +28,7 @@ from llvmlite import ir
 from numba.core import cgutils, errors, extending, types
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import inline
+from nbflow_kernels._jit import strict_njit
 from nbflow_kernels.simd import LANES, f32x16, i32x16
 
 intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
@@ -102,7 +102,7 @@ absolute = _make_unary("absolute", "llvm.fabs.v16f32")
 sqrt = _make_unary("sqrt", "llvm.sqrt.v16f32")
 
 
-@inline
+@strict_njit
 def nearest(v: Any) -> Any:
     """Return the nearest integers of |v| <= 2**22 as int32, halves to even.
 
@@ -131,7 +131,7 @@ smaller = _make_extreme("smaller", "<")
 larger = _make_extreme("larger", ">")
 
 
-@inline
+@strict_njit
 def clamp(v: Any, low: Any, high: Any) -> Any:
     """Return the int32 lanes cut off at the scalars `low` and `high`."""
     return smaller(larger(v, simd.splat_i32(low)), simd.splat_i32(high))
@@ -140,7 +140,7 @@ def clamp(v: Any, low: Any, high: Any) -> Any:
 # ---- panels -------------------------------------------------------------------------------------
 
 
-@inline
+@strict_njit
 def fill_panel(source: Any, first: Any, panel: Any) -> None:
     """Write blocks `first`.. of `source` (blocks, size) side by side to `panel` (size, 16).
 
@@ -152,7 +152,7 @@ def fill_panel(source: Any, first: Any, panel: Any) -> None:
             panel[i, lane] = block[i]
 
 
-@inline
+@strict_njit
 def fill_importance(importance: Any, blocks: Any, first: Any, panel: Any) -> None:
     """Do as `fill_panel` with importances (1 or rows, columns) of rows of `blocks` blocks."""
     size = panel.shape[0]
@@ -163,7 +163,7 @@ def fill_importance(importance: Any, blocks: Any, first: Any, panel: Any) -> Non
             panel[i, lane] = importance[row, column + i]
 
 
-@inline
+@strict_njit
 def empty_panel(panel: Any, first: Any, target: Any) -> None:
     """Write a panel (size, 16) of small whole numbers back to blocks of `target`."""
     for lane in range(min(LANES, len(target) - first)):
