@@ -99,8 +99,9 @@ def _many(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop
     """Many tokens; `tiles.GROUPS` groups for each number in [start, stop)."""
     like = np.empty(0, np.float32)
     tiles.multiply_blocks(
-        _widened, tiles.pack_f32, like, w, w.shape[1], x, bias, accumulate, out, start, stop
-    )
+        _widened, tiles.pack_f32, like, w, simd.address(w), w.strides[0], w.shape[1],
+        x, bias, accumulate, out, start, stop,
+    )  # fmt: skip
 
 
 @inline
@@ -122,5 +123,6 @@ def _many_bf16(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any,
     """Activations and weights rounded to bfloat16; as `_many`."""
     like = np.empty(0, np.int32)
     tiles.multiply_blocks(
-        _rounded, tiles.pack_pairs, like, w, w.shape[1] // 2, x, bias, accumulate, out, start, stop
-    )
+        _rounded, tiles.pack_pairs, like, w, simd.address(w), w.strides[0], w.shape[1] // 2,
+        x, bias, accumulate, out, start, stop,
+    )  # fmt: skip

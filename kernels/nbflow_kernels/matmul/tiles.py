@@ -14,7 +14,7 @@ bias; then the old output.  Units of zeros pad the end.
 after the other, so that a tile of `GROUPS` groups and `TOKENS` tokens fills the registers; between
 panels the chains lie in memory.  A chain's quarter of a panel (16 KB) stays in the first-level
 cache while the activations stream past it; the activations of a panel (256 KB), the panel (64 KB)
-and the chains (256 KB) stay in the second level.
+and the chains (512 KB, read and written once a panel) are shared by the second and third level.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ GROUPS, TOKENS = (2, 8) if registers.has_wide_registers() else (1, 4)
 REST = 4  # tokens of the tile that ends a block: at most three of its places stay empty
 PANEL = 512  # units: a chain of a panel is 128 steps, loading and storing its sums 3 % of the time
 BLOCK_TOKENS = 128  # share one decoding of a panel of weights
-BLOCK_CHAINS = 1024  # groups x tokens whose chains are kept: 256 KB
+BLOCK_CHAINS = 2048  # groups x tokens whose chains are kept: 512 KB
 PREFETCH = 4096  # bytes ahead
 
 CHAIN_BYTES = 16 * PANEL  # of a decoded group: units 0, 4, 8, ... of the panel, then 1, 5, 9, ...
@@ -102,43 +102,67 @@ def one_group(like: Any, w: Any, x: Any, token: Any, n_units: Any, n_tokens: Any
 
 
 @inline
-def chain_tile(like: Any, n_tokens: Any, w: Any, x: Any, n_steps: Any, sums: Any) -> None:
-    """Add `n_steps` units of one chain to the tile of sums at address `sums`."""
+def chain_tile(
+    like: Any, n_tokens: Any, w: Any, x: Any, n_steps: Any, sums: Any, ahead: Any, stride: Any
+) -> None:
+    """Add `n_steps` units of one chain to the tile of sums at address `sums`.
+
+    Meanwhile ask for memory from address `ahead` on, `stride` bytes a step.
+    """
     tile = registers.load(GROUPS, n_tokens, sums)
     size = 16 * like.itemsize
     for _ in range(n_steps):
+        lanes.prefetch(ahead)
         tile = registers.step(tile, like, w, GROUP_BYTES, x, TOKEN_BYTES)
         w += size
         x += 4
+        ahead += stride
     registers.store(sums, tile)
 
 
 @njit
-def full_tile(like: Any, w: Any, x: Any, n_steps: Any, sums: Any) -> None:
+def full_tile(
+    like: Any, w: Any, x: Any, n_steps: Any, sums: Any, ahead: Any, stride: Any
+) -> None:
     """Add to a chain of `TOKENS` tokens."""
-    chain_tile(like, TOKENS, w, x, n_steps, sums)
+    chain_tile(like, TOKENS, w, x, n_steps, sums, ahead, stride)
 
 
 @njit
-def rest_tile(like: Any, w: Any, x: Any, n_steps: Any, sums: Any) -> None:
+def rest_tile(
+    like: Any, w: Any, x: Any, n_steps: Any, sums: Any, ahead: Any, stride: Any
+) -> None:
     """Add to a chain of `REST` tokens."""
-    chain_tile(like, REST, w, x, n_steps, sums)
+    chain_tile(like, REST, w, x, n_steps, sums, ahead, stride)
 
 
 @njit
-def panel(like: Any, w: Any, x: Any, n_units: Any, n_tokens: Any, sums: Any) -> None:
-    """Add a decoded panel of `GROUPS` groups to the chains of all tokens of a block."""
+def panel(
+    like: Any, w: Any, x: Any, n_units: Any, n_tokens: Any, sums: Any, ahead: Any, group: Any,
+    n_bytes: Any,
+) -> None:  # fmt: skip
+    """Add a decoded panel of `GROUPS` groups to the chains of all tokens of a block.
+
+    Meanwhile ask for what is decoded next: `n_bytes` at ``ahead``, ``ahead + group``, ...
+    """
     full = (n_tokens + TOKENS - REST - 1) // TOKENS * TOKENS
-    chain_bytes = TOKEN_BYTES * slots(n_tokens)
+    x_bytes = TOKEN_BYTES * slots(n_tokens)
+    n_steps = n_units // 4
+    n_tiles = full // TOKENS + (1 if full < n_tokens else 0)
+    per_chain = n_bytes * GROUPS // 4
+    per_tile = (per_chain + n_tiles - 1) // n_tiles
+    stride = (per_tile + n_steps - 1) // n_steps
     for chain in range(4):
         w_at = w + CHAIN_BYTES * chain
-        x_at = x + chain_bytes * chain
+        x_at = x + x_bytes * chain
+        next_at = ahead + chain * GROUPS // 4 * group + chain % (4 // GROUPS) * per_chain
         for t in range(0, full, TOKENS):
             at = sums + 64 * GROUPS * (4 * t + TOKENS * chain)
-            full_tile(like, w_at, x_at + TOKEN_BYTES * t, n_units // 4, at)
+            full_tile(like, w_at, x_at + TOKEN_BYTES * t, n_steps, at, next_at, stride)
+            next_at += per_tile
         if full < n_tokens:
             at = sums + 64 * GROUPS * (4 * full + REST * chain)
-            rest_tile(like, w_at, x_at + TOKEN_BYTES * full, n_units // 4, at)
+            rest_tile(like, w_at, x_at + TOKEN_BYTES * full, n_steps, at, next_at, stride)
 
 
 @njit
@@ -200,14 +224,14 @@ def pack_pairs(x: Any, token: Any, n_tokens: Any, k: Any, n_units: Any, to: Any)
 
 @inline
 def multiply_blocks(
-    decode: Any, pack: Any, like: Any, source: Any, n_units: Any,
+    decode: Any, pack: Any, like: Any, source: Any, at: Any, group_bytes: Any, n_units: Any,
     x: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any,
 ) -> None:  # fmt: skip
     """Multiply the activations `x` by weight groups GROUPS * start to GROUPS * stop.
 
     ``decode(source, group, k, n, to)`` writes units k to k + n of a weight group to address `to`
-    as `like` says, ordered by chain; `pack` is `pack_f32` or `pack_pairs`.
-    `n_units` and n are multiples of 4.
+    as `like` says, ordered by chain; `pack` is `pack_f32` or `pack_pairs`.  `n_units` and n are
+    multiples of 4.  Undecoded groups lie at address `at`, each `group_bytes` long.
     """
     n_tokens, n_groups = x.shape[0], (out.shape[1] + 15) // 16
     block = min(n_tokens, BLOCK_TOKENS)
@@ -217,7 +241,7 @@ def multiply_blocks(
     sums = np.empty(per_block * GROUPS * slots(block) * 64, np.float32)
     for token in range(0, n_tokens, BLOCK_TOKENS):
         tokens = min(BLOCK_TOKENS, n_tokens - token)
-        step_bytes = 256 * GROUPS * slots(tokens)
+        sums_bytes = 256 * GROUPS * slots(tokens)
         for first in range(start, stop, per_block):
             count = min(per_block, stop - first)
             sums[:] = 0.0
@@ -229,8 +253,16 @@ def multiply_blocks(
                     for g in range(min(GROUPS, n_groups - group)):
                         to = simd.address(decoded) + GROUP_BYTES * g
                         decode(source, group + g, k, width, to)
-                    at = simd.address(sums) + step_bytes * i
-                    panel(like, simd.address(decoded), simd.address(packed), width, tokens, at)
+                    # next are the following groups, or the next panel of the first ones
+                    ahead = at + (group + GROUPS) * group_bytes + k * group_bytes // n_units
+                    if i + 1 == count:
+                        ahead = at + GROUPS * first * group_bytes
+                        ahead += (k + PANEL) * group_bytes // n_units
+                    panel(
+                        like, simd.address(decoded), simd.address(packed), width, tokens,
+                        simd.address(sums) + sums_bytes * i,
+                        ahead, group_bytes, width * group_bytes // n_units,
+                    )  # fmt: skip
             for i in range(count):
-                at = simd.address(sums) + step_bytes * i
-                finish(at, GROUPS * (first + i), bias, accumulate, out, token, tokens)
+                sums_at = simd.address(sums) + sums_bytes * i
+                finish(sums_at, GROUPS * (first + i), bias, accumulate, out, token, tokens)
