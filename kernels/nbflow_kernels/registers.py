@@ -20,7 +20,6 @@ Numba does not unroll loops over tuples, and a tile must stay in registers; so e
 `add(a, b)`                                   the sum of two tiles
 `step(tile, like, w, group, x, token)`        add one unit; `group`, `token`: distance in bytes
 `load_widened(like, at)`                      16 weights in the lanes of a simd vector, float32
-`deal(tile, to, distance)`                    every fourth of 64 numbers to each of 4 addresses
 `transpose(like, at, row_bytes, to)`          copy 16 rows x 16 columns, columns first
 `transpose_f32(like, at, row_bytes, to)`      the same, widened to float32
 `to_bf16(low, high)`                          32 lanes rounded to bfloat16: first `low`, then `high`
@@ -232,9 +231,7 @@ def add(typing_context: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
-def step(
-    typing_context: Any, tile: Any, like: Any, w: Any, group: Any, x: Any, token: Any
-) -> Any:
+def step(typing_context: Any, tile: Any, like: Any, w: Any, group: Any, x: Any, token: Any) -> Any:
     """Add the products of one unit: weights at ``w + group * r``, activations at ``x + token * t``.
 
     See the table of units above for `like`.
@@ -305,25 +302,6 @@ def _transposed(builder: Any, vectors: list[Any]) -> list[Any]:
         pairs = zip(vectors[:8], vectors[8:], strict=True)
         vectors = [_shuffle(builder, a, b, lanes) for a, b in pairs for lanes in (low, high)]
     return vectors
-
-
-@intrinsic
-def deal(typing_context: Any, tile: Any, to: Any, distance: Any) -> Any:
-    """Write elements 0, 4, 8, ... of a tile of 4 vectors to `to`, 1, 5, 9, ... `distance` on."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        to, distance = (_integer(context, builder, signature, args, i) for i in (1, 2))
-        a, b, c, d = (builder.extract_value(args[0], i) for i in range(4))
-        for half in (0, 2):
-            lanes = [lane for j in (half, half + 1) for lane in range(j, 2 * LANES, 4)]
-            low, high = _shuffle(builder, a, b, lanes), _shuffle(builder, c, d, lanes)
-            for i in (0, 1):
-                picked = [*range(8 * i, 8 * i + 8), *range(16 + 8 * i, 24 + 8 * i)]
-                start = builder.mul(distance, ir.Constant(_I64, half + i))
-                _store(builder, _shuffle(builder, low, high, picked), builder.add(to, start))
-        return context.get_dummy_value()
-
-    return types.none(tile, to, distance), codegen
 
 
 def _make_transpose(name: str, widen: bool) -> Any:

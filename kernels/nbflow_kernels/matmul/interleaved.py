@@ -17,8 +17,6 @@ from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.matmul import tiles
 from nbflow_kernels.threads import split_rows
 
-# below, all four chains of 4 tokens fit the registers and each weight is read and widened once
-MIN_BLOCK_TOKENS = 8 if registers.has_wide_registers() else 2
 _NO_BIAS = np.zeros(0, np.float32)
 
 
@@ -32,76 +30,42 @@ def matmul(
 ) -> None:
     """Write ``x @ w.T`` to `out` (T, N); `activations` is "f32" or "bf16"."""
     bias = _NO_BIAS if bias is None else bias
-    n_groups, n_tokens = w.shape[0], x.shape[0]
-    blocks = -(-n_groups // tiles.GROUPS)
-    work = float(n_tokens * w.size)
+    work = float(x.shape[0] * w.size)
     if activations == "bf16":
-        split_rows(_many_bf16, blocks, work / 2, x, w, bias, accumulate, out)
-    elif n_tokens == 1:
-        split_rows(_one, n_groups, work, x, w, bias, accumulate, out)
-    elif n_tokens < MIN_BLOCK_TOKENS:
-        split_rows(_few, n_groups, work, x, w, bias, accumulate, out)
+        split_rows(_bf16, w.shape[0], work / 2, x, w, bias, accumulate, out)
     else:
-        split_rows(_many, blocks, work, x, w, bias, accumulate, out)
+        kernel = _one if x.shape[0] == 1 else _many
+        split_rows(kernel, w.shape[0], work, x, w, bias, accumulate, out)
 
 
 @njit
 def _one(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
-    """One token; groups [start, stop)."""
-    total = np.empty(16, np.float32)
-    at = simd.address(total)
+    """One token; groups [start, stop), read as one stream."""
+    sums = np.empty(64, np.float32)
+    at, n_units = simd.address(sums), x.shape[1]
     for group in range(start, stop):
+        sums[:] = 0.0
         w_at = simd.address(w) + group * w.strides[0]
-        sums = tiles.one_group(w, w_at, simd.address(x), 0, x.shape[1], 1)
-        registers.store(at, sums)
-        tiles.write_group(simd.load_f32(at), bias, accumulate, out, 0, group)
-
-
-@njit
-def _few(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
-    """Two tokens and more; groups [start, stop)."""
-    total = np.empty(4 * 16, np.float32)
-    at = simd.address(total)
-    n_tokens, n_units = x.shape
-    stride = x.strides[0]
-    for group in range(start, stop):
-        w_at = simd.address(w) + group * w.strides[0]
-        t = 0
-        while t < n_tokens:
-            count = 4 if n_tokens - t >= 4 else min(2, n_tokens - t)
-            x_at = simd.address(x) + t * stride
-            if count == 4:
-                registers.store(at, tiles.one_group(w, w_at, x_at, stride, n_units, 4))
-            elif count == 2:
-                registers.store(at, tiles.one_group(w, w_at, x_at, stride, n_units, 2))
-            else:
-                registers.store(at, tiles.one_group(w, w_at, x_at, stride, n_units, 1))
-            for i in range(count):
-                sums = simd.load_f32(at + 64 * i)
-                tiles.write_group(sums, bias, accumulate, out, t + i, group)
-            t += count
-
-
-@inline
-def _widened(w: Any, group: Any, k: Any, n: Any, to: Any) -> None:
-    """Write columns k to k + n of a group as float32."""
-    size = 16 * w.itemsize
-    at = simd.address(w) + group * w.strides[0] + k * size
-    for _ in range(n // 4):
-        for chain in range(4):
-            simd.store_f32(to + tiles.CHAIN_BYTES * chain, registers.load_widened(w, at))
-            at += size
-        to += 64
+        ahead = w_at + tiles.PREFETCH
+        tiles.add_to_tile(w, 1, w_at, simd.address(x), 0, n_units, at, ahead, 64 * w.itemsize)
+        tiles.finish(at, bias, accumulate, out, 0, 1, group)
 
 
 @njit
 def _many(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
-    """Many tokens; `tiles.GROUPS` groups for each number in [start, stop)."""
-    like = np.empty(0, np.float32)
-    tiles.multiply_blocks(
-        _widened, tiles.pack_f32, like, w, simd.address(w), w.strides[0], w.shape[1],
-        x, bias, accumulate, out, start, stop,
-    )  # fmt: skip
+    """Two tokens and more; groups [start, stop), multiplied as they lie."""
+    n_tokens, n_units = x.shape
+    sums = np.empty(64 * min(n_tokens, tiles.BLOCK_TOKENS), np.float32)
+    at = simd.address(sums)
+    for token in range(0, n_tokens, tiles.BLOCK_TOKENS):
+        tokens = min(tiles.BLOCK_TOKENS, n_tokens - token)
+        x_at = simd.address(x) + token * x.strides[0]
+        for group in range(start, stop):
+            sums[:] = 0.0
+            w_at = simd.address(w) + group * w.strides[0]
+            ahead = w_at + w.strides[0]
+            tiles.add_units(w, w_at, x_at, x.strides[0], tokens, n_units, at, ahead, w.strides[0])
+            tiles.finish(at, bias, accumulate, out, token, tokens, group)
 
 
 @inline
@@ -109,20 +73,17 @@ def _rounded(w: Any, group: Any, k: Any, n: Any, to: Any) -> None:
     """Write pairs of columns k to k + n of a group as bfloat16."""
     size = 16 * w.itemsize
     at = simd.address(w) + group * w.strides[0] + 2 * k * size
-    for _ in range(n // 4):
-        for chain in range(4):
-            even = registers.load_widened(w, at)
-            odd = registers.load_widened(w, at + size)
-            simd.store_i32(to + tiles.CHAIN_BYTES * chain, registers.to_pairs(even, odd))
-            at += 2 * size
-        to += 64
+    for i in range(n):
+        even = registers.load_widened(w, at + 2 * size * i)
+        odd = registers.load_widened(w, at + 2 * size * i + size)
+        simd.store_i32(to + 64 * i, registers.to_pairs(even, odd))
 
 
 @njit
-def _many_bf16(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
-    """Activations and weights rounded to bfloat16; as `_many`."""
+def _bf16(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
+    """Activations and weights rounded to bfloat16; groups [start, stop)."""
     like = np.empty(0, np.int32)
-    tiles.multiply_blocks(
-        _rounded, tiles.pack_pairs, like, w, simd.address(w), w.strides[0], w.shape[1] // 2,
-        x, bias, accumulate, out, start, stop,
+    tiles.multiply_decoded(
+        _rounded, True, w, simd.address(w), w.strides[0], w.shape[1] // 2,
+        like, x, bias, accumulate, out, start, stop,
     )  # fmt: skip

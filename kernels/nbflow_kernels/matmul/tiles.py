@@ -6,15 +6,15 @@ A *row group* is 16 weight rows; a *unit* is a column of them, or a pair of colu
 The order of additions of one output, the same for one row of activations and for many, for any
 number of threads, and for every format that is multiplied here: chain j of four adds the products
 of units j, j + 4, j + 8, ..., one after the other, fused; then (c0 + c1) + (c2 + c3); then the
-bias; then the old output.  Units of zeros pad the end.
+bias; then the old output.
 
-`one_group` keeps all four chains in registers and reads the weights once, as one stream.
+`add_units` adds units of one group to the chains of any number of tokens, six at a time: with 32
+registers all four chains of six tokens are in registers, and a weight vector is loaded once for
+six multiply-adds; with 16 registers (of 8 lanes) it takes one chain after the other.  Chains lie
+in memory in between: by tile of tokens, chain, token.
 
-`multiply_blocks` decodes a panel of `PANEL` units of `GROUPS` groups at a time and takes one chain
-after the other, so that a tile of `GROUPS` groups and `TOKENS` tokens fills the registers; between
-panels the chains lie in memory.  A chain's quarter of a panel (16 KB) stays in the first-level
-cache while the activations stream past it; the activations of a panel (256 KB), the panel (64 KB)
-and the chains (512 KB, read and written once a panel) are shared by the second and third level.
+`multiply_decoded` decodes a panel of `PANEL` units of a group (128 KB, in a second-level cache)
+and adds it to the chains of a block of tokens; meanwhile it asks for the panel after it.
 """
 
 from __future__ import annotations
@@ -26,23 +26,20 @@ import numpy as np
 from nbflow_kernels import lanes, registers, simd
 from nbflow_kernels._jit import inline, njit
 
-# 32 registers hold 2 x 8 sums and what a step needs; 16 registers of 8 lanes hold 1 x 4
-GROUPS, TOKENS = (2, 8) if registers.has_wide_registers() else (1, 4)
-REST = 4  # tokens of the tile that ends a block: at most three of its places stay empty
-PANEL = 512  # units: a chain of a panel is 128 steps, loading and storing its sums 3 % of the time
-BLOCK_TOKENS = 128  # share one decoding of a panel of weights
-BLOCK_CHAINS = 2048  # groups x tokens whose chains are kept: 512 KB
-PREFETCH = 4096  # bytes ahead
-
-CHAIN_BYTES = 16 * PANEL  # of a decoded group: units 0, 4, 8, ... of the panel, then 1, 5, 9, ...
-GROUP_BYTES = 4 * CHAIN_BYTES
-TOKEN_BYTES = PANEL  # of a token's activations for one chain
+WIDE = registers.has_wide_registers()
+PANEL = 2048  # units decoded at a time, if the rows are that long
+BLOCK_TOKENS = 384  # share one decoding of the weights, and keep their activations in a cache
+PREFETCH = 4096  # bytes ahead in a stream
 
 
 @inline
-def slots(n_tokens: Any) -> Any:
-    """Return how many tokens the tiles of `n_tokens` have room for."""
-    return (n_tokens + REST - 1) // REST * REST
+def tile_width(n_tokens: Any) -> Any:
+    """Return how many of `n_tokens` tokens the next tile takes."""
+    if n_tokens >= 6:
+        return 6
+    if n_tokens >= 4:
+        return 4
+    return min(n_tokens, 2)
 
 
 @njit
@@ -69,200 +66,156 @@ def write_group(total: Any, bias: Any, accumulate: Any, out: Any, token: Any, gr
         out[token, first + i] = y
 
 
-# ---- all chains in registers ----------------------------------------------------------------
-
-
 @inline
-def one_group(like: Any, w: Any, x: Any, token: Any, n_units: Any, n_tokens: Any) -> Any:
-    """Return the sums of one group and a literal number of tokens, at address x, x + token, ..."""
-    size = 16 * like.itemsize
-    a = registers.zero(1, n_tokens)
-    b = registers.zero(1, n_tokens)
-    c = registers.zero(1, n_tokens)
-    d = registers.zero(1, n_tokens)
-    for _ in range(n_units // 4):
-        lanes.prefetch(w + PREFETCH)  # every line is slower: the neighbours come by themselves
-        a = registers.step(a, like, w, 0, x, token)
-        b = registers.step(b, like, w + size, 0, x + 4, token)
-        c = registers.step(c, like, w + 2 * size, 0, x + 8, token)
-        d = registers.step(d, like, w + 3 * size, 0, x + 12, token)
-        w += 4 * size
-        x += 16
-    rest = n_units % 4
-    if rest > 0:
-        a = registers.step(a, like, w, 0, x, token)
-    if rest > 1:
-        b = registers.step(b, like, w + size, 0, x + 4, token)
-    if rest > 2:
-        c = registers.step(c, like, w + 2 * size, 0, x + 8, token)
-    return registers.add(registers.add(a, b), registers.add(c, d))
+def add_to_tile(
+    like: Any, n_tokens: Any, w: Any, x: Any, token: Any, n_units: Any, sums: Any, ahead: Any,
+    stride: Any,
+) -> None:  # fmt: skip
+    """Add units of a group to the four chains of a literal number of tokens, at address `sums`.
 
-
-# ---- one chain after the other, panel by panel ----------------------------------------------
-
-
-@inline
-def chain_tile(
-    like: Any, n_tokens: Any, w: Any, x: Any, n_steps: Any, sums: Any, ahead: Any, stride: Any
-) -> None:
-    """Add `n_steps` units of one chain to the tile of sums at address `sums`.
-
-    Meanwhile ask for memory from address `ahead` on, `stride` bytes a step.
+    Meanwhile ask for memory from address `ahead` on, `stride` bytes for every four units.
     """
-    tile = registers.load(GROUPS, n_tokens, sums)
-    size = 16 * like.itemsize
-    for _ in range(n_steps):
-        lanes.prefetch(ahead)
-        tile = registers.step(tile, like, w, GROUP_BYTES, x, TOKEN_BYTES)
-        w += size
-        x += 4
-        ahead += stride
-    registers.store(sums, tile)
+    size, chain = 16 * like.itemsize, 64 * n_tokens
+    if WIDE:
+        a = registers.load(1, n_tokens, sums)
+        b = registers.load(1, n_tokens, sums + chain)
+        c = registers.load(1, n_tokens, sums + 2 * chain)
+        d = registers.load(1, n_tokens, sums + 3 * chain)
+        for _ in range(n_units // 4):
+            lanes.prefetch(ahead)
+            if n_tokens > 1:  # one token waits for memory only: every second line is faster then
+                lanes.prefetch(ahead + 64)
+            ahead += stride
+            a = registers.step(a, like, w, 0, x, token)
+            b = registers.step(b, like, w + size, 0, x + 4, token)
+            c = registers.step(c, like, w + 2 * size, 0, x + 8, token)
+            d = registers.step(d, like, w + 3 * size, 0, x + 12, token)
+            w += 4 * size
+            x += 16
+        rest = n_units % 4
+        if rest > 0:
+            a = registers.step(a, like, w, 0, x, token)
+        if rest > 1:
+            b = registers.step(b, like, w + size, 0, x + 4, token)
+        if rest > 2:
+            c = registers.step(c, like, w + 2 * size, 0, x + 8, token)
+        registers.store(sums, a)
+        registers.store(sums + chain, b)
+        registers.store(sums + 2 * chain, c)
+        registers.store(sums + 3 * chain, d)
+    else:
+        for i in range(4):
+            tile = registers.load(1, n_tokens, sums + chain * i)
+            w_at = w + size * i
+            x_at = x + 4 * i
+            for _ in range((n_units + 3 - i) // 4):
+                tile = registers.step(tile, like, w_at, 0, x_at, token)
+                w_at += 4 * size
+                x_at += 16
+            registers.store(sums + chain * i, tile)
 
 
 @njit
-def full_tile(
-    like: Any, w: Any, x: Any, n_steps: Any, sums: Any, ahead: Any, stride: Any
-) -> None:
-    """Add to a chain of `TOKENS` tokens."""
-    chain_tile(like, TOKENS, w, x, n_steps, sums, ahead, stride)
-
-
-@njit
-def rest_tile(
-    like: Any, w: Any, x: Any, n_steps: Any, sums: Any, ahead: Any, stride: Any
-) -> None:
-    """Add to a chain of `REST` tokens."""
-    chain_tile(like, REST, w, x, n_steps, sums, ahead, stride)
-
-
-@njit
-def panel(
-    like: Any, w: Any, x: Any, n_units: Any, n_tokens: Any, sums: Any, ahead: Any, group: Any,
+def add_units(
+    like: Any, w: Any, x: Any, token: Any, n_tokens: Any, n_units: Any, sums: Any, ahead: Any,
     n_bytes: Any,
 ) -> None:  # fmt: skip
-    """Add a decoded panel of `GROUPS` groups to the chains of all tokens of a block.
+    """Add units of a group, at address `w`, times tokens at x, x + token, ... to their chains.
 
-    Meanwhile ask for what is decoded next: `n_bytes` at ``ahead``, ``ahead + group``, ...
+    Meanwhile ask for `n_bytes` bytes at address `ahead`.
     """
-    full = (n_tokens + TOKENS - REST - 1) // TOKENS * TOKENS
-    x_bytes = TOKEN_BYTES * slots(n_tokens)
-    n_steps = n_units // 4
-    n_tiles = full // TOKENS + (1 if full < n_tokens else 0)
-    per_chain = n_bytes * GROUPS // 4
-    per_tile = (per_chain + n_tiles - 1) // n_tiles
-    stride = (per_tile + n_steps - 1) // n_steps
-    for chain in range(4):
-        w_at = w + CHAIN_BYTES * chain
-        x_at = x + x_bytes * chain
-        next_at = ahead + chain * GROUPS // 4 * group + chain % (4 // GROUPS) * per_chain
-        for t in range(0, full, TOKENS):
-            at = sums + 64 * GROUPS * (4 * t + TOKENS * chain)
-            full_tile(like, w_at, x_at + TOKEN_BYTES * t, n_steps, at, next_at, stride)
-            next_at += per_tile
-        if full < n_tokens:
-            at = sums + 64 * GROUPS * (4 * full + REST * chain)
-            rest_tile(like, w_at, x_at + TOKEN_BYTES * full, n_steps, at, next_at, stride)
+    n_tiles = (n_tokens + 5) // 6
+    stride = 4 * n_bytes // max(1, n_tiles * n_units) + 1
+    t = 0
+    while t < n_tokens:
+        width = tile_width(n_tokens - t)
+        if width == 6:
+            add_to_tile(like, 6, w, x, token, n_units, sums, ahead, stride)
+        elif width == 4:
+            add_to_tile(like, 4, w, x, token, n_units, sums, ahead, stride)
+        elif width == 2:
+            add_to_tile(like, 2, w, x, token, n_units, sums, ahead, stride)
+        else:
+            add_to_tile(like, 1, w, x, token, n_units, sums, ahead, stride)
+        t += width
+        x += width * token
+        sums += 256 * width
+        ahead += stride * n_units // 4
 
 
 @njit
 def finish(
-    sums: Any, first: Any, bias: Any, accumulate: Any, out: Any, token: Any, n_tokens: Any
+    sums: Any, bias: Any, accumulate: Any, out: Any, token: Any, n_tokens: Any, group: Any
 ) -> None:
-    """Write the outputs of `GROUPS` groups from group `first` on, for a block of tokens."""
-    n_groups = min(GROUPS, (out.shape[1] + 15) // 16 - first)
-    for t in range(n_tokens):
-        start = t // TOKENS * TOKENS
-        width = TOKENS if n_tokens - start > REST else REST
-        at = sums + 64 * GROUPS * (4 * start + t - start)
-        chain = 64 * GROUPS * width
-        for g in range(n_groups):
+    """Write the outputs of a group and of tokens from `token` on, whose chains are at `sums`."""
+    t = 0
+    while t < n_tokens:
+        width = tile_width(n_tokens - t)
+        chain = 64 * width
+        for at in range(sums, sums + chain, 64):
             low = simd.add(simd.load_f32(at), simd.load_f32(at + chain))
             high = simd.add(simd.load_f32(at + 2 * chain), simd.load_f32(at + 3 * chain))
-            write_group(simd.add(low, high), bias, accumulate, out, token + t, first + g)
-            at += 64
-
-
-@inline
-def deal_row(at: Any, count: Any, n_units: Any, to: Any, chain: Any) -> None:
-    """Copy `count` units of a token to its four chains, then zeros up to `n_units`."""
-    full = count // 64 * 64
-    for i in range(0, full, 64):
-        registers.deal(registers.load(1, 4, at + 4 * i), to + i, chain)
-    for i in range(full, n_units):
-        value = lanes.read_f32(at + 4 * i) if i < count else np.float32(0.0)
-        lanes.write_f32(to + i % 4 * chain + i // 4 * 4, value)
+            write_group(simd.add(low, high), bias, accumulate, out, token + t, group)
+            t += 1
+        sums += 4 * chain
 
 
 @njit
-def pack_f32(x: Any, token: Any, n_tokens: Any, k: Any, n_units: Any, to: Any) -> None:
-    """Copy a panel of activations from unit k on to address `to`: chain, token, unit of chain."""
-    chain = TOKEN_BYTES * slots(n_tokens)
-    count = min(n_units, x.shape[1] - k)
+def round_rows(x: Any, token: Any, n_tokens: Any, pairs: Any) -> None:
+    """Write rows of `x`, rounded to bfloat16, to the rows of `pairs`, zeros after the last."""
+    n_columns = x.shape[1]
+    full = n_columns // 32 * 32
+    tail = np.zeros(32, np.float32)
     for t in range(n_tokens):
-        at = simd.address(x) + (token + t) * x.strides[0] + 4 * k
-        deal_row(at, count, n_units, to + TOKEN_BYTES * t, chain)
-
-
-@njit
-def pack_pairs(x: Any, token: Any, n_tokens: Any, k: Any, n_units: Any, to: Any) -> None:
-    """Do as `pack_f32`, rounded to bfloat16: unit i is columns 2i and 2i + 1."""
-    row, pairs = np.zeros(2 * PANEL, np.float32), np.empty(PANEL, np.float32)
-    chain = TOKEN_BYTES * slots(n_tokens)
-    count = min(2 * n_units, x.shape[1] - 2 * k)
-    for t in range(n_tokens):
-        at = simd.address(x) + (token + t) * x.strides[0] + 8 * k
-        if count % 32:  # the last vector would reach over the end of the row
-            for i in range(count):
-                row[i] = lanes.read_f32(at + 4 * i)
-            at = simd.address(row)
-        for i in range(0, count, 32):
+        at = simd.address(x) + (token + t) * x.strides[0]
+        to = simd.address(pairs) + t * pairs.strides[0]
+        for i in range(0, full, 32):
             halves = registers.to_bf16(simd.load_f32(at + 4 * i), simd.load_f32(at + 4 * i + 64))
-            simd.store_i32(simd.address(pairs) + 2 * i, halves)
-        deal_row(simd.address(pairs), (count + 1) // 2, n_units, to + TOKEN_BYTES * t, chain)
+            simd.store_i32(to + 2 * i, halves)
+        if full < n_columns:
+            for i in range(full, n_columns):
+                tail[i - full] = x[token + t, i]
+            tail_at = simd.address(tail)
+            halves = registers.to_bf16(simd.load_f32(tail_at), simd.load_f32(tail_at + 64))
+            simd.store_i32(to + 2 * full, halves)
 
 
 @inline
-def multiply_blocks(
-    decode: Any, pack: Any, like: Any, source: Any, at: Any, group_bytes: Any, n_units: Any,
-    x: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any,
+def multiply_decoded(
+    decode: Any, is_pairs: Any, source: Any, at: Any, group_bytes: Any, n_units: Any,
+    like: Any, x: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any,
 ) -> None:  # fmt: skip
-    """Multiply the activations `x` by weight groups GROUPS * start to GROUPS * stop.
+    """Multiply the activations `x` by weight groups [start, stop).
 
     ``decode(source, group, k, n, to)`` writes units k to k + n of a weight group to address `to`
-    as `like` says, ordered by chain; `pack` is `pack_f32` or `pack_pairs`.  `n_units` and n are
-    multiples of 4.  Undecoded groups lie at address `at`, each `group_bytes` long.
+    as float32 (`like` is an empty array of float32) or, if `is_pairs`, as pairs of bfloat16 (of
+    int32); then `x` is rounded too.  A group has `n_units` units, which lie undecoded in
+    `group_bytes` bytes from address `at` on, one group after the other.
     """
-    n_tokens, n_groups = x.shape[0], (out.shape[1] + 15) // 16
-    block = min(n_tokens, BLOCK_TOKENS)
-    per_block = min(max(1, BLOCK_CHAINS // (slots(block) * GROUPS)), stop - start)
-    packed = np.empty(4 * slots(block) * TOKEN_BYTES, np.uint8)
-    decoded = np.empty(GROUPS * GROUP_BYTES, np.uint8)
-    sums = np.empty(per_block * GROUPS * slots(block) * 64, np.float32)
-    for token in range(0, n_tokens, BLOCK_TOKENS):
-        tokens = min(BLOCK_TOKENS, n_tokens - token)
-        sums_bytes = 256 * GROUPS * slots(tokens)
-        for first in range(start, stop, per_block):
-            count = min(per_block, stop - first)
+    n_tokens = x.shape[0]
+    n_blocks = max(1, (n_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS)
+    block = (n_tokens + 6 * n_blocks - 1) // (6 * n_blocks) * 6
+    decoded = np.empty(16 * min(n_units, PANEL), np.float32)
+    sums = np.empty(64 * block, np.float32)
+    # 16 more, so that rows do not fall into the same sets of a cache
+    pairs = np.empty((block if is_pairs else 0, (x.shape[1] + 31) // 32 * 16 + 16), np.int32)
+    for token in range(0, n_tokens, block):
+        tokens = min(block, n_tokens - token)
+        x_at, stride = simd.address(x) + token * x.strides[0], x.strides[0]
+        limit = x.shape[1]
+        if is_pairs:
+            round_rows(x, token, tokens, pairs)
+            x_at, stride, limit = simd.address(pairs), pairs.strides[0], (limit + 1) // 2
+        for group in range(start, stop):
             sums[:] = 0.0
             for k in range(0, n_units, PANEL):
                 width = min(PANEL, n_units - k)
-                pack(x, token, tokens, k, width, simd.address(packed))
-                for i in range(count):
-                    group = GROUPS * (first + i)
-                    for g in range(min(GROUPS, n_groups - group)):
-                        to = simd.address(decoded) + GROUP_BYTES * g
-                        decode(source, group + g, k, width, to)
-                    # next are the following groups, or the next panel of the first ones
-                    ahead = at + (group + GROUPS) * group_bytes + k * group_bytes // n_units
-                    if i + 1 == count:
-                        ahead = at + GROUPS * first * group_bytes
-                        ahead += (k + PANEL) * group_bytes // n_units
-                    panel(
-                        like, simd.address(decoded), simd.address(packed), width, tokens,
-                        simd.address(sums) + sums_bytes * i,
-                        ahead, group_bytes, width * group_bytes // n_units,
-                    )  # fmt: skip
-            for i in range(count):
-                sums_at = simd.address(sums) + sums_bytes * i
-                finish(sums_at, GROUPS * (first + i), bias, accumulate, out, token, tokens)
+                decode(source, group, k, width, simd.address(decoded))
+                bytes_before = (group * n_units + k) * group_bytes // n_units
+                add_units(
+                    like, simd.address(decoded), x_at + 4 * k, stride, tokens,
+                    min(width, limit - k), simd.address(sums),
+                    at + bytes_before + width * group_bytes // n_units,
+                    min(PANEL, n_units) * group_bytes // n_units,
+                )  # fmt: skip
+            finish(simd.address(sums), bias, accumulate, out, token, tokens, group)
