@@ -84,7 +84,11 @@ def add_to_tile(
         for _ in range(n_units // 4):
             lanes.prefetch(ahead)
             if n_tokens > 1:  # one token waits for memory only: every second line is faster then
-                lanes.prefetch(ahead + 64)
+                if stride > 64:
+                    lanes.prefetch(ahead + 64)
+                if stride > 128:
+                    lanes.prefetch(ahead + 128)
+                    lanes.prefetch(ahead + 192)
             ahead += stride
             a = registers.step(a, like, w, 0, x, token)
             b = registers.step(b, like, w + size, 0, x + 4, token)
@@ -125,7 +129,8 @@ def add_units(
     Meanwhile ask for `n_bytes` bytes at address `ahead`.
     """
     n_tiles = (n_tokens + 5) // 6
-    stride = 4 * n_bytes // max(1, n_tiles * n_units) + 1
+    steps = max(1, n_tiles * n_units)
+    stride = (4 * n_bytes + steps - 1) // steps
     t = 0
     while t < n_tokens:
         width = tile_width(n_tokens - t)
