@@ -17,8 +17,8 @@ is no bounds check.  The public functions have checked the shapes before a kerne
 `store_f32(addr, v)`                write 16 float32
 `store_i32(addr, v)`                write 16 int32
 `splat(x)` / `splat_i32(i)`         one scalar in all lanes
-`add sub mul div`                   lane by lane, float32 or int32 (no `div` for int32)
-`and_ or_ shl shr`                  int32; `shr` is a logical shift, shift counts are vectors
+`add sub mul div`                   lane by lane, float32 or integers (no `div` for these)
+`and_ or_ shl shr`                  integers; `shr` is a logical shift, shift counts are vectors
 `fma(a, b, c)`                      a * b + c with one rounding, float32
 `maximum minimum`                   float32; a NaN lane gives the other operand
 `rint(v)`                           nearest integer, halves to even, float32
@@ -55,7 +55,7 @@ class Vector(types.Type):
 
     def __init__(self, element: str) -> None:
         self.element = element
-        self.lanes = 512 // _ELEMENT[element].width if element != "f32" else LANES
+        self.lanes = {"i8": 64, "bf16": 32}.get(element, LANES)
         super().__init__(name=f"simd.{element}x{self.lanes}")
 
     @property

@@ -1,4 +1,4 @@
-"""Vectors of 64 bytes and of 32 bfloat16 as values in Numba CPU kernels, beside `nbflow_kernels.simd`.
+"""Vectors of 64 bytes and of 32 bfloat16 as values in kernels, beside `nbflow_kernels.simd`.
 
 A byte vector has one type, `simd.i8x64`; whether a byte is signed is up to the operation.  It is
 also 16 lanes of 4 bytes: `dot_u8_i8` multiplies byte by byte and adds the four products of a lane.
@@ -11,8 +11,8 @@ also 16 lanes of 4 bytes: `dot_u8_i8` multiplies byte by byte and adds the four 
 `broadcast_f32(addr)`           a float32 in all 16 lanes
 `broadcast_i32(addr)`           an int32 in all 16 lanes
 `as_bytes(v)` / `as_words(v)`   int32 lanes as bytes, bytes as int32 lanes: the same bits
-`field(v, shift, mask)`         each byte shifted right by `shift`, and masked; `mask` must drop what
-                                comes in from the next byte
+`field(v, shift, mask)`         each byte shifted right and masked; `mask` must drop what comes in
+                                from the next byte
 `dot_u8_i8(acc, u, s)`          acc + the sums of 4 products, u unsigned and s signed, exact int32
 `dot_u7_i8(acc, u, s)`          the same where all of `u` is below 128: cheaper without VNNI
 `pair_first(c)` `pair_second`   x and y of c = x + 11 * y, x < 11, in the low 7 bits of each byte
@@ -94,9 +94,7 @@ def _lanes(builder: Any, value: Any, lanes: range) -> Any:
     return builder.shuffle_vector(value, value, _constant(_I32, list(lanes)))
 
 
-def _in_parts(
-    builder: Any, n_parts: int, operation: Callable[..., Any], *vectors: Any
-) -> Any:
+def _in_parts(builder: Any, n_parts: int, operation: Callable[..., Any], *vectors: Any) -> Any:
     """Apply an operation to the n-th parts of vectors, and join the results."""
     parts = []
     for part in range(n_parts):
@@ -114,18 +112,13 @@ def _in_parts(
     return parts[0]
 
 
-
 def _splat(builder: Any, scalar: Any, lanes: int) -> Any:
     vector = _vector(scalar.type, lanes)
-    first = builder.insert_element(
-        ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_I32, 0)
-    )
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_I32, 0))
     return builder.shuffle_vector(first, first, _constant(_I32, [0] * lanes))
 
 
-def _make(
-    name: str, result: Any, arguments: tuple[Any, ...], emit: Callable[..., Any]
-) -> Any:
+def _make(name: str, result: Any, arguments: tuple[Any, ...], emit: Callable[..., Any]) -> Any:
     """Make an intrinsic; `arguments` are vector types, or Numba types to convert scalars to."""
 
     def check(given: tuple[Any, ...]) -> None:
@@ -327,9 +320,7 @@ def _emit_generic_dot(builder: Any, acc: Any, u: Any, s: Any) -> Any:
     return builder.add(acc, builder.add(even, odd))
 
 
-def emit_dot(
-    builder: Any, acc: Any, u: Any, s: Any, seven: bool, features: frozenset[str]
-) -> Any:
+def emit_dot(builder: Any, acc: Any, u: Any, s: Any, seven: bool, features: frozenset[str]) -> Any:
     """Emit acc + the sums of 4 products for a processor; `seven`: u is below 128."""
 
     def vnni(width: int) -> Callable[..., Any]:

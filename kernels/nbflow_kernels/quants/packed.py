@@ -220,14 +220,12 @@ def pack(
         try:
             return _pack(packed, integers, data, n_columns)
         except _Misfit as misfit:
-            wider = _WIDER.get(getattr(packed, misfit.field))
-            if wider is None:
+            if misfit.field == "d_type":
+                packed = replace(packed, d_type="f32")
+            elif packed.scales == "i8":
+                packed = replace(packed, scales="u8")
+            else:
                 raise UsageError(f"weights cannot be packed: {misfit}") from None
-            packed = replace(packed, **{misfit.field: wider})
-
-
-_WIDER = {"f16": "f32", "u8": "f32", "e8m0": "f32", "i8": "u8"}
-"""Where a number does not fit, what holds more."""
 
 
 class _Misfit(ValueError):
@@ -247,7 +245,7 @@ def _pack(
     """Pack rows of `n_columns` columns."""
     empty = Packed(form, len(data), -(-n_columns // form.block), np.zeros(0, np.uint8))
     packed = replace(empty, data=aligned_zeros(empty.n_groups * empty.group_bytes))
-    words = packed.data.view(np.uint32).reshape(packed.n_groups, -1)
+    words = packed.data.view(np.uint32).reshape(packed.n_groups, packed.group_bytes // 4)
     blocks = packed.data.reshape(packed.n_groups, packed.n_blocks, form.block_bytes)
     low, high = PLANES.get(form.bits, (PAIRS, 0))
     step = ROWS * max(1, CHUNK // (ROWS * packed.n_columns))

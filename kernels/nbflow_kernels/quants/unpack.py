@@ -19,14 +19,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import numba
 from llvmlite import ir
 from numba.core import datamodel, extending, types
 from numba.core.imputils import lower_constant
 from numba.core.typing.typeof import typeof_impl
 
 from nbflow_kernels import simd, simd_bytes
-from nbflow_kernels._jit import inline
+from nbflow_kernels._jit import FAST_MATH, helper
 from nbflow_kernels.quants.packed import D_BYTES, PAIRS, PLANES, PackedForm
 from nbflow_kernels.simd_bytes import dot_u7_i8, dot_u8_i8, field, load_bytes
 
@@ -51,9 +50,12 @@ def _typeof_form(form: PackedForm, context: Any) -> FormType:
     return FormType(form)
 
 
-@lower_constant(FormType)  # type: ignore[untyped-decorator]
+@lower_constant(FormType)
 def _constant_form(context: Any, builder: Any, form_type: Any, value: Any) -> Any:
     return context.get_dummy_value()
+
+
+_OPTIONS: Any = {"forceinline": True, "error_model": "numpy", "fastmath": FAST_MATH}  # as `helper`
 
 
 def by_form(choose: Callable[[PackedForm], Callable[..., Any]]) -> Callable[..., Any]:
@@ -65,7 +67,7 @@ def by_form(choose: Callable[[PackedForm], Callable[..., Any]]) -> Callable[...,
     def chosen(form: Any, *args: Any) -> Any:
         return choose(form.form)
 
-    extending.overload(function, inline="always", strict=False)(chosen)
+    extending.overload(function, strict=False, jit_options=_OPTIONS)(chosen)
     function.__name__, function.__doc__ = choose.__name__, choose.__doc__
     return function
 
@@ -73,14 +75,14 @@ def by_form(choose: Callable[[PackedForm], Callable[..., Any]]) -> Callable[...,
 # ---- code vectors -------------------------------------------------------------------------------
 
 
-@inline
+@helper
 def _shift_left(v: Any, bits: Any) -> Any:
     """Shift bytes left that have room for it."""
     words = simd.shl(simd_bytes.as_words(v), simd.splat_i32(bits))
     return simd_bytes.as_bytes(words)
 
 
-@inline
+@helper
 def _pair_word(at: Any, w: Any) -> Any:
     """Return pair codes in the low 7 bits; those of the eighth word are the top bits of seven."""
     if w < 7:
@@ -99,11 +101,11 @@ def _pair_code(form: Any, at: Any, v: Any) -> Any:
 def _plane(bits: int, offset: int) -> Any:
     """Return the reader of a plane of 1, 2, 4 or 8 bits that starts `offset` bytes into a unit."""
     if bits == 8:
-        return numba.njit(inline="always")(lambda at, v: load_bytes(at + offset + 64 * v))
+        return helper(lambda at, v: load_bytes(at + offset + 64 * v))
     shift, last = {4: (1, 1), 2: (2, 3), 1: (3, 7)}[bits]
     mask = (1 << bits) - 1
 
-    @inline
+    @helper
     def plane(at: Any, v: Any) -> Any:
         return field(load_bytes(at + offset + 64 * (v >> shift)), bits * (v & last), mask)
 
@@ -112,7 +114,7 @@ def _plane(bits: int, offset: int) -> Any:
 
 @by_form
 def stored_codes(form: PackedForm) -> Callable[..., Any]:
-    """Code vector v of a unit of planes, values not looked up: ``stored_codes(form, at, v)``."""
+    """Return code vector v of a unit, values not looked up: ``stored_codes(form, at, v)``."""
     low_bits, high_bits = PLANES[form.bits]
     low = _plane(low_bits, 0)
     if not high_bits:
@@ -123,7 +125,7 @@ def stored_codes(form: PackedForm) -> Callable[..., Any]:
 
 @by_form
 def codes(form: PackedForm) -> Callable[..., Any]:
-    """Code vector v of the unit at address `at`: ``codes(form, at, v)``, 64 bytes.
+    """Return code vector v of the unit at address `at`: ``codes(form, at, v)``, 64 bytes.
 
     Byte ``4 * row + j`` is the code of column ``4 * v + j``; a value plus 128, if the form has any.
     """
@@ -148,7 +150,7 @@ def value_table(typing_context: Any, form: Any) -> Any:
 
 @by_form
 def dot(form: PackedForm) -> Callable[..., Any]:
-    """Sums of 4 products of codes u and int8 x, added: ``dot(form, acc, u, x)``."""
+    """Return acc plus sums of 4 products of codes u and int8 x: ``dot(form, acc, u, x)``."""
     if form.bits == 8 or form.values is not None:
         return lambda form, acc, u, x: dot_u8_i8(acc, u, x)
     return lambda form, acc, u, x: dot_u7_i8(acc, u, x)
@@ -157,7 +159,7 @@ def dot(form: PackedForm) -> Callable[..., Any]:
 # ---- scales and bases ---------------------------------------------------------------------------
 
 
-@inline
+@helper
 def _power(at: Any) -> Any:
     """Return 2 ** (e - 128) of 16 bytes e; in two factors, since 2 ** -128 is no normal number."""
     e = simd.load_u8(at)
@@ -168,7 +170,7 @@ def _power(at: Any) -> Any:
     return simd.mul(first, simd.as_f32(simd.shl(rest, mantissa)))
 
 
-@inline
+@helper
 def _quotient(at: Any, divisor: Any) -> Any:
     """Return 16 bytes over a divisor, rounded as by a division: one correction is enough."""
     u = simd.to_f32(simd.load_u8(at))
@@ -187,13 +189,13 @@ _LOAD_D: dict[str, Callable[..., Any]] = {
 
 @by_form
 def load_d(form: PackedForm) -> Callable[..., Any]:
-    """`d` of 16 rows from the header: ``load_d(form, at)``."""
+    """Return `d` of 16 rows from the header: ``load_d(form, at)``."""
     return _LOAD_D[form.d_type]
 
 
 @by_form
 def load_m(form: PackedForm) -> Callable[..., Any]:
-    """`m` of 16 rows from the header: ``load_m(form, at)``."""
+    """Return `m` of 16 rows from the header: ``load_m(form, at)``."""
     if form.d_type == "u8":
         return lambda form, at: simd.sub(_quotient(at, 100.0), simd.splat(1.0))
     return _LOAD_D[form.d_type]
@@ -201,7 +203,7 @@ def load_m(form: PackedForm) -> Callable[..., Any]:
 
 @by_form
 def scale_of(form: PackedForm) -> Callable[..., Any]:
-    """Scales of sub-block s of the block at address `at`: ``scale_of(form, at, s)``, exact."""
+    """Return the scales of sub-block s of a block: ``scale_of(form, at, s)``, exact."""
     per_d, size = form.d_block // form.sub_block, 16 * D_BYTES[form.d_type]
     factor, scales_at = form.factor, form.d_bytes
 
@@ -211,9 +213,9 @@ def scale_of(form: PackedForm) -> Callable[..., Any]:
 
     if form.scales == "none":
         return unscaled
-    known = inline(unscaled)
+    known = helper(unscaled)
     if form.scales == "u4":
-        load = inline(lambda at: simd.and_(simd.load_u8(at), simd.splat_i32(15)))
+        load = helper(lambda at: simd.and_(simd.load_u8(at), simd.splat_i32(15)))
     else:
         load = simd.load_i8 if form.scales == "i8" else simd.load_u8
     return lambda form, at, s: simd.mul(
@@ -223,7 +225,7 @@ def scale_of(form: PackedForm) -> Callable[..., Any]:
 
 @by_form
 def base_of(form: PackedForm) -> Callable[..., Any]:
-    """Bases of sub-block s of the block at address `at`: ``base_of(form, at, s)``, exact."""
+    """Return the bases of sub-block s of a block: ``base_of(form, at, s)``, exact."""
     per_d, size = form.d_block // form.sub_block, 16 * D_BYTES[form.d_type]
     m_at, mins_at = form.block // form.d_block * size, form.d_bytes
     if form.base == "none":
@@ -231,10 +233,10 @@ def base_of(form: PackedForm) -> Callable[..., Any]:
     if form.base == "d":
         return lambda form, at, s: load_m(form, at + m_at + s // per_d * size)
     if form.scales == "u4":
-        load = inline(lambda at: simd.shr(simd.load_u8(at), simd.splat_i32(4)))
+        load = helper(lambda at: simd.shr(simd.load_u8(at), simd.splat_i32(4)))
     else:
         mins_at += 16 * (form.block // form.sub_block)
-        load = inline(lambda at: simd.load_u8(at))
+        load = helper(lambda at: simd.load_u8(at))
 
     def minus_m_min(form: Any, at: Any, s: Any) -> Any:
         m = load_m(form, at + m_at + s // per_d * size)
@@ -244,7 +246,7 @@ def base_of(form: PackedForm) -> Callable[..., Any]:
 
 
 def folds_zero(form: PackedForm) -> bool:
-    """Return whether ``zero * scale`` is exact and can stand in for the base."""
+    """Return whether ``zero * scale`` is exact (while it is finite) and can stand for the base."""
     power_of_two = form.zero & (form.zero - 1) == 0
     return form.base == "none" and (
         power_of_two or (form.d_type == "f16" and form.scales == "none")
@@ -253,7 +255,7 @@ def folds_zero(form: PackedForm) -> bool:
 
 @by_form
 def parameters(form: PackedForm) -> Callable[..., Any]:
-    """What `weight` needs of sub-block s of a block: ``scale, base = parameters(form, at, s)``."""
+    """Return what `weight` needs of a sub-block: ``scale, base = parameters(form, at, s)``."""
     zero = -float(form.zero)
 
     def folded(form: Any, at: Any, s: Any) -> Any:
@@ -267,7 +269,7 @@ def parameters(form: PackedForm) -> Callable[..., Any]:
 
 @by_form
 def weight(form: PackedForm) -> Callable[..., Any]:
-    """Column j of 4 of a code vector, 16 float32 weights: ``weight(form, u, j, scale, base)``."""
+    """Return column j of 4 of a code vector as weights: ``weight(form, u, j, scale, base)``."""
     zero = float(form.zero)
 
     def of_code(form: Any, u: Any, j: Any, scale: Any, base: Any) -> Any:
@@ -281,3 +283,29 @@ def weight(form: PackedForm) -> Callable[..., Any]:
         return simd.fma(scale, simd.sub(value, simd.splat(zero)), base)
 
     return of_code if not form.zero or folds_zero(form) else of_signed
+
+
+# ---- whole blocks -------------------------------------------------------------------------------
+
+
+@by_form
+def decode_blocks(form: PackedForm) -> Callable[..., Any]:
+    """Decode blocks of a row group: ``decode_blocks(form, at, n_blocks, to)``.
+
+    Writes 16 float32 for each column, one after the other, to address `to`.
+    """
+    units, vectors, per_scale = form.block // form.unit, form.unit // 4, form.sub_block // 4
+    header, unit_bytes, block_bytes = form.header_bytes, form.unit_bytes, form.block_bytes
+
+    def decode(form: Any, at: Any, n_blocks: Any, to: Any) -> None:
+        for _ in range(n_blocks):
+            for unit in range(units):
+                for v in range(vectors):
+                    scale, base = parameters(form, at, (unit * vectors + v) // per_scale)
+                    u = codes(form, at + header + unit * unit_bytes, v)
+                    for j in range(4):
+                        simd.store_f32(to + 64 * j, weight(form, u, j, scale, base))
+                    to += 256
+            at += block_bytes
+
+    return decode
