@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from nbflow_kernels.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
+    from nbflow_kernels.quants.integers import IntegerForm, Integers
     from nbflow_kernels.quants.packed import Packed
 
 Bytes = NDArray[Any]  # of uint8; NumPy's annotations call ``bytes >> 4`` a signed integer
@@ -31,6 +32,8 @@ class QuantFormat(ABC):
     """Weights in a block."""
     block_bytes: int
     """Bytes of a block in storage."""
+    integer_form: IntegerForm
+    """The format's decode formula in integers; only block formats have it."""
 
     @property
     def bits_per_weight(self) -> float:
@@ -57,9 +60,16 @@ class QuantFormat(ABC):
     def dequantize_rows(self, data: Bytes, out: Floats) -> None:
         """Write the weights of rows (rows, row bytes) to `out` (rows, columns) with the kernel."""
 
-    @abstractmethod
+    def integers(self, data: Bytes) -> Integers:
+        """Return the rows `data` (rows, row bytes) in the integer form."""
+        raise NotImplementedError(f"{self.name} has no integer form")
+
     def pack(self, data: Bytes) -> Packed:
         """Return the layout for computing of the rows `data` (rows, row bytes)."""
+        from nbflow_kernels.quants import packed
+
+        n_columns = data.shape[1] // self.block_bytes * self.block_size
+        return packed.pack(self.integer_form, self.integers, data, n_columns)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _by_name, (self.name,)  # a copy or an unpickled format is the same object
