@@ -69,10 +69,10 @@ def _many(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop
 
 
 @inline
-def _rounded(w: Any, group: Any, k: Any, n: Any, to: Any) -> None:
-    """Write pairs of columns k to k + n of a group as bfloat16."""
+def _rounded(w: Any, at: Any, k: Any, n: Any, to: Any) -> None:
+    """Write pairs of columns k to k + n of the group at address `at` as bfloat16."""
     size = 16 * w.itemsize
-    at = simd.address(w) + group * w.strides[0] + 2 * k * size
+    at += 2 * k * size
     for i in range(n):
         even = registers.load_widened(w, at + 2 * size * i)
         odd = registers.load_widened(w, at + 2 * size * i + size)
@@ -85,5 +85,5 @@ def _bf16(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop
     like = np.empty(0, np.int32)
     tiles.multiply_decoded(
         _rounded, True, w, simd.address(w), w.strides[0], w.shape[1] // 2,
-        like, x, bias, accumulate, out, start, stop,
+        tiles.PANEL, like, x, bias, accumulate, out, start, stop,
     )  # fmt: skip

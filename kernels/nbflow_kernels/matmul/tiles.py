@@ -187,40 +187,41 @@ def round_rows(x: Any, token: Any, n_tokens: Any, pairs: Any) -> None:
 
 @inline
 def multiply_decoded(
-    decode: Any, is_pairs: Any, source: Any, at: Any, group_bytes: Any, n_units: Any,
-    like: Any, x: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any,
+    decode: Any, is_pairs: Any, source: Any, first: Any, group_bytes: Any, n_units: Any,
+    panel: Any, like: Any, x: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any,
 ) -> None:  # fmt: skip
     """Multiply the activations `x` by weight groups [start, stop).
 
-    ``decode(source, group, k, n, to)`` writes units k to k + n of a weight group to address `to`
-    as float32 (`like` is an empty array of float32) or, if `is_pairs`, as pairs of bfloat16 (of
-    int32); then `x` is rounded too.  A group has `n_units` units, which lie undecoded in
-    `group_bytes` bytes from address `at` on, one group after the other.
+    ``decode(source, at, k, n, to)`` writes units k to k + n of the weight group at address `at` to
+    address `to`, as float32 (`like` is an empty array of float32) or, if `is_pairs`, as pairs of
+    bfloat16 (of int32); then `x` is rounded too.  A group has `n_units` units, not fewer than `x`,
+    which lie undecoded in `group_bytes` bytes, one group after the other from address `first` on;
+    at most `panel` of them, and always a multiple of that from the first on, are decoded at a time.
     """
     n_tokens = x.shape[0]
     n_blocks = max(1, (n_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS)
     block = (n_tokens + 6 * n_blocks - 1) // (6 * n_blocks) * 6
-    decoded = np.empty(16 * min(n_units, PANEL), np.float32)
+    decoded = np.empty(16 * min(n_units, panel), np.float32)
     sums = np.empty(64 * block, np.float32)
     # 16 more, so that rows do not fall into the same sets of a cache
     pairs = np.empty((block if is_pairs else 0, (x.shape[1] + 31) // 32 * 16 + 16), np.int32)
+    panel_bytes = min(n_units, panel) * group_bytes // max(1, n_units)
     for token in range(0, n_tokens, block):
         tokens = min(block, n_tokens - token)
         x_at, stride = simd.address(x) + token * x.strides[0], x.strides[0]
-        limit = x.shape[1]
+        x_units = x.shape[1]
         if is_pairs:
             round_rows(x, token, tokens, pairs)
-            x_at, stride, limit = simd.address(pairs), pairs.strides[0], (limit + 1) // 2
+            x_at, stride, x_units = simd.address(pairs), pairs.strides[0], (x_units + 1) // 2
         for group in range(start, stop):
             sums[:] = 0.0
-            for k in range(0, n_units, PANEL):
-                width = min(PANEL, n_units - k)
-                decode(source, group, k, width, simd.address(decoded))
-                bytes_before = (group * n_units + k) * group_bytes // n_units
+            at = first + group * group_bytes
+            for k in range(0, n_units, panel):
+                width = min(panel, n_units - k)
+                decode(source, at, k, width, simd.address(decoded))
+                ahead = at + (k + width) * group_bytes // n_units  # the next panel or group
                 add_units(
                     like, simd.address(decoded), x_at + 4 * k, stride, tokens,
-                    min(width, limit - k), simd.address(sums),
-                    at + bytes_before + width * group_bytes // n_units,
-                    min(PANEL, n_units) * group_bytes // n_units,
+                    min(width, x_units - k), simd.address(sums), ahead, panel_bytes,
                 )  # fmt: skip
             finish(simd.address(sums), bias, accumulate, out, token, tokens, group)
