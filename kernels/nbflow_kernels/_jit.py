@@ -110,3 +110,12 @@ def _compiled(function: Callable[..., Any], fastmath: Any) -> Any:
 def inline(function: Callable[..., Any]) -> Any:
     """Compile a scalar helper into whichever kernel calls it (CPU and CUDA alike)."""
     return numba.njit(inline="always", error_model="numpy", fastmath=FAST_MATH)(function)
+
+
+def helper(function: Callable[..., Any]) -> Any:
+    """Compile a CPU helper once per process, and let LLVM put it into the kernels that call it.
+
+    `inline` puts the helper's Python code into the caller, which is then typed as a whole: for
+    helpers of helpers that takes several times as long.
+    """
+    return numba.njit(forceinline=True, error_model="numpy", fastmath=FAST_MATH)(function)

@@ -1,4 +1,4 @@
-"""Vectors of 16 lanes as values in Numba CPU kernels.
+"""Vectors of 16 lanes as values in Numba CPU kernels; `simd_bytes` adds vectors of 64 bytes.
 
 Each function is an `@intrinsic` that emits one or two generic LLVM instructions, so the machine
 code does not depend on what the auto-vectorizer recognises, and the order of additions is the one
@@ -17,8 +17,8 @@ is no bounds check.  The public functions have checked the shapes before a kerne
 `store_f32(addr, v)`                write 16 float32
 `store_i32(addr, v)`                write 16 int32
 `splat(x)` / `splat_i32(i)`         one scalar in all lanes
-`add sub mul div`                   lane by lane, float32 or int32 (no `div` for int32)
-`and_ or_ shl shr`                  int32; `shr` is a logical shift, shift counts are vectors
+`add sub mul div`                   lane by lane, float32 or integers (no `div` for these)
+`and_ or_ shl shr`                  integers; `shr` is a logical shift, shift counts are vectors
 `fma(a, b, c)`                      a * b + c with one rounding, float32
 `maximum minimum`                   float32; a NaN lane gives the other operand
 `rint(v)`                           nearest integer, halves to even, float32
@@ -48,20 +48,21 @@ LANES = 16
 
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _F16, _F32 = ir.HalfType(), ir.FloatType()
-_ELEMENT = {"f32": _F32, "i32": _I32}
+_ELEMENT = {"f32": _F32, "i32": _I32, "i8": _I8, "bf16": _I16}
 
 
 class Vector(types.Type):
-    """The Numba type of 16 lanes of one element type."""
+    """The Numba type of 512 bits of one element type; bfloat16 is held as its bits."""
 
     def __init__(self, element: str) -> None:
         self.element = element
-        super().__init__(name=f"simd.{element}x{LANES}")
+        self.lanes = {"i8": 64, "bf16": 32}.get(element, LANES)
+        super().__init__(name=f"simd.{element}x{self.lanes}")
 
     @property
     def llvm(self) -> Any:
         """Return the LLVM type."""
-        return ir.VectorType(_ELEMENT[self.element], LANES)
+        return ir.VectorType(_ELEMENT[self.element], self.lanes)
 
 
 @extending.register_model(Vector)
@@ -72,6 +73,8 @@ class _VectorModel(models.PrimitiveModel):
 
 f32x16 = Vector("f32")
 i32x16 = Vector("i32")
+i8x64 = Vector("i8")  # signed or unsigned, as the operation says
+bf16x32 = Vector("bf16")
 
 
 def _pointer(builder: Any, context: Any, value: Any, value_type: Any, target: Any) -> Any:
@@ -164,7 +167,7 @@ splat_i32 = _make_splat("splat_i32", i32x16, types.int32)
 
 
 def _make_binary(name: str, float_op: str | None, int_op: str | None) -> Any:
-    allowed = ((f32x16,) if float_op else ()) + ((i32x16,) if int_op else ())
+    allowed = ((f32x16,) if float_op else ()) + ((i32x16, i8x64) if int_op else ())
 
     def binary(typing_context: Any, a: Any, b: Any) -> Any:
         _want(name, a, *allowed)

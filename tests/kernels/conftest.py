@@ -1,9 +1,13 @@
 """Fixtures of the kernel tests."""
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import numpy as np
 import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))  # the formats made up for tests
 
 from nbflow_kernels import threads
 

@@ -17,7 +17,7 @@ def test_digest_follows_imports() -> None:
     sources = {
         file.relative_to(ROOT).as_posix() for file in _jit._source(ROOT / "qmatmul" / "cpu.py")[1]
     }
-    assert {"qmatmul/tiles.py", "threads.py"} <= sources
+    assert {"qmatmul/int8.py", "threads.py"} <= sources
     assert "norm/cpu.py" not in sources
 
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import re
-
 import numpy as np
 import pytest
-from numba import njit
 
-from nbflow_kernels import simd
 from nbflow_kernels.errors import MissingExtraError, UsageError
-from nbflow_kernels.qmatmul import cases, cpu, qmatmul, reference
-from nbflow_kernels.qmatmul.layouts import pair_pairs, split_pair
+from nbflow_kernels.qmatmul import cases, qmatmul, reference
 from nbflow_kernels.quants import FORMATS, dequantize, quantize
-from nbflow_kernels.quants.linear import LinearFormat
+from nbflow_kernels.quants.packed import packed_form
 from nbflow_kernels.threads import get_num_threads, set_num_threads
 
-BLOCK_FORMATS = [name for name, f in FORMATS.items() if isinstance(f, LinearFormat)]
+BLOCK_FORMATS = [name for name, f in FORMATS.items() if f.block_size > 1]
 
 
 @pytest.fixture
@@ -82,46 +77,10 @@ def test_bands_of_wider_arrays():
     assert np.isnan(wide_out[:, 70:]).all()
 
 
-@njit
-def _split(codes, x, y):
-    for i in range(0, 128, 16):
-        a, b = split_pair(simd.load_i32(simd.address(codes) + 4 * i))
-        simd.store_f32(simd.address(x) + 4 * i, a)
-        simd.store_f32(simd.address(y) + 4 * i, b)
-
-
-@njit
-def _pair(word):
-    v = simd.load_i32(simd.address(word))
-    first, second = pair_pairs(v, v, 1, simd.splat(0.0), simd.splat(1.0))
-    return simd.sum(simd.add(first, second))
-
-
-def test_vector_pair_codes_all_121_without_division():
-    codes = np.arange(128, dtype=np.int32)
-    x, y = np.zeros(128, np.float32), np.zeros(128, np.float32)
-    _split(codes, x, y)
-    assert np.array_equal(x[:121], codes[:121] % 11)
-    assert np.array_equal(y[:121], codes[:121] // 11)
-    _pair(np.zeros(16, np.int32))
-    for text in _pair.inspect_llvm().values():
-        assert not re.search(r"\b(udiv|sdiv|urem|srem|fdiv)\b", text)
-    for text in _pair.inspect_asm().values():
-        assert not re.search(r"^\s*(v?div|idiv)", text, re.MULTILINE)
-
-
-def test_packed_layout_takes_no_more_than_storage():
-    for name in BLOCK_FORMATS:
-        _, w = make(name, 1, 32, 128)
-        assert w.packed().nbytes == w.nbytes, name
-        assert w.packed() is w.packed()
-
-
-def test_every_layout_has_kernels():
-    used = {FORMATS[name].layout.name for name in BLOCK_FORMATS}
-    assert used == set(cpu._KERNELS)
-    tested = {FORMATS[name].layout.name for name in cases._LAYOUTS}
-    assert tested == used
+def test_every_form_of_a_format_has_a_case():
+    forms = {FORMATS[name].name: packed_form(FORMATS[name].integer_form) for name in BLOCK_FORMATS}
+    tested = {forms[FORMATS[name].name] for name in cases.FORMS}
+    assert tested == set(forms.values())
 
 
 class _OnDevice(np.ndarray):

@@ -71,15 +71,15 @@ def _case(
     )
 
 
-# one format for each layout of codes and parameters; the others differ in storage only
-_LAYOUTS = (
+# a format for each packed form; the others differ in storage only
+FORMS = (
     *("q8_b32t1", "q8", "q6", "q5", "q5_b32t1", "q5_0", "q4", "q4_b64t1", "q4_b16", "q4_0"),
     *("q3h", "q3", "q2"),
 )
 
 CASES = [
-    *(_case(f"{f}_one_row", 1, 37, 200, f) for f in _LAYOUTS),
-    *(_case(f"{f}_odd", 7, 37, 200, f, bias=True) for f in _LAYOUTS),
+    *(_case(f"{f}_one_row", 1, 37, 200, f) for f in FORMS),
+    *(_case(f"{f}_odd", 7, 37, 200, f, bias=True) for f in FORMS),
     *(_case(f"{f}", 3, 5, 24, f) for f in ("f32", "f16", "bf16")),
     _case("one_weight", 1, 1, 1, "q4"),
     _case("no_rows", 0, 16, 64, "q4"),

@@ -84,7 +84,10 @@ class QuantFormat(ABC):
 
     def pack(self, data: Bytes) -> Packed:
         """Return the layout for computing of the rows `data` (rows, row bytes)."""
-        raise NotImplementedError("packed layout")
+        from nbflow_kernels.quants import packed
+
+        n_columns = data.shape[1] // self.block_bytes * self.block_size
+        return packed.pack(self.integer_form, self.integers, data, n_columns)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _by_name, (self.name,)  # a copy or an unpickled format is the same object

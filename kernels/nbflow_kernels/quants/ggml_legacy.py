@@ -87,7 +87,7 @@ from nbflow_kernels.quants.fields import bit, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes, Floats
 from nbflow_kernels.quants.ggml_weighted import weighted_range, weighted_signed
 from nbflow_kernels.quants.linear import Encoded, LinearFormat
-from nbflow_kernels.quants.packed import BITS4, BITS5, F16_PAIR, F16_SCALE
+from nbflow_kernels.quants.parameters import F16_PAIR, F16_SCALE
 from nbflow_kernels.quants.q5 import Q5_B32T1
 from nbflow_kernels.quants.q8 import Q8_B32T2
 
@@ -211,7 +211,6 @@ Q4_0 = LinearFormat(
     parameters=F16_SCALE,
     base_at=0,
     scale_at=0,
-    layout=BITS4,
     pack_codes=_pack_halves,
     unpack_codes=lambda blocks: _unpack_halves(blocks[:, 2:]),
     codes_kernel=_codes_q4_0,
@@ -230,7 +229,6 @@ Q4_1 = LinearFormat(
     parameters=F16_PAIR,
     base_at=2,
     scale_at=0,
-    layout=BITS4,
     pack_codes=_pack_halves,
     unpack_codes=lambda blocks: _unpack_halves(blocks[:, 4:]),
     codes_kernel=_codes_q4_1,
@@ -247,7 +245,6 @@ Q5_0 = LinearFormat(
     parameters=F16_SCALE,
     base_at=0,
     scale_at=0,
-    layout=BITS5,
     pack_codes=_pack_q5,
     unpack_codes=_unpack_q5_0,
     codes_kernel=_codes_q5_0,

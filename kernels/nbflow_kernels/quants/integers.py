@@ -39,6 +39,13 @@ class IntegerForm:
     base: str = "none"
     """"none": base = 0; "d": base = `m` itself; "min": base = -m * min, with an integer min 0..255
     per sub-block."""
+    pairs: bool = False
+    """Whether codes are 0..10 and stored as c = x + 11 * y, so that two take 7 bits."""
+    scale_bits: int = 8
+    """4, if scales and mins are 0..15 and stored in a byte together; else 8."""
+    d_type: str = "f16"
+    """How `d` and `m` are stored: "f16"; "f32"; "e8m0": a power of two, 2**-128 to 2**127; "u8":
+    d = u / 1000 and m = v / 100 - 1 in float32."""
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,8 @@ from numpy.typing import NDArray
 from nbflow_kernels._jit import njit
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants.formats import Bytes, Floats, QuantFormat
-from nbflow_kernels.quants.packed import F16_SCALE, U8_PAIR, CodeLayout, Packed
-from nbflow_kernels.quants.packed import pack as pack_layout
+from nbflow_kernels.quants.integers import IntegerForm, Integers
+from nbflow_kernels.quants.parameters import F16_SCALE, U8_PAIR
 from nbflow_kernels.quants.search import search
 from nbflow_kernels.threads import split_rows
 
@@ -58,8 +58,6 @@ class LinearFormat(QuantFormat):
     """Byte of the base in the block; not used with F16_SCALE."""
     scale_at: int
     """Byte of the scale in the block."""
-    layout: CodeLayout
-    """The codes in the packed layout."""
     pack_codes: Callable[[Bytes], Bytes]
     """Codes (n, block_size) to the block's bytes without parameters (n, rest), NumPy."""
     unpack_codes: Callable[[Bytes], Bytes]
@@ -232,15 +230,24 @@ class LinearFormat(QuantFormat):
                 scale.reshape(len(part), -1), self.zero, out[row : row + step],
             )  # fmt: skip
 
-    def pack(self, data: Bytes) -> Packed:
-        """Return the layout for computing: the codes of 16 rows side by side."""
-        n_rows = len(data)
-        stored = self.stored_parameters(data.reshape(-1, self.block_bytes))
-        n_blocks = data.shape[1] // self.block_bytes
-        return pack_layout(
-            self.layout, self.parameters, self.zero, self.block_size,
-            self.codes_of_rows, data, stored.reshape(n_rows, n_blocks, 2),
-        )  # fmt: skip
+    @property
+    def integer_form(self) -> IntegerForm:
+        """See `QuantFormat.integer_form`."""
+        return IntegerForm(
+            block=self.block_size,
+            sub_block=self.block_size,
+            code_bits=(self.n_codes - 1).bit_length(),
+            zero=self.zero,
+            base="none" if self.parameters == F16_SCALE else "d",
+            pairs=self.n_codes == 11,
+            d_type="u8" if self.parameters == U8_PAIR else "f16",
+        )
+
+    def integers(self, data: Bytes) -> Integers:
+        """See `QuantFormat.integers`."""
+        base, scale = self.base_and_scale(data.reshape(-1, self.block_bytes))
+        m = None if self.parameters == F16_SCALE else base.reshape(len(data), -1)
+        return Integers(self.codes_of_rows(data), scale.reshape(len(data), -1), m)
 
 
 @njit

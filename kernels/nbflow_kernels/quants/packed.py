@@ -1,91 +1,173 @@
 """The layout weights are computed from: 16 rows side by side, a lane of a vector per row.
 
-A *row group* is 16 rows (rows past the last are zero).  Its blocks follow each other; each is
+Every block format is brought into it from its integer form (`nbflow_kernels.quants.integers`), so
+one set of kernels serves them all.  A *row group* is 16 rows; rows past the last are zero.  Its
+blocks follow each other, the columns are padded with zero weights to whole blocks.  A block is
 
-========================  =========================================================================
-parameters                `F16_PAIR`: 16 scales, 16 bases (float16, 64 bytes)
-                          `F16_SCALE`: 16 scales (float16, 32 bytes); base = -zero * scale
-                          `U8_PAIR`: 16 scales u/1000, 16 bases u/100 - 1 (uint8, 32 bytes)
-codes                     units of `CodeLayout.columns` columns, `CodeLayout.words` vectors each
-========================  =========================================================================
+====================  =============================================================================
+header                `d` of each of its groups of `d_block` columns, 16 rows each; then `m` in the
+                      same way, if there is one; then the integer scales, a byte a row, of each
+                      sub-block; then the mins (with 4-bit scales: min << 4 | scale in one byte)
+codes                 units of 32 columns (64 with pairs), a *word vector* of 64 bytes per bit
+====================  =============================================================================
 
-A vector is 16 int32, one per row.  A unit of a plane layout holds a *low* plane, ``32 / low_bits``
-columns per vector from the lowest bits up, and then at most one vector of a *high* plane with
-``high_bits`` for each column.  The layout `PAIRS` holds 64 columns as 32 pair codes
-``c = x + 11 * y`` of 7 bits: 28 in the low 7 bits of the bytes of 7 vectors, and the last four in
-the 28 top bits (bit i of pair ``28 + b`` is the top bit of byte b of vector i).
+Byte ``4 * row + j`` of a *code vector* v is the code of column ``4 * v + j`` of the unit: what one
+instruction multiplies by 4 activations.  Words hold code vectors bit by bit, in planes:
 
-Either way a packed weight takes as many bits as a stored one; only rows are padded to 16.
+====================  =============================================================================
+8 bits                word v is code vector v
+4 bits                code vector v is in bits ``4 * (v % 2)`` of word ``v // 2``
+2 bits                code vector v is in bits ``2 * (v % 4)`` of word ``v // 4``
+1 bit                 code vector v is in bit v of the only word
+3, 5, 6 bits          a low plane of 2, 4, 4 bits, then a high one of 1, 1, 2
+pairs                 code vectors 2w and 2w + 1 as x + 11 * y in the low 7 bits of word w; those of
+                      w = 7 in the top bits: bit i is the top bit of word i
+====================  =============================================================================
+
+Packed weights take as many bits for codes as stored ones; integer scales are widened to bytes,
+which costs at most 4 % (`Packed.bits_per_weight`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels._jit import njit
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.quants.integers import IntegerForm, Integers
 from nbflow_kernels.threads import split_rows
 
 ROWS = 16  # rows of a group: the lanes of a simd vector
-
-F16_PAIR, F16_SCALE, U8_PAIR = 0, 1, 2
-PARAMETER_BYTES = {F16_PAIR: 64, F16_SCALE: 32, U8_PAIR: 32}  # of the 16 rows of a group
 CHUNK = 1 << 22  # weights packed at once: bounds the temporary array of codes
+ALIGNMENT = 64  # of the data: a cache line, a vector
+
+PLANES = {8: (8, 0), 6: (4, 2), 5: (4, 1), 4: (4, 0), 3: (2, 1), 2: (2, 0), 1: (1, 0)}
+"""Bits of a code to the bits of its low and its high plane."""
+PAIRS = 7
+"""The number of bits that stands for pair codes."""
+D_BYTES = {"f16": 2, "f32": 4, "e8m0": 1, "u8": 1}
 
 
 @dataclass(frozen=True)
-class CodeLayout:
-    """How the codes of `columns` columns and 16 rows lie in `words` vectors of 64 bytes."""
+class PackedForm:
+    """What kernels must know of a packed format; formats that agree share their kernels."""
 
-    name: str
-    low_bits: int
-    high_bits: int
+    bits: int
+    """1 to 6, 8, or `PAIRS`."""
+    block: int
+    """Columns of a packed block, a multiple of 32."""
+    d_block: int
+    """Columns that share `d`."""
+    sub_block: int
+    """Columns that share scale and min."""
+    zero: int
+    """value = code - zero; 128 with `values`, which are looked up plus 128."""
+    values: tuple[int, ...] | None
+    factor: float
+    d_type: str
+    base: str
+    """"none", "d" or "min", as in `IntegerForm`."""
+    scales: str
+    """"none", "i8", "u8" or "u4"."""
 
     @property
-    def columns(self) -> int:
+    def unit(self) -> int:
         """Columns of a unit."""
-        return 64 if self.name == "pairs" else 32 // (self.high_bits or self.low_bits)
+        return 64 if self.bits == PAIRS else 32
 
     @property
-    def words(self) -> int:
-        """Vectors of a unit."""
-        if self.name == "pairs":
-            return 7
-        return self.columns * self.low_bits // 32 + (1 if self.high_bits else 0)
+    def unit_bytes(self) -> int:
+        """Bytes of a unit of 16 rows."""
+        return 64 * self.bits
+
+    @property
+    def d_bytes(self) -> int:
+        """Bytes of `d` and `m` of a block."""
+        n_floats = self.block // self.d_block * (1 if self.base == "none" else 2)
+        return ROWS * n_floats * D_BYTES[self.d_type]
+
+    @property
+    def header_bytes(self) -> int:
+        """Bytes in front of the codes of a block."""
+        n_scales = 0 if self.scales == "none" else self.block // self.sub_block
+        if self.base == "min" and self.scales != "u4":
+            n_scales *= 2
+        return self.d_bytes + ROWS * n_scales
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes of a block of 16 rows."""
+        return self.header_bytes + self.block // self.unit * self.unit_bytes
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Cost with everything in it."""
+        return 8 * self.block_bytes / (ROWS * self.block)
 
 
-BITS8 = CodeLayout("bits8", 8, 0)
-BITS6 = CodeLayout("bits6", 4, 2)
-BITS5 = CodeLayout("bits5", 4, 1)
-BITS4 = CodeLayout("bits4", 4, 0)
-BITS3 = CodeLayout("bits3", 2, 1)
-BITS2 = CodeLayout("bits2", 2, 0)
-PAIRS = CodeLayout("pairs", 7, 0)
+def packed_form(form: IntegerForm) -> PackedForm:
+    """Return the packed form of an integer form.
+
+    Raises
+    ------
+    UsageError
+        If the form has sizes or bits the packed layout does not know.
+    """
+    bits = PAIRS if form.pairs else 8 if form.code_bits == 7 else form.code_bits
+    n_values = 0 if form.values is None else len(form.values)
+    sizes_fit = form.block % form.sub_block == 0 == form.sub_block % 16
+    if not sizes_fit or (form.sub_block > 32 and form.sub_block % 32):
+        raise UsageError(
+            "an integer form needs a sub_block of 16 or a multiple of 32, and a block that is a "
+            f"multiple of it; got {form.sub_block} and {form.block}"
+        )
+    if bits not in (*PLANES, PAIRS) or n_values not in (0, 1 << bits) or n_values > 16:
+        raise UsageError(
+            "an integer form needs code_bits 1..8, and `values` only up to 4 bits, 2**code_bits "
+            f"of them; got {form.code_bits} bits and {n_values} values"
+        )
+    unit = 64 if bits == PAIRS else 32
+    if form.block > unit and form.block % unit:
+        raise UsageError(f"a block must divide or be a multiple of {unit}, got {form.block}")
+    scales = "none"
+    if form.scales:
+        # mins come with scales that are not negative
+        scales = ("u4" if form.scale_bits == 4 else "u8") if form.base == "min" else "i8"
+    elif form.base == "min":
+        raise UsageError('base "min" needs integer scales')
+    return PackedForm(
+        bits=bits,
+        block=max(form.block, unit),
+        d_block=form.block,
+        sub_block=form.sub_block,
+        zero=form.zero if form.values is None else 128,
+        values=form.values,
+        factor=form.factor,
+        d_type=form.d_type,
+        base=form.base,
+        scales=scales,
+    )
 
 
 @dataclass(frozen=True, eq=False)
 class Packed:
     """Weights in the layout of this module."""
 
-    layout: CodeLayout
-    parameters: int
-    """F16_PAIR, F16_SCALE or U8_PAIR."""
-    zero: int
-    """With F16_SCALE: the code of weight 0."""
-    block_size: int
+    form: PackedForm
     n_rows: int
     n_blocks: int
-    """Blocks of a row."""
+    """Packed blocks of a row."""
     data: NDArray[np.uint8]
-    """Flat bytes, ``n_groups * n_blocks * block_bytes``."""
+    """Flat bytes, ``n_groups * group_bytes``, aligned to `ALIGNMENT`."""
 
     @property
     def nbytes(self) -> int:
-        """Size in bytes, rows padded to a multiple of 16."""
+        """Size in bytes, with its padding."""
         return self.data.nbytes
 
     @property
@@ -94,113 +176,207 @@ class Packed:
         return -(-self.n_rows // ROWS)
 
     @property
-    def block_bytes(self) -> int:
-        """Bytes of a block of 16 rows."""
-        units = self.block_size // self.layout.columns
-        return PARAMETER_BYTES[self.parameters] + units * self.layout.words * 64
+    def n_columns(self) -> int:
+        """Columns with their padding."""
+        return self.n_blocks * self.form.block
+
+    @property
+    def group_bytes(self) -> int:
+        """Bytes of a row group."""
+        return self.n_blocks * self.form.block_bytes
+
+    @property
+    def bits_per_weight(self) -> float:
+        """Cost of a weight in this layout, padding aside."""
+        return self.form.bits_per_weight
 
 
 def pack(
-    layout: CodeLayout,
-    parameters: int,
-    zero: int,
-    block_size: int,
-    codes_of_rows: Callable[[NDArray[np.uint8]], NDArray[np.uint8]],
+    form: IntegerForm,
+    integers: Callable[[NDArray[np.uint8]], Integers],
     data: NDArray[np.uint8],
-    stored: NDArray[np.uint16],
+    n_columns: int,
 ) -> Packed:
     """Return rows of storage bytes in the layout for computing.
 
     Parameters
     ----------
-    layout : CodeLayout
-        Where the codes go.
-    parameters : int
-        F16_PAIR, F16_SCALE or U8_PAIR.
-    zero : int
-        The code of weight 0 with F16_SCALE, else 0.
-    block_size : int
-        Weights in a block; a multiple of the layout's columns.
-    codes_of_rows : callable
-        Storage bytes of rows to their codes, uint8 (rows, columns).
+    form : IntegerForm
+        The format's formula.
+    integers : callable
+        Storage bytes of rows to `Integers`.
     data : array of uint8, shape (rows, row bytes)
         The storage bytes.
-    stored : array of uint16, shape (rows, blocks, 2)
-        Stored base and scale of each block.
+    n_columns : int
+        Columns of `data`, a multiple of the form's block.
+
+    Raises
+    ------
+    UsageError
+        If a number does not fit where the form says it is stored.
     """
-    n_rows, n_blocks = stored.shape[:2]
-    empty = np.zeros(0, np.uint8)
-    shape = Packed(layout, parameters, zero, block_size, n_rows, n_blocks, empty)
-    group_bytes = n_blocks * shape.block_bytes
-    result = np.zeros((shape.n_groups, group_bytes), np.uint8)
-    step = ROWS * max(1, CHUNK // max(1, ROWS * n_blocks * block_size))
-    for row in range(0, n_rows, step):
-        part = stored[row : row + step]
-        groups = result[row // ROWS : (row + len(part) + ROWS - 1) // ROWS]
-        codes = codes_of_rows(data[row : row + step])
+    packed = packed_form(form)
+    while True:
+        try:
+            return _pack(packed, integers, data, n_columns)
+        except _Misfit as misfit:
+            if misfit.field == "d_type":
+                packed = replace(packed, d_type="f32")
+            elif packed.scales == "i8":
+                packed = replace(packed, scales="u8")
+            else:
+                raise UsageError(f"weights cannot be packed: {misfit}") from None
+
+
+class _Misfit(ValueError):
+    """A number that its place in the header does not hold."""
+
+    def __init__(self, field: str, message: str) -> None:
+        self.field = field
+        super().__init__(message)
+
+
+def _pack(
+    form: PackedForm,
+    integers: Callable[[NDArray[np.uint8]], Integers],
+    data: NDArray[np.uint8],
+    n_columns: int,
+) -> Packed:
+    """Pack rows of `n_columns` columns."""
+    empty = Packed(form, len(data), -(-n_columns // form.block), np.zeros(0, np.uint8))
+    packed = replace(empty, data=aligned_zeros(empty.n_groups * empty.group_bytes))
+    words = packed.data.view(np.uint32).reshape(packed.n_groups, packed.group_bytes // 4)
+    blocks = packed.data.reshape(packed.n_groups, packed.n_blocks, form.block_bytes)
+    low, high = PLANES.get(form.bits, (PAIRS, 0))
+    step = ROWS * max(1, CHUNK // (ROWS * packed.n_columns))
+    for row in range(0, len(data), step):
+        part = integers(data[row : row + step])
+        groups = slice(row // ROWS, -(-(row + len(part.codes)) // ROWS))
+        codes = _padded(part.codes, packed.n_columns, len(part.codes))
         split_rows(
-            _pack_groups, len(groups), 8.0 * codes.size, codes, part, groups, parameters,
-            layout.low_bits, layout.high_bits, layout.columns, layout.words,
+            _pack_codes, groups.stop - groups.start, 2.0 * codes.size,
+            codes.view(np.uint32), words[groups], low, high, packed.n_blocks,
+            form.block // form.unit, form.unit // 4, form.header_bytes // 4, form.block_bytes // 4,
         )  # fmt: skip
-    return Packed(layout, parameters, zero, block_size, n_rows, n_blocks, result.reshape(-1))
+        at = 0
+        for numbers in _header_fields(form, part):
+            per_block = form.block // (form.d_block if at < form.d_bytes else form.sub_block)
+            field = _interleaved(numbers, groups.stop - groups.start, packed.n_blocks, per_block)
+            blocks[groups, :, at : at + field.shape[2]] = field
+            at += field.shape[2]
+    return packed
 
 
-@njit
-def _pack_groups(
-    codes: Any, stored: Any, out: Any, parameters: Any, low_bits: Any, high_bits: Any,
-    columns: Any, words: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
-    """Write row groups [start, stop)."""
-    n_rows, n_blocks = stored.shape[0], stored.shape[1]
-    block = codes.shape[1] // n_blocks
-    parameter_bytes = 64 if parameters == F16_PAIR else 32
-    block_bytes = parameter_bytes + block // columns * words * 64
-    for group in range(start, stop):
-        for lane in range(min(ROWS, n_rows - group * ROWS)):
-            row = group * ROWS + lane
-            for b in range(n_blocks):
-                at = b * block_bytes
-                base, scale = np.int64(stored[row, b, 0]), np.int64(stored[row, b, 1])
-                if parameters == U8_PAIR:
-                    out[group, at + lane], out[group, at + 16 + lane] = scale, base
-                else:
-                    out[group, at + 2 * lane] = scale & 255
-                    out[group, at + 2 * lane + 1] = scale >> 8
-                if parameters == F16_PAIR:
-                    out[group, at + 32 + 2 * lane] = base & 255
-                    out[group, at + 32 + 2 * lane + 1] = base >> 8
-                at += parameter_bytes + 4 * lane
-                for column in range(b * block, (b + 1) * block, columns):
-                    if low_bits == 7:
-                        _pack_pairs(codes[row, column : column + columns], out[group], at)
-                    else:
-                        unit = codes[row, column : column + columns]
-                        _pack_planes(unit, out[group], at, low_bits, high_bits)
-                    at += words * 64
+def aligned_zeros(n_bytes: int) -> NDArray[np.uint8]:
+    """Return zero bytes that start at a multiple of `ALIGNMENT`."""
+    room = np.zeros(n_bytes + ALIGNMENT, np.uint8)
+    start = -room.ctypes.data % ALIGNMENT
+    return room[start : start + n_bytes]
 
 
-@njit
-def _pack_planes(codes: Any, out: Any, at: Any, low_bits: Any, high_bits: Any) -> None:
-    """Write the codes of one row and unit; `at` is the row's lane of the first vector."""
-    per_word = 32 // low_bits
-    high_at = at + len(codes) // per_word * 64
-    for i in range(len(codes)):
-        code = np.int64(codes[i])
-        shift = low_bits * (i % per_word)
-        byte = at + i // per_word * 64 + shift // 8
-        out[byte] |= (code & ((1 << low_bits) - 1)) << (shift % 8)
-        if high_bits:
-            shift = high_bits * i
-            out[high_at + shift // 8] |= (code >> low_bits) << (shift % 8)
+def _padded(array: NDArray[Any], n_columns: int, n_rows: int) -> NDArray[Any]:
+    """Return the array contiguous, with zeros to the right and below."""
+    if array.shape == (n_rows, n_columns):
+        return np.ascontiguousarray(array)
+    result = np.zeros((n_rows, n_columns), array.dtype)
+    result[: array.shape[0], : array.shape[1]] = array
+    return result
 
 
-@njit
-def _pack_pairs(codes: Any, out: Any, at: Any) -> None:
-    """Write 64 codes 0..10 of one row as 32 pair codes."""
-    for pair in range(32):
-        code = np.int64(codes[2 * pair]) + 11 * np.int64(codes[2 * pair + 1])
-        if pair < 28:
-            out[at + pair // 4 * 64 + pair % 4] |= code
+def _interleaved(
+    numbers: NDArray[Any], n_groups: int, n_blocks: int, per_block: int
+) -> NDArray[np.uint8]:
+    """Return numbers (rows, blocks * per block) as bytes (groups, blocks, per block * 16 rows)."""
+    full = _padded(numbers, n_blocks * per_block, n_groups * ROWS)
+    lanes = full.reshape(n_groups, ROWS, n_blocks, per_block).transpose(0, 2, 3, 1)
+    return np.ascontiguousarray(lanes).view(np.uint8).reshape(n_groups, n_blocks, -1)
+
+
+def _header_fields(form: PackedForm, part: Integers) -> list[NDArray[Any]]:
+    """Return the fields of the header, in order, as they are stored."""
+    fields = [_stored(form.d_type, part.d, base=False)]
+    if form.base != "none":
+        assert part.m is not None
+        fields.append(_stored(form.d_type, part.m, base=True))
+    if form.scales == "none":
+        return fields
+    assert part.scales is not None
+    limits = {"i8": (-128, 127), "u8": (0, 255), "u4": (0, 15)}[form.scales]
+    if part.scales.size and not limits[0] <= part.scales.min() <= part.scales.max() <= limits[1]:
+        raise _Misfit("scales", f"integer scales must lie in {limits[0]}..{limits[1]}")
+    scales = part.scales.astype(np.uint8)
+    if form.base != "min":
+        return [*fields, scales]
+    assert part.mins is not None
+    if form.scales == "u4":
+        if part.mins.size and part.mins.max() > 15:
+            raise _Misfit("scales", "mins must lie in 0..15")
+        return [*fields, scales | (part.mins << np.uint8(4))]
+    return [*fields, scales, part.mins]
+
+
+def _stored(d_type: str, numbers: NDArray[np.float32], base: bool) -> NDArray[Any]:
+    """Return floats as they are stored, or raise where that would change them."""
+    with np.errstate(all="ignore"):
+        if d_type == "f32":
+            return numbers
+        if d_type == "f16":
+            stored: NDArray[Any] = numbers.astype(np.float16)
+            back = stored.astype(np.float32)
+        elif d_type == "e8m0":
+            stored = np.clip(np.frexp(numbers)[1] + 127, 0, 255).astype(np.uint8)
+            back = np.ldexp(np.float32(1), stored.astype(np.int32) - 128)
         else:
-            for i in range(7):
-                out[at + i * 64 + pair - 28] |= ((code >> i) & 1) << 7
+            steps = np.float32(100) * (numbers + 1) if base else np.float32(1000) * numbers
+            stored = np.clip(np.rint(steps), 0, 255).astype(np.uint8)
+            wide = stored.astype(np.float32)
+            back = wide / np.float32(100) - 1 if base else wide / np.float32(1000)
+    if not np.array_equal(back, numbers, equal_nan=True):
+        raise _Misfit("d_type", f"d or m of a block is no number that {d_type} holds")
+    return stored
+
+
+@njit
+def _pack_codes(
+    codes: Any, out: Any, low: Any, high: Any, n_blocks: Any, units: Any, vectors: Any,
+    header: Any, block: Any, start: Any, stop: Any,
+) -> None:  # fmt: skip
+    """Write the codes of row groups [start, stop), 4 columns at a time; sizes in 4 bytes."""
+    for group in range(start, stop):
+        for lane in range(min(ROWS, codes.shape[0] - group * ROWS)):
+            row, words = codes[group * ROWS + lane], out[group]
+            for b in range(n_blocks):
+                at = b * block + header + lane
+                for unit in range(b * units, (b + 1) * units):
+                    if low == PAIRS:
+                        _pack_pairs(row, unit * vectors, words, at)
+                        at += PAIRS * ROWS
+                    else:
+                        _pack_planes(row, unit * vectors, words, at, low, high)
+                        at += (low + high) * ROWS
+
+
+@njit
+def _pack_planes(row: Any, v: Any, words: Any, at: Any, low: Any, high: Any) -> None:
+    """Write the 8 code vectors of one row and unit; a number holds 4 codes, no bit crosses over."""
+    mask = np.uint32(0x01010101 * ((1 << low) - 1))
+    high_mask = np.uint32(0x01010101 * ((1 << high) - 1))
+    per_word, high_at = 8 // low, at + low * ROWS
+    for i in range(8):
+        four = row[v + i]
+        words[at + i // per_word * ROWS] |= (four & mask) << np.uint32(low * (i % per_word))
+        if high:
+            part = (four >> np.uint32(low)) & high_mask
+            shift = np.uint32(high * i % 8)
+            words[high_at + high * i // 8 * ROWS] |= part << shift
+
+
+@njit
+def _pack_pairs(row: Any, v: Any, words: Any, at: Any) -> None:
+    """Write the 16 code vectors of one row and unit as pairs."""
+    for w in range(7):
+        words[at + w * ROWS] = row[v + 2 * w] + np.uint32(11) * row[v + 2 * w + 1]
+    last = row[v + 14] + np.uint32(11) * row[v + 15]
+    for w in range(7):
+        bit = (last >> np.uint32(w)) & np.uint32(0x01010101)
+        words[at + w * ROWS] |= bit << np.uint32(7)

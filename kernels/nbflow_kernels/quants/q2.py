@@ -26,7 +26,7 @@ from nbflow_kernels.quants.decode import decode_codes
 from nbflow_kernels.quants.fields import crumb, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes
 from nbflow_kernels.quants.linear import LinearFormat
-from nbflow_kernels.quants.packed import BITS2, F16_PAIR
+from nbflow_kernels.quants.parameters import F16_PAIR
 
 
 @inline
@@ -59,7 +59,6 @@ def _q2(name: str, divisor: float, midrise: bool) -> LinearFormat:
         parameters=F16_PAIR,
         base_at=0,
         scale_at=2,
-        layout=BITS2,
         pack_codes=_pack,
         unpack_codes=_unpack,
         codes_kernel=_codes_q2,

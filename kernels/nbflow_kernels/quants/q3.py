@@ -29,7 +29,7 @@ from nbflow_kernels.quants.decode import decode_codes
 from nbflow_kernels.quants.fields import bit, crumb, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes
 from nbflow_kernels.quants.linear import LinearFormat
-from nbflow_kernels.quants.packed import BITS3, F16_PAIR
+from nbflow_kernels.quants.parameters import F16_PAIR
 
 
 @inline
@@ -63,7 +63,6 @@ def _q3(name: str, divisor: float, midrise: bool) -> LinearFormat:
         parameters=F16_PAIR,
         base_at=0,
         scale_at=2,
-        layout=BITS3,
         pack_codes=_pack,
         unpack_codes=_unpack,
         codes_kernel=_codes_q3,

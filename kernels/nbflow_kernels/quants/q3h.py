@@ -31,7 +31,7 @@ from nbflow_kernels.quants.decode import decode_codes
 from nbflow_kernels.quants.fields import bit, crumb, nibble, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes
 from nbflow_kernels.quants.linear import LinearFormat
-from nbflow_kernels.quants.packed import F16_PAIR, PAIRS
+from nbflow_kernels.quants.parameters import F16_PAIR
 
 
 @inline
@@ -76,7 +76,6 @@ Q3H_B64T1 = LinearFormat(
     parameters=F16_PAIR,
     base_at=0,
     scale_at=2,
-    layout=PAIRS,
     pack_codes=_pack,
     unpack_codes=_unpack,
     codes_kernel=_codes_q3h_b64t1,

@@ -42,7 +42,7 @@ from nbflow_kernels.quants.decode import decode_codes
 from nbflow_kernels.quants.fields import nibble, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes
 from nbflow_kernels.quants.linear import LinearFormat
-from nbflow_kernels.quants.packed import BITS4, F16_PAIR, U8_PAIR
+from nbflow_kernels.quants.parameters import F16_PAIR, U8_PAIR
 
 
 @inline
@@ -95,7 +95,6 @@ def _q4_b32(name: str, divisor: float, midrise: bool) -> LinearFormat:
         parameters=F16_PAIR,
         base_at=0,
         scale_at=2,
-        layout=BITS4,
         pack_codes=_pack,
         unpack_codes=_unpack,
         codes_kernel=_codes_q4_b32,
@@ -115,7 +114,6 @@ Q4_B64T1 = LinearFormat(
     parameters=F16_PAIR,
     base_at=0,
     scale_at=2,
-    layout=BITS4,
     pack_codes=_pack,
     unpack_codes=_unpack,
     codes_kernel=_codes_q4_b64,
@@ -130,7 +128,6 @@ Q4_B16 = LinearFormat(
     parameters=U8_PAIR,
     base_at=0,
     scale_at=1,
-    layout=BITS4,
     pack_codes=_pack,
     unpack_codes=_unpack_b16,
     codes_kernel=_codes_q4_b16,

@@ -41,7 +41,7 @@ from nbflow_kernels.quants.decode import decode_codes
 from nbflow_kernels.quants.fields import bit, nibble, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes
 from nbflow_kernels.quants.linear import LinearFormat
-from nbflow_kernels.quants.packed import BITS5, F16_PAIR
+from nbflow_kernels.quants.parameters import F16_PAIR
 
 
 @inline
@@ -95,7 +95,6 @@ Q5_B64T1 = LinearFormat(
     parameters=F16_PAIR,
     base_at=0,
     scale_at=2,
-    layout=BITS5,
     pack_codes=_pack_b64,
     unpack_codes=_unpack_b64,
     codes_kernel=_codes_q5_b64t1,
@@ -110,7 +109,6 @@ Q5_B32T1 = LinearFormat(
     parameters=F16_PAIR,
     base_at=2,
     scale_at=0,
-    layout=BITS5,
     pack_codes=_pack_b32,
     unpack_codes=_unpack_b32,
     codes_kernel=_codes_q5_b32t1,

@@ -28,7 +28,7 @@ from nbflow_kernels.quants.decode import decode_codes
 from nbflow_kernels.quants.fields import crumb, nibble, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes
 from nbflow_kernels.quants.linear import LinearFormat
-from nbflow_kernels.quants.packed import BITS6, F16_PAIR
+from nbflow_kernels.quants.parameters import F16_PAIR
 
 
 @inline
@@ -60,7 +60,6 @@ Q6_B64T1 = LinearFormat(
     parameters=F16_PAIR,
     base_at=0,
     scale_at=2,
-    layout=BITS6,
     pack_codes=_pack,
     unpack_codes=_unpack,
     codes_kernel=_codes_q6_b64t1,

@@ -36,7 +36,7 @@ import numpy as np
 from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.quants.decode import decode_codes
 from nbflow_kernels.quants.linear import LinearFormat
-from nbflow_kernels.quants.packed import BITS8, F16_PAIR, F16_SCALE
+from nbflow_kernels.quants.parameters import F16_PAIR, F16_SCALE
 
 
 @inline
@@ -70,7 +70,6 @@ Q8_B32T1 = LinearFormat(
     parameters=F16_PAIR,
     base_at=0,
     scale_at=2,
-    layout=BITS8,
     pack_codes=lambda codes: codes,
     unpack_codes=lambda blocks: blocks[:, 4:],
     codes_kernel=_codes_q8_b32t1,
@@ -85,7 +84,6 @@ Q8_B32T2 = LinearFormat(
     parameters=F16_SCALE,
     base_at=0,
     scale_at=0,
-    layout=BITS8,
     pack_codes=lambda codes: codes ^ np.uint8(128),
     unpack_codes=lambda blocks: blocks[:, 2:] ^ np.uint8(128),
     codes_kernel=_codes_q8_b32t2,

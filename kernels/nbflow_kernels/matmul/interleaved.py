@@ -1,0 +1,89 @@
+"""Matrix product with float weights that lie 16 rows side by side (`quants.floats.pack`).
+
+Weights are an array (groups, columns, 16) of float32, int16 (the bits of float16) or uint16 (the
+bits of bfloat16), columns padded with zeros to a multiple of 8, rows to a multiple of 16.
+The order of additions is that of `nbflow_kernels.matmul.tiles`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels import registers, simd
+from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.matmul import tiles
+from nbflow_kernels.threads import split_rows
+
+_NO_BIAS = np.zeros(0, np.float32)
+
+
+def matmul(
+    x: NDArray[np.float32],
+    w: NDArray[Any],
+    bias: NDArray[np.float32] | None,
+    accumulate: bool,
+    activations: str,
+    out: NDArray[np.float32],
+) -> None:
+    """Write ``x @ w.T`` to `out` (T, N); `activations` is "f32" or "bf16"."""
+    bias = _NO_BIAS if bias is None else bias
+    work = float(x.shape[0] * w.size)
+    if activations == "bf16":
+        split_rows(_bf16, w.shape[0], work / 2, x, w, bias, accumulate, out)
+    else:
+        kernel = _one if x.shape[0] == 1 else _many
+        split_rows(kernel, w.shape[0], work, x, w, bias, accumulate, out)
+
+
+@njit
+def _one(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
+    """One token; groups [start, stop), read as one stream."""
+    sums = np.empty(64, np.float32)
+    at, n_units = simd.address(sums), x.shape[1]
+    for group in range(start, stop):
+        sums[:] = 0.0
+        w_at = simd.address(w) + group * w.strides[0]
+        ahead = w_at + tiles.PREFETCH
+        tiles.add_to_tile(w, 1, w_at, simd.address(x), 0, n_units, at, ahead, 64 * w.itemsize)
+        tiles.finish(at, bias, accumulate, out, 0, 1, group)
+
+
+@njit
+def _many(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
+    """Two tokens and more; groups [start, stop), multiplied as they lie."""
+    n_tokens, n_units = x.shape
+    sums = np.empty(64 * min(n_tokens, tiles.BLOCK_TOKENS), np.float32)
+    at = simd.address(sums)
+    for token in range(0, n_tokens, tiles.BLOCK_TOKENS):
+        tokens = min(tiles.BLOCK_TOKENS, n_tokens - token)
+        x_at = simd.address(x) + token * x.strides[0]
+        for group in range(start, stop):
+            sums[:] = 0.0
+            w_at = simd.address(w) + group * w.strides[0]
+            ahead = w_at + w.strides[0]
+            tiles.add_units(w, w_at, x_at, x.strides[0], tokens, n_units, at, ahead, w.strides[0])
+            tiles.finish(at, bias, accumulate, out, token, tokens, group)
+
+
+@inline
+def _rounded(w: Any, at: Any, k: Any, n: Any, to: Any) -> None:
+    """Write pairs of columns k to k + n of the group at address `at` as bfloat16."""
+    size = 16 * w.itemsize
+    at += 2 * k * size
+    for i in range(n):
+        even = registers.load_widened(w, at + 2 * size * i)
+        odd = registers.load_widened(w, at + 2 * size * i + size)
+        simd.store_i32(to + 64 * i, registers.to_pairs(even, odd))
+
+
+@njit
+def _bf16(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
+    """Activations and weights rounded to bfloat16; groups [start, stop)."""
+    like = np.empty(0, np.int32)
+    tiles.multiply_decoded(
+        _rounded, True, w, simd.address(w), w.strides[0], w.shape[1] // 2,
+        tiles.PANEL, like, x, bias, accumulate, out, start, stop,
+    )  # fmt: skip

@@ -1,0 +1,227 @@
+"""Products of weights that lie 16 rows side by side, in register tiles.
+
+A *row group* is 16 weight rows; a *unit* is a column of them, or a pair of columns of bfloat16
+(`nbflow_kernels.registers`).  Weights of a group lie unit by unit.
+
+The order of additions of one output, the same for one row of activations and for many, for any
+number of threads, and for every format that is multiplied here: chain j of four adds the products
+of units j, j + 4, j + 8, ..., one after the other, fused; then (c0 + c1) + (c2 + c3); then the
+bias; then the old output.
+
+`add_units` adds units of one group to the chains of any number of tokens, six at a time: with 32
+registers all four chains of six tokens are in registers, and a weight vector is loaded once for
+six multiply-adds; with 16 registers (of 8 lanes) it takes one chain after the other.  Chains lie
+in memory in between: by tile of tokens, chain, token.
+
+`multiply_decoded` decodes a panel of `PANEL` units of a group (128 KB, in a second-level cache)
+and adds it to the chains of a block of tokens; meanwhile it asks for the panel after it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels import lanes, registers, simd
+from nbflow_kernels._jit import inline, njit
+
+WIDE = registers.has_wide_registers()
+PANEL = 2048  # units decoded at a time, if the rows are that long
+BLOCK_TOKENS = 384  # share one decoding of the weights, and keep their activations in a cache
+PREFETCH = 4096  # bytes ahead in a stream
+
+
+@inline
+def tile_width(n_tokens: Any) -> Any:
+    """Return how many of `n_tokens` tokens the next tile takes."""
+    if n_tokens >= 6:
+        return 6
+    if n_tokens >= 4:
+        return 4
+    return min(n_tokens, 2)
+
+
+@njit
+def write_group(total: Any, bias: Any, accumulate: Any, out: Any, token: Any, group: Any) -> None:
+    """Write the sums of a row group and a token, with the bias and the old output added."""
+    first = 16 * group
+    at = simd.address(out) + token * out.strides[0] + 4 * first
+    count = min(out.shape[1] - first, 16)
+    if count == 16:
+        if len(bias):
+            total = simd.add(total, simd.load_f32(simd.address(bias) + 4 * first))
+        if accumulate:
+            total = simd.add(total, simd.load_f32(at))
+        simd.store_f32(at, total)
+        return
+    lane = np.empty(16, np.float32)
+    simd.store_f32(simd.address(lane), total)
+    for i in range(count):
+        y = lane[i]
+        if len(bias):
+            y += bias[first + i]
+        if accumulate:
+            y += out[token, first + i]
+        out[token, first + i] = y
+
+
+@inline
+def add_to_tile(
+    like: Any, n_tokens: Any, w: Any, x: Any, token: Any, n_units: Any, sums: Any, ahead: Any,
+    stride: Any,
+) -> None:  # fmt: skip
+    """Add units of a group to the four chains of a literal number of tokens, at address `sums`.
+
+    Meanwhile ask for memory from address `ahead` on, `stride` bytes for every four units.
+    """
+    size, chain = 16 * like.itemsize, 64 * n_tokens
+    if WIDE:
+        a = registers.load(1, n_tokens, sums)
+        b = registers.load(1, n_tokens, sums + chain)
+        c = registers.load(1, n_tokens, sums + 2 * chain)
+        d = registers.load(1, n_tokens, sums + 3 * chain)
+        for _ in range(n_units // 4):
+            lanes.prefetch(ahead)
+            if n_tokens > 1:  # one token waits for memory only: every second line is faster then
+                if stride > 64:
+                    lanes.prefetch(ahead + 64)
+                if stride > 128:
+                    lanes.prefetch(ahead + 128)
+                    lanes.prefetch(ahead + 192)
+            ahead += stride
+            a = registers.step(a, like, w, 0, x, token)
+            b = registers.step(b, like, w + size, 0, x + 4, token)
+            c = registers.step(c, like, w + 2 * size, 0, x + 8, token)
+            d = registers.step(d, like, w + 3 * size, 0, x + 12, token)
+            w += 4 * size
+            x += 16
+        rest = n_units % 4
+        if rest > 0:
+            a = registers.step(a, like, w, 0, x, token)
+        if rest > 1:
+            b = registers.step(b, like, w + size, 0, x + 4, token)
+        if rest > 2:
+            c = registers.step(c, like, w + 2 * size, 0, x + 8, token)
+        registers.store(sums, a)
+        registers.store(sums + chain, b)
+        registers.store(sums + 2 * chain, c)
+        registers.store(sums + 3 * chain, d)
+    else:
+        for i in range(4):
+            tile = registers.load(1, n_tokens, sums + chain * i)
+            w_at = w + size * i
+            x_at = x + 4 * i
+            for _ in range((n_units + 3 - i) // 4):
+                tile = registers.step(tile, like, w_at, 0, x_at, token)
+                w_at += 4 * size
+                x_at += 16
+            registers.store(sums + chain * i, tile)
+
+
+@njit
+def add_units(
+    like: Any, w: Any, x: Any, token: Any, n_tokens: Any, n_units: Any, sums: Any, ahead: Any,
+    n_bytes: Any,
+) -> None:  # fmt: skip
+    """Add units of a group, at address `w`, times tokens at x, x + token, ... to their chains.
+
+    Meanwhile ask for `n_bytes` bytes at address `ahead`.
+    """
+    n_tiles = (n_tokens + 5) // 6
+    steps = max(1, n_tiles * n_units)
+    stride = (4 * n_bytes + steps - 1) // steps
+    t = 0
+    while t < n_tokens:
+        width = tile_width(n_tokens - t)
+        if width == 6:
+            add_to_tile(like, 6, w, x, token, n_units, sums, ahead, stride)
+        elif width == 4:
+            add_to_tile(like, 4, w, x, token, n_units, sums, ahead, stride)
+        elif width == 2:
+            add_to_tile(like, 2, w, x, token, n_units, sums, ahead, stride)
+        else:
+            add_to_tile(like, 1, w, x, token, n_units, sums, ahead, stride)
+        t += width
+        x += width * token
+        sums += 256 * width
+        ahead += stride * n_units // 4
+
+
+@njit
+def finish(
+    sums: Any, bias: Any, accumulate: Any, out: Any, token: Any, n_tokens: Any, group: Any
+) -> None:
+    """Write the outputs of a group and of tokens from `token` on, whose chains are at `sums`."""
+    t = 0
+    while t < n_tokens:
+        width = tile_width(n_tokens - t)
+        chain = 64 * width
+        for at in range(sums, sums + chain, 64):
+            low = simd.add(simd.load_f32(at), simd.load_f32(at + chain))
+            high = simd.add(simd.load_f32(at + 2 * chain), simd.load_f32(at + 3 * chain))
+            write_group(simd.add(low, high), bias, accumulate, out, token + t, group)
+            t += 1
+        sums += 4 * chain
+
+
+@njit
+def round_rows(x: Any, token: Any, n_tokens: Any, pairs: Any) -> None:
+    """Write rows of `x`, rounded to bfloat16, to the rows of `pairs`, zeros after the last."""
+    n_columns = x.shape[1]
+    full = n_columns // 32 * 32
+    tail = np.zeros(32, np.float32)
+    for t in range(n_tokens):
+        at = simd.address(x) + (token + t) * x.strides[0]
+        to = simd.address(pairs) + t * pairs.strides[0]
+        for i in range(0, full, 32):
+            halves = registers.to_bf16(simd.load_f32(at + 4 * i), simd.load_f32(at + 4 * i + 64))
+            simd.store_i32(to + 2 * i, halves)
+        if full < n_columns:
+            for i in range(full, n_columns):
+                tail[i - full] = x[token + t, i]
+            tail_at = simd.address(tail)
+            halves = registers.to_bf16(simd.load_f32(tail_at), simd.load_f32(tail_at + 64))
+            simd.store_i32(to + 2 * full, halves)
+
+
+@inline
+def multiply_decoded(
+    decode: Any, is_pairs: Any, source: Any, first: Any, group_bytes: Any, n_units: Any,
+    panel: Any, like: Any, x: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any,
+) -> None:  # fmt: skip
+    """Multiply the activations `x` by weight groups [start, stop).
+
+    ``decode(source, at, k, n, to)`` writes units k to k + n of the weight group at address `at` to
+    address `to`, as float32 (`like` is an empty array of float32) or, if `is_pairs`, as pairs of
+    bfloat16 (of int32); then `x` is rounded too.  A group has `n_units` units, not fewer than `x`,
+    which lie undecoded in `group_bytes` bytes, one group after the other from address `first` on;
+    at most `panel` of them, and always a multiple of that from the first on, are decoded at a time.
+    """
+    n_tokens = x.shape[0]
+    n_blocks = max(1, (n_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS)
+    block = (n_tokens + 6 * n_blocks - 1) // (6 * n_blocks) * 6
+    decoded = np.empty(16 * min(n_units, panel), np.float32)
+    sums = np.empty(64 * block, np.float32)
+    # 16 more, so that rows do not fall into the same sets of a cache
+    pairs = np.empty((block if is_pairs else 0, (x.shape[1] + 31) // 32 * 16 + 16), np.int32)
+    panel_bytes = min(n_units, panel) * group_bytes // max(1, n_units)
+    for token in range(0, n_tokens, block):
+        tokens = min(block, n_tokens - token)
+        x_at, stride = simd.address(x) + token * x.strides[0], x.strides[0]
+        x_units = x.shape[1]
+        if is_pairs:
+            round_rows(x, token, tokens, pairs)
+            x_at, stride, x_units = simd.address(pairs), pairs.strides[0], (x_units + 1) // 2
+        for group in range(start, stop):
+            sums[:] = 0.0
+            at = first + group * group_bytes
+            for k in range(0, n_units, panel):
+                width = min(panel, n_units - k)
+                decode(source, at, k, width, simd.address(decoded))
+                ahead = at + (k + width) * group_bytes // n_units  # the next panel or group
+                add_units(
+                    like, simd.address(decoded), x_at + 4 * k, stride, tokens,
+                    min(width, x_units - k), simd.address(sums), ahead, panel_bytes,
+                )  # fmt: skip
+            finish(simd.address(sums), bias, accumulate, out, token, tokens, group)

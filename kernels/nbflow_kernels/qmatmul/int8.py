@@ -1,0 +1,164 @@
+"""Products of packed weights and int8 activations.
+
+A *piece* is what has one weight scale and one activation scale: 32 columns, or 16 where sub-blocks
+have no more.  Its products are added as integers, exactly; then, in float32 and in this order,
+
+    total = fma(integer sum of (code - zero) * q, scale * d, total)      for piece after piece
+    bases = fma(base, d * sum of q, bases)                                the same, with a base
+
+and the result is total + bases, plus the bias, plus the old output.  One row or many, any number of
+threads and any processor: the same numbers in the same order.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels import simd, simd_bytes, simd_tiles
+from nbflow_kernels._jit import njit
+from nbflow_kernels.lanes import prefetch
+from nbflow_kernels.qmatmul.finish import finish
+from nbflow_kernels.quants.packed import PackedForm
+from nbflow_kernels.quants.unpack import base_of, codes, dot, scale_of
+
+AHEAD = 4096  # bytes; the prefetch by software that hides the most, for one stream of weights
+TOKENS = 4  # of a register tile, with 2 row groups
+
+
+def piece_vectors(form: PackedForm) -> int:
+    """Return how many code vectors (of 4 columns) make a piece."""
+    return min(form.sub_block, 32) // 4
+
+
+@functools.cache
+def one_row(form: PackedForm) -> Any:
+    """Return the kernel for one row of activations and row groups [start, stop)."""
+    vectors, has_base, zero = piece_vectors(form), form.base != "none", -form.zero
+    units, pieces = form.block // form.unit, form.unit // 4 // vectors
+    header, unit_bytes, block_bytes = form.header_bytes, form.unit_bytes, form.block_bytes
+    per_scale = form.sub_block // (4 * vectors)
+    x_scale_shift = 1 if vectors == 4 else 0
+
+    @njit
+    def kernel(
+        x: Any, scales: Any, sums: Any, packed: Any, n_blocks: Any, bias: Any, accumulate: Any,
+        out: Any, start: Any, stop: Any,
+    ) -> None:  # fmt: skip
+        for group in range(start, stop):
+            at = simd.address(packed) + group * n_blocks * block_bytes
+            x_at, scales_at, sums_at = simd.address(x), simd.address(scales), simd.address(sums)
+            total = bases = simd.splat(0.0)
+            piece = 0
+            for _ in range(n_blocks):
+                for line in range(0, block_bytes, 64):
+                    prefetch(at + AHEAD + line)
+                for unit in range(units):
+                    unit_at = at + header + unit * unit_bytes
+                    for p in range(pieces):
+                        s = (unit * pieces + p) // per_scale
+                        d = simd_bytes.broadcast_f32(scales_at + 4 * (piece >> x_scale_shift))
+                        n = simd_bytes.broadcast_i32(sums_at + 4 * piece)
+                        even = simd.mul(n, simd.splat_i32(zero))
+                        odd = simd.splat_i32(0)
+                        for v in range(0, vectors, 2):
+                            u = codes(form, unit_at, p * vectors + v)
+                            even = dot(form, even, u, simd_bytes.broadcast4(x_at + 4 * v))
+                            u = codes(form, unit_at, p * vectors + v + 1)
+                            odd = dot(form, odd, u, simd_bytes.broadcast4(x_at + 4 * v + 4))
+                        whole = simd.to_f32(simd.add(even, odd))
+                        total = simd.fma(whole, simd.mul(scale_of(form, at, s), d), total)
+                        if has_base:
+                            weighted = simd.mul(d, simd.to_f32(n))
+                            bases = simd.fma(base_of(form, at, s), weighted, bases)
+                        x_at += 4 * vectors
+                        piece += 1
+                at += block_bytes
+            if has_base:
+                total = simd.add(total, bases)
+            finish(total, bias, accumulate, out, 0, group)
+
+    return kernel
+
+
+@functools.cache
+def many_rows(form: PackedForm) -> Any:
+    """Return the kernel for several rows of activations and row groups [start, stop)."""
+    vectors, has_base, zero = piece_vectors(form), form.base != "none", -form.zero
+    units, pieces = form.block // form.unit, form.unit // 4 // vectors
+    header, unit_bytes, block_bytes = form.header_bytes, form.unit_bytes, form.block_bytes
+    per_scale, block = form.sub_block // (4 * vectors), form.block
+    x_scale_shift = 1 if vectors == 4 else 0
+    bits = 8 if form.values is not None else form.bits
+
+    @njit
+    def kernel(
+        x: Any, n_tokens: Any, scales: Any, sums: Any, packed: Any, n_blocks: Any, bias: Any,
+        accumulate: Any, out: Any, start: Any, stop: Any,
+    ) -> None:  # fmt: skip
+        n_pieces = n_blocks * block // (4 * vectors)
+        w_step, s_step = n_pieces * vectors * 64, n_pieces * 64
+        room = np.empty(2 * w_step + 64, np.uint8)
+        w_room = (simd.address(room) + 63) // 64 * 64
+        scale_room = np.empty((4, n_pieces, 16), np.float32)
+        s_room = simd.address(scale_room)
+        b_room = s_room + 2 * s_step
+        result = np.empty((2 * TOKENS, 16), np.float32)
+        x_step, d_step, n_step = x.strides[0], scales.strides[0], sums.strides[0]
+        for first in range(start, stop, 2):
+            n_groups = min(2, stop - first)
+            for g in range(n_groups):
+                at = simd.address(packed) + (first + g) * n_blocks * block_bytes
+                w_at, s_at, b_at = w_room + g * w_step, s_room + g * s_step, b_room + g * s_step
+                for _ in range(n_blocks):
+                    for unit in range(units):
+                        unit_at = at + header + unit * unit_bytes
+                        for p in range(pieces):
+                            s = (unit * pieces + p) // per_scale
+                            simd.store_f32(s_at, scale_of(form, at, s))
+                            s_at += 64
+                            if has_base:
+                                simd.store_f32(b_at, base_of(form, at, s))
+                                b_at += 64
+                            for v in range(vectors):
+                                u = codes(form, unit_at, p * vectors + v)
+                                simd_bytes.store_bytes(w_at, u)
+                                w_at += 64
+                    at += block_bytes
+            if n_groups == 1:
+                w_step = s_step = 0
+            for token in range(0, n_tokens, TOKENS):
+                x_at = simd.address(x) + token * x_step
+                d_at = simd.address(scales) + token * d_step
+                n_at = simd.address(sums) + token * n_step
+                total = simd_tiles.zeros(2, TOKENS)
+                bases = simd_tiles.zeros(2, TOKENS)
+                w_at = w_room
+                for piece in range(n_pieces):
+                    ints = simd_tiles.starts(2, TOKENS, n_at + 4 * piece, n_step, zero)
+                    for v in range(vectors):
+                        ints = simd_tiles.dots(
+                            ints, w_at + 64 * v, w_step, x_at + 4 * v, x_step, bits
+                        )
+                    x_scale = d_at + 4 * (piece >> x_scale_shift)
+                    total = simd_tiles.scaled(
+                        total, ints, s_room + 64 * piece, s_step, x_scale, d_step
+                    )
+                    if has_base:
+                        bases = simd_tiles.based(
+                            bases, b_room + 64 * piece, s_step, x_scale, d_step,
+                            n_at + 4 * piece, n_step,
+                        )  # fmt: skip
+                    w_at += 64 * vectors
+                    x_at += 4 * vectors
+                if has_base:
+                    total = simd_tiles.add(total, bases)
+                simd_tiles.store(simd.address(result), total)
+                for g in range(n_groups):
+                    for t in range(min(TOKENS, n_tokens - token)):
+                        one = simd.load_f32(simd.address(result) + 64 * (g * TOKENS + t))
+                        finish(one, bias, accumulate, out, token + t, first + g)
+
+    return kernel

@@ -1,0 +1,369 @@
+"""Register tiles: the sums of several weight rows times several tokens as one value in a kernel.
+
+A tile holds ``groups * tokens`` vectors of 16 float32: a group is 16 weight rows, one in each lane.
+A step multiplies one *unit* of the inner dimension: of each group the 16 weights of a column, of
+each token one activation, broadcast to all lanes.  R groups and T tokens take R * T multiply-adds
+and R + T loads, and no shuffle.
+
+Numba does not unroll loops over tuples, and a tile must stay in registers; so each function is an
+`@intrinsic` that emits its instructions one after the other, and kernels stay plain loops:
+
+    sums = registers.zero(2, 8)
+    for k in range(n_columns):
+        sums = registers.step(sums, weights, w + 64 * k, group, x + 4 * k, token)
+    registers.store(y, sums)
+
+============================================  ====================================================
+`zero(groups, tokens)`                        a tile of zeros; both numbers are literals
+`load(groups, tokens, at)`                    a tile from memory: token by token, its groups
+`store(at, tile)`                             a tile to memory, in the same order
+`add(a, b)`                                   the sum of two tiles
+`step(tile, like, w, group, x, token)`        add one unit; `group`, `token`: distance in bytes
+`load_widened(like, at)`                      16 weights in the lanes of a simd vector, float32
+`transpose(like, at, row_bytes, to)`          copy 16 rows x 16 columns, columns first
+`transpose_f32(like, at, row_bytes, to)`      the same, widened to float32
+`to_bf16(low, high)`                          32 lanes rounded to bfloat16: first `low`, then `high`
+`to_pairs(even, odd)`                         the same, lane by lane: a pair of bfloat16 per lane
+============================================  ====================================================
+
+The array `like` only says, by its type, how weights lie in memory and what a unit is:
+
+=========  =======================================  ================================================
+type       weights of a group                       unit
+=========  =======================================  ================================================
+float32    16 float32                               one column: a fused multiply-add
+int16      16 float16, widened                      the same
+uint16     16 bfloat16, widened                     the same
+int32      16 pairs of bfloat16; activations too    two columns: the product of the odd one is
+                                                    added, then that of the even one, both fused
+=========  =======================================  ================================================
+
+The order of the two products is that of the instruction ``vdpbf16ps``, which is used where there is
+one; it takes denormal numbers for zero, the other processors do not.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import llvmlite.binding
+from llvmlite import ir
+from numba.core import cgutils, errors, extending, types
+from numba.core.datamodel import models
+
+from nbflow_kernels.isa import features
+from nbflow_kernels.simd import LANES, f32x16, i32x16
+
+intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
+
+_I16, _I32, _I64 = (ir.IntType(n) for n in (16, 32, 64))
+_F16, _F32 = ir.HalfType(), ir.FloatType()
+_UNITS = {
+    types.float32: (_F32, None),
+    types.int16: (_F16, "fpext"),
+    types.uint16: (_I16, "bf16"),
+    types.int32: (_I32, None),
+}
+"""Element type to its LLVM type and how it is widened to float32."""
+
+
+class _Bfloat(ir.types.Type):
+    """The LLVM type that llvmlite does not know."""
+
+    intrinsic_name = "bf16"
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+
+_BF16X32 = ir.VectorType(_Bfloat(), 2 * LANES)
+
+
+class Tile(types.Type):
+    """The Numba type of a register tile."""
+
+    def __init__(self, groups: int, tokens: int) -> None:
+        self.groups, self.tokens = groups, tokens
+        super().__init__(name=f"registers.tile{groups}x{tokens}")
+
+    @property
+    def n(self) -> int:
+        """Vectors of the tile."""
+        return self.groups * self.tokens
+
+
+@extending.register_model(Tile)
+class _TileModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, fe_type: Tile) -> None:
+        array = ir.ArrayType(f32x16.llvm, fe_type.n)
+        super().__init__(manager, fe_type, array)  # type: ignore[no-untyped-call]
+
+
+def has_pair_products() -> bool:
+    """Return whether Numba's target multiplies pairs of bfloat16 in one instruction."""
+    # before LLVM 16 the instruction's intrinsic function had another type
+    return "avx512bf16" in features() and llvmlite.binding.llvm_version_info[0] >= 16
+
+
+def has_wide_registers() -> bool:
+    """Return whether Numba's target has 32 registers of 16 lanes."""
+    return "avx512f" in features()
+
+
+def _tile(groups: Any, tokens: Any) -> Tile:
+    if not isinstance(groups, types.IntegerLiteral) or not isinstance(tokens, types.IntegerLiteral):
+        raise errors.RequireLiteralValue("registers: groups and tokens must be literals")
+    return Tile(groups.literal_value, tokens.literal_value)
+
+
+def _integer(context: Any, builder: Any, signature: Any, args: Any, i: int) -> Any:
+    return context.cast(builder, args[i], signature.args[i], types.int64)
+
+
+def _load(builder: Any, address: Any, stored: Any) -> Any:
+    value = builder.load(builder.inttoptr(address, ir.PointerType(stored)))
+    value.align = 1
+    return value
+
+
+def _store(builder: Any, value: Any, address: Any) -> None:
+    builder.store(value, builder.inttoptr(address, ir.PointerType(value.type))).align = 1
+
+
+def _offset(builder: Any, address: Any, n_bytes: int) -> Any:
+    return builder.add(address, ir.Constant(_I64, n_bytes))
+
+
+def _constants(value: int, type: Any = i32x16.llvm) -> Any:
+    return ir.Constant(type, [value] * type.count)
+
+
+def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
+
+
+def _splat(builder: Any, scalar: Any) -> Any:
+    undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
+    first = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+    return _shuffle(builder, first, undefined, [0] * LANES)
+
+
+def _call(builder: Any, name: str, result: Any, args: list[Any]) -> Any:
+    function_type = ir.FunctionType(result, [a.type for a in args])
+    function = cgutils.get_or_insert_function(builder.module, function_type, name)
+    return builder.call(function, args)
+
+
+def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    return _call(builder, "llvm.fma.v16f32", f32x16.llvm, [a, b, c])
+
+
+def _widen(builder: Any, value: Any, how: str | None) -> Any:
+    if how == "fpext":
+        return builder.fpext(value, f32x16.llvm)
+    if how == "bf16":
+        high = builder.shl(builder.zext(value, i32x16.llvm), _constants(16))
+        return builder.bitcast(high, f32x16.llvm)
+    return value
+
+
+def _unit(like: Any) -> tuple[Any, str | None]:
+    if not isinstance(like, types.Array) or like.dtype not in _UNITS:
+        raise errors.TypingError(f"registers: wanted an array of {list(_UNITS)}, got {like}")
+    return _UNITS[like.dtype]
+
+
+# ---- tiles ----------------------------------------------------------------------------------
+
+
+@intrinsic(prefer_literal=True)
+def zero(typing_context: Any, groups: Any, tokens: Any) -> Any:
+    """Return a tile of zeros."""
+    tile = _tile(groups, tokens)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.Constant(context.get_value_type(tile), None)
+
+    return tile(groups, tokens), codegen
+
+
+@intrinsic(prefer_literal=True)
+def load(typing_context: Any, groups: Any, tokens: Any, at: Any) -> Any:
+    """Return the tile at an address."""
+    tile = _tile(groups, tokens)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address = _integer(context, builder, signature, args, 2)
+        value = ir.Constant(context.get_value_type(tile), ir.Undefined)
+        for i in range(tile.n):
+            vector = _load(builder, _offset(builder, address, 64 * i), f32x16.llvm)
+            value = builder.insert_value(value, vector, i)
+        return value
+
+    return tile(groups, tokens, at), codegen
+
+
+@intrinsic
+def store(typing_context: Any, at: Any, tile: Any) -> Any:
+    """Write a tile to an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address = _integer(context, builder, signature, args, 0)
+        for i in range(tile.n):
+            _store(builder, builder.extract_value(args[1], i), _offset(builder, address, 64 * i))
+        return context.get_dummy_value()
+
+    return types.none(at, tile), codegen
+
+
+@intrinsic
+def add(typing_context: Any, a: Any, b: Any) -> Any:
+    """Return the sum of two tiles."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = args[0]
+        for i in range(a.n):
+            x, y = (builder.extract_value(tile, i) for tile in args)
+            value = builder.insert_value(value, builder.fadd(x, y), i)
+        return value
+
+    return a(a, b), codegen
+
+
+@intrinsic
+def step(typing_context: Any, tile: Any, like: Any, w: Any, group: Any, x: Any, token: Any) -> Any:
+    """Add the products of one unit: weights at ``w + group * r``, activations at ``x + token * t``.
+
+    See the table of units above for `like`.
+    """
+    stored, how = _unit(like)
+    emit = _pair_step if stored is _I32 else _float_step
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        w, group, x, token = (_integer(context, builder, signature, args, i) for i in range(2, 6))
+        weights = []
+        for r in range(tile.groups):
+            address = builder.add(w, builder.mul(group, ir.Constant(_I64, r)))
+            vector = _load(builder, address, ir.VectorType(stored, LANES))
+            weights.append(_widen(builder, vector, how))
+        value = args[0]
+        for t in range(tile.tokens):
+            address = builder.add(x, builder.mul(token, ir.Constant(_I64, t)))
+            places = range(t * tile.groups, (t + 1) * tile.groups)
+            old = [builder.extract_value(value, i) for i in places]
+            for i, vector in zip(places, emit(builder, old, weights, address), strict=True):
+                value = builder.insert_value(value, vector, i)
+        return value
+
+    return tile(tile, like, w, group, x, token), codegen
+
+
+@intrinsic
+def load_widened(typing_context: Any, like: Any, at: Any) -> Any:
+    """Return 16 weights as float32."""
+    stored, how = _unit(like)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address = _integer(context, builder, signature, args, 1)
+        return _widen(builder, _load(builder, address, ir.VectorType(stored, LANES)), how)
+
+    return f32x16(like, at), codegen
+
+
+def _float_step(builder: Any, sums: list[Any], weights: list[Any], address: Any) -> list[Any]:
+    x = _splat(builder, _load(builder, address, _F32))
+    return [_fma(builder, w, x, s) for w, s in zip(weights, sums, strict=True)]
+
+
+def _pair_step(builder: Any, sums: list[Any], weights: list[Any], address: Any) -> list[Any]:
+    x = _splat(builder, _load(builder, address, _I32))
+    return [_pair_products(builder, s, w, x) for w, s in zip(weights, sums, strict=True)]
+
+
+def _pair_products(builder: Any, total: Any, a: Any, b: Any) -> Any:
+    """Add the two products of each lane, the odd column first."""
+    if has_pair_products():
+        args = [total, builder.bitcast(a, _BF16X32), builder.bitcast(b, _BF16X32)]
+        return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", f32x16.llvm, args)
+    mask, shift = _constants(-0x10000), _constants(16)
+    odd = [builder.bitcast(builder.and_(v, mask), f32x16.llvm) for v in (a, b)]
+    even = [builder.bitcast(builder.shl(v, shift), f32x16.llvm) for v in (a, b)]
+    return _fma(builder, even[0], even[1], _fma(builder, odd[0], odd[1], total))
+
+
+# ---- copies between layouts -----------------------------------------------------------------
+
+
+def _transposed(builder: Any, vectors: list[Any]) -> list[Any]:
+    """Transpose 16 vectors of 16 lanes: four times, interleave vector i with vector i + 8."""
+    low = [lane for i in range(8) for lane in (i, 16 + i)]
+    high = [lane + 8 for lane in low]
+    for _ in range(4):
+        pairs = zip(vectors[:8], vectors[8:], strict=True)
+        vectors = [_shuffle(builder, a, b, lanes) for a, b in pairs for lanes in (low, high)]
+    return vectors
+
+
+def _make_transpose(name: str, widen: bool) -> Any:
+    def copy(typing_context: Any, like: Any, at: Any, row_bytes: Any, to: Any) -> Any:
+        stored, how = _unit(like)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            at, row_bytes, to = (_integer(context, builder, signature, args, i) for i in (1, 2, 3))
+            rows = []
+            for i in range(LANES):
+                address = builder.add(at, builder.mul(row_bytes, ir.Constant(_I64, i)))
+                rows.append(_load(builder, address, ir.VectorType(stored, LANES)))
+            item_bytes = 4 if widen else like.dtype.bitwidth // 8
+            for i, column in enumerate(_transposed(builder, rows)):
+                value = _widen(builder, column, how) if widen else column
+                _store(builder, value, _offset(builder, to, LANES * item_bytes * i))
+            return context.get_dummy_value()
+
+        return types.none(like, at, row_bytes, to), codegen
+
+    copy.__name__ = name
+    return intrinsic(copy)
+
+
+transpose = _make_transpose("transpose", widen=False)
+transpose_f32 = _make_transpose("transpose_f32", widen=True)
+
+
+def _make_to_bf16(name: str, interleave: bool) -> Any:
+    order = list(range(2 * LANES))
+    if interleave:
+        order = [lane for i in range(LANES) for lane in (i, LANES + i)]
+
+    def convert(typing_context: Any, low: Any, high: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            halves = _rounded(builder, *args)
+            return builder.bitcast(_shuffle(builder, halves, halves, order), i32x16.llvm)
+
+        return i32x16(low, high), codegen
+
+    convert.__name__ = name
+    return intrinsic(convert)
+
+
+def _rounded(builder: Any, low: Any, high: Any) -> Any:
+    """Return 32 bfloat16 as 16-bit integers, rounded to nearest, halves to even; NaN stays NaN."""
+    halves = ir.VectorType(_I16, 2 * LANES)
+    if has_pair_products():
+        name = "llvm.x86.avx512bf16.cvtne2ps2bf16.512"
+        rounded = _call(builder, name, _BF16X32, [high, low])
+        return builder.bitcast(rounded, halves)
+    parts = []
+    for value in (low, high):
+        bits = builder.bitcast(value, i32x16.llvm)
+        odd = builder.and_(builder.lshr(bits, _constants(16)), _constants(1))
+        near = builder.add(bits, builder.add(odd, _constants(0x7FFF)))
+        quiet = builder.or_(bits, _constants(0x400000))
+        chosen = builder.select(builder.fcmp_unordered("uno", value, value), quiet, near)
+        short = ir.VectorType(_I16, LANES)
+        parts.append(builder.trunc(builder.lshr(chosen, _constants(16)), short))
+    return _shuffle(builder, parts[0], parts[1], list(range(2 * LANES)))
+
+
+to_bf16 = _make_to_bf16("to_bf16", interleave=False)
+to_pairs = _make_to_bf16("to_pairs", interleave=True)

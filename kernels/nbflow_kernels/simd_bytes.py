@@ -1,0 +1,405 @@
+"""Vectors of 64 bytes and of 32 bfloat16 as values in kernels, beside `nbflow_kernels.simd`.
+
+A byte vector has one type, `simd.i8x64`; whether a byte is signed is up to the operation.  It is
+also 16 lanes of 4 bytes: `dot_u8_i8` multiplies byte by byte and adds the four products of a lane.
+
+==============================  ===================================================================
+`load_bytes(addr)`              64 bytes
+`store_bytes(addr, v)`          write 64 bytes
+`splat_bytes(n)`                one byte in all places
+`broadcast4(addr)`              4 bytes in all lanes
+`broadcast_f32(addr)`           a float32 in all 16 lanes
+`broadcast_i32(addr)`           an int32 in all 16 lanes
+`as_bytes(v)` / `as_words(v)`   int32 lanes as bytes, bytes as int32 lanes: the same bits
+`field(v, shift, mask)`         each byte shifted right and masked; `mask` must drop what comes in
+                                from the next byte
+`dot_u8_i8(acc, u, s)`          acc + the sums of 4 products, u unsigned and s signed, exact int32
+`dot_u7_i8(acc, u, s)`          the same where all of `u` is below 128: cheaper without VNNI
+`pair_first(c)` `pair_second`   x and y of c = x + 11 * y, x < 11, in the low 7 bits of each byte
+`lookup16(table, index)`        table[index], index below 16; `table` holds its 16 bytes 4 times
+`store_narrow(addr, v)`         write the low bytes of 16 int32
+`bf16_pairs(even, odd)`         float32 rounded to bfloat16, even[0], odd[0], even[1], ...
+`broadcast_pair(addr)`          2 bfloat16 in all 16 lanes
+`dot_bf16(acc, a, b)`           acc + the sums of 2 products, float32
+==============================  ===================================================================
+
+The functions above the last three give the same bits on every processor.  `dot_bf16` does not: with
+AVX-512 BF16 denormal numbers count as zero.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from llvmlite import binding, ir
+from numba.core import cgutils, errors, types
+
+from nbflow_kernels import isa
+from nbflow_kernels.simd import bf16x32, f32x16, i8x64, i32x16, intrinsic
+
+_I8, _I16, _I32 = (ir.IntType(n) for n in (8, 16, 32))
+_F32 = ir.FloatType()
+
+PAIR_FACTOR, PAIR_SHIFT = 373, 12  # c * 373 >> 12 == c // 11 for c in 0..120
+
+
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not name."""
+
+    intrinsic_name = "bf16"
+
+    def _to_string(self) -> str:
+        return "bfloat"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _BFloat)
+
+    def __hash__(self) -> int:
+        return hash(_BFloat)
+
+
+def _accepts(declaration: str) -> bool:
+    """Return whether this LLVM's verifier accepts the declaration of an intrinsic."""
+    try:
+        binding.parse_assembly(f"declare {declaration}").verify()
+    except RuntimeError:
+        return False
+    return True
+
+
+# LLVM changed the operand types of these two from int32 lanes to what they are
+_BYTE_OPERANDS = _accepts(
+    "<16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32>, <64 x i8>, <64 x i8>)"
+)
+_BF16_OPERANDS = _accepts(
+    "<16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)"
+)
+
+
+def _vector(element: Any, lanes: int) -> Any:
+    return ir.VectorType(element, lanes)
+
+
+def _constant(element: Any, values: list[int]) -> Any:
+    return ir.Constant(_vector(element, len(values)), values)
+
+
+def _call(builder: Any, name: str, result: Any, args: list[Any]) -> Any:
+    declared = ir.FunctionType(result, [a.type for a in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, declared, name), args)
+
+
+def _lanes(builder: Any, value: Any, lanes: range) -> Any:
+    return builder.shuffle_vector(value, value, _constant(_I32, list(lanes)))
+
+
+def _in_parts(builder: Any, n_parts: int, operation: Callable[..., Any], *vectors: Any) -> Any:
+    """Apply an operation to the n-th parts of vectors, and join the results."""
+    parts = []
+    for part in range(n_parts):
+        sizes = [v.type.count // n_parts for v in vectors]
+        ranges = [range(part * size, (part + 1) * size) for size in sizes]
+        cut = [_lanes(builder, v, r) for v, r in zip(vectors, ranges, strict=True)]
+        parts.append(operation(*cut))
+    while len(parts) > 1:
+        count = 2 * parts[0].type.count
+        joined = _constant(_I32, list(range(count)))
+        parts = [
+            builder.shuffle_vector(a, b, joined)
+            for a, b in zip(parts[::2], parts[1::2], strict=True)
+        ]
+    return parts[0]
+
+
+def _splat(builder: Any, scalar: Any, lanes: int) -> Any:
+    vector = _vector(scalar.type, lanes)
+    first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_I32, 0))
+    return builder.shuffle_vector(first, first, _constant(_I32, [0] * lanes))
+
+
+def _make(name: str, result: Any, arguments: tuple[Any, ...], emit: Callable[..., Any]) -> Any:
+    """Make an intrinsic; `arguments` are vector types, or Numba types to convert scalars to."""
+
+    def check(given: tuple[Any, ...]) -> None:
+        for wanted, found in zip(arguments, given, strict=True):
+            vector = isinstance(wanted, type(i8x64))
+            if (vector and wanted != found) or (not vector and isinstance(found, type(i8x64))):
+                raise errors.TypingError(f"simd_bytes.{name}: wanted {arguments}, got {given}")
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        values = [
+            value if wanted == found else context.cast(builder, value, found, wanted)
+            for value, found, wanted in zip(args, signature.args, arguments, strict=True)
+        ]
+        value = emit(builder, *values)
+        return context.get_dummy_value() if result is types.none else value
+
+    def one(typing_context: Any, a: Any) -> Any:
+        check((a,))
+        return result(a), generate
+
+    def two(typing_context: Any, a: Any, b: Any) -> Any:
+        check((a, b))
+        return result(a, b), generate
+
+    def three(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+        check((a, b, c))
+        return result(a, b, c), generate
+
+    chosen = (one, two, three)[len(arguments) - 1]
+    chosen.__name__ = name
+    return intrinsic(chosen)
+
+
+# ---- loads, stores, broadcasts ------------------------------------------------------------------
+
+
+def _at(builder: Any, addr: Any, target: Any) -> Any:
+    return builder.inttoptr(addr, ir.PointerType(target))
+
+
+def _emit_load(builder: Any, addr: Any, target: Any) -> Any:
+    value = builder.load(_at(builder, addr, target))
+    value.align = 1
+    return value
+
+
+def _emit_store(builder: Any, addr: Any, value: Any) -> None:
+    builder.store(value, _at(builder, addr, value.type)).align = 1
+
+
+def _emit_broadcast(builder: Any, addr: Any, element: Any, target: Any) -> Any:
+    value = _splat(builder, _emit_load(builder, addr, element), 16)
+    return builder.bitcast(value, target)
+
+
+_ADDRESS = types.int64
+
+load_bytes = _make("load_bytes", i8x64, (_ADDRESS,), lambda b, a: _emit_load(b, a, i8x64.llvm))
+store_bytes = _make("store_bytes", types.none, (_ADDRESS, i8x64), _emit_store)
+splat_bytes = _make("splat_bytes", i8x64, (types.uint8,), lambda b, n: _splat(b, n, 64))
+broadcast4 = _make(
+    "broadcast4", i8x64, (_ADDRESS,), lambda b, a: _emit_broadcast(b, a, _I32, i8x64.llvm)
+)
+broadcast_pair = _make(
+    "broadcast_pair", bf16x32, (_ADDRESS,), lambda b, a: _emit_broadcast(b, a, _I32, bf16x32.llvm)
+)
+broadcast_f32 = _make(
+    "broadcast_f32", f32x16, (_ADDRESS,), lambda b, a: _emit_broadcast(b, a, _F32, f32x16.llvm)
+)
+broadcast_i32 = _make(
+    "broadcast_i32", i32x16, (_ADDRESS,), lambda b, a: _emit_broadcast(b, a, _I32, i32x16.llvm)
+)
+as_bytes = _make("as_bytes", i8x64, (i32x16,), lambda b, v: b.bitcast(v, i8x64.llvm))
+as_words = _make("as_words", i32x16, (i8x64,), lambda b, v: b.bitcast(v, i32x16.llvm))
+store_narrow = _make(
+    "store_narrow",
+    types.none,
+    (_ADDRESS, i32x16),
+    lambda b, a, v: _emit_store(b, a, b.trunc(v, _vector(_I8, 16))),
+)
+
+
+# ---- parts of bytes -----------------------------------------------------------------------------
+
+
+def _shifted(builder: Any, v: Any, shift: Any) -> Any:
+    """Shift pairs of bytes right; there is no instruction that shifts single bytes."""
+    pairs = builder.bitcast(v, _vector(_I16, 32))
+    return builder.bitcast(builder.lshr(pairs, _splat(builder, shift, 32)), i8x64.llvm)
+
+
+field = _make(
+    "field",
+    i8x64,
+    (i8x64, types.int16, types.uint8),
+    lambda b, v, shift, mask: b.and_(_shifted(b, v, shift), _splat(b, mask, 64)),
+)
+
+
+def _emit_pair(builder: Any, c: Any, second: bool, features: frozenset[str]) -> Any:
+    """Split pair codes: by a table of 128 entries where there is one, else by multiplication."""
+    if "avx512vbmi" in features:
+        ys = [(code * PAIR_FACTOR) >> PAIR_SHIFT for code in range(128)]
+        table = ys if second else [code - 11 * y for code, y in enumerate(ys)]
+        low, high = _constant(_I8, table[:64]), _constant(_I8, table[64:])
+        return _call(builder, "llvm.x86.avx512.vpermi2var.qi.512", i8x64.llvm, [low, c, high])
+    words = _vector(_I16, 32)
+    c = builder.and_(c, _constant(_I8, [127] * 64))
+    both = builder.bitcast(c, words)
+    byte, factor, shift = (_constant(_I16, [n] * 32) for n in (255, PAIR_FACTOR, PAIR_SHIFT))
+    eight = _constant(_I16, [8] * 32)
+    low, high = builder.and_(both, byte), builder.lshr(both, eight)
+    low, high = (builder.lshr(builder.mul(v, factor), shift) for v in (low, high))
+    y = builder.or_(low, builder.shl(high, eight))
+    if second:
+        return builder.bitcast(y, i8x64.llvm)
+    x = builder.sub(both, builder.mul(y, _constant(_I16, [11] * 32)))  # no byte borrows
+    return builder.bitcast(x, i8x64.llvm)
+
+
+def make_pair(name: str, second: bool, features: frozenset[str]) -> Any:
+    """Return `pair_first` or `pair_second` for a processor."""
+    return _make(name, i8x64, (i8x64,), lambda b, c: _emit_pair(b, c, second, features))
+
+
+pair_first = make_pair("pair_first", second=False, features=isa.features())
+pair_second = make_pair("pair_second", second=True, features=isa.features())
+
+
+def _emit_lookup16(builder: Any, table: Any, index: Any, features: frozenset[str]) -> Any:
+    def shuffle(name: str) -> Callable[..., Any]:
+        return lambda t, i: _call(builder, name, t.type, [t, i])
+
+    if "avx512bw" in features:
+        return shuffle("llvm.x86.avx512.pshuf.b.512")(table, index)
+    if "avx2" in features:
+        return _in_parts(builder, 2, shuffle("llvm.x86.avx2.pshuf.b"), table, index)
+    if "ssse3" in features:
+        return _in_parts(builder, 4, shuffle("llvm.x86.ssse3.pshuf.b.128"), table, index)
+    if "aarch64" in features:
+        return _in_parts(builder, 4, shuffle("llvm.aarch64.neon.tbl1.v16i8"), table, index)
+    result = ir.Constant(i8x64.llvm, [0] * 64)
+    for i in range(16):
+        entry = _splat(builder, builder.extract_element(table, ir.Constant(_I32, i)), 64)
+        hit = builder.icmp_unsigned("==", index, _constant(_I8, [i] * 64))
+        result = builder.select(hit, entry, result)
+    return result
+
+
+def make_lookup16(features: frozenset[str]) -> Any:
+    """Return `lookup16` for a processor."""
+    return _make(
+        "lookup16", i8x64, (i8x64, i8x64), lambda b, t, i: _emit_lookup16(b, t, i, features)
+    )
+
+
+lookup16 = make_lookup16(isa.features())
+
+
+# ---- dot products -------------------------------------------------------------------------------
+
+
+def _emit_maddubs(builder: Any, acc: Any, u: Any, s: Any, seven: bool, wide: bool) -> Any:
+    """Add products of byte pairs in 16 bits, which holds two of them only if u is below 128."""
+    names = ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd")
+    if wide:
+        names = ("llvm.x86.avx512.pmaddubs.w.512", "llvm.x86.avx512.pmaddw.d.512")
+    n = acc.type.count
+    ones = _constant(_I16, [1] * (2 * n))
+    masks = (None,) if seven else (127, 128)  # -128 * 128 * 2 just fits
+    for mask in masks:
+        part = u if mask is None else builder.and_(u, _constant(_I8, [mask] * (4 * n)))
+        pairs = _call(builder, names[0], _vector(_I16, 2 * n), [part, s])
+        acc = builder.add(acc, _call(builder, names[1], _vector(_I32, n), [pairs, ones]))
+    return acc
+
+
+def _emit_arm(builder: Any, acc: Any, u: Any, s: Any, seven: bool, i8mm: bool) -> Any:
+    """Use the dot products of Arm: mixed signs, or both signed with 128 put back."""
+    name = "llvm.aarch64.neon.{}.v4i32.v16i8"
+    if i8mm:
+        return _call(builder, name.format("usdot"), acc.type, [acc, u, s])
+    if not seven:
+        u = builder.xor(u, _constant(_I8, [128] * 16))
+        half = _constant(_I8, [64] * 16)
+        for _ in range(2):
+            acc = _call(builder, name.format("sdot"), acc.type, [acc, half, s])
+    return _call(builder, name.format("sdot"), acc.type, [acc, u, s])
+
+
+def _emit_generic_dot(builder: Any, acc: Any, u: Any, s: Any) -> Any:
+    products = _vector(_I16, 64)  # 255 * -128 fits
+    both = builder.mul(builder.zext(u, products), builder.sext(s, products))
+    pairs = builder.bitcast(both, _vector(_I32, 32))
+    sixteen = _constant(_I32, [16] * 32)
+    low = builder.ashr(builder.shl(pairs, sixteen), sixteen)
+    sums = builder.add(low, builder.ashr(pairs, sixteen))
+    even, odd = (_lanes(builder, sums, range(i, 32, 2)) for i in (0, 1))
+    return builder.add(acc, builder.add(even, odd))
+
+
+def emit_dot(builder: Any, acc: Any, u: Any, s: Any, seven: bool, features: frozenset[str]) -> Any:
+    """Emit acc + the sums of 4 products for a processor; `seven`: u is below 128."""
+
+    def vnni(width: int) -> Callable[..., Any]:
+        def emit(acc: Any, u: Any, s: Any) -> Any:
+            if not _BYTE_OPERANDS:
+                u, s = (builder.bitcast(v, acc.type) for v in (u, s))
+            return _call(builder, f"llvm.x86.avx512.vpdpbusd.{width}", acc.type, [acc, u, s])
+
+        return emit
+
+    def maddubs(wide: bool) -> Callable[..., Any]:
+        return lambda acc, u, s: _emit_maddubs(builder, acc, u, s, seven, wide)
+
+    if "avx512vnni" in features:
+        return vnni(512)(acc, u, s)
+    if "avxvnni" in features:
+        return _in_parts(builder, 2, vnni(256), acc, u, s)
+    if "avx512bw" in features:
+        return maddubs(wide=True)(acc, u, s)
+    if "avx2" in features:
+        return _in_parts(builder, 2, maddubs(wide=False), acc, u, s)
+    if features >= {"aarch64", "i8mm"} or features >= {"aarch64", "dotprod"}:
+        i8mm = "i8mm" in features
+        return _in_parts(
+            builder, 4, lambda a, u, s: _emit_arm(builder, a, u, s, seven, i8mm), acc, u, s
+        )
+    return _emit_generic_dot(builder, acc, u, s)
+
+
+def make_dot(name: str, seven: bool, features: frozenset[str]) -> Any:
+    """Return `dot_u8_i8` or `dot_u7_i8` for a processor."""
+    return _make(
+        name,
+        i32x16,
+        (i32x16, i8x64, i8x64),
+        lambda b, acc, u, s: emit_dot(b, acc, u, s, seven, features),
+    )
+
+
+dot_u8_i8 = make_dot("dot_u8_i8", seven=False, features=isa.features())
+dot_u7_i8 = make_dot("dot_u7_i8", seven=True, features=isa.features())
+
+
+# ---- bfloat16 -----------------------------------------------------------------------------------
+
+
+def _emit_bf16_pairs(builder: Any, even: Any, odd: Any) -> Any:
+    narrow = [builder.fptrunc(v, _vector(_BFloat(), 16)) for v in (even, odd)]
+    bits = [builder.bitcast(v, _vector(_I16, 16)) for v in narrow]
+    order = _constant(_I32, [i // 2 + 16 * (i % 2) for i in range(32)])
+    return builder.shuffle_vector(bits[0], bits[1], order)
+
+
+bf16_pairs = _make("bf16_pairs", bf16x32, (f32x16, f32x16), _emit_bf16_pairs)
+
+
+def _emit_dot_bf16(builder: Any, acc: Any, a: Any, b: Any, features: frozenset[str]) -> Any:
+    if "avx512bf16" in features:
+        operand = _vector(_BFloat(), 32) if _BF16_OPERANDS else i32x16.llvm
+        a, b = (builder.bitcast(v, operand) for v in (a, b))
+        return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", acc.type, [acc, a, b])
+    words = [builder.bitcast(v, i32x16.llvm) for v in (a, b)]
+    high = _constant(_I32, [-65536] * 16)
+    sixteen = _constant(_I32, [16] * 16)
+    odd = [builder.bitcast(builder.and_(w, high), acc.type) for w in words]
+    even = [builder.bitcast(builder.shl(w, sixteen), acc.type) for w in words]
+    for x, y in (odd, even):
+        acc = _call(builder, "llvm.fma.v16f32", acc.type, [x, y, acc])
+    return acc
+
+
+def make_dot_bf16(features: frozenset[str]) -> Any:
+    """Return `dot_bf16` for a processor."""
+    return _make(
+        "dot_bf16",
+        f32x16,
+        (f32x16, bf16x32, bf16x32),
+        lambda b, acc, x, y: _emit_dot_bf16(b, acc, x, y, features),
+    )
+
+
+dot_bf16 = make_dot_bf16(isa.features())

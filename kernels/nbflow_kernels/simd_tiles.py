@@ -1,0 +1,275 @@
+"""Register tiles: R row groups of 16 weights times T tokens, as one value in a kernel.
+
+A product of matrices keeps R * T vectors of sums in registers, adds to all of them at each step,
+and reads only R vectors of weights and T activations for it.  Numba does not unroll loops over
+tuples of vectors; a tile is one value whose operations emit the R * T instructions.
+
+====================================================  =============================================
+`zeros(R, T)`                                         float32 sums, all 0
+`outer(sums, w, w_step, x, x_step)`                   sums[r, t] + w[r] * x[t]: w 16 float32, x one
+`starts(R, T, n, n_step, factor)`                     int32 sums: factor * n[t] in all lanes
+`dots(ints, w, w_step, x, x_step, bits)`              ints[r, t] + w[r] . x[t]: w 64 bytes, x 4
+`scaled(sums, ints, w, w_step, x, x_step)`            sums[r, t] + ints[r, t] * (w[r] * x[t])
+`based(sums, w, w_step, x, x_step, n, n_step)`        sums[r, t] + w[r] * (x[t] * n[t])
+`add(a, b)`                                           lane by lane
+`load(R, T, addr)` `store(addr, sums)`                R * T vectors; r is the slower index
+====================================================  =============================================
+
+`w`, `x` and `n` are addresses of the first row group's or token's numbers, each followed by the
+distance in bytes to the next one's.  Products and sums are fused, with one rounding, except
+``w[r] * x[t]`` and ``x[t] * n[t]`` of `scaled` and `based`, which are rounded.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import datamodel, errors, extending, types
+
+from nbflow_kernels import isa
+from nbflow_kernels.simd import LANES, f32x16, i32x16
+from nbflow_kernels.simd_bytes import emit_dot
+
+intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
+
+_I8, _I32, _I64 = (ir.IntType(n) for n in (8, 32, 64))
+_F32 = ir.FloatType()
+
+
+class Tile(types.Type):
+    """The Numba type of R x T vectors of 16 float32 or int32."""
+
+    def __init__(self, vector: Any, rows: int, tokens: int) -> None:
+        self.vector, self.rows, self.tokens = vector, rows, tokens
+        super().__init__(name=f"tile.{vector.element}.{rows}x{tokens}")
+
+    @property
+    def llvm(self) -> Any:
+        """Return the LLVM type."""
+        return ir.ArrayType(self.vector.llvm, self.rows * self.tokens)
+
+
+@extending.register_model(Tile)
+class _TileModel(datamodel.models.PrimitiveModel):
+    def __init__(self, manager: Any, fe_type: Tile) -> None:
+        super().__init__(manager, fe_type, fe_type.llvm)  # type: ignore[no-untyped-call]
+
+
+class _Emit:
+    """What the operations share while they emit code."""
+
+    def __init__(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
+        self.builder = builder
+        self.values = [
+            value if isinstance(kind, Tile) else context.cast(builder, value, kind, types.int64)
+            for value, kind in zip(args, signature.args, strict=True)
+        ]
+
+    def load(self, addr: Any, step: Any, index: int, kind: Any) -> Any:
+        """Return what lies `index` steps of bytes behind an address."""
+        builder = self.builder
+        offset = builder.mul(step, ir.Constant(_I64, index))
+        pointer = builder.inttoptr(builder.add(addr, offset), ir.PointerType(kind))
+        value = builder.load(pointer)
+        value.align = 1
+        return value
+
+    def splat(self, scalar: Any) -> Any:
+        """Return a scalar in all lanes."""
+        vector = ir.VectorType(scalar.type, LANES)
+        undefined = ir.Constant(vector, ir.Undefined)
+        first = self.builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
+        zeros = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
+        return self.builder.shuffle_vector(first, undefined, zeros)
+
+    def fma(self, a: Any, b: Any, c: Any) -> Any:
+        """Return a * b + c."""
+        name = f"llvm.fma.v{LANES}f32"
+        function = self.builder.module.globals.get(name)
+        if function is None:
+            declared = ir.FunctionType(a.type, [a.type] * 3)
+            function = ir.Function(self.builder.module, declared, name)
+        return self.builder.call(function, [a, b, c])
+
+    def each(self, tile: Tile, old: Any, new: Any) -> Any:
+        """Return the tile of ``new(r, t, old vector)``."""
+        result = ir.Constant(tile.llvm, ir.Undefined)
+        for r in range(tile.rows):
+            for t in range(tile.tokens):
+                i = r * tile.tokens + t
+                vector = None if old is None else self.builder.extract_value(old, i)
+                result = self.builder.insert_value(result, new(r, t, vector), i)
+        return result
+
+
+def _tile_of(name: str, tile: Any, vector: Any) -> Tile:
+    if not isinstance(tile, Tile) or tile.vector != vector:
+        raise errors.TypingError(f"simd_tiles.{name}: wanted a tile of {vector}, got {tile}")
+    return tile
+
+
+def _new(name: str, vector: Any, rows: Any, tokens: Any) -> Tile:
+    if not isinstance(rows, types.IntegerLiteral) or not isinstance(tokens, types.IntegerLiteral):
+        raise errors.TypingError(f"simd_tiles.{name}: R and T must be constants")
+    return Tile(vector, rows.literal_value, tokens.literal_value)
+
+
+@intrinsic(prefer_literal=True)
+def zeros(typing_context: Any, rows: Any, tokens: Any) -> Any:
+    """See the module."""
+    tile = _new("zeros", f32x16, rows, tokens)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.Constant(tile.llvm, None)
+
+    return tile(rows, tokens), codegen
+
+
+@intrinsic
+def outer(typing_context: Any, sums: Any, w: Any, w_step: Any, x: Any, x_step: Any) -> Any:
+    """See the module."""
+    tile = _tile_of("outer", sums, f32x16)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit = _Emit(context, builder, signature, args)
+        sums, w, w_step, x, x_step = emit.values
+        weights = [emit.load(w, w_step, r, f32x16.llvm) for r in range(tile.rows)]
+        xs = [emit.splat(emit.load(x, x_step, t, _F32)) for t in range(tile.tokens)]
+        return emit.each(tile, sums, lambda r, t, old: emit.fma(weights[r], xs[t], old))
+
+    return tile(sums, w, w_step, x, x_step), codegen
+
+
+@intrinsic(prefer_literal=True)
+def starts(typing_context: Any, rows: Any, tokens: Any, n: Any, n_step: Any, factor: Any) -> Any:
+    """See the module."""
+    tile = _new("starts", i32x16, rows, tokens)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit = _Emit(context, builder, signature, args)
+        _, _, n, n_step, factor = emit.values
+        narrow = builder.trunc(factor, _I32)
+        loaded = [emit.load(n, n_step, t, _I32) for t in range(tile.tokens)]
+        first = [emit.splat(builder.mul(one, narrow)) for one in loaded]
+        return emit.each(tile, None, lambda r, t, old: first[t])
+
+    return tile(rows, tokens, n, n_step, factor), codegen
+
+
+@intrinsic(prefer_literal=True)
+def dots(
+    typing_context: Any, ints: Any, w: Any, w_step: Any, x: Any, x_step: Any, bits: Any
+) -> Any:
+    """See the module."""
+    tile = _tile_of("dots", ints, i32x16)
+    seven = isinstance(bits, types.IntegerLiteral) and bits.literal_value < 8
+    bytes_ = ir.VectorType(_I8, 4 * LANES)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit = _Emit(context, builder, signature, args)
+        ints, w, w_step, x, x_step, _ = emit.values
+        weights = [emit.load(w, w_step, r, bytes_) for r in range(tile.rows)]
+        fours = [emit.splat(emit.load(x, x_step, t, _I32)) for t in range(tile.tokens)]
+        xs = [builder.bitcast(four, bytes_) for four in fours]
+        features = isa.features()
+        return emit.each(
+            tile, ints, lambda r, t, old: emit_dot(builder, old, weights[r], xs[t], seven, features)
+        )
+
+    return tile(ints, w, w_step, x, x_step, bits), codegen
+
+
+@intrinsic
+def scaled(
+    typing_context: Any, sums: Any, ints: Any, w: Any, w_step: Any, x: Any, x_step: Any
+) -> Any:
+    """See the module."""
+    tile = _tile_of("scaled", sums, f32x16)
+    _tile_of("scaled", ints, i32x16)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit = _Emit(context, builder, signature, args)
+        sums, ints, w, w_step, x, x_step = emit.values
+        scales = [emit.load(w, w_step, r, f32x16.llvm) for r in range(tile.rows)]
+        xs = [emit.splat(emit.load(x, x_step, t, _F32)) for t in range(tile.tokens)]
+
+        def one(r: int, t: int, old: Any) -> Any:
+            whole = builder.sitofp(builder.extract_value(ints, r * tile.tokens + t), f32x16.llvm)
+            return emit.fma(whole, builder.fmul(scales[r], xs[t]), old)
+
+        return emit.each(tile, sums, one)
+
+    return tile(sums, ints, w, w_step, x, x_step), codegen
+
+
+@intrinsic
+def based(
+    typing_context: Any, sums: Any, w: Any, w_step: Any, x: Any, x_step: Any, n: Any, n_step: Any
+) -> Any:
+    """See the module."""
+    tile = _tile_of("based", sums, f32x16)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit = _Emit(context, builder, signature, args)
+        sums, w, w_step, x, x_step, n, n_step = emit.values
+        bases = [emit.load(w, w_step, r, f32x16.llvm) for r in range(tile.rows)]
+        xs = []
+        for t in range(tile.tokens):
+            count = builder.sitofp(emit.load(n, n_step, t, _I32), _F32)
+            xs.append(emit.splat(builder.fmul(emit.load(x, x_step, t, _F32), count)))
+        return emit.each(tile, sums, lambda r, t, old: emit.fma(bases[r], xs[t], old))
+
+    return tile(sums, w, w_step, x, x_step, n, n_step), codegen
+
+
+@intrinsic
+def add(typing_context: Any, a: Any, b: Any) -> Any:
+    """See the module."""
+    tile = _tile_of("add", a, f32x16)
+    _tile_of("add", b, f32x16)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit = _Emit(context, builder, signature, args)
+        return emit.each(
+            tile,
+            args[0],
+            lambda r, t, old: builder.fadd(
+                old, builder.extract_value(args[1], r * tile.tokens + t)
+            ),
+        )
+
+    return tile(a, b), codegen
+
+
+@intrinsic(prefer_literal=True)
+def load(typing_context: Any, rows: Any, tokens: Any, addr: Any) -> Any:
+    """See the module."""
+    tile = _new("load", f32x16, rows, tokens)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        emit = _Emit(context, builder, signature, args)
+        size = ir.Constant(_I64, 4 * LANES)
+        return emit.each(
+            tile,
+            None,
+            lambda r, t, old: emit.load(emit.values[2], size, r * tile.tokens + t, f32x16.llvm),
+        )
+
+    return tile(rows, tokens, addr), codegen
+
+
+@intrinsic
+def store(typing_context: Any, addr: Any, sums: Any) -> Any:
+    """See the module."""
+    tile = _tile_of("store", sums, f32x16)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at = context.cast(builder, args[0], signature.args[0], types.int64)
+        for i in range(tile.rows * tile.tokens):
+            place = builder.add(at, ir.Constant(_I64, 4 * LANES * i))
+            pointer = builder.inttoptr(place, ir.PointerType(f32x16.llvm))
+            builder.store(builder.extract_value(args[1], i), pointer).align = 1
+        return context.get_dummy_value()
+
+    return types.none(addr, sums), codegen
