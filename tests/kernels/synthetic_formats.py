@@ -17,7 +17,7 @@ class SyntheticFormat(QuantFormat):
 
     def __init__(self, name: str, form: IntegerForm) -> None:
         self.name = name
-        self.integer_form = form
+        self._form = form
         n = form.block // form.sub_block
         self.dtype = np.dtype(
             [
@@ -29,6 +29,10 @@ class SyntheticFormat(QuantFormat):
             ]
         )
         self.block_size, self.block_bytes = form.block, self.dtype.itemsize
+
+    @property
+    def integer_form(self) -> IntegerForm:
+        return self._form
 
     def integers(self, data):
         blocks = np.ascontiguousarray(data).view(self.dtype)
