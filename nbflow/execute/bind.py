@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,9 @@ from nbflow.program.records import Op
 from nbflow_kernels._jit import njit
 from nbflow_kernels.attention.plan import AttentionPlan, build_plan
 from nbflow_kernels.calls import Call
+from nbflow_kernels.matmul import cpu as floats
+from nbflow_kernels.qmatmul import cpu as quantized
+from nbflow_kernels.qmatmul.activations import Int8Rows
 from nbflow_kernels.quants import QuantTensor, dequantize_rows
 from nbflow_kernels.threads import capture
 
@@ -84,6 +87,45 @@ def _next_positions(items: Any, n_items: Any, kv_lens: Any, start: Any, stop: An
         items[i, 4] = kv_lens[items[i, 0]] - 1
 
 
+class Product:
+    """Products of one matrix of activations with weights, in the wanted arithmetic.
+
+    Parameters
+    ----------
+    x : array of float32, shape (T, K)
+        The activations.
+    activations : {"f32", "bf16", "int8"}
+        The arithmetic; see `nbflow.load`.
+    """
+
+    def __init__(self, x: np.ndarray, activations: str) -> None:
+        self._x = x
+        self._activations = activations
+        self._rows: Int8Rows | None = None
+
+    def _is_int8(self, weight: Any) -> bool:
+        blocks = isinstance(weight, QuantTensor) and not weight.is_float
+        return self._activations == "int8" and blocks
+
+    def prepare(self, weights: Sequence[Any]) -> None:
+        """Quantize the activations if one of these weights needs it; a launcher."""
+        if any(map(self._is_int8, weights)):
+            self._rows = self._rows or Int8Rows.empty(*self._x.shape)
+            quantized.quantize_activations(self._x, self._rows)
+
+    def launch(
+        self, weight: Any, bias: np.ndarray | None, accumulate: bool, out: np.ndarray
+    ) -> None:
+        """Multiply by one weight; a launcher."""
+        if not isinstance(weight, QuantTensor):
+            floats.matmul(self._x, weight, bias, accumulate, out)
+        elif self._is_int8(weight):
+            assert self._rows is not None
+            quantized.matmul_int8(self._rows, weight, bias, accumulate, out)
+        else:
+            quantized.matmul(self._x, weight, bias, accumulate, out)
+
+
 class Binder:
     """Binds the ops of an executor's program to one shape of step."""
 
@@ -143,22 +185,20 @@ class Binder:
         return self._captured(op, cpu.layernorm, x, operands[0], operands[1], eps, out)
 
     def _linear(self, op: Op, index: int) -> Made:
-        from nbflow_kernels.matmul import cpu
-        from nbflow_kernels.qmatmul import cpu as quantized
-
         weights = self._executor.weights
         accumulate = bool(op.attrs.get("accumulate", False))
         x, out, bias = self._view(op.inputs[0]), self._view(op.out), weights.bias[index]
         pieces = weights.operands[index]
+        product = Product(x, self._executor.activations)
 
         def launch() -> None:
+            product.prepare(pieces)
             start = 0
             for weight in pieces:  # one below the other: each makes a band of columns
                 band = slice(start, start + weight.shape[0])
                 start = band.stop
                 some_bias = None if bias is None else bias[band]
-                matmul = quantized.matmul if isinstance(weight, QuantTensor) else cpu.matmul
-                matmul(x, weight, some_bias, accumulate, out[:, band])
+                product.launch(weight, some_bias, accumulate, out[:, band])
 
         return self._captured(op, launch)
 
