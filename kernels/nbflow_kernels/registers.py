@@ -51,16 +51,16 @@ from llvmlite import ir
 from numba.core import cgutils, errors, extending, types
 from numba.core.datamodel import models
 
+from nbflow_kernels import halves
 from nbflow_kernels.isa import features
 from nbflow_kernels.simd import LANES, f32x16, i32x16
-
-intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
+from nbflow_kernels.stepping import intrinsic
 
 _I16, _I32, _I64 = (ir.IntType(n) for n in (16, 32, 64))
-_F16, _F32 = ir.HalfType(), ir.FloatType()
+_F32 = ir.FloatType()
 _UNITS = {
     types.float32: (_F32, None),
-    types.int16: (_F16, "fpext"),
+    types.int16: (_I16, "f16"),
     types.uint16: (_I16, "bf16"),
     types.int32: (_I32, None),
 }
@@ -159,8 +159,8 @@ def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def _widen(builder: Any, value: Any, how: str | None) -> Any:
-    if how == "fpext":
-        return builder.fpext(value, f32x16.llvm)
+    if how == "f16":
+        return halves.widen(builder, value)
     if how == "bf16":
         high = builder.shl(builder.zext(value, i32x16.llvm), _constants(16))
         return builder.bitcast(high, f32x16.llvm)

@@ -42,12 +42,13 @@ from numba import njit
 from numba.core import cgutils, errors, extending, types
 from numba.core.datamodel import models
 
-intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
+from nbflow_kernels import halves
+from nbflow_kernels.stepping import intrinsic
 
 LANES = 16
 
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
-_F16, _F32 = ir.HalfType(), ir.FloatType()
+_F32 = ir.FloatType()
 _ELEMENT = {"f32": _F32, "i32": _I32, "i8": _I8, "bf16": _I16}
 
 
@@ -108,6 +109,8 @@ def _make_load(name: str, stored: Any, result: Vector, widen: str | None) -> Any
             pointer = _pointer(builder, context, args[0], signature.args[0], vector)
             value = builder.load(pointer)
             value.align = 1
+            if widen == "f16":
+                return halves.widen(builder, value)
             if widen == "bf16":
                 wide = builder.zext(value, i32x16.llvm)
                 high = builder.shl(wide, ir.Constant(i32x16.llvm, [16] * LANES))
@@ -121,7 +124,7 @@ def _make_load(name: str, stored: Any, result: Vector, widen: str | None) -> Any
 
 
 load_f32 = _make_load("load_f32", _F32, f32x16, None)
-load_f16 = _make_load("load_f16", _F16, f32x16, "fpext")
+load_f16 = _make_load("load_f16", _I16, f32x16, "f16")
 load_bf16 = _make_load("load_bf16", _I16, f32x16, "bf16")
 load_i32 = _make_load("load_i32", _I32, i32x16, None)
 load_u8 = _make_load("load_u8", _I8, i32x16, "zext")
@@ -291,7 +294,7 @@ def half_to_float(typing_context: Any, bits: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value = context.cast(builder, args[0], signature.args[0], types.uint16)
-        return builder.fpext(builder.bitcast(value, _F16), _F32)
+        return halves.widen(builder, value)
 
     return types.float32(bits), codegen
 
@@ -302,7 +305,7 @@ def float_to_half(typing_context: Any, x: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value = context.cast(builder, args[0], signature.args[0], types.float32)
-        return builder.bitcast(builder.fptrunc(value, _F16), _I16)
+        return halves.narrow(builder, value)
 
     return types.uint16(x), codegen
 

@@ -62,7 +62,9 @@ def matmul(
 
 def _load16(w: Any, addr: Any) -> Any:
     """Return 16 weights at an address, widened to float32; `w` only gives the type."""
-    raise NotImplementedError("only inside kernels")
+    if w.dtype == np.float32:
+        return simd.load_f32(addr)
+    return simd.load_f16(addr) if w.dtype == np.int16 else simd.load_bf16(addr)
 
 
 @overload(_load16, inline="always", strict=False)

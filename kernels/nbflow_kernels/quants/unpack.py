@@ -16,6 +16,7 @@ The weight is ``scale * value + base`` with one rounding, bit-equal to `dequanti
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +29,7 @@ from nbflow_kernels import simd, simd_bytes
 from nbflow_kernels._jit import FAST_MATH, helper
 from nbflow_kernels.quants.packed import D_BYTES, PAIRS, PLANES, PackedForm
 from nbflow_kernels.simd_bytes import dot_u7_i8, dot_u8_i8, field, load_bytes
-
-intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
+from nbflow_kernels.stepping import intrinsic
 
 
 class FormType(types.Type):
@@ -61,8 +61,10 @@ _OPTIONS: Any = {"forceinline": True, "error_model": "numpy", "fastmath": FAST_M
 def by_form(choose: Callable[[PackedForm], Callable[..., Any]]) -> Callable[..., Any]:
     """Make a function for kernels whose body is picked for its first argument, a form."""
 
+    picked = functools.cache(choose)
+
     def function(form: Any, *args: Any) -> Any:
-        raise NotImplementedError(f"{choose.__name__} is for compiled code only")
+        return picked(form)(form, *args)
 
     def chosen(form: Any, *args: Any) -> Any:
         return choose(form.form)
