@@ -21,10 +21,10 @@ kernel
 =======================  ===========================================================
 
 Vectors are values: what a load returns cannot be written to.  A twin gives the same bits as the
-machine code, `simd.fma` with its one rounding included.  Three exceptions: `registers.step` and
-`simd_bytes.dot_bf16` with AVX-512 BF16 take denormal bfloat16 numbers for zero, which the twins do
-not; of +0 and -0 `maximum` and `minimum` may return either; and a float that does not fit an int32
-has no defined result of `to_i32`.
+machine code, `simd.fma` with its one rounding included.  Three exceptions: with AVX-512 BF16 what
+rounds to bfloat16 and multiplies it takes denormal numbers for zero, which the twins do not; of +0
+and -0 `maximum` and `minimum` may return either; and a float that does not fit an int32 has no
+defined result of `to_i32`.
 
 Scalar arithmetic follows Python and NumPy: a float32 times a Python float stays float32, where
 compiled code goes on in float64.  So a kernel's result may differ in its last bits, as between two
