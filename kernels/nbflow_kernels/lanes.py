@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, errors, extending, types
+from numba.core import cgutils, errors, types
 
 from nbflow_kernels import halves, simd
 from nbflow_kernels._jit import njit

@@ -60,7 +60,6 @@ _OPTIONS: Any = {"forceinline": True, "error_model": "numpy", "fastmath": FAST_M
 
 def by_form(choose: Callable[[PackedForm], Callable[..., Any]]) -> Callable[..., Any]:
     """Make a function for kernels whose body is picked for its first argument, a form."""
-
     picked = functools.cache(choose)
 
     def function(form: Any, *args: Any) -> Any:

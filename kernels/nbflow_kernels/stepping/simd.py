@@ -126,7 +126,8 @@ def shr(a: Vector, b: Vector) -> Vector:
     """Shift right, zeros coming in."""
     _same(a, b)
     unsigned = a.dtype.str.replace("i", "u")
-    return (a.view(unsigned) >> b.view(unsigned)).view(a.dtype)
+    shifted: Vector = a.view(unsigned) >> b.view(unsigned)
+    return shifted.view(a.dtype)
 
 
 def fma(a: Vector, b: Vector, c: Vector) -> Vector:

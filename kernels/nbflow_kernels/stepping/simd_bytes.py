@@ -106,7 +106,8 @@ def lookup16(table: Vector, index: Vector) -> Vector:
 def dot_u8_i8(acc: Vector, u: Vector, s: Vector) -> Vector:
     """Return acc plus the sums of 4 products, u unsigned and s signed."""
     products = _bytes(u).astype(np.int32) * _bytes(s).view(np.int8)
-    return acc + products.reshape(LANES, 4).sum(1, dtype=np.int32)
+    sums: Vector = products.reshape(LANES, 4).sum(1, dtype=np.int32)
+    return acc + sums
 
 
 def dot_u7_i8(acc: Vector, u: Vector, s: Vector) -> Vector:

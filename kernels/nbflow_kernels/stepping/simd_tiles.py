@@ -44,8 +44,7 @@ def dots(ints: Tile, w: Any, w_step: Any, x: Any, x_step: Any, bits: int) -> Til
     dot = simd_bytes.dot_u7_i8 if bits < 8 else simd_bytes.dot_u8_i8
     weights = read_at_steps(w, w_step, ints.shape[0], np.uint8, 4 * LANES)
     xs = read_at_steps(x, x_step, ints.shape[1], np.uint8, 4)
-    new = _each(ints, lambda r, t: dot(ints[r, t], weights[r], np.tile(xs[t], LANES)), np.int32)
-    return new
+    return _each(ints, lambda r, t: dot(ints[r, t], weights[r], np.tile(xs[t], LANES)), np.int32)
 
 
 def scaled(sums: Tile, ints: Tile, w: Any, w_step: Any, x: Any, x_step: Any) -> Tile:
