@@ -35,7 +35,7 @@ from typing import Any
 from llvmlite import binding, ir
 from numba.core import cgutils, errors, types
 
-from nbflow_kernels import isa
+from nbflow_kernels import halves, isa
 from nbflow_kernels.simd import bf16x32, f32x16, i8x64, i32x16
 from nbflow_kernels.stepping import intrinsic
 
@@ -368,9 +368,14 @@ dot_u7_i8 = make_dot("dot_u7_i8", seven=True, features=isa.features())
 # ---- bfloat16 -----------------------------------------------------------------------------------
 
 
+def _to_bf16(builder: Any, v: Any) -> Any:
+    if "avx512bf16" not in isa.features():
+        return halves.narrow_bf16(builder, v)
+    return builder.bitcast(builder.fptrunc(v, _vector(_BFloat(), 16)), _vector(_I16, 16))
+
+
 def _emit_bf16_pairs(builder: Any, even: Any, odd: Any) -> Any:
-    narrow = [builder.fptrunc(v, _vector(_BFloat(), 16)) for v in (even, odd)]
-    bits = [builder.bitcast(v, _vector(_I16, 16)) for v in narrow]
+    bits = [_to_bf16(builder, v) for v in (even, odd)]
     order = _constant(_I32, [i // 2 + 16 * (i % 2) for i in range(32)])
     return builder.shuffle_vector(bits[0], bits[1], order)
 
