@@ -62,16 +62,33 @@ if TYPE_CHECKING:
     from nbflow_kernels.quants import dequantize as dequantize
     from nbflow_kernels.quants import quantize as quantize
     from nbflow_kernels.sampling import argmax as argmax
+    from nbflow_kernels.sampling import chain_speculative_sampling as chain_speculative_sampling
+    from nbflow_kernels.sampling import min_p_renorm_probs as min_p_renorm_probs
     from nbflow_kernels.sampling import min_p_sampling_from_probs as min_p_sampling_from_probs
+    from nbflow_kernels.sampling import mirostat_sampling_from_probs as mirostat_sampling_from_probs
+    from nbflow_kernels.sampling import sampling_from_logits as sampling_from_logits
     from nbflow_kernels.sampling import sampling_from_probs as sampling_from_probs
     from nbflow_kernels.sampling import softmax as softmax
+    from nbflow_kernels.sampling import tail_free_renorm_probs as tail_free_renorm_probs
+    from nbflow_kernels.sampling import (
+        tail_free_sampling_from_probs as tail_free_sampling_from_probs,
+    )
+    from nbflow_kernels.sampling import top_k as top_k
+    from nbflow_kernels.sampling import top_k_mask_logits as top_k_mask_logits
     from nbflow_kernels.sampling import top_k_renorm_probs as top_k_renorm_probs
     from nbflow_kernels.sampling import top_k_sampling_from_probs as top_k_sampling_from_probs
     from nbflow_kernels.sampling import (
+        top_k_top_p_sampling_from_logits as top_k_top_p_sampling_from_logits,
+    )
+    from nbflow_kernels.sampling import (
         top_k_top_p_sampling_from_probs as top_k_top_p_sampling_from_probs,
     )
+    from nbflow_kernels.sampling import top_n_sigma_mask_logits as top_n_sigma_mask_logits
     from nbflow_kernels.sampling import top_p_renorm_probs as top_p_renorm_probs
     from nbflow_kernels.sampling import top_p_sampling_from_probs as top_p_sampling_from_probs
+    from nbflow_kernels.sampling import typical_renorm_probs as typical_renorm_probs
+    from nbflow_kernels.sampling import typical_sampling_from_probs as typical_sampling_from_probs
+    from nbflow_kernels.sampling import xtc_renorm_probs as xtc_renorm_probs
     from nbflow_kernels.threads import get_num_threads as get_num_threads
     from nbflow_kernels.threads import set_num_threads as set_num_threads
 

@@ -9,7 +9,8 @@ import pytest
 
 import nbflow_kernels as nk
 from nbflow_kernels.errors import MissingExtraError, UsageError
-from nbflow_kernels.sampling import cpu, reference
+from nbflow_kernels.sampling import reference
+from nbflow_kernels.sampling.philox import uniform
 
 N_DRAWS = 20_000
 
@@ -64,7 +65,9 @@ def test_philox_known_answers(counter: Any, key: Any, words: Any) -> None:
 @pytest.mark.parametrize("seed", [0, 1, 2**32, 2**64 - 1, 0x0123456789ABCDEF])
 @pytest.mark.parametrize("offset", [0, 3, 2**40 + 5, 2**64 - 1])
 def test_kernel_draws_the_reference_numbers(seed: int, offset: int) -> None:
-    assert cpu._uniform(np.uint64(seed), np.uint64(offset)) == reference.uniform(seed, offset)
+    for index in (0, 1, 2**33 + 7):
+        got = uniform(np.uint64(seed), np.uint64(offset), np.uint64(index))
+        assert got == reference.uniform(seed, offset, index)
 
 
 def test_frequencies_follow_the_probabilities() -> None:
