@@ -49,6 +49,12 @@ if TYPE_CHECKING:
     from nbflow_kernels.norm import fused_add_rmsnorm as fused_add_rmsnorm
     from nbflow_kernels.norm import layernorm as layernorm
     from nbflow_kernels.norm import rmsnorm as rmsnorm
+    from nbflow_kernels.penalties import apply_dry_penalty as apply_dry_penalty
+    from nbflow_kernels.penalties import apply_logit_bias as apply_logit_bias
+    from nbflow_kernels.penalties import apply_no_repeat_ngram as apply_no_repeat_ngram
+    from nbflow_kernels.penalties import apply_penalties as apply_penalties
+    from nbflow_kernels.penalties import apply_token_bitmask as apply_token_bitmask
+    from nbflow_kernels.penalties import mask_token_ids as mask_token_ids
     from nbflow_kernels.position import apply_rope as apply_rope
     from nbflow_kernels.position import apply_rope_pos_ids as apply_rope_pos_ids
     from nbflow_kernels.position import (

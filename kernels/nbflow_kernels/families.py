@@ -68,6 +68,14 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "top_n_sigma_mask_logits",
         "chain_speculative_sampling",
     ),
+    "penalties": (
+        "apply_penalties",
+        "apply_no_repeat_ngram",
+        "apply_dry_penalty",
+        "apply_logit_bias",
+        "mask_token_ids",
+        "apply_token_bitmask",
+    ),
 }
 """Family to its public names."""
 

@@ -73,7 +73,8 @@ def _typical_mask(row: np.ndarray, typical_p: float) -> np.ndarray:
     n = int(np.searchsorted(np.cumsum(p[order]), typical_p * (1 - 1e-13))) + 1
     mask = np.zeros(len(row), bool)
     mask[order[:n]] = True
-    return mask & (p > 0)
+    kept: np.ndarray = mask & (p > 0)
+    return kept
 
 
 def _tail_free_mask(row: np.ndarray, z: float, first_counts: bool) -> np.ndarray:

@@ -149,7 +149,8 @@ def resolve(n: Any, count: Any, mass: Any, room: Any) -> Any:
                 if seen + here >= count or sum_seen + mass_here >= mass:
                     break
         prefix = (prefix << width) | found
-    ties, tie_mass, last = count - seen, max(mass - sum_seen, 1e-300), -1
+    ties, tie_mass = count - seen, max(mass - sum_seen, 1e-300)
+    last: Any = -1
     for j in range(n):
         if keys[j] == prefix and ties > 0 and tie_mass > 0.0:
             ties -= 1
