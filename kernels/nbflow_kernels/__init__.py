@@ -46,6 +46,13 @@ if TYPE_CHECKING:
     from nbflow_kernels.kvcache import get_batch_indices_positions as get_batch_indices_positions
     from nbflow_kernels.kvcache import get_seq_lens as get_seq_lens
     from nbflow_kernels.matmul import matmul as matmul
+    from nbflow_kernels.moe import SegmentGEMMWrapper as SegmentGEMMWrapper
+    from nbflow_kernels.moe import SharedExpert as SharedExpert
+    from nbflow_kernels.moe import fused_moe as fused_moe
+    from nbflow_kernels.moe import grouped_matmul as grouped_matmul
+    from nbflow_kernels.moe import moe_combine as moe_combine
+    from nbflow_kernels.moe import moe_permute as moe_permute
+    from nbflow_kernels.moe import moe_routing as moe_routing
     from nbflow_kernels.norm import fused_add_rmsnorm as fused_add_rmsnorm
     from nbflow_kernels.norm import layernorm as layernorm
     from nbflow_kernels.norm import rmsnorm as rmsnorm

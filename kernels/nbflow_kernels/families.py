@@ -76,6 +76,15 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "mask_token_ids",
         "apply_token_bitmask",
     ),
+    "moe": (
+        "moe_routing",
+        "moe_permute",
+        "grouped_matmul",
+        "moe_combine",
+        "fused_moe",
+        "SharedExpert",
+        "SegmentGEMMWrapper",
+    ),
 }
 """Family to its public names."""
 
