@@ -122,7 +122,8 @@ def _no_repeat_ngram(
 @njit
 def _free_tokens(tokens: Any, words: Any, edges: Any) -> Any:
     """Return how many tokens follow the last breaker."""
-    n, least = len(tokens), len(tokens)
+    n: Any = len(tokens)
+    least: Any = n
     for w in range(len(edges) - 1):
         size = np.int64(edges[w + 1] - edges[w])
         for after in range(min(least, n - size + 1)):  # tokens after this place of the breaker

@@ -99,7 +99,7 @@ def streams(seed: Any, offset: Any, B: int) -> tuple[Any, Any]:
             raise UsageError(f"{name} must be an integer or have shape ({B},), got {array.shape}")
         if array.size and int(array.min()) < 0:
             raise UsageError(f"{name} must not be negative, got {array.min()}")
-        columns.append(np.ascontiguousarray(np.broadcast_to(array.astype(np.uint64), B)))
+        columns.append(np.array(np.broadcast_to(array.astype(np.uint64), B)))  # writable
     if np.ndim(seed) == 0 and np.ndim(offset) == 0:
         columns[1] = columns[1] + np.arange(B, dtype=np.uint64)
     return columns[0], columns[1]

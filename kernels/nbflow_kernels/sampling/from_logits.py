@@ -322,7 +322,7 @@ def top_n_sigma_mask_logits(logits: Any, n: Any, *, out: Any = None) -> Any:
     array([[-inf, -inf,   4.,   5.]], dtype=float32)
     """
     check_rows("logits", logits)
-    numbers = np.ascontiguousarray(per_row("n", n, len(logits)))
+    numbers = np.array(per_row("n", n, len(logits)))
     if not (numbers >= 0).all():
         raise UsageError(f"n must not be negative, got {numbers.min():g}")
     out, valid = output("out", logits, out), np.empty(len(logits), np.int32)

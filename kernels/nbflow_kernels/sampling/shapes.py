@@ -23,7 +23,7 @@ def typical_ranks(probs: Any) -> Any:
 
 def tail_free_counts(probs: Any, rows: Any, z: Any, first_counts: bool) -> Any:
     """Return how many of the largest the tail-free filter keeps in each of `rows`, float64."""
-    shares = np.ascontiguousarray(units_per_row("z", z, len(rows)))
+    shares = np.array(units_per_row("z", z, len(rows)))
     counts = np.empty(len(rows))
     variant: Any = cuda if is_cuda(probs) else cpu_shapes
     variant.tail_free_counts(probs, rows, shares, 0 if first_counts else 1, counts)
