@@ -70,6 +70,7 @@ def _bitmask(name: str, B: int, V: int, timed: bool = False) -> OpCase:
     def inputs(rng: np.random.Generator) -> dict[str, Any]:
         words = rng.integers(-(2**31), 2**31, (B, (V + 31) // 32)).astype(np.int32)
         words[:, ::3] = -1
+        words[:, 1::4] = 0
         return {"logits": _logits(rng, B, V), "bitmask": words}
 
     return OpCase(

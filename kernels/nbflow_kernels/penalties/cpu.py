@@ -225,11 +225,15 @@ def _mask(logits: Any, token_ids: Any, indptr: Any, keep: Any, start: Any, stop:
 
 @njit
 def _bitmask(logits: Any, bits: Any, start: Any, stop: Any) -> None:
-    V = logits.shape[1]
+    V, excluded = logits.shape[1], simd.splat(-np.inf)
     for b in range(start, stop):
+        at = simd.address(logits) + 4 * V * b
         for w in range(bits.shape[1]):
             word = bits[b, w]
-            if word != -1:
+            if word == 0 and 32 * w + 32 <= V:
+                simd.store_f32(at + 128 * w, excluded)
+                simd.store_f32(at + 128 * w + 64, excluded)
+            elif word != -1:
                 for j in range(32 * w, min(32 * w + 32, V)):
                     if (word >> (j - 32 * w)) & 1 == 0:
                         logits[b, j] = -np.inf

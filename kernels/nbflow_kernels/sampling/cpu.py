@@ -19,9 +19,11 @@ from nbflow_kernels.sampling.rows import (
     LOWEST,
     exp_pass,
     fill,
+    keep_from,
     logits_pass,
     n_chunks,
     probs_pass,
+    scale,
 )
 from nbflow_kernels.sampling.select import (
     candidates,
@@ -152,9 +154,8 @@ def _softmax(logits: Any, temperature: Any, out: Any, start: Any, stop: Any) -> 
             fill(out[b], np.nan)
             continue
         factor = np.float32(1.0) / temperature[b]
-        divisor = np.float32(exp_pass(logits[b], top, factor, out[b], tops, sums))
-        for d in range(V):
-            out[b, d] /= divisor
+        total = exp_pass(logits[b], top, factor, out[b], tops, sums)
+        scale(out[b], np.float32(1.0 / total))
 
 
 @njit
@@ -371,8 +372,7 @@ def _n_sigma_mask(logits: Any, n: Any, out: Any, valid: Any, start: Any, stop: A
         valid[b] = not (bad or top == np.inf)
         if not valid[b]:
             continue
-        least = -np.inf
+        cut = np.float32(-np.inf)
         if top > -np.inf and n[b] > 0.0:
-            least = np.float64(top) - n[b] * _deviation(logits[b])
-        for j in range(V):
-            out[b, j] = logits[b, j] if np.float64(logits[b, j]) >= least else -np.inf
+            cut = float_at_least(np.float64(top) - n[b] * _deviation(logits[b]))
+        keep_from(logits[b], cut, out[b])

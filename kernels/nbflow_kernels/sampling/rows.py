@@ -13,7 +13,7 @@ import numpy as np
 
 from nbflow_kernels import simd
 from nbflow_kernels._jit import njit
-from nbflow_kernels.sampling.vectors import log, wide_add, wide_sum, wide_zero
+from nbflow_kernels.sampling.vectors import log, where_ge, wide_add, wide_sum, wide_zero
 
 # A chunk is 8 vectors: the tree over its lanes costs about as much as they do, and a vocabulary of
 # 128256 has 1002 chunks, enough to bound the k-th largest element for any usual k.
@@ -40,6 +40,28 @@ def fill(row: Any, value: Any) -> None:
 
 
 @njit
+def scale(row: Any, factor: Any) -> None:
+    """Multiply a row by one value."""
+    n, at, factors = len(row), simd.address(row), simd.splat(factor)
+    for d in range(0, n - 15, 16):
+        simd.store_f32(at + 4 * d, simd.mul(simd.load_f32(at + 4 * d), factors))
+    for d in range(n // 16 * 16, n):
+        row[d] *= factor
+
+
+@njit
+def keep_from(row: Any, least: Any, to: Any) -> None:
+    """Copy a row with -inf for the elements below `least`."""
+    n, at, target = len(row), simd.address(row), simd.address(to)
+    bound, excluded = simd.splat(least), simd.splat(-np.inf)
+    for d in range(0, n - 15, 16):
+        x = simd.load_f32(at + 4 * d)
+        simd.store_f32(target + 4 * d, where_ge(x, bound, x, excluded))
+    for d in range(n // 16 * 16, n):
+        to[d] = row[d] if row[d] >= least else -np.inf
+
+
+@njit
 def logits_pass(row: Any, tops: Any) -> Any:
     """Return the largest element and whether the row has a NaN."""
     n, at = len(row), simd.address(row)
@@ -52,7 +74,7 @@ def logits_pass(row: Any, tops: Any) -> Any:
         top = simd.splat(-np.inf)
         for d in range(c * CHUNK, whole, 16):
             x = simd.load_f32(at + 4 * d)
-            top = simd.maximum(top, x)
+            top = where_ge(x, top, x, top)  # one instruction, unlike maximum
             # negative exactly if the magnitude's bits are above those of infinity
             sign = simd.or_(sign, simd.sub(infinity, simd.and_(simd.as_i32(x), magnitude)))
         chunk_top = simd.max(top)
@@ -78,7 +100,7 @@ def probs_pass(row: Any, tops: Any, sums: Any) -> Any:
         top, parts = simd.splat(-np.inf), wide_zero()
         for d in range(c * CHUNK, whole, 16):
             x = simd.load_f32(at + 4 * d)
-            top = simd.maximum(top, x)
+            top = where_ge(x, top, x, top)  # one instruction, unlike maximum
             below = simd.maximum(below, simd.sub(zero, x))
             parts = wide_add(parts, x)
         chunk_top, chunk_sum = simd.max(top), wide_sum(parts)
