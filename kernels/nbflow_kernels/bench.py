@@ -165,9 +165,39 @@ def _numpy_qmatmul(arguments: dict[str, Any]) -> Callable[[], Any]:
     return lambda: np.matmul(x, w.T, out=out)
 
 
+def _numpy_argmax(arguments: dict[str, Any]) -> Callable[[], Any]:
+    return lambda: np.argmax(arguments["logits"], axis=1)
+
+
+def _numpy_softmax(arguments: dict[str, Any]) -> Callable[[], Any]:
+    logits, temperature = arguments["logits"], np.float32(arguments["temperature"])
+
+    def softmax() -> Any:
+        e = np.exp((logits - logits.max(axis=1, keepdims=True)) / temperature)
+        return e / e.sum(axis=1, keepdims=True)
+
+    return softmax
+
+
+def _numpy_top_k(arguments: dict[str, Any]) -> Callable[[], Any]:
+    """Return NumPy's partial sort, and a sort of what it found."""
+    x, k = arguments["input"], arguments["k"]
+
+    def top_k() -> Any:
+        ids = np.argpartition(x, -k, axis=1)[:, -k:]
+        values = np.take_along_axis(x, ids, axis=1)
+        order = np.argsort(-values, axis=1)
+        return np.take_along_axis(values, order, axis=1), np.take_along_axis(ids, order, axis=1)
+
+    return top_k
+
+
 PEERS: dict[str, Callable[[dict[str, Any]], Callable[[], Any] | None]] = {
     "matmul": _numpy_matmul,
     "qmatmul": _numpy_qmatmul,
+    "argmax": _numpy_argmax,
+    "softmax": _numpy_softmax,
+    "top_k": _numpy_top_k,
 }
 """Op to a function that makes the peer's call from the arguments, or None."""
 
