@@ -11,8 +11,8 @@ also 16 lanes of 4 bytes: `dot_u8_i8` multiplies byte by byte and adds the four 
 `broadcast_f32(addr)`           a float32 in all 16 lanes
 `broadcast_i32(addr)`           an int32 in all 16 lanes
 `as_bytes(v)` / `as_words(v)`   int32 lanes as bytes, bytes as int32 lanes: the same bits
-`move(v, a, b, n)`              n bits of each byte from bit a on moved to bit b on, the others 0; a,
-                                b and n are constants
+`move(v, a, b, n)`              n bits of each byte from bit a on moved to bit b on, the others 0;
+                                a, b and n are constants
 `dot_u8_i8(acc, u, s)`          acc + the sums of 4 products, u unsigned and s signed, exact int32
 `dot_u7_i8(acc, u, s)`          the same where all of `u` is below 128: cheaper without VNNI
 `pair_first(c)` `pair_second`   x and y of c = x + 11 * y, x < 11, in the low 7 bits of each byte
@@ -210,8 +210,8 @@ def emit_move(
     """Move `width` bits of each byte from bit `source` to bit `target`; the others become 0."""
     if features >= {"gfni", "avx512bw"}:
         # bit t of the result is the parity of the byte and row 7 - t of the matrix
-        rows = [1 << (source + bit - target) if target <= bit < target + width else 0
-                for bit in range(7, -1, -1)]  # fmt: skip
+        moved_bits = range(target, target + width)
+        rows = [1 << (source + t - target) if t in moved_bits else 0 for t in range(7, -1, -1)]
         matrix = _constant(_I8, rows * 8)
         arguments = [v, matrix, ir.Constant(_I8, 0)]
         return _call(builder, "llvm.x86.vgf2p8affineqb.512", i8x64.llvm, arguments)
@@ -230,10 +230,10 @@ def make_move(features: frozenset[str]) -> Any:
         numbers = (source, target, width)
         if v != i8x64 or not all(isinstance(n, types.IntegerLiteral) for n in numbers):
             raise errors.TypingError("simd_bytes.move: wanted bytes and three constants")
-        places = [n.literal_value for n in numbers]
+        a, b, n = (number.literal_value for number in numbers)
 
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            return emit_move(builder, args[0], *places, features)
+            return emit_move(builder, args[0], a, b, n, features)
 
         return i8x64(v, source, target, width), codegen
 
@@ -274,6 +274,8 @@ pair_second = make_pair("pair_second", second=True, features=isa.features())
 
 
 def emit_lookup16(builder: Any, table: Any, index: Any, features: frozenset[str]) -> Any:
+    """Look each byte up among the 16 that every quarter of `table` holds."""
+
     def shuffle(name: str) -> Callable[..., Any]:
         return lambda t, i: _call(builder, name, t.type, [t, i])
 

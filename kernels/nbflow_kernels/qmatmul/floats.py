@@ -17,7 +17,7 @@ from nbflow_kernels import simd, simd_tiles
 from nbflow_kernels._jit import helper, njit
 from nbflow_kernels.qmatmul.finish import finish
 from nbflow_kernels.quants.packed import PackedForm
-from nbflow_kernels.quants.unpack import codes, decode_blocks, weight, weight_base, weight_scale
+from nbflow_kernels.quants.unpack import codes, decode_blocks, parameters, weight
 from nbflow_kernels.simd_bytes import broadcast_f32
 
 TOKENS = 4  # of a register tile
@@ -49,7 +49,7 @@ def one_row(form: PackedForm) -> Any:
                 for unit in range(units):
                     for v in range(vectors):
                         s = (unit * vectors + v) // per_scale
-                        scale, base = weight_scale(form, at, s), weight_base(form, at, s)
+                        scale, base = parameters(form, at, s)
                         u = codes(form, at + header + unit * unit_bytes, v)
                         w = weight(form, u, 0, scale, base)
                         chain0 = simd.fma(w, broadcast_f32(x_at), chain0)

@@ -8,19 +8,20 @@ here emit the instructions that this form needs, so what a format does not have 
         @njit
         def kernel(...):
             u = codes(form, unit_at, v)
-            w = weight(form, u, j, weight_scale(form, block_at, s), weight_base(form, block_at, s))
+            scale, base = parameters(form, block_at, s)
+            w = weight(form, u, j, scale, base)
 
 ================================  =================================================================
 `codes(form, at, v)`              code vector v of the unit at address `at`: 64 bytes, of which byte
-                                  ``4 * row + j`` is the code of column ``4 * v + j``; with `values`,
-                                  it is the value plus 128
+                                  ``4 * row + j`` is the code of column ``4 * v + j``; the value
+                                  plus 128, if the form has values
 `dot(form, acc, u, x)`            acc plus the sums of 4 products of codes u and int8 x, int32
 `d_of(form, at, s)`               `d` (times `factor`) of sub-block s of the block at `at`, 16 rows
 `m_of(form, at, s)`               `m` in the same way; -0, which changes no sum, if there is none
 `scale_of(form, at, s, d)`        d times the integer scale of sub-block s, exact
 `base_of(form, at, s, m)`         m, or -m times the integer min of sub-block s, exact
-`weight_scale(form, at, s)`       the same scale and base, ready for `weight`: the base has -zero *
-`weight_base(form, at, s)`        scale in it where that is exact
+`parameters(form, at, s)`         scale and base for `weight`: -zero * scale is part of the base
+                                  where that is exact
 `weight(form, u, j, scale, base)` column ``4 * v + j``, 16 float32: scale * value + base, rounded
                                   once, bit-equal to `dequantize`
 `decode_blocks(form, at, n, to)`  all columns of n blocks, 16 float32 each, to address `to`
@@ -279,7 +280,10 @@ def _function(name: str, result: Any, arguments: tuple[Any, ...], emit: Callable
                 value if have == want else context.cast(builder, value, have, want)
                 for value, have, want in zip(args[1:], found, arguments, strict=True)
             ]
-            return emit(_Emit(builder, form.form), *values)
+            emitted = emit(_Emit(builder, form.form), *values)
+            if isinstance(emitted, tuple):
+                return context.make_tuple(builder, signature.return_type, emitted)
+            return emitted
 
         return result(form, *given), codegen
 
@@ -323,12 +327,12 @@ def _emit_dot(emit: _Emit, acc: Any, u: Any, x: Any) -> Any:
     return emit_dot(emit.builder, acc, u, x, seven, emit.features)
 
 
-def _emit_weight_base(emit: _Emit, at: Any, s: Any) -> Any:
+def _emit_parameters(emit: _Emit, at: Any, s: Any) -> tuple[Any, Any]:
     form = emit.form
+    scale = emit.scale(at, s, emit.d(at, s))
     if form.zero and folds_zero(form):
-        scale = emit.scale(at, s, emit.d(at, s))
-        return emit.builder.fmul(scale, emit.splat(-float(form.zero), f32x16.llvm))
-    return emit.base(at, s, emit.m(at, s))
+        return scale, emit.builder.fmul(scale, emit.splat(-float(form.zero), f32x16.llvm))
+    return scale, emit.base(at, s, emit.m(at, s))
 
 
 _INT = types.int64
@@ -343,10 +347,7 @@ scale_of = _function(
 base_of = _function(
     "base_of", f32x16, (_INT, _INT, f32x16), lambda emit, at, s, m: emit.base(at, s, m)
 )
-weight_scale = _function(
-    "weight_scale", f32x16, (_INT, _INT), lambda emit, at, s: emit.scale(at, s, emit.d(at, s))
-)
-weight_base = _function("weight_base", f32x16, (_INT, _INT), _emit_weight_base)
+parameters = _function("parameters", types.UniTuple(f32x16, 2), (_INT, _INT), _emit_parameters)
 weight = _function(
     "weight",
     f32x16,
@@ -374,7 +375,7 @@ def _decode_blocks(form: Any, at: Any, n_blocks: Any, to: Any) -> Callable[..., 
             for unit in range(units):
                 for v in range(vectors):
                     s = (unit * vectors + v) // per_scale
-                    scale, base = weight_scale(form, at, s), weight_base(form, at, s)
+                    scale, base = parameters(form, at, s)
                     u = codes(form, at + header + unit * unit_bytes, v)
                     for j in range(4):
                         simd.store_f32(to + 64 * j, weight(form, u, j, scale, base))
