@@ -35,7 +35,9 @@ class FloatFormat(QuantFormat):
     """Largest magnitude that does not round to infinity."""
     block_size: int = 1
 
-    def quantize_rows(self, x: Floats, n_columns: int, encoder: str) -> Bytes:
+    def quantize_rows(
+        self, x: Floats, n_columns: int, encoder: str, importance: Floats | None = None
+    ) -> Bytes:
         """Return `x` rounded to the type; both encoders round to the nearest."""
         too_large = np.argwhere(np.abs(x) > self.largest)
         if len(too_large):

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from nbflow_kernels.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
+    from nbflow_kernels.quants.integers import IntegerForm, Integers
     from nbflow_kernels.quants.packed import Packed
 
 Bytes = NDArray[Any]  # of uint8; NumPy's annotations call ``bytes >> 4`` a signed integer
@@ -31,6 +32,8 @@ class QuantFormat(ABC):
     """Weights in a block."""
     block_bytes: int
     """Bytes of a block in storage."""
+    integer_form: IntegerForm
+    """The format's decode formula in integers; only block formats have it."""
 
     @property
     def bits_per_weight(self) -> float:
@@ -42,11 +45,14 @@ class QuantFormat(ABC):
         return -(-n_columns // self.block_size)
 
     @abstractmethod
-    def quantize_rows(self, x: Floats, n_columns: int, encoder: str) -> Bytes:
+    def quantize_rows(
+        self, x: Floats, n_columns: int, encoder: str, importance: Floats | None = None
+    ) -> Bytes:
         """Return the bytes of each row of `x`, shape (rows, row bytes).
 
         `x` is float32 (rows, blocks * block_size), finite; the columns from `n_columns` on are
-        padding: copies of the row's last weight, whose error does not count.
+        padding: copies of the row's last weight, whose error does not count.  `importance` is how
+        much the squared error of each column counts.
         """
 
     @abstractmethod
@@ -57,9 +63,13 @@ class QuantFormat(ABC):
     def dequantize_rows(self, data: Bytes, out: Floats) -> None:
         """Write the weights of rows (rows, row bytes) to `out` (rows, columns) with the kernel."""
 
-    @abstractmethod
+    def integers(self, data: Bytes) -> Integers:
+        """Return the rows `data` (rows, row bytes) in the integer form."""
+        raise NotImplementedError
+
     def pack(self, data: Bytes) -> Packed:
         """Return the layout for computing of the rows `data` (rows, row bytes)."""
+        raise NotImplementedError("packed layout")
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _by_name, (self.name,)  # a copy or an unpickled format is the same object

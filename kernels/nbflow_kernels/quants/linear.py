@@ -74,7 +74,9 @@ class LinearFormat(QuantFormat):
 
     # ---- encode -----------------------------------------------------------------------------
 
-    def quantize_rows(self, x: Floats, n_columns: int, encoder: str) -> Bytes:
+    def quantize_rows(
+        self, x: Floats, n_columns: int, encoder: str, importance: Floats | None = None
+    ) -> Bytes:
         """Return the bytes of each row of `x`; see `QuantFormat.quantize_rows`."""
         n_rows, width = x.shape
         n_blocks = width // self.block_size
