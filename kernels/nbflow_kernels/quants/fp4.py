@@ -1,6 +1,6 @@
 """Formats of 4-bit floats (E2M1), byte for byte: OCP's MXFP4 and NVIDIA's NVFP4 as GGML has them.
 
-Both decode a code 0..15 to twice an E2M1 number, `VALUES`: 0 1 2 3 4 6 8 12 for codes 0..7 and the
+Both decode a code 0..15 to twice an E2M1 number, `LEVELS`: 0 1 2 3 4 6 8 12 for codes 0..7 and the
 negative ones for codes 8..15; -0 counts as 0.
 
 ``mxfp4``: 32 weights in 17 bytes, (1 + 16) * 8 / 32 = 4.25 bits per weight.
@@ -27,7 +27,7 @@ offset  bytes  field
 
 weight = scale / 2 * value(code).
 
-Plain: see `fp4_encode`.
+Encoders: see `levels_plain` and `levels_search`.
 
 Source: OCP Microscaling Formats specification 1.0; GGML, ggml-common.h (block_mxfp4, block_nvfp4),
 ggml-impl.h (ggml_e8m0_to_fp32_half, ggml_ue4m3_to_fp32) and ggml-quants.c.
@@ -40,12 +40,14 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels._jit import inline, njit
-from nbflow_kernels.quants.fields import half_nibble, unpack_halves
+from nbflow_kernels.quants import levels_plain
+from nbflow_kernels.quants.fields import half_nibble, pack_halves, unpack_halves
 from nbflow_kernels.quants.formats import Bytes, Floats
 from nbflow_kernels.quants.integer_format import IntegerFormat, decode_rows, no_scale
 from nbflow_kernels.quants.integers import IntegerForm
 
-VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+LEVELS_F32 = np.array(LEVELS, np.float32)
 NO_TABLE = np.zeros(0, np.uint8)
 
 
@@ -97,24 +99,45 @@ def _unpack_nvfp4(blocks: Bytes) -> tuple[Bytes, None]:
     return unpack_halves(blocks[:, 4:].reshape(-1, 8)).reshape(len(blocks), 64), None
 
 
+def _blocks(codes: Bytes, scales: Bytes, block: int, half: int) -> Bytes:
+    """Return rows of bytes of codes (rows, K) and scale bytes (rows, K / ...)."""
+    stored = scales.reshape(codes.size // block, -1)
+    packed = pack_halves(codes.reshape(-1, 2 * half)).reshape(len(stored), -1)
+    return np.hstack([stored, packed]).reshape(len(codes), -1)
+
+
+def _plain_mxfp4(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+    scales = levels_plain.e8m0(x.reshape(-1, 32)).reshape(len(x), -1)
+    return _blocks(levels_plain.fp4(x, LEVELS_F32, E8M0[scales]), scales, 32, 16)
+
+
+def _plain_nvfp4(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+    scales = levels_plain.e4m3(x.reshape(-1, 16), 2 * E4M3).reshape(len(x), -1)
+    return _blocks(levels_plain.fp4(x, LEVELS_F32, E4M3[scales]), scales, 64, 8)
+
+
 MXFP4 = IntegerFormat(
     name="mxfp4",
     block_size=32,
     block_bytes=17,
-    integer_form=IntegerForm(block=32, sub_block=32, code_bits=4, values=VALUES),
+    integer_form=IntegerForm(block=32, sub_block=32, code_bits=4, values=LEVELS),
     unpack=_unpack_mxfp4,
     steps=lambda blocks: E8M0[blocks[:, 0]],
     kernel=_mxfp4,
     table=NO_TABLE,
+    plain=_plain_mxfp4,
+    plain_importance=False,
 )
 
 NVFP4 = IntegerFormat(
     name="nvfp4",
     block_size=64,
     block_bytes=36,
-    integer_form=IntegerForm(block=16, sub_block=16, code_bits=4, values=VALUES),
+    integer_form=IntegerForm(block=16, sub_block=16, code_bits=4, values=LEVELS),
     unpack=_unpack_nvfp4,
     steps=lambda blocks: E4M3[blocks[:, :4]],
     kernel=_nvfp4,
     table=NO_TABLE,
+    plain=_plain_nvfp4,
+    plain_importance=False,
 )

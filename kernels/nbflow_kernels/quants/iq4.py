@@ -1,6 +1,6 @@
 """GGML's 4-bit formats with uneven levels, byte for byte: levels lie closer where weights do.
 
-Both decode a code 0..15 to one of `VALUES`: -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89
+Both decode a code 0..15 to one of `LEVELS`: -127 -104 -83 -65 -49 -35 -22 -10 1 13 25 38 53 69 89
 113.
 
 ``iq4_nl``: 32 weights in 18 bytes, (2 + 16) * 8 / 32 = 4.5 bits per weight.
@@ -30,7 +30,7 @@ offset  bytes  field
 
 weight = d * (scale - 32) * value(code), scale 0..63.
 
-Plain: see `iq4_encode`.
+Encoders: see `levels_plain` and `levels_search`.
 
 Source: GGML, ggml-common.h (block_iq4_nl, block_iq4_xs, kvalues_iq4nl) and ggml-quants.c
 (dequantize_row_iq4_nl, quantize_row_iq4_nl_impl).
@@ -43,8 +43,16 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels._jit import inline, njit
-from nbflow_kernels.quants.fields import half_nibble, nibble, unpack_fields, unpack_halves
-from nbflow_kernels.quants.formats import Bytes
+from nbflow_kernels.quants import levels_plain
+from nbflow_kernels.quants.fields import (
+    half_nibble,
+    nibble,
+    pack_fields,
+    pack_halves,
+    unpack_fields,
+    unpack_halves,
+)
+from nbflow_kernels.quants.formats import Bytes, Floats
 from nbflow_kernels.quants.integer_format import (
     IntegerFormat,
     Scales,
@@ -53,8 +61,10 @@ from nbflow_kernels.quants.integer_format import (
     no_scale,
 )
 from nbflow_kernels.quants.integers import IntegerForm
+from nbflow_kernels.quants.levels_plain import Halves
 
-VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
+LEVELS_F32 = np.array(LEVELS, np.float32)
 NO_TABLE = np.zeros(0, np.uint8)
 
 
@@ -98,24 +108,53 @@ def _unpack_iq4_xs(blocks: Bytes) -> tuple[Bytes, Scales]:
     return codes, scales
 
 
+def _blocks_iq4_nl(codes: Bytes, d: Halves) -> Bytes:
+    """Return rows of bytes of codes (rows, K) and d (rows, K / 32)."""
+    blocks = np.empty((d.size, 18), np.uint8)
+    blocks[:, :2] = d.reshape(-1, 1).view(np.uint8)
+    blocks[:, 2:] = pack_halves(codes.reshape(-1, 32))
+    return blocks.reshape(len(codes), -1)
+
+
+def _blocks_iq4_xs(codes: Bytes, scales: Scales, d: Halves) -> Bytes:
+    """Return rows of bytes of codes (rows, K), scales (rows, K / 32) and d (rows, K / 256)."""
+    blocks = np.empty((d.size, 136), np.uint8)
+    stored = (scales.reshape(-1, 8) + 32).astype(np.uint8)
+    blocks[:, :2] = d.reshape(-1, 1).view(np.uint8)
+    blocks[:, 2:4], blocks[:, 4:8] = pack_fields(stored >> 4, 2), pack_fields(stored & 15, 4)
+    blocks[:, 8:] = pack_halves(codes.reshape(-1, 32)).reshape(-1, 128)
+    return blocks.reshape(len(codes), -1)
+
+
+def _plain_iq4_nl(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+    codes, _, d = levels_plain.iq4(x, importance, LEVELS_F32, 32)
+    return _blocks_iq4_nl(codes, d)
+
+
+def _plain_iq4_xs(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+    return _blocks_iq4_xs(*levels_plain.iq4(x, importance, LEVELS_F32, 256))
+
+
 IQ4_NL = IntegerFormat(
     name="iq4_nl",
     block_size=32,
     block_bytes=18,
-    integer_form=IntegerForm(block=32, sub_block=32, code_bits=4, values=VALUES),
+    integer_form=IntegerForm(block=32, sub_block=32, code_bits=4, values=LEVELS),
     unpack=_unpack_iq4_nl,
     steps=half_steps(0),
     kernel=_iq4_nl,
     table=NO_TABLE,
+    plain=_plain_iq4_nl,
 )
 
 IQ4_XS = IntegerFormat(
     name="iq4_xs",
     block_size=256,
     block_bytes=136,
-    integer_form=IntegerForm(block=256, sub_block=32, code_bits=4, values=VALUES, scales=True),
+    integer_form=IntegerForm(block=256, sub_block=32, code_bits=4, values=LEVELS, scales=True),
     unpack=_unpack_iq4_xs,
     steps=half_steps(0),
     kernel=_iq4_xs,
     table=NO_TABLE,
+    plain=_plain_iq4_xs,
 )

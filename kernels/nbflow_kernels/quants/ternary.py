@@ -48,27 +48,31 @@ offset  bytes  field
 
 weight = scale for code 1, -scale for code 0.
 
-Plain: see `ternary_encode`.
+Encoders: see `levels_plain` and `levels_search`.
 
 Source: GGML, ggml-common.h (block_tq1_0, block_tq2_0, block_q2_0, block_q1_0) and ggml-quants.c.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from nbflow_kernels._jit import inline, njit
-from nbflow_kernels.quants.fields import bit, crumb, unpack_fields
-from nbflow_kernels.quants.formats import Bytes
+from nbflow_kernels.quants import levels_plain
+from nbflow_kernels.quants.fields import bit, crumb, pack_fields, unpack_fields
+from nbflow_kernels.quants.formats import Bytes, Floats
 from nbflow_kernels.quants.integer_format import (
+    Encoder,
     IntegerFormat,
     decode_rows,
     half_steps,
     no_scale,
 )
 from nbflow_kernels.quants.integers import IntegerForm
+from nbflow_kernels.quants.levels_plain import Halves
 
 POWERS = np.array([1, 3, 9, 27, 81], np.uint8)
 NO_TABLE = np.zeros(0, np.uint8)
@@ -141,6 +145,47 @@ def _unpack_tq2_0(blocks: Bytes) -> tuple[Bytes, None]:
     return fields.transpose(0, 1, 3, 2).reshape(-1, 256), None
 
 
+def _fractions(codes: Bytes) -> Bytes:
+    """Return the bytes (blocks, m) of base-3 digits (blocks, n, m); missing ones are 0."""
+    n = codes.shape[1]
+    number = np.tensordot(codes.astype(np.uint16), POWERS[4::-1][:n].astype(np.uint16), (1, 0))
+    return ((number * 256 + 242) // 243).astype(np.uint8)
+
+
+def _codes_tq1_0(codes: Bytes) -> Bytes:
+    parts = codes[:, :160].reshape(-1, 5, 32), codes[:, 160:240].reshape(-1, 5, 16)
+    return np.hstack([*map(_fractions, parts), _fractions(codes[:, 240:].reshape(-1, 4, 4))])
+
+
+def _codes_tq2_0(codes: Bytes) -> Bytes:
+    return pack_fields(codes.reshape(-1, 2, 4, 32).transpose(0, 1, 3, 2).reshape(-1, 256), 2)
+
+
+def _codes_q2_0(codes: Bytes) -> Bytes:
+    return pack_fields(codes, 2)
+
+
+def _codes_q1_0(codes: Bytes) -> Bytes:
+    return pack_fields(codes, 1)
+
+
+def _encoders(
+    block: int, pack: Callable[[Bytes], Bytes], scale_first: bool, highest: int
+) -> dict[str, Encoder]:
+    """Return the encoders of a format; `pack` turns codes (n, block) into bytes."""
+
+    def blocks(codes: Bytes, d: Halves) -> Bytes:
+        stored, packed = d.reshape(-1, 1).view(np.uint8), pack(codes.reshape(-1, block))
+        parts = [stored, packed] if scale_first else [packed, stored]
+        return np.hstack(parts).reshape(len(codes), -1)
+
+    def plain(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+        published = levels_plain.rounded if highest else levels_plain.signs
+        return blocks(*published(x, block))
+
+    return {"plain": plain}
+
+
 Q1_0 = IntegerFormat(
     name="q1_0",
     block_size=128,
@@ -150,6 +195,8 @@ Q1_0 = IntegerFormat(
     steps=half_steps(0),
     kernel=_q1_0,
     table=NO_TABLE,
+    plain_importance=False,
+    **_encoders(128, _codes_q1_0, True, 0),
 )
 
 Q2_0 = IntegerFormat(
@@ -161,6 +208,8 @@ Q2_0 = IntegerFormat(
     steps=half_steps(0),
     kernel=_q2_0,
     table=NO_TABLE,
+    plain_importance=False,
+    **_encoders(64, _codes_q2_0, True, 2),
 )
 
 TQ1_0 = IntegerFormat(
@@ -172,6 +221,8 @@ TQ1_0 = IntegerFormat(
     steps=half_steps(52),
     kernel=_tq1_0,
     table=POWERS,
+    plain_importance=False,
+    **_encoders(256, _codes_tq1_0, False, 1),
 )
 
 TQ2_0 = IntegerFormat(
@@ -183,4 +234,6 @@ TQ2_0 = IntegerFormat(
     steps=half_steps(64),
     kernel=_tq2_0,
     table=NO_TABLE,
+    plain_importance=False,
+    **_encoders(256, _codes_tq2_0, False, 1),
 )
