@@ -37,13 +37,16 @@ dequantize_row_iq1_m).
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from nbflow_kernels._jit import inline, njit
-from nbflow_kernels.quants.fields import nibble, unpack_fields
+from nbflow_kernels.quants import iq1_plain
+from nbflow_kernels.quants.fields import nibble, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes, Floats
+from nbflow_kernels.quants.grid_plain import OnGrid, plain_encoder
 from nbflow_kernels.quants.grids import GRID_IQ1, coordinates
 from nbflow_kernels.quants.integer_format import IntegerFormat, Scales, decode_rows, half_steps
 from nbflow_kernels.quants.integers import IntegerForm
@@ -121,6 +124,27 @@ def _steps_iq1_m(blocks: Bytes) -> Floats:
     return d
 
 
+def _blocks_iq1_s(rows: OnGrid) -> Bytes:
+    points = rows.points.reshape(-1, 8, 4)
+    words = rows.scales.reshape(-1, 8).astype(np.uint16) << 12
+    words |= rows.signs.reshape(-1, 8, 4)[:, :, 0].astype(np.uint16) << 15
+    for i in range(4):
+        words |= points[:, :, i] >> 8 << 3 * i
+    low = points.reshape(-1, 32).astype(np.uint8)
+    parts = [rows.d.reshape(-1, 1).view(np.uint8), low, words.view(np.uint8)]
+    return np.hstack(parts).reshape(len(rows.d), -1)
+
+
+def _blocks_iq1_m(rows: OnGrid) -> Bytes:
+    points, scales = rows.points.reshape(-1, 32), rows.scales.reshape(-1, 4, 4).astype(np.uint16)
+    high = (points >> 8).astype(np.uint8) | (rows.signs.reshape(-1, 32) << 3)
+    words = (rows.d.reshape(-1, 1) >> np.arange(0, 16, 4, dtype=np.uint16)) << 12
+    for i in range(4):
+        words |= scales[:, :, i] << 3 * i
+    parts = [points.astype(np.uint8), pack_fields(high, 4), words.astype(np.uint16).view(np.uint8)]
+    return np.hstack(parts).reshape(len(rows.d), -1)
+
+
 IQ1_S = IntegerFormat(
     name="iq1_s",
     block_size=256,
@@ -132,6 +156,7 @@ IQ1_S = IntegerFormat(
     steps=half_steps(0),
     kernel=_iq1_s,
     table=GRID_IQ1,
+    plain=plain_encoder("iq1_s", partial(iq1_plain.plain, 32), _blocks_iq1_s),
 )
 
 IQ1_M = IntegerFormat(
@@ -143,4 +168,5 @@ IQ1_M = IntegerFormat(
     steps=_steps_iq1_m,
     kernel=_iq1_m,
     table=GRID_IQ1,
+    plain=plain_encoder("iq1_m", partial(iq1_plain.plain, 16), _blocks_iq1_m),
 )

@@ -48,13 +48,15 @@ Source: GGML, ggml-common.h (block_iq2_xxs to block_iq2_s, ksigns_iq2xs) and ggm
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from nbflow_kernels._jit import inline, njit
-from nbflow_kernels.quants.fields import bit, nibble, unpack_fields
+from nbflow_kernels.quants.fields import bit, nibble, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes
+from nbflow_kernels.quants.grid_plain import OnGrid, plain, plain_encoder
 from nbflow_kernels.quants.grids import (
     GRID_IQ2_S,
     GRID_IQ2_XS,
@@ -165,6 +167,34 @@ def _unpack_iq2_s(blocks: Bytes) -> tuple[Bytes, Scales]:
     return codes, _odd(unpack_fields(blocks[:, 74:], 4))
 
 
+def _d(rows: OnGrid) -> Bytes:
+    return rows.d.reshape(-1, 1).view(np.uint8)
+
+
+def _blocks_iq2_xxs(rows: OnGrid) -> Bytes:
+    words = rows.scales.reshape(-1, 8).astype(np.uint32) << 28
+    signs = rows.signs.reshape(-1, 8, 4).astype(np.uint32) & 127
+    for i in range(4):
+        words |= signs[:, :, i] << (7 * i)
+    points = rows.points.reshape(-1, 8, 4).astype(np.uint8)
+    parts = np.concatenate([points, words.reshape(-1, 8, 1).view(np.uint8)], axis=2)
+    return np.hstack([_d(rows), parts.reshape(-1, 64)]).reshape(len(rows.d), -1)
+
+
+def _blocks_iq2_xs(rows: OnGrid) -> Bytes:
+    groups = rows.points | (rows.signs.astype(np.uint16) << 9)
+    parts = [_d(rows), groups.reshape(-1, 32).view(np.uint8)]
+    return np.hstack([*parts, pack_fields(rows.scales.reshape(-1, 16), 4)]).reshape(len(groups), -1)
+
+
+def _blocks_iq2_s(rows: OnGrid) -> Bytes:
+    points = rows.points.reshape(-1, 32)
+    low, high = points.astype(np.uint8), pack_fields((points >> 8).astype(np.uint8), 2)
+    scales = pack_fields(rows.scales.reshape(-1, 16), 4)
+    parts = [_d(rows), low, rows.signs.reshape(-1, 32), high, scales]
+    return np.hstack(parts).reshape(len(rows.d), -1)
+
+
 IQ2_XXS = IntegerFormat(
     name="iq2_xxs",
     block_size=256,
@@ -176,6 +206,7 @@ IQ2_XXS = IntegerFormat(
     steps=half_steps(0),
     kernel=_iq2_xxs,
     table=GRID_IQ2_XXS,
+    plain=plain_encoder("iq2_xxs", partial(plain, "iq2_xxs"), _blocks_iq2_xxs),
 )
 
 IQ2_XS = IntegerFormat(
@@ -187,6 +218,7 @@ IQ2_XS = IntegerFormat(
     steps=half_steps(0),
     kernel=_iq2_xs,
     table=GRID_IQ2_XS,
+    plain=plain_encoder("iq2_xs", partial(plain, "iq2_xs"), _blocks_iq2_xs),
 )
 
 IQ2_S = IntegerFormat(
@@ -198,4 +230,5 @@ IQ2_S = IntegerFormat(
     steps=half_steps(0),
     kernel=_iq2_s,
     table=GRID_IQ2_S,
+    plain=plain_encoder("iq2_s", partial(plain, "iq2_s"), _blocks_iq2_s),
 )

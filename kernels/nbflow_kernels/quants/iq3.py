@@ -40,13 +40,15 @@ dequantize_row_iq3_s).
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from nbflow_kernels._jit import inline, njit
-from nbflow_kernels.quants.fields import bit, nibble, unpack_fields
+from nbflow_kernels.quants.fields import bit, nibble, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes
+from nbflow_kernels.quants.grid_plain import OnGrid, plain, plain_encoder
 from nbflow_kernels.quants.grids import (
     GRID_IQ3_S,
     GRID_IQ3_XXS,
@@ -116,6 +118,24 @@ def _unpack_iq3_s(blocks: Bytes) -> tuple[Bytes, Scales]:
     return codes, 2 * unpack_fields(blocks[:, 106:], 4).astype(np.int16) + 1
 
 
+def _blocks_iq3_xxs(rows: OnGrid) -> Bytes:
+    words = rows.scales.reshape(-1, 8).astype(np.uint32) << 28
+    signs = rows.signs.reshape(-1, 8, 4).astype(np.uint32) & 127
+    for i in range(4):
+        words |= signs[:, :, i] << (7 * i)
+    points = rows.points.reshape(-1, 64).astype(np.uint8)
+    parts = [rows.d.reshape(-1, 1).view(np.uint8), points, words.view(np.uint8)]
+    return np.hstack(parts).reshape(len(rows.d), -1)
+
+
+def _blocks_iq3_s(rows: OnGrid) -> Bytes:
+    points = rows.points.reshape(-1, 64)
+    low, high = points.astype(np.uint8), pack_fields((points >> 8).astype(np.uint8), 1)
+    scales = pack_fields(rows.scales.reshape(-1, 8), 4)
+    d = rows.d.reshape(-1, 1).view(np.uint8)
+    return np.hstack([d, low, high, rows.signs.reshape(-1, 32), scales]).reshape(len(rows.d), -1)
+
+
 IQ3_XXS = IntegerFormat(
     name="iq3_xxs",
     block_size=256,
@@ -127,6 +147,7 @@ IQ3_XXS = IntegerFormat(
     steps=half_steps(0),
     kernel=_iq3_xxs,
     table=GRID_IQ3_XXS,
+    plain=plain_encoder("iq3_xxs", partial(plain, "iq3_xxs"), _blocks_iq3_xxs),
 )
 
 IQ3_S = IntegerFormat(
@@ -138,4 +159,5 @@ IQ3_S = IntegerFormat(
     steps=half_steps(0),
     kernel=_iq3_s,
     table=GRID_IQ3_S,
+    plain=plain_encoder("iq3_s", partial(plain, "iq3_s"), _blocks_iq3_s),
 )

@@ -4,7 +4,8 @@
 magnitude near the lowest level; each gives codes, and these the scale of least squares, in which a
 weight x counts x**2, or with importance q: q * sqrt(x**2 + 2 * mean of x**2 over the block).  The
 scale that gains most is taken, and iq4_xs divides the 8 of a block by 1/32 of the largest one and
-rounds.  At last the codes are chosen again, in iq4_nl for the scale before it is rounded to float16.
+rounds.  At last the codes are chosen again, in iq4_nl for the scale before it is rounded to
+float16.
 
 ``mxfp4``, ``nvfp4``: the scale is 2**(exponent of the largest magnitude - 2), or the largest
 magnitude / 6 rounded to E4M3 (halves up, subnormals not above the largest one, 248 and more to
@@ -192,7 +193,7 @@ def e4m3(x: Floats, numbers: Floats) -> Bytes:
 
 
 def fp4(x: Floats, values: Floats, steps: Floats) -> Bytes:
-    """Return the nearest codes of rows (rows, K) for the steps (rows, K / size), the lowest first."""
+    """Return the nearest codes, the lowest of equals, of rows for the steps (rows, K / size)."""
     codes = np.empty(x.shape, np.uint8)
     split_rows(_fp4, len(x), FP4_COST * x.size, x, values, steps, codes)
     return codes

@@ -56,6 +56,7 @@ Source: GGML, ggml-common.h (block_tq1_0, block_tq2_0, block_q2_0, block_q1_0) a
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -65,7 +66,6 @@ from nbflow_kernels.quants import levels_plain
 from nbflow_kernels.quants.fields import bit, crumb, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes, Floats
 from nbflow_kernels.quants.integer_format import (
-    Encoder,
     IntegerFormat,
     decode_rows,
     half_steps,
@@ -75,7 +75,6 @@ from nbflow_kernels.quants.integers import IntegerForm
 from nbflow_kernels.quants.levels_plain import Halves
 
 POWERS = np.array([1, 3, 9, 27, 81], np.uint8)
-NO_TABLE = np.zeros(0, np.uint8)
 
 
 @inline
@@ -135,14 +134,14 @@ def _trits(data: Bytes, n: int) -> Bytes:
     return ((fractions.astype(np.uint16) * 3) >> 8).astype(np.uint8).reshape(len(data), -1)
 
 
-def _unpack_tq1_0(blocks: Bytes) -> tuple[Bytes, None]:
+def _unpack_tq1_0(blocks: Bytes) -> Bytes:
     parts = [_trits(blocks[:, :32], 5), _trits(blocks[:, 32:48], 5), _trits(blocks[:, 48:52], 4)]
-    return np.hstack(parts), None
+    return np.hstack(parts)
 
 
-def _unpack_tq2_0(blocks: Bytes) -> tuple[Bytes, None]:
+def _unpack_tq2_0(blocks: Bytes) -> Bytes:
     fields = unpack_fields(blocks[:, :64], 2).reshape(-1, 2, 32, 4)
-    return fields.transpose(0, 1, 3, 2).reshape(-1, 256), None
+    return fields.transpose(0, 1, 3, 2).reshape(-1, 256)
 
 
 def _fractions(codes: Bytes) -> Bytes:
@@ -152,88 +151,70 @@ def _fractions(codes: Bytes) -> Bytes:
     return ((number * 256 + 242) // 243).astype(np.uint8)
 
 
-def _codes_tq1_0(codes: Bytes) -> Bytes:
+def _pack_tq1_0(codes: Bytes) -> Bytes:
     parts = codes[:, :160].reshape(-1, 5, 32), codes[:, 160:240].reshape(-1, 5, 16)
     return np.hstack([*map(_fractions, parts), _fractions(codes[:, 240:].reshape(-1, 4, 4))])
 
 
-def _codes_tq2_0(codes: Bytes) -> Bytes:
+def _pack_tq2_0(codes: Bytes) -> Bytes:
     return pack_fields(codes.reshape(-1, 2, 4, 32).transpose(0, 1, 3, 2).reshape(-1, 256), 2)
 
 
-def _codes_q2_0(codes: Bytes) -> Bytes:
-    return pack_fields(codes, 2)
-
-
-def _codes_q1_0(codes: Bytes) -> Bytes:
-    return pack_fields(codes, 1)
-
-
-def _encoders(
-    block: int, pack: Callable[[Bytes], Bytes], scale_first: bool, highest: int
-) -> dict[str, Encoder]:
-    """Return the encoders of a format; `pack` turns codes (n, block) into bytes."""
+def _format(
+    name: str,
+    block: int,
+    form: IntegerForm,
+    kernel: Callable[..., None],
+    unpack: Callable[[Bytes], Bytes],
+    pack: Callable[[Bytes], Bytes],
+    scale_at: int,
+) -> IntegerFormat:
+    """Return a format; `pack` turns codes (n, block) into bytes, `unpack` blocks into codes."""
 
     def blocks(codes: Bytes, d: Halves) -> Bytes:
         stored, packed = d.reshape(-1, 1).view(np.uint8), pack(codes.reshape(-1, block))
-        parts = [stored, packed] if scale_first else [packed, stored]
+        parts = [packed, stored] if scale_at else [stored, packed]
         return np.hstack(parts).reshape(len(codes), -1)
 
     def plain(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
-        published = levels_plain.rounded if highest else levels_plain.signs
+        published = levels_plain.signs if form.code_bits == 1 else levels_plain.rounded
         return blocks(*published(x, block))
 
-    return {"plain": plain}
+    return IntegerFormat(
+        name=name,
+        block_size=block,
+        block_bytes=2 + len(pack(np.zeros((1, block), np.uint8))[0]),
+        integer_form=form,
+        unpack=lambda data: (unpack(data), None),
+        steps=half_steps(scale_at),
+        kernel=kernel,
+        table=POWERS,
+        plain=plain,
+        plain_importance=False,
+    )
 
 
-Q1_0 = IntegerFormat(
-    name="q1_0",
-    block_size=128,
-    block_bytes=18,
-    integer_form=IntegerForm(block=128, sub_block=128, code_bits=1, values=(-1, 1)),
-    unpack=lambda blocks: (unpack_fields(blocks[:, 2:], 1), None),
-    steps=half_steps(0),
-    kernel=_q1_0,
-    table=NO_TABLE,
-    plain_importance=False,
-    **_encoders(128, _codes_q1_0, True, 0),
+_TERNARY = IntegerForm(block=256, sub_block=256, code_bits=2, zero=1)
+
+Q1_0 = _format(
+    "q1_0",
+    128,
+    IntegerForm(block=128, sub_block=128, code_bits=1, values=(-1, 1)),
+    _q1_0,
+    lambda blocks: unpack_fields(blocks[:, 2:], 1),
+    lambda codes: pack_fields(codes, 1),
+    0,
 )
 
-Q2_0 = IntegerFormat(
-    name="q2_0",
-    block_size=64,
-    block_bytes=18,
-    integer_form=IntegerForm(block=64, sub_block=64, code_bits=2, zero=1),
-    unpack=lambda blocks: (unpack_fields(blocks[:, 2:], 2), None),
-    steps=half_steps(0),
-    kernel=_q2_0,
-    table=NO_TABLE,
-    plain_importance=False,
-    **_encoders(64, _codes_q2_0, True, 2),
+Q2_0 = _format(
+    "q2_0",
+    64,
+    replace(_TERNARY, block=64, sub_block=64),
+    _q2_0,
+    lambda blocks: unpack_fields(blocks[:, 2:], 2),
+    lambda codes: pack_fields(codes, 2),
+    0,
 )
 
-TQ1_0 = IntegerFormat(
-    name="tq1_0",
-    block_size=256,
-    block_bytes=54,
-    integer_form=IntegerForm(block=256, sub_block=256, code_bits=2, zero=1),
-    unpack=_unpack_tq1_0,
-    steps=half_steps(52),
-    kernel=_tq1_0,
-    table=POWERS,
-    plain_importance=False,
-    **_encoders(256, _codes_tq1_0, False, 1),
-)
-
-TQ2_0 = IntegerFormat(
-    name="tq2_0",
-    block_size=256,
-    block_bytes=66,
-    integer_form=IntegerForm(block=256, sub_block=256, code_bits=2, zero=1),
-    unpack=_unpack_tq2_0,
-    steps=half_steps(64),
-    kernel=_tq2_0,
-    table=NO_TABLE,
-    plain_importance=False,
-    **_encoders(256, _codes_tq2_0, False, 1),
-)
+TQ1_0 = _format("tq1_0", 256, _TERNARY, _tq1_0, _unpack_tq1_0, _pack_tq1_0, 52)
+TQ2_0 = _format("tq2_0", 256, _TERNARY, _tq2_0, _unpack_tq2_0, _pack_tq2_0, 64)

@@ -1,0 +1,353 @@
+"""The published encoders of iq2 and iq3, bit for bit: one algorithm with a `Recipe` for each format.
+
+For each sub-block: a weight x with importance q counts q * sqrt(x**2 + s), where s is the mean of
+x**2 over the block, or twice that.  Signs are taken off; where only 7 of 8 are stored and the
+number of negative weights is odd, the weight that counts least changes its sign.  Then scales around
+largest / highest level are tried: magnitudes are rounded to levels 1, 3, 5, ..., a group off the
+grid becomes the best of its neighbours (where a weight counts the root of the above), and the scale
+of least squares shows the gain.  The best scale once more chooses the points and is fitted.  At last
+the scales of a block are divided by 1/31 of the largest one and rounded to odd numbers, and 1/31
+times a factor found by trial is stored.
+
+One thing differs: in iq3_s GGML writes what follows a sub-block of zeros to the wrong place.
+
+Source: GGML, ggml-quants.c (quantize_row_iq2_xxs_impl, quantize_row_iq2_xs_impl,
+quantize_row_iq2_s_impl, quantize_row_iq3_xxs_impl, quantize_row_iq3_s_impl, make_qp_quants).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels import simd
+from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.quants.formats import Bytes, Floats
+from nbflow_kernels.quants.integer_format import Encoder
+from nbflow_kernels.quants.levels_plain import Halves, no_importance
+from nbflow_kernels.quants.neighbours import neighbours
+from nbflow_kernels.threads import split_rows
+
+COST = 2000.0  # operations a weight costs, for the choice of thread count
+
+NEED_IMPORTANCE = ("iq1_s", "iq2_xxs", "iq2_xs")
+AGAIN_OFF_GRID, AGAIN_ALL, AGAIN_ALWAYS = 0, 1, 2
+
+
+class Recipe(NamedTuple):
+    """What the published encoders differ in."""
+
+    sub_block: int
+    n_levels: int
+    """Levels of a magnitude: 3 or 8."""
+    tries: int
+    """Scales tried on either side of the middle."""
+    distance: np.float32
+    """Distance of the scales tried, in levels."""
+    nothing: np.float32
+    """A sub-block whose largest weight is below counts as zeros."""
+    again: int
+    """Which groups the best scale chooses again: those off the grid (AGAIN_OFF_GRID), all if one is
+    off the grid (AGAIN_ALL), or all (AGAIN_ALWAYS; the scales are then tried around a fitted one)."""
+    seven_signs: bool
+    twice_mean: np.float32
+    """1 or 2: how often the mean square is added to the square of a weight."""
+    unweighted: np.float32
+    """What of that is added without importance, where weights count without the root."""
+    factor: np.float32
+    """The trial factor."""
+
+
+_f = np.float32
+RECIPES = {
+    "iq2_xxs": Recipe(32, 3, 6, _f(0.1), _f(1e-15), AGAIN_ALWAYS, True, _f(1), _f(0), _f(1)),
+    "iq2_xs": Recipe(16, 3, 9, _f(0.1), _f(1e-15), AGAIN_OFF_GRID, True, _f(1), _f(0), _f(1)),
+    "iq2_s": Recipe(
+        16, 3, 9, _f(0.1), _f(1e-8), AGAIN_OFF_GRID, False, _f(2), _f(0.25), _f(0.9875)
+    ),
+    "iq3_xxs": Recipe(32, 8, 15, _f(0.2), _f(1e-8), AGAIN_OFF_GRID, True, _f(2), _f(0), _f(1.0125)),
+    "iq3_s": Recipe(32, 8, 9, _f(0.2), _f(1e-45), AGAIN_ALL, False, _f(2), _f(0), _f(1.033)),
+}
+
+
+class OnGrid(NamedTuple):
+    """Rows of weights as points of a grid."""
+
+    points: NDArray[np.uint16]
+    """(rows, K / dimensions of the grid)."""
+    signs: Bytes
+    """(rows, K / 8): bit j for weight j of 8, 1 for negative."""
+    scales: Bytes
+    """(rows, K / sub-block): s for the scale 2s + 1."""
+    d: Halves
+    """(rows, K / 256)."""
+
+
+def empty(n_rows: int, width: int, dimensions: int, sub_block: int) -> OnGrid:
+    """Return the arrays for rows of `width` weights, filled with zeros."""
+    return OnGrid(
+        np.zeros((n_rows, width // dimensions), np.uint16),
+        np.zeros((n_rows, width // 8), np.uint8),
+        np.zeros((n_rows, width // sub_block), np.uint8),
+        np.zeros((n_rows, width // 256), np.uint16),
+    )
+
+
+def plain(name: str, x: Floats, importance: Floats | None) -> OnGrid:
+    """Return rows (rows, K) of weights on the grid of the format `name`."""
+    recipe, near = RECIPES[name], neighbours(name)
+    out = empty(*x.shape, near.levels.shape[1], recipe.sub_block)
+    weight = no_importance() if importance is None else importance
+    split_rows(_plain, len(x), COST * x.size, x, weight, recipe, *near, *out)
+    return out
+
+
+def plain_encoder(
+    name: str,
+    published: Callable[[Floats, Floats | None], OnGrid],
+    blocks: Callable[[OnGrid], Bytes],
+) -> Encoder:
+    """Return the encoder of a format; `blocks` makes rows of bytes of rows on the grid."""
+
+    def encode(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+        if importance is None and name in NEED_IMPORTANCE:
+            raise UsageError(
+                f"the published encoder of {name} needs importance weights; pass importance "
+                '(ones for equal weights) or use encoder="best"'
+            )
+        return blocks(published(x, importance))
+
+    return encode
+
+
+@strict_njit
+def _plain(
+    x: Any, importance: Any, recipe: Any, first: Any, near: Any, levels: Any, points: Any,
+    signs: Any, scales: Any, d: Any, start: Any, stop: Any,
+) -> None:  # fmt: skip
+    """Encode rows [start, stop)."""
+    sub = recipe.sub_block
+    groups = sub // levels.shape[1]
+    weight, root, value = (
+        np.empty(sub, np.float32),
+        np.empty(sub, np.float32),
+        np.empty(sub, np.float32),
+    )
+    found = np.empty(256 // sub, np.float32)
+    chosen, tried = np.empty(groups, np.uint16), np.empty(groups, np.uint16)
+    off, off_tried = np.empty(groups, np.bool_), np.empty(groups, np.bool_)
+    for row in range(start, stop):
+        for b in range(d.shape[1]):
+            mean = np.float32(0)
+            for i in range(256 * b, 256 * b + 256):
+                mean += x[row, i] * x[row, i]
+            mean = recipe.twice_mean * mean / np.float32(256)
+            for s in range(256 // sub):
+                at = 256 * b + s * sub
+                for j in range(sub):
+                    square = x[row, at + j] * x[row, at + j]
+                    weight[j] = recipe.unweighted * mean + square
+                    if len(importance):
+                        q = importance[min(row, len(importance) - 1), at + j]
+                        weight[j] = q * np.sqrt(mean + square)
+                    root[j] = np.sqrt(weight[j])
+                _take_signs(x[row, at : at + sub], weight, recipe, value, signs[row, at // 8 :])
+                largest = value[0]
+                for j in range(sub):
+                    largest = max(largest, value[j])
+                scale = np.float32(0)
+                if largest >= recipe.nothing:
+                    scale = _sub_block(
+                        value, weight, root, largest, recipe, first, near, levels, chosen, tried,
+                        off, off_tried,
+                    )  # fmt: skip
+                if largest < recipe.nothing or (scale == 0 and recipe.again == AGAIN_ALWAYS):
+                    chosen[:] = 0
+                    signs[row, at // 8 : (at + sub) // 8] = 0
+                if scale < 0:
+                    scale = -scale
+                    for k in range(at // 8, (at + sub) // 8):
+                        signs[row, k] ^= 255
+                for k in range(groups):
+                    points[row, at // levels.shape[1] + k] = chosen[k]
+                found[s] = scale
+            d[row, b] = _scales(found, recipe.factor, scales[row], b * len(found))
+            if found.max() == 0 and recipe.seven_signs:
+                points[row, 256 * b // levels.shape[1] : 256 * (b + 1) // levels.shape[1]] = 0
+                signs[row, 32 * b : 32 * (b + 1)] = 0
+
+
+@strict_njit
+def _take_signs(x: Any, weight: Any, recipe: Any, value: Any, signs: Any) -> None:
+    """Write magnitudes and signs of a sub-block."""
+    for k in range(len(x) // 8):
+        mask, least = 0, 8 * k
+        for j in range(8 * k, 8 * k + 8):
+            value[j] = abs(x[j])
+            mask |= (x[j] < 0) << (j - 8 * k)
+            if weight[j] * x[j] * x[j] < weight[least] * x[least] * x[least]:
+                least = j
+        folded = mask ^ (mask >> 4)
+        folded ^= folded >> 2
+        folded ^= folded >> 1
+        if recipe.seven_signs and folded & 1:
+            value[least] = -value[least]
+            mask ^= 1 << (least - 8 * k)
+        signs[k] = mask
+
+
+@strict_njit
+def _sub_block(
+    value: Any, weight: Any, root: Any, largest: Any, recipe: Any, first: Any, near: Any,
+    levels: Any, chosen: Any, tried: Any, off: Any, off_tried: Any,
+) -> Any:  # fmt: skip
+    """Choose the points of a sub-block; return its scale."""
+    highest = np.float32(2 * recipe.n_levels - 1)
+    groups = len(chosen)
+    chosen[:] = 0
+    off[:] = recipe.again == AGAIN_ALL
+    if recipe.again == AGAIN_ALWAYS:
+        scale = _fitted_scale(value, weight, largest, recipe.n_levels + 1)
+        largest = scale * np.float32(recipe.n_levels)
+        if largest <= 0:
+            return np.float32(0)
+    else:
+        scale = largest / highest
+    best = np.float32(0)
+    for i in range(-recipe.tries, recipe.tries + 1):
+        inverse = (highest + np.float32(i) * recipe.distance) / largest
+        step = np.float32(1) / inverse
+        for k in range(groups):
+            tried[k], off_tried[k] = _point(value, root, k, inverse, step, first, near, levels)
+        qx, qq = _sums(value, weight, levels, tried)
+        if qq > 0 and qx * qx > best * qq:
+            scale = qx / qq
+            best = scale * qx
+            chosen[:] = tried
+            off[:] = off_tried
+    if scale > 0 and (recipe.again == AGAIN_ALWAYS or off.any()):
+        inverse = np.float32(1) / scale
+        for k in range(groups):
+            if off[k] or recipe.again != AGAIN_OFF_GRID:
+                chosen[k] = _point(value, root, k, inverse, scale, first, near, levels)[0]
+        qx, qq = _sums(value, weight, levels, chosen)
+        if qq > 0:
+            scale = qx / qq
+    return scale
+
+
+@strict_njit
+def _point(
+    value: Any, root: Any, k: Any, inverse: Any, step: Any, first: Any, near: Any, levels: Any
+) -> Any:
+    """Return the grid point of group `k`, and whether rounding alone does not lead to the grid."""
+    dimensions = levels.shape[1]
+    width, highest = (2, np.float32(2)) if dimensions == 8 else (3, np.float32(7))
+    at, bits = k * dimensions, 0
+    for i in range(dimensions):
+        level = np.rint(np.float32(0.5) * (inverse * value[at + i] - np.float32(1)))
+        bits |= np.int64(max(np.float32(0), min(highest, level))) << (width * i)
+    best, least = near[first[bits]], np.float32(3.4028235e38)
+    if first[bits + 1] == first[bits] + 1 and _is_point(levels[best], bits, width):
+        return best, False
+    for n in range(first[bits], first[bits + 1]):
+        error = np.float32(0)
+        for i in range(dimensions):
+            difference = step * levels[near[n], i] - value[at + i]
+            error += root[at + i] * difference * difference
+        if error < least:
+            best, least = near[n], error
+    return best, True
+
+
+@strict_njit
+def _is_point(levels: Any, bits: Any, width: Any) -> Any:
+    """Return whether a grid point is that point of the cube."""
+    same = True
+    for i in range(len(levels)):
+        level = (bits >> (width * i)) & ((1 << width) - 1)
+        same &= levels[i] == np.float32(2 * level + 1)
+    return same
+
+
+@strict_njit
+def _sums(value: Any, weight: Any, levels: Any, points: Any) -> Any:
+    """Return the weighted sums of level * value and level**2, in order."""
+    dimensions = levels.shape[1]
+    qx, qq = np.float32(0), np.float32(0)
+    for k in range(len(points)):
+        for i in range(dimensions):
+            w, q = weight[k * dimensions + i], levels[points[k], i]
+            qx += w * value[k * dimensions + i] * q
+            qq += w * q * q
+    return qx, qq
+
+
+@strict_njit
+def _scales(found: Any, factor: Any, scales: Any, at: Any) -> Any:
+    """Write the integer scales of a block; return its stored d."""
+    d = found.max() / np.float32(31)
+    if d == 0:
+        return np.uint16(0)
+    inverse = np.float32(1) / d
+    for s in range(len(found)):
+        scale = np.rint(np.float32(0.5) * (inverse * found[s] - np.float32(1)))
+        scales[at + s] = np.int64(max(np.float32(0), min(np.float32(15), scale)))
+    return simd.float_to_half(d * factor)
+
+
+@strict_njit
+def _fitted_scale(value: Any, weight: Any, largest: Any, n: Any) -> Any:
+    """Return the scale at which codes 0..n lose least: tried around largest / n, then refined.
+
+    Codes are bytes, and a value below -1/2 is 255 in the first one tried: as published.
+    """
+    codes = np.empty(len(value), np.uint8)
+    top = np.float32(n)
+    best_inverse, least = np.float32(0), np.float32(0)
+    for i in range(-5, 5):  # -5 stands for the middle, which comes first
+        shift = np.float32(0) if i == -5 else np.float32(0.1) * np.float32(i)
+        inverse = (shift + top) / largest
+        step, error = np.float32(1) / inverse, np.float32(0)
+        for j in range(len(value)):
+            code = np.rint(inverse * value[j])
+            if i == -5:
+                code = np.float32(np.uint8(np.int64(code)))
+            else:
+                code = min(top, code)
+            difference = value[j] - step * code
+            error += weight[j] * difference * difference
+        if i == -5 or (i != 0 and error < least):
+            best_inverse, least = inverse, error
+    qx, qq = np.float32(0), np.float32(0)
+    for j in range(len(value)):
+        code = min(top, np.rint(best_inverse * value[j]))
+        codes[j] = np.int64(code)
+        qx += weight[j] * value[j] * code
+        qq += weight[j] * code * code
+    return _refined(value, weight, codes, top, qx, qq)
+
+
+@strict_njit
+def _refined(value: Any, weight: Any, codes: Any, top: Any, qx: Any, qq: Any) -> Any:
+    """Return the scale after single codes have been changed where that gains."""
+    for _ in range(5):
+        changed = False
+        for j in range(len(value)):
+            w, code = weight[j], np.float32(codes[j])
+            rest_x, rest_q = qx - w * value[j] * code, qq - w * code * code
+            if rest_x > 0 and rest_q > 0:
+                new = min(top, np.rint(value[j] * rest_q / rest_x))
+                if new != code:
+                    rest_x += w * value[j] * new
+                    rest_q += w * new * new
+                    if rest_x * rest_x * qq > qx * qx * rest_q:
+                        codes[j] = np.int64(new)
+                        qx, qq, changed = rest_x, rest_q, True
+        if not changed:
+            break
+    return qx / qq if qq > 0 else np.float32(0)
