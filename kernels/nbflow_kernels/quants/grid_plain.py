@@ -1,13 +1,13 @@
-"""The published encoders of iq2 and iq3, bit for bit: one algorithm with a `Recipe` for each format.
+"""The published encoders of iq2 and iq3, bit for bit: one algorithm, a `Recipe` for each format.
 
 For each sub-block: a weight x with importance q counts q * sqrt(x**2 + s), where s is the mean of
-x**2 over the block, or twice that.  Signs are taken off; where only 7 of 8 are stored and the
-number of negative weights is odd, the weight that counts least changes its sign.  Then scales around
-largest / highest level are tried: magnitudes are rounded to levels 1, 3, 5, ..., a group off the
-grid becomes the best of its neighbours (where a weight counts the root of the above), and the scale
-of least squares shows the gain.  The best scale once more chooses the points and is fitted.  At last
-the scales of a block are divided by 1/31 of the largest one and rounded to odd numbers, and 1/31
-times a factor found by trial is stored.
+x**2 over the block, or twice that; without, x**2 (iq2_s: + s / 4).  Signs are taken off; where
+only 7 of 8 are stored and the number of negative weights is odd, the weight that counts least
+changes its sign.  Then scales around largest / highest level are tried: magnitudes are rounded to levels 1, 3,
+5, ..., a group off the grid becomes the best of its neighbours (where a weight counts the root of
+the above), and the scale of least squares shows the gain.  The best scale once more chooses the
+points and is fitted.  At last the scales of a block are divided by 1/31 of the largest one and
+rounded to odd numbers, and 1/31 times a factor found by trial is stored.
 
 One thing differs: in iq3_s GGML writes what follows a sub-block of zeros to the wrong place.
 
@@ -51,8 +51,8 @@ class Recipe(NamedTuple):
     nothing: np.float32
     """A sub-block whose largest weight is below counts as zeros."""
     again: int
-    """Which groups the best scale chooses again: those off the grid (AGAIN_OFF_GRID), all if one is
-    off the grid (AGAIN_ALL), or all (AGAIN_ALWAYS; the scales are then tried around a fitted one)."""
+    """Which groups the best scale chooses again: those off the grid (AGAIN_OFF_GRID), all if one
+    is (AGAIN_ALL), or always all (AGAIN_ALWAYS); the last tries scales around a fitted one."""
     seven_signs: bool
     twice_mean: np.float32
     """1 or 2: how often the mean square is added to the square of a weight."""
@@ -87,8 +87,9 @@ class OnGrid(NamedTuple):
     """(rows, K / 256)."""
 
 
-def empty(n_rows: int, width: int, dimensions: int, sub_block: int) -> OnGrid:
-    """Return the arrays for rows of `width` weights, filled with zeros."""
+def empty(x: Floats, dimensions: int, sub_block: int) -> OnGrid:
+    """Return the arrays for rows `x` of weights, filled with zeros."""
+    n_rows, width = x.shape
     return OnGrid(
         np.zeros((n_rows, width // dimensions), np.uint16),
         np.zeros((n_rows, width // 8), np.uint8),
@@ -100,7 +101,7 @@ def empty(n_rows: int, width: int, dimensions: int, sub_block: int) -> OnGrid:
 def plain(name: str, x: Floats, importance: Floats | None) -> OnGrid:
     """Return rows (rows, K) of weights on the grid of the format `name`."""
     recipe, near = RECIPES[name], neighbours(name)
-    out = empty(*x.shape, near.levels.shape[1], recipe.sub_block)
+    out = empty(x, near.levels.shape[1], recipe.sub_block)
     weight = no_importance() if importance is None else importance
     split_rows(_plain, len(x), COST * x.size, x, weight, recipe, *near, *out)
     return out
@@ -130,55 +131,50 @@ def _plain(
     signs: Any, scales: Any, d: Any, start: Any, stop: Any,
 ) -> None:  # fmt: skip
     """Encode rows [start, stop)."""
-    sub = recipe.sub_block
-    groups = sub // levels.shape[1]
-    weight, root, value = (
-        np.empty(sub, np.float32),
-        np.empty(sub, np.float32),
-        np.empty(sub, np.float32),
-    )
+    sub, dimensions = recipe.sub_block, levels.shape[1]
+    weight, root, value = np.empty((3, sub), np.float32)
     found = np.empty(256 // sub, np.float32)
-    chosen, tried = np.empty(groups, np.uint16), np.empty(groups, np.uint16)
-    off, off_tried = np.empty(groups, np.bool_), np.empty(groups, np.bool_)
+    tried = np.empty(sub // dimensions, np.uint16)
+    off = np.empty((2, sub // dimensions), np.bool_)
     for row in range(start, stop):
+        q = importance[min(row, len(importance) - 1)] if len(importance) else importance.reshape(-1)
         for b in range(d.shape[1]):
-            mean = np.float32(0)
-            for i in range(256 * b, 256 * b + 256):
-                mean += x[row, i] * x[row, i]
-            mean = recipe.twice_mean * mean / np.float32(256)
+            mean = recipe.twice_mean * mean_square(x[row, 256 * b : 256 * b + 256])
             for s in range(256 // sub):
                 at = 256 * b + s * sub
+                weigh(x[row], q, at, mean, recipe.unweighted * mean, weight)
                 for j in range(sub):
-                    square = x[row, at + j] * x[row, at + j]
-                    weight[j] = recipe.unweighted * mean + square
-                    if len(importance):
-                        q = importance[min(row, len(importance) - 1), at + j]
-                        weight[j] = q * np.sqrt(mean + square)
                     root[j] = np.sqrt(weight[j])
-                _take_signs(x[row, at : at + sub], weight, recipe, value, signs[row, at // 8 :])
-                largest = value[0]
-                for j in range(sub):
-                    largest = max(largest, value[j])
-                scale = np.float32(0)
-                if largest >= recipe.nothing:
-                    scale = _sub_block(
-                        value, weight, root, largest, recipe, first, near, levels, chosen, tried,
-                        off, off_tried,
-                    )  # fmt: skip
-                if largest < recipe.nothing or (scale == 0 and recipe.again == AGAIN_ALWAYS):
-                    chosen[:] = 0
-                    signs[row, at // 8 : (at + sub) // 8] = 0
-                if scale < 0:
-                    scale = -scale
-                    for k in range(at // 8, (at + sub) // 8):
-                        signs[row, k] ^= 255
-                for k in range(groups):
-                    points[row, at // levels.shape[1] + k] = chosen[k]
-                found[s] = scale
+                masks = signs[row, at // 8 : (at + sub) // 8]
+                _take_signs(x[row, at : at + sub], weight, recipe, value, masks)
+                found[s] = _sub_block(
+                    value, weight, root, recipe, first, near, levels,
+                    points[row, at // dimensions : (at + sub) // dimensions], masks, tried, off,
+                )  # fmt: skip
             d[row, b] = _scales(found, recipe.factor, scales[row], b * len(found))
             if found.max() == 0 and recipe.seven_signs:
-                points[row, 256 * b // levels.shape[1] : 256 * (b + 1) // levels.shape[1]] = 0
+                points[row, 256 * b // dimensions : 256 * (b + 1) // dimensions] = 0
                 signs[row, 32 * b : 32 * (b + 1)] = 0
+
+
+@strict_njit
+def mean_square(x: Any) -> Any:
+    """Return the mean square of weights, added up in order."""
+    total = np.float32(0)
+    for i in range(len(x)):
+        total += x[i] * x[i]
+    return total / np.float32(len(x))
+
+
+@strict_njit
+def weigh(x: Any, importance: Any, at: Any, mean: Any, plus: Any, weight: Any) -> None:
+    """Write how much the weights from `at` on count; `importance` is empty where there is none."""
+    for j in range(len(weight)):
+        square = x[at + j] * x[at + j]
+        if len(importance):
+            weight[j] = importance[at + j] * np.sqrt(mean + square)
+        else:
+            weight[j] = plus + square
 
 
 @strict_njit
@@ -202,39 +198,69 @@ def _take_signs(x: Any, weight: Any, recipe: Any, value: Any, signs: Any) -> Non
 
 @strict_njit
 def _sub_block(
-    value: Any, weight: Any, root: Any, largest: Any, recipe: Any, first: Any, near: Any,
-    levels: Any, chosen: Any, tried: Any, off: Any, off_tried: Any,
+    value: Any, weight: Any, root: Any, recipe: Any, first: Any, near: Any, levels: Any,
+    points: Any, signs: Any, tried: Any, off: Any,
 ) -> Any:  # fmt: skip
-    """Choose the points of a sub-block; return its scale."""
-    highest = np.float32(2 * recipe.n_levels - 1)
-    groups = len(chosen)
-    chosen[:] = 0
-    off[:] = recipe.again == AGAIN_ALL
-    if recipe.again == AGAIN_ALWAYS:
+    """Choose the points of a sub-block; return its scale, which is not negative."""
+    largest = value[0]
+    for j in range(len(value)):
+        largest = max(largest, value[j])
+    scale, middle = np.float32(0), largest
+    if largest >= recipe.nothing and recipe.again == AGAIN_ALWAYS:
         scale = _fitted_scale(value, weight, largest, recipe.n_levels + 1)
-        largest = scale * np.float32(recipe.n_levels)
-        if largest <= 0:
-            return np.float32(0)
-    else:
-        scale = largest / highest
+        middle = scale * np.float32(recipe.n_levels)
+    elif largest >= recipe.nothing:
+        scale = largest / np.float32(2 * recipe.n_levels - 1)
+    points[:] = 0
+    if scale <= 0:
+        signs[:] = 0
+        return np.float32(0)
+    scale = _best_scale(
+        value,
+        weight,
+        root,
+        scale,
+        middle,
+        recipe,
+        first,
+        near,
+        levels,
+        points,
+        tried,
+        off,
+    )
+    if scale < 0:
+        signs[:] ^= np.uint8(255)
+    return abs(scale)
+
+
+@strict_njit
+def _best_scale(
+    value: Any, weight: Any, root: Any, scale: Any, middle: Any, recipe: Any, first: Any,
+    near: Any, levels: Any, points: Any, tried: Any, off: Any,
+) -> Any:  # fmt: skip
+    """Choose the points of a sub-block by the scales around `middle`; return the best scale."""
+    now, then = off[0], off[1]
+    highest = np.float32(2 * recipe.n_levels - 1)
+    now[:] = recipe.again == AGAIN_ALL
     best = np.float32(0)
     for i in range(-recipe.tries, recipe.tries + 1):
-        inverse = (highest + np.float32(i) * recipe.distance) / largest
+        inverse = (highest + np.float32(i) * recipe.distance) / middle
         step = np.float32(1) / inverse
-        for k in range(groups):
-            tried[k], off_tried[k] = _point(value, root, k, inverse, step, first, near, levels)
+        for k in range(len(points)):
+            tried[k], then[k] = _point(value, root, k, inverse, step, first, near, levels)
         qx, qq = _sums(value, weight, levels, tried)
         if qq > 0 and qx * qx > best * qq:
             scale = qx / qq
             best = scale * qx
-            chosen[:] = tried
-            off[:] = off_tried
-    if scale > 0 and (recipe.again == AGAIN_ALWAYS or off.any()):
+            points[:] = tried
+            now[:] = then
+    if scale > 0 and (recipe.again == AGAIN_ALWAYS or now.any()):
         inverse = np.float32(1) / scale
-        for k in range(groups):
-            if off[k] or recipe.again != AGAIN_OFF_GRID:
-                chosen[k] = _point(value, root, k, inverse, scale, first, near, levels)[0]
-        qx, qq = _sums(value, weight, levels, chosen)
+        for k in range(len(points)):
+            if now[k] or recipe.again != AGAIN_OFF_GRID:
+                points[k] = _point(value, root, k, inverse, scale, first, near, levels)[0]
+        qx, qq = _sums(value, weight, levels, points)
         if qq > 0:
             scale = qx / qq
     return scale
@@ -246,7 +272,8 @@ def _point(
 ) -> Any:
     """Return the grid point of group `k`, and whether rounding alone does not lead to the grid."""
     dimensions = levels.shape[1]
-    width, highest = (2, np.float32(2)) if dimensions == 8 else (3, np.float32(7))
+    width = 2 if dimensions == 8 else 3
+    highest = np.float32(2) if dimensions == 8 else np.float32(7)
     at, bits = k * dimensions, 0
     for i in range(dimensions):
         level = np.rint(np.float32(0.5) * (inverse * value[at + i] - np.float32(1)))
@@ -315,10 +342,7 @@ def _fitted_scale(value: Any, weight: Any, largest: Any, n: Any) -> Any:
         step, error = np.float32(1) / inverse, np.float32(0)
         for j in range(len(value)):
             code = np.rint(inverse * value[j])
-            if i == -5:
-                code = np.float32(np.uint8(np.int64(code)))
-            else:
-                code = min(top, code)
+            code = np.float32(np.uint8(np.int64(code))) if i == -5 else min(top, code)
             difference = value[j] - step * code
             error += weight[j] * difference * difference
         if i == -5 or (i != 0 and error < least):

@@ -20,7 +20,7 @@ import numpy as np
 from nbflow_kernels import simd
 from nbflow_kernels._jit import strict_njit
 from nbflow_kernels.quants.formats import Floats
-from nbflow_kernels.quants.grid_plain import OnGrid, empty
+from nbflow_kernels.quants.grid_plain import OnGrid, empty, mean_square, weigh
 from nbflow_kernels.quants.levels_plain import no_importance
 from nbflow_kernels.quants.neighbours import neighbours
 from nbflow_kernels.threads import split_rows
@@ -35,7 +35,7 @@ SHIFTED = np.array([[-0.875, 0.125, 1.125], [-1.125, -0.125, 0.875]], np.float32
 def plain(sub_block: int, x: Floats, importance: Floats | None) -> OnGrid:
     """Return rows (rows, K) of weights on the grid; `signs` are the shifts, (rows, K / 8)."""
     near = neighbours("iq1")
-    out = empty(*x.shape, 8, sub_block)
+    out = empty(x, 8, sub_block)
     weight = no_importance() if importance is None else importance
     split_rows(
         _plain, len(x), COST * x.size, x, weight, SHIFTED, NOTHING[sub_block], FACTOR[sub_block],
@@ -55,20 +55,13 @@ def _plain(
     weight = np.empty((n_subs, sub), np.float32)
     found = np.empty(n_subs, np.float32)
     for row in range(start, stop):
+        q = importance[min(row, len(importance) - 1)] if len(importance) else importance.reshape(-1)
         for b in range(d.shape[1]):
-            mean = np.float32(0)
-            for i in range(256 * b, 256 * b + 256):
-                mean += x[row, i] * x[row, i]
-            mean = np.float32(2) * mean / np.float32(256)
+            mean = np.float32(2) * mean_square(x[row, 256 * b : 256 * b + 256])
             for s in range(n_subs):
                 at = 256 * b + s * sub
                 values = x[row, at : at + sub]
-                for j in range(sub):
-                    square = values[j] * values[j]
-                    weight[s, j] = square
-                    if len(importance):
-                        q = importance[min(row, len(importance) - 1), at + j]
-                        weight[s, j] = q * np.sqrt(mean + square)
+                weigh(x[row], q, at, mean, np.float32(0), weight[s])
                 found[s] = np.float32(0)
                 if np.abs(values).max() >= nothing:
                     found[s] = _sub_block(
