@@ -38,7 +38,11 @@ class FloatFormat(QuantFormat):
     def quantize_rows(
         self, x: Floats, n_columns: int, encoder: str, importance: Floats | None = None
     ) -> Bytes:
-        """Return `x` rounded to the type; both encoders round to the nearest."""
+        """Return `x` rounded to the type.
+
+        Both encoders round to the nearest; weights do not share anything, so this is best for any
+        importance.
+        """
         too_large = np.argwhere(np.abs(x) > self.largest)
         if len(too_large):
             where = tuple(int(i) for i in too_large[0])

@@ -10,13 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.quants.integers import IntegerForm, Integers
 
 if TYPE_CHECKING:
-    from nbflow_kernels.quants.integers import IntegerForm, Integers
     from nbflow_kernels.quants.packed import Packed
 
 Bytes = NDArray[Any]  # of uint8; NumPy's annotations call ``bytes >> 4`` a signed integer
 Floats = NDArray[np.float32]
+ACTIVATION_TYPES = ("q8_1", "q8_k")
 
 
 class QuantFormat(ABC):
@@ -32,8 +33,6 @@ class QuantFormat(ABC):
     """Weights in a block."""
     block_bytes: int
     """Bytes of a block in storage."""
-    integer_form: IntegerForm
-    """The format's decode formula in integers; only block formats have it."""
 
     @property
     def bits_per_weight(self) -> float:
@@ -51,8 +50,8 @@ class QuantFormat(ABC):
         """Return the bytes of each row of `x`, shape (rows, row bytes).
 
         `x` is float32 (rows, blocks * block_size), finite; the columns from `n_columns` on are
-        padding: copies of the row's last weight, whose error does not count.  `importance` is how
-        much the squared error of each column counts.
+        padding: copies of the row's last weight, whose error does not count.  `importance` float32
+        (1 or rows, blocks * block_size), 0 in the padding, weighs the squared errors.
         """
 
     @abstractmethod
@@ -63,9 +62,26 @@ class QuantFormat(ABC):
     def dequantize_rows(self, data: Bytes, out: Floats) -> None:
         """Write the weights of rows (rows, row bytes) to `out` (rows, columns) with the kernel."""
 
+    @property
+    def integer_form(self) -> IntegerForm:
+        """The formula that decodes the format's integers; float formats have none.
+
+        Raises
+        ------
+        UsageError
+            If the format stores no integers.
+        """
+        raise UsageError(f"format {self.name} stores no integers")
+
     def integers(self, data: Bytes) -> Integers:
-        """Return the rows `data` (rows, row bytes) in the integer form."""
-        raise NotImplementedError
+        """Return the rows `data` (rows, row bytes) as the integers and floats they store.
+
+        Raises
+        ------
+        UsageError
+            If the format stores no integers.
+        """
+        raise UsageError(f"format {self.name} stores no integers")
 
     def pack(self, data: Bytes) -> Packed:
         """Return the layout for computing of the rows `data` (rows, row bytes)."""
@@ -89,6 +105,11 @@ class Formats(Mapping[str, QuantFormat]):
     def __getitem__(self, name: str) -> QuantFormat:
         lower = name.lower() if isinstance(name, str) else name
         found = self._formats.get(self.short_names.get(lower, lower))
+        if found is None and lower in ACTIVATION_TYPES:
+            raise UsageError(
+                f"{name} is no format of weights: GGML quantizes activations to it while it "
+                "computes, and no file holds it; for weights of 8 bits use q8_0"
+            )
         if found is None:
             raise unknown_name("format", name, [*self.short_names, *self._formats])
         return found

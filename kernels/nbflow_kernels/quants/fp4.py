@@ -41,10 +41,12 @@ import numpy as np
 
 from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.quants import levels_plain
+from nbflow_kernels.quants.block_search import rule
 from nbflow_kernels.quants.fields import half_nibble, pack_halves, unpack_halves
+from nbflow_kernels.quants.format import IntegerFormat, decode_rows, no_scale, weights
 from nbflow_kernels.quants.formats import Bytes, Floats
-from nbflow_kernels.quants.integer_format import IntegerFormat, decode_rows, no_scale
 from nbflow_kernels.quants.integers import IntegerForm
+from nbflow_kernels.quants.levels_search import search
 
 LEVELS = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 LEVELS_F32 = np.array(LEVELS, np.float32)
@@ -67,6 +69,13 @@ def e4m3_halves() -> Floats:
 
 
 E8M0, E4M3 = e8m0_halves(), e4m3_halves()
+
+
+ASCENDING, CODES = np.unique(LEVELS_F32, return_index=True)  # the first 0: not -0
+CODES = CODES.astype(np.uint8)
+_STARTS = np.array([1, 1.1, 1.2, 1.35, 1.5]) / 12
+RULE_MXFP4 = rule(_STARTS, stored=E8M0)
+RULE_NVFP4 = rule(_STARTS, stored=E4M3[:127])
 
 
 @inline
@@ -106,6 +115,18 @@ def _blocks(codes: Bytes, scales: Bytes, block: int, half: int) -> Bytes:
     return np.hstack([stored, packed]).reshape(len(codes), -1)
 
 
+def _best_mxfp4(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+    found = search(x, weights(importance, counts), ASCENDING, RULE_MXFP4, 32, 32)
+    codes = CODES[found.chosen].reshape(len(x), -1)
+    return _blocks(codes, found.d.astype(np.uint8), 32, 16)
+
+
+def _best_nvfp4(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+    found = search(x, weights(importance, counts), ASCENDING, RULE_NVFP4, 16, 16)
+    codes = CODES[found.chosen].reshape(len(x), -1)
+    return _blocks(codes, found.d.astype(np.uint8), 64, 8)
+
+
 def _plain_mxfp4(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
     scales = levels_plain.e8m0(x.reshape(-1, 32)).reshape(len(x), -1)
     return _blocks(levels_plain.fp4(x, LEVELS_F32, E8M0[scales]), scales, 32, 16)
@@ -120,12 +141,13 @@ MXFP4 = IntegerFormat(
     name="mxfp4",
     block_size=32,
     block_bytes=17,
-    integer_form=IntegerForm(block=32, sub_block=32, code_bits=4, values=LEVELS),
+    form=IntegerForm(block=32, sub_block=32, code_bits=4, values=LEVELS),
     unpack=_unpack_mxfp4,
     steps=lambda blocks: E8M0[blocks[:, 0]],
     kernel=_mxfp4,
     table=NO_TABLE,
     plain=_plain_mxfp4,
+    best=_best_mxfp4,
     plain_importance=False,
 )
 
@@ -133,11 +155,12 @@ NVFP4 = IntegerFormat(
     name="nvfp4",
     block_size=64,
     block_bytes=36,
-    integer_form=IntegerForm(block=16, sub_block=16, code_bits=4, values=LEVELS),
+    form=IntegerForm(block=16, sub_block=16, code_bits=4, values=LEVELS),
     unpack=_unpack_nvfp4,
     steps=lambda blocks: E4M3[blocks[:, :4]],
     kernel=_nvfp4,
     table=NO_TABLE,
     plain=_plain_nvfp4,
+    best=_best_nvfp4,
     plain_importance=False,
 )

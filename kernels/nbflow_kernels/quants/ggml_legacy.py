@@ -79,14 +79,7 @@ import numpy as np
 
 from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.quants.decode import decode_codes
-from nbflow_kernels.quants.fields import (
-    bit,
-    half_nibble,
-    pack_fields,
-    pack_halves,
-    unpack_fields,
-    unpack_halves,
-)
+from nbflow_kernels.quants.fields import bit, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes, Floats
 from nbflow_kernels.quants.linear import Encoded, LinearFormat
 from nbflow_kernels.quants.packed import BITS4, BITS5, F16_PAIR, F16_SCALE
@@ -94,6 +87,12 @@ from nbflow_kernels.quants.q5 import Q5_B32T1
 from nbflow_kernels.quants.q8 import Q8_B32T2
 
 # ---- decode -------------------------------------------------------------------------------------
+
+
+@inline
+def half_nibble(row: Any, at: Any, i: Any) -> Any:
+    """Return value `i` of 32 in 16 bytes at `at`: the low nibbles first, then the high ones."""
+    return (row[at + (i & 15)] >> (i >> 4 << 2)) & 15
 
 
 @inline
@@ -129,12 +128,21 @@ def _codes_q5_0(data: Any, codes: Any, start: Any, stop: Any) -> None:
     decode_codes(code_q5_0, 32, 22, data, codes, start, stop)
 
 
+def _pack_halves(codes: Bytes) -> Bytes:
+    data: Bytes = codes[:, :16] | (codes[:, 16:] << np.uint8(4))
+    return data
+
+
+def _unpack_halves(data: Bytes) -> Bytes:
+    return np.hstack([data & np.uint8(15), data >> np.uint8(4)])
+
+
 def _pack_q5(codes: Bytes) -> Bytes:
-    return np.hstack([pack_fields(codes >> 4, 1), pack_halves(codes & np.uint8(15))])
+    return np.hstack([pack_fields(codes >> 4, 1), _pack_halves(codes & np.uint8(15))])
 
 
 def _unpack_q5_0(blocks: Bytes) -> Bytes:
-    codes: Bytes = unpack_halves(blocks[:, 6:]) | (unpack_fields(blocks[:, 2:6], 1) << 4)
+    codes: Bytes = _unpack_halves(blocks[:, 6:]) | (unpack_fields(blocks[:, 2:6], 1) << 4)
     return codes
 
 
@@ -199,8 +207,8 @@ Q4_0 = LinearFormat(
     base_at=0,
     scale_at=0,
     layout=BITS4,
-    pack_codes=pack_halves,
-    unpack_codes=lambda blocks: unpack_halves(blocks[:, 2:]),
+    pack_codes=_pack_halves,
+    unpack_codes=lambda blocks: _unpack_halves(blocks[:, 2:]),
     codes_kernel=_codes_q4_0,
     codes_at=2,
     zero=8,
@@ -217,8 +225,8 @@ Q4_1 = LinearFormat(
     base_at=2,
     scale_at=0,
     layout=BITS4,
-    pack_codes=pack_halves,
-    unpack_codes=lambda blocks: unpack_halves(blocks[:, 4:]),
+    pack_codes=_pack_halves,
+    unpack_codes=lambda blocks: _unpack_halves(blocks[:, 4:]),
     codes_kernel=_codes_q4_1,
     plain=plain_range,
 )

@@ -3,11 +3,11 @@
 For each sub-block: a weight x with importance q counts q * sqrt(x**2 + s), where s is the mean of
 x**2 over the block, or twice that; without, x**2 (iq2_s: + s / 4).  Signs are taken off; where
 only 7 of 8 are stored and the number of negative weights is odd, the weight that counts least
-changes its sign.  Then scales around largest / highest level are tried: magnitudes are rounded to levels 1, 3,
-5, ..., a group off the grid becomes the best of its neighbours (where a weight counts the root of
-the above), and the scale of least squares shows the gain.  The best scale once more chooses the
-points and is fitted.  At last the scales of a block are divided by 1/31 of the largest one and
-rounded to odd numbers, and 1/31 times a factor found by trial is stored.
+changes its sign.  Then scales around largest / highest level are tried: magnitudes are rounded to
+levels 1, 3, 5, ..., a group off the grid becomes the best of its neighbours (where a weight counts
+the root of the above), and the scale of least squares shows the gain.  The best scale once more
+chooses the points and is fitted.  At last the scales of a block are divided by 1/31 of the largest
+one and rounded to odd numbers, and 1/31 times a factor found by trial is stored.
 
 One thing differs: in iq3_s GGML writes what follows a sub-block of zeros to the wrong place.
 
@@ -25,7 +25,6 @@ from numpy.typing import NDArray
 
 from nbflow_kernels import simd
 from nbflow_kernels._jit import strict_njit
-from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants.formats import Bytes, Floats
 from nbflow_kernels.quants.integer_format import Encoder
 from nbflow_kernels.quants.levels_plain import Halves, no_importance
@@ -34,7 +33,6 @@ from nbflow_kernels.threads import split_rows
 
 COST = 2000.0  # operations a weight costs, for the choice of thread count
 
-NEED_IMPORTANCE = ("iq1_s", "iq2_xxs", "iq2_xs")
 AGAIN_OFF_GRID, AGAIN_ALL, AGAIN_ALWAYS = 0, 1, 2
 
 
@@ -108,18 +106,11 @@ def plain(name: str, x: Floats, importance: Floats | None) -> OnGrid:
 
 
 def plain_encoder(
-    name: str,
-    published: Callable[[Floats, Floats | None], OnGrid],
-    blocks: Callable[[OnGrid], Bytes],
+    published: Callable[[Floats, Floats | None], OnGrid], blocks: Callable[[OnGrid], Bytes]
 ) -> Encoder:
     """Return the encoder of a format; `blocks` makes rows of bytes of rows on the grid."""
 
     def encode(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
-        if importance is None and name in NEED_IMPORTANCE:
-            raise UsageError(
-                f"the published encoder of {name} needs importance weights; pass importance "
-                '(ones for equal weights) or use encoder="best"'
-            )
         return blocks(published(x, importance))
 
     return encode
@@ -274,7 +265,8 @@ def _point(
     dimensions = levels.shape[1]
     width = 2 if dimensions == 8 else 3
     highest = np.float32(2) if dimensions == 8 else np.float32(7)
-    at, bits = k * dimensions, 0
+    at = k * dimensions
+    bits: Any = 0
     for i in range(dimensions):
         level = np.rint(np.float32(0.5) * (inverse * value[at + i] - np.float32(1)))
         bits |= np.int64(max(np.float32(0), min(highest, level))) << (width * i)

@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants.formats import Bytes, Floats, QuantFormat
-from nbflow_kernels.quants.integers import IntegerForm, Integers, weights
+from nbflow_kernels.quants.integers import IntegerForm, Integers
+from nbflow_kernels.quants.integers import weights as decoded
 from nbflow_kernels.threads import split_rows
 
 CHUNK = 1 << 22  # weights decoded or encoded at once: bounds the temporary arrays to some 50 MB
@@ -62,7 +63,8 @@ class IntegerFormat(QuantFormat):
     name: str
     block_size: int
     block_bytes: int
-    integer_form: IntegerForm
+    form: IntegerForm
+    """The format's formula."""
     unpack: Callable[[Bytes], tuple[Bytes, Scales | None]]
     """Blocks (n, block_bytes) to codes (n, block_size) and integer scales (n, sub-blocks), NumPy;
     scales are None where the form has none."""
@@ -78,6 +80,8 @@ class IntegerFormat(QuantFormat):
     no_plain: str = ""
     plain_importance: bool = True
     """Whether the published encoder knows importance weights."""
+    needs_importance: bool = False
+    """Whether it cannot do without."""
 
     # ---- encode -----------------------------------------------------------------------------
 
@@ -97,12 +101,35 @@ class IntegerFormat(QuantFormat):
             data[row : row + step] = encode(x[row : row + step], part, counts)
         return data
 
+    def _best_of_both(self, x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+        """Return the blocks of the search, or plain's where it loses less."""
+        assert self.best is not None
+        assert self.plain is not None
+        weight = weights(importance, counts)
+        data = self.best(x, importance, counts)
+        given = weight if self.needs_importance else importance
+        other = self.plain(x, given if self.plain_importance else None, counts)
+        decoded, other_decoded = np.empty_like(x), np.empty_like(x)
+        with np.errstate(over="ignore"):
+            self.dequantize_rows(data, decoded)
+            self.dequantize_rows(other, other_decoded)
+        split_rows(
+            _take_better, len(x), 8.0 * x.size, x, weight, decoded, other_decoded, data, other,
+            self.block_size, self.block_bytes,
+        )  # fmt: skip
+        return data
+
     def _encoder(self, encoder: str, weighted: bool) -> Encoder:
         """Return the encoder, or raise if there is none of that name."""
         if encoder == "best":
             if self.best is None:
                 raise UsageError(f"weights cannot be quantized to {self.name}: it is only read")
-            return self.best
+            return self._best_of_both
+        if self.needs_importance and not weighted:
+            raise UsageError(
+                f"the published encoder of {self.name} needs importance weights; pass importance "
+                '(ones for equal weights) or use encoder="best"'
+            )
         if self.plain is None:
             raise UsageError(
                 f'format {self.name} has no encoder "plain": {self.no_plain}; use encoder="best"'
@@ -116,9 +143,14 @@ class IntegerFormat(QuantFormat):
 
     # ---- decode -----------------------------------------------------------------------------
 
+    @property
+    def integer_form(self) -> IntegerForm:
+        """See `QuantFormat.integer_form`."""
+        return self.form
+
     def integers(self, data: Bytes) -> Integers:
         """Return rows (rows, row bytes) in the integer form, through the scalar decoders."""
-        form, n_rows = self.integer_form, len(data)
+        form, n_rows = self.form, len(data)
         n_blocks = data.shape[1] // self.block_bytes
         width = n_blocks * self.block_size
         codes = np.empty((n_rows, width), np.uint8)
@@ -133,11 +165,11 @@ class IntegerFormat(QuantFormat):
         codes, scales = self.unpack(blocks)
         d = self.steps(blocks).reshape(len(blocks), -1)
         with np.errstate(invalid="ignore", over="ignore"):  # bytes from a file may hold inf
-            return weights(self.integer_form, Integers(codes, d, scales=scales))
+            return decoded(self.form, Integers(codes, d, scales=scales))
 
     def dequantize_rows(self, data: Bytes, out: Floats) -> None:
         """Write the weights of rows; see `QuantFormat.dequantize_rows`."""
-        form = self.integer_form
+        form = self.form
         values = value_table(form)
         step = max(1, CHUNK // max(out.shape[1], 1))
         for row in range(0, len(data), step):
@@ -166,6 +198,11 @@ def half_steps(at: int) -> Callable[[Bytes], Floats]:
     return steps
 
 
+def weights(importance: Floats | None, counts: Floats) -> Floats:
+    """Return how much the squared error of a weight counts, (1 or rows, columns)."""
+    return counts[None] if importance is None else importance
+
+
 def _padded(importance: Floats | None, width: int, n_columns: int) -> Floats | None:
     """Return importance (columns,) or (rows, columns) as float32 (1 or rows, width)."""
     if importance is None:
@@ -190,3 +227,23 @@ def _apply(
                 step *= np.float32(scales[row, s])
             for column in range(first, min(first + sub_block, out.shape[1])):
                 out[row, column] = step * values[codes[row, column]]
+
+
+@njit
+def _take_better(
+    x: Any, weight: Any, decoded: Any, other_decoded: Any, data: Any, other: Any, block: Any,
+    block_bytes: Any, start: Any, stop: Any,
+) -> None:  # fmt: skip
+    """Copy the blocks of `other` that lose less to `data`."""
+    for row in range(start, stop):
+        w = weight[min(row, len(weight) - 1)]
+        for b in range(data.shape[1] // block_bytes):
+            error, other_error = 0.0, 0.0
+            for i in range(b * block, (b + 1) * block):
+                error += np.float64(w[i]) * (np.float64(decoded[row, i]) - x[row, i]) ** 2
+                other_error += (
+                    np.float64(w[i]) * (np.float64(other_decoded[row, i]) - x[row, i]) ** 2
+                )
+            if not error <= other_error and other_error < np.inf:
+                for i in range(b * block_bytes, (b + 1) * block_bytes):
+                    data[row, i] = other[row, i]

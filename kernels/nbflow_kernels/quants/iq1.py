@@ -45,10 +45,11 @@ import numpy as np
 from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.quants import iq1_plain
 from nbflow_kernels.quants.fields import nibble, pack_fields, unpack_fields
+from nbflow_kernels.quants.format import IntegerFormat, Scales, decode_rows, half_steps
 from nbflow_kernels.quants.formats import Bytes, Floats
 from nbflow_kernels.quants.grid_plain import OnGrid, plain_encoder
+from nbflow_kernels.quants.grid_search import best_encoder_iq1
 from nbflow_kernels.quants.grids import GRID_IQ1, coordinates
-from nbflow_kernels.quants.integer_format import IntegerFormat, Scales, decode_rows, half_steps
 from nbflow_kernels.quants.integers import IntegerForm
 
 # code = coordinate | shift << 2, in eighths; coordinate 3 does not occur
@@ -149,24 +150,27 @@ IQ1_S = IntegerFormat(
     name="iq1_s",
     block_size=256,
     block_bytes=50,
-    integer_form=IntegerForm(
+    form=IntegerForm(
         block=256, sub_block=32, code_bits=3, values=VALUES, factor=0.125, scales=True
     ),
     unpack=_unpack_iq1_s,
     steps=half_steps(0),
     kernel=_iq1_s,
     table=GRID_IQ1,
-    plain=plain_encoder("iq1_s", partial(iq1_plain.plain, 32), _blocks_iq1_s),
+    plain=plain_encoder(partial(iq1_plain.plain, 32), _blocks_iq1_s),
+    needs_importance=True,
+    best=best_encoder_iq1(32, _blocks_iq1_s),
 )
 
 IQ1_M = IntegerFormat(
     name="iq1_m",
     block_size=256,
     block_bytes=56,
-    integer_form=replace(IQ1_S.integer_form, sub_block=16),
+    form=replace(IQ1_S.form, sub_block=16),
     unpack=_unpack_iq1_m,
     steps=_steps_iq1_m,
     kernel=_iq1_m,
     table=GRID_IQ1,
-    plain=plain_encoder("iq1_m", partial(iq1_plain.plain, 16), _blocks_iq1_m),
+    plain=plain_encoder(partial(iq1_plain.plain, 16), _blocks_iq1_m),
+    best=best_encoder_iq1(16, _blocks_iq1_m),
 )

@@ -55,8 +55,10 @@ import numpy as np
 
 from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.quants.fields import bit, nibble, pack_fields, unpack_fields
+from nbflow_kernels.quants.format import IntegerFormat, Scales, decode_rows, half_steps
 from nbflow_kernels.quants.formats import Bytes
 from nbflow_kernels.quants.grid_plain import OnGrid, plain, plain_encoder
+from nbflow_kernels.quants.grid_search import best_encoder
 from nbflow_kernels.quants.grids import (
     GRID_IQ2_S,
     GRID_IQ2_XS,
@@ -68,11 +70,11 @@ from nbflow_kernels.quants.grids import (
     signs_of_seven,
     word,
 )
-from nbflow_kernels.quants.integer_format import IntegerFormat, Scales, decode_rows, half_steps
 from nbflow_kernels.quants.integers import IntegerForm
 
 # code = magnitude | sign << 2; magnitude code 3 does not occur
 VALUES = (8, 25, 43, 0, -8, -25, -43, 0)
+MAGNITUDES = (8 / 8, 25 / 8, 43 / 8)
 
 
 @inline
@@ -199,36 +201,41 @@ IQ2_XXS = IntegerFormat(
     name="iq2_xxs",
     block_size=256,
     block_bytes=66,
-    integer_form=IntegerForm(
+    form=IntegerForm(
         block=256, sub_block=32, code_bits=3, values=VALUES, factor=0.125, scales=True
     ),
     unpack=_unpack_iq2_xxs,
     steps=half_steps(0),
     kernel=_iq2_xxs,
     table=GRID_IQ2_XXS,
-    plain=plain_encoder("iq2_xxs", partial(plain, "iq2_xxs"), _blocks_iq2_xxs),
+    plain=plain_encoder(partial(plain, "iq2_xxs"), _blocks_iq2_xxs),
+    needs_importance=True,
+    best=best_encoder("iq2_xxs", MAGNITUDES, _blocks_iq2_xxs),
 )
 
 IQ2_XS = IntegerFormat(
     name="iq2_xs",
     block_size=256,
     block_bytes=74,
-    integer_form=replace(IQ2_XXS.integer_form, sub_block=16),
+    form=replace(IQ2_XXS.form, sub_block=16),
     unpack=_unpack_iq2_xs,
     steps=half_steps(0),
     kernel=_iq2_xs,
     table=GRID_IQ2_XS,
-    plain=plain_encoder("iq2_xs", partial(plain, "iq2_xs"), _blocks_iq2_xs),
+    plain=plain_encoder(partial(plain, "iq2_xs"), _blocks_iq2_xs),
+    needs_importance=True,
+    best=best_encoder("iq2_xs", MAGNITUDES, _blocks_iq2_xs),
 )
 
 IQ2_S = IntegerFormat(
     name="iq2_s",
     block_size=256,
     block_bytes=82,
-    integer_form=replace(IQ2_XXS.integer_form, sub_block=16),
+    form=replace(IQ2_XXS.form, sub_block=16),
     unpack=_unpack_iq2_s,
     steps=half_steps(0),
     kernel=_iq2_s,
     table=GRID_IQ2_S,
-    plain=plain_encoder("iq2_s", partial(plain, "iq2_s"), _blocks_iq2_s),
+    plain=plain_encoder(partial(plain, "iq2_s"), _blocks_iq2_s),
+    best=best_encoder("iq2_s", MAGNITUDES, _blocks_iq2_s),
 )

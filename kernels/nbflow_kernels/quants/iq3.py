@@ -47,8 +47,10 @@ import numpy as np
 
 from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.quants.fields import bit, nibble, pack_fields, unpack_fields
+from nbflow_kernels.quants.format import IntegerFormat, Scales, decode_rows, half_steps
 from nbflow_kernels.quants.formats import Bytes
 from nbflow_kernels.quants.grid_plain import OnGrid, plain, plain_encoder
+from nbflow_kernels.quants.grid_search import best_encoder
 from nbflow_kernels.quants.grids import (
     GRID_IQ3_S,
     GRID_IQ3_XXS,
@@ -58,12 +60,13 @@ from nbflow_kernels.quants.grids import (
     signs_of_seven,
     word,
 )
-from nbflow_kernels.quants.integer_format import IntegerFormat, Scales, decode_rows, half_steps
 from nbflow_kernels.quants.integers import IntegerForm
 
 # code = magnitude | sign << 3
 VALUES_XXS = (4, 12, 20, 28, 36, 44, 52, 62, -4, -12, -20, -28, -36, -44, -52, -62)
 VALUES_S = (1, 3, 5, 7, 9, 11, 13, 15, -1, -3, -5, -7, -9, -11, -13, -15)
+MAGNITUDES_XXS = tuple(v / 4 for v in VALUES_XXS[:8])
+MAGNITUDES_S = tuple(float(v) for v in VALUES_S[:8])
 
 
 @inline
@@ -140,24 +143,26 @@ IQ3_XXS = IntegerFormat(
     name="iq3_xxs",
     block_size=256,
     block_bytes=98,
-    integer_form=IntegerForm(
+    form=IntegerForm(
         block=256, sub_block=32, code_bits=4, values=VALUES_XXS, factor=0.25, scales=True
     ),
     unpack=_unpack_iq3_xxs,
     steps=half_steps(0),
     kernel=_iq3_xxs,
     table=GRID_IQ3_XXS,
-    plain=plain_encoder("iq3_xxs", partial(plain, "iq3_xxs"), _blocks_iq3_xxs),
+    plain=plain_encoder(partial(plain, "iq3_xxs"), _blocks_iq3_xxs),
+    best=best_encoder("iq3_xxs", MAGNITUDES_XXS, _blocks_iq3_xxs),
 )
 
 IQ3_S = IntegerFormat(
     name="iq3_s",
     block_size=256,
     block_bytes=110,
-    integer_form=IntegerForm(block=256, sub_block=32, code_bits=4, values=VALUES_S, scales=True),
+    form=IntegerForm(block=256, sub_block=32, code_bits=4, values=VALUES_S, scales=True),
     unpack=_unpack_iq3_s,
     steps=half_steps(0),
     kernel=_iq3_s,
     table=GRID_IQ3_S,
-    plain=plain_encoder("iq3_s", partial(plain, "iq3_s"), _blocks_iq3_s),
+    plain=plain_encoder(partial(plain, "iq3_s"), _blocks_iq3_s),
+    best=best_encoder("iq3_s", MAGNITUDES_S, _blocks_iq3_s),
 )

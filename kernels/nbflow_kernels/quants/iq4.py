@@ -44,6 +44,7 @@ import numpy as np
 
 from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.quants import levels_plain
+from nbflow_kernels.quants.block_search import rule
 from nbflow_kernels.quants.fields import (
     half_nibble,
     nibble,
@@ -52,19 +53,24 @@ from nbflow_kernels.quants.fields import (
     unpack_fields,
     unpack_halves,
 )
-from nbflow_kernels.quants.formats import Bytes, Floats
-from nbflow_kernels.quants.integer_format import (
+from nbflow_kernels.quants.format import (
     IntegerFormat,
     Scales,
     decode_rows,
     half_steps,
     no_scale,
+    weights,
 )
+from nbflow_kernels.quants.formats import Bytes, Floats
 from nbflow_kernels.quants.integers import IntegerForm
 from nbflow_kernels.quants.levels_plain import Halves
+from nbflow_kernels.quants.levels_search import search
 
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 LEVELS_F32 = np.array(LEVELS, np.float32)
+_STARTS = np.outer([1 / LEVELS[0], 1 / LEVELS[-1]], [0.94, 1, 1.07, 1.15, 1.25])
+RULE_NL = rule(_STARTS, signed=True)
+RULE_XS = rule(_STARTS, scales=(1, 0, -32, 31), tops=(-32, 31, -31, -30, 29), signed=True)
 NO_TABLE = np.zeros(0, np.uint8)
 
 
@@ -126,6 +132,17 @@ def _blocks_iq4_xs(codes: Bytes, scales: Scales, d: Halves) -> Bytes:
     return blocks.reshape(len(codes), -1)
 
 
+def _best_iq4_nl(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+    found = search(x, weights(importance, counts), LEVELS_F32, RULE_NL, 32, 32)
+    return _blocks_iq4_nl(found.chosen.reshape(len(x), -1).astype(np.uint8), found.d)
+
+
+def _best_iq4_xs(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+    found = search(x, weights(importance, counts), LEVELS_F32, RULE_XS, 256, 32)
+    codes = found.chosen.reshape(len(x), -1).astype(np.uint8)
+    return _blocks_iq4_xs(codes, found.scales, found.d)
+
+
 def _plain_iq4_nl(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
     codes, _, d = levels_plain.iq4(x, importance, LEVELS_F32, 32)
     return _blocks_iq4_nl(codes, d)
@@ -139,22 +156,24 @@ IQ4_NL = IntegerFormat(
     name="iq4_nl",
     block_size=32,
     block_bytes=18,
-    integer_form=IntegerForm(block=32, sub_block=32, code_bits=4, values=LEVELS),
+    form=IntegerForm(block=32, sub_block=32, code_bits=4, values=LEVELS),
     unpack=_unpack_iq4_nl,
     steps=half_steps(0),
     kernel=_iq4_nl,
     table=NO_TABLE,
     plain=_plain_iq4_nl,
+    best=_best_iq4_nl,
 )
 
 IQ4_XS = IntegerFormat(
     name="iq4_xs",
     block_size=256,
     block_bytes=136,
-    integer_form=IntegerForm(block=256, sub_block=32, code_bits=4, values=LEVELS, scales=True),
+    form=IntegerForm(block=256, sub_block=32, code_bits=4, values=LEVELS, scales=True),
     unpack=_unpack_iq4_xs,
     steps=half_steps(0),
     kernel=_iq4_xs,
     table=NO_TABLE,
     plain=_plain_iq4_xs,
+    best=_best_iq4_xs,
 )

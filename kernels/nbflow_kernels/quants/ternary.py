@@ -63,18 +63,23 @@ import numpy as np
 
 from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.quants import levels_plain
+from nbflow_kernels.quants.block_search import rule
 from nbflow_kernels.quants.fields import bit, crumb, pack_fields, unpack_fields
-from nbflow_kernels.quants.formats import Bytes, Floats
-from nbflow_kernels.quants.integer_format import (
+from nbflow_kernels.quants.format import (
     IntegerFormat,
     decode_rows,
     half_steps,
     no_scale,
+    value_table,
+    weights,
 )
+from nbflow_kernels.quants.formats import Bytes, Floats
 from nbflow_kernels.quants.integers import IntegerForm
 from nbflow_kernels.quants.levels_plain import Halves
+from nbflow_kernels.quants.levels_search import search
 
 POWERS = np.array([1, 3, 9, 27, 81], np.uint8)
+REACH = (1, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2)  # of the highest level to try, in largest weights
 
 
 @inline
@@ -168,8 +173,15 @@ def _format(
     unpack: Callable[[Bytes], Bytes],
     pack: Callable[[Bytes], Bytes],
     scale_at: int,
+    n_levels: int,
 ) -> IntegerFormat:
-    """Return a format; `pack` turns codes (n, block) into bytes, `unpack` blocks into codes."""
+    """Return a format whose encoders write `n_levels` codes.
+
+    `pack` turns codes (n, block) into bytes, `unpack` blocks into codes.
+    """
+    levels = value_table(form)[:n_levels]
+    starts = np.outer([1 / levels[-1], 1 / levels[0]], REACH)
+    search_rule = rule(starts, signed=True)
 
     def blocks(codes: Bytes, d: Halves) -> Bytes:
         stored, packed = d.reshape(-1, 1).view(np.uint8), pack(codes.reshape(-1, block))
@@ -180,16 +192,21 @@ def _format(
         published = levels_plain.signs if form.code_bits == 1 else levels_plain.rounded
         return blocks(*published(x, block))
 
+    def best(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+        found = search(x, weights(importance, counts), levels, search_rule, block, block)
+        return blocks(found.chosen.reshape(len(x), -1).astype(np.uint8), found.d)
+
     return IntegerFormat(
         name=name,
         block_size=block,
         block_bytes=2 + len(pack(np.zeros((1, block), np.uint8))[0]),
-        integer_form=form,
+        form=form,
         unpack=lambda data: (unpack(data), None),
         steps=half_steps(scale_at),
         kernel=kernel,
         table=POWERS,
         plain=plain,
+        best=best,
         plain_importance=False,
     )
 
@@ -204,6 +221,7 @@ Q1_0 = _format(
     lambda blocks: unpack_fields(blocks[:, 2:], 1),
     lambda codes: pack_fields(codes, 1),
     0,
+    2,
 )
 
 Q2_0 = _format(
@@ -214,7 +232,8 @@ Q2_0 = _format(
     lambda blocks: unpack_fields(blocks[:, 2:], 2),
     lambda codes: pack_fields(codes, 2),
     0,
+    4,
 )
 
-TQ1_0 = _format("tq1_0", 256, _TERNARY, _tq1_0, _unpack_tq1_0, _pack_tq1_0, 52)
-TQ2_0 = _format("tq2_0", 256, _TERNARY, _tq2_0, _unpack_tq2_0, _pack_tq2_0, 64)
+TQ1_0 = _format("tq1_0", 256, _TERNARY, _tq1_0, _unpack_tq1_0, _pack_tq1_0, 52, 3)
+TQ2_0 = _format("tq2_0", 256, _TERNARY, _tq2_0, _unpack_tq2_0, _pack_tq2_0, 64, 3)

@@ -1,0 +1,230 @@
+"""The encoder "best" of formats with a d for each block and an integer scale for each sub-block.
+
+For each sub-block, scales around that of its largest weight are tried; each gives codes, and least
+squares the scale that suits these best.  The scale of largest gain is the sub-block's *ideal* one.
+Then a d is tried for each of some multiples that the largest ideal scale may be of it.  Each
+sub-block takes the better of the two integer scales next to its ideal one; least squares over the
+block gives the d that suits these codes and scales best; it is rounded to what the format stores,
+and all is chosen again.  The neighbours of the best d among the stored numbers come last.
+
+All errors are those of the weights a decoder sees, for d as it is stored.  What codes a sub-block
+takes for a scale is a function of the format's family: `levels_search`, `grid_search`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from nbflow_kernels import simd
+from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.quants.formats import Floats
+
+F16_MAX = 65504.0
+ROUNDS = 3  # how often a d is fitted to the codes it led to
+
+
+class Rule(NamedTuple):
+    """What a format stores; the scale of a sub-block is ``by * integer + plus``."""
+
+    by: np.float32
+    plus: np.float32
+    lowest: np.float32
+    """Range of the integer."""
+    highest: np.float32
+    starts: Floats
+    """Scales to try first, times the largest weight of the sub-block."""
+    tops: Floats
+    """Multiples of d to try for the largest ideal scale."""
+    stored: Floats
+    """The numbers d can be, ascending; empty: float16."""
+    signed: bool
+    """Whether d has a sign: `starts` are then for the weight of largest magnitude with its sign."""
+
+
+def rule(
+    starts: ArrayLike,
+    *,
+    scales: tuple[float, float, float, float] = (0, 1, 0, 0),
+    tops: ArrayLike = (1,),
+    stored: ArrayLike = (),
+    signed: bool = False,
+) -> Rule:
+    """Return a rule; `scales` are `by`, `plus`, `lowest` and `highest`, as given: no scales."""
+    by, plus, lowest, highest = (np.float32(v) for v in scales)
+    first, multiples, numbers = (
+        np.array(v, np.float32).reshape(-1) for v in (starts, tops, stored)
+    )
+    return Rule(by, plus, lowest, highest, first, multiples, numbers, signed)
+
+
+class Searched(NamedTuple):
+    """What the search found."""
+
+    chosen: NDArray[np.uint16]
+    """(rows, sub-blocks, n): codes, or whatever the family's function writes."""
+    scales: NDArray[np.int16]
+    """(rows, sub-blocks): the integers."""
+    d: NDArray[np.uint16]
+    """(rows, blocks): bits of float16, or the index in `Rule.stored`."""
+
+
+@njit
+def _store(value: Any, stored: Any) -> Any:
+    """Return the index or bits of the storable number nearest to a value."""
+    if len(stored) == 0:
+        return np.int64(simd.float_to_half(min(max(value, -F16_MAX), F16_MAX)))
+    low, high = 0, len(stored) - 1
+    while high - low > 1:
+        middle = (low + high) >> 1
+        if stored[middle] <= value:
+            low = middle
+        else:
+            high = middle
+    return low if value - stored[low] < stored[high] - value else high
+
+
+@njit
+def _number(index: Any, stored: Any) -> Any:
+    """Return the number of an index or of bits, NaN if there is none."""
+    if len(stored) == 0:
+        value = simd.half_to_float(np.uint16(index))
+        return value if abs(value) <= np.float32(F16_MAX) else np.float32(np.nan)
+    return stored[index] if 0 <= index < len(stored) else np.float32(np.nan)
+
+
+@njit
+def _normalized(x: Any, value: Any) -> Any:
+    """Write weights divided by the largest magnitude; return 1 / that (1 for zeros)."""
+    largest = np.float32(0)
+    for i in range(len(value)):
+        largest = max(largest, abs(x[i]))
+    norm = np.float32(1) / largest if largest > np.float32(1e-37) else np.float32(1)
+    for i in range(len(value)):
+        value[i] = x[i] * norm
+    return norm
+
+
+@inline
+def _ideal(evaluate: Any, value: Any, weight: Any, tables: Any, rule: Any, out: Any) -> Any:
+    """Return the scale of a sub-block that loses least if any scale could be stored."""
+    extreme = np.float32(0)
+    for j in range(len(value)):
+        if abs(value[j]) > abs(extreme):
+            extreme = value[j]
+    if not rule.signed:
+        extreme = abs(extreme)
+    best, gain = np.float32(0), np.float32(0)
+    for i in range(len(rule.starts)):
+        _, qx, qq = evaluate(value, weight, extreme * rule.starts[i], tables, out)
+        if qq > 0 and qx * qx > gain * qq:
+            best = qx / qq
+            gain = qx * best
+    _, qx, qq = evaluate(value, weight, best, tables, out)
+    return qx / qq if qq > 0 else best
+
+
+@inline
+def _choose(
+    evaluate: Any, value: Any, weight: Any, d: Any, tables: Any, rule: Any, ideal: Any,
+    integers: Any, out: Any,
+) -> Any:  # fmt: skip
+    """Choose the integers of a block for a d; return the error and the sums that d is fitted by."""
+    sub = len(value) // len(ideal)
+    error, sum_x, sum_q = np.float32(0), np.float32(0), np.float32(0)
+    for s in range(len(ideal)):
+        low = np.float32(0)
+        if rule.by > 0 and d != 0:
+            low = np.floor((ideal[s] / d - rule.plus) / rule.by)
+        least, before = np.float32(np.inf), np.float32(-1000)
+        x_of_least, q_of_least = np.float32(0), np.float32(0)
+        for step in range(2):
+            integer = min(max(low + np.float32(step), rule.lowest), rule.highest)
+            if integer == before:
+                continue
+            before = integer
+            scale = rule.by * integer + rule.plus
+            e, qx, qq = evaluate(
+                value[s * sub : (s + 1) * sub], weight[s * sub : (s + 1) * sub], d * scale,
+                tables, out,
+            )  # fmt: skip
+            if e < least:
+                least, integers[s] = e, np.int64(integer)
+                x_of_least, q_of_least = qx * scale, qq * scale * scale
+        error += least
+        sum_x += x_of_least
+        sum_q += q_of_least
+    return error, sum_x, sum_q
+
+
+@inline
+def search_rows(
+    evaluate: Any, x: Any, weight: Any, tables: Any, rule: Any, chosen: Any, scales: Any, d: Any,
+    start: Any, stop: Any,
+) -> None:  # fmt: skip
+    """Encode rows [start, stop).
+
+    `weight` (1 or rows, columns) is how much the squared error of a weight counts.
+    ``evaluate(value, weight, step, tables, out)`` chooses the codes of a sub-block for a scale,
+    writes them to `out` and returns the error and the sums of weight * q * value and of
+    weight * q**2, where q is what a code stands for.
+    """
+    n_subs, block = scales.shape[1] // d.shape[1], x.shape[1] // d.shape[1]
+    sub, n_out = block // n_subs, chosen.shape[2]
+    value, ideal = np.empty(block, np.float32), np.empty(n_subs, np.float32)
+    integers, found = np.zeros(n_subs, np.int64), np.zeros(n_subs, np.int64)
+    out = np.zeros(2 * n_out, np.uint16)  # the second half is for the function's own use
+    for row in range(start, stop):
+        for b in range(d.shape[1]):
+            w = weight[min(row, len(weight) - 1), b * block : (b + 1) * block]
+            norm = _normalized(x[row, b * block : (b + 1) * block], value)
+            largest = np.float32(0)
+            for s in range(n_subs):
+                ideal[s] = _ideal(
+                    evaluate, value[s * sub : (s + 1) * sub], w[s * sub : (s + 1) * sub], tables,
+                    rule, out,
+                )  # fmt: skip
+                if abs(ideal[s]) > abs(largest):
+                    largest = ideal[s]
+            best, least, index = np.int64(0), np.float32(np.inf), np.int64(0)
+            sum_x, sum_q = np.float32(0), np.float32(0)
+            for attempt in range(len(rule.tops) * ROUNDS + 2):
+                if attempt >= len(rule.tops) * ROUNDS:  # the neighbours of the best
+                    index = best + 1 if attempt & 1 else best - 1
+                elif attempt % ROUNDS == 0:
+                    index = _store(largest / rule.tops[attempt // ROUNDS] / norm, rule.stored)
+                else:
+                    fitted = _store(sum_x / sum_q / norm, rule.stored) if sum_q > 0 else index
+                    if fitted == index:
+                        continue
+                    index = fitted
+                number = _number(index, rule.stored)
+                if not np.isfinite(number):
+                    continue
+                error, sum_x, sum_q = _choose(
+                    evaluate, value, w, number * norm, tables, rule, ideal, integers, out
+                )
+                if error < least:
+                    best, least = index, error
+                    found[:] = integers
+            d[row, b] = best
+            for s in range(n_subs):
+                scales[row, b * n_subs + s] = found[s]
+                step = _number(best, rule.stored) * norm
+                step *= rule.by * np.float32(found[s]) + rule.plus
+                evaluate(
+                    value[s * sub : (s + 1) * sub], w[s * sub : (s + 1) * sub], step, tables, out
+                )
+                chosen[row, b * n_subs + s] = out[:n_out]
+
+
+def rows_searched(x: Floats, block: int, sub_block: int, n_out: int) -> Searched:
+    """Return the arrays for the search's result for rows `x`, to be filled."""
+    n_rows, width = x.shape
+    return Searched(
+        np.empty((n_rows, width // sub_block, n_out), np.uint16),
+        np.empty((n_rows, width // sub_block), np.int16),
+        np.empty((n_rows, width // block), np.uint16),
+    )
