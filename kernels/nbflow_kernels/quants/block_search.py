@@ -107,6 +107,13 @@ def _normalized(x: Any, value: Any) -> Any:
     return norm
 
 
+@njit
+def _copy(source: Any, target: Any) -> None:
+    """Fill an array from the beginning of another one."""
+    for i in range(len(target)):
+        target[i] = source[i]
+
+
 @inline
 def _ideal(evaluate: Any, value: Any, weight: Any, tables: Any, rule: Any, out: Any) -> Any:
     """Return the scale of a sub-block that loses least if any scale could be stored."""
@@ -117,21 +124,24 @@ def _ideal(evaluate: Any, value: Any, weight: Any, tables: Any, rule: Any, out: 
     if not rule.signed:
         extreme = abs(extreme)
     best, gain = np.float32(0), np.float32(0)
-    for i in range(len(rule.starts)):
-        _, qx, qq = evaluate(value, weight, extreme * rule.starts[i], tables, out)
-        if qq > 0 and qx * qx > gain * qq:
+    for i in range(len(rule.starts) + 1):  # the last one refines the best
+        scale = extreme * rule.starts[i] if i < len(rule.starts) else best
+        _, qx, qq = evaluate(value, weight, scale, tables, out)
+        if qq > 0 and (i == len(rule.starts) or qx * qx > gain * qq):
             best = qx / qq
             gain = qx * best
-    _, qx, qq = evaluate(value, weight, best, tables, out)
-    return qx / qq if qq > 0 else best
+    return best
 
 
 @inline
 def _choose(
     evaluate: Any, value: Any, weight: Any, d: Any, tables: Any, rule: Any, ideal: Any,
-    integers: Any, out: Any,
+    integers: Any, out: Any, chosen: Any,
 ) -> Any:  # fmt: skip
-    """Choose the integers of a block for a d; return the error and the sums that d is fitted by."""
+    """Choose the integers of a block for a d; return the error and the sums that d is fitted by.
+
+    Unless `chosen` is empty, the integers are given, and what `evaluate` writes is put there.
+    """
     sub = len(value) // len(ideal)
     error, sum_x, sum_q = np.float32(0), np.float32(0), np.float32(0)
     for s in range(len(ideal)):
@@ -142,6 +152,8 @@ def _choose(
         x_of_least, q_of_least = np.float32(0), np.float32(0)
         for step in range(2):
             integer = min(max(low + np.float32(step), rule.lowest), rule.highest)
+            if len(chosen):
+                integer = np.float32(integers[s])
             if integer == before:
                 continue
             before = integer
@@ -153,6 +165,8 @@ def _choose(
             if e < least:
                 least, integers[s] = e, np.int64(integer)
                 x_of_least, q_of_least = qx * scale, qq * scale * scale
+        if len(chosen):
+            _copy(out, chosen[s])
         error += least
         sum_x += x_of_least
         sum_q += q_of_least
@@ -172,52 +186,50 @@ def search_rows(
     weight * q**2, where q is what a code stands for.
     """
     n_subs, block = scales.shape[1] // d.shape[1], x.shape[1] // d.shape[1]
-    sub, n_out = block // n_subs, chosen.shape[2]
-    value, ideal = np.empty(block, np.float32), np.empty(n_subs, np.float32)
+    sub, n_attempts = block // n_subs, len(rule.tops) * ROUNDS
+    value, w = np.empty(block, np.float32), np.empty(block, np.float32)
+    ideal = np.empty(n_subs, np.float32)
     integers, found = np.zeros(n_subs, np.int64), np.zeros(n_subs, np.int64)
-    out = np.zeros(2 * n_out, np.uint16)  # the second half is for the function's own use
+    out = np.zeros(2 * chosen.shape[2], np.uint16)  # the second half is for the function's own use
     for row in range(start, stop):
         for b in range(d.shape[1]):
-            w = weight[min(row, len(weight) - 1), b * block : (b + 1) * block]
-            norm = _normalized(x[row, b * block : (b + 1) * block], value)
+            at, first_sub = b * block, b * n_subs
+            norm = _normalized(x[row, at : at + block], value)
+            _normalized(weight[min(row, len(weight) - 1), at : at + block], w)
             largest = np.float32(0)
             for s in range(n_subs):
-                ideal[s] = _ideal(
-                    evaluate, value[s * sub : (s + 1) * sub], w[s * sub : (s + 1) * sub], tables,
-                    rule, out,
-                )  # fmt: skip
+                first, last = s * sub, (s + 1) * sub
+                ideal[s] = _ideal(evaluate, value[first:last], w[first:last], tables, rule, out)
                 if abs(ideal[s]) > abs(largest):
                     largest = ideal[s]
-            best, least, index = np.int64(0), np.float32(np.inf), np.int64(0)
-            sum_x, sum_q = np.float32(0), np.float32(0)
-            for attempt in range(len(rule.tops) * ROUNDS + 2):
-                if attempt >= len(rule.tops) * ROUNDS:  # the neighbours of the best
-                    index = best + 1 if attempt & 1 else best - 1
+            best, index = _store(largest / rule.tops[0] / norm, rule.stored), np.int64(0)
+            least, sum_x, sum_q = np.float32(np.inf), np.float32(0), np.float32(0)
+            for attempt in range(n_attempts + 3):
+                before = index
+                if attempt >= n_attempts:  # the neighbours of the best, at last the best
+                    index = best + (0, 1, -1)[n_attempts + 2 - attempt]
                 elif attempt % ROUNDS == 0:
                     index = _store(largest / rule.tops[attempt // ROUNDS] / norm, rule.stored)
-                else:
-                    fitted = _store(sum_x / sum_q / norm, rule.stored) if sum_q > 0 else index
-                    if fitted == index:
-                        continue
-                    index = fitted
+                elif sum_q > 0:
+                    index = _store(sum_x / sum_q / norm, rule.stored)
+                if index == before and attempt > 0 and attempt < n_attempts + 2:
+                    continue
                 number = _number(index, rule.stored)
                 if not np.isfinite(number):
                     continue
+                is_last = attempt == n_attempts + 2
+                if is_last:
+                    _copy(found, integers)
                 error, sum_x, sum_q = _choose(
-                    evaluate, value, w, number * norm, tables, rule, ideal, integers, out
-                )
+                    evaluate, value, w, number * norm, tables, rule, ideal, integers, out,
+                    chosen[row, first_sub : first_sub + n_subs * is_last],
+                )  # fmt: skip
                 if error < least:
                     best, least = index, error
-                    found[:] = integers
+                    _copy(integers, found)
             d[row, b] = best
             for s in range(n_subs):
-                scales[row, b * n_subs + s] = found[s]
-                step = _number(best, rule.stored) * norm
-                step *= rule.by * np.float32(found[s]) + rule.plus
-                evaluate(
-                    value[s * sub : (s + 1) * sub], w[s * sub : (s + 1) * sub], step, tables, out
-                )
-                chosen[row, b * n_subs + s] = out[:n_out]
+                scales[row, first_sub + s] = found[s]
 
 
 def rows_searched(x: Floats, block: int, sub_block: int, n_out: int) -> Searched:

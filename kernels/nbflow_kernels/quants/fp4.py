@@ -43,8 +43,8 @@ from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.quants import levels_plain
 from nbflow_kernels.quants.block_search import rule
 from nbflow_kernels.quants.fields import half_nibble, pack_halves, unpack_halves
-from nbflow_kernels.quants.format import IntegerFormat, decode_rows, no_scale, weights
 from nbflow_kernels.quants.formats import Bytes, Floats
+from nbflow_kernels.quants.integer_format import IntegerFormat, decode_rows, no_scale, weights
 from nbflow_kernels.quants.integers import IntegerForm
 from nbflow_kernels.quants.levels_search import search
 
@@ -147,7 +147,7 @@ MXFP4 = IntegerFormat(
     kernel=_mxfp4,
     table=NO_TABLE,
     plain=_plain_mxfp4,
-    best=_best_mxfp4,
+    search=_best_mxfp4,
     plain_importance=False,
 )
 
@@ -161,6 +161,6 @@ NVFP4 = IntegerFormat(
     kernel=_nvfp4,
     table=NO_TABLE,
     plain=_plain_nvfp4,
-    best=_best_nvfp4,
+    search=_best_nvfp4,
     plain_importance=False,
 )

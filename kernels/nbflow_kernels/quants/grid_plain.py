@@ -143,9 +143,6 @@ def _plain(
                     points[row, at // dimensions : (at + sub) // dimensions], masks, tried, off,
                 )  # fmt: skip
             d[row, b] = _scales(found, recipe.factor, scales[row], b * len(found))
-            if found.max() == 0 and recipe.seven_signs:
-                points[row, 256 * b // dimensions : 256 * (b + 1) // dimensions] = 0
-                signs[row, 32 * b : 32 * (b + 1)] = 0
 
 
 @strict_njit
@@ -155,6 +152,15 @@ def mean_square(x: Any) -> Any:
     for i in range(len(x)):
         total += x[i] * x[i]
     return total / np.float32(len(x))
+
+
+@strict_njit
+def largest_of(x: Any) -> Any:
+    """Return the largest magnitude."""
+    largest = np.float32(0)
+    for i in range(len(x)):
+        largest = max(largest, abs(x[i]))
+    return largest
 
 
 @strict_njit
@@ -202,9 +208,11 @@ def _sub_block(
         middle = scale * np.float32(recipe.n_levels)
     elif largest >= recipe.nothing:
         scale = largest / np.float32(2 * recipe.n_levels - 1)
-    points[:] = 0
+    for k in range(len(points)):
+        points[k] = 0
     if scale <= 0:
-        signs[:] = 0
+        for k in range(len(signs)):
+            signs[k] = 0
         return np.float32(0)
     scale = _best_scale(
         value,
@@ -221,7 +229,8 @@ def _sub_block(
         off,
     )
     if scale < 0:
-        signs[:] ^= np.uint8(255)
+        for k in range(len(signs)):
+            signs[k] ^= 255
     return abs(scale)
 
 
@@ -233,8 +242,9 @@ def _best_scale(
     """Choose the points of a sub-block by the scales around `middle`; return the best scale."""
     now, then = off[0], off[1]
     highest = np.float32(2 * recipe.n_levels - 1)
-    now[:] = recipe.again == AGAIN_ALL
-    best = np.float32(0)
+    best, any_off = np.float32(0), recipe.again != AGAIN_OFF_GRID
+    for k in range(len(points)):
+        now[k] = any_off
     for i in range(-recipe.tries, recipe.tries + 1):
         inverse = (highest + np.float32(i) * recipe.distance) / middle
         step = np.float32(1) / inverse
@@ -244,9 +254,11 @@ def _best_scale(
         if qq > 0 and qx * qx > best * qq:
             scale = qx / qq
             best = scale * qx
-            points[:] = tried
-            now[:] = then
-    if scale > 0 and (recipe.again == AGAIN_ALWAYS or now.any()):
+            any_off = recipe.again == AGAIN_ALWAYS
+            for k in range(len(points)):
+                points[k], now[k] = tried[k], then[k]
+                any_off |= then[k]
+    if scale > 0 and any_off:
         inverse = np.float32(1) / scale
         for k in range(len(points)):
             if now[k] or recipe.again != AGAIN_OFF_GRID:
@@ -309,7 +321,7 @@ def _sums(value: Any, weight: Any, levels: Any, points: Any) -> Any:
 @strict_njit
 def _scales(found: Any, factor: Any, scales: Any, at: Any) -> Any:
     """Write the integer scales of a block; return its stored d."""
-    d = found.max() / np.float32(31)
+    d = largest_of(found) / np.float32(31)
     if d == 0:
         return np.uint16(0)
     inverse = np.float32(1) / d

@@ -74,14 +74,14 @@ class IntegerFormat(QuantFormat):
     """Kernel ``(data, table, codes, scales, start, stop)`` through the scalar decoders."""
     table: NDArray[Any]
     """What the scalar decoder looks up, e.g. a grid."""
-    plain: Encoder | None = None
-    """The published encoder; `no_plain` says why there is none."""
-    best: Encoder | None = None
-    no_plain: str = ""
+    plain: Encoder
+    """The published encoder."""
+    search: Encoder
+    """The encoder that "best" takes where it loses less than `plain`."""
     plain_importance: bool = True
     """Whether the published encoder knows importance weights."""
     needs_importance: bool = False
-    """Whether it cannot do without."""
+    """Whether it cannot do without; equal ones are then taken where none are given."""
 
     # ---- encode -----------------------------------------------------------------------------
 
@@ -89,57 +89,43 @@ class IntegerFormat(QuantFormat):
         self, x: Floats, n_columns: int, encoder: str, importance: Floats | None = None
     ) -> Bytes:
         """Return the bytes of each row of `x`; see `QuantFormat.quantize_rows`."""
-        encode = self._encoder(encoder, importance is not None)
+        if encoder == "plain" and importance is not None and not self.plain_importance:
+            raise UsageError(
+                f"encoder 'plain' of {self.name} is the published one, which knows no importance; "
+                "use encoder='best'"
+            )
+        encode = self._best if encoder == "best" else self._plain
         n_rows, width = x.shape
         counts = (np.arange(width) < n_columns).astype(np.float32)
-        weight = _padded(importance, width, n_columns)
+        weight = None if importance is None else np.atleast_2d(importance) * counts
+        if weight is not None and encoder == "best":
+            weight = _scaled(weight)
         data = np.empty((n_rows, width // self.block_size * self.block_bytes), np.uint8)
         step = max(1, CHUNK // max(width, 1))
         for row in range(0, n_rows, step):
-            one_for_all = weight is None or len(weight) == 1
-            part = weight if weight is None or one_for_all else weight[row : row + step]
-            data[row : row + step] = encode(x[row : row + step], part, counts)
+            own = weight if weight is None or len(weight) == 1 else weight[row : row + step]
+            data[row : row + step] = encode(x[row : row + step], own, counts)
         return data
 
-    def _best_of_both(self, x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
-        """Return the blocks of the search, or plain's where it loses less."""
-        assert self.best is not None
-        assert self.plain is not None
-        weight = weights(importance, counts)
-        data = self.best(x, importance, counts)
-        given = weight if self.needs_importance else importance
-        other = self.plain(x, given if self.plain_importance else None, counts)
+    def _plain(self, x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+        """Return the published encoder's bytes."""
+        given = importance if self.plain_importance else None
+        if given is None and self.needs_importance:
+            given = counts[None]
+        return self.plain(x, given, counts)
+
+    def _best(self, x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
+        """Return the blocks of the search, or the published ones where they lose less."""
+        data, other = self.search(x, importance, counts), self._plain(x, importance, counts)
         decoded, other_decoded = np.empty_like(x), np.empty_like(x)
-        with np.errstate(over="ignore"):
+        with np.errstate(over="ignore", invalid="ignore"):
             self.dequantize_rows(data, decoded)
             self.dequantize_rows(other, other_decoded)
         split_rows(
-            _take_better, len(x), 8.0 * x.size, x, weight, decoded, other_decoded, data, other,
-            self.block_size, self.block_bytes,
+            _take_better, len(x), 8.0 * x.size, x, weights(importance, counts), decoded,
+            other_decoded, data, other, self.block_size, self.block_bytes,
         )  # fmt: skip
         return data
-
-    def _encoder(self, encoder: str, weighted: bool) -> Encoder:
-        """Return the encoder, or raise if there is none of that name."""
-        if encoder == "best":
-            if self.best is None:
-                raise UsageError(f"weights cannot be quantized to {self.name}: it is only read")
-            return self._best_of_both
-        if self.needs_importance and not weighted:
-            raise UsageError(
-                f"the published encoder of {self.name} needs importance weights; pass importance "
-                '(ones for equal weights) or use encoder="best"'
-            )
-        if self.plain is None:
-            raise UsageError(
-                f'format {self.name} has no encoder "plain": {self.no_plain}; use encoder="best"'
-            )
-        if weighted and not self.plain_importance:
-            raise UsageError(
-                f"the published encoder of {self.name} knows no importance weights; "
-                'use encoder="best", which does'
-            )
-        return self.plain
 
     # ---- decode -----------------------------------------------------------------------------
 
@@ -203,14 +189,11 @@ def weights(importance: Floats | None, counts: Floats) -> Floats:
     return counts[None] if importance is None else importance
 
 
-def _padded(importance: Floats | None, width: int, n_columns: int) -> Floats | None:
-    """Return importance (columns,) or (rows, columns) as float32 (1 or rows, width)."""
-    if importance is None:
-        return None
-    given = np.atleast_2d(np.asarray(importance, np.float32))[:, :n_columns]
-    padded = np.zeros((len(given), width), np.float32)
-    padded[:, :n_columns] = given
-    return padded
+def _scaled(importance: Floats) -> Floats:
+    """Return importance (1 or rows, columns), rows times a power of two that makes them about 1."""
+    exponent = np.frexp(importance.max(axis=1, keepdims=True))[1]
+    scaled: Floats = np.ldexp(importance, -exponent)
+    return scaled
 
 
 @njit

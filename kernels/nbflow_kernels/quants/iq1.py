@@ -45,11 +45,11 @@ import numpy as np
 from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.quants import iq1_plain
 from nbflow_kernels.quants.fields import nibble, pack_fields, unpack_fields
-from nbflow_kernels.quants.format import IntegerFormat, Scales, decode_rows, half_steps
 from nbflow_kernels.quants.formats import Bytes, Floats
 from nbflow_kernels.quants.grid_plain import OnGrid, plain_encoder
 from nbflow_kernels.quants.grid_search import best_encoder_iq1
 from nbflow_kernels.quants.grids import GRID_IQ1, coordinates
+from nbflow_kernels.quants.integer_format import IntegerFormat, Scales, decode_rows, half_steps
 from nbflow_kernels.quants.integers import IntegerForm
 
 # code = coordinate | shift << 2, in eighths; coordinate 3 does not occur
@@ -159,7 +159,7 @@ IQ1_S = IntegerFormat(
     table=GRID_IQ1,
     plain=plain_encoder(partial(iq1_plain.plain, 32), _blocks_iq1_s),
     needs_importance=True,
-    best=best_encoder_iq1(32, _blocks_iq1_s),
+    search=best_encoder_iq1(32, _blocks_iq1_s),
 )
 
 IQ1_M = IntegerFormat(
@@ -172,5 +172,5 @@ IQ1_M = IntegerFormat(
     kernel=_iq1_m,
     table=GRID_IQ1,
     plain=plain_encoder(partial(iq1_plain.plain, 16), _blocks_iq1_m),
-    best=best_encoder_iq1(16, _blocks_iq1_m),
+    search=best_encoder_iq1(16, _blocks_iq1_m),
 )

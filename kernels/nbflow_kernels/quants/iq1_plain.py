@@ -20,7 +20,7 @@ import numpy as np
 from nbflow_kernels import simd
 from nbflow_kernels._jit import strict_njit
 from nbflow_kernels.quants.formats import Floats
-from nbflow_kernels.quants.grid_plain import OnGrid, empty, mean_square, weigh
+from nbflow_kernels.quants.grid_plain import OnGrid, empty, largest_of, mean_square, weigh
 from nbflow_kernels.quants.levels_plain import no_importance
 from nbflow_kernels.quants.neighbours import neighbours
 from nbflow_kernels.threads import split_rows
@@ -63,7 +63,7 @@ def _plain(
                 values = x[row, at : at + sub]
                 weigh(x[row], q, at, mean, np.float32(0), weight[s])
                 found[s] = np.float32(0)
-                if np.abs(values).max() >= nothing:
+                if largest_of(values) >= nothing:
                     found[s] = _sub_block(
                         values, weight[s], shifted, first, near, levels,
                         points[row, at // 8 : at // 8 + groups],
@@ -96,9 +96,9 @@ def _sub_block(
         return np.float32(0)
     codes = np.empty(len(x), np.int64)
     for j in range(len(x)):
-        codes[order[j]] = (j >= low) + (j >= high)
+        code = (j >= low) + (j >= high)
+        codes[order[j]] = code if scale >= 0 else 2 - code
     if scale < 0:
-        codes[:] = 2 - codes
         scale, shift = -scale, 3 - shift
     all_on_grid = True
     for k in range(len(points)):
@@ -126,7 +126,7 @@ def _split_32(x: Any, weight: Any, order: Any, shifted: Any) -> Any:
     for low in range(n + 1):
         for high in range(low, n + 1):
             for shift in range(2):
-                v0, v1, v2 = shifted[shift]
+                v0, v1, v2 = shifted[shift, 0], shifted[shift, 1], shifted[shift, 2]
                 qx = sum_x[low] * v0 + (sum_x[high] - sum_x[low]) * v1
                 qx += (sum_x[n] - sum_x[high]) * v2
                 qq = sum_w[low] * v0 * v0 + (sum_w[high] - sum_w[low]) * v1 * v1
@@ -145,11 +145,15 @@ def _split_16(x: Any, weight: Any, order: Any, shifted: Any) -> Any:
     """
     sum_x, sum_w = np.zeros((2, 17), np.float32), np.zeros((2, 17), np.float32)
     for j in range(16):
-        half = order[j] >> 3
-        sum_x[:, j + 1], sum_w[:, j + 1] = sum_x[:, j], sum_w[:, j]
-        sum_x[half, j + 1] += weight[order[j]] * x[order[j]]
-        sum_w[half, j + 1] += weight[order[j]]
-    squares = shifted * shifted
+        i = order[j]
+        for half in range(2):
+            sum_x[half, j + 1], sum_w[half, j + 1] = sum_x[half, j], sum_w[half, j]
+        sum_x[i >> 3, j + 1] += weight[i] * x[i]
+        sum_w[i >> 3, j + 1] += weight[i]
+    steps = np.empty((2, 2), np.float32)  # between the squares of the levels, exact
+    for shift in range(2):
+        for i in range(2):
+            steps[shift, i] = shifted[shift, i] ** 2 - shifted[shift, i + 1] ** 2
     best, found = np.float32(-3.4028235e38), (-1, -1, 0, np.float32(0))
     qx, qq = np.empty((2, 2), np.float32), np.empty((2, 2), np.float32)  # half, shift
     for low in range(17):
@@ -160,8 +164,8 @@ def _split_16(x: Any, weight: Any, order: Any, shifted: Any) -> Any:
                     top = shifted[shift, 2]
                     qx[half, shift] = sum_x[half, 16] * top - below
                     q = sum_w[half, 16] * top * top
-                    q += sum_w[half, low] * (squares[shift, 0] - squares[shift, 1])
-                    q += sum_w[half, high] * (squares[shift, 1] - squares[shift, 2])
+                    q += sum_w[half, low] * steps[shift, 0]
+                    q += sum_w[half, high] * steps[shift, 1]
                     qq[half, shift] = q
             for shift in range(4):
                 this_x = qx[0, shift >> 1] + qx[1, shift & 1]
@@ -216,7 +220,7 @@ def _scales(
     shifts: Any, scales: Any,
 ) -> Any:  # fmt: skip
     """Write the integer scales of a block; return its stored d."""
-    d = found.max() / np.float32(15)
+    d = largest_of(found) / np.float32(15)
     if d == 0:
         return np.uint16(0)
     inverse = np.float32(1) / d

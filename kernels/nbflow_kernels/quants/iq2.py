@@ -55,7 +55,6 @@ import numpy as np
 
 from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.quants.fields import bit, nibble, pack_fields, unpack_fields
-from nbflow_kernels.quants.format import IntegerFormat, Scales, decode_rows, half_steps
 from nbflow_kernels.quants.formats import Bytes
 from nbflow_kernels.quants.grid_plain import OnGrid, plain, plain_encoder
 from nbflow_kernels.quants.grid_search import best_encoder
@@ -70,6 +69,7 @@ from nbflow_kernels.quants.grids import (
     signs_of_seven,
     word,
 )
+from nbflow_kernels.quants.integer_format import IntegerFormat, Scales, decode_rows, half_steps
 from nbflow_kernels.quants.integers import IntegerForm
 
 # code = magnitude | sign << 2; magnitude code 3 does not occur
@@ -210,7 +210,7 @@ IQ2_XXS = IntegerFormat(
     table=GRID_IQ2_XXS,
     plain=plain_encoder(partial(plain, "iq2_xxs"), _blocks_iq2_xxs),
     needs_importance=True,
-    best=best_encoder("iq2_xxs", MAGNITUDES, _blocks_iq2_xxs),
+    search=best_encoder("iq2_xxs", MAGNITUDES, _blocks_iq2_xxs),
 )
 
 IQ2_XS = IntegerFormat(
@@ -224,7 +224,7 @@ IQ2_XS = IntegerFormat(
     table=GRID_IQ2_XS,
     plain=plain_encoder(partial(plain, "iq2_xs"), _blocks_iq2_xs),
     needs_importance=True,
-    best=best_encoder("iq2_xs", MAGNITUDES, _blocks_iq2_xs),
+    search=best_encoder("iq2_xs", MAGNITUDES, _blocks_iq2_xs),
 )
 
 IQ2_S = IntegerFormat(
@@ -237,5 +237,5 @@ IQ2_S = IntegerFormat(
     kernel=_iq2_s,
     table=GRID_IQ2_S,
     plain=plain_encoder(partial(plain, "iq2_s"), _blocks_iq2_s),
-    best=best_encoder("iq2_s", MAGNITUDES, _blocks_iq2_s),
+    search=best_encoder("iq2_s", MAGNITUDES, _blocks_iq2_s),
 )

@@ -47,7 +47,6 @@ import numpy as np
 
 from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.quants.fields import bit, nibble, pack_fields, unpack_fields
-from nbflow_kernels.quants.format import IntegerFormat, Scales, decode_rows, half_steps
 from nbflow_kernels.quants.formats import Bytes
 from nbflow_kernels.quants.grid_plain import OnGrid, plain, plain_encoder
 from nbflow_kernels.quants.grid_search import best_encoder
@@ -60,6 +59,7 @@ from nbflow_kernels.quants.grids import (
     signs_of_seven,
     word,
 )
+from nbflow_kernels.quants.integer_format import IntegerFormat, Scales, decode_rows, half_steps
 from nbflow_kernels.quants.integers import IntegerForm
 
 # code = magnitude | sign << 3
@@ -151,7 +151,7 @@ IQ3_XXS = IntegerFormat(
     kernel=_iq3_xxs,
     table=GRID_IQ3_XXS,
     plain=plain_encoder(partial(plain, "iq3_xxs"), _blocks_iq3_xxs),
-    best=best_encoder("iq3_xxs", MAGNITUDES_XXS, _blocks_iq3_xxs),
+    search=best_encoder("iq3_xxs", MAGNITUDES_XXS, _blocks_iq3_xxs),
 )
 
 IQ3_S = IntegerFormat(
@@ -164,5 +164,5 @@ IQ3_S = IntegerFormat(
     kernel=_iq3_s,
     table=GRID_IQ3_S,
     plain=plain_encoder(partial(plain, "iq3_s"), _blocks_iq3_s),
-    best=best_encoder("iq3_s", MAGNITUDES_S, _blocks_iq3_s),
+    search=best_encoder("iq3_s", MAGNITUDES_S, _blocks_iq3_s),
 )

@@ -53,7 +53,8 @@ from nbflow_kernels.quants.fields import (
     unpack_fields,
     unpack_halves,
 )
-from nbflow_kernels.quants.format import (
+from nbflow_kernels.quants.formats import Bytes, Floats
+from nbflow_kernels.quants.integer_format import (
     IntegerFormat,
     Scales,
     decode_rows,
@@ -61,7 +62,6 @@ from nbflow_kernels.quants.format import (
     no_scale,
     weights,
 )
-from nbflow_kernels.quants.formats import Bytes, Floats
 from nbflow_kernels.quants.integers import IntegerForm
 from nbflow_kernels.quants.levels_plain import Halves
 from nbflow_kernels.quants.levels_search import search
@@ -162,7 +162,7 @@ IQ4_NL = IntegerFormat(
     kernel=_iq4_nl,
     table=NO_TABLE,
     plain=_plain_iq4_nl,
-    best=_best_iq4_nl,
+    search=_best_iq4_nl,
 )
 
 IQ4_XS = IntegerFormat(
@@ -175,5 +175,5 @@ IQ4_XS = IntegerFormat(
     kernel=_iq4_xs,
     table=NO_TABLE,
     plain=_plain_iq4_xs,
-    best=_best_iq4_xs,
+    search=_best_iq4_xs,
 )

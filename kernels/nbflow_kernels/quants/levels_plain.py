@@ -68,45 +68,38 @@ def iq4(
 
 @strict_njit
 def _nearest_levels(values: Any, x: Any, inverse: Any, codes: Any) -> None:
-    """Choose the codes of 32 weights divided by a scale, of 16 ascending levels; halves go up."""
-    for j in range(32):
+    """Choose the codes of weights divided by a scale, of ascending levels; halves go up."""
+    for j in range(len(codes)):
         codes[j] = 0
-    for level in range(15):  # counts the levels passed: loops this way round are vectorized
+    for level in range(len(values) - 1):  # counts the levels passed: vectorized this way round
         low, high = values[level], values[level + 1]
-        for j in range(32):
+        for j in range(len(codes)):
             v = x[j] * inverse
             codes[j] += np.int32(v - low >= high - v)
 
 
 @strict_njit
-def _gain(x: Any, weight: Any, values: Any, inverse: Any, codes: Any) -> Any:
-    """Return the weighted sums of level * x and level**2 over 32 weights, in order."""
-    _nearest_levels(values, x, inverse, codes)
-    qx, qq = np.float32(0), np.float32(0)
-    for j in range(32):
-        q = values[codes[j]]
-        w = weight[j]
-        qx += w * q * x[j]
-        qq += w * q * q
-    return qx, qq
-
-
-@strict_njit
 def _iq4_scale(x: Any, weight: Any, values: Any, codes: Any) -> Any:
-    """Return the scale of 32 weights."""
+    """Return the scale of a sub-block."""
     extreme = np.float32(0)
-    for j in range(32):
+    for j in range(len(x)):
         if abs(x[j]) > abs(extreme):
             extreme = x[j]
     if abs(extreme) < NOTHING:
         return np.float32(0)
-    scale = -extreme / values[0]
-    qx, qq = _gain(x, weight, values, np.float32(1) / scale, codes)
-    scale = qx / qq if qq > 0 else np.float32(0)
-    best = scale * qx
-    for i in range(-TRIES, TRIES + 1):
-        qx, qq = _gain(x, weight, values, (np.float32(i) + values[0]) / extreme, codes)
-        if qq > 0 and qx * qx > best * qq:
+    scale, best = np.float32(0), np.float32(0)
+    for i in range(-TRIES - 1, TRIES + 1):
+        first = i < -TRIES
+        inverse = (np.float32(i) + values[0]) / extreme
+        if first:
+            inverse = np.float32(1) / (-extreme / values[0])
+        _nearest_levels(values, x, inverse, codes)
+        qx, qq = np.float32(0), np.float32(0)
+        for j in range(len(x)):
+            q, w = values[codes[j]], weight[j]
+            qx += w * q * x[j]
+            qq += w * q * q
+        if qq > 0 and (first or qx * qx > best * qq):
             scale = qx / qq
             best = scale * qx
     return scale

@@ -65,7 +65,8 @@ from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.quants import levels_plain
 from nbflow_kernels.quants.block_search import rule
 from nbflow_kernels.quants.fields import bit, crumb, pack_fields, unpack_fields
-from nbflow_kernels.quants.format import (
+from nbflow_kernels.quants.formats import Bytes, Floats
+from nbflow_kernels.quants.integer_format import (
     IntegerFormat,
     decode_rows,
     half_steps,
@@ -73,7 +74,6 @@ from nbflow_kernels.quants.format import (
     value_table,
     weights,
 )
-from nbflow_kernels.quants.formats import Bytes, Floats
 from nbflow_kernels.quants.integers import IntegerForm
 from nbflow_kernels.quants.levels_plain import Halves
 from nbflow_kernels.quants.levels_search import search
@@ -206,7 +206,7 @@ def _format(
         kernel=kernel,
         table=POWERS,
         plain=plain,
-        best=best,
+        search=best,
         plain_importance=False,
     )
 
