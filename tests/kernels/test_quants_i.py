@@ -146,14 +146,15 @@ def test_activation_types_are_no_formats(name):
 )
 def test_neighbours_are_the_nearest_points_in_order(name, n_points, dimensions):
     near, width = neighbours(name), 2 if dimensions == 8 else 3
-    assert near.levels.shape == (n_points, dimensions)
+    assert (near.grid.shape, near.dimensions) == ((n_points,), dimensions)
+    points = grids.coordinates(near.grid, np.arange(n_points)[:, None], dimensions).astype(int)
     shells = {"iq1": 3, "iq2_s": 1, "iq3_s": 3}.get(name, 2)
     n_levels = 3 if dimensions == 8 else 8
     for cube in integers(3, (40, dimensions)) % np.uint64(n_levels):
         cube = cube.astype(int)
         bits = int((cube << width * np.arange(dimensions)).sum())
         listed = near.points[near.first[bits] : near.first[bits + 1]].tolist()
-        squares = np.square(near.levels - (2 * cube + 1)).sum(axis=1)
+        squares = np.square(points - cube).sum(axis=1)
         reach = np.unique(squares)[: 1 if squares.min() == 0 else shells][-1]
         want = sorted(np.flatnonzero(squares <= reach), key=lambda p: (squares[p], p))
         assert listed == [int(p) for p in want]

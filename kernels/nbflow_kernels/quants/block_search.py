@@ -115,7 +115,9 @@ def _copy(source: Any, target: Any) -> None:
 
 
 @inline
-def _ideal(evaluate: Any, value: Any, weight: Any, tables: Any, rule: Any, out: Any) -> Any:
+def _ideal(
+    evaluate: Any, value: Any, weight: Any, tables: Any, rule: Any, out: Any, scratch: Any
+) -> Any:
     """Return the scale of a sub-block that loses least if any scale could be stored."""
     extreme = np.float32(0)
     for j in range(len(value)):
@@ -126,7 +128,7 @@ def _ideal(evaluate: Any, value: Any, weight: Any, tables: Any, rule: Any, out: 
     best, gain = np.float32(0), np.float32(0)
     for i in range(len(rule.starts) + 1):  # the last one refines the best
         scale = extreme * rule.starts[i] if i < len(rule.starts) else best
-        _, qx, qq = evaluate(value, weight, scale, tables, out)
+        _, qx, qq = evaluate(value, weight, scale, tables, out, scratch)
         if qq > 0 and (i == len(rule.starts) or qx * qx > gain * qq):
             best = qx / qq
             gain = qx * best
@@ -136,7 +138,7 @@ def _ideal(evaluate: Any, value: Any, weight: Any, tables: Any, rule: Any, out: 
 @inline
 def _choose(
     evaluate: Any, value: Any, weight: Any, d: Any, tables: Any, rule: Any, ideal: Any,
-    integers: Any, out: Any, chosen: Any,
+    integers: Any, out: Any, scratch: Any, chosen: Any,
 ) -> Any:  # fmt: skip
     """Choose the integers of a block for a d; return the error and the sums that d is fitted by.
 
@@ -160,7 +162,7 @@ def _choose(
             scale = rule.by * integer + rule.plus
             e, qx, qq = evaluate(
                 value[s * sub : (s + 1) * sub], weight[s * sub : (s + 1) * sub], d * scale,
-                tables, out,
+                tables, out, scratch,
             )  # fmt: skip
             if e < least:
                 least, integers[s] = e, np.int64(integer)
@@ -181,16 +183,18 @@ def search_rows(
     """Encode rows [start, stop).
 
     `weight` (1 or rows, columns) is how much the squared error of a weight counts.
-    ``evaluate(value, weight, step, tables, out)`` chooses the codes of a sub-block for a scale,
-    writes them to `out` and returns the error and the sums of weight * q * value and of
-    weight * q**2, where q is what a code stands for.
+    ``evaluate(value, weight, step, tables, out, scratch)`` chooses the codes of a sub-block for a
+    scale, writes them to `out` and returns the error and the sums of weight * q * value and of
+    weight * q**2, where q is what a code stands for.  The second half of `out` and the 576 floats
+    of `scratch` are for its own use.
     """
     n_subs, block = scales.shape[1] // d.shape[1], x.shape[1] // d.shape[1]
     sub, n_attempts = block // n_subs, len(rule.tops) * ROUNDS
     value, w = np.empty(block, np.float32), np.empty(block, np.float32)
     ideal = np.empty(n_subs, np.float32)
     integers, found = np.zeros(n_subs, np.int64), np.zeros(n_subs, np.int64)
-    out = np.zeros(2 * chosen.shape[2], np.uint16)  # the second half is for the function's own use
+    out = np.zeros(2 * chosen.shape[2], np.uint16)
+    scratch = np.empty(576, np.float32)
     for row in range(start, stop):
         for b in range(d.shape[1]):
             at, first_sub = b * block, b * n_subs
@@ -199,7 +203,9 @@ def search_rows(
             largest = np.float32(0)
             for s in range(n_subs):
                 first, last = s * sub, (s + 1) * sub
-                ideal[s] = _ideal(evaluate, value[first:last], w[first:last], tables, rule, out)
+                ideal[s] = _ideal(
+                    evaluate, value[first:last], w[first:last], tables, rule, out, scratch
+                )
                 if abs(ideal[s]) > abs(largest):
                     largest = ideal[s]
             best, index = _store(largest / rule.tops[0] / norm, rule.stored), np.int64(0)
@@ -222,7 +228,7 @@ def search_rows(
                     _copy(found, integers)
                 error, sum_x, sum_q = _choose(
                     evaluate, value, w, number * norm, tables, rule, ideal, integers, out,
-                    chosen[row, first_sub : first_sub + n_subs * is_last],
+                    scratch, chosen[row, first_sub : first_sub + n_subs * is_last],
                 )  # fmt: skip
                 if error < least:
                     best, least = index, error

@@ -99,9 +99,9 @@ def empty(x: Floats, dimensions: int, sub_block: int) -> OnGrid:
 def plain(name: str, x: Floats, importance: Floats | None) -> OnGrid:
     """Return rows (rows, K) of weights on the grid of the format `name`."""
     recipe, near = RECIPES[name], neighbours(name)
-    out = empty(x, near.levels.shape[1], recipe.sub_block)
+    out = empty(x, near.dimensions, recipe.sub_block)
     weight = no_importance() if importance is None else importance
-    split_rows(_plain, len(x), COST * x.size, x, weight, recipe, *near, *out)
+    split_rows(_plain, len(x), COST * x.size, x, weight, recipe, near, out)
     return out
 
 
@@ -118,31 +118,30 @@ def plain_encoder(
 
 @strict_njit
 def _plain(
-    x: Any, importance: Any, recipe: Any, first: Any, near: Any, levels: Any, points: Any,
-    signs: Any, scales: Any, d: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+    x: Any, importance: Any, recipe: Any, near: Any, out: Any, start: Any, stop: Any
+) -> None:
     """Encode rows [start, stop)."""
-    sub, dimensions = recipe.sub_block, levels.shape[1]
+    sub, dimensions = recipe.sub_block, near.dimensions
     weight, root, value = np.empty((3, sub), np.float32)
     found = np.empty(256 // sub, np.float32)
-    tried = np.empty(sub // dimensions, np.uint16)
-    off = np.empty((2, sub // dimensions), np.bool_)
+    scratch = (
+        np.empty(sub // dimensions, np.uint16), np.empty((2, sub // dimensions), np.bool_),
+        np.empty(64 + 256, np.float32),
+    )  # fmt: skip
     for row in range(start, stop):
         q = importance[min(row, len(importance) - 1)] if len(importance) else importance.reshape(-1)
-        for b in range(d.shape[1]):
+        for b in range(x.shape[1] // 256):
             mean = recipe.twice_mean * mean_square(x[row, 256 * b : 256 * b + 256])
-            for s in range(256 // sub):
-                at = 256 * b + s * sub
-                weigh(x[row], q, at, mean, recipe.unweighted * mean, weight)
+            for s in range(len(found)):
+                first, last = 256 * b + s * sub, 256 * b + (s + 1) * sub
+                weigh(x[row], q, first, mean, recipe.unweighted * mean, weight)
                 for j in range(sub):
                     root[j] = np.sqrt(weight[j])
-                masks = signs[row, at // 8 : (at + sub) // 8]
-                _take_signs(x[row, at : at + sub], weight, recipe, value, masks)
-                found[s] = _sub_block(
-                    value, weight, root, recipe, first, near, levels,
-                    points[row, at // dimensions : (at + sub) // dimensions], masks, tried, off,
-                )  # fmt: skip
-            d[row, b] = _scales(found, recipe.factor, scales[row], b * len(found))
+                signs = out.signs[row, first // 8 : last // 8]
+                _take_signs(x[row, first:last], weight, recipe, value, signs)
+                points = out.points[row, first // dimensions : last // dimensions]
+                found[s] = _sub_block(value, weight, root, recipe, near, points, signs, scratch)
+            out.d[row, b] = _scales(found, recipe.factor, out.scales[row], b * len(found))
 
 
 @strict_njit
@@ -195,8 +194,8 @@ def _take_signs(x: Any, weight: Any, recipe: Any, value: Any, signs: Any) -> Non
 
 @strict_njit
 def _sub_block(
-    value: Any, weight: Any, root: Any, recipe: Any, first: Any, near: Any, levels: Any,
-    points: Any, signs: Any, tried: Any, off: Any,
+    value: Any, weight: Any, root: Any, recipe: Any, near: Any, points: Any, signs: Any,
+    scratch: Any,
 ) -> Any:  # fmt: skip
     """Choose the points of a sub-block; return its scale, which is not negative."""
     largest = value[0]
@@ -214,20 +213,7 @@ def _sub_block(
         for k in range(len(signs)):
             signs[k] = 0
         return np.float32(0)
-    scale = _best_scale(
-        value,
-        weight,
-        root,
-        scale,
-        middle,
-        recipe,
-        first,
-        near,
-        levels,
-        points,
-        tried,
-        off,
-    )
+    scale = _best_scale(value, weight, root, scale, middle, recipe, near, points, scratch)
     if scale < 0:
         for k in range(len(signs)):
             signs[k] ^= 255
@@ -236,83 +222,101 @@ def _sub_block(
 
 @strict_njit
 def _best_scale(
-    value: Any, weight: Any, root: Any, scale: Any, middle: Any, recipe: Any, first: Any,
-    near: Any, levels: Any, points: Any, tried: Any, off: Any,
+    value: Any, weight: Any, root: Any, scale: Any, middle: Any, recipe: Any, near: Any,
+    points: Any, scratch: Any,
 ) -> Any:  # fmt: skip
     """Choose the points of a sub-block by the scales around `middle`; return the best scale."""
-    now, then = off[0], off[1]
+    tried, off, losses = scratch
     highest = np.float32(2 * recipe.n_levels - 1)
     best, any_off = np.float32(0), recipe.again != AGAIN_OFF_GRID
     for k in range(len(points)):
-        now[k] = any_off
+        off[0, k] = any_off
     for i in range(-recipe.tries, recipe.tries + 1):
         inverse = (highest + np.float32(i) * recipe.distance) / middle
         step = np.float32(1) / inverse
         for k in range(len(points)):
-            tried[k], then[k] = _point(value, root, k, inverse, step, first, near, levels)
-        qx, qq = _sums(value, weight, levels, tried)
+            tried[k], off[1, k] = _point(value, root, k, inverse, step, near, losses)
+        qx, qq = _sums(value, weight, near, tried)
         if qq > 0 and qx * qx > best * qq:
             scale = qx / qq
             best = scale * qx
             any_off = recipe.again == AGAIN_ALWAYS
             for k in range(len(points)):
-                points[k], now[k] = tried[k], then[k]
-                any_off |= then[k]
+                points[k], off[0, k] = tried[k], off[1, k]
+                any_off |= off[1, k]
     if scale > 0 and any_off:
         inverse = np.float32(1) / scale
         for k in range(len(points)):
-            if now[k] or recipe.again != AGAIN_OFF_GRID:
-                points[k] = _point(value, root, k, inverse, scale, first, near, levels)[0]
-        qx, qq = _sums(value, weight, levels, points)
+            if off[0, k] or recipe.again != AGAIN_OFF_GRID:
+                points[k] = _point(value, root, k, inverse, scale, near, losses)[0]
+        qx, qq = _sums(value, weight, near, points)
         if qq > 0:
             scale = qx / qq
     return scale
 
 
 @strict_njit
-def _point(
-    value: Any, root: Any, k: Any, inverse: Any, step: Any, first: Any, near: Any, levels: Any
-) -> Any:
+def _point(value: Any, root: Any, k: Any, inverse: Any, step: Any, near: Any, losses: Any) -> Any:
     """Return the grid point of group `k`, and whether rounding alone does not lead to the grid."""
-    dimensions = levels.shape[1]
-    width = 2 if dimensions == 8 else 3
-    highest = np.float32(2) if dimensions == 8 else np.float32(7)
-    at = k * dimensions
+    width, n_levels = (2, 3) if near.dimensions == 8 else (3, 8)
+    at, highest = k * near.dimensions, np.float32(n_levels - 1)
     bits: Any = 0
-    for i in range(dimensions):
+    for i in range(near.dimensions):
         level = np.rint(np.float32(0.5) * (inverse * value[at + i] - np.float32(1)))
         bits |= np.int64(max(np.float32(0), min(highest, level))) << (width * i)
-    best, least = near[first[bits]], np.float32(3.4028235e38)
-    if first[bits + 1] == first[bits] + 1 and _is_point(levels[best], bits, width):
+    best = near.points[near.first[bits]]
+    if near.grid[best] == bits:
         return best, False
-    for n in range(first[bits], first[bits + 1]):
-        error = np.float32(0)
-        for i in range(dimensions):
-            difference = step * levels[near[n], i] - value[at + i]
-            error += root[at + i] * difference * difference
-        if error < least:
-            best, least = near[n], error
+    for i in range(near.dimensions):
+        for level in range(n_levels):
+            difference = step * np.float32(2 * level + 1) - value[at + i]
+            losses[8 * i + level] = root[at + i] * difference * difference
+    if near.dimensions == 8:
+        return _nearest_of_8(near, bits, losses), True
+    least = np.float32(3.4028235e38)
+    for n in range(near.first[bits], near.first[bits + 1]):
+        point = np.int64(near.grid[near.points[n]])
+        loss = losses[point & 7] + losses[8 + ((point >> 3) & 7)]
+        loss = loss + losses[16 + ((point >> 6) & 7)] + losses[24 + (point >> 9)]
+        if loss < least:
+            best, least = near.points[n], loss
     return best, True
 
 
 @strict_njit
-def _is_point(levels: Any, bits: Any, width: Any) -> Any:
-    """Return whether a grid point is that point of the cube."""
-    same = True
-    for i in range(len(levels)):
-        level = (bits >> (width * i)) & ((1 << width) - 1)
-        same &= levels[i] == np.float32(2 * level + 1)
-    return same
+def _nearest_of_8(near: Any, bits: Any, losses: Any) -> Any:
+    """Return the point near `bits` that loses least.
+
+    ``losses[8 * i + level]`` is what coordinate `i` loses.  They are added in order; from 64 on is
+    room for the sums of the first four, which many points have in common.
+    """
+    for low in range(9):
+        pair = losses[low % 3] + losses[8 + low // 3]
+        for high in range(9):
+            at = low % 3 + 4 * (low // 3) + 16 * (high % 3) + 64 * (high // 3)
+            losses[64 + at] = pair + losses[16 + high % 3] + losses[24 + high // 3]
+    best, least = near.points[near.first[bits]], np.float32(3.4028235e38)
+    for n in range(near.first[bits], near.first[bits + 1]):
+        point = np.int64(near.grid[near.points[n]])
+        loss = losses[64 + (point & 255)] + losses[32 + ((point >> 8) & 3)]
+        loss = loss + losses[40 + ((point >> 10) & 3)] + losses[48 + ((point >> 12) & 3)]
+        loss = loss + losses[56 + (point >> 14)]
+        if loss < least:
+            best, least = near.points[n], loss
+    return best
 
 
 @strict_njit
-def _sums(value: Any, weight: Any, levels: Any, points: Any) -> Any:
+def _sums(value: Any, weight: Any, near: Any, points: Any) -> Any:
     """Return the weighted sums of level * value and level**2, in order."""
-    dimensions = levels.shape[1]
+    dimensions = near.dimensions
+    width = 2 if dimensions == 8 else 3
     qx, qq = np.float32(0), np.float32(0)
     for k in range(len(points)):
+        point = np.int64(near.grid[points[k]])
         for i in range(dimensions):
-            w, q = weight[k * dimensions + i], levels[points[k], i]
+            level = (point >> (width * i)) & ((1 << width) - 1)
+            w, q = weight[k * dimensions + i], np.float32(2 * level + 1)
             qx += w * value[k * dimensions + i] * q
             qq += w * q * q
     return qx, qq

@@ -20,8 +20,13 @@ import numpy as np
 from nbflow_kernels import simd
 from nbflow_kernels._jit import strict_njit
 from nbflow_kernels.quants.formats import Floats
-from nbflow_kernels.quants.grid_plain import OnGrid, empty, largest_of, mean_square, weigh
-from nbflow_kernels.quants.levels_plain import no_importance
+from nbflow_kernels.quants.grid_plain import (
+    OnGrid,
+    empty,
+    largest_of,
+    mean_square,
+    weigh,
+)
 from nbflow_kernels.quants.neighbours import neighbours
 from nbflow_kernels.threads import split_rows
 
@@ -39,7 +44,7 @@ def plain(sub_block: int, x: Floats, importance: Floats | None) -> OnGrid:
     weight = no_importance() if importance is None else importance
     split_rows(
         _plain, len(x), COST * x.size, x, weight, SHIFTED, NOTHING[sub_block], FACTOR[sub_block],
-        *near, *out,
+        near.first, near.points, near.grid, *out,
     )  # fmt: skip
     return out
 
@@ -47,7 +52,7 @@ def plain(sub_block: int, x: Floats, importance: Floats | None) -> OnGrid:
 @strict_njit
 def _plain(
     x: Any, importance: Any, shifted: Any, nothing: Any, factor: Any, first: Any, near: Any,
-    levels: Any, points: Any, shifts: Any, scales: Any, d: Any, start: Any, stop: Any,
+    grid: Any, points: Any, shifts: Any, scales: Any, d: Any, start: Any, stop: Any,
 ) -> None:  # fmt: skip
     """Encode rows [start, stop)."""
     sub = x.shape[1] // scales.shape[1]
@@ -65,12 +70,12 @@ def _plain(
                 found[s] = np.float32(0)
                 if largest_of(values) >= nothing:
                     found[s] = _sub_block(
-                        values, weight[s], shifted, first, near, levels,
+                        values, weight[s], shifted, first, near, grid,
                         points[row, at // 8 : at // 8 + groups],
                         shifts[row, at // 8 : at // 8 + groups],
                     )  # fmt: skip
             d[row, b] = _scales(
-                x[row, 256 * b : 256 * b + 256], weight, found, factor, shifted, levels,
+                x[row, 256 * b : 256 * b + 256], weight, found, factor, shifted, grid,
                 points[row, 32 * b : 32 * b + 32], shifts[row, 32 * b : 32 * b + 32],
                 scales[row, n_subs * b : n_subs * b + n_subs],
             )  # fmt: skip
@@ -78,7 +83,7 @@ def _plain(
 
 @strict_njit
 def _sub_block(
-    x: Any, weight: Any, shifted: Any, first: Any, near: Any, levels: Any, points: Any, shifts: Any
+    x: Any, weight: Any, shifted: Any, first: Any, near: Any, grid: Any, points: Any, shifts: Any
 ) -> Any:
     """Choose the points and shifts of a sub-block; return its scale."""
     order = np.empty(len(x), np.int64)
@@ -104,11 +109,11 @@ def _sub_block(
     for k in range(len(points)):
         shifts[k] = (shift >> (1 - k)) & 1 if len(x) == 16 else shift & 1
         points[k], on_grid = _point(
-            x, weight, codes, k, scale, shifted[shifts[k]], first, near, levels
+            x, weight, codes, k, scale, shifted[shifts[k]], first, near, grid
         )
         all_on_grid &= on_grid
     if not all_on_grid:
-        qx, qq = _sums(x, weight, shifted, levels, points, shifts)
+        qx, qq = _sums(x, weight, shifted, grid, points, shifts)
         if qx > 0 and qq > 0:
             scale = qx / qq
     return scale
@@ -150,7 +155,7 @@ def _split_16(x: Any, weight: Any, order: Any, shifted: Any) -> Any:
             sum_x[half, j + 1], sum_w[half, j + 1] = sum_x[half, j], sum_w[half, j]
         sum_x[i >> 3, j + 1] += weight[i] * x[i]
         sum_w[i >> 3, j + 1] += weight[i]
-    steps = np.empty((2, 2), np.float32)  # between the squares of the levels, exact
+    steps = np.empty((2, 2), np.float32)  # between the squares of the grid, exact
     for shift in range(2):
         for i in range(2):
             steps[shift, i] = shifted[shift, i] ** 2 - shifted[shift, i + 1] ** 2
@@ -179,21 +184,19 @@ def _split_16(x: Any, weight: Any, order: Any, shifted: Any) -> Any:
 @strict_njit
 def _point(
     x: Any, weight: Any, codes: Any, k: Any, scale: Any, values: Any, first: Any, near: Any,
-    levels: Any,
+    grid: Any,
 ) -> Any:  # fmt: skip
     """Return the grid point of group `k`, and whether its codes are on the grid."""
     bits = 0
     for i in range(8):
         bits |= codes[8 * k + i] << (2 * i)
-    best, least, on_grid = near[first[bits]], np.float32(3.4028235e38), True
-    for i in range(8):
-        on_grid &= np.int64(levels[best, i]) == 2 * codes[8 * k + i] + 1
-    if on_grid:
+    best, least = near[first[bits]], np.float32(3.4028235e38)
+    if grid[best] == bits:
         return best, True
     for n in range(first[bits], first[bits + 1]):
         error = np.float32(0)
         for i in range(8):
-            level = values[np.int64(levels[near[n], i]) >> 1]
+            level = values[(np.int64(grid[near[n]]) >> (2 * i)) & 3]
             difference = scale * level - x[8 * k + i]
             error += weight[8 * k + i] * difference * difference
         if error < least:
@@ -202,13 +205,13 @@ def _point(
 
 
 @strict_njit
-def _sums(x: Any, weight: Any, shifted: Any, levels: Any, points: Any, shifts: Any) -> Any:
+def _sums(x: Any, weight: Any, shifted: Any, grid: Any, points: Any, shifts: Any) -> Any:
     """Return the weighted sums of level * x and level**2, in order."""
     qx, qq = np.float32(0), np.float32(0)
     for k in range(len(points)):
         for i in range(8):
             w = weight[8 * k + i]
-            q = shifted[shifts[k], np.int64(levels[points[k], i]) >> 1]
+            q = shifted[shifts[k], (np.int64(grid[points[k]]) >> (2 * i)) & 3]
             qx += w * q * x[8 * k + i]
             qq += w * q * q
     return qx, qq
@@ -216,7 +219,7 @@ def _sums(x: Any, weight: Any, shifted: Any, levels: Any, points: Any, shifts: A
 
 @strict_njit
 def _scales(
-    x: Any, weight: Any, found: Any, factor: Any, shifted: Any, levels: Any, points: Any,
+    x: Any, weight: Any, found: Any, factor: Any, shifted: Any, grid: Any, points: Any,
     shifts: Any, scales: Any,
 ) -> Any:  # fmt: skip
     """Write the integer scales of a block; return its stored d."""
@@ -233,7 +236,7 @@ def _scales(
             for k in range(2 * s, 2 * s + 2):
                 for i in range(8):
                     w = weight[s, 8 * (k & 1) + i]
-                    q = shifted[shifts[k], np.int64(levels[points[k], i]) >> 1] * odd
+                    q = shifted[shifts[k], (np.int64(grid[points[k]]) >> (2 * i)) & 3] * odd
                     qx += w * q * x[8 * k + i]
                     qq += w * q * q
     if qq > 0:

@@ -36,7 +36,7 @@ def _search(
 
 
 @njit
-def _evaluate(value: Any, weight: Any, step: Any, tables: Any, out: Any) -> Any:
+def _evaluate(value: Any, weight: Any, step: Any, tables: Any, out: Any, scratch: Any) -> Any:
     """Choose the nearest levels of a sub-block; see `block_search.search_rows`."""
     levels, middles = tables
     n = len(value)

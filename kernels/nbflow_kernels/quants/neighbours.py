@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.quants import grids
-from nbflow_kernels.quants.formats import Bytes, Floats
+from nbflow_kernels.quants.formats import Bytes
 
 
 class Neighbours(NamedTuple):
@@ -23,8 +23,10 @@ class Neighbours(NamedTuple):
     """Where the list of a cube point begins, by its bits; one more entry for the end."""
     points: NDArray[np.uint16]
     """Grid points of all lists: the nearest first, of equally near ones the lowest."""
-    levels: Floats
-    """Coordinates l of grid points as 2l + 1, (points, dimensions)."""
+    grid: grids.Grid
+    """The points of the grid."""
+    dimensions: int
+    """Coordinates of a point: 8 or 4."""
 
 
 # shells: how many different distances a list spans, as published
@@ -56,7 +58,7 @@ def neighbours(name: str) -> Neighbours:
     first = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
     # the cube's points count in the order of their bits
     points = np.concatenate(lists).astype(np.uint16)
-    return Neighbours(first, points, (2.0 * on_grid + 1).astype(np.float32))
+    return Neighbours(first, points, grid, dimensions)
 
 
 def _near(
