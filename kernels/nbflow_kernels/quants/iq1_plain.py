@@ -27,6 +27,7 @@ from nbflow_kernels.quants.grid_plain import (
     mean_square,
     weigh,
 )
+from nbflow_kernels.quants.levels_plain import no_importance
 from nbflow_kernels.quants.neighbours import neighbours
 from nbflow_kernels.threads import split_rows
 
