@@ -62,6 +62,7 @@ class QuantTensor:
     def __init__(
         self, format: str | QuantFormat, shape: tuple[int, ...], data: NDArray[np.uint8]
     ) -> None:
+        self._matrices: tuple[QuantTensor, ...] | None = None
         self.format = _format(format)
         self.shape = _checked_shape(shape)
         wanted = _data_shape(self.format, self.shape)
@@ -75,7 +76,6 @@ class QuantTensor:
             )
         self._data: NDArray[np.uint8] | None = np.ascontiguousarray(data)
         self._packed: Packed | None = None
-        self._matrices: tuple[QuantTensor, ...] | None = None
 
     @classmethod
     def from_bytes(

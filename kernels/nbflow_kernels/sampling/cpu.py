@@ -311,9 +311,8 @@ def _top_k(x: Any, k: Any, in_order: Any, values: Any, indices: Any, start: Any,
             for j in range(k):
                 values[b, j], indices[b, j] = some[j], places[j]
             continue
-        bits = some.view(np.int32)
         for j in range(k):
-            room[1][j] = key_of(bits[j])
+            room[1][j] = key_of(some[j])
         sort_falling(k, room[1], places, spare_keys, indices[b], room[3])
         for j in range(k):
             values[b, j] = x[b, indices[b, j]]

@@ -58,9 +58,8 @@ def _tail_free_counts(
         counts[b] = np.inf
         if not total > 0.0 or not z[b] < 1.0 or V < 3:
             continue
-        bits = row.view(np.int32)
         for j in range(V):
-            keys[j], ids[j] = key_of(bits[j]), j
+            keys[j], ids[j] = key_of(row[j]), j
         sort_falling(V, keys, ids, sorted_keys, order, digits)
         whole = 0.0
         for i in range(V - 2):

@@ -23,9 +23,17 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit
+from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.sampling.rows import CHUNK
-from nbflow_kernels.sampling.vectors import any_ge, where_ge, wide_add, wide_sum, wide_zero
+from nbflow_kernels.sampling.vectors import (
+    any_ge,
+    bits_of,
+    float_of,
+    where_ge,
+    wide_add,
+    wide_sum,
+    wide_zero,
+)
 
 FEW = 64  # candidates that hold most of the mass of a usual row of probabilities
 # Passes that narrow the bracket pay until it is 1/16 of a factor of two wide: a row of 128256
@@ -49,20 +57,18 @@ def make_room(n: Any) -> Any:
     )
 
 
-@njit
-def key_of(bits: Any) -> Any:
-    """Return an integer in 0..2**32 - 1 in the order of the float32 with these bits; -0 = 0."""
-    b = np.int64(bits)
+@inline
+def key_of(x: Any) -> Any:
+    """Return an integer in 0..2**32 - 1 in the order of float32; -0 = 0."""
+    b = bits_of(x)
     return 2147483648 + (b if b >= 0 else -(b & 0x7FFFFFFF))
 
 
-@njit
+@inline
 def value_of(key: Any) -> Any:
     """Return the float32 of a key."""
     b = key - 2147483648
-    bits = np.empty(1, np.int32)
-    bits[0] = b if b >= 0 else -b - 2147483648
-    return bits.view(np.float32)[0]
+    return float_of(b if b >= 0 else -b - 2147483648)
 
 
 @njit
@@ -97,7 +103,6 @@ def kth_largest(values: Any, k: Any, work: Any) -> Any:
 def candidates(rank: Any, weight: Any, tops: Any, least: Any, below: Any, room: Any) -> Any:
     """Collect the elements of a rank in [least, below), in order of index; return how many."""
     values, keys, ids = room[0], room[1], room[2]
-    bits = rank.view(np.int32)
     at, bound = simd.address(rank), simd.splat(least)
     end, outside = simd.splat(below), simd.splat(-np.inf)
     n = 0
@@ -112,7 +117,7 @@ def candidates(rank: Any, weight: Any, tops: Any, least: Any, below: Any, room: 
                         continue
                 for j in range(d, last):
                     if rank[j] >= least and not rank[j] >= below:
-                        values[n], keys[n], ids[n] = weight[j], key_of(bits[j]), j
+                        values[n], keys[n], ids[n] = weight[j], key_of(rank[j]), j
                         n += 1
     return n
 
@@ -231,10 +236,7 @@ def mass_window(
     above = kept_pass(rank, weight, tops, few, len(rank), sums)
     if above >= mass or not floor < few:
         return few, high, 0.0
-    ends = np.empty(2, np.float32)
-    ends[0], ends[1] = floor, few
-    bits = ends.view(np.int32)
-    low_key, high_key = key_of(bits[0]), key_of(bits[1])
+    low_key, high_key = key_of(floor), key_of(few)
     keys, parts = np.empty(4, np.int64), np.empty(4, np.float64)
     while high_key - low_key > NARROW:
         for k in range(4):

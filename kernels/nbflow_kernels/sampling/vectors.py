@@ -8,6 +8,7 @@
 `wide_sum(total)`               the sum of the lanes: a fixed tree, lanes i and i+8, i+4, ...
 `log(v)`                        natural logarithm of normal positive float32, error below 2e-7
                                 plus half a unit of the result
+`bits_of(x)` / `float_of(i)`    the bits of a scalar float32 as int64, and back
 ==============================  =================================================================
 """
 
@@ -101,11 +102,29 @@ def _wide_sum(typing_context: Any, total: Any) -> Any:
     return types.float64(total), codegen
 
 
+def _bits_of(typing_context: Any, x: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = context.cast(builder, args[0], signature.args[0], types.float32)
+        return builder.sext(builder.bitcast(value, ir.IntType(32)), ir.IntType(64))
+
+    return types.int64(x), codegen
+
+
+def _float_of(typing_context: Any, bits: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = context.cast(builder, args[0], signature.args[0], types.int64)
+        return builder.bitcast(builder.trunc(value, ir.IntType(32)), ir.FloatType())
+
+    return types.float32(bits), codegen
+
+
 any_ge: Any = intrinsic(_any_ge)
 where_ge: Any = intrinsic(_where_ge)
 wide_zero: Any = intrinsic(_wide_zero)
 wide_add: Any = intrinsic(_wide_add)
 wide_sum: Any = intrinsic(_wide_sum)
+bits_of: Any = intrinsic(_bits_of)
+float_of: Any = intrinsic(_float_of)
 
 
 @inline
