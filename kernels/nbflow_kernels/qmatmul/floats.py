@@ -83,8 +83,8 @@ def many_rows(form: PackedForm) -> Any:
         n_columns, n_tokens, step = n_blocks * block, x.shape[0], x.strides[0]
         room = np.empty((n_columns, 16), np.float32)
         result = np.empty((TOKENS, 16), np.float32)
-        result_at = simd.address(result)
         for group in range(start, stop):
+            result_at = simd.address(result)  # in the loop: an array lives until its last use
             decode_blocks(
                 form, simd.address(packed) + group * n_blocks * block_bytes, n_blocks,
                 simd.address(room),
