@@ -21,7 +21,7 @@ Numba does not unroll loops over tuples, and a tile must stay in registers; so e
 `step(tile, like, w, group, x, token)`        add one unit; `group`, `token`: distance in bytes
 `load_widened(like, at)`                      16 weights in the lanes of a simd vector, float32
 `transpose(like, at, row_bytes, to)`          copy 16 rows x 16 columns, columns first
-`transpose_f32(like, at, row_bytes, to)`      the same, widened to float32
+`transpose_f32(..., to, distance)`            the same, widened, in four places
 `to_bf16(low, high)`                          32 lanes rounded to bfloat16: first `low`, then `high`
 `to_pairs(even, odd)`                         the same, lane by lane: a pair of bfloat16 per lane
 ============================================  ====================================================
@@ -304,30 +304,47 @@ def _transposed(builder: Any, vectors: list[Any]) -> list[Any]:
     return vectors
 
 
-def _make_transpose(name: str, widen: bool) -> Any:
-    def copy(typing_context: Any, like: Any, at: Any, row_bytes: Any, to: Any) -> Any:
-        stored, how = _unit(like)
+@intrinsic
+def transpose(typing_context: Any, like: Any, at: Any, row_bytes: Any, to: Any) -> Any:
+    """Copy 16 rows x 16 columns of weights, rows `row_bytes` apart, column after column."""
+    stored, _ = _unit(like)
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            at, row_bytes, to = (_integer(context, builder, signature, args, i) for i in (1, 2, 3))
-            rows = []
-            for i in range(LANES):
-                address = builder.add(at, builder.mul(row_bytes, ir.Constant(_I64, i)))
-                rows.append(_load(builder, address, ir.VectorType(stored, LANES)))
-            item_bytes = 4 if widen else like.dtype.bitwidth // 8
-            for i, column in enumerate(_transposed(builder, rows)):
-                value = _widen(builder, column, how) if widen else column
-                _store(builder, value, _offset(builder, to, LANES * item_bytes * i))
-            return context.get_dummy_value()
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at, row_bytes, to = (_integer(context, builder, signature, args, i) for i in (1, 2, 3))
+        column_bytes = LANES * like.dtype.bitwidth // 8
+        for i, column in enumerate(_columns(builder, at, row_bytes, stored)):
+            _store(builder, column, _offset(builder, to, column_bytes * i))
+        return context.get_dummy_value()
 
-        return types.none(like, at, row_bytes, to), codegen
-
-    copy.__name__ = name
-    return intrinsic(copy)
+    return types.none(like, at, row_bytes, to), codegen
 
 
-transpose = _make_transpose("transpose", widen=False)
-transpose_f32 = _make_transpose("transpose_f32", widen=True)
+@intrinsic
+def transpose_f32(
+    typing_context: Any, like: Any, at: Any, row_bytes: Any, to: Any, distance: Any
+) -> Any:
+    """Do as `transpose`, widened: columns 0, 4, 8, 12 to `to`, 1, 5, ... `distance` bytes on."""
+    stored, how = _unit(like)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at, row_bytes, to, distance = (
+            _integer(context, builder, signature, args, i) for i in range(1, 5)
+        )
+        for i, column in enumerate(_columns(builder, at, row_bytes, stored)):
+            start = builder.add(to, builder.mul(distance, ir.Constant(_I64, i % 4)))
+            _store(builder, _widen(builder, column, how), _offset(builder, start, i // 4 * 64))
+        return context.get_dummy_value()
+
+    return types.none(like, at, row_bytes, to, distance), codegen
+
+
+def _columns(builder: Any, at: Any, row_bytes: Any, stored: Any) -> list[Any]:
+    """Return 16 columns of 16 rows."""
+    rows = []
+    for i in range(LANES):
+        address = builder.add(at, builder.mul(row_bytes, ir.Constant(_I64, i)))
+        rows.append(_load(builder, address, ir.VectorType(stored, LANES)))
+    return _transposed(builder, rows)
 
 
 def _make_to_bf16(name: str, interleave: bool) -> Any:

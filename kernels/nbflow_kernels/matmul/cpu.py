@@ -11,8 +11,8 @@ Four ways through the same sums:
 `_matmul_stream`   one token, a large weight: row after row, one stream of addresses
 `_matmul_vector`   one token, a small weight, likely in a cache: four rows at once
 `_matmul_direct`   few tokens: tiles of four rows read `w` where it lies, once
-`_matmul_packed`   many tokens, or a ragged K: a panel of 64 tokens and of four rows is first copied
-                   side by side and widened to float32, so that the tiles run from the caches
+`transposed`       many tokens, or a ragged K: 16 rows are transposed panel by panel, so that a
+                   lane is a row, what was a lane is a chain of additions, and no lanes are added
 =================  ================================================================================
 """
 
@@ -27,13 +27,11 @@ from numpy.typing import NDArray
 
 from nbflow_kernels import simd
 from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.matmul import transposed
+from nbflow_kernels.matmul.transposed import PANEL
 from nbflow_kernels.threads import split_rows
 
-PANEL = 512  # columns; four rows and four tokens of a panel are 16 KB, half of a first-level cache
-TOKENS = 64  # in one packed block: a panel of 128 KB, a part of a second-level cache
-ROWS = 128  # of `w` in one packed block: its output is 32 KB, and copying the tokens costs 2 %
-MIN_PACKED_TOKENS = 16  # below, copying the weights costs more than the caches give back
-_STRIDE = PANEL + 16  # of packed rows: not a power of two, so that they fall into different sets
+MIN_TRANSPOSED_TOKENS = 12  # below, transposing the weights costs more than it saves
 ONE_STREAM_BYTES = 4 << 20  # a weight this large comes from memory, best as one stream of addresses
 _NO_BIAS = np.zeros(0, np.float32)
 
@@ -51,8 +49,9 @@ def matmul(
     n_tokens, n_columns = x.shape
     work = n_tokens * w.size
     bias = _NO_BIAS if bias is None else bias
-    if n_tokens >= MIN_PACKED_TOKENS or n_columns % simd.LANES:
-        split_rows(_matmul_packed, w.shape[0], work, x, w, bias, accumulate, out)
+    if n_tokens >= MIN_TRANSPOSED_TOKENS or n_columns % simd.LANES:
+        n_groups = -(-w.shape[0] // 16)
+        split_rows(transposed.multiply, n_groups, work, x, w, bias, accumulate, out)
     elif n_tokens == 1:
         kernel = _matmul_stream if w.nbytes >= ONE_STREAM_BYTES else _matmul_vector
         split_rows(kernel, w.shape[0], work, x, w, bias, accumulate, out)
@@ -275,50 +274,3 @@ def _matmul_vector(
             out[0, n + 2] += simd.sum(a2)
             out[0, n + 3] += simd.sum(a3)
     _matmul_stream(x, w, bias, accumulate, out, full, stop)
-
-
-@njit
-def _pack(source: Any, row: Any, n_rows: Any, k: Any, stop: Any, packed: Any) -> Any:
-    """Copy columns [k, stop) of some rows, widened, padded with zeros; return the new width."""
-    full = stop - (stop - k) % 16
-    width = (stop - k + 15) // 16 * 16
-    tail = np.zeros(16, source.dtype)
-    for r in range(n_rows):
-        start = simd.address(source) + (row + r) * source.strides[0]
-        to = simd.address(packed) + r * packed.strides[0]
-        for i in range(k, full, 16):
-            simd.store_f32(to + (i - k) * 4, _load16(source, start + i * source.itemsize))
-        if full < stop:
-            for i in range(full, stop):
-                tail[i - full] = source[row + r, i]
-            simd.store_f32(to + (full - k) * 4, _load16(source, simd.address(tail)))
-    return width
-
-
-@njit
-def _matmul_packed(
-    x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any
-) -> None:
-    """Rows [start, stop) of `w` through packed panels; any number of columns."""
-    _begin(bias, accumulate, out, start, stop)
-    n_tokens, n_columns = x.shape
-    xs = np.empty((min(TOKENS, n_tokens), _STRIDE), np.float32)
-    ws = np.empty((4, _STRIDE), np.float32)
-    ys = np.empty((min(TOKENS, n_tokens), ROWS + 16), np.float32)
-    for t in range(0, n_tokens, TOKENS):
-        tokens = min(TOKENS, n_tokens - t)
-        for n in range(start, stop, ROWS):
-            rows = min(ROWS, stop - n)
-            for i in range(tokens):
-                for r in range(rows):
-                    ys[i, r] = out[t + i, n + r]
-            for k in range(0, n_columns, PANEL):
-                end = min(k + PANEL, n_columns)
-                width = _pack(x, t, tokens, k, end, xs)
-                for r in range(0, rows, 4):
-                    some = min(4, rows - r)
-                    _pack(w, n + r, some, k, end, ws)
-                    _tiles(xs, tokens, ws, _plain(0), some, _plain(0), width, ys, _plain(0), r)
-            for i in range(tokens):
-                for r in range(rows):
-                    out[t + i, n + r] = ys[i, r]
