@@ -19,6 +19,8 @@ Numba does not unroll loops over tuples, and a tile must stay in registers; so e
 `store(at, tile)`                             a tile to memory, in the same order
 `add(a, b)`                                   the sum of two tiles
 `step(tile, like, w, group, x, token)`        add one unit; `group`, `token`: distance in bytes
+`step_lanes(tile, like, w, row, x, token)`    the same with 16 columns of one row in the lanes
+`lane_sums(tile)`                             the sums of the lanes of 16 vectors, as one vector
 `load_widened(like, at)`                      16 weights in the lanes of a simd vector, float32
 `transpose(like, at, row_bytes, to)`          copy 16 rows x 16 columns, columns first
 `transpose_f32(..., to, distance)`            the same, widened, in four places
@@ -52,6 +54,7 @@ from numba.core import cgutils, errors, extending, types
 from numba.core.datamodel import models
 
 from nbflow_kernels.isa import features
+from nbflow_kernels.lanes import emit_sums
 from nbflow_kernels.simd import LANES, f32x16, i32x16
 
 intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
@@ -268,6 +271,48 @@ def load_widened(typing_context: Any, like: Any, at: Any) -> Any:
         return _widen(builder, _load(builder, address, ir.VectorType(stored, LANES)), how)
 
     return f32x16(like, at), codegen
+
+
+@intrinsic
+def step_lanes(
+    typing_context: Any, tile: Any, like: Any, w: Any, row: Any, x: Any, token: Any
+) -> Any:
+    """Add 16 columns, lane by lane: weights at ``w + row * r``, activations at ``x + token * t``.
+
+    A group of the tile is a row here; `like` is not an array of pairs.
+    """
+    stored, how = _unit(like)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        w, row, x, token = (_integer(context, builder, signature, args, i) for i in range(2, 6))
+        weights = []
+        for r in range(tile.groups):
+            address = builder.add(w, builder.mul(row, ir.Constant(_I64, r)))
+            vector = _load(builder, address, ir.VectorType(stored, LANES))
+            weights.append(_widen(builder, vector, how))
+        value = args[0]
+        for t in range(tile.tokens):
+            address = builder.add(x, builder.mul(token, ir.Constant(_I64, t)))
+            xs = _load(builder, address, f32x16.llvm)
+            for r in range(tile.groups):
+                i = t * tile.groups + r
+                total = _fma(builder, weights[r], xs, builder.extract_value(value, i))
+                value = builder.insert_value(value, total, i)
+        return value
+
+    return tile(tile, like, w, row, x, token), codegen
+
+
+@intrinsic
+def lane_sums(typing_context: Any, tile: Any) -> Any:
+    """Return the vector whose lane i is `simd.sum` of vector i of a tile of 16 vectors."""
+    if tile.n != LANES:
+        raise errors.TypingError(f"registers.lane_sums: wanted a tile of 16 vectors, got {tile}")
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return emit_sums(builder, [builder.extract_value(args[0], i) for i in range(LANES)])
+
+    return f32x16(tile), codegen
 
 
 def _float_step(builder: Any, sums: list[Any], weights: list[Any], address: Any) -> list[Any]:
