@@ -70,7 +70,7 @@ _UNITS = {
 """Element type to its LLVM type and how it is widened to float32."""
 
 
-class _Bfloat(ir.types.Type):  # type: ignore[misc]
+class _Bfloat(ir.types.Type):
     """The LLVM type that llvmlite does not know."""
 
     intrinsic_name = "bf16"
@@ -333,7 +333,7 @@ def _pair_products(builder: Any, total: Any, a: Any, b: Any) -> Any:
     mask, shift = _constants(-0x10000), _constants(16)
     odd = [builder.bitcast(builder.and_(v, mask), f32x16.llvm) for v in (a, b)]
     even = [builder.bitcast(builder.shl(v, shift), f32x16.llvm) for v in (a, b)]
-    return _fma(builder, *even, _fma(builder, *odd, total))
+    return _fma(builder, even[0], even[1], _fma(builder, odd[0], odd[1], total))
 
 
 # ---- copies between layouts -----------------------------------------------------------------

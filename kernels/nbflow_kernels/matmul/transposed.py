@@ -121,9 +121,7 @@ def _transpose(w: Any, row: Any, k: Any, width: Any, scratch: Any, panel: Any) -
 
 
 @njit
-def multiply(
-    x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any
-) -> None:
+def multiply(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
     """Rows 16 * start to 16 * stop of `w`; any number of columns."""
     n_tokens, n_columns = x.shape
     panel = np.empty((PANEL, 16), np.float32)

@@ -14,6 +14,7 @@ _REASON = (
     "float32 sums of K/2 products of N(0, 1) and N(0, 1/K) numbers, one after the other: partial "
     "sums below 5, K/2 roundings of at most 2.4e-7 added at random: 3 * sqrt(K/2) * 2.4e-7"
 )
+_BF16_REASON = f"the reference rounds to bfloat16 too, whose products are exact; then {_REASON}"
 
 
 def _weights(rng: np.random.Generator, N: int, K: int, format: str) -> QuantTensor:
@@ -25,13 +26,15 @@ def _weights(rng: np.random.Generator, N: int, K: int, format: str) -> QuantTens
 
 
 def _inputs(
-    T: int, N: int, K: int, format: str, bias: bool, accumulate: bool
+    T: int, N: int, K: int, format: str, activations: str, bias: bool, accumulate: bool
 ) -> Callable[[np.random.Generator], dict[str, Any]]:
     def make(rng: np.random.Generator) -> dict[str, Any]:
         inputs: dict[str, Any] = {
             "x": rng.standard_normal((T, K), dtype=np.float32),
             "w": _weights(rng, N, K, format),
         }
+        if activations != "f32":
+            inputs["activations"] = activations
         if bias:
             inputs["bias"] = rng.standard_normal(N, dtype=np.float32)
         if accumulate:
@@ -49,6 +52,7 @@ def _case(
     K: int,
     format: str,
     *,
+    activations: str = "f32",
     bias: bool = False,
     accumulate: bool = False,
     timed: bool = False,
@@ -58,11 +62,11 @@ def _case(
     return OpCase(
         op="qmatmul",
         name=name,
-        inputs=_inputs(T, N, K, format, bias, accumulate),
+        inputs=_inputs(T, N, K, format, activations, bias, accumulate),
         rtol=0.0,
         # K = 4096: 3 * sqrt(2048) * 2.4e-7 = 3.3e-5; the 2 stands for bias and old output
         atol=3 * (K / 2 + 2) ** 0.5 * 2.4e-7,
-        reason=_REASON,
+        reason=_BF16_REASON if activations == "bf16" else _REASON,
         n_bytes=weight_bytes + 4 * (T * K + T * N),
         n_flops=2 * T * N * K,
         out=None if accumulate else ((T, N), "float32"),
@@ -77,16 +81,37 @@ FORMS = (
     *("q3h", "q3", "q2"),
 )
 
+_FLOATS = ("f32", "f16", "bf16")
+# one format for each kind of codes and of parameters
+_BF16_FORMATS = (*_FLOATS, "q8", "q6", "q4_b16", "q3h", "q2")
+
 CASES = [
     *(_case(f"{f}_one_row", 1, 37, 200, f) for f in FORMS),
     *(_case(f"{f}_odd", 7, 37, 200, f, bias=True) for f in FORMS),
-    *(_case(f"{f}", 3, 5, 24, f) for f in ("f32", "f16", "bf16")),
+    *(_case(f"{f}_one_row", 1, 37, 203, f, bias=True) for f in _FLOATS),
+    *(_case(f"{f}", 3, 5, 24, f) for f in _FLOATS),
+    *(_case(f"{f}_ragged", 17, 37, 203, f, bias=True) for f in _FLOATS),
+    *(_case(f"{f}_bf16", 9, 37, 203, f, activations="bf16", bias=True) for f in _BF16_FORMATS),
+    _case("one_row_bf16", 1, 20, 100, "q4", activations="bf16"),
+    _case("long_rows", 7, 18, 4300, "q4", accumulate=True),
+    _case("long_rows_bf16", 7, 18, 8500, "f16", activations="bf16", accumulate=True),
+    _case("no_rows_bf16", 0, 16, 64, "f16", activations="bf16"),
+    _case("no_outputs_f16", 3, 0, 64, "f16"),
     _case("one_weight", 1, 1, 1, "q4"),
     _case("no_rows", 0, 16, 64, "q4"),
     _case("no_outputs", 2, 0, 64, "q4"),
     _case("one_row_accumulate", 1, 33, 96, "q4", bias=True, accumulate=True),
     _case("accumulate", 5, 33, 96, "q3h", accumulate=True),
     _case("many_tiles", 70, 100, 600, "q4", bias=True),
-    *(_case(f"llama2_7b_{f}", 1, 11008, 4096, f, timed=True) for f in ("q8", "q4", "q3h")),
-    *(_case(f"llama2_7b_{f}_64", 64, 11008, 4096, f, timed=True) for f in ("q8", "q4", "q3h")),
+    *(_case(f"llama2_7b_{f}", 1, 11008, 4096, f, timed=True) for f in ("q8", "q4", "q3h", "f16")),
+    *(
+        _case(f"llama2_7b_{f}_64", 64, 11008, 4096, f, timed=True)
+        for f in ("q8", "q4", "q3h", "f16")
+    ),
+    *(
+        _case(f"llama2_7b_{f}_{T}_bf16", T, 11008, 4096, f, activations="bf16", timed=True)
+        for f in ("q4", "f16")
+        for T in (64, 512)
+    ),
+    _case("llama2_7b_f16_512", 512, 11008, 4096, "f16", timed=True),
 ]

@@ -19,10 +19,18 @@ def weights(w: QuantTensor) -> NDArray[np.float64]:
     return blocks.reshape(w.n_rows, columns)[:, : w.shape[-1]].astype(np.float64)
 
 
+def to_bf16(x: NDArray[Any]) -> NDArray[np.float64]:
+    """Return float32 numbers rounded to bfloat16, halves to even."""
+    bits = x.astype(np.float32).view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (rounded & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
+
+
 def qmatmul(
     x: NDArray[Any],
     w: QuantTensor,
     *,
+    activations: str = "f32",
     bias: NDArray[Any] | None = None,
     accumulate: bool = False,
     out: NDArray[Any] | None = None,
@@ -31,7 +39,10 @@ def qmatmul(
     y = np.zeros((x.shape[0], w.n_rows))
     for row in range(0, w.n_rows, ROWS):
         part = w.rows(row, min(row + ROWS, w.n_rows))
-        y[:, row : row + ROWS] = x.astype(np.float64) @ weights(part).T
+        left, right = x.astype(np.float64), weights(part)
+        if activations == "bf16":
+            left, right = to_bf16(left), to_bf16(right)
+        y[:, row : row + ROWS] = left @ right.T
     if bias is not None:
         y += bias
     if out is None:

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from nbflow_kernels.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
+    from nbflow_kernels.quants.floats import PackedFloats
     from nbflow_kernels.quants.integers import IntegerForm, Integers
     from nbflow_kernels.quants.packed import Packed
 
@@ -64,7 +65,7 @@ class QuantFormat(ABC):
         """Return the rows `data` (rows, row bytes) in the integer form."""
         raise NotImplementedError(f"{self.name} has no integer form")
 
-    def pack(self, data: Bytes) -> Packed:
+    def pack(self, data: Bytes) -> Packed | PackedFloats:
         """Return the layout for computing of the rows `data` (rows, row bytes)."""
         from nbflow_kernels.quants import packed
 
