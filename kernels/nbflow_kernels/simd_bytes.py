@@ -11,8 +11,8 @@ also 16 lanes of 4 bytes: `dot_u8_i8` multiplies byte by byte and adds the four 
 `broadcast_f32(addr)`           a float32 in all 16 lanes
 `broadcast_i32(addr)`           an int32 in all 16 lanes
 `as_bytes(v)` / `as_words(v)`   int32 lanes as bytes, bytes as int32 lanes: the same bits
-`field(v, shift, mask)`         each byte shifted right and masked; `mask` must drop what comes in
-                                from the next byte
+`move(v, a, b, n)`              n bits of each byte from bit a on moved to bit b on, the others 0;
+                                a, b and n are constants
 `dot_u8_i8(acc, u, s)`          acc + the sums of 4 products, u unsigned and s signed, exact int32
 `dot_u7_i8(acc, u, s)`          the same where all of `u` is below 128: cheaper without VNNI
 `pair_first(c)` `pair_second`   x and y of c = x + 11 * y, x < 11, in the low 7 bits of each byte
@@ -38,7 +38,7 @@ from numba.core import cgutils, errors, types
 from nbflow_kernels import isa
 from nbflow_kernels.simd import bf16x32, f32x16, i8x64, i32x16, intrinsic
 
-_I8, _I16, _I32 = (ir.IntType(n) for n in (8, 16, 32))
+_I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _F32 = ir.FloatType()
 
 PAIR_FACTOR, PAIR_SHIFT = 373, 12  # c * 373 >> 12 == c // 11 for c in 0..120
@@ -204,21 +204,46 @@ store_narrow = _make(
 # ---- parts of bytes -----------------------------------------------------------------------------
 
 
-def _shifted(builder: Any, v: Any, shift: Any) -> Any:
-    """Shift pairs of bytes right; there is no instruction that shifts single bytes."""
+def emit_move(
+    builder: Any, v: Any, source: int, target: int, width: int, features: frozenset[str]
+) -> Any:
+    """Move `width` bits of each byte from bit `source` to bit `target`; the others become 0."""
+    if features >= {"gfni", "avx512bw"}:
+        # bit t of the result is the parity of the byte and row 7 - t of the matrix
+        moved_bits = range(target, target + width)
+        rows = [1 << (source + t - target) if t in moved_bits else 0 for t in range(7, -1, -1)]
+        matrix = _constant(_I8, rows * 8)
+        arguments = [v, matrix, ir.Constant(_I8, 0)]
+        return _call(builder, "llvm.x86.vgf2p8affineqb.512", i8x64.llvm, arguments)
+    # no instruction shifts single bytes: pairs are shifted, and the mask drops what crosses over
     pairs = builder.bitcast(v, _vector(_I16, 32))
-    return builder.bitcast(builder.lshr(pairs, _splat(builder, shift, 32)), i8x64.llvm)
+    shift = _constant(_I16, [abs(source - target)] * 32)
+    moved = builder.lshr(pairs, shift) if source >= target else builder.shl(pairs, shift)
+    mask = _constant(_I8, [((1 << width) - 1) << target] * 64)
+    return builder.and_(builder.bitcast(moved, i8x64.llvm), mask)
 
 
-field = _make(
-    "field",
-    i8x64,
-    (i8x64, types.int16, types.uint8),
-    lambda b, v, shift, mask: b.and_(_shifted(b, v, shift), _splat(b, mask, 64)),
-)
+def make_move(features: frozenset[str]) -> Any:
+    """Return `move` for a processor."""
+
+    def move(typing_context: Any, v: Any, source: Any, target: Any, width: Any) -> Any:
+        numbers = (source, target, width)
+        if v != i8x64 or not all(isinstance(n, types.IntegerLiteral) for n in numbers):
+            raise errors.TypingError("simd_bytes.move: wanted bytes and three constants")
+        a, b, n = (number.literal_value for number in numbers)
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return emit_move(builder, args[0], a, b, n, features)
+
+        return i8x64(v, source, target, width), codegen
+
+    return intrinsic(prefer_literal=True)(move)
 
 
-def _emit_pair(builder: Any, c: Any, second: bool, features: frozenset[str]) -> Any:
+move = make_move(isa.features())
+
+
+def emit_pair(builder: Any, c: Any, second: bool, features: frozenset[str]) -> Any:
     """Split pair codes: by a table of 128 entries where there is one, else by multiplication."""
     if "avx512vbmi" in features:
         ys = [(code * PAIR_FACTOR) >> PAIR_SHIFT for code in range(128)]
@@ -241,14 +266,16 @@ def _emit_pair(builder: Any, c: Any, second: bool, features: frozenset[str]) -> 
 
 def make_pair(name: str, second: bool, features: frozenset[str]) -> Any:
     """Return `pair_first` or `pair_second` for a processor."""
-    return _make(name, i8x64, (i8x64,), lambda b, c: _emit_pair(b, c, second, features))
+    return _make(name, i8x64, (i8x64,), lambda b, c: emit_pair(b, c, second, features))
 
 
 pair_first = make_pair("pair_first", second=False, features=isa.features())
 pair_second = make_pair("pair_second", second=True, features=isa.features())
 
 
-def _emit_lookup16(builder: Any, table: Any, index: Any, features: frozenset[str]) -> Any:
+def emit_lookup16(builder: Any, table: Any, index: Any, features: frozenset[str]) -> Any:
+    """Look each byte up among the 16 that every quarter of `table` holds."""
+
     def shuffle(name: str) -> Callable[..., Any]:
         return lambda t, i: _call(builder, name, t.type, [t, i])
 
@@ -271,7 +298,7 @@ def _emit_lookup16(builder: Any, table: Any, index: Any, features: frozenset[str
 def make_lookup16(features: frozenset[str]) -> Any:
     """Return `lookup16` for a processor."""
     return _make(
-        "lookup16", i8x64, (i8x64, i8x64), lambda b, t, i: _emit_lookup16(b, t, i, features)
+        "lookup16", i8x64, (i8x64, i8x64), lambda b, t, i: emit_lookup16(b, t, i, features)
     )
 
 

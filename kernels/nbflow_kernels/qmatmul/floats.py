@@ -15,13 +15,10 @@ import numpy as np
 
 from nbflow_kernels import simd
 from nbflow_kernels._jit import njit
-from nbflow_kernels.lanes import prefetch
 from nbflow_kernels.qmatmul.finish import finish
 from nbflow_kernels.quants.packed import PackedForm
 from nbflow_kernels.quants.unpack import codes, parameters, weight
 from nbflow_kernels.simd_bytes import broadcast_f32
-
-AHEAD = 4096  # bytes; see `nbflow_kernels.qmatmul.int8`
 
 
 @functools.cache
@@ -47,11 +44,10 @@ def one_row(form: PackedForm) -> Any:
             for b in range(n_blocks):
                 if b == n_whole:
                     x_at = simd.address(tail)
-                for line in range(0, block_bytes, 64):
-                    prefetch(at + AHEAD + line)
                 for unit in range(units):
                     for v in range(vectors):
-                        scale, base = parameters(form, at, (unit * vectors + v) // per_scale)
+                        s = (unit * vectors + v) // per_scale
+                        scale, base = parameters(form, at, s)
                         u = codes(form, at + header + unit * unit_bytes, v)
                         w = weight(form, u, 0, scale, base)
                         chain0 = simd.fma(w, broadcast_f32(x_at), chain0)

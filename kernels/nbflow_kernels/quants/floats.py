@@ -68,7 +68,7 @@ class FloatFormat(QuantFormat):
             stored = (rounded >> np.uint32(16)).astype(np.uint16)
         else:
             stored = np.ascontiguousarray(x.astype(self.dtype))
-        return stored.view(np.uint8).reshape(len(x), -1)
+        return stored.view(np.uint8).reshape(len(x), x.shape[1] * self.block_bytes)
 
     def dequantize_blocks(self, blocks: Bytes) -> Floats:
         """Return the numbers (n, 1) of their bytes (n, block_bytes)."""
