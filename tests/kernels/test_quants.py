@@ -260,7 +260,6 @@ class _OnDevice(np.ndarray):
         ),
         (lambda: QuantTensor("q4", (32,), b"x"), TypeError, "uint8, got bytes"),
         (lambda: quantize(np.zeros(4), "q4").array, UsageError, "no array of floats"),
-        (lambda: quantize(np.zeros(4), "f32").packed(), UsageError, "no packed layout"),
         (lambda: quantize(np.zeros(4), "q4").rows(0, 2), UsageError, r"0\.\.1, got 0\.\.2"),
         (lambda: quantize(np.zeros(4).view(_OnDevice), "q4"), MissingExtraError, "no CUDA variant"),
     ],
