@@ -168,15 +168,17 @@ def sum16(
     if any(v != f32x16 for v in vectors):
         raise errors.TypingError("lanes.sum16: wanted 16 vectors of float32")
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        values, width = list(args), LANES
-        while len(values) > 1:
-            pairs = zip(values[::2], values[1::2], strict=True)
-            values = [_fold(builder, a, b, width) for a, b in pairs]
-            width //= 2
-        return values[0]
+    return f32x16(*vectors), lambda context, builder, signature, args: emit_sums(builder, args)
 
-    return f32x16(*vectors), codegen
+
+def emit_sums(builder: Any, vectors: Any) -> Any:
+    """Emit the vector of the sums of 16 vectors."""
+    values, width = list(vectors), LANES
+    while len(values) > 1:
+        pairs = zip(values[::2], values[1::2], strict=True)
+        values = [_fold(builder, a, b, width) for a, b in pairs]
+        width //= 2
+    return values[0]
 
 
 @njit

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants.floats import FloatFormat
+from nbflow_kernels.quants.floats import FloatFormat, PackedFloats
 from nbflow_kernels.quants.formats import QuantFormat
 from nbflow_kernels.quants.packed import Packed
 from nbflow_kernels.threads import at_once
@@ -75,7 +75,7 @@ class QuantTensor:
                 f"(rows, row bytes) = {wanted}, got {data.shape}"
             )
         self._data: NDArray[np.uint8] | None = np.ascontiguousarray(data)
-        self._packed: Packed | None = None
+        self._packed: Packed | PackedFloats | None = None
 
     @classmethod
     def from_bytes(
@@ -127,13 +127,7 @@ class QuantTensor:
         return self._data
 
     def drop_storage(self) -> None:
-        """Make the layout for computing and free the storage bytes; products still work.
-
-        Raises
-        ------
-        UsageError
-            If the format is a float format, which is computed from as it is.
-        """
+        """Make the layout for computing and free the storage bytes; products still work."""
         self.packed()
         self._data = None
 
@@ -176,14 +170,8 @@ class QuantTensor:
         values: NDArray[Any] = self.data.view(self.format.dtype)
         return values.reshape(self.shape)
 
-    def packed(self) -> Packed:
-        """Return the layout for computing, made at the first call and kept.
-
-        Raises
-        ------
-        UsageError
-            If the format is a float format, which is computed from as it is.
-        """
+    def packed(self) -> Packed | PackedFloats:
+        """Return the layout for computing, made at the first call and kept."""
         if self._packed is None:
             with _pack_lock, at_once():
                 if self._packed is None:
