@@ -144,6 +144,55 @@ def _copy_floats(kind: Any, source: Any, n: Any, factor: Any, target: Any) -> No
 
 @njit
 def _copy_blocks(kind: Any, source: Any, n: Any, factor: Any, target: Any, padded: Any) -> None:
+    mode, high_bits, zero = LAYOUTS[kind, MODE], LAYOUTS[kind, HIGH_BITS], LAYOUTS[kind, ZERO]
+    n_full = n // LAYOUTS[kind, BLOCK]
+    # the two commonest layouts have loops of their own, without a choice in them
+    if mode == SIGNED:
+        _copy_signed(source, n_full, factor, target)
+    elif mode == HALVES and high_bits == 0:
+        _copy_halves(kind, source, n_full, zero, factor, target)
+    else:
+        n_full = 0
+    first = n_full * LAYOUTS[kind, BLOCK]
+    if first < n:
+        at = source + n_full * LAYOUTS[kind, BLOCK_BYTES]
+        _copy_any(kind, at, n - first, factor, target + 4 * first, padded - first)
+
+
+@njit
+def _copy_signed(source: Any, n_blocks: Any, factor: Any, target: Any) -> None:
+    """Decode whole blocks of a scale and 32 int8."""
+    f = simd.splat(factor)
+    for b in range(n_blocks):
+        at, to = source + 34 * b, target + 128 * b
+        scale = simd.splat(read_f16(at))
+        for i in range(2):
+            v = simd.mul(scale, simd.to_f32(simd.load_i8(at + 2 + 16 * i)))
+            simd.store_f32(to + 64 * i, simd.mul(v, f))
+
+
+@njit
+def _copy_halves(
+    kind: Any, source: Any, n_blocks: Any, zero: Any, factor: Any, target: Any
+) -> None:
+    """Decode whole blocks of a scale, perhaps a base, and 32 codes in 16 bytes."""
+    block_bytes, low_at = LAYOUTS[kind, BLOCK_BYTES], LAYOUTS[kind, LOW_AT]
+    scale_at, base_at = LAYOUTS[kind, SCALE_AT], LAYOUTS[kind, BASE_AT]
+    f, minus, mask = simd.splat(factor), simd.splat_i32(zero), simd.splat_i32(15)
+    for b in range(n_blocks):
+        at, to = source + block_bytes * b, target + 128 * b
+        scale = simd.splat(read_f16(at + scale_at))
+        base = simd.splat(read_f16(at + base_at) if base_at >= 0 else np.float32(-0.0))
+        byte = simd.load_u8(at + low_at)
+        low, high = simd.and_(byte, mask), simd.shr(byte, simd.splat_i32(4))
+        v = simd.fma(scale, simd.to_f32(simd.sub(low, minus)), base)
+        w = simd.fma(scale, simd.to_f32(simd.sub(high, minus)), base)
+        simd.store_f32(to, simd.mul(v, f))
+        simd.store_f32(to + 64, simd.mul(w, f))
+
+
+@njit
+def _copy_any(kind: Any, source: Any, n: Any, factor: Any, target: Any, padded: Any) -> None:
     block, block_bytes = LAYOUTS[kind, BLOCK], LAYOUTS[kind, BLOCK_BYTES]
     scale_at, base_at = LAYOUTS[kind, SCALE_AT], LAYOUTS[kind, BASE_AT]
     mode, low_at, low_bits = LAYOUTS[kind, MODE], LAYOUTS[kind, LOW_AT], LAYOUTS[kind, LOW_BITS]
