@@ -106,13 +106,18 @@ def check_cache(
     k, v = split_cache(paged_kv_cache)
     format = format_of(k, kv_format)
     sizes = (D, D if D_value is None else D_value)
+    if getattr(v, "dtype", k.dtype) != k.dtype:
+        raise UsageError(
+            "paged_kv_cache: keys and values must have the same dtype, shape and strides, got "
+            f"{k.dtype} and {v.dtype}"
+        )
     for name, array, size in (("keys", k, sizes[0]), ("values", v, sizes[1])):
         row = format.row_length(size)
         shape = (None, page_size, G, row) if kv_layout == "NHD" else (None, G, page_size, row)
         check_array(f"paged_kv_cache ({name})", array, shape, k.dtype, rows=True)
     if sizes[0] == sizes[1] and (k.shape != v.shape or k.strides != v.strides):
         raise UsageError(
-            "paged_kv_cache: keys and values must have the same shape and strides, got "
+            "paged_kv_cache: keys and values must have the same dtype, shape and strides, got "
             f"{k.shape} {k.strides} and {v.shape} {v.strides}"
         )
     if k.shape[:-1] != v.shape[:-1]:
