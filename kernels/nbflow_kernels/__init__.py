@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from nbflow_kernels.kvcache import get_seq_lens as get_seq_lens
     from nbflow_kernels.kvcache.formats import KVFormat as KVFormat
     from nbflow_kernels.kvcache.formats import kv_format as kv_format
+    from nbflow_kernels.masks import convert_bsr_mask_layout as convert_bsr_mask_layout
+    from nbflow_kernels.masks import packbits as packbits
+    from nbflow_kernels.masks import segment_packbits as segment_packbits
     from nbflow_kernels.matmul import matmul as matmul
     from nbflow_kernels.norm import fused_add_rmsnorm as fused_add_rmsnorm
     from nbflow_kernels.norm import layernorm as layernorm

@@ -50,6 +50,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "merge_state",
         "BatchPrefillWithPagedKVCacheWrapper",
     ),
+    "masks": ("convert_bsr_mask_layout", "packbits", "segment_packbits"),
     "sampling": (
         "softmax",
         "argmax",
