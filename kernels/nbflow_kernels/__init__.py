@@ -43,8 +43,12 @@ if TYPE_CHECKING:
     from nbflow_kernels.errors import MissingExtraError as MissingExtraError
     from nbflow_kernels.errors import UsageError as UsageError
     from nbflow_kernels.kvcache import append_paged_kv_cache as append_paged_kv_cache
+    from nbflow_kernels.kvcache import append_paged_mla_kv_cache as append_paged_mla_kv_cache
+    from nbflow_kernels.kvcache import gather_paged_kv_cache as gather_paged_kv_cache
     from nbflow_kernels.kvcache import get_batch_indices_positions as get_batch_indices_positions
     from nbflow_kernels.kvcache import get_seq_lens as get_seq_lens
+    from nbflow_kernels.kvcache.formats import KVFormat as KVFormat
+    from nbflow_kernels.kvcache.formats import kv_format as kv_format
     from nbflow_kernels.matmul import matmul as matmul
     from nbflow_kernels.norm import fused_add_rmsnorm as fused_add_rmsnorm
     from nbflow_kernels.norm import layernorm as layernorm

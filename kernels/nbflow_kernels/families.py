@@ -37,7 +37,13 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     ),
     "matmul": ("matmul",),
     "qmatmul": ("qmatmul",),
-    "kvcache": ("append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
+    "kvcache": (
+        "append_paged_kv_cache",
+        "append_paged_mla_kv_cache",
+        "gather_paged_kv_cache",
+        "get_batch_indices_positions",
+        "get_seq_lens",
+    ),
     "attention": (
         "single_prefill_with_kv_cache",
         "single_decode_with_kv_cache",
@@ -60,6 +66,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 
 SUPPORT: dict[str, tuple[str, ...]] = {
     "quants": ("FORMATS", "QuantFormat", "QuantTensor", "dequantize", "quantize"),
+    "kvcache.formats": ("KVFormat", "kv_format"),
     "threads": ("get_num_threads", "set_num_threads"),
     "errors": ("MissingExtraError", "UsageError"),
 }

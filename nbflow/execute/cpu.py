@@ -209,6 +209,7 @@ class CpuExecutor:
 
     def _bind_append_kv(self, op: Op, index: int, view: Any) -> Callable[[], Any]:
         from nbflow_kernels.kvcache import cpu
+        from nbflow_kernels.kvcache.rows import F16, F32
 
         k, v = (self._heads(view(name)) for name in op.inputs)
         layers, layer = self.storage.layers, op.layer or 0
@@ -225,6 +226,7 @@ class CpuExecutor:
                 step.pages.kv_indices,
                 step.pages.kv_indptr,
                 "NHD",
+                F32 if keys.itemsize == 4 else F16,
             )
 
         return call
