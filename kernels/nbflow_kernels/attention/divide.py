@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit
+from nbflow_kernels._jit import njit, part
 from nbflow_kernels.attention import layout as at
 
 # Reading a key and its value costs about what the sums of four query vectors cost; starting an
@@ -18,7 +18,7 @@ PIECES_PER_THREAD = 4
 """A tile that is more than a piece is divided along its keys, where it has several splits."""
 
 
-@njit
+@part
 def tile_keys(header: Any, kv_len: Any, position: Any, n_rows: Any) -> Any:
     """Return the range of keys that some row of a tile sees."""
     begin, end = np.int64(0), np.int64(kv_len)
@@ -29,7 +29,7 @@ def tile_keys(header: Any, kv_len: Any, position: Any, n_rows: Any) -> Any:
     return begin, max(begin, end)
 
 
-@njit
+@part
 def count_work(header: Any, qo_indptr: Any, kv_lens: Any, tile_rows: Any) -> Any:
     """Return the cost of all tiles of one head, their number, and their (vector, key) pairs."""
     group = header[at.QO_HEADS] // header[at.KV_HEADS]
@@ -45,7 +45,7 @@ def count_work(header: Any, qo_indptr: Any, kv_lens: Any, tile_rows: Any) -> Any
     return cost, n_tiles, pairs
 
 
-@njit
+@part
 def share_out(items: Any, n_items: Any, shares: Any, n_shares: Any) -> None:
     """Write the first item of each share: contiguous, and as equal in cost as that allows."""
     total = np.int64(0)
@@ -77,7 +77,8 @@ def divide(
     piece = cost * G // (PIECES_PER_THREAD * n_threads)
     may_split = header[at.MAY_SPLIT] and n_threads > 1
     split = header[at.SPLIT_KEYS]
-    n_items, n_merges, n_partials, most = 0, 0, 0, 1
+    n_items, n_merges, n_partials = np.int64(0), np.int64(0), np.int64(0)
+    most = np.int64(1)
     for head in range(G):
         for b in range(len(kv_lens)):
             n = np.int64(qo_indptr[b + 1] - qo_indptr[b])

@@ -18,18 +18,20 @@ from numba.core import types
 from numba.core.extending import overload
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit
+from nbflow_kernels._jit import njit, part
 from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention.layout import CHUNK
 from nbflow_kernels.attention.tiles import (
+    F32,
     HIDDEN,
     ROW,
-    copy_plain,
+    copy_floats,
     exp1,
     fold,
     hide,
     mix_1x1,
     mix_1x4,
+    mix_1x8,
     mix_4x1,
     mix_4x4,
     prefetch_rows,
@@ -50,55 +52,66 @@ def copy_row(source: Any, kind: Any, row: Any, n: Any, target: Any, padded: Any)
 
 
 @overload(copy_row, inline="always", strict=False)
-def _copy_row_overload(
-    source: Any, kind: Any, row: Any, n: Any, target: Any, padded: Any
-) -> Any:
-    if source.dtype == types.float32:  # `kind` is the size in bytes; negative for bfloat16
-        return lambda source, kind, row, n, target, padded: copy_plain(
-            abs(kind), kind < 0, row, n, 1.0, target, padded
+def _copy_row_overload(source: Any, kind: Any, row: Any, n: Any, target: Any, padded: Any) -> Any:
+    if source.dtype == types.float32:
+        return lambda source, kind, row, n, target, padded: copy_floats(
+            kind, row, n, 1.0, target, padded
+        )
+    if source.dtype == types.uint8:
+        from nbflow_kernels.kvcache.rows import copy_row as decode
+
+        return lambda source, kind, row, n, target, padded: decode(
+            kind, row, n, 1.0, target, padded
         )
     return lambda source, kind, row, n, target, padded: None  # rows are read where they lie
 
 
-@njit
+@part
 def find_rows(
-    pages: Any, page_size: Any, first: Any, last: Any, shift: Any, k: Any, v: Any, strides: Any,
+    pages: Any, page_size: Any, first: Any, last: Any, base: Any, k: Any, v: Any, strides: Any,
     keys: Any, values: Any,
 ) -> None:  # fmt: skip
-    """Write the addresses of the keys and values [first, last) into tables from `shift` on."""
-    k_page, k_token, v_page, v_token = strides[0], strides[1], strides[4], strides[5]
-    page = first // page_size
-    slot = first - page * page_size
-    number = read_i32(pages + 4 * page)
-    key = k + number * k_page + slot * k_token
-    value = v + number * v_page + slot * v_token
-    for j in range(first - shift, last - shift):
-        if slot == page_size:
-            page += 1
-            slot = 0
-            number = read_i32(pages + 4 * page)
-            key = k + number * k_page
-            value = v + number * v_page
-        keys[j] = key
-        values[j] = value
-        slot += 1
-        key += k_token
-        value += v_token
+    """Write the addresses of the keys and values [first, last) into tables that begin at `base`."""
+    at = first
+    while at < last:
+        page = at // page_size
+        slot = at - page * page_size
+        number = read_i32(pages + 4 * page)
+        key = k + number * strides[0] + slot * strides[1]
+        value = v + number * strides[4] + slot * strides[5]
+        count = min(page_size - slot, last - at)
+        for i in range(count):
+            keys[at - base + i] = key + i * strides[1]
+            values[at - base + i] = value + i * strides[5]
+        at += count
 
 
-@njit
+@part
+def fetch(
+    rows: Any, ahead: Any, base: Any, first: Any, last: Any, end: Any, n_bytes: Any
+) -> None:
+    """Ask for the rows [last, end) of the next chunk, unless they simply go on behind this one's.
+
+    Memory that is read from end to end comes by itself, and faster so; what lies elsewhere (on
+    another page, or one head's rows among those of others) would have to be waited for.
+    """
+    next_base = last // CHUNK * CHUNK
+    begin, stop = ahead[last - next_base], ahead[end - 1 - next_base]
+    if begin != rows[last - 1 - base] + n_bytes or stop != begin + (end - 1 - last) * n_bytes:
+        prefetch_rows(simd.address(ahead), last - next_base, end - next_base, n_bytes)
+
+
+@part
 def score_chunk(
-    like: Any, M: Any, q: Any, row_bytes: Any, keys: Any, spans: Any, s: Any, room: Any,
-    ahead: Any, ahead_first: Any, ahead_last: Any, ahead_bytes: Any,
-) -> None:  # fmt: skip
-    """Write the scores of a chunk; ask for the rows of the next chunk meanwhile."""
+    like: Any, M: Any, q: Any, row_bytes: Any, keys: Any, spans: Any, s: Any, room: Any
+) -> None:
+    """Write the scores of a chunk."""
     low, high = spans[0, 0], spans[1, 0]
     for m in range(1, M):
         low, high = min(low, spans[0, m]), max(high, spans[1, m])
     table = simd.address(keys)
     for j in range(low // 16 * 16, high, 16):
-        prefetch_rows(ahead, max(j, ahead_first), min(j + 16, ahead_last), ahead_bytes)
-        m = 0
+        m = np.int64(0)
         while m + 4 <= M:
             first = min(min(spans[0, m], spans[0, m + 1]), min(spans[0, m + 2], spans[0, m + 3]))
             last = max(max(spans[1, m], spans[1, m + 1]), max(spans[1, m + 2], spans[1, m + 3]))
@@ -113,12 +126,15 @@ def score_chunk(
             m += 1
 
 
-@njit
+@part
 def mix_one(
     like: Any, acc: Any, row_bytes: Any, shrink: Any, s: Any, values: Any, first: Any, last: Any
 ) -> None:
     """Shrink the accumulator of one query vector and add values."""
-    d = 0
+    d = np.int64(0)
+    while d + 512 <= row_bytes:
+        mix_1x8(like, acc, shrink, s, values, first, last, d)
+        d += 512
     while d + 256 <= row_bytes:
         mix_1x4(like, acc, shrink, s, values, first, last, d)
         d += 256
@@ -127,59 +143,57 @@ def mix_one(
         d += 64
 
 
-@njit
+@part
+def mix_four(
+    like: Any, acc: Any, row_bytes: Any, shrink: Any, s: Any, values: Any, first: Any, last: Any
+) -> None:
+    """Shrink the accumulators of four query vectors and add values that all of them see."""
+    d = np.int64(0)
+    while d + 256 <= row_bytes:
+        mix_4x4(like, acc, row_bytes, shrink, s, values, first, last, d)
+        d += 256
+    while d < row_bytes:
+        mix_4x1(like, acc, row_bytes, shrink, s, values, first, last, d)
+        d += 64
+
+
+@part
 def mix_chunk(
     like: Any, M: Any, acc: Any, row_bytes: Any, state: Any, spans: Any, s: Any, values: Any,
-    ahead: Any, ahead_first: Any, ahead_last: Any, ahead_bytes: Any,
+    step: Any,
 ) -> None:  # fmt: skip
-    """Add a chunk's values to the accumulators; ask for the rows of the next chunk meanwhile."""
-    table = simd.address(values)
-    one = np.float32(1.0)
-    m = 0
-    while m + 4 <= M:
-        low = max(max(spans[0, m], spans[0, m + 1]), max(spans[0, m + 2], spans[0, m + 3]))
-        high = min(min(spans[1, m], spans[1, m + 1]), min(spans[1, m + 2], spans[1, m + 3]))
-        if low < high:
-            # keys that not all four rows see, before and behind those that they all see
-            for i in range(m, m + 4):
-                if spans[0, i] < low:
+    """Add a chunk's values to the accumulators, `step` keys at a time for four query vectors.
+
+    Four query vectors go together over the keys that all of them see; each goes alone over its
+    keys before and behind these.
+    """
+    table, one = simd.address(values), np.float32(1.0)
+    for m in range(0, M, 4):
+        low, high = np.int64(CHUNK), np.int64(CHUNK)
+        if m + 4 <= M:
+            low = max(max(spans[0, m], spans[0, m + 1]), max(spans[0, m + 2], spans[0, m + 3]))
+            high = min(min(spans[1, m], spans[1, m + 1]), min(spans[1, m + 2], spans[1, m + 3]))
+            if low >= high:
+                low = high = np.int64(CHUNK)
+        for turn in range(2):
+            for i in range(m, min(m + 4, M)):
+                first, last = max(spans[0, i], high), spans[1, i]
+                if turn == 0:
+                    first, last = spans[0, i], min(spans[1, i], low)
+                if first < last:
                     mix_one(like, acc + i * row_bytes, row_bytes, state[2, i], s + i * ROW, table,
-                            spans[0, i], low)  # fmt: skip
+                            first, last)  # fmt: skip
                     state[2, i] = one
-            shrink = simd.address(state) + 4 * (2 * state.shape[1] + m)
-            d = 0
-            while d + 256 <= row_bytes:
-                mix_4x4(like, acc + m * row_bytes, row_bytes, shrink, s + m * ROW, table, low,
-                        high, d)  # fmt: skip
-                if m == 0 and d == 0:
-                    prefetch_rows(ahead, ahead_first, ahead_last, ahead_bytes)
-                d += 256
-            while d < row_bytes:
-                mix_4x1(like, acc + m * row_bytes, row_bytes, shrink, s + m * ROW, table, low,
-                        high, d)  # fmt: skip
-                d += 64
-            for i in range(m, m + 4):
-                if high < spans[1, i]:
-                    mix_one(like, acc + i * row_bytes, row_bytes, one, s + i * ROW, table, high,
-                            spans[1, i])  # fmt: skip
-        else:
-            for i in range(m, m + 4):
-                if spans[0, i] < spans[1, i]:
-                    mix_one(like, acc + i * row_bytes, row_bytes, state[2, i], s + i * ROW, table,
-                            spans[0, i], spans[1, i])  # fmt: skip
-        m += 4
-    while m < M:
-        shrink1, first, last = state[2, m], spans[0, m], spans[1, m]
-        for j in range(first // 16 * 16, last if first < last else 0, 16):
-            if m == 0:
-                prefetch_rows(ahead, max(j, ahead_first), min(j + 16, ahead_last), ahead_bytes)
-            mix_one(like, acc + m * row_bytes, row_bytes, shrink1, s + m * ROW, table,
-                    max(j, first), min(j + 16, last))  # fmt: skip
-            shrink1 = one
-        m += 1
+            if turn == 0:
+                for j in range(low, high, step):
+                    shrink = simd.address(state) + 4 * (2 * state.shape[1] + m)
+                    mix_four(like, acc + m * row_bytes, row_bytes, shrink, s + m * ROW, table, j,
+                             min(j + step, high))  # fmt: skip
+                    for i in range(m, m + 4):
+                        state[2, i] = one
 
 
-@njit
+@part
 def weigh_chunk(
     header: Any, cap: Any, M: Any, group: Any, head: Any, request: Any, row: Any, position: Any,
     base: Any, spans: Any, s: Any, state: Any, ramp: Any,
@@ -218,7 +232,7 @@ def weigh_chunk(
         state[2, m] = shrink
 
 
-@njit
+@part
 def finish(
     header: Any, acc: Any, top: Any, total: Any, row: Any, qo_head: Any, out: Any, lse: Any
 ) -> None:
@@ -240,7 +254,7 @@ def finish(
     if total != 0.0:
         inverse = factor / total
     place = row * H + qo_head
-    copy_plain(4, False, acc, D, inverse, out + 4 * D * place, D)
+    copy_floats(F32, acc, D, inverse, out + 4 * D * place, D)
     if lse != 0:
         value = -np.inf
         if total != 0.0:
@@ -250,7 +264,7 @@ def finish(
         write_f32(lse + 4 * place, value)
 
 
-@njit
+@part
 def load_queries(
     header: Any, q: Any, q_row_bytes: Any, M: Any, group: Any, row: Any, head: Any, position: Any,
     target: Any, padded: Any,
@@ -261,12 +275,12 @@ def load_queries(
         h = head * group + m % group
         place = target + 4 * padded * m
         source = q + (row + m // group) * q_row_bytes + 4 * D * h
-        copy_plain(4, False, source, D, read_f32(factors + 4 * h), place, padded)
+        copy_floats(F32, source, D, read_f32(factors + 4 * h), place, padded)
         if rope != 0:
             rotate_halves(place, rope + 4 * D * max(position + m // group, 0), D // 2)
 
 
-@njit
+@part
 def pack_rows(
     source: Any, kind: Any, table: Any, first: Any, last: Any, n: Any, target: Any, padded: Any
 ) -> None:
@@ -277,7 +291,7 @@ def pack_rows(
         table[j] = place
 
 
-@njit
+@part
 def reset(M: Any, acc: Any, row_bytes: Any, state: Any) -> None:
     """Empty the accumulators."""
     for m in range(M):
@@ -288,7 +302,7 @@ def reset(M: Any, acc: Any, row_bytes: Any, state: Any) -> None:
             simd.store_f32(acc + m * row_bytes + d, simd.splat(0.0))
 
 
-@njit
+@part
 def store_partial(M: Any, acc: Any, row_bytes: Any, state: Any, partials: Any, slot: Any) -> None:
     """Put a partial result aside for `merge_items`."""
     for m in range(M):
@@ -352,6 +366,8 @@ def attend_items(
         for m in range(M):
             state[3, m] = HIDDEN
             state[4, m] = 0.0
+        # few rows stream through memory, many work from the caches
+        step = 16 if M <= group else CHUNK
         key, stop_key, now = begin, begin, 0
         while key < end:
             base = key // CHUNK * CHUNK
@@ -364,12 +380,12 @@ def attend_items(
             next_stop = min(
                 min((stop_key // CHUNK + 1) * CHUNK, end), (stop_key // split + 1) * split
             )
-            next_base = stop_key // CHUNK * CHUNK
             keys, values = tables[now], tables[now + 1]
-            ahead_keys, ahead_values = tables[2 - now], tables[3 - now]
             if stop_key < next_stop:
-                find_rows(pages, page_size, stop_key, next_stop, next_base, k_head, v_head,
-                          strides, ahead_keys, ahead_values)  # fmt: skip
+                find_rows(pages, page_size, stop_key, next_stop, stop_key // CHUNK * CHUNK, k_head,
+                          v_head, strides, tables[2 - now], tables[3 - now])  # fmt: skip
+                fetch(keys, tables[2 - now], base, key, stop_key, next_stop, strides[3])
+                fetch(values, tables[3 - now], base, key, stop_key, next_stop, strides[7])
             first, last = key - base, stop_key - base
             if pack:
                 pack_rows(source, k_kind, keys, first, last, D_qk, packed, wide_qk)
@@ -385,13 +401,10 @@ def attend_items(
             for m in range(M):
                 spans[0, m] = max(limits[0, m] - base, first)
                 spans[1, m] = min(limits[1, m] - base, last)
-            ahead_first, ahead_last = stop_key - next_base, next_stop - next_base
-            score_chunk(like, M, q_tile, qk_bytes, keys, spans, s, room,
-                        simd.address(ahead_keys), ahead_first, ahead_last, strides[3])  # fmt: skip
+            score_chunk(like, M, q_tile, qk_bytes, keys, spans, s, room)
             weigh_chunk(header, cap, M, group, head, request, row, position, base, spans, s,
                         state, ramp)  # fmt: skip
-            mix_chunk(like, M, acc, vo_bytes, state, spans, s, values,
-                      simd.address(ahead_values), ahead_first, ahead_last, strides[7])  # fmt: skip
+            mix_chunk(like, M, acc, vo_bytes, state, spans, s, values, step)
             if several and (stop_key == end or stop_key % split == 0):
                 for m in range(M):
                     state[3, m], state[4, m] = fold(

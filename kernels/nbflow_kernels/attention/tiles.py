@@ -15,11 +15,9 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba.core import types
-from numba.core.extending import overload
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels._jit import part
 from nbflow_kernels.attention.layout import CHUNK
 from nbflow_kernels.lanes import (
     prefetch,
@@ -35,28 +33,15 @@ from nbflow_kernels.lanes import (
 
 # The score of a key that a row does not see.  Finite, so that NaN and infinity remain detectable.
 HIDDEN = np.float32(-1e30)
+F32, F16 = 0, 1  # kinds of floats, as in `nbflow_kernels.kvcache.rows`; the third is bfloat16
 ROW = 4 * CHUNK
 """Bytes of the scores of one query vector."""
-
-
-def load16(like: Any, addr: Any) -> Any:
-    """Return 16 stored elements at an address, widened to float32; `like` only gives the type."""
-    raise NotImplementedError("only inside kernels")
-
-
-@overload(load16, inline="always", strict=False)
-def _load16_overload(like: Any, addr: Any) -> Any:
-    if like.dtype == types.float32:
-        return lambda like, addr: simd.load_f32(addr)
-    if like.dtype == types.int16:
-        return lambda like, addr: simd.load_f16(addr)
-    return lambda like, addr: simd.load_bf16(addr)
 
 
 # ---- scores --------------------------------------------------------------------------------------
 
 
-@njit
+@part
 def score_4x4(like: Any, q: Any, row_bytes: Any, keys: Any, s: Any) -> None:
     """Write the dot products of four query vectors with four keys."""
     k0, k1, k2, k3 = read_i64(keys), read_i64(keys + 8), read_i64(keys + 16), read_i64(keys + 24)
@@ -71,19 +56,19 @@ def score_4x4(like: Any, q: Any, row_bytes: Any, keys: Any, s: Any) -> None:
         i = d // 4 * size
         w, x = simd.load_f32(q + d), simd.load_f32(q1 + d)
         y, z = simd.load_f32(q2 + d), simd.load_f32(q3 + d)
-        key = load16(like, k0 + i)
+        key = simd.load_as(like, k0 + i)
         a0, b0, c0, d0 = (
             simd.fma(w, key, a0), simd.fma(x, key, b0), simd.fma(y, key, c0), simd.fma(z, key, d0)
         )  # fmt: skip
-        key = load16(like, k1 + i)
+        key = simd.load_as(like, k1 + i)
         a1, b1, c1, d1 = (
             simd.fma(w, key, a1), simd.fma(x, key, b1), simd.fma(y, key, c1), simd.fma(z, key, d1)
         )  # fmt: skip
-        key = load16(like, k2 + i)
+        key = simd.load_as(like, k2 + i)
         a2, b2, c2, d2 = (
             simd.fma(w, key, a2), simd.fma(x, key, b2), simd.fma(y, key, c2), simd.fma(z, key, d2)
         )  # fmt: skip
-        key = load16(like, k3 + i)
+        key = simd.load_as(like, k3 + i)
         a3, b3, c3, d3 = (
             simd.fma(w, key, a3), simd.fma(x, key, b3), simd.fma(y, key, c3), simd.fma(z, key, d3)
         )  # fmt: skip
@@ -91,7 +76,7 @@ def score_4x4(like: Any, q: Any, row_bytes: Any, keys: Any, s: Any) -> None:
     store_quarters(s, ROW, sums)
 
 
-@njit
+@part
 def score_1x16(like: Any, q: Any, row_bytes: Any, keys: Any, room: Any, s: Any) -> None:
     """Write the dot products of one query vector with 16 keys; `room` is for 16 vectors."""
     size = like.itemsize
@@ -103,10 +88,10 @@ def score_1x16(like: Any, q: Any, row_bytes: Any, keys: Any, room: Any, s: Any) 
         for d in range(0, row_bytes, 64):
             i = d // 4 * size
             x = simd.load_f32(q + d)
-            a0 = simd.fma(x, load16(like, k0 + i), a0)
-            a1 = simd.fma(x, load16(like, k1 + i), a1)
-            a2 = simd.fma(x, load16(like, k2 + i), a2)
-            a3 = simd.fma(x, load16(like, k3 + i), a3)
+            a0 = simd.fma(x, simd.load_as(like, k0 + i), a0)
+            a1 = simd.fma(x, simd.load_as(like, k1 + i), a1)
+            a2 = simd.fma(x, simd.load_as(like, k2 + i), a2)
+            a3 = simd.fma(x, simd.load_as(like, k3 + i), a3)
         place = room + 64 * j
         simd.store_f32(place, a0)
         simd.store_f32(place + 64, a1)
@@ -126,7 +111,7 @@ def score_1x16(like: Any, q: Any, row_bytes: Any, keys: Any, room: Any, s: Any) 
 # ---- values --------------------------------------------------------------------------------------
 
 
-@njit
+@part
 def mix_4x4(
     like: Any, acc: Any, row_bytes: Any, shrink: Any, s: Any, values: Any, first: Any, last: Any,
     d: Any,
@@ -151,19 +136,19 @@ def mix_4x4(
         p = s + 4 * j
         w, x = simd.splat(read_f32(p)), simd.splat(read_f32(p + ROW))
         y, z = simd.splat(read_f32(p + 2 * ROW)), simd.splat(read_f32(p + 3 * ROW))
-        v = load16(like, at)
+        v = simd.load_as(like, at)
         a0, b0, c0, d0 = (
             simd.fma(w, v, a0), simd.fma(x, v, b0), simd.fma(y, v, c0), simd.fma(z, v, d0)
         )  # fmt: skip
-        v = load16(like, at + 16 * size)
+        v = simd.load_as(like, at + 16 * size)
         a1, b1, c1, d1 = (
             simd.fma(w, v, a1), simd.fma(x, v, b1), simd.fma(y, v, c1), simd.fma(z, v, d1)
         )  # fmt: skip
-        v = load16(like, at + 32 * size)
+        v = simd.load_as(like, at + 32 * size)
         a2, b2, c2, d2 = (
             simd.fma(w, v, a2), simd.fma(x, v, b2), simd.fma(y, v, c2), simd.fma(z, v, d2)
         )  # fmt: skip
-        v = load16(like, at + 48 * size)
+        v = simd.load_as(like, at + 48 * size)
         a3, b3, c3, d3 = (
             simd.fma(w, v, a3), simd.fma(x, v, b3), simd.fma(y, v, c3), simd.fma(z, v, d3)
         )  # fmt: skip
@@ -185,7 +170,7 @@ def mix_4x4(
     simd.store_f32(D + 192, d3)
 
 
-@njit
+@part
 def mix_4x1(
     like: Any, acc: Any, row_bytes: Any, shrink: Any, s: Any, values: Any, first: Any, last: Any,
     d: Any,
@@ -200,7 +185,7 @@ def mix_4x1(
     i = d // 4 * like.itemsize
     for j in range(first, last):
         p = s + 4 * j
-        v = load16(like, read_i64(values + 8 * j) + i)
+        v = simd.load_as(like, read_i64(values + 8 * j) + i)
         a = simd.fma(simd.splat(read_f32(p)), v, a)
         b = simd.fma(simd.splat(read_f32(p + ROW)), v, b)
         c = simd.fma(simd.splat(read_f32(p + 2 * ROW)), v, c)
@@ -211,11 +196,45 @@ def mix_4x1(
     simd.store_f32(D, e)
 
 
-@njit
+@part
+def mix_1x8(
+    like: Any, acc: Any, shrink: Any, s: Any, values: Any, first: Any, last: Any, d: Any
+) -> None:
+    """Shrink 128 columns of one query vector and add values: rows are read from end to end."""
+    A = acc + d
+    w = simd.splat(shrink)
+    a0, a1 = simd.mul(simd.load_f32(A), w), simd.mul(simd.load_f32(A + 64), w)
+    a2, a3 = simd.mul(simd.load_f32(A + 128), w), simd.mul(simd.load_f32(A + 192), w)
+    a4, a5 = simd.mul(simd.load_f32(A + 256), w), simd.mul(simd.load_f32(A + 320), w)
+    a6, a7 = simd.mul(simd.load_f32(A + 384), w), simd.mul(simd.load_f32(A + 448), w)
+    size = like.itemsize
+    i = d // 4 * size
+    for j in range(first, last):
+        at = read_i64(values + 8 * j) + i
+        w = simd.splat(read_f32(s + 4 * j))
+        a0 = simd.fma(w, simd.load_as(like, at), a0)
+        a1 = simd.fma(w, simd.load_as(like, at + 16 * size), a1)
+        a2 = simd.fma(w, simd.load_as(like, at + 32 * size), a2)
+        a3 = simd.fma(w, simd.load_as(like, at + 48 * size), a3)
+        a4 = simd.fma(w, simd.load_as(like, at + 64 * size), a4)
+        a5 = simd.fma(w, simd.load_as(like, at + 80 * size), a5)
+        a6 = simd.fma(w, simd.load_as(like, at + 96 * size), a6)
+        a7 = simd.fma(w, simd.load_as(like, at + 112 * size), a7)
+    simd.store_f32(A, a0)
+    simd.store_f32(A + 64, a1)
+    simd.store_f32(A + 128, a2)
+    simd.store_f32(A + 192, a3)
+    simd.store_f32(A + 256, a4)
+    simd.store_f32(A + 320, a5)
+    simd.store_f32(A + 384, a6)
+    simd.store_f32(A + 448, a7)
+
+
+@part
 def mix_1x4(
     like: Any, acc: Any, shrink: Any, s: Any, values: Any, first: Any, last: Any, d: Any
 ) -> None:
-    """Do as `mix_4x4` for one query vector."""
+    """Do as `mix_1x8` for 64 columns."""
     A = acc + d
     w = simd.splat(shrink)
     a0, a1 = simd.mul(simd.load_f32(A), w), simd.mul(simd.load_f32(A + 64), w)
@@ -225,25 +244,25 @@ def mix_1x4(
     for j in range(first, last):
         at = read_i64(values + 8 * j) + i
         w = simd.splat(read_f32(s + 4 * j))
-        a0 = simd.fma(w, load16(like, at), a0)
-        a1 = simd.fma(w, load16(like, at + 16 * size), a1)
-        a2 = simd.fma(w, load16(like, at + 32 * size), a2)
-        a3 = simd.fma(w, load16(like, at + 48 * size), a3)
+        a0 = simd.fma(w, simd.load_as(like, at), a0)
+        a1 = simd.fma(w, simd.load_as(like, at + 16 * size), a1)
+        a2 = simd.fma(w, simd.load_as(like, at + 32 * size), a2)
+        a3 = simd.fma(w, simd.load_as(like, at + 48 * size), a3)
     simd.store_f32(A, a0)
     simd.store_f32(A + 64, a1)
     simd.store_f32(A + 128, a2)
     simd.store_f32(A + 192, a3)
 
 
-@njit
+@part
 def mix_1x1(
     like: Any, acc: Any, shrink: Any, s: Any, values: Any, first: Any, last: Any, d: Any
 ) -> None:
-    """Do as `mix_4x4` for one query vector and 16 columns."""
+    """Do as `mix_1x8` for 16 columns."""
     a = simd.mul(simd.load_f32(acc + d), simd.splat(shrink))
     i = d // 4 * like.itemsize
     for j in range(first, last):
-        v = load16(like, read_i64(values + 8 * j) + i)
+        v = simd.load_as(like, read_i64(values + 8 * j) + i)
         a = simd.fma(simd.splat(read_f32(s + 4 * j)), v, a)
     simd.store_f32(acc + d, a)
 
@@ -251,16 +270,22 @@ def mix_1x1(
 # ---- softmax -------------------------------------------------------------------------------------
 
 
-@njit
+@part
+def exp(v: Any) -> Any:
+    """Return e**v lane by lane; compiled once, where `simd.exp` would be copied by Numba."""
+    return simd.exp(v)
+
+
+@part
 def soft_cap(s: Any, cap: Any) -> Any:
     """Return cap * tanh(s / cap) lane by lane; a NaN stays one."""
     one = simd.splat(1.0)
-    e = simd.exp(simd.mul(s, simd.splat(2.0 / cap)))
+    e = exp(simd.mul(s, simd.splat(2.0 / cap)))
     tanh = simd.sub(one, simd.div(simd.splat(2.0), simd.add(e, one)))
     return simd.fma(s, simd.splat(0.0), simd.mul(simd.splat(cap), tanh))
 
 
-@inline
+@part
 def sees(mask: Any, bits: Any, index: Any) -> Any:
     """Return whether element `index` of a mask of bytes or bits is set."""
     if bits:
@@ -268,7 +293,7 @@ def sees(mask: Any, bits: Any, index: Any) -> Any:
     return read_u8(mask + index)
 
 
-@njit
+@part
 def hide(s: Any, first: Any, last: Any, mask: Any, bits: Any, index: Any) -> None:
     """Overwrite the scores outside [first, last), and those that the mask hides.
 
@@ -284,7 +309,7 @@ def hide(s: Any, first: Any, last: Any, mask: Any, bits: Any, index: Any) -> Non
                 write_f32(s + 4 * j, HIDDEN)
 
 
-@njit
+@part
 def weigh(s: Any, old_top: Any) -> Any:
     """Turn the 64 scores at `s` into weights exp(score - top); return top and the weights' sum."""
     s0, s1 = simd.load_f32(s), simd.load_f32(s + 64)
@@ -296,20 +321,20 @@ def weigh(s: Any, old_top: Any) -> Any:
         x = simd.load_f32(s + i)
         # 0 for a hidden key, else 1: visible scores are far above HIDDEN
         seen = simd.minimum(simd.sub(x, hidden), one)
-        p = simd.mul(simd.exp(simd.sub(x, shift)), seen)
+        p = simd.mul(exp(simd.sub(x, shift)), seen)
         simd.store_f32(s + i, p)
         # simd.max and simd.exp drop a NaN; x * 0 brings it back into the sum
         total = simd.add(total, simd.fma(x, zero, p))
     return top, simd.sum(total)
 
 
-@inline
+@part
 def exp1(x: Any) -> Any:
     """Return e**x of one float32, with the bits that `simd.exp` gives."""
-    return simd.max(simd.exp(simd.splat(x)))
+    return simd.max(exp(simd.splat(x)))
 
 
-@njit
+@part
 def fold(acc: Any, top: Any, total: Any, new: Any, new_top: Any, new_total: Any, n: Any) -> Any:
     """Add a partial result of `n` columns to another; return its top and sum of weights.
 
@@ -336,28 +361,27 @@ def fold(acc: Any, top: Any, total: Any, new: Any, new_top: Any, new_total: Any,
 # ---- rows ----------------------------------------------------------------------------------------
 
 
-@njit
-def copy_plain(itemsize: Any, bf16: Any, source: Any, n: Any, factor: Any, target: Any,
-               padded: Any) -> None:  # fmt: skip
-    """Copy n float32, float16 or bfloat16 times `factor` to float32, and zeros up to `padded`."""
+@part
+def copy_floats(kind: Any, source: Any, n: Any, factor: Any, target: Any, padded: Any) -> None:
+    """Copy n floats of a kind of `kvcache.rows` times `factor` to float32; zeros up to `padded`."""
     times = simd.splat(factor)
-    d = 0
+    d = np.int64(0)
     while d + 16 <= n:
-        if itemsize == 4:
+        if kind == F32:
             x = simd.load_f32(source + 4 * d)
-        elif bf16:
-            x = simd.load_bf16(source + 2 * d)
-        else:
+        elif kind == F16:
             x = simd.load_f16(source + 2 * d)
+        else:
+            x = simd.load_bf16(source + 2 * d)
         simd.store_f32(target + 4 * d, simd.mul(x, times))
         d += 16
     while d < n:
-        if itemsize == 4:
+        if kind == F32:
             y = read_f32(source + 4 * d)
-        elif bf16:
-            y = read_bf16(source + 2 * d)
-        else:
+        elif kind == F16:
             y = read_f16(source + 2 * d)
+        else:
+            y = read_bf16(source + 2 * d)
         write_f32(target + 4 * d, y * np.float32(factor))
         d += 1
     while d < padded:
@@ -365,7 +389,7 @@ def copy_plain(itemsize: Any, bf16: Any, source: Any, n: Any, factor: Any, targe
         d += 1
 
 
-@njit
+@part
 def prefetch_rows(rows: Any, first: Any, last: Any, n_bytes: Any) -> None:
     """Ask for rows of one head: far apart, so the hardware does not see the next coming."""
     for j in range(first, last):
