@@ -107,6 +107,18 @@ def _compiled(function: Callable[..., Any], fastmath: Any) -> Any:
         numba_config.CACHE_DIR = before
 
 
+def part(function: Callable[..., Any]) -> Any:
+    """Compile a function that only kernels call: without wrappers and a cache entry of its own.
+
+    It is part of the machine code of the kernel that calls it, which is what the cache holds.  This
+    halves the time to compile a kernel that is made of many functions.
+    """
+    return numba.njit(
+        nogil=True, error_model="numpy", boundscheck=False, fastmath=FAST_MATH,
+        no_cpython_wrapper=True, no_cfunc_wrapper=True,
+    )(function)  # fmt: skip
+
+
 def inline(function: Callable[..., Any]) -> Any:
     """Compile a scalar helper into whichever kernel calls it (CPU and CUDA alike)."""
     return numba.njit(inline="always", error_model="numpy", fastmath=FAST_MATH)(function)

@@ -1,0 +1,398 @@
+"""The inner loops of attention: dot products of tiles, mixing of values, online softmax.
+
+Everything works on addresses.  `like` is an empty array whose dtype tells how keys and values are
+stored (float32, int16 for the bits of float16, uint16 for those of bfloat16); a kernel is compiled
+for each.  `keys` and `values` are addresses of tables that hold the address of each row of a chunk.
+
+The order of additions, which is part of the results' bits: a dot product has 16 partial sums (lane
+i adds the products of columns i, i + 16, ... one after the other), which are added as a tree
+(`simd.sum`); an accumulator adds the values of a chunk one key after the other.  No tile shape
+changes this.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels import simd
+from nbflow_kernels._jit import part
+from nbflow_kernels.attention.layout import CHUNK
+from nbflow_kernels.lanes import (
+    prefetch,
+    read_bf16,
+    read_f16,
+    read_f32,
+    read_i64,
+    read_u8,
+    store_quarters,
+    sum16,
+    write_f32,
+)
+
+# The score of a key that a row does not see.  Finite, so that NaN and infinity remain detectable.
+HIDDEN = np.float32(-1e30)
+F32, F16 = 0, 1  # kinds of floats, as in `nbflow_kernels.kvcache.rows`; the third is bfloat16
+ROW = 4 * CHUNK
+"""Bytes of the scores of one query vector."""
+
+
+# ---- scores --------------------------------------------------------------------------------------
+
+
+@part
+def score_4x4(like: Any, q: Any, row_bytes: Any, keys: Any, s: Any) -> None:
+    """Write the dot products of four query vectors with four keys."""
+    k0, k1, k2, k3 = read_i64(keys), read_i64(keys + 8), read_i64(keys + 16), read_i64(keys + 24)
+    q1, q2, q3 = q + row_bytes, q + 2 * row_bytes, q + 3 * row_bytes
+    size = like.itemsize
+    zero = simd.splat(0.0)
+    a0, a1, a2, a3 = zero, zero, zero, zero
+    b0, b1, b2, b3 = zero, zero, zero, zero
+    c0, c1, c2, c3 = zero, zero, zero, zero
+    d0, d1, d2, d3 = zero, zero, zero, zero
+    for d in range(0, row_bytes, 64):
+        i = d // 4 * size
+        w, x = simd.load_f32(q + d), simd.load_f32(q1 + d)
+        y, z = simd.load_f32(q2 + d), simd.load_f32(q3 + d)
+        key = simd.load_as(like, k0 + i)
+        a0, b0, c0, d0 = (
+            simd.fma(w, key, a0), simd.fma(x, key, b0), simd.fma(y, key, c0), simd.fma(z, key, d0)
+        )  # fmt: skip
+        key = simd.load_as(like, k1 + i)
+        a1, b1, c1, d1 = (
+            simd.fma(w, key, a1), simd.fma(x, key, b1), simd.fma(y, key, c1), simd.fma(z, key, d1)
+        )  # fmt: skip
+        key = simd.load_as(like, k2 + i)
+        a2, b2, c2, d2 = (
+            simd.fma(w, key, a2), simd.fma(x, key, b2), simd.fma(y, key, c2), simd.fma(z, key, d2)
+        )  # fmt: skip
+        key = simd.load_as(like, k3 + i)
+        a3, b3, c3, d3 = (
+            simd.fma(w, key, a3), simd.fma(x, key, b3), simd.fma(y, key, c3), simd.fma(z, key, d3)
+        )  # fmt: skip
+    sums = sum16(a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3)
+    store_quarters(s, ROW, sums)
+
+
+@part
+def score_1x16(like: Any, q: Any, row_bytes: Any, keys: Any, room: Any, s: Any) -> None:
+    """Write the dot products of one query vector with 16 keys; `room` is for 16 vectors."""
+    size = like.itemsize
+    for j in range(0, 16, 4):
+        at = keys + 8 * j
+        k0, k1, k2, k3 = read_i64(at), read_i64(at + 8), read_i64(at + 16), read_i64(at + 24)
+        zero = simd.splat(0.0)
+        a0, a1, a2, a3 = zero, zero, zero, zero
+        for d in range(0, row_bytes, 64):
+            i = d // 4 * size
+            x = simd.load_f32(q + d)
+            a0 = simd.fma(x, simd.load_as(like, k0 + i), a0)
+            a1 = simd.fma(x, simd.load_as(like, k1 + i), a1)
+            a2 = simd.fma(x, simd.load_as(like, k2 + i), a2)
+            a3 = simd.fma(x, simd.load_as(like, k3 + i), a3)
+        place = room + 64 * j
+        simd.store_f32(place, a0)
+        simd.store_f32(place + 64, a1)
+        simd.store_f32(place + 128, a2)
+        simd.store_f32(place + 192, a3)
+    sums = sum16(
+        simd.load_f32(room), simd.load_f32(room + 64), simd.load_f32(room + 128),
+        simd.load_f32(room + 192), simd.load_f32(room + 256), simd.load_f32(room + 320),
+        simd.load_f32(room + 384), simd.load_f32(room + 448), simd.load_f32(room + 512),
+        simd.load_f32(room + 576), simd.load_f32(room + 640), simd.load_f32(room + 704),
+        simd.load_f32(room + 768), simd.load_f32(room + 832), simd.load_f32(room + 896),
+        simd.load_f32(room + 960),
+    )  # fmt: skip
+    simd.store_f32(s, sums)
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+@part
+def mix_4x4(
+    like: Any, acc: Any, row_bytes: Any, shrink: Any, s: Any, values: Any, first: Any, last: Any,
+    d: Any,
+) -> None:  # fmt: skip
+    """Shrink 4 x 64 columns from byte `d` on and add the values [first, last) times weights."""
+    A = acc + d
+    B, C, D = A + row_bytes, A + 2 * row_bytes, A + 3 * row_bytes
+    w, x = simd.splat(read_f32(shrink)), simd.splat(read_f32(shrink + 4))
+    y, z = simd.splat(read_f32(shrink + 8)), simd.splat(read_f32(shrink + 12))
+    a0, a1 = simd.mul(simd.load_f32(A), w), simd.mul(simd.load_f32(A + 64), w)
+    a2, a3 = simd.mul(simd.load_f32(A + 128), w), simd.mul(simd.load_f32(A + 192), w)
+    b0, b1 = simd.mul(simd.load_f32(B), x), simd.mul(simd.load_f32(B + 64), x)
+    b2, b3 = simd.mul(simd.load_f32(B + 128), x), simd.mul(simd.load_f32(B + 192), x)
+    c0, c1 = simd.mul(simd.load_f32(C), y), simd.mul(simd.load_f32(C + 64), y)
+    c2, c3 = simd.mul(simd.load_f32(C + 128), y), simd.mul(simd.load_f32(C + 192), y)
+    d0, d1 = simd.mul(simd.load_f32(D), z), simd.mul(simd.load_f32(D + 64), z)
+    d2, d3 = simd.mul(simd.load_f32(D + 128), z), simd.mul(simd.load_f32(D + 192), z)
+    size = like.itemsize
+    i = d // 4 * size
+    for j in range(first, last):
+        at = read_i64(values + 8 * j) + i
+        p = s + 4 * j
+        w, x = simd.splat(read_f32(p)), simd.splat(read_f32(p + ROW))
+        y, z = simd.splat(read_f32(p + 2 * ROW)), simd.splat(read_f32(p + 3 * ROW))
+        v = simd.load_as(like, at)
+        a0, b0, c0, d0 = (
+            simd.fma(w, v, a0), simd.fma(x, v, b0), simd.fma(y, v, c0), simd.fma(z, v, d0)
+        )  # fmt: skip
+        v = simd.load_as(like, at + 16 * size)
+        a1, b1, c1, d1 = (
+            simd.fma(w, v, a1), simd.fma(x, v, b1), simd.fma(y, v, c1), simd.fma(z, v, d1)
+        )  # fmt: skip
+        v = simd.load_as(like, at + 32 * size)
+        a2, b2, c2, d2 = (
+            simd.fma(w, v, a2), simd.fma(x, v, b2), simd.fma(y, v, c2), simd.fma(z, v, d2)
+        )  # fmt: skip
+        v = simd.load_as(like, at + 48 * size)
+        a3, b3, c3, d3 = (
+            simd.fma(w, v, a3), simd.fma(x, v, b3), simd.fma(y, v, c3), simd.fma(z, v, d3)
+        )  # fmt: skip
+    simd.store_f32(A, a0)
+    simd.store_f32(A + 64, a1)
+    simd.store_f32(A + 128, a2)
+    simd.store_f32(A + 192, a3)
+    simd.store_f32(B, b0)
+    simd.store_f32(B + 64, b1)
+    simd.store_f32(B + 128, b2)
+    simd.store_f32(B + 192, b3)
+    simd.store_f32(C, c0)
+    simd.store_f32(C + 64, c1)
+    simd.store_f32(C + 128, c2)
+    simd.store_f32(C + 192, c3)
+    simd.store_f32(D, d0)
+    simd.store_f32(D + 64, d1)
+    simd.store_f32(D + 128, d2)
+    simd.store_f32(D + 192, d3)
+
+
+@part
+def mix_4x1(
+    like: Any, acc: Any, row_bytes: Any, shrink: Any, s: Any, values: Any, first: Any, last: Any,
+    d: Any,
+) -> None:  # fmt: skip
+    """Do as `mix_4x4` for 16 columns."""
+    A = acc + d
+    B, C, D = A + row_bytes, A + 2 * row_bytes, A + 3 * row_bytes
+    a = simd.mul(simd.load_f32(A), simd.splat(read_f32(shrink)))
+    b = simd.mul(simd.load_f32(B), simd.splat(read_f32(shrink + 4)))
+    c = simd.mul(simd.load_f32(C), simd.splat(read_f32(shrink + 8)))
+    e = simd.mul(simd.load_f32(D), simd.splat(read_f32(shrink + 12)))
+    i = d // 4 * like.itemsize
+    for j in range(first, last):
+        p = s + 4 * j
+        v = simd.load_as(like, read_i64(values + 8 * j) + i)
+        a = simd.fma(simd.splat(read_f32(p)), v, a)
+        b = simd.fma(simd.splat(read_f32(p + ROW)), v, b)
+        c = simd.fma(simd.splat(read_f32(p + 2 * ROW)), v, c)
+        e = simd.fma(simd.splat(read_f32(p + 3 * ROW)), v, e)
+    simd.store_f32(A, a)
+    simd.store_f32(B, b)
+    simd.store_f32(C, c)
+    simd.store_f32(D, e)
+
+
+@part
+def mix_1x8(
+    like: Any, acc: Any, shrink: Any, s: Any, values: Any, first: Any, last: Any, d: Any
+) -> None:
+    """Shrink 128 columns of one query vector and add values: rows are read from end to end."""
+    A = acc + d
+    w = simd.splat(shrink)
+    a0, a1 = simd.mul(simd.load_f32(A), w), simd.mul(simd.load_f32(A + 64), w)
+    a2, a3 = simd.mul(simd.load_f32(A + 128), w), simd.mul(simd.load_f32(A + 192), w)
+    a4, a5 = simd.mul(simd.load_f32(A + 256), w), simd.mul(simd.load_f32(A + 320), w)
+    a6, a7 = simd.mul(simd.load_f32(A + 384), w), simd.mul(simd.load_f32(A + 448), w)
+    size = like.itemsize
+    i = d // 4 * size
+    for j in range(first, last):
+        at = read_i64(values + 8 * j) + i
+        w = simd.splat(read_f32(s + 4 * j))
+        a0 = simd.fma(w, simd.load_as(like, at), a0)
+        a1 = simd.fma(w, simd.load_as(like, at + 16 * size), a1)
+        a2 = simd.fma(w, simd.load_as(like, at + 32 * size), a2)
+        a3 = simd.fma(w, simd.load_as(like, at + 48 * size), a3)
+        a4 = simd.fma(w, simd.load_as(like, at + 64 * size), a4)
+        a5 = simd.fma(w, simd.load_as(like, at + 80 * size), a5)
+        a6 = simd.fma(w, simd.load_as(like, at + 96 * size), a6)
+        a7 = simd.fma(w, simd.load_as(like, at + 112 * size), a7)
+    simd.store_f32(A, a0)
+    simd.store_f32(A + 64, a1)
+    simd.store_f32(A + 128, a2)
+    simd.store_f32(A + 192, a3)
+    simd.store_f32(A + 256, a4)
+    simd.store_f32(A + 320, a5)
+    simd.store_f32(A + 384, a6)
+    simd.store_f32(A + 448, a7)
+
+
+@part
+def mix_1x4(
+    like: Any, acc: Any, shrink: Any, s: Any, values: Any, first: Any, last: Any, d: Any
+) -> None:
+    """Do as `mix_1x8` for 64 columns."""
+    A = acc + d
+    w = simd.splat(shrink)
+    a0, a1 = simd.mul(simd.load_f32(A), w), simd.mul(simd.load_f32(A + 64), w)
+    a2, a3 = simd.mul(simd.load_f32(A + 128), w), simd.mul(simd.load_f32(A + 192), w)
+    size = like.itemsize
+    i = d // 4 * size
+    for j in range(first, last):
+        at = read_i64(values + 8 * j) + i
+        w = simd.splat(read_f32(s + 4 * j))
+        a0 = simd.fma(w, simd.load_as(like, at), a0)
+        a1 = simd.fma(w, simd.load_as(like, at + 16 * size), a1)
+        a2 = simd.fma(w, simd.load_as(like, at + 32 * size), a2)
+        a3 = simd.fma(w, simd.load_as(like, at + 48 * size), a3)
+    simd.store_f32(A, a0)
+    simd.store_f32(A + 64, a1)
+    simd.store_f32(A + 128, a2)
+    simd.store_f32(A + 192, a3)
+
+
+@part
+def mix_1x1(
+    like: Any, acc: Any, shrink: Any, s: Any, values: Any, first: Any, last: Any, d: Any
+) -> None:
+    """Do as `mix_1x8` for 16 columns."""
+    a = simd.mul(simd.load_f32(acc + d), simd.splat(shrink))
+    i = d // 4 * like.itemsize
+    for j in range(first, last):
+        v = simd.load_as(like, read_i64(values + 8 * j) + i)
+        a = simd.fma(simd.splat(read_f32(s + 4 * j)), v, a)
+    simd.store_f32(acc + d, a)
+
+
+# ---- softmax -------------------------------------------------------------------------------------
+
+
+@part
+def exp(v: Any) -> Any:
+    """Return e**v lane by lane; compiled once, where `simd.exp` would be copied by Numba."""
+    return simd.exp(v)
+
+
+@part
+def soft_cap(s: Any, cap: Any) -> Any:
+    """Return cap * tanh(s / cap) lane by lane; a NaN stays one."""
+    one = simd.splat(1.0)
+    e = exp(simd.mul(s, simd.splat(2.0 / cap)))
+    tanh = simd.sub(one, simd.div(simd.splat(2.0), simd.add(e, one)))
+    return simd.fma(s, simd.splat(0.0), simd.mul(simd.splat(cap), tanh))
+
+
+@part
+def sees(mask: Any, bits: Any, index: Any) -> Any:
+    """Return whether element `index` of a mask of bytes or bits is set."""
+    if bits:
+        return (read_u8(mask + (index >> 3)) >> (index & 7)) & 1
+    return read_u8(mask + index)
+
+
+@part
+def hide(s: Any, first: Any, last: Any, mask: Any, bits: Any, index: Any) -> None:
+    """Overwrite the scores outside [first, last), and those that the mask hides.
+
+    `index` is the place in the mask of the chunk's first key.
+    """
+    for j in range(first):
+        write_f32(s + 4 * j, HIDDEN)
+    for j in range(last, CHUNK):
+        write_f32(s + 4 * j, HIDDEN)
+    if mask != 0:
+        for j in range(first, last):
+            if not sees(mask, bits, index + j):
+                write_f32(s + 4 * j, HIDDEN)
+
+
+@part
+def weigh(s: Any, old_top: Any) -> Any:
+    """Turn the 64 scores at `s` into weights exp(score - top); return top and the weights' sum."""
+    s0, s1 = simd.load_f32(s), simd.load_f32(s + 64)
+    s2, s3 = simd.load_f32(s + 128), simd.load_f32(s + 192)
+    top = max(old_top, simd.max(simd.maximum(simd.maximum(s0, s1), simd.maximum(s2, s3))))
+    total, shift = simd.splat(0.0), simd.splat(top)
+    zero, one, hidden = simd.splat(0.0), simd.splat(1.0), simd.splat(HIDDEN)
+    for i in range(0, ROW, 64):
+        x = simd.load_f32(s + i)
+        # 0 for a hidden key, else 1: visible scores are far above HIDDEN
+        seen = simd.minimum(simd.sub(x, hidden), one)
+        p = simd.mul(exp(simd.sub(x, shift)), seen)
+        simd.store_f32(s + i, p)
+        # simd.max and simd.exp drop a NaN; x * 0 brings it back into the sum
+        total = simd.add(total, simd.fma(x, zero, p))
+    return top, simd.sum(total)
+
+
+@part
+def exp1(x: Any) -> Any:
+    """Return e**x of one float32, with the bits that `simd.exp` gives."""
+    return simd.max(exp(simd.splat(x)))
+
+
+@part
+def fold(acc: Any, top: Any, total: Any, new: Any, new_top: Any, new_total: Any, n: Any) -> Any:
+    """Add a partial result of `n` columns to another; return its top and sum of weights.
+
+    A partial result is an accumulator, the greatest score and the sum of exp(score - greatest);
+    one without keys (top HIDDEN, sum 0) leaves the other as it is.
+    """
+    if new_total == 0.0 and new_top == HIDDEN:
+        return top, total
+    if total == 0.0 and top == HIDDEN:
+        for d in range(0, 4 * n, 64):
+            simd.store_f32(acc + d, simd.load_f32(new + d))
+        return new_top, new_total
+    both = max(top, new_top)
+    a, b = exp1(top - both), exp1(new_top - both)
+    w, x = simd.splat(a), simd.splat(b)
+    for d in range(0, 4 * n, 64):
+        mixed = simd.fma(simd.load_f32(new + d), x, simd.mul(simd.load_f32(acc + d), w))
+        simd.store_f32(acc + d, mixed)
+    # products of float32 are exact in float64: the same bits whether or not they are fused
+    joined = np.float64(total) * np.float64(a) + np.float64(new_total) * np.float64(b)
+    return both, np.float32(joined)
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+@part
+def copy_floats(kind: Any, source: Any, n: Any, factor: Any, target: Any, padded: Any) -> None:
+    """Copy n floats of a kind of `kvcache.rows` times `factor` to float32; zeros up to `padded`."""
+    times = simd.splat(factor)
+    d = np.int64(0)
+    while d + 16 <= n:
+        if kind == F32:
+            x = simd.load_f32(source + 4 * d)
+        elif kind == F16:
+            x = simd.load_f16(source + 2 * d)
+        else:
+            x = simd.load_bf16(source + 2 * d)
+        simd.store_f32(target + 4 * d, simd.mul(x, times))
+        d += 16
+    while d < n:
+        if kind == F32:
+            y = read_f32(source + 4 * d)
+        elif kind == F16:
+            y = read_f16(source + 2 * d)
+        else:
+            y = read_bf16(source + 2 * d)
+        write_f32(target + 4 * d, y * np.float32(factor))
+        d += 1
+    while d < padded:
+        write_f32(target + 4 * d, np.float32(0.0))
+        d += 1
+
+
+@part
+def prefetch_rows(rows: Any, first: Any, last: Any, n_bytes: Any) -> None:
+    """Ask for rows of one head: far apart, so the hardware does not see the next coming."""
+    for j in range(first, last):
+        row = read_i64(rows + 8 * j)
+        for d in range(0, n_bytes, 64):
+            prefetch(row + d)
