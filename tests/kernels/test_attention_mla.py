@@ -89,7 +89,8 @@ class Batch:
         pages = self.indices[self.indptr[request] : self.indptr[request + 1]]
         found = []
         for cache, D in zip(self.caches, self.sizes[1:], strict=True):
-            rows = np.ascontiguousarray(cache[pages]).reshape(-1, cache.shape[2])
+            rows = np.ascontiguousarray(cache[pages])
+            rows = rows.reshape(len(pages) * self.page_size, cache.shape[2])
             found.append(decode(rows[: self.lens[request]], self.kv_format, D))
         return found[0], found[1]
 

@@ -84,6 +84,35 @@ def attend(
     )  # fmt: skip
 
 
+def latent_attention(
+    plan: AttentionPlan,
+    q: np.ndarray,
+    ckv_cache: np.ndarray,
+    kpe_cache: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray | None,
+    kind: int,
+) -> None:
+    """Attend with one key/value head whose key is (ckv, kpe) and whose value is ckv.
+
+    Nothing is checked.  The caches are (pages, page_size, row), with any strides of pages and
+    tokens; `q` (nnz, H, D_ckv + D_kpe); the rest as in `attend`.
+    """
+    plan.header[at.LATENT] = 1
+    strides = (
+        *ckv_cache.strides[:2], 0, ckv_cache.itemsize * ckv_cache.shape[2],
+        *kpe_cache.strides[:2], 0, kpe_cache.itemsize * kpe_cache.shape[2],
+    )  # fmt: skip
+    split_rows(
+        attend_items, int(plan.header[at.N_SHARES]), plan.work, plan.header,
+        plan.logits_soft_cap, _FLOAT32 if kind in _TILES else _BLOCKS, _FLOAT32, kind, kind, True,
+        address_of(q), q.strides[0], _address(ckv_cache), _address(kpe_cache), strides,
+        address_of(out), 0 if lse is None else address_of(lse),
+    )  # fmt: skip
+    if plan.n_merges:
+        merge_splits(plan, out, lse)
+
+
 def merge_splits(plan: AttentionPlan, out: np.ndarray, lse: np.ndarray | None) -> None:
     """Add the partial results of `attend` in order; to be called where ``plan.n_merges > 0``."""
     H, G, _, D = plan.heads

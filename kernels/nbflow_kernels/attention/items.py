@@ -292,6 +292,20 @@ def pack_rows(
 
 
 @part
+def join_rows(
+    source: Any, kind: Any, keys: Any, values: Any, first: Any, last: Any, n: Any, n_more: Any,
+    target: Any, padded: Any,
+) -> None:  # fmt: skip
+    """Copy rows of `keys` and of `values`, one behind the other; both tables point there."""
+    for j in range(first, last):
+        place = target + 4 * padded * j
+        copy_row(source, kind, keys[j], n, place, n)
+        copy_row(source, kind, values[j], n_more, place + 4 * n, padded - n)
+        keys[j] = place
+        values[j] = place
+
+
+@part
 def reset(M: Any, acc: Any, row_bytes: Any, state: Any) -> None:
     """Empty the accumulators."""
     for m in range(M):
@@ -387,7 +401,10 @@ def attend_items(
                 fetch(keys, tables[2 - now], base, key, stop_key, next_stop, strides[3])
                 fetch(values, tables[3 - now], base, key, stop_key, next_stop, strides[7])
             first, last = key - base, stop_key - base
-            if pack:
+            if pack and header[at.LATENT]:
+                join_rows(source, k_kind, keys, values, first, last, D_vo, D_qk - D_vo, packed,
+                          wide_qk)  # fmt: skip
+            elif pack:
                 pack_rows(source, k_kind, keys, first, last, D_qk, packed, wide_qk)
                 pack_rows(source, v_kind, values, first, last, D_vo,
                           packed + CHUNK * qk_bytes, wide_vo)  # fmt: skip

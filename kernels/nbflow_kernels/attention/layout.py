@@ -58,6 +58,8 @@ LSE_NATURAL = 28
 """Whether the LSE is a natural logarithm."""
 MAY_SPLIT = 29
 """Whether the keys of a row may be divided among items."""
+LATENT = 30
+"""Whether a key is a row of `k` and one of `v` together, and the value is its first part."""
 HEADER_SIZE = 32
 
 # ---- columns of the table of items and of the table of merges -----------------------------------
