@@ -87,9 +87,7 @@ def find_rows(
 
 
 @part
-def fetch(
-    rows: Any, ahead: Any, base: Any, first: Any, last: Any, end: Any, n_bytes: Any
-) -> None:
+def fetch(rows: Any, ahead: Any, base: Any, first: Any, last: Any, end: Any, n_bytes: Any) -> None:
     """Ask for the rows [last, end) of the next chunk, unless they simply go on behind this one's.
 
     Memory that is read from end to end comes by itself, and faster so; what lies elsewhere (on
