@@ -113,8 +113,17 @@ def part(function: Callable[..., Any]) -> Any:
     It is part of the machine code of the kernel that calls it, which is what the cache holds.  This
     halves the time to compile a kernel that is made of many functions.
     """
+    return _part(function, FAST_MATH)
+
+
+def strict_part(function: Callable[..., Any]) -> Any:
+    """Do as `part`, but never fuse a product and a sum, like `strict_njit`."""
+    return _part(function, False)
+
+
+def _part(function: Callable[..., Any], fastmath: Any) -> Any:
     return numba.njit(
-        nogil=True, error_model="numpy", boundscheck=False, fastmath=FAST_MATH,
+        nogil=True, error_model="numpy", boundscheck=False, fastmath=fastmath,
         no_cpython_wrapper=True, no_cfunc_wrapper=True,
     )(function)  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""Attention over quantized caches, end to end: exact for what the cache holds, and what that costs."""
+"""Attention over quantized caches: exact for what the cache holds, and what the format costs."""
 
 from __future__ import annotations
 

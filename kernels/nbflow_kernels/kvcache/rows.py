@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit, strict_njit
+from nbflow_kernels._jit import njit, part, strict_njit, strict_part
 from nbflow_kernels.kvcache.vectors import (
     choose_odd,
     keep,
@@ -117,7 +117,7 @@ def copy_row(kind: Any, source: Any, n: Any, factor: Any, target: Any, padded: A
         d += 16
 
 
-@njit
+@part
 def _copy_floats(kind: Any, source: Any, n: Any, factor: Any, target: Any) -> None:
     f = simd.splat(factor)
     d = 0
@@ -142,7 +142,7 @@ def _copy_floats(kind: Any, source: Any, n: Any, factor: Any, target: Any) -> No
         d += 1
 
 
-@njit
+@part
 def _copy_blocks(kind: Any, source: Any, n: Any, factor: Any, target: Any, padded: Any) -> None:
     mode, high_bits, zero = LAYOUTS[kind, MODE], LAYOUTS[kind, HIGH_BITS], LAYOUTS[kind, ZERO]
     n_full = n // LAYOUTS[kind, BLOCK]
@@ -159,7 +159,7 @@ def _copy_blocks(kind: Any, source: Any, n: Any, factor: Any, target: Any, padde
         _copy_any(kind, at, n - first, factor, target + 4 * first, padded - first)
 
 
-@njit
+@part
 def _copy_signed(source: Any, n_blocks: Any, factor: Any, target: Any) -> None:
     """Decode whole blocks of a scale and 32 int8."""
     f = simd.splat(factor)
@@ -171,7 +171,7 @@ def _copy_signed(source: Any, n_blocks: Any, factor: Any, target: Any) -> None:
             simd.store_f32(to + 64 * i, simd.mul(v, f))
 
 
-@njit
+@part
 def _copy_halves(
     kind: Any, source: Any, n_blocks: Any, zero: Any, factor: Any, target: Any
 ) -> None:
@@ -191,7 +191,7 @@ def _copy_halves(
         simd.store_f32(to + 64, simd.mul(w, f))
 
 
-@njit
+@part
 def _copy_any(kind: Any, source: Any, n: Any, factor: Any, target: Any, padded: Any) -> None:
     block, block_bytes = LAYOUTS[kind, BLOCK], LAYOUTS[kind, BLOCK_BYTES]
     scale_at, base_at = LAYOUTS[kind, SCALE_AT], LAYOUTS[kind, BASE_AT]
@@ -216,7 +216,7 @@ def _copy_any(kind: Any, source: Any, n: Any, factor: Any, target: Any, padded: 
         at += block_bytes
 
 
-@njit
+@part
 def _load_codes(mode: Any, low: Any, high: Any, i: Any, high_bits: Any, low_bits: Any) -> Any:
     """Return codes i .. i + 15 of a block; `low` and `high` are the addresses of its planes."""
     if mode == SIGNED:
@@ -239,7 +239,7 @@ def _load_codes(mode: Any, low: Any, high: Any, i: Any, high_bits: Any, low_bits
     return code
 
 
-@njit
+@part
 def _load_pair_codes(at: Any, i: Any) -> Any:
     """Return 16 codes of q3h, whose planes of pair codes x + 11 * y start at `at`."""
     c = simd.or_(
@@ -257,7 +257,7 @@ def _load_pair_codes(at: Any, i: Any) -> Any:
 def write_row(kind: Any, source: Any, n: Any, target: Any) -> None:
     """Encode n float32 at the address `source` as one row of format `kind` at `target`."""
     if kind < FIRST_BLOCK_KIND:
-        _write_floats(kind, source, n, target)
+        write_floats(kind, source, n, target)
         return
     block, block_bytes = LAYOUTS[kind, BLOCK], LAYOUTS[kind, BLOCK_BYTES]
     at = target
@@ -266,8 +266,9 @@ def write_row(kind: Any, source: Any, n: Any, target: Any) -> None:
         at += block_bytes
 
 
-@strict_njit
-def _write_floats(kind: Any, source: Any, n: Any, target: Any) -> None:
+@strict_part
+def write_floats(kind: Any, source: Any, n: Any, target: Any) -> None:
+    """Do as `write_row` for the float kinds alone: little to compile."""
     d = 0
     while d + 16 <= n:
         v = simd.load_f32(source + 4 * d)
@@ -289,7 +290,7 @@ def _write_floats(kind: Any, source: Any, n: Any, target: Any) -> None:
         d += 1
 
 
-@strict_njit
+@strict_part
 def _bf16_bits(x: Any) -> Any:
     """Return the bits of the bfloat16 nearest to x, halves to even; NaN stays NaN."""
     bits = np.int64(np.float32(x).view(np.uint32))
@@ -298,7 +299,7 @@ def _bf16_bits(x: Any) -> Any:
     return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
 
 
-@strict_njit
+@strict_part
 def _write_block(kind: Any, x: Any, count: Any, at: Any) -> None:
     """Encode `count` numbers (at most a block of them counts) as the block at `at`."""
     block, encoder = LAYOUTS[kind, BLOCK], LAYOUTS[kind, ENCODER]
@@ -337,7 +338,7 @@ def _write_block(kind: Any, x: Any, count: Any, at: Any) -> None:
         _store_codes(kind, at, i, a, b)
 
 
-@strict_njit
+@strict_part
 def _parameters(encoder: Any, x: Any, count: Any, block: Any, last: Any, divisor: Any) -> Any:
     """Return base, scale, 1 / scale (0 for a scale that counts as 0) and whether all is finite."""
     low = high = simd.splat(last)
@@ -368,7 +369,7 @@ def _parameters(encoder: Any, x: Any, count: Any, block: Any, last: Any, divisor
     return base, scale, inverse, finite
 
 
-@strict_njit
+@strict_part
 def _first_extreme(x: Any, count: Any, magnitude: Any) -> Any:
     """Return the first of the numbers whose magnitude is the largest."""
     for i in range(count):
@@ -378,7 +379,7 @@ def _first_extreme(x: Any, count: Any, magnitude: Any) -> Any:
     return np.float32(0)
 
 
-@strict_njit
+@strict_part
 def _codes(x: Any, base: Any, inverse: Any, half: Any, top: Any) -> Any:
     """Return ``floor((x - base) * inverse + half)`` within 0 .. top; NaN gives 0."""
     steps = simd.mul(simd.sub(x, simd.splat(base)), simd.splat(inverse))
@@ -387,7 +388,7 @@ def _codes(x: Any, base: Any, inverse: Any, half: Any, top: Any) -> Any:
     return simd.to_i32(steps)
 
 
-@strict_njit
+@strict_part
 def _signed_codes(x: Any, inverse: Any, exact: Any) -> Any:
     """Return ``x * inverse`` as -128 .. 127, halves away from zero; NaN gives 0."""
     steps = simd.mul(x, simd.splat(inverse))
@@ -398,7 +399,7 @@ def _signed_codes(x: Any, inverse: Any, exact: Any) -> Any:
     return simd.sub(positive, negative)
 
 
-@strict_njit
+@strict_part
 def _half_up(x: Any, exact: Any) -> Any:
     """Return x >= 0 rounded, halves up; not `exact`: after adding 0.5, which rounds itself."""
     if not exact:
@@ -408,7 +409,7 @@ def _half_up(x: Any, exact: Any) -> Any:
     return simd.add(whole, simd.to_i32(simd.add(twice, twice)))  # 1 from 0.5 on, exactly
 
 
-@strict_njit
+@strict_part
 def _store_codes(kind: Any, at: Any, i: Any, a: Any, b: Any) -> None:
     """Write codes i .. i + 31 of the block at `at`."""
     mode, low_bits = LAYOUTS[kind, MODE], LAYOUTS[kind, LOW_BITS]
@@ -441,7 +442,7 @@ def _store_codes(kind: Any, at: Any, i: Any, a: Any, b: Any) -> None:
         store_fields2(high + (i >> 2) + 4, simd.shr(b, shift))
 
 
-@strict_njit
+@strict_part
 def _store_pair_codes(at: Any, i: Any, code: Any) -> None:
     """Write 16 codes of q3h as 8 pair codes x + 11 * y."""
     # the even lanes hold x, the odd ones y; only the even lanes of c count
