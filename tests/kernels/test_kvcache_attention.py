@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -108,3 +109,8 @@ def test_decode_reads_exactly_what_the_cache_holds(name: str, rng: np.random.Gen
     for i, (k, v) in enumerate(held):
         want = reference.single_decode_with_kv_cache(q[i], k, v)
         np.testing.assert_allclose(out[i], want, rtol=0, atol=ATOL)
+
+
+def test_the_documented_table_is_the_computed_one() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "kvcache.md").read_text()
+    assert kv_error.table() in text
