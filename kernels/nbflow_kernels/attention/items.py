@@ -117,9 +117,8 @@ def score_chunk(
             m += 4
         while m < M:
             if spans[0, m] < j + 16 and spans[1, m] > j:
-                score_1x16(
-                    like, q + m * row_bytes, row_bytes, table + 8 * j, room, s + m * ROW + 4 * j
-                )
+                score_1x16(like, q + m * row_bytes, row_bytes, table + 8 * j,
+                           min(spans[1, m] - j, 16), room, s + m * ROW + 4 * j)  # fmt: skip
             m += 1
 
 
