@@ -20,9 +20,9 @@ from nbflow_kernels.kvcache.rows import BF16, F16, F32
 from nbflow_kernels.lanes import address_of
 from nbflow_kernels.threads import split_rows
 
-_FLOAT32 = np.zeros(0, np.float32)
-_TILES = {F32: _FLOAT32, F16: np.zeros(0, np.int16), BF16: np.zeros(0, np.uint16)}
-_BLOCKS = np.zeros(0, np.uint8)
+# Scalars whose types choose the compiled kernel; int16 stands for float16, uint16 for bfloat16.
+_FLOAT32, _BLOCKS = np.float32(0), np.uint8(0)
+_TILES = {F32: _FLOAT32, F16: np.int16(0), BF16: np.uint16(0)}
 # Above this many query vectors float32 rows that cross cache lines are copied to aligned memory.
 PACK_FROM = 8
 

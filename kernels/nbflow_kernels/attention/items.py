@@ -29,11 +29,7 @@ from nbflow_kernels.attention.tiles import (
     exp1,
     fold,
     hide,
-    mix_1x1,
-    mix_1x4,
-    mix_1x8,
-    mix_4x1,
-    mix_4x4,
+    mix_two,
     prefetch_rows,
     score_1x16,
     score_4x4,
@@ -47,17 +43,17 @@ LOG2_E = 1.4426950408889634
 
 
 def copy_row(source: Any, kind: Any, row: Any, n: Any, target: Any, padded: Any) -> None:
-    """Copy one head vector to float32; `source` is an empty array that tells what may be stored."""
+    """Copy one head vector to float32; the type of the scalar `source` tells what it may be."""
     raise NotImplementedError("only inside kernels")
 
 
 @overload(copy_row, inline="always", strict=False)
 def _copy_row_overload(source: Any, kind: Any, row: Any, n: Any, target: Any, padded: Any) -> Any:
-    if source.dtype == types.float32:
+    if source == types.float32:
         return lambda source, kind, row, n, target, padded: copy_floats(
             kind, row, n, 1.0, target, padded
         )
-    if source.dtype == types.uint8:
+    if source == types.uint8:
         from nbflow_kernels.kvcache.rows import copy_row as decode
 
         return lambda source, kind, row, n, target, padded: decode(
@@ -114,45 +110,14 @@ def score_chunk(
             first = min(min(spans[0, m], spans[0, m + 1]), min(spans[0, m + 2], spans[0, m + 3]))
             last = max(max(spans[1, m], spans[1, m + 1]), max(spans[1, m + 2], spans[1, m + 3]))
             for i in range(max(j, first // 4 * 4), min(j + 16, last), 4):
-                score_4x4(like, q + m * row_bytes, row_bytes, table + 8 * i, s + m * ROW + 4 * i)
+                score_4x4(like, q + m * row_bytes, row_bytes, table + 8 * i, room,
+                          s + m * ROW + 4 * i)  # fmt: skip
             m += 4
         while m < M:
             if spans[0, m] < j + 16 and spans[1, m] > j:
-                score_1x16(
-                    like, q + m * row_bytes, row_bytes, table + 8 * j, room, s + m * ROW + 4 * j
-                )
+                score_1x16(like, q + m * row_bytes, row_bytes, table + 8 * j,
+                           min(spans[1, m] - j, 16), room, s + m * ROW + 4 * j)  # fmt: skip
             m += 1
-
-
-@part
-def mix_one(
-    like: Any, acc: Any, row_bytes: Any, shrink: Any, s: Any, values: Any, first: Any, last: Any
-) -> None:
-    """Shrink the accumulator of one query vector and add values."""
-    d = np.int64(0)
-    while d + 512 <= row_bytes:
-        mix_1x8(like, acc, shrink, s, values, first, last, d)
-        d += 512
-    while d + 256 <= row_bytes:
-        mix_1x4(like, acc, shrink, s, values, first, last, d)
-        d += 256
-    while d < row_bytes:
-        mix_1x1(like, acc, shrink, s, values, first, last, d)
-        d += 64
-
-
-@part
-def mix_four(
-    like: Any, acc: Any, row_bytes: Any, shrink: Any, s: Any, values: Any, first: Any, last: Any
-) -> None:
-    """Shrink the accumulators of four query vectors and add values that all of them see."""
-    d = np.int64(0)
-    while d + 256 <= row_bytes:
-        mix_4x4(like, acc, row_bytes, shrink, s, values, first, last, d)
-        d += 256
-    while d < row_bytes:
-        mix_4x1(like, acc, row_bytes, shrink, s, values, first, last, d)
-        d += 64
 
 
 @part
@@ -160,35 +125,31 @@ def mix_chunk(
     like: Any, M: Any, acc: Any, row_bytes: Any, state: Any, spans: Any, s: Any, values: Any,
     step: Any,
 ) -> None:  # fmt: skip
-    """Add a chunk's values to the accumulators, `step` keys at a time for four query vectors.
+    """Add a chunk's values to the accumulators, `step` keys at a time.
 
-    Four query vectors go together over the keys that all of them see; each goes alone over its
-    keys before and behind these.
+    Two query vectors go together over the keys that both see; each goes alone over its keys before
+    and behind these.
     """
-    table, one = simd.address(values), np.float32(1.0)
-    for m in range(0, M, 4):
-        low, high = np.int64(CHUNK), np.int64(CHUNK)
-        if m + 4 <= M:
-            low = max(max(spans[0, m], spans[0, m + 1]), max(spans[0, m + 2], spans[0, m + 3]))
-            high = min(min(spans[1, m], spans[1, m + 1]), min(spans[1, m + 2], spans[1, m + 3]))
-            if low >= high:
-                low = high = np.int64(CHUNK)
-        for turn in range(2):
-            for i in range(m, min(m + 4, M)):
-                first, last = max(spans[0, i], high), spans[1, i]
-                if turn == 0:
-                    first, last = spans[0, i], min(spans[1, i], low)
+    table = simd.address(values)
+    for j in range(0, CHUNK, step):
+        for a in range(0, M, 2):
+            b = min(a + 1, M - 1)
+            low, high = max(spans[0, a], spans[0, b]), min(spans[1, a], spans[1, b])
+            for turn in range(5):
+                # before: a alone, b alone; both together; behind: a alone, b alone
+                m = b if turn == 1 or turn == 4 else a
+                n = a if turn == 0 or turn == 3 else b
+                first, last = low, high
+                if turn < 2:
+                    first, last = spans[0, m], min(spans[1, m], low)
+                elif turn > 2:
+                    first, last = max(spans[0, m], high), spans[1, m]
+                first, last = max(first, j), min(last, j + step)
                 if first < last:
-                    mix_one(like, acc + i * row_bytes, row_bytes, state[2, i], s + i * ROW, table,
-                            first, last)  # fmt: skip
-                    state[2, i] = one
-            if turn == 0:
-                for j in range(low, high, step):
-                    shrink = simd.address(state) + 4 * (2 * state.shape[1] + m)
-                    mix_four(like, acc + m * row_bytes, row_bytes, shrink, s + m * ROW, table, j,
-                             min(j + step, high))  # fmt: skip
-                    for i in range(m, m + 4):
-                        state[2, i] = one
+                    mix_two(like, acc + m * row_bytes, acc + n * row_bytes, row_bytes,
+                            state[2, m], state[2, n], s + m * ROW, s + n * ROW, table, first,
+                            last)  # fmt: skip
+                    state[2, m] = state[2, n] = np.float32(1.0)
 
 
 @part
@@ -415,7 +376,7 @@ def attend_items(
                 keys[j] = keys[last - 1]
             for m in range(M):
                 spans[0, m] = max(limits[0, m] - base, first)
-                spans[1, m] = min(limits[1, m] - base, last)
+                spans[1, m] = max(spans[0, m], min(limits[1, m] - base, last))
             score_chunk(like, M, q_tile, qk_bytes, keys, spans, s, room)
             weigh_chunk(header, cap, M, group, head, request, row, position, base, spans, s,
                         state, ramp)  # fmt: skip

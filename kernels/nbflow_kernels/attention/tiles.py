@@ -1,8 +1,8 @@
 """The inner loops of attention: dot products of tiles, mixing of values, online softmax.
 
-Everything works on addresses.  `like` is an empty array whose dtype tells how keys and values are
-stored (float32, int16 for the bits of float16, uint16 for those of bfloat16); a kernel is compiled
-for each.  `keys` and `values` are addresses of tables that hold the address of each row of a chunk.
+Everything works on addresses.  `like` is a scalar whose type tells how keys and values are stored
+(float32, int16 for the bits of float16, uint16 for those of bfloat16); a kernel is compiled for
+each.  `keys` and `values` are addresses of tables that hold the address of each row of a chunk.
 
 The order of additions, which is part of the results' bits: a dot product has 16 partial sums (lane
 i adds the products of columns i, i + 16, ... one after the other), which are added as a tree
@@ -40,64 +40,10 @@ ROW = 4 * CHUNK
 
 # ---- scores --------------------------------------------------------------------------------------
 
-
 @part
-def score_4x4(like: Any, q: Any, row_bytes: Any, keys: Any, s: Any) -> None:
-    """Write the dot products of four query vectors with four keys."""
-    k0, k1, k2, k3 = read_i64(keys), read_i64(keys + 8), read_i64(keys + 16), read_i64(keys + 24)
-    q1, q2, q3 = q + row_bytes, q + 2 * row_bytes, q + 3 * row_bytes
-    size = like.itemsize
-    zero = simd.splat(0.0)
-    a0, a1, a2, a3 = zero, zero, zero, zero
-    b0, b1, b2, b3 = zero, zero, zero, zero
-    c0, c1, c2, c3 = zero, zero, zero, zero
-    d0, d1, d2, d3 = zero, zero, zero, zero
-    for d in range(0, row_bytes, 64):
-        i = d // 4 * size
-        w, x = simd.load_f32(q + d), simd.load_f32(q1 + d)
-        y, z = simd.load_f32(q2 + d), simd.load_f32(q3 + d)
-        key = simd.load_as(like, k0 + i)
-        a0, b0, c0, d0 = (
-            simd.fma(w, key, a0), simd.fma(x, key, b0), simd.fma(y, key, c0), simd.fma(z, key, d0)
-        )  # fmt: skip
-        key = simd.load_as(like, k1 + i)
-        a1, b1, c1, d1 = (
-            simd.fma(w, key, a1), simd.fma(x, key, b1), simd.fma(y, key, c1), simd.fma(z, key, d1)
-        )  # fmt: skip
-        key = simd.load_as(like, k2 + i)
-        a2, b2, c2, d2 = (
-            simd.fma(w, key, a2), simd.fma(x, key, b2), simd.fma(y, key, c2), simd.fma(z, key, d2)
-        )  # fmt: skip
-        key = simd.load_as(like, k3 + i)
-        a3, b3, c3, d3 = (
-            simd.fma(w, key, a3), simd.fma(x, key, b3), simd.fma(y, key, c3), simd.fma(z, key, d3)
-        )  # fmt: skip
-    sums = sum16(a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3)
-    store_quarters(s, ROW, sums)
-
-
-@part
-def score_1x16(like: Any, q: Any, row_bytes: Any, keys: Any, room: Any, s: Any) -> None:
-    """Write the dot products of one query vector with 16 keys; `room` is for 16 vectors."""
-    size = like.itemsize
-    for j in range(0, 16, 4):
-        at = keys + 8 * j
-        k0, k1, k2, k3 = read_i64(at), read_i64(at + 8), read_i64(at + 16), read_i64(at + 24)
-        zero = simd.splat(0.0)
-        a0, a1, a2, a3 = zero, zero, zero, zero
-        for d in range(0, row_bytes, 64):
-            i = d // 4 * size
-            x = simd.load_f32(q + d)
-            a0 = simd.fma(x, simd.load_as(like, k0 + i), a0)
-            a1 = simd.fma(x, simd.load_as(like, k1 + i), a1)
-            a2 = simd.fma(x, simd.load_as(like, k2 + i), a2)
-            a3 = simd.fma(x, simd.load_as(like, k3 + i), a3)
-        place = room + 64 * j
-        simd.store_f32(place, a0)
-        simd.store_f32(place + 64, a1)
-        simd.store_f32(place + 128, a2)
-        simd.store_f32(place + 192, a3)
-    sums = sum16(
+def sum_room(room: Any) -> Any:
+    """Return the sums of the 16 vectors at `room`."""
+    return sum16(
         simd.load_f32(room), simd.load_f32(room + 64), simd.load_f32(room + 128),
         simd.load_f32(room + 192), simd.load_f32(room + 256), simd.load_f32(room + 320),
         simd.load_f32(room + 384), simd.load_f32(room + 448), simd.load_f32(room + 512),
@@ -105,121 +51,104 @@ def score_1x16(like: Any, q: Any, row_bytes: Any, keys: Any, room: Any, s: Any) 
         simd.load_f32(room + 768), simd.load_f32(room + 832), simd.load_f32(room + 896),
         simd.load_f32(room + 960),
     )  # fmt: skip
-    simd.store_f32(s, sums)
+
+
+@part
+def score_4x4(like: Any, q: Any, row_bytes: Any, keys: Any, room: Any, s: Any) -> None:
+    """Write the dot products of four query vectors with four keys; `room` is for 16 vectors."""
+    q1, q2, q3 = q + row_bytes, q + 2 * row_bytes, q + 3 * row_bytes
+    size = simd.size_of(like)
+    for j in range(0, 4, 2):
+        k0, k1 = read_i64(keys + 8 * j), read_i64(keys + 8 * j + 8)
+        zero = simd.splat(0.0)
+        a0, a1, b0, b1, c0, c1, d0, d1 = zero, zero, zero, zero, zero, zero, zero, zero
+        for d in range(0, row_bytes, 64):
+            i = (d >> 2) * size
+            x, y = simd.load_as(like, k0 + i), simd.load_as(like, k1 + i)
+            w = simd.load_f32(q + d)
+            a0, a1 = simd.fma(w, x, a0), simd.fma(w, y, a1)
+            w = simd.load_f32(q1 + d)
+            b0, b1 = simd.fma(w, x, b0), simd.fma(w, y, b1)
+            w = simd.load_f32(q2 + d)
+            c0, c1 = simd.fma(w, x, c0), simd.fma(w, y, c1)
+            w = simd.load_f32(q3 + d)
+            d0, d1 = simd.fma(w, x, d0), simd.fma(w, y, d1)
+        place = room + 64 * j
+        simd.store_f32(place, a0)
+        simd.store_f32(place + 64, a1)
+        simd.store_f32(place + 256, b0)
+        simd.store_f32(place + 320, b1)
+        simd.store_f32(place + 512, c0)
+        simd.store_f32(place + 576, c1)
+        simd.store_f32(place + 768, d0)
+        simd.store_f32(place + 832, d1)
+    store_quarters(s, ROW, sum_room(room))
+
+
+@part
+def score_1x16(like: Any, q: Any, row_bytes: Any, keys: Any, n: Any, room: Any, s: Any) -> None:
+    """Write 16 dot products of one query vector, of which the first `n` are with keys.
+
+    One row after the other, from end to end: memory delivers that as fast as a plain read.
+    `room` is for 16 vectors.
+    """
+    size = simd.size_of(like)
+    for j in range(n):
+        key = read_i64(keys + 8 * j)
+        a, d = simd.splat(0.0), np.int64(0)
+        while d + 256 <= row_bytes:
+            a = simd.fma(simd.load_f32(q + d), simd.load_as(like, key), a)
+            a = simd.fma(simd.load_f32(q + d + 64), simd.load_as(like, key + 16 * size), a)
+            a = simd.fma(simd.load_f32(q + d + 128), simd.load_as(like, key + 32 * size), a)
+            a = simd.fma(simd.load_f32(q + d + 192), simd.load_as(like, key + 48 * size), a)
+            d, key = d + 256, key + 64 * size
+        while d < row_bytes:
+            a = simd.fma(simd.load_f32(q + d), simd.load_as(like, key), a)
+            d, key = d + 64, key + 16 * size
+        simd.store_f32(room + 64 * j, a)
+    simd.store_f32(s, sum_room(room))
 
 
 # ---- values --------------------------------------------------------------------------------------
+# Two query vectors at a time; the same one twice where there is one: then `b` is `a`.
 
 
 @part
-def mix_4x4(
-    like: Any, acc: Any, row_bytes: Any, shrink: Any, s: Any, values: Any, first: Any, last: Any,
+def mix_2x8(
+    like: Any, A: Any, B: Any, w: Any, x: Any, p: Any, r: Any, values: Any, first: Any, last: Any,
     d: Any,
 ) -> None:  # fmt: skip
-    """Shrink 4 x 64 columns from byte `d` on and add the values [first, last) times weights."""
-    A = acc + d
-    B, C, D = A + row_bytes, A + 2 * row_bytes, A + 3 * row_bytes
-    w, x = simd.splat(read_f32(shrink)), simd.splat(read_f32(shrink + 4))
-    y, z = simd.splat(read_f32(shrink + 8)), simd.splat(read_f32(shrink + 12))
-    a0, a1 = simd.mul(simd.load_f32(A), w), simd.mul(simd.load_f32(A + 64), w)
-    a2, a3 = simd.mul(simd.load_f32(A + 128), w), simd.mul(simd.load_f32(A + 192), w)
-    b0, b1 = simd.mul(simd.load_f32(B), x), simd.mul(simd.load_f32(B + 64), x)
-    b2, b3 = simd.mul(simd.load_f32(B + 128), x), simd.mul(simd.load_f32(B + 192), x)
-    c0, c1 = simd.mul(simd.load_f32(C), y), simd.mul(simd.load_f32(C + 64), y)
-    c2, c3 = simd.mul(simd.load_f32(C + 128), y), simd.mul(simd.load_f32(C + 192), y)
-    d0, d1 = simd.mul(simd.load_f32(D), z), simd.mul(simd.load_f32(D + 64), z)
-    d2, d3 = simd.mul(simd.load_f32(D + 128), z), simd.mul(simd.load_f32(D + 192), z)
-    size = like.itemsize
-    i = d // 4 * size
-    for j in range(first, last):
-        at = read_i64(values + 8 * j) + i
-        p = s + 4 * j
-        w, x = simd.splat(read_f32(p)), simd.splat(read_f32(p + ROW))
-        y, z = simd.splat(read_f32(p + 2 * ROW)), simd.splat(read_f32(p + 3 * ROW))
-        v = simd.load_as(like, at)
-        a0, b0, c0, d0 = (
-            simd.fma(w, v, a0), simd.fma(x, v, b0), simd.fma(y, v, c0), simd.fma(z, v, d0)
-        )  # fmt: skip
-        v = simd.load_as(like, at + 16 * size)
-        a1, b1, c1, d1 = (
-            simd.fma(w, v, a1), simd.fma(x, v, b1), simd.fma(y, v, c1), simd.fma(z, v, d1)
-        )  # fmt: skip
-        v = simd.load_as(like, at + 32 * size)
-        a2, b2, c2, d2 = (
-            simd.fma(w, v, a2), simd.fma(x, v, b2), simd.fma(y, v, c2), simd.fma(z, v, d2)
-        )  # fmt: skip
-        v = simd.load_as(like, at + 48 * size)
-        a3, b3, c3, d3 = (
-            simd.fma(w, v, a3), simd.fma(x, v, b3), simd.fma(y, v, c3), simd.fma(z, v, d3)
-        )  # fmt: skip
-    simd.store_f32(A, a0)
-    simd.store_f32(A + 64, a1)
-    simd.store_f32(A + 128, a2)
-    simd.store_f32(A + 192, a3)
-    simd.store_f32(B, b0)
-    simd.store_f32(B + 64, b1)
-    simd.store_f32(B + 128, b2)
-    simd.store_f32(B + 192, b3)
-    simd.store_f32(C, c0)
-    simd.store_f32(C + 64, c1)
-    simd.store_f32(C + 128, c2)
-    simd.store_f32(C + 192, c3)
-    simd.store_f32(D, d0)
-    simd.store_f32(D + 64, d1)
-    simd.store_f32(D + 128, d2)
-    simd.store_f32(D + 192, d3)
-
-
-@part
-def mix_4x1(
-    like: Any, acc: Any, row_bytes: Any, shrink: Any, s: Any, values: Any, first: Any, last: Any,
-    d: Any,
-) -> None:  # fmt: skip
-    """Do as `mix_4x4` for 16 columns."""
-    A = acc + d
-    B, C, D = A + row_bytes, A + 2 * row_bytes, A + 3 * row_bytes
-    a = simd.mul(simd.load_f32(A), simd.splat(read_f32(shrink)))
-    b = simd.mul(simd.load_f32(B), simd.splat(read_f32(shrink + 4)))
-    c = simd.mul(simd.load_f32(C), simd.splat(read_f32(shrink + 8)))
-    e = simd.mul(simd.load_f32(D), simd.splat(read_f32(shrink + 12)))
-    i = d // 4 * like.itemsize
-    for j in range(first, last):
-        p = s + 4 * j
-        v = simd.load_as(like, read_i64(values + 8 * j) + i)
-        a = simd.fma(simd.splat(read_f32(p)), v, a)
-        b = simd.fma(simd.splat(read_f32(p + ROW)), v, b)
-        c = simd.fma(simd.splat(read_f32(p + 2 * ROW)), v, c)
-        e = simd.fma(simd.splat(read_f32(p + 3 * ROW)), v, e)
-    simd.store_f32(A, a)
-    simd.store_f32(B, b)
-    simd.store_f32(C, c)
-    simd.store_f32(D, e)
-
-
-@part
-def mix_1x8(
-    like: Any, acc: Any, shrink: Any, s: Any, values: Any, first: Any, last: Any, d: Any
-) -> None:
-    """Shrink 128 columns of one query vector and add values: rows are read from end to end."""
-    A = acc + d
-    w = simd.splat(shrink)
+    """Shrink 128 columns of two accumulators by w and x and add values times weights at p and r."""
+    w, x = simd.splat(w), simd.splat(x)
     a0, a1 = simd.mul(simd.load_f32(A), w), simd.mul(simd.load_f32(A + 64), w)
     a2, a3 = simd.mul(simd.load_f32(A + 128), w), simd.mul(simd.load_f32(A + 192), w)
     a4, a5 = simd.mul(simd.load_f32(A + 256), w), simd.mul(simd.load_f32(A + 320), w)
     a6, a7 = simd.mul(simd.load_f32(A + 384), w), simd.mul(simd.load_f32(A + 448), w)
-    size = like.itemsize
-    i = d // 4 * size
+    b0, b1 = simd.mul(simd.load_f32(B), x), simd.mul(simd.load_f32(B + 64), x)
+    b2, b3 = simd.mul(simd.load_f32(B + 128), x), simd.mul(simd.load_f32(B + 192), x)
+    b4, b5 = simd.mul(simd.load_f32(B + 256), x), simd.mul(simd.load_f32(B + 320), x)
+    b6, b7 = simd.mul(simd.load_f32(B + 384), x), simd.mul(simd.load_f32(B + 448), x)
+    size = simd.size_of(like)
+    i = (d >> 2) * size
     for j in range(first, last):
         at = read_i64(values + 8 * j) + i
-        w = simd.splat(read_f32(s + 4 * j))
-        a0 = simd.fma(w, simd.load_as(like, at), a0)
-        a1 = simd.fma(w, simd.load_as(like, at + 16 * size), a1)
-        a2 = simd.fma(w, simd.load_as(like, at + 32 * size), a2)
-        a3 = simd.fma(w, simd.load_as(like, at + 48 * size), a3)
-        a4 = simd.fma(w, simd.load_as(like, at + 64 * size), a4)
-        a5 = simd.fma(w, simd.load_as(like, at + 80 * size), a5)
-        a6 = simd.fma(w, simd.load_as(like, at + 96 * size), a6)
-        a7 = simd.fma(w, simd.load_as(like, at + 112 * size), a7)
+        y, z = simd.splat(read_f32(p + 4 * j)), simd.splat(read_f32(r + 4 * j))
+        v = simd.load_as(like, at)
+        a0, b0 = simd.fma(y, v, a0), simd.fma(z, v, b0)
+        v = simd.load_as(like, at + 16 * size)
+        a1, b1 = simd.fma(y, v, a1), simd.fma(z, v, b1)
+        v = simd.load_as(like, at + 32 * size)
+        a2, b2 = simd.fma(y, v, a2), simd.fma(z, v, b2)
+        v = simd.load_as(like, at + 48 * size)
+        a3, b3 = simd.fma(y, v, a3), simd.fma(z, v, b3)
+        v = simd.load_as(like, at + 64 * size)
+        a4, b4 = simd.fma(y, v, a4), simd.fma(z, v, b4)
+        v = simd.load_as(like, at + 80 * size)
+        a5, b5 = simd.fma(y, v, a5), simd.fma(z, v, b5)
+        v = simd.load_as(like, at + 96 * size)
+        a6, b6 = simd.fma(y, v, a6), simd.fma(z, v, b6)
+        v = simd.load_as(like, at + 112 * size)
+        a7, b7 = simd.fma(y, v, a7), simd.fma(z, v, b7)
     simd.store_f32(A, a0)
     simd.store_f32(A + 64, a1)
     simd.store_f32(A + 128, a2)
@@ -228,43 +157,82 @@ def mix_1x8(
     simd.store_f32(A + 320, a5)
     simd.store_f32(A + 384, a6)
     simd.store_f32(A + 448, a7)
+    simd.store_f32(B, b0)
+    simd.store_f32(B + 64, b1)
+    simd.store_f32(B + 128, b2)
+    simd.store_f32(B + 192, b3)
+    simd.store_f32(B + 256, b4)
+    simd.store_f32(B + 320, b5)
+    simd.store_f32(B + 384, b6)
+    simd.store_f32(B + 448, b7)
 
 
 @part
-def mix_1x4(
-    like: Any, acc: Any, shrink: Any, s: Any, values: Any, first: Any, last: Any, d: Any
-) -> None:
-    """Do as `mix_1x8` for 64 columns."""
-    A = acc + d
-    w = simd.splat(shrink)
+def mix_2x4(
+    like: Any, A: Any, B: Any, w: Any, x: Any, p: Any, r: Any, values: Any, first: Any, last: Any,
+    d: Any,
+) -> None:  # fmt: skip
+    """Do as `mix_2x8` for 64 columns."""
+    w, x = simd.splat(w), simd.splat(x)
     a0, a1 = simd.mul(simd.load_f32(A), w), simd.mul(simd.load_f32(A + 64), w)
     a2, a3 = simd.mul(simd.load_f32(A + 128), w), simd.mul(simd.load_f32(A + 192), w)
-    size = like.itemsize
-    i = d // 4 * size
+    b0, b1 = simd.mul(simd.load_f32(B), x), simd.mul(simd.load_f32(B + 64), x)
+    b2, b3 = simd.mul(simd.load_f32(B + 128), x), simd.mul(simd.load_f32(B + 192), x)
+    size = simd.size_of(like)
+    i = (d >> 2) * size
     for j in range(first, last):
         at = read_i64(values + 8 * j) + i
-        w = simd.splat(read_f32(s + 4 * j))
-        a0 = simd.fma(w, simd.load_as(like, at), a0)
-        a1 = simd.fma(w, simd.load_as(like, at + 16 * size), a1)
-        a2 = simd.fma(w, simd.load_as(like, at + 32 * size), a2)
-        a3 = simd.fma(w, simd.load_as(like, at + 48 * size), a3)
+        y, z = simd.splat(read_f32(p + 4 * j)), simd.splat(read_f32(r + 4 * j))
+        v = simd.load_as(like, at)
+        a0, b0 = simd.fma(y, v, a0), simd.fma(z, v, b0)
+        v = simd.load_as(like, at + 16 * size)
+        a1, b1 = simd.fma(y, v, a1), simd.fma(z, v, b1)
+        v = simd.load_as(like, at + 32 * size)
+        a2, b2 = simd.fma(y, v, a2), simd.fma(z, v, b2)
+        v = simd.load_as(like, at + 48 * size)
+        a3, b3 = simd.fma(y, v, a3), simd.fma(z, v, b3)
     simd.store_f32(A, a0)
     simd.store_f32(A + 64, a1)
     simd.store_f32(A + 128, a2)
     simd.store_f32(A + 192, a3)
+    simd.store_f32(B, b0)
+    simd.store_f32(B + 64, b1)
+    simd.store_f32(B + 128, b2)
+    simd.store_f32(B + 192, b3)
 
 
 @part
-def mix_1x1(
-    like: Any, acc: Any, shrink: Any, s: Any, values: Any, first: Any, last: Any, d: Any
-) -> None:
-    """Do as `mix_1x8` for 16 columns."""
-    a = simd.mul(simd.load_f32(acc + d), simd.splat(shrink))
-    i = d // 4 * like.itemsize
+def mix_2x1(
+    like: Any, A: Any, B: Any, w: Any, x: Any, p: Any, r: Any, values: Any, first: Any, last: Any,
+    d: Any,
+) -> None:  # fmt: skip
+    """Do as `mix_2x8` for 16 columns."""
+    a, b = simd.mul(simd.load_f32(A), simd.splat(w)), simd.mul(simd.load_f32(B), simd.splat(x))
+    i = (d >> 2) * simd.size_of(like)
     for j in range(first, last):
         v = simd.load_as(like, read_i64(values + 8 * j) + i)
-        a = simd.fma(simd.splat(read_f32(s + 4 * j)), v, a)
-    simd.store_f32(acc + d, a)
+        a = simd.fma(simd.splat(read_f32(p + 4 * j)), v, a)
+        b = simd.fma(simd.splat(read_f32(r + 4 * j)), v, b)
+    simd.store_f32(A, a)
+    simd.store_f32(B, b)
+
+
+@part
+def mix_two(
+    like: Any, A: Any, B: Any, row_bytes: Any, w: Any, x: Any, p: Any, r: Any, values: Any,
+    first: Any, last: Any,
+) -> None:  # fmt: skip
+    """Shrink two accumulators by w and x and add the values [first, last) times weights."""
+    d = np.int64(0)
+    while d + 512 <= row_bytes:
+        mix_2x8(like, A + d, B + d, w, x, p, r, values, first, last, d)
+        d += 512
+    while d + 256 <= row_bytes:
+        mix_2x4(like, A + d, B + d, w, x, p, r, values, first, last, d)
+        d += 256
+    while d < row_bytes:
+        mix_2x1(like, A + d, B + d, w, x, p, r, values, first, last, d)
+        d += 64
 
 
 # ---- softmax -------------------------------------------------------------------------------------
