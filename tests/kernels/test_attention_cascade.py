@@ -157,6 +157,21 @@ def test_one_level_is_bitwise_the_batch_wrapper(rng: np.random.Generator) -> Non
     np.testing.assert_array_equal(out, flat.run(tree.q, tree.cache))
 
 
+def test_half_precision_queries_give_half_precision_results(rng: np.random.Generator) -> None:
+    tree = Tree(rng, *TREES["three_levels"], dtype=np.float16)
+    tree.q = tree.q.astype(np.float16)
+    wrapper = tree.plan(causal=True, q_data_type=np.float16, kv_data_type="float16")
+    into = np.full(tree.q.shape, np.nan, np.float16)
+    out = wrapper.run(tree.q, tree.cache, out=into)
+    assert out is into
+    want, _ = tree.expected(True)
+    # levels are merged in float32; one rounding to float16
+    np.testing.assert_allclose(out, want, rtol=2.0**-11, atol=ATOL)
+    np.testing.assert_array_equal(wrapper.run(tree.q, tree.cache), out)
+    with pytest.raises(TypeError, match="q was planned as float16, got an array of float32"):
+        wrapper.run(tree.q.astype(np.float32), tree.cache)
+
+
 @pytest.mark.parametrize(("P", "u", "B"), [(64, 4, 7), (16, 16, 3), (32, 0, 2)])
 def test_predicted_ratio_of_two_levels(P: int, u: int, B: int, rng: np.random.Generator) -> None:
     wrapper = Tree(rng, [[B], [1] * B], [[P], [u] * B]).plan()
@@ -207,8 +222,10 @@ def test_wrong_cascades_are_named(rng: np.random.Generator) -> None:
         wrapper.plan([ints(0, 4), tree.rows[1]], *tables[1:], *sizes)
     with pytest.raises(UsageError, match="pos_encoding_mode must be 'NONE' here, got 'ALIBI'"):
         wrapper.plan(*tables, *sizes, pos_encoding_mode="ALIBI")
-    with pytest.raises(TypeError, match="window_left"):
-        wrapper.plan(*tables, *sizes, window_left=4)  # type: ignore[call-arg]
+    with pytest.raises(UsageError, match="window_left must be -1 in a cascade, got 4"):
+        wrapper.plan(*tables, *sizes, window_left=4)
+    with pytest.raises(UsageError, match="use_fp16_qk_reduction must be False"):
+        wrapper.plan(*tables, *sizes, use_fp16_qk_reduction=True)
 
 
 # ---- the older form: a prefix in arrays of its own -----------------------------------------------

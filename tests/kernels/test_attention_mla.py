@@ -156,6 +156,31 @@ def test_outputs_and_natural_lse(rng: np.random.Generator) -> None:
     np.testing.assert_allclose(natural, want_lse * np.log(2), rtol=2e-7)  # two roundings
 
 
+def test_half_precision_queries_give_half_precision_results(rng: np.random.Generator) -> None:
+    batch = Batch(rng, **BATCHES["prefill_and_decode"], dtype=np.float16)
+    batch.q_nope, batch.q_pe = batch.q_nope.astype(np.float16), batch.q_pe.astype(np.float16)
+    out = np.full(batch.q_nope.shape, np.nan, np.float16)
+    assert batch.run(out=out) is out
+    # one rounding to float16 more
+    np.testing.assert_allclose(out, batch.expected()[0], rtol=2.0**-11, atol=ATOL)
+    np.testing.assert_array_equal(batch.run(), out)
+
+
+def test_planned_types_are_checked(rng: np.random.Generator) -> None:
+    batch = Batch(rng, [1], [5])
+    for types, words in (
+        ((np.float16, None), "q_nope was planned as float16, got an array of float32"),
+        ((None, np.float16), "ckv_cache was planned as float16, got an array of float32"),
+    ):
+        wrapper = nk.BatchMLAPagedAttentionWrapper()
+        wrapper.plan(
+            batch.qo_indptr, batch.indptr, batch.indices, batch.lens, *batch.sizes, 4, True, 1.0,
+            *types,
+        )  # fmt: skip
+        with pytest.raises(TypeError, match=words):
+            wrapper.run(batch.q_nope, batch.q_pe, *batch.caches)
+
+
 def test_absorbed_form_is_attention_of_the_heads_own_keys(rng: np.random.Generator) -> None:
     """Up-projections before the attention, as a model without the absorption computes it."""
     batch = Batch(rng, [3], [40], (4, 32, 16))

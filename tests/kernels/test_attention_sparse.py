@@ -107,6 +107,28 @@ def test_options_and_only_stored_blocks_are_worked_on(rng: np.random.Generator) 
     np.testing.assert_allclose(wrapper.run(q, k, v), want, rtol=0, atol=ATOL)
 
 
+def test_half_precision_queries_give_half_precision_results(rng: np.random.Generator) -> None:
+    (M, N, R, C), heads, dtype = SIZES["wide"]
+    indptr, indices = random_bsr(rng, M, N, R, C)
+    q, k, v = inputs(rng, M, N, heads, dtype)
+    q = q.astype(np.float16)
+    wrapper = nk.BlockSparseAttentionWrapper()
+    wrapper.plan(indptr, indices, M, N, R, C, *heads)
+    out = wrapper.run(q, k, v)
+    assert out.dtype == np.float16
+    seen = dense(indptr, indices, None, (M, N, R, C))
+    want = reference.single_prefill_with_kv_cache(q, k, v, custom_mask=seen)
+    np.testing.assert_allclose(out, want, rtol=2.0**-11, atol=ATOL)  # one rounding to float16
+    _, G, _ = heads
+    variable = nk.VariableBlockSparseAttentionWrapper()
+    variable.plan(np.ones((G, 1, 1), bool), *(np.full((G, 1), n, np.int32) for n in (M, N)), *heads)
+    keys = [np.ascontiguousarray(a.swapaxes(0, 1)) for a in (q, k, v)]
+    full = variable.run(*keys)
+    assert full.dtype == np.float16
+    want = reference.single_prefill_with_kv_cache(q, k, v)
+    np.testing.assert_allclose(full.swapaxes(0, 1), want, rtol=2.0**-11, atol=ATOL)
+
+
 @pytest.mark.usefixtures("split_everything")
 def test_bitwise_the_same_with_two_threads(rng: np.random.Generator) -> None:
     (M, N, R, C), heads, dtype = SIZES["wide"]

@@ -18,7 +18,8 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.attention.merge import merge_state_in_place
+from nbflow_kernels._dispatch import check_array
+from nbflow_kernels.attention.merging import merge_state_in_place
 from nbflow_kernels.attention.sparse import refuse_positions
 from nbflow_kernels.attention.wrapper import BatchPrefillWithPagedKVCacheWrapper
 from nbflow_kernels.errors import UsageError
@@ -115,9 +116,15 @@ class MultiLevelCascadeAttentionWrapper:
         page_size: int,
         causal: bool = False,
         pos_encoding_mode: str = "NONE",
-        *,
+        use_fp16_qk_reduction: bool = False,
         sm_scale: float | None = None,
+        window_left: int = -1,
         logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Any = None,
+        kv_data_type: Any = None,
+        *,
         kv_format: str | None = None,
     ) -> None:
         """Divide the work of every level.
@@ -134,11 +141,12 @@ class MultiLevelCascadeAttentionWrapper:
         causal : bool
             Whether the rows of a request see its own keys, those of the last level, only up to
             their own; shared keys come before them all.
-        pos_encoding_mode : str
-            Only ``"NONE"``: a key's number on its level is not its position.  A window is not
-            offered for the same reason.
-        sm_scale, logits_soft_cap, kv_format
-            As in `BatchPrefillWithPagedKVCacheWrapper`.
+        pos_encoding_mode, window_left
+            Only ``"NONE"`` and -1: a key's number on its level is not its position.
+        use_fp16_qk_reduction, sm_scale, logits_soft_cap, rope_scale, rope_theta
+            As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        q_data_type, kv_data_type, kv_format
+            As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
 
         Raises
         ------
@@ -149,6 +157,11 @@ class MultiLevelCascadeAttentionWrapper:
             If an entry is not an int32 array.
         """
         refuse_positions(pos_encoding_mode)
+        if window_left >= 0:
+            raise UsageError(
+                f"window_left must be -1 in a cascade, got {window_left}: a window ends on another "
+                "key for each request; use BatchPrefillWithPagedKVCacheWrapper"
+            )
         lists = {
             "qo_indptr_arr": qo_indptr_arr,
             "paged_kv_indptr_arr": paged_kv_indptr_arr,
@@ -162,9 +175,12 @@ class MultiLevelCascadeAttentionWrapper:
                     f"got {len(arrays)}"
                 )
         heads = (num_qo_heads, num_kv_heads, head_dim, page_size)
-        options: dict[str, Any] = {"sm_scale": sm_scale, "logits_soft_cap": logits_soft_cap}
-        if kv_format is not None:
-            options["kv_format"] = kv_format
+        options: dict[str, Any] = {
+            "use_fp16_qk_reduction": use_fp16_qk_reduction, "sm_scale": sm_scale,
+            "logits_soft_cap": logits_soft_cap, "rope_scale": rope_scale, "rope_theta": rope_theta,
+            "q_data_type": q_data_type, "kv_data_type": kv_data_type, "kv_format": kv_format,
+            "o_data_type": np.float32,  # levels are merged in float32
+        }  # fmt: skip
         last = len(self._levels) - 1
         for i, (level, *tables) in enumerate(zip(self._levels, *lists.values(), strict=True)):
             level.plan(*tables, *heads, causal=causal and i == last, **options)
@@ -188,11 +204,11 @@ class MultiLevelCascadeAttentionWrapper:
 
         Parameters
         ----------
-        q : array of float32, shape (nnz, H, D)
+        q : array of float32 or float16, shape (nnz, H, D)
             Query rows of all requests.
         paged_kv_cache : pair of arrays, or one array
             Keys and values, as in `BatchPrefillWithPagedKVCacheWrapper.run`.
-        out : array of float32, shape (nnz, H, D), optional
+        out : array of the queries' dtype, shape (nnz, H, D), optional
             Where to write the result.
         lse : array of float32, shape (nnz, H), optional
             Where to write the base-2 LSE over all levels.
@@ -201,7 +217,7 @@ class MultiLevelCascadeAttentionWrapper:
 
         Returns
         -------
-        array of float32, shape (nnz, H, D), or a pair with the LSE
+        array of the queries' dtype, shape (nnz, H, D), or a pair with the LSE
             The attention over the keys of all levels.
 
         Raises
@@ -211,9 +227,11 @@ class MultiLevelCascadeAttentionWrapper:
         """
         if self._flat is None:
             raise UsageError("run needs a plan: call plan(...) first, once per step")
-        out, lse = self._levels[-1].run(q, paged_kv_cache, out=out, lse=lse, return_lse=True)
+        into = wide_output(q, out)
+        found, lse = self._levels[-1].run(q, paged_kv_cache, out=into, lse=lse, return_lse=True)
         for level in self._levels[:-1]:
-            merge_state_in_place(out, lse, *level.run(q, paged_kv_cache, return_lse=True))
+            merge_state_in_place(found, lse, *level.run(q, paged_kv_cache, return_lse=True))
+        out = narrow_output(q, found, out)
         return (out, lse) if return_lse else out
 
     forward = run
@@ -332,3 +350,21 @@ class MultiLevelCascadeAttentionWrapper:
             **options,
         )  # fmt: skip
         return flat
+
+
+def wide_output(q: Any, out: Any) -> Any:
+    """Return `out`, checked, if the kernel can write its float32 there."""
+    if out is None:
+        return None
+    check_array("out", out, q.shape, q.dtype)
+    return out if out.dtype == np.float32 else None
+
+
+def narrow_output(q: Any, found: Any, out: Any) -> Any:
+    """Return the float32 result in the queries' dtype, in `out` if it is given."""
+    if found.dtype == q.dtype:
+        return found
+    if out is None:
+        return found.astype(q.dtype)
+    out[...] = found
+    return out

@@ -17,9 +17,13 @@ import numpy as np
 from nbflow_kernels._dispatch import check_array, is_cuda, no_cuda_variant
 from nbflow_kernels.attention import cpu
 from nbflow_kernels.attention import layout as at
+from nbflow_kernels.attention.cascade import narrow_output, wide_output
+from nbflow_kernels.attention.options import check_dtype
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kvcache.pages import check_mla_cache, check_page_numbers, check_page_table
+
+FLOATS = (np.float32, np.float16)
 
 __all__ = ["BatchMLAPagedAttentionWrapper"]
 
@@ -60,6 +64,7 @@ class BatchMLAPagedAttentionWrapper:
     def __init__(self, float_workspace_buffer: Any = None) -> None:
         self.current: AttentionPlan | None = None
         self._sizes = (0, 0, 0, 0)
+        self._dtypes: tuple[Any, Any] = (None, None)
         self._n_pages = -1
         self._q = np.zeros((0, 0, 0), np.float32)
 
@@ -75,6 +80,8 @@ class BatchMLAPagedAttentionWrapper:
         page_size: int,
         causal: bool,
         sm_scale: float,
+        q_data_type: Any = None,
+        kv_data_type: Any = None,
     ) -> AttentionPlan:
         """Divide the step's work; the plan serves every layer.
 
@@ -100,6 +107,8 @@ class BatchMLAPagedAttentionWrapper:
         sm_scale : float
             Factor of the dot products.  It follows from the sizes before the absorption:
             ``1 / sqrt(128 + 64)`` in DeepSeek-V2 and -V3, times its YaRN factor.
+        q_data_type, kv_data_type : dtype or str, optional
+            If given, `run` checks that its arrays have them.
 
         Returns
         -------
@@ -132,6 +141,7 @@ class BatchMLAPagedAttentionWrapper:
         )  # fmt: skip
         plan_into(plan, qo_indptr, kv_indptr, kv_indices, kv_len_arr)
         self._sizes = (num_heads, head_dim_ckv, head_dim_kpe, page_size)
+        self._dtypes = (q_data_type, kv_data_type)
         self._n_pages = -1
         self._q = np.empty((plan.n_rows, num_heads, head_dim_ckv + head_dim_kpe), np.float32)
         self.current = plan
@@ -156,13 +166,13 @@ class BatchMLAPagedAttentionWrapper:
 
         Parameters
         ----------
-        q_nope : array of float32, shape (nnz, H, D_ckv)
+        q_nope : array of float32 or float16, shape (nnz, H, D_ckv)
             Query rows without position, times the absorbed up-projection of the keys.
-        q_pe : array of float32, shape (nnz, H, D_kpe)
+        q_pe : array of the same type, shape (nnz, H, D_kpe)
             Their rotated part.
         ckv_cache, kpe_cache : array, shape (pages, page_size, D_ckv) and (pages, page_size, D_kpe)
             The pages, as `append_paged_mla_kv_cache` writes them.
-        out : array of float32, shape (nnz, H, D_ckv), optional
+        out : array of the queries' dtype, shape (nnz, H, D_ckv), optional
             Where to write the result.
         lse : array of float32, shape (nnz, H), optional
             Where to write the LSE.
@@ -175,7 +185,7 @@ class BatchMLAPagedAttentionWrapper:
 
         Returns
         -------
-        array of float32, shape (nnz, H, D_ckv), or a pair with the LSE
+        array of the queries' dtype, shape (nnz, H, D_ckv), or a pair with the LSE
             What the up-projection of the values is to be applied to.  A row's result is bitwise the
             same in any batch, with any page size and any number of threads.
 
@@ -190,24 +200,28 @@ class BatchMLAPagedAttentionWrapper:
         if plan is None:
             raise UsageError("run needs a plan: call plan(...) first, once per step")
         H, D_ckv, D_kpe, page_size = self._sizes
-        check_array("q_nope", q_nope, (plan.n_rows, H, D_ckv), rows=True)
-        check_array("q_pe", q_pe, (plan.n_rows, H, D_kpe), rows=True)
+        check_array("q_nope", q_nope, (plan.n_rows, H, D_ckv), FLOATS, rows=True)
+        check_array("q_pe", q_pe, (plan.n_rows, H, D_kpe), q_nope.dtype, rows=True)
+        check_dtype("q_nope", self._dtypes[0], q_nope.dtype)
         if is_cuda(q_nope):
             no_cuda_variant("BatchMLAPagedAttentionWrapper")
         format = check_mla_cache(ckv_cache, kpe_cache, page_size, (D_ckv, D_kpe), kv_format)
+        if kv_format is None:
+            check_dtype("ckv_cache", self._dtypes[1], ckv_cache.dtype)
         if self._n_pages != ckv_cache.shape[0]:  # once per plan: layers have equally many pages
             check_page_numbers(plan.kv_indices[: plan.kv_indptr[-1]], ckv_cache.shape[0])
             self._n_pages = ckv_cache.shape[0]
-        for name, array, shape in (("out", out, q_nope.shape), ("lse", lse, q_nope.shape[:2])):
-            if array is not None:
-                check_array(name, array, shape)
-        if out is None:
-            out = np.empty(q_nope.shape, np.float32)
+        into = wide_output(q_nope, out)
+        if into is None:
+            into = np.empty(q_nope.shape, np.float32)
+        if lse is not None:
+            check_array("lse", lse, q_nope.shape[:2])
         if lse is None and return_lse:
             lse = np.empty(q_nope.shape[:2], np.float32)
         self._q[:, :, :D_ckv], self._q[:, :, D_ckv:] = q_nope, q_pe
         plan.header[at.LSE_NATURAL] = return_lse_base_on_e
-        cpu.latent_attention(plan, self._q, ckv_cache, kpe_cache, out, lse, format.kind)
+        cpu.latent_attention(plan, self._q, ckv_cache, kpe_cache, into, lse, format.kind)
+        out = narrow_output(q_nope, into, out)
         return (out, lse) if return_lse else out
 
     forward = run

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels._dispatch import check_array
-from nbflow_kernels.attention.merge import merge_state_in_place
+from nbflow_kernels.attention.cascade import narrow_output
+from nbflow_kernels.attention.merging import merge_state_in_place
 from nbflow_kernels.attention.single import single_prefill_with_kv_cache
 from nbflow_kernels.attention.wrapper import BatchPrefillWithPagedKVCacheWrapper
 from nbflow_kernels.errors import UsageError
@@ -100,7 +101,9 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         if self._tables is None:
             raise UsageError("forward needs a plan: call begin_forward(...) first, once per step")
         if self._planned != (causal, sm_scale):
-            self._unique.plan(*self._tables, causal=causal, sm_scale=sm_scale)
+            self._unique.plan(
+                *self._tables, causal=causal, sm_scale=sm_scale, o_data_type=np.float32
+            )
             self._planned = (causal, sm_scale)
 
     def forward(
@@ -117,7 +120,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
 
         Parameters
         ----------
-        q : array of float32, shape (nnz, H, D)
+        q : array of float32 or float16, shape (nnz, H, D)
             Query rows of all requests.
         k_shared, v_shared : array of float32 or float16, shape (P, G, D) or (G, P, D)
             The prefix, before every request's own keys.
@@ -130,7 +133,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
 
         Returns
         -------
-        array of float32, shape (nnz, H, D)
+        array of the queries' dtype, shape (nnz, H, D)
             The attention over the prefix and the requests' own keys.
 
         Raises
@@ -140,12 +143,12 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         """
         self._plan(causal, sm_scale)
         out, lse = single_prefill_with_kv_cache(
-            q, k_shared, v_shared, causal=False, kv_layout=self.kv_layout, sm_scale=sm_scale,
+            q, k_shared, v_shared, o_dtype=np.float32, kv_layout=self.kv_layout, sm_scale=sm_scale,
             return_lse=True,
         )  # fmt: skip
         own, own_lse = self._unique.run(q, unique_kv_cache, return_lse=True)
         merge_state_in_place(out, lse, own, own_lse)
-        return out
+        return narrow_output(q, out, None)
 
     run = forward
 
@@ -264,14 +267,14 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
 
         Parameters
         ----------
-        q : array of float32, shape (B, H, D)
+        q : array of float32 or float16, shape (B, H, D)
             A query row of each request.
         k_shared, v_shared, unique_kv_cache, sm_scale
             As in `BatchPrefillWithSharedPrefixPagedKVCacheWrapper.forward`.
 
         Returns
         -------
-        array of float32, shape (B, H, D)
+        array of the queries' dtype, shape (B, H, D)
             The attention over the prefix and the requests' own keys.
 
         Raises

@@ -17,7 +17,7 @@ from nbflow_kernels.masks import check_indptr, convert_bsr_mask_layout
 
 __all__ = ["BlockSparseAttentionWrapper", "VariableBlockSparseAttentionWrapper"]
 
-KEY_DTYPES = (np.float32, np.float16)
+FLOATS = (np.float32, np.float16)
 
 
 class BlockSparseAttentionWrapper:
@@ -73,9 +73,15 @@ class BlockSparseAttentionWrapper:
         packed_mask: Any = None,
         causal: bool = False,
         pos_encoding_mode: str = "NONE",
-        *,
+        use_fp16_qk_reduction: bool = False,
         logits_soft_cap: float | None = None,
         sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Any = None,
+        kv_data_type: Any = None,
+        o_data_type: Any = None,
+        non_blocking: bool = True,
     ) -> Any:
         """Divide the work of a mask.
 
@@ -100,8 +106,10 @@ class BlockSparseAttentionWrapper:
             Row m sees only keys up to m + N - M of those its blocks let it see.
         pos_encoding_mode : str
             Only ``"NONE"``: a key's number in the list of blocks is not its position.
-        logits_soft_cap, sm_scale
+        use_fp16_qk_reduction, logits_soft_cap, sm_scale, rope_scale, rope_theta
             As in `single_prefill_with_kv_cache`.
+        q_data_type, kv_data_type, o_data_type, non_blocking
+            As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
 
         Returns
         -------
@@ -131,7 +139,9 @@ class BlockSparseAttentionWrapper:
         plan = self._wrapper.plan(
             qo_indptr, indptr, indices, np.where(used, C, 0).astype(np.int32), num_qo_heads,
             num_kv_heads, head_dim, C, causal=False, custom_mask=seen,
-            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
+            use_fp16_qk_reduction=use_fp16_qk_reduction, logits_soft_cap=logits_soft_cap,
+            sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
+            q_data_type=q_data_type, kv_data_type=kv_data_type, o_data_type=o_data_type,
         )  # fmt: skip
         self._sizes = (M, N, C, num_qo_heads, num_kv_heads, head_dim)
         return plan
@@ -152,11 +162,11 @@ class BlockSparseAttentionWrapper:
 
         Parameters
         ----------
-        q : array of float32, shape (M, H, D)
+        q : array of float32 or float16, shape (M, H, D)
             Query rows.
         k, v : array of float32 or float16, shape (N, G, D)
             Keys and values.
-        out : array of float32, shape (M, H, D), optional
+        out : array, shape (M, H, D), optional
             Where to write the result.
         lse : array of float32, shape (M, H), optional
             Where to write the base-2 LSE.
@@ -165,8 +175,9 @@ class BlockSparseAttentionWrapper:
 
         Returns
         -------
-        array of float32, shape (M, H, D), or a pair with the LSE
-            A row that sees no key gets zeros and an LSE of -inf.
+        array, shape (M, H, D), or a pair with the LSE
+            In the queries' dtype unless `o_data_type` was planned.  A row that sees no key gets
+            zeros and an LSE of -inf.
 
         Raises
         ------
@@ -178,8 +189,8 @@ class BlockSparseAttentionWrapper:
         if self._sizes is None:
             raise UsageError("run needs a plan: call plan(...) first, once per mask")
         M, N, C, H, G, D = self._sizes
-        check_array("q", q, (M, H, D), rows=True)
-        check_array("k", k, (N, G, D), KEY_DTYPES)
+        check_array("q", q, (M, H, D), FLOATS, rows=True)
+        check_array("k", k, (N, G, D), FLOATS)
         check_array("v", v, (N, G, D), k.dtype)
         pages = tuple(a.reshape(N // C, C, G, D) for a in (k, v))
         return self._wrapper.run(q, pages, out=out, lse=lse, return_lse=return_lse)
@@ -235,9 +246,14 @@ class VariableBlockSparseAttentionWrapper:
         head_dim: int,
         causal: bool = False,
         pos_encoding_mode: str = "NONE",
-        *,
+        use_fp16_qk_reduction: bool = False,
         logits_soft_cap: float | None = None,
         sm_scale: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        non_blocking: bool = True,
+        q_data_type: Any = None,
+        kv_data_type: Any = None,
     ) -> Any:
         """Divide the work of a mask.
 
@@ -256,8 +272,10 @@ class VariableBlockSparseAttentionWrapper:
             Row m sees only keys up to m + N - M of those its blocks let it see.
         pos_encoding_mode : str
             Only ``"NONE"``.
-        logits_soft_cap, sm_scale
+        use_fp16_qk_reduction, logits_soft_cap, sm_scale, rope_scale, rope_theta
             As in `single_prefill_with_kv_cache`.
+        non_blocking, q_data_type, kv_data_type
+            As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
 
         Returns
         -------
@@ -295,7 +313,9 @@ class VariableBlockSparseAttentionWrapper:
         last = np.where(kv_indptr[1:] > kv_indptr[:-1], page, 0).astype(np.int32)
         plan = self._wrapper.plan(
             qo_indptr, kv_indptr, kv_indices, last, num_qo_heads // G, 1, head_dim, page,
-            causal=False, custom_mask=seen, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
+            causal=False, custom_mask=seen, use_fp16_qk_reduction=use_fp16_qk_reduction,
+            logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale,
+            rope_theta=rope_theta, q_data_type=q_data_type, kv_data_type=kv_data_type,
         )  # fmt: skip
         self._sizes = (M, N, page, num_qo_heads, G, head_dim)
         return plan
@@ -316,11 +336,11 @@ class VariableBlockSparseAttentionWrapper:
 
         Parameters
         ----------
-        q : array of float32, shape (H, M, D)
+        q : array of float32 or float16, shape (H, M, D)
             Query rows, head by head.
         k, v : array of float32 or float16, shape (G, N, D)
             Keys and values, head by head.
-        out : array of float32, shape (H, M, D), optional
+        out : array, shape (H, M, D), optional
             Where to write the result.
         lse : array of float32, shape (H, M), optional
             Where to write the base-2 LSE.
@@ -329,7 +349,7 @@ class VariableBlockSparseAttentionWrapper:
 
         Returns
         -------
-        array of float32, shape (H, M, D), or a pair with the LSE, shape (H, M)
+        array of the queries' dtype, shape (H, M, D), or a pair with the LSE, shape (H, M)
             A row that sees no key gets zeros and an LSE of -inf.
 
         Raises
@@ -342,18 +362,19 @@ class VariableBlockSparseAttentionWrapper:
         if self._sizes is None:
             raise UsageError("run needs a plan: call plan(...) first, once per mask")
         M, N, page, H, G, D = self._sizes
-        check_array("q", q, (H, M, D))
-        check_array("k", k, (G, N, D), KEY_DTYPES)
+        check_array("q", q, (H, M, D), FLOATS)
+        check_array("k", k, (G, N, D), FLOATS)
         check_array("v", v, (G, N, D), k.dtype)
-        for name, array, shape in (("out", out, (H, M, D)), ("lse", lse, (H, M))):
-            if array is not None:
-                check_array(name, array, shape)
+        if out is not None:
+            check_array("out", out, (H, M, D), q.dtype)
+        if lse is not None:
+            check_array("lse", lse, (H, M))
         group = H // G
         rows = np.ascontiguousarray(q.reshape(G, group, M, D).swapaxes(1, 2))
         pages = tuple(a.reshape(-1, page, 1, D) for a in (k, v))
         found, found_lse = self._wrapper.run(rows.reshape(G * M, group, D), pages, return_lse=True)
         if out is None:
-            out = np.empty((H, M, D), np.float32)
+            out = np.empty((H, M, D), q.dtype)
         out.reshape(G, group, M, D)[:] = found.reshape(G, M, group, D).swapaxes(1, 2)
         if not return_lse and lse is None:
             return out
