@@ -48,7 +48,13 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "single_prefill_with_kv_cache",
         "single_decode_with_kv_cache",
         "merge_state",
+        "merge_state_in_place",
+        "merge_states",
+        "AttentionVariant",
+        "BatchAttention",
+        "BatchDecodeWithPagedKVCacheWrapper",
         "BatchPrefillWithPagedKVCacheWrapper",
+        "BatchPrefillWithRaggedKVCacheWrapper",
     ),
     "sampling": (
         "softmax",

@@ -94,7 +94,9 @@ def bytes_to_fetch(
     """
     next_base = last // CHUNK * CHUNK
     begin, stop = ahead[last - next_base], ahead[end - 1 - next_base]
-    goes_on = begin == rows[last - 1 - base] + n_bytes and stop == begin + (end - 1 - last) * n_bytes
+    goes_on = (
+        begin == rows[last - 1 - base] + n_bytes and stop == begin + (end - 1 - last) * n_bytes
+    )
     return 0 if goes_on and M == 1 else n_bytes
 
 
@@ -282,7 +284,7 @@ def store_partial(M: Any, acc: Any, row_bytes: Any, state: Any, partials: Any, s
 
 @njit
 def attend_items(
-    header: Any, cap: Any, source: Any, like: Any, k_kind: Any, v_kind: Any, pack: Any,
+    header: Any, cap: Any, source: Any, like: Any, kind: Any, pack: Any,
     q: Any, q_row_bytes: Any, k: Any, v: Any, strides: Any, out: Any, lse: Any,
     start: Any, stop: Any,
 ) -> None:  # fmt: skip
@@ -334,7 +336,7 @@ def attend_items(
             state[3, m] = HIDDEN
             state[4, m] = 0.0
         # few rows stream through memory, many work from the caches
-        step = 16 if M <= group else CHUNK
+        step = 16 if group >= M else CHUNK
         key, stop_key, now = begin, begin, 0
         while key < end:
             base = key // CHUNK * CHUNK
@@ -362,8 +364,8 @@ def attend_items(
                      next_stop - next_base)  # fmt: skip
             first, last = key - base, stop_key - base
             if pack:
-                pack_rows(source, k_kind, keys, first, last, D_qk, packed, wide_qk)
-                pack_rows(source, v_kind, values, first, last, D_vo,
+                pack_rows(source, kind, keys, first, last, D_qk, packed, wide_qk)
+                pack_rows(source, kind, values, first, last, D_vo,
                           packed + CHUNK * qk_bytes, wide_vo)  # fmt: skip
                 if header[at.ROPE] != 0:
                     for j in range(first, last):

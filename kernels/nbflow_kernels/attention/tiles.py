@@ -40,6 +40,7 @@ ROW = 4 * CHUNK
 
 # ---- scores --------------------------------------------------------------------------------------
 
+
 @part
 def sum_room(room: Any) -> Any:
     """Return the sums of the 16 vectors at `room`."""
