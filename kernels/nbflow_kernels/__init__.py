@@ -31,10 +31,38 @@ if TYPE_CHECKING:
     from nbflow_kernels.activation import relu_and_mul as relu_and_mul
     from nbflow_kernels.activation import silu as silu
     from nbflow_kernels.activation import silu_and_mul as silu_and_mul
+    from nbflow_kernels.attention import AttentionVariant as AttentionVariant
+    from nbflow_kernels.attention import BatchAttention as BatchAttention
+    from nbflow_kernels.attention import (
+        BatchDecodeWithPagedKVCacheWrapper as BatchDecodeWithPagedKVCacheWrapper,
+    )
+    from nbflow_kernels.attention import (
+        BatchDecodeWithSharedPrefixPagedKVCacheWrapper as BatchDecodeWithSharedPrefixPagedKVCacheWrapper,  # noqa: E501
+    )
+    from nbflow_kernels.attention import (
+        BatchMLAPagedAttentionWrapper as BatchMLAPagedAttentionWrapper,
+    )
     from nbflow_kernels.attention import (
         BatchPrefillWithPagedKVCacheWrapper as BatchPrefillWithPagedKVCacheWrapper,
     )
+    from nbflow_kernels.attention import (
+        BatchPrefillWithRaggedKVCacheWrapper as BatchPrefillWithRaggedKVCacheWrapper,
+    )
+    from nbflow_kernels.attention import (
+        BatchPrefillWithSharedPrefixPagedKVCacheWrapper as BatchPrefillWithSharedPrefixPagedKVCacheWrapper,  # noqa: E501
+    )
+    from nbflow_kernels.attention import (
+        BlockSparseAttentionWrapper as BlockSparseAttentionWrapper,
+    )
+    from nbflow_kernels.attention import (
+        MultiLevelCascadeAttentionWrapper as MultiLevelCascadeAttentionWrapper,
+    )
+    from nbflow_kernels.attention import (
+        VariableBlockSparseAttentionWrapper as VariableBlockSparseAttentionWrapper,
+    )
     from nbflow_kernels.attention import merge_state as merge_state
+    from nbflow_kernels.attention import merge_state_in_place as merge_state_in_place
+    from nbflow_kernels.attention import merge_states as merge_states
     from nbflow_kernels.attention import single_decode_with_kv_cache as single_decode_with_kv_cache
     from nbflow_kernels.attention import (
         single_prefill_with_kv_cache as single_prefill_with_kv_cache,

@@ -122,9 +122,9 @@ def strict_part(function: Callable[..., Any]) -> Any:
 
 
 def _part(function: Callable[..., Any], fastmath: Any) -> Any:
+    options: dict[str, Any] = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}
     return numba.njit(
-        nogil=True, error_model="numpy", boundscheck=False, fastmath=fastmath,
-        no_cpython_wrapper=True, no_cfunc_wrapper=True,
+        nogil=True, error_model="numpy", boundscheck=False, fastmath=fastmath, **options
     )(function)  # fmt: skip
 
 

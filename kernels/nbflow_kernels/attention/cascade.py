@@ -296,7 +296,8 @@ class MultiLevelCascadeAttentionWrapper:
         flat = self._flat()
         seconds: tuple[list[float], list[float]] = ([], [])
         for i in range(repeats + 1):
-            for runs, wrapper in zip(seconds, (flat, self), strict=True):
+            both: tuple[Any, Any] = (flat, self)
+            for runs, wrapper in zip(seconds, both, strict=True):
                 started = time.perf_counter()
                 wrapper.run(q, paged_kv_cache)
                 if i:
@@ -320,7 +321,10 @@ class MultiLevelCascadeAttentionWrapper:
         return entries, np.asarray(keys)
 
     def _flat_wrapper(
-        self, lists: dict[str, Sequence[Any]], heads: tuple[int, ...], options: dict[str, Any]
+        self,
+        lists: dict[str, Sequence[Any]],
+        heads: tuple[int, int, int, int],
+        options: dict[str, Any],
     ) -> BatchPrefillWithPagedKVCacheWrapper:
         """Return a planned wrapper in which every run of rows has its whole sequence as pages."""
         entries, _ = self._segments()

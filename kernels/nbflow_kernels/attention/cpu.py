@@ -7,15 +7,12 @@ on the way), and float32 rows decoded from block formats.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
-from nbflow_kernels import simd
-from nbflow_kernels._jit import njit
 from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention.items import attend_items, merge_items
 from nbflow_kernels.attention.plan import AttentionPlan
+from nbflow_kernels.attention.variants import AttentionVariant, run_variant
 from nbflow_kernels.kvcache.rows import BF16, F16, F32
 from nbflow_kernels.lanes import address_of
 from nbflow_kernels.threads import split_rows
@@ -59,28 +56,56 @@ def attend(
     """
     if kind is None:
         kind = F32 if k_cache.itemsize == 4 else F16 if k_cache.dtype == np.float16 else BF16
-    token, head = (1, 2) if plan.kv_layout == "NHD" else (2, 1)
-    ks, vs = k_cache.strides, v_cache.strides
     _, _, D_qk, D_vo = plan.heads
-    k, v = _address(k_cache), _address(v_cache)
-    strides = (
-        ks[0], ks[token], ks[head], k_cache.itemsize * k_cache.shape[3],
-        vs[0], vs[token], vs[head], v_cache.itemsize * v_cache.shape[3],
-    )  # fmt: skip
+    k, v, strides = _cache_places(plan, k_cache, v_cache)
     if kind not in _TILES:
         source, like, pack = _BLOCKS, _FLOAT32, True
-    elif D_qk % 16 or D_vo % 16 or plan.header[at.ROPE]:
+    elif D_qk % 16 or D_vo % 16 or plan.table(at.ROPE) is not None:
         source, like, pack = _FLOAT32, _FLOAT32, True
     else:
-        like = _TILES[kind]
-        source = like
+        source = like = _TILES[kind]
         pack = False
         if kind == F32 and plan.header[at.MOST] >= PACK_FROM:
-            pack = bool((k | v | ks[0] | vs[0] | ks[1] | vs[1] | ks[2] | vs[2]) % 64)
+            together = k | v
+            for stride in strides:
+                together |= stride
+            pack = together % 64 != 0
     split_rows(
-        attend_items, int(plan.header[at.N_SHARES]), plan.work, plan.header,
-        plan.logits_soft_cap, source, like, kind, kind, pack, address_of(q), q.strides[0], k, v,
-        strides, address_of(out), 0 if lse is None else address_of(lse),
+        attend_items, plan.n_shares, plan.work, plan.header, plan.logits_soft_cap, source, like,
+        kind, pack, address_of(q), q.strides[0], k, v, strides, address_of(out),
+        0 if lse is None else address_of(lse),
+    )  # fmt: skip
+
+
+def attend_variant(
+    plan: AttentionPlan,
+    variant: AttentionVariant,
+    q: np.ndarray,
+    k_cache: np.ndarray,
+    v_cache: np.ndarray,
+    out: np.ndarray,
+    lse: np.ndarray | None,
+    kind: int,
+) -> None:
+    """Do as `attend` with a user's functions; the plan must not be split."""
+    k, v, strides = _cache_places(plan, k_cache, v_cache)
+    source = _FLOAT32 if kind in _TILES else _BLOCKS
+    args = (
+        plan.header, variant.params, source, kind, address_of(q), q.strides[0], k, v, strides,
+        address_of(out), 0 if lse is None else address_of(lse),
+    )  # fmt: skip
+    split_rows(run_variant(variant, args), plan.n_shares, 10 * plan.work, *args)
+
+
+def _cache_places(
+    plan: AttentionPlan, k_cache: np.ndarray, v_cache: np.ndarray
+) -> tuple[int, int, tuple[int, ...]]:
+    """Return the addresses of keys and values, and bytes per page, token, head and row of each."""
+    token, head = (1, 2) if plan.kv_layout == "NHD" else (2, 1)
+    ks, vs = k_cache.strides, v_cache.strides
+    return address_of(k_cache), address_of(v_cache), (
+        ks[0], ks[token], ks[head], k_cache.itemsize * k_cache.shape[3],
+        vs[0], vs[token], vs[head], v_cache.itemsize * v_cache.shape[3],
     )  # fmt: skip
 
 
@@ -104,10 +129,10 @@ def latent_attention(
         *kpe_cache.strides[:2], 0, kpe_cache.itemsize * kpe_cache.shape[2],
     )  # fmt: skip
     split_rows(
-        attend_items, int(plan.header[at.N_SHARES]), plan.work, plan.header,
-        plan.logits_soft_cap, _FLOAT32 if kind in _TILES else _BLOCKS, _FLOAT32, kind, kind, True,
-        address_of(q), q.strides[0], _address(ckv_cache), _address(kpe_cache), strides,
-        address_of(out), 0 if lse is None else address_of(lse),
+        attend_items, plan.n_shares, plan.work, plan.header, plan.logits_soft_cap,
+        _FLOAT32 if kind in _TILES else _BLOCKS, _FLOAT32, kind, True, address_of(q), q.strides[0],
+        address_of(ckv_cache), address_of(kpe_cache), strides, address_of(out),
+        0 if lse is None else address_of(lse),
     )  # fmt: skip
     if plan.n_merges:
         merge_splits(plan, out, lse)
@@ -120,13 +145,3 @@ def merge_splits(plan: AttentionPlan, out: np.ndarray, lse: np.ndarray | None) -
         merge_items, plan.n_merges, float(plan.n_merges * (H // G) * D * 16), plan.header,
         address_of(out), 0 if lse is None else address_of(lse),
     )  # fmt: skip
-
-
-@njit
-def _address_u8(array: Any) -> Any:
-    return simd.address(array)
-
-
-def _address(array: np.ndarray) -> int:
-    """Return the address of an array of any dtype and strides."""
-    return int(array.ctypes.data)

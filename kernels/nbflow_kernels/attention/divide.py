@@ -31,9 +31,9 @@ def tile_keys(header: Any, kv_len: Any, position: Any, n_rows: Any) -> Any:
 
 @part
 def count_work(header: Any, qo_indptr: Any, kv_lens: Any, tile_rows: Any) -> Any:
-    """Return the cost of all tiles of one head, their number, and their (vector, key) pairs."""
+    """Return the cost of all tiles of one head, and the (vector, key) pairs in them."""
     group = header[at.QO_HEADS] // header[at.KV_HEADS]
-    cost, n_tiles, pairs = np.int64(0), np.int64(0), np.int64(0)
+    cost, pairs = np.int64(0), np.int64(0)
     for b in range(len(kv_lens)):
         n = np.int64(qo_indptr[b + 1] - qo_indptr[b])
         for first in range(0, n, tile_rows):
@@ -41,8 +41,7 @@ def count_work(header: Any, qo_indptr: Any, kv_lens: Any, tile_rows: Any) -> Any
             begin, end = tile_keys(header, kv_lens[b], kv_lens[b] - n + first, rows)
             cost += (end - begin) * (rows * group + KEY_COST) + ITEM_COST
             pairs += (end - begin) * rows * group
-            n_tiles += 1
-    return cost, n_tiles, pairs
+    return cost, pairs
 
 
 @part
@@ -66,14 +65,15 @@ def divide(
     header: Any, items: Any, merges: Any, shares: Any, qo_indptr: Any, kv_indptr: Any,
     kv_indices: Any, kv_lens: Any, n_threads: Any,
 ) -> Any:  # fmt: skip
-    """Fill the tables of a plan; return the numbers of items, merges and partial rows, and work.
+    """Fill the tables of a plan; return the numbers of items, merges, shares and
+    partial rows, and the multiply-adds.
 
     Nothing is written beyond the tables' ends: where a number is larger than its table, the
     caller makes the table larger and calls again.
     """
     G, group = header[at.KV_HEADS], header[at.QO_HEADS] // header[at.KV_HEADS]
     tile_rows = max(1, at.TILE_VECTORS // group)
-    cost, n_tiles, pairs = count_work(header, qo_indptr, kv_lens, tile_rows)
+    cost, pairs = count_work(header, qo_indptr, kv_lens, tile_rows)
     piece = cost * G // (PIECES_PER_THREAD * n_threads)
     may_split = header[at.MAY_SPLIT] and n_threads > 1
     split = header[at.SPLIT_KEYS]
@@ -117,14 +117,13 @@ def divide(
                         merges[n_merges, 4] = pieces
                     n_merges += 1
                     n_partials += pieces * rows * group
+    n_shares = max(min(n_threads, n_items), 1)
     if n_items <= len(items):
-        n_shares = max(min(n_threads, n_items), 1)
         share_out(items, n_items, shares, n_shares)
-        header[at.N_SHARES] = n_shares
     header[at.N_ITEMS], header[at.N_MERGES], header[at.MOST] = n_items, n_merges, most
     header[at.ITEMS], header[at.MERGES] = simd.address(items), simd.address(merges)
     header[at.SHARES], header[at.QO_INDPTR] = simd.address(shares), simd.address(qo_indptr)
     header[at.KV_INDPTR], header[at.KV_INDICES] = simd.address(kv_indptr), simd.address(kv_indices)
     header[at.KV_LENS] = simd.address(kv_lens)
     work = np.float64(pairs) * G * (header[at.DIM_QK] + header[at.DIM_VO])
-    return n_items, n_merges, n_partials, work
+    return n_items, n_merges, n_shares, n_partials, work

@@ -83,28 +83,38 @@ def find_rows(
 
 
 @part
-def fetch(rows: Any, ahead: Any, base: Any, first: Any, last: Any, end: Any, n_bytes: Any) -> None:
-    """Ask for the rows [last, end) of the next chunk, unless they simply go on behind this one's.
+def bytes_to_fetch(
+    M: Any, rows: Any, ahead: Any, base: Any, first: Any, last: Any, end: Any, n_bytes: Any
+) -> Any:
+    """Return how much of each of the rows [last, end) of the next chunk to ask for: all or nothing.
 
-    Memory that is read from end to end comes by itself, and faster so; what lies elsewhere (on
-    another page, or one head's rows among those of others) would have to be waited for.
+    Memory that is read from end to end comes by itself, and faster so.  What lies elsewhere (on
+    another page, or one head's rows among those of others) would have to be waited for, and so
+    would everything where the work on a chunk takes longer than to read it.
     """
     next_base = last // CHUNK * CHUNK
     begin, stop = ahead[last - next_base], ahead[end - 1 - next_base]
-    if begin != rows[last - 1 - base] + n_bytes or stop != begin + (end - 1 - last) * n_bytes:
-        prefetch_rows(simd.address(ahead), last - next_base, end - next_base, n_bytes)
+    goes_on = (
+        begin == rows[last - 1 - base] + n_bytes and stop == begin + (end - 1 - last) * n_bytes
+    )
+    return 0 if goes_on and M == 1 else n_bytes
 
 
 @part
 def score_chunk(
-    like: Any, M: Any, q: Any, row_bytes: Any, keys: Any, spans: Any, s: Any, room: Any
-) -> None:
-    """Write the scores of a chunk."""
+    like: Any, M: Any, q: Any, row_bytes: Any, keys: Any, spans: Any, s: Any, room: Any,
+    ahead: Any, bytes_k: Any, bytes_v: Any,
+) -> None:  # fmt: skip
+    """Write the scores of a chunk; ask for rows of the next one meanwhile."""
+    next_keys, next_values, next_first, next_last = ahead
     low, high = spans[0, 0], spans[1, 0]
     for m in range(1, M):
         low, high = min(low, spans[0, m]), max(high, spans[1, m])
     table = simd.address(keys)
     for j in range(low // 16 * 16, high, 16):
+        first, last = max(j, next_first), min(j + 16, next_last)
+        prefetch_rows(next_keys, first, last, bytes_k)
+        prefetch_rows(next_values, first, last, bytes_v)
         m = np.int64(0)
         while m + 4 <= M:
             first = min(min(spans[0, m], spans[0, m + 1]), min(spans[0, m + 2], spans[0, m + 3]))
@@ -288,7 +298,7 @@ def store_partial(M: Any, acc: Any, row_bytes: Any, state: Any, partials: Any, s
 
 @njit
 def attend_items(
-    header: Any, cap: Any, source: Any, like: Any, k_kind: Any, v_kind: Any, pack: Any,
+    header: Any, cap: Any, source: Any, like: Any, kind: Any, pack: Any,
     q: Any, q_row_bytes: Any, k: Any, v: Any, strides: Any, out: Any, lse: Any,
     start: Any, stop: Any,
 ) -> None:  # fmt: skip
@@ -340,7 +350,7 @@ def attend_items(
             state[3, m] = HIDDEN
             state[4, m] = 0.0
         # few rows stream through memory, many work from the caches
-        step = 16 if M <= group else CHUNK
+        step = 16 if group >= M else CHUNK
         key, stop_key, now = begin, begin, 0
         while key < end:
             base = key // CHUNK * CHUNK
@@ -353,19 +363,26 @@ def attend_items(
             next_stop = min(
                 min((stop_key // CHUNK + 1) * CHUNK, end), (stop_key // split + 1) * split
             )
+            next_base = stop_key // CHUNK * CHUNK
             keys, values = tables[now], tables[now + 1]
+            next_keys, next_values = tables[2 - now], tables[3 - now]
+            bytes_k = bytes_v = np.int64(0)
             if stop_key < next_stop:
-                find_rows(pages, page_size, stop_key, next_stop, stop_key // CHUNK * CHUNK, k_head,
-                          v_head, strides, tables[2 - now], tables[3 - now])  # fmt: skip
-                fetch(keys, tables[2 - now], base, key, stop_key, next_stop, strides[3])
-                fetch(values, tables[3 - now], base, key, stop_key, next_stop, strides[7])
+                find_rows(pages, page_size, stop_key, next_stop, next_base, k_head, v_head,
+                          strides, next_keys, next_values)  # fmt: skip
+                bytes_k = bytes_to_fetch(M, keys, next_keys, base, key, stop_key, next_stop,
+                                         strides[3])  # fmt: skip
+                bytes_v = bytes_to_fetch(M, values, next_values, base, key, stop_key, next_stop,
+                                         strides[7])  # fmt: skip
+            ahead = (simd.address(next_keys), simd.address(next_values), stop_key - next_base,
+                     next_stop - next_base)  # fmt: skip
             first, last = key - base, stop_key - base
             if pack and header[at.LATENT]:
-                join_rows(source, k_kind, keys, values, first, last, D_vo, D_qk - D_vo, packed,
+                join_rows(source, kind, keys, values, first, last, D_vo, D_qk - D_vo, packed,
                           wide_qk)  # fmt: skip
             elif pack:
-                pack_rows(source, k_kind, keys, first, last, D_qk, packed, wide_qk)
-                pack_rows(source, v_kind, values, first, last, D_vo,
+                pack_rows(source, kind, keys, first, last, D_qk, packed, wide_qk)
+                pack_rows(source, kind, values, first, last, D_vo,
                           packed + CHUNK * qk_bytes, wide_vo)  # fmt: skip
                 if header[at.ROPE] != 0:
                     for j in range(first, last):
@@ -377,7 +394,7 @@ def attend_items(
             for m in range(M):
                 spans[0, m] = max(limits[0, m] - base, first)
                 spans[1, m] = max(spans[0, m], min(limits[1, m] - base, last))
-            score_chunk(like, M, q_tile, qk_bytes, keys, spans, s, room)
+            score_chunk(like, M, q_tile, qk_bytes, keys, spans, s, room, ahead, bytes_k, bytes_v)
             weigh_chunk(header, cap, M, group, head, request, row, position, base, spans, s,
                         state, ramp)  # fmt: skip
             mix_chunk(like, M, acc, vo_bytes, state, spans, s, values, step)

@@ -28,7 +28,6 @@ MOST = 8
 """Most query vectors of one item."""
 N_ITEMS = 9
 N_MERGES = 10
-N_SHARES = 11
 ITEMS = 12
 """Addresses from here on."""
 MERGES = 13

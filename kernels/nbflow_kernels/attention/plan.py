@@ -6,23 +6,25 @@ A plan is made of NumPy tables that are meant to be looked at: ``print(plan)``, 
 
 from __future__ import annotations
 
-from math import log2, sqrt
 from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array
 from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention.divide import divide
 from nbflow_kernels.attention.layout import HEADER_SIZE, ITEM_COLUMNS, MERGE_COLUMNS, SPLIT
-from nbflow_kernels.errors import UsageError, unknown_name
-from nbflow_kernels.kvcache.pages import check_page_table, count_tokens
+from nbflow_kernels.attention.options import (
+    Options,
+    alibi_slopes,
+    check_cap,
+    check_heads,
+    check_indptr,
+    mask_table,
+    rope_table_for,
+)
 from nbflow_kernels.lanes import address_of
-from nbflow_kernels.position import rope_cos_sin_cache
 from nbflow_kernels.threads import get_num_threads
 
-LAYOUTS = ("NHD", "HND")
-POSITION_MODES = ("NONE", "ROPE_LLAMA", "ALIBI")
 MOST_THREADS = 1024
 
 
@@ -78,7 +80,7 @@ class AttentionPlan:
         self.window_left = window_left if window_left >= 0 else -1
         self.logits_soft_cap = logits_soft_cap
         self.sm_scale = sm_scale
-        self.n_items = self.n_merges = 0
+        self.n_items = self.n_merges = self.n_shares = 0
         self.work = 0.0
         """Multiply-adds of one layer."""
         self.header = np.zeros(HEADER_SIZE, np.int64)
@@ -93,7 +95,8 @@ class AttentionPlan:
         head[at.QO_HEADS], head[at.KV_HEADS], head[at.DIM_QK], head[at.DIM_VO] = heads
         head[at.PAGE_SIZE], head[at.WINDOW], head[at.CAUSAL] = page_size, self.window_left, causal
         head[at.SPLIT_KEYS], head[at.MAY_SPLIT] = split_keys, may_split
-        self.set_table(at.SCORE_FACTORS, np.full(heads[0], sm_scale, np.float32))
+        self._factors = np.full(heads[0], sm_scale, np.float32)
+        self.set_table(at.SCORE_FACTORS, self._factors)
 
     @property
     def items(self) -> np.ndarray:
@@ -113,12 +116,26 @@ class AttentionPlan:
     @property
     def shares(self) -> np.ndarray:
         """Return where each thread's share of the items starts, and the end of the last one."""
-        return self._shares[: self.header[at.N_SHARES] + 1]
+        return self._shares[: self.n_shares + 1]
 
     @property
     def n_rows(self) -> int:
         """Return the number of query rows of the step."""
         return int(self.qo_indptr[-1])
+
+    def set_window(self, window_left: int) -> None:
+        """Use another window from the next `plan_into` on; -1 for none."""
+        self.window_left = max(int(window_left), -1)
+        self.header[at.WINDOW] = self.window_left
+
+    def set_factors(self, scores: np.ndarray | None, outputs: np.ndarray | None) -> None:
+        """Multiply the scores and the results of each query head, float32 (H,); None for one."""
+        base = self._keep[at.SCORE_FACTORS]
+        if scores is not None or base is not self._factors:
+            factors = self._factors
+            self.set_table(at.SCORE_FACTORS, factors if scores is None else factors * scores)
+        if outputs is not None or self.header[at.OUT_FACTORS]:
+            self.set_table(at.OUT_FACTORS, outputs)
 
     def set_table(self, place: int, array: np.ndarray | None) -> None:
         """Let the kernels read an array, or none, at a place of the header that is an address."""
@@ -177,7 +194,7 @@ def plan_into(
     """
     n_threads = min(get_num_threads(), MOST_THREADS)
     while True:
-        n_items, n_merges, n_partials, work = divide(
+        n_items, n_merges, n_shares, n_partials, work = divide(
             plan.header, plan._items, plan._merges, plan._shares,
             qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads,
         )  # fmt: skip
@@ -190,10 +207,52 @@ def plan_into(
         if len(plan._partials) < size:
             plan._partials = np.empty(2 * size, np.float32)
             plan.header[at.PARTIALS] = address_of(plan._partials)
-    plan.n_items, plan.n_merges, plan.work = n_items, n_merges, work
+    plan.n_items, plan.n_merges, plan.n_shares, plan.work = n_items, n_merges, n_shares, work
     plan.qo_indptr, plan.kv_indptr = qo_indptr, kv_indptr
     plan.kv_indices, plan.kv_lens = kv_indices, kv_lens
     return int(n_items)
+
+
+def make_plan(
+    qo_indptr: np.ndarray,
+    kv_indptr: np.ndarray,
+    kv_indices: np.ndarray,
+    kv_lens: np.ndarray,
+    heads: tuple[int, int, int, int],
+    page_size: int,
+    options: Options,
+    *,
+    custom_mask: Any = None,
+    packed_custom_mask: Any = None,
+) -> AttentionPlan:
+    """Make and fill a plan for any options; the page table (`kv_*`) is right already."""
+    check_heads(*heads)
+    check_indptr("qo_indptr", qo_indptr, len(kv_indptr))
+    masked = custom_mask is not None or packed_custom_mask is not None
+    plan = AttentionPlan(
+        heads,
+        page_size,
+        kv_layout=options.kv_layout,
+        causal=options.causal and not masked,
+        window_left=options.window_left,
+        logits_soft_cap=check_cap(options.logits_soft_cap),
+        sm_scale=options.scale(heads[2]),
+        split_keys=options.split_keys or SPLIT,
+        may_split=not options.disable_split_kv,
+    )
+    if masked:
+        qo_lens = qo_indptr[1:] - qo_indptr[:-1]
+        mask, starts, bits = mask_table(custom_mask, packed_custom_mask, qo_lens, kv_lens)
+        plan.set_table(at.MASK, mask)
+        plan.set_table(at.MASK_STARTS, starts)
+        plan.header[at.MASK_BITS] = bits
+    if options.pos_encoding_mode == "ALIBI":
+        plan.set_table(at.SLOPES, alibi_slopes(heads[0]))
+    elif options.pos_encoding_mode == "ROPE_LLAMA":
+        longest = int(kv_lens.max()) if len(kv_lens) else 0
+        plan.set_table(at.ROPE, rope_table_for(options, longest, heads[2]))
+    plan_into(plan, qo_indptr, kv_indptr, kv_indices, kv_lens)
+    return plan
 
 
 def build_plan(

@@ -54,7 +54,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
     def __init__(self, float_workspace_buffer: Any = None, kv_layout: str = "NHD") -> None:
         self.kv_layout = kv_layout
         self._unique = BatchPrefillWithPagedKVCacheWrapper(kv_layout=kv_layout)
-        self._tables: tuple[Any, ...] | None = None
+        self._tables: dict[str, Any] | None = None
         self._planned: tuple[bool, float | None] | None = None
 
     def reset_workspace_buffer(
@@ -87,10 +87,12 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
         UsageError, TypeError
             As `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
-        self._tables = (
-            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, num_qo_heads,
-            num_kv_heads, head_dim, page_size,
-        )  # fmt: skip
+        self._tables = {
+            "qo_indptr": qo_indptr, "paged_kv_indptr": paged_kv_indptr,
+            "paged_kv_indices": paged_kv_indices, "paged_kv_last_page_len": paged_kv_last_page_len,
+            "num_qo_heads": num_qo_heads, "num_kv_heads": num_kv_heads, "head_dim_qk": head_dim,
+            "page_size": page_size,
+        }  # fmt: skip
         self._planned = None
         self._plan(False, None)
 
@@ -102,7 +104,7 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
             raise UsageError("forward needs a plan: call begin_forward(...) first, once per step")
         if self._planned != (causal, sm_scale):
             self._unique.plan(
-                *self._tables, causal=causal, sm_scale=sm_scale, o_data_type=np.float32
+                **self._tables, causal=causal, sm_scale=sm_scale, o_data_type=np.float32
             )
             self._planned = (causal, sm_scale)
 
