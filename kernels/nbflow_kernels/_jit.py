@@ -113,10 +113,10 @@ def part(function: Callable[..., Any]) -> Any:
     It is part of the machine code of the kernel that calls it, which is what the cache holds.  This
     halves the time to compile a kernel that is made of many functions.
     """
+    bare: Any = {"no_cpython_wrapper": True, "no_cfunc_wrapper": True}  # not in Numba's hints
     return numba.njit(
-        nogil=True, error_model="numpy", boundscheck=False, fastmath=FAST_MATH,
-        no_cpython_wrapper=True, no_cfunc_wrapper=True,
-    )(function)  # fmt: skip
+        nogil=True, error_model="numpy", boundscheck=False, fastmath=FAST_MATH, **bare
+    )(function)
 
 
 def inline(function: Callable[..., Any]) -> Any:

@@ -264,13 +264,14 @@ def sees(mask: Any, bits: Any, index: Any) -> Any:
 
 @part
 def hide(s: Any, first: Any, last: Any, mask: Any, bits: Any, index: Any) -> None:
-    """Overwrite the scores outside [first, last), and those that the mask hides.
+    """Overwrite the scores of hidden keys in the blocks of 16 that [first, last) touches.
 
-    `index` is the place in the mask of the chunk's first key.
+    Hidden are the keys outside the range, and those that the mask hides; `index` is the place in
+    the mask of the chunk's first key.
     """
-    for j in range(first):
+    for j in range(first // 16 * 16, first):
         write_f32(s + 4 * j, HIDDEN)
-    for j in range(last, CHUNK):
+    for j in range(last, (last + 15) // 16 * 16):
         write_f32(s + 4 * j, HIDDEN)
     if mask != 0:
         for j in range(first, last):
@@ -279,14 +280,19 @@ def hide(s: Any, first: Any, last: Any, mask: Any, bits: Any, index: Any) -> Non
 
 
 @part
-def weigh(s: Any, old_top: Any) -> Any:
-    """Turn the 64 scores at `s` into weights exp(score - top); return top and the weights' sum."""
-    s0, s1 = simd.load_f32(s), simd.load_f32(s + 64)
-    s2, s3 = simd.load_f32(s + 128), simd.load_f32(s + 192)
-    top = max(old_top, simd.max(simd.maximum(simd.maximum(s0, s1), simd.maximum(s2, s3))))
+def weigh(s: Any, first: Any, last: Any, old_top: Any) -> Any:
+    """Turn scores into weights exp(score - top); return top and the sum of the weights.
+
+    Works on the blocks of 16 that [first, last) touches.  The others would add exact zeros.
+    """
+    begin, end = first // 16 * 64, (last + 15) // 16 * 64
+    highest = simd.load_f32(s + begin)
+    for i in range(begin + 64, end, 64):
+        highest = simd.maximum(highest, simd.load_f32(s + i))
+    top = max(old_top, simd.max(highest))
     total, shift = simd.splat(0.0), simd.splat(top)
     zero, one, hidden = simd.splat(0.0), simd.splat(1.0), simd.splat(HIDDEN)
-    for i in range(0, ROW, 64):
+    for i in range(begin, end, 64):
         x = simd.load_f32(s + i)
         # 0 for a hidden key, else 1: visible scores are far above HIDDEN
         seen = simd.minimum(simd.sub(x, hidden), one)
