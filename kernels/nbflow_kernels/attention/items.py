@@ -120,8 +120,7 @@ def score_chunk(
             first = min(min(spans[0, m], spans[0, m + 1]), min(spans[0, m + 2], spans[0, m + 3]))
             last = max(max(spans[1, m], spans[1, m + 1]), max(spans[1, m + 2], spans[1, m + 3]))
             for i in range(max(j, first // 4 * 4), min(j + 16, last), 4):
-                score_4x4(like, q + m * row_bytes, row_bytes, table + 8 * i, room,
-                          s + m * ROW + 4 * i)  # fmt: skip
+                score_4x4(like, q + m * row_bytes, row_bytes, table + 8 * i, s + m * ROW + 4 * i)  # fmt: skip
             m += 4
         while m < M:
             if spans[0, m] < j + 16 and spans[1, m] > j:
