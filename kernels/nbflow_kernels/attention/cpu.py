@@ -7,6 +7,8 @@ on the way), and float32 rows decoded from block formats.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from nbflow_kernels.attention import layout as at
@@ -18,8 +20,9 @@ from nbflow_kernels.lanes import address_of
 from nbflow_kernels.threads import split_rows
 
 # Scalars whose types choose the compiled kernel; int16 stands for float16, uint16 for bfloat16.
-_FLOAT32, _BLOCKS = np.float32(0), np.uint8(0)
-_TILES = {F32: _FLOAT32, F16: np.int16(0), BF16: np.uint16(0)}
+_FLOAT32: Any = np.float32(0)
+_BLOCKS: Any = np.uint8(0)
+_TILES: dict[int, Any] = {F32: _FLOAT32, F16: np.int16(0), BF16: np.uint16(0)}
 # Above this many query vectors float32 rows that cross cache lines are copied to aligned memory.
 PACK_FROM = 8
 

@@ -65,8 +65,7 @@ def divide(
     header: Any, items: Any, merges: Any, shares: Any, qo_indptr: Any, kv_indptr: Any,
     kv_indices: Any, kv_lens: Any, n_threads: Any,
 ) -> Any:  # fmt: skip
-    """Fill the tables of a plan; return the numbers of items, merges, shares and
-    partial rows, and the multiply-adds.
+    """Fill the tables; return numbers of items, merges, shares, partial rows and multiply-adds.
 
     Nothing is written beyond the tables' ends: where a number is larger than its table, the
     caller makes the table larger and calls again.

@@ -108,8 +108,8 @@ def score_chunk(
     """Write the scores of a chunk; ask for rows of the next one meanwhile."""
     next_keys, next_values, next_first, next_last = ahead
     low, high = spans[0, 0], spans[1, 0]
-    for m in range(1, M):
-        low, high = min(low, spans[0, m]), max(high, spans[1, m])
+    for i in range(1, M):
+        low, high = min(low, spans[0, i]), max(high, spans[1, i])
     table = simd.address(keys)
     for j in range(low // 16 * 16, high, 16):
         first, last = max(j, next_first), min(j + 16, next_last)
@@ -120,8 +120,7 @@ def score_chunk(
             first = min(min(spans[0, m], spans[0, m + 1]), min(spans[0, m + 2], spans[0, m + 3]))
             last = max(max(spans[1, m], spans[1, m + 1]), max(spans[1, m + 2], spans[1, m + 3]))
             for i in range(max(j, first // 4 * 4), min(j + 16, last), 4):
-                score_4x4(like, q + m * row_bytes, row_bytes, table + 8 * i, room,
-                          s + m * ROW + 4 * i)  # fmt: skip
+                score_4x4(like, q + m * row_bytes, row_bytes, table + 8 * i, s + m * ROW + 4 * i)  # fmt: skip
             m += 4
         while m < M:
             if spans[0, m] < j + 16 and spans[1, m] > j:
@@ -188,10 +187,10 @@ def weigh_chunk(
         if cap > 0.0:
             for i in range(0, ROW, 64):
                 simd.store_f32(scores + i, soft_cap(simd.load_f32(scores + i), cap))
-        if first > 0 or last < CHUNK or mask != 0:
+        if first % 16 or last % 16 or mask != 0:
             hide(scores, first, last, mask, bits, index + (m // group) * kv_len)
         old = state[0, m]
-        top, total = weigh(scores, old)
+        top, total = weigh(scores, first, last, old)
         shrink = np.float32(1.0)
         if top != old:
             shrink = exp1(old - top)

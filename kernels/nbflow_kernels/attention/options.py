@@ -186,7 +186,7 @@ def check_dtype(name: str, wanted: Any, found: Any) -> None:
 
 def output_dtype(o_dtype: Any, q: Any) -> np.dtype[Any]:
     """Return the dtype of the result: what was asked for, or that of the queries."""
-    dtype = np.dtype(q.dtype if o_dtype is None else o_dtype)
+    dtype: np.dtype[Any] = np.dtype(q.dtype if o_dtype is None else o_dtype)
     if dtype.name not in _FLOAT_DTYPES:
         raise unknown_name("output dtype", dtype.name, _FLOAT_DTYPES)
     return dtype

@@ -149,7 +149,7 @@ class AttentionPlan:
     def __str__(self) -> str:
         """Return the items as a table."""
         owners = np.repeat(np.arange(len(self.shares) - 1), np.diff(self.shares))
-        rows = [("share", *self.COLUMNS)]
+        rows: list[tuple[str, ...]] = [("share", *self.COLUMNS)]
         rows += [tuple(map(str, (s, *item))) for s, item in zip(owners, self.items, strict=True)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [

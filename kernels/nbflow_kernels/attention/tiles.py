@@ -42,48 +42,39 @@ ROW = 4 * CHUNK
 
 
 @part
-def sum_room(room: Any) -> Any:
-    """Return the sums of the 16 vectors at `room`."""
-    return sum16(
-        simd.load_f32(room), simd.load_f32(room + 64), simd.load_f32(room + 128),
-        simd.load_f32(room + 192), simd.load_f32(room + 256), simd.load_f32(room + 320),
-        simd.load_f32(room + 384), simd.load_f32(room + 448), simd.load_f32(room + 512),
-        simd.load_f32(room + 576), simd.load_f32(room + 640), simd.load_f32(room + 704),
-        simd.load_f32(room + 768), simd.load_f32(room + 832), simd.load_f32(room + 896),
-        simd.load_f32(room + 960),
-    )  # fmt: skip
-
-
-@part
-def score_4x4(like: Any, q: Any, row_bytes: Any, keys: Any, room: Any, s: Any) -> None:
-    """Write the dot products of four query vectors with four keys; `room` is for 16 vectors."""
+def score_4x4(like: Any, q: Any, row_bytes: Any, keys: Any, s: Any) -> None:
+    """Write the dot products of four query vectors with four keys, two keys after the other two."""
+    k0, k1, k2, k3 = read_i64(keys), read_i64(keys + 8), read_i64(keys + 16), read_i64(keys + 24)
     q1, q2, q3 = q + row_bytes, q + 2 * row_bytes, q + 3 * row_bytes
-    size = simd.size_of(like)
-    for j in range(0, 4, 2):
-        k0, k1 = read_i64(keys + 8 * j), read_i64(keys + 8 * j + 8)
-        zero = simd.splat(0.0)
-        a0, a1, b0, b1, c0, c1, d0, d1 = zero, zero, zero, zero, zero, zero, zero, zero
-        for d in range(0, row_bytes, 64):
-            i = (d >> 2) * size
-            x, y = simd.load_as(like, k0 + i), simd.load_as(like, k1 + i)
-            w = simd.load_f32(q + d)
-            a0, a1 = simd.fma(w, x, a0), simd.fma(w, y, a1)
-            w = simd.load_f32(q1 + d)
-            b0, b1 = simd.fma(w, x, b0), simd.fma(w, y, b1)
-            w = simd.load_f32(q2 + d)
-            c0, c1 = simd.fma(w, x, c0), simd.fma(w, y, c1)
-            w = simd.load_f32(q3 + d)
-            d0, d1 = simd.fma(w, x, d0), simd.fma(w, y, d1)
-        place = room + 64 * j
-        simd.store_f32(place, a0)
-        simd.store_f32(place + 64, a1)
-        simd.store_f32(place + 256, b0)
-        simd.store_f32(place + 320, b1)
-        simd.store_f32(place + 512, c0)
-        simd.store_f32(place + 576, c1)
-        simd.store_f32(place + 768, d0)
-        simd.store_f32(place + 832, d1)
-    store_quarters(s, ROW, sum_room(room))
+    size, zero = simd.size_of(like), simd.splat(0.0)
+    a0, a1, a2, a3 = zero, zero, zero, zero
+    b0, b1, b2, b3 = zero, zero, zero, zero
+    c0, c1, c2, c3 = zero, zero, zero, zero
+    d0, d1, d2, d3 = zero, zero, zero, zero
+    for d in range(0, row_bytes, 64):
+        i = (d >> 2) * size
+        x, y = simd.load_as(like, k0 + i), simd.load_as(like, k1 + i)
+        w = simd.load_f32(q + d)
+        a0, a1 = simd.fma(w, x, a0), simd.fma(w, y, a1)
+        w = simd.load_f32(q1 + d)
+        b0, b1 = simd.fma(w, x, b0), simd.fma(w, y, b1)
+        w = simd.load_f32(q2 + d)
+        c0, c1 = simd.fma(w, x, c0), simd.fma(w, y, c1)
+        w = simd.load_f32(q3 + d)
+        d0, d1 = simd.fma(w, x, d0), simd.fma(w, y, d1)
+    for d in range(0, row_bytes, 64):
+        i = (d >> 2) * size
+        x, y = simd.load_as(like, k2 + i), simd.load_as(like, k3 + i)
+        w = simd.load_f32(q + d)
+        a2, a3 = simd.fma(w, x, a2), simd.fma(w, y, a3)
+        w = simd.load_f32(q1 + d)
+        b2, b3 = simd.fma(w, x, b2), simd.fma(w, y, b3)
+        w = simd.load_f32(q2 + d)
+        c2, c3 = simd.fma(w, x, c2), simd.fma(w, y, c3)
+        w = simd.load_f32(q3 + d)
+        d2, d3 = simd.fma(w, x, d2), simd.fma(w, y, d3)
+    sums = sum16(a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3)
+    store_quarters(s, ROW, sums)
 
 
 @part
@@ -107,7 +98,15 @@ def score_1x16(like: Any, q: Any, row_bytes: Any, keys: Any, n: Any, room: Any, 
             a = simd.fma(simd.load_f32(q + d), simd.load_as(like, key), a)
             d, key = d + 64, key + 16 * size
         simd.store_f32(room + 64 * j, a)
-    simd.store_f32(s, sum_room(room))
+    sums = sum16(
+        simd.load_f32(room), simd.load_f32(room + 64), simd.load_f32(room + 128),
+        simd.load_f32(room + 192), simd.load_f32(room + 256), simd.load_f32(room + 320),
+        simd.load_f32(room + 384), simd.load_f32(room + 448), simd.load_f32(room + 512),
+        simd.load_f32(room + 576), simd.load_f32(room + 640), simd.load_f32(room + 704),
+        simd.load_f32(room + 768), simd.load_f32(room + 832), simd.load_f32(room + 896),
+        simd.load_f32(room + 960),
+    )  # fmt: skip
+    simd.store_f32(s, sums)
 
 
 # ---- values --------------------------------------------------------------------------------------
@@ -264,13 +263,14 @@ def sees(mask: Any, bits: Any, index: Any) -> Any:
 
 @part
 def hide(s: Any, first: Any, last: Any, mask: Any, bits: Any, index: Any) -> None:
-    """Overwrite the scores outside [first, last), and those that the mask hides.
+    """Overwrite the scores of hidden keys in the blocks of 16 that [first, last) touches.
 
-    `index` is the place in the mask of the chunk's first key.
+    Hidden are the keys outside the range, and those that the mask hides; `index` is the place in
+    the mask of the chunk's first key.
     """
-    for j in range(first):
+    for j in range(first // 16 * 16, first):
         write_f32(s + 4 * j, HIDDEN)
-    for j in range(last, CHUNK):
+    for j in range(last, (last + 15) // 16 * 16):
         write_f32(s + 4 * j, HIDDEN)
     if mask != 0:
         for j in range(first, last):
@@ -279,14 +279,19 @@ def hide(s: Any, first: Any, last: Any, mask: Any, bits: Any, index: Any) -> Non
 
 
 @part
-def weigh(s: Any, old_top: Any) -> Any:
-    """Turn the 64 scores at `s` into weights exp(score - top); return top and the weights' sum."""
-    s0, s1 = simd.load_f32(s), simd.load_f32(s + 64)
-    s2, s3 = simd.load_f32(s + 128), simd.load_f32(s + 192)
-    top = max(old_top, simd.max(simd.maximum(simd.maximum(s0, s1), simd.maximum(s2, s3))))
+def weigh(s: Any, first: Any, last: Any, old_top: Any) -> Any:
+    """Turn scores into weights exp(score - top); return top and the sum of the weights.
+
+    Works on the blocks of 16 that [first, last) touches.  The others would add exact zeros.
+    """
+    begin, end = first // 16 * 64, (last + 15) // 16 * 64
+    highest = simd.load_f32(s + begin)
+    for i in range(begin + 64, end, 64):
+        highest = simd.maximum(highest, simd.load_f32(s + i))
+    top = max(old_top, simd.max(highest))
     total, shift = simd.splat(0.0), simd.splat(top)
     zero, one, hidden = simd.splat(0.0), simd.splat(1.0), simd.splat(HIDDEN)
-    for i in range(0, ROW, 64):
+    for i in range(begin, end, 64):
         x = simd.load_f32(s + i)
         # 0 for a hidden key, else 1: visible scores are far above HIDDEN
         seen = simd.minimum(simd.sub(x, hidden), one)

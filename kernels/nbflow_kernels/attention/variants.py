@@ -185,7 +185,7 @@ def _make_kernel(transform: Any, mask: Any, output: Any, use_softmax: bool) -> A
             copy_row(source, kind, key, D_qk, simd.address(row), wide)
             logit = np.float64(add_key(q, simd.address(row), wide))
             x = np.float64(logits_transform(params, logit, request, qo_idx, j, h, g))
-            weight = x
+            weight: Any = x
             if use_softmax:
                 if x == -np.inf:
                     continue
