@@ -75,13 +75,32 @@ FAMILIES: dict[str, tuple[str, ...]] = {
     "matmul": ("matmul",),
     "qmatmul": ("qmatmul",),
     "sparse": ("CsrMatrix", "sparse_matmul"),
-    "kvcache": ("append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"),
+    "kvcache": (
+        "append_paged_kv_cache",
+        "append_paged_mla_kv_cache",
+        "gather_paged_kv_cache",
+        "get_batch_indices_positions",
+        "get_seq_lens",
+    ),
     "attention": (
         "single_prefill_with_kv_cache",
         "single_decode_with_kv_cache",
         "merge_state",
+        "merge_state_in_place",
+        "merge_states",
+        "AttentionVariant",
+        "BatchAttention",
+        "BatchDecodeWithPagedKVCacheWrapper",
         "BatchPrefillWithPagedKVCacheWrapper",
+        "BatchPrefillWithRaggedKVCacheWrapper",
+        "BatchDecodeWithSharedPrefixPagedKVCacheWrapper",
+        "BatchMLAPagedAttentionWrapper",
+        "BatchPrefillWithSharedPrefixPagedKVCacheWrapper",
+        "BlockSparseAttentionWrapper",
+        "MultiLevelCascadeAttentionWrapper",
+        "VariableBlockSparseAttentionWrapper",
     ),
+    "masks": ("convert_bsr_mask_layout", "packbits", "segment_packbits"),
     "sampling": (
         "softmax",
         "argmax",
@@ -136,6 +155,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 
 SUPPORT: dict[str, tuple[str, ...]] = {
     "quants": ("FORMATS", "QuantFormat", "QuantTensor", "dequantize", "quantize"),
+    "kvcache.formats": ("KVFormat", "kv_format"),
     "threads": ("get_num_threads", "set_num_threads"),
     "errors": ("MissingExtraError", "UsageError"),
 }
