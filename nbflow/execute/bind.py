@@ -134,6 +134,8 @@ class Product:
         elif self._is_int8(weight):
             assert self._rows is not None
             quantized.matmul_int8(self._rows, weight, bias, accumulate, out)
+        elif self._activations == "bf16":
+            quantized.matmul_bf16(self._x, weight, bias, accumulate, out)
         else:
             quantized.matmul(self._x, weight, bias, accumulate, out)
 
