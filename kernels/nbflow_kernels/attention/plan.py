@@ -86,10 +86,10 @@ class AttentionPlan:
         self.header = np.zeros(HEADER_SIZE, np.int64)
         """What the kernels read; see `nbflow_kernels.attention.layout`."""
         self._keep: dict[int, Any] = {}
-        self._items = np.zeros((64, len(ITEM_COLUMNS)), np.int64)
-        self._merges = np.zeros((16, len(MERGE_COLUMNS)), np.int64)
         self._shares = np.zeros(MOST_THREADS + 1, np.int64)
         self._partials = np.zeros(0, np.float32)
+        self.set_table(at.SHARES, self._shares)
+        self._make_room(64, 16)
         self.qo_indptr = self.kv_indptr = self.kv_indices = self.kv_lens = np.zeros(1, np.int32)
         head = self.header
         head[at.QO_HEADS], head[at.KV_HEADS], head[at.DIM_QK], head[at.DIM_VO] = heads
@@ -122,6 +122,14 @@ class AttentionPlan:
     def n_rows(self) -> int:
         """Return the number of query rows of the step."""
         return int(self.qo_indptr[-1])
+
+    def _make_room(self, n_items: int, n_merges: int) -> None:
+        """Make the tables so long."""
+        self._items = np.zeros((n_items, len(ITEM_COLUMNS)), np.int64)
+        self._merges = np.zeros((n_merges, len(MERGE_COLUMNS)), np.int64)
+        self.set_table(at.ITEMS, self._items)
+        self.set_table(at.MERGES, self._merges)
+        self.header[at.ITEM_ROOM], self.header[at.MERGE_ROOM] = n_items, n_merges
 
     def set_window(self, window_left: int) -> None:
         """Use another window from the next `plan_into` on; -1 for none."""
@@ -195,18 +203,16 @@ def plan_into(
     n_threads = min(get_num_threads(), MOST_THREADS)
     while True:
         n_items, n_merges, n_shares, n_partials, work = divide(
-            plan.header, plan._items, plan._merges, plan._shares,
-            qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads,
-        )  # fmt: skip
+            plan.header, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads
+        )
         if n_items <= len(plan._items) and n_merges <= len(plan._merges):
             break
-        plan._items = np.zeros((2 * n_items, len(ITEM_COLUMNS)), np.int64)
-        plan._merges = np.zeros((2 * n_merges + 1, len(MERGE_COLUMNS)), np.int64)
+        plan._make_room(2 * n_items, 2 * n_merges + 1)
     if n_partials:
         size = n_partials * (-(-plan.heads[3] // 16) * 16 + at.PARTIAL_TAIL)
         if len(plan._partials) < size:
             plan._partials = np.empty(2 * size, np.float32)
-            plan.header[at.PARTIALS] = address_of(plan._partials)
+            plan.set_table(at.PARTIALS, plan._partials)
     plan.n_items, plan.n_merges, plan.n_shares, plan.work = n_items, n_merges, n_shares, work
     plan.qo_indptr, plan.kv_indptr = qo_indptr, kv_indptr
     plan.kv_indices, plan.kv_lens = kv_indices, kv_lens
