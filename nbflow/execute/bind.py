@@ -80,7 +80,7 @@ class StepAttention:
         """Return calls that plan a further step with one token for each sequence."""
         arrays, plan = self._arrays, self.plan
         args = (
-            *plan.tables, arrays.qo_indptr, arrays.kv_indptr, arrays.kv_indices, arrays.kv_lens,
+            plan.header, arrays.qo_indptr, arrays.kv_indptr, arrays.kv_indices, arrays.kv_lens,
             get_num_threads(), self.n_shares, self.n_merges,
         )  # fmt: skip
         return [Call(_plan_step, args, 1, 1.0)]
@@ -88,14 +88,11 @@ class StepAttention:
 
 @njit
 def _plan_step(
-    header: Any, items: Any, merges: Any, shares: Any, qo_indptr: Any, kv_indptr: Any,
-    kv_indices: Any, kv_lens: Any, n_threads: Any, n_shares: Any, n_merges: Any, start: Any,
-    stop: Any,
+    header: Any, qo_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_lens: Any, n_threads: Any,
+    n_shares: Any, n_merges: Any, start: Any, stop: Any,
 ) -> None:  # fmt: skip
     """Divide the work of a step; the tables are large enough."""
-    _, merged, shared, _, _ = divide(
-        header, items, merges, shares, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads
-    )
+    _, merged, shared, _, _ = divide(header, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads)
     n_shares[0], n_merges[0] = shared, merged
 
 

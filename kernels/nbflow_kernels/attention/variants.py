@@ -220,7 +220,7 @@ def _make_kernel(transform: Any, mask: Any, output: Any, use_softmax: bool) -> A
             n_rows, g = read_i64(fields + 16), read_i64(fields + 24)
             position, M = read_i64(fields + 32), n_rows * group
             kv_len = read_i32(header[at.KV_LENS] + 4 * request)
-            load_queries(header, q, q_row_bytes, M, group, first_row, g, position,
+            load_queries(header, source, q, q_row_bytes, M, group, first_row, g, position,
                          simd.address(vectors), wide)  # fmt: skip
             for m in range(M):
                 here, h = position + m // group, g * group + m % group
