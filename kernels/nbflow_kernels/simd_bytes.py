@@ -1,4 +1,4 @@
-"""Vectors of 64 bytes and of 32 bfloat16 as values in kernels, beside `nbflow_kernels.simd`.
+"""Vectors of 64 bytes as values in kernels, beside `nbflow_kernels.simd`.
 
 A byte vector has one type, `simd.i8x64`; whether a byte is signed is up to the operation.  It is
 also 16 lanes of 4 bytes: `dot_u8_i8` multiplies byte by byte and adds the four products of a lane.
@@ -18,13 +18,9 @@ also 16 lanes of 4 bytes: `dot_u8_i8` multiplies byte by byte and adds the four 
 `pair_first(c)` `pair_second`   x and y of c = x + 11 * y, x < 11, in the low 7 bits of each byte
 `lookup16(table, index)`        table[index], index below 16; `table` holds its 16 bytes 4 times
 `store_narrow(addr, v)`         write the low bytes of 16 int32
-`bf16_pairs(even, odd)`         float32 rounded to bfloat16, even[0], odd[0], even[1], ...
-`broadcast_pair(addr)`          2 bfloat16 in all 16 lanes
-`dot_bf16(acc, a, b)`           acc + the sums of 2 products, float32
 ==============================  ===================================================================
 
-The functions above the last three give the same bits on every processor.  `dot_bf16` does not: with
-AVX-512 BF16 denormal numbers count as zero.
+They give the same bits on every processor.
 """
 
 from __future__ import annotations
@@ -36,27 +32,12 @@ from llvmlite import binding, ir
 from numba.core import cgutils, errors, types
 
 from nbflow_kernels import isa
-from nbflow_kernels.simd import bf16x32, f32x16, i8x64, i32x16, intrinsic
+from nbflow_kernels.simd import f32x16, i8x64, i32x16, intrinsic
 
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _F32 = ir.FloatType()
 
 PAIR_FACTOR, PAIR_SHIFT = 373, 12  # c * 373 >> 12 == c // 11 for c in 0..120
-
-
-class _BFloat(ir.Type):
-    """LLVM's bfloat, which llvmlite does not name."""
-
-    intrinsic_name = "bf16"
-
-    def _to_string(self) -> str:
-        return "bfloat"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _BFloat)
-
-    def __hash__(self) -> int:
-        return hash(_BFloat)
 
 
 def _accepts(declaration: str) -> bool:
@@ -68,12 +49,9 @@ def _accepts(declaration: str) -> bool:
     return True
 
 
-# LLVM changed the operand types of these two from int32 lanes to what they are
+# LLVM changed the operands' type from int32 lanes to bytes
 _BYTE_OPERANDS = _accepts(
     "<16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32>, <64 x i8>, <64 x i8>)"
-)
-_BF16_OPERANDS = _accepts(
-    "<16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)"
 )
 
 
@@ -181,9 +159,6 @@ store_bytes = _make("store_bytes", types.none, (_ADDRESS, i8x64), _emit_store)
 splat_bytes = _make("splat_bytes", i8x64, (types.uint8,), lambda b, n: _splat(b, n, 64))
 broadcast4 = _make(
     "broadcast4", i8x64, (_ADDRESS,), lambda b, a: _emit_broadcast(b, a, _I32, i8x64.llvm)
-)
-broadcast_pair = _make(
-    "broadcast_pair", bf16x32, (_ADDRESS,), lambda b, a: _emit_broadcast(b, a, _I32, bf16x32.llvm)
 )
 broadcast_f32 = _make(
     "broadcast_f32", f32x16, (_ADDRESS,), lambda b, a: _emit_broadcast(b, a, _F32, f32x16.llvm)
@@ -389,44 +364,3 @@ def make_dot(name: str, seven: bool, features: frozenset[str]) -> Any:
 
 dot_u8_i8 = make_dot("dot_u8_i8", seven=False, features=isa.features())
 dot_u7_i8 = make_dot("dot_u7_i8", seven=True, features=isa.features())
-
-
-# ---- bfloat16 -----------------------------------------------------------------------------------
-
-
-def _emit_bf16_pairs(builder: Any, even: Any, odd: Any) -> Any:
-    narrow = [builder.fptrunc(v, _vector(_BFloat(), 16)) for v in (even, odd)]
-    bits = [builder.bitcast(v, _vector(_I16, 16)) for v in narrow]
-    order = _constant(_I32, [i // 2 + 16 * (i % 2) for i in range(32)])
-    return builder.shuffle_vector(bits[0], bits[1], order)
-
-
-bf16_pairs = _make("bf16_pairs", bf16x32, (f32x16, f32x16), _emit_bf16_pairs)
-
-
-def _emit_dot_bf16(builder: Any, acc: Any, a: Any, b: Any, features: frozenset[str]) -> Any:
-    if "avx512bf16" in features:
-        operand = _vector(_BFloat(), 32) if _BF16_OPERANDS else i32x16.llvm
-        a, b = (builder.bitcast(v, operand) for v in (a, b))
-        return _call(builder, "llvm.x86.avx512bf16.dpbf16ps.512", acc.type, [acc, a, b])
-    words = [builder.bitcast(v, i32x16.llvm) for v in (a, b)]
-    high = _constant(_I32, [-65536] * 16)
-    sixteen = _constant(_I32, [16] * 16)
-    odd = [builder.bitcast(builder.and_(w, high), acc.type) for w in words]
-    even = [builder.bitcast(builder.shl(w, sixteen), acc.type) for w in words]
-    for x, y in (odd, even):
-        acc = _call(builder, "llvm.fma.v16f32", acc.type, [x, y, acc])
-    return acc
-
-
-def make_dot_bf16(features: frozenset[str]) -> Any:
-    """Return `dot_bf16` for a processor."""
-    return _make(
-        "dot_bf16",
-        f32x16,
-        (f32x16, bf16x32, bf16x32),
-        lambda b, acc, x, y: _emit_dot_bf16(b, acc, x, y, features),
-    )
-
-
-dot_bf16 = make_dot_bf16(isa.features())

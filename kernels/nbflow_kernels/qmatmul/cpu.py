@@ -18,9 +18,34 @@ from nbflow_kernels.quants.packed import ROWS, Packed
 from nbflow_kernels.quants.tensor import QuantTensor
 from nbflow_kernels.threads import split_rows
 
-__all__ = ["Int8Rows", "matmul", "matmul_bf16", "matmul_int8", "quantize_activations"]
+__all__ = [
+    "Int8Rows",
+    "matmul",
+    "matmul_bf16",
+    "matmul_int8",
+    "qmatmul",
+    "quantize_activations",
+]
 
 _NO_BIAS = np.zeros(0, np.float32)
+
+
+def qmatmul(
+    x: NDArray[np.float32],
+    w: QuantTensor,
+    bias: NDArray[np.float32] | None,
+    accumulate: bool,
+    activations: str,
+    out: NDArray[np.float32],
+) -> None:
+    """See `nbflow_kernels.qmatmul`."""
+    if activations != "int8":
+        launch = matmul if activations == "f32" else matmul_bf16
+        launch(x, w, bias, accumulate, out)
+        return
+    rows = Int8Rows.empty(*x.shape)
+    quantize_activations(x, rows)
+    matmul_int8(rows, w, bias, accumulate, out)
 
 
 def matmul(
@@ -30,7 +55,7 @@ def matmul(
     accumulate: bool,
     out: NDArray[np.float32],
 ) -> None:
-    """See `nbflow_kernels.qmatmul`, with float32 activations."""
+    """Do `nbflow_kernels.qmatmul` with float32 activations."""
     packed, bias = w.packed(), _NO_BIAS if bias is None else bias
     if isinstance(packed, PackedFloats):
         interleaved.matmul(x, packed.data, bias, accumulate, out)
@@ -49,7 +74,7 @@ def matmul_bf16(
     accumulate: bool,
     out: NDArray[np.float32],
 ) -> None:
-    """See `nbflow_kernels.qmatmul`, with activations and weights rounded to bfloat16."""
+    """Do `nbflow_kernels.qmatmul` with activations and weights rounded to bfloat16."""
     packed, bias = w.packed(), _NO_BIAS if bias is None else bias
     if isinstance(packed, PackedFloats):
         interleaved.matmul_bf16(x, packed.data, bias, accumulate, out)
@@ -67,7 +92,7 @@ def matmul_int8(
     accumulate: bool,
     out: NDArray[np.float32],
 ) -> None:
-    """See `nbflow_kernels.qmatmul`, with activations that are quantized already."""
+    """Do `nbflow_kernels.qmatmul` with activations that are quantized already."""
     packed = w.packed()
     assert isinstance(packed, Packed), "int8 activations go with integer codes"
     bias = _NO_BIAS if bias is None else bias

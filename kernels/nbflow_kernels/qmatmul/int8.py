@@ -103,13 +103,14 @@ def many_rows(form: PackedForm) -> Any:
         n_pieces = n_blocks * block // (4 * vectors)
         w_step, s_step = n_pieces * vectors * 64, n_pieces * 64
         room = np.empty(2 * w_step + 64, np.uint8)
-        w_room = (simd.address(room) + 63) // 64 * 64
         scale_room = np.empty((4, n_pieces, 16), np.float32)
-        s_room = simd.address(scale_room)
-        b_room = s_room + 2 * s_step
         result = np.empty((2 * TOKENS, 16), np.float32)
         x_step, d_step, n_step = x.strides[0], scales.strides[0], sums.strides[0]
         for first in range(start, stop, 2):
+            # addresses are taken in the loop: an array lives until its last use by name
+            w_room = (simd.address(room) + 63) // 64 * 64
+            s_room = simd.address(scale_room)
+            b_room = s_room + 2 * n_pieces * 64
             n_groups = min(2, stop - first)
             for g in range(n_groups):
                 at = simd.address(packed) + (first + g) * n_blocks * block_bytes

@@ -41,12 +41,13 @@ from numba.core.typing.typeof import typeof_impl
 
 from nbflow_kernels import isa, simd
 from nbflow_kernels._jit import FAST_MATH
+from nbflow_kernels.halves import emit_widen
 from nbflow_kernels.quants.packed import D_BYTES, FIELDS, PAIRS, PackedForm
 from nbflow_kernels.simd import f32x16, i8x64, i32x16
 from nbflow_kernels.simd_bytes import emit_dot, emit_lookup16, emit_move, emit_pair
 
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
-_F16, _F32 = ir.HalfType(), ir.FloatType()
+_F32 = ir.FloatType()
 
 
 class FormType(types.Type):
@@ -161,7 +162,7 @@ class _Emit:
         """Return 16 numbers `d` or `m`."""
         builder, kind = self.builder, self.form.d_type
         if kind == "f16":
-            return builder.fpext(self.load(at, offset, _F16), f32x16.llvm)
+            return emit_widen(builder, self.load(at, offset, _I16))
         if kind == "f32":
             return self.load(at, offset, _F32)
         if kind == "e8m0":
