@@ -18,7 +18,14 @@ from nbflow_kernels.quants.packed import ROWS, Packed
 from nbflow_kernels.quants.tensor import QuantTensor
 from nbflow_kernels.threads import split_rows
 
-__all__ = ["Int8Rows", "matmul", "matmul_bf16", "matmul_int8", "qmatmul", "quantize_activations"]
+__all__ = [
+    "Int8Rows",
+    "matmul",
+    "matmul_bf16",
+    "matmul_int8",
+    "qmatmul",
+    "quantize_activations",
+]
 
 _NO_BIAS = np.zeros(0, np.float32)
 
@@ -48,7 +55,7 @@ def matmul(
     accumulate: bool,
     out: NDArray[np.float32],
 ) -> None:
-    """See `nbflow_kernels.qmatmul`, with float32 activations."""
+    """Do `nbflow_kernels.qmatmul` with float32 activations."""
     packed, bias = w.packed(), _NO_BIAS if bias is None else bias
     if isinstance(packed, PackedFloats):
         interleaved.matmul(x, packed.data, bias, accumulate, out)
@@ -67,7 +74,7 @@ def matmul_bf16(
     accumulate: bool,
     out: NDArray[np.float32],
 ) -> None:
-    """See `nbflow_kernels.qmatmul`, with activations and weights rounded to bfloat16."""
+    """Do `nbflow_kernels.qmatmul` with activations and weights rounded to bfloat16."""
     packed, bias = w.packed(), _NO_BIAS if bias is None else bias
     if isinstance(packed, PackedFloats):
         interleaved.matmul_bf16(x, packed.data, bias, accumulate, out)

@@ -48,20 +48,18 @@ def qmatmul(
     x: NDArray[Any],
     w: QuantTensor,
     *,
-    activations: str = "f32",
     bias: NDArray[Any] | None = None,
     accumulate: bool = False,
+    activations: str = "f32",
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
     """See `nbflow_kernels.qmatmul`."""
-    values = int8_values(x) if activations == "int8" else x.astype(np.float64)
+    holds = {"f32": lambda x: x.astype(np.float64), "bf16": to_bf16, "int8": int8_values}
+    values = holds[activations](x)
     y = np.zeros((x.shape[0], w.n_rows))
     for row in range(0, w.n_rows, ROWS):
-        part = w.rows(row, min(row + ROWS, w.n_rows))
-        left, right = values, weights(part)
-        if activations == "bf16":
-            left, right = to_bf16(left), to_bf16(right)
-        y[:, row : row + ROWS] = left @ right.T
+        part = weights(w.rows(row, min(row + ROWS, w.n_rows)))
+        y[:, row : row + ROWS] = values @ (to_bf16(part) if activations == "bf16" else part).T
     if bias is not None:
         y += bias
     if out is None:
