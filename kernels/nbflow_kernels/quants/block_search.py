@@ -9,6 +9,19 @@ and all is chosen again.  The neighbours of the best d among the stored numbers 
 
 All errors are those of the weights a decoder sees, for d as it is stored.  What codes a sub-block
 takes for a scale is a function of the format's family: `levels_search`, `grid_search`.
+
+Relative root mean square error on 16384 nearly normal weights, GGML's encoder with importance 1 and
+this one (tests/kernels/test_quants_i.py):
+
+========  =====  =====    ========  =====  =====    ========  =====  =====
+format    GGML   best     format    GGML   best     format    GGML   best
+========  =====  =====    ========  =====  =====    ========  =====  =====
+iq4_nl    0.073  0.071    iq3_s     0.135  0.127    iq1_m     0.444  0.405
+iq4_xs    0.073  0.071    iq3_xxs   0.179  0.175    iq1_s     0.475  0.435
+mxfp4     0.110  0.109    iq2_s     0.244  0.234    tq1_0     0.770  0.421
+nvfp4     0.096  0.081    iq2_xs    0.295  0.281    tq2_0     0.770  0.421
+q1_0      0.586  0.586    iq2_xxs   0.338  0.323    q2_0      0.697  0.343
+========  =====  =====    ========  =====  =====    ========  =====  =====
 """
 
 from __future__ import annotations
