@@ -94,7 +94,7 @@ FORMS = (
 )
 GGML_FORMS = (
     *("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4"),
-    *("iq3_s", "iq2_s", "iq2_xxs", "iq1_m", "iq1_s", "tq2_0", "q2_0", "q1_0"),
+    *("iq3_s", "iq3_xxs", "iq2_s", "iq2_xxs", "iq1_m", "iq1_s", "tq2_0", "q2_0", "q1_0"),
 )
 _TIMED = ("q8_0", "q4_0", "q4_k", "q8", "q4", "q3h")
 _BOTH = ("f32", "int8")
