@@ -25,7 +25,8 @@ from nbflow_kernels.calls import Call
 from nbflow_kernels.matmul import cpu as floats
 from nbflow_kernels.qmatmul import cpu as quantized
 from nbflow_kernels.qmatmul.activations import Int8Rows
-from nbflow_kernels.quants import QuantTensor, dequantize_rows
+from nbflow_kernels.quants import QuantTensor
+from nbflow_kernels.quants.gather import gather
 from nbflow_kernels.threads import capture, get_num_threads
 
 if TYPE_CHECKING:
@@ -176,8 +177,7 @@ class Binder:
 
         (table,) = self._executor.weights.operands[index]
         if isinstance(table, QuantTensor):
-            ids, out = self._arrays.ids, self._view(op.out)
-            return PythonOp(op.kind, lambda: dequantize_rows(table, ids, out))
+            return self._captured(op, gather, table, self._arrays.ids, self._view(op.out))
         return self._captured(op, gather_rows, self._arrays.ids, table, self._view(op.out))
 
     def _take_rows(self, op: Op, index: int) -> Made:

@@ -39,27 +39,20 @@ class RankWeights:
         self._shared = {op.weights for op in program.ops if op.kind == "embedding"}
         self.operands: list[tuple[Any, ...]] = [self._operands(op) for op in program.ops]
         self.bias: list[np.ndarray | None] = [self._bias(op) for op in program.ops]
-        tables = [self.operands[i] for i, op in enumerate(program.ops) if op.kind == "embedding"]
-        self._tables = {id(table) for table in sum(tables, ())}
         del self._file, self._loaded, self._shared
 
     @property
     def n_bytes(self) -> int:
         """Return the bytes of all weights; one used twice (a tied head) counts once."""
         arrays = [a for a in (*sum(self.operands, ()), *self.bias) if a is not None]
-        return sum({id(a): self._held_bytes(a) for a in arrays}.values())
+        return sum({id(a): stored_bytes(a) for a in arrays}.values())
 
     def pack(self) -> None:
-        """Keep only the layout that kernels compute from; of a table, also what is looked up."""
+        """Keep only the layout that the kernels compute from."""
         for operands in self.operands:
             for tensor in operands:
-                if isinstance(tensor, nk.QuantTensor) and id(tensor) not in self._tables:
+                if isinstance(tensor, nk.QuantTensor):
                     tensor.drop_storage()
-
-    def _held_bytes(self, operand: Any) -> int:
-        if isinstance(operand, nk.QuantTensor) and id(operand) in self._tables:
-            return operand.nbytes + operand.packed_nbytes
-        return stored_bytes(operand)
 
     def _operands(self, op: Op) -> tuple[Any, ...]:
         if op.kind in ("linear", "embedding"):
