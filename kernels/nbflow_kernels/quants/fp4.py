@@ -142,7 +142,7 @@ MXFP4 = IntegerFormat(
     name="mxfp4",
     block_size=32,
     block_bytes=17,
-    form=IntegerForm(block=32, sub_block=32, code_bits=4, values=LEVELS),
+    form=IntegerForm(block=32, sub_block=32, code_bits=4, values=LEVELS, d_type="e8m0"),
     unpack=_unpack_mxfp4,
     steps=lambda blocks: E8M0[blocks[:, 0]],
     kernel=_mxfp4,
