@@ -392,7 +392,7 @@ def attend_items(
         k_head, v_head = k + head * strides[2], v + head * strides[6]
         several = end > (begin // split + 1) * split
         # few rows stream through memory, many work from the caches
-        step = 16 if M <= group else CHUNK
+        step = 16 if group >= M else CHUNK
         load_queries(header, source, q, q_row_bytes, M, group, row, head, position, q_tile,
                      wide_qk)  # fmt: skip
         reset(M, acc, vo_bytes, state)
