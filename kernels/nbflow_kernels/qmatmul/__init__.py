@@ -94,7 +94,7 @@ def qmatmul(
     >>> nk.qmatmul(np.arange(64, dtype=np.float32)[None], w)
     array([[  0., 127., 254.]], dtype=float32)
     >>> nk.qmatmul(np.arange(64, dtype=np.float32)[None], w, activations="int8").round(1)
-    array([[  0. , 124. , 248.1]], dtype=float32)
+    array([[  0., 124., 248.]], dtype=float32)
     """
     if not isinstance(w, QuantTensor):
         raise TypeError(f"w must be a QuantTensor, got {type(w).__name__}; use matmul for arrays")

@@ -21,14 +21,16 @@ def weights(w: QuantTensor) -> NDArray[np.float64]:
 
 def int8_codes(x: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """Return the codes (T, K) and the scales (T, K / 32) of activations: the formula in float32."""
-    padded = np.zeros((x.shape[0], -(-x.shape[1] // 32), 32), np.float32)
-    padded.reshape(x.shape[0], -1)[:, : x.shape[1]] = x
+    n_blocks = -(-x.shape[1] // 32)
+    padded = np.zeros((x.shape[0], n_blocks * 32), np.float32)
+    padded[:, : x.shape[1]] = x
+    padded = padded.reshape(x.shape[0], n_blocks, 32)
     largest = np.abs(padded).max(axis=2, initial=0)
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.where(largest >= np.float32(2**-100), np.float32(127) / largest, np.float32(0))
     codes = np.rint(padded * inverse[:, :, None]).astype(np.int8)
     scales = np.where(inverse > 0, largest / np.float32(127), np.float32(0))
-    return codes.reshape(x.shape[0], -1)[:, : x.shape[1]], scales
+    return codes.reshape(x.shape[0], n_blocks * 32)[:, : x.shape[1]], scales
 
 
 def int8_values(x: NDArray[np.float32]) -> NDArray[np.float64]:

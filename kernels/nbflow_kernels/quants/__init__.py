@@ -23,6 +23,7 @@ from nbflow_kernels._dispatch import check_array, is_cuda, no_cuda_variant
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.quants.floats import BF16, F16, F32
 from nbflow_kernels.quants.formats import Formats, QuantFormat
+from nbflow_kernels.quants.gather import gather
 from nbflow_kernels.quants.ggml_legacy import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
 from nbflow_kernels.quants.packed import Packed
 from nbflow_kernels.quants.q2 import Q2_B32T1A, Q2_B32T1B
@@ -195,7 +196,11 @@ def dequantize(qt: QuantTensor, out: NDArray[np.float32] | None = None) -> NDArr
         out = np.empty(qt.shape, np.float32)
     else:
         check_array("out", out, qt.shape)
-    qt.format.dequantize_rows(qt.data, out.reshape(-1, qt.shape[-1]))
+    rows = out.reshape(-1, qt.shape[-1])
+    if qt.has_storage:
+        qt.format.dequantize_rows(qt.data, rows)
+    else:
+        gather(qt, np.arange(qt.n_rows), rows)
     return out
 
 
@@ -247,7 +252,7 @@ def dequantize_rows(
         out = np.empty((len(ids), qt.shape[1]), np.float32)
     else:
         check_array("out", out, (len(ids), qt.shape[1]))
-    qt.format.dequantize_rows(qt.data[ids], out)
+    gather(qt, ids, out)
     return out
 
 

@@ -119,13 +119,21 @@ class QuantTensor:
         """
         if self._data is None:
             raise UsageError(
-                "the storage bytes of this tensor were dropped, only products can be computed from "
-                "it; quantize it again to get them back"
+                "the storage bytes of this tensor were dropped; products, dequantize and embedding "
+                "still work, for anything else quantize it again"
             )
         return self._data
 
+    @property
+    def has_storage(self) -> bool:
+        """Whether the storage bytes are there; see `drop_storage`."""
+        return self._data is not None
+
     def drop_storage(self) -> None:
-        """Make the layout for computing and free the storage bytes; products still work."""
+        """Make the layout for computing and free the storage bytes.
+
+        Products, `dequantize` and `embedding` still work, and give the same numbers.
+        """
         self.packed()
         self._data = None
 
