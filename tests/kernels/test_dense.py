@@ -153,11 +153,15 @@ def test_interleaving_is_shared_by_threads(rng: np.random.Generator) -> None:
     np.testing.assert_array_equal(interleave(rows), one)
 
 
-def test_storage_of_float_weights_can_be_dropped(rng: np.random.Generator) -> None:
-    x, w = rng.standard_normal((3, 40), dtype=np.float32), _tensor(rng, "f16", 20, 40)
-    before = qmatmul(x, w)
+@pytest.mark.parametrize("format", FLOATS)
+def test_storage_of_float_weights_can_be_dropped(rng: np.random.Generator, format: str) -> None:
+    x, w = rng.standard_normal((3, 41), dtype=np.float32), _tensor(rng, format, 20, 41)
+    before, ids = qmatmul(x, w), np.array([19, 3, 3], np.int32)
+    decoded, rows = dequantize(w), nk.embedding(ids, w)
     w.drop_storage()
     np.testing.assert_array_equal(qmatmul(x, w), before)
+    np.testing.assert_array_equal(dequantize(w), decoded)
+    np.testing.assert_array_equal(nk.embedding(ids, w), rows)
     with pytest.raises(nk.UsageError, match="storage bytes of this tensor were dropped"):
         _ = w.array
 

@@ -26,8 +26,7 @@ def gather(qt: QuantTensor, ids: NDArray[np.integer], out: NDArray[np.float32]) 
     packed = qt.packed()
     if isinstance(packed, PackedFloats):
         not_capturable()
-        stored = packed.data[ids // ROWS, :, ids % ROWS]
-        qt.format.dequantize_rows(np.ascontiguousarray(stored).view(np.uint8), out)
+        out[...] = packed.rows(ids)
         return
     split_rows(
         _gather(packed.form), len(ids), float(ROWS * out.size),
