@@ -5,13 +5,15 @@ element type.  They need scalar reads and writes for the tail of a row, and atte
 horizontal sums at the price of about five.
 
 ====================================  =========================================================
-`read_f32 read_f16(addr)`             one element as float32
-`read_i64 read_u16 read_u8(addr)`     one element as int64
+`read_f32 read_f16 read_bf16(addr)`   one element as float32
+`read_i64 read_i32 read_u16 read_u8`  one element as int64
 `write_f32(addr, x)`                  one float32
+`write_i64(addr, x)`                  one int64
 `write_f16(addr, x)`                  one float32, rounded to float16
 `store_f16(addr, v)`                  16 float32, rounded to float16, halves to even
 `prefetch(addr)`                      ask for the cache line of an address; any address is allowed
 `store_halves(low, high, v)`          lanes 0-7 to `low`, lanes 8-15 to `high`
+`store_quarters(addr, step, v)`       lanes 0-3 to `addr`, 4-7 to `addr + step`, and so on
 `address_of(array)`                   called from Python: a fifth of the time of ``.ctypes.data``
 `sum16(v0, ..., v15)`                 the vector of `simd.sum(v0)`, ..., `simd.sum(v15)`
 ====================================  =========================================================
@@ -28,8 +30,9 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, errors, types
 
-from nbflow_kernels import halves, simd
+from nbflow_kernels import simd
 from nbflow_kernels._jit import njit
+from nbflow_kernels.halves import emit_narrow, emit_widen
 from nbflow_kernels.simd import LANES, f32x16
 from nbflow_kernels.stepping import intrinsic
 
@@ -49,7 +52,12 @@ def _make_read(name: str, stored: Any, result: Any, widen: str | None) -> Any:
             value.align = 1
             if widen is None:
                 return value
-            return halves.widen(builder, value) if widen == "f16" else builder.zext(value, _I64)
+            if widen == "f16":
+                return emit_widen(builder, value)
+            if widen == "bf16":
+                high = builder.shl(builder.zext(value, _I32), ir.Constant(_I32, 16))
+                return builder.bitcast(high, _F32)
+            return getattr(builder, widen)(value, _F32 if result is types.float32 else _I64)
 
         return result(addr), codegen
 
@@ -59,7 +67,9 @@ def _make_read(name: str, stored: Any, result: Any, widen: str | None) -> Any:
 
 read_f32 = _make_read("read_f32", _F32, types.float32, None)
 read_f16 = _make_read("read_f16", _I16, types.float32, "f16")
+read_bf16 = _make_read("read_bf16", _I16, types.float32, "bf16")
 read_i64 = _make_read("read_i64", _I64, types.int64, None)
+read_i32 = _make_read("read_i32", _I32, types.int64, "sext")
 read_u8 = _make_read("read_u8", _I8, types.int64, "zext")
 read_u16 = _make_read("read_u16", _I16, types.int64, "zext")
 
@@ -69,7 +79,7 @@ def _make_write(name: str, narrow: bool) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             value = context.cast(builder, args[1], signature.args[1], types.float32)
             if narrow:
-                value = halves.narrow(builder, value)
+                value = emit_narrow(builder, value)
             pointer = _pointer(context, builder, args[0], signature.args[0], value.type)
             builder.store(value, pointer).align = 1
             return context.get_dummy_value()
@@ -78,6 +88,19 @@ def _make_write(name: str, narrow: bool) -> Any:
 
     write.__name__ = name
     return intrinsic(write)
+
+
+@intrinsic
+def write_i64(typing_context: Any, addr: Any, x: Any) -> Any:
+    """Write one integer as int64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = context.cast(builder, args[1], signature.args[1], types.int64)
+        pointer = _pointer(context, builder, args[0], signature.args[0], _I64)
+        builder.store(value, pointer).align = 1
+        return context.get_dummy_value()
+
+    return types.none(addr, x), codegen
 
 
 write_f32 = _make_write("write_f32", narrow=False)
@@ -89,7 +112,7 @@ def store_f16(typing_context: Any, addr: Any, v: Any) -> Any:
     """Write 16 float32 as float16, rounded to nearest, halves to even."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value = halves.narrow(builder, args[1])
+        value = emit_narrow(builder, args[1])
         pointer = _pointer(context, builder, args[0], signature.args[0], value.type)
         builder.store(value, pointer).align = 1
         return context.get_dummy_value()
@@ -131,6 +154,23 @@ def store_halves(typing_context: Any, low: Any, high: Any, v: Any) -> Any:
     return types.none(low, high, v), codegen
 
 
+@intrinsic
+def store_quarters(typing_context: Any, addr: Any, step: Any, v: Any) -> Any:
+    """Write lanes 4i..4i+3 to the address ``addr + i * step``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = context.cast(builder, args[0], signature.args[0], types.int64)
+        distance = context.cast(builder, args[1], signature.args[1], types.int64)
+        for i in range(4):
+            quarter = _pick(builder, args[2], args[2], list(range(4 * i, 4 * i + 4)))
+            pointer = builder.inttoptr(place, ir.PointerType(quarter.type))
+            builder.store(quarter, pointer).align = 1
+            place = builder.add(place, distance)
+        return context.get_dummy_value()
+
+    return types.none(addr, step, v), codegen
+
+
 def _fold(builder: Any, a: Any, b: Any, width: int) -> Any:
     """Halve the sums of `width` lanes in `a` and in `b`; those of `a` come first in the result."""
     starts = range(0, 2 * LANES, width)
@@ -164,15 +204,17 @@ def sum16(
     if any(v != f32x16 for v in vectors):
         raise errors.TypingError("lanes.sum16: wanted 16 vectors of float32")
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        values, width = list(args), LANES
-        while len(values) > 1:
-            pairs = zip(values[::2], values[1::2], strict=True)
-            values = [_fold(builder, a, b, width) for a, b in pairs]
-            width //= 2
-        return values[0]
+    return f32x16(*vectors), lambda context, builder, signature, args: emit_sums(builder, args)
 
-    return f32x16(*vectors), codegen
+
+def emit_sums(builder: Any, vectors: Any) -> Any:
+    """Emit the vector of the sums of 16 vectors."""
+    values, width = list(vectors), LANES
+    while len(values) > 1:
+        pairs = zip(values[::2], values[1::2], strict=True)
+        values = [_fold(builder, a, b, width) for a, b in pairs]
+        width //= 2
+    return values[0]
 
 
 @njit

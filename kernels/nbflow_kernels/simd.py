@@ -12,6 +12,8 @@ is no bounds check.  The public functions have checked the shapes before a kerne
 `load_f32(addr)`                    16 float32
 `load_f16(addr)`                    16 float16, widened to float32
 `load_bf16(addr)`                   16 bfloat16, widened to float32
+`load_as(like, addr)`               16 elements of the type of `like`, widened to float32
+`size_of(like)` (scalar)            bytes of the scalar `like`
 `load_u8(addr)` / `load_i8(addr)`   16 bytes, zero- or sign-extended to int32
 `load_i32(addr)`                    16 int32
 `store_f32(addr, v)`                write 16 float32
@@ -42,22 +44,22 @@ from numba import njit
 from numba.core import cgutils, errors, extending, types
 from numba.core.datamodel import models
 
-from nbflow_kernels import halves
+from nbflow_kernels.halves import emit_narrow, emit_widen
 from nbflow_kernels.stepping import intrinsic
 
 LANES = 16
 
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _F32 = ir.FloatType()
-_ELEMENT = {"f32": _F32, "i32": _I32, "i8": _I8, "bf16": _I16}
+_ELEMENT = {"f32": _F32, "i32": _I32, "i8": _I8}
 
 
 class Vector(types.Type):
-    """The Numba type of 512 bits of one element type; bfloat16 is held as its bits."""
+    """The Numba type of 512 bits of one element type."""
 
     def __init__(self, element: str) -> None:
         self.element = element
-        self.lanes = {"i8": 64, "bf16": 32}.get(element, LANES)
+        self.lanes = 4 * LANES if element == "i8" else LANES
         super().__init__(name=f"simd.{element}x{self.lanes}")
 
     @property
@@ -75,7 +77,6 @@ class _VectorModel(models.PrimitiveModel):
 f32x16 = Vector("f32")
 i32x16 = Vector("i32")
 i8x64 = Vector("i8")  # signed or unsigned, as the operation says
-bf16x32 = Vector("bf16")
 
 
 def _pointer(builder: Any, context: Any, value: Any, value_type: Any, target: Any) -> Any:
@@ -109,18 +110,46 @@ def _make_load(name: str, stored: Any, result: Vector, widen: str | None) -> Any
             pointer = _pointer(builder, context, args[0], signature.args[0], vector)
             value = builder.load(pointer)
             value.align = 1
-            if widen == "f16":
-                return halves.widen(builder, value)
             if widen == "bf16":
                 wide = builder.zext(value, i32x16.llvm)
                 high = builder.shl(wide, ir.Constant(i32x16.llvm, [16] * LANES))
                 return builder.bitcast(high, f32x16.llvm)
+            if widen == "f16":
+                return emit_widen(builder, value)
             return value if widen is None else getattr(builder, widen)(value, result.llvm)
 
         return result(addr), codegen
 
     load.__name__ = name
     return intrinsic(load)
+
+
+@intrinsic
+def load_as(typing_context: Any, like: Any, addr: Any) -> Any:
+    """Load 16 elements of the type of the scalar `like`, widened to float32.
+
+    float32 is what it says; int16 stands for the bits of float16, uint16 for those of bfloat16.
+    """
+    kinds = {types.float32: load_f32, types.int16: load_f16, types.uint16: load_bf16}
+    load = kinds.get(like)
+    if load is None:
+        raise errors.TypingError(f"simd.load_as: wanted float32, int16 or uint16, got {like}")
+    _, generate = load._defn(typing_context, addr)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return generate(context, builder, f32x16(signature.args[1]), args[1:])
+
+    return f32x16(like, addr), codegen
+
+
+@intrinsic
+def size_of(typing_context: Any, like: Any) -> Any:
+    """Return the bytes of the scalar `like`, a constant of the machine code."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.Constant(_I64, like.bitwidth // 8)
+
+    return types.int64(like), codegen
 
 
 load_f32 = _make_load("load_f32", _F32, f32x16, None)
@@ -294,7 +323,7 @@ def half_to_float(typing_context: Any, bits: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value = context.cast(builder, args[0], signature.args[0], types.uint16)
-        return halves.widen(builder, value)
+        return emit_widen(builder, value)
 
     return types.float32(bits), codegen
 
@@ -305,7 +334,7 @@ def float_to_half(typing_context: Any, x: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value = context.cast(builder, args[0], signature.args[0], types.float32)
-        return halves.narrow(builder, value)
+        return emit_narrow(builder, value)
 
     return types.uint16(x), codegen
 
@@ -323,7 +352,11 @@ def bits_to_float(typing_context: Any, bits: Any) -> Any:
 
 @intrinsic
 def address(typing_context: Any, array: Any) -> Any:
-    """Return the address of an array's first element as int64 (cheaper than ``.ctypes.data``)."""
+    """Return the address of an array's first element as int64 (cheaper than ``.ctypes.data``).
+
+    An array made in the kernel lives until its name is used last: take its address inside the loop
+    that works on it, not before.
+    """
     if not isinstance(array, types.Array):
         raise errors.TypingError(f"simd.address: wanted an array, got {array}")
 

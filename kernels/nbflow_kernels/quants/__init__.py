@@ -23,7 +23,13 @@ from nbflow_kernels._dispatch import check_array, is_cuda, no_cuda_variant
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.quants.floats import BF16, F16, F32
 from nbflow_kernels.quants.formats import Formats, QuantFormat
+from nbflow_kernels.quants.fp4 import MXFP4, NVFP4
+from nbflow_kernels.quants.gather import gather
 from nbflow_kernels.quants.ggml_legacy import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
+from nbflow_kernels.quants.iq1 import IQ1_M, IQ1_S
+from nbflow_kernels.quants.iq2 import IQ2_S, IQ2_XS, IQ2_XXS
+from nbflow_kernels.quants.iq3 import IQ3_S, IQ3_XXS
+from nbflow_kernels.quants.iq4 import IQ4_NL, IQ4_XS
 from nbflow_kernels.quants.packed import Packed
 from nbflow_kernels.quants.q2 import Q2_B32T1A, Q2_B32T1B
 from nbflow_kernels.quants.q2_k import Q2_K
@@ -38,6 +44,7 @@ from nbflow_kernels.quants.q6 import Q6_B64T1
 from nbflow_kernels.quants.q6_k import Q6_K
 from nbflow_kernels.quants.q8 import Q8_B32T1, Q8_B32T2
 from nbflow_kernels.quants.tensor import QuantTensor
+from nbflow_kernels.quants.ternary import Q1_0, Q2_0, TQ1_0, TQ2_0
 
 __all__ = [
     "ENCODERS",
@@ -82,6 +89,21 @@ FORMATS = Formats(
         Q4_K,
         Q5_K,
         Q6_K,
+        IQ4_NL,
+        IQ4_XS,
+        MXFP4,
+        NVFP4,
+        IQ3_S,
+        IQ3_XXS,
+        IQ2_S,
+        IQ2_XS,
+        IQ2_XXS,
+        Q2_0,
+        TQ2_0,
+        IQ1_M,
+        TQ1_0,
+        IQ1_S,
+        Q1_0,
     ),
     short_names={
         "fp32": "f32",
@@ -248,7 +270,11 @@ def dequantize(qt: QuantTensor, out: NDArray[np.float32] | None = None) -> NDArr
         out = np.empty(qt.shape, np.float32)
     else:
         check_array("out", out, qt.shape)
-    qt.format.dequantize_rows(qt.data, out.reshape(-1, qt.shape[-1]))
+    rows = out.reshape(-1, qt.shape[-1])
+    if qt.has_storage:
+        qt.format.dequantize_rows(qt.data, rows)
+    else:
+        gather(qt, np.arange(qt.n_rows), rows)
     return out
 
 
@@ -300,7 +326,7 @@ def dequantize_rows(
         out = np.empty((len(ids), qt.shape[1]), np.float32)
     else:
         check_array("out", out, (len(ids), qt.shape[1]))
-    qt.format.dequantize_rows(qt.data[ids], out)
+    gather(qt, ids, out)
     return out
 
 

@@ -17,10 +17,32 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants.formats import Bytes, Floats, QuantFormat
-from nbflow_kernels.quants.packed import Packed
+from nbflow_kernels.quants.interleave import ROWS, interleave
+
+
+@dataclass(frozen=True, eq=False)
+class PackedFloats:
+    """Float weights in the layout they are computed from: 16 rows side by side."""
+
+    n_rows: int
+    n_columns: int
+    data: NDArray[Any]
+    """(groups of 16 rows, columns, 16): float32, int16 (the bits of float16) or uint16 (those of
+    bfloat16); zeros pad the rows to a multiple of 16 and the columns to one of 8."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, with its padding."""
+        return int(self.data.nbytes)
+
+    def rows(self, ids: NDArray[np.integer]) -> Floats:
+        """Return some rows (T, columns) as float32."""
+        picked = self.data[ids // ROWS, : self.n_columns, ids % ROWS]
+        return _as_float32(picked.view(np.float16) if picked.dtype == np.int16 else picked)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -57,7 +79,7 @@ class FloatFormat(QuantFormat):
             stored = (rounded >> np.uint32(16)).astype(np.uint16)
         else:
             stored = np.ascontiguousarray(x.astype(self.dtype))
-        return stored.view(np.uint8).reshape(len(x), -1)
+        return stored.view(np.uint8).reshape(len(x), x.shape[1] * self.block_bytes)
 
     def dequantize_blocks(self, blocks: Bytes) -> Floats:
         """Return the numbers (n, 1) of their bytes (n, block_bytes)."""
@@ -68,15 +90,21 @@ class FloatFormat(QuantFormat):
         out[...] = self._values(np.ascontiguousarray(data))
 
     def _values(self, data: Bytes) -> Floats:
-        stored = data.view(self.dtype)
-        if self.name == "bf16":
-            stored = (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        values: Floats = stored.astype(np.float32)
-        return values
+        return _as_float32(data.view(self.dtype))
 
-    def pack(self, data: Bytes) -> Packed:
-        """Raise: float weights are computed from as they are."""
-        raise UsageError(f"format {self.name} has no packed layout; use QuantTensor.array")
+    def pack(self, data: Bytes) -> PackedFloats:
+        """Return the layout for computing of the rows `data` (rows, row bytes)."""
+        rows = data.view(self.dtype)
+        held = rows.view(np.int16) if self.name == "f16" else rows  # see PackedFloats.data
+        return PackedFloats(rows.shape[0], rows.shape[1], interleave(held))
+
+
+def _as_float32(stored: NDArray[Any]) -> Floats:
+    """Return float32 of float32, float16 or (uint16) the bits of bfloat16."""
+    if stored.dtype == np.uint16:
+        stored = (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    values: Floats = stored.astype(np.float32)
+    return values
 
 
 F32 = FloatFormat("f32", 4, np.dtype("<f4"), float(np.finfo(np.float32).max))

@@ -13,10 +13,12 @@ from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.quants.integers import IntegerForm, Integers
 
 if TYPE_CHECKING:
+    from nbflow_kernels.quants.floats import PackedFloats
     from nbflow_kernels.quants.packed import Packed
 
 Bytes = NDArray[Any]  # of uint8; NumPy's annotations call ``bytes >> 4`` a signed integer
 Floats = NDArray[np.float32]
+ACTIVATION_TYPES = ("q8_1", "q8_k")
 
 
 class QuantFormat(ABC):
@@ -82,7 +84,7 @@ class QuantFormat(ABC):
         """
         raise UsageError(f"format {self.name} stores no integers")
 
-    def pack(self, data: Bytes) -> Packed:
+    def pack(self, data: Bytes) -> Packed | PackedFloats:
         """Return the layout for computing of the rows `data` (rows, row bytes)."""
         from nbflow_kernels.quants import packed
 
@@ -107,6 +109,11 @@ class Formats(Mapping[str, QuantFormat]):
     def __getitem__(self, name: str) -> QuantFormat:
         lower = name.lower() if isinstance(name, str) else name
         found = self._formats.get(self.short_names.get(lower, lower))
+        if found is None and lower in ACTIVATION_TYPES:
+            raise UsageError(
+                f"{name} is no format of weights: GGML quantizes activations to it while it "
+                "computes, and no file holds it; for weights of 8 bits use q8_0"
+            )
         if found is None:
             raise unknown_name("format", name, [*self.short_names, *self._formats])
         return found

@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants.floats import FloatFormat
+from nbflow_kernels.quants.floats import FloatFormat, PackedFloats
 from nbflow_kernels.quants.formats import QuantFormat
 from nbflow_kernels.quants.packed import Packed
+from nbflow_kernels.threads import at_once
 
 _pack_lock = threading.Lock()
 
@@ -56,11 +57,12 @@ class QuantTensor:
     ('q4_b32t1a', (2, 64), 80)
     """
 
-    __slots__ = ("_data", "_packed", "format", "shape")
+    __slots__ = ("_data", "_matrices", "_packed", "format", "shape")
 
     def __init__(
         self, format: str | QuantFormat, shape: tuple[int, ...], data: NDArray[np.uint8]
     ) -> None:
+        self._matrices: tuple[QuantTensor, ...] | None = None
         self.format = _format(format)
         self.shape = _checked_shape(shape)
         wanted = _data_shape(self.format, self.shape)
@@ -73,7 +75,7 @@ class QuantTensor:
                 f"(rows, row bytes) = {wanted}, got {data.shape}"
             )
         self._data: NDArray[np.uint8] | None = np.ascontiguousarray(data)
-        self._packed: Packed | None = None
+        self._packed: Packed | PackedFloats | None = None
 
     @classmethod
     def from_bytes(
@@ -119,18 +121,20 @@ class QuantTensor:
         """
         if self._data is None:
             raise UsageError(
-                "the storage bytes of this tensor were dropped, only products can be computed from "
-                "it; quantize it again to get them back"
+                "the storage bytes of this tensor were dropped; products, dequantize and embedding "
+                "still work, for anything else quantize it again"
             )
         return self._data
 
-    def drop_storage(self) -> None:
-        """Make the layout for computing and free the storage bytes; products still work.
+    @property
+    def has_storage(self) -> bool:
+        """Whether the storage bytes are there; see `drop_storage`."""
+        return self._data is not None
 
-        Raises
-        ------
-        UsageError
-            If the format is a float format, which is computed from as it is.
+    def drop_storage(self) -> None:
+        """Make the layout for computing and free the storage bytes.
+
+        Products, `dequantize` and `embedding` still work, and give the same numbers.
         """
         self.packed()
         self._data = None
@@ -174,16 +178,10 @@ class QuantTensor:
         values: NDArray[Any] = self.data.view(self.format.dtype)
         return values.reshape(self.shape)
 
-    def packed(self) -> Packed:
-        """Return the layout for computing, made at the first call and kept.
-
-        Raises
-        ------
-        UsageError
-            If the format is a float format, which is computed from as it is.
-        """
+    def packed(self) -> Packed | PackedFloats:
+        """Return the layout for computing, made at the first call and kept."""
         if self._packed is None:
-            with _pack_lock:
+            with _pack_lock, at_once():
                 if self._packed is None:
                     self._packed = self.format.pack(self.data)
         return self._packed
@@ -199,6 +197,23 @@ class QuantTensor:
         if not 0 <= start <= stop <= self.n_rows:
             raise UsageError(f"rows must lie in 0..{self.n_rows}, got {start}..{stop}")
         return QuantTensor(self.format, (stop - start, self.shape[-1]), self.data[start:stop])
+
+    def matrices(self) -> tuple[QuantTensor, ...]:
+        """Return the matrices (N, K) of a tensor of shape (..., N, K), without a copy.
+
+        They are made at the first call and kept, and so are their layouts for computing.
+
+        Raises
+        ------
+        UsageError
+            If the tensor has less than three axes.
+        """
+        if self._matrices is None:
+            if len(self.shape) < 3:
+                raise UsageError(f"matrices need a tensor of shape (..., N, K), got {self.shape}")
+            n, n_matrices = self.shape[-2], math.prod(self.shape[:-2])
+            self._matrices = tuple(self.rows(n * i, n * i + n) for i in range(n_matrices))
+        return self._matrices
 
     def __reduce__(self) -> tuple[Any, ...]:
         return QuantTensor, (self.format, self.shape, self.data)

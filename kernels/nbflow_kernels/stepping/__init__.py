@@ -8,17 +8,16 @@ meaning, and `intrinsic` puts the twin in the place of the intrinsic when compil
 
 A vector is a NumPy array, an address an integer, memory is read and written through `ctypes`:
 
-=======================  ===========================================================
-type in a compiled       in Python
-kernel
-=======================  ===========================================================
-`simd.f32x16`            array of float32, shape (16,)
-`simd.i32x16`            array of int32, shape (16,)
-`simd.i8x64`             array of uint8, shape (64,); operations say if it is signed
-`simd.bf16x32`           array of uint16, shape (32,): the bits
-`simd_tiles.Tile`        array of float32 or int32, shape (rows, tokens, 16)
-`registers.Tile`         array of float32, shape (tokens, groups, 16)
-=======================  ===========================================================
+=========================  ===========================================================
+in a compiled kernel       in Python
+=========================  ===========================================================
+`simd.f32x16`              array of float32, shape (16,)
+`simd.i32x16`              array of int32, shape (16,)
+`simd.i8x64`               array of uint8, shape (64,); operations say if it is signed
+`sampling.vectors.f64x16`  array of float64, shape (16,)
+`simd_tiles.Tile`          array of float32 or int32, shape (rows, tokens, 16)
+`registers.Tile`           array of float32, shape (tokens, groups, 16)
+=========================  ===========================================================
 
 Vectors are values: what a load returns cannot be written to.  A twin gives the same bits as the
 machine code, `simd.fma` with its one rounding included.  Three exceptions: with AVX-512 BF16 what
@@ -80,7 +79,8 @@ def intrinsic(function: Callable[..., Any] | None = None, **options: Any) -> Any
     if not is_on():
         make: Any = extending.intrinsic
         return make(**options)(function) if options else make(function)
-    return getattr(importlib.import_module(twin_module(function.__module__)), function.__name__)
+    twins = importlib.import_module(twin_module(function.__module__))
+    return getattr(twins, function.__name__.lstrip("_"))
 
 
 class _Array(np.ndarray):

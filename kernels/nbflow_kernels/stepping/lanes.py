@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.stepping import simd
-from nbflow_kernels.stepping.memory import read, write
+from nbflow_kernels.stepping.memory import bf16_to_f32, read, write
 
 Vector = NDArray[Any]
 
@@ -21,6 +21,27 @@ def read_f32(addr: Any) -> Any:
 def read_f16(addr: Any) -> Any:
     """Return one float16 as float32."""
     return np.float32(read(addr, np.float16, 1)[0])
+
+
+def read_bf16(addr: Any) -> Any:
+    """Return one bfloat16 as float32."""
+    return bf16_to_f32(read(addr, np.uint16, 1))[0]
+
+
+def read_i32(addr: Any) -> int:
+    """Return one int32."""
+    return int(read(addr, np.int32, 1)[0])
+
+
+def write_i64(addr: Any, x: Any) -> None:
+    """Write one int64."""
+    write(addr, np.array([x], np.int64))
+
+
+def store_quarters(addr: Any, step: Any, v: Vector) -> None:
+    """Write lanes 4i..4i+3 to the address ``addr + i * step``."""
+    for i in range(4):
+        write(addr + i * step, v[4 * i : 4 * i + 4])
 
 
 def read_i64(addr: Any) -> int:

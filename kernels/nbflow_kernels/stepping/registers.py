@@ -53,14 +53,31 @@ def step(tile: Tile, like: Vector, w: Any, group: Any, x: Any, token: Any) -> Ti
         unit = read(x + token * t, np.int32 if pairs else np.float32, 1).repeat(LANES)
         for r in range(groups):
             if pairs:
-                new[t, r] = _pair_products(tile[t, r], weights[r], unit)
+                new[t, r] = add_pairs(tile[t, r], weights[r], unit)
             else:
                 new[t, r] = simd.fma(_widened(like, weights[r]), unit, tile[t, r])
     return new
 
 
-def _pair_products(total: Vector, a: Vector, b: Vector) -> Vector:
-    """Add the two products of each lane, the odd column first."""
+def step_lanes(tile: Tile, like: Vector, w: Any, row: Any, x: Any, token: Any) -> Tile:
+    """Add 16 columns, lane by lane; a group is a row."""
+    tokens, rows, _ = tile.shape
+    weights = [load_widened(like, w + row * r) for r in range(rows)]
+    new = np.empty_like(tile)
+    for t in range(tokens):
+        xs = simd.load_f32(x + token * t)
+        for r in range(rows):
+            new[t, r] = simd.fma(weights[r], xs, tile[t, r])
+    return new
+
+
+def lane_sums(tile: Tile) -> Vector:
+    """Return the vector of the sums of 16 vectors."""
+    return np.array([simd.sum(v) for v in tile.reshape(LANES, LANES)], np.float32)
+
+
+def add_pairs(total: Vector, a: Vector, b: Vector) -> Vector:
+    """Return `total` plus the two products of each lane, the odd column first."""
     x, y = (bf16_to_f32(v.view(np.uint16)) for v in (a, b))
     return simd.fma(x[::2], y[::2], simd.fma(x[1::2], y[1::2], total))
 
@@ -79,9 +96,11 @@ def transpose(like: Vector, at: Any, row_bytes: Any, to: Any) -> None:
     write(to, _columns(like, at, row_bytes))
 
 
-def transpose_f32(like: Vector, at: Any, row_bytes: Any, to: Any) -> None:
-    """Do as `transpose`, widened to float32."""
-    write(to, _widened(like, np.ascontiguousarray(_columns(like, at, row_bytes))))
+def transpose_f32(like: Vector, at: Any, row_bytes: Any, to: Any, distance: Any) -> None:
+    """Do as `transpose`, widened: columns 0, 4, 8, 12 to `to`, 1, 5, ... `distance` bytes on."""
+    wide = _widened(like, np.ascontiguousarray(_columns(like, at, row_bytes)))
+    for i in range(4):
+        write(to + distance * i, wide[i::4])
 
 
 def to_bf16(low: Vector, high: Vector) -> Vector:

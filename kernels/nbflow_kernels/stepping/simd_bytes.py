@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.stepping import simd
-from nbflow_kernels.stepping.memory import LANES, bf16_to_f32, f32_to_bf16, read, write
+from nbflow_kernels.stepping.memory import LANES, read, write
 
 Vector = NDArray[Any]
 
@@ -44,11 +43,6 @@ def broadcast4(addr: Any) -> Vector:
     return np.tile(read(addr, np.uint8, 4), LANES)
 
 
-def broadcast_pair(addr: Any) -> Vector:
-    """Return the bits of 2 bfloat16 in all lanes."""
-    return np.tile(read(addr, np.uint16, 2), LANES)
-
-
 def broadcast_f32(addr: Any) -> Vector:
     """Return a float32 in all lanes."""
     return read(addr, np.float32, 1).repeat(LANES)
@@ -77,11 +71,10 @@ def store_narrow(addr: Any, v: Vector) -> None:
 # ---- parts of bytes -------------------------------------------------------------------------
 
 
-def field(v: Vector, shift: Any, mask: Any) -> Vector:
-    """Return each byte shifted right and masked."""
-    if (0xFF >> int(shift)) | int(mask) != 0xFF >> int(shift):
-        raise ValueError(f"mask {mask:#x} lets in bits of the next byte, shifted by {shift}")
-    return (_bytes(v) >> np.uint8(shift)) & np.uint8(mask)
+def move(v: Vector, source: int, target: int, width: int) -> Vector:
+    """Return `width` bits of each byte moved from bit `source` to bit `target`."""
+    bits = (_bytes(v) >> np.uint8(source)) & np.uint8((1 << width) - 1)
+    return bits << np.uint8(target)
 
 
 def pair_first(c: Vector) -> Vector:
@@ -115,17 +108,3 @@ def dot_u7_i8(acc: Vector, u: Vector, s: Vector) -> Vector:
     if u.max() > 127:
         raise ValueError(f"dot_u7_i8 wants bytes below 128, got {u.max()}")
     return dot_u8_i8(acc, u, s)
-
-
-# ---- bfloat16 -------------------------------------------------------------------------------
-
-
-def bf16_pairs(even: Vector, odd: Vector) -> Vector:
-    """Return the bits of even[0], odd[0], even[1], ... as bfloat16."""
-    return f32_to_bf16(np.stack([even, odd], 1)).reshape(2 * LANES)
-
-
-def dot_bf16(acc: Vector, a: Vector, b: Vector) -> Vector:
-    """Return acc plus the sums of 2 products, the odd one first."""
-    x, y = bf16_to_f32(a), bf16_to_f32(b)
-    return simd.fma(x[::2], y[::2], simd.fma(x[1::2], y[1::2], acc))

@@ -1,0 +1,138 @@
+"""The division of a step's attention into work items; compiled, because it runs every step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels import simd
+from nbflow_kernels._jit import njit, part
+from nbflow_kernels.attention import layout as at
+from nbflow_kernels.lanes import read_i32, read_i64, write_i64
+
+# Reading a key and its value costs about what the sums of four query vectors cost; starting an
+# item costs as much as a chunk of keys for one vector.
+KEY_COST = 4
+ITEM_COST = 64
+PIECES_PER_THREAD = 4
+"""A tile that is more than a piece is divided along its keys, where it has several splits."""
+
+
+@part
+def share_out(items: Any, n_items: Any, total: Any, shares: Any, n_shares: Any) -> None:
+    """Write the first item of each share: contiguous, and as equal in cost as that allows."""
+    done, item = np.int64(0), np.int64(0)
+    for share in range(n_shares):
+        write_i64(shares + 8 * share, item)
+        target = total * (share + 1) // n_shares
+        while item < n_items:
+            cost = read_i64(items + at.ITEM_BYTES * item + 64)
+            if done + cost // 2 >= target and share < n_shares - 1:
+                break
+            done += cost
+            item += 1
+    write_i64(shares + 8 * n_shares, n_items)
+
+
+@part
+def write_item(
+    place: Any, request: Any, row: Any, rows: Any, head: Any, position: Any, first: Any, end: Any,
+    partial: Any, cost: Any,
+) -> None:  # fmt: skip
+    """Write a row of the table of items."""
+    write_i64(place, request)
+    write_i64(place + 8, row)
+    write_i64(place + 16, rows)
+    write_i64(place + 24, head)
+    write_i64(place + 32, position)
+    write_i64(place + 40, first)
+    write_i64(place + 48, end)
+    write_i64(place + 56, partial)
+    write_i64(place + 64, cost)
+
+
+@njit
+def divide(
+    plan: Any, qo_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_lens: Any, n_threads: Any
+) -> Any:
+    """Fill the tables; return numbers of items, merges, shares, partial rows and multiply-adds.
+
+    Nothing is written beyond the tables' ends: where a number is larger than its table, the
+    caller makes the table larger and calls again.
+    """
+    header = simd.address(plan)
+    items, merges = read_i64(header + 8 * at.ITEMS), read_i64(header + 8 * at.MERGES)
+    G = read_i64(header + 8 * at.KV_HEADS)
+    group = read_i64(header + 8 * at.QO_HEADS) // G
+    window, causal = read_i64(header + 8 * at.WINDOW), read_i64(header + 8 * at.CAUSAL)
+    split = read_i64(header + 8 * at.SPLIT_KEYS)
+    may_split = read_i64(header + 8 * at.MAY_SPLIT) != 0 and n_threads > 1
+    tile_rows = max(1, at.TILE_VECTORS // group)
+    rows_at, lens_at = simd.address(qo_indptr), simd.address(kv_lens)
+    n_items, n_merges, n_partials = np.int64(0), np.int64(0), np.int64(0)
+    total, pairs, most, piece = np.int64(0), np.int64(0), np.int64(1), np.int64(0)
+    # head -1 only counts, so that the cost of all is known before the keys of a tile are divided
+    for head in range(-1, G):
+        for b in range(len(kv_lens)):
+            row, kv_len = read_i32(rows_at + 4 * b), read_i32(lens_at + 4 * b)
+            end_row = read_i32(rows_at + 4 * b + 4)
+            position = kv_len - (end_row - row)
+            while row < end_row:
+                rows = min(tile_rows, end_row - row)
+                begin, end = np.int64(0), kv_len
+                if window >= 0:
+                    begin = max(begin, position - window)
+                if causal != 0:
+                    end = min(end, position + rows)
+                end = max(begin, end)
+                each = rows * group + KEY_COST
+                most = max(most, rows * group)
+                pieces = (end + split - 1) // split - begin // split
+                if not may_split or (end - begin) * each <= piece:
+                    pieces = min(pieces, 1)
+                if head < 0:
+                    total += (end - begin) * each + ITEM_COST
+                    pairs += (end - begin) * rows * group
+                    pieces = np.int64(0)
+                elif pieces < 1:
+                    pieces = np.int64(1)
+                first, partial = begin, np.int64(-1)
+                for i in range(pieces):
+                    stop = end
+                    if pieces > 1:
+                        stop = min(end, (first // split + 1) * split)
+                        partial = n_partials + i * rows * group
+                    if n_items < read_i64(header + 8 * at.ITEM_ROOM):
+                        write_item(
+                            items + at.ITEM_BYTES * n_items, b, row, rows, head, position, first,
+                            stop, partial, (stop - first) * each + ITEM_COST,
+                        )  # fmt: skip
+                    n_items += 1
+                    first = stop
+                if pieces > 1:
+                    if n_merges < read_i64(header + 8 * at.MERGE_ROOM):
+                        place = merges + at.MERGE_BYTES * n_merges
+                        write_i64(place, row)
+                        write_i64(place + 8, rows)
+                        write_i64(place + 16, head)
+                        write_i64(place + 24, n_partials)
+                        write_i64(place + 32, pieces)
+                    n_merges += 1
+                    n_partials += pieces * rows * group
+                row += rows
+                position += rows
+        if head < 0:
+            total *= G
+            piece = total // (PIECES_PER_THREAD * n_threads)
+    n_shares = max(min(n_threads, n_items), 1)
+    if n_items <= read_i64(header + 8 * at.ITEM_ROOM):
+        share_out(items, n_items, total, read_i64(header + 8 * at.SHARES), n_shares)
+    write_i64(header + 8 * at.N_MERGES, n_merges)
+    write_i64(header + 8 * at.MOST, most)
+    write_i64(header + 8 * at.QO_INDPTR, rows_at)
+    write_i64(header + 8 * at.KV_INDPTR, simd.address(kv_indptr))
+    write_i64(header + 8 * at.KV_INDICES, simd.address(kv_indices))
+    write_i64(header + 8 * at.KV_LENS, lens_at)
+    dims = read_i64(header + 8 * at.DIM_QK) + read_i64(header + 8 * at.DIM_VO)
+    return n_items, n_merges, n_shares, n_partials, np.float64(pairs) * G * dims
