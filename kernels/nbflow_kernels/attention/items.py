@@ -151,7 +151,8 @@ def score_chunk(
         prefetch_rows(ahead + TABLE, begin, end, bytes_v)
         m = np.int64(0)
         while m < M:
-            first, last = np.int64(CHUNK), np.int64(0)
+            first: Any = np.int64(CHUNK)
+            last: Any = np.int64(0)
             for i in range(m, min(m + 4, M)):
                 first = min(first, read_i64(state + RECORD * i + FIRST))
                 last = max(last, read_i64(state + RECORD * i + LAST))
