@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from nbflow_kernels.embedding import embedding as embedding
     from nbflow_kernels.errors import MissingExtraError as MissingExtraError
     from nbflow_kernels.errors import UsageError as UsageError
+    from nbflow_kernels.format_checks import check_format as check_format
     from nbflow_kernels.kvcache import append_paged_kv_cache as append_paged_kv_cache
     from nbflow_kernels.kvcache import get_batch_indices_positions as get_batch_indices_positions
     from nbflow_kernels.kvcache import get_seq_lens as get_seq_lens
@@ -106,6 +107,9 @@ if TYPE_CHECKING:
     from nbflow_kernels.quants import QuantTensor as QuantTensor
     from nbflow_kernels.quants import dequantize as dequantize
     from nbflow_kernels.quants import quantize as quantize
+    from nbflow_kernels.quants.user import load_formats as load_formats
+    from nbflow_kernels.quants.user import register_format as register_format
+    from nbflow_kernels.quants.user import unregister_format as unregister_format
     from nbflow_kernels.sampling import argmax as argmax
     from nbflow_kernels.sampling import min_p_sampling_from_probs as min_p_sampling_from_probs
     from nbflow_kernels.sampling import sampling_from_probs as sampling_from_probs

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.matmul import cpu as float_cpu
-from nbflow_kernels.qmatmul import floats, int8
+from nbflow_kernels.qmatmul import floats, int8, outliers, user_rows
 from nbflow_kernels.qmatmul.activations import Int8Rows, quantize_activations
 from nbflow_kernels.quants.packed import ROWS, Packed
 from nbflow_kernels.quants.tensor import QuantTensor
@@ -31,8 +31,21 @@ def matmul(
     """See `nbflow_kernels.qmatmul`, with float32 activations."""
     if w.is_float:
         float_cpu.matmul(x, w.array, bias, accumulate, out)
-        return
-    packed = w.packed()
+    elif w.format.decodes_from_storage:
+        user_rows.matmul(x, w, bias, accumulate, out)
+    else:
+        _matmul_packed(x, w.packed(), bias, accumulate, out)
+    outliers.add(x, w, out)
+
+
+def _matmul_packed(
+    x: NDArray[np.float32],
+    packed: Packed,
+    bias: NDArray[np.float32] | None,
+    accumulate: bool,
+    out: NDArray[np.float32],
+) -> None:
+    """Multiply float32 rows by packed weights."""
     one = x.shape[0] == 1
     if not one and x.shape[1] != packed.n_columns:  # the padding of the last block meets zeros
         not_capturable()
@@ -54,7 +67,21 @@ def matmul_int8(
     out: NDArray[np.float32],
 ) -> None:
     """See `nbflow_kernels.qmatmul`, with activations that are quantized already."""
-    packed = w.packed()
+    if w.format.decodes_from_storage:
+        user_rows.matmul_int8(rows, w, bias, accumulate, out)
+    else:
+        _matmul_int8_packed(rows, w.packed(), bias, accumulate, out)
+    outliers.add_int8(rows, w, out)
+
+
+def _matmul_int8_packed(
+    rows: Int8Rows,
+    packed: Packed,
+    bias: NDArray[np.float32] | None,
+    accumulate: bool,
+    out: NDArray[np.float32],
+) -> None:
+    """Multiply quantized rows by packed weights."""
     bias = _NO_BIAS if bias is None else bias
     sums = rows.sums if int8.piece_vectors(packed.form) == 8 else rows.half_sums
     if rows.n_rows == 1:

@@ -13,6 +13,7 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants.floats import FloatFormat
 from nbflow_kernels.quants.formats import QuantFormat
 from nbflow_kernels.quants.packed import Packed
+from nbflow_kernels.sparse.csr import CsrMatrix
 
 _pack_lock = threading.Lock()
 
@@ -32,6 +33,8 @@ class QuantTensor:
         Shape of the weights.
     data : array of uint8, shape (rows, row bytes)
         The storage bytes: the published layout, rows without gaps.
+    outliers : CsrMatrix, shape (rows, columns), optional
+        Added to the decoded weights.
 
     Attributes
     ----------
@@ -41,11 +44,14 @@ class QuantTensor:
         Shape of the weights.
     data : array of uint8, shape (rows, row bytes)
         The storage bytes.  Do not change them after the first product: `packed` is made once.
+    outliers : CsrMatrix or None
+        What single weights differ by from their decoded values: each weight is their sum.
 
     Raises
     ------
     UsageError
-        If the format is unknown or `data` does not have the bytes that format and shape ask for.
+        If the format is unknown, `data` does not have the bytes that format and shape ask for, or
+        `outliers` have another shape.
 
     Examples
     --------
@@ -56,10 +62,14 @@ class QuantTensor:
     ('q4_b32t1a', (2, 64), 80)
     """
 
-    __slots__ = ("_data", "_packed", "format", "shape")
+    __slots__ = ("_data", "_packed", "format", "outliers", "shape")
 
     def __init__(
-        self, format: str | QuantFormat, shape: tuple[int, ...], data: NDArray[np.uint8]
+        self,
+        format: str | QuantFormat,
+        shape: tuple[int, ...],
+        data: NDArray[np.uint8],
+        outliers: CsrMatrix | None = None,
     ) -> None:
         self.format = _format(format)
         self.shape = _checked_shape(shape)
@@ -74,6 +84,12 @@ class QuantTensor:
             )
         self._data: NDArray[np.uint8] | None = np.ascontiguousarray(data)
         self._packed: Packed | None = None
+        if outliers is not None and outliers.shape != (self.n_rows, self.shape[-1]):
+            raise UsageError(
+                f"outliers must have shape (rows, columns) = {(self.n_rows, self.shape[-1])}, got "
+                f"{outliers.shape}"
+            )
+        self.outliers = outliers
 
     @classmethod
     def from_bytes(
@@ -127,23 +143,43 @@ class QuantTensor:
     def drop_storage(self) -> None:
         """Make the layout for computing and free the storage bytes; products still work.
 
+        Where products decode the storage bytes, these stay.
+
         Raises
         ------
         UsageError
             If the format is a float format, which is computed from as it is.
         """
-        self.packed()
-        self._data = None
+        if not self.format.decodes_from_storage:
+            self.packed()
+            self._data = None
 
     def tobytes(self) -> bytes:
-        """Return the storage bytes, exactly as in the published layout."""
+        """Return the storage bytes, exactly as in the published layout.
+
+        Raises
+        ------
+        UsageError
+            If there are outliers, which the layout has no place for.
+        """
+        if self.outliers is not None:
+            raise UsageError(
+                "the storage layout has no place for the outliers of this tensor; pickle the "
+                "tensor, or take data.tobytes() and the arrays of outliers"
+            )
         return self.data.tobytes()
 
     @property
     def nbytes(self) -> int:
-        """Storage size in bytes; `packed_nbytes` is that of the layout for computing."""
+        """Storage size in bytes, outliers included; `packed_nbytes` is the layout for computing."""
         n_rows, row_bytes = _data_shape(self.format, self.shape)
-        return n_rows * row_bytes
+        return n_rows * row_bytes + self.outlier_nbytes
+
+    @property
+    def outlier_nbytes(self) -> int:
+        """Bytes of the outliers."""
+        return self.outliers.nbytes if self.outliers is not None else 0
+
 
     @property
     def packed_nbytes(self) -> int:
@@ -198,13 +234,16 @@ class QuantTensor:
         """
         if not 0 <= start <= stop <= self.n_rows:
             raise UsageError(f"rows must lie in 0..{self.n_rows}, got {start}..{stop}")
-        return QuantTensor(self.format, (stop - start, self.shape[-1]), self.data[start:stop])
+        shape = (stop - start, self.shape[-1])
+        some = None if self.outliers is None else self.outliers.rows(slice(start, stop))
+        return QuantTensor(self.format, shape, self.data[start:stop], some)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return QuantTensor, (self.format, self.shape, self.data)
+        return QuantTensor, (self.format, self.shape, self.data, self.outliers)
 
     def __repr__(self) -> str:
-        return f"QuantTensor({self.format.name}, shape={self.shape}, nbytes={self.nbytes})"
+        few = f", outliers={self.outliers.nnz}" if self.outliers is not None else ""
+        return f"QuantTensor({self.format.name}, shape={self.shape}, nbytes={self.nbytes}{few})"
 
 
 def _format(format: str | QuantFormat) -> QuantFormat:
