@@ -17,12 +17,16 @@ from numpy.typing import NDArray
 
 from nbflow_kernels.checking import CheckError
 from nbflow_kernels.qmatmul import cpu, qmatmul, reference
-from nbflow_kernels.quants import FORMATS, QuantFormat, QuantTensor
-from nbflow_kernels.quants import dequantize as dequantize
-from nbflow_kernels.quants import dequantize_rows, quantize
+from nbflow_kernels.quants import (
+    FORMATS,
+    QuantFormat,
+    QuantTensor,
+    dequantize,
+    dequantize_rows,
+    quantize,
+)
 from nbflow_kernels.quants.floats import FloatFormat
 from nbflow_kernels.quants.user_check import sample_blocks
-from nbflow_kernels.threads import get_num_threads, set_num_threads
 
 __all__ = ["FormatReport", "check_format"]
 
@@ -46,7 +50,7 @@ class FormatReport:
 def check_format(format: str | QuantFormat, *, encoder: str = "best") -> FormatReport:
     """Check all that a weight format must do.
 
-    Storage: sizes, one result whatever the rows beside and the number of threads, finite decoding
+    Storage: sizes, one result whatever the rows beside, finite decoding
     of random, constant, zero, tiny and huge weights, padded rows, `from_bytes`, pickling.  Decoding:
     whole tensors, rows, the NumPy form.  Products, with float32 and int8 activations: single
     weights bit by bit, float64 reference, batch invariance, bias, accumulation, no rows.
@@ -108,15 +112,6 @@ def _check_storage(format: QuantFormat, x: NDArray[Any], qt: QuantTensor, encode
     _require(_same(again.data, qt.data), format, "the encoder is not deterministic")
     row = quantize(x[5:6], format, encoder=encoder)
     _require(_same(row.data, qt.data[5:6]), format, "a row's bytes depend on the other rows")
-    before = get_num_threads()
-    try:
-        many = np.tile(x, (1 + 6_000_000 // (50 * x.size), 1))  # enough for two threads
-        set_num_threads(2)
-        shared = quantize(many[: 4 * len(x)], format, encoder=encoder)
-    finally:
-        set_num_threads(before)
-    same = _same(shared.data[: len(x)], qt.data)
-    _require(same, format, "bytes depend on the number of threads")
     _require(
         _same(QuantTensor.from_bytes(qt.tobytes(), format, qt.shape).data, qt.data),
         format,
@@ -167,9 +162,9 @@ def _check_products(format: QuantFormat, qt: QuantTensor, x: NDArray[np.float32]
     bias = np.linspace(-1, 1, ROWS, dtype=np.float32)
     out = np.full((TOKENS, ROWS), 0.37, np.float32)
     qmatmul(x, qt, bias=bias, accumulate=True, out=out)
-    _require(
-        np.array_equal(out, (y + bias) + np.float32(0.37)), format, "bias or old output are wrong"
-    )
+    off = np.abs(out - ((y + bias) + np.float32(0.37))).max()
+    # the order of the two additions is not the same for all: two roundings of numbers below 2
+    _require(off <= 2.4e-7 * (2 + np.abs(y).max()), format, "bias or old output are wrong")
     _require(qmatmul(x[:0], qt).shape == (0, ROWS), format, "a product of no rows is wrong")
 
 

@@ -29,6 +29,8 @@ def matmul(x: Any, w: Any, bias: Any, accumulate: bool, out: Any, *, bf16: bool 
     """Multiply float32 rows by the transpose of `w`; `bf16` rounds both to bfloat16."""
     format, data = w.format, w.data
     assert isinstance(format, UserFormat)
+    if len(x) == 0:
+        return
     n_groups = -(-len(data) // DECODED_ROWS)
     work = (len(x) + DECODE_COST) * n_groups * DECODED_ROWS * w.shape[1]
     split_rows(

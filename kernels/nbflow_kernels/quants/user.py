@@ -395,4 +395,6 @@ def user_error(
     lines = [part.strip() for part in text.splitlines() if part.strip()]
     lines = [part for part in lines if not part.startswith(("Failed in", "During:", "File "))]
     reason = " ".join(lines[:3])[:300] if lines else kind
+    if "setitem(readonly" in text:
+        reason = "what is read (x, weight, block) must not be written; only out may be"
     return UsageError(f"format {name}: {function}{line}: {kind}: {reason}")
