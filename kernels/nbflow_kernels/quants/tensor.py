@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -237,6 +238,29 @@ class QuantTensor:
         shape = (stop - start, self.shape[-1])
         some = None if self.outliers is None else self.outliers.rows(slice(start, stop))
         return QuantTensor(self.format, shape, self.data[start:stop], some)
+
+    @classmethod
+    def concatenate(cls, tensors: Sequence[QuantTensor]) -> QuantTensor:
+        """Return matrices of one format and width, one below the other, with their outliers.
+
+        Raises
+        ------
+        UsageError
+            If formats or columns differ, or there is no tensor.
+        """
+        kinds = {(t.format.name, t.shape[-1]) for t in tensors}
+        if len(kinds) != 1:
+            raise UsageError(
+                f"tensors must be of one format and number of columns, got {sorted(kinds)}"
+            )
+        data = np.concatenate([t.data for t in tensors])
+        shape = (len(data), tensors[0].shape[-1])
+        outliers = None
+        if any(t.outliers is not None for t in tensors):
+            outliers = CsrMatrix.concatenate(
+                [t.outliers or CsrMatrix.empty((t.n_rows, shape[1])) for t in tensors]
+            )
+        return cls(tensors[0].format, shape, data, outliers)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return QuantTensor, (self.format, self.shape, self.data, self.outliers)
