@@ -61,6 +61,13 @@ if TYPE_CHECKING:
     from nbflow_kernels.logits import token_log_probs as token_log_probs
     from nbflow_kernels.logits import top1_agreement as top1_agreement
     from nbflow_kernels.matmul import matmul as matmul
+    from nbflow_kernels.moe import SegmentGEMMWrapper as SegmentGEMMWrapper
+    from nbflow_kernels.moe import SharedExpert as SharedExpert
+    from nbflow_kernels.moe import fused_moe as fused_moe
+    from nbflow_kernels.moe import grouped_matmul as grouped_matmul
+    from nbflow_kernels.moe import moe_combine as moe_combine
+    from nbflow_kernels.moe import moe_permute as moe_permute
+    from nbflow_kernels.moe import moe_routing as moe_routing
     from nbflow_kernels.norm import fused_add_layernorm as fused_add_layernorm
     from nbflow_kernels.norm import fused_add_rmsnorm as fused_add_rmsnorm
     from nbflow_kernels.norm import gemma_fused_add_rmsnorm as gemma_fused_add_rmsnorm
@@ -69,6 +76,12 @@ if TYPE_CHECKING:
     from nbflow_kernels.norm import layernorm as layernorm
     from nbflow_kernels.norm import linear_norm as linear_norm
     from nbflow_kernels.norm import rmsnorm as rmsnorm
+    from nbflow_kernels.penalties import apply_dry_penalty as apply_dry_penalty
+    from nbflow_kernels.penalties import apply_logit_bias as apply_logit_bias
+    from nbflow_kernels.penalties import apply_no_repeat_ngram as apply_no_repeat_ngram
+    from nbflow_kernels.penalties import apply_penalties as apply_penalties
+    from nbflow_kernels.penalties import apply_token_bitmask as apply_token_bitmask
+    from nbflow_kernels.penalties import mask_token_ids as mask_token_ids
     from nbflow_kernels.position import DynamicNtkRopeScaling as DynamicNtkRopeScaling
     from nbflow_kernels.position import LinearRopeScaling as LinearRopeScaling
     from nbflow_kernels.position import Llama3RopeScaling as Llama3RopeScaling
@@ -111,16 +124,33 @@ if TYPE_CHECKING:
     from nbflow_kernels.quants.user import register_format as register_format
     from nbflow_kernels.quants.user import unregister_format as unregister_format
     from nbflow_kernels.sampling import argmax as argmax
+    from nbflow_kernels.sampling import chain_speculative_sampling as chain_speculative_sampling
+    from nbflow_kernels.sampling import min_p_renorm_probs as min_p_renorm_probs
     from nbflow_kernels.sampling import min_p_sampling_from_probs as min_p_sampling_from_probs
+    from nbflow_kernels.sampling import mirostat_sampling_from_probs as mirostat_sampling_from_probs
+    from nbflow_kernels.sampling import sampling_from_logits as sampling_from_logits
     from nbflow_kernels.sampling import sampling_from_probs as sampling_from_probs
     from nbflow_kernels.sampling import softmax as softmax
+    from nbflow_kernels.sampling import tail_free_renorm_probs as tail_free_renorm_probs
+    from nbflow_kernels.sampling import (
+        tail_free_sampling_from_probs as tail_free_sampling_from_probs,
+    )
+    from nbflow_kernels.sampling import top_k as top_k
+    from nbflow_kernels.sampling import top_k_mask_logits as top_k_mask_logits
     from nbflow_kernels.sampling import top_k_renorm_probs as top_k_renorm_probs
     from nbflow_kernels.sampling import top_k_sampling_from_probs as top_k_sampling_from_probs
     from nbflow_kernels.sampling import (
+        top_k_top_p_sampling_from_logits as top_k_top_p_sampling_from_logits,
+    )
+    from nbflow_kernels.sampling import (
         top_k_top_p_sampling_from_probs as top_k_top_p_sampling_from_probs,
     )
+    from nbflow_kernels.sampling import top_n_sigma_mask_logits as top_n_sigma_mask_logits
     from nbflow_kernels.sampling import top_p_renorm_probs as top_p_renorm_probs
     from nbflow_kernels.sampling import top_p_sampling_from_probs as top_p_sampling_from_probs
+    from nbflow_kernels.sampling import typical_renorm_probs as typical_renorm_probs
+    from nbflow_kernels.sampling import typical_sampling_from_probs as typical_sampling_from_probs
+    from nbflow_kernels.sampling import xtc_renorm_probs as xtc_renorm_probs
     from nbflow_kernels.sparse import CsrMatrix as CsrMatrix
     from nbflow_kernels.sparse import sparse_matmul as sparse_matmul
     from nbflow_kernels.threads import get_num_threads as get_num_threads

@@ -9,6 +9,7 @@ What is timed: the public function, with its checks, into a given output; not th
 compiles.  Enough copies of the inputs are used in turn that none is still in the last-level cache.
 A sample is as many calls as fill 200 microseconds, and a peer's samples alternate with ours.
 GB/s counts each byte that must be read or written once, so data in a cache can exceed the limit.
+"% of peak" compares GFLOP/s with multiply-adds in registers (`nbflow_kernels.peaks`).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from nbflow_kernels._jit import njit
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.families import all_cases
 from nbflow_kernels.opcase import OpCase
+from nbflow_kernels.peaks import compute_peak
 from nbflow_kernels.threads import get_num_threads, set_num_threads, split_rows
 
 SAMPLE_S = 200e-6  # one sample lasts at least this long, so that the clock's 0.1 us do not matter
@@ -69,6 +71,8 @@ class Row:
     """1e9 floating-point operations per second of the median."""
     read_bandwidth_percent: float
     """`gb_per_s` in percent of the measured read bandwidth with as many threads."""
+    peak_percent: float | None
+    """`gflop_per_s` in percent of the measured peak of the case's arithmetic, if it states one."""
     peer: str | None
     """Who else did the same work in the same loop, e.g. ``numpy 2.4.6``."""
     peer_median_s: float | None
@@ -165,9 +169,39 @@ def _numpy_qmatmul(arguments: dict[str, Any]) -> Callable[[], Any]:
     return lambda: np.matmul(x, w.T, out=out)
 
 
+def _numpy_argmax(arguments: dict[str, Any]) -> Callable[[], Any]:
+    return lambda: np.argmax(arguments["logits"], axis=1)
+
+
+def _numpy_softmax(arguments: dict[str, Any]) -> Callable[[], Any]:
+    logits, temperature = arguments["logits"], np.float32(arguments["temperature"])
+
+    def softmax() -> Any:
+        e = np.exp((logits - logits.max(axis=1, keepdims=True)) / temperature)
+        return e / e.sum(axis=1, keepdims=True)
+
+    return softmax
+
+
+def _numpy_top_k(arguments: dict[str, Any]) -> Callable[[], Any]:
+    """Return NumPy's partial sort, and a sort of what it found."""
+    x, k = arguments["input"], arguments["k"]
+
+    def top_k() -> Any:
+        ids = np.argpartition(x, -k, axis=1)[:, -k:]
+        values = np.take_along_axis(x, ids, axis=1)
+        order = np.argsort(-values, axis=1)
+        return np.take_along_axis(values, order, axis=1), np.take_along_axis(ids, order, axis=1)
+
+    return top_k
+
+
 PEERS: dict[str, Callable[[dict[str, Any]], Callable[[], Any] | None]] = {
     "matmul": _numpy_matmul,
     "qmatmul": _numpy_qmatmul,
+    "argmax": _numpy_argmax,
+    "softmax": _numpy_softmax,
+    "top_k": _numpy_top_k,
 }
 """Op to a function that makes the peer's call from the arguments, or None."""
 
@@ -200,6 +234,16 @@ def _sampler(calls: list[Callable[[], Any]]) -> Callable[[], float]:
         return (time.perf_counter() - started) / n_calls
 
     return sample
+
+
+_compute_peak = functools.cache(compute_peak)
+
+
+def _peak_percent(case: OpCase, seconds: float, threads: int) -> float | None:
+    """Return the share of the processor's peak that a case's operations reach."""
+    if not case.arithmetic:
+        return None
+    return 100.0 * case.n_flops / seconds / _compute_peak(case.arithmetic, threads)
 
 
 def measure(case: OpCase, repeats: int, bandwidth: float) -> Row:
@@ -237,6 +281,7 @@ def measure(case: OpCase, repeats: int, bandwidth: float) -> Row:
         gb_per_s=case.n_bytes / median / 1e9,
         gflop_per_s=case.n_flops / median / 1e9,
         read_bandwidth_percent=100.0 * case.n_bytes / median / bandwidth,
+        peak_percent=_peak_percent(case, median, threads),
         peer=f"numpy {np.__version__}" if peers else None,
         peer_median_s=float(np.median(peer_seconds)) if peers else None,
         repro=f"python -m nbflow_kernels.bench {case.id} --threads {threads} --repeats {repeats}",
@@ -262,7 +307,7 @@ def choose(names: list[str]) -> list[OpCase]:
 def table(rows: list[Row]) -> str:
     """Return the rows as aligned text."""
     head = ("case", "threads", "median us", "min us", "IQR us", "GB/s", "GFLOP/s", "% of read")
-    lines: list[tuple[str, ...]] = [(*head, "peer us", "x peer", "repro")]
+    lines: list[tuple[str, ...]] = [(*head, "% of peak", "peer us", "x peer", "repro")]
     for row in rows:
         times = (row.median_s, row.min_s, row.iqr_s)
         peer = row.peer_median_s
@@ -274,6 +319,7 @@ def table(rows: list[Row]) -> str:
                 f"{row.gb_per_s:.1f}",
                 f"{row.gflop_per_s:.1f}",
                 f"{row.read_bandwidth_percent:.0f}",
+                f"{row.peak_percent:.0f}" if row.peak_percent is not None else "-",
                 f"{1e6 * peer:.1f}" if peer is not None else "-",
                 f"{peer / row.median_s:.2f}" if peer is not None else "-",
                 row.repro,

@@ -30,12 +30,13 @@ from numba.core import cgutils, errors, extending, types
 
 from nbflow_kernels import simd
 from nbflow_kernels._jit import njit
+from nbflow_kernels.halves import emit_narrow, emit_widen
 from nbflow_kernels.simd import LANES, f32x16
 
 intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
 
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
-_F16, _F32 = ir.HalfType(), ir.FloatType()
+_F32 = ir.FloatType()
 
 
 def _pointer(context: Any, builder: Any, address: Any, address_type: Any, target: Any) -> Any:
@@ -50,6 +51,8 @@ def _make_read(name: str, stored: Any, result: Any, widen: str | None) -> Any:
             value.align = 1
             if widen is None:
                 return value
+            if widen == "f16":
+                return emit_widen(builder, value)
             return getattr(builder, widen)(value, _F32 if result is types.float32 else _I64)
 
         return result(addr), codegen
@@ -59,7 +62,7 @@ def _make_read(name: str, stored: Any, result: Any, widen: str | None) -> Any:
 
 
 read_f32 = _make_read("read_f32", _F32, types.float32, None)
-read_f16 = _make_read("read_f16", _F16, types.float32, "fpext")
+read_f16 = _make_read("read_f16", _I16, types.float32, "f16")
 read_i64 = _make_read("read_i64", _I64, types.int64, None)
 read_u8 = _make_read("read_u8", _I8, types.int64, "zext")
 read_u16 = _make_read("read_u16", _I16, types.int64, "zext")
@@ -70,7 +73,7 @@ def _make_write(name: str, narrow: bool) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             value = context.cast(builder, args[1], signature.args[1], types.float32)
             if narrow:
-                value = builder.fptrunc(value, _F16)
+                value = emit_narrow(builder, value)
             pointer = _pointer(context, builder, args[0], signature.args[0], value.type)
             builder.store(value, pointer).align = 1
             return context.get_dummy_value()
@@ -90,7 +93,7 @@ def store_f16(typing_context: Any, addr: Any, v: Any) -> Any:
     """Write 16 float32 as float16, rounded to nearest, halves to even."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        value = builder.fptrunc(args[1], ir.VectorType(_F16, LANES))
+        value = emit_narrow(builder, args[1])
         pointer = _pointer(context, builder, args[0], signature.args[0], value.type)
         builder.store(value, pointer).align = 1
         return context.get_dummy_value()

@@ -41,6 +41,9 @@ class OpCase:
     """Compare bit for bit (copies, integer results) instead of with a tolerance."""
     timed: bool = field(default=False)
     """Whether the benchmark runs this case (a real model's shape)."""
+    arithmetic: str = ""
+    """What its multiply-adds are made of ("f32", "int8"), if the benchmark is to compare them with
+    the processor's peak; see `nbflow_kernels.peaks`."""
 
     @property
     def id(self) -> str:

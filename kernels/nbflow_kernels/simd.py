@@ -42,21 +42,23 @@ from numba import njit
 from numba.core import cgutils, errors, extending, types
 from numba.core.datamodel import models
 
+from nbflow_kernels.halves import emit_narrow, emit_widen
+
 intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
 
 LANES = 16
 
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
-_F16, _F32 = ir.HalfType(), ir.FloatType()
-_ELEMENT = {"f32": _F32, "i32": _I32, "i8": _I8, "bf16": _I16}
+_F32 = ir.FloatType()
+_ELEMENT = {"f32": _F32, "i32": _I32, "i8": _I8}
 
 
 class Vector(types.Type):
-    """The Numba type of 512 bits of one element type; bfloat16 is held as its bits."""
+    """The Numba type of 512 bits of one element type."""
 
     def __init__(self, element: str) -> None:
         self.element = element
-        self.lanes = {"i8": 64, "bf16": 32}.get(element, LANES)
+        self.lanes = 4 * LANES if element == "i8" else LANES
         super().__init__(name=f"simd.{element}x{self.lanes}")
 
     @property
@@ -74,7 +76,6 @@ class _VectorModel(models.PrimitiveModel):
 f32x16 = Vector("f32")
 i32x16 = Vector("i32")
 i8x64 = Vector("i8")  # signed or unsigned, as the operation says
-bf16x32 = Vector("bf16")
 
 
 def _pointer(builder: Any, context: Any, value: Any, value_type: Any, target: Any) -> Any:
@@ -112,6 +113,8 @@ def _make_load(name: str, stored: Any, result: Vector, widen: str | None) -> Any
                 wide = builder.zext(value, i32x16.llvm)
                 high = builder.shl(wide, ir.Constant(i32x16.llvm, [16] * LANES))
                 return builder.bitcast(high, f32x16.llvm)
+            if widen == "f16":
+                return emit_widen(builder, value)
             return value if widen is None else getattr(builder, widen)(value, result.llvm)
 
         return result(addr), codegen
@@ -121,7 +124,7 @@ def _make_load(name: str, stored: Any, result: Vector, widen: str | None) -> Any
 
 
 load_f32 = _make_load("load_f32", _F32, f32x16, None)
-load_f16 = _make_load("load_f16", _F16, f32x16, "fpext")
+load_f16 = _make_load("load_f16", _I16, f32x16, "f16")
 load_bf16 = _make_load("load_bf16", _I16, f32x16, "bf16")
 load_i32 = _make_load("load_i32", _I32, i32x16, None)
 load_u8 = _make_load("load_u8", _I8, i32x16, "zext")
@@ -291,7 +294,7 @@ def half_to_float(typing_context: Any, bits: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value = context.cast(builder, args[0], signature.args[0], types.uint16)
-        return builder.fpext(builder.bitcast(value, _F16), _F32)
+        return emit_widen(builder, value)
 
     return types.float32(bits), codegen
 
@@ -302,7 +305,7 @@ def float_to_half(typing_context: Any, x: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         value = context.cast(builder, args[0], signature.args[0], types.float32)
-        return builder.bitcast(builder.fptrunc(value, _F16), _I16)
+        return emit_narrow(builder, value)
 
     return types.uint16(x), codegen
 
@@ -320,7 +323,11 @@ def bits_to_float(typing_context: Any, bits: Any) -> Any:
 
 @intrinsic
 def address(typing_context: Any, array: Any) -> Any:
-    """Return the address of an array's first element as int64 (cheaper than ``.ctypes.data``)."""
+    """Return the address of an array's first element as int64 (cheaper than ``.ctypes.data``).
+
+    An array made in the kernel lives until its name is used last: take its address inside the loop
+    that works on it, not before.
+    """
     if not isinstance(array, types.Array):
         raise errors.TypingError(f"simd.address: wanted an array, got {array}")
 

@@ -24,12 +24,19 @@ from nbflow_kernels.team import Team, available_cores
 MIN_WORK_PER_THREAD = 3_000_000
 
 
+Shared = tuple[Callable[..., None], int, float, tuple[Any, ...]]
+"""A call to be shared: kernel, number of rows, work, arguments."""
+
+SHARES = 1 << 20  # ranges of work are whole numbers of this part of it
+
+
 class _Local(threading.local):
     """What belongs to the calling thread."""
 
     team: Team | None = None
     profile: list[float] | None = None
     capture: Capture | None = None
+    together: list[Shared] | None = None
 
 
 _local = _Local()
@@ -110,6 +117,55 @@ def get_num_threads() -> int:
     return get_team().n
 
 
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Collect the compiled calls of launchers and share them all in one go at the end.
+
+    Calls that do not depend on each other (the experts of a layer) then cost one hand-over between
+    threads, and a thread makes few of them.  What the calls write is there after the block.  Within
+    `capture` they stay single calls.
+    """
+    if _local.together is not None or _local.capture is not None:
+        yield
+        return
+    _local.together = calls = list[Shared]()
+    try:
+        yield
+    finally:
+        _local.together = None
+    if calls:
+        work = sum(max(call[2], 1.0) for call in calls)
+        split_rows(_run_part, SHARES, work, calls, work / SHARES)
+
+
+@contextlib.contextmanager
+def at_once() -> Iterator[None]:
+    """Make the compiled calls inside when they come, within `together` and `capture` too.
+
+    For what a launcher needs before its call, like the layout of a weight.
+    """
+    before = _local.together, _local.capture
+    _local.together = _local.capture = None
+    try:
+        yield
+    finally:
+        _local.together, _local.capture = before
+
+
+def _run_part(calls: list[Shared], share: float, start: int, stop: int) -> None:
+    """Make the calls, or the rows of them, that lie in a range of the whole work."""
+    before = 0.0
+    for kernel, n_rows, work, args in calls:
+        work = max(work, 1.0)
+        first, end = (
+            min(max(round((share * edge - before) / work * n_rows), 0), n_rows)
+            for edge in (start, stop)
+        )
+        if first < end:
+            kernel(*args, first, end)
+        before += work
+
+
 def get_team() -> Team:
     """Return the team of the calling thread: all processors of this process, unless set."""
     if _local.team is None:
@@ -131,6 +187,9 @@ def split_rows(kernel: Callable[..., None], n_rows: int, work: float, *args: Any
     *args : object
         The kernel's other arguments.
     """
+    if _local.together is not None:
+        _local.together.append((kernel, n_rows, work, args))
+        return
     if _local.capture is not None:
         _local.capture.calls.append(Call(kernel, args, n_rows, work, _local.capture.held))
         return

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-import nbflow_kernels as nk
 from nbflow.decoding.strategy import Strategy
 from nbflow_kernels.sampling import cpu
 
@@ -14,10 +13,6 @@ from nbflow_kernels.sampling import cpu
 @dataclass(frozen=True)
 class Greedy(Strategy):
     """Always the most probable token."""
-
-    def choose(self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        tokens: np.ndarray = nk.argmax(logits)
-        return tokens
 
     def launch(
         self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray, out: np.ndarray

@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-import nbflow_kernels as nk
-from nbflow.decoding.strategy import Strategy, check_range
+from nbflow.decoding.strategy import Draw, check_range
 
 
 @dataclass(frozen=True)
-class MinP(Strategy):
+class MinP(Draw):
     """A draw from the tokens whose probability is at least `min_p` times the best one's."""
 
     temperature: float = 1.0
@@ -26,9 +23,5 @@ class MinP(Strategy):
         check_range("min_p", "temperature", self.temperature, 0.0, 100.0, open_low=True)
         check_range("min_p", "min_p", self.min_p, 0.0, 1.0)
 
-    def choose(self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        probabilities = nk.softmax(logits, self.temperature)
-        tokens: np.ndarray = nk.min_p_sampling_from_probs(
-            probabilities, self.min_p, seed=seeds, offset=offsets
-        )
-        return tokens
+    def filters(self) -> dict[str, float]:
+        return {"temperature": self.temperature, "min_p": self.min_p}

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-import nbflow_kernels as nk
-from nbflow.decoding.strategy import Strategy, check_range
+from nbflow.decoding.strategy import Draw, check_range
 
 
 @dataclass(frozen=True)
-class Sample(Strategy):
+class Sample(Draw):
     """A draw from all tokens."""
 
     temperature: float = 1.0
@@ -20,7 +17,5 @@ class Sample(Strategy):
     def __post_init__(self) -> None:
         check_range("sample", "temperature", self.temperature, 0.0, 100.0, open_low=True)
 
-    def choose(self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        probabilities = nk.softmax(logits, self.temperature)
-        tokens: np.ndarray = nk.sampling_from_probs(probabilities, seed=seeds, offset=offsets)
-        return tokens
+    def filters(self) -> dict[str, float]:
+        return {"temperature": self.temperature}

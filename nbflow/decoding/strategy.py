@@ -7,14 +7,21 @@ from dataclasses import dataclass
 import numpy as np
 
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.sampling import cpu
+from nbflow_kernels.sampling.checks import limits_of
 
 
 @dataclass(frozen=True)
 class Strategy:
     """How the next token is chosen from the logits."""
 
-    def choose(self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        """Return the next token of each row.
+    def launch(
+        self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray, out: np.ndarray
+    ) -> None:
+        """Write the next token of each row to `out`; -1 for a row without a distribution.
+
+        It is a launcher (`nbflow_kernels.threads.capture`): compiled calls and nothing else, so
+        that generation can run them behind the model's.
 
         Parameters
         ----------
@@ -24,23 +31,50 @@ class Strategy:
             Seed of each row's request.
         offsets : array of uint64, shape (B,)
             Number of tokens each row's request has drawn before.
-
-        Returns
-        -------
-        array of int32, shape (B,)
+        out : array of int32, shape (B,)
+            Where to write.
         """
         raise NotImplementedError
 
-    @property
-    def is_compiled(self) -> bool:
-        """Whether the strategy is made of compiled calls alone, so that it has `launch`."""
-        return type(self).launch is not Strategy.launch
+    def choose(self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """Return the next token of each row, int32 (B,); parameters as in `launch`.
+
+        Raises
+        ------
+        UsageError
+            If a row has a NaN, +inf or nothing but -inf.
+        """
+        out = np.empty(len(logits), np.int32)
+        self.launch(logits, seeds, offsets, out)
+        check_drawn(out)
+        return out
+
+
+@dataclass(frozen=True)
+class Draw(Strategy):
+    """A draw from the tokens that a filter keeps, the probabilities after a temperature."""
+
+    def filters(self) -> dict[str, float]:
+        """Return temperature and the filters: ``top_k``, ``top_p``, ``min_p``."""
+        raise NotImplementedError
 
     def launch(
         self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray, out: np.ndarray
     ) -> None:
-        """Do as `choose` into `out`, by launchers of compiled calls only; nothing is checked."""
-        raise NotImplementedError
+        """See `Strategy.launch`."""
+        filters, n = self.filters(), len(logits)
+        temperature = np.full(n, filters.pop("temperature"), np.float32)
+        rows, limits = np.arange(n, dtype=np.int32), limits_of(n, **filters)
+        cpu.sample_logits(logits, rows, temperature, limits, True, seeds, offsets, out)
+
+
+def check_drawn(tokens: np.ndarray) -> None:
+    """Raise `UsageError` if a row had no distribution to draw from."""
+    if (tokens < 0).any():
+        raise UsageError(
+            "the model's logits have a NaN or an infinity, so that no token can be drawn; its "
+            "weights or the key/value cache may exceed their format: try another (weights=, kv=)"
+        )
 
 
 def check_range(

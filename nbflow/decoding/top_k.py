@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-import nbflow_kernels as nk
-from nbflow.decoding.strategy import Strategy, check_range
+from nbflow.decoding.strategy import Draw, check_range
 
 
 @dataclass(frozen=True)
-class TopK(Strategy):
+class TopK(Draw):
     """A draw from the `top_k` most probable tokens."""
 
     temperature: float = 1.0
@@ -23,9 +20,5 @@ class TopK(Strategy):
         check_range("top_k", "temperature", self.temperature, 0.0, 100.0, open_low=True)
         check_range("top_k", "top_k", self.top_k, 1, 2**31 - 1)
 
-    def choose(self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        probabilities = nk.softmax(logits, self.temperature)
-        tokens: np.ndarray = nk.top_k_sampling_from_probs(
-            probabilities, int(self.top_k), seed=seeds, offset=offsets
-        )
-        return tokens
+    def filters(self) -> dict[str, float]:
+        return {"temperature": self.temperature, "top_k": self.top_k}

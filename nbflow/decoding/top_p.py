@@ -7,14 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
-
-import nbflow_kernels as nk
-from nbflow.decoding.strategy import Strategy, check_range
+from nbflow.decoding.strategy import Draw, check_range
 
 
 @dataclass(frozen=True)
-class TopP(Strategy):
+class TopP(Draw):
     """A draw from the most probable tokens that together have mass `top_p`."""
 
     temperature: float = 1.0
@@ -26,9 +23,5 @@ class TopP(Strategy):
         check_range("top_p", "temperature", self.temperature, 0.0, 100.0, open_low=True)
         check_range("top_p", "top_p", self.top_p, 0.0, 1.0, open_low=True)
 
-    def choose(self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray) -> np.ndarray:
-        probabilities = nk.softmax(logits, self.temperature)
-        tokens: np.ndarray = nk.top_p_sampling_from_probs(
-            probabilities, self.top_p, seed=seeds, offset=offsets
-        )
-        return tokens
+    def filters(self) -> dict[str, float]:
+        return {"temperature": self.temperature, "top_p": self.top_p}

@@ -55,9 +55,8 @@ class Burst:
 
     @staticmethod
     def fits(requests: Sequence[Request]) -> bool:
-        """Return whether one burst can draw for these requests: one strategy, made of calls."""
-        strategies = {r.strategy for r in requests}
-        return len(strategies) == 1 and next(iter(strategies)).is_compiled
+        """Return whether one burst can draw for these requests: they have one strategy."""
+        return len({r.strategy for r in requests}) == 1
 
     @classmethod
     def key(cls, requests: Sequence[Request]) -> tuple[Any, ...]:
@@ -120,6 +119,9 @@ def _next_step(
     for b in range(len(drawn)):
         token = drawn[b]
         tokens[b, step] = token
+        if token < 0:  # no distribution: the caller raises, but the list goes on to its end
+            flag[0] = 1
+            token = np.int32(0)
         for s in range(stops.shape[1]):
             if token == stops[b, s]:
                 flag[0] = 1

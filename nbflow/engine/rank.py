@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from nbflow.cache import KVStorage, PageTable
+from nbflow.decoding.strategy import check_drawn
 from nbflow.engine.burst import MAX_STEPS, Burst
 from nbflow.engine.request import Request
 from nbflow.engine.scheduler import next_tokens
@@ -213,6 +214,7 @@ class RankEngine:
         done = int(burst.n_steps[0])
         per_step = (time.perf_counter() - started) / done
         self._burst_steps = max(1, min(MAX_STEPS, int(BURST_S / per_step)))
+        check_drawn(burst.tokens[:, :done])
         tokens, logprobs = burst.tokens[:, :done].tolist(), burst.token_logprobs.tolist()
         for i, request in zip(indices, requests, strict=True):
             self.table.extend(i, done - 1)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
+import synthetic_formats
 
 from nbflow_kernels.errors import MissingExtraError, UsageError
-from nbflow_kernels.qmatmul import cases, qmatmul, reference
+from nbflow_kernels.qmatmul import ACTIVATIONS, cases, qmatmul, reference
 from nbflow_kernels.quants import FORMATS, dequantize, quantize
 from nbflow_kernels.quants.packed import packed_form
 from nbflow_kernels.threads import get_num_threads, set_num_threads
@@ -45,25 +48,51 @@ def test_kernels_compute_from_what_dequantize_gives(name):
         *("q8_0", "q5_1", "q5_0", "q4_1", "q4_0"),
     ],
 )
-def test_a_row_does_not_depend_on_the_others_nor_on_threads(name, threads):
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+def test_a_row_does_not_depend_on_the_others_nor_on_threads(name, activations, threads):
+    if name == "f16" and activations == "int8":
+        return  # refused, as the test of errors shows
     x, w = make(name, 71, 203, 330)  # 71 = 64 + 7 tokens; 13 row groups, the last of 11 rows
     bias = np.random.default_rng(6).standard_normal(203, dtype=np.float32)
+
+    def product(x):
+        return qmatmul(x, w, bias=bias, activations=activations)
+
     threads(1)
-    alone = np.concatenate([qmatmul(x[t : t + 1], w, bias=bias) for t in range(71)])
+    alone = np.concatenate([product(x[t : t + 1]) for t in range(71)])
     for n in (1, 2, 3):
         threads(n)
         for T in (7, 64, 71):
-            assert np.array_equal(qmatmul(x[:T], w, bias=bias), alone[:T]), (n, T)
-    assert np.array_equal(qmatmul(x[60:], w, bias=bias), alone[60:])
+            assert np.array_equal(product(x[:T]), alone[:T]), (n, T)
+    assert np.array_equal(product(x[60:]), alone[60:])
 
 
-def test_bias_and_accumulate_are_added_in_this_order():
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+def test_bias_and_accumulate_are_added_in_this_order(activations):
     x, w = make("q4", 3, 20, 64)
     bias = np.linspace(-1, 1, 20, dtype=np.float32)
     old = np.full((3, 20), 0.37, np.float32)
     out = old.copy()
-    assert qmatmul(x, w, bias=bias, accumulate=True, out=out) is out
-    assert np.array_equal(out, (qmatmul(x, w) + bias) + old)
+    product = functools.partial(qmatmul, x, w, activations=activations)
+    assert product(bias=bias, accumulate=True, out=out) is out
+    assert np.array_equal(out, (product() + bias) + old)
+
+
+@pytest.mark.parametrize("activations", ACTIVATIONS)
+@pytest.mark.parametrize("name", synthetic_formats.FORMS)
+def test_products_of_every_integer_form(name, activations):
+    rng = np.random.default_rng(7)
+    w = synthetic_formats.FORMATS[name].random(rng, 37, 600)
+    x = rng.standard_normal((5, 600), dtype=np.float32)
+    want = reference.qmatmul(x, w, activations=activations)
+    # as in the cases: at most 600 roundings of 2**-24 of a partial sum, of which the largest is
+    # the sum of the weights' scaled codes and that of their bases apart; 4 times the sum's size
+    size = np.sqrt(np.square(reference.weights(w)).sum(axis=1)).max()
+    limit = 3 * 600**0.5 * 2.0**-24 * 4 * max(size, np.abs(want).max())
+    got = qmatmul(x, w, activations=activations)
+    assert np.abs(got - want).max() <= limit
+    one = [qmatmul(x[t : t + 1], w, activations=activations)[0] for t in range(5)]
+    assert np.array_equal(np.stack(one), got)
 
 
 def test_bands_of_wider_arrays():
@@ -103,6 +132,10 @@ def test_errors_name_what_was_wrong():
         qmatmul(x, w, out=np.zeros((3, 2), np.float32))
     with pytest.raises(UsageError, match="accumulate=True needs out="):
         qmatmul(x, w, accumulate=True)
+    with pytest.raises(UsageError, match="unknown kind of activations 'int4'"):
+        qmatmul(x, w, activations="int4")
+    with pytest.raises(UsageError, match="'int8' needs weights in a block format, got f16"):
+        qmatmul(x, quantize(x, "f16"), activations="int8")
     with pytest.raises(UsageError, match="out must not overlap x"):
         qmatmul(x, w, out=x[:, :3])
     with pytest.raises(MissingExtraError, match="no CUDA variant of qmatmul"):

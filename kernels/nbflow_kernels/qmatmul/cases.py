@@ -10,10 +10,18 @@ import numpy as np
 from nbflow_kernels.opcase import OpCase
 from nbflow_kernels.quants import FORMATS, QuantTensor, quantize
 
-_REASON = (
-    "float32 sums of K/2 products of N(0, 1) and N(0, 1/K) numbers, one after the other: partial "
-    "sums below 5, K/2 roundings of at most 2.4e-7 added at random: 3 * sqrt(K/2) * 2.4e-7"
-)
+_REASON = {
+    "f32": (
+        "float32 sums of K products of N(0, 1) and N(0, 1/K) numbers in 4 chains: partial sums "
+        "below 4, K roundings of at most 2.4e-7 added at random, whose root mean square is 0.58 of "
+        "the largest: 3 * sqrt(K) * 1.4e-7"
+    ),
+    "int8": (
+        "exact integer sums; K/16 of them at most are scaled (one rounding) and added to partial "
+        "sums below 16, twice where there are bases: 2 * K/16 roundings of at most 9.5e-7 added at "
+        "random, root mean square 0.58 of that: 3 * sqrt(K/8) * 5.5e-7"
+    ),
+}
 
 
 def _weights(rng: np.random.Generator, N: int, K: int, format: str) -> QuantTensor:
@@ -25,13 +33,15 @@ def _weights(rng: np.random.Generator, N: int, K: int, format: str) -> QuantTens
 
 
 def _inputs(
-    T: int, N: int, K: int, format: str, bias: bool, accumulate: bool
+    T: int, N: int, K: int, format: str, bias: bool, accumulate: bool, activations: str
 ) -> Callable[[np.random.Generator], dict[str, Any]]:
     def make(rng: np.random.Generator) -> dict[str, Any]:
         inputs: dict[str, Any] = {
             "x": rng.standard_normal((T, K), dtype=np.float32),
             "w": _weights(rng, N, K, format),
         }
+        if activations != "f32":
+            inputs["activations"] = activations
         if bias:
             inputs["bias"] = rng.standard_normal(N, dtype=np.float32)
         if accumulate:
@@ -49,25 +59,28 @@ def _case(
     K: int,
     format: str,
     *,
+    activations: str = "f32",
     bias: bool = False,
     accumulate: bool = False,
     timed: bool = False,
 ) -> OpCase:
     chosen = FORMATS[format]
     weight_bytes = N * chosen.row_blocks(K) * chosen.block_bytes
+    # K = 4096: 3 * 64 * 1.4e-7 = 2.7e-5; the 8 stands for bias and old output
+    atol = {"f32": 3 * (K + 8) ** 0.5 * 1.4e-7, "int8": 3 * (K / 8 + 8) ** 0.5 * 5.5e-7}
     return OpCase(
         op="qmatmul",
-        name=name,
-        inputs=_inputs(T, N, K, format, bias, accumulate),
+        name=name if activations == "f32" else f"{name}_{activations}",
+        inputs=_inputs(T, N, K, format, bias, accumulate, activations),
         rtol=0.0,
-        # K = 4096: 3 * sqrt(2048) * 2.4e-7 = 3.3e-5; the 2 stands for bias and old output
-        atol=3 * (K / 2 + 2) ** 0.5 * 2.4e-7,
-        reason=_REASON,
+        atol=atol[activations],
+        reason=_REASON[activations],
         n_bytes=weight_bytes + 4 * (T * K + T * N),
         n_flops=2 * T * N * K,
         out=None if accumulate else ((T, N), "float32"),
         mutates=("out",) if accumulate else (),
         timed=timed,
+        arithmetic=activations,
     )
 
 
@@ -76,17 +89,26 @@ FORMS = (
     *("q8_b32t1", "q8", "q6", "q5", "q5_b32t1", "q5_0", "q4", "q4_b64t1", "q4_b16", "q4_0"),
     *("q3h", "q3", "q2"),
 )
+_TIMED = ("q8_0", "q4_0", "q8", "q4", "q3h")
+_BOTH = ("f32", "int8")
 
 CASES = [
-    *(_case(f"{f}_one_row", 1, 37, 200, f) for f in FORMS),
-    *(_case(f"{f}_odd", 7, 37, 200, f, bias=True) for f in FORMS),
+    *(_case(f"{f}_one_row", 1, 37, 200, f, activations=a) for a in _BOTH for f in FORMS),
+    *(_case(f"{f}_odd", 7, 37, 200, f, bias=True, activations=a) for a in _BOTH for f in FORMS),
     *(_case(f"{f}", 3, 5, 24, f) for f in ("f32", "f16", "bf16")),
-    _case("one_weight", 1, 1, 1, "q4"),
-    _case("no_rows", 0, 16, 64, "q4"),
-    _case("no_outputs", 2, 0, 64, "q4"),
-    _case("one_row_accumulate", 1, 33, 96, "q4", bias=True, accumulate=True),
-    _case("accumulate", 5, 33, 96, "q3h", accumulate=True),
-    _case("many_tiles", 70, 100, 600, "q4", bias=True),
-    *(_case(f"llama2_7b_{f}", 1, 11008, 4096, f, timed=True) for f in ("q8", "q4", "q3h")),
-    *(_case(f"llama2_7b_{f}_64", 64, 11008, 4096, f, timed=True) for f in ("q8", "q4", "q3h")),
+    *(_case("one_weight", 1, 1, 1, "q4", activations=a) for a in _BOTH),
+    *(_case("no_rows", 0, 16, 64, "q4", activations=a) for a in _BOTH),
+    *(_case("no_outputs", 2, 0, 64, "q4", activations=a) for a in _BOTH),
+    *(
+        _case("one_row_accumulate", 1, 33, 96, "q4", bias=True, accumulate=True, activations=a)
+        for a in _BOTH
+    ),
+    *(_case("accumulate", 5, 33, 96, "q3h", accumulate=True, activations=a) for a in _BOTH),
+    *(_case("many_tiles", 70, 100, 600, "q4", bias=True, activations=a) for a in _BOTH),
+    *(
+        _case(f"llama2_7b_{f}_{T}", T, 11008, 4096, f, activations=a, timed=True)
+        for a in _BOTH
+        for f in _TIMED
+        for T in (1, 64, 512)
+    ),
 ]

@@ -16,9 +16,26 @@ from nbflow_kernels.quants.packed import ROWS, Packed
 from nbflow_kernels.quants.tensor import QuantTensor
 from nbflow_kernels.threads import not_capturable, split_rows
 
-__all__ = ["Int8Rows", "matmul", "matmul_int8", "quantize_activations"]
+__all__ = ["Int8Rows", "matmul", "matmul_int8", "qmatmul", "quantize_activations"]
 
 _NO_BIAS = np.zeros(0, np.float32)
+
+
+def qmatmul(
+    x: NDArray[np.float32],
+    w: QuantTensor,
+    bias: NDArray[np.float32] | None,
+    accumulate: bool,
+    activations: str,
+    out: NDArray[np.float32],
+) -> None:
+    """See `nbflow_kernels.qmatmul`."""
+    if activations == "f32":
+        matmul(x, w, bias, accumulate, out)
+        return
+    rows = Int8Rows.empty(*x.shape)
+    quantize_activations(x, rows)
+    matmul_int8(rows, w, bias, accumulate, out)
 
 
 def matmul(
@@ -28,7 +45,7 @@ def matmul(
     accumulate: bool,
     out: NDArray[np.float32],
 ) -> None:
-    """See `nbflow_kernels.qmatmul`, with float32 activations."""
+    """Do `nbflow_kernels.qmatmul` with float32 activations."""
     if w.is_float:
         float_cpu.matmul(x, w.array, bias, accumulate, out)
     elif w.format.decodes_from_storage:
@@ -66,7 +83,7 @@ def matmul_int8(
     accumulate: bool,
     out: NDArray[np.float32],
 ) -> None:
-    """See `nbflow_kernels.qmatmul`, with activations that are quantized already."""
+    """Do `nbflow_kernels.qmatmul` with activations that are quantized already."""
     if w.format.decodes_from_storage:
         user_rows.matmul_int8(rows, w, bias, accumulate, out)
     else:

@@ -7,6 +7,6 @@ from typing import Any
 from nbflow_kernels._dispatch import no_cuda_variant
 
 
-def matmul(x: Any, w: Any, bias: Any, accumulate: bool, out: Any) -> None:
+def qmatmul(x: Any, w: Any, bias: Any, accumulate: bool, activations: str, out: Any) -> None:
     """See `nbflow_kernels.qmatmul`."""
     no_cuda_variant("qmatmul")

@@ -15,13 +15,11 @@ import numpy as np
 
 from nbflow_kernels import simd, simd_tiles
 from nbflow_kernels._jit import helper, njit
-from nbflow_kernels.lanes import prefetch
 from nbflow_kernels.qmatmul.finish import finish
 from nbflow_kernels.quants.packed import PackedForm
 from nbflow_kernels.quants.unpack import codes, decode_blocks, parameters, weight
 from nbflow_kernels.simd_bytes import broadcast_f32
 
-AHEAD = 4096  # bytes; see `nbflow_kernels.qmatmul.int8`
 TOKENS = 4  # of a register tile
 
 
@@ -48,11 +46,10 @@ def one_row(form: PackedForm) -> Any:
             for b in range(n_blocks):
                 if b == n_whole:
                     x_at = simd.address(tail)
-                for line in range(0, block_bytes, 64):
-                    prefetch(at + AHEAD + line)
                 for unit in range(units):
                     for v in range(vectors):
-                        scale, base = parameters(form, at, (unit * vectors + v) // per_scale)
+                        s = (unit * vectors + v) // per_scale
+                        scale, base = parameters(form, at, s)
                         u = codes(form, at + header + unit * unit_bytes, v)
                         w = weight(form, u, 0, scale, base)
                         chain0 = simd.fma(w, broadcast_f32(x_at), chain0)
@@ -86,8 +83,8 @@ def many_rows(form: PackedForm) -> Any:
         n_columns, n_tokens, step = n_blocks * block, x.shape[0], x.strides[0]
         room = np.empty((n_columns, 16), np.float32)
         result = np.empty((TOKENS, 16), np.float32)
-        result_at = simd.address(result)
         for group in range(start, stop):
+            result_at = simd.address(result)  # in the loop: an array lives until its last use
             decode_blocks(
                 form, simd.address(packed) + group * n_blocks * block_bytes, n_blocks,
                 simd.address(room),

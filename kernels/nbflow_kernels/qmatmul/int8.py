@@ -19,12 +19,10 @@ import numpy as np
 
 from nbflow_kernels import simd, simd_bytes, simd_tiles
 from nbflow_kernels._jit import njit
-from nbflow_kernels.lanes import prefetch
 from nbflow_kernels.qmatmul.finish import finish
 from nbflow_kernels.quants.packed import PackedForm
-from nbflow_kernels.quants.unpack import base_of, codes, dot, scale_of
+from nbflow_kernels.quants.unpack import base_of, codes, d_of, dot, m_of, scale_of
 
-AHEAD = 4096  # bytes; the prefetch by software that hides the most, for one stream of weights
 TOKENS = 4  # of a register tile, with 2 row groups
 
 
@@ -36,43 +34,47 @@ def piece_vectors(form: PackedForm) -> int:
 @functools.cache
 def one_row(form: PackedForm) -> Any:
     """Return the kernel for one row of activations and row groups [start, stop)."""
-    vectors, has_base, zero = piece_vectors(form), form.base != "none", -form.zero
+    vectors, has_base, zero = piece_vectors(form), form.base != "none", np.int32(-form.zero)
     units, pieces = form.block // form.unit, form.unit // 4 // vectors
     header, unit_bytes, block_bytes = form.header_bytes, form.unit_bytes, form.block_bytes
-    per_scale = form.sub_block // (4 * vectors)
-    x_scale_shift = 1 if vectors == 4 else 0
+    per_scale, several_d = form.sub_block // (4 * vectors), form.block != form.d_block
+    halves = 1 if vectors == 4 else 0
 
     @njit
     def kernel(
         x: Any, scales: Any, sums: Any, packed: Any, n_blocks: Any, bias: Any, accumulate: Any,
         out: Any, start: Any, stop: Any,
     ) -> None:  # fmt: skip
+        n_pieces = n_blocks * units * pieces
+        starts = np.empty(n_pieces, np.int32)
+        weighted = np.empty(n_pieces, np.float32)
+        for i in range(n_pieces):
+            starts[i] = zero * sums[0, i]
+            weighted[i] = scales[0, i >> halves] * np.float32(sums[0, i])
         for group in range(start, stop):
             at = simd.address(packed) + group * n_blocks * block_bytes
-            x_at, scales_at, sums_at = simd.address(x), simd.address(scales), simd.address(sums)
+            x_at, d_at = simd.address(x), simd.address(scales)
+            starts_at, weighted_at = simd.address(starts), simd.address(weighted)
             total = bases = simd.splat(0.0)
             piece = 0
             for _ in range(n_blocks):
-                for line in range(0, block_bytes, 64):
-                    prefetch(at + AHEAD + line)
+                d, m = d_of(form, at, 0), m_of(form, at, 0)
                 for unit in range(units):
                     unit_at = at + header + unit * unit_bytes
                     for p in range(pieces):
                         s = (unit * pieces + p) // per_scale
-                        d = simd_bytes.broadcast_f32(scales_at + 4 * (piece >> x_scale_shift))
-                        n = simd_bytes.broadcast_i32(sums_at + 4 * piece)
-                        even = simd.mul(n, simd.splat_i32(zero))
-                        odd = simd.splat_i32(0)
-                        for v in range(0, vectors, 2):
+                        if several_d:
+                            d, m = d_of(form, at, s), m_of(form, at, s)
+                        ints = simd_bytes.broadcast_i32(starts_at + 4 * piece)
+                        for v in range(vectors):
                             u = codes(form, unit_at, p * vectors + v)
-                            even = dot(form, even, u, simd_bytes.broadcast4(x_at + 4 * v))
-                            u = codes(form, unit_at, p * vectors + v + 1)
-                            odd = dot(form, odd, u, simd_bytes.broadcast4(x_at + 4 * v + 4))
-                        whole = simd.to_f32(simd.add(even, odd))
-                        total = simd.fma(whole, simd.mul(scale_of(form, at, s), d), total)
+                            ints = dot(form, ints, u, simd_bytes.broadcast4(x_at + 4 * v))
+                        x_scale = simd_bytes.broadcast_f32(d_at + 4 * (piece >> halves))
+                        scale = simd.mul(scale_of(form, at, s, d), x_scale)
+                        total = simd.fma(simd.to_f32(ints), scale, total)
                         if has_base:
-                            weighted = simd.mul(d, simd.to_f32(n))
-                            bases = simd.fma(base_of(form, at, s), weighted, bases)
+                            weight = simd_bytes.broadcast_f32(weighted_at + 4 * piece)
+                            bases = simd.fma(base_of(form, at, s, m), weight, bases)
                         x_at += 4 * vectors
                         piece += 1
                 at += block_bytes
@@ -90,7 +92,7 @@ def many_rows(form: PackedForm) -> Any:
     units, pieces = form.block // form.unit, form.unit // 4 // vectors
     header, unit_bytes, block_bytes = form.header_bytes, form.unit_bytes, form.block_bytes
     per_scale, block = form.sub_block // (4 * vectors), form.block
-    x_scale_shift = 1 if vectors == 4 else 0
+    halves = 1 if vectors == 4 else 0
     bits = 8 if form.values is not None else form.bits
 
     @njit
@@ -101,13 +103,14 @@ def many_rows(form: PackedForm) -> Any:
         n_pieces = n_blocks * block // (4 * vectors)
         w_step, s_step = n_pieces * vectors * 64, n_pieces * 64
         room = np.empty(2 * w_step + 64, np.uint8)
-        w_room = (simd.address(room) + 63) // 64 * 64
         scale_room = np.empty((4, n_pieces, 16), np.float32)
-        s_room = simd.address(scale_room)
-        b_room = s_room + 2 * s_step
         result = np.empty((2 * TOKENS, 16), np.float32)
         x_step, d_step, n_step = x.strides[0], scales.strides[0], sums.strides[0]
         for first in range(start, stop, 2):
+            # addresses are taken in the loop: an array lives until its last use by name
+            w_room = (simd.address(room) + 63) // 64 * 64
+            s_room = simd.address(scale_room)
+            b_room = s_room + 2 * n_pieces * 64
             n_groups = min(2, stop - first)
             for g in range(n_groups):
                 at = simd.address(packed) + (first + g) * n_blocks * block_bytes
@@ -117,10 +120,10 @@ def many_rows(form: PackedForm) -> Any:
                         unit_at = at + header + unit * unit_bytes
                         for p in range(pieces):
                             s = (unit * pieces + p) // per_scale
-                            simd.store_f32(s_at, scale_of(form, at, s))
+                            simd.store_f32(s_at, scale_of(form, at, s, d_of(form, at, s)))
                             s_at += 64
                             if has_base:
-                                simd.store_f32(b_at, base_of(form, at, s))
+                                simd.store_f32(b_at, base_of(form, at, s, m_of(form, at, s)))
                                 b_at += 64
                             for v in range(vectors):
                                 u = codes(form, unit_at, p * vectors + v)
@@ -142,7 +145,7 @@ def many_rows(form: PackedForm) -> Any:
                         ints = simd_tiles.dots(
                             ints, w_at + 64 * v, w_step, x_at + 4 * v, x_step, bits
                         )
-                    x_scale = d_at + 4 * (piece >> x_scale_shift)
+                    x_scale = d_at + 4 * (piece >> halves)
                     total = simd_tiles.scaled(
                         total, ints, s_room + 64 * piece, s_step, x_scale, d_step
                     )

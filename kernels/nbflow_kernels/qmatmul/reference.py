@@ -20,19 +20,39 @@ def weights(w: QuantTensor) -> NDArray[np.float64]:
     return dense if w.outliers is None else dense + w.outliers.to_dense()
 
 
+def int8_codes(x: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
+    """Return the codes (T, K) and the scales (T, K / 32) of activations: the formula in float32."""
+    padded = np.zeros((x.shape[0], -(-x.shape[1] // 32), 32), np.float32)
+    padded.reshape(x.shape[0], -1)[:, : x.shape[1]] = x
+    largest = np.abs(padded).max(axis=2, initial=0)
+    with np.errstate(divide="ignore", over="ignore"):
+        inverse = np.where(largest >= np.float32(2**-100), np.float32(127) / largest, np.float32(0))
+    codes = np.rint(padded * inverse[:, :, None]).astype(np.int8)
+    scales = np.where(inverse > 0, largest / np.float32(127), np.float32(0))
+    return codes.reshape(x.shape[0], -1)[:, : x.shape[1]], scales
+
+
+def int8_values(x: NDArray[np.float32]) -> NDArray[np.float64]:
+    """Return the numbers (T, K) that stand for activations: their codes times their scales."""
+    codes, scales = int8_codes(x)
+    return codes * np.repeat(scales.astype(np.float64), 32, axis=1)[:, : x.shape[1]]
+
+
 def qmatmul(
     x: NDArray[Any],
     w: QuantTensor,
     *,
     bias: NDArray[Any] | None = None,
     accumulate: bool = False,
+    activations: str = "f32",
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
     """See `nbflow_kernels.qmatmul`."""
+    values = int8_values(x) if activations == "int8" else x.astype(np.float64)
     y = np.zeros((x.shape[0], w.n_rows))
     for row in range(0, w.n_rows, ROWS):
         part = w.rows(row, min(row + ROWS, w.n_rows))
-        y[:, row : row + ROWS] = x.astype(np.float64) @ weights(part).T
+        y[:, row : row + ROWS] = values @ weights(part).T
     if bias is not None:
         y += bias
     if out is None:

@@ -23,7 +23,12 @@ from nbflow_kernels._dispatch import check_array, is_cuda, no_cuda_variant
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.quants.floats import BF16, F16, F32, FloatFormat
 from nbflow_kernels.quants.formats import Formats, QuantFormat
+from nbflow_kernels.quants.fp4 import MXFP4, NVFP4
 from nbflow_kernels.quants.ggml_legacy import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
+from nbflow_kernels.quants.iq1 import IQ1_M, IQ1_S
+from nbflow_kernels.quants.iq2 import IQ2_S, IQ2_XS, IQ2_XXS
+from nbflow_kernels.quants.iq3 import IQ3_S, IQ3_XXS
+from nbflow_kernels.quants.iq4 import IQ4_NL, IQ4_XS
 from nbflow_kernels.quants.outliers import (
     add_outliers,
     add_outliers_of,
@@ -46,6 +51,7 @@ from nbflow_kernels.quants.q6 import Q6_B64T1
 from nbflow_kernels.quants.q6_k import Q6_K
 from nbflow_kernels.quants.q8 import Q8_B32T1, Q8_B32T2
 from nbflow_kernels.quants.tensor import QuantTensor
+from nbflow_kernels.quants.ternary import Q1_0, Q2_0, TQ1_0, TQ2_0
 
 __all__ = [
     "ENCODERS",
@@ -90,6 +96,21 @@ FORMATS = Formats(
         Q4_K,
         Q5_K,
         Q6_K,
+        IQ4_NL,
+        IQ4_XS,
+        MXFP4,
+        NVFP4,
+        IQ3_S,
+        IQ3_XXS,
+        IQ2_S,
+        IQ2_XS,
+        IQ2_XXS,
+        Q2_0,
+        TQ2_0,
+        IQ1_M,
+        TQ1_0,
+        IQ1_S,
+        Q1_0,
     ),
     short_names={
         "fp32": "f32",

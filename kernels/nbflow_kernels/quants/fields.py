@@ -30,6 +30,24 @@ def unpack_fields(data: Bytes, width: int) -> Bytes:
     return ((data[:, :, None] >> shifts) & np.uint8(2**width - 1)).reshape(len(data), -1)
 
 
+def pack_halves(values: Bytes) -> Bytes:
+    """Return values (n, 2m), each below 16, as (n, m): the first m in the low nibbles."""
+    half = values.shape[1] // 2
+    data: Bytes = values[:, :half] | (values[:, half:] << np.uint8(4))
+    return data
+
+
+def unpack_halves(data: Bytes) -> Bytes:
+    """Return the values (n, 2m) of bytes (n, m): the low nibbles first, then the high ones."""
+    return np.hstack([data & np.uint8(15), data >> np.uint8(4)])
+
+
+@inline
+def half_nibble(row: Any, at: Any, i: Any) -> Any:
+    """Return value `i` of 32 in 16 bytes at `at`: the low nibbles first, then the high ones."""
+    return (row[at + (i & 15)] >> (i >> 4 << 2)) & 15
+
+
 @inline
 def nibble(row: Any, at: Any, i: Any) -> Any:
     """Return value `i` of the 4-bit plane that starts at byte `at`."""

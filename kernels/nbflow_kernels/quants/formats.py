@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 Bytes = NDArray[Any]  # of uint8; NumPy's annotations call ``bytes >> 4`` a signed integer
 Floats = NDArray[np.float32]
+ACTIVATION_TYPES = ("q8_1", "q8_k")
 
 
 class QuantFormat(ABC):
@@ -112,6 +113,11 @@ class Formats(Mapping[str, QuantFormat]):
     def __getitem__(self, name: str) -> QuantFormat:
         lower = name.lower() if isinstance(name, str) else name
         found = self._formats.get(self.short_names.get(lower, lower))
+        if found is None and lower in ACTIVATION_TYPES:
+            raise UsageError(
+                f"{name} is no format of weights: GGML quantizes activations to it while it "
+                "computes, and no file holds it; for weights of 8 bits use q8_0"
+            )
         if found is None:
             raise unknown_name("format", name, [*self.short_names, *self._formats])
         return found

@@ -12,17 +12,10 @@ codes                 units of 32 columns (64 with pairs), a *word vector* of 64
 ====================  =============================================================================
 
 Byte ``4 * row + j`` of a *code vector* v is the code of column ``4 * v + j`` of the unit: what one
-instruction multiplies by 4 activations.  Words hold code vectors bit by bit, in planes:
-
-====================  =============================================================================
-8 bits                word v is code vector v
-4 bits                code vector v is in bits ``4 * (v % 2)`` of word ``v // 2``
-2 bits                code vector v is in bits ``2 * (v % 4)`` of word ``v // 4``
-1 bit                 code vector v is in bit v of the only word
-3, 5, 6 bits          a low plane of 2, 4, 4 bits, then a high one of 1, 1, 2
-pairs                 code vectors 2w and 2w + 1 as x + 11 * y in the low 7 bits of word w; those of
-                      w = 7 in the top bits: bit i is the top bit of word i
-====================  =============================================================================
+instruction multiplies by 4 activations.  Words hold code vectors in the bits that `FIELDS` lists:
+most of them in one piece, so that a shift and a mask give them back; the others in the bits that
+are left over above these.  Pairs hold code vectors 2w and 2w + 1 as ``x + 11 * y`` in the low 7
+bits of word w; those of w = 7 are in the top bits: bit i is the top bit of word i.
 
 Packed weights take as many bits for codes as stored ones; integer scales are widened to bytes,
 which costs at most 4 % (`Packed.bits_per_weight`).
@@ -46,10 +39,31 @@ ROWS = 16  # rows of a group: the lanes of a simd vector
 CHUNK = 1 << 22  # weights packed at once: bounds the temporary array of codes
 ALIGNMENT = 64  # of the data: a cache line, a vector
 
-PLANES = {8: (8, 0), 6: (4, 2), 5: (4, 1), 4: (4, 0), 3: (2, 1), 2: (2, 0), 1: (1, 0)}
-"""Bits of a code to the bits of its low and its high plane."""
 PAIRS = 7
 """The number of bits that stands for pair codes."""
+FIELDS: dict[int, tuple[tuple[int, int, int, int, int], ...]] = {
+    1: tuple((v, 0, 1, 0, v) for v in range(8)),
+    2: tuple((v, 0, 2, v // 4, 2 * (v % 4)) for v in range(8)),
+    3: (
+        *((v, 0, 3, v // 2, 3 * (v % 2)) for v in range(6)),
+        *((6, 0, 2, 0, 6), (6, 2, 1, 1, 6)),
+        *((7, 0, 1, 1, 7), (7, 1, 2, 2, 6)),
+    ),
+    4: tuple((v, 0, 4, v // 2, 4 * (v % 2)) for v in range(8)),
+    5: (
+        *((v, 0, 5, v, 0) for v in range(5)),
+        *((5, 0, 3, 0, 5), (5, 3, 2, 1, 5)),
+        *((6, 0, 3, 2, 5), (6, 3, 2, 3, 5)),
+        *((7, 0, 3, 4, 5), (7, 3, 1, 1, 7), (7, 4, 1, 3, 7)),
+    ),
+    6: (
+        *((v, 0, 6, v, 0) for v in range(6)),
+        *((6, 2 * w, 2, w, 6) for w in range(3)),
+        *((7, 2 * w, 2, w + 3, 6) for w in range(3)),
+    ),
+    8: tuple((v, 0, 8, v, 0) for v in range(8)),
+}
+"""Bits of a code to the fields of a unit: code vector, first bit, bits, word, place in the word."""
 D_BYTES = {"f16": 2, "f32": 4, "e8m0": 1, "u8": 1}
 
 
@@ -126,7 +140,7 @@ def packed_form(form: IntegerForm) -> PackedForm:
             "an integer form needs a sub_block of 16 or a multiple of 32, and a block that is a "
             f"multiple of it; got {form.sub_block} and {form.block}"
         )
-    if bits not in (*PLANES, PAIRS) or n_values not in (0, 1 << bits) or n_values > 16:
+    if bits not in (*FIELDS, PAIRS) or n_values not in (0, 1 << bits) or n_values > 16:
         raise UsageError(
             "an integer form needs code_bits 1..8, and `values` only up to 4 bits, 2**code_bits "
             f"of them; got {form.code_bits} bits and {n_values} values"
@@ -247,7 +261,7 @@ def _pack(
     packed = replace(empty, data=aligned_zeros(empty.n_groups * empty.group_bytes))
     words = packed.data.view(np.uint32).reshape(packed.n_groups, packed.group_bytes // 4)
     blocks = packed.data.reshape(packed.n_groups, packed.n_blocks, form.block_bytes)
-    low, high = PLANES.get(form.bits, (PAIRS, 0))
+    fields = np.array(FIELDS.get(form.bits, ((0,) * 5,)), np.int64)
     step = ROWS * max(1, CHUNK // (ROWS * packed.n_columns))
     for row in range(0, len(data), step):
         part = integers(data[row : row + step])
@@ -255,7 +269,7 @@ def _pack(
         codes = _padded(part.codes, packed.n_columns, len(part.codes))
         split_rows(
             _pack_codes, groups.stop - groups.start, 2.0 * codes.size,
-            codes.view(np.uint32), words[groups], low, high, packed.n_blocks,
+            codes.view(np.uint32), words[groups], form.bits, fields, packed.n_blocks,
             form.block // form.unit, form.unit // 4, form.header_bytes // 4, form.block_bytes // 4,
         )  # fmt: skip
         at = 0
@@ -338,7 +352,7 @@ def _stored(d_type: str, numbers: NDArray[np.float32], base: bool) -> NDArray[An
 
 @njit
 def _pack_codes(
-    codes: Any, out: Any, low: Any, high: Any, n_blocks: Any, units: Any, vectors: Any,
+    codes: Any, out: Any, bits: Any, fields: Any, n_blocks: Any, units: Any, vectors: Any,
     header: Any, block: Any, start: Any, stop: Any,
 ) -> None:  # fmt: skip
     """Write the codes of row groups [start, stop), 4 columns at a time; sizes in 4 bytes."""
@@ -348,27 +362,20 @@ def _pack_codes(
             for b in range(n_blocks):
                 at = b * block + header + lane
                 for unit in range(b * units, (b + 1) * units):
-                    if low == PAIRS:
+                    if bits == PAIRS:
                         _pack_pairs(row, unit * vectors, words, at)
-                        at += PAIRS * ROWS
                     else:
-                        _pack_planes(row, unit * vectors, words, at, low, high)
-                        at += (low + high) * ROWS
+                        _pack_fields(row, unit * vectors, words, at, fields)
+                    at += bits * ROWS
 
 
 @njit
-def _pack_planes(row: Any, v: Any, words: Any, at: Any, low: Any, high: Any) -> None:
+def _pack_fields(row: Any, v: Any, words: Any, at: Any, fields: Any) -> None:
     """Write the 8 code vectors of one row and unit; a number holds 4 codes, no bit crosses over."""
-    mask = np.uint32(0x01010101 * ((1 << low) - 1))
-    high_mask = np.uint32(0x01010101 * ((1 << high) - 1))
-    per_word, high_at = 8 // low, at + low * ROWS
-    for i in range(8):
-        four = row[v + i]
-        words[at + i // per_word * ROWS] |= (four & mask) << np.uint32(low * (i % per_word))
-        if high:
-            part = (four >> np.uint32(low)) & high_mask
-            shift = np.uint32(high * i % 8)
-            words[high_at + high * i // 8 * ROWS] |= part << shift
+    for i in range(len(fields)):
+        mask = np.uint32(0x01010101) * np.uint32((1 << fields[i, 2]) - 1)
+        part = (row[v + fields[i, 0]] >> np.uint32(fields[i, 1])) & mask
+        words[at + fields[i, 3] * ROWS] |= part << np.uint32(fields[i, 4])
 
 
 @njit

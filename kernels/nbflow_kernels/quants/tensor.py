@@ -15,6 +15,7 @@ from nbflow_kernels.quants.floats import FloatFormat
 from nbflow_kernels.quants.formats import QuantFormat
 from nbflow_kernels.quants.packed import Packed
 from nbflow_kernels.sparse.csr import CsrMatrix
+from nbflow_kernels.threads import at_once
 
 _pack_lock = threading.Lock()
 
@@ -63,7 +64,7 @@ class QuantTensor:
     ('q4_b32t1a', (2, 64), 80)
     """
 
-    __slots__ = ("_data", "_packed", "format", "outliers", "shape")
+    __slots__ = ("_data", "_matrices", "_packed", "format", "outliers", "shape")
 
     def __init__(
         self,
@@ -72,6 +73,7 @@ class QuantTensor:
         data: NDArray[np.uint8],
         outliers: CsrMatrix | None = None,
     ) -> None:
+        self._matrices: tuple[QuantTensor, ...] | None = None
         self.format = _format(format)
         self.shape = _checked_shape(shape)
         wanted = _data_shape(self.format, self.shape)
@@ -181,7 +183,6 @@ class QuantTensor:
         """Bytes of the outliers."""
         return self.outliers.nbytes if self.outliers is not None else 0
 
-
     @property
     def packed_nbytes(self) -> int:
         """Bytes the packed layout holds now: 0 before the first product."""
@@ -220,7 +221,7 @@ class QuantTensor:
             If the format is a float format, which is computed from as it is.
         """
         if self._packed is None:
-            with _pack_lock:
+            with _pack_lock, at_once():
                 if self._packed is None:
                     self._packed = self.format.pack(self.data)
         return self._packed
@@ -261,6 +262,23 @@ class QuantTensor:
                 [t.outliers or CsrMatrix.empty((t.n_rows, shape[1])) for t in tensors]
             )
         return cls(tensors[0].format, shape, data, outliers)
+
+    def matrices(self) -> tuple[QuantTensor, ...]:
+        """Return the matrices (N, K) of a tensor of shape (..., N, K), without a copy.
+
+        They are made at the first call and kept, and so are their layouts for computing.
+
+        Raises
+        ------
+        UsageError
+            If the tensor has less than three axes.
+        """
+        if self._matrices is None:
+            if len(self.shape) < 3:
+                raise UsageError(f"matrices need a tensor of shape (..., N, K), got {self.shape}")
+            n, n_matrices = self.shape[-2], math.prod(self.shape[:-2])
+            self._matrices = tuple(self.rows(n * i, n * i + n) for i in range(n_matrices))
+        return self._matrices
 
     def __reduce__(self) -> tuple[Any, ...]:
         return QuantTensor, (self.format, self.shape, self.data, self.outliers)

@@ -1,17 +1,31 @@
 """Reading the packed layout inside kernels: code vectors, and what turns codes into weights.
 
-A kernel is made for a `PackedForm` by a factory and holds the form as a constant; the functions
-here look at it while they are compiled, so what a format does not have costs nothing::
+A kernel is made for a `PackedForm` by a factory and holds the form as a constant.  The functions
+here emit the instructions that this form needs, so what a format does not have costs nothing::
 
     @functools.cache
     def make(form: PackedForm):
         @njit
         def kernel(...):
-            u = codes(form, unit_at, v)          # 64 bytes: column 4v + j of row r in byte 4r + j
+            u = codes(form, unit_at, v)
             scale, base = parameters(form, block_at, s)
-            w = weight(form, u, j, scale, base)  # column 4v + j of 16 rows
+            w = weight(form, u, j, scale, base)
 
-The weight is ``scale * value + base`` with one rounding, bit-equal to `dequantize`.
+================================  =================================================================
+`codes(form, at, v)`              code vector v of the unit at address `at`: 64 bytes, of which byte
+                                  ``4 * row + j`` is the code of column ``4 * v + j``; the value
+                                  plus 128, if the form has values
+`dot(form, acc, u, x)`            acc plus the sums of 4 products of codes u and int8 x, int32
+`d_of(form, at, s)`               `d` (times `factor`) of sub-block s of the block at `at`, 16 rows
+`m_of(form, at, s)`               `m` in the same way; -0, which changes no sum, if there is none
+`scale_of(form, at, s, d)`        d times the integer scale of sub-block s, exact
+`base_of(form, at, s, m)`         m, or -m times the integer min of sub-block s, exact
+`parameters(form, at, s)`         scale and base for `weight`: -zero * scale is part of the base
+                                  where that is exact
+`weight(form, u, j, scale, base)` column ``4 * v + j``, 16 float32: scale * value + base, rounded
+                                  once, bit-equal to `dequantize`
+`decode_blocks(form, at, n, to)`  all columns of n blocks, 16 float32 each, to address `to`
+================================  =================================================================
 """
 
 from __future__ import annotations
@@ -19,17 +33,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 from llvmlite import ir
-from numba.core import datamodel, extending, types
+from numba.core import cgutils, datamodel, errors, extending, types
 from numba.core.imputils import lower_constant
 from numba.core.typing.typeof import typeof_impl
 
-from nbflow_kernels import simd, simd_bytes
-from nbflow_kernels._jit import FAST_MATH, helper
-from nbflow_kernels.quants.packed import D_BYTES, PAIRS, PLANES, PackedForm
-from nbflow_kernels.simd_bytes import dot_u7_i8, dot_u8_i8, field, load_bytes
+from nbflow_kernels import isa, simd
+from nbflow_kernels._jit import FAST_MATH
+from nbflow_kernels.halves import emit_widen
+from nbflow_kernels.quants.packed import D_BYTES, FIELDS, PAIRS, PackedForm
+from nbflow_kernels.simd import f32x16, i8x64, i32x16
+from nbflow_kernels.simd_bytes import emit_dot, emit_lookup16, emit_move, emit_pair
 
-intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
+_I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
+_F32 = ir.FloatType()
 
 
 class FormType(types.Type):
@@ -55,194 +73,184 @@ def _constant_form(context: Any, builder: Any, form_type: Any, value: Any) -> An
     return context.get_dummy_value()
 
 
-_OPTIONS: Any = {"forceinline": True, "error_model": "numpy", "fastmath": FAST_MATH}  # as `helper`
+# ---- what the functions emit --------------------------------------------------------------------
 
 
-def by_form(choose: Callable[[PackedForm], Callable[..., Any]]) -> Callable[..., Any]:
-    """Make a function for kernels whose body is picked for its first argument, a form."""
+class _Emit:
+    """The instructions that read one form."""
 
-    def function(form: Any, *args: Any) -> Any:
-        raise NotImplementedError(f"{choose.__name__} is for compiled code only")
+    def __init__(self, builder: Any, form: PackedForm) -> None:
+        self.builder = builder
+        self.form = form
+        self.features = isa.features()
 
-    def chosen(form: Any, *args: Any) -> Any:
-        return choose(form.form)
+    def load(self, at: Any, offset: int, element: Any, lanes: int = 16) -> Any:
+        """Return the vector `offset` bytes behind an address."""
+        builder = self.builder
+        pointer_type = ir.PointerType(ir.VectorType(element, lanes))
+        place = builder.add(at, ir.Constant(_I64, offset))
+        value = builder.load(builder.inttoptr(place, pointer_type))
+        value.align = 1
+        return value
 
-    extending.overload(function, strict=False, jit_options=_OPTIONS)(chosen)
-    function.__name__, function.__doc__ = choose.__name__, choose.__doc__
-    return function
+    def splat(self, scalar: Any, vector: Any) -> Any:
+        """Return a Python number or an LLVM scalar in all lanes."""
+        if isinstance(scalar, int | float):
+            return ir.Constant(vector, [scalar] * vector.count)
+        first = self.builder.insert_element(
+            ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_I32, 0)
+        )
+        lanes = ir.VectorType(_I32, vector.count)
+        return self.builder.shuffle_vector(first, first, ir.Constant(lanes, [0] * vector.count))
 
+    def fma(self, a: Any, b: Any, c: Any) -> Any:
+        """Return a * b + c."""
+        declared = ir.FunctionType(a.type, [a.type] * 3)
+        function = cgutils.get_or_insert_function(self.builder.module, declared, "llvm.fma.v16f32")
+        return self.builder.call(function, [a, b, c])
 
-# ---- code vectors -------------------------------------------------------------------------------
+    def floats(self, at: Any, offset: int, signed: bool) -> Any:
+        """Return 16 bytes as float32."""
+        loaded = self.load(at, offset, _I8)
+        if signed:
+            return self.builder.sitofp(loaded, f32x16.llvm)
+        return self.builder.uitofp(loaded, f32x16.llvm)
 
+    def code(self, at: Any, v: int) -> Any:
+        """Return code vector v as it is stored."""
+        if self.form.bits == PAIRS:
+            return emit_pair(self.builder, self._pair_word(at, v // 2), v % 2 == 1, self.features)
+        parts = [field[1:] for field in FIELDS[self.form.bits] if field[0] == v]
+        moved = [
+            self._move(self._word(at, word), place, bit, width) for bit, width, word, place in parts
+        ]
+        return self._all(moved)
 
-@helper
-def _shift_left(v: Any, bits: Any) -> Any:
-    """Shift bytes left that have room for it."""
-    words = simd.shl(simd_bytes.as_words(v), simd.splat_i32(bits))
-    return simd_bytes.as_bytes(words)
+    def _word(self, at: Any, word: int) -> Any:
+        return self.load(at, 64 * word, _I8, 64)
 
+    def _pair_word(self, at: Any, word: int) -> Any:
+        """Return pair codes in the low 7 bits; those of word 7 are the top bits of the others."""
+        if word < PAIRS:
+            return self._word(at, word)
+        return self._all([self._move(self._word(at, i), 7, i, 1) for i in range(PAIRS)])
 
-@helper
-def _pair_word(at: Any, w: Any) -> Any:
-    """Return pair codes in the low 7 bits; those of the eighth word are the top bits of seven."""
-    if w < 7:
-        return load_bytes(at + 64 * w)
-    word = simd_bytes.splat_bytes(0)
-    for i in range(7):
-        word = simd.or_(word, field(load_bytes(at + 64 * i), 7 - i, 1 << i))
-    return word
+    def _move(self, v: Any, source: int, target: int, width: int) -> Any:
+        if width == 8:
+            return v
+        if source == target:
+            mask = ((1 << width) - 1) << target
+            return self.builder.and_(v, self.splat(mask, i8x64.llvm))
+        return emit_move(self.builder, v, source, target, width, self.features)
 
+    def _all(self, parts: list[Any]) -> Any:
+        result = parts[0]
+        for part in parts[1:]:
+            result = self.builder.or_(result, part)
+        return result
 
-def _pair_code(form: Any, at: Any, v: Any) -> Any:
-    word = _pair_word(at, v >> 1)
-    return simd_bytes.pair_second(word) if v & 1 else simd_bytes.pair_first(word)
+    def value(self, at: Any, v: int) -> Any:
+        """Return code vector v, looked up plus 128 if the form has values."""
+        code = self.code(at, v)
+        if self.form.values is None:
+            return code
+        table = ([value + 128 for value in self.form.values] * 16)[:16]
+        constant = ir.Constant(i8x64.llvm, table * 4)
+        return emit_lookup16(self.builder, constant, code, self.features)
 
+    def stored(self, at: Any, offset: int, base: bool) -> Any:
+        """Return 16 numbers `d` or `m`."""
+        builder, kind = self.builder, self.form.d_type
+        if kind == "f16":
+            return emit_widen(builder, self.load(at, offset, _I16))
+        if kind == "f32":
+            return self.load(at, offset, _F32)
+        if kind == "e8m0":
+            return self._power(at, offset)
+        quotient = self._quotient(at, offset, 100.0 if base else 1000.0)
+        return builder.fsub(quotient, self.splat(1.0, f32x16.llvm)) if base else quotient
 
-def _plane(bits: int, offset: int) -> Any:
-    """Return the reader of a plane of 1, 2, 4 or 8 bits that starts `offset` bytes into a unit."""
-    if bits == 8:
-        return helper(lambda at, v: load_bytes(at + offset + 64 * v))
-    shift, last = {4: (1, 1), 2: (2, 3), 1: (3, 7)}[bits]
-    mask = (1 << bits) - 1
+    def _power(self, at: Any, offset: int) -> Any:
+        """Return 2 ** (e - 128) in two factors, since 2 ** -128 is no normal number."""
+        builder, words = self.builder, i32x16.llvm
+        e = builder.zext(self.load(at, offset, _I8), words)
+        half = builder.lshr(e, self.splat(1, words))
+        factors = []
+        for part in (half, builder.sub(e, half)):
+            exponent = builder.add(part, self.splat(63, words))
+            bits = builder.shl(exponent, self.splat(23, words))
+            factors.append(builder.bitcast(bits, f32x16.llvm))
+        return builder.fmul(*factors)
 
-    @helper
-    def plane(at: Any, v: Any) -> Any:
-        return field(load_bytes(at + offset + 64 * (v >> shift)), bits * (v & last), mask)
+    def _quotient(self, at: Any, offset: int, divisor: float) -> Any:
+        """Return bytes over a divisor, rounded as by a division: one correction is enough."""
+        u = self.floats(at, offset, signed=False)
+        # a float32, or LLVM would refuse the constant
+        inverse = self.splat(float(np.float32(1 / divisor)), f32x16.llvm)
+        q = self.builder.fmul(u, inverse)
+        rest = self.fma(q, self.splat(-divisor, f32x16.llvm), u)
+        return self.fma(rest, inverse, q)
 
-    return plane
+    def d(self, at: Any, s: Any) -> Any:
+        """Return `d` of sub-block s."""
+        d = self.stored(self._of_block(at, s), 0, base=False)
+        if self.form.factor == 1.0:
+            return d
+        return self.builder.fmul(d, self.splat(self.form.factor, f32x16.llvm))
 
+    def m(self, at: Any, s: Any) -> Any:
+        """Return `m` of sub-block s, or -0."""
+        form = self.form
+        if form.base == "none":
+            return self.splat(-0.0, f32x16.llvm)
+        offset = 16 * D_BYTES[form.d_type] * (form.block // form.d_block)
+        return self.stored(self._of_block(at, s), offset, base=True)
 
-@by_form
-def stored_codes(form: PackedForm) -> Callable[..., Any]:
-    """Return code vector v of a unit, values not looked up: ``stored_codes(form, at, v)``."""
-    low_bits, high_bits = PLANES[form.bits]
-    low = _plane(low_bits, 0)
-    if not high_bits:
-        return lambda form, at, v: low(at, v)
-    high = _plane(high_bits, 64 * low_bits)
-    return lambda form, at, v: simd.or_(low(at, v), _shift_left(high(at, v), low_bits))
+    def _of_block(self, at: Any, s: Any) -> Any:
+        """Return the address of the number for sub-block s among those of a block."""
+        form, builder = self.form, self.builder
+        if form.block == form.d_block:
+            return at
+        per_d = ir.Constant(_I64, form.d_block // form.sub_block)
+        size = ir.Constant(_I64, 16 * D_BYTES[form.d_type])
+        return builder.add(at, builder.mul(builder.udiv(s, per_d), size))
 
+    def scale(self, at: Any, s: Any, d: Any) -> Any:
+        """Return d times the integer scale of sub-block s."""
+        form, builder = self.form, self.builder
+        if form.scales == "none":
+            return d
+        place = builder.add(at, builder.mul(s, ir.Constant(_I64, 16)))
+        if form.scales == "u4":
+            both = self.load(place, form.d_bytes, _I8)
+            low = builder.and_(both, self.splat(15, both.type))
+            return builder.fmul(d, builder.uitofp(low, f32x16.llvm))
+        return builder.fmul(d, self.floats(place, form.d_bytes, signed=form.scales == "i8"))
 
-@by_form
-def codes(form: PackedForm) -> Callable[..., Any]:
-    """Return code vector v of the unit at address `at`: ``codes(form, at, v)``, 64 bytes.
+    def base(self, at: Any, s: Any, m: Any) -> Any:
+        """Return m, or -m times the integer min of sub-block s."""
+        form, builder = self.form, self.builder
+        if form.base != "min":
+            return m
+        place = builder.add(at, builder.mul(s, ir.Constant(_I64, 16)))
+        if form.scales == "u4":
+            both = self.load(place, form.d_bytes, _I8)
+            high = builder.lshr(both, self.splat(4, both.type))
+            number = builder.uitofp(high, f32x16.llvm)
+        else:
+            offset = form.d_bytes + 16 * (form.block // form.sub_block)
+            number = self.floats(place, offset, signed=False)
+        return builder.fmul(builder.fmul(m, self.splat(-1.0, f32x16.llvm)), number)
 
-    Byte ``4 * row + j`` is the code of column ``4 * v + j``; a value plus 128, if the form has any.
-    """
-    if form.bits == PAIRS:
-        return _pair_code
-    if form.values is None:
-        return lambda form, at, v: stored_codes(form, at, v)
-    return lambda form, at, v: simd_bytes.lookup16(value_table(form), stored_codes(form, at, v))
-
-
-@intrinsic
-def value_table(typing_context: Any, form: Any) -> Any:
-    """Return the form's values plus 128, 16 of them, 4 times."""
-    values = [value + 128 for value in form.form.values]
-    values = (values * 16)[:16]
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return ir.Constant(simd.i8x64.llvm, values * 4)
-
-    return simd.i8x64(form), codegen
-
-
-@by_form
-def dot(form: PackedForm) -> Callable[..., Any]:
-    """Return acc plus sums of 4 products of codes u and int8 x: ``dot(form, acc, u, x)``."""
-    if form.bits == 8 or form.values is not None:
-        return lambda form, acc, u, x: dot_u8_i8(acc, u, x)
-    return lambda form, acc, u, x: dot_u7_i8(acc, u, x)
-
-
-# ---- scales and bases ---------------------------------------------------------------------------
-
-
-@helper
-def _power(at: Any) -> Any:
-    """Return 2 ** (e - 128) of 16 bytes e; in two factors, since 2 ** -128 is no normal number."""
-    e = simd.load_u8(at)
-    half = simd.shr(e, simd.splat_i32(1))
-    bias, mantissa = simd.splat_i32(63), simd.splat_i32(23)
-    first = simd.as_f32(simd.shl(simd.add(half, bias), mantissa))
-    rest = simd.add(simd.sub(e, half), bias)
-    return simd.mul(first, simd.as_f32(simd.shl(rest, mantissa)))
-
-
-@helper
-def _quotient(at: Any, divisor: Any) -> Any:
-    """Return 16 bytes over a divisor, rounded as by a division: one correction is enough."""
-    u = simd.to_f32(simd.load_u8(at))
-    inverse = simd.splat(1.0 / divisor)
-    q = simd.mul(u, inverse)
-    return simd.fma(simd.fma(q, simd.splat(-divisor), u), inverse, q)
-
-
-_LOAD_D: dict[str, Callable[..., Any]] = {
-    "f16": lambda form, at: simd.load_f16(at),
-    "f32": lambda form, at: simd.load_f32(at),
-    "e8m0": lambda form, at: _power(at),
-    "u8": lambda form, at: _quotient(at, 1000.0),
-}
-
-
-@by_form
-def load_d(form: PackedForm) -> Callable[..., Any]:
-    """Return `d` of 16 rows from the header: ``load_d(form, at)``."""
-    return _LOAD_D[form.d_type]
-
-
-@by_form
-def load_m(form: PackedForm) -> Callable[..., Any]:
-    """Return `m` of 16 rows from the header: ``load_m(form, at)``."""
-    if form.d_type == "u8":
-        return lambda form, at: simd.sub(_quotient(at, 100.0), simd.splat(1.0))
-    return _LOAD_D[form.d_type]
-
-
-@by_form
-def scale_of(form: PackedForm) -> Callable[..., Any]:
-    """Return the scales of sub-block s of a block: ``scale_of(form, at, s)``, exact."""
-    per_d, size = form.d_block // form.sub_block, 16 * D_BYTES[form.d_type]
-    factor, scales_at = form.factor, form.d_bytes
-
-    def unscaled(form: Any, at: Any, s: Any) -> Any:
-        d = load_d(form, at + s // per_d * size)
-        return d if factor == 1.0 else simd.mul(d, simd.splat(factor))
-
-    if form.scales == "none":
-        return unscaled
-    known = helper(unscaled)
-    if form.scales == "u4":
-        load = helper(lambda at: simd.and_(simd.load_u8(at), simd.splat_i32(15)))
-    else:
-        load = simd.load_i8 if form.scales == "i8" else simd.load_u8
-    return lambda form, at, s: simd.mul(
-        known(form, at, s), simd.to_f32(load(at + scales_at + 16 * s))
-    )
-
-
-@by_form
-def base_of(form: PackedForm) -> Callable[..., Any]:
-    """Return the bases of sub-block s of a block: ``base_of(form, at, s)``, exact."""
-    per_d, size = form.d_block // form.sub_block, 16 * D_BYTES[form.d_type]
-    m_at, mins_at = form.block // form.d_block * size, form.d_bytes
-    if form.base == "none":
-        return lambda form, at, s: simd.splat(-0.0)  # which changes no number it is added to
-    if form.base == "d":
-        return lambda form, at, s: load_m(form, at + m_at + s // per_d * size)
-    if form.scales == "u4":
-        load = helper(lambda at: simd.shr(simd.load_u8(at), simd.splat_i32(4)))
-    else:
-        mins_at += 16 * (form.block // form.sub_block)
-        load = helper(lambda at: simd.load_u8(at))
-
-    def minus_m_min(form: Any, at: Any, s: Any) -> Any:
-        m = load_m(form, at + m_at + s // per_d * size)
-        return simd.mul(simd.mul(m, simd.splat(-1.0)), simd.to_f32(load(at + mins_at + 16 * s)))
-
-    return minus_m_min
+    def weight(self, u: Any, j: Any, scale: Any, base: Any) -> Any:
+        """Return column j of a code vector as weights."""
+        builder, words = self.builder, i32x16.llvm
+        shift = builder.trunc(builder.shl(j, ir.Constant(_I64, 3)), _I32)
+        code = builder.lshr(builder.bitcast(u, words), self.splat(shift, words))
+        number = builder.sitofp(builder.and_(code, self.splat(255, words)), f32x16.llvm)
+        if self.form.zero and not folds_zero(self.form):
+            number = builder.fsub(number, self.splat(float(self.form.zero), f32x16.llvm))
+        return self.fma(scale, number, base)
 
 
 def folds_zero(form: PackedForm) -> bool:
@@ -253,55 +261,122 @@ def folds_zero(form: PackedForm) -> bool:
     )
 
 
-@by_form
-def parameters(form: PackedForm) -> Callable[..., Any]:
-    """Return what `weight` needs of a sub-block: ``scale, base = parameters(form, at, s)``."""
-    zero = -float(form.zero)
+# ---- the functions ------------------------------------------------------------------------------
 
-    def folded(form: Any, at: Any, s: Any) -> Any:
-        scale = scale_of(form, at, s)
-        return scale, simd.mul(scale, simd.splat(zero))
 
+def _function(name: str, result: Any, arguments: tuple[Any, ...], emit: Callable[..., Any]) -> Any:
+    """Make a function for kernels: ``emit(_Emit, *LLVM values)`` with a form as first argument."""
+
+    def define(form: Any, given: tuple[Any, ...]) -> Any:
+        if not isinstance(form, FormType) or len(given) != len(arguments):
+            raise errors.TypingError(f"unpack.{name}: wanted a form and {arguments}, got {given}")
+        vectors = (f32x16, i32x16, i8x64)
+        for wanted, found in zip(arguments, given, strict=True):
+            if (wanted in vectors or found in vectors) and wanted != found:
+                raise errors.TypingError(f"unpack.{name}: wanted {arguments}, got {given}")
+
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            found = signature.args[1:]
+            values = [
+                value if have == want else context.cast(builder, value, have, want)
+                for value, have, want in zip(args[1:], found, arguments, strict=True)
+            ]
+            emitted = emit(_Emit(builder, form.form), *values)
+            if isinstance(emitted, tuple):
+                return context.make_tuple(builder, signature.return_type, emitted)
+            return emitted
+
+        return result(form, *given), codegen
+
+    def two(typing_context: Any, form: Any, a: Any, b: Any) -> Any:
+        return define(form, (a, b))
+
+    def three(typing_context: Any, form: Any, a: Any, b: Any, c: Any) -> Any:
+        return define(form, (a, b, c))
+
+    def four(typing_context: Any, form: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+        return define(form, (a, b, c, d))
+
+    chosen = (two, three, four)[len(arguments) - 2]
+    chosen.__name__ = name
+    return simd.intrinsic(chosen)
+
+
+def _emit_codes(emit: _Emit, at: Any, v: Any) -> Any:
+    """Choose by v, which is a constant once LLVM has unrolled the loop over code vectors."""
+    builder = emit.builder
+    n = emit.form.unit // 4
+    done = builder.append_basic_block("codes.done")
+    cases = [builder.append_basic_block(f"codes.{i}") for i in range(n)]
+    switch = builder.switch(v, cases[-1])
+    values = []
+    for i, case in enumerate(cases):
+        if i < n - 1:
+            switch.add_case(ir.Constant(_I64, i), case)
+        builder.position_at_end(case)
+        values.append((emit.value(at, i), builder.block))
+        builder.branch(done)
+    builder.position_at_end(done)
+    result = builder.phi(i8x64.llvm)
+    for value, block in values:
+        result.add_incoming(value, block)
+    return result
+
+
+def _emit_dot(emit: _Emit, acc: Any, u: Any, x: Any) -> Any:
+    seven = emit.form.bits != 8 and emit.form.values is None
+    return emit_dot(emit.builder, acc, u, x, seven, emit.features)
+
+
+def _emit_parameters(emit: _Emit, at: Any, s: Any) -> tuple[Any, Any]:
+    form = emit.form
+    scale = emit.scale(at, s, emit.d(at, s))
     if form.zero and folds_zero(form):
-        return folded
-    return lambda form, at, s: (scale_of(form, at, s), base_of(form, at, s))
+        return scale, emit.builder.fmul(scale, emit.splat(-float(form.zero), f32x16.llvm))
+    return scale, emit.base(at, s, emit.m(at, s))
 
 
-@by_form
-def weight(form: PackedForm) -> Callable[..., Any]:
-    """Return column j of 4 of a code vector as weights: ``weight(form, u, j, scale, base)``."""
-    zero = float(form.zero)
+_INT = types.int64
 
-    def of_code(form: Any, u: Any, j: Any, scale: Any, base: Any) -> Any:
-        code = simd.shr(simd_bytes.as_words(u), simd.splat_i32(8 * j))
-        value = simd.to_f32(simd.and_(code, simd.splat_i32(255)))
-        return simd.fma(scale, value, base)
+codes = _function("codes", i8x64, (_INT, _INT), _emit_codes)
+dot = _function("dot", i32x16, (i32x16, i8x64, i8x64), _emit_dot)
+d_of = _function("d_of", f32x16, (_INT, _INT), lambda emit, at, s: emit.d(at, s))
+m_of = _function("m_of", f32x16, (_INT, _INT), lambda emit, at, s: emit.m(at, s))
+scale_of = _function(
+    "scale_of", f32x16, (_INT, _INT, f32x16), lambda emit, at, s, d: emit.scale(at, s, d)
+)
+base_of = _function(
+    "base_of", f32x16, (_INT, _INT, f32x16), lambda emit, at, s, m: emit.base(at, s, m)
+)
+parameters = _function("parameters", types.UniTuple(f32x16, 2), (_INT, _INT), _emit_parameters)
+weight = _function(
+    "weight",
+    f32x16,
+    (i8x64, _INT, f32x16, f32x16),
+    lambda emit, u, j, scale, base: emit.weight(u, j, scale, base),
+)
 
-    def of_signed(form: Any, u: Any, j: Any, scale: Any, base: Any) -> Any:
-        code = simd.shr(simd_bytes.as_words(u), simd.splat_i32(8 * j))
-        value = simd.to_f32(simd.and_(code, simd.splat_i32(255)))
-        return simd.fma(scale, simd.sub(value, simd.splat(zero)), base)
 
-    return of_code if not form.zero or folds_zero(form) else of_signed
+def decode_blocks(form: Any, at: Any, n_blocks: Any, to: Any) -> None:
+    """Write the weights of blocks of a row group, in a kernel; see the module."""
+    raise NotImplementedError("decode_blocks is for compiled code only")
 
 
-# ---- whole blocks -------------------------------------------------------------------------------
+_OPTIONS: Any = {"forceinline": True, "error_model": "numpy", "fastmath": FAST_MATH}  # as `helper`
 
 
-@by_form
-def decode_blocks(form: PackedForm) -> Callable[..., Any]:
-    """Decode blocks of a row group: ``decode_blocks(form, at, n_blocks, to)``.
-
-    Writes 16 float32 for each column, one after the other, to address `to`.
-    """
-    units, vectors, per_scale = form.block // form.unit, form.unit // 4, form.sub_block // 4
-    header, unit_bytes, block_bytes = form.header_bytes, form.unit_bytes, form.block_bytes
+@extending.overload(decode_blocks, jit_options=_OPTIONS)
+def _decode_blocks(form: Any, at: Any, n_blocks: Any, to: Any) -> Callable[..., Any]:
+    known: PackedForm = form.form
+    units, vectors, per_scale = known.block // known.unit, known.unit // 4, known.sub_block // 4
+    header, unit_bytes, block_bytes = known.header_bytes, known.unit_bytes, known.block_bytes
 
     def decode(form: Any, at: Any, n_blocks: Any, to: Any) -> None:
         for _ in range(n_blocks):
             for unit in range(units):
                 for v in range(vectors):
-                    scale, base = parameters(form, at, (unit * vectors + v) // per_scale)
+                    s = (unit * vectors + v) // per_scale
+                    scale, base = parameters(form, at, s)
                     u = codes(form, at + header + unit * unit_bytes, v)
                     for j in range(4):
                         simd.store_f32(to + 64 * j, weight(form, u, j, scale, base))

@@ -11,7 +11,7 @@ from nbflow_kernels.opcase import OpCase
 
 EXACT = "integers; the same uniform number and sums in float64"
 # The kept sum is float64 in both; one division is rounded to float32 (6e-8).
-RENORM = "float64 inside, one rounding to float32"
+RENORM = "float64 inside, one rounding to float32, of subnormals too (atol)"
 
 
 def _logits(B: int, V: int, **options: Any) -> Callable[[np.random.Generator], dict[str, Any]]:
@@ -69,7 +69,88 @@ def _draw(op: str, name: str, B: int, V: int, timed: bool = False, **options: An
 
 
 def _column(*values: float) -> np.ndarray:
+    return np.array(values, float)
+
+
+def _counts(*values: int) -> np.ndarray:
     return np.array(values)
+
+
+def _ids(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def _logit_draw(op: str, name: str, B: int, V: int, timed: bool = False, **options: Any) -> OpCase:
+    inputs = _logits(B, V, **{"seed": 99, **options})
+    return OpCase(op, name, inputs, 0.0, 0.0, EXACT, exact=True, n_bytes=4 * B * V, timed=timed)
+
+
+def _renorm(op: str, name: str, B: int, V: int, **options: Any) -> OpCase:
+    return OpCase(op, name, _probs(B, V, **options), 2e-7, 1e-45, RENORM, out=((B, V), "float32"))
+
+
+def _renorms(op: str, **options: Any) -> tuple[OpCase, OpCase, OpCase]:
+    """Return a usual case, a row shorter than a vector, and one of many chunks and a ragged end."""
+    return (
+        _renorm(op, "plain", 4, 300, **options),
+        _renorm(op, "short_row", 2, 9, **options),
+        _renorm(op, "many_chunks", 2, 9_001, **options),
+    )
+
+
+def _top_k(name: str, B: int, V: int, k: int, timed: bool = False, **options: Any) -> OpCase:
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        rows = rng.integers(-50, 50, (B, V)).astype(np.float32)  # many ties
+        rows[:, 1::3] += rng.standard_normal(rows[:, 1::3].shape, dtype=np.float32)
+        rows[:, 4] = -np.inf
+        return {"input": rows, "k": k, **options}
+
+    return OpCase(
+        "top_k", name, inputs, 0.0, 0.0, "a copy", exact=True, n_bytes=4 * B * V, timed=timed
+    )
+
+
+def _mask(op: str, name: str, B: int, V: int, timed: bool = False, **options: Any) -> OpCase:
+    return OpCase(
+        op,
+        name,
+        _logits(B, V, **options),
+        0.0,
+        0.0,
+        "a copy",
+        exact=True,
+        out=((B, V), "float32"),
+        n_bytes=8 * B * V,
+        timed=timed,
+    )
+
+
+def _chain(name: str, B: int, n: int, V: int, timed: bool = False) -> OpCase:
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        target = rng.dirichlet(np.full(V, 0.5), (B, n + 1)).astype(np.float32)
+        other = rng.dirichlet(np.full(V, 0.5), (B, n)).astype(np.float32)
+        draft = (target[:, :n] + other) / 2
+        ids = rng.integers(0, V, (B, n)).astype(np.int32)
+        ids[::2] = draft[::2].argmax(axis=-1)
+        return {
+            "draft_probs": draft,
+            "draft_token_ids": ids,
+            "target_probs": target,
+            "seed": 5,
+            "offset": 1,
+        }
+
+    return OpCase(
+        "chain_speculative_sampling",
+        name,
+        inputs,
+        0.0,
+        0.0,
+        EXACT,
+        exact=True,
+        n_bytes=4 * B * V * 2,  # of a chain only the row of the drawn token is read
+        timed=timed,
+    )
 
 
 CASES = [
@@ -119,9 +200,59 @@ CASES = [
         top_p=0.8,
         filter_apply_order="joint",
     ),
-    OpCase("top_k_renorm_probs", "plain", _probs(4, 300, top_k=7), 2e-7, 0.0, RENORM),
-    OpCase(
-        "top_k_renorm_probs", "per_row", _probs(2, 33, top_k=np.array([1, 50])), 2e-7, 0.0, RENORM
+    _draw("top_k_sampling", "many_chunks", 3, 20_003, top_k=_counts(3, 700, 20_000)),
+    _draw("top_p_sampling", "many_chunks", 3, 20_003, top_p=_column(0.3, 0.9, 0.999)),
+    _draw("top_p_sampling", "flat", 2, 9_000, concentration=50.0, top_p=0.7),
+    _draw("typical_sampling", "plain", 40, 300, typical_p=0.5),
+    _draw("typical_sampling", "per_row", 3, 300, typical_p=_column(0.0, 0.3, 1.0)),
+    _draw("typical_sampling", "many_chunks", 2, 20_003, typical_p=0.7, concentration=1.0),
+    _draw("typical_sampling", "llama3", 1, 128256, typical_p=0.9, timed=True),
+    _draw("tail_free_sampling", "plain", 40, 300, z=0.95),
+    _draw("tail_free_sampling", "first_left_out", 9, 50, z=0.5, first_counts=False),
+    _draw("tail_free_sampling", "per_row", 3, 300, z=_column(0.0, 0.9, 1.0)),
+    _draw("tail_free_sampling", "shared_rows", 2, 9, z=0.9, indices=_ids(1, 1, 0)),
+    _draw("mirostat_sampling", "plain", 40, 300, mu=3.0, tau=2.5),
+    _draw("mirostat_sampling", "per_row", 3, 300, mu=_column(0.0, 4.0, 50.0)),
+    _logit_draw("sampling_from_logits", "plain", 40, 300, temperature=0.7),
+    _logit_draw("sampling_from_logits", "shared_rows", 2, 50, indices=_ids(1, 1, 0)),
+    _logit_draw("sampling_from_logits", "llama3", 4, 128256, timed=True),
+    _logit_draw("top_k_top_p_sampling_from_logits", "top_k_first", 40, 300, top_k=9, top_p=0.8),
+    _logit_draw(
+        "top_k_top_p_sampling_from_logits",
+        "joint",
+        3,
+        300,
+        top_k=_counts(1, 40, 300),
+        top_p=0.9,
+        filter_apply_order="joint",
+        temperature=_column(0.5, 1.0, 2.0),
     ),
-    OpCase("top_p_renorm_probs", "plain", _probs(4, 300, top_p=0.7), 2e-7, 0.0, RENORM),
+    _logit_draw(
+        "top_k_top_p_sampling_from_logits", "llama3", 4, 128256, top_k=40, top_p=0.95, timed=True
+    ),
+    *_renorms("top_k_renorm_probs", top_k=7),
+    *_renorms("top_p_renorm_probs", top_p=0.7),
+    *_renorms("min_p_renorm_probs", min_p=0.2),
+    *_renorms("typical_renorm_probs", typical_p=0.6),
+    *_renorms("tail_free_renorm_probs", z=0.9),
+    *_renorms("xtc_renorm_probs", probability=0.5, threshold=0.1, seed=3),
+    _renorm("top_k_renorm_probs", "per_row", 2, 33, top_k=_counts(1, 50)),
+    _renorm(
+        "xtc_renorm_probs", "per_row", 3, 40, probability=_column(0, 1, 1), threshold=0.05, seed=4
+    ),
+    _top_k("plain", 5, 300, 7),
+    _top_k("all", 3, 33, 33),
+    _top_k("in_order_of_index", 3, 300, 20, sorted=False),
+    _top_k("many_chunks", 2, 20_003, 150),
+    _top_k("llama3", 4, 128256, 50, timed=True),
+    _mask("top_k_mask_logits", "plain", 4, 300, top_k=7),
+    _mask("top_k_mask_logits", "per_row", 3, 33, top_k=_counts(1, 5, 100)),
+    _mask("top_k_mask_logits", "llama3", 4, 128256, top_k=50, timed=True),
+    _mask("top_n_sigma_mask_logits", "plain", 4, 300, n=1.0),
+    _mask("top_n_sigma_mask_logits", "per_row", 3, 37, n=_column(0.0, 0.5, 2.0)),
+    _chain("plain", 20, 4, 50),
+    _chain("no_draft", 3, 0, 20),
+    _chain("one", 5, 1, 16),
+    _chain("llama3", 1, 5, 128256, timed=True),
 ]
+"""Every case of the family; see `nbflow_kernels.opcase.OpCase`."""

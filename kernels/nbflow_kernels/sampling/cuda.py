@@ -18,12 +18,78 @@ def argmax(logits: Any, out: Any) -> None:
 
 
 def sample(
-    probs: Any, rows: Any, limits: Any, top_k_first: bool, seeds: Any, offsets: Any, out: Any
+    ranks: Any,
+    probs: Any,
+    rows: Any,
+    limits: Any,
+    top_k_first: bool,
+    seeds: Any,
+    offsets: Any,
+    out: Any,
+    shares: Any,
 ) -> None:
     """See `nbflow_kernels.sampling.cpu.sample`."""
     no_cuda_variant("sampling_from_probs")
 
 
-def renorm(probs: Any, limits: Any, out: Any) -> Any:
+def sample_logits(
+    logits: Any,
+    rows: Any,
+    temperature: Any,
+    limits: Any,
+    top_k_first: bool,
+    seeds: Any,
+    offsets: Any,
+    out: Any,
+) -> None:
+    """See `nbflow_kernels.sampling.cpu.sample_logits`."""
+    no_cuda_variant("sampling_from_logits")
+
+
+def renorm(ranks: Any, probs: Any, limits: Any, out: Any, valid: Any) -> None:
     """See `nbflow_kernels.sampling.cpu.renorm`."""
     no_cuda_variant("top_k_renorm_probs")
+
+
+def typical_ranks(probs: Any, ranks: Any) -> None:
+    """See `nbflow_kernels.sampling.cpu_shapes.typical_ranks`."""
+    no_cuda_variant("typical_sampling_from_probs")
+
+
+def tail_free_counts(probs: Any, rows: Any, z: Any, first: int, counts: Any) -> None:
+    """See `nbflow_kernels.sampling.cpu_shapes.tail_free_counts`."""
+    no_cuda_variant("tail_free_sampling_from_probs")
+
+
+def xtc(probs: Any, parameters: Any, seeds: Any, offsets: Any, out: Any, valid: Any) -> None:
+    """See `nbflow_kernels.xtc_renorm_probs`."""
+    no_cuda_variant("xtc_renorm_probs")
+
+
+def top_k(x: Any, k: int, in_order: bool, values: Any, indices: Any) -> None:
+    """See `nbflow_kernels.top_k`."""
+    no_cuda_variant("top_k")
+
+
+def top_k_mask(logits: Any, counts: Any, out: Any, valid: Any) -> None:
+    """See `nbflow_kernels.top_k_mask_logits`."""
+    no_cuda_variant("top_k_mask_logits")
+
+
+def n_sigma_mask(logits: Any, n: Any, out: Any, valid: Any) -> None:
+    """See `nbflow_kernels.top_n_sigma_mask_logits`."""
+    no_cuda_variant("top_n_sigma_mask_logits")
+
+
+def chain_speculative(
+    draft_probs: Any,
+    draft_token_ids: Any,
+    target_probs: Any,
+    seeds: Any,
+    offsets: Any,
+    out: Any,
+    accepted: Any,
+    emitted: Any,
+) -> None:
+    """See `nbflow_kernels.chain_speculative_sampling`."""
+    no_cuda_variant("chain_speculative_sampling")

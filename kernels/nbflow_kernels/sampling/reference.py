@@ -20,9 +20,10 @@ def philox4x32(counter: tuple[int, ...], key: tuple[int, int]) -> tuple[int, int
     return c0, c1, c2, c3
 
 
-def uniform(seed: int, offset: int) -> float:
-    """Return the number in [0, 1) that belongs to a seed and an offset."""
-    words = philox4x32((offset & _WORD, offset >> 32, 0, 0), (seed & _WORD, seed >> 32))
+def uniform(seed: int, offset: int, index: int = 0) -> float:
+    """Return number `index` in [0, 1) of a seed and an offset."""
+    counter = (offset & _WORD, offset >> 32, index & _WORD, index >> 32)
+    words = philox4x32(counter, (seed & _WORD, seed >> 32))
     return float(((words[0] >> 5) * 2**26 + (words[1] >> 6)) / 2**53)
 
 
@@ -63,35 +64,74 @@ def _top_p_mask(row: np.ndarray, target: float) -> np.ndarray:
     return _first_of_order(row, int(np.searchsorted(sums, target * (1 - 1e-13))) + 1)
 
 
-def _keep(row: np.ndarray, top_k: float, top_p: float, min_p: float, k_first: bool) -> np.ndarray:
+def _typical_mask(row: np.ndarray, typical_p: float) -> np.ndarray:
+    """Return a mask of the tokens nearest to the entropy whose sum reaches `typical_p`."""
+    p = row / row.sum()
+    logs = np.log(np.where(p > 0, p, 1.0))
+    distance = np.where(p > 0, np.abs(logs - (p * logs).sum()), np.inf)
+    order = np.argsort(distance, kind="stable")
+    n = int(np.searchsorted(np.cumsum(p[order]), typical_p * (1 - 1e-13))) + 1
+    mask = np.zeros(len(row), bool)
+    mask[order[:n]] = True
+    kept: np.ndarray = mask & (p > 0)
+    return kept
+
+
+def _tail_free_mask(row: np.ndarray, z: float, first_counts: bool) -> np.ndarray:
+    """Return a mask of the tokens before the flat tail."""
+    p = -np.sort(-row) / row.sum()
+    bends = np.abs(np.diff(p, 2))
+    bends = bends / bends.sum() if bends.sum() > 1e-6 else np.full(len(bends), 1 / len(row))
+    if not first_counts:
+        bends[:1] = 0.0
+    passed = np.flatnonzero(np.cumsum(bends) > z)
+    return _first_of_order(row, max(int(passed[0]), 1) if len(passed) else len(row))
+
+
+def _keep(
+    row: np.ndarray,
+    top_k: float = np.inf,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    k_first: bool = True,
+    typical_p: float = 1.0,
+    z: float = 1.0,
+    first_counts: bool = True,
+    floor: float = 0.0,
+) -> np.ndarray:
+    """Return a mask of what all filters keep."""
     mask = _first_of_order(row, int(min(top_k, len(row))))
     total = row[mask].sum() if k_first else row.sum()
     if top_p < 1:
         mask = mask & _top_p_mask(row, top_p * total)
-    kept: np.ndarray = mask & (row >= min_p * row.max()) & (row > 0)
+    if typical_p < 1:
+        mask = mask & _typical_mask(row, typical_p)
+    if z < 1:
+        mask = mask & _tail_free_mask(row, z, first_counts)
+    least = max(min_p * row.max(), min(floor * row.sum(), row.max()))
+    kept: np.ndarray = mask & (row >= least) & (row > 0)
     return kept
 
 
-def _draw(
-    probs: np.ndarray,
-    seed: Any,
-    offset: Any,
-    indices: Any,
-    top_k: Any = np.inf,
-    top_p: Any = 1.0,
-    min_p: Any = 0.0,
-    k_first: bool = True,
-) -> np.ndarray:
+def _draw(probs: np.ndarray, seed: Any, offset: Any, indices: Any, **filters: Any) -> np.ndarray:
+    return _draw_with_shares(probs, seed, offset, indices, **filters)[0]
+
+
+def _draw_with_shares(
+    probs: np.ndarray, seed: Any, offset: Any, indices: Any, **filters: Any
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw by looking the random number up in the cumulative sums of what is kept."""
     rows = probs.astype(np.float64)[slice(None) if indices is None else indices]
     B = len(rows)
-    limits = [np.broadcast_to(limit, B) for limit in (top_k, top_p, min_p)]
-    out = np.empty(B, np.int32)
+    columns = {name: np.broadcast_to(value, B) for name, value in filters.items()}
+    out, shares = np.empty(B, np.int32), np.empty(B)
     for i, (row, (s, o)) in enumerate(zip(rows, _streams(seed, offset, B), strict=True)):
-        k, p, least = (float(limit[i]) for limit in limits)
-        kept = np.where(_keep(row, k, p, least, k_first), row, 0.0)
+        mask = _keep(row, **{name: column[i] for name, column in columns.items()})
+        kept = np.where(mask, row, 0.0)
         sums = np.cumsum(kept)
         out[i] = np.searchsorted(sums, uniform(s, o) * sums[-1], side="right")
-    return out
+        shares[i] = kept[out[i]] / sums[-1]
+    return out, shares
 
 
 def sampling_from_probs(
@@ -137,20 +177,181 @@ def top_k_top_p_sampling_from_probs(
     return _draw(probs, seed, offset, indices, top_k=top_k, top_p=top_p, k_first=k_first)
 
 
-def _renormed(probs: np.ndarray, top_k: Any, top_p: Any) -> np.ndarray:
+def typical_sampling_from_probs(
+    probs: np.ndarray, typical_p: Any, *, seed: Any, offset: Any = 0, indices: Any = None
+) -> np.ndarray:
+    """See `nbflow_kernels.typical_sampling_from_probs`."""
+    return _draw(probs, seed, offset, indices, typical_p=typical_p)
+
+
+def tail_free_sampling_from_probs(
+    probs: np.ndarray,
+    z: Any,
+    *,
+    first_counts: bool = True,
+    seed: Any,
+    offset: Any = 0,
+    indices: Any = None,
+) -> np.ndarray:
+    """See `nbflow_kernels.tail_free_sampling_from_probs`."""
+    return _draw(probs, seed, offset, indices, z=z, first_counts=first_counts)
+
+
+def mirostat_sampling_from_probs(
+    probs: np.ndarray,
+    mu: Any,
+    *,
+    tau: Any = 5.0,
+    eta: Any = 0.1,
+    seed: Any,
+    offset: Any = 0,
+    indices: Any = None,
+) -> tuple[np.ndarray, np.ndarray]:
+    """See `nbflow_kernels.mirostat_sampling_from_probs`."""
+    floor = 2.0 ** -np.asarray(mu, np.float64)
+    tokens, shares = _draw_with_shares(probs, seed, offset, indices, floor=floor)
+    return tokens, mu - np.asarray(eta) * (-np.log2(shares) - tau)
+
+
+def _logits_to_probs(
+    logits: np.ndarray, temperature: Any, indices: Any, top_k: Any = np.inf
+) -> np.ndarray:
+    """Return the softmax of what top_k keeps, a row for each draw."""
+    rows = logits[slice(None) if indices is None else indices]
+    return softmax(top_k_mask_logits(rows, top_k), temperature)
+
+
+def sampling_from_logits(
+    logits: np.ndarray, *, temperature: Any = None, seed: Any, offset: Any = 0, indices: Any = None
+) -> np.ndarray:
+    """See `nbflow_kernels.sampling_from_logits`."""
+    return _draw(_logits_to_probs(logits, temperature, indices), seed, offset, None)
+
+
+def top_k_top_p_sampling_from_logits(
+    logits: np.ndarray,
+    top_k: Any,
+    top_p: Any,
+    *,
+    filter_apply_order: str = "top_k_first",
+    temperature: Any = None,
+    seed: Any,
+    offset: Any = 0,
+    indices: Any = None,
+) -> np.ndarray:
+    """See `nbflow_kernels.top_k_top_p_sampling_from_logits`."""
+    if filter_apply_order == "top_k_first":
+        probs = _logits_to_probs(logits, temperature, indices, top_k)
+        return _draw(probs, seed, offset, None, top_p=top_p)
+    probs = _logits_to_probs(logits, temperature, indices)
+    return _draw(probs, seed, offset, None, top_k=top_k, top_p=top_p, k_first=False)
+
+
+def top_k(input: np.ndarray, k: int, sorted: bool = True) -> tuple[np.ndarray, np.ndarray]:
+    """See `nbflow_kernels.top_k`."""
+    order = np.argsort(-input, axis=1, kind="stable")[:, :k]
+    if not sorted:
+        order = np.sort(order, axis=1)
+    return np.take_along_axis(input, order, axis=1), order.astype(np.int32)
+
+
+def top_k_mask_logits(logits: np.ndarray, top_k: Any) -> np.ndarray:
+    """See `nbflow_kernels.top_k_mask_logits`."""
+    counts = np.minimum(np.broadcast_to(top_k, len(logits)), logits.shape[1])
+    masks = [_first_of_order(row, int(n)) for row, n in zip(logits, counts, strict=True)]
+    return np.where(np.array(masks).reshape(logits.shape), logits, -np.inf)
+
+
+def top_n_sigma_mask_logits(logits: np.ndarray, n: Any) -> np.ndarray:
+    """See `nbflow_kernels.top_n_sigma_mask_logits`."""
+    out = logits.copy()
+    for row, number in zip(out, np.broadcast_to(n, len(out)), strict=True):
+        finite = row[row > -np.inf]
+        if number > 0 and len(finite):
+            row[row < finite.max() - number * finite.std()] = -np.inf
+    return out
+
+
+def _renormed(probs: np.ndarray, **filters: Any) -> np.ndarray:
     out = np.zeros(probs.shape)
+    columns = {name: np.broadcast_to(value, len(probs)) for name, value in filters.items()}
     for i, row in enumerate(probs.astype(np.float64)):
-        k, p = (float(np.broadcast_to(limit, len(probs))[i]) for limit in (top_k, top_p))
-        mask = _keep(row, k, p, 0.0, False)
+        mask = _keep(row, k_first=False, **{name: column[i] for name, column in columns.items()})
         out[i, mask] = row[mask] / row[mask].sum()
     return out
 
 
 def top_k_renorm_probs(probs: np.ndarray, top_k: Any) -> np.ndarray:
     """See `nbflow_kernels.top_k_renorm_probs`."""
-    return _renormed(probs, top_k, 1.0)
+    return _renormed(probs, top_k=top_k)
 
 
 def top_p_renorm_probs(probs: np.ndarray, top_p: Any) -> np.ndarray:
     """See `nbflow_kernels.top_p_renorm_probs`."""
-    return _renormed(probs, np.inf, top_p)
+    return _renormed(probs, top_p=top_p)
+
+
+def min_p_renorm_probs(probs: np.ndarray, min_p: Any) -> np.ndarray:
+    """See `nbflow_kernels.min_p_renorm_probs`."""
+    return _renormed(probs, min_p=min_p)
+
+
+def typical_renorm_probs(probs: np.ndarray, typical_p: Any) -> np.ndarray:
+    """See `nbflow_kernels.typical_renorm_probs`."""
+    return _renormed(probs, typical_p=typical_p)
+
+
+def tail_free_renorm_probs(probs: np.ndarray, z: Any, *, first_counts: bool = True) -> np.ndarray:
+    """See `nbflow_kernels.tail_free_renorm_probs`."""
+    return _renormed(probs, z=z, first_counts=first_counts)
+
+
+def xtc_renorm_probs(
+    probs: np.ndarray, probability: Any, threshold: Any, *, seed: Any, offset: Any = 0
+) -> np.ndarray:
+    """See `nbflow_kernels.xtc_renorm_probs`."""
+    out = probs.astype(np.float64)
+    B = len(out)
+    chances, thresholds = (np.broadcast_to(value, B) for value in (probability, threshold))
+    for i, (row, (s, o)) in enumerate(zip(out, _streams(seed, offset, B), strict=True)):
+        likely = np.flatnonzero(row >= thresholds[i] * row.sum())
+        if len(likely) > 1 and uniform(s, o) < chances[i]:
+            row[likely[np.argsort(-row[likely], kind="stable")[:-1]]] = 0.0
+        row /= row.sum()
+    return out
+
+
+def chain_speculative_sampling(
+    draft_probs: np.ndarray,
+    draft_token_ids: np.ndarray,
+    target_probs: np.ndarray,
+    maybe_output_accepted_token_num: Any = None,
+    maybe_output_emitted_draft_token_num: Any = None,
+    *,
+    seed: Any,
+    offset: Any = 0,
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """See `nbflow_kernels.chain_speculative_sampling`."""
+    B, n, _ = draft_probs.shape
+    out = np.full((B, n + 1), -1, np.int32)
+    accepted, emitted = np.zeros(B, np.int32), np.zeros(B, np.int32)
+    for b, (s, o) in enumerate(_streams(seed, offset, B)):
+        ids = draft_token_ids[b]
+        p, q = draft_probs[b, np.arange(n), ids], target_probs[b, np.arange(n), ids]
+        passes = np.array([uniform(s, o, i) for i in range(n)]) * p < q
+        place = int(np.argmin(np.append(passes, False)))
+        weights = target_probs[b, place].astype(np.float64)
+        if place < n:
+            excess = np.maximum(weights - draft_probs[b, place], 0.0)
+            weights = excess if excess.sum() > 0 else weights
+        sums = np.cumsum(weights)
+        out[b, :place] = ids[:place]
+        out[b, place] = np.searchsorted(sums, uniform(s, o, n) * sums[-1], side="right")
+        accepted[b], emitted[b] = passes.sum(), place
+    if maybe_output_accepted_token_num is not None:
+        maybe_output_accepted_token_num += accepted
+        accepted = maybe_output_accepted_token_num
+    if maybe_output_emitted_draft_token_num is not None:
+        maybe_output_emitted_draft_token_num += emitted
+        emitted = maybe_output_emitted_draft_token_num
+    return out, accepted, emitted

@@ -1,0 +1,261 @@
+"""Mixture of experts on the CPU.
+
+The products are those of `matmul` and `qmatmul`: the launchers of all experts that have rows are
+collected and shared among the threads together, so that an expert without rows costs nothing and
+the threads get equal parts of the work however the rows are spread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels import simd
+from nbflow_kernels._jit import njit
+from nbflow_kernels.matmul import cpu as float_cpu
+from nbflow_kernels.qmatmul import cpu as quant_cpu
+from nbflow_kernels.quants.tensor import QuantTensor
+from nbflow_kernels.threads import not_capturable, split_rows, together
+
+_NO_BIAS = np.zeros(0, np.float32)
+
+Matrix = NDArray[Any] | QuantTensor
+
+
+def routing(
+    logits: NDArray[np.float32],
+    bias: NDArray[np.float32] | None,
+    sigmoid: bool,
+    renormalize: bool,
+    n_groups: int,
+    top_k_groups: int,
+    top2_sum: bool,
+    scale: float,
+    min_score: float,
+    weights: NDArray[np.float32],
+    ids: NDArray[np.int32],
+) -> None:
+    """See `nbflow_kernels.moe_routing`; the weights of a row that has no scores are NaN."""
+    T, E = logits.shape
+    split_rows(
+        _routing, T, 10.0 * T * E * (1 + weights.shape[1] / 10),
+        logits, _NO_BIAS if bias is None else bias, sigmoid, renormalize, n_groups, top_k_groups,
+        top2_sum, scale, min_score, weights, ids,
+    )  # fmt: skip
+
+
+def permute(
+    ids: NDArray[np.int32],
+    rows: NDArray[np.int32],
+    indptr: NDArray[np.int32],
+    inverse: NDArray[np.int32],
+) -> None:
+    """See `nbflow_kernels.moe_permute`."""
+    split_rows(_permute, 1, 0.0, ids, rows, indptr, inverse)
+
+
+def grouped(
+    x: NDArray[np.float32],
+    matrices: Sequence[Matrix],
+    indptr: NDArray[np.int32],
+    bias: NDArray[np.float32] | None,
+    out: NDArray[np.float32],
+) -> None:
+    """See `nbflow_kernels.grouped_matmul`; `matrices` has one for each segment of `indptr`."""
+    not_capturable()  # which products there are depends on the values of `indptr`
+    edges = indptr.tolist()
+    with together():
+        for i, w in enumerate(matrices):
+            if edges[i] < edges[i + 1]:
+                part = slice(edges[i], edges[i + 1])
+                matmul(x[part], w, None if bias is None else bias[i], out[part])
+    out[edges[-1] :] = 0.0
+
+
+def matmul(
+    x: NDArray[np.float32], w: Matrix, bias: NDArray[np.float32] | None, out: NDArray[np.float32]
+) -> None:
+    """Multiply by a matrix of any kind."""
+    if isinstance(w, QuantTensor):
+        quant_cpu.matmul(x, w, bias, False, out)
+    else:
+        float_cpu.matmul(x, w, bias, False, out)
+
+
+def combine(
+    y: NDArray[np.float32],
+    weights: NDArray[np.float32],
+    inverse: NDArray[np.int32],
+    accumulate: bool,
+    out: NDArray[np.float32],
+) -> None:
+    """See `nbflow_kernels.moe_combine`."""
+    work = float(weights.size * y.shape[1])
+    split_rows(_combine, len(out), work, y, weights, inverse, accumulate, out)
+
+
+def scale_rows(x: NDArray[np.float32], gate: NDArray[np.float32], y: NDArray[np.float32]) -> None:
+    """Multiply row t of `y` by the logistic function of the product of row t of `x` and `gate`."""
+    split_rows(_scale_rows, len(x), float(x.size + y.size), x, gate, y)
+
+
+@njit
+def _best(values: Any, first: Any, stop: Any) -> Any:
+    """Return the place of the largest value above -inf, the lowest of equals, or -1."""
+    place, most = -1, -np.inf
+    for i in range(first, stop):
+        if values[i] > most:
+            place, most = i, values[i]
+    return place
+
+
+@njit
+def _score(logits: Any, sigmoid: Any, scores: Any) -> Any:
+    """Write the scores of a row; return whether it has any."""
+    top, total = -np.inf, 0.0
+    for e in range(len(logits)):
+        if logits[e] != logits[e] or logits[e] == np.inf:
+            return False
+        top = max(top, np.float64(logits[e]))
+    if top == -np.inf:
+        return False
+    for e in range(len(logits)):
+        if sigmoid:
+            scores[e] = 1.0 / (1.0 + np.exp(-np.float64(logits[e])))
+        else:
+            scores[e] = np.exp(np.float64(logits[e]) - top)
+            total += scores[e]
+    if not sigmoid:
+        for e in range(len(logits)):
+            scores[e] /= total
+    return True
+
+
+@njit
+def _drop_groups(choice: Any, n_groups: Any, top_k_groups: Any, top2_sum: Any, groups: Any) -> None:
+    """Set the choice values of the experts outside the best groups to -inf."""
+    size = len(choice) // n_groups
+    for g in range(n_groups):
+        best = _best(choice, g * size, (g + 1) * size)
+        groups[g] = choice[best] if best >= 0 else -np.inf
+        if top2_sum and best >= 0:
+            second = max(
+                _largest(choice, g * size, best), _largest(choice, best + 1, (g + 1) * size)
+            )
+            groups[g] += second
+    for _ in range(top_k_groups):
+        g = _best(groups, 0, n_groups)
+        if g >= 0:
+            groups[g] = np.nan  # chosen: no comparison finds it again
+    for e in range(len(choice)):
+        if groups[e // size] == groups[e // size]:
+            choice[e] = -np.inf
+
+
+@njit
+def _largest(values: Any, first: Any, stop: Any) -> Any:
+    """Return the largest of some values, -inf of none."""
+    most = -np.inf
+    for i in range(first, stop):
+        most = max(most, values[i])
+    return most
+
+
+@njit
+def _routing(
+    logits: Any, bias: Any, sigmoid: Any, renormalize: Any, n_groups: Any, top_k_groups: Any,
+    top2_sum: Any, scale: Any, min_score: Any, weights: Any, ids: Any, start: Any, stop: Any,
+) -> None:  # fmt: skip
+    E, k = logits.shape[1], weights.shape[1]
+    scores, choice, groups = np.empty(E), np.empty(E), np.empty(n_groups)
+    for t in range(start, stop):
+        if not _score(logits[t], sigmoid, scores):
+            weights[t, 0] = np.nan
+            continue
+        for e in range(E):
+            # scores rise with the logits: without a bias an excluded expert is one of -inf
+            choice[e] = scores[e] + bias[e] if len(bias) else scores[e]
+            if logits[t, e] == -np.inf:
+                choice[e] = -np.inf
+        if n_groups > 1:
+            _drop_groups(choice, n_groups, top_k_groups, top2_sum, groups)
+        total = 0.0
+        for j in range(k):
+            e = _best(choice, 0, E)
+            ids[t, j], weights[t, j] = -1, 0.0
+            if e >= 0:
+                choice[e] = -np.inf
+                if scores[e] >= min_score:
+                    ids[t, j] = e
+                    total += scores[e]
+        factor = scale / total if renormalize and total > 0.0 else scale
+        for j in range(k):
+            if ids[t, j] >= 0:
+                weights[t, j] = scores[ids[t, j]] * factor
+
+
+@njit
+def _permute(ids: Any, rows: Any, indptr: Any, inverse: Any, start: Any, stop: Any) -> None:
+    T, k = ids.shape
+    E = len(indptr) - 1
+    for e in range(E + 1):
+        indptr[e] = 0
+    for t in range(T):
+        for j in range(k):
+            if ids[t, j] >= 0:
+                indptr[ids[t, j] + 1] += 1
+    for e in range(E):
+        indptr[e + 1] += indptr[e]
+    nobody = indptr[E]
+    for t in range(T):
+        for j in range(k):
+            e = ids[t, j]
+            if e >= 0:
+                # until the end, indptr[e] is the next free place of expert e
+                inverse[t, j] = indptr[e]
+                rows[indptr[e]] = t
+                indptr[e] += 1
+            else:
+                inverse[t, j] = -1
+                rows[nobody] = t
+                nobody += 1
+    for e in range(E, 0, -1):
+        indptr[e] = indptr[e - 1]
+    indptr[0] = 0
+
+
+@njit
+def _combine(
+    y: Any, weights: Any, inverse: Any, accumulate: Any, out: Any, start: Any, stop: Any
+) -> None:
+    H = y.shape[1]
+    for t in range(start, stop):
+        to = simd.address(out) + 4 * H * t
+        for d in range(0, H - 15, 16):
+            total = simd.load_f32(to + 4 * d) if accumulate else simd.splat(0.0)
+            for j in range(inverse.shape[1]):
+                place = np.int64(inverse[t, j])
+                if place >= 0:
+                    row = simd.load_f32(simd.address(y) + 4 * (H * place + d))
+                    total = simd.fma(simd.splat(weights[t, j]), row, total)
+            simd.store_f32(to + 4 * d, total)
+        for d in range(H // 16 * 16, H):
+            sum_here = out[t, d] if accumulate else np.float32(0.0)
+            for j in range(inverse.shape[1]):
+                if inverse[t, j] >= 0:
+                    sum_here += weights[t, j] * y[inverse[t, j], d]
+            out[t, d] = sum_here
+
+
+@njit
+def _scale_rows(x: Any, gate: Any, y: Any, start: Any, stop: Any) -> None:
+    for t in range(start, stop):
+        total = 0.0
+        for d in range(x.shape[1]):
+            total += np.float64(x[t, d]) * np.float64(gate[d])
+        factor = np.float32(1.0 / (1.0 + np.exp(-total)))
+        for d in range(y.shape[1]):
+            y[t, d] *= factor

@@ -1,0 +1,239 @@
+"""Changes of logits on the CPU: a thread takes whole rows; the time goes with the lists' length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels import simd
+from nbflow_kernels._jit import njit
+from nbflow_kernels.threads import split_rows
+
+LARGEST_EXPONENT = 88.72283905206835  # ln of the largest float32
+
+
+def penalties(
+    logits: np.ndarray,
+    token_ids: np.ndarray,
+    indptr: np.ndarray,
+    parameters: np.ndarray,
+    spans: np.ndarray,
+) -> None:
+    """See `nbflow_kernels.apply_penalties`.
+
+    `parameters` float64 (B, 3): repetition, frequency, presence; `spans` int64 (B, 2): window,
+    length of the prompt.
+    """
+    work = 20.0 * len(token_ids) + logits.shape[1]
+    split_rows(_penalties, len(logits), work, logits, token_ids, indptr, parameters, spans)
+
+
+def no_repeat_ngram(
+    logits: np.ndarray, token_ids: np.ndarray, indptr: np.ndarray, sizes: np.ndarray
+) -> None:
+    """See `nbflow_kernels.apply_no_repeat_ngram`; `sizes` is int64 (B,)."""
+    work = 4.0 * len(token_ids)
+    split_rows(_no_repeat_ngram, len(logits), work, logits, token_ids, indptr, sizes)
+
+
+def dry(
+    logits: np.ndarray,
+    token_ids: np.ndarray,
+    indptr: np.ndarray,
+    parameters: np.ndarray,
+    spans: np.ndarray,
+    words: np.ndarray,
+    edges: np.ndarray,
+) -> None:
+    """See `nbflow_kernels.apply_dry_penalty`.
+
+    `parameters` float64 (B, 2): multiplier, base; `spans` int64 (B, 2): window, allowed length;
+    breaker i is ``words[edges[i]:edges[i + 1]]``, int32.
+    """
+    work = 20.0 * len(token_ids) * (1 + len(edges)) + logits.shape[1]
+    split_rows(_dry, len(logits), work, logits, token_ids, indptr, parameters, spans, words, edges)
+
+
+def logit_bias(
+    logits: np.ndarray, token_ids: np.ndarray, biases: np.ndarray, indptr: np.ndarray
+) -> None:
+    """See `nbflow_kernels.apply_logit_bias`."""
+    work = 4.0 * len(token_ids)
+    split_rows(_logit_bias, len(logits), work, logits, token_ids, biases, indptr)
+
+
+def mask(logits: np.ndarray, token_ids: np.ndarray, indptr: np.ndarray, keep: bool) -> None:
+    """See `nbflow_kernels.mask_token_ids`."""
+    work = 4.0 * len(token_ids) + (logits.size if keep else 0)
+    split_rows(_mask, len(logits), work, logits, token_ids, indptr, keep)
+
+
+def bitmask(logits: np.ndarray, bits: np.ndarray) -> None:
+    """See `nbflow_kernels.apply_token_bitmask`."""
+    split_rows(_bitmask, len(logits), 2.0 * logits.size, logits, bits)
+
+
+@njit
+def _penalties(
+    logits: Any, token_ids: Any, indptr: Any, parameters: Any, spans: Any, start: Any, stop: Any
+) -> None:
+    # bit 0: the token occurred; above: how often after the prompt
+    counts = np.zeros(logits.shape[1], np.int32)
+    for b in range(start, stop):
+        first, end = np.int64(indptr[b]), np.int64(indptr[b + 1])
+        answer = first + spans[b, 1]
+        if spans[b, 0] >= 0:
+            first = max(first, end - spans[b, 0])
+        for i in range(first, end):
+            counts[token_ids[i]] = (counts[token_ids[i]] | 1) + (2 if i >= answer else 0)
+        for i in range(first, end):
+            token = token_ids[i]
+            n = counts[token] >> 1
+            if counts[token] > 0:
+                logit = np.float64(logits[b, token])
+                if logit > 0.0:
+                    logit /= parameters[b, 0]
+                else:
+                    logit *= parameters[b, 0]
+                if n > 0:
+                    logit -= parameters[b, 1] * n + parameters[b, 2]
+                logits[b, token] = logit
+                counts[token] = 0
+
+
+@njit
+def _no_repeat_ngram(
+    logits: Any, token_ids: Any, indptr: Any, sizes: Any, start: Any, stop: Any
+) -> None:
+    for b in range(start, stop):
+        end, n = np.int64(indptr[b + 1]), sizes[b]
+        if n < 1:
+            continue
+        for i in range(np.int64(indptr[b]) + n - 1, end):  # i: the last of an n-gram
+            same, j = True, 1
+            while same and j < n:
+                same = token_ids[i - j] == token_ids[end - j]
+                j += 1
+            if same:
+                logits[b, token_ids[i]] = -np.inf
+
+
+@njit
+def _free_tokens(tokens: Any, words: Any, edges: Any) -> Any:
+    """Return how many tokens follow the last breaker."""
+    n: Any = len(tokens)
+    least: Any = n
+    for w in range(len(edges) - 1):
+        size = np.int64(edges[w + 1] - edges[w])
+        for after in range(min(least, n - size + 1)):  # tokens after this place of the breaker
+            same, j = True, 0
+            while same and j < size:
+                same = tokens[n - after - 1 - j] == words[edges[w + 1] - 1 - j]
+                j += 1
+            if same:
+                least = after
+                break
+    return least
+
+
+@njit
+def _common_suffixes(tokens: Any, lengths: Any) -> None:
+    """Write to ``lengths[k]`` how many tokens before place n - k equal the last ones; k >= 1.
+
+    The Z algorithm on the reversed sequence: linear time.
+    """
+    n = len(tokens)
+    left, right = 0, 0
+    for k in range(1, n):
+        z = 0
+        if k < right:
+            z = min(right - k, lengths[k - left])
+        while k + z < n and tokens[n - 1 - z] == tokens[n - 1 - k - z]:
+            z += 1
+        lengths[k] = z
+        if k + z > right:
+            left, right = k, k + z
+
+
+@njit
+def _is_breaker(token: Any, words: Any, edges: Any) -> Any:
+    for w in range(len(edges) - 1):
+        if edges[w + 1] - edges[w] == 1 and words[edges[w]] == token:
+            return True
+    return False
+
+
+@njit
+def _dry(
+    logits: Any, token_ids: Any, indptr: Any, parameters: Any, spans: Any, words: Any, edges: Any,
+    start: Any, stop: Any,
+) -> None:  # fmt: skip
+    longest = np.zeros(logits.shape[1], np.int64)
+    lengths = np.zeros(len(token_ids), np.int64)
+    for b in range(start, stop):
+        first, end = np.int64(indptr[b]), np.int64(indptr[b + 1])
+        if spans[b, 0] >= 0:
+            first = max(first, end - spans[b, 0])
+        multiplier, base, allowed = parameters[b, 0], parameters[b, 1], spans[b, 1]
+        if multiplier == 0.0 or end - first <= allowed:
+            continue
+        tokens = token_ids[first:end]
+        n, limit = len(tokens), _free_tokens(tokens, words, edges)
+        _common_suffixes(tokens, lengths)
+        for k in range(1, n):
+            repeated = min(lengths[k], limit)
+            if repeated >= allowed:
+                token = tokens[n - k]
+                longest[token] = max(longest[token], repeated)
+        most = LARGEST_EXPONENT / np.log(base) if base > 1.000001 else np.inf
+        for k in range(1, n):
+            token = tokens[n - k]
+            if longest[token] > 0:
+                if not _is_breaker(token, words, edges):
+                    exponent = min(np.float64(longest[token] - allowed), np.floor(most))
+                    logits[b, token] -= multiplier * base**exponent
+                longest[token] = 0
+
+
+@njit
+def _logit_bias(
+    logits: Any, token_ids: Any, biases: Any, indptr: Any, start: Any, stop: Any
+) -> None:
+    for b in range(start, stop):
+        for i in range(indptr[b], indptr[b + 1]):
+            logits[b, token_ids[i]] += biases[i]
+
+
+@njit
+def _mask(logits: Any, token_ids: Any, indptr: Any, keep: Any, start: Any, stop: Any) -> None:
+    V = logits.shape[1]
+    kept = np.empty(V if keep else 0, np.float32)
+    for b in range(start, stop):
+        first, end = indptr[b], indptr[b + 1]
+        if keep and first < end:
+            for i in range(first, end):
+                kept[token_ids[i]] = logits[b, token_ids[i]]
+            at, excluded = simd.address(logits) + 4 * V * b, simd.splat(-np.inf)
+            for d in range(0, V - 15, 16):
+                simd.store_f32(at + 4 * d, excluded)
+            for d in range(V // 16 * 16, V):
+                logits[b, d] = -np.inf
+        for i in range(first, end):
+            logits[b, token_ids[i]] = kept[token_ids[i]] if keep else -np.inf
+
+
+@njit
+def _bitmask(logits: Any, bits: Any, start: Any, stop: Any) -> None:
+    V, excluded = logits.shape[1], simd.splat(-np.inf)
+    for b in range(start, stop):
+        at = simd.address(logits) + 4 * V * b
+        for w in range(bits.shape[1]):
+            word = bits[b, w]
+            if word == 0 and 32 * w + 32 <= V:
+                simd.store_f32(at + 128 * w, excluded)
+                simd.store_f32(at + 128 * w + 64, excluded)
+            elif word != -1:
+                for j in range(32 * w, min(32 * w + 32, V)):
+                    if (word >> (j - 32 * w)) & 1 == 0:
+                        logits[b, j] = -np.inf

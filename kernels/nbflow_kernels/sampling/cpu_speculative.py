@@ -1,0 +1,100 @@
+"""Verification of drafted tokens on the CPU: a thread takes whole chains."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels import simd
+from nbflow_kernels._jit import njit
+from nbflow_kernels.sampling.philox import uniform
+from nbflow_kernels.sampling.rows import n_chunks, probs_pass
+from nbflow_kernels.sampling.vectors import wide_add, wide_sum, wide_zero
+from nbflow_kernels.threads import split_rows
+
+
+def chain_speculative(
+    draft_probs: np.ndarray,
+    draft_token_ids: np.ndarray,
+    target_probs: np.ndarray,
+    seeds: np.ndarray,
+    offsets: np.ndarray,
+    out: np.ndarray,
+    accepted: np.ndarray,
+    emitted: np.ndarray,
+) -> None:
+    """See `nbflow_kernels.chain_speculative_sampling`; a bad row of the target gives emitted -1."""
+    B, _, V = draft_probs.shape
+    split_rows(
+        _chain, B, 4.0 * B * V,
+        draft_probs, draft_token_ids, target_probs, seeds, offsets, out, accepted, emitted,
+    )  # fmt: skip
+
+
+@njit
+def _excess(target: Any, draft: Any, to: Any) -> Any:
+    """Write max(target - draft, 0) to `to`; return the sum in float64."""
+    n, total, rest, zero = len(target), wide_zero(), 0.0, simd.splat(0.0)
+    q, p, at = simd.address(target), simd.address(draft), simd.address(to)
+    for d in range(0, n - 15, 16):
+        difference = simd.sub(simd.load_f32(q + 4 * d), simd.load_f32(p + 4 * d))
+        x = simd.maximum(difference, zero)
+        simd.store_f32(at + 4 * d, x)
+        total = wide_add(total, x)
+    for d in range(n // 16 * 16, n):
+        to[d] = max(target[d] - draft[d], np.float32(0.0))
+        rest += np.float64(to[d])
+    return wide_sum(total) + rest
+
+
+@njit
+def _draw(weights: Any, target: Any) -> Any:
+    """Return the first element where the running sum passes `target`, or the last positive one."""
+    chosen: Any = -1
+    reached = 0.0
+    for j in range(len(weights)):
+        if weights[j] > 0.0:
+            chosen = j
+            reached += np.float64(weights[j])
+            if reached > target:
+                break
+    return chosen
+
+
+@njit
+def _chain(
+    draft_probs: Any, draft_token_ids: Any, target_probs: Any, seeds: Any, offsets: Any,
+    out: Any, accepted: Any, emitted: Any, start: Any, stop: Any,
+) -> None:  # fmt: skip
+    n, V = draft_probs.shape[1], draft_probs.shape[2]
+    weights = np.empty(V, np.float32)
+    tops, sums = np.empty(n_chunks(V), np.float32), np.empty(n_chunks(V), np.float64)
+    for b in range(start, stop):
+        accepted[b] = emitted[b] = 0
+        going = True
+        for i in range(n):
+            token = draft_token_ids[b, i]
+            u = uniform(seeds[b], offsets[b], np.uint64(i))
+            passes = u * np.float64(draft_probs[b, i, token]) < target_probs[b, i, token]
+            accepted[b] += passes
+            going = going and passes
+            out[b, i] = -1
+            if going:
+                out[b, i] = token
+                emitted[b] += 1
+        out[b, n] = -1
+        place = np.int64(emitted[b])
+        last = min(place, n - 1) if n > 0 else 0
+        row = target_probs[b, place]
+        total = 0.0
+        if place < n:
+            total = _excess(row, draft_probs[b, last], weights)
+        whole = probs_pass(row, tops, sums)
+        u = uniform(seeds[b], offsets[b], np.uint64(n))
+        if not whole > 0.0:
+            emitted[b] = -1
+        elif total > 0.0:
+            out[b, place] = _draw(weights, u * total)
+        else:
+            out[b, place] = _draw(row, u * whole)

@@ -1,0 +1,354 @@
+"""From logits: probabilities, the best tokens, masks, and draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels._dispatch import is_cuda
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.sampling import cpu, cuda
+from nbflow_kernels.sampling.checks import (
+    NOT_LOGITS,
+    check_rows,
+    check_valid,
+    counts_per_row,
+    limits_of,
+    output,
+    per_row,
+    rows_of,
+    streams,
+    temperatures,
+)
+from nbflow_kernels.sampling.from_probs import check_order
+
+
+def softmax(logits: Any, temperature: Any = None, *, out: Any = None) -> Any:
+    """Return the probabilities of logits.
+
+    Parameters
+    ----------
+    logits : array of float32, shape (B, V)
+        One row per request; -inf excludes a token.
+    temperature : float or array, shape (B,), optional
+        Logits are divided by it first; positive.  For the limit 0 use `argmax`.
+    out : array of float32, shape (B, V), optional
+        Where to write the result; it may be `logits` itself.
+
+    Returns
+    -------
+    array of float32, shape (B, V)
+        Rows of sum 1.  A row with a NaN or +inf, or with nothing above -inf, becomes NaN.
+
+    Raises
+    ------
+    UsageError
+        If a shape does not fit or a temperature is not positive.
+    TypeError
+        If `logits` is not an array of float32.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels.sampling import softmax
+    >>> softmax(np.array([[0.0, 0.0, -np.inf]], np.float32), 0.5)
+    array([[0.5, 0.5, 0. ]], dtype=float32)
+    """
+    check_rows("logits", logits)
+    scale = temperatures(temperature, len(logits))
+    out = output("out", logits, out)
+    (cuda if is_cuda(logits) else cpu).softmax(logits, scale, out)
+    return out
+
+
+def argmax(logits: Any) -> Any:
+    """Return the index of each row's largest element, the lowest one among equals.
+
+    Parameters
+    ----------
+    logits : array of float32, shape (B, V)
+        One row per request; without NaN.
+
+    Returns
+    -------
+    array of int32, shape (B,)
+        Token ids.
+
+    Raises
+    ------
+    UsageError
+        If a row has a NaN.
+    TypeError
+        If `logits` is not an array of float32.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels.sampling import argmax
+    >>> argmax(np.array([[1, 3, 3], [0, -1, -2]], np.float32))
+    array([1, 0], dtype=int32)
+    """
+    check_rows("logits", logits)
+    if is_cuda(logits):
+        cuda.argmax(logits, None)
+    out = np.empty(len(logits), np.int32)
+    cpu.argmax(logits, out)
+    check_valid("logits", out, "must not have a NaN")
+    return out
+
+
+def sampling_from_logits(
+    logits: Any, *, temperature: Any = None, seed: Any, offset: Any = 0, indices: Any = None
+) -> Any:
+    """Draw a token from the softmax of each row of logits.
+
+    Parameters
+    ----------
+    logits : array of float32, shape (R, V)
+        Scores; -inf excludes a token.
+    temperature : float or array, shape (B,), optional
+        Logits are divided by it first; positive.
+    seed, offset, indices
+        As in `sampling_from_probs`.
+
+    Returns
+    -------
+    array of int32, shape (B,)
+        Token ids.
+
+    Raises
+    ------
+    UsageError
+        If a row has a NaN or +inf or only -inf, or a number is out of range.
+    TypeError
+        If `logits` is not an array of float32, or a seed is not an integer.
+
+    Notes
+    -----
+    The same random number as in ``sampling_from_probs(softmax(logits))`` is looked up in the same
+    cumulative sums; only the division by the row's sum and its rounding are left out.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels.sampling import sampling_from_logits
+    >>> sampling_from_logits(np.array([[-np.inf, 2.0, -np.inf]], np.float32), seed=1)
+    array([1], dtype=int32)
+    """
+    return _draw(logits, temperature, seed, offset, indices, True)
+
+
+def top_k_top_p_sampling_from_logits(
+    logits: Any,
+    top_k: Any,
+    top_p: Any,
+    *,
+    filter_apply_order: str = "top_k_first",
+    temperature: Any = None,
+    seed: Any,
+    offset: Any = 0,
+    indices: Any = None,
+) -> Any:
+    """Draw a token that passes both filters from the softmax of each row of logits.
+
+    Parameters
+    ----------
+    logits : array of float32, shape (R, V)
+        Scores; -inf excludes a token.
+    top_k : int or array of integers, shape (B,)
+        How many tokens to keep, at least 1; V or more keeps all.
+    top_p : float or array, shape (B,)
+        Share to keep, 0..1; the token that crosses it is kept.
+    filter_apply_order : str
+        ``"top_k_first"``: `top_p` is a share of what `top_k` keeps; ``"joint"``: of the whole row.
+    temperature : float or array, shape (B,), optional
+        Logits are divided by it first; positive.
+    seed, offset, indices
+        As in `sampling_from_probs`.
+
+    Returns
+    -------
+    array of int32, shape (B,)
+        Token ids.
+
+    Raises
+    ------
+    UsageError, TypeError
+        As `sampling_from_logits` and the single filters.
+
+    Notes
+    -----
+    With ``"top_k_first"`` only the kept logits go through exp: the row is read once.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels.sampling import top_k_top_p_sampling_from_logits
+    >>> logits = np.log(np.array([[0.3, 0.6, 0.1]], np.float32))
+    >>> top_k_top_p_sampling_from_logits(logits, 2, 0.6, seed=7)
+    array([1], dtype=int32)
+    """
+    first = check_order(filter_apply_order)
+    return _draw(logits, temperature, seed, offset, indices, first, top_k=top_k, top_p=top_p)
+
+
+def top_k(input: Any, k: int, sorted: bool = True) -> tuple[Any, Any]:
+    """Return the `k` largest elements of each row and where they are.
+
+    Parameters
+    ----------
+    input : array of float32, shape (B, V)
+        Rows without NaN.
+    k : int
+        How many, 1..V.
+    sorted : bool
+        Whether the largest comes first; otherwise they come in order of index.
+
+    Returns
+    -------
+    values : array of float32, shape (B, k)
+        The elements.
+    indices : array of int32, shape (B, k)
+        Their places.  Among equals the lowest index is chosen first and comes first.
+
+    Raises
+    ------
+    UsageError
+        If `k` is out of range or a row has a NaN.
+    TypeError
+        If `input` is not an array of float32 or `k` not an integer.
+
+    Notes
+    -----
+    One pass over the row and no sorting of it for k up to V / 128.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels.sampling import top_k
+    >>> top_k(np.array([[1, 3, 2, 3]], np.float32), 3)
+    (array([[3., 3., 2.]], dtype=float32), array([[1, 3, 2]], dtype=int32))
+    """
+    check_rows("input", input)
+    if not isinstance(k, int | np.integer) or isinstance(k, bool):
+        raise TypeError(f"k must be an integer, got {k!r}")
+    if not 1 <= k <= input.shape[1]:
+        raise UsageError(f"k must be 1..{input.shape[1]}, the number of columns, got {k}")
+    shape = (len(input), int(k))
+    values, indices = np.empty(shape, np.float32), np.empty(shape, np.int32)
+    variant = cuda if is_cuda(input) else cpu
+    variant.top_k(input, int(k), bool(sorted), values, indices)
+    check_valid("input", indices[:, 0], "must not have a NaN")
+    return values, indices
+
+
+def top_k_mask_logits(logits: Any, top_k: Any, *, out: Any = None) -> Any:
+    """Keep the `top_k` largest logits of each row and set the others to -inf.
+
+    Parameters
+    ----------
+    logits : array of float32, shape (B, V)
+        Rows without NaN.
+    top_k : int or array of integers, shape (B,)
+        How many to keep, at least 1; exactly so many, the lowest indices among equals.  V or more
+        keeps all.
+    out : array of float32, shape (B, V), optional
+        Where to write the result; it may be `logits` itself.
+
+    Returns
+    -------
+    array of float32, shape (B, V)
+        `out` if given, else a new array.
+
+    Raises
+    ------
+    UsageError
+        If a row has a NaN, a `top_k` is below 1, or `out` has another shape.
+    TypeError
+        If `logits` is not an array of float32.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels.sampling import top_k_mask_logits
+    >>> top_k_mask_logits(np.array([[1, 3, 2, 3]], np.float32), 2)
+    array([[-inf,   3., -inf,   3.]], dtype=float32)
+    """
+    check_rows("logits", logits)
+    B, V = logits.shape
+    counts = np.minimum(counts_per_row("top_k", top_k, B), V).astype(np.int64)
+    out, valid = output("out", logits, out), np.empty(B, np.int32)
+    (cuda if is_cuda(logits) else cpu).top_k_mask(logits, counts, out, valid)
+    check_valid("logits", valid - 1, "must not have a NaN")
+    return out
+
+
+def top_n_sigma_mask_logits(logits: Any, n: Any, *, out: Any = None) -> Any:
+    r"""Set the logits more than `n` standard deviations below the largest one to -inf.
+
+    .. math:: l_j \ge \max_i l_i - n \, \sigma
+
+    Parameters
+    ----------
+    logits : array of float32, shape (B, V)
+        Rows without NaN or +inf; elements of -inf do not count in the deviation.
+    n : float or array, shape (B,)
+        How many deviations, not negative; 0 switches the filter off, as in llama.cpp.
+    out : array of float32, shape (B, V), optional
+        Where to write the result; it may be `logits` itself.
+
+    Returns
+    -------
+    array of float32, shape (B, V)
+        `out` if given, else a new array.
+
+    Raises
+    ------
+    UsageError
+        If a row has a NaN or +inf, an `n` is negative, or `out` has another shape.
+    TypeError
+        If `logits` is not an array of float32.
+
+    References
+    ----------
+    .. [1] C. Tang et al., "Top-n-sigma: Not All Logits Are You Need", arXiv:2411.07641.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels.sampling import top_n_sigma_mask_logits
+    >>> top_n_sigma_mask_logits(np.array([[0, 1, 4, 5]], np.float32), 1.0)
+    array([[-inf, -inf,   4.,   5.]], dtype=float32)
+    """
+    check_rows("logits", logits)
+    numbers = np.array(per_row("n", n, len(logits)))
+    if not (numbers >= 0).all():
+        raise UsageError(f"n must not be negative, got {numbers.min():g}")
+    out, valid = output("out", logits, out), np.empty(len(logits), np.int32)
+    (cuda if is_cuda(logits) else cpu).n_sigma_mask(logits, numbers, out, valid)
+    check_valid("logits", valid - 1, "must not have a NaN or +inf")
+    return out
+
+
+def _draw(
+    logits: Any,
+    temperature: Any,
+    seed: Any,
+    offset: Any,
+    indices: Any,
+    top_k_first: bool,
+    **filters: Any,
+) -> Any:
+    """Check, draw, and raise if a row has no softmax."""
+    check_rows("logits", logits)
+    rows = rows_of(indices, len(logits), "logits")
+    B = len(rows)
+    scale = temperatures(temperature, B)
+    limits = limits_of(B, **filters)
+    seeds, offsets = streams(seed, offset, B)
+    out = np.empty(B, np.int32)
+    variant = cuda if is_cuda(logits) else cpu
+    variant.sample_logits(logits, rows, scale, limits, top_k_first, seeds, offsets, out)
+    check_valid("logits", out, NOT_LOGITS)
+    return out

@@ -1,0 +1,117 @@
+"""Verification of drafted tokens without changing the distribution of the target model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.sampling import cpu_speculative, cuda
+from nbflow_kernels.sampling.checks import NOT_PROBS, check_valid, streams
+
+
+def chain_speculative_sampling(
+    draft_probs: Any,
+    draft_token_ids: Any,
+    target_probs: Any,
+    maybe_output_accepted_token_num: Any = None,
+    maybe_output_emitted_draft_token_num: Any = None,
+    *,
+    seed: Any,
+    offset: Any = 0,
+) -> tuple[Any, Any, Any]:
+    r"""Accept or replace a chain of drafted tokens so that the target's distribution results.
+
+    Draft token x at place i is accepted with probability :math:`\min(1, q_i(x) / p_i(x))`, p the
+    draft's and q the target's probabilities.  At the first place where it is not, a token is drawn
+    from :math:`\max(q_i - p_i, 0)`, and the chain ends; if all n are accepted, one more is drawn
+    from :math:`q_n`.
+
+    Parameters
+    ----------
+    draft_probs : array of float32, shape (B, n, V)
+        What the draft tokens were drawn from; rows sum to 1.
+    draft_token_ids : array of int32, shape (B, n)
+        The drafted tokens, 0..V - 1.
+    target_probs : array of float32, shape (B, n + 1, V)
+        The target's probabilities at the same places and at the one after the last.
+    maybe_output_accepted_token_num : array of int32, shape (B,), optional
+        The second result is added to it, and it is returned.
+    maybe_output_emitted_draft_token_num : array of int32, shape (B,), optional
+        The third result is added to it, and it is returned.
+    seed, offset
+        As in `sampling_from_probs`; a chain takes its n + 1 numbers from one offset.
+
+    Returns
+    -------
+    output_token_ids : array of int32, shape (B, n + 1)
+        Accepted tokens, the drawn one, then -1.
+    accepted_token_num : array of int32, shape (B,)
+        Draft tokens that pass their test, each taken alone: how well the models agree.
+    emitted_draft_token_num : array of int32, shape (B,)
+        Draft tokens that are in the output; it holds one token more.
+
+    Raises
+    ------
+    UsageError
+        If a shape does not fit, a token is out of range, or a row of `target_probs` that a token
+        is drawn from is not a distribution.
+    TypeError
+        If an array has another dtype.
+
+    Notes
+    -----
+    Numbers are compared and summed in float64.  If the difference that a token is to be drawn from
+    is zero everywhere (rows that do not sum to the same), it is drawn from the target's row.
+
+    References
+    ----------
+    .. [1] C. Chen et al., "Accelerating Large Language Model Decoding with Speculative Sampling",
+       arXiv:2302.01318, algorithm 2.
+
+    Examples
+    --------
+    The first token is accepted: the target likes it more than the draft does.  The second cannot
+    be, and the only other token of the target's row is drawn.
+
+    >>> import numpy as np
+    >>> from nbflow_kernels.sampling import chain_speculative_sampling
+    >>> draft = np.array([[[0.1, 0.2, 0.3, 0.4], [0.2, 0.3, 0.4, 0.1]]], np.float32)
+    >>> target = np.array([[[0, 0.1, 0.6, 0.3], [1, 0, 0, 0], [0.7, 0.1, 0.1, 0.1]]], np.float32)
+    >>> ids = np.array([[2, 1]], np.int32)
+    >>> out, accepted, emitted = chain_speculative_sampling(draft, ids, target, seed=0)
+    >>> out.tolist(), accepted.tolist(), emitted.tolist()
+    ([[2, 0, -1]], [1], [1])
+    """
+    check_array("draft_probs", draft_probs, (None, None, None))
+    B, n, V = draft_probs.shape
+    check_array("draft_token_ids", draft_token_ids, (B, n), np.int32)
+    check_array("target_probs", target_probs, (B, n + 1, V))
+    counters = []
+    for name, counter in (
+        ("maybe_output_accepted_token_num", maybe_output_accepted_token_num),
+        ("maybe_output_emitted_draft_token_num", maybe_output_emitted_draft_token_num),
+    ):
+        if counter is not None:
+            check_array(name, counter, (B,), np.int32)
+        counters.append(np.zeros(B, np.int32) if counter is None else counter)
+    seeds, offsets = streams(seed, offset, B)
+    if is_cuda(draft_probs):
+        cuda.chain_speculative(
+            draft_probs, draft_token_ids, target_probs, seeds, offsets, None, *counters
+        )
+    ids = draft_token_ids
+    if ids.size and (ids.min() < 0 or ids.max() >= V):
+        bad = ids[(ids < 0) | (ids >= V)][0]
+        raise UsageError(f"draft_token_ids must lie in 0..{V - 1}, got {bad}")
+    out = np.empty((B, n + 1), np.int32)
+    numbers = np.empty((2, B), np.int32)
+    cpu_speculative.chain_speculative(
+        draft_probs, ids, target_probs, seeds, offsets, out, numbers[0], numbers[1]
+    )
+    check_valid("target_probs", numbers[1], NOT_PROBS)
+    for counter, number in zip(counters, numbers, strict=True):
+        counter += number
+    return out, counters[0], counters[1]

@@ -1,0 +1,149 @@
+"""What sampling needs of 16 lanes beside `nbflow_kernels.simd`: comparisons, float64 sums, logs.
+
+==============================  =================================================================
+`any_ge(a, b)`                  whether a lane of `a` is at least that of `b` (NaN: no)
+`where_ge(a, b, x, y)`          lane by lane `x` where a >= b, else `y`
+`wide_zero()`                   16 float64 zeros
+`wide_add(total, v)`            `total` plus 16 float32, added in float64
+`wide_sum(total)`               the sum of the lanes: a fixed tree, lanes i and i+8, i+4, ...
+`log(v)`                        natural logarithm of normal positive float32, error below 2e-7
+                                plus half a unit of the result
+`bits_of(x)` / `float_of(i)`    the bits of a scalar float32 as int64, and back
+==============================  =================================================================
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from llvmlite import ir
+from numba.core import errors, extending, types
+from numba.core.datamodel import models
+
+from nbflow_kernels import simd
+from nbflow_kernels._jit import inline
+from nbflow_kernels.simd import LANES, f32x16
+
+intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
+
+_DOUBLES = ir.VectorType(ir.DoubleType(), LANES)
+
+
+class Wide(types.Type):
+    """The Numba type of 16 lanes of float64."""
+
+    def __init__(self) -> None:
+        super().__init__(name=f"sampling.f64x{LANES}")
+
+
+@extending.register_model(Wide)
+class _WideModel(models.PrimitiveModel):
+    def __init__(self, manager: Any, fe_type: Wide) -> None:
+        super().__init__(manager, fe_type, _DOUBLES)  # type: ignore[no-untyped-call]
+
+
+f64x16 = Wide()
+
+
+def _want_floats(name: str, *values: Any) -> None:
+    if any(value != f32x16 for value in values):
+        raise errors.TypingError(f"vectors.{name}: wanted vectors of float32, got {values}")
+
+
+def _any_ge(typing_context: Any, a: Any, b: Any) -> Any:
+    _want_floats("any_ge", a, b)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        lanes = builder.fcmp_ordered(">=", args[0], args[1])
+        bits = builder.bitcast(lanes, ir.IntType(LANES))
+        return builder.icmp_unsigned("!=", bits, ir.Constant(ir.IntType(LANES), 0))
+
+    return types.boolean(a, b), codegen
+
+
+def _where_ge(typing_context: Any, a: Any, b: Any, x: Any, y: Any) -> Any:
+    _want_floats("where_ge", a, b, x, y)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.select(builder.fcmp_ordered(">=", args[0], args[1]), args[2], args[3])
+
+    return f32x16(a, b, x, y), codegen
+
+
+def _wide_zero(typing_context: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return ir.Constant(_DOUBLES, [0.0] * LANES)
+
+    return f64x16(), codegen
+
+
+def _wide_add(typing_context: Any, total: Any, v: Any) -> Any:
+    _want_floats("wide_add", v)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.fadd(args[0], builder.fpext(args[1], _DOUBLES))
+
+    return f64x16(total, v), codegen
+
+
+def _wide_sum(typing_context: Any, total: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value, width = args[0], LANES
+        while width > 1:
+            width //= 2
+            index = ir.VectorType(ir.IntType(32), width)
+            low, high = (
+                builder.shuffle_vector(value, value, ir.Constant(index, list(lanes)))
+                for lanes in (range(width), range(width, 2 * width))
+            )
+            value = builder.fadd(low, high)
+        return builder.extract_element(value, ir.Constant(ir.IntType(32), 0))
+
+    return types.float64(total), codegen
+
+
+def _bits_of(typing_context: Any, x: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = context.cast(builder, args[0], signature.args[0], types.float32)
+        return builder.sext(builder.bitcast(value, ir.IntType(32)), ir.IntType(64))
+
+    return types.int64(x), codegen
+
+
+def _float_of(typing_context: Any, bits: Any) -> Any:
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = context.cast(builder, args[0], signature.args[0], types.int64)
+        return builder.bitcast(builder.trunc(value, ir.IntType(32)), ir.FloatType())
+
+    return types.float32(bits), codegen
+
+
+any_ge: Any = intrinsic(_any_ge)
+where_ge: Any = intrinsic(_where_ge)
+wide_zero: Any = intrinsic(_wide_zero)
+wide_add: Any = intrinsic(_wide_add)
+wide_sum: Any = intrinsic(_wide_sum)
+bits_of: Any = intrinsic(_bits_of)
+float_of: Any = intrinsic(_float_of)
+
+
+@inline
+def log(v: Any) -> Any:
+    """Return ln v = e ln 2 + 2 artanh(s), v = 2**e m, s = (m - 1) / (m + 1), m around 1.
+
+    |s| is at most 0.172, so the first term left out of artanh is below 2 s**11 / 11 = 7e-10.
+    """
+    bits = simd.as_i32(v)
+    # 0x3F3504F3 are the bits of sqrt(1/2), the least m
+    shifted = simd.shr(simd.add(bits, simd.splat_i32(0x3F800000 - 0x3F3504F3)), simd.splat_i32(23))
+    exponent = simd.sub(shifted, simd.splat_i32(127))
+    m = simd.as_f32(simd.sub(bits, simd.shl(exponent, simd.splat_i32(23))))
+    one = simd.splat(1.0)
+    s = simd.div(simd.sub(m, one), simd.add(m, one))
+    s2 = simd.mul(s, s)
+    p = simd.splat(2.0 / 9.0)
+    p = simd.fma(p, s2, simd.splat(2.0 / 7.0))
+    p = simd.fma(p, s2, simd.splat(2.0 / 5.0))
+    p = simd.fma(p, s2, simd.splat(2.0 / 3.0))
+    p = simd.fma(p, s2, simd.splat(2.0))
+    return simd.fma(simd.to_f32(exponent), simd.splat(0.6931471805599453), simd.mul(p, s))
