@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.checking import CheckError
-from nbflow_kernels.qmatmul import cpu, qmatmul, reference
+from nbflow_kernels.qmatmul import qmatmul, reference
 from nbflow_kernels.quants import (
     FORMATS,
     QuantFormat,
@@ -50,10 +50,10 @@ class FormatReport:
 def check_format(format: str | QuantFormat, *, encoder: str = "best") -> FormatReport:
     """Check all that a weight format must do.
 
-    Storage: sizes, one result whatever the rows beside, finite decoding
-    of random, constant, zero, tiny and huge weights, padded rows, `from_bytes`, pickling.  Decoding:
-    whole tensors, rows, the NumPy form.  Products, with float32 and int8 activations: single
-    weights bit by bit, float64 reference, batch invariance, bias, accumulation, no rows.
+    Storage: sizes, one result whatever the rows beside, finite decoding of random, constant, zero,
+    tiny and huge weights, padded rows, `from_bytes`, pickling.  Decoding: whole tensors, rows, the
+    NumPy form.  Products, with float32 and int8 activations: single weights bit by bit, float64
+    reference, batch invariance, bias, accumulation, no rows.
 
     Parameters
     ----------
@@ -148,9 +148,7 @@ def _check_products(format: QuantFormat, qt: QuantTensor, x: NDArray[np.float32]
     values = dequantize(qt)
     n_columns = qt.shape[1]
     picked = qmatmul(np.eye(n_columns, dtype=np.float32)[:TOKENS], qt)
-    _require(
-        np.array_equal(picked, values.T[:TOKENS]), format, "a product decodes other weights"
-    )
+    _require(np.array_equal(picked, values.T[:TOKENS]), format, "a product decodes other weights")
     y = qmatmul(x, qt)
     wanted = reference.qmatmul(x, qt)
     # float32 sums of K products: K roundings of 6e-8 of partial sums below 4 * sqrt(K) * sigma
@@ -170,21 +168,13 @@ def _check_products(format: QuantFormat, qt: QuantTensor, x: NDArray[np.float32]
 
 def _check_int8(format: QuantFormat, qt: QuantTensor, x: NDArray[np.float32]) -> float:
     """Check products with int8 activations; return the relative error that these add."""
-    rows = cpu.Int8Rows.empty(len(x), x.shape[1])
-    cpu.quantize_activations(x, rows)
-    out = np.full((TOKENS, ROWS), np.nan, np.float32)
-    cpu.matmul_int8(rows, qt, None, False, out)
-    scale = np.repeat(rows.scales[:TOKENS].astype(np.float64), 32, axis=1)
-    rounded = (scale * rows.codes[:TOKENS])[:, : x.shape[1]]
+    out = qmatmul(x, qt, activations="int8")
     weights = reference.weights(qt)
     # bases and codes are added apart: each may be as large as the largest weight times K
     allowed = 64 * 6e-8 * x.shape[1] * float(np.abs(weights).max()) + 1e-30
-    error = float(np.abs(out - rounded @ weights.T).max())
+    error = float(np.abs(out - reference.qmatmul(x, qt, activations="int8")).max())
     _require(error <= allowed, format, f"an int8 product is off by {error:g}, not {allowed:g}")
-    one = cpu.Int8Rows.empty(1, x.shape[1])
-    cpu.quantize_activations(x[3:4], one)
-    alone = np.empty((1, ROWS), np.float32)
-    cpu.matmul_int8(one, qt, None, False, alone)
+    alone = qmatmul(x[3:4], qt, activations="int8")
     _require(np.array_equal(alone[0], out[3]), format, "int8: a row depends on the other rows")
     exact = x.astype(np.float64) @ weights.T
     return float(np.sqrt(np.square(out - exact).mean() / max(np.square(exact).mean(), 1e-300)))

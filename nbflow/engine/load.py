@@ -55,8 +55,8 @@ def load(
         Format of the attention and feed-forward matrices: a name of `nbflow_kernels.FORMATS`, e.g.
         "q4".  None keeps what the checkpoint stores.
     outliers : float
-        Share of the weights, 0..0.05, that are kept exactly beside the format, because they stretch
-        the range of their block (Inferflow's ``delta_tensor_ratio``); see `nbflow_kernels.quantize`.
+        Share of the weights, 0..0.05, that are kept exactly beside the format because they stretch
+        the range of their block (Inferflow's ``delta_tensor_ratio``, `nbflow_kernels.quantize`).
         Only with `weights` a block format.
     activations : {"f32", "bf16", "int8"}
         Arithmetic of the products with weights.  "f32" multiplies float32 activations with the

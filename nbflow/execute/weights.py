@@ -140,9 +140,7 @@ class RankWeights:
         matrix = self._read(part).astype(np.float32, copy=False)
         assert self._format is not None
         try:
-            return nk.quantize(
-                matrix, self._format, outliers=self._outliers, outlier_range=limits
-            )
+            return nk.quantize(matrix, self._format, outliers=self._outliers, outlier_range=limits)
         except UsageError as error:
             raise UsageError(f"tensor {part.name}: {error}") from error
 

@@ -108,7 +108,7 @@ def test_importance_reaches_the_users_encoder(register):
     )
     assert weighted < plain
     register(Base3)
-    with pytest.raises(UsageError, match="base3_b20 knows no importance; .*quantize_block_weighted"):
+    with pytest.raises(UsageError, match=r"knows no importance; .*quantize_block_weighted"):
         quantize(x, "base3_b20", importance=important)
 
 
@@ -186,8 +186,7 @@ def raises(x, out):
         ({"integer_form": 4}, "integer_form must be a .*IntegerForm, got int"),
         (
             {"quantize_block": staticmethod(bad_line)},
-            rf"format changed: quantize_block, line {bad_line.__code__.co_firstlineno + 1}: "
-            "TypingError: .*Unknown attribute 'nonsense'",
+            rf"quantize_block, line {bad_line.__code__.co_firstlineno + 1}: .*Unknown attribute",
         ),
         (
             {"quantize_block": staticmethod(out_of_bounds)},
@@ -196,7 +195,10 @@ def raises(x, out):
         ({"quantize_block": staticmethod(writes_weights)}, "line .* must not be written"),
         ({"quantize_block": staticmethod(leaves_bytes)}, "it must write every byte of out"),
         ({"quantize_block": staticmethod(raises)}, "ValueError: too hard"),
-        ({"dequantize_block": staticmethod(gives_nan)}, "gives nan for weight 0 of a block of norm"),
+        (
+            {"dequantize_block": staticmethod(gives_nan)},
+            "gives nan for weight 0",
+        ),
         ({"dequantize_block": staticmethod(leaves_weights)}, "gives nan for weight 1"),
     ],
 )
@@ -235,7 +237,7 @@ def test_the_battery_finds_a_format_whose_result_depends_on_other_rows():
         check_format(moody)
 
 
-SOURCE = '''
+SOURCE = """
 import numpy as np
 import nbflow_kernels as nk
 
@@ -255,7 +257,7 @@ class Bytes:
             out[i] = (np.float32(block[i]) - 128) / SCALE
 
 nk.register_format(Bytes)
-'''
+"""
 
 
 def test_files_are_executed_once_and_edits_are_seen(tmp_path):
@@ -311,8 +313,12 @@ def test_kernels_of_a_file_are_kept_on_disk(tmp_path):
 
 def test_a_class_without_a_file_works_in_memory(register):
     scope = {}
-    exec(compile(SOURCE.replace("nk.register_format(Bytes)", "SCALE = np.float32(64)"),
-                 "<cell>", "exec"), scope)
+    exec(
+        compile(
+            SOURCE.replace("nk.register_format(Bytes)", "SCALE = np.float32(64)"), "<cell>", "exec"
+        ),
+        scope,
+    )
     format = register(scope["Bytes"])
     assert not format.code.on_disk
     w = quantize(np.float32([[0.5, -0.25] * 12]), "bytes_b8")

@@ -217,7 +217,9 @@ def quantize(
     rows = np.ascontiguousarray(rows)
     ratio = check_ratio(outliers)
     if ratio == 0.0:
-        return QuantTensor(chosen, array.shape, chosen.quantize_rows(rows, n_columns, encoder, weight))
+        return QuantTensor(
+            chosen, array.shape, chosen.quantize_rows(rows, n_columns, encoder, weight)
+        )
     if isinstance(chosen, FloatFormat):
         raise UsageError(f"outliers are for block formats; {chosen.name} stores each weight alone")
     if outlier_range is None:

@@ -72,7 +72,7 @@ def check_ratio(ratio: float) -> float:
         raise TypeError(f"outliers must be a number, got {type(ratio).__name__}")
     if not 0 <= ratio <= LARGEST_RATIO:
         raise UsageError(
-            f"outliers must lie in 0..{LARGEST_RATIO} (the share of weights kept aside), got {ratio}"
+            f"outliers must lie in 0..{LARGEST_RATIO} (a share of the weights), got {ratio}"
         )
     return float(ratio)
 
@@ -100,7 +100,9 @@ def quantize_with_outliers(
         some = None
         if importance is not None:
             some = importance if len(importance) == 1 else importance[touched]
-        other = format.quantize_rows(np.ascontiguousarray(inside[touched]), n_columns, encoder, some)
+        other = format.quantize_rows(
+            np.ascontiguousarray(inside[touched]), n_columns, encoder, some
+        )
         before, after = np.empty_like(rows[touched]), np.empty_like(rows[touched])
         format.dequantize_rows(np.ascontiguousarray(data[touched]), before)
         format.dequantize_rows(other, after)
@@ -201,9 +203,7 @@ def _choose(
 def add_outliers(outliers: CsrMatrix, out: Floats) -> None:
     """Add the outliers to decoded rows (rows, columns)."""
     work = 4.0 * (outliers.nnz + len(out))
-    split_rows(
-        _add, len(out), work, outliers.indptr, outliers.indices, outliers.values, out
-    )
+    split_rows(_add, len(out), work, outliers.indptr, outliers.indices, outliers.values, out)
 
 
 def add_outliers_of(outliers: CsrMatrix, ids: NDArray[Any], out: Floats) -> None:

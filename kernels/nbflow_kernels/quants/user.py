@@ -87,6 +87,8 @@ class UserFormat(QuantFormat):
         width = x.shape[1]
         data = np.zeros((len(x), width // self.block_size * self.block_bytes), np.uint8)
         x = _read_only(x)
+        kernel: Any
+        args: tuple[Any, ...]
         if importance is None:
             kernel, args = user_code.encoder(self.code), (x, data)
         elif "quantize_block_weighted" not in self.code.functions:
@@ -154,7 +156,7 @@ def _read_only(array: Any) -> Any:
 # ---- registering ---------------------------------------------------------------------------------
 
 
-def register_format(user_class: type) -> UserFormat:
+def register_format(user_class: Any) -> UserFormat:
     """Make a class of a few lines a weight format like the built-in ones.
 
     Parameters
@@ -292,7 +294,7 @@ def load_formats(path: str | Path) -> tuple[UserFormat, ...]:
     found = [FORMATS[n] for n in FORMATS if n not in before]
     # registered by an earlier run of the same file, e.g. through a copy of it
     for value in vars(module).values():
-        format = FORMATS.get(getattr(value, "name", None)) if isinstance(value, type) else None
+        format = FORMATS.get(str(getattr(value, "name", ""))) if isinstance(value, type) else None
         if isinstance(format, UserFormat) and format not in found:
             found.append(format)
     formats = tuple(f for f in found if isinstance(f, UserFormat))
@@ -302,15 +304,16 @@ def load_formats(path: str | Path) -> tuple[UserFormat, ...]:
     return formats
 
 
-def _make(user_class: type) -> UserFormat:
+def _make(user_class: Any) -> UserFormat:
     """Return the format of a class, not compiled yet, or raise if a part is missing or wrong."""
     if not isinstance(user_class, type):
         raise TypeError(f"register_format takes a class, got {type(user_class).__name__}")
     where = f"class {user_class.__name__}"
+    given: Any = user_class
     for part in ("name", "block_size", "block_bytes", *REQUIRED):
         if not hasattr(user_class, part):
             raise UsageError(f"{where}: a format needs {part}; it has none")
-    name = user_class.name
+    name = given.name
     if not isinstance(name, str) or not re.fullmatch(r"[a-z][a-z0-9_]*", name):
         raise UsageError(
             f"{where}: name must be lower-case letters, digits and underscores, got {name!r}"
@@ -325,13 +328,11 @@ def _make(user_class: type) -> UserFormat:
     if form is not None:
         _check_form(user_class, form, functions)
     digest, on_disk = _source_digest(user_class)
-    code = UserCode(
-        name, digest, on_disk, user_class.block_size, user_class.block_bytes, functions
-    )
+    code = UserCode(name, digest, on_disk, given.block_size, given.block_bytes, functions)
     return UserFormat(user_class, code, form)
 
 
-def _function(user_class: type, name: str) -> Callable[..., Any]:
+def _function(user_class: Any, name: str) -> Callable[..., Any]:
     """Return a static function of the class in plain Python."""
     where = f"class {user_class.__name__}: {name}"
     raw = inspect.getattr_static(user_class, name)
@@ -348,14 +349,14 @@ def _function(user_class: type, name: str) -> Callable[..., Any]:
     return function
 
 
-def _check_form(user_class: type, form: Any, functions: dict[str, Any]) -> None:
+def _check_form(user_class: Any, form: Any, functions: dict[str, Any]) -> None:
     where = f"class {user_class.__name__}"
     if not isinstance(form, IntegerForm):
         raise UsageError(
             f"{where}: integer_form must be a nbflow_kernels.quants.integers.IntegerForm, got "
             f"{type(form).__name__}"
         )
-    if user_class.block_size % form.block:  # type: ignore[attr-defined]
+    if user_class.block_size % form.block:
         raise UsageError(f"{where}: block_size must be a multiple of integer_form.block")
     needed = ["code", "d"]
     needed += ["m"] if form.base != "none" else []
@@ -366,7 +367,7 @@ def _check_form(user_class: type, form: Any, functions: dict[str, Any]) -> None:
             raise UsageError(f"{where}: with this integer_form it needs a static method {name}")
 
 
-def _source_digest(user_class: type) -> tuple[str, bool]:
+def _source_digest(user_class: Any) -> tuple[str, bool]:
     """Return the digest of the file of a class, and whether there is one."""
     try:
         file = Path(inspect.getfile(user_class))

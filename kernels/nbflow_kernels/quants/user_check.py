@@ -31,7 +31,7 @@ def sample_blocks(size: int) -> dict[str, NDArray[np.float32]]:
         "positive": np.abs(normal[:4]),
         "negative": -np.abs(normal[:4]),
         "zero": np.zeros((1, size), np.float32),
-        "constant": np.full((2, size), (0.37,), np.float32) * np.float32([[1], [-1]]),
+        "constant": np.repeat(np.array([[0.37], [-0.37]], np.float32), size, axis=1),
         "one spike": spike,
         "tiny": normal[:2] * np.float32(1e-30),
         "huge": np.clip(normal[:2] * np.float32(1e5), -30000, 30000),
