@@ -92,9 +92,11 @@ def format_digest(name: str) -> str:
 
 def kv_format_names() -> tuple[str, ...]:
     """Return the names of the formats of the key/value cache."""
-    from nbflow.cache import KV_FORMATS
+    from nbflow_kernels.kvcache.rows import KINDS
+    from nbflow_kernels.quants import FORMATS
 
-    return tuple(KV_FORMATS)
+    short = [name for name, explicit in FORMATS.short_names.items() if explicit in KINDS]
+    return (*KINDS, *short)
 
 
 def partition_ranks(partition: str) -> tuple[int, ...]:

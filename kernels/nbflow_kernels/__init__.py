@@ -39,10 +39,38 @@ if TYPE_CHECKING:
     from nbflow_kernels.activation import silu as silu
     from nbflow_kernels.activation import silu_and_mul as silu_and_mul
     from nbflow_kernels.activation import swigluoai_and_mul as swigluoai_and_mul
+    from nbflow_kernels.attention import AttentionVariant as AttentionVariant
+    from nbflow_kernels.attention import BatchAttention as BatchAttention
+    from nbflow_kernels.attention import (
+        BatchDecodeWithPagedKVCacheWrapper as BatchDecodeWithPagedKVCacheWrapper,
+    )
+    from nbflow_kernels.attention import (
+        BatchDecodeWithSharedPrefixPagedKVCacheWrapper as BatchDecodeWithSharedPrefixPagedKVCacheWrapper,  # noqa: E501
+    )
+    from nbflow_kernels.attention import (
+        BatchMLAPagedAttentionWrapper as BatchMLAPagedAttentionWrapper,
+    )
     from nbflow_kernels.attention import (
         BatchPrefillWithPagedKVCacheWrapper as BatchPrefillWithPagedKVCacheWrapper,
     )
+    from nbflow_kernels.attention import (
+        BatchPrefillWithRaggedKVCacheWrapper as BatchPrefillWithRaggedKVCacheWrapper,
+    )
+    from nbflow_kernels.attention import (
+        BatchPrefillWithSharedPrefixPagedKVCacheWrapper as BatchPrefillWithSharedPrefixPagedKVCacheWrapper,  # noqa: E501
+    )
+    from nbflow_kernels.attention import (
+        BlockSparseAttentionWrapper as BlockSparseAttentionWrapper,
+    )
+    from nbflow_kernels.attention import (
+        MultiLevelCascadeAttentionWrapper as MultiLevelCascadeAttentionWrapper,
+    )
+    from nbflow_kernels.attention import (
+        VariableBlockSparseAttentionWrapper as VariableBlockSparseAttentionWrapper,
+    )
     from nbflow_kernels.attention import merge_state as merge_state
+    from nbflow_kernels.attention import merge_state_in_place as merge_state_in_place
+    from nbflow_kernels.attention import merge_states as merge_states
     from nbflow_kernels.attention import single_decode_with_kv_cache as single_decode_with_kv_cache
     from nbflow_kernels.attention import (
         single_prefill_with_kv_cache as single_prefill_with_kv_cache,
@@ -52,14 +80,21 @@ if TYPE_CHECKING:
     from nbflow_kernels.errors import UsageError as UsageError
     from nbflow_kernels.format_checks import check_format as check_format
     from nbflow_kernels.kvcache import append_paged_kv_cache as append_paged_kv_cache
+    from nbflow_kernels.kvcache import append_paged_mla_kv_cache as append_paged_mla_kv_cache
+    from nbflow_kernels.kvcache import gather_paged_kv_cache as gather_paged_kv_cache
     from nbflow_kernels.kvcache import get_batch_indices_positions as get_batch_indices_positions
     from nbflow_kernels.kvcache import get_seq_lens as get_seq_lens
+    from nbflow_kernels.kvcache.formats import KVFormat as KVFormat
+    from nbflow_kernels.kvcache.formats import kv_format as kv_format
     from nbflow_kernels.logits import kl_divergence as kl_divergence
     from nbflow_kernels.logits import log_softmax as log_softmax
     from nbflow_kernels.logits import masked_softmax as masked_softmax
     from nbflow_kernels.logits import soft_cap as soft_cap
     from nbflow_kernels.logits import token_log_probs as token_log_probs
     from nbflow_kernels.logits import top1_agreement as top1_agreement
+    from nbflow_kernels.masks import convert_bsr_mask_layout as convert_bsr_mask_layout
+    from nbflow_kernels.masks import packbits as packbits
+    from nbflow_kernels.masks import segment_packbits as segment_packbits
     from nbflow_kernels.matmul import matmul as matmul
     from nbflow_kernels.moe import SegmentGEMMWrapper as SegmentGEMMWrapper
     from nbflow_kernels.moe import SharedExpert as SharedExpert

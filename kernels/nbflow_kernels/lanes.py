@@ -5,13 +5,14 @@ element type.  They need scalar reads and writes for the tail of a row, and atte
 horizontal sums at the price of about five.
 
 ====================================  =========================================================
-`read_f32 read_f16(addr)`             one element as float32
-`read_i64 read_u16 read_u8(addr)`     one element as int64
+`read_f32 read_f16 read_bf16(addr)`   one element as float32
+`read_i64 read_i32 read_u16 read_u8`  one element as int64
 `write_f32(addr, x)`                  one float32
 `write_f16(addr, x)`                  one float32, rounded to float16
 `store_f16(addr, v)`                  16 float32, rounded to float16, halves to even
 `prefetch(addr)`                      ask for the cache line of an address; any address is allowed
 `store_halves(low, high, v)`          lanes 0-7 to `low`, lanes 8-15 to `high`
+`store_quarters(addr, step, v)`       lanes 0-3 to `addr`, 4-7 to `addr + step`, and so on
 `address_of(array)`                   called from Python: a fifth of the time of ``.ctypes.data``
 `sum16(v0, ..., v15)`                 the vector of `simd.sum(v0)`, ..., `simd.sum(v15)`
 ====================================  =========================================================
@@ -53,6 +54,9 @@ def _make_read(name: str, stored: Any, result: Any, widen: str | None) -> Any:
                 return value
             if widen == "f16":
                 return emit_widen(builder, value)
+            if widen == "bf16":
+                high = builder.shl(builder.zext(value, _I32), ir.Constant(_I32, 16))
+                return builder.bitcast(high, _F32)
             return getattr(builder, widen)(value, _F32 if result is types.float32 else _I64)
 
         return result(addr), codegen
@@ -63,7 +67,9 @@ def _make_read(name: str, stored: Any, result: Any, widen: str | None) -> Any:
 
 read_f32 = _make_read("read_f32", _F32, types.float32, None)
 read_f16 = _make_read("read_f16", _I16, types.float32, "f16")
+read_bf16 = _make_read("read_bf16", _I16, types.float32, "bf16")
 read_i64 = _make_read("read_i64", _I64, types.int64, None)
+read_i32 = _make_read("read_i32", _I32, types.int64, "sext")
 read_u8 = _make_read("read_u8", _I8, types.int64, "zext")
 read_u16 = _make_read("read_u16", _I16, types.int64, "zext")
 
@@ -135,6 +141,23 @@ def store_halves(typing_context: Any, low: Any, high: Any, v: Any) -> Any:
     return types.none(low, high, v), codegen
 
 
+@intrinsic
+def store_quarters(typing_context: Any, addr: Any, step: Any, v: Any) -> Any:
+    """Write lanes 4i..4i+3 to the address ``addr + i * step``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = context.cast(builder, args[0], signature.args[0], types.int64)
+        distance = context.cast(builder, args[1], signature.args[1], types.int64)
+        for i in range(4):
+            quarter = _pick(builder, args[2], args[2], list(range(4 * i, 4 * i + 4)))
+            pointer = builder.inttoptr(place, ir.PointerType(quarter.type))
+            builder.store(quarter, pointer).align = 1
+            place = builder.add(place, distance)
+        return context.get_dummy_value()
+
+    return types.none(addr, step, v), codegen
+
+
 def _fold(builder: Any, a: Any, b: Any, width: int) -> Any:
     """Halve the sums of `width` lanes in `a` and in `b`; those of `a` come first in the result."""
     starts = range(0, 2 * LANES, width)
@@ -168,15 +191,17 @@ def sum16(
     if any(v != f32x16 for v in vectors):
         raise errors.TypingError("lanes.sum16: wanted 16 vectors of float32")
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        values, width = list(args), LANES
-        while len(values) > 1:
-            pairs = zip(values[::2], values[1::2], strict=True)
-            values = [_fold(builder, a, b, width) for a, b in pairs]
-            width //= 2
-        return values[0]
+    return f32x16(*vectors), lambda context, builder, signature, args: emit_sums(builder, args)
 
-    return f32x16(*vectors), codegen
+
+def emit_sums(builder: Any, vectors: Any) -> Any:
+    """Emit the vector of the sums of 16 vectors."""
+    values, width = list(vectors), LANES
+    while len(values) > 1:
+        pairs = zip(values[::2], values[1::2], strict=True)
+        values = [_fold(builder, a, b, width) for a, b in pairs]
+        width //= 2
+    return values[0]
 
 
 @njit

@@ -19,9 +19,11 @@ Numba does not unroll loops over tuples, and a tile must stay in registers; so e
 `store(at, tile)`                             a tile to memory, in the same order
 `add(a, b)`                                   the sum of two tiles
 `step(tile, like, w, group, x, token)`        add one unit; `group`, `token`: distance in bytes
+`step_lanes(tile, like, w, row, x, token)`    the same with 16 columns of one row in the lanes
+`lane_sums(tile)`                             the sums of the lanes of 16 vectors, as one vector
 `load_widened(like, at)`                      16 weights in the lanes of a simd vector, float32
 `transpose(like, at, row_bytes, to)`          copy 16 rows x 16 columns, columns first
-`transpose_f32(like, at, row_bytes, to)`      the same, widened to float32
+`transpose_f32(..., to, distance)`            the same, widened, in four places
 `to_bf16(low, high)`                          32 lanes rounded to bfloat16: first `low`, then `high`
 `to_pairs(even, odd)`                         the same, lane by lane: a pair of bfloat16 per lane
 ============================================  ====================================================
@@ -52,6 +54,7 @@ from numba.core import cgutils, errors, extending, types
 from numba.core.datamodel import models
 
 from nbflow_kernels.isa import features
+from nbflow_kernels.lanes import emit_sums
 from nbflow_kernels.simd import LANES, f32x16, i32x16
 
 intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
@@ -270,6 +273,48 @@ def load_widened(typing_context: Any, like: Any, at: Any) -> Any:
     return f32x16(like, at), codegen
 
 
+@intrinsic
+def step_lanes(
+    typing_context: Any, tile: Any, like: Any, w: Any, row: Any, x: Any, token: Any
+) -> Any:
+    """Add 16 columns, lane by lane: weights at ``w + row * r``, activations at ``x + token * t``.
+
+    A group of the tile is a row here; `like` is not an array of pairs.
+    """
+    stored, how = _unit(like)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        w, row, x, token = (_integer(context, builder, signature, args, i) for i in range(2, 6))
+        weights = []
+        for r in range(tile.groups):
+            address = builder.add(w, builder.mul(row, ir.Constant(_I64, r)))
+            vector = _load(builder, address, ir.VectorType(stored, LANES))
+            weights.append(_widen(builder, vector, how))
+        value = args[0]
+        for t in range(tile.tokens):
+            address = builder.add(x, builder.mul(token, ir.Constant(_I64, t)))
+            xs = _load(builder, address, f32x16.llvm)
+            for r in range(tile.groups):
+                i = t * tile.groups + r
+                total = _fma(builder, weights[r], xs, builder.extract_value(value, i))
+                value = builder.insert_value(value, total, i)
+        return value
+
+    return tile(tile, like, w, row, x, token), codegen
+
+
+@intrinsic
+def lane_sums(typing_context: Any, tile: Any) -> Any:
+    """Return the vector whose lane i is `simd.sum` of vector i of a tile of 16 vectors."""
+    if tile.n != LANES:
+        raise errors.TypingError(f"registers.lane_sums: wanted a tile of 16 vectors, got {tile}")
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return emit_sums(builder, [builder.extract_value(args[0], i) for i in range(LANES)])
+
+    return f32x16(tile), codegen
+
+
 def _float_step(builder: Any, sums: list[Any], weights: list[Any], address: Any) -> list[Any]:
     x = _splat(builder, _load(builder, address, _F32))
     return [_fma(builder, w, x, s) for w, s in zip(weights, sums, strict=True)]
@@ -304,30 +349,47 @@ def _transposed(builder: Any, vectors: list[Any]) -> list[Any]:
     return vectors
 
 
-def _make_transpose(name: str, widen: bool) -> Any:
-    def copy(typing_context: Any, like: Any, at: Any, row_bytes: Any, to: Any) -> Any:
-        stored, how = _unit(like)
+@intrinsic
+def transpose(typing_context: Any, like: Any, at: Any, row_bytes: Any, to: Any) -> Any:
+    """Copy 16 rows x 16 columns of weights, rows `row_bytes` apart, column after column."""
+    stored, _ = _unit(like)
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            at, row_bytes, to = (_integer(context, builder, signature, args, i) for i in (1, 2, 3))
-            rows = []
-            for i in range(LANES):
-                address = builder.add(at, builder.mul(row_bytes, ir.Constant(_I64, i)))
-                rows.append(_load(builder, address, ir.VectorType(stored, LANES)))
-            item_bytes = 4 if widen else like.dtype.bitwidth // 8
-            for i, column in enumerate(_transposed(builder, rows)):
-                value = _widen(builder, column, how) if widen else column
-                _store(builder, value, _offset(builder, to, LANES * item_bytes * i))
-            return context.get_dummy_value()
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at, row_bytes, to = (_integer(context, builder, signature, args, i) for i in (1, 2, 3))
+        column_bytes = LANES * like.dtype.bitwidth // 8
+        for i, column in enumerate(_columns(builder, at, row_bytes, stored)):
+            _store(builder, column, _offset(builder, to, column_bytes * i))
+        return context.get_dummy_value()
 
-        return types.none(like, at, row_bytes, to), codegen
-
-    copy.__name__ = name
-    return intrinsic(copy)
+    return types.none(like, at, row_bytes, to), codegen
 
 
-transpose = _make_transpose("transpose", widen=False)
-transpose_f32 = _make_transpose("transpose_f32", widen=True)
+@intrinsic
+def transpose_f32(
+    typing_context: Any, like: Any, at: Any, row_bytes: Any, to: Any, distance: Any
+) -> Any:
+    """Do as `transpose`, widened: columns 0, 4, 8, 12 to `to`, 1, 5, ... `distance` bytes on."""
+    stored, how = _unit(like)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at, row_bytes, to, distance = (
+            _integer(context, builder, signature, args, i) for i in range(1, 5)
+        )
+        for i, column in enumerate(_columns(builder, at, row_bytes, stored)):
+            start = builder.add(to, builder.mul(distance, ir.Constant(_I64, i % 4)))
+            _store(builder, _widen(builder, column, how), _offset(builder, start, i // 4 * 64))
+        return context.get_dummy_value()
+
+    return types.none(like, at, row_bytes, to, distance), codegen
+
+
+def _columns(builder: Any, at: Any, row_bytes: Any, stored: Any) -> list[Any]:
+    """Return 16 columns of 16 rows."""
+    rows = []
+    for i in range(LANES):
+        address = builder.add(at, builder.mul(row_bytes, ir.Constant(_I64, i)))
+        rows.append(_load(builder, address, ir.VectorType(stored, LANES)))
+    return _transposed(builder, rows)
 
 
 def _make_to_bf16(name: str, interleave: bool) -> Any:

@@ -6,19 +6,33 @@ from collections.abc import Sequence
 
 import numpy as np
 
-KV_FORMATS = {"f32": np.float32, "f16": np.float16}
-"""Element formats of the key/value cache."""
+from nbflow_kernels.kvcache.formats import kv_format
+
+LAYOUT = "HND"
+"""A page holds one head's tokens after the other: attention reads them as one stream."""
 
 
 class KVStorage:
-    """For each layer a pair (keys, values) of shape (pages, page_size, heads, head_dim), NHD."""
+    """For each layer a pair (keys, values) of shape (pages, heads, page_size, row length), HND.
+
+    Parameters
+    ----------
+    layers : sequence of int
+        Numbers of the layers.
+    page_size : int
+        Tokens per page.
+    n_kv_heads, head_dim : int
+        Heads, and numbers of a head vector.
+    kv : str
+        Element format, a name of `nbflow_kernels.kvcache.formats.kv_format`.
+    """
 
     def __init__(
         self, layers: Sequence[int], page_size: int, n_kv_heads: int, head_dim: int, kv: str
     ) -> None:
         self.page_size = page_size
-        self._shape = (page_size, n_kv_heads, head_dim)
-        self._dtype = np.dtype(KV_FORMATS[kv])
+        self.format = kv_format(kv)
+        self._shape = (n_kv_heads, page_size, self.format.row_length(head_dim))
         self.layers = {i: (self._pages(0), self._pages(0)) for i in layers}
         self.n_pages = 0
 
@@ -40,4 +54,4 @@ class KVStorage:
 
     def _pages(self, n: int) -> np.ndarray:
         # Zeros, not garbage: a page's unused tail is read (and masked) by vector loads.
-        return np.zeros((n, *self._shape), self._dtype)
+        return np.zeros((n, *self._shape), self.format.dtype)

@@ -42,7 +42,9 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default="f32",
         help="arithmetic of the products: f32, bf16, or int8 (f32)",
     )
-    parser.add_argument("--kv", metavar="FMT", default="f16", help="KV cache format: f16, f32")
+    parser.add_argument(
+        "--kv", metavar="FMT", default="f16", help="KV cache format: f16, q8_0, ..."
+    )
     parser.add_argument(
         "--partition",
         metavar="P",

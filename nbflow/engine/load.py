@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import nbflow_kernels as nk
-from nbflow.cache import KV_FORMATS
 from nbflow.engine.model import Model
 from nbflow.engine.rank import RankEngine, make_groups
 from nbflow.parallel import Comm, Plan, make_plan, world
@@ -20,6 +19,7 @@ from nbflow.tokenizer import load_tokenizer
 from nbflow.weights import WeightFile, open_weights
 from nbflow.weights.weight_file import ITEM_BYTES
 from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
+from nbflow_kernels.kvcache.formats import kv_format
 from nbflow_kernels.quants.outliers import check_ratio
 from nbflow_kernels.team import available_cores
 
@@ -63,8 +63,9 @@ def load(
         decoded weights.  "bf16" rounds both to bfloat16 (relative error 2**-9 each).  "int8" rounds
         the activations to 8 bits in blocks of 32 columns, as llama.cpp does, for weights in a block
         format; float weights keep "f32".  Sums are float32 (int32 within a block).
-    kv : {"f16", "f32"}
-        Element format of the key/value cache.
+    kv : str
+        Element format of the key/value cache: "f32", "f16", "bf16", or a block format, e.g. "q8_0"
+        or "q4_0" (`nbflow_kernels.kvcache.formats.kv_format`), which each head vector is put into.
     partition : str
         Who holds what, e.g. ``"0"``, ``"0;1"`` (by layer), ``"0&1"`` (by tensor), ``"0&1;2&3"``.
         Under mpirun the numbers are MPI ranks; without it they are threads of this process.
@@ -105,8 +106,7 @@ def load(
     else:
         block_size = nk.FORMATS[weights].block_size
     check_outliers(outliers, weights)
-    if kv not in KV_FORMATS:
-        raise unknown_name("KV cache format", kv, KV_FORMATS)
+    kv_format(kv)  # raises for an unknown name
     if activations not in ACTIVATIONS:
         raise unknown_name("activations", activations, ACTIVATIONS)
     if device == "cuda":

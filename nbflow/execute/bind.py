@@ -14,16 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nbflow.cache.storage import LAYOUT
 from nbflow.execute.step_arrays import StepArrays
 from nbflow.program.records import Op
 from nbflow_kernels._jit import njit
-from nbflow_kernels.attention.plan import AttentionPlan, build_plan
+from nbflow_kernels.attention.divide import divide
+from nbflow_kernels.attention.layout import SPLIT
+from nbflow_kernels.attention.plan import AttentionPlan, plan_into
 from nbflow_kernels.calls import Call
 from nbflow_kernels.matmul import cpu as floats
 from nbflow_kernels.qmatmul import cpu as quantized
 from nbflow_kernels.qmatmul.activations import Int8Rows
 from nbflow_kernels.quants import QuantTensor, dequantize_rows
-from nbflow_kernels.threads import capture
+from nbflow_kernels.threads import capture, get_num_threads
 
 if TYPE_CHECKING:
     from nbflow.execute.cpu import CpuExecutor
@@ -41,50 +44,59 @@ Made = list[Call] | PythonOp
 
 
 class StepAttention:
-    """The work items of a step's attention, the same for all layers."""
+    """The attention's work of a step, the same for all layers."""
 
     def __init__(self, executor: CpuExecutor, arrays: StepArrays) -> None:
-        self._executor, self._arrays = executor, arrays
-        self.n_items = np.zeros(1, np.int64)
-        program = executor.program
-        most = (len(arrays.ids) + len(arrays.kv_lens)) * max(1, program.n_kv_heads)
-        self.plan: AttentionPlan = dataclasses.replace(
-            self._planned(), items=np.zeros((most, 5), np.int32)
-        )
-
-    def _planned(self) -> AttentionPlan:
-        arrays, program = self._arrays, self._executor.program
+        self._arrays = arrays
+        program, storage = executor.program, executor.storage
         spec = program.spec
-        return build_plan(
-            arrays.qo_indptr,
-            arrays.kv_indptr,
-            arrays.kv_indices,
-            arrays.kv_lens,
-            (program.n_heads, program.n_kv_heads, spec.head_dim),
-            self._executor.storage.page_size,
-            kv_layout="NHD",
+        self.plan = AttentionPlan(
+            (program.n_heads, program.n_kv_heads, spec.head_dim, spec.head_dim),
+            storage.page_size,
+            kv_layout=LAYOUT,
             causal=True,
             window_left=-1 if spec.window is None else spec.window - 1,
             logits_soft_cap=spec.logits_soft_cap or 0.0,
             sm_scale=spec.sm_scale,
         )
+        most_keys = storage.n_pages * storage.page_size
+        self.merges = most_keys > SPLIT
+        """Whether a row's keys may be divided: partial results must then be added."""
+        self.n_shares, self.n_merges = np.zeros(1, np.int64), np.zeros(1, np.int64)
+        if len(arrays.ids) == len(arrays.kv_lens):  # further steps are planned by compiled code
+            n_sequences = len(arrays.kv_lens)
+            n_items = program.n_kv_heads * (2 * n_sequences + most_keys // SPLIT)
+            group = program.n_heads // max(1, program.n_kv_heads)
+            self.plan.reserve(n_items, n_items, n_items * group)
+        self.fill()
 
     def fill(self) -> None:
         """Divide the work of the step that is in the arrays."""
-        items = self._planned().items
-        self.plan.items[: len(items)] = items
-        self.n_items[0] = len(items)
+        arrays, plan = self._arrays, self.plan
+        plan_into(plan, arrays.qo_indptr, arrays.kv_indptr, arrays.kv_indices, arrays.kv_lens)
+        self.n_shares[0], self.n_merges[0] = plan.n_shares, plan.n_merges
 
     def next_step_calls(self) -> list[Call]:
         """Return calls that plan a further step with one token for each sequence."""
-        return [Call(_next_positions, (self.plan.items, self.n_items, self._arrays.kv_lens), 1, 1)]
+        arrays, plan = self._arrays, self.plan
+        args = (
+            *plan.tables, arrays.qo_indptr, arrays.kv_indptr, arrays.kv_indices, arrays.kv_lens,
+            get_num_threads(), self.n_shares, self.n_merges,
+        )  # fmt: skip
+        return [Call(_plan_step, args, 1, 1.0)]
 
 
 @njit
-def _next_positions(items: Any, n_items: Any, kv_lens: Any, start: Any, stop: Any) -> None:
-    """Write the positions of the only row of each item."""
-    for i in range(n_items[0]):
-        items[i, 4] = kv_lens[items[i, 0]] - 1
+def _plan_step(
+    header: Any, items: Any, merges: Any, shares: Any, qo_indptr: Any, kv_indptr: Any,
+    kv_indices: Any, kv_lens: Any, n_threads: Any, n_shares: Any, n_merges: Any, start: Any,
+    stop: Any,
+) -> None:  # fmt: skip
+    """Divide the work of a step; the tables are large enough."""
+    _, merged, shared, _, _ = divide(
+        header, items, merges, shares, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads
+    )
+    n_shares[0], n_merges[0] = shared, merged
 
 
 class Product:
@@ -215,24 +227,29 @@ class Binder:
         from nbflow_kernels.kvcache import cpu
 
         k, v = (self._heads(name) for name in op.inputs)
-        keys, values = self._executor.storage.layers[op.layer or 0]
-        arrays = self._arrays
+        storage, arrays = self._executor.storage, self._arrays
+        keys, values = storage.layers[op.layer or 0]
         return self._captured(
             op, cpu.append_paged_kv_cache, k, v, arrays.batch_indices, arrays.positions, keys,
-            values, arrays.kv_indices, arrays.kv_indptr, "NHD",
+            values, arrays.kv_indices, arrays.kv_indptr, LAYOUT, storage.format.kind,
         )  # fmt: skip
 
     def _attention(self, op: Op, index: int) -> Made:
         from nbflow_kernels.attention import cpu
 
-        assert self.attention is not None
+        step = self.attention
+        assert step is not None
         q, out = self._heads(op.inputs[0]), self._heads(op.out)
-        keys, values = self._executor.storage.layers[op.layer or 0]
-        made = self._captured(
-            op, cpu.batch_attention, self.attention.plan, q, keys, values, out, None
-        )
-        assert isinstance(made, list)
-        return [dataclasses.replace(c, n_rows=self.attention.n_items) for c in made]
+        storage = self._executor.storage
+        keys, values = storage.layers[op.layer or 0]
+        with capture() as attends:
+            cpu.attend(step.plan, q, keys, values, out, None, storage.format.kind)
+        calls = [dataclasses.replace(c, n_rows=step.n_shares) for c in attends.calls]
+        if step.merges:
+            with capture() as merges:
+                cpu.merge_splits(step.plan, out, None)
+            calls += [dataclasses.replace(c, n_rows=step.n_merges) for c in merges.calls]
+        return calls
 
     def _activation(self, op: Op, index: int) -> Made:
         from nbflow_kernels.activation import cpu

@@ -195,14 +195,18 @@ class CpuExecutor:
             self._reserve(n_tokens, n_logits)
             if len(self._bound) >= MAX_BOUND:
                 self._bound.clear()
-            bound = self._bound[key] = self._bind(n_tokens, n_logits, n_sequences)
+            bound = self._bound[key] = self._bind(step)
+            return bound
         bound.arrays.load(step)
         if bound.attention is not None:
             bound.attention.fill()
         return bound
 
-    def _bind(self, n_tokens: int, n_logits: int, n_sequences: int) -> Bound:
-        arrays = StepArrays(n_tokens, n_logits, n_sequences, self.storage.n_pages)
+    def _bind(self, step: Step) -> Bound:
+        arrays = StepArrays(
+            len(step.ids), len(step.logit_rows), len(step.pages.kv_lens), self.storage.n_pages
+        )
+        arrays.load(step)
         binder = Binder(self, arrays)
         segments: list[Segment | PythonOp] = []
         waiting: list[tuple[str, Call]] = []

@@ -60,7 +60,8 @@ class Paged:
         self.cache = (pages[0], pages[1])
 
     def run(self, q: np.ndarray, qo_indptr: np.ndarray, cls: Any = None, **options: Any) -> Any:
-        wrapper = (cls or BatchPrefillWithPagedKVCacheWrapper)(self.layout)
+        wrapper = (cls or BatchPrefillWithPagedKVCacheWrapper)(kv_layout=self.layout)
+        options = {"causal": True, **options}
         wrapper.plan(qo_indptr, self.table[0], self.table[1], self.table[2], *self.heads,
                      self.page_size, **options)  # fmt: skip
         return wrapper.run(q, self.cache, return_lse=True)

@@ -7,9 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import nbflow_kernels as nk
 from nbflow_kernels.errors import MissingExtraError, UsageError
 from nbflow_kernels.kvcache import (
     append_paged_kv_cache,
+    append_paged_mla_kv_cache,
+    gather_paged_kv_cache,
     get_batch_indices_positions,
     get_seq_lens,
 )
@@ -65,9 +68,117 @@ def test_half_rounds_like_numpy_and_overflows_to_infinity() -> None:
     assert np.isinf(want).any()
 
 
+def test_what_was_appended_is_gathered_in_order() -> None:
+    for format, bound in (("f32", 0.0), ("bf16", 2.0**-8), ("q8_0", 1 / 126), ("q4_0", 1 / 7)):
+        stored = nk.kv_format(format)
+        call = arguments(T=6)
+        shape = (5, 4, 2, stored.row_length(20))
+        call["paged_kv_cache"] = tuple(np.zeros(shape, stored.dtype) for _ in "kv")
+        append_paged_kv_cache(**call, kv_format=format)
+        tables = ints(0, 4), ints(0, 0, 2), ints(0, 2)  # request 1 alone, on pages 0 and 4
+        out = tuple(np.full((6, 2, 20), np.nan, np.float32) for _ in "kv")
+        got = gather_paged_kv_cache(
+            call["paged_kv_cache"], *tables, head_dim=20, kv_format=format, out=out
+        )
+        assert got is out
+        # half a step of the coarsest grid, relative to the largest number of the head vector
+        for found, name in zip(got, ("append_key", "append_value"), strict=True):
+            error = np.abs(found - call[name]) / np.abs(call[name]).max(axis=2, keepdims=True)
+            assert error.max() <= bound
+            assert (error.max() > 0) == (bound > 0)
+
+
+def test_values_may_have_another_size_than_keys() -> None:
+    call = arguments()
+    call["append_value"] = call["append_value"][:, :, :12].copy()
+    keys, values = np.zeros((5, 4, 2, 20), np.float32), np.zeros((5, 4, 2, 12), np.float32)
+    append_paged_kv_cache(**call | {"paged_kv_cache": (keys, values)})
+    np.testing.assert_array_equal(keys[4, :2], call["append_key"][1:])
+    np.testing.assert_array_equal(values[4, :2], call["append_value"][1:])
+
+
+def mla_arguments() -> dict[str, Any]:
+    """Return a call that appends two tokens of 16 + 4 numbers to one request."""
+    both = np.zeros((2, 4, 20), np.float32)
+    return {
+        "append_ckv": np.ones((2, 16), np.float32),
+        "append_kpe": np.full((2, 4), 2, np.float32),
+        "batch_indices": ints(0, 0),
+        "positions": ints(3, 4),
+        "ckv_cache": both[..., :16],
+        "kpe_cache": both[..., 16:],
+        "kv_indices": ints(1, 0),
+        "kv_indptr": ints(0, 2),
+        "kv_last_page_len": ints(1),
+    }
+
+
+def test_mla_caches_may_be_slices_of_one_array() -> None:
+    call = mla_arguments()
+    append_paged_mla_kv_cache(**call)
+    both = call["ckv_cache"].base
+    want = np.zeros((2, 4, 20), np.float32)
+    want[1, 3] = want[0, 0] = [1.0] * 16 + [2.0] * 4
+    np.testing.assert_array_equal(both, want)
+
+
 @pytest.mark.parametrize(
     ("change", "error", "words"),
     [
+        ({"append_kpe": np.zeros((3, 4), np.float32)}, UsageError, "append_kpe must have shape"),
+        ({"ckv_cache": np.zeros((2, 4, 15), np.float32)}, UsageError, r"\(pages, page_size, 16\)"),
+        ({"kpe_cache": np.zeros((2, 4, 4), np.float16)}, TypeError, "kpe_cache must have dtype"),
+        ({"kpe_cache": np.zeros((3, 4, 4), np.float32)}, UsageError, "the same pages"),
+        ({"kpe_cache": np.zeros((2, 4, 8), np.float32)[..., ::2]}, UsageError, "contiguous"),
+        ({"positions": ints(3, 5)}, UsageError, r"positions\[1\] must be below .* 5 .* got 5"),
+        ({"kv_format": "q8_0"}, TypeError, "in format q8_0 must have dtype uint8, got float32"),
+    ],
+)
+def test_wrong_mla_arguments_are_named(
+    change: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        append_paged_mla_kv_cache(**{**mla_arguments(), **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"dtype": "float64"}, UsageError, "unknown dtype 'float64'"),
+        ({"kv_layout": "DNH"}, UsageError, "unknown kv_layout 'DNH'"),
+        ({"head_dim": 21}, UsageError, r"paged_kv_cache \(keys\) must have shape .* 21\)"),
+        ({"kv_indices": ints(3, 0, 9)}, UsageError, "must name pages 0..4"),
+        ({"paged_kv_cache": (np.zeros(4, np.float32),) * 2}, UsageError, "4 axes"),
+        ({"out": (np.zeros((1, 2, 20), np.float32),) * 2}, UsageError, r"out \(keys\) must"),
+    ],
+)
+def test_wrong_gather_arguments_are_named(
+    change: dict[str, Any], error: type[Exception], words: str
+) -> None:
+    names = ("paged_kv_cache", "kv_indices", "kv_indptr", "kv_last_page_len")
+    call = {name: value for name, value in arguments().items() if name in names}
+    with pytest.raises(error, match=words):
+        gather_paged_kv_cache(**{**call, **change})
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"kv_format": "q8_0"}, TypeError, "in format q8_0 must have dtype uint8, got float32"),
+        ({"kv_format": "q5_k"}, UsageError, "unknown kv_format|cannot hold"),
+        (
+            {"paged_kv_cache": tuple(np.zeros((5, 4, 2, 20), np.uint8) for _ in "kv")},
+            TypeError,
+            "got uint8; name the format of quantized pages.*kv_format=",
+        ),
+        (
+            {
+                "paged_kv_cache": tuple(np.zeros((5, 4, 2, 20), np.uint8) for _ in "kv"),
+                "kv_format": "q8_0",
+            },
+            UsageError,
+            r"must have shape \(any, any, 2, 34\), got \(5, 4, 2, 20\)",
+        ),
         ({"append_key": np.zeros((3, 2, 20))}, TypeError, "append_key must have dtype float32"),
         ({"append_value": np.zeros((2, 2, 20), np.float32)}, UsageError, "append_value must have"),
         ({"positions": ints(3, 4, 6)}, UsageError, r"positions\[2\] must be below .* 6 .* got 6"),

@@ -260,7 +260,6 @@ class _OnDevice(np.ndarray):
         ),
         (lambda: QuantTensor("q4", (32,), b"x"), TypeError, "uint8, got bytes"),
         (lambda: quantize(np.zeros(4), "q4").array, UsageError, "no array of floats"),
-        (lambda: quantize(np.zeros(4), "f32").packed(), UsageError, "no packed layout"),
         (lambda: FORMATS["f16"].integer_form, UsageError, "f16 stores no integers"),
         (lambda: FORMATS["f32"].integers(np.zeros((1, 4), np.uint8)), UsageError, "no integers"),
         (lambda: quantize(np.zeros(4), "q4").rows(0, 2), UsageError, r"0\.\.1, got 0\.\.2"),

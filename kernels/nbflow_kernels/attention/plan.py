@@ -1,119 +1,273 @@
-"""Who does what in one step of batch attention: requests, tiles of query rows, heads."""
+"""Who does what in one step of batch attention: requests, tiles of query rows, heads, key ranges.
+
+A plan is made of NumPy tables that are meant to be looked at: ``print(plan)``, ``plan.items``,
+``pandas.DataFrame(plan.items, columns=plan.COLUMNS)``.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from math import sqrt
+from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array
-from nbflow_kernels.errors import UsageError, unknown_name
-from nbflow_kernels.kvcache.pages import check_page_table, count_tokens
+from nbflow_kernels.attention import layout as at
+from nbflow_kernels.attention.divide import divide
+from nbflow_kernels.attention.layout import HEADER_SIZE, ITEM_COLUMNS, MERGE_COLUMNS, SPLIT
+from nbflow_kernels.attention.options import (
+    Options,
+    alibi_slopes,
+    check_cap,
+    check_heads,
+    check_indptr,
+    mask_table,
+    rope_table_for,
+)
+from nbflow_kernels.lanes import address_of
+from nbflow_kernels.threads import get_num_threads
 
-LAYOUTS = ("NHD", "HND")
-TILE_VECTORS = 32
-"""Query vectors (rows x heads of a group) per work item; they share loads of keys and values."""
+MOST_THREADS = 1024
 
 
-@dataclass(frozen=True, eq=False)
 class AttentionPlan:
     """The work of one step, the same for every layer; all NumPy, meant to be looked at.
 
-    ``pandas.DataFrame(plan.items, columns=plan.COLUMNS)`` is a readable table of it.
+    An object is made once for a model's sizes and filled for every step with `plan_into`; the
+    kernels read all of it through `header`, so that a compiled call made for one step may be made
+    again, with the same arguments, for the next one.
+
+    Parameters
+    ----------
+    heads : tuple of int
+        Query heads, key/value heads, size of queries and keys, size of values.
+    page_size : int
+        Tokens per page.
+    kv_layout : str
+        ``"NHD"`` or ``"HND"``.
+    causal : bool
+        Whether row t of n sees keys 0..kv_len - n + t.
+    window_left : int
+        How many keys before its own position a row sees; -1 for all.
+    logits_soft_cap : float
+        Bound of the scores; 0 for none.
+    sm_scale : float
+        Factor of the dot products.
+    split_keys : int
+        Keys per partial result.
+    may_split : bool
+        Whether a row's keys may be divided among threads.  The bits of the results are the same.
     """
 
-    COLUMNS = ("request", "row", "n_rows", "kv_head", "position")
+    COLUMNS = ITEM_COLUMNS
+    MERGE_COLUMNS = MERGE_COLUMNS
 
-    items: np.ndarray = field(repr=False)
-    """int32 (n_items, 5): request, first query row, number of rows, key/value head, and the
-    position of the first row in its sequence.  A range of items is one thread's share."""
-    qo_indptr: np.ndarray
-    """int32 (B + 1): query rows of each request."""
-    kv_indptr: np.ndarray
-    """int32 (B + 1): entries of `kv_indices` of each request."""
-    kv_indices: np.ndarray = field(repr=False)
-    """int32 (n_pages): pages of each request, in order."""
-    kv_lens: np.ndarray
-    """int32 (B): keys of each request."""
-    sizes: tuple[int, int, int, int, int, bool, int]
-    """Query heads, key/value heads, head size, page size, window_left, causal, rows per tile."""
-    kv_layout: str
-    """``"NHD"`` or ``"HND"``."""
-    sm_scale: float
-    """Factor of the dot products."""
-    logits_soft_cap: float
-    """Bound of the scores; 0 for none."""
-    work: float
-    """Multiply-adds of one layer."""
+    def __init__(
+        self,
+        heads: tuple[int, int, int, int],
+        page_size: int,
+        *,
+        kv_layout: str = "NHD",
+        causal: bool = True,
+        window_left: int = -1,
+        logits_soft_cap: float = 0.0,
+        sm_scale: float,
+        split_keys: int = SPLIT,
+        may_split: bool = True,
+    ) -> None:
+        self.heads = heads
+        self.kv_layout = kv_layout
+        self.page_size = page_size
+        self.causal = causal
+        self.window_left = window_left if window_left >= 0 else -1
+        self.logits_soft_cap = logits_soft_cap
+        self.sm_scale = sm_scale
+        self.n_items = self.n_merges = self.n_shares = 0
+        self.work = 0.0
+        """Multiply-adds of one layer."""
+        self.header = np.zeros(HEADER_SIZE, np.int64)
+        """What the kernels read; see `nbflow_kernels.attention.layout`."""
+        self._keep: dict[int, Any] = {}
+        self._items = np.zeros((64, len(ITEM_COLUMNS)), np.int64)
+        self._merges = np.zeros((16, len(MERGE_COLUMNS)), np.int64)
+        self._shares = np.zeros(MOST_THREADS + 1, np.int64)
+        self._partials = np.zeros(0, np.float32)
+        self.qo_indptr = self.kv_indptr = self.kv_indices = self.kv_lens = np.zeros(1, np.int32)
+        head = self.header
+        head[at.QO_HEADS], head[at.KV_HEADS], head[at.DIM_QK], head[at.DIM_VO] = heads
+        head[at.PAGE_SIZE], head[at.WINDOW], head[at.CAUSAL] = page_size, self.window_left, causal
+        head[at.SPLIT_KEYS], head[at.MAY_SPLIT] = split_keys, may_split
+        self._factors = np.full(heads[0], sm_scale, np.float32)
+        self.set_table(at.SCORE_FACTORS, self._factors)
+
+    @property
+    def items(self) -> np.ndarray:
+        """Return the work items, int64 (n_items, 9); `COLUMNS` names the columns.
+
+        `request`; `row`, the first query row; `n_rows`; `kv_head`; `position` of the first row in
+        its sequence; the keys `first_key` to `end_key`; `partial`, where the partial result goes,
+        -1 for a final one; `cost`, in sums of one query vector and one key.
+        """
+        return self._items[: self.n_items]
+
+    @property
+    def merges(self) -> np.ndarray:
+        """Return which partial results are added, int64 (n_merges, 5); see `MERGE_COLUMNS`."""
+        return self._merges[: self.n_merges]
+
+    @property
+    def shares(self) -> np.ndarray:
+        """Return where each thread's share of the items starts, and the end of the last one."""
+        return self._shares[: self.n_shares + 1]
 
     @property
     def n_rows(self) -> int:
         """Return the number of query rows of the step."""
         return int(self.qo_indptr[-1])
 
+    @property
+    def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Return header, items, merges and shares as `nbflow_kernels.attention.divide` wants them.
 
-def check_layout(kv_layout: str) -> None:
-    """Raise unless `kv_layout` is one of the two names."""
-    if kv_layout not in LAYOUTS:
-        raise unknown_name("kv_layout", kv_layout, LAYOUTS)
+        They are whole tables, longer than what a step uses.
+        """
+        return self.header, self._items, self._merges, self._shares
 
+    def reserve(self, n_items: int, n_merges: int, n_partials: int) -> None:
+        """Make the tables large enough for so many items, merges and partial rows."""
+        if len(self._items) < n_items:
+            self._items = np.zeros((n_items, len(ITEM_COLUMNS)), np.int64)
+        if len(self._merges) < n_merges:
+            self._merges = np.zeros((n_merges, len(MERGE_COLUMNS)), np.int64)
+        size = n_partials * (-(-self.heads[3] // 16) * 16 + at.PARTIAL_TAIL)
+        if len(self._partials) < size:
+            self._partials = np.empty(size, np.float32)
+            self.header[at.PARTIALS] = address_of(self._partials)
 
-def check_scalars(
-    head_dim: int, sm_scale: float | None, logits_soft_cap: float | None
-) -> tuple[float, float]:
-    """Return the scale and the soft cap (0 for none) with defaults filled in."""
-    if logits_soft_cap is not None and not 0.0 <= logits_soft_cap < float("inf"):
-        raise UsageError(
-            f"logits_soft_cap must be positive, or None for none, got {logits_soft_cap}"
+    def set_window(self, window_left: int) -> None:
+        """Use another window from the next `plan_into` on; -1 for none."""
+        self.window_left = max(int(window_left), -1)
+        self.header[at.WINDOW] = self.window_left
+
+    def set_factors(self, scores: np.ndarray | None, outputs: np.ndarray | None) -> None:
+        """Multiply the scores and the results of each query head, float32 (H,); None for one."""
+        base = self._keep[at.SCORE_FACTORS]
+        if scores is not None or base is not self._factors:
+            factors = self._factors
+            self.set_table(at.SCORE_FACTORS, factors if scores is None else factors * scores)
+        if outputs is not None or self.header[at.OUT_FACTORS]:
+            self.set_table(at.OUT_FACTORS, outputs)
+
+    def set_table(self, place: int, array: np.ndarray | None) -> None:
+        """Let the kernels read an array, or none, at a place of the header that is an address."""
+        self._keep[place] = array
+        self.header[place] = 0 if array is None else address_of(array)
+
+    def table(self, place: int) -> Any:
+        """Return the array that was set at a place of the header, or None."""
+        return self._keep.get(place)
+
+    def __str__(self) -> str:
+        """Return the items as a table."""
+        owners = np.repeat(np.arange(len(self.shares) - 1), np.diff(self.shares))
+        rows: list[tuple[str, ...]] = [("share", *self.COLUMNS)]
+        rows += [tuple(map(str, (s, *item))) for s, item in zip(owners, self.items, strict=True)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = [
+            "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+            for row in rows
+        ]
+        return "\n".join([repr(self), *lines])
+
+    def __repr__(self) -> str:
+        H, G, D_qk, D_vo = self.heads
+        return (
+            f"<AttentionPlan of {len(self.kv_lens)} requests, {self.n_rows} query rows, "
+            f"{int(self.kv_lens.sum())} keys, {H}/{G} heads of {D_qk}/{D_vo}: {self.n_items} items "
+            f"in {len(self.shares) - 1} shares, {self.n_merges} merges>"
         )
-    return 1.0 / sqrt(head_dim) if sm_scale is None else float(sm_scale), float(
-        logits_soft_cap or 0.0
-    )
 
 
-def check_heads(num_qo_heads: int, num_kv_heads: int, head_dim: int) -> None:
-    """Raise unless the heads can be grouped."""
-    if min(num_qo_heads, num_kv_heads, head_dim) < 1:
-        raise UsageError(
-            "num_qo_heads, num_kv_heads and head_dim must be positive, got "
-            f"{num_qo_heads}, {num_kv_heads}, {head_dim}"
-        )
-    if num_qo_heads % num_kv_heads:
-        raise UsageError(
-            f"num_qo_heads must be a multiple of num_kv_heads = {num_kv_heads}, got {num_qo_heads}"
-        )
+def plan_into(
+    plan: AttentionPlan,
+    qo_indptr: np.ndarray,
+    kv_indptr: np.ndarray,
+    kv_indices: np.ndarray,
+    kv_lens: np.ndarray,
+) -> int:
+    """Divide a step's work; nothing is checked, and the arrays are kept, not copied.
+
+    Parameters
+    ----------
+    plan : AttentionPlan
+        What to fill.
+    qo_indptr, kv_indptr : arrays of int32, shape (B + 1,)
+        Query rows and entries of `kv_indices` of each request.
+    kv_indices : array of int32
+        Pages.
+    kv_lens : array of int32, shape (B,)
+        Keys of each request.
+
+    Returns
+    -------
+    int
+        Number of items.
+    """
+    n_threads = min(get_num_threads(), MOST_THREADS)
+    while True:
+        n_items, n_merges, n_shares, n_partials, work = divide(
+            plan.header, plan._items, plan._merges, plan._shares,
+            qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads,
+        )  # fmt: skip
+        if n_items <= len(plan._items) and n_merges <= len(plan._merges):
+            break
+        plan.reserve(2 * n_items, 2 * n_merges + 1, 0)
+    if n_partials:
+        plan.reserve(0, 0, n_partials)
+    plan.n_items, plan.n_merges, plan.n_shares, plan.work = n_items, n_merges, n_shares, work
+    plan.qo_indptr, plan.kv_indptr = qo_indptr, kv_indptr
+    plan.kv_indices, plan.kv_lens = kv_indices, kv_lens
+    return int(n_items)
 
 
 def make_plan(
     qo_indptr: np.ndarray,
-    paged_kv_indptr: np.ndarray,
-    paged_kv_indices: np.ndarray,
-    paged_kv_last_page_len: np.ndarray,
-    heads: tuple[int, int, int],
+    kv_indptr: np.ndarray,
+    kv_indices: np.ndarray,
+    kv_lens: np.ndarray,
+    heads: tuple[int, int, int, int],
     page_size: int,
+    options: Options,
     *,
-    kv_layout: str,
-    causal: bool,
-    window_left: int,
-    logits_soft_cap: float | None,
-    sm_scale: float | None,
+    custom_mask: Any = None,
+    packed_custom_mask: Any = None,
 ) -> AttentionPlan:
-    """Check the step's tables and cut the work into items; `heads` is (H, G, D)."""
-    H, G, D = heads
-    check_heads(H, G, D)
-    scale, cap = check_scalars(D, sm_scale, logits_soft_cap)
-    check_page_table(paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len, page_size)
-    check_array("qo_indptr", qo_indptr, paged_kv_indptr.shape, np.int32)
-    kv_lens = count_tokens(paged_kv_indptr, paged_kv_last_page_len, page_size)
-    qo_lens = qo_indptr[1:] - qo_indptr[:-1]
-    if qo_indptr[0] != 0 or (len(qo_lens) and qo_lens.min() < 0):
-        raise UsageError("qo_indptr must start at 0 and never fall")
-    return build_plan(
-        qo_indptr, paged_kv_indptr, paged_kv_indices, kv_lens, heads, page_size,
-        kv_layout=kv_layout, causal=causal, window_left=window_left, logits_soft_cap=cap,
-        sm_scale=scale,
-    )  # fmt: skip
+    """Make and fill a plan for any options; the page table (`kv_*`) is right already."""
+    check_heads(*heads)
+    check_indptr("qo_indptr", qo_indptr, len(kv_indptr))
+    masked = custom_mask is not None or packed_custom_mask is not None
+    plan = AttentionPlan(
+        heads,
+        page_size,
+        kv_layout=options.kv_layout,
+        causal=options.causal and not masked,
+        window_left=options.window_left,
+        logits_soft_cap=check_cap(options.logits_soft_cap),
+        sm_scale=options.scale(heads[2]),
+        split_keys=options.split_keys or SPLIT,
+        may_split=not options.disable_split_kv,
+    )
+    if masked:
+        qo_lens = qo_indptr[1:] - qo_indptr[:-1]
+        mask, starts, bits = mask_table(custom_mask, packed_custom_mask, qo_lens, kv_lens)
+        plan.set_table(at.MASK, mask)
+        plan.set_table(at.MASK_STARTS, starts)
+        plan.header[at.MASK_BITS] = bits
+    if options.pos_encoding_mode == "ALIBI":
+        plan.set_table(at.SLOPES, alibi_slopes(heads[0]))
+    elif options.pos_encoding_mode == "ROPE_LLAMA":
+        longest = int(kv_lens.max()) if len(kv_lens) else 0
+        plan.set_table(at.ROPE, rope_table_for(options, longest, heads[2]))
+    plan_into(plan, qo_indptr, kv_indptr, kv_indices, kv_lens)
+    return plan
 
 
 def build_plan(
@@ -130,59 +284,14 @@ def build_plan(
     logits_soft_cap: float,
     sm_scale: float,
 ) -> AttentionPlan:
-    """Cut the work into items; for callers whose tables are right by construction.
+    """Make and fill a plan; for callers whose tables are right by construction.
 
-    `kv_lens` int32 (B,) are the keys of each request; `logits_soft_cap` is 0 for none.
+    `heads` is (H, G, D); `kv_lens` int32 (B,) are the keys of each request; `logits_soft_cap` is 0
+    for none.
     """
-    H, G, D = heads
-    qo_lens = qo_indptr[1:] - qo_indptr[:-1]
-    window = window_left if window_left >= 0 else -1
-    tile_rows = max(1, TILE_VECTORS // (H // G))
-    return AttentionPlan(
-        items=_make_items(qo_indptr, qo_lens, kv_lens, G, tile_rows),
-        qo_indptr=qo_indptr,
-        kv_indptr=paged_kv_indptr,
-        kv_indices=paged_kv_indices,
-        kv_lens=kv_lens,
-        sizes=(int(H), int(G), int(D), int(page_size), int(window), bool(causal), tile_rows),
-        kv_layout=kv_layout,
-        sm_scale=sm_scale,
-        logits_soft_cap=logits_soft_cap,
-        work=2.0 * H * D * _visible_keys(qo_lens, kv_lens, causal, window),
-    )
-
-
-def _make_items(
-    qo_indptr: np.ndarray, qo_lens: np.ndarray, kv_lens: np.ndarray, G: int, tile_rows: int
-) -> np.ndarray:
-    """Return the table of items: heads outermost, so that a thread's share is close in memory."""
-    B = len(qo_lens)
-    if B and int(qo_lens.min()) == 1 == int(qo_lens.max()):
-        items = np.empty((G, B, 5), np.int32)
-        items[..., 0] = items[..., 1] = np.arange(B)
-        items[..., 2] = 1
-        items[..., 4] = kv_lens - 1
-    else:
-        tiles = -(-qo_lens // tile_rows)
-        request = np.repeat(np.arange(B), tiles)
-        n_tiles = tiles[request]
-        tile = np.arange(len(request)) - (np.cumsum(tiles) - tiles)[request]
-        # First, last, second, last but one...: under a causal mask later tiles cost more, and
-        # this makes every contiguous half of the list cost about the same.
-        tile = np.where(tile % 2, n_tiles - 1 - tile // 2, tile // 2)
-        first = tile * tile_rows
-        items = np.empty((G, len(request), 5), np.int32)
-        items[..., 0] = request
-        items[..., 1] = qo_indptr[request] + first
-        items[..., 2] = np.minimum(tile_rows, qo_lens[request] - first)
-        items[..., 4] = (kv_lens - qo_lens)[request] + first
-    items[..., 3] = np.arange(G)[:, None]
-    return items.reshape(-1, 5)
-
-
-def _visible_keys(qo_lens: np.ndarray, kv_lens: np.ndarray, causal: bool, window: int) -> float:
-    """Return about how many (row, key) pairs are seen, for the decision to share the work."""
-    keys = kv_lens - 0.5 * (qo_lens - 1) if causal else kv_lens
-    if window >= 0:
-        keys = np.minimum(keys, window + 1)
-    return float(np.dot(qo_lens, keys))
+    plan = AttentionPlan(
+        (*heads, heads[2]), page_size, kv_layout=kv_layout, causal=causal,
+        window_left=window_left, logits_soft_cap=logits_soft_cap, sm_scale=sm_scale,
+    )  # fmt: skip
+    plan_into(plan, qo_indptr, paged_kv_indptr, paged_kv_indices, kv_lens)
+    return plan

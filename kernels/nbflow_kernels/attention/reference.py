@@ -7,70 +7,215 @@ from typing import Any
 
 import numpy as np
 
+from nbflow_kernels.kvcache.reference import decode
+
 
 def single_prefill_with_kv_cache(
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
-    *,
+    scale_q: Any = None,
+    scale_k: Any = None,
+    scale_v: Any = None,
+    o_dtype: Any = None,
+    custom_mask: np.ndarray | None = None,
+    packed_custom_mask: np.ndarray | None = None,
     causal: bool = False,
     kv_layout: str = "NHD",
-    custom_mask: np.ndarray | None = None,
+    pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False,
     sm_scale: float | None = None,
     window_left: int = -1,
     logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    backend: str = "auto",
     return_lse: bool = False,
+    *,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    sinks: np.ndarray | None = None,
+    kv_format: str | None = None,
+    variant: Any = None,
+    lse_base: str = "2",
 ) -> Any:
-    """See `nbflow_kernels.single_prefill_with_kv_cache`."""
-    q, k, v = (a.astype(np.float64) for a in (q, k, v))
+    """See `nbflow_kernels.single_prefill_with_kv_cache`; the result is float64."""
+    T, H, D = q.shape
+    q, k, v = q.astype(np.float64), _decode(k, kv_format, D), _decode(v, kv_format, None)
     if kv_layout == "HND":
         k, v = k.transpose(1, 0, 2), v.transpose(1, 0, 2)
-    T, H, D = q.shape
     n, G, _ = k.shape
+    q = q * _per_head(scale_q)
+    k = k * _per_head(scale_k) * (1.0 if k_scale is None else k_scale)
+    v = v * _per_head(scale_v) * (1.0 if v_scale is None else v_scale)
+    position = np.arange(T) + n - T  # row T - 1 is at the last key
+    if pos_encoding_mode == "ROPE_LLAMA":
+        q, k = (
+            rotate(x, p, 1.0 if rope_scale is None else rope_scale, rope_theta or 1e4)
+            for x, p in ((q, np.maximum(position, 0)), (k, np.arange(n)))
+        )
     k, v = (np.repeat(a, H // G, axis=1) for a in (k, v))  # (n, H, D)
     scores = np.einsum("thd,nhd->thn", q, k) * (D**-0.5 if sm_scale is None else sm_scale)
+    if pos_encoding_mode == "ALIBI":
+        scores += alibi_slopes(H)[:, None] * (np.arange(n) - position[:, None, None])
     if logits_soft_cap:
         scores = logits_soft_cap * np.tanh(scores / logits_soft_cap)
-    visible = np.ones((T, n), bool) if custom_mask is None else custom_mask.reshape(T, n) != 0
-    position = np.arange(T)[:, None] + n - T  # row T - 1 is at the last key
-    if causal:
-        visible = visible & (np.arange(n) <= position)
-    if window_left >= 0:
-        visible = visible & (np.arange(n) >= position - window_left)
-    scores = np.where(visible[:, None, :], scores, -np.inf)
-    top = scores.max(axis=-1, keepdims=True, initial=-1e300)
-    weights = np.exp(scores - top)
-    total = weights.sum(axis=-1, keepdims=True)  # (T, H, 1)
-    out = np.einsum("thn,nhd->thd", weights / np.where(total == 0, 1, total), v)
+    visible = see(T, n, position, causal, window_left, custom_mask, packed_custom_mask)
+    shown = np.repeat(visible[:, None, :], H, axis=1)
+    if variant is not None:
+        scores, shown = _transform(variant, scores, shown, G)
+    out, natural = _mix(scores, shown, v, sinks, getattr(variant, "use_softmax", True))
+    out = _transform_output(variant, out)
     if not return_lse:
         return out
+    return out, natural if lse_base == "e" else natural / np.log(2)
+
+
+def see(
+    T: int,
+    n: int,
+    position: np.ndarray,
+    causal: bool,
+    window_left: int,
+    custom_mask: np.ndarray | None,
+    packed_custom_mask: np.ndarray | None,
+) -> np.ndarray:
+    """Return which of n keys each of T rows sees, (T, n)."""
+    visible = np.ones((T, n), bool)
+    if packed_custom_mask is not None:
+        bits = np.unpackbits(packed_custom_mask, bitorder="little")[: T * n]
+        visible = bits.reshape(T, n) != 0
+    elif custom_mask is not None:
+        visible = custom_mask.reshape(T, n) != 0
+    elif causal:
+        visible = np.arange(n) <= position[:, None]
+    if window_left >= 0:
+        visible = visible & (np.arange(n) >= position[:, None] - window_left)
+    return visible
+
+
+def rotate(x: np.ndarray, positions: np.ndarray, scale: float, theta: float) -> np.ndarray:
+    """Rotate the pairs (j, j + D / 2) of each row's heads by its position."""
+    half = x.shape[2] // 2
+    angle = positions[:, None, None] / scale * theta ** (-np.arange(half) / half)
+    a, b = x[..., :half], x[..., half:]
+    cos, sin = np.cos(angle), np.sin(angle)
+    return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+
+
+def alibi_slopes(H: int) -> np.ndarray:
+    """Return the slopes of H heads, by the paper's recursion."""
+    if H & (H - 1) == 0:
+        return np.asarray(2.0 ** (-8.0 * np.arange(1, H + 1) / H))
+    lower = 1 << (H.bit_length() - 1)
+    return np.concatenate([alibi_slopes(lower), alibi_slopes(2 * lower)[::2][: H - lower]])
+
+
+def _decode(x: np.ndarray, kv_format: str | None, D: int | None) -> np.ndarray:
+    """Return stored keys or values as float64; D is the head size where rows are padded."""
+    return np.asarray(decode(x, kv_format, D), np.float64)
+
+
+def _per_head(scale: Any) -> Any:
+    """Return a factor for (rows, heads, D): a number, or one for each head."""
+    return 1.0 if scale is None else np.asarray(scale, np.float64).reshape(-1, 1)
+
+
+def _mix(
+    scores: np.ndarray,
+    shown: np.ndarray,
+    v: np.ndarray,
+    sinks: np.ndarray | None,
+    use_softmax: bool,
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the values' mean under the scores (T, H, n), and the natural LSE (T, H)."""
+    if not use_softmax:
+        return np.einsum("thn,nhd->thd", np.where(shown, scores, 0.0), v), scores.sum(axis=-1)
+    scores = np.where(shown, scores, -np.inf)
+    top = scores.max(axis=-1, keepdims=True, initial=-1e300)
+    if sinks is not None:
+        top = np.maximum(top, sinks[None, :, None])
+    weights = np.exp(scores - top)
+    total = weights.sum(axis=-1, keepdims=True)  # (T, H, 1)
+    if sinks is not None:
+        total = total + np.exp(sinks[None, :, None] - top)
+    out = np.einsum("thn,nhd->thd", weights / np.where(total == 0, 1, total), v)
     with np.errstate(divide="ignore"):
-        return out, ((top + np.log(total)) / np.log(2))[..., 0]
+        return out, (top + np.log(total))[..., 0]
+
+
+def _params(variant: Any) -> tuple[Any, ...]:
+    return tuple(getattr(variant, "params", ()))
+
+
+def _transform(
+    variant: Any, scores: np.ndarray, shown: np.ndarray, G: int, batch: int = 0
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return scores and mask after a variant's functions, called one score at a time."""
+    scores, shown = scores.copy(), shown.copy()
+    group = scores.shape[1] // G
+    for t, h, n in np.ndindex(*scores.shape):
+        where = (0, t, n, h, h // group)
+        if getattr(variant, "logits_mask", None):
+            shown[t, h, n] &= bool(variant.logits_mask(_params(variant), *where))
+        if getattr(variant, "logits_transform", None):
+            scores[t, h, n] = variant.logits_transform(_params(variant), scores[t, h, n], *where)
+    return scores, shown
+
+
+def _transform_output(variant: Any, out: np.ndarray) -> np.ndarray:
+    """Return the result after a variant's function, called one element at a time."""
+    if getattr(variant, "output_transform", None) is None:
+        return out
+    done = np.empty_like(out)
+    for t, h, d in np.ndindex(*out.shape):
+        done[t, h, d] = variant.output_transform(_params(variant), out[t, h, d], 0, t, h)
+    return done
 
 
 def single_decode_with_kv_cache(q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any) -> Any:
     """See `nbflow_kernels.single_decode_with_kv_cache`."""
+    if "q_scale" in options:
+        options["scale_q"] = options.pop("q_scale")
     result = single_prefill_with_kv_cache(q[None], k, v, **options)
     return (result[0][0], result[1][0]) if isinstance(result, tuple) else result[0]
+
+
+def merge_states(v: np.ndarray, s: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """See `nbflow_kernels.merge_states`."""
+    s = s.astype(np.float64)
+    top = np.maximum(s.max(axis=1, keepdims=True), -1e300)  # finite, also where all are -inf
+    weights = 2.0 ** (s - top)
+    total = weights.sum(axis=1)  # (T, H)
+    mixed = (weights[..., None] * v).sum(axis=1)
+    with np.errstate(divide="ignore"):
+        return mixed / np.where(total == 0, 1, total)[..., None], top[:, 0] + np.log2(total)
 
 
 def merge_state(
     v_a: np.ndarray, s_a: np.ndarray, v_b: np.ndarray, s_b: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """See `nbflow_kernels.merge_state`."""
-    a, b = s_a.astype(np.float64), s_b.astype(np.float64)
-    top = np.maximum(np.maximum(a, b), -1e300)  # finite, also where both are -inf
-    weight_a, weight_b = 2.0 ** (a - top), 2.0 ** (b - top)
-    total = weight_a + weight_b
-    mixed = weight_a[..., None] * v_a + weight_b[..., None] * v_b
-    with np.errstate(divide="ignore"):
-        return mixed / np.where(total == 0, 1, total)[..., None], top + np.log2(total)
+    return merge_states(np.stack([v_a, v_b], axis=1), np.stack([s_a, s_b], axis=1))
+
+
+def merge_state_in_place(
+    v: np.ndarray,
+    s: np.ndarray,
+    v_other: np.ndarray,
+    s_other: np.ndarray,
+    mask: np.ndarray | None = None,
+) -> None:
+    """See `nbflow_kernels.merge_state_in_place`."""
+    chosen = np.ones(len(v), bool) if mask is None else mask
+    v_new, s_new = merge_state(v, s, v_other, s_other)
+    v[chosen], s[chosen] = v_new[chosen], s_new[chosen]
 
 
 class BatchPrefillWithPagedKVCacheWrapper:
     """See `nbflow_kernels.BatchPrefillWithPagedKVCacheWrapper`: one request after the other."""
 
-    def __init__(self, kv_layout: str = "NHD") -> None:
+    def __init__(self, float_workspace_buffer: Any = None, kv_layout: str = "NHD") -> None:
         self.kv_layout = kv_layout
 
     def plan(
@@ -81,8 +226,10 @@ class BatchPrefillWithPagedKVCacheWrapper:
         paged_kv_last_page_len: np.ndarray,
         num_qo_heads: int,
         num_kv_heads: int,
-        head_dim: int,
+        head_dim_qk: int,
         page_size: int,
+        head_dim_vo: int | None = None,
+        custom_mask: np.ndarray | None = None,
         **options: Any,
     ) -> None:
         """Remember the step."""
@@ -90,31 +237,39 @@ class BatchPrefillWithPagedKVCacheWrapper:
         self._pages = [paged_kv_indices[a:b] for a, b in pairwise(paged_kv_indptr)]
         self._last = paged_kv_last_page_len
         self._page_size = page_size
-        self._options = {"causal": True, **options}
+        self._sizes = (head_dim_qk, head_dim_vo or head_dim_qk)
+        self._kv_format = options.pop("kv_format", None)
+        self._mask = custom_mask
+        self._options = options
 
-    def _gather(self, cache: np.ndarray, request: int) -> np.ndarray:
+    def _gather(self, cache: np.ndarray, request: int, D: int) -> np.ndarray:
         """Return the request's keys or values, (n, G, D)."""
-        pages = cache[self._pages[request]].astype(np.float64)
+        pages = _decode(cache[self._pages[request]], self._kv_format, D)
         if self.kv_layout == "HND":
             pages = pages.transpose(0, 2, 1, 3)
         n = max(len(pages) - 1, 0) * self._page_size + self._last[request]
         tokens: np.ndarray = pages.reshape(-1, *pages.shape[2:])[:n]
         return tokens
 
-    def run(self, q: np.ndarray, paged_kv_cache: Any, *, return_lse: bool = False) -> Any:
+    def run(
+        self, q: np.ndarray, paged_kv_cache: Any, *, return_lse: bool = False, sinks: Any = None
+    ) -> Any:
         """Attend request by request."""
         if isinstance(paged_kv_cache, tuple):
             k_cache, v_cache = paged_kv_cache
         else:
             k_cache, v_cache = paged_kv_cache[:, 0], paged_kv_cache[:, 1]
-        out, lse = np.empty(q.shape), np.empty(q.shape[:2])
+        D_qk, D_vo = self._sizes
+        out, lse = np.empty((*q.shape[:2], D_vo)), np.empty(q.shape[:2])
+        start = 0
         for i in range(len(self._pages)):
             rows = slice(self._rows[i], self._rows[i + 1])
+            k, v = self._gather(k_cache, i, D_qk), self._gather(v_cache, i, D_vo)
+            mask = None
+            if self._mask is not None:
+                size = (rows.stop - rows.start) * len(k)
+                mask, start = self._mask[start : start + size], start + size
             out[rows], lse[rows] = single_prefill_with_kv_cache(
-                q[rows],
-                self._gather(k_cache, i),
-                self._gather(v_cache, i),
-                return_lse=True,
-                **self._options,
+                q[rows], k, v, custom_mask=mask, return_lse=True, sinks=sinks, **self._options
             )
         return (out, lse) if return_lse else out

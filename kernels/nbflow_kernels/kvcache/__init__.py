@@ -1,8 +1,9 @@
-"""The paged key/value cache: where tokens lie, and writing them there.
+"""The paged key/value cache: where tokens lie, writing them there and reading them back.
 
 The page table of a batch is a CSR triple: request b's pages are
 ``kv_indices[kv_indptr[b]:kv_indptr[b + 1]]``, in order, and its last page holds
-``kv_last_page_len[b]`` tokens.  The caller owns the table and the pages.
+``kv_last_page_len[b]`` tokens.  The caller owns the table and the pages.  `kv_format` names how
+numbers are stored: floats, or blocks of quantized ones.
 """
 
 from __future__ import annotations
@@ -11,19 +12,31 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels._dispatch import check_array, is_cuda, no_cuda_variant
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.kvcache import cpu, cuda
+from nbflow_kernels.kvcache.formats import KVFormat, format_of, kv_format
 from nbflow_kernels.kvcache.pages import (
     check_cache,
+    check_layout,
+    check_mla_cache,
     check_page_numbers,
     check_page_table,
     count_tokens,
+    split_cache,
 )
 
-__all__ = ["append_paged_kv_cache", "get_batch_indices_positions", "get_seq_lens"]
+__all__ = [
+    "KVFormat",
+    "append_paged_kv_cache",
+    "append_paged_mla_kv_cache",
+    "gather_paged_kv_cache",
+    "get_batch_indices_positions",
+    "get_seq_lens",
+    "kv_format",
+]
 
-LAYOUTS = ("NHD", "HND")
+OUT_DTYPES = ("float32", "float16")
 
 
 def append_paged_kv_cache(
@@ -36,21 +49,24 @@ def append_paged_kv_cache(
     kv_indptr: Any,
     kv_last_page_len: Any,
     kv_layout: str = "NHD",
+    *,
+    kv_format: str | None = None,
 ) -> None:
     """Write new keys and values into their pages, in place.
 
     Parameters
     ----------
     append_key, append_value : array of float32, shape (nnz, G, D)
-        One row per new token; rows may be far apart (columns of a wider matrix).
+        One row per new token; rows may be far apart (columns of a wider matrix).  Values may have
+        another size than keys if the cache is a pair.
     batch_indices : array of int32, shape (nnz,)
         The request each row belongs to; see `get_batch_indices_positions`.
     positions : array of int32, shape (nnz,)
         The row's position in its sequence.  No position may occur twice in a request.
-    paged_kv_cache : pair of arrays, or one array, float32 or float16
-        Keys and values, (pages, page_size, G, D) each for ``"NHD"`` or (pages, G, page_size, D) for
-        ``"HND"``; or both in one 5-D array (pages, 2, ...).  Float16 is rounded to nearest; what
-        exceeds 65504 becomes infinite.
+    paged_kv_cache : pair of arrays, or one array
+        Keys and values, (pages, page_size, G, row) each for ``"NHD"`` or (pages, G, page_size, row)
+        for ``"HND"``; or both in one 5-D array (pages, 2, ...).  A row is D floats, or for a
+        quantized cache ``kv_format(name).row_length(D)`` bytes (uint8).
     kv_indices : array of int32, shape (n_pages,)
         Page numbers of all requests.
     kv_indptr : array of int32, shape (B + 1,)
@@ -59,13 +75,24 @@ def append_paged_kv_cache(
         Tokens on each request's last page, the new ones included.
     kv_layout : str
         ``"NHD"`` or ``"HND"``.
+    kv_format : str, optional
+        How the cache stores numbers: a name that `kv_format` knows, e.g. ``"q8_0"``.  Without it
+        the array's dtype says it: float32, float16, or bfloat16 where a package provides that type
+        (``kv_format="bf16"`` takes its bits as uint16).
 
     Raises
     ------
     UsageError
-        If shapes do not fit, or a row's request or position is not in the table.
+        If shapes do not fit, the format is unknown, or a row's request or position is not in the
+        table.
     TypeError
         If an argument is not an array or has another dtype.
+
+    Notes
+    -----
+    Floats are rounded to nearest, halves to even; what exceeds 65504 becomes infinite in float16.
+    A head vector in a block format is ``quantize(row, kv_format, encoder="plain")``, bit for bit
+    (but for the sign of a base of zero); a block with a NaN or an infinity decodes to NaN.
 
     Examples
     --------
@@ -78,22 +105,157 @@ def append_paged_kv_cache(
     >>> cache[0].ravel()  # position 2 is the first slot of the request's second page, page 0
     array([ 5.,  0., -5.,  0.], dtype=float32)
     """
-    if kv_layout not in LAYOUTS:
-        raise unknown_name("kv_layout", kv_layout, LAYOUTS)
+    check_layout(kv_layout)
     check_array("append_key", append_key, (None, None, None), rows=True)
     T, G, D = append_key.shape
-    check_array("append_value", append_value, (T, G, D), rows=True)
-    check_array("batch_indices", batch_indices, (T,), np.int32)
-    check_array("positions", positions, (T,), np.int32)
-    k, v = check_cache(paged_kv_cache, None, G, D, kv_layout)
+    check_array("append_value", append_value, (T, G, None), rows=True)
+    k, v = check_cache(
+        paged_kv_cache, None, G, D, kv_layout, kv_format, D_value=append_value.shape[2]
+    )
     page_size = k.shape[1 if kv_layout == "NHD" else 2]
-    check_page_table(kv_indptr, kv_indices, kv_last_page_len, page_size)
-    check_page_numbers(kv_indices[: kv_indptr[-1]], k.shape[0])
-    _check_places(batch_indices, positions, count_tokens(kv_indptr, kv_last_page_len, page_size))
+    tables = (kv_indices, kv_indptr, kv_last_page_len)
+    _check_tables(batch_indices, positions, T, tables, page_size, k.shape[0])
     variant = cuda if is_cuda(append_key) else cpu
     variant.append_paged_kv_cache(
-        append_key, append_value, batch_indices, positions, k, v, kv_indices, kv_indptr, kv_layout
-    )
+        append_key, append_value, batch_indices, positions, k, v, kv_indices, kv_indptr, kv_layout,
+        format_of(k, kv_format).kind,
+    )  # fmt: skip
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: Any,
+    append_kpe: Any,
+    batch_indices: Any,
+    positions: Any,
+    ckv_cache: Any,
+    kpe_cache: Any,
+    kv_indices: Any,
+    kv_indptr: Any,
+    kv_last_page_len: Any,
+    *,
+    kv_format: str | None = None,
+) -> None:
+    """Write the compressed keys and values of multi-head latent attention into their pages.
+
+    Parameters
+    ----------
+    append_ckv : array of float32, shape (nnz, D_ckv)
+        The compressed key and value of each new token (512 in DeepSeek-V2 and -V3).
+    append_kpe : array of float32, shape (nnz, D_kpe)
+        The rotated part of its key, which all heads share (64 there).
+    batch_indices, positions : array of int32, shape (nnz,)
+        As in `append_paged_kv_cache`.
+    ckv_cache : array, shape (pages, page_size, D_ckv)
+        Pages of float32, float16 or what `kv_format` says.  Tokens may be apart: both caches can be
+        slices of one array (pages, page_size, D_ckv + D_kpe).
+    kpe_cache : array, shape (pages, page_size, D_kpe)
+        As `ckv_cache`, in the same format.
+    kv_indices, kv_indptr, kv_last_page_len : array of int32
+        The page table, as in `append_paged_kv_cache`.
+    kv_format : str, optional
+        As in `append_paged_kv_cache`; the last axes of the caches are then ``row_length``.
+
+    Raises
+    ------
+    UsageError, TypeError
+        As `append_paged_kv_cache`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels.kvcache import append_paged_mla_kv_cache
+    >>> ints = lambda *values: np.array(values, np.int32)
+    >>> both = np.zeros((1, 2, 3), np.float32)  # one page of 2 tokens, 2 + 1 numbers each
+    >>> row = np.array([[1, 2]], np.float32)
+    >>> append_paged_mla_kv_cache(
+    ...     row, row[:, :1], ints(0), ints(1), both[..., :2], both[..., 2:], ints(0), ints(0, 1),
+    ...     ints(2)
+    ... )
+    >>> both[0, 1]
+    array([1., 2., 1.], dtype=float32)
+    """
+    check_array("append_ckv", append_ckv, (None, None), rows=True)
+    T = append_ckv.shape[0]
+    check_array("append_kpe", append_kpe, (T, None), rows=True)
+    sizes = (append_ckv.shape[1], append_kpe.shape[1])
+    format = check_mla_cache(ckv_cache, kpe_cache, None, sizes, kv_format)
+    n_pages, page_size = ckv_cache.shape[:2]
+    tables = (kv_indices, kv_indptr, kv_last_page_len)
+    _check_tables(batch_indices, positions, T, tables, page_size, n_pages)
+    variant = cuda if is_cuda(append_ckv) else cpu
+    variant.append_paged_mla_kv_cache(
+        append_ckv, append_kpe, batch_indices, positions, ckv_cache, kpe_cache, kv_indices,
+        kv_indptr, format.kind,
+    )  # fmt: skip
+
+
+def gather_paged_kv_cache(
+    paged_kv_cache: Any,
+    kv_indices: Any,
+    kv_indptr: Any,
+    kv_last_page_len: Any,
+    kv_layout: str = "NHD",
+    *,
+    head_dim: int | None = None,
+    kv_format: str | None = None,
+    dtype: str = "float32",
+    out: tuple[Any, Any] | None = None,
+) -> tuple[Any, Any]:
+    """Return the keys and values of all requests in order, decoded: the reverse of appending.
+
+    Parameters
+    ----------
+    paged_kv_cache, kv_indices, kv_indptr, kv_last_page_len, kv_layout, kv_format
+        The cache and its page table, as in `append_paged_kv_cache`.
+    head_dim : int, optional
+        D; needed for a block format if the last block is padded, else it follows from the cache.
+    dtype : {"float32", "float16"}
+        What the result is made of.
+    out : pair of arrays, shape (N, G, D) each, optional
+        Where to write keys and values; they are of type `dtype`.
+
+    Returns
+    -------
+    keys, values : array, shape (N, G, D)
+        Token after token, request after request: N is the sum of `get_seq_lens`.
+
+    Raises
+    ------
+    UsageError, TypeError
+        If the arrays do not fit each other, as in `append_paged_kv_cache`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels.kvcache import gather_paged_kv_cache
+    >>> ints = lambda *values: np.array(values, np.int32)
+    >>> pages = np.arange(4, dtype=np.float32).reshape(2, 2, 1, 1)  # 2 pages of 2 tokens
+    >>> keys, values = gather_paged_kv_cache((pages, -pages), ints(1, 0), ints(0, 2), ints(1))
+    >>> keys.ravel(), values.ravel()  # page 1, then one token of page 0
+    (array([2., 3., 0.], dtype=float32), array([-2., -3., -0.], dtype=float32))
+    """
+    check_layout(kv_layout)
+    if dtype not in OUT_DTYPES:
+        raise unknown_name("dtype", dtype, OUT_DTYPES)
+    k, v, D = _check_gathered(paged_kv_cache, kv_layout, head_dim, kv_format)
+    token, head = (1, 2) if kv_layout == "NHD" else (2, 1)
+    page_size, G = k.shape[token], k.shape[head]
+    check_page_table(kv_indptr, kv_indices, kv_last_page_len, page_size)
+    check_page_numbers(kv_indices[: kv_indptr[-1]], k.shape[0])
+    if is_cuda(k):
+        no_cuda_variant("gather_paged_kv_cache")
+    lens = count_tokens(kv_indptr, kv_last_page_len, page_size)
+    indptr = np.zeros(len(lens) + 1, np.int32)
+    np.cumsum(lens, out=indptr[1:])
+    places = get_batch_indices_positions(indptr, lens, int(indptr[-1]))
+    shape = (int(indptr[-1]), G, D)
+    if out is None:
+        out = (np.empty(shape, dtype), np.empty(shape, dtype))
+    for name, array in zip(("out (keys)", "out (values)"), out, strict=True):
+        check_array(name, array, shape, np.dtype(dtype))
+    kind = format_of(k, kv_format).kind
+    cpu.gather_paged_kv_cache(k, v, *places, kv_indices, kv_indptr, kv_layout, kind, *out)
+    return out
 
 
 def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
@@ -180,6 +342,38 @@ def get_batch_indices_positions(append_indptr: Any, seq_lens: Any, nnz: int) -> 
     batch_indices = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     start = (seq_lens - append_indptr[1:])[batch_indices]  # position minus row number
     return batch_indices, start + np.arange(nnz, dtype=np.int32)
+
+
+def _check_gathered(
+    paged_kv_cache: Any, kv_layout: str, head_dim: int | None, kv_format: str | None
+) -> tuple[Any, Any, int]:
+    """Return the key cache, the value cache and D."""
+    k, _ = split_cache(paged_kv_cache)
+    format = format_of(k, kv_format)
+    if k.ndim != 4:
+        raise UsageError(f"paged_kv_cache (keys) must have 4 axes, got shape {tuple(k.shape)}")
+    n_blocks = k.shape[3] * k.itemsize // format.block_bytes
+    D = n_blocks * format.block_size if head_dim is None else head_dim
+    G = k.shape[2 if kv_layout == "NHD" else 1]
+    k, v = check_cache(paged_kv_cache, None, G, D, kv_layout, kv_format)
+    return k, v, D
+
+
+def _check_tables(
+    batch_indices: Any,
+    positions: Any,
+    T: int,
+    tables: tuple[Any, Any, Any],
+    page_size: int,
+    n_pages: int,
+) -> None:
+    """Raise unless the rows have places in the page table and the pages exist."""
+    kv_indices, kv_indptr, kv_last_page_len = tables
+    check_array("batch_indices", batch_indices, (T,), np.int32)
+    check_array("positions", positions, (T,), np.int32)
+    check_page_table(kv_indptr, kv_indices, kv_last_page_len, page_size)
+    check_page_numbers(kv_indices[: kv_indptr[-1]], n_pages)
+    _check_places(batch_indices, positions, count_tokens(kv_indptr, kv_last_page_len, page_size))
 
 
 def _check_places(batch_indices: Any, positions: Any, lens: Any) -> None:

@@ -7,9 +7,12 @@ from typing import Any
 
 import numpy as np
 
+from nbflow_kernels.kvcache.formats import kv_format
+from nbflow_kernels.kvcache.rows import FIRST_BLOCK_KIND, KINDS
 from nbflow_kernels.opcase import OpCase
+from nbflow_kernels.quants import quantize
 
-COPY = "copies, rounded once to the cache's dtype"
+COPY = "copies, rounded or encoded once in the cache's format"
 INTEGERS = "integers"
 
 
@@ -24,6 +27,36 @@ def page_table(
     return indptr, indices, np.array(last, np.int32)
 
 
+def _pages(
+    rng: np.random.Generator, n_pages: int, shape: tuple[int, ...], format: str, D: int
+) -> np.ndarray:
+    """Return pages of numbers of unit variance in a format; `shape` is that of a page."""
+    values = rng.standard_normal((n_pages, *shape, D)).astype(np.float32)
+    stored = kv_format(format)
+    if stored.dtype.kind == "f":
+        return values.astype(stored.dtype)
+    data = quantize(values, format, encoder="plain").data
+    return data.view(stored.dtype).reshape(n_pages, *shape, stored.row_length(D))
+
+
+def _cache(
+    rng: np.random.Generator,
+    n_pages: int,
+    G: int,
+    D: int,
+    page_size: int,
+    format: str,
+    kv_layout: str,
+    joined: bool,
+) -> dict[str, Any]:
+    """Return the arguments that say what the cache holds and how."""
+    inner = (page_size, G) if kv_layout == "NHD" else (G, page_size)
+    pages = _pages(rng, n_pages, (2, *inner), format, D)
+    named = {} if format in ("f32", "f16") else {"kv_format": format}
+    pair = (pages[:, 0].copy(), pages[:, 1].copy())
+    return {"paged_kv_cache": pages if joined else pair, "kv_layout": kv_layout, **named}
+
+
 def _append(
     lens: list[int],
     new: list[int],
@@ -31,15 +64,13 @@ def _append(
     D: int,
     page_size: int,
     *,
-    dtype: Any = np.float32,
+    format: str = "f32",
     kv_layout: str = "NHD",
     joined: bool = False,
 ) -> Callable[[np.random.Generator], dict[str, Any]]:
     def inputs(rng: np.random.Generator) -> dict[str, Any]:
         indptr, indices, last = page_table(rng, lens, page_size)
-        inner = (page_size, G, D) if kv_layout == "NHD" else (G, page_size, D)
-        pages = rng.standard_normal((len(indices), 2, *inner)).astype(dtype)
-        pair = (pages[:, 0].copy(), pages[:, 1].copy())
+        cache = _cache(rng, len(indices), G, D, page_size, format, kv_layout, joined)
         runs = [np.arange(n - m, n) for n, m in zip(lens, new, strict=True)]
         T = sum(new)
         return {
@@ -47,11 +78,10 @@ def _append(
             "append_value": rng.standard_normal((T, G, D)).astype(np.float32),
             "batch_indices": np.repeat(np.arange(len(lens)), new).astype(np.int32),
             "positions": np.concatenate(runs).astype(np.int32),
-            "paged_kv_cache": pages if joined else pair,
             "kv_indices": indices,
             "kv_indptr": indptr,
             "kv_last_page_len": last,
-            "kv_layout": kv_layout,
+            **cache,
         }
 
     return inputs
@@ -60,7 +90,7 @@ def _append(
 def _case(name: str, lens: list[int], new: list[int], *sizes: int, **options: Any) -> OpCase:
     timed = options.pop("timed", False)
     G, D, page_size = sizes
-    itemsize = np.dtype(options.get("dtype", np.float32)).itemsize
+    row_bytes = kv_format(options.get("format", "f32")).row_bytes(D)
     return OpCase(
         "append_paged_kv_cache",
         name,
@@ -70,14 +100,83 @@ def _case(name: str, lens: list[int], new: list[int], *sizes: int, **options: An
         reason=COPY,
         exact=True,
         mutates=("paged_kv_cache",),
-        n_bytes=2 * sum(new) * G * D * (4 + itemsize),
+        n_bytes=2 * sum(new) * G * (4 * D + row_bytes),
         timed=timed,
     )
 
 
+def _mla(name: str, format: str, D_ckv: int, D_kpe: int) -> OpCase:
+    """Append 5 of 9 tokens and all of 2; with floats both caches are slices of one array."""
+
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        indptr, indices, last = page_table(rng, [9, 2], 4)
+        ckv, kpe = (_pages(rng, len(indices), (4,), format, D) for D in (D_ckv, D_kpe))
+        named = {} if format in ("f32", "f16") else {"kv_format": format}
+        if not named:
+            both = np.concatenate([ckv, kpe], axis=2)
+            ckv, kpe = both[..., :D_ckv], both[..., D_ckv:]
+        return {
+            "append_ckv": rng.standard_normal((7, D_ckv)).astype(np.float32),
+            "append_kpe": rng.standard_normal((7, D_kpe)).astype(np.float32),
+            "batch_indices": np.repeat([0, 1], [5, 2]).astype(np.int32),
+            "positions": np.array([4, 5, 6, 7, 8, 0, 1], np.int32),
+            "ckv_cache": ckv,
+            "kpe_cache": kpe,
+            "kv_indices": indices,
+            "kv_indptr": indptr,
+            "kv_last_page_len": last,
+            **named,
+        }
+
+    return OpCase(
+        "append_paged_mla_kv_cache",
+        name,
+        inputs,
+        rtol=0.0,
+        atol=0.0,
+        reason=COPY,
+        exact=True,
+        mutates=("ckv_cache", "kpe_cache"),
+    )
+
+
+def _gather(name: str, lens: list[int], *sizes: int, **options: Any) -> OpCase:
+    timed = options.pop("timed", False)
+    dtype = options.pop("dtype", "float32")
+    G, D, page_size = sizes
+    options = {"format": "f32", "kv_layout": "NHD", "joined": False, **options}
+    row_bytes = kv_format(options["format"]).row_bytes(D)
+
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        indptr, indices, last = page_table(rng, lens, page_size)
+        return {
+            "kv_indices": indices,
+            "kv_indptr": indptr,
+            "kv_last_page_len": last,
+            "head_dim": D,
+            "dtype": dtype,
+            **_cache(rng, len(indices), G, D, page_size, **options),
+        }
+
+    return OpCase(
+        "gather_paged_kv_cache",
+        name,
+        inputs,
+        rtol=0.0,
+        atol=0.0,
+        reason="decoding rounds once to float32, and once more to float16 where that is wanted",
+        exact=True,
+        n_bytes=2 * sum(lens) * G * (D * np.dtype(dtype).itemsize + row_bytes),
+        timed=timed,
+    )
+
+
+BLOCK_FORMATS = [name for name, kind in KINDS.items() if kind >= FIRST_BLOCK_KIND]
+
 CASES = [
     _case("prefill_and_decode", [5, 1, 9], [5, 1, 1], 2, 20, 4),
-    _case("half", [5, 8], [2, 8], 3, 36, 4, dtype=np.float16),
+    _case("half", [5, 8], [2, 8], 3, 36, 4, format="f16"),
+    _case("bfloat16", [5, 8], [2, 8], 3, 36, 4, format="bf16"),
     _case("heads_first", [5, 8], [2, 8], 3, 16, 4, kv_layout="HND"),
     _case("one_array", [5, 8], [2, 8], 3, 16, 4, joined=True),
     _case(
@@ -88,11 +187,27 @@ CASES = [
         100,
         1,
         joined=True,
-        dtype=np.float16,
+        format="f16",
         kv_layout="HND",
     ),
     _case("nothing_new", [3, 0], [0, 0], 2, 16, 2),
-    _case("llama2_7b", [512], [512], 32, 128, 16, dtype=np.float16, timed=True),
+    *(_case(f"{name}_padded", [3, 6], [2, 5], 2, 80, 4, format=name) for name in BLOCK_FORMATS),
+    _case("q8_0_heads_first", [5], [5], 3, 64, 2, format="q8_0", kv_layout="HND", joined=True),
+    _case("q4_0_size_20", [5], [5], 1, 20, 4, format="q4_0"),
+    _case("q3h_size_100", [5], [5], 2, 100, 4, format="q3h"),
+    _case("llama2_7b", [512], [512], 32, 128, 16, format="f16", timed=True),
+    _case("llama3_8b_q8_0", [512], [512], 8, 128, 16, format="q8_0", timed=True),
+    _case("llama3_8b_q4", [512], [512], 8, 128, 16, format="q4", timed=True),
+    _mla("slices_of_one_array", "f32", 48, 16),
+    _mla("half", "f16", 33, 7),
+    _mla("q8_0", "q8_0", 64, 20),
+    _gather("float", [5, 0, 9], 2, 20, 4),
+    _gather("half_heads_first", [5, 1], 3, 36, 4, format="f16", kv_layout="HND"),
+    _gather("bfloat16_one_array", [5, 1], 3, 36, 4, format="bf16", joined=True),
+    _gather("q5_0_to_half", [5, 3], 2, 80, 2, format="q5_0", dtype="float16"),
+    *(_gather(f"{name}_padded", [3, 6], 2, 100, 4, format=name) for name in BLOCK_FORMATS),
+    _gather("llama3_8b_q8_0", [2048], 8, 128, 16, format="q8_0", timed=True),
+    _gather("llama3_8b_q3h", [2048], 8, 128, 16, format="q3h", timed=True),
     OpCase(
         "get_seq_lens",
         "with_an_empty_request",

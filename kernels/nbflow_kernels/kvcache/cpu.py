@@ -1,4 +1,4 @@
-"""Writing new keys and values into pages, on the CPU."""
+"""Writing keys and values into pages and reading them back, on the CPU."""
 
 from __future__ import annotations
 
@@ -7,9 +7,19 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit
-from nbflow_kernels.lanes import address_of, read_f32, store_f16, write_f16, write_f32
+from nbflow_kernels._jit import inline, njit, part
+from nbflow_kernels.kvcache.rows import (
+    F16,
+    F32,
+    FIRST_BLOCK_KIND,
+    copy_row,
+    write_floats,
+    write_row,
+)
+from nbflow_kernels.lanes import address_of
 from nbflow_kernels.threads import split_rows
+
+BLOCK_COST = 4.0  # encoding a number into a block costs about as much as so many float copies
 
 
 def append_paged_kv_cache(
@@ -22,80 +32,146 @@ def append_paged_kv_cache(
     kv_indices: np.ndarray,
     kv_indptr: np.ndarray,
     kv_layout: str,
+    kind: int,
 ) -> None:
-    """See `nbflow_kernels.append_paged_kv_cache`; keys and values have equal strides."""
+    """See `nbflow_kernels.append_paged_kv_cache`; `kind` is `kvcache.rows.KINDS` of the format."""
     T, G, D = key.shape
-    token, head = (1, 2) if kv_layout == "NHD" else (2, 1)
-    strides = k_cache.strides
+    is_float = kind < FIRST_BLOCK_KIND
     split_rows(
-        _append,
-        T,
-        2.0 * T * G * D,
-        address_of(key),
-        address_of(value),
-        key.strides[0],
-        value.strides[0],
+        _append_floats if is_float else _append_blocks, T,
+        (2.0 if is_float else 2.0 * BLOCK_COST) * T * G * D, kind,
+        address_of(key), address_of(value), key.strides[0], value.strides[0], batch_indices,
+        positions, address_of(k_cache), address_of(v_cache),
+        _strides(k_cache, v_cache, kv_layout), kv_indices, kv_indptr,
+        k_cache.shape[1 if kv_layout == "NHD" else 2], G, D, value.shape[2],
+    )  # fmt: skip
+
+
+def append_paged_mla_kv_cache(
+    ckv: np.ndarray,
+    kpe: np.ndarray,
+    batch_indices: np.ndarray,
+    positions: np.ndarray,
+    ckv_cache: np.ndarray,
+    kpe_cache: np.ndarray,
+    kv_indices: np.ndarray,
+    kv_indptr: np.ndarray,
+    kind: int,
+) -> None:
+    """See `nbflow_kernels.append_paged_mla_kv_cache`: one head, two sizes."""
+    append_paged_kv_cache(
+        ckv[:, None],
+        kpe[:, None],
         batch_indices,
         positions,
-        address_of(k_cache),
-        address_of(v_cache),
-        strides[0],
-        strides[token],
-        strides[head],
-        k_cache.itemsize,
+        ckv_cache[:, :, None],
+        kpe_cache[:, :, None],
         kv_indices,
         kv_indptr,
-        k_cache.shape[token],
-        G,
-        D,
+        "NHD",
+        kind,
     )
 
 
-@njit
-def _write_row(source: Any, n: Any, target: Any, itemsize: Any) -> None:
-    """Write n float32 to a row of float32 or float16."""
-    d = 0
-    while d + 16 <= n:
-        if itemsize == 2:
-            store_f16(target + 2 * d, simd.load_f32(source + 4 * d))
-        else:
-            simd.store_f32(target + 4 * d, simd.load_f32(source + 4 * d))
-        d += 16
-    while d < n:
-        if itemsize == 2:
-            write_f16(target + 2 * d, read_f32(source + 4 * d))
-        else:
-            write_f32(target + 4 * d, read_f32(source + 4 * d))
-        d += 1
-
-
-@njit
-def _append(
-    key: Any,
-    value: Any,
-    key_row_bytes: Any,
-    value_row_bytes: Any,
-    batch_indices: Any,
-    positions: Any,
-    k_cache: Any,
-    v_cache: Any,
-    page_bytes: Any,
-    token_bytes: Any,
-    head_bytes: Any,
-    itemsize: Any,
-    kv_indices: Any,
-    kv_indptr: Any,
-    page_size: Any,
-    G: Any,
-    D: Any,
-    start: Any,
-    stop: Any,
+def gather_paged_kv_cache(
+    k_cache: np.ndarray,
+    v_cache: np.ndarray,
+    batch_indices: np.ndarray,
+    positions: np.ndarray,
+    kv_indices: np.ndarray,
+    kv_indptr: np.ndarray,
+    kv_layout: str,
+    kind: int,
+    key: np.ndarray,
+    value: np.ndarray,
 ) -> None:
+    """See `nbflow_kernels.gather_paged_kv_cache`; the outputs are float32 or float16."""
+    T, G, D = key.shape
+    split_rows(
+        _gather, T, 2.0 * T * G * D, kind, F32 if key.itemsize == 4 else F16, address_of(key),
+        address_of(value), batch_indices, positions, address_of(k_cache), address_of(v_cache),
+        _strides(k_cache, v_cache, kv_layout), kv_indices, kv_indptr,
+        k_cache.shape[1 if kv_layout == "NHD" else 2], G, D, value.shape[2],
+    )  # fmt: skip
+
+
+@inline
+def _append_rows(
+    write: Any, kind: Any, key: Any, value: Any, key_row_bytes: Any, value_row_bytes: Any,
+    batch_indices: Any, positions: Any, k_cache: Any, v_cache: Any, strides: Any, kv_indices: Any,
+    kv_indptr: Any, page_size: Any, G: Any, D: Any, D_value: Any, start: Any, stop: Any,
+) -> None:  # fmt: skip
+    """Write rows [start, stop) with ``write(kind, source, n, target)``."""
     for row in range(start, stop):
         position = np.int64(positions[row])
-        page = kv_indices[kv_indptr[batch_indices[row]] + position // page_size]
-        place = page * page_bytes + position % page_size * token_bytes
+        page = np.int64(kv_indices[kv_indptr[batch_indices[row]] + position // page_size])
+        slot = position % page_size
+        k_to = k_cache + page * strides[0] + slot * strides[1]
+        v_to = v_cache + page * strides[3] + slot * strides[4]
         for g in range(G):
-            offset = place + g * head_bytes
-            _write_row(key + row * key_row_bytes + 4 * g * D, D, k_cache + offset, itemsize)
-            _write_row(value + row * value_row_bytes + 4 * g * D, D, v_cache + offset, itemsize)
+            write(kind, key + row * key_row_bytes + 4 * g * D, D, k_to + g * strides[2])
+            from_value = value + row * value_row_bytes + 4 * g * D_value
+            write(kind, from_value, D_value, v_to + g * strides[5])
+
+
+@njit
+def _append_floats(
+    kind: Any, key: Any, value: Any, key_row_bytes: Any, value_row_bytes: Any, batch_indices: Any,
+    positions: Any, k_cache: Any, v_cache: Any, strides: Any, kv_indices: Any, kv_indptr: Any,
+    page_size: Any, G: Any, D: Any, D_value: Any, start: Any, stop: Any,
+) -> None:  # fmt: skip
+    _append_rows(
+        write_floats, kind, key, value, key_row_bytes, value_row_bytes, batch_indices, positions,
+        k_cache, v_cache, strides, kv_indices, kv_indptr, page_size, G, D, D_value, start, stop,
+    )  # fmt: skip
+
+
+@njit
+def _append_blocks(
+    kind: Any, key: Any, value: Any, key_row_bytes: Any, value_row_bytes: Any, batch_indices: Any,
+    positions: Any, k_cache: Any, v_cache: Any, strides: Any, kv_indices: Any, kv_indptr: Any,
+    page_size: Any, G: Any, D: Any, D_value: Any, start: Any, stop: Any,
+) -> None:  # fmt: skip
+    _append_rows(
+        write_row, kind, key, value, key_row_bytes, value_row_bytes, batch_indices, positions,
+        k_cache, v_cache, strides, kv_indices, kv_indptr, page_size, G, D, D_value, start, stop,
+    )  # fmt: skip
+
+
+@njit
+def _gather(
+    kind: Any, out_kind: Any, key: Any, value: Any, batch_indices: Any, positions: Any,
+    k_cache: Any, v_cache: Any, strides: Any, kv_indices: Any, kv_indptr: Any, page_size: Any,
+    G: Any, D: Any, D_value: Any, start: Any, stop: Any,
+) -> None:  # fmt: skip
+    scratch = np.empty(max(D, D_value), np.float32)
+    itemsize = 4 if out_kind == F32 else 2
+    for row in range(start, stop):
+        position = np.int64(positions[row])
+        page = np.int64(kv_indices[kv_indptr[batch_indices[row]] + position // page_size])
+        slot = position % page_size
+        k_from = k_cache + page * strides[0] + slot * strides[1]
+        v_from = v_cache + page * strides[3] + slot * strides[4]
+        for g in range(G):
+            at = row * G + g
+            k_to, v_to = key + itemsize * at * D, value + itemsize * at * D_value
+            _copy(kind, k_from + g * strides[2], D, out_kind, k_to, scratch)
+            _copy(kind, v_from + g * strides[5], D_value, out_kind, v_to, scratch)
+
+
+@part
+def _copy(kind: Any, source: Any, n: Any, out_kind: Any, target: Any, scratch: Any) -> None:
+    """Decode one head vector as float32 or, by way of `scratch`, as float16."""
+    if out_kind == F32:
+        copy_row(kind, source, n, np.float32(1), target, n)
+    else:
+        between = simd.address(scratch)
+        copy_row(kind, source, n, np.float32(1), between, n)
+        write_floats(out_kind, between, n, target)
+
+
+def _strides(k_cache: np.ndarray, v_cache: np.ndarray, kv_layout: str) -> tuple[int, ...]:
+    """Return the bytes between pages, tokens and heads, of the keys and of the values."""
+    token, head = (1, 2) if kv_layout == "NHD" else (2, 1)
+    k, v = k_cache.strides, v_cache.strides
+    return k[0], k[token], k[head], v[0], v[token], v[head]

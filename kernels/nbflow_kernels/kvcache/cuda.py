@@ -17,6 +17,22 @@ def append_paged_kv_cache(
     kv_indices: Any,
     kv_indptr: Any,
     kv_layout: str,
+    kind: int,
 ) -> None:
     """See `nbflow_kernels.append_paged_kv_cache`."""
     no_cuda_variant("append_paged_kv_cache")
+
+
+def append_paged_mla_kv_cache(
+    ckv: Any,
+    kpe: Any,
+    batch_indices: Any,
+    positions: Any,
+    ckv_cache: Any,
+    kpe_cache: Any,
+    kv_indices: Any,
+    kv_indptr: Any,
+    kind: int,
+) -> None:
+    """See `nbflow_kernels.append_paged_mla_kv_cache`."""
+    no_cuda_variant("append_paged_mla_kv_cache")

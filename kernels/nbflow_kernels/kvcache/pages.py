@@ -7,7 +7,16 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels._dispatch import check_array
-from nbflow_kernels.errors import UsageError
+from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.kvcache.formats import KVFormat, format_of
+
+LAYOUTS = ("NHD", "HND")
+
+
+def check_layout(kv_layout: str) -> None:
+    """Raise unless the layout is known."""
+    if kv_layout not in LAYOUTS:
+        raise unknown_name("kv_layout", kv_layout, LAYOUTS)
 
 
 def count_tokens(kv_indptr: np.ndarray, kv_last_page_len: np.ndarray, page_size: int) -> np.ndarray:
@@ -81,16 +90,71 @@ def split_cache(paged_kv_cache: Any) -> tuple[Any, Any]:
 
 
 def check_cache(
-    paged_kv_cache: Any, page_size: int | None, G: int, D: int, kv_layout: str
+    paged_kv_cache: Any,
+    page_size: int | None,
+    G: int,
+    D: int,
+    kv_layout: str,
+    kv_format: str | None = None,
+    *,
+    D_value: int | None = None,
 ) -> tuple[Any, Any]:
-    """Return the key and the value cache, checked: same dtype, shape and strides, dense pages."""
+    """Return the key and the value cache, checked: same format, pages and strides, dense pages.
+
+    Head vectors have D numbers; `D_value` is the size of the values where it differs.
+    """
     k, v = split_cache(paged_kv_cache)
-    shape = (None, page_size, G, D) if kv_layout == "NHD" else (None, G, page_size, D)
-    for name, array in (("key", k), ("value", v)):
-        check_array(f"paged_kv_cache ({name}s)", array, shape, (np.float32, np.float16), rows=True)
-    if k.dtype != v.dtype or k.shape != v.shape or k.strides != v.strides:
+    format = format_of(k, kv_format)
+    sizes = (D, D if D_value is None else D_value)
+    if getattr(v, "dtype", k.dtype) != k.dtype:
         raise UsageError(
             "paged_kv_cache: keys and values must have the same dtype, shape and strides, got "
-            f"{k.dtype} {k.shape} and {v.dtype} {v.shape}"
+            f"{k.dtype} and {v.dtype}"
+        )
+    for name, array, size in (("keys", k, sizes[0]), ("values", v, sizes[1])):
+        row = format.row_length(size)
+        shape = (None, page_size, G, row) if kv_layout == "NHD" else (None, G, page_size, row)
+        check_array(f"paged_kv_cache ({name})", array, shape, k.dtype, rows=True)
+    if sizes[0] == sizes[1] and (k.shape != v.shape or k.strides != v.strides):
+        raise UsageError(
+            "paged_kv_cache: keys and values must have the same dtype, shape and strides, got "
+            f"{k.shape} {k.strides} and {v.shape} {v.strides}"
+        )
+    if k.shape[:-1] != v.shape[:-1]:
+        raise UsageError(
+            f"paged_kv_cache: keys and values must have the same pages, got {k.shape} and {v.shape}"
         )
     return k, v
+
+
+def check_mla_cache(
+    ckv_cache: Any, kpe_cache: Any, page_size: int | None, sizes: tuple[int, int], kv_format: Any
+) -> KVFormat:
+    """Return the format of the two caches (pages, page_size, row), checked; tokens may be apart."""
+    format = format_of(ckv_cache, kv_format)
+    for name, array, size in (
+        ("ckv_cache", ckv_cache, sizes[0]),
+        ("kpe_cache", kpe_cache, sizes[1]),
+    ):
+        row = format.row_length(size)
+        if array.dtype != ckv_cache.dtype:
+            raise TypeError(
+                f"{name} must have dtype {ckv_cache.dtype.name}, got {array.dtype.name}"
+            )
+        if (
+            array.ndim != 3
+            or array.shape[2] != row
+            or (page_size or array.shape[1]) != array.shape[1]
+        ):
+            raise UsageError(
+                f"{name} must have shape (pages, {page_size or 'page_size'}, {row}), "
+                f"got {array.shape}"
+            )
+        if array.shape[2] > 1 and array.strides[2] != array.itemsize:
+            raise UsageError(f"{name}: the last axis must be contiguous")
+    if ckv_cache.shape[:2] != kpe_cache.shape[:2]:
+        raise UsageError(
+            "ckv_cache and kpe_cache must have the same pages, got "
+            f"{ckv_cache.shape[:2]} and {kpe_cache.shape[:2]}"
+        )
+    return format

@@ -6,6 +6,38 @@ from typing import Any
 
 import numpy as np
 
+from nbflow_kernels.quants import FORMATS, quantize
+
+
+def encode(row: np.ndarray, dtype: Any, kv_format: str | None) -> np.ndarray:
+    """Return a head vector (D,) as a cache of that dtype stores it."""
+    if kv_format is None or np.dtype(dtype).kind == "f":
+        with np.errstate(over="ignore"):  # beyond 65504, float16 is infinite
+            return row.astype(dtype)
+    stored: np.ndarray = quantize(row, kv_format, encoder="plain").data[0].view(dtype)
+    return stored
+
+
+def decode(rows: np.ndarray, kv_format: str | None, head_dim: int | None) -> np.ndarray:
+    """Return head vectors (..., row) of a cache as float64 (..., D)."""
+    if kv_format is None or rows.dtype.kind == "f":
+        return rows.astype(np.float64)
+    format = FORMATS[kv_format]
+    blocks = np.ascontiguousarray(rows).view(np.uint8).reshape(-1, format.block_bytes)
+    values: np.ndarray = format.dequantize_blocks(blocks).astype(np.float64)
+    return values.reshape(*rows.shape[:-1], -1)[..., :head_dim]
+
+
+def _pages(cache: np.ndarray, kv_layout: str) -> np.ndarray:
+    """Return a view (pages, page_size, G, row)."""
+    return cache if kv_layout == "NHD" else cache.transpose(0, 2, 1, 3)
+
+
+def _split(paged_kv_cache: Any) -> tuple[np.ndarray, np.ndarray]:
+    if isinstance(paged_kv_cache, tuple):
+        return paged_kv_cache
+    return paged_kv_cache[:, 0], paged_kv_cache[:, 1]
+
 
 def append_paged_kv_cache(
     append_key: np.ndarray,
@@ -17,18 +49,71 @@ def append_paged_kv_cache(
     kv_indptr: np.ndarray,
     kv_last_page_len: np.ndarray,
     kv_layout: str = "NHD",
+    *,
+    kv_format: str | None = None,
 ) -> None:
     """See `nbflow_kernels.append_paged_kv_cache`."""
-    if isinstance(paged_kv_cache, tuple):
-        caches = paged_kv_cache
-    else:
-        caches = (paged_kv_cache[:, 0], paged_kv_cache[:, 1])
-    for rows, cache in zip((append_key, append_value), caches, strict=True):
-        pages = cache if kv_layout == "NHD" else cache.transpose(0, 2, 1, 3)  # a view
+    for rows, cache in zip((append_key, append_value), _split(paged_kv_cache), strict=True):
+        pages = _pages(cache, kv_layout)
         for row, request, position in zip(rows, batch_indices, positions, strict=True):
             page, slot = divmod(int(position), pages.shape[1])
-            with np.errstate(over="ignore"):  # beyond 65504, float16 is infinite
-                pages[kv_indices[kv_indptr[request] + page], slot] = row
+            for g, vector in enumerate(row):
+                stored = encode(vector, cache.dtype, kv_format)
+                pages[kv_indices[kv_indptr[request] + page], slot, g] = stored
+
+
+def append_paged_mla_kv_cache(
+    append_ckv: np.ndarray,
+    append_kpe: np.ndarray,
+    batch_indices: np.ndarray,
+    positions: np.ndarray,
+    ckv_cache: np.ndarray,
+    kpe_cache: np.ndarray,
+    kv_indices: np.ndarray,
+    kv_indptr: np.ndarray,
+    kv_last_page_len: np.ndarray,
+    *,
+    kv_format: str | None = None,
+) -> None:
+    """See `nbflow_kernels.append_paged_mla_kv_cache`: a cache of one head."""
+    append_paged_kv_cache(
+        append_ckv[:, None],
+        append_kpe[:, None],
+        batch_indices,
+        positions,
+        (ckv_cache[:, :, None], kpe_cache[:, :, None]),
+        kv_indices,
+        kv_indptr,
+        kv_last_page_len,
+        kv_format=kv_format,
+    )
+
+
+def gather_paged_kv_cache(
+    paged_kv_cache: Any,
+    kv_indices: np.ndarray,
+    kv_indptr: np.ndarray,
+    kv_last_page_len: np.ndarray,
+    kv_layout: str = "NHD",
+    *,
+    head_dim: int | None = None,
+    kv_format: str | None = None,
+    dtype: str = "float32",
+) -> tuple[np.ndarray, np.ndarray]:
+    """See `nbflow_kernels.gather_paged_kv_cache`."""
+    found = []
+    for cache in _split(paged_kv_cache):
+        pages = _pages(cache, kv_layout)
+        lens = get_seq_lens(kv_indptr, kv_last_page_len, pages.shape[1])
+        rows = [
+            pages[kv_indices[kv_indptr[request] + n // pages.shape[1]], n % pages.shape[1]]
+            for request, length in enumerate(lens)
+            for n in range(length)
+        ]
+        stored = np.array(rows, cache.dtype).reshape(-1, *pages.shape[2:])
+        with np.errstate(over="ignore"):
+            found.append(decode(stored, kv_format, head_dim).astype(dtype))
+    return found[0], found[1]
 
 
 def get_seq_lens(kv_indptr: np.ndarray, kv_last_page_len: np.ndarray, page_size: int) -> np.ndarray:

@@ -74,7 +74,7 @@ CASES: list[OpCase] = [
     _case("vector", 1, 7, 48),
     _case("ragged", 5, 9, 77, bias=True),
     _case("ragged_many_tokens", 70, 6, 523, "float16"),
-    _case("panels", 3, 5, 1040, bias=True),
+    _case("panels", 6, 5, 4120, bias=True),
     _case("accumulate", 6, 8, 64, accumulate=True),
     _case("accumulate_bias", 17, 10, 600, "uint16", bias=True, accumulate=True),
     _case("f16", 4, 8, 32, "float16"),

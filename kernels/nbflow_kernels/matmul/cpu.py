@@ -1,19 +1,16 @@
-"""Matrix product on the CPU: 16 lanes along K, panels of K, register tiles of rows x tokens.
+"""Matrix product on the CPU with row-major weights: 16 lanes along K, panels of K, register tiles.
 
 Order of additions, the same for every output element however many tokens or threads there are:
 K is cut into panels of `PANEL`; within a panel, lane i adds the products of columns i, i + 16, ...
 one after the other (fused multiply-add); the lanes are added as a tree (`simd.sum`); the panels
 are added, from left to right, to what the output starts with.  Zeros pad the end of the last one.
 
-Four ways through the same sums:
-
-=================  ================================================================================
-`_matmul_stream`   one token, a large weight: row after row, one stream of addresses
-`_matmul_vector`   one token, a small weight, likely in a cache: four rows at once
-`_matmul_direct`   few tokens: tiles of four rows read `w` where it lies, once
-`_matmul_packed`   many tokens, or a ragged K: a panel of 64 tokens and of four rows is first copied
-                   side by side and widened to float32, so that the tiles run from the caches
-=================  ================================================================================
+==================  ===============================================================================
+`_matmul_stream`    one token, a large weight: row after row, one stream of addresses
+`_matmul_tiles`     few tokens: tiles of 4 rows x 4 tokens read `w` where it lies, once
+`transposed`        many tokens: 16 rows are transposed panel by panel, so that a lane is a row,
+                    what was a lane is a chain of additions, and no lanes are added
+==================  ===============================================================================
 """
 
 from __future__ import annotations
@@ -21,19 +18,15 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba.core import types
-from numba.core.extending import overload
 from numpy.typing import NDArray
 
-from nbflow_kernels import simd
+from nbflow_kernels import lanes, registers, simd
 from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.matmul import transposed
+from nbflow_kernels.matmul.transposed import PANEL
 from nbflow_kernels.threads import split_rows
 
-PANEL = 512  # columns; four rows and four tokens of a panel are 16 KB, half of a first-level cache
-TOKENS = 64  # in one packed block: a panel of 128 KB, a part of a second-level cache
-ROWS = 128  # of `w` in one packed block: its output is 32 KB, and copying the tokens costs 2 %
-MIN_PACKED_TOKENS = 16  # below, copying the weights costs more than the caches give back
-_STRIDE = PANEL + 16  # of packed rows: not a power of two, so that they fall into different sets
+MIN_TRANSPOSED_TOKENS = 64  # below, transposing the weights costs more than it saves
 ONE_STREAM_BYTES = 4 << 20  # a weight this large comes from memory, best as one stream of addresses
 _NO_BIAS = np.zeros(0, np.float32)
 
@@ -48,163 +41,15 @@ def matmul(
     """See `nbflow_kernels.matmul`."""
     if w.dtype == np.float16:
         w = w.view(np.int16)  # int16 stands for float16 bits, uint16 for bfloat16 bits
-    n_tokens, n_columns = x.shape
-    work = n_tokens * w.size
     bias = _NO_BIAS if bias is None else bias
-    if n_tokens >= MIN_PACKED_TOKENS or n_columns % simd.LANES:
-        split_rows(_matmul_packed, w.shape[0], work, x, w, bias, accumulate, out)
-    elif n_tokens == 1:
-        kernel = _matmul_stream if w.nbytes >= ONE_STREAM_BYTES else _matmul_vector
-        split_rows(kernel, w.shape[0], work, x, w, bias, accumulate, out)
-    else:
-        split_rows(_matmul_direct, w.shape[0], work, x, w, bias, accumulate, out)
-
-
-def _load16(w: Any, addr: Any) -> Any:
-    """Return 16 weights at an address, widened to float32; `w` only gives the type."""
-    raise NotImplementedError("only inside kernels")
-
-
-@overload(_load16, inline="always", strict=False)
-def _load16_overload(w: Any, addr: Any) -> Any:
-    if w.dtype == types.float32:
-        return lambda w, addr: simd.load_f32(addr)
-    if w.dtype == types.int16:
-        return lambda w, addr: simd.load_f16(addr)
-    return lambda w, addr: simd.load_bf16(addr)
-
-
-@inline
-def _plain(i: Any) -> Any:
-    """Return `i` as an int64 whose value is unknown to the compiler's types: one specialisation."""
-    return np.int64(i)
-
-
-@njit
-def _tile_1x1(
-    x: Any, t: Any, w: Any, n: Any, k: Any, stop: Any, out: Any, to: Any, no: Any
-) -> None:
-    """Add the panel of columns [k, stop) of row n times token t to out[to, no]."""
-    xa = simd.address(x) + t * x.strides[0]
-    wa = simd.address(w) + n * w.strides[0]
-    size = w.itemsize
-    a = simd.splat(0.0)
-    for i in range(k, stop, 16):
-        a = simd.fma(_load16(w, wa + i * size), simd.load_f32(xa + i * 4), a)
-    out[to, no] += simd.sum(a)
-
-
-@njit
-def _tile_4x1(
-    x: Any, t: Any, w: Any, n: Any, k: Any, stop: Any, out: Any, to: Any, no: Any
-) -> None:
-    """Do as `_tile_1x1` for four rows."""
-    xa = simd.address(x) + t * x.strides[0]
-    w0 = simd.address(w) + n * w.strides[0]
-    w1 = w0 + w.strides[0]
-    w2 = w1 + w.strides[0]
-    w3 = w2 + w.strides[0]
-    size = w.itemsize
-    a0 = a1 = a2 = a3 = simd.splat(0.0)
-    for i in range(k, stop, 16):
-        xv = simd.load_f32(xa + i * 4)
-        a0 = simd.fma(_load16(w, w0 + i * size), xv, a0)
-        a1 = simd.fma(_load16(w, w1 + i * size), xv, a1)
-        a2 = simd.fma(_load16(w, w2 + i * size), xv, a2)
-        a3 = simd.fma(_load16(w, w3 + i * size), xv, a3)
-    out[to, no] += simd.sum(a0)
-    out[to, no + 1] += simd.sum(a1)
-    out[to, no + 2] += simd.sum(a2)
-    out[to, no + 3] += simd.sum(a3)
-
-
-@njit
-def _tile_4x4(
-    x: Any, t: Any, w: Any, n: Any, k: Any, stop: Any, out: Any, to: Any, no: Any
-) -> None:
-    """Do as `_tile_1x1` for four rows and four tokens."""
-    x0 = simd.address(x) + t * x.strides[0]
-    x1 = x0 + x.strides[0]
-    x2 = x1 + x.strides[0]
-    x3 = x2 + x.strides[0]
-    w0 = simd.address(w) + n * w.strides[0]
-    w1 = w0 + w.strides[0]
-    w2 = w1 + w.strides[0]
-    w3 = w2 + w.strides[0]
-    size = w.itemsize
-    a00 = a01 = a02 = a03 = simd.splat(0.0)
-    a10 = a11 = a12 = a13 = simd.splat(0.0)
-    a20 = a21 = a22 = a23 = simd.splat(0.0)
-    a30 = a31 = a32 = a33 = simd.splat(0.0)
-    for i in range(k, stop, 16):
-        v0 = _load16(w, w0 + i * size)
-        v1 = _load16(w, w1 + i * size)
-        v2 = _load16(w, w2 + i * size)
-        v3 = _load16(w, w3 + i * size)
-        xv = simd.load_f32(x0 + i * 4)
-        a00 = simd.fma(v0, xv, a00)
-        a01 = simd.fma(v1, xv, a01)
-        a02 = simd.fma(v2, xv, a02)
-        a03 = simd.fma(v3, xv, a03)
-        xv = simd.load_f32(x1 + i * 4)
-        a10 = simd.fma(v0, xv, a10)
-        a11 = simd.fma(v1, xv, a11)
-        a12 = simd.fma(v2, xv, a12)
-        a13 = simd.fma(v3, xv, a13)
-        xv = simd.load_f32(x2 + i * 4)
-        a20 = simd.fma(v0, xv, a20)
-        a21 = simd.fma(v1, xv, a21)
-        a22 = simd.fma(v2, xv, a22)
-        a23 = simd.fma(v3, xv, a23)
-        xv = simd.load_f32(x3 + i * 4)
-        a30 = simd.fma(v0, xv, a30)
-        a31 = simd.fma(v1, xv, a31)
-        a32 = simd.fma(v2, xv, a32)
-        a33 = simd.fma(v3, xv, a33)
-    out[to, no] += simd.sum(a00)
-    out[to, no + 1] += simd.sum(a01)
-    out[to, no + 2] += simd.sum(a02)
-    out[to, no + 3] += simd.sum(a03)
-    out[to + 1, no] += simd.sum(a10)
-    out[to + 1, no + 1] += simd.sum(a11)
-    out[to + 1, no + 2] += simd.sum(a12)
-    out[to + 1, no + 3] += simd.sum(a13)
-    out[to + 2, no] += simd.sum(a20)
-    out[to + 2, no + 1] += simd.sum(a21)
-    out[to + 2, no + 2] += simd.sum(a22)
-    out[to + 2, no + 3] += simd.sum(a23)
-    out[to + 3, no] += simd.sum(a30)
-    out[to + 3, no + 1] += simd.sum(a31)
-    out[to + 3, no + 2] += simd.sum(a32)
-    out[to + 3, no + 3] += simd.sum(a33)
-
-
-@njit
-def _tiles(
-    x: Any,
-    n_tokens: Any,
-    w: Any,
-    n: Any,
-    n_rows: Any,
-    k: Any,
-    stop: Any,
-    out: Any,
-    to: Any,
-    no: Any,
-) -> None:
-    """Add a panel of `n_rows` (1 to 4) rows from row n on for tokens [0, n_tokens) of `x`."""
-    t = _plain(0)
-    if n_rows == 4:
-        while t + 4 <= n_tokens:
-            _tile_4x4(x, t, w, n, k, stop, out, to + t, no)
-            t += 4
-        while t < n_tokens:
-            _tile_4x1(x, t, w, n, k, stop, out, to + t, no)
-            t += 1
-    else:
-        for r in range(n_rows):
-            for t in range(n_tokens):
-                _tile_1x1(x, t, w, n + r, k, stop, out, to + t, no + r)
+    work = float(x.shape[0] * w.size)
+    if x.shape[0] >= MIN_TRANSPOSED_TOKENS:
+        n_groups = -(-w.shape[0] // 16)
+        split_rows(transposed.multiply, n_groups, work, x, w, bias, accumulate, out)
+        return
+    stream = x.shape[0] == 1 and w.nbytes >= ONE_STREAM_BYTES
+    kernel = _matmul_stream if stream else _matmul_tiles
+    split_rows(kernel, w.shape[0], work, x, w, bias, accumulate, out)
 
 
 @njit
@@ -216,17 +61,13 @@ def _begin(bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
             out[t, n] = out[t, n] + y if accumulate else y
 
 
-@njit
-def _matmul_direct(
-    x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any
-) -> None:
-    """Rows [start, stop) of `w` read in place; the number of columns is a multiple of 16."""
-    _begin(bias, accumulate, out, start, stop)
-    n_tokens, n_columns = x.shape
-    for n in range(start, stop, 4):
-        for k in range(0, n_columns, PANEL):
-            end = min(k + PANEL, n_columns)
-            _tiles(x, n_tokens, w, n, min(4, stop - n), k, end, out, _plain(0), n)
+@inline
+def _tails(rows: Any, first: Any, n_rows: Any, tails: Any) -> None:
+    """Copy the columns after the last multiple of 16 of some rows to `tails` (rows, 16)."""
+    full = rows.shape[1] // 16 * 16
+    for r in range(n_rows):
+        for i in range(full, rows.shape[1]):
+            tails[r, i - full] = rows[first + r, i]
 
 
 @njit
@@ -235,90 +76,118 @@ def _matmul_stream(
 ) -> None:
     """Rows [start, stop) of `w` for one token, as one stream of addresses."""
     _begin(bias, accumulate, out, start, stop)
-    xa = simd.address(x)
-    size = w.itemsize
+    n_columns = w.shape[1]
+    x_tail, w_tail = np.zeros((1, 16), np.float32), np.zeros((1, 16), w.dtype)
+    _tails(x, 0, 1, x_tail)
     for n in range(start, stop):
-        wa = simd.address(w) + n * w.strides[0]
+        row = simd.address(w) + n * w.strides[0]
         y = out[0, n]
-        for k in range(0, w.shape[1], PANEL):
+        for k in range(0, n_columns, PANEL):
             a = simd.splat(0.0)
-            for i in range(k, min(k + PANEL, w.shape[1]), 16):
-                a = simd.fma(_load16(w, wa + i * size), simd.load_f32(xa + i * 4), a)
+            stop_at = min(k + PANEL, n_columns // 16 * 16)
+            for i in range(k, stop_at, 16):
+                v = registers.load_widened(w, row + i * w.itemsize)
+                a = simd.fma(v, simd.load_f32(simd.address(x) + i * 4), a)
+            if stop_at < min(k + PANEL, n_columns):
+                _tails(w, n, 1, w_tail)
+                v = registers.load_widened(w, simd.address(w_tail))
+                a = simd.fma(v, simd.load_f32(simd.address(x_tail)), a)
             y += simd.sum(a)
         out[0, n] = y
 
 
+@inline
+def _tile(
+    n_rows: Any, n_tokens: Any, w: Any, row: Any, x: Any, token: Any, n_vectors: Any, w_tail: Any,
+    x_tail: Any, ahead: Any, stride: Any,
+) -> Any:  # fmt: skip
+    """Return the lanes of a literal number of rows and tokens, from addresses `row` and `x` on.
+
+    Meanwhile ask for memory from address `ahead` on, `stride` bytes for each vector.
+    """
+    tile = registers.zero(n_rows, n_tokens)
+    for _ in range(n_vectors):
+        lanes.prefetch(ahead)
+        ahead += stride
+        tile = registers.step_lanes(tile, w, row, w.strides[0], x, token)
+        row += 16 * w.itemsize
+        x += 64
+    if x_tail:
+        tile = registers.step_lanes(tile, w, w_tail, 16 * w.itemsize, x_tail, 64)
+    return tile
+
+
+@inline
+def _sum_lanes(tile: Any, count: Any, sums: Any) -> None:
+    """Write the sums over the lanes of a tile of `count` vectors to sums[:count]."""
+    at = simd.address(sums) + 64
+    registers.store(at, tile)
+    for i in range(count):
+        sums[i] = simd.sum(simd.load_f32(at + 64 * i))
+
+
 @njit
-def _matmul_vector(
+def _rows_panel(
+    x: Any, x_tails: Any, w: Any, w_tails: Any, n: Any, n_rows: Any, k: Any, stop: Any, out: Any,
+    sums: Any,
+) -> None:  # fmt: skip
+    """Add columns [k, stop) of 4 rows, or one, from row n on to `out`.
+
+    Meanwhile ask for the panel of as many rows after them.
+    """
+    n_vectors, ragged, token = (stop - k) // 16, (stop - k) % 16 > 0, x.strides[0]
+    row = simd.address(w) + n * w.strides[0] + k * w.itemsize
+    w_tail, n_tokens = simd.address(w_tails), x.shape[0]
+    # a quarter of the tiles for each of the next four rows
+    per_row = max(1, n_tokens // 16)
+    row_bytes = (stop - k) * w.itemsize
+    stride = (row_bytes // per_row + n_vectors) // max(1, n_vectors)
+    t = 0
+    tile_number = 0
+    while t < n_tokens:
+        tokens = 4 if t + 4 <= n_tokens else 1
+        x_at = simd.address(x) + t * token + 4 * k
+        x_tail = simd.address(x_tails) + 64 * t if ragged else 0
+        ahead = row + (n_rows + tile_number // per_row) * w.strides[0]
+        ahead += tile_number % per_row * (row_bytes // per_row)
+        if n_rows == 4 and tokens == 4:
+            tile = _tile(4, 4, w, row, x_at, token, n_vectors, w_tail, x_tail, ahead, stride)
+            simd.store_f32(simd.address(sums), registers.lane_sums(tile))
+        elif n_rows == 4:
+            tile = _tile(4, 1, w, row, x_at, token, n_vectors, w_tail, x_tail, ahead, stride)
+            _sum_lanes(tile, 4, sums)
+        elif tokens == 4:
+            tile = _tile(1, 4, w, row, x_at, token, n_vectors, w_tail, x_tail, ahead, stride)
+            _sum_lanes(tile, 4, sums)
+        else:
+            tile = _tile(1, 1, w, row, x_at, token, n_vectors, w_tail, x_tail, ahead, stride)
+            _sum_lanes(tile, 1, sums)
+        for i in range(tokens):
+            for r in range(n_rows):
+                out[t + i, n + r] += sums[i * n_rows + r]
+        t += tokens
+        tile_number += 1
+
+
+@njit
+def _matmul_tiles(
     x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any
 ) -> None:
-    """Rows [start, stop) of `w` for one token, four at once."""
-    xa = simd.address(x)
-    size = w.itemsize
-    full = stop - (stop - start) % 4
-    _begin(bias, accumulate, out, start, full)
-    for n in range(start, full, 4):
-        w0 = simd.address(w) + n * w.strides[0]
-        w1 = w0 + w.strides[0]
-        w2 = w1 + w.strides[0]
-        w3 = w2 + w.strides[0]
-        for k in range(0, w.shape[1], PANEL):
-            a0 = a1 = a2 = a3 = simd.splat(0.0)
-            for i in range(k, min(k + PANEL, w.shape[1]), 16):
-                xv = simd.load_f32(xa + i * 4)
-                a0 = simd.fma(_load16(w, w0 + i * size), xv, a0)
-                a1 = simd.fma(_load16(w, w1 + i * size), xv, a1)
-                a2 = simd.fma(_load16(w, w2 + i * size), xv, a2)
-                a3 = simd.fma(_load16(w, w3 + i * size), xv, a3)
-            out[0, n] += simd.sum(a0)
-            out[0, n + 1] += simd.sum(a1)
-            out[0, n + 2] += simd.sum(a2)
-            out[0, n + 3] += simd.sum(a3)
-    _matmul_stream(x, w, bias, accumulate, out, full, stop)
-
-
-@njit
-def _pack(source: Any, row: Any, n_rows: Any, k: Any, stop: Any, packed: Any) -> Any:
-    """Copy columns [k, stop) of some rows, widened, padded with zeros; return the new width."""
-    full = stop - (stop - k) % 16
-    width = (stop - k + 15) // 16 * 16
-    tail = np.zeros(16, source.dtype)
-    for r in range(n_rows):
-        start = simd.address(source) + (row + r) * source.strides[0]
-        to = simd.address(packed) + r * packed.strides[0]
-        for i in range(k, full, 16):
-            simd.store_f32(to + (i - k) * 4, _load16(source, start + i * source.itemsize))
-        if full < stop:
-            for i in range(full, stop):
-                tail[i - full] = source[row + r, i]
-            simd.store_f32(to + (full - k) * 4, _load16(source, simd.address(tail)))
-    return width
-
-
-@njit
-def _matmul_packed(
-    x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any
-) -> None:
-    """Rows [start, stop) of `w` through packed panels; any number of columns."""
+    """Rows [start, stop) of `w` for any number of tokens."""
     _begin(bias, accumulate, out, start, stop)
     n_tokens, n_columns = x.shape
-    xs = np.empty((min(TOKENS, n_tokens), _STRIDE), np.float32)
-    ws = np.empty((4, _STRIDE), np.float32)
-    ys = np.empty((min(TOKENS, n_tokens), ROWS + 16), np.float32)
-    for t in range(0, n_tokens, TOKENS):
-        tokens = min(TOKENS, n_tokens - t)
-        for n in range(start, stop, ROWS):
-            rows = min(ROWS, stop - n)
-            for i in range(tokens):
-                for r in range(rows):
-                    ys[i, r] = out[t + i, n + r]
-            for k in range(0, n_columns, PANEL):
-                end = min(k + PANEL, n_columns)
-                width = _pack(x, t, tokens, k, end, xs)
-                for r in range(0, rows, 4):
-                    some = min(4, rows - r)
-                    _pack(w, n + r, some, k, end, ws)
-                    _tiles(xs, tokens, ws, _plain(0), some, _plain(0), width, ys, _plain(0), r)
-            for i in range(tokens):
-                for r in range(rows):
-                    out[t + i, n + r] = ys[i, r]
+    ragged = n_columns % 16 > 0
+    x_tails = np.zeros((n_tokens if ragged else 0, 16), np.float32)
+    w_tails = np.zeros((4, 16), w.dtype)
+    sums = np.empty(16 + 4 * 16, np.float32)
+    if ragged:
+        _tails(x, 0, n_tokens, x_tails)
+    for k in range(0, n_columns, PANEL):
+        end = min(k + PANEL, n_columns)
+        n = start
+        while n < stop:
+            n_rows = 4 if n + 4 <= stop else 1
+            if end % 16:
+                _tails(w, n, n_rows, w_tails)
+            _rows_panel(x, x_tails, w, w_tails, n, n_rows, k, end, out, sums)
+            n += n_rows

@@ -17,25 +17,33 @@ from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.matmul import tiles
 from nbflow_kernels.threads import split_rows
 
-_NO_BIAS = np.zeros(0, np.float32)
-
 
 def matmul(
     x: NDArray[np.float32],
     w: NDArray[Any],
-    bias: NDArray[np.float32] | None,
+    bias: NDArray[np.float32],
     accumulate: bool,
-    activations: str,
     out: NDArray[np.float32],
 ) -> None:
-    """Write ``x @ w.T`` to `out` (T, N); `activations` is "f32" or "bf16"."""
-    bias = _NO_BIAS if bias is None else bias
-    work = float(x.shape[0] * w.size)
-    if activations == "bf16":
-        split_rows(_bf16, w.shape[0], work / 2, x, w, bias, accumulate, out)
-    else:
-        kernel = _one if x.shape[0] == 1 else _many
-        split_rows(kernel, w.shape[0], work, x, w, bias, accumulate, out)
+    """Write ``x @ w.T``, plus `bias` if that is not empty, to `out`, or add it."""
+    kernel = _one if x.shape[0] == 1 else _many
+    split_rows(kernel, w.shape[0], _work(x, w), x, w, bias, accumulate, out)
+
+
+def matmul_bf16(
+    x: NDArray[np.float32],
+    w: NDArray[Any],
+    bias: NDArray[np.float32],
+    accumulate: bool,
+    out: NDArray[np.float32],
+) -> None:
+    """Do as `matmul`, with activations and weights rounded to bfloat16."""
+    split_rows(_bf16, w.shape[0], _work(x, w) / 2, x, w, bias, accumulate, out)
+
+
+def _work(x: NDArray[np.float32], w: NDArray[Any]) -> float:
+    """Return the multiply-adds of a product."""
+    return float(x.shape[0]) * w.size
 
 
 @njit

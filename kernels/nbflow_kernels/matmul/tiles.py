@@ -25,6 +25,7 @@ import numpy as np
 
 from nbflow_kernels import lanes, registers, simd
 from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.matmul.outputs import write_group
 
 WIDE = registers.has_wide_registers()
 PANEL = 2048  # units decoded at a time, if the rows are that long
@@ -40,30 +41,6 @@ def tile_width(n_tokens: Any) -> Any:
     if n_tokens >= 4:
         return 4
     return min(n_tokens, 2)
-
-
-@njit
-def write_group(total: Any, bias: Any, accumulate: Any, out: Any, token: Any, group: Any) -> None:
-    """Write the sums of a row group and a token, with the bias and the old output added."""
-    first = 16 * group
-    at = simd.address(out) + token * out.strides[0] + 4 * first
-    count = min(out.shape[1] - first, 16)
-    if count == 16:
-        if len(bias):
-            total = simd.add(total, simd.load_f32(simd.address(bias) + 4 * first))
-        if accumulate:
-            total = simd.add(total, simd.load_f32(at))
-        simd.store_f32(at, total)
-        return
-    lane = np.empty(16, np.float32)
-    simd.store_f32(simd.address(lane), total)
-    for i in range(count):
-        y = lane[i]
-        if len(bias):
-            y += bias[first + i]
-        if accumulate:
-            y += out[token, first + i]
-        out[token, first + i] = y
 
 
 @inline
@@ -200,7 +177,7 @@ def multiply_decoded(
     """
     n_tokens = x.shape[0]
     n_blocks = max(1, (n_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS)
-    block = (n_tokens + 6 * n_blocks - 1) // (6 * n_blocks) * 6
+    block = max(1, (n_tokens + 6 * n_blocks - 1) // (6 * n_blocks)) * 6
     decoded = np.empty(16 * min(n_units, panel), np.float32)
     sums = np.empty(64 * block, np.float32)
     # 16 more, so that rows do not fall into the same sets of a cache

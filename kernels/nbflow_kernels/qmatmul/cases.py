@@ -10,12 +10,14 @@ import numpy as np
 from nbflow_kernels.opcase import OpCase
 from nbflow_kernels.quants import FORMATS, QuantTensor, quantize
 
+_F32_REASON = (
+    "float32 sums of K products of N(0, 1) and N(0, 1/K) numbers in 4 chains: partial sums below "
+    "4, K roundings of at most 2.4e-7 added at random, whose root mean square is 0.58 of the "
+    "largest: 3 * sqrt(K) * 1.4e-7"
+)
 _REASON = {
-    "f32": (
-        "float32 sums of K products of N(0, 1) and N(0, 1/K) numbers in 4 chains: partial sums "
-        "below 4, K roundings of at most 2.4e-7 added at random, whose root mean square is 0.58 of "
-        "the largest: 3 * sqrt(K) * 1.4e-7"
-    ),
+    "f32": _F32_REASON,
+    "bf16": f"the reference rounds to bfloat16 too, whose products are exact; then {_F32_REASON}",
     "int8": (
         "exact integer sums; K/16 of them at most are scaled (one rounding) and added to partial "
         "sums below 16, twice where there are bases: 2 * K/16 roundings of at most 9.5e-7 added at "
@@ -67,7 +69,8 @@ def _case(
     chosen = FORMATS[format]
     weight_bytes = N * chosen.row_blocks(K) * chosen.block_bytes
     # K = 4096: 3 * 64 * 1.4e-7 = 2.7e-5; the 8 stands for bias and old output
-    atol = {"f32": 3 * (K + 8) ** 0.5 * 1.4e-7, "int8": 3 * (K / 8 + 8) ** 0.5 * 5.5e-7}
+    f32 = 3 * (K + 8) ** 0.5 * 1.4e-7
+    atol = {"f32": f32, "bf16": f32, "int8": 3 * (K / 8 + 8) ** 0.5 * 5.5e-7}
     return OpCase(
         op="qmatmul",
         name=name if activations == "f32" else f"{name}_{activations}",
@@ -89,13 +92,31 @@ FORMS = (
     *("q8_b32t1", "q8", "q6", "q5", "q5_b32t1", "q5_0", "q4", "q4_b64t1", "q4_b16", "q4_0"),
     *("q3h", "q3", "q2"),
 )
-_TIMED = ("q8_0", "q4_0", "q8", "q4", "q3h")
+GGML_FORMS = (
+    *("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs", "mxfp4", "nvfp4"),
+    *("iq3_s", "iq2_s", "iq2_xxs", "iq1_m", "iq1_s", "tq2_0", "q2_0", "q1_0"),
+)
+_TIMED = ("q8_0", "q4_0", "q4_k", "q8", "q4", "q3h")
 _BOTH = ("f32", "int8")
+
+_FLOATS = ("f32", "f16", "bf16")
+# one format for each kind of codes and of parameters
+_BF16_FORMATS = (*_FLOATS, "q8", "q6", "q4_b16", "q3h", "q2")
 
 CASES = [
     *(_case(f"{f}_one_row", 1, 37, 200, f, activations=a) for a in _BOTH for f in FORMS),
     *(_case(f"{f}_odd", 7, 37, 200, f, bias=True, activations=a) for a in _BOTH for f in FORMS),
-    *(_case(f"{f}", 3, 5, 24, f) for f in ("f32", "f16", "bf16")),
+    *(_case(f"{f}_one_row", 1, 37, 600, f, bias=True) for f in GGML_FORMS),
+    *(_case(f"{f}_odd", 6, 37, 600, f, activations="int8") for f in GGML_FORMS),
+    *(_case(f"{f}_one_row", 1, 37, 203, f, bias=True) for f in _FLOATS),
+    *(_case(f"{f}", 3, 5, 24, f) for f in _FLOATS),
+    *(_case(f"{f}_ragged", 17, 37, 203, f, bias=True) for f in _FLOATS),
+    *(_case(f, 9, 37, 203, f, activations="bf16", bias=True) for f in _BF16_FORMATS),
+    _case("one_row", 1, 20, 100, "q4", activations="bf16"),
+    _case("long_rows", 7, 18, 4300, "q4", accumulate=True),
+    _case("long_rows", 7, 18, 8500, "f16", activations="bf16", accumulate=True),
+    _case("no_rows", 0, 16, 64, "f16", activations="bf16"),
+    _case("no_outputs_f16", 3, 0, 64, "f16"),
     *(_case("one_weight", 1, 1, 1, "q4", activations=a) for a in _BOTH),
     *(_case("no_rows", 0, 16, 64, "q4", activations=a) for a in _BOTH),
     *(_case("no_outputs", 2, 0, 64, "q4", activations=a) for a in _BOTH),
@@ -110,5 +131,11 @@ CASES = [
         for a in _BOTH
         for f in _TIMED
         for T in (1, 64, 512)
+    ),
+    *(_case(f"llama2_7b_f16_{T}", T, 11008, 4096, "f16", timed=True) for T in (1, 64, 512)),
+    *(
+        _case(f"llama2_7b_{f}_{T}", T, 11008, 4096, f, activations="bf16", timed=True)
+        for f in ("q4_0", "f16")
+        for T in (64, 512)
     ),
 ]

@@ -1,7 +1,8 @@
 """Quantized matrix product on the CPU: a lane of a vector is a weight row.
 
 Weights are read in the packed layout (`nbflow_kernels.quants.packed`), by kernels made for its form
-when they are first needed: `floats` for float32 activations, `int8` for quantized ones.
+when they are first needed: `floats` for one row of float32 activations, `dense` for several and
+for bfloat16 ones, `int8` for quantized ones.  Float weights go to `matmul.interleaved`.
 """
 
 from __future__ import annotations
@@ -9,14 +10,15 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels.matmul import cpu as float_cpu
-from nbflow_kernels.qmatmul import floats, int8, outliers, user_rows
+from nbflow_kernels.matmul import interleaved
+from nbflow_kernels.qmatmul import dense, floats, int8, outliers, user_rows
 from nbflow_kernels.qmatmul.activations import Int8Rows, quantize_activations
+from nbflow_kernels.quants.floats import PackedFloats
 from nbflow_kernels.quants.packed import ROWS, Packed
 from nbflow_kernels.quants.tensor import QuantTensor
-from nbflow_kernels.threads import not_capturable, split_rows
+from nbflow_kernels.threads import split_rows
 
-__all__ = ["Int8Rows", "matmul", "matmul_int8", "qmatmul", "quantize_activations"]
+__all__ = ["Int8Rows", "matmul", "matmul_bf16", "matmul_int8", "qmatmul", "quantize_activations"]
 
 _NO_BIAS = np.zeros(0, np.float32)
 
@@ -30,8 +32,9 @@ def qmatmul(
     out: NDArray[np.float32],
 ) -> None:
     """See `nbflow_kernels.qmatmul`."""
-    if activations == "f32":
-        matmul(x, w, bias, accumulate, out)
+    if activations != "int8":
+        launch = matmul if activations == "f32" else matmul_bf16
+        launch(x, w, bias, accumulate, out)
         return
     rows = Int8Rows.empty(*x.shape)
     quantize_activations(x, rows)
@@ -45,34 +48,61 @@ def matmul(
     accumulate: bool,
     out: NDArray[np.float32],
 ) -> None:
-    """Do `nbflow_kernels.qmatmul` with float32 activations."""
-    if w.is_float:
-        float_cpu.matmul(x, w.array, bias, accumulate, out)
-    elif w.format.decodes_from_storage:
+    """See `nbflow_kernels.qmatmul`, with float32 activations."""
+    if w.format.decodes_from_storage:
         user_rows.matmul(x, w, bias, accumulate, out)
     else:
-        _matmul_packed(x, w.packed(), bias, accumulate, out)
+        _matmul(x, w.packed(), _NO_BIAS if bias is None else bias, accumulate, out)
     outliers.add(x, w, out)
 
 
-def _matmul_packed(
+def _matmul(
     x: NDArray[np.float32],
-    packed: Packed,
-    bias: NDArray[np.float32] | None,
+    packed: Packed | PackedFloats,
+    bias: NDArray[np.float32],
     accumulate: bool,
     out: NDArray[np.float32],
 ) -> None:
     """Multiply float32 rows by packed weights."""
-    one = x.shape[0] == 1
-    if not one and x.shape[1] != packed.n_columns:  # the padding of the last block meets zeros
-        not_capturable()
-        padded = np.zeros((x.shape[0], packed.n_columns), np.float32)
-        padded[:, : x.shape[1]] = x
-        x = padded
-    kernel = floats.one_row(packed.form) if one else floats.many_rows(packed.form)
+    if isinstance(packed, PackedFloats):
+        interleaved.matmul(x, packed.data, bias, accumulate, out)
+        return
+    kernel = floats.one_row if x.shape[0] == 1 else dense.many_rows
     split_rows(
-        kernel, packed.n_groups, _work(packed, x.shape[0]),
-        x, packed.data, packed.n_blocks, _NO_BIAS if bias is None else bias, accumulate, out,
+        kernel(packed.form), packed.n_groups, _work(packed, x.shape[0]),
+        x, packed.data, packed.n_blocks, bias, accumulate, out,
+    )  # fmt: skip
+
+
+def matmul_bf16(
+    x: NDArray[np.float32],
+    w: QuantTensor,
+    bias: NDArray[np.float32] | None,
+    accumulate: bool,
+    out: NDArray[np.float32],
+) -> None:
+    """See `nbflow_kernels.qmatmul`, with activations and weights rounded to bfloat16."""
+    if w.format.decodes_from_storage:
+        user_rows.matmul(x, w, bias, accumulate, out, bf16=True)
+    else:
+        _matmul_bf16(x, w.packed(), _NO_BIAS if bias is None else bias, accumulate, out)
+    outliers.add(x, w, out)
+
+
+def _matmul_bf16(
+    x: NDArray[np.float32],
+    packed: Packed | PackedFloats,
+    bias: NDArray[np.float32],
+    accumulate: bool,
+    out: NDArray[np.float32],
+) -> None:
+    """Multiply rows by packed weights, both rounded to bfloat16."""
+    if isinstance(packed, PackedFloats):
+        interleaved.matmul_bf16(x, packed.data, bias, accumulate, out)
+        return
+    split_rows(
+        dense.any_rows_bf16(packed.form), packed.n_groups, _work(packed, x.shape[0]) / 2,
+        x, packed.data, packed.n_blocks, bias, accumulate, out,
     )  # fmt: skip
 
 
@@ -87,18 +117,19 @@ def matmul_int8(
     if w.format.decodes_from_storage:
         user_rows.matmul_int8(rows, w, bias, accumulate, out)
     else:
-        _matmul_int8_packed(rows, w.packed(), bias, accumulate, out)
+        _matmul_int8(rows, w.packed(), bias, accumulate, out)
     outliers.add_int8(rows, w, out)
 
 
-def _matmul_int8_packed(
+def _matmul_int8(
     rows: Int8Rows,
-    packed: Packed,
+    packed: Packed | PackedFloats,
     bias: NDArray[np.float32] | None,
     accumulate: bool,
     out: NDArray[np.float32],
 ) -> None:
     """Multiply quantized rows by packed weights."""
+    assert isinstance(packed, Packed), "int8 activations go with integer codes"
     bias = _NO_BIAS if bias is None else bias
     sums = rows.sums if int8.piece_vectors(packed.form) == 8 else rows.half_sums
     if rows.n_rows == 1:

@@ -63,8 +63,10 @@ def any_rows_bf16(form: PackedForm) -> Any:
 def _decoder(form: PackedForm, pairs: bool) -> Any:
     """Return what `tiles.multiply_decoded` calls to decode whole blocks of a row group."""
     block_units = form.block // 2 if pairs else form.block
-    vectors, per_scale, n_scales = form.unit // 4, form.sub_block // 4, form.block // form.sub_block
+    units, vectors, per_scale = form.block // form.unit, form.unit // 4, form.sub_block // 4
     header, unit_bytes, block_bytes = form.header_bytes, form.unit_bytes, form.block_bytes
+    piece = min(vectors, per_scale)  # vectors that have one scale
+    pieces = vectors // piece
     write = _write_pairs if pairs else _write_f32
     written = 128 if pairs else 256
 
@@ -72,12 +74,14 @@ def _decoder(form: PackedForm, pairs: bool) -> Any:
     def decode(packed: Any, at: Any, k: Any, n: Any, to: Any) -> None:
         at += k // block_units * block_bytes
         for _ in range(n // block_units):
-            for s in range(n_scales):
-                scale, base = parameters(form, at, s)
-                for v in range(s * per_scale, (s + 1) * per_scale):
-                    u = codes(form, at + header + v // vectors * unit_bytes, v % vectors)
-                    write(form, u, scale, base, to)
-                    to += written
+            for unit in range(units):
+                for p in range(pieces):
+                    s = (unit * vectors + p * piece) // per_scale
+                    scale, base = parameters(form, at, s)
+                    for v in range(piece):
+                        u = codes(form, at + header + unit * unit_bytes, p * piece + v)
+                        write(form, u, scale, base, to)
+                        to += written
             at += block_bytes
 
     return decode

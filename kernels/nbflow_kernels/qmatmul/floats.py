@@ -1,9 +1,9 @@
-"""Products of packed weights and float32 activations.
+"""Products of packed weights and one row of float32 activations.
 
 Weights are decoded in registers to ``scale * value + base``, the float32 that `dequantize` gives.
-The order of additions of one output, one row or many: chain j of 4 adds columns j, j + 4, ... one
-after the other (fused multiply-add), the result is (chain 0 + chain 1) + (chain 2 + chain 3), plus
-the bias, plus the old output.
+The order of additions of one output, as in `nbflow_kernels.matmul.tiles`: chain j of 4 adds columns
+j, j + 4, ... one after the other (fused multiply-add), the result is (chain 0 + chain 1) +
+(chain 2 + chain 3), plus the bias, plus the old output.
 """
 
 from __future__ import annotations
@@ -13,14 +13,12 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels import simd, simd_tiles
-from nbflow_kernels._jit import helper, njit
+from nbflow_kernels import simd
+from nbflow_kernels._jit import njit
 from nbflow_kernels.qmatmul.finish import finish
 from nbflow_kernels.quants.packed import PackedForm
-from nbflow_kernels.quants.unpack import codes, decode_blocks, parameters, weight
+from nbflow_kernels.quants.unpack import codes, parameters, weight
 from nbflow_kernels.simd_bytes import broadcast_f32
-
-TOKENS = 4  # of a register tile
 
 
 @functools.cache
@@ -65,60 +63,3 @@ def one_row(form: PackedForm) -> Any:
             finish(total, bias, accumulate, out, 0, group)
 
     return kernel
-
-
-@functools.cache
-def many_rows(form: PackedForm) -> Any:
-    """Return the kernel for several rows of activations and row groups [start, stop).
-
-    `x` must have as many columns as the packed weights.
-    """
-    block, block_bytes = form.block, form.block_bytes
-
-    @njit
-    def kernel(
-        x: Any, packed: Any, n_blocks: Any, bias: Any, accumulate: Any, out: Any, start: Any,
-        stop: Any,
-    ) -> None:  # fmt: skip
-        n_columns, n_tokens, step = n_blocks * block, x.shape[0], x.strides[0]
-        room = np.empty((n_columns, 16), np.float32)
-        result = np.empty((TOKENS, 16), np.float32)
-        for group in range(start, stop):
-            result_at = simd.address(result)  # in the loop: an array lives until its last use
-            decode_blocks(
-                form, simd.address(packed) + group * n_blocks * block_bytes, n_blocks,
-                simd.address(room),
-            )  # fmt: skip
-            token = 0
-            while token < n_tokens:
-                x_at = simd.address(x) + token * step
-                n = TOKENS if token + TOKENS <= n_tokens else 1
-                if n == TOKENS:
-                    simd_tiles.store(
-                        result_at, _tile(simd.address(room), x_at, step, n_columns, TOKENS)
-                    )
-                else:
-                    simd_tiles.store(result_at, _tile(simd.address(room), x_at, step, n_columns, 1))
-                for t in range(n):
-                    total = simd.load_f32(result_at + 64 * t)
-                    finish(total, bias, accumulate, out, token + t, group)
-                token += n
-
-    return kernel
-
-
-@helper
-def _tile(w: Any, x: Any, x_step: Any, n_columns: Any, tokens: Any) -> Any:
-    """Return the sums of a row group and a constant number of tokens: four chains."""
-    chain0 = simd_tiles.zeros(1, tokens)
-    chain1 = simd_tiles.zeros(1, tokens)
-    chain2 = simd_tiles.zeros(1, tokens)
-    chain3 = simd_tiles.zeros(1, tokens)
-    for _ in range(0, n_columns, 4):
-        chain0 = simd_tiles.outer(chain0, w, 0, x, x_step)
-        chain1 = simd_tiles.outer(chain1, w + 64, 0, x + 4, x_step)
-        chain2 = simd_tiles.outer(chain2, w + 128, 0, x + 8, x_step)
-        chain3 = simd_tiles.outer(chain3, w + 192, 0, x + 12, x_step)
-        w += 256
-        x += 16
-    return simd_tiles.add(simd_tiles.add(chain0, chain1), simd_tiles.add(chain2, chain3))

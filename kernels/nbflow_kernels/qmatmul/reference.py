@@ -38,13 +38,20 @@ def int8_values(x: NDArray[np.float32]) -> NDArray[np.float64]:
     return codes * np.repeat(scales.astype(np.float64), 32, axis=1)[:, : x.shape[1]]
 
 
+def to_bf16(x: NDArray[Any]) -> NDArray[np.float64]:
+    """Return float32 numbers rounded to bfloat16, halves to even."""
+    bits = x.astype(np.float32).view(np.uint32)
+    rounded = bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))
+    return (rounded & np.uint32(0xFFFF0000)).view(np.float32).astype(np.float64)
+
+
 def qmatmul(
     x: NDArray[Any],
     w: QuantTensor,
     *,
+    activations: str = "f32",
     bias: NDArray[Any] | None = None,
     accumulate: bool = False,
-    activations: str = "f32",
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
     """See `nbflow_kernels.qmatmul`."""
@@ -52,7 +59,10 @@ def qmatmul(
     y = np.zeros((x.shape[0], w.n_rows))
     for row in range(0, w.n_rows, ROWS):
         part = w.rows(row, min(row + ROWS, w.n_rows))
-        y[:, row : row + ROWS] = values @ weights(part).T
+        left, right = values, weights(part)
+        if activations == "bf16":
+            left, right = to_bf16(left), to_bf16(right)
+        y[:, row : row + ROWS] = left @ right.T
     if bias is not None:
         y += bias
     if out is None:

@@ -17,10 +17,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants.formats import Bytes, Floats, QuantFormat
-from nbflow_kernels.quants.packed import Packed
+from nbflow_kernels.quants.interleave import interleave
+
+
+@dataclass(frozen=True, eq=False)
+class PackedFloats:
+    """Float weights in the layout they are computed from: 16 rows side by side."""
+
+    n_rows: int
+    n_columns: int
+    data: NDArray[Any]
+    """(groups of 16 rows, columns, 16): float32, int16 (the bits of float16) or uint16 (those of
+    bfloat16); zeros pad the rows to a multiple of 16 and the columns to one of 8."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes, with its padding."""
+        return int(self.data.nbytes)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -57,7 +74,7 @@ class FloatFormat(QuantFormat):
             stored = (rounded >> np.uint32(16)).astype(np.uint16)
         else:
             stored = np.ascontiguousarray(x.astype(self.dtype))
-        return stored.view(np.uint8).reshape(len(x), -1)
+        return stored.view(np.uint8).reshape(len(x), x.shape[1] * self.block_bytes)
 
     def dequantize_blocks(self, blocks: Bytes) -> Floats:
         """Return the numbers (n, 1) of their bytes (n, block_bytes)."""
@@ -74,9 +91,11 @@ class FloatFormat(QuantFormat):
         values: Floats = stored.astype(np.float32)
         return values
 
-    def pack(self, data: Bytes) -> Packed:
-        """Raise: float weights are computed from as they are."""
-        raise UsageError(f"format {self.name} has no packed layout; use QuantTensor.array")
+    def pack(self, data: Bytes) -> PackedFloats:
+        """Return the layout for computing of the rows `data` (rows, row bytes)."""
+        rows = data.view(self.dtype)
+        held = rows.view(np.int16) if self.name == "f16" else rows  # see PackedFloats.data
+        return PackedFloats(rows.shape[0], rows.shape[1], interleave(held))
 
 
 F32 = FloatFormat("f32", 4, np.dtype("<f4"), float(np.finfo(np.float32).max))

@@ -13,6 +13,7 @@ from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.quants.integers import IntegerForm, Integers
 
 if TYPE_CHECKING:
+    from nbflow_kernels.quants.floats import PackedFloats
     from nbflow_kernels.quants.packed import Packed
 
 Bytes = NDArray[Any]  # of uint8; NumPy's annotations call ``bytes >> 4`` a signed integer
@@ -88,7 +89,7 @@ class QuantFormat(ABC):
         """
         raise UsageError(f"format {self.name} stores no integers")
 
-    def pack(self, data: Bytes) -> Packed:
+    def pack(self, data: Bytes) -> Packed | PackedFloats:
         """Return the layout for computing of the rows `data` (rows, row bytes)."""
         from nbflow_kernels.quants import packed
 

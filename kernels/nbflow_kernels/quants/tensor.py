@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants.floats import FloatFormat
+from nbflow_kernels.quants.floats import FloatFormat, PackedFloats
 from nbflow_kernels.quants.formats import QuantFormat
 from nbflow_kernels.quants.packed import Packed
 from nbflow_kernels.sparse.csr import CsrMatrix
@@ -86,7 +86,7 @@ class QuantTensor:
                 f"(rows, row bytes) = {wanted}, got {data.shape}"
             )
         self._data: NDArray[np.uint8] | None = np.ascontiguousarray(data)
-        self._packed: Packed | None = None
+        self._packed: Packed | PackedFloats | None = None
         if outliers is not None and outliers.shape != (self.n_rows, self.shape[-1]):
             raise UsageError(
                 f"outliers must have shape (rows, columns) = {(self.n_rows, self.shape[-1])}, got "
@@ -147,11 +147,6 @@ class QuantTensor:
         """Make the layout for computing and free the storage bytes; products still work.
 
         Where products decode the storage bytes, these stay.
-
-        Raises
-        ------
-        UsageError
-            If the format is a float format, which is computed from as it is.
         """
         if not self.format.decodes_from_storage:
             self.packed()
@@ -212,14 +207,8 @@ class QuantTensor:
         values: NDArray[Any] = self.data.view(self.format.dtype)
         return values.reshape(self.shape)
 
-    def packed(self) -> Packed:
-        """Return the layout for computing, made at the first call and kept.
-
-        Raises
-        ------
-        UsageError
-            If the format is a float format, which is computed from as it is.
-        """
+    def packed(self) -> Packed | PackedFloats:
+        """Return the layout for computing, made at the first call and kept."""
         if self._packed is None:
             with _pack_lock, at_once():
                 if self._packed is None:

@@ -1,0 +1,374 @@
+"""Attention of requests that share a prefix: the prefix is read once, not once per request.
+
+The softmax over all keys is put together from partial results with their LSE [1]_.  A level of the
+cascade is a batch of its own: on level 0 all query rows that share a prefix are the rows of *one*
+request over the prefix's pages, on the last level each request has its own pages.  The results of
+the levels are merged with `merge_state_in_place`.
+
+.. [1] Z. Ye et al., "Cascade inference: memory bandwidth efficient shared prefix batch decoding",
+   flashinfer.ai, 2024-02-02.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels._dispatch import check_array
+from nbflow_kernels.attention.merging import merge_state_in_place
+from nbflow_kernels.attention.sparse import refuse_positions
+from nbflow_kernels.attention.wrapper import BatchPrefillWithPagedKVCacheWrapper
+from nbflow_kernels.errors import UsageError
+
+__all__ = ["CascadeTiming", "MultiLevelCascadeAttentionWrapper"]
+
+
+@dataclass(frozen=True)
+class CascadeTiming:
+    """What a cascade promises and what it does; see `MultiLevelCascadeAttentionWrapper.measure`."""
+
+    predicted_byte_ratio: float
+    """Bytes of keys and values that are read without the cascade, over those read with it."""
+    flat_s: float
+    """Median time of a run in which every request reads its whole sequence."""
+    cascade_s: float
+    """Median time of the cascade, its merges included."""
+
+    @property
+    def measured_ratio(self) -> float:
+        """How much faster the cascade is."""
+        return self.flat_s / self.cascade_s
+
+
+class MultiLevelCascadeAttentionWrapper:
+    """Attention over a paged cache whose requests share prefixes, on any number of levels.
+
+    Parameters
+    ----------
+    num_levels : int
+        Levels of the tree: 2 for one shared prefix and the requests' own keys.
+    float_workspace_buffer : object, optional
+        FlashInfer's workspace; not used on the CPU.
+    kv_layout : str
+        ``"NHD"`` or ``"HND"``, as in `BatchPrefillWithPagedKVCacheWrapper`.
+
+    Raises
+    ------
+    UsageError
+        If there is no level, or the layout is unknown.
+
+    Examples
+    --------
+    Two requests share page 0 and have a page each; all scores are 0, so a result is a mean:
+
+    >>> import numpy as np
+    >>> from nbflow_kernels import MultiLevelCascadeAttentionWrapper
+    >>> ints = lambda *values: np.array(values, np.int32)
+    >>> wrapper = MultiLevelCascadeAttentionWrapper(2)
+    >>> wrapper.plan(
+    ...     [ints(0, 2), ints(0, 1, 2)],  # both rows on level 0, one for each request below
+    ...     [ints(0, 1), ints(0, 1, 2)],
+    ...     [ints(0), ints(1, 2)],
+    ...     [ints(2), ints(1, 2)],
+    ...     1, 1, 4, 2,
+    ... )
+    >>> pages = np.repeat(np.arange(6, dtype=np.float32), 4).reshape(3, 2, 1, 4)
+    >>> wrapper.run(np.zeros((2, 1, 4), np.float32), (pages, pages))[:, 0, 0]
+    array([1. , 2.5], dtype=float32)
+    >>> wrapper.predicted_byte_ratio()  # 3 + 4 keys instead of 2 + 1 + 2
+    1.4
+    """
+
+    def __init__(
+        self, num_levels: int, float_workspace_buffer: Any = None, kv_layout: str = "NHD"
+    ) -> None:
+        if num_levels < 1:
+            raise UsageError(f"num_levels must be at least 1, got {num_levels}")
+        self.kv_layout = kv_layout
+        self._levels = [
+            BatchPrefillWithPagedKVCacheWrapper(kv_layout=kv_layout) for _ in range(num_levels)
+        ]
+        self._flat: Callable[[], BatchPrefillWithPagedKVCacheWrapper] | None = None
+
+    @property
+    def levels(self) -> list[Any]:
+        """Return the plan of every level, from the shared keys to the requests' own."""
+        return [level.current for level in self._levels]
+
+    def reset_workspace_buffer(
+        self, float_workspace_buffer: Any, int_workspace_buffers: Any = None
+    ) -> None:
+        """Accept FlashInfer's workspaces; nothing to do on the CPU."""
+
+    def plan(
+        self,
+        qo_indptr_arr: Sequence[Any],
+        paged_kv_indptr_arr: Sequence[Any],
+        paged_kv_indices_arr: Sequence[Any],
+        paged_kv_last_page_len: Sequence[Any],
+        num_qo_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        page_size: int,
+        causal: bool = False,
+        pos_encoding_mode: str = "NONE",
+        use_fp16_qk_reduction: bool = False,
+        sm_scale: float | None = None,
+        window_left: int = -1,
+        logits_soft_cap: float | None = None,
+        rope_scale: float | None = None,
+        rope_theta: float | None = None,
+        q_data_type: Any = None,
+        kv_data_type: Any = None,
+        *,
+        kv_format: str | None = None,
+    ) -> None:
+        """Divide the work of every level.
+
+        Parameters
+        ----------
+        qo_indptr_arr : list of arrays of int32
+            For each level, which query rows share the keys of an entry; all end at the same number
+            of rows.
+        paged_kv_indptr_arr, paged_kv_indices_arr, paged_kv_last_page_len : lists of arrays of int32
+            For each level, the page table of its entries.  All levels' pages are in one cache.
+        num_qo_heads, num_kv_heads, head_dim, page_size : int
+            H, G, D and the tokens of a page.
+        causal : bool
+            Whether the rows of a request see its own keys, those of the last level, only up to
+            their own; shared keys come before them all.
+        pos_encoding_mode, window_left
+            Only ``"NONE"`` and -1: a key's number on its level is not its position.
+        use_fp16_qk_reduction, sm_scale, logits_soft_cap, rope_scale, rope_theta
+            As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+        q_data_type, kv_data_type, kv_format
+            As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
+
+        Raises
+        ------
+        UsageError
+            If the number of lists' entries is not that of the levels, or tables contradict each
+            other.
+        TypeError
+            If an entry is not an int32 array.
+        """
+        refuse_positions(pos_encoding_mode)
+        if window_left >= 0:
+            raise UsageError(
+                f"window_left must be -1 in a cascade, got {window_left}: a window ends on another "
+                "key for each request; use BatchPrefillWithPagedKVCacheWrapper"
+            )
+        lists = {
+            "qo_indptr_arr": qo_indptr_arr,
+            "paged_kv_indptr_arr": paged_kv_indptr_arr,
+            "paged_kv_indices_arr": paged_kv_indices_arr,
+            "paged_kv_last_page_len": paged_kv_last_page_len,
+        }
+        for name, arrays in lists.items():
+            if len(arrays) != len(self._levels):
+                raise UsageError(
+                    f"{name} must have an array for each of {len(self._levels)} levels, "
+                    f"got {len(arrays)}"
+                )
+        heads = (num_qo_heads, num_kv_heads, head_dim, page_size)
+        options: dict[str, Any] = {
+            "use_fp16_qk_reduction": use_fp16_qk_reduction, "sm_scale": sm_scale,
+            "logits_soft_cap": logits_soft_cap, "rope_scale": rope_scale, "rope_theta": rope_theta,
+            "q_data_type": q_data_type, "kv_data_type": kv_data_type, "kv_format": kv_format,
+            "o_data_type": np.float32,  # levels are merged in float32
+        }  # fmt: skip
+        last = len(self._levels) - 1
+        for i, (level, *tables) in enumerate(zip(self._levels, *lists.values(), strict=True)):
+            level.plan(*tables, *heads, causal=causal and i == last, **options)
+        counts = [int(indptr[-1]) for indptr in qo_indptr_arr]
+        if len(set(counts)) > 1:
+            raise UsageError(f"qo_indptr_arr must end at the same row on all levels, got {counts}")
+        self._flat = lambda: self._flat_wrapper(lists, heads, {"causal": causal, **options})
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q: Any,
+        paged_kv_cache: Any,
+        *,
+        out: Any = None,
+        lse: Any = None,
+        return_lse: bool = False,
+    ) -> Any:
+        """Attend on all levels and merge.
+
+        Parameters
+        ----------
+        q : array of float32 or float16, shape (nnz, H, D)
+            Query rows of all requests.
+        paged_kv_cache : pair of arrays, or one array
+            Keys and values, as in `BatchPrefillWithPagedKVCacheWrapper.run`.
+        out : array of the queries' dtype, shape (nnz, H, D), optional
+            Where to write the result.
+        lse : array of float32, shape (nnz, H), optional
+            Where to write the base-2 LSE over all levels.
+        return_lse : bool
+            Return the pair (out, lse).
+
+        Returns
+        -------
+        array of the queries' dtype, shape (nnz, H, D), or a pair with the LSE
+            The attention over the keys of all levels.
+
+        Raises
+        ------
+        UsageError, TypeError
+            As `BatchPrefillWithPagedKVCacheWrapper.run`.
+        """
+        if self._flat is None:
+            raise UsageError("run needs a plan: call plan(...) first, once per step")
+        into = wide_output(q, out)
+        found, lse = self._levels[-1].run(q, paged_kv_cache, out=into, lse=lse, return_lse=True)
+        for level in self._levels[:-1]:
+            merge_state_in_place(found, lse, *level.run(q, paged_kv_cache, return_lse=True))
+        out = narrow_output(q, found, out)
+        return (out, lse) if return_lse else out
+
+    forward = run
+
+    def end_forward(self) -> None:
+        """Do nothing; FlashInfer has this name."""
+
+    def predicted_byte_ratio(self) -> float:
+        """Return the bytes of keys and values read without the cascade over those read with it.
+
+        Without it, a request reads the keys of its entries on all levels; with it, every entry
+        is read once.  One prefix of P keys and B requests with u more each: (P + u) B / (P + u B).
+        It bounds the gain where reading is what takes the time; a run that has many query vectors
+        per key is bound by arithmetic and gains less.
+
+        Returns
+        -------
+        float
+            At least 1; 1 where nothing is shared or there are no keys.
+
+        Raises
+        ------
+        UsageError
+            If there is no plan.
+        """
+        if self._flat is None:
+            raise UsageError("predicted_byte_ratio needs a plan: call plan(...) first")
+        entries, flat = self._segments()
+        once = sum(
+            int(plan.kv_lens[np.unique(entry)].sum())
+            for plan, entry in zip(self.levels, entries, strict=True)
+        )
+        return float(flat.sum() / once) if once else 1.0
+
+    def measure(self, q: Any, paged_kv_cache: Any, *, repeats: int = 5) -> CascadeTiming:
+        """Time the cascade against requests that each read their whole sequence.
+
+        Both are run `repeats` times in turn, after one run that counts for neither; medians.
+
+        Parameters
+        ----------
+        q, paged_kv_cache
+            As in `run`.
+        repeats : int
+            Timed runs of each.
+
+        Returns
+        -------
+        CascadeTiming
+            The predicted ratio of bytes and both times.
+
+        Raises
+        ------
+        UsageError
+            If there is no plan, or a shared level ends within a page: then no single page table
+            describes a whole sequence.
+        """
+        if self._flat is None:
+            raise UsageError("measure needs a plan: call plan(...) first")
+        if repeats < 1:
+            raise UsageError(f"repeats must be at least 1, got {repeats}")
+        flat = self._flat()
+        seconds: tuple[list[float], list[float]] = ([], [])
+        for i in range(repeats + 1):
+            both: tuple[Any, Any] = (flat, self)
+            for runs, wrapper in zip(seconds, both, strict=True):
+                started = time.perf_counter()
+                wrapper.run(q, paged_kv_cache)
+                if i:
+                    runs.append(time.perf_counter() - started)
+        flat_s, cascade_s = (float(np.median(runs)) for runs in seconds)
+        return CascadeTiming(self.predicted_byte_ratio(), flat_s, cascade_s)
+
+    def _segments(self) -> tuple[list[np.ndarray], np.ndarray]:
+        """Return for runs of rows with the same entries: each level's entry, and all keys.
+
+        Rows of different requests are different runs; runs without rows are left out.
+        """
+        edges = np.unique(np.concatenate([plan.qo_indptr for plan in self.levels]))
+        entries = [
+            np.searchsorted(plan.qo_indptr, edges[:-1], side="right") - 1 for plan in self.levels
+        ]
+        keys = sum(
+            plan.kv_lens.astype(np.int64)[entry]
+            for plan, entry in zip(self.levels, entries, strict=True)
+        )
+        return entries, np.asarray(keys)
+
+    def _flat_wrapper(
+        self,
+        lists: dict[str, Sequence[Any]],
+        heads: tuple[int, int, int, int],
+        options: dict[str, Any],
+    ) -> BatchPrefillWithPagedKVCacheWrapper:
+        """Return a planned wrapper in which every run of rows has its whole sequence as pages."""
+        entries, _ = self._segments()
+        indptrs, indices = lists["paged_kv_indptr_arr"], lists["paged_kv_indices_arr"]
+        last_page_len = lists["paged_kv_last_page_len"]
+        for level in range(len(entries) - 1):
+            used = last_page_len[level][entries[level]]
+            if ((used > 0) & (used < heads[3])).any():
+                raise UsageError(
+                    f"level {level} ends within a page of {heads[3]} tokens: the whole sequences "
+                    "cannot be timed as one page table"
+                )
+        pages, last = [], []
+        for segment in range(len(entries[0])):
+            own = [
+                (indices[i][indptrs[i][e] : indptrs[i][e + 1]], int(last_page_len[i][e]))
+                for i, e in enumerate(entry[segment] for entry in entries)
+            ]
+            pages.append(np.concatenate([p for p, _ in own]))
+            filled = [n for p, n in own if len(p)]
+            last.append(filled[-1] if filled else 0)
+        edges = np.unique(np.concatenate(lists["qo_indptr_arr"])).astype(np.int32)
+        flat = BatchPrefillWithPagedKVCacheWrapper(kv_layout=self.kv_layout)
+        flat.plan(
+            edges, np.cumsum([0, *map(len, pages)]).astype(np.int32),
+            np.concatenate([np.zeros(0, np.int32), *pages]), np.array(last, np.int32), *heads,
+            **options,
+        )  # fmt: skip
+        return flat
+
+
+def wide_output(q: Any, out: Any) -> Any:
+    """Return `out`, checked, if the kernel can write its float32 there."""
+    if out is None:
+        return None
+    check_array("out", out, q.shape, q.dtype)
+    return out if out.dtype == np.float32 else None
+
+
+def narrow_output(q: Any, found: Any, out: Any) -> Any:
+    """Return the float32 result in the queries' dtype, in `out` if it is given."""
+    if found.dtype == q.dtype:
+        return found
+    if out is None:
+        return found.astype(q.dtype)
+    out[...] = found
+    return out

@@ -1,0 +1,251 @@
+"""Multi-head latent attention over a paged cache, in the absorbed form.
+
+A token's keys and values of all heads are one compressed vector ckv and one rotated vector kpe that
+all heads share.  With the up-projection of the keys absorbed into the query and that of the values
+into the output projection, attention is that of H query heads over *one* key/value head whose key
+is (ckv, kpe) and whose value is ckv again [1]_.
+
+.. [1] DeepSeek-AI, "DeepSeek-V2", arXiv:2405.04434, section 2.1 and appendix C.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels._dispatch import check_array, is_cuda, no_cuda_variant
+from nbflow_kernels.attention import cpu
+from nbflow_kernels.attention import layout as at
+from nbflow_kernels.attention.cascade import narrow_output, wide_output
+from nbflow_kernels.attention.options import check_dtype
+from nbflow_kernels.attention.plan import AttentionPlan, plan_into
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.kvcache.pages import check_mla_cache, check_page_numbers, check_page_table
+
+FLOATS = (np.float32, np.float16)
+
+__all__ = ["BatchMLAPagedAttentionWrapper"]
+
+
+class BatchMLAPagedAttentionWrapper:
+    r"""Latent attention of a batch of requests, prefill and decode mixed.
+
+    .. math:: o_{th} = \sum_n \mathrm{softmax}_n\bigl(\mathrm{scale}\,(q^{nope}_{th} \cdot ckv_n
+              + q^{pe}_{th} \cdot kpe_n)\bigr)\, ckv_n
+
+    Parameters
+    ----------
+    float_workspace_buffer : object, optional
+        FlashInfer's workspace; not used on the CPU.
+
+    Attributes
+    ----------
+    current : AttentionPlan or None
+        The plan of the present step; NumPy tables to look at.
+
+    Examples
+    --------
+    One request with one row and two tokens; the sizes are 2 + 2 instead of 512 + 64:
+
+    >>> import numpy as np
+    >>> from nbflow_kernels import BatchMLAPagedAttentionWrapper
+    >>> ints = lambda *values: np.array(values, np.int32)
+    >>> wrapper = BatchMLAPagedAttentionWrapper()
+    >>> _ = wrapper.plan(ints(0, 1), ints(0, 1), ints(0), ints(2), 1, 2, 2, 2, True, 1.0)
+    >>> ckv, kpe = np.float32([[[1, 0], [0, 1]]]), np.float32([[[0, 0], [0, 9]]])
+    >>> zero = np.zeros((1, 1, 2), np.float32)
+    >>> wrapper.run(zero, zero, ckv, kpe)[0]  # equal scores
+    array([[0.5, 0.5]], dtype=float32)
+    >>> wrapper.run(zero, zero + 1, ckv, kpe)[0].round(4)  # scores 0 and 9
+    array([[1.000e-04, 9.999e-01]], dtype=float32)
+    """
+
+    def __init__(self, float_workspace_buffer: Any = None) -> None:
+        self.current: AttentionPlan | None = None
+        self._sizes = (0, 0, 0, 0)
+        self._dtypes: tuple[Any, Any] = (None, None)
+        self._n_pages = -1
+        self._q = np.zeros((0, 0, 0), np.float32)
+
+    def plan(
+        self,
+        qo_indptr: Any,
+        kv_indptr: Any,
+        kv_indices: Any,
+        kv_len_arr: Any,
+        num_heads: int,
+        head_dim_ckv: int,
+        head_dim_kpe: int,
+        page_size: int,
+        causal: bool,
+        sm_scale: float,
+        q_data_type: Any = None,
+        kv_data_type: Any = None,
+    ) -> AttentionPlan:
+        """Divide the step's work; the plan serves every layer.
+
+        Parameters
+        ----------
+        qo_indptr : array of int32, shape (B + 1,)
+            Query rows of request b are ``qo_indptr[b]:qo_indptr[b + 1]``, the last ones of its
+            sequence.
+        kv_indptr : array of int32, shape (B + 1,)
+            Its pages are ``kv_indices[kv_indptr[b]:kv_indptr[b + 1]]``.
+        kv_indices : array of int32, shape (n_pages,)
+            Page numbers; more entries than `kv_indptr` uses are allowed.
+        kv_len_arr : array of int32, shape (B,)
+            Tokens of each request; more pages than they fill are allowed.
+        num_heads : int
+            H.
+        head_dim_ckv, head_dim_kpe : int
+            Sizes of ckv and kpe, 512 and 64 in DeepSeek-V2 and -V3; kpe may have none.
+        page_size : int
+            Tokens per page.
+        causal : bool
+            Whether row t of n sees tokens 0..len - n + t, else all of its request's.
+        sm_scale : float
+            Factor of the dot products.  It follows from the sizes before the absorption:
+            ``1 / sqrt(128 + 64)`` in DeepSeek-V2 and -V3, times its YaRN factor.
+        q_data_type, kv_data_type : dtype or str, optional
+            If given, `run` checks that its arrays have them.
+
+        Returns
+        -------
+        AttentionPlan
+            The plan, also kept as `current`.  It refers to the given arrays: do not change them
+            before the last `run`.
+
+        Raises
+        ------
+        UsageError
+            If the tables contradict each other, or a number is out of range.
+        TypeError
+            If an argument is not an int32 array.
+        """
+        self.current = None
+        for name, value, least in (
+            ("num_heads", num_heads, 1),
+            ("head_dim_ckv", head_dim_ckv, 1),
+            ("head_dim_kpe", head_dim_kpe, 0),
+        ):
+            if value < least:
+                raise UsageError(f"{name} must be at least {least}, got {value}")
+        if not np.isfinite(sm_scale):
+            raise UsageError(f"sm_scale must be finite, got {sm_scale}")
+        check_array("kv_len_arr", kv_len_arr, (None,), np.int32)
+        _check_tables(qo_indptr, kv_indptr, kv_indices, kv_len_arr, page_size)
+        plan = AttentionPlan(
+            (num_heads, 1, head_dim_ckv + head_dim_kpe, head_dim_ckv), page_size,
+            causal=bool(causal), sm_scale=float(sm_scale),
+        )  # fmt: skip
+        plan_into(plan, qo_indptr, kv_indptr, kv_indices, kv_len_arr)
+        self._sizes = (num_heads, head_dim_ckv, head_dim_kpe, page_size)
+        self._dtypes = (q_data_type, kv_data_type)
+        self._n_pages = -1
+        self._q = np.empty((plan.n_rows, num_heads, head_dim_ckv + head_dim_kpe), np.float32)
+        self.current = plan
+        return plan
+
+    begin_forward = plan
+
+    def run(
+        self,
+        q_nope: Any,
+        q_pe: Any,
+        ckv_cache: Any,
+        kpe_cache: Any,
+        out: Any = None,
+        lse: Any = None,
+        return_lse: bool = False,
+        *,
+        return_lse_base_on_e: bool = False,
+        kv_format: str | None = None,
+    ) -> Any:
+        """Attend with the present plan.
+
+        Parameters
+        ----------
+        q_nope : array of float32 or float16, shape (nnz, H, D_ckv)
+            Query rows without position, times the absorbed up-projection of the keys.
+        q_pe : array of the same type, shape (nnz, H, D_kpe)
+            Their rotated part.
+        ckv_cache, kpe_cache : array, shape (pages, page_size, D_ckv) and (pages, page_size, D_kpe)
+            The pages, as `append_paged_mla_kv_cache` writes them.
+        out : array of the queries' dtype, shape (nnz, H, D_ckv), optional
+            Where to write the result.
+        lse : array of float32, shape (nnz, H), optional
+            Where to write the LSE.
+        return_lse : bool
+            Return the pair (out, lse).
+        return_lse_base_on_e : bool
+            Give the LSE as a natural logarithm instead of one to base 2.
+        kv_format : str, optional
+            How the caches store numbers, as in `append_paged_mla_kv_cache`.
+
+        Returns
+        -------
+        array of the queries' dtype, shape (nnz, H, D_ckv), or a pair with the LSE
+            What the up-projection of the values is to be applied to.  A row's result is bitwise the
+            same in any batch, with any page size and any number of threads.
+
+        Raises
+        ------
+        UsageError
+            If there is no plan, or the arrays do not fit it.
+        TypeError
+            If an argument is not an array or has another dtype.
+        """
+        plan = self.current
+        if plan is None:
+            raise UsageError("run needs a plan: call plan(...) first, once per step")
+        H, D_ckv, D_kpe, page_size = self._sizes
+        check_array("q_nope", q_nope, (plan.n_rows, H, D_ckv), FLOATS, rows=True)
+        check_array("q_pe", q_pe, (plan.n_rows, H, D_kpe), q_nope.dtype, rows=True)
+        check_dtype("q_nope", self._dtypes[0], q_nope.dtype)
+        if is_cuda(q_nope):
+            no_cuda_variant("BatchMLAPagedAttentionWrapper")
+        format = check_mla_cache(ckv_cache, kpe_cache, page_size, (D_ckv, D_kpe), kv_format)
+        if kv_format is None:
+            check_dtype("ckv_cache", self._dtypes[1], ckv_cache.dtype)
+        if self._n_pages != ckv_cache.shape[0]:  # once per plan: layers have equally many pages
+            check_page_numbers(plan.kv_indices[: plan.kv_indptr[-1]], ckv_cache.shape[0])
+            self._n_pages = ckv_cache.shape[0]
+        into = wide_output(q_nope, out)
+        if into is None:
+            into = np.empty(q_nope.shape, np.float32)
+        if lse is not None:
+            check_array("lse", lse, q_nope.shape[:2])
+        if lse is None and return_lse:
+            lse = np.empty(q_nope.shape[:2], np.float32)
+        self._q[:, :, :D_ckv], self._q[:, :, D_ckv:] = q_nope, q_pe
+        plan.header[at.LSE_NATURAL] = return_lse_base_on_e
+        cpu.latent_attention(plan, self._q, ckv_cache, kpe_cache, into, lse, format.kind)
+        out = narrow_output(q_nope, into, out)
+        return (out, lse) if return_lse else out
+
+    forward = run
+
+    def end_forward(self) -> None:
+        """Do nothing; FlashInfer has this name."""
+
+
+def _check_tables(
+    qo_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_lens: Any, page_size: int
+) -> None:
+    """Raise unless every request has pages for its tokens, and its rows are in order."""
+    full = np.full(len(kv_lens), page_size, np.int32)
+    if isinstance(kv_indptr, np.ndarray) and len(kv_indptr) == len(full) + 1:
+        full[kv_indptr[1:] == kv_indptr[:-1]] = 0
+    check_page_table(kv_indptr, kv_indices, full, page_size)
+    counts = (kv_indptr[1:] - kv_indptr[:-1]).astype(np.int64)
+    wrong = (kv_lens < 0) | (kv_lens > counts * page_size)
+    if wrong.any():
+        request = int(np.flatnonzero(wrong)[0])
+        raise UsageError(
+            f"kv_len_arr of request {request} must be 0..{counts[request] * page_size}, what its "
+            f"{counts[request]} pages hold, got {kv_lens[request]}"
+        )
+    check_array("qo_indptr", qo_indptr, kv_indptr.shape, np.int32)
+    if qo_indptr[0] != 0 or (qo_indptr[1:] < qo_indptr[:-1]).any():
+        raise UsageError("qo_indptr must start at 0 and never fall")

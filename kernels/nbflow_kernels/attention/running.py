@@ -1,0 +1,105 @@
+"""Running a plan on checked arrays: what single calls and wrappers have in common."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels.attention import cpu, cuda
+from nbflow_kernels.attention import layout as at
+from nbflow_kernels.attention.options import check_lse_base, head_factors, output_dtype
+from nbflow_kernels.attention.plan import AttentionPlan
+from nbflow_kernels.attention.variants import AttentionVariant, read_variant
+from nbflow_kernels.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a call may ask for beyond its plan."""
+
+    q_scale: Any = None
+    """Factor of the queries: a number, or one for each query head."""
+    k_scale: Any = None
+    """Factor of the keys: a number, or one for each key/value head."""
+    v_scale: Any = None
+    """Factor of the values: a number, or one for each key/value head."""
+    sinks: Any = None
+    """Score of a key without value for each query head, float32 (H,)."""
+    out: Any = None
+    """Where to write the result."""
+    lse: Any = None
+    """Where to write the LSE."""
+    return_lse: bool = False
+    """Whether to return the pair (out, lse)."""
+    lse_base: str = "2"
+    """``"2"`` or ``"e"``."""
+    o_dtype: Any = None
+    """dtype of the result; that of the queries by default."""
+
+
+def check_variant(variant: Any, plan: AttentionPlan, call: Call) -> AttentionVariant | None:
+    """Return the variant's functions; raise if they would meet options that they take over."""
+    if variant is None:
+        return None
+    if plan.logits_soft_cap or plan.table(at.SLOPES) is not None:
+        raise UsageError(
+            "variant takes the place of logits_soft_cap and of pos_encoding_mode='ALIBI'; write "
+            "them in its logits_transform"
+        )
+    if plan.table(at.ROPE) is not None:
+        raise UsageError("variant does not go with pos_encoding_mode='ROPE_LLAMA'; rotate q and k")
+    if call.sinks is not None:
+        raise UsageError("variant does not go with sinks")
+    functions = read_variant(variant)
+    if call.return_lse and not functions.use_softmax:
+        raise UsageError("return_lse needs a softmax, and variant.use_softmax is False")
+    if plan.n_merges:
+        raise UsageError("variant must be given to plan(...) too, which then divides no keys")
+    return functions
+
+
+def run_plan(
+    plan: AttentionPlan, q: Any, k: Any, v: Any, kind: int, call: Call, variant: Any = None
+) -> Any:
+    """Attend with a plan to checked caches; return what the call asks for."""
+    H, G, D_qk, D_vo = plan.heads
+    check_array("q", q, (plan.n_rows, H, D_qk), (np.float32, np.float16), rows=True)
+    dtype = output_dtype(call.o_dtype, q)
+    if call.out is not None:
+        check_array("out", call.out, (plan.n_rows, H, D_vo), dtype)
+    if call.lse is not None:
+        check_array("lse", call.lse, (plan.n_rows, H))
+    if call.sinks is not None:
+        check_array("sinks", call.sinks, (H,))
+    natural = check_lse_base(call.lse_base)
+    functions = check_variant(variant, plan, call)
+    if is_cuda(q):
+        cuda.attend()
+    scores = head_factors(H, H // G, call.q_scale, call.k_scale)
+    plan.set_factors(scores, head_factors(H, H // G, None, None, call.v_scale))
+    if call.sinks is not None or plan.table(at.SINKS) is not None:
+        plan.set_table(at.SINKS, call.sinks)
+    plan.header[at.LSE_NATURAL] = natural
+    wide = q if q.dtype == np.float32 else q.astype(np.float32)
+    out = call.out
+    if out is None or out.dtype != np.float32:
+        out = np.empty((plan.n_rows, H, D_vo), np.float32)
+    lse = call.lse
+    if lse is None and call.return_lse:
+        lse = np.empty((plan.n_rows, H), np.float32)
+    if functions is None:
+        cpu.attend(plan, wide, k, v, out, lse, kind)
+        if plan.n_merges:
+            cpu.merge_splits(plan, out, lse)
+    else:
+        cpu.attend_variant(plan, functions, wide, k, v, out, lse, kind)
+    if dtype != np.float32:
+        if call.out is None:
+            out = out.astype(dtype)
+        else:
+            call.out[...] = out
+            out = call.out
+    return (out, lse) if call.return_lse else out

@@ -1,0 +1,304 @@
+"""Attention of one request over contiguous keys and values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels._dispatch import check_array
+from nbflow_kernels.attention.options import (
+    Options,
+    check_backend,
+    check_heads,
+    refuse_half_precision,
+)
+from nbflow_kernels.attention.plan import AttentionPlan, make_plan
+from nbflow_kernels.attention.running import Call, run_plan
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.kvcache.formats import KVFormat, format_of
+
+_FIRST_PAGE = np.zeros(1, np.int32)
+
+
+def single_prefill_with_kv_cache(
+    q: Any,
+    k: Any,
+    v: Any,
+    scale_q: Any = None,
+    scale_k: Any = None,
+    scale_v: Any = None,
+    o_dtype: Any = None,
+    custom_mask: Any = None,
+    packed_custom_mask: Any = None,
+    causal: bool = False,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_fp16_qk_reduction: bool = False,
+    sm_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    backend: str = "auto",
+    return_lse: bool = False,
+    *,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    sinks: Any = None,
+    kv_format: str | None = None,
+    variant: Any = None,
+    lse_base: str = "2",
+    out: Any = None,
+    lse: Any = None,
+) -> Any:
+    r"""Attend from the rows of one request to its keys.
+
+    .. math:: o_{th} = \sum_n \mathrm{softmax}_n\bigl(\mathrm{scale}\; q_{th} \cdot k_{ng}\bigr)\,
+              v_{ng}, \qquad g = \lfloor h G / H \rfloor
+
+    Parameters
+    ----------
+    q : array of float32 or float16, shape (T, H, D)
+        Query rows, the last T of the sequence; rows may be far apart (columns of a wider matrix).
+    k : array, shape (N, G, D) or (G, N, D)
+        Keys as `kv_layout` says: float32, float16, or what `kv_format` names; H must be a multiple
+        of G.
+    v : array, shape (N, G, D_v) or (G, N, D_v)
+        Values, stored as the keys; D_v may differ from D.
+    scale_q : float or array, shape (H,), optional
+        Factor of the queries.
+    scale_k, scale_v : float or array, shape (G,), optional
+        Factors of the keys and of the values.
+    o_dtype : dtype, optional
+        float32 or float16; that of `q` by default.
+    custom_mask : array of bool, shape (T, N) or (T * N,), optional
+        True where a row sees a key.  It takes the place of `causal`.
+    packed_custom_mask : array of uint8, shape (ceil(T * N / 8),), optional
+        The mask as bits, the lowest of a byte first; it counts where both are given.
+    causal : bool
+        Row t sees keys 0..N - T + t: the mask is aligned to the end, so that a chunk of a prompt
+        sees everything before it.
+    kv_layout : str
+        ``"NHD"`` for (N, G, D), ``"HND"`` for (G, N, D).
+    pos_encoding_mode : str
+        ``"NONE"``; ``"ROPE_LLAMA"``: queries and keys are rotated on the way, row t at position
+        N - T + t; ``"ALIBI"``: a slope of the head times (key - position) is added to the scores.
+    use_fp16_qk_reduction : bool
+        Must be False: dot products are summed in float32.
+    sm_scale : float, optional
+        Factor of the dot products; ``1 / sqrt(D)`` unless given.
+    window_left : int
+        How many keys before its own position a row sees; -1 for all.
+    logits_soft_cap : float, optional
+        Scores become ``cap * tanh(score / cap)`` before the mask; None or 0 for no cap.
+    rope_scale, rope_theta : float, optional
+        Positions are divided by the one (1), the other is the base of the frequencies (1e4).
+    backend : str
+        Must be ``"auto"``: the kind of array chooses the kernel.
+    return_lse : bool
+        Return the pair (out, lse).
+    k_scale, v_scale : float, optional
+        More factors of the keys and of the values.
+    sinks : array of float32, shape (H,), optional
+        For each head the score of one more key that has no value (and takes part in the LSE).
+    kv_format : str, optional
+        How keys and values are stored, where their dtype does not say it: ``"bf16"`` (uint16), or
+        a block format such as ``"q8_0"`` (uint8, rows of bytes); see `kv_format`.
+    variant : object, optional
+        Functions of your own; see `AttentionVariant`.
+    lse_base : str
+        ``"2"`` or ``"e"``: base of the logarithm in the LSE.
+    out : array of the result's dtype, shape (T, H, D_v), optional
+        Where to write the result.
+    lse : array of float32, shape (T, H), optional
+        Where to write the logarithm of the sum of exponentials.
+
+    Returns
+    -------
+    array, shape (T, H, D_v), or a pair with the LSE, float32 (T, H)
+        A row that sees no key gets zeros and an LSE of -inf.
+
+    Raises
+    ------
+    UsageError
+        If a shape or a number does not fit.
+    TypeError
+        If an argument is not an array or has another dtype.
+
+    See Also
+    --------
+    nbflow_kernels.attention.reference.single_prefill_with_kv_cache : The NumPy form.
+
+    Notes
+    -----
+    Keys are taken 64 at a time from the start of the sequence, and every 2048 keys the sums start
+    anew, whatever the number of rows and threads: a row's result is bitwise the same in a prompt,
+    in a chunk of it and alone.  A NaN or an overflow in the scores that a row sees makes the row
+    NaN.  Memory does not grow with T * N.
+
+    References
+    ----------
+    .. [1] T. Dao et al., "FlashAttention", NeurIPS 2022, arXiv:2205.14135, algorithm 1.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels.attention import single_prefill_with_kv_cache
+    >>> q = np.zeros((2, 1, 4), np.float32)  # all scores are 0: the mean of the visible values
+    >>> k = v = np.arange(8, dtype=np.float32).reshape(2, 1, 4)
+    >>> single_prefill_with_kv_cache(q, k, v, causal=True)[:, 0]
+    array([[0., 1., 2., 3.],
+           [2., 3., 4., 5.]], dtype=float32)
+    """
+    check_backend(backend)
+    refuse_half_precision(use_fp16_qk_reduction)
+    options = Options(
+        kv_layout=kv_layout, causal=causal, window_left=window_left, sm_scale=sm_scale,
+        logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode,
+        rope_scale=rope_scale, rope_theta=rope_theta, disable_split_kv=variant is not None,
+    )  # fmt: skip
+    call = Call(
+        q_scale=scale_q, k_scale=_both("k", scale_k, k_scale), v_scale=_both("v", scale_v, v_scale),
+        sinks=sinks, out=out, lse=lse, return_lse=return_lse, lse_base=lse_base, o_dtype=o_dtype,
+    )  # fmt: skip
+    check_array("q", q, (None, None, None), (np.float32, np.float16), rows=True)
+    format = _format_of(k, kv_format)
+    plan = _plan_one(q, k, v, options, format, custom_mask, packed_custom_mask)
+    return run_plan(plan, q, k[None], v[None], format.kind, call, variant)
+
+
+def single_decode_with_kv_cache(
+    q: Any,
+    k: Any,
+    v: Any,
+    kv_layout: str = "NHD",
+    pos_encoding_mode: str = "NONE",
+    use_tensor_cores: bool = False,
+    q_scale: float | None = None,
+    k_scale: float | None = None,
+    v_scale: float | None = None,
+    window_left: int = -1,
+    logits_soft_cap: float | None = None,
+    sm_scale: float | None = None,
+    rope_scale: float | None = None,
+    rope_theta: float | None = None,
+    return_lse: bool = False,
+    *,
+    sinks: Any = None,
+    kv_format: str | None = None,
+    variant: Any = None,
+    lse_base: str = "2",
+    out: Any = None,
+    lse: Any = None,
+) -> Any:
+    """Attend from the one newest row of a request to its keys.
+
+    Parameters
+    ----------
+    q : array of float32 or float16, shape (H, D)
+        The query row, at the position of the last key.
+    k, v : array, shapes (N, G, D) and (N, G, D_v), or (G, N, D) and (G, N, D_v)
+        Keys and values as `kv_layout` says.
+    kv_layout, pos_encoding_mode
+        As in `single_prefill_with_kv_cache`.
+    use_tensor_cores : bool
+        Which of two kernels FlashInfer takes on a GPU; there is one on the CPU, for both values.
+    q_scale, k_scale, v_scale : float, optional
+        Factors of the query, the keys and the values.
+    window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, return_lse
+        As in `single_prefill_with_kv_cache`.
+    sinks, kv_format, variant, lse_base
+        As in `single_prefill_with_kv_cache`.
+    out : array of the dtype of `q`, shape (H, D_v), optional
+        Where to write the result.
+    lse : array of float32, shape (H,), optional
+        Where to write the LSE.
+
+    Returns
+    -------
+    array, shape (H, D_v), or a pair with the LSE, shape (H,)
+        Bitwise the last row of `single_prefill_with_kv_cache`.
+
+    Raises
+    ------
+    UsageError, TypeError
+        As `single_prefill_with_kv_cache`.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> from nbflow_kernels.attention import single_decode_with_kv_cache
+    >>> k = v = np.array([[[1.0, 0.0]], [[0.0, 1.0]]], np.float32)
+    >>> out, lse = single_decode_with_kv_cache(np.zeros((1, 2), np.float32), k, v, return_lse=True)
+    >>> out, lse  # two keys of score 0: log2(e**0 + e**0) = 1
+    (array([[0.5, 0.5]], dtype=float32), array([1.], dtype=float32))
+    """
+    del use_tensor_cores  # one kernel does both
+    check_array("q", q, (None, None), (np.float32, np.float16))
+    if out is not None:
+        check_array("out", out, (q.shape[0], None), q.dtype)
+    if lse is not None:
+        check_array("lse", lse, q.shape[:1])
+    result = single_prefill_with_kv_cache(
+        q[None], k, v, scale_q=q_scale, k_scale=k_scale, v_scale=v_scale, kv_layout=kv_layout,
+        pos_encoding_mode=pos_encoding_mode, sm_scale=sm_scale, window_left=window_left,
+        logits_soft_cap=logits_soft_cap, rope_scale=rope_scale, rope_theta=rope_theta,
+        return_lse=return_lse, sinks=sinks, kv_format=kv_format, variant=variant,
+        lse_base=lse_base, out=None if out is None else out[None],
+        lse=None if lse is None else lse[None],
+    )  # fmt: skip
+    if return_lse:
+        found, found_lse = result
+        return found[0] if out is None else out, found_lse[0] if lse is None else lse
+    return result[0] if out is None else out
+
+
+def _both(name: str, per_head: Any, single: Any) -> Any:
+    """Return the product of the two ways to give a scale."""
+    if per_head is None or single is None:
+        return single if per_head is None else per_head
+    if np.ndim(single):
+        raise UsageError(f"{name}_scale must be a number beside scale_{name}")
+    return np.asarray(per_head, np.float64) * single
+
+
+def _format_of(k: Any, name: str | None) -> KVFormat:
+    """Return how keys are stored; the message is about `k`."""
+    if name is None:
+        check_array("k", k, (None, None, None), (np.float32, np.float16))
+    return format_of(k, name)
+
+
+def _plan_one(
+    q: Any, k: Any, v: Any, options: Options, format: KVFormat, custom_mask: Any, packed: Any
+) -> AttentionPlan:
+    """Check keys and values; return the plan, in which they are one big page."""
+    T, H, D = q.shape
+    heads_first = options.kv_layout == "HND"
+    check_array("k", k, (None, None, format.row_length(D)), k.dtype)
+    N, G = k.shape[1::-1] if heads_first else k.shape[:2]
+    check_heads(H, G, D)
+    check_array("v", v, (*k.shape[:2], None), k.dtype)
+    D_v = D if v.shape[2] == k.shape[2] else _size_of(v.shape[2], format)
+    return make_plan(
+        np.array([0, T], np.int32),
+        np.array([0, 1 if N else 0], np.int32),
+        _FIRST_PAGE,
+        np.array([N], np.int32),
+        (H, G, D, D_v),
+        max(N, 1),
+        options,
+        custom_mask=custom_mask,
+        packed_custom_mask=packed,
+    )
+
+
+def _size_of(row_length: int, format: KVFormat) -> int:
+    """Return the head size of values whose rows have this length."""
+    if not format.is_float and row_length % format.block_bytes:
+        raise UsageError(
+            f"v must have rows of whole blocks of {format.block_bytes} bytes ({format.name}), got "
+            f"{row_length} bytes"
+        )
+    return row_length // (1 if format.is_float else format.block_bytes) * format.block_size

@@ -1,0 +1,372 @@
+"""The inner loops of attention: dot products of tiles, mixing of values, online softmax.
+
+Everything works on addresses.  `like` is a scalar whose type tells how keys and values are stored
+(float32, int16 for the bits of float16, uint16 for those of bfloat16); a kernel is compiled for
+each.  `keys` and `values` are addresses of tables that hold the address of each row of a chunk.
+
+The order of additions, which is part of the results' bits: a dot product has 16 partial sums (lane
+i adds the products of columns i, i + 16, ... one after the other), which are added as a tree
+(`simd.sum`); an accumulator adds the values of a chunk one key after the other.  No tile shape
+changes this.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels import simd
+from nbflow_kernels._jit import part
+from nbflow_kernels.attention.layout import CHUNK
+from nbflow_kernels.lanes import (
+    prefetch,
+    read_bf16,
+    read_f16,
+    read_f32,
+    read_i64,
+    read_u8,
+    store_quarters,
+    sum16,
+    write_f32,
+)
+
+# The score of a key that a row does not see.  Finite, so that NaN and infinity remain detectable.
+HIDDEN = np.float32(-1e30)
+F32, F16 = 0, 1  # kinds of floats, as in `nbflow_kernels.kvcache.rows`; the third is bfloat16
+ROW = 4 * CHUNK
+"""Bytes of the scores of one query vector."""
+
+
+# ---- scores --------------------------------------------------------------------------------------
+
+
+@part
+def score_4x4(like: Any, q: Any, row_bytes: Any, keys: Any, s: Any) -> None:
+    """Write the dot products of four query vectors with four keys, two keys after the other two."""
+    k0, k1, k2, k3 = read_i64(keys), read_i64(keys + 8), read_i64(keys + 16), read_i64(keys + 24)
+    q1, q2, q3 = q + row_bytes, q + 2 * row_bytes, q + 3 * row_bytes
+    size, zero = simd.size_of(like), simd.splat(0.0)
+    a0, a1, a2, a3 = zero, zero, zero, zero
+    b0, b1, b2, b3 = zero, zero, zero, zero
+    c0, c1, c2, c3 = zero, zero, zero, zero
+    d0, d1, d2, d3 = zero, zero, zero, zero
+    for d in range(0, row_bytes, 64):
+        i = (d >> 2) * size
+        x, y = simd.load_as(like, k0 + i), simd.load_as(like, k1 + i)
+        w = simd.load_f32(q + d)
+        a0, a1 = simd.fma(w, x, a0), simd.fma(w, y, a1)
+        w = simd.load_f32(q1 + d)
+        b0, b1 = simd.fma(w, x, b0), simd.fma(w, y, b1)
+        w = simd.load_f32(q2 + d)
+        c0, c1 = simd.fma(w, x, c0), simd.fma(w, y, c1)
+        w = simd.load_f32(q3 + d)
+        d0, d1 = simd.fma(w, x, d0), simd.fma(w, y, d1)
+    for d in range(0, row_bytes, 64):
+        i = (d >> 2) * size
+        x, y = simd.load_as(like, k2 + i), simd.load_as(like, k3 + i)
+        w = simd.load_f32(q + d)
+        a2, a3 = simd.fma(w, x, a2), simd.fma(w, y, a3)
+        w = simd.load_f32(q1 + d)
+        b2, b3 = simd.fma(w, x, b2), simd.fma(w, y, b3)
+        w = simd.load_f32(q2 + d)
+        c2, c3 = simd.fma(w, x, c2), simd.fma(w, y, c3)
+        w = simd.load_f32(q3 + d)
+        d2, d3 = simd.fma(w, x, d2), simd.fma(w, y, d3)
+    sums = sum16(a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3)
+    store_quarters(s, ROW, sums)
+
+
+@part
+def score_1x16(like: Any, q: Any, row_bytes: Any, keys: Any, n: Any, room: Any, s: Any) -> None:
+    """Write 16 dot products of one query vector, of which the first `n` are with keys.
+
+    One row after the other, from end to end: memory delivers that as fast as a plain read.
+    `room` is for 16 vectors.
+    """
+    size = simd.size_of(like)
+    for j in range(n):
+        key = read_i64(keys + 8 * j)
+        a, d = simd.splat(0.0), np.int64(0)
+        while d + 256 <= row_bytes:
+            a = simd.fma(simd.load_f32(q + d), simd.load_as(like, key), a)
+            a = simd.fma(simd.load_f32(q + d + 64), simd.load_as(like, key + 16 * size), a)
+            a = simd.fma(simd.load_f32(q + d + 128), simd.load_as(like, key + 32 * size), a)
+            a = simd.fma(simd.load_f32(q + d + 192), simd.load_as(like, key + 48 * size), a)
+            d, key = d + 256, key + 64 * size
+        while d < row_bytes:
+            a = simd.fma(simd.load_f32(q + d), simd.load_as(like, key), a)
+            d, key = d + 64, key + 16 * size
+        simd.store_f32(room + 64 * j, a)
+    sums = sum16(
+        simd.load_f32(room), simd.load_f32(room + 64), simd.load_f32(room + 128),
+        simd.load_f32(room + 192), simd.load_f32(room + 256), simd.load_f32(room + 320),
+        simd.load_f32(room + 384), simd.load_f32(room + 448), simd.load_f32(room + 512),
+        simd.load_f32(room + 576), simd.load_f32(room + 640), simd.load_f32(room + 704),
+        simd.load_f32(room + 768), simd.load_f32(room + 832), simd.load_f32(room + 896),
+        simd.load_f32(room + 960),
+    )  # fmt: skip
+    simd.store_f32(s, sums)
+
+
+# ---- values --------------------------------------------------------------------------------------
+# Two query vectors at a time; the same one twice where there is one: then `b` is `a`.
+
+
+@part
+def mix_2x8(
+    like: Any, A: Any, B: Any, w: Any, x: Any, p: Any, r: Any, values: Any, first: Any, last: Any,
+    d: Any,
+) -> None:  # fmt: skip
+    """Shrink 128 columns of two accumulators by w and x and add values times weights at p and r."""
+    w, x = simd.splat(w), simd.splat(x)
+    a0, a1 = simd.mul(simd.load_f32(A), w), simd.mul(simd.load_f32(A + 64), w)
+    a2, a3 = simd.mul(simd.load_f32(A + 128), w), simd.mul(simd.load_f32(A + 192), w)
+    a4, a5 = simd.mul(simd.load_f32(A + 256), w), simd.mul(simd.load_f32(A + 320), w)
+    a6, a7 = simd.mul(simd.load_f32(A + 384), w), simd.mul(simd.load_f32(A + 448), w)
+    b0, b1 = simd.mul(simd.load_f32(B), x), simd.mul(simd.load_f32(B + 64), x)
+    b2, b3 = simd.mul(simd.load_f32(B + 128), x), simd.mul(simd.load_f32(B + 192), x)
+    b4, b5 = simd.mul(simd.load_f32(B + 256), x), simd.mul(simd.load_f32(B + 320), x)
+    b6, b7 = simd.mul(simd.load_f32(B + 384), x), simd.mul(simd.load_f32(B + 448), x)
+    size = simd.size_of(like)
+    i = (d >> 2) * size
+    for j in range(first, last):
+        at = read_i64(values + 8 * j) + i
+        y, z = simd.splat(read_f32(p + 4 * j)), simd.splat(read_f32(r + 4 * j))
+        v = simd.load_as(like, at)
+        a0, b0 = simd.fma(y, v, a0), simd.fma(z, v, b0)
+        v = simd.load_as(like, at + 16 * size)
+        a1, b1 = simd.fma(y, v, a1), simd.fma(z, v, b1)
+        v = simd.load_as(like, at + 32 * size)
+        a2, b2 = simd.fma(y, v, a2), simd.fma(z, v, b2)
+        v = simd.load_as(like, at + 48 * size)
+        a3, b3 = simd.fma(y, v, a3), simd.fma(z, v, b3)
+        v = simd.load_as(like, at + 64 * size)
+        a4, b4 = simd.fma(y, v, a4), simd.fma(z, v, b4)
+        v = simd.load_as(like, at + 80 * size)
+        a5, b5 = simd.fma(y, v, a5), simd.fma(z, v, b5)
+        v = simd.load_as(like, at + 96 * size)
+        a6, b6 = simd.fma(y, v, a6), simd.fma(z, v, b6)
+        v = simd.load_as(like, at + 112 * size)
+        a7, b7 = simd.fma(y, v, a7), simd.fma(z, v, b7)
+    simd.store_f32(A, a0)
+    simd.store_f32(A + 64, a1)
+    simd.store_f32(A + 128, a2)
+    simd.store_f32(A + 192, a3)
+    simd.store_f32(A + 256, a4)
+    simd.store_f32(A + 320, a5)
+    simd.store_f32(A + 384, a6)
+    simd.store_f32(A + 448, a7)
+    simd.store_f32(B, b0)
+    simd.store_f32(B + 64, b1)
+    simd.store_f32(B + 128, b2)
+    simd.store_f32(B + 192, b3)
+    simd.store_f32(B + 256, b4)
+    simd.store_f32(B + 320, b5)
+    simd.store_f32(B + 384, b6)
+    simd.store_f32(B + 448, b7)
+
+
+@part
+def mix_2x4(
+    like: Any, A: Any, B: Any, w: Any, x: Any, p: Any, r: Any, values: Any, first: Any, last: Any,
+    d: Any,
+) -> None:  # fmt: skip
+    """Do as `mix_2x8` for 64 columns."""
+    w, x = simd.splat(w), simd.splat(x)
+    a0, a1 = simd.mul(simd.load_f32(A), w), simd.mul(simd.load_f32(A + 64), w)
+    a2, a3 = simd.mul(simd.load_f32(A + 128), w), simd.mul(simd.load_f32(A + 192), w)
+    b0, b1 = simd.mul(simd.load_f32(B), x), simd.mul(simd.load_f32(B + 64), x)
+    b2, b3 = simd.mul(simd.load_f32(B + 128), x), simd.mul(simd.load_f32(B + 192), x)
+    size = simd.size_of(like)
+    i = (d >> 2) * size
+    for j in range(first, last):
+        at = read_i64(values + 8 * j) + i
+        y, z = simd.splat(read_f32(p + 4 * j)), simd.splat(read_f32(r + 4 * j))
+        v = simd.load_as(like, at)
+        a0, b0 = simd.fma(y, v, a0), simd.fma(z, v, b0)
+        v = simd.load_as(like, at + 16 * size)
+        a1, b1 = simd.fma(y, v, a1), simd.fma(z, v, b1)
+        v = simd.load_as(like, at + 32 * size)
+        a2, b2 = simd.fma(y, v, a2), simd.fma(z, v, b2)
+        v = simd.load_as(like, at + 48 * size)
+        a3, b3 = simd.fma(y, v, a3), simd.fma(z, v, b3)
+    simd.store_f32(A, a0)
+    simd.store_f32(A + 64, a1)
+    simd.store_f32(A + 128, a2)
+    simd.store_f32(A + 192, a3)
+    simd.store_f32(B, b0)
+    simd.store_f32(B + 64, b1)
+    simd.store_f32(B + 128, b2)
+    simd.store_f32(B + 192, b3)
+
+
+@part
+def mix_2x1(
+    like: Any, A: Any, B: Any, w: Any, x: Any, p: Any, r: Any, values: Any, first: Any, last: Any,
+    d: Any,
+) -> None:  # fmt: skip
+    """Do as `mix_2x8` for 16 columns."""
+    a, b = simd.mul(simd.load_f32(A), simd.splat(w)), simd.mul(simd.load_f32(B), simd.splat(x))
+    i = (d >> 2) * simd.size_of(like)
+    for j in range(first, last):
+        v = simd.load_as(like, read_i64(values + 8 * j) + i)
+        a = simd.fma(simd.splat(read_f32(p + 4 * j)), v, a)
+        b = simd.fma(simd.splat(read_f32(r + 4 * j)), v, b)
+    simd.store_f32(A, a)
+    simd.store_f32(B, b)
+
+
+@part
+def mix_two(
+    like: Any, A: Any, B: Any, row_bytes: Any, w: Any, x: Any, p: Any, r: Any, values: Any,
+    first: Any, last: Any,
+) -> None:  # fmt: skip
+    """Shrink two accumulators by w and x and add the values [first, last) times weights."""
+    d = np.int64(0)
+    while d + 512 <= row_bytes:
+        mix_2x8(like, A + d, B + d, w, x, p, r, values, first, last, d)
+        d += 512
+    while d + 256 <= row_bytes:
+        mix_2x4(like, A + d, B + d, w, x, p, r, values, first, last, d)
+        d += 256
+    while d < row_bytes:
+        mix_2x1(like, A + d, B + d, w, x, p, r, values, first, last, d)
+        d += 64
+
+
+# ---- softmax -------------------------------------------------------------------------------------
+
+
+@part
+def exp(v: Any) -> Any:
+    """Return e**v lane by lane; compiled once, where `simd.exp` would be copied by Numba."""
+    return simd.exp(v)
+
+
+@part
+def soft_cap(s: Any, cap: Any) -> Any:
+    """Return cap * tanh(s / cap) lane by lane; a NaN stays one."""
+    one = simd.splat(1.0)
+    e = exp(simd.mul(s, simd.splat(2.0 / cap)))
+    tanh = simd.sub(one, simd.div(simd.splat(2.0), simd.add(e, one)))
+    return simd.fma(s, simd.splat(0.0), simd.mul(simd.splat(cap), tanh))
+
+
+@part
+def sees(mask: Any, bits: Any, index: Any) -> Any:
+    """Return whether element `index` of a mask of bytes or bits is set."""
+    if bits:
+        return (read_u8(mask + (index >> 3)) >> (index & 7)) & 1
+    return read_u8(mask + index)
+
+
+@part
+def hide(s: Any, first: Any, last: Any, mask: Any, bits: Any, index: Any) -> None:
+    """Overwrite the scores of hidden keys in the blocks of 16 that [first, last) touches.
+
+    Hidden are the keys outside the range, and those that the mask hides; `index` is the place in
+    the mask of the chunk's first key.
+    """
+    for j in range(first // 16 * 16, first):
+        write_f32(s + 4 * j, HIDDEN)
+    for j in range(last, (last + 15) // 16 * 16):
+        write_f32(s + 4 * j, HIDDEN)
+    if mask != 0:
+        for j in range(first, last):
+            if not sees(mask, bits, index + j):
+                write_f32(s + 4 * j, HIDDEN)
+
+
+@part
+def weigh(s: Any, first: Any, last: Any, old_top: Any) -> Any:
+    """Turn scores into weights exp(score - top); return top and the sum of the weights.
+
+    Works on the blocks of 16 that [first, last) touches.  The others would add exact zeros.
+    """
+    begin, end = first // 16 * 64, (last + 15) // 16 * 64
+    highest = simd.load_f32(s + begin)
+    for i in range(begin + 64, end, 64):
+        highest = simd.maximum(highest, simd.load_f32(s + i))
+    top = max(old_top, simd.max(highest))
+    total, shift = simd.splat(0.0), simd.splat(top)
+    zero, one, hidden = simd.splat(0.0), simd.splat(1.0), simd.splat(HIDDEN)
+    for i in range(begin, end, 64):
+        x = simd.load_f32(s + i)
+        # 0 for a hidden key, else 1: visible scores are far above HIDDEN
+        seen = simd.minimum(simd.sub(x, hidden), one)
+        p = simd.mul(exp(simd.sub(x, shift)), seen)
+        simd.store_f32(s + i, p)
+        # simd.max and simd.exp drop a NaN; x * 0 brings it back into the sum
+        total = simd.add(total, simd.fma(x, zero, p))
+    return top, simd.sum(total)
+
+
+@part
+def exp1(x: Any) -> Any:
+    """Return e**x of one float32, with the bits that `simd.exp` gives."""
+    return simd.max(exp(simd.splat(x)))
+
+
+@part
+def fold(acc: Any, top: Any, total: Any, new: Any, new_top: Any, new_total: Any, n: Any) -> Any:
+    """Add a partial result of `n` columns to another; return its top and sum of weights.
+
+    A partial result is an accumulator, the greatest score and the sum of exp(score - greatest);
+    one without keys (top HIDDEN, sum 0) leaves the other as it is.
+    """
+    if new_total == 0.0 and new_top == HIDDEN:
+        return top, total
+    if total == 0.0 and top == HIDDEN:
+        for d in range(0, 4 * n, 64):
+            simd.store_f32(acc + d, simd.load_f32(new + d))
+        return new_top, new_total
+    both = max(top, new_top)
+    a, b = exp1(top - both), exp1(new_top - both)
+    w, x = simd.splat(a), simd.splat(b)
+    for d in range(0, 4 * n, 64):
+        mixed = simd.fma(simd.load_f32(new + d), x, simd.mul(simd.load_f32(acc + d), w))
+        simd.store_f32(acc + d, mixed)
+    # products of float32 are exact in float64: the same bits whether or not they are fused
+    joined = np.float64(total) * np.float64(a) + np.float64(new_total) * np.float64(b)
+    return both, np.float32(joined)
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+@part
+def copy_floats(kind: Any, source: Any, n: Any, factor: Any, target: Any, padded: Any) -> None:
+    """Copy n floats of a kind of `kvcache.rows` times `factor` to float32; zeros up to `padded`."""
+    times = simd.splat(factor)
+    d = np.int64(0)
+    while d + 16 <= n:
+        if kind == F32:
+            x = simd.load_f32(source + 4 * d)
+        elif kind == F16:
+            x = simd.load_f16(source + 2 * d)
+        else:
+            x = simd.load_bf16(source + 2 * d)
+        simd.store_f32(target + 4 * d, simd.mul(x, times))
+        d += 16
+    while d < n:
+        if kind == F32:
+            y = read_f32(source + 4 * d)
+        elif kind == F16:
+            y = read_f16(source + 2 * d)
+        else:
+            y = read_bf16(source + 2 * d)
+        write_f32(target + 4 * d, y * np.float32(factor))
+        d += 1
+    while d < padded:
+        write_f32(target + 4 * d, np.float32(0.0))
+        d += 1
+
+
+@part
+def prefetch_rows(rows: Any, first: Any, last: Any, n_bytes: Any) -> None:
+    """Ask for rows of one head: far apart, so the hardware does not see the next coming."""
+    for j in range(first, last):
+        row = read_i64(rows + 8 * j)
+        for d in range(0, n_bytes, 64):
+            prefetch(row + d)

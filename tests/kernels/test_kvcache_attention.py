@@ -1,0 +1,116 @@
+"""Attention over quantized caches: exact for what the cache holds, and what the format costs."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nbflow_kernels as nk
+from nbflow_kernels.attention import kv_error, reference
+from nbflow_kernels.kvcache.cases import page_table
+from nbflow_kernels.kvcache.rows import KINDS
+
+# As nbflow_kernels.attention.cases: float32 scores, and means of values up to 5.  The cache's own
+# rounding does not count: the reference reads the same cache.
+ATOL = 3e-6
+
+# The error of attention over N(0, 1) keys and values in the format, relative to the results, as
+# ``python -m nbflow_kernels.attention.kv_error`` prints it, rounded up in the second digit.
+TOTAL_ERROR = {
+    "f32": 1e-7,
+    "f16": 3.1e-4,
+    "bf16": 2.5e-3,
+    "q8_b32t1": 6.8e-3,
+    "q8_b32t2": 7.8e-3,
+    "q6_b64t1": 0.031,
+    "q5_b32t1": 0.055,
+    "q5_b64t1": 0.066,
+    "q4_b32t1a": 0.12,
+    "q4_b32t1b": 0.12,
+    "q4_b64t1": 0.14,
+    "q3h_b64t1": 0.21,
+    "q3_b32t1a": 0.26,
+    "q3_b32t1b": 0.23,
+    "q2_b32t1a": 0.62,
+    "q2_b32t1b": 0.45,
+    "q8_0": 7.8e-3,
+    "q5_1": 0.055,
+    "q5_0": 0.061,
+    "q4_1": 0.12,
+    "q4_0": 0.13,
+}
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_total_error_of_a_format_is_what_is_stated(name: str) -> None:
+    assert 0.8 * TOTAL_ERROR[name] * (name != "f32") <= kv_error.attention_error(name)
+    assert kv_error.attention_error(name) <= TOTAL_ERROR[name]
+
+
+def test_table_has_a_row_for_every_format() -> None:
+    lines = kv_error.table().splitlines()
+    assert [line.split("`")[1] for line in lines[2:]] == list(KINDS)
+
+
+def cache_of(
+    rng: np.random.Generator,
+    name: str,
+    lens: list[int],
+    G: int,
+    D: int,
+    page_size: int,
+    layout: str,
+) -> tuple[Any, tuple[np.ndarray, np.ndarray, np.ndarray], Any]:
+    """Return a cache filled by `append_paged_kv_cache`, its page table, and what it holds."""
+    format = nk.kv_format(name)
+    indptr, indices, last = page_table(rng, lens, page_size)
+    inner = (page_size, G) if layout == "NHD" else (G, page_size)
+    cache = np.zeros((len(indices), 2, *inner, format.row_length(D)), format.dtype)
+    starts = np.cumsum([0, *lens]).astype(np.int32)
+    places = nk.get_batch_indices_positions(starts, np.array(lens, np.int32), int(starts[-1]))
+    new = (rng.standard_normal((sum(lens), G, D)).astype(np.float32) for _ in "kv")
+    nk.append_paged_kv_cache(*new, *places, cache, indices, indptr, last, layout, kv_format=name)
+    held = nk.gather_paged_kv_cache(
+        cache, indices, indptr, last, layout, head_dim=D, kv_format=name
+    )
+    parts = [tuple(a[x:y] for a in held) for x, y in pairwise(starts)]
+    return cache, (indptr, indices, last), parts
+
+
+@pytest.mark.parametrize("layout", ["NHD", "HND"])
+@pytest.mark.parametrize("name", KINDS)
+def test_prefill_reads_exactly_what_the_cache_holds(
+    name: str, layout: str, rng: np.random.Generator
+) -> None:
+    H, G, D, rows = 4, 2, 80 if layout == "NHD" else 64, [5, 1, 70]
+    cache, tables, held = cache_of(rng, name, [9, 130, 70], G, D, 4, layout)
+    wrapper = nk.BatchPrefillWithPagedKVCacheWrapper(kv_layout=layout)
+    qo_indptr = np.cumsum([0, *rows]).astype(np.int32)
+    wrapper.plan(qo_indptr, *tables, H, G, D, 4, causal=True, kv_format=name)
+    q = rng.standard_normal((sum(rows), H, D)).astype(np.float32)
+    out = wrapper.run(q, cache)
+    for (a, b), (k, v) in zip(pairwise(qo_indptr), held, strict=True):
+        want = reference.single_prefill_with_kv_cache(q[a:b], k, v, causal=True)
+        np.testing.assert_allclose(out[a:b], want, rtol=0, atol=ATOL)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_decode_reads_exactly_what_the_cache_holds(name: str, rng: np.random.Generator) -> None:
+    H, G, D, lens = 8, 2, 128, [300, 1, 64]
+    cache, tables, held = cache_of(rng, name, lens, G, D, 16, "HND")
+    wrapper = nk.BatchDecodeWithPagedKVCacheWrapper(kv_layout="HND")
+    wrapper.plan(*tables, H, G, D, 16, kv_format=name)
+    q = rng.standard_normal((3, H, D)).astype(np.float32)
+    out = wrapper.run(q, cache)
+    for i, (k, v) in enumerate(held):
+        want = reference.single_decode_with_kv_cache(q[i], k, v)
+        np.testing.assert_allclose(out[i], want, rtol=0, atol=ATOL)
+
+
+def test_the_documented_table_is_the_computed_one() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "kvcache.md").read_text()
+    assert kv_error.table() in text

@@ -1,0 +1,64 @@
+"""Masks as bits beyond their cases: wrong arguments, and the order attention reads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nbflow_kernels as nk
+from nbflow_kernels.errors import MissingExtraError, UsageError
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+TRUE = np.ones(9, bool)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "words"),
+    [
+        (lambda: nk.packbits(TRUE, "small"), UsageError, "unknown bitorder 'small'.*big, little"),
+        (
+            lambda: nk.packbits(TRUE.astype(np.float32)),
+            TypeError,
+            "x must have dtype bool or uint8",
+        ),
+        (lambda: nk.packbits(TRUE.reshape(3, 3)), UsageError, r"x must have shape \(any\)"),
+        (lambda: nk.segment_packbits(TRUE, ints(0, 8)), UsageError, "length of x, 9, got 8"),
+        (lambda: nk.segment_packbits(TRUE, ints(0, 8, 7, 9)), UsageError, "never fall"),
+        (lambda: nk.segment_packbits(TRUE, ints()), UsageError, "must start at 0"),
+        (
+            lambda: nk.convert_bsr_mask_layout(TRUE.reshape(1, 3, 3), ints(0, 2)),
+            UsageError,
+            "number of blocks, 1, got 2",
+        ),
+    ],
+)
+def test_wrong_arguments_are_named(
+    call: Callable[[], Any], error: type[Exception], words: str
+) -> None:
+    with pytest.raises(error, match=words):
+        call()
+
+
+def test_the_orders_are_each_others_mirror(rng: np.random.Generator) -> None:
+    x = rng.random(64) < 0.5
+    big, little = nk.packbits(x), nk.packbits(x, bitorder="little")
+    assert not np.array_equal(big, little)
+    np.testing.assert_array_equal(nk.packbits(x.reshape(8, 8)[:, ::-1].ravel()), little)
+
+
+class OnDevice(np.ndarray):
+    """Stands for an array on a CUDA device."""
+
+    __cuda_array_interface__: dict[str, Any] = {}  # noqa: RUF012
+
+
+def test_device_arrays_are_refused_with_the_way_out() -> None:
+    with pytest.raises(MissingExtraError, match=r"packbits.*cuda12"):
+        nk.packbits(TRUE.view(OnDevice))
