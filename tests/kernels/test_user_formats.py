@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import textwrap
+import uuid
 
 import numpy as np
 import pytest
@@ -293,6 +294,8 @@ def test_files_that_are_no_formats(tmp_path):
 def test_kernels_of_a_file_are_kept_on_disk(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(SOURCE.replace("class Bytes", "SCALE = np.float32(64)\n\nclass Bytes"))
+    with file.open("a") as stream:
+        stream.write(f"# {uuid.uuid4()}\n")  # no earlier run has compiled it
     script = textwrap.dedent(f"""
         import numpy as np
         import nbflow_kernels as nk
