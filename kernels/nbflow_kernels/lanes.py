@@ -8,6 +8,7 @@ horizontal sums at the price of about five.
 `read_f32 read_f16 read_bf16(addr)`   one element as float32
 `read_i64 read_i32 read_u16 read_u8`  one element as int64
 `write_f32(addr, x)`                  one float32
+`write_i64(addr, x)`                  one int64
 `write_f16(addr, x)`                  one float32, rounded to float16
 `store_f16(addr, v)`                  16 float32, rounded to float16, halves to even
 `prefetch(addr)`                      ask for the cache line of an address; any address is allowed
@@ -88,6 +89,19 @@ def _make_write(name: str, narrow: bool) -> Any:
 
     write.__name__ = name
     return intrinsic(write)
+
+
+@intrinsic
+def write_i64(typing_context: Any, addr: Any, x: Any) -> Any:
+    """Write one integer as int64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        value = context.cast(builder, args[1], signature.args[1], types.int64)
+        pointer = _pointer(context, builder, args[0], signature.args[0], _I64)
+        builder.store(value, pointer).align = 1
+        return context.get_dummy_value()
+
+    return types.none(addr, x), codegen
 
 
 write_f32 = _make_write("write_f32", narrow=False)

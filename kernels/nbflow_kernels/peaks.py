@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels import simd, simd_bytes
+from nbflow_kernels import registers, simd, simd_bytes
 from nbflow_kernels._jit import njit
 from nbflow_kernels.errors import unknown_name
 from nbflow_kernels.threads import get_num_threads, set_num_threads, split_rows
@@ -52,9 +52,25 @@ def _int8(steps: Any, data: Any, out: Any, start: Any, stop: Any) -> None:
         simd.store_i32(simd.address(out) + 64 * row, simd.add(low, high))
 
 
-_dot = simd_bytes.dot_u7_i8
+@njit
+def _bf16(steps: Any, data: Any, out: Any, start: Any, stop: Any) -> None:
+    """Add 12 x 32 products of bfloat16 `steps` times, for each row of `out`."""
+    a, b = simd.load_i32(simd.address(data)), simd.load_i32(simd.address(data) + 64)
+    for row in range(start, stop):
+        c0 = c1 = c2 = c3 = c4 = c5 = c6 = c7 = c8 = c9 = c10 = c11 = simd.splat(1.0)
+        for _ in range(steps):
+            c0, c1, c2 = _pairs(c0, a, b), _pairs(c1, a, b), _pairs(c2, a, b)
+            c3, c4, c5 = _pairs(c3, a, b), _pairs(c4, a, b), _pairs(c5, a, b)
+            c6, c7, c8 = _pairs(c6, a, b), _pairs(c7, a, b), _pairs(c8, a, b)
+            c9, c10, c11 = _pairs(c9, a, b), _pairs(c10, a, b), _pairs(c11, a, b)
+        low = simd.add(simd.add(simd.add(c0, c1), simd.add(c2, c3)), simd.add(c4, c5))
+        high = simd.add(simd.add(simd.add(c6, c7), simd.add(c8, c9)), simd.add(c10, c11))
+        simd.store_f32(simd.address(out) + 64 * row, simd.add(low, high))
 
-_KERNELS: dict[str, tuple[Any, int]] = {"f32": (_f32, 16), "int8": (_int8, 64)}
+
+_dot, _pairs = simd_bytes.dot_u7_i8, registers.add_pairs
+
+_KERNELS: dict[str, tuple[Any, int]] = {"f32": (_f32, 16), "bf16": (_bf16, 32), "int8": (_int8, 64)}
 """Arithmetic to its loop and the multiply-adds of one vector."""
 
 
@@ -63,8 +79,9 @@ def compute_peak(arithmetic: str, threads: int | None = None) -> float:
 
     Parameters
     ----------
-    arithmetic : {"f32", "int8"}
-        float32 multiply-adds, or products of bytes added in 32 bits.
+    arithmetic : {"f32", "bf16", "int8"}
+        float32 multiply-adds, products of pairs of bfloat16 added in float32, or products of bytes
+        added in 32 bits.
     threads : int, optional
         By default those of the calling thread's team.
 
@@ -92,7 +109,7 @@ def compute_peak(arithmetic: str, threads: int | None = None) -> float:
     data = np.full(32, 0.5, np.float32)
     if arithmetic == "int8":
         data = np.ones(128, np.int8)
-    out = np.zeros((n, 16), np.float32 if arithmetic == "f32" else np.int32)
+    out = np.zeros((n, 16), np.int32 if arithmetic == "int8" else np.float32)
     operations = 2.0 * CHAINS * lanes * _STEPS * n
     seconds = []
     set_num_threads(n)

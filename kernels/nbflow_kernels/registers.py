@@ -21,6 +21,7 @@ Numba does not unroll loops over tuples, and a tile must stay in registers; so e
 `step(tile, like, w, group, x, token)`        add one unit; `group`, `token`: distance in bytes
 `step_lanes(tile, like, w, row, x, token)`    the same with 16 columns of one row in the lanes
 `lane_sums(tile)`                             the sums of the lanes of 16 vectors, as one vector
+`add_pairs(total, a, b)`                      the products of a step on pairs, for vectors
 `load_widened(like, at)`                      16 weights in the lanes of a simd vector, float32
 `transpose(like, at, row_bytes, to)`          copy 16 rows x 16 columns, columns first
 `transpose_f32(..., to, distance)`            the same, widened, in four places
@@ -53,6 +54,7 @@ from llvmlite import ir
 from numba.core import cgutils, errors, extending, types
 from numba.core.datamodel import models
 
+from nbflow_kernels.halves import emit_widen
 from nbflow_kernels.isa import features
 from nbflow_kernels.lanes import emit_sums
 from nbflow_kernels.simd import LANES, f32x16, i32x16
@@ -60,10 +62,10 @@ from nbflow_kernels.simd import LANES, f32x16, i32x16
 intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
 
 _I16, _I32, _I64 = (ir.IntType(n) for n in (16, 32, 64))
-_F16, _F32 = ir.HalfType(), ir.FloatType()
+_F32 = ir.FloatType()
 _UNITS = {
     types.float32: (_F32, None),
-    types.int16: (_F16, "fpext"),
+    types.int16: (_I16, "f16"),
     types.uint16: (_I16, "bf16"),
     types.int32: (_I32, None),
 }
@@ -162,8 +164,8 @@ def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
 
 
 def _widen(builder: Any, value: Any, how: str | None) -> Any:
-    if how == "fpext":
-        return builder.fpext(value, f32x16.llvm)
+    if how == "f16":
+        return emit_widen(builder, value)
     if how == "bf16":
         high = builder.shl(builder.zext(value, i32x16.llvm), _constants(16))
         return builder.bitcast(high, f32x16.llvm)
@@ -313,6 +315,18 @@ def lane_sums(typing_context: Any, tile: Any) -> Any:
         return emit_sums(builder, [builder.extract_value(args[0], i) for i in range(LANES)])
 
     return f32x16(tile), codegen
+
+
+@intrinsic
+def add_pairs(typing_context: Any, total: Any, a: Any, b: Any) -> Any:
+    """Return `total` plus the two products of each lane of pairs of bfloat16, the odd one first."""
+    if (total, a, b) != (f32x16, i32x16, i32x16):
+        raise errors.TypingError(f"registers.add_pairs: wanted pairs as int32, got {a} and {b}")
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return _pair_products(builder, *args)
+
+    return f32x16(total, a, b), codegen
 
 
 def _float_step(builder: Any, sums: list[Any], weights: list[Any], address: Any) -> list[Any]:

@@ -20,10 +20,17 @@ from nbflow.engine.request import Request
 from nbflow.execute.cpu import Bound
 from nbflow_kernels._jit import njit
 from nbflow_kernels.calls import Call
+from nbflow_kernels.logits.cpu import token_log_probs
 from nbflow_kernels.threads import capture
 
 MAX_STEPS = 64
 """Most steps of one burst."""
+
+
+def log_probabilities(logits: np.ndarray, tokens: np.ndarray, out: np.ndarray) -> None:
+    """Write log softmax(logits) at one token per row, float64 (B, 1); a launcher."""
+    ones = np.ones(len(logits), np.float32)
+    token_log_probs(logits, tokens.reshape(-1, 1), ones, 0.0, out)
 
 
 class Burst:
@@ -49,7 +56,8 @@ class Burst:
         self.offsets = np.zeros(n, np.uint64)
         self.stops = np.zeros((n, n_stops), np.int32)
         self.tokens = np.zeros((n, MAX_STEPS), np.int32)
-        self.token_logprobs = np.zeros((n, MAX_STEPS), np.float32)
+        self.drawn_logprobs = np.full((n, 1), np.nan)
+        self.token_logprobs = np.full((n, MAX_STEPS), np.nan)
         self.n_steps = np.zeros(1, np.int64)
         self.stop = np.zeros(1, np.int64)
 
@@ -77,48 +85,32 @@ class Burst:
         """Return the calls that go from the logits of a step to the numbers of the next one."""
         with capture() as seen:
             self.strategy.launch(logits, self.seeds, self.offsets, self.drawn)
+            if self.logprobs:
+                log_probabilities(logits, self.drawn, self.drawn_logprobs)
         assert seen.complete
         calls = list(seen.calls)
-        n, size = logits.shape
-        if self.logprobs:
-            args = (logits, self.drawn, self.token_logprobs, self.n_steps)
-            calls.append(Call(_log_probability, args, n, 10.0 * n * size))
         arrays = bound.arrays
-        args_next: tuple[Any, ...] = (
-            self.drawn, self.stops, self.tokens, self.n_steps, self.stop, self.offsets,
-            arrays.ids, arrays.positions, arrays.kv_lens,
+        args = (
+            self.drawn, self.drawn_logprobs, self.stops, self.tokens, self.token_logprobs,
+            self.n_steps, self.stop, self.offsets, arrays.ids, arrays.positions, arrays.kv_lens,
         )  # fmt: skip
-        calls.append(Call(_next_step, args_next, 1, 1.0))
+        calls.append(Call(_next_step, args, 1, 1.0))
         if bound.attention is not None:
             calls += bound.attention.next_step_calls()
         return calls
 
 
 @njit
-def _log_probability(
-    logits: Any, drawn: Any, out: Any, n_steps: Any, start: Any, stop: Any
-) -> None:
-    """Write log softmax(logits) at the drawn token of rows [start, stop)."""
-    for b in range(start, stop):
-        top = logits[b, 0]
-        for j in range(logits.shape[1]):
-            top = max(top, logits[b, j])
-        total = 0.0
-        for j in range(logits.shape[1]):
-            total += np.exp(np.float64(logits[b, j] - top))
-        out[b, n_steps[0]] = logits[b, drawn[b]] - top - np.log(total)
-
-
-@njit
 def _next_step(
-    drawn: Any, stops: Any, tokens: Any, n_steps: Any, flag: Any, offsets: Any, ids: Any,
-    positions: Any, kv_lens: Any, start: Any, stop: Any,
+    drawn: Any, drawn_logprobs: Any, stops: Any, tokens: Any, token_logprobs: Any, n_steps: Any,
+    flag: Any, offsets: Any, ids: Any, positions: Any, kv_lens: Any, start: Any, stop: Any,
 ) -> None:  # fmt: skip
     """Note the drawn tokens and make them the next step's input."""
     step = n_steps[0]
     for b in range(len(drawn)):
         token = drawn[b]
         tokens[b, step] = token
+        token_logprobs[b, step] = drawn_logprobs[b, 0]
         if token < 0:  # no distribution: the caller raises, but the list goes on to its end
             flag[0] = 1
             token = np.int32(0)

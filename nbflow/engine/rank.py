@@ -16,7 +16,7 @@ import numpy as np
 
 from nbflow.cache import KVStorage, PageTable
 from nbflow.decoding.strategy import check_drawn
-from nbflow.engine.burst import MAX_STEPS, Burst
+from nbflow.engine.burst import MAX_STEPS, Burst, log_probabilities
 from nbflow.engine.request import Request
 from nbflow.engine.scheduler import next_tokens
 from nbflow.execute import CpuExecutor, RankWeights, Step, make_step
@@ -229,21 +229,22 @@ class RankEngine:
 
     def _draw(self, requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:
         """Choose the next token of each request; every rank gets the same ones."""
-        drawn = np.empty((2, len(requests)), np.float32)
-        tokens = drawn[0].view(np.int32)
+        drawn = np.zeros((2, len(requests)))
         if not requests:
-            return tokens, drawn[1]
+            return drawn[0].astype(np.int32), drawn[1]
         if self.comm.rank == self._head:
             logits = self.executor.buffer("logits", len(requests))
+            tokens = np.empty(len(requests), np.int32)
             for strategy in dict.fromkeys(r.strategy for r in requests):
                 rows = [i for i, r in enumerate(requests) if r.strategy == strategy]
                 seeds = np.array([requests[i].seed for i in rows], np.uint64)
                 offsets = np.array([len(requests[i].ids) for i in rows], np.uint64)
                 some = logits if len(rows) == len(requests) else logits[rows]
                 tokens[rows] = strategy.choose(some, seeds, offsets)
-            drawn[1] = _log_probabilities(logits, tokens)
+            log_probabilities(logits, tokens, drawn[1].reshape(-1, 1))
+            drawn[0] = tokens
         self._broadcast(drawn)
-        return tokens, drawn[1]
+        return drawn[0].astype(np.int32), drawn[1]
 
     # ---- running and counting -----------------------------------------------------------------
 
@@ -299,12 +300,3 @@ class RankEngine:
             if op.kind == "linear"
             for matrix in operands
         )
-
-
-def _log_probabilities(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Return log softmax(logits) at one token per row."""
-    top = logits.max(axis=1)
-    total = np.log(np.exp(logits - top[:, None]).sum(axis=1))
-    picked: np.ndarray = logits[np.arange(len(tokens)), tokens]
-    result: np.ndarray = picked - top - total
-    return result

@@ -25,7 +25,8 @@ from nbflow_kernels.calls import Call
 from nbflow_kernels.matmul import cpu as floats
 from nbflow_kernels.qmatmul import cpu as quantized
 from nbflow_kernels.qmatmul.activations import Int8Rows
-from nbflow_kernels.quants import QuantTensor, dequantize_rows
+from nbflow_kernels.quants import QuantTensor
+from nbflow_kernels.quants.gather import gather
 from nbflow_kernels.threads import capture, get_num_threads
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ class StepAttention:
         """Return calls that plan a further step with one token for each sequence."""
         arrays, plan = self._arrays, self.plan
         args = (
-            *plan.tables, arrays.qo_indptr, arrays.kv_indptr, arrays.kv_indices, arrays.kv_lens,
+            plan.header, arrays.qo_indptr, arrays.kv_indptr, arrays.kv_indices, arrays.kv_lens,
             get_num_threads(), self.n_shares, self.n_merges,
         )  # fmt: skip
         return [Call(_plan_step, args, 1, 1.0)]
@@ -88,14 +89,11 @@ class StepAttention:
 
 @njit
 def _plan_step(
-    header: Any, items: Any, merges: Any, shares: Any, qo_indptr: Any, kv_indptr: Any,
-    kv_indices: Any, kv_lens: Any, n_threads: Any, n_shares: Any, n_merges: Any, start: Any,
-    stop: Any,
+    header: Any, qo_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_lens: Any, n_threads: Any,
+    n_shares: Any, n_merges: Any, start: Any, stop: Any,
 ) -> None:  # fmt: skip
     """Divide the work of a step; the tables are large enough."""
-    _, merged, shared, _, _ = divide(
-        header, items, merges, shares, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads
-    )
+    _, merged, shared, _, _ = divide(header, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads)
     n_shares[0], n_merges[0] = shared, merged
 
 
@@ -134,6 +132,8 @@ class Product:
         elif self._is_int8(weight):
             assert self._rows is not None
             quantized.matmul_int8(self._rows, weight, bias, accumulate, out)
+        elif self._activations == "bf16":
+            quantized.matmul_bf16(self._x, weight, bias, accumulate, out)
         else:
             quantized.matmul(self._x, weight, bias, accumulate, out)
 
@@ -177,8 +177,7 @@ class Binder:
 
         (table,) = self._executor.weights.operands[index]
         if isinstance(table, QuantTensor):
-            ids, out = self._arrays.ids, self._view(op.out)
-            return PythonOp(op.kind, lambda: dequantize_rows(table, ids, out))
+            return self._captured(op, gather, table, self._arrays.ids, self._view(op.out))
         return self._captured(op, gather_rows, self._arrays.ids, table, self._view(op.out))
 
     def _take_rows(self, op: Op, index: int) -> Made:

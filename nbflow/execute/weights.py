@@ -23,6 +23,7 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants.outliers import sample_rows, soft_range
 
 FLOAT_DTYPES = {"f32": np.float32, "f16": np.float16}
+FORMAT_OF_DTYPE = {"float32": "f32", "float16": "f16", "uint16": "bf16"}
 
 
 class RankWeights:
@@ -39,34 +40,29 @@ class RankWeights:
         self._program = program
         self._format = weights
         self._loaded: dict[tuple[Operand, ...], Any] = {}
+        self._shared = {op.weights for op in program.ops if op.kind == "embedding"}
         self.operands: list[tuple[Any, ...]] = [self._operands(op) for op in program.ops]
         self.bias: list[np.ndarray | None] = [self._bias(op) for op in program.ops]
-        tables = [self.operands[i] for i, op in enumerate(program.ops) if op.kind == "embedding"]
-        self._tables = {id(table) for table in sum(tables, ())}
-        del self._file, self._loaded
+        del self._file, self._loaded, self._shared
 
     @property
     def n_bytes(self) -> int:
         """Return the bytes of all weights; one used twice (a tied head) counts once."""
         arrays = [a for a in (*sum(self.operands, ()), *self.bias) if a is not None]
-        return sum({id(a): self._held_bytes(a) for a in arrays}.values())
+        return sum({id(a): stored_bytes(a) for a in arrays}.values())
 
     def pack(self) -> None:
-        """Keep only the layout that kernels compute from; of a table, also what is looked up."""
+        """Keep only the layout that the kernels compute from."""
         for operands in self.operands:
             for tensor in operands:
-                if isinstance(tensor, nk.QuantTensor) and id(tensor) not in self._tables:
+                if isinstance(tensor, nk.QuantTensor):
                     tensor.drop_storage()
-
-    def _held_bytes(self, operand: Any) -> int:
-        if isinstance(operand, nk.QuantTensor) and id(operand) in self._tables:
-            return operand.nbytes + operand.packed_nbytes
-        return stored_bytes(operand)
 
     def _operands(self, op: Op) -> tuple[Any, ...]:
         if op.kind in ("linear", "embedding"):
             runs = [tuple(run) for _, run in groupby(op.weights, key=self._stored_format)]
-            return tuple(self._once(run, self._matrix) for run in runs)
+            read = self._matrix if op.kind == "embedding" else self._weight
+            return tuple(self._once(run, read) for run in runs)
         return tuple(self._once((w,), self._vector) for w in op.weights)
 
     def _bias(self, op: Op) -> np.ndarray | None:
@@ -95,6 +91,18 @@ class RankWeights:
         """Return the block format a tensor keeps from the checkpoint, or None."""
         dtype = self._file.dtype(self._program.spec.checkpoint_name(part.name))
         return None if dtype in ITEM_BYTES or self._is_converted(part) else dtype
+
+    def _weight(self, parts: tuple[Operand, ...]) -> Any:
+        """Return a matrix that products are made with: floats too in a layout for computing.
+
+        A table that is looked up and multiplied with (a tied head) stays an array.
+        """
+        matrix = self._matrix(parts)
+        if isinstance(matrix, nk.QuantTensor) or parts in self._shared:
+            return matrix
+        format = FORMAT_OF_DTYPE[matrix.dtype.name]
+        data = np.ascontiguousarray(matrix).view(np.uint8).reshape(len(matrix), -1)
+        return nk.QuantTensor(format, matrix.shape, data)
 
     def _matrix(self, parts: Sequence[Operand]) -> Any:
         if self._stored_format(parts[0]) is not None:

@@ -7,65 +7,22 @@ from typing import Any
 
 import numpy as np
 import pytest
+from paged import Paged, ints, normal
 
 from nbflow_kernels import _jit, simd
 from nbflow_kernels.attention import (
     BatchPrefillWithPagedKVCacheWrapper,
     merge_state,
+    merge_state_in_place,
+    merge_states,
     reference,
     single_decode_with_kv_cache,
     single_prefill_with_kv_cache,
 )
 from nbflow_kernels.attention.cases import ATOL
 from nbflow_kernels.errors import MissingExtraError, UsageError
-from nbflow_kernels.kvcache.cases import page_table
 from nbflow_kernels.lanes import store_halves, sum16
 from nbflow_kernels.threads import get_num_threads, set_num_threads
-
-
-def ints(*values: int) -> np.ndarray:
-    return np.array(values, np.int32)
-
-
-def normal(rng: np.random.Generator, *shape: int, dtype: Any = np.float32) -> np.ndarray:
-    return rng.standard_normal(shape).astype(dtype)
-
-
-class Paged:
-    """Random sequences, kept both as rows and on pages whose unused slots are NaN."""
-
-    def __init__(
-        self,
-        rng: np.random.Generator,
-        lens: list[int],
-        heads: tuple[int, int, int],
-        page_size: int,
-        layout: str = "NHD",
-        dtype: Any = np.float32,
-    ) -> None:
-        _, G, D = heads
-        self.heads, self.page_size, self.layout = heads, page_size, layout
-        self.table = page_table(rng, lens, page_size)
-        self.k = [normal(rng, n, G, D, dtype=dtype) for n in lens]
-        self.v = [normal(rng, n, G, D, dtype=dtype) for n in lens]
-        indptr, indices, _ = self.table
-        pages = np.full((2, len(indices), page_size, G, D), np.nan, dtype)
-        for part, rows in enumerate((self.k, self.v)):
-            for i, sequence in enumerate(rows):
-                for at in range(0, len(sequence), page_size):
-                    chunk = sequence[at : at + page_size]
-                    pages[part, indices[indptr[i] + at // page_size], : len(chunk)] = chunk
-        if layout == "HND":
-            pages = np.ascontiguousarray(pages.transpose(0, 1, 3, 2, 4))
-        self.cache = (pages[0], pages[1])
-
-    def run(self, q: np.ndarray, qo_indptr: np.ndarray, cls: Any = None, **options: Any) -> Any:
-        wrapper = (cls or BatchPrefillWithPagedKVCacheWrapper)(kv_layout=self.layout)
-        options = {"causal": True, **options}
-        wrapper.plan(qo_indptr, self.table[0], self.table[1], self.table[2], *self.heads,
-                     self.page_size, **options)  # fmt: skip
-        return wrapper.run(q, self.cache, return_lse=True)
-
 
 MIXED = [70, 1, 200, 0, 64, 130]  # keys of each request
 NEW = [70, 1, 1, 0, 5, 3]  # their query rows: a whole prompt, decodes, an empty request, chunks
@@ -228,6 +185,18 @@ def test_merging_two_halves_of_the_keys() -> None:
         for part in (slice(0, 33), slice(33, 90))
     ]
     got, s = merge_state(*halves[0], *halves[1])
+    for many, one in zip(
+        merge_states(*(np.stack(part, axis=1) for part in zip(*halves, strict=True))),
+        (got, s),
+        strict=True,
+    ):
+        np.testing.assert_allclose(many, one, rtol=2e-7, atol=1e-7)  # one rounding each
+    v, lse = (part.copy() for part in halves[0])
+    mask = np.array([True, False, True])
+    merge_state_in_place(v, lse, *halves[1], mask=mask)
+    np.testing.assert_array_equal(v[mask], got[mask])
+    np.testing.assert_array_equal(v[1], halves[0][0][1])
+    np.testing.assert_array_equal(lse, np.where(mask[:, None], s, halves[0][1]))
     np.testing.assert_allclose(got, both, rtol=0, atol=2 * ATOL)
     np.testing.assert_allclose(s, s_both, rtol=0, atol=2 * ATOL)
 
@@ -246,32 +215,6 @@ def test_out_and_lse_are_used() -> None:
     assert result[0] is one
     assert result[1] is one_lse
     np.testing.assert_array_equal(one, out[2])
-
-
-def test_plan_lists_every_row_and_head_once() -> None:
-    rng = np.random.default_rng(12)
-    indptr, indices, last = page_table(rng, MIXED, 16)
-    rows = np.cumsum([0, *NEW]).astype(np.int32)
-    plan = BatchPrefillWithPagedKVCacheWrapper().plan(rows, indptr, indices, last, 6, 3, 64, 16)
-    seen = np.zeros((rows[-1], 3), int)
-    for request, row, n_rows, head, position in plan.items.tolist():
-        assert rows[request] <= row
-        assert row + n_rows <= rows[request + 1]
-        assert position == MIXED[request] - NEW[request] + row - rows[request]
-        seen[row : row + n_rows, head] += 1
-    assert (seen == 1).all()
-    np.testing.assert_array_equal(plan.kv_lens, MIXED)
-    assert plan.n_rows == rows[-1]
-    pairs = sum(n * m - m * (m - 1) / 2 for n, m in zip(MIXED, NEW, strict=True))
-    assert plan.work == 2 * 6 * 64 * pairs
-
-
-def test_plan_of_a_decode_step_is_one_item_per_request_and_head() -> None:
-    wrapper = BatchPrefillWithPagedKVCacheWrapper()
-    plan = wrapper.plan(ints(0, 1, 2), ints(0, 2, 3), ints(2, 0, 1), ints(1, 2), 4, 2, 16, 8)
-    np.testing.assert_array_equal(
-        plan.items, [[0, 0, 1, 0, 8], [1, 1, 1, 0, 1], [0, 0, 1, 1, 8], [1, 1, 1, 1, 1]]
-    )
 
 
 def test_empty_batch() -> None:
@@ -312,10 +255,14 @@ Q, KV = np.zeros((2, 4, 16), np.float32), np.zeros((5, 2, 16), np.float32)
     ("change", "error", "words"),
     [
         ({"q": [1.0]}, TypeError, "q must be a NumPy array"),
-        ({"q": Q.astype(np.float64)}, TypeError, "q must have dtype float32, got float64"),
+        (
+            {"q": Q.astype(np.float64)},
+            TypeError,
+            "q must have dtype float32 or float16, got float64",
+        ),
         ({"q": Q[:, ::2]}, UsageError, "q must be C-contiguous"),
-        ({"q": Q[:, :3].copy()}, UsageError, "num_qo_heads must be a multiple of num_kv_heads = 2"),
-        ({"k": KV[:4], "v": KV}, UsageError, r"v must have shape \(4, 2, 16\)"),
+        ({"q": Q[:, :3].copy()}, UsageError, "must be a multiple of num_kv_heads = 2"),
+        ({"k": KV[:4], "v": KV}, UsageError, r"v must have shape \(4, 2, any\)"),
         ({"v": KV.astype(np.float16)}, TypeError, "v must have dtype float32, got float16"),
         ({"kv_layout": "NDH"}, UsageError, "unknown kv_layout 'NDH'; did you mean 'NHD'"),
         ({"logits_soft_cap": -1.0}, UsageError, "logits_soft_cap must be positive"),
@@ -326,11 +273,19 @@ Q, KV = np.zeros((2, 4, 16), np.float32), np.zeros((5, 2, 16), np.float32)
         ),
         ({"custom_mask": np.ones(10, np.uint8)}, TypeError, "custom_mask must have dtype bool"),
         ({"custom_mask": [True]}, TypeError, "custom_mask must be a NumPy array"),
-        (
-            {"custom_mask": np.ones(10, bool), "causal": True},
-            UsageError,
-            "takes the place of causal",
-        ),
+        ({"packed_custom_mask": np.ones(1, np.uint8)}, UsageError, r"shape \(2\), got \(1,\)"),
+        ({"pos_encoding_mode": "ROPE_LAMA"}, UsageError, "did you mean 'ROPE_LLAMA'"),
+        ({"rope_theta": 5e5}, UsageError, "rope_theta is for pos_encoding_mode='ROPE_LLAMA'"),
+        ({"pos_encoding_mode": "ROPE_LLAMA", "rope_scale": 0.0}, UsageError, "must be positive"),
+        ({"window_left": -2}, UsageError, "window_left must be a number of keys, or -1"),
+        ({"lse_base": "10"}, UsageError, "unknown lse_base '10'"),
+        ({"backend": "fa3"}, UsageError, "backend must be 'auto'"),
+        ({"use_fp16_qk_reduction": True}, UsageError, "use_fp16_qk_reduction must be False"),
+        ({"sinks": np.zeros(2, np.float32)}, UsageError, r"sinks must have shape \(4\)"),
+        ({"scale_k": np.ones(3)}, UsageError, "k_scale must be a number, or have one for each of"),
+        ({"o_dtype": "float64"}, UsageError, "unknown output dtype 'float64'"),
+        ({"kv_format": "q8_0"}, TypeError, "in format q8_0 must have dtype uint8, got float32"),
+        ({"kv_format": "q8_1"}, UsageError, "unknown kv_format 'q8_1'"),
         ({"out": Q[:1]}, UsageError, r"out must have shape \(2, 4, 16\)"),
         ({"lse": np.zeros(2, np.float32)}, UsageError, r"lse must have shape \(2, 4\)"),
     ],
@@ -354,7 +309,7 @@ def test_wrong_arguments_are_named(
         ({"paged_kv_last_page_len": ints(1, 9)}, "request 1 must be 1..8 .* got 9 with 1 pages"),
         ({"paged_kv_last_page_len": ints(0, 1)}, "request 0 must be 1..8 .* got 0 with 2 pages"),
         ({"num_kv_heads": 3}, "num_qo_heads must be a multiple of num_kv_heads = 3, got 4"),
-        ({"head_dim": 0}, "must be positive"),
+        ({"head_dim_qk": 0}, "must be positive"),
         ({"page_size": 0}, "page_size must be positive, got 0"),
     ],
 )
@@ -366,7 +321,7 @@ def test_wrong_plans_are_named(change: dict[str, Any], words: str) -> None:
         "paged_kv_last_page_len": ints(1, 2),
         "num_qo_heads": 4,
         "num_kv_heads": 2,
-        "head_dim": 16,
+        "head_dim_qk": 16,
         "page_size": 8,
     }
     BatchPrefillWithPagedKVCacheWrapper().plan(**arguments)
@@ -398,11 +353,11 @@ class OnDevice(np.ndarray):
 
 def test_device_arrays_are_refused_with_the_way_out() -> None:
     q = Q.view(OnDevice)
-    with pytest.raises(MissingExtraError, match="single_prefill_with_kv_cache: the array is on"):
+    with pytest.raises(MissingExtraError, match="attention: the array is on"):
         single_prefill_with_kv_cache(q, KV, KV)
     with pytest.raises(MissingExtraError, match="merge_state"):
         merge_state(q, q[..., 0].copy(), q, q[..., 0].copy())
     wrapper = BatchPrefillWithPagedKVCacheWrapper()
     wrapper.plan(ints(0, 2), ints(0, 1), ints(0), ints(5), 4, 2, 16, 5)
-    with pytest.raises(MissingExtraError, match="batch_attention"):
+    with pytest.raises(MissingExtraError, match="attention: the array is on"):
         wrapper.run(q, (KV[None], KV[None]))

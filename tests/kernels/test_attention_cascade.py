@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import nbflow_kernels as nk
+from nbflow_kernels import threads
 from nbflow_kernels.attention import reference
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kvcache.reference import gather_paged_kv_cache
@@ -155,6 +156,16 @@ def test_one_level_is_bitwise_the_batch_wrapper(rng: np.random.Generator) -> Non
     out = np.full(tree.q.shape, np.nan, np.float32)
     assert tree.plan(causal=True).run(tree.q, tree.cache, out=out) is out
     np.testing.assert_array_equal(out, flat.run(tree.q, tree.cache))
+
+
+@pytest.mark.usefixtures("split_everything")
+def test_bitwise_the_same_with_two_threads(rng: np.random.Generator) -> None:
+    tree = Tree(rng, *TREES["three_levels"], kv_format="q8_0")
+    found = []
+    for n in (1, 2):
+        threads.set_num_threads(n)
+        found.append(tree.plan(causal=True).run(tree.q, tree.cache))
+    np.testing.assert_array_equal(*found)
 
 
 def test_half_precision_queries_give_half_precision_results(rng: np.random.Generator) -> None:

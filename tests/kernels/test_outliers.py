@@ -122,6 +122,10 @@ def test_rows_gather_pickle_and_parts_keep_them():
     assert np.array_equal(dequantize(w.rows(7, 30)), values[7:30])
     ids = np.array([39, 0, 5, 5])
     assert np.array_equal(dequantize_rows(w, ids), values[ids])
+    packed = QuantTensor(w.format, w.shape, w.data, w.outliers)
+    packed.drop_storage()
+    assert np.array_equal(dequantize(packed), values)
+    assert np.array_equal(dequantize_rows(packed, ids), values[ids])
     back = pickle.loads(pickle.dumps(w))
     assert np.array_equal(dequantize(back), values)
     assert back.nbytes == w.nbytes

@@ -9,10 +9,11 @@ import pytest
 import synthetic_formats
 from synthetic_formats import SyntheticFormat
 
+import nbflow_kernels as nk
 from nbflow_kernels import simd
 from nbflow_kernels._jit import njit
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants import FORMATS, QuantTensor, dequantize, quantize
+from nbflow_kernels.quants import FORMATS, QuantTensor, dequantize, dequantize_rows, quantize
 from nbflow_kernels.quants.integers import IntegerForm, weights
 from nbflow_kernels.quants.packed import PAIRS, packed_form
 from nbflow_kernels.quants.unpack import decode_blocks
@@ -39,10 +40,9 @@ def decoded(qt: QuantTensor) -> np.ndarray:
 
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
-def test_kernels_decode_to_what_dequantize_gives(name):
+def test_integers_are_the_weights(name):
     x = np.random.default_rng(1).standard_normal((37, 330), dtype=np.float32)
     qt = quantize(x, name, encoder="plain")
-    assert np.array_equal(decoded(qt), dequantize(qt))
     form = FORMATS[name].integer_form
     assert np.array_equal(weights(form, FORMATS[name].integers(qt.data))[:, :330], dequantize(qt))
 
@@ -139,3 +139,16 @@ def test_kernels_are_cached_by_form_and_not_by_format():
 def test_data_is_aligned_to_a_cache_line():
     qt = quantize(np.ones((20, 64), np.float32), "q4")
     assert qt.packed().data.ctypes.data % 64 == 0
+
+
+@pytest.mark.parametrize("name", ["q4_0", "q3h"])
+def test_weights_come_back_from_the_packed_layout_alone(name):
+    x = np.random.default_rng(3).standard_normal((37, 330), dtype=np.float32)
+    qt = quantize(x, name, encoder="plain")
+    want = dequantize(qt)
+    qt.drop_storage()
+    assert not qt.has_storage
+    assert np.array_equal(dequantize(qt), want)
+    ids = np.array([36, 0, 16, 15, 0], np.int32)
+    assert np.array_equal(nk.embedding(ids, qt), want[ids])
+    assert dequantize_rows(qt, ids[:0]).shape == (0, 330)

@@ -14,7 +14,7 @@ from gguf import GGMLQuantizationType
 from golden_weights import bell, importances, inputs, integers
 
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants import FORMATS, QuantTensor, dequantize, dequantize_rows, grids
+from nbflow_kernels.quants import FORMATS, QuantTensor, dequantize, dequantize_rows, fp4, grids
 from nbflow_kernels.quants.integer_format import IntegerFormat
 from nbflow_kernels.quants.integers import weights
 from nbflow_kernels.quants.neighbours import neighbours
@@ -238,45 +238,95 @@ def test_best_never_loses_more_than_plain_in_any_block(name):
         assert np.all(best <= plain * (1 + 1e-12)), kind
 
 
-@pytest.mark.parametrize("name", [n for n in NAMES if n.startswith("iq")])
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("label", ["columns", "weights"])
-def test_best_never_loses_more_than_plain_by_importance(name, label):
+def test_best_minimizes_the_error_by_importance(name, label):
     x, importance = inputs()["normal"][:, :600], importances()[label][..., :600]
-    best, plain = (block_errors(name, x, e, importance) for e in ("best", "plain"))
-    # importance is scaled by a power of two before it is added up: no rounding
-    assert np.all(best <= plain * (1 + 1e-12))
-    assert best.sum() < plain.sum()
+    best = block_errors(name, x, "best", importance)
+    without = np.square(dequantize(encoded(name, x, "best")).astype(np.float64) - x) * importance
+    assert best.sum() < without.sum()
+    if name.startswith("iq"):
+        plain = block_errors(name, x, "plain", importance)
+        # importance is scaled by a power of two before it is added up: no rounding
+        assert np.all(best <= plain * (1 + 1e-12))
+        assert best.sum() < plain.sum()
+    # ... which changes nothing
+    for factor in (2.0**-90, 2.0**90):
+        scaled = encoded(name, x, "best", importance * np.float32(factor)).data
+        assert np.array_equal(scaled, encoded(name, x, "best", importance).data)
+    nothing = encoded(name, x, "best", np.zeros(600, np.float32))
+    assert np.isfinite(dequantize(nothing)).all()
 
 
 @pytest.mark.parametrize(
-    ("name", "limit"),
+    ("name", "ratio"),
     [
-        ("iq4_nl", 1),
-        ("iq4_xs", 1),
-        ("mxfp4", 1),
-        ("nvfp4", 1),
-        ("iq3_s", 1),
-        ("iq3_xxs", 1),
-        ("iq2_s", 1),
-        ("iq2_xs", 1),
-        ("iq2_xxs", 1),
-        ("q2_0", 1),
-        ("tq2_0", 1),
-        ("iq1_m", 1),
-        ("tq1_0", 1),
-        ("iq1_s", 1),
+        ("iq4_nl", 0.979),
+        ("iq4_xs", 0.9755),
+        ("mxfp4", 0.991),
+        ("nvfp4", 0.848),
+        ("iq3_s", 0.941),
+        ("iq3_xxs", 0.977),
+        ("iq2_s", 0.959),
+        ("iq2_xs", 0.952),
+        ("iq2_xxs", 0.9555),
+        ("q2_0", 0.4915),
+        ("tq2_0", 0.547),
+        ("iq1_m", 0.913),
+        ("tq1_0", 0.547),
+        ("iq1_s", 0.9165),
         ("q1_0", 1),
     ],
 )
-def test_best_is_better_than_ggml_by_what_was_measured(name, limit):
+def test_best_is_better_than_ggml_by_what_was_measured(name, ratio):
     # "error" is that of GGML with importance 1, on the same 16384 normal weights
     x = bell(8, (16, 1024))
     error = dequantize(encoded(name, x, "best")).astype(np.float64) - x
     relative = np.sqrt(np.square(error).mean() / np.square(x, dtype=np.float64).mean())
-    # the weights are fixed; what may differ by machine is the rounding of products and sums in the
-    # search, which decides between candidates that are almost equally good
-    print(name, round(relative / GOLDEN[name]["error"], 4))
-    assert relative / GOLDEN[name]["error"] == pytest.approx(limit, rel=0.002)
+    # the weights are fixed, and the ratios have three digits; what may differ by machine is the
+    # rounding of products and sums in the search, which decides between candidates almost as good
+    assert relative / GOLDEN[name]["error"] == pytest.approx(ratio, rel=0.002)
+
+
+@pytest.mark.parametrize(("name", "size"), [("mxfp4", 32), ("nvfp4", 16)])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_best_finds_the_best_of_all_scales_there_are(name, size, weighted):
+    x = bell(12, (3, 384)) * np.float32(2.0**-5)
+    weight = np.abs(bell(13, x.shape)) if weighted else None
+    y = dequantize(encoded(name, x, "best", weight)).astype(np.float64)
+    counts = np.ones(x.shape) if weight is None else weight.astype(np.float64)
+    found = (np.square(y - x) * counts).reshape(-1, size).sum(axis=1)
+    # all scales between 2**-20 and 2**5 that can be stored, nearest levels
+    levels = np.unique(weights_of_all_codes(name)).astype(np.float64)
+    scales = {"mxfp4": fp4.E8M0, "nvfp4": fp4.E4M3[:127]}[name].astype(np.float64)
+    least = np.full(len(found), np.inf)
+    for scale in scales[(scales > 2.0**-20) & (scales < 2.0**5)]:
+        off = np.abs(x.reshape(-1, size, 1) - scale * levels).min(axis=2)
+        error = (np.square(off) * counts.reshape(-1, size)).sum(axis=1)
+        least = np.minimum(least, error)
+    # a level is chosen by a float32 quotient: wrong for weights that lie halfway to 2**-23
+    hit = found <= least * (1 + 1e-5)
+    # nvfp4 tries half to twice the scale that would be best if all could be stored
+    assert hit.mean() >= {"mxfp4": 1, "nvfp4": 0.98}[name]
+
+
+@pytest.mark.parametrize("name", ["iq4_nl", "q2_0", "tq2_0"])
+def test_best_is_near_the_best_of_all_scales(name):
+    x = bell(14, (4, 512))
+    format = FORMATS[name]
+    y = dequantize(encoded(name, x, "best")).astype(np.float64)
+    found = np.square(y - x).reshape(-1, format.block_size).sum(axis=1)
+    levels = np.unique(weights_of_all_codes(name)).astype(np.float64)
+    levels = levels[:3] if name == "tq2_0" else levels
+    blocks = x.reshape(-1, format.block_size, 1).astype(np.float64)
+    largest = np.abs(blocks).max(axis=1)[:, 0]
+    least = np.full(len(found), np.inf)
+    for t in np.concatenate([np.linspace(-1.5, -0.1, 700), np.linspace(0.1, 1.5, 700)]):
+        step = (t * largest / np.abs(levels).max())[:, None, None]
+        error = np.square(np.abs(blocks - step * levels).min(axis=2)).sum(axis=1)
+        least = np.minimum(least, error)
+    # a search of a dozen scales misses some of the best of 1400: 1.2 % of the sum, as measured
+    assert found.sum() < 1.02 * least.sum()
 
 
 @pytest.mark.parametrize("name", ["tq1_0", "tq2_0", "q2_0", "mxfp4", "nvfp4", "iq4_nl", "q1_0"])

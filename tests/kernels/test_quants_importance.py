@@ -12,6 +12,8 @@ from nbflow_kernels.quants import FORMATS, dequantize, quantize
 FLOATS = ["f32", "f16", "bf16"]
 BLOCKS = [name for name in FORMATS if name not in FLOATS]
 GGML = [n for n in BLOCKS if n.endswith("_k") or n in ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")]
+# one scale for 128 weights and more, or scales that are powers of two: there is little to choose
+RIGID = ("mxfp4", "tq2_0", "tq1_0", "q1_0")
 COLUMNS = 600  # no multiple of 256: the last block is padded
 
 X = bell(1, (8, COLUMNS)) / np.float32(4)  # q4_b16 reaches from -1 to 1.55
@@ -26,7 +28,7 @@ def errors(name: str, counts: np.ndarray, **options) -> np.ndarray:
     return np.add.reduceat(squares * counts, starts, axis=1)
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", [n for n in BLOCKS if n not in RIGID])
 def test_important_columns_lose_less(name):
     without, weighted = errors(name, SOME), errors(name, SOME, importance=SOME)
     # 10 % of the weights have 92 % of the importance (measured: 0.18 for q2_k to 0.65 for q8)
@@ -66,7 +68,7 @@ def test_only_ratios_matter_to_best(name):
         assert np.array_equal(scaled.data, data)
 
 
-@pytest.mark.parametrize("name", BLOCKS)
+@pytest.mark.parametrize("name", [n for n in BLOCKS if n not in RIGID])
 def test_columns_without_importance_are_free(name):
     # two columns of each block of 16 count, or four of 32: few enough to be hit well
     importance = np.zeros(COLUMNS, np.float32)

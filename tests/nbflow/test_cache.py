@@ -45,7 +45,7 @@ def test_storage_keeps_its_pages_when_it_grows():
     storage.ensure(2)
     storage.layers[5][1][1] = 7
     storage.ensure(5)
-    assert storage.layers[5][1].shape == (5, 4, 3, 8)
+    assert storage.layers[5][1].shape == (5, 3, 4, 8)
     assert (storage.layers[5][1][1] == 7).all()
     assert (storage.layers[5][1][2:] == 0).all()
     assert storage.n_bytes == 2 * 2 * 5 * 4 * 3 * 8 * 2

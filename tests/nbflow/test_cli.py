@@ -118,7 +118,7 @@ def test_env(capsys):
         (["run", "no/such/folder"], "no/such/folder"),
         (["run", "tiny_pyton"], "did you mean 'tiny_python'"),
         (["run", "tiny_python", "--weights", "q44"], "unknown"),
-        (["run", "tiny_python", "--kv", "q9"], "unknown KV cache format"),
+        (["run", "tiny_python", "--kv", "q9"], "unknown kv_format"),
         (
             ["run", "tiny_python", "--partition", "0&1&2&3&4&5&6&7&8"],
             "cannot be dealt out to 9 ranks",

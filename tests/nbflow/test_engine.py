@@ -193,7 +193,7 @@ def test_bad_token_ids(checkpoint, arguments, words):
     ("options", "words"),
     [
         ({"weights": "q44"}, "unknown .*format 'q44'; did you mean"),
-        ({"kv": "q9"}, "unknown KV cache format 'q9'"),
+        ({"kv": "q9"}, "unknown kv_format 'q9'"),
         ({"partition": "0;1;2;3"}, "only 3 layers"),
         ({"partition": "x"}, "partition must be rank numbers"),
         ({"device": "gpu"}, "unknown device"),

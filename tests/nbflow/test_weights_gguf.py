@@ -118,7 +118,7 @@ def test_tensors_of_several_types_keep_them(tmp_path: Path, partition: str) -> N
             if isinstance(t, nk.QuantTensor)
         }
     assert np.abs(logits - expected).max() / np.abs(expected).max() < 1e-5
-    assert {"q4_0", "q5_1", "q8_0"} >= names >= {"q4_0", "q5_1"}
+    assert {"f32", "q4_0", "q5_1", "q8_0"} >= names >= {"f32", "q4_0", "q5_1"}
 
 
 def test_rectangles_of_blocks(tmp_path: Path) -> None:

@@ -41,6 +41,7 @@ def stored(x: NDArray[np.float64], format: str) -> NDArray[np.float64]:
     return dequantize(rows).astype(np.float64)
 
 
+@functools.cache
 def attention_error(format: str, *, values: bool = True) -> float:
     """Return the relative error of attention over a cache in a format.
 

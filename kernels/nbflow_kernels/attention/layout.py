@@ -26,8 +26,10 @@ CAUSAL = 6
 SPLIT_KEYS = 7
 MOST = 8
 """Most query vectors of one item."""
-N_ITEMS = 9
-N_MERGES = 10
+N_MERGES = 9
+ITEM_ROOM = 10
+"""Rows of the table of items."""
+MERGE_ROOM = 11
 ITEMS = 12
 """Addresses from here on."""
 MERGES = 13

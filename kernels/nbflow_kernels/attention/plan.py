@@ -86,10 +86,12 @@ class AttentionPlan:
         self.header = np.zeros(HEADER_SIZE, np.int64)
         """What the kernels read; see `nbflow_kernels.attention.layout`."""
         self._keep: dict[int, Any] = {}
-        self._items = np.zeros((64, len(ITEM_COLUMNS)), np.int64)
-        self._merges = np.zeros((16, len(MERGE_COLUMNS)), np.int64)
         self._shares = np.zeros(MOST_THREADS + 1, np.int64)
         self._partials = np.zeros(0, np.float32)
+        self.set_table(at.SHARES, self._shares)
+        self._items = np.zeros((0, len(ITEM_COLUMNS)), np.int64)
+        self._merges = np.zeros((0, len(MERGE_COLUMNS)), np.int64)
+        self.reserve(64, 16, 0)
         self.qo_indptr = self.kv_indptr = self.kv_indices = self.kv_lens = np.zeros(1, np.int32)
         head = self.header
         head[at.QO_HEADS], head[at.KV_HEADS], head[at.DIM_QK], head[at.DIM_VO] = heads
@@ -123,24 +125,20 @@ class AttentionPlan:
         """Return the number of query rows of the step."""
         return int(self.qo_indptr[-1])
 
-    @property
-    def tables(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Return header, items, merges and shares as `nbflow_kernels.attention.divide` wants them.
-
-        They are whole tables, longer than what a step uses.
-        """
-        return self.header, self._items, self._merges, self._shares
-
     def reserve(self, n_items: int, n_merges: int, n_partials: int) -> None:
         """Make the tables large enough for so many items, merges and partial rows."""
         if len(self._items) < n_items:
             self._items = np.zeros((n_items, len(ITEM_COLUMNS)), np.int64)
+            self.set_table(at.ITEMS, self._items)
+            self.header[at.ITEM_ROOM] = n_items
         if len(self._merges) < n_merges:
             self._merges = np.zeros((n_merges, len(MERGE_COLUMNS)), np.int64)
+            self.set_table(at.MERGES, self._merges)
+            self.header[at.MERGE_ROOM] = n_merges
         size = n_partials * (-(-self.heads[3] // 16) * 16 + at.PARTIAL_TAIL)
         if len(self._partials) < size:
             self._partials = np.empty(size, np.float32)
-            self.header[at.PARTIALS] = address_of(self._partials)
+            self.set_table(at.PARTIALS, self._partials)
 
     def set_window(self, window_left: int) -> None:
         """Use another window from the next `plan_into` on; -1 for none."""
@@ -214,14 +212,12 @@ def plan_into(
     n_threads = min(get_num_threads(), MOST_THREADS)
     while True:
         n_items, n_merges, n_shares, n_partials, work = divide(
-            plan.header, plan._items, plan._merges, plan._shares,
-            qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads,
-        )  # fmt: skip
+            plan.header, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads
+        )
         if n_items <= len(plan._items) and n_merges <= len(plan._merges):
             break
         plan.reserve(2 * n_items, 2 * n_merges + 1, 0)
-    if n_partials:
-        plan.reserve(0, 0, n_partials)
+    plan.reserve(0, 0, n_partials)
     plan.n_items, plan.n_merges, plan.n_shares, plan.work = n_items, n_merges, n_shares, work
     plan.qo_indptr, plan.kv_indptr = qo_indptr, kv_indptr
     plan.kv_indices, plan.kv_lens = kv_indices, kv_lens

@@ -163,18 +163,27 @@ def _make_kernel(transform: Any, mask: Any, output: Any, use_softmax: bool) -> A
         request: Any, qo_idx: Any, low: Any, high: Any, h: Any, q: Any, row: Any, acc: Any,
     ) -> Any:  # fmt: skip
         """Attend from one query vector; return the top score and the sum of weights."""
-        g, page_size = h // (header[at.QO_HEADS] // header[at.KV_HEADS]), header[at.PAGE_SIZE]
-        pages = header[at.KV_INDICES] + 4 * read_i32(header[at.KV_INDPTR] + 4 * request)
-        kv_len = read_i32(header[at.KV_LENS] + 4 * request)
-        D_qk, D_vo, index = header[at.DIM_QK], header[at.DIM_VO], np.int64(0)
+        g, page_size = (
+            h // (read_i64(header + 8 * at.QO_HEADS) // read_i64(header + 8 * at.KV_HEADS)),
+            read_i64(header + 8 * at.PAGE_SIZE),
+        )
+        pages = read_i64(header + 8 * at.KV_INDICES) + 4 * read_i32(
+            read_i64(header + 8 * at.KV_INDPTR) + 4 * request
+        )
+        kv_len = read_i32(read_i64(header + 8 * at.KV_LENS) + 4 * request)
+        D_qk, D_vo, index = (
+            read_i64(header + 8 * at.DIM_QK),
+            read_i64(header + 8 * at.DIM_VO),
+            np.int64(0),
+        )
         wide = (D_qk + 15) // 16 * 16
-        if header[at.MASK] != 0:
-            index = read_i64(header[at.MASK_STARTS] + 8 * request) + qo_idx * kv_len
+        if read_i64(header + 8 * at.MASK) != 0:
+            index = read_i64(read_i64(header + 8 * at.MASK_STARTS) + 8 * request) + qo_idx * kv_len
         top, total = -np.inf, 0.0
         acc[:] = 0.0
         for j in range(low, high):
-            if header[at.MASK] != 0 and not sees(
-                header[at.MASK], header[at.MASK_BITS] != 0, index + j
+            if read_i64(header + 8 * at.MASK) != 0 and not sees(
+                read_i64(header + 8 * at.MASK), read_i64(header + 8 * at.MASK_BITS) != 0, index + j
             ):
                 continue
             if not logits_mask(params, request, qo_idx, j, h, g):
@@ -203,46 +212,54 @@ def _make_kernel(transform: Any, mask: Any, output: Any, use_softmax: bool) -> A
 
     @compile_one
     def kernel(
-        header: Any, params: Any, source: Any, kind: Any, q: Any, q_row_bytes: Any, k: Any, v: Any,
+        plan: Any, params: Any, source: Any, kind: Any, q: Any, q_row_bytes: Any, k: Any, v: Any,
         strides: Any, out: Any, lse: Any, start: Any, stop: Any,
     ) -> None:  # fmt: skip
-        H = header[at.QO_HEADS]
-        group, D_vo = H // header[at.KV_HEADS], header[at.DIM_VO]
-        wide = (header[at.DIM_QK] + 15) // 16 * 16
-        vectors = np.empty((header[at.MOST], wide), np.float32)
+        header = simd.address(plan)
+        H = read_i64(header + 8 * at.QO_HEADS)
+        group, D_vo = H // read_i64(header + 8 * at.KV_HEADS), read_i64(header + 8 * at.DIM_VO)
+        wide = (read_i64(header + 8 * at.DIM_QK) + 15) // 16 * 16
+        vectors = np.empty((read_i64(header + 8 * at.MOST), wide), np.float32)
         row = np.empty(max(wide, (D_vo + 15) // 16 * 16), np.float32)
         acc = np.empty(D_vo, np.float64)
         done = np.empty(D_vo, np.float32)
-        first_item = read_i64(header[at.SHARES] + 8 * start)
-        for item in range(first_item, read_i64(header[at.SHARES] + 8 * stop)):
-            fields = header[at.ITEMS] + at.ITEM_BYTES * item
+        first_item = read_i64(read_i64(header + 8 * at.SHARES) + 8 * start)
+        for item in range(first_item, read_i64(read_i64(header + 8 * at.SHARES) + 8 * stop)):
+            fields = read_i64(header + 8 * at.ITEMS) + at.ITEM_BYTES * item
             request, first_row = read_i64(fields), read_i64(fields + 8)
             n_rows, g = read_i64(fields + 16), read_i64(fields + 24)
             position, M = read_i64(fields + 32), n_rows * group
-            kv_len = read_i32(header[at.KV_LENS] + 4 * request)
-            load_queries(header, q, q_row_bytes, M, group, first_row, g, position,
+            kv_len = read_i32(read_i64(header + 8 * at.KV_LENS) + 4 * request)
+            load_queries(header, source, q, q_row_bytes, M, group, first_row, g, position,
                          simd.address(vectors), wide)  # fmt: skip
             for m in range(M):
                 here, h = position + m // group, g * group + m % group
                 low, high = 0, kv_len
-                if header[at.WINDOW] >= 0:
-                    low = max(0, here - header[at.WINDOW])
-                if header[at.CAUSAL]:
+                if read_i64(header + 8 * at.WINDOW) >= 0:
+                    low = max(0, here - read_i64(header + 8 * at.WINDOW))
+                if read_i64(header + 8 * at.CAUSAL) != 0:
                     high = min(kv_len, here + 1)
-                qo_idx = first_row + m // group - read_i32(header[at.QO_INDPTR] + 4 * request)
+                qo_idx = (
+                    first_row
+                    + m // group
+                    - read_i32(read_i64(header + 8 * at.QO_INDPTR) + 4 * request)
+                )
                 top, total = attend_one(
                     header, params, source, kind, k, v, strides, request, qo_idx, low, high, h,
                     simd.address(vectors[m]), row, acc,
                 )  # fmt: skip
                 factor = 1.0 / total if use_softmax and total != 0.0 else 1.0
-                if header[at.OUT_FACTORS] != 0:
-                    factor *= read_f32(header[at.OUT_FACTORS] + 4 * h)
+                if read_i64(header + 8 * at.OUT_FACTORS) != 0:
+                    factor *= read_f32(read_i64(header + 8 * at.OUT_FACTORS) + 4 * h)
                 for d in range(D_vo):
                     done[d] = output_transform(params, acc[d] * factor, request, qo_idx, h)
                 place = (first_row + m // group) * H + h
                 copy_floats(F32, simd.address(done), D_vo, 1.0, out + 4 * D_vo * place, D_vo)
                 if lse != 0:
                     log = top + math.log(total) if total != 0.0 else -np.inf
-                    write_f32(lse + 4 * place, log if header[at.LSE_NATURAL] else log * LOG2_E)
+                    write_f32(
+                        lse + 4 * place,
+                        log if read_i64(header + 8 * at.LSE_NATURAL) != 0 else log * LOG2_E,
+                    )
 
     return kernel

@@ -77,13 +77,8 @@ def embedding(
         out = np.empty_like(ids, dtype=np.float32, shape=(ids.shape[0], E))
     else:
         check_array("out", out, (ids.shape[0], E))
-    if _is_quantized(table):
-        from nbflow_kernels.quants import dequantize_rows
-
-        dequantize_rows(table, ids, out)
-    else:
-        variant = cuda if is_cuda(ids) or is_cuda(table) else cpu
-        variant.embedding(ids, table, out)
+    variant = cuda if is_cuda(ids) or is_cuda(table) else cpu
+    variant.embedding(ids, table, out)
     if scale != 1.0:
         (cuda if is_cuda(out) else cpu).scale_rows(out, float(scale))
     return out

@@ -26,11 +26,23 @@ def _inputs(T: int, V: int, E: int, dtype: str) -> Callable[[np.random.Generator
     }
 
 
-def _quantized(rng: np.random.Generator) -> dict[str, Any]:
-    from nbflow_kernels.quants import quantize
+def _quantized(T: int, V: int, E: int, format: str) -> OpCase:
+    def inputs(rng: np.random.Generator) -> dict[str, Any]:
+        from nbflow_kernels.quants import quantize
 
-    ids = rng.integers(0, 50, 9).astype(np.int32)
-    return {"ids": ids, "table": quantize(_table(rng, 50, 96, "float32"), "q4")}
+        table = quantize(_table(rng, V, E, "float32"), format, encoder="plain")
+        return {"ids": rng.integers(0, V, T).astype(np.int32), "table": table}
+
+    return OpCase(
+        op="embedding",
+        name=f"quantized_{format}",
+        inputs=inputs,
+        rtol=0.0,
+        atol=0.0,
+        reason="the same decoder as dequantize",
+        out=((T, E), "float32"),
+        exact=True,
+    )
 
 
 def _case(name: str, T: int, V: int, E: int, dtype: str, timed: bool = False) -> OpCase:
@@ -66,17 +78,10 @@ CASES: list[OpCase] = [
     _case("bf16", 7, 50, 33, "uint16"),
     _case("one_row", 1, 5, 1, "float32"),
     _case("no_rows", 0, 5, 16, "float16"),
-    OpCase(
-        op="embedding",
-        name="q4",
-        inputs=_quantized,
-        rtol=0.0,
-        atol=0.0,
-        reason="the same decoder as dequantize",
-        out=((9, 96), "float32"),
-        exact=True,
-    ),
     *(_scaled(dtype) for dtype in _WIDEN),
+    _quantized(9, 50, 96, "q4"),
+    _quantized(3, 20, 70, "q6"),
+    _quantized(4, 20, 33, "bf16"),
     # a table of 67 MB: larger than the last-level cache, quicker to make than the real 32000 rows
     _case("llama2_7b_prefill", 512, 8192, 4096, "float16", timed=True),
 ]

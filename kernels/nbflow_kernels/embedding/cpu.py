@@ -1,20 +1,29 @@
 """Embedding rows on the CPU.
 
-NumPy's gather does it: the op moves bytes and has no arithmetic, and a kernel would have to be
-compiled before the first token.
+NumPy's gather does it for arrays: the op moves bytes and has no arithmetic, and a kernel would have
+to be compiled before the first token.  Rows of a quantized table are decoded by its format.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+if TYPE_CHECKING:
+    from nbflow_kernels.quants import QuantTensor
 
-def embedding(ids: NDArray[np.int32], table: NDArray[Any], out: NDArray[np.float32]) -> None:
+
+def embedding(
+    ids: NDArray[np.int32], table: NDArray[Any] | QuantTensor, out: NDArray[np.float32]
+) -> None:
     """See `nbflow_kernels.embedding`."""
-    if table.dtype == np.float32:
+    if not isinstance(table, np.ndarray):
+        from nbflow_kernels.quants.gather import gather
+
+        gather(table, ids, out)
+    elif table.dtype == np.float32:
         # mode="clip" (ids are checked) lets NumPy write into `out` without a buffer
         np.take(table, ids, axis=0, out=out, mode="clip")
     elif table.dtype == np.uint16:

@@ -66,6 +66,7 @@ def _case(
         out=None if accumulate else ((T, N), "float32"),
         mutates=("out",) if accumulate else (),
         timed=timed,
+        arithmetic="f32",
     )
 
 

@@ -178,7 +178,7 @@ def multiply_decoded(
     n_tokens = x.shape[0]
     n_blocks = max(1, (n_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS)
     block = max(1, (n_tokens + 6 * n_blocks - 1) // (6 * n_blocks)) * 6
-    decoded = np.empty(16 * min(n_units, panel), np.float32)
+    room = np.empty(16 * min(n_units, panel) + 16, np.float32)
     sums = np.empty(64 * block, np.float32)
     # 16 more, so that rows do not fall into the same sets of a cache
     pairs = np.empty((block if is_pairs else 0, (x.shape[1] + 31) // 32 * 16 + 16), np.int32)
@@ -195,10 +195,12 @@ def multiply_decoded(
             at = first + group * group_bytes
             for k in range(0, n_units, panel):
                 width = min(panel, n_units - k)
-                decode(source, at, k, width, simd.address(decoded))
+                # `room` lives as long as its array is used; a vector should not cross cache lines
+                decoded = (simd.address(room) + 63) // 64 * 64
+                decode(source, at, k, width, decoded)
                 ahead = at + (k + width) * group_bytes // n_units  # the next panel or group
                 add_units(
-                    like, simd.address(decoded), x_at + 4 * k, stride, tokens,
+                    like, decoded, x_at + 4 * k, stride, tokens,
                     min(width, x_units - k), simd.address(sums), ahead, panel_bytes,
                 )  # fmt: skip
             finish(simd.address(sums), bias, accumulate, out, token, tokens, group)

@@ -100,11 +100,11 @@ def _add_panel(
 
 @njit
 def _transpose(w: Any, row: Any, k: Any, width: Any, scratch: Any, panel: Any) -> None:
-    """Write columns k to k + width of 16 rows as float32 to the quarters of `panel`."""
+    """Write columns k to k + width of 16 rows as float32 to the quarters of the address `panel`."""
     n_rows = min(16, w.shape[0] - row)
     at = simd.address(w) + row * w.strides[0] + k * w.itemsize
     row_bytes = w.strides[0]
-    to = simd.address(panel)
+    to = panel
     if n_rows < 16 or width % 16:
         for r in range(n_rows):
             for i in range(width):
@@ -124,7 +124,7 @@ def _transpose(w: Any, row: Any, k: Any, width: Any, scratch: Any, panel: Any) -
 def multiply(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
     """Rows 16 * start to 16 * stop of `w`; any number of columns."""
     n_tokens, n_columns = x.shape
-    panel = np.empty((PANEL, 16), np.float32)
+    room = np.empty(16 * PANEL + 16, np.float32)
     scratch = np.empty((16, PANEL + 16), w.dtype)
     quarters = np.empty((24, 16), np.float32)
     sums = np.empty((min(n_tokens, tiles.BLOCK_TOKENS), 16), np.float32)
@@ -136,12 +136,14 @@ def multiply(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, s
             _begin(sums, bias, accumulate, out, token, tokens, row, n_rows)
             for k in range(0, n_columns, PANEL):
                 width = min(PANEL, n_columns - k)
+                # `room` lives as long as its array is used; a vector should not cross cache lines
+                panel = (simd.address(room) + 63) // 64 * 64
                 _transpose(w, row, k, width, scratch, panel)
                 ahead = simd.address(w) + row * w.strides[0] + (k + width) * w.itemsize
                 if k + width == n_columns:
                     ahead = simd.address(w) + (row + 16) * w.strides[0]
                 _add_panel(
-                    simd.address(panel), x_at + 4 * k, x.strides[0], tokens, width, quarters, sums,
+                    panel, x_at + 4 * k, x.strides[0], tokens, width, quarters, sums,
                     ahead, w.strides[0], w.itemsize,
                 )  # fmt: skip
             for t in range(tokens):

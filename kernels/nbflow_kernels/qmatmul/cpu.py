@@ -18,7 +18,14 @@ from nbflow_kernels.quants.packed import ROWS, Packed
 from nbflow_kernels.quants.tensor import QuantTensor
 from nbflow_kernels.threads import split_rows
 
-__all__ = ["Int8Rows", "matmul", "matmul_bf16", "matmul_int8", "qmatmul", "quantize_activations"]
+__all__ = [
+    "Int8Rows",
+    "matmul",
+    "matmul_bf16",
+    "matmul_int8",
+    "qmatmul",
+    "quantize_activations",
+]
 
 _NO_BIAS = np.zeros(0, np.float32)
 
@@ -48,7 +55,7 @@ def matmul(
     accumulate: bool,
     out: NDArray[np.float32],
 ) -> None:
-    """See `nbflow_kernels.qmatmul`, with float32 activations."""
+    """Do `nbflow_kernels.qmatmul` with float32 activations."""
     if w.format.decodes_from_storage:
         user_rows.matmul(x, w, bias, accumulate, out)
     else:
@@ -81,7 +88,7 @@ def matmul_bf16(
     accumulate: bool,
     out: NDArray[np.float32],
 ) -> None:
-    """See `nbflow_kernels.qmatmul`, with activations and weights rounded to bfloat16."""
+    """Do `nbflow_kernels.qmatmul` with activations and weights rounded to bfloat16."""
     if w.format.decodes_from_storage:
         user_rows.matmul(x, w, bias, accumulate, out, bf16=True)
     else:

@@ -10,8 +10,3 @@ from nbflow_kernels._dispatch import no_cuda_variant
 def qmatmul(x: Any, w: Any, bias: Any, accumulate: bool, activations: str, out: Any) -> None:
     """See `nbflow_kernels.qmatmul`."""
     no_cuda_variant("qmatmul")
-
-
-def matmul_bf16(x: Any, w: Any, bias: Any, accumulate: bool, out: Any) -> None:
-    """See `nbflow_kernels.qmatmul`."""
-    no_cuda_variant("qmatmul")

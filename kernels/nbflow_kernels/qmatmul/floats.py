@@ -17,7 +17,7 @@ from nbflow_kernels import simd
 from nbflow_kernels._jit import njit
 from nbflow_kernels.qmatmul.finish import finish
 from nbflow_kernels.quants.packed import PackedForm
-from nbflow_kernels.quants.unpack import codes, parameters, weight
+from nbflow_kernels.quants.unpack import codes, parameters, unit_of, weight
 from nbflow_kernels.simd_bytes import broadcast_f32
 
 
@@ -25,8 +25,7 @@ from nbflow_kernels.simd_bytes import broadcast_f32
 def one_row(form: PackedForm) -> Any:
     """Return the kernel for one row of activations and row groups [start, stop)."""
     units, vectors, per_scale = form.block // form.unit, form.unit // 4, form.sub_block // 4
-    header, unit_bytes, block_bytes = form.header_bytes, form.unit_bytes, form.block_bytes
-    block = form.block
+    block, block_bytes = form.block, form.block_bytes
 
     @njit
     def kernel(
@@ -48,7 +47,7 @@ def one_row(form: PackedForm) -> Any:
                     for v in range(vectors):
                         s = (unit * vectors + v) // per_scale
                         scale, base = parameters(form, at, s)
-                        u = codes(form, at + header + unit * unit_bytes, v)
+                        u = codes(form, unit_of(form, at, unit), v)
                         w = weight(form, u, 0, scale, base)
                         chain0 = simd.fma(w, broadcast_f32(x_at), chain0)
                         w = weight(form, u, 1, scale, base)

@@ -21,7 +21,15 @@ from nbflow_kernels import simd, simd_bytes, simd_tiles
 from nbflow_kernels._jit import njit
 from nbflow_kernels.qmatmul.finish import finish
 from nbflow_kernels.quants.packed import PackedForm
-from nbflow_kernels.quants.unpack import base_of, codes, d_of, dot, m_of, scale_of
+from nbflow_kernels.quants.unpack import (
+    base_of,
+    codes,
+    d_of,
+    dot,
+    m_of,
+    scale_of,
+    unit_of,
+)
 
 TOKENS = 4  # of a register tile, with 2 row groups
 
@@ -36,7 +44,7 @@ def one_row(form: PackedForm) -> Any:
     """Return the kernel for one row of activations and row groups [start, stop)."""
     vectors, has_base, zero = piece_vectors(form), form.base != "none", np.int32(-form.zero)
     units, pieces = form.block // form.unit, form.unit // 4 // vectors
-    header, unit_bytes, block_bytes = form.header_bytes, form.unit_bytes, form.block_bytes
+    block_bytes = form.block_bytes
     per_scale, several_d = form.sub_block // (4 * vectors), form.block != form.d_block
     halves = 1 if vectors == 4 else 0
 
@@ -60,7 +68,7 @@ def one_row(form: PackedForm) -> Any:
             for _ in range(n_blocks):
                 d, m = d_of(form, at, 0), m_of(form, at, 0)
                 for unit in range(units):
-                    unit_at = at + header + unit * unit_bytes
+                    unit_at = unit_of(form, at, unit)
                     for p in range(pieces):
                         s = (unit * pieces + p) // per_scale
                         if several_d:
@@ -90,7 +98,7 @@ def many_rows(form: PackedForm) -> Any:
     """Return the kernel for several rows of activations and row groups [start, stop)."""
     vectors, has_base, zero = piece_vectors(form), form.base != "none", -form.zero
     units, pieces = form.block // form.unit, form.unit // 4 // vectors
-    header, unit_bytes, block_bytes = form.header_bytes, form.unit_bytes, form.block_bytes
+    block_bytes = form.block_bytes
     per_scale, block = form.sub_block // (4 * vectors), form.block
     halves = 1 if vectors == 4 else 0
     bits = 8 if form.values is not None else form.bits
@@ -117,7 +125,7 @@ def many_rows(form: PackedForm) -> Any:
                 w_at, s_at, b_at = w_room + g * w_step, s_room + g * s_step, b_room + g * s_step
                 for _ in range(n_blocks):
                     for unit in range(units):
-                        unit_at = at + header + unit * unit_bytes
+                        unit_at = unit_of(form, at, unit)
                         for p in range(pieces):
                             s = (unit * pieces + p) // per_scale
                             simd.store_f32(s_at, scale_of(form, at, s, d_of(form, at, s)))

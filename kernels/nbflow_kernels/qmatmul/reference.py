@@ -22,14 +22,16 @@ def weights(w: QuantTensor) -> NDArray[np.float64]:
 
 def int8_codes(x: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:
     """Return the codes (T, K) and the scales (T, K / 32) of activations: the formula in float32."""
-    padded = np.zeros((x.shape[0], -(-x.shape[1] // 32), 32), np.float32)
-    padded.reshape(x.shape[0], -1)[:, : x.shape[1]] = x
+    n_blocks = -(-x.shape[1] // 32)
+    padded = np.zeros((x.shape[0], n_blocks * 32), np.float32)
+    padded[:, : x.shape[1]] = x
+    padded = padded.reshape(x.shape[0], n_blocks, 32)
     largest = np.abs(padded).max(axis=2, initial=0)
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.where(largest >= np.float32(2**-100), np.float32(127) / largest, np.float32(0))
     codes = np.rint(padded * inverse[:, :, None]).astype(np.int8)
     scales = np.where(inverse > 0, largest / np.float32(127), np.float32(0))
-    return codes.reshape(x.shape[0], -1)[:, : x.shape[1]], scales
+    return codes.reshape(x.shape[0], n_blocks * 32)[:, : x.shape[1]], scales
 
 
 def int8_values(x: NDArray[np.float32]) -> NDArray[np.float64]:
@@ -49,20 +51,18 @@ def qmatmul(
     x: NDArray[Any],
     w: QuantTensor,
     *,
-    activations: str = "f32",
     bias: NDArray[Any] | None = None,
     accumulate: bool = False,
+    activations: str = "f32",
     out: NDArray[Any] | None = None,
 ) -> NDArray[Any]:
     """See `nbflow_kernels.qmatmul`."""
-    values = int8_values(x) if activations == "int8" else x.astype(np.float64)
+    holds = {"f32": lambda x: x.astype(np.float64), "bf16": to_bf16, "int8": int8_values}
+    values = holds[activations](x)
     y = np.zeros((x.shape[0], w.n_rows))
     for row in range(0, w.n_rows, ROWS):
-        part = w.rows(row, min(row + ROWS, w.n_rows))
-        left, right = values, weights(part)
-        if activations == "bf16":
-            left, right = to_bf16(left), to_bf16(right)
-        y[:, row : row + ROWS] = left @ right.T
+        part = weights(w.rows(row, min(row + ROWS, w.n_rows)))
+        y[:, row : row + ROWS] = values @ (to_bf16(part) if activations == "bf16" else part).T
     if bias is not None:
         y += bias
     if out is None:

@@ -24,6 +24,7 @@ from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.quants.floats import BF16, F16, F32, FloatFormat
 from nbflow_kernels.quants.formats import Formats, QuantFormat
 from nbflow_kernels.quants.fp4 import MXFP4, NVFP4
+from nbflow_kernels.quants.gather import gather
 from nbflow_kernels.quants.ggml_legacy import Q4_0, Q4_1, Q5_0, Q5_1, Q8_0
 from nbflow_kernels.quants.iq1 import IQ1_M, IQ1_S
 from nbflow_kernels.quants.iq2 import IQ2_S, IQ2_XS, IQ2_XXS
@@ -31,7 +32,6 @@ from nbflow_kernels.quants.iq3 import IQ3_S, IQ3_XXS
 from nbflow_kernels.quants.iq4 import IQ4_NL, IQ4_XS
 from nbflow_kernels.quants.outliers import (
     add_outliers,
-    add_outliers_of,
     check_ratio,
     quantize_with_outliers,
     sample_rows,
@@ -301,9 +301,12 @@ def dequantize(qt: QuantTensor, out: NDArray[np.float32] | None = None) -> NDArr
     else:
         check_array("out", out, qt.shape)
     rows = out.reshape(-1, qt.shape[-1])
-    qt.format.dequantize_rows(qt.data, rows)
-    if qt.outliers is not None:
-        add_outliers(qt.outliers, rows)
+    if qt.has_storage:
+        qt.format.dequantize_rows(qt.data, rows)
+        if qt.outliers is not None:
+            add_outliers(qt.outliers, rows)
+    else:
+        gather(qt, np.arange(qt.n_rows), rows)
     return out
 
 
@@ -355,9 +358,7 @@ def dequantize_rows(
         out = np.empty((len(ids), qt.shape[1]), np.float32)
     else:
         check_array("out", out, (len(ids), qt.shape[1]))
-    qt.format.dequantize_rows(qt.data[ids], out)
-    if qt.outliers is not None:
-        add_outliers_of(qt.outliers, ids, out)
+    gather(qt, ids, out)
     return out
 
 

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants.formats import Bytes, Floats, QuantFormat
-from nbflow_kernels.quants.interleave import interleave
+from nbflow_kernels.quants.interleave import ROWS, interleave
 
 
 @dataclass(frozen=True, eq=False)
@@ -38,6 +38,11 @@ class PackedFloats:
     def nbytes(self) -> int:
         """Size in bytes, with its padding."""
         return int(self.data.nbytes)
+
+    def rows(self, ids: NDArray[np.integer]) -> Floats:
+        """Return some rows (T, columns) as float32."""
+        picked = self.data[ids // ROWS, : self.n_columns, ids % ROWS]
+        return _as_float32(picked.view(np.float16) if picked.dtype == np.int16 else picked)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -85,17 +90,21 @@ class FloatFormat(QuantFormat):
         out[...] = self._values(np.ascontiguousarray(data))
 
     def _values(self, data: Bytes) -> Floats:
-        stored = data.view(self.dtype)
-        if self.name == "bf16":
-            stored = (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
-        values: Floats = stored.astype(np.float32)
-        return values
+        return _as_float32(data.view(self.dtype))
 
     def pack(self, data: Bytes) -> PackedFloats:
         """Return the layout for computing of the rows `data` (rows, row bytes)."""
         rows = data.view(self.dtype)
         held = rows.view(np.int16) if self.name == "f16" else rows  # see PackedFloats.data
         return PackedFloats(rows.shape[0], rows.shape[1], interleave(held))
+
+
+def _as_float32(stored: NDArray[Any]) -> Floats:
+    """Return float32 of float32, float16 or (uint16) the bits of bfloat16."""
+    if stored.dtype == np.uint16:
+        stored = (stored.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    values: Floats = stored.astype(np.float32)
+    return values
 
 
 F32 = FloatFormat("f32", 4, np.dtype("<f4"), float(np.finfo(np.float32).max))

@@ -83,7 +83,7 @@ import numpy as np
 
 from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.quants.decode import decode_codes
-from nbflow_kernels.quants.fields import bit, pack_fields, unpack_fields
+from nbflow_kernels.quants.fields import bit, half_nibble, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes, Floats
 from nbflow_kernels.quants.ggml_weighted import weighted_range, weighted_signed
 from nbflow_kernels.quants.linear import Encoded, LinearFormat
@@ -92,12 +92,6 @@ from nbflow_kernels.quants.q5 import Q5_B32T1
 from nbflow_kernels.quants.q8 import Q8_B32T2
 
 # ---- decode -------------------------------------------------------------------------------------
-
-
-@inline
-def half_nibble(row: Any, at: Any, i: Any) -> Any:
-    """Return value `i` of 32 in 16 bytes at `at`: the low nibbles first, then the high ones."""
-    return (row[at + (i & 15)] >> (i >> 4 << 2)) & 15
 
 
 @inline

@@ -9,6 +9,7 @@ the root of the above), and the scale of least squares shows the gain.  The best
 chooses the points and is fitted.  At last the scales of a block are divided by 1/31 of the largest
 one and rounded to odd numbers, and 1/31 times a factor found by trial is stored.
 
+GGML's iq2_xxs and iq2_xs (and iq1_s) do not work without importance; here that means equal ones.
 One thing differs: in iq3_s GGML writes what follows a sub-block of zeros to the wrong place.
 
 Source: GGML, ggml-quants.c (quantize_row_iq2_xxs_impl, quantize_row_iq2_xs_impl,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
-
-import numpy as np
 
 from nbflow_kernels import registers, simd
 from nbflow_kernels._jit import njit
+from nbflow_kernels.quants.packed import aligned_zeros
 from nbflow_kernels.threads import split_rows
 
 ROWS = 16  # rows of a group: the lanes of a simd vector
@@ -18,7 +18,8 @@ def interleave(rows: Any) -> Any:
     """Return rows (N, K) of float32, int16 or uint16 as (groups, columns, 16), zeros as padding."""
     n_rows, n_columns = rows.shape
     padded = -(-n_columns // COLUMNS) * COLUMNS
-    out = np.empty((-(-n_rows // ROWS), padded, ROWS), rows.dtype)
+    shape = (-(-n_rows // ROWS), padded, ROWS)
+    out = aligned_zeros(math.prod(shape) * rows.itemsize).view(rows.dtype).reshape(shape)
     split_rows(_interleave, len(out), 4.0 * out.size, rows, out)
     return out
 

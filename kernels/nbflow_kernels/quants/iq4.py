@@ -68,7 +68,8 @@ from nbflow_kernels.quants.levels_search import search
 
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 LEVELS_F32 = np.array(LEVELS, np.float32)
-_STARTS = np.outer([1 / LEVELS[0], 1 / LEVELS[-1]], [0.94, 1, 1.07, 1.15, 1.25])
+# either end of the levels at the largest weight, or up to a quarter before it
+_STARTS = np.outer([1 / LEVELS[0], 1 / LEVELS[-1]], 0.9 + 0.05 * np.arange(8))
 RULE_NL = rule(_STARTS, signed=True)
 RULE_XS = rule(_STARTS, scales=(1, 0, -32, 31), tops=(-32, 31, -31, -30, 29), signed=True)
 NO_TABLE = np.zeros(0, np.uint8)

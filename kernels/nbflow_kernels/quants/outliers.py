@@ -211,7 +211,7 @@ def add_outliers_of(outliers: CsrMatrix, ids: NDArray[Any], out: Floats) -> None
     work = 4.0 * (outliers.nnz / max(1, outliers.shape[0]) + 1) * len(out)
     split_rows(
         _add_of, len(out), work, outliers.indptr, outliers.indices, outliers.values,
-        np.ascontiguousarray(ids, np.int64), out,
+        ids, out,
     )  # fmt: skip
 
 

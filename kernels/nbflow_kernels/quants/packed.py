@@ -5,11 +5,15 @@ one set of kernels serves them all.  A *row group* is 16 rows; rows past the las
 blocks follow each other, the columns are padded with zero weights to whole blocks.  A block is
 
 ====================  =============================================================================
-header                `d` of each of its groups of `d_block` columns, 16 rows each; then `m` in the
-                      same way, if there is one; then the integer scales, a byte a row, of each
-                      sub-block; then the mins (with 4-bit scales: min << 4 | scale in one byte)
+floats                `d` of each of its groups of `d_block` columns, 16 rows each; then `m` in the
+                      same way, if there is one
+segments              of `segment` columns: the integer scales of each sub-block, 16 bytes each; the
+                      mins (with 4-bit scales, in the same byte: min << 4 | scale); codes
 codes                 units of 32 columns (64 with pairs), a *word vector* of 64 bytes per bit
 ====================  =============================================================================
+
+Scales lie right before their codes, since one stream through memory is what processors prefetch
+best: all scales at the front of a block of 256 columns cost 15 % of the speed of one row.
 
 Byte ``4 * row + j`` of a *code vector* v is the code of column ``4 * v + j`` of the unit: what one
 instruction multiplies by 4 activations.  Words hold code vectors in the bits that `FIELDS` lists:
@@ -106,17 +110,30 @@ class PackedForm:
         return ROWS * n_floats * D_BYTES[self.d_type]
 
     @property
-    def header_bytes(self) -> int:
-        """Bytes in front of the codes of a block."""
-        n_scales = 0 if self.scales == "none" else self.block // self.sub_block
-        if self.base == "min" and self.scales != "u4":
-            n_scales *= 2
-        return self.d_bytes + ROWS * n_scales
+    def segment(self) -> int:
+        """Columns of a segment: whole units and whole sub-blocks."""
+        return max(self.unit, self.sub_block)
+
+    @property
+    def segment_scales(self) -> int:
+        """Integer scales of a segment and row."""
+        return 0 if self.scales == "none" else self.segment // self.sub_block
+
+    @property
+    def codes_at(self) -> int:
+        """Bytes in front of the codes of a segment."""
+        has_mins = self.base == "min" and self.scales != "u4"
+        return ROWS * self.segment_scales * (2 if has_mins else 1)
+
+    @property
+    def segment_bytes(self) -> int:
+        """Bytes of a segment of 16 rows."""
+        return self.codes_at + self.segment // self.unit * self.unit_bytes
 
     @property
     def block_bytes(self) -> int:
         """Bytes of a block of 16 rows."""
-        return self.header_bytes + self.block // self.unit * self.unit_bytes
+        return self.d_bytes + self.block // self.segment * self.segment_bytes
 
     @property
     def bits_per_weight(self) -> float:
@@ -267,18 +284,31 @@ def _pack(
         part = integers(data[row : row + step])
         groups = slice(row // ROWS, -(-(row + len(part.codes)) // ROWS))
         codes = _padded(part.codes, packed.n_columns, len(part.codes))
+        sizes = (form.block_bytes, form.d_bytes, form.segment_bytes, form.codes_at)
         split_rows(
             _pack_codes, groups.stop - groups.start, 2.0 * codes.size,
             codes.view(np.uint32), words[groups], form.bits, fields, packed.n_blocks,
-            form.block // form.unit, form.unit // 4, form.header_bytes // 4, form.block_bytes // 4,
+            form.block // form.segment, form.segment // form.unit, form.unit // 4,
+            np.array(sizes) // 4,
         )  # fmt: skip
-        at = 0
-        for numbers in _header_fields(form, part):
-            per_block = form.block // (form.d_block if at < form.d_bytes else form.sub_block)
-            field = _interleaved(numbers, groups.stop - groups.start, packed.n_blocks, per_block)
-            blocks[groups, :, at : at + field.shape[2]] = field
-            at += field.shape[2]
+        _pack_numbers(form, part, blocks[groups])
     return packed
+
+
+def _pack_numbers(form: PackedForm, part: Integers, blocks: NDArray[np.uint8]) -> None:
+    """Write what is not codes, floats and integer scales, to blocks (groups, blocks, bytes)."""
+    n_groups, n_blocks = blocks.shape[:2]
+    at = 0
+    for floats in _floats(form, part):
+        lanes = _interleaved(floats, n_groups, n_blocks, form.block // form.d_block)
+        blocks[:, :, at : at + lanes.shape[2]] = lanes
+        at += lanes.shape[2]
+    segments = blocks[:, :, at:].reshape(n_groups, n_blocks, -1, form.segment_bytes)
+    at, n_bytes = 0, ROWS * form.segment_scales
+    for integers in _scales_and_mins(form, part):
+        lanes = _interleaved(integers, n_groups, n_blocks, form.block // form.sub_block)
+        segments[:, :, :, at : at + n_bytes] = lanes.reshape(n_groups, n_blocks, -1, n_bytes)
+        at += n_bytes
 
 
 def aligned_zeros(n_bytes: int) -> NDArray[np.uint8]:
@@ -306,27 +336,32 @@ def _interleaved(
     return np.ascontiguousarray(lanes).view(np.uint8).reshape(n_groups, n_blocks, -1)
 
 
-def _header_fields(form: PackedForm, part: Integers) -> list[NDArray[Any]]:
-    """Return the fields of the header, in order, as they are stored."""
-    fields = [_stored(form.d_type, part.d, base=False)]
+def _floats(form: PackedForm, part: Integers) -> list[NDArray[Any]]:
+    """Return `d` and `m`, as they are stored."""
+    floats = [_stored(form.d_type, part.d, base=False)]
     if form.base != "none":
         assert part.m is not None
-        fields.append(_stored(form.d_type, part.m, base=True))
+        floats.append(_stored(form.d_type, part.m, base=True))
+    return floats
+
+
+def _scales_and_mins(form: PackedForm, part: Integers) -> list[NDArray[Any]]:
+    """Return the integers per sub-block, as they are stored."""
     if form.scales == "none":
-        return fields
+        return []
     assert part.scales is not None
-    limits = {"i8": (-128, 127), "u8": (0, 255), "u4": (0, 15)}[form.scales]
-    if part.scales.size and not limits[0] <= part.scales.min() <= part.scales.max() <= limits[1]:
-        raise _Misfit("scales", f"integer scales must lie in {limits[0]}..{limits[1]}")
+    low, high = {"i8": (-128, 127), "u8": (0, 255), "u4": (0, 15)}[form.scales]
+    if part.scales.size and not low <= part.scales.min() <= part.scales.max() <= high:
+        raise _Misfit("scales", f"integer scales must lie in {low}..{high}")
     scales = part.scales.astype(np.uint8)
     if form.base != "min":
-        return [*fields, scales]
+        return [scales]
     assert part.mins is not None
-    if form.scales == "u4":
-        if part.mins.size and part.mins.max() > 15:
-            raise _Misfit("scales", "mins must lie in 0..15")
-        return [*fields, scales | (part.mins << np.uint8(4))]
-    return [*fields, scales, part.mins]
+    if form.scales != "u4":
+        return [scales, part.mins]
+    if part.mins.size and part.mins.max() > 15:
+        raise _Misfit("scales", "mins must lie in 0..15")
+    return [scales | (part.mins << np.uint8(4))]
 
 
 def _stored(d_type: str, numbers: NDArray[np.float32], base: bool) -> NDArray[Any]:
@@ -352,21 +387,24 @@ def _stored(d_type: str, numbers: NDArray[np.float32], base: bool) -> NDArray[An
 
 @njit
 def _pack_codes(
-    codes: Any, out: Any, bits: Any, fields: Any, n_blocks: Any, units: Any, vectors: Any,
-    header: Any, block: Any, start: Any, stop: Any,
+    codes: Any, out: Any, bits: Any, fields: Any, n_blocks: Any, segments: Any, units: Any,
+    vectors: Any, sizes: Any, start: Any, stop: Any,
 ) -> None:  # fmt: skip
     """Write the codes of row groups [start, stop), 4 columns at a time; sizes in 4 bytes."""
+    block, floats, segment, scales = sizes
     for group in range(start, stop):
         for lane in range(min(ROWS, codes.shape[0] - group * ROWS)):
-            row, words = codes[group * ROWS + lane], out[group]
+            row, words, v = codes[group * ROWS + lane], out[group], 0
             for b in range(n_blocks):
-                at = b * block + header + lane
-                for unit in range(b * units, (b + 1) * units):
-                    if bits == PAIRS:
-                        _pack_pairs(row, unit * vectors, words, at)
-                    else:
-                        _pack_fields(row, unit * vectors, words, at, fields)
-                    at += bits * ROWS
+                for i in range(segments):
+                    at = b * block + floats + i * segment + scales + lane
+                    for _ in range(units):
+                        if bits == PAIRS:
+                            _pack_pairs(row, v, words, at)
+                        else:
+                            _pack_fields(row, v, words, at, fields)
+                        v += vectors
+                        at += bits * ROWS
 
 
 @njit

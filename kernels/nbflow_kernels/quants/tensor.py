@@ -138,15 +138,21 @@ class QuantTensor:
         """
         if self._data is None:
             raise UsageError(
-                "the storage bytes of this tensor were dropped, only products can be computed from "
-                "it; quantize it again to get them back"
+                "the storage bytes of this tensor were dropped; products, dequantize and embedding "
+                "still work, for anything else quantize it again"
             )
         return self._data
 
-    def drop_storage(self) -> None:
-        """Make the layout for computing and free the storage bytes; products still work.
+    @property
+    def has_storage(self) -> bool:
+        """Whether the storage bytes are there; see `drop_storage`."""
+        return self._data is not None
 
-        Where products decode the storage bytes, these stay.
+    def drop_storage(self) -> None:
+        """Make the layout for computing and free the storage bytes.
+
+        Products, `dequantize` and `embedding` still work, and give the same numbers.  Where
+        products decode the storage bytes, these stay.
         """
         if not self.format.decodes_from_storage:
             self.packed()

@@ -79,7 +79,7 @@ from nbflow_kernels.quants.levels_plain import Halves
 from nbflow_kernels.quants.levels_search import search
 
 POWERS = np.array([1, 3, 9, 27, 81], np.uint8)
-REACH = (1, 0.8, 0.65, 0.5, 0.4, 0.3, 0.2)  # of the highest level to try, in largest weights
+REACH = (1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)  # of the highest level to try, in largest weights
 
 
 @inline

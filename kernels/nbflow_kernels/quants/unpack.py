@@ -16,6 +16,7 @@ here emit the instructions that this form needs, so what a format does not have 
                                   ``4 * row + j`` is the code of column ``4 * v + j``; the value
                                   plus 128, if the form has values
 `dot(form, acc, u, x)`            acc plus the sums of 4 products of codes u and int8 x, int32
+`unit_of(form, at, i)`            address of the codes of unit i of the block at address `at`
 `d_of(form, at, s)`               `d` (times `factor`) of sub-block s of the block at `at`, 16 rows
 `m_of(form, at, s)`               `m` in the same way; -0, which changes no sum, if there is none
 `scale_of(form, at, s, d)`        d times the integer scale of sub-block s, exact
@@ -220,26 +221,43 @@ class _Emit:
         form, builder = self.form, self.builder
         if form.scales == "none":
             return d
-        place = builder.add(at, builder.mul(s, ir.Constant(_I64, 16)))
+        place = self._of_segment(at, s)
         if form.scales == "u4":
-            both = self.load(place, form.d_bytes, _I8)
+            both = self.load(place, 0, _I8)
             low = builder.and_(both, self.splat(15, both.type))
             return builder.fmul(d, builder.uitofp(low, f32x16.llvm))
-        return builder.fmul(d, self.floats(place, form.d_bytes, signed=form.scales == "i8"))
+        return builder.fmul(d, self.floats(place, 0, signed=form.scales == "i8"))
+
+    def _of_segment(self, at: Any, s: Any) -> Any:
+        """Return the address of the integer scales of sub-block s."""
+        form, builder = self.form, self.builder
+        count = ir.Constant(_I64, form.segment_scales)
+        segment = builder.mul(builder.udiv(s, count), ir.Constant(_I64, form.segment_bytes))
+        scale = builder.mul(builder.urem(s, count), ir.Constant(_I64, 16))
+        first = builder.add(at, ir.Constant(_I64, form.d_bytes))
+        return builder.add(first, builder.add(segment, scale))
+
+    def unit(self, at: Any, i: Any) -> Any:
+        """Return the address of the codes of unit i."""
+        form, builder = self.form, self.builder
+        count = ir.Constant(_I64, form.segment // form.unit)
+        segment = builder.mul(builder.udiv(i, count), ir.Constant(_I64, form.segment_bytes))
+        unit = builder.mul(builder.urem(i, count), ir.Constant(_I64, form.unit_bytes))
+        first = builder.add(at, ir.Constant(_I64, form.d_bytes + form.codes_at))
+        return builder.add(first, builder.add(segment, unit))
 
     def base(self, at: Any, s: Any, m: Any) -> Any:
         """Return m, or -m times the integer min of sub-block s."""
         form, builder = self.form, self.builder
         if form.base != "min":
             return m
-        place = builder.add(at, builder.mul(s, ir.Constant(_I64, 16)))
+        place = self._of_segment(at, s)
         if form.scales == "u4":
-            both = self.load(place, form.d_bytes, _I8)
+            both = self.load(place, 0, _I8)
             high = builder.lshr(both, self.splat(4, both.type))
             number = builder.uitofp(high, f32x16.llvm)
         else:
-            offset = form.d_bytes + 16 * (form.block // form.sub_block)
-            number = self.floats(place, offset, signed=False)
+            number = self.floats(place, 16 * form.segment_scales, signed=False)
         return builder.fmul(builder.fmul(m, self.splat(-1.0, f32x16.llvm)), number)
 
     def weight(self, u: Any, j: Any, scale: Any, base: Any) -> Any:
@@ -340,6 +358,7 @@ _INT = types.int64
 
 codes = _function("codes", i8x64, (_INT, _INT), _emit_codes)
 dot = _function("dot", i32x16, (i32x16, i8x64, i8x64), _emit_dot)
+unit_of = _function("unit_of", _INT, (_INT, _INT), lambda emit, at, i: emit.unit(at, i))
 d_of = _function("d_of", f32x16, (_INT, _INT), lambda emit, at, s: emit.d(at, s))
 m_of = _function("m_of", f32x16, (_INT, _INT), lambda emit, at, s: emit.m(at, s))
 scale_of = _function(
@@ -369,7 +388,7 @@ _OPTIONS: Any = {"forceinline": True, "error_model": "numpy", "fastmath": FAST_M
 def _decode_blocks(form: Any, at: Any, n_blocks: Any, to: Any) -> Callable[..., Any]:
     known: PackedForm = form.form
     units, vectors, per_scale = known.block // known.unit, known.unit // 4, known.sub_block // 4
-    header, unit_bytes, block_bytes = known.header_bytes, known.unit_bytes, known.block_bytes
+    block_bytes = known.block_bytes
 
     def decode(form: Any, at: Any, n_blocks: Any, to: Any) -> None:
         for _ in range(n_blocks):
@@ -377,7 +396,7 @@ def _decode_blocks(form: Any, at: Any, n_blocks: Any, to: Any) -> Callable[..., 
                 for v in range(vectors):
                     s = (unit * vectors + v) // per_scale
                     scale, base = parameters(form, at, s)
-                    u = codes(form, at + header + unit * unit_bytes, v)
+                    u = codes(form, unit_of(form, at, unit), v)
                     for j in range(4):
                         simd.store_f32(to + 64 * j, weight(form, u, j, scale, base))
                     to += 256
