@@ -35,8 +35,8 @@ from nbflow_kernels._jit import njit
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.families import all_cases
 from nbflow_kernels.opcase import OpCase
-from nbflow_kernels.qmatmul.cases import user_cases
 from nbflow_kernels.peaks import compute_peak
+from nbflow_kernels.qmatmul.cases import user_cases
 from nbflow_kernels.threads import get_num_threads, set_num_threads, split_rows
 
 SAMPLE_S = 200e-6  # one sample lasts at least this long, so that the clock's 0.1 us do not matter

@@ -13,6 +13,7 @@ something on a busy machine too.  Times are medians.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import sys
 import time
@@ -75,7 +76,7 @@ def measure_speed(
     x = sample(ENCODED_ROWS * 4).reshape(ENCODED_ROWS, -1)
     result: dict[str, float | None] = {}
     for encoder in ("plain", "best"):
-        seconds = _seconds(lambda encoder=encoder: quantize(x, name, encoder=encoder), 3)
+        seconds = _seconds(functools.partial(quantize, x, name, encoder=encoder), 3)
         result[f"quantize_{encoder}_mweights_per_s"] = x.size / seconds / 1e6
     qt, out = quantize(x, name, encoder="plain"), np.empty_like(x)
     result["dequantize_mweights_per_s"] = x.size / _seconds(lambda: dequantize(qt, out), 5) / 1e6
@@ -86,13 +87,11 @@ def measure_speed(
     activations = np.random.default_rng(1).standard_normal((1, K), dtype=np.float32)
     y = np.empty((1, N), np.float32)
     for kind in ("f32", "int8"):
+        figures: dict[str, float | None]
         figures = dict.fromkeys(("gb_per_s", "gweights_per_s", "share_of_read"))
         if kind == "f32" or not matrix.is_float:
-            figures = _product(
-                lambda kind=kind: qmatmul(activations, matrix, activations=kind, out=y),
-                matrix,
-                repeats,
-            )
+            call = functools.partial(qmatmul, activations, matrix, activations=kind, out=y)
+            figures = _product(call, matrix, repeats)
         result |= {f"gemv_{kind}_{key}": value for key, value in figures.items()}
     packed = matrix.packed_nbytes
     result["packed_bits_per_weight"] = 8 * packed / (N * K) if packed else format.bits_per_weight
