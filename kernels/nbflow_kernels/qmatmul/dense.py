@@ -17,7 +17,7 @@ from nbflow_kernels import registers, simd
 from nbflow_kernels._jit import helper, njit
 from nbflow_kernels.matmul import tiles
 from nbflow_kernels.quants.packed import PackedForm
-from nbflow_kernels.quants.unpack import codes, parameters, weight
+from nbflow_kernels.quants.unpack import codes, parameters, unit_of, weight
 
 
 @functools.cache
@@ -64,7 +64,7 @@ def _decoder(form: PackedForm, pairs: bool) -> Any:
     """Return what `tiles.multiply_decoded` calls to decode whole blocks of a row group."""
     block_units = form.block // 2 if pairs else form.block
     units, vectors, per_scale = form.block // form.unit, form.unit // 4, form.sub_block // 4
-    header, unit_bytes, block_bytes = form.header_bytes, form.unit_bytes, form.block_bytes
+    block_bytes = form.block_bytes
     piece = min(vectors, per_scale)  # vectors that have one scale
     pieces = vectors // piece
     write = _write_pairs if pairs else _write_f32
@@ -79,7 +79,7 @@ def _decoder(form: PackedForm, pairs: bool) -> Any:
                     s = (unit * vectors + p * piece) // per_scale
                     scale, base = parameters(form, at, s)
                     for v in range(piece):
-                        u = codes(form, at + header + unit * unit_bytes, p * piece + v)
+                        u = codes(form, unit_of(form, at, unit), p * piece + v)
                         write(form, u, scale, base, to)
                         to += written
             at += block_bytes
