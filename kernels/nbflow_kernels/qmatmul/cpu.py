@@ -139,14 +139,8 @@ def _matmul_int8(
     assert isinstance(packed, Packed), "int8 activations go with integer codes"
     bias = _NO_BIAS if bias is None else bias
     sums = rows.sums if int8.piece_vectors(packed.form) == 8 else rows.half_sums
-    if rows.n_rows == 1:
-        split_rows(
-            int8.one_row(packed.form), packed.n_groups, _work(packed, 1),
-            rows.codes, rows.scales, sums, packed.data, packed.n_blocks, bias, accumulate, out,
-        )  # fmt: skip
-        return
     split_rows(
-        int8.many_rows(packed.form), packed.n_groups, _work(packed, rows.n_rows),
+        int8.kernel_for(packed.form, rows.n_rows), packed.n_groups, _work(packed, rows.n_rows),
         rows.codes, rows.n_rows, rows.scales, sums, packed.data, packed.n_blocks, bias, accumulate,
         out,
     )  # fmt: skip
