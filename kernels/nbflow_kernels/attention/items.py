@@ -110,22 +110,6 @@ def find_rows(
 
 
 @part
-def bytes_to_fetch(M: Any, now: Any, ahead: Any, first: Any, last: Any, end: Any, n: Any) -> Any:
-    """Return how much of each of the rows [last, end) of the next chunk to ask for: all or nothing.
-
-    Memory that is read from end to end comes by itself, and faster so.  What lies elsewhere (on
-    another page, or one head's rows among those of others) would have to be waited for, and so
-    would everything where the work on a chunk takes longer than to read it.  Only whole chunks.
-    """
-    if end - last < CHUNK:
-        return np.int64(0)
-    begin, before = read_i64(ahead), read_i64(now + 8 * ((last - 1) % CHUNK))
-    stop = read_i64(ahead + 8 * (CHUNK - 1))
-    goes_on = begin == before + n and stop == begin + (CHUNK - 1) * n
-    return np.int64(0) if goes_on and M == 1 else n
-
-
-@part
 def pack_rows(
     source: Any, kind: Any, table: Any, first: Any, last: Any, n: Any, target: Any, padded: Any
 ) -> None:
@@ -158,7 +142,7 @@ def score_chunk(
     like: Any, M: Any, q: Any, row_bytes: Any, table: Any, state: Any, s: Any, room: Any,
     ahead: Any, n_ahead: Any,
 ) -> None:  # fmt: skip
-    """Write the scores of a chunk; ask for the keys of the next one meanwhile."""
+    """Write the scores of a chunk."""
     for j in range(0, CHUNK, 16):
         m = np.int64(0)
         while m < M:
@@ -428,16 +412,18 @@ def attend_items(
         if key < end:
             find_rows(pages, page_size, key, stop_key, k_head, v_head, strides, now)
         while key < end:
-            # The next chunk is on its way while this one is worked on.  Only keys that some row
-            # sees have addresses: others may lie on pages that were given back.
+            # Only keys that some row sees have addresses: others may lie on pages given back.
             base, next_base = key // CHUNK * CHUNK, stop_key // CHUNK * CHUNK
             next_stop = min(min(next_base + CHUNK, end), (stop_key // split + 1) * split)
-            bytes_k, bytes_v = np.int64(0), np.int64(0)
             if stop_key < next_stop:
                 find_rows(pages, page_size, stop_key, next_stop, k_head, v_head, strides, ahead)
-                bytes_k = bytes_to_fetch(M, now, ahead, key, stop_key, next_stop, strides[3])
-                bytes_v = bytes_to_fetch(M, now + TABLE, ahead + TABLE, key, stop_key, next_stop,
-                                         strides[7])  # fmt: skip
+            # What is read half a chunk later is asked for now, in whole chunks.  Rows that are
+            # packed are read at once: then both halves ask for the next chunk.
+            fetch_1, n_1 = now + TABLE, strides[7] if stop_key - key == CHUNK else 0
+            fetch_2, n_2 = ahead, strides[3] if next_stop - stop_key == CHUNK else 0
+            if pack:
+                fetch_1, n_1 = ahead, n_2
+                fetch_2, n_2 = ahead + TABLE, strides[7] if n_2 != 0 else 0
             first, last = key - base, stop_key - base
             if pack and latent:
                 join_rows(source, kind, now, first, last, D_vo, D_qk - D_vo, packed, wide_qk)
@@ -461,9 +447,9 @@ def attend_items(
                 seen = max(read_i64(record + LOW) - base, first)
                 write_i64(record + FIRST, seen)
                 write_i64(record + LAST, max(seen, min(read_i64(record + HIGH) - base, last)))
-            score_chunk(like, M, q_tile, qk_bytes, now, state, s, room, ahead, bytes_k)
+            score_chunk(like, M, q_tile, qk_bytes, now, state, s, room, fetch_1, n_1)
             weigh_chunk(header, cap, M, group, head, request, row, position, base, s, state, ramp)
-            mix_chunk(like, M, acc, vo_bytes, state, s, now + TABLE, step, ahead + TABLE, bytes_v)
+            mix_chunk(like, M, acc, vo_bytes, state, s, now + TABLE, step, fetch_2, n_2)
             if several and (stop_key == end or stop_key % split == 0):
                 fold_split(M, running, acc, vo_bytes, state)
             key, stop_key, now, ahead = stop_key, next_stop, ahead, now
