@@ -12,7 +12,7 @@ tuples of vectors; a tile is one value whose operations emit the R * T instructi
 `scaled(sums, ints, w, w_step, x, x_step)`            sums[r, t] + ints[r, t] * (w[r] * x[t])
 `based(sums, w, w_step, x, x_step, n, n_step)`        sums[r, t] + w[r] * (x[t] * n[t])
 `add(a, b)`                                           lane by lane
-`load(R, T, addr)` `store(addr, sums)`                R * T vectors; r is the slower index
+`store(addr, sums)`                                   write R * T vectors; r is the slower index
 ====================================================  =============================================
 
 `w`, `x` and `n` are addresses of the first row group's or token's numbers, each followed by the
@@ -249,23 +249,6 @@ def add(typing_context: Any, a: Any, b: Any) -> Any:
         )
 
     return tile(a, b), codegen
-
-
-@intrinsic(prefer_literal=True)
-def load(typing_context: Any, rows: Any, tokens: Any, addr: Any) -> Any:
-    """See the module."""
-    tile = _new("load", f32x16, rows, tokens)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emit = _Emit(context, builder, signature, args)
-        size = ir.Constant(_I64, 4 * LANES)
-        return emit.each(
-            tile,
-            None,
-            lambda r, t, old: emit.load(emit.values[2], size, r * tile.tokens + t, f32x16.llvm),
-        )
-
-    return tile(rows, tokens, addr), codegen
 
 
 @intrinsic
