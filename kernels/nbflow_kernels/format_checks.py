@@ -52,8 +52,8 @@ def check_format(format: str | QuantFormat, *, encoder: str = "best") -> FormatR
 
     Storage: sizes, one result whatever the rows beside, finite decoding of random, constant, zero,
     tiny and huge weights, padded rows, `from_bytes`, pickling.  Decoding: whole tensors, rows, the
-    NumPy form.  Products, with float32 and int8 activations: single weights bit by bit, float64
-    reference, batch invariance, bias, accumulation, no rows.
+    NumPy form.  Products, with float32, bfloat16 and int8 activations: single weights bit by bit,
+    float64 reference, batch invariance, bias, accumulation, no rows.
 
     Parameters
     ----------
@@ -85,6 +85,7 @@ def check_format(format: str | QuantFormat, *, encoder: str = "best") -> FormatR
     _check_decoding(chosen, qt)
     activations = rng.standard_normal((TOKENS, n_columns), dtype=np.float32)
     _check_products(chosen, qt, activations)
+    _check_bf16(chosen, qt, activations)
     int8_error = float("nan")
     if not isinstance(chosen, FloatFormat):
         int8_error = _check_int8(chosen, qt, activations)
@@ -164,6 +165,17 @@ def _check_products(format: QuantFormat, qt: QuantTensor, x: NDArray[np.float32]
     # the order of the two additions is not the same for all: two roundings of numbers below 2
     _require(off <= 2.4e-7 * (2 + np.abs(y).max()), format, "bias or old output are wrong")
     _require(qmatmul(x[:0], qt).shape == (0, ROWS), format, "a product of no rows is wrong")
+
+
+def _check_bf16(format: QuantFormat, qt: QuantTensor, x: NDArray[np.float32]) -> None:
+    y = qmatmul(x, qt, activations="bf16")
+    weights = np.abs(reference.weights(qt))
+    # both factors are off by 2**-9 of themselves at most, and so is each product by twice that
+    allowed = 1.01 * 2.0**-8 * (np.abs(x).astype(np.float64) @ weights.T) + 1e-30
+    error = np.abs(y - reference.qmatmul(x, qt)) / allowed
+    _require((error <= 1).all(), format, f"a bfloat16 product is off by {error.max():g} of a limit")
+    alone = qmatmul(x[3:4], qt, activations="bf16")
+    _require(np.array_equal(alone[0], y[3]), format, "bf16: a row depends on the other rows")
 
 
 def _check_int8(format: QuantFormat, qt: QuantTensor, x: NDArray[np.float32]) -> float:

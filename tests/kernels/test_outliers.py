@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.moe import grouped_matmul
 from nbflow_kernels.qmatmul import cpu, qmatmul, reference
 from nbflow_kernels.quants import FORMATS, QuantTensor, dequantize, dequantize_rows, quantize
 from nbflow_kernels.quants.outliers import SAMPLE, sample_rows, soft_range
@@ -113,6 +114,17 @@ def test_launchers_with_outliers_can_be_captured():
         for call in seen.calls:
             call()
         assert np.array_equal(out, wanted)
+
+
+def test_experts_add_theirs_after_their_products():
+    x, _ = planted(3 * 40, 96)
+    w = quantize(x.reshape(3, 40, 96), "q4", outliers=0.02)
+    activations = np.random.default_rng(14).standard_normal((300, 96), dtype=np.float32)
+    indptr = np.array([0, 120, 121, 300], np.int32)
+    y = grouped_matmul(activations, w, indptr)
+    for i, one in enumerate(w.matrices()):
+        part = slice(indptr[i], indptr[i + 1])
+        assert np.array_equal(y[part], qmatmul(activations[part], one))
 
 
 def test_rows_gather_pickle_and_parts_keep_them():

@@ -14,10 +14,13 @@ import pytest
 from user_formats import Base3, Nibbles, NoForm
 
 import nbflow_kernels as nk
-from nbflow_kernels.checking import CheckError
+from nbflow_kernels.bench import choose
+from nbflow_kernels.bench_formats import measure_speed
+from nbflow_kernels.checking import CheckError, check
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.format_checks import check_format
 from nbflow_kernels.qmatmul import cpu, qmatmul, reference, user_rows
+from nbflow_kernels.qmatmul.cases import user_cases
 from nbflow_kernels.quants import FORMATS, QuantTensor, dequantize, quantize
 from nbflow_kernels.quants.user import load_formats, register_format, unregister_format
 
@@ -327,6 +330,18 @@ def test_a_class_without_a_file_works_in_memory(register):
     w = quantize(np.float32([[0.5, -0.25] * 12]), "bytes_b8")
     assert np.array_equal(dequantize(w)[0, :2], np.float32([0.5, -0.25]))
     assert qmatmul(np.ones((1, 24), np.float32), w) == np.float32([[3.0]])
+
+
+def test_a_registered_format_can_be_benchmarked(register):
+    register(Base3)
+    names = [case.id for case in choose(["qmatmul-llama2_7b_base3_b20_1_int8"])]
+    assert names == ["qmatmul-llama2_7b_base3_b20_1_int8"]
+    odd = [case for case in user_cases() if case.name.startswith("base3_b20_odd")]
+    assert len(odd) == 3
+    assert all(check(case) <= 1 for case in odd)
+    speed = measure_speed("base3_b20", (40, 100), 2)
+    assert speed["gemv_int8_share_of_read"] > 0
+    assert speed["quantize_best_mweights_per_s"] > 0
 
 
 def test_int8_rows_are_widened_to_what_they_stand_for():

@@ -146,9 +146,9 @@ def user_cases() -> list[OpCase]:
     cases = []
     for format in FORMATS.values():
         if isinstance(format, UserFormat):
-            for kind in ("f32", "int8"):
-                name = f"{format.name}_{kind}"
-                cases.append(_case(f"{name}_odd", 7, 37, 200, format.name, activations=kind))
-                large = ("llama2_7b_" + name, 1, 11008, 4096, format.name)
-                cases.append(_case(*large, activations=kind, timed=True))
+            for kind in ("f32", "bf16", "int8"):
+                cases.append(_case(f"{format.name}_odd", 7, 37, 200, format.name, activations=kind))
+                for T in (1, 64):
+                    large = (f"llama2_7b_{format.name}_{T}", T, 11008, 4096, format.name)
+                    cases.append(_case(*large, activations=kind, timed=True))
     return cases

@@ -56,11 +56,12 @@ def matmul(
     out: NDArray[np.float32],
 ) -> None:
     """Do `nbflow_kernels.qmatmul` with float32 activations."""
-    if w.format.decodes_from_storage:
-        user_rows.matmul(x, w, bias, accumulate, out)
-    else:
-        _matmul(x, w.packed(), _NO_BIAS if bias is None else bias, accumulate, out)
-    outliers.add(x, w, out)
+    with outliers.in_order(w):
+        if w.format.decodes_from_storage:
+            user_rows.matmul(x, w, bias, accumulate, out)
+        else:
+            _matmul(x, w.packed(), _NO_BIAS if bias is None else bias, accumulate, out)
+        outliers.add(x, w, out)
 
 
 def _matmul(
@@ -89,11 +90,12 @@ def matmul_bf16(
     out: NDArray[np.float32],
 ) -> None:
     """Do `nbflow_kernels.qmatmul` with activations and weights rounded to bfloat16."""
-    if w.format.decodes_from_storage:
-        user_rows.matmul(x, w, bias, accumulate, out, bf16=True)
-    else:
-        _matmul_bf16(x, w.packed(), _NO_BIAS if bias is None else bias, accumulate, out)
-    outliers.add(x, w, out)
+    with outliers.in_order(w):
+        if w.format.decodes_from_storage:
+            user_rows.matmul(x, w, bias, accumulate, out, bf16=True)
+        else:
+            _matmul_bf16(x, w.packed(), _NO_BIAS if bias is None else bias, accumulate, out)
+        outliers.add(x, w, out)
 
 
 def _matmul_bf16(
@@ -121,11 +123,12 @@ def matmul_int8(
     out: NDArray[np.float32],
 ) -> None:
     """Do `nbflow_kernels.qmatmul` with activations that are quantized already."""
-    if w.format.decodes_from_storage:
-        user_rows.matmul_int8(rows, w, bias, accumulate, out)
-    else:
-        _matmul_int8(rows, w.packed(), bias, accumulate, out)
-    outliers.add_int8(rows, w, out)
+    with outliers.in_order(w):
+        if w.format.decodes_from_storage:
+            user_rows.matmul_int8(rows, w, bias, accumulate, out)
+        else:
+            _matmul_int8(rows, w.packed(), bias, accumulate, out)
+        outliers.add_int8(rows, w, out)
 
 
 def _matmul_int8(

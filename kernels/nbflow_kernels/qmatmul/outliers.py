@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import numpy as np
 
+from nbflow_kernels import threads
 from nbflow_kernels._jit import njit
 from nbflow_kernels.qmatmul.activations import COLUMNS, Int8Rows
 from nbflow_kernels.sparse.cpu import sparse_matmul
 from nbflow_kernels.threads import split_rows
 
 COST = 4  # multiply-adds that an outlier costs, for the choice of thread count
+
+
+def in_order(w: Any) -> contextlib.AbstractContextManager[None]:
+    """Return the context in which a product with `w` and its outliers are added in this order."""
+    return threads.in_order() if w.outliers is not None else contextlib.nullcontext()
 
 
 def add(x: Any, w: Any, out: Any) -> None:

@@ -19,7 +19,7 @@ from nbflow_kernels.matmul import tiles
 from nbflow_kernels.qmatmul.activations import COLUMNS, Int8Rows
 from nbflow_kernels.quants.user import UserFormat
 from nbflow_kernels.quants.user_code import DECODED_ROWS, UserCode, decode_panel
-from nbflow_kernels.threads import split_rows
+from nbflow_kernels.threads import in_order, split_rows
 
 _NO_BIAS = np.zeros(0, np.float32)
 DECODE_COST = 8.0  # multiply-adds that decoding a weight costs, for the choice of thread count
@@ -42,8 +42,9 @@ def matmul(x: Any, w: Any, bias: Any, accumulate: bool, out: Any, *, bf16: bool 
 def matmul_int8(rows: Int8Rows, w: Any, bias: Any, accumulate: bool, out: Any) -> None:
     """Multiply quantized rows by the transpose of `w`."""
     x = np.empty((rows.n_rows, w.shape[1]), np.float32)
-    widen(rows, x)
-    matmul(x, w, bias, accumulate, out)
+    with in_order():
+        widen(rows, x)
+        matmul(x, w, bias, accumulate, out)
 
 
 def widen(rows: Int8Rows, out: Any) -> None:
