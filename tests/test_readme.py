@@ -4,13 +4,23 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from nbflow import cli
+from nbflow_kernels.bench_formats import measure_errors
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.kvcache.formats import kv_format
+from nbflow_kernels.qmatmul import qmatmul
+from nbflow_kernels.quants import FORMATS, quantize
+from nbflow_kernels.quants.support import OPERATIONS, cells
+from nbflow_kernels.quants.user import unregister_format
 
 ROOT = Path(__file__).resolve().parents[1]
+DOCS = ("formats", "ops", "tolerances")
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -22,21 +32,68 @@ def tool():
     return module
 
 
-def rows(table):
-    return [[c.strip() for c in line.strip("|").split("|")] for line in table.splitlines()]
+@pytest.mark.parametrize("name", ["README.md", *(f"docs/{n}.md" for n in DOCS)])
+def test_tables_are_up_to_date(tool, name):
+    text = (ROOT / name).read_text(encoding="utf-8")
+    fresh = tool.updated(text, tool.TABLES[name])
+    assert fresh == text, f"{name}: run python tools/update_readme.py"
 
 
-def test_ops_table_is_up_to_date(tool):
-    assert tool.ops_table() in TEXT
+def test_what_is_measured_is_there_for_every_format(tool):
+    measured = tool.measured()["formats"]
+    assert list(measured) == list(FORMATS), "run python tools/measure_formats.py"
+    for name, row in measured.items():
+        assert row["bits_per_weight"] == FORMATS[name].bits_per_weight
+        assert row["gemv_f32_gb_per_s"] > 0
+        assert (row["gemv_int8_gb_per_s"] is None) == (FORMATS[name].block_size == 1)
+        assert row["error_best"] <= row["error_plain"]
+        assert 0 <= row["model_weight_error_relative"] < 1
 
 
-def test_formats_table_is_up_to_date(tool):
-    fresh = rows(tool.formats_table())
-    written = rows(re.search(r"(\| format \| short name.*\n(?:\|.*\n)+)", TEXT)[1].strip())
-    assert [r[:5] for r in written] == [r[:5] for r in fresh]
-    for old, new in zip(written[2:], fresh[2:], strict=True):
-        # processors without fused multiply-add round a search step differently: 1 % of the error
-        assert [float(v) for v in old[5:]] == pytest.approx([float(v) for v in new[5:]], rel=0.01)
+@pytest.mark.parametrize("name", ["f16", "q8_b32t1", "q4_0"])
+def test_recorded_errors_are_what_the_encoders_do(tool, name):
+    row = tool.measured()["formats"][name]
+    found = measure_errors(name, 64)  # a sixteenth of the weights that were measured
+    for key, value in found.items():
+        # relative spread of a mean square over 65536 weights: sqrt(2 / 65536) = 0.6 %
+        assert value == pytest.approx(row[key], rel=0.02)
+
+
+def test_every_format_is_in_the_sweep_over_the_bundled_model():
+    data = tomllib.loads((ROOT / "experiments" / "formats.toml").read_text(encoding="utf-8"))
+    assert data["axes"]["weights"] == list(FORMATS)
+
+
+@pytest.mark.parametrize("name", ["f16", "q4_b32t1a", "q4_0"])
+def test_cells_say_what_happens(name):
+    found = dict(zip(OPERATIONS, cells(FORMATS[name]), strict=True))
+    x, ones = np.ones((2, 64), np.float32), np.ones(64, np.float32)
+    w = quantize(x, name, encoder="plain")
+
+    def works(call):
+        try:
+            call()
+        except UsageError:
+            return False
+        return True
+
+    calls = {
+        "importance plain": lambda: quantize(x, name, encoder="plain", importance=ones),
+        "importance best": lambda: quantize(x, name, importance=ones),
+        "outliers": lambda: quantize(x, name, outliers=0.01, encoder="plain"),
+        "GEMV, GEMM int8": lambda: qmatmul(x, w, activations="int8"),
+        "KV append, gather, attention": lambda: kv_format(name),
+    }
+    for operation, call in calls.items():
+        assert works(call) == (found[operation] == "yes"), operation
+
+
+def test_example_of_a_format_runs():
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/formats.md").read_text(), re.S)
+    try:
+        exec(compile(block, "<formats.md>", "exec"), {"__name__": "example"})
+    finally:
+        unregister_format("signs_b16")
 
 
 def test_every_link_to_a_file_leads_somewhere():

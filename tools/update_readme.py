@@ -1,17 +1,37 @@
-"""Write the tables of README.md from the code, between their markers.
+"""Write the tables of README.md and docs/ from the code and from results/formats.
 
 python tools/update_readme.py          write them
-python tools/update_readme.py --check  exit 1 if a table is not what the code says
+python tools/update_readme.py --check  exit 1 if a file is not what the code and the results say
+
+A table stands after its marker; what is measured comes from `tools/measure_formats.py`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
+from typing import Any
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "results" / "formats"
+
+# shown in the README: those with short names, and of GGML's the ones that files come in
+EXCERPT = ("f16", "bf16", "q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "iq4_xs", "mxfp4", "q3_k")
+EXCERPT_COLUMNS = (0, 1, 4, 6, 7, 9, 10, 12)
+
+
+@cache
+def measured() -> dict[str, Any]:
+    """Return the committed measurements."""
+    files = sorted(RESULTS.glob("*/formats.json"))
+    if not files:
+        raise SystemExit("no results/formats/*/formats.json: run python tools/measure_formats.py")
+    report = json.loads(files[0].read_text(encoding="utf-8"))
+    return {"folder": files[0].parent.name, **report}
 
 
 def ops_table() -> str:
@@ -25,34 +45,104 @@ def ops_table() -> str:
     return "\n".join(lines)
 
 
+def formats_excerpt() -> str:
+    """Return some rows and columns of the table of formats."""
+    from nbflow_kernels import FORMATS
+    from nbflow_kernels.quants.table import short_names, table
+
+    short = short_names()
+    names = [name for name in FORMATS if name in short or name in EXCERPT]
+    lines = [line.strip("|").split("|") for line in table(measured()["formats"], names).split("\n")]
+    return "\n".join("|" + "|".join(line[i] for i in EXCERPT_COLUMNS) + "|" for line in lines)
+
+
 def formats_table() -> str:
-    """Return the table of weight formats with their errors."""
+    """Return the table of all formats."""
     from nbflow_kernels.quants.table import table
 
-    return table()
+    return table(measured()["formats"])
 
 
-TABLES: dict[str, Callable[[], str]] = {"ops": ops_table, "formats": formats_table}
+def measured_where() -> str:
+    """Return the sentence that says where the numbers come from."""
+    report = measured()
+    n_rows, n_columns = report["shape"]
+    return (
+        f"| measured | on | threads | read bandwidth | matrix |\n|---|---|---:|---:|---|\n"
+        f"| {report['measured'][:10]} | {report['processor']} | {report['threads']} "
+        f"| {report['read_bandwidth_gb_per_s']:.1f} GB/s | {n_rows} x {n_columns} |"
+    )
 
 
-def updated(text: str) -> str:
-    """Return the README's text with fresh tables."""
-    for name, make in TABLES.items():
+def speeds_table() -> str:
+    """Return how fast formats are encoded and decoded."""
+    keys = ("quantize_plain", "quantize_best", "dequantize")
+    lines = ["| format | quantize plain | quantize best | dequantize |", "|---|---:|---:|---:|"]
+    for name, row in measured()["formats"].items():
+        cells = (f"{row[f'{key}_mweights_per_s']:,.3g}" for key in keys)
+        lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def support_table() -> str:
+    """Return the table of formats and operations."""
+    from nbflow_kernels.quants.support import support_table as make
+
+    return make().split("\n\n")[0]
+
+
+def support_notes() -> str:
+    """Return the reasons for what there is not."""
+    from nbflow_kernels.quants.support import support_table as make
+
+    return make().split("\n\n")[1]
+
+
+def tolerances_table() -> str:
+    """Return the table of tolerances."""
+    from nbflow_kernels.families import all_cases
+    from nbflow_kernels.tolerances import tolerance_table
+
+    return tolerance_table(all_cases())
+
+
+TABLES: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"ops": ops_table, "formats": formats_excerpt},
+    "docs/formats.md": {
+        "where": measured_where,
+        "formats": formats_table,
+        "speeds": speeds_table,
+    },
+    "docs/ops.md": {"support": support_table, "notes": support_notes},
+    "docs/tolerances.md": {"tolerances": tolerances_table},
+}
+"""File to its markers and what stands after them."""
+
+
+def updated(text: str, tables: dict[str, Callable[[], str]]) -> str:
+    """Return a file's text with fresh tables."""
+    for name, make in tables.items():
         marker = f"<!-- {name}: written by tools/update_readme.py -->\n"
-        pattern = re.escape(marker) + r"(?:\|.*\n)*"
+        pattern = re.escape(marker) + r"(?:(?:\||\[\^).*\n)*"
         if not re.search(pattern, text):
-            raise SystemExit(f"README.md has no marker for the table {name!r}")
+            raise SystemExit(f"there is no marker for the table {name!r}")
         table = f"{marker}{make()}\n"
         text = re.sub(pattern, lambda _, table=table: table, text)
     return text
 
 
 def main() -> None:
-    before = README.read_text(encoding="utf-8")
-    after = updated(before)
+    stale = []
+    for name, tables in TABLES.items():
+        file = ROOT / name
+        before = file.read_text(encoding="utf-8")
+        after = updated(before, tables)
+        if before != after:
+            stale.append(name)
+            if "--check" not in sys.argv:
+                file.write_text(after, encoding="utf-8")
     if "--check" in sys.argv:
-        sys.exit(0 if before == after else "README.md: run python tools/update_readme.py")
-    README.write_text(after, encoding="utf-8")
+        sys.exit(f"run python tools/update_readme.py: {', '.join(stale)}" if stale else 0)
 
 
 if __name__ == "__main__":

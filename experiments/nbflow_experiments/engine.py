@@ -16,6 +16,9 @@ from nbflow_kernels.errors import UsageError
 if TYPE_CHECKING:
     from nbflow.engine.model import Model
 
+LARGEST_OUTLIERS = 0.05
+"""The largest share of outliers that the engine takes."""
+
 __all__ = [
     "Alone",
     "Comm",
@@ -64,6 +67,27 @@ def bits_per_weight(name: str) -> float:
     import nbflow_kernels as nk
 
     return float(nk.FORMATS[name].bits_per_weight)
+
+
+def is_float_format(name: str) -> bool:
+    """Return whether a weight format stores each weight alone, as a float."""
+    import nbflow_kernels as nk
+
+    return int(nk.FORMATS[name].block_size) == 1
+
+
+def load_formats(file: Path) -> None:
+    """Execute a Python file that registers weight formats."""
+    import nbflow_kernels as nk
+
+    nk.load_formats(file)
+
+
+def format_digest(name: str) -> str:
+    """Return the digest of the source of a registered format; empty for a built-in one."""
+    import nbflow_kernels as nk
+
+    return str(getattr(nk.FORMATS[name], "digest", ""))
 
 
 def kv_format_names() -> tuple[str, ...]:
@@ -131,6 +155,7 @@ def load(
     partition: str,
     max_context: int,
     threads: int,
+    outliers: float = 0.0,
     comm: Comm | None = None,
 ) -> Model:
     """Load a model; 0 stands for the engine's own choice of `max_context` and `threads`."""
@@ -139,6 +164,7 @@ def load(
     return nbflow.load(
         model,
         weights=weights,
+        outliers=outliers,
         kv=kv,
         partition=partition,
         max_context=max_context or None,
@@ -163,7 +189,9 @@ def time_decode(
     return bench.time_decode(model, n_prompt, n_gen, batch, repeats, warmup=warmup)
 
 
-def weight_pairs(model: str, weights: str) -> Iterator[tuple[str, np.ndarray, np.ndarray, int]]:
+def weight_pairs(
+    model: str, weights: str, outliers: float = 0.0
+) -> Iterator[tuple[str, np.ndarray, np.ndarray, int]]:
     """Yield our name, the checkpoint's float32 values, the format's values and its bytes.
 
     Only tensors that the engine quantizes; one tensor is in memory at a time.
@@ -179,7 +207,7 @@ def weight_pairs(model: str, weights: str) -> Iterator[tuple[str, np.ndarray, np
                 continue
             stored = file.array(resolved.spec.checkpoint_name(name))
             exact = np.ascontiguousarray(stored, dtype=np.float32)
-            quantized = nk.quantize(exact, weights)
+            quantized = nk.quantize(exact, weights, outliers=outliers)
             yield name, exact, nk.dequantize(quantized), int(quantized.nbytes)
 
 

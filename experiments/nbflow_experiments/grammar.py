@@ -8,6 +8,8 @@ A sweep is a TOML file::
     seed = 0                            # which windows of the text are evaluated
     measures = ["weight_error", "perplexity", "decode"]
 
+    formats = ["my_format.py"]          # Python that registers weight formats: it is executed
+
     [settings]                          # the same for every point
     model = "tiny_python"
     prompt = 128
@@ -41,6 +43,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nbflow_experiments import engine
 from nbflow_experiments.measures import MEASURES
 from nbflow_experiments.settings import (
     SETTINGS,
@@ -52,7 +55,7 @@ from nbflow_experiments.settings import (
 from nbflow_kernels.errors import UsageError, unknown_name
 
 _SECTIONS = ("sweep", "settings", "axes", "zip", "exclude")
-_SWEEP_KEYS = ("name", "description", "seed", "measures")
+_SWEEP_KEYS = ("name", "description", "seed", "measures", "formats")
 _Bundle = list[dict[str, Value]]
 
 
@@ -74,9 +77,13 @@ class Sweep:
     """Number of points of the product that were excluded."""
     folder: Path
     """Folder of the sweep file; relative paths in it are meant from there."""
+    formats: tuple[Path, ...] = ()
+    """Files of weight formats, which every rank executes."""
 
 
-def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
+def load_sweep(
+    path: str | Path, overrides: Sequence[str] = (), formats: Sequence[Path] = ()
+) -> Sweep:
     """Read a sweep file.
 
     Parameters
@@ -85,6 +92,8 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
         The TOML file.
     overrides : sequence of str
         Replacements ``section.name=value``, value in TOML (``axes.batch=[1,2]``).
+    formats : sequence of Path
+        Files of weight formats to execute, besides those the file names.
 
     Returns
     -------
@@ -108,7 +117,10 @@ def load_sweep(path: str | Path, overrides: Sequence[str] = ()) -> Sweep:
         raise UsageError(f"{path} is not valid TOML: {error}") from None
     for override in overrides:
         apply_override(data, override)
-    return parse_sweep(data, path.parent, default_name=path.stem, narrowed=bool(overrides))
+    narrowed = bool(overrides)
+    return parse_sweep(
+        data, path.parent, default_name=path.stem, narrowed=narrowed, formats=formats
+    )
 
 
 def apply_override(data: dict[str, Any], text: str) -> None:
@@ -133,7 +145,12 @@ def apply_override(data: dict[str, Any], text: str) -> None:
 
 
 def parse_sweep(
-    data: Mapping[str, Any], folder: Path, *, default_name: str, narrowed: bool = False
+    data: Mapping[str, Any],
+    folder: Path,
+    *,
+    default_name: str,
+    narrowed: bool = False,
+    formats: Sequence[Path] = (),
 ) -> Sweep:
     """Return the sweep that the parsed file `data` describes; see `load_sweep`."""
     for section in data:
@@ -143,6 +160,9 @@ def parse_sweep(
     for key in head:
         if key not in _SWEEP_KEYS:
             raise unknown_name("entry of [sweep]", key, _SWEEP_KEYS)
+    files = (*_format_files(head.get("formats", []), folder), *(f.absolute() for f in formats))
+    for file in files:  # before any name of a format is looked at
+        engine.load_formats(file)
     name = _name(head.get("name", default_name))
     measures = _measures(head.get("measures", list(MEASURES)))
     fixed = {
@@ -169,7 +189,9 @@ def parse_sweep(
     if not isinstance(description, str):
         raise UsageError(f"[sweep]: description must be text, got {description!r}")
     excluded = len(product) - len(points)
-    return Sweep(name, description, measures, tuple(factors), tuple(points), excluded, folder)
+    return Sweep(
+        name, description, measures, tuple(factors), tuple(points), excluded, folder, files
+    )
 
 
 def _table(data: Mapping[str, Any], section: str) -> dict[str, Any]:
@@ -193,6 +215,13 @@ def _name(name: object) -> str:
     if not isinstance(name, str) or not re.fullmatch(r"\w[\w.-]*", name):
         raise UsageError(f"[sweep]: name must be letters, digits, '-', '_' and '.', got {name!r}")
     return name
+
+
+def _format_files(files: object, folder: Path) -> list[Path]:
+    """Return the files of weight formats, relative ones from the sweep's folder."""
+    if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+        raise UsageError(f"[sweep]: formats must be a list of file names, got {files!r}")
+    return [(folder / file).absolute() for file in files]
 
 
 def _measures(names: object) -> tuple[str, ...]:
@@ -225,11 +254,11 @@ def expand_axis(name: str, values: object, where: str) -> list[Value]:
     """Return the values an axis goes through: a list, a range, or a list with ranges in it."""
     known = setting(name, "axis")
     items = values if isinstance(values, list) else [values]
-    if not isinstance(values, list) and not (known.is_number and isinstance(values, str | dict)):
+    if not isinstance(values, list) and not (known.is_integer and isinstance(values, str | dict)):
         raise UsageError(f"{where}: {name} must be a list or a range, got {values!r}")
     written: list[object] = []
     for item in items:
-        if known.is_number and isinstance(item, str | dict):
+        if known.is_integer and isinstance(item, str | dict):
             written += _range(name, item, where)
         else:
             written.append(item)

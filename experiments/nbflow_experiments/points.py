@@ -16,8 +16,10 @@ from nbflow_experiments.measures import METRICS_VERSION, needs_text
 from nbflow_experiments.settings import Value
 from nbflow_kernels.errors import UsageError
 
-LOAD_SETTINGS = ("model", "weights", "kv", "partition", "max_context", "threads")
+LOAD_SETTINGS = ("model", "weights", "outliers", "kv", "partition", "max_context", "threads")
 """Points that agree in these can use one loaded model."""
+OUTLIER_BITS = 64
+"""What a weight that is kept beside the format costs."""
 QUALITY_SETTINGS = (
     *LOAD_SETTINGS,
     "eval_text",
@@ -45,6 +47,8 @@ class Point:
     """sha256 of the evaluated text; empty where no measure reads it."""
     text: Path | None
     """The evaluated text."""
+    format_digest: str = ""
+    """Digest of the source of the weight format, if it is a registered one."""
 
     @property
     def short(self) -> str:
@@ -57,20 +61,23 @@ class Point:
 
     def record(self) -> dict[str, Any]:
         """Return what the id is made of."""
-        return _identity(self.config, self.measures, self.model_digest, self.dataset_digest)
+        return _identity(
+            self.config, self.measures, self.model_digest, self.dataset_digest, self.format_digest
+        )
 
 
 def _identity(
-    config: Mapping[str, Value], measures: tuple[str, ...], model: str, dataset: str
+    config: Mapping[str, Value], measures: tuple[str, ...], model: str, dataset: str, format: str
 ) -> dict[str, Any]:
     """Return the plain data that decides a point's result."""
-    return {
+    identity = {
         "config": dict(config),
         "measures": list(measures),
         "model_sha256": model,
         "dataset_sha256": dataset,
         "metrics_version": METRICS_VERSION,
     }
+    return identity | ({"format_digest": format} if format else {})
 
 
 def point_id(identity: Mapping[str, Any]) -> str:
@@ -120,8 +127,9 @@ def make_points(sweep: Sweep) -> list[Point]:
                 digests[text] = hashlib.sha256(text.read_bytes()).hexdigest()
             dataset = digests[text]
         digest = identities[model].digest
-        name = point_id(_identity(config, sweep.measures, digest, dataset))
-        points[name] = Point(name, dict(config), sweep.measures, digest, dataset, text)
+        format = engine.format_digest(str(config["weights"]))
+        name = point_id(_identity(config, sweep.measures, digest, dataset, format))
+        points[name] = Point(name, dict(config), sweep.measures, digest, dataset, text, format)
     groups: dict[tuple[Value, ...], list[Point]] = {}
     for point in points.values():
         groups.setdefault(point.key(LOAD_SETTINGS), []).append(point)
@@ -172,6 +180,7 @@ def estimate_bytes(point: Point, identity: engine.ModelIdentity) -> dict[str, in
     they have in the checkpoint; copies that several ranks hold are counted once.
     """
     bits = engine.bits_per_weight(str(point.config["weights"]))
+    bits += OUTLIER_BITS * float(point.config["outliers"])
     weights = 0.0
     for name, shape in identity.shapes.items():
         if engine.is_quantized(name, shape):

@@ -21,7 +21,7 @@ import numpy as np
 from nbflow_experiments import engine, provenance
 from nbflow_experiments.evaluation import text_windows
 from nbflow_experiments.measures import MEASURES, Context, Measure, Outcome, needs_reference
-from nbflow_experiments.points import LOAD_SETTINGS, QUALITY_SETTINGS, Point
+from nbflow_experiments.points import LOAD_SETTINGS, OUTLIER_BITS, QUALITY_SETTINGS, Point
 from nbflow_experiments.progress import Reporter
 from nbflow_experiments.records import SCHEMA_VERSION, ResultsFolder, reading_row
 from nbflow_experiments.reference import is_complete, reference_path, write_reference
@@ -145,8 +145,7 @@ class Runner:
         self, point: Point, result: dict[str, Any], log: _Log, outcomes: dict[str, Outcome]
     ) -> None:
         """Write a finished point; rank 0 only."""
-        weights = str(point.config["weights"])
-        result["bits_per_weight"] = engine.bits_per_weight(weights)
+        result["bits_per_weight"] = _bits(point, outcomes)
         result["readings"] = [
             reading_row(name, reading) for name, o in outcomes.items() for reading in o.readings
         ]
@@ -188,7 +187,7 @@ class Runner:
 
     def _run_measure(self, measure: Measure, point: Point, context: Context, log: _Log) -> Outcome:
         """Run one measure on all ranks of the model; rank 0 gets what the leading rank found."""
-        key = (measure.name, point.model_digest, point.config["weights"])
+        key = (measure.name, point.model_digest, *point.key(("weights", "outliers")))
         if measure.scope == "format" and key in self._formats:
             return self._formats[key]
 
@@ -258,6 +257,7 @@ class Runner:
                 engine.load(
                     str(config["model"]),
                     weights=str(config["weights"]),
+                    outliers=float(config["outliers"]),
                     kv=str(config["kv"]),
                     partition=str(config["partition"]),
                     max_context=int(config["max_context"]),
@@ -291,6 +291,16 @@ class Runner:
             result = in_step(self._comm, self._stop, work if self._comm.rank == 0 else lambda: None)
             value: T = self._comm.bcast_object(result)
         return value
+
+
+def _bits(point: Point, outcomes: dict[str, Outcome]) -> float:
+    """Return the bits of a weight: the format's, and with outliers what was counted, if it was."""
+    bits, outliers = engine.bits_per_weight(str(point.config["weights"])), point.config["outliers"]
+    if not outliers:
+        return bits
+    counted = outcomes.get("weight_error", Outcome()).readings
+    stored = [r.value for r in counted if r.metric == "stored_bits_per_weight"]
+    return stored[0] if stored else bits + OUTLIER_BITS * float(outliers)
 
 
 def _error(failure: StepFailed) -> dict[str, Any]:

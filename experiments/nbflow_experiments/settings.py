@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from nbflow_experiments import engine
 from nbflow_kernels.errors import UsageError, unknown_name
 
-Value = str | int
+Value = str | int | float
 
 
 @dataclass(frozen=True)
@@ -25,13 +25,19 @@ class Setting:
 
     @property
     def is_number(self) -> bool:
-        """Return whether its values are integers."""
+        """Return whether its values are numbers."""
+        return isinstance(self.default, int | float)
+
+    @property
+    def is_integer(self) -> bool:
+        """Return whether its values are integers, of which there are ranges."""
         return isinstance(self.default, int)
 
 
 _ALL = (
     Setting("model", "", 0, "model: folder, file or name of a model specification (required)"),
     Setting("weights", "f32", 0, "format of the weight matrices"),
+    Setting("outliers", 0.0, 0, "share of the weights kept exactly beside the format, 0 to 0.05"),
     Setting("kv", "f16", 0, "format of the key/value cache"),
     Setting("partition", "0", 0, "which ranks hold the model, for example '0&1;2&3'"),
     Setting("batch", 1, 1, "sequences processed together"),
@@ -79,6 +85,14 @@ def check_value(name: str, value: object, where: str) -> Value:
         If the type is wrong, a number is too small, or a format or partition does not exist.
     """
     known = SETTINGS[name]
+    if name == "outliers":
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise UsageError(f"{where}: {name} must be a number, got {value!r}")
+        if not 0 <= value <= engine.LARGEST_OUTLIERS:
+            raise UsageError(
+                f"{where}: {name} must lie in 0..{engine.LARGEST_OUTLIERS}, got {value}"
+            )
+        return float(value)
     if known.is_number:
         if not isinstance(value, int) or isinstance(value, bool):
             raise UsageError(f"{where}: {name} must be an integer, got {value!r}")
@@ -101,6 +115,11 @@ def check_configuration(config: dict[str, Value]) -> None:
     if not config["model"]:
         raise UsageError(
             "the sweep names no model; write [settings] model = ... or an axis 'model'"
+        )
+    if config["outliers"] and engine.is_float_format(str(config["weights"])):
+        raise UsageError(
+            f"outliers = {config['outliers']} needs weights in a block format, got "
+            f"{config['weights']}; exclude such points: [[exclude]] with both lines"
         )
     window, skipped = int(config["eval_window"]), int(config["eval_context"])
     if skipped >= window:

@@ -40,6 +40,8 @@ class SweepOptions:
     """Whether to go on with an existing results folder."""
     retry_failed: bool = False
     """Whether to run failed points again."""
+    formats: tuple[Path, ...] = ()
+    """Files of weight formats to execute, besides those the sweep file names."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class _Plan:
     factors: tuple[str, ...]
     todo: tuple[Point, ...]
     launch: int
+    formats: tuple[Path, ...] = ()
 
 
 def run_sweep(options: SweepOptions, comm: engine.Comm | None = None) -> int:
@@ -82,6 +85,7 @@ def run_sweep(options: SweepOptions, comm: engine.Comm | None = None) -> int:
         plan, code = _agree_on_plan(options, comm, held)
         if plan is None:
             return code
+        _load_formats(plan.formats, comm)
         folder = ResultsFolder(plan.folder)
         launch = provenance.describe_launch(comm, sys.argv)
         if launch is not None:
@@ -118,11 +122,25 @@ def _agree_on_plan(
     return plan, 2 if plan is None else 0
 
 
+def _load_formats(files: Sequence[Path], comm: engine.Comm) -> None:
+    """Register the sweep's weight formats on every rank, or raise on every rank."""
+    failure: UsageError | None = None
+    try:
+        for file in files:
+            engine.load_formats(file)
+    except UsageError as error:
+        failure = error
+    failures = comm.bcast_object(comm.gather_object(failure))
+    for rank, other in enumerate(failures):
+        if other is not None:
+            raise UsageError(f"rank {rank}: {other}") from failure
+
+
 def _make_plan(options: SweepOptions, size: int, held: contextlib.ExitStack) -> _Plan:
     """Read the sweep, look at what is done already and open the results folder; rank 0 only."""
     for package in ("h5py", "rich"):
         require(package)
-    sweep = load_sweep(options.file, options.overrides)
+    sweep = load_sweep(options.file, options.overrides, options.formats)
     points = make_points(sweep)
     check_world(points, size)
     folder = ResultsFolder(options.out.absolute() / sweep.name)
@@ -144,7 +162,7 @@ def _make_plan(options: SweepOptions, size: int, held: contextlib.ExitStack) -> 
     todo = tuple(p for p in points if not folder.is_finished(p, options.retry_failed))
     done = len(points) - len(todo)
     print(f"{sweep.name}: {len(points)} points, {done} of them done already", flush=True)
-    return _Plan(folder.path, sweep.factors, todo, len(launches))
+    return _Plan(folder.path, sweep.factors, todo, len(launches), sweep.formats)
 
 
 @contextlib.contextmanager
@@ -193,6 +211,9 @@ def _inputs(points: Sequence[Point]) -> dict[str, Any]:
         "metrics_version": METRICS_VERSION,
         "models_sha256": {str(p.config["model"]): p.model_digest for p in points},
         "datasets_sha256": {str(p.text): p.dataset_digest for p in points if p.text},
+        "formats_digest": {
+            str(p.config["weights"]): p.format_digest for p in points if p.format_digest
+        },
         "seeds": sorted({int(p.config["seed"]) for p in points}),
         "threads": sorted({int(p.config["threads"]) for p in points}),
         "points": len(points),
@@ -231,7 +252,7 @@ def _conclude(folder: ResultsFolder, factors: Sequence[str], interrupted: bool) 
 
 def _print_points(options: SweepOptions, size: int) -> None:
     """Print what a sweep would run."""
-    sweep = load_sweep(options.file, options.overrides)
+    sweep = load_sweep(options.file, options.overrides, options.formats)
     points = make_points(sweep)
     check_world(points, size)
     identities = {p.config["model"]: engine.identify(str(p.config["model"])) for p in points}

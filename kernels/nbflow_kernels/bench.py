@@ -1,6 +1,7 @@
 """Benchmark of the ops: check first, then time, beside the machine's measured read bandwidth.
 
-    python -m nbflow_kernels.bench [OP ...] [--threads N] [--repeats N] [--json] [--out FILE]
+    python -m nbflow_kernels.bench [OP ...] [--threads N] [--repeats N] [--formats FILE] [--json]
+                                   [--out FILE]
 
 OP is an op (``matmul``) or one case (``matmul-llama2_7b_decode_f16``); without any, all timed
 cases run.  A case whose result differs from the reference is not timed, and the exit code is 1.
@@ -35,6 +36,7 @@ from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.families import all_cases
 from nbflow_kernels.opcase import OpCase
 from nbflow_kernels.peaks import compute_peak
+from nbflow_kernels.qmatmul.cases import user_cases
 from nbflow_kernels.threads import get_num_threads, set_num_threads, split_rows
 
 SAMPLE_S = 200e-6  # one sample lasts at least this long, so that the clock's 0.1 us do not matter
@@ -296,7 +298,7 @@ def choose(names: list[str]) -> list[OpCase]:
     UsageError
         If a name is neither an op with a timed case nor such a case.
     """
-    timed = [case for case in all_cases() if case.timed]
+    timed = [case for case in (*all_cases(), *user_cases()) if case.timed]
     available = [*dict.fromkeys(case.op for case in timed), *(case.id for case in timed)]
     for name in names:
         if name not in available:
@@ -343,6 +345,13 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("ops", nargs="*", metavar="OP", help="ops or cases; default: all timed")
     parser.add_argument("--threads", type=int, help="default: all processors of this process")
     parser.add_argument("--repeats", type=int, default=20, help="samples per case (default: 20)")
+    parser.add_argument(
+        "--formats",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="Python file that registers weight formats; it is executed (repeatable)",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON to FILE")
     return parser
@@ -352,6 +361,8 @@ def main(argv: list[str] | None = None) -> int:
     """Run the benchmark; return the exit code (1: a check failed, 2: wrong usage)."""
     arguments = _parser().parse_args(argv)
     try:
+        for file in arguments.formats:
+            nbflow_kernels.load_formats(file)
         cases = choose(arguments.ops)
         if arguments.repeats < 1:
             raise UsageError(f"--repeats must be at least 1, got {arguments.repeats}")

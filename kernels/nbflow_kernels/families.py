@@ -155,6 +155,8 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 
 SUPPORT: dict[str, tuple[str, ...]] = {
     "quants": ("FORMATS", "QuantFormat", "QuantTensor", "dequantize", "quantize"),
+    "quants.user": ("load_formats", "register_format", "unregister_format"),
+    "format_checks": ("check_format",),
     "kvcache.formats": ("KVFormat", "kv_format"),
     "threads": ("get_num_threads", "set_num_threads"),
     "errors": ("MissingExtraError", "UsageError"),

@@ -41,19 +41,23 @@ _F32 = ir.FloatType()
 PAIR_FACTOR, PAIR_SHIFT = 373, 12  # c * 373 >> 12 == c // 11 for c in 0..120
 
 
-def _accepts(declaration: str) -> bool:
-    """Return whether this LLVM's verifier accepts the declaration of an intrinsic."""
+def _takes_bytes() -> bool:
+    """Return whether this LLVM's byte dot product takes bytes, not the int32 lanes of before 22."""
+    words, wide = "<16 x i32>", "<64 x i8>"
+    name = "@llvm.x86.avx512.vpdpbusd.512"
+    call = f"%r = call {words} {name}({words} %a, {wide} %b, {wide} %b)"
+    module = (
+        f"declare {words} {name}({words}, {wide}, {wide})\n"
+        f"define {words} @f({words} %a, {wide} %b) {{\n{call}\nret {words} %r\n}}"
+    )
     try:
-        binding.parse_assembly(f"declare {declaration}").verify()
+        binding.parse_assembly(module).verify()
     except RuntimeError:
         return False
     return True
 
 
-# LLVM changed the operands' type from int32 lanes to bytes
-_BYTE_OPERANDS = _accepts(
-    "<16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32>, <64 x i8>, <64 x i8>)"
-)
+_BYTE_OPERANDS = _takes_bytes()
 
 
 def _vector(element: Any, lanes: int) -> Any:

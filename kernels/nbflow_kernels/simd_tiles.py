@@ -12,12 +12,13 @@ tuples of vectors; a tile is one value whose operations emit the R * T instructi
 `scaled(sums, ints, w, w_step, x, x_step)`            sums[r, t] + ints[r, t] * (w[r] * x[t])
 `based(sums, w, w_step, x, x_step, n, n_step)`        sums[r, t] + w[r] * (x[t] * n[t])
 `add(a, b)`                                           lane by lane
-`load(R, T, addr)` `store(addr, sums)`                R * T vectors; r is the slower index
+`store(addr, sums)`                                   write R * T vectors; r is the slower index
 ====================================================  =============================================
 
 `w`, `x` and `n` are addresses of the first row group's or token's numbers, each followed by the
-distance in bytes to the next one's.  Products and sums are fused, with one rounding, except
-``w[r] * x[t]`` and ``x[t] * n[t]`` of `scaled` and `based`, which are rounded.
+distance in bytes to the next one's.  With a single row group, `w` may be the vector itself.
+Products and sums are fused, with one rounding, except ``w[r] * x[t]`` and ``x[t] * n[t]`` of
+`scaled` and `based`, which are rounded.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from llvmlite import ir
 from numba.core import datamodel, errors, extending, types
 
 from nbflow_kernels import isa
-from nbflow_kernels.simd import LANES, f32x16, i32x16
+from nbflow_kernels.simd import LANES, Vector, f32x16, i32x16
 from nbflow_kernels.simd_bytes import emit_dot
 from nbflow_kernels.stepping import intrinsic
 
@@ -61,7 +62,9 @@ class _Emit:
     def __init__(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
         self.builder = builder
         self.values = [
-            value if isinstance(kind, Tile) else context.cast(builder, value, kind, types.int64)
+            value
+            if isinstance(kind, Tile | Vector)
+            else context.cast(builder, value, kind, types.int64)
             for value, kind in zip(args, signature.args, strict=True)
         ]
 
@@ -73,6 +76,12 @@ class _Emit:
         value = builder.load(pointer)
         value.align = 1
         return value
+
+    def weights(self, tile: Tile, w: Any, step: Any, kind: Any) -> list[Any]:
+        """Return the vectors of all row groups."""
+        if w.type == kind:
+            return [w]
+        return [self.load(w, step, r, kind) for r in range(tile.rows)]
 
     def splat(self, scalar: Any) -> Any:
         """Return a scalar in all lanes."""
@@ -133,7 +142,7 @@ def outer(typing_context: Any, sums: Any, w: Any, w_step: Any, x: Any, x_step: A
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = _Emit(context, builder, signature, args)
         sums, w, w_step, x, x_step = emit.values
-        weights = [emit.load(w, w_step, r, f32x16.llvm) for r in range(tile.rows)]
+        weights = emit.weights(tile, w, w_step, f32x16.llvm)
         xs = [emit.splat(emit.load(x, x_step, t, _F32)) for t in range(tile.tokens)]
         return emit.each(tile, sums, lambda r, t, old: emit.fma(weights[r], xs[t], old))
 
@@ -168,7 +177,7 @@ def dots(
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = _Emit(context, builder, signature, args)
         ints, w, w_step, x, x_step, _ = emit.values
-        weights = [emit.load(w, w_step, r, bytes_) for r in range(tile.rows)]
+        weights = emit.weights(tile, w, w_step, bytes_)
         fours = [emit.splat(emit.load(x, x_step, t, _I32)) for t in range(tile.tokens)]
         xs = [builder.bitcast(four, bytes_) for four in fours]
         features = isa.features()
@@ -190,7 +199,7 @@ def scaled(
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = _Emit(context, builder, signature, args)
         sums, ints, w, w_step, x, x_step = emit.values
-        scales = [emit.load(w, w_step, r, f32x16.llvm) for r in range(tile.rows)]
+        scales = emit.weights(tile, w, w_step, f32x16.llvm)
         xs = [emit.splat(emit.load(x, x_step, t, _F32)) for t in range(tile.tokens)]
 
         def one(r: int, t: int, old: Any) -> Any:
@@ -212,7 +221,7 @@ def based(
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         emit = _Emit(context, builder, signature, args)
         sums, w, w_step, x, x_step, n, n_step = emit.values
-        bases = [emit.load(w, w_step, r, f32x16.llvm) for r in range(tile.rows)]
+        bases = emit.weights(tile, w, w_step, f32x16.llvm)
         xs = []
         for t in range(tile.tokens):
             count = builder.sitofp(emit.load(n, n_step, t, _I32), _F32)
@@ -239,23 +248,6 @@ def add(typing_context: Any, a: Any, b: Any) -> Any:
         )
 
     return tile(a, b), codegen
-
-
-@intrinsic(prefer_literal=True)
-def load(typing_context: Any, rows: Any, tokens: Any, addr: Any) -> Any:
-    """See the module."""
-    tile = _new("load", f32x16, rows, tokens)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        emit = _Emit(context, builder, signature, args)
-        size = ir.Constant(_I64, 4 * LANES)
-        return emit.each(
-            tile,
-            None,
-            lambda r, t, old: emit.load(emit.values[2], size, r * tile.tokens + t, f32x16.llvm),
-        )
-
-    return tile(rows, tokens, addr), codegen
 
 
 @intrinsic

@@ -139,6 +139,19 @@ def together() -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def in_order() -> Iterator[None]:
+    """Make the compiled calls inside one after the other, within `together` too: at once.
+
+    For a launcher whose calls depend on each other; within `capture` calls are in order anyway.
+    """
+    before, _local.together = _local.together, None
+    try:
+        yield
+    finally:
+        _local.together = before
+
+
+@contextlib.contextmanager
 def at_once() -> Iterator[None]:
     """Make the compiled calls inside when they come, within `together` and `capture` too.
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import nbflow
 from nbflow.parallel import world
+from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError
 
 
@@ -20,6 +21,20 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--weights", metavar="FMT", help="weight format, e.g. q4 (default: as stored)"
+    )
+    parser.add_argument(
+        "--outliers",
+        type=float,
+        metavar="R",
+        default=0.0,
+        help="share of weights kept exactly beside the format, 0..0.05 (0)",
+    )
+    parser.add_argument(
+        "--formats",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="Python file that registers weight formats; it is executed (repeatable)",
     )
     parser.add_argument(
         "--activations",
@@ -46,11 +61,14 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def load_model(arguments: argparse.Namespace, **changes: Any) -> nbflow.Model:
-    """Load the model that the arguments describe."""
+    """Load the model that the arguments describe, after the formats it may be stored in."""
+    for file in arguments.formats:
+        load_formats(file)
     options: dict[str, Any] = {
         name: getattr(arguments, name)
         for name in (
             "weights",
+            "outliers",
             "activations",
             "kv",
             "partition",

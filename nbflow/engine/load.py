@@ -20,6 +20,7 @@ from nbflow.weights import WeightFile, open_weights
 from nbflow.weights.weight_file import ITEM_BYTES
 from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
 from nbflow_kernels.kvcache.formats import kv_format
+from nbflow_kernels.quants.outliers import check_ratio
 from nbflow_kernels.team import available_cores
 
 ACTIVATIONS = ("f32", "bf16", "int8")
@@ -30,6 +31,7 @@ def load(
     *,
     spec: str | Path | None = None,
     weights: str | None = None,
+    outliers: float = 0.0,
     activations: str = "f32",
     kv: str = "f16",
     partition: str = "0",
@@ -52,6 +54,10 @@ def load(
     weights : str, optional
         Format of the attention and feed-forward matrices: a name of `nbflow_kernels.FORMATS`, e.g.
         "q4".  None keeps what the checkpoint stores.
+    outliers : float
+        Share of the weights, 0..0.05, that are kept exactly beside the format because they stretch
+        the range of their block (Inferflow's ``delta_tensor_ratio``, `nbflow_kernels.quantize`).
+        Only with `weights` a block format.
     activations : {"f32", "bf16", "int8"}
         Arithmetic of the products with weights.  "f32" multiplies float32 activations with the
         decoded weights.  "bf16" rounds both to bfloat16 (relative error 2**-9 each).  "int8" rounds
@@ -99,6 +105,7 @@ def load(
             block_size = stored_block_size(file)
     else:
         block_size = nk.FORMATS[weights].block_size
+    check_outliers(outliers, weights)
     kv_format(kv)  # raises for an unknown name
     if activations not in ACTIVATIONS:
         raise unknown_name("activations", activations, ACTIVATIONS)
@@ -120,6 +127,7 @@ def load(
     options: dict[str, Any] = {
         "spec": the_spec,
         "weights": weights,
+        "outliers": outliers,
         "activations": activations,
         "kv": kv,
         "threads": threads,
@@ -127,6 +135,15 @@ def load(
     }
     engines, team = _start(plan, comm, resolved.path, options)
     return Model(the_spec, plan, tok, engines, team, threads, resolved.defaults)
+
+
+def check_outliers(outliers: float, weights: str | None) -> None:
+    """Raise unless `outliers` is a share that goes with the weight format."""
+    if check_ratio(outliers) and (weights is None or nk.FORMATS[weights].block_size == 1):
+        raise UsageError(
+            f"outliers={outliers:g} needs weights in a block format, got weights={weights!r}; name "
+            "one, e.g. weights='q4'"
+        )
 
 
 def stored_block_size(file: WeightFile) -> int:

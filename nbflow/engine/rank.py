@@ -65,7 +65,7 @@ class RankEngine:
         All ranks of the plan, in its order.
     groups : dict
         The communicators of the stages this rank belongs to, from `make_groups`.
-    spec, weights, activations, kv, threads, max_step_tokens
+    spec, weights, outliers, activations, kv, threads, max_step_tokens
         As in `nbflow.load`, resolved.
     """
 
@@ -78,6 +78,7 @@ class RankEngine:
         *,
         spec: ModelSpec,
         weights: str | None,
+        outliers: float,
         activations: str,
         kv: str,
         threads: int,
@@ -91,7 +92,7 @@ class RankEngine:
         self.mine = plan.ranks[comm.rank]
         self.program = fuse(partition(build(spec), self.mine))
         started, before = time.perf_counter(), file.bytes_read
-        self.weights = RankWeights(self.program, file, weights)
+        self.weights = RankWeights(self.program, file, weights, outliers)
         self.weights.pack()
         self.load_seconds = time.perf_counter() - started
         self.bytes_read = file.bytes_read - before

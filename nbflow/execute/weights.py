@@ -20,6 +20,7 @@ from nbflow.weights import WeightFile
 from nbflow.weights.weight_file import ITEM_BYTES
 from nbflow.weights_policy import is_quantized
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.quants.outliers import sample_rows, soft_range
 
 FLOAT_DTYPES = {"f32": np.float32, "f16": np.float16}
 FORMAT_OF_DTYPE = {"float32": "f32", "float16": "f16", "uint16": "bf16"}
@@ -31,8 +32,11 @@ class RankWeights:
     Those of a linear op are matrices one below the other, of one row per output in all.
     """
 
-    def __init__(self, program: Program, file: WeightFile, weights: str | None) -> None:
+    def __init__(
+        self, program: Program, file: WeightFile, weights: str | None, outliers: float = 0.0
+    ) -> None:
         self._file = file
+        self._outliers = outliers
         self._program = program
         self._format = weights
         self._loaded: dict[tuple[Operand, ...], Any] = {}
@@ -103,6 +107,8 @@ class RankWeights:
     def _matrix(self, parts: Sequence[Operand]) -> Any:
         if self._stored_format(parts[0]) is not None:
             return self._blocks(parts)
+        if self._outliers and self._is_converted(parts[0]):
+            return nk.QuantTensor.concatenate([self._with_outliers(p) for p in parts])
         spec = self._program.spec
         arrays = [self._read(p) for p in parts]
         stored = {self._file.dtype(spec.checkpoint_name(p.name)) for p in parts}
@@ -123,8 +129,28 @@ class RankWeights:
             self._file.quantized(spec.checkpoint_name(p.name), rows=p.rows, columns=p.columns)
             for p in parts
         ]
-        data = np.concatenate([t.data for t in tensors])
-        return nk.QuantTensor(tensors[0].format, (len(data), tensors[0].shape[-1]), data)
+        return nk.QuantTensor.concatenate(tensors)
+
+    def _with_outliers(self, part: Operand) -> nk.QuantTensor:
+        """Return a rank's part of a tensor with its outliers.
+
+        What counts as one is decided by the whole tensor, so that it does not depend on the
+        partition; for that, some rows of it are read.
+        """
+        name = self._program.spec.checkpoint_name(part.name)
+        n_rows, n_columns = self._program.spec.tensor_shapes()[part.name]
+        chosen = sample_rows(n_rows, n_columns)
+        if chosen.step == 1:
+            sample = self._file.array(name)
+        else:
+            sample = np.concatenate([self._file.array(name, rows=(r, r + 1)) for r in chosen])
+        limits = soft_range(sample, self._outliers)
+        matrix = self._read(part).astype(np.float32, copy=False)
+        assert self._format is not None
+        try:
+            return nk.quantize(matrix, self._format, outliers=self._outliers, outlier_range=limits)
+        except UsageError as error:
+            raise UsageError(f"tensor {part.name}: {error}") from error
 
 
 def convert(matrix: np.ndarray, format: str, name: str) -> Any:
@@ -155,5 +181,7 @@ def convert(matrix: np.ndarray, format: str, name: str) -> Any:
 def stored_bytes(operand: Any) -> int:
     """Return the bytes of an array or a quantized tensor, in the layout it is computed from."""
     if isinstance(operand, nk.QuantTensor):
-        return operand.packed_nbytes or operand.nbytes
+        if operand.packed_nbytes:
+            return operand.packed_nbytes + operand.outlier_nbytes
+        return operand.nbytes
     return int(operand.nbytes)

@@ -150,7 +150,9 @@ class FakeEngine:
         return self
 
 
-def weight_pairs(model: str, weights: str) -> Iterator[tuple[str, np.ndarray, np.ndarray, int]]:
+def weight_pairs(
+    model: str, weights: str, outliers: float = 0.0
+) -> Iterator[tuple[str, np.ndarray, np.ndarray, int]]:
     rng = np.random.default_rng(3)
     for i in range(3):
         exact = rng.normal(0, 1, (8, 8)).astype(np.float32)

@@ -14,7 +14,7 @@ import nbflow_kernels as nk
 x = np.ones((5, 64), np.float32)
 w = nk.quantize(x, "q4_0", encoder="plain")
 with event.install_recorder("numba:compile") as compiled:
-    for activations in ("f32", "int8"):
+    for activations in ("f32", "bf16", "int8"):
         for rows in (x, x[:1]):
             nk.qmatmul(rows, w, activations=activations)
 names = [str(e.data["dispatcher"]) for _, e in compiled.buffer if e.is_start]

@@ -18,12 +18,13 @@ def main() -> None:
     comm = world()
     assert comm.size > 1, "mpirun did not start several ranks"
     ids = np.random.default_rng(3).integers(0, 101, 40)
-    for weights in (None, "q4"):
-        with nbflow.load(folder, weights=weights, kv="f32", comm=Alone()) as model:
+    for weights, outliers in ((None, 0.0), ("q4", 0.0), ("q4", 0.01)):
+        options = {"weights": weights, "outliers": outliers, "kv": "f32"}
+        with nbflow.load(folder, comm=Alone(), **options) as model:
             expected = model.logits(ids)
             text = model.generate(ids[:9].tolist(), max_tokens=8, ignore_eos=True).ids
         for partition in partitions:
-            with nbflow.load(folder, weights=weights, kv="f32", partition=partition) as model:
+            with nbflow.load(folder, partition=partition, **options) as model:
                 assert model.participates == (comm.rank in model.plan.numbers)
                 if model.participates:
                     check(model, ids, expected, text)

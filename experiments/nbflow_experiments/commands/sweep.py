@@ -35,6 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="replace a value of the sweep file, e.g. axes.batch=[1,2] (repeatable)",
     )
     parser.add_argument(
+        "--formats",
+        action="append",
+        default=[],
+        type=Path,
+        metavar="FILE",
+        help="Python file that registers weight formats; it is executed (repeatable)",
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         default=Path("runs"),
@@ -53,5 +61,6 @@ def run(args: argparse.Namespace) -> int:
             dry_run=args.dry_run,
             resume=args.resume,
             retry_failed=args.retry_failed,
+            formats=tuple(args.formats),
         )
     )

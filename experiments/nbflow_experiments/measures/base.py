@@ -61,7 +61,7 @@ class Outcome:
 class Context:
     """What a measure is given, on every rank that holds a part of the model."""
 
-    config: Mapping[str, str | int]
+    config: Mapping[str, str | int | float]
     """The point's settings."""
     model: Model
     """The loaded model."""

@@ -4,7 +4,8 @@
 attention and of the feed-forward network), and per tensor in HDF5.  W is the checkpoint's tensor
 widened to float32, Q the default encoder.  Norms, biases, embedding and head are not quantized and
 not counted.  Ratio without a unit; deterministic, computed once per model and format by one rank.
-`stored_bits_per_weight` counts the bytes of these tensors, with the padding of incomplete blocks.
+`stored_bits_per_weight` counts the bytes of these tensors, with the padding of incomplete blocks
+and the outliers.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def run(context: Context) -> Outcome:
     errors: list[float] = []
     total_error = total_norm = 0.0
     n_weights = n_bytes = 0
-    for name, exact, approximate, size in engine.weight_pairs(model, weights):
+    outliers = float(context.config["outliers"])
+    for name, exact, approximate, size in engine.weight_pairs(model, weights, outliers):
         error, norm = squares(exact, approximate)
         names.append(name)
         errors.append(ratio(error, norm))

@@ -15,6 +15,8 @@ from nbflow_kernels.opcase import OpCase
 # errors are independent, and their sum is divided out: below 5 * (1e-6 + 2e-7) / 2 = 3e-6.  The
 # LSE has the absolute error of a score, times log2(e), and half an ulp at 16, 1e-6.
 ATOL = 3e-6
+MERGE_REASON = "float64 inside, one rounding to float32 (6e-8)"
+HALF: dict[str, Any] = {"dtype": np.float16, "kv_layout": "HND"}  # the engine's cache
 REASON = "scores off by 1e-6 (float32 dot product), values up to 5; LSE up to 16"
 
 
@@ -26,42 +28,51 @@ def _single(
     D: int,
     *,
     dtype: Any = np.float32,
-    masked: bool = False,
+    dim_vo: int | None = None,
+    mask: str = "",
+    sinks: bool = False,
     **options: Any,
 ) -> Callable[[np.random.Generator], dict[str, Any]]:
     """Return inputs of one request; T = 0 for decode, without the axis."""
     heads_first = options.get("kv_layout") == "HND"
 
     def inputs(rng: np.random.Generator) -> dict[str, Any]:
-        shape = (G, N, D) if heads_first else (N, G, D)
-        mask = {"custom_mask": rng.random((T, N)) < 0.5} if masked else {}
-        return {
+        rows = (G, N) if heads_first else (N, G)
+        arguments = {
             "q": rng.standard_normal((T, H, D) if T else (H, D)).astype(np.float32),
-            "k": rng.standard_normal(shape).astype(dtype),
-            "v": rng.standard_normal(shape).astype(dtype),
-            **mask,
+            "k": rng.standard_normal((*rows, D)).astype(dtype),
+            "v": rng.standard_normal((*rows, D if dim_vo is None else dim_vo)).astype(dtype),
             **options,
         }
+        visible = rng.random((T, N)) < 0.5
+        if mask == "bytes":
+            arguments["custom_mask"] = visible
+        elif mask == "bits":
+            arguments["packed_custom_mask"] = np.packbits(visible, bitorder="little")
+        if sinks:
+            arguments["sinks"] = rng.standard_normal(H).astype(np.float32)
+        return arguments
 
     return inputs
 
 
-def _case(name: str, *shape: int, timed: bool = False, **options: Any) -> OpCase:
+def _case(name: str, *shape: int, timed: bool = False, rtol: float = 0.0, **options: Any) -> OpCase:
     """Return a case of prefill, or of decode where T = 0; `shape` is (T, N, H, G, D)."""
     T, N, H, G, D = shape
     itemsize = np.dtype(options.get("dtype", np.float32)).itemsize
+    D_vo = options.get("dim_vo") or D
     pairs = max(T, 1) * N - (T * (T - 1) // 2 if options.get("causal") and T <= N else 0)
     plain = not options.get("return_lse")
     return OpCase(
         "single_prefill_with_kv_cache" if T else "single_decode_with_kv_cache",
         name,
         _single(T, N, H, G, D, **options),
-        rtol=0.0,
+        rtol=rtol,
         atol=ATOL,
-        reason=REASON,
-        out=(((T, H, D) if T else (H, D)), "float32") if plain else None,
-        n_bytes=2 * N * G * D * itemsize + 2 * 4 * max(T, 1) * H * D,
-        n_flops=4 * H * D * pairs,
+        reason=REASON + ("; float32 table of rotations" if rtol else ""),
+        out=((T, H, D_vo)[0 if T else 1 :], "float32") if plain else None,
+        n_bytes=N * G * (D + D_vo) * itemsize + 4 * max(T, 1) * H * (D + D_vo),
+        n_flops=2 * H * (D + D_vo) * pairs,
         timed=timed,
     )
 
@@ -71,6 +82,21 @@ def _states(rng: np.random.Generator) -> dict[str, Any]:
     s_a[0], s_b[1], s_a[2], s_b[2] = -np.inf, -np.inf, -np.inf, -np.inf
     v_a, v_b = (rng.standard_normal((6, 3, 20)).astype(np.float32) for _ in "ab")
     return {"v_a": v_a, "s_a": s_a, "v_b": v_b, "s_b": s_b}
+
+
+def _states_in_place(rng: np.random.Generator) -> dict[str, Any]:
+    states = _states(rng)
+    names = {"v": "v_a", "s": "s_a", "v_other": "v_b", "s_other": "s_b"}
+    return {
+        **{name: states[other] for name, other in names.items()},
+        "mask": np.array([True, False, True, True, False, True]),
+    }
+
+
+def _many_states(rng: np.random.Generator) -> dict[str, Any]:
+    s = rng.normal(0, 5, (4, 5, 3)).astype(np.float32)
+    s[0, 1:4], s[1] = -np.inf, -np.inf
+    return {"v": rng.standard_normal((4, 5, 3, 20)).astype(np.float32), "s": s}
 
 
 CASES = [
@@ -85,23 +111,49 @@ CASES = [
     _case("window_0", 3, 70, 2, 2, 16, causal=True, window_left=0),
     _case("soft_cap", 5, 90, 4, 2, 48, causal=True, logits_soft_cap=1.5),
     _case("scale", 5, 90, 4, 2, 48, sm_scale=0.3, return_lse=True),
-    _case("mask", 6, 140, 4, 2, 32, masked=True, return_lse=True),
+    _case("mask", 6, 140, 4, 2, 32, mask="bytes", return_lse=True),
+    _case("packed_mask", 5, 71, 4, 2, 32, mask="bits", return_lse=True),
+    _case("alibi", 5, 90, 6, 2, 32, causal=True, pos_encoding_mode="ALIBI", return_lse=True),
+    _case("sinks", 5, 90, 6, 2, 32, causal=True, sinks=True, return_lse=True),
+    _case("natural_lse", 5, 90, 4, 2, 32, causal=True, return_lse=True, lse_base="e"),
+    _case("scales", 5, 90, 4, 2, 32, scale_q=0.5, k_scale=1.5, v_scale=0.75, causal=True),
+    _case("rotated", 5, 90, 4, 2, 36, causal=True, pos_encoding_mode="ROPE_LLAMA", rtol=4e-6),
+    _case("values_of_128", 3, 70, 2, 2, 192, dim_vo=128, causal=True, return_lse=True),
     _case("half", 5, 90, 4, 2, 48, causal=True, dtype=np.float16),
     _case("heads_first", 5, 90, 4, 2, 36, causal=True, kv_layout="HND", return_lse=True),
     _case("heads_first_half", 5, 90, 4, 2, 36, kv_layout="HND", dtype=np.float16),
     _case("llama2_7b", 512, 512, 32, 32, 128, causal=True, timed=True),
-    _case("llama3_8b", 512, 512, 32, 8, 128, causal=True, dtype=np.float16, timed=True),
+    _case("llama3_8b", 512, 512, 32, 8, 128, causal=True, timed=True, **HALF),
     _case("grouped", 0, 130, 12, 4, 64, return_lse=True),
     _case("odd", 0, 67, 5, 1, 20, window_left=30, logits_soft_cap=2.0),
     _case("one_key", 0, 1, 2, 2, 16),
-    _case("llama2_7b", 0, 1024, 32, 32, 128, dtype=np.float16, timed=True),
-    _case("llama3_8b", 0, 4096, 32, 8, 128, dtype=np.float16, timed=True),
+    _case("sink_and_cap", 0, 40, 4, 2, 64, sinks=True, logits_soft_cap=5.0, return_lse=True),
+    _case("llama2_7b", 0, 1024, 32, 32, 128, timed=True, **HALF),
+    _case("llama2_7b_tokens_first", 0, 1024, 32, 32, 128, dtype=np.float16, timed=True),
+    _case("llama3_8b", 0, 4096, 32, 8, 128, timed=True, **HALF),
     OpCase(
         "merge_state",
         "with_empty_sides",
         _states,
         rtol=2e-7,
         atol=1e-7,
-        reason="float64 inside, one rounding to float32 (6e-8)",
+        reason=MERGE_REASON,
+    ),
+    OpCase(
+        "merge_state_in_place",
+        "with_a_mask",
+        _states_in_place,
+        rtol=2e-7,
+        atol=1e-7,
+        reason=MERGE_REASON,
+        mutates=("v", "s"),
+    ),
+    OpCase(
+        "merge_states",
+        "five_with_empty_ones",
+        _many_states,
+        rtol=2e-7,
+        atol=1e-7,
+        reason=MERGE_REASON,
     ),
 ]

@@ -35,7 +35,6 @@ from nbflow_kernels.attention.tiles import (
     mix_2x1,
     mix_2x4,
     mix_2x8,
-    prefetch_rows,
     score_1x16,
     score_4x4,
     soft_cap,
@@ -117,21 +116,6 @@ def find_rows(
 
 
 @part
-def bytes_to_fetch(M: Any, now: Any, ahead: Any, first: Any, last: Any, end: Any, n: Any) -> Any:
-    """Return how much of each of the rows [last, end) of the next chunk to ask for: all or nothing.
-
-    Memory that is read from end to end comes by itself, and faster so.  What lies elsewhere (on
-    another page, or one head's rows among those of others) would have to be waited for, and so
-    would everything where the work on a chunk takes longer than to read it.
-    """
-    begin = read_i64(ahead + 8 * (last % CHUNK))
-    before = read_i64(now + 8 * ((last - 1) % CHUNK))
-    stop = read_i64(ahead + 8 * ((end - 1) % CHUNK))
-    goes_on = begin == before + n and stop == begin + (end - 1 - last) * n
-    return 0 if goes_on and M == 1 else n
-
-
-@part
 def pack_rows(
     source: Any, kind: Any, table: Any, first: Any, last: Any, n: Any, target: Any, padded: Any
 ) -> None:
@@ -162,13 +146,10 @@ def join_rows(
 @part
 def score_chunk(
     like: Any, M: Any, q: Any, row_bytes: Any, table: Any, state: Any, s: Any, room: Any,
-    ahead: Any, next_first: Any, next_last: Any, bytes_k: Any, bytes_v: Any,
+    ahead: Any, n_ahead: Any,
 ) -> None:  # fmt: skip
-    """Write the scores of a chunk; ask for rows of the next one meanwhile."""
+    """Write the scores of a chunk."""
     for j in range(0, CHUNK, 16):
-        begin, end = max(j, next_first), min(j + 16, next_last)
-        prefetch_rows(ahead, begin, end, bytes_k)
-        prefetch_rows(ahead + TABLE, begin, end, bytes_v)
         m = np.int64(0)
         while m < M:
             first: Any = np.int64(CHUNK)
@@ -179,21 +160,24 @@ def score_chunk(
             if m + 4 <= M:
                 for i in range(max(j, first // 4 * 4), min(j + 16, last), 4):
                     score_4x4(like, q + m * row_bytes, row_bytes, table + 8 * i,
-                              s + m * ROW + 4 * i)  # fmt: skip
+                              s + m * ROW + 4 * i, ahead + 8 * i,
+                              n_ahead if m == 0 else 0)  # fmt: skip
                 m += 4
             else:
                 first = read_i64(state + RECORD * m + FIRST)
                 last = read_i64(state + RECORD * m + LAST)
                 if first < j + 16 and j < last:
                     score_1x16(like, q + m * row_bytes, row_bytes, table + 8 * j,
-                               min(last - j, 16), room, s + m * ROW + 4 * j)  # fmt: skip
+                               min(last - j, 16), room, s + m * ROW + 4 * j, ahead + 8 * j,
+                               n_ahead if m == 0 else 0)  # fmt: skip
                 m += 1
 
 
 @part
 def mix_chunk(
-    like: Any, M: Any, acc: Any, row_bytes: Any, state: Any, s: Any, values: Any, step: Any
-) -> None:
+    like: Any, M: Any, acc: Any, row_bytes: Any, state: Any, s: Any, values: Any, step: Any,
+    ahead: Any, n_ahead: Any,
+) -> None:  # fmt: skip
     """Add a chunk's values to the accumulators, `step` keys at a time.
 
     Two query vectors go together over the keys that both see; each goes alone over its keys before
@@ -208,8 +192,8 @@ def mix_chunk(
             for turn in range(5):
                 # before: a alone, b alone; both together; behind: a alone, b alone
                 m = b if turn == 1 or turn == 4 else a
-                n = a if turn == 0 or turn == 3 else b
-                A, B = state + RECORD * m, state + RECORD * n
+                o = a if turn == 0 or turn == 3 else b
+                A, B = state + RECORD * m, state + RECORD * o
                 first, last = low, high
                 if turn < 2:
                     first, last = read_i64(A + FIRST), min(read_i64(A + LAST), low)
@@ -219,15 +203,17 @@ def mix_chunk(
                 if first < last:
                     w, x = read_f32(A + SHRINK), read_f32(B + SHRINK)
                     acc_a, acc_b, p, r = (
-                        acc + m * row_bytes, acc + n * row_bytes, s + m * ROW, s + n * ROW
+                        acc + m * row_bytes, acc + o * row_bytes, s + m * ROW, s + o * ROW
                     )  # fmt: skip
-                    d = np.int64(0)
+                    d, n = np.int64(0), n_ahead if a == 0 else 0
                     while d + 512 <= row_bytes:
-                        mix_2x8(like, acc_a + d, acc_b + d, w, x, p, r, values, first, last, d)
-                        d += 512
+                        mix_2x8(like, acc_a + d, acc_b + d, w, x, p, r, values, first, last, d,
+                                ahead, n)  # fmt: skip
+                        d, n = d + 512, 0
                     while d + 256 <= row_bytes:
-                        mix_2x4(like, acc_a + d, acc_b + d, w, x, p, r, values, first, last, d)
-                        d += 256
+                        mix_2x4(like, acc_a + d, acc_b + d, w, x, p, r, values, first, last, d,
+                                ahead, n)  # fmt: skip
+                        d, n = d + 256, 0
                     while d < row_bytes:
                         mix_2x1(like, acc_a + d, acc_b + d, w, x, p, r, values, first, last, d)
                         d += 64
@@ -432,16 +418,18 @@ def attend_items(
         if key < end:
             find_rows(pages, page_size, key, stop_key, k_head, v_head, strides, now)
         while key < end:
-            # The next chunk is on its way while this one is worked on.  Only keys that some row
-            # sees have addresses: others may lie on pages that were given back.
+            # Only keys that some row sees have addresses: others may lie on pages given back.
             base, next_base = key // CHUNK * CHUNK, stop_key // CHUNK * CHUNK
             next_stop = min(min(next_base + CHUNK, end), (stop_key // split + 1) * split)
-            bytes_k, bytes_v = np.int64(0), np.int64(0)
             if stop_key < next_stop:
                 find_rows(pages, page_size, stop_key, next_stop, k_head, v_head, strides, ahead)
-                bytes_k = bytes_to_fetch(M, now, ahead, key, stop_key, next_stop, strides[3])
-                bytes_v = bytes_to_fetch(M, now + TABLE, ahead + TABLE, key, stop_key, next_stop,
-                                         strides[7])  # fmt: skip
+            # What is read half a chunk later is asked for now, in whole chunks.  Rows that are
+            # packed are read at once: then both halves ask for the next chunk.
+            fetch_1, n_1 = now + TABLE, strides[7] if stop_key - key == CHUNK else 0
+            fetch_2, n_2 = ahead, strides[3] if next_stop - stop_key == CHUNK else 0
+            if pack:
+                fetch_1, n_1 = ahead, n_2
+                fetch_2, n_2 = ahead + TABLE, strides[7] if n_2 != 0 else 0
             first, last = key - base, stop_key - base
             if pack and latent:
                 join_rows(source, kind, now, first, last, D_vo, D_qk - D_vo, packed, wide_qk)
@@ -465,10 +453,9 @@ def attend_items(
                 seen = max(read_i64(record + LOW) - base, first)
                 write_i64(record + FIRST, seen)
                 write_i64(record + LAST, max(seen, min(read_i64(record + HIGH) - base, last)))
-            score_chunk(like, M, q_tile, qk_bytes, now, state, s, room, ahead,
-                        stop_key - next_base, next_stop - next_base, bytes_k, bytes_v)  # fmt: skip
+            score_chunk(like, M, q_tile, qk_bytes, now, state, s, room, fetch_1, n_1)
             weigh_chunk(header, cap, M, group, head, request, row, position, base, s, state, ramp)
-            mix_chunk(like, M, acc, vo_bytes, state, s, now + TABLE, step)
+            mix_chunk(like, M, acc, vo_bytes, state, s, now + TABLE, step, fetch_2, n_2)
             if several and (stop_key == end or stop_key % split == 0):
                 fold_split(M, running, acc, vo_bytes, state)
             key, stop_key, now, ahead = stop_key, next_stop, ahead, now

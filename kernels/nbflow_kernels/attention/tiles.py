@@ -2,7 +2,9 @@
 
 Everything works on addresses.  `like` is a scalar whose type tells how keys and values are stored
 (float32, int16 for the bits of float16, uint16 for those of bfloat16); a kernel is compiled for
-each.  `keys` and `values` are addresses of tables that hold the address of each row of a chunk.
+each.  `keys` and `values` are addresses of tables that hold the address of each row of a chunk;
+`ahead` is that of the next chunk, of whose rows `n_ahead` bytes are asked for meanwhile: row by
+row, because more at once would keep the loads of this chunk waiting.
 
 The order of additions, which is part of the results' bits: a dot product has 16 partial sums (lane
 i adds the products of columns i, i + 16, ... one after the other), which are added as a tree
@@ -38,12 +40,24 @@ ROW = 4 * CHUNK
 """Bytes of the scores of one query vector."""
 
 
+@part
+def fetch(ahead: Any, j: Any, n_bytes: Any) -> None:
+    """Ask for the first bytes of the row whose address is entry j of a table."""
+    row = read_i64(ahead + 8 * j)
+    for d in range(0, n_bytes, 64):
+        prefetch(row + d)
+
+
 # ---- scores --------------------------------------------------------------------------------------
 
 
 @part
-def score_4x4(like: Any, q: Any, row_bytes: Any, keys: Any, s: Any) -> None:
+def score_4x4(
+    like: Any, q: Any, row_bytes: Any, keys: Any, s: Any, ahead: Any, n_ahead: Any
+) -> None:
     """Write the dot products of four query vectors with four keys, two keys after the other two."""
+    for j in range(4):
+        fetch(ahead, j, n_ahead)
     k0, k1, k2, k3 = read_i64(keys), read_i64(keys + 8), read_i64(keys + 16), read_i64(keys + 24)
     q1, q2, q3 = q + row_bytes, q + 2 * row_bytes, q + 3 * row_bytes
     size, zero = simd.size_of(like), simd.splat(0.0)
@@ -78,7 +92,10 @@ def score_4x4(like: Any, q: Any, row_bytes: Any, keys: Any, s: Any) -> None:
 
 
 @part
-def score_1x16(like: Any, q: Any, row_bytes: Any, keys: Any, n: Any, room: Any, s: Any) -> None:
+def score_1x16(
+    like: Any, q: Any, row_bytes: Any, keys: Any, n: Any, room: Any, s: Any, ahead: Any,
+    n_ahead: Any,
+) -> None:  # fmt: skip
     """Write 16 dot products of one query vector, of which the first `n` are with keys.
 
     One row after the other, from end to end: memory delivers that as fast as a plain read.
@@ -86,6 +103,7 @@ def score_1x16(like: Any, q: Any, row_bytes: Any, keys: Any, n: Any, room: Any, 
     """
     size = simd.size_of(like)
     for j in range(n):
+        fetch(ahead, j, n_ahead)
         key = read_i64(keys + 8 * j)
         a, d = simd.splat(0.0), np.int64(0)
         while d + 256 <= row_bytes:
@@ -116,7 +134,7 @@ def score_1x16(like: Any, q: Any, row_bytes: Any, keys: Any, n: Any, room: Any, 
 @part
 def mix_2x8(
     like: Any, A: Any, B: Any, w: Any, x: Any, p: Any, r: Any, values: Any, first: Any, last: Any,
-    d: Any,
+    d: Any, ahead: Any, n_ahead: Any,
 ) -> None:  # fmt: skip
     """Shrink 128 columns of two accumulators by w and x and add values times weights at p and r."""
     w, x = simd.splat(w), simd.splat(x)
@@ -131,6 +149,7 @@ def mix_2x8(
     size = simd.size_of(like)
     i = (d >> 2) * size
     for j in range(first, last):
+        fetch(ahead, j, n_ahead)
         at = read_i64(values + 8 * j) + i
         y, z = simd.splat(read_f32(p + 4 * j)), simd.splat(read_f32(r + 4 * j))
         v = simd.load_as(like, at)
@@ -170,7 +189,7 @@ def mix_2x8(
 @part
 def mix_2x4(
     like: Any, A: Any, B: Any, w: Any, x: Any, p: Any, r: Any, values: Any, first: Any, last: Any,
-    d: Any,
+    d: Any, ahead: Any, n_ahead: Any,
 ) -> None:  # fmt: skip
     """Do as `mix_2x8` for 64 columns."""
     w, x = simd.splat(w), simd.splat(x)
@@ -181,6 +200,7 @@ def mix_2x4(
     size = simd.size_of(like)
     i = (d >> 2) * size
     for j in range(first, last):
+        fetch(ahead, j, n_ahead)
         at = read_i64(values + 8 * j) + i
         y, z = simd.splat(read_f32(p + 4 * j)), simd.splat(read_f32(r + 4 * j))
         v = simd.load_as(like, at)
@@ -374,12 +394,3 @@ def copy_floats(kind: Any, source: Any, n: Any, factor: Any, target: Any, padded
     while d < padded:
         write_f32(target + 4 * d, np.float32(0.0))
         d += 1
-
-
-@part
-def prefetch_rows(rows: Any, first: Any, last: Any, n_bytes: Any) -> None:
-    """Ask for rows of one head: far apart, so the hardware does not see the next coming."""
-    for j in range(first, last):
-        row = read_i64(rows + 8 * j)
-        for d in range(0, n_bytes, 64):
-            prefetch(row + d)

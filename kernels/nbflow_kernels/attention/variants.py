@@ -2,9 +2,9 @@
 
 A variant is any object or class with some of the attributes of `AttentionVariant`.  Its functions
 are compiled by Numba together with a kernel that works on one query vector and one key at a time:
-some twenty times slower than the built-in attention, and a few seconds to compile per process (not
-cached on disk: nobody can tell when a user's function changes).  `nbflow_kernels.attention.
-reference` calls the same functions from NumPy, to step through them.
+ten to twenty times slower than the built-in attention, and a few seconds to compile per process
+(not cached on disk: nobody can tell when a user's function changes).  The functions of
+`nbflow_kernels.attention.reference` call the same ones from NumPy, to step through them.
 """
 
 from __future__ import annotations

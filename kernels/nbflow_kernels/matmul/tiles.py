@@ -30,7 +30,7 @@ from nbflow_kernels.matmul.outputs import write_group
 WIDE = registers.has_wide_registers()
 PANEL = 2048  # units decoded at a time, if the rows are that long
 BLOCK_TOKENS = 384  # share one decoding of the weights, and keep their activations in a cache
-PREFETCH = 4096  # bytes ahead in a stream
+PREFETCH = 4096 + 64  # bytes ahead in a stream: of a pair of lines the second, which comes last
 
 
 @inline

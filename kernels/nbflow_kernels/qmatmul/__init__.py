@@ -74,7 +74,8 @@ def qmatmul(
     The first product of a tensor makes its layout for computing, as large as the stored one (up to
     4 % larger where integer scales are widened to bytes).  Weights are decoded panel by panel,
     never as a whole matrix.  Products are added in an order that depends on K alone: a row of the
-    result is bitwise the same whatever other rows are in the call, for any number of threads.
+    result is bitwise the same whatever other rows are in the call, for any number of threads.  The
+    product with the outliers of `w`, if it has any, is added after all else.
 
     Products of two bfloat16 are exact in float32; processors with an instruction for them take
     denormal numbers for zero, others do not.

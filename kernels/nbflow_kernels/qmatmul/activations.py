@@ -19,7 +19,7 @@ from nbflow_kernels.threads import split_rows
 
 COLUMNS = 32  # that share a scale
 PADDING = 256  # the padded columns are a multiple of it: of the block of every format
-TOKENS = 4  # rows are allocated in multiples of it, so that a register tile needs no masks
+ROWS = 8  # rows are allocated in multiples of the longest register tile, which needs no masks then
 
 TINY = np.float32(2.0**-100)
 
@@ -29,7 +29,7 @@ class Int8Rows:
     """Room for rows of quantized activations, with what products need of them; K is padded."""
 
     n_rows: int
-    """Rows in use; the arrays have `TOKENS` - 1 more at most."""
+    """Rows in use; the arrays have `ROWS` - 1 more at most."""
     codes: NDArray[np.int8]
     """(rows, K), 0 in padded columns."""
     scales: NDArray[np.float32]
@@ -48,7 +48,7 @@ class Int8Rows:
         >>> Int8Rows.empty(5, 100).codes.shape
         (8, 256)
         """
-        rows, columns = -(-n_rows // TOKENS) * TOKENS, -(-n_columns // PADDING) * PADDING
+        rows, columns = -(-n_rows // ROWS) * ROWS, -(-n_columns // PADDING) * PADDING
         return cls(
             n_rows,
             np.zeros((rows, columns), np.int8),

@@ -9,6 +9,7 @@ import numpy as np
 
 from nbflow_kernels.opcase import OpCase
 from nbflow_kernels.quants import FORMATS, QuantTensor, quantize
+from nbflow_kernels.quants.user import UserFormat
 
 _F32_REASON = (
     "float32 sums of K products of N(0, 1) and N(0, 1/K) numbers in 4 chains: partial sums below "
@@ -138,3 +139,16 @@ CASES = [
         for T in (64, 512)
     ),
 ]
+
+
+def user_cases() -> list[OpCase]:
+    """Return cases of the formats that users registered, those of the built-in ones."""
+    cases = []
+    for format in FORMATS.values():
+        if isinstance(format, UserFormat):
+            for kind in ("f32", "bf16", "int8"):
+                cases.append(_case(f"{format.name}_odd", 7, 37, 200, format.name, activations=kind))
+                for T in (1, 64):
+                    large = (f"llama2_7b_{format.name}_{T}", T, 11008, 4096, format.name)
+                    cases.append(_case(*large, activations=kind, timed=True))
+    return cases

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.matmul import interleaved
-from nbflow_kernels.qmatmul import dense, floats, int8
+from nbflow_kernels.qmatmul import dense, floats, int8, outliers, user_rows
 from nbflow_kernels.qmatmul.activations import Int8Rows, quantize_activations
 from nbflow_kernels.quants.floats import PackedFloats
 from nbflow_kernels.quants.packed import ROWS, Packed
@@ -56,7 +56,22 @@ def matmul(
     out: NDArray[np.float32],
 ) -> None:
     """Do `nbflow_kernels.qmatmul` with float32 activations."""
-    packed, bias = w.packed(), _NO_BIAS if bias is None else bias
+    with outliers.in_order(w):
+        if w.format.decodes_from_storage:
+            user_rows.matmul(x, w, bias, accumulate, out)
+        else:
+            _matmul(x, w.packed(), _NO_BIAS if bias is None else bias, accumulate, out)
+        outliers.add(x, w, out)
+
+
+def _matmul(
+    x: NDArray[np.float32],
+    packed: Packed | PackedFloats,
+    bias: NDArray[np.float32],
+    accumulate: bool,
+    out: NDArray[np.float32],
+) -> None:
+    """Multiply float32 rows by packed weights."""
     if isinstance(packed, PackedFloats):
         interleaved.matmul(x, packed.data, bias, accumulate, out)
         return
@@ -75,7 +90,22 @@ def matmul_bf16(
     out: NDArray[np.float32],
 ) -> None:
     """Do `nbflow_kernels.qmatmul` with activations and weights rounded to bfloat16."""
-    packed, bias = w.packed(), _NO_BIAS if bias is None else bias
+    with outliers.in_order(w):
+        if w.format.decodes_from_storage:
+            user_rows.matmul(x, w, bias, accumulate, out, bf16=True)
+        else:
+            _matmul_bf16(x, w.packed(), _NO_BIAS if bias is None else bias, accumulate, out)
+        outliers.add(x, w, out)
+
+
+def _matmul_bf16(
+    x: NDArray[np.float32],
+    packed: Packed | PackedFloats,
+    bias: NDArray[np.float32],
+    accumulate: bool,
+    out: NDArray[np.float32],
+) -> None:
+    """Multiply rows by packed weights, both rounded to bfloat16."""
     if isinstance(packed, PackedFloats):
         interleaved.matmul_bf16(x, packed.data, bias, accumulate, out)
         return
@@ -93,18 +123,27 @@ def matmul_int8(
     out: NDArray[np.float32],
 ) -> None:
     """Do `nbflow_kernels.qmatmul` with activations that are quantized already."""
-    packed = w.packed()
+    with outliers.in_order(w):
+        if w.format.decodes_from_storage:
+            user_rows.matmul_int8(rows, w, bias, accumulate, out)
+        else:
+            _matmul_int8(rows, w.packed(), bias, accumulate, out)
+        outliers.add_int8(rows, w, out)
+
+
+def _matmul_int8(
+    rows: Int8Rows,
+    packed: Packed | PackedFloats,
+    bias: NDArray[np.float32] | None,
+    accumulate: bool,
+    out: NDArray[np.float32],
+) -> None:
+    """Multiply quantized rows by packed weights."""
     assert isinstance(packed, Packed), "int8 activations go with integer codes"
     bias = _NO_BIAS if bias is None else bias
     sums = rows.sums if int8.piece_vectors(packed.form) == 8 else rows.half_sums
-    if rows.n_rows == 1:
-        split_rows(
-            int8.one_row(packed.form), packed.n_groups, _work(packed, 1),
-            rows.codes, rows.scales, sums, packed.data, packed.n_blocks, bias, accumulate, out,
-        )  # fmt: skip
-        return
     split_rows(
-        int8.many_rows(packed.form), packed.n_groups, _work(packed, rows.n_rows),
+        int8.kernel_for(packed.form, rows.n_rows), packed.n_groups, _work(packed, rows.n_rows),
         rows.codes, rows.n_rows, rows.scales, sums, packed.data, packed.n_blocks, bias, accumulate,
         out,
     )  # fmt: skip

@@ -9,21 +9,23 @@ columns, and one row goes the same way.
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+from numba.core import extending
 
 from nbflow_kernels import registers, simd
-from nbflow_kernels._jit import helper, njit
+from nbflow_kernels._jit import FAST_MATH, helper, njit
 from nbflow_kernels.matmul import tiles
 from nbflow_kernels.quants.packed import PackedForm
-from nbflow_kernels.quants.unpack import codes, parameters, weight
+from nbflow_kernels.quants.unpack import codes, parameters, unit_of, weight
 
 
 @functools.cache
 def many_rows(form: PackedForm) -> Any:
     """Return the kernel for rows of float32 activations and row groups [start, stop)."""
-    decode, block, block_bytes = _decoder(form, False), form.block, form.block_bytes
+    block, block_bytes = form.block, form.block_bytes
     panel = max(1, tiles.PANEL // block) * block
 
     @njit
@@ -33,7 +35,7 @@ def many_rows(form: PackedForm) -> Any:
     ) -> None:  # fmt: skip
         like = np.empty(0, np.float32)
         tiles.multiply_decoded(
-            decode, False, packed, simd.address(packed), n_blocks * block_bytes,
+            decode_f32, False, form, simd.address(packed), n_blocks * block_bytes,
             n_blocks * block, panel, like, x, bias, accumulate, out, start, stop,
         )  # fmt: skip
 
@@ -43,7 +45,7 @@ def many_rows(form: PackedForm) -> Any:
 @functools.cache
 def any_rows_bf16(form: PackedForm) -> Any:
     """Return the kernel for rows of activations rounded to bfloat16."""
-    decode, block, block_bytes = _decoder(form, True), form.block, form.block_bytes
+    block, block_bytes = form.block, form.block_bytes
     panel = max(1, tiles.PANEL // block) * block
 
     @njit
@@ -53,33 +55,53 @@ def any_rows_bf16(form: PackedForm) -> Any:
     ) -> None:  # fmt: skip
         like = np.empty(0, np.int32)
         tiles.multiply_decoded(
-            decode, True, packed, simd.address(packed), n_blocks * block_bytes,
+            decode_pairs, True, form, simd.address(packed), n_blocks * block_bytes,
             n_blocks * block // 2, panel, like, x, bias, accumulate, out, start, stop,
         )  # fmt: skip
 
     return kernel
 
 
-def _decoder(form: PackedForm, pairs: bool) -> Any:
-    """Return what `tiles.multiply_decoded` calls to decode whole blocks of a row group."""
-    block_units = form.block // 2 if pairs else form.block
-    units, vectors, per_scale = form.block // form.unit, form.unit // 4, form.sub_block // 4
-    header, unit_bytes, block_bytes = form.header_bytes, form.unit_bytes, form.block_bytes
+def decode_f32(form: Any, at: Any, k: Any, n: Any, to: Any) -> None:
+    """Write columns k to k + n, whole blocks, of the row group at `at` to address `to`."""
+    raise NotImplementedError("decode_f32 is for compiled code only")
+
+
+def decode_pairs(form: Any, at: Any, k: Any, n: Any, to: Any) -> None:
+    """Do as `decode_f32` with pairs of columns, rounded to bfloat16."""
+    raise NotImplementedError("decode_pairs is for compiled code only")
+
+
+# Chosen by the type of the form, not held by the kernels: a kernel that holds a compiled function
+# is never found in the disk cache again.
+_OPTIONS: Any = {"forceinline": True, "error_model": "numpy", "fastmath": FAST_MATH}  # as `helper`
+
+
+@extending.overload(decode_f32, jit_options=_OPTIONS)
+def _decode_f32(form: Any, at: Any, k: Any, n: Any, to: Any) -> Callable[..., None]:
+    return _decoder(form.form, form.form.block, _write_f32, 256)
+
+
+@extending.overload(decode_pairs, jit_options=_OPTIONS)
+def _decode_pairs(form: Any, at: Any, k: Any, n: Any, to: Any) -> Callable[..., None]:
+    return _decoder(form.form, form.form.block // 2, _write_pairs, 128)
+
+
+def _decoder(known: PackedForm, block: int, write: Any, written: int) -> Callable[..., None]:
+    """Return the decoder of a form, of which a block has `block` units."""
+    units, vectors, per_scale = known.block // known.unit, known.unit // 4, known.sub_block // 4
+    block_bytes = known.block_bytes
     piece = min(vectors, per_scale)  # vectors that have one scale
     pieces = vectors // piece
-    write = _write_pairs if pairs else _write_f32
-    written = 128 if pairs else 256
 
-    @helper
-    def decode(packed: Any, at: Any, k: Any, n: Any, to: Any) -> None:
-        at += k // block_units * block_bytes
-        for _ in range(n // block_units):
+    def decode(form: Any, at: Any, k: Any, n: Any, to: Any) -> None:
+        at += k // block * block_bytes
+        for _ in range(n // block):
             for unit in range(units):
                 for p in range(pieces):
-                    s = (unit * vectors + p * piece) // per_scale
-                    scale, base = parameters(form, at, s)
+                    scale, base = parameters(form, at, (unit * vectors + p * piece) // per_scale)
                     for v in range(piece):
-                        u = codes(form, at + header + unit * unit_bytes, p * piece + v)
+                        u = codes(form, unit_of(form, at, unit), p * piece + v)
                         write(form, u, scale, base, to)
                         to += written
             at += block_bytes

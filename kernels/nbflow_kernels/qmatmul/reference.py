@@ -16,7 +16,8 @@ def weights(w: QuantTensor) -> NDArray[np.float64]:
     """Return a matrix (N, K) decoded without a kernel."""
     blocks = w.format.dequantize_blocks(w.data.reshape(-1, w.format.block_bytes))
     columns = w.format.row_blocks(w.shape[-1]) * w.format.block_size
-    return blocks.reshape(w.n_rows, columns)[:, : w.shape[-1]].astype(np.float64)
+    dense = blocks.reshape(w.n_rows, columns)[:, : w.shape[-1]].astype(np.float64)
+    return dense if w.outliers is None else dense + w.outliers.to_dense()
 
 
 def int8_codes(x: NDArray[np.float32]) -> tuple[NDArray[np.int8], NDArray[np.float32]]:

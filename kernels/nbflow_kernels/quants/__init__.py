@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from nbflow_kernels._dispatch import check_array, is_cuda, no_cuda_variant
 from nbflow_kernels.errors import UsageError, unknown_name
-from nbflow_kernels.quants.floats import BF16, F16, F32
+from nbflow_kernels.quants.floats import BF16, F16, F32, FloatFormat
 from nbflow_kernels.quants.formats import Formats, QuantFormat
 from nbflow_kernels.quants.fp4 import MXFP4, NVFP4
 from nbflow_kernels.quants.gather import gather
@@ -30,6 +30,13 @@ from nbflow_kernels.quants.iq1 import IQ1_M, IQ1_S
 from nbflow_kernels.quants.iq2 import IQ2_S, IQ2_XS, IQ2_XXS
 from nbflow_kernels.quants.iq3 import IQ3_S, IQ3_XXS
 from nbflow_kernels.quants.iq4 import IQ4_NL, IQ4_XS
+from nbflow_kernels.quants.outliers import (
+    add_outliers,
+    check_ratio,
+    quantize_with_outliers,
+    sample_rows,
+    soft_range,
+)
 from nbflow_kernels.quants.packed import Packed
 from nbflow_kernels.quants.q2 import Q2_B32T1A, Q2_B32T1B
 from nbflow_kernels.quants.q2_k import Q2_K
@@ -129,6 +136,8 @@ def quantize(
     *,
     encoder: str = "best",
     importance: ArrayLike | None = None,
+    outliers: float = 0.0,
+    outlier_range: tuple[float, float] | None = None,
 ) -> QuantTensor:
     """Store weights in a format.
 
@@ -148,6 +157,15 @@ def quantize(
         "importance matrix").  "best" minimizes the weighted error.  "plain" is GGML's encoder for
         importances, which weighs larger weights up as well; for ``q8_0`` that is the encoder
         without.  Rounding to a float format is the best for any importance.
+    outliers : float
+        Share of the weights, 0..0.05, that are kept aside exactly because they stretch the range
+        of their block: Inferflow's ``delta_tensor_ratio`` (`nbflow_kernels.quants.outliers` has
+        the rule).  Half of them is taken at each end of the tensor's values; the rule for single
+        blocks adds some (of Gaussian weights in blocks of 32, 0.8 % of all), and those stay that
+        would gain nothing.  Each costs 8 bytes.  No block's error becomes larger.
+    outlier_range : tuple of float, optional
+        The values beyond which weights are outliers; by default found in `x`, of which at most
+        2**20 weights in rows evenly spaced are looked at.  With `outliers` only.
 
     Returns
     -------
@@ -162,6 +180,7 @@ def quantize(
         If a value is NaN or infinite, the format or encoder is unknown, a value does not fit a
         float format, `importance` has another shape or a value that is negative or not finite, or
         "plain" is asked to use importances for a format of Inferflow, whose encoders know none.
+        If `outliers` is not in 0..0.05, or is not 0 for a float format.
 
     Examples
     --------
@@ -195,8 +214,19 @@ def quantize(
     weight = None if importance is None else _importance(importance, array.shape)
     if weight is not None and pad:
         weight = np.pad(weight, ((0, 0), (0, pad)))
-    data = chosen.quantize_rows(np.ascontiguousarray(rows), n_columns, encoder, weight)
-    return QuantTensor(chosen, array.shape, data)
+    rows = np.ascontiguousarray(rows)
+    ratio = check_ratio(outliers)
+    if ratio == 0.0:
+        return QuantTensor(
+            chosen, array.shape, chosen.quantize_rows(rows, n_columns, encoder, weight)
+        )
+    if isinstance(chosen, FloatFormat):
+        raise UsageError(f"outliers are for block formats; {chosen.name} stores each weight alone")
+    if outlier_range is None:
+        some = rows[sample_rows(len(rows), n_columns), :n_columns]
+        outlier_range = soft_range(some, ratio)
+    data, sparse = quantize_with_outliers(chosen, rows, n_columns, encoder, weight, outlier_range)
+    return QuantTensor(chosen, array.shape, data, sparse if sparse.nnz else None)
 
 
 def _finite_float32(array: NDArray[Any]) -> NDArray[np.float32]:
@@ -273,6 +303,8 @@ def dequantize(qt: QuantTensor, out: NDArray[np.float32] | None = None) -> NDArr
     rows = out.reshape(-1, qt.shape[-1])
     if qt.has_storage:
         qt.format.dequantize_rows(qt.data, rows)
+        if qt.outliers is not None:
+            add_outliers(qt.outliers, rows)
     else:
         gather(qt, np.arange(qt.n_rows), rows)
     return out

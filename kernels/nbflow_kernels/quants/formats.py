@@ -64,6 +64,11 @@ class QuantFormat(ABC):
         """Write the weights of rows (rows, row bytes) to `out` (rows, columns) with the kernel."""
 
     @property
+    def decodes_from_storage(self) -> bool:
+        """Whether products decode the storage bytes, block by block: there is no other layout."""
+        return False
+
+    @property
     def integer_form(self) -> IntegerForm:
         """The formula that decodes the format's integers; float formats have none.
 
@@ -124,6 +129,14 @@ class Formats(Mapping[str, QuantFormat]):
             return self[name]
         except UsageError:
             return default
+
+    def add(self, format: QuantFormat) -> None:
+        """Add a format under its name; `nbflow_kernels.register_format` checks it first."""
+        self._formats[format.name] = format
+
+    def remove(self, name: str) -> None:
+        """Remove the format with that explicit name."""
+        del self._formats[name]
 
     def __contains__(self, name: object) -> bool:
         lower = name.lower() if isinstance(name, str) else name

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from nbflow_kernels import simd
 from nbflow_kernels._jit import njit
 from nbflow_kernels.quants.floats import PackedFloats
+from nbflow_kernels.quants.outliers import add_outliers_of
 from nbflow_kernels.quants.packed import ROWS, PackedForm
 from nbflow_kernels.quants.tensor import QuantTensor
 from nbflow_kernels.quants.unpack import decode_blocks
@@ -22,7 +23,14 @@ def gather(qt: QuantTensor, ids: NDArray[np.integer], out: NDArray[np.float32]) 
     if qt.has_storage:
         not_capturable()
         qt.format.dequantize_rows(qt.data[ids], out)
-        return
+    else:
+        _from_packed(qt, ids, out)
+    if qt.outliers is not None:
+        add_outliers_of(qt.outliers, ids, out)
+
+
+def _from_packed(qt: QuantTensor, ids: NDArray[np.integer], out: NDArray[np.float32]) -> None:
+    """Write rows of a tensor without storage bytes."""
     packed = qt.packed()
     if isinstance(packed, PackedFloats):
         not_capturable()

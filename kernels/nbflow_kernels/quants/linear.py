@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from nbflow_kernels._jit import njit
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.quants import linear_plain
 from nbflow_kernels.quants.formats import Bytes, Floats, QuantFormat
 from nbflow_kernels.quants.integers import IntegerForm, Integers
 from nbflow_kernels.quants.parameters import F16_SCALE, U8_PAIR
@@ -35,7 +36,6 @@ from nbflow_kernels.threads import split_rows
 Encoded = tuple[Bytes, NDArray[np.uint16]]
 """Codes (n, block_size) and stored parameters (n, 2: base, scale) of blocks."""
 
-CUTOFF = 1e-5  # plain: a smaller scale counts as zero
 SIGN = np.uint16(0x8000)  # of a float16
 SEARCH_COST = 300.0  # multiply-adds a weight costs in the search, for the choice of thread count
 CHUNK = 1 << 22  # weights encoded or decoded at once: bounds the temporary arrays to some 30 MB
@@ -97,7 +97,7 @@ class LinearFormat(QuantFormat):
             if importance is not None and self.plain_weighted is not None:
                 codes, parameters = self.plain_weighted(self, part, importance[own])
             else:
-                codes, parameters = self._plain(part.reshape(-1, self.block_size))
+                codes, parameters = self._plain(part)
             codes = codes.reshape(part.shape)
             if encoder == "best":
                 parameters = parameters.reshape(len(part), n_blocks, 2)
@@ -133,39 +133,17 @@ class LinearFormat(QuantFormat):
         parameters[:, :, 1] ^= sign
 
     def _plain(self, x: Floats) -> Encoded:
-        """Return codes and stored parameters of the published encoder."""
+        """Return codes and stored parameters of the published encoder, for rows of blocks."""
         if self.plain is not None:
-            return self.plain(self, x)
-        if self.parameters == F16_SCALE:
-            return self._plain_symmetric(x)
-        low = x.min(axis=1)
-        if self.parameters == U8_PAIR:  # the base is snapped down to its grid first
-            with np.errstate(over="ignore"):
-                low = np.trunc(np.float32(100) * low + np.float32(100.01)) / np.float32(100) - 1
-        with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
-            scale = (x.max(axis=1) - low) / np.float32(self.divisor)
-            inverse = np.where(scale < CUTOFF, np.float32(0), 1 / scale)
-            steps = (x - low[:, None]) * inverse[:, None]
-            steps = np.floor(steps + np.float32(1e-4 if self.midrise else 0.5))
-            base = low + scale / 2 if self.midrise else low
-            codes = np.clip(np.nan_to_num(steps), 0, self.n_codes - 1).astype(np.uint8)
-            if self.parameters == U8_PAIR:
-                stored = [np.float32(100) * base + np.float32(100.5), 1000 * scale + 0.5]
-                stored = [np.clip(np.trunc(v), 0, 255).astype(np.uint16) for v in stored]
-            else:
-                stored = [v.astype(np.float16).view(np.uint16) for v in (base, scale)]
-        return codes, np.stack(stored, axis=1)
-
-    def _plain_symmetric(self, x: Floats) -> Encoded:
-        """Return `_plain` of a format without base: halves are rounded away from zero."""
-        scale = np.abs(x).max(axis=1) / np.float32(self.divisor)
-        with np.errstate(divide="ignore", over="ignore", invalid="ignore"):
-            inverse = np.where(scale < CUTOFF, np.float32(0), 1 / scale)
-            steps = x * inverse[:, None]
-            stored = scale.astype(np.float16).view(np.uint16)
-        steps = np.copysign(np.floor(np.abs(steps) + np.float32(0.5)), steps)
-        codes = np.clip(steps + self.zero, 0, self.n_codes - 1).astype(np.uint8)
-        return codes, np.stack([np.zeros_like(stored), stored], axis=1)
+            return self.plain(self, x.reshape(-1, self.block_size))
+        codes = np.empty(x.shape, np.uint8)
+        parameters = np.empty((len(x), x.shape[1] // self.block_size, 2), np.uint16)
+        split_rows(
+            linear_plain.plain, len(x), linear_plain.COST * x.size, x, self.block_size,
+            self.n_codes, np.float32(self.divisor), self.parameters, self.midrise, self.zero, codes,
+            parameters,
+        )  # fmt: skip
+        return codes, parameters
 
     def _blocks(self, codes: Bytes, parameters: NDArray[np.uint16]) -> Bytes:
         """Return blocks (n, block_bytes) of codes and stored parameters."""

@@ -392,36 +392,53 @@ def _pack_codes(
 ) -> None:  # fmt: skip
     """Write the codes of row groups [start, stop), 4 columns at a time; sizes in 4 bytes."""
     block, floats, segment, scales = sizes
+    per_word = 0 if bits in (3, 5, 6) else 8 // bits
     for group in range(start, stop):
-        for lane in range(min(ROWS, codes.shape[0] - group * ROWS)):
-            row, words, v = codes[group * ROWS + lane], out[group], 0
-            for b in range(n_blocks):
-                for i in range(segments):
-                    at = b * block + floats + i * segment + scales + lane
-                    for _ in range(units):
+        first = group * ROWS
+        count, words, v = min(ROWS, codes.shape[0] - first), out[group], 0
+        for b in range(n_blocks):
+            for i in range(segments):
+                at = b * block + floats + i * segment + scales
+                for _ in range(units):
+                    for lane in range(count):
+                        row = codes[first + lane, v : v + vectors]
                         if bits == PAIRS:
-                            _pack_pairs(row, v, words, at)
+                            _pack_pairs(row, words, at + lane)
+                        elif per_word:
+                            _pack_planes(row, words, at + lane, bits, per_word)
                         else:
-                            _pack_fields(row, v, words, at, fields)
-                        v += vectors
-                        at += bits * ROWS
+                            _pack_fields(row, words, at + lane, fields)
+                    v += vectors
+                    at += bits * ROWS
 
 
 @njit
-def _pack_fields(row: Any, v: Any, words: Any, at: Any, fields: Any) -> None:
+def _pack_planes(row: Any, words: Any, at: Any, bits: Any, per_word: Any) -> None:
+    """Do as `_pack_fields` where each code vector is one field, and words are full of them."""
+    v = 0
+    for word in range(bits):
+        four = np.uint32(0)
+        for i in range(per_word):
+            four |= row[v] << np.uint32(bits * i)
+            v += 1
+        words[at + word * ROWS] = four
+
+
+@njit
+def _pack_fields(row: Any, words: Any, at: Any, fields: Any) -> None:
     """Write the 8 code vectors of one row and unit; a number holds 4 codes, no bit crosses over."""
     for i in range(len(fields)):
         mask = np.uint32(0x01010101) * np.uint32((1 << fields[i, 2]) - 1)
-        part = (row[v + fields[i, 0]] >> np.uint32(fields[i, 1])) & mask
+        part = (row[fields[i, 0]] >> np.uint32(fields[i, 1])) & mask
         words[at + fields[i, 3] * ROWS] |= part << np.uint32(fields[i, 4])
 
 
 @njit
-def _pack_pairs(row: Any, v: Any, words: Any, at: Any) -> None:
+def _pack_pairs(row: Any, words: Any, at: Any) -> None:
     """Write the 16 code vectors of one row and unit as pairs."""
     for w in range(7):
-        words[at + w * ROWS] = row[v + 2 * w] + np.uint32(11) * row[v + 2 * w + 1]
-    last = row[v + 14] + np.uint32(11) * row[v + 15]
+        words[at + w * ROWS] = row[2 * w] + np.uint32(11) * row[2 * w + 1]
+    last = row[14] + np.uint32(11) * row[15]
     for w in range(7):
         bit = (last >> np.uint32(w)) & np.uint32(0x01010101)
         words[at + w * ROWS] |= bit << np.uint32(7)

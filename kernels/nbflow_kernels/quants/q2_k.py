@@ -77,7 +77,7 @@ def _unpack(blocks: Bytes) -> tuple[Bytes, NDArray[np.int16], Bytes]:
 Q2_K = KFormat(
     name="q2_k",
     block_bytes=84,
-    form=IntegerForm(256, 16, 2, scales=True, base="min"),
+    form=IntegerForm(256, 16, 2, scales=True, base="min", scale_bits=4),
     scale_top=15,
     d_at=80,
     unpack=_unpack,

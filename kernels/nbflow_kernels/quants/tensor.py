@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants.floats import FloatFormat, PackedFloats
 from nbflow_kernels.quants.formats import QuantFormat
 from nbflow_kernels.quants.packed import Packed
+from nbflow_kernels.sparse.csr import CsrMatrix
 from nbflow_kernels.threads import at_once
 
 _pack_lock = threading.Lock()
@@ -33,6 +35,8 @@ class QuantTensor:
         Shape of the weights.
     data : array of uint8, shape (rows, row bytes)
         The storage bytes: the published layout, rows without gaps.
+    outliers : CsrMatrix, shape (rows, columns), optional
+        Added to the decoded weights.
 
     Attributes
     ----------
@@ -42,11 +46,14 @@ class QuantTensor:
         Shape of the weights.
     data : array of uint8, shape (rows, row bytes)
         The storage bytes.  Do not change them after the first product: `packed` is made once.
+    outliers : CsrMatrix or None
+        What single weights differ by from their decoded values: each weight is their sum.
 
     Raises
     ------
     UsageError
-        If the format is unknown or `data` does not have the bytes that format and shape ask for.
+        If the format is unknown, `data` does not have the bytes that format and shape ask for, or
+        `outliers` have another shape.
 
     Examples
     --------
@@ -57,10 +64,14 @@ class QuantTensor:
     ('q4_b32t1a', (2, 64), 80)
     """
 
-    __slots__ = ("_data", "_matrices", "_packed", "format", "shape")
+    __slots__ = ("_data", "_matrices", "_packed", "format", "outliers", "shape")
 
     def __init__(
-        self, format: str | QuantFormat, shape: tuple[int, ...], data: NDArray[np.uint8]
+        self,
+        format: str | QuantFormat,
+        shape: tuple[int, ...],
+        data: NDArray[np.uint8],
+        outliers: CsrMatrix | None = None,
     ) -> None:
         self._matrices: tuple[QuantTensor, ...] | None = None
         self.format = _format(format)
@@ -76,6 +87,12 @@ class QuantTensor:
             )
         self._data: NDArray[np.uint8] | None = np.ascontiguousarray(data)
         self._packed: Packed | PackedFloats | None = None
+        if outliers is not None and outliers.shape != (self.n_rows, self.shape[-1]):
+            raise UsageError(
+                f"outliers must have shape (rows, columns) = {(self.n_rows, self.shape[-1])}, got "
+                f"{outliers.shape}"
+            )
+        self.outliers = outliers
 
     @classmethod
     def from_bytes(
@@ -134,20 +151,38 @@ class QuantTensor:
     def drop_storage(self) -> None:
         """Make the layout for computing and free the storage bytes.
 
-        Products, `dequantize` and `embedding` still work, and give the same numbers.
+        Products, `dequantize` and `embedding` still work, and give the same numbers.  Where
+        products decode the storage bytes, these stay.
         """
-        self.packed()
-        self._data = None
+        if not self.format.decodes_from_storage:
+            self.packed()
+            self._data = None
 
     def tobytes(self) -> bytes:
-        """Return the storage bytes, exactly as in the published layout."""
+        """Return the storage bytes, exactly as in the published layout.
+
+        Raises
+        ------
+        UsageError
+            If there are outliers, which the layout has no place for.
+        """
+        if self.outliers is not None:
+            raise UsageError(
+                "the storage layout has no place for the outliers of this tensor; pickle the "
+                "tensor, or take data.tobytes() and the arrays of outliers"
+            )
         return self.data.tobytes()
 
     @property
     def nbytes(self) -> int:
-        """Storage size in bytes; `packed_nbytes` is that of the layout for computing."""
+        """Storage size in bytes, outliers included; `packed_nbytes` is the layout for computing."""
         n_rows, row_bytes = _data_shape(self.format, self.shape)
-        return n_rows * row_bytes
+        return n_rows * row_bytes + self.outlier_nbytes
+
+    @property
+    def outlier_nbytes(self) -> int:
+        """Bytes of the outliers."""
+        return self.outliers.nbytes if self.outliers is not None else 0
 
     @property
     def packed_nbytes(self) -> int:
@@ -196,7 +231,32 @@ class QuantTensor:
         """
         if not 0 <= start <= stop <= self.n_rows:
             raise UsageError(f"rows must lie in 0..{self.n_rows}, got {start}..{stop}")
-        return QuantTensor(self.format, (stop - start, self.shape[-1]), self.data[start:stop])
+        shape = (stop - start, self.shape[-1])
+        some = None if self.outliers is None else self.outliers.rows(slice(start, stop))
+        return QuantTensor(self.format, shape, self.data[start:stop], some)
+
+    @classmethod
+    def concatenate(cls, tensors: Sequence[QuantTensor]) -> QuantTensor:
+        """Return matrices of one format and width, one below the other, with their outliers.
+
+        Raises
+        ------
+        UsageError
+            If formats or columns differ, or there is no tensor.
+        """
+        kinds = {(t.format.name, t.shape[-1]) for t in tensors}
+        if len(kinds) != 1:
+            raise UsageError(
+                f"tensors must be of one format and number of columns, got {sorted(kinds)}"
+            )
+        data = np.concatenate([t.data for t in tensors])
+        shape = (len(data), tensors[0].shape[-1])
+        outliers = None
+        if any(t.outliers is not None for t in tensors):
+            outliers = CsrMatrix.concatenate(
+                [t.outliers or CsrMatrix.empty((t.n_rows, shape[1])) for t in tensors]
+            )
+        return cls(tensors[0].format, shape, data, outliers)
 
     def matrices(self) -> tuple[QuantTensor, ...]:
         """Return the matrices (N, K) of a tensor of shape (..., N, K), without a copy.
@@ -216,10 +276,11 @@ class QuantTensor:
         return self._matrices
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return QuantTensor, (self.format, self.shape, self.data)
+        return QuantTensor, (self.format, self.shape, self.data, self.outliers)
 
     def __repr__(self) -> str:
-        return f"QuantTensor({self.format.name}, shape={self.shape}, nbytes={self.nbytes})"
+        few = f", outliers={self.outliers.nnz}" if self.outliers is not None else ""
+        return f"QuantTensor({self.format.name}, shape={self.shape}, nbytes={self.nbytes}{few})"
 
 
 def _format(format: str | QuantFormat) -> QuantFormat:

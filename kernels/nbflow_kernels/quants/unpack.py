@@ -15,7 +15,6 @@ here emit the instructions that this form needs, so what a format does not have 
 `codes(form, at, v)`              code vector v of the unit at address `at`: 64 bytes, of which byte
                                   ``4 * row + j`` is the code of column ``4 * v + j``; the value
                                   plus 128, if the form has values
-`dot(form, acc, u, x)`            acc plus the sums of 4 products of codes u and int8 x, int32
 `unit_of(form, at, i)`            address of the codes of unit i of the block at address `at`
 `d_of(form, at, s)`               `d` (times `factor`) of sub-block s of the block at `at`, 16 rows
 `m_of(form, at, s)`               `m` in the same way; -0, which changes no sum, if there is none
@@ -46,7 +45,7 @@ from nbflow_kernels._jit import FAST_MATH
 from nbflow_kernels.halves import emit_widen
 from nbflow_kernels.quants.packed import D_BYTES, FIELDS, PAIRS, PackedForm
 from nbflow_kernels.simd import f32x16, i8x64, i32x16
-from nbflow_kernels.simd_bytes import emit_dot, emit_lookup16, emit_move, emit_pair
+from nbflow_kernels.simd_bytes import emit_lookup16, emit_move, emit_pair
 from nbflow_kernels.stepping import intrinsic
 
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
@@ -343,11 +342,6 @@ def _emit_codes(emit: _Emit, at: Any, v: Any) -> Any:
     return result
 
 
-def _emit_dot(emit: _Emit, acc: Any, u: Any, x: Any) -> Any:
-    seven = emit.form.bits != 8 and emit.form.values is None
-    return emit_dot(emit.builder, acc, u, x, seven, emit.features)
-
-
 def _emit_parameters(emit: _Emit, at: Any, s: Any) -> tuple[Any, Any]:
     form = emit.form
     scale = emit.scale(at, s, emit.d(at, s))
@@ -359,7 +353,6 @@ def _emit_parameters(emit: _Emit, at: Any, s: Any) -> tuple[Any, Any]:
 _INT = types.int64
 
 codes = _function("codes", i8x64, (_INT, _INT), _emit_codes)
-dot = _function("dot", i32x16, (i32x16, i8x64, i8x64), _emit_dot)
 unit_of = _function("unit_of", _INT, (_INT, _INT), lambda emit, at, i: emit.unit(at, i))
 d_of = _function("d_of", f32x16, (_INT, _INT), lambda emit, at, s: emit.d(at, s))
 m_of = _function("m_of", f32x16, (_INT, _INT), lambda emit, at, s: emit.m(at, s))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,6 +80,30 @@ class CsrMatrix:
             raise UsageError(f"a sparse matrix holds fewer than 2**31 values, got {indptr[-1]}")
         columns = np.nonzero(mask)[1].astype(np.int32)
         return cls(dense.shape, indptr.astype(np.int32), columns, dense[mask])
+
+    @classmethod
+    def empty(cls, shape: tuple[int, int]) -> CsrMatrix:
+        """Return a matrix of zeros."""
+        none = np.zeros(0, np.int32)
+        return cls(shape, np.zeros(shape[0] + 1, np.int32), none, np.zeros(0, np.float32))
+
+    @classmethod
+    def concatenate(cls, matrices: Sequence[CsrMatrix]) -> CsrMatrix:
+        """Return matrices of one width, one below the other."""
+        n_columns = {m.shape[1] for m in matrices}
+        if len(n_columns) != 1:
+            raise UsageError(f"matrices must have one number of columns, got {sorted(n_columns)}")
+        lengths = np.concatenate([np.diff(m.indptr) for m in matrices])
+        indptr = np.zeros(len(lengths) + 1, np.int64)
+        np.cumsum(lengths, out=indptr[1:])
+        if indptr[-1] >= 2**31:
+            raise UsageError(f"a sparse matrix holds fewer than 2**31 values, got {indptr[-1]}")
+        return cls(
+            (len(lengths), n_columns.pop()),
+            indptr.astype(np.int32),
+            np.concatenate([m.indices for m in matrices]),
+            np.concatenate([m.values for m in matrices]),
+        )
 
     @property
     def nnz(self) -> int:

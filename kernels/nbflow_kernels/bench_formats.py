@@ -1,0 +1,188 @@
+"""Errors and speeds of weight formats, measured beside the machine's read bandwidth.
+
+    python -m nbflow_kernels.bench_formats [FORMAT ...] [--formats FILE] [--shape N K] [--threads N]
+                                           [--repeats N] [--out FILE]
+
+Per format: the relative root mean square error of both encoders on N(0, 0.02) weights (2**20 of
+them); 1e6 weights encoded and decoded per second; and the product of one row of activations with an
+N x K matrix, for float32 and int8 activations.  Samples of the products alternate with passes of
+the read probe in the same process, and the fastest of each count, so that the share of the read
+bandwidth means something on a busy machine too.  Other times are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels import bench
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.qmatmul import qmatmul
+from nbflow_kernels.quants import FORMATS, QuantTensor, dequantize, quantize
+from nbflow_kernels.quants.table import relative_rmse, sample
+from nbflow_kernels.quants.user import load_formats
+from nbflow_kernels.threads import get_num_threads, set_num_threads, split_rows
+
+SHAPE = (11008, 4096)  # the widest matrix of Llama 2 7B
+ENCODED_ROWS = 128  # of 4096 columns, for the speed of encoders and decoder
+_PROBE_ROW = 1 << 16
+
+
+def measure_errors(name: str, n_rows: int = 1024) -> dict[str, float]:
+    """Return the relative errors of a format's encoders on N(0, 0.02) weights.
+
+    Examples
+    --------
+    >>> from nbflow_kernels.bench_formats import measure_errors
+    >>> {k: round(v, 3) for k, v in measure_errors("f16", 4).items()}
+    {'error_plain': 0.0, 'error_best': 0.0}
+    """
+    x = sample(n_rows)
+    return {f"error_{e}": relative_rmse(x, name, e) for e in ("plain", "best")}
+
+
+def measure_speed(
+    name: str, shape: tuple[int, int] = SHAPE, repeats: int = 15
+) -> dict[str, float | None]:
+    """Return what encoders, decoder and one-row products of a format do per second.
+
+    Parameters
+    ----------
+    name : str
+        A name in `nbflow_kernels.FORMATS`.
+    shape : tuple of int
+        N and K of the matrix that is multiplied.
+    repeats : int
+        Samples of each product.
+
+    Returns
+    -------
+    dict
+        ``quantize_plain_mweights_per_s``, ``quantize_best_...``, ``dequantize_...``; for ``f32``
+        and ``int8`` activations ``gemv_<kind>_gb_per_s`` (stored bytes), ``..._gweights_per_s`` and
+        ``..._share_of_read`` (of the bandwidth measured between the samples); None where there is
+        no such product.  ``packed_bits_per_weight``.
+    """
+    format = FORMATS[name]
+    x = sample(ENCODED_ROWS * 4).reshape(ENCODED_ROWS, -1)
+    result: dict[str, float | None] = {}
+    for encoder in ("plain", "best"):
+        seconds = _seconds(functools.partial(quantize, x, name, encoder=encoder), 3)
+        result[f"quantize_{encoder}_mweights_per_s"] = x.size / seconds / 1e6
+    qt, out = quantize(x, name, encoder="plain"), np.empty_like(x)
+    result["dequantize_mweights_per_s"] = x.size / _seconds(lambda: dequantize(qt, out), 5) / 1e6
+    N, K = shape
+    w = sample(512 * K // 1024 + 1).ravel()[: 512 * K].reshape(512, K)
+    some = quantize(w, name, encoder="plain").data
+    matrix = QuantTensor(name, (N, K), some[np.arange(N) % 512])
+    activations = np.random.default_rng(1).standard_normal((1, K), dtype=np.float32)
+    y = np.empty((1, N), np.float32)
+    for kind in ("f32", "int8"):
+        figures: dict[str, float | None]
+        figures = dict.fromkeys(("gb_per_s", "gweights_per_s", "share_of_read"))
+        if kind == "f32" or not matrix.is_float:
+            call = functools.partial(qmatmul, activations, matrix, activations=kind, out=y)
+            figures = _product(call, matrix, repeats)
+        result |= {f"gemv_{kind}_{key}": value for key, value in figures.items()}
+    packed = matrix.packed_nbytes
+    result["packed_bits_per_weight"] = 8 * packed / (N * K) if packed else format.bits_per_weight
+    return result
+
+
+def _seconds(call: Callable[[], Any], repeats: int) -> float:
+    """Return the median duration of a call, after one that compiles."""
+    call()
+    taken = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        call()
+        taken.append(time.perf_counter() - started)
+    return median(taken)
+
+
+def _product(call: Callable[[], Any], w: QuantTensor, repeats: int) -> dict[str, Any]:
+    """Return the speed of a product whose samples alternate with passes of the read probe."""
+    n_rows = max(2, 2 * bench.last_level_cache_bytes() // (4 * _PROBE_ROW))
+    data, sums = np.ones((n_rows, _PROBE_ROW), np.float32), np.empty(n_rows, np.float32)
+    call()
+    mine: list[float] = []
+    probe: list[float] = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        split_rows(bench._read, n_rows, float(data.size), data, sums)  # also empties the cache
+        between = time.perf_counter()
+        call()
+        mine.append(time.perf_counter() - between)
+        probe.append(between - started)
+    n_bytes, fastest = w.packed_nbytes or w.nbytes, min(mine)
+    return {
+        "gb_per_s": n_bytes / fastest / 1e9,
+        "gweights_per_s": w.shape[0] * w.shape[1] / fastest / 1e9,
+        "share_of_read": n_bytes / fastest * min(probe) / data.nbytes,
+    }
+
+
+def run(
+    names: Sequence[str], shape: tuple[int, int] = SHAPE, repeats: int = 15
+) -> dict[str, dict[str, Any]]:
+    """Return errors and speeds by explicit name, and say on stderr what is being measured."""
+    rows: dict[str, dict[str, Any]] = {}
+    for name in names:
+        format = FORMATS[name]
+        print(f"{format.name} ...", file=sys.stderr, flush=True)
+        rows[format.name] = {
+            "bits_per_weight": format.bits_per_weight,
+            **measure_errors(format.name),
+            **measure_speed(format.name, shape, repeats),
+        }
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the measurement; return the exit code."""
+    parser = argparse.ArgumentParser(
+        prog="python -m nbflow_kernels.bench_formats", description=str(__doc__).split("\n")[0]
+    )
+    parser.add_argument("names", nargs="*", metavar="FORMAT", help="default: all formats")
+    parser.add_argument("--formats", action="append", default=[], metavar="FILE")
+    parser.add_argument("--shape", nargs=2, type=int, default=SHAPE, metavar=("N", "K"))
+    parser.add_argument("--threads", type=int, default=1, help="threads (default: 1)")
+    parser.add_argument("--repeats", type=int, default=15, help="samples (default: 15)")
+    parser.add_argument("--out", type=Path, metavar="FILE", help="also write the JSON to FILE")
+    arguments = parser.parse_args(argv)
+    try:
+        for file in arguments.formats:
+            load_formats(file)
+        set_num_threads(arguments.threads)
+        if min(arguments.shape) < 1 or arguments.repeats < 1:
+            raise UsageError("--shape and --repeats must be at least 1")
+        names = arguments.names or list(FORMATS)
+        rows = run(names, (arguments.shape[0], arguments.shape[1]), arguments.repeats)
+    except UsageError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    report = {
+        "threads": get_num_threads(),
+        "shape": list(arguments.shape),
+        "read_bandwidth_gb_per_s": bench.read_bandwidth() / 1e9,
+        "formats": rows,
+    }
+    text = json.dumps(report, indent=1) + "\n"
+    if arguments.out is not None:
+        arguments.out.parent.mkdir(parents=True, exist_ok=True)
+        arguments.out.write_text(text)
+    print(text, end="")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

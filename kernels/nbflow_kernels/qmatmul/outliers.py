@@ -1,0 +1,52 @@
+"""The outliers of a quantized tensor: what they add to a product, after all else."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels import threads
+from nbflow_kernels._jit import njit
+from nbflow_kernels.qmatmul.activations import COLUMNS, Int8Rows
+from nbflow_kernels.sparse.cpu import sparse_matmul
+from nbflow_kernels.threads import split_rows
+
+COST = 4  # multiply-adds that an outlier costs, for the choice of thread count
+
+
+def in_order(w: Any) -> contextlib.AbstractContextManager[None]:
+    """Return the context in which a product with `w` and its outliers are added in this order."""
+    return threads.in_order() if w.outliers is not None else contextlib.nullcontext()
+
+
+def add(x: Any, w: Any, out: Any) -> None:
+    """Add the product of float32 activations with the outliers of `w`; a launcher."""
+    if w.outliers is not None:
+        sparse_matmul(x, w.outliers, True, out)
+
+
+def add_int8(rows: Int8Rows, w: Any, out: Any) -> None:
+    """Add the product of quantized activations with the outliers of `w`; a launcher."""
+    sparse = w.outliers
+    if sparse is not None:
+        work = float(COST * rows.n_rows * (sparse.nnz + sparse.shape[0]))
+        split_rows(
+            _add_int8, sparse.shape[0], work, rows.codes, rows.scales, sparse.indptr,
+            sparse.indices, sparse.values, out,
+        )  # fmt: skip
+
+
+@njit
+def _add_int8(
+    codes: Any, scales: Any, indptr: Any, indices: Any, values: Any, out: Any, start: Any, stop: Any
+) -> None:
+    """Add to columns [start, stop) of the result, a row's values one after the other."""
+    for n in range(start, stop):
+        for t in range(out.shape[0]):
+            total = np.float32(0.0)
+            for j in range(indptr[n], indptr[n + 1]):
+                k = indices[j]
+                total += scales[t, k // COLUMNS] * np.float32(codes[t, k]) * values[j]
+            out[t, n] += total

@@ -1,0 +1,85 @@
+#!/usr/bin/env python3
+"""Measure the engine beside llama.cpp on the same files, and write the rows to results/.
+
+    python tools/measure_engine.py results/engine/MACHINE [--folder /tmp/models]
+
+Makes GGUF files with random weights (`tools/random_gguf.py`), runs `nbflow bench --peer llama.cpp`
+on each in a process of its own, and writes rows.json and table.md.  Needs the extra 'bench' and a
+quiet machine: it takes some ten minutes and 5 GB of disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from random_gguf import write
+
+from nbflow.commands.bench_rows import table
+
+# shape, format of the file, options of `nbflow bench`; "peer" ones run beside llama.cpp
+RUNS: tuple[tuple[str, str, str, bool], ...] = (
+    *(("15m", f, "--activations int8 -p 512 -n 128", True) for f in ("q4_0", "q8_0")),
+    ("15m", "f16", "-p 512 -n 128", True),
+    *(
+        ("1.1b", f, "--activations int8 -p 512 -n 32", True)
+        for f in ("q4_0", "q8_0", "q4_k", "q6_k", "iq4_xs")
+    ),
+    ("1.1b", "f16", "-p 512 -n 32", True),
+    ("1.1b", "f16", "--activations bf16 -p 512 -n 0", True),
+    ("1.1b", "q4_0", "--activations bf16 -p 512 -n 0", True),
+    ("1.1b", "q4_0", "--activations f32 -p 512 -n 32", True),
+    ("1.1b", "q4_0", "--activations int8 -p 0 -n 32 -d 1024,3500", True),
+    ("1.1b", "q4_0", "--activations int8 -p 0 -n 16 -b 8,32", True),
+    *(
+        ("1.1b", "f16", f"--activations int8 -p 512 -n 32 --weights {f}", False)
+        for f in ("q8", "q6", "q5", "q4", "q3h", "q3", "q2")
+    ),
+)
+
+
+def main() -> None:
+    """Measure everything."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/nbflow-models"))
+    parser.add_argument("--repeats", default="5")
+    parser.add_argument("--only", default="", help="runs whose description contains this")
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for shape, format, options, with_peer in RUNS:
+        text = f"{shape} {format} {options}"
+        if arguments.only not in text:
+            continue
+        print(text, file=sys.stderr, flush=True)
+        file = arguments.folder / f"{shape}-{format}.gguf"
+        if not file.exists():
+            write(shape, format, file)
+        peer = ["--peer", "llama.cpp"] if with_peer else []
+        command = ["nbflow", "bench", str(file), *options.split(), *peer]
+        command += ["-r", arguments.repeats, "--json"]
+        done = subprocess.run(
+            [sys.executable, "-m", "nbflow.cli", *command[1:]], stdout=subprocess.PIPE, check=True
+        )
+        made = json.loads(done.stdout)
+        shown = " ".join([*command[:2], file.name, *command[3:]])
+        rows += [row | {"command": shown} for row in made]
+        (arguments.out / "rows.json").write_text(json.dumps(rows, indent=1) + "\n")
+        (arguments.out / "table.md").write_text(_tables(rows))
+        print(table(made), file=sys.stderr, flush=True)
+
+
+def _tables(rows: list[dict[str, Any]]) -> str:
+    with_peer = [row for row in rows if "peer" in row]
+    alone = [row for row in rows if "peer" not in row]
+    return "\n\n".join(table(part) for part in (with_peer, alone) if part) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""Measure all weight formats for the tables of docs/formats.md and README.md.
+
+python tools/measure_formats.py [--machine NAME] [--repeats N] [--threads N] [--shape N K]
+
+Kernels: `nbflow_kernels.bench_formats`.  Bundled model: the sweep experiments/formats.toml.  Writes
+results/formats/NAME/formats.json; `python tools/update_readme.py` then writes the tables.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from nbflow import system
+from nbflow_experiments.sweep import SweepOptions, run_sweep
+from nbflow_kernels import FORMATS, bench_formats, get_num_threads, set_num_threads
+from nbflow_kernels.bench import read_bandwidth
+from nbflow_kernels.team import available_cores
+
+ROOT = Path(__file__).resolve().parents[1]
+METRICS = ("weight_error_relative", "kld_mean_nats", "top1_agreement_share")
+
+
+def model_rows(points: Path) -> dict[str, dict[str, float]]:
+    """Return the errors on the bundled model by format, from the points of the sweep."""
+    table = pd.read_csv(points)
+    failed = table[table.status != "done"]
+    if len(failed):
+        raise SystemExit(f"points failed: {failed[['weights', 'error_message']].to_string()}")
+    return {
+        FORMATS[row.weights].name: {f"model_{m}": float(getattr(row, m)) for m in METRICS}
+        for row in table.itertuples()
+    }
+
+
+def machine_name() -> str:
+    words = re.sub(r"\W+", "-", system.processor_name().lower()).strip("-")
+    return f"{words}-{available_cores()}-cores"
+
+
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    set_num_threads(arguments.threads)
+    kernels = bench_formats.run(list(FORMATS), tuple(arguments.shape), arguments.repeats)
+    with tempfile.TemporaryDirectory() as folder:
+        if run_sweep(SweepOptions(ROOT / "experiments" / "formats.toml", Path(folder))):
+            raise SystemExit("the sweep over the bundled model failed")
+        model = model_rows(Path(folder) / "formats" / "points.csv")
+    return {
+        "command": "python tools/measure_formats.py",
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "processor": system.processor_name(),
+        "packages": system.package_versions(),
+        "threads": get_num_threads(),
+        "shape": list(arguments.shape),
+        "repeats": arguments.repeats,
+        "read_bandwidth_gb_per_s": read_bandwidth() / 1e9,
+        "formats": {name: row | model[name] for name, row in kernels.items()},
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="measure all weight formats")
+    parser.add_argument("--machine", default=machine_name(), help="folder in results/formats")
+    parser.add_argument("--repeats", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--shape", nargs=2, type=int, default=bench_formats.SHAPE)
+    arguments = parser.parse_args()
+    report = measure(arguments)
+    file = ROOT / "results" / "formats" / arguments.machine / "formats.json"
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(report, indent=1) + "\n")
+    print(file.relative_to(ROOT))
+
+
+if __name__ == "__main__":
+    main()
