@@ -12,13 +12,14 @@ Vector = NDArray[Any]
 
 def less(a: Vector, b: Vector) -> Vector:
     """Return the mask of a < b; false where one is not a number."""
-    mask: Vector = -(a < b).astype(np.int32)
-    return mask
+    mask: Vector = (a < b).astype(np.int32)
+    return -mask
 
 
 def differs(a: Vector, b: Vector) -> Vector:
     """Return the mask of a != b; true where one is not a number."""
-    return -(a != b).astype(np.int32)
+    mask: Vector = (a != b).astype(np.int32)
+    return -mask
 
 
 def choose(mask: Vector, yes: Vector, no: Vector) -> Vector:
