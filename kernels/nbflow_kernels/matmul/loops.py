@@ -1,0 +1,44 @@
+"""The two orders of additions of the matrix products, as plain loops, for reading.
+
+The kernels keep many of these sums in registers at once, which changes when a product is added but
+not to what: each output has sums of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.matmul.transposed import PANEL
+from nbflow_kernels.scalars import fma, tree_sum
+
+
+@strict_njit
+def row_major(x: Any, w: Any, bias: Any, accumulate: Any, out: Any) -> None:
+    """Multiply `x` (T, K) by rows of `w` (N, K): 16 sums along K, a panel after the other."""
+    for t in range(x.shape[0]):
+        for n in range(w.shape[0]):
+            y = bias[n] if len(bias) else np.float32(0.0)
+            y = out[t, n] + y if accumulate else y
+            for first in range(0, w.shape[1], PANEL):
+                lanes = np.zeros(16, np.float32)
+                for k in range(first, min(first + PANEL, w.shape[1])):
+                    lanes[k % 16] = fma(w[n, k], x[t, k], lanes[k % 16])
+                y += tree_sum(lanes)
+            out[t, n] = y
+
+
+@strict_njit
+def interleaved(x: Any, w: Any, bias: Any, accumulate: Any, out: Any) -> None:
+    """Multiply `x` (T, K) by `w` (groups, K, 16), 16 rows side by side: four chains along K."""
+    for t in range(x.shape[0]):
+        for n in range(out.shape[1]):
+            chains = np.zeros(4, np.float32)
+            for k in range(x.shape[1]):
+                chains[k % 4] = fma(w[n // 16, k, n % 16], x[t, k], chains[k % 4])
+            y = (chains[0] + chains[1]) + (chains[2] + chains[3])
+            if len(bias):
+                y += bias[n]
+            out[t, n] = y + out[t, n] if accumulate else y

@@ -1,0 +1,110 @@
+"""The readable loops give what the kernels give."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import nbflow_kernels as nk
+from nbflow_kernels.attention.loops import attend
+from nbflow_kernels.matmul import loops as matmul_loops
+from nbflow_kernels.norm import loops as norm_loops
+from nbflow_kernels.qmatmul import loops as qmatmul_loops
+from nbflow_kernels.qmatmul.cpu import Int8Rows, quantize_activations
+from nbflow_kernels.quants import integers
+from nbflow_kernels.quants.packed import FIELDS
+
+
+def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape, dtype=np.float32)
+
+
+@pytest.mark.parametrize("E", [64, 320, 100])
+def test_norms(rng: np.random.Generator, E: int) -> None:
+    x, weight, bias = _normal(rng, 3, E), _normal(rng, E), _normal(rng, E)
+    rms, layer = np.empty_like(x), np.empty_like(x)
+    norm_loops.rmsnorm(x, weight, 1e-5, rms)
+    norm_loops.layernorm(x, weight, bias, 1e-5, layer)
+    found = nk.rmsnorm(x, weight, eps=1e-5), nk.layernorm(x, weight, bias, eps=1e-5)
+    if E % 64 == 0:
+        assert np.array_equal(found[0], rms)
+        assert np.array_equal(found[1], layer)
+    # the compiler may fuse the products of the ragged end: 36 of 100 terms, one rounding less each
+    np.testing.assert_allclose(found[0], rms, rtol=40 * 2.0**-24)
+    np.testing.assert_allclose(found[1], layer, rtol=40 * 2.0**-24, atol=40 * 2.0**-24)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 5, 70])
+@pytest.mark.parametrize("K", [100, 2100])
+def test_row_major_products(rng: np.random.Generator, n_tokens: int, K: int) -> None:
+    x, w, bias = _normal(rng, n_tokens, K), _normal(rng, 19, K), _normal(rng, 19)
+    out = _normal(rng, n_tokens, 19)
+    expected = out.copy()
+    matmul_loops.row_major(x, w, bias, True, expected)
+    nk.matmul(x, w, bias=bias, accumulate=True, out=out)
+    assert np.array_equal(out, expected)
+
+
+def _side_by_side(w: np.ndarray) -> np.ndarray:
+    padded = np.zeros((-(-len(w) // 16) * 16, w.shape[1]), np.float32)
+    padded[: len(w)] = w
+    return np.ascontiguousarray(padded.reshape(-1, 16, w.shape[1]).transpose(0, 2, 1))
+
+
+@pytest.mark.parametrize("n_tokens", [1, 7])
+@pytest.mark.parametrize("name", ["q4_0", "q3h", "f16"])
+def test_products_of_decoded_weights(rng: np.random.Generator, n_tokens: int, name: str) -> None:
+    x, bias = _normal(rng, n_tokens, 192), _normal(rng, 21)
+    w = nk.quantize(_normal(rng, 21, 192), name, encoder="plain")
+    expected = np.empty((n_tokens, 21), np.float32)
+    decoded = _side_by_side(nk.dequantize(w))
+    matmul_loops.interleaved(x, decoded, bias, False, expected)
+    found = nk.qmatmul(x, w, bias=bias)
+    if name != "f16":
+        assert np.array_equal(found, expected)
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 7, 20])
+@pytest.mark.parametrize("name", ["q4_0", "q8_0", "q3h"])
+def test_products_of_integers(rng: np.random.Generator, n_tokens: int, name: str) -> None:
+    x = _normal(rng, n_tokens, 192)
+    w = nk.quantize(_normal(rng, 21, 192), name, encoder="plain")
+    rows = Int8Rows.empty(n_tokens, 192)
+    quantize_activations(x, rows)
+    codes, d = np.zeros(192, np.int8), np.zeros(6, np.float32)
+    qmatmul_loops.quantize_row(x[0], codes, d)
+    assert np.array_equal(rows.codes[0, :192], codes)
+    assert np.array_equal(rows.scales[0, :6], d)
+    form, whole = w.format.integer_form, w.format.integers(w.data)
+    values = whole.codes.astype(np.int32) - form.zero
+    scales = whole.d.repeat(form.block // 32, 1)
+    bases = np.zeros_like(scales) if whole.m is None else whole.m.repeat(form.block // 32, 1)
+    out = np.empty((n_tokens, 21), np.float32)
+    qmatmul_loops.int8(values, scales, bases, rows.codes[:n_tokens, :192], rows.scales, out)
+    assert np.array_equal(out, nk.qmatmul(x, w, activations="int8"))
+
+
+@pytest.mark.parametrize("name", ["q8_0", "q6", "q5_0", "q4_0", "q3", "q2"])
+def test_codes_of_the_packed_layout(rng: np.random.Generator, name: str) -> None:
+    w = nk.quantize(_normal(rng, 16, 64), name, encoder="plain")
+    packed, whole = w.packed(), w.format.integers(w.data)
+    form = packed.form
+    unit = packed.data[form.d_bytes + form.codes_at :]  # the first unit of the first block
+    fields = np.array(FIELDS[form.bits])
+    found = [
+        [qmatmul_loops.read_code(unit, fields, row, column) for column in range(form.unit)]
+        for row in range(16)
+    ]
+    assert np.array_equal(found, whole.codes[:, : form.unit])
+    assert integers.weights(w.format.integer_form, whole).shape == (16, 64)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_attention(rng: np.random.Generator, causal: bool) -> None:
+    q, k, v = _normal(rng, 3, 4, 20), _normal(rng, 150, 2, 20), _normal(rng, 150, 2, 20)
+    out = np.empty_like(q)
+    attend(q, k, v, 20**-0.5, causal, out)
+    found = nk.single_prefill_with_kv_cache(q, k, v, causal=causal)
+    # exp of the kernel: relative error 2e-7 for each weight; 150 weights are added either way
+    np.testing.assert_allclose(found, out, rtol=1e-5, atol=150 * 2.0**-24)
