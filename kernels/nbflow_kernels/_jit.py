@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core import config
 
-numba_config: Any = config  # its settings are made at run time, unseen by type checkers
+from nbflow_kernels import stepping
+from nbflow_kernels.stepping import numba_config
 
 # No "nnan"/"ninf": masks are -inf and tests fill outputs with NaN.  No "reassoc": the order of
 # additions is part of a kernel's contract (a row's result must not depend on its neighbours).
@@ -97,6 +97,8 @@ def strict_njit(function: Callable[..., Any]) -> Any:
 
 
 def _compiled(function: Callable[..., Any], fastmath: Any) -> Any:
+    if stepping.is_on():
+        return stepping.kernel(function)
     before = numba_config.CACHE_DIR
     numba_config.CACHE_DIR = str(cache_folder(Path(function.__code__.co_filename)))
     try:

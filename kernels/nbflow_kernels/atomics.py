@@ -16,9 +16,9 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import binding, ir
-from numba.core import cgutils, extending, types
+from numba.core import cgutils, types
 
-intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
+from nbflow_kernels.stepping import intrinsic
 
 _I8, _I32, _I64 = (ir.IntType(n) for n in (8, 32, 64))
 

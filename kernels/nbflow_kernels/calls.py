@@ -10,6 +10,8 @@ The kernels stay as they are, functions of arrays and numbers compiled one by on
 one per signature and made in a millisecond, reads the arguments from memory and calls the kernel.
 Arguments are fixed when the list is made; what changes from step to step is in the arrays, or in a
 *cell*: an array of one int64 in the place of a number of rows.
+
+With compiling off (`nbflow_kernels.stepping`) the table stays empty, and the team makes the calls.
 """
 
 from __future__ import annotations
@@ -25,6 +27,8 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import types
+
+from nbflow_kernels import stepping
 
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
@@ -79,11 +83,17 @@ class CallList:
         self.n_threads = n_threads
         self.table = np.zeros((len(calls), COLUMNS), np.int64)
         self._kept: list[Any] = []  # the table holds addresses only
+        self.is_shared = False
+        """Whether any call is shared by the threads."""
+        if not stepping.is_on():  # else there is no machine code to write down
+            self._fill()
+
+    def _fill(self) -> None:
+        calls, n_threads = self.calls, self.n_threads
         codes = [_machine_code(call) for call in calls]
         functions = _trampolines([code.signature for code in codes])
         parts = [call.parts(n_threads) for call in calls]
         self.is_shared = max(parts, default=1) > 1
-        """Whether any call is shared by the threads."""
         for i, (call, code) in enumerate(zip(calls, codes, strict=True)):
             row = self.table[i]
             row[FUNCTION] = functions[i]

@@ -3,7 +3,8 @@
 Numba compiles for the processor it runs on, or for the one that `NUMBA_CPU_NAME` and
 `NUMBA_CPU_FEATURES` name.  The vector functions that exist as one instruction on some processors
 (`nbflow_kernels.simd_bytes`) ask here, so that they never emit an instruction Numba's target lacks.
-A processor that is named without its features counts as one that has none: right, only slower.
+``NUMBA_CPU_NAME=generic`` stands for a processor that has none; with another name and no features
+Numba keeps the features of the processor it runs on.
 """
 
 from __future__ import annotations

@@ -28,14 +28,13 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, errors, extending, types
+from numba.core import cgutils, errors, types
 
 from nbflow_kernels import simd
 from nbflow_kernels._jit import njit
 from nbflow_kernels.halves import emit_narrow, emit_widen
 from nbflow_kernels.simd import LANES, f32x16
-
-intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
+from nbflow_kernels.stepping import intrinsic
 
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _F32 = ir.FloatType()

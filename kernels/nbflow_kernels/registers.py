@@ -58,8 +58,7 @@ from nbflow_kernels.halves import emit_widen
 from nbflow_kernels.isa import features
 from nbflow_kernels.lanes import emit_sums
 from nbflow_kernels.simd import LANES, f32x16, i32x16
-
-intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
+from nbflow_kernels.stepping import intrinsic
 
 _I16, _I32, _I64 = (ir.IntType(n) for n in (16, 32, 64))
 _F32 = ir.FloatType()

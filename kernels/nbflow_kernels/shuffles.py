@@ -13,11 +13,10 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba.core import errors, extending
+from numba.core import errors
 
 from nbflow_kernels.simd import LANES, f32x16
-
-intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
+from nbflow_kernels.stepping import intrinsic
 
 _I32 = ir.IntType(32)
 

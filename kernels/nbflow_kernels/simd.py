@@ -45,8 +45,7 @@ from numba.core import cgutils, errors, extending, types
 from numba.core.datamodel import models
 
 from nbflow_kernels.halves import emit_narrow, emit_widen
-
-intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
+from nbflow_kernels.stepping import intrinsic
 
 LANES = 16
 

@@ -32,7 +32,8 @@ from llvmlite import binding, ir
 from numba.core import cgutils, errors, types
 
 from nbflow_kernels import isa
-from nbflow_kernels.simd import f32x16, i8x64, i32x16, intrinsic
+from nbflow_kernels.simd import f32x16, i8x64, i32x16
+from nbflow_kernels.stepping import intrinsic
 
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _F32 = ir.FloatType()

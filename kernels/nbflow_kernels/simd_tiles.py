@@ -31,8 +31,7 @@ from numba.core import datamodel, errors, extending, types
 from nbflow_kernels import isa
 from nbflow_kernels.simd import LANES, Vector, f32x16, i32x16
 from nbflow_kernels.simd_bytes import emit_dot
-
-intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
+from nbflow_kernels.stepping import intrinsic
 
 _I8, _I32, _I64 = (ir.IntType(n) for n in (8, 32, 64))
 _F32 = ir.FloatType()

@@ -11,11 +11,15 @@ between two looks, and without work it sleeps in Python after less than a millis
 woken.  On cores that other programs use too, offering the core sooner costs a time slice of
 milliseconds each time: with four busy processes on two cores generation was five times slower when
 it was offered after 20 microseconds.
+
+With compiling off (`nbflow_kernels.stepping`) a team has no threads: the caller does the share of
+each, one after the other, so that a debugger sees one thread.
 """
 
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import threading
 from collections.abc import Callable
@@ -24,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels import atomics
+from nbflow_kernels import atomics, stepping
 from nbflow_kernels._jit import njit
 from nbflow_kernels.calls import (
     ARGUMENTS,
@@ -199,6 +203,8 @@ class Team:
         self._tickets = np.zeros(8, np.int64)
         self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(n - 1)]
         self._done: SimpleQueue[BaseException | None] = SimpleQueue()
+        if stepping.is_on():
+            return
         for i, inbox in enumerate(self._inboxes):
             arguments = (memory, self._at, i + 1, n, inbox, self._done)
             threading.Thread(target=_work, args=arguments, daemon=True, name="nbflow-team").start()
@@ -208,6 +214,10 @@ class Team:
     ) -> None:
         """Call ``kernel(*args, a, b)`` on `parts` pieces [a, b) of [start, stop)."""
         edges = [start + (stop - start) * i // parts for i in range(parts + 1)]
+        if stepping.is_on():
+            for first, last in itertools.pairwise(edges):
+                kernel(*args, first, last)
+            return
         for i in range(1, parts):
             self._inboxes[i - 1].put((kernel, args, edges[i], edges[i + 1]))
         _announce(self._at, _PYTHON, self.n)
@@ -246,6 +256,9 @@ class Team:
         n_calls = len(calls.calls)
         if n_calls == 0 or repeat < 1:
             return
+        if stepping.is_on():
+            _run_list_in_python(calls, repeat, stop, cycles)
+            return
         if len(self._tickets) < 8 * n_calls + 8:
             self._tickets = np.zeros(8 * n_calls + 8, np.int64)
         shared = self._shared
@@ -283,6 +296,20 @@ class Team:
 
     def __del__(self) -> None:
         self.close()
+
+
+def _run_list_in_python(
+    calls: CallList, repeat: int, stop: np.ndarray | None, cycles: np.ndarray | None
+) -> None:
+    """Do what `_run_job` does; here a kernel's own error comes out."""
+    for _ in range(repeat):
+        for i, call in enumerate(calls.calls):
+            before = atomics.cycles()
+            call()
+            if cycles is not None:
+                cycles[i] += atomics.cycles() - before
+        if stop is not None and stop[0] != 0:
+            return
 
 
 def _work(

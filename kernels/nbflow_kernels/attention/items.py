@@ -56,7 +56,12 @@ TABLE = 8 * CHUNK
 
 def copy_row(source: Any, kind: Any, row: Any, n: Any, target: Any, padded: Any) -> None:
     """Copy one head vector to float32; the type of the scalar `source` tells what it may be."""
-    raise NotImplementedError("only inside kernels")
+    if isinstance(source, np.float32):
+        copy_floats(kind, row, n, 1.0, target, padded)
+    elif isinstance(source, np.uint8):
+        from nbflow_kernels.kvcache.rows import copy_row as decode
+
+        decode(kind, row, n, 1.0, target, padded)
 
 
 @overload(copy_row, inline="always", strict=False)
@@ -76,7 +81,8 @@ def _copy_row_overload(source: Any, kind: Any, row: Any, n: Any, target: Any, pa
 
 def rotate(source: Any, row: Any, cos_sin: Any, half: Any) -> None:
     """Rotate a float32 row; kernels that read rows where they lie do without."""
-    raise NotImplementedError("only inside kernels")
+    if isinstance(source, np.float32 | np.uint8):
+        rotate_halves(row, cos_sin, half)
 
 
 @overload(rotate, inline="always", strict=False)

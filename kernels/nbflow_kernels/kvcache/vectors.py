@@ -27,11 +27,10 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, extending, types
+from numba.core import cgutils, types
 
 from nbflow_kernels.simd import LANES, f32x16, i32x16
-
-intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
+from nbflow_kernels.stepping import intrinsic
 
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _F32 = ir.FloatType()

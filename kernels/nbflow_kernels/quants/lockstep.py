@@ -25,13 +25,12 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba.core import cgutils, errors, extending, types
+from numba.core import cgutils, errors, types
 
 from nbflow_kernels import simd
 from nbflow_kernels._jit import strict_njit
 from nbflow_kernels.simd import LANES, f32x16, i32x16
-
-intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
+from nbflow_kernels.stepping import intrinsic
 
 VECTOR = 64  # bytes
 ROUND = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits

@@ -30,6 +30,7 @@ here emit the instructions that this form needs, so what a format does not have 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -45,6 +46,7 @@ from nbflow_kernels.halves import emit_widen
 from nbflow_kernels.quants.packed import D_BYTES, FIELDS, PAIRS, PackedForm
 from nbflow_kernels.simd import f32x16, i8x64, i32x16
 from nbflow_kernels.simd_bytes import emit_lookup16, emit_move, emit_pair
+from nbflow_kernels.stepping import intrinsic
 
 _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _F32 = ir.FloatType()
@@ -316,7 +318,7 @@ def _function(name: str, result: Any, arguments: tuple[Any, ...], emit: Callable
 
     chosen = (two, three, four)[len(arguments) - 2]
     chosen.__name__ = name
-    return simd.intrinsic(chosen)
+    return intrinsic(chosen)
 
 
 def _emit_codes(emit: _Emit, at: Any, v: Any) -> Any:
@@ -371,7 +373,7 @@ weight = _function(
 
 def decode_blocks(form: Any, at: Any, n_blocks: Any, to: Any) -> None:
     """Write the weights of blocks of a row group, in a kernel; see the module."""
-    raise NotImplementedError("decode_blocks is for compiled code only")
+    _decoder(form)(form, at, n_blocks, to)
 
 
 _OPTIONS: Any = {"forceinline": True, "error_model": "numpy", "fastmath": FAST_MATH}  # as `helper`
@@ -379,7 +381,13 @@ _OPTIONS: Any = {"forceinline": True, "error_model": "numpy", "fastmath": FAST_M
 
 @extending.overload(decode_blocks, jit_options=_OPTIONS)
 def _decode_blocks(form: Any, at: Any, n_blocks: Any, to: Any) -> Callable[..., Any]:
-    known: PackedForm = form.form
+    decode: Callable[..., Any] = _decoder(form.form)
+    return decode
+
+
+@functools.cache
+def _decoder(known: PackedForm) -> Callable[..., Any]:
+    """Return the body of `decode_blocks` for a form."""
     units, vectors, per_scale = known.block // known.unit, known.unit // 4, known.sub_block // 4
     block_bytes = known.block_bytes
 

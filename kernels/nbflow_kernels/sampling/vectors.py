@@ -23,8 +23,7 @@ from numba.core.datamodel import models
 from nbflow_kernels import simd
 from nbflow_kernels._jit import inline
 from nbflow_kernels.simd import LANES, f32x16
-
-intrinsic: Any = extending.intrinsic  # its own annotations describe the code generator
+from nbflow_kernels.stepping import intrinsic
 
 _DOUBLES = ir.VectorType(ir.DoubleType(), LANES)
 

@@ -1,0 +1,58 @@
+"""Twins of `nbflow_kernels.atomics`; a single thread runs kernels when compiling is off."""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels.stepping.lanes import read_i64
+from nbflow_kernels.stepping.memory import write
+
+_RowRange = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+_Int = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
+
+
+def exchange(addr: Any, x: Any) -> int:
+    """Store an int64 and return the old one."""
+    before = read_i64(addr)
+    store(addr, x)
+    return before
+
+
+def add(addr: Any, x: Any) -> int:
+    """Add to an int64 and return the old one."""
+    before = read_i64(addr)
+    store(addr, before + int(x))
+    return before
+
+
+def load(addr: Any) -> int:
+    """Return the int64 at an address."""
+    return read_i64(addr)
+
+
+def store(addr: Any, x: Any) -> None:
+    """Write an int64."""
+    write(addr, np.array([x], np.int64))
+
+
+def pause() -> None:
+    """Do nothing."""
+
+
+def cycles() -> int:
+    """Return nanoseconds."""
+    return time.perf_counter_ns()
+
+
+def call_row_range(function: Any, args_at: Any, start: Any, stop: Any) -> int:
+    """Call a trampoline for rows [start, stop)."""
+    return int(_RowRange(int(function))(int(args_at), int(start), int(stop)))
+
+
+def call_int(function: Any, x: Any) -> int:
+    """Call the C function ``int f(int)`` at an address."""
+    return int(_Int(int(function))(int(x)))

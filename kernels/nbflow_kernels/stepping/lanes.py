@@ -1,0 +1,89 @@
+"""Twins of `nbflow_kernels.lanes`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels.stepping import simd
+from nbflow_kernels.stepping.memory import bf16_to_f32, read, write
+
+Vector = NDArray[Any]
+
+
+def read_f32(addr: Any) -> Any:
+    """Return one float32."""
+    return read(addr, np.float32, 1)[0]
+
+
+def read_f16(addr: Any) -> Any:
+    """Return one float16 as float32."""
+    return np.float32(read(addr, np.float16, 1)[0])
+
+
+def read_bf16(addr: Any) -> Any:
+    """Return one bfloat16 as float32."""
+    return bf16_to_f32(read(addr, np.uint16, 1))[0]
+
+
+def read_i32(addr: Any) -> int:
+    """Return one int32."""
+    return int(read(addr, np.int32, 1)[0])
+
+
+def write_i64(addr: Any, x: Any) -> None:
+    """Write one int64."""
+    write(addr, np.array([x], np.int64))
+
+
+def store_quarters(addr: Any, step: Any, v: Vector) -> None:
+    """Write lanes 4i..4i+3 to the address ``addr + i * step``."""
+    for i in range(4):
+        write(addr + i * step, v[4 * i : 4 * i + 4])
+
+
+def read_i64(addr: Any) -> int:
+    """Return one int64."""
+    return int(read(addr, np.int64, 1)[0])
+
+
+def read_u8(addr: Any) -> int:
+    """Return one unsigned byte."""
+    return int(read(addr, np.uint8, 1)[0])
+
+
+def read_u16(addr: Any) -> int:
+    """Return one uint16."""
+    return int(read(addr, np.uint16, 1)[0])
+
+
+def write_f32(addr: Any, x: Any) -> None:
+    """Write one float32."""
+    write(addr, np.array([x], np.float32))
+
+
+def write_f16(addr: Any, x: Any) -> None:
+    """Write one float32 rounded to float16."""
+    write(addr, np.array([x], np.float32).astype(np.float16))
+
+
+def store_f16(addr: Any, v: Vector) -> None:
+    """Write 16 float32 rounded to float16."""
+    write(addr, v.astype(np.float16))
+
+
+def prefetch(addr: Any) -> None:
+    """Do nothing."""
+
+
+def store_halves(low: Any, high: Any, v: Vector) -> None:
+    """Write lanes 0-7 to `low` and lanes 8-15 to `high`."""
+    write(low, v[:8])
+    write(high, v[8:])
+
+
+def sum16(*vectors: Vector) -> Vector:
+    """Return the vector whose lane i is the sum of the lanes of argument i."""
+    return np.array([simd.sum(v) for v in vectors], np.float32)

@@ -1,0 +1,113 @@
+"""Twins of `nbflow_kernels.registers`: a tile is an array (tokens, groups, 16)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels.stepping import simd
+from nbflow_kernels.stepping.memory import LANES, bf16_to_f32, f32_to_bf16, read, write
+
+Vector = NDArray[Any]
+Tile = NDArray[Any]
+
+
+def _widened(like: Vector, stored: Vector) -> Vector:
+    """Return the bits of weights as float32; `like` says which type they are of."""
+    if like.dtype == np.int16:
+        return stored.view(np.float16).astype(np.float32)
+    if like.dtype == np.uint16:
+        return bf16_to_f32(stored)
+    return stored
+
+
+def zero(groups: int, tokens: int) -> Tile:
+    """Return a tile of zeros."""
+    return np.zeros((tokens, groups, LANES), np.float32)
+
+
+def load(groups: int, tokens: int, at: Any) -> Tile:
+    """Return the tile at an address."""
+    return read(at, np.float32, tokens * groups * LANES).reshape(tokens, groups, LANES)
+
+
+def store(at: Any, tile: Tile) -> None:
+    """Write a tile to an address."""
+    write(at, tile)
+
+
+def add(a: Tile, b: Tile) -> Tile:
+    """Return the sum of two tiles."""
+    return a + b
+
+
+def step(tile: Tile, like: Vector, w: Any, group: Any, x: Any, token: Any) -> Tile:
+    """Add the products of one unit."""
+    tokens, groups, _ = tile.shape
+    pairs = like.dtype == np.int32
+    weights = [read(w + group * r, like.dtype, LANES) for r in range(groups)]
+    new = np.empty_like(tile)
+    for t in range(tokens):
+        unit = read(x + token * t, np.int32 if pairs else np.float32, 1).repeat(LANES)
+        for r in range(groups):
+            if pairs:
+                new[t, r] = add_pairs(tile[t, r], weights[r], unit)
+            else:
+                new[t, r] = simd.fma(_widened(like, weights[r]), unit, tile[t, r])
+    return new
+
+
+def step_lanes(tile: Tile, like: Vector, w: Any, row: Any, x: Any, token: Any) -> Tile:
+    """Add 16 columns, lane by lane; a group is a row."""
+    tokens, rows, _ = tile.shape
+    weights = [load_widened(like, w + row * r) for r in range(rows)]
+    new = np.empty_like(tile)
+    for t in range(tokens):
+        xs = simd.load_f32(x + token * t)
+        for r in range(rows):
+            new[t, r] = simd.fma(weights[r], xs, tile[t, r])
+    return new
+
+
+def lane_sums(tile: Tile) -> Vector:
+    """Return the vector of the sums of 16 vectors."""
+    return np.array([simd.sum(v) for v in tile.reshape(LANES, LANES)], np.float32)
+
+
+def add_pairs(total: Vector, a: Vector, b: Vector) -> Vector:
+    """Return `total` plus the two products of each lane, the odd column first."""
+    x, y = (bf16_to_f32(v.view(np.uint16)) for v in (a, b))
+    return simd.fma(x[::2], y[::2], simd.fma(x[1::2], y[1::2], total))
+
+
+def load_widened(like: Vector, at: Any) -> Vector:
+    """Return 16 weights as float32."""
+    return _widened(like, read(at, like.dtype, LANES))
+
+
+def _columns(like: Vector, at: Any, row_bytes: Any) -> Vector:
+    return np.stack([read(at + row_bytes * i, like.dtype, LANES) for i in range(LANES)]).T
+
+
+def transpose(like: Vector, at: Any, row_bytes: Any, to: Any) -> None:
+    """Copy 16 rows x 16 columns, columns first."""
+    write(to, _columns(like, at, row_bytes))
+
+
+def transpose_f32(like: Vector, at: Any, row_bytes: Any, to: Any, distance: Any) -> None:
+    """Do as `transpose`, widened: columns 0, 4, 8, 12 to `to`, 1, 5, ... `distance` bytes on."""
+    wide = _widened(like, np.ascontiguousarray(_columns(like, at, row_bytes)))
+    for i in range(4):
+        write(to + distance * i, wide[i::4])
+
+
+def to_bf16(low: Vector, high: Vector) -> Vector:
+    """Return 32 lanes rounded to bfloat16, as int32."""
+    return f32_to_bf16(np.concatenate([low, high])).view(np.int32)
+
+
+def to_pairs(even: Vector, odd: Vector) -> Vector:
+    """Return pairs of bfloat16, as int32."""
+    return f32_to_bf16(np.stack([even, odd], 1)).reshape(2 * LANES).view(np.int32)

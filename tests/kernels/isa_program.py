@@ -1,0 +1,124 @@
+"""Prints digests of results that must not depend on the processor; run by test_isa.py."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+
+import numba
+import numpy as np
+import toolkit_kernels as kernels
+from llvmlite import binding
+
+import nbflow_kernels as nk
+from nbflow_kernels import isa, lanes, registers, simd, simd_bytes
+from nbflow_kernels._jit import njit
+from nbflow_kernels.qmatmul import cpu
+from nbflow_kernels.stepping.memory import f32_to_bf16
+
+
+@njit
+def widen(halves, n, wide):  # type: ignore[no-untyped-def]
+    for i in range(0, n, 32):
+        simd.store_f32(wide + 2 * i, simd.load_f16(halves + i))
+    lanes.write_f32(wide, simd.half_to_float(lanes.read_u16(halves)))
+    lanes.write_f32(wide + 4, lanes.read_f16(halves + 2))
+
+
+@njit
+def narrow(wide, n, halves, pairs):  # type: ignore[no-untyped-def]
+    for i in range(0, n, 64):
+        v = simd.load_f32(wide + i)
+        lanes.store_f16(halves + i // 2, v)
+        simd.store_i32(pairs + i, registers.to_pairs(v, v))
+    lanes.write_f16(halves, lanes.read_f32(wide))
+
+
+@njit
+def narrow_pairs(wide, n, sums, ones):  # type: ignore[no-untyped-def]
+    for i in range(0, n, 64):
+        v = simd.load_f32(wide + i)
+        one = simd_bytes.broadcast_pair(ones)
+        pairs = simd_bytes.bf16_pairs(v, v)
+        simd.store_f32(sums + i, simd_bytes.dot_bf16(simd.splat(0.0), pairs, one))
+
+
+def conversions() -> None:
+    """Compare every float16, and the floats where rounding turns, with NumPy."""
+    halves = np.arange(1 << 16, dtype=np.uint16)
+    wide = np.empty(1 << 16, np.float32)
+    widen(halves.ctypes.data, halves.nbytes, wide.ctypes.data)
+    right = halves.view(np.float16).astype(np.float32)
+    nan = np.isnan(right)
+    assert np.array_equal(wide.view(np.uint32)[~nan], right.view(np.uint32)[~nan])
+    assert np.isnan(wide[nan]).all()
+    with np.errstate(all="ignore"):
+        between = right[:-1] / 2 + right[1:] / 2  # halfway, and what lies beside it
+    around = [between, np.nextafter(between, np.float32(9e9)), np.nextafter(between, -between)]
+    floats = np.concatenate([right, *around, np.float32([7e4, -1e38, 1e-45, 65519.996])])
+    floats = np.resize(floats, floats.size // 16 * 16 + 16).astype(np.float32)
+    out = np.empty(floats.size, np.uint16)
+    pairs = np.empty(2 * floats.size, np.uint16)
+    narrow(floats.ctypes.data, floats.nbytes, out.ctypes.data, pairs.ctypes.data)
+    with np.errstate(all="ignore"):
+        want = floats.astype(np.float16)
+    nan = np.isnan(want)
+    assert np.array_equal(out[~nan], want.view(np.uint16)[~nan])
+    assert np.isnan(out.view(np.float16)[nan]).all()
+    finite = np.isfinite(floats) & ((np.abs(floats) > 1.2e-38) | (floats == 0))
+    assert np.array_equal(pairs[::2][finite], f32_to_bf16(floats)[finite])
+    assert np.isnan((pairs[::2][np.isnan(floats)].astype(np.uint32) << 16).view(np.float32)).all()
+    sums, ones = np.empty_like(floats), f32_to_bf16(np.float32([1.0, 0.0]))
+    narrow_pairs(floats.ctypes.data, floats.nbytes, sums.ctypes.data, ones.ctypes.data)
+    rounded = (f32_to_bf16(floats).astype(np.uint32) << 16).view(np.float32)
+    small = finite & (np.abs(floats) < 1e38)  # infinity times 0 is no number
+    assert np.array_equal(sums[small], rounded[small])
+
+
+def products() -> dict[str, str]:
+    """Return digests of products with int8 activations."""
+    rng = np.random.default_rng(7)
+    digests = {}
+    # 8-bit codes, which 16-bit sums do not hold; codes below 8 bits; pairs, with a base
+    for name, sizes in (("q8_0", (1, 5)), ("q4_0", (5,)), ("q3h", (1,))):
+        w = rng.standard_normal((35, 96), dtype=np.float32)
+        w[0] = 9.0  # every code and every activation at its limit
+        quantized = nk.quantize(w, name, encoder="plain")
+        for n_rows in sizes:
+            x = rng.standard_normal((n_rows, 96), dtype=np.float32)
+            x[0] = -3.0
+            rows = cpu.Int8Rows.empty(*x.shape)
+            cpu.quantize_activations(x, rows)
+            y = np.empty((n_rows, 35), np.float32)
+            cpu.matmul_int8(rows, quantized, None, False, y)
+            digests[f"{name} {n_rows}"] = hashlib.sha256(y.tobytes()).hexdigest()
+    return digests
+
+
+def arm_instructions() -> int:
+    """Compile kernels of vector functions for Arm; return the number of fused multiply-adds."""
+    if "sse2" in isa.features():
+        return 0  # the code names instructions of x86
+    n = 0
+    for kernel in (kernels.use_simd, kernels.use_simd_bytes, kernels.use_simd_tiles):
+        again = numba.njit(error_model="numpy")(kernel.py_func)  # cached kernels have no text
+        again.compile((numba.int64,) * 4)
+        (text,) = again.inspect_llvm().values()
+        n += _for_arm(text).count("\tfmla\t")
+    return n
+
+
+def _for_arm(text: str) -> str:
+    kept = [line for line in text.splitlines() if not line.startswith("target ")]
+    parsed = binding.parse_assembly("\n".join(kept))
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    machine = binding.Target.from_triple("aarch64-linux-gnu").create_target_machine(opt=2)
+    return str(machine.emit_assembly(parsed))
+
+
+if __name__ == "__main__":
+    conversions()
+    results = {"features": sorted(isa.features()), "products": products()}
+    json.dump(results | {"arm_instructions": arm_instructions()}, sys.stdout)

@@ -1,0 +1,196 @@
+"""Kernels that use every vector function once, compiled and as Python with the twins.
+
+Each writes its results to `out`, 64 bytes each, and reads `f` (float32), `i` (int32), `b` (bytes);
+all have room for 4096 bytes.
+"""
+
+from __future__ import annotations
+
+import importlib
+import types
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels import atomics, lanes, registers, shuffles, simd, simd_bytes, simd_tiles
+from nbflow_kernels._jit import njit
+from nbflow_kernels.quants import lockstep
+from nbflow_kernels.stepping import kernel as python_kernel
+from nbflow_kernels.stepping import twin_module
+
+MODULES = (simd, lanes, atomics, simd_bytes, simd_tiles, registers, shuffles, lockstep)
+
+
+def stepped(kernel: Any) -> Any:
+    """Return a compiled kernel as Python, its vector functions replaced by their twins."""
+    function = kernel.py_func
+    names = dict(function.__globals__)
+    for module in MODULES:
+        twin = importlib.import_module(twin_module(module.__name__))
+        names[module.__name__.rpartition(".")[2]] = twin
+    return python_kernel(types.FunctionType(function.__code__, names))
+
+
+@njit
+def use_simd(f, i, b, out):  # type: ignore[no-untyped-def]
+    x, y, z = simd.load_f32(f), simd.load_f32(f + 64), simd.load_f32(f + 128)
+    n, m = simd.load_i32(i), simd.load_i32(i + 64)
+    few = simd.and_(n, simd.splat_i32(31))
+    simd.store_f32(out, simd.add(x, y))
+    simd.store_f32(out + 64, simd.sub(x, y))
+    simd.store_f32(out + 128, simd.mul(x, y))
+    simd.store_f32(out + 192, simd.div(x, y))
+    simd.store_f32(out + 256, simd.fma(x, y, z))
+    simd.store_f32(out + 320, simd.maximum(x, y))
+    simd.store_f32(out + 384, simd.minimum(x, y))
+    simd.store_f32(out + 448, simd.rint(x))
+    simd.store_i32(out + 512, simd.add(n, m))
+    simd.store_i32(out + 576, simd.sub(n, m))
+    simd.store_i32(out + 640, simd.mul(n, m))
+    simd.store_i32(out + 704, simd.and_(n, m))
+    simd.store_i32(out + 768, simd.or_(n, m))
+    simd.store_i32(out + 832, simd.shl(n, few))
+    simd.store_i32(out + 896, simd.shr(n, few))
+    simd.store_f32(out + 960, simd.to_f32(n))
+    simd.store_i32(out + 1024, simd.to_i32(simd.load_f32(f + 192)))
+    simd.store_i32(out + 1088, simd.as_i32(x))
+    simd.store_f32(out + 1152, simd.as_f32(n))
+    simd.store_f32(out + 1216, simd.load_f16(b))
+    simd.store_f32(out + 1280, simd.load_bf16(b))
+    simd.store_i32(out + 1344, simd.load_u8(b + 3))
+    simd.store_i32(out + 1408, simd.load_i8(b + 3))
+    simd.store_f32(out + 1472, simd.splat(simd.sum(simd.load_f32(f + 192))))
+    simd.store_f32(out + 1536, simd.splat(simd.max(x)))
+    simd.store_f32(out + 1600, simd.splat(simd.half_to_float(lanes.read_u16(b))))
+    simd.store_i32(out + 1664, simd.splat_i32(simd.float_to_half(lanes.read_f32(f + 192))))
+    simd.store_f32(out + 1728, simd.splat(simd.bits_to_float(lanes.read_i64(i))))
+    simd.store_f32(out + 1792, simd.fma(z, z, simd.splat(lanes.read_f32(f + 200))))
+
+
+@njit
+def use_address(array, out):  # type: ignore[no-untyped-def]
+    simd.store_f32(out, simd.load_f32(simd.address(array)))
+
+
+@njit
+def use_lanes(f, i, b, out):  # type: ignore[no-untyped-def]
+    lanes.prefetch(f)
+    lanes.write_f32(out, lanes.read_f32(f + 4))
+    lanes.write_f32(out + 4, lanes.read_f16(b + 2))
+    lanes.write_f32(out + 8, lanes.read_u8(b + 5) + lanes.read_u16(b + 7))
+    lanes.write_f16(out + 12, lanes.read_f32(f + 192))
+    simd.store_i32(out + 64, simd.splat_i32(lanes.read_i64(i) >> 32))
+    lanes.store_f16(out + 128, simd.load_f32(f + 192))
+    lanes.store_halves(out + 192, out + 260, simd.load_f32(f))
+    a, c = simd.load_f32(f + 192), simd.load_f32(f + 256)
+    simd.store_f32(out + 320, lanes.sum16(a, c, a, a, c, c, a, a, c, a, c, a, a, a, c, c))
+
+
+@njit
+def use_atomics(f, i, b, out):  # type: ignore[no-untyped-def]
+    atomics.pause()
+    simd.store_i32(out, simd.splat_i32(atomics.exchange(out + 64, 11)))
+    simd.store_i32(out, simd.splat_i32(atomics.add(out + 64, 7)))
+    atomics.store(out + 72, atomics.load(out + 64))
+    if atomics.cycles() < 0:
+        atomics.store(out + 80, 1)
+
+
+@njit
+def use_calls(function, trampoline, out):  # type: ignore[no-untyped-def]
+    lanes.write_f32(out, atomics.call_int(function, -7))
+    lanes.write_f32(out + 4, atomics.call_row_range(trampoline, 40, 2, -1))
+
+
+@njit
+def use_simd_bytes(f, i, b, out):  # type: ignore[no-untyped-def]
+    u, s = simd_bytes.load_bytes(b), simd_bytes.load_bytes(b + 64)
+    seven = simd.and_(u, simd_bytes.splat_bytes(127))
+    acc = simd.load_i32(i)
+    simd_bytes.store_bytes(out, simd_bytes.broadcast4(b + 1))
+    simd_bytes.store_bytes(out + 64, simd_bytes.field(u, 3, 7))
+    simd_bytes.store_bytes(out + 128, simd_bytes.pair_first(u))
+    simd_bytes.store_bytes(out + 192, simd_bytes.pair_second(u))
+    index = simd.and_(s, simd_bytes.splat_bytes(15))
+    table = simd_bytes.as_bytes(simd_bytes.as_words(simd_bytes.load_bytes(b + 128)))
+    simd_bytes.store_bytes(out + 256, simd_bytes.lookup16(table, index))
+    simd.store_i32(out + 320, simd_bytes.dot_u8_i8(acc, u, s))
+    simd.store_i32(out + 384, simd_bytes.dot_u7_i8(acc, seven, s))
+    simd.store_f32(out + 448, simd_bytes.broadcast_f32(f + 4))
+    simd.store_i32(out + 512, simd_bytes.broadcast_i32(i + 4))
+    simd_bytes.store_narrow(out + 576, acc)
+    pairs = simd_bytes.bf16_pairs(simd.load_f32(f + 192), simd.load_f32(f + 256))
+    start = simd.load_f32(f + 320)
+    simd.store_f32(out + 640, simd_bytes.dot_bf16(start, pairs, simd_bytes.broadcast_pair(b + 192)))
+    simd_bytes.store_bytes(out + 704, simd.or_(simd.add(u, s), simd.sub(u, s)))
+
+
+@njit
+def use_simd_tiles(f, i, b, out):  # type: ignore[no-untyped-def]
+    sums = simd_tiles.outer(simd_tiles.zeros(2, 3), f + 192, 64, f + 320, 4)
+    simd_tiles.store(out, simd_tiles.outer(sums, f + 256, 64, f + 384, 8))
+    ints = simd_tiles.starts(2, 3, i, 4, -8)
+    ints = simd_tiles.dots(ints, b, 64, b + 256, 8, 8)
+    scaled = simd_tiles.scaled(sums, ints, f + 192, 64, f + 320, 4)
+    based = simd_tiles.based(scaled, f + 256, 64, f + 320, 4, i + 128, 4)
+    simd_tiles.store(out + 384, scaled)
+    simd_tiles.store(out + 768, simd_tiles.add(based, simd_tiles.load(2, 3, f + 192)))
+
+
+@njit
+def use_registers(f, i, b, out, singles, halves, brains, pairs):  # type: ignore[no-untyped-def]
+    tile = registers.load(2, 3, f + 192)
+    tile = registers.add(
+        tile, registers.step(registers.zero(2, 3), singles, f + 192, 64, f + 640, 4)
+    )
+    tile = registers.step(tile, halves, b + 192, 32, f + 648, 8)
+    tile = registers.step(tile, brains, b + 192, 32, f + 648, 8)
+    registers.store(out, registers.step(tile, pairs, b + 192, 64, b + 320, 4))
+    simd.store_f32(out + 384, registers.load_widened(halves, b))
+    simd.store_f32(out + 448, registers.load_widened(brains, b))
+    simd.store_i32(out + 512, registers.to_bf16(simd.load_f32(f + 4032), simd.load_f32(f + 192)))
+    simd.store_i32(out + 576, registers.to_pairs(simd.load_f32(f + 4032), simd.load_f32(f + 192)))
+    registers.transpose(brains, b, 48, out + 640)
+    registers.transpose_f32(halves, b, 48, out + 1152)
+    registers.transpose(singles, f, 72, out + 2176)
+
+
+@njit
+def use_shuffles(f, i, b, out):  # type: ignore[no-untyped-def]
+    x, y = simd.load_f32(f), simd.load_f32(f + 64)
+    simd.store_f32(out, shuffles.evens(x, y))
+    simd.store_f32(out + 64, shuffles.odds(x, y))
+    simd.store_f32(out + 128, shuffles.twice_low(x))
+    simd.store_f32(out + 192, shuffles.twice_high(x))
+    simd.store_f32(out + 256, shuffles.swap_pairs(x))
+    simd.store_f32(out + 320, shuffles.negate_evens(x))
+
+
+@njit
+def use_lockstep(f, i, b, out):  # type: ignore[no-untyped-def]
+    x, y, n, m = simd.load_f32(f), simd.load_f32(f + 64), simd.load_i32(i), simd.load_i32(i + 64)
+    mask = lockstep.less(x, y)
+    simd.store_i32(out, mask)
+    simd.store_i32(out + 64, lockstep.differs(x, y))
+    simd.store_f32(out + 128, lockstep.choose(mask, x, y))
+    simd.store_i32(out + 192, lockstep.choose(mask, n, m))
+    simd.store_f32(out + 256, lockstep.absolute(x))
+    simd.store_f32(out + 320, lockstep.sqrt(lockstep.absolute(x)))
+    simd.store_i32(out + 384, lockstep.smaller(n, m))
+    simd.store_i32(out + 448, lockstep.larger(n, m))
+    yes = lockstep.any_lane(mask) and not lockstep.any_lane(simd.splat_i32(0))
+    simd.store_i32(out + 512, simd.splat_i32(1 if yes else 0))
+
+
+def operands(seed: int, brains: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return `f`, with numbers that are no ordinary ones in its first 192 bytes, `i` and `b`."""
+    rng = np.random.default_rng(seed)
+    f = rng.standard_normal(1024).astype(np.float32)
+    odd = np.array([np.nan, np.inf, -np.inf, 1e-40, -1e-45, 2.5, -3.5, 1e38], np.float32)
+    f[:48] = np.where(rng.random(48) < 0.4, rng.choice(odd, 48), f[:48] * 100)
+    f[:48] = np.where(rng.random(48) < 0.2, f[rng.permutation(48)], f[:48])
+    f[1008:1011] = np.nan, np.inf, 3.4e38  # but no denormal numbers, which some processors drop
+    i = rng.integers(-(2**31), 2**31, 1024).astype(np.int32)
+    b = rng.integers(0, 256, 4096).astype(np.uint8)
+    b[192:1024].view(np.uint16)[:] = brains(rng.standard_normal(416).astype(np.float32))
+    return f, i, b
