@@ -92,6 +92,20 @@ def test_powers_of_two_down_to_the_smallest():
     assert np.array_equal(decoded(qt), dequantize(qt))
 
 
+def test_all_floats_of_seven_bits():
+    byte = np.arange(127)
+    exponent, mantissa = byte >> 3, (byte & 7) / 8
+    number = np.where(exponent, np.ldexp(1 + mantissa, exponent - 7), np.ldexp(mantissa, -6))
+    format = synthetic_formats.FORMATS["like_nvfp4"]
+    blocks = np.zeros((127, 2), format.dtype)
+    blocks["d"] = (number / 2)[:, None]
+    blocks["codes"] = np.arange(16)
+    qt = QuantTensor(format, (127, 32), blocks.view(np.uint8).reshape(127, -1))
+    assert qt.packed().form.d_type == "e4m3"
+    assert qt.packed().bits_per_weight == 4.5
+    assert np.array_equal(decoded(qt), dequantize(qt))
+
+
 def test_numbers_that_do_not_fit_get_more_room():
     form = IntegerForm(64, 32, 4, zero=8, scales=True)
     format = SyntheticFormat("roomy", form)
