@@ -13,6 +13,7 @@ import nbflow_kernels as nk
 from nbflow_kernels import simd
 from nbflow_kernels._jit import njit
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.qmatmul import cases
 from nbflow_kernels.quants import FORMATS, QuantTensor, dequantize, dequantize_rows, quantize
 from nbflow_kernels.quants.integers import IntegerForm, weights
 from nbflow_kernels.quants.packed import PAIRS, packed_form
@@ -41,8 +42,7 @@ def decoded(qt: QuantTensor) -> np.ndarray:
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_integers_are_the_weights(name):
-    x = np.random.default_rng(1).standard_normal((37, 330), dtype=np.float32)
-    qt = quantize(x, name, encoder="plain")
+    qt = cases.weights(np.random.default_rng(1), 37, 330, name)
     form = FORMATS[name].integer_form
     assert np.array_equal(weights(form, FORMATS[name].integers(qt.data))[:, :330], dequantize(qt))
 
