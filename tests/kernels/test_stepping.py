@@ -10,9 +10,7 @@ import pkgutil
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
-import numba
 import numpy as np
 import pytest
 import toolkit_kernels as kernels
@@ -24,8 +22,7 @@ from nbflow.execute import RankWeights, ReferenceExecutor
 from nbflow.program import build
 from nbflow.spec import resolve
 from nbflow.weights import open_weights
-from nbflow_kernels import families, simd_bytes
-from nbflow_kernels.quants import unpack
+from nbflow_kernels import families
 from nbflow_kernels.quants.packed import packed_form
 from nbflow_kernels.stepping import memory, simd, twin_module
 from nbflow_kernels.stepping import simd_bytes as simd_bytes_twin
@@ -45,13 +42,14 @@ def _intrinsics() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("module", "name"), _intrinsics())
 def test_intrinsic_has_a_twin_that_a_kernel_here_compares(module: str, name: str) -> None:
-    twin = getattr(importlib.import_module(twin_module(module)), name)
+    twin = getattr(importlib.import_module(twin_module(module)), name.lstrip("_"))
     assert twin.__doc__
+    some = kernels.use_form(packed_form(SYNTHETIC["like_q4_k"].integer_form))
     used: set[str] = set()
-    for kernel in vars(kernels).values():
+    for kernel in (some, *vars(kernels).values()):
         if hasattr(kernel, "py_func"):
             used |= set(kernel.py_func.__code__.co_names)
-    assert name in used | {"value_table"}  # compared below
+    assert name.lstrip("_") in used
 
 
 def _assert_same(found: np.ndarray, wanted: np.ndarray) -> None:
@@ -105,17 +103,30 @@ def test_fma_rounds_once() -> None:
     assert simd.fma(a, a, simd.splat(0.0))[0] == np.float32(exact)
 
 
-def test_value_table() -> None:
-    form = packed_form(SYNTHETIC["like_iq2"].integer_form)
+@pytest.mark.parametrize("name", SYNTHETIC)
+def test_twins_read_packed_weights_to_the_bit(name: str, rng: np.random.Generator) -> None:
+    form = packed_form(SYNTHETIC[name].integer_form)
+    stored = rng.integers(0, 256, form.block_bytes).astype(np.uint8)
+    if form.d_type in ("f16", "f32"):  # ordinary numbers
+        numbers = rng.standard_normal(form.d_bytes // (2 if form.d_type == "f16" else 4))
+        dtype = np.float16 if form.d_type == "f16" else np.float32
+        stored[: form.d_bytes] = numbers.astype(dtype).view(np.uint8)
+    outs = np.zeros((2, 256 * form.block // 4), np.uint8)
+    kernel = kernels.use_form(form)
+    for run, out in zip((kernel, kernels.stepped(kernel)), outs, strict=True):
+        run(stored.ctypes.data, out.ctypes.data)
+    assert outs[0].any()
+    _assert_same(outs[1], outs[0])
 
-    @numba.njit
-    def write(out: Any) -> None:
-        simd_bytes.store_bytes(out.ctypes.data, unpack.value_table(form))
 
-    out = np.zeros(64, np.uint8)
-    write(out)
-    twin = importlib.import_module(twin_module(unpack.__name__))
-    assert twin.value_table(form).tolist() == out.tolist()
+def test_twins_load_as_the_type_of_a_scalar() -> None:
+    b = kernels.operands(1, memory.f32_to_bf16)[2]
+    outs = np.zeros((2, 192), np.uint8)
+    for run, out in zip(
+        (kernels.use_load_as, kernels.stepped(kernels.use_load_as)), outs, strict=True
+    ):
+        run(np.float32(0), np.int16(0), np.uint16(0), b.ctypes.data, out.ctypes.data)
+    _assert_same(outs[1], outs[0])
 
 
 def test_mistakes_are_caught() -> None:
@@ -127,8 +138,6 @@ def test_mistakes_are_caught() -> None:
         simd.load_f32(64)
     with pytest.raises(TypeError, match="lanes do not match"):
         simd.add(vector, simd.splat_i32(1))
-    with pytest.raises(ValueError, match="bits of the next byte"):
-        twin.field(twin.splat_bytes(1), 4, 31)
     with pytest.raises(ValueError, match="below 128"):
         twin.dot_u7_i8(simd.splat_i32(0), twin.splat_bytes(200), twin.splat_bytes(1))
 

@@ -14,21 +14,36 @@ import numpy as np
 
 from nbflow_kernels import atomics, lanes, registers, shuffles, simd, simd_bytes, simd_tiles
 from nbflow_kernels._jit import njit
-from nbflow_kernels.quants import lockstep
+from nbflow_kernels.kvcache import vectors as cache_vectors
+from nbflow_kernels.quants import lockstep, unpack
+from nbflow_kernels.quants.packed import PackedForm
+from nbflow_kernels.sampling import vectors as sampling_vectors
 from nbflow_kernels.stepping import kernel as python_kernel
 from nbflow_kernels.stepping import twin_module
 
-MODULES = (simd, lanes, atomics, simd_bytes, simd_tiles, registers, shuffles, lockstep)
+MODULES = {
+    "simd": simd,
+    "lanes": lanes,
+    "atomics": atomics,
+    "simd_bytes": simd_bytes,
+    "simd_tiles": simd_tiles,
+    "registers": registers,
+    "shuffles": shuffles,
+    "lockstep": lockstep,
+    "unpack": unpack,
+    "cache_vectors": cache_vectors,
+    "sampling_vectors": sampling_vectors,
+}
 
 
 def stepped(kernel: Any) -> Any:
     """Return a compiled kernel as Python, its vector functions replaced by their twins."""
     function = kernel.py_func
     names = dict(function.__globals__)
-    for module in MODULES:
-        twin = importlib.import_module(twin_module(module.__name__))
-        names[module.__name__.rpartition(".")[2]] = twin
-    return python_kernel(types.FunctionType(function.__code__, names))
+    for name, module in MODULES.items():
+        names[name] = importlib.import_module(twin_module(module.__name__))
+    code, closure = function.__code__, function.__closure__
+    return python_kernel(types.FunctionType(code, names, closure=closure))
 
 
 @njit
@@ -68,6 +83,13 @@ def use_simd(f, i, b, out):  # type: ignore[no-untyped-def]
 
 
 @njit
+def use_load_as(single, half, brain, b, out):  # type: ignore[no-untyped-def]
+    simd.store_f32(out, simd.load_as(single, b + 192 + simd.size_of(half)))
+    simd.store_f32(out + 64, simd.load_as(half, b + 192 + simd.size_of(single)))
+    simd.store_f32(out + 128, simd.load_as(brain, b + 192 + simd.size_of(brain)))
+
+
+@njit
 def use_address(array, out):  # type: ignore[no-untyped-def]
     simd.store_f32(out, simd.load_f32(simd.address(array)))
 
@@ -83,6 +105,9 @@ def use_lanes(f, i, b, out):  # type: ignore[no-untyped-def]
     lanes.store_f16(out + 128, simd.load_f32(f + 192))
     lanes.store_halves(out + 192, out + 260, simd.load_f32(f))
     a, c = simd.load_f32(f + 192), simd.load_f32(f + 256)
+    lanes.write_f32(out + 16, lanes.read_bf16(b + 192))
+    lanes.write_i64(out + 24, lanes.read_i32(i + 8))
+    lanes.store_quarters(out + 400, 24, simd.load_f32(f + 64))
     simd.store_f32(out + 320, lanes.sum16(a, c, a, a, c, c, a, a, c, a, c, a, a, a, c, c))
 
 
@@ -108,7 +133,8 @@ def use_simd_bytes(f, i, b, out):  # type: ignore[no-untyped-def]
     seven = simd.and_(u, simd_bytes.splat_bytes(127))
     acc = simd.load_i32(i)
     simd_bytes.store_bytes(out, simd_bytes.broadcast4(b + 1))
-    simd_bytes.store_bytes(out + 64, simd_bytes.field(u, 3, 7))
+    simd_bytes.store_bytes(out + 64, simd_bytes.move(u, 3, 1, 4))
+    simd_bytes.store_bytes(out + 640, simd_bytes.move(u, 0, 6, 2))
     simd_bytes.store_bytes(out + 128, simd_bytes.pair_first(u))
     simd_bytes.store_bytes(out + 192, simd_bytes.pair_second(u))
     index = simd.and_(s, simd_bytes.splat_bytes(15))
@@ -119,9 +145,6 @@ def use_simd_bytes(f, i, b, out):  # type: ignore[no-untyped-def]
     simd.store_f32(out + 448, simd_bytes.broadcast_f32(f + 4))
     simd.store_i32(out + 512, simd_bytes.broadcast_i32(i + 4))
     simd_bytes.store_narrow(out + 576, acc)
-    pairs = simd_bytes.bf16_pairs(simd.load_f32(f + 192), simd.load_f32(f + 256))
-    start = simd.load_f32(f + 320)
-    simd.store_f32(out + 640, simd_bytes.dot_bf16(start, pairs, simd_bytes.broadcast_pair(b + 192)))
     simd_bytes.store_bytes(out + 704, simd.or_(simd.add(u, s), simd.sub(u, s)))
 
 
@@ -134,7 +157,12 @@ def use_simd_tiles(f, i, b, out):  # type: ignore[no-untyped-def]
     scaled = simd_tiles.scaled(sums, ints, f + 192, 64, f + 320, 4)
     based = simd_tiles.based(scaled, f + 256, 64, f + 320, 4, i + 128, 4)
     simd_tiles.store(out + 384, scaled)
-    simd_tiles.store(out + 768, simd_tiles.add(based, simd_tiles.load(2, 3, f + 192)))
+    simd_tiles.store(out + 768, simd_tiles.add(based, scaled))
+    one = simd_tiles.outer(simd_tiles.zeros(1, 2), simd.load_f32(f + 192), 0, f + 320, 4)
+    whole = simd_tiles.starts(1, 2, i, 4, 1)
+    whole = simd_tiles.dots(whole, simd_bytes.load_bytes(b), 0, b + 256, 8, 8)
+    one = simd_tiles.scaled(one, whole, simd.load_f32(f + 256), 0, f + 320, 4)
+    simd_tiles.store(out + 1152, one)
 
 
 @njit
@@ -151,8 +179,12 @@ def use_registers(f, i, b, out, singles, halves, brains, pairs):  # type: ignore
     simd.store_i32(out + 512, registers.to_bf16(simd.load_f32(f + 4032), simd.load_f32(f + 192)))
     simd.store_i32(out + 576, registers.to_pairs(simd.load_f32(f + 4032), simd.load_f32(f + 192)))
     registers.transpose(brains, b, 48, out + 640)
-    registers.transpose_f32(halves, b, 48, out + 1152)
+    registers.transpose_f32(halves, b, 48, out + 1152, 256)
     registers.transpose(singles, f, 72, out + 2176)
+    rows = registers.step_lanes(registers.zero(4, 4), halves, b + 192, 32, f + 640, 64)
+    simd.store_f32(out + 3200, registers.lane_sums(rows))
+    both = simd.load_i32(b + 192), simd.load_i32(b + 256)
+    simd.store_f32(out + 3264, registers.add_pairs(simd.load_f32(f + 640), both[0], both[1]))
 
 
 @njit
@@ -180,6 +212,68 @@ def use_lockstep(f, i, b, out):  # type: ignore[no-untyped-def]
     simd.store_i32(out + 448, lockstep.larger(n, m))
     yes = lockstep.any_lane(mask) and not lockstep.any_lane(simd.splat_i32(0))
     simd.store_i32(out + 512, simd.splat_i32(1 if yes else 0))
+
+
+@njit
+def use_cache_vectors(f, i, b, out):  # type: ignore[no-untyped-def]
+    simd.store_i32(out, cache_vectors.load_fields4(b + 1))
+    simd.store_i32(out + 64, cache_vectors.load_fields2(b + 1))
+    simd.store_i32(out + 128, cache_vectors.load_fields1(b + 1))
+    simd.store_i32(out + 192, cache_vectors.load_pairs4(b + 1))
+    simd.store_i32(out + 256, cache_vectors.load_pairs2(b + 1))
+    simd.store_i32(out + 320, cache_vectors.load_pairs1(b + 1))
+    cache_vectors.store_fields4(out + 384, cache_vectors.load_fields4(b + 2))
+    cache_vectors.store_fields2(out + 392, cache_vectors.load_fields2(b + 2))
+    cache_vectors.store_fields1(out + 396, cache_vectors.load_fields1(b + 2))
+    cache_vectors.store_pairs4(out + 400, cache_vectors.load_pairs4(b + 2))
+    cache_vectors.store_pairs2(out + 404, cache_vectors.load_pairs2(b + 2))
+    cache_vectors.store_pairs1(out + 406, cache_vectors.load_pairs1(b + 2))
+    n, m, x = simd.load_i32(i), simd.load_i32(i + 64), simd.load_f32(f)
+    cache_vectors.store_bytes(out + 448, n)
+    simd.store_i32(out + 512, cache_vectors.swap_pairs(n))
+    simd.store_i32(out + 576, cache_vectors.choose_odd(n, m))
+    cache_vectors.store_bf16(out + 640, x)
+    cache_vectors.write_u16(out + 700, lanes.read_i32(i))
+    for count in range(3):
+        simd.store_f32(out + 704 + 64 * count, cache_vectors.load_part(f + 192, 8 * count, 2.5))
+        cache_vectors.store_part(out + 896 + 64 * count, 7 * count, x)
+        simd.store_f32(out + 1088 + 64 * count, cache_vectors.keep(x, 5 * count))
+
+
+@njit
+def use_sampling_vectors(f, i, b, out):  # type: ignore[no-untyped-def]
+    x, y, z = simd.load_f32(f), simd.load_f32(f + 64), simd.load_f32(f + 192)
+    simd.store_f32(out, sampling_vectors.where_ge(x, y, y, z))
+    yes = sampling_vectors.any_ge(x, y) and not sampling_vectors.any_ge(z, simd.splat(1e9))
+    simd.store_i32(out + 64, simd.splat_i32(7 if yes else 0))
+    total = sampling_vectors.wide_add(sampling_vectors.wide_zero(), z)
+    total = sampling_vectors.wide_add(total, simd.load_f32(f + 256))
+    simd.store_f32(out + 128, simd.splat(sampling_vectors.wide_sum(total)))
+    bits = sampling_vectors.bits_of(lanes.read_f32(f + 192))
+    simd.store_i32(out + 192, simd.splat_i32(bits))
+    simd.store_f32(out + 256, simd.splat(sampling_vectors.float_of(bits + 1)))
+
+
+def use_form(form: PackedForm) -> Any:
+    """Return a kernel that uses all functions that read packed weights of a form."""
+    vectors, per_scale = form.unit // 4, form.sub_block // 4
+    units = form.block // form.unit
+
+    @njit
+    def kernel(packed, out):  # type: ignore[no-untyped-def]
+        for unit in range(units):
+            for v in range(vectors):
+                s = (unit * vectors + v) // per_scale
+                u = unpack.codes(form, unpack.unit_of(form, packed, unit), v)
+                d, m = unpack.d_of(form, packed, s), unpack.m_of(form, packed, s)
+                simd_bytes.store_bytes(out, u)
+                simd.store_f32(out + 64, unpack.scale_of(form, packed, s, d))
+                simd.store_f32(out + 128, unpack.base_of(form, packed, s, m))
+                scale, base = unpack.parameters(form, packed, s)
+                simd.store_f32(out + 192, unpack.weight(form, u, v % 4, scale, base))
+                out += 256
+
+    return kernel
 
 
 def operands(seed: int, brains: Any) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

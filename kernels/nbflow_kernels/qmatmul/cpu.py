@@ -140,6 +140,8 @@ def _matmul_int8(
 ) -> None:
     """Multiply quantized rows by packed weights."""
     assert isinstance(packed, Packed), "int8 activations go with integer codes"
+    if rows.n_rows == 0:  # the kernels read a first row
+        return
     bias = _NO_BIAS if bias is None else bias
     sums = rows.sums if int8.piece_vectors(packed.form) == 8 else rows.half_sums
     split_rows(

@@ -64,12 +64,12 @@ def any_rows_bf16(form: PackedForm) -> Any:
 
 def decode_f32(form: Any, at: Any, k: Any, n: Any, to: Any) -> None:
     """Write columns k to k + n, whole blocks, of the row group at `at` to address `to`."""
-    raise NotImplementedError("decode_f32 is for compiled code only")
+    _decoder(form, form.block, _write_f32, 256)(form, at, k, n, to)
 
 
 def decode_pairs(form: Any, at: Any, k: Any, n: Any, to: Any) -> None:
     """Do as `decode_f32` with pairs of columns, rounded to bfloat16."""
-    raise NotImplementedError("decode_pairs is for compiled code only")
+    _decoder(form, form.block // 2, _write_pairs, 128)(form, at, k, n, to)
 
 
 # Chosen by the type of the form, not held by the kernels: a kernel that holds a compiled function

@@ -51,12 +51,6 @@ def _pair_word(at: Any, word: int) -> Vector:
     return joined
 
 
-def dot(form: Any, acc: Vector, u: Vector, x: Vector) -> Vector:
-    """Return acc plus the sums of 4 products."""
-    eight = form.bits == 8 or form.values is not None
-    return simd_bytes.dot_u8_i8(acc, u, x) if eight else simd_bytes.dot_u7_i8(acc, u, x)
-
-
 def unit_of(form: Any, at: Any, i: Any) -> Any:
     """Return the address of the codes of a unit."""
     segment, unit = divmod(i, form.segment // form.unit)

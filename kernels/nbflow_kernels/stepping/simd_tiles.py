@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.stepping import simd, simd_bytes
-from nbflow_kernels.stepping.memory import LANES, read, read_at_steps, write
+from nbflow_kernels.stepping.memory import LANES, read_at_steps, write
 
 Tile = NDArray[Any]
 
@@ -21,6 +21,13 @@ def _each(tile: Tile, new: Callable[[int, int], Any], dtype: Any = np.float32) -
     return np.stack(lines).astype(dtype, copy=False)
 
 
+def _weights(tile: Tile, w: Any, w_step: Any, dtype: Any) -> Tile:
+    """Return the vectors of all row groups: `w` is an address, or the vector of the only one."""
+    if isinstance(w, np.ndarray):
+        return w[None]
+    return read_at_steps(w, w_step, tile.shape[0], dtype, 64 // np.dtype(dtype).itemsize)
+
+
 def zeros(rows: int, tokens: int) -> Tile:
     """Return sums that are 0."""
     return np.zeros((rows, tokens, LANES), np.float32)
@@ -28,7 +35,7 @@ def zeros(rows: int, tokens: int) -> Tile:
 
 def outer(sums: Tile, w: Any, w_step: Any, x: Any, x_step: Any) -> Tile:
     """Return sums[r, t] + w[r] * x[t]."""
-    weights = read_at_steps(w, w_step, sums.shape[0], np.float32, LANES)
+    weights = _weights(sums, w, w_step, np.float32)
     xs = read_at_steps(x, x_step, sums.shape[1], np.float32, 1)
     return _each(sums, lambda r, t: simd.fma(weights[r], xs[t].repeat(LANES), sums[r, t]))
 
@@ -42,14 +49,14 @@ def starts(rows: int, tokens: int, n: Any, n_step: Any, factor: Any) -> Tile:
 def dots(ints: Tile, w: Any, w_step: Any, x: Any, x_step: Any, bits: int) -> Tile:
     """Return ints[r, t] + w[r] . x[t]."""
     dot = simd_bytes.dot_u7_i8 if bits < 8 else simd_bytes.dot_u8_i8
-    weights = read_at_steps(w, w_step, ints.shape[0], np.uint8, 4 * LANES)
+    weights = _weights(ints, w, w_step, np.uint8)
     xs = read_at_steps(x, x_step, ints.shape[1], np.uint8, 4)
     return _each(ints, lambda r, t: dot(ints[r, t], weights[r], np.tile(xs[t], LANES)), np.int32)
 
 
 def scaled(sums: Tile, ints: Tile, w: Any, w_step: Any, x: Any, x_step: Any) -> Tile:
     """Return sums[r, t] + ints[r, t] * (w[r] * x[t])."""
-    scales = read_at_steps(w, w_step, sums.shape[0], np.float32, LANES)
+    scales = _weights(sums, w, w_step, np.float32)
     xs = read_at_steps(x, x_step, sums.shape[1], np.float32, 1)
     whole = ints.astype(np.float32)
     return _each(sums, lambda r, t: simd.fma(whole[r, t], scales[r] * xs[t], sums[r, t]))
@@ -57,7 +64,7 @@ def scaled(sums: Tile, ints: Tile, w: Any, w_step: Any, x: Any, x_step: Any) -> 
 
 def based(sums: Tile, w: Any, w_step: Any, x: Any, x_step: Any, n: Any, n_step: Any) -> Tile:
     """Return sums[r, t] + w[r] * (x[t] * n[t])."""
-    bases = read_at_steps(w, w_step, sums.shape[0], np.float32, LANES)
+    bases = _weights(sums, w, w_step, np.float32)
     counts = read_at_steps(n, n_step, sums.shape[1], np.int32, 1).astype(np.float32)
     xs = read_at_steps(x, x_step, sums.shape[1], np.float32, 1) * counts
     return _each(sums, lambda r, t: simd.fma(bases[r], xs[t].repeat(LANES), sums[r, t]))
@@ -66,11 +73,6 @@ def based(sums: Tile, w: Any, w_step: Any, x: Any, x_step: Any, n: Any, n_step: 
 def add(a: Tile, b: Tile) -> Tile:
     """Return a + b."""
     return a + b
-
-
-def load(rows: int, tokens: int, addr: Any) -> Tile:
-    """Return the vectors at an address."""
-    return read(addr, np.float32, rows * tokens * LANES).reshape(rows, tokens, LANES)
 
 
 def store(addr: Any, sums: Tile) -> None:
