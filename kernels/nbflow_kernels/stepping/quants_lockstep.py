@@ -18,7 +18,8 @@ def less(a: Vector, b: Vector) -> Vector:
 
 def differs(a: Vector, b: Vector) -> Vector:
     """Return the mask of a != b; true where one is not a number."""
-    return -(a != b).astype(np.int32)
+    mask: Vector = -(a != b).astype(np.int32)
+    return mask
 
 
 def choose(mask: Vector, yes: Vector, no: Vector) -> Vector:

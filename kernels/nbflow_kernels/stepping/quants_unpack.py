@@ -31,7 +31,7 @@ def codes(form: Any, at: Any, v: Any) -> Vector:
     if form.bits == PAIRS:
         word = _pair_word(at, v // 2)
         return simd_bytes.pair_second(word) if v % 2 else simd_bytes.pair_first(word)
-    code = np.zeros(4 * LANES, np.uint8)
+    code: Any = np.zeros(4 * LANES, np.uint8)
     for vector, bit, width, word, place in _fields(form.bits):
         if vector == v:
             stored = simd_bytes.load_bytes(at + 64 * word)
@@ -129,7 +129,7 @@ def base_of(form: Any, at: Any, s: Any, m: Vector) -> Vector:
 def _folds_zero(form: Any) -> bool:
     power_of_two = form.zero & (form.zero - 1) == 0
     exact = power_of_two or (form.d_type == "f16" and form.scales == "none")
-    return form.base == "none" and exact
+    return bool(form.base == "none" and exact)
 
 
 def parameters(form: Any, at: Any, s: Any) -> tuple[Vector, Vector]:
