@@ -32,14 +32,15 @@ def codes(form: Any, at: Any, v: Any) -> Vector:
         word = _pair_word(at, v // 2)
         return simd_bytes.pair_second(word) if v % 2 else simd_bytes.pair_first(word)
     code: Any = np.zeros(4 * LANES, np.uint8)
-    for vector, bit, width, word, place in _fields(form.bits):
+    for vector, bit, width, index, place in _fields(form.bits):
         if vector == v:
-            stored = simd_bytes.load_bytes(at + 64 * word)
+            stored = simd_bytes.load_bytes(at + 64 * index)
             code |= simd_bytes.move(stored, place, bit, width)
-    if form.values is None:
-        return code
-    table = np.resize(np.array(form.values, np.int32) + 128, LANES).astype(np.uint8)
-    return table[code]
+    if form.values is not None:
+        table = np.resize(np.array(form.values, np.int32) + 128, LANES).astype(np.uint8)
+        code = table[code]
+    result: Vector = code
+    return result
 
 
 def _pair_word(at: Any, word: int) -> Vector:
