@@ -154,27 +154,22 @@ def _without_compiling(program: str, *arguments: str) -> str:
     return done.stdout
 
 
-_SMALLEST = """
-import json, sys
+_CASES = """
+import json
 from nbflow_kernels import checking, families
-from nbflow_kernels.threads import set_num_threads
-size = lambda case: sum(getattr(a, "size", 1) for a in checking.leaves(checking.make_inputs(case)))
+# minutes of encoding: these formats search for scales, one trial after the other
+slow = ("iq", "tq", "mxfp", "nvfp", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "two_threads", "long")
 chosen = {}
 for case in families.all_cases():
-    if not case.timed:
-        chosen.setdefault(case.op, []).append((size(case), case.id, case))
-errors = {}
-for op, cases in chosen.items():
-    small = sorted(c for c in cases if c[0] > 40)[:2] or [max(cases)]
-    for _, _, case in small:
-        errors[case.id] = checking.check(case)
-print(json.dumps(errors))
+    if not case.timed and not case.name.startswith(slow):
+        chosen.setdefault(case.op, []).append(case)
+print(json.dumps({case.id: checking.check(case) for some in chosen.values() for case in some[:4]}))
 """
 
 
 def test_every_op_as_python() -> None:
-    """The two smallest cases of each op that are not trivial."""
-    errors: dict[str, float] = json.loads(_without_compiling(_SMALLEST))
+    """Some cases of each op against the reference."""
+    errors: dict[str, float] = json.loads(_without_compiling(_CASES))
     assert max(errors.values()) <= 1.0
     with_cases = {case.op for case in families.all_cases()}
     assert {name.split("-")[0] for name in errors} == with_cases

@@ -12,14 +12,19 @@ Vector = NDArray[Any]
 
 def less(a: Vector, b: Vector) -> Vector:
     """Return the mask of a < b; false where one is not a number."""
-    mask: Vector = -(a < b).astype(np.int32)
-    return mask
+    mask: Vector = (a < b).astype(np.int32)
+    return -mask
 
 
 def differs(a: Vector, b: Vector) -> Vector:
     """Return the mask of a != b; true where one is not a number."""
+<<<<<<< HEAD
     mask: Vector = -(a != b).astype(np.int32)
     return mask
+=======
+    mask: Vector = (a != b).astype(np.int32)
+    return -mask
+>>>>>>> wt-N
 
 
 def choose(mask: Vector, yes: Vector, no: Vector) -> Vector:
