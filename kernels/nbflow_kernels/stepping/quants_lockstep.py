@@ -18,13 +18,8 @@ def less(a: Vector, b: Vector) -> Vector:
 
 def differs(a: Vector, b: Vector) -> Vector:
     """Return the mask of a != b; true where one is not a number."""
-<<<<<<< HEAD
-    mask: Vector = -(a != b).astype(np.int32)
-    return mask
-=======
     mask: Vector = (a != b).astype(np.int32)
     return -mask
->>>>>>> wt-N
 
 
 def choose(mask: Vector, yes: Vector, no: Vector) -> Vector:

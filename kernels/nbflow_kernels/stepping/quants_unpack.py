@@ -29,25 +29,17 @@ def _fields(bits: int) -> tuple[tuple[int, int, int, int, int], ...]:
 def codes(form: Any, at: Any, v: Any) -> Vector:
     """Return code vector v of a unit."""
     if form.bits == PAIRS:
-<<<<<<< HEAD
-        word = _pair_word(at, v // 2)
-        return simd_bytes.pair_second(word) if v % 2 else simd_bytes.pair_first(word)
-    code: Any = np.zeros(4 * LANES, np.uint8)
-    for vector, bit, width, index, place in _fields(form.bits):
-=======
         pairs = _pair_word(at, v // 2)
         return simd_bytes.pair_second(pairs) if v % 2 else simd_bytes.pair_first(pairs)
     code = np.zeros(4 * LANES, np.uint8)
     for vector, bit, width, word, place in _fields(form.bits):
->>>>>>> wt-N
         if vector == v:
-            stored = simd_bytes.load_bytes(at + 64 * index)
+            stored = simd_bytes.load_bytes(at + 64 * word)
             code |= simd_bytes.move(stored, place, bit, width)
-    if form.values is not None:
-        table = np.resize(np.array(form.values, np.int32) + 128, LANES).astype(np.uint8)
-        code = table[code]
-    result: Vector = code
-    return result
+    if form.values is None:
+        return code
+    table = np.resize(np.array(form.values, np.int32) + 128, LANES).astype(np.uint8)
+    return table[code]
 
 
 def _pair_word(at: Any, word: int) -> Vector:
