@@ -67,7 +67,7 @@ def test_packed_weights_cost_what_they_say(name):
         # block of 256 and a byte per 16 weights: (16 + 16 * 8) / 256 = 0.5625 bits; nvfp4's float8
         # scale of 16 weights becomes a float16, half a bit for each
         bits = 3.5 if packed.form.bits == PAIRS else packed.form.bits
-        more = 1.0 if packed.form.block == 16 else 0.5625
+        more = 1.0 if packed.form.d_block == 16 else 0.5625
         assert packed.bits_per_weight <= max(1.04 * format.bits_per_weight, bits + more)
 
 
