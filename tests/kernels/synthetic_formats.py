@@ -73,6 +73,9 @@ class SyntheticFormat(QuantFormat):
         kind = self.integer_form.d_type
         if kind == "e8m0":
             return np.ldexp(np.float32(1), rng.integers(-6, 0, shape))
+        if kind == "e4m3":
+            mantissa = 1 + rng.integers(0, 8, shape) / 8
+            return np.ldexp(mantissa, rng.integers(-7, 0, shape)).astype(np.float32)
         if kind == "u8":
             u = rng.integers(0, 256, shape).astype(np.float32)
             return u / np.float32(1000) if name == "d" else u / np.float32(100) - 1
@@ -98,7 +101,7 @@ FORMS = {
     "like_iq1": IntegerForm(256, 32, 3, values=NINTHS, factor=0.125, scales=True),
     "like_tq": IntegerForm(256, 256, 2, zero=1),
     "like_mxfp4": IntegerForm(32, 32, 4, values=FP4, d_type="e8m0"),
-    "like_nvfp4": IntegerForm(16, 16, 4, values=FP4),
+    "like_nvfp4": IntegerForm(16, 16, 4, values=FP4, d_type="e4m3"),
     "one_bit": IntegerForm(128, 128, 1, zero=0, base="d"),
     "seven_bits": IntegerForm(64, 32, 7, zero=64, scales=True),
     "float32_scales": IntegerForm(32, 32, 8, zero=128, d_type="f32"),

@@ -13,6 +13,7 @@ import nbflow_kernels as nk
 from nbflow_kernels import simd
 from nbflow_kernels._jit import njit
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.qmatmul import cases
 from nbflow_kernels.quants import FORMATS, QuantTensor, dequantize, dequantize_rows, quantize
 from nbflow_kernels.quants.integers import IntegerForm, weights
 from nbflow_kernels.quants.packed import PAIRS, packed_form
@@ -41,8 +42,7 @@ def decoded(qt: QuantTensor) -> np.ndarray:
 
 @pytest.mark.parametrize("name", BLOCK_FORMATS)
 def test_integers_are_the_weights(name):
-    x = np.random.default_rng(1).standard_normal((37, 330), dtype=np.float32)
-    qt = quantize(x, name, encoder="plain")
+    qt = cases.weights(np.random.default_rng(1), 37, 330, name)
     form = FORMATS[name].integer_form
     assert np.array_equal(weights(form, FORMATS[name].integers(qt.data))[:, :330], dequantize(qt))
 
@@ -65,9 +65,9 @@ def test_packed_weights_cost_what_they_say(name):
         # integer scales of 4 to 6 bits are widened to bytes: 2.8 % (q4_k), 3.6 % (q3_k).  Codes
         # that are compressed further in storage (iq) keep their bits, beside at most a float16 per
         # block of 256 and a byte per 16 weights: (16 + 16 * 8) / 256 = 0.5625 bits; nvfp4's float8
-        # scale of 16 weights becomes a float16, a bit for each
+        # scale of 16 weights becomes a float16, half a bit for each
         bits = 3.5 if packed.form.bits == PAIRS else packed.form.bits
-        more = 1.0 if packed.form.block == 16 else 0.5625
+        more = 1.0 if packed.form.d_block == 16 else 0.5625
         assert packed.bits_per_weight <= max(1.04 * format.bits_per_weight, bits + more)
 
 
@@ -91,6 +91,20 @@ def test_powers_of_two_down_to_the_smallest():
     blocks["codes"] = np.arange(32) % 16
     qt = QuantTensor(format, (len(d), 32), blocks.view(np.uint8).reshape(len(d), -1))
     assert qt.packed().form.d_type == "e8m0"
+    assert np.array_equal(decoded(qt), dequantize(qt))
+
+
+def test_all_floats_of_seven_bits():
+    byte = np.arange(127)
+    exponent, mantissa = byte >> 3, (byte & 7) / 8
+    number = np.where(exponent, np.ldexp(1 + mantissa, exponent - 7), np.ldexp(mantissa, -6))
+    format = synthetic_formats.FORMATS["like_nvfp4"]
+    blocks = np.zeros((127, 2), format.dtype)
+    blocks["d"] = (number / 2)[:, None]
+    blocks["codes"] = np.arange(16)
+    qt = QuantTensor(format, (127, 32), blocks.view(np.uint8).reshape(127, -1))
+    assert qt.packed().form.d_type == "e4m3"
+    assert qt.packed().bits_per_weight == 4.5
     assert np.array_equal(decoded(qt), dequantize(qt))
 
 

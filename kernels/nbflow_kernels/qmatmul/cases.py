@@ -27,7 +27,7 @@ _REASON = {
 }
 
 
-def _weights(rng: np.random.Generator, N: int, K: int, format: str) -> QuantTensor:
+def weights(rng: np.random.Generator, N: int, K: int, format: str) -> QuantTensor:
     """Return N(0, 1/K) weights; those of a large matrix repeat after 512 rows."""
     w = rng.standard_normal((min(N, 512), K), dtype=np.float32) / np.float32(K**0.5)
     # the plain encoder: what is tested here is the product
@@ -41,7 +41,7 @@ def _inputs(
     def make(rng: np.random.Generator) -> dict[str, Any]:
         inputs: dict[str, Any] = {
             "x": rng.standard_normal((T, K), dtype=np.float32),
-            "w": _weights(rng, N, K, format),
+            "w": weights(rng, N, K, format),
         }
         if activations != "f32":
             inputs["activations"] = activations

@@ -32,8 +32,9 @@ def one_row(form: PackedForm) -> Any:
         x: Any, packed: Any, n_blocks: Any, bias: Any, accumulate: Any, out: Any, start: Any,
         stop: Any,
     ) -> None:  # fmt: skip
-        tail = np.zeros(block, np.float32)  # the last block's columns where x has fewer
         n_whole = x.shape[1] // block
+        # the columns of the last blocks where x has fewer: storage may be padded by several of them
+        tail = np.zeros((n_blocks - n_whole) * block, np.float32)
         for i in range(x.shape[1] - n_whole * block):
             tail[i] = x[0, n_whole * block + i]
         for group in range(start, stop):

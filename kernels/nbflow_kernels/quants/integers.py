@@ -44,8 +44,9 @@ class IntegerForm:
     scale_bits: int = 8
     """4, if scales and mins are 0..15 and stored in a byte together; else 8."""
     d_type: str = "f16"
-    """How `d` and `m` are stored: "f16"; "f32"; "e8m0": a power of two, 2**-128 to 2**127; "u8":
-    d = u / 1000 and m = v / 100 - 1 in float32."""
+    """How `d` and `m` are stored: "f16"; "f32"; "e8m0": a power of two, 2**-128 to 2**127; "e4m3":
+    half of an unsigned float of 4 bits of exponent (bias 7) and 3 of mantissa; "u8": d = u / 1000
+    and m = v / 100 - 1 in float32."""
 
 
 @dataclass(frozen=True)

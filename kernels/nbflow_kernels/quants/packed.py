@@ -68,7 +68,7 @@ FIELDS: dict[int, tuple[tuple[int, int, int, int, int], ...]] = {
     8: tuple((v, 0, 8, v, 0) for v in range(8)),
 }
 """Bits of a code to the fields of a unit: code vector, first bit, bits, word, place in the word."""
-D_BYTES = {"f16": 2, "f32": 4, "e8m0": 1, "u8": 1}
+D_BYTES = {"f16": 2, "f32": 4, "e8m0": 1, "e4m3": 1, "u8": 1}
 
 
 @dataclass(frozen=True)
@@ -375,6 +375,12 @@ def _stored(d_type: str, numbers: NDArray[np.float32], base: bool) -> NDArray[An
         elif d_type == "e8m0":
             stored = np.clip(np.frexp(numbers)[1] + 127, 0, 255).astype(np.uint8)
             back = np.ldexp(np.float32(1), stored.astype(np.int32) - 128)
+        elif d_type == "e4m3":
+            # float16 has the same fields, with one bit more of exponent and seven of mantissa
+            halves = (numbers / np.float32(128)).astype(np.float16).view(np.uint16)
+            stored = ((halves >> np.uint16(7)) & np.uint16(127)).astype(np.uint8)
+            wide_bits = stored.astype(np.uint16) << np.uint16(7)
+            back = wide_bits.view(np.float16).astype(np.float32) * np.float32(128)
         else:
             steps = np.float32(100) * (numbers + 1) if base else np.float32(1000) * numbers
             stored = np.clip(np.rint(steps), 0, 255).astype(np.uint8)

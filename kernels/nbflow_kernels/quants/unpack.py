@@ -169,6 +169,10 @@ class _Emit:
             return self.load(at, offset, _F32)
         if kind == "e8m0":
             return self._power(at, offset)
+        if kind == "e4m3":  # a float16 without its last bits, whose exponent has another bias
+            wide = builder.zext(self.load(at, offset, _I8), ir.VectorType(_I16, 16))
+            bits = builder.shl(wide, self.splat(7, wide.type))
+            return builder.fmul(emit_widen(builder, bits), self.splat(128.0, f32x16.llvm))
         quotient = self._quotient(at, offset, 100.0 if base else 1000.0)
         return builder.fsub(quotient, self.splat(1.0, f32x16.llvm)) if base else quotient
 

@@ -13,7 +13,7 @@ from nbflow_kernels.stepping.memory import LANES, read
 
 Vector = NDArray[Any]
 
-PAIRS, D_BYTES = 7, {"f16": 2, "f32": 4, "e8m0": 1, "u8": 1}  # as in `quants.packed`
+PAIRS, D_BYTES = 7, {"f16": 2, "f32": 4, "e8m0": 1, "e4m3": 1, "u8": 1}  # as in `quants.packed`
 
 
 @functools.cache
@@ -70,6 +70,10 @@ def _stored(form: Any, at: Any, base: bool) -> Vector:
     numbers = read(at, np.uint8, LANES)
     if form.d_type == "e8m0":
         return np.ldexp(np.float32(1), numbers.astype(np.int32) - 128).astype(np.float32)
+    if form.d_type == "e4m3":  # a float16 without its last bits, whose exponent has another bias
+        return (numbers.astype(np.uint16) << 7).view(np.float16).astype(np.float32) * np.float32(
+            128
+        )
     quotient = numbers.astype(np.float32) / np.float32(100 if base else 1000)
     return quotient - np.float32(1) if base else quotient
 
