@@ -241,8 +241,9 @@ class RankEngine:
                 offsets = np.array([len(requests[i].ids) for i in rows], np.uint64)
                 some = logits if len(rows) == len(requests) else logits[rows]
                 tokens[rows] = strategy.choose(some, seeds, offsets)
-            log_probabilities(logits, tokens, drawn[1].reshape(-1, 1))
-            drawn[0] = tokens
+            drawn[0], drawn[1] = tokens, math.nan
+            if any(r.wants_logprobs for r in requests):
+                log_probabilities(logits, tokens, drawn[1].reshape(-1, 1))
         self._broadcast(drawn)
         return drawn[0].astype(np.int32), drawn[1]
 
