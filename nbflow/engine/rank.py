@@ -206,7 +206,7 @@ class RankEngine:
         started = time.perf_counter()
         self.executor.run_repeated(
             step,
-            key,
+            burst,  # the calls write to its arrays
             lambda bound: burst.calls(bound, self.executor.buffer("logits", len(requests))),
             n_steps,
             burst.stop,

@@ -139,6 +139,8 @@ class CpuExecutor:
         """
         bound = self._prepared(step)
         if key not in bound.repeated:
+            if len(bound.repeated) >= MAX_BOUND:
+                bound.repeated.clear()
             bound.repeated[key] = self._with_further(bound, further(bound))
         *before, last = bound.repeated[key]
         if not before:

@@ -110,6 +110,22 @@ def test_bursts_draw_what_single_steps_draw(
     assert results[0] == results[1]
 
 
+def test_more_strategies_than_bursts_are_kept(
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank, "MAX_BURSTS", 2)
+    prompt = IDS[:4].tolist()
+
+    def rounds(model: nbflow.Model) -> list[list[int]]:
+        return [
+            model.generate(prompt, max_tokens=9, decoding="top_k", top_k=k, ignore_eos=True).ids
+            for k in (2, 3, 4, 5)
+        ]
+
+    with nbflow.load(checkpoint) as model:
+        assert rounds(model) == rounds(model)
+
+
 def test_a_burst_stops_at_an_end_token(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rank, "BURST_S", 1e6)
     with nbflow.load(checkpoint) as model:
