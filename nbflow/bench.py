@@ -1,9 +1,9 @@
 """Time a loaded model: prompt processing and generation.
 
-What is timed: whole steps as a user gets them (scheduling, kernels, communication, drawing
-greedily), from the first step to the last.  What is excluded: loading, compiling (a warm-up run
-comes first), making the requests.  Token ids are random with a fixed seed; end tokens are ignored;
-log-probabilities are not asked for.
+What is timed: whole steps as `Model.generate` runs them (scheduling, kernels, communication,
+drawing greedily), from the first step to the last.  What is excluded: loading, compiling (a warm-up
+run comes first), making the requests.  Token ids are random with a fixed seed; end tokens are
+ignored; log-probabilities are not asked for.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from nbflow.engine.model import Model
+from nbflow.engine.model import WHOLE_BURST_S, Model
 from nbflow.engine.request import Request
 
 
@@ -97,7 +97,7 @@ def _run(model: Model, n_prompt: int, n_new: int, batch: int) -> tuple[float, fl
     requests = make_requests(model, n_prompt, n_new, batch)
     started = time.perf_counter()
     first = 0.0
-    for _ in model.run_requests(requests):
+    for _ in model.run_requests(requests, burst_s=WHOLE_BURST_S):
         if not first and all(r.ids for r in requests):
             first = time.perf_counter()
     return first - started, time.perf_counter() - first

@@ -21,7 +21,7 @@ import pandas as pd
 from nbflow import system
 from nbflow_experiments.sweep import SweepOptions, run_sweep
 from nbflow_kernels import FORMATS, bench_formats, get_num_threads, set_num_threads
-from nbflow_kernels.bench import read_bandwidth
+from nbflow_kernels.read_probe import read_bandwidth
 from nbflow_kernels.team import available_cores
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -30,19 +30,17 @@ from typing import Any
 import numpy as np
 
 import nbflow_kernels
-from nbflow_kernels import checking, simd
-from nbflow_kernels._jit import njit
+from nbflow_kernels import checking
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.families import all_cases
 from nbflow_kernels.opcase import OpCase
 from nbflow_kernels.peaks import compute_peak
 from nbflow_kernels.qmatmul.cases import user_cases
-from nbflow_kernels.threads import get_num_threads, set_num_threads, split_rows
+from nbflow_kernels.read_probe import read_bandwidth
+from nbflow_kernels.threads import get_num_threads, set_num_threads
 
 SAMPLE_S = 200e-6  # one sample lasts at least this long, so that the clock's 0.1 us do not matter
 MAX_COPIES = 2000
-_PROBE_BYTES = 384 << 20
-_PROBE_ROW = 1 << 16  # float32 elements, 256 KB: long streams for the hardware's prefetcher
 
 BLAS_VARIABLES = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")
 
@@ -81,68 +79,6 @@ class Row:
     """The peer's median seconds per call."""
     repro: str
     """Command that measures this row again."""
-
-
-@njit
-def _read(data: Any, sums: Any, start: Any, stop: Any) -> None:
-    """Put the sum of each row of `data` into `sums`: 8 x 16 lanes, nothing but loads and adds."""
-    for row in range(start, stop):
-        a = simd.address(data) + row * data.strides[0]
-        s0 = s1 = s2 = s3 = s4 = s5 = s6 = s7 = simd.splat(0.0)
-        for i in range(a, a + data.shape[1] * 4, 512):
-            s0 = simd.add(s0, simd.load_f32(i))
-            s1 = simd.add(s1, simd.load_f32(i + 64))
-            s2 = simd.add(s2, simd.load_f32(i + 128))
-            s3 = simd.add(s3, simd.load_f32(i + 192))
-            s4 = simd.add(s4, simd.load_f32(i + 256))
-            s5 = simd.add(s5, simd.load_f32(i + 320))
-            s6 = simd.add(s6, simd.load_f32(i + 384))
-            s7 = simd.add(s7, simd.load_f32(i + 448))
-        low = simd.add(simd.add(s0, s1), simd.add(s2, s3))
-        high = simd.add(simd.add(s4, s5), simd.add(s6, s7))
-        sums[row] = simd.sum(simd.add(low, high))
-
-
-def read_bandwidth(threads: int | None = None) -> float:
-    """Measure how fast this machine reads memory.
-
-    Parameters
-    ----------
-    threads : int, optional
-        Number of threads; by default those of the calling thread's team.
-
-    Returns
-    -------
-    float
-        Bytes per second: 384 MB of float32 summed by a compiled loop, the fastest of five passes
-        after one that touches the pages and compiles.
-
-    Raises
-    ------
-    UsageError
-        If `threads` is not between 1 and 1024.
-
-    Examples
-    --------
-    >>> from nbflow_kernels.bench import read_bandwidth
-    >>> read_bandwidth(1) > 1e8
-    True
-    """
-    before = get_num_threads()
-    if threads is not None:
-        set_num_threads(threads)
-    try:
-        data = np.ones((_PROBE_BYTES // 4 // _PROBE_ROW, _PROBE_ROW), np.float32)
-        sums = np.empty(data.shape[0], np.float32)
-        seconds = []
-        for _ in range(6):
-            started = time.perf_counter()
-            split_rows(_read, data.shape[0], data.size, data, sums)
-            seconds.append(time.perf_counter() - started)
-        assert (sums == _PROBE_ROW).all(), "the probe did not read every element"
-        return data.nbytes / min(seconds[1:])
-    finally:
-        set_num_threads(before)
 
 
 def last_level_cache_bytes() -> int:

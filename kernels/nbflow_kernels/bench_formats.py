@@ -30,11 +30,11 @@ from nbflow_kernels.qmatmul import qmatmul
 from nbflow_kernels.quants import FORMATS, QuantTensor, dequantize, quantize
 from nbflow_kernels.quants.table import relative_rmse, sample
 from nbflow_kernels.quants.user import load_formats
-from nbflow_kernels.threads import get_num_threads, set_num_threads, split_rows
+from nbflow_kernels.read_probe import ReadProbe, read_bandwidth
+from nbflow_kernels.threads import get_num_threads, set_num_threads
 
 SHAPE = (11008, 4096)  # the widest matrix of Llama 2 7B
 ENCODED_ROWS = 128  # of 4096 columns, for the speed of encoders and decoder
-_PROBE_ROW = 1 << 16
 
 
 def measure_errors(name: str, n_rows: int = 1024) -> dict[str, float]:
@@ -111,23 +111,20 @@ def _seconds(call: Callable[[], Any], repeats: int) -> float:
 
 def _product(call: Callable[[], Any], w: QuantTensor, repeats: int) -> dict[str, Any]:
     """Return the speed of a product whose samples alternate with passes of the read probe."""
-    n_rows = max(2, 2 * bench.last_level_cache_bytes() // (4 * _PROBE_ROW))
-    data, sums = np.ones((n_rows, _PROBE_ROW), np.float32), np.empty(n_rows, np.float32)
+    reads = ReadProbe(2 * bench.last_level_cache_bytes())
     call()
     mine: list[float] = []
     probe: list[float] = []
     for _ in range(repeats):
+        probe.append(reads.seconds())  # also empties the cache
         started = time.perf_counter()
-        split_rows(bench._read, n_rows, float(data.size), data, sums)  # also empties the cache
-        between = time.perf_counter()
         call()
-        mine.append(time.perf_counter() - between)
-        probe.append(between - started)
+        mine.append(time.perf_counter() - started)
     n_bytes, fastest = w.packed_nbytes or w.nbytes, min(mine)
     return {
         "gb_per_s": n_bytes / fastest / 1e9,
         "gweights_per_s": w.shape[0] * w.shape[1] / fastest / 1e9,
-        "share_of_read": n_bytes / fastest * min(probe) / data.nbytes,
+        "share_of_read": n_bytes / fastest * min(probe) / reads.n_bytes,
     }
 
 
@@ -173,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
     report = {
         "threads": get_num_threads(),
         "shape": list(arguments.shape),
-        "read_bandwidth_gb_per_s": bench.read_bandwidth() / 1e9,
+        "read_bandwidth_gb_per_s": read_bandwidth() / 1e9,
         "formats": rows,
     }
     text = json.dumps(report, indent=1) + "\n"

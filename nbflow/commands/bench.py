@@ -3,9 +3,9 @@
 ``ppN`` runs a prompt of N tokens, ``tgN`` generates N tokens after an empty context (``@ dD``:
 after D tokens), ``ppN+tgM`` both.  The rate is the median over the repetitions, the spread half the
 distance between the quartiles.  ``GB/s`` is bytes of matrices that generation must read per second
-(each step reads them once, whatever the batch), ``% read`` its share of the read bandwidth that
-this machine showed in the same round.  With a peer, its repetitions alternate with ours, and ``x
-peer`` is the median of the rounds' ratios.
+(each step reads them once, whatever the batch).  ``% read`` is the median, over the repetitions, of
+its share of the bandwidth at which as many threads read memory right before and after.  With a
+peer, its repetitions alternate with ours, and ``x peer`` is the median of the rounds' ratios.
 """
 
 from __future__ import annotations

@@ -9,11 +9,13 @@ import time
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from operator import truediv
 from typing import Any
 
 import nbflow
 from nbflow.bench import Test, Timed, make_requests, time_test
 from nbflow.commands.options import speaks
+from nbflow.engine.model import WHOLE_BURST_S
 from nbflow.system import processor_name
 
 PAUSE_S = 0.02
@@ -29,7 +31,8 @@ class Samples:
     peer_seconds: list[float] = field(default_factory=list)
     """The peer's, if there is one."""
     bandwidths: list[float] = field(default_factory=list)
-    """Read bandwidth of the machine with as many threads, bytes per second."""
+    """Bytes per second that as many threads read, right before and after our repetition.  Of
+    several ranks one reads, before the first round: the others wait for it with their cores."""
     peer: str | None = None
     """Who the peer is."""
 
@@ -37,20 +40,24 @@ class Samples:
 def samples(
     model: nbflow.Model, test: Test, repeats: int, peer: Timed | None, n_ranks: int
 ) -> Samples:
-    """Run a test `repeats` times, in turn with the peer and the bandwidth probe."""
-    from nbflow_kernels.bench import read_bandwidth
+    """Run a test `repeats` times, in turn with the read probe and the peer."""
+    from nbflow_kernels.read_probe import ReadProbe
 
     taken = Samples(peer=None if peer is None else peer.name)
+    probe = ReadProbe(threads=n_ranks * model.threads) if speaks(model) else None
     time_test(model, test)  # compiles
     if peer is not None:
         peer.seconds(test)
     for i in range(repeats):
-        if speaks(model) and (i == 0 or peer is not None):
-            taken.bandwidths.append(float(read_bandwidth(n_ranks * model.threads)))
-        if peer is not None:
-            taken.peer_seconds.append(peer.seconds(test))
-            time.sleep(PAUSE_S)
+        probes = probe is not None and (i == 0 or n_ranks == 1)
+        time.sleep(PAUSE_S)
+        before = probe.bandwidth() if probe and probes else 0.0
         taken.seconds.append(time_test(model, test))
+        if probe and probes:
+            after = probe.bandwidth() if n_ranks == 1 else before
+            taken.bandwidths.append((before + after) / 2)
+        if peer is not None:  # like ours, it starts with a cache full of something else
+            taken.peer_seconds.append(peer.seconds(test))
     return taken
 
 
@@ -96,9 +103,12 @@ def _limit(row: dict[str, Any], test: Test, taken: Samples) -> dict[str, Any]:
     bandwidth = statistics.median(taken.bandwidths) if taken.bandwidths else None
     rate = share = None
     if test.n_gen and not test.n_prompt:
-        steps_per_s = statistics.median(test.n_gen / s for s in taken.seconds)
-        rate = row["matrix_bytes_per_step"] * steps_per_s
-        share = None if bandwidth is None else rate / bandwidth
+        rates = [row["matrix_bytes_per_step"] * test.n_gen / s for s in taken.seconds]
+        rate = statistics.median(rates)
+        if len(taken.bandwidths) == len(rates):
+            share = statistics.median(map(truediv, rates, taken.bandwidths))
+        elif bandwidth is not None:
+            share = rate / bandwidth
     return {
         "read_bandwidth_bytes_per_s": bandwidth,
         "read_bytes_per_s": rate,
@@ -126,12 +136,12 @@ def profile(model: nbflow.Model) -> str:
     if len(model.engines) != 1:
         return "(a profile is made for one rank per process: partition '0', or mpirun)"
     executor = model.engines[0].executor
-    for _ in model.run_requests(make_requests(model, 1, 8, 1)):
+    for _ in model.run_requests(make_requests(model, 1, 8, 1), WHOLE_BURST_S):
         pass
     executor.seconds = defaultdict(float)
     with kernel_seconds() as kernels:
         started = time.perf_counter()
-        for _ in model.run_requests(make_requests(model, 1, 64, 1)):
+        for _ in model.run_requests(make_requests(model, 1, 64, 1), WHOLE_BURST_S):
             pass
         total = time.perf_counter() - started
     by_kind, executor.seconds = executor.seconds, None

@@ -23,7 +23,7 @@ from nbflow_kernels.calls import Call
 from nbflow_kernels.logits.cpu import token_log_probs
 from nbflow_kernels.threads import capture
 
-MAX_STEPS = 64
+MAX_STEPS = 512
 """Most steps of one burst."""
 
 

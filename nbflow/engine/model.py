@@ -19,6 +19,11 @@ from nbflow.spec.model_spec import ModelSpec
 from nbflow.tokenizer import Tokenizer
 from nbflow_kernels.errors import UsageError
 
+STREAM_BURST_S = 2e-3
+"""How long tokens are held back when somebody may be reading them one by one."""
+WHOLE_BURST_S = 0.1
+"""The same when only the whole result is wanted; an interrupt from the keyboard waits as long."""
+
 
 @dataclass(frozen=True)
 class Generation:
@@ -206,7 +211,7 @@ class Model:
             self.make_request(p, max_tokens, decoding, seed + i, ignore_eos, **parameters)
             for i, p in enumerate(prompts)
         ]
-        for _ in self.run_requests(requests):
+        for _ in self.run_requests(requests, burst_s=WHOLE_BURST_S):
             pass
         return [self._generation(r) for r in requests]
 
@@ -252,13 +257,16 @@ class Model:
         stop = frozenset() if ignore_eos else frozenset(self._end_ids())
         return Request(ids, min(max_tokens, room), strategy, seed, stop)
 
-    def run_requests(self, requests: list[Request]) -> Iterator[list[tuple[int, int, float]]]:
+    def run_requests(
+        self, requests: list[Request], burst_s: float = STREAM_BURST_S
+    ) -> Iterator[list[tuple[int, int, float]]]:
         """Run requests to their end, yielding new tokens as they come.
 
-        Each item is a list of (request, token, log-probability) of a step or a few steps.
+        Each item is a list of (request, token, log-probability) of a step, or of as many steps as
+        fit into `burst_s` seconds.  Longer bursts are faster: Python works once for each.
         """
         copies = [_copy(requests) for _ in self.engines[1:]]
-        self._call("begin", per_engine=[requests, *copies])
+        self._call("begin", burst_s, per_engine=[requests, *copies])
         try:
             while any(r.finish_reason is None for r in requests):
                 events = self._call("advance")[0]

@@ -33,8 +33,6 @@ from nbflow_kernels.threads import set_num_threads
 Event = tuple[int, int, float]
 """A new token: index of the request, token, log-probability."""
 
-BURST_S = 2e-3
-"""Duration of a burst: the time between two looks at the requests."""
 MAX_BURSTS = 32
 """Bursts (strategies and batch sizes) kept."""
 MAX_LOGIT_BYTES = 64 * 2**20
@@ -111,7 +109,8 @@ class RankEngine:
         self._sent_before: dict[str, int] = {}
         self._predicted_bytes = 0
         self._bursts: dict[tuple[Any, ...], Burst] = {}
-        self._burst_steps = 1
+        self._burst_s = 0.0
+        self._step_s = math.inf
         self._bytes_sent = functools.cache(
             functools.partial(bytes_sent, self.program, self.mine.rank)
         )
@@ -139,10 +138,13 @@ class RankEngine:
 
     # ---- generation ---------------------------------------------------------------------------
 
-    def begin(self, requests: list[Request]) -> None:
-        """Start to work on these requests instead of any others."""
+    def begin(self, burst_s: float, requests: list[Request]) -> None:
+        """Start to work on these requests instead of any others.
+
+        Steps that need no look at the requests run in bursts of at most `burst_s` seconds.
+        """
         self.end()
-        self._requests = requests
+        self._requests, self._burst_s = requests, burst_s
         for i in range(len(requests)):
             self.table.add(i)
 
@@ -190,7 +192,8 @@ class RankEngine:
 
     def _burst(self, indices: Sequence[int], requests: Sequence[Request]) -> list[Event]:
         """Run several steps in which each of these requests draws a token."""
-        n_steps = min(self._burst_steps, *(r.max_tokens - len(r.ids) for r in requests))
+        fitting = max(1, min(MAX_STEPS, int(self._burst_s / self._step_s)))
+        n_steps = min(fitting, *(r.max_tokens - len(r.ids) for r in requests))
         for i in indices:
             self.table.reserve(i, n_steps)
         key = Burst.key(requests)
@@ -212,8 +215,7 @@ class RankEngine:
             burst.stop,
         )
         done = int(burst.n_steps[0])
-        per_step = (time.perf_counter() - started) / done
-        self._burst_steps = max(1, min(MAX_STEPS, int(BURST_S / per_step)))
+        self._step_s = (time.perf_counter() - started) / done
         check_drawn(burst.tokens[:, :done])
         tokens, logprobs = burst.tokens[:, :done].tolist(), burst.token_logprobs.tolist()
         for i, request in zip(indices, requests, strict=True):

@@ -9,6 +9,7 @@ import pytest
 from specs import write_llama
 
 import nbflow
+from nbflow.engine import model as engine_model
 from nbflow.engine import rank
 from nbflow_kernels.errors import UsageError
 
@@ -101,7 +102,7 @@ def test_bursts_draw_what_single_steps_draw(
     prompts = [IDS[: 3 + 5 * i].tolist() for i in range(batch)]
     results = []
     for seconds in (0.0, 1e6):  # bursts of one step, and of as many as there may be
-        monkeypatch.setattr(rank, "BURST_S", seconds)
+        monkeypatch.setattr(engine_model, "WHOLE_BURST_S", seconds)
         with nbflow.load(checkpoint) as model:
             made = [model.generate_batch(prompts, max_tokens=24, seed=3, **options)]
             made.append(model.generate_batch(prompts, max_tokens=24, seed=3, **options))
@@ -126,8 +127,7 @@ def test_more_strategies_than_bursts_are_kept(
         assert rounds(model) == rounds(model)
 
 
-def test_a_burst_stops_at_an_end_token(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rank, "BURST_S", 1e6)
+def test_a_burst_stops_at_an_end_token(checkpoint: Path) -> None:
     with nbflow.load(checkpoint) as model:
         free = model.generate(IDS[:5].tolist(), max_tokens=20, ignore_eos=True)
         end = free.ids[6]
@@ -136,7 +136,7 @@ def test_a_burst_stops_at_an_end_token(checkpoint: Path, monkeypatch: pytest.Mon
         request.stop_ids = frozenset({end})
         for _ in range(2):  # the first burst measures how long a step takes
             request.ids, request.logprobs, request.n_done, request.finish_reason = [], [], 0, None
-            for _ in model.run_requests([request]):
+            for _ in model.run_requests([request], burst_s=1e6):
                 pass
             assert request.finish_reason == "stop"
             assert request.ids == free.ids[:first]
