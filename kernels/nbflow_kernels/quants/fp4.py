@@ -156,7 +156,7 @@ NVFP4 = IntegerFormat(
     name="nvfp4",
     block_size=64,
     block_bytes=36,
-    form=IntegerForm(block=16, sub_block=16, code_bits=4, values=LEVELS),
+    form=IntegerForm(block=16, sub_block=16, code_bits=4, values=LEVELS, d_type="e4m3"),
     unpack=_unpack_nvfp4,
     steps=lambda blocks: E4M3[blocks[:, :4]],
     kernel=_nvfp4,
