@@ -17,6 +17,9 @@ Numba does not unroll loops over tuples, and a tile must stay in registers; so e
 `zero(groups, tokens)`                        a tile of zeros; both numbers are literals
 `load(groups, tokens, at)`                    a tile from memory: token by token, its groups
 `store(at, tile)`                             a tile to memory, in the same order
+`load_rows(groups, tokens, at, row)`          the same with the tokens `row` bytes apart
+`store_rows(at, row, tile)`                   the same to memory
+`times(tile, x, token)`                       each token times its factor, at ``x + token * t``
 `add(a, b)`                                   the sum of two tiles
 `step(tile, like, w, group, x, token)`        add one unit; `group`, `token`: distance in bytes
 `step_lanes(tile, like, w, row, x, token)`    the same with 16 columns of one row in the lanes
@@ -29,7 +32,7 @@ Numba does not unroll loops over tuples, and a tile must stay in registers; so e
 `to_pairs(even, odd)`                         the same, lane by lane: a pair of bfloat16 per lane
 ============================================  ====================================================
 
-The array `like` only says, by its type, how weights lie in memory and what a unit is:
+The array or scalar `like` only says, by its type, how weights lie in memory and what a unit is:
 
 =========  =======================================  ================================================
 type       weights of a group                       unit
@@ -172,9 +175,10 @@ def _widen(builder: Any, value: Any, how: str | None) -> Any:
 
 
 def _unit(like: Any) -> tuple[Any, str | None]:
-    if not isinstance(like, types.Array) or like.dtype not in _UNITS:
+    element = like.dtype if isinstance(like, types.Array) else like
+    if element not in _UNITS:
         raise errors.TypingError(f"registers: wanted an array of {list(_UNITS)}, got {like}")
-    return _UNITS[like.dtype]
+    return _UNITS[element]
 
 
 # ---- tiles ----------------------------------------------------------------------------------
@@ -218,6 +222,58 @@ def store(typing_context: Any, at: Any, tile: Any) -> Any:
         return context.get_dummy_value()
 
     return types.none(at, tile), codegen
+
+
+def _places(builder: Any, tile: Tile, at: Any, row: Any) -> list[Any]:
+    """Return the address of each vector of a tile whose tokens are `row` bytes apart."""
+    starts = [builder.add(at, builder.mul(row, ir.Constant(_I64, t))) for t in range(tile.tokens)]
+    return [_offset(builder, start, 64 * g) for start in starts for g in range(tile.groups)]
+
+
+@intrinsic(prefer_literal=True)
+def load_rows(typing_context: Any, groups: Any, tokens: Any, at: Any, row: Any) -> Any:
+    """Return the tile whose token t begins at ``at + row * t``."""
+    tile = _tile(groups, tokens)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at, row = (_integer(context, builder, signature, args, i) for i in (2, 3))
+        value = ir.Constant(context.get_value_type(tile), ir.Undefined)
+        for i, place in enumerate(_places(builder, tile, at, row)):
+            value = builder.insert_value(value, _load(builder, place, f32x16.llvm), i)
+        return value
+
+    return tile(groups, tokens, at, row), codegen
+
+
+@intrinsic
+def store_rows(typing_context: Any, at: Any, row: Any, tile: Any) -> Any:
+    """Write a tile to memory, its token t to ``at + row * t``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        at, row = (_integer(context, builder, signature, args, i) for i in (0, 1))
+        for i, place in enumerate(_places(builder, tile, at, row)):
+            _store(builder, builder.extract_value(args[2], i), place)
+        return context.get_dummy_value()
+
+    return types.none(at, row, tile), codegen
+
+
+@intrinsic
+def times(typing_context: Any, tile: Any, x: Any, token: Any) -> Any:
+    """Return a tile with each token multiplied by the float32 at ``x + token * t``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        x, token = (_integer(context, builder, signature, args, i) for i in (1, 2))
+        value = args[0]
+        for t in range(tile.tokens):
+            address = builder.add(x, builder.mul(token, ir.Constant(_I64, t)))
+            factor = _splat(builder, _load(builder, address, _F32))
+            for i in range(t * tile.groups, (t + 1) * tile.groups):
+                product = builder.fmul(builder.extract_value(value, i), factor)
+                value = builder.insert_value(value, product, i)
+        return value
+
+    return tile(tile, x, token), codegen
 
 
 @intrinsic

@@ -174,6 +174,8 @@ def use_registers(f, i, b, out, singles, halves, brains, pairs):  # type: ignore
     tile = registers.step(tile, halves, b + 192, 32, f + 648, 8)
     tile = registers.step(tile, brains, b + 192, 32, f + 648, 8)
     registers.store(out, registers.step(tile, pairs, b + 192, 64, b + 320, 4))
+    some = registers.times(registers.load_rows(2, 3, f, 192), f + 640, 4)
+    registers.store_rows(out + 3328, 192, some)
     simd.store_f32(out + 384, registers.load_widened(halves, b))
     simd.store_f32(out + 448, registers.load_widened(brains, b))
     simd.store_i32(out + 512, registers.to_bf16(simd.load_f32(f + 4032), simd.load_f32(f + 192)))

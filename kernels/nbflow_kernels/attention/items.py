@@ -32,9 +32,11 @@ from nbflow_kernels.attention.tiles import (
     exp1,
     fold,
     hide,
-    mix_2x1,
-    mix_2x4,
-    mix_2x8,
+    mix_1x1,
+    mix_1x4,
+    mix_4x1,
+    mix_4x4,
+    mix_8x1,
     score_1x16,
     score_4x4,
     soft_cap,
@@ -175,50 +177,79 @@ def score_chunk(
 
 @part
 def mix_chunk(
-    like: Any, M: Any, acc: Any, row_bytes: Any, state: Any, s: Any, values: Any, step: Any,
+    like: Any, M: Any, acc: Any, row_bytes: Any, state: Any, s: Any, values: Any, ahead: Any,
+    n_ahead: Any,
+) -> None:  # fmt: skip
+    """Add a chunk's values to the accumulators.
+
+    Four query vectors go together over the keys that all of them see; each goes alone over its keys
+    before and behind these.
+    """
+    m = np.int64(0)
+    while m < M:
+        n = np.int64(4 if m + 4 <= M else 1)
+        low, high = np.int64(0), np.int64(CHUNK)
+        for i in range(m, m + n):
+            low = max(low, read_i64(state + RECORD * i + FIRST))
+            high = min(high, read_i64(state + RECORD * i + LAST))
+        high = max(low, high)
+        if n == 4:
+            for i in range(m, m + 4):
+                record = state + RECORD * i
+                first, last = read_i64(record + FIRST), min(read_i64(record + LAST), low)
+                mix_row(like, acc + i * row_bytes, row_bytes, record, s + i * ROW, values, first,
+                        last, ahead, 0)  # fmt: skip
+            mix_four(like, acc + m * row_bytes, row_bytes, state + RECORD * m, s + m * ROW, values,
+                     low, high, ahead, n_ahead if m == 0 else 0)  # fmt: skip
+            for i in range(m, m + 4):
+                record = state + RECORD * i
+                first, last = max(read_i64(record + FIRST), high), read_i64(record + LAST)
+                mix_row(like, acc + i * row_bytes, row_bytes, record, s + i * ROW, values, first,
+                        last, ahead, 0)  # fmt: skip
+        else:
+            mix_row(like, acc + m * row_bytes, row_bytes, state + RECORD * m, s + m * ROW, values,
+                    low, high, ahead, n_ahead if m == 0 else 0)  # fmt: skip
+        m += n
+
+
+@part
+def mix_row(
+    like: Any, acc: Any, row_bytes: Any, record: Any, p: Any, values: Any, first: Any, last: Any,
     ahead: Any, n_ahead: Any,
 ) -> None:  # fmt: skip
-    """Add a chunk's values to the accumulators, `step` keys at a time.
+    """Shrink one accumulator and add the values [first, last) times the weights at `p`."""
+    if first >= last:
+        return
+    shrink, d, n = record + SHRINK, np.int64(0), n_ahead
+    while d + 512 <= row_bytes:
+        mix_8x1(like, acc, row_bytes, shrink, RECORD, p, values, first, last, d, ahead, n)
+        d, n = d + 512, 0
+    while d + 256 <= row_bytes:
+        mix_4x1(like, acc, row_bytes, shrink, RECORD, p, values, first, last, d, ahead, n)
+        d, n = d + 256, 0
+    while d < row_bytes:
+        mix_1x1(like, acc, row_bytes, shrink, RECORD, p, values, first, last, d, ahead, n)
+        d, n = d + 64, 0
+    write_f32(shrink, 1.0)
 
-    Two query vectors go together over the keys that both see; each goes alone over its keys before
-    and behind these.
-    """
-    for j in range(0, CHUNK, step):
-        for a in range(0, M, 2):
-            b = min(a + 1, M - 1)
-            A, B = state + RECORD * a, state + RECORD * b
-            low = max(read_i64(A + FIRST), read_i64(B + FIRST))
-            high = min(read_i64(A + LAST), read_i64(B + LAST))
-            for turn in range(5):
-                # before: a alone, b alone; both together; behind: a alone, b alone
-                m = b if turn == 1 or turn == 4 else a
-                o = a if turn == 0 or turn == 3 else b
-                A, B = state + RECORD * m, state + RECORD * o
-                first, last = low, high
-                if turn < 2:
-                    first, last = read_i64(A + FIRST), min(read_i64(A + LAST), low)
-                elif turn > 2:
-                    first, last = max(read_i64(A + FIRST), high), read_i64(A + LAST)
-                first, last = max(first, j), min(last, j + step)
-                if first < last:
-                    w, x = read_f32(A + SHRINK), read_f32(B + SHRINK)
-                    acc_a, acc_b, p, r = (
-                        acc + m * row_bytes, acc + o * row_bytes, s + m * ROW, s + o * ROW
-                    )  # fmt: skip
-                    d, n = np.int64(0), n_ahead if a == 0 else 0
-                    while d + 512 <= row_bytes:
-                        mix_2x8(like, acc_a + d, acc_b + d, w, x, p, r, values, first, last, d,
-                                ahead, n)  # fmt: skip
-                        d, n = d + 512, 0
-                    while d + 256 <= row_bytes:
-                        mix_2x4(like, acc_a + d, acc_b + d, w, x, p, r, values, first, last, d,
-                                ahead, n)  # fmt: skip
-                        d, n = d + 256, 0
-                    while d < row_bytes:
-                        mix_2x1(like, acc_a + d, acc_b + d, w, x, p, r, values, first, last, d)
-                        d += 64
-                    write_f32(A + SHRINK, 1.0)
-                    write_f32(B + SHRINK, 1.0)
+
+@part
+def mix_four(
+    like: Any, acc: Any, row_bytes: Any, records: Any, p: Any, values: Any, first: Any, last: Any,
+    ahead: Any, n_ahead: Any,
+) -> None:  # fmt: skip
+    """Do as `mix_row` for four query vectors in a row."""
+    if first >= last:
+        return
+    shrink, d, n = records + SHRINK, np.int64(0), n_ahead
+    while d + 256 <= row_bytes:
+        mix_4x4(like, acc, row_bytes, shrink, RECORD, p, values, first, last, d, ahead, n)
+        d, n = d + 256, 0
+    while d < row_bytes:
+        mix_1x4(like, acc, row_bytes, shrink, RECORD, p, values, first, last, d, ahead, n)
+        d, n = d + 64, 0
+    for i in range(4):
+        write_f32(shrink + RECORD * i, 1.0)
 
 
 @part
@@ -399,8 +430,6 @@ def attend_items(
         pages = read_i64(header + 8 * at.KV_INDICES) + 4 * pages
         k_head, v_head = k + head * strides[2], v + head * strides[6]
         several = end > (begin // split + 1) * split
-        # few rows stream through memory, many work from the caches
-        step = 16 if group >= M else CHUNK
         load_queries(header, source, q, q_row_bytes, M, group, row, head, position, q_tile,
                      wide_qk)  # fmt: skip
         reset(M, acc, vo_bytes, state)
@@ -455,7 +484,7 @@ def attend_items(
                 write_i64(record + LAST, max(seen, min(read_i64(record + HIGH) - base, last)))
             score_chunk(like, M, q_tile, qk_bytes, now, state, s, room, fetch_1, n_1)
             weigh_chunk(header, cap, M, group, head, request, row, position, base, s, state, ramp)
-            mix_chunk(like, M, acc, vo_bytes, state, s, now + TABLE, step, fetch_2, n_2)
+            mix_chunk(like, M, acc, vo_bytes, state, s, now + TABLE, fetch_2, n_2)
             if several and (stop_key == end or stop_key % split == 0):
                 fold_split(M, running, acc, vo_bytes, state)
             key, stop_key, now, ahead = stop_key, next_stop, ahead, now

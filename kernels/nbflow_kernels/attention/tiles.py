@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels import simd
+from nbflow_kernels import registers, simd
 from nbflow_kernels._jit import part
 from nbflow_kernels.attention.layout import CHUNK
 from nbflow_kernels.lanes import (
@@ -128,131 +128,36 @@ def score_1x16(
 
 
 # ---- values --------------------------------------------------------------------------------------
-# Two query vectors at a time; the same one twice where there is one: then `b` is `a`.
 
 
-@part
-def mix_2x8(
-    like: Any, A: Any, B: Any, w: Any, x: Any, p: Any, r: Any, values: Any, first: Any, last: Any,
-    d: Any, ahead: Any, n_ahead: Any,
-) -> None:  # fmt: skip
-    """Shrink 128 columns of two accumulators by w and x and add values times weights at p and r."""
-    w, x = simd.splat(w), simd.splat(x)
-    a0, a1 = simd.mul(simd.load_f32(A), w), simd.mul(simd.load_f32(A + 64), w)
-    a2, a3 = simd.mul(simd.load_f32(A + 128), w), simd.mul(simd.load_f32(A + 192), w)
-    a4, a5 = simd.mul(simd.load_f32(A + 256), w), simd.mul(simd.load_f32(A + 320), w)
-    a6, a7 = simd.mul(simd.load_f32(A + 384), w), simd.mul(simd.load_f32(A + 448), w)
-    b0, b1 = simd.mul(simd.load_f32(B), x), simd.mul(simd.load_f32(B + 64), x)
-    b2, b3 = simd.mul(simd.load_f32(B + 128), x), simd.mul(simd.load_f32(B + 192), x)
-    b4, b5 = simd.mul(simd.load_f32(B + 256), x), simd.mul(simd.load_f32(B + 320), x)
-    b6, b7 = simd.mul(simd.load_f32(B + 384), x), simd.mul(simd.load_f32(B + 448), x)
-    size = simd.size_of(like)
-    i = (d >> 2) * size
-    for j in range(first, last):
-        fetch(ahead, j, n_ahead)
-        at = read_i64(values + 8 * j) + i
-        y, z = simd.splat(read_f32(p + 4 * j)), simd.splat(read_f32(r + 4 * j))
-        v = simd.load_as(like, at)
-        a0, b0 = simd.fma(y, v, a0), simd.fma(z, v, b0)
-        v = simd.load_as(like, at + 16 * size)
-        a1, b1 = simd.fma(y, v, a1), simd.fma(z, v, b1)
-        v = simd.load_as(like, at + 32 * size)
-        a2, b2 = simd.fma(y, v, a2), simd.fma(z, v, b2)
-        v = simd.load_as(like, at + 48 * size)
-        a3, b3 = simd.fma(y, v, a3), simd.fma(z, v, b3)
-        v = simd.load_as(like, at + 64 * size)
-        a4, b4 = simd.fma(y, v, a4), simd.fma(z, v, b4)
-        v = simd.load_as(like, at + 80 * size)
-        a5, b5 = simd.fma(y, v, a5), simd.fma(z, v, b5)
-        v = simd.load_as(like, at + 96 * size)
-        a6, b6 = simd.fma(y, v, a6), simd.fma(z, v, b6)
-        v = simd.load_as(like, at + 112 * size)
-        a7, b7 = simd.fma(y, v, a7), simd.fma(z, v, b7)
-    simd.store_f32(A, a0)
-    simd.store_f32(A + 64, a1)
-    simd.store_f32(A + 128, a2)
-    simd.store_f32(A + 192, a3)
-    simd.store_f32(A + 256, a4)
-    simd.store_f32(A + 320, a5)
-    simd.store_f32(A + 384, a6)
-    simd.store_f32(A + 448, a7)
-    simd.store_f32(B, b0)
-    simd.store_f32(B + 64, b1)
-    simd.store_f32(B + 128, b2)
-    simd.store_f32(B + 192, b3)
-    simd.store_f32(B + 256, b4)
-    simd.store_f32(B + 320, b5)
-    simd.store_f32(B + 384, b6)
-    simd.store_f32(B + 448, b7)
+def _make_mix(vectors: int, rows: int) -> Any:
+    """Make `mix` for 16 * `vectors` columns and a number of query vectors."""
+
+    @part
+    def mix(
+        like: Any, acc: Any, row_bytes: Any, shrink: Any, step: Any, p: Any, values: Any,
+        first: Any, last: Any, d: Any, ahead: Any, n_ahead: Any,
+    ) -> None:  # fmt: skip
+        """Shrink columns of some accumulators and add the values [first, last) times weights.
+
+        The accumulators lie `row_bytes` apart at `acc`, their factors `step` bytes apart at
+        `shrink`, their weights `ROW` bytes apart at `p`; `d` is the first column's place.
+        """
+        size = simd.size_of(like)
+        column = (d >> 2) * size
+        tile = registers.load_rows(vectors, rows, acc + d, row_bytes)
+        tile = registers.times(tile, shrink, step)
+        for j in range(first, last):
+            fetch(ahead, j, n_ahead)
+            value = read_i64(values + 8 * j) + column
+            tile = registers.step(tile, like, value, 16 * size, p + 4 * j, ROW)
+        registers.store_rows(acc + d, row_bytes, tile)
+
+    return mix
 
 
-@part
-def mix_2x4(
-    like: Any, A: Any, B: Any, w: Any, x: Any, p: Any, r: Any, values: Any, first: Any, last: Any,
-    d: Any, ahead: Any, n_ahead: Any,
-) -> None:  # fmt: skip
-    """Do as `mix_2x8` for 64 columns."""
-    w, x = simd.splat(w), simd.splat(x)
-    a0, a1 = simd.mul(simd.load_f32(A), w), simd.mul(simd.load_f32(A + 64), w)
-    a2, a3 = simd.mul(simd.load_f32(A + 128), w), simd.mul(simd.load_f32(A + 192), w)
-    b0, b1 = simd.mul(simd.load_f32(B), x), simd.mul(simd.load_f32(B + 64), x)
-    b2, b3 = simd.mul(simd.load_f32(B + 128), x), simd.mul(simd.load_f32(B + 192), x)
-    size = simd.size_of(like)
-    i = (d >> 2) * size
-    for j in range(first, last):
-        fetch(ahead, j, n_ahead)
-        at = read_i64(values + 8 * j) + i
-        y, z = simd.splat(read_f32(p + 4 * j)), simd.splat(read_f32(r + 4 * j))
-        v = simd.load_as(like, at)
-        a0, b0 = simd.fma(y, v, a0), simd.fma(z, v, b0)
-        v = simd.load_as(like, at + 16 * size)
-        a1, b1 = simd.fma(y, v, a1), simd.fma(z, v, b1)
-        v = simd.load_as(like, at + 32 * size)
-        a2, b2 = simd.fma(y, v, a2), simd.fma(z, v, b2)
-        v = simd.load_as(like, at + 48 * size)
-        a3, b3 = simd.fma(y, v, a3), simd.fma(z, v, b3)
-    simd.store_f32(A, a0)
-    simd.store_f32(A + 64, a1)
-    simd.store_f32(A + 128, a2)
-    simd.store_f32(A + 192, a3)
-    simd.store_f32(B, b0)
-    simd.store_f32(B + 64, b1)
-    simd.store_f32(B + 128, b2)
-    simd.store_f32(B + 192, b3)
-
-
-@part
-def mix_2x1(
-    like: Any, A: Any, B: Any, w: Any, x: Any, p: Any, r: Any, values: Any, first: Any, last: Any,
-    d: Any,
-) -> None:  # fmt: skip
-    """Do as `mix_2x8` for 16 columns."""
-    a, b = simd.mul(simd.load_f32(A), simd.splat(w)), simd.mul(simd.load_f32(B), simd.splat(x))
-    i = (d >> 2) * simd.size_of(like)
-    for j in range(first, last):
-        v = simd.load_as(like, read_i64(values + 8 * j) + i)
-        a = simd.fma(simd.splat(read_f32(p + 4 * j)), v, a)
-        b = simd.fma(simd.splat(read_f32(r + 4 * j)), v, b)
-    simd.store_f32(A, a)
-    simd.store_f32(B, b)
-
-
-@part
-def mix_two(
-    like: Any, A: Any, B: Any, row_bytes: Any, w: Any, x: Any, p: Any, r: Any, values: Any,
-    first: Any, last: Any,
-) -> None:  # fmt: skip
-    """Shrink two accumulators by w and x and add the values [first, last) times weights."""
-    d = np.int64(0)
-    while d + 512 <= row_bytes:
-        mix_2x8(like, A + d, B + d, w, x, p, r, values, first, last, d)
-        d += 512
-    while d + 256 <= row_bytes:
-        mix_2x4(like, A + d, B + d, w, x, p, r, values, first, last, d)
-        d += 256
-    while d < row_bytes:
-        mix_2x1(like, A + d, B + d, w, x, p, r, values, first, last, d)
-        d += 64
+mix_4x4, mix_1x4 = _make_mix(4, 4), _make_mix(1, 4)
+mix_8x1, mix_4x1, mix_1x1 = _make_mix(8, 1), _make_mix(4, 1), _make_mix(1, 1)
 
 
 # ---- softmax -------------------------------------------------------------------------------------

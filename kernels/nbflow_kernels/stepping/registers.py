@@ -38,6 +38,24 @@ def store(at: Any, tile: Tile) -> None:
     write(at, tile)
 
 
+def load_rows(groups: int, tokens: int, at: Any, row: Any) -> Tile:
+    """Return the tile whose token t begins at ``at + row * t``."""
+    rows = [read(at + row * t, np.float32, groups * LANES) for t in range(tokens)]
+    return np.stack(rows).reshape(tokens, groups, LANES)
+
+
+def store_rows(at: Any, row: Any, tile: Tile) -> None:
+    """Write a tile to memory, its token t to ``at + row * t``."""
+    for t, vectors in enumerate(tile):
+        write(at + row * t, vectors)
+
+
+def times(tile: Tile, x: Any, token: Any) -> Tile:
+    """Return a tile with each token multiplied by the float32 at ``x + token * t``."""
+    factors = [read(x + token * t, np.float32, 1) for t in range(len(tile))]
+    return tile * np.stack(factors).reshape(-1, 1, 1)
+
+
 def add(a: Tile, b: Tile) -> Tile:
     """Return the sum of two tiles."""
     return a + b
