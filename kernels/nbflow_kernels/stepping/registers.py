@@ -52,8 +52,9 @@ def store_rows(at: Any, row: Any, tile: Tile) -> None:
 
 def times(tile: Tile, x: Any, token: Any) -> Tile:
     """Return a tile with each token multiplied by the float32 at ``x + token * t``."""
-    factors = [read(x + token * t, np.float32, 1) for t in range(len(tile))]
-    return tile * np.stack(factors).reshape(-1, 1, 1)
+    factors: Vector = np.stack([read(x + token * t, np.float32, 1) for t in range(len(tile))])
+    result: Tile = tile * factors.reshape(-1, 1, 1)
+    return result
 
 
 def add(a: Tile, b: Tile) -> Tile:
