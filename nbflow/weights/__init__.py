@@ -11,7 +11,7 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from nbflow.weights import gguf, llama2c, pickle_file, safetensors
+from nbflow.weights import ggml, gguf, llama2c, pickle_file, safetensors
 from nbflow.weights.byte_file import ByteFile
 from nbflow.weights.shards import INDEXES, find_in_folder
 from nbflow.weights.weight_file import TensorEntry, WeightFile
@@ -33,7 +33,7 @@ class Reader(Protocol):
         """Open the file, or the folder, at `path`."""
 
 
-READERS: tuple[Reader, ...] = (safetensors, gguf, pickle_file, llama2c)
+READERS: tuple[Reader, ...] = (safetensors, gguf, ggml, pickle_file, llama2c)
 _SUFFIXES: dict[str, Reader] = {
     ".safetensors": safetensors,
     ".gguf": gguf,
@@ -52,8 +52,9 @@ def open_weights(path: str | os.PathLike[str]) -> WeightFile:
     path : path
         A Hugging Face folder (``model.safetensors`` or ``pytorch_model.bin``, or the index of
         either), such an index, one ``.safetensors`` file, a torch checkpoint (``.bin``, ``.pt``,
-        ``.pth``; nothing in it is executed), a ``.gguf`` file (any part of a split one), or a
-        llama2.c ``.bin`` (legacy, version 1, or version 2 with int8 groups).
+        ``.pth``; nothing in it is executed), a ``.gguf`` file (any part of a split one), a
+        Llama in a ggml, ggmf or ggjt file, or a llama2.c ``.bin`` (legacy, version 1, or version 2
+        with int8 groups).
 
     Returns
     -------
