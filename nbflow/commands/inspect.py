@@ -1,4 +1,4 @@
-"""`nbflow inspect`: what a weight file holds."""
+"""`nbflow inspect`: what a weight file holds, the same table for every format."""
 
 from __future__ import annotations
 
@@ -19,49 +19,79 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--tensor", metavar="PATTERN", default="*", help="only tensors that match, e.g. '*.3.*'"
     )
+    parser.add_argument(
+        "--hash", action="store_true", help="add the SHA-256 of each tensor's stored bytes"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     with open_weights(arguments.file) as weights:
-        facts = _facts(weights, arguments.tensor)
+        facts = _facts(weights, arguments.tensor, arguments.hash)
     if arguments.json:
         print(json.dumps(facts, indent=2))
         return 0
-    tensors = facts["tensors"]
-    width = max(len(tensor["name"]) for tensor in tensors)
-    for tensor in tensors:
-        shape = "x".join(map(str, tensor["shape"])) or "scalar"
-        print(f"{tensor['name']:<{width}}  {tensor['dtype']:<7} {shape:>14} {tensor['bytes']:>14,}")
+    _print_table(facts["tensors"], facts["files"])
     print(
-        f"\n{facts['format']}, {len(facts['files'])} files, {len(tensors)} tensors, "
+        f"{facts['format']}, {len(facts['files'])} files, {len(facts['tensors'])} tensors, "
         f"{facts['total_bytes']:,} bytes"
     )
     if facts["config"] is not None:
-        print(f"model_type {facts['config'].get('model_type', 'not stated')}")
+        print(f"model_type {_printable(facts['config'].get('model_type', 'not stated'))}")
     return 0
 
 
-def _facts(weights: WeightFile, pattern: str) -> dict[str, Any]:
+def _print_table(tensors: list[dict[str, Any]], files: list[str]) -> None:
+    """Print a line per tensor; the last column but the hash is the place in the file."""
+    if not tensors:
+        return
+    names = [_printable(tensor["name"]) for tensor in tensors]
+    shapes = ["x".join(map(str, tensor["shape"])) or "scalar" for tensor in tensors]
+    wide, wider = max(map(len, names)), max(14, *map(len, shapes))
+    print(f"{'name':<{wide}}  {'dtype':<11} {'shape':>{wider}} {'bytes':>14}  file:offset")
+    for name, shape, tensor in zip(names, shapes, tensors, strict=True):
+        place = f"{files.index(tensor['file'])}:{tensor['offset']}"
+        line = f"{name:<{wide}}  {tensor['dtype']:<11} {shape:>{wider}} {tensor['bytes']:>14,}"
+        print(f"{line}  {place:<14} {tensor.get('sha256', '')}".rstrip())
+    print()
+    for i, file in enumerate(files):
+        print(f"file {i}: {_printable(file)}")
+
+
+def _printable(text: object) -> str:
+    """Return text of a file with everything escaped that could move the cursor or fail to print."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
+
+
+def _facts(weights: WeightFile, pattern: str, with_hash: bool) -> dict[str, Any]:
     """Return what the file holds as plain data."""
     names = [name for name in weights.names() if fnmatchcase(name, pattern)]
-    if not names:
+    if not names and weights.names():
         raise UsageError(f"{weights.path}: no tensor matches {pattern!r}")
-    tensors = [
-        {
-            "name": name,
-            "dtype": weights.dtype(name),
-            "shape": list(weights.shape(name)),
-            "bytes": weights.n_bytes(name),
-        }
-        for name in names
-    ]
     return {
         "path": str(weights.path),
         "format": weights.format,
         "files": [str(path) for path in weights.files()],
         "config": weights.config(),
         "total_bytes": sum(weights.n_bytes(name) for name in names),
-        "tensors": tensors,
+        "tensors": [_tensor(weights, name, with_hash) for name in names],
     }
+
+
+def _tensor(weights: WeightFile, name: str, with_hash: bool) -> dict[str, Any]:
+    """Return the facts of one tensor."""
+    entry = weights.entry(name)
+    facts = {
+        "name": name,
+        "dtype": entry.dtype,
+        "shape": list(entry.shape),
+        "bytes": weights.n_bytes(name),
+        "file": str(entry.file.path),
+        "offset": entry.offset,
+    }
+    if entry.strides is not None:
+        facts["strides"] = list(entry.strides)
+    if with_hash:
+        facts["sha256"] = weights.sha256(name)
+    return facts

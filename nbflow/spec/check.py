@@ -14,6 +14,8 @@ _LAYER = re.compile(r"\d+")
 _MAX_LINES = 40
 FLOAT_TYPES = ("f64", "f32", "f16", "bf16")
 """Types of weights, besides the block formats of GGUF and int8 as llama2.c stores it."""
+WITH_BLOCKS = ("llama2c", "gguf", "ggml")
+"""File formats with such types."""
 
 
 def check(spec: ModelSpec, weights: WeightFile) -> None:
@@ -50,7 +52,7 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
             missing.append(f"{name} {shape}")
         elif weights.shape(name) != shape:
             shapes.append(f"{name} must have shape {shape}, got {weights.shape(name)}")
-        elif weights.dtype(name) not in FLOAT_TYPES and weights.format not in ("llama2c", "gguf"):
+        elif weights.dtype(name) not in FLOAT_TYPES and weights.format not in WITH_BLOCKS:
             types.append(f"{name} must be of {', '.join(FLOAT_TYPES)}, got {weights.dtype(name)}")
     if spec.tied_head:
         used.add(spec.tensors.get("head.weight", ""))

@@ -42,9 +42,9 @@ def resolve(
     Parameters
     ----------
     model : str or path
-        A Hugging Face folder, a ``.safetensors`` file with config.json beside it, a ``.gguf``, a
-        llama2.c ``.bin``, a model file (``.toml``) with a ``path``, or the name of a model that
-        comes with the package.  An existing path wins over a name.
+        A Hugging Face folder, a ``.safetensors`` file or torch checkpoint with config.json beside
+        it, a ``.gguf``, a llama2.c ``.bin``, a model file (``.toml``) with a ``path``, or the name
+        of a model that comes with the package.  An existing path wins over a name.
     spec : path, optional
         A model file (``.toml``) that names the family and what differs from the checkpoint's own
         configuration.
@@ -78,7 +78,7 @@ def resolve(
         folder = path if path.is_dir() else path.parent
         where = _config_name(weights, folder)
         generation: dict[str, Any] = {}
-        if weights.format == "safetensors":
+        if weights.format in ("safetensors", "pickle"):
             generation = read_object(folder / "generation_config.json", missing_ok=True) or {}
         resolved = _build(model_file, weights, _with_ids(config, generation), where)
     tokenizer = model_file.tokenizer if model_file else None
@@ -143,7 +143,8 @@ def _find(model: str | os.PathLike[str]) -> tuple[ModelFile | None, Path]:
 
 def _config_name(weights: WeightFile, folder: Path) -> str:
     """Return where the configuration comes from, for messages."""
-    return str(folder / "config.json" if weights.format == "safetensors" else weights.path)
+    beside = weights.format in ("safetensors", "pickle")
+    return str(folder / "config.json" if beside else weights.path)
 
 
 def _with_ids(config: Mapping[str, Any], generation: Mapping[str, Any]) -> dict[str, Any]:
@@ -178,7 +179,7 @@ def _build(
 def _name(path: Path) -> str:
     """Return what to call a model that has no model file."""
     path = path.resolve()
-    if not path.is_dir() and path.name.startswith("model.safetensors"):
+    if not path.is_dir() and path.name.startswith(("model.safetensors", "pytorch_model")):
         path = path.parent
     return path.name if path.is_dir() else path.stem
 

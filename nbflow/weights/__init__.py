@@ -11,8 +11,9 @@ import os
 from pathlib import Path
 from typing import Protocol
 
-from nbflow.weights import gguf, llama2c, safetensors
+from nbflow.weights import ggml, gguf, llama2c, pickle_file, safetensors
 from nbflow.weights.byte_file import ByteFile
+from nbflow.weights.shards import INDEXES, find_in_folder
 from nbflow.weights.weight_file import TensorEntry, WeightFile
 from nbflow_kernels.errors import UsageError
 
@@ -32,11 +33,13 @@ class Reader(Protocol):
         """Open the file, or the folder, at `path`."""
 
 
-READERS: tuple[Reader, ...] = (safetensors, gguf, llama2c)
+READERS: tuple[Reader, ...] = (safetensors, gguf, ggml, pickle_file, llama2c)
 _SUFFIXES: dict[str, Reader] = {
     ".safetensors": safetensors,
     ".gguf": gguf,
     ".bin": llama2c,
+    ".pt": pickle_file,
+    ".pth": pickle_file,
 }
 _HEAD_BYTES = 512
 
@@ -47,9 +50,11 @@ def open_weights(path: str | os.PathLike[str]) -> WeightFile:
     Parameters
     ----------
     path : path
-        A Hugging Face folder (``model.safetensors.index.json`` or ``model.safetensors``), one
-        ``.safetensors`` file, a safetensors index, a ``.gguf`` file, or a llama2.c ``.bin``
-        (legacy, version 1, or version 2 with int8 groups).
+        A Hugging Face folder (``model.safetensors`` or ``pytorch_model.bin``, or the index of
+        either), such an index, one ``.safetensors`` file, a torch checkpoint (``.bin``, ``.pt``,
+        ``.pth``; nothing in it is executed), a ``.gguf`` file (any part of a split one), a
+        Llama in a ggml, ggmf or ggjt file, or a llama2.c ``.bin`` (legacy, version 1, or version 2
+        with int8 groups).
 
     Returns
     -------
@@ -72,19 +77,31 @@ def open_weights(path: str | os.PathLike[str]) -> WeightFile:
     1024
     """
     path = Path(path)
-    if path.is_dir() or path.name.endswith(".safetensors.index.json"):
-        return safetensors.open_file(path)
+    target = find_in_folder(path) if path.is_dir() else path
+    weights = _reader(target).open_file(target)
+    weights.path = path
+    return weights
+
+
+def _reader(path: Path) -> Reader:
+    """Return the reader for a file or an index."""
+    if path.name.endswith(".index.json"):
+        return pickle_file if path.name == INDEXES[1] else safetensors
     head = _head(path)
     for reader in READERS:
         if reader.matches(path, head):
-            return reader.open_file(path)
-    if head[:2] == b"PK" or head[:1] == b"\x80":
+            return reader
+    if head[:1] == b"\x80" and head[1:2] in (b"\2", b"\3", b"\4", b"\5"):
         raise UsageError(
-            f"{path}: this is a torch pickle, which cannot be read; "
-            "convert it to safetensors with safetensors.torch.save_file"
+            f"{path}: a plain pickle and not a file of torch.save; it cannot be read without "
+            "executing it, so it is refused"
+        )
+    if head[257:262] == b"ustar":
+        raise UsageError(
+            f"{path}: a tar archive, as torch wrote before 0.1.11; load and save it with torch"
         )
     if path.suffix in _SUFFIXES:
-        return _SUFFIXES[path.suffix].open_file(path)
+        return _SUFFIXES[path.suffix]
     formats = ", ".join(reader.FORMAT for reader in READERS)
     raise UsageError(f"{path}: not a weight file of a known format ({formats})")
 

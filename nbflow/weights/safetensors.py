@@ -19,13 +19,13 @@ Layout: https://github.com/huggingface/safetensors/blob/v0.4.5/README.md#format
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
 from typing import Any
 
 from nbflow.weights.byte_file import ByteFile
 from nbflow.weights.json_file import parse_object, read_object
-from nbflow.weights.weight_file import ITEM_BYTES, TensorEntry, WeightFile
+from nbflow.weights.shards import open_shards
+from nbflow.weights.weight_file import TensorEntry, WeightFile, tensor_bytes
 from nbflow_kernels.errors import UsageError
 
 FORMAT = "safetensors"
@@ -33,24 +33,30 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
-_MAX_ELEMENTS = 1 << 48  # of an empty tensor's other dimensions; others are bound by the file
 
 _DTYPES = {
     "BOOL": "bool",
+    "F4": "f4",
+    "F6_E2M3": "f6_e2m3",
+    "F6_E3M2": "f6_e3m2",
     "U8": "u8",
     "I8": "i8",
-    "U16": "u16",
-    "I16": "i16",
-    "U32": "u32",
-    "I32": "i32",
-    "U64": "u64",
-    "I64": "i64",
-    "F8_E4M3": "f8_e4m3",
     "F8_E5M2": "f8_e5m2",
+    "F8_E4M3": "f8_e4m3",
+    "F8_E8M0": "f8_e8m0",
+    "F8_E4M3FNUZ": "f8_e4m3fnuz",
+    "F8_E5M2FNUZ": "f8_e5m2fnuz",
+    "I16": "i16",
+    "U16": "u16",
     "F16": "f16",
     "BF16": "bf16",
+    "I32": "i32",
+    "U32": "u32",
     "F32": "f32",
+    "C64": "c64",
     "F64": "f64",
+    "I64": "i64",
+    "U64": "u64",
 }
 
 
@@ -60,73 +66,23 @@ def matches(path: Path, head: bytes) -> bool:
 
 
 def open_file(path: Path) -> WeightFile:
-    """Open a folder, an index or one file; see `nbflow.weights.open_weights`."""
-    if path.is_dir():
-        folder, target = path, _find(path)
-    else:
-        folder, target = path.parent, path
+    """Open an index or one file; see `nbflow.weights.open_weights`."""
     entries: list[TensorEntry] = []
     files: list[ByteFile] = []
     try:
-        if target.name.endswith(".index.json"):
-            _open_shards(target, files, entries)
+        if path.name.endswith(".index.json"):
+            open_shards(path, _read_header, files, entries)
         else:
-            files.append(ByteFile(target))
+            files.append(ByteFile(path))
             entries += _read_header(files[0])
     except BaseException:
         for file in files:
             file.close()
         raise
-    config_path = folder / "config.json"
+    config_path = path.parent / "config.json"
     return WeightFile(
         path, FORMAT, entries, files, lambda: read_object(config_path, missing_ok=True)
     )
-
-
-def _find(folder: Path) -> Path:
-    """Return the index or the only file of a Hugging Face folder."""
-    for name in (INDEX, SINGLE):
-        if (folder / name).is_file():
-            return folder / name
-    weights = sorted(p.name for p in folder.glob("*") if p.suffix in {".safetensors", ".bin"})
-    found = f"; it holds {', '.join(weights[:8])}" if weights else ""
-    raise UsageError(f"{folder}: the folder must hold {SINGLE} or {INDEX}{found}")
-
-
-def _open_shards(index: Path, files: list[ByteFile], entries: list[TensorEntry]) -> None:
-    """Open every shard the index names and check that it holds what the index says."""
-    weight_map = read_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise UsageError(f"{index}: weight_map must be a table of tensor names and file names")
-    shards: dict[str, list[str]] = {}
-    for name, shard in weight_map.items():
-        if not isinstance(shard, str) or shard in {"", ".", ".."} or Path(shard).name != shard:
-            raise UsageError(
-                f"{index}: weight_map of tensor {name!r} must be a file name, got {shard!r}"
-            )
-        shards.setdefault(shard, []).append(name)
-    missing = [shard for shard in shards if not (index.parent / shard).is_file()]
-    if missing:
-        raise UsageError(
-            f"{index}: {len(missing)} of {len(shards)} shards are missing: {', '.join(missing)}"
-        )
-    seen: dict[str, str] = {}
-    for shard, names in shards.items():
-        files.append(ByteFile(index.parent / shard))
-        held = _read_header(files[-1])
-        absent = set(names) - {entry.name for entry in held}
-        if absent:
-            raise UsageError(
-                f"{files[-1].path}: {len(absent)} tensors that {index.name} promises are not in "
-                f"the file, the first is {min(absent)!r}"
-            )
-        for entry in held:
-            if entry.name in seen:
-                raise UsageError(
-                    f"{index}: tensor {entry.name!r} is in both {seen[entry.name]} and {shard}"
-                )
-            seen[entry.name] = shard
-        entries += held
 
 
 def _read_header(file: ByteFile) -> list[TensorEntry]:
@@ -143,8 +99,10 @@ def _read_header(file: ByteFile) -> list[TensorEntry]:
     header = parse_object(file.read(8, n_header), f"{file.path}: safetensors header")
     start = 8 + n_header
     metadata = header.pop("__metadata__", None)
-    if metadata is not None and not isinstance(metadata, dict):
-        raise UsageError(f"{file.path}: __metadata__ must be a table, got {metadata!r:.80}")
+    if metadata is not None and not _is_string_table(metadata):
+        raise UsageError(
+            f"{file.path}: __metadata__ must be a table of strings, got {str(metadata)!r:.80}"
+        )
     spans = []
     entries = []
     for name, record in header.items():
@@ -159,7 +117,7 @@ def _check_record(
     file: ByteFile, name: str, record: Any, n_data: int
 ) -> tuple[str, tuple[int, ...], int, int]:
     """Return dtype, shape, begin and end of one tensor, or say what is wrong with them."""
-    where = f"{file.path}: tensor {name!r}"
+    where = f"{file.path}: tensor {name!r:.120}"
     wanted = {"dtype", "shape", "data_offsets"}
     if not isinstance(record, dict) or set(record) != wanted:
         raise UsageError(f"{where}: must have dtype, shape and data_offsets, got {record!r:.120}")
@@ -174,21 +132,23 @@ def _check_record(
             f"{where}: data_offsets must be [begin, end] within the {n_data} bytes of data in this "
             f"file, got {offsets!r:.80}; the file is truncated or damaged"
         )
-    n_elements = math.prod(shape)
-    n_bytes = n_elements * ITEM_BYTES[dtype]
+    n_bytes = tensor_bytes(dtype, tuple(shape), where)
     if n_bytes != offsets[1] - offsets[0]:
         raise UsageError(
             f"{where}: shape {shape!r:.80} of {dtype} needs {n_bytes} bytes, "
             f"but data_offsets {offsets} hold {offsets[1] - offsets[0]}"
         )
-    if math.prod(max(n, 1) for n in shape) > max(n_elements, _MAX_ELEMENTS):
-        raise UsageError(f"{where}: shape {shape!r:.80} is too large for an empty tensor")
     return dtype, tuple(shape), offsets[0], offsets[1]
+
+
+def _is_string_table(value: Any) -> bool:
+    """Return whether `value` is a table of strings."""
+    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
 
 
 def _are_counts(value: Any) -> bool:
     """Return whether `value` is a list of integers that are not negative."""
-    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
 
 
 def _check_cover(file: ByteFile, spans: list[tuple[int, int, str]], n_data: int) -> None:
@@ -197,12 +157,12 @@ def _check_cover(file: ByteFile, spans: list[tuple[int, int, str]], n_data: int)
     for begin, end, name in spans:
         if begin < position:
             raise UsageError(
-                f"{file.path}: tensors {previous!r} and {name!r} overlap: "
+                f"{file.path}: tensors {previous!r:.120} and {name!r:.120} overlap: "
                 f"one ends at byte {position} of the data, the other begins at {begin}"
             )
         if begin > position:
             raise UsageError(
-                f"{file.path}: bytes {position}..{begin} of the data, before tensor {name!r}, "
+                f"{file.path}: bytes {position}..{begin} of the data, before tensor {name!r:.120}, "
                 "belong to no tensor; safetensors allows no gaps"
             )
         position, previous = end, name

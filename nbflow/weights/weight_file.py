@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -14,47 +14,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nbflow.weights.byte_file import ByteFile
+from nbflow.weights.dtypes import ITEM_BITS, ITEM_BYTES, NUMPY, WIDENED, widen
+from nbflow.weights.strided import is_contiguous, read_strided
 from nbflow_kernels.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
     from nbflow_kernels.quants import QuantTensor
 
-ITEM_BYTES: dict[str, int] = {
-    "bool": 1,
-    "u8": 1,
-    "i8": 1,
-    "u16": 2,
-    "i16": 2,
-    "u32": 4,
-    "i32": 4,
-    "u64": 8,
-    "i64": 8,
-    "f8_e4m3": 1,
-    "f8_e5m2": 1,
-    "f16": 2,
-    "bf16": 2,
-    "f32": 4,
-    "f64": 8,
-}
-"""Bytes of one element of every dtype a reader may meet."""
-
-_NUMPY: dict[str, str] = {
-    "bool": "|b1",
-    "u8": "|u1",
-    "i8": "|i1",
-    "u16": "<u2",
-    "i16": "<i2",
-    "u32": "<u4",
-    "i32": "<i4",
-    "u64": "<u8",
-    "i64": "<i8",
-    "f16": "<f2",
-    "bf16": "<u2",  # widened to float32 after reading
-    "f32": "<f4",
-    "f64": "<f8",
-}
+__all__ = ["ITEM_BYTES", "Span", "TensorEntry", "WeightFile", "tensor_bytes"]
 
 Span = tuple[int, int]
+
+_CHUNK_BYTES = 1 << 24  # of a tensor that is read piece by piece
+_MAX_ELEMENTS = 1 << 48  # also bounds the other dimensions of an empty tensor
+_REPEATED_BYTES = 1 << 20  # what a tensor that repeats its elements may always take
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...], where: str) -> int:
@@ -63,10 +36,16 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...], where: str) -> int:
     Raises
     ------
     UsageError
-        If the type is unknown, or the rows are not whole blocks; the message begins with `where`.
+        If the type is unknown, the rows are not whole blocks, or the shape is absurd; the message
+        begins with `where`.
     """
-    if dtype in ITEM_BYTES:
-        return math.prod(shape) * ITEM_BYTES[dtype]
+    if math.prod(max(n, 1) for n in shape) > _MAX_ELEMENTS:
+        raise UsageError(f"{where}: shape {shape} is too large for any tensor")
+    if dtype in ITEM_BITS:
+        n_bits = math.prod(shape) * ITEM_BITS[dtype]
+        if n_bits % 8:
+            raise UsageError(f"{where}: shape {shape} of {dtype} is no whole number of bytes")
+        return n_bits // 8
     from nbflow_kernels.quants import FORMATS
 
     known = FORMATS.get(dtype)
@@ -93,6 +72,10 @@ class TensorEntry:
     """The file that holds it."""
     offset: int
     """First byte, counted from the beginning of the file."""
+    strides: tuple[int, ...] | None = None
+    """Distances of neighbours along each axis, in elements; None means row after row."""
+    order: str = "<"
+    """Byte order of the elements, as in `struct`."""
 
 
 class WeightFile:
@@ -147,7 +130,8 @@ class WeightFile:
         Returns
         -------
         dict or None
-            ``config.json`` of the folder for safetensors; the header's numbers for llama2.c.
+            ``config.json`` of the folder for safetensors and pickles; the header's numbers for
+            llama2.c and GGML; the metadata for GGUF.
         """
         return self._config()
 
@@ -190,7 +174,8 @@ class WeightFile:
         Returns
         -------
         array, C-contiguous
-            In the stored type; bf16 and block formats as float32, which is exact for bf16.
+            In the stored type; bf16, 8-bit floats and block formats as float32, which is exact for
+            bf16 and 8-bit floats.
 
         Raises
         ------
@@ -240,16 +225,25 @@ class WeightFile:
                 f"{self.path}: columns of tensor {name!r} must begin and end at multiples of the "
                 f"{entry.dtype} block of {block}, got ({first}, {last})"
             )
-        n_rows = math.prod(entry.shape[:-1])
+        if row_span is not None and len(entry.shape) < 2:
+            raise UsageError(f"{self.path}: rows of {entry.dtype} are not cut from a vector")
+        row_bytes = entry.shape[-1] // block * size
+        lead = entry.shape[:1] if len(entry.shape) > 1 else (1,)
         stored = dataclasses.replace(
-            entry, dtype="u8", shape=(n_rows, entry.shape[-1] // block * size)
+            entry, dtype="u8", shape=(*lead, math.prod(entry.shape[1:-1]) * row_bytes)
         )
-        if row_span is not None and len(entry.shape) != 2:
-            raise UsageError(f"{self.path}: rows of {entry.dtype} are cut from matrices only")
-        span = (first // block * size, last // block * size)
-        data = self._decode(stored, row_span, span)
-        shape = (len(data), last - first) if len(entry.shape) == 2 else entry.shape
-        return QuantTensor(entry.dtype, shape, data)
+        cut = None if column_span is None else (first // block * size, last // block * size)
+        data = self._decode(stored, row_span, cut)
+        shape = (*lead, *entry.shape[1:-1], last - first)
+        shape = (len(data), *shape[1:]) if len(entry.shape) > 1 else entry.shape
+        blocks = data.reshape(math.prod(shape[:-1]), (last - first) // block * size)
+        return QuantTensor(entry.dtype, shape, self._host_blocks(entry, blocks))
+
+    def _host_blocks(self, entry: TensorEntry, blocks: np.ndarray[Any, Any]) -> Any:
+        """Return blocks (rows, bytes) with their numbers in the byte order we compute with."""
+        if entry.order != "<":
+            raise UsageError(f"{self.path}: {entry.dtype} cannot be read in another byte order")
+        return blocks
 
     def _dequantized(
         self, entry: TensorEntry, rows: Span | None, columns: Span | None
@@ -314,39 +308,92 @@ class WeightFile:
         self, entry: TensorEntry, rows: Span | None, columns: Span | None
     ) -> np.ndarray[Any, Any]:
         """Read the elements of a rectangle and give them a NumPy type."""
-        if entry.dtype not in _NUMPY:
+        if entry.dtype not in NUMPY:
             raise UsageError(
                 f"{entry.file.path}: tensor {entry.name!r} is stored as {entry.dtype}, which "
-                f"cannot be read; readable are {', '.join(_NUMPY)}"
+                f"cannot be read; readable are {', '.join(NUMPY)}"
             )
-        data = self._read(entry, np.dtype(_NUMPY[entry.dtype]), rows, columns)
-        if entry.dtype != "bf16":
-            return data
-        wide = np.empty(data.shape, np.float32)
-        bits = wide.view(np.uint32)
-        bits[...] = data
-        bits <<= 16
-        return wide
+        data = self._read(entry, np.dtype(entry.order + NUMPY[entry.dtype]), rows, columns)
+        if not data.dtype.isnative:
+            data = data.astype(data.dtype.newbyteorder("="))
+        return widen(data, entry.dtype) if entry.dtype in WIDENED else data
 
     def _read(
         self, entry: TensorEntry, dtype: np.dtype[Any], rows: Span | None, columns: Span | None
     ) -> np.ndarray[Any, Any]:
         """Read a rectangle of plain elements, and nothing else of the file."""
         shape = list(entry.shape)
-        row_bytes = math.prod(shape[1:]) * dtype.itemsize
-        start = 0
-        if rows is not None:
-            start, shape[0] = rows[0], rows[1] - rows[0]
-        if columns is None or columns == (0, entry.shape[1]):
-            out = np.empty(shape, dtype)
-            self._fill(entry.file, out, entry.offset + start * row_bytes)
-            return out
-        shape[1] = columns[1] - columns[0]
+        for axis, span in enumerate((rows, columns)):
+            if span is not None:
+                shape[axis] = span[1] - span[0]
+        if entry.strides is not None and not is_contiguous(entry.shape, entry.strides):
+            return self._read_view(entry, dtype, (rows, columns), tuple(shape))
+        row_bytes = math.prod(entry.shape[1:]) * dtype.itemsize
+        first = entry.offset + (rows[0] * row_bytes if rows is not None else 0)
         out = np.empty(shape, dtype)
-        first = entry.offset + columns[0] * dtype.itemsize
+        if columns is None or columns == (0, entry.shape[1]):
+            self._fill(entry.file, out, first)
+            return out
+        first += columns[0] * dtype.itemsize
         for i in range(shape[0]):
-            self._fill(entry.file, out[i], first + (start + i) * row_bytes)
+            self._fill(entry.file, out[i], first + i * row_bytes)
         return out
+
+    def _read_view(
+        self,
+        entry: TensorEntry,
+        dtype: np.dtype[Any],
+        spans: Sequence[Span | None],
+        shape: tuple[int, ...],
+    ) -> np.ndarray[Any, Any]:
+        """Read a rectangle of a view: transposed, with gaps, or with repeated elements."""
+        assert entry.strides is not None
+        n_bytes = math.prod(shape) * dtype.itemsize
+        if n_bytes > max(entry.file.size, _REPEATED_BYTES):
+            raise UsageError(
+                f"{entry.file.path}: tensor {entry.name!r} repeats its elements (strides "
+                f"{entry.strides}) and would take {n_bytes} bytes, more than the file has; read "
+                "fewer rows at once"
+            )
+        cuts = zip(spans, entry.strides, strict=False)
+        starts = [span[0] * stride for span, stride in cuts if span is not None]
+        return read_strided(
+            lambda target, offset: self._fill(entry.file, target, offset),
+            dtype,
+            entry.offset + sum(starts) * dtype.itemsize,
+            shape,
+            entry.strides,
+        )
+
+    def stored_chunks(self, name: str) -> Iterator[bytes]:
+        """Yield the bytes of tensor `name` as they are stored, in pieces of at most 16 MiB.
+
+        The elements of a view of a larger tensor come row after row; a single row may be longer
+        than a piece.
+        """
+        entry = self.entry(name)
+        if entry.strides is None or is_contiguous(entry.shape, entry.strides):
+            end = entry.offset + self.n_bytes(name)
+            for offset in range(entry.offset, end, _CHUNK_BYTES):
+                chunk = np.empty(min(_CHUNK_BYTES, end - offset), np.uint8)
+                self._fill(entry.file, chunk, offset)
+                yield chunk.tobytes()
+            return
+        item = np.dtype(f"V{ITEM_BYTES[entry.dtype]}")
+        row_bytes = max(1, math.prod(entry.shape[1:]) * item.itemsize)
+        n_rows = max(1, _CHUNK_BYTES // row_bytes)
+        for start in range(0, entry.shape[0], n_rows):
+            stop = min(start + n_rows, entry.shape[0])
+            yield self._read(entry, item, (start, stop), None).tobytes()
+
+    def sha256(self, name: str) -> str:
+        """Return the SHA-256 of the bytes of tensor `name` (`stored_chunks`), in hexadecimal."""
+        import hashlib
+
+        digest = hashlib.sha256()
+        for chunk in self.stored_chunks(name):
+            digest.update(chunk)
+        return digest.hexdigest()
 
     def _fill(self, file: ByteFile, target: np.ndarray[Any, Any], offset: int) -> None:
         """Fill a C-contiguous array from the file and count the bytes."""

@@ -106,13 +106,44 @@ def test_bfloat16_is_widened_exactly(tmp_path: Path) -> None:
         assert weights.bytes_read == n + 8
 
 
-def test_float8_is_listed_but_not_read(tmp_path: Path) -> None:
+def test_float8_is_widened_exactly(tmp_path: Path) -> None:
     path = tmp_path / "a.safetensors"
-    path.write_bytes(raw({"w": entry("F8_E4M3", [8])}, bytes(8)))
+    codes = bytes([0x00, 0x01, 0x07, 0x08, 0x38, 0x7E, 0x7F, 0xB8])
+    kinds = ["F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"]
+    header = {kind: entry(kind, [2, 4], [8 * i, 8 * i + 8]) for i, kind in enumerate(kinds)}
+    path.write_bytes(raw(header, codes * 5))
+    # Sign, exponent and mantissa by hand from the definitions of the formats.
+    expected = {
+        "F8_E4M3": [0, 2**-9, 7 * 2**-9, 2**-6, 1, 448, np.nan, -1],
+        "F8_E5M2": [0, 2**-16, 1.75 * 2**-14, 2**-13, 0.5, np.nan, np.nan, -0.5],
+        "F8_E8M0": [2.0 ** (code - 127) for code in codes],
+        "F8_E4M3FNUZ": [0, 2**-10, 7 * 2**-10, 2**-7, 0.5, 224, 240, -0.5],
+        "F8_E5M2FNUZ": [0, 2**-17, 1.75 * 2**-15, 2**-14, 0.25, 49152, 57344, -0.25],
+    }
     with open_weights(path) as weights:
-        assert weights.dtype("w") == "f8_e4m3"
-        with pytest.raises(UsageError, match="'w' is stored as f8_e4m3, which cannot be read"):
+        assert weights.dtype("F8_E4M3") == "f8_e4m3"
+        for kind in kinds:
+            got = weights.array(kind)
+            assert got.dtype == np.float32
+            np.testing.assert_array_equal(got.ravel(), np.float32(expected[kind]))
+            np.testing.assert_array_equal(weights.array(kind, rows=(1, 2)), got[1:])
+
+
+@pytest.mark.parametrize(
+    ("kind", "n_bytes"), [("F4", 4), ("F6_E2M3", 6), ("F6_E3M2", 6), ("C64", 64)]
+)
+def test_types_that_are_listed_but_not_read(tmp_path: Path, kind: str, n_bytes: int) -> None:
+    path = tmp_path / "a.safetensors"
+    path.write_bytes(raw({"w": entry(kind, [2, 4], [0, n_bytes])}, bytes(n_bytes)))
+    with open_weights(path) as weights:
+        assert weights.dtype("w") == kind.lower()
+        assert weights.n_bytes("w") == n_bytes
+        assert len(weights.sha256("w")) == 64
+        with pytest.raises(UsageError, match=f"'w' is stored as {kind.lower()}, which cannot be"):
             weights.array("w")
+    path.write_bytes(raw({"w": entry("F4", [3], [0, 1])}, bytes(1)))
+    with pytest.raises(UsageError, match="no whole number of bytes"):
+        open_weights(path)
 
 
 def test_closed_file(tmp_path: Path) -> None:
@@ -160,7 +191,7 @@ HEADERS = {
     "shape not a list": ({"w": entry(shape="2")}, "shape must be"),
     "float offset": ({"w": entry(offsets=[0, 8.0])}, "data_offsets must be"),
     "three offsets": ({"w": entry(offsets=[0, 8, 8])}, "data_offsets must be"),
-    "huge empty": ({"w": entry(shape=[0, 1 << 62], offsets=[0, 0])}, "too large for an empty"),
+    "huge empty": ({"w": entry(shape=[0, 1 << 62], offsets=[0, 0])}, "too large for any tensor"),
     "extra field": ({"w": {**entry(), "x": 1}}, "must have dtype, shape and data_offsets"),
     "not a table": ({"w": 3}, "must have dtype, shape and data_offsets"),
     "overlap": ({"a": entry(), "b": entry(offsets=[4, 12])}, "'b'"),
@@ -168,6 +199,8 @@ HEADERS = {
     "gap": ({"a": entry(shape=[1], offsets=[4, 8])}, r"bytes 0\.\.4 .* belong to no tensor"),
     "trailing": ({"a": entry(shape=[1], offsets=[0, 4])}, "nothing after them"),
     "metadata": ({"__metadata__": 3, "w": entry()}, "__metadata__ must be a table"),
+    "metadata of numbers": ({"__metadata__": {"a": 3}, "w": entry()}, "must be a table of strings"),
+    "huge number": ({"w": entry(shape=[1 << 64])}, "shape must be"),
     "repeated name": (b'{"w": 1, "w": 2}', "the name 'w' occurs more than once"),
     "not JSON": (b'{"w": ', "not valid JSON"),
     "not UTF-8": (b'{"\xff": 1}', "not valid JSON"),
@@ -291,13 +324,16 @@ def test_index_without_weight_map(tmp_path: Path) -> None:
 
 
 def test_folder_and_files_that_are_no_weights(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"must hold model\.safetensors or"):
+    with pytest.raises(UsageError, match=r"must hold model\.safetensors or pytorch"):
         open_weights(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
-    with pytest.raises(UsageError, match=r"it holds pytorch_model\.bin"):
+    with pytest.raises(UsageError, match=r"pytorch_model\.bin: the zip archive has no end record"):
         open_weights(tmp_path)
-    with pytest.raises(UsageError, match="torch pickle, which cannot be read"):
-        open_weights(tmp_path / "pytorch_model.bin")
+    (tmp_path / "pytorch_model.bin").rename(tmp_path / "other.pt")
+    with pytest.raises(UsageError, match=r"it holds other\.pt, which can be named itself"):
+        open_weights(tmp_path)
+    with pytest.raises(UsageError, match="the zip archive has no end record"):
+        open_weights(tmp_path / "other.pt")
     (tmp_path / "x.gguf").write_bytes(b"GGUF\x03\0\0\0")
     with pytest.raises(UsageError, match="the counts at byte 8 needs 8 bytes, but the file"):
         open_weights(tmp_path / "x.gguf")

@@ -1,0 +1,115 @@
+"""Element types that a weight file may hold: their sizes, and how they become NumPy arrays."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+ITEM_BITS: dict[str, int] = {
+    "bool": 8,
+    "u8": 8,
+    "i8": 8,
+    "u16": 16,
+    "i16": 16,
+    "u32": 32,
+    "i32": 32,
+    "u64": 64,
+    "i64": 64,
+    "f4": 4,
+    "f6_e2m3": 6,
+    "f6_e3m2": 6,
+    "f8_e4m3": 8,
+    "f8_e5m2": 8,
+    "f8_e8m0": 8,
+    "f8_e4m3fnuz": 8,
+    "f8_e5m2fnuz": 8,
+    "f16": 16,
+    "bf16": 16,
+    "f32": 32,
+    "f64": 64,
+    "c32": 32,
+    "c64": 64,
+    "c128": 128,
+}
+"""Bits of one element of every plain type a reader may meet (anything else is a block format)."""
+
+ITEM_BYTES: dict[str, int] = {name: -(-bits // 8) for name, bits in ITEM_BITS.items()}
+"""Bytes of one element, rounded up."""
+
+NUMPY: dict[str, str] = {
+    "bool": "b1",
+    "u8": "u1",
+    "i8": "i1",
+    "u16": "u2",
+    "i16": "i2",
+    "u32": "u4",
+    "i32": "i4",
+    "u64": "u8",
+    "i64": "i8",
+    "f8_e4m3": "u1",
+    "f8_e5m2": "u1",
+    "f8_e8m0": "u1",
+    "f8_e4m3fnuz": "u1",
+    "f8_e5m2fnuz": "u1",
+    "f16": "f2",
+    "bf16": "u2",
+    "f32": "f4",
+    "f64": "f8",
+}
+"""Types that can be read, and the NumPy type (without byte order) of their bits."""
+
+WIDENED = frozenset({"bf16", "f8_e4m3", "f8_e5m2", "f8_e8m0", "f8_e4m3fnuz", "f8_e5m2fnuz"})
+"""Types without a NumPy equivalent, read as float32, which is exact."""
+
+# kind: exponent bits, mantissa bits, bias; OCP 8-bit Floating Point Specification 1.0, section 5,
+# and for "fnuz" (no infinity, one NaN at -0) arXiv:2206.02915, section 2.
+_FLOAT8 = {
+    "f8_e4m3": (4, 3, 7),
+    "f8_e5m2": (5, 2, 15),
+    "f8_e4m3fnuz": (4, 3, 8),
+    "f8_e5m2fnuz": (5, 2, 16),
+}
+
+
+def widen(bits: NDArray[Any], dtype: str) -> NDArray[np.float32]:
+    """Return elements of a type of `WIDENED`, given as unsigned integers, as float32.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> widen(np.array([0x38, 0xC0, 0x7E], np.uint8), "f8_e4m3")
+    array([  1.,  -2., 448.], dtype=float32)
+    """
+    if dtype != "bf16":
+        return np.asarray(np.take(_float8_values(dtype), bits), np.float32)
+    wide = np.empty(bits.shape, np.float32)
+    pattern = wide.view(np.uint32)
+    pattern[...] = bits
+    pattern <<= 16
+    return wide
+
+
+@cache
+def _float8_values(dtype: str) -> NDArray[np.float32]:
+    """Return the values (256,) of an 8-bit float."""
+    codes = np.arange(256)
+    if dtype == "f8_e8m0":  # a power of two: OCP Microscaling Formats 1.0, section 5.4.1
+        values = np.ldexp(np.float64(1), codes - 127)
+        values[255] = np.nan
+        return np.asarray(values, np.float32)
+    exponent_bits, mantissa_bits, bias = _FLOAT8[dtype]
+    mantissa = codes & ((1 << mantissa_bits) - 1)
+    exponent = (codes >> mantissa_bits) & ((1 << exponent_bits) - 1)
+    fraction = np.where(exponent > 0, mantissa + (1 << mantissa_bits), mantissa).astype(np.float64)
+    values = np.ldexp(fraction, np.maximum(exponent, 1) - bias - mantissa_bits)
+    if dtype == "f8_e4m3":
+        values[codes & 127 == 127] = np.nan
+    if dtype == "f8_e5m2":
+        values[exponent == 31] = np.where(mantissa[exponent == 31], np.nan, np.inf)
+    values = np.where(codes & 128, -values, values)
+    if dtype.endswith("fnuz"):
+        values[128] = np.nan
+    return np.asarray(values, np.float32)
