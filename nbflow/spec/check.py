@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from nbflow.spec.model_spec import ModelSpec
+from nbflow.spec.stored import stored
 from nbflow.weights import WeightFile
 from nbflow_kernels.errors import UsageError
 
@@ -39,11 +40,14 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
     """
     present = set(weights.names())
     missing, shapes, types, used = [], [], [], set()
-    for ours, shape in spec.tensor_shapes().items():
+    for ours in spec.tensor_shapes():
         try:
-            name = spec.checkpoint_name(ours)
+            place = stored(spec, ours)
         except KeyError:
             missing.append(f"{ours} (family {spec.family!r} has no name for it)")
+            continue
+        name, shape = place.name, place.shape
+        if name in used:  # a part of a fused tensor that was looked at
             continue
         used.add(name)
         if name not in present:
@@ -52,6 +56,8 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
             shapes.append(f"{name} must have shape {shape}, got {weights.shape(name)}")
         elif weights.dtype(name) not in FLOAT_TYPES and weights.format not in ("llama2c", "gguf"):
             types.append(f"{name} must be of {', '.join(FLOAT_TYPES)}, got {weights.dtype(name)}")
+    if spec.rope.scaling is not None:
+        used.add(spec.tensors.get("rope_divisors", ""))
     if spec.tied_head:
         used.add(spec.tensors.get("head.weight", ""))
     unused = [
