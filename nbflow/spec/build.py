@@ -6,8 +6,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from nbflow.spec.family import ABSENT, ALWAYS, ConfigRule, Family
-from nbflow.spec.fields import FIELDS, FUSED, LINEARS, REQUIRED
+from nbflow.spec.family import ABSENT, ALWAYS, STORED, ConfigRule, Family
+from nbflow.spec.fields import FIELDS, FUSED, REQUIRED
 from nbflow.spec.formula import evaluate
 from nbflow.spec.model_spec import ModelSpec, MoeSpec, RopeSpec
 from nbflow.spec.toml_schema import check_value
@@ -95,18 +95,23 @@ def build_spec(
         tied_head=names.get("head.weight") not in checkpoint_tensors and stated is not False,
         tensors=names,
         ignored_tensors=(*family.ignored_tensors, *ignored_tensors),
-        biases=_biases(family, config, where, gated=values["gated"]),
+        biases=_biases(family, config, where, names, checkpoint_tensors, values),
     )
 
 
 def lookup(config: Mapping[str, Any], key: str) -> Any:
     """Return the value of a dotted key, or None if it is null or absent."""
-    if "{arch}" in key:
-        key = key.replace("{arch}", str(lookup(config, "general.architecture")))
     value: Any = config
-    for part in key.split("."):
+    for part in _full(config, key).split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
+
+
+def _full(config: Mapping[str, Any], key: str) -> str:
+    """Return a key with the architecture that a GGUF file's keys begin with."""
+    if "{arch}" not in key:
+        return key
+    return key.replace("{arch}", str(lookup(config, "general.architecture")))
 
 
 # ---- fields -----------------------------------------------------------------------------------
@@ -119,8 +124,8 @@ def _refuse_unsupported(family: Family, config: Mapping[str, Any], where: str) -
         if value is not None and not any(_same(value, other) for other in allowed):
             can = " or ".join(["null", *(repr(other) for other in allowed)])
             raise UsageError(
-                f"{where}: {key} = {value!r:.120} is not supported by family {family.name!r}; "
-                f"it must be {can}"
+                f"{where}: {_full(config, key)} = {value!r:.120} is not supported by family "
+                f"{family.name!r}; it must be {can}"
             )
 
 
@@ -180,9 +185,9 @@ def _from_config(
             continue
         if rule.values:
             word = str(value).lower() if isinstance(value, bool | int) else value
-            check_value(word, f"{where}: {key}", tuple(rule.values))
+            check_value(word, f"{where}: {_full(config, key)}", tuple(rule.values))
             return rule.values[word]
-        return check_value(value, f"{where}: {key}", kind)
+        return check_value(value, f"{where}: {_full(config, key)}", kind)
     if rule.same_as is not None:
         other = values.get(rule.same_as)
         return None if other is REQUIRED else other
@@ -231,7 +236,7 @@ def _ropes(
     max_context = values["max_context"]
     try:
         scaling = RopeScaling.from_config(
-            values["rope_scaling"],
+            _scaling_table(values["rope_scaling"]),
             max_position=max_context,
             original_max_position=values["rope_original_context"],
         )
@@ -246,6 +251,17 @@ def _ropes(
     local_rope = None if local is None else RopeSpec(style, local, dim)
     factor = 1.0 if scaling is None else scaling.softmax_factor
     return RopeSpec(style, theta, dim, scaling), local_rope, factor
+
+
+_GGUF_SCALING = {"original_context_length": "original_max_position_embeddings"}
+
+
+def _scaling_table(table: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return a rotary scaling in the words of config.json; GGUF has some of its own."""
+    if not table:
+        return None
+    words = {_GGUF_SCALING.get(k, k): v for k, v in table.items() if k != "finetuned"}
+    return None if words.get("type") == "none" else words
 
 
 def _full_layers(values: Mapping[str, Any], where: str) -> frozenset[int]:
@@ -341,16 +357,28 @@ def _name_biases(names: dict[str, str]) -> None:
 
 
 def _biases(
-    family: Family, config: Mapping[str, Any], where: str, *, gated: bool
+    family: Family,
+    config: Mapping[str, Any],
+    where: str,
+    names: Mapping[str, str],
+    checkpoint: Collection[str],
+    values: Mapping[str, Any],
 ) -> frozenset[str]:
     """Return the layers' matrices that have a bias."""
-    return frozenset(
-        part
-        for switch, parts in family.biases.items()
-        if switch == ALWAYS or _switch(config, switch, where)
-        for part in parts
-        if part in LINEARS and (gated or part != "ffn.gate")
-    )
+    biases: set[str] = set()
+    for switch, parts in family.biases.items():
+        if switch == STORED:
+            biases.update(part for part in parts if _bias_stored(part, names, checkpoint))
+        elif switch == ALWAYS or _switch(config, switch, where):
+            biases.update(parts)
+    return frozenset(biases if values["gated"] else biases - {"ffn.gate"})
+
+
+def _bias_stored(part: str, names: Mapping[str, str], checkpoint: Collection[str]) -> bool:
+    """Return whether the checkpoint has the bias of a matrix, by itself or in a fused one."""
+    wholes = [part, *(fused for fused, parts in FUSED.items() if part in parts)]
+    keys = [names.get(f"layers.{{i}}.{whole}.bias") for whole in wholes]
+    return any(key is not None and key.replace("{i}", "0") in checkpoint for key in keys)
 
 
 def _switch(config: Mapping[str, Any], key: str, where: str) -> bool:

@@ -52,7 +52,7 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
         used.add(name)
         if name not in present:
             missing.append(f"{name} {shape}")
-        elif weights.shape(name) != shape:
+        elif _squeezed(weights.shape(name)) != _squeezed(shape):
             shapes.append(f"{name} must have shape {shape}, got {weights.shape(name)}")
         elif weights.dtype(name) not in FLOAT_TYPES and weights.format not in ("llama2c", "gguf"):
             types.append(f"{name} must be of {', '.join(FLOAT_TYPES)}, got {weights.dtype(name)}")
@@ -81,6 +81,11 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
             f"{weights.path}: {n} tensors do not fit the specification of {spec.name!r} "
             f"(family {spec.family!r})\n" + "\n".join(problems)
         )
+
+
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape without dimensions of 1, which some writers leave out."""
+    return tuple(size for size in shape if size != 1)
 
 
 def _collapsed(lines: Iterable[str]) -> list[str]:

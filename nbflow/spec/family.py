@@ -28,7 +28,8 @@ prefix
         Keys of config.json and the values that they must have (``"absent"``: none), else the rule
         gives nothing.
 [biases]
-    Switches of config.json (or ``always``), and the matrices that have a bias when they are true.
+    Switches of config.json, and the matrices that have a bias when they are true.  ``always`` is
+    true, and ``stored`` is where the checkpoint has the bias.
 [only]
     Keys of config.json that change the computation, and the values that can be run.
 [tensors]
@@ -56,6 +57,8 @@ ABSENT = "absent"
 """Value of a key that is null or not there, in ``when``."""
 ALWAYS = "always"
 """The switch of biases that every member has."""
+STORED = "stored"
+"""The switch of biases that are there if the checkpoint has them."""
 PARTS = {
     "description": "one line",
     "model_types": "values of model_type that the family serves",
