@@ -1,7 +1,8 @@
 """Which tensors a weight format applies to.
 
-The matrices of attention and feed-forward are stored in the chosen format; norms, biases, the token
-embedding and the head keep what the checkpoint stores, as Inferflow, GPTQ and AWQ do.
+The matrices of attention and feed-forward are stored in the chosen format; norms, biases, the
+routers of experts, the token embedding and the head keep what the checkpoint stores, as Inferflow,
+GPTQ and AWQ do.
 """
 
 from __future__ import annotations
@@ -11,4 +12,5 @@ from collections.abc import Sequence
 
 def is_quantized(name: str, shape: Sequence[int]) -> bool:
     """Return whether the weight format applies to the tensor with our name `name`."""
-    return len(shape) == 2 and name.startswith("layers.")
+    routes = name.endswith(("router.weight", "shared_gate.weight"))
+    return len(shape) == 2 and name.startswith("layers.") and not routes

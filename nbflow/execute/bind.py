@@ -14,12 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+import nbflow_kernels as nk
 from nbflow.cache.storage import LAYOUT
 from nbflow.execute.step_arrays import StepArrays
 from nbflow.program.records import Op
 from nbflow_kernels._jit import njit
 from nbflow_kernels.attention.divide import divide
-from nbflow_kernels.attention.layout import SPLIT
+from nbflow_kernels.attention.layout import SLOPES, SPLIT
+from nbflow_kernels.attention.options import alibi_slopes
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
 from nbflow_kernels.calls import Call
 from nbflow_kernels.matmul import cpu as floats
@@ -44,10 +46,10 @@ class PythonOp:
 Made = list[Call] | PythonOp
 
 
-class StepAttention:
-    """The attention's work of a step, the same for all layers."""
+class WindowAttention:
+    """The attention's work of a step, the same for all layers with one window."""
 
-    def __init__(self, executor: CpuExecutor, arrays: StepArrays) -> None:
+    def __init__(self, executor: CpuExecutor, arrays: StepArrays, window: int | None) -> None:
         self._arrays = arrays
         program, storage = executor.program, executor.storage
         spec = program.spec
@@ -55,11 +57,15 @@ class StepAttention:
             (program.n_heads, program.n_kv_heads, spec.head_dim, spec.head_dim),
             storage.page_size,
             kv_layout=LAYOUT,
-            causal=True,
-            window_left=-1 if spec.window is None else spec.window - 1,
+            causal=spec.causal,
+            window_left=-1 if window is None else window - 1,
             logits_soft_cap=spec.logits_soft_cap or 0.0,
             sm_scale=spec.sm_scale,
         )
+        if spec.position == "alibi":
+            first = program.first_head
+            slopes = alibi_slopes(spec.n_heads)[first : first + program.n_heads]
+            self.plan.set_table(SLOPES, slopes * (spec.sm_scale if spec.alibi_scaled else 1.0))
         most_keys = storage.n_pages * storage.page_size
         self.merges = most_keys > SPLIT
         """Whether a row's keys may be divided: partial results must then be added."""
@@ -77,14 +83,36 @@ class StepAttention:
         plan_into(plan, arrays.qo_indptr, arrays.kv_indptr, arrays.kv_indices, arrays.kv_lens)
         self.n_shares[0], self.n_merges[0] = plan.n_shares, plan.n_merges
 
-    def next_step_calls(self) -> list[Call]:
-        """Return calls that plan a further step with one token for each sequence."""
+    def next_step_call(self) -> Call:
+        """Return the call that plans a further step with one token for each sequence."""
         arrays, plan = self._arrays, self.plan
         args = (
             plan.header, arrays.qo_indptr, arrays.kv_indptr, arrays.kv_indices, arrays.kv_lens,
             get_num_threads(), self.n_shares, self.n_merges,
         )  # fmt: skip
-        return [Call(_plan_step, args, 1, 1.0)]
+        return Call(_plan_step, args, 1, 1.0)
+
+
+class StepAttention:
+    """The attention's work of a step, for each window that the layers have."""
+
+    def __init__(self, executor: CpuExecutor, arrays: StepArrays) -> None:
+        program = executor.program
+        windows = {op.attrs.get("window") for op in program.ops if op.kind == "attention"}
+        self._of = {window: WindowAttention(executor, arrays, window) for window in windows}
+
+    def of(self, op: Op) -> WindowAttention:
+        """Return the work of an attention op."""
+        return self._of[op.attrs.get("window")]
+
+    def fill(self) -> None:
+        """Divide the work of the step that is in the arrays."""
+        for attention in self._of.values():
+            attention.fill()
+
+    def next_step_calls(self) -> list[Call]:
+        """Return calls that plan a further step with one token for each sequence."""
+        return [attention.next_step_call() for attention in self._of.values()]
 
 
 @njit
@@ -176,9 +204,18 @@ class Binder:
         from nbflow_kernels.embedding.gather import gather_rows
 
         (table,) = self._executor.weights.operands[index]
-        if isinstance(table, QuantTensor):
-            return self._captured(op, gather, table, self._arrays.ids, self._view(op.out))
-        return self._captured(op, gather_rows, self._arrays.ids, table, self._view(op.out))
+        rows = getattr(self._arrays, op.attrs.get("index", "ids"))
+        out, scale = self._view(op.out), op.attrs.get("scale", 1.0)
+
+        def launch() -> None:
+            if isinstance(table, QuantTensor):
+                gather(table, rows, out)
+            else:
+                gather_rows(rows, table, out)
+            if scale != 1.0:
+                self._scaled_add(out, scale, False, out)
+
+        return self._captured(op, launch)
 
     def _take_rows(self, op: Op, index: int) -> Made:
         from nbflow_kernels.embedding.gather import gather_rows
@@ -189,11 +226,13 @@ class Binder:
     def _norm(self, op: Op, index: int) -> Made:
         from nbflow_kernels.norm import cpu
 
-        x, out, eps = self._view(op.inputs[0]), self._view(op.out), op.attrs["eps"]
-        operands = self._executor.weights.operands[index]
+        view = self._heads if op.attrs.get("per_head") else self._view
+        x, out, eps = view(op.inputs[0]), view(op.out), op.attrs["eps"]
+        weight, bias = (*self._executor.weights.operands[index], None, None)[:2]
         if op.attrs["norm"] == "rms":
-            return self._captured(op, cpu.rmsnorm, x, operands[0], eps, 0.0, out)
-        return self._captured(op, cpu.layernorm, x, operands[0], operands[1], eps, out)
+            offset = op.attrs.get("offset", 0.0)
+            return self._captured(op, cpu.rmsnorm, x, weight, eps, offset, out)
+        return self._captured(op, cpu.layernorm, x, weight, bias, eps, out)
 
     def _linear(self, op: Op, index: int) -> Made:
         weights = self._executor.weights
@@ -216,10 +255,11 @@ class Binder:
     def _rope(self, op: Op, index: int) -> Made:
         from nbflow_kernels.position import cpu
 
+        rope = op.attrs["rope"]
         q, k = (self._heads(name) for name in op.inputs)
         return self._captured(
             op, cpu.apply_rope_with_cos_sin_cache_inplace, self._arrays.positions, q, k,
-            self._executor.cos_sin, self._spec.rope.style == "half",
+            self._executor.rope_table(rope), rope.style == "half",
         )  # fmt: skip
 
     def _append_kv(self, op: Op, index: int) -> Made:
@@ -236,8 +276,8 @@ class Binder:
     def _attention(self, op: Op, index: int) -> Made:
         from nbflow_kernels.attention import cpu
 
-        step = self.attention
-        assert step is not None
+        assert self.attention is not None
+        step = self.attention.of(op)
         q, out = self._heads(op.inputs[0]), self._heads(op.out)
         storage = self._executor.storage
         keys, values = storage.layers[op.layer or 0]
@@ -263,9 +303,58 @@ class Binder:
         (both,) = op.inputs  # the programs given to this executor are fused
         return self._captured(op, function, self._view(both), self._view(op.out))
 
+    def _experts(self, op: Op, index: int) -> Made:
+        spec, weights = self._spec.moe, self._executor.weights
+        assert spec is not None
+        x, router = (self._view(name) for name in op.inputs)
+        out, matrices, bias = self._view(op.out), weights.operands[index], weights.bias[index]
+        first, end = op.attrs["experts"]
+        n = end - first
+        gates, ups, downs = (list(matrices[i * n : (i + 1) * n]) for i in range(3))
+        options = spec.routing
+
+        def call() -> None:  # which products there are depends on the tokens
+            scores, chosen = nk.moe_routing(router, correction_bias=bias, **options)
+            chosen -= np.int32(first)
+            chosen[(chosen < 0) | (chosen >= n)] = -1  # another rank's
+            nk.fused_moe(
+                x, gates, downs, scores, chosen, up=ups, activation=op.attrs["activation"], out=out
+            )
+
+        return PythonOp(op.kind, call)
+
+    def _scale_rows(self, op: Op, index: int) -> Made:
+        from nbflow_kernels.moe import cpu
+
+        (gate,) = self._executor.weights.operands[index]
+        x, out = self._view(op.inputs[0]), self._view(op.out)
+        return self._captured(op, cpu.scale_rows, x, gate, out)
+
     def _add(self, op: Op, index: int) -> Made:
         x, out = self._view(op.inputs[0]), self._view(op.out)
-        return PythonOp(op.kind, functools.partial(np.add, out, x, out))
+        return self._captured(op, self._scaled_add, x, op.attrs.get("scale", 1.0), True, out)
+
+    def _scale(self, op: Op, index: int) -> Made:
+        x, out = self._view(op.inputs[0]), self._view(op.out)
+        return self._captured(op, self._scaled_add, x, op.attrs["scale"], False, out)
+
+    @staticmethod
+    def _scaled_add(x: np.ndarray, scale: float, accumulate: bool, out: np.ndarray) -> None:
+        """Write ``scale * x``, or add it; a launcher.
+
+        This is the weighted sum of one row, for which experts have a kernel.
+        """
+        from nbflow_kernels.moe import cpu
+
+        scales = np.full((len(x), 1), scale, np.float32)
+        rows = np.arange(len(x), dtype=np.int32).reshape(-1, 1)
+        cpu.combine(x, scales, rows, accumulate, out)
+
+    def _soft_cap(self, op: Op, index: int) -> Made:
+        from nbflow_kernels.logits import cpu
+
+        x, out = self._view(op.inputs[0]), self._view(op.out)
+        return self._captured(op, cpu.soft_cap, x, op.attrs["cap"], out)
 
     # ---- communication ------------------------------------------------------------------------
 

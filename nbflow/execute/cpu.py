@@ -24,6 +24,7 @@ from nbflow.execute.step_arrays import StepArrays
 from nbflow.execute.weights import RankWeights
 from nbflow.parallel.comm import Alone, Comm
 from nbflow.program.records import Program
+from nbflow.spec.model_spec import RopeSpec
 from nbflow_kernels.calls import Call, CallList
 from nbflow_kernels.threads import count_kernel_seconds, get_team
 
@@ -93,10 +94,15 @@ class CpuExecutor:
         """Set to a dict to add up the time of each kind of op."""
         self._buffers: dict[str, np.ndarray] = {}
         self._bound: dict[tuple[int, ...], Bound] = {}
-        spec = program.spec
-        self.cos_sin = nk.rope_cos_sin_cache(
-            spec.max_context, max(spec.rope.dim, 2), theta=spec.rope.theta
-        )
+        self._rope_tables: dict[RopeSpec, np.ndarray] = {}
+
+    def rope_table(self, rope: RopeSpec) -> np.ndarray:
+        """Return the cosines and sines of all positions."""
+        if rope not in self._rope_tables:
+            self._rope_tables[rope] = nk.rope_cos_sin_cache(
+                self.program.spec.max_context, rope.dim, theta=rope.theta, scaling=rope.scaling
+            )
+        return self._rope_tables[rope]
 
     @property
     def workspace_bytes(self) -> int:

@@ -17,6 +17,8 @@ from nbflow.execute.weights import RankWeights
 from nbflow.program.records import COMMUNICATION, Op, Program
 from nbflow_kernels.activation import reference as activation
 from nbflow_kernels.attention import reference as attention
+from nbflow_kernels.logits import reference as logits
+from nbflow_kernels.moe import reference as moe
 from nbflow_kernels.norm import reference as norm
 from nbflow_kernels.position import reference as position
 from nbflow_kernels.quants import QuantTensor
@@ -47,19 +49,24 @@ class ReferenceExecutor:
         self._operands = [tuple(map(_as_float64, group)) for group in weights.operands]
         self._cache: dict[int, tuple[np.ndarray, np.ndarray]] = {}
         self._length = 0
+        self._types = np.zeros(0, np.int64)
 
-    def logits(self, ids: np.ndarray) -> np.ndarray:
+    def logits(self, ids: np.ndarray, token_types: np.ndarray | None = None) -> np.ndarray:
         """Return the logits after each of the next tokens of the sequence.
 
         Parameters
         ----------
         ids : array of int, shape (T,)
             The tokens that follow those of earlier calls.
+        token_types : array of int, shape (T,), optional
+            Types of the tokens, 0 by default; for models that have an embedding for them.
 
         Returns
         -------
         array of float64, shape (T, V)
+            The hidden states (T, E) if the model has no head.
         """
+        self._types = np.zeros(len(ids), np.int64) if token_types is None else token_types
         values: dict[str, np.ndarray] = {}
         for index, op in enumerate(self._program.ops):
             if op.kind in COMMUNICATION:
@@ -70,7 +77,7 @@ class ReferenceExecutor:
             if self._trace is not None:
                 self._trace(op, values.get(op.out, np.empty(0)))
         self._length += len(ids)
-        return values["logits"]
+        return values["logits" if "logits" in values else "y"]
 
     def _write(self, values: dict[str, np.ndarray], name: str, result: np.ndarray) -> None:
         """Store a result, and the bands of it that have names of their own."""
@@ -83,13 +90,21 @@ class ReferenceExecutor:
         return x.reshape(len(x), -1, self._program.spec.head_dim)
 
     def _embedding(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
-        return self._operands[index][0][ids]  # type: ignore[no-any-return]
+        table = self._operands[index][0]
+        rows = {"ids": ids, "positions": self._positions(ids), "types": self._types}
+        result: np.ndarray = table[rows[op.attrs.get("index", "ids")]]
+        return result * float(op.attrs.get("scale", 1.0))
 
     def _norm(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         x, eps = values[op.inputs[0]], op.attrs["eps"]
+        weights = self._operands[index] or (None,)
+        rows = self._heads(x) if op.attrs.get("per_head") else x
         if op.attrs["norm"] == "rms":
-            return norm.rmsnorm(x, self._operands[index][0], eps=eps)
-        return norm.layernorm(x, *self._operands[index], eps=eps)
+            offset = op.attrs.get("offset", 0.0)
+            result = norm.rmsnorm(rows, weights[0], eps=eps, offset=offset)
+        else:
+            result = norm.layernorm(rows, *weights, eps=eps)
+        return result.reshape(x.shape)
 
     def _linear(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         result = values[op.inputs[0]] @ np.concatenate(self._operands[index]).T
@@ -99,17 +114,21 @@ class ReferenceExecutor:
             result += values[op.out]
         return result  # type: ignore[no-any-return]
 
+    def _positions(self, ids: np.ndarray) -> np.ndarray:
+        return np.arange(self._length, self._length + len(ids))
+
     def _rope(self, op: Op, index: int, values: Any, ids: np.ndarray) -> None:
-        rope = self._program.spec.rope
-        positions = np.arange(self._length, self._length + len(ids))
+        rope = op.attrs["rope"]
         q, k = (self._heads(values[name]) for name in op.inputs)
-        q, k = position.apply_rope_pos_ids(
-            q,
-            k,
-            positions,
-            rotary_dim=rope.dim,
-            interleave=rope.style == "interleaved",
-            rope_theta=rope.theta,
+        table = position.rope_cos_sin_cache(
+            self._length + len(ids),
+            rope.dim,
+            theta=rope.theta,
+            scaling=rope.scaling,
+            seq_len=self._program.spec.max_context,
+        )
+        q, k = position.apply_rope_with_cos_sin_cache(
+            self._positions(ids), q, k, cos_sin_cache=table, is_neox=rope.style == "half"
         )
         for name, rotated in zip(op.inputs, (q, k), strict=True):
             values[name] = rotated.reshape(len(ids), -1)
@@ -124,15 +143,32 @@ class ReferenceExecutor:
 
     def _attention(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         spec = self._program.spec
+        q, (k, v) = self._heads(values[op.inputs[0]]), self._cache[op.layer or 0]
+        if spec.position == "alibi":
+            q, k = self._with_slopes(q), _with_positions(k)
+        window = op.attrs.get("window")
         result: np.ndarray = attention.single_prefill_with_kv_cache(
-            self._heads(values[op.inputs[0]]),
-            *self._cache[op.layer or 0],
-            causal=True,
+            q,
+            k,
+            v,
+            causal=spec.causal,
             sm_scale=spec.sm_scale,
-            window_left=-1 if spec.window is None else spec.window - 1,
+            window_left=-1 if window is None else window - 1,
             logits_soft_cap=spec.logits_soft_cap,
         )
         return result.reshape(len(ids), -1)
+
+    def _with_slopes(self, q: np.ndarray) -> np.ndarray:
+        """Return queries with the slope of each head as one more column.
+
+        The product with a key whose last column is its position then has ALiBi's bias.
+        """
+        spec = self._program.spec
+        slopes = attention.alibi_slopes(spec.n_heads)
+        if not spec.alibi_scaled:
+            slopes = slopes / spec.sm_scale
+        column = np.broadcast_to(slopes[:, None], (*q.shape[:2], 1))
+        return np.concatenate([q, column], axis=2)
 
     def _activation(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         function = getattr(activation, op.attrs["activation"])
@@ -143,11 +179,40 @@ class ReferenceExecutor:
         function = getattr(activation, f"{op.attrs['activation']}_and_mul")
         return function(both)  # type: ignore[no-any-return]
 
+    def _experts(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        spec = self._program.spec.moe
+        assert spec is not None
+        x, router = (values[name] for name in op.inputs)
+        weights, chosen = moe.moe_routing(router, correction_bias=self._bias[index], **spec.routing)
+        matrices = self._operands[index]
+        n = len(matrices) // 3
+        gates, ups, downs = (list(matrices[i * n : (i + 1) * n]) for i in range(3))
+        return moe.fused_moe(
+            x, gates, downs, weights, chosen, up=ups, activation=op.attrs["activation"]
+        )
+
+    def _scale_rows(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        gate = values[op.inputs[0]] @ self._operands[index][0].reshape(-1)
+        return values[op.out] * activation.sigmoid(gate)[:, None]  # type: ignore[no-any-return]
+
     def _add(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
-        return values[op.out] + values[op.inputs[0]]  # type: ignore[no-any-return]
+        scale = op.attrs.get("scale", 1.0)
+        return values[op.out] + values[op.inputs[0]] * scale  # type: ignore[no-any-return]
+
+    def _scale(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        return values[op.inputs[0]] * op.attrs["scale"]  # type: ignore[no-any-return]
+
+    def _soft_cap(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        return logits.soft_cap(values[op.inputs[0]], op.attrs["cap"])
 
     def _take_rows(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         return values[op.inputs[0]]  # type: ignore[no-any-return]
+
+
+def _with_positions(k: np.ndarray) -> np.ndarray:
+    """Return keys with their position as one more column."""
+    column = np.broadcast_to(np.arange(len(k))[:, None, None], (*k.shape[:2], 1))
+    return np.concatenate([k, column], axis=2)
 
 
 def _as_float64(operand: Any) -> np.ndarray:

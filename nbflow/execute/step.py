@@ -26,6 +26,8 @@ class Step:
     """The sequences' pages, the new tokens counted in."""
     logit_rows: np.ndarray
     """int32 (R,): tokens after which the logits are wanted."""
+    types: np.ndarray
+    """int32 (T,): type of each token, for models that have an embedding for them."""
 
 
 def make_step(
@@ -33,6 +35,7 @@ def make_step(
     sequences: Sequence[int],
     tokens: Sequence[Sequence[int]],
     logit_rows: Sequence[int],
+    types: Sequence[int] | None = None,
 ) -> Step:
     """Extend sequences of a page table by new tokens and return the step that computes them."""
     lengths = [len(ids) for ids in tokens]
@@ -50,4 +53,5 @@ def make_step(
         qo_indptr=indptr,
         pages=table.view(sequences),
         logit_rows=np.array(logit_rows, np.int32),
+        types=np.zeros(len(positions), np.int32) if types is None else np.array(types, np.int32),
     )

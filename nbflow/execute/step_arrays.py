@@ -25,6 +25,7 @@ class StepArrays:
     def __init__(self, n_tokens: int, n_logits: int, n_sequences: int, n_pages: int) -> None:
         self.ids = np.zeros(n_tokens, np.int32)
         self.positions = np.zeros(n_tokens, np.int32)
+        self.types = np.zeros(n_tokens, np.int32)
         self.batch_indices = np.zeros(n_tokens, np.int32)
         self.logit_rows = np.zeros(n_logits, np.int32)
         self.qo_indptr = np.zeros(n_sequences + 1, np.int32)
@@ -36,6 +37,7 @@ class StepArrays:
         """Copy a step's numbers."""
         self.ids[:] = step.ids
         self.positions[:] = step.positions
+        self.types[:] = step.types
         self.batch_indices[:] = step.batch_indices
         self.logit_rows[:] = step.logit_rows
         self.qo_indptr[:] = step.qo_indptr

@@ -16,6 +16,8 @@ import numpy as np
 
 import nbflow_kernels as nk
 from nbflow.program.records import Op, Operand, Program
+from nbflow.spec.model_spec import ModelSpec
+from nbflow.spec.stored import Stored, stored
 from nbflow.weights import WeightFile
 from nbflow.weights.weight_file import ITEM_BYTES
 from nbflow.weights_policy import is_quantized
@@ -59,6 +61,12 @@ class RankWeights:
                     tensor.drop_storage()
 
     def _operands(self, op: Op) -> tuple[Any, ...]:
+        if op.kind == "experts":  # each matrix by itself
+            return tuple(self._once((w,), self._weight) for w in op.weights)
+        if op.attrs.get("normalize_rows"):
+            return (self._normalized(op.weights[0]),)
+        if op.kind == "embedding" and not op.weights:
+            return (sinusoidal_table(self._program),)
         if op.kind in ("linear", "embedding"):
             runs = [tuple(run) for _, run in groupby(op.weights, key=self._stored_format)]
             read = self._matrix if op.kind == "embedding" else self._weight
@@ -76,15 +84,24 @@ class RankWeights:
         return self._loaded[parts]
 
     def _vector(self, parts: Sequence[Operand]) -> np.ndarray:
-        return self._read(parts[0]).astype(np.float32)
+        return self._read(parts[0]).reshape(-1).astype(np.float32)
+
+    def _normalized(self, part: Operand) -> Any:
+        """Return a matrix whose rows are divided by their lengths, as float32.
+
+        In the stored type the rounding of the quotients would show in the logits.
+        """
+        wide = self._read(part).astype(np.float32, copy=False)
+        wide = wide / np.sqrt(np.einsum("ij,ij->i", wide, wide))[:, None]
+        return nk.QuantTensor("f32", wide.shape, wide.view(np.uint8).reshape(len(wide), -1))
 
     def _read(self, part: Operand) -> np.ndarray:
-        name = self._program.spec.checkpoint_name(part.name)
-        return self._file.array(name, rows=part.rows, columns=part.columns)
+        """Return a tensor, or a rank's part of it, in the type it is stored as."""
+        return read_part(self._program.spec, self._file, part)
 
     def _is_converted(self, part: Operand) -> bool:
         """Return whether the weight format that the user asked for applies to a tensor."""
-        shape = self._program.spec.tensor_shapes()[part.name]
+        shape = self._program.spec.shape_of(part.name)
         return self._format is not None and is_quantized(part.name, shape)
 
     def _stored_format(self, part: Operand) -> str | None:
@@ -125,11 +142,9 @@ class RankWeights:
     def _blocks(self, parts: Sequence[Operand]) -> nk.QuantTensor:
         """Return tensors of one block format, one below the other, as they are stored."""
         spec = self._program.spec
-        tensors = [
-            self._file.quantized(spec.checkpoint_name(p.name), rows=p.rows, columns=p.columns)
-            for p in parts
-        ]
-        return nk.QuantTensor.concatenate(tensors)
+        return nk.QuantTensor.concatenate(
+            [piece for p in parts for piece in quantized_pieces(spec, self._file, p)]
+        )
 
     def _with_outliers(self, part: Operand) -> nk.QuantTensor:
         """Return a rank's part of a tensor with its outliers.
@@ -137,13 +152,13 @@ class RankWeights:
         What counts as one is decided by the whole tensor, so that it does not depend on the
         partition; for that, some rows of it are read.
         """
-        name = self._program.spec.checkpoint_name(part.name)
-        n_rows, n_columns = self._program.spec.tensor_shapes()[part.name]
+        n_rows, n_columns = self._program.spec.shape_of(part.name)
         chosen = sample_rows(n_rows, n_columns)
         if chosen.step == 1:
-            sample = self._file.array(name)
+            sample = self._read(Operand(part.name))
         else:
-            sample = np.concatenate([self._file.array(name, rows=(r, r + 1)) for r in chosen])
+            rows = [self._read(Operand(part.name, rows=(r, r + 1))) for r in chosen]
+            sample = np.concatenate(rows)
         limits = soft_range(sample, self._outliers)
         matrix = self._read(part).astype(np.float32, copy=False)
         assert self._format is not None
@@ -151,6 +166,61 @@ class RankWeights:
             return nk.quantize(matrix, self._format, outliers=self._outliers, outlier_range=limits)
         except UsageError as error:
             raise UsageError(f"tensor {part.name}: {error}") from error
+
+
+def read_part(spec: ModelSpec, file: WeightFile, part: Operand) -> np.ndarray:
+    """Return a tensor of the model, or a part of it, in the type it is stored as.
+
+    Parameters
+    ----------
+    spec : ModelSpec
+        The model.
+    file : WeightFile
+        Its checkpoint.
+    part : Operand
+        Our tensor name, and which rows and columns.
+
+    Returns
+    -------
+    array
+        Rows first, as our names have it, whatever way the checkpoint stores it.
+    """
+    place = stored(spec, part.name)
+    spans = _spans(spec, part, place)
+    if place.transposed:
+        pieces = [file.array(place.name, rows=part.columns, columns=s).T for s in spans]
+    else:
+        pieces = [file.array(place.name, s, part.columns, flat=True) for s in spans]
+    whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+    return np.ascontiguousarray(whole)
+
+
+def quantized_pieces(spec: ModelSpec, file: WeightFile, part: Operand) -> list[nk.QuantTensor]:
+    """Return a tensor that is stored in blocks, or a part of it, in pieces one below the other."""
+    place = stored(spec, part.name)
+    if place.transposed:
+        raise UsageError(
+            f"tensor {place.name} is stored in blocks and as (in, out); its rows cannot be read"
+        )
+    spans = _spans(spec, part, place)
+    return [file.quantized(place.name, s, part.columns, flat=True) for s in spans]
+
+
+def _spans(spec: ModelSpec, part: Operand, place: Stored) -> Sequence[tuple[int, int] | None]:
+    """Return which rows of the checkpoint's tensor make a part."""
+    if part.rows is None and place.rows is None:
+        return (None,)
+    return place.cut(part.rows or (0, spec.shape_of(part.name)[0]))
+
+
+def sinusoidal_table(program: Program) -> np.ndarray:
+    """Return the sinusoidal embedding of all positions, float32 (max_context, E)."""
+    spec = program.spec
+    positions = np.arange(spec.max_context, dtype=np.int32)
+    table: np.ndarray = nk.sinusoidal_position_embedding(
+        positions, spec.hidden_size, offset=spec.position_offset
+    )
+    return table
 
 
 def convert(matrix: np.ndarray, format: str, name: str) -> Any:

@@ -5,10 +5,10 @@ ranks of one stage, which split each layer's tensors.  So ``0;1`` is by layer, `
 and ``0&1;2&3`` hybrid.  The numbers are ranks.
 
 Layers are dealt out in order, the first stages getting one more where they do not divide.  Within
-a stage the query heads and with them the key/value heads, the columns of the feed-forward network
-and the rows of the head are dealt out; a key/value head is stored by several ranks where there are
-fewer of them than ranks.  Cuts through columns fall on borders of quantization blocks, so that
-every rank holds exactly the blocks that one rank alone would hold.
+a stage the query heads and with them the key/value heads, the columns of the feed-forward network,
+the experts and the rows of the head are dealt out; a key/value head is stored by several ranks
+where there are fewer of them than ranks.  Cuts through columns fall on borders of quantization
+blocks, so that every rank holds exactly the blocks that one rank alone would hold.
 """
 
 from __future__ import annotations
@@ -52,6 +52,10 @@ class RankPlan:
     """Rank of the stage before that sends it the hidden states."""
     sends_to: tuple[int, ...]
     """Ranks of the next stage that it sends the hidden states to."""
+    experts: Range = (0, 0)
+    """Its experts."""
+    shared: Range = (0, 0)
+    """Its columns of the expert of all tokens."""
 
     @property
     def index(self) -> int:
@@ -142,6 +146,7 @@ def make_plan(spec: ModelSpec, partition: str, block_size: int = 1) -> Plan:
         n = len(group)
         heads = _split_heads(spec, n, block_size, partition)
         ffn = _split_aligned(spec.intermediate_size, n, block_size, "intermediate_size", partition)
+        experts, shared = _split_experts(spec, n, block_size, partition)
         vocab = split_evenly(spec.vocab_size, n)
         for j, rank in enumerate(group):
             before = stages[s - 1] if s else ()
@@ -159,6 +164,8 @@ def make_plan(spec: ModelSpec, partition: str, block_size: int = 1) -> Plan:
                     last=not after,
                     receives_from=before[j % len(before)] if before else None,
                     sends_to=tuple(r for i, r in enumerate(after) if i % n == j),
+                    experts=experts[j],
+                    shared=shared[j],
                 )
             )
     return Plan(";".join("&".join(map(str, group)) for group in stages), tuple(ranks))
@@ -180,6 +187,23 @@ def _split_aligned(total: int, n: int, unit: int, what: str, partition: str) -> 
             f"few for {n} ranks; use fewer ranks per stage or a format with a smaller block"
         )
     return [(a * unit, min(b * unit, total)) for a, b in split_evenly(units, n)]
+
+
+def _split_experts(
+    spec: ModelSpec, n: int, block_size: int, partition: str
+) -> tuple[list[Range], list[Range]]:
+    """Return the experts of each of `n` ranks, and its columns of the shared one."""
+    none = [(0, 0)] * n
+    if spec.moe is None:
+        return none, none
+    if spec.moe.n_experts < n:
+        raise UsageError(
+            f"partition {partition!r}: {spec.name} has {spec.moe.n_experts} experts, too few for "
+            f"{n} ranks; use fewer ranks per stage"
+        )
+    size = spec.moe.shared_size
+    shared = _split_aligned(size, n, block_size, "shared_size", partition) if size else none
+    return split_evenly(spec.moe.n_experts, n), shared
 
 
 def _split_heads(

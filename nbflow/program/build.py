@@ -2,47 +2,55 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from nbflow.program.records import Buffer, Op, Operand, Program
 from nbflow.spec.model_spec import ModelSpec
 
 
 def build(spec: ModelSpec) -> Program:
     """Return the unfused program of the whole model."""
-    q_width, kv_width = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-    buffers = {
-        "x": Buffer(spec.hidden_size),
-        "h": Buffer(spec.hidden_size),
-        "q": Buffer(q_width),
-        "k": Buffer(kv_width),
-        "v": Buffer(kv_width),
-        "a": Buffer(q_width),
-        "o": Buffer(spec.hidden_size),
-        "up": Buffer(spec.intermediate_size),
-        "f": Buffer(spec.intermediate_size),
-        "y": Buffer(spec.hidden_size, "logits"),
-        "logits": Buffer(spec.vocab_size, "logits"),
-    }
-    if spec.gated:
-        buffers["gate"] = Buffer(spec.intermediate_size)
-    ops = [Op("embedding", "x", weights=(Operand("embed.weight"),))]
+    ops = _embedding(spec)
     for i in range(spec.n_layers):
-        ops += _attention(spec, i) + _feed_forward(spec, i)
-    head = "embed.weight" if spec.tied_head else "head.weight"
-    ops += [
-        Op("take_rows", "y", ("x",)),
-        _norm(spec, "final_norm", "y", "y", None),
-        Op("linear", "logits", ("y",), (Operand(head),)),
-    ]
+        ops += _layer(spec, i)
+    ops += _head(spec)
     return Program(
-        spec, tuple(ops), buffers, spec.n_heads, spec.n_kv_heads, tuple(range(spec.n_layers))
+        spec,
+        tuple(ops),
+        _buffers(spec, ops),
+        spec.n_heads,
+        spec.n_kv_heads,
+        tuple(range(spec.n_layers)),
     )
 
 
+def _buffers(spec: ModelSpec, ops: list[Op]) -> dict[str, Buffer]:
+    """Return the buffers that the ops use."""
+    q_width, kv_width = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
+    E, FF = spec.hidden_size, spec.intermediate_size
+    widths = {
+        "x": E, "h": E, "h2": E, "e": spec.embed_width, "p": E, "q": q_width, "k": kv_width,
+        "v": kv_width, "a": q_width, "o": E, "gate": FF, "up": FF, "f": FF,
+    }  # fmt: skip
+    if spec.moe is not None:
+        S = spec.moe.shared_size
+        widths |= {"router": spec.moe.n_experts, "sgate": S, "sup": S, "sf": S, "s": E}
+    at_the_end = {"y": E, "z": spec.embed_width, "m": E, "logits": spec.vocab_size}
+    buffers = {name: Buffer(width) for name, width in widths.items()}
+    buffers |= {name: Buffer(width, "logits") for name, width in at_the_end.items()}
+    used = {name for op in ops for name in (op.out, *op.inputs)}
+    return {name: buffer for name, buffer in buffers.items() if name in used}
+
+
 def _norm(spec: ModelSpec, name: str, source: str, out: str, layer: int | None) -> Op:
-    weights = [Operand(f"{name}.weight")]
-    if spec.norm == "layer":
-        weights.append(Operand(f"{name}.bias"))
-    attrs = {"norm": spec.norm, "eps": spec.norm_eps}
+    weights = []
+    if spec.norm_weight:
+        weights.append(Operand(f"{name}.weight"))
+        if spec.norm == "layer" and spec.norm_bias:
+            weights.append(Operand(f"{name}.bias"))
+    attrs: dict[str, Any] = {"norm": spec.norm, "eps": spec.norm_eps}
+    if spec.norm_offset:
+        attrs["offset"] = spec.norm_offset
     return Op("norm", out, (source,), tuple(weights), layer=layer, attrs=attrs)
 
 
@@ -52,30 +60,163 @@ def _linear(spec: ModelSpec, i: int, name: str, source: str, out: str) -> Op:
     return Op("linear", out, (source,), (Operand(f"{prefix}.weight"),), bias, i)
 
 
-def _attention(spec: ModelSpec, i: int) -> list[Op]:
-    ops = [_norm(spec, f"layers.{i}.attn_norm", "x", "h", i)]
-    ops += [_linear(spec, i, f"attn.{name}", "h", name) for name in "qkv"]
-    if spec.rope.dim:
-        ops.append(Op("rope", "q", ("q", "k"), layer=i))
+def _add(spec: ModelSpec, out: str, source: str, layer: int | None) -> Op:
+    scale = spec.residual_scale if out == "x" and layer is not None else 1.0
+    attrs = {} if scale == 1.0 else {"scale": scale}
+    return Op("add", out, (source,), layer=layer, attrs=attrs)
+
+
+# ---- before the layers ----------------------------------------------------------------------
+
+
+def _embedding(spec: ModelSpec) -> list[Op]:
+    """Return the ops that make x: tokens, their types and positions, and a norm."""
+    inner = "x" if spec.embed_width == spec.hidden_size else "e"
+    attrs = {} if spec.embed_scale == 1.0 else {"scale": spec.embed_scale}
+    ops = [Op("embedding", inner, weights=(Operand("embed.weight"),), attrs=attrs)]
+    if inner == "e":
+        ops.append(Op("linear", "x", ("e",), (Operand("embed.in.weight"),)))
+    if spec.type_vocab_size:
+        table = (Operand("types.weight"),)
+        ops.append(Op("embedding", "p", weights=table, attrs={"index": "types"}))
+        ops.append(_add(spec, "x", "p", None))
+    if spec.position in ("learned", "sinusoidal"):
+        first = spec.position_offset
+        rows = (first, first + spec.max_context)
+        learned = (Operand("positions.weight", rows=rows),)
+        weights = learned if spec.position == "learned" else ()
+        ops.append(Op("embedding", "p", weights=weights, attrs={"index": "positions"}))
+        ops.append(_add(spec, "x", "p", None))
+    if spec.embed_norm:
+        ops.append(_norm(spec, "embed_norm", "x", "x", None))
+    return ops
+
+
+# ---- layers ---------------------------------------------------------------------------------
+
+
+def _layer(spec: ModelSpec, i: int) -> list[Op]:
+    """Return one layer: attention and feed-forward network, with their norms and residuals."""
+    if spec.residual == "parallel":
+        norm = _norm(spec, f"layers.{i}.attn_norm", "x", "h", i)
+        return [norm, *_attention(spec, i, "h"), *_feed_forward(spec, i, "h")]
+    if spec.residual == "parallel_two_norms":
+        norms = [
+            _norm(spec, f"layers.{i}.attn_norm", "x", "h", i),
+            _norm(spec, f"layers.{i}.ffn_norm", "x", "h2", i),
+        ]
+        return [*norms, *_attention(spec, i, "h"), *_feed_forward(spec, i, "h2")]
+    ops: list[Op] = []
+    for name, sublayer in (("attn", _attention), ("ffn", _feed_forward)):
+        source = "x"
+        if spec.norm_place in ("pre", "sandwich"):
+            source = "h"
+            ops.append(_norm(spec, f"layers.{i}.{name}_norm", "x", "h", i))
+        inner = sublayer(spec, i, source)
+        if spec.norm_place in ("sandwich", "output"):
+            inner.insert(-1, _norm(spec, f"layers.{i}.{name}_post_norm", "o", "o", i))
+        ops += inner
+        if spec.norm_place == "post":
+            ops.append(_norm(spec, f"layers.{i}.{name}_norm", "x", "x", i))
+    return ops
+
+
+def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
+    """Return attention, from its input to what it adds to x."""
+    ops = [_linear(spec, i, f"attn.{name}", source, name) for name in "qkv"]
+    if spec.qk_norm != "none":
+        for name in "qk":
+            weights = (Operand(f"layers.{i}.attn.{name}_norm.weight"),)
+            attrs: dict[str, Any] = {"norm": "rms", "eps": spec.norm_eps}
+            if spec.norm_offset:
+                attrs["offset"] = spec.norm_offset
+            if spec.qk_norm == "head":
+                attrs["per_head"] = True
+            ops.append(Op("norm", name, (name,), weights, layer=i, attrs=attrs))
+    rope = spec.rope_of(i)
+    if rope.dim:
+        ops.append(Op("rope", "q", ("q", "k"), layer=i, attrs={"rope": rope}))
+    window = spec.window_of(i)
     return [
         *ops,
         Op("append_kv", "kv", ("k", "v"), layer=i),
-        Op("attention", "a", ("q",), layer=i),
+        Op("attention", "a", ("q",), layer=i, attrs={} if window is None else {"window": window}),
         _linear(spec, i, "attn.o", "a", "o"),
-        Op("add", "x", ("o",), layer=i),
+        _add(spec, "x", "o", i),
     ]
 
 
-def _feed_forward(spec: ModelSpec, i: int) -> list[Op]:
+def _feed_forward(spec: ModelSpec, i: int, source: str) -> list[Op]:
+    """Return the feed-forward network or the experts, from the input to what is added to x."""
+    if spec.has_experts(i):
+        return [*_experts(spec, i, source), _add(spec, "x", "o", i)]
     attrs = {"activation": spec.activation}
-    ops = [
-        _norm(spec, f"layers.{i}.ffn_norm", "x", "h", i),
-        _linear(spec, i, "ffn.up", "h", "up"),
-    ]
+    ops = [_linear(spec, i, "ffn.up", source, "up")]
     if spec.gated:
-        ops.insert(1, _linear(spec, i, "ffn.gate", "h", "gate"))
+        ops.insert(0, _linear(spec, i, "ffn.gate", source, "gate"))
         ops.append(Op("gate", "f", ("gate", "up"), layer=i, attrs=attrs))
     else:
         ops.append(Op("activation", "f", ("up",), layer=i, attrs=attrs))
-    ops += [_linear(spec, i, "ffn.down", "f", "o"), Op("add", "x", ("o",), layer=i)]
+    return [*ops, _linear(spec, i, "ffn.down", "f", "o"), _add(spec, "x", "o", i)]
+
+
+def _experts(spec: ModelSpec, i: int, source: str) -> list[Op]:
+    """Return a mixture of experts that writes o, with the expert of all tokens."""
+    moe = spec.moe
+    assert moe is not None
+    prefix = f"layers.{i}"
+    matrices = tuple(
+        Operand(f"{prefix}.moe.{j}.{part}.weight")
+        for part in ("gate", "up", "down")
+        for j in range(moe.n_experts)
+    )
+    bias = (Operand(f"{prefix}.router.bias"),) if moe.router_bias else ()
+    attrs = {"activation": spec.activation, "experts": (0, moe.n_experts)}
+    ops = [
+        Op("linear", "router", (source,), (Operand(f"{prefix}.router.weight"),), layer=i),
+        Op("experts", "o", (source, "router"), matrices, bias, i, attrs),
+    ]
+    if not moe.shared_size:
+        return ops
+    ops += [
+        _linear(spec, i, "shared.gate", source, "sgate"),
+        _linear(spec, i, "shared.up", source, "sup"),
+        Op("gate", "sf", ("sgate", "sup"), layer=i, attrs={"activation": spec.activation}),
+        _linear(spec, i, "shared.down", "sf", "s"),
+    ]
+    if moe.shared_gate:
+        gate = (Operand(f"{prefix}.shared_gate.weight"),)
+        ops.append(Op("scale_rows", "s", (source,), gate, layer=i))
+    return [*ops, _add(spec, "o", "s", i)]
+
+
+# ---- behind the layers ----------------------------------------------------------------------
+
+
+def _head(spec: ModelSpec) -> list[Op]:
+    """Return the ops from the last x to the logits."""
+    ops = [Op("take_rows", "y", ("x",))]
+    if spec.final_norm:
+        ops.append(_norm(spec, "final_norm", "y", "y", None))
+    if not spec.head:
+        return ops
+    source = "y"
+    if spec.head_transform:
+        source, weight, bias = "m", Operand("transform.weight"), Operand("transform.bias")
+        ops += [
+            Op("linear", "m", ("y",), (weight,), (bias,)),
+            Op("activation", "m", ("m",), attrs={"activation": spec.activation}),
+            _norm(spec, "transform_norm", "m", "m", None),
+        ]
+    if spec.embed_width != spec.hidden_size:
+        ops.append(Op("linear", "z", (source,), (Operand("embed.out.weight"),)))
+        source = "z"
+    name = "embed.weight" if spec.tied_head else "head.weight"
+    bias_of_head = (Operand("head.bias"),) if spec.head_bias else ()
+    attrs = {"normalize_rows": True} if spec.normalize_head else {}
+    ops.append(Op("linear", "logits", (source,), (Operand(name),), bias_of_head, attrs=attrs))
+    if spec.logits_scale != 1.0:
+        ops.append(Op("scale", "logits", ("logits",), attrs={"scale": spec.logits_scale}))
+    if spec.head_soft_cap is not None:
+        ops.append(Op("soft_cap", "logits", ("logits",), attrs={"cap": spec.head_soft_cap}))
     return ops

@@ -28,6 +28,7 @@ def _join_linears(program: Program) -> Program:
             and op.kind == last.kind == "linear"
             and op.inputs == last.inputs
             and bool(op.bias) == bool(last.bias)
+            and op.attrs == last.attrs
         ):
             ops[-1] = dataclasses.replace(
                 last,
@@ -61,7 +62,9 @@ def _join_adds(program: Program) -> Program:
         if (
             last is not None
             and op.kind == "add"
+            and not op.attrs
             and last.kind == "linear"
+            and not last.attrs.get("accumulate")  # its output holds more than the product
             and op.inputs == (last.out,)
         ):
             attrs = {**last.attrs, "accumulate": True}

@@ -2,7 +2,8 @@
 
 Within a stage, q, k, v, gate, up and the head are cut by rows (each rank computes some columns of
 the result), o and down by columns (each rank computes a partial sum, summed over the stage by an
-all-reduce: two per layer).  Between stages the hidden states are sent.
+all-reduce: two per layer).  Experts are dealt out whole: each rank computes the contribution of its
+own, and the same all-reduce adds them.  Between stages the hidden states are sent.
 """
 
 from __future__ import annotations
@@ -11,86 +12,126 @@ import dataclasses
 
 from nbflow.parallel.plan import RankPlan, split_evenly
 from nbflow.program.records import Buffer, Op, Operand, Program
+from nbflow_kernels.errors import UsageError
+
+PARTIAL = ("attn.o", "ffn.down", "shared.down")
+"""Matrices that are cut by columns, so that the ranks' results must be summed."""
 
 
 def partition(program: Program, plan: RankPlan) -> Program:
     """Return the program of one rank."""
     spec = program.spec
-    cuts = _row_cuts(program, plan)
+    alone = len(plan.group) == 1
+    if not alone and spec.qk_norm == "all":
+        raise UsageError(
+            f"{spec.name}: its norm of queries and keys goes over all heads, so that ranks cannot "
+            f"share a layer; partition by layers, e.g. '0;1', instead of "
+            f"'{'&'.join(map(str, plan.group))}'"
+        )
+    cuts = _cuts(program, plan)
     ops: list[Op] = []
     if plan.receives_from is not None:
         ops.append(Op("recv", "x", attrs={"peer": plan.receives_from}))
+    behind = False
+    unsummed = False
     for op in program.ops:
         if op.layer is None:
-            ops += _outside_layers(op, plan, spec.vocab_size)
-        elif plan.layers[0] <= op.layer < plan.layers[1]:
-            ops += _inside_layer(op, plan, cuts)
+            ops += _outside_layers(op, plan, spec.vocab_size, behind)
+            continue
+        behind = True
+        if not plan.layers[0] <= op.layer < plan.layers[1]:
+            continue
+        if unsummed and "o" in op.inputs:
+            ops.append(Op("all_reduce", "o", layer=op.layer, attrs={"ranks": plan.group}))
+            unsummed = False
+        ops.append(op if alone else _inside_layer(op, plan, cuts))
+        unsummed = not alone and (unsummed or (op.out == "o" and op.kind != "norm"))
     if plan.sends_to:
         ops.append(Op("send", "x", ("x",), attrs={"peers": plan.sends_to}))
-    n_heads = plan.heads[1] - plan.heads[0]
-    n_kv_heads = plan.kv_heads[1] - plan.kv_heads[0]
-    widths = {
-        "q": n_heads * spec.head_dim,
-        "a": n_heads * spec.head_dim,
-        "k": n_kv_heads * spec.head_dim,
-        "v": n_kv_heads * spec.head_dim,
-        **dict.fromkeys(("gate", "up", "f"), plan.ffn[1] - plan.ffn[0]),
-    }
-    buffers = {
-        name: dataclasses.replace(buffer, width=widths.get(name, buffer.width))
-        for name, buffer in program.buffers.items()
-    }
-    if plan.last and len(plan.group) > 1:
-        buffers["logits_part"] = Buffer(plan.vocab[1] - plan.vocab[0], "logits")
-    if not plan.last:
-        del buffers["y"], buffers["logits"]
-    return Program(spec, tuple(ops), buffers, n_heads, n_kv_heads, tuple(range(*plan.layers)))
+    heads = plan.heads[1] - plan.heads[0], plan.kv_heads[1] - plan.kv_heads[0]
+    return Program(
+        spec,
+        tuple(ops),
+        _buffers(program, plan, ops),
+        *heads,
+        tuple(range(*plan.layers)),
+        plan.heads[0],
+    )
 
 
-def _row_cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, int]]:
+def _buffers(program: Program, plan: RankPlan, ops: list[Op]) -> dict[str, Buffer]:
+    """Return the buffers of a rank's ops, as wide as its part."""
+    cuts = _cuts(program, plan)
+    widths = {name: b - a for name, (a, b) in cuts.items()}
+    mine = {
+        "q": widths["attn.q"],
+        "a": widths["attn.q"],
+        "k": widths["attn.k"],
+        "v": widths["attn.v"],
+        **dict.fromkeys(("gate", "up", "f"), widths["ffn.up"]),
+        **dict.fromkeys(("sgate", "sup", "sf"), widths["shared.up"]),
+        "logits_part": plan.vocab[1] - plan.vocab[0],
+    }
+    used = {name for op in ops for name in (op.out, *op.inputs)}
+    whole = {**program.buffers, "logits_part": Buffer(0, "logits")}
+    return {
+        name: dataclasses.replace(buffer, width=mine.get(name, buffer.width))
+        for name, buffer in whole.items()
+        if name in used
+    }
+
+
+def _cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, int]]:
     """Return, for each kind of matrix, the rows (or columns) this rank holds."""
     D = program.spec.head_dim
     q = (plan.heads[0] * D, plan.heads[1] * D)
     kv = (plan.kv_heads[0] * D, plan.kv_heads[1] * D)
     return {
-        "attn.q": q,
-        "attn.k": kv,
-        "attn.v": kv,
-        "attn.o": q,
-        "ffn.gate": plan.ffn,
-        "ffn.up": plan.ffn,
-        "ffn.down": plan.ffn,
+        **dict.fromkeys(("attn.q", "attn.o"), q),
+        **dict.fromkeys(("attn.k", "attn.v"), kv),
+        **dict.fromkeys(("ffn.gate", "ffn.up", "ffn.down"), plan.ffn),
+        **dict.fromkeys(("shared.gate", "shared.up", "shared.down"), plan.shared),
     }
 
 
-def _outside_layers(op: Op, plan: RankPlan, vocab_size: int) -> list[Op]:
-    if op.kind == "embedding":
-        return [op] if plan.first else []
-    if not plan.last:
+def _outside_layers(op: Op, plan: RankPlan, vocab_size: int, behind: bool) -> list[Op]:
+    """Return what an op outside the layers becomes: the first stage's, or the last one's."""
+    if not (plan.last if behind else plan.first):
         return []
-    if op.kind == "linear" and len(plan.group) > 1:
-        part = dataclasses.replace(
-            op, out="logits_part", weights=(Operand(op.weights[0].name, rows=plan.vocab),)
-        )
-        widths = tuple(b - a for a, b in split_evenly(vocab_size, len(plan.group)))
-        attrs = {"ranks": plan.group, "widths": widths}
-        gather = Op("all_gather", op.out, ("logits_part",), attrs=attrs)
-        return [part, gather]
-    return [op]
-
-
-def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]) -> list[Op]:
-    if op.kind != "linear" or len(plan.group) == 1:
+    if op.kind != "linear" or op.out != "logits" or len(plan.group) == 1:
         return [op]
+    part = dataclasses.replace(
+        op,
+        out="logits_part",
+        weights=(Operand(op.weights[0].name, rows=plan.vocab),),
+        bias=tuple(Operand(b.name, rows=plan.vocab) for b in op.bias),
+    )
+    widths = tuple(b - a for a, b in split_evenly(vocab_size, len(plan.group)))
+    attrs = {"ranks": plan.group, "widths": widths}
+    return [part, Op("all_gather", op.out, ("logits_part",), attrs=attrs)]
+
+
+def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]) -> Op:
+    """Return this rank's part of an op of a layer."""
+    if op.kind == "experts":
+        return _some_experts(op, plan.experts)
+    if op.kind != "linear" or op.out == "router":
+        return op
     name = op.weights[0].name
     role = name.split(".", 2)[2].removesuffix(".weight")
-    if role not in ("attn.o", "ffn.down"):
+    if role not in PARTIAL:
         bias = tuple(Operand(b.name, rows=cuts[role]) for b in op.bias)
-        return [dataclasses.replace(op, weights=(Operand(name, rows=cuts[role]),), bias=bias)]
+        return dataclasses.replace(op, weights=(Operand(name, rows=cuts[role]),), bias=bias)
     # The bias belongs to the sum, so one rank alone adds it.
-    partial = dataclasses.replace(
+    return dataclasses.replace(
         op,
         weights=(Operand(name, columns=cuts[role]),),
         bias=op.bias if plan.index == 0 else (),
     )
-    return [partial, Op("all_reduce", op.out, layer=op.layer, attrs={"ranks": plan.group})]
+
+
+def _some_experts(op: Op, experts: tuple[int, int]) -> Op:
+    """Return a mixture with only some experts; what goes to others counts nothing."""
+    n = len(op.weights) // 3
+    mine = tuple(op.weights[part * n + j] for part in range(3) for j in range(*experts))
+    return dataclasses.replace(op, weights=mine, attrs={**op.attrs, "experts": experts})

@@ -6,16 +6,24 @@ wanted).  A step gives the token ids, positions and page table; see `nbflow.exec
 Kinds of op:
 
 ============  ===============================================================================
-embedding     out = table[ids]
-norm          out = norm(input); attrs ``norm`` (rms, layer) and ``eps``
+embedding     out = table[ids]; attr ``index``: ids, positions or types; attr ``scale``; without a
+              table the sinusoidal one
+norm          out = norm(input); attrs ``norm`` (rms, layer), ``eps``, ``offset``, ``per_head``
 linear        out = input @ W.T + bias, W the rows of all `weights` one below the other;
-              with attr ``accumulate``: out += ...
-rope          rotate the inputs (q, k) in place
+              with attr ``accumulate``: out += ...; ``normalize_rows``: W's rows divided by their
+              lengths
+rope          rotate the inputs (q, k) in place, attr ``rope``
 append_kv     write inputs (k, v) into the layer's pages
-attention     out = attention(q) over the layer's pages
+attention     out = attention(q) over the layer's pages, attr ``window``
 activation    out = act(input), attr ``activation``
 gate          out = act(gate) * up; inputs (gate, up), or one buffer that holds both
-add           out += input
+experts       out = the weighted sum of the experts that `router` chooses; inputs (x, router); the
+              weights are the gates, then the ups, then the downs of the experts in attr
+              ``experts``, the bias that of the choice
+scale_rows    out *= sigmoid(input @ w) for each row
+add           out += input; attr ``scale``: a factor of the input
+scale         out = input * attr ``scale``
+soft_cap      out = cap * tanh(input / cap), attr ``cap``
 take_rows     out = the input's rows whose logits are wanted
 all_reduce    sum `out` over the ranks of the group, attr ``ranks``
 all_gather    out = the columns of all ranks of the group, attrs ``ranks`` and ``widths``
@@ -40,7 +48,11 @@ Kind = Literal[
     "attention",
     "activation",
     "gate",
+    "experts",
+    "scale_rows",
     "add",
+    "scale",
+    "soft_cap",
     "take_rows",
     "all_reduce",
     "all_gather",
@@ -127,6 +139,8 @@ class Program:
     """Key/value heads stored by this rank."""
     layers: tuple[int, ...]
     """Layers of this rank, in order; their KV caches live here."""
+    first_head: int = 0
+    """Number of the first query head in the whole model."""
 
     def __str__(self) -> str:
         header = (

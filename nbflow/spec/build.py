@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from nbflow.spec.family import FIELDS, LINEARS, ConfigRule, Family
-from nbflow.spec.model_spec import ModelSpec, RopeSpec
+from nbflow.spec.family import ABSENT, ALWAYS, STORED, ConfigRule, Family
+from nbflow.spec.fields import FIELDS, FUSED, REQUIRED
+from nbflow.spec.formula import evaluate
+from nbflow.spec.model_spec import ModelSpec, MoeSpec, RopeSpec
 from nbflow.spec.toml_schema import check_value
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.position import LongRopeScaling, RopeScaling
 
-_NORMS = ("layers.{i}.attn_norm", "layers.{i}.ffn_norm", "final_norm")
-_MAY_BE_ABSENT = {
-    "bos_token_id",
-    "eos_token_ids",
-    "logits_soft_cap",
-    "rope_dim",
-    "sm_scale",
-    "tied_head",
-    "window",
-}
+_SAME = (
+    "vocab_size", "hidden_size", "intermediate_size", "n_layers", "n_heads", "n_kv_heads",
+    "head_dim", "max_context", "norm", "norm_eps", "activation", "gated", "window",
+    "logits_soft_cap", "bos_token_id", "eos_token_ids", "causal", "type_vocab_size", "norm_offset",
+    "norm_weight", "norm_bias", "norm_place", "embed_norm", "final_norm", "qk_norm", "qkv_layout",
+    "position", "position_offset", "alibi_scaled", "residual", "transposed", "embed_scale",
+    "residual_scale", "logits_scale", "head_soft_cap", "head_bias", "normalize_head",
+    "head_transform", "head",
+)  # fmt: skip
+"""Fields that a `ModelSpec` has under the same name."""
 
 
 def build_spec(
@@ -30,9 +33,10 @@ def build_spec(
     name: str,
     where: str,
     override: Mapping[str, Any] | None = None,
-    tensors: Mapping[str, str] | None = None,
+    tensors: Mapping[str, Sequence[str]] | None = None,
     ignored_tensors: tuple[str, ...] = (),
     checkpoint_tensors: Collection[str] = (),
+    rope_divisors: Sequence[float] | None = None,
 ) -> ModelSpec:
     """Resolve every number and name of a model.
 
@@ -53,7 +57,10 @@ def build_spec(
     ignored_tensors : tuple of str
         Patterns of tensors to ignore, besides the family's.
     checkpoint_tensors : collection of str
-        Names the checkpoint holds; they decide whether the head is tied if nothing else does.
+        Names the checkpoint holds; they decide between names that a family allows, and whether the
+        head is tied if nothing else does.
+    rope_divisors : sequence of float, optional
+        Divisors of the rotary frequencies, from a tensor of the checkpoint.
 
     Returns
     -------
@@ -68,41 +75,46 @@ def build_spec(
     """
     _refuse_unsupported(family, config, where)
     values = _values(family, config, where, override or {})
-    names = {**family.tensors, **(tensors or {})}
-    biases = frozenset(
-        part
-        for switch, parts in family.biases.items()
-        if _switch(config, switch, where)
-        for part in parts
-        if values["gated"] or part != "ffn.gate"
-    )
-    biased = [f"layers.{{i}}.{part}" for part in LINEARS if part in biases]
-    for part in (*biased, *(_NORMS if values["norm"] == "layer" else ())):
-        if f"{part}.weight" in names:
-            default = names[f"{part}.weight"].removesuffix(".weight") + ".bias"
-            names.setdefault(f"{part}.bias", default)
+    names = _names(family, tensors or {}, values["n_layers"], checkpoint_tensors)
+    _name_biases(names)
+    stated = values["tied_head"]
+    rope, local_rope, softmax_factor = _ropes(values, config, where, rope_divisors)
     head_dim = values["head_dim"]
-    rope_dim = values.pop("rope_dim", head_dim)
-    tied_head = _tied(values.pop("tied_head", None), names, checkpoint_tensors)
-    rope = RopeSpec(values.pop("rope_style"), values.pop("rope_theta"), rope_dim)
+    sm_scale = 1 / math.sqrt(head_dim) if values["sm_scale"] is None else values["sm_scale"]
     return ModelSpec(
-        **{"window": None, "logits_soft_cap": None, "sm_scale": 1 / math.sqrt(head_dim)} | values,
+        **{field: values[field] for field in _SAME},
         name=name,
         family=family.name,
+        embed_size=values["embed_size"] or 0,
         rope=rope,
-        tied_head=tied_head,
+        local_rope=local_rope,
+        sm_scale=sm_scale * softmax_factor,
+        full_layers=_full_layers(values, where),
+        moe=_moe(values),
+        # the file's head if it has one; else tied, unless the configuration forbids it
+        tied_head=names.get("head.weight") not in checkpoint_tensors and stated is not False,
         tensors=names,
         ignored_tensors=(*family.ignored_tensors, *ignored_tensors),
-        biases=biases,
+        biases=_biases(family, config, where, names, checkpoint_tensors, values),
     )
 
 
 def lookup(config: Mapping[str, Any], key: str) -> Any:
     """Return the value of a dotted key, or None if it is null or absent."""
     value: Any = config
-    for part in key.split("."):
+    for part in _full(config, key).split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
     return value
+
+
+def _full(config: Mapping[str, Any], key: str) -> str:
+    """Return a key with the architecture that a GGUF file's keys begin with."""
+    if "{arch}" not in key:
+        return key
+    return key.replace("{arch}", str(lookup(config, "general.architecture")))
+
+
+# ---- fields -----------------------------------------------------------------------------------
 
 
 def _refuse_unsupported(family: Family, config: Mapping[str, Any], where: str) -> None:
@@ -112,8 +124,8 @@ def _refuse_unsupported(family: Family, config: Mapping[str, Any], where: str) -
         if value is not None and not any(_same(value, other) for other in allowed):
             can = " or ".join(["null", *(repr(other) for other in allowed)])
             raise UsageError(
-                f"{where}: {key} = {value!r:.120} is not supported by family {family.name!r}; "
-                f"it must be {can}"
+                f"{where}: {_full(config, key)} = {value!r:.120} is not supported by family "
+                f"{family.name!r}; it must be {can}"
             )
 
 
@@ -122,33 +134,29 @@ def _same(value: Any, other: Any) -> bool:
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
-def _switch(config: Mapping[str, Any], key: str, where: str) -> bool:
-    """Return the value of a switch, false if absent."""
-    value = lookup(config, key)
-    return value is not None and bool(check_value(value, f"{where}: {key}", bool))
-
-
 def _values(
     family: Family, config: Mapping[str, Any], where: str, override: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the value of every field, or name those that are missing."""
     values: dict[str, Any] = {}
     missing = []
-    member = config.get("model_type", family.model_types[0])
     for field in dict.fromkeys([*family.config, *FIELDS]):
-        rule = family.config.get(field)
+        rules = family.config.get(field, ())
+        value = None
         if field in override:
             value = override[field]
         elif field in family.structure:
             value = family.structure[field]
-        elif rule is None or (rule.model_types and member not in rule.model_types):
-            value = None
         else:
-            value = _from_config(field, rule, config, where, values)
-        if value is not None:
-            values[field] = value
-        elif field not in _MAY_BE_ABSENT:
-            missing.append(f"{field} ({' or '.join(rule.keys) if rule else 'no key'})")
+            for rule in rules:
+                value = _from_config(field, rule, config, where, values)
+                if value is not None:
+                    break
+        default = FIELDS[field].default
+        if value is None and (default is REQUIRED or not (rules == () or _optional(rules))):
+            keys = " or ".join(key for rule in rules for key in rule.keys)
+            missing.append(f"{field} ({keys or 'no key'})")
+        values[field] = default if value is None else value
     if missing:
         raise UsageError(
             f"{where}: the configuration does not say {', '.join(missing)}; "
@@ -157,33 +165,223 @@ def _values(
     return values
 
 
+def _optional(rules: Sequence[ConfigRule]) -> bool:
+    """Return whether a field may stay without a value although the family has rules for it."""
+    return any(rule.optional or rule.when for rule in rules)
+
+
 def _from_config(
     field: str, rule: ConfigRule, config: Mapping[str, Any], where: str, values: Mapping[str, Any]
 ) -> Any:
-    """Return one field by its rule, None if the configuration does not say it."""
+    """Return one field by a rule, None if the rule gives no value."""
+    for key, wanted in rule.when.items():
+        value = lookup(config, key)
+        if not (value is None if wanted == ABSENT else _same(value, wanted)):
+            return None
+    kind = FIELDS[field].kind
     for key in rule.keys:
         value = lookup(config, key)
         if value is None:
             continue
         if rule.values:
-            check_value(value, f"{where}: {key}", tuple(rule.values))
-            value = rule.values[value]
-        return check_value(value, f"{where}: {key}", FIELDS[field])
+            word = str(value).lower() if isinstance(value, bool | int) else value
+            check_value(word, f"{where}: {_full(config, key)}", tuple(rule.values))
+            return rule.values[word]
+        return check_value(value, f"{where}: {_full(config, key)}", kind)
     if rule.same_as is not None:
-        return values.get(rule.same_as)
-    if rule.quotient and all(name in values for name in rule.quotient):
-        whole, parts = (values[name] for name in rule.quotient)
-        if parts < 1 or whole % parts:
-            raise UsageError(
-                f"{where}: {field} is not stated, and {rule.quotient[0]} = {whole} is not a "
-                f"multiple of {rule.quotient[1]} = {parts}"
-            )
-        return whole // parts
+        other = values.get(rule.same_as)
+        return None if other is REQUIRED else other
+    if rule.formula is not None:
+        return _computed(field, rule.formula, config, where, values)
     return rule.default
 
 
-def _tied(stated: bool | None, names: Mapping[str, str], checkpoint: Collection[str]) -> bool:
-    """Use the file's head if it has one; else tie, unless the configuration forbids it."""
-    if names.get("head.weight") in checkpoint:
-        return False
-    return stated is not False
+def _computed(
+    field: str, formula: str, config: Mapping[str, Any], where: str, values: Mapping[str, Any]
+) -> Any:
+    """Return a field by its formula, None if a name in it has no value."""
+
+    def value_of(name: str) -> Any:
+        value = values.get(name)
+        return lookup(config, name) if value is None or value is REQUIRED else value
+
+    value = evaluate(formula, f"{where}: {field}", value_of)
+    if value is not None and FIELDS[field].kind is int:
+        if value != int(value):
+            names = [n for n in formula.replace("/", " ").split() if value_of(n) is not None]
+            shown = ", ".join(f"{name} = {value_of(name)}" for name in names)
+            raise UsageError(
+                f"{where}: {field} is not stated, and {formula} is no whole number with {shown}"
+            )
+        return int(value)
+    return None if value is None else check_value(value, f"{where}: {field}", FIELDS[field].kind)
+
+
+# ---- what follows from the fields ---------------------------------------------------------------
+
+
+def _ropes(
+    values: Mapping[str, Any],
+    config: Mapping[str, Any],
+    where: str,
+    divisors: Sequence[float] | None,
+) -> tuple[RopeSpec, RopeSpec | None, float]:
+    """Return the rotary embedding, that of layers with a window, and the factor on the scores."""
+    style, theta = values["rope_style"], values["rope_theta"]
+    if values["position"] != "rope":
+        return RopeSpec(style, theta, 0), None, 1.0
+    dim = values["rope_dim"]
+    if dim is None:
+        dim = int(values["head_dim"] * values["rope_fraction"])
+    max_context = values["max_context"]
+    try:
+        scaling = RopeScaling.from_config(
+            _scaling_table(values["rope_scaling"]),
+            max_position=max_context,
+            original_max_position=values["rope_original_context"],
+        )
+    except (UsageError, TypeError) as error:
+        raise UsageError(f"{where}: rope_scaling: {error}") from error
+    if divisors is not None:
+        each = tuple(float(d) for d in divisors)
+        scaling = LongRopeScaling(
+            short_factor=each, long_factor=each, original_max_position=max_context
+        )
+    local = values["local_rope_theta"]
+    local_rope = None if local is None else RopeSpec(style, local, dim)
+    factor = 1.0 if scaling is None else scaling.softmax_factor
+    return RopeSpec(style, theta, dim, scaling), local_rope, factor
+
+
+_GGUF_SCALING = {"original_context_length": "original_max_position_embeddings"}
+
+
+def _scaling_table(table: Mapping[str, Any] | None) -> dict[str, Any] | None:
+    """Return a rotary scaling in the words of config.json; GGUF has some of its own."""
+    if not table:
+        return None
+    words = {_GGUF_SCALING.get(k, k): v for k, v in table.items() if k != "finetuned"}
+    return None if words.get("type") == "none" else words
+
+
+def _full_layers(values: Mapping[str, Any], where: str) -> frozenset[int]:
+    """Return the layers that see everything although there is a window."""
+    n, every = values["n_layers"], values["full_layer_every"]
+    types = values["layer_types"]
+    if values["window"] is None:
+        return frozenset()
+    if types:
+        known = ("full_attention", "sliding_attention")
+        for kind in types:
+            check_value(kind, f"{where}: layer_types", known)
+        if len(types) != n:
+            raise UsageError(f"{where}: layer_types must have {n} entries, got {len(types)}")
+        return frozenset(i for i, kind in enumerate(types) if kind == "full_attention")
+    first = values["window_first_layer"]
+    return frozenset(i for i in range(n) if i < first or (every and (i + 1) % every == 0))
+
+
+def _moe(values: Mapping[str, Any]) -> MoeSpec | None:
+    """Return the mixture of experts, if there is one."""
+    if not values["n_experts"]:
+        return None
+    every, dense = max(1, values["expert_every"]), set(values["dense_layers"])
+    layers = frozenset(
+        i
+        for i in range(values["dense_first"], values["n_layers"])
+        if (i + 1) % every == 0 and i not in dense
+    )
+    return MoeSpec(
+        n_experts=values["n_experts"],
+        top_k=values["experts_per_token"],
+        expert_size=values["expert_size"] or values["intermediate_size"],
+        scoring=values["router_scoring"],
+        renormalize=values["router_renormalize"],
+        scale=values["router_scale"],
+        groups=values["router_groups"],
+        groups_used=values["router_groups_used"],
+        group_score=values["router_group_score"],
+        router_bias=values["router_bias"],
+        shared_size=values["shared_size"],
+        shared_gate=values["shared_gate"],
+        layers=layers,
+    )
+
+
+# ---- tensors ----------------------------------------------------------------------------------
+
+
+def _names(
+    family: Family,
+    tensors: Mapping[str, Sequence[str]],
+    n_layers: int,
+    checkpoint: Collection[str],
+) -> dict[str, str]:
+    """Return the name of each tensor: the first of those allowed that the checkpoint has."""
+
+    def present(name: str) -> bool:
+        layers = (0, n_layers - 1)  # the first layers may be of another kind than the last
+        return any(name.replace("{i}", str(i)).replace("{j}", "0") in checkpoint for i in layers)
+
+    chosen = {}
+    for ours, allowed in {**family.tensors, **tensors}.items():
+        if ours in tensors or not family.prefix:
+            candidates = list(allowed)
+        else:
+            bare = [name.removeprefix(family.prefix) for name in allowed]
+            candidates = [*allowed, *bare, *(family.prefix + name for name in bare)]
+        if candidates:
+            chosen[ours] = next(filter(present, candidates), candidates[0])
+    _prefer_stored(chosen, present)
+    return chosen
+
+
+def _prefer_stored(names: dict[str, str], present: Any) -> None:
+    """Where a family knows a fused matrix and its parts, keep what the checkpoint has."""
+    for fused, parts in FUSED.items():
+        for kind in ("weight", "bias"):
+            whole = f"layers.{{i}}.{fused}.{kind}"
+            if whole in names and present(names[whole]):
+                for part in parts:
+                    names.pop(f"layers.{{i}}.{part}.{kind}", None)
+            elif all(f"layers.{{i}}.{part}.{kind}" in names for part in parts):
+                names.pop(whole, None)
+
+
+def _name_biases(names: dict[str, str]) -> None:
+    """Call the bias of a tensor as its weight, with .bias for .weight, unless it has a name."""
+    for ours, theirs in list(names.items()):
+        if ours.endswith(".weight") and theirs.endswith(".weight"):
+            bias = ours.removesuffix(".weight") + ".bias"
+            names.setdefault(bias, theirs.removesuffix(".weight") + ".bias")
+
+
+def _biases(
+    family: Family,
+    config: Mapping[str, Any],
+    where: str,
+    names: Mapping[str, str],
+    checkpoint: Collection[str],
+    values: Mapping[str, Any],
+) -> frozenset[str]:
+    """Return the layers' matrices that have a bias."""
+    biases: set[str] = set()
+    for switch, parts in family.biases.items():
+        if switch == STORED:
+            biases.update(part for part in parts if _bias_stored(part, names, checkpoint))
+        elif switch == ALWAYS or _switch(config, switch, where):
+            biases.update(parts)
+    return frozenset(biases if values["gated"] else biases - {"ffn.gate"})
+
+
+def _bias_stored(part: str, names: Mapping[str, str], checkpoint: Collection[str]) -> bool:
+    """Return whether the checkpoint has the bias of a matrix, by itself or in a fused one."""
+    wholes = [part, *(fused for fused, parts in FUSED.items() if part in parts)]
+    keys = [names.get(f"layers.{{i}}.{whole}.bias") for whole in wholes]
+    return any(key is not None and key.replace("{i}", "0") in checkpoint for key in keys)
+
+
+def _switch(config: Mapping[str, Any], key: str, where: str) -> bool:
+    """Return the value of a switch, false if absent."""
+    value = lookup(config, key)
+    return value is not None and bool(check_value(value, f"{where}: {key}", bool))

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
 from nbflow.spec.model_spec import ModelSpec
+from nbflow.spec.stored import stored
 from nbflow.weights import WeightFile
 from nbflow_kernels.errors import UsageError
 
@@ -41,19 +42,24 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
     """
     present = set(weights.names())
     missing, shapes, types, used = [], [], [], set()
-    for ours, shape in spec.tensor_shapes().items():
+    for ours in spec.tensor_shapes():
         try:
-            name = spec.checkpoint_name(ours)
+            place = stored(spec, ours)
         except KeyError:
             missing.append(f"{ours} (family {spec.family!r} has no name for it)")
+            continue
+        name, shape = place.name, place.shape
+        if name in used:  # a part of a fused tensor that was looked at
             continue
         used.add(name)
         if name not in present:
             missing.append(f"{name} {shape}")
-        elif weights.shape(name) != shape:
+        elif _squeezed(weights.shape(name)) != _squeezed(shape):
             shapes.append(f"{name} must have shape {shape}, got {weights.shape(name)}")
         elif weights.dtype(name) not in FLOAT_TYPES and weights.format not in WITH_BLOCKS:
             types.append(f"{name} must be of {', '.join(FLOAT_TYPES)}, got {weights.dtype(name)}")
+    if spec.rope.scaling is not None:
+        used.add(spec.tensors.get("rope_divisors", ""))
     if spec.tied_head:
         used.add(spec.tensors.get("head.weight", ""))
     unused = [
@@ -77,6 +83,11 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
             f"{weights.path}: {n} tensors do not fit the specification of {spec.name!r} "
             f"(family {spec.family!r})\n" + "\n".join(problems)
         )
+
+
+def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return a shape without dimensions of 1, which some writers leave out."""
+    return tuple(size for size in shape if size != 1)
 
 
 def _collapsed(lines: Iterable[str]) -> list[str]:

@@ -3,20 +3,38 @@
 A family file has these parts, and no others:
 
 description, model_types
-    One line, and the ``model_type`` values of config.json that it serves.
+    One line, and the ``model_type`` values of config.json that it serves; none if the family only
+    serves others as their base.
+extends
+    Another family: its rules hold wherever this file says nothing else.
+prefix
+    A prefix that some checkpoints put before tensor names, and others do not.
 [structure]
-    Our fields (`FIELDS`) that are the same for all members.
+    Our fields (`nbflow.spec.fields`) that are the same for all members.
 [config]
-    Our field = where config.json says it: ``keys`` (the first one present counts; a dot goes into
-    a table), then, if none is there, one of ``default`` (a value), ``same_as`` (a field above),
-    ``quotient`` (two fields above), ``optional = true`` (no value).  ``values`` translates words,
-    ``model_types`` restricts the rule to some members.
+    Our field = a rule, or a list of rules of which the first that gives a value counts:
+
+    ``keys``
+        Names in config.json, the first one present counts; a dot goes into a table, and ``{arch}``
+        stands for a GGUF file's architecture.
+    ``default``, ``same_as``, ``formula``
+        If no key is there: a value, a field listed above, or arithmetic on fields listed above and
+        keys, e.g. ``"hidden_size / n_heads"`` (`nbflow.spec.formula`).
+    ``optional``
+        Whether the field may stay without a value.
+    ``values``
+        The checkpoint's word = ours; ``true``, ``false`` and numbers are written as words.
+    ``when``
+        Keys of config.json and the values that they must have (``"absent"``: none), else the rule
+        gives nothing.
 [biases]
-    Switches of config.json, and the tensors that have a bias when they are true.
+    Switches of config.json, and the matrices that have a bias when they are true.  ``always`` is
+    true, and ``stored`` is where the checkpoint has the bias.
 [only]
     Keys of config.json that change the computation, and the values that can be run.
 [tensors]
-    Our tensor name = the checkpoint's, ``{i}`` for the layer.
+    Our tensor name = the checkpoint's, or a list of names of which the first present counts;
+    ``{i}`` for the layer, ``{j}`` for the expert.  Empty: taken out of the base's table.
 [ignored]
     ``tensors``: shell patterns of checkpoint tensors that are not weights.
 
@@ -30,67 +48,50 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nbflow.spec.toml_schema import Kind, check_keys, check_value, read_toml, strings
+from nbflow.spec.fields import FIELDS, LINEARS, TENSOR_NAMES
+from nbflow.spec.toml_schema import check_keys, check_value, read_toml, strings
 from nbflow_kernels.errors import UsageError, unknown_name
 
 FAMILIES = Path(__file__).parent / "families"
-
-FIELDS: dict[str, Kind] = {
-    "vocab_size": int,
-    "hidden_size": int,
-    "intermediate_size": int,
-    "n_layers": int,
-    "n_heads": int,
-    "n_kv_heads": int,
-    "head_dim": int,
-    "max_context": int,
-    "norm": ("rms", "layer"),
-    "norm_eps": float,
-    "activation": ("silu", "gelu", "gelu_tanh", "relu"),
-    "gated": bool,
-    "rope_style": ("half", "interleaved"),
-    "rope_theta": float,
-    "rope_dim": int,
-    "sm_scale": float,
-    "window": int,
-    "logits_soft_cap": float,
-    "tied_head": bool,
-    "bos_token_id": int,
-    "eos_token_ids": [int],
+ABSENT = "absent"
+"""Value of a key that is null or not there, in ``when``."""
+ALWAYS = "always"
+"""The switch of biases that every member has."""
+STORED = "stored"
+"""The switch of biases that are there if the checkpoint has them."""
+PARTS = {
+    "description": "one line",
+    "model_types": "values of model_type that the family serves",
+    "extends": "family whose rules hold where this file says nothing",
+    "prefix": "prefix that some checkpoints put before tensor names",
+    "structure": "fields that are the same for all members",
+    "config": "field = where config.json says it",
+    "biases": "switch of config.json, or always = matrices with a bias",
+    "only": "key of config.json = values that can be run",
+    "tensors": "our tensor name = the checkpoint's",
+    "ignored": "checkpoint tensors that are not weights",
 }
-"""Every field a family, a config.json or a spec file can set, and its type."""
-
-LINEARS = ("attn.q", "attn.k", "attn.v", "attn.o", "ffn.gate", "ffn.up", "ffn.down")
-"""The layer's matrices, which may have a bias."""
-
-_LAYER_PARTS = ("attn_norm", "ffn_norm", *LINEARS)
-TENSOR_NAMES = tuple(
-    f"{part}.{kind}"
-    for part in ("embed", *(f"layers.{{i}}.{part}" for part in _LAYER_PARTS), "final_norm", "head")
-    for kind in ("weight", "bias")
-    if (part, kind) not in {("embed", "bias"), ("head", "bias")}
-)
-"""Our names of tensors, ``{i}`` for the layer."""
+"""Parts of a family file."""
 
 
 @dataclass(frozen=True)
 class ConfigRule:
     """Where config.json says one of our fields; see the module's docstring."""
 
-    keys: tuple[str, ...]
+    keys: tuple[str, ...] = ()
     """Names in config.json, the first one present counts."""
     default: Any = None
     """Value if no key is there."""
     same_as: str | None = None
     """Field to copy if no key is there."""
-    quotient: tuple[str, ...] = ()
-    """Two fields to divide if no key is there."""
+    formula: str | None = None
+    """Arithmetic if no key is there."""
     optional: bool = False
     """Whether the field may stay without a value."""
     values: dict[str, Any] = field(default_factory=dict)
     """The checkpoint's word -> ours; empty means as it is."""
-    model_types: tuple[str, ...] = ()
-    """Members the rule holds for; empty means all."""
+    when: dict[str, Any] = field(default_factory=dict)
+    """Keys of config.json and the values they must have."""
 
 
 @dataclass(frozen=True)
@@ -103,16 +104,18 @@ class Family:
     """One line."""
     model_types: tuple[str, ...]
     """Values of ``model_type`` that it serves."""
+    prefix: str
+    """Prefix that tensor names may or may not have."""
     structure: dict[str, Any]
     """Fields that all members share."""
-    config: dict[str, ConfigRule]
+    config: dict[str, tuple[ConfigRule, ...]]
     """Field -> where config.json says it."""
     biases: dict[str, tuple[str, ...]]
-    """Switch of config.json -> tensors that then have a bias."""
+    """Switch of config.json -> matrices that then have a bias."""
     only: dict[str, list[Any]]
     """Key of config.json -> the values that can be run."""
-    tensors: dict[str, str]
-    """Our tensor name -> the checkpoint's."""
+    tensors: dict[str, tuple[str, ...]]
+    """Our tensor name -> what checkpoints call it."""
     ignored_tensors: tuple[str, ...]
     """Patterns of checkpoint tensors that are not weights."""
 
@@ -142,47 +145,83 @@ def family_of(model_type: Any, where: str) -> Family:
 
 
 def load_family(path: Path) -> Family:
-    """Read one family file and check all of it."""
-    table = read_toml(path)
-    parts = ("description", "model_types", "structure", "config", "biases", "only", "tensors")
-    check_keys(table, str(path), (*parts, "ignored"))
-    biases = check_keys(table.get("biases", {}), f"{path}: [biases]", table.get("biases", {}))
-    ignored = check_keys(table.get("ignored", {}), f"{path}: [ignored]", ("tensors",))
-    only = check_keys(table.get("only", {}), f"{path}: [only]", table.get("only", {}))
-    for key, values in only.items():
-        if not isinstance(values, list):
-            raise UsageError(f"{path}: [only] {key} must be a list of values, got {values!r:.80}")
+    """Read one family file, and those it extends, and check all of it."""
+    table = _extended(path, ())
+    config = _rules(table["config"], f"{path}: [config]")
+    biases = table["biases"]
     return Family(
         name=path.stem,
         description=check_value(table.get("description"), f"{path}: description", str),
-        model_types=strings(table.get("model_types"), f"{path}: model_types"),
-        structure=check_fields(table.get("structure", {}), f"{path}: [structure]"),
-        config=_rules(table.get("config", {}), f"{path}: [config]"),
+        model_types=strings(table.get("model_types", []), f"{path}: model_types"),
+        prefix=check_value(table.get("prefix", ""), f"{path}: prefix", str),
+        structure=check_fields(table["structure"], f"{path}: [structure]"),
+        config=config,
         biases={key: _biased(names, f"{path}: [biases] {key}") for key, names in biases.items()},
-        only=only,
-        tensors=check_tensors(table.get("tensors", {}), f"{path}: [tensors]"),
-        ignored_tensors=strings(ignored.get("tensors", []), f"{path}: [ignored] tensors"),
+        only=_only(table["only"], path),
+        tensors={
+            name: theirs
+            for name, theirs in check_tensors(table["tensors"], f"{path}: [tensors]").items()
+            if theirs
+        },
+        ignored_tensors=strings(table["ignored"].get("tensors", []), f"{path}: [ignored] tensors"),
     )
+
+
+def _extended(path: Path, seen: tuple[str, ...]) -> dict[str, Any]:
+    """Return the table of a file over that of the family it extends."""
+    table = check_keys(read_toml(path), str(path), PARTS)
+    tables = ("structure", "config", "biases", "only", "tensors", "ignored")
+    for part in tables:
+        allowed = ("tensors",) if part == "ignored" else table.get(part, {})
+        check_keys(table.setdefault(part, {}), f"{path}: [{part}]", allowed)
+    if "extends" not in table:
+        return table
+    base = check_value(table["extends"], f"{path}: extends", str)
+    names = sorted(p.stem for p in FAMILIES.glob("*.toml"))
+    if base not in names or base in (*seen, path.stem):
+        raise UsageError(f"{path}: extends: {unknown_name('other family', base, names)}")
+    below = _extended(FAMILIES / f"{base}.toml", (*seen, path.stem))
+    merged = {part: {**below[part], **table[part]} for part in tables}
+    # what a member fixes or reads from its configuration replaces how the base came by it
+    for part, other in (("structure", "config"), ("config", "structure")):
+        merged[part] = {k: v for k, v in merged[part].items() if k not in table[other]}
+    # in the base's order, so that a rule may refer to the fields above it
+    return {"prefix": below.get("prefix", ""), **table, **merged}
 
 
 def check_fields(table: Any, where: str) -> dict[str, Any]:
     """Return a table of our fields with the values checked against their types."""
     check_keys(table, where, FIELDS)
     return {
-        name: check_value(value, f"{where} {name}", FIELDS[name]) for name, value in table.items()
+        name: check_value(value, f"{where} {name}", FIELDS[name].kind)
+        for name, value in table.items()
     }
 
 
-def check_tensors(table: Any, where: str) -> dict[str, str]:
+def check_tensors(table: Any, where: str) -> dict[str, tuple[str, ...]]:
     """Return a table of tensor names, both sides checked."""
     check_keys(table, where, TENSOR_NAMES)
+    checked = {}
     for name, theirs in table.items():
-        check_value(theirs, f"{where} {name}", str)
-        if theirs.count("{i}") != name.count("{i}"):
-            raise UsageError(
-                f"{where} {name}: must contain {{i}} {name.count('{i}')} times, got {theirs!r}"
-            )
-    return dict(table)
+        if not isinstance(theirs, list):
+            theirs = [check_value(theirs, f"{where} {name}", str)]
+        checked[name] = names = tuple(t for t in strings(theirs, f"{where} {name}") if t)
+        for one in names:
+            if one.count("{i}") != name.count("{i}"):
+                raise UsageError(
+                    f"{where} {name}: must contain {{i}} {name.count('{i}')} times, got {one!r}"
+                )
+            if one.count("{j}") > name.count("{j}"):
+                raise UsageError(f"{where} {name}: {{j}} is for the experts, got {one!r}")
+    return checked
+
+
+def _only(table: dict[str, Any], path: Path) -> dict[str, list[Any]]:
+    """Return [only], checked."""
+    for key, values in table.items():
+        if not isinstance(values, list):
+            raise UsageError(f"{path}: [only] {key} must be a list of values, got {values!r:.80}")
+    return table
 
 
 def _biased(value: Any, where: str) -> tuple[str, ...]:
@@ -192,27 +231,33 @@ def _biased(value: Any, where: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _rules(table: Any, where: str) -> dict[str, ConfigRule]:
+def _rules(table: dict[str, Any], where: str) -> dict[str, tuple[ConfigRule, ...]]:
     """Return the rules of [config]."""
-    rules: dict[str, ConfigRule] = {}
-    for name, rule in check_keys(table, where, FIELDS).items():
-        at = f"{where} {name}"
-        check_keys(rule, at, ConfigRule.__dataclass_fields__)
-        quotient = strings(rule.get("quotient", []), f"{at} quotient")
-        same_as = rule.get("same_as")
-        for above in (*quotient, *([] if same_as is None else [same_as])):
-            if above not in rules:
-                raise UsageError(f"{at}: {above!r} must be a field listed above it")
-        if len(quotient) not in (0, 2):
-            raise UsageError(f"{at} quotient: must be two fields, got {len(quotient)}")
-        default = rule.get("default")
-        rules[name] = ConfigRule(
-            keys=strings(rule.get("keys", []), f"{at} keys"),
-            default=None if default is None else check_value(default, at, FIELDS[name]),
-            same_as=same_as,
-            quotient=quotient,
-            optional=check_value(rule.get("optional", False), f"{at} optional", bool),
-            values=check_keys(rule.get("values", {}), f"{at} values", rule.get("values", {})),
-            model_types=strings(rule.get("model_types", []), f"{at} model_types"),
-        )
-    return rules
+    checked: dict[str, tuple[ConfigRule, ...]] = {}
+    for name, rules in check_keys(table, where, FIELDS).items():
+        each = rules if isinstance(rules, list) else [rules]
+        checked[name] = tuple(_rule(rule, name, f"{where} {name}", checked) for rule in each)
+    return checked
+
+
+def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
+    """Return one rule, checked."""
+    check_keys(rule, at, ConfigRule.__dataclass_fields__)
+    same_as, default, formula = (rule.get(key) for key in ("same_as", "default", "formula"))
+    if same_as is not None and same_as not in above:
+        raise UsageError(f"{at}: {same_as!r} must be a field listed above it")
+    kind = FIELDS[name].kind
+    return ConfigRule(
+        keys=strings(rule.get("keys", []), f"{at} keys"),
+        default=None if default is None else check_value(default, at, kind),
+        same_as=same_as,
+        formula=None if formula is None else check_value(formula, f"{at} formula", str),
+        optional=check_value(rule.get("optional", False), f"{at} optional", bool),
+        values={
+            word: check_value(value, f"{at} values", kind)
+            for word, value in check_keys(
+                rule.get("values", {}), f"{at} values", rule.get("values", {})
+            ).items()
+        },
+        when=check_keys(rule.get("when", {}), f"{at} when", rule.get("when", {})),
+    )

@@ -47,7 +47,7 @@ class ModelFile:
     """Tokenizer file, or None to look beside the weights."""
     override: dict[str, Any]
     """Our fields that win over config.json."""
-    tensors: dict[str, str]
+    tensors: dict[str, tuple[str, ...]]
     """Tensor names that differ from the family's."""
     ignored_tensors: tuple[str, ...]
     """Patterns besides the family's."""

@@ -2,13 +2,18 @@
 
 A `ModelSpec` is resolved: every number is known.  It comes from a family (`families/*.toml`, how an
 architecture is composed and how its tensors and config keys are called) and a checkpoint's own
-configuration; see `nbflow.spec.resolve`.
+configuration; see `nbflow.spec.resolve`.  The fields mean what `nbflow.spec.fields` says.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from typing import Any, Literal
+
+from nbflow_kernels.position import RopeScaling
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2"]
 
 
 @dataclass(frozen=True)
@@ -21,11 +26,58 @@ class RopeSpec:
     """Base of the frequencies."""
     dim: int
     """Rotated columns of each head; the rest pass through."""
+    scaling: RopeScaling | None = None
+    """How the frequencies are stretched to a longer context."""
+
+
+@dataclass(frozen=True)
+class MoeSpec:
+    """A mixture of experts."""
+
+    n_experts: int
+    """Experts of a layer."""
+    top_k: int
+    """Experts that a token goes to."""
+    expert_size: int
+    """Width of an expert."""
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    """Scores of the experts."""
+    renormalize: bool = True
+    """Whether a token's weights are divided by their sum."""
+    scale: float = 1.0
+    """Factor of the weights."""
+    groups: int = 1
+    """Groups of neighbouring experts."""
+    groups_used: int = 1
+    """Groups that a token may use."""
+    group_score: Literal["max", "top2_sum"] = "max"
+    """What makes a group good."""
+    router_bias: bool = False
+    """Whether a bias is added to the scores for the choice."""
+    shared_size: int = 0
+    """Width of the expert of all tokens; 0 for none."""
+    shared_gate: bool = False
+    """Whether the shared expert is multiplied by a sigmoid gate."""
+    layers: frozenset[int] = frozenset()
+    """Layers that have experts."""
+
+    @property
+    def routing(self) -> dict[str, Any]:
+        """The arguments of `nbflow_kernels.moe_routing` that it means."""
+        return {
+            "top_k": self.top_k,
+            "scoring": self.scoring,
+            "renormalize": self.renormalize,
+            "n_groups": self.groups,
+            "top_k_groups": self.groups_used,
+            "group_score": self.group_score,
+            "routed_scaling_factor": self.scale,
+        }
 
 
 @dataclass(frozen=True)
 class ModelSpec:
-    """A decoder-only transformer, fully resolved."""
+    """A transformer, fully resolved."""
 
     name: str
     """Name of the released model, or of the checkpoint's folder or file."""
@@ -38,7 +90,7 @@ class ModelSpec:
     intermediate_size: int
     """Width of the feed-forward network (I)."""
     n_layers: int
-    """Number of decoder layers (L)."""
+    """Number of layers (L)."""
     n_heads: int
     """Query heads (H)."""
     n_kv_heads: int
@@ -51,12 +103,12 @@ class ModelSpec:
     """Kind of the norms."""
     norm_eps: float
     """Added to the mean square (or the variance)."""
-    activation: Literal["silu", "gelu", "gelu_tanh", "relu"]
+    activation: Activation
     """Activation of the feed-forward network."""
     gated: bool
     """Whether the feed-forward network is act(gate) * up, or act(up)."""
     rope: RopeSpec
-    """Rotary position embedding."""
+    """Rotary position embedding; dim 0 without one."""
     sm_scale: float
     """Factor of the attention scores, usually 1 / sqrt(head_dim)."""
     window: int | None
@@ -66,39 +118,118 @@ class ModelSpec:
     tied_head: bool
     """Whether the head is the token embedding."""
     tensors: dict[str, str] = field(repr=False)
-    """Our tensor name -> the checkpoint's; ``{i}`` stands for the layer."""
+    """Our tensor name -> the checkpoint's; ``{i}`` stands for the layer, ``{j}`` for the expert."""
     ignored_tensors: tuple[str, ...] = ()
     """Shell patterns of checkpoint tensors that are not weights."""
     biases: frozenset[str] = frozenset()
-    """Our names (without ``.bias``) of the layers' tensors that have a bias, e.g. ``attn.q``."""
+    """Our names (without ``.bias``) of the layers' matrices that have a bias, e.g. ``attn.q``."""
     bos_token_id: int | None = None
     """Beginning of sequence."""
     eos_token_ids: tuple[int, ...] = ()
     """Ids that end a sequence."""
+    moe: MoeSpec | None = None
+    """Mixture of experts, or None."""
+    local_rope: RopeSpec | None = None
+    """Rotary embedding of the layers with the window, if another one."""
+    full_layers: frozenset[int] = frozenset()
+    """Layers that see everything although there is a window."""
+    causal: bool = True
+    """Whether a token sees only those before it."""
+    embed_size: int = 0
+    """Width of the token embedding, 0 if `hidden_size`."""
+    type_vocab_size: int = 0
+    """Rows of the token type embedding, 0 for none."""
+    norm_offset: float = 0.0
+    """Added to the weights of rms norms."""
+    norm_weight: bool = True
+    """Whether the norms have weights."""
+    norm_bias: bool = True
+    """Whether norms of kind layer have a bias."""
+    norm_place: Literal["pre", "post", "sandwich", "output"] = "pre"
+    """Where the norms of a layer are; see `nbflow.spec.fields`."""
+    embed_norm: bool = False
+    """Whether the embeddings go through a norm."""
+    final_norm: bool = True
+    """Whether there is a norm before the head."""
+    qk_norm: Literal["none", "head", "all"] = "none"
+    """Norm of queries and keys."""
+    qkv_layout: Literal["blocks", "groups"] = "blocks"
+    """Rows of a fused attn.qkv."""
+    position: Literal["rope", "alibi", "learned", "sinusoidal", "none"] = "rope"
+    """How positions come in."""
+    position_offset: int = 0
+    """Position 0 is this row of the table."""
+    alibi_scaled: bool = False
+    """Whether ALiBi's bias is multiplied by `sm_scale` too."""
+    residual: Literal["sequential", "parallel", "parallel_two_norms"] = "sequential"
+    """Whether attention and feed-forward network follow each other."""
+    transposed: bool = False
+    """Whether the layers' matrices are stored (in, out)."""
+    embed_scale: float = 1.0
+    """Factor of the token embeddings."""
+    residual_scale: float = 1.0
+    """Factor of what a sublayer adds."""
+    logits_scale: float = 1.0
+    """Factor of the logits."""
+    head_soft_cap: float | None = None
+    """cap * tanh(logit / cap), or None."""
+    head_bias: bool = False
+    """Whether the head has a bias."""
+    normalize_head: bool = False
+    """Whether the head's rows are divided by their lengths."""
+    head_transform: bool = False
+    """Whether a linear, the activation and a norm come before the head."""
+    head: bool = True
+    """Whether there is a head."""
 
     def __post_init__(self) -> None:
-        from nbflow.spec.shapes import check_numbers
+        from nbflow.spec.check_numbers import check_numbers
 
         check_numbers(self)
 
+    def window_of(self, layer: int) -> int | None:
+        """Return the sliding window of a layer."""
+        return None if layer in self.full_layers else self.window
+
+    def rope_of(self, layer: int) -> RopeSpec:
+        """Return the rotary embedding of a layer."""
+        local = self.local_rope is not None and self.window_of(layer) is not None
+        return self.local_rope if local and self.local_rope is not None else self.rope
+
+    def has_experts(self, layer: int) -> bool:
+        """Return whether a layer is a mixture of experts."""
+        return self.moe is not None and layer in self.moe.layers
+
+    @property
+    def embed_width(self) -> int:
+        """Columns of the token embedding and of the head."""
+        return self.embed_size or self.hidden_size
+
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return our name -> shape of every tensor of the model, layers written out."""
+        return dict(self._shapes)
+
+    def shape_of(self, name: str) -> tuple[int, ...]:
+        """Return the shape of one of our tensors (``layers.3.attn.q.weight``)."""
+        return self._shapes[name]
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
         from nbflow.spec.shapes import tensor_shapes
 
         return tensor_shapes(self)
 
     def checkpoint_name(self, name: str) -> str:
         """Return the checkpoint's name for one of ours (``layers.3.attn.q.weight``)."""
-        parts = name.split(".")
-        if parts[0] != "layers":
-            return self.tensors[name]
-        pattern = self.tensors[".".join(["layers", "{i}", *parts[2:]])]
-        return pattern.replace("{i}", parts[1])
+        from nbflow.spec.stored import stored
+
+        return stored(self, name).name
 
     def as_dict(self) -> dict[str, Any]:
         """Return the spec as plain data (for JSON and for hashing)."""
-        from dataclasses import asdict
-
         data = asdict(self)
-        data["biases"] = sorted(self.biases)
+        for key in ("biases", "full_layers"):
+            data[key] = sorted(data[key])
+        if self.moe is not None:
+            data["moe"]["layers"] = sorted(self.moe.layers)
         return data

@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from nbflow.spec.build import build_spec
-from nbflow.spec.family import family_of, get_family
+from nbflow.spec.family import Family, family_of, get_family
 from nbflow.spec.model_file import GENERATION, ModelFile, known_models, load_model_file
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.toml_schema import check_value
 from nbflow.weights import WeightFile, open_weights
 from nbflow.weights.json_file import read_object
 from nbflow_kernels.errors import UsageError, unknown_name
+
+MAX_DIVISORS = 4096
 
 
 @dataclass(frozen=True)
@@ -159,8 +161,9 @@ def _build(
     """Choose the family and build the specification."""
     checkpoint_tensors = set(weights.names())
     if model_file is not None:
+        family = get_family(model_file.family, where)
         return build_spec(
-            get_family(model_file.family, where),
+            family,
             config,
             name=model_file.name,
             where=where,
@@ -168,12 +171,34 @@ def _build(
             tensors=model_file.tensors,
             ignored_tensors=model_file.ignored_tensors,
             checkpoint_tensors=checkpoint_tensors,
+            rope_divisors=_rope_divisors(family, weights),
         )
     if not config:
         raise UsageError(f"{where}: not found; the weights alone do not say what model they are")
     family = family_of(config.get("model_type"), where)
     name = _name(weights.path)
-    return build_spec(family, config, name=name, where=where, checkpoint_tensors=checkpoint_tensors)
+    return build_spec(
+        family,
+        config,
+        name=name,
+        where=where,
+        checkpoint_tensors=checkpoint_tensors,
+        rope_divisors=_rope_divisors(family, weights),
+    )
+
+
+def _rope_divisors(family: Family, weights: WeightFile) -> list[float] | None:
+    """Return the divisors of the rotary frequencies that a checkpoint stores as a tensor."""
+    for name in family.tensors.get("rope_divisors", ()):
+        if name in weights.names():
+            shape = weights.shape(name)
+            if len(shape) != 1 or shape[0] > MAX_DIVISORS:
+                raise UsageError(
+                    f"{weights.path}: tensor {name!r} must have one dimension of at most "
+                    f"{MAX_DIVISORS} numbers, got shape {shape}"
+                )
+            return [float(x) for x in weights.array(name)]
+    return None
 
 
 def _name(path: Path) -> str:

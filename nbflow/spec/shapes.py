@@ -1,91 +1,137 @@
-"""Names and shapes of the tensors a `ModelSpec` asks for, and the checks of its numbers.
+"""Names and shapes of the tensors a `ModelSpec` asks for.
 
-Our names::
+Our names, with `E` hidden_size, `W` embed_width, `I` intermediate_size (`F` of an expert, `S` of
+the shared one), `H` and `G` query and key/value heads of `D` columns::
 
-    embed.weight                        (V, E)
-    layers.{i}.attn_norm.weight         (E,)      .bias too for a LayerNorm
+    embed.weight                        (V, W)
+    embed.in.weight, embed.out.weight   (E, W), (W, E)   only if W is not E
+    positions.weight                    (P, E)    only if learned
+    types.weight                        (types, E)
+    embed_norm.weight                   (E,)
+    layers.{i}.attn_norm.weight         (E,)      every norm: .bias too for a LayerNorm with bias
     layers.{i}.attn.q.weight            (H*D, E)  attn.k, attn.v: (G*D, E)
+    layers.{i}.attn.q_norm.weight       (D,)      or (H*D,); attn.k_norm alike
     layers.{i}.attn.o.weight            (E, H*D)
+    layers.{i}.attn_post_norm.weight    (E,)      norms of what a sublayer gives
     layers.{i}.ffn_norm.weight          (E,)
     layers.{i}.ffn.gate.weight          (I, E)    only if gated
     layers.{i}.ffn.up.weight            (I, E)
     layers.{i}.ffn.down.weight          (E, I)
+    layers.{i}.router.weight            (experts, E)     instead of ffn in layers with experts
+    layers.{i}.moe.{j}.gate.weight      (F, E)    and up, down
+    layers.{i}.shared.gate.weight       (S, E)    and up, down
+    layers.{i}.shared_gate.weight       (1, E)
+    layers.{i}.ffn_post_norm.weight     (E,)
     final_norm.weight                   (E,)
-    head.weight                         (V, E)    absent if tied
+    transform.weight, transform_norm.weight  (E, E), (E,)
+    head.weight, head.bias              (V, W), (V,)     weight absent if tied
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbflow_kernels.errors import UsageError
-
 if TYPE_CHECKING:
     from nbflow.spec.model_spec import ModelSpec
 
+Shapes = dict[str, tuple[int, ...]]
 
-def layer_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+
+def layer_norms(spec: ModelSpec) -> tuple[str, ...]:
+    """Return the norms of a layer's two sublayers."""
+    first = ("attn_norm",) if spec.residual == "parallel" else ("attn_norm", "ffn_norm")
+    after = ("attn_post_norm", "ffn_post_norm")
+    if spec.norm_place == "output":
+        return after
+    return (*first, *after) if spec.norm_place == "sandwich" else first
+
+
+def _norm(spec: ModelSpec, name: str, width: int) -> Shapes:
+    shapes: Shapes = {}
+    if spec.norm_weight:
+        shapes[f"{name}.weight"] = (width,)
+        if spec.norm == "layer" and spec.norm_bias:
+            shapes[f"{name}.bias"] = (width,)
+    return shapes
+
+
+def _gated(prefix: str, E: int, FF: int) -> Shapes:
+    return {
+        f"{prefix}.gate.weight": (FF, E),
+        f"{prefix}.up.weight": (FF, E),
+        f"{prefix}.down.weight": (E, FF),
+    }
+
+
+def layer_shapes(spec: ModelSpec, layer: int) -> Shapes:
     """Return the tensors of one layer, names without the ``layers.{i}.`` prefix."""
     E, FF = spec.hidden_size, spec.intermediate_size
     q_rows, kv_rows = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
-    matrices = {
-        "attn.q": (q_rows, E),
-        "attn.k": (kv_rows, E),
-        "attn.v": (kv_rows, E),
-        "attn.o": (E, q_rows),
-        "ffn.gate": (FF, E),
-        "ffn.up": (FF, E),
-        "ffn.down": (E, FF),
+    shapes: Shapes = {}
+    for norm in layer_norms(spec):
+        shapes |= _norm(spec, norm, E)
+    shapes |= {
+        "attn.q.weight": (q_rows, E),
+        "attn.k.weight": (kv_rows, E),
+        "attn.v.weight": (kv_rows, E),
+        "attn.o.weight": (E, q_rows),
     }
-    if not spec.gated:
-        del matrices["ffn.gate"]
-    shapes: dict[str, tuple[int, ...]] = {}
-    for norm in ("attn_norm", "ffn_norm"):
-        shapes[f"{norm}.weight"] = (E,)
-        if spec.norm == "layer":
-            shapes[f"{norm}.bias"] = (E,)
-    for name, shape in matrices.items():
-        shapes[f"{name}.weight"] = shape
-        if name in spec.biases:
-            shapes[f"{name}.bias"] = shape[:1]
+    if spec.qk_norm != "none":
+        widths = (q_rows, kv_rows) if spec.qk_norm == "all" else (spec.head_dim,) * 2
+        for name, width in zip(("attn.q_norm", "attn.k_norm"), widths, strict=True):
+            shapes[f"{name}.weight"] = (width,)
+    if spec.has_experts(layer):
+        shapes |= _expert_shapes(spec)
+    else:
+        shapes |= _gated("ffn", E, FF)
+        if not spec.gated:
+            del shapes["ffn.gate.weight"]
+    for name in spec.biases:
+        if f"{name}.weight" in shapes:
+            shapes[f"{name}.bias"] = shapes[f"{name}.weight"][:1]
     return shapes
 
 
-def tensor_shapes(spec: ModelSpec) -> dict[str, tuple[int, ...]]:
+def _expert_shapes(spec: ModelSpec) -> Shapes:
+    """Return the tensors of a mixture of experts."""
+    moe = spec.moe
+    assert moe is not None
+    E = spec.hidden_size
+    shapes: Shapes = {"router.weight": (moe.n_experts, E)}
+    if moe.router_bias:
+        shapes["router.bias"] = (moe.n_experts,)
+    for j in range(moe.n_experts):
+        shapes |= _gated(f"moe.{j}", E, moe.expert_size)
+    if moe.shared_size:
+        shapes |= _gated("shared", E, moe.shared_size)
+        if moe.shared_gate:
+            shapes["shared_gate.weight"] = (1, E)
+    return shapes
+
+
+def tensor_shapes(spec: ModelSpec) -> Shapes:
     """Return name -> shape of every tensor of the model."""
-    shapes: dict[str, tuple[int, ...]] = {"embed.weight": (spec.vocab_size, spec.hidden_size)}
+    E, W = spec.hidden_size, spec.embed_width
+    shapes: Shapes = {"embed.weight": (spec.vocab_size, W)}
+    if W != E:
+        shapes |= {"embed.in.weight": (E, W), "embed.out.weight": (W, E)}
+    if spec.position == "learned":
+        shapes["positions.weight"] = (spec.max_context + spec.position_offset, E)
+    if spec.type_vocab_size:
+        shapes["types.weight"] = (spec.type_vocab_size, E)
+    if spec.embed_norm:
+        shapes |= _norm(spec, "embed_norm", E)
     for i in range(spec.n_layers):
-        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer_shapes(spec).items()}
-    shapes["final_norm.weight"] = (spec.hidden_size,)
-    if spec.norm == "layer":
-        shapes["final_norm.bias"] = (spec.hidden_size,)
+        shapes |= {f"layers.{i}.{name}": shape for name, shape in layer_shapes(spec, i).items()}
+    if spec.final_norm:
+        shapes |= _norm(spec, "final_norm", E)
+    if not spec.head:
+        return shapes
+    if spec.head_transform:
+        shapes |= {"transform.weight": (E, E), "transform.bias": (E,)}
+        shapes |= _norm(spec, "transform_norm", E)
     if not spec.tied_head:
-        shapes["head.weight"] = (spec.vocab_size, spec.hidden_size)
+        shapes["head.weight"] = (spec.vocab_size, W)
+    if spec.head_bias:
+        shapes["head.bias"] = (spec.vocab_size,)
     return shapes
-
-
-def check_numbers(spec: ModelSpec) -> None:
-    """Raise `UsageError` if the numbers of `spec` cannot belong to one model."""
-    for name in (
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "n_layers",
-        "n_heads",
-        "n_kv_heads",
-        "head_dim",
-        "max_context",
-    ):
-        value = getattr(spec, name)
-        if not isinstance(value, int) or not 1 <= value <= 2**31 - 1:
-            raise UsageError(f"{spec.name}: {name} must be a positive integer, got {value!r}")
-    if spec.n_heads % spec.n_kv_heads:
-        raise UsageError(
-            f"{spec.name}: n_heads must be a multiple of n_kv_heads, "
-            f"got {spec.n_heads} and {spec.n_kv_heads}"
-        )
-    if spec.rope.dim > spec.head_dim or spec.rope.dim % 2 or spec.rope.dim < 0:
-        raise UsageError(
-            f"{spec.name}: rope.dim must be even and at most head_dim = {spec.head_dim}, "
-            f"got {spec.rope.dim}"
-        )

@@ -158,7 +158,12 @@ class WeightFile:
             ) from None
 
     def array(
-        self, name: str, rows: Span | None = None, columns: Span | None = None
+        self,
+        name: str,
+        rows: Span | None = None,
+        columns: Span | None = None,
+        *,
+        flat: bool = False,
     ) -> np.ndarray[Any, Any]:
         """Read a tensor, or a rectangle of it.
 
@@ -170,6 +175,8 @@ class WeightFile:
             Which rows (first dimension) to read; all by default.
         columns : (start, stop), optional
             Which columns to read, for a tensor of two dimensions; all by default.
+        flat : bool
+            Count all dimensions but the last as rows of a matrix.
 
         Returns
         -------
@@ -183,7 +190,7 @@ class WeightFile:
             If there is no such tensor, the range does not fit, the element type has no NumPy
             equivalent, or the file cannot be read.
         """
-        entry = self.entry(name)
+        entry = _flat(self.entry(name)) if flat else self.entry(name)
         row_span = self._span(entry, "rows", rows, axis=0)
         column_span = self._span(entry, "columns", columns, axis=1)
         if entry.dtype in ITEM_BYTES:
@@ -191,7 +198,12 @@ class WeightFile:
         return self._dequantized(entry, row_span, column_span)
 
     def quantized(
-        self, name: str, rows: Span | None = None, columns: Span | None = None
+        self,
+        name: str,
+        rows: Span | None = None,
+        columns: Span | None = None,
+        *,
+        flat: bool = False,
     ) -> QuantTensor:
         """Read a tensor that is stored in a block format, as it is.
 
@@ -201,6 +213,8 @@ class WeightFile:
             Name of the tensor in the file's terms.
         rows, columns : (start, stop), optional
             As in `array`; columns must begin and end between blocks.
+        flat : bool
+            As in `array`.
 
         Returns
         -------
@@ -213,7 +227,7 @@ class WeightFile:
         """
         from nbflow_kernels.quants import FORMATS, QuantTensor
 
-        entry = self.entry(name)
+        entry = _flat(self.entry(name)) if flat else self.entry(name)
         if entry.dtype in ITEM_BYTES:
             raise UsageError(f"{self.path}: tensor {name!r} is stored as {entry.dtype}, not blocks")
         row_span = self._span(entry, "rows", rows, axis=0)
@@ -251,12 +265,13 @@ class WeightFile:
         """Read the whole blocks around a rectangle and cut it out."""
         from nbflow_kernels.quants import FORMATS, dequantize
 
+        flat = entry.shape != self.entry(entry.name).shape
         if columns is None:
-            return dequantize(self.quantized(entry.name, rows))
+            return dequantize(self.quantized(entry.name, rows, flat=flat))
         block = FORMATS[entry.dtype].block_size
         first = columns[0] // block * block
         around = (first, -(-columns[1] // block) * block)
-        wide = dequantize(self.quantized(entry.name, rows, around))
+        wide = dequantize(self.quantized(entry.name, rows, around, flat=flat))
         return np.ascontiguousarray(wide[:, columns[0] - first : columns[1] - first])
 
     def close(self) -> None:
@@ -402,3 +417,10 @@ class WeightFile:
         file.read_into(target.reshape(-1).view(np.uint8).data, offset)
         with self._lock:
             self.bytes_read += target.nbytes
+
+
+def _flat(entry: TensorEntry) -> TensorEntry:
+    """Return an entry with all dimensions but the last as one; vectors stay as they are."""
+    if len(entry.shape) < 3:
+        return entry
+    return dataclasses.replace(entry, shape=(math.prod(entry.shape[:-1]), entry.shape[-1]))

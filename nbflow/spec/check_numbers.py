@@ -1,0 +1,75 @@
+"""Whether the numbers of a `ModelSpec` can belong to one model that can be run."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nbflow_kernels.errors import UsageError
+
+if TYPE_CHECKING:
+    from nbflow.spec.model_spec import ModelSpec
+
+_POSITIVE = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "n_layers",
+    "n_heads",
+    "n_kv_heads",
+    "head_dim",
+    "max_context",
+)
+MOST = 2**31 - 1
+
+
+def check_numbers(spec: ModelSpec) -> None:
+    """Raise `UsageError` if the numbers of `spec` cannot belong to one model."""
+    for name in _POSITIVE:
+        value = getattr(spec, name)
+        if not isinstance(value, int) or not 1 <= value <= MOST:
+            raise UsageError(f"{spec.name}: {name} must be a positive integer, got {value!r}")
+    for name in ("embed_size", "type_vocab_size", "position_offset"):
+        if not 0 <= getattr(spec, name) <= MOST:
+            raise UsageError(f"{spec.name}: {name} must be 0 or more, got {getattr(spec, name)}")
+    if spec.n_heads % spec.n_kv_heads:
+        raise UsageError(
+            f"{spec.name}: n_heads must be a multiple of n_kv_heads, "
+            f"got {spec.n_heads} and {spec.n_kv_heads}"
+        )
+    for rope in (spec.rope, spec.local_rope):
+        if rope and (rope.dim > spec.head_dim or rope.dim % 2 or rope.dim < 0):
+            raise UsageError(
+                f"{spec.name}: rope.dim must be even and at most head_dim = {spec.head_dim}, "
+                f"got {rope.dim}"
+            )
+    if spec.window is not None and spec.window < 1:
+        raise UsageError(f"{spec.name}: window must be at least 1 token, got {spec.window}")
+    if spec.residual != "sequential" and spec.norm_place != "pre":
+        raise UsageError(
+            f"{spec.name}: residual {spec.residual!r} needs norm_place 'pre', "
+            f"got {spec.norm_place!r}"
+        )
+    if not spec.causal and spec.window is not None:
+        raise UsageError(f"{spec.name}: a window needs causal attention")
+    _check_experts(spec)
+
+
+def _check_experts(spec: ModelSpec) -> None:
+    moe = spec.moe
+    if moe is None:
+        return
+    if not spec.gated:
+        raise UsageError(f"{spec.name}: experts must be gated")
+    if not 1 <= moe.n_experts <= 4096 or not 1 <= moe.expert_size <= MOST:
+        raise UsageError(
+            f"{spec.name}: n_experts must be 1..4096 and expert_size positive, "
+            f"got {moe.n_experts} and {moe.expert_size}"
+        )
+    if moe.groups < 1 or moe.n_experts % moe.groups or not 1 <= moe.groups_used <= moe.groups:
+        raise UsageError(
+            f"{spec.name}: {moe.n_experts} experts cannot be in {moe.groups} groups of which "
+            f"{moe.groups_used} are used"
+        )
+    most = moe.n_experts // moe.groups * moe.groups_used
+    if not 1 <= moe.top_k <= most:
+        raise UsageError(f"{spec.name}: experts_per_token must be 1..{most}, got {moe.top_k}")

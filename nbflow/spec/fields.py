@@ -1,0 +1,197 @@
+"""The words of the specification language: every field of a model, its type, default and meaning.
+
+A family, a config.json (through the family's rules) or a model file sets these fields; nothing else
+can be set.  An architecture is a choice among their values.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from nbflow.spec.toml_schema import Kind
+
+REQUIRED = object()
+"""Default of a field that every model must state."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One word of the language."""
+
+    kind: Kind
+    """Type: see `nbflow.spec.toml_schema.Kind`."""
+    doc: str
+    """What it means."""
+    default: Any = REQUIRED
+    """Value if nobody states it; None: it follows from other fields, or is absent."""
+
+
+SIZES = {
+    "vocab_size": Field(int, "rows of the token embedding and of the head"),
+    "hidden_size": Field(int, "width of the residual stream"),
+    "intermediate_size": Field(int, "width of the feed-forward network"),
+    "n_layers": Field(int, "number of layers"),
+    "n_heads": Field(int, "query heads"),
+    "n_kv_heads": Field(int, "key/value heads; n_heads is a multiple of it"),
+    "head_dim": Field(int, "width of one head"),
+    "max_context": Field(int, "longest sequence, in tokens"),
+    "embed_size": Field(
+        int, "width of the token embedding, if not hidden_size: embed.in, embed.out map", None
+    ),
+    "type_vocab_size": Field(int, "rows of the token type embedding; 0 for none", 0),
+}
+NORMS = {
+    "norm": Field(("rms", "layer"), "kind of the norms"),
+    "norm_eps": Field(float, "added to the mean square (or the variance)"),
+    "norm_offset": Field(
+        float, "added to the weights of rms norms: 1 where weights are w - 1", 0.0
+    ),
+    "norm_weight": Field(bool, "whether the norms have weights", True),
+    "norm_bias": Field(bool, "whether norms of kind layer have a bias", True),
+    "norm_place": Field(
+        ("pre", "post", "sandwich", "output"),
+        "pre: x + f(norm(x)); post: norm(x + f(x)); sandwich: x + norm(f(norm(x))); "
+        "output: x + norm(f(x))",
+        "pre",
+    ),
+    "embed_norm": Field(bool, "whether the embeddings go through a norm", False),
+    "final_norm": Field(bool, "whether there is a norm before the head", True),
+    "qk_norm": Field(
+        ("none", "head", "all"),
+        "rms norm of queries and keys before the rotation: of each head, or of all together",
+        "none",
+    ),
+}
+ATTENTION = {
+    "causal": Field(bool, "whether a token sees only those before it; false for encoders", True),
+    "sm_scale": Field(float, "factor of the attention scores; 1 / sqrt(head_dim) if absent", None),
+    "window": Field(int, "sliding window: tokens that a token sees, itself included", None),
+    "window_first_layer": Field(int, "first layer with the window", 0),
+    "full_layer_every": Field(int, "every so many-th layer sees everything; 0: none does", 0),
+    "layer_types": Field(
+        [str],
+        "for each layer full_attention or sliding_attention; wins over the two fields above",
+        (),
+    ),
+    "logits_soft_cap": Field(float, "scores become cap * tanh(score / cap)", None),
+    "qkv_layout": Field(
+        ("blocks", "groups"),
+        "rows of a fused attn.qkv: all q, all k, all v; or for each key/value head its q, k, v",
+        "blocks",
+    ),
+}
+POSITIONS = {
+    "position": Field(
+        ("rope", "alibi", "learned", "sinusoidal", "none"),
+        "how positions come in; learned and sinusoidal are added to the embeddings",
+        "rope",
+    ),
+    "position_offset": Field(int, "position 0 is this row of the table", 0),
+    "rope_style": Field(
+        ("half", "interleaved"), "which columns form a pair: (j, j + d/2) or (2j, 2j + 1)", "half"
+    ),
+    "rope_theta": Field(float, "base of the frequencies", 10000.0),
+    "rope_dim": Field(int, "rotated columns of each head; all if absent", None),
+    "rope_fraction": Field(float, "part of each head's columns that is rotated", 1.0),
+    "rope_scaling": Field(
+        dict, "table as in config.json: rope_type linear, dynamic, yarn, llama3, longrope", None
+    ),
+    "rope_original_context": Field(int, "length before the scaling, if the table lacks it", None),
+    "local_rope_theta": Field(
+        float, "base in the layers with the window, which then have no scaling", None
+    ),
+    "alibi_scaled": Field(bool, "whether ALiBi's bias is multiplied by sm_scale too", False),
+}
+BLOCKS = {
+    "residual": Field(
+        ("sequential", "parallel", "parallel_two_norms"),
+        "parallel: attention and feed-forward network read the same x, through one norm or two",
+        "sequential",
+    ),
+    "activation": Field(
+        ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2"),
+        "activation of the feed-forward network",
+    ),
+    "gated": Field(bool, "whether the feed-forward network is act(gate) * up, or act(up)"),
+    "transposed": Field(bool, "whether the layers' matrices are stored (in, out)", False),
+    "embed_scale": Field(float, "factor of the token embeddings", 1.0),
+    "residual_scale": Field(float, "factor of what a sublayer adds to the residual stream", 1.0),
+    "logits_scale": Field(float, "factor of the logits", 1.0),
+    "head_soft_cap": Field(float, "logits become cap * tanh(logit / cap)", None),
+    "tied_head": Field(
+        bool, "whether the head is the embedding; a head in the checkpoint wins", None
+    ),
+    "head_bias": Field(bool, "whether the head has a bias", False),
+    "normalize_head": Field(bool, "whether the head's rows are divided by their lengths", False),
+    "head_transform": Field(
+        bool, "whether a linear, the activation and a norm come before the head (BERT)", False
+    ),
+    "head": Field(bool, "whether there is a head; without one the model gives hidden states", True),
+}
+EXPERTS = {
+    "n_experts": Field(int, "experts of a layer; 0: no mixture of experts", 0),
+    "experts_per_token": Field(int, "experts that a token goes to", 0),
+    "expert_size": Field(int, "width of an expert; intermediate_size if absent", None),
+    "router_scoring": Field(("softmax", "sigmoid"), "scores of the experts", "softmax"),
+    "router_renormalize": Field(bool, "whether a token's weights are divided by their sum", True),
+    "router_scale": Field(float, "factor of the weights", 1.0),
+    "router_groups": Field(int, "groups of neighbouring experts; 1: none", 1),
+    "router_groups_used": Field(int, "groups that a token may use", 1),
+    "router_group_score": Field(("max", "top2_sum"), "what makes a group good", "max"),
+    "router_bias": Field(bool, "whether router.bias is added to the scores for the choice", False),
+    "shared_size": Field(int, "width of the expert of all tokens; 0: none", 0),
+    "shared_gate": Field(bool, "whether the shared expert is multiplied by sigmoid(gate)", False),
+    "dense_first": Field(int, "so many layers at the beginning have no experts", 0),
+    "expert_every": Field(int, "every so many-th layer has experts", 1),
+    "dense_layers": Field([int], "further layers without experts", ()),
+}
+TOKENS = {
+    "bos_token_id": Field(int, "beginning of sequence", None),
+    "eos_token_ids": Field([int], "ids that end a sequence", ()),
+}
+
+FIELDS: dict[str, Field] = {
+    **SIZES,
+    **NORMS,
+    **ATTENTION,
+    **POSITIONS,
+    **BLOCKS,
+    **EXPERTS,
+    **TOKENS,
+}
+"""Every field that can be set."""
+
+LINEARS = ("attn.q", "attn.k", "attn.v", "attn.o", "ffn.gate", "ffn.up", "ffn.down")
+"""A layer's matrices that may have a bias."""
+FUSED = {"attn.qkv": ("attn.q", "attn.k", "attn.v"), "ffn.gate_up": ("ffn.gate", "ffn.up")}
+"""Matrices that a checkpoint may store in one: its name and the parts."""
+LAYER_NORMS = (
+    "attn_norm",
+    "attn_post_norm",
+    "ffn_norm",
+    "ffn_post_norm",
+    "attn.q_norm",
+    "attn.k_norm",
+)
+EXPERT_PARTS = tuple(f"moe.{{j}}.{part}" for part in ("gate", "up", "down"))
+"""Matrices of expert j; a checkpoint's name without {j} is one tensor of all experts."""
+SHARED_PARTS = tuple(f"shared.{part}" for part in ("gate", "up", "down"))
+
+_LAYER_PARTS = (
+    *LAYER_NORMS, *LINEARS, *FUSED, *EXPERT_PARTS, *SHARED_PARTS, "router", "shared_gate",
+)  # fmt: skip
+_OUTSIDE = (
+    "embed", "positions", "types", "embed_norm", "embed.in", "embed.out", "final_norm",
+    "transform", "transform_norm", "head",
+)  # fmt: skip
+TENSOR_NAMES = (
+    *(
+        f"{part}.{kind}"
+        for part in (*_OUTSIDE, *(f"layers.{{i}}.{part}" for part in _LAYER_PARTS))
+        for kind in ("weight", "bias")
+        if (part, kind) not in {("embed", "bias"), ("positions", "bias"), ("types", "bias")}
+    ),
+    "rope_divisors",
+)
+"""Our names of tensors, ``{i}`` for the layer and ``{j}`` for the expert."""

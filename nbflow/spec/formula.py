@@ -1,0 +1,85 @@
+"""Formulas in family files: arithmetic on numbers, our fields and keys of the configuration."""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from nbflow_kernels.errors import UsageError
+
+_OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+}
+MAX_LENGTH = 200
+
+
+def evaluate(formula: str, where: str, value_of: Callable[[str], Any]) -> float | int | None:
+    """Return the value of ``a / sqrt(b)`` and the like.
+
+    Parameters
+    ----------
+    formula : str
+        Numbers, names, ``+ - * / // %``, ``sqrt(...)``, brackets; a dot in a name goes into a
+        table.
+    where : str
+        Begins the error messages.
+    value_of : callable
+        Gives the number of a name, or None; then the result is None.
+
+    Returns
+    -------
+    int, float or None
+
+    Raises
+    ------
+    UsageError
+        If the formula is not of this form or cannot be evaluated.
+
+    Examples
+    --------
+    >>> evaluate("4 * sqrt(n)", "here", {"n": 9}.get)
+    12.0
+    """
+    names: set[str] = set()
+
+    def walk(node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+            return node.value
+        if isinstance(node, ast.Name | ast.Attribute):
+            name = ast.unparse(node)
+            names.add(name)
+            value = value_of(name)
+            if value is not None and type(value) not in (int, float):
+                raise UsageError(f"{where}: {name} must be a number, got {value!r:.80}")
+            return math.nan if value is None else value
+        if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
+            return _OPERATORS[type(node.op)](walk(node.left), walk(node.right))
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Name)
+            and node.func.id == "sqrt"
+            and len(node.args) == 1
+        ):
+            return math.sqrt(walk(node.args[0]))
+        raise UsageError(f"{where}: not a formula: {formula!r:.80}")
+
+    if len(formula) > MAX_LENGTH:
+        raise UsageError(f"{where}: a formula may have at most {MAX_LENGTH} characters")
+    try:
+        result = walk(ast.parse(formula, mode="eval").body)
+    except SyntaxError as error:
+        raise UsageError(f"{where}: not a formula: {formula!r:.80}") from error
+    except (ValueError, ZeroDivisionError, OverflowError) as error:
+        shown = ", ".join(f"{name} = {value_of(name)}" for name in sorted(names))
+        raise UsageError(f"{where}: cannot evaluate {formula!r} with {shown}: {error}") from error
+    if isinstance(result, float) and math.isnan(result):
+        return None
+    return result  # type: ignore[no-any-return]

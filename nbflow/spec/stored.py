@@ -1,0 +1,99 @@
+"""Where in a checkpoint one of our tensors lies: under a name of its own, or as part of another."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nbflow.spec.fields import FUSED
+
+if TYPE_CHECKING:
+    from nbflow.spec.model_spec import ModelSpec
+
+Span = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A tensor, or some rows of one, of the checkpoint.
+
+    All leading dimensions of the checkpoint's tensor count as rows: expert j of a tensor
+    (experts, F, E) is its rows j*F to (j+1)*F.
+    """
+
+    name: str
+    """The checkpoint's name."""
+    shape: tuple[int, ...]
+    """Shape the checkpoint's tensor must have."""
+    rows: tuple[Span, ...] | None = None
+    """Which of its rows, in order; None is all of them."""
+    transposed: bool = False
+    """Whether it is stored (in, out), so that our rows are its columns."""
+
+    def cut(self, rows: Span) -> tuple[Span, ...]:
+        """Return the checkpoint's rows that are rows [start, stop) of ours."""
+        if self.rows is None:
+            return (rows,)
+        spans = []
+        done = 0
+        for first, end in self.rows:
+            start, stop = max(rows[0] - done, 0), min(rows[1] - done, end - first)
+            if start < stop:
+                spans.append((first + start, first + stop))
+            done += end - first
+        return tuple(spans)
+
+
+def stored(spec: ModelSpec, name: str) -> Stored:
+    """Return where one of our tensors (``layers.3.attn.q.weight``) lies.
+
+    Raises
+    ------
+    KeyError
+        If the specification has no name for it.
+    """
+    parts = name.split(".")
+    if parts[0] != "layers":
+        return Stored(spec.tensors[name], spec.shape_of(name))
+    layer, inner, our_shape = parts[1], ".".join(parts[2:]), spec.shape_of(name)
+    if parts[2] == "moe":
+        return _expert(spec, layer, parts[3], ".".join(parts[4:]), our_shape)
+    whole, kind = inner.rsplit(".", 1)
+    pattern = spec.tensors.get(f"layers.{{i}}.{inner}")
+    transposed = spec.transposed and len(our_shape) == 2
+    if pattern is not None:
+        return Stored(
+            pattern.replace("{i}", layer),
+            our_shape[::-1] if transposed else our_shape,
+            transposed=transposed,
+        )
+    for fused, members in FUSED.items():
+        pattern = spec.tensors.get(f"layers.{{i}}.{fused}.{kind}")
+        if whole in members and pattern is not None:
+            sizes = [spec.shape_of(f"layers.{layer}.{m}.weight")[0] for m in members]
+            rows = _fused_rows(spec, fused, members.index(whole), sizes)
+            shape = (sum(sizes), *our_shape[1:])
+            shape = shape[::-1] if transposed else shape
+            return Stored(pattern.replace("{i}", layer), shape, rows, transposed)
+    raise KeyError(name)
+
+
+def _fused_rows(spec: ModelSpec, fused: str, part: int, sizes: list[int]) -> tuple[Span, ...]:
+    """Return the rows of one part of a fused matrix."""
+    if fused != "attn.qkv" or spec.qkv_layout == "blocks":
+        start = sum(sizes[:part])
+        return ((start, start + sizes[part]),)
+    G = spec.n_kv_heads
+    each = [size // G for size in sizes]
+    starts = [g * sum(each) + sum(each[:part]) for g in range(G)]
+    return tuple((start, start + each[part]) for start in starts)
+
+
+def _expert(spec: ModelSpec, layer: str, j: str, inner: str, shape: tuple[int, ...]) -> Stored:
+    """Return where a matrix of one expert lies."""
+    pattern = spec.tensors[f"layers.{{i}}.moe.{{j}}.{inner}"].replace("{i}", layer)
+    if "{j}" in pattern:
+        return Stored(pattern.replace("{j}", j), shape)
+    assert spec.moe is not None
+    first = int(j) * shape[0]
+    return Stored(pattern, (spec.moe.n_experts, *shape), ((first, first + shape[0]),))

@@ -1,0 +1,147 @@
+"""GGUF files of the golden checkpoints, as llama.cpp's converter writes them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from nbflow.execute.weights import read_part
+from nbflow.program.records import Operand
+from nbflow.spec import families, resolve
+from nbflow.spec.model_spec import ModelSpec
+from nbflow.weights import open_weights
+
+PERMUTED = ("llama", "deepseek", "granite", "minicpm")
+"""Architectures whose rotary pairs the converter makes neighbours."""
+
+
+def write_gguf(
+    source: Path, arch: str, path: Path, more: dict[str, np.ndarray] | None = None
+) -> None:
+    """Write the checkpoint in a folder as a GGUF file of an architecture, with more tensors."""
+    spec = resolve(source).spec
+    writer = gguf.GGUFWriter(str(path), arch)
+    _add_numbers(writer, spec)
+    names = families_by_arch()[arch].tensors
+    with open_weights(source) as file:
+        tensors = {ours: read_part(spec, file, Operand(ours)) for ours in spec.tensor_shapes()}
+    for name, array in {**_gguf_tensors(spec, arch, tensors, names), **(more or {})}.items():
+        writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def families_by_arch():
+    """Return the GGUF families by what llama.cpp calls them."""
+    return {
+        kind.removeprefix("gguf-"): family
+        for family in families().values()
+        for kind in family.model_types
+        if kind.startswith("gguf-")
+    }
+
+
+def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
+    """Write the metadata."""
+    writer.add_vocab_size(spec.vocab_size)
+    writer.add_context_length(spec.max_context)
+    writer.add_embedding_length(spec.hidden_size)
+    writer.add_block_count(spec.n_layers)
+    writer.add_feed_forward_length(spec.intermediate_size)
+    writer.add_head_count(spec.n_heads)
+    writer.add_head_count_kv(spec.n_kv_heads)
+    if spec.head_dim * spec.n_heads != spec.hidden_size:
+        writer.add_key_length(spec.head_dim)
+        writer.add_value_length(spec.head_dim)
+    (writer.add_layer_norm_rms_eps if spec.norm == "rms" else writer.add_layer_norm_eps)(
+        spec.norm_eps
+    )
+    if spec.rope.dim:
+        writer.add_rope_dimension_count(spec.rope.dim)
+        writer.add_rope_freq_base(spec.rope.theta)
+    if spec.window is not None:
+        writer.add_sliding_window(spec.window)
+    if spec.logits_soft_cap is not None:
+        writer.add_attn_logit_softcapping(spec.logits_soft_cap)
+    if spec.head_soft_cap is not None:
+        writer.add_final_logit_softcapping(spec.head_soft_cap)
+    if spec.family in ("granite", "minicpm"):
+        writer.add_embedding_scale(spec.embed_scale)
+        writer.add_residual_scale(spec.residual_scale)
+        writer.add_logit_scale(1 / spec.logits_scale)
+        writer.add_attention_scale(spec.sm_scale)
+    if spec.family == "gpt_neox":
+        writer.add_parallel_residual(spec.residual != "sequential")
+    if spec.moe is not None:
+        writer.add_expert_count(spec.moe.n_experts)
+        writer.add_expert_used_count(spec.moe.top_k)
+        if spec.moe.expert_size != spec.intermediate_size:
+            writer.add_expert_feed_forward_length(spec.moe.expert_size)
+        if spec.family == "qwen2_moe":
+            writer.add_expert_shared_feed_forward_length(spec.moe.shared_size)
+        if spec.family == "deepseek":
+            writer.add_expert_shared_count(spec.moe.shared_size // spec.moe.expert_size)
+            writer.add_leading_dense_block_count(1)
+
+
+def _gguf_tensors(spec, arch, tensors, names):
+    """Return the file's tensors: renamed, reordered, fused and stacked."""
+    done = {}
+    for ours, array in tensors.items():
+        if ours.startswith("layers."):
+            _, layer, inner = ours.split(".", 2)
+            if ".moe." in ours:
+                j, inner = inner.removeprefix("moe.").split(".", 1)
+                name = names[f"layers.{{i}}.moe.{{j}}.{inner}"][0].replace("{i}", layer)
+                done.setdefault(name, []).append(array)
+                assert len(done[name]) == int(j) + 1
+                continue
+        else:
+            layer, inner = "", ours
+        if arch in PERMUTED and inner.startswith(("attn.q.", "attn.k.")):
+            array = _neighbours(array, spec.head_dim)
+        if arch.startswith("gemma") and "norm" in inner:
+            array = array + np.float32(1)
+        if inner.startswith("shared_gate"):
+            array = array.reshape(-1)
+        done[_name(ours, layer, names, fused=arch in ("gptneox", "bloom", "gpt2"))] = array
+    done = {k: np.stack(v) if isinstance(v, list) else v for k, v in done.items()}
+    return _fuse(done, arch)
+
+
+def _name(ours, layer, names, fused):
+    kind = ours.rsplit(".", 1)[1]
+    pattern = ours.replace(f"layers.{layer}.", "layers.{i}.") if layer else ours
+    weight = pattern.removesuffix(kind) + "weight"
+    if weight not in names:
+        fused_part = {"ffn.gate": "ffn_gate", "ffn.up": "ffn_up"}
+        name = f"blk.{{i}}.{fused_part[pattern.split('.', 2)[2].rsplit('.', 1)[0]]}.weight"
+    else:
+        name = names[weight][0]
+    return name.replace("{i}", layer).removesuffix("weight") + kind
+
+
+def _neighbours(array, head_dim):
+    """Bring the rows of rotary pairs (j, j + D/2) next to each other."""
+    shape = array.shape
+    return array.reshape(-1, 2, head_dim // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+
+
+def _fuse(tensors, arch):
+    """Join what the architecture's files have in one."""
+    joins = {}
+    if arch in ("gptneox", "bloom", "gpt2", "phi3", "chatglm", "falcon"):
+        joins["attn_qkv"] = ("attn_q", "attn_k", "attn_v")
+    if arch in ("phi3", "chatglm"):
+        joins["ffn_up"] = ("ffn_gate", "ffn_up")
+    for layer in range(8):
+        for whole, parts in joins.items():
+            for kind in ("weight", "bias"):
+                found = [tensors.pop(f"blk.{layer}.{p}.{kind}", None) for p in parts]
+                if found[0] is not None:
+                    tensors[f"blk.{layer}.{whole}.{kind}"] = np.concatenate(found)
+    return tensors

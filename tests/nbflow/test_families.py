@@ -1,0 +1,84 @@
+"""Every family: logits and continuations of tiny checkpoints, against the published computation.
+
+tools/make_golden_families.py made the checkpoints.  Their weights are such that logits are of size
+1 to 20; both sides compute in float32 (the reference executor in float64), so that 2e-6 of the
+largest logit is some ten roundings.  Leaving out any one part of an architecture moves the logits
+by 1e-4 of it or more.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import nbflow
+from nbflow.execute import RankWeights, ReferenceExecutor
+from nbflow.program import build
+from nbflow.spec import check, families, resolve
+from nbflow.weights import open_weights
+
+FOLDER = Path(__file__).parents[1] / "golden" / "families"
+NAMES = sorted(path.name for path in FOLDER.iterdir())
+TOLERANCE = 2e-6
+
+
+def golden(name):
+    with np.load(FOLDER / name / "golden.npz") as file:
+        return file["ids"], file["logits"], file["continuation"]
+
+
+def error(a, b):
+    return np.abs(a - b).max() / np.abs(b).max()
+
+
+def reference(path):
+    spec = resolve(path).spec
+    program = build(spec)
+    with open_weights(path) as file:
+        check(spec, file)
+        return ReferenceExecutor(program, RankWeights(program, file, None))
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_reference_executor_in_pieces(name):
+    ids, logits, _ = golden(name)
+    executor = reference(FOLDER / name)
+    pieces = [executor.logits(ids[a:b]) for a, b in ((0, 7), (7, 8), (8, len(ids)))]
+    assert error(np.concatenate(pieces), logits) < TOLERANCE
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_compiled_executor(name):
+    """Logits through the cache in odd pieces; the continuation, beside another sequence."""
+    ids, logits, continuation = golden(name)
+    with nbflow.load(FOLDER / name, kv="f32", max_step_tokens=17, threads=1) as model:
+        assert error(model.logits(ids), logits) < TOLERANCE
+        mine, _ = model.generate_batch([ids, ids[:5]], max_tokens=len(continuation))
+        assert mine.ids == continuation.tolist()
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("partition", ["0&1", "0;1"])
+def test_partitions(name, partition):
+    ids, logits, _ = golden(name)
+    with nbflow.load(FOLDER / name, kv="f32", partition=partition, threads=1) as model:
+        assert error(model.logits(ids), logits) < TOLERANCE
+
+
+def test_every_family_has_a_golden_model():
+    used = {resolve(FOLDER / name).spec.family for name in NAMES}
+    of_hugging_face = {
+        family.name
+        for family in families().values()
+        if family.model_types and not family.name.endswith(("_gguf", "llama2c"))
+    }
+    assert used == of_hugging_face
+
+
+def test_scaling_by_the_length_of_the_context():
+    """LongRoPE has short divisors up to the original context; they are not those of `logits`."""
+    ids, logits, _ = golden("phi3_long")
+    with nbflow.load(FOLDER / "phi3_long", kv="f32", max_context=16, threads=1) as model:
+        assert error(model.logits(ids[:16]), logits[:16]) > 0.01

@@ -1,0 +1,92 @@
+"""GGUF families: names as in the gguf package, and the golden models from GGUF files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+from gguf_files import families_by_arch, write_gguf
+
+import nbflow
+import nbflow_kernels as nk
+from nbflow.spec import resolve
+from nbflow.weights import open_weights
+
+FOLDER = Path(__file__).parents[1] / "golden" / "families"
+MODELS = {
+    "bloom": "bloom", "chatglm": "chatglm2", "deepseek": "deepseek_moe", "falcon": "falcon_40b",
+    "gemma": "gemma", "gemma2": "gemma2", "gemma3": "gemma3", "gpt2": "gpt2",
+    "gptneox": "gpt_neox", "granite": "granite", "llama": "mixtral", "minicpm": "minicpm",
+    "phi2": "phi", "phi3": "phi3", "qwen2": "qwen2", "qwen2moe": "qwen2_moe", "qwen3": "qwen3",
+    "qwen3moe": "qwen3_moe", "stablelm": "stablelm",
+}  # fmt: skip
+"""Architecture -> golden model."""
+NOT_IN_GGUF = {
+    "gemma2": f"sm_scale = {24**-0.5}",
+    "gemma3": f"sm_scale = {24**-0.5}\nfull_layer_every = 2",
+}
+"""Fields of a golden model that a file of its architecture cannot say."""
+
+
+def test_all_architectures_are_tested():
+    assert set(MODELS) == set(families_by_arch())
+
+
+@pytest.mark.parametrize("arch", MODELS)
+def test_model_from_a_gguf_file(arch, tmp_path):
+    source, path, spec_file = FOLDER / MODELS[arch], tmp_path / "model.gguf", None
+    write_gguf(source, arch, path)
+    if arch in NOT_IN_GGUF:
+        spec_file = tmp_path / "model.toml"
+        spec_file.write_text(f'family = "{arch}_gguf"\n[override]\n{NOT_IN_GGUF[arch]}\n')
+    spec = resolve(path, spec=spec_file).spec
+    assert spec.family == families_by_arch()[arch].name
+    assert {spec.checkpoint_name(ours) for ours in spec.tensor_shapes()} <= known_names(arch, spec)
+    with np.load(source / "golden.npz") as file:
+        ids, logits = file["ids"], file["logits"]
+    with nbflow.load(path, spec=spec_file, kv="f32", threads=1) as model:
+        assert np.abs(model.logits(ids) - logits).max() < 2e-6 * np.abs(logits).max()
+
+
+def known_names(arch, spec):
+    """Return the names that llama.cpp knows for an architecture, layers written out."""
+    kind = next(k for k, name in gguf.MODEL_ARCH_NAMES.items() if name == arch)
+    bases = {gguf.TENSOR_NAMES[tensor] for tensor in gguf.MODEL_TENSORS[kind]}
+    written = {base.replace("{bid}", str(i)) for base in bases for i in range(spec.n_layers)}
+    return {f"{name}.{end}" for name in written for end in ("weight", "bias")}
+
+
+def test_divisors_of_llama31(tmp_path):
+    """The converter writes the scaling of Llama 3.1 as a tensor."""
+    source, path = FOLDER / "llama31", tmp_path / "model.gguf"
+    scaling = resolve(source).spec.rope.scaling
+    plain = 5e5 ** (-np.arange(0, 12, 2) / 12)
+    write_gguf(
+        source, "llama", path, {"rope_freqs.weight": plain / scaling.frequencies(12, 5e5, 64)[0]}
+    )
+    with np.load(source / "golden.npz") as file:
+        ids, logits = file["ids"], file["logits"]
+    with nbflow.load(path, kv="f32", threads=1) as model:
+        # the divisors are stored as float32: 6e-8 of an angle of at most 40
+        assert np.abs(model.logits(ids) - logits).max() < 1e-5 * np.abs(logits).max()
+
+
+def test_quantized_experts_are_read_in_whole_rows(tmp_path):
+    """Experts of one tensor in a block format are the rows of each, block for block."""
+    rng = np.random.default_rng(0)
+    array = rng.standard_normal((3, 4, 64)).astype(np.float32)
+    writer = gguf.GGUFWriter(str(tmp_path / "a.gguf"), "llama")
+    blocks = gguf.quants.quantize(array, gguf.GGMLQuantizationType.Q8_0)
+    writer.add_tensor("x", blocks, raw_dtype=gguf.GGMLQuantizationType.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with open_weights(tmp_path / "a.gguf") as file:
+        whole = file.array("x")
+        expert = nk.dequantize(file.quantized("x", rows=(4, 8), flat=True))
+        np.testing.assert_array_equal(expert, whole[1])
+        cut = file.array("x", rows=(9, 10), columns=(32, 64), flat=True)
+        np.testing.assert_array_equal(cut, whole[2, 1:2, 32:])

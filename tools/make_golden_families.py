@@ -1,0 +1,202 @@
+"""Make tests/golden/families: a tiny random checkpoint of each family, with its logits.
+
+    pip install torch transformers
+    python tools/make_golden_families.py [NAME ...]
+
+The tests need neither.  A folder holds config.json, float16 weights (or float32, where stated) and
+golden.npz: token ids, the float32 logits after each of them, and the greedy continuation.
+
+The logits are those of transformers.  Families whose published code is not part of it are made from
+a model that computes the same, with what differs changed by hand: `tools/golden_published.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import golden_published as published
+import numpy as np
+import torch
+import transformers
+from safetensors.torch import load_file, save_file
+
+FOLDER = Path(__file__).parent.parent / "tests" / "golden" / "families"
+N_TOKENS, N_NEW = 40, 8
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 36, "intermediate_size": 56, "num_hidden_layers": 2,
+    "num_attention_heads": 3, "num_key_value_heads": 1, "max_position_embeddings": 64,
+    "tie_word_embeddings": False, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None,
+    "head_dim": 12,
+}  # fmt: skip
+"""An odd number of heads, one key/value head, nothing a multiple of 16."""
+FOUR = {**SIZES, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 12}  # fmt: skip
+"""Grouped heads whose width is not hidden_size / heads."""
+EXPERTS = {**FOUR, "head_dim": 8, "intermediate_size": 48}
+GPT2 = {
+    "vocab_size": 97, "n_embd": 36, "n_layer": 2, "n_head": 3, "n_positions": 64,
+    "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+OPT = {
+    "vocab_size": 97, "hidden_size": 36, "ffn_dim": 56, "num_hidden_layers": 2,
+    "num_attention_heads": 3, "max_position_embeddings": 64, "bos_token_id": None,
+    "eos_token_id": None, "pad_token_id": None,
+}  # fmt: skip
+FALCON = {
+    "vocab_size": 97, "hidden_size": 36, "num_hidden_layers": 2, "num_attention_heads": 3,
+    "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+LONG = {
+    "rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "factor": 4.0,
+    "long_factor": [1.0, 2.0, 4.0, 8.0], "original_max_position_embeddings": 16,
+}  # fmt: skip
+
+
+def rope(kind: str, theta: float = 10000.0, **numbers: Any) -> dict[str, Any]:
+    """Return a configuration's rotary table."""
+    return {"rope_theta": theta, "rope_type": kind, **numbers}
+
+
+HF: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama31": ("Llama", {**SIZES, "rope_parameters": rope(
+        "llama3", 5e5, factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=16)}),
+    "llama_linear": ("Llama", {**FOUR, "rope_parameters": rope("linear", factor=2.0)}),
+    "llama_yarn": ("Llama", {**FOUR, "rope_parameters": rope(
+        "yarn", factor=4.0, original_max_position_embeddings=16)}),
+    "mistral": ("Mistral", {**FOUR, "sliding_window": 9}),
+    "qwen2": ("Qwen2", {**SIZES, "use_sliding_window": False, "sliding_window": 7}),
+    "qwen2_window": ("Qwen2", {**FOUR, "use_sliding_window": True, "sliding_window": 7,
+                               "max_window_layers": 1}),
+    "qwen3": ("Qwen3", FOUR),
+    "gemma": ("Gemma", {**SIZES, "head_dim": 20, "tie_word_embeddings": True,
+                        "hidden_act": "gelu_pytorch_tanh"}),
+    "gemma2": ("Gemma2", {**FOUR, "num_hidden_layers": 3, "tie_word_embeddings": True,
+                          "sliding_window": 9, "query_pre_attn_scalar": 24,
+                          "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}),
+    "gemma3": ("Gemma3", {**FOUR, "num_hidden_layers": 3, "tie_word_embeddings": True,
+                          "sliding_window": 9, "query_pre_attn_scalar": 24,
+                          "layer_types": ["sliding_attention", "full_attention",
+                                          "sliding_attention"]}),
+    "phi": ("Phi", {**SIZES, "num_key_value_heads": 3, "partial_rotary_factor": 0.5}),
+    "phi3": ("Phi3", {**FOUR, "sliding_window": 9}),
+    "phi3_long": ("Phi3", {**EXPERTS, "rope_parameters": {**LONG, "rope_theta": 1e4},
+                           "original_max_position_embeddings": 16}),
+    "gpt2": ("GPT2LMHead", GPT2),
+    "gpt_neox": ("GPTNeoX", {**SIZES, "rope_parameters": rope(
+        "default", partial_rotary_factor=0.5)}),
+    "gpt_neox_sequential": ("GPTNeoX", {**SIZES, "use_parallel_residual": False,
+                                          "rope_parameters": rope(
+                                              "default", partial_rotary_factor=0.5)}),
+    "opt": ("OPT", OPT),
+    "opt_350m": ("OPT", {**OPT, "word_embed_proj_dim": 20, "do_layer_norm_before": False}),
+    "bloom": ("Bloom", {"vocab_size": 97, "hidden_size": 36, "n_layer": 2, "n_head": 3,
+                        "bos_token_id": None, "eos_token_id": None}),
+    "falcon_7b": ("Falcon", FALCON),
+    "falcon_40b": ("Falcon", {**FALCON, "hidden_size": 40, "num_attention_heads": 4,
+                              "num_kv_heads": 2, "new_decoder_architecture": True}),
+    "falcon_rw": ("Falcon", {**FALCON, "alibi": True, "parallel_attn": False, "bias": True,
+                             "multi_query": False}),
+    "stablelm": ("StableLm", {**SIZES, "use_qkv_bias": True, "rope_parameters": rope(
+        "default", partial_rotary_factor=0.5)}),
+    "granite": ("Granite", {**FOUR, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
+                            "attention_multiplier": 0.2, "logits_scaling": 2.0}),
+    "mixtral": ("Mixtral", {**EXPERTS, "num_local_experts": 4, "num_experts_per_tok": 2,
+                            "intermediate_size": 24}),
+    "qwen2_moe": ("Qwen2Moe", {**EXPERTS, "num_experts": 5, "num_experts_per_tok": 3,
+                               "moe_intermediate_size": 12,
+                               "shared_expert_intermediate_size": 20}),
+    "qwen2_moe_mixed": ("Qwen2Moe", {**EXPERTS, "num_experts": 3, "num_experts_per_tok": 2,
+                                     "moe_intermediate_size": 12, "num_hidden_layers": 3,
+                                     "shared_expert_intermediate_size": 12,
+                                     "decoder_sparse_step": 1, "mlp_only_layers": [1]}),
+    "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "num_experts": 5, "num_experts_per_tok": 2,
+                               "moe_intermediate_size": 12, "norm_topk_prob": True}),
+}  # fmt: skip
+"""Name -> class and configuration."""
+
+PUBLISHED: dict[str, Callable[[], published.Made]] = {
+    "internlm": published.internlm,
+    "orion": published.orion,
+    "minicpm": published.minicpm,
+    "baichuan2_7b": published.baichuan2_7b,
+    "baichuan2_13b": published.baichuan2_13b,
+    "chatglm2": published.chatglm2,
+    "deepseek_moe": published.deepseek_moe,
+}
+
+
+def randomize(model: torch.nn.Module) -> None:
+    """Make norms and biases random too, so that a miss shows, and round all to float16."""
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 1:
+            parameter.data += 0.2 * torch.randn_like(parameter)
+        elif "embed" not in name:
+            parameter.data = torch.randn_like(parameter) * parameter.shape[-1] ** -0.5
+        parameter.data = parameter.data.half().float()
+
+
+def from_transformers(kind: str, options: dict[str, Any]) -> published.Made:
+    """Return a model of transformers with random weights."""
+    base = kind.removesuffix("LMHead")
+    config_name = "Gemma3TextConfig" if kind == "Gemma3" else f"{base}Config"
+    config = getattr(transformers, config_name)(**options, initializer_range=0.5)
+    # transformers 5.23 adds Falcon's ALiBi twice in its eager attention
+    config._attn_implementation = "sdpa" if getattr(config, "alibi", False) else "eager"
+    suffix = "LMHeadModel" if kind.endswith("LMHead") else "ForCausalLM"
+    model = getattr(transformers, base + suffix)(config).eval()
+    randomize(model)
+    return published.Made(model, lambda ids: model(ids).logits)
+
+
+def main() -> None:
+    """Write the folders named on the command line, or all."""
+    transformers.utils.logging.disable_progress_bar()
+    wanted = sys.argv[1:] or [*HF, *PUBLISHED]
+    for name in wanted:
+        torch.manual_seed(sum(map(ord, name)))
+        write(name, from_transformers(*HF[name]) if name in HF else PUBLISHED[name]())
+
+
+def write(name: str, made: published.Made) -> None:
+    """Write one folder."""
+    folder = FOLDER / name
+    shutil.rmtree(folder, ignore_errors=True)
+    ids = np.random.default_rng(len(name)).integers(0, 97, N_TOKENS)
+    with torch.no_grad():
+        logits = made.logits(torch.tensor(ids)[None])[0].numpy()
+        new = list(ids)
+        for _ in range(N_NEW):
+            row = made.logits(torch.tensor(new)[None])[0, -1]
+            new.append(int(row.argmax()))
+            first, second = row.topk(2).values
+            assert first - second > 1e-3 * row.abs().max(), "a tie; choose another seed"
+    made.model.save_pretrained(folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    tensors = {k: v.half() for k, v in load_file(folder / "model.safetensors").items()}
+    config = json.loads((folder / "config.json").read_text())
+    if made.convert is not None:
+        tensors, config = made.convert(tensors, config)
+    tensors = {k: v.contiguous().clone() for k, v in tensors.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    for key in ("transformers_version", "architectures", "dtype"):
+        config.pop(key, None)
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    np.savez_compressed(
+        folder / "golden.npz",
+        ids=ids.astype(np.int32),
+        logits=logits.astype(np.float32),
+        continuation=np.array(new[N_TOKENS:], np.int32),
+    )
+    size = sum(p.stat().st_size for p in folder.iterdir())
+    print(f"{name:20} {size / 1024:6.1f} KB, logits up to {np.abs(logits).max():.2f}")
+
+
+if __name__ == "__main__":
+    main()
