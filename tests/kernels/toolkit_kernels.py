@@ -109,6 +109,16 @@ def use_lanes(f, i, b, out):  # type: ignore[no-untyped-def]
     lanes.write_i64(out + 24, lanes.read_i32(i + 8))
     lanes.store_quarters(out + 400, 24, simd.load_f32(f + 64))
     simd.store_f32(out + 320, lanes.sum16(a, c, a, a, c, c, a, a, c, a, c, a, a, a, c, c))
+    room = lanes.allocate(64)
+    simd.store_f32(room, a)
+    simd.store_f32(out + 3200, simd.load_f32(room))
+    lanes.release(room)
+    for n in range(-1, 18):
+        at = out + 512 + 64 * (n + 1)
+        first = lanes.load_first(f, n, -1.5)
+        rest = simd.add(lanes.load_first_f16(b + 192, n), lanes.load_first_bf16(b + 192, 16 - n))
+        simd.store_f32(at, simd.add(first, rest))
+        lanes.store_first(at + 1280, n, a)
 
 
 @njit
@@ -185,6 +195,11 @@ def use_registers(f, i, b, out, singles, halves, brains, pairs):  # type: ignore
     simd.store_f32(out + 3200, registers.lane_sums(rows))
     both = simd.load_i32(b + 192), simd.load_i32(b + 256)
     simd.store_f32(out + 3264, registers.add_pairs(simd.load_f32(f + 640), both[0], both[1]))
+    left = registers.scale(registers.load_apart(1, 2, f + 640, 128), f + 1000, 4)
+    left = registers.step_chains(left, halves, b + 192, f + 648, 8)
+    two = registers.beside(left, registers.step_chains(left, brains, b + 192, f + 648, 8))
+    two = registers.step_chains(two, pairs, b + 192, b + 320, 4)
+    registers.store_apart(out + 3328, 192, registers.step_chains(two, singles, f + 192, f + 700, 8))
 
 
 @njit

@@ -259,12 +259,6 @@ def mix_two(
 
 
 @part
-def exp(v: Any) -> Any:
-    """Return e**v lane by lane; compiled once, where `simd.exp` would be copied by Numba."""
-    return simd.exp(v)
-
-
-@part
 def soft_cap(s: Any, cap: Any) -> Any:
     """Return cap * tanh(s / cap) lane by lane, relative error below 4e-7; a NaN stays one."""
     # tanh(x) = e / (e + 2) with e = exp(2 x) - 1 = 2**n * (exp(r) - 1) + (2**n - 1)
@@ -328,7 +322,7 @@ def weigh(s: Any, first: Any, last: Any, old_top: Any) -> Any:
         x = simd.load_f32(s + i)
         # 0 for a hidden key, else 1: visible scores are far above HIDDEN
         seen = simd.minimum(simd.sub(x, hidden), one)
-        p = simd.mul(exp(simd.sub(x, shift)), seen)
+        p = simd.mul(simd.exp(simd.sub(x, shift)), seen)
         simd.store_f32(s + i, p)
         # simd.max and simd.exp drop a NaN; x * 0 brings it back into the sum
         total = simd.add(total, simd.fma(x, zero, p))
@@ -338,7 +332,7 @@ def weigh(s: Any, first: Any, last: Any, old_top: Any) -> Any:
 @part
 def exp1(x: Any) -> Any:
     """Return e**x of one float32, with the bits that `simd.exp` gives."""
-    return simd.max(exp(simd.splat(x)))
+    return simd.max(simd.exp(simd.splat(x)))
 
 
 @part

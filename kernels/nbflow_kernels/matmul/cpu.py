@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import lanes, registers, simd
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels._jit import inline, njit, part
 from nbflow_kernels.matmul import transposed
 from nbflow_kernels.matmul.transposed import PANEL
 from nbflow_kernels.threads import split_rows
@@ -52,7 +52,7 @@ def matmul(
     split_rows(kernel, w.shape[0], work, x, w, bias, accumulate, out)
 
 
-@njit
+@part
 def _begin(bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
     """Write what the sums are added to: nothing, the bias, the old output, or both."""
     for t in range(out.shape[0]):
@@ -126,7 +126,7 @@ def _sum_lanes(tile: Any, count: Any, sums: Any) -> None:
         sums[i] = simd.sum(simd.load_f32(at + 64 * i))
 
 
-@njit
+@part
 def _rows_panel(
     x: Any, x_tails: Any, w: Any, w_tails: Any, n: Any, n_rows: Any, k: Any, stop: Any, out: Any,
     sums: Any,

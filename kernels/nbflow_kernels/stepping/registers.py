@@ -14,7 +14,7 @@ Vector = NDArray[Any]
 Tile = NDArray[Any]
 
 
-def _widened(like: Vector, stored: Vector) -> Vector:
+def _widened(like: Any, stored: Vector) -> Vector:
     """Return the bits of weights as float32; `like` says which type they are of."""
     if like.dtype == np.int16:
         return stored.view(np.float16).astype(np.float32)
@@ -38,6 +38,28 @@ def store(at: Any, tile: Tile) -> None:
     write(at, tile)
 
 
+def load_apart(groups: int, tokens: int, at: Any, token: Any) -> Tile:
+    """Return the tile at an address, its tokens `token` bytes from each other."""
+    return np.stack([load(groups, 1, at + token * t)[0] for t in range(tokens)])
+
+
+def store_apart(at: Any, token: Any, tile: Tile) -> None:
+    """Write a tile to an address, its tokens `token` bytes from each other."""
+    for t, vectors in enumerate(tile):
+        write(at + token * t, vectors)
+
+
+def beside(a: Tile, b: Tile) -> Tile:
+    """Return one tile of the groups of two."""
+    return np.concatenate([a, b], 1)
+
+
+def scale(tile: Tile, at: Any, token: Any) -> Tile:
+    """Return a tile with each token multiplied by its own float32."""
+    factors = [read(at + token * t, np.float32, 1) for t in range(len(tile))]
+    return tile * np.stack(factors)[:, :, None]
+
+
 def add(a: Tile, b: Tile) -> Tile:
     """Return the sum of two tiles."""
     return a + b
@@ -57,6 +79,16 @@ def step(tile: Tile, like: Vector, w: Any, group: Any, x: Any, token: Any) -> Ti
             else:
                 new[t, r] = simd.fma(_widened(like, weights[r]), unit, tile[t, r])
     return new
+
+
+def step_chains(tile: Tile, like: Vector, w: Any, x: Any, token: Any) -> Tile:
+    """Add one unit to each group: unit i of one weight group to group i."""
+    size = LANES * like.dtype.itemsize
+    chains = [
+        step(tile[:, g : g + 1], like, w + size * g, 0, x + 4 * g, token)
+        for g in range(tile.shape[1])
+    ]
+    return np.concatenate(chains, 1)
 
 
 def step_lanes(tile: Tile, like: Vector, w: Any, row: Any, x: Any, token: Any) -> Tile:
