@@ -125,7 +125,7 @@ def store_f16(typing_context: Any, addr: Any, v: Any) -> Any:
     return types.none(addr, v), codegen
 
 
-def _first_lanes(context: Any, builder: Any, n: Any, n_type: Any) -> Any:
+def first_lanes(context: Any, builder: Any, n: Any, n_type: Any) -> Any:
     """Emit the mask of the first `n` lanes, for any `n`."""
     vector = ir.VectorType(_I64, LANES)
     count = context.cast(builder, n, n_type, types.int64)
@@ -134,7 +134,7 @@ def _first_lanes(context: Any, builder: Any, n: Any, n_type: Any) -> Any:
     return builder.icmp_signed("<", ir.Constant(vector, list(range(LANES))), counts)
 
 
-def _masked_load(builder: Any, pointer: Any, mask: Any, rest: Any) -> Any:
+def masked_load(builder: Any, pointer: Any, mask: Any, rest: Any) -> Any:
     element = "f32" if rest.type == f32x16.llvm else "i16"
     kinds = [pointer.type, _I32, mask.type, rest.type]
     function_type = ir.FunctionType(rest.type, kinds)
@@ -149,13 +149,13 @@ def load_first(typing_context: Any, addr: Any, n: Any, rest: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(context, builder, args[0], signature.args[0], f32x16.llvm)
-        mask = _first_lanes(context, builder, args[1], signature.args[1])
+        mask = first_lanes(context, builder, args[1], signature.args[1])
         value = context.cast(builder, args[2], signature.args[2], types.float32)
         first = builder.insert_element(
             ir.Constant(f32x16.llvm, ir.Undefined), value, ir.Constant(_I32, 0)
         )
         others = builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(_I32, LANES), None))
-        return _masked_load(builder, pointer, mask, others)
+        return masked_load(builder, pointer, mask, others)
 
     return f32x16(addr, n, rest), codegen
 
@@ -165,8 +165,8 @@ def _make_load_first(name: str, widen: str) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             stored = ir.VectorType(_I16, LANES)
             pointer = _pointer(context, builder, args[0], signature.args[0], stored)
-            mask = _first_lanes(context, builder, args[1], signature.args[1])
-            value = _masked_load(builder, pointer, mask, ir.Constant(stored, None))
+            mask = first_lanes(context, builder, args[1], signature.args[1])
+            value = masked_load(builder, pointer, mask, ir.Constant(stored, None))
             if widen == "f16":
                 return emit_widen(builder, value)
             words = ir.VectorType(_I32, LANES)
@@ -189,7 +189,7 @@ def store_first(typing_context: Any, addr: Any, n: Any, v: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         pointer = _pointer(context, builder, args[0], signature.args[0], f32x16.llvm)
-        mask = _first_lanes(context, builder, args[1], signature.args[1])
+        mask = first_lanes(context, builder, args[1], signature.args[1])
         kinds = [f32x16.llvm, pointer.type, _I32, mask.type]
         function_type = ir.FunctionType(ir.VoidType(), kinds)
         name = f"llvm.masked.store.v{LANES}f32.p0"

@@ -28,6 +28,7 @@ Numba does not unroll loops over tuples, and a tile must stay in registers; so e
                                               group's, one behind the other
 `step_lanes(tile, like, w, row, x, token)`    the same as `step` with 16 columns of one row in the
                                               lanes
+`step_first(tile, ..., token, n)`             the same with the first `n` of 16 columns
 `lane_sums(tile)`                             the sums of the lanes of 16 vectors, as one vector
 `add_pairs(total, a, b)`                      the products of a step on pairs, for vectors
 `load_widened(like, at)`                      16 weights in the lanes of a simd vector, float32
@@ -64,7 +65,7 @@ from numba.core.datamodel import models
 
 from nbflow_kernels.halves import emit_widen
 from nbflow_kernels.isa import features
-from nbflow_kernels.lanes import emit_sums
+from nbflow_kernels.lanes import emit_sums, first_lanes, masked_load
 from nbflow_kernels.simd import LANES, f32x16, i32x16
 from nbflow_kernels.stepping import intrinsic
 
@@ -385,28 +386,57 @@ def step_lanes(
 ) -> Any:
     """Add 16 columns, lane by lane: weights at ``w + row * r``, activations at ``x + token * t``.
 
-    A group of the tile is a row here; `like` is not an array of pairs.
+    A group of the tile is a row here; `like` is not of pairs.
     """
     stored, how = _unit(like)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        w, row, x, token = (_integer(context, builder, signature, args, i) for i in range(2, 6))
-        weights = []
-        for r in range(tile.groups):
-            address = builder.add(w, builder.mul(row, ir.Constant(_I64, r)))
-            vector = _load(builder, address, ir.VectorType(stored, LANES))
-            weights.append(_widen(builder, vector, how))
-        value = args[0]
-        for t in range(tile.tokens):
-            address = builder.add(x, builder.mul(token, ir.Constant(_I64, t)))
-            xs = _load(builder, address, f32x16.llvm)
-            for r in range(tile.groups):
-                i = t * tile.groups + r
-                total = _fma(builder, weights[r], xs, builder.extract_value(value, i))
-                value = builder.insert_value(value, total, i)
-        return value
+        places = [_integer(context, builder, signature, args, i) for i in range(2, 6)]
+
+        def read(address: Any, element: Any) -> Any:
+            return _load(builder, address, ir.VectorType(element, LANES))
+
+        return _emit_step_lanes(builder, tile, args[0], stored, how, places, read)
 
     return tile(tile, like, w, row, x, token), codegen
+
+
+@intrinsic
+def step_first(
+    typing_context: Any, tile: Any, like: Any, w: Any, row: Any, x: Any, token: Any, n: Any
+) -> Any:
+    """Do as `step_lanes` with the first `n` of 16 columns; the others are not read."""
+    stored, how = _unit(like)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        places = [_integer(context, builder, signature, args, i) for i in range(2, 6)]
+        mask = first_lanes(context, builder, args[6], signature.args[6])
+
+        def read(address: Any, element: Any) -> Any:
+            vector = ir.VectorType(element, LANES)
+            pointer = builder.inttoptr(address, ir.PointerType(vector))
+            return masked_load(builder, pointer, mask, ir.Constant(vector, None))
+
+        return _emit_step_lanes(builder, tile, args[0], stored, how, places, read)
+
+    return tile(tile, like, w, row, x, token, n), codegen
+
+
+def _emit_step_lanes(
+    builder: Any, tile: Tile, value: Any, stored: Any, how: str | None, places: Any, read: Any
+) -> Any:
+    w, row, x, token = places
+    weights = []
+    for r in range(tile.groups):
+        address = builder.add(w, builder.mul(row, ir.Constant(_I64, r)))
+        weights.append(_widen(builder, read(address, stored), how))
+    for t in range(tile.tokens):
+        xs = read(builder.add(x, builder.mul(token, ir.Constant(_I64, t))), _F32)
+        for r in range(tile.groups):
+            i = t * tile.groups + r
+            total = _fma(builder, weights[r], xs, builder.extract_value(value, i))
+            value = builder.insert_value(value, total, i)
+    return value
 
 
 @intrinsic

@@ -192,6 +192,8 @@ def use_registers(f, i, b, out, singles, halves, brains, pairs):  # type: ignore
     registers.transpose_f32(halves, b, 48, out + 1152, 256)
     registers.transpose(singles, f, 72, out + 2176)
     rows = registers.step_lanes(registers.zero(4, 4), halves, b + 192, 32, f + 640, 64)
+    rows = registers.step_first(rows, singles, f + 400, 68, f + 644, 64, 11)
+    rows = registers.step_first(rows, brains, b + 192, 34, f + 652, 64, 5)
     simd.store_f32(out + 3200, registers.lane_sums(rows))
     both = simd.load_i32(b + 192), simd.load_i32(b + 256)
     simd.store_f32(out + 3264, registers.add_pairs(simd.load_f32(f + 640), both[0], both[1]))

@@ -93,14 +93,22 @@ def step_chains(tile: Tile, like: Vector, w: Any, x: Any, token: Any) -> Tile:
 
 def step_lanes(tile: Tile, like: Vector, w: Any, row: Any, x: Any, token: Any) -> Tile:
     """Add 16 columns, lane by lane; a group is a row."""
+    return step_first(tile, like, w, row, x, token, LANES)
+
+
+def step_first(tile: Tile, like: Vector, w: Any, row: Any, x: Any, token: Any, n: Any) -> Tile:
+    """Add the first `n` of 16 columns, lane by lane; a group is a row."""
     tokens, rows, _ = tile.shape
-    weights = [load_widened(like, w + row * r) for r in range(rows)]
-    new = np.empty_like(tile)
+    n = max(0, min(int(n), LANES))
+    if n == 0:
+        return tile
+    weights, xs = np.zeros((rows, LANES), np.float32), np.zeros((tokens, LANES), np.float32)
+    for r in range(rows):
+        weights[r, :n] = _widened(like, read(w + row * r, like.dtype, n))
     for t in range(tokens):
-        xs = simd.load_f32(x + token * t)
-        for r in range(rows):
-            new[t, r] = simd.fma(weights[r], xs, tile[t, r])
-    return new
+        xs[t, :n] = read(x + token * t, np.float32, n)
+    new = [simd.fma(v, xs[t], tile[t, r]) for t in range(tokens) for r, v in enumerate(weights)]
+    return np.stack(new).reshape(tile.shape)
 
 
 def lane_sums(tile: Tile) -> Vector:
