@@ -17,12 +17,18 @@ Numba does not unroll loops over tuples, and a tile must stay in registers; so e
 `zero(groups, tokens)`                        a tile of zeros; both numbers are literals
 `load(groups, tokens, at)`                    a tile from memory: token by token, its groups
 `store(at, tile)`                             a tile to memory, in the same order
-`load_rows(groups, tokens, at, row)`          the same with the tokens `row` bytes apart
-`store_rows(at, row, tile)`                   the same to memory
-`times(tile, x, token)`                       each token times its factor, at ``x + token * t``
+`load_apart(groups, tokens, at, token)`       the same with tokens `token` bytes from each other
+`store_apart(at, token, tile)`                the same to memory
 `add(a, b)`                                   the sum of two tiles
+`beside(a, b)`                                one tile of the groups of both
+`scale(tile, at, token)`                      each token times its float32 at ``at + token * t``
 `step(tile, like, w, group, x, token)`        add one unit; `group`, `token`: distance in bytes
-`step_lanes(tile, like, w, row, x, token)`    the same with 16 columns of one row in the lanes
+`step_chains(tile, like, w, x, token)`        add a unit to each token's first group, the next unit
+                                              to its second, and so on: the units are one weight
+                                              group's, one behind the other
+`step_lanes(tile, like, w, row, x, token)`    the same as `step` with 16 columns of one row in the
+                                              lanes
+`step_first(tile, ..., token, n)`             the same with the first `n` of 16 columns
 `lane_sums(tile)`                             the sums of the lanes of 16 vectors, as one vector
 `add_pairs(total, a, b)`                      the products of a step on pairs, for vectors
 `load_widened(like, at)`                      16 weights in the lanes of a simd vector, float32
@@ -32,7 +38,7 @@ Numba does not unroll loops over tuples, and a tile must stay in registers; so e
 `to_pairs(even, odd)`                         the same, lane by lane: a pair of bfloat16 per lane
 ============================================  ====================================================
 
-The array or scalar `like` only says, by its type, how weights lie in memory and what a unit is:
+`like`, an array or a scalar, only says by its type how weights lie in memory and what a unit is:
 
 =========  =======================================  ================================================
 type       weights of a group                       unit
@@ -59,7 +65,7 @@ from numba.core.datamodel import models
 
 from nbflow_kernels.halves import emit_widen
 from nbflow_kernels.isa import features
-from nbflow_kernels.lanes import emit_sums
+from nbflow_kernels.lanes import emit_sums, first_lanes, masked_load
 from nbflow_kernels.simd import LANES, f32x16, i32x16
 from nbflow_kernels.stepping import intrinsic
 
@@ -175,10 +181,10 @@ def _widen(builder: Any, value: Any, how: str | None) -> Any:
 
 
 def _unit(like: Any) -> tuple[Any, str | None]:
-    element = like.dtype if isinstance(like, types.Array) else like
-    if element not in _UNITS:
-        raise errors.TypingError(f"registers: wanted an array of {list(_UNITS)}, got {like}")
-    return _UNITS[element]
+    kind = like.dtype if isinstance(like, types.Array) else like
+    if kind not in _UNITS:
+        raise errors.TypingError(f"registers: wanted one or an array of {list(_UNITS)}, got {like}")
+    return _UNITS[kind]
 
 
 # ---- tiles ----------------------------------------------------------------------------------
@@ -195,6 +201,24 @@ def zero(typing_context: Any, groups: Any, tokens: Any) -> Any:
     return tile(groups, tokens), codegen
 
 
+def _emit_load(context: Any, builder: Any, tile: Tile, address: Any, distance: Any) -> Any:
+    """Emit the loads of a tile whose tokens lie `distance` bytes from each other."""
+    value = ir.Constant(context.get_value_type(tile), ir.Undefined)
+    for i in range(tile.n):
+        t, g = divmod(i, tile.groups)
+        start = builder.add(address, builder.mul(distance, ir.Constant(_I64, t)))
+        vector = _load(builder, _offset(builder, start, 64 * g), f32x16.llvm)
+        value = builder.insert_value(value, vector, i)
+    return value
+
+
+def _emit_store(builder: Any, tile: Tile, value: Any, address: Any, distance: Any) -> None:
+    for i in range(tile.n):
+        t, g = divmod(i, tile.groups)
+        start = builder.add(address, builder.mul(distance, ir.Constant(_I64, t)))
+        _store(builder, builder.extract_value(value, i), _offset(builder, start, 64 * g))
+
+
 @intrinsic(prefer_literal=True)
 def load(typing_context: Any, groups: Any, tokens: Any, at: Any) -> Any:
     """Return the tile at an address."""
@@ -202,13 +226,21 @@ def load(typing_context: Any, groups: Any, tokens: Any, at: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         address = _integer(context, builder, signature, args, 2)
-        value = ir.Constant(context.get_value_type(tile), ir.Undefined)
-        for i in range(tile.n):
-            vector = _load(builder, _offset(builder, address, 64 * i), f32x16.llvm)
-            value = builder.insert_value(value, vector, i)
-        return value
+        return _emit_load(context, builder, tile, address, ir.Constant(_I64, 64 * tile.groups))
 
     return tile(groups, tokens, at), codegen
+
+
+@intrinsic(prefer_literal=True)
+def load_apart(typing_context: Any, groups: Any, tokens: Any, at: Any, token: Any) -> Any:
+    """Return the tile at an address, its tokens `token` bytes from each other."""
+    tile = _tile(groups, tokens)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address, distance = (_integer(context, builder, signature, args, i) for i in (2, 3))
+        return _emit_load(context, builder, tile, address, distance)
+
+    return tile(groups, tokens, at, token), codegen
 
 
 @intrinsic
@@ -217,63 +249,59 @@ def store(typing_context: Any, at: Any, tile: Any) -> Any:
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         address = _integer(context, builder, signature, args, 0)
-        for i in range(tile.n):
-            _store(builder, builder.extract_value(args[1], i), _offset(builder, address, 64 * i))
+        _emit_store(builder, tile, args[1], address, ir.Constant(_I64, 64 * tile.groups))
         return context.get_dummy_value()
 
     return types.none(at, tile), codegen
 
 
-def _places(builder: Any, tile: Tile, at: Any, row: Any) -> list[Any]:
-    """Return the address of each vector of a tile whose tokens are `row` bytes apart."""
-    starts = [builder.add(at, builder.mul(row, ir.Constant(_I64, t))) for t in range(tile.tokens)]
-    return [_offset(builder, start, 64 * g) for start in starts for g in range(tile.groups)]
-
-
-@intrinsic(prefer_literal=True)
-def load_rows(typing_context: Any, groups: Any, tokens: Any, at: Any, row: Any) -> Any:
-    """Return the tile whose token t begins at ``at + row * t``."""
-    tile = _tile(groups, tokens)
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at, row = (_integer(context, builder, signature, args, i) for i in (2, 3))
-        value = ir.Constant(context.get_value_type(tile), ir.Undefined)
-        for i, place in enumerate(_places(builder, tile, at, row)):
-            value = builder.insert_value(value, _load(builder, place, f32x16.llvm), i)
-        return value
-
-    return tile(groups, tokens, at, row), codegen
-
-
 @intrinsic
-def store_rows(typing_context: Any, at: Any, row: Any, tile: Any) -> Any:
-    """Write a tile to memory, its token t to ``at + row * t``."""
+def store_apart(typing_context: Any, at: Any, token: Any, tile: Any) -> Any:
+    """Write a tile to an address, its tokens `token` bytes from each other."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        at, row = (_integer(context, builder, signature, args, i) for i in (0, 1))
-        for i, place in enumerate(_places(builder, tile, at, row)):
-            _store(builder, builder.extract_value(args[2], i), place)
+        address, distance = (_integer(context, builder, signature, args, i) for i in (0, 1))
+        _emit_store(builder, tile, args[2], address, distance)
         return context.get_dummy_value()
 
-    return types.none(at, row, tile), codegen
+    return types.none(at, token, tile), codegen
 
 
 @intrinsic
-def times(typing_context: Any, tile: Any, x: Any, token: Any) -> Any:
-    """Return a tile with each token multiplied by the float32 at ``x + token * t``."""
+def beside(typing_context: Any, a: Any, b: Any) -> Any:
+    """Return one tile of the groups of two, for the same tokens."""
+    tile = Tile(a.groups + b.groups, a.tokens)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        x, token = (_integer(context, builder, signature, args, i) for i in (1, 2))
+        value = ir.Constant(context.get_value_type(tile), ir.Undefined)
+        for i in range(tile.n):
+            t, g = divmod(i, tile.groups)
+            source, place = (
+                (0, t * a.groups + g) if g < a.groups else (1, t * b.groups + g - a.groups)
+            )
+            vector = builder.extract_value(args[source], place)
+            value = builder.insert_value(value, vector, i)
+        return value
+
+    return tile(a, b), codegen
+
+
+@intrinsic
+def scale(typing_context: Any, tile: Any, at: Any, token: Any) -> Any:
+    """Return a tile with each token multiplied by the float32 at ``at + token * t``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        address, distance = (_integer(context, builder, signature, args, i) for i in (1, 2))
         value = args[0]
         for t in range(tile.tokens):
-            address = builder.add(x, builder.mul(token, ir.Constant(_I64, t)))
-            factor = _splat(builder, _load(builder, address, _F32))
+            place = builder.add(address, builder.mul(distance, ir.Constant(_I64, t)))
+            factor = _splat(builder, _load(builder, place, _F32))
             for i in range(t * tile.groups, (t + 1) * tile.groups):
                 product = builder.fmul(builder.extract_value(value, i), factor)
                 value = builder.insert_value(value, product, i)
         return value
 
-    return tile(tile, x, token), codegen
+    return tile(tile, at, token), codegen
 
 
 @intrinsic
@@ -319,6 +347,30 @@ def step(typing_context: Any, tile: Any, like: Any, w: Any, group: Any, x: Any, 
 
 
 @intrinsic
+def step_chains(typing_context: Any, tile: Any, like: Any, w: Any, x: Any, token: Any) -> Any:
+    """Add one unit to each group of the tile: unit i of one weight group, at `w`, to group i."""
+    stored, how = _unit(like)
+    emit = _pair_step if stored is _I32 else _float_step
+    size = LANES * (stored.width // 8 if stored is not _F32 else 4)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        w, x, token = (_integer(context, builder, signature, args, i) for i in (2, 3, 4))
+        value = args[0]
+        for g in range(tile.groups):
+            loaded = _load(builder, _offset(builder, w, size * g), ir.VectorType(stored, LANES))
+            weights = [_widen(builder, loaded, how)]
+            for t in range(tile.tokens):
+                address = builder.add(x, builder.mul(token, ir.Constant(_I64, t)))
+                i = t * tile.groups + g
+                old = [builder.extract_value(value, i)]
+                new = emit(builder, old, weights, _offset(builder, address, 4 * g))
+                value = builder.insert_value(value, new[0], i)
+        return value
+
+    return tile(tile, like, w, x, token), codegen
+
+
+@intrinsic
 def load_widened(typing_context: Any, like: Any, at: Any) -> Any:
     """Return 16 weights as float32."""
     stored, how = _unit(like)
@@ -336,28 +388,57 @@ def step_lanes(
 ) -> Any:
     """Add 16 columns, lane by lane: weights at ``w + row * r``, activations at ``x + token * t``.
 
-    A group of the tile is a row here; `like` is not an array of pairs.
+    A group of the tile is a row here; `like` is not of pairs.
     """
     stored, how = _unit(like)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        w, row, x, token = (_integer(context, builder, signature, args, i) for i in range(2, 6))
-        weights = []
-        for r in range(tile.groups):
-            address = builder.add(w, builder.mul(row, ir.Constant(_I64, r)))
-            vector = _load(builder, address, ir.VectorType(stored, LANES))
-            weights.append(_widen(builder, vector, how))
-        value = args[0]
-        for t in range(tile.tokens):
-            address = builder.add(x, builder.mul(token, ir.Constant(_I64, t)))
-            xs = _load(builder, address, f32x16.llvm)
-            for r in range(tile.groups):
-                i = t * tile.groups + r
-                total = _fma(builder, weights[r], xs, builder.extract_value(value, i))
-                value = builder.insert_value(value, total, i)
-        return value
+        places = [_integer(context, builder, signature, args, i) for i in range(2, 6)]
+
+        def read(address: Any, element: Any) -> Any:
+            return _load(builder, address, ir.VectorType(element, LANES))
+
+        return _emit_step_lanes(builder, tile, args[0], stored, how, places, read)
 
     return tile(tile, like, w, row, x, token), codegen
+
+
+@intrinsic
+def step_first(
+    typing_context: Any, tile: Any, like: Any, w: Any, row: Any, x: Any, token: Any, n: Any
+) -> Any:
+    """Do as `step_lanes` with the first `n` of 16 columns; the others are not read."""
+    stored, how = _unit(like)
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        places = [_integer(context, builder, signature, args, i) for i in range(2, 6)]
+        mask = first_lanes(context, builder, args[6], signature.args[6])
+
+        def read(address: Any, element: Any) -> Any:
+            vector = ir.VectorType(element, LANES)
+            pointer = builder.inttoptr(address, ir.PointerType(vector))
+            return masked_load(builder, pointer, mask, ir.Constant(vector, None))
+
+        return _emit_step_lanes(builder, tile, args[0], stored, how, places, read)
+
+    return tile(tile, like, w, row, x, token, n), codegen
+
+
+def _emit_step_lanes(
+    builder: Any, tile: Tile, value: Any, stored: Any, how: str | None, places: Any, read: Any
+) -> Any:
+    w, row, x, token = places
+    weights = []
+    for r in range(tile.groups):
+        address = builder.add(w, builder.mul(row, ir.Constant(_I64, r)))
+        weights.append(_widen(builder, read(address, stored), how))
+    for t in range(tile.tokens):
+        xs = read(builder.add(x, builder.mul(token, ir.Constant(_I64, t))), _F32)
+        for r in range(tile.groups):
+            i = t * tile.groups + r
+            total = _fma(builder, weights[r], xs, builder.extract_value(value, i))
+            value = builder.insert_value(value, total, i)
+    return value
 
 
 @intrinsic

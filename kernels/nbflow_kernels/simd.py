@@ -40,10 +40,10 @@ from __future__ import annotations
 from typing import Any
 
 from llvmlite import ir
-from numba import njit
 from numba.core import cgutils, errors, extending, types
 from numba.core.datamodel import models
 
+from nbflow_kernels._jit import helper
 from nbflow_kernels.halves import emit_narrow, emit_widen
 from nbflow_kernels.stepping import intrinsic
 
@@ -367,7 +367,7 @@ def address(typing_context: Any, array: Any) -> Any:
     return types.int64(array), codegen
 
 
-@njit(inline="always", error_model="numpy")
+@helper
 def exp(v: Any) -> Any:
     """Return e**v lane by lane: range reduction by ln 2 and a polynomial of degree 6.
 

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import atomics, stepping
-from nbflow_kernels._jit import njit
+from nbflow_kernels._jit import njit, part
 from nbflow_kernels.calls import (
     ARGUMENTS,
     BARRIER,
@@ -56,7 +56,7 @@ _FEW_SPINS = 50  # the same in a team of more threads than cores, which wait for
 _YIELDS = 500  # looks between which the core is offered, before a thread goes to sleep
 
 
-@njit
+@part
 def _wait_for_change(cell: Any, seen: Any, shared: Any, patience: Any) -> Any:
     """Return a cell's value once it is not `seen`; `seen` after `patience` yields (< 0: never)."""
     for _ in range(read_i64(shared + 8 * _SPIN)):
@@ -78,7 +78,7 @@ def _wait_for_change(cell: Any, seen: Any, shared: Any, patience: Any) -> Any:
     return seen
 
 
-@njit
+@part
 def _barrier(shared: Any, n_threads: Any) -> None:
     """Wait until all threads of the team are here."""
     passed = atomics.load(shared + 8 * _BARRIER)
@@ -89,7 +89,7 @@ def _barrier(shared: Any, n_threads: Any) -> None:
         _wait_for_change(shared + 8 * _BARRIER, passed, shared, -1)
 
 
-@njit
+@part
 def _share_of_call(row: Any, ticket: Any, thread: Any, shared: Any) -> None:
     """Do this thread's rows of one call."""
     function, arguments = read_i64(row + 8 * FUNCTION), read_i64(row + 8 * ARGUMENTS)

@@ -13,10 +13,10 @@ from __future__ import annotations
 from typing import Any
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import inline
+from nbflow_kernels._jit import helper
 
 
-@inline
+@helper
 def keep_nan(y: Any, v: Any) -> Any:
     """Return `y`, or NaN where `v` is one: minimum and maximum of NaN give the other operand."""
     magnitude = simd.and_(simd.as_i32(v), simd.splat_i32(0x7FFFFFFF))
@@ -26,7 +26,7 @@ def keep_nan(y: Any, v: Any) -> Any:
     return simd.as_f32(simd.or_(simd.as_i32(y), bits))
 
 
-@inline
+@helper
 def select(mask: Any, v: Any, other: Any) -> Any:
     """Return `v` where the int32 `mask` is 1 and `other` where it is 0."""
     chosen = simd.and_(simd.as_i32(v), simd.sub(simd.splat_i32(0), mask))
@@ -34,7 +34,7 @@ def select(mask: Any, v: Any, other: Any) -> Any:
     return simd.as_f32(simd.or_(chosen, rest))
 
 
-@inline
+@helper
 def expm1(v: Any) -> Any:
     """Return e**v - 1 lane by lane, for arguments cut off at -87 and 88; NaN is lost."""
     x = simd.minimum(simd.maximum(v, simd.splat(-87.0)), simd.splat(88.0))
@@ -54,7 +54,7 @@ def expm1(v: Any) -> Any:
     return simd.fma(p, power, simd.sub(power, simd.splat(1.0)))
 
 
-@inline
+@helper
 def tanh(v: Any) -> Any:
     """Return the hyperbolic tangent lane by lane."""
     e = expm1(simd.add(v, v))

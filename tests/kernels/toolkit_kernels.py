@@ -109,6 +109,16 @@ def use_lanes(f, i, b, out):  # type: ignore[no-untyped-def]
     lanes.write_i64(out + 24, lanes.read_i32(i + 8))
     lanes.store_quarters(out + 400, 24, simd.load_f32(f + 64))
     simd.store_f32(out + 320, lanes.sum16(a, c, a, a, c, c, a, a, c, a, c, a, a, a, c, c))
+    room = lanes.allocate(64)
+    simd.store_f32(room, a)
+    simd.store_f32(out + 3200, simd.load_f32(room))
+    lanes.release(room)
+    for n in range(-1, 18):
+        at = out + 512 + 64 * (n + 1)
+        first = lanes.load_first(f, n, -1.5)
+        rest = simd.add(lanes.load_first_f16(b + 192, n), lanes.load_first_bf16(b + 192, 16 - n))
+        simd.store_f32(at, simd.add(first, rest))
+        lanes.store_first(at + 1280, n, a)
 
 
 @njit
@@ -174,8 +184,6 @@ def use_registers(f, i, b, out, singles, halves, brains, pairs):  # type: ignore
     tile = registers.step(tile, halves, b + 192, 32, f + 648, 8)
     tile = registers.step(tile, brains, b + 192, 32, f + 648, 8)
     registers.store(out, registers.step(tile, pairs, b + 192, 64, b + 320, 4))
-    some = registers.times(registers.load_rows(2, 3, f, 192), f + 640, 4)
-    registers.store_rows(out + 3328, 192, some)
     simd.store_f32(out + 384, registers.load_widened(halves, b))
     simd.store_f32(out + 448, registers.load_widened(brains, b))
     simd.store_i32(out + 512, registers.to_bf16(simd.load_f32(f + 4032), simd.load_f32(f + 192)))
@@ -184,9 +192,16 @@ def use_registers(f, i, b, out, singles, halves, brains, pairs):  # type: ignore
     registers.transpose_f32(halves, b, 48, out + 1152, 256)
     registers.transpose(singles, f, 72, out + 2176)
     rows = registers.step_lanes(registers.zero(4, 4), halves, b + 192, 32, f + 640, 64)
+    rows = registers.step_first(rows, singles, f + 400, 68, f + 644, 64, 11)
+    rows = registers.step_first(rows, brains, b + 192, 34, f + 652, 64, 5)
     simd.store_f32(out + 3200, registers.lane_sums(rows))
     both = simd.load_i32(b + 192), simd.load_i32(b + 256)
     simd.store_f32(out + 3264, registers.add_pairs(simd.load_f32(f + 640), both[0], both[1]))
+    left = registers.scale(registers.load_apart(1, 2, f + 640, 128), f + 1000, 4)
+    left = registers.step_chains(left, halves, b + 192, f + 648, 8)
+    two = registers.beside(left, registers.step_chains(left, brains, b + 192, f + 648, 8))
+    two = registers.step_chains(two, pairs, b + 192, b + 320, 4)
+    registers.store_apart(out + 3328, 192, registers.step_chains(two, singles, f + 192, f + 700, 8))
 
 
 @njit

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import shuffles, simd
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels._jit import helper, njit
 from nbflow_kernels.lanes import address_of, read_f32, write_f32
 from nbflow_kernels.threads import hold, split_rows
 from nbflow_kernels.vector_math import keep_nan
@@ -163,14 +163,14 @@ def _run(
     )
 
 
-@inline
+@helper
 def _sigmoid(v: Any) -> Any:
     """Return the logistic function of v; e**88 in the divisor is as good as infinity."""
     e = simd.exp(simd.sub(simd.splat(0.0), v))
     return keep_nan(simd.div(simd.splat(1.0), simd.add(simd.splat(1.0), e)), v)
 
 
-@inline
+@helper
 def _logistic(v: Any, linear: Any, cubic: Any) -> Any:
     """Return v times the logistic function of linear * v + cubic * v**3."""
     # beyond +-1e4 the function is 0 or 1 for every use here; the limit keeps the cube finite
@@ -180,7 +180,7 @@ def _logistic(v: Any, linear: Any, cubic: Any) -> Any:
     return simd.div(v, simd.add(simd.splat(1.0), e))
 
 
-@inline
+@helper
 def _normal(v: Any) -> Any:
     """Return v times the normal distribution function of v, exact to float32 in both tails.
 
@@ -209,7 +209,7 @@ def _normal(v: Any) -> Any:
     return simd.sub(positive, tail)
 
 
-@inline
+@helper
 def _clamped(gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
     """Return (up + 1) * gate * logistic(alpha * gate), both cut off at the limit."""
     high, low = simd.splat(limit), simd.splat(-limit)
@@ -218,7 +218,7 @@ def _clamped(gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
     return simd.mul(simd.add(u, simd.splat(1.0)), _logistic(g, alpha, 0.0))
 
 
-@njit
+@helper
 def _function(v: Any, code: Any, linear: Any, cubic: Any) -> Any:
     """Return the activation of 16 elements."""
     if code == LOGISTIC:

@@ -145,13 +145,13 @@ def _make_mix(vectors: int, rows: int) -> Any:
         """
         size = simd.size_of(like)
         column = (d >> 2) * size
-        tile = registers.load_rows(vectors, rows, acc + d, row_bytes)
-        tile = registers.times(tile, shrink, step)
+        tile = registers.load_apart(vectors, rows, acc + d, row_bytes)
+        tile = registers.scale(tile, shrink, step)
         for j in range(first, last):
             fetch(ahead, j, n_ahead)
             value = read_i64(values + 8 * j) + column
             tile = registers.step(tile, like, value, 16 * size, p + 4 * j, ROW)
-        registers.store_rows(acc + d, row_bytes, tile)
+        registers.store_apart(acc + d, row_bytes, tile)
 
     return mix
 
@@ -161,12 +161,6 @@ mix_8x1, mix_4x1, mix_1x1 = _make_mix(8, 1), _make_mix(4, 1), _make_mix(1, 1)
 
 
 # ---- softmax -------------------------------------------------------------------------------------
-
-
-@part
-def exp(v: Any) -> Any:
-    """Return e**v lane by lane; compiled once, where `simd.exp` would be copied by Numba."""
-    return simd.exp(v)
 
 
 @part
@@ -233,7 +227,7 @@ def weigh(s: Any, first: Any, last: Any, old_top: Any) -> Any:
         x = simd.load_f32(s + i)
         # 0 for a hidden key, else 1: visible scores are far above HIDDEN
         seen = simd.minimum(simd.sub(x, hidden), one)
-        p = simd.mul(exp(simd.sub(x, shift)), seen)
+        p = simd.mul(simd.exp(simd.sub(x, shift)), seen)
         simd.store_f32(s + i, p)
         # simd.max and simd.exp drop a NaN; x * 0 brings it back into the sum
         total = simd.add(total, simd.fma(x, zero, p))
@@ -243,7 +237,7 @@ def weigh(s: Any, first: Any, last: Any, old_top: Any) -> Any:
 @part
 def exp1(x: Any) -> Any:
     """Return e**x of one float32, with the bits that `simd.exp` gives."""
-    return simd.max(exp(simd.splat(x)))
+    return simd.max(simd.exp(simd.splat(x)))
 
 
 @part

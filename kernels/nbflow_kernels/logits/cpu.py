@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels._jit import helper, njit, part
 from nbflow_kernels.lanes import address_of, read_f32, read_u8, write_f32
 from nbflow_kernels.threads import hold, not_capturable, split_rows
 from nbflow_kernels.vector_math import select, tanh
@@ -104,7 +104,7 @@ def _places(x: np.ndarray | None) -> tuple[int, int, int, int]:
     return address_of(x), x.strides[0], x.strides[1], x.strides[2]
 
 
-@inline
+@helper
 def _capped(v: Any, cap: Any) -> Any:
     """Return cap * tanh(v / cap), or `v` for a cap of 0."""
     if cap == 0.0:
@@ -112,14 +112,14 @@ def _capped(v: Any, cap: Any) -> Any:
     return simd.mul(tanh(simd.div(v, simd.splat(cap))), simd.splat(cap))
 
 
-@inline
+@helper
 def _nan_sign(v: Any) -> Any:
     """Return int32 that are negative exactly where `v` is NaN."""
     magnitude = simd.and_(simd.as_i32(v), simd.splat_i32(0x7FFFFFFF))
     return simd.sub(simd.splat_i32(0x7F800000), magnitude)
 
 
-@njit
+@part
 def _top(row: Any, n: Any) -> Any:
     """Return the largest of the `n` elements at `row`, NaN if one is NaN or the largest infinite.
 
@@ -143,7 +143,7 @@ def _top(row: Any, n: Any) -> Any:
     return largest
 
 
-@njit
+@part
 def _end(row: Any, n: Any, stage: Any) -> None:
     """Copy the last n % 16 elements at `row` to `stage`, and -inf behind them."""
     body = n - n % 16
@@ -151,13 +151,13 @@ def _end(row: Any, n: Any, stage: Any) -> None:
         write_f32(stage + 4 * d, read_f32(row + 4 * (body + d)) if body + d < n else -np.inf)
 
 
-@inline
+@helper
 def _seen(x: Any) -> Any:
     """Return 0 where `x`, which is not below the lowest finite number, is that; else 1."""
     return simd.minimum(simd.sub(x, simd.splat(LOWEST)), simd.splat(1.0))
 
 
-@njit
+@part
 def _exps(row: Any, n: Any, top: Any, factor: Any, cap: Any) -> Any:
     """Return the sum of exp((c(x) - top) * factor) for `n` elements, a multiple of 16."""
     total = simd.splat(0.0)
@@ -168,7 +168,7 @@ def _exps(row: Any, n: Any, top: Any, factor: Any, cap: Any) -> Any:
     return simd.sum(total)
 
 
-@njit
+@part
 def _sum_exp(row: Any, n: Any, top: Any, factor: Any, cap: Any, stage: Any) -> Any:
     """Return the sum of exp((c(x) - top) * factor) in float64; c caps, `top` is capped."""
     total = 0.0
@@ -182,13 +182,13 @@ def _sum_exp(row: Any, n: Any, top: Any, factor: Any, cap: Any, stage: Any) -> A
     return total
 
 
-@njit
+@part
 def _capped_one(place: Any, cap: Any) -> Any:
     """Return the capped value of the first of 16 elements at `place`."""
     return simd.max(_capped(simd.splat(read_f32(place)), cap))
 
 
-@njit
+@part
 def _top_and_sum(row: Any, n: Any, factor: Any, cap: Any, stage: Any) -> Any:
     """Return the largest element, capped, and the sum of the others' exponentials relative to it.
 
@@ -244,7 +244,7 @@ def _token_log_probs(
             out[b, i] = (x - np.float64(top)) * np.float64(factor) - np.log(total)
 
 
-@njit
+@part
 def _add_kl_sums(p: Any, q: Any, n: Any, top_p: Any, top_q: Any, sums: Any) -> None:
     """Add to `sums` those over `n` elements, a multiple of 16, of four terms.
 
@@ -304,7 +304,7 @@ def _soft_cap(logits: Any, n: Any, cap: Any, out: Any, start: Any, stop: Any) ->
                 write_f32(out + 4 * i, _capped_one(logits + 4 * i, cap))
 
 
-@njit
+@part
 def _score(x: Any, bias: Any, mask: Any, has_bias: Any, sm_scale: Any, cap: Any) -> Any:
     """Return 16 scores, scaled, capped, with bias; -inf where `mask` (int32) is 0."""
     s = _capped(simd.mul(x, simd.splat(sm_scale)), cap)
@@ -313,7 +313,7 @@ def _score(x: Any, bias: Any, mask: Any, has_bias: Any, sm_scale: Any, cap: Any)
     return select(mask, s, simd.splat(-np.inf))
 
 
-@njit
+@part
 def _write_scores(
     row: Any,
     mask: Any,
@@ -353,7 +353,7 @@ def _write_scores(
     return min(n + (16 - n % 16) % 16, Tk)
 
 
-@njit
+@part
 def _normalize(row: Any, n: Any, top: Any, room: Any) -> None:
     """Replace `n` scores by their softmax, in place."""
     stage = simd.address(room)
@@ -379,7 +379,7 @@ def _normalize(row: Any, n: Any, top: Any, room: Any) -> None:
         write_f32(row + 4 * d, room[d - body] * factor)
 
 
-@njit
+@part
 def _clear(row: Any, n: Any) -> None:
     """Write `n` zeros."""
     body = n - n % 16

@@ -21,7 +21,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import lanes, registers, simd
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels._jit import inline, njit, part
+from nbflow_kernels.lanes import read_f32, write_f32
 from nbflow_kernels.matmul import transposed
 from nbflow_kernels.matmul.transposed import PANEL
 from nbflow_kernels.threads import split_rows
@@ -52,7 +53,7 @@ def matmul(
     split_rows(kernel, w.shape[0], work, x, w, bias, accumulate, out)
 
 
-@njit
+@part
 def _begin(bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
     """Write what the sums are added to: nothing, the bias, the old output, or both."""
     for t in range(out.shape[0]):
@@ -61,110 +62,87 @@ def _begin(bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
             out[t, n] = out[t, n] + y if accumulate else y
 
 
-@inline
-def _tails(rows: Any, first: Any, n_rows: Any, tails: Any) -> None:
-    """Copy the columns after the last multiple of 16 of some rows to `tails` (rows, 16)."""
-    full = rows.shape[1] // 16 * 16
-    for r in range(n_rows):
-        for i in range(full, rows.shape[1]):
-            tails[r, i - full] = rows[first + r, i]
-
-
 @njit
 def _matmul_stream(
     x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any
 ) -> None:
     """Rows [start, stop) of `w` for one token, as one stream of addresses."""
     _begin(bias, accumulate, out, start, stop)
-    n_columns = w.shape[1]
-    x_tail, w_tail = np.zeros((1, 16), np.float32), np.zeros((1, 16), w.dtype)
-    _tails(x, 0, 1, x_tail)
+    n_columns, x_at, sums = w.shape[1], simd.address(x), lanes.allocate(64)
     for n in range(start, stop):
         row = simd.address(w) + n * w.strides[0]
         y = out[0, n]
         for k in range(0, n_columns, PANEL):
-            a = simd.splat(0.0)
-            stop_at = min(k + PANEL, n_columns // 16 * 16)
-            for i in range(k, stop_at, 16):
-                v = registers.load_widened(w, row + i * w.itemsize)
-                a = simd.fma(v, simd.load_f32(simd.address(x) + i * 4), a)
-            if stop_at < min(k + PANEL, n_columns):
-                _tails(w, n, 1, w_tail)
-                v = registers.load_widened(w, simd.address(w_tail))
-                a = simd.fma(v, simd.load_f32(simd.address(x_tail)), a)
-            y += simd.sum(a)
+            end = min(k + PANEL, n_columns)
+            tile = registers.zero(1, 1)
+            for i in range(k, end - 15, 16):
+                at = row + i * w.itemsize
+                tile = registers.step_lanes(tile, w, at, 0, x_at + 4 * i, 0)
+            if end % 16:
+                i = end // 16 * 16
+                at = row + i * w.itemsize
+                tile = registers.step_first(tile, w, at, 0, x_at + 4 * i, 0, end - i)
+            registers.store(sums, tile)
+            y += simd.sum(simd.load_f32(sums))
         out[0, n] = y
+    lanes.release(sums)
 
 
 @inline
 def _tile(
-    n_rows: Any, n_tokens: Any, w: Any, row: Any, x: Any, token: Any, n_vectors: Any, w_tail: Any,
-    x_tail: Any, ahead: Any, stride: Any,
+    n_tokens: Any, w: Any, row: Any, distance: Any, x: Any, token: Any, n_columns: Any, ahead: Any,
+    stride: Any,
 ) -> Any:  # fmt: skip
-    """Return the lanes of a literal number of rows and tokens, from addresses `row` and `x` on.
+    """Return the lanes of 4 rows, `distance` bytes apart, times a literal number of tokens.
 
     Meanwhile ask for memory from address `ahead` on, `stride` bytes for each vector.
     """
-    tile = registers.zero(n_rows, n_tokens)
-    for _ in range(n_vectors):
+    tile = registers.zero(4, n_tokens)
+    for _ in range(n_columns // 16):
         lanes.prefetch(ahead)
         ahead += stride
-        tile = registers.step_lanes(tile, w, row, w.strides[0], x, token)
+        tile = registers.step_lanes(tile, w, row, distance, x, token)
         row += 16 * w.itemsize
         x += 64
-    if x_tail:
-        tile = registers.step_lanes(tile, w, w_tail, 16 * w.itemsize, x_tail, 64)
+    if n_columns % 16:
+        tile = registers.step_first(tile, w, row, distance, x, token, n_columns % 16)
     return tile
 
 
-@inline
-def _sum_lanes(tile: Any, count: Any, sums: Any) -> None:
-    """Write the sums over the lanes of a tile of `count` vectors to sums[:count]."""
-    at = simd.address(sums) + 64
-    registers.store(at, tile)
-    for i in range(count):
-        sums[i] = simd.sum(simd.load_f32(at + 64 * i))
-
-
-@njit
+@part
 def _rows_panel(
-    x: Any, x_tails: Any, w: Any, w_tails: Any, n: Any, n_rows: Any, k: Any, stop: Any, out: Any,
+    x: Any, w: Any, first: Any, distance: Any, n: Any, n_rows: Any, k: Any, stop: Any, out: Any,
     sums: Any,
 ) -> None:  # fmt: skip
-    """Add columns [k, stop) of 4 rows, or one, from row n on to `out`.
+    """Add columns [k, stop) of rows [n, n + n_rows) to `out`, of the 4 rows from `first` on.
 
-    Meanwhile ask for the panel of as many rows after them.
+    The rows lie `distance` bytes apart.  Meanwhile ask for the panel of the 4 rows after them.
     """
-    n_vectors, ragged, token = (stop - k) // 16, (stop - k) % 16 > 0, x.strides[0]
-    row = simd.address(w) + n * w.strides[0] + k * w.itemsize
-    w_tail, n_tokens = simd.address(w_tails), x.shape[0]
+    n_tokens, n_columns, token = x.shape[0], stop - k, x.strides[0]
+    row = simd.address(w) + first * w.strides[0] + k * w.itemsize
     # a quarter of the tiles for each of the next four rows
     per_row = max(1, n_tokens // 16)
-    row_bytes = (stop - k) * w.itemsize
+    row_bytes = n_columns * w.itemsize
+    n_vectors = n_columns // 16
     stride = (row_bytes // per_row + n_vectors) // max(1, n_vectors)
     t = 0
     tile_number = 0
     while t < n_tokens:
         tokens = 4 if t + 4 <= n_tokens else 1
         x_at = simd.address(x) + t * token + 4 * k
-        x_tail = simd.address(x_tails) + 64 * t if ragged else 0
-        ahead = row + (n_rows + tile_number // per_row) * w.strides[0]
+        ahead = row + (4 + tile_number // per_row) * w.strides[0]
         ahead += tile_number % per_row * (row_bytes // per_row)
-        if n_rows == 4 and tokens == 4:
-            tile = _tile(4, 4, w, row, x_at, token, n_vectors, w_tail, x_tail, ahead, stride)
-            simd.store_f32(simd.address(sums), registers.lane_sums(tile))
-        elif n_rows == 4:
-            tile = _tile(4, 1, w, row, x_at, token, n_vectors, w_tail, x_tail, ahead, stride)
-            _sum_lanes(tile, 4, sums)
-        elif tokens == 4:
-            tile = _tile(1, 4, w, row, x_at, token, n_vectors, w_tail, x_tail, ahead, stride)
-            _sum_lanes(tile, 4, sums)
+        if tokens == 4:
+            tile = _tile(4, w, row, distance, x_at, token, n_columns, ahead, stride)
+            simd.store_f32(sums, registers.lane_sums(tile))
         else:
-            tile = _tile(1, 1, w, row, x_at, token, n_vectors, w_tail, x_tail, ahead, stride)
-            _sum_lanes(tile, 1, sums)
+            one = _tile(1, w, row, distance, x_at, token, n_columns, ahead, stride)
+            registers.store(sums + 64, one)
+            for r in range(4):
+                write_f32(sums + 4 * r, simd.sum(simd.load_f32(sums + 64 + 64 * r)))
         for i in range(tokens):
-            for r in range(n_rows):
-                out[t + i, n + r] += sums[i * n_rows + r]
+            for r in range(n - first, n - first + n_rows):
+                out[t + i, first + r] += read_f32(sums + 16 * i + 4 * r)
         t += tokens
         tile_number += 1
 
@@ -175,19 +153,13 @@ def _matmul_tiles(
 ) -> None:
     """Rows [start, stop) of `w` for any number of tokens."""
     _begin(bias, accumulate, out, start, stop)
-    n_tokens, n_columns = x.shape
-    ragged = n_columns % 16 > 0
-    x_tails = np.zeros((n_tokens if ragged else 0, 16), np.float32)
-    w_tails = np.zeros((4, 16), w.dtype)
-    sums = np.empty(16 + 4 * 16, np.float32)
-    if ragged:
-        _tails(x, 0, n_tokens, x_tails)
-    for k in range(0, n_columns, PANEL):
-        end = min(k + PANEL, n_columns)
-        n = start
-        while n < stop:
-            n_rows = 4 if n + 4 <= stop else 1
-            if end % 16:
-                _tails(w, n, n_rows, w_tails)
-            _rows_panel(x, x_tails, w, w_tails, n, n_rows, k, end, out, sums)
-            n += n_rows
+    sums = lanes.allocate(5 * 64)
+    # a tile of four rows at the end has some of the rows before; of fewer than four, one four times
+    last = w.shape[0] - 4
+    step, distance = (4, w.strides[0]) if last >= 0 else (1, 0)
+    for k in range(0, w.shape[1], PANEL):
+        end = min(k + PANEL, w.shape[1])
+        for n in range(start, stop, step):
+            first = min(n, last) if last >= 0 else n
+            _rows_panel(x, w, first, distance, n, min(step, stop - n), k, end, out, sums)
+    lanes.release(sums)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels import registers, simd
+from nbflow_kernels import lanes, registers, simd
 from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.matmul import tiles
 from nbflow_kernels.threads import split_rows
@@ -49,31 +49,31 @@ def _work(x: NDArray[np.float32], w: NDArray[Any]) -> float:
 @njit
 def _one(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
     """One token; groups [start, stop), read as one stream."""
-    sums = np.empty(64, np.float32)
-    at, n_units = simd.address(sums), x.shape[1]
+    sums, n_units = lanes.allocate(tiles.TOKEN_BYTES), x.shape[1]
     for group in range(start, stop):
-        sums[:] = 0.0
+        tiles.clear(sums, 1)
         w_at = simd.address(w) + group * w.strides[0]
         ahead = w_at + tiles.PREFETCH
-        tiles.add_to_tile(w, 1, w_at, simd.address(x), 0, n_units, at, ahead, 64 * w.itemsize)
-        tiles.finish(at, bias, accumulate, out, 0, 1, group)
+        tiles.add_to_tile(w, 1, w_at, simd.address(x), 0, n_units, sums, ahead, 64 * w.itemsize)
+        tiles.finish(sums, bias, accumulate, out, 0, 1, group)
+    lanes.release(sums)
 
 
 @njit
 def _many(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
     """Two tokens and more; groups [start, stop), multiplied as they lie."""
     n_tokens, n_units = x.shape
-    sums = np.empty(64 * min(n_tokens, tiles.BLOCK_TOKENS), np.float32)
-    at = simd.address(sums)
+    sums = lanes.allocate(tiles.TOKEN_BYTES * min(n_tokens, tiles.BLOCK_TOKENS))
     for token in range(0, n_tokens, tiles.BLOCK_TOKENS):
         tokens = min(tiles.BLOCK_TOKENS, n_tokens - token)
         x_at = simd.address(x) + token * x.strides[0]
         for group in range(start, stop):
-            sums[:] = 0.0
+            tiles.clear(sums, tokens)
             w_at = simd.address(w) + group * w.strides[0]
             ahead = w_at + w.strides[0]
-            tiles.add_units(w, w_at, x_at, x.strides[0], tokens, n_units, at, ahead, w.strides[0])
-            tiles.finish(at, bias, accumulate, out, token, tokens, group)
+            tiles.add_units(w, w_at, x_at, x.strides[0], tokens, n_units, sums, ahead, w.strides[0])
+            tiles.finish(sums, bias, accumulate, out, token, tokens, group)
+    lanes.release(sums)
 
 
 @inline

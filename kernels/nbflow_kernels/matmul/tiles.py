@@ -11,7 +11,7 @@ bias; then the old output.
 `add_units` adds units of one group to the chains of any number of tokens, six at a time: with 32
 registers all four chains of six tokens are in registers, and a weight vector is loaded once for
 six multiply-adds; with 16 registers (of 8 lanes) it takes one chain after the other.  Chains lie
-in memory in between: by tile of tokens, chain, token.
+in memory in between, the four of a token behind each other.
 
 `multiply_decoded` decodes a panel of `PANEL` units of a group (128 KB, in a second-level cache)
 and adds it to the chains of a block of tokens; meanwhile it asks for the panel after it.
@@ -24,12 +24,13 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import lanes, registers, simd
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels._jit import helper, inline, part
 from nbflow_kernels.matmul.outputs import write_group
 
 WIDE = registers.has_wide_registers()
 PANEL = 2048  # units decoded at a time, if the rows are that long
 BLOCK_TOKENS = 384  # share one decoding of the weights, and keep their activations in a cache
+TOKEN_BYTES = 4 * 64  # of a token's four chains
 PREFETCH = 4096 + 64  # bytes ahead in a stream: of a pair of lines the second, which comes last
 
 
@@ -43,6 +44,24 @@ def tile_width(n_tokens: Any) -> Any:
     return min(n_tokens, 2)
 
 
+@helper
+def clear(sums: Any, n_tokens: Any) -> None:
+    """Start the chains of some tokens."""
+    for at in range(sums, sums + TOKEN_BYTES * n_tokens, 64):
+        simd.store_f32(at, simd.splat(0.0))
+
+
+@helper
+def ask(ahead: Any, stride: Any) -> None:
+    """Ask for one, two or four cache lines at `ahead`: no fewer than `stride` bytes up to 256."""
+    lanes.prefetch(ahead)
+    if stride > 64:
+        lanes.prefetch(ahead + 64)
+    if stride > 128:
+        lanes.prefetch(ahead + 128)
+        lanes.prefetch(ahead + 192)
+
+
 @inline
 def add_to_tile(
     like: Any, n_tokens: Any, w: Any, x: Any, token: Any, n_units: Any, sums: Any, ahead: Any,
@@ -52,51 +71,36 @@ def add_to_tile(
 
     Meanwhile ask for memory from address `ahead` on, `stride` bytes for every four units.
     """
-    size, chain = 16 * like.itemsize, 64 * n_tokens
+    size = 16 * like.itemsize
     if WIDE:
-        a = registers.load(1, n_tokens, sums)
-        b = registers.load(1, n_tokens, sums + chain)
-        c = registers.load(1, n_tokens, sums + 2 * chain)
-        d = registers.load(1, n_tokens, sums + 3 * chain)
+        tile = registers.load(4, n_tokens, sums)
         for _ in range(n_units // 4):
-            lanes.prefetch(ahead)
-            if n_tokens > 1:  # one token waits for memory only: every second line is faster then
-                if stride > 64:
-                    lanes.prefetch(ahead + 64)
-                if stride > 128:
-                    lanes.prefetch(ahead + 128)
-                    lanes.prefetch(ahead + 192)
+            if n_tokens > 1:
+                ask(ahead, stride)
+            else:  # it waits for memory only: every second line is faster then
+                lanes.prefetch(ahead)
             ahead += stride
-            a = registers.step(a, like, w, 0, x, token)
-            b = registers.step(b, like, w + size, 0, x + 4, token)
-            c = registers.step(c, like, w + 2 * size, 0, x + 8, token)
-            d = registers.step(d, like, w + 3 * size, 0, x + 12, token)
+            tile = registers.step_chains(tile, like, w, x, token)
             w += 4 * size
             x += 16
-        rest = n_units % 4
-        if rest > 0:
-            a = registers.step(a, like, w, 0, x, token)
-        if rest > 1:
-            b = registers.step(b, like, w + size, 0, x + 4, token)
-        if rest > 2:
-            c = registers.step(c, like, w + 2 * size, 0, x + 8, token)
-        registers.store(sums, a)
-        registers.store(sums + chain, b)
-        registers.store(sums + 2 * chain, c)
-        registers.store(sums + 3 * chain, d)
+        registers.store(sums, tile)
+        for i in range(n_units % 4):
+            chain = registers.load_apart(1, n_tokens, sums + 64 * i, TOKEN_BYTES)
+            chain = registers.step(chain, like, w + size * i, 0, x + 4 * i, token)
+            registers.store_apart(sums + 64 * i, TOKEN_BYTES, chain)
     else:
         for i in range(4):
-            tile = registers.load(1, n_tokens, sums + chain * i)
+            chain = registers.load_apart(1, n_tokens, sums + 64 * i, TOKEN_BYTES)
             w_at = w + size * i
             x_at = x + 4 * i
             for _ in range((n_units + 3 - i) // 4):
-                tile = registers.step(tile, like, w_at, 0, x_at, token)
+                chain = registers.step(chain, like, w_at, 0, x_at, token)
                 w_at += 4 * size
                 x_at += 16
-            registers.store(sums + chain * i, tile)
+            registers.store_apart(sums + 64 * i, TOKEN_BYTES, chain)
 
 
-@njit
+@part
 def add_units(
     like: Any, w: Any, x: Any, token: Any, n_tokens: Any, n_units: Any, sums: Any, ahead: Any,
     n_bytes: Any,
@@ -121,28 +125,23 @@ def add_units(
             add_to_tile(like, 1, w, x, token, n_units, sums, ahead, stride)
         t += width
         x += width * token
-        sums += 256 * width
+        sums += TOKEN_BYTES * width
         ahead += stride * n_units // 4
 
 
-@njit
+@part
 def finish(
     sums: Any, bias: Any, accumulate: Any, out: Any, token: Any, n_tokens: Any, group: Any
 ) -> None:
     """Write the outputs of a group and of tokens from `token` on, whose chains are at `sums`."""
-    t = 0
-    while t < n_tokens:
-        width = tile_width(n_tokens - t)
-        chain = 64 * width
-        for at in range(sums, sums + chain, 64):
-            low = simd.add(simd.load_f32(at), simd.load_f32(at + chain))
-            high = simd.add(simd.load_f32(at + 2 * chain), simd.load_f32(at + 3 * chain))
-            write_group(simd.add(low, high), bias, accumulate, out, token + t, group)
-            t += 1
-        sums += 4 * chain
+    for t in range(n_tokens):
+        at = sums + TOKEN_BYTES * t
+        low = simd.add(simd.load_f32(at), simd.load_f32(at + 64))
+        high = simd.add(simd.load_f32(at + 128), simd.load_f32(at + 192))
+        write_group(simd.add(low, high), bias, accumulate, out, token + t, group)
 
 
-@njit
+@part
 def round_rows(x: Any, token: Any, n_tokens: Any, pairs: Any) -> None:
     """Write rows of `x`, rounded to bfloat16, to the rows of `pairs`, zeros after the last."""
     n_columns = x.shape[1]
@@ -179,7 +178,7 @@ def multiply_decoded(
     n_blocks = max(1, (n_tokens + BLOCK_TOKENS - 1) // BLOCK_TOKENS)
     block = max(1, (n_tokens + 6 * n_blocks - 1) // (6 * n_blocks)) * 6
     room = np.empty(16 * min(n_units, panel) + 16, np.float32)
-    sums = np.empty(64 * block, np.float32)
+    sums = lanes.allocate(TOKEN_BYTES * block)
     # 16 more, so that rows do not fall into the same sets of a cache
     pairs = np.empty((block if is_pairs else 0, (x.shape[1] + 31) // 32 * 16 + 16), np.int32)
     panel_bytes = min(n_units, panel) * group_bytes // max(1, n_units)
@@ -191,7 +190,7 @@ def multiply_decoded(
             round_rows(x, token, tokens, pairs)
             x_at, stride, x_units = simd.address(pairs), pairs.strides[0], (x_units + 1) // 2
         for group in range(start, stop):
-            sums[:] = 0.0
+            clear(sums, tokens)
             at = first + group * group_bytes
             for k in range(0, n_units, panel):
                 width = min(panel, n_units - k)
@@ -201,6 +200,7 @@ def multiply_decoded(
                 ahead = at + (k + width) * group_bytes // n_units  # the next panel or group
                 add_units(
                     like, decoded, x_at + 4 * k, stride, tokens,
-                    min(width, x_units - k), simd.address(sums), ahead, panel_bytes,
+                    min(width, x_units - k), sums, ahead, panel_bytes,
                 )  # fmt: skip
-            finish(simd.address(sums), bias, accumulate, out, token, tokens, group)
+            finish(sums, bias, accumulate, out, token, tokens, group)
+    lanes.release(sums)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import lanes, registers, simd
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels._jit import inline, njit, part
 from nbflow_kernels.matmul import tiles
 
 PANEL = 2048  # columns; as float32, 16 rows of a panel are 128 KB, a part of a second-level cache
@@ -52,7 +52,7 @@ def _four_chains(
     registers.store(to, registers.add(registers.add(a, c), registers.add(b, d)))
 
 
-@njit
+@part
 def _quarter(
     like: Any, n_tokens: Any, w: Any, x: Any, token: Any, width: Any, first: Any, to: Any,
     ahead: Any, stride: Any,
@@ -68,7 +68,7 @@ def _quarter(
         _four_chains(like, 1, w, x, token, width, first, to, ahead, stride)
 
 
-@njit
+@part
 def _add_panel(
     w: Any, x: Any, token: Any, n_tokens: Any, width: Any, quarters: Any, sums: Any, ahead: Any,
     row_bytes: Any, item_bytes: Any,
@@ -98,7 +98,7 @@ def _add_panel(
         x += count * token
 
 
-@njit
+@part
 def _transpose(w: Any, row: Any, k: Any, width: Any, scratch: Any, panel: Any) -> None:
     """Write columns k to k + width of 16 rows as float32 to the quarters of the address `panel`."""
     n_rows = min(16, w.shape[0] - row)

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit
+from nbflow_kernels._jit import njit, part
 from nbflow_kernels.matmul import cpu as float_cpu
 from nbflow_kernels.qmatmul import cpu as quant_cpu
 from nbflow_kernels.quants.tensor import QuantTensor
@@ -102,7 +102,7 @@ def scale_rows(x: NDArray[np.float32], gate: NDArray[np.float32], y: NDArray[np.
     split_rows(_scale_rows, len(x), float(x.size + y.size), x, gate, y)
 
 
-@njit
+@part
 def _best(values: Any, first: Any, stop: Any) -> Any:
     """Return the place of the largest value above -inf, the lowest of equals, or -1."""
     place, most = -1, -np.inf
@@ -112,7 +112,7 @@ def _best(values: Any, first: Any, stop: Any) -> Any:
     return place
 
 
-@njit
+@part
 def _score(logits: Any, sigmoid: Any, scores: Any) -> Any:
     """Write the scores of a row; return whether it has any."""
     top, total = -np.inf, 0.0
@@ -134,7 +134,7 @@ def _score(logits: Any, sigmoid: Any, scores: Any) -> Any:
     return True
 
 
-@njit
+@part
 def _drop_groups(choice: Any, n_groups: Any, top_k_groups: Any, top2_sum: Any, groups: Any) -> None:
     """Set the choice values of the experts outside the best groups to -inf."""
     size = len(choice) // n_groups
@@ -155,7 +155,7 @@ def _drop_groups(choice: Any, n_groups: Any, top_k_groups: Any, top2_sum: Any, g
             choice[e] = -np.inf
 
 
-@njit
+@part
 def _largest(values: Any, first: Any, stop: Any) -> Any:
     """Return the largest of some values, -inf of none."""
     most = -np.inf

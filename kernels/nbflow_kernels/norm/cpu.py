@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit
+from nbflow_kernels._jit import njit, part
 from nbflow_kernels.lanes import address_of, read_f32, write_f32
 from nbflow_kernels.threads import hold, not_capturable, split_rows
 
@@ -145,7 +145,7 @@ def _heads(x: NDArray[np.float32]) -> tuple[int, int]:
     return x.shape[1] if x.ndim == 3 else 1, x.shape[-1]
 
 
-@njit
+@part
 def _sum(a: Any, E: Any) -> Any:
     """Return the sum of the vector at `a`: four times 16 lanes, then the ragged end."""
     s0 = s1 = s2 = s3 = simd.splat(0.0)
@@ -161,7 +161,7 @@ def _sum(a: Any, E: Any) -> Any:
     return total
 
 
-@njit
+@part
 def _sum_of_squares(a: Any, E: Any, mean: Any) -> Any:
     """Return the sum of (x - mean)**2 in the order of `_sum`."""
     m = simd.splat(mean)
@@ -183,7 +183,7 @@ def _sum_of_squares(a: Any, E: Any, mean: Any) -> Any:
     return total
 
 
-@njit
+@part
 def _add_to(target: Any, source: Any, E: Any) -> None:
     """Add the vector at `source` to the one at `target`."""
     body = E - E % 16

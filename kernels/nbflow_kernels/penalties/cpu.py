@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit
+from nbflow_kernels._jit import njit, part
 from nbflow_kernels.threads import split_rows
 
 LARGEST_EXPONENT = 88.72283905206835  # ln of the largest float32
@@ -119,7 +119,7 @@ def _no_repeat_ngram(
                 logits[b, token_ids[i]] = -np.inf
 
 
-@njit
+@part
 def _free_tokens(tokens: Any, words: Any, edges: Any) -> Any:
     """Return how many tokens follow the last breaker."""
     n: Any = len(tokens)
@@ -137,7 +137,7 @@ def _free_tokens(tokens: Any, words: Any, edges: Any) -> Any:
     return least
 
 
-@njit
+@part
 def _common_suffixes(tokens: Any, lengths: Any) -> None:
     """Write to ``lengths[k]`` how many tokens before place n - k equal the last ones; k >= 1.
 
@@ -156,7 +156,7 @@ def _common_suffixes(tokens: Any, lengths: Any) -> None:
             left, right = k, k + z
 
 
-@njit
+@part
 def _is_breaker(token: Any, words: Any, edges: Any) -> Any:
     for w in range(len(edges) - 1):
         if edges[w + 1] - edges[w] == 1 and words[edges[w]] == token:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import shuffles, simd
-from nbflow_kernels._jit import njit
+from nbflow_kernels._jit import njit, part
 from nbflow_kernels.lanes import address_of, read_f32, write_f32
 from nbflow_kernels.threads import hold, split_rows
 
@@ -114,7 +114,7 @@ def add_learned_positions(
     np.add(x, rows, out=out)
 
 
-@njit
+@part
 def _rotate_pair(a: Any, b: Any, cos: Any, sin: Any) -> None:
     """Rotate one pair of elements; products of float32 are exact in float64."""
     x, y = np.float64(read_f32(a)), np.float64(read_f32(b))
@@ -123,7 +123,7 @@ def _rotate_pair(a: Any, b: Any, cos: Any, sin: Any) -> None:
     write_f32(b, y * c + x * s)
 
 
-@njit
+@part
 def _rotate_halves(x: Any, cos: Any, half: Any) -> None:
     """Rotate the pairs (j, j + half) of one head; `cos` has the sines behind it."""
     sin, y = cos + 4 * half, x + 4 * half
@@ -141,7 +141,7 @@ def _rotate_halves(x: Any, cos: Any, half: Any) -> None:
         d += 1
 
 
-@njit
+@part
 def _rotate_pairs(x: Any, cos: Any, half: Any) -> None:
     """Rotate the pairs (2j, 2j + 1) of one head; `cos` has the sines behind it."""
     sin = cos + 4 * half

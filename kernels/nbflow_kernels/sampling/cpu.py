@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit
+from nbflow_kernels._jit import njit, part
 from nbflow_kernels.sampling.filters import RANKED, TOP_K, draw, filter_row, float_at_least
 from nbflow_kernels.sampling.philox import uniform
 from nbflow_kernels.sampling.rows import (
@@ -225,7 +225,7 @@ def _sample_logits(
         out[i] = places[chosen] if few else chosen
 
 
-@njit
+@part
 def _keep_top(row: Any, tops: Any, count: Any, values: Any, places: Any, room: Any) -> Any:
     """Write the `count` largest of a row and their places, in order of index; return `count`."""
     low = kth_largest(tops, count, room[5]) if count <= len(tops) else np.float32(-np.inf)
@@ -334,7 +334,7 @@ def _top_k_mask(logits: Any, counts: Any, out: Any, valid: Any, start: Any, stop
             out[b, places[j]] = values[j]
 
 
-@njit
+@part
 def _deviation(row: Any) -> Any:
     """Return the standard deviation of the finite elements of a row, in float64."""
     at, n = simd.address(row), len(row)

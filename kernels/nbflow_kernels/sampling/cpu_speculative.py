@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit
+from nbflow_kernels._jit import njit, part
 from nbflow_kernels.sampling.philox import uniform
 from nbflow_kernels.sampling.rows import n_chunks, probs_pass
 from nbflow_kernels.sampling.vectors import wide_add, wide_sum, wide_zero
@@ -32,7 +32,7 @@ def chain_speculative(
     )  # fmt: skip
 
 
-@njit
+@part
 def _excess(target: Any, draft: Any, to: Any) -> Any:
     """Write max(target - draft, 0) to `to`; return the sum in float64."""
     n, total, rest, zero = len(target), wide_zero(), 0.0, simd.splat(0.0)
@@ -48,7 +48,7 @@ def _excess(target: Any, draft: Any, to: Any) -> Any:
     return wide_sum(total) + rest
 
 
-@njit
+@part
 def _draw(weights: Any, target: Any) -> Any:
     """Return the first element where the running sum passes `target`, or the last positive one."""
     chosen: Any = -1

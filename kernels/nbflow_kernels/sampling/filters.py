@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._jit import njit
+from nbflow_kernels._jit import part
 from nbflow_kernels.sampling.rows import CHUNK
 from nbflow_kernels.sampling.select import (
     SLACK,
@@ -27,14 +27,14 @@ TOP_K, SHARE, MIN_P, FLOOR, RANKED = range(5)
 OFF = (np.inf, 1.0, 0.0, 0.0, 0.0)
 
 
-@njit
+@part
 def float_at_least(bound: Any) -> Any:
     """Return the least float32 that is not below a float64."""
     near = np.float32(bound)
     return near if np.float64(near) >= bound else np.nextafter(near, np.float32(np.inf))
 
 
-@njit
+@part
 def filter_row(
     rank: Any, weight: Any, tops: Any, sums: Any, total: Any, limits: Any, k_first: Any, room: Any
 ) -> Any:
@@ -75,7 +75,7 @@ def filter_row(
     return cut, last, kept
 
 
-@njit
+@part
 def draw(rank: Any, weight: Any, cut: Any, last: Any, sums: Any, total: Any, u: Any) -> Any:
     """Return the element where the kept weights, added in order of index, pass `u` of their sum."""
     reached = 0.0

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit
+from nbflow_kernels._jit import part
 from nbflow_kernels.sampling.vectors import log, where_ge, wide_add, wide_sum, wide_zero
 
 # A chunk is 8 vectors: the tree over its lanes costs about as much as they do, and a vocabulary of
@@ -23,13 +23,13 @@ LOWEST = np.float32(-3.4028234663852886e38)
 TINY = np.float32(1.1754943508222875e-38)  # the least normal float32
 
 
-@njit
+@part
 def n_chunks(n: Any) -> Any:
     """Return the number of chunks of a row of `n`."""
     return (n + CHUNK - 1) // CHUNK
 
 
-@njit
+@part
 def fill(row: Any, value: Any) -> None:
     """Write one value to a whole row."""
     n, at, values = len(row), simd.address(row), simd.splat(value)
@@ -39,7 +39,7 @@ def fill(row: Any, value: Any) -> None:
         row[d] = value
 
 
-@njit
+@part
 def scale(row: Any, factor: Any) -> None:
     """Multiply a row by one value."""
     n, at, factors = len(row), simd.address(row), simd.splat(factor)
@@ -49,7 +49,7 @@ def scale(row: Any, factor: Any) -> None:
         row[d] *= factor
 
 
-@njit
+@part
 def keep_from(row: Any, least: Any, to: Any) -> None:
     """Copy a row with -inf for the elements below `least`."""
     n, at, target = len(row), simd.address(row), simd.address(to)
@@ -61,7 +61,7 @@ def keep_from(row: Any, least: Any, to: Any) -> None:
         to[d] = row[d] if row[d] >= least else -np.inf
 
 
-@njit
+@part
 def logits_pass(row: Any, tops: Any) -> Any:
     """Return the largest element and whether the row has a NaN."""
     n, at = len(row), simd.address(row)
@@ -87,7 +87,7 @@ def logits_pass(row: Any, tops: Any) -> Any:
     return largest, bad or negative > 0.0
 
 
-@njit
+@part
 def probs_pass(row: Any, tops: Any, sums: Any) -> Any:
     """Return the sum of a row, or -1 if an element is negative, infinite or NaN."""
     n, at = len(row), simd.address(row)
@@ -115,7 +115,7 @@ def probs_pass(row: Any, tops: Any, sums: Any) -> Any:
     return total
 
 
-@njit
+@part
 def _exp_vector(x: Any, minus: Any, times: Any) -> Any:
     """Return exp((x - minus) * times), 0 for -inf."""
     low = simd.splat(LOWEST)
@@ -124,7 +124,7 @@ def _exp_vector(x: Any, minus: Any, times: Any) -> Any:
     return simd.mul(simd.exp(simd.mul(simd.sub(x, minus), times)), seen)
 
 
-@njit
+@part
 def exp_pass(row: Any, shift: Any, factor: Any, target: Any, tops: Any, sums: Any) -> Any:
     """Write exp((x - shift) * factor) to `target`; return the sum.
 
@@ -157,7 +157,7 @@ def exp_pass(row: Any, shift: Any, factor: Any, target: Any, tops: Any, sums: An
     return total
 
 
-@njit
+@part
 def _log_pass(row: Any, target: Any) -> Any:
     """Write ln x to `target`, of a subnormal x that of the least normal; return sum x ln x."""
     n, at, to = len(row), simd.address(row), simd.address(target)
@@ -178,7 +178,7 @@ def _log_pass(row: Any, target: Any) -> Any:
     return wide_sum(wide_add(total, simd.mul(x, logs)))  # the lanes past the end add 0
 
 
-@njit
+@part
 def typical_pass(row: Any, total: Any, ranks: Any) -> None:
     """Write -abs(ln p - E[ln p]) to `ranks`, -inf for p = 0: the larger, the more typical.
 

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels._jit import inline, part
 from nbflow_kernels.sampling.rows import CHUNK
 from nbflow_kernels.sampling.vectors import (
     any_ge,
@@ -44,7 +44,7 @@ NARROW = 1 << 19
 SLACK = 1.0 - 1e-13
 
 
-@njit
+@part
 def make_room(n: Any) -> Any:
     """Return the arrays the functions below work in, for rows of up to `n` elements."""
     return (
@@ -71,7 +71,7 @@ def value_of(key: Any) -> Any:
     return float_of(b if b >= 0 else -b - 2147483648)
 
 
-@njit
+@part
 def kth_largest(values: Any, k: Any, work: Any) -> Any:
     """Return the k-th largest of `values`, by partitioning a copy."""
     low, high, target = 0, len(values) - 1, k - 1
@@ -99,7 +99,7 @@ def kth_largest(values: Any, k: Any, work: Any) -> Any:
     return work[target]
 
 
-@njit
+@part
 def candidates(rank: Any, weight: Any, tops: Any, least: Any, below: Any, room: Any) -> Any:
     """Collect the elements of a rank in [least, below), in order of index; return how many."""
     values, keys, ids = room[0], room[1], room[2]
@@ -122,7 +122,7 @@ def candidates(rank: Any, weight: Any, tops: Any, least: Any, below: Any, room: 
     return n
 
 
-@njit
+@part
 def resolve(n: Any, count: Any, mass: Any, room: Any) -> Any:
     """Return the cut among `n` candidates and the sum of what it keeps; see the module.
 
@@ -165,7 +165,7 @@ def resolve(n: Any, count: Any, mass: Any, room: Any) -> Any:
     return value_of(prefix), last, sum_seen
 
 
-@njit
+@part
 def kept_pass(rank: Any, weight: Any, tops: Any, cut: Any, last: Any, sums: Any) -> Any:
     """Write the sum of what each chunk keeps; return the sum of all."""
     n, total = len(rank), 0.0
@@ -198,7 +198,7 @@ def kept_pass(rank: Any, weight: Any, tops: Any, cut: Any, last: Any, sums: Any)
     return total
 
 
-@njit
+@part
 def _above(rank: Any, weight: Any, keys: Any, sums: Any) -> None:
     """Write the weights' sums of the elements of at least four ranks, given as keys."""
     a, b, c, d = value_of(keys[0]), value_of(keys[1]), value_of(keys[2]), value_of(keys[3])
@@ -221,7 +221,7 @@ def _above(rank: Any, weight: Any, keys: Any, sums: Any) -> None:
         sums[3] += w if rank[i] >= d else 0.0
 
 
-@njit
+@part
 def mass_window(
     rank: Any, weight: Any, tops: Any, mass: Any, floor: Any, sums: Any, room: Any
 ) -> Any:
@@ -250,7 +250,7 @@ def mass_window(
     return value_of(low_key), value_of(high_key), above
 
 
-@njit
+@part
 def _digit_pass(
     n: Any, shift: Any, keys: Any, ids: Any, to_keys: Any, to_ids: Any, counts: Any
 ) -> None:
@@ -269,7 +269,7 @@ def _digit_pass(
         to_keys[to], to_ids[to] = keys[j], ids[j]
 
 
-@njit
+@part
 def sort_falling(n: Any, keys: Any, ids: Any, to_keys: Any, to_ids: Any, counts: Any) -> None:
     """Write `n` elements in falling order of their keys, equals in their old order.
 

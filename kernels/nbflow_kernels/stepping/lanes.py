@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels.stepping import simd
-from nbflow_kernels.stepping.memory import bf16_to_f32, read, write
+from nbflow_kernels.stepping.memory import LANES, bf16_to_f32, read, write
 
 Vector = NDArray[Any]
 
@@ -72,6 +72,55 @@ def write_f16(addr: Any, x: Any) -> None:
 def store_f16(addr: Any, v: Vector) -> None:
     """Write 16 float32 rounded to float16."""
     write(addr, v.astype(np.float16))
+
+
+def _first(n: Any) -> int:
+    return max(0, min(int(n), LANES))
+
+
+def load_first(addr: Any, n: Any, rest: Any) -> Vector:
+    """Return 16 float32 of which the first `n` are read, and the others are `rest`."""
+    v = np.full(LANES, rest, np.float32)
+    if _first(n):
+        v[: _first(n)] = read(addr, np.float32, _first(n))
+    return v
+
+
+def load_first_f16(addr: Any, n: Any) -> Vector:
+    """Return 16 float16 of which the first `n` are read, and the others are 0, widened."""
+    v = np.zeros(LANES, np.float32)
+    if _first(n):
+        v[: _first(n)] = read(addr, np.float16, _first(n))
+    return v
+
+
+def load_first_bf16(addr: Any, n: Any) -> Vector:
+    """Return 16 bfloat16 of which the first `n` are read, and the others are 0, widened."""
+    v = np.zeros(LANES, np.float32)
+    if _first(n):
+        v[: _first(n)] = bf16_to_f32(read(addr, np.uint16, _first(n)))
+    return v
+
+
+def store_first(addr: Any, n: Any, v: Vector) -> None:
+    """Write the first `n` lanes of 16 float32."""
+    if _first(n):
+        write(addr, v[: _first(n)])
+
+
+_allocated: dict[int, NDArray[Any]] = {}
+
+
+def allocate(n_bytes: Any) -> int:
+    """Return the address of new memory, until `release`."""
+    memory = np.full(max(1, int(n_bytes)), 0xFF, np.uint8)  # NaN
+    _allocated[memory.ctypes.data] = memory
+    return memory.ctypes.data
+
+
+def release(addr: Any) -> None:
+    """Give back memory from `allocate`."""
+    del _allocated[int(addr)]
 
 
 def prefetch(addr: Any) -> None:

@@ -14,7 +14,7 @@ Vector = NDArray[Any]
 Tile = NDArray[Any]
 
 
-def _widened(like: Vector, stored: Vector) -> Vector:
+def _widened(like: Any, stored: Vector) -> Vector:
     """Return the bits of weights as float32; `like` says which type they are of."""
     if like.dtype == np.int16:
         return stored.view(np.float16).astype(np.float32)
@@ -38,23 +38,26 @@ def store(at: Any, tile: Tile) -> None:
     write(at, tile)
 
 
-def load_rows(groups: int, tokens: int, at: Any, row: Any) -> Tile:
-    """Return the tile whose token t begins at ``at + row * t``."""
-    rows = [read(at + row * t, np.float32, groups * LANES) for t in range(tokens)]
-    return np.stack(rows).reshape(tokens, groups, LANES)
+def load_apart(groups: int, tokens: int, at: Any, token: Any) -> Tile:
+    """Return the tile at an address, its tokens `token` bytes from each other."""
+    return np.stack([load(groups, 1, at + token * t)[0] for t in range(tokens)])
 
 
-def store_rows(at: Any, row: Any, tile: Tile) -> None:
-    """Write a tile to memory, its token t to ``at + row * t``."""
+def store_apart(at: Any, token: Any, tile: Tile) -> None:
+    """Write a tile to an address, its tokens `token` bytes from each other."""
     for t, vectors in enumerate(tile):
-        write(at + row * t, vectors)
+        write(at + token * t, vectors)
 
 
-def times(tile: Tile, x: Any, token: Any) -> Tile:
-    """Return a tile with each token multiplied by the float32 at ``x + token * t``."""
-    factors: Vector = np.stack([read(x + token * t, np.float32, 1) for t in range(len(tile))])
-    result: Tile = tile * factors.reshape(-1, 1, 1)
-    return result
+def beside(a: Tile, b: Tile) -> Tile:
+    """Return one tile of the groups of two."""
+    return np.concatenate([a, b], 1)
+
+
+def scale(tile: Tile, at: Any, token: Any) -> Tile:
+    """Return a tile with each token multiplied by its own float32."""
+    factors = [read(at + token * t, np.float32, 1) for t in range(len(tile))]
+    return tile * np.stack(factors)[:, :, None]
 
 
 def add(a: Tile, b: Tile) -> Tile:
@@ -78,16 +81,34 @@ def step(tile: Tile, like: Vector, w: Any, group: Any, x: Any, token: Any) -> Ti
     return new
 
 
+def step_chains(tile: Tile, like: Vector, w: Any, x: Any, token: Any) -> Tile:
+    """Add one unit to each group: unit i of one weight group to group i."""
+    size = LANES * like.dtype.itemsize
+    chains = [
+        step(tile[:, g : g + 1], like, w + size * g, 0, x + 4 * g, token)
+        for g in range(tile.shape[1])
+    ]
+    return np.concatenate(chains, 1)
+
+
 def step_lanes(tile: Tile, like: Vector, w: Any, row: Any, x: Any, token: Any) -> Tile:
     """Add 16 columns, lane by lane; a group is a row."""
+    return step_first(tile, like, w, row, x, token, LANES)
+
+
+def step_first(tile: Tile, like: Vector, w: Any, row: Any, x: Any, token: Any, n: Any) -> Tile:
+    """Add the first `n` of 16 columns, lane by lane; a group is a row."""
     tokens, rows, _ = tile.shape
-    weights = [load_widened(like, w + row * r) for r in range(rows)]
-    new = np.empty_like(tile)
+    n = max(0, min(int(n), LANES))
+    if n == 0:
+        return tile
+    weights, xs = np.zeros((rows, LANES), np.float32), np.zeros((tokens, LANES), np.float32)
+    for r in range(rows):
+        weights[r, :n] = _widened(like, read(w + row * r, like.dtype, n))
     for t in range(tokens):
-        xs = simd.load_f32(x + token * t)
-        for r in range(rows):
-            new[t, r] = simd.fma(weights[r], xs, tile[t, r])
-    return new
+        xs[t, :n] = read(x + token * t, np.float32, n)
+    new = [simd.fma(v, xs[t], tile[t, r]) for t in range(tokens) for r, v in enumerate(weights)]
+    return np.stack(new).reshape(tile.shape)
 
 
 def lane_sums(tile: Tile) -> Vector:
