@@ -12,6 +12,7 @@ from nbflow_kernels._jit import njit
 from nbflow_kernels.threads import get_num_threads, set_num_threads, split_rows
 
 PROBE_BYTES = 384 << 20
+"""Bytes of a pass where nothing else is asked for."""
 ROW = 1 << 16  # float32 elements, 256 KB: long streams for the hardware's prefetcher
 
 
@@ -43,8 +44,9 @@ class ReadProbe:
 
     Parameters
     ----------
-    n_bytes : int
-        Bytes of a pass, rounded down to a multiple of 256 KB; several times the last cache.
+    n_bytes : int, optional
+        Bytes of a pass, rounded down to a multiple of 256 KB; by default `PROBE_BYTES`, several
+        times the last cache.
     threads : int, optional
         Number of threads; by default those of the calling thread's team.
 
@@ -59,7 +61,8 @@ class ReadProbe:
         Bytes of a pass.
     """
 
-    def __init__(self, n_bytes: int = PROBE_BYTES, threads: int | None = None) -> None:
+    def __init__(self, n_bytes: int | None = None, threads: int | None = None) -> None:
+        n_bytes = n_bytes or PROBE_BYTES
         self._threads = threads
         self._data = np.ones((max(2, n_bytes // (4 * ROW)), ROW), np.float32)
         self._sums = np.empty(len(self._data), np.float32)

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from nbflow_kernels import bench, families
+from nbflow_kernels import bench, families, read_probe
 from nbflow_kernels.norm import cases as norm_cases
 
 
 @pytest.fixture
 def small_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read 8 MB only: these tests are about the driver, not about the machine."""
-    monkeypatch.setattr(bench, "_PROBE_BYTES", 8 << 20)
+    monkeypatch.setattr(read_probe, "PROBE_BYTES", 8 << 20)
 
 
 @pytest.mark.usefixtures("small_probe")
