@@ -23,6 +23,7 @@ Layout: https://github.com/pytorch/pytorch/blob/v2.6.0/torch/serialization.py
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,7 +47,7 @@ _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 _MAGIC = b"\x8a\x0a" + _MAGIC_NUMBER.to_bytes(10, "little")
 _PROTOCOL = 1001
 _MAX_DEPTH = 64
-_MAX_VISITS = 1 << 20
+_MAX_VISITS = 1 << 17
 _MAX_NAME = 4096
 _MAX_NAME_CHARACTERS = 1 << 26  # of all names together
 
@@ -256,40 +257,70 @@ def _is_count(value: Any) -> bool:
 
 
 def _named(file: ByteFile, value: Any) -> dict[str, Tensor]:
-    """Return the tensors below a value by name."""
+    """Return the tensors below a value by name, in the file's order."""
     wrapper = _wrapper(value)
+    holders = _holders(value)
     tensors: dict[str, Tensor] = {}
     n_visits = n_characters = 0
-    # Children wait in reverse, so that tensors come in the file's order.
     waiting: list[tuple[tuple[str, ...], Any]] = [((), value)]
     while waiting:
         path, value = waiting.pop()
         n_visits += 1
-        if n_visits > _MAX_VISITS or len(path) > _MAX_DEPTH:
+        if n_visits + len(waiting) > _MAX_VISITS or len(path) > _MAX_DEPTH:
             raise UsageError(
-                f"{file.path}: the pickle is nested more than {_MAX_DEPTH} deep, or holds more "
-                f"than {_MAX_VISITS} values once everything shared is written out"
+                f"{file.path}: tensors are nested more than {_MAX_DEPTH} deep, or are more than "
+                f"{_MAX_VISITS} once every shared dict and list is written out"
             )
-        if isinstance(value, Tensor):
-            name = ".".join(path[1:] if path[:1] == (wrapper,) else path) or "tensor"
-            n_characters += len(name)
-            if len(name) > _MAX_NAME or n_characters > _MAX_NAME_CHARACTERS:
-                raise UsageError(f"{file.path}: the name of a tensor is too long: {name!r:.120}")
-            if name in tensors:
-                raise UsageError(f"{file.path}: two tensors have the name {name!r:.120}")
-            tensors[name] = value
-        elif isinstance(value, (Table, list, tuple)):
-            items = value.items if isinstance(value, Table) else list(enumerate(value))
-            if n_visits + len(waiting) + len(items) > _MAX_VISITS:
-                n_visits = _MAX_VISITS  # refused by the next round
-                waiting = [((), None)]
-                continue
-            waiting += [
+        if not isinstance(value, Tensor):
+            children = [
                 ((*path, _key(key)), child)
-                for key, child in reversed(items)
-                if isinstance(child, (Tensor, Table, list, tuple))
+                for key, child in _children(value)
+                if isinstance(child, Tensor) or id(child) in holders
             ]
+            waiting += reversed(children)
+            continue
+        name = ".".join(path[1:] if path[:1] == (wrapper,) else path) or "tensor"
+        n_characters += len(name)
+        if len(name) > _MAX_NAME or n_characters > _MAX_NAME_CHARACTERS:
+            raise UsageError(f"{file.path}: the name of a tensor is too long: {name!r:.120}")
+        if name in tensors:
+            raise UsageError(f"{file.path}: two tensors have the name {name!r:.120}")
+        tensors[name] = value
     return tensors
+
+
+def _children(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return what a dict, list or tuple holds, with keys; nothing of anything else."""
+    if isinstance(value, Table):
+        return value.items
+    return enumerate(value) if isinstance(value, (list, tuple)) else ()
+
+
+def _holders(root: Any) -> set[int]:
+    """Return the ids of the dicts, lists and tuples that have a tensor somewhere below them.
+
+    Each is looked at once, so that structures which share their parts cost no more than they take
+    in the file.
+    """
+    parents: dict[int, list[int]] = {id(root): []}
+    direct, waiting = [], [root]
+    while waiting:
+        value = waiting.pop()
+        for _, child in _children(value):
+            if isinstance(child, Tensor):
+                direct.append(id(value))
+            elif isinstance(child, (Table, list, tuple)):
+                if id(child) not in parents:
+                    parents[id(child)] = []
+                    waiting.append(child)
+                parents[id(child)].append(id(value))
+    holders: set[int] = set()
+    while direct:
+        holder = direct.pop()
+        if holder not in holders:
+            holders.add(holder)
+            direct += parents[holder]
+    return holders
 
 
 def _key(key: Any) -> str:
