@@ -22,7 +22,7 @@ import tempfile
 import time
 import tracemalloc
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -107,14 +107,20 @@ def read_tensor(weights: Any, name: str) -> None:
     weights.sha256(name)
 
 
-def run_case(path: Path, watch: Watch, seconds: float, traced: bool) -> tuple[str, str]:
+def run_case(
+    path: Path,
+    watch: Watch,
+    seconds: float,
+    traced: bool,
+    read: Callable[[Path], str] = read_everything,
+) -> tuple[str, str]:
     """Run one case; return its outcome and, if it is a finding, what happened."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
     if traced:
         tracemalloc.start()
     watch.active = True
     try:
-        outcome, finding = read_everything(path), ""
+        outcome, finding = read(path), ""
     except TooSlow:
         outcome, finding = "slow", f"more than {seconds} s"
     except Exception as error:
@@ -145,6 +151,11 @@ def cases(
         yield i, family, suffix, mutator.mutate(family, data)
 
 
+def too_slow(number: int, frame: Any) -> None:
+    """Handle the timer's signal."""
+    raise TooSlow
+
+
 def limit_memory(megabytes: int) -> None:
     """Bound the address space to what it is now and some more."""
     pages = int(Path("/proc/self/statm").read_text().split()[0])
@@ -159,9 +170,6 @@ def fuzz(
     outcomes: Counter[tuple[str, str]] = Counter()
     findings: list[str] = []
     watch = Watch()
-
-    def too_slow(number: int, frame: Any) -> None:
-        raise TooSlow
 
     old = signal.signal(signal.SIGPROF, too_slow)
     in_memory = "/dev/shm" if os.path.isdir("/dev/shm") else None

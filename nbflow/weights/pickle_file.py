@@ -302,7 +302,8 @@ def _holders(root: Any) -> set[int]:
     Each is looked at once, so that structures which share their parts cost no more than they take
     in the file.
     """
-    parents: dict[int, list[int]] = {id(root): []}
+    first_parent: dict[int, int] = {id(root): 0}
+    more_parents: dict[int, list[int]] = {}  # of what is shared
     direct, waiting = [], [root]
     while waiting:
         value = waiting.pop()
@@ -310,16 +311,18 @@ def _holders(root: Any) -> set[int]:
             if isinstance(child, Tensor):
                 direct.append(id(value))
             elif isinstance(child, (Table, list, tuple)):
-                if id(child) not in parents:
-                    parents[id(child)] = []
+                if id(child) in first_parent:
+                    more_parents.setdefault(id(child), []).append(id(value))
+                else:
+                    first_parent[id(child)] = id(value)
                     waiting.append(child)
-                parents[id(child)].append(id(value))
     holders: set[int] = set()
     while direct:
         holder = direct.pop()
-        if holder not in holders:
+        if holder and holder not in holders:
             holders.add(holder)
-            direct += parents[holder]
+            direct.append(first_parent[holder])
+            direct += more_parents.get(holder, ())
     return holders
 
 

@@ -21,7 +21,7 @@ from nbflow.weights.pickle_values import GLOBALS, Global, Inert, Refused, Table,
 from nbflow_kernels.errors import UsageError
 
 MAX_PICKLE_BYTES = 1 << 26
-MAX_OPERATIONS = 1 << 21  # at some 100 bytes each: 200 MB at worst
+MAX_OPERATIONS = 1 << 21  # at up to 300 bytes each if a file is made to waste them
 MAX_MARKS = 1 << 10
 _MAX_INTEGER_BYTES = 16
 _MAX_LINE = 256
