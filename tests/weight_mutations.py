@@ -65,7 +65,9 @@ def _safetensors() -> list[tuple[str, bytes]]:
             "dtype": kind, "shape": shape, "data_offsets": [len(data), len(data) + n_bytes],
         }  # fmt: skip
         data += bytes(n_bytes)
-    return [(".safetensors", _with_header(header, data))]
+    index = {"metadata": {}, "weight_map": dict.fromkeys("abcdefg", "seed0.safetensors")}
+    files = [(".safetensors", _with_header(header, data))]
+    return [*files, (".index.json", json.dumps(index).encode())]
 
 
 def _with_header(header: Any, data: bytes) -> bytes:
@@ -264,9 +266,14 @@ class Mutator:
         return out.getvalue()
 
     def _header(self, data: bytes) -> bytes:
-        """Change values of a safetensors header, and write it again."""
+        """Change values of a safetensors header or an index, and write it again."""
+        if data[:1] == b"{":
+            return json.dumps(self._json(json.loads(data))).encode()
         n = int.from_bytes(data[:8], "little")
-        header = json.loads(data[8 : 8 + n])
+        return _with_header(self._json(json.loads(data[8 : 8 + n])), data[8 + n :])
+
+    def _json(self, header: Any) -> Any:
+        """Change values of nested tables and lists."""
         for _ in range(self._random.randint(1, 3)):
             place, key = header, self.choice(list(header))
             while (
@@ -275,10 +282,11 @@ class Mutator:
                 place = place[key]
                 key = self.choice(list(place) if isinstance(place, dict) else range(len(place)))
             place[key] = self.choice([
-                self.choice(NUMBERS), -1, 1.5, True, None, "", "F32", "BF16", "F4", [], {}, [0, 0],
+                self.choice(NUMBERS), -1, 1.5, True, None, "", "F32", "BF16", "F4",
+                "seed0.safetensors", "case.index.json", [], {}, [0, 0],
                 [1 << 62, 1 << 62], "x" * 300, [[]], {"dtype": "F32"}, 1e400,
             ])  # fmt: skip
-        return _with_header(header, data[8 + n :])
+        return header
 
 
 @cache

@@ -74,7 +74,7 @@ def read_everything(path: Path) -> str:
             for name in weights.names()[:64]:
                 read_tensor(weights, name)
     except UsageError as error:
-        if str(path) not in str(error) or len(str(error)) > 4000:
+        if str(path.parent) not in str(error) or len(str(error)) > 4000:
             raise RuntimeError(
                 f"a message without the file, or too long: {error!s:.300}"
             ) from error

@@ -258,6 +258,9 @@ _CALLS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     "torch.device": lambda args: Inert("torch.device"),
     "_codecs.encode": lambda args: Inert("bytes"),
     "argparse.Namespace": lambda args: Inert("argparse.Namespace"),
+    "numpy.dtype": lambda args: Inert("numpy.dtype"),
+    "numpy.core.multiarray.scalar": lambda args: Inert("a NumPy scalar"),
+    "numpy._core.multiarray.scalar": lambda args: Inert("a NumPy scalar"),
 }
 _BUILTINS = ("set", "frozenset", "bytearray", "bytes", "complex", "range", "slice")
 _INERT = (
