@@ -35,6 +35,7 @@ from nbflow.weights.json_file import read_object
 from nbflow.weights.pickle_machine import MAX_PICKLE_BYTES, PickleMachine
 from nbflow.weights.pickle_values import Global, Refused, Storage, Table, Tensor, describe
 from nbflow.weights.shards import open_shards
+from nbflow.weights.shown import shown
 from nbflow.weights.weight_file import TensorEntry, WeightFile, tensor_bytes
 from nbflow.weights.zip_file import MAGIC as ZIP_MAGIC
 from nbflow.weights.zip_file import Member, read_directory
@@ -99,7 +100,7 @@ def _read_tensors(file: ByteFile) -> list[TensorEntry]:
         place = places[tensor.storage.key]
         size = ITEM_BYTES[tensor.dtype]
         offset = place.offset + tensor.storage.first + tensor.offset * size
-        tensor_bytes(tensor.dtype, tensor.shape, f"{file.path}: tensor {name!r:.120}")
+        tensor_bytes(tensor.dtype, tensor.shape, f"{file.path}: tensor {shown(name)}")
         if 0 in tensor.shape:  # its offset and strides say nothing
             offset, strides = place.offset, None
         else:
@@ -132,11 +133,12 @@ def _read_zip(file: ByteFile) -> tuple[Any, dict[str, _Place]]:
         dtype, key, n_elements = _identity(identity, 5)
         member = members.get(f"{root}/data/{key}")
         if member is None:
-            raise Refused(f"storage {key!r:.40}, which is not in the archive")
+            raise Refused(f"storage {shown(key)}, which is not in the archive")
         n_bytes = _storage_bytes(dtype, n_elements)
         if n_bytes > member.n_bytes:
             raise Refused(
-                f"storage {key!r:.40} of {n_bytes} bytes, of which the archive has {member.n_bytes}"
+                f"storage {shown(key)} of {n_bytes} bytes, of which the archive has "
+                f"{member.n_bytes}"
             )
         places[key] = _Place(member.offset, order)
         return Storage(key, dtype, n_bytes)
@@ -153,7 +155,7 @@ def _byte_order(file: ByteFile, member: Member | None) -> str:
     orders = {b"little": "<", b"big": ">"}
     text = file.read(member.offset, min(member.n_bytes, 16))
     if text not in orders:
-        raise UsageError(f"{file.path}: byteorder must be little or big, got {text!r}")
+        raise UsageError(f"{file.path}: byteorder must be little or big, got {shown(text)}")
     return orders[text]
 
 
@@ -165,12 +167,12 @@ def _read_legacy(file: ByteFile) -> tuple[Any, dict[str, _Place]]:
     def persistent(identity: Any) -> Storage:
         dtype, key, n_elements = _identity(identity, 6)
         if dtype is None:
-            raise Refused(f"storage {key!r:.40} without an element type")
+            raise Refused(f"storage {shown(key)} without an element type")
         if elements.setdefault(key, (dtype, n_elements)) != (dtype, n_elements):
-            raise Refused(f"storage {key!r:.40} with two types or sizes")
+            raise Refused(f"storage {shown(key)} with two types or sizes")
         n_bytes = _storage_bytes(dtype, n_elements)
         if n_bytes > file.size:
-            raise Refused(f"storage {key!r:.40} of {n_bytes} bytes, more than the file has")
+            raise Refused(f"storage {shown(key)} of {n_bytes} bytes, more than the file has")
         whole = Storage(key, dtype, n_bytes)
         return whole if identity[5] is None else _part(whole, identity[5])
 
@@ -192,7 +194,7 @@ def _part(whole: Storage, view: Any) -> Storage:
     assert whole.dtype is not None
     size = ITEM_BYTES[whole.dtype]
     if (view[1] + view[2]) * size > whole.n_bytes:
-        raise Refused(f"a part of storage {whole.key!r:.40} that is larger than the storage")
+        raise Refused(f"a part of storage {shown(whole.key)} that is larger than the storage")
     return Storage(whole.key, whole.dtype, view[2] * size, view[1] * size)
 
 
@@ -211,7 +213,7 @@ def _legacy_places(
     for key in keys:
         if key not in elements or key in places:
             raise UsageError(
-                f"{file.path}: the list of storages has {key!r:.40}, which "
+                f"{file.path}: the list of storages has {shown(key)}, which "
                 f"{'occurs twice' if key in places else 'no tensor uses'}"
             )
         dtype, n_elements = elements[key]
@@ -219,7 +221,7 @@ def _legacy_places(
         n_bytes = n_elements * ITEM_BYTES[dtype]
         if found != n_elements or position + 8 + n_bytes > file.size:
             raise UsageError(
-                f"{file.path}: storage {key!r:.40} must have {n_elements} elements of {dtype} at "
+                f"{file.path}: storage {shown(key)} must have {n_elements} elements of {dtype} at "
                 f"byte {position}, found a count of {found} and {file.size - position} bytes; the "
                 "file is truncated or damaged"
             )
@@ -227,7 +229,7 @@ def _legacy_places(
         position += 8 + n_bytes
     missing = [key for key in elements if key not in places]
     if missing:
-        raise UsageError(f"{file.path}: storage {missing[0]!r:.40} is not in the file")
+        raise UsageError(f"{file.path}: storage {shown(missing[0])} is not in the file")
     return places
 
 
@@ -279,12 +281,14 @@ def _named(file: ByteFile, value: Any) -> dict[str, Tensor]:
             ]
             waiting += reversed(children)
             continue
-        name = ".".join(path[1:] if path[:1] == (wrapper,) else path) or "tensor"
-        n_characters += len(name)
-        if len(name) > _MAX_NAME or n_characters > _MAX_NAME_CHARACTERS:
-            raise UsageError(f"{file.path}: the name of a tensor is too long: {name!r:.120}")
+        parts = path[1:] if path[:1] == (wrapper,) else path
+        length = sum(map(len, parts))
+        n_characters += length
+        if length > _MAX_NAME or n_characters > _MAX_NAME_CHARACTERS:
+            raise UsageError(f"{file.path}: the name of a tensor is too long: {shown(parts[-1])}")
+        name = ".".join(parts) or "tensor"
         if name in tensors:
-            raise UsageError(f"{file.path}: two tensors have the name {name!r:.120}")
+            raise UsageError(f"{file.path}: two tensors have the name {shown(name)}")
         tensors[name] = value
     return tensors
 
@@ -329,7 +333,7 @@ def _holders(root: Any) -> set[int]:
 def _key(key: Any) -> str:
     """Return how a dict's key appears in a name."""
     if isinstance(key, bytes):
-        return key.decode("latin-1")
+        return key[: _MAX_NAME + 1].decode("latin-1")  # a longer one will be refused
     if isinstance(key, tuple):
         return "tuple"
     return key if isinstance(key, str) else str(key)

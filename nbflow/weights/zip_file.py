@@ -32,7 +32,7 @@ from nbflow_kernels.errors import UsageError
 
 MAGIC = b"PK\x03\x04"
 
-_MAX_DIRECTORY_BYTES = 1 << 28
+_MAX_DIRECTORY_BYTES = 1 << 26
 _MAX_MEMBERS = 1 << 20
 _END, _END_BYTES = b"PK\x05\x06", 22
 _END64, _END64_BYTES = b"PK\x06\x06", 56

@@ -124,6 +124,9 @@ OPCODES = {
     "longer string": (b"\x8d" + b"\xff" * 8, "needs 18446744073709551615 bytes"),
     "long bytes": (b"\x8e" + struct.pack("<Q", 1 << 62), "needs 4611686018427387904 bytes"),
     "long frame": (b"\x95" + struct.pack("<Q", 1 << 40) + b"N", "a frame of 1099511627776 bytes"),
+    "long stack global": (
+        b"X" + struct.pack("<I", 5000) + b"a" * 5000 + b"2\x93", "the name 'aaaa"
+    ),
     "long name": (b"c" + b"a" * 9999 + b"\nb\n", "has no end within 256 bytes"),
     "name of a number": (b"K\x01K\x02\x93", "a name made of int 1 and int 2"),
     "persistent string": (value("storage") + b"Q", "a persistent id that is str 'storage'"),
@@ -189,6 +192,9 @@ BOMBS = {
     "copies of a list": b"](" + b"K\x01" * 60_000 + b"eq\x000(" + (
         value(Name("torch Size")) + b"h\x00\x85R"
     ) * 10_000 + b"t",
+    "huge keys": b"B" + struct.pack("<I", 300_000) + b"k" * 300_000 + b"q\x000" + b"](" + (
+        b"}h\x00" * 20 + TENSOR + b"s" * 20
+    ) * 100 + b"e",
     "long keys": b"X" + struct.pack("<I", 4000) + b"k" * 4000 + b"q\x000" + b"](" + b"".join(
         b"}h\x00}h\x00" + TENSOR + b"ss" for _ in range(4000)) + b"e",
 }  # fmt: skip
