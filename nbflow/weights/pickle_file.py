@@ -48,6 +48,7 @@ _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 _MAGIC = b"\x8a\x0a" + _MAGIC_NUMBER.to_bytes(10, "little")
 _PROTOCOL = 1001
 _MAX_DEPTH = 64
+_MAX_KEY = 256  # characters in the key of a storage; torch's are short numbers
 _MAX_VISITS = 1 << 17
 _MAX_NAME = 4096
 _MAX_NAME_CHARACTERS = 1 << 26  # of all names together
@@ -245,7 +246,7 @@ def _identity(identity: Any, n_fields: int) -> tuple[str | None, str, int]:
     kind, key, n_elements = identity[1], identity[2], identity[4]
     if not isinstance(kind, Global) or kind.kind != "storage":
         raise Refused(f"a storage of the type {describe(kind)}")
-    if not isinstance(key, str) or not _is_count(n_elements):
+    if not isinstance(key, str) or len(key) > _MAX_KEY or not _is_count(n_elements):
         raise Refused(f"a storage called {describe(key)} of {describe(n_elements)} elements")
     return kind.meaning, key, n_elements
 

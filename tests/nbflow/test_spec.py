@@ -494,6 +494,8 @@ def test_inspect_command(capsys: pytest.CaptureFixture[str]) -> None:
         "dtype": "i8",
         "shape": [16, 16],
         "bytes": 320,
+        "file": path,
+        "offset": 7096,
     }
     assert run(inspect_command, path) == 0
     assert "20 tensors" in capsys.readouterr().out
