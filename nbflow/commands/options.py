@@ -17,7 +17,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         metavar="MODEL",
-        help="Hugging Face folder, .safetensors, .gguf, llama2.c .bin, or a spec (tiny_python)",
+        help="Hugging Face folder, .safetensors, .pth, .gguf, llama2.c .bin, a spec (tiny_python)",
     )
     parser.add_argument(
         "--weights", metavar="FMT", help="weight format, e.g. q4 (default: as stored)"

@@ -47,8 +47,8 @@ def load(
     Parameters
     ----------
     model : str or Path
-        A Hugging Face folder, a .safetensors file, a .gguf, a llama2.c .bin, or the name of a model
-        spec.
+        A Hugging Face folder, a .safetensors file, a torch checkpoint, a .gguf, a llama2.c .bin, or
+        the name of a model spec.
     spec : str or Path, optional
         A spec file (TOML) to use instead of what the checkpoint says about itself.
     weights : str, optional

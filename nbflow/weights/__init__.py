@@ -30,7 +30,7 @@ class Reader(Protocol):
         """Return whether the file at `path`, which begins with `head`, is of this format."""
 
     def open_file(self, path: Path) -> WeightFile:
-        """Open the file, or the folder, at `path`."""
+        """Open the file, or the index of several, at `path`."""
 
 
 READERS: tuple[Reader, ...] = (safetensors, gguf, ggml, pickle_file, llama2c)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from typing import Any
+from typing import Any, Literal
 
 from nbflow.weights.byte_file import ByteFile
 from nbflow_kernels.errors import UsageError
@@ -79,6 +79,22 @@ class ByteCursor:
                 f"{limit} are allowed"
             )
         return self.take(n_bytes, what).decode("utf-8", errors="surrogateescape")
+
+    def texts(self, length: str, count: int, what: str) -> list[str]:
+        """Return the next `count` strings; see `text`."""
+        size = struct.calcsize("=" + length)
+        order: Literal["little", "big"] = "little" if self.order == "<" else "big"
+        found = []
+        for _ in range(count):
+            begin = self.position - self._begin
+            start = begin + size
+            end = start + int.from_bytes(self._buffer[begin:start], order)
+            if start <= len(self._buffer) and end <= len(self._buffer):  # at hand: no call
+                found.append(self._buffer[start:end].decode("utf-8", errors="surrogateescape"))
+                self.position += end - begin
+            else:
+                found.append(self.text(length, what))
+        return found
 
     def line(self, limit: int, what: str) -> bytes:
         """Return the bytes up to the next line feed, without it."""

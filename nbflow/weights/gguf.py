@@ -244,6 +244,8 @@ class _Header:
             )
         if inner in _SCALARS:
             return self._cursor.numbers(_SCALARS[inner], count, what)
+        if inner == _STRING:
+            return self._cursor.texts(self._size, count, what)
         return [self._value(inner, what, depth + 1) for _ in range(count)]
 
     def _read_record(self, i: int) -> _Record:

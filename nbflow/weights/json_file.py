@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Literal, overload
 
 from nbflow.weights.byte_file import ByteFile
+from nbflow.weights.shown import shown
 from nbflow_kernels.errors import UsageError
 
 MAX_JSON_BYTES = 100_000_000
@@ -38,7 +39,7 @@ def parse_object(data: bytes, where: str) -> dict[str, Any]:
         table = dict(pairs)
         if len(table) < len(pairs):
             twice, _ = Counter(name for name, _ in pairs).most_common(1)[0]
-            raise UsageError(f"{where}: the name {twice!r} occurs more than once")
+            raise UsageError(f"{where}: the name {shown(twice)} occurs more than once")
         return table
 
     try:

@@ -23,6 +23,7 @@ Layout: https://github.com/pytorch/pytorch/blob/v2.6.0/torch/serialization.py
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +35,7 @@ from nbflow.weights.json_file import read_object
 from nbflow.weights.pickle_machine import MAX_PICKLE_BYTES, PickleMachine
 from nbflow.weights.pickle_values import Global, Refused, Storage, Table, Tensor, describe
 from nbflow.weights.shards import open_shards
+from nbflow.weights.shown import shown
 from nbflow.weights.weight_file import TensorEntry, WeightFile, tensor_bytes
 from nbflow.weights.zip_file import MAGIC as ZIP_MAGIC
 from nbflow.weights.zip_file import Member, read_directory
@@ -46,7 +48,8 @@ _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 _MAGIC = b"\x8a\x0a" + _MAGIC_NUMBER.to_bytes(10, "little")
 _PROTOCOL = 1001
 _MAX_DEPTH = 64
-_MAX_VISITS = 1 << 20
+_MAX_KEY = 256  # characters in the key of a storage; torch's are short numbers
+_MAX_VISITS = 1 << 17
 _MAX_NAME = 4096
 _MAX_NAME_CHARACTERS = 1 << 26  # of all names together
 
@@ -98,7 +101,7 @@ def _read_tensors(file: ByteFile) -> list[TensorEntry]:
         place = places[tensor.storage.key]
         size = ITEM_BYTES[tensor.dtype]
         offset = place.offset + tensor.storage.first + tensor.offset * size
-        tensor_bytes(tensor.dtype, tensor.shape, f"{file.path}: tensor {name!r:.120}")
+        tensor_bytes(tensor.dtype, tensor.shape, f"{file.path}: tensor {shown(name)}")
         if 0 in tensor.shape:  # its offset and strides say nothing
             offset, strides = place.offset, None
         else:
@@ -131,11 +134,12 @@ def _read_zip(file: ByteFile) -> tuple[Any, dict[str, _Place]]:
         dtype, key, n_elements = _identity(identity, 5)
         member = members.get(f"{root}/data/{key}")
         if member is None:
-            raise Refused(f"storage {key!r:.40}, which is not in the archive")
+            raise Refused(f"storage {shown(key)}, which is not in the archive")
         n_bytes = _storage_bytes(dtype, n_elements)
         if n_bytes > member.n_bytes:
             raise Refused(
-                f"storage {key!r:.40} of {n_bytes} bytes, of which the archive has {member.n_bytes}"
+                f"storage {shown(key)} of {n_bytes} bytes, of which the archive has "
+                f"{member.n_bytes}"
             )
         places[key] = _Place(member.offset, order)
         return Storage(key, dtype, n_bytes)
@@ -152,7 +156,7 @@ def _byte_order(file: ByteFile, member: Member | None) -> str:
     orders = {b"little": "<", b"big": ">"}
     text = file.read(member.offset, min(member.n_bytes, 16))
     if text not in orders:
-        raise UsageError(f"{file.path}: byteorder must be little or big, got {text!r}")
+        raise UsageError(f"{file.path}: byteorder must be little or big, got {shown(text)}")
     return orders[text]
 
 
@@ -164,12 +168,12 @@ def _read_legacy(file: ByteFile) -> tuple[Any, dict[str, _Place]]:
     def persistent(identity: Any) -> Storage:
         dtype, key, n_elements = _identity(identity, 6)
         if dtype is None:
-            raise Refused(f"storage {key!r:.40} without an element type")
+            raise Refused(f"storage {shown(key)} without an element type")
         if elements.setdefault(key, (dtype, n_elements)) != (dtype, n_elements):
-            raise Refused(f"storage {key!r:.40} with two types or sizes")
+            raise Refused(f"storage {shown(key)} with two types or sizes")
         n_bytes = _storage_bytes(dtype, n_elements)
         if n_bytes > file.size:
-            raise Refused(f"storage {key!r:.40} of {n_bytes} bytes, more than the file has")
+            raise Refused(f"storage {shown(key)} of {n_bytes} bytes, more than the file has")
         whole = Storage(key, dtype, n_bytes)
         return whole if identity[5] is None else _part(whole, identity[5])
 
@@ -191,7 +195,7 @@ def _part(whole: Storage, view: Any) -> Storage:
     assert whole.dtype is not None
     size = ITEM_BYTES[whole.dtype]
     if (view[1] + view[2]) * size > whole.n_bytes:
-        raise Refused(f"a part of storage {whole.key!r:.40} that is larger than the storage")
+        raise Refused(f"a part of storage {shown(whole.key)} that is larger than the storage")
     return Storage(whole.key, whole.dtype, view[2] * size, view[1] * size)
 
 
@@ -210,7 +214,7 @@ def _legacy_places(
     for key in keys:
         if key not in elements or key in places:
             raise UsageError(
-                f"{file.path}: the list of storages has {key!r:.40}, which "
+                f"{file.path}: the list of storages has {shown(key)}, which "
                 f"{'occurs twice' if key in places else 'no tensor uses'}"
             )
         dtype, n_elements = elements[key]
@@ -218,7 +222,7 @@ def _legacy_places(
         n_bytes = n_elements * ITEM_BYTES[dtype]
         if found != n_elements or position + 8 + n_bytes > file.size:
             raise UsageError(
-                f"{file.path}: storage {key!r:.40} must have {n_elements} elements of {dtype} at "
+                f"{file.path}: storage {shown(key)} must have {n_elements} elements of {dtype} at "
                 f"byte {position}, found a count of {found} and {file.size - position} bytes; the "
                 "file is truncated or damaged"
             )
@@ -226,7 +230,7 @@ def _legacy_places(
         position += 8 + n_bytes
     missing = [key for key in elements if key not in places]
     if missing:
-        raise UsageError(f"{file.path}: storage {missing[0]!r:.40} is not in the file")
+        raise UsageError(f"{file.path}: storage {shown(missing[0])} is not in the file")
     return places
 
 
@@ -242,7 +246,7 @@ def _identity(identity: Any, n_fields: int) -> tuple[str | None, str, int]:
     kind, key, n_elements = identity[1], identity[2], identity[4]
     if not isinstance(kind, Global) or kind.kind != "storage":
         raise Refused(f"a storage of the type {describe(kind)}")
-    if not isinstance(key, str) or not _is_count(n_elements):
+    if not isinstance(key, str) or len(key) > _MAX_KEY or not _is_count(n_elements):
         raise Refused(f"a storage called {describe(key)} of {describe(n_elements)} elements")
     return kind.meaning, key, n_elements
 
@@ -256,46 +260,81 @@ def _is_count(value: Any) -> bool:
 
 
 def _named(file: ByteFile, value: Any) -> dict[str, Tensor]:
-    """Return the tensors below a value by name."""
+    """Return the tensors below a value by name, in the file's order."""
     wrapper = _wrapper(value)
+    holders = _holders(value)
     tensors: dict[str, Tensor] = {}
     n_visits = n_characters = 0
-    # Children wait in reverse, so that tensors come in the file's order.
     waiting: list[tuple[tuple[str, ...], Any]] = [((), value)]
     while waiting:
         path, value = waiting.pop()
         n_visits += 1
-        if n_visits > _MAX_VISITS or len(path) > _MAX_DEPTH:
+        if n_visits + len(waiting) > _MAX_VISITS or len(path) > _MAX_DEPTH:
             raise UsageError(
-                f"{file.path}: the pickle is nested more than {_MAX_DEPTH} deep, or holds more "
-                f"than {_MAX_VISITS} values once everything shared is written out"
+                f"{file.path}: tensors are nested more than {_MAX_DEPTH} deep, or are more than "
+                f"{_MAX_VISITS} once every shared dict and list is written out"
             )
-        if isinstance(value, Tensor):
-            name = ".".join(path[1:] if path[:1] == (wrapper,) else path) or "tensor"
-            n_characters += len(name)
-            if len(name) > _MAX_NAME or n_characters > _MAX_NAME_CHARACTERS:
-                raise UsageError(f"{file.path}: the name of a tensor is too long: {name!r:.120}")
-            if name in tensors:
-                raise UsageError(f"{file.path}: two tensors have the name {name!r:.120}")
-            tensors[name] = value
-        elif isinstance(value, (Table, list, tuple)):
-            items = value.items if isinstance(value, Table) else list(enumerate(value))
-            if n_visits + len(waiting) + len(items) > _MAX_VISITS:
-                n_visits = _MAX_VISITS  # refused by the next round
-                waiting = [((), None)]
-                continue
-            waiting += [
+        if not isinstance(value, Tensor):
+            children = [
                 ((*path, _key(key)), child)
-                for key, child in reversed(items)
-                if isinstance(child, (Tensor, Table, list, tuple))
+                for key, child in _children(value)
+                if isinstance(child, Tensor) or id(child) in holders
             ]
+            waiting += reversed(children)
+            continue
+        parts = path[1:] if path[:1] == (wrapper,) else path
+        length = sum(map(len, parts))
+        n_characters += length
+        if length > _MAX_NAME or n_characters > _MAX_NAME_CHARACTERS:
+            raise UsageError(f"{file.path}: the name of a tensor is too long: {shown(parts[-1])}")
+        name = ".".join(parts) or "tensor"
+        if name in tensors:
+            raise UsageError(f"{file.path}: two tensors have the name {shown(name)}")
+        tensors[name] = value
     return tensors
+
+
+def _children(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return what a dict, list or tuple holds, with keys; nothing of anything else."""
+    if isinstance(value, Table):
+        return value.items
+    return enumerate(value) if isinstance(value, (list, tuple)) else ()
+
+
+def _holders(root: Any) -> set[int]:
+    """Return the ids of the dicts, lists and tuples that have a tensor somewhere below them.
+
+    Each is looked at once, so that structures which share their parts cost no more than they take
+    in the file.
+    """
+    first_parent: dict[int, int] = {id(root): 0}
+    more_parents: dict[int, list[int]] = {}  # of what is shared
+    direct, waiting = [], [root]
+    while waiting:
+        value = waiting.pop()
+        for _, child in _children(value):
+            if isinstance(child, Tensor):
+                direct.append(id(value))
+            elif isinstance(child, (Table, list, tuple)):
+                if id(child) in first_parent:
+                    more_parents.setdefault(id(child), []).append(id(value))
+                else:
+                    first_parent[id(child)] = id(value)
+                    waiting.append(child)
+    holders: set[int] = set()
+    while direct:
+        holder = direct.pop()
+        if holder and holder not in holders:
+            holders.add(holder)
+            direct.append(first_parent[holder])
+            direct += more_parents.get(holder, ())
+    return holders
 
 
 def _key(key: Any) -> str:
     """Return how a dict's key appears in a name."""
     if isinstance(key, bytes):
-        return key.decode("latin-1")
+        return key[: _MAX_NAME + 1].decode("latin-1")  # a longer one will be refused
     if isinstance(key, tuple):
         return "tuple"
     return key if isinstance(key, str) else str(key)

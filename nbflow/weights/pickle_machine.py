@@ -18,10 +18,11 @@ from typing import Any, NoReturn
 
 from nbflow.weights.byte_cursor import ByteCursor
 from nbflow.weights.pickle_values import GLOBALS, Global, Inert, Refused, Table, describe
+from nbflow.weights.shown import shown
 from nbflow_kernels.errors import UsageError
 
 MAX_PICKLE_BYTES = 1 << 26
-MAX_OPERATIONS = 1 << 21  # at some 100 bytes each: 200 MB at worst
+MAX_OPERATIONS = 1 << 21  # at up to 300 bytes each if a file is made to waste them
 MAX_MARKS = 1 << 10
 _MAX_INTEGER_BYTES = 16
 _MAX_LINE = 256
@@ -186,7 +187,7 @@ class PickleMachine:
         try:
             self._push(float(line))
         except ValueError:
-            raise Refused(f"the float {line!r:.40}") from None
+            raise Refused(f"the float {shown(line)}") from None
 
     def _tuple(self, n: int) -> None:
         items = [self._pop() for _ in range(n)]
@@ -290,9 +291,10 @@ class PickleMachine:
 
 def _lookup(module: str, name: str) -> Global:
     """Return what a name stands for here; nothing is imported."""
-    found = GLOBALS.get(f"{module}.{name}")
+    full = f"{module[:_MAX_LINE]}.{name[:_MAX_LINE]}"
+    found = GLOBALS.get(full)
     if found is None:
-        raise Refused(f"the name {f'{module}.{name}'!r:.120}, which no state dict needs,")
+        raise Refused(f"the name {shown(full)}, which no state dict needs,")
     return found
 
 
@@ -300,7 +302,7 @@ def _parse_integer(line: bytes) -> int:
     """Return an integer written in decimal, of at most 16 bytes."""
     digits = line.removesuffix(b"L")
     if not digits.removeprefix(b"-").isdigit() or len(digits) > 39:
-        raise Refused(f"the integer {line!r:.60}")
+        raise Refused(f"the integer {shown(line)}")
     return int(digits)
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nbflow.weights.dtypes import ITEM_BYTES
+from nbflow.weights.shown import shown
 from nbflow.weights.strided import n_elements_spanned
 
 MAX_DIMENSIONS = 16
@@ -86,7 +87,8 @@ def describe(value: Any) -> str:
     if isinstance(value, Global):
         return value.name
     if isinstance(value, (str, bytes, int, float)) and not isinstance(value, bool):
-        return f"{type(value).__name__} {value!r:.40}"
+        short = value[:40] if isinstance(value, (str, bytes)) else value
+        return f"{type(value).__name__} {short!r}"
     names = {Table: "dict", Storage: "storage", Tensor: "tensor"}
     if isinstance(value, Inert):
         return value.name
@@ -134,7 +136,7 @@ def _tensor(storage: Storage, dtype: str, offset: Any, shape: Any, strides: Any)
     if needed > storage.n_bytes:
         raise Refused(
             f"a tensor of {needed} bytes (offset {offset}, shape {shape}, strides {strides}, "
-            f"{dtype}) in storage {storage.key!r:.40} of {storage.n_bytes} bytes"
+            f"{dtype}) in storage {shown(storage.key)} of {storage.n_bytes} bytes"
         )
     return Tensor(storage, dtype, offset, shape, strides)
 
@@ -258,6 +260,9 @@ _CALLS: dict[str, Callable[[tuple[Any, ...]], Any]] = {
     "torch.device": lambda args: Inert("torch.device"),
     "_codecs.encode": lambda args: Inert("bytes"),
     "argparse.Namespace": lambda args: Inert("argparse.Namespace"),
+    "numpy.dtype": lambda args: Inert("numpy.dtype"),
+    "numpy.core.multiarray.scalar": lambda args: Inert("a NumPy scalar"),
+    "numpy._core.multiarray.scalar": lambda args: Inert("a NumPy scalar"),
 }
 _BUILTINS = ("set", "frozenset", "bytearray", "bytes", "complex", "range", "slice")
 _INERT = (

@@ -25,6 +25,7 @@ from typing import Any
 from nbflow.weights.byte_file import ByteFile
 from nbflow.weights.json_file import parse_object, read_object
 from nbflow.weights.shards import open_shards
+from nbflow.weights.shown import shown
 from nbflow.weights.weight_file import TensorEntry, WeightFile, tensor_bytes
 from nbflow_kernels.errors import UsageError
 
@@ -101,7 +102,7 @@ def _read_header(file: ByteFile) -> list[TensorEntry]:
     metadata = header.pop("__metadata__", None)
     if metadata is not None and not _is_string_table(metadata):
         raise UsageError(
-            f"{file.path}: __metadata__ must be a table of strings, got {str(metadata)!r:.80}"
+            f"{file.path}: __metadata__ must be a table of strings, got {shown(metadata)}"
         )
     spans = []
     entries = []
@@ -117,25 +118,25 @@ def _check_record(
     file: ByteFile, name: str, record: Any, n_data: int
 ) -> tuple[str, tuple[int, ...], int, int]:
     """Return dtype, shape, begin and end of one tensor, or say what is wrong with them."""
-    where = f"{file.path}: tensor {name!r:.120}"
+    where = f"{file.path}: tensor {shown(name)}"
     wanted = {"dtype", "shape", "data_offsets"}
     if not isinstance(record, dict) or set(record) != wanted:
-        raise UsageError(f"{where}: must have dtype, shape and data_offsets, got {record!r:.120}")
+        raise UsageError(f"{where}: must have dtype, shape and data_offsets, got {shown(record)}")
     code, shape, offsets = record["dtype"], record["shape"], record["data_offsets"]
     if not isinstance(code, str) or code not in _DTYPES:
-        raise UsageError(f"{where}: unknown dtype {code!r:.40}; known are {', '.join(_DTYPES)}")
+        raise UsageError(f"{where}: unknown dtype {shown(code)}; known are {', '.join(_DTYPES)}")
     dtype = _DTYPES[code]
     if not _are_counts(shape) or len(shape) > 16:
-        raise UsageError(f"{where}: shape must be at most 16 numbers >= 0, got {shape!r:.80}")
+        raise UsageError(f"{where}: shape must be at most 16 numbers >= 0, got {shown(shape)}")
     if not _are_counts(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= n_data:
         raise UsageError(
             f"{where}: data_offsets must be [begin, end] within the {n_data} bytes of data in this "
-            f"file, got {offsets!r:.80}; the file is truncated or damaged"
+            f"file, got {shown(offsets)}; the file is truncated or damaged"
         )
     n_bytes = tensor_bytes(dtype, tuple(shape), where)
     if n_bytes != offsets[1] - offsets[0]:
         raise UsageError(
-            f"{where}: shape {shape!r:.80} of {dtype} needs {n_bytes} bytes, "
+            f"{where}: shape {shown(shape)} of {dtype} needs {n_bytes} bytes, "
             f"but data_offsets {offsets} hold {offsets[1] - offsets[0]}"
         )
     return dtype, tuple(shape), offsets[0], offsets[1]
@@ -157,12 +158,12 @@ def _check_cover(file: ByteFile, spans: list[tuple[int, int, str]], n_data: int)
     for begin, end, name in spans:
         if begin < position:
             raise UsageError(
-                f"{file.path}: tensors {previous!r:.120} and {name!r:.120} overlap: "
+                f"{file.path}: tensors {shown(previous)} and {shown(name)} overlap: "
                 f"one ends at byte {position} of the data, the other begins at {begin}"
             )
         if begin > position:
             raise UsageError(
-                f"{file.path}: bytes {position}..{begin} of the data, before tensor {name!r:.120}, "
+                f"{file.path}: bytes {position}..{begin} of the data, before tensor {shown(name)}, "
                 "belong to no tensor; safetensors allows no gaps"
             )
         position, previous = end, name

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from nbflow.weights.byte_file import ByteFile
 from nbflow.weights.json_file import read_object
+from nbflow.weights.shown import shown
 from nbflow.weights.weight_file import TensorEntry
 from nbflow_kernels.errors import UsageError
 
@@ -53,15 +54,15 @@ def open_shards(
     for name, shard in weight_map.items():
         if not isinstance(shard, str) or shard in {"", ".", ".."} or Path(shard).name != shard:
             raise UsageError(
-                f"{index}: weight_map of tensor {name!r:.120} must be a file name, "
-                f"got {shard!r:.80}"
+                f"{index}: weight_map of tensor {shown(name)} must be a file name, "
+                f"got {shown(shard)}"
             )
         shards.setdefault(shard, []).append(name)
     missing = [shard for shard in shards if not _is_file(index.parent / shard)]
     if missing:
         raise UsageError(
             f"{index}: {len(missing)} of {len(shards)} shards are missing: "
-            f"{', '.join(missing[:8])!s:.400}"
+            f"{', '.join(map(shown, missing[:8]))}"
         )
     seen: dict[str, str] = {}
     for shard, names in shards.items():
@@ -71,12 +72,12 @@ def open_shards(
         if absent:
             raise UsageError(
                 f"{files[-1].path}: {len(absent)} tensors that {index.name} promises are not in "
-                f"the file, the first is {min(absent)!r:.120}"
+                f"the file, the first is {shown(min(absent))}"
             )
         for entry in held:
             if entry.name in seen:
                 raise UsageError(
-                    f"{index}: tensor {entry.name!r:.120} is in both {seen[entry.name]} and {shard}"
+                    f"{index}: tensor {shown(entry.name)} is in both {seen[entry.name]} and {shard}"
                 )
             seen[entry.name] = shard
         entries += held

@@ -25,13 +25,14 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass
+from itertools import pairwise
 
 from nbflow.weights.byte_file import ByteFile
 from nbflow_kernels.errors import UsageError
 
 MAGIC = b"PK\x03\x04"
 
-_MAX_DIRECTORY_BYTES = 1 << 28
+_MAX_DIRECTORY_BYTES = 1 << 26
 _MAX_MEMBERS = 1 << 20
 _END, _END_BYTES = b"PK\x05\x06", 22
 _END64, _END64_BYTES = b"PK\x06\x06", 56
@@ -70,13 +71,18 @@ def read_directory(file: ByteFile) -> dict[str, Member]:
         )
     data = file.read(start, size)
     members: dict[str, Member] = {}
+    spans = []
     position = 0
     for i in range(n_members):
         name, offset, n_bytes, position = _read_entry(file, data, position, i)
         if name in members:
             raise UsageError(f"{file.path}: zip member {name!r:.120} is there twice")
         members[name] = Member(name, _data_offset(file, name, offset, n_bytes, start), n_bytes)
-    _check_apart(file, members)
+        spans.append((offset, members[name].offset + n_bytes, name))
+    spans.sort()
+    for (_, end, first), (begin, _, second) in pairwise(spans):
+        if begin < end:
+            raise UsageError(f"{file.path}: zip members {first!r:.120} and {second!r:.120} overlap")
     return members
 
 
@@ -85,7 +91,7 @@ def _find_directory(file: ByteFile) -> tuple[int, int, int]:
     tail_start = max(0, file.size - _END_BYTES - 0xFFFF)
     tail = file.read(tail_start, file.size - tail_start)
     at = tail.rfind(_END)
-    while at >= 0 and at + _END_BYTES + _comment_bytes(tail, at) != len(tail):
+    while at >= 0 and not _ends_file(tail, at):
         at = tail.rfind(_END, 0, at + 3) if at else -1
     if at < 0:
         raise UsageError(
@@ -112,11 +118,10 @@ def _find_directory(file: ByteFile) -> tuple[int, int, int]:
     return n_members, size, start
 
 
-def _comment_bytes(tail: bytes, at: int) -> int:
-    """Return the length of the comment after the end record at `at`, -1 if it is cut off."""
-    if at + _END_BYTES > len(tail):
-        return -1
-    return int(struct.unpack_from("<H", tail, at + 20)[0])
+def _ends_file(tail: bytes, at: int) -> bool:
+    """Return whether the end record at `at` and its comment reach exactly to the end."""
+    n_left = len(tail) - at - _END_BYTES
+    return n_left >= 0 and bool(struct.unpack_from("<H", tail, at + 20)[0] == n_left)
 
 
 def _read_entry(file: ByteFile, data: bytes, position: int, i: int) -> tuple[str, int, int, int]:
@@ -177,14 +182,3 @@ def _data_offset(file: ByteFile, name: str, offset: int, n_bytes: int, stop: int
             f"directory begins at {stop}; the file is truncated or damaged"
         )
     return start
-
-
-def _check_apart(file: ByteFile, members: dict[str, Member]) -> None:
-    """Raise if two members share bytes."""
-    position, previous = 0, ""
-    for member in sorted(members.values(), key=lambda m: (m.offset, m.n_bytes)):
-        if member.offset < position:
-            raise UsageError(
-                f"{file.path}: zip members {previous!r:.120} and {member.name!r:.120} overlap"
-            )
-        position, previous = member.offset + member.n_bytes, member.name

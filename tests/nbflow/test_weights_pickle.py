@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from specs import write_llama
-from torch_files import MAGIC_NUMBER, Name, Opcodes, Persistent, write_legacy, write_zip
+from torch_files import MAGIC_NUMBER, Name, Opcodes, Persistent, Raw, write_legacy, write_zip
 
 from nbflow.execute import RankWeights, ReferenceExecutor
 from nbflow.program import build
@@ -275,6 +275,39 @@ def test_models_run_from_pickles(tmp_path: Path, layout: str) -> None:
         index = json.dumps({"metadata": {}, "weight_map": weight_map})
         (tmp_path / "pytorch_model.bin.index.json").write_text(index)
     np.testing.assert_array_equal(logits(target), expected)
+
+
+def test_values_without_meaning_are_skipped(tmp_path: Path) -> None:
+    float64 = Name("numpy dtype")("f8", False, True)
+    built = Raw(Opcodes().value(float64).value((3, "<", None)).data + b"b")
+    namespace = Raw(Opcodes().value(Name("argparse Namespace")).data + b")\x81}X\1\0\0\0aK\1sb")
+    value = {
+        "loss": Name("numpy.core.multiarray scalar")(built, b"12345678"),
+        "arguments": namespace,
+        "counts": Name("collections Counter")({"a": 1}),
+        "lists": Name("collections defaultdict")(Name("__builtin__ list")),
+        "kinds": Name("__builtin__ set")(["a"]),
+        "device": Name("torch device")("cuda", 0),
+        "bytes": Name("_codecs encode")("x", "latin1"),
+        "w": tensor(),
+    }
+    write_zip(tmp_path / "x.pt", value, {"0": SIX.tobytes()})
+    with open_weights(tmp_path / "x.pt") as weights:
+        assert weights.names() == ["w"]
+
+
+def test_example_of_the_documentation_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text(encoding="utf-8")
+    block = text.split("```python\n")[1].split("```")[0]
+    write_llama(tmp_path, n_layers=1, tied_head=False)
+    write_state_dict(tmp_path / "pytorch_model.bin", load_file(tmp_path / "model.safetensors"))
+    monkeypatch.chdir(tmp_path)
+    exec(compile(block.replace("(100, 200)", "(50, 100)"), "<checkpoints.md>", "exec"), {})
+    lines = capsys.readouterr().out.splitlines()
+    assert "lm_head.weight f32 (101, 64) 25856" in lines
+    assert len(lines[-1].split()[1]) == 64
 
 
 def test_magic_number_of_the_helpers() -> None:

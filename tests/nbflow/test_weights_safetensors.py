@@ -296,7 +296,7 @@ def test_shards(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"d": "three.safetensors"}, "1 of 3 shards are missing: three.safetensors"),
+        ({"d": "three.safetensors"}, "1 of 3 shards are missing: 'three.safetensors'"),
         ({"d": "two.safetensors"}, "1 tensors that .* promises .* 'd'"),
         ({"d": "../two.safetensors"}, "'d' must be a file name, got '../two.safetensors'"),
         ({"d": 3}, "'d' must be a file name, got 3"),
