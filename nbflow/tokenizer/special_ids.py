@@ -1,12 +1,28 @@
-"""Special token ids that the configuration files of a Hugging Face folder state."""
+"""Special token ids of a vocabulary, and those that the files of a Hugging Face folder state."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nbflow.weights.json_file import read_object
 from nbflow_kernels.errors import UsageError
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """Special ids of a vocabulary, and what goes around a text."""
+
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+    unknown: int | None = None
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    def around(self, ids: list[int]) -> list[int]:
+        """Return `ids` between the special ids that belong there."""
+        return [*self.before, *ids, *self.after]
 
 
 def special_ids(folder: Path) -> tuple[int | None, tuple[int, ...]]:
