@@ -99,7 +99,9 @@ def _bpe(vocabulary: GgufVocabulary) -> Tokenizer:
         byte_fallback=not pre.byte_level,
     )
     tokenizer = tokenizers.Tokenizer(model)
-    cuts = [pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in pre.patterns]
+    cuts: list[Any] = [
+        pre_tokenizers.Split(tokenizers.Regex(pattern), "isolated") for pattern in pre.patterns
+    ]
     if pre.byte_level:
         cuts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
         tokenizer.decoder = decoders.ByteLevel()

@@ -27,6 +27,10 @@ _SIGN_AND_WORD = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+"""
     r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+"
 )
+_BAILING = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
+    r"|\s*[\r\n]|\s+(?!\S)|\s+"
+)
 _DEEPSEEK3 = rf"{_SIGN_AND_WORD}[\r\n]*|{_LINES}"
 # digits in threes, counted from the right
 _THREES = r"\p{N}{1,3}(?=(?:\p{N}{3})*(?!\p{N}))"
@@ -150,10 +154,7 @@ _FAMILIES: dict[tuple[str, ...], PreTokenizer] = {
          + rf"|\p{{N}}{{1,3}}|{_SIGNS}|{_LINES}",),
     ),
     ("superbpe",): PreTokenizer((r"\p{N}+", r"(?=(\d{3})+(?!\d))")),
-    ("bailingmoe", "bailingmoe2", "llada-moe"): PreTokenizer(
-        (r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*"
-         + r"|\s*[\r\n]|\s+(?!\S)|\s+",),
-    ),
+    ("bailingmoe", "bailingmoe2", "llada-moe"): PreTokenizer((_BAILING,)),
     ("seed-coder",): PreTokenizer(
         (rf"{_CONTRACTION}|{_WORD}|\p{{N}}{{1}}| ?[^\s\p{{L}}\p{{N}}\r\n]+|{_LINES}",),
     ),
