@@ -69,8 +69,8 @@ def format_chat(
     'user: Hi'
     """
     checked = check_messages(messages)
-    name, text = _choose(tokenizer, template, bool(tools))
-    if not _is_jinja(text):
+    name, text, is_jinja = _choose(tokenizer, template, bool(tools))
+    if not is_jinja:
         _refuse_extras(name, tools, documents, variables, add_generation_prompt)
         return fill(text, checked, tokenizer, name).shown
     given = _variables(tokenizer, checked, add_generation_prompt, tools, documents, variables)
@@ -111,8 +111,8 @@ def encode_chat(
         As for `format_chat`.
     """
     checked = check_messages(messages)
-    name, text = _choose(tokenizer, template, bool(tools))
-    if not _is_jinja(text):
+    name, text, is_jinja = _choose(tokenizer, template, bool(tools))
+    if not is_jinja:
         _refuse_extras(name, tools, documents, variables, add_generation_prompt)
         parts = fill(text, checked, tokenizer, name)
         if parse_special:
@@ -128,8 +128,8 @@ def encode_chat(
     )
 
 
-def _choose(tokenizer: Tokenizer, template: str | None, has_tools: bool) -> tuple[str, str]:
-    """Return a template's name and text."""
+def _choose(tokenizer: Tokenizer, template: str | None, has_tools: bool) -> tuple[str, str, bool]:
+    """Return a template's name, its text, and whether that is Jinja."""
     own = tokenizer.chat_templates
     if template is None:
         template = "tool_use" if has_tools and "tool_use" in own else "default"
@@ -140,23 +140,19 @@ def _choose(tokenizer: Tokenizer, template: str | None, has_tools: bool) -> tupl
                 f"{', '.join([*own, *NAMED])}, or give the text of one"
             )
     if template in own:
-        return f"chat template {template!r}", own[template]
+        return f"chat template {template!r}", own[template], True
     if template in NAMED:
-        return f"prompt template {template!r}", NAMED[template]
+        return f"prompt template {template!r}", NAMED[template], False
     if len(template) > MAX_TEMPLATE_BYTES:
         raise UsageError(
             f"a template may have at most {MAX_TEMPLATE_BYTES} characters, got {len(template)}"
         )
     if "{" not in template:
         raise unknown_name("chat template", template, [*own, *NAMED])
-    if not _is_jinja(template) and not is_query_template(template):
+    is_jinja = "{%" in template or "{{" in template
+    if not is_jinja and not is_query_template(template):
         raise UsageError("a template must contain {query}, or be Jinja with {{ or {%")
-    return "the template", template
-
-
-def _is_jinja(text: str) -> bool:
-    """Return whether a template is Jinja; the other language has single braces and a query."""
-    return "{%" in text or "{{" in text or not is_query_template(text)
+    return "the template", template, is_jinja
 
 
 def _refuse_extras(

@@ -64,6 +64,7 @@ class SpTokenizer(Tokenizer):
         n = self._sp.get_piece_size()
         self._pieces: list[str] = [self._sp.id_to_piece(i) for i in range(n)]
         self._bytes = [self._as_bytes(i) for i in range(n)]
+        self._unknown = frozenset(i for i in range(n) if self._sp.is_unknown(i))
         self._special_tokens = {
             self._pieces[i]: i for i in range(n) if self._sp.is_control(i) or self._sp.is_unknown(i)
         }
@@ -147,6 +148,7 @@ class SpTokenizer(Tokenizer):
             lambda i: self._bytes[self.check_id(i)],
             b" " if strip else b"",
             repeatedly=spaces.remove_extra_whitespaces,
+            kept=self._unknown,
         )
 
     def piece(self, token_id: int) -> str:
@@ -166,6 +168,8 @@ def load_processor(model: bytes, where: str) -> Any:
         raise MissingExtraError(
             f"{where}: needs the package sentencepiece; pip install 'nbflow[sentencepiece]'"
         ) from error
+    if not model:  # which the package takes for none
+        raise UsageError(f"{where}: the SentencePiece model is empty")
     try:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
     except Exception as error:  # RuntimeError, or TypeError for some damage
@@ -230,8 +234,10 @@ def _special(processor: Any, config: TokenizerConfig, added: Mapping[str, int]) 
         token = config.named_tokens.get(name)
         if token is None:
             return own if own >= 0 else None
-        found = added.get(token, processor.piece_to_id(token))
-        return None if processor.is_unknown(found) and name != "unk_token" else found
+        if token in added:
+            return added[token]
+        found: int = processor.piece_to_id(token)
+        return None if processor.is_unknown(found) else found
 
     bos, ends = special_ids(config.folder)
     bos = named("bos_token", processor.bos_id()) if bos is None else bos

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from nbflow.tokenizer.merging import Merger
 from nbflow.tokenizer.special_ids import SpecialIds
@@ -198,6 +198,8 @@ class BytesStream:
         Removed once from the beginning of the text.
     repeatedly : bool
         Removed from each piece until there is text.
+    kept : container of int
+        Ids from which nothing is removed.
     """
 
     def __init__(
@@ -206,17 +208,19 @@ class BytesStream:
         prefix: bytes = b"",
         *,
         repeatedly: bool = False,
+        kept: Container[int] = (),
     ) -> None:
         self._piece_bytes = piece_bytes
         self._prefix = prefix
         self._repeatedly = repeatedly
+        self._kept = kept
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token_id: int) -> str:
         """Return the text that `token_id` completes."""
         data = self._piece_bytes(token_id)
         if data and self._prefix:
-            data = data.removeprefix(self._prefix)
+            data = data if token_id in self._kept else data.removeprefix(self._prefix)
             if data or not self._repeatedly:
                 self._prefix = b""
         return self._utf8.decode(data)
