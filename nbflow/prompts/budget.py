@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from jinja2.sandbox import SecurityError
+from jinja2.exceptions import SecurityError
 
 MAX_STEPS = 2_000_000
 MAX_CHARACTERS = 100_000_000

@@ -21,10 +21,11 @@ from typing import Any
 
 import jinja2
 from jinja2 import nodes, pass_context
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
-from jinja2.sandbox import ImmutableSandboxedEnvironment, SecurityError
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 from nbflow.prompts.budget import Budget, check_numbers
@@ -127,7 +128,7 @@ class Environment(ImmutableSandboxedEnvironment):
 
     def call(
         self,
-        context: Any,  # type: ignore[override]  # jinja2 calls it by position
+        context: Any,
         function: Any,
         /,
         *arguments: Any,
@@ -164,18 +165,18 @@ class _Counting(NodeTransformer):
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         """Count the turns."""
-        node = self.generic_visit(node)  # type: ignore[assignment]
+        self.generic_visit(node)
         node.iter = _filtered(node.iter, "_turns")
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         """Count the characters."""
-        node = self.generic_visit(node)  # type: ignore[assignment]
+        self.generic_visit(node)
         return _filtered(nodes.List(node.nodes, lineno=node.lineno), "_concat")
 
-    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
         """Count what a slice copies."""
-        node = self.generic_visit(node)  # type: ignore[assignment]
+        self.generic_visit(node)
         return _filtered(node, "_made") if isinstance(node.arg, nodes.Slice) else node
 
     def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
@@ -183,7 +184,7 @@ class _Counting(NodeTransformer):
         return nodes.Const(node.data, lineno=node.lineno)
 
 
-def _filtered(node: nodes.Expr, name: str) -> nodes.Filter:
+def _filtered(node: Any, name: str) -> nodes.Filter:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 

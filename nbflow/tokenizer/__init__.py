@@ -19,6 +19,7 @@ from importlib import import_module
 from pathlib import Path
 
 from nbflow.tokenizer.files import NAMES, in_folder, kind_of
+from nbflow.tokenizer.special_ids import role_ids
 from nbflow.tokenizer.tokenizer import DecodeStream, Tokenizer
 from nbflow_kernels.errors import UsageError, unknown_name
 
@@ -74,6 +75,8 @@ def load_tokenizer(model: str | os.PathLike[str], kind: str | None = None) -> To
         raise unknown_name("kind of tokenizer", kind, KINDS)
     path = _tokenizer_file(model, kind)
     tokenizer: Tokenizer = import_module(KINDS[kind or kind_of(path)]).from_file(path)
+    roles = {role: tokenizer.piece(token_id) for role, token_id in role_ids(path.parent).items()}
+    tokenizer.named_tokens = {**tokenizer.named_tokens, **roles}
     return tokenizer
 
 

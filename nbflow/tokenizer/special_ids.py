@@ -55,9 +55,21 @@ def special_ids(folder: Path) -> tuple[int | None, tuple[int, ...]]:
     return (bos[0] if bos else None), stated.get("eos_token_id", ())
 
 
+def role_ids(folder: Path) -> dict[str, int]:
+    """Return "user_token" and "assistant_token" where generation_config.json states their ids."""
+    path = folder / "generation_config.json"
+    config = read_object(path, missing_ok=True) or {}
+    stated = {role: config.get(f"{role}_id") for role in ("user_token", "assistant_token")}
+    return {
+        role: _ids(value, f"{path}: {role}_id")[0]
+        for role, value in stated.items()
+        if value is not None
+    }
+
+
 def _ids(value: Any, where: str) -> tuple[int, ...]:
     """Return one id or a list of ids as a tuple."""
     values = value if isinstance(value, list) else [value]
-    if not all(type(i) is int and i >= 0 for i in values):
+    if not values or not all(type(i) is int and i >= 0 for i in values):
         raise UsageError(f"{where} must be a token id or a list of them, got {value!r:.80}")
     return tuple(values)

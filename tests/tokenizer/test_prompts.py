@@ -266,6 +266,19 @@ def test_templates_of_a_folder(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
+def test_role_tokens_of_generation_config(tmp_path: Path) -> None:
+    """Baichuan2 names the tokens of user and assistant by id."""
+    shutil.copytree(GOLDEN / "bpe", tmp_path, dirs_exist_ok=True)
+    config = {"user_token_id": 3, "assistant_token_id": 5}
+    (tmp_path / "generation_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(tmp_path)
+    ids = encode_chat(tokenizer, HELLO[1:], "{user_token}{query}{assistant_token}")
+    assert (ids[0], ids[-1]) == (3, 5)
+    (tmp_path / "generation_config.json").write_text('{"user_token_id": 99999}')
+    with pytest.raises(UsageError, match="token id must be"):
+        load_tokenizer(tmp_path)
+
+
 def test_tokenize_chat(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     parser = argparse.ArgumentParser()
     tokenize_command.add_arguments(parser)
