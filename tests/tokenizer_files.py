@@ -130,3 +130,25 @@ def rwkv_gguf(path: Path) -> Path:
     ]
     tokens = ["<s>", *(f"\\x{b:02x}" for b in range(256)), *words]
     return write_gguf(path, "rwkv", tokens, [NORMAL] * len(tokens), ids={"bos": 0, "eos": 0})
+
+
+def gemma_gguf(path: Path) -> Path:
+    """Write a few pieces of Gemma 4's kind: merges over U+2581, and bytes."""
+    pieces = [
+        "<pad>",
+        "<eos>",
+        "<bos>",
+        "\n",
+        "\n\n",
+        "\u2581",
+        "a",
+        "b",
+        "ab",
+        "\u2581a",
+        "\u65e5",
+    ]
+    tokens = [*pieces, *(f"<0x{b:02X}>" for b in range(256))]
+    types = [CONTROL] * 3 + [NORMAL] * 8 + [BYTE] * 256
+    merges = ["a b", "\u2581 a", "\n \n"]
+    ids = {"bos": 2, "eos": 1}
+    return write_gguf(path, "gemma4", tokens, types, merges=merges, ids=ids)

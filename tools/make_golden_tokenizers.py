@@ -25,6 +25,7 @@ import transformers
 from tokenizer_files import (
     GOLDEN,
     bpe_gguf,
+    gemma_gguf,
     rwkv_gguf,
     spm_gguf,
     ugm_gguf,
@@ -33,6 +34,7 @@ from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from nbflow.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 
+GGUF = {"spm": spm_gguf, "ugm": ugm_gguf, "rwkv": rwkv_gguf, "gemma4": gemma_gguf}
 SENTENCES = """\
 The quick brown fox jumps over the lazy dog. Don't you think it's nice? We'll see, I'm sure!
 Der Zweck heiligt die Mittel nicht; \u00dcbergr\u00f6\u00dfe und Stra\u00dfenl\u00e4rm st\u00f6ren.
@@ -165,7 +167,7 @@ def main() -> None:
     llama_cpp.llama_backend_init()
     llama_cpp.llama_log_set(quiet, None)
     with tempfile.TemporaryDirectory() as folder:
-        for name, write in (("spm", spm_gguf), ("ugm", ugm_gguf), ("rwkv", rwkv_gguf)):
+        for name, write in GGUF.items():
             golden["llama.cpp"][name] = llama_ids(write(Path(folder) / f"{name}.gguf"), texts)
         by_cut: dict[str, Any] = {}  # names that cut alike share a record
         for name, pre in PRE_TOKENIZERS.items():

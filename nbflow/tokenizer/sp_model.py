@@ -19,7 +19,7 @@ _MAX_FILE_BYTES = 1 << 28
 _UNKNOWN_TEXT = " \u2047 ".encode()  # what SentencePiece shows for an unknown piece
 _RENUMBERED = frozenset({
     "BarthezTokenizer", "BigBirdPegasusTokenizer", "CamembertTokenizer", "CpmTokenizer",
-    "ErnieMTokenizer", "LayoutXLMTokenizer", "M2M100Tokenizer", "MBart50Tokenizer",
+    "ErnieMTokenizer", "LayoutXLMTokenizer", "MBart50Tokenizer",
     "MBartTokenizer", "MarianTokenizer", "NllbTokenizer", "PLBartTokenizer", "PegasusTokenizer",
     "SeamlessM4TTokenizer", "Speech2TextTokenizer", "XGLMTokenizer", "XLMProphetNetTokenizer",
     "XLMRobertaTokenizer",
@@ -44,6 +44,8 @@ class SpTokenizer(Tokenizer):
         Special ids, and which of them go around a text.
     added : sequence of AddedToken
         Tokens that are recognised before the text is cut; those that are special only on request.
+    ids : mapping of str to int, optional
+        Ids by piece where they are not those of the model (M2M100).
     where : str
         The file, for messages.
 
@@ -56,17 +58,30 @@ class SpTokenizer(Tokenizer):
     """
 
     def __init__(
-        self, model: bytes, special: SpecialIds, added: Sequence[AddedToken] = (), *, where: str
+        self,
+        model: bytes,
+        special: SpecialIds,
+        added: Sequence[AddedToken] = (),
+        ids: Mapping[str, int] | None = None,
+        *,
+        where: str,
     ) -> None:
         self._sp = load_processor(model, where)
         self._spaces = read_spaces(model, where)
         self._special = special
-        n = self._sp.get_piece_size()
-        self._pieces: list[str] = [self._sp.id_to_piece(i) for i in range(n)]
-        self._bytes = [self._as_bytes(i) for i in range(n)]
-        self._unknown = frozenset(i for i in range(n) if self._sp.is_unknown(i))
+        self._own = ids
+        if ids is None:
+            ids = {self._sp.id_to_piece(i): i for i in range(self._sp.get_piece_size())}
+        self._pieces = sorted(ids, key=ids.__getitem__)
+        # of a piece that only `ids` has, SentencePiece says that it is unknown: it is no text
+        rows = [self._sp.piece_to_id(piece) for piece in self._pieces]
+        self._bytes = [self._as_bytes(row, p) for row, p in zip(rows, self._pieces, strict=True)]
+        unknown = self._sp.id_to_piece(self._sp.unk_id())
+        self._unknown = frozenset(i for i, piece in enumerate(self._pieces) if piece == unknown)
         self._special_tokens = {
-            self._pieces[i]: i for i in range(n) if self._sp.is_control(i) or self._sp.is_unknown(i)
+            piece: i
+            for i, (row, piece) in enumerate(zip(rows, self._pieces, strict=True))
+            if self._sp.is_control(row) or self._sp.is_unknown(row)
         }
         self._user: dict[str, int] = {}
         for token in added:
@@ -86,15 +101,15 @@ class SpTokenizer(Tokenizer):
         self._bytes[token.token_id] = b"" if token.special else token.content.encode()
         (self._special_tokens if token.special else self._user)[token.content] = token.token_id
 
-    def _as_bytes(self, i: int) -> bytes:
+    def _as_bytes(self, row: int, piece: str) -> bytes:
         """Return what a piece stands for, nothing for control pieces."""
-        if self._sp.is_control(i):
+        if self._sp.is_control(row):
             return b""
-        if self._sp.is_unknown(i):
-            return _UNKNOWN_TEXT
-        if self._sp.is_byte(i):
-            return bytes([int(self._pieces[i][3:5], 16)])
-        return self._pieces[i].replace(SPACE, " ").encode()
+        if self._sp.is_unknown(row):
+            return _UNKNOWN_TEXT if piece == self._sp.id_to_piece(row) else b""
+        if self._sp.is_byte(row):
+            return bytes([int(piece[3:5], 16)])
+        return piece.replace(SPACE, " ").encode()
 
     @property
     def vocab_size(self) -> int:
@@ -133,7 +148,14 @@ class SpTokenizer(Tokenizer):
                 continue
             found = self._user_pattern.split(part)
             cut += [self._user[text] if i % 2 else text for i, text in enumerate(found) if text]
-        return encode_runs(cut, lambda text: list(self._sp.encode(text)), self.check_id)
+        return encode_runs(cut, self._encode, self.check_id)
+
+    def _encode(self, text: str) -> list[int]:
+        """Return the ids of a text without special tokens."""
+        if self._own is None:
+            return list(self._sp.encode(text))
+        unknown = self._special.unknown or 0
+        return [self._own.get(piece, unknown) for piece in self._sp.encode(text, out_type=str)]
 
     def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`; the space put in front is taken away again."""
@@ -211,6 +233,10 @@ def from_file(path: Path) -> SpTokenizer:
         data = file.read(0, file.size)
     finally:
         file.close()
+    if config.tokenizer_class == "M2M100Tokenizer":
+        from nbflow.tokenizer.m2m100 import m2m100  # late: it is made of this module
+
+        return m2m100(path, data, config)
     processor = load_processor(data, str(path))
     added = list(config.added)
     if config.tokenizer_class == "ChatGLMTokenizer":  # its tokens are in its code, not in a file

@@ -60,16 +60,13 @@ def role_ids(folder: Path) -> dict[str, int]:
     path = folder / "generation_config.json"
     config = read_object(path, missing_ok=True) or {}
     stated = {role: config.get(f"{role}_id") for role in ("user_token", "assistant_token")}
-    return {
-        role: _ids(value, f"{path}: {role}_id")[0]
-        for role, value in stated.items()
-        if value is not None
-    }
+    found = {role: _ids(value, f"{path}: {role}_id") for role, value in stated.items() if value}
+    return {role: ids[0] for role, ids in found.items()}
 
 
 def _ids(value: Any, where: str) -> tuple[int, ...]:
     """Return one id or a list of ids as a tuple."""
     values = value if isinstance(value, list) else [value]
-    if not values or not all(type(i) is int and i >= 0 for i in values):
+    if not all(type(i) is int and i >= 0 for i in values):
         raise UsageError(f"{where} must be a token id or a list of them, got {value!r:.80}")
     return tuple(values)

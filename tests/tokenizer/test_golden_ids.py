@@ -10,14 +10,14 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tokenizer_files import GOLDEN, bpe_gguf, rwkv_gguf, spm_gguf, ugm_gguf, wpm_gguf
+from tokenizer_files import GOLDEN, bpe_gguf, gemma_gguf, rwkv_gguf, spm_gguf, ugm_gguf, wpm_gguf
 
 from nbflow.tokenizer import Tokenizer, load_tokenizer
 from nbflow.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 
 IDS = json.loads((GOLDEN / "ids.json").read_text())
 TEXTS: list[str] = IDS["texts"]
-SENTENCEPIECE_GGUF = {"spm": spm_gguf, "ugm": ugm_gguf, "rwkv": rwkv_gguf}
+GGUF = {"spm": spm_gguf, "ugm": ugm_gguf, "rwkv": rwkv_gguf, "gemma4": gemma_gguf}
 
 
 def check(tokenizer: Tokenizer, expected: list[list[int]], **options: bool) -> None:
@@ -61,9 +61,9 @@ def test_model_files_are_sentencepiece(name: str) -> None:
         assert tokenizer.decode(ids) == text
 
 
-@pytest.mark.parametrize("name", SENTENCEPIECE_GGUF)
+@pytest.mark.parametrize("name", GGUF)
 def test_gguf_is_llama_cpp(name: str, tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(SENTENCEPIECE_GGUF[name](tmp_path / "vocabulary.gguf"))
+    tokenizer = load_tokenizer(GGUF[name](tmp_path / "vocabulary.gguf"))
     check(tokenizer, IDS["llama.cpp"][name]["text"])
     check(tokenizer, IDS["llama.cpp"][name]["special"], parse_special=True)
 

@@ -27,7 +27,7 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "ugm in gguf": lambda folder: files.ugm_gguf(folder / "a.gguf"),
     "wpm in gguf": lambda folder: files.wpm_gguf(folder / "a.gguf"),
     "rwkv in gguf": lambda folder: files.rwkv_gguf(folder / "a.gguf"),
-    "gemma4 in gguf": lambda folder: gemma_gguf(folder / "a.gguf"),
+    "gemma4 in gguf": lambda folder: files.gemma_gguf(folder / "a.gguf"),
     "sentencepiece bpe": lambda folder: GOLDEN / "sp_bpe" / "tokenizer.model",
     "sentencepiece unigram": lambda folder: GOLDEN / "sp_unigram" / "spiece.model",
     "vocab.json": lambda folder: GOLDEN / "bpe",
@@ -35,27 +35,6 @@ KINDS: dict[str, Callable[[Path], Path]] = {
     "llama2.c": lambda folder: GOLDEN.parent / "llama2c" / "tokenizer.bin",
     "tokenizer.json": lambda folder: Path("tiny_python"),
 }
-
-
-def gemma_gguf(path: Path) -> Path:
-    pieces = [
-        "<pad>",
-        "<eos>",
-        "<bos>",
-        "\n",
-        "\n\n",
-        "\u2581",
-        "a",
-        "b",
-        "ab",
-        "\u2581a",
-        "\u65e5",
-    ]
-    tokens = [*pieces, *(f"<0x{b:02X}>" for b in range(256))]
-    types = [CONTROL] * 3 + [NORMAL] * 8 + [files.BYTE] * 256
-    merges = ["a b", "\u2581 a", "\n \n"]
-    ids = {"bos": 2, "eos": 1}
-    return files.write_gguf(path, "gemma4", tokens, types, merges=merges, ids=ids)
 
 
 @pytest.fixture(params=KINDS)
@@ -194,6 +173,28 @@ def test_added_tokens_behind_a_sentencepiece_model(tmp_path: Path) -> None:
     assert load_tokenizer(tmp_path).encode("a", add_special_tokens=True)[:2] == [n + 1, n + 3]
     (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "NllbTokenizerFast"}')
     with pytest.raises(UsageError, match=r"ids of NllbTokenizer are not those of its Sentence"):
+        load_tokenizer(tmp_path)
+
+
+def test_m2m100_renumbers_pieces(tmp_path: Path) -> None:
+    """Ids from vocab.json, languages behind them; equal to transformers' M2M100Tokenizer."""
+    shutil.copy(GOLDEN / "sp_bpe" / "tokenizer.model", tmp_path / "sentencepiece.bpe.model")
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "M2M100Tokenizer"}')
+    pieces = files.sp_pieces("sp_bpe/tokenizer.model")[0]
+    text = [p for p in pieces if p not in ("<s>", "</s>", "<unk>", "\u2581re")]
+    vocab = {p: i for i, p in enumerate(["<s>", "<pad>", "</s>", "<unk>", *text])}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.vocab_size == len(vocab) + 100
+    english, chinese = len(vocab) + 18, len(vocab) + 98  # the 19th and 99th language
+    ids = tokenizer.encode("def", add_special_tokens=True)
+    assert (ids[0], ids[-1]) == (english, 2)
+    plain = load_tokenizer(GOLDEN / "sp_bpe")
+    assert ids[1:-1] == [vocab[plain.piece(i)] for i in plain.encode("def")]
+    assert tokenizer.decode(ids) == "def"
+    assert tokenizer.encode("__zh__", parse_special=True) == [chinese]
+    (tmp_path / "vocab.json").unlink()
+    with pytest.raises(UsageError, match=r"vocab\.json"):
         load_tokenizer(tmp_path)
 
 
