@@ -84,7 +84,7 @@ def resolve(
         resolved = _build(model_file, weights, _with_ids(config, generation), where)
     tokenizer = model_file.tokenizer if model_file else None
     if tokenizer is None:
-        tokenizer = tokenizer_beside(path, weights.format, resolved.vocab_size)
+        tokenizer = tokenizer_beside(path, weights.format, resolved.vocab_size, config)
     elif not tokenizer.is_file():
         raise UsageError(f"{tokenizer}: the model file names this tokenizer, which does not exist")
     defaults = _defaults(generation, str(folder / "generation_config.json"))

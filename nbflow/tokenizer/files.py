@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from nbflow.weights import gguf
 from nbflow_kernels.errors import UsageError
@@ -19,7 +21,9 @@ NAMES = (
 _SENTENCEPIECE = b"\x0a"  # field 1, length-delimited: the first piece
 
 
-def tokenizer_beside(weights: Path, format: str, vocab_size: int) -> Path | None:
+def tokenizer_beside(
+    weights: Path, format: str, vocab_size: int, config: Mapping[str, Any]
+) -> Path | None:
     """Return the tokenizer file of a model, or None.
 
     Parameters
@@ -30,6 +34,9 @@ def tokenizer_beside(weights: Path, format: str, vocab_size: int) -> Path | None
         Their format.
     vocab_size : int
         Entries of the vocabulary; llama2.c calls a small one ``tok{vocab_size}.bin``.
+    config : mapping
+        What the weights say of themselves; a GGUF file's ``tokenizer.ggml.model`` names the kind of
+        its vocabulary.
 
     Returns
     -------
@@ -37,10 +44,12 @@ def tokenizer_beside(weights: Path, format: str, vocab_size: int) -> Path | None
         For llama2.c ``tok{vocab_size}.bin`` or ``tokenizer.bin``; for GGUF the file itself if it
         holds a vocabulary; else the first of `NAMES` that lies beside the weights.
     """
-    from nbflow.tokenizer.gguf_metadata import has_vocabulary
-
-    if format == "gguf" and weights.is_file() and has_vocabulary(weights):
-        return weights
+    if format == "gguf" and weights.is_file():
+        table: Any = config
+        for key in ("tokenizer", "ggml", "model"):
+            table = table.get(key) if isinstance(table, Mapping) else None
+        if table is not None:
+            return weights
     folder = weights if weights.is_dir() else weights.parent
     names = [f"tok{vocab_size}.bin", "tokenizer.bin"] if format == "llama2c" else []
     return in_folder(folder, *names)

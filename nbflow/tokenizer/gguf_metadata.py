@@ -179,12 +179,6 @@ def _type(piece: str, kind: int) -> int:
     return CONTROL if piece in _ENDS and kind == USER_DEFINED else kind
 
 
-def has_vocabulary(path: Path) -> bool:
-    """Return whether a GGUF file holds a vocabulary."""
-    metadata = gguf.read_metadata(path)
-    return f"{_KEY}model" in metadata and f"{_KEY}tokens" in metadata
-
-
 def _templates(path: Path, metadata: dict[str, Any]) -> dict[str, str]:
     """Return the chat templates by name."""
     templates = {}

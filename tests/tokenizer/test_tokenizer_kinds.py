@@ -287,11 +287,13 @@ def test_gguf_model_finds_its_own_tokenizer(tmp_path: Path) -> None:
     from nbflow.tokenizer.files import tokenizer_beside
 
     path = files.spm_gguf(tmp_path / "a.gguf")
-    assert tokenizer_beside(path, "gguf", 10) == path
+    with nbflow.open_weights(path) as weights:
+        assert tokenizer_beside(path, "gguf", 10, weights.config() or {}) == path
     assert nbflow.load_tokenizer(path).bos_id == 1
     bare = tmp_path / "bare.gguf"
     bare.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 0, 0))
-    assert tokenizer_beside(bare, "gguf", 10) is None
+    with nbflow.open_weights(bare) as weights:
+        assert tokenizer_beside(bare, "gguf", 10, weights.config() or {}) is None
     with pytest.raises(UsageError, match="has no vocabulary"):
         load_tokenizer(bare)
 
