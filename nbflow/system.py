@@ -17,6 +17,8 @@ PACKAGES = (
     "numba",
     "llvmlite",
     "tokenizers",
+    "jinja2",
+    "sentencepiece",
     "mpi4py",
     "mpich",
     "h5py",

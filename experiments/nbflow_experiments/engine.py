@@ -122,7 +122,8 @@ def identify(model: str) -> ModelIdentity:
         files = [Path(file) for file in weights.files()]
         stored = {n: weights.n_bytes(resolved.spec.checkpoint_name(n)) for n in shapes}
     folder = files[0].parent
-    files += [resolved.tokenizer] if resolved.tokenizer else []
+    if resolved.tokenizer is not None and resolved.tokenizer not in files:  # GGUF holds both
+        files.append(resolved.tokenizer)
     files += [folder / "config.json"] if (folder / "config.json").is_file() else []
     spec = resolved.spec
     return ModelIdentity(

@@ -7,14 +7,17 @@ import json
 import sys
 import time
 
+from nbflow.commands.chat_options import add_chat_arguments, chat_ids, is_chat
 from nbflow.commands.options import add_model_arguments, load_model, speaks
 from nbflow.decoding import STRATEGIES
+from nbflow.tokenizer import Tokenizer
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_model_arguments(parser)
-    parser.add_argument("-p", "--prompt", default="", help="text to continue (default: none)")
+    parser.add_argument("-p", "--prompt", help="text to continue (default: none)")
+    add_chat_arguments(parser)
     parser.add_argument(
         "-n", "--max-tokens", type=int, default=128, help="new tokens at most (128)"
     )
@@ -31,10 +34,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
+    chat = is_chat(arguments)
     with load_model(arguments) as model:
         if not model.participates:
             return 0
-        prompt = _prompt_ids(model.tokenizer, arguments.prompt)
+        if chat:
+            prompt = chat_ids(model.tokenizer, arguments, arguments.prompt)
+        else:
+            prompt = _prompt_ids(model.tokenizer, arguments.prompt or "", arguments.parse_special)
         request = model.make_request(
             prompt,
             arguments.max_tokens,
@@ -52,7 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
         started = time.perf_counter()
         first = None
         if streams:
-            _show("".join(decoder.push(i) for i in prompt))
+            shown_prompt = "".join(decoder.push(i) for i in prompt)
+            _show("" if chat else shown_prompt)
         shown = 0
         for _ in model.run_requests([request]):
             first = first or time.perf_counter()
@@ -68,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
             print(
                 json.dumps(
                     {
-                        "prompt": arguments.prompt,
+                        "prompt": arguments.prompt or "",
                         "prompt_ids": prompt,
                         "text": model.tokenizer.decode(request.ids),
                         "ids": request.ids,
@@ -84,13 +92,10 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _prompt_ids(tokenizer: object, text: str) -> list[int]:
+def _prompt_ids(tokenizer: Tokenizer, text: str, parse_special: bool) -> list[int]:
     """Return the prompt's ids; an empty prompt begins with the first token the model knows."""
-    ids: list[int] = tokenizer.encode(text, add_special_tokens=True)  # type: ignore[attr-defined]
-    if not ids:
-        begin = tokenizer.bos_id  # type: ignore[attr-defined]
-        ids = [begin] if begin is not None else [0]
-    return ids
+    ids = tokenizer.encode(text, add_special_tokens=True, parse_special=parse_special)
+    return ids or [0 if tokenizer.bos_id is None else tokenizer.bos_id]
 
 
 def _show(text: str) -> None:

@@ -15,7 +15,7 @@ from nbflow.parallel import Comm, Plan, make_plan, world
 from nbflow.parallel.threads import RankTeam
 from nbflow.spec import check, resolve
 from nbflow.spec.model_spec import ModelSpec
-from nbflow.tokenizer import load_tokenizer
+from nbflow.tokenizer import Tokenizer, load_tokenizer
 from nbflow.weights import WeightFile, open_weights
 from nbflow.weights.weight_file import ITEM_BYTES
 from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
@@ -120,8 +120,7 @@ def load(
     comm = comm or world()
     plan = make_plan(the_spec, partition, block_size)
     _check_ranks(plan, comm)
-    token_file = tokenizer or resolved.tokenizer
-    tok = load_tokenizer(token_file) if token_file is not None else None
+    tok, why_none = _tokenizer(tokenizer, resolved.tokenizer)
     if threads is None:
         threads = max(1, available_cores() // _ranks_here(plan, comm))
     options: dict[str, Any] = {
@@ -134,7 +133,19 @@ def load(
         "max_step_tokens": max_step_tokens,
     }
     engines, team = _start(plan, comm, resolved.path, options)
-    return Model(the_spec, plan, tok, engines, team, threads, resolved.defaults)
+    return Model(the_spec, plan, tok, engines, team, threads, resolved.defaults, why_none)
+
+
+def _tokenizer(given: str | Path | None, found: Path | None) -> tuple[Tokenizer | None, str]:
+    """Return the tokenizer, or why there is none: who passes token ids does not need it."""
+    if given is not None:
+        return load_tokenizer(given), ""
+    if found is None:
+        return None, "has no tokenizer file beside its weights"
+    try:
+        return load_tokenizer(found), ""
+    except (UsageError, MissingExtraError) as error:
+        return None, f"has a tokenizer that cannot be used ({error})"
 
 
 def check_outliers(outliers: float, weights: str | None) -> None:

@@ -58,6 +58,7 @@ class Model:
         team: RankTeam | None,
         threads: int,
         defaults: Mapping[str, float],
+        why_no_tokenizer: str = "",
     ) -> None:
         self.spec = spec
         self.plan = plan
@@ -68,6 +69,7 @@ class Model:
         self.engines = engines
         """The ranks of this process: none, one, or all of them when they are threads."""
         self._tokenizer = tokenizer
+        self._why_no_tokenizer = why_no_tokenizer
         self._team = team
 
     @property
@@ -86,7 +88,7 @@ class Model:
         """
         if self._tokenizer is None:
             raise UsageError(
-                f"{self.spec.name} has no tokenizer file beside its weights; give one with "
+                f"{self.spec.name} {self._why_no_tokenizer}; give one with "
                 "tokenizer=FILE (--tokenizer FILE), or pass token ids instead of text"
             )
         return self._tokenizer
@@ -284,9 +286,9 @@ class Model:
         )
 
     def _end_ids(self) -> tuple[int, ...]:
-        if self.spec.eos_token_ids:
-            return tuple(self.spec.eos_token_ids)
-        return tuple(self._tokenizer.eos_ids) if self._tokenizer is not None else ()
+        # a GGUF file states one; its vocabulary knows the end of a turn, too
+        known = () if self._tokenizer is None else self._tokenizer.eos_ids
+        return (*self.spec.eos_token_ids, *known)
 
     def _check_ids(self, ids: Sequence[int] | NDArray[Any], room: int) -> list[int]:
         array = np.asarray(ids)

@@ -4,7 +4,7 @@ from nbflow.spec.check import check
 from nbflow.spec.family import Family, families
 from nbflow.spec.model_file import known_models
 from nbflow.spec.model_spec import ModelSpec, RopeSpec
-from nbflow.spec.resolve import ResolvedModel, find_tokenizer, resolve
+from nbflow.spec.resolve import ResolvedModel, resolve
 
 __all__ = [
     "Family",
@@ -13,7 +13,6 @@ __all__ = [
     "RopeSpec",
     "check",
     "families",
-    "find_tokenizer",
     "known_models",
     "resolve",
 ]

@@ -13,6 +13,7 @@ from nbflow.spec.family import Family, family_of, get_family
 from nbflow.spec.model_file import GENERATION, ModelFile, known_models, load_model_file
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.toml_schema import check_value
+from nbflow.tokenizer.files import tokenizer_beside
 from nbflow.weights import WeightFile, open_weights
 from nbflow.weights.json_file import read_object
 from nbflow_kernels.errors import UsageError, unknown_name
@@ -85,36 +86,13 @@ def resolve(
         resolved = _build(model_file, weights, _with_ids(config, generation), where)
     tokenizer = model_file.tokenizer if model_file else None
     if tokenizer is None:
-        tokenizer = find_tokenizer(folder, weights.format, resolved.vocab_size)
+        tokenizer = tokenizer_beside(path, weights.format, resolved.vocab_size, config)
     elif not tokenizer.is_file():
         raise UsageError(f"{tokenizer}: the model file names this tokenizer, which does not exist")
     defaults = _defaults(generation, str(folder / "generation_config.json"))
     if model_file:
         defaults |= model_file.defaults
     return ResolvedModel(resolved, path, tokenizer, defaults)
-
-
-def find_tokenizer(folder: Path, format: str, vocab_size: int) -> Path | None:
-    """Return the tokenizer file beside the weights, or None.
-
-    Parameters
-    ----------
-    folder : Path
-        Where the weights are.
-    format : str
-        Format of the weights.
-    vocab_size : int
-        Entries of the vocabulary; llama2.c calls a small one ``tok{vocab_size}.bin``.
-
-    Returns
-    -------
-    Path or None
-        ``tokenizer.json``, or for llama2.c ``tok{vocab_size}.bin`` or ``tokenizer.bin``.
-    """
-    names = ["tokenizer.json"]
-    if format == "llama2c":
-        names = [f"tok{vocab_size}.bin", "tokenizer.bin", *names]
-    return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
 def _find(model: str | os.PathLike[str]) -> tuple[ModelFile | None, Path]:

@@ -1,21 +1,39 @@
-"""Tokenizers: Hugging Face tokenizer.json and llama2.c tokenizer.bin behind one interface."""
+"""Tokenizers of every kind behind one interface.
+
+=================  =====================================================================
+kind               files
+=================  =====================================================================
+``hf``             ``tokenizer.json``
+``sentencepiece``  ``tokenizer.model``, ``spiece.model`` (extra ``sentencepiece``)
+``bpe``            ``vocab.json`` with ``merges.txt`` (GPT-2, RoBERTa, Qwen2)
+``wordpiece``      ``vocab.txt`` (BERT)
+``gguf``           a ``.gguf`` that holds its vocabulary
+``llama2c``        llama2.c's ``tokenizer.bin``
+=================  =====================================================================
+"""
 
 from __future__ import annotations
 
 import os
+from importlib import import_module
 from pathlib import Path
 
-from nbflow.tokenizer.hf import HfTokenizer
-from nbflow.tokenizer.llama2c import Llama2cTokenizer
+from nbflow.tokenizer.files import NAMES, in_folder, kind_of
+from nbflow.tokenizer.special_ids import role_ids
 from nbflow.tokenizer.tokenizer import DecodeStream, Tokenizer
 from nbflow_kernels.errors import UsageError, unknown_name
 
 __all__ = ["DecodeStream", "Tokenizer", "load_tokenizer"]
 
-KINDS: dict[str, type[HfTokenizer] | type[Llama2cTokenizer]] = {
-    "hf": HfTokenizer,
-    "llama2c": Llama2cTokenizer,
+KINDS = {
+    "hf": "nbflow.tokenizer.hf",
+    "sentencepiece": "nbflow.tokenizer.sp_model",
+    "bpe": "nbflow.tokenizer.bpe_files",
+    "wordpiece": "nbflow.tokenizer.word_piece",
+    "gguf": "nbflow.tokenizer.gguf_vocab",
+    "llama2c": "nbflow.tokenizer.llama2c",
 }
+"""Kind of tokenizer file -> module whose ``from_file`` reads it."""
 
 
 def load_tokenizer(model: str | os.PathLike[str], kind: str | None = None) -> Tokenizer:
@@ -24,10 +42,11 @@ def load_tokenizer(model: str | os.PathLike[str], kind: str | None = None) -> To
     Parameters
     ----------
     model : str or path
-        A tokenizer file (``tokenizer.json``, llama2.c ``tokenizer.bin``), a folder that holds
-        ``tokenizer.json``, or a model as for `nbflow.spec.resolve`.
-    kind : {"hf", "llama2c"}, optional
-        Which kind of tokenizer file it is; by default its content decides.
+        A tokenizer file (``tokenizer.json``, ``tokenizer.model``, ``vocab.json``, ``vocab.txt``,
+        llama2.c ``tokenizer.bin``, a ``.gguf``), a folder that holds one, or a model as for
+        `nbflow.spec.resolve`.
+    kind : {"hf", "sentencepiece", "bpe", "wordpiece", "gguf", "llama2c"}, optional
+        Which kind of tokenizer file it is; by default its name and content decide.
 
     Returns
     -------
@@ -38,6 +57,12 @@ def load_tokenizer(model: str | os.PathLike[str], kind: str | None = None) -> To
     ------
     UsageError
         If there is no such model, no tokenizer beside it, or the file is damaged.
+    MissingExtraError
+        If the kind needs a package that is not installed.
+
+    See Also
+    --------
+    nbflow.prompts.encode_chat : The ids of a conversation.
 
     Examples
     --------
@@ -49,9 +74,10 @@ def load_tokenizer(model: str | os.PathLike[str], kind: str | None = None) -> To
     if kind is not None and kind not in KINDS:
         raise unknown_name("kind of tokenizer", kind, KINDS)
     path = _tokenizer_file(model, kind)
-    if kind is None:
-        kind = _kind(path)
-    return KINDS[kind](path)
+    tokenizer: Tokenizer = import_module(KINDS[kind or kind_of(path)]).from_file(path)
+    roles = {role: tokenizer.piece(token_id) for role, token_id in role_ids(path.parent).items()}
+    tokenizer.named_tokens = {**tokenizer.named_tokens, **roles}
+    return tokenizer
 
 
 def _tokenizer_file(model: str | os.PathLike[str], kind: str | None) -> Path:
@@ -59,15 +85,18 @@ def _tokenizer_file(model: str | os.PathLike[str], kind: str | None) -> Path:
     path = Path(model)
     if path.is_file() and path.suffix != ".toml" and (kind is not None or not _is_weights(path)):
         return path
-    if (path / "tokenizer.json").is_file():
-        return path / "tokenizer.json"
+    if path.is_file() and kind_of(path) == "gguf":
+        return path  # before its architecture is known to be one we can run
+    found = in_folder(path)
+    if found is not None:
+        return found
     from nbflow.spec import resolve  # late: tokenizer files need no model
 
     resolved = resolve(model)
     if resolved.tokenizer is None:
         raise UsageError(
-            f"{resolved.path}: no tokenizer lies beside the weights; wanted tokenizer.json, or "
-            "tokenizer.bin for llama2.c; name the tokenizer file itself"
+            f"{resolved.path}: no tokenizer lies beside the weights; wanted one of "
+            f"{', '.join(NAMES)}, or tokenizer.bin for llama2.c; name the tokenizer file itself"
         )
     return resolved.tokenizer
 
@@ -77,10 +106,3 @@ def _is_weights(path: Path) -> bool:
     from nbflow.weights import is_weight_file
 
     return is_weight_file(path)
-
-
-def _kind(path: Path) -> str:
-    """Return the kind of a tokenizer file: JSON begins with a brace."""
-    with open(path, "rb") as file:
-        head = file.read(64)
-    return "hf" if head.lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"{") else "llama2c"

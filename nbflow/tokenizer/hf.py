@@ -1,23 +1,27 @@
-"""Hugging Face ``tokenizer.json``, through the ``tokenizers`` package."""
+"""Tokenizers of the ``tokenizers`` package: a ``tokenizer.json``, or put together from parts."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from nbflow.tokenizer.special_ids import special_ids
+from nbflow.tokenizer.special_ids import SpecialIds, special_ids
 from nbflow.tokenizer.tokenizer import Tokenizer, check_text
+from nbflow.tokenizer.tokenizer_config import TokenizerConfig, read_tokenizer_config
 from nbflow.weights.json_file import read_object
 from nbflow_kernels.errors import UsageError
 
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
 _CONTEXT = 8  # ids kept in front of new ones, so that a decoder sees what they follow
+_FIRST_STAND_IN = 0x10F000  # private use: characters that stand for ids within text
 
 
-class HfTokenizer(Tokenizer):
-    """A ``tokenizer.json`` and the special ids stated beside it.
+def from_file(path: Path) -> HfTokenizer:
+    """Read a ``tokenizer.json`` and the special ids stated beside it.
 
     Padding and truncation that the file may ask for are switched off: they belong to batches of
     another program.
@@ -27,31 +31,85 @@ class HfTokenizer(Tokenizer):
     path : Path
         The file.
 
+    Returns
+    -------
+    HfTokenizer
+
     Raises
     ------
     UsageError
         If the file cannot be read by the ``tokenizers`` package.
     """
+    import tokenizers
 
-    def __init__(self, path: Path) -> None:
-        import tokenizers
+    read_object(path)  # size, JSON, no repeated names
+    try:
+        tokenizer = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the package raises bare Exception
+        raise UsageError(f"{path}: not a readable tokenizer.json: {error}") from error
+    tokenizer.no_padding()
+    tokenizer.no_truncation()
+    return beside(tokenizer, path.parent, read_tokenizer_config(path.parent))
 
-        model = read_object(path).get("model")
-        try:
-            self._tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the package raises bare Exception
-            raise UsageError(f"{path}: not a readable tokenizer.json: {error}") from error
-        self._tokenizer.no_padding()
-        self._tokenizer.no_truncation()
-        added = self._tokenizer.get_added_tokens_decoder()
-        self._special = frozenset(i for i, token in added.items() if token.special)
-        self._n_ids = max([self._tokenizer.get_vocab_size(True), *(i + 1 for i in added)])
-        self._byte_fallback = isinstance(model, dict) and bool(model.get("byte_fallback"))
-        bos, eos = special_ids(path.parent)
-        config = read_object(path.parent / "tokenizer_config.json", missing_ok=True) or {}
-        self._bos = self._token_id(config.get("bos_token")) if bos is None else bos
-        fallback = self._token_id(config.get("eos_token"))
-        self._eos = eos if eos or fallback is None else (fallback,)
+
+def beside(tokenizer: Any, folder: Path, config: TokenizerConfig) -> HfTokenizer:
+    """Return a tokenizer with the special ids that the files in `folder` state."""
+    bos, eos = special_ids(folder)
+    if bos is None:
+        bos = _token_id(tokenizer, config.named_tokens.get("bos_token"))
+    fallback = _token_id(tokenizer, config.named_tokens.get("eos_token"))
+    result = HfTokenizer(tokenizer, bos, eos if eos or fallback is None else (fallback,))
+    result.chat_templates = config.chat_templates
+    result.named_tokens = config.named_tokens
+    return result
+
+
+def _token_id(tokenizer: Any, token: str | None) -> int | None:
+    found = None if token is None else tokenizer.token_to_id(token)
+    return None if found is None else int(found)
+
+
+def put_around(tokenizer: Any, special: SpecialIds) -> None:
+    """Let a ``tokenizers.Tokenizer`` put the ids before and after a text that belong there."""
+    from tokenizers import processors
+
+    around = {i: tokenizer.id_to_token(i) for i in (*special.before, *special.after)}
+    if around:
+        before = [around[i] for i in special.before]
+        after = [around[i] for i in special.after]
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *after],
+            special_tokens=[(token, i) for i, token in around.items()],
+        )
+
+
+class HfTokenizer(Tokenizer):
+    """A ``tokenizers.Tokenizer`` and its special ids.
+
+    Parameters
+    ----------
+    tokenizer : tokenizers.Tokenizer
+        Without padding and truncation.
+    bos_id : int or None
+        Id at the beginning of a sequence.
+    eos_ids : tuple of int
+        Ids that end a sequence.
+    """
+
+    def __init__(self, tokenizer: Any, bos_id: int | None, eos_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.get_added_tokens_decoder()
+        self._special = {token.content: i for i, token in added.items() if token.special}
+        self._special_ids = frozenset(self._special.values())
+        self._n_ids: int = max([tokenizer.get_vocab_size(True), *(i + 1 for i in added)])
+        self._byte_fallback = bool(getattr(tokenizer.model, "byte_fallback", False))
+        self._bos = bos_id
+        self._eos = eos_ids
+        self._lock = (
+            threading.Lock()
+        )  # `encode_special_tokens` belongs to the tokenizer, not a call
+        self.chat_templates = {}
+        self.named_tokens = {}
 
     @property
     def vocab_size(self) -> int:
@@ -68,10 +126,32 @@ class HfTokenizer(Tokenizer):
         """Ids that end a sequence."""
         return self._eos
 
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
-        """See `Tokenizer.encode`; special tokens spelt out in the text are recognised."""
-        encoding = self._tokenizer.encode(check_text(text), add_special_tokens=add_special_tokens)
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Added tokens that are marked as special."""
+        return self._special
+
+    def encode(
+        self, text: str, add_special_tokens: bool = False, parse_special: bool = False
+    ) -> list[int]:
+        """See `Tokenizer.encode`; added tokens that are not special are always recognised."""
+        check_text(text)
+        with self._lock:
+            self._tokenizer.encode_special_tokens = not parse_special
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         return list(encoding.ids)
+
+    def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
+        """See `Tokenizer.encode_parts`."""
+        ids = {self.check_id(part) for part in parts if not isinstance(part, str)}
+        texts = [check_text(part) for part in parts if isinstance(part, str)]
+        if not ids:
+            return self.encode("".join(texts))
+        return self._stand_ins.encode(parts, ids, texts)
+
+    @cached_property
+    def _stand_ins(self) -> _StandIns:
+        return _StandIns(self._tokenizer, self._n_ids)
 
     def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`."""
@@ -85,21 +165,61 @@ class HfTokenizer(Tokenizer):
         """See `Tokenizer.piece`; an id the vocabulary leaves out is an empty string."""
         return self._tokenizer.id_to_token(self.check_id(token_id)) or ""
 
+    def token_id(self, token: str) -> int | None:
+        """See `Tokenizer.token_id`."""
+        return _token_id(self._tokenizer, token)
+
     def is_special(self, token_id: int) -> bool:
         """Return whether `decode` skips this id."""
-        return token_id in self._special
+        return token_id in self._special_ids
 
     def is_byte(self, token_id: int) -> bool:
         """Return whether this id stands for one byte of a character that has no piece."""
         return self._byte_fallback and _BYTE_PIECE.fullmatch(self.piece(token_id)) is not None
 
-    def _token_id(self, token: Any) -> int | None:
-        """Return the id of a token as tokenizer_config.json spells it, or None."""
-        content = token.get("content") if isinstance(token, dict) else token
-        if not isinstance(content, str):
-            return None
-        found = self._tokenizer.token_to_id(content)
-        return None if found is None else int(found)
+
+class _StandIns:
+    """Encodes text with ids in it: each id is a character of its own while the text is cut.
+
+    So what a tokenizer does at the beginning of a text, or around a special token, it does here.
+    """
+
+    def __init__(self, tokenizer: Any, n_ids: int) -> None:
+        self._tokenizer = type(tokenizer).from_str(tokenizer.to_str())
+        self._tokenizer.encode_special_tokens = True
+        self._n_ids = n_ids
+        self._characters: dict[int, str] = {}
+        self._real: dict[int, int] = {}  # the stand-in's id -> the id that is meant
+        self._lock = threading.Lock()
+
+    def encode(self, parts: Sequence[str | int], ids: set[int], texts: list[str]) -> list[int]:
+        """Return the ids of `parts`, whose ids and texts are `ids` and `texts`."""
+        with self._lock:
+            for token_id in sorted(ids):
+                self._add(token_id)
+            taken = set().union(*texts) & set(self._characters.values())
+            if taken:
+                raise UsageError(
+                    f"text must not contain the private-use character U+{ord(min(taken)):X} when "
+                    "token ids are put into it"
+                )
+            text = "".join(p if isinstance(p, str) else self._characters[int(p)] for p in parts)
+            found = self._tokenizer.encode(text, add_special_tokens=False).ids
+        return [self._real.get(i, i) for i in found]
+
+    def _add(self, token_id: int) -> None:
+        """Give an id a character, with the habits of the added token it may be."""
+        if token_id in self._characters:
+            return
+        import tokenizers
+
+        character = chr(_FIRST_STAND_IN + len(self._characters))
+        token = self._tokenizer.get_added_tokens_decoder().get(token_id)
+        strips = {"lstrip": token.lstrip, "rstrip": token.rstrip} if token else {}
+        added = tokenizers.AddedToken(character, normalized=False, special=False, **strips)
+        self._tokenizer.add_tokens([added])
+        self._characters[token_id] = character
+        self._real[self._tokenizer.token_to_id(character)] = token_id
 
 
 class _Stream:

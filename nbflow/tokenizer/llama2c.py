@@ -13,13 +13,13 @@ Layout and rules: https://github.com/karpathy/llama2.c/blob/350e04fe35433e6d2941
 from __future__ import annotations
 
 import codecs
-import heapq
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from nbflow.tokenizer.tokenizer import Tokenizer, check_text
+from nbflow.tokenizer.merging import Merger
+from nbflow.tokenizer.tokenizer import Tokenizer, check_text, encode_runs
 from nbflow.weights.byte_file import ByteFile
 from nbflow_kernels.errors import UsageError
 
@@ -30,6 +30,11 @@ _MAX_PIECE_BYTES = 4096
 _MAX_FILE_BYTES = 1 << 28
 _LOWEST_SCORE = -1e10  # run.c joins nothing at or below it
 _BYTE_PIECE = re.compile(rb"<0x([0-9A-Fa-f]{2})>")
+
+
+def from_file(path: Path) -> Llama2cTokenizer:
+    """Read a llama2.c ``tokenizer.bin``; see `Llama2cTokenizer`."""
+    return Llama2cTokenizer(path)
 
 
 class Llama2cTokenizer(Tokenizer):
@@ -52,6 +57,15 @@ class Llama2cTokenizer(Tokenizer):
         for i, piece in enumerate(self._pieces):
             self._ids.setdefault(piece, i)
         self._bytes = [self._as_bytes(i) for i in range(len(self._pieces))]
+        # bytes that are not UTF-8 become lone surrogates, which no text has
+        scores = {
+            piece.decode("utf-8", "surrogateescape"): self._scores[i]
+            for piece, i in self._ids.items()
+        }
+        joined = {piece: score for piece, score in scores.items() if score > _LOWEST_SCORE}
+        self._merger = Merger(joined, known=scores)
+        self.chat_templates = {}
+        self.named_tokens = {}
 
     @property
     def vocab_size(self) -> int:
@@ -68,12 +82,23 @@ class Llama2cTokenizer(Tokenizer):
         """Ids that end a sequence: run.c stops at BOS, Meta's models end with EOS."""
         return (BOS, EOS)
 
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """None: BOS and EOS are ids without a spelling that a text could have."""
+        return {}
+
+    def encode(
+        self, text: str, add_special_tokens: bool = False, parse_special: bool = False
+    ) -> list[int]:
         """See `Tokenizer.encode`; the special token is BOS in front."""
         ids = [BOS] if add_special_tokens else []
         if check_text(text):
-            ids += self._merge(self._characters(" " + text))
+            ids += self._encode(" " + text)
         return ids
+
+    def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
+        """See `Tokenizer.encode_parts`; the first text after an id gets a space in front, too."""
+        return encode_runs(parts, self.encode, self.check_id)
 
     def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`; a space right after BOS is dropped, as run.c does."""
@@ -88,6 +113,10 @@ class Llama2cTokenizer(Tokenizer):
         """See `Tokenizer.piece`."""
         return self._pieces[self.check_id(token_id)].decode("utf-8", "replace")
 
+    def token_id(self, token: str) -> int | None:
+        """See `Tokenizer.token_id`."""
+        return self._ids.get(token.encode("utf-8"))
+
     def piece_bytes(self, token_id: int) -> bytes:
         """Return the bytes that one id stands for, none for BOS and EOS."""
         return self._bytes[self.check_id(token_id)]
@@ -99,48 +128,14 @@ class Llama2cTokenizer(Tokenizer):
         match = _BYTE_PIECE.fullmatch(self._pieces[i])
         return bytes([int(match[1], 16)]) if match else self._pieces[i]
 
-    def _characters(self, text: str) -> list[int]:
-        """Return one id per character, or one per byte of a character that is no piece."""
+    def _encode(self, text: str) -> list[int]:
+        """Return the ids of `text`; a character that is no piece is one id per byte."""
         ids: list[int] = []
-        for character in text:
-            data = character.encode("utf-8")
+        for piece in self._merger.split(text):
+            data = piece.encode("utf-8")
             known = self._ids.get(data)
             ids += [_FIRST_BYTE + byte for byte in data] if known is None else [known]
         return ids
-
-    def _merge(self, ids: list[int]) -> list[int]:
-        """Join neighbours, the highest score first and among equals the leftmost."""
-        n = len(ids)
-        following = [*range(1, n), -1]
-        before = list(range(-1, n - 1))
-        alive = [True] * n
-        queue: list[tuple[float, int, int, int, int]] = []
-
-        def offer(left: int) -> None:
-            right = following[left]
-            if right < 0:
-                return
-            joined = self._ids.get(self._pieces[ids[left]] + self._pieces[ids[right]])
-            if joined is not None and self._scores[joined] > _LOWEST_SCORE:
-                entry = (-self._scores[joined], left, joined, ids[left], ids[right])
-                heapq.heappush(queue, entry)
-
-        for i in range(n - 1):
-            offer(i)
-        while queue:
-            _, left, joined, left_id, right_id = heapq.heappop(queue)
-            right = following[left]
-            stale = not alive[left] or ids[left] != left_id or right < 0 or ids[right] != right_id
-            if stale:
-                continue
-            ids[left], alive[right] = joined, False
-            following[left] = following[right]
-            if following[right] >= 0:
-                before[following[right]] = left
-            offer(left)
-            if before[left] >= 0:
-                offer(before[left])
-        return [ids[i] for i in range(n) if alive[i]]
 
 
 class _Stream:

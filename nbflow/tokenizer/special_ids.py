@@ -1,12 +1,28 @@
-"""Special token ids that the configuration files of a Hugging Face folder state."""
+"""Special token ids of a vocabulary, and those that the files of a Hugging Face folder state."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from nbflow.weights.json_file import read_object
 from nbflow_kernels.errors import UsageError
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """Special ids of a vocabulary, and what goes around a text."""
+
+    bos: int | None = None
+    eos: tuple[int, ...] = ()
+    unknown: int | None = None
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+    def around(self, ids: list[int]) -> list[int]:
+        """Return `ids` between the special ids that belong there."""
+        return [*self.before, *ids, *self.after]
 
 
 def special_ids(folder: Path) -> tuple[int | None, tuple[int, ...]]:
@@ -37,6 +53,15 @@ def special_ids(folder: Path) -> tuple[int | None, tuple[int, ...]]:
                 stated.setdefault(key, _ids(config[key], f"{folder / name}: {key}"))
     bos = stated.get("bos_token_id", ())
     return (bos[0] if bos else None), stated.get("eos_token_id", ())
+
+
+def role_ids(folder: Path) -> dict[str, int]:
+    """Return "user_token" and "assistant_token" where generation_config.json states their ids."""
+    path = folder / "generation_config.json"
+    config = read_object(path, missing_ok=True) or {}
+    stated = {role: config.get(f"{role}_id") for role in ("user_token", "assistant_token")}
+    found = {role: _ids(value, f"{path}: {role}_id") for role, value in stated.items() if value}
+    return {role: ids[0] for role, ids in found.items()}
 
 
 def _ids(value: Any, where: str) -> tuple[int, ...]:

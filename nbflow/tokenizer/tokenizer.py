@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import groupby
 from typing import Protocol
 
 from nbflow_kernels.errors import UsageError
@@ -23,7 +26,17 @@ class Tokenizer(ABC):
     """Text to token ids and back.
 
     The pieces of `decode_stream`, `finish` included, together are what `decode` returns.
+
+    Attributes
+    ----------
+    chat_templates : mapping of str to str
+        Jinja templates that came with the tokenizer, e.g. "default" and "tool_use".
+    named_tokens : mapping of str to str
+        What templates may refer to: "bos_token", "eos_token", ... and how each is spelt.
     """
+
+    chat_templates: Mapping[str, str]
+    named_tokens: Mapping[str, str]
 
     @property
     @abstractmethod
@@ -40,8 +53,15 @@ class Tokenizer(ABC):
     def eos_ids(self) -> tuple[int, ...]:
         """Ids that end a sequence."""
 
+    @property
     @abstractmethod
-    def encode(self, text: str, add_special_tokens: bool = False) -> list[int]:
+    def special_tokens(self) -> Mapping[str, int]:
+        """Special tokens by their spelling: text unless `encode` is told to parse them."""
+
+    @abstractmethod
+    def encode(
+        self, text: str, add_special_tokens: bool = False, parse_special: bool = False
+    ) -> list[int]:
         """Return the ids of `text`.
 
         Parameters
@@ -50,12 +70,46 @@ class Tokenizer(ABC):
             Any text; lone surrogates are refused.
         add_special_tokens : bool
             Put the special tokens around it that the model was trained with, e.g. BOS in front.
+        parse_special : bool
+            Recognise special tokens that are spelt out in the text.  By default they are text, so
+            that what a user types cannot end a turn or begin another.
 
         Returns
         -------
         list of int
             Token ids.
         """
+
+    @abstractmethod
+    def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
+        """Return the ids of text with tokens in it.
+
+        Parameters
+        ----------
+        parts : sequence of str and int
+            Text, in which special tokens are not recognised, and token ids.  Nothing is merged
+            across an id; neighbouring texts are one text.
+
+        Returns
+        -------
+        list of int
+            Token ids, without any that `add_special_tokens` would add.
+        """
+
+    def split_special(self, text: str) -> list[str | int]:
+        """Return `text` cut at the special tokens spelt out in it, as for `encode_parts`."""
+        if self._special_pattern is None:
+            return [text] if text else []
+        found = self._special_pattern.split(text)
+        return [
+            self.special_tokens[part] if i % 2 else part for i, part in enumerate(found) if part
+        ]
+
+    @cached_property
+    def _special_pattern(self) -> re.Pattern[str] | None:
+        """Matches any special token, the longest first; None if there are none."""
+        spelt = sorted(filter(None, self.special_tokens), key=len, reverse=True)
+        return re.compile(f"({'|'.join(map(re.escape, spelt))})") if spelt else None
 
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
@@ -80,6 +134,10 @@ class Tokenizer(ABC):
     def piece(self, token_id: int) -> str:
         """Return the vocabulary's entry for one id, as the tokenizer file spells it."""
 
+    @abstractmethod
+    def token_id(self, token: str) -> int | None:
+        """Return the id of the vocabulary's entry spelt like this, or None."""
+
     def check_id(self, token_id: int) -> int:
         """Return `token_id` as an int if it is in the vocabulary, or raise `UsageError`."""
         token_id = int(token_id)
@@ -99,3 +157,33 @@ def check_text(text: str) -> str:
             f"text must be valid Unicode, got a lone surrogate at index {error.start}"
         ) from None
     return text
+
+
+def encode_runs(
+    parts: Sequence[str | int],
+    encode: Callable[[str], list[int]],
+    check_id: Callable[[int], int],
+) -> list[int]:
+    """Encode the texts between ids one by one, neighbouring texts as one.
+
+    Parameters
+    ----------
+    parts : sequence of str and int
+        As for `Tokenizer.encode_parts`.
+    encode : callable
+        The ids of a text.
+    check_id : callable
+        Returns an id, or raises.
+
+    Returns
+    -------
+    list of int
+        Token ids.
+    """
+    ids: list[int] = []
+    for is_text, run in groupby(parts, lambda part: isinstance(part, str)):
+        if is_text:
+            ids += encode(check_text("".join(map(str, run))))
+        else:
+            ids += [check_id(int(part)) for part in run]
+    return ids

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from specs import write_llama
 
+import nbflow
 from nbflow import cli
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,6 +51,19 @@ def test_every_command_has_help(capsys, name):
 
 def test_unknown_command(capsys):
     assert "unknown command 'rum'; did you mean 'run'?" in error(capsys, "rum")
+
+
+def test_chat_shows_the_answer_only(capsys):
+    words = ["run", "tiny_python", "--chat", "--template", "vicuna-1.1", "-p", "x = 1", "-n", "5"]
+    code, out, _ = run(capsys, *words, "-q")
+    assert code == 0
+    assert "USER" not in out
+    facts = json.loads(run(capsys, *words, "--json")[1])
+    tokenizer = nbflow.load_tokenizer("tiny_python")
+    assert tokenizer.decode(facts["prompt_ids"]) == "USER: x = 1\nASSISTANT: "
+    assert facts["text"] == out.removesuffix("\n")
+    assert "comes with no chat template" in error(capsys, "run", "tiny_python", "--chat", "-p", "a")
+    assert "--system needs --chat" in error(capsys, "run", "tiny_python", "--system", "a")
 
 
 def test_bundled_model_writes_python(capsys):

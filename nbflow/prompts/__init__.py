@@ -1,0 +1,16 @@
+r"""Conversations as prompts: chat templates in Jinja, and Inferflow's ``{query}`` templates.
+
+>>> import nbflow
+>>> from nbflow.prompts import format_chat
+>>> tokenizer = nbflow.load_tokenizer("tiny_python")
+>>> format_chat(tokenizer, [{"role": "user", "content": "Hi"}], template="vicuna-1.1")
+'USER: Hi\nASSISTANT: '
+"""
+
+from __future__ import annotations
+
+from nbflow.prompts.chat import encode_chat, format_chat
+from nbflow.prompts.messages import ROLES, Message, check_messages
+from nbflow.prompts.query import NAMED
+
+__all__ = ["NAMED", "ROLES", "Message", "check_messages", "encode_chat", "format_chat"]
