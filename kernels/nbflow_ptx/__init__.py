@@ -11,11 +11,14 @@ from nbflow_ptx.errors import (
     Finding,
     KernelFault,
     LaunchError,
+    MissingToolError,
     ParseError,
     PtxError,
     UnsupportedInstruction,
 )
 from nbflow_ptx.launching import Emulator, Result, out
+from nbflow_ptx.lint import KernelFacts, LintReport, lint
+from nbflow_ptx.numba_kernels import compile_kernel, launch
 from nbflow_ptx.parser import parse
 
 __all__ = [
@@ -25,12 +28,18 @@ __all__ = [
     "Device",
     "Emulator",
     "Finding",
+    "KernelFacts",
     "KernelFault",
     "LaunchError",
+    "LintReport",
+    "MissingToolError",
     "ParseError",
     "PtxError",
     "Result",
     "UnsupportedInstruction",
+    "compile_kernel",
+    "launch",
+    "lint",
     "out",
     "parse",
 ]

@@ -90,7 +90,7 @@ class Binder:
             name, offset = a.name, a.offset
             store = STORAGE[dtype.itemsize]
             mask = (1 << 8 * dtype.itemsize) - 1
-            return lambda m, i: store((m.symbol(name) + offset) & mask).view(kind.dtype)  # type: ignore[call-arg]
+            return lambda m, i: store((m.symbol(name) + offset) & mask).view(kind.dtype)
         raise ParseError(f"not a value: {a}")
 
     def _read_register(self, a: Reg, kind: Type) -> Read:
@@ -228,7 +228,7 @@ def constant(a: Imm, kind: Type) -> Any:
             return value.astype(kind.dtype)
         raise ParseError(f"a float literal where .{kind.name} is wanted")
     store = STORAGE[min(kind.nbytes, 8)]
-    return store(a.value & ((1 << 8 * kind.nbytes) - 1)).view(kind.dtype)  # type: ignore[call-arg]
+    return store(a.value & ((1 << 8 * kind.nbytes) - 1)).view(kind.dtype)
 
 
 def full(m: Machine, i: Any, v: Any) -> Any:

@@ -197,7 +197,10 @@ def _cancelled(values: tuple[Any, ...]) -> bool:
     if len(values) == 3:
         product = np.copysign(1.0, values[0]) * np.copysign(1.0, values[1])
         return bool(np.signbit(product) != np.signbit(values[2]))
-    return bool(values[0] == -values[1] and (values[0] != 0 or np.signbit(values[0]) != np.signbit(values[1])))
+    return bool(
+        values[0] == -values[1]
+        and (values[0] != 0 or np.signbit(values[0]) != np.signbit(values[1]))
+    )
 
 
 def round_fraction(exact: Fraction, mode: str) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -108,7 +108,11 @@ class Emulator:
     """
 
     def __init__(
-        self, ptx: str | bytes | Module, *, device: Device | None = None, checks: Checks | None = None
+        self,
+        ptx: str | bytes | Module,
+        *,
+        device: Device | None = None,
+        checks: Checks | None = None,
     ) -> None:
         self.module = ptx if isinstance(ptx, Module) else parse(ptx)
         self.device, self.checks = device, checks or Checks()
@@ -204,22 +208,32 @@ class Emulator:
         if program.grid_barrier or _waits_for_blocks(program):
             if n * size > MAX_COOPERATIVE_LANES:
                 raise LaunchError(
-                    f"{n * size} threads whose blocks wait for each other; at most {MAX_COOPERATIVE_LANES} run together"
+                    f"{n * size} threads whose blocks wait for each other; "
+                    f"at most {MAX_COOPERATIVE_LANES} run together"
                 )
             at_once = n
         device.grid_workspace()
-        cells = Cells(device.top, program.granules["global"], across=True) if self.checks.races else None
+        cells = (
+            Cells(device.top, program.granules["global"], across=True)
+            if self.checks.races
+            else None
+        )
         grid, stamps, printed = Grid(n), [0], list[str]()
         result = Result(profile=profile)
         for first in range(0, n, at_once):
             blocks = np.arange(first, min(first + at_once, n))
-            m = Machine(program, layout, device, blocks, grid, cells, self.checks, profile, stamps, printed)
+            m = Machine(
+                program, layout, device, blocks, grid, cells, self.checks, profile, stamps, printed
+            )
             m.run()
             result.instructions += m.executed
             result.thread_instructions += m.lane_instructions
         result.printed = "".join(printed)
         if profile is not None:
-            profile.instructions, profile.thread_instructions = result.instructions, result.thread_instructions
+            profile.instructions, profile.thread_instructions = (
+                result.instructions,
+                result.thread_instructions,
+            )
         return result
 
 
@@ -245,7 +259,9 @@ def _argument(a: Any, p: Variable, device: Device, label: str, moved: list[Any])
     if isinstance(a, (np.ndarray, Out)) and (isinstance(a, Out) or a.ndim or p.size != a.itemsize):
         array = a.array if isinstance(a, Out) else a
         if p.size != 8:
-            raise LaunchError(f"{label} is an array, but the parameter has {p.size} bytes (a pointer has 8)")
+            raise LaunchError(
+                f"{label} is an array, but the parameter has {p.size} bytes (a pointer has 8)"
+            )
         place = _shared_place(array, label, moved)
         if place is None:
             place = device.copy_in(array, label, written=not isinstance(a, Out))
@@ -283,9 +299,12 @@ def scalar_bytes(a: Any, p: Variable, label: str) -> bytes:
     if not isinstance(a, (bool, int, float, np.bool_)):
         raise LaunchError(f"{label} must be an array, a number or bytes, got {type(a).__name__}")
     if p.type.kind == "f":
-        return p.type.dtype(a).tobytes()  # type: ignore[call-arg]
+        return bytes(p.type.dtype(a).tobytes())
     if isinstance(a, float):
-        raise LaunchError(f"{label} is a float, the parameter an integer of {p.size} bytes; pass a NumPy scalar of its type")
+        raise LaunchError(
+            f"{label} is a float, the parameter an integer of {p.size} bytes; "
+            "pass a NumPy scalar of its type"
+        )
     value = int(a)
     if not -(1 << (8 * p.size - 1)) <= value < 1 << 8 * p.size:
         raise LaunchError(f"{label} = {value} does not fit a parameter of {p.size} bytes")

@@ -28,8 +28,13 @@ class Layout:
     """Addresses and sizes of one launch."""
 
     def __init__(
-        self, module: Module, kernel: Linked, device: Device, grid: tuple[int, ...],
-        block: tuple[int, ...], shared_bytes: int,
+        self,
+        module: Module,
+        kernel: Linked,
+        device: Device,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        shared_bytes: int,
     ) -> None:
         self.files = module.files
         self.grid, self.block = triple(grid, "grid"), triple(block, "block")
@@ -47,13 +52,18 @@ class Layout:
                 self.addresses[v.name] = device.variables[v.name].address
 
     def _check(self, kernel: Linked) -> None:
-        for name, sizes, limits in (("grid", self.grid, _GRID_LIMIT), ("block", self.block, _BLOCK_LIMIT)):
+        for name, sizes, limits in (
+            ("grid", self.grid, _GRID_LIMIT),
+            ("block", self.block, _BLOCK_LIMIT),
+        ):
             for size, limit, axis in zip(sizes, limits, "xyz", strict=True):
                 if not 1 <= size <= limit:
                     raise LaunchError(f"{name}.{axis} must be 1 to {limit}, got {size}")
         limit = min(1024, kernel.max_threads or 1024)
         if self.threads_per_block > limit:
-            raise LaunchError(f"a thread block of {self.threads_per_block}; {kernel.name} allows {limit}")
+            raise LaunchError(
+                f"a thread block of {self.threads_per_block}; {kernel.name} allows {limit}"
+            )
 
     def _shared(self, kernel: Linked, dynamic: int) -> None:
         """Place the static arrays, each with a gap behind it, then the dynamic one."""
@@ -68,10 +78,13 @@ class Layout:
             static += v.size
         if static + dynamic > MAX_SHARED:
             raise LaunchError(
-                f"{static} static + {dynamic} dynamic bytes of shared memory; a thread block has at most {MAX_SHARED}"
+                f"{static} static + {dynamic} dynamic bytes of shared memory; "
+                f"a thread block has at most {MAX_SHARED}"
             )
         external = [v for v in kernel.shared if not v.size]
-        at = -(-at // max([16, *(v.align for v in external)])) * max([16, *(v.align for v in external)])
+        at = -(-at // max([16, *(v.align for v in external)])) * max(
+            [16, *(v.align for v in external)]
+        )
         for v in external:
             self.addresses[v.name] = at
         if dynamic:
@@ -98,7 +111,11 @@ class Layout:
     def describe(self, space: str, offset: int) -> tuple[str | None, str]:
         """Return name of and position in the variable at an offset of shared or local memory."""
         sizes = self.kernel.frame_sizes
-        known = self.shared_names if space == "shared" else [(a, sizes[n], n) for n, a in self.kernel.frame.items()]
+        known = (
+            self.shared_names
+            if space == "shared"
+            else [(a, sizes[n], n) for n, a in self.kernel.frame.items()]
+        )
         if not known:
             return None, f"the kernel has no {space} memory; offset {offset}"
         start, n, name = min(known, key=lambda v: max(v[0] - offset, offset - v[0] - v[1] + 1, 0))
@@ -106,7 +123,10 @@ class Layout:
             return name, f"byte {offset - start} of {space} array {name!r} of {n} bytes"
         if offset < start:
             return name, f"{start - offset} bytes before {space} array {name!r} of {n} bytes"
-        return name, f"{offset - start - n} bytes behind the end of {space} array {name!r} of {n} bytes"
+        return (
+            name,
+            f"{offset - start - n} bytes behind the end of {space} array {name!r} of {n} bytes",
+        )
 
     def special(self, m: Machine, name: str) -> Any:
         """Return a special register's values for one machine."""
@@ -201,5 +221,3 @@ def _initial_bytes(v: Variable, device: Device) -> bytes:
             raise UnsupportedInstruction(f"variable {v.name} is initialised with {item}")
         out.append(value & ((1 << 8 * width) - 1))
     return np.array(out, store).tobytes()[: v.size]
-
-

@@ -161,7 +161,11 @@ class _Linker:
             return self.module.functions[target.name]
         if isinstance(target, Sym) and target.name in BUILTINS:
             return None
-        what = "an indirect call" if isinstance(target, Reg) else f"call of {getattr(target, 'name', '?')}, whose code is not in this module"
+        what = (
+            "an indirect call"
+            if isinstance(target, Reg)
+            else f"call of {getattr(target, 'name', '?')}, whose code is not in this module"
+        )
         raise UnsupportedInstruction(f"PTX line {ins.line}: {what}: {ins.text}")
 
     def inline(self, f: Function, ins: Instruction) -> None:
@@ -169,7 +173,9 @@ class _Linker:
         returns = lists[0] if f.returns else ()
         actual = lists[-1] if f.params else ()
         if len(returns) != len(f.returns) or len(actual) != len(f.params):
-            raise UnsupportedInstruction(f"PTX line {ins.line}: arguments do not match {f.name}: {ins.text}")
+            raise UnsupportedInstruction(
+                f"PTX line {ins.line}: arguments do not match {f.name}: {ins.text}"
+            )
         self.n_inlined += 1
         prefix = f"{f.name}#{self.n_inlined}:"
         alias: dict[str, str] = {}
@@ -177,10 +183,19 @@ class _Linker:
             if isinstance(a, Sym):
                 alias[formal.name] = a.name
             else:  # a register passed directly
-                raise UnsupportedInstruction(f"PTX line {ins.line}: an argument that is no .param: {ins.text}")
+                raise UnsupportedInstruction(
+                    f"PTX line {ins.line}: an argument that is no .param: {ins.text}"
+                )
         done = prefix + "done"
         if ins.guard is not None:  # a guarded call: branch around the inlined body
-            around = Instruction(("bra",), (Sym(done),), ins.text, ins.line, (ins.guard[0], not ins.guard[1]), ins.source)
+            around = Instruction(
+                ("bra",),
+                (Sym(done),),
+                ins.text,
+                ins.line,
+                (ins.guard[0], not ins.guard[1]),
+                ins.source,
+            )
             self.pending.append((around, done))
             self.out.code.append(around)
         self.copy(f, prefix, alias, done)

@@ -32,8 +32,16 @@ class Machine:
     """The state of one group of blocks that runs."""
 
     def __init__(
-        self, program: Program, layout: Layout, device: Device, blocks: NDArray[np.int64],
-        grid_state: Grid, cells: Cells | None, checks: Checks, profile: Profile | None, stamps: list[int],
+        self,
+        program: Program,
+        layout: Layout,
+        device: Device,
+        blocks: NDArray[np.int64],
+        grid_state: Grid,
+        cells: Cells | None,
+        checks: Checks,
+        profile: Profile | None,
+        stamps: list[int],
         output: list[str],
     ) -> None:
         self.program, self.layout, self.checks, self.profile = program, layout, checks, profile
@@ -48,7 +56,7 @@ class Machine:
         self.memory = self._memory(cells)
 
     def _threads(self, blocks: NDArray[np.int64]) -> None:
-        """Number the threads: lane `l` of the group is thread ``l % size`` of block ``l // size``."""
+        """Give the threads their numbers: lane `l` is thread ``l % size`` of block ``l // size``."""
         n = self.layout.threads_per_block
         self.threads_per_block = n
         self.n_blocks, self.lanes = len(blocks), len(blocks) * n
@@ -72,7 +80,7 @@ class Machine:
         for kind in self.program.kernel.registers.values():
             store = STORAGE[min(kind.nbytes, 8)]
             mask = (1 << 8 * kind.nbytes) - 1
-            self.registers.append(store(_POISON & mask) if kind.nbytes else np.bool_(False))  # type: ignore[call-arg]
+            self.registers.append(store(_POISON & mask) if kind.nbytes else np.bool_(False))
         self.carry: Any = np.bool_(False)
 
     def _memory(self, cells: Cells | None) -> Memory:
@@ -174,7 +182,9 @@ class Machine:
         kernel = self.layout.shorten(self.program.kernel.name)
         return KernelFault(Finding(check, message, kernel, place, text, block, thread, **more))
 
-    def memory_fault(self, check: str, region: Region, lane: int, at: int, why: str, notes: list[str]) -> None:
+    def memory_fault(
+        self, check: str, region: Region, lane: int, at: int, why: str, notes: list[str]
+    ) -> None:
         """Raise the error for a failed check of an access at offset `at` of a region."""
         if region.name == "global":
             address, text = at + GLOBAL_BASE, self.device.describe(at)
@@ -201,5 +211,3 @@ class Machine:
         """Run until every thread has left the kernel."""
         with np.errstate(all="ignore"):
             schedule.run(self)
-
-

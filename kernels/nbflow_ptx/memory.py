@@ -79,7 +79,12 @@ class Memory:
             t = lanes if which is None else lanes[which]
             name = ("global", "shared", "local", "global")[kind]
             base = (GLOBAL_BASE, SHARED_BASE, LOCAL_BASE, GLOBAL_BASE)[kind]
-            found.append((which, *self.split(t, a - base + (GLOBAL_BASE if kind in (0, 3) else 0), name)[0][1:]))
+            found.append(
+                (
+                    which,
+                    *self.split(t, a - base + (GLOBAL_BASE if kind in (0, 3) else 0), name)[0][1:],
+                )
+            )
         return found
 
     def place(self, region: Region, lanes: Any, at: Any, nbytes: int, what: str) -> tuple[Any, Any]:
@@ -98,7 +103,9 @@ class Memory:
             self.fault("bounds", region, lanes, at, j, f"{what} of {nbytes} bytes out of bounds")
         return np.where(outside, 0, at), outside
 
-    def fault(self, check: str, region: Region, lanes: Any, at: Any, j: int, why: str, notes: Any = ()) -> None:
+    def fault(
+        self, check: str, region: Region, lanes: Any, at: Any, j: int, why: str, notes: Any = ()
+    ) -> None:
         """Report a failed check of lane number `j` of the access."""
         at = np.broadcast_to(at, lanes.shape)
         self.m.memory_fault(check, region, int(lanes[j]), int(at[j]), why, list(notes))
@@ -106,8 +113,15 @@ class Memory:
     # Accesses --------------------------------------------------------------------------------
 
     def load(
-        self, lanes: Any, address: Any, space: str, width: int, count: int = 1,
-        *, what: str = "load", strong: bool = False,
+        self,
+        lanes: Any,
+        address: Any,
+        space: str,
+        width: int,
+        count: int = 1,
+        *,
+        what: str = "load",
+        strong: bool = False,
     ) -> list[Any]:
         """Read `count` neighbouring values of `width` bytes per thread, as unsigned integers."""
         parts = self.split(lanes, address, space)
@@ -147,8 +161,14 @@ class Memory:
         return values
 
     def store(
-        self, lanes: Any, address: Any, space: str, values: list[Any],
-        *, what: str = "store", strong: bool = False,
+        self,
+        lanes: Any,
+        address: Any,
+        space: str,
+        values: list[Any],
+        *,
+        what: str = "store",
+        strong: bool = False,
     ) -> None:
         """Write neighbouring values (unsigned integers of one width) per thread."""
         for which, region, at, _ in self.split(lanes, address, space):
@@ -189,15 +209,26 @@ class Memory:
             self._report_races(region, lanes, at, k, values, before, races, what, strong)
 
     def _report_races(
-        self, region: Region, lanes: Any, at: Any, k: Any, values: list[Any], before: list[Any],
-        races: list[Any], what: str, strong: bool,
+        self,
+        region: Region,
+        lanes: Any,
+        at: Any,
+        k: Any,
+        values: list[Any],
+        before: list[Any],
+        races: list[Any],
+        what: str,
+        strong: bool,
     ) -> None:
         """Report races of a store; writing what is there already, or the same twice, is none."""
         memory = region.view[values[0].dtype.itemsize]
         n = lanes.shape
         for race in races:
             j = race[0]
-            if any(np.broadcast_to(o, n)[j] != np.broadcast_to(v, n)[j] for o, v in zip(before, values, strict=True)):
+            if any(
+                np.broadcast_to(o, n)[j] != np.broadcast_to(v, n)[j]
+                for o, v in zip(before, values, strict=True)
+            ):
                 self._race(region, lanes, at, race, what)
         if strong:
             return
@@ -220,26 +251,44 @@ class Memory:
             for wanted, check, bad, why in (
                 (checks.freed, "freed", (state & FREED) != 0, "of freed memory"),
                 (checks.bounds, "bounds", (state & (LIVE | FREED)) == 0, "out of bounds"),
-                (checks.races, "race", (state & PENDING) != 0, "of bytes a cp.async not waited for writes"),
                 (
-                    checks.uninitialised and reading, "uninitialised",
-                    (state & (LIVE | WRITTEN | PENDING)) == LIVE, f"of uninitialised {region.name} memory",
+                    checks.races,
+                    "race",
+                    (state & PENDING) != 0,
+                    "of bytes a cp.async not waited for writes",
+                ),
+                (
+                    checks.uninitialised and reading,
+                    "uninitialised",
+                    (state & (LIVE | WRITTEN | PENDING)) == LIVE,
+                    f"of uninitialised {region.name} memory",
                 ),
             ):
                 if wanted and bad.any():
                     j = int(np.flatnonzero(bad)[0])
                     more = int(bad.sum()) - 1
                     notes = [f"and {more} more threads in the same instruction"] if more else []
-                    self.fault(check, region, lanes, at + b, j, f"{what} of {width} bytes {why}", notes)
+                    self.fault(
+                        check, region, lanes, at + b, j, f"{what} of {width} bytes {why}", notes
+                    )
 
-    def _race(self, region: Region, lanes: Any, at: Any, race: tuple[int, int, int], what: str) -> None:
+    def _race(
+        self, region: Region, lanes: Any, at: Any, race: tuple[int, int, int], what: str
+    ) -> None:
         j, who, stamp = race
         self.fault(
-            "race", region, lanes, at, j, f"{what} in {region.name} memory races with another thread",
+            "race",
+            region,
+            lanes,
+            at,
+            j,
+            f"{what} in {region.name} memory races with another thread",
             [self.m.other_access(who, stamp)],
         )
 
-    def atomic(self, lanes: Any, address: Any, space: str, width: int, what: str = "atomic") -> list[Any]:
+    def atomic(
+        self, lanes: Any, address: Any, space: str, width: int, what: str = "atomic"
+    ) -> list[Any]:
         """Check a read-modify-write; return ``(which, array, indices)`` for each region."""
         out = []
         for which, region, at, _ in self.split(lanes, address, space):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import inspect
+import os
 import types as python_types
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -19,17 +22,15 @@ _compiled: dict[Any, Emulator] = {}
 
 
 def _numba_cuda() -> Any:
-    try:
-        from numba import cuda
-
-        if not hasattr(cuda, "compile"):
-            raise ImportError("this numba.cuda compiles nothing")
-    except ImportError as e:
+    if importlib.util.find_spec("numba_cuda") is None:
         raise MissingToolError(
             "compiling a Numba kernel needs numba-cuda: pip install 'nbflow[cuda-test]'"
-        ) from e
-    if getattr(cuda, "is_supported_version", None) is None and not hasattr(cuda, "compile_ptx"):
-        raise MissingToolError("NUMBA_ENABLE_CUDASIM is set: the simulator compiles no PTX; unset it")
+        )
+    cuda: Any = importlib.import_module("numba.cuda")
+    if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0"):
+        raise MissingToolError(
+            "NUMBA_ENABLE_CUDASIM is set: the simulator compiles no PTX; unset it"
+        )
     return cuda
 
 
@@ -40,10 +41,11 @@ def _without_driver(capability: tuple[int, int]) -> Iterator[None]:
     It asks the driver while it types the call of a device function, though the answer was given
     to ``compile``.
     """
-    import numba.cuda.dispatcher as dispatcher
-
+    dispatcher: Any = importlib.import_module("numba.cuda.dispatcher")
     asked = dispatcher.get_current_device
-    dispatcher.get_current_device = lambda: python_types.SimpleNamespace(compute_capability=capability)
+    dispatcher.get_current_device = lambda: python_types.SimpleNamespace(
+        compute_capability=capability
+    )
     try:
         yield
     finally:
@@ -76,12 +78,13 @@ def compile_kernel(
     given = getattr(kernel, "targetoptions", {})
     chosen = {k: given[k] for k in ("fastmath", "debug", "opt") if k in given}
     chosen.update(options)
+    chosen.setdefault("abi", "numba")
     if not chosen.get("debug"):
         chosen["lineinfo"] = True
-    if "abi" not in chosen:
-        chosen["abi"] = "numba"
     with _without_driver(capability):
-        text, _ = cuda.compile(function, signature, cc=capability, device=False, output="ptx", **chosen)
+        text, _ = cuda.compile(
+            function, signature, cc=capability, device=False, output="ptx", **chosen
+        )
     return str(text)
 
 
@@ -146,7 +149,14 @@ def launch(
     device = Device(needed(flat, emulator.module))
     entry = emulator.module.entries[0]
     result = emulator.launch(
-        entry, grid, block, *flat, shared_bytes=shared_bytes, names=names, profile=profile, device=device
+        entry,
+        grid,
+        block,
+        *flat,
+        shared_bytes=shared_bytes,
+        names=names,
+        profile=profile,
+        device=device,
     )
     _raise_python_error(emulator, device)
     return result
@@ -177,7 +187,9 @@ def _flatten(a: Any, name: str, flat: list[Any], names: list[str]) -> None:
         flat.append(a)
         names.append(name)
     else:
-        raise LaunchError(f"argument {name} must be an array, a number or a tuple of them, got {type(a).__name__}")
+        raise LaunchError(
+            f"argument {name} must be an array, a number or a tuple of them, got {type(a).__name__}"
+        )
 
 
 def _raise_python_error(emulator: Emulator, device: Device) -> None:
@@ -185,6 +197,6 @@ def _raise_python_error(emulator: Emulator, device: Device) -> None:
     for name, place in device.variables.items():
         if name.endswith("__errcode__") and device.bytes_of(place).any():
             code = int(device.bytes_of(place)[:4].view(np.uint32)[0])
-            raise LaunchError(f"the kernel raised a Python exception (Numba's code {code}) in debug mode")
-
-
+            raise LaunchError(
+                f"the kernel raised a Python exception (Numba's code {code}) in debug mode"
+            )

@@ -125,7 +125,10 @@ def compile_source(
         text = log.rstrip(b"\0 \n").decode("utf-8", "replace")
         if int(status) != 0:
             raise CompileError(text or str(status))
-        names = {n: _call(nvrtc.nvrtcGetLoweredName(program, n.encode())).decode() for n in name_expressions}
+        names = {
+            n: _call(nvrtc.nvrtcGetLoweredName(program, n.encode())).decode()
+            for n in name_expressions
+        }
         if output == "cubin":
             code = _buffer(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program)
         else:
@@ -143,6 +146,6 @@ def _call(answer: tuple[Any, ...]) -> Any:
 
 
 def _buffer(size: Any, fill: Any, program: Any) -> bytes:
-    data = b" " * _call(size(program))
+    data = b" " * int(_call(size(program)))
     _call(fill(program, data))
     return data

@@ -33,7 +33,9 @@ from nbflow_ptx.types import TYPES
 
 _NAME = r"[A-Za-z_$%][\w$]*"
 _COMMENT = re.compile(r"//[^\n]*|/\*.*?\*/", re.S)
-_DIRECTIVE = re.compile(r"\.(version|target|address_size|file|loc|section|pragma|alias)\b([^\n;{]*)")
+_DIRECTIVE = re.compile(
+    r"\.(version|target|address_size|file|loc|section|pragma|alias)\b([^\n;{]*)"
+)
 _FUNCTION = re.compile(r"((?:\.(?:visible|extern|weak|common)\s+)*)\.(entry|func)\b")
 _LABEL = re.compile(rf"({_NAME})\s*:(?!:)")
 _GUARD = re.compile(rf"@(!?)\s*({_NAME})\s+(.*)", re.S)
@@ -46,7 +48,9 @@ _VARIABLE = re.compile(
     re.S,
 )
 _REGISTERS = re.compile(r"\.reg\s*(?:\.v[24]\s*)?\.(\w+)\s+(.*)", re.S)
-_NUMBER = re.compile(r"-?(?:0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[xX][0-9a-fA-F]+|0[bB][01]+|\d+\.\d*(?:[eE][-+]?\d+)?|\d+)U?$")
+_NUMBER = re.compile(
+    r"-?(?:0[fF][0-9a-fA-F]{8}|0[dD][0-9a-fA-F]{16}|0[xX][0-9a-fA-F]+|0[bB][01]+|\d+\.\d*(?:[eE][-+]?\d+)?|\d+)U?$"
+)
 _SPECIAL = re.compile(
     r"%(tid|ntid|ctaid|nctaid|clusterid|nclusterid|cluster_ctaid|cluster_nctaid)(\.[xyz])?$"
     r"|%(laneid|warpid|nwarpid|smid|nsmid|gridid|clock|clock_hi|clock64|globaltimer|globaltimer_lo"
@@ -128,7 +132,10 @@ class _Parser:
                 end = self.find(";", pos)
                 v = parse_variable(text[pos:end], self.line(pos))
                 if v is None:
-                    raise self.fail(pos, f"neither a directive, a function nor a variable: {_short(text[pos:end])!r}")
+                    raise self.fail(
+                        pos,
+                        f"no directive, function or variable: {_short(text[pos:end])!r}",
+                    )
                 self.out.variables[v.name] = v
                 pos = end + 1
             pos = self.skip_space(pos)
@@ -168,7 +175,9 @@ class _Parser:
             raise self.fail(pos, f"function {name.group(1)} has neither a body nor a semicolon")
         if body.group(1) == ";":
             return body.end()
-        f = Function(name.group(1), m.group(2) == "entry", params, returns, line=self.line(m.start()))
+        f = Function(
+            name.group(1), m.group(2) == "entry", params, returns, line=self.line(m.start())
+        )
         if t := re.search(r"\.(?:max|req)ntid\s+([\d,\s]+)", body.group()):
             f.max_threads = 1
             for n in re.findall(r"\d+", t.group(1)):
@@ -295,7 +304,8 @@ class _Body:
             self.branches.append((ins, list(self.scopes)))
             names = [a.strip() for a in m.group(2).split(",")]
             ins.args = tuple(
-                self.operand(a, pos) if self.lookup(a) in self.f.registers else Sym(a) for a in names
+                self.operand(a, pos) if self.lookup(a) in self.f.registers else Sym(a)
+                for a in names
             )
         else:
             ins.args = tuple(self.operand(a, pos) for a in split_operands(m.group(2)))
@@ -372,8 +382,13 @@ def parse_variable(text: str, line: int = 0) -> Variable | None:
     if count == 0 and init:
         count = len(init)
     return Variable(
-        m.group("name"), m.group("space"), kind, width * count,
-        int(align.group(1)) if align else width, init, line,
+        m.group("name"),
+        m.group("space"),
+        kind,
+        width * count,
+        int(align.group(1)) if align else width,
+        init,
+        line,
     )
 
 

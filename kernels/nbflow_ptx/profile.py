@@ -55,7 +55,15 @@ class Profile:
         self.thread_instructions = 0
 
     def access(
-        self, m: Machine, space: str, lanes: Any, at: Any, nbytes: int, *, store: bool = False, atomic: bool = False
+        self,
+        m: Machine,
+        space: str,
+        lanes: Any,
+        at: Any,
+        nbytes: int,
+        *,
+        store: bool = False,
+        atomic: bool = False,
     ) -> None:
         """Count one executed access of `nbytes` per thread at byte offsets `at`."""
         if space == "local":
@@ -95,11 +103,21 @@ class Profile:
 
     def __str__(self) -> str:
         rows = [("requests", "sectors", "fewest", "passes", "fewest", "site")]
-        for s in sorted(self.sites.values(), key=lambda s: -(s.sectors - s.sectors_needed) - (s.passes - s.passes_needed)):
-            counts = (str(s.sectors), str(s.sectors_needed), "-", "-") if s.space == "global" else ("-", "-", str(s.passes), str(s.passes_needed))
+        for s in sorted(
+            self.sites.values(),
+            key=lambda s: -(s.sectors - s.sectors_needed) - (s.passes - s.passes_needed),
+        ):
+            counts = (
+                (str(s.sectors), str(s.sectors_needed), "-", "-")
+                if s.space == "global"
+                else ("-", "-", str(s.passes), str(s.passes_needed))
+            )
             rows.append((str(s.requests), *counts, f"{s.where}: {s.instruction}"))
         widths = [max(len(r[k]) for r in rows) for k in range(5)]
-        return "\n".join("  ".join([*(c.rjust(w) for c, w in zip(r[:5], widths, strict=True)), r[5]]) for r in rows)
+        return "\n".join(
+            "  ".join([*(c.rjust(w) for c, w in zip(r[:5], widths, strict=True)), r[5]])
+            for r in rows
+        )
 
 
 def _fewest(warps_of_distinct: Any, nbytes: int, sector: int) -> int:

@@ -114,7 +114,9 @@ def _is_control(ins: Instruction) -> bool:
 
 
 def _is_grid_barrier(ins: Instruction) -> bool:
-    return ins.opcode == "call" and any(isinstance(a, Sym) and a.name == "cudaCGSynchronize" for a in ins.args)
+    return ins.opcode == "call" and any(
+        isinstance(a, Sym) and a.name == "cudaCGSynchronize" for a in ins.args
+    )
 
 
 def _is_warp(ins: Instruction) -> bool:
@@ -201,11 +203,19 @@ def _barrier(b: Binder, ins: Instruction) -> Barrier:
         raise b.unsupported(ins)
     args = ins.args
     if mode != "red":
-        return Barrier(mode, b.read(args[0], u), b.read(args[1], u) if len(args) > 1 else None, aligned)
+        return Barrier(
+            mode, b.read(args[0], u), b.read(args[1], u) if len(args) > 1 else None, aligned
+        )
     reduce = next(p for p in ("popc", "and", "or") if p in ins.op)
     count = b.read(args[2], u) if len(args) == 4 else None
     return Barrier(
-        mode, b.read(args[1], u), count, aligned, reduce, b.read(args[-1], TYPES["pred"]), b.write(args[0])
+        mode,
+        b.read(args[1], u),
+        count,
+        aligned,
+        reduce,
+        b.read(args[-1], TYPES["pred"]),
+        b.write(args[0]),
     )
 
 

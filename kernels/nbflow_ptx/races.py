@@ -39,7 +39,9 @@ class Clocks:
         self.acquire: NDArray[np.int32] = np.zeros(lanes, np.int32)
         self.warps, self.grid = warps, grid
 
-    def barrier(self, block: int, lanes: NDArray[np.int64], warps: NDArray[np.int64], stamp: int) -> None:
+    def barrier(
+        self, block: int, lanes: NDArray[np.int64], warps: NDArray[np.int64], stamp: int
+    ) -> None:
         """Threads `lanes`, of these warps of one block, met."""
         self.lane[lanes] = stamp
         known = self.known[block]

@@ -54,13 +54,15 @@ class _Scheduler:
             self.follow(pc, lanes)
         if self.m.copies.pending and self.m.checks.uninitialised:
             lanes = self.m.copies.pending[0][0]
-            raise self.m.error("uninitialised", "the kernel ends with a cp.async it never waits for", int(lanes[0]))
+            raise self.m.error(
+                "uninitialised", "the kernel ends with a cp.async it never waits for", int(lanes[0])
+            )
 
     def choose(self) -> int:
         """Return the group to run: the one furthest behind, unless it spins."""
         if len(self.ready) == 1 and not self.waiting():
             self.new_turn()
-            return next(iter(self.ready))
+            return min(self.ready)
         self.turn += 1
         spins = self.m.strong_accesses - self.spins_before > _PATIENCE_SPINNING // 2
         if self.turn >= (_PATIENCE_SPINNING if spins else _PATIENCE):
@@ -160,8 +162,17 @@ class _Scheduler:
         m = self.m
         if m.executed <= m.checks.budget:
             return
-        notes = [f"{len(g)} threads at {m.where(pc)[0]}: {m.where(pc)[1]}" for pc, gs in self.ready.items() for g in gs]
-        raise m.error("budget", f"more than {m.checks.budget} instructions: an endless loop?", int(lanes[0]), notes=notes)
+        notes = [
+            f"{len(g)} threads at {m.where(pc)[0]}: {m.where(pc)[1]}"
+            for pc, gs in self.ready.items()
+            for g in gs
+        ]
+        raise m.error(
+            "budget",
+            f"more than {m.checks.budget} instructions: an endless loop?",
+            int(lanes[0]),
+            notes=notes,
+        )
 
     # Where a group splits or waits -------------------------------------------------------------
 
@@ -225,7 +236,11 @@ class _Scheduler:
         """Return the member mask of each lane; lanes the block does not have are left out."""
         m = self.m
         size = m.threads_per_block - (m.thread_of[lanes] - m.lane[lanes])
-        real = np.where(size >= 32, _ALL, (np.uint32(1) << np.minimum(size, 31).astype(np.uint32)) - np.uint32(1))
+        real = np.where(
+            size >= 32,
+            _ALL,
+            (np.uint32(1) << np.minimum(size, 31).astype(np.uint32)) - np.uint32(1),
+        )
         given = full(m, lanes, c.mask(m, lanes)) if c.mask is not None else _ALL
         return (given & real).astype(np.uint32)
 
@@ -248,17 +263,26 @@ class _Scheduler:
             gone = np.zeros(len(lanes), np.uint32)
         for bad, why in (
             (own, "executed by a lane its member mask {mask:#010x} does not name"),
-            (gone != 0, "its member mask {mask:#010x} names lanes that have left the kernel: {gone:#010x}"),
+            (
+                gone != 0,
+                "its member mask {mask:#010x} names lanes that have left the kernel: {gone:#010x}",
+            ),
         ):
             if bad.any():
                 j = int(np.flatnonzero(bad)[0])
-                raise m.error("masks", why.format(mask=int(masks[j]), gone=int(gone[j])), int(lanes[j]))
+                raise m.error(
+                    "masks", why.format(mask=int(masks[j]), gone=int(gone[j])), int(lanes[j])
+                )
 
     def force_warps(self) -> None:
         """With the check of masks off: go on with the lanes that came."""
         pc = min(self.at_warp)
         lanes = self.at_warp.pop(pc)
-        c = next(b.control for b in self.blocks.values() if b.control.pc == pc and b.control.kind == "warp")
+        c = next(
+            b.control
+            for b in self.blocks.values()
+            if b.control.pc == pc and b.control.kind == "warp"
+        )
         self.cross(c, lanes, self.masks(c, lanes))
 
     # Barriers ----------------------------------------------------------------------------------
@@ -267,9 +291,17 @@ class _Scheduler:
         m, bar = self.m, c.barrier
         assert bar is not None
         number = full(m, lanes, bar.number(m, lanes)).astype(np.int64) & 15
-        count = full(m, lanes, bar.count(m, lanes)).astype(np.int64) if bar.count else np.zeros(len(lanes), np.int64)
+        count = (
+            full(m, lanes, bar.count(m, lanes)).astype(np.int64)
+            if bar.count
+            else np.zeros(len(lanes), np.int64)
+        )
         if count.any() and (count % 32).any() and m.checks.barrier:
-            raise m.error("barrier", f"a thread count of {int(count.max())} is not a multiple of 32", int(lanes[0]))
+            raise m.error(
+                "barrier",
+                f"a thread count of {int(count.max())} is not a multiple of 32",
+                int(lanes[0]),
+            )
         key = m.block_of[lanes] * 16 + number
         if bar.mode == "arrive":
             m.touch()
@@ -277,7 +309,10 @@ class _Scheduler:
                 who = lanes[key == k]
                 n, warps = self.arrived.get(int(k), (0, set()))
                 # an arrival stands for its whole warp, as the hardware counts
-                self.arrived[int(k)] = (n + len(who), warps | set((m.warp_id[who] % m.warps_per_block).tolist()))
+                self.arrived[int(k)] = (
+                    n + len(who),
+                    warps | set((m.warp_id[who] % m.warps_per_block).tolist()),
+                )
             self.bar_count_of_arrivals = count
             self.send(c.pc + 1, lanes)
             return
@@ -323,7 +358,9 @@ class _Scheduler:
         if m.checks.barrier and (pcs != pcs[0]).any():
             self.check_aligned(lanes, pcs)
         self.order(lanes, keys)
-        controls = {b.control.pc: b.control for b in self.blocks.values() if b.control.kind == "barrier"}
+        controls = {
+            b.control.pc: b.control for b in self.blocks.values() if b.control.kind == "barrier"
+        }
         for pc in np.unique(pcs):
             c = controls[int(pc)]
             some = lanes[pcs == pc]
@@ -353,12 +390,14 @@ class _Scheduler:
         yes = np.bincount(keys[value], minlength=n_keys)
         total = np.bincount(keys, minlength=n_keys)
         mine = self.bar_key[lanes]
-        result: Any = {"popc": yes.astype(np.uint32), "and": yes == total, "or": yes > 0}[bar.reduce][mine]
+        result: Any = {"popc": yes.astype(np.uint32), "and": yes == total, "or": yes > 0}[
+            bar.reduce
+        ][mine]
         assert bar.result is not None
         bar.result(m, None if len(lanes) == m.lanes else lanes, result)
 
     def check_aligned(self, lanes: Any, pcs: Any) -> None:
-        """A warp executes ``bar.sync`` as one: its lanes must be at the same one."""
+        """Report lanes of one warp that wait at different barriers: it executes them as one."""
         m = self.m
         low, high = np.full(m.n_warps, 1 << 62), np.full(m.n_warps, -1)
         np.minimum.at(low, m.warp_id[lanes], pcs)
@@ -403,7 +442,10 @@ class _Scheduler:
         m = self.m
         mine = m.block_of == block
         lines = []
-        places = [("wait at", pc, (self.bar_pc == pc) & mine) for pc in np.unique(self.bar_pc[self.bar_pc >= 0])]
+        places = [
+            ("wait at", pc, (self.bar_pc == pc) & mine)
+            for pc in np.unique(self.bar_pc[self.bar_pc >= 0])
+        ]
         for pc, lanes in [*self.at_warp.items(), *self.at_grid]:
             chosen = np.zeros(m.lanes, np.bool_)
             chosen[lanes] = True
@@ -412,7 +454,9 @@ class _Scheduler:
             if chosen.any():
                 place, text = m.where(int(pc))
                 first = m.thread_name(int(np.flatnonzero(chosen)[0]))[1]
-                lines.append(f"{int(chosen.sum())} threads (the first: {first}) {what} {place}: {text}")
+                lines.append(
+                    f"{int(chosen.sum())} threads (the first: {first}) {what} {place}: {text}"
+                )
         gone = int((mine & ~m.alive).sum())
         if gone:
             first = m.thread_name(int(np.flatnonzero(mine & ~m.alive)[0]))[1]
@@ -425,5 +469,11 @@ class _Scheduler:
         at_warp = [pc for pc, lanes in self.at_warp.items() if lane in lanes]
         m.pc = at_warp[0] if at_warp else int(max(self.bar_pc[lane], 0))
         check = "masks" if at_warp else "barrier"
-        why = "lanes of its member mask never come" if at_warp else "threads wait for each other at different places"
-        raise m.error(check, f"deadlock: {why}", lane, notes=self.describe_waiting(int(m.block_of[lane])))
+        why = (
+            "lanes of its member mask never come"
+            if at_warp
+            else "threads wait for each other at different places"
+        )
+        raise m.error(
+            check, f"deadlock: {why}", lane, notes=self.describe_waiting(int(m.block_of[lane]))
+        )

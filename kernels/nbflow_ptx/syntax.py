@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Union
 
 from nbflow_ptx.types import Type
 
@@ -42,7 +41,7 @@ class Sym:
 class Addr:
     """``[base + offset]``."""
 
-    base: Union[Reg, Sym, Imm]
+    base: Reg | Sym | Imm
     offset: int = 0
 
 
@@ -73,7 +72,7 @@ class Skip:
     """``_``: a destination nobody wants."""
 
 
-Operand = Union[Reg, Special, Imm, Sym, Addr, Vec, Pair, Not, Skip]
+Operand = Reg | Special | Imm | Sym | Addr | Vec | Pair | Not | Skip
 
 
 @dataclass(frozen=True)

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 #: How a register of so many bytes is stored; predicates are Booleans (0 bytes).
-STORAGE: dict[int, type[np.generic]] = {
+STORAGE: dict[int, Any] = {
     0: np.bool_,
     1: np.uint8,
     2: np.uint16,
     4: np.uint32,
     8: np.uint64,
 }
-SIGNED: dict[int, type[np.generic]] = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
+SIGNED: dict[int, Any] = {1: np.int8, 2: np.int16, 4: np.int32, 8: np.int64}
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,7 @@ class Type:
     name: str
     kind: str
     nbytes: int
-    dtype: type[np.generic]
+    dtype: Any
 
 
 def _types() -> dict[str, Type]:

@@ -117,7 +117,7 @@ def create_policy(b: Binder, ins: Instruction) -> Run:
 
 
 def async_copy(b: Binder, ins: Instruction) -> Run:
-    """``cp.async``: the bytes arrive at the wait, not before; until then reading them is an error."""
+    """``cp.async``: the bytes arrive at the wait; until then reading them is an error."""
     if ins.has("bulk", "mbarrier"):
         raise b.unsupported(ins, "needs sm_90")
     if ins.has("commit_group"):
@@ -173,7 +173,9 @@ class Copies:
         some = np.flatnonzero(size > 0)
         step = min(n, 8)
         if some.size:
-            got = m.memory.load(lanes[some], source[some], "global", step, n // step, what="cp.async source")
+            got = m.memory.load(
+                lanes[some], source[some], "global", step, n // step, what="cp.async source"
+            )
             data[some] = np.stack(got, axis=1).view(np.uint8).reshape(len(some), n)
             data[np.arange(n) >= size[:, None]] = 0
         at = m.memory.begin_copy(lanes, to, n)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -87,7 +88,7 @@ def _in_rounds(step: Any, array: Any, k: Any, x: Any, y: Any) -> Any:
     rank = np.arange(len(k)) - np.repeat(starts, np.diff(np.r_[starts, len(k)]))
     by_rank = np.argsort(rank, kind="stable")
     bounds = np.flatnonzero(np.r_[True, np.diff(rank[by_rank]) != 0, True])
-    for begin, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for begin, end in pairwise(bounds.tolist()):
         j = order[by_rank[begin:end]]
         found = array[k[j]]
         old[j] = found
@@ -103,9 +104,9 @@ def operation(op: str, kind: Type) -> Callable[[Any, Any, Any], Any]:
     if op == "cas":
         return lambda old, x, y: np.where(old == x, y, old)
     if op == "inc":
-        return lambda old, x, y: np.where(old >= x, store(0), old + store(1))  # type: ignore[call-arg]
+        return lambda old, x, y: np.where(old >= x, store(0), old + store(1))
     if op == "dec":
-        one = store(1)  # type: ignore[call-arg]
+        one = store(1)
         return lambda old, x, y: np.where((old == 0) | (old > x), x, old - one)
     if kind.name in ("f16", "bf16"):
         return lambda old, x, y: _small(op, old, x, kind.name)
@@ -120,7 +121,11 @@ def operation(op: str, kind: Type) -> Callable[[Any, Any, Any], Any]:
 
 def _small(op: str, old: Any, x: Any, name: str) -> Any:
     a, b = unpack16(old, name), unpack16(x, name)
-    r = floats.add_to_odd(a, b) if op == "add" else {"min": floats.minimum, "max": floats.maximum}[op](a, b)
+    r = (
+        floats.add_to_odd(a, b)
+        if op == "add"
+        else {"min": floats.minimum, "max": floats.maximum}[op](a, b)
+    )
     return pack16(r, name)
 
 

@@ -18,9 +18,11 @@ _MAX_STRING = 4096
 
 
 def call(b: Binder, ins: Instruction) -> Run:
-    """A call of a built-in; other calls were inlined by the linker."""
+    """Bind a call of a built-in; other calls were inlined by the linker."""
     name = next(a.name for a in ins.args if isinstance(a, Sym))
-    lists = [[x.name for x in a.items if isinstance(x, Sym)] for a in ins.args if isinstance(a, Vec)]
+    lists = [
+        [x.name for x in a.items if isinstance(x, Sym)] for a in ins.args if isinstance(a, Vec)
+    ]
     returns, args = (lists[0], lists[1]) if len(lists) == 2 else ([], lists[0] if lists else [])
     if name == "vprintf":
         return _vprintf(returns, args)
@@ -112,7 +114,9 @@ def _assertfail(args: list[str]) -> Run:
     def run(m: Machine, i: Any) -> None:
         m.touch()
         t = threads(m, i)[:1]
-        message, file = (read_string(m, t, int(_argument(m, t, a).view(np.int64)[0])) for a in args[:2])
+        message, file = (
+            read_string(m, t, int(_argument(m, t, a).view(np.int64)[0])) for a in args[:2]
+        )
         line = int(_argument(m, t, args[2], 4)[0])
         raise m.error("assert", f"assertion failed: {message} ({file}:{line})", int(t[0]))
 

@@ -54,7 +54,8 @@ def shuffle(b: Binder, ins: Instruction) -> Collective:
                 j = int(np.flatnonzero(np.broadcast_to(bad, t.shape))[0])
                 raise m.error(
                     "masks",
-                    f"shfl reads lane {int(source[j])}, which its mask {int(full(m, i, masks)[j]):#010x} does not name",
+                    f"shfl reads lane {int(source[j])}, which its mask "
+                    f"{int(np.broadcast_to(masks, t.shape)[j]):#010x} does not name",
                     int(t[j]),
                 )
 

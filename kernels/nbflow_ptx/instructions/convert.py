@@ -60,7 +60,7 @@ def _pack(b: Binder, ins: Instruction, kind: Type) -> Run:
     def run(m: Machine, i: Any) -> None:
         r = reads[0](m, i).astype(store)
         for k, x in enumerate(reads[1:], 1):
-            r = r | (x(m, i).astype(store) << store(8 * width * k))  # type: ignore[call-arg]
+            r = r | (x(m, i).astype(store) << store(8 * width * k))
         d(m, i, r)
 
     return run
@@ -70,7 +70,7 @@ def to_generic(b: Binder, ins: Instruction) -> Run:
     """``cvta``: between the address of a space and a generic address."""
     kind = b.type_of(ins)
     space = next((p.split("::")[0] for p in ins.op if p.split("::")[0] in _BASES), "global")
-    base = kind.dtype(_BASES[space] & ((1 << 8 * kind.nbytes) - 1))  # type: ignore[call-arg]
+    base = kind.dtype(_BASES[space] & ((1 << 8 * kind.nbytes) - 1))
     if ins.has("to"):
         return b.apply(ins, lambda x: x - base, kind)
     return b.apply(ins, lambda x: x + base, kind)
@@ -163,7 +163,7 @@ def _float_to_int(b: Binder, ins: Instruction, to: Type, source: Type) -> Run:
     info = np.iinfo(to.dtype)
     bits = 8 * to.nbytes
     nan = 0 if source.name != "f64" and to.nbytes < 8 else 1 << (bits - 1)
-    nan_value = STORAGE[to.nbytes](nan).view(to.dtype)  # type: ignore[call-arg]
+    nan_value = STORAGE[to.nbytes](nan).view(to.dtype)
     too_big = float(info.max) + 1.0 if to.nbytes < 8 else float(info.max)
     ftz = ins.has("ftz") and source.name == "f32"
 
@@ -183,10 +183,8 @@ def _int_to_float(b: Binder, ins: Instruction, to: Type, source: Type) -> Run:
     def f(x: Any) -> Any:
         if mode == "rn" and to.name in ("f32", "f64"):
             return x.astype(to.dtype)
-        if source.nbytes < 8:
-            v = x.astype(np.float64)  # exact
-        else:  # keep 53 bits and make the last one sticky
-            v = _sticky53(x)
+        # 32 bits are exact in float64; of 64 keep 53 and make the last one sticky
+        v = x.astype(np.float64) if source.nbytes < 8 else _sticky53(x)
         if to.name == "f64":
             return _directed64(x, mode) if source.nbytes == 8 else v
         if to.name in ("f16", "bf16"):
@@ -217,7 +215,7 @@ def _int_to_int(b: Binder, ins: Instruction, to: Type, source: Type) -> Run:
     low, high = int(np.iinfo(to.dtype).min), int(np.iinfo(to.dtype).max)
     info = np.iinfo(source.dtype)
     low, high = max(low, int(info.min)), min(high, int(info.max))
-    limits = source.dtype(low), source.dtype(high)  # type: ignore[call-arg]
+    limits = source.dtype(low), source.dtype(high)
     return b.apply(ins, lambda x: np.clip(x, *limits).astype(to.dtype), source)
 
 
@@ -256,7 +254,10 @@ def _convert_fp8(b: Binder, ins: Instruction, to: Type, source: Type) -> Run:
 
         def shrink(x: Any) -> Any:
             low, high = (
-                floats.to_fp8(unpack16(((x >> np.uint32(s)) & np.uint32(0xFFFF)).astype(np.uint16), "f16"), to.name[:4])
+                floats.to_fp8(
+                    unpack16(((x >> np.uint32(s)) & np.uint32(0xFFFF)).astype(np.uint16), "f16"),
+                    to.name[:4],
+                )
                 for s in (0, 16)
             )
             return low.astype(np.uint16) | (high.astype(np.uint16) << np.uint16(8))
@@ -347,7 +348,10 @@ def _set_predicate_pair(b: Binder, ins: Instruction, kind: Type) -> Run:
     def run(m: Machine, i: Any) -> None:
         a, c = x(m, i), y(m, i)
         for s, d in ((0, p), (16, second)):
-            halves = [unpack16(((v >> np.uint32(s)) & np.uint32(0xFFFF)).astype(np.uint16), kind.name) for v in (a, c)]
+            halves = [
+                unpack16(((v >> np.uint32(s)) & np.uint32(0xFFFF)).astype(np.uint16), kind.name)
+                for v in (a, c)
+            ]
             d(m, i, test(*halves))
 
     return run
@@ -361,10 +365,10 @@ def set_value(b: Binder, ins: Instruction) -> Run:
     to, kind = kinds
     d, test = b.write(ins.args[0]), _compared(b, ins, kind)
     if to.kind == "f":
-        yes = to.dtype(1)  # type: ignore[call-arg]
+        yes = to.dtype(1)
     else:
-        yes = STORAGE[to.nbytes]((1 << 8 * to.nbytes) - 1).view(to.dtype)  # type: ignore[call-arg]
-    no = to.dtype(0)  # type: ignore[call-arg]
+        yes = STORAGE[to.nbytes]((1 << 8 * to.nbytes) - 1).view(to.dtype)
+    no = to.dtype(0)
     return lambda m, i: d(m, i, np.where(test(m, i), yes, no))
 
 
@@ -389,5 +393,3 @@ def select_by_sign(b: Binder, ins: Instruction) -> Run:
         return np.where((floats.flush(c) if ftz else c) >= 0, x, y)
 
     return b.apply(ins, f, kind, kind, kinds[1])
-
-

@@ -94,12 +94,12 @@ def arithmetic(b: Binder, ins: Instruction) -> Run:
     """``add``, ``sub`` and ``mul`` of floats."""
     kind, mode, op = b.type_of(ins), b.rounding(ins), ins.opcode
     if kind.name not in ("f32", "f64"):
-        f = {
+        exactly: dict[str, Float] = {
             "add": floats.add_to_odd,
             "sub": lambda x, y: floats.add_to_odd(x, -y),
             "mul": np.multiply,
-        }[op]
-        return _narrow(b, ins, kind, f, 2)
+        }
+        return _narrow(b, ins, kind, exactly[op], 2)
     if mode == "rn":
         g: Float = {"add": np.add, "sub": np.subtract, "mul": np.multiply}[op]
     elif kind.name == "f32":
@@ -123,7 +123,9 @@ def _each64(f: Float, mode: str) -> Float:
 
     def g(*xs: Any) -> Any:
         xs = np.broadcast_arrays(*xs)
-        out = [floats.exact64(f, values, mode) for values in zip(*[x.ravel() for x in xs], strict=True)]
+        out = [
+            floats.exact64(f, values, mode) for values in zip(*[x.ravel() for x in xs], strict=True)
+        ]
         return np.array(out, np.float64).reshape(xs[0].shape)[()]
 
     return g
@@ -181,7 +183,7 @@ def root(b: Binder, ins: Instruction) -> Run:
     kind, mode, op = b.type_of(ins), b.rounding(ins), ins.opcode
     if kind.name == "f64" and ins.has("approx") and op in ("rcp", "rsqrt"):
         return b.apply(ins, lambda x: _high_word(1.0 / (x if op == "rcp" else np.sqrt(x))), kind)
-    one = kind.dtype(1)  # type: ignore[call-arg]
+    one = kind.dtype(1)
     if op == "rsqrt":
         return b.apply(ins, _modifiers(ins, lambda x: _wide(lambda y: 1.0 / np.sqrt(y), x)), kind)
     if mode == "rn":
@@ -228,10 +230,10 @@ def sign(b: Binder, ins: Instruction) -> Run:
         top |= 0x8000
     store = bits.dtype
     if ins.opcode == "neg":
-        mask = store(top)  # type: ignore[call-arg]
+        mask = store(top)
         f: Float = lambda x: x ^ mask  # noqa: E731
     else:
-        keep = store((1 << 8 * kind.nbytes) - 1 - top)  # type: ignore[call-arg]
+        keep = store((1 << 8 * kind.nbytes) - 1 - top)
         f = lambda x: x & keep  # noqa: E731
     if ins.has("ftz") and kind.name == "f32":
         return b.apply(ins, lambda x: f(floats.flush(x.view(np.float32)).view(np.uint32)), bits)
@@ -277,5 +279,3 @@ def testp(b: Binder, ins: Instruction) -> Run:
         "subnormal": lambda x: (np.abs(x) < tiny) & (x != 0),
     }
     return b.apply(ins, f[ins.op[1]], kind)
-
-

@@ -51,7 +51,7 @@ def _with_carry(b: Binder, ins: Instruction, kind: Type, subtract: bool) -> Run:
     def run(m: Machine, i: Any) -> None:
         a, c = x(m, i).view(store), y(m, i).view(store)
         carry = m.carry if i is None or not m.carry.ndim else m.carry[i]
-        extra = carry.astype(store) if takes else store(0)  # type: ignore[call-arg]
+        extra = carry.astype(store) if takes else store(0)
         if subtract:  # the flag holds the borrow
             r = a - c
             out = (a < c) | (r < extra)
@@ -104,7 +104,9 @@ def high_product(x: Any, y: Any, kind: Type) -> Any:
     """Return the upper half of a product."""
     if kind.nbytes < 8:
         wide = _WIDE[kind.name].dtype
-        return ((x.astype(wide) * y.astype(wide)) >> np.array(8 * kind.nbytes).astype(wide)).astype(kind.dtype)
+        return ((x.astype(wide) * y.astype(wide)) >> np.array(8 * kind.nbytes).astype(wide)).astype(
+            kind.dtype
+        )
     a, c = x.view(np.uint64), y.view(np.uint64)
     low, s = np.uint64(0xFFFFFFFF), np.uint64(32)
     a0, a1, c0, c1 = a & low, a >> s, c & low, c >> s
@@ -139,7 +141,7 @@ def _mad_with_carry(b: Binder, ins: Instruction, kind: Type, product: Any) -> Ru
     def run(m: Machine, i: Any) -> None:
         p, c = product(x(m, i), y(m, i)).view(store), z(m, i).view(store)
         carry = m.carry if i is None or not m.carry.ndim else m.carry[i]
-        extra = carry.astype(store) if takes else store(0)  # type: ignore[call-arg]
+        extra = carry.astype(store) if takes else store(0)
         r = p + c
         out = r < p
         r = r + extra
@@ -151,24 +153,24 @@ def _mad_with_carry(b: Binder, ins: Instruction, kind: Type, product: Any) -> Ru
 
 
 def divide(b: Binder, ins: Instruction) -> Run:
-    """``div`` and ``rem``; a zero divisor gives all ones, and the dividend, as the hardware does."""
+    """``div`` and ``rem``; a zero divisor gives all ones, and the dividend, as on hardware."""
     kind = b.type_of(ins)
     if kind.name in FLOATS:
         return floating.divide(b, ins)
     remainder = ins.opcode == "rem"
     store = STORAGE[kind.nbytes]
-    ones = store((1 << 8 * kind.nbytes) - 1).view(kind.dtype)  # type: ignore[call-arg]
+    ones = store((1 << 8 * kind.nbytes) - 1).view(kind.dtype)
 
     def unsigned(x: Any, y: Any) -> Any:
         zero = y == 0
-        safe = np.where(zero, kind.dtype(1), y)  # type: ignore[call-arg]
+        safe = np.where(zero, kind.dtype(1), y)
         q = x // safe
         return np.where(zero, x, x - q * safe) if remainder else np.where(zero, ones, q)
 
     def signed(x: Any, y: Any) -> Any:  # truncates; on magnitudes, so that -2**31 is safe
         a, c = np.abs(x).view(store), np.abs(y).view(store)
         zero = c == 0
-        safe = np.where(zero, store(1), c)  # type: ignore[call-arg]
+        safe = np.where(zero, store(1), c)
         q = a // safe
         if remainder:
             r = np.where(zero, a, a - q * safe).view(kind.dtype)
@@ -221,7 +223,7 @@ def shift(b: Binder, ins: Instruction) -> Run:
     if isinstance(amount, Imm):
         n = amount.value & 0xFFFFFFFF
         if n < bits:
-            by = dtype(n)  # type: ignore[call-arg]
+            by = dtype(n)
             d, x = b.write(ins.args[0]), b.read(ins.args[1], kind)
             if left:
                 return lambda m, i: d(m, i, x(m, i) << by)
@@ -231,7 +233,7 @@ def shift(b: Binder, ins: Instruction) -> Run:
         last = np.minimum(n, bits - 1).astype(dtype)
         if kind.kind == "s" and not left:
             return x >> last
-        return np.where(n >= bits, dtype(0), x << last if left else x >> last)  # type: ignore[call-arg]
+        return np.where(n >= bits, dtype(0), x << last if left else x >> last)
 
     return b.apply(ins, f, kind, TYPES["u32"])
 
@@ -309,7 +311,9 @@ def permute(b: Binder, ins: Instruction) -> Run:
         r: Any = np.uint32(0)
         for k in range(4):
             pick = _byte_number(mode, k, s) if mode else (s >> np.uint32(4 * k)) & np.uint32(7)
-            byte = ((v >> (pick.astype(np.uint64) * np.uint64(8))) & np.uint64(255)).astype(np.uint32)
+            byte = ((v >> (pick.astype(np.uint64) * np.uint64(8))) & np.uint64(255)).astype(
+                np.uint32
+            )
             if not mode:
                 sign = (s >> np.uint32(4 * k + 3)) & np.uint32(1)
                 byte = np.where(sign != 0, (byte >> np.uint32(7)) * np.uint32(255), byte)
@@ -375,7 +379,9 @@ def insert_field(b: Binder, ins: Instruction) -> Run:
 def _ones(n: Any) -> Any:
     """Return masks of `n` one bits, 0 to 64."""
     return np.where(
-        n >= 64, np.uint64(2**64 - 1), (np.uint64(1) << np.clip(n, 0, 63).astype(np.uint64)) - np.uint64(1)
+        n >= 64,
+        np.uint64(2**64 - 1),
+        (np.uint64(1) << np.clip(n, 0, 63).astype(np.uint64)) - np.uint64(1),
     )
 
 
@@ -388,7 +394,9 @@ def bit_mask(b: Binder, ins: Instruction) -> Run:
         p, n = start.astype(np.int64), length.astype(np.int64)
         if wrap:
             p, n = p & 31, n & 31
-        r = np.where(p >= 32, np.uint64(0), _ones(np.minimum(n, 32)) << np.minimum(p, 31).astype(np.uint64))
+        r = np.where(
+            p >= 32, np.uint64(0), _ones(np.minimum(n, 32)) << np.minimum(p, 31).astype(np.uint64)
+        )
         return r.astype(np.uint32)
 
     return b.apply(ins, f, u, u)
@@ -440,8 +448,8 @@ def reverse_bits(x: Any, kind: Type) -> Any:
     store = STORAGE[kind.nbytes]
     v = x.view(store)
     for s, mask in ((1, 0x55), (2, 0x33), (4, 0x0F)):
-        k = store(int.from_bytes(bytes([mask]) * kind.nbytes, "little"))  # type: ignore[call-arg]
-        n = store(s)  # type: ignore[call-arg]
+        k = store(int.from_bytes(bytes([mask]) * kind.nbytes, "little"))
+        n = store(s)
         v = ((v >> n) & k) | ((v & k) << n)
     return v.byteswap()
 
@@ -450,14 +458,21 @@ def dot_product(b: Binder, ins: Instruction) -> Run:
     """``dp4a`` and ``dp2a``: products of bytes (and half words), added to a 32-bit sum."""
     first, second = b.types(ins)[:2]
     four = ins.opcode == "dp4a"
-    d, x, y = b.write(ins.args[0]), b.read(ins.args[1], TYPES["b32"]), b.read(ins.args[2], TYPES["b32"])
+    d, x, y = (
+        b.write(ins.args[0]),
+        b.read(ins.args[1], TYPES["b32"]),
+        b.read(ins.args[2], TYPES["b32"]),
+    )
     z = b.read(ins.args[3], TYPES["b32"])
     high = ins.has("hi")
 
     def parts(v: Any, kind: Type, width: int) -> list[Any]:
         table = SIGNED if kind.kind == "s" else STORAGE
         return [
-            (v >> np.uint32(8 * width * k)).astype(STORAGE[width]).view(table[width]).astype(np.int32)
+            (v >> np.uint32(8 * width * k))
+            .astype(STORAGE[width])
+            .view(table[width])
+            .astype(np.int32)
             for k in range(4 // width)
         ]
 

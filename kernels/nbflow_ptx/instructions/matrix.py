@@ -109,18 +109,31 @@ def decode(words: Any, name: str) -> Any:
 
 
 def _accumulate(
-    m: Machine, i: Any, writes: Any, product: Any, c: Any, to: str, tc: str, rows: int, saturate: bool
+    m: Machine,
+    i: Any,
+    writes: Any,
+    product: Any,
+    c: Any,
+    to: str,
+    tc: str,
+    rows: int,
+    saturate: bool,
 ) -> None:
     """Add C and write D: each lane holds two neighbours of row ``lane / 4`` (and of row + 8)."""
     row, col = _LANE >> 2, 2 * (_LANE & 3)
     if to == "f16":
         old = decode(c, "f16").astype(np.float64)
         for r, d in enumerate(writes):
-            both = [pack16(product[:, row + 8 * r, col + e] + old[:, :, r, e], "f16").astype(np.uint32) for e in (0, 1)]
+            both = [
+                pack16(product[:, row + 8 * r, col + e] + old[:, :, r, e], "f16").astype(np.uint32)
+                for e in (0, 1)
+            ]
             d(m, i, (both[0] | (both[1] << np.uint32(16))).reshape(-1))
         return
     kind = {"f32": np.float32, "s32": np.int32, "f64": np.float64}[to]
-    old = np.ascontiguousarray(c).view(kind) if tc == to else decode(c, tc).reshape(*c.shape[:2], -1)
+    old = (
+        np.ascontiguousarray(c).view(kind) if tc == to else decode(c, tc).reshape(*c.shape[:2], -1)
+    )
     for r, d in enumerate(writes):
         total = product[:, row + 8 * (r >> 1), col + (r & 1)] + old[:, :, r]
         if saturate and kind is np.int32:
@@ -170,7 +183,10 @@ def store_matrix(b: Binder, ins: Instruction) -> Collective:
         values = np.zeros((n_warps, n, 8, 8), np.uint16)
         for r, x in enumerate(reads):
             v = full(m, i, x(m, i)).reshape(n_warps, 32)
-            low, high = (v & np.uint32(0xFFFF)).astype(np.uint16), (v >> np.uint32(16)).astype(np.uint16)
+            low, high = (
+                (v & np.uint32(0xFFFF)).astype(np.uint16),
+                (v >> np.uint32(16)).astype(np.uint16),
+            )
             if transposed:
                 values[:, r, col, row], values[:, r, col + 1, row] = low, high
             else:
