@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -73,7 +74,7 @@ class Layout:
             at = -(-at // v.align) * v.align
             self.addresses[v.name] = at
             self.shared_ranges.append((at, v.size))
-            self.shared_names.append((at, v.size, v.name))
+            self.shared_names.append((at, v.size, _readable(v.name)))
             at += v.size + _SHARED_GAP
             static += v.size
         if static + dynamic > MAX_SHARED:
@@ -192,6 +193,17 @@ def short_name(name: str) -> str:
         word, rest = rest[len(digits) :][: int(digits)], rest[len(digits) + int(digits) :]
         words.append(word)
     return words[-1] if words else name
+
+
+def _readable(name: str) -> str:
+    """Return the name a variable has in the source, if its mangled name tells."""
+    name = name.rpartition(":")[2]
+    if name.startswith("_ZZ"):
+        for m in re.finditer(r"E(\d+)", name):
+            rest = name[m.end() :]
+            if rest[: int(m.group(1))] == rest.partition("_")[0] or len(rest) == int(m.group(1)):
+                return rest[: int(m.group(1))]
+    return name
 
 
 def place_variables(module: Module, device: Device) -> None:

@@ -56,7 +56,7 @@ class Machine:
         self.memory = self._memory(cells)
 
     def _threads(self, blocks: NDArray[np.int64]) -> None:
-        """Give the threads their numbers: lane `l` is thread ``l % size`` of block ``l // size``."""
+        """Give numbers: lane `l` is thread ``l % size`` of block ``l // size``."""
         n = self.layout.threads_per_block
         self.threads_per_block = n
         self.n_blocks, self.lanes = len(blocks), len(blocks) * n
@@ -101,8 +101,15 @@ class Machine:
         return Memory(
             self,
             Region("global", self.device.heap, self.device.shadow, cells),
-            Region("shared", shared, shadow.reshape(-1), tracked),
-            Region("local", local, np.full(local.size, LIVE, np.uint8), None),
+            Region("shared", shared, shadow.reshape(-1), tracked, self.shared_start, size),
+            Region(
+                "local",
+                local,
+                np.full(local.size, LIVE, np.uint8),
+                None,
+                self.local_start,
+                frame,
+            ),
         )
 
     # What instructions ask for ---------------------------------------------------------------

@@ -36,15 +36,30 @@ _WRITTEN = {n: _UINT[n](WRITTEN * s) for n, s in _SPREAD.items()}
 
 
 class Region:
-    """One memory space of the kernel that runs."""
+    """One memory space of the kernel that runs.
+
+    ``starts`` gives for each thread where its own part begins (of its block, for shared memory),
+    ``limit`` the bytes of such a part.
+    """
 
     def __init__(
-        self, name: str, memory: NDArray[np.uint8], shadow: NDArray[np.uint8], cells: Cells | None
+        self,
+        name: str,
+        memory: NDArray[np.uint8],
+        shadow: NDArray[np.uint8],
+        cells: Cells | None,
+        starts: NDArray[np.int64] | None = None,
+        limit: int | None = None,
     ) -> None:
         self.name = name
         self.memory, self.shadow, self.cells = memory, shadow, cells
         self.view, self.shadow_view = views(memory), views(shadow)
-        self.limit = memory.size
+        self.starts = starts
+        self.limit = memory.size if limit is None else limit
+
+    def start(self, lanes: Any) -> Any:
+        """Return where the part of this memory that belongs to each thread begins."""
+        return 0 if self.starts is None else self.starts[lanes]
 
 
 class Memory:
@@ -56,52 +71,45 @@ class Memory:
 
     # Addresses -------------------------------------------------------------------------------
 
-    def split(self, lanes: Any, address: Any, space: str) -> list[tuple[Any, Region, Any, str]]:
-        """Return ``(which, region, offsets, space)`` for each space the addresses lie in.
+    def split(self, lanes: Any, address: Any, space: str) -> list[tuple[Any, Region, Any]]:
+        """Return ``(which, region, addresses in it)`` for each space the addresses lie in.
 
         ``which`` selects the lanes (None: all of them).
         """
         if space in ("global", "const", "param"):
-            return [(None, self.regions["global"], address - GLOBAL_BASE, "global")]
-        if space == "shared":
-            at = address + self.m.shared_start[lanes]
-            return [(None, self.regions["shared"], at, "shared")]
-        if space == "local":
-            return [(None, self.regions["local"], address + self.m.local_start[lanes], "local")]
+            return [(None, self.regions["global"], address - GLOBAL_BASE)]
+        if space != "generic":
+            return [(None, self.regions[space], address)]
         address = np.broadcast_to(address, lanes.shape)
         if address.size and int(address.min()) >= GLOBAL_BASE:
-            return [(None, self.regions["global"], address - GLOBAL_BASE, "global")]
+            return [(None, self.regions["global"], address - GLOBAL_BASE)]
         kinds = np.digitize(address, (SHARED_BASE, LOCAL_BASE, GLOBAL_BASE))
         found = []
         for kind in np.unique(kinds):
             which = None if (kinds == kind).all() else np.flatnonzero(kinds == kind)
             a = address if which is None else address[which]
-            t = lanes if which is None else lanes[which]
             name = ("global", "shared", "local", "global")[kind]
             base = (GLOBAL_BASE, SHARED_BASE, LOCAL_BASE, GLOBAL_BASE)[kind]
-            found.append(
-                (
-                    which,
-                    *self.split(t, a - base + (GLOBAL_BASE if kind in (0, 3) else 0), name)[0][1:],
-                )
-            )
+            found.append((which, self.regions[name], a - base))
         return found
 
     def place(self, region: Region, lanes: Any, at: Any, nbytes: int, what: str) -> tuple[Any, Any]:
-        """Check alignment and range; return the usable offsets and the mask of unusable ones."""
+        """Check alignment and range; return offsets in the region and the mask of unusable ones."""
         low_bits = int(np.bitwise_or.reduce(at, axis=None)) & (nbytes - 1)
         if low_bits:
             if self.m.checks.aligned:
                 j = int(np.flatnonzero(np.broadcast_to(at & (nbytes - 1), lanes.shape))[0])
-                self.fault("aligned", region, lanes, at, j, f"misaligned {what} of {nbytes} bytes")
+                why = f"misaligned {what} of {nbytes} bytes"
+                self.fault("aligned", region, lanes, at + region.start(lanes), j, why)
             at = at & ~np.int64(nbytes - 1)
         outside = at.astype(np.uint64) > np.uint64(region.limit - nbytes)
-        if not outside.any():
-            return at, None
-        if self.m.checks.bounds:
-            j = int(np.flatnonzero(np.broadcast_to(outside, lanes.shape))[0])
-            self.fault("bounds", region, lanes, at, j, f"{what} of {nbytes} bytes out of bounds")
-        return np.where(outside, 0, at), outside
+        if outside.any():
+            if self.m.checks.bounds:
+                j = int(np.flatnonzero(np.broadcast_to(outside, lanes.shape))[0])
+                why = f"{what} of {nbytes} bytes out of bounds"
+                self.fault("bounds", region, lanes, at + region.start(lanes), j, why)
+            return np.where(outside, 0, at) + region.start(lanes), outside
+        return at + region.start(lanes), None
 
     def fault(
         self, check: str, region: Region, lanes: Any, at: Any, j: int, why: str, notes: Any = ()
@@ -126,10 +134,10 @@ class Memory:
         """Read `count` neighbouring values of `width` bytes per thread, as unsigned integers."""
         parts = self.split(lanes, address, space)
         if len(parts) == 1:
-            _, region, at, _ = parts[0]
+            _, region, at = parts[0]
             return self._load(region, lanes, at, width, count, what, strong)
         out = [np.zeros(lanes.shape, _UINT[width]) for _ in range(count)]
-        for which, region, at, _ in parts:
+        for which, region, at in parts:
             got = self._load(region, lanes[which], at, width, count, what, strong)
             for o, g in zip(out, got, strict=True):
                 o[which] = g
@@ -171,7 +179,7 @@ class Memory:
         strong: bool = False,
     ) -> None:
         """Write neighbouring values (unsigned integers of one width) per thread."""
-        for which, region, at, _ in self.split(lanes, address, space):
+        for which, region, at in self.split(lanes, address, space):
             if which is None:
                 self._store(region, lanes, at, values, what, strong)
             else:
@@ -291,7 +299,7 @@ class Memory:
     ) -> list[Any]:
         """Check a read-modify-write; return ``(which, array, indices)`` for each region."""
         out = []
-        for which, region, at, _ in self.split(lanes, address, space):
+        for which, region, at in self.split(lanes, address, space):
             t = lanes if which is None else lanes[which]
             at, outside = self.place(region, t, at, width, what)
             at = np.broadcast_to(at, t.shape)
@@ -315,7 +323,7 @@ class Memory:
     def begin_copy(self, lanes: Any, address: Any, n: int) -> Any:
         """Check the destination of a ``cp.async`` and mark it; return its offsets."""
         region = self.regions["shared"]
-        at = np.broadcast_to(address + self.m.shared_start[lanes], lanes.shape)
+        at = np.broadcast_to(address, lanes.shape)
         at, outside = self.place(region, lanes, at, n, "cp.async destination")
         if outside is not None:
             raise self.m.error("bounds", "cp.async destination out of bounds", int(lanes[0]))

@@ -278,11 +278,7 @@ class _Scheduler:
         """With the check of masks off: go on with the lanes that came."""
         pc = min(self.at_warp)
         lanes = self.at_warp.pop(pc)
-        c = next(
-            b.control
-            for b in self.blocks.values()
-            if b.control.pc == pc and b.control.kind == "warp"
-        )
+        c = self.warp_control(pc)
         self.cross(c, lanes, self.masks(c, lanes))
 
     # Barriers ----------------------------------------------------------------------------------
@@ -468,12 +464,25 @@ class _Scheduler:
         lane = int(np.flatnonzero(m.alive)[0])
         at_warp = [pc for pc, lanes in self.at_warp.items() if lane in lanes]
         m.pc = at_warp[0] if at_warp else int(max(self.bar_pc[lane], 0))
-        check = "masks" if at_warp else "barrier"
-        why = (
-            "lanes of its member mask never come"
-            if at_warp
-            else "threads wait for each other at different places"
-        )
-        raise m.error(
-            check, f"deadlock: {why}", lane, notes=self.describe_waiting(int(m.block_of[lane]))
+        if at_warp:
+            raise m.error("masks", self.why_stuck(m.pc, lane), lane, notes=self.describe_waiting(int(m.block_of[lane])))
+        why = "deadlock: threads wait for each other at different places"
+        raise m.error("barrier", why, lane, notes=self.describe_waiting(int(m.block_of[lane])))
+
+    def why_stuck(self, pc: int, lane: int) -> str:
+        """Say which lanes a warp-wide instruction waits for."""
+        m = self.m
+        c = self.warp_control(pc)
+        lanes = self.at_warp[pc]
+        mask = int(self.masks(c, lanes)[int(np.flatnonzero(lanes == lane)[0])])
+        here = int(warp_bits(m, lanes, True)[m.warp_id[lane]])
+        gone = mask & ~int(warp_bits(m, np.flatnonzero(m.alive), True)[m.warp_id[lane]])
+        if gone:
+            return f"its member mask {mask:#010x} names lanes that have left the kernel: {gone:#010x}"
+        return f"deadlock: lanes {mask & ~here:#010x} of its member mask {mask:#010x} never come"
+
+    def warp_control(self, pc: int) -> Control:
+        """Return the warp-wide instruction at `pc`."""
+        return next(
+            b.control for b in self.blocks.values() if b.control.pc == pc and b.control.kind == "warp"
         )

@@ -109,12 +109,12 @@ def arithmetic(b: Binder, ins: Instruction) -> Run:
             "mul": lambda x, y: floats.mul32(x, y, mode),
         }[op]
     else:
-        exact: Float = {
-            "add": lambda x, y: x + y,
-            "sub": lambda x, y: x - y,
-            "mul": lambda x, y: x * y,
+        summed = _each64(lambda x, y: x + y, mode)
+        g = {
+            "add": summed,
+            "sub": lambda x, y: summed(x, -y),
+            "mul": _each64(lambda x, y: x * y, mode),
         }[op]
-        g = _each64(exact, mode)
     return b.apply(ins, _modifiers(ins, g), kind, kind)
 
 
@@ -166,14 +166,17 @@ def divide(b: Binder, ins: Instruction) -> Run:
 
 def _sqrt64(mode: str) -> Float:
     def g(x: Any) -> Any:
+        fraction, exponent = np.frexp(x)  # work where the square neither over- nor underflows
+        even = exponent - (exponent & 1)
+        x = np.ldexp(fraction, exponent - even)
         r = np.sqrt(x)
         p, e = floats.two_product(r, r)
         over, under = (p - x) + e > 0, (p - x) + e < 0
-        down, up = np.nextafter(r, -np.inf), np.nextafter(r, np.inf)
-        ok = np.isfinite(r)
         if mode == "rp":
-            return np.where(under & ok, up, r)
-        return np.where(over & ok, down, r)
+            r = np.where(under & np.isfinite(r), np.nextafter(r, np.inf), r)
+        else:
+            r = np.where(over & np.isfinite(r), np.nextafter(r, -np.inf), r)
+        return np.ldexp(r, even // 2)
 
     return g
 
