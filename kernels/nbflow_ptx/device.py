@@ -35,6 +35,7 @@ class Allocation:
     nbytes: int
     name: str
     freed: bool = False
+    capacity: int = 0
 
     @property
     def address(self) -> int:
@@ -60,6 +61,7 @@ class Device:
         self.top = RED_ZONE
         self.variables: dict[str, Allocation] = {}  # of modules
         self._workspace: Allocation | None = None
+        self._parameters: Allocation | None = None
 
     def allocate(self, nbytes: int, name: str = "", *, written: bool = False) -> Allocation:
         """Reserve `nbytes`; `written` says that its contents count as initialised."""
@@ -69,7 +71,7 @@ class Device:
         if self.top + step > self.heap.size:
             found = self._reuse(nbytes)
         else:
-            found = Allocation(self.top, nbytes, name)
+            found = Allocation(self.top, nbytes, name, capacity=nbytes)
             self.allocations.append(found)
             self.top += step
         found.name, found.freed = name or f"allocation {len(self.allocations)}", False
@@ -80,7 +82,8 @@ class Device:
     def _reuse(self, nbytes: int) -> Allocation:
         """Take freed memory again, only once there is no other."""
         for a in self.allocations:
-            if a.freed and a.nbytes >= nbytes:
+            if a.freed and a.capacity >= nbytes:
+                self.shadow[a.start : a.start + a.capacity] = 0
                 a.nbytes = nbytes
                 self.heap[a.start : a.start + nbytes] = 0
                 return a
@@ -110,6 +113,15 @@ class Device:
         if self._workspace is None:
             self._workspace = self.allocate(64, "grid barrier", written=True)
         return self._workspace.address
+
+    def parameters(self, data: NDArray[np.uint8]) -> Allocation:
+        """Return the memory of kernel parameters, filled with those of the next launch."""
+        if self._parameters is None or self._parameters.capacity < data.size:
+            self._parameters = self.allocate(
+                max(data.size, 4096), "kernel parameters", written=True
+            )
+        self.heap[self._parameters.start : self._parameters.start + data.size] = data
+        return self._parameters
 
     def nearest(self, offset: int) -> Allocation | None:
         """Return the allocation that holds a heap offset, else the one it lies closest to."""

@@ -196,7 +196,7 @@ class Emulator:
 
     def _parameters_in_memory(self, program: Program, layout: Layout, device: Device) -> None:
         """Put the parameters where a kernel that takes their address finds them."""
-        place = device.copy_in(layout.params, "kernel parameters")
+        place = device.parameters(layout.params)
         for name, at in program.kernel.param_offsets.items():
             layout.addresses[name] = place.address + at
 
@@ -251,7 +251,7 @@ def needed(args: Sequence[Any], module: Module) -> int:
     arrays = [a.array if isinstance(a, Out) else a for a in args]
     sizes = [a.nbytes for a in arrays if isinstance(a, np.ndarray)]
     sizes += [v.size for v in module.variables.values()]
-    return sum(sizes) + 2048 * (len(sizes) + 4) + (1 << 16)
+    return sum(sizes) + 2048 * (len(sizes) + 8) + (1 << 16)
 
 
 def _argument(a: Any, p: Variable, device: Device, label: str, moved: list[Any]) -> bytes:

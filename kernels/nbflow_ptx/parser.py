@@ -94,7 +94,13 @@ def parse(text: str | bytes) -> Module:
         text = text.rstrip(b"\0").decode("utf-8", "replace")
     if len(text) > MAX_CHARS:
         raise ParseError(f"a PTX text of {len(text)} characters; at most {MAX_CHARS} are read")
-    return _Parser(text).module()
+    parser = _Parser(text)
+    try:
+        return parser.module()
+    except (IndexError, ValueError) as e:
+        if isinstance(e, ParseError):
+            raise
+        raise ParseError(f"PTX line {parser.line(parser.latest)}: cannot be read: {e}") from e
 
 
 class _Parser:
@@ -102,6 +108,7 @@ class _Parser:
         self.text = _COMMENT.sub(lambda m: re.sub(r"[^\n]", " ", m.group()), text)
         self.starts = [0] + [m.end() for m in re.finditer("\n", text)]
         self.out = Module()
+        self.latest = 0  # where the latest statement begins
 
     def line(self, pos: int) -> int:
         return bisect_right(self.starts, pos)
@@ -124,6 +131,7 @@ class _Parser:
     def module(self) -> Module:
         pos, text = self.skip_space(0), self.text
         while pos < len(text):
+            self.latest = pos
             if m := _DIRECTIVE.match(text, pos):
                 pos = self.directive(m)
             elif m := _FUNCTION.match(text, pos):
@@ -161,7 +169,7 @@ class _Parser:
         text, pos = self.text, m.end()
         returns: list[Variable] = []
         pos = self.skip_space(pos)
-        if text[pos] == "(":
+        if text.startswith("(", pos):
             returns, pos = self.parameters(pos)
         name = re.compile(rf"\s*({_NAME})").match(text, pos)
         if name is None:
@@ -211,7 +219,7 @@ class _Body:
     def read(self, pos: int) -> int:
         text = self.p.text
         while True:
-            pos = self.p.skip_space(pos)
+            pos = self.p.latest = self.p.skip_space(pos)
             if pos >= len(text):
                 raise self.p.fail(len(text) - 1, f"function {self.f.name} has no closing brace")
             if text[pos] == "{":

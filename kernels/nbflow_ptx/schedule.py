@@ -465,7 +465,12 @@ class _Scheduler:
         at_warp = [pc for pc, lanes in self.at_warp.items() if lane in lanes]
         m.pc = at_warp[0] if at_warp else int(max(self.bar_pc[lane], 0))
         if at_warp:
-            raise m.error("masks", self.why_stuck(m.pc, lane), lane, notes=self.describe_waiting(int(m.block_of[lane])))
+            raise m.error(
+                "masks",
+                self.why_stuck(m.pc, lane),
+                lane,
+                notes=self.describe_waiting(int(m.block_of[lane])),
+            )
         why = "deadlock: threads wait for each other at different places"
         raise m.error("barrier", why, lane, notes=self.describe_waiting(int(m.block_of[lane])))
 
@@ -478,11 +483,15 @@ class _Scheduler:
         here = int(warp_bits(m, lanes, True)[m.warp_id[lane]])
         gone = mask & ~int(warp_bits(m, np.flatnonzero(m.alive), True)[m.warp_id[lane]])
         if gone:
-            return f"its member mask {mask:#010x} names lanes that have left the kernel: {gone:#010x}"
+            return (
+                f"its member mask {mask:#010x} names lanes that have left the kernel: {gone:#010x}"
+            )
         return f"deadlock: lanes {mask & ~here:#010x} of its member mask {mask:#010x} never come"
 
     def warp_control(self, pc: int) -> Control:
         """Return the warp-wide instruction at `pc`."""
         return next(
-            b.control for b in self.blocks.values() if b.control.pc == pc and b.control.kind == "warp"
+            b.control
+            for b in self.blocks.values()
+            if b.control.pc == pc and b.control.kind == "warp"
         )

@@ -8,7 +8,12 @@ from fractions import Fraction
 import numpy as np
 
 #: significand bits, lowest exponent of a normal number, highest exponent
-FORMATS = {"f16": (11, -14, 15), "bf16": (8, -126, 127), "f32": (24, -126, 127), "f64": (53, -1022, 1023)}
+FORMATS = {
+    "f16": (11, -14, 15),
+    "bf16": (8, -126, 127),
+    "f32": (24, -126, 127),
+    "f64": (53, -1022, 1023),
+}
 
 
 def round_to(x: Fraction, name: str, mode: str = "rn") -> float:
@@ -34,7 +39,7 @@ def round_to(x: Fraction, name: str, mode: str = "rn") -> float:
     value = (q + up) * unit
     largest = (2 - Fraction(2) ** (1 - bits)) * Fraction(2) ** high
     if value > largest:
-        to_infinity = mode == "rn" or (mode == "rm") == negative and mode != "rz"
+        to_infinity = mode == "rn" or ((mode == "rm") == negative and mode != "rz")
         return math.copysign(math.inf if to_infinity else float(largest), -1 if negative else 1)
     return -float(value) if negative else float(value)
 
@@ -43,7 +48,11 @@ def decode(bits: int, name: str) -> float:
     """Return the value of a bit pattern."""
     if name == "bf16":
         return float(np.uint32(bits << 16).view(np.float32))
-    kinds = {"f16": (np.uint16, np.float16), "f32": (np.uint32, np.float32), "f64": (np.uint64, np.float64)}
+    kinds = {
+        "f16": (np.uint16, np.float16),
+        "f32": (np.uint32, np.float32),
+        "f64": (np.uint64, np.float64),
+    }
     u, f = kinds[name]
     return float(u(bits).view(f))
 
@@ -54,6 +63,10 @@ def encode(x: float, name: str) -> int:
         return {"f16": 0x7FFF, "bf16": 0x7FFF, "f32": 0x7FFFFFFF, "f64": 0x7FF8000000000000}[name]
     if name == "bf16":
         return int(np.float32(x).view(np.uint32)) >> 16
-    kinds = {"f16": (np.uint16, np.float16), "f32": (np.uint32, np.float32), "f64": (np.uint64, np.float64)}
+    kinds = {
+        "f16": (np.uint16, np.float16),
+        "f32": (np.uint32, np.float32),
+        "f64": (np.uint64, np.float64),
+    }
     u, f = kinds[name]
     return int(f(x).view(u))

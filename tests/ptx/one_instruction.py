@@ -20,7 +20,10 @@ def kernel_text(body: str, inputs: Sequence[int], outputs: Sequence[int], declar
     """
     arrays = [*(f"i{k}" for k in range(len(inputs))), *(f"o{k}" for k in range(len(outputs)))]
     params = ", ".join(f".param .u64 {a}" for a in arrays)
-    lines = [f".visible .entry k({params}) {{", ".reg .b64 %p, %at; .reg .b32 %t, %n, %c; .reg .pred %q, %q2;"]
+    lines = [
+        f".visible .entry k({params}) {{",
+        ".reg .b64 %p, %at; .reg .b32 %t, %n, %c; .reg .pred %q, %q2;",
+    ]
     lines += [f".reg .{_BITS[max(w, 2)]} %a{k};" for k, w in enumerate(inputs)]
     lines += [f".reg .{_BITS[max(w, 2)]} %d{k};" for k, w in enumerate(outputs)]
     lines += [declare, "mov.u32 %t, %tid.x; mov.u32 %n, %ntid.x; mov.u32 %c, %ctaid.x;"]
@@ -52,7 +55,9 @@ def execute(body: str, inputs: Sequence[np.ndarray], *outputs: Any, declare: str
 def products(*axes: np.ndarray) -> list[np.ndarray]:
     """Return every combination of the values of the axes, one array per axis."""
     grids = np.meshgrid(*axes, indexing="ij")
-    return [np.ascontiguousarray(g.ravel()).astype(a.dtype) for g, a in zip(grids, axes, strict=True)]
+    return [
+        np.ascontiguousarray(g.ravel()).astype(a.dtype) for g, a in zip(grids, axes, strict=True)
+    ]
 
 
 def as_bits(a: np.ndarray) -> np.ndarray:

@@ -23,10 +23,15 @@ EDGES = {
 
 def samples(name: str, n: int, seed: int) -> np.ndarray:
     """Return bit patterns: the edges and random ones of every size."""
-    edges = [encode(round_to(Fraction(x), name) if math.isfinite(x) and x else x, name) for x in EDGES[name]]
+    edges = [
+        encode(round_to(Fraction(x), name) if math.isfinite(x) and x else x, name)
+        for x in EDGES[name]
+    ]
     rng = np.random.default_rng(seed)
     w = WIDTH[name]
-    return np.concatenate([np.array(edges, f"u{w}"), rng.integers(0, 2 ** (8 * w), n, f"u{w}", endpoint=False)])
+    return np.concatenate(
+        [np.array(edges, f"u{w}"), rng.integers(0, 2 ** (8 * w), n, f"u{w}", endpoint=False)]
+    )
 
 
 def near(name: str, n: int, seed: int) -> np.ndarray:
@@ -36,7 +41,9 @@ def near(name: str, n: int, seed: int) -> np.ndarray:
     return np.array([encode(round_to(Fraction(v), name), name) for v in x], f"u{WIDTH[name]}")
 
 
-def reference(f: Callable[..., Any], plain: Callable[..., float], name: str, mode: str, *bits: int) -> float:
+def reference(
+    f: Callable[..., Any], plain: Callable[..., float], name: str, mode: str, *bits: int
+) -> float:
     """Evaluate exactly; leave NaN, infinities and zeros to float arithmetic and IEEE's sign rules."""
     x = [decode(b, name) for b in bits]
     with np.errstate(all="ignore"):
@@ -61,23 +68,23 @@ def reference(f: Callable[..., Any], plain: Callable[..., float], name: str, mod
     return math.copysign(r, -1 if exact < 0 else 1)
 
 
-def ADD(a: Any, b: Any) -> Any:  # noqa: N802
+def ADD(a: Any, b: Any) -> Any:
     return a + b
 
 
-def SUB(a: Any, b: Any) -> Any:  # noqa: N802
+def SUB(a: Any, b: Any) -> Any:
     return a - b
 
 
-def MUL(a: Any, b: Any) -> Any:  # noqa: N802
+def MUL(a: Any, b: Any) -> Any:
     return a * b
 
 
-def DIV(a: Any, b: Any) -> Any:  # noqa: N802
+def DIV(a: Any, b: Any) -> Any:
     return a / b
 
 
-def FMA(a: Any, b: Any, c: Any) -> Any:  # noqa: N802
+def FMA(a: Any, b: Any, c: Any) -> Any:
     return a * b + c
 
 
@@ -108,11 +115,15 @@ def test_arithmetic(op: str, name: str, mode: str) -> None:
     b = b[: len(a)]
     a = a[: len(b)]
     got = execute(f"{op}.{mode}.{name} %d0, %a0, %a1;", [a, b], a.dtype)
-    check(name, got, [reference(f, f, name, mode, int(x), int(y)) for x, y in zip(a, b, strict=True)])
+    check(
+        name, got, [reference(f, f, name, mode, int(x), int(y)) for x, y in zip(a, b, strict=True)]
+    )
 
 
 @pytest.mark.parametrize(
-    ("name", "mode"), [(n, m) for n in ("f32", "f64") for m in ("rn", "rz", "rm", "rp")] + [("f16", "rn"), ("bf16", "rn")]
+    ("name", "mode"),
+    [(n, m) for n in ("f32", "f64") for m in ("rn", "rz", "rm", "rp")]
+    + [("f16", "rn"), ("bf16", "rn")],
 )
 def test_fma(name: str, mode: str) -> None:
     """Rounded once: also where a float64 intermediate would round twice."""
@@ -122,12 +133,21 @@ def test_fma(name: str, mode: str) -> None:
     b = np.concatenate([b, near(name, 300, 4)])
     tail = near(name, 300, 6)
     if name in ("f32", "f64"):  # c close to -a * b, and tiny beside it: the hard cases
-        exact = [-Fraction(decode(int(x), name)) * Fraction(decode(int(y), name)) for x, y in zip(a[-300:], b[-300:], strict=True)]
+        exact = [
+            -Fraction(decode(int(x), name)) * Fraction(decode(int(y), name))
+            for x, y in zip(a[-300:], b[-300:], strict=True)
+        ]
         tail[:100] = [encode(round_to(v, name), name) for v in exact[:100]]
-        tail[100:200] = [encode(round_to(v * Fraction(2) ** -30, name), name) for v in exact[100:200]]
+        tail[100:200] = [
+            encode(round_to(v * Fraction(2) ** -30, name), name) for v in exact[100:200]
+        ]
     c = np.concatenate([c, tail])
     got = execute(f"fma.{mode}.{name} %d0, %a0, %a1, %a2;", [a, b, c], a.dtype)
-    check(name, got, [reference(FMA, FMA, name, mode, *map(int, t)) for t in zip(a, b, c, strict=True)])
+    check(
+        name,
+        got,
+        [reference(FMA, FMA, name, mode, *map(int, t)) for t in zip(a, b, c, strict=True)],
+    )
 
 
 def test_fma32_that_rounds_twice_in_float64() -> None:
@@ -137,7 +157,9 @@ def test_fma32_that_rounds_twice_in_float64() -> None:
     c = np.array([2**-80], np.float32)
     got = execute("fma.rn.f32 %d0, %a0, %a1, %a2;", [as_bits(a), as_bits(b), as_bits(c)], np.uint32)
     assert got.view(np.float32)[0] == np.float32(1 + 2**-11 + 2**-23)
-    got = execute("fma.rn.f32 %d0, %a0, %a1, %a2;", [as_bits(a), as_bits(b), as_bits(-c)], np.uint32)
+    got = execute(
+        "fma.rn.f32 %d0, %a0, %a1, %a2;", [as_bits(a), as_bits(b), as_bits(-c)], np.uint32
+    )
     assert got.view(np.float32)[0] == np.float32(1 + 2**-11)
 
 
@@ -145,8 +167,12 @@ def test_fma32_that_rounds_twice_in_float64() -> None:
 @pytest.mark.parametrize("mode", ["rn", "rz", "rm", "rp"])
 def test_sqrt_and_rcp(name: str, mode: str) -> None:
     a = np.concatenate([samples(name, 100, 1), near(name, 200, 2)])
-    root, inverse = execute(f"sqrt.{mode}.{name} %d0, %a0; rcp.{mode}.{name} %d1, %a0;", [a], a.dtype, a.dtype)
-    check(name, inverse, [reference(lambda x: 1 / x, lambda x: 1 / x, name, mode, int(x)) for x in a])
+    root, inverse = execute(
+        f"sqrt.{mode}.{name} %d0, %a0; rcp.{mode}.{name} %d1, %a0;", [a], a.dtype, a.dtype
+    )
+    check(
+        name, inverse, [reference(lambda x: 1 / x, lambda x: 1 / x, name, mode, int(x)) for x in a]
+    )
     for bits, r in zip(a.tolist(), root.tolist(), strict=True):
         x, y = decode(bits, name), decode(r, name)
         if x == 0 or not math.isfinite(x) or x < 0:
@@ -166,7 +192,8 @@ def test_sqrt_and_rcp(name: str, mode: str) -> None:
 
 @pytest.mark.parametrize(
     ("op", "name"),
-    [(o, n) for o in ("min", "max") for n in WIDTH] + [(o, n) for o in ("min.NaN", "max.NaN") for n in ("f16", "bf16", "f32")],
+    [(o, n) for o in ("min", "max") for n in WIDTH]
+    + [(o, n) for o in ("min.NaN", "max.NaN") for n in ("f16", "bf16", "f32")],
 )
 def test_minmax(op: str, name: str) -> None:
     few = samples(name, 8, 1)
@@ -176,7 +203,11 @@ def test_minmax(op: str, name: str) -> None:
     for x, y in zip(a.tolist(), b.tolist(), strict=True):
         x, y = decode(x, name), decode(y, name)
         if math.isnan(x) or math.isnan(y):
-            want.append(math.nan if op.endswith("NaN") or math.isnan(x) == math.isnan(y) else (y if math.isnan(x) else x))
+            want.append(
+                math.nan
+                if op.endswith("NaN") or math.isnan(x) == math.isnan(y)
+                else (y if math.isnan(x) else x)
+            )
         else:
             key = lambda v: (v, math.copysign(1, v))  # noqa: E731 - orders the zeros
             want.append((min if op[:3] == "min" else max)(x, y, key=key))
@@ -190,25 +221,47 @@ def test_ftz_and_sat() -> None:
     assert got[:4].tolist() == [0, 0, 2**-126, 0.5]
     assert np.signbit(got[1])
     half = np.full(len(a), np.float32(0.5).view(np.uint32))
-    assert execute("mul.ftz.f32 %d0, %a0, %a1;", [a, half], np.uint32)[2] == 0  # the result is flushed
+    assert (
+        execute("mul.ftz.f32 %d0, %a0, %a1;", [a, half], np.uint32)[2] == 0
+    )  # the result is flushed
     got = execute("add.sat.f32 %d0, %a0, %a1;", [a, one * 0], np.uint32).view(np.float32)
     assert got.tolist() == [2**-127, 0, 2**-126, 0.5, 1, 0, 0, 1]
 
 
 def test_packed_halves() -> None:
     rng = np.random.default_rng(3)
-    for name, unpack in (("f16x2", lambda u: u.view(np.uint16)), ("bf16x2", lambda u: u.view(np.uint16))):
+    for name, unpack in (
+        ("f16x2", lambda u: u.view(np.uint16)),
+        ("bf16x2", lambda u: u.view(np.uint16)),
+    ):
         one = name[:-2]
-        bits = [np.concatenate([samples(one, 40, s), rng.permutation(samples(one, 40, s))]) for s in (1, 2, 3)]
+        bits = [
+            np.concatenate([samples(one, 40, s), rng.permutation(samples(one, 40, s))])
+            for s in (1, 2, 3)
+        ]
         n = min(len(b) for b in bits) // 2 * 2
         words = [b[:n].view(np.uint32) for b in bits]
         for op, f in (("add.rn", ADD), ("mul.rn", MUL), ("fma.rn", FMA)):
             k = 3 if op == "fma.rn" else 2
             args = ", ".join(f"%a{j}" for j in range(k))
             got = unpack(execute(f"{op}.{name} %d0, {args};", words[:k], np.uint32))
-            check(one, got, [reference(f, f, one, "rn", *map(int, t)) for t in zip(*[b[:n] for b in bits[:k]], strict=True)])
+            check(
+                one,
+                got,
+                [
+                    reference(f, f, one, "rn", *map(int, t))
+                    for t in zip(*[b[:n] for b in bits[:k]], strict=True)
+                ],
+            )
     x = np.array([0xC0003C00], np.uint32)  # 1 and -2 as halves
-    assert execute("fma.rn.relu.f16x2 %d0, %a0, %a1, %a2;", [x, np.array([0x3C003C00], np.uint32), np.array([0], np.uint32)], np.uint32)[0] == 0x00003C00
+    assert (
+        execute(
+            "fma.rn.relu.f16x2 %d0, %a0, %a1, %a2;",
+            [x, np.array([0x3C003C00], np.uint32), np.array([0], np.uint32)],
+            np.uint32,
+        )[0]
+        == 0x00003C00
+    )
 
 
 def test_sign_instructions_touch_the_sign_alone() -> None:
@@ -242,7 +295,9 @@ def test_approximate_functions(op: str) -> None:
 def test_approximate_functions_at_the_ends() -> None:
     x = np.array([np.inf, -np.inf, np.nan, 0.0, -0.0, -1.0], np.float32)
     ex2, lg2, rsqrt = execute(
-        "ex2.approx.ftz.f32 %d0, %a0; lg2.approx.f32 %d1, %a0; rsqrt.approx.f32 %d2, %a0;", [as_bits(x)], *[np.uint32] * 3
+        "ex2.approx.ftz.f32 %d0, %a0; lg2.approx.f32 %d1, %a0; rsqrt.approx.f32 %d2, %a0;",
+        [as_bits(x)],
+        *[np.uint32] * 3,
     )
     ex2, lg2, rsqrt = (v.view(np.float32) for v in (ex2, lg2, rsqrt))
     np.testing.assert_array_equal(ex2, [np.inf, 0, np.nan, 1, 1, 0.5])

@@ -11,7 +11,20 @@ from ptx.one_instruction import execute, products
 
 EDGES = {
     w: np.array(
-        [0, 1, 2, 3, 7, (1 << w - 1) - 1, 1 << w - 1, (1 << w - 1) + 1, (1 << w) - 2, (1 << w) - 1, 0x5A % (1 << w), 0xC3A5C3A5C3A5C3A5 % (1 << w)],
+        [
+            0,
+            1,
+            2,
+            3,
+            7,
+            (1 << w - 1) - 1,
+            1 << w - 1,
+            (1 << w - 1) + 1,
+            (1 << w) - 2,
+            (1 << w) - 1,
+            0x5A % (1 << w),
+            0xC3A5C3A5C3A5C3A5 % (1 << w),
+        ],
         dtype=f"u{w // 8}",
     )
     for w in (16, 32, 64)
@@ -59,7 +72,10 @@ def test_two_operands(op: str, kind: str) -> None:
     a, b = products(EDGES[bits], EDGES[bits])
     got = execute(f"{op}.{kind} %d0, %a0, %a1;", [a, b], a.dtype)
     f = TWO[op][1]
-    want = [f(value(int(x), kind), value(int(y), kind), bits) % (1 << bits) for x, y in zip(a, b, strict=True)]
+    want = [
+        f(value(int(x), kind), value(int(y), kind), bits) % (1 << bits)
+        for x, y in zip(a, b, strict=True)
+    ]
     assert got.tolist() == want
 
 
@@ -82,11 +98,16 @@ def test_multiply_add(kind: str) -> None:
     bits = int(kind[1:])
     a, b, c = products(EDGES[bits], EDGES[bits], EDGES[bits][[0, 1, 6, 9]])
     low, high = execute(
-        f"mad.lo.{kind} %d0, %a0, %a1, %a2; mad.hi.{kind} %d1, %a0, %a1, %a2;", [a, b, c], a.dtype, a.dtype
+        f"mad.lo.{kind} %d0, %a0, %a1, %a2; mad.hi.{kind} %d1, %a0, %a1, %a2;",
+        [a, b, c],
+        a.dtype,
+        a.dtype,
     )
     p = [value(int(x), kind) * value(int(y), kind) for x, y in zip(a, b, strict=True)]
     assert low.tolist() == [(x + int(z)) % (1 << bits) for x, z in zip(p, c, strict=True)]
-    assert high.tolist() == [((x >> bits) + int(z)) % (1 << bits) for x, z in zip(p, c, strict=True)]
+    assert high.tolist() == [
+        ((x >> bits) + int(z)) % (1 << bits) for x, z in zip(p, c, strict=True)
+    ]
 
 
 def test_mul24() -> None:
@@ -103,7 +124,9 @@ def test_carry_chain(chain: str) -> None:
     body = f"""{chain}.cc.u32 %x0, %l0, %l1; {chain}c.cc.u32 %x1, %h0, %h1;
                {chain}c.u32 %x2, 0, 0; mov.b64 %d0, {{%x0, %x1}}; mov.u32 %d1, %x2;"""
     split = "mov.b64 {%l0, %h0}, %a0; mov.b64 {%l1, %h1}, %a1;"
-    got, carry = execute(split + body, [a, b], np.uint64, np.uint32, declare=".reg .b32 %l<2>, %h<2>, %x<3>;")
+    got, carry = execute(
+        split + body, [a, b], np.uint64, np.uint32, declare=".reg .b32 %l<2>, %h<2>, %x<3>;"
+    )
     for x, y, g, c in zip(a.tolist(), b.tolist(), got.tolist(), carry.tolist(), strict=True):
         exact = x + y if chain == "add" else x - y
         assert g == exact % 2**64
@@ -119,7 +142,9 @@ def test_multiply_with_carry() -> None:
         mad.lo.cc.u32 %x1, %l0, %h1, %x1; madc.hi.cc.u32 %x2, %l0, %h1, %x2; addc.u32 %x3, 0, 0;
         mad.lo.cc.u32 %x2, %h0, %h1, %x2; madc.hi.u32 %x3, %h0, %h1, %x3;
         mov.b64 %d0, {%x0, %x1}; mov.b64 %d1, {%x2, %x3};"""
-    low, high = execute(body, [a, b], np.uint64, np.uint64, declare=".reg .b32 %l<2>, %h<2>, %x<4>;")
+    low, high = execute(
+        body, [a, b], np.uint64, np.uint64, declare=".reg .b32 %l<2>, %h<2>, %x<4>;"
+    )
     for x, y, lo, hi in zip(a.tolist(), b.tolist(), low.tolist(), high.tolist(), strict=True):
         assert (hi << 64) + lo == x * y
 
@@ -162,7 +187,12 @@ def test_lop3_keeps_registers_apart() -> None:
     a = np.arange(64, dtype=np.uint32)
     body = "lop3.b32 %d0, %a0, 0, 0, 0xF0; setp.lt.u32 %q, %t, 10; @%q mov.u32 %a0, 7;"
     assert execute(body, [a], np.uint32).tolist() == a.tolist()
-    assert execute("mov.u32 %d0, %a0; setp.lt.u32 %q, %t, 10; @%q mov.u32 %a0, 7;", [a], np.uint32).tolist() == a.tolist()
+    assert (
+        execute(
+            "mov.u32 %d0, %a0; setp.lt.u32 %q, %t, 10; @%q mov.u32 %a0, 7;", [a], np.uint32
+        ).tolist()
+        == a.tolist()
+    )
 
 
 def test_permute() -> None:
@@ -182,24 +212,34 @@ def test_permute() -> None:
     for mode, f in modes.items():
         for s in range(4):
             got = int(execute(f"prmt.b32.{mode} %d0, %a0, %a1, {s};", [a, b], np.uint32)[0])
-            assert [got >> 8 * k & 255 for k in range(4)] == [source[f(s, k)] for k in range(4)], mode
+            assert [got >> 8 * k & 255 for k in range(4)] == [source[f(s, k)] for k in range(4)], (
+                mode
+            )
 
 
 @pytest.mark.parametrize("kind", ["u32", "s32", "u64", "s64"])
 def test_bit_fields(kind: str) -> None:
     bits = int(kind[1:])
-    a, p, n = products(EDGES[bits], np.array([0, 1, 5, bits - 1, bits, 255], np.uint32), np.array([0, 1, 8, bits - 1, bits, 200], np.uint32))
+    a, p, n = products(
+        EDGES[bits],
+        np.array([0, 1, 5, bits - 1, bits, 255], np.uint32),
+        np.array([0, 1, 8, bits - 1, bits, 200], np.uint32),
+    )
     got = execute(f"bfe.{kind} %d0, %a0, %a1, %a2;", [a, p, n], a.dtype)
     for x, s, length, g in zip(a.tolist(), p.tolist(), n.tolist(), got.tolist(), strict=True):
         field = [x >> j & 1 if j < bits else None for j in range(s, s + length)]
         fill = 0
         if kind[0] == "s" and length:
             fill = x >> min(s + length - 1, bits - 1) & 1
-        out = sum((fill if j >= len(field) or field[j] is None else field[j]) << j for j in range(bits))
+        out = sum(
+            (fill if j >= len(field) or field[j] is None else field[j]) << j for j in range(bits)
+        )
         assert g == out, (hex(x), s, length)
     b = np.full(len(a), 0xA5A5A5A5A5A5A5A5 % (1 << bits), a.dtype)
     got = execute(f"bfi.b{bits} %d0, %a0, %a1, %a2, %a3;", [a, b, p, n], a.dtype)
-    for x, y, s, length, g in zip(a.tolist(), b.tolist(), p.tolist(), n.tolist(), got.tolist(), strict=True):
+    for x, y, s, length, g in zip(
+        a.tolist(), b.tolist(), p.tolist(), n.tolist(), got.tolist(), strict=True
+    ):
         for j in range(length):
             if s + j < bits:
                 y = y & ~(1 << s + j) | (x >> j & 1 if j < bits else 0) << s + j
@@ -217,7 +257,10 @@ def test_counting_bits(bits: int) -> None:
     assert back.tolist() == [int(t[::-1], 2) for t in texts]
     for kind in "us":
         got, far = execute(
-            f"bfind.{kind}{bits} %d0, %a0; bfind.shiftamt.{kind}{bits} %d1, %a0;", [a], np.uint32, np.uint32
+            f"bfind.{kind}{bits} %d0, %a0; bfind.shiftamt.{kind}{bits} %d1, %a0;",
+            [a],
+            np.uint32,
+            np.uint32,
         )
         for x, g, d in zip(a.tolist(), got.tolist(), far.tolist(), strict=True):
             v = ~signed(x, bits) if kind == "s" and x >> (bits - 1) else x
@@ -230,30 +273,49 @@ def test_dot_products(kinds: tuple[str, str]) -> None:
     rng = np.random.default_rng(1)
     a, b, c = (rng.integers(0, 2**32, 500, dtype=np.uint32) for _ in range(3))
     ta, tb = ("i" if k[0] == "s" else "u" for k in kinds)
-    x4, y4 = a.view(f"{ta}1").reshape(-1, 4).astype(int), b.view(f"{tb}1").reshape(-1, 4).astype(int)
+    x4, y4 = (
+        a.view(f"{ta}1").reshape(-1, 4).astype(int),
+        b.view(f"{tb}1").reshape(-1, 4).astype(int),
+    )
     x2 = a.view(f"{ta}2").reshape(-1, 2).astype(int)
-    body = "".join(f"{op}.{kinds[0]}.{kinds[1]} %d{k}, %a0, %a1, %a2; " for k, op in enumerate(("dp4a", "dp2a.lo", "dp2a.hi")))
+    body = "".join(
+        f"{op}.{kinds[0]}.{kinds[1]} %d{k}, %a0, %a1, %a2; "
+        for k, op in enumerate(("dp4a", "dp2a.lo", "dp2a.hi"))
+    )
     four, low, high = execute(body, [a, b, c], np.uint32, np.uint32, np.uint32)
     base = c.astype(np.int64)
-    for got, sums in ((four, (x4 * y4).sum(1)), (low, (x2 * y4[:, :2]).sum(1)), (high, (x2 * y4[:, 2:]).sum(1))):
+    for got, sums in (
+        (four, (x4 * y4).sum(1)),
+        (low, (x2 * y4[:, :2]).sum(1)),
+        (high, (x2 * y4[:, 2:]).sum(1)),
+    ):
         assert got.tolist() == ((base + sums) % 2**32).tolist()
 
 
 def test_rest() -> None:
     a, b = products(EDGES[32], EDGES[32])
     c = np.full(len(a), 9, np.uint32)
-    unsigned, sign = execute("sad.u32 %d0, %a0, %a1, %a2; sad.s32 %d1, %a0, %a1, %a2;", [a, b, c], np.uint32, np.uint32)
+    unsigned, sign = execute(
+        "sad.u32 %d0, %a0, %a1, %a2; sad.s32 %d1, %a0, %a1, %a2;", [a, b, c], np.uint32, np.uint32
+    )
     x, y = a.astype(np.int64), b.astype(np.int64)
     assert unsigned.tolist() == ((abs(x - y) + 9) % 2**32).tolist()
     x, y = a.view(np.int32).astype(np.int64), b.view(np.int32).astype(np.int64)
     assert sign.tolist() == ((abs(x - y) + 9) % 2**32).tolist()
     neg, size, inv, zero = execute(
-        "neg.s32 %d0, %a0; abs.s32 %d1, %a0; not.b32 %d2, %a0; cnot.b32 %d3, %a0;", [a], *[np.uint32] * 4
+        "neg.s32 %d0, %a0; abs.s32 %d1, %a0; not.b32 %d2, %a0; cnot.b32 %d3, %a0;",
+        [a],
+        *[np.uint32] * 4,
     )
     assert neg.tolist() == ((-x) % 2**32).tolist()
     assert size.tolist() == (abs(x) % 2**32).tolist()
     assert inv.tolist() == (~a).tolist()
     assert zero.tolist() == (a == 0).astype(int).tolist()
-    start, length = products(np.array([0, 3, 31, 32, 40], np.uint32), np.array([0, 1, 32, 40], np.uint32))
+    start, length = products(
+        np.array([0, 3, 31, 32, 40], np.uint32), np.array([0, 1, 32, 40], np.uint32)
+    )
     clamped = execute("bmsk.clamp.b32 %d0, %a0, %a1;", [start, length], np.uint32)
-    assert clamped.tolist() == [((1 << min(n, 32)) - 1 << min(s, 32)) % 2**32 for s, n in zip(start.tolist(), length.tolist(), strict=True)]
+    assert clamped.tolist() == [
+        ((1 << min(n, 32)) - 1 << min(s, 32)) % 2**32
+        for s, n in zip(start.tolist(), length.tolist(), strict=True)
+    ]
