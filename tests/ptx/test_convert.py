@@ -236,7 +236,7 @@ def test_compare(kind: str) -> None:
     )
     for name in names:
         got = execute(
-            f"setp.{name}.{kind} %q|%q2, %a0, %a1; selp.u32 %d0, 1, 0, %q; selp.u32 %d1, 1, 0, %q2;",
+            f"setp.{name}.{kind} %q|%q2, %a0, %a1;selp.u32 %d0, 1, 0, %q; selp.u32 %d1, 1, 0, %q2;",
             [a, b],
             np.uint32,
             np.uint32,
@@ -260,7 +260,8 @@ def test_compare_and_combine() -> None:
         ("or", lambda x, y: x or y),
         ("xor", lambda x, y: x != y),
     ):
-        body = f"setp.gt.u32 %q2, %a0, 1; setp.lt.{join}.u32 %q, %a0, %a1, !%q2; selp.u32 %d0, 1, 0, %q;"
+        body = f"""setp.gt.u32 %q2, %a0, 1; setp.lt.{join}.u32 %q, %a0, %a1, !%q2;
+            selp.u32 %d0, 1, 0, %q;"""
         assert execute(body, [a, b], np.uint32).tolist() == [f(x < 2, not x > 1) for x in (1, 2, 3)]
 
 
@@ -297,7 +298,8 @@ def test_move_packs_and_unpacks() -> None:
     )
     assert got[0] == 0x33441122
     literals = execute(
-        "mov.f32 %d0, 0fC0000000; mov.f64 %d1, 0d3FF8000000000000; mov.u32 %d2, -1; mov.b16 %d3, 0x3C00;",
+        "mov.f32 %d0, 0fC0000000; mov.f64 %d1, 0d3FF8000000000000;"
+        "mov.u32 %d2, -1; mov.b16 %d3, 0x3C00;",
         [a],
         np.uint32,
         np.uint64,

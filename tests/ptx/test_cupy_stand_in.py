@@ -65,7 +65,7 @@ def test_slices_share_memory(cupy: Any) -> None:
 def test_arguments_of_the_wrong_size(cupy: Any, bad: Any) -> None:
     kernel = cupy.RawModule(path=str(PTX)).get_function("bounds_ok")
     x = cupy.zeros(128, np.float32)
-    with pytest.raises(LaunchError, match="argument 2 has 8 bytes .*, the parameter 4"):
+    with pytest.raises(LaunchError, match=r"argument 2 has 8 bytes .*, the parameter 4"):
         kernel((4,), (32,), (x, x, bad))
 
 

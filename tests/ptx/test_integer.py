@@ -45,6 +45,14 @@ def trunc_div(a: int, b: int) -> int:
     return -q if (a < 0) != (b < 0) else q
 
 
+def quotient(a: int, b: int, w: int) -> int:
+    return trunc_div(a, b) if b else -1
+
+
+def remainder(a: int, b: int, w: int) -> int:
+    return a - b * trunc_div(a, b) if b else a
+
+
 def clamp(x: int, low: int, high: int) -> int:
     return max(low, min(high, x))
 
@@ -61,9 +69,9 @@ TWO: dict[str, tuple[list[str], Callable[[int, int, int], int]]] = {
     "and": (["b16", "b32", "b64"], lambda a, b, w: a & b),
     "or": (["b16", "b32", "b64"], lambda a, b, w: a | b),
     "xor": (["b16", "b32", "b64"], lambda a, b, w: a ^ b),
-    "div": (["u16", "s16", "u32", "s32", "u64", "s64"], lambda a, b, w: trunc_div(a, b) if b else -1),
-    "rem": (["u16", "s16", "u32", "s32", "u64", "s64"], lambda a, b, w: a - b * trunc_div(a, b) if b else a),
-}  # fmt: skip
+    "div": (["u16", "s16", "u32", "s32", "u64", "s64"], quotient),
+    "rem": (["u16", "s16", "u32", "s32", "u64", "s64"], remainder),
+}
 
 
 @pytest.mark.parametrize(("op", "kind"), [(o, k) for o, (ks, _) in TWO.items() for k in ks])

@@ -11,11 +11,14 @@ import pytest
 from nbflow_ptx import Checks, Device, Emulator, LaunchError
 
 HEAD = ".version 8.4\n.target sm_80\n.address_size 64\n"
-SCALARS = f"""{HEAD}.visible .entry k(.param .u64 y, .param .u32 a, .param .f32 b, .param .f64 c, .param .u8 d, .param .u64 e,
+SCALARS = f"""{HEAD}.visible .entry k(.param .u64 y, .param .u32 a, .param .f32 b,
+ .param .f64 c, .param .u8 d, .param .u64 e,
  .param .align 8 .b8 s[16])
 {{ .reg .b64 %y, %x<4>; .reg .b32 %r<4>; .reg .b16 %h;
-ld.param.u64 %y, [y]; ld.param.u32 %r0, [a]; ld.param.f32 %r1, [b]; ld.param.f64 %x0, [c]; ld.param.u8 %h, [d]; ld.param.u64 %x1, [e];
-ld.param.v2.u64 {{%x2, %x3}}, [s]; st.global.u32 [%y], %r0; st.global.u32 [%y+4], %r1; st.global.u64 [%y+8], %x0; st.global.u8 [%y+16], %h;
+ld.param.u64 %y, [y]; ld.param.u32 %r0, [a]; ld.param.f32 %r1, [b]; ld.param.f64 %x0, [c];
+ld.param.u8 %h, [d]; ld.param.u64 %x1, [e];
+ld.param.v2.u64 {{%x2, %x3}}, [s]; st.global.u32 [%y], %r0; st.global.u32 [%y+4], %r1;
+st.global.u64 [%y+8], %x0; st.global.u8 [%y+16], %h;
 st.global.u64 [%y+24], %x1; st.global.v2.u64 [%y+32], {{%x2, %x3}}; ret; }}"""
 
 
@@ -50,9 +53,12 @@ def test_wrong_arguments(place: int, value: object, message: str) -> None:
 
 
 SUM = f"""{HEAD}.visible .entry add(.param .u64 x, .param .u64 y)
-{{ .reg .b64 %x, %y, %a; .reg .b32 %t, %n, %c; .reg .f32 %f<3>; ld.param.u64 %x, [x]; ld.param.u64 %y, [y];
-mov.u32 %t, %tid.x; mov.u32 %n, %ntid.x; mov.u32 %c, %ctaid.x; mad.lo.u32 %t, %c, %n, %t; mad.wide.u32 %a, %t, 4, %x; ld.global.f32 %f0, [%a];
-mad.wide.u32 %a, %t, 4, %y; ld.global.f32 %f1, [%a]; add.f32 %f0, %f0, %f1; st.global.f32 [%a], %f0; ret; }}"""
+{{ .reg .b64 %x, %y, %a; .reg .b32 %t, %n, %c; .reg .f32 %f<3>; ld.param.u64 %x, [x];
+ld.param.u64 %y, [y];
+mov.u32 %t, %tid.x; mov.u32 %n, %ntid.x; mov.u32 %c, %ctaid.x; mad.lo.u32 %t, %c, %n, %t;
+mad.wide.u32 %a, %t, 4, %x; ld.global.f32 %f0, [%a];
+mad.wide.u32 %a, %t, 4, %y; ld.global.f32 %f1, [%a]; add.f32 %f0, %f0, %f1;
+st.global.f32 [%a], %f0; ret; }}"""
 
 
 def test_one_array_as_two_arguments_is_one_memory() -> None:
@@ -108,7 +114,8 @@ def test_imports_numpy_alone() -> None:
     """Neither numba, nor CUDA, nor the rest of the project."""
     code = (
         "import sys, nbflow_ptx, nbflow_ptx.cupy_stand_in, nbflow_ptx.__main__\n"
-        "bad = {m.split('.')[0] for m in sys.modules} & {'numba', 'cuda', 'cupy', 'nbflow', 'nbflow_kernels', 'llvmlite'}\n"
+        "bad = {m.split('.')[0] for m in sys.modules}\n"
+        "bad &= {'numba', 'cuda', 'cupy', 'nbflow', 'nbflow_kernels', 'llvmlite'}\n"
         "sys.exit(repr(bad) if bad else 0)"
     )
     done = subprocess.run(

@@ -35,8 +35,11 @@ def test_tensor_core_and_fp64() -> None:
     .target sm_80
     .address_size 64
     .visible .entry k(.param .u64 x) { .reg .b32 %r<10>; .reg .f64 %d<3>; .reg .b64 %a;
-    ld.param.u64 %a, [x]; ld.global.f64 %d1, [%a]; fma.rn.f64 %d2, %d1, %d1, %d1; st.global.f64 [%a], %d2;
-    mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%r0, %r1, %r2, %r3}, {%r4, %r5, %r6, %r7}, {%r8, %r9}, {%r0, %r1, %r2, %r3}; ret; }"""
+    ld.param.u64 %a, [x]; ld.global.f64 %d1, [%a]; fma.rn.f64 %d2, %d1, %d1, %d1;
+    st.global.f64 [%a], %d2;
+    mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%r0, %r1, %r2, %r3},
+     {%r4, %r5, %r6, %r7}, {%r8, %r9}, {%r0, %r1, %r2, %r3};
+    ret; }"""
     facts = lint(text)["k"]
     assert (facts.fp64, facts.tensor_core) == (1, 1)
     assert facts.registers is not None or facts.registers_from.startswith("unknown: ")

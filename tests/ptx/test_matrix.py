@@ -34,11 +34,19 @@ def b_place(lane: int, i: int, nbytes: int) -> tuple[int, int]:
 
 
 CASES = [
-    ("m16n8k16", "f16", "f32", 8, 4), ("m16n8k8", "f16", "f32", 4, 2), ("m16n8k16", "bf16", "f32", 8, 4),
-    ("m16n8k8", "bf16", "f32", 4, 2), ("m16n8k8", "tf32", "f32", 4, 2), ("m16n8k4", "tf32", "f32", 2, 1),
-    ("m16n8k32", "s8", "s32", 16, 8), ("m16n8k32", "u8", "s32", 16, 8), ("m16n8k16", "s8", "s32", 8, 4),
-    ("m8n8k16", "s8", "s32", 4, 4), ("m16n8k32", "e4m3", "f32", 16, 8), ("m16n8k16", "f16", "f16", 8, 4),
-]  # fmt: skip
+    ("m16n8k16", "f16", "f32", 8, 4),
+    ("m16n8k8", "f16", "f32", 4, 2),
+    ("m16n8k16", "bf16", "f32", 8, 4),
+    ("m16n8k8", "bf16", "f32", 4, 2),
+    ("m16n8k8", "tf32", "f32", 4, 2),
+    ("m16n8k4", "tf32", "f32", 2, 1),
+    ("m16n8k32", "s8", "s32", 16, 8),
+    ("m16n8k32", "u8", "s32", 16, 8),
+    ("m16n8k16", "s8", "s32", 8, 4),
+    ("m8n8k16", "s8", "s32", 4, 4),
+    ("m16n8k32", "e4m3", "f32", 16, 8),
+    ("m16n8k16", "f16", "f16", 8, 4),
+]
 
 
 @pytest.mark.parametrize(("shape", "kind", "to", "na", "nb"), CASES)
@@ -89,7 +97,8 @@ def test_mma(shape: str, kind: str, to: str, na: int, nb: int) -> None:
     text = f"""{HEAD}.visible .entry k(.param .u64 xa, .param .u64 xb, .param .u64 xc) {{
     .reg .b32 %a<4>, %b<2>, %c<4>, %d<4>, %t; .reg .b64 %pa, %pb, %pc, %at; mov.u32 %t, %tid.x;
     ld.param.u64 %pa, [xa]; ld.param.u64 %pb, [xb]; ld.param.u64 %pc, [xc]; {load}
-    mma.sync.aligned.{shape}.row.col.{to}.{kind}.{kind}.{to} {registers("d", wc)}, {registers("a", wa)}, {registers("b", wb)}, {registers("c", wc)};
+    mma.sync.aligned.{shape}.row.col.{to}.{kind}.{kind}.{to}
+        {registers("d", wc)}, {registers("a", wa)}, {registers("b", wb)}, {registers("c", wc)};
     {save} ret; }}"""
     fc = np.ascontiguousarray(fc)
     Emulator(text).launch("k", 1, 32, fa, fb, fc)
@@ -107,11 +116,15 @@ def test_ldmatrix(trans: str, count: int) -> None:
     out = np.zeros((32, count, 2), np.uint16)
     regs = ", ".join(f"%d{j}" for j in range(count))
     save = "".join(f"st.global.b32 [%at+{4 * j}], %d{j};" for j in range(count))
-    text = f"""{HEAD}.visible .entry k(.param .u64 x, .param .u64 y) {{ .shared .align 16 .b8 s[512];
-    .reg .b32 %t, %s, %i, %n, %d<4>; .reg .b64 %p, %q, %at; .reg .b128 %unused; .reg .pred %k; .reg .b32 %v<4>;
+    text = f"""{HEAD}.visible .entry k(.param .u64 x, .param .u64 y) {{
+    .shared .align 16 .b8 s[512];
+    .reg .b32 %t, %s, %i, %n, %d<4>; .reg .b64 %p, %q, %at; .reg .b128 %unused; .reg .pred %k;
+    .reg .b32 %v<4>;
     ld.param.u64 %p, [x]; ld.param.u64 %q, [y]; mov.u32 %t, %tid.x; mov.u32 %s, s;
-    setp.lt.u32 %k, %t, {8 * count}; shl.b32 %i, %t, 4; add.u32 %s, %s, %i; mad.wide.u32 %at, %t, 16, %p;
-    @%k ld.global.v4.b32 {{%v0, %v1, %v2, %v3}}, [%at]; @%k st.shared.v4.b32 [%s], {{%v0, %v1, %v2, %v3}}; bar.sync 0;
+    setp.lt.u32 %k, %t, {8 * count}; shl.b32 %i, %t, 4; add.u32 %s, %s, %i;
+    mad.wide.u32 %at, %t, 16, %p;
+    @%k ld.global.v4.b32 {{%v0, %v1, %v2, %v3}}, [%at];
+    @%k st.shared.v4.b32 [%s], {{%v0, %v1, %v2, %v3}}; bar.sync 0;
     ldmatrix.sync.aligned.m8n8.x{count}{trans}.shared.b16 {{{regs}}}, [%s];
     mad.wide.u32 %at, %t, {4 * count}, %q; {save} ret; }}"""
     Emulator(text.replace(".reg .b128 %unused;", "")).launch("k", 1, 32, x, out)
@@ -127,10 +140,16 @@ def test_matrix_transposes_in_registers_and_stores() -> None:
     """movmatrix, then stmatrix of the result, is the transposed tile in memory."""
     x, out = np.arange(64, dtype=np.uint16).reshape(8, 8), np.zeros((8, 8), np.uint16)
     lanes = np.array([[x[k >> 2, (k & 3) * 2 + e] for e in range(2)] for k in range(32)], np.uint16)
-    text = f"""{HEAD}.visible .entry k(.param .u64 x, .param .u64 y) {{ .shared .align 16 .b8 s[128]; .reg .b32 %t, %s, %i, %a, %d, %v<4>;
-    .reg .b64 %p, %q, %at; .reg .pred %k; ld.param.u64 %p, [x]; ld.param.u64 %q, [y]; mov.u32 %t, %tid.x; mad.wide.u32 %at, %t, 4, %p;
-    ld.global.b32 %a, [%at]; movmatrix.sync.aligned.m8n8.trans.b16 %d, %a; mov.u32 %s, s; and.b32 %i, %t, 7; shl.b32 %i, %i, 4; add.u32 %s, %s, %i;
-    stmatrix.sync.aligned.m8n8.x1.shared.b16 [%s], {{%d}}; bar.sync 0; setp.lt.u32 %k, %t, 8; @!%k bra $end;
-    ld.shared.v4.b32 {{%v0, %v1, %v2, %v3}}, [%s]; mad.wide.u32 %at, %t, 16, %q; st.global.v4.b32 [%at], {{%v0, %v1, %v2, %v3}}; $end: ret; }}"""
+    text = f"""{HEAD}.visible .entry k(.param .u64 x, .param .u64 y) {{
+    .shared .align 16 .b8 s[128];
+        .reg .b32 %t, %s, %i, %a, %d, %v<4>;
+    .reg .b64 %p, %q, %at; .reg .pred %k; ld.param.u64 %p, [x]; ld.param.u64 %q, [y];
+    mov.u32 %t, %tid.x; mad.wide.u32 %at, %t, 4, %p;
+    ld.global.b32 %a, [%at]; movmatrix.sync.aligned.m8n8.trans.b16 %d, %a; mov.u32 %s, s;
+    and.b32 %i, %t, 7; shl.b32 %i, %i, 4; add.u32 %s, %s, %i;
+    stmatrix.sync.aligned.m8n8.x1.shared.b16 [%s], {{%d}}; bar.sync 0; setp.lt.u32 %k, %t, 8;
+    @!%k bra $end;
+    ld.shared.v4.b32 {{%v0, %v1, %v2, %v3}}, [%s]; mad.wide.u32 %at, %t, 16, %q;
+    st.global.v4.b32 [%at], {{%v0, %v1, %v2, %v3}}; $end: ret; }}"""
     Emulator(text).launch("k", 1, 32, lanes, out)
     np.testing.assert_array_equal(out, x.T)

@@ -53,14 +53,28 @@ CASES: dict[str, tuple[Any, ...]] = {
 }
 #: a part of the source line each report must point at
 LINES = {
-    "bounds": "y[i] = x[i]", "bounds_shared": "s[threadIdx.x + 1]", "aligned": "float4 v", "uninitialised_shared": "y[t] = s[t]",
-    "uninitialised_local": "y[threadIdx.x] = a[", "race_raw": "y[t] = s[63 - t]", "race_war": "s[t] = x[64 * r + t]",
-    "race_waw": "s[threadIdx.x >> 1] = threadIdx.x", "race_warp": "y[t] = s[t ^ 1]", "race_blocks": "total[0] + 1.0f",
-    "race_last_block": "s += part[b]", "race_named": "y[t - 64] = s[127 - t]", "race_async": "y[threadIdx.x] = s[threadIdx.x]",
-    "barrier_left": "__syncthreads()", "barrier_split": "__syncthreads()", "barrier_crossed": "bar.sync 1, 64",
-    "masks_divergent": "__shfl_xor_sync", "masks_own": "__ballot_sync", "masks_source": "__shfl_sync", "masks_gone": "__reduce_add_sync",
+    "bounds": "y[i] = x[i]",
+    "bounds_shared": "s[threadIdx.x + 1]",
+    "aligned": "float4 v",
+    "uninitialised_shared": "y[t] = s[t]",
+    "uninitialised_local": "y[threadIdx.x] = a[",
+    "race_raw": "y[t] = s[63 - t]",
+    "race_war": "s[t] = x[64 * r + t]",
+    "race_waw": "s[threadIdx.x >> 1] = threadIdx.x",
+    "race_warp": "y[t] = s[t ^ 1]",
+    "race_blocks": "total[0] + 1.0f",
+    "race_last_block": "s += part[b]",
+    "race_named": "y[t - 64] = s[127 - t]",
+    "race_async": "y[threadIdx.x] = s[threadIdx.x]",
+    "barrier_left": "__syncthreads()",
+    "barrier_split": "__syncthreads()",
+    "barrier_crossed": "bar.sync 1, 64",
+    "masks_divergent": "__shfl_xor_sync",
+    "masks_own": "__ballot_sync",
+    "masks_source": "__shfl_sync",
+    "masks_gone": "__reduce_add_sync",
     "budget": "while",
-}  # fmt: skip
+}
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +150,8 @@ def test_waiting_threads_are_listed(planted: Emulator) -> None:
 
 
 def test_bounds_name_the_argument(planted: Emulator) -> None:
+    planted.checks = Checks()
     with pytest.raises(KernelFault, match="0 bytes behind the end of array 'x' of 512 bytes") as e:
-        planted.checks = Checks()
         planted.launch("bounds", 5, 32, f(128), f(128), 128, names=["x", "y", "n"])
     assert e.value.finding.block == (4, 0, 0)
     assert e.value.finding.thread == (0, 0, 0)
@@ -201,7 +215,7 @@ def test_printf_and_assert() -> None:
 
 
 def test_profile_counts_conflicts_and_sectors(planted: Emulator) -> None:
-    """A column of a 32 x 32 tile takes 32 passes per warp, a padded one 1; stride 8 floats 32 sectors."""
+    """A column of a 32 x 32 tile takes 32 passes per warp, a padded one 1."""
     passes = {}
     for name in ("banks", "banks_ok"):
         profile = planted.launch(name, 1, (32, 32), f(1024), f(1024), profile=True).profile

@@ -32,8 +32,10 @@ def test_shuffle(mode: str, width: int, by: int) -> None:
 
 def test_vote() -> None:
     x = ((LANES % 5 == 0) | (LANES >= 32)).astype(np.uint32)
-    body = """setp.ne.u32 %q, %a0, 0; vote.sync.ballot.b32 %d0, %q, 0xffffffff; vote.sync.any.pred %q2, %q, 0xffffffff; selp.u32 %d1, 1, 0, %q2;
-    vote.sync.all.pred %q2, %q, 0xffffffff; selp.u32 %d2, 1, 0, %q2; vote.sync.uni.pred %q2, %q, 0xffffffff; selp.u32 %d3, 1, 0, %q2;"""
+    body = """setp.ne.u32 %q, %a0, 0; vote.sync.ballot.b32 %d0, %q, 0xffffffff;
+        vote.sync.any.pred %q2, %q, 0xffffffff; selp.u32 %d1, 1, 0, %q2;
+    vote.sync.all.pred %q2, %q, 0xffffffff; selp.u32 %d2, 1, 0, %q2;
+    vote.sync.uni.pred %q2, %q, 0xffffffff; selp.u32 %d3, 1, 0, %q2;"""
     ballot, some, every, same = execute(body, [x], *[np.uint32] * 4)
     bits = sum(1 << k for k in range(0, 32, 5))
     assert ballot.tolist() == [bits] * 32 + [2**32 - 1] * 32
@@ -44,7 +46,8 @@ def test_vote() -> None:
 
 def test_match() -> None:
     x = np.where(LANES < 32, LANES % 3, 9).astype(np.uint32)
-    body = "match.any.sync.b32 %d0, %a0, 0xffffffff; match.all.sync.b32 %d1|%q, %a0, 0xffffffff; selp.u32 %d2, 1, 0, %q;"
+    body = """match.any.sync.b32 %d0, %a0, 0xffffffff;
+        match.all.sync.b32 %d1|%q, %a0, 0xffffffff; selp.u32 %d2, 1, 0, %q;"""
     some, every, all_same = execute(body, [x], *[np.uint32] * 3)
     want = [sum(1 << k for k in range(32) if k % 3 == t % 3) for t in range(32)]
     assert some.tolist() == want + [2**32 - 1] * 32
@@ -54,8 +57,16 @@ def test_match() -> None:
 
 @pytest.mark.parametrize(
     ("op", "kind", "f"),
-    [("add", "u32", np.add), ("min", "s32", np.minimum), ("max", "s32", np.maximum), ("max", "u32", np.maximum), ("and", "b32", np.bitwise_and), ("or", "b32", np.bitwise_or), ("xor", "b32", np.bitwise_xor)],
-)  # fmt: skip
+    [
+        ("add", "u32", np.add),
+        ("min", "s32", np.minimum),
+        ("max", "s32", np.maximum),
+        ("max", "u32", np.maximum),
+        ("and", "b32", np.bitwise_and),
+        ("or", "b32", np.bitwise_or),
+        ("xor", "b32", np.bitwise_xor),
+    ],
+)
 def test_reduce_within_masks(op: str, kind: str, f: np.ufunc) -> None:
     """Even and odd lanes call with masks of their own, in one instruction."""
     x = np.random.default_rng(0).integers(0, 2**32, 64, dtype=np.uint32)
@@ -89,7 +100,7 @@ def test_a_block_that_is_no_multiple_of_a_warp() -> None:
 def test_wrong_masks_with_the_check_off() -> None:
     """Nothing hangs: the lanes that came go on."""
     text = kernel_text(
-        "setp.lt.u32 %q, %t, 16; mov.u32 %d0, 7; @%q shfl.sync.bfly.b32 %d0, %t, 1, 31, 0xffffffff;",
+        "setp.lt.u32 %q, %t, 16; mov.u32 %d0, 7;@%q shfl.sync.bfly.b32 %d0, %t, 1, 31, 0xffffffff;",
         [],
         [4],
     )
@@ -114,7 +125,8 @@ def test_nested_divergence_meets_again() -> None:
 
 def test_branch_table() -> None:
     body = """rem.u32 %x0, %a0, 3; $table: .branchtargets $zero, $one, $two; brx.idx %x0, $table;
-    $zero: mov.u32 %d0, 10; bra $end; $one: mov.u32 %d0, 11; bra $end; $two: mov.u32 %d0, 12; $end:"""
+    $zero: mov.u32 %d0, 10; bra $end; $one: mov.u32 %d0, 11; bra $end; $two: mov.u32 %d0, 12;
+    $end:"""
     x = np.arange(64, dtype=np.uint32)
     assert execute(body, [x], np.uint32, declare=".reg .b32 %x<2>;").tolist() == [
         10 + t % 3 for t in range(64)
