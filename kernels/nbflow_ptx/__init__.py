@@ -1,0 +1,45 @@
+"""nbflow_ptx: run and check CUDA kernels on a computer without a GPU.
+
+It executes PTX, the assembly both Numba CUDA and NVRTC (CUDA C++) produce, with NumPy, and
+reports out-of-bounds accesses, races, deadlocks and reads of memory nobody wrote, with the source
+line.  NumPy is all it needs; `launch` of a Numba kernel also needs ``numba-cuda``.
+"""
+
+from nbflow_ptx.checks import NO_CHECKS, Checks
+from nbflow_ptx.device import Allocation, Device
+from nbflow_ptx.errors import (
+    Finding,
+    KernelFault,
+    LaunchError,
+    MissingToolError,
+    ParseError,
+    PtxError,
+    UnsupportedInstruction,
+)
+from nbflow_ptx.launching import Emulator, Result, out
+from nbflow_ptx.lint import KernelFacts, LintReport, lint
+from nbflow_ptx.numba_kernels import compile_kernel, launch
+from nbflow_ptx.parser import parse
+
+__all__ = [
+    "NO_CHECKS",
+    "Allocation",
+    "Checks",
+    "Device",
+    "Emulator",
+    "Finding",
+    "KernelFacts",
+    "KernelFault",
+    "LaunchError",
+    "LintReport",
+    "MissingToolError",
+    "ParseError",
+    "PtxError",
+    "Result",
+    "UnsupportedInstruction",
+    "compile_kernel",
+    "launch",
+    "lint",
+    "out",
+    "parse",
+]

@@ -1,0 +1,56 @@
+"""Which checks run, and what they cost to leave out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Checks:
+    """Switches of the checks; all are on by default.
+
+    Attributes
+    ----------
+    bounds : bool
+        Accesses outside every allocation.  Off: loads give zero, stores are dropped.
+    aligned : bool
+        Addresses that are not a multiple of the access.  Off: rounded down.
+    freed : bool
+        Accesses to memory that was freed.  Off: the old contents.
+    uninitialised : bool
+        Reads of bytes nobody wrote.  Off: zeros in global memory, 0xff and 0xcd bytes in shared
+        and local memory.
+    races : bool
+        Two threads at one place, one of them writing, with nothing that orders them.
+    barrier : bool
+        A barrier that threads of the block left the kernel without reaching, or that one warp
+        reached at two places.  Off: threads that left count as arrived.  (A deadlock is always
+        reported: there is nothing to go on with.)
+    masks : bool
+        Member masks that do not name the executing lane, name a lane that left, and shuffles that
+        read a lane outside the mask.
+    budget : int
+        Instructions executed (for all threads of a group of blocks at once) before a kernel counts
+        as endless.
+    """
+
+    bounds: bool = True
+    aligned: bool = True
+    freed: bool = True
+    uninitialised: bool = True
+    races: bool = True
+    barrier: bool = True
+    masks: bool = True
+    budget: int = 5_000_000
+
+
+#: No check but the ones there is no going on without.
+NO_CHECKS = Checks(
+    bounds=False,
+    aligned=False,
+    freed=False,
+    uninitialised=False,
+    races=False,
+    barrier=False,
+    masks=False,
+)

@@ -1,0 +1,108 @@
+"""The instruction set: which function binds which opcode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from nbflow_ptx.binder import Binder, Run
+from nbflow_ptx.instructions import (
+    access,
+    atomics,
+    calls,
+    collectives,
+    convert,
+    floating,
+    integer,
+    matrix,
+)
+from nbflow_ptx.instructions.collectives import Collective
+from nbflow_ptx.syntax import Instruction
+
+#: Instructions a thread executes by itself.
+PLAIN: dict[str, Callable[[Binder, Instruction], Run]] = {
+    "add": integer.add,
+    "sub": integer.add,
+    "addc": integer.add,
+    "subc": integer.add,
+    "mul": integer.multiply,
+    "mul24": integer.multiply,
+    "mad": integer.multiply_add,
+    "mad24": integer.multiply_add,
+    "madc": integer.multiply_add,
+    "div": integer.divide,
+    "rem": integer.divide,
+    "min": integer.minmax,
+    "max": integer.minmax,
+    "neg": integer.unary,
+    "abs": integer.unary,
+    "sad": integer.sad,
+    "and": integer.logic,
+    "or": integer.logic,
+    "xor": integer.logic,
+    "not": integer.logic,
+    "cnot": integer.logic,
+    "shl": integer.shift,
+    "shr": integer.shift,
+    "shf": integer.funnel_shift,
+    "lop3": integer.lop3,
+    "prmt": integer.permute,
+    "bfe": integer.extract_field,
+    "bfi": integer.insert_field,
+    "bmsk": integer.bit_mask,
+    "popc": integer.count_bits,
+    "clz": integer.count_bits,
+    "brev": integer.count_bits,
+    "bfind": integer.count_bits,
+    "dp4a": integer.dot_product,
+    "dp2a": integer.dot_product,
+    "fma": floating.fma,
+    "rcp": floating.root,
+    "sqrt": floating.root,
+    "rsqrt": floating.root,
+    "ex2": floating.special,
+    "lg2": floating.special,
+    "sin": floating.special,
+    "cos": floating.special,
+    "tanh": floating.special,
+    "copysign": floating.copysign,
+    "testp": floating.testp,
+    "mov": convert.move,
+    "cvt": convert.convert,
+    "cvta": convert.to_generic,
+    "isspacep": convert.is_space,
+    "setp": convert.set_predicate,
+    "set": convert.set_value,
+    "selp": convert.select,
+    "slct": convert.select_by_sign,
+    "ld": access.load,
+    "ldu": access.load,
+    "st": access.store,
+    "cp": access.async_copy,
+    "fence": access.fence,
+    "membar": access.fence,
+    "prefetch": access.nothing,
+    "prefetchu": access.nothing,
+    "applypriority": access.nothing,
+    "nanosleep": access.nothing,
+    "pmevent": access.nothing,
+    "griddepcontrol": access.nothing,
+    "createpolicy": access.create_policy,
+    "atom": atomics.atomic,
+    "red": atomics.atomic,
+    "call": calls.call,
+    "trap": calls.trap,
+    "brkpt": calls.trap,
+}
+#: Instructions the lanes of a warp execute together.
+WARP: dict[str, Callable[[Binder, Instruction], Collective]] = {
+    "shfl": collectives.shuffle,
+    "vote": collectives.vote,
+    "match": collectives.match,
+    "redux": collectives.reduce,
+    "mma": matrix.mma,
+    "ldmatrix": matrix.load_matrix,
+    "stmatrix": matrix.store_matrix,
+    "movmatrix": matrix.transpose,
+}
+#: Instructions the machine itself executes.
+CONTROL = ("bra", "brx", "ret", "exit", "bar", "barrier", "activemask", "elect")

@@ -1,0 +1,197 @@
+"""Loads, stores, asynchronous copies and fences."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nbflow_ptx.binder import Binder, Run, full, threads
+from nbflow_ptx.memory import space_of
+from nbflow_ptx.syntax import Addr, Imm, Instruction, Sym, Vec
+from nbflow_ptx.types import TYPES
+
+if TYPE_CHECKING:
+    from nbflow_ptx.machine import Machine
+
+_STRONG = ("volatile", "relaxed", "acquire", "release", "mmio")
+
+
+def load(b: Binder, ins: Instruction) -> Run:
+    """``ld`` and ``ldu`` of every space, width and vector length."""
+    kind, space = b.type_of(ins), space_of(ins)
+    writes = b.writes(ins.args[0])
+    if kind.nbytes > 8:
+        raise b.unsupported(ins)
+    signed = kind.kind == "s"
+    if space == "param":
+        place = _param(b, ins.args[1])
+        if place is not None:
+            return _load_param(writes, place, kind.nbytes, kind.dtype if signed else None)
+        space = "local" if _is_frame(b, ins.args[1]) else "global"
+    address = b.address(ins.args[1])
+    width, n, strong = kind.nbytes, len(writes), ins.has(*_STRONG)
+    if len(ins.args) > 2 and not isinstance(ins.args[2], Imm):
+        pass  # a cache policy: no effect on values
+    releases = ins.has("acquire")
+
+    def run(m: Machine, i: Any) -> None:
+        m.touch()
+        t = m.all_lanes if i is None else i
+        values = m.memory.load(t, address(m, i), space, width, n, strong=strong)
+        if releases:
+            m.fence(t)
+        for d, v in zip(writes, values, strict=True):
+            d(m, i, v.view(kind.dtype) if signed else v)
+
+    return run
+
+
+def _param(b: Binder, a: Any) -> int | None:
+    """Return the offset of a kernel parameter; None for anything else."""
+    if isinstance(a, Addr) and isinstance(a.base, Sym) and a.base.name in b.kernel.param_offsets:
+        return b.kernel.param_offsets[a.base.name] + a.base.offset + a.offset
+    return None
+
+
+def _is_frame(b: Binder, a: Any) -> bool:
+    """Return whether an address names an argument variable of a call."""
+    return isinstance(a, Addr) and isinstance(a.base, Sym) and a.base.name in b.kernel.frame
+
+
+def _load_param(writes: Any, place: int, width: int, signed: Any) -> Run:
+    store = TYPES[f"b{8 * width}"].dtype
+
+    def run(m: Machine, i: Any) -> None:
+        for k, d in enumerate(writes):
+            v = m.params[place + k * width : place + (k + 1) * width].view(store)[0]
+            d(m, i, v.view(signed) if signed is not None else v)
+
+    return run
+
+
+def store(b: Binder, ins: Instruction) -> Run:
+    """``st`` of every space, width and vector length."""
+    kind, space = b.type_of(ins), space_of(ins)
+    if kind.nbytes > 8:
+        raise b.unsupported(ins)
+    if space == "param":
+        space = "local"
+    source = ins.args[1].items if isinstance(ins.args[1], Vec) else (ins.args[1],)
+    reads = b.reads(source, TYPES[f"b{8 * kind.nbytes}"])
+    address = b.address(ins.args[0])
+    strong, release = ins.has(*_STRONG), ins.has("release")
+
+    def run(m: Machine, i: Any) -> None:
+        m.touch()
+        t = m.all_lanes if i is None else i
+        if release:
+            m.fence(t)
+        m.memory.store(t, address(m, i), space, [x(m, i) for x in reads], strong=strong)
+
+    return run
+
+
+def fence(b: Binder, ins: Instruction) -> Run:
+    """``fence`` and ``membar``: what was written before is ordered before what follows."""
+    if ins.has("proxy", "mbarrier_init"):
+        return nothing(b, ins)
+    wide = ins.has("gl", "gpu", "sys", "cluster")
+
+    def run(m: Machine, i: Any) -> None:
+        m.touch()
+        m.fence(threads(m, i), wide=wide)
+
+    return run
+
+
+def nothing(b: Binder, ins: Instruction) -> Run:
+    """Instructions that change no value: prefetches, hints, ``nanosleep``."""
+    return lambda m, i: None
+
+
+def create_policy(b: Binder, ins: Instruction) -> Run:
+    """``createpolicy``: an opaque number."""
+    d = b.write(ins.args[0])
+    return lambda m, i: d(m, i, np.uint64(0))
+
+
+def async_copy(b: Binder, ins: Instruction) -> Run:
+    """``cp.async``: the bytes arrive at the wait; until then reading them is an error."""
+    if ins.has("bulk", "mbarrier"):
+        raise b.unsupported(ins, "needs sm_90")
+    if ins.has("commit_group"):
+        return lambda m, i: m.copies.commit(threads(m, i))
+    if ins.has("wait_group", "wait_all"):
+        left = ins.args[0].value if ins.args and isinstance(ins.args[0], Imm) else 0
+        every = ins.has("wait_all")
+
+        def wait(m: Machine, i: Any) -> None:
+            m.touch()
+            m.copies.wait(m, threads(m, i), None if every else left)
+
+        return wait
+    return _start_copy(b, ins)
+
+
+def _start_copy(b: Binder, ins: Instruction) -> Run:
+    to, source = b.address(ins.args[0]), b.address(ins.args[1])
+    if not isinstance(ins.args[2], Imm) or ins.args[2].value not in (4, 8, 16):
+        raise b.unsupported(ins)
+    n = ins.args[2].value
+    size = None
+    if len(ins.args) > 3 and b.width(ins.args[3]) != 8:  # a 64-bit operand is a cache policy
+        pred = b.width(ins.args[3]) == 0 and not isinstance(ins.args[3], Imm)
+        size = b.read(ins.args[3], TYPES["pred"] if pred else TYPES["u32"])
+        if pred:
+            ignore = size
+            size = lambda m, i: np.where(ignore(m, i), 0, n)  # noqa: E731
+
+    def run(m: Machine, i: Any) -> None:
+        m.touch()
+        t = threads(m, i)
+        bytes_read = np.full(len(t), n) if size is None else full(m, i, size(m, i)).astype(np.int64)
+        m.copies.start(m, t, full(m, i, to(m, i)), full(m, i, source(m, i)), n, bytes_read)
+
+    return run
+
+
+class Copies:
+    """The asynchronous copies under way, and the group each thread is filling."""
+
+    def __init__(self, lanes: int) -> None:
+        self.group = np.zeros(lanes, np.int64)
+        self.pending: list[tuple[Any, Any, Any, Any]] = []
+
+    def commit(self, lanes: Any) -> None:
+        """Close the group of these threads."""
+        self.group[lanes] += 1
+
+    def start(self, m: Machine, lanes: Any, to: Any, source: Any, n: int, size: Any) -> None:
+        """Read the source now, and mark the destination as not to be read."""
+        data = np.zeros((len(lanes), n), np.uint8)
+        some = np.flatnonzero(size > 0)
+        step = min(n, 8)
+        if some.size:
+            got = m.memory.load(
+                lanes[some], source[some], "global", step, n // step, what="cp.async source"
+            )
+            data[some] = np.stack(got, axis=1).view(np.uint8).reshape(len(some), n)
+            data[np.arange(n) >= size[:, None]] = 0
+        at = m.memory.begin_copy(lanes, to, n)
+        self.pending.append((lanes, self.group[lanes], at, data))
+
+    def wait(self, m: Machine, lanes: Any, left: int | None) -> None:
+        """Land the copies of these threads, all but the latest `left` groups."""
+        waiting = np.zeros(m.lanes, np.bool_)
+        waiting[lanes] = True
+        keep = []
+        for t, group, at, data in self.pending:
+            done = waiting[t]
+            if left is not None:
+                done = done & (group < self.group[t] - left)
+            if done.any():
+                m.memory.end_copy(t[done], at[done], data[done])
+            if not done.all():
+                keep.append((t[~done], group[~done], at[~done], data[~done]))
+        self.pending = keep

@@ -1,0 +1,235 @@
+"""Where everything of one launch lies: parameters, shared arrays, symbols, threads."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_ptx.device import Device
+from nbflow_ptx.errors import LaunchError, UnsupportedInstruction
+from nbflow_ptx.linker import Linked
+from nbflow_ptx.syntax import Imm, Module, Variable
+from nbflow_ptx.types import STORAGE
+
+if TYPE_CHECKING:
+    from nbflow_ptx.machine import Machine
+
+#: Bytes left free behind a static shared array, so that running over its end is seen.
+_SHARED_GAP = 32
+#: The most shared memory a thread block may have (compute capability 9.0).
+MAX_SHARED = 227 * 1024
+_GRID_LIMIT = (2**31 - 1, 65535, 65535)
+_BLOCK_LIMIT = (1024, 1024, 64)
+
+
+class Layout:
+    """Addresses and sizes of one launch."""
+
+    def __init__(
+        self,
+        module: Module,
+        kernel: Linked,
+        device: Device,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        shared_bytes: int,
+    ) -> None:
+        self.files = module.files
+        self.grid, self.block = triple(grid, "grid"), triple(block, "block")
+        self.threads_per_block = int(np.prod(self.block))
+        self.n_blocks = int(np.prod(self.grid))
+        self._check(kernel)
+        self.kernel = kernel
+        self.addresses: dict[str, int] = dict(kernel.frame)
+        self.shared_names: list[tuple[int, int, str]] = []
+        self._shared(kernel, shared_bytes)
+        self.params: NDArray[np.uint8] = np.zeros(max(kernel.param_bytes, 1), np.uint8)
+        place_variables(module, device)
+        for v in module.variables.values():
+            if v.space in ("global", "const"):
+                self.addresses[v.name] = device.variables[v.name].address
+
+    def _check(self, kernel: Linked) -> None:
+        for name, sizes, limits in (
+            ("grid", self.grid, _GRID_LIMIT),
+            ("block", self.block, _BLOCK_LIMIT),
+        ):
+            for size, limit, axis in zip(sizes, limits, "xyz", strict=True):
+                if not 1 <= size <= limit:
+                    raise LaunchError(f"{name}.{axis} must be 1 to {limit}, got {size}")
+        limit = min(1024, kernel.max_threads or 1024)
+        if self.threads_per_block > limit:
+            raise LaunchError(
+                f"a thread block of {self.threads_per_block}; {kernel.name} allows {limit}"
+            )
+
+    def _shared(self, kernel: Linked, dynamic: int) -> None:
+        """Place the static arrays, each with a gap behind it, then the dynamic one."""
+        self.shared_ranges: list[tuple[int, int]] = []
+        at = static = 0
+        for v in (v for v in kernel.shared if v.size):
+            at = -(-at // v.align) * v.align
+            self.addresses[v.name] = at
+            self.shared_ranges.append((at, v.size))
+            self.shared_names.append((at, v.size, _readable(v.name)))
+            at += v.size + _SHARED_GAP
+            static += v.size
+        if static + dynamic > MAX_SHARED:
+            raise LaunchError(
+                f"{static} static + {dynamic} dynamic bytes of shared memory; "
+                f"a thread block has at most {MAX_SHARED}"
+            )
+        external = [v for v in kernel.shared if not v.size]
+        at = -(-at // max([16, *(v.align for v in external)])) * max(
+            [16, *(v.align for v in external)]
+        )
+        for v in external:
+            self.addresses[v.name] = at
+        if dynamic:
+            self.shared_ranges.append((at, dynamic))
+            self.shared_names.append((at, dynamic, "dynamic shared memory"))
+        self.dynamic_bytes, self.total_shared = dynamic, static + dynamic
+        self.shared_bytes = -(-(at + dynamic + _SHARED_GAP) // 16) * 16
+
+    def block_index(self, k: int) -> tuple[int, int, int]:
+        """Return (x, y, z) of a block."""
+        x, y = self.grid[0], self.grid[1]
+        return k % x, k // x % y, k // (x * y)
+
+    def thread_index(self, k: int) -> tuple[int, int, int]:
+        """Return (x, y, z) of a thread in its block."""
+        x, y = self.block[0], self.block[1]
+        return k % x, k // x % y, k // (x * y)
+
+    def shorten(self, text: str) -> str:
+        """Shorten the mangled name of the kernel in a text."""
+        name = self.kernel.name
+        return text.replace(name, short_name(name)) if len(name) > 40 else text
+
+    def describe(self, space: str, offset: int) -> tuple[str | None, str]:
+        """Return name of and position in the variable at an offset of shared or local memory."""
+        sizes = self.kernel.frame_sizes
+        known = (
+            self.shared_names
+            if space == "shared"
+            else [(a, sizes[n], n) for n, a in self.kernel.frame.items()]
+        )
+        if not known:
+            return None, f"the kernel has no {space} memory; offset {offset}"
+        start, n, name = min(known, key=lambda v: max(v[0] - offset, offset - v[0] - v[1] + 1, 0))
+        if 0 <= offset - start < n:
+            return name, f"byte {offset - start} of {space} array {name!r} of {n} bytes"
+        if offset < start:
+            return name, f"{start - offset} bytes before {space} array {name!r} of {n} bytes"
+        return (
+            name,
+            f"{offset - start - n} bytes behind the end of {space} array {name!r} of {n} bytes",
+        )
+
+    def special(self, m: Machine, name: str) -> Any:
+        """Return a special register's values for one machine."""
+        base, _, axis = name.lstrip("%").partition(".")
+        k = "xyz".find(axis) if axis else -1
+        if base in ("tid", "ctaid"):
+            sizes, index = (self.block, m.thread_of) if base == "tid" else (self.grid, m.block_id)
+            if sizes[k] == 1:
+                return np.uint32(0)
+            step = int(np.prod(sizes[:k])) if k else 1
+            values = (index // step % sizes[k]).astype(np.uint32)
+            return values[0] if (values == values[0]).all() else values
+        if base in ("ntid", "nctaid"):
+            return np.uint32((self.block if base == "ntid" else self.grid)[k])
+        lane = m.lane.astype(np.uint32)
+        one = np.uint32(1)
+        table: dict[str, Any] = {
+            "laneid": lambda: lane,
+            "warpid": lambda: (m.warp_id % m.warps_per_block).astype(np.uint32),
+            "nwarpid": lambda: np.uint32(m.warps_per_block),
+            "lanemask_eq": lambda: one << lane,
+            "lanemask_lt": lambda: (one << lane) - one,
+            "lanemask_le": lambda: ((one << lane) - one) | (one << lane),
+            "lanemask_gt": lambda: ~(((one << lane) - one) | (one << lane)),
+            "lanemask_ge": lambda: ~((one << lane) - one),
+            "WARP_SZ": lambda: np.uint32(32),
+            "smid": lambda: (m.block_id % 132).astype(np.uint32),
+            "nsmid": lambda: np.uint32(132),
+            "gridid": lambda: np.uint64(1),
+            "dynamic_smem_size": lambda: np.uint32(self.dynamic_bytes),
+            "total_smem_size": lambda: np.uint32(self.total_shared),
+            "clusterid": lambda: self.special(m, f"%ctaid.{axis}"),
+            "nclusterid": lambda: np.uint32(self.grid[k]),
+            "cluster_ctaid": lambda: np.uint32(0),
+            "cluster_nctaid": lambda: np.uint32(1),
+            "cluster_ctarank": lambda: np.uint32(0),
+            "cluster_nctarank": lambda: np.uint32(1),
+            "is_explicit_cluster": lambda: np.bool_(False),
+        }
+        if base in table:
+            return table[base]()
+        if base in ("envreg1", "envreg2"):  # where cooperative groups look for the grid's barrier
+            half = m.device.grid_workspace() >> (32 if base == "envreg1" else 0)
+            return np.uint32(half & 0xFFFFFFFF)
+        raise UnsupportedInstruction(f"special register {name}")
+
+
+def triple(sizes: Any, what: str) -> tuple[int, int, int]:
+    """Return one to three sizes as (x, y, z)."""
+    values = (sizes,) if isinstance(sizes, (int, np.integer)) else tuple(sizes)
+    if not 1 <= len(values) <= 3 or any(int(v) != v for v in values):
+        raise LaunchError(f"{what} must be an int or one to three ints, got {sizes!r}")
+    x, y, z = (*(int(v) for v in values), *(1,) * (3 - len(values)))
+    return x, y, z
+
+
+def short_name(name: str) -> str:
+    """Return the readable part of a mangled name."""
+    words = []
+    rest = name[3:] if name.startswith("_ZN") else name[2:] if name.startswith("_Z") else ""
+    while rest and rest[0].isdigit():
+        digits = rest[: len(rest) - len(rest.lstrip("0123456789"))]
+        word, rest = rest[len(digits) :][: int(digits)], rest[len(digits) + int(digits) :]
+        words.append(word)
+    return words[-1] if words else name
+
+
+def _readable(name: str) -> str:
+    """Return the name a variable has in the source, if its mangled name tells."""
+    name = name.rpartition(":")[2]
+    if name.startswith("_ZZ"):
+        for m in re.finditer(r"E(\d+)", name):
+            rest = name[m.end() :]
+            if rest[: int(m.group(1))] == rest.partition("_")[0] or len(rest) == int(m.group(1)):
+                return rest[: int(m.group(1))]
+    return name
+
+
+def place_variables(module: Module, device: Device) -> None:
+    """Give the module's global and constant variables memory on the device, once."""
+    new = [
+        v for v in module.variables.values()
+        if v.space in ("global", "const") and v.name not in device.variables
+    ]  # fmt: skip
+    for v in new:
+        device.variables[v.name] = device.allocate(max(v.size, 1), v.name, written=True)
+    for v in new:
+        if v.init:
+            data = _initial_bytes(v, device)
+            device.bytes_of(device.variables[v.name])[: len(data)] = np.frombuffer(data, np.uint8)
+
+
+def _initial_bytes(v: Variable, device: Device) -> bytes:
+    width = v.type.nbytes
+    store = STORAGE[width]
+    out = []
+    for item in v.init:
+        if isinstance(item, Imm):
+            value = item.value
+        elif item in device.variables:
+            value = device.variables[item].address
+        else:
+            raise UnsupportedInstruction(f"variable {v.name} is initialised with {item}")
+        out.append(value & ((1 << 8 * width) - 1))
+    return np.array(out, store).tobytes()[: v.size]

@@ -1,0 +1,201 @@
+"""Who touched which byte last, and whether that is ordered before the access at hand.
+
+Every memory or synchronisation instruction executed gets a *stamp*, a growing number.  For each
+cell of memory the last write (thread, stamp) and the reads since are kept.  An earlier access is
+ordered before mine when
+
+* the same thread made it;
+* a thread of my warp made it, and we both took part in a warp-level synchronisation since;
+* a thread of my block made it, and barriers since lead from its warp to mine (vector clocks), or
+  that thread issued a fence since, and I have read something with a strong access since;
+* a thread of another block made it, its block issued a fence since, and mine has read something
+  with an atomic or another strong access since (or the whole grid met at a barrier).
+
+Atomics and strong accesses (volatile, relaxed, acquire, release) do not race with each other.
+Writing the value that is already there is no race.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+if TYPE_CHECKING:
+    from nbflow_ptx.machine import Machine
+
+_SEVERAL = -1
+
+
+class Clocks:
+    """What each warp of a group of blocks knows of the others, and each block of other blocks."""
+
+    def __init__(self, n_blocks: int, warps: int, lanes: int, grid: Grid) -> None:
+        self.known: NDArray[np.int32] = np.zeros((n_blocks, warps, warps), np.int32)
+        self.oldest: NDArray[np.int32] = np.zeros(n_blocks * warps, np.int32)
+        self.lane: NDArray[np.int32] = np.zeros(lanes, np.int32)
+        self.fence: NDArray[np.int32] = np.zeros(lanes, np.int32)
+        self.acquire: NDArray[np.int32] = np.zeros(lanes, np.int32)
+        self.warps, self.grid = warps, grid
+
+    def barrier(
+        self, block: int, lanes: NDArray[np.int64], warps: NDArray[np.int64], stamp: int
+    ) -> None:
+        """Threads `lanes`, of these warps of one block, met."""
+        self.lane[lanes] = stamp
+        known = self.known[block]
+        if len(warps) == self.warps:
+            known[...] = stamp
+        else:
+            known[warps] = known[warps].max(axis=0)
+            known[np.ix_(warps, warps)] = stamp
+        self.oldest[block * self.warps : (block + 1) * self.warps] = known.min(axis=1)
+
+    def barrier_of_all(self, stamp: int) -> None:
+        """Every thread of every block met the others of its block."""
+        self.lane[...] = stamp
+        self.known[...] = stamp
+        self.oldest[...] = stamp
+
+
+class Grid:
+    """Order between blocks: the last fence, acquire and grid-wide barrier of each."""
+
+    def __init__(self, n_blocks: int) -> None:
+        self.fence: NDArray[np.int64] = np.zeros(n_blocks, np.int64)
+        self.acquire: NDArray[np.int64] = np.zeros(n_blocks, np.int64)
+        self.met = 0
+
+
+class Cells:
+    """The access history of one memory: shared memory of a group of blocks, or the heap.
+
+    One cell covers `granule` bytes, the narrowest access the kernel makes.  `across` says that
+    several blocks see this memory.
+    """
+
+    def __init__(self, nbytes: int, granule: int, *, across: bool) -> None:
+        n = nbytes // granule + 1
+        self.granule, self.across = granule, across
+        self.w_who: NDArray[np.int32] = np.zeros(n, np.int32)
+        self.w_at: NDArray[np.int32] = np.zeros(n, np.int32)
+        self.r_who: NDArray[np.int32] = np.zeros(n, np.int32)
+        self.r_at: NDArray[np.int32] = np.zeros(n, np.int32)
+        self.r_warps: NDArray[np.uint32] = np.zeros(n, np.uint32)
+        self.r_block: NDArray[np.int32] = np.zeros(n if across else 0, np.int32)
+        self.any_write = False
+
+    def read(
+        self, m: Machine, lanes: Any, offsets: Any, nbytes: int, *, mark: bool = True
+    ) -> list[tuple[int, int, int]]:
+        """Record a read; return ``(j, other thread, other stamp)`` of each race."""
+        for c in self._cells(offsets, nbytes):
+            if self.any_write:
+                at = self.w_at[c]
+                if at.any():
+                    found = self._races(m, lanes, self.w_who[c], at, c)
+                    if found:
+                        return found
+            if mark:
+                self._mark_read(m, lanes, c)
+        return []
+
+    def write(
+        self, m: Machine, lanes: Any, offsets: Any, nbytes: int, *, mark: bool = True
+    ) -> list[tuple[int, int, int]]:
+        """Record a write; return ``(j, other thread, other stamp)`` of possible races.
+
+        They are races only if the written value differs from the old one, which the caller knows.
+        """
+        found = []
+        for c in self._cells(offsets, nbytes):
+            for who, at in ((self.w_who, self.w_at), (self.r_who, self.r_at)):
+                when = at[c]
+                if when.any():
+                    found += self._races(m, lanes, who[c], when, c)
+            if mark:
+                self.w_who[c], self.w_at[c] = m.thread_id[lanes], m.stamp
+                self.any_write = True
+        return found
+
+    def _races(
+        self, m: Machine, lanes: Any, who: Any, at: Any, cells: Any
+    ) -> list[tuple[int, int, int]]:
+        doubt = (at > m.clocks.oldest[m.warp_id[lanes]]) & (who != m.thread_id[lanes])
+        if self.across:
+            doubt |= (np.maximum(who, 1) - 1) // m.threads_per_block != m.block_id[lanes]
+        doubt &= at != 0
+        if not doubt.any():
+            return []
+        j = np.flatnonzero(doubt)
+        ok = self._ordered(m, lanes[j], who[j], at[j])
+        for s in np.flatnonzero(who[j] == _SEVERAL):
+            ok[s] = self._ordered_after_many(m, int(lanes[j[s]]), int(cells[j[s]]))
+        return [(int(k), int(who[k]), int(at[k])) for k in j[~ok]]
+
+    def _mark_read(self, m: Machine, lanes: Any, c: Any) -> None:
+        me, bit = m.thread_id[lanes], m.warp_bit[lanes]
+        old_who = self.r_who[c]
+        several = self.r_at[c] > m.clocks.oldest[m.warp_id[lanes]]
+        block = None
+        if self.across:
+            block, old_block = m.block_id[lanes], self.r_block[c]
+            several |= old_block != block
+        several &= (old_who != 0) & (old_who != me)
+        if m.strong_accesses and several.any():  # under a lock the earlier read may be ordered
+            j = np.flatnonzero(several & (old_who != _SEVERAL))
+            several[j[self._ordered(m, lanes[j], old_who[j], self.r_at[c][j])]] = False
+        if block is not None:
+            block = np.where(several & (old_block != block), _SEVERAL, block)
+            self.r_block[c] = block
+        if several.any():
+            me = np.where(several, _SEVERAL, me)
+            bit = np.where(several, self.r_warps[c] | bit, bit)
+        self.r_who[c], self.r_warps[c], self.r_at[c] = me, bit, m.stamp
+        again = (self.r_who[c] != me) | ((self.r_warps[c] & bit) != bit)
+        if again.any():  # several lanes read one place in this very instruction
+            d = c[again]
+            np.bitwise_or.at(self.r_warps, d, bit[again])
+            self.r_who[d] = _SEVERAL
+        if block is not None:
+            self.r_block[c[self.r_block[c] != block]] = _SEVERAL
+
+    def _cells(self, offsets: Any, nbytes: int) -> list[Any]:
+        first = offsets // self.granule
+        return [first + j for j in range(max(nbytes // self.granule, 1))]
+
+    def _ordered(self, m: Machine, lanes: Any, who: Any, at: Any) -> Any:
+        """Return for each pair whether the access `who`, `at` happened before mine."""
+        clocks, warps = m.clocks, m.clocks.warps
+        other = who.astype(np.int64) - 1 - m.first_thread  # its lane, if it is in this group
+        here = (other >= 0) & (other < m.lanes) & (who > 0)
+        o = np.where(here, other, 0)
+        same_block = here & (m.block_of[o] == m.block_of[lanes])
+        mine, its = m.warp_id[lanes] % warps, m.warp_id[o] % warps
+        ok = clocks.known[m.block_of[lanes], mine, its] >= at
+        same_warp = same_block & (m.warp_id[o] == m.warp_id[lanes])
+        ok = np.where(same_warp, (clocks.lane[lanes] >= at) & (clocks.lane[o] >= at), ok)
+        ok = ok | ((clocks.fence[o] >= at) & (clocks.acquire[lanes] >= at))
+        grid = clocks.grid
+        block = np.maximum(who.astype(np.int64) - 1, 0) // m.threads_per_block
+        far = (grid.fence[block] >= at) & (grid.acquire[m.block_id[lanes]] >= at)
+        return np.where(same_block, ok, far | (at <= grid.met))
+
+    def _ordered_after_many(self, m: Machine, lane: int, cell: int) -> bool:
+        """Return whether all reads of a cell that several threads read came before mine."""
+        clocks, at = m.clocks, int(self.r_at[cell])
+        grid, mine = clocks.grid, int(m.block_id[lane])
+        if int(self.r_block[cell]) != mine:
+            if self.r_block[cell] == _SEVERAL:
+                return at <= grid.met or bool(grid.acquire[mine] >= at)
+            return at <= grid.met or bool(
+                grid.fence[self.r_block[cell]] >= at and grid.acquire[mine] >= at
+            )
+        known = clocks.known[int(m.block_of[lane]), int(m.warp_id[lane]) % clocks.warps]
+        for w in range(clocks.warps):
+            if int(self.r_warps[cell]) >> w & 1:
+                own = w == int(m.warp_id[lane]) % clocks.warps
+                if (clocks.lane[lane] if own else known[w]) < at:
+                    return False
+        return True
