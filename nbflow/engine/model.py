@@ -17,7 +17,9 @@ from nbflow.parallel import Comm, Plan
 from nbflow.parallel.threads import RankTeam
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.tokenizer import Tokenizer
-from nbflow_kernels.errors import UsageError
+from nbflow_kernels.errors import UsageError, unknown_name
+
+POOLINGS = ("mean", "first", "last")
 
 
 @dataclass(frozen=True)
@@ -113,10 +115,13 @@ class Model:
         -------
         array of float32, shape (T, V)
 
+        For a masked language model (BERT), the scores of the token itself.
+
         Raises
         ------
         UsageError
-            If `ids` is empty, too long, or holds an id outside the vocabulary.
+            If `ids` is empty, too long, or holds an id outside the vocabulary; if the model has no
+            head.
 
         Examples
         --------
@@ -126,24 +131,75 @@ class Model:
         (3, 2048)
         """
         checked = self._check_ids(ids, room=0)
+        if not self.spec.head:
+            raise UsageError(
+                f"{self.spec.name} is an encoder without a head, and gives no logits; use hidden() "
+                "or embed()"
+            )
         result: NDArray[np.float32] = self._call("outputs", checked, "logits")[0]
         return result
 
-    def hidden(self, ids: Sequence[int] | NDArray[Any]) -> NDArray[np.float32]:
-        """Return the hidden states after the final norm, one row per token.
+    def hidden(
+        self,
+        ids: Sequence[int] | NDArray[Any],
+        token_types: Sequence[int] | NDArray[Any] | None = None,
+    ) -> NDArray[np.float32]:
+        """Return the hidden states after the last layer and its norm, one row per token.
 
         Parameters
         ----------
         ids : array of int, shape (T,)
             Token ids, at most `spec.max_context`.
+        token_types : array of int, shape (T,), optional
+            Types of the tokens (0 for the first of two texts, 1 for the second), for models that
+            have an embedding for them; 0 by default.
 
         Returns
         -------
         array of float32, shape (T, E)
+
+        Raises
+        ------
+        UsageError
+            As `logits`; if the types do not fit the tokens or the model.
         """
         checked = self._check_ids(ids, room=0)
-        result: NDArray[np.float32] = self._call("outputs", checked, "y")[0]
+        types = self._check_types(token_types, len(checked))
+        result: NDArray[np.float32] = self._call("outputs", checked, "y", types)[0]
         return result
+
+    def embed(
+        self,
+        ids: Sequence[int] | NDArray[Any],
+        token_types: Sequence[int] | NDArray[Any] | None = None,
+        *,
+        pooling: str = "mean",
+        normalize: bool = True,
+    ) -> NDArray[np.float32]:
+        """Return one vector for a text: its hidden states, pooled.
+
+        Parameters
+        ----------
+        ids : array of int, shape (T,)
+            Token ids with the special tokens the model was trained with.
+        token_types : array of int, shape (T,), optional
+            As in `hidden`.
+        pooling : {"mean", "first", "last"}
+            The mean over all tokens (sentence-transformers), or the first or last token alone.
+        normalize : bool
+            Whether the vector is divided by its length.
+
+        Returns
+        -------
+        array of float32, shape (E,)
+        """
+        if pooling not in POOLINGS:
+            raise unknown_name("pooling", pooling, POOLINGS)
+        rows = self.hidden(ids, token_types)
+        vector = {"mean": rows.mean(axis=0), "first": rows[0], "last": rows[-1]}[pooling]
+        if normalize:
+            vector = vector / np.linalg.norm(vector)
+        return np.asarray(vector, np.float32)
 
     # ---- generation ---------------------------------------------------------------------------
 
@@ -240,6 +296,11 @@ class Model:
             raise UsageError(f"max_tokens must be at least 1, got {max_tokens}")
         if not 0 <= seed < 2**64:
             raise UsageError(f"seed must be in 0..2**64 - 1, got {seed}")
+        if not self.spec.causal or not self.spec.head:
+            raise UsageError(
+                f"{self.spec.name} is an encoder and cannot continue a text; use hidden(), embed() "
+                "or logits()"
+            )
         strategy = (
             decoding
             if isinstance(decoding, Strategy)
@@ -300,6 +361,23 @@ class Model:
                 f"0..{self.spec.vocab_size - 1}"
             )
         return [int(i) for i in array]
+
+    def _check_types(self, types: Sequence[int] | NDArray[Any] | None, n: int) -> list[int] | None:
+        if types is None:
+            return None
+        array = np.asarray(types)
+        if array.shape != (n,) or array.dtype.kind not in "iu":
+            raise UsageError(
+                f"token_types must be {n} integers, one per token, got shape {array.shape} of "
+                f"{array.dtype}"
+            )
+        most = self.spec.type_vocab_size
+        if most == 0 or array.min() < 0 or array.max() >= most:
+            raise UsageError(
+                f"{self.spec.name} has {most} token types; token_types must lie below, got "
+                f"{int(array.min())}..{int(array.max())}"
+            )
+        return [int(t) for t in array]
 
     # ---- what it holds and what it sent -------------------------------------------------------
 

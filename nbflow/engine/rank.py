@@ -118,16 +118,21 @@ class RankEngine:
 
     # ---- all positions at once ----------------------------------------------------------------
 
-    def outputs(self, ids: Sequence[int], name: str) -> np.ndarray:
+    def outputs(
+        self, ids: Sequence[int], name: str, types: Sequence[int] | None = None
+    ) -> np.ndarray:
         """Return a buffer of the last stage ("logits" or "y") after every token, on every rank."""
         width = self.spec.vocab_size if name == "logits" else self.spec.hidden_size
         result = np.empty((len(ids), width), np.float32)
         piece = max(1, min(self._budget, MAX_LOGIT_BYTES // (4 * self.spec.vocab_size)))
+        if not self.spec.causal:  # every token sees all others
+            piece = len(ids)
         self.table.add(-1)
         try:
             for start in range(0, len(ids), piece):
                 chunk = list(ids[start : start + piece])
-                step = make_step(self.table, [-1], [chunk], range(len(chunk)))
+                some_types = None if types is None else types[start : start + piece]
+                step = make_step(self.table, [-1], [chunk], range(len(chunk)), some_types)
                 self._run(step)
                 rows = result[start : start + len(chunk)]
                 if self.mine.last:

@@ -77,6 +77,9 @@ def build_spec(
     values = _values(family, config, where, override or {})
     names = _names(family, tensors or {}, values["n_layers"], checkpoint_tensors)
     _name_biases(names)
+    if values["head_transform"] and names.get("transform.weight") not in checkpoint_tensors:
+        # an encoder without the head it was trained with
+        values |= {"head": False, "head_transform": False, "head_bias": False}
     stated = values["tied_head"]
     rope, local_rope, softmax_factor = _ropes(values, config, where, rope_divisors)
     head_dim = values["head_dim"]
