@@ -27,6 +27,8 @@ from safetensors.torch import load_file, save_file
 
 FOLDER = Path(__file__).parent.parent / "tests" / "golden" / "families"
 N_TOKENS, N_NEW = 40, 8
+N_READ = 21
+"""Tokens that an encoder reads for a decoder."""
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 36, "intermediate_size": 56, "num_hidden_layers": 2,
@@ -133,6 +135,19 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
                                   "n_heads": 3, "max_position_embeddings": 64}),
 }  # fmt: skip
 """Encoders with the head of their masked language model."""
+BART = {
+    "vocab_size": 97, "d_model": 24, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 3, "decoder_attention_heads": 3, "encoder_ffn_dim": 40,
+    "decoder_ffn_dim": 44, "max_position_embeddings": 64, "decoder_start_token_id": 2,
+    "bos_token_id": None, "eos_token_id": None, "forced_eos_token_id": None,
+    "init_std": 0.5, "pad_token_id": 1,
+}  # fmt: skip
+PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bart": ("Bart", BART),
+    "m2m_100": ("M2M100", {**BART, "scale_embedding": True}),
+    "mbart": ("MBart", {**BART, "scale_embedding": True}),
+}  # fmt: skip
+"""Encoders with decoders."""
 
 PUBLISHED: dict[str, Callable[[], published.Made]] = {
     "internlm": published.internlm,
@@ -165,21 +180,30 @@ def from_transformers(kind: str, options: dict[str, Any]) -> published.Made:
     suffix = "LMHeadModel" if kind.endswith("LMHead") else "ForCausalLM"
     if kind in {encoder for encoder, _ in ENCODERS.values()}:
         suffix = "ForMaskedLM"
+    if kind in {pair for pair, _ in PAIRS.values()}:
+        suffix = "ForConditionalGeneration"
     model = getattr(transformers, base + suffix)(config).eval()
     randomize(model)
+    if hasattr(model, "final_logits_bias"):
+        model.final_logits_bias += torch.randn_like(model.final_logits_bias).half().float()
+    if suffix == "ForConditionalGeneration":
+        read = torch.tensor(np.random.default_rng(99).integers(3, 97, N_READ))[None]
+        return published.Made(
+            model, lambda ids: model(input_ids=read, decoder_input_ids=ids).logits
+        )
     return published.Made(model, lambda ids: model(ids).logits)
 
 
 def main() -> None:
     """Write the folders named on the command line, or all."""
     transformers.utils.logging.disable_progress_bar()
-    wanted = sys.argv[1:] or [*HF, *ENCODERS, *PUBLISHED]
+    wanted = sys.argv[1:] or [*HF, *ENCODERS, *PAIRS, *PUBLISHED]
     for name in wanted:
         torch.manual_seed(sum(map(ord, name)))
         if name in PUBLISHED:
             write(name, PUBLISHED[name]())
         else:
-            made = from_transformers(*(HF | ENCODERS)[name])
+            made = from_transformers(*(HF | ENCODERS | PAIRS)[name])
             write(name, made, encoder=name in ENCODERS)
 
 
@@ -192,6 +216,8 @@ def arrays(made: published.Made, seed: int, n_new: int) -> dict[str, np.ndarray]
         types = (np.arange(N_TOKENS) > 17).astype(np.int32)
         states = made.model.bert(batch, token_type_ids=torch.tensor(types)[None])
         result |= {"types": types, "hidden": states.last_hidden_state[0].numpy()}
+    if made.model.config.is_encoder_decoder:
+        result["encoder_ids"] = np.random.default_rng(99).integers(3, 97, N_READ).astype(np.int32)
     new = list(ids)
     for _ in range(n_new):
         row = made.logits(torch.tensor(new)[None])[0, -1]
