@@ -27,6 +27,8 @@ from safetensors.torch import load_file, save_file
 
 FOLDER = Path(__file__).parent.parent / "tests" / "golden" / "families"
 N_TOKENS, N_NEW = 40, 8
+N_READ = 21
+"""Tokens that an encoder reads for a decoder."""
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 36, "intermediate_size": 56, "num_hidden_layers": 2,
@@ -121,6 +123,32 @@ HF: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 """Name -> class and configuration."""
 
+BERT = {
+    "vocab_size": 97, "hidden_size": 36, "intermediate_size": 56, "num_hidden_layers": 2,
+    "num_attention_heads": 3, "max_position_embeddings": 64,
+}  # fmt: skip
+ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bert": ("Bert", BERT),
+    "roberta": ("Roberta", {**BERT, "max_position_embeddings": 66, "type_vocab_size": 1,
+                            "pad_token_id": 1}),
+    "distilbert": ("DistilBert", {"vocab_size": 97, "dim": 36, "hidden_dim": 56, "n_layers": 2,
+                                  "n_heads": 3, "max_position_embeddings": 64}),
+}  # fmt: skip
+"""Encoders with the head of their masked language model."""
+BART = {
+    "vocab_size": 97, "d_model": 24, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 3, "decoder_attention_heads": 3, "encoder_ffn_dim": 40,
+    "decoder_ffn_dim": 44, "max_position_embeddings": 64, "decoder_start_token_id": 2,
+    "bos_token_id": None, "eos_token_id": None, "forced_eos_token_id": None,
+    "init_std": 0.5, "pad_token_id": 1,
+}  # fmt: skip
+PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
+    "bart": ("Bart", BART),
+    "m2m_100": ("M2M100", {**BART, "scale_embedding": True}),
+    "mbart": ("MBart", {**BART, "scale_embedding": True}),
+}  # fmt: skip
+"""Encoders with decoders."""
+
 PUBLISHED: dict[str, Callable[[], published.Made]] = {
     "internlm": published.internlm,
     "orion": published.orion,
@@ -150,33 +178,62 @@ def from_transformers(kind: str, options: dict[str, Any]) -> published.Made:
     # transformers 5.23 adds Falcon's ALiBi twice in its eager attention
     config._attn_implementation = "sdpa" if getattr(config, "alibi", False) else "eager"
     suffix = "LMHeadModel" if kind.endswith("LMHead") else "ForCausalLM"
+    if kind in {encoder for encoder, _ in ENCODERS.values()}:
+        suffix = "ForMaskedLM"
+    if kind in {pair for pair, _ in PAIRS.values()}:
+        suffix = "ForConditionalGeneration"
     model = getattr(transformers, base + suffix)(config).eval()
     randomize(model)
+    if hasattr(model, "final_logits_bias"):
+        model.final_logits_bias += torch.randn_like(model.final_logits_bias).half().float()
+    if suffix == "ForConditionalGeneration":
+        read = torch.tensor(np.random.default_rng(99).integers(3, 97, N_READ))[None]
+        return published.Made(
+            model, lambda ids: model(input_ids=read, decoder_input_ids=ids).logits
+        )
     return published.Made(model, lambda ids: model(ids).logits)
 
 
 def main() -> None:
     """Write the folders named on the command line, or all."""
     transformers.utils.logging.disable_progress_bar()
-    wanted = sys.argv[1:] or [*HF, *PUBLISHED]
+    wanted = sys.argv[1:] or [*HF, *ENCODERS, *PAIRS, *PUBLISHED]
     for name in wanted:
         torch.manual_seed(sum(map(ord, name)))
-        write(name, from_transformers(*HF[name]) if name in HF else PUBLISHED[name]())
+        if name in PUBLISHED:
+            write(name, PUBLISHED[name]())
+        else:
+            made = from_transformers(*(HF | ENCODERS | PAIRS)[name])
+            write(name, made, encoder=name in ENCODERS)
 
 
-def write(name: str, made: published.Made) -> None:
+def arrays(made: published.Made, seed: int, n_new: int) -> dict[str, np.ndarray]:
+    """Return ids, logits and continuation; those of other ids if the continuation is a near tie."""
+    ids = np.random.default_rng(seed).integers(2, 97, N_TOKENS)
+    batch = torch.tensor(ids)[None]
+    result = {"ids": ids.astype(np.int32), "logits": made.logits(batch)[0].numpy()}
+    if made.model.config.model_type == "bert":
+        types = (np.arange(N_TOKENS) > 17).astype(np.int32)
+        states = made.model.bert(batch, token_type_ids=torch.tensor(types)[None])
+        result |= {"types": types, "hidden": states.last_hidden_state[0].numpy()}
+    if made.model.config.is_encoder_decoder:
+        result["encoder_ids"] = np.random.default_rng(99).integers(3, 97, N_READ).astype(np.int32)
+    new = list(ids)
+    for _ in range(n_new):
+        row = made.logits(torch.tensor(new)[None])[0, -1]
+        new.append(int(row.argmax()))
+        first, second = row.topk(2).values
+        if first - second < 1e-3 * row.abs().max():
+            return arrays(made, seed + 1, n_new)
+    return {**result, "continuation": np.array(new[N_TOKENS:], np.int32)}
+
+
+def write(name: str, made: published.Made, encoder: bool = False) -> None:
     """Write one folder."""
     folder = FOLDER / name
     shutil.rmtree(folder, ignore_errors=True)
-    ids = np.random.default_rng(len(name)).integers(0, 97, N_TOKENS)
     with torch.no_grad():
-        logits = made.logits(torch.tensor(ids)[None])[0].numpy()
-        new = list(ids)
-        for _ in range(N_NEW):
-            row = made.logits(torch.tensor(new)[None])[0, -1]
-            new.append(int(row.argmax()))
-            first, second = row.topk(2).values
-            assert first - second > 1e-3 * row.abs().max(), "a tie; choose another seed"
+        golden = arrays(made, 0, 0 if encoder else N_NEW)
     made.model.save_pretrained(folder)
     (folder / "generation_config.json").unlink(missing_ok=True)
     tensors = {k: v.half() for k, v in load_file(folder / "model.safetensors").items()}
@@ -188,14 +245,9 @@ def write(name: str, made: published.Made) -> None:
     for key in ("transformers_version", "architectures", "dtype"):
         config.pop(key, None)
     (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    np.savez_compressed(
-        folder / "golden.npz",
-        ids=ids.astype(np.int32),
-        logits=logits.astype(np.float32),
-        continuation=np.array(new[N_TOKENS:], np.int32),
-    )
+    np.savez_compressed(folder / "golden.npz", **golden)
     size = sum(p.stat().st_size for p in folder.iterdir())
-    print(f"{name:20} {size / 1024:6.1f} KB, logits up to {np.abs(logits).max():.2f}")
+    print(f"{name:20} {size / 1024:6.1f} KB, logits up to {np.abs(golden['logits']).max():.2f}")
 
 
 if __name__ == "__main__":

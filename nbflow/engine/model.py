@@ -17,7 +17,9 @@ from nbflow.parallel import Comm, Plan
 from nbflow.parallel.threads import RankTeam
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.tokenizer import Tokenizer
-from nbflow_kernels.errors import UsageError
+from nbflow_kernels.errors import UsageError, unknown_name
+
+POOLINGS = ("mean", "first", "last")
 
 STREAM_BURST_S = 2e-3
 """How long tokens are held back when somebody may be reading them one by one."""
@@ -108,22 +110,30 @@ class Model:
 
     # ---- evaluation ---------------------------------------------------------------------------
 
-    def logits(self, ids: Sequence[int] | NDArray[Any]) -> NDArray[np.float32]:
+    def logits(
+        self,
+        ids: Sequence[int] | NDArray[Any],
+        encoder_ids: Sequence[int] | NDArray[Any] | None = None,
+    ) -> NDArray[np.float32]:
         """Return the scores of the next token after every token of a sequence.
 
         Parameters
         ----------
         ids : array of int, shape (T,)
-            Token ids, at most `spec.max_context`.
+            Token ids, at most `spec.max_context`; for a model with an encoder, the decoder's.
+        encoder_ids : array of int, optional
+            Token ids for the encoder, if the model has one.
 
         Returns
         -------
         array of float32, shape (T, V)
+            For a masked language model (BERT), the scores of the token itself.
 
         Raises
         ------
         UsageError
-            If `ids` is empty, too long, or holds an id outside the vocabulary.
+            If `ids` is empty, too long, or holds an id outside the vocabulary; if the model has no
+            head.
 
         Examples
         --------
@@ -133,24 +143,80 @@ class Model:
         (3, 2048)
         """
         checked = self._check_ids(ids, room=0)
-        result: NDArray[np.float32] = self._call("outputs", checked, "logits")[0]
+        if not self.spec.head:
+            raise UsageError(
+                f"{self.spec.name} is an encoder without a head, and gives no logits; use hidden() "
+                "or embed()"
+            )
+        for_encoder = self._check_encoder_ids(encoder_ids)
+        result: NDArray[np.float32] = self._call("outputs", checked, "logits", None, for_encoder)[0]
         return result
 
-    def hidden(self, ids: Sequence[int] | NDArray[Any]) -> NDArray[np.float32]:
-        """Return the hidden states after the final norm, one row per token.
+    def hidden(
+        self,
+        ids: Sequence[int] | NDArray[Any],
+        token_types: Sequence[int] | NDArray[Any] | None = None,
+        encoder_ids: Sequence[int] | NDArray[Any] | None = None,
+    ) -> NDArray[np.float32]:
+        """Return the hidden states after the last layer and its norm, one row per token.
 
         Parameters
         ----------
         ids : array of int, shape (T,)
             Token ids, at most `spec.max_context`.
+        token_types : array of int, shape (T,), optional
+            Types of the tokens (0 for the first of two texts, 1 for the second), for models that
+            have an embedding for them; 0 by default.
+        encoder_ids : array of int, optional
+            As in `logits`.
 
         Returns
         -------
         array of float32, shape (T, E)
+
+        Raises
+        ------
+        UsageError
+            As `logits`; if the types do not fit the tokens or the model.
         """
         checked = self._check_ids(ids, room=0)
-        result: NDArray[np.float32] = self._call("outputs", checked, "y")[0]
+        types = self._check_types(token_types, len(checked))
+        for_encoder = self._check_encoder_ids(encoder_ids)
+        result: NDArray[np.float32] = self._call("outputs", checked, "y", types, for_encoder)[0]
         return result
+
+    def embed(
+        self,
+        ids: Sequence[int] | NDArray[Any],
+        token_types: Sequence[int] | NDArray[Any] | None = None,
+        *,
+        pooling: str = "mean",
+        normalize: bool = True,
+    ) -> NDArray[np.float32]:
+        """Return one vector for a text: its hidden states, pooled.
+
+        Parameters
+        ----------
+        ids : array of int, shape (T,)
+            Token ids with the special tokens the model was trained with.
+        token_types : array of int, shape (T,), optional
+            As in `hidden`.
+        pooling : {"mean", "first", "last"}
+            The mean over all tokens (sentence-transformers), or the first or last token alone.
+        normalize : bool
+            Whether the vector is divided by its length.
+
+        Returns
+        -------
+        array of float32, shape (E,)
+        """
+        if pooling not in POOLINGS:
+            raise unknown_name("pooling", pooling, POOLINGS)
+        rows = self.hidden(ids, token_types)
+        vector = {"mean": rows.mean(axis=0), "first": rows[0], "last": rows[-1]}[pooling]
+        if normalize:
+            vector = vector / np.linalg.norm(vector)
+        return np.asarray(vector, np.float32)
 
     # ---- generation ---------------------------------------------------------------------------
 
@@ -161,6 +227,7 @@ class Model:
         decoding: str | Strategy = "greedy",
         seed: int = 0,
         ignore_eos: bool = False,
+        decoder_ids: Sequence[int] | None = None,
         **parameters: float | None,
     ) -> Generation:
         """Continue a prompt.
@@ -177,6 +244,9 @@ class Model:
             Seed of the draws.
         ignore_eos : bool
             Go on when an end token is drawn.
+        decoder_ids : sequence of int, optional
+            For a model with an encoder, which reads the prompt: the first tokens of the decoder,
+            e.g. the start token and a language's; by default the start token.
         **parameters : float
             The strategy's parameters, e.g. ``temperature=0.8, top_p=0.9``; those not given are what
             the model recommends (`defaults`), or else the strategy's own.
@@ -192,9 +262,10 @@ class Model:
         ...     model.generate("def __init__(self", max_tokens=1).text
         ','
         """
-        return self.generate_batch([prompt], max_tokens, decoding, seed, ignore_eos, **parameters)[
-            0
-        ]
+        (result,) = self.generate_batch(
+            [prompt], max_tokens, decoding, seed, ignore_eos, decoder_ids, **parameters
+        )
+        return result
 
     def generate_batch(
         self,
@@ -203,6 +274,7 @@ class Model:
         decoding: str | Strategy = "greedy",
         seed: int = 0,
         ignore_eos: bool = False,
+        decoder_ids: Sequence[int] | None = None,
         **parameters: float | None,
     ) -> list[Generation]:
         """Continue several prompts together; each gets the result it would get alone.
@@ -210,7 +282,9 @@ class Model:
         The i-th prompt draws with ``seed + i``; otherwise as `generate`.
         """
         requests = [
-            self.make_request(p, max_tokens, decoding, seed + i, ignore_eos, **parameters)
+            self.make_request(
+                p, max_tokens, decoding, seed + i, ignore_eos, decoder_ids, **parameters
+            )
             for i, p in enumerate(prompts)
         ]
         for _ in self.run_requests(requests, burst_s=WHOLE_BURST_S):
@@ -224,10 +298,13 @@ class Model:
         decoding: str | Strategy = "greedy",
         seed: int = 0,
         ignore_eos: bool = False,
+        decoder_ids: Sequence[int] | None = None,
         **parameters: float | None,
     ) -> Iterator[int]:
         """Yield the new token ids one by one; parameters as in `generate`."""
-        request = self.make_request(prompt, max_tokens, decoding, seed, ignore_eos, **parameters)
+        request = self.make_request(
+            prompt, max_tokens, decoding, seed, ignore_eos, decoder_ids, **parameters
+        )
         n = 0
         for _ in self.run_requests([request]):
             yield from request.ids[n:]
@@ -240,6 +317,7 @@ class Model:
         decoding: str | Strategy,
         seed: int,
         ignore_eos: bool,
+        decoder_ids: Sequence[int] | None = None,
         **parameters: float | None,
     ) -> Request:
         """Return a checked request; parameters as in `generate`."""
@@ -247,6 +325,11 @@ class Model:
             raise UsageError(f"max_tokens must be at least 1, got {max_tokens}")
         if not 0 <= seed < 2**64:
             raise UsageError(f"seed must be in 0..2**64 - 1, got {seed}")
+        if not self.spec.causal or not self.spec.head:
+            raise UsageError(
+                f"{self.spec.name} is an encoder and cannot continue a text; use hidden(), embed() "
+                "or logits()"
+            )
         strategy = (
             decoding
             if isinstance(decoding, Strategy)
@@ -254,10 +337,18 @@ class Model:
         )
         if isinstance(prompt, str):
             prompt = self.tokenizer.encode(prompt, add_special_tokens=True)
+        encoder_ids = None
+        if self.spec.encoder is not None:
+            encoder_ids, prompt = self._check_encoder_ids(prompt), self._decoder_prompt(decoder_ids)
+        elif decoder_ids is not None:
+            raise UsageError(
+                f"{self.spec.name} has no encoder; give all tokens as the prompt, without "
+                "decoder_ids"
+            )
         ids = self._check_ids(prompt, room=1)
         room = self.spec.max_context - len(ids)
         stop = frozenset() if ignore_eos else frozenset(self._end_ids())
-        return Request(ids, min(max_tokens, room), strategy, seed, stop)
+        return Request(ids, min(max_tokens, room), strategy, seed, stop, encoder_ids)
 
     def run_requests(
         self, requests: list[Request], burst_s: float = STREAM_BURST_S
@@ -290,26 +381,67 @@ class Model:
         known = () if self._tokenizer is None else self._tokenizer.eos_ids
         return (*self.spec.eos_token_ids, *known)
 
-    def _check_ids(self, ids: Sequence[int] | NDArray[Any], room: int) -> list[int]:
+    def _decoder_prompt(self, decoder_ids: Sequence[int] | None) -> Sequence[int]:
+        """Return the first tokens of the decoder."""
+        if decoder_ids is not None:
+            return decoder_ids
+        if self.spec.decoder_start_id is None:
+            raise UsageError(
+                f"the configuration of {self.spec.name} has no decoder_start_token_id; give the "
+                "decoder's first tokens as decoder_ids"
+            )
+        return [self.spec.decoder_start_id]
+
+    def _check_encoder_ids(self, ids: Sequence[int] | NDArray[Any] | None) -> list[int] | None:
+        """Return the encoder's token ids, checked; None if there is no encoder."""
+        encoder = self.spec.encoder
+        if encoder is None:
+            if ids is not None:
+                raise UsageError(f"{self.spec.name} has no encoder; leave encoder_ids out")
+            return None
+        if ids is None:
+            raise UsageError(f"{self.spec.name} has an encoder; give its token ids as encoder_ids")
+        return self._check_ids(ids, room=0, spec=encoder)
+
+    def _check_ids(
+        self, ids: Sequence[int] | NDArray[Any], room: int, spec: ModelSpec | None = None
+    ) -> list[int]:
+        spec = spec or self.spec
         array = np.asarray(ids)
         if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
             raise UsageError(
                 f"token ids must be a non-empty sequence of integers, got shape {array.shape} "
                 f"of {array.dtype}"
             )
-        if array.size + room > self.spec.max_context:
+        if array.size + room > spec.max_context:
             more = f" (and {room} more to generate)" if room else ""
             raise UsageError(
-                f"the prompt has {array.size} tokens{more}, but the context of {self.spec.name} "
-                f"holds {self.spec.max_context}; shorten it"
+                f"the prompt has {array.size} tokens{more}, but the context of {spec.name} "
+                f"holds {spec.max_context}; shorten it"
             )
-        if array.min() < 0 or array.max() >= self.spec.vocab_size:
-            bad = int(array[(array < 0) | (array >= self.spec.vocab_size)][0])
+        if array.min() < 0 or array.max() >= spec.vocab_size:
+            bad = int(array[(array < 0) | (array >= spec.vocab_size)][0])
             raise UsageError(
-                f"token id {bad} is outside the vocabulary of {self.spec.name}, "
-                f"0..{self.spec.vocab_size - 1}"
+                f"token id {bad} is outside the vocabulary of {spec.name}, 0..{spec.vocab_size - 1}"
             )
         return [int(i) for i in array]
+
+    def _check_types(self, types: Sequence[int] | NDArray[Any] | None, n: int) -> list[int] | None:
+        if types is None:
+            return None
+        array = np.asarray(types)
+        if array.shape != (n,) or array.dtype.kind not in "iu":
+            raise UsageError(
+                f"token_types must be {n} integers, one per token, got shape {array.shape} of "
+                f"{array.dtype}"
+            )
+        most = self.spec.type_vocab_size
+        if most == 0 or array.min() < 0 or array.max() >= most:
+            raise UsageError(
+                f"{self.spec.name} has {most} token types; token_types must lie below, got "
+                f"{int(array.min())}..{int(array.max())}"
+            )
+        return [int(t) for t in array]
 
     # ---- what it holds and what it sent -------------------------------------------------------
 
@@ -353,4 +485,7 @@ class Model:
 
 
 def _copy(requests: list[Request]) -> list[Request]:
-    return [Request(r.prompt, r.max_tokens, r.strategy, r.seed, r.stop_ids) for r in requests]
+    return [
+        Request(r.prompt, r.max_tokens, r.strategy, r.seed, r.stop_ids, r.encoder_ids)
+        for r in requests
+    ]

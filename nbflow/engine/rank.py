@@ -17,12 +17,13 @@ import numpy as np
 from nbflow.cache import KVStorage, PageTable
 from nbflow.decoding.strategy import check_drawn
 from nbflow.engine.burst import MAX_STEPS, Burst, log_probabilities
+from nbflow.engine.memory import Memory
 from nbflow.engine.request import Request
 from nbflow.engine.scheduler import next_tokens
 from nbflow.execute import CpuExecutor, RankWeights, Step, make_step
 from nbflow.execute.weights import stored_bytes
 from nbflow.parallel.comm import Comm
-from nbflow.parallel.plan import Plan
+from nbflow.parallel.plan import Plan, make_plan
 from nbflow.program import build, fuse, partition
 from nbflow.program.cost import bytes_sent
 from nbflow.spec.model_spec import ModelSpec
@@ -90,6 +91,18 @@ class RankEngine:
         self._threads = threads
         set_num_threads(threads)
         self.plan, self.comm, self.spec = plan, comm, spec
+        options: dict[str, Any] = {
+            "weights": weights, "outliers": outliers, "activations": activations, "kv": kv,
+            "page_size": page_size,
+        }  # fmt: skip
+        self._encoded: Memory | None = None
+        if spec.encoder is not None:
+            encoder_plan = make_plan(spec.encoder, plan.partition, plan.block_size)
+            encoder = RankEngine(
+                encoder_plan, file, comm, groups, spec=spec.encoder, threads=threads,
+                max_step_tokens=max_step_tokens, **options,
+            )  # fmt: skip
+            self._encoded = Memory(encoder, spec, plan.ranks[comm.rank], file, **options)
         self.mine = plan.ranks[comm.rank]
         self.program = fuse(partition(build(spec), self.mine))
         started, before = time.perf_counter(), file.bytes_read
@@ -102,8 +115,9 @@ class RankEngine:
         )
         self.table = PageTable(page_size)
         self.executor = CpuExecutor(
-            self.program, self.weights, self.storage, comm, plan.numbers, activations
-        )
+            self.program, self.weights, self.storage, comm, plan.numbers, activations,
+            None if self._encoded is None else self._encoded.storage,
+        )  # fmt: skip
         self._groups = groups
         self.executor.set_groups(groups)
         self._head = plan.numbers.index(plan.head_rank)
@@ -120,24 +134,58 @@ class RankEngine:
 
     # ---- all positions at once ----------------------------------------------------------------
 
-    def outputs(self, ids: Sequence[int], name: str) -> np.ndarray:
+    def outputs(
+        self,
+        ids: Sequence[int],
+        name: str,
+        types: Sequence[int] | None = None,
+        encoder_ids: Sequence[int] | None = None,
+    ) -> np.ndarray:
         """Return a buffer of the last stage ("logits" or "y") after every token, on every rank."""
         width = self.spec.vocab_size if name == "logits" else self.spec.hidden_size
         result = np.empty((len(ids), width), np.float32)
         piece = max(1, min(self._budget, MAX_LOGIT_BYTES // (4 * self.spec.vocab_size)))
-        self.table.add(-1)
+        if not self.spec.causal:  # every token sees all others
+            piece = len(ids)
+        self._add(-1, encoder_ids)
         try:
             for start in range(0, len(ids), piece):
                 chunk = list(ids[start : start + piece])
-                step = make_step(self.table, [-1], [chunk], range(len(chunk)))
+                some_types = None if types is None else types[start : start + piece]
+                step = self._step([-1], [chunk], range(len(chunk)), some_types)
                 self._run(step)
                 rows = result[start : start + len(chunk)]
                 if self.mine.last:
                     np.copyto(rows, self.executor.buffer(name, len(chunk)))
                 self._broadcast(rows)
         finally:
-            self.table.drop(-1)
+            self._drop(-1)
         return result
+
+    # ---- sequences ----------------------------------------------------------------------------
+
+    def _add(self, sequence: int, encoder_ids: Sequence[int] | None) -> None:
+        """Begin a sequence; if there is an encoder, run it on the sequence's input."""
+        if self._encoded is not None:
+            assert encoder_ids is not None  # checked by the caller
+            self._encoded.add(sequence, encoder_ids)
+        self.table.add(sequence)
+
+    def _drop(self, sequence: int) -> None:
+        """End a sequence."""
+        self.table.drop(sequence)
+        if self._encoded is not None:
+            self._encoded.drop(sequence)
+
+    def _step(
+        self,
+        sequences: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        logit_rows: Sequence[int],
+        types: Sequence[int] | None = None,
+    ) -> Step:
+        memory = None if self._encoded is None else self._encoded.table
+        return make_step(self.table, sequences, tokens, logit_rows, types, memory)
 
     # ---- generation ---------------------------------------------------------------------------
 
@@ -147,14 +195,15 @@ class RankEngine:
         Steps that need no look at the requests run in bursts of at most `burst_s` seconds.
         """
         self.end()
-        self._requests, self._burst_s = requests, burst_s
-        for i in range(len(requests)):
-            self.table.add(i)
+        self._burst_s = burst_s
+        for i, request in enumerate(requests):
+            self._add(i, request.encoder_ids)
+            self._requests = requests[: i + 1]
 
     def end(self) -> None:
         """Stop working on the present requests."""
         for i in range(len(self._requests)):
-            self.table.drop(i)
+            self._drop(i)
         self._requests = []
 
     def advance(self) -> list[Event]:
@@ -169,8 +218,7 @@ class RankEngine:
             for r, (_, n) in zip(requests, chosen, strict=True)
         ]
         ends = np.cumsum([n for _, n in chosen]) - 1
-        step = make_step(
-            self.table,
+        step = self._step(
             [i for i, _ in chosen],
             tokens,
             [int(e) for e, r in zip(ends, ready, strict=True) if r],
@@ -206,7 +254,7 @@ class RankEngine:
             self._bursts[key] = Burst(*key)
         burst = self._bursts[key]
         burst.begin(requests)
-        step = make_step(self.table, indices, [r.pending for r in requests], range(len(requests)))
+        step = self._step(indices, [r.pending for r in requests], range(len(requests)))
         set_num_threads(self._threads)
         self.storage.ensure(self.table.n_pages)
         started = time.perf_counter()
@@ -279,16 +327,21 @@ class RankEngine:
         """Count the bytes sent from here on."""
         self._sent_before = self._sent()
         self._predicted_bytes = 0
+        if self._encoded is not None:
+            self._encoded.encoder.reset_traffic()
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes this rank has sent since `reset_traffic`, measured and predicted."""
         now = self._sent()
         measured = sum(n - self._sent_before.get(kind, 0) for kind, n in now.items())
-        return {"measured_bytes": measured, "predicted_bytes": self._predicted_bytes}
+        predicted = self._predicted_bytes
+        if self._encoded is not None:  # what it sends is measured by the same communicators
+            predicted += self._encoded.encoder.traffic()["predicted_bytes"]
+        return {"measured_bytes": measured, "predicted_bytes": predicted}
 
     def memory(self) -> dict[str, int]:
         """Return what this rank holds, in bytes."""
-        return {
+        held = {
             "rank": self.mine.rank,
             "weight_bytes": self.weights.n_bytes,
             "matrix_bytes": self.matrix_bytes,
@@ -296,6 +349,8 @@ class RankEngine:
             "workspace_bytes": self.executor.workspace_bytes,
             "peak_rss_bytes": peak_rss_bytes(),
         }
+        more = {} if self._encoded is None else self._encoded.memory()
+        return {key: n + more.get(key, 0) for key, n in held.items()}
 
     @property
     def matrix_bytes(self) -> int:

@@ -22,6 +22,8 @@ class Request:
     """Seed of the draws; the n-th new token uses draw n."""
     stop_ids: frozenset[int] = frozenset()
     """Ids that end the sequence."""
+    encoder_ids: list[int] | None = None
+    """Token ids for the encoder, if the model has one."""
     wants_logprobs: bool = True
     """Whether the log-probabilities of the new tokens are wanted; without them they are NaN."""
     ids: list[int] = field(default_factory=list)

@@ -44,25 +44,45 @@ class PythonOp:
 
 
 Made = list[Call] | PythonOp
+ATTENTIONS = ("attention", "cross_attention")
 
 
-class WindowAttention:
-    """The attention's work of a step, the same for all layers with one window."""
+class LayerAttention:
+    """The attention's work of a step, the same for all layers that see the same keys.
 
-    def __init__(self, executor: CpuExecutor, arrays: StepArrays, window: int | None) -> None:
-        self._arrays = arrays
-        program, storage = executor.program, executor.storage
-        spec = program.spec
+    Parameters
+    ----------
+    executor : CpuExecutor
+        Gives the program and the pages.
+    arrays : StepArrays
+        The step.
+    window : int or None
+        Sliding window of the layers.
+    cross : bool
+        Whether the keys are the encoder's.
+    """
+
+    def __init__(
+        self, executor: CpuExecutor, arrays: StepArrays, window: int | None, cross: bool
+    ) -> None:
+        self.cross = cross
+        program, spec = executor.program, executor.program.spec
+        storage = executor.memory if cross else executor.storage
+        assert storage is not None
+        self.storage = storage
+        kv = (arrays.kv_indptr, arrays.kv_indices, arrays.kv_lens)
+        memory = (arrays.memory_indptr, arrays.memory_indices, arrays.memory_lens)
+        self._step = (arrays.qo_indptr, *(memory if cross else kv))
         self.plan = AttentionPlan(
             (program.n_heads, program.n_kv_heads, spec.head_dim, spec.head_dim),
             storage.page_size,
             kv_layout=LAYOUT,
-            causal=spec.causal,
+            causal=spec.causal and not cross,
             window_left=-1 if window is None else window - 1,
             logits_soft_cap=spec.logits_soft_cap or 0.0,
             sm_scale=spec.sm_scale,
         )
-        if spec.position == "alibi":
+        if spec.position == "alibi" and not cross:
             first = program.first_head
             slopes = alibi_slopes(spec.n_heads)[first : first + program.n_heads]
             self.plan.set_table(SLOPES, slopes * (spec.sm_scale if spec.alibi_scaled else 1.0))
@@ -79,31 +99,31 @@ class WindowAttention:
 
     def fill(self) -> None:
         """Divide the work of the step that is in the arrays."""
-        arrays, plan = self._arrays, self.plan
-        plan_into(plan, arrays.qo_indptr, arrays.kv_indptr, arrays.kv_indices, arrays.kv_lens)
-        self.n_shares[0], self.n_merges[0] = plan.n_shares, plan.n_merges
+        plan_into(self.plan, *self._step)
+        self.n_shares[0], self.n_merges[0] = self.plan.n_shares, self.plan.n_merges
 
-    def next_step_call(self) -> Call:
-        """Return the call that plans a further step with one token for each sequence."""
-        arrays, plan = self._arrays, self.plan
-        args = (
-            plan.header, arrays.qo_indptr, arrays.kv_indptr, arrays.kv_indices, arrays.kv_lens,
-            get_num_threads(), self.n_shares, self.n_merges,
-        )  # fmt: skip
-        return Call(_plan_step, args, 1, 1.0)
+    def next_step_calls(self) -> list[Call]:
+        """Return the call that plans a further step; the encoder's keys stay as they are."""
+        if self.cross:
+            return []
+        args = (self.plan.header, *self._step, get_num_threads(), self.n_shares, self.n_merges)
+        return [Call(_plan_step, args, 1, 1.0)]
 
 
 class StepAttention:
-    """The attention's work of a step, for each window that the layers have."""
+    """The attention's work of a step, for each kind of attention that the layers have."""
 
     def __init__(self, executor: CpuExecutor, arrays: StepArrays) -> None:
-        program = executor.program
-        windows = {op.attrs.get("window") for op in program.ops if op.kind == "attention"}
-        self._of = {window: WindowAttention(executor, arrays, window) for window in windows}
+        kinds = {self._kind(op) for op in executor.program.ops if op.kind in ATTENTIONS}
+        self._of = {kind: LayerAttention(executor, arrays, *kind) for kind in kinds}
 
-    def of(self, op: Op) -> WindowAttention:
+    @staticmethod
+    def _kind(op: Op) -> tuple[int | None, bool]:
+        return op.attrs.get("window"), op.kind == "cross_attention"
+
+    def of(self, op: Op) -> LayerAttention:
         """Return the work of an attention op."""
-        return self._of[op.attrs.get("window")]
+        return self._of[self._kind(op)]
 
     def fill(self) -> None:
         """Divide the work of the step that is in the arrays."""
@@ -112,7 +132,7 @@ class StepAttention:
 
     def next_step_calls(self) -> list[Call]:
         """Return calls that plan a further step with one token for each sequence."""
-        return [attention.next_step_call() for attention in self._of.values()]
+        return [call for attention in self._of.values() for call in attention.next_step_calls()]
 
 
 @njit
@@ -279,7 +299,7 @@ class Binder:
         assert self.attention is not None
         step = self.attention.of(op)
         q, out = self._heads(op.inputs[0]), self._heads(op.out)
-        storage = self._executor.storage
+        storage = step.storage
         keys, values = storage.layers[op.layer or 0]
         with capture() as attends:
             cpu.attend(step.plan, q, keys, values, out, None, storage.format.kind)
@@ -289,6 +309,12 @@ class Binder:
                 cpu.merge_splits(step.plan, out, None)
             calls += [dataclasses.replace(c, n_rows=step.n_merges) for c in merges.calls]
         return calls
+
+    _cross_attention = _attention
+
+    def _input(self, op: Op, index: int) -> Made:
+        out, executor = self._view(op.out), self._executor
+        return PythonOp(op.kind, lambda: np.copyto(out, executor.given))
 
     def _activation(self, op: Op, index: int) -> Made:
         from nbflow_kernels.activation import cpu

@@ -49,8 +49,8 @@ class Bound:
     attention: Any
     """Fills the work items of the attention; None without layers."""
     segments: list[Segment | PythonOp]
-    n_pages: int
-    """Pages of the storage it was bound to."""
+    n_pages: tuple[int, int]
+    """Pages of the storages it was bound to."""
     repeated: dict[Any, list[Segment | PythonOp]] = field(default_factory=dict)
     """The calls of a whole step with further ones behind them; see `CpuExecutor.run_repeated`."""
 
@@ -72,6 +72,8 @@ class CpuExecutor:
         The number, in the partition string, of each rank of `comm`.
     activations : {"f32", "int8", "bf16"}
         Arithmetic of the products with weights.
+    memory : KVStorage, optional
+        Pages with the keys and values of the encoder's hidden states.
     """
 
     def __init__(
@@ -82,9 +84,13 @@ class CpuExecutor:
         comm: Comm | None = None,
         numbers: tuple[int, ...] = (0,),
         activations: str = "f32",
+        memory: KVStorage | None = None,
     ) -> None:
         self.program = program
         self.storage = storage
+        self.memory = memory
+        self.given = np.zeros((0, 0), np.float32)
+        """The rows of an `input` op."""
         self.weights = weights
         self.comm = comm or Alone()
         self.numbers = numbers
@@ -199,7 +205,7 @@ class CpuExecutor:
         )
         key = n_tokens, n_logits, n_sequences, get_team().n
         bound = self._bound.get(key)
-        if bound is None or bound.n_pages != self.storage.n_pages:
+        if bound is None or bound.n_pages != self._n_pages():
             self._reserve(n_tokens, n_logits)
             if len(self._bound) >= MAX_BOUND:
                 self._bound.clear()
@@ -210,9 +216,12 @@ class CpuExecutor:
             bound.attention.fill()
         return bound
 
+    def _n_pages(self) -> tuple[int, int]:
+        return self.storage.n_pages, 0 if self.memory is None else self.memory.n_pages
+
     def _bind(self, step: Step) -> Bound:
         arrays = StepArrays(
-            len(step.ids), len(step.logit_rows), len(step.pages.kv_lens), self.storage.n_pages
+            len(step.ids), len(step.logit_rows), len(step.pages.kv_lens), *self._n_pages()
         )
         arrays.load(step)
         binder = Binder(self, arrays)
@@ -232,7 +241,7 @@ class CpuExecutor:
             else:
                 waiting.extend((op.kind, call) for call in made)
         close()
-        return Bound(arrays, binder.attention, segments, self.storage.n_pages)
+        return Bound(arrays, binder.attention, segments, self._n_pages())
 
     def _reserve(self, n_tokens: int, n_logits: int) -> None:
         """Make the buffers large enough."""

@@ -23,6 +23,9 @@ from nbflow_kernels.norm import reference as norm
 from nbflow_kernels.position import reference as position
 from nbflow_kernels.quants import QuantTensor
 
+Cache = dict[int, tuple[np.ndarray, np.ndarray]]
+"""Keys and values of each layer, (tokens, heads, head_dim)."""
+
 
 class ReferenceExecutor:
     """Executor of a whole model for one sequence.
@@ -35,6 +38,8 @@ class ReferenceExecutor:
         Its weights.
     trace : callable, optional
         Called as ``trace(op, array)`` after every op.
+    memory : dict, optional
+        Keys and values of the encoder's hidden states for each layer: what `remember` returns.
     """
 
     def __init__(
@@ -42,12 +47,15 @@ class ReferenceExecutor:
         program: Program,
         weights: RankWeights,
         trace: Callable[[Op, np.ndarray], None] | None = None,
+        memory: Cache | None = None,
     ) -> None:
         self._program = program
         self._trace = trace
         self._bias = weights.bias
         self._operands = [tuple(map(_as_float64, group)) for group in weights.operands]
-        self._cache: dict[int, tuple[np.ndarray, np.ndarray]] = {}
+        self._cache: Cache = {}
+        self._memory = memory or {}
+        self._given = np.zeros((0, 0))
         self._length = 0
         self._types = np.zeros(0, np.int64)
 
@@ -67,6 +75,28 @@ class ReferenceExecutor:
             The hidden states (T, E) if the model has no head.
         """
         self._types = np.zeros(len(ids), np.int64) if token_types is None else token_types
+        values = self._run(ids)
+        return values["logits" if "logits" in values else "y"]
+
+    def remember(self, states: np.ndarray) -> Cache:
+        """Run the program of `nbflow.program.build_memory` on an encoder's hidden states.
+
+        Parameters
+        ----------
+        states : array, shape (T, E)
+            The last hidden states.
+
+        Returns
+        -------
+        dict
+            Keys and values for each layer, to be given to the decoder's executor.
+        """
+        self._given = states
+        self._run(np.zeros(len(states), np.int64))
+        return self._cache
+
+    def _run(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        """Run all ops on the next tokens and return the buffers."""
         values: dict[str, np.ndarray] = {}
         for index, op in enumerate(self._program.ops):
             if op.kind in COMMUNICATION:
@@ -77,7 +107,7 @@ class ReferenceExecutor:
             if self._trace is not None:
                 self._trace(op, values.get(op.out, np.empty(0)))
         self._length += len(ids)
-        return values["logits" if "logits" in values else "y"]
+        return values
 
     def _write(self, values: dict[str, np.ndarray], name: str, result: np.ndarray) -> None:
         """Store a result, and the bands of it that have names of their own."""
@@ -157,6 +187,17 @@ class ReferenceExecutor:
             logits_soft_cap=spec.logits_soft_cap,
         )
         return result.reshape(len(ids), -1)
+
+    def _cross_attention(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        q = self._heads(values[op.inputs[0]])
+        scale = self._program.spec.sm_scale
+        result: np.ndarray = attention.single_prefill_with_kv_cache(
+            q, *self._memory[op.layer or 0], causal=False, sm_scale=scale
+        )
+        return result.reshape(len(ids), -1)
+
+    def _input(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        return self._given.astype(np.float64)
 
     def _with_slopes(self, q: np.ndarray) -> np.ndarray:
         """Return queries with the slope of each head as one more column.

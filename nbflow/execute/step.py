@@ -26,6 +26,8 @@ class Step:
     """The sequences' pages, the new tokens counted in."""
     logit_rows: np.ndarray
     """int32 (R,): tokens after which the logits are wanted."""
+    memory: PageView | None
+    """The pages of what the encoder gave for each sequence, if there is an encoder."""
     types: np.ndarray
     """int32 (T,): type of each token, for models that have an embedding for them."""
 
@@ -36,8 +38,12 @@ def make_step(
     tokens: Sequence[Sequence[int]],
     logit_rows: Sequence[int],
     types: Sequence[int] | None = None,
+    memory: PageTable | None = None,
 ) -> Step:
-    """Extend sequences of a page table by new tokens and return the step that computes them."""
+    """Extend sequences of a page table by new tokens and return the step that computes them.
+
+    `memory` is the page table of the encoder's hidden states, if there is an encoder.
+    """
     lengths = [len(ids) for ids in tokens]
     indptr = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=indptr[1:])
@@ -53,5 +59,6 @@ def make_step(
         qo_indptr=indptr,
         pages=table.view(sequences),
         logit_rows=np.array(logit_rows, np.int32),
+        memory=None if memory is None else memory.view(sequences),
         types=np.zeros(len(positions), np.int32) if types is None else np.array(types, np.int32),
     )

@@ -20,9 +20,18 @@ class StepArrays:
         Sizes of the steps.
     n_pages : int
         Most pages that the sequences of a step hold together.
+    n_memory_pages : int
+        The same of the encoder's hidden states; 0 without an encoder.
     """
 
-    def __init__(self, n_tokens: int, n_logits: int, n_sequences: int, n_pages: int) -> None:
+    def __init__(
+        self,
+        n_tokens: int,
+        n_logits: int,
+        n_sequences: int,
+        n_pages: int,
+        n_memory_pages: int = 0,
+    ) -> None:
         self.ids = np.zeros(n_tokens, np.int32)
         self.positions = np.zeros(n_tokens, np.int32)
         self.types = np.zeros(n_tokens, np.int32)
@@ -32,6 +41,9 @@ class StepArrays:
         self.kv_indptr = np.zeros(n_sequences + 1, np.int32)
         self.kv_indices = np.zeros(n_pages, np.int32)
         self.kv_lens = np.zeros(n_sequences, np.int32)
+        self.memory_indptr = np.zeros(n_sequences + 1, np.int32)
+        self.memory_indices = np.zeros(n_memory_pages, np.int32)
+        self.memory_lens = np.zeros(n_sequences, np.int32)
 
     def load(self, step: Step) -> None:
         """Copy a step's numbers."""
@@ -45,3 +57,7 @@ class StepArrays:
         self.kv_indptr[:] = pages.kv_indptr
         self.kv_indices[: len(pages.kv_indices)] = pages.kv_indices
         self.kv_lens[:] = pages.kv_lens
+        if step.memory is not None:
+            self.memory_indptr[:] = step.memory.kv_indptr
+            self.memory_indices[: len(step.memory.kv_indices)] = step.memory.kv_indices
+            self.memory_lens[:] = step.memory.kv_lens

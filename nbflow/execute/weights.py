@@ -186,6 +186,8 @@ def read_part(spec: ModelSpec, file: WeightFile, part: Operand) -> np.ndarray:
         Rows first, as our names have it, whatever way the checkpoint stores it.
     """
     place = stored(spec, part.name)
+    if len(spec.shape_of(part.name)) == 1 and len(file.shape(place.name)) > 1:
+        return file.array(place.name).reshape(-1)[slice(*(part.rows or (None,)))]
     spans = _spans(spec, part, place)
     if place.transposed:
         pieces = [file.array(place.name, rows=part.columns, columns=s).T for s in spans]

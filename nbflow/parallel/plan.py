@@ -71,6 +71,8 @@ class Plan:
     """The partition string, in normal form."""
     ranks: tuple[RankPlan, ...]
     """One entry per rank, stages in order."""
+    block_size: int = 1
+    """Cuts through columns are multiples of it."""
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -168,7 +170,7 @@ def make_plan(spec: ModelSpec, partition: str, block_size: int = 1) -> Plan:
                     shared=shared[j],
                 )
             )
-    return Plan(";".join("&".join(map(str, group)) for group in stages), tuple(ranks))
+    return Plan(";".join("&".join(map(str, group)) for group in stages), tuple(ranks), block_size)
 
 
 def split_evenly(total: int, n: int) -> list[Range]:

@@ -5,9 +5,9 @@ out of it and inserts communication, `fuse` joins ops, `cost` counts bytes and o
 executors in `nbflow.execute` run what comes out; nothing else knows how an architecture is made.
 """
 
-from nbflow.program.build import build
+from nbflow.program.build import build, build_memory
 from nbflow.program.fuse import fuse
 from nbflow.program.partition import partition
 from nbflow.program.records import Buffer, Op, Operand, Program
 
-__all__ = ["Buffer", "Op", "Operand", "Program", "build", "fuse", "partition"]
+__all__ = ["Buffer", "Op", "Operand", "Program", "build", "build_memory", "fuse", "partition"]

@@ -24,6 +24,22 @@ def build(spec: ModelSpec) -> Program:
     )
 
 
+def build_memory(spec: ModelSpec) -> Program:
+    """Return the program that makes each layer's keys and values of the encoder's hidden states."""
+    assert spec.encoder is not None
+    ops = [Op("input", "m")]
+    for i in range(spec.n_layers):
+        ops += [
+            _linear(spec, i, "cross.k", "m", "k"),
+            _linear(spec, i, "cross.v", "m", "v"),
+            Op("append_kv", "kv", ("k", "v"), layer=i),
+        ]
+    width = spec.n_kv_heads * spec.head_dim
+    buffers = {"m": Buffer(spec.encoder.hidden_size), "k": Buffer(width), "v": Buffer(width)}
+    layers = tuple(range(spec.n_layers))
+    return Program(spec, tuple(ops), buffers, spec.n_heads, spec.n_kv_heads, layers)
+
+
 def _buffers(spec: ModelSpec, ops: list[Op]) -> dict[str, Buffer]:
     """Return the buffers that the ops use."""
     q_width, kv_width = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
@@ -107,7 +123,10 @@ def _layer(spec: ModelSpec, i: int) -> list[Op]:
         ]
         return [*norms, *_attention(spec, i, "h"), *_feed_forward(spec, i, "h2")]
     ops: list[Op] = []
-    for name, sublayer in (("attn", _attention), ("ffn", _feed_forward)):
+    sublayers = {"attn": _attention, "cross": _cross_attention, "ffn": _feed_forward}
+    if spec.encoder is None:
+        del sublayers["cross"]
+    for name, sublayer in sublayers.items():
         source = "x"
         if spec.norm_place in ("pre", "sandwich"):
             source = "h"
@@ -142,6 +161,16 @@ def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
         Op("append_kv", "kv", ("k", "v"), layer=i),
         Op("attention", "a", ("q",), layer=i, attrs={} if window is None else {"window": window}),
         _linear(spec, i, "attn.o", "a", "o"),
+        _add(spec, "x", "o", i),
+    ]
+
+
+def _cross_attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
+    """Return attention to the encoder's hidden states, whose keys and values are in the cache."""
+    return [
+        _linear(spec, i, "cross.q", source, "q"),
+        Op("cross_attention", "a", ("q",), layer=i),
+        _linear(spec, i, "cross.o", "a", "o"),
         _add(spec, "x", "o", i),
     ]
 

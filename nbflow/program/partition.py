@@ -14,7 +14,7 @@ from nbflow.parallel.plan import RankPlan, split_evenly
 from nbflow.program.records import Buffer, Op, Operand, Program
 from nbflow_kernels.errors import UsageError
 
-PARTIAL = ("attn.o", "ffn.down", "shared.down")
+PARTIAL = ("attn.o", "cross.o", "ffn.down", "shared.down")
 """Matrices that are cut by columns, so that the ranks' results must be summed."""
 
 
@@ -30,7 +30,8 @@ def partition(program: Program, plan: RankPlan) -> Program:
         )
     cuts = _cuts(program, plan)
     ops: list[Op] = []
-    if plan.receives_from is not None:
+    moves_x = "x" in program.buffers
+    if plan.receives_from is not None and moves_x:
         ops.append(Op("recv", "x", attrs={"peer": plan.receives_from}))
     behind = False
     unsummed = False
@@ -46,7 +47,7 @@ def partition(program: Program, plan: RankPlan) -> Program:
             unsummed = False
         ops.append(op if alone else _inside_layer(op, plan, cuts))
         unsummed = not alone and (unsummed or (op.out == "o" and op.kind != "norm"))
-    if plan.sends_to:
+    if plan.sends_to and moves_x:
         ops.append(Op("send", "x", ("x",), attrs={"peers": plan.sends_to}))
     heads = plan.heads[1] - plan.heads[0], plan.kv_heads[1] - plan.kv_heads[0]
     return Program(
@@ -87,8 +88,8 @@ def _cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, int]]:
     q = (plan.heads[0] * D, plan.heads[1] * D)
     kv = (plan.kv_heads[0] * D, plan.kv_heads[1] * D)
     return {
-        **dict.fromkeys(("attn.q", "attn.o"), q),
-        **dict.fromkeys(("attn.k", "attn.v"), kv),
+        **dict.fromkeys(("attn.q", "attn.o", "cross.q", "cross.o"), q),
+        **dict.fromkeys(("attn.k", "attn.v", "cross.k", "cross.v"), kv),
         **dict.fromkeys(("ffn.gate", "ffn.up", "ffn.down"), plan.ffn),
         **dict.fromkeys(("shared.gate", "shared.up", "shared.down"), plan.shared),
     }
@@ -96,6 +97,8 @@ def _cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, int]]:
 
 def _outside_layers(op: Op, plan: RankPlan, vocab_size: int, behind: bool) -> list[Op]:
     """Return what an op outside the layers becomes: the first stage's, or the last one's."""
+    if op.kind == "input":  # all ranks are given the rows
+        return [op]
     if not (plan.last if behind else plan.first):
         return []
     if op.kind != "linear" or op.out != "logits" or len(plan.group) == 1:

@@ -15,6 +15,9 @@ linear        out = input @ W.T + bias, W the rows of all `weights` one below th
 rope          rotate the inputs (q, k) in place, attr ``rope``
 append_kv     write inputs (k, v) into the layer's pages
 attention     out = attention(q) over the layer's pages, attr ``window``
+cross_attention
+              out = attention(q) over the pages of what the encoder gave, all of it
+input         out = rows given from outside, one for each token
 activation    out = act(input), attr ``activation``
 gate          out = act(gate) * up; inputs (gate, up), or one buffer that holds both
 experts       out = the weighted sum of the experts that `router` chooses; inputs (x, router); the
@@ -46,6 +49,8 @@ Kind = Literal[
     "rope",
     "append_kv",
     "attention",
+    "cross_attention",
+    "input",
     "activation",
     "gate",
     "experts",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from nbflow.spec.family import ABSENT, ALWAYS, STORED, ConfigRule, Family
+from nbflow.spec.family import ABSENT, ALWAYS, STORED, ConfigRule, Family, get_family
 from nbflow.spec.fields import FIELDS, FUSED, REQUIRED
 from nbflow.spec.formula import evaluate
 from nbflow.spec.model_spec import ModelSpec, MoeSpec, RopeSpec
@@ -21,7 +21,7 @@ _SAME = (
     "norm_weight", "norm_bias", "norm_place", "embed_norm", "final_norm", "qk_norm", "qkv_layout",
     "position", "position_offset", "alibi_scaled", "residual", "transposed", "embed_scale",
     "residual_scale", "logits_scale", "head_soft_cap", "head_bias", "normalize_head",
-    "head_transform", "head",
+    "head_transform", "head", "decoder_start_id",
 )  # fmt: skip
 """Fields that a `ModelSpec` has under the same name."""
 
@@ -75,8 +75,20 @@ def build_spec(
     """
     _refuse_unsupported(family, config, where)
     values = _values(family, config, where, override or {})
+    encoder = None
+    if family.encoder is not None:
+        encoder = build_spec(
+            get_family(family.encoder, where),
+            config,
+            name=f"{name} (encoder)",
+            where=where,
+            checkpoint_tensors=checkpoint_tensors,
+        )
     names = _names(family, tensors or {}, values["n_layers"], checkpoint_tensors)
     _name_biases(names)
+    if values["head_transform"] and names.get("transform.weight") not in checkpoint_tensors:
+        # an encoder without the head it was trained with
+        values |= {"head": False, "head_transform": False, "head_bias": False}
     stated = values["tied_head"]
     rope, local_rope, softmax_factor = _ropes(values, config, where, rope_divisors)
     head_dim = values["head_dim"]
@@ -86,6 +98,7 @@ def build_spec(
         name=name,
         family=family.name,
         embed_size=values["embed_size"] or 0,
+        encoder=encoder,
         rope=rope,
         local_rope=local_rope,
         sm_scale=sm_scale * softmax_factor,

@@ -42,11 +42,11 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
     """
     present = set(weights.names())
     missing, shapes, types, used = [], [], [], set()
-    for ours in spec.tensor_shapes():
+    for part, ours in _tensors(spec):
         try:
-            place = stored(spec, ours)
+            place = stored(part, ours)
         except KeyError:
-            missing.append(f"{ours} (family {spec.family!r} has no name for it)")
+            missing.append(f"{ours} (family {part.family!r} has no name for it)")
             continue
         name, shape = place.name, place.shape
         if name in used:  # a part of a fused tensor that was looked at
@@ -83,6 +83,12 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
             f"{weights.path}: {n} tensors do not fit the specification of {spec.name!r} "
             f"(family {spec.family!r})\n" + "\n".join(problems)
         )
+
+
+def _tensors(spec: ModelSpec) -> list[tuple[ModelSpec, str]]:
+    """Return our names of all tensors, with the specification they belong to."""
+    parts = [spec] if spec.encoder is None else [spec, spec.encoder]
+    return [(part, name) for part in parts for name in part.tensor_shapes()]
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -49,9 +49,19 @@ def check_numbers(spec: ModelSpec) -> None:
             f"{spec.name}: residual {spec.residual!r} needs norm_place 'pre', "
             f"got {spec.norm_place!r}"
         )
+    if spec.encoder is not None:
+        _check_encoder(spec)
     if not spec.causal and spec.window is not None:
         raise UsageError(f"{spec.name}: a window needs causal attention")
     _check_experts(spec)
+
+
+def _check_encoder(spec: ModelSpec) -> None:
+    if spec.residual != "sequential" or spec.norm_place not in ("pre", "post"):
+        raise UsageError(
+            f"{spec.name}: a decoder with an encoder needs residual 'sequential' and norm_place "
+            f"'pre' or 'post', got {spec.residual!r} and {spec.norm_place!r}"
+        )
 
 
 def _check_experts(spec: ModelSpec) -> None:

@@ -7,6 +7,9 @@ description, model_types
     serves others as their base.
 extends
     Another family: its rules hold wherever this file says nothing else.
+encoder
+    The family that describes the encoder, read from the same checkpoint; this file is then the
+    decoder, whose layers attend to the encoder's last hidden states too.
 prefix
     A prefix that some checkpoints put before tensor names, and others do not.
 [structure]
@@ -63,6 +66,7 @@ PARTS = {
     "description": "one line",
     "model_types": "values of model_type that the family serves",
     "extends": "family whose rules hold where this file says nothing",
+    "encoder": "family that describes the encoder, read from the same checkpoint",
     "prefix": "prefix that some checkpoints put before tensor names",
     "structure": "fields that are the same for all members",
     "config": "field = where config.json says it",
@@ -104,6 +108,8 @@ class Family:
     """One line."""
     model_types: tuple[str, ...]
     """Values of ``model_type`` that it serves."""
+    encoder: str | None
+    """Family of the encoder, if there is one."""
     prefix: str
     """Prefix that tensor names may or may not have."""
     structure: dict[str, Any]
@@ -148,11 +154,12 @@ def load_family(path: Path) -> Family:
     """Read one family file, and those it extends, and check all of it."""
     table = _extended(path, ())
     config = _rules(table["config"], f"{path}: [config]")
-    biases = table["biases"]
+    biases, encoder = table["biases"], table.get("encoder")
     return Family(
         name=path.stem,
         description=check_value(table.get("description"), f"{path}: description", str),
         model_types=strings(table.get("model_types", []), f"{path}: model_types"),
+        encoder=None if encoder is None else check_value(encoder, f"{path}: encoder", str),
         prefix=check_value(table.get("prefix", ""), f"{path}: prefix", str),
         structure=check_fields(table["structure"], f"{path}: [structure]"),
         config=config,

@@ -147,6 +147,7 @@ EXPERTS = {
     "dense_layers": Field([int], "further layers without experts", ()),
 }
 TOKENS = {
+    "decoder_start_id": Field(int, "first token of the decoder, for models with an encoder", None),
     "bos_token_id": Field(int, "beginning of sequence", None),
     "eos_token_ids": Field([int], "ids that end a sequence", ()),
 }
@@ -162,13 +163,15 @@ FIELDS: dict[str, Field] = {
 }
 """Every field that can be set."""
 
-LINEARS = ("attn.q", "attn.k", "attn.v", "attn.o", "ffn.gate", "ffn.up", "ffn.down")
+CROSS = ("cross.q", "cross.k", "cross.v", "cross.o")
+LINEARS = ("attn.q", "attn.k", "attn.v", "attn.o", *CROSS, "ffn.gate", "ffn.up", "ffn.down")
 """A layer's matrices that may have a bias."""
 FUSED = {"attn.qkv": ("attn.q", "attn.k", "attn.v"), "ffn.gate_up": ("ffn.gate", "ffn.up")}
 """Matrices that a checkpoint may store in one: its name and the parts."""
 LAYER_NORMS = (
     "attn_norm",
     "attn_post_norm",
+    "cross_norm",
     "ffn_norm",
     "ffn_post_norm",
     "attn.q_norm",

@@ -3,7 +3,7 @@
 ``name``, ``description``
     What the model is called (default: the file's name), one line about it.
 ``family``
-    Name of the family; required.
+    Name of the family, or the path of a family file, relative to the file; required.
 ``path``, ``tokenizer``
     Weights and tokenizer, relative to the file.  A file without ``path`` says how to read a
     checkpoint that is named beside it (``--spec FILE``).
@@ -13,6 +13,9 @@
     Names that differ from the family's; further patterns to ignore.
 ``[defaults]``
     Generation settings (`GENERATION`); they win over generation_config.json.
+
+A family file (`nbflow.spec.family`) can stand for a model file: a model of that family with nothing
+else.
 """
 
 from __future__ import annotations
@@ -21,11 +24,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbflow.spec.family import check_fields, check_tensors, get_family
+from nbflow.spec.family import Family, check_fields, check_tensors, get_family, load_family
 from nbflow.spec.toml_schema import Kind, check_keys, check_value, read_toml, strings
 from nbflow_kernels.errors import UsageError
 
 MODELS = Path(__file__).parent / "models"
+
+WORDS = {
+    "name": "what the model is called; by default as the file",
+    "description": "one line",
+    "family": "name of the family, or path of a family file",
+    "path": "weights, relative to the file",
+    "tokenizer": "tokenizer file, relative to the file",
+}
+"""Keys at the top of a model file."""
 
 GENERATION: dict[str, Kind] = {"temperature": float, "top_k": int, "top_p": float}
 """Generation settings a model can recommend, and their types: what strategies start from."""
@@ -39,8 +51,8 @@ class ModelFile:
     """What the model is called."""
     description: str
     """One line."""
-    family: str
-    """Name of the family."""
+    family: Family
+    """The family."""
     path: Path | None
     """Weights, or None if they are named elsewhere."""
     tokenizer: Path | None
@@ -64,14 +76,16 @@ def load_model_file(path: Path) -> ModelFile:
     """Read one model file and check all of it."""
     where = str(path)
     table = read_toml(path)
-    words = ("name", "description", "family", "path", "tokenizer")
-    check_keys(table, where, (*words, "override", "tensors", "ignored", "defaults"))
+    if "family" not in table and {"structure", "config", "extends", "model_types"} & set(table):
+        family = load_family(path)
+        return ModelFile(path.stem, family.description, family, None, None, {}, {}, (), {})
+    check_keys(table, where, (*WORDS, "override", "tensors", "ignored", "defaults"))
     values = {
-        word: check_value(table[word], f"{where}: {word}", str) for word in words if word in table
+        word: check_value(table[word], f"{where}: {word}", str) for word in WORDS if word in table
     }
     if "family" not in values:
         raise UsageError(f"{where}: family is missing; it must name a family")
-    family = get_family(values["family"], f"{where}: family").name
+    family = _family(path, values["family"])
     ignored = check_keys(table.get("ignored", {}), f"{where}: [ignored]", ("tensors",))
     defaults = check_keys(table.get("defaults", {}), f"{where}: [defaults]", GENERATION)
     return ModelFile(
@@ -88,6 +102,13 @@ def load_model_file(path: Path) -> ModelFile:
             for key, value in defaults.items()
         },
     )
+
+
+def _family(path: Path, name: str) -> Family:
+    """Return a family by its name, or from a file seen from the folder of the model file."""
+    if name.endswith(".toml"):
+        return load_family(path.parent / name)
+    return get_family(name, f"{path}: family")
 
 
 def _beside(path: Path, relative: str | None) -> Path | None:

@@ -181,6 +181,10 @@ class ModelSpec:
     """Whether a linear, the activation and a norm come before the head."""
     head: bool = True
     """Whether there is a head."""
+    encoder: ModelSpec | None = None
+    """The encoder whose hidden states the layers attend to, or None."""
+    decoder_start_id: int | None = None
+    """First token of a decoder that has an encoder."""
 
     def __post_init__(self) -> None:
         from nbflow.spec.check_numbers import check_numbers
@@ -230,6 +234,8 @@ class ModelSpec:
         data = asdict(self)
         for key in ("biases", "full_layers"):
             data[key] = sorted(data[key])
+        if self.encoder is not None:
+            data["encoder"] = self.encoder.as_dict()
         if self.moe is not None:
             data["moe"]["layers"] = sorted(self.moe.layers)
         return data

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nbflow.spec.build import build_spec
-from nbflow.spec.family import Family, family_of, get_family
+from nbflow.spec.family import Family, family_of
 from nbflow.spec.model_file import GENERATION, ModelFile, known_models, load_model_file
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.toml_schema import check_value
@@ -139,7 +139,7 @@ def _build(
     """Choose the family and build the specification."""
     checkpoint_tensors = set(weights.names())
     if model_file is not None:
-        family = get_family(model_file.family, where)
+        family = model_file.family
         return build_spec(
             family,
             config,

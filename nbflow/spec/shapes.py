@@ -12,6 +12,8 @@ the shared one), `H` and `G` query and key/value heads of `D` columns::
     layers.{i}.attn.q.weight            (H*D, E)  attn.k, attn.v: (G*D, E)
     layers.{i}.attn.q_norm.weight       (D,)      or (H*D,); attn.k_norm alike
     layers.{i}.attn.o.weight            (E, H*D)
+    layers.{i}.cross.q.weight           (H*D, E)  and k, v, o: attention to an encoder
+    layers.{i}.cross_norm.weight        (E,)
     layers.{i}.attn_post_norm.weight    (E,)      norms of what a sublayer gives
     layers.{i}.ffn_norm.weight          (E,)
     layers.{i}.ffn.gate.weight          (I, E)    only if gated
@@ -76,6 +78,15 @@ def layer_shapes(spec: ModelSpec, layer: int) -> Shapes:
         "attn.v.weight": (kv_rows, E),
         "attn.o.weight": (E, q_rows),
     }
+    if spec.encoder is not None:
+        inner = spec.encoder.hidden_size
+        shapes |= _norm(spec, "cross_norm", E)
+        shapes |= {
+            "cross.q.weight": (q_rows, E),
+            "cross.k.weight": (kv_rows, inner),
+            "cross.v.weight": (kv_rows, inner),
+            "cross.o.weight": (E, q_rows),
+        }
     if spec.qk_norm != "none":
         widths = (q_rows, kv_rows) if spec.qk_norm == "all" else (spec.head_dim,) * 2
         for name, width in zip(("attn.q_norm", "attn.k_norm"), widths, strict=True):

@@ -422,7 +422,7 @@ def test_files_that_come_with_the_package() -> None:
         assert set(TENSOR_NAMES) >= set(family.tensors)
     for name, path in known_models().items():
         model = load_model_file(path)
-        assert (model.name, model.family in families()) == (name, True)
+        assert (model.name, model.family.name in families()) == (name, True)
         assert model.description
         assert model.path is not None
 
