@@ -36,7 +36,6 @@ from llvmlite import ir
 from numba.core import cgutils, errors, types
 from numpy.typing import NDArray
 
-from nbflow_kernels import simd
 from nbflow_kernels.halves import emit_narrow, emit_widen
 from nbflow_kernels.simd import LANES, f32x16
 from nbflow_kernels.stepping import intrinsic
@@ -135,6 +134,7 @@ def first_lanes(context: Any, builder: Any, n: Any, n_type: Any) -> Any:
 
 
 def masked_load(builder: Any, pointer: Any, mask: Any, rest: Any) -> Any:
+    """Emit the load of the lanes of a mask; the others are those of `rest`."""
     element = "f32" if rest.type == f32x16.llvm else "i16"
     kinds = [pointer.type, _I32, mask.type, rest.type]
     function_type = ir.FunctionType(rest.type, kinds)

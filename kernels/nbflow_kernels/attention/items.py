@@ -27,14 +27,15 @@ from nbflow_kernels.attention.layout import CHUNK
 from nbflow_kernels.attention.tiles import (
     F32,
     HIDDEN,
+    RECORD,
     ROW,
     copy_floats,
     exp1,
     fold,
     hide,
-    mix_2x1,
-    mix_2x4,
-    mix_2x8,
+    mix_1,
+    mix_4,
+    mix_8,
     score_1x16,
     score_4x4,
     soft_cap,
@@ -49,7 +50,6 @@ LOG2_E = 1.4426950408889634
 # accumulator in this chunk, those of the splits before; the keys it sees in this chunk and in all.
 TOP, TOTAL, SHRINK, RUN_TOP, RUN_TOTAL = 0, 4, 8, 12, 16
 FIRST, LAST, LOW, HIGH = 24, 32, 40, 48
-RECORD = 64
 TABLE = 8 * CHUNK
 """Bytes of a table of addresses."""
 
@@ -201,21 +201,18 @@ def mix_chunk(
                     first, last = max(read_i64(A + FIRST), high), read_i64(A + LAST)
                 first, last = max(first, j), min(last, j + step)
                 if first < last:
-                    w, x = read_f32(A + SHRINK), read_f32(B + SHRINK)
-                    acc_a, acc_b, p, r = (
-                        acc + m * row_bytes, acc + o * row_bytes, s + m * ROW, s + o * ROW
-                    )  # fmt: skip
+                    target, factor, p, apart = acc + m * row_bytes, A + SHRINK, s + m * ROW, o - m
                     d, n = np.int64(0), n_ahead if a == 0 else 0
                     while d + 512 <= row_bytes:
-                        mix_2x8(like, acc_a + d, acc_b + d, w, x, p, r, values, first, last, d,
-                                ahead, n)  # fmt: skip
+                        mix_8(like, target, row_bytes, factor, p, apart, values, first, last, d,
+                              ahead, n)  # fmt: skip
                         d, n = d + 512, 0
                     while d + 256 <= row_bytes:
-                        mix_2x4(like, acc_a + d, acc_b + d, w, x, p, r, values, first, last, d,
-                                ahead, n)  # fmt: skip
+                        mix_4(like, target, row_bytes, factor, p, apart, values, first, last, d,
+                              ahead, n)  # fmt: skip
                         d, n = d + 256, 0
                     while d < row_bytes:
-                        mix_2x1(like, acc_a + d, acc_b + d, w, x, p, r, values, first, last, d)
+                        mix_1(like, target, row_bytes, factor, p, apart, values, first, last, d)
                         d += 64
                     write_f32(A + SHRINK, 1.0)
                     write_f32(B + SHRINK, 1.0)

@@ -18,18 +18,18 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels import simd
+from nbflow_kernels import registers, simd
 from nbflow_kernels._jit import part
 from nbflow_kernels.attention.layout import CHUNK
 from nbflow_kernels.lanes import (
+    load_first,
+    load_first_bf16,
+    load_first_f16,
     prefetch,
-    read_bf16,
-    read_f16,
-    read_f32,
     read_i64,
     read_u8,
+    store_first,
     store_quarters,
-    sum16,
     write_f32,
 )
 
@@ -38,6 +38,8 @@ HIDDEN = np.float32(-1e30)
 F32, F16 = 0, 1  # kinds of floats, as in `nbflow_kernels.kvcache.rows`; the third is bfloat16
 ROW = 4 * CHUNK
 """Bytes of the scores of one query vector."""
+RECORD = 64
+"""Bytes of what is known about one query vector; see `items`."""
 
 
 @part
@@ -58,37 +60,15 @@ def score_4x4(
     """Write the dot products of four query vectors with four keys, two keys after the other two."""
     for j in range(4):
         fetch(ahead, j, n_ahead)
-    k0, k1, k2, k3 = read_i64(keys), read_i64(keys + 8), read_i64(keys + 16), read_i64(keys + 24)
-    q1, q2, q3 = q + row_bytes, q + 2 * row_bytes, q + 3 * row_bytes
-    size, zero = simd.size_of(like), simd.splat(0.0)
-    a0, a1, a2, a3 = zero, zero, zero, zero
-    b0, b1, b2, b3 = zero, zero, zero, zero
-    c0, c1, c2, c3 = zero, zero, zero, zero
-    d0, d1, d2, d3 = zero, zero, zero, zero
+    size = simd.size_of(like)
+    a = b = registers.zero(2, 4)  # as wider tiles, they would not stay in 16 registers
+    k, distance = read_i64(keys), read_i64(keys + 8) - read_i64(keys)
     for d in range(0, row_bytes, 64):
-        i = (d >> 2) * size
-        x, y = simd.load_as(like, k0 + i), simd.load_as(like, k1 + i)
-        w = simd.load_f32(q + d)
-        a0, a1 = simd.fma(w, x, a0), simd.fma(w, y, a1)
-        w = simd.load_f32(q1 + d)
-        b0, b1 = simd.fma(w, x, b0), simd.fma(w, y, b1)
-        w = simd.load_f32(q2 + d)
-        c0, c1 = simd.fma(w, x, c0), simd.fma(w, y, c1)
-        w = simd.load_f32(q3 + d)
-        d0, d1 = simd.fma(w, x, d0), simd.fma(w, y, d1)
+        a = registers.step_lanes(a, like, k + (d >> 2) * size, distance, q + d, row_bytes)
+    k, distance = read_i64(keys + 16), read_i64(keys + 24) - read_i64(keys + 16)
     for d in range(0, row_bytes, 64):
-        i = (d >> 2) * size
-        x, y = simd.load_as(like, k2 + i), simd.load_as(like, k3 + i)
-        w = simd.load_f32(q + d)
-        a2, a3 = simd.fma(w, x, a2), simd.fma(w, y, a3)
-        w = simd.load_f32(q1 + d)
-        b2, b3 = simd.fma(w, x, b2), simd.fma(w, y, b3)
-        w = simd.load_f32(q2 + d)
-        c2, c3 = simd.fma(w, x, c2), simd.fma(w, y, c3)
-        w = simd.load_f32(q3 + d)
-        d2, d3 = simd.fma(w, x, d2), simd.fma(w, y, d3)
-    sums = sum16(a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3)
-    store_quarters(s, ROW, sums)
+        b = registers.step_lanes(b, like, k + (d >> 2) * size, distance, q + d, row_bytes)
+    store_quarters(s, ROW, registers.lane_sums(registers.beside(a, b)))
 
 
 @part
@@ -116,143 +96,58 @@ def score_1x16(
             a = simd.fma(simd.load_f32(q + d), simd.load_as(like, key), a)
             d, key = d + 64, key + 16 * size
         simd.store_f32(room + 64 * j, a)
-    sums = sum16(
-        simd.load_f32(room), simd.load_f32(room + 64), simd.load_f32(room + 128),
-        simd.load_f32(room + 192), simd.load_f32(room + 256), simd.load_f32(room + 320),
-        simd.load_f32(room + 384), simd.load_f32(room + 448), simd.load_f32(room + 512),
-        simd.load_f32(room + 576), simd.load_f32(room + 640), simd.load_f32(room + 704),
-        simd.load_f32(room + 768), simd.load_f32(room + 832), simd.load_f32(room + 896),
-        simd.load_f32(room + 960),
-    )  # fmt: skip
-    simd.store_f32(s, sums)
+    simd.store_f32(s, registers.lane_sums(registers.load(1, 16, room)))
 
 
 # ---- values --------------------------------------------------------------------------------------
-# Two query vectors at a time; the same one twice where there is one: then `b` is `a`.
+# Two query vectors at a time; the same one twice where there is one.  `between` is how many vectors
+# the second lies behind the first, in the accumulators, in the records and in the weights.
 
 
 @part
-def mix_2x8(
-    like: Any, A: Any, B: Any, w: Any, x: Any, p: Any, r: Any, values: Any, first: Any, last: Any,
-    d: Any, ahead: Any, n_ahead: Any,
+def mix_8(
+    like: Any, acc: Any, row_bytes: Any, factor: Any, p: Any, between: Any, values: Any,
+    first: Any, last: Any, d: Any, ahead: Any, n_ahead: Any,
 ) -> None:  # fmt: skip
-    """Shrink 128 columns of two accumulators by w and x and add values times weights at p and r."""
-    w, x = simd.splat(w), simd.splat(x)
-    a0, a1 = simd.mul(simd.load_f32(A), w), simd.mul(simd.load_f32(A + 64), w)
-    a2, a3 = simd.mul(simd.load_f32(A + 128), w), simd.mul(simd.load_f32(A + 192), w)
-    a4, a5 = simd.mul(simd.load_f32(A + 256), w), simd.mul(simd.load_f32(A + 320), w)
-    a6, a7 = simd.mul(simd.load_f32(A + 384), w), simd.mul(simd.load_f32(A + 448), w)
-    b0, b1 = simd.mul(simd.load_f32(B), x), simd.mul(simd.load_f32(B + 64), x)
-    b2, b3 = simd.mul(simd.load_f32(B + 128), x), simd.mul(simd.load_f32(B + 192), x)
-    b4, b5 = simd.mul(simd.load_f32(B + 256), x), simd.mul(simd.load_f32(B + 320), x)
-    b6, b7 = simd.mul(simd.load_f32(B + 384), x), simd.mul(simd.load_f32(B + 448), x)
-    size = simd.size_of(like)
-    i = (d >> 2) * size
+    """Shrink 128 columns of two accumulators by their factors, add values times weights at p."""
+    apart, size = row_bytes * between, simd.size_of(like)
+    tile = registers.load_apart(8, 2, acc + d, apart)
+    tile = registers.scale(tile, factor, RECORD * between)
     for j in range(first, last):
         fetch(ahead, j, n_ahead)
-        at = read_i64(values + 8 * j) + i
-        y, z = simd.splat(read_f32(p + 4 * j)), simd.splat(read_f32(r + 4 * j))
-        v = simd.load_as(like, at)
-        a0, b0 = simd.fma(y, v, a0), simd.fma(z, v, b0)
-        v = simd.load_as(like, at + 16 * size)
-        a1, b1 = simd.fma(y, v, a1), simd.fma(z, v, b1)
-        v = simd.load_as(like, at + 32 * size)
-        a2, b2 = simd.fma(y, v, a2), simd.fma(z, v, b2)
-        v = simd.load_as(like, at + 48 * size)
-        a3, b3 = simd.fma(y, v, a3), simd.fma(z, v, b3)
-        v = simd.load_as(like, at + 64 * size)
-        a4, b4 = simd.fma(y, v, a4), simd.fma(z, v, b4)
-        v = simd.load_as(like, at + 80 * size)
-        a5, b5 = simd.fma(y, v, a5), simd.fma(z, v, b5)
-        v = simd.load_as(like, at + 96 * size)
-        a6, b6 = simd.fma(y, v, a6), simd.fma(z, v, b6)
-        v = simd.load_as(like, at + 112 * size)
-        a7, b7 = simd.fma(y, v, a7), simd.fma(z, v, b7)
-    simd.store_f32(A, a0)
-    simd.store_f32(A + 64, a1)
-    simd.store_f32(A + 128, a2)
-    simd.store_f32(A + 192, a3)
-    simd.store_f32(A + 256, a4)
-    simd.store_f32(A + 320, a5)
-    simd.store_f32(A + 384, a6)
-    simd.store_f32(A + 448, a7)
-    simd.store_f32(B, b0)
-    simd.store_f32(B + 64, b1)
-    simd.store_f32(B + 128, b2)
-    simd.store_f32(B + 192, b3)
-    simd.store_f32(B + 256, b4)
-    simd.store_f32(B + 320, b5)
-    simd.store_f32(B + 384, b6)
-    simd.store_f32(B + 448, b7)
+        at = read_i64(values + 8 * j) + (d >> 2) * size
+        tile = registers.step(tile, like, at, 16 * size, p + 4 * j, ROW * between)
+    registers.store_apart(acc + d, apart, tile)
 
 
 @part
-def mix_2x4(
-    like: Any, A: Any, B: Any, w: Any, x: Any, p: Any, r: Any, values: Any, first: Any, last: Any,
-    d: Any, ahead: Any, n_ahead: Any,
+def mix_4(
+    like: Any, acc: Any, row_bytes: Any, factor: Any, p: Any, between: Any, values: Any,
+    first: Any, last: Any, d: Any, ahead: Any, n_ahead: Any,
 ) -> None:  # fmt: skip
-    """Do as `mix_2x8` for 64 columns."""
-    w, x = simd.splat(w), simd.splat(x)
-    a0, a1 = simd.mul(simd.load_f32(A), w), simd.mul(simd.load_f32(A + 64), w)
-    a2, a3 = simd.mul(simd.load_f32(A + 128), w), simd.mul(simd.load_f32(A + 192), w)
-    b0, b1 = simd.mul(simd.load_f32(B), x), simd.mul(simd.load_f32(B + 64), x)
-    b2, b3 = simd.mul(simd.load_f32(B + 128), x), simd.mul(simd.load_f32(B + 192), x)
-    size = simd.size_of(like)
-    i = (d >> 2) * size
+    """Do as `mix_8` for 64 columns."""
+    apart, size = row_bytes * between, simd.size_of(like)
+    tile = registers.load_apart(4, 2, acc + d, apart)
+    tile = registers.scale(tile, factor, RECORD * between)
     for j in range(first, last):
         fetch(ahead, j, n_ahead)
-        at = read_i64(values + 8 * j) + i
-        y, z = simd.splat(read_f32(p + 4 * j)), simd.splat(read_f32(r + 4 * j))
-        v = simd.load_as(like, at)
-        a0, b0 = simd.fma(y, v, a0), simd.fma(z, v, b0)
-        v = simd.load_as(like, at + 16 * size)
-        a1, b1 = simd.fma(y, v, a1), simd.fma(z, v, b1)
-        v = simd.load_as(like, at + 32 * size)
-        a2, b2 = simd.fma(y, v, a2), simd.fma(z, v, b2)
-        v = simd.load_as(like, at + 48 * size)
-        a3, b3 = simd.fma(y, v, a3), simd.fma(z, v, b3)
-    simd.store_f32(A, a0)
-    simd.store_f32(A + 64, a1)
-    simd.store_f32(A + 128, a2)
-    simd.store_f32(A + 192, a3)
-    simd.store_f32(B, b0)
-    simd.store_f32(B + 64, b1)
-    simd.store_f32(B + 128, b2)
-    simd.store_f32(B + 192, b3)
+        at = read_i64(values + 8 * j) + (d >> 2) * size
+        tile = registers.step(tile, like, at, 16 * size, p + 4 * j, ROW * between)
+    registers.store_apart(acc + d, apart, tile)
 
 
 @part
-def mix_2x1(
-    like: Any, A: Any, B: Any, w: Any, x: Any, p: Any, r: Any, values: Any, first: Any, last: Any,
-    d: Any,
+def mix_1(
+    like: Any, acc: Any, row_bytes: Any, factor: Any, p: Any, between: Any, values: Any,
+    first: Any, last: Any, d: Any,
 ) -> None:  # fmt: skip
-    """Do as `mix_2x8` for 16 columns."""
-    a, b = simd.mul(simd.load_f32(A), simd.splat(w)), simd.mul(simd.load_f32(B), simd.splat(x))
-    i = (d >> 2) * simd.size_of(like)
+    """Do as `mix_8` for 16 columns."""
+    tile = registers.load_apart(1, 2, acc + d, row_bytes * between)
+    tile = registers.scale(tile, factor, RECORD * between)
     for j in range(first, last):
-        v = simd.load_as(like, read_i64(values + 8 * j) + i)
-        a = simd.fma(simd.splat(read_f32(p + 4 * j)), v, a)
-        b = simd.fma(simd.splat(read_f32(r + 4 * j)), v, b)
-    simd.store_f32(A, a)
-    simd.store_f32(B, b)
-
-
-@part
-def mix_two(
-    like: Any, A: Any, B: Any, row_bytes: Any, w: Any, x: Any, p: Any, r: Any, values: Any,
-    first: Any, last: Any,
-) -> None:  # fmt: skip
-    """Shrink two accumulators by w and x and add the values [first, last) times weights."""
-    d = np.int64(0)
-    while d + 512 <= row_bytes:
-        mix_2x8(like, A + d, B + d, w, x, p, r, values, first, last, d)
-        d += 512
-    while d + 256 <= row_bytes:
-        mix_2x4(like, A + d, B + d, w, x, p, r, values, first, last, d)
-        d += 256
-    while d < row_bytes:
-        mix_2x1(like, A + d, B + d, w, x, p, r, values, first, last, d)
-        d += 64
+        at = read_i64(values + 8 * j) + (d >> 2) * simd.size_of(like)
+        tile = registers.step(tile, like, at, 0, p + 4 * j, ROW * between)
+    registers.store_apart(acc + d, row_bytes * between, tile)
 
 
 # ---- softmax -------------------------------------------------------------------------------------
@@ -366,25 +261,11 @@ def fold(acc: Any, top: Any, total: Any, new: Any, new_top: Any, new_total: Any,
 def copy_floats(kind: Any, source: Any, n: Any, factor: Any, target: Any, padded: Any) -> None:
     """Copy n floats of a kind of `kvcache.rows` times `factor` to float32; zeros up to `padded`."""
     times = simd.splat(factor)
-    d = np.int64(0)
-    while d + 16 <= n:
+    for d in range(0, padded, 16):
         if kind == F32:
-            x = simd.load_f32(source + 4 * d)
+            x = load_first(source + 4 * d, n - d, 0.0)
         elif kind == F16:
-            x = simd.load_f16(source + 2 * d)
+            x = load_first_f16(source + 2 * d, n - d)
         else:
-            x = simd.load_bf16(source + 2 * d)
-        simd.store_f32(target + 4 * d, simd.mul(x, times))
-        d += 16
-    while d < n:
-        if kind == F32:
-            y = read_f32(source + 4 * d)
-        elif kind == F16:
-            y = read_f16(source + 2 * d)
-        else:
-            y = read_bf16(source + 2 * d)
-        write_f32(target + 4 * d, y * np.float32(factor))
-        d += 1
-    while d < padded:
-        write_f32(target + 4 * d, np.float32(0.0))
-        d += 1
+            x = load_first_bf16(source + 2 * d, n - d)
+        store_first(target + 4 * d, padded - d, simd.mul(x, times))
