@@ -30,6 +30,9 @@ class PartLibrary(codegen.JITCodeLibrary):  # type: ignore[misc]
     def get_pointer_to_function(self, name: str) -> int:
         return 0  # there is none
 
+    def _optimize_functions(self, ll_module: Any) -> None:
+        ll_module.data_layout = self._codegen._data_layout  # as modules to be linked need it
+
     def _optimize_final_module(self) -> None:
         pass
 
