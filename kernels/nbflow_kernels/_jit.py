@@ -21,6 +21,7 @@ import numba
 from numba.core import event
 
 from nbflow_kernels import stepping
+from nbflow_kernels._parts import PartCompiler
 from nbflow_kernels.stepping import numba_config
 
 # No "nnan"/"ninf": masks are -inf and tests fill outputs with NaN.  No "reassoc": the order of
@@ -30,7 +31,7 @@ FAST_MATH = {"contract", "nsz"}
 # Not in Numba's type hints.  Kernels are called from Python and by address, never as a C function;
 # parts of kernels are not called from Python either.
 _NO_C: Any = {"no_cfunc_wrapper": True}
-_BARE: Any = {"no_cpython_wrapper": True, **_NO_C}
+_BARE: Any = {"no_cpython_wrapper": True, "pipeline_class": PartCompiler, **_NO_C}
 
 _ROOT = Path(__file__).parent
 _IMPORT = re.compile(

@@ -7,6 +7,7 @@ horizontal sums at the price of about five.
 ====================================  =========================================================
 `read_f32 read_f16 read_bf16(addr)`   one element as float32
 `read_i64 read_i32 read_u16 read_u8`  one element as int64
+`read_word(addr, i)`                  the i-th int64 behind an address
 `write_f32(addr, x)`                  one float32
 `write_i64(addr, x)`                  one int64
 `write_f16(addr, x)`                  one float32, rounded to float16
@@ -36,7 +37,6 @@ from llvmlite import ir
 from numba.core import cgutils, errors, types
 from numpy.typing import NDArray
 
-from nbflow_kernels import simd
 from nbflow_kernels.halves import emit_narrow, emit_widen
 from nbflow_kernels.simd import LANES, f32x16
 from nbflow_kernels.stepping import intrinsic
@@ -77,6 +77,21 @@ read_i64 = _make_read("read_i64", _I64, types.int64, None)
 read_i32 = _make_read("read_i32", _I32, types.int64, "sext")
 read_u8 = _make_read("read_u8", _I8, types.int64, "zext")
 read_u16 = _make_read("read_u16", _I16, types.int64, "zext")
+
+
+@intrinsic
+def read_word(typing_context: Any, addr: Any, i: Any) -> Any:
+    """Return the i-th int64 behind an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        place = context.cast(builder, args[1], signature.args[1], types.int64)
+        first = context.cast(builder, args[0], signature.args[0], types.int64)
+        address = builder.add(first, builder.shl(place, ir.Constant(_I64, 3)))
+        value = builder.load(builder.inttoptr(address, ir.PointerType(_I64)))
+        value.align = 1
+        return value
+
+    return types.int64(addr, i), codegen
 
 
 def _make_write(name: str, narrow: bool) -> Any:
@@ -135,6 +150,7 @@ def first_lanes(context: Any, builder: Any, n: Any, n_type: Any) -> Any:
 
 
 def masked_load(builder: Any, pointer: Any, mask: Any, rest: Any) -> Any:
+    """Emit the load of the lanes of a mask; the others are those of `rest`."""
     element = "f32" if rest.type == f32x16.llvm else "i16"
     kinds = [pointer.type, _I32, mask.type, rest.type]
     function_type = ir.FunctionType(rest.type, kinds)

@@ -276,10 +276,10 @@ def beside(typing_context: Any, a: Any, b: Any) -> Any:
         value = ir.Constant(context.get_value_type(tile), ir.Undefined)
         for i in range(tile.n):
             t, g = divmod(i, tile.groups)
-            source, place = (
-                (0, t * a.groups + g) if g < a.groups else (1, t * b.groups + g - a.groups)
-            )
-            vector = builder.extract_value(args[source], place)
+            if g < a.groups:
+                vector = builder.extract_value(args[0], t * a.groups + g)
+            else:
+                vector = builder.extract_value(args[1], t * b.groups + g - a.groups)
             value = builder.insert_value(value, vector, i)
         return value
 
@@ -325,22 +325,19 @@ def step(typing_context: Any, tile: Any, like: Any, w: Any, group: Any, x: Any, 
     See the table of units above for `like`.
     """
     stored, how = _unit(like)
-    emit = _pair_step if stored is _I32 else _float_step
+    multiply = _pair_step if stored is _I32 else _float_step
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         w, group, x, token = (_integer(context, builder, signature, args, i) for i in range(2, 6))
-        weights = []
+        at = [builder.add(x, builder.mul(token, ir.Constant(_I64, t))) for t in range(tile.tokens)]
+        value = args[0]
         for r in range(tile.groups):
             address = builder.add(w, builder.mul(group, ir.Constant(_I64, r)))
-            vector = _load(builder, address, ir.VectorType(stored, LANES))
-            weights.append(_widen(builder, vector, how))
-        value = args[0]
-        for t in range(tile.tokens):
-            address = builder.add(x, builder.mul(token, ir.Constant(_I64, t)))
-            places = range(t * tile.groups, (t + 1) * tile.groups)
-            old = [builder.extract_value(value, i) for i in places]
-            for i, vector in zip(places, emit(builder, old, weights, address), strict=True):
-                value = builder.insert_value(value, vector, i)
+            weights = _widen(builder, _load(builder, address, ir.VectorType(stored, LANES)), how)
+            for t in range(tile.tokens):
+                i = t * tile.groups + r
+                total = multiply(builder, builder.extract_value(value, i), weights, at[t])
+                value = builder.insert_value(value, total, i)
         return value
 
     return tile(tile, like, w, group, x, token), codegen
@@ -350,21 +347,20 @@ def step(typing_context: Any, tile: Any, like: Any, w: Any, group: Any, x: Any, 
 def step_chains(typing_context: Any, tile: Any, like: Any, w: Any, x: Any, token: Any) -> Any:
     """Add one unit to each group of the tile: unit i of one weight group, at `w`, to group i."""
     stored, how = _unit(like)
-    emit = _pair_step if stored is _I32 else _float_step
+    multiply = _pair_step if stored is _I32 else _float_step
     size = LANES * (stored.width // 8 if stored is not _F32 else 4)
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         w, x, token = (_integer(context, builder, signature, args, i) for i in (2, 3, 4))
+        at = [builder.add(x, builder.mul(token, ir.Constant(_I64, t))) for t in range(tile.tokens)]
         value = args[0]
         for g in range(tile.groups):
             loaded = _load(builder, _offset(builder, w, size * g), ir.VectorType(stored, LANES))
-            weights = [_widen(builder, loaded, how)]
+            weights = _widen(builder, loaded, how)
             for t in range(tile.tokens):
-                address = builder.add(x, builder.mul(token, ir.Constant(_I64, t)))
-                i = t * tile.groups + g
-                old = [builder.extract_value(value, i)]
-                new = emit(builder, old, weights, _offset(builder, address, 4 * g))
-                value = builder.insert_value(value, new[0], i)
+                i, address = t * tile.groups + g, _offset(builder, at[t], 4 * g)
+                total = multiply(builder, builder.extract_value(value, i), weights, address)
+                value = builder.insert_value(value, total, i)
         return value
 
     return tile(tile, like, w, x, token), codegen
@@ -465,14 +461,12 @@ def add_pairs(typing_context: Any, total: Any, a: Any, b: Any) -> Any:
     return f32x16(total, a, b), codegen
 
 
-def _float_step(builder: Any, sums: list[Any], weights: list[Any], address: Any) -> list[Any]:
-    x = _splat(builder, _load(builder, address, _F32))
-    return [_fma(builder, w, x, s) for w, s in zip(weights, sums, strict=True)]
+def _float_step(builder: Any, total: Any, weights: Any, address: Any) -> Any:
+    return _fma(builder, weights, _splat(builder, _load(builder, address, _F32)), total)
 
 
-def _pair_step(builder: Any, sums: list[Any], weights: list[Any], address: Any) -> list[Any]:
-    x = _splat(builder, _load(builder, address, _I32))
-    return [_pair_products(builder, s, w, x) for w, s in zip(weights, sums, strict=True)]
+def _pair_step(builder: Any, total: Any, weights: Any, address: Any) -> Any:
+    return _pair_products(builder, total, weights, _splat(builder, _load(builder, address, _I32)))
 
 
 def _pair_products(builder: Any, total: Any, a: Any, b: Any) -> Any:

@@ -101,7 +101,7 @@ def use_lanes(f, i, b, out):  # type: ignore[no-untyped-def]
     lanes.write_f32(out + 4, lanes.read_f16(b + 2))
     lanes.write_f32(out + 8, lanes.read_u8(b + 5) + lanes.read_u16(b + 7))
     lanes.write_f16(out + 12, lanes.read_f32(f + 192))
-    simd.store_i32(out + 64, simd.splat_i32(lanes.read_i64(i) >> 32))
+    simd.store_i32(out + 64, simd.splat_i32(lanes.read_word(i, 2) + lanes.read_i64(i) >> 32))
     lanes.store_f16(out + 128, simd.load_f32(f + 192))
     lanes.store_halves(out + 192, out + 260, simd.load_f32(f))
     a, c = simd.load_f32(f + 192), simd.load_f32(f + 256)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from nbflow_kernels import shuffles, simd
 from nbflow_kernels._jit import helper, njit
-from nbflow_kernels.lanes import address_of, read_f32, write_f32
+from nbflow_kernels.lanes import address_of, load_first, store_first
 from nbflow_kernels.threads import hold, split_rows
 from nbflow_kernels.vector_math import keep_nan
 
@@ -231,6 +231,12 @@ def _function(v: Any, code: Any, linear: Any, cubic: Any) -> Any:
     return simd.mul(y, y) if code == RELU2 else y
 
 
+@helper
+def _load(at: Any, n: Any) -> Any:
+    """Return 16 elements, of which the first `n` are read; from 16 on that is all of them."""
+    return simd.load_f32(at) if n >= 16 else load_first(at, n, 0.0)
+
+
 @njit
 def _activate(
     gate: Any,
@@ -246,38 +252,27 @@ def _activate(
     start: Any,
     stop: Any,
 ) -> None:
-    """Do rows [start, stop); the ragged end of a row goes through the same lanes, padded."""
-    ends = np.zeros((4, 16), np.float32)  # gate, up (as they lie), out
-    stage = simd.address(ends)
+    """Do rows [start, stop)."""
     step = 8 if interleaved else 4  # bytes from column to column
     for t in range(start, stop):
         for i in range(0, width, 16):
             gate_at = gate + t * row_bytes + i * step
             up_at = up + t * row_bytes + i * step
-            out_at = out + t * out_row_bytes + i * 4
-            n = min(16, width - i)
-            if n < 16:
-                for j in range(n):
-                    place = stage + j * step
-                    write_f32(place, read_f32(gate_at + j * step))
-                    if up != 0:
-                        distance = 4 if interleaved else 128
-                        write_f32(place + distance, read_f32(up_at + j * step))
-                gate_at, up_at = stage, stage + 128
-            v = simd.load_f32(gate_at)
-            if up != 0:
-                w = simd.load_f32(gate_at + 64) if interleaved else simd.load_f32(up_at)
+            n = width - i
+            if up == 0:
+                v = _function(_load(gate_at, n), code, linear, cubic)
+            else:
                 if interleaved:
+                    v, w = _load(gate_at, 2 * n), _load(gate_at + 64, 2 * n - 16)
                     v, w = shuffles.evens(v, w), shuffles.odds(v, w)
+                else:
+                    v, w = _load(gate_at, n), _load(up_at, n)
                 if code == CLAMPED:
                     v = _clamped(v, w, linear, cubic)
                 else:
                     v = simd.mul(_function(v, code, linear, cubic), w)
-            else:
-                v = _function(v, code, linear, cubic)
-            if n == 16:
+            out_at = out + t * out_row_bytes + i * 4
+            if n >= 16:
                 simd.store_f32(out_at, v)
             else:
-                simd.store_f32(stage + 192, v)
-                for j in range(n):
-                    write_f32(out_at + j * 4, read_f32(stage + 192 + j * 4))
+                store_first(out_at, n, v)

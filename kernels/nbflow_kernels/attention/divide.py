@@ -9,7 +9,7 @@ import numpy as np
 from nbflow_kernels import simd
 from nbflow_kernels._jit import njit, part
 from nbflow_kernels.attention import layout as at
-from nbflow_kernels.lanes import read_i32, read_i64, write_i64
+from nbflow_kernels.lanes import read_i32, read_i64, read_word, write_i64
 
 # Reading a key and its value costs about what the sums of four query vectors cost; starting an
 # item costs as much as a chunk of keys for one vector.
@@ -62,12 +62,12 @@ def divide(
     caller makes the table larger and calls again.
     """
     header = simd.address(plan)
-    items, merges = read_i64(header + 8 * at.ITEMS), read_i64(header + 8 * at.MERGES)
-    G = read_i64(header + 8 * at.KV_HEADS)
-    group = read_i64(header + 8 * at.QO_HEADS) // G
-    window, causal = read_i64(header + 8 * at.WINDOW), read_i64(header + 8 * at.CAUSAL)
-    split = read_i64(header + 8 * at.SPLIT_KEYS)
-    may_split = read_i64(header + 8 * at.MAY_SPLIT) != 0 and n_threads > 1
+    items, merges = read_word(header, at.ITEMS), read_word(header, at.MERGES)
+    G = read_word(header, at.KV_HEADS)
+    group = read_word(header, at.QO_HEADS) // G
+    window, causal = read_word(header, at.WINDOW), read_word(header, at.CAUSAL)
+    split = read_word(header, at.SPLIT_KEYS)
+    may_split = read_word(header, at.MAY_SPLIT) != 0 and n_threads > 1
     tile_rows = max(1, at.TILE_VECTORS // group)
     rows_at, lens_at = simd.address(qo_indptr), simd.address(kv_lens)
     n_items, n_merges, n_partials = np.int64(0), np.int64(0), np.int64(0)
@@ -103,7 +103,7 @@ def divide(
                     if pieces > 1:
                         stop = min(end, (first // split + 1) * split)
                         partial = n_partials + i * rows * group
-                    if n_items < read_i64(header + 8 * at.ITEM_ROOM):
+                    if n_items < read_word(header, at.ITEM_ROOM):
                         write_item(
                             items + at.ITEM_BYTES * n_items, b, row, rows, head, position, first,
                             stop, partial, (stop - first) * each + ITEM_COST,
@@ -111,7 +111,7 @@ def divide(
                     n_items += 1
                     first = stop
                 if pieces > 1:
-                    if n_merges < read_i64(header + 8 * at.MERGE_ROOM):
+                    if n_merges < read_word(header, at.MERGE_ROOM):
                         place = merges + at.MERGE_BYTES * n_merges
                         write_i64(place, row)
                         write_i64(place + 8, rows)
@@ -126,13 +126,13 @@ def divide(
             total *= G
             piece = total // (PIECES_PER_THREAD * n_threads)
     n_shares = max(min(n_threads, n_items), 1)
-    if n_items <= read_i64(header + 8 * at.ITEM_ROOM):
-        share_out(items, n_items, total, read_i64(header + 8 * at.SHARES), n_shares)
+    if n_items <= read_word(header, at.ITEM_ROOM):
+        share_out(items, n_items, total, read_word(header, at.SHARES), n_shares)
     write_i64(header + 8 * at.N_MERGES, n_merges)
     write_i64(header + 8 * at.MOST, most)
     write_i64(header + 8 * at.QO_INDPTR, rows_at)
     write_i64(header + 8 * at.KV_INDPTR, simd.address(kv_indptr))
     write_i64(header + 8 * at.KV_INDICES, simd.address(kv_indices))
     write_i64(header + 8 * at.KV_LENS, lens_at)
-    dims = read_i64(header + 8 * at.DIM_QK) + read_i64(header + 8 * at.DIM_VO)
+    dims = read_word(header, at.DIM_QK) + read_word(header, at.DIM_VO)
     return n_items, n_merges, n_shares, n_partials, np.float64(pairs) * G * dims

@@ -27,6 +27,7 @@ from nbflow_kernels.attention.layout import CHUNK
 from nbflow_kernels.attention.tiles import (
     F32,
     HIDDEN,
+    RECORD,
     ROW,
     copy_floats,
     exp1,
@@ -42,7 +43,16 @@ from nbflow_kernels.attention.tiles import (
     soft_cap,
     weigh,
 )
-from nbflow_kernels.lanes import read_f32, read_i32, read_i64, write_f32, write_i64
+from nbflow_kernels.lanes import (
+    allocate,
+    read_f32,
+    read_i32,
+    read_i64,
+    read_word,
+    release,
+    write_f32,
+    write_i64,
+)
 from nbflow_kernels.position.cpu import _rotate_halves as rotate_halves
 
 LOG2_E = 1.4426950408889634
@@ -51,7 +61,6 @@ LOG2_E = 1.4426950408889634
 # accumulator in this chunk, those of the splits before; the keys it sees in this chunk and in all.
 TOP, TOTAL, SHRINK, RUN_TOP, RUN_TOTAL = 0, 4, 8, 12, 16
 FIRST, LAST, LOW, HIGH = 24, 32, 40, 48
-RECORD = 64
 TABLE = 8 * CHUNK
 """Bytes of a table of addresses."""
 
@@ -124,7 +133,7 @@ def pack_rows(
     """Copy rows [first, last) to float32 rows at `target`, and let the table point there."""
     for j in range(first, last):
         place = target + 4 * padded * j
-        copy_row(source, kind, read_i64(table + 8 * j), n, place, padded)
+        copy_row(source, kind, read_word(table, j), n, place, padded)
         write_i64(table + 8 * j, place)
 
 
@@ -258,12 +267,12 @@ def weigh_chunk(
     base: Any, s: Any, state: Any, ramp: Any,
 ) -> None:  # fmt: skip
     """Turn the scores of the chunk that begins at key `base` into weights, and update the state."""
-    mask, slopes = read_i64(header + 8 * at.MASK), read_i64(header + 8 * at.SLOPES)
+    mask, slopes = read_word(header, at.MASK), read_word(header, at.SLOPES)
     kv_len, index = np.int64(0), np.int64(0)
     if mask != 0:
-        kv_len = read_i32(read_i64(header + 8 * at.KV_LENS) + 4 * request)
-        index = read_i64(read_i64(header + 8 * at.MASK_STARTS) + 8 * request) + base
-        index += (row - read_i32(read_i64(header + 8 * at.QO_INDPTR) + 4 * request)) * kv_len
+        kv_len = read_i32(read_word(header, at.KV_LENS) + 4 * request)
+        index = read_i64(read_word(header, at.MASK_STARTS) + 8 * request) + base
+        index += (row - read_i32(read_word(header, at.QO_INDPTR) + 4 * request)) * kv_len
     for m in range(M):
         record = state + RECORD * m
         first, last = read_i64(record + FIRST), read_i64(record + LAST)
@@ -280,7 +289,7 @@ def weigh_chunk(
             for i in range(0, ROW, 64):
                 simd.store_f32(scores + i, soft_cap(simd.load_f32(scores + i), cap))
         if first % 16 or last % 16 or mask != 0:
-            hide(scores, first, last, mask, read_i64(header + 8 * at.MASK_BITS) != 0,
+            hide(scores, first, last, mask, read_word(header, at.MASK_BITS) != 0,
                  index + (m // group) * kv_len)  # fmt: skip
         old = read_f32(record + TOP)
         top, total = weigh(scores, first, last, old)
@@ -303,8 +312,8 @@ def load_queries(
     position: Any, target: Any, padded: Any,
 ) -> None:  # fmt: skip
     """Copy a tile's query vectors times their factors, rotated if the plan says so."""
-    D, rope = read_i64(header + 8 * at.DIM_QK), read_i64(header + 8 * at.ROPE)
-    factors = read_i64(header + 8 * at.SCORE_FACTORS)
+    D, rope = read_word(header, at.DIM_QK), read_word(header, at.ROPE)
+    factors = read_word(header, at.SCORE_FACTORS)
     for m in range(M):
         h = head * group + m % group
         place = target + 4 * padded * m
@@ -330,8 +339,8 @@ def finish(
     header: Any, acc: Any, top: Any, total: Any, row: Any, qo_head: Any, out: Any, lse: Any
 ) -> None:
     """Divide an accumulator by the sum of its weights; write the result and the LSE of a row."""
-    H, D = read_i64(header + 8 * at.QO_HEADS), read_i64(header + 8 * at.DIM_VO)
-    factors, sinks = read_i64(header + 8 * at.OUT_FACTORS), read_i64(header + 8 * at.SINKS)
+    H, D = read_word(header, at.QO_HEADS), read_word(header, at.DIM_VO)
+    factors, sinks = read_word(header, at.OUT_FACTORS), read_word(header, at.SINKS)
     factor = np.float32(1.0)
     if factors != 0:
         factor = read_f32(factors + 4 * qo_head)
@@ -353,7 +362,7 @@ def finish(
         value = -np.inf
         if total != 0.0:
             value = np.float64(top) + math.log(np.float64(total))
-            if read_i64(header + 8 * at.LSE_NATURAL) == 0:
+            if read_word(header, at.LSE_NATURAL) == 0:
                 value = value * LOG2_E
         write_f32(lse + 4 * place, value)
 
@@ -394,18 +403,18 @@ def attend_items(
     `strides` are the bytes per page, token, head and row, of keys and of values.
     """
     header = simd.address(plan)
-    H, most = read_i64(header + 8 * at.QO_HEADS), read_i64(header + 8 * at.MOST)
-    group = H // read_i64(header + 8 * at.KV_HEADS)
-    D_qk, D_vo = read_i64(header + 8 * at.DIM_QK), read_i64(header + 8 * at.DIM_VO)
-    page_size, window = read_i64(header + 8 * at.PAGE_SIZE), read_i64(header + 8 * at.WINDOW)
-    split, rope = read_i64(header + 8 * at.SPLIT_KEYS), read_i64(header + 8 * at.ROPE)
-    latent = read_i64(header + 8 * at.LATENT)
+    H, most = read_word(header, at.QO_HEADS), read_word(header, at.MOST)
+    group = H // read_word(header, at.KV_HEADS)
+    D_qk, D_vo = read_word(header, at.DIM_QK), read_word(header, at.DIM_VO)
+    page_size, window = read_word(header, at.PAGE_SIZE), read_word(header, at.WINDOW)
+    split, rope = read_word(header, at.SPLIT_KEYS), read_word(header, at.ROPE)
+    latent = read_word(header, at.LATENT)
     wide_qk, wide_vo = (D_qk + 15) // 16 * 16, (D_vo + 15) // 16 * 16
     qk_bytes, vo_bytes = 4 * wide_qk, 4 * wide_vo
     packed_bytes = CHUNK * (qk_bytes + vo_bytes) if pack else 0
     each = qk_bytes + 2 * vo_bytes + ROW + RECORD
-    memory = np.empty(most * each + 4 * TABLE + 1024 + 64 + packed_bytes + 64, np.uint8)
-    q_tile = (simd.address(memory) + 63) // 64 * 64
+    memory = allocate(most * each + 4 * TABLE + 1024 + 64 + packed_bytes + 64)
+    q_tile = (memory + 63) // 64 * 64
     acc = q_tile + most * qk_bytes
     running = acc + most * vo_bytes
     s = running + most * vo_bytes
@@ -417,17 +426,17 @@ def attend_items(
     for i in range(16):
         write_f32(ramp + 4 * i, i)
 
-    first_item = read_i64(read_i64(header + 8 * at.SHARES) + 8 * start)
-    end_item = read_i64(read_i64(header + 8 * at.SHARES) + 8 * stop)
+    first_item = read_i64(read_word(header, at.SHARES) + 8 * start)
+    end_item = read_i64(read_word(header, at.SHARES) + 8 * stop)
     for item in range(first_item, end_item):
-        fields = read_i64(header + 8 * at.ITEMS) + at.ITEM_BYTES * item
+        fields = read_word(header, at.ITEMS) + at.ITEM_BYTES * item
         request, row = read_i64(fields), read_i64(fields + 8)
         M, head = read_i64(fields + 16) * group, read_i64(fields + 24)
         position, begin = read_i64(fields + 32), read_i64(fields + 40)
         end, partial = read_i64(fields + 48), read_i64(fields + 56)
-        kv_len = read_i32(read_i64(header + 8 * at.KV_LENS) + 4 * request)
-        pages = read_i32(read_i64(header + 8 * at.KV_INDPTR) + 4 * request)
-        pages = read_i64(header + 8 * at.KV_INDICES) + 4 * pages
+        kv_len = read_i32(read_word(header, at.KV_LENS) + 4 * request)
+        pages = read_i32(read_word(header, at.KV_INDPTR) + 4 * request)
+        pages = read_word(header, at.KV_INDICES) + 4 * pages
         k_head, v_head = k + head * strides[2], v + head * strides[6]
         several = end > (begin // split + 1) * split
         load_queries(header, source, q, q_row_bytes, M, group, row, head, position, q_tile,
@@ -437,7 +446,7 @@ def attend_items(
             here, record = position + m // group, state + RECORD * m
             write_i64(record + LOW, max(0, here - window) if window >= 0 else 0)
             seen = kv_len
-            if read_i64(header + 8 * at.CAUSAL) != 0:
+            if read_word(header, at.CAUSAL) != 0:
                 seen = max(np.int64(0), min(kv_len, here + 1))
             write_i64(record + HIGH, seen)
             write_f32(record + RUN_TOP, HIDDEN)
@@ -472,11 +481,11 @@ def attend_items(
                                D_qk // 2)  # fmt: skip
             # tiles of four keys may reach over the ends
             for j in range(first // 4 * 4, first):
-                write_i64(now + 8 * j, read_i64(now + 8 * first))
+                write_i64(now + 8 * j, read_word(now, first))
             for j in range(last, (last + 3) // 4 * 4):
                 write_i64(now + 8 * j, read_i64(now + 8 * (last - 1)))
             for j in range(first // 16 * 16, first):
-                write_i64(now + 8 * j, read_i64(now + 8 * first))
+                write_i64(now + 8 * j, read_word(now, first))
             for m in range(M):
                 record = state + RECORD * m
                 seen = max(read_i64(record + LOW) - base, first)
@@ -490,7 +499,7 @@ def attend_items(
             key, stop_key, now, ahead = stop_key, next_stop, ahead, now
         if partial >= 0:
             place = partial * (vo_bytes + 4 * at.PARTIAL_TAIL)
-            store_partial(M, acc, vo_bytes, state, read_i64(header + 8 * at.PARTIALS) + place)
+            store_partial(M, acc, vo_bytes, state, read_word(header, at.PARTIALS) + place)
             continue
         for m in range(M):
             record, done = state + RECORD * m, acc + m * vo_bytes
@@ -499,22 +508,22 @@ def attend_items(
                 top, total = read_f32(record + RUN_TOP), read_f32(record + RUN_TOTAL)
                 done = running + m * vo_bytes
             finish(header, done, top, total, row + m // group, head * group + m % group, out, lse)
-    memory[0] = 0  # a last use: the array is freed after its last use, addresses do not count
+    release(memory)
 
 
 @njit
 def merge_items(plan: Any, out: Any, lse: Any, start: Any, stop: Any) -> None:
     """Add the partial results of the merges [start, stop) in order."""
     header = simd.address(plan)
-    group = read_i64(header + 8 * at.QO_HEADS) // read_i64(header + 8 * at.KV_HEADS)
-    n = (read_i64(header + 8 * at.DIM_VO) + 15) // 16 * 16
+    group = read_word(header, at.QO_HEADS) // read_word(header, at.KV_HEADS)
+    n = (read_word(header, at.DIM_VO) + 15) // 16 * 16
     bytes_each = 4 * (n + at.PARTIAL_TAIL)
-    for merge in range(start, min(stop, read_i64(header + 8 * at.N_MERGES))):
-        fields = read_i64(header + 8 * at.MERGES) + at.MERGE_BYTES * merge
+    for merge in range(start, min(stop, read_word(header, at.N_MERGES))):
+        fields = read_word(header, at.MERGES) + at.MERGE_BYTES * merge
         row, M, head = read_i64(fields), read_i64(fields + 8) * group, read_i64(fields + 16)
         slot, n_splits = read_i64(fields + 24), read_i64(fields + 32)
         for m in range(M):
-            acc = read_i64(header + 8 * at.PARTIALS) + (slot + m) * bytes_each
+            acc = read_word(header, at.PARTIALS) + (slot + m) * bytes_each
             top, total = read_f32(acc + 4 * n), read_f32(acc + 4 * n + 4)
             for i in range(1, n_splits):
                 new = acc + i * M * bytes_each

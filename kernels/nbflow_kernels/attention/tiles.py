@@ -22,14 +22,14 @@ from nbflow_kernels import registers, simd
 from nbflow_kernels._jit import part
 from nbflow_kernels.attention.layout import CHUNK
 from nbflow_kernels.lanes import (
+    load_first,
+    load_first_bf16,
+    load_first_f16,
     prefetch,
-    read_bf16,
-    read_f16,
-    read_f32,
     read_i64,
     read_u8,
+    store_first,
     store_quarters,
-    sum16,
     write_f32,
 )
 
@@ -38,6 +38,8 @@ HIDDEN = np.float32(-1e30)
 F32, F16 = 0, 1  # kinds of floats, as in `nbflow_kernels.kvcache.rows`; the third is bfloat16
 ROW = 4 * CHUNK
 """Bytes of the scores of one query vector."""
+RECORD = 64
+"""Bytes of what is known about one query vector; see `items`."""
 
 
 @part
@@ -58,37 +60,15 @@ def score_4x4(
     """Write the dot products of four query vectors with four keys, two keys after the other two."""
     for j in range(4):
         fetch(ahead, j, n_ahead)
-    k0, k1, k2, k3 = read_i64(keys), read_i64(keys + 8), read_i64(keys + 16), read_i64(keys + 24)
-    q1, q2, q3 = q + row_bytes, q + 2 * row_bytes, q + 3 * row_bytes
-    size, zero = simd.size_of(like), simd.splat(0.0)
-    a0, a1, a2, a3 = zero, zero, zero, zero
-    b0, b1, b2, b3 = zero, zero, zero, zero
-    c0, c1, c2, c3 = zero, zero, zero, zero
-    d0, d1, d2, d3 = zero, zero, zero, zero
+    size = simd.size_of(like)
+    a = b = registers.zero(2, 4)  # as wider tiles, they would not stay in 16 registers
+    k, distance = read_i64(keys), read_i64(keys + 8) - read_i64(keys)
     for d in range(0, row_bytes, 64):
-        i = (d >> 2) * size
-        x, y = simd.load_as(like, k0 + i), simd.load_as(like, k1 + i)
-        w = simd.load_f32(q + d)
-        a0, a1 = simd.fma(w, x, a0), simd.fma(w, y, a1)
-        w = simd.load_f32(q1 + d)
-        b0, b1 = simd.fma(w, x, b0), simd.fma(w, y, b1)
-        w = simd.load_f32(q2 + d)
-        c0, c1 = simd.fma(w, x, c0), simd.fma(w, y, c1)
-        w = simd.load_f32(q3 + d)
-        d0, d1 = simd.fma(w, x, d0), simd.fma(w, y, d1)
+        a = registers.step_lanes(a, like, k + (d >> 2) * size, distance, q + d, row_bytes)
+    k, distance = read_i64(keys + 16), read_i64(keys + 24) - read_i64(keys + 16)
     for d in range(0, row_bytes, 64):
-        i = (d >> 2) * size
-        x, y = simd.load_as(like, k2 + i), simd.load_as(like, k3 + i)
-        w = simd.load_f32(q + d)
-        a2, a3 = simd.fma(w, x, a2), simd.fma(w, y, a3)
-        w = simd.load_f32(q1 + d)
-        b2, b3 = simd.fma(w, x, b2), simd.fma(w, y, b3)
-        w = simd.load_f32(q2 + d)
-        c2, c3 = simd.fma(w, x, c2), simd.fma(w, y, c3)
-        w = simd.load_f32(q3 + d)
-        d2, d3 = simd.fma(w, x, d2), simd.fma(w, y, d3)
-    sums = sum16(a0, a1, a2, a3, b0, b1, b2, b3, c0, c1, c2, c3, d0, d1, d2, d3)
-    store_quarters(s, ROW, sums)
+        b = registers.step_lanes(b, like, k + (d >> 2) * size, distance, q + d, row_bytes)
+    store_quarters(s, ROW, registers.lane_sums(registers.beside(a, b)))
 
 
 @part
@@ -116,15 +96,7 @@ def score_1x16(
             a = simd.fma(simd.load_f32(q + d), simd.load_as(like, key), a)
             d, key = d + 64, key + 16 * size
         simd.store_f32(room + 64 * j, a)
-    sums = sum16(
-        simd.load_f32(room), simd.load_f32(room + 64), simd.load_f32(room + 128),
-        simd.load_f32(room + 192), simd.load_f32(room + 256), simd.load_f32(room + 320),
-        simd.load_f32(room + 384), simd.load_f32(room + 448), simd.load_f32(room + 512),
-        simd.load_f32(room + 576), simd.load_f32(room + 640), simd.load_f32(room + 704),
-        simd.load_f32(room + 768), simd.load_f32(room + 832), simd.load_f32(room + 896),
-        simd.load_f32(room + 960),
-    )  # fmt: skip
-    simd.store_f32(s, sums)
+    simd.store_f32(s, registers.lane_sums(registers.load(1, 16, room)))
 
 
 # ---- values --------------------------------------------------------------------------------------
@@ -271,25 +243,11 @@ def fold(acc: Any, top: Any, total: Any, new: Any, new_top: Any, new_total: Any,
 def copy_floats(kind: Any, source: Any, n: Any, factor: Any, target: Any, padded: Any) -> None:
     """Copy n floats of a kind of `kvcache.rows` times `factor` to float32; zeros up to `padded`."""
     times = simd.splat(factor)
-    d = np.int64(0)
-    while d + 16 <= n:
+    for d in range(0, padded, 16):
         if kind == F32:
-            x = simd.load_f32(source + 4 * d)
+            x = load_first(source + 4 * d, n - d, 0.0)
         elif kind == F16:
-            x = simd.load_f16(source + 2 * d)
+            x = load_first_f16(source + 2 * d, n - d)
         else:
-            x = simd.load_bf16(source + 2 * d)
-        simd.store_f32(target + 4 * d, simd.mul(x, times))
-        d += 16
-    while d < n:
-        if kind == F32:
-            y = read_f32(source + 4 * d)
-        elif kind == F16:
-            y = read_f16(source + 2 * d)
-        else:
-            y = read_bf16(source + 2 * d)
-        write_f32(target + 4 * d, y * np.float32(factor))
-        d += 1
-    while d < padded:
-        write_f32(target + 4 * d, np.float32(0.0))
-        d += 1
+            x = load_first_bf16(source + 2 * d, n - d)
+        store_first(target + 4 * d, padded - d, simd.mul(x, times))

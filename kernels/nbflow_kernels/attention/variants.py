@@ -24,7 +24,7 @@ from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention.items import copy_row, load_queries
 from nbflow_kernels.attention.tiles import F32, copy_floats, sees
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.lanes import read_f32, read_i32, read_i64, write_f32
+from nbflow_kernels.lanes import read_f32, read_i32, read_i64, read_word, write_f32
 
 HOOKS = {
     "logits_transform": ("params", "logit", "batch", "qo_idx", "kv_idx", "qo_head", "kv_head"),
@@ -164,26 +164,26 @@ def _make_kernel(transform: Any, mask: Any, output: Any, use_softmax: bool) -> A
     ) -> Any:  # fmt: skip
         """Attend from one query vector; return the top score and the sum of weights."""
         g, page_size = (
-            h // (read_i64(header + 8 * at.QO_HEADS) // read_i64(header + 8 * at.KV_HEADS)),
-            read_i64(header + 8 * at.PAGE_SIZE),
+            h // (read_word(header, at.QO_HEADS) // read_word(header, at.KV_HEADS)),
+            read_word(header, at.PAGE_SIZE),
         )
-        pages = read_i64(header + 8 * at.KV_INDICES) + 4 * read_i32(
-            read_i64(header + 8 * at.KV_INDPTR) + 4 * request
+        pages = read_word(header, at.KV_INDICES) + 4 * read_i32(
+            read_word(header, at.KV_INDPTR) + 4 * request
         )
-        kv_len = read_i32(read_i64(header + 8 * at.KV_LENS) + 4 * request)
+        kv_len = read_i32(read_word(header, at.KV_LENS) + 4 * request)
         D_qk, D_vo, index = (
-            read_i64(header + 8 * at.DIM_QK),
-            read_i64(header + 8 * at.DIM_VO),
+            read_word(header, at.DIM_QK),
+            read_word(header, at.DIM_VO),
             np.int64(0),
         )
         wide = (D_qk + 15) // 16 * 16
-        if read_i64(header + 8 * at.MASK) != 0:
-            index = read_i64(read_i64(header + 8 * at.MASK_STARTS) + 8 * request) + qo_idx * kv_len
+        if read_word(header, at.MASK) != 0:
+            index = read_i64(read_word(header, at.MASK_STARTS) + 8 * request) + qo_idx * kv_len
         top, total = -np.inf, 0.0
         acc[:] = 0.0
         for j in range(low, high):
-            if read_i64(header + 8 * at.MASK) != 0 and not sees(
-                read_i64(header + 8 * at.MASK), read_i64(header + 8 * at.MASK_BITS) != 0, index + j
+            if read_word(header, at.MASK) != 0 and not sees(
+                read_word(header, at.MASK), read_word(header, at.MASK_BITS) != 0, index + j
             ):
                 continue
             if not logits_mask(params, request, qo_idx, j, h, g):
@@ -216,41 +216,39 @@ def _make_kernel(transform: Any, mask: Any, output: Any, use_softmax: bool) -> A
         strides: Any, out: Any, lse: Any, start: Any, stop: Any,
     ) -> None:  # fmt: skip
         header = simd.address(plan)
-        H = read_i64(header + 8 * at.QO_HEADS)
-        group, D_vo = H // read_i64(header + 8 * at.KV_HEADS), read_i64(header + 8 * at.DIM_VO)
-        wide = (read_i64(header + 8 * at.DIM_QK) + 15) // 16 * 16
-        vectors = np.empty((read_i64(header + 8 * at.MOST), wide), np.float32)
+        H = read_word(header, at.QO_HEADS)
+        group, D_vo = H // read_word(header, at.KV_HEADS), read_word(header, at.DIM_VO)
+        wide = (read_word(header, at.DIM_QK) + 15) // 16 * 16
+        vectors = np.empty((read_word(header, at.MOST), wide), np.float32)
         row = np.empty(max(wide, (D_vo + 15) // 16 * 16), np.float32)
         acc = np.empty(D_vo, np.float64)
         done = np.empty(D_vo, np.float32)
-        first_item = read_i64(read_i64(header + 8 * at.SHARES) + 8 * start)
-        for item in range(first_item, read_i64(read_i64(header + 8 * at.SHARES) + 8 * stop)):
-            fields = read_i64(header + 8 * at.ITEMS) + at.ITEM_BYTES * item
+        first_item = read_i64(read_word(header, at.SHARES) + 8 * start)
+        for item in range(first_item, read_i64(read_word(header, at.SHARES) + 8 * stop)):
+            fields = read_word(header, at.ITEMS) + at.ITEM_BYTES * item
             request, first_row = read_i64(fields), read_i64(fields + 8)
             n_rows, g = read_i64(fields + 16), read_i64(fields + 24)
             position, M = read_i64(fields + 32), n_rows * group
-            kv_len = read_i32(read_i64(header + 8 * at.KV_LENS) + 4 * request)
+            kv_len = read_i32(read_word(header, at.KV_LENS) + 4 * request)
             load_queries(header, source, q, q_row_bytes, M, group, first_row, g, position,
                          simd.address(vectors), wide)  # fmt: skip
             for m in range(M):
                 here, h = position + m // group, g * group + m % group
                 low, high = 0, kv_len
-                if read_i64(header + 8 * at.WINDOW) >= 0:
-                    low = max(0, here - read_i64(header + 8 * at.WINDOW))
-                if read_i64(header + 8 * at.CAUSAL) != 0:
+                if read_word(header, at.WINDOW) >= 0:
+                    low = max(0, here - read_word(header, at.WINDOW))
+                if read_word(header, at.CAUSAL) != 0:
                     high = min(kv_len, here + 1)
                 qo_idx = (
-                    first_row
-                    + m // group
-                    - read_i32(read_i64(header + 8 * at.QO_INDPTR) + 4 * request)
+                    first_row + m // group - read_i32(read_word(header, at.QO_INDPTR) + 4 * request)
                 )
                 top, total = attend_one(
                     header, params, source, kind, k, v, strides, request, qo_idx, low, high, h,
                     simd.address(vectors[m]), row, acc,
                 )  # fmt: skip
                 factor = 1.0 / total if use_softmax and total != 0.0 else 1.0
-                if read_i64(header + 8 * at.OUT_FACTORS) != 0:
-                    factor *= read_f32(read_i64(header + 8 * at.OUT_FACTORS) + 4 * h)
+                if read_word(header, at.OUT_FACTORS) != 0:
+                    factor *= read_f32(read_word(header, at.OUT_FACTORS) + 4 * h)
                 for d in range(D_vo):
                     done[d] = output_transform(params, acc[d] * factor, request, qo_idx, h)
                 place = (first_row + m // group) * H + h
@@ -259,7 +257,7 @@ def _make_kernel(transform: Any, mask: Any, output: Any, use_softmax: bool) -> A
                     log = top + math.log(total) if total != 0.0 else -np.inf
                     write_f32(
                         lse + 4 * place,
-                        log if read_i64(header + 8 * at.LSE_NATURAL) != 0 else log * LOG2_E,
+                        log if read_word(header, at.LSE_NATURAL) != 0 else log * LOG2_E,
                     )
 
     return kernel

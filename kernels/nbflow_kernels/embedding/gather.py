@@ -9,7 +9,13 @@ from numpy.typing import NDArray
 
 from nbflow_kernels import simd
 from nbflow_kernels._jit import njit
-from nbflow_kernels.lanes import address_of, read_f16, read_f32, read_u16, write_f32
+from nbflow_kernels.lanes import (
+    address_of,
+    load_first,
+    load_first_bf16,
+    load_first_f16,
+    store_first,
+)
 from nbflow_kernels.threads import split_rows
 
 F32, F16, BF16 = 0, 1, 2
@@ -44,8 +50,7 @@ def _gather(
     size = 4 if kind == F32 else 2
     for t in range(start, stop):
         source, target = table + np.int64(ids[t]) * row_bytes, out + t * out_bytes
-        i = 0
-        while i + 16 <= E:
+        for i in range(0, E - 15, 16):
             at = source + size * i
             if kind == F32:
                 v = simd.load_f32(at)
@@ -54,14 +59,13 @@ def _gather(
             else:
                 v = simd.load_bf16(at)
             simd.store_f32(target + 4 * i, v)
-            i += 16
-        while i < E:
-            at = source + size * i
+        rest, body = E % 16, E - E % 16
+        if rest > 0:
+            at = source + size * body
             if kind == F32:
-                x = read_f32(at)
+                v = load_first(at, rest, 0.0)
             elif kind == F16:
-                x = read_f16(at)
+                v = load_first_f16(at, rest)
             else:
-                x = simd.bits_to_float(read_u16(at) << 16)
-            write_f32(target + 4 * i, x)
-            i += 1
+                v = load_first_bf16(at, rest)
+            store_first(target + 4 * body, rest, v)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from nbflow_kernels import simd
 from nbflow_kernels._jit import njit, part
-from nbflow_kernels.lanes import address_of, read_f32, write_f32
+from nbflow_kernels.lanes import address_of, load_first, read_f32, store_first
 from nbflow_kernels.threads import hold, not_capturable, split_rows
 
 _COST = 2  # multiply-adds per element, for the decision to use more than one thread
@@ -186,12 +186,14 @@ def _sum_of_squares(a: Any, E: Any, mean: Any) -> Any:
 @part
 def _add_to(target: Any, source: Any, E: Any) -> None:
     """Add the vector at `source` to the one at `target`."""
-    body = E - E % 16
+    body, rest = E - E % 16, E % 16
     for i in range(0, body * 4, 64):
         v = simd.add(simd.load_f32(target + i), simd.load_f32(source + i))
         simd.store_f32(target + i, v)
-    for i in range(body * 4, E * 4, 4):
-        write_f32(target + i, read_f32(target + i) + read_f32(source + i))
+    if rest > 0:
+        target, source = target + body * 4, source + body * 4
+        v = simd.add(load_first(target, rest, 0.0), load_first(source, rest, 0.0))
+        store_first(target, rest, v)
 
 
 @njit
@@ -214,7 +216,7 @@ def _rmsnorm(
     stop: Any,
 ) -> None:
     """Normalize rows [start, stop) of `x`, or of `residual` after adding `x` to it, into `out`."""
-    body = E - E % 16
+    body, rest = E - E % 16, E % 16
     shift = np.float32(offset)
     for t in range(start, stop):
         for h in range(H):
@@ -231,9 +233,11 @@ def _rmsnorm(
                 factor = simd.add(simd.load_f32(w + i * weight_bytes), simd.splat(shift))
                 v = simd.mul(simd.load_f32(a + i * 4), simd.splat(scale))
                 simd.store_f32(y + i * 4, simd.mul(v, factor))
-            for i in range(body, E):
-                factor_i = read_f32(w + i * weight_bytes) + shift
-                write_f32(y + i * 4, read_f32(a + i * 4) * scale * factor_i)
+            if rest > 0:
+                factor = load_first(w + body * weight_bytes, rest, 0.0)
+                v = simd.mul(load_first(a + body * 4, rest, 0.0), simd.splat(scale))
+                v = simd.mul(v, simd.add(factor, simd.splat(shift)))
+                store_first(y + body * 4, rest, v)
 
 
 @njit
@@ -257,7 +261,7 @@ def _layernorm(
     stop: Any,
 ) -> None:
     """Normalize rows [start, stop): mean first, then the mean square of the differences."""
-    body = E - E % 16
+    body, rest = E - E % 16, E % 16
     for t in range(start, stop):
         for h in range(H):
             a = x + t * x_bytes + h * E * 4
@@ -278,7 +282,8 @@ def _layernorm(
                 f = simd.load_f32(w + i * weight_bytes)
                 v = simd.fma(v, f, simd.load_f32(b + i * bias_bytes))
                 simd.store_f32(y + i * 4, v)
-            for i in range(body, E):
-                v_i = (read_f32(a + i * 4) - mean) * scale
-                f_i = read_f32(w + i * weight_bytes)
-                write_f32(y + i * 4, v_i * f_i + read_f32(b + i * bias_bytes))
+            if rest > 0:
+                v = simd.mul(simd.sub(load_first(a + body * 4, rest, 0.0), m), s)
+                f = load_first(w + body * weight_bytes, rest, 0.0)
+                v = simd.fma(v, f, load_first(b + body * bias_bytes, rest, 0.0))
+                store_first(y + body * 4, rest, v)

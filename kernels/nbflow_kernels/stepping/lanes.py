@@ -49,6 +49,11 @@ def read_i64(addr: Any) -> int:
     return int(read(addr, np.int64, 1)[0])
 
 
+def read_word(addr: Any, i: Any) -> int:
+    """Return the i-th int64 behind an address."""
+    return read_i64(addr + 8 * int(i))
+
+
 def read_u8(addr: Any) -> int:
     """Return one unsigned byte."""
     return int(read(addr, np.uint8, 1)[0])
