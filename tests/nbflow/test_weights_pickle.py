@@ -232,9 +232,9 @@ def test_names_of_python_2(tmp_path: Path) -> None:
         np.testing.assert_array_equal(weights.array("a"), SIX.reshape(2, 3))
 
 
-def logits(model: Path) -> np.ndarray:
+def logits(model: Path, spec_file: Path | None = None) -> np.ndarray:
     """Run a model in NumPy, which compiles nothing."""
-    spec = resolve(model).spec
+    spec = resolve(model, spec=spec_file).spec
     program = build(spec)
     with open_weights(model) as file:
         check(spec, file)
@@ -275,6 +275,22 @@ def test_models_run_from_pickles(tmp_path: Path, layout: str) -> None:
         index = json.dumps({"metadata": {}, "weight_map": weight_map})
         (tmp_path / "pytorch_model.bin.index.json").write_text(index)
     np.testing.assert_array_equal(logits(target), expected)
+
+
+def test_an_optimizer_beside_the_weights_is_named_in_the_spec(tmp_path: Path) -> None:
+    write_llama(tmp_path, n_layers=2, tied_head=False)
+    tensors = load_file(tmp_path / "model.safetensors")
+    expected = logits(tmp_path)
+    calls = {n: tensor(n, a.shape, elements=a.size) for n, a in tensors.items()}
+    data = {n: a.astype(np.float32).tobytes() for n, a in tensors.items()}
+    state = {"state": {0: {"exp_avg": tensor("m")}}}
+    target = tmp_path / "training.pt"
+    write_zip(target, {"model": calls, "optimizer": state}, data | {"m": SIX.tobytes()})
+    with pytest.raises(UsageError, match=r"optimizer\.state\.0\.exp_avg \(2, 3\)"):
+        logits(target)
+    spec = tmp_path / "spec.toml"
+    spec.write_text('family = "llama"\n[ignored]\ntensors = ["optimizer.*"]\n')
+    np.testing.assert_array_equal(logits(target, spec), expected)
 
 
 def test_values_without_meaning_are_skipped(tmp_path: Path) -> None:
