@@ -1,9 +1,10 @@
-"""Write the tables of README.md and docs/ from the code and from results/formats.
+"""Write the tables of README.md and docs/ from the code and from results/.
 
 python tools/update_readme.py          write them
 python tools/update_readme.py --check  exit 1 if a file is not what the code and the results say
 
-A table stands after its marker; what is measured comes from `tools/measure_formats.py`.
+A table stands after its marker; what is measured comes from `tools/measure_formats.py` and
+`tools/measure_engine.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results" / "formats"
+ENGINE = ROOT / "results" / "engine"
 
 # shown in the README: those with short names, and of GGML's the ones that files come in
 EXCERPT = ("f16", "bf16", "q8_0", "q6_k", "q5_k", "q4_k", "q4_0", "iq4_xs", "mxfp4", "q3_k")
@@ -75,12 +77,39 @@ def measured_where() -> str:
 
 
 def speeds_table() -> str:
-    """Return how fast formats are encoded and decoded."""
+    """Return how fast formats are encoded and decoded, and how exact products with them are."""
     keys = ("quantize_plain", "quantize_best", "dequantize")
-    lines = ["| format | quantize plain | quantize best | dequantize |", "|---|---:|---:|---:|"]
+    lines = [
+        "| format | quantize plain | best | dequantize | product error, f32 | bf16 | int8 |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
     for name, row in measured()["formats"].items():
-        cells = (f"{row[f'{key}_mweights_per_s']:,.3g}" for key in keys)
+        cells = [f"{row[f'{key}_mweights_per_s']:,.3g}" for key in keys]
+        errors = [row[f"product_{kind}_error"] for kind in ("f32", "bf16", "int8")]
+        cells += ["-" if error is None else f"{error:.2g}" for error in errors]
         lines.append(f"| `{name}` | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def engine_table() -> str:
+    """Return the rows of the engine beside its peer."""
+    rows = json.loads(min(ENGINE.glob("*/rows.json")).read_text(encoding="utf-8"))
+    lines = [
+        "| model | arithmetic | batch | test | tokens/s | llama.cpp | ratio | share of read |",
+        "|---|---|---:|---|---:|---:|---:|---:|",
+    ]
+    for row in rows:
+        name = row["model"] if row["weights"] == "as stored" else f"1.1b-{row['weights']}"
+        peer = ratio = share = ""
+        if "peer" in row:
+            peer = f"{row['peer_tokens_per_s']:,.1f}"
+            ratio = f"{row['times_peer']:.2f} ± {row['times_peer_spread']:.2f}"
+        if row["read_share"] is not None and row["batch"] == 1:
+            share = f"{row['read_share']:.0%}" if row["read_share"] < 1.2 else "in the cache"
+        lines.append(
+            f"| {name} | {row['activations']} | {row['batch']} | {row['test']} "
+            f"| {row['tokens_per_s']:,.1f} | {peer} | {ratio} | {share} |"
+        )
     return "\n".join(lines)
 
 
@@ -107,7 +136,7 @@ def tolerances_table() -> str:
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"ops": ops_table, "formats": formats_excerpt},
+    "README.md": {"ops": ops_table, "formats": formats_excerpt, "engine": engine_table},
     "docs/formats.md": {
         "where": measured_where,
         "formats": formats_table,

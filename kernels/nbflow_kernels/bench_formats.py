@@ -69,8 +69,9 @@ def measure_speed(
     dict
         ``quantize_plain_mweights_per_s``, ``quantize_best_...``, ``dequantize_...``; for ``f32``
         and ``int8`` activations ``gemv_<kind>_gb_per_s`` (stored bytes), ``..._gweights_per_s`` and
-        ``..._share_of_read`` (of the bandwidth measured between the samples); None where there is
-        no such product.  ``packed_bits_per_weight``.
+        ``..._share_of_read`` (of the bandwidth measured between the samples); for these and
+        ``bf16`` the ``product_<kind>_error``, see `product_errors`; None where there is no such
+        product.  ``packed_bits_per_weight``.
     """
     format = FORMATS[name]
     x = sample(ENCODED_ROWS * 4).reshape(ENCODED_ROWS, -1)
@@ -82,8 +83,9 @@ def measure_speed(
     result["dequantize_mweights_per_s"] = x.size / _seconds(lambda: dequantize(qt, out), 5) / 1e6
     N, K = shape
     w = sample(512 * K // 1024 + 1).ravel()[: 512 * K].reshape(512, K)
-    some = quantize(w, name, encoder="plain").data
-    matrix = QuantTensor(name, (N, K), some[np.arange(N) % 512])
+    some = quantize(w, name, encoder="plain")
+    result |= product_errors(some)
+    matrix = QuantTensor(name, (N, K), some.data[np.arange(N) % 512])
     activations = np.random.default_rng(1).standard_normal((1, K), dtype=np.float32)
     y = np.empty((1, N), np.float32)
     for kind in ("f32", "int8"):
@@ -95,6 +97,28 @@ def measure_speed(
         result |= {f"gemv_{kind}_{key}": value for key, value in figures.items()}
     packed = matrix.packed_nbytes
     result["packed_bits_per_weight"] = 8 * packed / (N * K) if packed else format.bits_per_weight
+    return result
+
+
+def product_errors(w: QuantTensor) -> dict[str, float | None]:
+    """Return how far products with a matrix are from exact ones, for each kind of activations.
+
+    Returns
+    -------
+    dict
+        ``product_<kind>_error``: for one row of N(0, 1) activations the root mean square of the
+        error over that of the exact product, in float64, with the decoded weights.  None for int8
+        with float weights, which there is not.
+    """
+    x = np.random.default_rng(2).standard_normal((1, w.shape[1]), dtype=np.float32)
+    exact = x.astype(np.float64) @ dequantize(w).astype(np.float64).T
+    result: dict[str, float | None] = {}
+    for kind in ("f32", "bf16", "int8"):
+        error = None
+        if kind != "int8" or not w.is_float:
+            distance = qmatmul(x, w, activations=kind) - exact
+            error = float(np.linalg.norm(distance) / np.linalg.norm(exact))
+        result[f"product_{kind}_error"] = error
     return result
 
 
