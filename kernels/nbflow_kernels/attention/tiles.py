@@ -243,7 +243,16 @@ def fold(acc: Any, top: Any, total: Any, new: Any, new_top: Any, new_total: Any,
 def copy_floats(kind: Any, source: Any, n: Any, factor: Any, target: Any, padded: Any) -> None:
     """Copy n floats of a kind of `kvcache.rows` times `factor` to float32; zeros up to `padded`."""
     times = simd.splat(factor)
-    for d in range(0, padded, 16):
+    body = n - n % 16
+    for d in range(0, body, 16):
+        if kind == F32:
+            x = simd.load_f32(source + 4 * d)
+        elif kind == F16:
+            x = simd.load_f16(source + 2 * d)
+        else:
+            x = simd.load_bf16(source + 2 * d)
+        simd.store_f32(target + 4 * d, simd.mul(x, times))
+    for d in range(body, padded, 16):
         if kind == F32:
             x = load_first(source + 4 * d, n - d, 0.0)
         elif kind == F16:
