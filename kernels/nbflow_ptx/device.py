@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,8 +23,9 @@ _ALIGN = 256
 
 
 def views(memory: NDArray[np.uint8]) -> dict[int, np.ndarray]:
-    """Return `memory` seen as unsigned integers of 1, 2, 4 and 8 bytes."""
-    kinds = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+    """Return `memory` seen as unsigned integers of 1, 2, 4 and 8 bytes, and 16-byte pieces."""
+    kinds: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+    kinds[16] = np.complex128  # only ever moved, never computed with
     return {n: memory[: memory.size // n * n].view(kind) for n, kind in kinds.items()}
 
 

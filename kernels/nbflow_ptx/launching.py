@@ -213,11 +213,10 @@ class Emulator:
                 )
             at_once = n
         device.grid_workspace()
-        cells = (
-            Cells(device.top, program.granules["global"], across=True)
-            if self.checks.races
-            else None
-        )
+        cells = None
+        if self.checks.races:
+            starts = [a.start for a in device.allocations]
+            cells = Cells(device.top, program.granules["global"], across=True, starts=starts)
         grid, stamps, printed = Grid(n), [0], list[str]()
         result = Result(profile=profile)
         for first in range(0, n, at_once):

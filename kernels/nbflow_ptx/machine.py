@@ -23,9 +23,6 @@ from nbflow_ptx.memory import Memory, Region
 from nbflow_ptx.profile import Profile
 from nbflow_ptx.program import Program
 from nbflow_ptx.races import Cells, Clocks, Grid
-from nbflow_ptx.types import STORAGE
-
-_POISON = 0xCDCDCDCDCDCDCDCD
 
 
 class Machine:
@@ -76,11 +73,7 @@ class Machine:
         self._special: dict[str, Any] = {}
 
     def _registers(self) -> None:
-        self.registers: list[Any] = []
-        for kind in self.program.kernel.registers.values():
-            store = STORAGE[min(kind.nbytes, 8)]
-            mask = (1 << 8 * kind.nbytes) - 1
-            self.registers.append(store(_POISON & mask) if kind.nbytes else np.bool_(False))
+        self.registers: list[Any] = list(self.program.poison)
         self.carry: Any = np.bool_(False)
 
     def _memory(self, cells: Cells | None) -> Memory:
@@ -98,10 +91,11 @@ class Machine:
         tracked = None
         if self.checks.races:
             tracked = Cells(shared.size, self.program.granules["shared"], across=False)
+        own_parts = self.shared_start if self.n_blocks > 1 else None
         return Memory(
             self,
             Region("global", self.device.heap, self.device.shadow, cells),
-            Region("shared", shared, shadow.reshape(-1), tracked, self.shared_start, size),
+            Region("shared", shared, shadow.reshape(-1), tracked, own_parts, size),
             Region(
                 "local",
                 local,
@@ -127,14 +121,26 @@ class Machine:
         """Threads issued a fence; `wide` says that it reaches beyond their block."""
         self.clocks.fence[lanes] = self.clocks.acquire[lanes] = self.stamp
         if wide:
-            self.clocks.grid.fence[self.block_id[lanes]] = self.stamp
-            self.clocks.grid.acquire[self.block_id[lanes]] = self.stamp
+            self.clocks.grid.fence[self.of(self.block_id, lanes)] = self.stamp
+            self.clocks.grid.acquire[self.of(self.block_id, lanes)] = self.stamp
 
     def acquire(self, lanes: Any) -> None:
         """Threads read with an atomic or another strong access."""
         self.strong_accesses += 1
         self.clocks.acquire[lanes] = self.stamp
-        self.clocks.grid.acquire[self.block_id[lanes]] = self.stamp
+        self.clocks.grid.acquire[self.of(self.block_id, lanes)] = self.stamp
+
+    def of(self, values: NDArray[Any], lanes: Any) -> Any:
+        """Return the entries of `values` for these threads."""
+        return values if len(lanes) == self.lanes else values[lanes]
+
+    def met(self) -> None:
+        """Every thread met the others of its block at a barrier."""
+        self.touch()
+        self.clocks.barrier_of_all(self.stamp)
+        cells = self.memory.regions["shared"].cells
+        if cells is not None:
+            cells.barrier_of_all()
 
     def set_carry(self, i: Any, value: Any) -> None:
         """Write the carry flag."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from nbflow_ptx.syntax import Instruction
 
 _SPREAD = {1: 0x01, 2: 0x0101, 4: 0x01010101, 8: 0x0101010101010101}
+_SHIFT = {1: 0, 2: 1, 4: 2, 8: 3, 16: 4}
 _UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 #: Shadow patterns of an access whose bytes are all usable.
 _GOOD = {n: _UINT[n]((LIVE | WRITTEN) * s) for n, s in _SPREAD.items()}
@@ -59,7 +60,9 @@ class Region:
 
     def start(self, lanes: Any) -> Any:
         """Return where the part of this memory that belongs to each thread begins."""
-        return 0 if self.starts is None else self.starts[lanes]
+        if self.starts is None:
+            return 0
+        return self.starts if len(lanes) == len(self.starts) else self.starts[lanes]
 
 
 class Memory:
@@ -149,14 +152,7 @@ class Memory:
         at, outside = self.place(region, lanes, at, width * count, what)
         if self.m.profile is not None:
             self.m.profile.access(self.m, region.name, lanes, at, width * count)
-        k = at // width if width > 1 else at
-        memory, shadow, good = region.view[width], region.shadow_view[width], _GOOD[width]
-        values = []
-        for j in range(count):
-            state = shadow[k + j]
-            if (state != good).any():
-                self._explain(region, lanes, at + j * width, width, what, reading=True)
-            values.append(memory[k + j])
+        values = self._gather(region, lanes, at, width, count, what)
         if region.cells is not None:
             b = np.broadcast_to(at, lanes.shape)
             for race in region.cells.read(self.m, lanes, b, width * count, mark=not strong)[:1]:
@@ -167,6 +163,25 @@ class Memory:
         if outside is not None:
             values = [np.where(outside, v.dtype.type(0), v) for v in values]
         return values
+
+    def _gather(
+        self, region: Region, lanes: Any, at: Any, width: int, count: int, what: str
+    ) -> list[Any]:
+        """Return the values at offsets `at`, after a look at their shadow bytes."""
+        total = width * count
+        scalar = not at.ndim
+        k = np.atleast_1d(at >> _SHIFT[total])
+        state = region.shadow_view[total].take(k)
+        if total == 16:
+            state = state.view(np.uint64)
+        if (state != _GOOD[min(total, 8)]).any():
+            for j in range(count):
+                self._explain(region, lanes, at + j * width, width, what, reading=True)
+        values = region.view[total].take(k)
+        if count == 1:
+            return [values[0] if scalar else values]
+        parts = values.view(_UINT[width]).reshape(-1, count)
+        return list(parts[0]) if scalar else [parts[:, j].copy() for j in range(count)]
 
     def store(
         self,
@@ -197,10 +212,10 @@ class Memory:
             keep = np.flatnonzero(~np.broadcast_to(outside, lanes.shape))
             lanes, at = lanes[keep], np.broadcast_to(at, outside.shape)[keep]
             values = [v if v.ndim == 0 else v[keep] for v in values]
-        k = at // width if width > 1 else at
+        k = at >> _SHIFT[width] if width > 1 else at
         memory, shadow, good = region.view[width], region.shadow_view[width], _GOOD[width]
         for j in range(len(values)):
-            state = shadow[k + j]
+            state = shadow.take(k + j)
             if (state != good).any():
                 if ((state | _WRITTEN[width]) != good).any():
                     self._explain(region, lanes, at + j * width, width, what, reading=False)
@@ -244,7 +259,7 @@ class Memory:
             lost = np.broadcast_to(memory[k + j] != v, n)
             if lost.any():
                 i = int(np.flatnonzero(lost)[0])
-                cell = int(at[i]) // region.cells.granule if region.cells else 0
+                cell = int(at[i]) >> region.cells.shift if region.cells else 0
                 other = int(region.cells.w_who[cell]) if region.cells else 0
                 self._race(region, lanes, at, (i, other, self.m.stamp), what)
 
@@ -307,7 +322,7 @@ class Memory:
                 self.m.profile.access(self.m, region.name, t, at, width, atomic=True)
             if outside is not None:
                 raise self.m.error("bounds", f"{what} out of bounds", int(t[0]))
-            k = at // width
+            k = at >> _SHIFT[width]
             if (region.shadow_view[width][k] != _GOOD[width]).any():
                 self._explain(region, t, at, width, what, reading=True)
                 region.shadow_view[width][k] |= _WRITTEN[width]

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from nbflow_ptx.binder import Binder, Read, Run, Write
 from nbflow_ptx.errors import UnsupportedInstruction, unknown
 from nbflow_ptx.instructions import CONTROL, PLAIN, WARP
@@ -12,7 +14,7 @@ from nbflow_ptx.instructions.collectives import Collective, member_mask, synchro
 from nbflow_ptx.linker import Linked
 from nbflow_ptx.memory import space_of
 from nbflow_ptx.syntax import Instruction, Sym
-from nbflow_ptx.types import TYPES
+from nbflow_ptx.types import STORAGE, TYPES, Type
 
 if TYPE_CHECKING:
     from nbflow_ptx.machine import Machine
@@ -73,13 +75,15 @@ class Program:
     """A bound kernel.
 
     ``granules`` are the narrowest accesses to global and shared memory, the resolution at which
-    races are looked for.  ``grid_barrier`` says that all blocks must be resident at once.
+    races are looked for; ``poison`` are the registers before anything is written to them.
+    ``grid_barrier`` says that all blocks must be resident at once.
     """
 
     kernel: Linked
     slots: dict[str, int]
     blocks: dict[int, Block] = field(default_factory=dict)
     granules: dict[str, int] = field(default_factory=dict)
+    poison: list[Any] = field(default_factory=list)
     grid_barrier: bool = False
 
 
@@ -88,6 +92,7 @@ def bind(kernel: Linked) -> Program:
     b = Binder(kernel)
     program = Program(kernel, b.slots)
     program.granules = {"global": _granule(b, "global"), "shared": _granule(b, "shared")}
+    program.poison = [_poison(kind) for kind in b.kinds]
     leaders = _leaders(kernel)
     code = kernel.code
     pc = 0
@@ -107,6 +112,13 @@ def bind(kernel: Linked) -> Program:
         program.blocks[start] = Block(steps, control)
     program.blocks[len(code)] = Block([], Control("exit", max(len(code) - 1, 0)))
     return program
+
+
+def _poison(kind: Type) -> Any:
+    """Return a register's contents before its first write: a value that stands out."""
+    if not kind.nbytes:
+        return np.bool_(False)
+    return STORAGE[min(kind.nbytes, 8)](0xCDCDCDCDCDCDCDCD & ((1 << 8 * min(kind.nbytes, 8)) - 1))
 
 
 def _is_control(ins: Instruction) -> bool:

@@ -17,7 +17,9 @@ Writing the value that is already there is no race.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from bisect import bisect_right
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from nbflow_ptx.machine import Machine
 
 _SEVERAL = -1
+#: Bytes of noted reads after which they are entered into the cells.
+_MAX_NOTES = 64 << 20
 
 
 class Clocks:
@@ -38,12 +42,14 @@ class Clocks:
         self.fence: NDArray[np.int32] = np.zeros(lanes, np.int32)
         self.acquire: NDArray[np.int32] = np.zeros(lanes, np.int32)
         self.warps, self.grid = warps, grid
+        self.same: int | None = 0  # the value all of `oldest` has
 
     def barrier(
         self, block: int, lanes: NDArray[np.int64], warps: NDArray[np.int64], stamp: int
     ) -> None:
         """Threads `lanes`, of these warps of one block, met."""
         self.lane[lanes] = stamp
+        self.same = None
         known = self.known[block]
         if len(warps) == self.warps:
             known[...] = stamp
@@ -52,11 +58,18 @@ class Clocks:
             known[np.ix_(warps, warps)] = stamp
         self.oldest[block * self.warps : (block + 1) * self.warps] = known.min(axis=1)
 
+    def oldest_of(self, m: Machine, lanes: Any) -> Any:
+        """Return the stamp up to which each of these threads knows everything of its block."""
+        if self.same is not None:
+            return self.same
+        return self.oldest[m.of(m.warp_id, lanes)]
+
     def barrier_of_all(self, stamp: int) -> None:
         """Every thread of every block met the others of its block."""
         self.lane[...] = stamp
         self.known[...] = stamp
         self.oldest[...] = stamp
+        self.same = stamp
 
 
 class Grid:
@@ -68,37 +81,90 @@ class Grid:
         self.met = 0
 
 
+class _Read(NamedTuple):
+    """A read noted down: its range, threads, places, stamp, and what its threads knew."""
+
+    low: int
+    high: int
+    nbytes: int
+    lanes: Any
+    offsets: Any
+    stamp: int
+    oldest: Any
+
+
+def _overlap(ranges: dict[int, tuple[int, int]], array: int, low: int, high: int) -> bool:
+    """Return whether a range of bytes meets one recorded for its array or for several."""
+    keys = list(ranges) if array < 0 else (array, -1)
+    return any(k in ranges and ranges[k][0] < high and low < ranges[k][1] for k in keys)
+
+
+def _extend(ranges: dict[int, tuple[int, int]], array: int, low: int, high: int) -> None:
+    old_low, old_high = ranges.get(array, (low, high))
+    ranges[array] = min(low, old_low), max(high, old_high)
+
+
 class Cells:
     """The access history of one memory: shared memory of a group of blocks, or the heap.
 
     One cell covers `granule` bytes, the narrowest access the kernel makes.  `across` says that
-    several blocks see this memory.
+    several blocks see this memory; `starts` are then the beginnings of the arrays in it.
+
+    Reads are only noted down, and entered into the cells when somebody writes to the same array:
+    most arrays are never written, and most shared memory is written behind a barrier, which makes
+    earlier reads and writes irrelevant.
     """
 
-    def __init__(self, nbytes: int, granule: int, *, across: bool) -> None:
+    def __init__(
+        self, nbytes: int, granule: int, *, across: bool, starts: Sequence[int] = ()
+    ) -> None:
         n = nbytes // granule + 1
-        self.granule, self.across = granule, across
+        self.shift, self.n_words, self.across = granule.bit_length() - 1, n, across
+        self.starts = list(starts)
         self.w_who: NDArray[np.int32] = np.zeros(n, np.int32)
         self.w_at: NDArray[np.int32] = np.zeros(n, np.int32)
         self.r_who: NDArray[np.int32] = np.zeros(n, np.int32)
         self.r_at: NDArray[np.int32] = np.zeros(n, np.int32)
         self.r_warps: NDArray[np.uint32] = np.zeros(n, np.uint32)
         self.r_block: NDArray[np.int32] = np.zeros(n if across else 0, np.int32)
-        self.any_write = False
+        self.written: dict[int, tuple[int, int]] = {}  # array -> range of bytes written
+        self.entered: dict[int, tuple[int, int]] = {}  # array -> range of reads in the cells
+        self.notes: dict[int, list[_Read]] = {}
+        self.noted_bytes = 0
+
+    def barrier_of_all(self) -> None:
+        """Forget what a barrier of all threads ordered (the memory of one block only)."""
+        if not self.across:
+            self.written.clear()
+            self.entered.clear()
+            self.notes.clear()
+            self.noted_bytes = 0
+
+    def _array(self, low: int, high: int) -> int:
+        """Return the number of the array a range of bytes lies in; -1 for several."""
+        k = bisect_right(self.starts, low) - 1
+        return k if k + 1 >= len(self.starts) or high < self.starts[k + 1] else -1
 
     def read(
         self, m: Machine, lanes: Any, offsets: Any, nbytes: int, *, mark: bool = True
     ) -> list[tuple[int, int, int]]:
         """Record a read; return ``(j, other thread, other stamp)`` of each race."""
-        for c in self._cells(offsets, nbytes):
-            if self.any_write:
-                at = self.w_at[c]
+        low, high = int(offsets.min()), int(offsets.max()) + nbytes
+        array = self._array(low, high)
+        if _overlap(self.written, array, low, high):
+            for c in self._cells(offsets, nbytes):
+                at = self.w_at.take(c)
                 if at.any():
-                    found = self._races(m, lanes, self.w_who[c], at, c)
+                    found = self._races(m, lanes, self.w_who.take(c), at, c)
                     if found:
                         return found
-            if mark:
-                self._mark_read(m, lanes, c)
+        if mark:
+            note = _Read(low, high, nbytes, lanes, offsets, m.stamp, m.clocks.oldest_of(m, lanes))
+            self.notes.setdefault(array, []).append(note)
+            self.noted_bytes += 8 * len(lanes)
+            if self.noted_bytes > _MAX_NOTES:
+                for k in list(self.notes):
+                    self._enter(m, k, 0, 1 << 62)
         return []
 
     def write(
@@ -108,21 +174,47 @@ class Cells:
 
         They are races only if the written value differs from the old one, which the caller knows.
         """
+        low, high = int(offsets.min()), int(offsets.max()) + nbytes
+        array = self._array(low, high)
+        for k in list(self.notes) if array < 0 else (array, -1):
+            self._enter(m, k, low, high)
+        after_write = _overlap(self.written, array, low, high)
+        after_read = _overlap(self.entered, array, low, high)
         found = []
         for c in self._cells(offsets, nbytes):
-            for who, at in ((self.w_who, self.w_at), (self.r_who, self.r_at)):
-                when = at[c]
-                if when.any():
-                    found += self._races(m, lanes, who[c], when, c)
+            for who, at, wanted in (
+                (self.w_who, self.w_at, after_write),
+                (self.r_who, self.r_at, after_read),
+            ):
+                if wanted and (when := at.take(c)).any():
+                    found += self._races(m, lanes, who.take(c), when, c)
             if mark:
-                self.w_who[c], self.w_at[c] = m.thread_id[lanes], m.stamp
-                self.any_write = True
+                self.w_who[c], self.w_at[c] = m.of(m.thread_id, lanes), m.stamp
+        if mark:
+            _extend(self.written, array, low, high)
         return found
+
+    def _enter(self, m: Machine, array: int, low: int, high: int) -> None:
+        """Enter the noted reads of an array that touch a range of bytes into the cells."""
+        notes = self.notes.pop(array, None)
+        if notes is None:
+            return
+        keep = []
+        for r in notes:
+            if r.low < high and low < r.high:
+                for c in self._cells(r.offsets, r.nbytes):
+                    self._mark_read(m, r, c)
+                _extend(self.entered, array, r.low, r.high)
+                self.noted_bytes -= 8 * len(r.lanes)
+            else:
+                keep.append(r)
+        if keep:
+            self.notes[array] = keep
 
     def _races(
         self, m: Machine, lanes: Any, who: Any, at: Any, cells: Any
     ) -> list[tuple[int, int, int]]:
-        doubt = (at > m.clocks.oldest[m.warp_id[lanes]]) & (who != m.thread_id[lanes])
+        doubt = (at > m.clocks.oldest_of(m, lanes)) & (who != m.of(m.thread_id, lanes))
         if self.across:
             doubt |= (np.maximum(who, 1) - 1) // m.threads_per_block != m.block_id[lanes]
         doubt &= at != 0
@@ -134,13 +226,14 @@ class Cells:
             ok[s] = self._ordered_after_many(m, int(lanes[j[s]]), int(cells[j[s]]))
         return [(int(k), int(who[k]), int(at[k])) for k in j[~ok]]
 
-    def _mark_read(self, m: Machine, lanes: Any, c: Any) -> None:
-        me, bit = m.thread_id[lanes], m.warp_bit[lanes]
-        old_who = self.r_who[c]
-        several = self.r_at[c] > m.clocks.oldest[m.warp_id[lanes]]
+    def _mark_read(self, m: Machine, r: _Read, c: Any) -> None:
+        lanes = r.lanes
+        me, bit = m.of(m.thread_id, lanes), m.of(m.warp_bit, lanes)
+        old_who = self.r_who.take(c)
+        several = self.r_at.take(c) > r.oldest
         block = None
         if self.across:
-            block, old_block = m.block_id[lanes], self.r_block[c]
+            block, old_block = m.of(m.block_id, lanes), self.r_block.take(c)
             several |= old_block != block
         several &= (old_who != 0) & (old_who != me)
         if m.strong_accesses and several.any():  # under a lock the earlier read may be ordered
@@ -152,7 +245,7 @@ class Cells:
         if several.any():
             me = np.where(several, _SEVERAL, me)
             bit = np.where(several, self.r_warps[c] | bit, bit)
-        self.r_who[c], self.r_warps[c], self.r_at[c] = me, bit, m.stamp
+        self.r_who[c], self.r_warps[c], self.r_at[c] = me, bit, r.stamp
         again = (self.r_who[c] != me) | ((self.r_warps[c] & bit) != bit)
         if again.any():  # several lanes read one place in this very instruction
             d = c[again]
@@ -162,8 +255,9 @@ class Cells:
             self.r_block[c[self.r_block[c] != block]] = _SEVERAL
 
     def _cells(self, offsets: Any, nbytes: int) -> list[Any]:
-        first = offsets // self.granule
-        return [first + j for j in range(max(nbytes // self.granule, 1))]
+        first = offsets >> self.shift
+        n = max(nbytes >> self.shift, 1)
+        return [first] if n == 1 else [first + j for j in range(n)]
 
     def _ordered(self, m: Machine, lanes: Any, who: Any, at: Any) -> Any:
         """Return for each pair whether the access `who`, `at` happened before mine."""

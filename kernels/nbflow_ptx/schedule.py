@@ -96,6 +96,8 @@ class _Scheduler:
                 pc = c.target if c.guard < 0 or self.taken else c.pc + 1
             elif c.kind in ("warp", "active") and self.alone(c, i):
                 pc = c.pc + 1
+            elif c.kind == "barrier" and self.all_here(c, i):
+                pc = c.pc + 1
             else:
                 self.control(c, i, lanes)
                 return
@@ -156,6 +158,19 @@ class _Scheduler:
         m.touch()
         c.collective(m, i, _ALL)
         m.clocks.lane[...] = m.stamp
+        return True
+
+    def all_here(self, c: Control, i: Any) -> bool:
+        """Pass a barrier at once that all threads of all blocks have reached together."""
+        m, bar = self.m, c.barrier
+        assert bar is not None
+        if i is not None or c.guard >= 0 or bar.mode != "sync" or self.arrived:
+            return False
+        number = bar.number(m, i)
+        count = bar.count(m, i) if bar.count is not None else np.uint32(0)
+        if number.ndim or count.ndim or int(count) not in (0, m.threads_per_block):
+            return False
+        m.met()
         return True
 
     def check_budget(self, lanes: Any) -> None:
@@ -370,7 +385,7 @@ class _Scheduler:
         """Tell the clocks who met whom."""
         m = self.m
         if len(lanes) == m.lanes:
-            m.clocks.barrier_of_all(m.stamp)
+            m.met()
             return
         for k in np.unique(keys):
             who = lanes[keys == k]
@@ -422,8 +437,7 @@ class _Scheduler:
         m = self.m
         if not self.at_grid or sum(len(g) for _, g in self.at_grid) < int(m.alive.sum()):
             return False
-        m.touch()
-        m.clocks.barrier_of_all(m.stamp)
+        m.met()
         m.clocks.grid.met = m.stamp
         for pc, lanes in self.at_grid:
             grid_barrier_done(m, m.program.kernel.code[pc], lanes)
