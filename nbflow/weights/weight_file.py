@@ -58,6 +58,16 @@ def tensor_bytes(dtype: str, shape: tuple[int, ...], where: str) -> int:
     return int(math.prod(shape) // known.block_size * known.block_bytes)
 
 
+def _check_repeats(entry: TensorEntry, n_bytes: int) -> None:
+    """Refuse to make more bytes of a view than its file has; only repeated elements can."""
+    if n_bytes > max(entry.file.size, _REPEATED_BYTES):
+        raise UsageError(
+            f"{entry.file.path}: tensor {entry.name!r} repeats its elements (strides "
+            f"{entry.strides}) and would take {n_bytes} bytes, more than the file has; read fewer "
+            "rows at once"
+        )
+
+
 @dataclass(frozen=True)
 class TensorEntry:
     """Where one tensor lies."""
@@ -363,13 +373,7 @@ class WeightFile:
     ) -> np.ndarray[Any, Any]:
         """Read a rectangle of a view: transposed, with gaps, or with repeated elements."""
         assert entry.strides is not None
-        n_bytes = math.prod(shape) * dtype.itemsize
-        if n_bytes > max(entry.file.size, _REPEATED_BYTES):
-            raise UsageError(
-                f"{entry.file.path}: tensor {entry.name!r} repeats its elements (strides "
-                f"{entry.strides}) and would take {n_bytes} bytes, more than the file has; read "
-                "fewer rows at once"
-            )
+        _check_repeats(entry, math.prod(shape) * dtype.itemsize)
         cuts = zip(spans, entry.strides, strict=False)
         starts = [span[0] * stride for span, stride in cuts if span is not None]
         return read_strided(
@@ -394,6 +398,7 @@ class WeightFile:
                 self._fill(entry.file, chunk, offset)
                 yield chunk.tobytes()
             return
+        _check_repeats(entry, self.n_bytes(name))
         item = np.dtype(f"V{ITEM_BYTES[entry.dtype]}")
         row_bytes = max(1, math.prod(entry.shape[1:]) * item.itemsize)
         n_rows = max(1, _CHUNK_BYTES // row_bytes)

@@ -190,6 +190,8 @@ def test_a_tensor_that_repeats_elements_is_not_blown_up(tmp_path: Path) -> None:
         assert weights.shape("big") == (1 << 30, 1 << 10)
         with pytest.raises(UsageError, match="'big' repeats its elements"):
             weights.array("big")
+        with pytest.raises(UsageError, match="'big' repeats its elements"):
+            weights.sha256("big")
         assert weights.array("big", rows=(7, 9)).shape == (2, 1 << 10)
 
 
