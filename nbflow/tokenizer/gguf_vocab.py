@@ -112,7 +112,7 @@ def _bpe(vocabulary: GgufVocabulary) -> Tokenizer:
         )
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(cuts)
     special = vocabulary.special_ids(add_bos=pre.add_bos, add_sep=pre.add_sep)
-    return _finish(vocabulary, tokenizer, special)
+    return _finish(vocabulary, tokenizer, special, not pre.byte_level)
 
 
 def _pre_tokenizer(vocabulary: GgufVocabulary) -> PreTokenizer:
@@ -186,7 +186,9 @@ def _word_piece(vocabulary: GgufVocabulary) -> Tokenizer:
     return _finish(vocabulary, tokenizer, special)
 
 
-def _finish(vocabulary: GgufVocabulary, tokenizer: Any, special: SpecialIds) -> HfTokenizer:
+def _finish(
+    vocabulary: GgufVocabulary, tokenizer: Any, special: SpecialIds, byte_fallback: bool = False
+) -> HfTokenizer:
     """Add the special tokens and what goes around a text."""
     import tokenizers
 
@@ -198,7 +200,7 @@ def _finish(vocabulary: GgufVocabulary, tokenizer: Any, special: SpecialIds) -> 
         ]
         (tokenizer.add_special_tokens if special_ones else tokenizer.add_tokens)(tokens)
     put_around(tokenizer, special)
-    return HfTokenizer(tokenizer, special.bos, special.eos)
+    return HfTokenizer(tokenizer, special.bos, special.eos, byte_fallback)
 
 
 def _unigram(vocabulary: GgufVocabulary) -> Tokenizer:

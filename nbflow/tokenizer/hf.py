@@ -42,23 +42,27 @@ def from_file(path: Path) -> HfTokenizer:
     """
     import tokenizers
 
-    read_object(path)  # size, JSON, no repeated names
+    model = read_object(path).get("model")
     try:
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
     except Exception as error:  # the package raises bare Exception
         raise UsageError(f"{path}: not a readable tokenizer.json: {error}") from error
     tokenizer.no_padding()
     tokenizer.no_truncation()
-    return beside(tokenizer, path.parent, read_tokenizer_config(path.parent))
+    byte_fallback = isinstance(model, dict) and bool(model.get("byte_fallback"))
+    return beside(tokenizer, path.parent, read_tokenizer_config(path.parent), byte_fallback)
 
 
-def beside(tokenizer: Any, folder: Path, config: TokenizerConfig) -> HfTokenizer:
+def beside(
+    tokenizer: Any, folder: Path, config: TokenizerConfig, byte_fallback: bool = False
+) -> HfTokenizer:
     """Return a tokenizer with the special ids that the files in `folder` state."""
     bos, eos = special_ids(folder)
     if bos is None:
         bos = _token_id(tokenizer, config.named_tokens.get("bos_token"))
     fallback = _token_id(tokenizer, config.named_tokens.get("eos_token"))
-    result = HfTokenizer(tokenizer, bos, eos if eos or fallback is None else (fallback,))
+    ends = eos if eos or fallback is None else (fallback,)
+    result = HfTokenizer(tokenizer, bos, ends, byte_fallback)
     result.chat_templates = config.chat_templates
     result.named_tokens = config.named_tokens
     return result
@@ -94,15 +98,23 @@ class HfTokenizer(Tokenizer):
         Id at the beginning of a sequence.
     eos_ids : tuple of int
         Ids that end a sequence.
+    byte_fallback : bool
+        Characters without a piece are written as ``<0x0A>``.
     """
 
-    def __init__(self, tokenizer: Any, bos_id: int | None, eos_ids: tuple[int, ...]) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        bos_id: int | None,
+        eos_ids: tuple[int, ...],
+        byte_fallback: bool = False,
+    ) -> None:
         self._tokenizer = tokenizer
         added = tokenizer.get_added_tokens_decoder()
         self._special = {token.content: i for i, token in added.items() if token.special}
         self._special_ids = frozenset(self._special.values())
         self._n_ids: int = max([tokenizer.get_vocab_size(True), *(i + 1 for i in added)])
-        self._byte_fallback = bool(getattr(tokenizer.model, "byte_fallback", False))
+        self._byte_fallback = byte_fallback
         self._bos = bos_id
         self._eos = eos_ids
         self._lock = (

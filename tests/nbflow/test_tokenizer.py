@@ -200,6 +200,17 @@ def llama_like() -> tokenizers.Tokenizer:
     return tokenizer
 
 
+def unigram_with_bytes() -> tokenizers.Tokenizer:
+    vocab = [("<unk>", 0.0), *((f"<0x{b:02X}>", -9.0) for b in range(256))]
+    vocab += [(piece, -float(len(piece))) for piece in ["▁", "▁the", *"theacs."]]
+    tokenizer = tokenizers.Tokenizer(models.Unigram(vocab, 0, True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    )
+    return tokenizer
+
+
 def word_piece() -> tokenizers.Tokenizer:
     vocab = ["[PAD]", "[UNK]", "the", "##s", "cat", ".", "'", "don", "t", "##at", "c", "!"]
     tokenizer = tokenizers.Tokenizer(
@@ -211,7 +222,12 @@ def word_piece() -> tokenizers.Tokenizer:
     return tokenizer
 
 
-MAKERS = {"byte_level": byte_level, "llama_like": llama_like, "word_piece": word_piece}
+MAKERS = {
+    "byte_level": byte_level,
+    "llama_like": llama_like,
+    "unigram_with_bytes": unigram_with_bytes,
+    "word_piece": word_piece,
+}
 
 
 @pytest.fixture(params=MAKERS)
