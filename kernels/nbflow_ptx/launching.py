@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -313,9 +312,3 @@ def scalar_bytes(a: Any, p: Variable, label: str) -> bytes:
 def _copy_back(device: Device, a: Allocation, array: np.ndarray) -> None:
     if array.flags.writeable and array.nbytes:
         array[...] = device.bytes_of(a).view(array.dtype).reshape(array.shape)
-
-
-@functools.lru_cache(maxsize=64)
-def emulator(ptx: str) -> Emulator:
-    """Return an `Emulator` of a text, kept for the next launch of the same text."""
-    return Emulator(ptx)

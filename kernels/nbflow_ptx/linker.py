@@ -91,6 +91,8 @@ class _Linker:
             out.param_bytes = at + p.size
         out.shared = [v for v in self.module.variables.values() if v.space == "shared"]
         self.copy(self.entry, "", {}, "")
+        used = {name for ins in out.code for a in ins.args for name in _names(a)}
+        out.shared = [v for v in out.shared if v.name in used]
         for ins, label in self.pending:
             ins.target = self.labels[label]
         for name, names in self.tables.items():
@@ -208,6 +210,14 @@ class _Linker:
         out.frame[name] = out.frame_bytes
         out.frame_sizes[name] = v.size
         out.frame_bytes += v.size
+
+
+def _names(a: Operand) -> set[str]:
+    """Return the variables an operand names."""
+    if isinstance(a, Vec):
+        return set().union(*(_names(x) for x in a.items))
+    base = a.base if isinstance(a, Addr) else a
+    return {base.name} if isinstance(base, Sym) else set()
 
 
 def _rename(a: Operand, prefix: str, names: dict[str, str]) -> Operand:

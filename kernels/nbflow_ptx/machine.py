@@ -94,7 +94,7 @@ class Machine:
         own_parts = self.shared_start if self.n_blocks > 1 else None
         return Memory(
             self,
-            Region("global", self.device.heap, self.device.shadow, cells),
+            Region("global", self.device.heap, self.device.shadow, cells, limit=self.device.top),
             Region("shared", shared, shadow.reshape(-1), tracked, own_parts, size),
             Region(
                 "local",

@@ -212,6 +212,8 @@ class Memory:
             keep = np.flatnonzero(~np.broadcast_to(outside, lanes.shape))
             lanes, at = lanes[keep], np.broadcast_to(at, outside.shape)[keep]
             values = [v if v.ndim == 0 else v[keep] for v in values]
+            if not keep.size:
+                return
         k = at >> _SHIFT[width] if width > 1 else at
         memory, shadow, good = region.view[width], region.shadow_view[width], _GOOD[width]
         for j in range(len(values)):
@@ -320,8 +322,12 @@ class Memory:
             at = np.broadcast_to(at, t.shape)
             if self.m.profile is not None:
                 self.m.profile.access(self.m, region.name, t, at, width, atomic=True)
-            if outside is not None:
-                raise self.m.error("bounds", f"{what} out of bounds", int(t[0]))
+            if outside is not None:  # with the check off: as if they had not executed it
+                keep = np.flatnonzero(~outside)
+                which = keep if which is None else which[keep]
+                t, at = t[keep], at[keep]
+                if not keep.size:
+                    continue
             k = at >> _SHIFT[width]
             if (region.shadow_view[width][k] != _GOOD[width]).any():
                 self._explain(region, t, at, width, what, reading=True)
@@ -335,13 +341,17 @@ class Memory:
 
     # Asynchronous copies ---------------------------------------------------------------------
 
-    def begin_copy(self, lanes: Any, address: Any, n: int) -> Any:
-        """Check the destination of a ``cp.async`` and mark it; return its offsets."""
+    def begin_copy(self, lanes: Any, address: Any, n: int) -> tuple[Any, Any]:
+        """Mark the destination of a ``cp.async``; return which threads have one, and where."""
         region = self.regions["shared"]
         at = np.broadcast_to(address, lanes.shape)
         at, outside = self.place(region, lanes, at, n, "cp.async destination")
+        keep = np.arange(len(lanes))
         if outside is not None:
-            raise self.m.error("bounds", "cp.async destination out of bounds", int(lanes[0]))
+            keep = np.flatnonzero(~outside)
+            lanes, at = lanes[keep], at[keep]
+        if not keep.size:
+            return keep, at
         if self.m.profile is not None:
             self.m.profile.access(self.m, "shared", lanes, at, n, store=True)
         each = at[:, None] + np.arange(n)
@@ -352,7 +362,7 @@ class Memory:
             for race in region.cells.write(self.m, lanes, at, n)[:1]:
                 self._race(region, lanes, at, race, "cp.async")
         region.shadow[each] = state | PENDING
-        return at
+        return keep, at
 
     def end_copy(self, lanes: Any, at: Any, data: Any) -> None:
         """Land the bytes of a ``cp.async``."""

@@ -119,7 +119,7 @@ class Cells:
         self, nbytes: int, granule: int, *, across: bool, starts: Sequence[int] = ()
     ) -> None:
         n = nbytes // granule + 1
-        self.shift, self.n_words, self.across = granule.bit_length() - 1, n, across
+        self.shift, self.across = granule.bit_length() - 1, across
         self.starts = list(starts)
         self.w_who: NDArray[np.int32] = np.zeros(n, np.int32)
         self.w_at: NDArray[np.int32] = np.zeros(n, np.int32)

@@ -94,9 +94,7 @@ class _Scheduler:
                 pc = c.pc + 1
             elif c.kind == "branch" and (c.guard < 0 or self.uniform(c, i)):
                 pc = c.target if c.guard < 0 or self.taken else c.pc + 1
-            elif c.kind in ("warp", "active") and self.alone(c, i):
-                pc = c.pc + 1
-            elif c.kind == "barrier" and self.all_here(c, i):
+            elif self.pass_together(c, i):
                 pc = c.pc + 1
             else:
                 self.control(c, i, lanes)
@@ -159,6 +157,12 @@ class _Scheduler:
         c.collective(m, i, _ALL)
         m.clocks.lane[...] = m.stamp
         return True
+
+    def pass_together(self, c: Control, i: Any) -> bool:
+        """Execute what threads wait for each other at, if all threads are here already."""
+        if c.kind == "barrier":
+            return self.all_here(c, i)
+        return c.kind in ("warp", "active") and self.alone(c, i)
 
     def all_here(self, c: Control, i: Any) -> bool:
         """Pass a barrier at once that all threads of all blocks have reached together."""
@@ -324,7 +328,6 @@ class _Scheduler:
                     n + len(who),
                     warps | set((m.warp_id[who] % m.warps_per_block).tolist()),
                 )
-            self.bar_count_of_arrivals = count
             self.send(c.pc + 1, lanes)
             return
         self.bar_pc[lanes], self.bar_key[lanes], self.bar_count[lanes] = c.pc, key, count
@@ -477,7 +480,8 @@ class _Scheduler:
         m = self.m
         lane = int(np.flatnonzero(m.alive)[0])
         at_warp = [pc for pc, lanes in self.at_warp.items() if lane in lanes]
-        m.pc = at_warp[0] if at_warp else int(max(self.bar_pc[lane], 0))
+        at_grid = [pc for pc, lanes in self.at_grid if lane in lanes]
+        m.pc = next(iter(at_warp + at_grid), int(max(self.bar_pc[lane], 0)))
         if at_warp:
             raise m.error(
                 "masks",

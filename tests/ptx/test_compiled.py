@@ -11,7 +11,7 @@ import pytest
 from ptx.test_planted import CASES
 from ptx.test_planted import launch as launch_planted
 
-from nbflow_ptx import Emulator, KernelFault, compile_kernel, launch, lint, nvrtc, out
+from nbflow_ptx import Emulator, KernelFault, LaunchError, compile_kernel, launch, lint, nvrtc, out
 
 pytestmark = [
     pytest.mark.compiler,
@@ -148,6 +148,19 @@ def test_numba_print(cuda: Any) -> None:
             print("thread", cuda.threadIdx.x, 0.5)
 
     assert launch(kernel, 1, 8, 3).printed == "thread 3 0.500000\n"
+
+
+def test_numba_exceptions(cuda: Any) -> None:
+    """What a debug kernel raises is recorded on the device, and reported here."""
+
+    @cuda.jit(debug=True, opt=False)
+    def kernel(x: Any) -> None:
+        if x[cuda.threadIdx.x] < 0:
+            raise ValueError("negative")
+
+    launch(kernel, 1, 8, np.ones(8))
+    with pytest.raises(LaunchError, match="raised a Python exception"):
+        launch(kernel, 1, 8, -np.ones(8))
 
 
 def test_compile_kernel_states_facts(cuda: Any) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from ptx.one_instruction import as_bits, execute
 
-from nbflow_ptx import Emulator, KernelFault, UnsupportedInstruction
+from nbflow_ptx import NO_CHECKS, Emulator, KernelFault, UnsupportedInstruction
 
 HEAD = ".version 8.4\n.target sm_80\n.address_size 64\n"
 
@@ -221,6 +221,38 @@ def test_async_copy_the_kernel_never_waits_for() -> None:
     x = np.zeros(16, np.uint8)
     with pytest.raises(KernelFault, match="never waits for"):
         run("mov.u32 %r2, tile; cp.async.cg.shared.global [%r2], [%x0], 16;", x, threads=1)
+
+
+def test_out_of_bounds_atomics_and_copies_with_the_check_off() -> None:
+    """They are dropped, and give zero; the others go on."""
+    text = f"""{HEAD}.visible .entry k(.param .u64 x, .param .u64 y) {{
+    .shared .align 16 .b8 tile[64]; .reg .b64 %x, %y, %a; .reg .b32 %r<6>;
+    ld.param.u64 %x, [x]; ld.param.u64 %y, [y]; mov.u32 %r0, %tid.x;
+    mul.lo.u32 %r1, %r0, 100000; cvt.u64.u32 %a, %r1; add.u64 %a, %x, %a;
+    atom.global.add.u32 %r2, [%a], 5;
+    mov.u32 %r3, tile; mul.lo.u32 %r4, %r0, 4096; add.u32 %r3, %r3, %r4;
+    cp.async.ca.shared.global [%r3], [%x], 4; cp.async.wait_all;
+    mad.wide.u32 %a, %r0, 4, %y; st.global.u32 [%a], %r2; ret; }}"""
+    x, y = np.array([7], np.uint32), np.ones(2, np.uint32)
+    Emulator(text, checks=NO_CHECKS).launch("k", 1, 2, x, y)
+    assert x.tolist() == [12]
+    assert y.tolist() == [7, 0]
+
+
+def test_arguments_behind_a_pointer() -> None:
+    """A struct argument of a call or of the kernel, read through its address."""
+    text = f"""{HEAD}.func (.param .b32 r) pick(.param .align 8 .b8 s[16])
+    {{ .reg .b64 %p; .reg .b32 %r;
+    mov.b64 %p, s; ld.param.b32 %r, [%p+8]; st.param.b32 [r], %r; ret; }}
+    .visible .entry k(.param .u64 y, .param .align 8 .b8 big[16])
+    {{ .reg .b64 %y, %p, %g; .reg .b32 %r<4>; ld.param.u64 %y, [y];
+    mov.b64 %p, big; ld.param.b32 %r0, [%p+4]; cvta.param.u64 %g, %p; ld.u32 %r1, [%g+12];
+    {{ .param .align 8 .b8 param0[16]; st.param.b32 [param0+8], %r1; .param .b32 retval0;
+    call.uni (retval0), pick, (param0); ld.param.b32 %r2, [retval0+0]; }}
+    st.global.v2.u32 [%y], {{%r0, %r2}}; ret; }}"""
+    y = np.zeros(2, np.uint32)
+    Emulator(text).launch("k", 1, 1, y, np.arange(4, dtype=np.uint32).tobytes())
+    assert y.tolist() == [1, 3]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbflow_ptx.binder import Binder, Run, full, threads
+from nbflow_ptx.binder import Binder, Read, Run, full, threads
+from nbflow_ptx.device import LOCAL_BASE, SHARED_BASE
 from nbflow_ptx.memory import space_of
 from nbflow_ptx.syntax import Addr, Imm, Instruction, Sym, Vec
 from nbflow_ptx.types import TYPES
@@ -21,26 +22,21 @@ def load(b: Binder, ins: Instruction) -> Run:
     """``ld`` and ``ldu`` of every space, width and vector length."""
     kind, space = b.type_of(ins), space_of(ins)
     writes = b.writes(ins.args[0])
-    if kind.nbytes > 8:
+    if kind.nbytes * len(writes) > 16 or kind.nbytes > 8:
         raise b.unsupported(ins)
     signed = kind.kind == "s"
     if space == "param":
         place = _param(b, ins.args[1])
         if place is not None:
             return _load_param(writes, place, kind.nbytes, kind.dtype if signed else None)
-        space = "local" if _is_frame(b, ins.args[1]) else "global"
-    address = b.address(ins.args[1])
+        space = "generic"
+    address = _frame_address(b, ins.args[1]) if ins.has("param") else b.address(ins.args[1])
     width, n, strong = kind.nbytes, len(writes), ins.has(*_STRONG)
-    if len(ins.args) > 2 and not isinstance(ins.args[2], Imm):
-        pass  # a cache policy: no effect on values
-    releases = ins.has("acquire")
 
     def run(m: Machine, i: Any) -> None:
         m.touch()
         t = m.all_lanes if i is None else i
         values = m.memory.load(t, address(m, i), space, width, n, strong=strong)
-        if releases:
-            m.fence(t)
         for d, v in zip(writes, values, strict=True):
             d(m, i, v.view(kind.dtype) if signed else v)
 
@@ -54,9 +50,15 @@ def _param(b: Binder, a: Any) -> int | None:
     return None
 
 
-def _is_frame(b: Binder, a: Any) -> bool:
-    """Return whether an address names an argument variable of a call."""
-    return isinstance(a, Addr) and isinstance(a.base, Sym) and a.base.name in b.kernel.frame
+def _frame_address(b: Binder, a: Any) -> Read:
+    """Return the generic address of an argument: of a call (the thread's own) or of the kernel."""
+    address = b.address(a)
+
+    def generic(m: Machine, i: Any) -> Any:
+        at = address(m, i)
+        return np.where(at < SHARED_BASE, at + LOCAL_BASE, at)
+
+    return generic
 
 
 def _load_param(writes: Any, place: int, width: int, signed: Any) -> Run:
@@ -75,11 +77,13 @@ def store(b: Binder, ins: Instruction) -> Run:
     kind, space = b.type_of(ins), space_of(ins)
     if kind.nbytes > 8:
         raise b.unsupported(ins)
-    if space == "param":
-        space = "local"
     source = ins.args[1].items if isinstance(ins.args[1], Vec) else (ins.args[1],)
     reads = b.reads(source, TYPES[f"b{8 * kind.nbytes}"])
-    address = b.address(ins.args[0])
+    if kind.nbytes * len(reads) > 16 or ins.has("async", "bulk"):
+        raise b.unsupported(ins)
+    own = space == "param"
+    address = _frame_address(b, ins.args[0]) if own else b.address(ins.args[0])
+    space = "generic" if own else space
     strong, release = ins.has(*_STRONG), ins.has("release")
 
     def run(m: Machine, i: Any) -> None:
@@ -178,8 +182,8 @@ class Copies:
             )
             data[some] = np.stack(got, axis=1).view(np.uint8).reshape(len(some), n)
             data[np.arange(n) >= size[:, None]] = 0
-        at = m.memory.begin_copy(lanes, to, n)
-        self.pending.append((lanes, self.group[lanes], at, data))
+        keep, at = m.memory.begin_copy(lanes, to, n)
+        self.pending.append((lanes[keep], self.group[lanes[keep]], at, data[keep]))
 
     def wait(self, m: Machine, lanes: Any, left: int | None) -> None:
         """Land the copies of these threads, all but the latest `left` groups."""

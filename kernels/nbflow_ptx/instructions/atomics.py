@@ -30,7 +30,12 @@ def atomic(b: Binder, ins: Instruction) -> Run:
     """``atom`` (gives the old value) and ``red`` (does not)."""
     kind, space = b.type_of(ins), space_of(ins)
     op = next((o for o in _OPERATIONS if o in ins.op[1:]), "")
-    if not op or any(isinstance(a, Vec) for a in ins.args) or kind.nbytes > 8:
+    if (
+        not op
+        or ins.has("async", "bulk")
+        or any(isinstance(a, Vec) for a in ins.args)
+        or kind.nbytes > 8
+    ):
         raise b.unsupported(ins)
     gives = ins.opcode == "atom"
     args = ins.args[1:] if gives else ins.args
@@ -41,8 +46,7 @@ def atomic(b: Binder, ins: Instruction) -> Run:
     value = b.read(args[1], bits)
     new = b.read(args[2], bits) if op == "cas" else None
     step = operation(op, kind)
-    # volatile order: acquire and release are what fences are; relaxed atomics order nothing
-    fences = ins.has("acq_rel", "release", "acquire", "sc")
+    fences = ins.has("acq_rel", "release", "sc")
 
     def run(m: Machine, i: Any) -> None:
         m.touch()
@@ -52,7 +56,7 @@ def atomic(b: Binder, ins: Instruction) -> Run:
         if fences:
             m.fence(t)
         at = full(m, i, address(m, i))
-        old = np.empty(len(t), store)
+        old = np.zeros(len(t), store)
         for which, array, k in m.memory.atomic(t, at, space, kind.nbytes):
             w = slice(None) if which is None else which
             old[w] = update(op, kind, step, array, k, x[w], y[w])

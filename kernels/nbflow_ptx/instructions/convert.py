@@ -223,6 +223,8 @@ def _pack_pair(b: Binder, ins: Instruction, to: Type) -> Run:
     """``cvt.rn.f16x2.f32 d, high, low`` and its bfloat16 and 8-bit kin."""
     mode, relu = b.rounding(ins), ins.has("relu")
     small = {"e4m3x2": "e4m3", "e5m2x2": "e5m2"}.get(to.name)
+    if ins.has("satfinite") != (small is not None):
+        raise b.unsupported(ins)
 
     def one(x: Any) -> Any:
         if relu:

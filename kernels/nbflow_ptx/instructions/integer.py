@@ -186,6 +186,8 @@ def minmax(b: Binder, ins: Instruction) -> Run:
     kind = b.type_of(ins)
     if kind.name in FLOATS:
         return floating.minmax(b, ins)
+    if ins.has("relu"):
+        raise b.unsupported(ins)
     return b.apply(ins, np.minimum if ins.opcode == "min" else np.maximum, kind, kind)
 
 
