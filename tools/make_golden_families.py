@@ -148,6 +148,16 @@ PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "mbart": ("MBart", {**BART, "scale_embedding": True}),
 }  # fmt: skip
 """Encoders with decoders."""
+T5 = {
+    "vocab_size": 97, "d_model": 24, "d_kv": 12, "d_ff": 40, "num_layers": 2, "num_heads": 3,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20,
+    "decoder_start_token_id": 0, "eos_token_id": None, "pad_token_id": 0, "n_positions": 64,
+}  # fmt: skip
+PAIRS |= {
+    "t5": ("T5", T5),
+    "flan_t5": ("T5", {**T5, "feed_forward_proj": "gated-gelu", "num_decoder_layers": 3,
+                       "tie_word_embeddings": False, "d_kv": 8, "d_ff": 28}),
+}  # fmt: skip
 
 PUBLISHED: dict[str, Callable[[], published.Made]] = {
     "internlm": published.internlm,
@@ -183,15 +193,32 @@ def from_transformers(kind: str, options: dict[str, Any]) -> published.Made:
     if kind in {pair for pair, _ in PAIRS.values()}:
         suffix = "ForConditionalGeneration"
     model = getattr(transformers, base + suffix)(config).eval()
+    convert = None
+    if base == "T5" and options.get("tie_word_embeddings") is False:
+        # transformers 5.23 ties the head at construction, though the checkpoints have one
+        model.lm_head = torch.nn.Linear(config.d_model, config.vocab_size, bias=False)
+        convert = with_head(model)
     randomize(model)
     if hasattr(model, "final_logits_bias"):
         model.final_logits_bias += torch.randn_like(model.final_logits_bias).half().float()
     if suffix == "ForConditionalGeneration":
         read = torch.tensor(np.random.default_rng(99).integers(3, 97, N_READ))[None]
         return published.Made(
-            model, lambda ids: model(input_ids=read, decoder_input_ids=ids).logits
+            model, lambda ids: model(input_ids=read, decoder_input_ids=ids).logits, convert
         )
     return published.Made(model, lambda ids: model(ids).logits)
+
+
+def with_head(model: Any) -> published.Convert:
+    """Return what puts a head beside the tensors that `model` writes."""
+
+    def convert(
+        tensors: published.Tensors, config: dict[str, Any]
+    ) -> tuple[published.Tensors, dict[str, Any]]:
+        head = {"lm_head.weight": model.lm_head.weight.data.half()}
+        return tensors | head, config | {"tie_word_embeddings": False}
+
+    return convert
 
 
 def main() -> None:

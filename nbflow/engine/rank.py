@@ -354,10 +354,14 @@ class RankEngine:
 
     @property
     def matrix_bytes(self) -> int:
-        """Bytes of matrices that one generation step of this rank reads."""
-        return sum(
-            stored_bytes(matrix)
-            for op, operands in zip(self.program.ops, self.weights.operands, strict=True)
-            if op.kind == "linear"
-            for matrix in operands
+        """Bytes of matrices that one generation step reads; experts count by their share."""
+        moe = self.spec.moe
+        shares = {"linear": 1.0, "experts": moe.top_k / moe.n_experts if moe else 0.0}
+        return round(
+            sum(
+                shares[op.kind] * stored_bytes(matrix)
+                for op, operands in zip(self.program.ops, self.weights.operands, strict=True)
+                if op.kind in shares
+                for matrix in operands
+            )
         )

@@ -86,6 +86,10 @@ class LayerAttention:
             first = program.first_head
             slopes = alibi_slopes(spec.n_heads)[first : first + program.n_heads]
             self.plan.set_table(SLOPES, slopes * (spec.sm_scale if spec.alibi_scaled else 1.0))
+        if spec.position == "relative" and not cross:
+            first_op = [op.kind for op in program.ops].index("attention")
+            (bias,) = executor.weights.operands[first_op]  # that of all layers
+            self.plan.set_bias(bias, spec.max_context)
         most_keys = storage.n_pages * storage.page_size
         self.merges = most_keys > SPLIT
         """Whether a row's keys may be divided: partial results must then be added."""

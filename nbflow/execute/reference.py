@@ -176,7 +176,11 @@ class ReferenceExecutor:
         q, (k, v) = self._heads(values[op.inputs[0]]), self._cache[op.layer or 0]
         if spec.position == "alibi":
             q, k = self._with_slopes(q), _with_positions(k)
-        window = op.attrs.get("window")
+        window, bias = op.attrs.get("window"), None
+        if spec.position == "relative":
+            by_distance = self._operands[index][0]  # (H, 2 * context - 1)
+            query = self._positions(ids)[:, None]
+            bias = by_distance[:, np.arange(len(k)) - query + spec.max_context - 1]
         result: np.ndarray = attention.single_prefill_with_kv_cache(
             q,
             k,
@@ -185,6 +189,7 @@ class ReferenceExecutor:
             sm_scale=spec.sm_scale,
             window_left=-1 if window is None else window - 1,
             logits_soft_cap=spec.logits_soft_cap,
+            bias=bias,
         )
         return result.reshape(len(ids), -1)
 

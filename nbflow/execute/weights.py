@@ -63,6 +63,8 @@ class RankWeights:
     def _operands(self, op: Op) -> tuple[Any, ...]:
         if op.kind == "experts":  # each matrix by itself
             return tuple(self._once((w,), self._weight) for w in op.weights)
+        if op.kind == "attention":
+            return tuple(self._once((w,), self._bias_by_distance) for w in op.weights)
         if op.attrs.get("normalize_rows"):
             return (self._normalized(op.weights[0]),)
         if op.kind == "embedding" and not op.weights:
@@ -85,6 +87,19 @@ class RankWeights:
 
     def _vector(self, parts: Sequence[Operand]) -> np.ndarray:
         return self._read(parts[0]).reshape(-1).astype(np.float32)
+
+    def _bias_by_distance(self, parts: Sequence[Operand]) -> np.ndarray:
+        """Return the relative bias of each head at the distances of keys, (H, 2 * context - 1)."""
+        spec = self._program.spec
+        table = self._read(parts[0]).astype(np.float32)
+        distances = np.arange(1 - spec.max_context, spec.max_context, dtype=np.int32)
+        buckets = nk.relative_position_bucket(
+            distances,
+            bidirectional=not spec.causal,
+            num_buckets=spec.bias_buckets,
+            max_distance=spec.bias_max_distance,
+        )
+        return np.ascontiguousarray(table[buckets].T)
 
     def _normalized(self, part: Operand) -> Any:
         """Return a matrix whose rows are divided by their lengths, as float32.

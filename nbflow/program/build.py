@@ -156,10 +156,12 @@ def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
     if rope.dim:
         ops.append(Op("rope", "q", ("q", "k"), layer=i, attrs={"rope": rope}))
     window = spec.window_of(i)
+    bias = (Operand("position_bias.weight"),) if spec.position == "relative" else ()
+    seen = {} if window is None else {"window": window}
     return [
         *ops,
         Op("append_kv", "kv", ("k", "v"), layer=i),
-        Op("attention", "a", ("q",), layer=i, attrs={} if window is None else {"window": window}),
+        Op("attention", "a", ("q",), bias, layer=i, attrs=seen),
         _linear(spec, i, "attn.o", "a", "o"),
         _add(spec, "x", "o", i),
     ]

@@ -118,6 +118,9 @@ def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]) -> O
     """Return this rank's part of an op of a layer."""
     if op.kind == "experts":
         return _some_experts(op, plan.experts)
+    if op.kind == "attention":
+        table = tuple(Operand(w.name, columns=plan.heads) for w in op.weights)
+        return dataclasses.replace(op, weights=table)
     if op.kind != "linear" or op.out == "router":
         return op
     name = op.weights[0].name

@@ -14,7 +14,8 @@ linear        out = input @ W.T + bias, W the rows of all `weights` one below th
               lengths
 rope          rotate the inputs (q, k) in place, attr ``rope``
 append_kv     write inputs (k, v) into the layer's pages
-attention     out = attention(q) over the layer's pages, attr ``window``
+attention     out = attention(q) over the layer's pages, attr ``window``; a weight is the table of
+              what is added to the scores for each bucket of distances
 cross_attention
               out = attention(q) over the pages of what the encoder gave, all of it
 input         out = rows given from outside, one for each token

@@ -19,9 +19,9 @@ _SAME = (
     "head_dim", "max_context", "norm", "norm_eps", "activation", "gated", "window",
     "logits_soft_cap", "bos_token_id", "eos_token_ids", "causal", "type_vocab_size", "norm_offset",
     "norm_weight", "norm_bias", "norm_place", "embed_norm", "final_norm", "qk_norm", "qkv_layout",
-    "position", "position_offset", "alibi_scaled", "residual", "transposed", "embed_scale",
-    "residual_scale", "logits_scale", "head_soft_cap", "head_bias", "normalize_head",
-    "head_transform", "head", "decoder_start_id",
+    "position", "position_offset", "alibi_scaled", "bias_buckets", "bias_max_distance", "residual",
+    "transposed", "embed_scale", "residual_scale", "logits_scale", "head_soft_cap",
+    "head_bias", "normalize_head", "head_transform", "head", "decoder_start_id",
 )  # fmt: skip
 """Fields that a `ModelSpec` has under the same name."""
 

@@ -49,6 +49,13 @@ def check_numbers(spec: ModelSpec) -> None:
             f"{spec.name}: residual {spec.residual!r} needs norm_place 'pre', "
             f"got {spec.norm_place!r}"
         )
+    if spec.position == "relative" and (
+        not 4 <= spec.bias_buckets <= 2**16 or spec.bias_max_distance <= spec.bias_buckets // 2
+    ):
+        raise UsageError(
+            f"{spec.name}: bias_buckets must be 4..65536 and bias_max_distance more than half of "
+            f"it, got {spec.bias_buckets} and {spec.bias_max_distance}"
+        )
     if spec.encoder is not None:
         _check_encoder(spec)
     if not spec.causal and spec.window is not None:

@@ -83,8 +83,9 @@ ATTENTION = {
 }
 POSITIONS = {
     "position": Field(
-        ("rope", "alibi", "learned", "sinusoidal", "none"),
-        "how positions come in; learned and sinusoidal are added to the embeddings",
+        ("rope", "alibi", "relative", "learned", "sinusoidal", "none"),
+        "how positions come in; learned and sinusoidal are added to the embeddings, alibi and "
+        "relative (T5) to the scores",
         "rope",
     ),
     "position_offset": Field(int, "position 0 is this row of the table", 0),
@@ -101,6 +102,8 @@ POSITIONS = {
     "local_rope_theta": Field(
         float, "base in the layers with the window, which then have no scaling", None
     ),
+    "bias_buckets": Field(int, "buckets of distances of the relative bias", 32),
+    "bias_max_distance": Field(int, "distance from which on the last bucket holds", 128),
     "alibi_scaled": Field(bool, "whether ALiBi's bias is multiplied by sm_scale too", False),
 }
 BLOCKS = {
@@ -185,15 +188,16 @@ _LAYER_PARTS = (
     *LAYER_NORMS, *LINEARS, *FUSED, *EXPERT_PARTS, *SHARED_PARTS, "router", "shared_gate",
 )  # fmt: skip
 _OUTSIDE = (
-    "embed", "positions", "types", "embed_norm", "embed.in", "embed.out", "final_norm",
-    "transform", "transform_norm", "head",
+    "embed", "positions", "position_bias", "types", "embed_norm", "embed.in", "embed.out",
+    "final_norm", "transform", "transform_norm", "head",
 )  # fmt: skip
 TENSOR_NAMES = (
     *(
         f"{part}.{kind}"
         for part in (*_OUTSIDE, *(f"layers.{{i}}.{part}" for part in _LAYER_PARTS))
         for kind in ("weight", "bias")
-        if (part, kind) not in {("embed", "bias"), ("positions", "bias"), ("types", "bias")}
+        if (part, kind)
+        not in {(table, "bias") for table in ("embed", "positions", "position_bias", "types")}
     ),
     "rope_divisors",
 )

@@ -155,10 +155,14 @@ class ModelSpec:
     """Norm of queries and keys."""
     qkv_layout: Literal["blocks", "groups"] = "blocks"
     """Rows of a fused attn.qkv."""
-    position: Literal["rope", "alibi", "learned", "sinusoidal", "none"] = "rope"
+    position: Literal["rope", "alibi", "relative", "learned", "sinusoidal", "none"] = "rope"
     """How positions come in."""
     position_offset: int = 0
     """Position 0 is this row of the table."""
+    bias_buckets: int = 32
+    """Buckets of distances of the relative bias."""
+    bias_max_distance: int = 128
+    """Distance from which on the last bucket holds."""
     alibi_scaled: bool = False
     """Whether ALiBi's bias is multiplied by `sm_scale` too."""
     residual: Literal["sequential", "parallel", "parallel_two_norms"] = "sequential"

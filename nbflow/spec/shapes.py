@@ -6,6 +6,7 @@ the shared one), `H` and `G` query and key/value heads of `D` columns::
     embed.weight                        (V, W)
     embed.in.weight, embed.out.weight   (E, W), (W, E)   only if W is not E
     positions.weight                    (P, E)    only if learned
+    position_bias.weight                (buckets, H)  only if relative
     types.weight                        (types, E)
     embed_norm.weight                   (E,)
     layers.{i}.attn_norm.weight         (E,)      every norm: .bias too for a LayerNorm with bias
@@ -128,6 +129,8 @@ def tensor_shapes(spec: ModelSpec) -> Shapes:
         shapes |= {"embed.in.weight": (E, W), "embed.out.weight": (W, E)}
     if spec.position == "learned":
         shapes["positions.weight"] = (spec.max_context + spec.position_offset, E)
+    if spec.position == "relative":
+        shapes["position_bias.weight"] = (spec.bias_buckets, spec.n_heads)
     if spec.type_vocab_size:
         shapes["types.weight"] = (spec.type_vocab_size, E)
     if spec.embed_norm:

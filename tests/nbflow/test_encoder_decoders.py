@@ -15,8 +15,11 @@ from nbflow.weights import open_weights
 from nbflow_kernels.errors import UsageError
 
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
-NAMES = ("bart", "m2m_100", "mbart")
-TOLERANCE = 2e-6  # some ten float32 roundings of the largest number, as in test_families.py
+NAMES = ("bart", "flan_t5", "m2m_100", "mbart", "t5")
+# Some ten float32 roundings of the largest number, as in test_families.py.  The scores of T5 have
+# no factor, so that its weights are steep: transformers' own float32 logits are 9.5e-6 (flan_t5)
+# and 1.4e-6 (t5) away from those of the float64 executor.
+TOLERANCE = dict.fromkeys(NAMES, 2e-6) | {"t5": 5e-6, "flan_t5": 2e-5}
 
 
 def golden(name):
@@ -41,7 +44,7 @@ def test_reference_executor(name):
         memory = executor(build_memory(spec)).remember(states)
         decoder = executor(build(spec), memory=memory)
     pieces = [decoder.logits(wanted["ids"][a:b]) for a, b in ((0, 7), (7, 8), (8, 40))]
-    assert error(np.concatenate(pieces), wanted["logits"]) < TOLERANCE
+    assert error(np.concatenate(pieces), wanted["logits"]) < TOLERANCE[name]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -53,7 +56,7 @@ def test_compiled_executor(name, partition):
     with nbflow.load(
         FOLDER / name, kv="f32", partition=partition, max_step_tokens=17, threads=1
     ) as model:
-        assert error(model.logits(ids, read), wanted["logits"]) < TOLERANCE
+        assert error(model.logits(ids, read), wanted["logits"]) < TOLERANCE[name]
         assert error(model.logits(ids, read[::-1].copy()), wanted["logits"]) > 0.01
         mine, _ = model.generate_batch([read, read[:4]], max_tokens=8, decoder_ids=ids.tolist())
         assert mine.ids == wanted["continuation"].tolist()

@@ -268,6 +268,7 @@ def weigh_chunk(
 ) -> None:  # fmt: skip
     """Turn the scores of the chunk that begins at key `base` into weights, and update the state."""
     mask, slopes = read_word(header, at.MASK), read_word(header, at.SLOPES)
+    table = read_word(header, at.BIAS)
     kv_len, index = np.int64(0), np.int64(0)
     if mask != 0:
         kv_len = read_i32(read_word(header, at.KV_LENS) + 4 * request)
@@ -285,6 +286,12 @@ def weigh_chunk(
                 distance = simd.splat(base + i // 4 - (position + m // group))
                 bias = simd.add(distance, simd.load_f32(ramp))
                 simd.store_f32(scores + i, simd.fma(slope, bias, simd.load_f32(scores + i)))
+        if table != 0:
+            biases = table + (head * group + m % group) * read_i64(header + 8 * at.BIAS_BYTES)
+            biases += 4 * (base - (position + m // group))
+            for i in range(0, ROW, 64):
+                added = simd.add(simd.load_f32(scores + i), simd.load_f32(biases + i))
+                simd.store_f32(scores + i, added)
         if cap > 0.0:
             for i in range(0, ROW, 64):
                 simd.store_f32(scores + i, soft_cap(simd.load_f32(scores + i), cap))

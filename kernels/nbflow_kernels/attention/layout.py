@@ -61,7 +61,12 @@ MAY_SPLIT = 29
 """Whether the keys of a row may be divided among items."""
 LATENT = 30
 """Whether a key is a row of `k` and one of `v` together, and the value is its first part."""
-HEADER_SIZE = 32
+BIAS = 31
+"""float32 (H, ...): what is added to the scores for each distance from query to key, at distance 0
+of the first head; 0 for none."""
+BIAS_BYTES = 32
+"""Bytes of BIAS from head to head."""
+HEADER_SIZE = 40
 
 # ---- columns of the table of items and of the table of merges -----------------------------------
 ITEM_COLUMNS = (

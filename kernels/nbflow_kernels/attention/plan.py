@@ -12,7 +12,7 @@ import numpy as np
 
 from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention.divide import divide
-from nbflow_kernels.attention.layout import HEADER_SIZE, ITEM_COLUMNS, MERGE_COLUMNS, SPLIT
+from nbflow_kernels.attention.layout import CHUNK, HEADER_SIZE, ITEM_COLUMNS, MERGE_COLUMNS, SPLIT
 from nbflow_kernels.attention.options import (
     Options,
     alibi_slopes,
@@ -139,6 +139,23 @@ class AttentionPlan:
         if len(self._partials) < size:
             self._partials = np.empty(size, np.float32)
             self.set_table(at.PARTIALS, self._partials)
+
+    def set_bias(self, table: np.ndarray, longest: int) -> None:
+        """Add a number to the scores that depends on the head and the distance (T5).
+
+        Parameters
+        ----------
+        table : array of float32, shape (H, 2 * longest - 1)
+            For each head what is added at the distances 1 - longest .. longest - 1 of a key from
+            the query.
+        longest : int
+            Most keys of a request.
+        """
+        padded = np.zeros((len(table), 2 * longest - 1 + 2 * CHUNK), np.float32)
+        padded[:, CHUNK:-CHUNK] = table  # chunks of keys may begin and end outside a request
+        self.set_table(at.BIAS, padded)
+        self.header[at.BIAS] += 4 * (CHUNK + longest - 1)
+        self.header[at.BIAS_BYTES] = padded.strides[0]
 
     def set_window(self, window_left: int) -> None:
         """Use another window from the next `plan_into` on; -1 for none."""

@@ -38,8 +38,12 @@ def single_prefill_with_kv_cache(
     kv_format: str | None = None,
     variant: Any = None,
     lse_base: str = "2",
+    bias: np.ndarray | None = None,
 ) -> Any:
-    """See `nbflow_kernels.single_prefill_with_kv_cache`; the result is float64."""
+    """See `nbflow_kernels.single_prefill_with_kv_cache`; the result is float64.
+
+    `bias` (H, T, n) is added to the scores: what `AttentionPlan.set_bias` does, written out.
+    """
     T, H, D = q.shape
     q, k, v = q.astype(np.float64), _decode(k, kv_format, D), _decode(v, kv_format, None)
     if kv_layout == "HND":
@@ -58,6 +62,8 @@ def single_prefill_with_kv_cache(
     scores = np.einsum("thd,nhd->thn", q, k) * (D**-0.5 if sm_scale is None else sm_scale)
     if pos_encoding_mode == "ALIBI":
         scores += alibi_slopes(H)[:, None] * (np.arange(n) - position[:, None, None])
+    if bias is not None:
+        scores += bias.transpose(1, 0, 2)
     if logits_soft_cap:
         scores = logits_soft_cap * np.tanh(scores / logits_soft_cap)
     visible = see(T, n, position, causal, window_left, custom_mask, packed_custom_mask)
