@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 from pathlib import Path
+
+import numba
+import pytest
 
 import nbflow_kernels
 from nbflow_kernels import _jit
@@ -42,6 +46,63 @@ def test_kernels_outside_of_the_package_are_cached(tmp_path: Path) -> None:
     assert _result(tmp_path, cache) == ("20", 1)
     (tmp_path / "kernel.py").write_text(code.format(3))
     assert _result(tmp_path, cache) == ("30", 2)
+
+
+def test_parts_are_in_the_cached_code_of_their_kernel(tmp_path: Path) -> None:
+    code = """
+from nbflow_kernels._jit import helper, njit, part
+
+@helper
+def half(x):
+    return x // 2
+
+@part
+def around(x):
+    return half(x) + half(x + 1)
+
+@njit
+def twice(x):
+    return around(x) + around(x)
+"""
+    (tmp_path / "kernel.py").write_text(code)
+    assert _result(tmp_path, tmp_path / "cache") == ("20", 1)
+    assert _result(tmp_path, tmp_path / "cache") == ("20", 1)
+
+
+def test_parts_may_raise_and_serve_several_kernels() -> None:
+    @_jit.part
+    def root(x):  # type: ignore[no-untyped-def]
+        if x < 0.0:
+            raise ValueError("negative")
+        return x**0.5
+
+    for factor in (1.0, 2.0):
+        kernel = numba.njit(lambda x, factor=factor: factor * root(x))
+        assert kernel(9.0) == 3.0 * factor
+        with pytest.raises(ValueError, match="negative"):
+            kernel(-1.0)
+
+
+@pytest.mark.parametrize("was_on", [True, False])
+def test_collector_is_as_before_after_compiling(was_on: bool) -> None:
+    seen = []
+
+    @numba.extending.intrinsic
+    def look(typing_context):  # type: ignore[no-untyped-def]
+        seen.append(gc.isenabled())
+        return numba.types.int64(), lambda *_: numba.core.cgutils.intp_t(1)
+
+    inner = numba.njit(lambda: look())
+    before = gc.isenabled()
+    (gc.enable if was_on else gc.disable)()
+    try:
+        with pytest.raises(numba.core.errors.TypingError):
+            numba.njit(lambda: inner() + "no number")()
+        assert not any(seen)
+        assert seen
+        assert gc.isenabled() == was_on
+    finally:
+        (gc.enable if before else gc.disable)()
 
 
 def test_digest_changes_with_an_inlined_function(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]

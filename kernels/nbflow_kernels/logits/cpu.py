@@ -169,27 +169,26 @@ def _exps(row: Any, n: Any, top: Any, factor: Any, cap: Any) -> Any:
 
 
 @part
-def _sum_exp(row: Any, n: Any, top: Any, factor: Any, cap: Any, stage: Any) -> Any:
+def _sum_exp(row: Any, n: Any, top: Any, factor: Any, cap: Any) -> Any:
     """Return the sum of exp((c(x) - top) * factor) in float64; c caps, `top` is capped."""
     total = 0.0
     body = n - n % 16
     for d in range(0, body, BLOCK):
         total += np.float64(_exps(row + 4 * d, min(BLOCK, body - d), top, factor, cap))
     for d in range(body, n):
-        write_f32(stage, read_f32(row + 4 * d))
-        x = _capped_one(stage, cap)
+        x = _capped_one(read_f32(row + 4 * d), cap)
         total += np.exp(np.float64((x - top) * factor))
     return total
 
 
 @part
-def _capped_one(place: Any, cap: Any) -> Any:
-    """Return the capped value of the first of 16 elements at `place`."""
-    return simd.max(_capped(simd.splat(read_f32(place)), cap))
+def _capped_one(x: Any, cap: Any) -> Any:
+    """Return one number capped."""
+    return simd.max(_capped(simd.splat(x), cap))
 
 
 @part
-def _top_and_sum(row: Any, n: Any, factor: Any, cap: Any, stage: Any) -> Any:
+def _top_and_sum(row: Any, n: Any, factor: Any, cap: Any) -> Any:
     """Return the largest element, capped, and the sum of the others' exponentials relative to it.
 
     The largest is NaN for a row without a distribution.
@@ -197,29 +196,26 @@ def _top_and_sum(row: Any, n: Any, factor: Any, cap: Any, stage: Any) -> Any:
     top = _top(row, n)
     if top != top:
         return top, 1.0
-    write_f32(stage, top)
-    top = _capped_one(stage, cap)
-    return top, _sum_exp(row, n, top, factor, cap, stage)
+    top = _capped_one(top, cap)
+    return top, _sum_exp(row, n, top, factor, cap)
 
 
 @njit
 def _log_softmax(
     logits: Any, V: Any, temperature: Any, cap: Any, out: Any, start: Any, stop: Any
 ) -> None:
-    room = np.zeros(16, np.float32)
-    stage = simd.address(room)
     body = V - V % 16
     for b in range(start, stop):
         row, target = logits + 4 * V * b, out + 4 * V * b
         factor = np.float32(1.0) / read_f32(temperature + 4 * b)
-        top, total = _top_and_sum(row, V, factor, cap, stage)
+        top, total = _top_and_sum(row, V, factor, cap)
         # x - top first: what is near the top keeps its digits
         shift = simd.splat(-np.log(total))
         for d in range(0, body, 16):
             x = simd.sub(_capped(simd.load_f32(row + 4 * d), cap), simd.splat(top))
             simd.store_f32(target + 4 * d, simd.fma(x, simd.splat(factor), shift))
         for d in range(body, V):
-            y = np.float64(_capped_one(row + 4 * d, cap) - top) * np.float64(factor)
+            y = np.float64(_capped_one(read_f32(row + 4 * d), cap) - top) * np.float64(factor)
             write_f32(target + 4 * d, y - np.log(total))
 
 
@@ -234,13 +230,12 @@ def _token_log_probs(
     start: Any,
     stop: Any,
 ) -> None:
-    room = np.zeros(16, np.float32)
     for b in range(start, stop):
         row = logits + 4 * V * b
         factor = np.float32(1.0) / read_f32(temperature + 4 * b)
-        top, total = _top_and_sum(row, V, factor, cap, simd.address(room))
+        top, total = _top_and_sum(row, V, factor, cap)
         for i in range(ids.shape[1]):
-            x = np.float64(_capped_one(row + 4 * np.int64(ids[b, i]), cap))
+            x = np.float64(_capped_one(read_f32(row + 4 * np.int64(ids[b, i])), cap))
             out[b, i] = (x - np.float64(top)) * np.float64(factor) - np.log(total)
 
 
@@ -301,7 +296,7 @@ def _soft_cap(logits: Any, n: Any, cap: Any, out: Any, start: Any, stop: Any) ->
             simd.store_f32(out + 4 * d, _capped(simd.load_f32(logits + 4 * d), cap))
         else:
             for i in range(d, n):
-                write_f32(out + 4 * i, _capped_one(logits + 4 * i, cap))
+                write_f32(out + 4 * i, _capped_one(read_f32(logits + 4 * i), cap))
 
 
 @part
