@@ -6,18 +6,18 @@ Pieces are bytes; a GGUF file spells them with escapes: ``\n``, ``\t``, ``\r``, 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
+from nbflow.tokenizer.pieces import BytesStream, PieceTokenizer
 from nbflow.tokenizer.special_ids import SpecialIds
-from nbflow.tokenizer.spm import BytesStream
-from nbflow.tokenizer.tokenizer import Tokenizer, check_text, encode_runs
+from nbflow.tokenizer.tokenizer import encode_runs
 from nbflow_kernels.errors import UsageError
 
 _ESCAPE = re.compile(rb"\\(x[0-9a-fA-F]{2}|.)", re.DOTALL)
 _ESCAPED = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
 
 
-class RwkvTokenizer(Tokenizer):
+class RwkvTokenizer(PieceTokenizer):
     """Longest match from the left.
 
     Parameters
@@ -31,45 +31,19 @@ class RwkvTokenizer(Tokenizer):
     """
 
     def __init__(self, pieces: Sequence[str], special: SpecialIds, where: str) -> None:
-        self._pieces = pieces
+        self._pieces = list(pieces)
         self._special = special
         self._where = where
         self._bytes = [unescape(piece) for piece in pieces]
-        self._ids = {data: i for i, data in enumerate(self._bytes) if data}
-        self._spelt = {piece: i for i, piece in enumerate(pieces)}
+        self._by_bytes = {data: i for i, data in enumerate(self._bytes) if data}
+        self._ids = {piece: i for i, piece in enumerate(pieces)}
         lengths: dict[int, set[int]] = {}
-        for data in self._ids:
+        for data in self._by_bytes:
             lengths.setdefault(data[0], set()).add(len(data))
         self._lengths = {byte: sorted(found, reverse=True) for byte, found in lengths.items()}
+        self._special_tokens = {}  # all pieces are text
         self.chat_templates = {}
         self.named_tokens = {}
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids."""
-        return len(self._pieces)
-
-    @property
-    def bos_id(self) -> int | None:
-        """Id at the beginning of a sequence, or None."""
-        return self._special.bos
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end a sequence."""
-        return self._special.eos
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """None: all pieces are text."""
-        return {}
-
-    def encode(
-        self, text: str, add_special_tokens: bool = False, parse_special: bool = False
-    ) -> list[int]:
-        """See `Tokenizer.encode`; there are no special tokens to parse."""
-        ids = self._encode(check_text(text))
-        return self._special.around(ids) if add_special_tokens else ids
 
     def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
         """See `Tokenizer.encode_parts`."""
@@ -82,7 +56,7 @@ class RwkvTokenizer(Tokenizer):
         position = 0
         while position < len(data):
             for n in self._lengths.get(data[position], ()):
-                found = self._ids.get(data[position : position + n])
+                found = self._by_bytes.get(data[position : position + n])
                 if found is not None:
                     break
             else:
@@ -96,22 +70,9 @@ class RwkvTokenizer(Tokenizer):
             raise UsageError(f"{self._where}: the vocabulary has no piece for the byte {byte}")
         return self._special.unknown
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """See `Tokenizer.decode`."""
-        stream = self.decode_stream()
-        return "".join([*(stream.push(i) for i in ids), stream.finish()])
-
     def decode_stream(self) -> BytesStream:
         """See `Tokenizer.decode_stream`."""
         return BytesStream(lambda i: self._bytes[self.check_id(i)])
-
-    def piece(self, token_id: int) -> str:
-        """See `Tokenizer.piece`."""
-        return self._pieces[self.check_id(token_id)]
-
-    def token_id(self, token: str) -> int | None:
-        """See `Tokenizer.token_id`."""
-        return self._spelt.get(token)
 
 
 def unescape(piece: str) -> bytes:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nbflow.tokenizer.pieces import BytesStream, PieceTokenizer
 from nbflow.tokenizer.sp_proto import read_spaces
 from nbflow.tokenizer.special_ids import SpecialIds, special_ids
-from nbflow.tokenizer.spm import SPACE, BytesStream
-from nbflow.tokenizer.tokenizer import Tokenizer, check_text, encode_runs
+from nbflow.tokenizer.spm import SPACE
+from nbflow.tokenizer.tokenizer import encode_runs
 from nbflow.tokenizer.tokenizer_config import AddedToken, TokenizerConfig, read_tokenizer_config
 from nbflow.weights.byte_file import ByteFile
 from nbflow_kernels.errors import MissingExtraError, UsageError
@@ -33,7 +34,7 @@ _CLS_SEP = frozenset({
 _CHATGLM_TOKENS = ("[MASK]", "[gMASK]", "[sMASK]", "sop", "eop")
 
 
-class SpTokenizer(Tokenizer):
+class SpTokenizer(PieceTokenizer):
     """A SentencePiece model, BPE or unigram, and tokens added to it.
 
     Parameters
@@ -111,34 +112,6 @@ class SpTokenizer(Tokenizer):
             return bytes([int(piece[3:5], 16)])
         return piece.replace(SPACE, " ").encode()
 
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids, added tokens included."""
-        return len(self._pieces)
-
-    @property
-    def bos_id(self) -> int | None:
-        """Id at the beginning of a sequence, or None."""
-        return self._special.bos
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end a sequence."""
-        return self._special.eos
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """Control pieces, and added tokens that are special."""
-        return self._special_tokens
-
-    def encode(
-        self, text: str, add_special_tokens: bool = False, parse_special: bool = False
-    ) -> list[int]:
-        """See `Tokenizer.encode`; added tokens that are not special are always recognised."""
-        check_text(text)
-        ids = self.encode_parts(self.split_special(text) if parse_special else [text])
-        return self._special.around(ids) if add_special_tokens else ids
-
     def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
         """See `Tokenizer.encode_parts`."""
         cut: list[str | int] = []
@@ -157,11 +130,6 @@ class SpTokenizer(Tokenizer):
         unknown = self._special.unknown or 0
         return [self._own.get(piece, unknown) for piece in self._sp.encode(text, out_type=str)]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """See `Tokenizer.decode`; the space put in front is taken away again."""
-        stream = self.decode_stream()
-        return "".join([*(stream.push(i) for i in ids), stream.finish()])
-
     def decode_stream(self) -> BytesStream:
         """See `Tokenizer.decode_stream`."""
         spaces = self._spaces
@@ -172,14 +140,6 @@ class SpTokenizer(Tokenizer):
             repeatedly=spaces.remove_extra_whitespaces,
             kept=self._unknown,
         )
-
-    def piece(self, token_id: int) -> str:
-        """See `Tokenizer.piece`."""
-        return self._pieces[self.check_id(token_id)]
-
-    def token_id(self, token: str) -> int | None:
-        """See `Tokenizer.token_id`."""
-        return self._ids.get(token)
 
 
 def load_processor(model: bytes, where: str) -> Any:

@@ -8,13 +8,13 @@ Control pieces such as ``<s>`` are never the result of merging, as in SentencePi
 
 from __future__ import annotations
 
-import codecs
 import re
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 from nbflow.tokenizer.merging import Merger
+from nbflow.tokenizer.pieces import BytesStream, PieceTokenizer
 from nbflow.tokenizer.special_ids import SpecialIds
-from nbflow.tokenizer.tokenizer import Tokenizer, check_text, encode_runs
+from nbflow.tokenizer.tokenizer import encode_runs
 from nbflow_kernels.errors import UsageError
 
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
@@ -24,7 +24,7 @@ SPACE = "\u2581"
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-class SpmTokenizer(Tokenizer):
+class SpmTokenizer(PieceTokenizer):
     """Byte-pair encoding by score.
 
     Parameters
@@ -61,7 +61,7 @@ class SpmTokenizer(Tokenizer):
         swallow: frozenset[int] = frozenset(),
         where: str = "vocabulary",
     ) -> None:
-        self._pieces = pieces
+        self._pieces = list(pieces)
         self._ids = {piece: i for i, piece in enumerate(pieces)}
         self._special = special
         self._prefix = " " if add_space_prefix else ""
@@ -98,34 +98,6 @@ class SpmTokenizer(Tokenizer):
         byte = int(match[1], 16)
         self._byte_ids.setdefault(byte, i)
         return bytes([byte])
-
-    @property
-    def vocab_size(self) -> int:
-        """Number of ids."""
-        return len(self._pieces)
-
-    @property
-    def bos_id(self) -> int | None:
-        """Id at the beginning of a sequence, or None."""
-        return self._special.bos
-
-    @property
-    def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end a sequence."""
-        return self._special.eos
-
-    @property
-    def special_tokens(self) -> Mapping[str, int]:
-        """Control and unknown pieces."""
-        return self._special_tokens
-
-    def encode(
-        self, text: str, add_special_tokens: bool = False, parse_special: bool = False
-    ) -> list[int]:
-        """See `Tokenizer.encode`; pieces that a user has defined are always recognised."""
-        check_text(text)
-        ids = self.encode_parts(self.split_special(text) if parse_special else [text])
-        return self._special.around(ids) if add_special_tokens else ids
 
     def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
         """See `Tokenizer.encode_parts`."""
@@ -165,66 +137,10 @@ class SpmTokenizer(Tokenizer):
             )
         return [self._special.unknown]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """See `Tokenizer.decode`; the space put in front is taken away again."""
-        stream = self.decode_stream()
-        return "".join([*(stream.push(i) for i in ids), stream.finish()])
-
     def decode_stream(self) -> BytesStream:
         """See `Tokenizer.decode_stream`."""
         return BytesStream(self.piece_bytes, self._prefix.encode())
 
-    def piece(self, token_id: int) -> str:
-        """See `Tokenizer.piece`."""
-        return self._pieces[self.check_id(token_id)]
-
-    def token_id(self, token: str) -> int | None:
-        """See `Tokenizer.token_id`."""
-        return self._ids.get(token)
-
     def piece_bytes(self, token_id: int) -> bytes:
         """Return the bytes that one id stands for, none for control pieces."""
         return self._bytes[self.check_id(token_id)]
-
-
-class BytesStream:
-    """Decodes ids that stand for bytes; see `nbflow.tokenizer.DecodeStream`.
-
-    Parameters
-    ----------
-    piece_bytes : callable
-        The bytes of an id.
-    prefix : bytes
-        Removed once from the beginning of the text.
-    repeatedly : bool
-        Removed from each piece until there is text.
-    kept : container of int
-        Ids from which nothing is removed.
-    """
-
-    def __init__(
-        self,
-        piece_bytes: Callable[[int], bytes],
-        prefix: bytes = b"",
-        *,
-        repeatedly: bool = False,
-        kept: Container[int] = (),
-    ) -> None:
-        self._piece_bytes = piece_bytes
-        self._prefix = prefix
-        self._repeatedly = repeatedly
-        self._kept = kept
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-
-    def push(self, token_id: int) -> str:
-        """Return the text that `token_id` completes."""
-        data = self._piece_bytes(token_id)
-        if data and self._prefix:
-            data = data if token_id in self._kept else data.removeprefix(self._prefix)
-            if data or not self._repeatedly:
-                self._prefix = b""
-        return self._utf8.decode(data)
-
-    def finish(self) -> str:
-        """Return what is left."""
-        return self._utf8.decode(b"", final=True)
