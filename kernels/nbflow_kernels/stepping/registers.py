@@ -57,7 +57,8 @@ def beside(a: Tile, b: Tile) -> Tile:
 def scale(tile: Tile, at: Any, token: Any) -> Tile:
     """Return a tile with each token multiplied by its own float32."""
     factors = [read(at + token * t, np.float32, 1) for t in range(len(tile))]
-    return tile * np.stack(factors)[:, :, None]
+    scaled: Tile = tile * np.stack(factors)[:, :, None]
+    return scaled
 
 
 def add(a: Tile, b: Tile) -> Tile:
