@@ -94,7 +94,7 @@ def cache_folder(path: Path) -> Path:
     return cache_root() / f"{path.parent.name}.{path.stem}-{source_digest(path)}"
 
 
-class _WithoutCollector(event.Listener):  # type: ignore[misc]
+class _WithoutCollector(event.Listener):
     """Keeps Python's garbage collector off while Numba compiles, which takes a tenth less time.
 
     Compiling makes millions of objects that stay; the collector would go through them again and

@@ -20,7 +20,7 @@ class _NoEnvironments:
         pass
 
 
-class PartLibrary(codegen.JITCodeLibrary):  # type: ignore[misc]
+class PartLibrary(codegen.JITCodeLibrary):
     """Intermediate code of one function, to be linked into kernels."""
 
     @property
@@ -37,14 +37,15 @@ class PartLibrary(codegen.JITCodeLibrary):  # type: ignore[misc]
         pass
 
     def _finalize_final_module(self) -> None:
-        self._finalize_dynamic_globals()
+        self._finalize_dynamic_globals()  # type: ignore[no-untyped-call]
         self._finalized = True
 
 
-class PartCompiler(compiler.Compiler):  # type: ignore[misc]
+class PartCompiler(compiler.Compiler):
     """Numba's compiler with a `PartLibrary` for the result."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)  # type: ignore[no-untyped-call]
         if self.state.library is None:
-            self.state.library = PartLibrary(self.state.targetctx.codegen(), "nbflow_part")
+            make: Any = PartLibrary
+            self.state.library = make(self.state.targetctx.codegen(), "nbflow_part")
