@@ -33,8 +33,11 @@ from nbflow_kernels import stepping
 _I32, _I64 = ir.IntType(32), ir.IntType(64)
 
 # The columns of a table.
-FUNCTION, ARGUMENTS, ROWS, PARTS, GRAIN, BARRIER = range(6)
+FUNCTION, ARGUMENTS, ROWS, PARTS, GRAIN, BARRIER, READS, ROW_BYTES = range(8)
 COLUMNS = 8
+
+# An argument this large is what a call reads from memory, row by row; see `team._fetch_ahead`.
+STREAMED_BYTES = 256 << 10
 
 # Below this many multiply-adds for each thread a call is not shared: a core does some 30 in a
 # nanosecond at best, and a barrier costs a hundred.
@@ -103,12 +106,23 @@ class CallList:
             row[PARTS] = parts[i]
             if parts[i] > 1 and len(calls) > 1 and not call.is_dynamic and call.work > DYNAMIC_WORK:
                 row[GRAIN] = max(1, call.n_rows // (parts[i] * PIECES_PER_THREAD))
+            if parts[i] > 1:
+                row[READS], row[ROW_BYTES] = _streamed(call)
             # calls of one thread follow each other in that thread; the last waits for everybody
             row[BARRIER] = i + 1 == len(parts) or max(parts[i], parts[i + 1]) > 1
 
     def _keep(self, array: np.ndarray) -> int:
         self._kept.append(array)
         return array.ctypes.data
+
+
+def _streamed(call: Call) -> tuple[int, int]:
+    """Return address and bytes per row of the largest array among the arguments, if it is large."""
+    arrays = [a for a in call.args if isinstance(a, np.ndarray) and a.flags.c_contiguous]
+    largest = max(arrays, key=lambda a: a.nbytes, default=None)
+    if largest is None or largest.nbytes < STREAMED_BYTES or call.is_dynamic:
+        return 0, 0
+    return largest.ctypes.data, largest.nbytes // int(call.n_rows)
 
 
 @dataclass(frozen=True)

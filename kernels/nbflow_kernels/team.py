@@ -37,10 +37,12 @@ from nbflow_kernels.calls import (
     FUNCTION,
     GRAIN,
     PARTS,
+    READS,
+    ROW_BYTES,
     ROWS,
     CallList,
 )
-from nbflow_kernels.lanes import read_i64
+from nbflow_kernels.lanes import prefetch, read_i64
 
 # Cells of the memory a team shares, a cache line apart; of int64.
 _JOB = 0  # number of the present job, the last bit its kind
@@ -53,6 +55,8 @@ _THREADS = 48  # from here on, for each thread: sleeping, last job seen
 _PYTHON, _LIST = 0, 1  # kinds of job: look into your inbox, or run the list
 _SPINS = 20_000  # looks with a pause between them: some 400 microseconds
 _FEW_SPINS = 50  # the same in a team of more threads than cores, which wait for each other's cores
+_AHEAD_BYTES = 512 << 10  # asked for while another thread works alone: half of a core's own cache
+_LOOK_AHEAD = 6  # calls
 _YIELDS = 500  # looks between which the core is offered, before a thread goes to sleep
 
 
@@ -110,6 +114,28 @@ def _share_of_call(row: Any, ticket: Any, thread: Any, shared: Any) -> None:
         atomics.exchange(shared + 8 * _FAILED, status)
 
 
+@part
+def _fetch_ahead(table: Any, i: Any, n_calls: Any, thread: Any, shared: Any) -> None:
+    """Ask for what this thread reads next, as long as the one that works on call `i` is alone.
+
+    A step of a model is bound by the memory, which would rest while one thread does what does not
+    pay to share: norms, quantization of one row.
+    """
+    for j in range(i + 1, min(i + 1 + _LOOK_AHEAD, n_calls)):
+        row = table + 8 * COLUMNS * j
+        at, row_bytes = read_i64(row + 8 * READS), read_i64(row + 8 * ROW_BYTES)
+        if at != 0 and thread < read_i64(row + 8 * PARTS):
+            n_rows, parts = read_i64(read_i64(row + 8 * ROWS)), read_i64(row + 8 * PARTS)
+            share = n_rows // parts * row_bytes
+            at += n_rows * thread // parts * row_bytes
+            end = at + min(share, _AHEAD_BYTES)
+            while at < end and atomics.load(shared + 8 * _ARRIVED) == 0:
+                for line in range(0, 1024, 64):
+                    prefetch(at + line)
+                at += 1024
+            return
+
+
 @njit
 def _run_job(shared: Any, thread: Any, n_threads: Any) -> None:
     """Do this thread's share of the job described in the shared memory.
@@ -121,11 +147,16 @@ def _run_job(shared: Any, thread: Any, n_threads: Any) -> None:
     tickets = read_i64(shared + 8 * _TICKETS)
     for _ in range(read_i64(shared + 8 * _REPEAT)):
         before = atomics.cycles() if times != 0 else 0
+        fetched = False
         for i in range(n_calls):
             row = table + 8 * COLUMNS * i
             parts = read_i64(row + 8 * PARTS)
             if thread < parts:
                 _share_of_call(row, tickets + 64 * i, thread, shared)
+                fetched = False
+            elif not fetched:
+                _fetch_ahead(table, i, n_calls, thread, shared)
+                fetched = True
             if n_threads > 1 and read_i64(row + 8 * BARRIER) != 0:
                 _barrier(shared, n_threads)
             if thread == 0 and parts > 1:  # nobody draws tickets of this call any more

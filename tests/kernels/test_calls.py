@@ -38,6 +38,13 @@ def _mixed(x, numbers, yes, half, out, start, stop):  # type: ignore[no-untyped-
 
 
 @njit
+def _add_rows(w, cell, out, start, stop):  # type: ignore[no-untyped-def]
+    """Write out[i] = the sum of row i of w times the cell."""
+    for i in range(start, stop):
+        out[i] = w[i].sum() * cell[0]
+
+
+@njit
 def _fails(x, start, stop):  # type: ignore[no-untyped-def]
     if stop > 0:
         raise MemoryError("too little")
@@ -52,6 +59,21 @@ def _ring(n: int, length: int) -> tuple[np.ndarray, np.ndarray, list[Call]]:
     a, b = np.arange(n, dtype=np.int64), np.zeros(n, np.int64)
     both = ((a, b), (b, a))
     return a, b, [Call(_shift, (*both[i % 2], 1), n, 1e6) for i in range(length)]
+
+
+@pytest.mark.parametrize("n_threads", [2, 3])
+def test_idle_threads_ask_for_what_they_read_next(n_threads: int) -> None:
+    """Which is only a hint: it is in the table for shared calls, and changes no result."""
+    w, cell, flag = np.ones((50, 3000), np.float32), np.zeros(1, np.int64), np.zeros(1, np.int64)
+    out = np.full((20, 50), np.nan, np.float32)
+    alone = Call(_count, (cell, 10**9, flag), 1, 1.0)
+    listed = [c for row in out for c in (alone, Call(_add_rows, (w, cell, row), 50, 1e9))]
+    calls = CallList(listed, n_threads)
+    assert calls.table[0, calls_module.READS] == 0
+    assert calls.table[1, calls_module.READS] == w.ctypes.data
+    assert calls.table[1, calls_module.ROW_BYTES] == 3000 * 4
+    Team(n_threads).run_list(calls)
+    assert np.array_equal(out, 3000.0 * np.arange(1, 21)[:, None] * np.ones(50))
 
 
 @pytest.mark.usefixtures("shared_always")

@@ -11,6 +11,13 @@ from nbflow_kernels.kvcache.reference import decode
 
 
 def single_prefill_with_kv_cache(
+    q: np.ndarray, k: np.ndarray, v: np.ndarray, **options: Any
+) -> Any:
+    """See `nbflow_kernels.single_prefill_with_kv_cache`; the result is float64."""
+    return attend(q, k, v, **options)
+
+
+def attend(
     q: np.ndarray,
     k: np.ndarray,
     v: np.ndarray,
@@ -40,7 +47,7 @@ def single_prefill_with_kv_cache(
     lse_base: str = "2",
     bias: np.ndarray | None = None,
 ) -> Any:
-    """See `nbflow_kernels.single_prefill_with_kv_cache`; the result is float64.
+    """Do `nbflow_kernels.single_prefill_with_kv_cache` in float64.
 
     `bias` (H, T, n) is added to the scores: what `AttentionPlan.set_bias` does, written out.
     """
