@@ -123,7 +123,13 @@ def _explain(path: Path, *, as_json: bool) -> int:
     family = model_file.family
     if as_json:
         fields = {name: {"source": source, "meaning": doc} for name, source, doc in rows}
-        print(json.dumps({"family": family.name, "fields": fields}, indent=2))
+        facts = {
+            "family": family.name,
+            "fields": fields,
+            "prompt_template": model_file.prompt_template,
+            "defaults": model_file.defaults,
+        }
+        print(json.dumps(facts, indent=2))
         return 0
     print(f"{path}: valid; {model_file.description or family.description}")
     if family.model_types:
@@ -131,6 +137,10 @@ def _explain(path: Path, *, as_json: bool) -> int:
     width = max(len(name) for name, _, _ in rows)
     for name, source, _ in rows:
         print(f"  {name:<{width}}  {source}")
+    if model_file.prompt_template is not None:
+        print(f"  prompt template: {model_file.prompt_template!r}")
+    if model_file.defaults:
+        print(f"  defaults: {model_file.defaults}")
     print("tensors")
     for ours, theirs in {**family.tensors, **model_file.tensors}.items():
         print(f"  {ours:<34} {' or '.join(theirs)}")
@@ -172,8 +182,13 @@ def _rows(spec: ModelSpec) -> list[tuple[str, Any]]:
         for field in dataclasses.fields(spec)
         if field.default is not dataclasses.MISSING
         and field.name not in (*fields, "biases", "ignored_tensors")
+        and field.name != "encoder"
         and getattr(spec, field.name) != field.default
     ]
+    if spec.encoder is not None:
+        encoder = spec.encoder
+        kind = f"{encoder.family}, {encoder.n_layers} layers of width {encoder.hidden_size}"
+        others.append(("encoder", f"{kind}, {encoder.n_heads} heads"))
     rope = f"{spec.rope.style}, theta {spec.rope.theta:g}, {spec.rope.dim} columns"
     return [
         *((name, getattr(spec, name)) for name in fields),

@@ -278,6 +278,11 @@ def test_spec_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "layers.31.ffn.down.weight   (4096, 11008)\n" in run(capsys, "llama2_7b", "--tensors")
     facts = json.loads(run(capsys, "qwen1.5_0.5b_chat", "--json"))
     assert (facts["n_parameters"], facts["f16_bytes"]) == (463_987_712, 927_975_424)
-    assert (facts["defaults"], facts["spec"]["tied_head"]) == ({"top_p": 0.9}, True)
+    assert (facts["defaults"], facts["spec"]["tied_head"]) == ({}, True)
+    assert json.loads(run(capsys, "minicpm_2b_dpo", "--json"))["defaults"] == {"top_p": 0.9}
     assert "rank 1: " in run(capsys, "llama2_7b", "--program", "--partition", "0&1")
-    assert "vocab_size" in run(capsys, "xverse_13b_chat")  # no numbers: where they come from
+    encoder = "encoder            m2m_100_encoder, 12 layers of width 1024, 16 heads\n"
+    assert encoder in run(capsys, "facebook_m2m100_418m")
+    text = run(capsys, "xverse_13b_chat")  # no numbers: where they come from
+    assert "key vocab_size\n" in text
+    assert "defaults: {'top_p': 0.9}\n" in text
