@@ -53,7 +53,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--device", default="auto", help="auto or cpu")
     parser.add_argument(
-        "--spec", metavar="FILE", help="spec file to use instead of the checkpoint's own"
+        "--spec",
+        metavar="FILE",
+        help="spec file, or name of a model (llama2_7b_chat), to use instead of the checkpoint's "
+        "own",
     )
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer file")
     parser.add_argument("--max-context", type=int, metavar="N", help="shorten the context")

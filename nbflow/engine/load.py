@@ -50,7 +50,8 @@ def load(
         A Hugging Face folder, a .safetensors file, a torch checkpoint, a .gguf, a llama2.c .bin, or
         the name of a model spec.
     spec : str or Path, optional
-        A spec file (TOML) to use instead of what the checkpoint says about itself.
+        A spec file (TOML) to use instead of what the checkpoint says about itself, or the name of
+        a model that comes with the package, e.g. "llama2_7b_chat" (`nbflow.spec.resolve`).
     weights : str, optional
         Format of the attention and feed-forward matrices: a name of `nbflow_kernels.FORMATS`, e.g.
         "q4".  None keeps what the checkpoint stores.
@@ -121,6 +122,8 @@ def load(
     plan = make_plan(the_spec, partition, block_size)
     _check_ranks(plan, comm)
     tok, why_none = _tokenizer(tokenizer, resolved.tokenizer)
+    if tok is not None and resolved.prompt_template is not None:
+        tok.prompt_template = resolved.prompt_template
     if threads is None:
         threads = max(1, available_cores() // _ranks_here(plan, comm))
     options: dict[str, Any] = {

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from nbflow.prompts.messages import Message, check_messages, plain
-from nbflow.prompts.query import NAMED, fill, is_query_template
+from nbflow.prompts.query import NAMED, fill, find_template
 from nbflow.tokenizer.tokenizer import Tokenizer
-from nbflow.tokenizer.tokenizer_config import MAX_TEMPLATE_BYTES
-from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.errors import UsageError
 
 _MARK = "\U0010ffff"  # a noncharacter: breaks up special tokens that users spell out
 _GUARDED = ("system", "user", "tool", "developer", "function", "ipython", "documents")
@@ -40,7 +39,8 @@ def format_chat(
     template : str, optional
         A name of the model's own templates or of `nbflow.prompts.NAMED`, or the text of a template:
         Jinja, or Inferflow's language (`nbflow.prompts.query`).  By default the model's own, which
-        is "tool_use" if it has that and there are `tools`, else "default".
+        is "tool_use" if it has that and there are `tools`, else "default"; else that of its model
+        file (``tokenizer.prompt_template``).
     add_generation_prompt : bool
         Whether the template is asked to begin the assistant's answer.
     tools, documents : sequence of mapping, optional
@@ -133,6 +133,8 @@ def _choose(tokenizer: Tokenizer, template: str | None, has_tools: bool) -> tupl
     own = tokenizer.chat_templates
     if template is None:
         template = "tool_use" if has_tools and "tool_use" in own else "default"
+        if template not in own and tokenizer.prompt_template is not None:
+            return find_template(tokenizer.prompt_template, "the model file's template")
         if template not in own:
             known = f" (the model has: {', '.join(own)})" if own else ""
             raise UsageError(
@@ -141,18 +143,7 @@ def _choose(tokenizer: Tokenizer, template: str | None, has_tools: bool) -> tupl
             )
     if template in own:
         return f"chat template {template!r}", own[template], True
-    if template in NAMED:
-        return f"prompt template {template!r}", NAMED[template], False
-    if len(template) > MAX_TEMPLATE_BYTES:
-        raise UsageError(
-            f"a template may have at most {MAX_TEMPLATE_BYTES} characters, got {len(template)}"
-        )
-    if "{" not in template:
-        raise unknown_name("chat template", template, [*own, *NAMED])
-    is_jinja = "{%" in template or "{{" in template
-    if not is_jinja and not is_query_template(template):
-        raise UsageError("a template must contain {query}, or be Jinja with {{ or {%")
-    return "the template", template, is_jinja
+    return find_template(template, "a template", list(own))
 
 
 def _refuse_extras(

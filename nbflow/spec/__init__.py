@@ -2,7 +2,7 @@
 
 from nbflow.spec.check import check
 from nbflow.spec.family import Family, families
-from nbflow.spec.model_file import known_models
+from nbflow.spec.model_file import find_model_file, known_models, published
 from nbflow.spec.model_spec import ModelSpec, RopeSpec
 from nbflow.spec.resolve import ResolvedModel, resolve
 
@@ -13,6 +13,8 @@ __all__ = [
     "RopeSpec",
     "check",
     "families",
+    "find_model_file",
     "known_models",
+    "published",
     "resolve",
 ]

@@ -35,7 +35,7 @@ def build_spec(
     override: Mapping[str, Any] | None = None,
     tensors: Mapping[str, Sequence[str]] | None = None,
     ignored_tensors: tuple[str, ...] = (),
-    checkpoint_tensors: Collection[str] = (),
+    checkpoint_tensors: Collection[str] | None = (),
     rope_divisors: Sequence[float] | None = None,
 ) -> ModelSpec:
     """Resolve every number and name of a model.
@@ -58,7 +58,8 @@ def build_spec(
         Patterns of tensors to ignore, besides the family's.
     checkpoint_tensors : collection of str
         Names the checkpoint holds; they decide between names that a family allows, and whether the
-        head is tied if nothing else does.
+        head is tied if nothing else does.  None if there is no checkpoint: then the first name is
+        taken, and what the configuration says.
     rope_divisors : sequence of float, optional
         Divisors of the rotary frequencies, from a tensor of the checkpoint.
 
@@ -84,9 +85,11 @@ def build_spec(
             where=where,
             checkpoint_tensors=checkpoint_tensors,
         )
-    names = _names(family, tensors or {}, values["n_layers"], checkpoint_tensors)
+    held = () if checkpoint_tensors is None else checkpoint_tensors
+    names = _names(family, tensors or {}, values["n_layers"], held)
     _name_biases(names)
-    if values["head_transform"] and names.get("transform.weight") not in checkpoint_tensors:
+    no_transform = checkpoint_tensors is not None and names.get("transform.weight") not in held
+    if values["head_transform"] and no_transform:
         # an encoder without the head it was trained with
         values |= {"head": False, "head_transform": False, "head_bias": False}
     stated = values["tied_head"]
@@ -105,10 +108,10 @@ def build_spec(
         full_layers=_full_layers(values, where),
         moe=_moe(values),
         # the file's head if it has one; else tied, unless the configuration forbids it
-        tied_head=names.get("head.weight") not in checkpoint_tensors and stated is not False,
+        tied_head=names.get("head.weight") not in held and stated is not False,
         tensors=names,
         ignored_tensors=(*family.ignored_tensors, *ignored_tensors),
-        biases=_biases(family, config, where, names, checkpoint_tensors, values),
+        biases=_biases(family, config, where, names, held, values),
     )
 
 

@@ -46,6 +46,7 @@ A new architecture made of known parts is a new file in `families/`, and nothing
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -56,6 +57,7 @@ from nbflow.spec.toml_schema import check_keys, check_value, read_toml, strings
 from nbflow_kernels.errors import UsageError, unknown_name
 
 FAMILIES = Path(__file__).parent / "families"
+_NAME = re.compile(r"[A-Za-z_][\w.]*")
 ABSENT = "absent"
 """Value of a key that is null or not there, in ``when``."""
 ALWAYS = "always"
@@ -194,6 +196,17 @@ def _extended(path: Path, seen: tuple[str, ...]) -> dict[str, Any]:
         merged[part] = {k: v for k, v in merged[part].items() if k not in table[other]}
     # in the base's order, so that a rule may refer to the fields above it
     return {"prefix": below.get("prefix", ""), **table, **merged}
+
+
+def config_keys(family: Family) -> list[str]:
+    """Return the keys at the top of config.json that a family, or its encoder's, looks at."""
+    names = [*family.biases, *family.only]
+    for rules in family.config.values():
+        for rule in rules:
+            names += [*rule.keys, *rule.when, *_NAME.findall(rule.formula or "")]
+    if family.encoder is not None:
+        names += config_keys(get_family(family.encoder, f"family {family.name}"))
+    return sorted({name.split(".")[0] for name in names} - {ALWAYS, STORED, "sqrt"})
 
 
 def check_fields(table: Any, where: str) -> dict[str, Any]:

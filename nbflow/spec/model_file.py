@@ -7,6 +7,12 @@
 ``path``, ``tokenizer``
     Weights and tokenizer, relative to the file.  A file without ``path`` says how to read a
     checkpoint that is named beside it (``--spec FILE``).
+``prompt_template``
+    How a conversation becomes a prompt if the tokenizer brings no template of its own: a name of
+    `nbflow.prompts.NAMED`, or the text of a template.
+``[config]``
+    The config.json that the model was published with, as far as it matters.  It stands in for one
+    that does not lie beside the weights, and says how large the model is without any.
 ``[override]``
     Our fields, as in `nbflow.spec.family.FIELDS`; they win over config.json.
 ``[tensors]``, ``[ignored]``
@@ -20,13 +26,23 @@ else.
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbflow.spec.family import Family, check_fields, check_tensors, get_family, load_family
+from nbflow.spec.build import build_spec
+from nbflow.spec.family import (
+    Family,
+    check_fields,
+    check_tensors,
+    config_keys,
+    get_family,
+    load_family,
+)
+from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.toml_schema import Kind, check_keys, check_value, read_toml, strings
-from nbflow_kernels.errors import UsageError
+from nbflow_kernels.errors import UsageError, unknown_name
 
 MODELS = Path(__file__).parent / "models"
 
@@ -36,8 +52,12 @@ WORDS = {
     "family": "name of the family, or path of a family file",
     "path": "weights, relative to the file",
     "tokenizer": "tokenizer file, relative to the file",
+    "prompt_template": "name or text of a template, for tokenizers without one",
 }
 """Keys at the top of a model file."""
+
+TABLES = ("config", "override", "tensors", "ignored", "defaults")
+"""Tables of a model file."""
 
 GENERATION: dict[str, Kind] = {"temperature": float, "top_k": int, "top_p": float}
 """Generation settings a model can recommend, and their types: what strategies start from."""
@@ -57,6 +77,10 @@ class ModelFile:
     """Weights, or None if they are named elsewhere."""
     tokenizer: Path | None
     """Tokenizer file, or None to look beside the weights."""
+    prompt_template: str | None
+    """Template for tokenizers that bring none."""
+    config: dict[str, Any]
+    """Published config.json, for weights without one."""
     override: dict[str, Any]
     """Our fields that win over config.json."""
     tensors: dict[str, tuple[str, ...]]
@@ -72,14 +96,65 @@ def known_models() -> dict[str, Path]:
     return {path.stem: path for path in sorted(MODELS.glob("*.toml"))}
 
 
+def find_model_file(spec: str | os.PathLike[str]) -> ModelFile:
+    """Read the model file with this path, or the packaged one with this name."""
+    path, names = Path(spec), known_models()
+    if not path.exists() and path.suffix != ".toml":
+        if str(spec) not in names:
+            raise UsageError(
+                f"{unknown_name('spec', str(spec), names)}; or give the path of a file"
+            )
+        path = names[str(spec)]
+    return load_model_file(path)
+
+
+def published(model_file: ModelFile) -> ModelSpec:
+    """Return the specification that a model file's [config] gives without any weights.
+
+    Parameters
+    ----------
+    model_file : ModelFile
+        As from `find_model_file`.
+
+    Returns
+    -------
+    ModelSpec
+        Where a family knows several names of a tensor, the first; the head of an encoder is
+        taken to be there.
+
+    Raises
+    ------
+    UsageError
+        If [config] and [override] do not say all there is to say.
+
+    Examples
+    --------
+    >>> from nbflow.spec import find_model_file, published
+    >>> published(find_model_file("llama2_7b")).n_parameters
+    6738415616
+    """
+    return build_spec(
+        model_file.family,
+        model_file.config,
+        name=model_file.name,
+        where=f"{model_file.name}: [config]",
+        override=model_file.override,
+        tensors=model_file.tensors,
+        ignored_tensors=model_file.ignored_tensors,
+        checkpoint_tensors=None,
+    )
+
+
 def load_model_file(path: Path) -> ModelFile:
     """Read one model file and check all of it."""
     where = str(path)
     table = read_toml(path)
     if "family" not in table and {"structure", "config", "extends", "model_types"} & set(table):
         family = load_family(path)
-        return ModelFile(path.stem, family.description, family, None, None, {}, {}, (), {})
-    check_keys(table, where, (*WORDS, "override", "tensors", "ignored", "defaults"))
+        return ModelFile(
+            path.stem, family.description, family, None, None, None, {}, {}, {}, (), {}
+        )
+    check_keys(table, where, (*WORDS, *TABLES))
     values = {
         word: check_value(table[word], f"{where}: {word}", str) for word in WORDS if word in table
     }
@@ -94,6 +169,10 @@ def load_model_file(path: Path) -> ModelFile:
         family=family,
         path=_beside(path, values.get("path")),
         tokenizer=_beside(path, values.get("tokenizer")),
+        prompt_template=_template(values.get("prompt_template"), f"{where}: prompt_template"),
+        config=check_keys(
+            table.get("config", {}), f"{where}: [config]", ("model_type", *config_keys(family))
+        ),
         override=check_fields(table.get("override", {}), f"{where}: [override]"),
         tensors=check_tensors(table.get("tensors", {}), f"{where}: [tensors]"),
         ignored_tensors=strings(ignored.get("tensors", []), f"{where}: [ignored] tensors"),
@@ -109,6 +188,15 @@ def _family(path: Path, name: str) -> Family:
     if name.endswith(".toml"):
         return load_family(path.parent / name)
     return get_family(name, f"{path}: family")
+
+
+def _template(stated: str | None, where: str) -> str | None:
+    """Return a template that a model file states, checked."""
+    if stated is not None:
+        from nbflow.prompts.query import find_template  # late: most files have none
+
+        find_template(stated, where)
+    return stated
 
 
 def _beside(path: Path, relative: str | None) -> Path | None:

@@ -7,6 +7,7 @@ configuration; see `nbflow.spec.resolve`.  The fields mean what `nbflow.spec.fie
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -216,6 +217,16 @@ class ModelSpec:
     def tensor_shapes(self) -> dict[str, tuple[int, ...]]:
         """Return our name -> shape of every tensor of the model, layers written out."""
         return dict(self._shapes)
+
+    @property
+    def n_parameters(self) -> int:
+        """Numbers in all tensors, the encoder's included; what two parts share counts once."""
+        n = sum(math.prod(shape) for shape in self._shapes.values())
+        if self.encoder is not None:
+            own = {self.checkpoint_name(name) for name in self._shapes}
+            for name, shape in self.encoder.tensor_shapes().items():
+                n += 0 if self.encoder.checkpoint_name(name) in own else math.prod(shape)
+        return n
 
     def shape_of(self, name: str) -> tuple[int, ...]:
         """Return the shape of one of our tensors (``layers.3.attn.q.weight``)."""

@@ -10,7 +10,13 @@ from typing import Any
 
 from nbflow.spec.build import build_spec
 from nbflow.spec.family import Family, family_of
-from nbflow.spec.model_file import GENERATION, ModelFile, known_models, load_model_file
+from nbflow.spec.model_file import (
+    GENERATION,
+    ModelFile,
+    find_model_file,
+    known_models,
+    load_model_file,
+)
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.toml_schema import check_value
 from nbflow.tokenizer.files import tokenizer_beside
@@ -33,6 +39,8 @@ class ResolvedModel:
     """Its tokenizer file, or None if there is none beside the weights."""
     defaults: dict[str, Any] = field(default_factory=dict)
     """Generation settings it recommends, e.g. ``temperature``."""
+    prompt_template: str | None = None
+    """Template of its model file, for a tokenizer that brings none."""
 
 
 def resolve(
@@ -48,9 +56,11 @@ def resolve(
         A Hugging Face folder, a ``.safetensors`` file or torch checkpoint with config.json beside
         it, a ``.gguf``, a llama2.c ``.bin``, a model file (``.toml``) with a ``path``, or the name
         of a model that comes with the package.  An existing path wins over a name.
-    spec : path, optional
+    spec : str or path, optional
         A model file (``.toml``) that names the family and what differs from the checkpoint's own
-        configuration.
+        configuration, or the name of one that comes with the package.  What a GGUF or another file
+        with a header says about itself stands against a name: then only the template and the
+        settings count.
 
     Returns
     -------
@@ -75,15 +85,20 @@ def resolve(
     nbflow_kernels.errors.UsageError: unknown model 'tiny_pyton'; did you mean 'tiny_python'? ...
     """
     named, path = _find(model)
-    model_file = named if spec is None else load_model_file(Path(spec))
+    model_file = named if spec is None else find_model_file(spec)
     with open_weights(path) as weights:
         config = weights.config() or {}
         folder = path if path.is_dir() else path.parent
         where = _config_name(weights, folder)
         generation: dict[str, Any] = {}
+        structure = model_file
         if weights.format in ("safetensors", "pickle"):
             generation = read_object(folder / "generation_config.json", missing_ok=True) or {}
-        resolved = _build(model_file, weights, _with_ids(config, generation), where)
+        elif spec is not None and str(spec) in known_models() and not Path(spec).exists():
+            structure = None  # the header says what is in the file
+        if model_file and structure and not config:
+            config, where = model_file.config, f"{model_file.name}: [config]"
+        resolved = _build(structure, weights, _with_ids(config, generation), where)
     tokenizer = model_file.tokenizer if model_file else None
     if tokenizer is None:
         tokenizer = tokenizer_beside(path, weights.format, resolved.vocab_size, config)
@@ -92,7 +107,8 @@ def resolve(
     defaults = _defaults(generation, str(folder / "generation_config.json"))
     if model_file:
         defaults |= model_file.defaults
-    return ResolvedModel(resolved, path, tokenizer, defaults)
+    template = model_file.prompt_template if model_file else None
+    return ResolvedModel(resolved, path, tokenizer, defaults, template)
 
 
 def _find(model: str | os.PathLike[str]) -> tuple[ModelFile | None, Path]:
@@ -105,6 +121,7 @@ def _find(model: str | os.PathLike[str]) -> tuple[ModelFile | None, Path]:
     else:
         names = known_models()
         if str(model) not in names:
+            names = {name: file for name, file in names.items() if load_model_file(file).path}
             raise UsageError(
                 f"{unknown_name('model', str(model), names)}; or give the path of a folder or a "
                 "weight file that exists"
@@ -113,8 +130,7 @@ def _find(model: str | os.PathLike[str]) -> tuple[ModelFile | None, Path]:
     named = load_model_file(toml)
     if named.path is None:
         raise UsageError(
-            f"{toml}: has no path to weights; name the weights as the model, "
-            "and this file as --spec"
+            f"{toml}: has no path to weights; name the weights as the model, and {model} as --spec"
         )
     if not named.path.exists():
         raise UsageError(f"{toml}: path does not exist: {named.path}")

@@ -55,6 +55,7 @@ def model_schema() -> dict[str, Any]:
         **_table(
             {
                 **words,
+                "config": {"type": "object", "description": "the published config.json"},
                 "override": _fields_schema(),
                 "tensors": _tensors_schema(),
                 "ignored": _table({"tensors": _STRINGS}),

@@ -73,23 +73,24 @@ def load_tokenizer(model: str | os.PathLike[str], kind: str | None = None) -> To
     """
     if kind is not None and kind not in KINDS:
         raise unknown_name("kind of tokenizer", kind, KINDS)
-    path = _tokenizer_file(model, kind)
+    path, template = _tokenizer_file(model, kind)
     tokenizer: Tokenizer = import_module(KINDS[kind or kind_of(path)]).from_file(path)
     roles = {role: tokenizer.piece(token_id) for role, token_id in role_ids(path.parent).items()}
     tokenizer.named_tokens = {**tokenizer.named_tokens, **roles}
+    tokenizer.prompt_template = template
     return tokenizer
 
 
-def _tokenizer_file(model: str | os.PathLike[str], kind: str | None) -> Path:
-    """Return the tokenizer file that `model` is or has."""
+def _tokenizer_file(model: str | os.PathLike[str], kind: str | None) -> tuple[Path, str | None]:
+    """Return the tokenizer file that `model` is or has, and its model file's template."""
     path = Path(model)
     if path.is_file() and path.suffix != ".toml" and (kind is not None or not _is_weights(path)):
-        return path
+        return path, None
     if path.is_file() and kind_of(path) == "gguf":
-        return path  # before its architecture is known to be one we can run
+        return path, None  # before its architecture is known to be one we can run
     found = in_folder(path)
     if found is not None:
-        return found
+        return found, None
     from nbflow.spec import resolve  # late: tokenizer files need no model
 
     resolved = resolve(model)
@@ -98,7 +99,7 @@ def _tokenizer_file(model: str | os.PathLike[str], kind: str | None) -> Path:
             f"{resolved.path}: no tokenizer lies beside the weights; wanted one of "
             f"{', '.join(NAMES)}, or tokenizer.bin for llama2.c; name the tokenizer file itself"
         )
-    return resolved.tokenizer
+    return resolved.tokenizer, resolved.prompt_template
 
 
 def _is_weights(path: Path) -> bool:

@@ -33,10 +33,14 @@ class Tokenizer(ABC):
         Jinja templates that came with the tokenizer, e.g. "default" and "tool_use".
     named_tokens : mapping of str to str
         What templates may refer to: "bos_token", "eos_token", ... and how each is spelt.
+    prompt_template : str or None
+        Name or text of a template for conversations, from the model file; taken if
+        `chat_templates` has none.
     """
 
     chat_templates: Mapping[str, str]
     named_tokens: Mapping[str, str]
+    prompt_template: str | None = None
 
     @property
     @abstractmethod
