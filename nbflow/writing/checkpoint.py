@@ -11,6 +11,8 @@ from pathlib import Path
 from nbflow.spec import check, resolve
 from nbflow.spec.resolve import ResolvedModel
 from nbflow.weights import WeightFile, open_weights
+from nbflow.writing.gguf_checkpoint import plan_gguf
+from nbflow.writing.gguf_file import write_gguf
 from nbflow.writing.output import check_output, new_file, new_folder
 from nbflow.writing.plan import Choice, NewTensor, plan_as_stored
 from nbflow.writing.safetensors_file import write_safetensors
@@ -110,7 +112,39 @@ def quantize_checkpoint(
     path = Path(out)
     with open_weights(resolved.path) as file:
         check(resolved.spec, file)
-        return _write_safetensors(resolved, file, path, choice, encoder, force, dry_run)
+        write = _write_gguf if path.suffix == ".gguf" else _write_safetensors
+        return write(resolved, file, path, choice, encoder, force, dry_run)
+
+
+def _write_gguf(
+    resolved: ResolvedModel,
+    file: WeightFile,
+    out: Path,
+    choice: Choice,
+    encoder: str,
+    force: bool,
+    dry_run: bool,
+) -> WrittenCheckpoint:
+    """Write one GGUF file."""
+    metadata, tensors, notes = plan_gguf(resolved, file, choice, str(out))
+    notes += twice_note(tensors)
+    _check_output(resolved, file, out, force or dry_run)
+    if not dry_run:
+        with new_file(out) as stream:
+            write_gguf(stream, metadata, tensors, encoder)
+    return WrittenCheckpoint(out, "gguf", tuple(tensors), tuple(notes))
+
+
+def _check_output(
+    resolved: ResolvedModel,
+    file: WeightFile,
+    out: Path,
+    force: bool,
+    may_hold: frozenset[str] = frozenset(),
+) -> None:
+    """Raise if `out` must not be written; it must be none of the files that are read."""
+    for original in {resolved.path, *file.files()}:
+        check_output(out, original, force=force, may_hold=may_hold)
 
 
 def _write_safetensors(
@@ -134,8 +168,7 @@ def _write_safetensors(
     is_file = out.suffix == ".safetensors"
     done = WrittenCheckpoint(out, "safetensors", tuple(tensors), _notes(tensors, out, is_file))
     may_hold = frozenset() if is_file else frozenset({*_BESIDE, _WEIGHTS})
-    for original in {resolved.path, *file.files()}:
-        check_output(out, original, force=force or dry_run, may_hold=may_hold)
+    _check_output(resolved, file, out, force or dry_run, may_hold)
     if dry_run:
         return done
     if is_file:
