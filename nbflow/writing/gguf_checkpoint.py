@@ -47,7 +47,8 @@ def plan_gguf(resolved: ResolvedModel, file: WeightFile, choice: Choice, where: 
             for key, value in gguf.read_typed_metadata(source).items()
             if not key.startswith("split.")
         }
-        tensors, notes = plan_as_stored(resolved.spec, file, choice), []
+        tensors = plan_as_stored(resolved.spec, file, choice)
+        notes: list[str] = []
     else:
         metadata, tensors, notes = _from_model(resolved, file, choice, where)
     check_types(tensors)

@@ -148,11 +148,15 @@ def test_gguf_to_safetensors_is_refused(tmp_path: Path) -> None:
         nbflow.quantize_checkpoint(tmp_path / "x.gguf", tmp_path / "y", "f16")
 
 
-def test_a_wrong_number_would_be_noticed(source: Path) -> None:
+def test_a_wrong_number_would_be_noticed(source: Path, tmp_path: Path) -> None:
     spec = resolve(source).spec
-    metadata = model_metadata(spec, "llama")
-    family = get_family("llama_gguf", "x")
-    names = ["output.weight"]
+    done = nbflow.quantize_checkpoint(source, tmp_path / "x.gguf", "f16", dry_run=True)
+    assert not list(tmp_path.iterdir())
+    names = [tensor.name for tensor in done.tensors]
+    metadata, family = model_metadata(spec, "llama"), get_family("llama_gguf", "x")
+    check_reading(spec, family, metadata, names, "x")
     metadata["llama.rope.freq_base"] = ((6,), 5000.0)
-    with pytest.raises(UsageError, match=r"would not be found|cannot say rope\.theta"):
+    with pytest.raises(UsageError, match=r"cannot say rope\.theta = 10000\.0"):
         check_reading(spec, family, metadata, names, "x")
+    with pytest.raises(UsageError, match=r"would not be found as blk\.0"):
+        check_reading(spec, family, metadata, names[:1], "x")
