@@ -2,7 +2,7 @@
 
 Written are tokenizers that cut text as GPT-2 or as one pattern does that a pre-tokenizer of
 llama.cpp has (`nbflow.tokenizer.pre_tokenizers`).  For any other the file gets no vocabulary, and a
-note says so; the tokenizer's own file beside it, or ``--tokenizer``, does as well.
+note says so; ``--tokenizer`` names the tokenizer's own file when the model is run.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from nbflow.tokenizer import load_tokenizer
 from nbflow.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 from nbflow.tokenizer.spm import CONTROL, NORMAL, USER_DEFINED
 from nbflow.weights.gguf import ARRAY, STRING
 from nbflow.weights.json_file import read_object
 from nbflow.writing.gguf_file import BOOL, I32
-from nbflow_kernels.errors import UsageError
+from nbflow_kernels.errors import MissingExtraError, UsageError
 
 _UNUSED = 5
 _PREFERRED = ("gpt-2", "qwen2", "llama-bpe")
@@ -43,9 +44,10 @@ def vocabulary(path: Path | None, n_tokens: int) -> tuple[Entries, list[str]]:
             raise _NotWritableError("the model has no tokenizer file")
         if path.name != "tokenizer.json":
             raise _NotWritableError(f"{path.name} is not written, only tokenizer.json")
+        load_tokenizer(path)  # a damaged file ends here
         return _byte_level(read_object(path), n_tokens), []
-    except (_NotWritableError, UsageError) as reason:
-        note = f"no vocabulary in the file: {reason}; copy the tokenizer's file beside it"
+    except (_NotWritableError, UsageError, MissingExtraError) as reason:
+        note = f"no vocabulary in the file: {reason}; name the tokenizer's file when you run it"
         return {"tokenizer.ggml.model": ((STRING,), "no_vocab")}, [note]
 
 

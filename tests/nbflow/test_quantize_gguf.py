@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from nbflow.spec.family import get_family
 from nbflow.weights import open_weights
 from nbflow.weights.gguf import read_metadata, read_typed_metadata
 from nbflow.writing.gguf_names import ARCHITECTURES, check_reading, model_metadata
+from nbflow.writing.gguf_vocabulary import vocabulary
 from nbflow_kernels.errors import UsageError
 
 FAMILIES = Path(__file__).parents[1] / "golden" / "families"
@@ -160,3 +162,24 @@ def test_a_wrong_number_would_be_noticed(source: Path, tmp_path: Path) -> None:
         check_reading(spec, family, metadata, names, "x")
     with pytest.raises(UsageError, match=r"would not be found as blk\.0"):
         check_reading(spec, family, metadata, names[:1], "x")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"normalizer": {"type": "Lowercase"}}, "normalizes text"),
+        ({"pre_tokenizer": {"type": "Whitespace"}}, "GGUF has no name for"),
+        ({"added_tokens": [7]}, "not a readable tokenizer"),
+    ],
+)
+def test_other_tokenizers_are_left_out_with_a_note(
+    change: dict[str, Any], why: str, tmp_path: Path
+) -> None:
+    path = resolve("tiny_python").tokenizer
+    assert path is not None
+    table = json.loads(path.read_text(encoding="utf-8")) | change
+    other = tmp_path / "tokenizer.json"
+    other.write_text(json.dumps(table), encoding="utf-8")
+    entries, notes = vocabulary(other, 2048)
+    assert why in notes[0]
+    assert entries["tokenizer.ggml.model"][1] == "no_vocab"
