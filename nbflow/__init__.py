@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from nbflow.engine.model import Generation, Model
     from nbflow.tokenizer import load_tokenizer
     from nbflow.weights import open_weights
+    from nbflow.writing import quantize_checkpoint
     from nbflow_kernels.errors import MissingExtraError, UsageError
 
 _WHERE = {
@@ -28,6 +29,7 @@ _WHERE = {
     "load": "nbflow.engine.load",
     "load_tokenizer": "nbflow.tokenizer",
     "open_weights": "nbflow.weights",
+    "quantize_checkpoint": "nbflow.writing",
     "MissingExtraError": "nbflow_kernels.errors",
     "UsageError": "nbflow_kernels.errors",
 }
@@ -41,6 +43,7 @@ __all__ = [
     "load",
     "load_tokenizer",
     "open_weights",
+    "quantize_checkpoint",
 ]
 
 

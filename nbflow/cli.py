@@ -21,6 +21,7 @@ COMMANDS = {
     "sweep": ("nbflow_experiments.commands.sweep", "run a sweep and record it"),
     "report": ("nbflow_experiments.commands.report", "draw the figures of a recorded sweep"),
     "inspect": ("nbflow.commands.inspect", "list the tensors of a weight file"),
+    "quantize": ("nbflow.commands.quantize", "write a checkpoint in a weight format"),
     "spec": ("nbflow.commands.spec", "show or check a model specification"),
     "tokenize": ("nbflow.commands.tokenize", "show how text is cut into tokens"),
     "env": ("nbflow.commands.env", "show versions, processor and MPI"),

@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"{facts['total_bytes']:,} bytes"
     )
     if facts["config"] is not None:
-        print(f"model_type {_printable(facts['config'].get('model_type', 'not stated'))}")
+        print(f"model_type {printable(facts['config'].get('model_type', 'not stated'))}")
     return 0
 
 
@@ -46,7 +46,7 @@ def _print_table(tensors: list[dict[str, Any]], files: list[str]) -> None:
     """Print a line per tensor; the last column but the hash is the place in the file."""
     if not tensors:
         return
-    names = [_printable(tensor["name"]) for tensor in tensors]
+    names = [printable(tensor["name"]) for tensor in tensors]
     shapes = ["x".join(map(str, tensor["shape"])) or "scalar" for tensor in tensors]
     wide, wider = max(map(len, names)), max(14, *map(len, shapes))
     print(f"{'name':<{wide}}  {'dtype':<11} {'shape':>{wider}} {'bytes':>14}  file:offset")
@@ -56,10 +56,10 @@ def _print_table(tensors: list[dict[str, Any]], files: list[str]) -> None:
         print(f"{line}  {place:<14} {tensor.get('sha256', '')}".rstrip())
     print()
     for i, file in enumerate(files):
-        print(f"file {i}: {_printable(file)}")
+        print(f"file {i}: {printable(file)}")
 
 
-def _printable(text: object) -> str:
+def printable(text: object) -> str:
     """Return text of a file with everything escaped that could move the cursor or fail to print."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in str(text))
 

@@ -9,14 +9,15 @@ from fnmatch import fnmatchcase
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.stored import stored
 from nbflow.weights import WeightFile
+from nbflow.weights.dtypes import ITEM_BITS
 from nbflow_kernels.errors import UsageError
 
 _LAYER = re.compile(r"\d+")
 _MAX_LINES = 40
 FLOAT_TYPES = ("f64", "f32", "f16", "bf16")
-"""Types of weights, besides the block formats of GGUF and int8 as llama2.c stores it."""
+"""Types of weights, besides block formats and int8 as llama2.c stores it."""
 WITH_BLOCKS = ("llama2c", "gguf", "ggml")
-"""File formats with such types."""
+"""File formats with other types of weights."""
 
 
 def check(spec: ModelSpec, weights: WeightFile) -> None:
@@ -56,7 +57,7 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
             missing.append(f"{name} {shape}")
         elif _squeezed(weights.shape(name)) != _squeezed(shape):
             shapes.append(f"{name} must have shape {shape}, got {weights.shape(name)}")
-        elif weights.dtype(name) not in FLOAT_TYPES and weights.format not in WITH_BLOCKS:
+        elif not _can_be_weights(weights, name):
             types.append(f"{name} must be of {', '.join(FLOAT_TYPES)}, got {weights.dtype(name)}")
     if spec.rope.scaling is not None:
         used.add(spec.tensors.get("rope_divisors", ""))
@@ -83,6 +84,13 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
             f"{weights.path}: {n} tensors do not fit the specification of {spec.name!r} "
             f"(family {spec.family!r})\n" + "\n".join(problems)
         )
+
+
+def _can_be_weights(weights: WeightFile, name: str) -> bool:
+    """Return whether a tensor is of a type that weights have."""
+    dtype = weights.dtype(name)
+    is_block_format = dtype not in ITEM_BITS
+    return is_block_format or dtype in FLOAT_TYPES or weights.format in WITH_BLOCKS
 
 
 def _tensors(spec: ModelSpec) -> list[tuple[ModelSpec, str]]:

@@ -48,7 +48,7 @@ def tokenizer_beside(
         table: Any = config
         for key in ("tokenizer", "ggml", "model"):
             table = table.get(key) if isinstance(table, Mapping) else None
-        if table is not None:
+        if table not in (None, "no_vocab", "none"):
             return weights
     folder = weights if weights.is_dir() else weights.parent
     names = [f"tok{vocab_size}.bin", "tokenizer.bin"] if format == "llama2c" else []

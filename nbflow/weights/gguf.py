@@ -71,7 +71,7 @@ BIG_ENDIAN_FIELDS: dict[str, tuple[int, ...]] = {
 https://github.com/ggml-org/llama.cpp/blob/b6000/gguf-py/gguf/scripts/gguf_convert_endian.py
 """
 
-_SCALARS = {
+SCALARS = {
     0: "B",
     1: "b",
     2: "H",
@@ -84,7 +84,7 @@ _SCALARS = {
     11: "q",
     12: "d",
 }
-_STRING, _ARRAY = 8, 9
+STRING, ARRAY = 8, 9
 _MAX_DEPTH = 4  # of arrays in arrays
 _MAX_TABLES = 16  # of keys in keys; what follows stays one word
 _MAX_VALUES = 1 << 22  # of all arrays: several times the largest vocabulary; 200 MB at worst
@@ -109,7 +109,7 @@ def open_file(path: Path) -> WeightFile:
             file.close()
         raise
     metadata = headers[0].metadata
-    return _GgufFile(path, FORMAT, entries, files, lambda: _config(metadata))
+    return _GgufFile(path, FORMAT, entries, files, lambda: config_of(metadata))
 
 
 def read_metadata(path: Path) -> dict[str, Any]:
@@ -117,9 +117,18 @@ def read_metadata(path: Path) -> dict[str, Any]:
 
     Of a model in parts, whichever part is named, those of the first one.
     """
+    return {key: value for key, (_, value) in read_typed_metadata(path).items()}
+
+
+def read_typed_metadata(path: Path) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Return what `read_metadata` does, with the types.
+
+    A type is one number of the layout; of an array, its own and that of its values.
+    """
     files: list[ByteFile] = []
     try:
-        return _read_parts(path, files, only_first=True)[0].metadata
+        header = _read_parts(path, files, only_first=True)[0]
+        return {key: (header.kinds[key], value) for key, value in header.metadata.items()}
     finally:
         for file in files:
             file.close()
@@ -145,7 +154,7 @@ class _GgufFile(WeightFile):
         return blocks
 
 
-def _config(metadata: dict[str, Any]) -> dict[str, Any]:
+def config_of(metadata: dict[str, Any]) -> dict[str, Any]:
     """Return the metadata without long arrays, dotted keys as tables, with a ``model_type``."""
     config: dict[str, Any] = {}
     for key, value in metadata.items():
@@ -181,6 +190,7 @@ class _Header:
         self._check_count("tensors", n_tensors, least + 16)
         self._check_count("metadata entries", n_entries, least + 5)
         self.metadata: dict[str, Any] = {}
+        self.kinds: dict[str, tuple[int, ...]] = {}
         for i in range(n_entries):
             self._read_entry(i)
         records = [self._read_record(i) for i in range(n_tensors)]
@@ -220,18 +230,24 @@ class _Header:
         what = f"metadata {key!r:.80}"
         if key in self.metadata:
             raise UsageError(f"{self.file.path}: {what} is there twice")
-        self.metadata[key] = self._value(self._number("I", what), what)
+        kind = self._number("I", what)
+        self.kinds[key] = (kind,)
+        if kind == ARRAY:
+            here = self._cursor.position
+            self.kinds[key] = (kind, self._number("I", what))
+            self._cursor.position = here
+        self.metadata[key] = self._value(kind, what)
 
     def _value(self, kind: int, what: str, depth: int = 0) -> Any:
         """Return the next value of a metadata type."""
-        if kind in _SCALARS:
-            return self._number(_SCALARS[kind], what)
-        if kind == _STRING:
+        if kind in SCALARS:
+            return self._number(SCALARS[kind], what)
+        if kind == STRING:
             return self._cursor.text(self._size, what)
-        if kind != _ARRAY or depth >= _MAX_DEPTH:
+        if kind != ARRAY or depth >= _MAX_DEPTH:
             raise UsageError(f"{self.file.path}: {what} has the unknown type {kind}")
         inner, count = self._number("I", what), self._number(self._size, what)
-        smallest = struct.calcsize("=" + _SCALARS.get(inner, self._size))
+        smallest = struct.calcsize("=" + SCALARS.get(inner, self._size))
         if count * smallest > self._cursor.left:
             raise UsageError(
                 f"{self.file.path}: {what} says it has {count} values, more than the file can "
@@ -242,9 +258,9 @@ class _Header:
             raise UsageError(
                 f"{self.file.path}: the metadata has more than {_MAX_VALUES} values in arrays"
             )
-        if inner in _SCALARS:
-            return self._cursor.numbers(_SCALARS[inner], count, what)
-        if inner == _STRING:
+        if inner in SCALARS:
+            return self._cursor.numbers(SCALARS[inner], count, what)
+        if inner == STRING:
             return self._cursor.texts(self._size, count, what)
         return [self._value(inner, what, depth + 1) for _ in range(count)]
 

@@ -9,6 +9,9 @@ offset    bytes    field
 8 + N     rest     the elements, little-endian, rows first, without gaps
 ========  =======  ==================================================================
 
+A tensor in a block format is one of bytes, (rows, bytes of a row); ``nbflow.formats`` of the
+metadata says its format and shape (`nbflow.writing.safetensors_file`).
+
 Why not the ``safetensors`` package: it has no NumPy bfloat16, and we widen it without torch; ranks
 read exact byte ranges of rows and columns and count them; and every error here names file, tensor,
 what was wanted and what was found.  Nothing the header promises is believed before it is checked
@@ -19,6 +22,7 @@ Layout: https://github.com/huggingface/safetensors/blob/v0.4.5/README.md#format
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +37,11 @@ FORMAT = "safetensors"
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
+FORMATS_KEY = "nbflow.formats"
+"""Entry of ``__metadata__`` that says which tensors of bytes are in a block format."""
 MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
 
-_DTYPES = {
+DTYPES = {
     "BOOL": "bool",
     "F4": "f4",
     "F6_E2M3": "f6_e2m3",
@@ -104,11 +110,14 @@ def _read_header(file: ByteFile) -> list[TensorEntry]:
         raise UsageError(
             f"{file.path}: __metadata__ must be a table of strings, got {shown(metadata)}"
         )
+    formats = _formats(file, metadata or {}, header)
     spans = []
     entries = []
     for name, record in header.items():
         dtype, shape, begin, end = _check_record(file, name, record, file.size - start)
         spans.append((begin, end, name))
+        if name in formats:
+            dtype, shape = _blocks(file, name, formats[name], dtype, shape)
         entries.append(TensorEntry(name, dtype, shape, file, start + begin))
     _check_cover(file, sorted(spans), file.size - start)
     return entries
@@ -123,9 +132,9 @@ def _check_record(
     if not isinstance(record, dict) or set(record) != wanted:
         raise UsageError(f"{where}: must have dtype, shape and data_offsets, got {shown(record)}")
     code, shape, offsets = record["dtype"], record["shape"], record["data_offsets"]
-    if not isinstance(code, str) or code not in _DTYPES:
-        raise UsageError(f"{where}: unknown dtype {shown(code)}; known are {', '.join(_DTYPES)}")
-    dtype = _DTYPES[code]
+    if not isinstance(code, str) or code not in DTYPES:
+        raise UsageError(f"{where}: unknown dtype {shown(code)}; known are {', '.join(DTYPES)}")
+    dtype = DTYPES[code]
     if not _are_counts(shape) or len(shape) > 16:
         raise UsageError(f"{where}: shape must be at most 16 numbers >= 0, got {shown(shape)}")
     if not _are_counts(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= n_data:
@@ -140,6 +149,52 @@ def _check_record(
             f"but data_offsets {offsets} hold {offsets[1] - offsets[0]}"
         )
     return dtype, tuple(shape), offsets[0], offsets[1]
+
+
+def _formats(
+    file: ByteFile, metadata: dict[str, str], header: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Return what the metadata says of tensors in block formats."""
+    if FORMATS_KEY not in metadata:
+        return {}
+    where = f"{file.path}: {FORMATS_KEY}"
+    formats = parse_object(metadata[FORMATS_KEY].encode("utf-8", "surrogatepass"), where)
+    absent = formats.keys() - header.keys()
+    if absent:
+        raise UsageError(f"{where}: the file has no tensor {shown(min(absent))}")
+    return formats
+
+
+def _blocks(
+    file: ByteFile, name: str, record: Any, dtype: str, shape: tuple[int, ...]
+) -> tuple[str, tuple[int, ...]]:
+    """Return format and shape of a tensor of bytes that holds blocks, checked."""
+    from nbflow_kernels.quants import FORMATS
+
+    where = f"{file.path}: tensor {shown(name)}"
+    if not isinstance(record, dict) or set(record) != {"format", "shape", "block"}:
+        raise UsageError(f"{where}: {FORMATS_KEY} must say format, shape, block; {shown(record)}")
+    format, weights, block = record["format"], record["shape"], record["block"]
+    if not isinstance(format, str) or FORMATS.get(format) is None:
+        raise UsageError(
+            f"{where}: unknown format {shown(format)}; if it is one of your own, register it before"
+        )
+    known = FORMATS[format]
+    if block != [known.block_size, known.block_bytes]:
+        raise UsageError(
+            f"{where}: blocks of {known.name} must be of {known.block_size} weights in "
+            f"{known.block_bytes} bytes, got {shown(block)}; the format has changed since"
+        )
+    if not _are_counts(weights) or not 1 <= len(weights) <= 16:
+        raise UsageError(f"{where}: shape must be 1 to 16 numbers >= 0, got {shown(weights)}")
+    n_bytes = tensor_bytes(known.name, tuple(weights), where)
+    n_rows = math.prod(weights[:-1])
+    if dtype != "u8" or len(shape) != 2 or shape[0] != n_rows or math.prod(shape) != n_bytes:
+        raise UsageError(
+            f"{where}: {shown(weights)} of {known.name} must be U8 of {n_rows} rows and {n_bytes} "
+            f"bytes, got {dtype} {shape}"
+        )
+    return known.name, tuple(weights)
 
 
 def _is_string_table(value: Any) -> bool:

@@ -1,0 +1,105 @@
+"""`nbflow quantize`: write a checkpoint with its matrices in a weight format."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from nbflow.commands.inspect import printable
+from nbflow.writing import WrittenCheckpoint, quantize_checkpoint
+from nbflow_kernels import load_formats
+from nbflow_kernels.quants import ENCODERS
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("model", metavar="MODEL", help="what nbflow run takes")
+    parser.add_argument(
+        "--to", metavar="FORMAT", required=True, help="weight format, e.g. q4 or q4_k"
+    )
+    parser.add_argument(
+        "-o", "--out", metavar="OUT", required=True, help="a .gguf, a .safetensors, or a folder"
+    )
+    parser.add_argument(
+        "--rule",
+        action="append",
+        default=[],
+        metavar="PATTERN=FORMAT",
+        help="format of the matrices whose name matches; the first match wins (repeatable)",
+    )
+    parser.add_argument(
+        "--encoder", choices=ENCODERS, default="best", help="best, or the published one (best)"
+    )
+    parser.add_argument(
+        "--formats",
+        action="append",
+        default=[],
+        metavar="FILE",
+        help="Python file that registers weight formats; it is executed (repeatable)",
+    )
+    parser.add_argument(
+        "--spec", metavar="FILE", help="spec file to use instead of the checkpoint's own"
+    )
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    parser.add_argument("--dry-run", action="store_true", help="print the table, write nothing")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    for file in arguments.formats:
+        load_formats(file)
+    done = quantize_checkpoint(
+        arguments.model,
+        arguments.out,
+        arguments.to,
+        rules=arguments.rule,
+        spec=arguments.spec,
+        encoder=arguments.encoder,
+        force=arguments.force,
+        dry_run=arguments.dry_run,
+    )
+    if arguments.json:
+        _print_json(done, arguments.dry_run)
+        return 0
+    if arguments.dry_run:
+        _print_table(done)
+    total = f"{len(done.tensors)} tensors, {done.n_bytes:,} bytes"
+    print(f"{'would write' if arguments.dry_run else 'wrote'} {done.path} ({done.format}): {total}")
+    for note in done.notes:
+        print(f"note: {note}")
+    return 0
+
+
+def _print_json(done: WrittenCheckpoint, dry_run: bool) -> None:
+    facts = {
+        "path": str(done.path),
+        "format": done.format,
+        "written": not dry_run,
+        "total_bytes": done.n_bytes,
+        "notes": list(done.notes),
+        "tensors": [
+            {
+                "name": t.name,
+                "shape": list(t.shape),
+                "stored": t.stored,
+                "format": t.format,
+                "bytes": t.n_bytes,
+            }
+            for t in done.tensors
+        ],
+    }
+    print(json.dumps(facts, indent=2))
+
+
+def _print_table(done: WrittenCheckpoint) -> None:
+    """Print a line per tensor."""
+    rows = [
+        (printable(t.name), "x".join(map(str, t.shape)) or "scalar", t.stored, t.format, t.n_bytes)
+        for t in done.tensors
+    ]
+    wide = max(4, *(len(row[0]) for row in rows))
+    wider = max(5, *(len(row[1]) for row in rows))
+    print(f"{'name':<{wide}}  {'shape':>{wider}}  {'stored':<10}  {'format':<10}  {'bytes':>14}")
+    for name, shape, stored, format, n_bytes in rows:
+        print(f"{name:<{wide}}  {shape:>{wider}}  {stored:<10}  {format:<10}  {n_bytes:>14,}")
