@@ -31,10 +31,9 @@ from typing import Any
 from nbflow.weights.byte_cursor import ByteCursor
 from nbflow.weights.byte_file import ByteFile
 from nbflow.weights.dtypes import ITEM_BYTES
-from nbflow.weights.json_file import read_object
 from nbflow.weights.pickle_machine import MAX_PICKLE_BYTES, PickleMachine
 from nbflow.weights.pickle_values import Global, Refused, Storage, Table, Tensor, describe
-from nbflow.weights.shards import open_shards
+from nbflow.weights.shards import open_checkpoint
 from nbflow.weights.shown import shown
 from nbflow.weights.weight_file import TensorEntry, WeightFile, tensor_bytes
 from nbflow.weights.zip_file import MAGIC as ZIP_MAGIC
@@ -64,22 +63,7 @@ def matches(path: Path, head: bytes) -> bool:
 
 def open_file(path: Path) -> WeightFile:
     """Open an index or one file; see `nbflow.weights.open_weights`."""
-    entries: list[TensorEntry] = []
-    files: list[ByteFile] = []
-    try:
-        if path.name.endswith(".index.json"):
-            open_shards(path, _read_tensors, files, entries)
-        else:
-            files.append(ByteFile(path))
-            entries += _read_tensors(files[0])
-    except BaseException:
-        for file in files:
-            file.close()
-        raise
-    config_path = path.parent / "config.json"
-    return WeightFile(
-        path, FORMAT, entries, files, lambda: read_object(config_path, missing_ok=True)
-    )
+    return open_checkpoint(path, FORMAT, _read_tensors)
 
 
 @dataclass

@@ -27,8 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from nbflow.weights.byte_file import ByteFile
-from nbflow.weights.json_file import parse_object, read_object
-from nbflow.weights.shards import open_shards
+from nbflow.weights.json_file import parse_object
+from nbflow.weights.shards import open_checkpoint
 from nbflow.weights.shown import shown
 from nbflow.weights.weight_file import TensorEntry, WeightFile, tensor_bytes
 from nbflow_kernels.errors import UsageError
@@ -74,22 +74,7 @@ def matches(path: Path, head: bytes) -> bool:
 
 def open_file(path: Path) -> WeightFile:
     """Open an index or one file; see `nbflow.weights.open_weights`."""
-    entries: list[TensorEntry] = []
-    files: list[ByteFile] = []
-    try:
-        if path.name.endswith(".index.json"):
-            open_shards(path, _read_header, files, entries)
-        else:
-            files.append(ByteFile(path))
-            entries += _read_header(files[0])
-    except BaseException:
-        for file in files:
-            file.close()
-        raise
-    config_path = path.parent / "config.json"
-    return WeightFile(
-        path, FORMAT, entries, files, lambda: read_object(config_path, missing_ok=True)
-    )
+    return open_checkpoint(path, FORMAT, _read_header)
 
 
 def _read_header(file: ByteFile) -> list[TensorEntry]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from nbflow.weights.byte_file import ByteFile
 from nbflow.weights.json_file import read_object
 from nbflow.weights.shown import shown
-from nbflow.weights.weight_file import TensorEntry
+from nbflow.weights.weight_file import TensorEntry, WeightFile
 from nbflow_kernels.errors import UsageError
 
 INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -27,6 +27,38 @@ def find_in_folder(folder: Path) -> Path:
     found = f"; it holds {', '.join(weights[:8])}, which can be named itself" if weights else ""
     raise UsageError(
         f"{folder}: the folder must hold {NAMES[1]} or {NAMES[3]}, or the index of either{found}"
+    )
+
+
+def open_checkpoint(
+    path: Path, format: str, read_header: Callable[[ByteFile], list[TensorEntry]]
+) -> WeightFile:
+    """Open an index with its shards, or one file, with the config.json beside it.
+
+    Parameters
+    ----------
+    path : Path
+        The index or the file.
+    format : str
+        What `WeightFile.format` says.
+    read_header : callable
+        Gives the tensors of one file.
+    """
+    entries: list[TensorEntry] = []
+    files: list[ByteFile] = []
+    try:
+        if path.name.endswith(".index.json"):
+            open_shards(path, read_header, files, entries)
+        else:
+            files.append(ByteFile(path))
+            entries += read_header(files[0])
+    except BaseException:
+        for file in files:
+            file.close()
+        raise
+    config_path = path.parent / "config.json"
+    return WeightFile(
+        path, format, entries, files, lambda: read_object(config_path, missing_ok=True)
     )
 
 
