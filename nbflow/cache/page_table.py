@@ -6,8 +6,8 @@ sequence that begins with the same tokens (`nbflow.cache.prefix`).  Cached pages
 no other page is left, the one that was used longest ago first.
 
 Several sequences may hold one page, but only to read it: who writes behind the end of a sequence
-(`extend`) has the page it writes to for itself.  Where it is shared, the sequence gets a copy, which
-the storage makes before the next step (`take_copies`).
+(`extend`) has the page it writes to for itself.  Where it is shared, the sequence gets a copy,
+which the storage makes before the next step (`take_copies`).
 """
 
 from __future__ import annotations
@@ -113,6 +113,14 @@ class PageTable:
             if name not in self._named:
                 return i * self.page_size, name in self._coming
         return self._most_found(n_tokens) * self.page_size, False
+
+    def needed(self, chain: Chain | None, n_tokens: int) -> int:
+        """Return how many available pages a new sequence of `n_tokens` tokens takes."""
+        total = -(-n_tokens // self.page_size)
+        if chain is None:
+            return total
+        n_found = self.find(chain, n_tokens)[0] // self.page_size
+        return total - sum(self._holders[self._named[n]] > 0 for n in chain.names[:n_found])
 
     def add(self, sequence: int, chain: Chain | None = None, n_tokens: int = 0) -> int:
         """Begin a sequence; return how many of its first tokens the cache has already.
@@ -256,6 +264,11 @@ class PageTable:
 
     def __contains__(self, sequence: object) -> bool:
         return sequence in self._sequences
+
+    @property
+    def sequences(self) -> list[int]:
+        """The numbers of the present sequences."""
+        return list(self._sequences)
 
     @property
     def n_available(self) -> int:

@@ -35,6 +35,8 @@ class KVStorage:
         self._shape = (n_kv_heads, page_size, self.format.row_length(head_dim))
         self.layers = {i: (self._pages(0), self._pages(0)) for i in layers}
         self.n_pages = 0
+        self.version = 0
+        """Counts how often the arrays have been made anew."""
 
     @property
     def n_bytes(self) -> int:
@@ -56,11 +58,13 @@ class KVStorage:
             grown[1][: self.n_pages] = values
             self.layers[layer] = grown
         self.n_pages = n_pages
+        self.version += 1
 
     def release(self) -> None:
         """Give all memory back; no page is left."""
         self.layers = {i: (self._pages(0), self._pages(0)) for i in self.layers}
         self.n_pages = 0
+        self.version += 1
 
     def copy_pages(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy pages (from, to), one after the other."""
