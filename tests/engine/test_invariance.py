@@ -18,6 +18,7 @@ FAMILIES = Path(__file__).parents[1] / "golden" / "families"
 VOCABULARY = 211
 IDS = (np.arange(400) * 37 % VOCABULARY).tolist()
 PROMPTS = [IDS[:180], IDS[:190], IDS[7:62], IDS[3:4], IDS[:125], IDS[200:325]]
+ORDER = range(len(PROMPTS))
 N = 24
 
 CONFIGURATIONS = [
@@ -55,7 +56,7 @@ def everything(results):
     return [(r.ids, r.logprobs) for r in results]
 
 
-def served(model, limits, order=range(len(PROMPTS)), **fields):
+def served(model, limits, order=ORDER, **fields):
     """Return the results of an engine, and its numbers."""
     with nbflow.Engine(model, **limits) as engine:
         handles = {i: engine.submit(make(model, i, **fields)) for i in order}
@@ -85,7 +86,7 @@ def test_whatever_goes_on(wide, options):
             {**roomy, "max_step_tokens": 7, "prefix_cache": False},
             {**roomy, "max_step_tokens": 33, "max_sequences": 3, "burst_s": 10.0},
         ):
-            assert served(model, limits, reversed(range(len(PROMPTS))))[0] == alone
+            assert served(model, limits, reversed(ORDER))[0] == alone
         found, stats, _ = served(model, {"kv_bytes": 7 * page, "max_step_tokens": 40})
         assert stats.preemptions > 0
         assert found == alone
