@@ -20,6 +20,8 @@ COMMANDS = {
     "bench": ("nbflow.commands.bench", "time prompt processing and generation"),
     "sweep": ("nbflow_experiments.commands.sweep", "run a sweep and record it"),
     "report": ("nbflow_experiments.commands.report", "draw the figures of a recorded sweep"),
+    "perplexity": ("nbflow_experiments.commands.perplexity", "score a text, beside a reference"),
+    "choices": ("nbflow_experiments.commands.choices", "answer multiple-choice questions"),
     "inspect": ("nbflow.commands.inspect", "list the tensors of a weight file"),
     "quantize": ("nbflow.commands.quantize", "write a checkpoint in a weight format"),
     "spec": ("nbflow.commands.spec", "show or check a model specification"),
