@@ -2,7 +2,8 @@
 
 Within a stage, q, k, v, gate, up and the head are cut by rows (each rank computes some columns of
 the result), o and down by columns (each rank computes a partial sum, summed over the stage by an
-all-reduce: two per layer).  Experts are dealt out whole: each rank computes the contribution of its
+all-reduce: two per layer).  Latent attention has each head's matrices cut by heads, while the latent
+vectors, and with them the cache, are the same on every rank of the stage.  Experts are dealt out whole: each rank computes the contribution of its
 own, and the same all-reduce adds them.  Between stages the hidden states are sent.
 """
 
@@ -62,11 +63,13 @@ def partition(program: Program, plan: RankPlan) -> Program:
 
 def _buffers(program: Program, plan: RankPlan, ops: list[Op]) -> dict[str, Buffer]:
     """Return the buffers of a rank's ops, as wide as its part."""
-    cuts = _cuts(program, plan)
+    cuts, spec = _cuts(program, plan), program.spec
     widths = {name: b - a for name, (a, b) in cuts.items()}
     mine = {
         "q": widths["attn.q"],
-        "a": widths["attn.q"],
+        "a": widths["attn.o"],
+        "ql": (plan.heads[1] - plan.heads[0]) * spec.cached_dim,
+        "al": widths["attn.latent"],
         "k": widths["attn.k"],
         "v": widths["attn.v"],
         **dict.fromkeys(("gate", "up", "f"), widths["ffn.up"]),
@@ -84,11 +87,15 @@ def _buffers(program: Program, plan: RankPlan, ops: list[Op]) -> dict[str, Buffe
 
 def _cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, int]]:
     """Return, for each kind of matrix, the rows (or columns) this rank holds."""
-    D = program.spec.head_dim
+    spec = program.spec
+    D, Dv = spec.head_dim, spec.value_dim
+    C = 0 if spec.latent is None else spec.latent.kv_rank
     q = (plan.heads[0] * D, plan.heads[1] * D)
     kv = (plan.kv_heads[0] * D, plan.kv_heads[1] * D)
     return {
-        **dict.fromkeys(("attn.q", "attn.o", "cross.q", "cross.o"), q),
+        **dict.fromkeys(("attn.q", "cross.q"), q),
+        **dict.fromkeys(("attn.o", "cross.o"), (plan.heads[0] * Dv, plan.heads[1] * Dv)),
+        "attn.latent": (plan.heads[0] * C, plan.heads[1] * C),
         **dict.fromkeys(("attn.k", "attn.v", "cross.k", "cross.v"), kv),
         **dict.fromkeys(("ffn.gate", "ffn.up", "ffn.down"), plan.ffn),
         **dict.fromkeys(("shared.gate", "shared.up", "shared.down"), plan.shared),
@@ -118,6 +125,8 @@ def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]) -> O
     """Return this rank's part of an op of a layer."""
     if op.kind == "experts":
         return _some_experts(op, plan.experts)
+    if op.kind == "heads_linear":
+        return dataclasses.replace(op, weights=op.weights[slice(*plan.heads)])
     if op.kind == "attention":
         table = tuple(Operand(w.name, columns=plan.heads) for w in op.weights)
         return dataclasses.replace(op, weights=table)
@@ -125,6 +134,8 @@ def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]) -> O
         return op
     name = op.weights[0].name
     role = name.split(".", 2)[2].removesuffix(".weight")
+    if role not in cuts:  # attn.q_a, attn.kv_a: what they give is the same on every rank
+        return op
     if role not in PARTIAL:
         bias = tuple(Operand(b.name, rows=cuts[role]) for b in op.bias)
         return dataclasses.replace(op, weights=(Operand(name, rows=cuts[role]),), bias=bias)

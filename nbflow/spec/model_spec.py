@@ -77,6 +77,29 @@ class MoeSpec:
 
 
 @dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention: keys and values of all heads from one short vector.
+
+    The queries and keys of a head are those of `ModelSpec.head_dim` columns, of which the last
+    ``rope.dim`` are rotated; the rotated part of the keys is the same for all heads.  The cache
+    holds the short vector and that part, one behind the other.
+
+    References
+    ----------
+    .. [1] DeepSeek-AI, "DeepSeek-V2", arXiv:2405.04434, section 2.1.
+    """
+
+    kv_rank: int
+    """Width of the short vector (C)."""
+    q_rank: int
+    """Width of the vector that the queries are made of; 0 if they are made of the input."""
+    value_dim: int
+    """Width of a head's values."""
+    norm_eps: float
+    """Added to the mean square in the norms of these vectors."""
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A transformer, fully resolved."""
 
@@ -95,7 +118,7 @@ class ModelSpec:
     n_heads: int
     """Query heads (H)."""
     n_kv_heads: int
-    """Key/value heads (G); `n_heads` is a multiple of it."""
+    """Key/value heads (G); `n_heads` is a multiple of it.  Latent attention has one."""
     head_dim: int
     """Width of one head (D)."""
     max_context: int
@@ -130,6 +153,8 @@ class ModelSpec:
     """Ids that end a sequence."""
     moe: MoeSpec | None = None
     """Mixture of experts, or None."""
+    latent: LatentSpec | None = None
+    """Latent attention, or None."""
     local_rope: RopeSpec | None = None
     """Rotary embedding of the layers with the window, if another one."""
     full_layers: frozenset[int] = frozenset()
@@ -208,6 +233,16 @@ class ModelSpec:
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer is a mixture of experts."""
         return self.moe is not None and layer in self.moe.layers
+
+    @property
+    def value_dim(self) -> int:
+        """Columns of what a head gives to attn.o."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """Columns of a cached key vector; latent attention's begins with the values."""
+        return self.head_dim if self.latent is None else self.latent.kv_rank + self.rope.dim
 
     @property
     def embed_width(self) -> int:
