@@ -356,7 +356,8 @@ class RankEngine:
     def matrix_bytes(self) -> int:
         """Bytes of matrices that one generation step reads; experts count by their share."""
         moe = self.spec.moe
-        shares = {"linear": 1.0, "heads_linear": 1.0, "experts": moe.top_k / moe.n_experts if moe else 0.0}
+        shares = dict.fromkeys(("linear", "heads_linear"), 1.0)
+        shares["experts"] = moe.top_k / moe.n_experts if moe else 0.0
         return round(
             sum(
                 shares[op.kind] * stored_bytes(matrix)

@@ -256,10 +256,29 @@ class Binder:
         if "columns" in op.attrs:
             x, out = x[:, : op.attrs["columns"]], out[:, : op.attrs["columns"]]
         weight, bias = (*self._executor.weights.operands[index], None, None)[:2]
+        if len(op.inputs) > 1:
+            from nbflow_kernels.norm.shared import rmsnorm_with_sums
+
+            sums = self._view(op.inputs[1])[:, op.attrs["column"]]
+            offset, width = op.attrs.get("offset", 0.0), op.attrs["width"]
+            return self._captured(op, rmsnorm_with_sums, x, sums, weight, width, eps, offset, out)
         if op.attrs["norm"] == "rms":
             offset = op.attrs.get("offset", 0.0)
             return self._captured(op, cpu.rmsnorm, x, weight, eps, offset, out)
         return self._captured(op, cpu.layernorm, x, weight, bias, eps, out)
+
+    def _sum_squares(self, op: Op, index: int) -> Made:
+        from nbflow_kernels.norm.shared import sum_squares
+
+        out = self._view(op.out)
+
+        def launch() -> None:
+            for column, (name, counts) in enumerate(
+                zip(op.inputs, op.attrs["counts"], strict=True)
+            ):
+                sum_squares(self._view(name), counts, out[:, column])
+
+        return self._captured(op, launch)
 
     def _linear(self, op: Op, index: int) -> Made:
         weights = self._executor.weights

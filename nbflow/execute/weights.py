@@ -73,7 +73,11 @@ class RankWeights:
             runs = [tuple(run) for _, run in groupby(op.weights, key=self._stored_format)]
             read = self._matrix if op.kind == "embedding" else self._weight
             return tuple(self._once(run, read) for run in runs)
-        return tuple(self._once((w,), self._vector) for w in op.weights)
+        vectors = tuple(self._once((w,), self._vector) for w in op.weights)
+        if op.kind == "norm" and op.attrs["norm"] == "layer" and vectors:
+            # of the rms norm the kernel adds it, a layer norm's does not
+            return (vectors[0] + np.float32(op.attrs.get("offset", 0.0)), *vectors[1:])
+        return vectors
 
     def _bias(self, op: Op) -> np.ndarray | None:
         if not op.bias:

@@ -9,7 +9,10 @@ Kinds of op:
 embedding     out = table[ids]; attr ``index``: ids, positions or types; attr ``scale``; without a
               table the sinusoidal one
 norm          out = norm(input); attrs ``norm`` (rms, layer), ``eps``, ``offset``, ``per_head``,
-              ``columns`` (only so many, the first ones)
+              ``columns`` (only so many, the first ones); with a second input, the rows are parts of
+              rows of attr ``width`` whose sums of squares are its column ``column``
+sum_squares   out = the sum of squares of each input's rows, a column for each; attr ``counts``:
+              whether an input counts
 linear        out = input @ W.T + bias, W the rows of all `weights` one below the other;
               with attr ``accumulate``: out += ...; ``normalize_rows``: W's rows divided by their
               lengths
@@ -52,6 +55,7 @@ from nbflow.spec.model_spec import ModelSpec
 Kind = Literal[
     "embedding",
     "norm",
+    "sum_squares",
     "linear",
     "rope",
     "copy_heads",

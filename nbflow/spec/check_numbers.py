@@ -83,8 +83,10 @@ def _check_latent(spec: ModelSpec, latent: LatentSpec) -> None:
                 f"{spec.name}: latent attention (kv_rank) needs {name} = {wanted!r}, "
                 f"got {getattr(spec, name)!r}"
             )
-    if spec.encoder is not None:
-        raise UsageError(f"{spec.name}: latent attention (kv_rank) cannot have an encoder")
+    if spec.encoder is not None or spec.unrotated_layers:
+        raise UsageError(
+            f"{spec.name}: latent attention (kv_rank) has no encoder, and rotates in every layer"
+        )
 
 
 def _check_encoder(spec: ModelSpec) -> None:

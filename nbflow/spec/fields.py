@@ -44,9 +44,7 @@ SIZES = {
 NORMS = {
     "norm": Field(("rms", "layer"), "kind of the norms"),
     "norm_eps": Field(float, "added to the mean square (or the variance)"),
-    "norm_offset": Field(
-        float, "added to the weights of rms norms: 1 where weights are w - 1", 0.0
-    ),
+    "norm_offset": Field(float, "added to the weights of norms: 1 where weights are w - 1", 0.0),
     "norm_weight": Field(bool, "whether the norms have weights", True),
     "norm_bias": Field(bool, "whether norms of kind layer have a bias", True),
     "norm_place": Field(
@@ -109,6 +107,11 @@ POSITIONS = {
         dict, "table as in config.json: rope_type linear, dynamic, yarn, llama3, longrope", None
     ),
     "rope_original_context": Field(int, "length before the scaling, if the table lacks it", None),
+    "rope_layers": Field(
+        [int], "for each layer 1 if it rotates, 0 if not; wins over the two fields below", ()
+    ),
+    "unrotated_every": Field(int, "every so many-th layer does not rotate; 0: all do", 0),
+    "rope_windows_only": Field(bool, "whether only layers with the window rotate", False),
     "local_rope_theta": Field(
         float, "base in the layers with the window, which then have no scaling", None
     ),
@@ -186,6 +189,7 @@ FUSED = {
     "attn.qkv": ("attn.q", "attn.k", "attn.v"),
     "attn.kv_b": ("attn.k_b", "attn.v_b"),
     "ffn.gate_up": ("ffn.gate", "ffn.up"),
+    "moe.{j}.gate_up": ("moe.{j}.gate", "moe.{j}.up"),
 }
 """Matrices that a checkpoint may store in one: its name and the parts."""
 LAYER_NORMS = (
@@ -207,7 +211,8 @@ HEAD_PARTS = ("attn.k_b", "attn.v_b")
 """Matrices of latent attention, one below the other for each head; they have no bias."""
 
 _LAYER_PARTS = (
-    *LAYER_NORMS, *LINEARS, *HEAD_PARTS, *FUSED, *EXPERT_PARTS, *SHARED_PARTS, "router", "shared_gate",
+    *LAYER_NORMS, *LINEARS, *HEAD_PARTS, *FUSED, *EXPERT_PARTS, *SHARED_PARTS, "router",
+    "shared_gate",
 )  # fmt: skip
 _OUTSIDE = (
     "embed", "positions", "position_bias", "types", "embed_norm", "embed.in", "embed.out",

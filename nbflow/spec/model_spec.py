@@ -8,7 +8,7 @@ configuration; see `nbflow.spec.resolve`.  The fields mean what `nbflow.spec.fie
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -159,6 +159,8 @@ class ModelSpec:
     """Rotary embedding of the layers with the window, if another one."""
     full_layers: frozenset[int] = frozenset()
     """Layers that see everything although there is a window."""
+    unrotated_layers: frozenset[int] = frozenset()
+    """Layers whose queries and keys are not rotated."""
     causal: bool = True
     """Whether a token sees only those before it."""
     embed_size: int = 0
@@ -166,7 +168,7 @@ class ModelSpec:
     type_vocab_size: int = 0
     """Rows of the token type embedding, 0 for none."""
     norm_offset: float = 0.0
-    """Added to the weights of rms norms."""
+    """Added to the weights of norms."""
     norm_weight: bool = True
     """Whether the norms have weights."""
     norm_bias: bool = True
@@ -226,7 +228,9 @@ class ModelSpec:
         return None if layer in self.full_layers else self.window
 
     def rope_of(self, layer: int) -> RopeSpec:
-        """Return the rotary embedding of a layer."""
+        """Return the rotary embedding of a layer; dim 0 if it has none."""
+        if layer in self.unrotated_layers:
+            return replace(self.rope, dim=0, scaling=None)
         local = self.local_rope is not None and self.window_of(layer) is not None
         return self.local_rope if local and self.local_rope is not None else self.rope
 
@@ -282,7 +286,7 @@ class ModelSpec:
     def as_dict(self) -> dict[str, Any]:
         """Return the spec as plain data (for JSON and for hashing)."""
         data = asdict(self)
-        for key in ("biases", "full_layers"):
+        for key in ("biases", "full_layers", "unrotated_layers"):
             data[key] = sorted(data[key])
         if self.encoder is not None:
             data["encoder"] = self.encoder.as_dict()

@@ -118,10 +118,19 @@ def _head_part(spec: ModelSpec, layer: str, whole: str, shape: tuple[int, ...]) 
 
 
 def _expert(spec: ModelSpec, layer: str, j: str, inner: str, shape: tuple[int, ...]) -> Stored:
-    """Return where a matrix of one expert lies."""
-    pattern = spec.tensors[f"layers.{{i}}.moe.{{j}}.{inner}"].replace("{i}", layer)
-    if "{j}" in pattern:
-        return Stored(pattern.replace("{j}", j), shape)
+    """Return where a matrix of one expert lies: alone, beside its gate, among those of all."""
     assert spec.moe is not None
-    first = int(j) * shape[0]
-    return Stored(pattern, (spec.moe.n_experts, *shape), ((first, first + shape[0]),))
+    n = n_stored = shape[0]
+    first = 0
+    pattern = spec.tensors.get(f"layers.{{i}}.moe.{{j}}.{inner}")
+    if pattern is None:
+        if inner == "down.weight":
+            raise KeyError(inner)
+        pattern = spec.tensors["layers.{i}.moe.{j}.gate_up.weight"]
+        n_stored, first = 2 * n, n if inner == "up.weight" else 0
+    pattern = pattern.replace("{i}", layer)
+    if "{j}" in pattern:
+        rows = ((first, first + n),) if n_stored > n else None
+        return Stored(pattern.replace("{j}", j), (n_stored, shape[1]), rows)
+    first += int(j) * n_stored
+    return Stored(pattern, (spec.moe.n_experts, n_stored, shape[1]), ((first, first + n),))
