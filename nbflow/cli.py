@@ -20,6 +20,7 @@ COMMANDS = {
     "bench": ("nbflow.commands.bench", "time prompt processing and generation"),
     "sweep": ("nbflow_experiments.commands.sweep", "run a sweep and record it"),
     "report": ("nbflow_experiments.commands.report", "draw the figures of a recorded sweep"),
+    "pull": ("nbflow.commands.pull", "download a model of the Hugging Face Hub"),
     "inspect": ("nbflow.commands.inspect", "list the tensors of a weight file"),
     "quantize": ("nbflow.commands.quantize", "write a checkpoint in a weight format"),
     "spec": ("nbflow.commands.spec", "show or check a model specification"),
