@@ -22,6 +22,7 @@ COMMANDS = {
     "report": ("nbflow_experiments.commands.report", "draw the figures of a recorded sweep"),
     "perplexity": ("nbflow_experiments.commands.perplexity", "score a text, beside a reference"),
     "choices": ("nbflow_experiments.commands.choices", "answer multiple-choice questions"),
+    "pull": ("nbflow.commands.pull", "download a model of the Hugging Face Hub"),
     "inspect": ("nbflow.commands.inspect", "list the tensors of a weight file"),
     "quantize": ("nbflow.commands.quantize", "write a checkpoint in a weight format"),
     "spec": ("nbflow.commands.spec", "show or check a model specification"),

@@ -213,7 +213,7 @@ def _split_heads(
 ) -> list[tuple[Range, Range]]:
     """Return the query heads and key/value heads of each of `n` ranks."""
     per_group = spec.n_heads // spec.n_kv_heads
-    unit = _heads_per_unit(block_size, per_group * spec.head_dim)
+    unit = _heads_per_unit(block_size, per_group * spec.value_dim)
     if n == 1:
         return [((0, spec.n_heads), (0, spec.n_kv_heads))]
     if spec.n_kv_heads // unit >= n and spec.n_kv_heads % unit == 0:
@@ -222,12 +222,12 @@ def _split_heads(
             ((a * unit * per_group, b * unit * per_group), (a * unit, b * unit)) for a, b in cuts
         ]
     # Fewer key/value heads than ranks: several ranks store the same one and share its query heads.
-    unit = _heads_per_unit(block_size, spec.head_dim)
+    unit = _heads_per_unit(block_size, spec.value_dim)
     shares = split_evenly(n, spec.n_kv_heads) if n >= spec.n_kv_heads else []
     if not shares or per_group % unit or any(b - a > per_group // unit for a, b in shares):
         raise UsageError(
             f"partition {partition!r}: {spec.name} has {spec.n_heads} query heads and "
-            f"{spec.n_kv_heads} key/value heads of {spec.head_dim} columns, which cannot be dealt "
+            f"{spec.n_kv_heads} key/value heads of {spec.value_dim} columns, which cannot be dealt "
             f"out to {n} ranks in whole heads and whole blocks of {block_size} columns; use fewer "
             "ranks per stage or a format with a smaller block"
         )
