@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from dataclasses import dataclass
 from functools import cached_property
@@ -27,6 +28,8 @@ TYPES: dict[str, tuple[tuple[Any, ...], str]] = {
     "f64": ((np.float64,), "d"),
     "any": ((), ""),
 }
+
+_PARAMETER = re.compile(r"(\w+)(?:(\*)(\?)?)? (\w+)")
 
 
 @dataclass(frozen=True)
@@ -89,13 +92,11 @@ class Parameters:
 
 
 def _parsed(part: str, text: str) -> Parameter:
-    words = part.split()
-    pointer = len(words) == 2 and "*" in words[0]
-    kind = words[0].rstrip("?").rstrip("*") if words else ""
-    known = kind in TYPES and (pointer or TYPES[kind][1])
-    if len(words) != 2 or not known or (words[0].endswith("?") and not pointer):
+    found = _PARAMETER.fullmatch(part.strip())
+    kind, pointer, optional, name = found.groups() if found else ("", "", "", "")
+    if kind not in TYPES or not (pointer or TYPES[kind][1]):
         raise TypeError(f"'{part.strip()}' of '{text}' is no parameter such as 'f32* x' or 'i32 n'")
-    return Parameter(words[1], kind, pointer, words[0].endswith("?"))
+    return Parameter(name, kind, bool(pointer), bool(optional))
 
 
 def _pointer(kernel: str, p: Parameter, a: Any) -> int:
