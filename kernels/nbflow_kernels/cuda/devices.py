@@ -7,6 +7,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
+
 from nbflow_kernels.cuda import driver
 from nbflow_kernels.errors import MissingExtraError, UsageError
 
@@ -65,6 +67,29 @@ def device_of(array: Any) -> KernelDevice:
             f"launch inside `with cupy.cuda.Device({array.data.device_id}):`"
         )
     return _cupy_device(current)
+
+
+def to_device(array: Any, like: Any = None) -> Any:
+    """Return the contents of a NumPy array as an array on a device.
+
+    Parameters
+    ----------
+    array : NumPy array
+        What to copy.
+    like : array on a device, optional
+        Whose device; CuPy's current one by default.
+    """
+    device = device_of(like) if like is not None else _cupy_device(_cupy().cuda.runtime.getDevice())
+    return device.asarray(array)
+
+
+def to_host(array: Any) -> np.ndarray:
+    """Return the contents of an array, wherever it lives, as a NumPy array."""
+    if isinstance(array, np.ndarray):
+        return array
+    if hasattr(array, "get"):  # CuPy's
+        return np.asarray(array.get())
+    return np.asarray(_cupy().asnumpy(_cupy().asarray(array)))
 
 
 def address(array: Any) -> int:
