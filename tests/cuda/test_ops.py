@@ -14,6 +14,8 @@ from nbflow_kernels.opcase import OpCase
 FAMILIES = (
     "norm",
     "activation",
+    "embedding",
+    "position",
 )  # fmt: skip
 CASES = [
     case for family in FAMILIES for case in families.load(family, "cases").CASES if not case.timed
