@@ -16,6 +16,9 @@ FAMILIES = (
     "activation",
     "embedding",
     "position",
+    "sparse",
+    "masks",
+    "logits",
 )  # fmt: skip
 CASES = [
     case for family in FAMILIES for case in families.load(family, "cases").CASES if not case.timed

@@ -1,5 +1,6 @@
 // Rows of a table of floats, chosen by index: a thread block for each row.
 #include "cuda/halves.cuh"
+#include "cuda/numbers.cuh"
 #include "cuda/wide.cuh"
 
 // out[t] = table[ids[t]] * scale; an index that is no row of the table gives NaN.
@@ -8,7 +9,7 @@ __global__ void gather(const int* ids, const typename Element<KIND>::Stored* tab
                        int V, int E, float scale) {
   int id = ids[blockIdx.x];
   bool known = 0 <= id && id < V;
-  const float nan = __int_as_float(0x7fffffff);
+  const float nan = nan32();
   for (int i = 4 * threadIdx.x; i < E; i += 4 * blockDim.x) {
     float4 v = make_float4(nan, nan, nan, nan);
     if (known) {

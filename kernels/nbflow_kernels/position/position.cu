@@ -1,8 +1,7 @@
 // Positions: the rotary embedding, and what is added to embeddings or scores.
 #include "cuda/halves.cuh"
+#include "cuda/numbers.cuh"
 #include "cuda/wide.cuh"
-
-__device__ inline float nan_value() { return __int_as_float(0x7fffffff); }
 
 __device__ inline void turn(float& x, float& y, float c, float s) {
   float turned = x * c - y * s;
@@ -45,7 +44,7 @@ __global__ void rope(const int* positions, float* query, float* key, const float
   }
   for (int p = 0; p < PAIRS; p++) {
     turn(a[p], b[p], c[p], s[p]);
-    if (!known) a[p] = b[p] = nan_value();
+    if (!known) a[p] = b[p] = nan32();
   }
   if (WIDE && NEOX) {
     *(float4*)first = *(float4*)a;
@@ -135,7 +134,7 @@ __global__ void add_rows(const float* x, const int* positions,
   bool known = 0 <= row && row < n_rows;
   for (int i = 4 * threadIdx.x; i < E; i += 4 * blockDim.x) {
     float4 v = load4<WIDE>(x + t * E, i, E);
-    float nan = nan_value();
+    float nan = nan32();
     float4 w = make_float4(nan, nan, nan, nan);
     if (known) w = load4_of<KIND, WIDE>(table + row * E, i, E);
     store4<WIDE>(out + t * E, i, E, make_float4(v.x + w.x, v.y + w.y, v.z + w.z, v.w + w.w));
