@@ -19,6 +19,7 @@ FAMILIES = (
     "sparse",
     "masks",
     "logits",
+    "penalties",
 )  # fmt: skip
 CASES = [
     case for family in FAMILIES for case in families.load(family, "cases").CASES if not case.timed
