@@ -14,6 +14,15 @@ def is_cuda(array: object) -> bool:
     return hasattr(array, "__cuda_array_interface__")
 
 
+def empty(like: Any, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
+    """Return a new array where `like` lives."""
+    if isinstance(like, np.ndarray):
+        return np.empty(shape, dtype)
+    from nbflow_kernels.cuda import device_of
+
+    return device_of(like).empty(shape, dtype)
+
+
 def check_array(
     name: str,
     array: Any,

@@ -23,6 +23,8 @@ from nbflow_ptx import nvrtc
 from nbflow_ptx.checks import Checks
 from nbflow_ptx.device import WRITTEN, Allocation, Device
 from nbflow_ptx.errors import LaunchError
+from nbflow_ptx.kernel_device import EmulatedDevice
+from nbflow_ptx.kernel_device import State as _State
 from nbflow_ptx.launching import Emulator, Result
 from nbflow_ptx.layout import triple
 
@@ -33,15 +35,6 @@ float16, float32, float64 = np.float16, np.float32, np.float64
 int8, int16, int32, int64 = np.int8, np.int16, np.int32, np.int64
 uint8, uint16, uint32, uint64 = np.uint8, np.uint16, np.uint32, np.uint64
 bool_, dtype = np.bool_, np.dtype
-
-
-class _State:
-    """The emulated GPU all arrays of this module live on."""
-
-    device = Device()
-    checks = Checks()
-    arch = "sm_80"
-    last: Result | None = None
 
 
 def reset(
@@ -64,6 +57,8 @@ class _Pointer:
 
 class ndarray:
     """An array in emulated device memory; a NumPy view of it does the work on the host side."""
+
+    __kernel_device__ = EmulatedDevice()  # what launches kernels on it
 
     def __init__(self, view: np.ndarray, place: Allocation, device: Device) -> None:
         self._view, self._place, self._device = view, place, device
