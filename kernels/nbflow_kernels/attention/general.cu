@@ -1,13 +1,13 @@
 // Attention with every option, any head size and any format of the cache: the kernel to read.
 //
-// A thread block takes up to 4 * PER_WARP query vectors of an item and one key/value head, and walks
+// A thread block takes `most` query vectors of an item and one key/value head, and walks
 // over the item's keys 32 at a time: keys are decoded to shared memory, a warp gives each lane one of
 // them to score, values are decoded to the same place, and a warp adds them to its vectors' sums.
 // After every SPLIT_KEYS keys the sums start anew and are added to those before, in order: whether
 // that happens here or in `merge`, the additions are the same.
 #include "attention/plan.cuh"
 
-constexpr int KEYS = 32, WARPS = 4, PER_WARP = 4;
+constexpr int KEYS = 32, WARPS = 4, PER_WARP = 4;  // at most WARPS * PER_WARP vectors
 
 // A query vector's state; its sums lie in `acc`, those of the splits before in `running`.
 struct State {
@@ -88,7 +88,7 @@ template <class F>
 __global__ void __launch_bounds__(32 * WARPS)
 attend(const i64* header, const u8* queries, i64 q_row_bytes, int q_kind, const u8* k,
        const u8* v, i64 k_page, i64 k_token, i64 k_head, i64 v_page, i64 v_token, i64 v_head,
-       float cap, u8* out, int out_kind, float* lse) {
+       float cap, u8* out, int out_kind, float* lse, int most) {
     extern __shared__ float memory[];
     Tile<F> t;
     t.header = header;
@@ -97,10 +97,9 @@ attend(const i64* header, const u8* queries, i64 q_row_bytes, int q_kind, const 
     t.group = header[QO_HEADS] / header[KV_HEADS];
     t.D_qk = header[DIM_QK];
     t.D_vo = header[DIM_VO];
-    t.first_vector = blockIdx.z * WARPS * PER_WARP;
-    t.n_vectors = min(WARPS * PER_WARP, t.item.n_rows * t.group - t.first_vector);
+    t.first_vector = blockIdx.z * most;
+    t.n_vectors = min(most, t.item.n_rows * t.group - t.first_vector);
     if (t.n_vectors <= 0) return;
-    const int most = min(WARPS * PER_WARP, (int)header[MOST]);
     t.q_stride = t.D_qk;
     t.row_stride = max(t.D_qk, t.D_vo) | 1;
     t.q = memory;

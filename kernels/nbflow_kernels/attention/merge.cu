@@ -54,7 +54,7 @@ DEV void merge_row(const float* v, const float* s, const float* other, const flo
                 const bool second = other != nullptr && i == 1;
                 const float w = exp2f((second ? s_other[0] : s[i * s_step]) - top);
                 const float x = second ? other[d] : v[i * v_step + d];
-                sum = w == 0 ? sum : __fmaf_rn(w, x, sum);
+                sum = __fmaf_rn(w, x, sum);
             }
         v_out[d] = total != 0 ? __fdiv_rn(sum, total) : 0;
     }

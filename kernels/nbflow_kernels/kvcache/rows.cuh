@@ -18,6 +18,8 @@ enum Kind { F32, F16, BF16, FIRST_BLOCK_KIND };
 enum Mode { SIGNED, BYTES, NIBBLES, HALVES, CRUMBS, PAIRS };
 enum Encoder { FAMILY, MIDRISE, SYMMETRIC, EXTREME, RANGE, ABSMAX };
 
+#define INFINITY __int_as_float(0x7f800000)
+#define NAN __int_as_float(0x7fffffff)
 constexpr u16 NAN_HALF = 0x7e00;
 
 // The number of a format (KINDS) and its row of LAYOUTS, in the order of the columns there.
@@ -72,7 +74,7 @@ DEV int field(const u8* plane, int i, int bits) {
 template <class F>
 DEV int load_code(const u8* block, int i) {
     const u8* low = block + F::LOW_AT;
-    int code;
+    int code = 0;
     if constexpr (F::MODE == SIGNED) return (signed char)low[i];
     if constexpr (F::MODE == BYTES) return low[i];
     if constexpr (F::MODE == PAIRS) {  // x + 11 y in planes of 1, 2 and 4 bits
