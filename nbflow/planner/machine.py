@@ -55,6 +55,9 @@ class Device:
     """What starting an op costs."""
     step_s: float = 0.0
     """What a step costs besides its ops."""
+    burst_step_s: float = 0.0
+    """The same where one rank holds the whole model and runs many steps without host code between
+    them; by default the same."""
     reserved_bytes: float = 0.0
     """Memory that the system and the libraries take."""
     host_memory_bytes: float = 0.0

@@ -175,9 +175,10 @@ def predict(
     True
     """
     workload, setting = workload or Workload(), setting or Setting()
+    shared = _shared_out(partition, workload)
     replicas = [
-        _replica(model, part, machine, share, setting, micro_batches)
-        for part, share in _shared_out(partition, workload)
+        _replica(model, part, machine, share, setting, micro_batches, only=len(shared) == 1)
+        for part, share in shared
     ]
     slowest = max(replicas, key=lambda r: r.request_s)
     kind = slowest.kind if len(replicas) == 1 else f"replicas {slowest.kind}"
@@ -212,8 +213,9 @@ def _replica(
     workload: Workload,
     setting: Setting,
     micro_batches: int | None,
+    only: bool,
 ) -> Prediction:
-    """Return what one replica can do."""
+    """Return what one replica can do; whether it is the only one."""
     plan = make_plan(model.spec, partition, model.block_size)
     if max(plan.numbers) >= len(machine.devices):
         raise UsageError(
@@ -222,7 +224,7 @@ def _replica(
         )
     for rank in plan.numbers:
         _check_host(machine.devices[rank], setting)
-    pipeline = _Pipeline(model, plan, machine, setting)
+    pipeline = _Pipeline(model, plan, machine, setting, only)
     decode = pipeline.decode(workload, micro_batches)
     prefill_s, largest = pipeline.prefill(workload)
     ranks = tuple(
@@ -264,7 +266,9 @@ class _Decode:
 class _Pipeline:
     """The stages of one replica, one behind the other."""
 
-    def __init__(self, model: PlannedModel, plan: Plan, machine: Machine, setting: Setting) -> None:
+    def __init__(
+        self, model: PlannedModel, plan: Plan, machine: Machine, setting: Setting, only: bool
+    ) -> None:
         self.stages = make_stages(model, plan, machine)
         self._setting = setting
         self._row_bytes = model.spec.hidden_size * FLOAT32_BYTES
@@ -275,7 +279,7 @@ class _Pipeline:
         # The rank with the head draws the tokens, and all others must know them before they go on.
         several = len(plan.numbers) > 1
         self._told_s = machine.link(plan.numbers).latency_s if several else 0.0
-        self._one_at_a_time = several and all(len(stage.ranks) == 1 for stage in self.stages)
+        self._one_at_a_time = only and all(len(stage.ranks) == 1 for stage in self.stages)
 
     def _way(self, step: StepShape, busy: bool) -> tuple[list[float], float, float]:
         """Return the stages' times of a step, that of the messages, and the share of exchanges.

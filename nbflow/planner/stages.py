@@ -134,11 +134,14 @@ def seconds_of(cost: OpCost, device: Device, setting: Setting, alone: bool) -> f
 class Stage:
     """The ranks that share a layer."""
 
-    def __init__(self, model: PlannedModel, plans: Sequence[RankPlan], machine: Machine) -> None:
+    def __init__(
+        self, model: PlannedModel, plans: Sequence[RankPlan], machine: Machine, only: bool
+    ) -> None:
         self.ranks = [RankWork(model, plan) for plan in plans]
         self._devices = [machine.devices[plan.rank] for plan in plans]
         self._link = machine.link([p.rank for p in plans]) if len(plans) > 1 else None
-        self.step_s = max(device.step_s for device in self._devices)
+        self._host_s = max(device.step_s for device in self._devices)
+        self._burst_s = self._devices[0].burst_step_s if only and len(plans) == 1 else 0.0
         # Equal parts on equal devices cost the same: one of them is enough.
         seen = {}
         for work, device in zip(self.ranks, self._devices, strict=True):
@@ -148,7 +151,8 @@ class Stage:
     def seconds(self, step: StepShape, setting: Setting, alone: bool) -> tuple[float, float]:
         """Return how long the stage takes for a step, and how much of that is exchanges."""
         parts = [list(work.pieces(step, setting.kv)) for work, _ in self._different]
-        total, exchanges = self.step_s, 0.0
+        in_burst = self._burst_s and step.n_new == 1
+        total, exchanges = self._burst_s if in_burst else self._host_s, 0.0
         for piece in zip(*parts, strict=True):
             n, op, _ = piece[0]
             slowest = max(
@@ -182,7 +186,8 @@ def _sizes(plan: RankPlan) -> tuple[int, ...]:
 
 def make_stages(model: PlannedModel, plan: Plan, machine: Machine) -> list[Stage]:
     """Return the stages of a plan on a machine."""
+    n = plan.ranks[-1].stage + 1
     return [
-        Stage(model, [r for r in plan.ranks if r.stage == s], machine)
-        for s in range(plan.ranks[-1].stage + 1)
+        Stage(model, [r for r in plan.ranks if r.stage == s], machine, only=n == 1)
+        for s in range(n)
     ]
