@@ -25,6 +25,7 @@ COMMANDS = {
     "pull": ("nbflow.commands.pull", "download a model of the Hugging Face Hub"),
     "inspect": ("nbflow.commands.inspect", "list the tensors of a weight file"),
     "quantize": ("nbflow.commands.quantize", "write a checkpoint in a weight format"),
+    "plan": ("nbflow.commands.plan", "predict partitions of a model on a machine"),
     "spec": ("nbflow.commands.spec", "show or check a model specification"),
     "tokenize": ("nbflow.commands.tokenize", "show how text is cut into tokens"),
     "env": ("nbflow.commands.env", "show versions, processor and MPI"),

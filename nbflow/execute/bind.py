@@ -232,15 +232,23 @@ class Binder:
         rows = getattr(self._arrays, op.attrs.get("index", "ids"))
         out, scale = self._view(op.out), op.attrs.get("scale", 1.0)
 
-        def launch() -> None:
+        def look_up(some: np.ndarray) -> None:
             if isinstance(table, QuantTensor):
-                gather(table, rows, out)
+                gather(table, some, out)
             else:
-                gather_rows(rows, table, out)
+                gather_rows(some, table, out)
             if scale != 1.0:
                 self._scaled_add(out, scale, False, out)
 
-        return self._captured(op, launch)
+        def look_up_mine() -> None:
+            mine = rows - np.int32(op.attrs["first_row"])
+            others = (mine < 0) | (mine >= table.shape[0])
+            look_up(np.where(others, np.int32(0), mine))
+            out[others] = 0.0
+
+        if "first_row" in op.attrs:
+            return PythonOp(op.kind, look_up_mine)
+        return self._captured(op, look_up, rows)
 
     def _take_rows(self, op: Op, index: int) -> Made:
         from nbflow_kernels.embedding.gather import gather_rows

@@ -7,7 +7,8 @@ Kinds of op:
 
 ============  ===============================================================================
 embedding     out = table[ids]; attr ``index``: ids, positions or types; attr ``scale``; without a
-              table the sinusoidal one
+              table the sinusoidal one; attr ``first_row``: the table begins with that row of the
+              whole one, and rows it does not have count as zeros
 norm          out = norm(input); attrs ``norm`` (rms, layer), ``eps``, ``offset``, ``per_head``,
               ``columns`` (only so many, the first ones); with a second input, the rows are parts of
               rows of attr ``width`` whose sums of squares are its column ``column``
