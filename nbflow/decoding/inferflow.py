@@ -43,7 +43,7 @@ class Pooled(Strategy):
         check_range(self._name, "temperature", self.temperature, 0.0, 100.0)
         for name, low, high in (
             ("pool_size", 1, 2**31 - 1), ("max_k", 1, 2**31 - 1), ("top_p", 0.0, 1.0),
-            ("k", 1, 2**31 - 1), ("alpha", 0.0, 1.0), ("n", 1, 64), ("beta", 0.0, 1.0),
+            ("k", 1, 2**31 - 1), ("alpha", 0.0, 1.0), ("order", 1, 64), ("beta", 0.0, 1.0),
             ("min_p", 0.0, 1.0), ("z", 0.0, 1.0), ("p", 0.0, 1.0), ("tau", 0.0, 100.0),
             ("eta", 0.0, 100.0), ("eos_bypassing_max", 0, 2**31 - 1),
         ):  # fmt: skip
@@ -59,6 +59,10 @@ class Pooled(Strategy):
 
     def truncate(self, pool: Candidates, state: PoolState) -> None:
         """Cut the pool, which is sorted, down to what may be drawn."""
+
+    def number(self, state: PoolState) -> float:
+        """Return the number in [0, 1) that a token is drawn with."""
+        return state.random.next_double()
 
 
 @dataclass(frozen=True)
@@ -129,7 +133,7 @@ class Fsd(Pooled):
     """How many tokens are compared."""
     alpha: float = 0.5
     """Weight of the penalty."""
-    n: int = 3
+    order: int = 3
     """Order of the n-gram model."""
     beta: float = 0.9
     """Share of the longest context in the model's estimate."""
@@ -137,10 +141,13 @@ class Fsd(Pooled):
     def truncate(self, pool: Candidates, state: PoolState) -> None:
         probs = pool.probs()[: self.k]
         pool.first(self.k)
-        model = state.ngrams(self.n, self.beta)
+        model = state.ngrams(self.order, self.beta)
         penalties = np.array([model.penalty(int(i)) for i in pool.ids])
         best = int(np.argmax((1.0 - self.alpha) * probs - self.alpha * penalties))
         pool.take(slice(best, best + 1))
+
+    def number(self, state: PoolState) -> float:
+        return 0.0
 
 
 @dataclass(frozen=True)
@@ -153,11 +160,24 @@ class RandomFsd(Fsd):
     """Most tokens that are kept there."""
 
     def truncate(self, pool: Candidates, state: PoolState) -> None:
-        if state.n_new < N_RANDOM and state.random.next_double() < 0.5:
-            state.ngrams(self.n, self.beta)  # the model knows the prompt before a token is counted
+        state.ngrams(self.order, self.beta)  # the model knows the prompt before a token is counted
+        if self._tosses(state):
             _top_p(pool, self.top_p, self.max_k)
         else:
             super().truncate(pool, state)
+
+    def number(self, state: PoolState) -> float:
+        if not self._tosses(state):
+            return 0.0
+        return state.random.next_double()
+
+    def _tosses(self, state: PoolState) -> bool:
+        """Return whether the next token is drawn; the coin is tossed once for each token."""
+        if state.n_new >= N_RANDOM:
+            return False
+        if state.coin is None or state.coin[0] != state.n_new:
+            state.coin = state.n_new, state.random.next_double() < 0.5
+        return state.coin[1]
 
 
 @dataclass(frozen=True)
@@ -224,6 +244,8 @@ class PoolState:
         """The request's numbers."""
         self.mu = 2.0 * getattr(strategy, "tau", 0.0)
         """Mirostat's bound of surprise."""
+        self.coin: tuple[int, bool] | None = None
+        """What randomised FSD tossed for which new token."""
         self._ngrams: NgramModel | None = None
         self._bypassed = 0
         self._drawn: tuple[Candidates, int, bool] | None = None
@@ -233,7 +255,7 @@ class PoolState:
         if self._drawn is None:
             pool = self._pool(logits)
             self._strategy.truncate(pool, self)
-            token, bypassed = self._past_end(pool, pool.draw(self.random.next_double()))
+            token, bypassed = self._past_end(pool, pool.draw(self._strategy.number(self)))
             self._drawn = pool, token, bypassed
         return self._drawn[1]
 
@@ -246,7 +268,7 @@ class PoolState:
     def accept(self, token: int) -> None:
         """See `nbflow.decoding.State.accept`."""
         if self._drawn is None:  # a replayed text: its draw is passed over
-            self.random.next_double()
+            self._strategy.number(self)
         elif self._drawn[1] == token:
             self._follow(*self._drawn)
         if self._ngrams is not None:
@@ -259,10 +281,10 @@ class PoolState:
         """See `nbflow.decoding.State.fork`."""
         return copy.deepcopy(self)
 
-    def ngrams(self, n: int, beta: float) -> NgramModel:
+    def ngrams(self, order: int, beta: float) -> NgramModel:
         """Return the n-gram model of prompt and new tokens."""
         if self._ngrams is None:
-            self._ngrams = NgramModel(n, beta)
+            self._ngrams = NgramModel(order, beta)
             self._ngrams.extend(self._text)
         return self._ngrams
 

@@ -137,20 +137,21 @@ def test_every_field_of_the_chain_changes_something():
     row = np.random.default_rng(5).normal(0, 1, 60).astype(np.float32)
     row[[1, 2, 3, 9]] += 3.0  # the penalized ones are not cut away
     history = [1, 2, 3, 9, 1, 2, 3, 9, 1, 2]
-    base = {"samplers": (*DEFAULT_ORDER, "tfs_z"), "dry_multiplier": 0.5, "repeat_penalty": 1.1,
-            "xtc_probability": 1.0, "xtc_threshold": 0.04, "dynatemp_range": 0.2}  # fmt: skip
+    base = {"samplers": (*DEFAULT_ORDER, "tfs_z"), "dry_multiplier": 0.05, "repeat_penalty": 1.1,
+            "xtc_threshold": 0.04, "dynatemp_range": 0.2}  # fmt: skip
     changed = {
         "samplers": ("temperature",), "temperature": 1.5, "dynatemp_range": 0.6,
         "dynatemp_exponent": 3.0, "top_k": 3, "top_p": 0.5, "min_p": 0.5, "typical_p": 0.3,
-        "tfs_z": 0.2, "top_n_sigma": 0.5, "xtc_probability": 0.0, "xtc_threshold": 0.2,
+        "tfs_z": 0.2, "top_n_sigma": 0.5, "xtc_probability": 1.0, "xtc_threshold": 0.2,
         "repeat_last_n": 1, "repeat_penalty": 2.0, "frequency_penalty": 1.0,
-        "presence_penalty": 1.0, "dry_multiplier": 2.0, "dry_base": 3.0, "dry_allowed_length": 5,
+        "presence_penalty": 1.0, "dry_multiplier": 0.2, "dry_base": 2.0, "dry_allowed_length": 5,
         "dry_penalty_last_n": 1, "dry_breakers": ((2,),), "min_keep": 50,
     }  # fmt: skip
     assert set(changed) == {f.name for f in dataclasses.fields(Chain)}
-    before = Chain(**base).begin(history, 0).probs(row.copy())
     for name, value in changed.items():
-        after = Chain(**{**base, name: value}).begin(history, 0).probs(row.copy())
+        start = {**base, "xtc_probability": 1.0} if name == "xtc_threshold" else base
+        before = Chain(**start).begin(history, 0).probs(row.copy())
+        after = Chain(**{**start, name: value}).begin(history, 0).probs(row.copy())
         assert not np.allclose(before, after, atol=1e-7), name
 
 
