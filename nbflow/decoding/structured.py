@@ -154,9 +154,26 @@ class _Vocabulary:
         self.special_token_ids = sorted(special | set(end_ids) | set(range(len(texts), n_vocab)))
         self.eos_token_id = end_ids[0]
         self.bos_token_id = tokenizer.bos_id
+        self._ids = {text: i for i, text in reversed(list(enumerate(texts))) if text}
+        self._longest = max(map(len, self._ids))
 
     def __call__(self, text: bytes) -> list[int]:
-        return self._tokenizer.encode(text.decode("utf-8"))
+        """Return ids whose bytes are the text, the tokenizer's own where it adds no space."""
+        ids = self._tokenizer.encode(text.decode("utf-8"))
+        return ids if b"".join(self.tokens[i] for i in ids) == text else self._greedy(text)
+
+    def _greedy(self, text: bytes) -> list[int]:
+        """Return the longest tokens one after the other, as far as there are any."""
+        ids, start = [], 0
+        while start < len(text):
+            n = min(self._longest, len(text) - start)
+            while n and text[start : start + n] not in self._ids:
+                n -= 1
+            if not n:
+                break
+            ids.append(self._ids[text[start : start + n]])
+            start += n
+        return ids
 
 
 def _engine(tokenizer: Tokenizer, n_vocab: int, end_ids: tuple[int, ...]) -> Any:
