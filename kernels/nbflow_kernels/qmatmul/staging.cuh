@@ -33,6 +33,20 @@ DEV float4 load_four(const float* row, int k, int n, bool wide) {
   return v;
 }
 
+// The numbers that 8-bit activations stand for: each 32 columns have a scale (`qmatmul`, Notes).
+DEV float4 rounded_to_int8(float4 v) {
+  float largest = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+#pragma unroll
+  for (int o = 1; o < 8; o <<= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, o));
+  float inverse = largest >= 7.888609052210118e-31f ? 127.0f / largest : 0.0f;  // 2**-100
+  float scale = inverse > 0.0f ? largest / 127.0f : 0.0f;
+  // 0 times what is not finite keeps it so
+  if (!(largest <= 3.4028234663852886e38f)) scale = largest;
+  v.x = rintf(v.x * inverse) * scale, v.y = rintf(v.y * inverse) * scale;
+  v.z = rintf(v.z * inverse) * scale, v.w = rintf(v.w * inverse) * scale;
+  return v;
+}
+
 // x = high + low; what is not finite stays in `high`.
 DEV void split(float x0, float x1, u32& high, u32& low) {
   high = to_f16x2(x0, x1);
@@ -52,9 +66,9 @@ DEV void stage(float4 v, u8* record, int n, int lane) {
   v.x *= up, v.y *= up, v.z *= up, v.w *= up;
   float sum = (v.x + v.y) + (v.z + v.w);
 #pragma unroll
-  for (int o = 1; o < GROUP / 4; o <<= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
-  if (lane % (GROUP / 4) == 0)
-    *(float*)(record + Record<NB>::SUMS + (lane / (GROUP / 4)) * 32 + n * 4) = sum * UNIT;
+  for (int o = 1; o < SUB_BLOCK / 4; o <<= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
+  if (lane % (SUB_BLOCK / 4) == 0)
+    *(float*)(record + Record<NB>::SUMS + (lane / (SUB_BLOCK / 4)) * 32 + n * 4) = sum * UNIT;
   if (lane == 0) *(float*)(record + Record<NB>::FACTORS + n * 4) = factor;
   // lane: columns 4 lane ..: group of 32, step of 16, half of 8, pairs t and t + 1
   int group = lane >> 3, step = (lane >> 2) & 1, j = (lane >> 1) & 1, t = 2 * (lane & 1);
@@ -73,11 +87,11 @@ DEV void stage(float4 v, u8* record, int n, int lane) {
 
 // acc += factor * scale * (codes . x) + ..., for R row tiles and the 8 tokens of a record.
 //
-// `odd`: which chunk of its unit it is.  Every product and sum is in an order of its own that depends
-// on nothing but the chunk, so that a token's result is the same in every kernel that calls this.
+// Every product and sum is in an order that depends on nothing but the chunk, so that a token's result
+// is the same in every kernel that calls this.
 template <int R, int NB>
 DEV void multiply_chunk(
-    const u32 (*operand)[8][4], const Head* head, int odd, const u8* record, int lane,
+    const u32 (*operand)[8][4], const Chunk* chunk, const Floats* floats, const u8* record, int lane,
     float (*acc)[4]) {
   const int t = lane & 3, n = min(lane >> 2, NB - 1);
   const u8* fragments = record + n * 64 + t * 16;
@@ -87,8 +101,8 @@ DEV void multiply_chunk(
   for (int g = 0; g < GROUPS; g++) {
     float c[R][4] = {};
 #pragma unroll
-    for (int s = 0; s < GROUP / 16; s++) {
-      const int step = g * (GROUP / 16) + s;
+    for (int s = 0; s < SUB_BLOCK / 16; s++) {
+      const int step = g * (SUB_BLOCK / 16) + s;
       if (step % 2 == 0) {
         high = *(const uint4*)(fragments + (step / 2) * 128 * NB);
         low = *(const uint4*)(fragments + (step / 2) * 128 * NB + 64 * NB);
@@ -101,23 +115,19 @@ DEV void multiply_chunk(
     }
     float2 sum = {0.0f, 0.0f};
     if constexpr (HAS_ZERO || HAS_MIN) sum = *(const float2*)(record + Record<NB>::SUMS + g * 32 + t * 8);
-    // sub-blocks of 256 columns have one entry for both chunks
-    const int i = SUB_BLOCK == 256 ? 0 : g;
 #pragma unroll
     for (int r = 0; r < R; r++) {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
         float scale, base;
-        if constexpr (SUB_BLOCK == 256) scale_of(head[r].scales[h], 0, scale, base);
-        else if (odd) scale_of(head[r].scales[h], GROUPS + i, scale, base);
-        else scale_of(head[r].scales[h], i, scale, base);
+        scale_of(chunk[r].scales[h], g, scale, base);
 #pragma unroll
         for (int e = 0; e < 2; e++) {
           float total = c[r][2 * h + e], s = e ? sum.y : sum.x;
           if constexpr (HAS_ZERO) total = fmaf(-ZERO, s, total);
           part[r][2 * h + e] = fmaf(scale, total, part[r][2 * h + e]);
           if constexpr (HAS_MIN) {
-            float& to = INTEGER_SCALES ? mins[r][2 * h + e] : part[r][2 * h + e];
+            float& to = TWO_FLOATS ? mins[r][2 * h + e] : part[r][2 * h + e];
             to = fmaf(base, s, to);
           }
         }
@@ -130,13 +140,13 @@ DEV void multiply_chunk(
 #pragma unroll
     for (int h = 0; h < 2; h++) {
       float d = 1.0f, d_min = 0.0f;
-      if constexpr (INTEGER_SCALES) d = low_f16(head[r].floats[h]);
-      if constexpr (INTEGER_SCALES && HAS_MIN) d_min = high_f16(head[r].floats[h]);
+      if constexpr (HAS_FLOATS) d = low_f16(floats[r].of_row[h]);
+      if constexpr (TWO_FLOATS) d_min = high_f16(floats[r].of_row[h]);
 #pragma unroll
       for (int e = 0; e < 2; e++) {
         float f = e ? factor.y : factor.x, &to = acc[r][2 * h + e];
         to = fmaf(d * f, part[r][2 * h + e], to);
-        if constexpr (INTEGER_SCALES && HAS_MIN) to = fmaf(-d_min * f, mins[r][2 * h + e], to);
+        if constexpr (TWO_FLOATS) to = fmaf(-d_min * f, mins[r][2 * h + e], to);
       }
     }
   }

@@ -4,48 +4,31 @@
 #include "cuda/ptx.cuh"
 
 enum { BITS_KIND, PAIRS_KIND, TABLE8_KIND, TABLE16_KIND };
-enum { HALF, HALF_MIN, FLOAT, FLOAT_MIN, BYTE, BYTE_MIN, NIBBLE_MIN, E8M0, E4M3, U8_PAIR };
+enum { HALF, HALF_MIN, FLOAT, FLOAT_MIN, BYTE, BYTE_MIN, NIBBLE_MIN, E8M0, E4M3, U8_PAIR, UNIT_ONLY };
 
 constexpr int CHUNK = 128;
 constexpr bool HAS_MIN = SCALES == HALF_MIN || SCALES == FLOAT_MIN || SCALES == BYTE_MIN ||
                          SCALES == NIBBLE_MIN || SCALES == U8_PAIR;
-constexpr bool INTEGER_SCALES = SCALES == BYTE || SCALES == BYTE_MIN || SCALES == NIBBLE_MIN;
+// Numbers of a row that a unit has one of: d, and the d of the mins.
+constexpr bool TWO_FLOATS = SCALES == BYTE_MIN || SCALES == NIBBLE_MIN;
+constexpr bool HAS_FLOATS = TWO_FLOATS || SCALES == BYTE || SCALES == UNIT_ONLY;
 constexpr bool HAS_ZERO = ZERO != 0.0f;
+constexpr int GROUPS = CHUNK / SUB_BLOCK;  // sub-blocks of a chunk
 constexpr int ENTRY = SCALES == FLOAT_MIN ? 8
                       : SCALES == HALF_MIN || SCALES == FLOAT ? 4
-                      : SCALES == HALF || SCALES == BYTE_MIN || SCALES == U8_PAIR ? 2 : 1;
-constexpr int ROW_BYTES = ENTRY * (256 / SUB_BLOCK);
-constexpr int FLOAT_BYTES = SCALES == BYTE ? 2 : INTEGER_SCALES ? 4 : 0;
-constexpr int HEAD_BYTES = 16 * (ROW_BYTES + FLOAT_BYTES);
+                      : SCALES == HALF || SCALES == BYTE_MIN || SCALES == U8_PAIR ? 2
+                      : SCALES == UNIT_ONLY ? 0 : 1;
+constexpr int ROW_BYTES = ENTRY * GROUPS, ROW_WORDS = (ROW_BYTES + 3) / 4;
+constexpr int FLOAT_BYTES = TWO_FLOATS ? 4 : HAS_FLOATS ? 2 : 0;
 constexpr int CHUNK_WORDS = KIND == PAIRS_KIND ? 7 : 2 * BITS;
-constexpr int CHUNK_BYTES = 128 * CHUNK_WORDS;
-constexpr int UNIT_BYTES = HEAD_BYTES + 2 * CHUNK_BYTES;
-constexpr int ROW_WORDS = ROW_BYTES < 4 ? 1 : ROW_BYTES / 4;
-// Columns of a chunk that share a scale, and how many such groups there are
-constexpr int GROUP = SUB_BLOCK < CHUNK ? SUB_BLOCK : CHUNK;
-constexpr int GROUPS = CHUNK / GROUP;
+constexpr int CHUNK_BYTES = 16 * ROW_BYTES + 128 * CHUNK_WORDS;
+constexpr int UNIT_BYTES = 16 * FLOAT_BYTES + 2 * CHUNK_BYTES;
 // Masked fields are subnormal float16 numbers, code * 2**-24; pairs decode to the codes themselves.
 // Sums of activations are kept in the same unit, and results are multiplied by its inverse.
 constexpr float UNIT = KIND == PAIRS_KIND ? 1.0f : 5.9604644775390625e-8f;
 constexpr float OUT = FACTOR / UNIT;
 
 // ---- loads ---------------------------------------------------------------------------------------
-
-// The words of a lane of a chunk.
-DEV void load_chunk(u32* w, const u8* chunk, int lane) {
-  constexpr int FOURS = CHUNK_WORDS / 4, AT = FOURS * 512;
-#pragma unroll
-  for (int v = 0; v < FOURS; v++) {
-    uint4 q = stream_16(chunk + v * 512 + lane * 16);
-    w[4 * v] = q.x, w[4 * v + 1] = q.y, w[4 * v + 2] = q.z, w[4 * v + 3] = q.w;
-  }
-  if constexpr ((CHUNK_WORDS & 2) != 0) {
-    uint2 q = stream_8(chunk + AT + lane * 8);
-    w[4 * FOURS] = q.x, w[4 * FOURS + 1] = q.y;
-  }
-  if constexpr ((CHUNK_WORDS & 1) != 0)
-    w[CHUNK_WORDS - 1] = stream_4(chunk + AT + ((CHUNK_WORDS & 2) != 0 ? 256 : 0) + lane * 4);
-}
 
 // A number of bytes at an address that is a multiple of it (of 16, if more).
 template <int N>
@@ -68,20 +51,47 @@ DEV void load_bytes(u32* to, const u8* at) {
   }
 }
 
-// What stands in front of a unit's codes, for rows g and g + 8.
-struct Head {
-  u32 scales[2][ROW_WORDS];
-  u32 floats[2];
+// A lane's part of a chunk: the scales of rows g and g + 8, and its words.
+struct Chunk {
+  u32 scales[2][ROW_WORDS ? ROW_WORDS : 1];
+  u32 w[CHUNK_WORDS];
+
+  DEV void load_scales(const u8* chunk, int lane) {
+#pragma unroll
+    for (int h = 0; h < 2; h++)
+      load_bytes<ROW_BYTES>(scales[h], chunk + ((lane >> 2) + 8 * h) * ROW_BYTES);
+  }
+
+  DEV void load_words(const u8* chunk, int lane) {
+    constexpr int FOURS = CHUNK_WORDS / 4, AT = FOURS * 512;
+    chunk += 16 * ROW_BYTES;
+#pragma unroll
+    for (int v = 0; v < FOURS; v++) {
+      uint4 q = stream_16(chunk + v * 512 + lane * 16);
+      w[4 * v] = q.x, w[4 * v + 1] = q.y, w[4 * v + 2] = q.z, w[4 * v + 3] = q.w;
+    }
+    if constexpr ((CHUNK_WORDS & 2) != 0) {
+      uint2 q = stream_8(chunk + AT + lane * 8);
+      w[4 * FOURS] = q.x, w[4 * FOURS + 1] = q.y;
+    }
+    if constexpr ((CHUNK_WORDS & 1) != 0)
+      w[CHUNK_WORDS - 1] = stream_4(chunk + AT + ((CHUNK_WORDS & 2) != 0 ? 256 : 0) + lane * 4);
+  }
+};
+
+// The numbers that a unit has one of, for rows g and g + 8.
+struct Floats {
+  u32 of_row[2];
 
   DEV void load(const u8* unit, int lane) {
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      int row = (lane >> 2) + 8 * h;
-      load_bytes<ROW_BYTES>(scales[h], unit + row * ROW_BYTES);
-      load_bytes<FLOAT_BYTES>(&floats[h], unit + 16 * ROW_BYTES + row * FLOAT_BYTES);
-    }
+    for (int h = 0; h < 2; h++)
+      load_bytes<FLOAT_BYTES>(&of_row[h], unit + ((lane >> 2) + 8 * h) * FLOAT_BYTES);
   }
 };
+
+// Where chunk `odd` of a unit begins.
+DEV const u8* chunk_of(const u8* unit, int odd) { return unit + 16 * FLOAT_BYTES + odd * CHUNK_BYTES; }
 
 // ---- codes ---------------------------------------------------------------------------------------
 
@@ -246,9 +256,9 @@ DEV float divided(float u, float n, float inverse) {
   return fmaf(fmaf(-q, n, u), inverse, q);
 }
 
-// Scale and base of sub-block `i` of a unit's row; integer ones where d is apart.
+// Scale and base of sub-block `i` of a chunk's row; integer ones where d is apart.
 DEV void scale_of(const u32* words, int i, float& scale, float& base) {
-  base = 0.0f;
+  scale = 1.0f, base = 0.0f;
   if constexpr (SCALES == HALF) scale = (i & 1) ? high_f16(words[i >> 1]) : low_f16(words[i >> 1]);
   if constexpr (SCALES == HALF_MIN) scale = low_f16(words[i]), base = high_f16(words[i]);
   if constexpr (SCALES == FLOAT) scale = __uint_as_float(words[i]);

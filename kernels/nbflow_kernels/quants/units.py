@@ -4,9 +4,10 @@ A *row tile* is 16 rows, the height of a tensor core's operand.  Its units follo
 row tiles too, without gaps.  A unit is
 
 ============  =====================================================================================
-scales        for each of its 16 rows the numbers of its sub-blocks, in the form `Scales` names
-floats        for each row `d` (and the min's `d`) as float16, where the scales are integers
-chunks        two of 128 columns: the codes, as 32-bit words of the 32 lanes of a warp
+floats        for each of its 16 rows `d` (and the min's `d`) as float16, where it is one for a unit
+chunks        two of 128 columns, each with
+ scales       for each row the numbers of the chunk's sub-blocks, in a form of `SCALES`
+ codes        32-bit words of the 32 lanes of a warp
 ============  =====================================================================================
 
 Lane ``4 * g + t`` holds rows g and g + 8 in the order of the operand: *slot* ``2 * step + j`` of a
@@ -18,9 +19,8 @@ power of two goes into the activations.  `FIELDS` says which bits of which code 
 A chunk's words are stored four by four, 16 bytes for each lane, then by two and one if any are left
 over: every load of a warp is one piece of memory.
 
-What a tensor takes: ``row_tiles * (units * unit_bytes - (unit_bytes' last chunk if K % 256 is
-1..128))`` bytes; per weight, where K is a multiple of 128 and N of 16, the bits of the storage
-layout, plus what widening a 4- or 6-bit scale to a byte costs (at most 0.125 bits).  Formats on
+Rows are padded to 16 and columns to 128, with zero weights.  A weight takes the bits of the storage
+layout, plus what widening a scale of 4 or 6 bits to a byte costs (at most 0.125 bits).  Formats on
 grids (``iq1``, ``iq2``, ``iq3``) take 3 or 4 bits for a code, ternary ones 2.
 
 Nothing is rounded: d and integer scales stay apart, as they are stored, and are multiplied in
@@ -53,12 +53,12 @@ SCALES = {
     name: i
     for i, name in enumerate(
         ("half", "half_min", "float", "float_min", "byte", "byte_min", "nibble_min", "e8m0",
-         "e4m3", "u8_pair")
+         "e4m3", "u8_pair", "unit")
     )
 }  # fmt: skip
-"""How the scales of a sub-block are stored; `ENTRY_BYTES` each."""
-ENTRY_BYTES = (2, 4, 4, 8, 1, 2, 1, 1, 1, 2)
-UNIT_FLOAT_BYTES = (0, 0, 0, 0, 2, 4, 4, 0, 0, 0)
+"""How the scales of a sub-block are stored; ``unit``: there are none, the unit's d is all."""
+ENTRY_BYTES = (2, 4, 4, 8, 1, 2, 1, 1, 1, 2, 0)
+UNIT_FLOAT_BYTES = (0, 0, 0, 0, 2, 4, 4, 0, 0, 0, 2)
 
 
 def _rows_apart(bits: int, words: int) -> tuple[Field, ...]:
@@ -135,7 +135,7 @@ class UnitForm:
     bits: int
     """Bits of a code, 1 to 6 or 8; 3 and 4 with tables; 7 for a pair."""
     sub_block: int
-    """Columns that share a scale: 16, 32, 64, 128 or 256."""
+    """Columns that share a scale: 16, 32, 64 or 128."""
     scales: str
     """A key of `SCALES`."""
     zero: float
@@ -153,39 +153,29 @@ class UnitForm:
         return 7 if self.kind == PAIRS else 2 * self.bits
 
     @property
-    def row_bytes(self) -> int:
-        """Bytes of a row's scales in a unit."""
-        return ENTRY_BYTES[SCALES[self.scales]] * (UNIT // self.sub_block)
+    def scale_bytes(self) -> int:
+        """Bytes of a chunk in front of its codes."""
+        return ROWS * ENTRY_BYTES[SCALES[self.scales]] * (CHUNK // self.sub_block)
 
     @property
     def float_bytes(self) -> int:
-        """Bytes of a row's floats in a unit."""
-        return UNIT_FLOAT_BYTES[SCALES[self.scales]]
-
-    @property
-    def head_bytes(self) -> int:
-        """Bytes of a unit in front of its codes."""
-        return ROWS * (self.row_bytes + self.float_bytes)
+        """Bytes of a unit in front of its chunks."""
+        return ROWS * UNIT_FLOAT_BYTES[SCALES[self.scales]]
 
     @property
     def chunk_bytes(self) -> int:
         """Bytes of a chunk."""
-        return 128 * self.chunk_words
-
-    @property
-    def unit_bytes(self) -> int:
-        """Bytes of a whole unit."""
-        return self.head_bytes + 2 * self.chunk_bytes
+        return self.scale_bytes + 128 * self.chunk_words
 
     @property
     def bits_per_weight(self) -> float:
         """Cost of a weight of whole units."""
-        return 8 * self.unit_bytes / (ROWS * UNIT)
+        return 8 * (self.float_bytes + 2 * self.chunk_bytes) / (ROWS * UNIT)
 
     def tile_bytes(self, n_columns: int) -> int:
         """Bytes of a row tile of `n_columns` columns."""
         n_chunks = -(-n_columns // CHUNK)
-        return -(-n_chunks // 2) * self.head_bytes + n_chunks * self.chunk_bytes
+        return -(-n_chunks // 2) * self.float_bytes + n_chunks * self.chunk_bytes
 
     def defines(self) -> dict[str, str | int]:
         """Return the macros that `units.cuh` is compiled with."""
@@ -222,7 +212,7 @@ def unit_form(form: IntegerForm) -> UnitForm:
         )
     kind, bits, zero, step, values = _codes(form)
     scales, scale_zero = _scales(form)
-    sub_block = next(n for n in (256, 128, 64, 32, 16) if form.sub_block % n == 0)
+    sub_block = next(n for n in (CHUNK, 64, 32, 16) if form.sub_block % n == 0)
     # e8m0 and e4m3 are kept as the exponents and mantissas of floats: `units.cuh`
     unit = {"e8m0": 0.5, "e4m3": 128.0}.get(scales, 1.0)
     factor = unit * step * (1.0 if scales.startswith("float") else form.factor)
@@ -257,6 +247,8 @@ def _scales(form: IntegerForm) -> tuple[str, int]:
             return ("nibble_min" if form.scale_bits == 4 else "byte_min"), 0
         return "byte", 128
     plain = not form.scales and form.base != "min"
+    if plain and shared and form.base == "none":
+        return "unit", 0
     if plain and form.d_type == "f16":
         return ("half" if form.base == "none" else "half_min"), 0
     if plain and form.d_type in ("e8m0", "e4m3") and form.base == "none":
@@ -327,15 +319,16 @@ def _pack(form: UnitForm, format: QuantFormat, data: NDArray[np.uint8], n_column
     for row in range(0, n_rows, step):
         part = format.integers(data[row : row + step])
         tiles = out[row // ROWS : row // ROWS + -(-len(part.codes) // ROWS)]
-        heads = _heads(form, format.integer_form, part, len(tiles), -(-n_chunks // 2))
-        words = _chunks(form, _padded(part.codes, ROWS * len(tiles), CHUNK * n_chunks))
+        numbers = _entries(form, format.integer_form, part)
+        scales = _rows(numbers, len(tiles), n_chunks, CHUNK // form.sub_block)
+        floats = _rows(_unit_floats(form, part), len(tiles), -(-n_chunks // 2), 1)
+        codes = _chunks(form, _padded(part.codes, ROWS * len(tiles), CHUNK * n_chunks))
         at = 0
         for chunk in range(n_chunks):
-            if chunk % 2 == 0:
-                tiles[:, at : at + form.head_bytes] = heads[:, chunk // 2]
-                at += form.head_bytes
-            tiles[:, at : at + form.chunk_bytes] = words[:, chunk]
-            at += form.chunk_bytes
+            pieces = [scales[:, chunk], codes[:, chunk]]
+            for piece in pieces if chunk % 2 else [floats[:, chunk // 2], *pieces]:
+                tiles[:, at : at + piece.shape[1]] = piece
+                at += piece.shape[1]
     return Units(form, n_rows, n_columns, out.reshape(-1))
 
 
@@ -442,27 +435,28 @@ def _pair_words(slots: NDArray[np.uint8]) -> NDArray[np.uint32]:
 # ---- scales --------------------------------------------------------------------------------------
 
 
-def _heads(
-    form: UnitForm, given: IntegerForm, part: Integers, n_tiles: int, n_units: int
-) -> NDArray[np.uint8]:
-    """Return what lies in front of the codes, (row tiles, units, bytes)."""
-    pieces = [_entries(form, given, part)]
-    if form.float_bytes:
-        floats = [part.d] if part.m is None else [part.d, part.m]
-        pieces.append(np.stack([stored_floats("f16", f, base=False) for f in floats], axis=2))
-    sizes = (UNIT // form.sub_block, 1)
-    shaped = []
-    for piece, per_unit in zip(pieces, sizes, strict=False):
-        flat = np.ascontiguousarray(piece).view(np.uint8).reshape(len(piece), piece.shape[1], -1)
-        full = np.zeros((ROWS * n_tiles, n_units * per_unit, flat.shape[2]), np.uint8)
-        full[: len(flat), : flat.shape[1]] = flat[:, : full.shape[1]]
-        rows = full.reshape(n_tiles, ROWS, n_units, -1).transpose(0, 2, 1, 3)
-        shaped.append(rows.reshape(n_tiles, n_units, -1))
-    return np.concatenate(shaped, axis=2)
+def _rows(numbers: NDArray[Any], n_tiles: int, n_parts: int, each: int) -> NDArray[np.uint8]:
+    """Return numbers (rows, parts * each, ...) as bytes (row tiles, parts, 16 rows of them)."""
+    width = numbers.shape[2] * numbers.itemsize
+    flat = np.ascontiguousarray(numbers).view(np.uint8).reshape(*numbers.shape[:2], width)
+    full = np.zeros((ROWS * n_tiles, n_parts * each, width), np.uint8)
+    full[: len(flat), : flat.shape[1]] = flat[:, : full.shape[1]]
+    rows = full.reshape(n_tiles, ROWS, n_parts, each * width).transpose(0, 2, 1, 3)
+    return rows.reshape(n_tiles, n_parts, ROWS * each * width)
+
+
+def _unit_floats(form: UnitForm, part: Integers) -> NDArray[np.float16]:
+    """Return what a unit has one of for a row, (rows, units, numbers)."""
+    floats = [part.d] if part.m is None else [part.d, part.m]
+    if not form.float_bytes:
+        return np.zeros((len(part.d), 0, 0), np.float16)
+    return np.stack([stored_floats("f16", f, base=False) for f in floats], axis=2)
 
 
 def _entries(form: UnitForm, given: IntegerForm, part: Integers) -> NDArray[Any]:
     """Return the numbers of the sub-blocks, (rows, sub-blocks, numbers) as they are stored."""
+    if form.scales == "unit":
+        return np.zeros((len(part.d), 0, 0), np.uint8)
     per_d, per_s = given.block // form.sub_block, given.sub_block // form.sub_block
     d = np.repeat(part.d, per_d, axis=1)
     if form.scales in ("byte", "byte_min", "nibble_min"):
