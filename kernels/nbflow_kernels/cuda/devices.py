@@ -32,6 +32,8 @@ class KernelDevice(Protocol):
     """Number of streaming multiprocessors."""
     max_shared_bytes: int
     """Most shared memory of a thread block."""
+    constants: dict[Any, Any]
+    """Tables that families keep on the device: a key that begins with the family's name."""
 
     def load(self, code: bytes, entry: str) -> Launch:
         """Return the kernel `entry` of compiled code."""
@@ -141,6 +143,7 @@ class CupyDevice:
             )
         self.arch = f"sm_{major}{minor}"
         self.key = ("cuda", ordinal)
+        self.constants: dict[Any, Any] = {}
         self.n_sms = self._driver.attribute(driver.MULTIPROCESSOR_COUNT)
         self.max_shared_bytes = self._driver.attribute(driver.MAX_SHARED_BYTES_OPT_IN)
 

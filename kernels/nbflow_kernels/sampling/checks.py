@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels.cuda import to_host
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.sampling.filters import FLOOR, MIN_P, OFF, RANKED, SHARE, TOP_K
 
@@ -29,7 +30,7 @@ def check_rows(name: str, array: Any) -> None:
 
 def per_row(name: str, value: Any, B: int) -> Any:
     """Return one float64 per row from a number or an array of shape (B,)."""
-    array = np.asarray(value, np.float64)
+    array = np.asarray(to_host(value) if is_cuda(value) else value, np.float64)
     if array.shape not in ((), (B,)):
         raise UsageError(f"{name} must be a number or have shape ({B},), got {array.shape}")
     return np.broadcast_to(array, B)
