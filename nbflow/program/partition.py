@@ -45,7 +45,8 @@ def partition(program: Program, plan: RankPlan) -> Program:
         if not plan.layers[0] <= op.layer < plan.layers[1]:
             continue
         if unsummed and "o" in op.inputs:
-            ops.append(Op("all_reduce", "o", layer=op.layer, attrs={"ranks": plan.group}))
+            attrs = {"ranks": plan.group, "exchange": plan.exchange}
+            ops.append(Op("all_reduce", "o", layer=op.layer, attrs=attrs))
             unsummed = False
         ops.append(op if alone else _inside_layer(op, plan, cuts))
         unsummed = not alone and (unsummed or (op.out == "o" and op.kind != "norm"))
