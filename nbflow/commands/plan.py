@@ -65,6 +65,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--activations", metavar="A", help="arithmetic: f32, f16, bf16, int8 (the machine's first)"
     )
+    parser.add_argument(
+        "--exchange", metavar="E", default="f32", help="partial sums are sent as f32 or q8 (f32)"
+    )
     parser.add_argument("--batch", default="1,8,64", help="sequences at once (1,8,64)")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt (512)")
     parser.add_argument("--generate", type=int, default=128, help="tokens each draws (128)")
@@ -105,6 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
         activations=arguments.activations,
         kv_host=arguments.kv_host / 100,
         embedding_on_host=arguments.embedding_on_host,
+        exchange=arguments.exchange,
     )
     partitions = arguments.partition
     if arguments.shares is not None:

@@ -17,7 +17,9 @@ import numpy as np
 import nbflow_kernels as nk
 from nbflow.cache.storage import LAYOUT
 from nbflow.execute.step_arrays import StepArrays
+from nbflow.program.cost import is_rounded
 from nbflow.program.records import Op
+from nbflow.status import WAITING, WORKING, status
 from nbflow_kernels._jit import njit
 from nbflow_kernels.attention.divide import divide
 from nbflow_kernels.attention.layout import SLOPES, SPLIT
@@ -443,16 +445,26 @@ class Binder:
 
     # ---- communication ------------------------------------------------------------------------
 
+    @staticmethod
+    def _exchange(op: Op, call: Callable[[], Any]) -> Made:
+        """Return an exchange between ranks that says where it is."""
+
+        def noted() -> None:
+            status.set(WAITING, op.kind, op.layer)
+            call()
+            status.set(WORKING, op.kind, op.layer)
+
+        return PythonOp(op.kind, noted)
+
     def _all_reduce(self, op: Op, index: int) -> Made:
         group = self._executor.groups[op.attrs["ranks"]]
-        return PythonOp(op.kind, functools.partial(group.Allreduce, self._view(op.out)))
+        reduce = group.Allreduce_q8 if is_rounded(op) else group.Allreduce
+        return self._exchange(op, functools.partial(reduce, self._view(op.out)))
 
     def _all_gather(self, op: Op, index: int) -> Made:
         group = self._executor.groups[op.attrs["ranks"]]
-        x, out = self._view(op.inputs[0]), self._view(op.out)
-        return PythonOp(
-            op.kind, functools.partial(group.Allgather_columns, x, out, op.attrs["widths"])
-        )
+        x, out, widths = self._view(op.inputs[0]), self._view(op.out), op.attrs["widths"]
+        return self._exchange(op, functools.partial(group.Allgather_columns, x, out, widths))
 
     def _send(self, op: Op, index: int) -> Made:
         x, comm = self._view(op.inputs[0]), self._executor.comm
@@ -462,9 +474,9 @@ class Binder:
             for peer in peers:
                 comm.Send(x, peer)
 
-        return PythonOp(op.kind, call)
+        return self._exchange(op, call)
 
     def _recv(self, op: Op, index: int) -> Made:
         peer = self._executor.numbers.index(op.attrs["peer"])
         out = self._view(op.out)
-        return PythonOp(op.kind, functools.partial(self._executor.comm.Recv, out, peer))
+        return self._exchange(op, functools.partial(self._executor.comm.Recv, out, peer))

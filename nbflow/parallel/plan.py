@@ -16,10 +16,11 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from nbflow.parallel.notation import parse_stages, written
 from nbflow.spec.model_spec import ModelSpec
-from nbflow_kernels.errors import UsageError
+from nbflow_kernels.errors import UsageError, unknown_name
 
 Range = tuple[int, int]
 
@@ -58,6 +59,8 @@ class RankPlan:
     """Its columns of the expert of all tokens."""
     vocab_widths: tuple[int, ...] = ()
     """How many rows of embedding and head each rank of the group holds."""
+    exchange: Literal["f32", "q8"] = "f32"
+    """How partial sums of a layer are sent: as they are, or rounded to bytes."""
 
     @property
     def index(self) -> int:
@@ -91,7 +94,12 @@ class Plan:
         return next(r for r in self.ranks if r.rank == rank)
 
 
-def make_plan(spec: ModelSpec, partition: str, block_size: int = 1) -> Plan:
+EXCHANGES = ("f32", "q8")
+
+
+def make_plan(
+    spec: ModelSpec, partition: str, block_size: int = 1, exchange: Literal["f32", "q8"] = "f32"
+) -> Plan:
     """Return who holds what.
 
     Parameters
@@ -102,12 +110,18 @@ def make_plan(spec: ModelSpec, partition: str, block_size: int = 1) -> Plan:
         Partition string.
     block_size : int
         Block of the weight format; cuts through columns are multiples of it.
+    exchange : {"f32", "q8"}
+        How the ranks of a stage send each other the partial sums of a layer: as float32, or
+        rounded to bytes with a scale for 32 of them (`Comm.Allreduce_q8`).
 
     Raises
     ------
     UsageError
-        If the model has too few layers, heads or blocks for the partition.
+        If there is no such exchange, or the model has too few layers, heads or blocks for the
+        partition.
     """
+    if exchange not in EXCHANGES:
+        raise unknown_name("exchange", exchange, EXCHANGES)
     stages = parse_stages(partition)
     if len(stages) > spec.n_layers:
         raise UsageError(
@@ -143,6 +157,7 @@ def make_plan(spec: ModelSpec, partition: str, block_size: int = 1) -> Plan:
                     experts=experts[j],
                     shared=shared[j],
                     vocab_widths=tuple(b - a for a, b in vocab),
+                    exchange=exchange,
                 )
             )
     return Plan(written(stages), tuple(ranks), block_size)

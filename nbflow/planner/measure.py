@@ -13,6 +13,7 @@ caches, cores) is in the numbers.  What is timed, each the fastest of several re
 
 from __future__ import annotations
 
+import functools
 import platform
 import statistics
 import time
@@ -114,8 +115,8 @@ def _measure_rank(comm: Comm, probe_bytes: int) -> tuple[Device, Link | None, st
     alone = _in_turn(comm, probe.seconds)
     operations, weights, one_row = {}, {}, {}
     for arithmetic in ARITHMETICS:
-        one = one_row[arithmetic] = _at_once(comm, lambda a=arithmetic: _product_s(a, 1))
-        many = _at_once(comm, lambda a=arithmetic: _product_s(a, MANY_ROWS))
+        one = one_row[arithmetic] = _at_once(comm, functools.partial(_product_s, arithmetic, 1))
+        many = _at_once(comm, functools.partial(_product_s, arithmetic, MANY_ROWS))
         row_s = max(many - one, 0.1 * many) / (MANY_ROWS - 1)
         operations[arithmetic] = 2.0 * SIDE * SIDE / row_s
         weights[arithmetic] = SIDE * SIDE / max(one - row_s, 0.1 * one)
@@ -135,15 +136,19 @@ def _measure_rank(comm: Comm, probe_bytes: int) -> tuple[Device, Link | None, st
     return device, _link(comm) if comm.size > 1 else None, platform.node()
 
 
-def _product_s(arithmetic: str, rows: int, _made: dict[int, Any] = {}) -> float:  # noqa: B006
-    """Return the time of a product with `rows` rows; the operands are made once."""
-    if 0 not in _made:
-        rng = np.random.default_rng(0)
-        _made[0] = nk.quantize(rng.standard_normal((SIDE, SIDE), np.float32), "q8_0")
+@functools.cache
+def _matrix() -> nk.QuantTensor:
+    rng = np.random.default_rng(0)
+    return nk.quantize(rng.standard_normal((SIDE, SIDE), np.float32), "q8_0")
+
+
+def _product_s(arithmetic: str, rows: int) -> float:
+    """Return the time of a product with `rows` rows."""
+    matrix = _matrix()
     x = np.ones((rows, SIDE), np.float32)
     out = np.empty((rows, SIDE), np.float32)
     started = time.perf_counter()
-    nk.qmatmul(x, _made[0], activations=arithmetic, out=out)
+    nk.qmatmul(x, matrix, activations=arithmetic, out=out)
     return time.perf_counter() - started
 
 

@@ -216,7 +216,7 @@ def _replica(
     only: bool,
 ) -> Prediction:
     """Return what one replica can do; whether it is the only one."""
-    plan = make_plan(model.spec, partition, model.block_size)
+    plan = make_plan(model.spec, partition, model.block_size, setting.exchange)
     if max(plan.numbers) >= len(machine.devices):
         raise UsageError(
             f"partition {partition!r} names rank {max(plan.numbers)}, but machine "

@@ -10,7 +10,9 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from nbflow.parallel.comm import q8_packed_bytes
 from nbflow.parallel.plan import Plan, RankPlan
 from nbflow.planner.machine import Device, Machine
 from nbflow.planner.model import PlannedModel
@@ -20,6 +22,7 @@ from nbflow.program.cost import (
     OpCost,
     StepShape,
     held_bytes,
+    is_rounded,
     kv_token_bytes,
     op_bytes_sent,
     op_cost,
@@ -42,6 +45,8 @@ class Setting:
     """Share of the cache that is kept in the host's memory, 0..1."""
     embedding_on_host: bool = False
     """Whether the token embedding is kept in the host's memory."""
+    exchange: Literal["f32", "q8"] = "f32"
+    """How partial sums are sent: see `nbflow.parallel.make_plan`."""
 
 
 class RankWork:
@@ -171,7 +176,8 @@ class Stage:
         source = buffers[op.inputs[0] if op.inputs else op.out]
         rows = step.n_tokens if source.rows == "tokens" else step.n_logits
         if op.kind == "all_reduce":
-            n_bytes = source.width * rows * FLOAT32_BYTES
+            size = source.width * rows
+            n_bytes = q8_packed_bytes(size) if is_rounded(op) else size * FLOAT32_BYTES
             return self._link.all_reduce_s(len(self.ranks), n_bytes)
         n_bytes = max(op.attrs["widths"]) * rows * FLOAT32_BYTES
         return self._link.all_gather_s(len(self.ranks), n_bytes)

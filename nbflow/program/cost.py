@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from nbflow.parallel.comm import q8_packed_bytes
 from nbflow.program.records import COMMUNICATION, Op, Program
 from nbflow_kernels.kvcache.formats import kv_format
 
@@ -191,11 +192,17 @@ def bytes_sent(program: Program, rank: int, n_tokens: int, n_logits: int) -> int
     return sum(op_bytes_sent(program, op, rank, n_tokens, n_logits) for op in program.ops)
 
 
+def is_rounded(op: Op) -> bool:
+    """Return whether an exchange sends bytes instead of float32."""
+    return bool(op.attrs.get("exchange") == "q8")
+
+
 def op_bytes_sent(program: Program, op: Op, rank: int, n_tokens: int, n_logits: int) -> int:
     """Return the bytes that one op sends; 0 for those that do not."""
     if op.kind not in ("all_reduce", "all_gather", "send"):
         return 0
     source = program.buffers[op.inputs[0] if op.inputs else op.out]
-    payload = source.width * (n_tokens if source.rows == "tokens" else n_logits) * FLOAT32_BYTES
+    size = source.width * (n_tokens if source.rows == "tokens" else n_logits)
+    payload = q8_packed_bytes(size) if is_rounded(op) else size * FLOAT32_BYTES
     peers = op.attrs["peers"] if op.kind == "send" else [r for r in op.attrs["ranks"] if r != rank]
     return payload * len(peers)

@@ -40,7 +40,8 @@ def partition(program: Program, plan: RankPlan) -> Program:
         if not plan.layers[0] <= op.layer < plan.layers[1]:
             continue
         if unsummed and "o" in op.inputs:
-            ops.append(Op("all_reduce", "o", layer=op.layer, attrs={"ranks": plan.group}))
+            attrs = {"ranks": plan.group, "exchange": plan.exchange}
+            ops.append(Op("all_reduce", "o", layer=op.layer, attrs=attrs))
             unsummed = False
         if not alone and op.kind == "norm" and op.out in "qk" and spec.qk_norm == "all":
             ops += _shared_norm(program, op, plan, cuts)

@@ -39,7 +39,8 @@ add           out += input; attr ``scale``: a factor of the input
 scale         out = input * attr ``scale``
 soft_cap      out = cap * tanh(input / cap), attr ``cap``
 take_rows     out = the input's rows whose logits are wanted
-all_reduce    sum `out` over the ranks of the group, attr ``ranks``
+all_reduce    sum `out` over the ranks of the group, attrs ``ranks`` and ``exchange`` (f32, or q8:
+              each rank's part rounded to bytes)
 all_gather    out = the columns of all ranks of the group, attrs ``ranks`` and ``widths``
 send, recv    move a buffer to / from another stage, attr ``peers`` / ``peer``
 ============  ===============================================================================
