@@ -19,7 +19,7 @@ import numpy as np
 import nbflow_kernels as nk
 from nbflow.cache.page_table import PageView
 from nbflow.cache.storage import KVStorage
-from nbflow.execute.bind import Binder, PythonOp
+from nbflow.execute.bind import Binder, PythonOp, is_blocks
 from nbflow.execute.step import Step
 from nbflow.execute.step_arrays import StepArrays
 from nbflow.execute.weights import RankWeights
@@ -28,6 +28,7 @@ from nbflow.program.records import Program
 from nbflow.spec.model_spec import RopeSpec
 from nbflow.status import status
 from nbflow_kernels.calls import Call, CallList
+from nbflow_kernels.qmatmul.activations import Int8Rows
 from nbflow_kernels.threads import count_kernel_seconds, get_team
 
 MAX_BOUND = 32
@@ -108,6 +109,7 @@ class CpuExecutor:
         self._buffers: dict[str, np.ndarray] = {}
         self._bound: dict[tuple[int, ...], Bound] = {}
         self._rope_tables: dict[RopeSpec, np.ndarray] = {}
+        self._int8_rows: dict[int, Int8Rows] = {}  # by columns
 
     def rope_table(self, rope: RopeSpec) -> np.ndarray:
         """Return the cosines and sines of all positions."""
@@ -120,7 +122,23 @@ class CpuExecutor:
     @property
     def workspace_bytes(self) -> int:
         """Return the bytes of the buffers."""
-        return sum(b.nbytes for b in self._buffers.values())
+        return sum(b.nbytes for b in (*self._buffers.values(), *self._int8_rows.values()))
+
+    def int8_rows(self, n_rows: int, n_columns: int) -> Int8Rows:
+        """Return room for activations as int8; ops of one width share it, one after the other."""
+        have = self._int8_rows.get(n_columns)
+        if have is None or len(have.codes) < n_rows:
+            have = self._int8_rows[n_columns] = Int8Rows.empty(n_rows, n_columns)
+        return have.first(n_rows)
+
+    def reserve(self, n_tokens: int, n_logits: int) -> None:
+        """Make the buffers large enough for such steps now."""
+        self._reserve(n_tokens, n_logits)
+        for op, operands in zip(self.program.ops, self.weights.operands, strict=True):
+            if op.kind == "linear" and self.activations == "int8" and any(map(is_blocks, operands)):
+                buffer = self.program.buffers[op.inputs[0]]
+                rows = n_tokens if buffer.rows == "tokens" else n_logits
+                self.int8_rows(rows, buffer.width)
 
     def set_groups(self, groups: dict[tuple[int, ...], Comm]) -> None:
         """Give the communicator of each stage, by rank numbers."""
