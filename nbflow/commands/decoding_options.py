@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from nbflow.decoding import STRATEGIES
+import nbflow
+from nbflow.decoding import STRATEGIES, Constraints
+from nbflow.decoding.structured import KINDS
+from nbflow.engine import Generation, Model
+from nbflow.engine.search import beam_search, contrastive_search
 from nbflow_kernels.errors import UsageError
 
 NUMBERS: dict[str, tuple[type, str]] = {
@@ -53,6 +59,8 @@ NUMBERS: dict[str, tuple[type, str]] = {
     "logprobs": (int, "report so many most probable tokens (--json)"),
 }
 """Parameter -> its type and what it does."""
+CONSTRAINTS = {f.name for f in dataclasses.fields(Constraints)} | {*KINDS, "stop_token_ids"}
+"""Parameters that any strategy goes with."""
 
 
 def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
@@ -88,6 +96,82 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
         "--include-stop-str-in-output", action="store_true", help="keep the stop text"
     )
     group.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
+
+
+def add_search_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add arguments for searches and proposals."""
+    group = parser.add_argument_group("searches and proposals", "see docs/decoding.md")
+    group.add_argument("--num-beams", type=int, metavar="N", help="beam search over so many")
+    group.add_argument("--length-penalty", type=float, help="beam search: power of the length (1)")
+    group.add_argument(
+        "--early-stopping", choices=("true", "false", "never"), help="beam search: when it ends"
+    )
+    group.add_argument(
+        "--penalty-alpha", type=float, metavar="A",
+        help="contrastive search with this weight of likeness over --top-k (4) tokens",
+    )  # fmt: skip
+    group.add_argument(
+        "--draft", metavar="MODEL", help='a smaller model that proposes tokens, or "ngram"'
+    )
+    group.add_argument("--n-draft", type=int, default=5, help="tokens proposed at once (5)")
+
+
+def is_search(arguments: argparse.Namespace) -> bool:
+    """Return whether a search is asked for.
+
+    Raises
+    ------
+    UsageError
+        If something is given that it does not take.
+    """
+    beam, contrastive = arguments.num_beams is not None, arguments.penalty_alpha is not None
+    for name in ("length_penalty", "early_stopping"):
+        if getattr(arguments, name) is not None and not beam:
+            raise UsageError(f"--{name.replace('_', '-')} belongs to --num-beams")
+    if not (beam or contrastive):
+        return False
+    if beam and contrastive:
+        raise UsageError("give --num-beams or --penalty-alpha, not both")
+    takes = {"ignore_eos", "stop_token_ids"} | ({"top_k"} if contrastive else set())
+    other = sorted(set(decoding_values(arguments)) - takes) + ["draft"] * bool(arguments.draft)
+    if other:
+        raise UsageError(f"a search does not take --{other[0].replace('_', '-')}")
+    return True
+
+
+def search(model: Model, arguments: argparse.Namespace, prompt: list[int]) -> Generation:
+    """Return what the search finds."""
+    values = decoding_values(arguments)
+    if arguments.penalty_alpha is not None:
+        return contrastive_search(
+            model, prompt, arguments.max_tokens, penalty_alpha=arguments.penalty_alpha, **values
+        )
+    stopping = {"true": True, "false": False, None: False, "never": "never"}
+    penalty = arguments.length_penalty
+    return beam_search(
+        model, prompt, arguments.max_tokens, num_beams=arguments.num_beams,
+        length_penalty=1.0 if penalty is None else penalty,
+        early_stopping=stopping[arguments.early_stopping], **values,
+    )[0]  # fmt: skip
+
+
+@contextlib.contextmanager
+def load_draft(arguments: argparse.Namespace) -> Iterator[Model | str | None]:
+    """Yield who proposes tokens."""
+    if arguments.draft in (None, "ngram"):
+        yield arguments.draft
+        return
+    with nbflow.load(arguments.draft) as model:
+        yield model
+
+
+def request_values(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what was given, for `Model.make_request`; greedy if nothing says how to choose."""
+    values = decoding_values(arguments)
+    free = {"seed", "logprobs", "stop", "include_stop_str_in_output", "ignore_eos"}
+    if "decoding" not in values:
+        values["decoding"] = "auto" if set(values) - CONSTRAINTS - free else "greedy"
+    return {**values, "n_draft": arguments.n_draft}
 
 
 def decoding_values(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -1,0 +1,108 @@
+"""Proposals of the next tokens, which the model then verifies several at a time.
+
+The tokens are drawn as without proposals, so the result is the same bit for bit, whatever the
+strategy (`nbflow.engine.outcome.verify`); good proposals only make it come sooner.  A draft model
+draws with the request's own random numbers: where the two distributions are alike, so are the
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Union
+
+import numpy as np
+
+from nbflow.decoding import Greedy, Strategy
+from nbflow.decoding.ngram import NgramProposer
+from nbflow.engine.branches import Branches
+from nbflow.engine.request import Proposer, Request
+from nbflow_kernels.errors import UsageError, unknown_name
+
+if TYPE_CHECKING:
+    from nbflow.engine.model import Model
+
+Draft = Union[str, Proposer, "Model"]
+"""Who proposes: "ngram" (the text itself), a smaller model, or a function of one's own."""
+
+
+class ModelProposer:
+    """Proposes what a smaller model would say.
+
+    Parameters
+    ----------
+    draft : Model
+        A model with the same vocabulary, of one rank.
+    strategy : Strategy
+        How it draws: the request's strategy if that is compiled, else greedy.
+    seed : int
+        The request's.
+    n_prompt : int
+        Length of the request's prompt.
+    """
+
+    def __init__(self, draft: Model, strategy: Strategy, seed: int, n_prompt: int) -> None:
+        self._draft = draft
+        self._strategy = strategy if strategy.compiled else Greedy()
+        self._seed, self._n_prompt = seed, n_prompt
+        self._branches = Branches(draft)
+        self._branch = self._branches.add()
+        self._ids: list[int] = []
+
+    def __del__(self) -> None:
+        """Free the pages that the draft holds for the request, which is gone."""
+        branches = getattr(self, "_branches", None)
+        if branches is not None and self._draft.engines:
+            branches.close()
+
+    def __call__(self, ids: Sequence[int], n: int) -> list[int]:
+        """Return `n` tokens that may follow `ids`, or as many as the draft's context holds."""
+        n = min(n, self._draft.spec.max_context - len(ids))
+        if n < 1:
+            return []
+        # the last token is always run: its logits are wanted
+        same = 0
+        for a, b in zip(self._ids, ids[:-1], strict=False):
+            if a != b:
+                break
+            same += 1
+        self._branches.truncate(self._branch, same)
+        pending, proposed = list(ids[same:]), list[int]()
+        while len(proposed) < n:
+            logits, _ = self._branches.run([self._branch], [pending])
+            place = len(ids) - self._n_prompt + len(proposed)
+            seeds, offsets = np.array([self._seed], np.uint64), np.array([place], np.uint64)
+            pending = self._strategy.choose(logits, seeds, offsets).tolist()
+            proposed += pending
+        self._ids = [*ids, *proposed[:-1]]
+        return proposed
+
+
+def make_proposer(draft: Draft, model: Model, request: Request) -> Proposer:
+    """Return who proposes tokens to a request.
+
+    Raises
+    ------
+    UsageError
+        If the draft model does not fit the model.
+    """
+    if isinstance(draft, str):
+        if draft != "ngram":
+            raise unknown_name("draft", draft, ["ngram"])
+        return NgramProposer()
+    if callable(draft):
+        return draft
+    if draft is model:
+        raise UsageError("the draft model must be another one than the model itself")
+    if draft.spec.vocab_size != model.spec.vocab_size:
+        raise UsageError(
+            f"the draft model must have the vocabulary of {model.spec.name}, "
+            f"{model.spec.vocab_size} tokens; {draft.spec.name} has {draft.spec.vocab_size}"
+        )
+    if draft.spec.encoder is not None or not draft.spec.causal or not draft.spec.head:
+        raise UsageError(f"the draft model must be a decoder; {draft.spec.name} is none")
+    if len(model.plan.numbers) > 1 or len(draft.plan.numbers) > 1:
+        raise UsageError(
+            "a draft model needs both models on one rank; with more of them take draft='ngram'"
+        )
+    return ModelProposer(draft, request.strategy, request.seed, len(request.prompt))

@@ -1,0 +1,178 @@
+"""Searches over several continuations: beam search and contrastive search."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow.decoding.beam import Beams, BeamSearch, Hypothesis
+from nbflow.decoding.contrastive import ContrastiveSearch
+from nbflow.engine.branches import Branches
+from nbflow.engine.draw import top_log_probabilities
+from nbflow.engine.generation import Generation
+from nbflow.engine.request import Request
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.logits import log_softmax
+
+if TYPE_CHECKING:
+    from nbflow.engine.model import Model
+
+Prompt = str | Sequence[int] | NDArray[Any]
+
+
+def beam_search(
+    model: Model,
+    prompt: Prompt,
+    max_tokens: int = 128,
+    *,
+    num_beams: int = 4,
+    length_penalty: float = 1.0,
+    early_stopping: Any = False,
+    n: int = 1,
+    ignore_eos: bool = False,
+    stop_token_ids: Sequence[int] = (),
+    decoder_ids: Sequence[int] | None = None,
+) -> list[Generation]:
+    """Return the continuations of greatest probability that a beam search finds.
+
+    Parameters
+    ----------
+    model : Model
+        A decoder, or an encoder and a decoder.
+    prompt, max_tokens, ignore_eos, stop_token_ids, decoder_ids
+        As of `Model.generate`.
+    num_beams : int
+        How many continuations are followed.
+    length_penalty : float
+        The sum of log-probabilities is divided by the length to this power.
+    early_stopping : bool or "never"
+        When the search ends; see `nbflow.decoding.beam.BeamSearch`.
+    n : int
+        How many are returned, best first; at most `num_beams`.
+
+    Returns
+    -------
+    list of Generation
+        With `score`.  Scores, penalty and end are those of Hugging Face's ``generate``.
+
+    Raises
+    ------
+    UsageError
+        If a parameter is out of range, or an engine runs the model.
+
+    Examples
+    --------
+    >>> import nbflow
+    >>> with nbflow.load("tiny_python") as model:
+    ...     best, *_ = nbflow.beam_search(model, "def __init__(self", 2, num_beams=3)
+    ...     best.text
+    '):'
+    """
+    if not 1 <= n <= num_beams:
+        raise UsageError(f"n must be in 1..num_beams, 1..{num_beams}, got {n}")
+    search = BeamSearch(num_beams, length_penalty, early_stopping)
+    request = model.make_request(
+        prompt, max_tokens, "greedy", 0, ignore_eos, decoder_ids, stop_token_ids=stop_token_ids
+    )
+    beams = Beams(search, request.max_tokens, request.stop_ids)
+    with Branches(model) as branches:
+        held = [branches.add(request.encoder_ids)]
+        tokens = [request.prompt]
+        while not beams.done:
+            logits, _ = branches.run(held, tokens)
+            beams.advance(log_softmax(logits))
+            held = _follow(branches, held, beams.parents)
+            tokens = [[h.ids[-1]] for h in beams.running]
+    return [_generation(model, request, h) for h in beams.finished[:n]]
+
+
+def contrastive_search(
+    model: Model,
+    prompt: Prompt,
+    max_tokens: int = 128,
+    *,
+    top_k: int = 4,
+    penalty_alpha: float = 0.6,
+    ignore_eos: bool = False,
+    stop_token_ids: Sequence[int] = (),
+) -> Generation:
+    """Continue a prompt by tokens that are probable, but unlike what was said.
+
+    Each step runs the `top_k` most probable tokens and takes the one of greatest
+    ``(1 - penalty_alpha) p - penalty_alpha s``, s the greatest cosine between its last hidden state
+    and those of all tokens so far.
+
+    Parameters
+    ----------
+    model : Model
+        A decoder.
+    prompt, max_tokens, ignore_eos, stop_token_ids
+        As of `Model.generate`.
+    top_k : int
+        How many tokens are compared.
+    penalty_alpha : float
+        Weight of the likeness; 0 is greedy.
+
+    Raises
+    ------
+    UsageError
+        If a parameter is out of range, or an engine runs the model.
+
+    References
+    ----------
+    .. [1] Y. Su et al., arXiv:2202.06417.
+    """
+    search = ContrastiveSearch(top_k, penalty_alpha)
+    if model.spec.encoder is not None:
+        raise UsageError(f"{model.spec.name} has an encoder; contrastive search takes decoders")
+    request = model.make_request(
+        prompt, max_tokens, "greedy", 0, ignore_eos, stop_token_ids=stop_token_ids
+    )
+    with Branches(model) as branches:
+        held = branches.add()
+        logits, before = branches.run([held], [request.prompt], every=True, hidden=True)
+        assert before is not None
+        row = logits[-1:]
+        while request.finish_reason is None:
+            ids, logprobs = top_log_probabilities(row, search.top_k)
+            forks = [branches.fork(held) for _ in ids[0]]
+            logits, hidden = branches.run(forks, ids.T.tolist(), hidden=True)
+            assert hidden is not None
+            best = search.choose(np.exp(logprobs[0]), hidden, before)
+            before = np.concatenate([before, hidden[best : best + 1]])
+            row = logits[best : best + 1]
+            for branch in (held, *forks[:best], *forks[best + 1 :]):
+                branches.drop(branch)
+            held = forks[best]
+            request.accept(int(ids[0, best]), float(logprobs[0, best]))
+    return model.generation(request)
+
+
+def _follow(branches: Branches, held: list[int], parents: Sequence[int]) -> list[int]:
+    """Return branches that go on as these parents did, and end all others."""
+    free = set(held)
+    following = []
+    for parent in parents:
+        if held[parent] in free:  # the first child goes on in its parent's place
+            free.discard(held[parent])
+            following.append(held[parent])
+        else:
+            following.append(branches.fork(held[parent]))
+    for branch in free:
+        branches.drop(branch)
+    return following
+
+
+def _generation(model: Model, request: Request, found: Hypothesis) -> Generation:
+    """Return a continuation without its end token."""
+    ids, logprobs = list(found.ids), list(found.logprobs)
+    ended = ids[-1] in request.stop_ids
+    if ended:
+        del ids[-1], logprobs[-1]
+    done = dataclasses.replace(request, ids=ids, logprobs=logprobs)
+    done.finish_reason = "stop" if ended else "length"
+    return dataclasses.replace(model.generation(done), score=found.score)
