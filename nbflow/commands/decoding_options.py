@@ -13,8 +13,8 @@ from typing import Any
 import nbflow
 from nbflow.decoding import STRATEGIES, Constraints
 from nbflow.decoding.structured import KINDS
-from nbflow.engine import Generation, Model
-from nbflow.engine.search import beam_search, contrastive_search
+from nbflow.engine import Model
+from nbflow.engine.search import SEARCHES
 from nbflow_kernels.errors import UsageError
 
 NUMBERS: dict[str, tuple[type, str]] = {
@@ -61,13 +61,19 @@ NUMBERS: dict[str, tuple[type, str]] = {
 """Parameter -> its type and what it does."""
 CONSTRAINTS = {f.name for f in dataclasses.fields(Constraints)} | {*KINDS, "stop_token_ids"}
 """Parameters that any strategy goes with."""
+_SEARCHES = {
+    "beam": ("num_beams", "length_penalty", "early_stopping"),
+    "contrastive": ("penalty_alpha",),
+}
+"""Search -> the arguments that are its own."""
 
 
 def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
     """Add arguments for every decoding parameter but the number of tokens."""
     group = parser.add_argument_group("decoding", "see docs/decoding.md")
     group.add_argument(
-        "--decoding", help=f"strategy (what the other parameters mean): {', '.join(STRATEGIES)}"
+        "--decoding",
+        help=f"strategy (what the other parameters mean): {', '.join((*STRATEGIES, *SEARCHES))}",
     )
     for name, (kind, text) in NUMBERS.items():
         group.add_argument(f"--{name.replace('_', '-')}", dest=name, type=kind, help=text)
@@ -101,58 +107,59 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
 def add_search_arguments(parser: argparse.ArgumentParser) -> None:
     """Add arguments for searches and proposals."""
     group = parser.add_argument_group("searches and proposals", "see docs/decoding.md")
-    group.add_argument("--num-beams", type=int, metavar="N", help="beam search over so many")
+    group.add_argument("--num-beams", type=int, metavar="N", help="beam search over so many (4)")
     group.add_argument("--length-penalty", type=float, help="beam search: power of the length (1)")
     group.add_argument(
         "--early-stopping", choices=("true", "false", "never"), help="beam search: when it ends"
     )
     group.add_argument(
         "--penalty-alpha", type=float, metavar="A",
-        help="contrastive search with this weight of likeness over --top-k (4) tokens",
+        help="contrastive search with this weight of likeness (0.6) over --top-k (4) tokens",
     )  # fmt: skip
     group.add_argument(
         "--draft", metavar="MODEL", help='a smaller model that proposes tokens, or "ngram"'
     )
     group.add_argument("--n-draft", type=int, default=5, help="tokens proposed at once (5)")
+    group.add_argument(
+        "--draft-verify", choices=("same", "chain"), default="same",
+        help="keep the very tokens (same), or their distribution and more proposals (chain)",
+    )  # fmt: skip
 
 
-def is_search(arguments: argparse.Namespace) -> bool:
-    """Return whether a search is asked for.
+def search_name(arguments: argparse.Namespace) -> str | None:
+    """Return the search that is asked for, or None.
 
     Raises
     ------
     UsageError
-        If something is given that it does not take.
+        If something is given that belongs to another one.
     """
-    beam, contrastive = arguments.num_beams is not None, arguments.penalty_alpha is not None
-    for name in ("length_penalty", "early_stopping"):
-        if getattr(arguments, name) is not None and not beam:
-            raise UsageError(f"--{name.replace('_', '-')} belongs to --num-beams")
-    if not (beam or contrastive):
-        return False
-    if beam and contrastive:
-        raise UsageError("give --num-beams or --penalty-alpha, not both")
-    takes = {"ignore_eos", "stop_token_ids"} | ({"top_k"} if contrastive else set())
-    other = sorted(set(decoding_values(arguments)) - takes) + ["draft"] * bool(arguments.draft)
-    if other:
-        raise UsageError(f"a search does not take --{other[0].replace('_', '-')}")
-    return True
+    given = [n for n, f in _SEARCHES.items() if any(getattr(arguments, o) is not None for o in f)]
+    name = arguments.decoding if arguments.decoding in SEARCHES else next(iter(given), None)
+    if name is None:
+        return None
+    for other in given:
+        if other != name:
+            option = next(o for o in _SEARCHES[other] if getattr(arguments, o) is not None)
+            raise UsageError(f"--{option.replace('_', '-')} belongs to --decoding {other}")
+    if arguments.decoding not in (None, name):
+        raise UsageError(f"--decoding {arguments.decoding} does not go with a {name} search")
+    if arguments.draft is not None:
+        raise UsageError("a search takes no --draft")
+    return name
 
 
-def search(model: Model, arguments: argparse.Namespace, prompt: list[int]) -> Generation:
-    """Return what the search finds."""
+def search_values(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Return what was given, for `nbflow.engine.search.search`."""
     values = decoding_values(arguments)
-    if arguments.penalty_alpha is not None:
-        return contrastive_search(
-            model, prompt, arguments.max_tokens, penalty_alpha=arguments.penalty_alpha, **values
-        )
-    stopping = {"true": True, "false": False, None: False, "never": "never"}
-    penalty = arguments.length_penalty
-    return beam_search(
-        model, prompt, arguments.max_tokens, num_beams=arguments.num_beams,
-        length_penalty=1.0 if penalty is None else penalty,
-        early_stopping=stopping[arguments.early_stopping], **values,
-    )[0]  # fmt: skip
+    values.pop("decoding", None)
+    for option in _SEARCHES[name]:
+        if getattr(arguments, option) is not None:
+            values[option] = getattr(arguments, option)
+    stopping = {"true": True, "false": False}
+    if "early_stopping" in values:
+        values["early_stopping"] = stopping.get(values["early_stopping"], "never")
+    return values
 
 
 @contextlib.contextmanager
@@ -171,7 +178,7 @@ def request_values(arguments: argparse.Namespace) -> dict[str, Any]:
     free = {"seed", "logprobs", "stop", "include_stop_str_in_output", "ignore_eos"}
     if "decoding" not in values:
         values["decoding"] = "auto" if set(values) - CONSTRAINTS - free else "greedy"
-    return {**values, "n_draft": arguments.n_draft}
+    return {**values, "n_draft": arguments.n_draft, "draft_verify": arguments.draft_verify}
 
 
 def decoding_values(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -12,14 +12,15 @@ from nbflow.commands.chat_options import add_chat_arguments, chat_ids, is_chat
 from nbflow.commands.decoding_options import (
     add_decoding_arguments,
     add_search_arguments,
-    is_search,
     load_draft,
     request_values,
-    search,
+    search_name,
+    search_values,
 )
 from nbflow.commands.options import add_model_arguments, load_model, speaks
 from nbflow.engine import Generation, Model
 from nbflow.engine.request import Request
+from nbflow.engine.search import search
 from nbflow.engine.text_stream import TextStream
 from nbflow.tokenizer import Tokenizer
 
@@ -47,8 +48,11 @@ def run(arguments: argparse.Namespace) -> int:
             prompt = chat_ids(model.tokenizer, arguments, arguments.prompt)
         else:
             prompt = _prompt_ids(model.tokenizer, arguments.prompt or "", arguments.parse_special)
-        if is_search(arguments):
-            _print_search(model, arguments, prompt, search(model, arguments, prompt))
+        name = search_name(arguments)
+        if name is not None:
+            values = search_values(arguments, name)
+            found = search(model, name, prompt, arguments.max_tokens, **values)
+            _print_search(model, arguments, prompt, found)
             return 0
         request = model.make_request(
             prompt, arguments.max_tokens, draft=draft, **request_values(arguments)

@@ -15,6 +15,7 @@ from nbflow.engine.outcome import Output
 from nbflow.engine.propose import Draft, make_proposer
 from nbflow.engine.rank import RankEngine
 from nbflow.engine.request import Request
+from nbflow.engine.search import SEARCHES, search
 from nbflow.engine.stopping import Stopping
 from nbflow.parallel import Comm, Plan
 from nbflow.parallel.threads import RankTeam
@@ -308,7 +309,10 @@ class Model:
             Fields of `nbflow.decoding.Parameters`, e.g. ``temperature=0.8, stop=["END"]``; those
             not given are what the model recommends (`defaults`), or else the strategy's own.
             ``draft`` is a smaller model with the same vocabulary, or "ngram": its proposals are
-            verified, `n_draft` (5) at a time, and the result is the same without.
+            verified, `n_draft` (5) at a time, and the result is the same without; with
+            ``draft_verify="chain"`` its distribution is.
+            "beam" and "contrastive" take the parameters of `nbflow.beam_search` and
+            `nbflow.contrastive_search`.
 
         Returns
         -------
@@ -321,6 +325,11 @@ class Model:
         ...     model.generate("def __init__(self", max_tokens=1).text
         ','
         """
+        if isinstance(decoding, str) and decoding in SEARCHES:
+            return search(
+                self, decoding, prompt, max_tokens, ignore_eos=ignore_eos, decoder_ids=decoder_ids,
+                **parameters,
+            )  # fmt: skip
         (result,) = self.generate_batch(
             [prompt], max_tokens, decoding, seed, ignore_eos, decoder_ids, **parameters
         )
@@ -381,6 +390,7 @@ class Model:
         decoder_ids: Sequence[int] | None = None,
         draft: Draft | None = None,
         n_draft: int = 5,
+        draft_verify: str = "same",
         **parameters: Any,
     ) -> Request:
         """Return a checked request; parameters as in `generate`."""
@@ -425,7 +435,7 @@ class Model:
         request.stop_texts = asked.stop_texts
         request.include_stop_text = asked.include_stop_str_in_output
         if draft is not None:
-            request.proposer = make_proposer(draft, self, request)
+            request.proposer = make_proposer(draft, self, request, draft_verify)
             request.n_proposed = n_draft
         return request
 

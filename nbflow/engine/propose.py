@@ -1,9 +1,10 @@
 """Proposals of the next tokens, which the model then verifies several at a time.
 
-The tokens are drawn as without proposals, so the result is the same bit for bit, whatever the
-strategy (`nbflow.engine.outcome.verify`); good proposals only make it come sooner.  A draft model
-draws with the request's own random numbers: where the two distributions are alike, so are the
-tokens.
+By default the tokens are drawn as without proposals, so the result is the same bit for bit,
+whatever the strategy (`nbflow.engine.outcome.verify`); good proposals only make it come sooner.  A
+draft model draws with the request's own random numbers: where the two distributions are alike, so
+are the tokens.  With "chain" the distribution is the same, but not the tokens, and more of a draft
+model's proposals are taken (`nbflow.engine.verify`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 Draft = Union[str, Proposer, "Model"]
 """Who proposes: "ngram" (the text itself), a smaller model, or a function of one's own."""
 
+_OWN_STREAM = 0x9E3779B97F4A7C15
+"""Makes another seed of a seed: 2**64 divided by the golden ratio."""
+
 
 class ModelProposer:
     """Proposes what a smaller model would say.
@@ -39,10 +43,19 @@ class ModelProposer:
         The request's.
     n_prompt : int
         Length of the request's prompt.
+    chain : bool
+        Whether `probs` are wanted: then it draws with numbers of its own.
     """
 
-    def __init__(self, draft: Model, strategy: Strategy, seed: int, n_prompt: int) -> None:
+    def __init__(
+        self, draft: Model, strategy: Strategy, seed: int, n_prompt: int, chain: bool
+    ) -> None:
+        self.probs: np.ndarray | None = None
+        """What the last proposals were drawn from, float32 (n, V), for verification as a chain."""
         self._draft = draft
+        self._chain = chain
+        if chain:  # the verification uses the request's numbers
+            seed ^= _OWN_STREAM
         self._strategy = strategy if strategy.compiled else Greedy()
         self._seed, self._n_prompt = seed, n_prompt
         self._branches = Branches(draft)
@@ -67,25 +80,31 @@ class ModelProposer:
                 break
             same += 1
         self._branches.truncate(self._branch, same)
-        pending, proposed = list(ids[same:]), list[int]()
+        pending, proposed, probs = list(ids[same:]), list[int](), list[np.ndarray]()
         while len(proposed) < n:
             logits, _ = self._branches.run([self._branch], [pending])
             place = len(ids) - self._n_prompt + len(proposed)
             seeds, offsets = np.array([self._seed], np.uint64), np.array([place], np.uint64)
             pending = self._strategy.choose(logits, seeds, offsets).tolist()
             proposed += pending
+            if self._chain:
+                probs.append(self._strategy.distribution(logits))
+        if self._chain:
+            self.probs = np.concatenate(probs)
         self._ids = [*ids, *proposed[:-1]]
         return proposed
 
 
-def make_proposer(draft: Draft, model: Model, request: Request) -> Proposer:
+def make_proposer(draft: Draft, model: Model, request: Request, verify: str) -> Proposer:
     """Return who proposes tokens to a request.
 
     Raises
     ------
     UsageError
-        If the draft model does not fit the model.
+        If the draft model does not fit the model, or `verify` is neither "same" nor "chain".
     """
+    if verify not in ("same", "chain"):
+        raise unknown_name("verification", verify, ["same", "chain"])
     if isinstance(draft, str):
         if draft != "ngram":
             raise unknown_name("draft", draft, ["ngram"])
@@ -105,4 +124,6 @@ def make_proposer(draft: Draft, model: Model, request: Request) -> Proposer:
         raise UsageError(
             "a draft model needs both models on one rank; with more of them take draft='ngram'"
         )
-    return ModelProposer(draft, request.strategy, request.seed, len(request.prompt))
+    return ModelProposer(
+        draft, request.strategy, request.seed, len(request.prompt), verify == "chain"
+    )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -99,6 +100,7 @@ def contrastive_search(
     penalty_alpha: float = 0.6,
     ignore_eos: bool = False,
     stop_token_ids: Sequence[int] = (),
+    decoder_ids: Sequence[int] | None = None,
 ) -> Generation:
     """Continue a prompt by tokens that are probable, but unlike what was said.
 
@@ -109,8 +111,8 @@ def contrastive_search(
     Parameters
     ----------
     model : Model
-        A decoder.
-    prompt, max_tokens, ignore_eos, stop_token_ids
+        A decoder, or an encoder and a decoder.
+    prompt, max_tokens, ignore_eos, stop_token_ids, decoder_ids
         As of `Model.generate`.
     top_k : int
         How many tokens are compared.
@@ -127,13 +129,11 @@ def contrastive_search(
     .. [1] Y. Su et al., arXiv:2202.06417.
     """
     search = ContrastiveSearch(top_k, penalty_alpha)
-    if model.spec.encoder is not None:
-        raise UsageError(f"{model.spec.name} has an encoder; contrastive search takes decoders")
     request = model.make_request(
-        prompt, max_tokens, "greedy", 0, ignore_eos, stop_token_ids=stop_token_ids
+        prompt, max_tokens, "greedy", 0, ignore_eos, decoder_ids, stop_token_ids=stop_token_ids
     )
     with Branches(model) as branches:
-        held = branches.add()
+        held = branches.add(request.encoder_ids)
         logits, before = branches.run([held], [request.prompt], every=True, hidden=True)
         assert before is not None
         row = logits[-1:]
@@ -150,6 +150,24 @@ def contrastive_search(
             held = forks[best]
             request.accept(int(ids[0, best]), float(logprobs[0, best]))
     return model.generation(request)
+
+
+SEARCHES = ("beam", "contrastive")
+"""Names of the searches, beside those of the strategies."""
+
+
+def search(model: Model, name: str, prompt: Prompt, max_tokens: int, **options: Any) -> Generation:
+    """Return the best that a search finds; the options are those of its function."""
+    function = beam_search if name == "beam" else contrastive_search
+    known = inspect.signature(function).parameters
+    for option in options:
+        if option not in known:
+            raise UsageError(
+                f"decoding {name!r} has no parameter {option!r}; it takes "
+                f"{', '.join(list(known)[3:])}"
+            )
+    found = function(model, prompt, max_tokens, **options)
+    return found[0] if isinstance(found, list) else found
 
 
 def _follow(branches: Branches, held: list[int], parents: Sequence[int]) -> list[int]:

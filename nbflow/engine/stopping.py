@@ -59,4 +59,4 @@ class Stopping:
                 output.tokens, output.logprobs, output.top_logprobs,
                 request.ids, request.logprobs, request.top_logprobs,
             ):  # fmt: skip
-                del values[-n:]  # type: ignore[attr-defined]
+                del values[-n:]
