@@ -2,8 +2,9 @@
 
 A token that a draft drew with probability p is taken with probability min(1, q / p), q the model's
 own; otherwise one is drawn from what q has more than p, by the kernel
-`nbflow_kernels.chain_speculative_sampling`.  No other way takes more of the proposals.  The texts have the distribution of those without
-proposals; the n-th token is another one than without, as it uses other numbers.
+`nbflow_kernels.chain_speculative_sampling`.  No other way takes more of the proposals.  Texts have
+the distribution that they have without proposals; the n-th token is another one, as it uses other
+numbers.
 """
 
 from __future__ import annotations
