@@ -17,7 +17,6 @@ import numpy as np
 
 from nbflow.cache import KVStorage, PageTable
 from nbflow.decoding.strategy import no_distribution
-from nbflow.engine.branches import RankBranches
 from nbflow.engine.burst import MAX_STEPS, Burst
 from nbflow.engine.memory import Memory
 from nbflow.engine.outcome import Outcome, Output
@@ -200,30 +199,6 @@ class RankEngine:
         if types is not None:
             some_types = [t for b, start, stop in step for t in types[b][start:stop]]
         self._run(self._step([_outside(b) for b, _, _ in step], tokens, range(n), some_types))
-        return self.last_rows(name, n)
-
-    # ---- sequences continued by hand ----------------------------------------------------------
-
-    @property
-    def encoded(self) -> Memory | None:
-        """What the decoder remembers of its encoder, if there is one."""
-        return self._encoded
-
-    def branch(self, what: str, *args: Any) -> Any:
-        """Do something with a branch; see `nbflow.engine.branches`."""
-        return getattr(RankBranches(self), what)(*args)
-
-    def run_step(
-        self,
-        sequences: Sequence[int],
-        tokens: Sequence[Sequence[int]],
-        logit_rows: Sequence[int],
-    ) -> None:
-        """Continue sequences of the page table."""
-        self._run(self._step(sequences, tokens, logit_rows))
-
-    def last_rows(self, name: str, n: int) -> np.ndarray:
-        """Return `n` rows of a buffer of the last stage ("logits" or "y"), on every rank."""
         width = self.spec.vocab_size if name == "logits" else self.spec.hidden_size
         rows = np.empty((n, width), np.float32)
         if self.mine.last:
