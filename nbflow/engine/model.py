@@ -10,12 +10,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow.decoding import Parameters, Strategy
+from nbflow.engine.checks import check_ids, check_types
 from nbflow.engine.generation import Generation, text_of
 from nbflow.engine.outcome import Output
 from nbflow.engine.propose import Draft, make_proposer
 from nbflow.engine.rank import RankEngine
 from nbflow.engine.request import Request
 from nbflow.engine.search import SEARCHES, search
+from nbflow.engine.session import Session
 from nbflow.engine.stopping import Stopping
 from nbflow.parallel import Comm, Plan
 from nbflow.parallel.threads import RankTeam
@@ -63,6 +65,13 @@ class Model:
         self._tokenizer = tokenizer
         self._why_no_tokenizer = why_no_tokenizer
         self._team = team
+
+    def _check_free(self) -> None:
+        """Raise unless the model's steps are the caller's own."""
+        if self.engine is not None:
+            raise UsageError(
+                f"an engine runs {self.spec.name}; submit requests to it, or close it first"
+            )
 
     @property
     def is_team(self) -> bool:
@@ -148,13 +157,13 @@ class Model:
         ...     model.logits([1, 2, 3]).shape
         (3, 2048)
         """
-        checked = self._check_ids(ids, room=0)
+        checked = self.check_ids(ids, room=0)
         if not self.spec.head:
             raise UsageError(
                 f"{self.spec.name} is an encoder without a head, and gives no logits; use hidden() "
                 "or embed()"
             )
-        for_encoder = self._check_encoder_ids(encoder_ids)
+        for_encoder = self.check_encoder_ids(encoder_ids)
         return self._outputs([checked], "logits", None, _only(for_encoder))[0]
 
     def hidden(
@@ -184,9 +193,9 @@ class Model:
         UsageError
             As `logits`; if the types do not fit the tokens or the model.
         """
-        checked = self._check_ids(ids, room=0)
-        types = self._check_types(token_types, len(checked))
-        for_encoder = self._check_encoder_ids(encoder_ids)
+        checked = self.check_ids(ids, room=0)
+        types = check_types(self.spec, token_types, len(checked))
+        for_encoder = self.check_encoder_ids(encoder_ids)
         return self._outputs([checked], "y", _only(types), _only(for_encoder))[0]
 
     def _outputs(
@@ -196,8 +205,9 @@ class Model:
         types: list[list[int]] | None = None,
         encoder_ids: list[list[int]] | None = None,
     ) -> list[NDArray[np.float32]]:
+        self._check_free()
         results: list[NDArray[np.float32]] = self.call(
-            "outputs", sequences, name, types, encoder_ids
+            "sequences", "outputs", sequences, name, types, encoder_ids
         )[0]
         return results
 
@@ -252,7 +262,7 @@ class Model:
         """Return the ids of several texts, and the types of their tokens, checked."""
         if self.spec.encoder is not None:
             raise UsageError(f"{self.spec.name} has an encoder and a decoder; use hidden()")
-        texts = [self._check_ids(ids, room=0) for ids in sequences]
+        texts = [self.check_ids(ids, room=0) for ids in sequences]
         if token_types is None:
             return texts, None
         if len(token_types) != len(texts):
@@ -261,7 +271,7 @@ class Model:
                 f"{len(token_types)}"
             )
         checked = [
-            self._check_types(types, len(ids)) or []
+            check_types(self.spec, types, len(ids)) or []
             for types, ids in zip(token_types, texts, strict=True)
         ]
         return texts, checked
@@ -275,6 +285,12 @@ class Model:
         if normalize:
             vector = vector / np.linalg.norm(vector)
         return np.asarray(vector, np.float32)
+
+    def session(self) -> Session:
+        """Return a `Session`: sequences that are run, copied and cut step by step."""
+        self._check_free()
+        self.call("configure")
+        return Session(self)
 
     # ---- generation ---------------------------------------------------------------------------
 
@@ -419,13 +435,13 @@ class Model:
             prompt = self.tokenizer.encode(prompt, add_special_tokens=True)
         encoder_ids = None
         if self.spec.encoder is not None:
-            encoder_ids, prompt = self._check_encoder_ids(prompt), self._decoder_prompt(decoder_ids)
+            encoder_ids, prompt = self.check_encoder_ids(prompt), self._decoder_prompt(decoder_ids)
         elif decoder_ids is not None:
             raise UsageError(
                 f"{self.spec.name} has no encoder; give all tokens as the prompt, without "
                 "decoder_ids"
             )
-        ids = self._check_ids(prompt, room=1)
+        ids = self.check_ids(prompt, room=1)
         room = self.spec.max_context - len(ids)
         request = Request(
             ids, min(max_tokens, room), strategy, seed, frozenset(asked.end_ids(known)), encoder_ids
@@ -447,10 +463,7 @@ class Model:
         Each item is a list of (request, token, log-probability) of a step, or of as many steps as
         fit into `burst_s` seconds.  Longer bursts are faster: Python works once for each.
         """
-        if self.engine is not None:
-            raise UsageError(
-                f"an engine runs {self.spec.name}; submit requests to it, or close it first"
-            )
+        self._check_free()
         self.call("configure")
         numbers = {}
         for i, request in enumerate(requests):
@@ -500,7 +513,7 @@ class Model:
             )
         return [self.spec.decoder_start_id]
 
-    def _check_encoder_ids(self, ids: Sequence[int] | NDArray[Any] | None) -> list[int] | None:
+    def check_encoder_ids(self, ids: Sequence[int] | NDArray[Any] | None) -> list[int] | None:
         """Return the encoder's token ids, checked; None if there is no encoder."""
         encoder = self.spec.encoder
         if encoder is None:
@@ -509,47 +522,13 @@ class Model:
             return None
         if ids is None:
             raise UsageError(f"{self.spec.name} has an encoder; give its token ids as encoder_ids")
-        return self._check_ids(ids, room=0, spec=encoder)
+        return self.check_ids(ids, room=0, spec=encoder)
 
-    def _check_ids(
+    def check_ids(
         self, ids: Sequence[int] | NDArray[Any], room: int, spec: ModelSpec | None = None
     ) -> list[int]:
-        spec = spec or self.spec
-        array = np.asarray(ids)
-        if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
-            raise UsageError(
-                f"token ids must be a non-empty sequence of integers, got shape {array.shape} "
-                f"of {array.dtype}"
-            )
-        if array.size + room > spec.max_context:
-            more = f" (and {room} more to generate)" if room else ""
-            raise UsageError(
-                f"the prompt has {array.size} tokens{more}, but the context of {spec.name} "
-                f"holds {spec.max_context}; shorten it"
-            )
-        if array.min() < 0 or array.max() >= spec.vocab_size:
-            bad = int(array[(array < 0) | (array >= spec.vocab_size)][0])
-            raise UsageError(
-                f"token id {bad} is outside the vocabulary of {spec.name}, 0..{spec.vocab_size - 1}"
-            )
-        return [int(i) for i in array]
-
-    def _check_types(self, types: Sequence[int] | NDArray[Any] | None, n: int) -> list[int] | None:
-        if types is None:
-            return None
-        array = np.asarray(types)
-        if array.shape != (n,) or array.dtype.kind not in "iu":
-            raise UsageError(
-                f"token_types must be {n} integers, one per token, got shape {array.shape} of "
-                f"{array.dtype}"
-            )
-        most = self.spec.type_vocab_size
-        if most == 0 or array.min() < 0 or array.max() >= most:
-            raise UsageError(
-                f"{self.spec.name} has {most} token types; token_types must lie below, got "
-                f"{int(array.min())}..{int(array.max())}"
-            )
-        return [int(t) for t in array]
+        """Return token ids that fit into the context, with `room` tokens besides them."""
+        return check_ids(spec or self.spec, ids, room)
 
     # ---- what it holds and what it sent -------------------------------------------------------
 

@@ -16,7 +16,6 @@ import numpy as np
 
 from nbflow.decoding import Greedy, Strategy
 from nbflow.decoding.ngram import NgramProposer
-from nbflow.engine.branches import Branches
 from nbflow.engine.request import Proposer, Request
 from nbflow_kernels.errors import UsageError, unknown_name
 
@@ -58,15 +57,15 @@ class ModelProposer:
             seed ^= _OWN_STREAM
         self._strategy = strategy if strategy.compiled else Greedy()
         self._seed, self._n_prompt = seed, n_prompt
-        self._branches = Branches(draft)
-        self._branch = self._branches.add()
+        self._session = draft.session()
+        self._sequence = self._session.begin()
         self._ids: list[int] = []
 
     def __del__(self) -> None:
         """Free the pages that the draft holds for the request, which is gone."""
-        branches = getattr(self, "_branches", None)
-        if branches is not None and self._draft.engines:
-            branches.close()
+        session = getattr(self, "_session", None)
+        if session is not None and self._draft.engines:
+            session.close()
 
     def __call__(self, ids: Sequence[int], n: int) -> list[int]:
         """Return `n` tokens that may follow `ids`, or as many as the draft's context holds."""
@@ -79,10 +78,10 @@ class ModelProposer:
             if a != b:
                 break
             same += 1
-        self._branches.truncate(self._branch, same)
+        self._session.truncate(self._sequence, same)
         pending, proposed, probs = list(ids[same:]), list[int](), list[np.ndarray]()
         while len(proposed) < n:
-            logits, _ = self._branches.run([self._branch], [pending])
+            logits = self._session.run({self._sequence: pending}, last=True)[self._sequence].logits
             place = len(ids) - self._n_prompt + len(proposed)
             seeds, offsets = np.array([self._seed], np.uint64), np.array([place], np.uint64)
             pending = self._strategy.choose(logits, seeds, offsets).tolist()

@@ -12,10 +12,10 @@ from numpy.typing import NDArray
 
 from nbflow.decoding.beam import Beams, BeamSearch, Hypothesis
 from nbflow.decoding.contrastive import ContrastiveSearch
-from nbflow.engine.branches import Branches
 from nbflow.engine.draw import top_log_probabilities
 from nbflow.engine.generation import Generation
 from nbflow.engine.request import Request
+from nbflow.engine.session import Session
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.logits import log_softmax
 
@@ -80,13 +80,13 @@ def beam_search(
         prompt, max_tokens, "greedy", 0, ignore_eos, decoder_ids, stop_token_ids=stop_token_ids
     )
     beams = Beams(search, request.max_tokens, request.stop_ids)
-    with Branches(model) as branches:
-        held = [branches.add(request.encoder_ids)]
+    with model.session() as session:
+        held = [session.begin(request.encoder_ids)]
         tokens = [request.prompt]
         while not beams.done:
-            logits, _ = branches.run(held, tokens)
-            beams.advance(log_softmax(logits))
-            held = _follow(branches, held, beams.parents)
+            rows = session.run(dict(zip(held, tokens, strict=True)), last=True)
+            beams.advance(log_softmax(np.concatenate([rows[s].logits for s in held])))
+            held = _follow(session, held, beams.parents)
             tokens = [[h.ids[-1]] for h in beams.running]
     return [_generation(model, request, h) for h in beams.finished[:n]]
 
@@ -132,21 +132,20 @@ def contrastive_search(
     request = model.make_request(
         prompt, max_tokens, "greedy", 0, ignore_eos, decoder_ids, stop_token_ids=stop_token_ids
     )
-    with Branches(model) as branches:
-        held = branches.add(request.encoder_ids)
-        logits, before = branches.run([held], [request.prompt], every=True, hidden=True)
-        assert before is not None
-        row = logits[-1:]
+    with model.session() as session:
+        held = session.begin(request.encoder_ids)
+        first = session.run({held: request.prompt}, hidden=True)[held]
+        assert first.hidden is not None
+        row, before = first.logits[-1:], first.hidden
         while request.finish_reason is None:
             ids, logprobs = top_log_probabilities(row, search.top_k)
-            forks = [branches.fork(held) for _ in ids[0]]
-            logits, hidden = branches.run(forks, ids.T.tolist(), hidden=True)
-            assert hidden is not None
+            forks = [session.fork(held) for _ in ids[0]]
+            found = session.run(dict(zip(forks, ids.T.tolist(), strict=True)), hidden=True)
+            hidden = np.concatenate([found[s].hidden for s in forks])
             best = search.choose(np.exp(logprobs[0]), hidden, before)
             before = np.concatenate([before, hidden[best : best + 1]])
-            row = logits[best : best + 1]
-            for branch in (held, *forks[:best], *forks[best + 1 :]):
-                branches.drop(branch)
+            row = found[forks[best]].logits
+            session.drop(held, *forks[:best], *forks[best + 1 :])
             held = forks[best]
             request.accept(int(ids[0, best]), float(logprobs[0, best]))
     return model.generation(request)
@@ -170,8 +169,8 @@ def search(model: Model, name: str, prompt: Prompt, max_tokens: int, **options: 
     return found[0] if isinstance(found, list) else found
 
 
-def _follow(branches: Branches, held: list[int], parents: Sequence[int]) -> list[int]:
-    """Return branches that go on as these parents did, and end all others."""
+def _follow(session: Session, held: list[int], parents: Sequence[int]) -> list[int]:
+    """Return sequences that go on as these parents did, and drop all others."""
     free = set(held)
     following = []
     for parent in parents:
@@ -179,9 +178,8 @@ def _follow(branches: Branches, held: list[int], parents: Sequence[int]) -> list
             free.discard(held[parent])
             following.append(held[parent])
         else:
-            following.append(branches.fork(held[parent]))
-    for branch in free:
-        branches.drop(branch)
+            following.append(session.fork(held[parent]))
+    session.drop(*free)
     return following
 
 
