@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from specs import write_llama
 
 import nbflow
@@ -143,9 +144,16 @@ def test_a_bad_draft_model_changes_nothing(tmp_path):
 
 
 def test_a_chain_takes_more_proposals_and_keeps_greedy(tmp_path):
-    write_llama(tmp_path / "a", n_layers=2, max_context=128, seed=1)
+    for name in "ab":
+        write_llama(tmp_path / name, n_layers=2, max_context=128, seed=1)
+    file, rng = tmp_path / "b" / "model.safetensors", np.random.default_rng(2)
+    noisy = {
+        name: array * (1 + rng.normal(0, 0.1, array.shape)).astype(np.float32)
+        for name, array in load_file(file).items()
+    }
+    save_file(noisy, file)
     with (
-        nbflow.load(tmp_path / "a", threads=1, weights="q3") as draft,
+        nbflow.load(tmp_path / "b", threads=1) as draft,
         nbflow.load(tmp_path / "a", threads=1) as model,
     ):
         options = {"draft": draft, "ignore_eos": True, "n_draft": 4}
