@@ -33,7 +33,8 @@ class Candidates:
         self.n_vocab = len(logits)
         self._row: np.ndarray | None = logits
         """The float32 row as long as all of it is there."""
-        self._ids = self._logits = np.empty(0)
+        self._ids: np.ndarray = np.empty(0, np.int64)
+        self._logits: np.ndarray = np.empty(0)
         self._sorted = False
 
     @property
