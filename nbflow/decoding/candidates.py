@@ -8,6 +8,9 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.sampling import top_k
 from nbflow_kernels.sampling.philox import uniform
 
+COLD = 1e-6
+"""Lower temperatures are this one, at which the best token is the only one."""
+
 
 class Candidates:
     """Tokens and logits; float64, so that the order of sums does not decide what is kept.
