@@ -107,9 +107,7 @@ def print_plan(arguments: argparse.Namespace) -> bool:
     names = ("weights", "activations", "kv", "partition", "max_context")
     options = {name: getattr(arguments, name) for name in names}
     print(
-        plan_memory(
-            arguments.model, max_sequences=arguments.plan, placement=placement, **options
-        )
+        plan_memory(arguments.model, max_sequences=arguments.plan, placement=placement, **options)
     )
     return True
 

@@ -167,6 +167,44 @@ def test_a_step_that_fails_ends_its_requests_only(engine, model, monkeypatch):
     assert engine.stats().finished == {"error": 1, "length": 1}
 
 
+def test_a_proposer_that_raises_is_left_out(engine, model, caplog):
+    def propose(ids, n):
+        raise RuntimeError("planted")
+
+    plain = engine.submit(make(model, [1, 2, 3])).result(300)
+    assert (
+        engine.submit(make(model, [1, 2, 3], proposer=propose, n_proposed=3)).result(300) == plain
+    )
+    assert "planted" in caplog.text
+
+
+def test_numbers_that_are_none_do_not_stay_in_the_pages(engine, model, monkeypatch):
+    """A request whose keys are not finite leaves nothing behind for the next one in its pages."""
+    plain = engine.submit(make(model, IDS[:5])).result(300).logprobs
+    rank = model.engines[0]
+    real = rank.executor.run
+
+    def poison(step):
+        real(step)
+        for keys, values in rank.storage.layers.values():
+            for array in (keys, values):
+                array[step.pages.kv_indices] = np.nan
+        rank.executor.buffer("logits", len(step.logit_rows))[:] = np.nan
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.executor, "run", poison)
+        bad = engine.submit(make(model, IDS[50:70]))
+        with pytest.raises(UsageError, match="have a NaN"):
+            bad.result(300)
+    engine.flush()
+    next_page = rank.table._free[-1]
+    assert np.isnan(rank.storage.layers[0][0][next_page].astype(np.float32)).any()
+    for _ in range(3):
+        assert engine.submit(make(model, IDS[:5])).result(300).logprobs == plain
+        engine.flush()
+    assert all_free(engine)
+
+
 def test_prompt_logprobs(engine, model):
     prompt = IDS[:150]  # more than two steps
     handle = engine.submit(make(model, prompt, 1, prompt_logprobs=2))
