@@ -122,7 +122,8 @@ class CpuExecutor:
     @property
     def workspace_bytes(self) -> int:
         """Return the bytes of the buffers."""
-        return sum(b.nbytes for b in (*self._buffers.values(), *self._int8_rows.values()))
+        floats = sum(b.nbytes for b in self._buffers.values())
+        return floats + sum(rows.nbytes for rows in self._int8_rows.values())
 
     def int8_rows(self, n_rows: int, n_columns: int) -> Int8Rows:
         """Return room for activations as int8; ops of one width share it, one after the other."""
