@@ -1,6 +1,6 @@
 """Embedding rows on CUDA devices: a thread block for each row, see `embedding.cu`.
 
-An index that is not in the table gives a row of NaN: checking the indices would wait for the device.
+An index that is not in the table gives a row of NaN: checking indices would wait for the device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def embedding(ids: Any, table: Any, scale: float, out: Any) -> None:
 
 
 def gather(ids: Any, table: Any, scale: float, out: Any) -> None:
-    """Write rows `ids` (None: all) of a matrix of floats, times `scale`, to `out`: float32 or float16."""
+    """Write rows `ids` (None: all) of a matrix of floats, times `scale`, to float32 or float16."""
     V, E = table.shape
     wide = E % 4 == 0 and cuda.address(table) % 16 == 0 and cuda.address(out) % 16 == 0
     threads = min(256, 32 * cuda.ceil_div(E, 128))

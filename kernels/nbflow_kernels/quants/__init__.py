@@ -354,7 +354,8 @@ def dequantize_rows(
     if len(qt.shape) != 2:
         raise UsageError(f"qt must have shape (V, E), got {qt.shape}")
     if is_cuda(ids):
-        return _dequantize_rows_there(qt, ids, out)
+        there: NDArray[np.float32] = _dequantize_rows_there(qt, ids, out)
+        return there
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise TypeError("ids must be a one-dimensional NumPy array of integers")
     if ids.size and (ids.min() < 0 or ids.max() >= qt.shape[0]):

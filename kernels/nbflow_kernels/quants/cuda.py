@@ -7,6 +7,7 @@ has the same bits on both.  What turns integers into a weight is exact but for i
 from __future__ import annotations
 
 import functools
+import importlib
 import types
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -91,22 +92,26 @@ def _tables(format: QuantFormat, device: cuda.KernelDevice) -> tuple[Any, Any]:
 # ---- decoding -----------------------------------------------------------------------------------
 
 
+def _numba_cuda() -> Any:
+    """Return the module, which only kernels need: importing it takes half a second."""
+    return importlib.import_module("numba.cuda")
+
+
 def _declared(format: QuantFormat, half: bool) -> str:
     wide = isinstance(format, IntegerFormat) and format.table.dtype == np.uint16
     return (
         f"u8* data, i32*? ids, {'u16' if wide else 'u8'}*? table, f32*? values, "
-        f"{'f16' if half else 'f32'}* out, i32 n_rows, i32 T, i32 columns, i64 row_bytes, f32 factor, "
-        "i32 gathers"
+        f"{'f16' if half else 'f32'}* out, i32 n_rows, i32 T, i32 columns, i64 row_bytes, "
+        "f32 factor, i32 gathers"
     )
 
 
 @functools.cache
 def _decoder(format: Any, half: bool) -> cuda.Kernel:
     """Return the kernel that decodes `_PIECE` weights of a row in each thread."""
-    from numba import cuda as nc
-
     from nbflow_kernels.quants import cuda_numbers as numbers
 
+    nc = _numba_cuda()
     block, block_bytes, sub_block = format.block_size, format.block_bytes, _sub_block(format)
     parameters, value, has_base = _reader(format)
     store = numbers.narrow if half else numbers.same
@@ -132,10 +137,7 @@ def _decoder(format: Any, half: bool) -> cuda.Kernel:
                 step, base = parameters(data, at, inside // sub_block)
                 for i in range(min(_PIECE, columns - first)):
                     v = value(data, at, inside + i, table, values)
-                    if has_base:
-                        w = numbers.fma(step, v, base)
-                    else:
-                        w = step * v
+                    w = numbers.fma(step, v, base) if has_base else step * v
                     out[to + first + i] = store(w * factor)
 
     return decode
@@ -144,10 +146,9 @@ def _decoder(format: Any, half: bool) -> cuda.Kernel:
 @functools.cache
 def _user_decoder(format: UserFormat, half: bool) -> cuda.Kernel:
     """Return the kernel that decodes a block of a user's format in each thread."""
-    from numba import cuda as nc
-
     from nbflow_kernels.quants import cuda_numbers as numbers
 
+    nc = _numba_cuda()
     size, n_bytes = format.block_size, format.block_bytes
     decode_block = _on_device(format, "dequantize_block")
     store = numbers.narrow if half else numbers.same
@@ -274,7 +275,8 @@ def _k_parameters(format: KFormat) -> Any:
 def _integer_parameters(format: IntegerFormat) -> Any:
     from nbflow_kernels.quants import cuda_numbers as numbers
 
-    form, scale, d_at, d_bits = format.form, format.scale, format.d_at, format.d_bits
+    form, scale, d_at = format.form, format.scale, format.d_at
+    d_bits: Any = format.d_bits
     factor, has_scales = np.float32(form.factor), form.scales
     of_block = {"e8m0": numbers.e8m0_at, "e4m3": numbers.e4m3_at, "f16": numbers.half_at}[
         form.d_type

@@ -1,4 +1,4 @@
-"""Numbers in bytes and their conversions, for Numba CUDA kernels.  Importing it needs numba-cuda."""
+"""Numbers in bytes and their conversions in Numba CUDA kernels; importing it needs numba-cuda."""
 
 from __future__ import annotations
 
