@@ -11,18 +11,11 @@ from places import emulated
 from nbflow_kernels import checking, families
 from nbflow_kernels.opcase import OpCase
 
-FAMILIES = (
-    "norm",
-    "activation",
-    "embedding",
-    "position",
-    "sparse",
-    "masks",
-    "logits",
-    "penalties",
-)  # fmt: skip
 CASES = [
-    case for family in FAMILIES for case in families.load(family, "cases").CASES if not case.timed
+    case
+    for family in families.CUDA_FAMILIES
+    for case in families.load(family, "cases").CASES
+    if not case.timed
 ]
 
 
