@@ -163,7 +163,7 @@ CUDA_FAMILIES: tuple[str, ...] = (
     "penalties",
     "logits",
 )
-"""Families whose ops run on CUDA devices too, but for those of `NO_CUDA`; the tests run them all."""
+"""Families whose ops run on CUDA devices too, but for `NO_CUDA`; the tests run all their cases."""
 
 _TABLE = "makes a table once, in host memory; copy it to the device"
 _RECORD = "a record of numbers"
