@@ -147,6 +147,10 @@ class ndarray:
             else:
                 self._written()
 
+    def swapaxes(self, first: int, second: int) -> ndarray:
+        """Return a view with two axes exchanged."""
+        return self._like(self._view.swapaxes(first, second))
+
     def reshape(self, *shape: Any) -> ndarray:
         """Return a view of another shape."""
         shape = shape[0] if len(shape) == 1 else shape
