@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import nbflow_kernels as nk
 from nbflow_kernels import cuda
 from nbflow_kernels.cuda import cubins, kernel, nvrtc
 from nbflow_kernels.cuda.detect import detect, extra
@@ -229,3 +230,22 @@ def test_includes_are_found_and_part_of_the_digest(folder: Path) -> None:
     (folder / "factor.cuh").write_text('#include "more.cuh"\n#include <cuda_fp16.h>\n')
     (folder / "more.cuh").write_text('#include "factor.cuh"\n')
     assert len(kernel._sources(folder / "source.cu")) == 3
+
+
+def test_arrays_in_two_places_are_refused(cupy: Any) -> None:
+    host, there = np.ones((2, 8), np.float32), cupy.ones((2, 8), np.float32)
+    for call in (
+        lambda: nk.rmsnorm(host, there[0]),
+        lambda: nk.silu(host, out=there),
+    ):
+        with pytest.raises(TypeError, match="lies in host memory, another one on a CUDA device"):
+            call()
+    for call in (
+        lambda: nk.rmsnorm(there, host[0]),
+        lambda: nk.silu(there, out=host),
+        lambda: nk.soft_cap(there, 1.0, out=host),
+    ):
+        with pytest.raises(
+            TypeError, match=r"lies on a CUDA device|must be an array on the device"
+        ):
+            call()
