@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from typing import Any
 
@@ -35,8 +36,7 @@ def _bits(array: Any) -> Any:
     return np.where(np.isnan(host), 0x7FC00000, host.view(np.int32))
 
 
-@pytest.mark.parametrize("name", BLOCKS)
-def test_arbitrary_bytes_decode_to_the_bits_of_the_cpu(name: str, cupy: Any) -> None:
+def _check_decoder(name: str, cupy: Any) -> None:
     qt = _random(nk.FORMATS[name], 3, seed=BLOCKS.index(name))
     with np.errstate(all="ignore"):
         wanted = nk.dequantize(qt)
@@ -44,6 +44,17 @@ def test_arbitrary_bytes_decode_to_the_bits_of_the_cpu(name: str, cupy: Any) -> 
     found = nk.dequantize(qt.to_device(out), out)
     assert found is out
     np.testing.assert_array_equal(_bits(found), _bits(wanted))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_arbitrary_bytes_decode_to_the_bits_of_the_cpu(name: str, cupy: Any) -> None:
+    _check_decoder(name, cupy)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", BLOCKS)
+def test_arbitrary_bytes_decode_to_the_bits_of_the_cpu_on_a_device(name: str) -> None:
+    _check_decoder(name, importlib.import_module("cupy"))
 
 
 @pytest.fixture
@@ -110,6 +121,16 @@ def test_tensors_travel(weights: np.ndarray, cupy: Any) -> None:
 
 @pytest.mark.parametrize("name", ENCODERS)
 def test_plain_encoders_write_the_bytes_of_the_cpu(name: str, cupy: Any) -> None:
+    _check_encoder(name, cupy)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ENCODERS)
+def test_plain_encoders_write_the_bytes_of_the_cpu_on_a_device(name: str) -> None:
+    _check_encoder(name, importlib.import_module("cupy"))
+
+
+def _check_encoder(name: str, cupy: Any) -> None:
     x = 0.3 * np.random.default_rng(6).standard_normal((3, 150), dtype=np.float32)
     x[0, 3], x[1, :64], x[2, :32] = -0.0, 0.0, 1e-7  # a scale of zero, and one that counts as zero
     found = nk.quantize(cupy.asarray(x), name, encoder="plain")

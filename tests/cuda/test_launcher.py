@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -249,3 +250,13 @@ def test_arrays_in_two_places_are_refused(cupy: Any) -> None:
             TypeError, match=r"lies on a CUDA device|must be an array on the device"
         ):
             call()
+
+
+def test_the_wheel_holds_every_source() -> None:
+    root = Path(nk.__path__[0])
+    settings = tomllib.loads((root.parents[1] / "pyproject.toml").read_text())
+    patterns = settings["tool"]["setuptools"]["package-data"]["nbflow_kernels"]
+    packed = {file for pattern in patterns for file in root.glob(pattern)}
+    sources = {*root.rglob("*.cu"), *root.rglob("*.cuh")}
+    assert len(sources) > 10
+    assert sources <= packed
