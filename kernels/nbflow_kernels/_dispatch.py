@@ -37,6 +37,21 @@ def on_host(array: Any) -> Any:
     return array.get() if is_cuda(array) and hasattr(array, "get") else array
 
 
+def overlap(a: Any, b: Any) -> bool:
+    """Return whether two arrays may share memory: whether their bounds in memory overlap."""
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        both = isinstance(a, np.ndarray) and isinstance(b, np.ndarray)
+        return both and np.may_share_memory(a, b)
+    if not a.size or not b.size:
+        return False
+    starts = [v.__cuda_array_interface__["data"][0] for v in (a, b)]
+    ends = [
+        start + v.itemsize + sum((n - 1) * s for n, s in zip(v.shape, v.strides, strict=True))
+        for start, v in zip(starts, (a, b), strict=True)
+    ]
+    return bool(starts[0] < ends[1] and starts[1] < ends[0])
+
+
 def check_array(
     name: str,
     array: Any,

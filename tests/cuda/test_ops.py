@@ -20,6 +20,8 @@ FAMILIES = (
     "masks",
     "logits",
     "penalties",
+    "matmul",
+    "qmatmul",
 )  # fmt: skip
 CASES = [
     case for family in FAMILIES for case in families.load(family, "cases").CASES if not case.timed

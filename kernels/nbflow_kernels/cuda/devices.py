@@ -147,6 +147,11 @@ class CupyDevice:
         self.n_sms = self._driver.attribute(driver.MULTIPROCESSOR_COUNT)
         self.max_shared_bytes = self._driver.attribute(driver.MAX_SHARED_BYTES_OPT_IN)
 
+    @property
+    def stream(self) -> int:
+        """See `KernelDevice.stream`."""
+        return int(self._cupy.cuda.get_current_stream().ptr)
+
     def load(self, code: bytes, entry: str) -> Launch:
         """See `KernelDevice.load`; the kernel runs on CuPy's current stream."""
         function = self._driver.load(code, entry)

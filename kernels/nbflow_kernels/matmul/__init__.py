@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels._dispatch import check_array, empty, is_cuda, overlap
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.matmul import cpu, cuda
 
@@ -88,12 +88,12 @@ def matmul(
         check_array("bias", bias, (w.shape[0],))
     if out is not None:
         check_array("out", out, shape)
-        if np.may_share_memory(x, out):
+        if overlap(x, out):
             raise UsageError("out must not overlap x; pass another array")
     elif accumulate:
         raise UsageError("accumulate=True needs out=, the array to add to")
     else:
-        out = np.empty_like(x, shape=shape)
+        out = empty(x, shape)
     variant = cuda if is_cuda(x) or is_cuda(w) else cpu
     variant.matmul(x, w, bias, bool(accumulate), out)
     return out

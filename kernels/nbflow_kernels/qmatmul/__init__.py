@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels._dispatch import check_array, empty, is_cuda, overlap
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.qmatmul import cpu, cuda
 from nbflow_kernels.quants.tensor import QuantTensor
@@ -114,12 +114,12 @@ def qmatmul(
         check_array("bias", bias, (w.shape[0],))
     if out is not None:
         check_array("out", out, shape, rows=True)
-        if not is_cuda(out) and np.may_share_memory(x, out):
+        if overlap(x, out):
             raise UsageError("out must not overlap x; pass another array")
     elif accumulate:
         raise UsageError("accumulate=True needs out=, the array to add to")
     else:
-        out = np.empty_like(x, shape=shape)
+        out = empty(x, shape)
     variant = cuda if is_cuda(x) else cpu
     variant.qmatmul(x, w, bias, bool(accumulate), activations, out)
     return out

@@ -311,6 +311,14 @@ def pack(format: QuantFormat, data: NDArray[np.uint8], n_columns: int) -> Units:
         return _pack(form, format, data, n_columns)
 
 
+def whole_tiles(data: NDArray[np.uint8], n_rows: int) -> NDArray[np.uint8]:
+    """Return the bytes of matrices of `n_rows` rows each, with zeros up to whole row tiles."""
+    matrices = data.reshape(-1, n_rows, data.shape[1])
+    full = np.zeros((len(matrices), -(-n_rows // ROWS) * ROWS, data.shape[1]), np.uint8)
+    full[:, :n_rows] = matrices
+    return full.reshape(-1, data.shape[1])
+
+
 def _pack(form: UnitForm, format: QuantFormat, data: NDArray[np.uint8], n_columns: int) -> Units:
     n_rows, n_chunks = len(data), -(-n_columns // CHUNK)
     n_tiles, tile_bytes = -(-n_rows // ROWS), form.tile_bytes(n_columns)
