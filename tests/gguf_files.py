@@ -13,7 +13,7 @@ from nbflow.spec import families, resolve
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.weights import open_weights
 
-PERMUTED = ("llama", "deepseek", "granite", "minicpm")
+PERMUTED = ("llama", "deepseek", "granite", "minicpm", "baichuan")
 """Architectures whose rotary pairs the converter makes neighbours."""
 
 
@@ -38,6 +38,44 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def write_t5(source: Path, path: Path) -> None:
+    """Write an encoder with a decoder, as the converter does for T5."""
+    spec = resolve(source).spec
+    encoder = spec.encoder
+    writer = gguf.GGUFWriter(str(path), "t5")
+    _add_numbers(writer, encoder)
+    writer.add_key_length(spec.head_dim)
+    writer.add_value_length(spec.head_dim)
+    writer.add_decoder_block_count(spec.n_layers)
+    writer.add_relative_attn_buckets_count(spec.bias_buckets)
+    writer.add_decoder_start_token_id(spec.decoder_start_id)
+    with open_weights(source) as file:
+        for part, side in ((encoder, "enc"), (spec, "dec")):
+            for ours in part.tensor_shapes():
+                array = read_part(part, file, Operand(ours)).astype(np.float32)
+                name = _t5_name(ours, side)
+                if name != "token_embd.weight" or side == "dec":
+                    writer.add_tensor(name, np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _t5_name(ours: str, side: str) -> str:
+    outside = {
+        "embed.weight": "token_embd.weight",
+        "head.weight": "output.weight",
+        "final_norm.weight": f"{side}.output_norm.weight",
+        "position_bias.weight": f"{side}.blk.0.attn_rel_b.weight",
+    }
+    if ours in outside:
+        return outside[ours]
+    _, layer, inner = ours.split(".", 2)
+    inner = inner.replace("cross_norm", "cross_attn_norm").replace("cross.", "cross_attn_")
+    return f"{side}.blk.{layer}.{inner.replace('attn.', 'attn_').replace('ffn.', 'ffn_')}"
 
 
 def families_by_arch():
@@ -83,6 +121,9 @@ def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
         writer.add_attention_scale(spec.sm_scale)
     if spec.family == "gpt_neox":
         writer.add_parallel_residual(spec.residual != "sequential")
+    if not spec.causal:
+        writer.add_causal_attention(False)
+        writer.add_token_type_count(spec.type_vocab_size)
     if spec.moe is not None:
         writer.add_expert_count(spec.moe.n_experts)
         writer.add_expert_used_count(spec.moe.top_k)
@@ -134,6 +175,10 @@ def _gguf_tensors(spec, arch, tensors, names):
             layer, inner = "", ours
         if arch in PERMUTED and inner.startswith(("attn.q.", "attn.k.")):
             array = _neighbours(array, spec.head_dim)
+        if spec.normalize_head and ours == "head.weight":
+            array = array / np.sqrt(np.square(array.astype(np.float64)).sum(1))[:, None]
+        if arch == "bert" and ours.split(".")[0] in ("transform", "transform_norm", "head"):
+            continue  # files of encoders have no head
         if arch.startswith("gemma") and "norm" in inner:
             array = array + np.float32(1)
         if inner.startswith("shared_gate"):

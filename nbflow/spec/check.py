@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
+from nbflow.spec.fields import DIVISORS
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.stored import stored
 from nbflow.weights import WeightFile
@@ -60,7 +61,7 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
         elif not _can_be_weights(weights, name):
             types.append(f"{name} must be of {', '.join(FLOAT_TYPES)}, got {weights.dtype(name)}")
     if spec.rope.scaling is not None:
-        used.add(spec.tensors.get("rope_divisors", ""))
+        used.update(spec.tensors.get(name, "") for name in DIVISORS)
     if spec.tied_head:
         used.add(spec.tensors.get("head.weight", ""))
     unused = [

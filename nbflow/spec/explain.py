@@ -58,6 +58,8 @@ def _source(family: Family, name: str, default: Any) -> str:
 def _ways(rule: ConfigRule) -> Iterator[str]:
     """Yield the ways in which a rule finds a value."""
     when = ", ".join(f"{key} is {_shown(value)}" for key, value in rule.when.items())
+    if rule.stored is not None:
+        when = ", ".join(filter(None, (when, f"the checkpoint has {rule.stored}")))
     prefix = f"if {when}: " if when else ""
     if rule.keys:
         yield prefix + "key " + " or ".join(rule.keys)

@@ -30,6 +30,8 @@ prefix
     ``when``
         Keys of config.json and the values that they must have (``"absent"``: none), else the rule
         gives nothing.
+    ``stored``
+        A checkpoint's tensor; without it the rule gives nothing.
 [biases]
     Switches of config.json, and the matrices that have a bias when they are true.  ``always`` is
     true, and ``stored`` is where the checkpoint has the bias.
@@ -101,6 +103,8 @@ class ConfigRule:
     """The checkpoint's word -> ours; empty means as it is."""
     when: dict[str, Any] = field(default_factory=dict)
     """Keys of config.json and the values they must have."""
+    stored: str | None = None
+    """Tensor that the checkpoint must have."""
 
 
 @dataclass(frozen=True)
@@ -270,6 +274,7 @@ def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
     """Return one rule, checked."""
     check_keys(rule, at, ConfigRule.__dataclass_fields__)
     same_as, default, formula = (rule.get(key) for key in ("same_as", "default", "formula"))
+    stored = rule.get("stored")
     if same_as is not None and same_as not in above:
         raise UsageError(f"{at}: {same_as!r} must be a field listed above it")
     kind = FIELDS[name].kind
@@ -286,4 +291,5 @@ def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
             ).items()
         },
         when=check_keys(rule.get("when", {}), f"{at} when", rule.get("when", {})),
+        stored=None if stored is None else check_value(stored, f"{at} stored", str),
     )
