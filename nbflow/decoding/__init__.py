@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from nbflow.decoding.greedy import Greedy
 from nbflow.decoding.min_p import MinP
 from nbflow.decoding.sample import Sample
-from nbflow.decoding.strategy import Strategy
+from nbflow.decoding.strategy import State, Strategy
 from nbflow.decoding.top_k import TopK
 from nbflow.decoding.top_p import TopP
 from nbflow_kernels.errors import UsageError, unknown_name
@@ -66,4 +66,14 @@ def make_strategy(
     return kind(**{**recommended, **given})
 
 
-__all__ = ["STRATEGIES", "Greedy", "MinP", "Sample", "Strategy", "TopK", "TopP", "make_strategy"]
+__all__ = [
+    "STRATEGIES",
+    "Greedy",
+    "MinP",
+    "Sample",
+    "State",
+    "Strategy",
+    "TopK",
+    "TopP",
+    "make_strategy",
+]

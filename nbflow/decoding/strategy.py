@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, Protocol
 
 import numpy as np
 
@@ -11,9 +13,39 @@ from nbflow_kernels.sampling import cpu
 from nbflow_kernels.sampling.checks import limits_of
 
 
+class State(Protocol):
+    """What a strategy remembers of one request."""
+
+    def choose(self, logits: np.ndarray) -> int:
+        """Return the next token; asking again without `accept` gives the same.
+
+        Parameters
+        ----------
+        logits : array of float32, shape (V,)
+            Scores of the vocabulary; may be changed.
+        """
+
+    def accept(self, token: int) -> None:
+        """Take the token that came next; it need not be the chosen one."""
+
+    def fork(self) -> State:
+        """Return a copy that goes on by itself."""
+
+
 @dataclass(frozen=True)
 class Strategy:
-    """How the next token is chosen from the logits."""
+    """How the next token is chosen from the logits.
+
+    A strategy that needs nothing but the logits, a seed and the number of draws before is
+    `compiled`: it has `launch`.  Others have `begin`, which gives a state for each request.
+    """
+
+    compiled: ClassVar[bool] = True
+    """Whether it has `launch`; else it has `begin`."""
+
+    def begin(self, prompt_ids: Sequence[int], seed: int) -> State:
+        """Return what it remembers of a request before the first new token."""
+        raise NotImplementedError
 
     def launch(
         self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray, out: np.ndarray
@@ -71,10 +103,15 @@ class Draw(Strategy):
 def check_drawn(tokens: np.ndarray) -> None:
     """Raise `UsageError` if a row had no distribution to draw from."""
     if (tokens < 0).any():
-        raise UsageError(
-            "the model's logits have a NaN or an infinity, so that no token can be drawn; its "
-            "weights or the key/value cache may exceed their format: try another (weights=, kv=)"
-        )
+        raise no_distribution()
+
+
+def no_distribution() -> UsageError:
+    """Return the error for logits from which no token can be drawn."""
+    return UsageError(
+        "the model's logits have a NaN or an infinity, so that no token can be drawn; its "
+        "weights or the key/value cache may exceed their format: try another (weights=, kv=)"
+    )
 
 
 def check_range(

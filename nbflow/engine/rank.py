@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import platform
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +16,13 @@ from typing import Any
 import numpy as np
 
 from nbflow.cache import KVStorage, PageTable
-from nbflow.decoding.strategy import check_drawn
-from nbflow.engine.burst import MAX_STEPS, Burst, log_probabilities
+from nbflow.decoding.strategy import no_distribution
+from nbflow.engine.burst import MAX_STEPS, Burst
 from nbflow.engine.memory import Memory
-from nbflow.engine.request import Request
-from nbflow.engine.scheduler import next_tokens
+from nbflow.engine.outcome import Outcome, Output
+from nbflow.engine.request import FinishReason, Request
+from nbflow.engine.scheduler import Scheduler, Work
+from nbflow.engine.sequences import MAX_LOGIT_BYTES, Sequences
 from nbflow.execute import CpuExecutor, RankWeights, Step, make_step
 from nbflow.execute.weights import stored_bytes
 from nbflow.parallel.comm import Comm
@@ -27,20 +30,15 @@ from nbflow.parallel.plan import Plan, make_plan
 from nbflow.program import build, fuse, partition
 from nbflow.program.cost import bytes_sent
 from nbflow.spec.model_spec import ModelSpec
-from nbflow.system import peak_rss_bytes, reset_peak_rss
+from nbflow.system import available_memory_bytes, peak_rss_bytes, reset_peak_rss
 from nbflow.weights import WeightFile
 from nbflow_kernels.threads import set_num_threads
-
-Event = tuple[int, int, float]
-"""A new token: index of the request, token, log-probability."""
 
 PAGE_SIZE = 64
 """Tokens of a page of the KV cache: as many as attention takes at a time, and long enough a piece
 of memory for the processor to read ahead (with 16, reading takes up to half as long again)."""
 MAX_BURSTS = 32
 """Bursts (strategies and batch sizes) kept."""
-MAX_LOGIT_BYTES = 64 * 2**20
-"""Logits of all positions are computed in pieces of at most this size."""
 
 
 def make_groups(plan: Plan, comm: Comm) -> dict[tuple[int, ...], Comm]:
@@ -95,14 +93,14 @@ class RankEngine:
             "weights": weights, "outliers": outliers, "activations": activations, "kv": kv,
             "page_size": page_size,
         }  # fmt: skip
-        self._encoded: Memory | None = None
+        self.encoded: Memory | None = None
         if spec.encoder is not None:
             encoder_plan = make_plan(spec.encoder, plan.partition, plan.block_size)
             encoder = RankEngine(
                 encoder_plan, file, comm, groups, spec=spec.encoder, threads=threads,
                 max_step_tokens=max_step_tokens, **options,
             )  # fmt: skip
-            self._encoded = Memory(encoder, spec, plan.ranks[comm.rank], file, **options)
+            self.encoded = Memory(encoder, spec, plan.ranks[comm.rank], file, **options)
         self.mine = plan.ranks[comm.rank]
         self.program = fuse(partition(build(spec), self.mine))
         started, before = time.perf_counter(), file.bytes_read
@@ -113,69 +111,41 @@ class RankEngine:
         self.storage = KVStorage(
             self.program.layers, page_size, self.program.n_kv_heads, spec.head_dim, kv
         )
+        self.max_step_tokens = max_step_tokens
         self.table = PageTable(page_size)
+        self.scheduler = Scheduler(self.table, max_step_tokens)
         self.executor = CpuExecutor(
             self.program, self.weights, self.storage, comm, plan.numbers, activations,
-            None if self._encoded is None else self._encoded.storage,
+            None if self.encoded is None else self.encoded.storage,
         )  # fmt: skip
         self._groups = groups
         self.executor.set_groups(groups)
         self._head = plan.numbers.index(plan.head_rank)
-        self._budget = max_step_tokens
-        self._requests: list[Request] = []
+        self._sequences = Sequences(self)
+        self._limits: tuple[int | None, int | None, int | None, bool] = (None, None, None, False)
         self._sent_before: dict[str, int] = {}
         self._predicted_bytes = 0
         self._bursts: dict[tuple[Any, ...], Burst] = {}
-        self._burst_s = 0.0
         self._step_s = math.inf
         self._bytes_sent = functools.cache(
             functools.partial(bytes_sent, self.program, self.mine.rank)
         )
 
-    # ---- all positions at once ----------------------------------------------------------------
+    # ---- sequences of others ------------------------------------------------------------------
 
-    def outputs(
+    def sequences(self, method: str, *args: Any) -> Any:
+        """Call a method of `Sequences`."""
+        return getattr(self._sequences, method)(*args)
+
+    def run_step(
         self,
-        ids: Sequence[int],
-        name: str,
+        sequences: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        logit_rows: Sequence[int],
         types: Sequence[int] | None = None,
-        encoder_ids: Sequence[int] | None = None,
-    ) -> np.ndarray:
-        """Return a buffer of the last stage ("logits" or "y") after every token, on every rank."""
-        width = self.spec.vocab_size if name == "logits" else self.spec.hidden_size
-        result = np.empty((len(ids), width), np.float32)
-        piece = max(1, min(self._budget, MAX_LOGIT_BYTES // (4 * self.spec.vocab_size)))
-        if not self.spec.causal:  # every token sees all others
-            piece = len(ids)
-        self._add(-1, encoder_ids)
-        try:
-            for start in range(0, len(ids), piece):
-                chunk = list(ids[start : start + piece])
-                some_types = None if types is None else types[start : start + piece]
-                step = self._step([-1], [chunk], range(len(chunk)), some_types)
-                self._run(step)
-                rows = result[start : start + len(chunk)]
-                if self.mine.last:
-                    np.copyto(rows, self.executor.buffer(name, len(chunk)))
-                self._broadcast(rows)
-        finally:
-            self._drop(-1)
-        return result
-
-    # ---- sequences ----------------------------------------------------------------------------
-
-    def _add(self, sequence: int, encoder_ids: Sequence[int] | None) -> None:
-        """Begin a sequence; if there is an encoder, run it on the sequence's input."""
-        if self._encoded is not None:
-            assert encoder_ids is not None  # checked by the caller
-            self._encoded.add(sequence, encoder_ids)
-        self.table.add(sequence)
-
-    def _drop(self, sequence: int) -> None:
-        """End a sequence."""
-        self.table.drop(sequence)
-        if self._encoded is not None:
-            self._encoded.drop(sequence)
+    ) -> None:
+        """Run more tokens of sequences; results are in the executor's buffers."""
+        self._run(self._step(sequences, tokens, logit_rows, types))
 
     def _step(
         self,
@@ -184,69 +154,134 @@ class RankEngine:
         logit_rows: Sequence[int],
         types: Sequence[int] | None = None,
     ) -> Step:
-        memory = None if self._encoded is None else self._encoded.table
+        memory = None if self.encoded is None else self.encoded.table
         return make_step(self.table, sequences, tokens, logit_rows, types, memory)
 
     # ---- generation ---------------------------------------------------------------------------
 
-    def begin(self, burst_s: float, requests: list[Request]) -> None:
-        """Start to work on these requests instead of any others.
+    def configure(
+        self,
+        max_step_tokens: int | None = None,
+        max_sequences: int | None = None,
+        max_pages: int | None = None,
+        prefix_cache: bool = False,
+    ) -> None:
+        """Have these limits, and an empty cache where they are other ones than before.
 
-        Steps that need no look at the requests run in bursts of at most `burst_s` seconds.
+        Without arguments they are those of `nbflow.load`.  With `max_pages` that many are made at
+        once, so that no step has to wait for it; the system gives memory to a page when it is
+        first written.
         """
-        self.end()
-        self._burst_s = burst_s
-        for i, request in enumerate(requests):
-            self._add(i, request.encoder_ids)
-            self._requests = requests[: i + 1]
-
-    def end(self) -> None:
-        """Stop working on the present requests."""
-        for i in range(len(self._requests)):
-            self._drop(i)
-        self._requests = []
-
-    def advance(self) -> list[Event]:
-        """Run a step, or a burst of them, and return the new tokens in order."""
-        chosen = next_tokens(self._requests, self._budget)
-        requests = [self._requests[i] for i, _ in chosen]
-        if self._can_burst(requests, sum(n for _, n in chosen)):
-            return self._burst([i for i, _ in chosen], requests)
-        tokens = [r.pending[:n] for r, (_, n) in zip(requests, chosen, strict=True)]
-        ready = [
-            r.n_done + n == len(r.prompt) + len(r.ids)
-            for r, (_, n) in zip(requests, chosen, strict=True)
-        ]
-        ends = np.cumsum([n for _, n in chosen]) - 1
-        step = self._step(
-            [i for i, _ in chosen],
-            tokens,
-            [int(e) for e, r in zip(ends, ready, strict=True) if r],
+        limits = max_step_tokens, max_sequences, max_pages, prefix_cache
+        if limits == self._limits:
+            return
+        self._limits = limits
+        self.storage.release()
+        self.table = PageTable(self.storage.page_size, max_pages)
+        if max_pages is not None:
+            self.table.grow(max_pages)
+        self.scheduler = Scheduler(
+            self.table,
+            max_step_tokens or self.max_step_tokens,
+            max_sequences,
+            max(1, MAX_LOGIT_BYTES // (4 * self.spec.vocab_size)),
+            prefix_cache,
         )
-        self._run(step)
-        for request, (_, n) in zip(requests, chosen, strict=True):
-            request.n_done += n
-        waiting = [(i, r) for (i, _), r, ok in zip(chosen, requests, ready, strict=True) if ok]
-        drawn, logprobs = self._draw([r for _, r in waiting])
-        events = []
-        for (i, request), token, logprob in zip(
-            waiting, drawn.tolist(), logprobs.tolist(), strict=True
-        ):
-            request.accept(token, logprob)
-            events.append((i, token, logprob))
-        return events
 
-    def _can_burst(self, requests: Sequence[Request], n_tokens: int) -> bool:
-        """Return whether the next steps can run as one burst."""
-        generating = n_tokens == len(requests) and all(r.ids for r in requests)
-        return generating and self.comm.size == 1 and Burst.fits(requests)
+    def submit(self, request: Request) -> None:
+        """Take a request; `advance` works on all there are."""
+        self.scheduler.add(request)
 
-    def _burst(self, indices: Sequence[int], requests: Sequence[Request]) -> list[Event]:
+    def end(self, request_id: int, reason: FinishReason) -> None:
+        """End a request for another reason than its own, if it is still there."""
+        for request in self.scheduler.requests:
+            if request.id == request_id:
+                request.finish_reason = reason
+                self._remove(request)
+
+    def clear_prefix_cache(self) -> None:
+        """Forget which tokens the pages hold."""
+        self.table.clear_cache()
+
+    def end_all(self, reason: FinishReason = "abort") -> None:
+        """End all requests."""
+        for request in self.scheduler.requests:
+            self.end(request.id, reason)
+
+    def advance(self, burst_s: float) -> list[Output]:
+        """Run a step, or a burst of at most `burst_s` seconds, and return what came out.
+
+        A step that fails ends the requests that were in it, where this is the only rank; among
+        several, who fails leaves the others waiting in the middle of a step, so the error is
+        raised.
+        """
+        works = self.scheduler.next_step()
+        if not works:
+            assert not self.scheduler.requests, "requests are left, but none can run"
+            return []
+        try:
+            if self.encoded is not None:
+                self.encoded.update(self.scheduler.running)
+            outputs = (
+                self._burst(works, burst_s) if self._can_burst(works) else self._one_step(works)
+            )
+        except Exception as error:
+            if self.comm.size > 1:
+                raise
+            for work in works:
+                work.request.fail(error)
+            outputs = [Output(work.request) for work in works]
+        for output in outputs:
+            if output.request.finish_reason is not None:
+                self._remove(output.request)
+        return outputs
+
+    def _remove(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        if self.encoded is not None:
+            self.encoded.update(self.scheduler.running)
+
+    def _one_step(self, works: Sequence[Work]) -> list[Output]:
+        """Run one step, draw, and enter the pages that are full into the cache."""
+        tokens = [w.request.pending[: w.n_tokens] + w.drafts for w in works]
+        rows: list[int] = []
+        end = 0
+        for work, ids in zip(works, tokens, strict=True):
+            end += len(ids)
+            rows += range(end - work.n_logits, end)
+        self.run_step([w.request.id for w in works], tokens, rows)
+        outcome = Outcome.empty(works)
+        if self.comm.rank == self._head and rows:
+            outcome.compute(self.executor.buffer("logits", len(rows)), works)
+        for array in outcome.arrays:
+            self.broadcast(array)
+        outputs = outcome.apply(works)
+        for work in works:
+            request = work.request
+            if work.drafts:
+                self.table.truncate(request.id, request.n_done)
+            self._commit(request)
+        return outputs
+
+    def _commit(self, request: Request) -> None:
+        if self.scheduler.prefix_cache and self.table.has_full_page(request.id):
+            self.table.commit(request.id, request.prompt + request.ids)
+
+    def _can_burst(self, works: Sequence[Work]) -> bool:
+        """Return whether the next steps can run as one burst: all generate, nobody is to join."""
+        return (
+            self.comm.size == 1
+            and all(w.request.is_generating and w.request.proposer is None for w in works)
+            and len(works) == len(self.scheduler.running)
+            and Burst.fits([w.request for w in works])
+        )
+
+    def _burst(self, works: Sequence[Work], burst_s: float) -> list[Output]:
         """Run several steps in which each of these requests draws a token."""
-        fitting = max(1, min(MAX_STEPS, int(self._burst_s / self._step_s)))
+        requests = [w.request for w in works]
+        fitting = max(1, min(MAX_STEPS, int(burst_s / self._step_s)))
         n_steps = min(fitting, *(r.max_tokens - len(r.ids) for r in requests))
-        for i in indices:
-            self.table.reserve(i, n_steps)
+        n_steps = self._reserve(requests, n_steps)
         key = Burst.key(requests)
         if key not in self._bursts:
             if len(self._bursts) >= MAX_BURSTS:
@@ -254,9 +289,10 @@ class RankEngine:
             self._bursts[key] = Burst(*key)
         burst = self._bursts[key]
         burst.begin(requests)
-        step = self._step(indices, [r.pending for r in requests], range(len(requests)))
-        set_num_threads(self._threads)
-        self.storage.ensure(self.table.n_pages)
+        step = self._step(
+            [r.id for r in requests], [r.pending for r in requests], range(len(requests))
+        )
+        self._prepare()
         started = time.perf_counter()
         self.executor.run_repeated(
             step,
@@ -267,49 +303,48 @@ class RankEngine:
         )
         done = int(burst.n_steps[0])
         self._step_s = (time.perf_counter() - started) / done
-        check_drawn(burst.tokens[:, :done])
         tokens, logprobs = burst.tokens[:, :done].tolist(), burst.token_logprobs.tolist()
-        for i, request in zip(indices, requests, strict=True):
-            self.table.extend(i, done - 1)
+        outputs = []
+        for b, request in enumerate(requests):
+            n_before = len(request.ids)
+            self.table.extend(request.id, done - 1)
             request.n_done += done
-        events = []
-        for s in range(done):
-            for b, (i, request) in enumerate(zip(indices, requests, strict=True)):
-                logprob = logprobs[b][s] if request.wants_logprobs else math.nan
-                request.accept(tokens[b][s], logprob)
-                events.append((i, tokens[b][s], logprob))
-        return events
+            for s, token in enumerate(tokens[b]):
+                if token < 0:
+                    request.fail(no_distribution())
+                    break
+                request.accept(token, logprobs[b][s] if request.wants_logprobs else math.nan)
+            self._commit(request)
+            outputs.append(Output(request, request.ids[n_before:], request.logprobs[n_before:]))
+        return outputs
 
-    def _draw(self, requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:
-        """Choose the next token of each request; every rank gets the same ones."""
-        drawn = np.zeros((2, len(requests)))
-        if not requests:
-            return drawn[0].astype(np.int32), drawn[1]
-        if self.comm.rank == self._head:
-            logits = self.executor.buffer("logits", len(requests))
-            tokens = np.empty(len(requests), np.int32)
-            for strategy in dict.fromkeys(r.strategy for r in requests):
-                rows = [i for i, r in enumerate(requests) if r.strategy == strategy]
-                seeds = np.array([requests[i].seed for i in rows], np.uint64)
-                offsets = np.array([len(requests[i].ids) for i in rows], np.uint64)
-                some = logits if len(rows) == len(requests) else logits[rows]
-                tokens[rows] = strategy.choose(some, seeds, offsets)
-            drawn[0], drawn[1] = tokens, math.nan
-            if any(r.wants_logprobs for r in requests):
-                log_probabilities(logits, tokens, drawn[1].reshape(-1, 1))
-        self._broadcast(drawn)
-        return drawn[0].astype(np.int32), drawn[1]
+    def _reserve(self, requests: Sequence[Request], n_steps: int) -> int:
+        """Give all requests pages for so many steps, or for as many as there are pages."""
+        table = self.table
+        while n_steps > 1:
+            missing = sum(table.missing(r.id, n_steps) for r in requests)
+            if missing <= table.n_available:
+                break
+            n_steps //= 2
+        for request in requests:
+            table.reserve(request.id, n_steps)
+        return n_steps
 
     # ---- running and counting -----------------------------------------------------------------
 
-    def _run(self, step: Step) -> None:
+    def _prepare(self) -> None:
+        """Have threads and pages as the next step needs them."""
         set_num_threads(self._threads)  # another model of this thread may have changed it
         self.storage.ensure(self.table.n_pages)
+        self.storage.copy_pages(self.table.take_copies())
+
+    def _run(self, step: Step) -> None:
+        self._prepare()
         self.executor.run(step)
         if self.comm.size > 1:
             self._predicted_bytes += self._bytes_sent(len(step.ids), len(step.logit_rows))
 
-    def _broadcast(self, array: np.ndarray) -> None:
+    def broadcast(self, array: np.ndarray) -> None:
         """Give every rank the head rank's array."""
         if self.comm.size > 1:
             self.comm.Bcast(array, self._head)
@@ -327,17 +362,27 @@ class RankEngine:
         """Count the bytes sent from here on."""
         self._sent_before = self._sent()
         self._predicted_bytes = 0
-        if self._encoded is not None:
-            self._encoded.encoder.reset_traffic()
+        if self.encoded is not None:
+            self.encoded.encoder.reset_traffic()
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes this rank has sent since `reset_traffic`, measured and predicted."""
         now = self._sent()
         measured = sum(n - self._sent_before.get(kind, 0) for kind, n in now.items())
         predicted = self._predicted_bytes
-        if self._encoded is not None:  # what it sends is measured by the same communicators
-            predicted += self._encoded.encoder.traffic()["predicted_bytes"]
+        if self.encoded is not None:  # what it sends is measured by the same communicators
+            predicted += self.encoded.encoder.traffic()["predicted_bytes"]
         return {"measured_bytes": measured, "predicted_bytes": predicted}
+
+    def page_memory(self) -> dict[str, int]:
+        """Return the bytes of a page, those that are available, and how many ranks share these."""
+        machine = self.comm.gather_object(platform.node())
+        hosts = self.comm.bcast_object(machine)
+        return {
+            "page_bytes": self.storage.page_bytes,
+            "available_bytes": available_memory_bytes(),
+            "sharing": hosts.count(platform.node()),
+        }
 
     def memory(self) -> dict[str, int]:
         """Return what this rank holds, in bytes."""
@@ -349,7 +394,7 @@ class RankEngine:
             "workspace_bytes": self.executor.workspace_bytes,
             "peak_rss_bytes": peak_rss_bytes(),
         }
-        more = {} if self._encoded is None else self._encoded.memory()
+        more = {} if self.encoded is None else self.encoded.memory()
         return {key: n + more.get(key, 0) for key, n in held.items()}
 
     @property
