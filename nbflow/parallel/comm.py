@@ -156,7 +156,8 @@ def q8_unpack(packed: np.ndarray, size: int) -> np.ndarray:
     n_blocks = q8_packed_bytes(size) // (Q8_BLOCK + 4)
     codes = packed[: n_blocks * Q8_BLOCK // 4].view(np.int8).reshape(n_blocks, Q8_BLOCK)
     scales = packed[n_blocks * Q8_BLOCK // 4 :]
-    blocks: np.ndarray = codes * scales[:, None]
+    with np.errstate(invalid="ignore"):
+        blocks: np.ndarray = codes * scales[:, None]
     return blocks.reshape(-1)[:size]
 
 

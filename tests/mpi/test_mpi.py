@@ -26,7 +26,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("n", "partitions"),
-    [(2, ["0;1", "0&1", "1&0", "1"]), (4, ["0&1;2&3", "0&1&2&3", "3;1&2", "2;0", "0;1;2"])],
+    [(2, ["0;1", "0&1", "1&0", "1", "0:2;1"]), (4, ["0&1;2&3", "0&1&2&3", "3;1&2", "2;0", "0;1;2"])],
 )
 def test_partitions_agree_with_one_rank(checkpoint, n, partitions):
     script = Path(__file__).with_name("check_partitions.py")
