@@ -62,7 +62,7 @@ def demo() -> None:
 
 def test(arguments: list[str]) -> None:
     """Run the tests; further words go to pytest."""
-    install("mpi,experiments,dev")
+    install("mpi,experiments,serve,dev")
     call(str(BIN / "python"), "-m", "pytest", "-q", *arguments)
 
 
