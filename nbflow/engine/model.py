@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -485,7 +486,7 @@ class Model:
 
 
 def _copy(requests: list[Request]) -> list[Request]:
+    """Return the requests for another rank: equal, with lists and a state of their own."""
     return [
-        Request(r.prompt, r.max_tokens, r.strategy, r.seed, r.stop_ids, r.encoder_ids)
-        for r in requests
+        dataclasses.replace(r, ids=[], logprobs=[], top_logprobs=[], state=None) for r in requests
     ]

@@ -16,7 +16,8 @@ import numpy as np
 
 from nbflow.cache import KVStorage, PageTable
 from nbflow.decoding.strategy import check_drawn
-from nbflow.engine.burst import MAX_STEPS, Burst, log_probabilities
+from nbflow.engine.burst import MAX_STEPS, Burst
+from nbflow.engine.draw import Drawn, draw
 from nbflow.engine.memory import Memory
 from nbflow.engine.request import Request
 from nbflow.engine.scheduler import next_tokens
@@ -227,12 +228,12 @@ class RankEngine:
         for request, (_, n) in zip(requests, chosen, strict=True):
             request.n_done += n
         waiting = [(i, r) for (i, _), r, ok in zip(chosen, requests, ready, strict=True) if ok]
-        drawn, logprobs = self._draw([r for _, r in waiting])
+        drawn = self._draw([r for _, r in waiting])
         events = []
-        for (i, request), token, logprob in zip(
-            waiting, drawn.tolist(), logprobs.tolist(), strict=True
+        for b, ((i, request), token, logprob) in enumerate(
+            zip(waiting, drawn.tokens, drawn.logprobs, strict=True)
         ):
-            request.accept(token, logprob)
+            request.accept(token, logprob, drawn.top(b, request.n_top_logprobs))
             events.append((i, token, logprob))
         return events
 
@@ -280,25 +281,14 @@ class RankEngine:
                 events.append((i, tokens[b][s], logprob))
         return events
 
-    def _draw(self, requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:
+    def _draw(self, requests: Sequence[Request]) -> Drawn:
         """Choose the next token of each request; every rank gets the same ones."""
-        drawn = np.zeros((2, len(requests)))
-        if not requests:
-            return drawn[0].astype(np.int32), drawn[1]
-        if self.comm.rank == self._head:
-            logits = self.executor.buffer("logits", len(requests))
-            tokens = np.empty(len(requests), np.int32)
-            for strategy in dict.fromkeys(r.strategy for r in requests):
-                rows = [i for i, r in enumerate(requests) if r.strategy == strategy]
-                seeds = np.array([requests[i].seed for i in rows], np.uint64)
-                offsets = np.array([len(requests[i].ids) for i in rows], np.uint64)
-                some = logits if len(rows) == len(requests) else logits[rows]
-                tokens[rows] = strategy.choose(some, seeds, offsets)
-            drawn[0], drawn[1] = tokens, math.nan
-            if any(r.wants_logprobs for r in requests):
-                log_probabilities(logits, tokens, drawn[1].reshape(-1, 1))
-        self._broadcast(drawn)
-        return drawn[0].astype(np.int32), drawn[1]
+        drawn = Drawn.empty(requests)
+        if requests:
+            if self.comm.rank == self._head:
+                drawn = draw(self.executor.buffer("logits", len(requests)), requests)
+            self._broadcast(drawn.array)
+        return drawn
 
     # ---- running and counting -----------------------------------------------------------------
 
