@@ -39,6 +39,9 @@ REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "safety_identifier": ((), "use user, which is written to the log"),
     "prompt_cache_key": ((), "prompts share their beginnings anyway; use cache_salt to keep apart"),
     "prompt_cache_retention": ((), "prompts share their beginnings while there is room"),
+    "use_beam_search": ((False,), "beams are searched by nbflow run, not by the server"),
+    "length_penalty": ((1.0, 1), "it belongs to beam search, which the server does not offer"),
+    "early_stopping": ((False,), "it belongs to beam search, which the server does not offer"),
     "lora": (([],), "adapters are not offered; merge them into the checkpoint"),
     "cache_prompt": ((True,), "the prefix cache is an option of the server"),
     "n_predict": ((), "use max_tokens"),
@@ -140,11 +143,33 @@ class ResponseFormat(Body):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
+    @model_validator(mode="after")
+    def _complete(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to type json_schema, and must be there")
+        return self
+
+    def structure(self) -> dict[str, Any]:
+        """Return the structure under its name in `nbflow.decoding.Parameters`, if there is one."""
+        if self.type == "text":
+            return {}
+        schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+        return {"json_schema": schema}
+
 
 class StructuredOutputs(Body):
-    """vLLM's ``structured_outputs``: one of these."""
+    """One of these structures, as in vLLM."""
 
-    json_: dict[str, Any] | str | bool | None = Field(default=None, alias="json")
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: bool = False
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
+
+    def structure(self) -> dict[str, Any]:
+        """Return the structure under its name in `nbflow.decoding.Parameters`."""
+        given = {"json_schema": self.json_, "regex": self.regex, "choice": self.choice}
+        given |= {"grammar": self.grammar}
+        if self.json_object:
+            given |= {"json_schema": given["json_schema"] or {"type": "object"}}
+        return {kind: value for kind, value in given.items() if value is not None}

@@ -31,11 +31,9 @@ async def chat_completions(
     served = state.models.generating(body.model)
     ids = await chat_ids(served, body, state)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    limits = state.config.limits
-    wishes = make_wishes(
-        served, body, [ids], limit, continues_text=False, most=limits.choices,
-        request_s=limits.request_s,
-    )  # fmt: skip
+    wishes = await asyncio.to_thread(
+        make_wishes, served, body, [ids], limit, state.config.limits, continues_text=False
+    )
     answer = _Answer(served, body, body.request_id or request.state.request_id)
     job = Job(served, wishes, state.mailbox, state.metrics)
     note(request, model=served.name, user=body.user, prompt_tokens=len(ids), n=len(wishes))

@@ -17,7 +17,6 @@ from nbflow.server.logprobs import CompletionLogprobs, of_prompt
 from nbflow.server.served import Served
 from nbflow.server.sse import DONE, Stream, event, unless_gone
 from nbflow.server.state import ServerState, note, state_of
-from nbflow.server.text import TextBuilder
 from nbflow.server.wishes import make_wishes
 
 router = APIRouter(tags=["OpenAI"])
@@ -33,10 +32,10 @@ async def completions(
     served = state.models.generating(body.model)
     prompts = body.prompts()
     ids = await asyncio.to_thread(prompt_ids, served, prompts, body.add_special_tokens)
-    limits = state.config.limits
-    wishes = make_wishes(
-        served, body, ids, DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens,
-        continues_text=True, echo=body.echo, most=limits.choices, request_s=limits.request_s,
+    most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    wishes = await asyncio.to_thread(
+        make_wishes, served, body, ids, most, state.config.limits,
+        continues_text=True, echo=body.echo,
     )  # fmt: skip
     answer = _Answer(served, body, body.request_id or request.state.request_id, prompts, ids)
     job = Job(served, wishes, state.mailbox, state.metrics)
@@ -167,9 +166,7 @@ class _Answer:
         results: Sequence[tuple[float, list[tuple[int, float]]]],
     ) -> None:
         """Add the prompt's tokens."""
-        text = TextBuilder(self._served.tokenizer)
-        lines.first(prompt[0], 0)
-        text.push(prompt[0])
+        offset = self._served.offsets()
+        lines.first(prompt[0], offset(prompt[0]))
         for token, (logprob, top) in zip(prompt[1:], results, strict=False):
-            lines.add(token, logprob, top, text.length)
-            text.push(token)
+            lines.add(token, logprob, top, offset(token))

@@ -299,5 +299,10 @@ def _section(parents: list[int | str]) -> type[BaseModel]:
     """Return the section that a path of keys leads to."""
     if parents[:1] == ["models"]:
         return EngineOptions if parents[2:] == ["engine"] else ModelOptions
-    kinds: dict[str, type[BaseModel]] = {"auth": Auth, "limits": Limits, "cors": Cors, "log": Logging}
+    kinds: dict[str, type[BaseModel]] = {
+        "auth": Auth,
+        "limits": Limits,
+        "cors": Cors,
+        "log": Logging,
+    }
     return kinds.get(str(parents[0]), ServerConfig) if parents else ServerConfig

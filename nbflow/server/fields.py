@@ -47,22 +47,45 @@ class Sampling(Body):
     """Seed of the draws; by default a new one each time."""
 
     decoding: str | None = None
-    """Name of a strategy of nbflow; by default the parameters decide."""
+    """Name of a strategy (docs/decoding.md); by default the parameters decide."""
     temperature: float | None = Field(default=None, ge=0, le=1000)
-    """Divides the logits; 0 takes the most probable token."""
+    """Divides the logits; 0 takes the most probable token; 1 by default."""
     top_k: int | None = Field(default=None, ge=-1)
     """Draw from the k most probable tokens; 0 or -1 from all."""
     top_p: float | None = Field(default=None, gt=0, le=1)
     """Draw from the most probable tokens that together have this probability."""
     min_p: float | None = Field(default=None, ge=0, le=1)
     """Draw from tokens that are at least this times as probable as the most probable one."""
+    typical_p: float | None = None
+    tfs_z: float | None = None
+    top_n_sigma: float | None = None
+    xtc_probability: float | None = None
+    xtc_threshold: float | None = None
+    dynatemp_range: float | None = None
+    dynatemp_exponent: float | None = None
+    mirostat: int | None = None
+    mirostat_tau: float | None = None
+    mirostat_eta: float | None = None
+    samplers: str | list[str] | None = None
+    """llama.cpp's samplers in order; the ones above and below belong to them."""
+    min_keep: int | None = Field(default=None, ge=0)
+    repeat_last_n: int | None = Field(default=None, ge=-1)
+    dry_multiplier: float | None = None
+    dry_base: float | None = None
+    dry_allowed_length: int | None = None
+    dry_penalty_last_n: int | None = None
+    dry_sequence_breakers: list[str] | None = None
+
     presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
     repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    no_repeat_ngram_size: int | None = Field(default=None, ge=0)
     logit_bias: dict[str, float] | None = None
-    """Token id -> what is added to its logit, -100 to 100."""
+    """Token id -> what is added to its logit."""
     allowed_token_ids: list[int] | None = None
     """Draw from these tokens alone."""
+    banned_token_ids: list[int] | None = None
+    """Never draw these tokens."""
     bad_words: list[str] | None = None
     """Texts that must not be generated."""
 
@@ -77,7 +100,9 @@ class Sampling(Body):
     """End tokens are not drawn before this many."""
 
     response_format: ResponseFormat | None = None
+    """Text, JSON, or JSON of a schema."""
     structured_outputs: StructuredOutputs | None = None
+    """JSON of a schema, a regular expression, a choice, or a grammar."""
     guided_json: dict[str, Any] | str | None = None
     """The answer is JSON of this schema."""
     guided_regex: str | None = None

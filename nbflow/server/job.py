@@ -11,16 +11,13 @@ from typing import Any
 
 from nbflow.engine.engine import QueueFull
 from nbflow.engine.handle import Handle, TokenEvent
-from nbflow.engine.request import Request
+from nbflow.engine.request import Request, TopLogprobs
 from nbflow.server.errors import ApiError, busy
 from nbflow.server.logs import logger
 from nbflow.server.mailbox import Mailbox
 from nbflow.server.metrics import Clock, Metrics
 from nbflow.server.served import Served
-from nbflow.server.text import TextBuilder
 from nbflow_kernels.errors import UsageError
-
-TopLogprobs = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
@@ -68,14 +65,18 @@ class Wish:
     """Whether the text goes on where the prompt ends, with a space if that begins a word."""
 
 
+_CONTEXT = 8  # tokens of the prompt that decide how the first new one is spelt
+
+
 class Continuation:
     """One sequence: gathers its events into pieces.  Lives on the event loop's thread."""
 
     def __init__(self, index: int, wish: Wish, served: Served, metrics: Metrics) -> None:
         self.index = index
         self.request = wish.request
-        before = wish.request.prompt if wish.continues_text else ()
-        self._text = TextBuilder(served.tokenizer, wish.stops, wish.include_stop, before)
+        before = wish.request.prompt[-_CONTEXT:] if wish.continues_text else ()
+        self._text = served.text_stream(wish.stops, wish.include_stop, before)
+        self._offsets = served.offsets(before) if wish.request.wants_logprobs else None
         self._served = served
         self._clock = Clock(metrics, served.name)
         self.handle: Handle | None = None
@@ -91,7 +92,7 @@ class Continuation:
         for event in events:
             if event.token is not None:
                 self.n_tokens += 1
-                offset = self._text.length
+                offset = 0 if self._offsets is None else self._offsets(event.token)
                 top = event.top_logprobs or []
                 piece.entries.append(Entry(event.token, event.logprob, top, offset))
                 texts.append(self._text.push(event.token))

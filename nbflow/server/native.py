@@ -18,6 +18,7 @@ from fastapi import APIRouter, Depends, Request
 from pydantic import Field
 from starlette.responses import Response
 
+from nbflow.decoding.inferflow import INFERFLOW
 from nbflow.server.body import Body
 from nbflow.server.errors import ApiError, json_response
 from nbflow.server.fields import Sampling
@@ -26,7 +27,7 @@ from nbflow.server.served import Served
 from nbflow.server.sse import Stream, unless_gone
 from nbflow.server.state import ServerState, note, state_of
 from nbflow.server.wishes import make_wishes
-from nbflow_kernels.errors import UsageError
+from nbflow_kernels.errors import UsageError, unknown_name
 
 router = APIRouter(tags=["Inferflow"])
 
@@ -116,17 +117,26 @@ async def _job(served: Served, body: NativeBody, state: ServerState) -> Job:
     ids = await asyncio.to_thread(served.chat_ids, messages, body.decoder_input_template)
     if len(ids) >= served.model.spec.max_context:
         raise ApiError(400, "the request is too long", code="error.too_long_request")
-    sampling = Sampling(
-        seed=body.random_seed or None,
-        temperature=body.temperature,
-        decoding=body.decoding_alg or None,
-    )
     most = body.max_output_len or body.max_new_tokens or 1024
-    wishes = make_wishes(
-        served, sampling, [ids], most, continues_text=False, most=1,
-        request_s=state.config.limits.request_s,
+    wishes = await asyncio.to_thread(
+        make_wishes, served, _sampling(served, body), [ids], most, state.config.limits,
+        continues_text=False,
     )  # fmt: skip
     return Job(served, wishes, state.mailbox, state.metrics)
+
+
+def _sampling(served: Served, body: NativeBody) -> Sampling:
+    """Return how the answer is drawn: as Inferflow does, unless the model has a default."""
+    name = body.decoding_alg.lower().removeprefix("sample.")
+    if not name and "decoding" not in served.defaults:
+        name = "auto"
+    if name and name not in INFERFLOW:
+        raise ApiError(400, str(unknown_name("decoding_alg", body.decoding_alg, INFERFLOW)))
+    return Sampling(
+        seed=body.random_seed or None,
+        temperature=body.temperature,
+        decoding=f"inferflow.{name}" if name else None,
+    )
 
 
 def _refusal(error: ApiError | UsageError) -> Response:

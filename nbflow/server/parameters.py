@@ -2,71 +2,77 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-from nbflow.engine.request import Request
+from nbflow.decoding import Parameters, Strategy
+from nbflow.decoding.structured import KINDS
 from nbflow.server.errors import ApiError
 from nbflow.server.fields import Sampling
 from nbflow.server.served import Served
 
-_NOT_YET = {
-    "presence_penalty": 0.0,
-    "frequency_penalty": 0.0,
-    "repetition_penalty": 1.0,
-    "logit_bias": {},
-    "allowed_token_ids": None,
-    "bad_words": [],
-    "min_tokens": 0,
-    "response_format": None,
-    "structured_outputs": None,
-    "guided_json": None,
-    "guided_regex": None,
-    "guided_choice": None,
-    "guided_grammar": None,
+_OURS = {"max_tokens", "seed", "n", "stop", "include_stop_str_in_output", "prompt_logprobs"}
+_OURS |= {"logprobs", *KINDS}
+"""Parameters that are not the strategy's, or have more than one name in a body."""
+_NAMES = {f.name: f.name for f in dataclasses.fields(Parameters) if f.name not in _OURS}
+_NAMES |= {"dry_breakers": "dry_sequence_breakers"}
+STRATEGY_FIELDS = {name: field for name, field in _NAMES.items() if field in Sampling.model_fields}
+"""Parameter of `Parameters` -> field of a body."""
+_GUIDED = {
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
 }
 
 
-def make_request(
-    served: Served, body: Sampling, prompt: list[int], max_tokens: int | None
-) -> Request:
-    """Return a request of the engine; raise if the model cannot do what the body asks for."""
-    for name, neutral in _NOT_YET.items():
-        value = getattr(body, name)
-        if value is not None and value != neutral:
-            if name == "response_format" and value.type == "text":
-                continue
-            raise ApiError(400, f"{name} is not supported", param=name)
-    decoding, parameters = _strategy(served, body)
-    request = served.model.make_request(
-        prompt,
-        served.model.spec.max_context if max_tokens is None else max_tokens,
-        decoding,
-        0,
-        body.ignore_eos,
-        **parameters,
-    )
-    if body.stop_token_ids:
-        request.stop_ids = request.stop_ids | frozenset(body.stop_token_ids)
-    return request
+def make_strategy(served: Served, body: Sampling) -> tuple[Strategy, frozenset[int]]:
+    """Return how tokens are drawn, and the tokens that end a continuation.
 
+    What a body does not state is the model's default; without one, the temperature is 1, as in
+    OpenAI's API.
 
-def _strategy(served: Served, body: Sampling) -> tuple[str, dict[str, Any]]:
-    """Return a strategy's name and parameters."""
-    given = {
-        name: served.defaults.get(name) if getattr(body, name) is None else getattr(body, name)
-        for name in ("temperature", "top_k", "top_p", "min_p")
+    Raises
+    ------
+    UsageError
+        If a value is out of range, parameters do not go together, or the structure is wrong.
+    """
+    given: dict[str, Any] = {
+        name: getattr(body, field)
+        for name, field in STRATEGY_FIELDS.items()
+        if getattr(body, field) is not None
     }
-    if body.decoding is not None:
-        stated = {name: value for name, value in given.items() if getattr(body, name) is not None}
-        return body.decoding, stated
-    temperature = 1.0 if given["temperature"] is None else given["temperature"]
-    if temperature == 0:
-        return "greedy", {}
-    neutral = {"top_k": (None, 0, -1), "top_p": (None, 1.0), "min_p": (None, 0.0)}
-    filters = {name: given[name] for name, off in neutral.items() if given[name] not in off}
-    if len(filters) > 1:
-        raise ApiError(400, f"{', '.join(filters)} together are not supported")
-    if not filters:
-        return "sample", {"temperature": temperature}
-    (name,) = filters
-    return name, {"temperature": temperature, **filters}
+    given |= _structure(body)
+    defaults = dict(served.defaults)
+    if body.decoding is None:
+        known = {name: value for name, value in defaults.items() if name in _ALL}
+        given = {**known, **given}
+        if "decoding" not in given:
+            given.setdefault("temperature", 1.0)
+        defaults = {}
+    parameters = Parameters.parse(given)
+    ends = served.model.end_ids
+    strategy = parameters.strategy(served.model.spec.vocab_size, served.tokenizer, ends, defaults)
+    return strategy, frozenset(parameters.end_ids(ends))
+
+
+_ALL = {f.name for f in dataclasses.fields(Parameters)} - _OURS
+
+
+def _structure(body: Sampling) -> dict[str, Any]:
+    """Return the structure that a body asks for, whatever it calls it."""
+    found: list[tuple[str, Any]] = []
+    for name, kind in _GUIDED.items():
+        if getattr(body, name) is not None:
+            found.append((kind, getattr(body, name)))
+    for asked in (body.response_format, body.structured_outputs):
+        if asked is not None:
+            found += asked.structure().items()
+    if len(found) > 1:
+        raise ApiError(
+            400,
+            "give one of response_format, structured_outputs and guided_json, guided_regex, "
+            "guided_choice, guided_grammar, and one structure in it",
+            param="response_format",
+        )
+    return dict(found)

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import nbflow
+from nbflow.engine.text_stream import TextStream
 from nbflow.prompts import encode_chat, format_chat
 from nbflow.server.config import ModelOptions
 from nbflow.server.errors import ApiError
-from nbflow.server.text import TokenTexts
+from nbflow.server.text import NoText, Offsets, TokenTexts
 from nbflow.tokenizer import Tokenizer
 from nbflow.tokenizer.tokenizer_config import read_template
 from nbflow_kernels.errors import UsageError, unknown_name
@@ -79,6 +80,18 @@ class Served:
         """Return a conversation as the text of a prompt."""
         tokenizer = self.model.tokenizer
         return format_chat(tokenizer, flat(messages), template or self._template, **more)
+
+    def text_stream(
+        self, stops: Sequence[str], include_stop: bool, before: Sequence[int]
+    ) -> TextStream | NoText:
+        """Return what turns new tokens into text, up to a stop text."""
+        if self.tokenizer is None:
+            return NoText()
+        return TextStream(self.tokenizer, stops, include_stop, before)
+
+    def offsets(self, before: Sequence[int] = ()) -> Offsets:
+        """Return what tells where in the text tokens begin."""
+        return Offsets(self.tokenizer, before)
 
     def card(self, name: str) -> dict[str, Any]:
         """Return what /v1/models says of it."""

@@ -38,12 +38,12 @@ def _stats(stats: Any) -> Mapping[str, float]:
     return {
         "num_requests_running": stats.running,
         "num_requests_waiting": stats.waiting,
-        "kv_cache_usage_perc": stats.pages_used / max(1, stats.pages_used + stats.pages_free),
+        "kv_cache_usage_perc": stats.pages_used / max(1, stats.pages_total),
         "prefix_cache_queries": stats.prefix_queries,
         "prefix_cache_hits": stats.prefix_hits,
         "num_preemptions": stats.preemptions,
         "iteration_steps": stats.steps,
-        "iteration_seconds": stats.step_s,
+        "iteration_seconds": stats.step_seconds,
     }
 
 
