@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
@@ -35,11 +35,18 @@ class KVStorage:
         self._shape = (n_kv_heads, page_size, self.format.row_length(head_dim))
         self.layers = {i: (self._pages(0), self._pages(0)) for i in layers}
         self.n_pages = 0
+        self.version = 0
+        """Counts how often the arrays have been made anew."""
 
     @property
     def n_bytes(self) -> int:
         """Return the bytes of all pages."""
         return sum(k.nbytes + v.nbytes for k, v in self.layers.values())
+
+    @property
+    def page_bytes(self) -> int:
+        """Return the bytes of one page, all layers together."""
+        return 2 * len(self.layers) * int(np.prod(self._shape)) * self.format.dtype.itemsize
 
     def ensure(self, n_pages: int) -> None:
         """Have at least `n_pages` pages, keeping what the present ones hold."""
@@ -51,6 +58,20 @@ class KVStorage:
             grown[1][: self.n_pages] = values
             self.layers[layer] = grown
         self.n_pages = n_pages
+        self.version += 1
+
+    def release(self) -> None:
+        """Give all memory back; no page is left."""
+        self.layers = {i: (self._pages(0), self._pages(0)) for i in self.layers}
+        self.n_pages = 0
+        self.version += 1
+
+    def copy_pages(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copy pages (from, to), one after the other."""
+        for source, target in pairs:
+            for keys, values in self.layers.values():
+                keys[target] = keys[source]
+                values[target] = values[source]
 
     def _pages(self, n: int) -> np.ndarray:
         # Zeros, not garbage: a page's unused tail is read (and masked) by vector loads.

@@ -187,10 +187,15 @@ class Draw(Strategy):
 def check_drawn(tokens: np.ndarray) -> None:
     """Raise `UsageError` if a row had no distribution to draw from."""
     if (tokens < 0).any():
-        raise UsageError(
-            "the model's logits have a NaN or an infinity, so that no token can be drawn; its "
-            "weights or the key/value cache may exceed their format: try another (weights=, kv=)"
-        )
+        raise no_distribution()
+
+
+def no_distribution() -> UsageError:
+    """Return the error for logits from which no token can be drawn."""
+    return UsageError(
+        "the model's logits have a NaN or an infinity, so that no token can be drawn; its "
+        "weights or the key/value cache may exceed their format: try another (weights=, kv=)"
+    )
 
 
 def check_range(

@@ -75,7 +75,7 @@ def draw(logits: np.ndarray, requests: Sequence[Request]) -> Drawn:
     """
     drawn = Drawn.empty(requests)
     drawn.array[:, 0] = choose(logits, requests)
-    _describe(logits, requests, drawn.array)
+    describe(logits, requests, drawn.array)
     return drawn
 
 
@@ -129,7 +129,7 @@ def top_log_probabilities(logits: np.ndarray, n: int) -> tuple[np.ndarray, np.nd
     return ids, out
 
 
-def _describe(logits: np.ndarray, requests: Sequence[Request], array: np.ndarray) -> None:
+def describe(logits: np.ndarray, requests: Sequence[Request], array: np.ndarray) -> None:
     """Fill in the log-probabilities of the tokens in column 0, and the most probable ones."""
     if any(r.wants_logprobs for r in requests):
         values = np.empty((len(requests), 1))

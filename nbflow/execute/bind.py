@@ -90,7 +90,7 @@ class LayerAttention:
             first_op = [op.kind for op in program.ops].index("attention")
             (bias,) = executor.weights.operands[first_op]  # that of all layers
             self.plan.set_bias(bias, spec.max_context)
-        most_keys = storage.n_pages * storage.page_size
+        most_keys = len(self._step[2]) * storage.page_size  # as many as there is room for
         self.merges = most_keys > SPLIT
         """Whether a row's keys may be divided: partial results must then be added."""
         self.n_shares, self.n_merges = np.zeros(1, np.int64), np.zeros(1, np.int64)
