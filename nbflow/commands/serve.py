@@ -42,9 +42,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
     parser.add_argument("--no-warmup", dest="warmup", action="store_false", help="start at once")
     parser.add_argument("--check", action="store_true", help="read the configuration, and end")
-    # an option that is not there leaves what the file or the model says
-    options = set(vars(parser.parse_args(["MODEL"]))) - {"model", "check"}
-    parser.set_defaults(**dict.fromkeys(options, argparse.SUPPRESS))
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -58,14 +55,21 @@ def run(arguments: argparse.Namespace) -> int:
         raise MissingExtraError(
             f"nbflow serve needs {error.name}; install it with pip install 'nbflow[serve]'"
         ) from error
-    given = vars(arguments)
-    config = _config(given)
-    if given["check"]:
+    config = _config(_given(arguments))
+    if arguments.check:
         print(config.model_dump_json(indent=2, exclude={"auth": {"keys"}}))
         return 0
     from nbflow.server.serving import serve
 
     return serve(config)
+
+
+def _given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return MODEL and the options that differ from what they are when left out."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    usual = vars(parser.parse_args([arguments.model])) | {"model": None}
+    return {key: value for key, value in vars(arguments).items() if value != usual[key]}
 
 
 def _config(given: dict[str, Any]) -> ServerConfig:

@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from nbflow.server.job import Entry, TopLogprobs
+from nbflow.engine.request import TopLogprobs
+from nbflow.server.job import Entry
 from nbflow.server.served import Served
 
 _LEAST = -9999.0  # what OpenAI writes for "never"; JSON has no infinity

@@ -51,7 +51,7 @@ def make_strategy(served: Served, body: Sampling) -> tuple[Strategy, frozenset[i
             given.setdefault("temperature", 1.0)
         defaults = {}
     parameters = Parameters.parse(given)
-    ends = served.model.end_ids
+    ends = served.end_ids
     strategy = parameters.strategy(served.model.spec.vocab_size, served.tokenizer, ends, defaults)
     return strategy, frozenset(parameters.end_ids(ends))
 

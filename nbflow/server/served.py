@@ -47,6 +47,9 @@ class Served:
             self.tokenizer: Tokenizer | None = model.tokenizer
         except UsageError:
             self.tokenizer = None
+        known = () if self.tokenizer is None else self.tokenizer.eos_ids
+        self.end_ids = (*model.spec.eos_token_ids, *known)
+        """Tokens that end a continuation."""
         self.spell = TokenTexts(self.tokenizer)
         self._template = options.chat_template
         if self._template is not None and Path(self._template).is_file():
@@ -71,15 +74,25 @@ class Served:
         self, messages: Sequence[Mapping[str, Any]], template: str | None, **more: Any
     ) -> list[int]:
         """Return the ids of a conversation."""
-        tokenizer = self.model.tokenizer
-        return encode_chat(tokenizer, flat(messages), template or self._template, **more)
+        chosen = self._chosen(template)
+        return encode_chat(self.model.tokenizer, flat(messages), chosen, **more)
 
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], template: str | None, **more: Any
     ) -> str:
         """Return a conversation as the text of a prompt."""
-        tokenizer = self.model.tokenizer
-        return format_chat(tokenizer, flat(messages), template or self._template, **more)
+        chosen = self._chosen(template)
+        return format_chat(self.model.tokenizer, flat(messages), chosen, **more)
+
+    def _chosen(self, template: str | None) -> str | None:
+        """Return the template to use, None for the model's own."""
+        chosen, own = template or self._template, self.model.tokenizer
+        if chosen is None and not own.chat_templates and own.prompt_template is None:
+            raise UsageError(
+                f"{self.name} comes with no chat template; use /v1/completions, or start the "
+                "server with one (--chat-template, chat_template)"
+            )
+        return chosen
 
     def text_stream(
         self, stops: Sequence[str], include_stop: bool, before: Sequence[int]

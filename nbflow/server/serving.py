@@ -79,7 +79,7 @@ def _served(name: str, config: ServerConfig) -> Iterator[Served]:
             served = Served(name, options, model, engine)
             loaded = time.monotonic()
             if config.warmup and served.generates:
-                engine.submit(model.make_request([0], 2, "greedy", 0, True)).result()
+                _warm_up(served)
             logger.info(
                 "model ready",
                 extra={
@@ -91,6 +91,17 @@ def _served(name: str, config: ServerConfig) -> Iterator[Served]:
             yield served
         finally:
             engine.close()
+
+
+def _warm_up(served: Served) -> None:
+    """Let everything that most requests need be compiled."""
+    prompt = [0, 0]
+    greedy = served.model.make_request(prompt, 2, "greedy", 0, True)
+    drawn = served.model.make_request(prompt, 2, "filters", 0, True, top_p=0.9)
+    told = served.model.make_request(prompt, 2, "greedy", 0, True)
+    told.n_top_logprobs = told.prompt_logprobs = 1
+    for request in (greedy, drawn, told):
+        served.engine.submit(request).result()
 
 
 def _check_ranks(model: nbflow.Model) -> None:
