@@ -62,7 +62,7 @@ def demo() -> None:
 
 def test(arguments: list[str]) -> None:
     """Run the tests, a process for each of up to eight processors; further words go to pytest."""
-    install("mpi,experiments,dev")
+    install("mpi,experiments,serve,dev")
     processes = ["-n", str(min(8, len(os.sched_getaffinity(0)))), "--dist", "loadfile"]
     call(str(BIN / "python"), "-m", "pytest", "-q", *processes, *arguments)
 

@@ -1,0 +1,146 @@
+"""Keys, sizes, times, and how many at once."""
+
+import contextlib
+import socket
+import time
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from server_process import CONFIG, Server, eventually
+
+KEYS = ["alpha-key", "beta-key"]
+LIMITED = (
+    CONFIG
+    + f"""
+[auth]
+keys = {KEYS}
+[limits]
+body_bytes = "2KiB"
+requests = 2
+connections = 40
+header_s = 0.5
+body_s = 0.5
+slow_reader_s = 0.5
+[cors]
+origins = ["https://example.org"]
+[models.tiny.engine]
+max_sequences = 2
+max_waiting = 3
+"""
+)
+HEAD = {"authorization": f"Bearer {KEYS[1]}"}
+LONG = {"prompt": "x", "max_tokens": 100_000, "ignore_eos": True, "stream": True}
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory) -> Iterator[Server]:
+    with Server(LIMITED, tmp_path_factory.mktemp("limited")) as running:
+        running.http.headers.update(HEAD)
+        yield running
+
+
+def raw(server) -> socket.socket:
+    host, port = server.url.removeprefix("http://").split(":")
+    return socket.create_connection((host, int(port)), timeout=20)
+
+
+def test_keys(limited):
+    for key in KEYS:
+        assert limited.client(api_key=key).models.list().data
+    for key in ("gamma", KEYS[0][:-1], KEYS[0] + "x", "ü"):
+        answer = httpx.get(
+            f"{limited.url}/v1/models", headers={"authorization": f"Bearer {key}".encode()}
+        )
+        assert answer.status_code == 401
+        assert answer.headers["www-authenticate"] == "Bearer"
+    with pytest.raises(openai.AuthenticationError):
+        limited.client(api_key="wrong").completions.create(model="tiny", prompt="x")
+    for path in ("/health", "/ready", "/"):
+        assert httpx.get(limited.url + path).status_code == 200
+    for path in ("/metrics", "/server_info", "/openapi.json", "/v1/models"):
+        assert httpx.get(limited.url + path).status_code == 401
+    assert httpx.post(f"{limited.url}/", json={"text": "x"}).status_code == 401
+
+
+def test_long_bodies_are_refused_before_they_are_read(limited):
+    stated = raw(limited)
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEYS[0]}\r\n"
+    stated.sendall(f"{head}content-length: 99999999999\r\n\r\n".encode())
+    assert b" 413 " in stated.recv(4096)
+    unstated = raw(limited)
+    unstated.sendall(f"{head}transfer-encoding: chunked\r\n\r\n".encode())
+    unstated.sendall(b"800\r\n" + b" " * 0x800 + b"\r\n" + b"800\r\n" + b" " * 0x800 + b"\r\n")
+    assert b" 413 " in unstated.recv(4096)
+
+
+def test_slow_senders_are_not_waited_for(limited):
+    idle, head, body = raw(limited), raw(limited), raw(limited)
+    head.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+    text = f"POST /tokenize HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEYS[0]}\r\n"
+    body.sendall(f'{text}content-length: 50\r\n\r\n{{"prompt"'.encode())
+    assert b" 408 " in body.recv(4096)
+    for connection in (idle, head):
+        with contextlib.suppress(ConnectionResetError):
+            assert connection.recv(4096) == b""
+    long = raw(limited)
+    with contextlib.suppress(ConnectionError):
+        long.sendall(b"GET /health HTTP/1.1\r\nx: " + b"y" * 200_000)
+        assert b" 200 " not in long.recv(4096)
+
+
+def test_too_many_requests(limited):
+    with contextlib.ExitStack() as stack:
+        for _ in range(2):
+            stream = stack.enter_context(limited.http.stream("POST", "/v1/completions", json=LONG))
+            assert stream.status_code == 200
+        refused = limited.http.post("/v1/completions", json={"prompt": "x"})
+        assert refused.status_code == 429
+        assert refused.headers["retry-after"] == "1"
+        assert limited.http.get("/health").status_code == 200
+    eventually(limited.idle)  # both clients are gone, and what they asked for with them
+    queue = limited.http.post("/v1/completions", json={"prompt": "x", "n": 100, "max_tokens": 50})
+    assert queue.status_code == 429
+    assert "wait" in queue.json()["error"]["message"]
+    eventually(limited.idle)
+
+
+def test_a_slow_reader_is_disconnected(limited):
+    connection = raw(limited)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+    body = b'{"prompt": "x", "max_tokens": 100000, "ignore_eos": true, "stream": true, "n": 100'
+    body += b', "logprobs": 20}'
+    body = body.replace(b'"n": 100', b'"n": 4')
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEYS[0]}\r\n"
+    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
+    connection.sendall(head.encode() + body)
+    eventually(lambda: not limited.idle())
+    started = time.monotonic()
+    eventually(limited.idle)  # long before the answer could be complete: nobody reads it
+    assert time.monotonic() - started < 15
+    aborted = limited.http.get("/metrics").text
+    assert 'finished_reason="abort"' in aborted
+
+
+def test_too_many_connections(limited):
+    with contextlib.ExitStack() as stack:
+        held = [stack.enter_context(raw(limited)) for _ in range(50)]
+        answers = [c.recv(4096) for c in held]
+    assert sum(b" 503 " in answer for answer in answers) >= 8
+    eventually(lambda: limited.http.get("/health").status_code == 200)
+
+
+def test_cors(limited):
+    asked = {"origin": "https://example.org", "access-control-request-method": "POST"}
+    asked |= {"access-control-request-headers": "authorization,content-type"}
+    allowed = httpx.options(f"{limited.url}/v1/completions", headers=asked)
+    assert allowed.status_code == 200
+    assert allowed.headers["access-control-allow-origin"] == "https://example.org"
+    other = httpx.options(
+        f"{limited.url}/v1/completions", headers=asked | {"origin": "https://evil.example"}
+    )
+    assert "access-control-allow-origin" not in other.headers
+    refused = httpx.get(f"{limited.url}/v1/models", headers={"origin": "https://example.org"})
+    assert refused.status_code == 401
+    assert refused.headers["access-control-allow-origin"] == "https://example.org"
