@@ -51,7 +51,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default="0",
         help="'0;1' by layer, '0&1' by tensor, '0&1;2&3' hybrid",
     )
-    parser.add_argument("--device", default="auto", help="auto or cpu")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="auto (cpu), cpu, cuda, or emulator (CUDA kernels on the CPU, checked; very slow)",
+    )
     parser.add_argument(
         "--spec",
         metavar="FILE",

@@ -11,6 +11,7 @@ from typing import Any
 import nbflow_kernels as nk
 from nbflow.engine.model import Model
 from nbflow.engine.rank import RankEngine, make_groups
+from nbflow.execute import find_place
 from nbflow.parallel import Comm, Plan, make_plan, world
 from nbflow.parallel.threads import RankTeam
 from nbflow.spec import check, resolve
@@ -70,8 +71,9 @@ def load(
     partition : str
         Who holds what, e.g. ``"0"``, ``"0;1"`` (by layer), ``"0&1"`` (by tensor), ``"0&1;2&3"``.
         Under mpirun the numbers are MPI ranks; without it they are threads of this process.
-    device : {"auto", "cpu"}
-        Where to run.
+    device : {"auto", "cpu", "cuda", "emulator"}
+        Where to run.  "auto" is the CPU.  "cuda" is CuPy's current device.  "emulator" executes the
+        CUDA kernels on the CPU with all checks of `nbflow_ptx`, to debug them with tiny models.
     tokenizer : str or Path, optional
         Tokenizer file, if it does not lie beside the weights.
     max_context : int, optional
@@ -110,12 +112,7 @@ def load(
     kv_format(kv)  # raises for an unknown name
     if activations not in ACTIVATIONS:
         raise unknown_name("activations", activations, ACTIVATIONS)
-    if device == "cuda":
-        raise MissingExtraError(
-            "device 'cuda': this version of nbflow has no CUDA executor; use device 'cpu' or 'auto'"
-        )
-    if device not in ("auto", "cpu"):
-        raise unknown_name("device", device, ("auto", "cpu"))
+    place = find_place(device)
     if max_step_tokens < 1:
         raise UsageError(f"max_step_tokens must be at least 1, got {max_step_tokens}")
     comm = comm or world()
@@ -134,6 +131,7 @@ def load(
         "kv": kv,
         "threads": threads,
         "max_step_tokens": max_step_tokens,
+        "place": place,
     }
     engines, team = _start(plan, comm, resolved.path, options)
     return Model(the_spec, plan, tok, engines, team, threads, resolved.defaults, why_none)
