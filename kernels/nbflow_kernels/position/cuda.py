@@ -47,7 +47,8 @@ _ragged_positions = _plain(
 )
 _alibi = _plain("alibi", "f32* slopes, f32* out, i32 Tq, i32 Tk, i32 symmetric")
 _bucket = _plain(
-    "bucket", "i32* relative, i32* near, i32* out, i64 n, i32 last, i32 n_buckets, i32 bidirectional"
+    "bucket",
+    "i32* relative, i32* near, i32* out, i64 n, i32 last, i32 n_buckets, i32 bidirectional",
 )
 _bucket_bias = _plain(
     "bucket_bias", "f32* table, i32* buckets, f32* out, i32 H, i32 Tq, i32 Tk"
