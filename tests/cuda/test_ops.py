@@ -22,6 +22,7 @@ FAMILIES = (
     "penalties",
     "matmul",
     "qmatmul",
+    "moe",
 )  # fmt: skip
 CASES = [
     case for family in FAMILIES for case in families.load(family, "cases").CASES if not case.timed
