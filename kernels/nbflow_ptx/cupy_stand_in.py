@@ -42,7 +42,7 @@ def reset(
 ) -> None:
     """Start with an empty device; arrays made before must no longer be used."""
     _State.device, _State.checks, _State.arch = Device(memory_bytes), checks or Checks(), arch
-    _State.last = None
+    _State.last, _State.constants = None, {}
 
 
 def last_launch() -> Result | None:
@@ -170,9 +170,9 @@ class ndarray:
             self if not copy and self.dtype == np.dtype(kind) else asarray(self._view.astype(kind))
         )
 
-    def copy(self) -> ndarray:
+    def copy(self, order: str = "C") -> ndarray:
         """Return a copy on the device."""
-        return asarray(self._view)
+        return asarray(np.array(self._view, order="K"), order=order)
 
     def item(self) -> Any:
         """Return the only element."""

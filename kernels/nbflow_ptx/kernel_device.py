@@ -24,6 +24,7 @@ class State:
     checks = Checks()
     arch = "sm_80"
     last: Result | None = None
+    constants: dict[Any, Any] = {}  # noqa: RUF012 - the state is the class
 
 
 class EmulatedDevice:
@@ -42,6 +43,11 @@ class EmulatedDevice:
     def key(self) -> tuple[str, str]:
         """What loaded kernels depend on."""
         return "nbflow_ptx", self.arch
+
+    @property
+    def constants(self) -> dict[Any, Any]:
+        """Arrays that launchers keep in this device's memory."""
+        return State.constants
 
     def load(self, code: bytes, entry: str) -> Callable[[Dim3, Dim3, bytes, int], None]:
         """Return the launch of the kernel `entry` of a PTX text."""

@@ -41,7 +41,7 @@ source and from the root of this package: ``#include "cuda/device.cuh"``.
 from __future__ import annotations
 
 from nbflow_kernels.cuda.detect import Detected, detect
-from nbflow_kernels.cuda.devices import KernelDevice, address, device_of
+from nbflow_kernels.cuda.devices import KernelDevice, address, device_of, to_device, to_host
 from nbflow_kernels.cuda.errors import CompileError, CudaError
 from nbflow_kernels.cuda.kernel import Kernel, cpp_kernel, numba_kernel
 
@@ -57,6 +57,8 @@ __all__ = [
     "detect",
     "device_of",
     "numba_kernel",
+    "to_device",
+    "to_host",
 ]
 
 

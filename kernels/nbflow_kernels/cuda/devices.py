@@ -7,6 +7,8 @@ import importlib
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import numpy as np
+
 from nbflow_kernels.cuda import driver
 from nbflow_kernels.errors import MissingExtraError, UsageError
 
@@ -30,6 +32,8 @@ class KernelDevice(Protocol):
     """Number of streaming multiprocessors."""
     max_shared_bytes: int
     """Most shared memory of a thread block."""
+    constants: dict[Any, Any]
+    """Tables that families keep on the device: a key that begins with the family's name."""
 
     def load(self, code: bytes, entry: str) -> Launch:
         """Return the kernel `entry` of compiled code."""
@@ -65,6 +69,29 @@ def device_of(array: Any) -> KernelDevice:
             f"launch inside `with cupy.cuda.Device({array.data.device_id}):`"
         )
     return _cupy_device(current)
+
+
+def to_device(array: Any, like: Any = None) -> Any:
+    """Return the contents of a NumPy array as an array on a device.
+
+    Parameters
+    ----------
+    array : NumPy array
+        What to copy.
+    like : array on a device, optional
+        Whose device; CuPy's current one by default.
+    """
+    device = device_of(like) if like is not None else _cupy_device(_cupy().cuda.runtime.getDevice())
+    return device.asarray(array)
+
+
+def to_host(array: Any) -> np.ndarray:
+    """Return the contents of an array, wherever it lives, as a NumPy array."""
+    if isinstance(array, np.ndarray):
+        return array
+    if hasattr(array, "get"):  # CuPy's
+        return np.asarray(array.get())
+    return np.asarray(_cupy().asnumpy(_cupy().asarray(array)))
 
 
 def address(array: Any) -> int:
@@ -116,6 +143,7 @@ class CupyDevice:
             )
         self.arch = f"sm_{major}{minor}"
         self.key = ("cuda", ordinal)
+        self.constants: dict[Any, Any] = {}
         self.n_sms = self._driver.attribute(driver.MULTIPROCESSOR_COUNT)
         self.max_shared_bytes = self._driver.attribute(driver.MAX_SHARED_BYTES_OPT_IN)
 

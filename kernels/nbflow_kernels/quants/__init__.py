@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from nbflow_kernels._dispatch import check_array, is_cuda, no_cuda_variant
+from nbflow_kernels._dispatch import check_array, empty, is_cuda, no_cuda_variant
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.quants.floats import BF16, F16, F32, FloatFormat
 from nbflow_kernels.quants.formats import Formats, QuantFormat
@@ -274,12 +274,12 @@ def dequantize(qt: QuantTensor, out: NDArray[np.float32] | None = None) -> NDArr
     qt : QuantTensor
         The weights, shape (..., K).
     out : array of float32, shape (..., K), optional
-        Where to write the result.
+        Where to write the result.  On a CUDA device it may be float16.
 
     Returns
     -------
     array of float32, shape (..., K)
-        `out`, or a new array.
+        `out`, or a new array where `qt` lies; on a CUDA device it has the CPU's bits.
 
     Raises
     ------
@@ -297,9 +297,14 @@ def dequantize(qt: QuantTensor, out: NDArray[np.float32] | None = None) -> NDArr
     """
     _check_tensor("qt", qt)
     if out is None:
-        out = np.empty(qt.shape, np.float32)
+        out = empty(qt.data, qt.shape) if qt.on_device else np.empty(qt.shape, np.float32)
     else:
-        check_array("out", out, qt.shape)
+        check_array("out", out, qt.shape, (np.float32, np.float16) if is_cuda(out) else np.float32)
+    if is_cuda(out):
+        from nbflow_kernels.quants import cuda
+
+        cuda.decode(qt, None, 1.0, out.reshape(-1, qt.shape[-1]))
+        return out
     rows = out.reshape(-1, qt.shape[-1])
     if qt.has_storage:
         qt.format.dequantize_rows(qt.data, rows)
@@ -320,7 +325,7 @@ def dequantize_rows(
     qt : QuantTensor
         The matrix, shape (V, E).
     ids : array of int, shape (T,)
-        Rows, each in 0..V - 1.
+        Rows, each in 0..V - 1.  On a CUDA device int32, and another index gives a row of NaN.
     out : array of float32, shape (T, E), optional
         Where to write the result.
 
@@ -348,6 +353,9 @@ def dequantize_rows(
     _check_tensor("qt", qt)
     if len(qt.shape) != 2:
         raise UsageError(f"qt must have shape (V, E), got {qt.shape}")
+    if is_cuda(ids):
+        there: NDArray[np.float32] = _dequantize_rows_there(qt, ids, out)
+        return there
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise TypeError("ids must be a one-dimensional NumPy array of integers")
     if ids.size and (ids.min() < 0 or ids.max() >= qt.shape[0]):
@@ -359,6 +367,19 @@ def dequantize_rows(
     else:
         check_array("out", out, (len(ids), qt.shape[1]))
     gather(qt, ids, out)
+    return out
+
+
+def _dequantize_rows_there(qt: QuantTensor, ids: Any, out: Any) -> Any:
+    """Do `dequantize_rows` on a CUDA device, where indices are not checked."""
+    from nbflow_kernels.quants import cuda
+
+    check_array("ids", ids, (None,), np.int32)
+    if out is None:
+        out = empty(ids, (len(ids), qt.shape[1]))
+    else:
+        check_array("out", out, (len(ids), qt.shape[1]), (np.float32, np.float16))
+    cuda.decode(qt, ids, 1.0, out)
     return out
 
 
