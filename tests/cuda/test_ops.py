@@ -20,6 +20,9 @@ FAMILIES = (
     "masks",
     "logits",
     "penalties",
+    "kvcache",
+    "attention",
+    "sampling",
 )  # fmt: skip
 CASES = [
     case for family in FAMILIES for case in families.load(family, "cases").CASES if not case.timed
