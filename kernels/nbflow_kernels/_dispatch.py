@@ -34,7 +34,11 @@ def on_device(array: Any, like: Any) -> Any:
 
 def on_host(array: Any) -> Any:
     """Return `array` as it is, or the NumPy copy of an array on a CUDA device, after waiting."""
-    return array.get() if is_cuda(array) and hasattr(array, "get") else array
+    if not is_cuda(array):
+        return array
+    from nbflow_kernels.cuda import to_host
+
+    return to_host(array)
 
 
 def overlap(a: Any, b: Any) -> bool:

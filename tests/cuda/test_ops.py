@@ -23,6 +23,9 @@ FAMILIES = (
     "matmul",
     "qmatmul",
     "moe",
+    "kvcache",
+    "attention",
+    "sampling",
 )  # fmt: skip
 CASES = [
     case for family in FAMILIES for case in families.load(family, "cases").CASES if not case.timed

@@ -80,9 +80,7 @@ def permute(ids: Any, rows: Any, indptr: Any, inverse: Any) -> None:
     _place_pairs(E + 1, 256, (ids, counts, rows, indptr, inverse, n, E, ids.shape[1]))
 
 
-def grouped(
-    x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: Any = None
-) -> None:
+def grouped(x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: Any = None) -> None:
     """See `nbflow_kernels.grouped_matmul`.
 
     `matrices` is an array or `QuantTensor` (E, N, K), or a sequence of matrices.
@@ -97,9 +95,7 @@ def grouped(
         if not matrices.on_device:
             raise UsageError("weights must be on the device that x is on; take to_device()")
         if n_rows and matrices.shape[1]:
-            quant_cuda.grouped(
-                x, matrices.units(), E, indptr, rows, bias, matrices.shape[1], out
-            )
+            quant_cuda.grouped(x, matrices.units(), E, indptr, rows, bias, matrices.shape[1], out)
     else:
         stack = matrices.array if isinstance(matrices, QuantTensor) else matrices
         float_cuda.multiply(x, stack, bias, False, out, indptr=indptr, rows=rows)
@@ -109,9 +105,7 @@ def grouped(
         _clear_unused(grid, 256, args)
 
 
-def _one_by_one(
-    x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: Any
-) -> None:
+def _one_by_one(x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: Any) -> None:
     """Multiply matrix after matrix, those that have rows."""
     if isinstance(matrices, QuantTensor):
         matrices = matrices.matrices()

@@ -42,9 +42,7 @@ def qmatmul(x: Any, w: QuantTensor, bias: Any, accumulate: bool, out: Any) -> No
         _part(x, _bf16_rows(w, row, stop), bias, accumulate, out, row)
 
 
-def decoded(
-    x: Any, w: QuantTensor, bias: Any, accumulate: bool, int8: bool, out: Any
-) -> None:
+def decoded(x: Any, w: QuantTensor, bias: Any, accumulate: bool, int8: bool, out: Any) -> None:
     """Multiply by weights of a format that is decoded from storage."""
     from nbflow_kernels.quants import dequantize
 

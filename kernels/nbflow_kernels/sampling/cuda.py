@@ -46,9 +46,7 @@ xtc_kernel = _kernel(
 )
 softmax_kernel = _kernel("softmax", "f32* logits, f32* temperature, f32* out, i32 V, i32 fraction")
 argmax_kernel = _kernel("argmax", "f32* logits, i32* out, i32 V")
-top_k_mask_kernel = _kernel(
-    "top_k_mask", "f32* logits, i64* counts, f32* out, i32* valid, i32 V"
-)
+top_k_mask_kernel = _kernel("top_k_mask", "f32* logits, i64* counts, f32* out, i32* valid, i32 V")
 n_sigma_mask_kernel = _kernel("n_sigma_mask", "f32* logits, f64* n, f32* out, i32* valid, i32 V")
 chain_kernel = _kernel(
     "chain_speculative",
