@@ -75,7 +75,7 @@ def _check_complete(path: Path, family: Family, sources: dict[str, str]) -> None
 
 def _nameless(path: Path, family: Family) -> list[str]:
     """Return our names of tensors that every member has and the family does not name."""
-    numbers = {name: 8 for name in SIZES if FIELDS[name].default is REQUIRED}
+    numbers: dict[str, Any] = {name: 8 for name in SIZES if FIELDS[name].default is REQUIRED}
     numbers |= {"n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "norm_eps": 1e-5}
     try:
         spec = build_spec(
