@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from nbflow.engine.engine import Engine
     from nbflow.engine.load import load
     from nbflow.engine.model import Generation, Model
     from nbflow.tokenizer import load_tokenizer
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from nbflow_kernels.errors import MissingExtraError, UsageError
 
 _WHERE = {
+    "Engine": "nbflow.engine.engine",
     "Generation": "nbflow.engine.model",
     "Model": "nbflow.engine.model",
     "load": "nbflow.engine.load",
@@ -35,6 +37,7 @@ _WHERE = {
 }
 
 __all__ = [
+    "Engine",
     "Generation",
     "MissingExtraError",
     "Model",

@@ -60,6 +60,24 @@ def memory_bytes() -> int | None:
         return None
 
 
+def available_memory_bytes() -> int:
+    """Return how much memory the process can still take without pushing anything out.
+
+    On Linux what the system says, and no more than its control group leaves it; elsewhere half of
+    the main memory.
+    """
+    found = []
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                found.append(int(line.split()[1]) * 1024)
+    with contextlib.suppress(OSError, ValueError):
+        group = Path("/sys/fs/cgroup")
+        most = int((group / "memory.max").read_text())
+        found.append(most - int((group / "memory.current").read_text()))
+    return max(0, min(found)) if found else (memory_bytes() or 2**32) // 2
+
+
 def relevant_variables() -> dict[str, str]:
     """Return the environment variables that steer Numba, threads, devices and launchers."""
     return {k: v for k, v in sorted(os.environ.items()) if _VARIABLES.fullmatch(k)}

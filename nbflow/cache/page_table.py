@@ -1,21 +1,43 @@
 """Which pages of the key/value cache belong to which sequence.  Plain Python and index arrays.
 
-Pages are numbered; every layer of every rank uses the same numbers.  The table grows the number of
-pages when none is free: `n_pages` says how many the storage must have.
+Pages are numbered; every layer of every rank uses the same numbers.  A page is in one of three
+states: *free*; *held* by one or more sequences; or *cached*: held by none, but full, and kept for a
+sequence that begins with the same tokens (`nbflow.cache.prefix`).  Cached pages are given away when
+no other page is left, the one that was used longest ago first.
+
+Several sequences may hold one page, but only to read it: who writes behind the end of a sequence
+(`extend`) has the page it writes to for itself.  Where it is shared, the sequence gets a copy,
+which the storage makes before the next step (`take_copies`).
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+
+from nbflow.cache.prefix import Chain
+
+UNLIMITED = 2**31 - 1
+"""Number of pages when there is no limit."""
+
+
+class NoFreePageError(RuntimeError):
+    """Every page is held by a sequence; nothing has changed."""
 
 
 @dataclass
 class _Sequence:
     pages: list[int] = field(default_factory=list)
     length: int = 0
+    chain: Chain | None = None
+    """Names of the full pages of the known tokens; None if the pages are not to be shared."""
+    n_named: int = 0
+    """Leading pages that have been entered into the cache, or were found there."""
+    index: np.ndarray | None = None
+    """`pages` as an array, until they change."""
 
 
 @dataclass(frozen=True)
@@ -33,37 +55,235 @@ class PageView:
 
 
 class PageTable:
-    """Pages of `page_size` tokens, given to sequences and taken back."""
+    """Pages of `page_size` tokens, given to sequences and taken back.
 
-    def __init__(self, page_size: int = 16) -> None:
+    Parameters
+    ----------
+    page_size : int
+        Tokens per page.
+    max_pages : int, optional
+        Most pages there may be; by default as many as are asked for.  `n_pages` says how many the
+        storage must have; it grows up to `max_pages`.
+    salt : bytes
+        What the content of the pages depends on besides the tokens, e.g. model and format.
+    """
+
+    def __init__(
+        self, page_size: int = 16, max_pages: int | None = None, salt: bytes = b""
+    ) -> None:
         self.page_size = page_size
+        self.max_pages = UNLIMITED if max_pages is None else max_pages
         self.n_pages = 0
-        self._free: list[int] = []
+        self.hit_tokens = self.asked_tokens = 0
+        """Tokens found in the cache, and those looked for, since the beginning."""
+        self._salt = salt
         self._sequences: dict[int, _Sequence] = {}
+        self._free: list[int] = []
+        self._holders: list[int] = []  # of each page
+        self._named: dict[bytes, int] = {}  # by name
+        self._name_of: dict[int, bytes] = {}  # its name
+        self._cached: OrderedDict[int, None] = OrderedDict()  # named pages nobody holds, oldest 1st
+        self._coming: dict[bytes, int] = {}  # name to who computes it
+        self._copies: list[tuple[int, int]] = []
 
-    def add(self, sequence: int) -> None:
-        """Begin an empty sequence."""
+    # ---- sequences ----------------------------------------------------------------------------
+
+    def chain(self, ids: Sequence[int], salt: bytes = b"") -> Chain:
+        """Return the names of the full pages of a sequence of tokens, for `find` and `add`.
+
+        `salt` is what its keys and values depend on besides these tokens and the table's own salt,
+        e.g. the input of an encoder.
+        """
+        chain = Chain(self._salt + salt)
+        chain.extend(ids, self.page_size, len(ids) // self.page_size)
+        return chain
+
+    def find(self, chain: Chain, n_tokens: int) -> tuple[int, bool]:
+        """Look a sequence of `n_tokens` tokens up, without changing anything.
+
+        Returns
+        -------
+        int
+            How many of its first tokens the cache has.  The last token is never taken from there:
+            something must be computed for the next token to come out.
+        bool
+            Whether a present sequence is computing the first page that is missing.
+        """
+        for i, name in enumerate(chain.names[: self._most_found(n_tokens)]):
+            if name not in self._named:
+                return i * self.page_size, name in self._coming
+        return self._most_found(n_tokens) * self.page_size, False
+
+    def needed(self, chain: Chain | None, n_tokens: int) -> int:
+        """Return how many available pages a new sequence of `n_tokens` tokens takes."""
+        total = -(-n_tokens // self.page_size)
+        if chain is None:
+            return total
+        n_found = self.find(chain, n_tokens)[0] // self.page_size
+        return total - sum(self._holders[self._named[n]] > 0 for n in chain.names[:n_found])
+
+    def add(self, sequence: int, chain: Chain | None = None, n_tokens: int = 0) -> int:
+        """Begin a sequence; return how many of its first tokens the cache has already.
+
+        Parameters
+        ----------
+        sequence : int
+            A number that no present sequence has.
+        chain : Chain, optional
+            Names of its pages, from `chain`; the table goes on to use it.  Without it, nothing is
+            looked up in the cache and nothing of this sequence kept there.
+        n_tokens : int
+            How many tokens there are.
+        """
         if sequence in self._sequences:
             raise ValueError(f"sequence {sequence} is in the page table already")
-        self._sequences[sequence] = _Sequence()
+        entry = self._sequences[sequence] = _Sequence(chain=chain)
+        if chain is None:
+            return 0
+        length, _ = self.find(chain, n_tokens)
+        entry.n_named = length // self.page_size
+        entry.pages = [self._named[name] for name in chain.names[: entry.n_named]]
+        entry.length = length
+        for page in entry.pages:
+            self._hold(page)
+        for name in chain.names[entry.n_named :]:
+            self._coming.setdefault(name, sequence)
+        self.hit_tokens += length
+        self.asked_tokens += n_tokens
+        return length
 
     def extend(self, sequence: int, n_tokens: int) -> None:
-        """Make room for `n_tokens` more tokens of a sequence and count them in."""
+        """Make room for `n_tokens` more tokens of a sequence and count them in.
+
+        Raises
+        ------
+        NoFreePageError
+            If there are not enough pages; the sequence is as it was.
+        """
         self.reserve(sequence, n_tokens)
         self._sequences[sequence].length += n_tokens
 
     def reserve(self, sequence: int, n_tokens: int) -> None:
         """Give a sequence the pages for `n_tokens` more tokens without counting these in."""
         entry = self._sequences[sequence]
-        missing = -(-(entry.length + n_tokens) // self.page_size) - len(entry.pages)
-        for _ in range(missing):
-            if not self._free:
-                self._grow()
-            entry.pages.append(self._free.pop())
+        if self.missing(sequence, n_tokens) > self.n_available:
+            raise NoFreePageError(f"no page is free for sequence {sequence}")
+        if n_tokens > 0:
+            self._own_the_end(entry)
+        n_pages = -(-(entry.length + n_tokens) // self.page_size)
+        if len(entry.pages) < n_pages:
+            entry.pages += [self._take() for _ in range(n_pages - len(entry.pages))]
+            entry.index = None
+
+    def missing(self, sequence: int, n_tokens: int) -> int:
+        """Return how many pages `reserve` would take."""
+        entry = self._sequences[sequence]
+        copied = n_tokens > 0 and self._end_is_shared(entry)
+        return int(copied) + max(
+            0, -(-(entry.length + n_tokens) // self.page_size) - len(entry.pages)
+        )
+
+    def commit(self, sequence: int, ids: Sequence[int]) -> None:
+        """Say that the pages of a sequence are computed, and enter the full ones into the cache.
+
+        `ids` are its tokens from the beginning, at least as many as its length.  Tokens that may
+        be taken back (`truncate`) are better not among them.
+        """
+        entry = self._sequences[sequence]
+        n_full = entry.length // self.page_size
+        if entry.chain is None or n_full <= entry.n_named:
+            return
+        entry.chain.extend(ids, self.page_size, n_full)
+        for name, page in zip(
+            entry.chain.names[entry.n_named : n_full],
+            entry.pages[entry.n_named : n_full],
+            strict=True,
+        ):
+            if self._coming.get(name) == sequence:
+                del self._coming[name]
+            if name not in self._named and page not in self._name_of:
+                self._named[name], self._name_of[page] = page, name
+        entry.n_named = n_full
+
+    def has_full_page(self, sequence: int) -> bool:
+        """Return whether `commit` has something to enter."""
+        entry = self._sequences[sequence]
+        return entry.length // self.page_size > entry.n_named
+
+    def fork(self, sequence: int, new: int) -> None:
+        """Begin a sequence with everything another one has; they share its pages.
+
+        The first of them to go on gets a copy of the last page, if that is not full.
+        """
+        if new in self._sequences:
+            raise ValueError(f"sequence {new} is in the page table already")
+        entry = self._sequences[sequence]
+        pages = entry.pages[: -(-entry.length // self.page_size)]
+        for page in pages:
+            self._hold(page)
+        chain = None if entry.chain is None else entry.chain.copy()
+        self._sequences[new] = _Sequence(pages, entry.length, chain, entry.n_named)
+
+    def truncate(self, sequence: int, length: int) -> None:
+        """Forget all but the first `length` tokens of a sequence, and the pages behind them."""
+        entry = self._sequences[sequence]
+        if not 0 <= length <= entry.length:
+            raise ValueError(f"length must be 0..{entry.length}, got {length}")
+        n_pages = -(-length // self.page_size)
+        self._release(entry.pages[n_pages:])
+        self._forget_coming(sequence, entry)
+        n_full = length // self.page_size
+        del entry.pages[n_pages:]
+        if entry.chain is not None:
+            del entry.chain.names[n_full:]
+        entry.n_named = min(entry.n_named, n_full)
+        entry.length, entry.index = length, None
 
     def drop(self, sequence: int) -> None:
-        """End a sequence; its pages become free."""
-        self._free += reversed(self._sequences.pop(sequence).pages)
+        """End a sequence; pages that nobody else holds become free, or cached."""
+        entry = self._sequences.pop(sequence)
+        self._forget_coming(sequence, entry)
+        self._release(entry.pages)
+
+    def clear_cache(self) -> None:
+        """Forget which tokens the pages hold; those nobody holds become free."""
+        self._free += self._cached
+        self._cached.clear()
+        self._named.clear()
+        self._name_of.clear()
+
+    def grow(self, n_pages: int) -> None:
+        """Have at least `n_pages` pages, so that the storage need not grow in between."""
+        more = min(n_pages, self.max_pages) - self.n_pages
+        if more > 0:
+            self._free[:0] = range(self.n_pages + more - 1, self.n_pages - 1, -1)
+            self._holders += [0] * more
+            self.n_pages += more
+
+    # ---- looking ------------------------------------------------------------------------------
+
+    def __contains__(self, sequence: object) -> bool:
+        return sequence in self._sequences
+
+    @property
+    def sequences(self) -> list[int]:
+        """The numbers of the present sequences."""
+        return list(self._sequences)
+
+    @property
+    def n_available(self) -> int:
+        """Number of pages that can be given out: free, cached, or yet to be made."""
+        return len(self._free) + len(self._cached) + self.max_pages - self.n_pages
+
+    @property
+    def n_held(self) -> int:
+        """Number of pages that sequences hold."""
+        return self.n_pages - len(self._free) - len(self._cached)
+
+    @property
+    def n_cached(self) -> int:
+        """Number of pages that are kept for sequences that begin alike."""
+        return len(self._cached)
 
     def length(self, sequence: int) -> int:
         """Return the tokens of a sequence."""
@@ -74,12 +294,78 @@ class PageTable:
         entries = [self._sequences[s] for s in sequences]
         indptr = np.zeros(len(entries) + 1, np.int32)
         np.cumsum([len(e.pages) for e in entries], out=indptr[1:])
-        indices = np.array([p for e in entries for p in e.pages], np.int32)
+        parts = []
+        for entry in entries:
+            if entry.index is None:
+                entry.index = np.array(entry.pages, np.int32)
+            parts.append(entry.index)
+        indices = np.concatenate(parts) if parts else np.zeros(0, np.int32)
         lengths = np.array([e.length for e in entries], np.int32)
         return PageView(indptr, indices, (lengths - 1) % self.page_size + 1, lengths)
 
-    def _grow(self) -> None:
-        """Add pages: half as many again, at least 16."""
-        more = max(16, self.n_pages // 2)
-        self._free += range(self.n_pages + more - 1, self.n_pages - 1, -1)
-        self.n_pages += more
+    def take_copies(self) -> list[tuple[int, int]]:
+        """Return pairs (from, to) of pages to be copied, in this order, before the next step."""
+        copies, self._copies = self._copies, []
+        return copies
+
+    # ---- pages --------------------------------------------------------------------------------
+
+    def _most_found(self, n_tokens: int) -> int:
+        return max(0, n_tokens - 1) // self.page_size
+
+    def _hold(self, page: int) -> None:
+        self._holders[page] += 1
+        self._cached.pop(page, None)
+
+    def _release(self, pages: Sequence[int]) -> None:
+        """Count one holder less; the last pages of a sequence are given away before the first."""
+        for page in reversed(pages):
+            self._holders[page] -= 1
+            if self._holders[page] == 0:
+                if page in self._name_of:
+                    self._cached[page] = None
+                else:
+                    self._free.append(page)
+
+    def _take(self) -> int:
+        """Return a page for one sequence alone."""
+        if not self._free and self.n_pages < self.max_pages:
+            self.grow(self.n_pages + max(16, self.n_pages // 2))
+        if self._free:
+            page = self._free.pop()
+        else:
+            page, _ = self._cached.popitem(last=False)
+            self._unname(page)
+        self._holders[page] = 1
+        return page
+
+    def _unname(self, page: int) -> None:
+        name = self._name_of.pop(page, None)
+        if name is not None:
+            del self._named[name]
+
+    def _end_is_shared(self, entry: _Sequence) -> bool:
+        """Return whether the next token goes to a page that others read, too."""
+        if entry.length % self.page_size == 0:
+            return False
+        return self._holders[entry.pages[entry.length // self.page_size]] > 1
+
+    def _own_the_end(self, entry: _Sequence) -> None:
+        """See to it that the page with the last token, if not full, is this sequence's alone."""
+        if entry.length % self.page_size == 0:
+            return
+        at = entry.length // self.page_size
+        page = entry.pages[at]
+        if self._holders[page] == 1:
+            self._unname(page)  # full once, and cut since: its name is no longer true
+            return
+        copy = self._take()
+        self._copies.append((page, copy))
+        self._release([page])
+        entry.pages[at], entry.index = copy, None
+
+    def _forget_coming(self, sequence: int, entry: _Sequence) -> None:
+        if entry.chain is not None:
+            for name in entry.chain.names[entry.n_named :]:
+                if self._coming.get(name) == sequence:
+                    del self._coming[name]

@@ -16,21 +16,15 @@ from typing import Any
 import numpy as np
 
 from nbflow.decoding import Strategy
+from nbflow.engine.draw import log_probabilities
 from nbflow.engine.request import Request
 from nbflow.execute.cpu import Bound
 from nbflow_kernels._jit import njit
 from nbflow_kernels.calls import Call
-from nbflow_kernels.logits.cpu import token_log_probs
 from nbflow_kernels.threads import capture
 
 MAX_STEPS = 512
 """Most steps of one burst."""
-
-
-def log_probabilities(logits: np.ndarray, tokens: np.ndarray, out: np.ndarray) -> None:
-    """Write log softmax(logits) at one token per row, float64 (B, 1); a launcher."""
-    ones = np.ones(len(logits), np.float32)
-    token_log_probs(logits, tokens.reshape(-1, 1), ones, 0.0, out)
 
 
 class Burst:
@@ -63,8 +57,9 @@ class Burst:
 
     @staticmethod
     def fits(requests: Sequence[Request]) -> bool:
-        """Return whether one burst can draw for these requests: they have one strategy."""
-        return len({r.strategy for r in requests}) == 1
+        """Return whether one burst can draw for these requests: they have one compiled strategy."""
+        one = len({r.strategy for r in requests}) == 1
+        return one and requests[0].strategy.compiled and not any(r.n_top_logprobs for r in requests)
 
     @classmethod
     def key(cls, requests: Sequence[Request]) -> tuple[Any, ...]:

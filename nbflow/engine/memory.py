@@ -6,12 +6,14 @@ keys and values of its layers and heads, and the decoder's steps read them like 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nbflow.cache import KVStorage, PageTable
+from nbflow.engine.pieces import pieces
+from nbflow.engine.request import Request
 from nbflow.execute import CpuExecutor, RankWeights, make_step
 from nbflow.parallel.plan import RankPlan
 from nbflow.program import build_memory, fuse, partition
@@ -60,23 +62,40 @@ class Memory:
         self.table = PageTable(page_size)
         self._executor = CpuExecutor(program, self.weights, self.storage, activations=activations)
 
-    def add(self, sequence: int, ids: Sequence[int]) -> None:
-        """Run the encoder and keep what the decoder's layers see of it."""
-        self._executor.given = self.encoder.outputs(ids, "y")
-        self.table.add(sequence)
-        try:
-            step = make_step(self.table, [sequence], [[0] * len(ids)], [])
-            self.storage.ensure(self.table.n_pages)
-            self._executor.run(step)
-        except BaseException:
-            self.table.drop(sequence)
-            raise
-        finally:
-            self._executor.given = np.zeros((0, 0), np.float32)
+    def add(self, inputs: Mapping[int, Sequence[int]]) -> None:
+        """Run the encoder on the inputs of sequences and keep what the decoder sees of it."""
+        if not inputs:
+            return
+        states = self.encoder.outputs(list(inputs.values()), "y")
+        for piece in pieces([len(x) for x in states], self.encoder.max_step_tokens, whole=True):
+            numbers = [list(inputs)[b] for b, _, _ in piece]
+            for number in numbers:
+                self.table.add(number)
+            self._executor.given = np.concatenate([states[b] for b, _, _ in piece])
+            try:
+                step = make_step(self.table, numbers, [[0] * (n - m) for _, m, n in piece], [])
+                self.storage.ensure(self.table.n_pages)
+                self._executor.run(step)
+            except BaseException:
+                for number in inputs:
+                    if number in self.table:
+                        self.table.drop(number)
+                raise
+            finally:
+                self._executor.given = np.zeros((0, 0), np.float32)
+
+    def update(self, running: Sequence[Request]) -> None:
+        """Read the inputs of requests that have begun, and forget those that do not run."""
+        ids = {request.id for request in running}
+        for number in [n for n in self.table.sequences if n >= 0 and n not in ids]:
+            self.table.drop(number)
+        new = {r.id: r.encoder_ids or [] for r in running if r.id not in self.table}
+        self.add(new)
 
     def drop(self, sequence: int) -> None:
-        """Forget a sequence."""
-        self.table.drop(sequence)
+        """Forget a sequence, if it is there."""
+        if sequence in self.table:
+            self.table.drop(sequence)
 
     def memory(self) -> dict[str, int]:
         """Return the bytes of this rank's part, as `RankEngine.memory` calls them."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nbflow.decoding import Strategy, make_strategy
+from nbflow.engine.outcome import Output
 from nbflow.engine.rank import RankEngine
-from nbflow.engine.request import Request
+from nbflow.engine.request import FinishReason, Request
 from nbflow.parallel import Comm, Plan
 from nbflow.parallel.threads import RankTeam
 from nbflow.spec.model_spec import ModelSpec
@@ -37,7 +38,7 @@ class Generation:
     """The new tokens as text; empty if the model was loaded without a tokenizer."""
     logprobs: list[float]
     """Natural logarithm of each new token's probability."""
-    finish_reason: Literal["stop", "length"]
+    finish_reason: FinishReason
     """"stop": an end token was drawn; "length": max_tokens or the context is full."""
     prompt_ids: list[int]
     """The prompt as token ids."""
@@ -70,9 +71,27 @@ class Model:
         """Decoding parameters the model recommends, taken where a call gives none."""
         self.engines = engines
         """The ranks of this process: none, one, or all of them when they are threads."""
+        self.engine: object | None = None
+        """The `nbflow.Engine` that runs this model at present; the steps are then its own."""
         self._tokenizer = tokenizer
         self._why_no_tokenizer = why_no_tokenizer
         self._team = team
+
+    @property
+    def is_team(self) -> bool:
+        """Whether all ranks are threads of this process."""
+        return self._team is not None
+
+    def claim(self, engine: object) -> None:
+        """Let an engine run this model; nobody else may, until it is released."""
+        if self.engine is not None:
+            raise UsageError(f"another engine runs {self.spec.name} already; close it first")
+        self.engine = engine
+
+    def release(self, engine: object) -> None:
+        """Give the model back."""
+        if self.engine is engine:
+            self.engine = None
 
     @property
     def participates(self) -> bool:
@@ -149,8 +168,7 @@ class Model:
                 "or embed()"
             )
         for_encoder = self._check_encoder_ids(encoder_ids)
-        result: NDArray[np.float32] = self._call("outputs", checked, "logits", None, for_encoder)[0]
-        return result
+        return self._outputs([checked], "logits", None, _only(for_encoder))[0]
 
     def hidden(
         self,
@@ -182,8 +200,19 @@ class Model:
         checked = self._check_ids(ids, room=0)
         types = self._check_types(token_types, len(checked))
         for_encoder = self._check_encoder_ids(encoder_ids)
-        result: NDArray[np.float32] = self._call("outputs", checked, "y", types, for_encoder)[0]
-        return result
+        return self._outputs([checked], "y", _only(types), _only(for_encoder))[0]
+
+    def _outputs(
+        self,
+        sequences: list[list[int]],
+        name: str,
+        types: list[list[int]] | None = None,
+        encoder_ids: list[list[int]] | None = None,
+    ) -> list[NDArray[np.float32]]:
+        results: list[NDArray[np.float32]] = self.call(
+            "outputs", sequences, name, types, encoder_ids
+        )[0]
+        return results
 
     def embed(
         self,
@@ -210,9 +239,51 @@ class Model:
         -------
         array of float32, shape (E,)
         """
+        types = None if token_types is None else [token_types]
+        return self.embed_batch([ids], types, pooling=pooling, normalize=normalize)[0]
+
+    def embed_batch(
+        self,
+        sequences: Sequence[Sequence[int] | NDArray[Any]],
+        token_types: Sequence[Sequence[int] | NDArray[Any]] | None = None,
+        *,
+        pooling: str = "mean",
+        normalize: bool = True,
+    ) -> list[NDArray[np.float32]]:
+        """Return one vector for each of several texts; each is what `embed` gives for it alone.
+
+        Texts run together as far as a step has room.
+        """
+        texts, types = self.check_texts(sequences, token_types)
+        return [self.pool(r, pooling, normalize) for r in self._outputs(texts, "y", types)]
+
+    def check_texts(
+        self,
+        sequences: Sequence[Sequence[int] | NDArray[Any]],
+        token_types: Sequence[Sequence[int] | NDArray[Any]] | None = None,
+    ) -> tuple[list[list[int]], list[list[int]] | None]:
+        """Return the ids of several texts, and the types of their tokens, checked."""
+        if self.spec.encoder is not None:
+            raise UsageError(f"{self.spec.name} has an encoder and a decoder; use hidden()")
+        texts = [self._check_ids(ids, room=0) for ids in sequences]
+        if token_types is None:
+            return texts, None
+        if len(token_types) != len(texts):
+            raise UsageError(
+                f"token_types must be given for each of the {len(texts)} texts, got "
+                f"{len(token_types)}"
+            )
+        checked = [
+            self._check_types(types, len(ids)) or []
+            for types, ids in zip(token_types, texts, strict=True)
+        ]
+        return texts, checked
+
+    @staticmethod
+    def pool(rows: NDArray[np.float32], pooling: str, normalize: bool) -> NDArray[np.float32]:
+        """Return one vector for the hidden states of a text; see `embed`."""
         if pooling not in POOLINGS:
             raise unknown_name("pooling", pooling, POOLINGS)
-        rows = self.hidden(ids, token_types)
         vector = {"mean": rows.mean(axis=0), "first": rows[0], "last": rows[-1]}[pooling]
         if normalize:
             vector = vector / np.linalg.norm(vector)
@@ -289,7 +360,7 @@ class Model:
         ]
         for _ in self.run_requests(requests, burst_s=WHOLE_BURST_S):
             pass
-        return [self._generation(r) for r in requests]
+        return [self.generation(r) for r in requests]
 
     def stream(
         self,
@@ -358,18 +429,38 @@ class Model:
         Each item is a list of (request, token, log-probability) of a step, or of as many steps as
         fit into `burst_s` seconds.  Longer bursts are faster: Python works once for each.
         """
-        copies = [_copy(requests) for _ in self.engines[1:]]
-        self._call("begin", burst_s, per_engine=[requests, *copies])
+        if self.engine is not None:
+            raise UsageError(
+                f"an engine runs {self.spec.name}; submit requests to it, or close it first"
+            )
+        self.call("configure")
+        numbers = {}
+        for i, request in enumerate(requests):
+            self.call("submit", per_engine=self.copies(request))
+            numbers[request.id] = i
         try:
             while any(r.finish_reason is None for r in requests):
-                events = self._call("advance")[0]
+                outputs: list[Output] = self.call("advance", burst_s)[0]
+                for output in outputs:
+                    if output.request.error is not None:
+                        raise output.request.error
+                events = [
+                    (numbers[o.request.id], token, logprob)
+                    for o in outputs
+                    for token, logprob in zip(o.tokens, o.logprobs, strict=True)
+                ]
                 if events:
                     yield events
         finally:
             with contextlib.suppress(Exception):
-                self._call("end")
+                self.call("end_all")
 
-    def _generation(self, request: Request) -> Generation:
+    def copies(self, request: Request) -> list[Request]:
+        """Return a request for each rank of this process, the first of them itself."""
+        return [request, *(request.copy() for _ in self.engines[1:])]
+
+    def generation(self, request: Request) -> Generation:
+        """Return what a request that has ended came to."""
         assert request.finish_reason is not None
         text = self._tokenizer.decode(request.ids) if self._tokenizer is not None else ""
         return Generation(
@@ -447,27 +538,27 @@ class Model:
 
     def memory(self) -> list[dict[str, int]]:
         """Return, for each rank of the plan, the bytes it holds and the peak of its process."""
-        return self._gather("memory")
+        return self.gather("memory")
 
     def reset_traffic(self) -> None:
         """Count the bytes sent between ranks from here on."""
-        self._call("reset_traffic")
+        self.call("reset_traffic")
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes sent by all ranks since `reset_traffic`, measured and predicted."""
-        ranks = self._gather("traffic")
+        ranks = self.gather("traffic")
         return {key: sum(r[key] for r in ranks) for key in ("measured_bytes", "predicted_bytes")}
 
-    def _gather(self, method: str) -> list[dict[str, int]]:
+    def gather(self, method: str) -> list[dict[str, int]]:
         """Return the results of all ranks of the plan, on every one of them."""
-        results = self._call(method)
+        results = self.call(method)
         if self._team is None:
             comm = self.engines[0].comm
             results = comm.bcast_object(comm.gather_object(results[0]))
         return results
 
-    def _call(self, method: str, *args: Any, per_engine: list[Any] | None = None) -> list[Any]:
-        """Call a method of every rank of this process."""
+    def call(self, method: str, *args: Any, per_engine: list[Any] | None = None) -> list[Any]:
+        """Call a method of every `RankEngine` of this process, and return the results."""
         if not self.engines:
             raise UsageError(
                 f"this process holds no part of the model (partition {self.plan.partition!r}), "
@@ -484,8 +575,6 @@ class Model:
         return self._team.run(run)
 
 
-def _copy(requests: list[Request]) -> list[Request]:
-    return [
-        Request(r.prompt, r.max_tokens, r.strategy, r.seed, r.stop_ids, r.encoder_ids)
-        for r in requests
-    ]
+def _only(ids: list[int] | None) -> list[list[int]] | None:
+    """Return what belongs to the only one of a list of sequences."""
+    return None if ids is None else [ids]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import math
+import platform
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -15,11 +16,13 @@ from typing import Any
 import numpy as np
 
 from nbflow.cache import PageTable, make_storage
-from nbflow.decoding.strategy import check_drawn
-from nbflow.engine.burst import MAX_STEPS, Burst, log_probabilities
+from nbflow.decoding.strategy import no_distribution
+from nbflow.engine.burst import MAX_STEPS, Burst
 from nbflow.engine.memory import Memory
-from nbflow.engine.request import Request
-from nbflow.engine.scheduler import next_tokens
+from nbflow.engine.outcome import Outcome, Output
+from nbflow.engine.pieces import Piece, pieces
+from nbflow.engine.request import FinishReason, Request
+from nbflow.engine.scheduler import Scheduler, Work
 from nbflow.execute import CpuExecutor, RankWeights, Step, make_step
 from nbflow.execute.weights import stored_bytes
 from nbflow.parallel.comm import Comm
@@ -27,12 +30,9 @@ from nbflow.parallel.plan import Plan, make_plan
 from nbflow.program import build, fuse, partition
 from nbflow.program.cost import bytes_sent
 from nbflow.spec.model_spec import ModelSpec
-from nbflow.system import peak_rss_bytes, reset_peak_rss
+from nbflow.system import available_memory_bytes, peak_rss_bytes, reset_peak_rss
 from nbflow.weights import WeightFile
 from nbflow_kernels.threads import set_num_threads
-
-Event = tuple[int, int, float]
-"""A new token: index of the request, token, log-probability."""
 
 PAGE_SIZE = 64
 """Tokens of a page of the KV cache: as many as attention takes at a time, and long enough a piece
@@ -41,6 +41,11 @@ MAX_BURSTS = 32
 """Bursts (strategies and batch sizes) kept."""
 MAX_LOGIT_BYTES = 64 * 2**20
 """Logits of all positions are computed in pieces of at most this size."""
+
+
+def _outside(b: int) -> int:
+    """Return the page table's number for a sequence that is no request's."""
+    return -1 - b
 
 
 def make_groups(plan: Plan, comm: Comm) -> dict[tuple[int, ...], Comm]:
@@ -113,7 +118,9 @@ class RankEngine:
         self.storage = make_storage(
             spec, self.program.layers, page_size, self.program.n_kv_heads, kv
         )
+        self.max_step_tokens = max_step_tokens
         self.table = PageTable(page_size)
+        self.scheduler = Scheduler(self.table, max_step_tokens)
         self.executor = CpuExecutor(
             self.program, self.weights, self.storage, comm, plan.numbers, activations,
             None if self._encoded is None else self._encoded.storage,
@@ -121,12 +128,10 @@ class RankEngine:
         self._groups = groups
         self.executor.set_groups(groups)
         self._head = plan.numbers.index(plan.head_rank)
-        self._budget = max_step_tokens
-        self._requests: list[Request] = []
+        self._limits: tuple[int | None, int | None, int | None, bool] = (None, None, None, False)
         self._sent_before: dict[str, int] = {}
         self._predicted_bytes = 0
         self._bursts: dict[tuple[Any, ...], Burst] = {}
-        self._burst_s = 0.0
         self._step_s = math.inf
         self._bytes_sent = functools.cache(
             functools.partial(bytes_sent, self.program, self.mine.rank)
@@ -136,46 +141,70 @@ class RankEngine:
 
     def outputs(
         self,
-        ids: Sequence[int],
+        sequences: Sequence[Sequence[int]],
         name: str,
-        types: Sequence[int] | None = None,
-        encoder_ids: Sequence[int] | None = None,
-    ) -> np.ndarray:
-        """Return a buffer of the last stage ("logits" or "y") after every token, on every rank."""
+        types: Sequence[Sequence[int]] | None = None,
+        encoder_ids: Sequence[Sequence[int]] | None = None,
+    ) -> list[np.ndarray]:
+        """Return a buffer of the last stage ("logits" or "y") after every token, on every rank.
+
+        Sequences share steps as far as these have room.  They do not see each other, and each gets
+        what it would get alone.
+        """
         width = self.spec.vocab_size if name == "logits" else self.spec.hidden_size
-        result = np.empty((len(ids), width), np.float32)
-        piece = max(1, min(self._budget, MAX_LOGIT_BYTES // (4 * self.spec.vocab_size)))
-        if not self.spec.causal:  # every token sees all others
-            piece = len(ids)
-        self._add(-1, encoder_ids)
-        try:
-            for start in range(0, len(ids), piece):
-                chunk = list(ids[start : start + piece])
-                some_types = None if types is None else types[start : start + piece]
-                step = self._step([-1], [chunk], range(len(chunk)), some_types)
-                self._run(step)
-                rows = result[start : start + len(chunk)]
-                if self.mine.last:
-                    np.copyto(rows, self.executor.buffer(name, len(chunk)))
-                self._broadcast(rows)
-        finally:
-            self._drop(-1)
-        return result
+        results = [np.empty((len(ids), width), np.float32) for ids in sequences]
+        most = max(1, min(self.max_step_tokens, MAX_LOGIT_BYTES // (4 * self.spec.vocab_size)))
+        whole = not self.spec.causal  # every token sees all others
+        for step in pieces([len(ids) for ids in sequences], most, whole):
+            self._begin_outputs(step, encoder_ids)
+            try:
+                rows = self._outputs_of_step(step, sequences, name, types)
+            except BaseException:
+                self._end_outputs(step)
+                raise
+            first = 0
+            for b, start, stop in step:
+                results[b][start:stop] = rows[first : first + stop - start]
+                first += stop - start
+                if stop == len(sequences[b]):
+                    self._end_outputs([(b, start, stop)])
+        return results
 
-    # ---- sequences ----------------------------------------------------------------------------
-
-    def _add(self, sequence: int, encoder_ids: Sequence[int] | None) -> None:
-        """Begin a sequence; if there is an encoder, run it on the sequence's input."""
+    def _begin_outputs(
+        self, step: Sequence[Piece], encoder_ids: Sequence[Sequence[int]] | None
+    ) -> None:
+        new = [b for b, start, _ in step if start == 0]
         if self._encoded is not None:
             assert encoder_ids is not None  # checked by the caller
-            self._encoded.add(sequence, encoder_ids)
-        self.table.add(sequence)
+            self._encoded.add({_outside(b): encoder_ids[b] for b in new})
+        for b in new:
+            self.table.add(_outside(b))
 
-    def _drop(self, sequence: int) -> None:
-        """End a sequence."""
-        self.table.drop(sequence)
-        if self._encoded is not None:
-            self._encoded.drop(sequence)
+    def _end_outputs(self, step: Sequence[Piece]) -> None:
+        for b, _, _ in step:
+            self.table.drop(_outside(b))
+            if self._encoded is not None:
+                self._encoded.drop(_outside(b))
+
+    def _outputs_of_step(
+        self,
+        step: Sequence[Piece],
+        sequences: Sequence[Sequence[int]],
+        name: str,
+        types: Sequence[Sequence[int]] | None,
+    ) -> np.ndarray:
+        tokens = [sequences[b][start:stop] for b, start, stop in step]
+        n = sum(map(len, tokens))
+        some_types = None
+        if types is not None:
+            some_types = [t for b, start, stop in step for t in types[b][start:stop]]
+        self._run(self._step([_outside(b) for b, _, _ in step], tokens, range(n), some_types))
+        width = self.spec.vocab_size if name == "logits" else self.spec.hidden_size
+        rows = np.empty((n, width), np.float32)
+        if self.mine.last:
+            np.copyto(rows, self.executor.buffer(name, n))
+        self._broadcast(rows)
+        return rows
 
     def _step(
         self,
@@ -189,64 +218,129 @@ class RankEngine:
 
     # ---- generation ---------------------------------------------------------------------------
 
-    def begin(self, burst_s: float, requests: list[Request]) -> None:
-        """Start to work on these requests instead of any others.
+    def configure(
+        self,
+        max_step_tokens: int | None = None,
+        max_sequences: int | None = None,
+        max_pages: int | None = None,
+        prefix_cache: bool = False,
+    ) -> None:
+        """Have these limits, and an empty cache where they are other ones than before.
 
-        Steps that need no look at the requests run in bursts of at most `burst_s` seconds.
+        Without arguments they are those of `nbflow.load`.  With `max_pages` that many are made at
+        once, so that no step has to wait for it; the system gives memory to a page when it is
+        first written.
         """
-        self.end()
-        self._burst_s = burst_s
-        for i, request in enumerate(requests):
-            self._add(i, request.encoder_ids)
-            self._requests = requests[: i + 1]
-
-    def end(self) -> None:
-        """Stop working on the present requests."""
-        for i in range(len(self._requests)):
-            self._drop(i)
-        self._requests = []
-
-    def advance(self) -> list[Event]:
-        """Run a step, or a burst of them, and return the new tokens in order."""
-        chosen = next_tokens(self._requests, self._budget)
-        requests = [self._requests[i] for i, _ in chosen]
-        if self._can_burst(requests, sum(n for _, n in chosen)):
-            return self._burst([i for i, _ in chosen], requests)
-        tokens = [r.pending[:n] for r, (_, n) in zip(requests, chosen, strict=True)]
-        ready = [
-            r.n_done + n == len(r.prompt) + len(r.ids)
-            for r, (_, n) in zip(requests, chosen, strict=True)
-        ]
-        ends = np.cumsum([n for _, n in chosen]) - 1
-        step = self._step(
-            [i for i, _ in chosen],
-            tokens,
-            [int(e) for e, r in zip(ends, ready, strict=True) if r],
+        limits = max_step_tokens, max_sequences, max_pages, prefix_cache
+        if limits == self._limits:
+            return
+        self._limits = limits
+        self.storage.release()
+        self.table = PageTable(self.storage.page_size, max_pages)
+        if max_pages is not None:
+            self.table.grow(max_pages)
+        self.scheduler = Scheduler(
+            self.table,
+            max_step_tokens or self.max_step_tokens,
+            max_sequences,
+            max(1, MAX_LOGIT_BYTES // (4 * self.spec.vocab_size)),
+            prefix_cache,
         )
-        self._run(step)
-        for request, (_, n) in zip(requests, chosen, strict=True):
-            request.n_done += n
-        waiting = [(i, r) for (i, _), r, ok in zip(chosen, requests, ready, strict=True) if ok]
-        drawn, logprobs = self._draw([r for _, r in waiting])
-        events = []
-        for (i, request), token, logprob in zip(
-            waiting, drawn.tolist(), logprobs.tolist(), strict=True
-        ):
-            request.accept(token, logprob)
-            events.append((i, token, logprob))
-        return events
 
-    def _can_burst(self, requests: Sequence[Request], n_tokens: int) -> bool:
-        """Return whether the next steps can run as one burst."""
-        generating = n_tokens == len(requests) and all(r.ids for r in requests)
-        return generating and self.comm.size == 1 and Burst.fits(requests)
+    def submit(self, request: Request) -> None:
+        """Take a request; `advance` works on all there are."""
+        self.scheduler.add(request)
 
-    def _burst(self, indices: Sequence[int], requests: Sequence[Request]) -> list[Event]:
+    def end(self, request_id: int, reason: FinishReason) -> None:
+        """End a request for another reason than its own, if it is still there."""
+        for request in self.scheduler.requests:
+            if request.id == request_id:
+                request.finish_reason = reason
+                self._remove(request)
+
+    def clear_prefix_cache(self) -> None:
+        """Forget which tokens the pages hold."""
+        self.table.clear_cache()
+
+    def end_all(self, reason: FinishReason = "abort") -> None:
+        """End all requests."""
+        for request in self.scheduler.requests:
+            self.end(request.id, reason)
+
+    def advance(self, burst_s: float) -> list[Output]:
+        """Run a step, or a burst of at most `burst_s` seconds, and return what came out.
+
+        A step that fails ends the requests that were in it, where this is the only rank; among
+        several, who fails leaves the others waiting in the middle of a step, so the error is
+        raised.
+        """
+        works = self.scheduler.next_step()
+        if not works:
+            assert not self.scheduler.requests, "requests are left, but none can run"
+            return []
+        try:
+            if self._encoded is not None:
+                self._encoded.update(self.scheduler.running)
+            outputs = (
+                self._burst(works, burst_s) if self._can_burst(works) else self._one_step(works)
+            )
+        except Exception as error:
+            if self.comm.size > 1:
+                raise
+            for work in works:
+                work.request.fail(error)
+            outputs = [Output(work.request) for work in works]
+        for output in outputs:
+            if output.request.finish_reason is not None:
+                self._remove(output.request)
+        return outputs
+
+    def _remove(self, request: Request) -> None:
+        self.scheduler.remove(request)
+        if self._encoded is not None:
+            self._encoded.update(self.scheduler.running)
+
+    def _one_step(self, works: Sequence[Work]) -> list[Output]:
+        """Run one step, draw, and enter the pages that are full into the cache."""
+        tokens = [w.request.pending[: w.n_tokens] + w.drafts for w in works]
+        rows: list[int] = []
+        end = 0
+        for work, ids in zip(works, tokens, strict=True):
+            end += len(ids)
+            rows += range(end - work.n_logits, end)
+        self._run(self._step([w.request.id for w in works], tokens, rows))
+        outcome = Outcome.empty(works)
+        if self.comm.rank == self._head and rows:
+            outcome.compute(self.executor.buffer("logits", len(rows)), works)
+        for array in outcome.arrays:
+            self._broadcast(array)
+        outputs = outcome.apply(works)
+        for work in works:
+            request = work.request
+            if work.drafts:
+                self.table.truncate(request.id, request.n_done)
+            self._commit(request)
+        return outputs
+
+    def _commit(self, request: Request) -> None:
+        if self.scheduler.prefix_cache and self.table.has_full_page(request.id):
+            self.table.commit(request.id, request.prompt + request.ids)
+
+    def _can_burst(self, works: Sequence[Work]) -> bool:
+        """Return whether the next steps can run as one burst: all generate, nobody is to join."""
+        return (
+            self.comm.size == 1
+            and all(w.request.is_generating and w.request.proposer is None for w in works)
+            and len(works) == len(self.scheduler.running)
+            and Burst.fits([w.request for w in works])
+        )
+
+    def _burst(self, works: Sequence[Work], burst_s: float) -> list[Output]:
         """Run several steps in which each of these requests draws a token."""
-        fitting = max(1, min(MAX_STEPS, int(self._burst_s / self._step_s)))
+        requests = [w.request for w in works]
+        fitting = max(1, min(MAX_STEPS, int(burst_s / self._step_s)))
         n_steps = min(fitting, *(r.max_tokens - len(r.ids) for r in requests))
-        for i in indices:
-            self.table.reserve(i, n_steps)
+        n_steps = self._reserve(requests, n_steps)
         key = Burst.key(requests)
         if key not in self._bursts:
             if len(self._bursts) >= MAX_BURSTS:
@@ -254,9 +348,10 @@ class RankEngine:
             self._bursts[key] = Burst(*key)
         burst = self._bursts[key]
         burst.begin(requests)
-        step = self._step(indices, [r.pending for r in requests], range(len(requests)))
-        set_num_threads(self._threads)
-        self.storage.ensure(self.table.n_pages)
+        step = self._step(
+            [r.id for r in requests], [r.pending for r in requests], range(len(requests))
+        )
+        self._prepare()
         started = time.perf_counter()
         self.executor.run_repeated(
             step,
@@ -267,44 +362,43 @@ class RankEngine:
         )
         done = int(burst.n_steps[0])
         self._step_s = (time.perf_counter() - started) / done
-        check_drawn(burst.tokens[:, :done])
         tokens, logprobs = burst.tokens[:, :done].tolist(), burst.token_logprobs.tolist()
-        for i, request in zip(indices, requests, strict=True):
-            self.table.extend(i, done - 1)
+        outputs = []
+        for b, request in enumerate(requests):
+            n_before = len(request.ids)
+            self.table.extend(request.id, done - 1)
             request.n_done += done
-        events = []
-        for s in range(done):
-            for b, (i, request) in enumerate(zip(indices, requests, strict=True)):
-                logprob = logprobs[b][s] if request.wants_logprobs else math.nan
-                request.accept(tokens[b][s], logprob)
-                events.append((i, tokens[b][s], logprob))
-        return events
+            for s, token in enumerate(tokens[b]):
+                if token < 0:
+                    request.fail(no_distribution())
+                    break
+                request.accept(token, logprobs[b][s] if request.wants_logprobs else math.nan)
+            self._commit(request)
+            outputs.append(Output(request, request.ids[n_before:], request.logprobs[n_before:]))
+        return outputs
 
-    def _draw(self, requests: Sequence[Request]) -> tuple[np.ndarray, np.ndarray]:
-        """Choose the next token of each request; every rank gets the same ones."""
-        drawn = np.zeros((2, len(requests)))
-        if not requests:
-            return drawn[0].astype(np.int32), drawn[1]
-        if self.comm.rank == self._head:
-            logits = self.executor.buffer("logits", len(requests))
-            tokens = np.empty(len(requests), np.int32)
-            for strategy in dict.fromkeys(r.strategy for r in requests):
-                rows = [i for i, r in enumerate(requests) if r.strategy == strategy]
-                seeds = np.array([requests[i].seed for i in rows], np.uint64)
-                offsets = np.array([len(requests[i].ids) for i in rows], np.uint64)
-                some = logits if len(rows) == len(requests) else logits[rows]
-                tokens[rows] = strategy.choose(some, seeds, offsets)
-            drawn[0], drawn[1] = tokens, math.nan
-            if any(r.wants_logprobs for r in requests):
-                log_probabilities(logits, tokens, drawn[1].reshape(-1, 1))
-        self._broadcast(drawn)
-        return drawn[0].astype(np.int32), drawn[1]
+    def _reserve(self, requests: Sequence[Request], n_steps: int) -> int:
+        """Give all requests pages for so many steps, or for as many as there are pages."""
+        table = self.table
+        while n_steps > 1:
+            missing = sum(table.missing(r.id, n_steps) for r in requests)
+            if missing <= table.n_available:
+                break
+            n_steps //= 2
+        for request in requests:
+            table.reserve(request.id, n_steps)
+        return n_steps
 
     # ---- running and counting -----------------------------------------------------------------
 
-    def _run(self, step: Step) -> None:
+    def _prepare(self) -> None:
+        """Have threads and pages as the next step needs them."""
         set_num_threads(self._threads)  # another model of this thread may have changed it
         self.storage.ensure(self.table.n_pages)
+        self.storage.copy_pages(self.table.take_copies())
+
+    def _run(self, step: Step) -> None:
+        self._prepare()
         self.executor.run(step)
         if self.comm.size > 1:
             self._predicted_bytes += self._bytes_sent(len(step.ids), len(step.logit_rows))
@@ -338,6 +432,16 @@ class RankEngine:
         if self._encoded is not None:  # what it sends is measured by the same communicators
             predicted += self._encoded.encoder.traffic()["predicted_bytes"]
         return {"measured_bytes": measured, "predicted_bytes": predicted}
+
+    def page_memory(self) -> dict[str, int]:
+        """Return the bytes of a page, those that are available, and how many ranks share these."""
+        machine = self.comm.gather_object(platform.node())
+        hosts = self.comm.bcast_object(machine)
+        return {
+            "page_bytes": self.storage.page_bytes,
+            "available_bytes": available_memory_bytes(),
+            "sharing": hosts.count(platform.node()),
+        }
 
     def memory(self) -> dict[str, int]:
         """Return what this rank holds, in bytes."""

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
-from nbflow.decoding import Strategy
+from nbflow.decoding import State, Strategy
+
+FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
+"""Why a request ended: an end token; max_tokens or the context; the user; its time; a failure."""
+
+TopLogprobs = list[tuple[int, float]]
+"""Tokens and their log-probabilities, the most probable first."""
+
+Proposer = Callable[[Sequence[int], int], Sequence[int]]
+"""``propose(ids, n)``: at most n tokens that may follow `ids`; the same on every rank."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """One sequence to be continued."""
 
@@ -26,14 +38,55 @@ class Request:
     """Token ids for the encoder, if the model has one."""
     wants_logprobs: bool = True
     """Whether the log-probabilities of the new tokens are wanted; without them they are NaN."""
+    n_top_logprobs: int = 0
+    """How many of the most probable tokens are wanted with each new one."""
+    prompt_logprobs: int | None = None
+    """The same for the prompt's tokens: 0 for the log-probabilities of these alone, None for none.
+    The prompt is then not taken from the prefix cache."""
+    priority: int = 0
+    """Requests with a smaller number go first."""
+    deadline: float | None = None
+    """Seconds from submission after which the request is ended, whatever it has."""
+    cache_salt: str = ""
+    """Requests share pages of the prefix cache only with those of the same salt."""
+    proposer: Proposer | None = None
+    """Proposes tokens that are then verified several at a time, if there is one."""
+    n_proposed: int = 0
+    """At most so many tokens are asked of the proposer."""
+
+    id: int = -1
+    """The scheduler's number for it."""
     ids: list[int] = field(default_factory=list)
     """New tokens so far, the one that ended the sequence not among them."""
     logprobs: list[float] = field(default_factory=list)
     """Natural logarithm of the probability of each new token under the model (temperature 1)."""
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    """The most probable tokens in the place of each new one, if they are wanted."""
+    prompt_results: list[tuple[float, TopLogprobs]] = field(default_factory=list)
+    """For each prompt token but the first: its log-probability, and the most probable tokens."""
     n_done: int = 0
     """Tokens of prompt and continuation whose keys and values are in the cache."""
-    finish_reason: Literal["stop", "length"] | None = None
+    cached_tokens: int = 0
+    """Tokens of the prompt that were taken from the prefix cache."""
+    n_preempted: int = 0
+    """How often its pages were taken away, and computed again later."""
+    n_drafted: int = 0
+    """Tokens proposed so far."""
+    n_accepted: int = 0
+    """Proposed tokens that turned out to be right."""
+    finish_reason: FinishReason | None = None
     """Why it ended; None while it runs."""
+    state: State | None = None
+    """What the strategy remembers, if it remembers something; on the rank that draws."""
+    n_seen: int = 0
+    """How many of `ids` the state knows."""
+    error: Exception | None = None
+    """What happened, if it ended with "error"."""
+
+    @property
+    def n_pending(self) -> int:
+        """Number of tokens that have not been run yet."""
+        return len(self.prompt) + len(self.ids) - self.n_done
 
     @property
     def pending(self) -> list[int]:
@@ -43,12 +96,41 @@ class Request:
             return self.prompt[self.n_done :] + self.ids
         return self.ids[self.n_done - n_prompt :]
 
-    def accept(self, token: int, logprob: float) -> None:
+    @property
+    def is_generating(self) -> bool:
+        """Whether only the last new token has not been run yet."""
+        return bool(self.ids) and self.n_pending == 1
+
+    @property
+    def wants_prompt_logits(self) -> bool:
+        """Whether some of the prompt's log-probabilities are still to come."""
+        missing = len(self.prompt_results) + 1 < len(self.prompt)
+        return self.prompt_logprobs is not None and missing
+
+    @property
+    def max_length(self) -> int:
+        """Tokens whose keys and values it may come to hold; the last token needs none."""
+        return len(self.prompt) + max(0, self.max_tokens - 1)
+
+    def copy(self) -> Request:
+        """Return the request for another rank: equal, with lists and a state of its own."""
+        own: dict[str, Any] = {"ids": [], "logprobs": [], "top_logprobs": [], "prompt_results": []}
+        return dataclasses.replace(self, **own, state=None)
+
+    def fail(self, error: Exception) -> None:
+        """End with an error."""
+        self.finish_reason, self.error = "error", error
+
+    def accept(
+        self, token: int, logprob: float = math.nan, top_logprobs: Sequence[tuple[int, float]] = ()
+    ) -> None:
         """Take the next token."""
         if token in self.stop_ids:
             self.finish_reason = "stop"
             return
         self.ids.append(token)
         self.logprobs.append(logprob)
+        if self.n_top_logprobs:
+            self.top_logprobs.append(list(top_logprobs))
         if len(self.ids) >= self.max_tokens:
             self.finish_reason = "length"

@@ -1,31 +1,289 @@
 """Which tokens of which requests run in the next step.  Plain Python, no arrays.
 
-Requests that are generating go first, one token each; what is left of the budget goes to prompts,
-in the order of arrival, cut into pieces where they are longer than that.
+Requests are ordered by priority, then by arrival.  A step has room for `max_step_tokens` tokens:
+
+1. Requests that are generating come first, one token each (and the tokens proposed for them, as
+   far as there is room and there are pages).
+2. What is left goes to the prompts of running requests, in order.  Where prompts are longer than
+   what is left, the first one leaves a quarter to those behind it: a long prompt neither holds up
+   short ones nor waits for them.
+3. Then waiting requests are taken in, in order, as long as there is room in the step, a place among
+   the `max_sequences`, and pages for the whole prompt.  A request whose beginning another one is
+   computing right now waits until it can be taken from the cache; those behind it may pass.
+
+When a generating request needs a page and none is left, the last request in the order gives all of
+its pages back and waits again; what it had computed is computed anew (preemption by recomputation).
+The first in the order never gives way, and alone it fits (`check`), so it comes to its end, and
+then the next one: no two can push each other out for ever.
+
+The scheduler knows nothing of time: every rank runs its own, and all of them decide alike.
 """
 
 from __future__ import annotations
 
+import bisect
+from array import array
 from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
 
-from nbflow.engine.request import Request
+from nbflow.cache.page_table import PageTable
+from nbflow.cache.prefix import Chain
+from nbflow.engine.request import Proposer, Request
+from nbflow_kernels.errors import UsageError
+
+SHARE_LEFT = 4
+"""A prompt that does not fit into a step leaves one part in so many to those behind it."""
 
 
-def next_tokens(requests: Sequence[Request], budget: int) -> list[tuple[int, int]]:
-    """Return (index of a request, number of its pending tokens) for the next step.
+@dataclass
+class Work:
+    """The part of a step that belongs to one request."""
+
+    request: Request
+    n_tokens: int
+    """How many of its pending tokens run."""
+    drafts: list[int] = field(default_factory=list)
+    """Proposed tokens that run behind them."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether a new token comes out."""
+        return self.n_tokens == self.request.n_pending and self.request.max_tokens > 0
+
+    @property
+    def n_logits(self) -> int:
+        """Number of tokens, the last ones of the work, whose logits are wanted."""
+        if self.request.wants_prompt_logits or self.drafts:
+            return self.n_tokens + len(self.drafts)
+        return int(self.draws)
+
+
+def order(request: Request) -> tuple[int, int]:
+    """Return what requests are sorted by."""
+    return request.priority, request.id
+
+
+@dataclass
+class _Step:
+    """A step as it is being put together."""
+
+    room: int
+    """Tokens it can still take."""
+    logit_room: int
+    """Tokens whose logits can still be wanted."""
+    encoder_room: int
+    """Tokens that encoders can still take."""
+    works: dict[int, Work] = field(default_factory=dict)
+    """By the request's number."""
+
+    def give(self, request: Request, n_tokens: int) -> Work | None:
+        """Let so many tokens of a request run, or as many as there is room for."""
+        n_tokens = min(n_tokens, self.room)
+        if request.wants_prompt_logits:
+            n_tokens = min(n_tokens, self.logit_room)
+            self.logit_room -= n_tokens
+        if n_tokens < 1:
+            return None
+        self.room -= n_tokens
+        work = self.works[request.id] = Work(request, n_tokens)
+        return work
+
+    def add_drafts(self, work: Work, drafts: list[int]) -> None:
+        work.drafts = drafts
+        self.room -= len(drafts)
+        self.logit_room -= len(drafts) + 1
+
+    def take_back(self, request: Request) -> None:
+        """Let a request not run after all."""
+        work = self.works.pop(request.id, None)
+        if work is not None:
+            self.room += work.n_tokens + len(work.drafts)
+
+
+class Scheduler:
+    """The requests of a model, and whose turn it is.
 
     Parameters
     ----------
-    requests : sequence of Request
-        All requests, in order of arrival.
-    budget : int
+    table : PageTable
+        Whose pages are whose.
+    max_step_tokens : int
         Most tokens in one step.
+    max_sequences : int, optional
+        Most requests that run at once; by default, and at most, as many as a step has tokens.
+    max_logit_rows : int, optional
+        Most tokens of a step whose logits are wanted besides those that draw a token.
+    prefix_cache : bool
+        Whether pages are kept for requests that begin with the same tokens.
     """
-    running = [(i, len(r.pending)) for i, r in enumerate(requests) if r.finish_reason is None]
-    chosen = []
-    for i, n in sorted(running, key=lambda item: item[1] > 1):
-        n = min(n, budget)
-        if n:
-            chosen.append((i, n))
-            budget -= n
-    return chosen
+
+    def __init__(
+        self,
+        table: PageTable,
+        max_step_tokens: int,
+        max_sequences: int | None = None,
+        max_logit_rows: int = 1 << 30,
+        prefix_cache: bool = False,
+    ) -> None:
+        self.table = table
+        self.max_step_tokens = max_step_tokens
+        self.max_sequences = min(max_sequences or max_step_tokens, max_step_tokens)
+        self.max_logit_rows = max_logit_rows
+        self.prefix_cache = prefix_cache
+        self.running: list[Request] = []
+        """In order."""
+        self.waiting: list[Request] = []
+        """In order."""
+        self.n_preemptions = 0
+        self._chains: dict[int, Chain] = {}  # of waiting requests
+        self._next_id = 0
+
+    # ---- requests -----------------------------------------------------------------------------
+
+    def check(self, request: Request) -> None:
+        """Raise `UsageError` if a request could never run, even alone."""
+        most = self.table.max_pages * self.table.page_size
+        if request.max_length > most:
+            raise UsageError(
+                f"the request may come to {request.max_length} tokens ({len(request.prompt)} of "
+                f"the prompt, max_tokens {request.max_tokens}), but the key/value cache holds "
+                f"{most}; shorten it, or give the cache more memory (kv_bytes)"
+            )
+
+    def add(self, request: Request) -> None:
+        """Take a new request; it gets the next number."""
+        self.check(request)
+        request.id = self._next_id
+        self._next_id += 1
+        bisect.insort(self.waiting, request, key=order)
+
+    def remove(self, request: Request) -> None:
+        """Let go of a request that has ended, or is not wanted any more."""
+        for requests in (self.running, self.waiting):
+            if request in requests:
+                requests.remove(request)
+        self._chains.pop(request.id, None)
+        if request.id in self.table:
+            self.table.drop(request.id)
+
+    @property
+    def requests(self) -> list[Request]:
+        """All requests, running and waiting."""
+        return [*self.running, *self.waiting]
+
+    def preempt(self, request: Request) -> None:
+        """Take a running request's pages away; it waits to be computed again."""
+        self.table.drop(request.id)
+        self.running.remove(request)
+        request.n_done = 0
+        request.n_preempted += 1
+        self.n_preemptions += 1
+        bisect.insort(self.waiting, request, key=order)
+
+    # ---- steps --------------------------------------------------------------------------------
+
+    def next_step(self) -> list[Work]:
+        """Return the work of the next step; the pages it needs are reserved.
+
+        An empty list means that no request is left.
+        """
+        step = _Step(self.max_step_tokens, self.max_logit_rows, self.max_step_tokens)
+        self._make_way()
+        for request in list(self.running):
+            if request.is_generating and request in self.running:
+                self._generate(step, request)
+        for i, request in enumerate(self.running):
+            if not request.is_generating:
+                behind = [r for r in self.running[i + 1 :] if not r.is_generating]
+                self._read_prompt(step, request, behind + self._next_waiting())
+        self._admit(step)
+        return list(step.works.values())
+
+    def _generate(self, step: _Step, request: Request) -> None:
+        """Give a generating request its token, taking pages from the last in order if need be."""
+        while self.table.missing(request.id, 1) > self.table.n_available:
+            last = self.running[-1]
+            step.take_back(last)
+            self.preempt(last)
+            if last is request:
+                return
+        self.table.reserve(request.id, 1)
+        work = step.give(request, 1)
+        assert work is not None  # there are no more sequences than tokens in a step
+        if request.proposer is not None:
+            self._draft(step, work, request.proposer)
+
+    def _draft(self, step: _Step, work: Work, propose: Proposer) -> None:
+        """Ask for proposals, as many as leave a token to everybody else."""
+        request = work.request
+        others = sum(r.id not in step.works for r in self.running)
+        room = min(
+            request.n_proposed,
+            request.max_tokens - len(request.ids) - 1,
+            step.room - others,
+            step.logit_room - 1,
+        )
+        if room < 1:
+            return
+        drafts = [int(i) for i in propose([*request.prompt, *request.ids], room)][:room]
+        if drafts and self.table.missing(request.id, 1 + len(drafts)) <= self.table.n_available:
+            self.table.reserve(request.id, 1 + len(drafts))
+            step.add_drafts(work, drafts)
+
+    def _next_waiting(self) -> list[Request]:
+        """Return the waiting requests that there are places for."""
+        return self.waiting[: max(0, self.max_sequences - len(self.running))]
+
+    @staticmethod
+    def _read_prompt(step: _Step, request: Request, behind: Sequence[Request]) -> None:
+        """Give a request as much of its prompt as fits, leaving something to those behind it."""
+        n = request.n_pending
+        if n > step.room > 1:
+            n = step.room - min(sum(r.n_pending for r in behind), step.room // SHARE_LEFT)
+        step.give(request, n)
+
+    def _admit(self, step: _Step) -> None:
+        """Take in waiting requests."""
+        for request in list(self.waiting):
+            if step.room < 1 or not self._fits(request):
+                return
+            n_read = len(request.encoder_ids or ())
+            if n_read > step.encoder_room and step.encoder_room < self.max_step_tokens:
+                return
+            chain = self._chain(request)
+            if chain is not None and self.table.find(chain, request.n_pending)[1]:
+                continue
+            step.encoder_room -= n_read
+            self.waiting.remove(request)
+            self._chains.pop(request.id, None)
+            bisect.insort(self.running, request, key=order)
+            request.n_done = self.table.add(request.id, chain, request.n_pending)
+            if request.n_preempted == 0:
+                request.cached_tokens = request.n_done
+            self.table.reserve(request.id, request.n_pending)
+            self._read_prompt(step, request, self._next_waiting())
+
+    def _make_way(self) -> None:
+        """Let the first waiting request push out running ones of lower priority."""
+        while self.waiting and self.running and not self._fits(self.waiting[0]):
+            if self.waiting[0].priority >= self.running[-1].priority:
+                return
+            self.preempt(self.running[-1])
+
+    def _fits(self, request: Request) -> bool:
+        """Return whether there is a place and, besides one for each running one, pages."""
+        if len(self.running) >= self.max_sequences:
+            return False
+        needed = self.table.needed(self._chain(request), request.n_pending)
+        return not self.running or needed + len(self.running) <= self.table.n_available
+
+    def _chain(self, request: Request) -> Chain | None:
+        """Return the names of a waiting request's pages, if it may use the cache."""
+        if not self.prefix_cache or request.prompt_logprobs is not None:
+            return None
+        if request.id not in self._chains:
+            more = array("i", request.encoder_ids or ()).tobytes() + request.cache_salt.encode()
+            salt = blake2b(more).digest() if more else b""
+            self._chains[request.id] = self.table.chain([*request.prompt, *request.ids], salt)
+        return self._chains[request.id]

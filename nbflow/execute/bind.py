@@ -17,7 +17,9 @@ import numpy as np
 import nbflow_kernels as nk
 from nbflow.cache.storage import LAYOUT
 from nbflow.execute.step_arrays import StepArrays
+from nbflow.program.cost import is_rounded
 from nbflow.program.records import Op
+from nbflow.status import WAITING, WORKING, status
 from nbflow_kernels._jit import njit
 from nbflow_kernels.attention.divide import divide
 from nbflow_kernels.attention.layout import SLOPES, SPLIT
@@ -91,7 +93,7 @@ class LayerAttention:
             first_op = [op.kind for op in program.ops].index("attention")
             (bias,) = executor.weights.operands[first_op]  # that of all layers
             self.plan.set_bias(bias, spec.max_context)
-        most_keys = storage.n_pages * storage.page_size
+        most_keys = len(self._step[2]) * storage.page_size  # as many as there is room for
         self.merges = most_keys > SPLIT
         """Whether a row's keys may be divided: partial results must then be added."""
         self.n_shares, self.n_merges = np.zeros(1, np.int64), np.zeros(1, np.int64)
@@ -232,15 +234,23 @@ class Binder:
         rows = getattr(self._arrays, op.attrs.get("index", "ids"))
         out, scale = self._view(op.out), op.attrs.get("scale", 1.0)
 
-        def launch() -> None:
+        def look_up(some: np.ndarray) -> None:
             if isinstance(table, QuantTensor):
-                gather(table, rows, out)
+                gather(table, some, out)
             else:
-                gather_rows(rows, table, out)
+                gather_rows(some, table, out)
             if scale != 1.0:
                 self._scaled_add(out, scale, False, out)
 
-        return self._captured(op, launch)
+        def look_up_mine() -> None:
+            mine = rows - np.int32(op.attrs["first_row"])
+            others = (mine < 0) | (mine >= table.shape[0])
+            look_up(np.where(others, np.int32(0), mine))
+            out[others] = 0.0
+
+        if "first_row" in op.attrs:
+            return PythonOp(op.kind, look_up_mine)
+        return self._captured(op, look_up, rows)
 
     def _take_rows(self, op: Op, index: int) -> Made:
         from nbflow_kernels.embedding.gather import gather_rows
@@ -435,16 +445,26 @@ class Binder:
 
     # ---- communication ------------------------------------------------------------------------
 
+    @staticmethod
+    def _exchange(op: Op, call: Callable[[], Any]) -> Made:
+        """Return an exchange between ranks that says where it is."""
+
+        def noted() -> None:
+            status.set(WAITING, op.kind, op.layer)
+            call()
+            status.set(WORKING, op.kind, op.layer)
+
+        return PythonOp(op.kind, noted)
+
     def _all_reduce(self, op: Op, index: int) -> Made:
         group = self._executor.groups[op.attrs["ranks"]]
-        return PythonOp(op.kind, functools.partial(group.Allreduce, self._view(op.out)))
+        reduce = group.Allreduce_q8 if is_rounded(op) else group.Allreduce
+        return self._exchange(op, functools.partial(reduce, self._view(op.out)))
 
     def _all_gather(self, op: Op, index: int) -> Made:
         group = self._executor.groups[op.attrs["ranks"]]
-        x, out = self._view(op.inputs[0]), self._view(op.out)
-        return PythonOp(
-            op.kind, functools.partial(group.Allgather_columns, x, out, op.attrs["widths"])
-        )
+        x, out, widths = self._view(op.inputs[0]), self._view(op.out), op.attrs["widths"]
+        return self._exchange(op, functools.partial(group.Allgather_columns, x, out, widths))
 
     def _send(self, op: Op, index: int) -> Made:
         x, comm = self._view(op.inputs[0]), self._executor.comm
@@ -454,9 +474,9 @@ class Binder:
             for peer in peers:
                 comm.Send(x, peer)
 
-        return PythonOp(op.kind, call)
+        return self._exchange(op, call)
 
     def _recv(self, op: Op, index: int) -> Made:
         peer = self._executor.numbers.index(op.attrs["peer"])
         out = self._view(op.out)
-        return PythonOp(op.kind, functools.partial(self._executor.comm.Recv, out, peer))
+        return self._exchange(op, functools.partial(self._executor.comm.Recv, out, peer))

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 import nbflow_kernels as nk
+from nbflow.cache.page_table import PageView
 from nbflow.cache.storage import KVStorage
 from nbflow.execute.bind import Binder, PythonOp
 from nbflow.execute.step import Step
@@ -25,11 +26,15 @@ from nbflow.execute.weights import RankWeights
 from nbflow.parallel.comm import Alone, Comm
 from nbflow.program.records import Program
 from nbflow.spec.model_spec import RopeSpec
+from nbflow.status import status
 from nbflow_kernels.calls import Call, CallList
 from nbflow_kernels.threads import count_kernel_seconds, get_team
 
 MAX_BOUND = 32
 """Bound shapes kept; prompts of many lengths would otherwise fill the memory."""
+LEAST_ROOM = 32
+"""Least number of pages that the sequences of a bound step can have together: with pages of 64
+tokens the keys of so many are not divided, and no partial results are to be added."""
 
 
 @dataclass
@@ -49,8 +54,10 @@ class Bound:
     attention: Any
     """Fills the work items of the attention; None without layers."""
     segments: list[Segment | PythonOp]
-    n_pages: tuple[int, int]
-    """Pages of the storages it was bound to."""
+    storages: tuple[int, int]
+    """Versions of the storages it was bound to."""
+    room: tuple[int, int]
+    """Page numbers that there is room for, of the sequences and of the encoder's."""
     repeated: dict[Any, list[Segment | PythonOp]] = field(default_factory=dict)
     """The calls of a whole step with further ones behind them; see `CpuExecutor.run_repeated`."""
 
@@ -127,6 +134,8 @@ class CpuExecutor:
         """Run the program once; results are in its buffers."""
         for segment in self._prepared(step).segments:
             self._run_segment(segment)
+        if self.comm.size > 1:
+            status.idle()
 
     def run_repeated(
         self, step: Step, key: Any, further: Callable[[Bound], Sequence[Call]], n: int, stop: Any
@@ -204,25 +213,25 @@ class CpuExecutor:
             len(a) for a in (step.ids, step.logit_rows, step.pages.kv_lens)
         )
         key = n_tokens, n_logits, n_sequences, get_team().n
-        bound = self._bound.get(key)
-        if bound is None or bound.n_pages != self._n_pages():
+        bound = self._bound.pop(key, None)
+        if bound is None or bound.storages != self._storages() or not _holds(bound.room, step):
             self._reserve(n_tokens, n_logits)
-            if len(self._bound) >= MAX_BOUND:
-                self._bound.clear()
+            while len(self._bound) >= MAX_BOUND:  # the one used longest ago goes first
+                del self._bound[next(iter(self._bound))]
             bound = self._bound[key] = self._bind(step)
             return bound
+        self._bound[key] = bound
         bound.arrays.load(step)
         if bound.attention is not None:
             bound.attention.fill()
         return bound
 
-    def _n_pages(self) -> tuple[int, int]:
-        return self.storage.n_pages, 0 if self.memory is None else self.memory.n_pages
+    def _storages(self) -> tuple[int, int]:
+        return self.storage.version, 0 if self.memory is None else self.memory.version
 
     def _bind(self, step: Step) -> Bound:
-        arrays = StepArrays(
-            len(step.ids), len(step.logit_rows), len(step.pages.kv_lens), *self._n_pages()
-        )
+        room = _room(step.pages), 0 if step.memory is None else _room(step.memory)
+        arrays = StepArrays(len(step.ids), len(step.logit_rows), len(step.pages.kv_lens), *room)
         arrays.load(step)
         binder = Binder(self, arrays)
         segments: list[Segment | PythonOp] = []
@@ -241,7 +250,7 @@ class CpuExecutor:
             else:
                 waiting.extend((op.kind, call) for call in made)
         close()
-        return Bound(arrays, binder.attention, segments, self._n_pages())
+        return Bound(arrays, binder.attention, segments, self._storages(), room)
 
     def _reserve(self, n_tokens: int, n_logits: int) -> None:
         """Make the buffers large enough."""
@@ -260,3 +269,13 @@ class CpuExecutor:
             return self._buffers[name][:rows]
         columns = slice(buffer.offset, buffer.offset + buffer.width)
         return self._buffers[buffer.base][:rows, columns]
+
+
+def _room(pages: PageView) -> int:
+    """Return for how many page numbers room is made: a power of two, so that it lasts a while."""
+    return max(LEAST_ROOM, 1 << (len(pages.kv_indices) - 1).bit_length())
+
+
+def _holds(room: tuple[int, int], step: Step) -> bool:
+    n_memory = 0 if step.memory is None else len(step.memory.kv_indices)
+    return len(step.pages.kv_indices) <= room[0] and n_memory <= room[1]

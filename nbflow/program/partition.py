@@ -2,8 +2,10 @@
 
 Within a stage, q, k, v, gate, up and the head are cut by rows (each rank computes some columns of
 the result), o and down by columns (each rank computes a partial sum, summed over the stage by an
-all-reduce: two per layer).  Latent attention has its matrices cut by heads, while the latent
-vectors, and with them the cache, are the same on every rank of the stage.  Experts are dealt out
+all-reduce: two per layer).  The token embedding is cut by rows, too: a rank gives zeros for tokens
+that others hold, and an all-reduce adds them up, which rounds nothing.  Latent attention has its
+matrices cut by heads, while the latent vectors, and with them the cache, are the same on every rank
+of the stage.  Experts are dealt out
 whole: each rank computes the contribution of its own, and the same all-reduce adds them.  Between
 stages the hidden states are sent.
 """
@@ -12,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from nbflow.parallel.plan import RankPlan, split_evenly
+from nbflow.parallel.plan import RankPlan
 from nbflow.program.records import Buffer, Op, Operand, Program
 
 PARTIAL = ("attn.o", "cross.o", "ffn.down", "shared.down")
@@ -32,13 +34,14 @@ def partition(program: Program, plan: RankPlan) -> Program:
     unsummed = False
     for op in program.ops:
         if op.layer is None:
-            ops += _outside_layers(op, plan, spec.vocab_size, behind)
+            ops += _outside_layers(op, plan, behind)
             continue
         behind = True
         if not plan.layers[0] <= op.layer < plan.layers[1]:
             continue
         if unsummed and "o" in op.inputs:
-            ops.append(Op("all_reduce", "o", layer=op.layer, attrs={"ranks": plan.group}))
+            attrs = {"ranks": plan.group, "exchange": plan.exchange}
+            ops.append(Op("all_reduce", "o", layer=op.layer, attrs=attrs))
             unsummed = False
         if not alone and op.kind == "norm" and op.out in "qk" and spec.qk_norm == "all":
             ops += _shared_norm(program, op, plan, cuts)
@@ -99,13 +102,19 @@ def _cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, int]]:
     }
 
 
-def _outside_layers(op: Op, plan: RankPlan, vocab_size: int, behind: bool) -> list[Op]:
+def _outside_layers(op: Op, plan: RankPlan, behind: bool) -> list[Op]:
     """Return what an op outside the layers becomes: the first stage's, or the last one's."""
     if op.kind == "input":  # all ranks are given the rows
         return [op]
     if not (plan.last if behind else plan.first):
         return []
-    if op.kind != "linear" or op.out != "logits" or len(plan.group) == 1:
+    if len(plan.group) == 1:
+        return [op]
+    if op.kind == "embedding" and op.attrs.get("index", "ids") == "ids":
+        rows = (Operand(op.weights[0].name, rows=plan.vocab),)
+        part = dataclasses.replace(op, weights=rows, attrs={**op.attrs, "first_row": plan.vocab[0]})
+        return [part, Op("all_reduce", op.out, attrs={"ranks": plan.group})]
+    if op.kind != "linear" or op.out != "logits":
         return [op]
     part = dataclasses.replace(
         op,
@@ -113,8 +122,7 @@ def _outside_layers(op: Op, plan: RankPlan, vocab_size: int, behind: bool) -> li
         weights=(Operand(op.weights[0].name, rows=plan.vocab),),
         bias=tuple(Operand(b.name, rows=plan.vocab) for b in op.bias),
     )
-    widths = tuple(b - a for a, b in split_evenly(vocab_size, len(plan.group)))
-    attrs = {"ranks": plan.group, "widths": widths}
+    attrs = {"ranks": plan.group, "widths": plan.vocab_widths}
     return [part, Op("all_gather", op.out, ("logits_part",), attrs=attrs)]
 
 

@@ -7,7 +7,8 @@ Kinds of op:
 
 ============  ===============================================================================
 embedding     out = table[ids]; attr ``index``: ids, positions or types; attr ``scale``; without a
-              table the sinusoidal one
+              table the sinusoidal one; attr ``first_row``: the table begins with that row of the
+              whole one, and rows it does not have count as zeros
 norm          out = norm(input); attrs ``norm`` (rms, layer), ``eps``, ``offset``, ``per_head``,
               ``columns`` (only so many, the first ones); with a second input, the rows are parts of
               rows of attr ``width`` whose sums of squares are its column ``column``
@@ -38,7 +39,8 @@ add           out += input; attr ``scale``: a factor of the input
 scale         out = input * attr ``scale``
 soft_cap      out = cap * tanh(input / cap), attr ``cap``
 take_rows     out = the input's rows whose logits are wanted
-all_reduce    sum `out` over the ranks of the group, attr ``ranks``
+all_reduce    sum `out` over the ranks of the group, attrs ``ranks`` and ``exchange`` (f32, or q8:
+              each rank's part rounded to bytes)
 all_gather    out = the columns of all ranks of the group, attrs ``ranks`` and ``widths``
 send, recv    move a buffer to / from another stage, attr ``peers`` / ``peer``
 ============  ===============================================================================

@@ -10,7 +10,6 @@ import pytest
 from nbflow.cache import KVStorage, PageTable
 from nbflow.decoding import Greedy
 from nbflow.engine.request import Request
-from nbflow.engine.scheduler import next_tokens
 from nbflow.execute.step import make_step
 
 
@@ -53,19 +52,6 @@ def test_storage_keeps_its_pages_when_it_grows():
 
 def request(n_prompt: int, n_done: int = 0, n_new: int = 0) -> Request:
     return Request(list(range(n_prompt)), 10, Greedy(), ids=[9] * n_new, n_done=n_done)
-
-
-def test_generating_requests_go_first_and_prompts_share_the_rest():
-    requests = [request(10), request(5, 5, 1), request(7), request(3, 3, 1)]
-    assert next_tokens(requests, 12) == [(1, 1), (3, 1), (0, 10)]
-    assert next_tokens(requests, 15) == [(1, 1), (3, 1), (0, 10), (2, 3)]
-    assert next_tokens(requests, 1) == [(1, 1)]
-
-
-def test_finished_requests_do_not_run():
-    done = request(4, 4, 1)
-    done.finish_reason = "length"
-    assert next_tokens([done], 8) == []
 
 
 def test_pending_tokens_of_a_request():

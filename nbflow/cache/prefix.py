@@ -1,0 +1,45 @@
+"""What names a page by its content: a chain of digests over the tokens up to its end.
+
+Two sequences that begin with the same tokens compute the same keys and values for them, so a full
+page is named by the tokens from the beginning of the sequence to the page's last one.  The chain
+begins with a salt: whatever else the keys and values depend on.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+DIGEST_BYTES = 16
+"""128 bits: that two texts get one name is as good as impossible, even if somebody tries."""
+
+
+@dataclass
+class Chain:
+    """The names of a sequence's full pages, from the first one on.
+
+    Examples
+    --------
+    >>> a, b = Chain(b""), Chain(b"")
+    >>> a.extend([1, 2, 3, 4], page_size=2, n_pages=2)
+    >>> b.extend([1, 2, 3, 5], page_size=2, n_pages=2)
+    >>> a.names[0] == b.names[0], a.names[1] == b.names[1]
+    (True, False)
+    """
+
+    salt: bytes
+    """What the chain begins with."""
+    names: list[bytes] = field(default_factory=list)
+
+    def extend(self, ids: Sequence[int], page_size: int, n_pages: int) -> None:
+        """Have the names of the first `n_pages` pages; `ids` are the sequence's tokens."""
+        for page in range(len(self.names), n_pages):
+            before = self.names[-1] if self.names else self.salt
+            tokens = array("i", ids[page * page_size : (page + 1) * page_size])
+            self.names.append(blake2b(before + tokens.tobytes(), digest_size=DIGEST_BYTES).digest())
+
+    def copy(self) -> Chain:
+        """Return a chain that goes its own way from here."""
+        return Chain(self.salt, list(self.names))

@@ -1,0 +1,484 @@
+"""Serve a model: requests come and go at any time, and share its steps (continuous batching).
+
+One thread runs the steps.  Between two of them it takes in what the other threads want: new
+requests, cancellations, other calls.  Under mpirun the first rank of the model does this and tells
+the others what came in, once a step; they `follow`.  All ranks then decide alike
+(`nbflow.engine.scheduler`).
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow.engine.handle import Handle, OnEvents
+from nbflow.engine.limits import Limits, choose_limits
+from nbflow.engine.model import STREAM_BURST_S, Model
+from nbflow.engine.outcome import Output
+from nbflow.engine.rank import RankEngine
+from nbflow.engine.request import FinishReason, Request
+from nbflow_kernels.errors import UsageError
+
+Command = tuple[str, tuple[Any, ...]]
+"""What every rank is told: name of a method of `RankEngine`, and its arguments."""
+
+logger = logging.getLogger(__name__)
+
+
+class QueueFull(UsageError):
+    """As many requests wait as may; try again later."""
+
+
+class EngineClosed(UsageError):
+    """The engine takes no requests: it is closed, or about to be, or has failed."""
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """Numbers of a running engine; counters count from its start."""
+
+    running: int
+    """Requests with pages."""
+    waiting: int
+    """Requests without."""
+    pages_used: int
+    """Pages that requests hold."""
+    pages_cached: int
+    """Pages that nobody holds, kept for requests that begin alike."""
+    pages_total: int
+    """Pages there may be."""
+    prefix_queries: int
+    """Prompt tokens that were looked up in the prefix cache."""
+    prefix_hits: int
+    """Those of them that were there."""
+    preemptions: int
+    """How often a request had to give its pages back."""
+    steps: int
+    """Steps, and bursts of steps."""
+    step_seconds: float
+    """Time in steps."""
+    prompt_tokens: int
+    """Prompt tokens that were read, those from the cache included."""
+    generated_tokens: int
+    """Tokens that came out."""
+    finished: dict[str, int]
+    """Requests that have ended, by reason."""
+
+
+class Engine:
+    """Runs a model for requests from any thread.  See docs/engine.md.
+
+    Usable in a ``with`` statement, which starts and closes it.  Under mpirun every rank of the
+    model makes one with the same arguments; the first submits, the others call `follow`.
+
+    Parameters
+    ----------
+    model : Model
+        The model; while the engine runs, its own `generate` and the like must not be called.
+    max_step_tokens : int, optional
+        Most tokens in a step; by default as `nbflow.load` was told (512).
+    max_sequences : int, optional
+        Most requests that run at once; by default 256, or as many as a step has tokens.
+    max_waiting : int
+        Most requests that wait; one more is refused with `QueueFull`.
+    kv_bytes : int, optional
+        Memory of each rank for keys and values.  By default what `max_sequences` requests of full
+        context can use, but no more than half of the memory that is available.
+    prefix_cache : bool
+        Whether prompts that begin alike share what is computed for their beginning.
+    burst_s : float
+        Where all requests generate, so many seconds of steps run in one go: events come, and new
+        requests and cancellations are seen, that much later at most.
+
+    Raises
+    ------
+    UsageError
+        If a limit is not positive, or `kv_bytes` too little for a page.
+
+    Examples
+    --------
+    >>> import nbflow
+    >>> with nbflow.load("tiny_python") as model, nbflow.Engine(model) as engine:
+    ...     request = model.make_request("def __init__(self", 1, "greedy", 0, ignore_eos=False)
+    ...     engine.submit(request).result().text
+    ','
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        max_step_tokens: int | None = None,
+        max_sequences: int | None = None,
+        max_waiting: int = 1024,
+        kv_bytes: int | None = None,
+        prefix_cache: bool = True,
+        burst_s: float = STREAM_BURST_S,
+    ) -> None:
+        self.model = model
+        self.limits: Limits = choose_limits(
+            model, max_step_tokens, max_sequences, max_waiting, kv_bytes, prefix_cache
+        )
+        """The limits that are in force."""
+        self._burst_s = burst_s
+        self._lock = threading.Condition()
+        self._inbox: list[Handle] = []
+        self._cancelled: list[tuple[Handle, FinishReason]] = []
+        self._calls: list[tuple[Future[Any], Command]] = []
+        self._handles: dict[int, Handle] = {}
+        self._thread: threading.Thread | None = None
+        self._state = "new"
+        self._failure: BaseException | None = None
+        self._drain = False
+        self._steps = self._prompt_tokens = self._generated_tokens = 0
+        self._step_seconds = 0.0
+        self._finished: dict[str, int] = {}
+
+    # ---- life ---------------------------------------------------------------------------------
+
+    @property
+    def leads(self) -> bool:
+        """Whether requests are submitted to this rank; the others `follow`."""
+        return self.model.participates and self.model.engines[0].comm.rank == 0
+
+    def start(self) -> Engine:
+        """Begin to run requests; returns at once.
+
+        Raises
+        ------
+        UsageError
+            If it was started before, the model is run by another engine, or this rank does not
+            lead.
+        """
+        if not self.leads:
+            raise UsageError("this rank does not lead the engine; call follow()")
+        with self._lock:
+            if self._state != "new":
+                raise UsageError(f"an engine is started once; this one is {self._state}")
+            self.model.claim(self)
+            self._state = "running"
+        self._thread = threading.Thread(target=self._run, name="nbflow-engine", daemon=True)
+        self._thread.start()
+        return self
+
+    def close(self, drain: bool = False, timeout: float | None = None) -> None:
+        """Take no more requests, end those there are, and stop.  Closing twice does nothing.
+
+        Parameters
+        ----------
+        drain : bool
+            Let requests come to their end first; otherwise they end with "abort".
+        timeout : float, optional
+            Seconds to wait for that; what is not over then is aborted.
+        """
+        with self._lock:
+            if self._state == "new":
+                self._state = "closed"
+            if self._state == "running":
+                self._state, self._drain = "closing", drain
+            self._drain = self._drain and drain
+            self._lock.notify_all()
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return
+        thread.join(timeout)
+        if thread.is_alive():
+            with self._lock:
+                self._drain = False
+                self._lock.notify_all()
+            thread.join()
+
+    def __enter__(self) -> Engine:
+        return self.start() if self.leads else self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def follow(self) -> None:
+        """Work as one of the other ranks, until the first one closes the engine."""
+        if self.leads:
+            raise UsageError("this rank leads the engine; start it, and submit requests")
+        self.model.claim(self)
+        try:
+            self._configure()
+            while (commands := self._exchange(None)) is not None:
+                self._obey(commands)
+        finally:
+            self.model.release(self)
+
+    # ---- what other threads call --------------------------------------------------------------
+
+    def submit(self, request: Request, on_events: OnEvents | None = None) -> Handle:
+        """Let a request run; returns at once.
+
+        Parameters
+        ----------
+        request : Request
+            From `Model.make_request`; the engine's until it has ended.
+        on_events : callable, optional
+            ``on_events(handle, events)`` is called with every new list of `TokenEvent`, on the
+            engine's thread.
+
+        Raises
+        ------
+        QueueFull
+            If `max_waiting` requests wait.
+        EngineClosed
+            If the engine does not run.
+        UsageError
+            If the request cannot run: its prompt is longer than the key/value cache.
+        """
+        self._fit(request)
+        handle = Handle(self, request, on_events)
+        with self._lock:
+            self._check_running()
+            if len(self._inbox) + self._n_waiting() >= self.limits.max_waiting:
+                raise QueueFull(
+                    f"{self.limits.max_waiting} requests wait already (max_waiting); try again "
+                    "later"
+                )
+            self._inbox.append(handle)
+            self._lock.notify_all()
+        return handle
+
+    def cancel(self, handle: Handle, reason: FinishReason = "abort") -> None:
+        """Let a request end with this reason, unless it has ended; see `Handle.cancel`."""
+        with self._lock:
+            self._cancelled.append((handle, reason))
+            self._lock.notify_all()
+
+    def embed(
+        self,
+        sequences: Sequence[Sequence[int]],
+        token_types: Sequence[Sequence[int]] | None = None,
+        *,
+        pooling: str = "mean",
+        normalize: bool = True,
+    ) -> list[NDArray[np.float32]]:
+        """Return one vector for each of several texts; parameters as of `Model.embed_batch`.
+
+        It waits for its turn between the steps.  Texts share steps as far as there is room.
+        """
+        texts, types = self.model.check_texts(sequences, token_types)
+        rows = self.call("outputs", texts, "y", types)
+        return [self.model.pool(r, pooling, normalize) for r in rows]
+
+    def flush(self) -> None:
+        """Forget what the prefix cache holds; running requests keep what they have."""
+        self.call("clear_prefix_cache")
+
+    def call(self, method: str, *args: Any) -> Any:
+        """Call a method of `RankEngine` on every rank between two steps; return the first's result.
+
+        Raises
+        ------
+        Exception
+            What the method raised.
+        """
+        future: Future[Any] = Future()
+        with self._lock:
+            self._check_running()
+            self._calls.append((future, (method, args)))
+            self._lock.notify_all()
+        return future.result()
+
+    def stats(self) -> EngineStats:
+        """Return the present numbers."""
+        table, scheduler = self._rank.table, self._rank.scheduler
+        with self._lock:
+            return EngineStats(
+                running=len(scheduler.running),
+                waiting=len(self._inbox) + self._n_waiting(),
+                pages_used=table.n_held,
+                pages_cached=table.n_cached,
+                pages_total=table.max_pages,
+                prefix_queries=table.asked_tokens,
+                prefix_hits=table.hit_tokens,
+                preemptions=scheduler.n_preemptions,
+                steps=self._steps,
+                step_seconds=self._step_seconds,
+                prompt_tokens=self._prompt_tokens,
+                generated_tokens=self._generated_tokens,
+                finished=dict(self._finished),
+            )
+
+    @property
+    def state(self) -> str:
+        """One of new, running, closing, closed, failed."""
+        return self._state
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What ended the engine, if it is failed."""
+        return self._failure
+
+    @property
+    def _rank(self) -> RankEngine:
+        return self.model.engines[0]
+
+    def _n_waiting(self) -> int:
+        return len(self._rank.scheduler.waiting) if self._state == "running" else 0
+
+    def _check_running(self) -> None:
+        if self._state == "failed":
+            raise EngineClosed(f"the engine has failed: {self._failure}; start another one")
+        if self._state != "running":
+            raise EngineClosed(f"the engine takes no requests: it is {self._state}")
+
+    def _fit(self, request: Request) -> None:
+        """Shorten a request to what the key/value cache holds; refuse what does not fit at all."""
+        most = self.limits.max_pages * self.limits.page_size
+        if len(request.prompt) > most:
+            raise UsageError(
+                f"the prompt has {len(request.prompt)} tokens, but the key/value cache holds "
+                f"{most}; shorten it, or give the cache more memory (kv_bytes)"
+            )
+        request.max_tokens = min(request.max_tokens, most - len(request.prompt) + 1)
+
+    # ---- the engine's thread ------------------------------------------------------------------
+
+    def _run(self) -> None:
+        """Run steps until the engine is closed."""
+        failure: BaseException | None = None
+        try:
+            self._configure()
+            while self._take_in():
+                self._step()
+            self._exchange(None)
+        except BaseException as error:
+            logger.exception("the engine has failed")
+            failure = error
+        with self._lock:
+            self._failure = failure
+            self._state = "closed" if failure is None else "failed"
+            handles = [*self._handles.values(), *self._inbox]
+            calls, self._calls, self._inbox = self._calls, [], []
+        cause = failure if isinstance(failure, Exception) else None
+        for handle in handles:
+            self._ended(handle, "abort" if cause is None else "error", cause)
+        for future, _ in calls:
+            future.set_exception(cause or EngineClosed("the engine has been closed"))
+        if failure is None:
+            self._obey([("end_all", ())])
+        self.model.release(self)
+
+    def _take_in(self) -> bool:
+        """Wait for something to do and tell every rank what is new; False if the engine is over."""
+        with self._lock:
+            while self._state == "running" and not (
+                self._inbox or self._calls or self._cancelled or self._handles
+            ):
+                self._lock.wait()
+            new, self._inbox = self._inbox, []
+            cancelled, self._cancelled = self._cancelled, []
+            calls, self._calls = self._calls, []
+            closing, drain = self._state == "closing", self._drain
+        if closing and not drain:
+            with self._lock:  # they have not begun; `_run` ends them
+                self._inbox, self._calls = new + self._inbox, calls + self._calls
+            return False
+        endings = [(h, reason) for h, reason in (*cancelled, *self._overdue()) if not h.done]
+        commands: list[Command] = [("submit", (h.request,)) for h in new]
+        # a request that was cancelled before it began gets its number in this very list
+        self._tell(commands)
+        for handle in new:
+            self._handles[handle.request.id] = handle
+        for handle, reason in endings:
+            if handle.request.id in self._handles and not handle.done:
+                self._tell([("end", (handle.request.id, reason))])
+                del self._handles[handle.request.id]
+                self._ended(handle, reason)
+        for future, command in calls:
+            (result,) = self._tell([command])
+            if isinstance(result, UsageError):
+                future.set_exception(result)
+            else:
+                future.set_result(result)
+        return not (closing and not self._handles)
+
+    def _overdue(self) -> list[tuple[Handle, FinishReason]]:
+        """Return the requests whose time is over."""
+        now = time.monotonic()
+        return [
+            (h, "deadline")
+            for h in self._handles.values()
+            if h.request.deadline is not None and now - h.timings.submitted > h.request.deadline
+        ]
+
+    def _step(self) -> None:
+        """Run a step on every rank and pass on what it gave."""
+        if not self._handles:
+            return
+        started = time.perf_counter()
+        outputs: list[Output] = self._tell([("advance", (self._burst_s,))])[0]
+        self._step_seconds += time.perf_counter() - started
+        self._steps += 1
+        for output in outputs:
+            request = output.request
+            self._generated_tokens += len(output.tokens)
+            handle = self._handles[request.id]
+            if handle.timings.started is None:
+                self._prompt_tokens += len(request.prompt)
+            handle.push(output)
+            if request.finish_reason is not None:
+                del self._handles[request.id]
+                self._count_end(request.finish_reason)
+
+    def _ended(self, handle: Handle, reason: FinishReason, error: Exception | None = None) -> None:
+        """End a request outside of the steps."""
+        if not handle.done:
+            self._count_end(reason)
+            handle.end(reason, error)
+
+    def _count_end(self, reason: FinishReason) -> None:
+        self._finished[reason] = self._finished.get(reason, 0) + 1
+
+    # ---- all ranks ----------------------------------------------------------------------------
+
+    def _configure(self) -> None:
+        limits = self.limits
+        self.model.call(
+            "configure", limits.max_step_tokens, limits.max_sequences, limits.max_pages,
+            limits.prefix_cache,
+        )  # fmt: skip
+
+    def _tell(self, commands: list[Command]) -> list[Any]:
+        """Let every rank obey the commands, and return the first rank's results, or errors."""
+        if not commands:
+            return []
+        self._exchange(commands)
+        return self._obey(commands)
+
+    def _obey(self, commands: list[Command]) -> list[Any]:
+        """Do what the first rank wants; what a user has caused is a result, as on every rank."""
+        results: list[Any] = []
+        for method, args in commands:
+            try:
+                if method == "submit":
+                    copies = self.model.copies(args[0])
+                    results.append(self.model.call(method, per_engine=copies)[0])
+                else:
+                    results.append(self.model.call(method, *args)[0])
+            except UsageError as error:
+                results.append(error)
+        return results
+
+    def _exchange(self, commands: list[Command] | None) -> list[Command] | None:
+        """Return the first rank's commands on every rank; None says that the engine is over."""
+        if not self.model.engines or self.model.is_team or self._rank.comm.size == 1:
+            return commands
+        data = np.frombuffer(pickle.dumps(commands), np.uint8)
+        size = np.array([data.size])
+        self._rank.comm.Bcast(size, 0)
+        message = data.copy() if self.leads else np.empty(int(size[0]), np.uint8)
+        self._rank.comm.Bcast(message, 0)
+        result: list[Command] | None = pickle.loads(message.tobytes())
+        return result

@@ -1,0 +1,177 @@
+"""What somebody holds who has submitted a request: its tokens as they come, and its end."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from threading import Event
+from typing import TYPE_CHECKING
+
+from nbflow.engine.outcome import Output
+from nbflow.engine.request import FinishReason, Request, TopLogprobs
+from nbflow_kernels.errors import UsageError
+
+if TYPE_CHECKING:
+    from nbflow.engine.engine import Engine
+    from nbflow.engine.model import Generation
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TokenEvent:
+    """A new token of a request, or its end, or both."""
+
+    token: int | None
+    """The token; None if the request ended without one (an end token is not reported)."""
+    logprob: float = math.nan
+    """Its log-probability; NaN if not wanted."""
+    top_logprobs: TopLogprobs | None = None
+    """The most probable tokens in its place; None if not wanted."""
+    finish_reason: FinishReason | None = None
+    """Why the request ended; None while it goes on."""
+    error: Exception | None = None
+    """What happened, if it ended with "error"."""
+
+
+@dataclass
+class Timings:
+    """When things happened, in seconds of `time.monotonic`; None for what has not happened yet."""
+
+    submitted: float = field(default_factory=time.monotonic)
+    started: float | None = None
+    """The first step with a token of the request was over (from then on it is not queued)."""
+    first_token: float | None = None
+    last_token: float | None = None
+    ended: float | None = None
+
+
+OnEvents = Callable[["Handle", list[TokenEvent]], None]
+
+
+class Handle:
+    """A submitted request.  Made by `Engine.submit`.
+
+    Iterate over it for the events as they come, or wait for `result`.  Where `on_events` was given,
+    the events go there instead, on the engine's thread: it must be quick and must not raise.
+
+    Attributes
+    ----------
+    request : Request
+        What was submitted; the engine changes it until the end.
+    timings : Timings
+        When things happened.
+    """
+
+    def __init__(self, engine: Engine, request: Request, on_events: OnEvents | None) -> None:
+        self.request = request
+        self.timings = Timings()
+        self._engine = engine
+        self._on_events = on_events
+        self._events: SimpleQueue[list[TokenEvent]] = SimpleQueue()
+        self._ended = Event()
+
+    @property
+    def done(self) -> bool:
+        """Whether the request has ended."""
+        return self._ended.is_set()
+
+    @property
+    def finish_reason(self) -> FinishReason | None:
+        """Why it ended; None while it runs."""
+        return self.request.finish_reason if self.done else None
+
+    @property
+    def cached_tokens(self) -> int:
+        """Number of prompt tokens that were taken from the prefix cache."""
+        return self.request.cached_tokens
+
+    @property
+    def prompt_logprobs(self) -> list[tuple[float, TopLogprobs]] | None:
+        """For each prompt token but the first, its log-probability and the most probable tokens.
+
+        None if the request does not want them, or the prompt has not been read to its end.
+        """
+        request = self.request
+        if request.prompt_logprobs is None or request.wants_prompt_logits:
+            return None
+        return request.prompt_results
+
+    def cancel(self, reason: FinishReason = "abort") -> None:
+        """Let the request end with this reason, unless it has ended already.  Returns at once."""
+        self._engine.cancel(self, reason)
+
+    def __iter__(self) -> Iterator[TokenEvent]:
+        """Yield the events as they come; the last one has a `finish_reason`."""
+        if self._on_events is not None:
+            raise UsageError(
+                "the events of this request go to on_events; leave that out to iterate"
+            )
+        while True:
+            for event in self._events.get():
+                yield event
+                if event.finish_reason is not None:
+                    return
+
+    def result(self, timeout: float | None = None) -> Generation:
+        """Wait for the end and return the continuation.
+
+        Raises
+        ------
+        TimeoutError
+            If it has not ended after `timeout` seconds; it goes on.
+        Exception
+            What happened, if the request ended with "error".
+        """
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"the request has not ended after {timeout} s")
+        if self.request.error is not None:
+            raise self.request.error
+        return self._engine.model.generation(self.request)
+
+    # ---- for the engine -----------------------------------------------------------------------
+
+    def push(self, output: Output) -> None:
+        """Pass on what a step gave; called on the engine's thread."""
+        now, timings, request = time.monotonic(), self.timings, self.request
+        timings.started = timings.started or now
+        if output.tokens:
+            timings.first_token = timings.first_token or now
+            timings.last_token = now
+        ended = request.finish_reason
+        events = [
+            TokenEvent(
+                token,
+                logprob,
+                output.top_logprobs[i] if request.n_top_logprobs else None,
+                ended if ended == "length" and i + 1 == len(output.tokens) else None,
+            )
+            for i, (token, logprob) in enumerate(zip(output.tokens, output.logprobs, strict=True))
+        ]
+        if ended is not None and not (events and events[-1].finish_reason):
+            events.append(TokenEvent(None, finish_reason=ended, error=request.error))
+        self._deliver(events)
+
+    def end(self, reason: FinishReason, error: Exception | None = None) -> None:
+        """End the request for a reason outside of the steps; called on the engine's thread."""
+        if not self.done:
+            self.request.finish_reason, self.request.error = reason, error
+            self._deliver([TokenEvent(None, finish_reason=reason, error=error)])
+
+    def _deliver(self, events: list[TokenEvent]) -> None:
+        if not events:
+            return
+        if events[-1].finish_reason is not None:
+            self.timings.ended = time.monotonic()
+            self._ended.set()
+        if self._on_events is None:
+            self._events.put(events)
+            return
+        try:
+            self._on_events(self, events)
+        except Exception:  # who listens must not be able to end the engine
+            logger.exception("on_events of request %d raised", self.request.id)

@@ -1,0 +1,75 @@
+"""How much an engine takes on at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nbflow_kernels.errors import UsageError
+
+if TYPE_CHECKING:
+    from nbflow.engine.model import Model
+
+MAX_SEQUENCES = 256
+"""Most requests that run at once, unless given."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What an engine never exceeds."""
+
+    max_step_tokens: int
+    """Tokens in a step."""
+    max_sequences: int
+    """Requests that run at once."""
+    max_waiting: int
+    """Requests that wait."""
+    max_pages: int
+    """Pages of keys and values."""
+    page_size: int
+    """Tokens of a page."""
+    prefix_cache: bool
+    """Whether pages are kept for requests that begin alike."""
+
+    @property
+    def max_tokens(self) -> int:
+        """Tokens whose keys and values fit."""
+        return self.max_pages * self.page_size
+
+
+def choose_limits(
+    model: Model,
+    max_step_tokens: int | None,
+    max_sequences: int | None,
+    max_waiting: int,
+    kv_bytes: int | None,
+    prefix_cache: bool,
+) -> Limits:
+    """Return the limits for a model, the same on each of its ranks, which all must call it."""
+    given = {
+        "max_step_tokens": max_step_tokens,
+        "max_sequences": max_sequences,
+        "max_waiting": max_waiting,
+        "kv_bytes": kv_bytes,
+    }
+    for name, value in given.items():
+        if value is not None and value < 1:
+            raise UsageError(f"{name} must be at least 1, got {value}")
+    steps = max_step_tokens or model.engines[0].max_step_tokens
+    sequences = min(max_sequences or MAX_SEQUENCES, steps)
+    page_size = model.engines[0].storage.page_size
+    ranks = model.gather("page_memory")
+    room = min(
+        (kv_bytes or r["available_bytes"] // (2 * r["sharing"])) // r["page_bytes"] for r in ranks
+    )
+    if room < 1:
+        most = max(r["page_bytes"] for r in ranks)
+        raise UsageError(
+            f"kv_bytes must be at least {most}, the size of one page of {page_size} tokens, got "
+            f"{kv_bytes}"
+            if kv_bytes
+            else f"there is not enough memory for a page of {most} bytes of keys and values"
+        )
+    if kv_bytes is None:
+        room = min(room, sequences * -(-model.spec.max_context // page_size))
+    return Limits(steps, sequences, max_waiting, room, page_size, prefix_cache)

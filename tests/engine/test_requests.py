@@ -1,0 +1,224 @@
+"""The engine: requests from other threads, their events, ends of all kinds, failures."""
+
+from __future__ import annotations
+
+import math
+import random
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import nbflow
+from nbflow.engine.engine import EngineClosed, QueueFull
+from nbflow.engine.handle import TokenEvent
+from nbflow_kernels.errors import UsageError
+
+IDS = (np.arange(400) * 7 % 101).tolist()
+
+
+def make(model, prompt, n=12, **fields):
+    request = model.make_request(prompt, n, fields.pop("decoding", "greedy"), 3, True)
+    for name, value in fields.items():
+        setattr(request, name, value)
+    return request
+
+
+@pytest.fixture
+def engine(model):
+    with nbflow.Engine(model, max_sequences=8, kv_bytes=1 << 22) as engine:
+        yield engine
+
+
+def all_free(engine):
+    stats = engine.stats()
+    return stats.running == stats.waiting == stats.pages_used == 0
+
+
+def test_results_are_those_of_the_model_alone(checkpoint, model):
+    prompts = [IDS[i : i + 5 + 11 * i] for i in range(12)]
+    with nbflow.load(checkpoint, threads=1) as alone:
+        expected = [alone.generate(p, 12, "top_p", 3, True) for p in prompts]
+    with nbflow.Engine(model, max_sequences=5, kv_bytes=1 << 22) as engine:
+        handles = [engine.submit(make(model, p, decoding="top_p")) for p in prompts]
+        assert [h.result(60) for h in handles] == expected
+        assert all_free(engine)
+        stats = engine.stats()
+        assert stats.finished == {"length": 12}
+        assert stats.generated_tokens == 144
+        assert stats.prompt_tokens == sum(map(len, prompts))
+
+
+def test_events_one_by_one_and_to_a_listener(engine, model):
+    seen: list[TokenEvent] = []
+    first = engine.submit(make(model, IDS[:9], n_top_logprobs=2))
+    second = engine.submit(make(model, IDS[:9]), lambda handle, events: seen.extend(events))
+    events = list(first)
+    assert second.result(60).ids == [e.token for e in events] == [e.token for e in seen]
+    assert [e.finish_reason for e in events] == [None] * 11 + ["length"]
+    assert all(len(e.top_logprobs) == 2 for e in events)
+    assert [e.top_logprobs[0] for e in events] == [(e.token, e.logprob) for e in events]
+    assert seen[0].top_logprobs is None
+    with pytest.raises(UsageError, match="go to on_events"):
+        next(iter(second))
+    times = first.timings
+    assert times.submitted <= times.started <= times.first_token <= times.last_token <= times.ended
+
+
+def test_a_listener_that_raises_does_not_stop_anybody(engine, model, caplog):
+    def listen(handle, events):
+        raise RuntimeError("planted")
+
+    handle = engine.submit(make(model, IDS[:9]), listen)
+    assert len(handle.result(60).ids) == 12
+    assert "planted" in caplog.text
+    assert len(engine.submit(make(model, IDS[:9])).result(60).ids) == 12
+
+
+def test_an_end_token_ends_without_a_token(engine, model):
+    free = engine.submit(make(model, IDS[:5])).result(60).ids
+    stop = free[6]
+    handle = engine.submit(make(model, IDS[:5], stop_ids=frozenset({stop})))
+    events = list(handle)
+    assert events[-1] == TokenEvent(None, events[-1].logprob, None, "stop")
+    assert [e.token for e in events[:-1]] == free[: free.index(stop)]
+
+
+def test_cancelling_and_deadlines(engine, model):
+    long = [engine.submit(make(model, IDS[:5], 400)) for _ in range(3)]
+    late = engine.submit(make(model, IDS[:5], 400, deadline=1e-9))
+    long[0].cancel()
+    long[1].cancel("stop")
+    assert late.result(60).finish_reason == "deadline"
+    assert long[0].result(60).finish_reason == "abort"
+    assert long[1].result(60).finish_reason == "stop"
+    assert len(long[2].result(60).ids) == 400
+    long[2].cancel()  # too late: nothing happens
+    assert long[2].finish_reason == "length"
+    assert all_free(engine)
+
+
+def test_a_full_queue_and_a_closed_engine(model):
+    engine = nbflow.Engine(model, max_sequences=1, max_waiting=2, kv_bytes=1 << 22)
+    with pytest.raises(EngineClosed, match="it is new"):
+        engine.submit(make(model, IDS[:5]))
+    engine.start()
+    hold = threading.Event()
+    blocked = engine.submit(make(model, IDS[:5]), lambda *_: hold.wait(30))
+    while not engine.stats().running:
+        time.sleep(0.001)
+    others = [engine.submit(make(model, IDS[:5])) for _ in range(2)]
+    with pytest.raises(QueueFull, match="2 requests wait already"):
+        engine.submit(make(model, IDS[:5]))
+    with pytest.raises(UsageError, match="an engine runs llama"):
+        model.generate(IDS[:5])
+    with pytest.raises(UsageError, match="another engine runs"):
+        nbflow.Engine(model).start()
+    hold.set()
+    engine.close(drain=True)
+    assert all(len(h.result(0).ids) == 12 for h in (blocked, *others))
+    with pytest.raises(EngineClosed, match="it is closed"):
+        engine.submit(make(model, IDS[:5]))
+    assert model.engine is None
+    assert len(model.generate(IDS[:5], 3, ignore_eos=True).ids) == 3
+
+
+def test_closing_without_waiting_ends_everybody(model):
+    with nbflow.Engine(model, kv_bytes=1 << 22) as engine:
+        handles = [engine.submit(make(model, IDS[:50], 400)) for _ in range(6)]
+        engine.close(drain=True, timeout=0.0)
+    assert {h.finish_reason for h in handles} <= {"abort", "length"}
+    assert handles[-1].finish_reason == "abort"
+    engine.close()
+
+
+def test_what_does_not_fit_is_refused_or_shortened(model):
+    page = model.engines[0].storage.page_bytes
+    with nbflow.Engine(model, kv_bytes=2 * page) as engine:
+        assert engine.limits.max_tokens == 128
+        with pytest.raises(UsageError, match="has 129 tokens, but the key/value cache holds 128"):
+            engine.submit(make(model, IDS[:129]))
+        # the last token needs no room: nobody reads its key
+        assert len(engine.submit(make(model, IDS[:120], 400)).result(60).ids) == 9
+    with pytest.raises(UsageError, match="kv_bytes must be at least"):
+        nbflow.Engine(model, kv_bytes=page - 1)
+    with pytest.raises(UsageError, match="max_sequences must be at least 1"):
+        nbflow.Engine(model, max_sequences=0)
+
+
+def test_a_step_that_fails_ends_its_requests_only(engine, model, monkeypatch):
+    rank = model.engines[0]
+    real = rank.executor.run
+
+    def fail(step):
+        if 100 in step.ids:
+            raise MemoryError("planted")
+        real(step)
+
+    monkeypatch.setattr(rank.executor, "run", fail)
+    bad = engine.submit(make(model, [1, 100, 3]))
+    with pytest.raises(MemoryError, match="planted"):
+        bad.result(60)
+    assert bad.finish_reason == "error"
+    assert [e.finish_reason for e in bad] == ["error"]
+    assert len(engine.submit(make(model, [1, 2, 3])).result(60).ids) == 12
+    assert all_free(engine)
+    assert engine.stats().finished == {"error": 1, "length": 1}
+
+
+def test_prompt_logprobs(engine, model):
+    prompt = IDS[:150]  # more than two steps
+    handle = engine.submit(make(model, prompt, 1, prompt_logprobs=2))
+    handle.result(60)
+    scores_only = engine.submit(make(model, prompt, 1, prompt_logprobs=0, max_tokens=0))
+    assert scores_only.result(60).ids == []
+    assert scores_only.finish_reason == "length"
+    engine.close()
+    logits = model.logits(prompt).astype(np.float64)[:-1]
+    log_softmax = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+    wanted = log_softmax[np.arange(149), prompt[1:]]
+    # float32 logits of magnitude 4 carry rounding of 4 * 2**-24, the sum of exponentials as well
+    np.testing.assert_allclose([p for p, _ in handle.prompt_logprobs], wanted, atol=5e-6)
+    best = [top[0][0] for _, top in handle.prompt_logprobs]
+    assert best == logits.argmax(axis=1).tolist()
+    assert [p for p, _ in scores_only.prompt_logprobs] == [p for p, _ in handle.prompt_logprobs]
+    assert scores_only.prompt_logprobs[0][1] == []
+
+
+def test_many_threads_that_come_and_go(engine, model):
+    """Random requests, some cancelled, from several threads; afterwards every page is free."""
+    failures = []
+
+    def work(seed):
+        rng = random.Random(seed)
+        for _ in range(8):
+            n = rng.randrange(1, 120)
+            handle = engine.submit(make(model, IDS[:n], rng.randrange(1, 30)))
+            if rng.random() < 0.3:
+                handle.cancel()
+            try:
+                result = handle.result(120)
+                assert result.finish_reason in ("length", "abort")
+                assert not any(map(math.isnan, result.logprobs))
+            except Exception as error:
+                failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert all_free(engine)
+
+
+@pytest.mark.parametrize("partition", ["0;1", "0&1"])
+def test_ranks_that_are_threads(checkpoint, partition):
+    prompts = [IDS[i : i + 5 + 11 * i] for i in range(5)]
+    with nbflow.load(checkpoint, kv="f32", threads=1, partition=partition) as model:
+        expected = [model.generate(p, 8, ignore_eos=True).ids for p in prompts]
+        with nbflow.Engine(model, max_sequences=3, kv_bytes=1 << 22) as engine:
+            handles = [engine.submit(make(model, p, 8)) for p in prompts]
+            assert [h.result(60).ids for h in handles] == expected
+            assert all_free(engine)
