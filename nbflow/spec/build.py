@@ -180,8 +180,7 @@ def _values(
                     break
         default = FIELDS[field].default
         if value is None and (default is REQUIRED or not (rules == () or _optional(rules))):
-            keys = " or ".join(key for rule in rules for key in rule.keys)
-            missing.append(f"{field} ({keys or 'no key'})")
+            missing.append(f"{field} ({_sources(rules) or 'no key'})")
         values[field] = default if value is None else value
     if missing:
         raise UsageError(
@@ -189,6 +188,13 @@ def _values(
             "add the key, or set the field under [override] of a spec file"
         )
     return values
+
+
+def _sources(rules: Sequence[ConfigRule]) -> str:
+    """Return what the rules of a field would have taken, for messages."""
+    found = [key for rule in rules for key in rule.keys]
+    found += [f"the formula {rule.formula!r}" for rule in rules if rule.formula and not rule.keys]
+    return " or ".join(found)
 
 
 def _optional(rules: Sequence[ConfigRule]) -> bool:

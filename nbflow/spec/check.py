@@ -48,7 +48,10 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
         try:
             place = stored(part, ours)
         except KeyError:
-            missing.append(f"{ours} (family {part.family!r} has no name for it)")
+            missing.append(
+                f"{ours} {part.shape_of(ours)} (family {part.family!r} has no name for it: state "
+                "the checkpoint's under [tensors])"
+            )
             continue
         name, shape = place.name, place.shape
         if name in used:  # a part of a fused tensor that was looked at

@@ -126,7 +126,7 @@ def _tensors_schema() -> dict[str, Any]:
 
 def _rule_schema() -> dict[str, Any]:
     special = {"keys": _STRINGS, "optional": {"type": "boolean"}, "default": {}}
-    texts = dict.fromkeys(("same_as", "formula", "stored"), {"type": "string"})
+    texts = {key: {"type": "string"} for key in ("same_as", "formula", "stored")}
     tables = {"values": {"type": "object"}, "when": {"type": "object"}}
     known: dict[str, Any] = {**special, **texts, **tables}
     return _table({field.name: known[field.name] for field in fields(ConfigRule)})
