@@ -71,7 +71,7 @@ class Browser:
     def until(self, expression: str, seconds: float = 30.0) -> None:
         """Wait until an expression in the page is true."""
         end = time.monotonic() + seconds
-        while not self.js(expression):
+        while not self.js(f"!!({expression})"):
             assert time.monotonic() < end, f"not true: {expression}"
             time.sleep(0.02)
 

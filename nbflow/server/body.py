@@ -114,8 +114,9 @@ class Body(BaseModel):
 
 
 def _error(kind: Literal["unknown_field", "refused_field"], text: str, param: str) -> Exception:
-    # braces in the text are not for pydantic to fill in
-    return PydanticCustomError(kind, "{text}", {"text": text, "param": param[:100]})
+    # pydantic wants valid Unicode, and would fill in braces in the text itself
+    text, param = (t.encode("utf-8", "backslashreplace").decode() for t in (text, param[:100]))
+    return PydanticCustomError(kind, "{text}", {"text": text, "param": param})
 
 
 class StreamOptions(Body):
