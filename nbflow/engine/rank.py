@@ -127,7 +127,7 @@ class RankEngine:
         together = n_stages > 1 and self.encoded is None
         self._pipeline = Pipeline(self, n_stages) if together else None
         self._limits: tuple[int | None, int | None, int | None, bool] = (None, None, None, False)
-        self._sent_before: dict[str, int] = {}
+        self._sent_before = self._sent()  # communicators are shared with earlier models
         self._predicted_bytes = 0
         self._bursts: dict[tuple[Any, ...], Burst] = {}
         self._step_s = math.inf
