@@ -20,6 +20,7 @@ from nbflow.decoding.strategy import no_distribution
 from nbflow.engine.burst import MAX_STEPS, Burst
 from nbflow.engine.memory import Memory
 from nbflow.engine.outcome import Outcome, Output
+from nbflow.engine.pipeline import Pipeline
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.scheduler import Scheduler, Work
 from nbflow.engine.sequences import MAX_LOGIT_BYTES, Sequences
@@ -134,8 +135,11 @@ class RankEngine:
         self.executor.set_groups(groups)
         self._head = plan.numbers.index(plan.head_rank)
         self._sequences = Sequences(self)
+        n_stages = plan.ranks[-1].stage + 1
+        together = n_stages > 1 and self.encoded is None
+        self._pipeline = Pipeline(self, n_stages) if together else None
         self._limits: tuple[int | None, int | None, int | None, bool] = (None, None, None, False)
-        self._sent_before: dict[str, int] = {}
+        self._sent_before = self._sent()  # communicators are shared with earlier models
         self._predicted_bytes = 0
         self._bursts: dict[tuple[Any, ...], Burst] = {}
         self._step_s = math.inf
@@ -217,6 +221,8 @@ class RankEngine:
 
     def end_all(self, reason: FinishReason = "abort") -> None:
         """End all requests."""
+        if self._pipeline is not None:
+            self._pipeline.end_all()
         for request in self.scheduler.requests:
             self.end(request.id, reason)
 
@@ -227,6 +233,10 @@ class RankEngine:
         several, who fails leaves the others waiting in the middle of a step, so the error is
         raised.
         """
+        if self._pipeline is not None:
+            outputs = self._pipeline.advance()
+            self._remove_ended(outputs)
+            return outputs
         works = self.scheduler.next_step()
         if not works:
             assert not self.scheduler.requests, "requests are left, but none can run"
@@ -243,10 +253,13 @@ class RankEngine:
             for work in works:
                 work.request.fail(error)
             outputs = [Output(work.request) for work in works]
+        self._remove_ended(outputs)
+        return outputs
+
+    def _remove_ended(self, outputs: Sequence[Output]) -> None:
         for output in outputs:
             if output.request.finish_reason is not None:
                 self._remove(output.request)
-        return outputs
 
     def _remove(self, request: Request) -> None:
         self.scheduler.remove(request)
@@ -255,6 +268,10 @@ class RankEngine:
 
     def _one_step(self, works: Sequence[Work]) -> list[Output]:
         """Run one step, draw, and enter the pages that are full into the cache."""
+        return self.end_step(works, self.begin_step(works))
+
+    def begin_step(self, works: Sequence[Work]) -> Outcome:
+        """Run one step; on the rank with the head, draw, and tell the others."""
         tokens = [w.request.pending[: w.n_tokens] + w.drafts for w in works]
         rows: list[int] = []
         end = 0
@@ -265,11 +282,20 @@ class RankEngine:
         outcome = Outcome.empty(works)
         if self.comm.rank == self._head and rows:
             outcome.compute(self.executor.buffer("logits", len(rows)), works)
-        for array in outcome.arrays:
-            self.broadcast(array)
+            for array in outcome.arrays:
+                self._post(array)
+        return outcome
+
+    def end_step(self, works: Sequence[Work], outcome: Outcome) -> list[Output]:
+        """Give the requests of a step what it gave."""
+        if self.comm.rank != self._head:
+            for array in outcome.arrays:
+                self.comm.Recv(array, self._head)
         outputs = outcome.apply(works)
         for work in works:
             request = work.request
+            if request.id not in self.table:  # it was ended while the step was on its way
+                continue
             if work.drafts:
                 self.table.truncate(request.id, request.n_done)
             self._commit(request)
@@ -357,6 +383,13 @@ class RankEngine:
         self.executor.run(step)
         if self.comm.size > 1:
             self._predicted_bytes += self._bytes_sent(len(step.ids), len(step.logit_rows))
+
+    def _post(self, array: np.ndarray) -> None:
+        """Send every other rank an array that this one, with the head, has computed."""
+        for other in range(self.comm.size):
+            if other != self.comm.rank:
+                self.comm.Post(array, other)
+                self._predicted_bytes += array.nbytes
 
     def broadcast(self, array: np.ndarray) -> None:
         """Give every rank the head rank's array."""

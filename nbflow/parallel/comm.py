@@ -65,6 +65,15 @@ class Comm(ABC):
         Every rank must call it with the same ranks.
         """
 
+    def Post(self, array: np.ndarray, dest: int) -> None:
+        """Send a small C-contiguous array to rank `dest` without waiting for it; counted as told.
+
+        The array may be changed afterwards.
+        """
+        self.Send(array.copy(), dest)
+        self.sent["send"] -= array.nbytes
+        self.sent["broadcast"] += array.nbytes
+
     def Allreduce(self, array: np.ndarray) -> None:
         """Replace the C-contiguous float32 `array` by its sum over all ranks, on every rank."""
         if self.size == 1:

@@ -150,9 +150,8 @@ def stand_in(monkeypatch, available: bool = True) -> list[tuple]:
 class DeviceArray:
     """What NCCL's calls need to know of an array on a device."""
 
-    __cuda_array_interface__ = {"version": 3}
-
     def __init__(self, address: int, size: int, dtype: str = "float32") -> None:
+        self.__cuda_array_interface__ = {"version": 3}
         self.data, self.size, self.dtype = SimpleNamespace(ptr=address), size, np.dtype(dtype)
         self.nbytes = size * self.dtype.itemsize
         self.flags = SimpleNamespace(c_contiguous=True)
