@@ -11,7 +11,8 @@ from typing import Any
 import nbflow_kernels as nk
 from nbflow.engine.model import Model
 from nbflow.engine.rank import RankEngine, make_groups
-from nbflow.execute import find_place
+from nbflow.execute import Place
+from nbflow.execute.place import find_places
 from nbflow.parallel import Comm, Plan, make_plan, world
 from nbflow.parallel.threads import RankTeam
 from nbflow.spec import check, resolve
@@ -71,9 +72,11 @@ def load(
     partition : str
         Who holds what, e.g. ``"0"``, ``"0;1"`` (by layer), ``"0&1"`` (by tensor), ``"0&1;2&3"``.
         Under mpirun the numbers are MPI ranks; without it they are threads of this process.
-    device : {"auto", "cpu", "cuda", "emulator"}
-        Where to run.  "auto" is the CPU.  "cuda" is CuPy's current device.  "emulator" executes the
-        CUDA kernels on the CPU with all checks of `nbflow_ptx`, to debug them with tiny models.
+    device : str
+        Where to run: "cpu" ("auto"), "cuda" (or "cuda:1"), or "emulator", which executes the CUDA
+        kernels on the CPU with all checks of `nbflow_ptx`, to debug them with tiny models.  One for
+        all ranks of the partition, or one for each: ``device="cpu,cuda"`` with ``"0;1"`` has the
+        first layers on the CPU.  Ranks that say "cuda" take the machine's devices in turn.
     tokenizer : str or Path, optional
         Tokenizer file, if it does not lie beside the weights.
     max_context : int, optional
@@ -112,11 +115,11 @@ def load(
     kv_format(kv)  # raises for an unknown name
     if activations not in ACTIVATIONS:
         raise unknown_name("activations", activations, ACTIVATIONS)
-    place = find_place(device)
     if max_step_tokens < 1:
         raise UsageError(f"max_step_tokens must be at least 1, got {max_step_tokens}")
     comm = comm or world()
     plan = make_plan(the_spec, partition, block_size)
+    places = find_places(device, len(plan.ranks))
     _check_ranks(plan, comm)
     tok, why_none = _tokenizer(tokenizer, resolved.tokenizer)
     if tok is not None and resolved.prompt_template is not None:
@@ -131,9 +134,8 @@ def load(
         "kv": kv,
         "threads": threads,
         "max_step_tokens": max_step_tokens,
-        "place": place,
     }
-    engines, team = _start(plan, comm, resolved.path, options)
+    engines, team = _start(plan, comm, resolved.path, places, options)
     return Model(the_spec, plan, tok, engines, team, threads, resolved.defaults, why_none)
 
 
@@ -165,7 +167,7 @@ def stored_block_size(file: WeightFile) -> int:
 
 
 def _start(
-    plan: Plan, comm: Comm, path: Path, options: dict[str, Any]
+    plan: Plan, comm: Comm, path: Path, places: list[Place], options: dict[str, Any]
 ) -> tuple[list[RankEngine], RankTeam | None]:
     """Make the ranks of this process."""
 
@@ -175,7 +177,9 @@ def _start(
         try:
             with open_weights(path) as file:
                 check(options["spec"], file)
-                engine = RankEngine(plan, file, mine, groups, **options)
+                place = places[mine.rank]
+                place.activate()
+                engine = RankEngine(plan, file, mine, groups, place=place, **options)
         except (UsageError, OSError, MemoryError) as error:
             failure = error
         _agree(mine, failure)

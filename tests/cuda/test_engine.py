@@ -127,6 +127,17 @@ def test_ranks(partition: str, cupy: Any) -> None:
         assert error(model.logits(ids), logits) < TOLERANCE
 
 
+@pytest.mark.compiler
+@pytest.mark.parametrize("partition", ["0;1", "0&1"])
+def test_ranks_on_different_devices(partition: str, cupy: Any) -> None:
+    ids, logits = golden("llama31")
+    with on("cpu,emulator", "llama31", kv="f32", partition=partition) as model:
+        assert [engine.executor.place.name for engine in model.engines] == ["cpu", "emulator"]
+        assert error(model.logits(ids), logits) < TOLERANCE
+    with pytest.raises(UsageError, match="names 3 devices for 2 ranks"):
+        on("cpu,cpu,cpu", "llama31", partition=partition)
+
+
 def test_a_full_device_says_what_did_not_fit() -> None:
     class Full:
         def zeros(self, shape: Any, dtype: Any) -> Any:
