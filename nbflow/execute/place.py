@@ -32,9 +32,11 @@ class Place:
         What the arrays are for, in the words of an error.
     """
 
-    def __init__(self, name: str, xp: Any, purpose: str = "") -> None:
+    def __init__(self, name: str, xp: Any, purpose: str = "", ordinal: int = 0) -> None:
         self.name = name
         self.xp = xp
+        self.ordinal = ordinal
+        """Number of the CUDA device."""
         self._purpose = purpose
 
     @property
@@ -44,7 +46,12 @@ class Place:
 
     def purposed(self, purpose: str) -> Place:
         """Return the same place for another purpose."""
-        return Place(self.name, self.xp, purpose)
+        return Place(self.name, self.xp, purpose, self.ordinal)
+
+    def activate(self) -> None:
+        """Make the device the current one of this thread."""
+        if self.name == "cuda":
+            self.xp.cuda.Device(self.ordinal).use()
 
     def zeros(self, shape: Any, dtype: Any) -> Any:
         """Return a new array of zeros."""
@@ -90,8 +97,42 @@ class Place:
 HOST = Place("cpu", np)
 
 
-def find_place(device: str) -> Place:
+def find_places(devices: str, n_ranks: int) -> list[Place]:
+    """Return the place of each rank.
+
+    Parameters
+    ----------
+    devices : str
+        One name for all ranks, or one for each, separated by commas (``"cpu,cuda"``).  ``cuda:1``
+        is a certain device; ranks that only say ``cuda`` take the machine's devices in turn.
+    n_ranks : int
+        Number of ranks.
+
+    Raises
+    ------
+    MissingExtraError, UsageError
+        As `find_place`; if there is neither one name nor one for each rank.
+    """
+    names = [name.strip() for name in devices.split(",")]
+    if len(names) not in (1, n_ranks):
+        raise UsageError(
+            f"device={devices!r} names {len(names)} devices for {n_ranks} ranks; give one for all, "
+            "or one for each rank of the partition"
+        )
+    if len(names) == 1:
+        names *= n_ranks
+    return [find_place(name, names[:i].count("cuda")) for i, name in enumerate(names)]
+
+
+def find_place(device: str, turn: int = 0) -> Place:
     """Return the place that a device's name stands for.
+
+    Parameters
+    ----------
+    device : str
+        A name of `DEVICES`, or ``cuda:N``.
+    turn : int
+        For ``cuda`` without a number: how many ranks before have said so.
 
     Raises
     ------
@@ -112,11 +153,15 @@ def find_place(device: str) -> Place:
                 "needed): pip install 'nbflow[cuda-test]'"
             )
         return Place("emulator", stand_in)
-    if device != "cuda":
+    name, _, number = device.partition(":")
+    if name != "cuda" or (number and not number.isdigit()):
         raise unknown_name("device", device, DEVICES)
     from nbflow_kernels.cuda import detect
 
     found = detect()
     if not found.usable:
         raise MissingExtraError(f"device 'cuda': {found.reason}")
-    return Place("cuda", importlib.import_module("cupy"))
+    ordinal = int(number) if number else turn % found.n_devices
+    if ordinal >= found.n_devices:
+        raise UsageError(f"device {device!r}: this machine has {found.n_devices} CUDA devices")
+    return Place("cuda", importlib.import_module("cupy"), ordinal=ordinal)
