@@ -43,7 +43,32 @@ def ops_table() -> str:
     lines = ["| family | functions | reference | CPU | CUDA |", "|---|---|---|---|---|"]
     for family, names in FAMILIES.items():
         functions = ", ".join(f"`{name}`" for name in names)
-        lines.append(f"| `{family}` | {functions} | NumPy float64 | Numba | not yet |")
+        there = [name for name in names if not without_cuda(family, name)]
+        lines.append(
+            f"| `{family}` | {functions} | NumPy float64 | Numba | {'yes' if there else 'not yet'} |"
+        )
+    return "\n".join(lines)
+
+
+def without_cuda(family: str, name: str) -> str:
+    """Return why a public name of a family has no CUDA variant, or nothing if it has one."""
+    from nbflow_kernels.families import NO_CUDA
+
+    return NO_CUDA.get(name, "")
+
+
+def cuda_table() -> str:
+    """Return the table of the ops' CUDA variants."""
+    from nbflow_kernels.families import FAMILIES
+
+    lines = ["| family | on a CUDA device | not, and why |", "|---|---|---|"]
+    for family, names in FAMILIES.items():
+        reasons: dict[str, list[str]] = {}
+        for name in names:
+            reasons.setdefault(without_cuda(family, name), []).append(f"`{name}`")
+        there = ", ".join(reasons.pop("", []))
+        missing = "; ".join(f"{', '.join(ops)}: {why}" for why, ops in reasons.items())
+        lines.append(f"| `{family}` | {there} | {missing} |")
     return "\n".join(lines)
 
 
@@ -142,7 +167,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "formats": formats_table,
         "speeds": speeds_table,
     },
-    "docs/ops.md": {"support": support_table, "notes": support_notes},
+    "docs/ops.md": {"support": support_table, "notes": support_notes, "cuda": cuda_table},
     "docs/tolerances.md": {"tolerances": tolerances_table},
 }
 """File to its markers and what stands after them."""

@@ -167,7 +167,7 @@ NO_CUDA: dict[str, str] = {
     "Llama3RopeScaling": _RECORD,
     "LongRopeScaling": _RECORD,
 }
-"""Public names of the families without a CUDA variant, and why."""
+"""Public names without a CUDA variant, and why; all others run on CUDA devices too."""
 
 SUPPORT: dict[str, tuple[str, ...]] = {
     "quants": ("FORMATS", "QuantFormat", "QuantTensor", "dequantize", "quantize"),

@@ -11,24 +11,8 @@ from places import emulated
 from nbflow_kernels import checking, families
 from nbflow_kernels.opcase import OpCase
 
-FAMILIES = (
-    "norm",
-    "activation",
-    "embedding",
-    "position",
-    "sparse",
-    "masks",
-    "logits",
-    "penalties",
-    "matmul",
-    "qmatmul",
-    "moe",
-    "kvcache",
-    "attention",
-    "sampling",
-)  # fmt: skip
 CASES = [
-    case for family in FAMILIES for case in families.load(family, "cases").CASES if not case.timed
+    case for case in families.all_cases() if not case.timed and case.op not in families.NO_CUDA
 ]
 
 
