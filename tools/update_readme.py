@@ -43,29 +43,19 @@ def ops_table() -> str:
     lines = ["| family | functions | reference | CPU | CUDA |", "|---|---|---|---|---|"]
     for family, names in FAMILIES.items():
         functions = ", ".join(f"`{name}`" for name in names)
-        there = [name for name in names if not without_cuda(family, name)]
-        lines.append(
-            f"| `{family}` | {functions} | NumPy float64 | Numba | {'yes' if there else 'not yet'} |"
-        )
+        lines.append(f"| `{family}` | {functions} | NumPy float64 | Numba | yes |")
     return "\n".join(lines)
-
-
-def without_cuda(family: str, name: str) -> str:
-    """Return why a public name of a family has no CUDA variant, or nothing if it has one."""
-    from nbflow_kernels.families import NO_CUDA
-
-    return NO_CUDA.get(name, "")
 
 
 def cuda_table() -> str:
     """Return the table of the ops' CUDA variants."""
-    from nbflow_kernels.families import FAMILIES
+    from nbflow_kernels.families import FAMILIES, NO_CUDA
 
     lines = ["| family | on a CUDA device | not, and why |", "|---|---|---|"]
     for family, names in FAMILIES.items():
         reasons: dict[str, list[str]] = {}
         for name in names:
-            reasons.setdefault(without_cuda(family, name), []).append(f"`{name}`")
+            reasons.setdefault(NO_CUDA.get(name, ""), []).append(f"`{name}`")
         there = ", ".join(reasons.pop("", []))
         missing = "; ".join(f"{', '.join(ops)}: {why}" for why, ops in reasons.items())
         lines.append(f"| `{family}` | {there} | {missing} |")

@@ -41,6 +41,25 @@ def on_host(array: Any) -> Any:
     return to_host(array)
 
 
+def check_together(**arrays: Any) -> None:
+    """Raise unless all arrays and quantized tensors lie in host memory, or all on CUDA devices.
+
+    Raises
+    ------
+    UsageError
+        Naming one of each.
+    """
+    places: dict[bool, str] = {}
+    for name, array in arrays.items():
+        if array is not None:
+            places[is_cuda(array) or getattr(array, "on_device", False)] = name
+    if len(places) == 2:
+        raise UsageError(
+            f"{places[True]} is on a CUDA device and {places[False]} in host memory; bring both to "
+            "one place: cupy.asarray, or to_device() of a QuantTensor"
+        )
+
+
 def overlap(a: Any, b: Any) -> bool:
     """Return whether two arrays may share memory: whether their bounds in memory overlap."""
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):

@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import cuda
-from nbflow_kernels.errors import UsageError
 from nbflow_kernels.matmul import cuda as float_cuda
 from nbflow_kernels.qmatmul import cuda as quant_cuda
 from nbflow_kernels.quants.tensor import QuantTensor
@@ -92,8 +91,6 @@ def grouped(x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: Any =
     if apart or n_rows >= ROWS_TOGETHER * E:
         _one_by_one(x, matrices, indptr, bias, out, rows)
     elif isinstance(matrices, QuantTensor) and not matrices.is_float:
-        if not matrices.on_device:
-            raise UsageError("weights must be on the device that x is on; take to_device()")
         if n_rows and matrices.shape[1]:
             quant_cuda.grouped(x, matrices.units(), E, indptr, rows, bias, matrices.shape[1], out)
     else:

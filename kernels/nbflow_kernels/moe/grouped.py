@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._dispatch import check_array, empty, is_cuda, overlap
+from nbflow_kernels._dispatch import check_array, check_together, empty, is_cuda, overlap
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.moe import cpu, cuda
 from nbflow_kernels.quants.tensor import QuantTensor
@@ -81,6 +81,7 @@ def grouped_matmul(
            [6.]], dtype=float32)
     """
     matrices, N = list_matrices("weights", weights, x.shape[-1])
+    check_together(x=x, weights=matrices[0], indptr=indptr, rows=rows, bias=bias, out=out)
     check_array("x", x, (None, None))
     check_array("indptr", indptr, (len(matrices) + 1,), np.int32)
     if rows is not None:

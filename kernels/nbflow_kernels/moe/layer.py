@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._dispatch import check_array, empty, is_cuda, overlap
+from nbflow_kernels._dispatch import check_array, check_together, empty, is_cuda, overlap
 from nbflow_kernels.activation import cpu as activation_cpu
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.moe import cpu, cuda
@@ -117,6 +117,7 @@ def moe_combine(
     array([[ 50.25, 100.5 ],
            [ 10.  ,  20.  ]], dtype=float32)
     """
+    check_together(y=y, weights=weights, inverse=inverse, out=out)
     check_array("y", y, (None, None))
     check_array("weights", weights, (None, None))
     check_array("inverse", inverse, weights.shape, np.int32)
@@ -207,6 +208,7 @@ def fused_moe(
     array([[2.5, 2.5]], dtype=float32)
     """
     check_array("x", x, (None, None))
+    check_together(x=x, topk_weights=topk_weights, topk_ids=topk_ids, out=out)
     T, H = x.shape
     check_array("topk_weights", topk_weights, (T, None))
     check_array("topk_ids", topk_ids, topk_weights.shape, np.int32)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._dispatch import check_array, empty, is_cuda, overlap
+from nbflow_kernels._dispatch import check_array, check_together, empty, is_cuda, overlap
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.qmatmul import cpu, cuda
 from nbflow_kernels.quants.tensor import QuantTensor
@@ -59,8 +59,9 @@ def qmatmul(
     Raises
     ------
     UsageError
-        If the shapes do not fit, `out` overlaps `x`, `accumulate` is given without `out`, or
-        `activations` is unknown or does not suit the weights.
+        If the shapes do not fit, `out` overlaps `x`, `accumulate` is given without `out`,
+        `activations` is unknown or does not suit the weights, or some are on a CUDA device and
+        others are not.
     TypeError
         If `w` is not a `QuantTensor`, or an array has another dtype.
 
@@ -108,6 +109,7 @@ def qmatmul(
             f"activations='int8' needs weights in a block format, got {w.format.name}; "
             "use activations='f32'"
         )
+    check_together(x=x, w=w, bias=bias, out=out)
     check_array("x", x, (None, w.shape[1]), rows=True)
     shape = (x.shape[0], w.shape[0])
     if bias is not None:
