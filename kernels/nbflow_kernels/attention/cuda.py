@@ -23,6 +23,7 @@ from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention.device_items import Tiling, split_keys
 from nbflow_kernels.attention.device_plan import device_plan
 from nbflow_kernels.attention.plan import AttentionPlan
+from nbflow_kernels.attention.variants import AttentionVariant
 from nbflow_kernels.kvcache.cuda import format_type, strides
 from nbflow_kernels.kvcache.rows import BF16, F16, F32, FIRST_BLOCK_KIND
 
@@ -90,9 +91,7 @@ def attend(
     """
     if not plan.n_rows:
         return
-    places = [strides(k_cache, plan.kv_layout), strides(v_cache, plan.kv_layout)]
-    if page_bytes is not None:
-        places = [(n, *p[1:]) for n, p in zip(page_bytes, places, strict=True)]
+    places = _places(plan, k_cache, v_cache, page_bytes)
     arguments = (
         q, q.strides[0], _kind_of(q), k_cache, v_cache, *places[0], *places[1],
         plan.logits_soft_cap, out, _kind_of(out), lse,
@@ -101,6 +100,35 @@ def attend(
         _on_tensor_cores(plan, arguments, kind)
     else:
         _general(plan, arguments, kind)
+
+
+def attend_variant(
+    plan: AttentionPlan,
+    variant: AttentionVariant,
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    out: Any,
+    lse: Any,
+    kind: int,
+    *,
+    page_bytes: tuple[int, int] | None = None,
+) -> None:
+    """Do as `attend` with a user's functions; see `cuda_variants`, which needs numba-cuda."""
+    from nbflow_kernels.attention import cuda_variants
+
+    places = _places(plan, k_cache, v_cache, page_bytes)
+    cuda_variants.attend_variant(plan, variant, q, k_cache, v_cache, places, out, lse, kind)
+
+
+def _places(
+    plan: AttentionPlan, k_cache: Any, v_cache: Any, page_bytes: tuple[int, int] | None
+) -> list[tuple[int, int, int]]:
+    """Return bytes from page to page, token to token and head to head, of keys and of values."""
+    places = [strides(k_cache, plan.kv_layout), strides(v_cache, plan.kv_layout)]
+    if page_bytes is not None:
+        places = [(n, *p[1:]) for n, p in zip(page_bytes, places, strict=True)]
+    return places
 
 
 def latent_attention(
