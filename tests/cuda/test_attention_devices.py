@@ -77,9 +77,7 @@ def test_mixed_batch_on_pages(
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
-def test_a_row_has_the_same_bits_in_any_batch_tile_and_division(
-    cupy: Any, dtype: Any
-) -> None:
+def test_a_row_has_the_same_bits_in_any_batch_tile_and_division(cupy: Any, dtype: Any) -> None:
     rng = np.random.default_rng(2)
     sizes, lens = (4, 2, 32), [200, 20, 150]
     paged = on_device(cupy, Paged(rng, lens, sizes, 16, "HND", dtype))
@@ -144,9 +142,7 @@ def test_options_on_tensor_cores(cupy: Any, name: str, T: int) -> None:
     got = nk.single_prefill_with_kv_cache(
         *map(cupy.asarray, (q, k, v)), return_lse=True, sinks=cupy.asarray(sinks), **options
     )
-    want = reference.single_prefill_with_kv_cache(
-        q, k, v, return_lse=True, sinks=sinks, **options
-    )
+    want = reference.single_prefill_with_kv_cache(q, k, v, return_lse=True, sinks=sinks, **options)
     for found, wanted in zip(got, want, strict=True):
         np.testing.assert_allclose(found.get(), wanted, rtol=0, atol=ATOL)
 
@@ -326,8 +322,6 @@ def test_header_places_are_those_of_the_cuda_source() -> None:
     names = source.split("enum Place {")[1].split("}")[0].replace("\n", " ").split(",")
     for number, name in enumerate(name.strip() for name in names):
         assert getattr(at, name) == number
-
-
 
 
 def _transform(params, logit, batch, qo_idx, kv_idx, qo_head, kv_head):  # type: ignore[no-untyped-def]

@@ -6,9 +6,10 @@
 `merge.cu`               sums of partial results
 =======================  =======================================================================
 
-A plan's work is divided anew for thread blocks (`device_items`), its tables are copied once for every
-step (`device_plan`), and kernels read all of it through the header, as those of the CPU do.  Which
-kernel is taken depends on sizes, types and options, never on the batch, so a row's bits do not either.
+A plan's work is divided anew for thread blocks (`device_items`), its tables are copied once for
+every step (`device_plan`), and kernels read all of it through the header, as those of the CPU do.
+Which kernel is taken depends on sizes, types and options, never on the batch, and a row's bits do
+not depend on it either.
 """
 
 from __future__ import annotations
@@ -33,6 +34,8 @@ GENERAL = Tiling(16)
 FEW, MANY = Tiling(16, at_most=16), Tiling(64, more_than=16)
 """Those of the two kernels on tensor cores."""
 ALL_FEW = Tiling(16, at_most=1 << 61)
+MOST_COLUMNS = 128
+"""Of values; the kernel for many vectors would have more sums than registers."""
 _GENERAL_KEYS, _KEYS, _PAD = 32, 64, 8
 _OPTIONS = (at.MASK, at.SLOPES, at.BIAS)
 _PARAMETERS = (
@@ -150,8 +153,8 @@ def takes_tensor_cores(
 ) -> bool:
     """Return whether the kernels on tensor cores can take a call.
 
-    Float32 queries over block formats stay with the general kernel: what is decoded would be rounded
-    to float16.
+    Float32 queries over block formats stay with the general kernel: what is decoded would be
+    rounded to float16.
     """
     _, _, D_qk, D_vo = plan.heads
     if kind == F32 or (kind >= FIRST_BLOCK_KIND and q.dtype == np.float32):
@@ -168,7 +171,7 @@ def takes_tensor_cores(
             return False
     exact, plain = _is_exact(q, kind), _is_plain(plan)
     needs = _shared_bytes(D_qk, D_vo, exact, False, plain, False)
-    if not _only_few(D_vo, exact):
+    if D_vo <= MOST_COLUMNS:
         needs = max(needs, _shared_bytes(D_qk, D_vo, exact, True, plain, True))
     return needs <= cuda.device_of(q).max_shared_bytes
 
@@ -179,11 +182,6 @@ def _is_exact(q: Any, kind: int) -> bool:
 
 def _is_plain(plan: AttentionPlan) -> bool:
     return plan.logits_soft_cap == 0 and all(plan.table(place) is None for place in _OPTIONS)
-
-
-def _only_few(D_vo: int, exact: bool) -> bool:
-    """Return whether the kernel for many vectors would have more sums than registers."""
-    return exact and D_vo > 128
 
 
 def _shared_bytes(
@@ -199,12 +197,12 @@ def _shared_bytes(
 
 
 def _on_tensor_cores(plan: AttentionPlan, arguments: tuple[Any, ...], kind: int) -> None:
-    """Launch the kernels for requests with few and with many query vectors, as far as there are any."""
+    """Launch the kernels for requests with few and with many query vectors, where there are any."""
     q, out, lse = arguments[0], arguments[-3], arguments[-1]
     _, G, D_qk, D_vo = plan.heads
     exact, plain = _is_exact(q, kind), _is_plain(plan)
     tables = device_plan(plan, q)
-    for tiling in (ALL_FEW,) if _only_few(D_vo, exact) else (FEW, MANY):
+    for tiling in (FEW, MANY) if D_vo <= MOST_COLUMNS else (ALL_FEW,):
         items = tables.items(tiling)
         if not len(items.items):
             continue

@@ -1,8 +1,8 @@
 """Attention variants written by the user, on CUDA devices: their functions inside a Numba kernel.
 
-The functions are those that the CPU compiles; here Numba CUDA compiles them, with a kernel in which a
-warp takes one query vector and one key at a time, in float64 where the CPU does.  Keys and values are
-decoded to float32 rows first (`gather` of `kvcache/pages.cu`), whatever the format of the cache is.
+The functions are those that the CPU compiles; here Numba CUDA compiles them, with a kernel in which
+a warp takes one query vector and one key at a time, in float64 where the CPU does.  Keys and values
+are decoded to float32 rows first (`gather` of `kvcache/pages.cu`), whatever the cache's format is.
 A few seconds to compile per variant and process.
 """
 
@@ -120,9 +120,7 @@ def _kernel(
     key = (functions, signature)
     with _lock:
         if key not in _KERNELS:
-            declared = ", ".join(
-                _declaration(f"a{i}", value) for i, value in enumerate(values)
-            )
+            declared = ", ".join(_declaration(f"a{i}", value) for i, value in enumerate(values))
             _KERNELS[key] = cuda.Kernel(
                 "attend_variant", declared, _compiler(_make_kernel(*functions), signature)
             )

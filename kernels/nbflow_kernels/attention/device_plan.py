@@ -77,7 +77,9 @@ class DevicePlan:
             self._divisions, self._step = {}, plan.n_steps
         if tiling not in self._divisions:
             items = divide_for_device(plan, tiling, self._device.n_sms)
-            both = np.concatenate([items.items.ravel(), items.merges.ravel(), np.zeros(4, np.int32)])
+            both = np.concatenate(
+                [items.items.ravel(), items.merges.ravel(), np.zeros(4, np.int32)]
+            )
             self._divisions[tiling] = (items, self._device.asarray(both))
             floats = items.n_partials * plan.heads[1] * (-(-plan.heads[3] // 4) * 4 + 4)
             if self._partials.size < floats:
