@@ -6,9 +6,10 @@
 `merge.cu`               sums of partial results
 =======================  =======================================================================
 
-A plan's work is divided anew for thread blocks (`device_items`), its tables are copied once for every
-step (`device_plan`), and kernels read all of it through the header, as those of the CPU do.  Which
-kernel is taken depends on sizes, types and options, never on the batch, so a row's bits do not either.
+A plan's work is divided anew for thread blocks (`device_items`), its tables are copied once for
+every step (`device_plan`), and kernels read all of it through the header, as those of the CPU do.
+Which kernel is taken depends on sizes, types and options, never on the batch, and a row's bits do
+not depend on it either.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention.device_items import Tiling, split_keys
 from nbflow_kernels.attention.device_plan import device_plan
 from nbflow_kernels.attention.plan import AttentionPlan
+from nbflow_kernels.attention.variants import AttentionVariant
 from nbflow_kernels.kvcache.cuda import format_type, strides
 from nbflow_kernels.kvcache.rows import BF16, F16, F32, FIRST_BLOCK_KIND
 
@@ -32,6 +34,8 @@ GENERAL = Tiling(16)
 FEW, MANY = Tiling(16, at_most=16), Tiling(64, more_than=16)
 """Those of the two kernels on tensor cores."""
 ALL_FEW = Tiling(16, at_most=1 << 61)
+MOST_COLUMNS = 128
+"""Of values; the kernel for many vectors would have more sums than registers."""
 _GENERAL_KEYS, _KEYS, _PAD = 32, 64, 8
 _OPTIONS = (at.MASK, at.SLOPES, at.BIAS)
 _PARAMETERS = (
@@ -90,9 +94,7 @@ def attend(
     """
     if not plan.n_rows:
         return
-    places = [strides(k_cache, plan.kv_layout), strides(v_cache, plan.kv_layout)]
-    if page_bytes is not None:
-        places = [(n, *p[1:]) for n, p in zip(page_bytes, places, strict=True)]
+    places = _places(plan, k_cache, v_cache, page_bytes)
     arguments = (
         q, q.strides[0], _kind_of(q), k_cache, v_cache, *places[0], *places[1],
         plan.logits_soft_cap, out, _kind_of(out), lse,
@@ -101,6 +103,35 @@ def attend(
         _on_tensor_cores(plan, arguments, kind)
     else:
         _general(plan, arguments, kind)
+
+
+def attend_variant(
+    plan: AttentionPlan,
+    variant: AttentionVariant,
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    out: Any,
+    lse: Any,
+    kind: int,
+    *,
+    page_bytes: tuple[int, int] | None = None,
+) -> None:
+    """Do as `attend` with a user's functions; see `cuda_variants`, which needs numba-cuda."""
+    from nbflow_kernels.attention import cuda_variants
+
+    places = _places(plan, k_cache, v_cache, page_bytes)
+    cuda_variants.attend_variant(plan, variant, q, k_cache, v_cache, places, out, lse, kind)
+
+
+def _places(
+    plan: AttentionPlan, k_cache: Any, v_cache: Any, page_bytes: tuple[int, int] | None
+) -> list[tuple[int, int, int]]:
+    """Return bytes from page to page, token to token and head to head, of keys and of values."""
+    places = [strides(k_cache, plan.kv_layout), strides(v_cache, plan.kv_layout)]
+    if page_bytes is not None:
+        places = [(n, *p[1:]) for n, p in zip(page_bytes, places, strict=True)]
+    return places
 
 
 def latent_attention(
@@ -122,8 +153,8 @@ def takes_tensor_cores(
 ) -> bool:
     """Return whether the kernels on tensor cores can take a call.
 
-    Float32 queries over block formats stay with the general kernel: what is decoded would be rounded
-    to float16.
+    Float32 queries over block formats stay with the general kernel: what is decoded would be
+    rounded to float16.
     """
     _, _, D_qk, D_vo = plan.heads
     if kind == F32 or (kind >= FIRST_BLOCK_KIND and q.dtype == np.float32):
@@ -140,7 +171,7 @@ def takes_tensor_cores(
             return False
     exact, plain = _is_exact(q, kind), _is_plain(plan)
     needs = _shared_bytes(D_qk, D_vo, exact, False, plain, False)
-    if not _only_few(D_vo, exact):
+    if D_vo <= MOST_COLUMNS:
         needs = max(needs, _shared_bytes(D_qk, D_vo, exact, True, plain, True))
     return needs <= cuda.device_of(q).max_shared_bytes
 
@@ -151,11 +182,6 @@ def _is_exact(q: Any, kind: int) -> bool:
 
 def _is_plain(plan: AttentionPlan) -> bool:
     return plan.logits_soft_cap == 0 and all(plan.table(place) is None for place in _OPTIONS)
-
-
-def _only_few(D_vo: int, exact: bool) -> bool:
-    """Return whether the kernel for many vectors would have more sums than registers."""
-    return exact and D_vo > 128
 
 
 def _shared_bytes(
@@ -171,12 +197,12 @@ def _shared_bytes(
 
 
 def _on_tensor_cores(plan: AttentionPlan, arguments: tuple[Any, ...], kind: int) -> None:
-    """Launch the kernels for requests with few and with many query vectors, as far as there are any."""
+    """Launch the kernels for requests with few and with many query vectors, where there are any."""
     q, out, lse = arguments[0], arguments[-3], arguments[-1]
     _, G, D_qk, D_vo = plan.heads
     exact, plain = _is_exact(q, kind), _is_plain(plan)
     tables = device_plan(plan, q)
-    for tiling in (ALL_FEW,) if _only_few(D_vo, exact) else (FEW, MANY):
+    for tiling in (FEW, MANY) if D_vo <= MOST_COLUMNS else (ALL_FEW,):
         items = tables.items(tiling)
         if not len(items.items):
             continue
