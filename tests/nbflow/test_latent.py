@@ -11,7 +11,8 @@ from specs import make_spec, write_checkpoint
 import nbflow
 from nbflow.cache import make_storage
 from nbflow.execute import RankWeights, ReferenceExecutor
-from nbflow.program import build
+from nbflow.program import build, fuse
+from nbflow.program.cost import StepShape, kv_token_bytes, op_cost
 from nbflow.spec import resolve
 from nbflow.spec.model_spec import LatentSpec, RopeSpec
 from nbflow.weights import open_weights
@@ -98,3 +99,15 @@ def test_ranks_read_the_heads_they_hold(folder: Path) -> None:
     )
     head = 2 * 128 * E
     assert sum(read) == layers + latent + head
+
+
+def test_what_a_step_costs(folder: Path) -> None:
+    """Keys and values are one vector a token; each head's query and sum are as wide as it."""
+    spec = resolve(folder).spec
+    program = fuse(build(spec))
+    assert kv_token_bytes(program, "f16") == 2 * (C + ROPE)
+    shape = StepShape(n_sequences=1, n_new=1, context=10, n_logits=1)
+    costs = {op.kind: op_cost(program, op, 0, shape, lambda name: 16, "f16") for op in program.ops}
+    assert costs["attention"].attention_operations == 10 * 2 * H * (C + ROPE + C)
+    assert costs["heads_linear"].operations == 2 * H * C * V
+    assert costs["heads_linear"].weight_bytes == 2 * H * C * V
