@@ -216,15 +216,14 @@ class Scheduler:
 
     def _generate(self, step: _Step, request: Request) -> None:
         """Give a generating request its token, taking pages from the last in order if need be."""
-        while self.table.missing(request.id, 1) > self.table.n_available:
+        if len(step.works) >= step.most:
+            return
+        while not self.table.try_reserve(request.id, 1):
             last = self.running[-1]
             step.take_back(last)
             self.preempt(last)
             if last is request:
                 return
-        if len(step.works) >= step.most:
-            return
-        self.table.reserve(request.id, 1)
         work = step.give(request, 1)
         assert work is not None  # there are no more sequences than tokens in a step
         if request.proposer is not None:
@@ -243,8 +242,7 @@ class Scheduler:
         if room < 1:
             return
         drafts = [int(i) for i in propose([*request.prompt, *request.ids], room)][:room]
-        if drafts and self.table.missing(request.id, 1 + len(drafts)) <= self.table.n_available:
-            self.table.reserve(request.id, 1 + len(drafts))
+        if drafts and self.table.try_reserve(request.id, 1 + len(drafts)):
             step.add_drafts(work, drafts)
 
     def _next_waiting(self) -> list[Request]:
