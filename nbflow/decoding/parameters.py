@@ -108,8 +108,10 @@ class Parameters:
         for f in dataclasses.fields(self):
             _check_type(f.name, str(f.type), getattr(self, f.name))
         for name, low, high in (
-            ("max_tokens", 1, 2**31 - 1), ("min_tokens", 0, 2**31 - 1), ("n", 1, 1024),
-            ("seed", 0, 2**64 - 1), ("logprobs", 0, 2**20), ("prompt_logprobs", 0, 2**20),
+            # without new tokens, the prompt's log-probabilities must be wanted
+            ("max_tokens", int(self.prompt_logprobs is None), 2**31 - 1),
+            ("min_tokens", 0, 2**31 - 1), ("n", 1, 1024), ("seed", 0, 2**64 - 1),
+            ("logprobs", 0, 2**20), ("prompt_logprobs", 0, 2**20),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not low <= value <= high:

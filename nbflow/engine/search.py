@@ -38,7 +38,7 @@ def beam_search(
     stop_token_ids: Sequence[int] = (),
     decoder_ids: Sequence[int] | None = None,
 ) -> list[Generation]:
-    """Return the continuations of greatest probability that a beam search finds.
+    r"""Return the continuations of greatest probability that a beam search finds.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ def beam_search(
     >>> with nbflow.load("tiny_python") as model:
     ...     best, *_ = nbflow.beam_search(model, "def __init__(self", 2, num_beams=3)
     ...     best.text
-    '):'
+    '):\n       '
     """
     if not 1 <= n <= num_beams:
         raise UsageError(f"n must be in 1..num_beams, 1..{num_beams}, got {n}")

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 from specs import write_llama
 
 import nbflow
@@ -74,10 +75,13 @@ def test_searches_run_on_ranks():
     with nbflow.load(folder, **options) as whole:
         expected = nbflow.beam_search(whole, BEAM["prompt"], 6, num_beams=3, n=3)
         words = nbflow.contrastive_search(whole, BEAM["prompt"], 6)
+        drawn = whole.generate(BEAM["prompt"], 20, "chain", seed=4, repeat_penalty=1.3, logprobs=2)
     with nbflow.load(folder, partition="0;1", **options) as parts:
         found = nbflow.beam_search(parts, BEAM["prompt"], 6, num_beams=3, n=3)
         assert [h.ids for h in found] == [h.ids for h in expected]
         assert nbflow.contrastive_search(parts, BEAM["prompt"], 6).ids == words.ids
+        again = parts.generate(BEAM["prompt"], 20, "chain", seed=4, repeat_penalty=1.3, logprobs=2)
+        assert (again.ids, again.top_logprobs) == (drawn.ids, drawn.top_logprobs)
         plain = parts.generate(BEAM["prompt"], 20, ignore_eos=True)
         helped = parts.generate(BEAM["prompt"], 20, ignore_eos=True, draft="ngram")
         assert helped.ids == plain.ids
@@ -143,9 +147,16 @@ def test_a_bad_draft_model_changes_nothing(tmp_path):
 
 
 def test_a_chain_takes_more_proposals_and_keeps_greedy(tmp_path):
-    write_llama(tmp_path / "a", n_layers=2, max_context=128, seed=1)
+    for name in "ab":
+        write_llama(tmp_path / name, n_layers=2, max_context=128, seed=1)
+    file, rng = tmp_path / "b" / "model.safetensors", np.random.default_rng(2)
+    noisy = {
+        name: array * (1 + rng.normal(0, 0.1, array.shape)).astype(np.float32)
+        for name, array in load_file(file).items()
+    }
+    save_file(noisy, file)
     with (
-        nbflow.load(tmp_path / "a", threads=1, weights="q3") as draft,
+        nbflow.load(tmp_path / "b", threads=1) as draft,
         nbflow.load(tmp_path / "a", threads=1) as model,
     ):
         options = {"draft": draft, "ignore_eos": True, "n_draft": 4}
@@ -236,6 +247,9 @@ def test_most_probable_tokens_are_reported(tiny):
     for token, logprob, top in zip(made.ids, made.logprobs, made.top_logprobs, strict=True):
         assert top[0] == (token, logprob)  # greedy
         assert top[0][1] >= top[1][1] >= top[2][1]
+    read = tiny.generate(PROMPT, 0, prompt_logprobs=2)
+    assert (read.ids, read.finish_reason) == ([], "length")
+    assert read.prompt_logprobs == made.prompt_logprobs
     logits = tiny.logits([*made.prompt_ids, *made.ids[:-1]]).astype(np.float64)
     exact = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     for n, (logprob, top) in enumerate(made.prompt_logprobs):
