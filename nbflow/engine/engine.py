@@ -273,7 +273,7 @@ class Engine:
         It waits for its turn between the steps.  Texts share steps as far as there is room.
         """
         texts, types = self.model.check_texts(sequences, token_types)
-        rows = self.call("outputs", texts, "y", types)
+        rows = self.call("sequences", "outputs", texts, "y", types)
         return [self.model.pool(r, pooling, normalize) for r in rows]
 
     def flush(self) -> None:

@@ -66,7 +66,7 @@ class Memory:
         """Run the encoder on the inputs of sequences and keep what the decoder sees of it."""
         if not inputs:
             return
-        states = self.encoder.outputs(list(inputs.values()), "y")
+        states = self.encoder.sequences("outputs", list(inputs.values()), "y")
         for piece in pieces([len(x) for x in states], self.encoder.max_step_tokens, whole=True):
             numbers = [list(inputs)[b] for b, _, _ in piece]
             for number in numbers:

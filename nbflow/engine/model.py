@@ -14,6 +14,7 @@ from nbflow.decoding import Strategy, make_strategy
 from nbflow.engine.outcome import Output
 from nbflow.engine.rank import RankEngine
 from nbflow.engine.request import FinishReason, Request
+from nbflow.engine.session import Session
 from nbflow.parallel import Comm, Plan
 from nbflow.parallel.threads import RankTeam
 from nbflow.spec.model_spec import ModelSpec
@@ -76,6 +77,13 @@ class Model:
         self._tokenizer = tokenizer
         self._why_no_tokenizer = why_no_tokenizer
         self._team = team
+
+    def _check_free(self) -> None:
+        """Raise unless the model's steps are the caller's own."""
+        if self.engine is not None:
+            raise UsageError(
+                f"an engine runs {self.spec.name}; submit requests to it, or close it first"
+            )
 
     @property
     def is_team(self) -> bool:
@@ -161,13 +169,13 @@ class Model:
         ...     model.logits([1, 2, 3]).shape
         (3, 2048)
         """
-        checked = self._check_ids(ids, room=0)
+        checked = self.check_ids(ids, room=0)
         if not self.spec.head:
             raise UsageError(
                 f"{self.spec.name} is an encoder without a head, and gives no logits; use hidden() "
                 "or embed()"
             )
-        for_encoder = self._check_encoder_ids(encoder_ids)
+        for_encoder = self.check_encoder_ids(encoder_ids)
         return self._outputs([checked], "logits", None, _only(for_encoder))[0]
 
     def hidden(
@@ -197,9 +205,9 @@ class Model:
         UsageError
             As `logits`; if the types do not fit the tokens or the model.
         """
-        checked = self._check_ids(ids, room=0)
+        checked = self.check_ids(ids, room=0)
         types = self._check_types(token_types, len(checked))
-        for_encoder = self._check_encoder_ids(encoder_ids)
+        for_encoder = self.check_encoder_ids(encoder_ids)
         return self._outputs([checked], "y", _only(types), _only(for_encoder))[0]
 
     def _outputs(
@@ -209,8 +217,9 @@ class Model:
         types: list[list[int]] | None = None,
         encoder_ids: list[list[int]] | None = None,
     ) -> list[NDArray[np.float32]]:
+        self._check_free()
         results: list[NDArray[np.float32]] = self.call(
-            "outputs", sequences, name, types, encoder_ids
+            "sequences", "outputs", sequences, name, types, encoder_ids
         )[0]
         return results
 
@@ -265,7 +274,7 @@ class Model:
         """Return the ids of several texts, and the types of their tokens, checked."""
         if self.spec.encoder is not None:
             raise UsageError(f"{self.spec.name} has an encoder and a decoder; use hidden()")
-        texts = [self._check_ids(ids, room=0) for ids in sequences]
+        texts = [self.check_ids(ids, room=0) for ids in sequences]
         if token_types is None:
             return texts, None
         if len(token_types) != len(texts):
@@ -288,6 +297,12 @@ class Model:
         if normalize:
             vector = vector / np.linalg.norm(vector)
         return np.asarray(vector, np.float32)
+
+    def session(self) -> Session:
+        """Return a `Session`: sequences that are run, copied and cut step by step."""
+        self._check_free()
+        self.call("configure")
+        return Session(self)
 
     # ---- generation ---------------------------------------------------------------------------
 
@@ -410,13 +425,13 @@ class Model:
             prompt = self.tokenizer.encode(prompt, add_special_tokens=True)
         encoder_ids = None
         if self.spec.encoder is not None:
-            encoder_ids, prompt = self._check_encoder_ids(prompt), self._decoder_prompt(decoder_ids)
+            encoder_ids, prompt = self.check_encoder_ids(prompt), self._decoder_prompt(decoder_ids)
         elif decoder_ids is not None:
             raise UsageError(
                 f"{self.spec.name} has no encoder; give all tokens as the prompt, without "
                 "decoder_ids"
             )
-        ids = self._check_ids(prompt, room=1)
+        ids = self.check_ids(prompt, room=1)
         room = self.spec.max_context - len(ids)
         stop = frozenset() if ignore_eos else frozenset(self._end_ids())
         return Request(ids, min(max_tokens, room), strategy, seed, stop, encoder_ids)
@@ -429,10 +444,7 @@ class Model:
         Each item is a list of (request, token, log-probability) of a step, or of as many steps as
         fit into `burst_s` seconds.  Longer bursts are faster: Python works once for each.
         """
-        if self.engine is not None:
-            raise UsageError(
-                f"an engine runs {self.spec.name}; submit requests to it, or close it first"
-            )
+        self._check_free()
         self.call("configure")
         numbers = {}
         for i, request in enumerate(requests):
@@ -483,7 +495,7 @@ class Model:
             )
         return [self.spec.decoder_start_id]
 
-    def _check_encoder_ids(self, ids: Sequence[int] | NDArray[Any] | None) -> list[int] | None:
+    def check_encoder_ids(self, ids: Sequence[int] | NDArray[Any] | None) -> list[int] | None:
         """Return the encoder's token ids, checked; None if there is no encoder."""
         encoder = self.spec.encoder
         if encoder is None:
@@ -492,11 +504,12 @@ class Model:
             return None
         if ids is None:
             raise UsageError(f"{self.spec.name} has an encoder; give its token ids as encoder_ids")
-        return self._check_ids(ids, room=0, spec=encoder)
+        return self.check_ids(ids, room=0, spec=encoder)
 
-    def _check_ids(
+    def check_ids(
         self, ids: Sequence[int] | NDArray[Any], room: int, spec: ModelSpec | None = None
     ) -> list[int]:
+        """Return token ids that fit into the context, with `room` tokens besides them."""
         spec = spec or self.spec
         array = np.asarray(ids)
         if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":

@@ -20,9 +20,9 @@ from nbflow.decoding.strategy import no_distribution
 from nbflow.engine.burst import MAX_STEPS, Burst
 from nbflow.engine.memory import Memory
 from nbflow.engine.outcome import Outcome, Output
-from nbflow.engine.pieces import Piece, pieces
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.scheduler import Scheduler, Work
+from nbflow.engine.sequences import MAX_LOGIT_BYTES, Sequences
 from nbflow.execute import CpuExecutor, RankWeights, Step, make_step
 from nbflow.execute.weights import stored_bytes
 from nbflow.parallel.comm import Comm
@@ -39,13 +39,6 @@ PAGE_SIZE = 64
 of memory for the processor to read ahead (with 16, reading takes up to half as long again)."""
 MAX_BURSTS = 32
 """Bursts (strategies and batch sizes) kept."""
-MAX_LOGIT_BYTES = 64 * 2**20
-"""Logits of all positions are computed in pieces of at most this size."""
-
-
-def _outside(b: int) -> int:
-    """Return the page table's number for a sequence that is no request's."""
-    return -1 - b
 
 
 def make_groups(plan: Plan, comm: Comm) -> dict[tuple[int, ...], Comm]:
@@ -100,14 +93,14 @@ class RankEngine:
             "weights": weights, "outliers": outliers, "activations": activations, "kv": kv,
             "page_size": page_size,
         }  # fmt: skip
-        self._encoded: Memory | None = None
+        self.encoded: Memory | None = None
         if spec.encoder is not None:
             encoder_plan = make_plan(spec.encoder, plan.partition, plan.block_size)
             encoder = RankEngine(
                 encoder_plan, file, comm, groups, spec=spec.encoder, threads=threads,
                 max_step_tokens=max_step_tokens, **options,
             )  # fmt: skip
-            self._encoded = Memory(encoder, spec, plan.ranks[comm.rank], file, **options)
+            self.encoded = Memory(encoder, spec, plan.ranks[comm.rank], file, **options)
         self.mine = plan.ranks[comm.rank]
         self.program = fuse(partition(build(spec), self.mine))
         started, before = time.perf_counter(), file.bytes_read
@@ -123,11 +116,12 @@ class RankEngine:
         self.scheduler = Scheduler(self.table, max_step_tokens)
         self.executor = CpuExecutor(
             self.program, self.weights, self.storage, comm, plan.numbers, activations,
-            None if self._encoded is None else self._encoded.storage,
+            None if self.encoded is None else self.encoded.storage,
         )  # fmt: skip
         self._groups = groups
         self.executor.set_groups(groups)
         self._head = plan.numbers.index(plan.head_rank)
+        self._sequences = Sequences(self)
         self._limits: tuple[int | None, int | None, int | None, bool] = (None, None, None, False)
         self._sent_before: dict[str, int] = {}
         self._predicted_bytes = 0
@@ -137,74 +131,21 @@ class RankEngine:
             functools.partial(bytes_sent, self.program, self.mine.rank)
         )
 
-    # ---- all positions at once ----------------------------------------------------------------
+    # ---- sequences of others ------------------------------------------------------------------
 
-    def outputs(
+    def sequences(self, method: str, *args: Any) -> Any:
+        """Call a method of `Sequences`."""
+        return getattr(self._sequences, method)(*args)
+
+    def run_step(
         self,
-        sequences: Sequence[Sequence[int]],
-        name: str,
-        types: Sequence[Sequence[int]] | None = None,
-        encoder_ids: Sequence[Sequence[int]] | None = None,
-    ) -> list[np.ndarray]:
-        """Return a buffer of the last stage ("logits" or "y") after every token, on every rank.
-
-        Sequences share steps as far as these have room.  They do not see each other, and each gets
-        what it would get alone.
-        """
-        width = self.spec.vocab_size if name == "logits" else self.spec.hidden_size
-        results = [np.empty((len(ids), width), np.float32) for ids in sequences]
-        most = max(1, min(self.max_step_tokens, MAX_LOGIT_BYTES // (4 * self.spec.vocab_size)))
-        whole = not self.spec.causal  # every token sees all others
-        for step in pieces([len(ids) for ids in sequences], most, whole):
-            self._begin_outputs(step, encoder_ids)
-            try:
-                rows = self._outputs_of_step(step, sequences, name, types)
-            except BaseException:
-                self._end_outputs(step)
-                raise
-            first = 0
-            for b, start, stop in step:
-                results[b][start:stop] = rows[first : first + stop - start]
-                first += stop - start
-                if stop == len(sequences[b]):
-                    self._end_outputs([(b, start, stop)])
-        return results
-
-    def _begin_outputs(
-        self, step: Sequence[Piece], encoder_ids: Sequence[Sequence[int]] | None
+        sequences: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        logit_rows: Sequence[int],
+        types: Sequence[int] | None = None,
     ) -> None:
-        new = [b for b, start, _ in step if start == 0]
-        if self._encoded is not None:
-            assert encoder_ids is not None  # checked by the caller
-            self._encoded.add({_outside(b): encoder_ids[b] for b in new})
-        for b in new:
-            self.table.add(_outside(b))
-
-    def _end_outputs(self, step: Sequence[Piece]) -> None:
-        for b, _, _ in step:
-            self.table.drop(_outside(b))
-            if self._encoded is not None:
-                self._encoded.drop(_outside(b))
-
-    def _outputs_of_step(
-        self,
-        step: Sequence[Piece],
-        sequences: Sequence[Sequence[int]],
-        name: str,
-        types: Sequence[Sequence[int]] | None,
-    ) -> np.ndarray:
-        tokens = [sequences[b][start:stop] for b, start, stop in step]
-        n = sum(map(len, tokens))
-        some_types = None
-        if types is not None:
-            some_types = [t for b, start, stop in step for t in types[b][start:stop]]
-        self._run(self._step([_outside(b) for b, _, _ in step], tokens, range(n), some_types))
-        width = self.spec.vocab_size if name == "logits" else self.spec.hidden_size
-        rows = np.empty((n, width), np.float32)
-        if self.mine.last:
-            np.copyto(rows, self.executor.buffer(name, n))
-        self._broadcast(rows)
-        return rows
+        """Run more tokens of sequences; results are in the executor's buffers."""
+        self._run(self._step(sequences, tokens, logit_rows, types))
 
     def _step(
         self,
@@ -213,7 +154,7 @@ class RankEngine:
         logit_rows: Sequence[int],
         types: Sequence[int] | None = None,
     ) -> Step:
-        memory = None if self._encoded is None else self._encoded.table
+        memory = None if self.encoded is None else self.encoded.table
         return make_step(self.table, sequences, tokens, logit_rows, types, memory)
 
     # ---- generation ---------------------------------------------------------------------------
@@ -279,8 +220,8 @@ class RankEngine:
             assert not self.scheduler.requests, "requests are left, but none can run"
             return []
         try:
-            if self._encoded is not None:
-                self._encoded.update(self.scheduler.running)
+            if self.encoded is not None:
+                self.encoded.update(self.scheduler.running)
             outputs = (
                 self._burst(works, burst_s) if self._can_burst(works) else self._one_step(works)
             )
@@ -297,8 +238,8 @@ class RankEngine:
 
     def _remove(self, request: Request) -> None:
         self.scheduler.remove(request)
-        if self._encoded is not None:
-            self._encoded.update(self.scheduler.running)
+        if self.encoded is not None:
+            self.encoded.update(self.scheduler.running)
 
     def _one_step(self, works: Sequence[Work]) -> list[Output]:
         """Run one step, draw, and enter the pages that are full into the cache."""
@@ -308,12 +249,12 @@ class RankEngine:
         for work, ids in zip(works, tokens, strict=True):
             end += len(ids)
             rows += range(end - work.n_logits, end)
-        self._run(self._step([w.request.id for w in works], tokens, rows))
+        self.run_step([w.request.id for w in works], tokens, rows)
         outcome = Outcome.empty(works)
         if self.comm.rank == self._head and rows:
             outcome.compute(self.executor.buffer("logits", len(rows)), works)
         for array in outcome.arrays:
-            self._broadcast(array)
+            self.broadcast(array)
         outputs = outcome.apply(works)
         for work in works:
             request = work.request
@@ -403,7 +344,7 @@ class RankEngine:
         if self.comm.size > 1:
             self._predicted_bytes += self._bytes_sent(len(step.ids), len(step.logit_rows))
 
-    def _broadcast(self, array: np.ndarray) -> None:
+    def broadcast(self, array: np.ndarray) -> None:
         """Give every rank the head rank's array."""
         if self.comm.size > 1:
             self.comm.Bcast(array, self._head)
@@ -421,16 +362,16 @@ class RankEngine:
         """Count the bytes sent from here on."""
         self._sent_before = self._sent()
         self._predicted_bytes = 0
-        if self._encoded is not None:
-            self._encoded.encoder.reset_traffic()
+        if self.encoded is not None:
+            self.encoded.encoder.reset_traffic()
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes this rank has sent since `reset_traffic`, measured and predicted."""
         now = self._sent()
         measured = sum(n - self._sent_before.get(kind, 0) for kind, n in now.items())
         predicted = self._predicted_bytes
-        if self._encoded is not None:  # what it sends is measured by the same communicators
-            predicted += self._encoded.encoder.traffic()["predicted_bytes"]
+        if self.encoded is not None:  # what it sends is measured by the same communicators
+            predicted += self.encoded.encoder.traffic()["predicted_bytes"]
         return {"measured_bytes": measured, "predicted_bytes": predicted}
 
     def page_memory(self) -> dict[str, int]:
@@ -453,7 +394,7 @@ class RankEngine:
             "workspace_bytes": self.executor.workspace_bytes,
             "peak_rss_bytes": peak_rss_bytes(),
         }
-        more = {} if self._encoded is None else self._encoded.memory()
+        more = {} if self.encoded is None else self.encoded.memory()
         return {key: n + more.get(key, 0) for key, n in held.items()}
 
     @property

@@ -222,7 +222,7 @@ class Scheduler:
             request.n_proposed,
             request.max_tokens - len(request.ids) - 1,
             step.room - others,
-            step.logit_room - 1,
+            step.logit_room // 2 - 1,  # the rest is for prompts
         )
         if room < 1:
             return
