@@ -59,8 +59,8 @@ class MirostatState(SampledState):
     def candidates(self, logits: np.ndarray) -> Candidates:
         strategy = self._strategy
         found = Candidates(logits)
-        found.logits = found.logits / strategy.temperature
-        found.sort()
+        if strategy.temperature != 1.0:
+            found.scale(1.0 / strategy.temperature)
         if strategy.mirostat == 1:
             found.first(max(1, _count(found, self.mu, strategy.mirostat_m)))
         else:
@@ -80,7 +80,8 @@ class MirostatState(SampledState):
 
 def _count(candidates: Candidates, mu: float, m: int) -> int:
     """Return the k of version 1: the paper's algorithm 1, with the exponent of Zipf's law."""
-    p = candidates.probs()[:m]
+    p = candidates.probs()
+    p = -np.sort(-(p if len(p) <= m else np.partition(p, len(p) - m)[len(p) - m :]))
     p = p[p > 0.0]
     if len(p) < 2:
         return 1

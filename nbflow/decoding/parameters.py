@@ -171,6 +171,7 @@ class Parameters:
         tokenizer: Tokenizer | None = None,
         end_ids: Sequence[int] = (),
         defaults: Mapping[str, float] | None = None,
+        inner: Strategy | None = None,
     ) -> Strategy:
         """Return the strategy with its constraints.
 
@@ -188,6 +189,8 @@ class Parameters:
             The model's end tokens.
         defaults : mapping, optional
             Parameters that the model recommends, taken where none is given.
+        inner : Strategy, optional
+            The strategy itself; then only constraints may be asked for.
 
         Raises
         ------
@@ -198,15 +201,12 @@ class Parameters:
         """
         ends = self.end_ids(end_ids)
         name = self.decoding or self._name(defaults or {})
-        given = self._of_strategy(tokenizer)
-        if self._penalties_in_chain:
-            given |= {_CHAIN_NAMES.get(p, p): getattr(self, p) for p in PENALTIES}
-        if name.startswith("inferflow.") and ends and self.eos_bypassing_max:
-            given["eos_ids"] = ends
-        if self.decoding is None:
-            given = {**_NEUTRAL.get(name, {}), **{k: v for k, v in given.items() if v is not None}}
-            given = {k: v for k, v in given.items() if k in _fields(name)}
-        inner = make_strategy(name, defaults, **given)
+        given = self._of_strategy(name, tokenizer, ends)
+        if inner is None:
+            inner = make_strategy(name, defaults, **given)
+        elif given or self.decoding is not None:
+            asked = ", ".join(given) or "decoding"
+            raise UsageError(f"a Strategy has its parameters; give {asked} to it")
         rules = self._constraints(name, n_vocab, tokenizer, ends)
         rules.check_vocabulary(n_vocab)
         return constrain(inner, rules)
@@ -231,19 +231,29 @@ class Parameters:
         asked = any(v is not None for v in own.values()) or any(defaults.get(f) for f in own)
         return "filters" if asked else "greedy"
 
-    def _of_strategy(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
-        """Return what strategies take, under their names."""
-        given = {f: getattr(self, f) for f in _STRATEGY_FIELDS}
-        if self.decoding is None and self.top_k is not None:
-            given["top_k"] = max(self.top_k, 0)  # -1 is off, as in vLLM
+    def _of_strategy(
+        self, name: str, tokenizer: Tokenizer | None, ends: tuple[int, ...]
+    ) -> dict[str, Any]:
+        """Return what is given to the strategy, under its names."""
+        given = {f: getattr(self, f) for f in _STRATEGY_FIELDS if getattr(self, f) is not None}
         if self.samplers is not None:
             given["samplers"] = parse_samplers(self.samplers)
         if self.dry_breakers is not None:
-            given["dry_breakers"] = breaker_sequences(
-                _need(tokenizer, "dry_breakers"), tuple(self.dry_breakers)
-            )
+            need = _need(tokenizer, "dry_breakers")
+            given["dry_breakers"] = breaker_sequences(need, tuple(self.dry_breakers))
         elif self.dry_multiplier and tokenizer is not None:
             given["dry_breakers"] = breaker_sequences(tokenizer)
+        if self._penalties_in_chain:
+            given |= {_CHAIN_NAMES.get(p, p): getattr(self, p) for p in PENALTIES}
+        if name.startswith("inferflow.") and ends and self.eos_bypassing_max:
+            given["eos_ids"] = ends
+        if self.decoding is None:
+            if self.top_k is not None:
+                given["top_k"] = max(self.top_k, 0)  # -1 is off, as in vLLM
+            if name == "greedy":  # a temperature of 0 makes the filters void
+                given = {f: v for f, v in given.items() if f not in {*_fields("chain"), "mirostat"}}
+            given.pop("mirostat" if not self.mirostat else "", None)
+            given = {**_NEUTRAL.get(name, {}), **given}
         return given
 
     def _constraints(

@@ -68,6 +68,13 @@ def test_what_parameters_mean(values, expected):
     assert strategy(**values) == expected
 
 
+def test_a_strategy_can_be_constrained():
+    made = Parameters(min_tokens=2).strategy(100, end_ids=(2,), inner=TopP())
+    assert made == Constrained(TopP(), Constraints(min_tokens=2, end_ids=(2,)))
+    with pytest.raises(UsageError, match="give top_k to it"):
+        Parameters(top_k=2).strategy(100, inner=TopP())
+
+
 def test_recommended_values_are_taken_where_none_is_given():
     recommended = {"temperature": 0.6, "top_p": 0.9, "top_k": 0}
     made = Parameters(top_k=7).strategy(100, defaults=recommended)
@@ -100,6 +107,9 @@ def test_recommended_values_are_taken_where_none_is_given():
         ({"decoding": "greedy", "top_p": 0.5}, "has no parameter 'top_p'"),
         ({"decoding": "top_p", "dry_multiplier": 0.5}, "has no parameter 'dry_multiplier'"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be in"),
+        ({"max_k": 3}, "has no parameter 'max_k'"),
+        ({"mirostat": 2, "top_p": 0.5}, "has no parameter 'top_p'"),
+        ({"temperature": 0, "mirostat_tau": 3.0}, "has no parameter 'mirostat_tau'"),
     ],
 )
 def test_wrong_parameters_are_refused(values, message):
