@@ -61,9 +61,16 @@ def demo() -> None:
 
 
 def test(arguments: list[str]) -> None:
+<<<<<<< HEAD
     """Run the tests; further words go to pytest."""
     install("mpi,experiments,serve,dev")
     call(str(BIN / "python"), "-m", "pytest", "-q", *arguments)
+=======
+    """Run the tests, a process for each of up to eight processors; further words go to pytest."""
+    install("mpi,experiments,dev")
+    processes = ["-n", str(min(8, len(os.sched_getaffinity(0)))), "--dist", "loadfile"]
+    call(str(BIN / "python"), "-m", "pytest", "-q", *processes, *arguments)
+>>>>>>> main
 
 
 def main() -> None:

@@ -11,9 +11,15 @@ import os
 import sys
 import traceback
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 import nbflow
+from nbflow.status import status
+from nbflow.supervise import supervised
 from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
+
+if TYPE_CHECKING:
+    from nbflow.parallel.mpi import Mpi
 
 COMMANDS = {
     "run": ("nbflow.commands.run", "continue a prompt"),
@@ -22,8 +28,12 @@ COMMANDS = {
     "bench": ("nbflow.commands.bench", "time prompt processing and generation"),
     "sweep": ("nbflow_experiments.commands.sweep", "run a sweep and record it"),
     "report": ("nbflow_experiments.commands.report", "draw the figures of a recorded sweep"),
+    "perplexity": ("nbflow_experiments.commands.perplexity", "score a text, beside a reference"),
+    "choices": ("nbflow_experiments.commands.choices", "answer multiple-choice questions"),
+    "pull": ("nbflow.commands.pull", "download a model of the Hugging Face Hub"),
     "inspect": ("nbflow.commands.inspect", "list the tensors of a weight file"),
     "quantize": ("nbflow.commands.quantize", "write a checkpoint in a weight format"),
+    "plan": ("nbflow.commands.plan", "predict partitions of a model on a machine"),
     "spec": ("nbflow.commands.spec", "show or check a model specification"),
     "tokenize": ("nbflow.commands.tokenize", "show how text is cut into tokens"),
     "env": ("nbflow.commands.env", "show versions, processor and MPI"),
@@ -39,6 +49,11 @@ def main(argv: list[str] | None = None) -> None:
     if arguments[0] == "--version":
         print(f"nbflow {nbflow.__version__}")
         sys.exit(0)
+    try:
+        supervised(status)
+    except UsageError as error:
+        print(f"nbflow: error: {error}", file=sys.stderr)
+        sys.exit(2)
     sys.exit(_guarded(arguments[0], arguments[1:]))
 
 
@@ -71,9 +86,7 @@ def _guarded(name: str, arguments: list[str]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except (UsageError, MissingExtraError, OSError) as error:
-        if _rank() == 0:
-            print(f"nbflow {name}: error: {error}", file=sys.stderr)
-        return 2
+        return _refused(name, error)
     except KeyboardInterrupt:
         return 130
     except Exception:
@@ -81,13 +94,21 @@ def _guarded(name: str, arguments: list[str]) -> int:
         raise
 
 
-def _rank() -> int:
+def _refused(name: str, error: Exception) -> int:
+    """Print what is wrong once, and end all ranks if only some of them found it."""
     from nbflow.parallel import world
+    from nbflow.parallel.mpi import Mpi
 
+    message = f"nbflow {name}: error: {error}"
     try:
-        return world().rank
+        comm = world()
     except MissingExtraError:
-        return 0
+        comm = None
+    if comm is None or comm.rank == 0:
+        print(message, file=sys.stderr)
+    if isinstance(comm, Mpi) and not comm.all_end():
+        _stop_all(comm, f"{message}\n" if comm.rank else "")
+    return 2
 
 
 def _abort_if_several() -> None:
@@ -97,9 +118,14 @@ def _abort_if_several() -> None:
 
     comm = world()
     if isinstance(comm, Mpi):
-        where = f"nbflow: rank {comm.rank} of {comm.size} failed (see above); stopping all ranks"
-        sys.stderr.write(f"{traceback.format_exc()}{where}\n")  # at once, or ranks mix lines
-        comm.abort(1)
+        _stop_all(comm, traceback.format_exc())
+
+
+def _stop_all(comm: Mpi, text: str) -> None:
+    """Say which rank has failed where, and end all ranks."""
+    where = f"nbflow: rank {comm.rank} of {comm.size} failed {status.place()} (see above)"
+    sys.stderr.write(f"{text}{where}; stopping all ranks\n")  # at once, or ranks mix lines
+    comm.abort(1)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nbflow.parallel import Alone, Comm, parse_partition, world
+from nbflow.parallel import Alone, Comm, ranks_of, world
 from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def kv_format_names() -> tuple[str, ...]:
 
 def partition_ranks(partition: str) -> tuple[int, ...]:
     """Return the numbers of the ranks that a partition string names."""
-    return tuple(rank for stage in parse_partition(partition) for rank in stage)
+    return ranks_of(partition)
 
 
 def is_quantized(name: str, shape: Sequence[int]) -> bool:

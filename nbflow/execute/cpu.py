@@ -26,6 +26,7 @@ from nbflow.execute.weights import RankWeights
 from nbflow.parallel.comm import Alone, Comm
 from nbflow.program.records import Program
 from nbflow.spec.model_spec import RopeSpec
+from nbflow.status import status
 from nbflow_kernels.calls import Call, CallList
 from nbflow_kernels.threads import count_kernel_seconds, get_team
 
@@ -133,6 +134,8 @@ class CpuExecutor:
         """Run the program once; results are in its buffers."""
         for segment in self._prepared(step).segments:
             self._run_segment(segment)
+        if self.comm.size > 1:
+            status.idle()
 
     def run_repeated(
         self, step: Step, key: Any, further: Callable[[Bound], Sequence[Call]], n: int, stop: Any

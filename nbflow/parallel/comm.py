@@ -8,6 +8,7 @@ the capital names; a message to k ranks counts k times.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ class Comm(ABC):
     def __init__(self) -> None:
         self.sent: Counter[str] = Counter()
         self._scratch: dict[tuple[int, ...], np.ndarray] = {}
+        self._signal = self._noise = 0.0
 
     @abstractmethod
     def _exchange(self, part: np.ndarray, whole: np.ndarray, counts: Sequence[int]) -> None:
@@ -74,6 +76,32 @@ class Comm(ABC):
             array.reshape(-1)[:] += part
         self.sent["all_reduce"] += array.nbytes * (self.size - 1)
 
+    def Allreduce_q8(self, array: np.ndarray) -> None:
+        """Replace the C-contiguous float32 `array` by the sum of what all ranks round theirs to.
+
+        Each rank sends its part as bytes: blocks of 32 numbers with a float32 scale, 9 bits for
+        each number.  Every rank, the sender too, adds up the rounded parts, in the order of the
+        ranks, so that all get the same bits.  `rounding_error` says what the rounding costs.
+        """
+        if self.size == 1:
+            return
+        flat = array.reshape(-1)
+        packed = q8_pack(flat)
+        gathered = self._buffer((self.size, packed.size))
+        self._exchange(packed, gathered.reshape(-1), [packed.size] * self.size)
+        self._signal += float(np.dot(flat, flat))
+        error = flat - q8_unpack(packed, flat.size)
+        self._noise += float(np.dot(error, error))
+        flat[:] = 0
+        for part in gathered:
+            flat += q8_unpack(part, flat.size)
+        self.sent["all_reduce"] += packed.nbytes * (self.size - 1)
+
+    @property
+    def rounding_error(self) -> float:
+        """Root mean square of what `Allreduce_q8` rounded off, by that of what this rank gave."""
+        return math.sqrt(self._noise / self._signal) if self._signal else 0.0
+
     def Allgather_columns(self, part: np.ndarray, whole: np.ndarray, widths: Sequence[int]) -> None:
         """Put the columns that the ranks hold side by side, on every rank.
 
@@ -104,6 +132,37 @@ class Comm(ABC):
                 self._scratch.clear()
             buffer = self._scratch[shape] = np.empty(shape, np.float32)
         return buffer
+
+
+Q8_BLOCK = 32
+
+
+def q8_pack(flat: np.ndarray) -> np.ndarray:
+    """Return float32 numbers as bytes with a scale for each block, seen as float32.
+
+    A number is off by at most half of 1/127 of its block's largest magnitude.
+    """
+    blocks = np.zeros((-(-flat.size // Q8_BLOCK), Q8_BLOCK), np.float32)
+    blocks.reshape(-1)[: flat.size] = flat
+    scales = np.abs(blocks).max(axis=1) / np.float32(127)
+    inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales > 0)
+    with np.errstate(invalid="ignore"):  # what is not finite stays so by its scale
+        codes = np.rint(blocks * inverse[:, None]).astype(np.int8)
+    return np.concatenate([codes.reshape(-1).view(np.float32), scales])
+
+
+def q8_unpack(packed: np.ndarray, size: int) -> np.ndarray:
+    """Return the `size` numbers of `q8_pack`, rounded."""
+    n_blocks = q8_packed_bytes(size) // (Q8_BLOCK + 4)
+    codes = packed[: n_blocks * Q8_BLOCK // 4].view(np.int8).reshape(n_blocks, Q8_BLOCK)
+    scales = packed[n_blocks * Q8_BLOCK // 4 :]
+    blocks: np.ndarray = codes * scales[:, None]
+    return blocks.reshape(-1)[:size]
+
+
+def q8_packed_bytes(size: int) -> int:
+    """Return the bytes that `size` numbers take."""
+    return -(-size // Q8_BLOCK) * (Q8_BLOCK + 4)
 
 
 class Alone(Comm):

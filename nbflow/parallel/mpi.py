@@ -17,6 +17,8 @@ from typing import Any
 import numpy as np
 
 from nbflow.parallel.comm import Alone, Comm
+from nbflow.status import status
+from nbflow.supervise import FORWARD_S
 from nbflow_kernels.errors import MissingExtraError
 from nbflow_kernels.team import available_cores
 
@@ -45,11 +47,9 @@ def world() -> Comm:
             f"{launched[0]} is set, so a launcher started several ranks, but mpi4py cannot be "
             f"imported ({error}); install it: pip install 'nbflow[mpi]'"
         ) from error
-    return Alone() if MPI.COMM_WORLD.size == 1 else Mpi(MPI.COMM_WORLD)
+    return Alone() if MPI.COMM_WORLD.size == 1 else Mpi(MPI.COMM_WORLD.Dup())
 
 
-FORWARD_S = 2.0
-"""Pause before an abort: mpirun drops the output of ranks that still lies in its pipes then."""
 BUSY_POLLS = 200
 """How often a rank asks before it gives its core away, where every rank has a core."""
 
@@ -83,6 +83,7 @@ class Mpi(Comm):
             if waited < 2e-3:
                 os.sched_yield()
             else:
+                status.beat()
                 time.sleep(5e-5 if waited < 0.5 else 2e-3)
 
     def _exchange(self, part: np.ndarray, whole: np.ndarray, counts: Sequence[int]) -> None:
@@ -128,6 +129,18 @@ class Mpi(Comm):
                     polls = BUSY_POLLS if len(key) <= available_cores() else 0
                 self._groups[key] = Alone() if len(key) == 1 else Mpi(comm, polls)
         return self._groups[key]
+
+    def all_end(self, patience_s: float = 1.0) -> bool:
+        """Return whether every rank of the world calls this within some time."""
+        from mpi4py import MPI
+
+        request = MPI.COMM_WORLD.Ibarrier()  # the messages of the model are on a duplicate
+        until = time.monotonic() + patience_s
+        while not request.Test():
+            if time.monotonic() > until:
+                return False
+            time.sleep(1e-3)
+        return True
 
     def abort(self, code: int = 1) -> None:
         """End every rank, after a moment in which the launcher can print what this one wrote."""

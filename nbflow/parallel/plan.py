@@ -1,25 +1,26 @@
 """Partition as a pure function: (specification, partition string, block size) -> plan.
 
-``;`` (or ``,``) separates stages, which hold consecutive layers; ``&`` (or ``|``) separates the
-ranks of one stage, which split each layer's tensors.  So ``0;1`` is by layer, ``0&1`` by tensor
-and ``0&1;2&3`` hybrid.  The numbers are ranks.
+Partition strings are explained in `nbflow.parallel.notation`.
 
-Layers are dealt out in order, the first stages getting one more where they do not divide.  Within
-a stage the query heads and with them the key/value heads, the columns of the feed-forward network,
-the experts and the rows of the head are dealt out; a key/value head is stored by several ranks
-where there are fewer of them than ranks.  Cuts through columns fall on borders of quantization
-blocks, so that every rank holds exactly the blocks that one rank alone would hold.
+Layers are dealt out in order by the shares of the stages, the first stages getting one more where
+they do not divide.  Within a stage the query heads and with them the key/value heads, the columns
+of the feed-forward network, the experts and the rows of embedding and head are dealt out; a
+key/value head is stored by several ranks where there are fewer of them than ranks.  Cuts through
+columns fall on borders of quantization blocks, so that every rank holds exactly the blocks that one
+rank alone would hold.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import re
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
+from nbflow.parallel.notation import parse_stages, written
 from nbflow.spec.model_spec import ModelSpec
-from nbflow_kernels.errors import UsageError
+from nbflow_kernels.errors import UsageError, unknown_name
 
 Range = tuple[int, int]
 
@@ -43,7 +44,7 @@ class RankPlan:
     ffn: Range
     """Its columns of the feed-forward network."""
     vocab: Range
-    """Its rows of the head (used by the last stage)."""
+    """Its rows of the embedding (used by the first stage) and of the head (by the last)."""
     first: bool
     """Whether its stage holds the embedding."""
     last: bool
@@ -56,6 +57,10 @@ class RankPlan:
     """Its experts."""
     shared: Range = (0, 0)
     """Its columns of the expert of all tokens."""
+    vocab_widths: tuple[int, ...] = ()
+    """How many rows of embedding and head each rank of the group holds."""
+    exchange: Literal["f32", "q8"] = "f32"
+    """How partial sums of a layer are sent: as they are, or rounded to bytes."""
 
     @property
     def index(self) -> int:
@@ -89,37 +94,12 @@ class Plan:
         return next(r for r in self.ranks if r.rank == rank)
 
 
-def parse_partition(text: str) -> tuple[tuple[int, ...], ...]:
-    """Return the ranks of each stage of a partition string.
-
-    Raises
-    ------
-    UsageError
-        If the string is not ranks separated by ``;`` and ``&``, or names a rank twice.
-
-    Examples
-    --------
-    >>> parse_partition("0&1;2&3")
-    ((0, 1), (2, 3))
-    """
-    compact = re.sub(r"\s", "", text)
-    if not re.fullmatch(r"\d+([;,&|]\d+)*", compact):
-        raise UsageError(
-            f"partition must be rank numbers separated by ';' (stages of layers) and '&' (ranks "
-            f"that share each layer), for example '0&1;2&3'; got {text!r}"
-        )
-    stages = tuple(
-        tuple(int(rank) for rank in re.split(r"[&|]", stage))
-        for stage in re.split(r"[;,]", compact)
-    )
-    flat = [rank for stage in stages for rank in stage]
-    for rank in flat:
-        if flat.count(rank) > 1:
-            raise UsageError(f"partition {text!r} names rank {rank} twice")
-    return stages
+EXCHANGES = ("f32", "q8")
 
 
-def make_plan(spec: ModelSpec, partition: str, block_size: int = 1) -> Plan:
+def make_plan(
+    spec: ModelSpec, partition: str, block_size: int = 1, exchange: Literal["f32", "q8"] = "f32"
+) -> Plan:
     """Return who holds what.
 
     Parameters
@@ -130,29 +110,37 @@ def make_plan(spec: ModelSpec, partition: str, block_size: int = 1) -> Plan:
         Partition string.
     block_size : int
         Block of the weight format; cuts through columns are multiples of it.
+    exchange : {"f32", "q8"}
+        How the ranks of a stage send each other the partial sums of a layer: as float32, or
+        rounded to bytes with a scale for 32 of them (`Comm.Allreduce_q8`).
 
     Raises
     ------
     UsageError
-        If the model has too few layers, heads or blocks for the partition.
+        If there is no such exchange, or the model has too few layers, heads or blocks for the
+        partition.
     """
-    stages = parse_partition(partition)
+    if exchange not in EXCHANGES:
+        raise unknown_name("exchange", exchange, EXCHANGES)
+    stages = parse_stages(partition)
     if len(stages) > spec.n_layers:
         raise UsageError(
             f"partition {partition!r} has {len(stages)} stages, but {spec.name} has only "
             f"{spec.n_layers} layers; use at most that many stages"
         )
-    layers = split_evenly(spec.n_layers, len(stages))
+    groups = [tuple(member.rank for member in stage) for stage in stages]
+    layers = split_by_shares(spec.n_layers, [sum(m.share for m in stage) for stage in stages])
     ranks = []
-    for s, group in enumerate(stages):
-        n = len(group)
-        heads = _split_heads(spec, n, block_size, partition)
-        ffn = _split_aligned(spec.intermediate_size, n, block_size, "intermediate_size", partition)
-        experts, shared = _split_experts(spec, n, block_size, partition)
-        vocab = split_evenly(spec.vocab_size, n)
+    for s, (stage, group) in enumerate(zip(stages, groups, strict=True)):
+        n, shares = len(stage), [member.share for member in stage]
+        heads = _split_heads(spec, shares, block_size, partition)
+        size = spec.intermediate_size
+        ffn = _split_aligned(size, shares, block_size, "intermediate_size", partition)
+        experts, shared = _split_experts(spec, shares, block_size, partition)
+        vocab = split_by_shares(spec.vocab_size, shares)
         for j, rank in enumerate(group):
-            before = stages[s - 1] if s else ()
-            after = stages[s + 1] if s + 1 < len(stages) else ()
+            before = groups[s - 1] if s else ()
+            after = groups[s + 1] if s + 1 < len(groups) else ()
             ranks.append(
                 RankPlan(
                     rank,
@@ -168,33 +156,59 @@ def make_plan(spec: ModelSpec, partition: str, block_size: int = 1) -> Plan:
                     sends_to=tuple(r for i, r in enumerate(after) if i % n == j),
                     experts=experts[j],
                     shared=shared[j],
+                    vocab_widths=tuple(b - a for a, b in vocab),
+                    exchange=exchange,
                 )
             )
-    return Plan(";".join("&".join(map(str, group)) for group in stages), tuple(ranks), block_size)
+    return Plan(written(stages), tuple(ranks), block_size)
+
+
+def split_by_shares(total: int, shares: Sequence[float]) -> list[Range]:
+    """Cut [0, total) into ranges whose lengths are as the shares, none empty if that can be.
+
+    Equal shares give lengths that differ by at most one, the longer ones first.
+
+    Examples
+    --------
+    >>> split_by_shares(8, [3, 1])
+    [(0, 6), (6, 8)]
+    """
+    exact = [total * share / sum(shares) for share in shares]
+    least = min(1, total // len(shares))
+    sizes = [max(least, int(size)) for size in exact]
+    while sum(sizes) < total:
+        i = max(range(len(sizes)), key=lambda i: (exact[i] - sizes[i], -i))
+        sizes[i] += 1
+    while sum(sizes) > total:
+        i = max(range(len(sizes)), key=lambda i: (sizes[i] > least, sizes[i] - exact[i]))
+        sizes[i] -= 1
+    edges = [0, *itertools.accumulate(sizes)]
+    return list(itertools.pairwise(edges))
 
 
 def split_evenly(total: int, n: int) -> list[Range]:
     """Cut [0, total) into `n` ranges whose lengths differ by at most one, the longer ones first."""
-    sizes = [total // n + (i < total % n) for i in range(n)]
-    edges = [sum(sizes[:i]) for i in range(n + 1)]
-    return list(itertools.pairwise(edges))
+    return split_by_shares(total, [1.0] * n)
 
 
-def _split_aligned(total: int, n: int, unit: int, what: str, partition: str) -> list[Range]:
+def _split_aligned(
+    total: int, shares: Sequence[float], unit: int, what: str, partition: str
+) -> list[Range]:
     """Cut [0, total) at multiples of `unit`; what is left over goes to the last range."""
-    units = -(-total // unit)
+    units, n = -(-total // unit), len(shares)
     if units < n:
         raise UsageError(
             f"partition {partition!r}: {what} = {total} has {units} blocks of {unit} columns, too "
             f"few for {n} ranks; use fewer ranks per stage or a format with a smaller block"
         )
-    return [(a * unit, min(b * unit, total)) for a, b in split_evenly(units, n)]
+    return [(a * unit, min(b * unit, total)) for a, b in split_by_shares(units, shares)]
 
 
 def _split_experts(
-    spec: ModelSpec, n: int, block_size: int, partition: str
+    spec: ModelSpec, shares: Sequence[float], block_size: int, partition: str
 ) -> tuple[list[Range], list[Range]]:
-    """Return the experts of each of `n` ranks, and its columns of the shared one."""
+    """Return the experts of each rank, and its columns of the shared one."""
+    n = len(shares)
     none = [(0, 0)] * n
     if spec.moe is None:
         return none, none
@@ -204,35 +218,42 @@ def _split_experts(
             f"{n} ranks; use fewer ranks per stage"
         )
     size = spec.moe.shared_size
-    shared = _split_aligned(size, n, block_size, "shared_size", partition) if size else none
-    return split_evenly(spec.moe.n_experts, n), shared
+    shared = _split_aligned(size, shares, block_size, "shared_size", partition) if size else none
+    return split_by_shares(spec.moe.n_experts, shares), shared
 
 
 def _split_heads(
-    spec: ModelSpec, n: int, block_size: int, partition: str
+    spec: ModelSpec, shares: Sequence[float], block_size: int, partition: str
 ) -> list[tuple[Range, Range]]:
-    """Return the query heads and key/value heads of each of `n` ranks."""
+    """Return the query heads and key/value heads of each rank."""
+    n = len(shares)
     per_group = spec.n_heads // spec.n_kv_heads
-    unit = _heads_per_unit(block_size, per_group * spec.head_dim)
+    unit = _heads_per_unit(block_size, per_group * spec.value_dim)
     if n == 1:
         return [((0, spec.n_heads), (0, spec.n_kv_heads))]
     if spec.n_kv_heads // unit >= n and spec.n_kv_heads % unit == 0:
-        cuts = split_evenly(spec.n_kv_heads // unit, n)
+        cuts = split_by_shares(spec.n_kv_heads // unit, shares)
         return [
             ((a * unit * per_group, b * unit * per_group), (a * unit, b * unit)) for a, b in cuts
         ]
     # Fewer key/value heads than ranks: several ranks store the same one and share its query heads.
-    unit = _heads_per_unit(block_size, spec.head_dim)
-    shares = split_evenly(n, spec.n_kv_heads) if n >= spec.n_kv_heads else []
-    if not shares or per_group % unit or any(b - a > per_group // unit for a, b in shares):
+    if len(set(shares)) > 1:
+        raise UsageError(
+            f"partition {partition!r}: {spec.name} has {spec.n_kv_heads} key/value heads for {n} "
+            "ranks, so that ranks share them, which goes with equal shares only; leave the shares "
+            "within a stage out or use fewer ranks per stage"
+        )
+    unit = _heads_per_unit(block_size, spec.value_dim)
+    holders = split_evenly(n, spec.n_kv_heads) if n >= spec.n_kv_heads else []
+    if not holders or per_group % unit or any(b - a > per_group // unit for a, b in holders):
         raise UsageError(
             f"partition {partition!r}: {spec.name} has {spec.n_heads} query heads and "
-            f"{spec.n_kv_heads} key/value heads of {spec.head_dim} columns, which cannot be dealt "
+            f"{spec.n_kv_heads} key/value heads of {spec.value_dim} columns, which cannot be dealt "
             f"out to {n} ranks in whole heads and whole blocks of {block_size} columns; use fewer "
             "ranks per stage or a format with a smaller block"
         )
     result = []
-    for g, (a, b) in enumerate(shares):
+    for g, (a, b) in enumerate(holders):
         for c, d in split_evenly(per_group // unit, b - a):
             first = g * per_group
             result.append(((first + c * unit, first + d * unit), (g, g + 1)))

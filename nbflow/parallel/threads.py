@@ -1,18 +1,21 @@
 """Ranks as threads of one process, for laptops and tests: the same code as under mpirun.
 
-A rank that raises breaks the others' next exchange (`RankFailure`), so nobody waits for ever.
+A rank that raises breaks the others' next exchange (`RankFailure`); one that stands still does so
+after three times ``NBFLOW_HANG_S`` seconds (300), so nobody waits for ever.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any
 
 import numpy as np
 
 from nbflow.parallel.comm import Alone, Comm
+from nbflow.status import status
+from nbflow.supervise import hang_seconds
 
 
 class RankFailure(RuntimeError):
@@ -57,7 +60,14 @@ class Threads(Comm):
 
     def _take(self, source: int) -> Any:
         queue = self._shared.mail[source, self.rank]
-        value = queue.get()
+        limit = 3 * hang_seconds()
+        try:
+            value = queue.get(timeout=limit)
+        except Empty:
+            raise RankFailure(
+                f"rank {self.rank} has waited for rank {source} of its {self.size} for {limit:g} s "
+                f"{status.place()}"
+            ) from None
         if value is _FAILED:
             queue.put(_FAILED)
             raise RankFailure("another rank of this process has failed")

@@ -3,38 +3,18 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from launching import MPIRUN, ROOT, mpirun
 from specs import write_llama
-
-ROOT = Path(__file__).resolve().parents[2]
-BIN = Path(sys.executable).parent
-MPIRUN = next((str(p) for p in [BIN / "mpirun"] if p.exists()), shutil.which("mpirun"))
 
 pytestmark = [
     pytest.mark.mpi,
     pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'"),
 ]
-
-
-def mpirun(n: int, *command: str, timeout: int = 300) -> subprocess.CompletedProcess[str]:
-    paths = [
-        str(ROOT),
-        str(ROOT / "kernels"),
-        str(ROOT / "experiments"),
-        os.environ.get("PYTHONPATH", ""),
-    ]
-    return subprocess.run(
-        [str(MPIRUN), "-n", str(n), sys.executable, *command],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)},
-    )
 
 
 @pytest.fixture(scope="module")
@@ -86,20 +66,3 @@ def test_a_partition_that_needs_more_ranks(checkpoint):
     assert done.returncode == 2
     assert done.stderr.count("names rank 2, but mpirun started 2 ranks") == 1
     assert "Traceback" not in done.stderr
-
-
-def test_a_rank_that_raises_stops_all(checkpoint):
-    code = (
-        "import sys; from nbflow import cli\n"
-        "from nbflow.commands import run\n"
-        "from nbflow.parallel import world\n"
-        "def fail(arguments):\n"
-        "    if world().rank == 1: raise RuntimeError('planted')\n"
-        "    world().barrier()\n"
-        "run.run = fail\n"
-        "cli.main(['run', 'x'])\n"
-    )
-    done = mpirun(2, "-c", code, timeout=60)
-    assert done.returncode != 0
-    assert "planted" in done.stderr
-    assert "rank 1 of 2 failed" in done.stderr

@@ -40,7 +40,10 @@ PARAMETERS = {
     "gemma_2b_it": 2_506_172_416,
     "internlm_chat_20b": 20_088_714_240,
     "llama2_13b_chat": 13_015_864_320,
+    "llama2_70b": 68_976_648_192,
     "llama2_7b": 6_738_415_616,
+    "llama3.1_405b": 405_853_388_800,
+    "llama3.1_70b": 70_553_706_496,
     "llama2_7b_chat": 6_738_415_616,
     "minicpm_2b_dpo": 2_724_880_896,
     "mistral_7b_instruct": 7_241_732_096,
@@ -57,7 +60,10 @@ PARAMETERS = {
     "yi_6b": 6_061_035_520,
 }
 NO_NUMBERS = {"tiny_python", "xverse_13b_chat"}
-NO_TEMPLATE = {"tiny_python", "bert_base_multilingual_cased", "facebook_m2m100_418m"}
+NO_TEMPLATE = {
+    "tiny_python", "bert_base_multilingual_cased", "facebook_m2m100_418m", "llama3.1_70b",
+    "llama3.1_405b",
+}  # fmt: skip
 
 CHATML = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 PROMPTS = {
@@ -73,6 +79,7 @@ PROMPTS = {
     "gemma_2b_it": "<s><start_of_turn>user\nHi<end_of_turn>\n<start_of_turn>model\n",
     "internlm_chat_20b": "<s><|User|>:Hi\n<|Bot|>:",
     "llama2_13b_chat": "<s>[INST] Hi [/INST]",
+    "llama2_70b": "<s>Hi",
     "llama2_7b": "<s>Hi",
     "llama2_7b_chat": "<s>[INST] Hi [/INST]",
     "minicpm_2b_dpo": "<s><用户>Hi<AI>",

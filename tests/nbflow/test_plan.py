@@ -7,11 +7,14 @@ import itertools
 import pytest
 from specs import make_spec
 
-from nbflow.parallel import make_plan, parse_partition
+from nbflow.parallel import make_plan, parse_partition, ranks_of, split_replicas
+from nbflow.parallel.plan import split_by_shares
 from nbflow.program import build, fuse, partition
 from nbflow_kernels.errors import UsageError
 
-PARTITIONS = ("0", "0;1", "0;1;2", "0&1", "0&1&2&3", "0&1;2&3", "2&0;1&3", "3;1&2;0")
+PARTITIONS = (
+    "0", "0;1", "0;1;2", "0&1", "0&1&2&3", "0&1;2&3", "2&0;1&3", "3;1&2;0", "0:3;1", "0;1:2&2:2",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("text", PARTITIONS)
@@ -23,7 +26,7 @@ def test_every_matrix_element_is_held_exactly_once(text, heads, kv_heads, block)
     )
     plan = make_plan(spec, text, block)
     shapes = spec.tensor_shapes()
-    replicated = ("attn.k", "attn.v", "norm", "embed")
+    replicated = ("attn.k", "attn.v", "norm")
     count = {name: 0 for name in shapes}
     for rank in plan.ranks:
         for op in fuse(partition(build(spec), rank)).ops:
@@ -59,10 +62,49 @@ def test_every_receiver_has_one_sender():
     assert sends == receives == {(0, 1), (0, 2), (1, 3)}
 
 
-@pytest.mark.parametrize("text", ["", "0;", "a", "0&&1", "0;1;0", "-1", "0 1x"])
+@pytest.mark.parametrize(
+    "text", ["", "0;", "a", "0&&1", "0;1;0", "-1", "0 1x", "0/", "0:", "0:0;1", "0/1;0", "0&1|2&3"]
+)
 def test_bad_partition_strings(text):
     with pytest.raises(UsageError, match="partition"):
-        parse_partition(text)
+        ranks_of(text)
+
+
+def test_replicas_are_partitions_of_their_own():
+    assert split_replicas("0&1 / 2:2&3") == ("0&1", "2:2&3")
+    assert ranks_of("0&1/2;3") == (0, 1, 2, 3)
+    with pytest.raises(UsageError, match="2 replicas"):
+        parse_partition("0/1")
+
+
+@pytest.mark.parametrize(
+    ("total", "shares", "sizes"),
+    [
+        (10, [1, 1, 1], [4, 3, 3]),
+        (8, [3, 1], [6, 2]),
+        (5, [100, 1, 1], [3, 1, 1]),
+        (2, [1, 5, 1], [0, 2, 0]),
+        (7, [0.5, 0.25], [5, 2]),
+    ],
+)
+def test_shares_are_kept_as_well_as_whole_numbers_can(total, shares, sizes):
+    cuts = split_by_shares(total, shares)
+    assert [b - a for a, b in cuts] == sizes
+    assert cuts[0][0] == 0
+    assert cuts[-1][1] == total
+
+
+def test_uneven_shares_cut_layers_and_tensors():
+    spec = make_spec(n_layers=8, n_heads=8, n_kv_heads=4, intermediate_size=192, vocab_size=100)
+    by_layer = make_plan(spec, "0:3;1")
+    assert [r.layers for r in by_layer.ranks] == [(0, 6), (6, 8)]
+    by_tensor = make_plan(spec, "0:3&1")
+    assert [r.heads for r in by_tensor.ranks] == [(0, 6), (6, 8)]
+    assert [r.kv_heads for r in by_tensor.ranks] == [(0, 3), (3, 4)]
+    assert [r.ffn for r in by_tensor.ranks] == [(0, 144), (144, 192)]
+    assert by_tensor.ranks[0].vocab_widths == (75, 25)
+    assert make_plan(spec, by_tensor.partition) == by_tensor
+    assert [r.layers for r in make_plan(spec, "0;1&2").ranks] == [(0, 3), (3, 8), (3, 8)]
 
 
 def test_inferflow_separators_are_understood():
@@ -75,6 +117,7 @@ def test_inferflow_separators_are_understood():
         ("0;1;2", {"n_layers": 2}, "only 2 layers"),
         ("0&1&2", {"n_heads": 2, "n_kv_heads": 2}, "use fewer ranks per stage"),
         ("0&1", {"intermediate_size": 32}, "too few for 2 ranks"),
+        ("0:2&1&2", {"n_heads": 8, "n_kv_heads": 2}, "equal shares only"),
     ],
 )
 def test_partitions_that_do_not_fit(text, changes, words):
@@ -86,7 +129,7 @@ def test_tensor_parallel_program_has_two_all_reduces_per_layer():
     spec = make_spec(n_layers=3)
     for rank in make_plan(spec, "0&1").ranks:
         kinds = [op.kind for op in fuse(partition(build(spec), rank)).ops]
-        assert kinds.count("all_reduce") == 2 * spec.n_layers
+        assert kinds.count("all_reduce") == 2 * spec.n_layers + 1  # and the embedding
         assert kinds.count("all_gather") == 1
 
 

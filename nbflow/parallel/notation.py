@@ -1,0 +1,146 @@
+"""Partition strings: who holds what, as a user writes it.
+
+``;`` (or ``,``) separates stages, which hold consecutive layers; ``&`` (or ``|``) separates the
+ranks of one stage, which split each layer's tensors; ``/`` separates replicas, which hold a whole
+model each and share the requests out.  So ``0;1`` is by layer, ``0&1`` by tensor, ``0&1;2&3``
+hybrid, and ``0&1/2&3`` two replicas of two ranks.  The numbers are ranks.
+
+A rank that should get more than another says how much: in ``0:3;1`` rank 0 holds three times the
+layers of rank 1, in ``0:3&1`` three times the heads and columns.  A stage's share is the sum of
+its ranks' shares.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from nbflow_kernels.errors import UsageError
+
+_RANK = r"\d+(?::\d+(?:\.\d+)?)?"
+_STRING = re.compile(rf"{_RANK}(?:[;,&|/]{_RANK})*")
+
+
+@dataclass(frozen=True)
+class Member:
+    """One rank of a partition string."""
+
+    rank: int
+    """Its number."""
+    share: float = 1.0
+    """How much it gets, beside the others."""
+
+    def __str__(self) -> str:
+        return str(self.rank) if self.share == 1.0 else f"{self.rank}:{self.share:g}"
+
+
+Stages = tuple[tuple[Member, ...], ...]
+"""The stages of one replica, each with its ranks."""
+
+
+def parse_replicas(text: str) -> tuple[Stages, ...]:
+    """Return the stages of every replica of a partition string.
+
+    Raises
+    ------
+    UsageError
+        If the string is not made as above, names a rank twice, or has a share of 0.
+
+    Examples
+    --------
+    >>> [[[str(m) for m in stage] for stage in stages] for stages in parse_replicas("0:2;1/2;3")]
+    [[['0:2'], ['1']], [['2'], ['3']]]
+    """
+    compact = re.sub(r"\s", "", text)
+    if not _STRING.fullmatch(compact):
+        raise UsageError(
+            "partition must be rank numbers separated by ';' (stages of layers), '&' (ranks that "
+            "share each layer) and '/' (replicas), a rank with its share after a colon if they "
+            f"differ; for example '0&1;2&3' or '0:3;1'; got {text!r}"
+        )
+    if "|" in compact and ("&" in compact or "/" in compact):
+        raise UsageError(
+            f"partition {text!r}: '|' means the same as '&' (ranks that share each layer) and "
+            "cannot stand beside '&' or '/'; separate replicas by '/', for example '0&1/2&3'"
+        )
+    replicas = tuple(
+        tuple(
+            tuple(_member(part, text) for part in re.split(r"[&|]", stage))
+            for stage in re.split(r"[;,]", replica)
+        )
+        for replica in compact.split("/")
+    )
+    flat = [member.rank for stages in replicas for stage in stages for member in stage]
+    for rank in flat:
+        if flat.count(rank) > 1:
+            raise UsageError(f"partition {text!r} names rank {rank} twice")
+    return replicas
+
+
+def _member(part: str, text: str) -> Member:
+    rank, _, share = part.partition(":")
+    if share and float(share) <= 0:
+        raise UsageError(f"partition {text!r}: the share of rank {rank} must be more than 0")
+    return Member(int(rank), float(share or 1.0))
+
+
+def parse_stages(text: str) -> Stages:
+    """Return the stages of a partition string without replicas.
+
+    Raises
+    ------
+    UsageError
+        As `parse_replicas`; if there are replicas.
+    """
+    replicas = parse_replicas(text)
+    if len(replicas) > 1:
+        raise UsageError(
+            f"partition {text!r} has {len(replicas)} replicas, and one is wanted here; make a plan "
+            "for each part between '/'"
+        )
+    return replicas[0]
+
+
+def parse_partition(text: str) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each stage of a partition string without replicas.
+
+    Raises
+    ------
+    UsageError
+        As `parse_stages`.
+
+    Examples
+    --------
+    >>> parse_partition("0&1;2&3")
+    ((0, 1), (2, 3))
+    """
+    return tuple(tuple(member.rank for member in stage) for stage in parse_stages(text))
+
+
+def ranks_of(text: str) -> tuple[int, ...]:
+    """Return all ranks that a partition string names, in its order, replicas included.
+
+    Examples
+    --------
+    >>> ranks_of("2&3/0&1")
+    (2, 3, 0, 1)
+    """
+    return tuple(
+        member.rank for stages in parse_replicas(text) for stage in stages for member in stage
+    )
+
+
+def split_replicas(text: str) -> tuple[str, ...]:
+    """Return the partition string of every replica, in normal form.
+
+    Examples
+    --------
+    >>> split_replicas("0 | 1, 2 | 3")
+    ('0&1;2&3',)
+    """
+    return tuple(written(stages) for stages in parse_replicas(text))
+
+
+def written(stages: Stages) -> str:
+    """Return the partition string of one replica's stages."""
+    return ";".join("&".join(map(str, stage)) for stage in stages)

@@ -1,0 +1,43 @@
+"""What partitions of a model hold, send and reach on a machine, without running it.
+
+>>> from nbflow.planner import Workload, best, compare, load_machine, planned_model
+>>> model = planned_model("llama2_7b", weights="q4")
+>>> predictions, refused = compare(model, load_machine("v100x4_nvlink"), Workload(batch=1))
+>>> best(predictions, "latency").kind
+'by tensor'
+"""
+
+from nbflow.planner.choose import AIMS, Aim, best, candidates, compare, with_shares
+from nbflow.planner.machine import (
+    Device,
+    Link,
+    Machine,
+    known_machines,
+    load_machine,
+    written_machine,
+)
+from nbflow.planner.model import PlannedModel, planned_model
+from nbflow.planner.predict import Prediction, RankPrediction, Workload, predict
+from nbflow.planner.stages import Setting
+
+__all__ = [
+    "AIMS",
+    "Aim",
+    "Device",
+    "Link",
+    "Machine",
+    "PlannedModel",
+    "Prediction",
+    "RankPrediction",
+    "Setting",
+    "Workload",
+    "best",
+    "candidates",
+    "compare",
+    "known_machines",
+    "load_machine",
+    "planned_model",
+    "predict",
+    "with_shares",
+    "written_machine",
+]

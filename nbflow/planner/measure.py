@@ -1,0 +1,218 @@
+"""Describe this machine by measuring it: its ranks are those that mpirun started, or threads.
+
+All ranks work at the same time, as they do when they run a model, so that what they share (memory,
+caches, cores) is in the numbers.  What is timed, each the fastest of several repetitions:
+
+- reading memory, all ranks at once and each alone (`nbflow_kernels.read_probe`);
+- products of a q8_0 matrix that fits into the cache with 1 and with 256 rows: the first shows how
+  fast weights are decoded, the difference how fast they are multiplied;
+- steps of the bundled model on each rank, in bursts and one by one: the difference is the host code
+  of a step, what is left of the first besides the products is the start of its ops;
+- an all-reduce of 16 KB and of 4 MB over all ranks: latency and rate of the exchange.
+"""
+
+from __future__ import annotations
+
+import functools
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+import nbflow_kernels as nk
+from nbflow import system
+from nbflow.parallel import Alone, Comm, world
+from nbflow.parallel.threads import RankTeam
+from nbflow.planner.machine import Device, Link, Machine
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.read_probe import ReadProbe
+from nbflow_kernels.team import available_cores
+from nbflow_kernels.threads import set_num_threads
+
+ARITHMETICS = ("f32", "bf16", "int8")
+PROBE_BYTES = 128 << 20
+"""Bytes that each rank reads in a pass."""
+SIDE = 1024
+"""Rows and columns of the matrix that is multiplied with."""
+MANY_ROWS = 256
+SMALL_BYTES, LARGE_BYTES = 16 << 10, 4 << 20
+MINIMUM_S = 1e-7
+"""For what is too short to be seen; 0 would mean that it is not known."""
+STEPS = 48
+"""Steps of the bundled model that are timed."""
+
+
+def measure_machine(n_ranks: int | None = None, probe_bytes: int = PROBE_BYTES) -> Machine | None:
+    """Measure the ranks that mpirun started, or `n_ranks` threads of this process.
+
+    Parameters
+    ----------
+    n_ranks : int, optional
+        Without mpirun: the number of ranks, by default 1.  Under mpirun it must be left out.
+    probe_bytes : int
+        Bytes that each rank reads in a pass; several times the caches.
+
+    Returns
+    -------
+    Machine or None
+        The machine, on rank 0; None on the others.
+
+    Raises
+    ------
+    UsageError
+        If the number of ranks contradicts mpirun.
+    """
+    comm = world()
+    if comm.size > 1:
+        if n_ranks is not None and n_ranks != comm.size:
+            raise UsageError(
+                f"mpirun started {comm.size} ranks, and all of them are measured; leave --ranks "
+                f"{n_ranks} out or start as many"
+            )
+        found = comm.gather_object(_measure_rank(comm, probe_bytes))
+        return None if found is None else _machine(found, "MPI ranks")
+    n = 1 if n_ranks is None else n_ranks
+    if n == 1:
+        return _machine([_measure_rank(comm, probe_bytes)], "process")
+    team = RankTeam(n)
+    try:
+        return _machine(team.run(lambda mine: _measure_rank(mine, probe_bytes)), "threads")
+    finally:
+        team.close()
+
+
+def _machine(ranks: list[tuple[Device, Link | None, str]], what: str) -> Machine:
+    """Put what the ranks have measured together."""
+    hosts = [host for _, _, host in ranks]
+    n, per_host = len(ranks), hosts.count(hosts[0])
+    links = [link for _, link, _ in ranks if link is not None]
+    if links:  # an exchange has ended when the last rank has it
+        slowest = Link(max(x.latency_s for x in links), min(x.bytes_per_s for x in links), "gather")
+    devices = tuple(device for device, _, _ in ranks)
+    return Machine(
+        name=f"{hosts[0]}-{n}",
+        devices=devices,
+        ranks_per_host=per_host,
+        links={"host" if per_host == n else "network": slowest} if links else {},
+        description=f"{n} {what} of {devices[0].name}, {per_host} on each host",
+        sources=("measured by nbflow plan --measure (nbflow/planner/measure.py)",),
+    )
+
+
+def _measure_rank(comm: Comm, probe_bytes: int) -> tuple[Device, Link | None, str]:
+    hosts = comm.bcast_object(comm.gather_object(platform.node()))
+    here = hosts.count(platform.node())
+    threads = max(1, available_cores() // here)
+    set_num_threads(threads)
+    probe = ReadProbe(probe_bytes, threads)
+    for arithmetic in ARITHMETICS:  # compile before anything is timed
+        _product_s(arithmetic, 1)
+        _product_s(arithmetic, MANY_ROWS)
+    together = _at_once(comm, probe.seconds)
+    alone = _in_turn(comm, probe.seconds)
+    operations, weights, one_row = {}, {}, {}
+    for arithmetic in ARITHMETICS:
+        one = one_row[arithmetic] = _at_once(comm, functools.partial(_product_s, arithmetic, 1))
+        many = _at_once(comm, functools.partial(_product_s, arithmetic, MANY_ROWS))
+        row_s = max(many - one, 0.1 * many) / (MANY_ROWS - 1)
+        operations[arithmetic] = 2.0 * SIDE * SIDE / row_s
+        weights[arithmetic] = SIDE * SIDE / max(one - row_s, 0.1 * one)
+    step_s, op_s = _step_seconds(comm, threads, one_row["f32"] / SIDE**2)
+    memory = system.memory_bytes() or 0
+    device = Device(
+        name=f"{system.processor_name()}, {threads} threads",
+        memory_bytes=memory / here,
+        read_bytes_per_s=probe.n_bytes / together,
+        operations_per_s=operations,
+        weights_per_s=weights,
+        read_alone_bytes_per_s=probe.n_bytes / alone,
+        op_s=op_s,
+        step_s=step_s,
+        burst_step_s=MINIMUM_S,
+    )
+    return device, _link(comm) if comm.size > 1 else None, platform.node()
+
+
+@functools.cache
+def _matrix() -> nk.QuantTensor:
+    rng = np.random.default_rng(0)
+    return nk.quantize(rng.standard_normal((SIDE, SIDE), np.float32), "q8_0")
+
+
+def _product_s(arithmetic: str, rows: int) -> float:
+    """Return the time of a product with `rows` rows."""
+    matrix = _matrix()
+    x = np.ones((rows, SIDE), np.float32)
+    out = np.empty((rows, SIDE), np.float32)
+    started = time.perf_counter()
+    nk.qmatmul(x, matrix, activations=arithmetic, out=out)
+    return time.perf_counter() - started
+
+
+def _at_once(comm: Comm, measure: Callable[[], float], repeats: int = 9) -> float:
+    """Return the least of what every rank measures while all of them do."""
+    comm.barrier()
+    return min(measure() for _ in range(repeats))
+
+
+def _in_turn(comm: Comm, measure: Callable[[], float], repeats: int = 5) -> float:
+    """Return the least of what each rank measures while the others wait."""
+    result = 0.0
+    for rank in range(comm.size):
+        comm.barrier()
+        if comm.rank == rank:
+            result = min(measure() for _ in range(repeats))
+    comm.barrier()
+    return result
+
+
+def _step_seconds(comm: Comm, threads: int, weight_s: float) -> tuple[float, float]:
+    """Return the host code of a step that is not part of a burst, and the start of an op.
+
+    `weight_s` is the time of one weight of the model, which fits into the cache.
+    """
+    import nbflow
+    from nbflow.bench import make_requests
+
+    with nbflow.load("tiny_python", comm=Alone(), threads=threads) as model:
+        seconds = []
+        for burst_s in (0.0, 1.0):
+            _run(model, make_requests(model, 8, STEPS, 1), burst_s)  # compiles
+            comm.barrier()
+            taken = min(_run(model, make_requests(model, 8, STEPS, 1), burst_s) for _ in range(5))
+            seconds.append(taken / STEPS)
+        one_by_one, in_bursts = seconds
+        work_s = model.spec.n_parameters * weight_s
+        n_ops = len(model.engines[0].program.ops)
+    return max(one_by_one - in_bursts, MINIMUM_S), max(in_bursts - work_s, MINIMUM_S) / n_ops
+
+
+def _run(model: Any, requests: list[Any], burst_s: float) -> float:
+    started = time.perf_counter()
+    for _ in model.run_requests(requests, burst_s=burst_s):
+        pass
+    return time.perf_counter() - started
+
+
+def _link(comm: Comm) -> Link:
+    """Return latency and rate of an all-reduce over all ranks."""
+
+    def measure(n_bytes: int) -> float:
+        array = np.zeros(n_bytes // 4, np.float32)
+        comm.Allreduce(array)
+        seconds = []
+        for _ in range(5):
+            comm.barrier()
+            started = time.perf_counter()
+            for _ in range(8):
+                comm.Allreduce(array)
+            seconds.append((time.perf_counter() - started) / 8)
+        return statistics.median(seconds)
+
+    small, large = measure(SMALL_BYTES), measure(LARGE_BYTES)
+    others = comm.size - 1
+    rate = others * (LARGE_BYTES - SMALL_BYTES) / max(large - small, 1e-9)
+    return Link(max(small - others * SMALL_BYTES / rate, 1e-7), rate, "gather")

@@ -1,0 +1,142 @@
+"""The model to plan for: its specification and how its weights are stored, without the weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import nbflow_kernels as nk
+from nbflow.program import build
+from nbflow.program.records import Program
+from nbflow.spec import ModelSpec, published, resolve
+from nbflow.spec.build import build_spec
+from nbflow.spec.family import family_of
+from nbflow.spec.model_file import known_models, load_model_file
+from nbflow.weights import open_weights
+from nbflow.weights.json_file import read_object
+from nbflow.weights.weight_file import ITEM_BYTES
+from nbflow.weights_policy import is_quantized
+from nbflow_kernels.errors import UsageError
+
+PUBLISHED_AS = "f16"
+"""Type of the weights of a model that is only described: two bytes each, as most are published."""
+
+
+@dataclass(frozen=True)
+class PlannedModel:
+    """A model as far as a plan needs it."""
+
+    spec: ModelSpec
+    """What it is made of."""
+    weights: str | None = None
+    """Format of the layers' matrices; None keeps what is stored."""
+    stored: Mapping[str, str] = field(default_factory=dict)
+    """Our tensor name -> the type in the checkpoint; those not named are `PUBLISHED_AS`."""
+
+    def format_of(self, name: str) -> str:
+        """Return the format that a tensor has in memory."""
+        shape = self.spec.shape_of(name)
+        if len(shape) == 1:  # norms and biases
+            return "f32"
+        if self.weights is not None and is_quantized(name, shape):
+            return self.weights
+        stored = self.stored.get(name, PUBLISHED_AS)
+        return "f32" if stored in ITEM_BYTES and stored not in ("f16", "bf16") else stored
+
+    def bits(self, name: str) -> float:
+        """Return the bits that one weight of a tensor takes."""
+        return nk.FORMATS[self.format_of(name)].bits_per_weight
+
+    @cached_property
+    def kinds(self) -> tuple[tuple[int, frozenset[int]], ...]:
+        """Kinds of layer that cost the same: one layer of each, and all of them."""
+        spec = self.spec
+        tensors: dict[int, list[object]] = {layer: [] for layer in range(spec.n_layers)}
+        for name, shape in spec.tensor_shapes().items():
+            if name.startswith("layers."):
+                _, number, part = name.split(".", 2)
+                tensors[int(number)].append((part, shape, self.bits(name)))
+        members: dict[object, list[int]] = {}
+        for layer, parts in tensors.items():
+            key = tuple(parts), spec.window_of(layer), spec.rope_of(layer) == spec.rope
+            members.setdefault(key, []).append(layer)
+        return tuple((layers[0], frozenset(layers)) for layers in members.values())
+
+    @cached_property
+    def program(self) -> Program:
+        """The program with one layer of each kind, nothing fused."""
+        kept = {layer for layer, _ in self.kinds}
+        whole = build(self.spec)
+        ops = tuple(op for op in whole.ops if op.layer is None or op.layer in kept)
+        return dataclasses.replace(whole, ops=ops)
+
+    @property
+    def block_size(self) -> int:
+        """Return the columns between which tensors may be cut."""
+        if self.weights is not None:
+            return nk.FORMATS[self.weights].block_size
+        formats = set(self.stored.values()) - set(ITEM_BYTES)
+        return math.lcm(1, *(nk.FORMATS[f].block_size for f in formats))
+
+
+def planned_model(model: str | Path, weights: str | None = None) -> PlannedModel:
+    """Find out what a model is made of, from its description alone.
+
+    Parameters
+    ----------
+    model : str or path
+        A ``config.json`` or a folder with one, a model file (``.toml``) or the name of one that
+        comes with the package, or weights in any format, of which only the header is read.
+    weights : str, optional
+        Format of the layers' matrices; None keeps what is stored.
+
+    Raises
+    ------
+    UsageError
+        If there is no such model, or what is found does not say what it is made of.
+
+    Examples
+    --------
+    >>> from nbflow.planner import planned_model
+    >>> planned_model("llama2_7b", "q4").format_of("layers.0.attn.q.weight")
+    'q4_b32t1a'
+    """
+    if weights is not None:
+        weights = nk.FORMATS[weights].name
+    path = Path(model)
+    config = path / "config.json" if path.is_dir() else path
+    if config.suffix == ".json" and config.is_file() and not _has_weights(path):
+        return PlannedModel(_described(config), weights)
+    if not path.exists() or path.suffix == ".toml":
+        toml = path if path.suffix == ".toml" else known_models().get(str(model))
+        if toml is not None:
+            model_file = load_model_file(toml)
+            if model_file.path is None:
+                return PlannedModel(published(model_file), weights)
+    resolved = resolve(model)
+    with open_weights(resolved.path) as file:
+        names = resolved.spec.tensor_shapes()
+        stored = {n: file.dtype(resolved.spec.checkpoint_name(n)) for n in names}
+    return PlannedModel(resolved.spec, weights, stored)
+
+
+def _has_weights(path: Path) -> bool:
+    return path.is_dir() and any(
+        next(path.glob(pattern), None) is not None
+        for pattern in ("*.safetensors", "*.bin", "*.pt*")
+    )
+
+
+def _described(config: Path) -> ModelSpec:
+    """Return the specification that a config.json gives."""
+    content: dict[str, Any] | None = read_object(config, missing_ok=False)
+    if not content:
+        raise UsageError(f"{config}: is empty and does not say what model it is")
+    family = family_of(content.get("model_type"), str(config))
+    name = config.resolve().parent.name
+    return build_spec(family, content, name=name, where=str(config), checkpoint_tensors=None)

@@ -1,0 +1,366 @@
+"""How fast a partition runs a model on a machine, and whether it fits.
+
+A step of one stage takes the time of its ops (each as long as its slowest part: reading memory or
+computing), of the exchanges among its ranks, and of its host code.  Stages work on a step one after
+the other.  Several steps on the way keep them all busy: a batch that generates is divided into
+micro-batches, a long prompt into pieces.  With stage times t_s, the time d of the messages between
+stages and m micro-batches, a token for every sequence takes
+
+    max(sum(t_s) + d, m * max(t_s)),
+
+the way of one micro-batch, or the work of the slowest stage on all of them; a prompt of n pieces
+takes sum(t_s) + d + (n - 1) * max(t_s).  What is left of the stages' time is the bubble.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from nbflow.parallel import Plan, make_plan, split_replicas
+from nbflow.planner.machine import Device, Machine
+from nbflow.planner.model import PlannedModel
+from nbflow.planner.stages import RankWork, Setting, Stage, make_stages
+from nbflow.program.cost import FLOAT32_BYTES, StepShape
+from nbflow_kernels.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is asked of the model."""
+
+    batch: int = 1
+    """Sequences at once."""
+    prompt: int = 512
+    """Tokens of each prompt."""
+    generate: int = 128
+    """Tokens that each sequence draws; their mean context is used."""
+    context: int | None = None
+    """Tokens of each sequence that the cache has room for; by default prompt + generate."""
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "prompt", "generate"):
+            if getattr(self, name) < 1:
+                raise UsageError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.room < self.prompt + self.generate:
+            raise UsageError(
+                f"context must hold prompt and new tokens, {self.prompt} + {self.generate}, got "
+                f"{self.context}"
+            )
+
+    @property
+    def room(self) -> int:
+        """Tokens that the cache holds for each sequence."""
+        return self.prompt + self.generate if self.context is None else self.context
+
+
+@dataclass(frozen=True)
+class RankPrediction:
+    """What one rank holds and sends."""
+
+    rank: int
+    """Its number."""
+    device: str
+    """What it runs on."""
+    layers: tuple[int, int]
+    """Its layers."""
+    heads: tuple[int, int]
+    """Its query heads."""
+    kv_heads: tuple[int, int]
+    """Its key/value heads."""
+    ffn: tuple[int, int]
+    """Its columns of the feed-forward network."""
+    vocab: tuple[int, int]
+    """Its rows of embedding and head, if its stage has them."""
+    experts: tuple[int, int]
+    """Its experts."""
+    weight_bytes: int
+    """Weights in the device's memory."""
+    kv_bytes: int
+    """Cache there."""
+    workspace_bytes: int
+    """Buffers of the largest step."""
+    host_bytes: int
+    """What it keeps in the host's memory."""
+    sent_bytes_per_token: float
+    """Payload it sends for each generated token of a sequence."""
+    free_bytes: int
+    """What is left of the device's memory; negative where it does not fit."""
+    host_free_bytes: int
+    """What is left of the host's memory that it may use."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a partition can do."""
+
+    partition: str
+    """The partition string."""
+    kind: str
+    """"one rank", "by layer", "by tensor", "hybrid", with "replicas" in front if there are any."""
+    workload: Workload
+    """What was asked."""
+    micro_batches: int
+    """Parts in which the batch of a replica goes through the stages."""
+    prefill_s: float
+    """Time until all prompts have been read."""
+    decode_s: float
+    """Time in which every sequence gets a token."""
+    exchange_share: float
+    """Share of `decode_s` that the slowest stage spends in exchanges within itself."""
+    bubble: float
+    """Share of the stages' time in which they wait for each other while tokens are generated."""
+    ranks: tuple[RankPrediction, ...]
+    """All ranks."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank has the memory."""
+        return all(r.free_bytes >= 0 and r.host_free_bytes >= 0 for r in self.ranks)
+
+    @property
+    def prefill_tokens_per_s(self) -> float:
+        """Tokens of prompts read per second."""
+        return self.workload.batch * self.workload.prompt / self.prefill_s
+
+    @property
+    def decode_tokens_per_s(self) -> float:
+        """Tokens generated per second, all sequences together."""
+        return self.workload.batch / self.decode_s
+
+    @property
+    def request_s(self) -> float:
+        """Time from a batch's arrival to its last token."""
+        return self.prefill_s + self.workload.generate * self.decode_s
+
+
+def predict(
+    model: PlannedModel,
+    partition: str,
+    machine: Machine,
+    workload: Workload | None = None,
+    setting: Setting | None = None,
+    micro_batches: int | None = None,
+) -> Prediction:
+    """Return what a partition can do.
+
+    Parameters
+    ----------
+    model : PlannedModel
+        The model.
+    partition : str
+        Partition string.
+    machine : Machine
+        The machine; it must have every rank that the partition names.
+    workload : Workload, optional
+        What is asked of it.
+    setting : Setting, optional
+        Formats, and what is kept on the host.
+    micro_batches : int, optional
+        Parts in which a batch goes through the stages; by default the number (up to that of
+        stages) that is fastest.
+
+    Raises
+    ------
+    UsageError
+        If the partition does not fit the model or the machine has too few ranks.
+
+    Examples
+    --------
+    >>> from nbflow.planner import load_machine, planned_model, predict
+    >>> model = planned_model("llama2_7b", "q4")
+    >>> machine = load_machine("v100x4_nvlink")
+    >>> predict(model, "0&1", machine).decode_s < predict(model, "0", machine).decode_s
+    True
+    """
+    workload, setting = workload or Workload(), setting or Setting()
+    shared = _shared_out(partition, workload)
+    replicas = [
+        _replica(model, part, machine, share, setting, micro_batches, only=len(shared) == 1)
+        for part, share in shared
+    ]
+    slowest = max(replicas, key=lambda r: r.request_s)
+    kind = slowest.kind if len(replicas) == 1 else f"replicas {slowest.kind}"
+    return Prediction(
+        "/".join(r.partition for r in replicas),
+        kind,
+        workload,
+        slowest.micro_batches,
+        max(r.prefill_s for r in replicas),
+        max(r.decode_s for r in replicas),
+        slowest.exchange_share,
+        slowest.bubble,
+        tuple(rank for r in replicas for rank in r.ranks),
+    )
+
+
+def _shared_out(partition: str, workload: Workload) -> list[tuple[str, Workload]]:
+    """Return the replicas with the sequences that each gets; those that get none stay idle."""
+    parts = split_replicas(partition)
+    n, more = divmod(workload.batch, len(parts))
+    batches = [max(1, n + (i < more)) for i in range(len(parts))]
+    return [
+        (part, Workload(batch, workload.prompt, workload.generate, workload.context))
+        for part, batch in zip(parts, batches, strict=True)
+    ]
+
+
+def _replica(
+    model: PlannedModel,
+    partition: str,
+    machine: Machine,
+    workload: Workload,
+    setting: Setting,
+    micro_batches: int | None,
+    only: bool,
+) -> Prediction:
+    """Return what one replica can do; whether it is the only one."""
+    plan = make_plan(model.spec, partition, model.block_size, setting.exchange)
+    if max(plan.numbers) >= len(machine.devices):
+        raise UsageError(
+            f"partition {partition!r} names rank {max(plan.numbers)}, but machine "
+            f"{machine.name!r} has {len(machine.devices)} ranks; describe more of them"
+        )
+    for rank in plan.numbers:
+        _check_host(machine.devices[rank], setting)
+    pipeline = _Pipeline(model, plan, machine, setting, only)
+    decode = pipeline.decode(workload, micro_batches)
+    prefill_s, largest = pipeline.prefill(workload)
+    ranks = tuple(
+        _rank(work, machine.devices[work.plan.rank], workload, setting, largest)
+        for stage in pipeline.stages
+        for work in stage.ranks
+    )
+    return Prediction(
+        plan.partition,
+        _kind(pipeline.stages),
+        workload,
+        decode.micro_batches,
+        prefill_s,
+        decode.seconds,
+        decode.exchange_share,
+        decode.bubble,
+        ranks,
+    )
+
+
+def _check_host(device: Device, setting: Setting) -> None:
+    if setting.kv_host and not device.host_read_bytes_per_s:
+        raise UsageError(
+            f"device {device.name} has no host_read_bytes_per_s, so it cannot read a cache that is "
+            "kept on the host; add it to the machine's file, or keep the cache on the device"
+        )
+
+
+@dataclass(frozen=True, order=True)
+class _Decode:
+    """A token for every sequence."""
+
+    seconds: float
+    micro_batches: int
+    exchange_share: float
+    bubble: float
+
+
+class _Pipeline:
+    """The stages of one replica, one behind the other."""
+
+    def __init__(
+        self, model: PlannedModel, plan: Plan, machine: Machine, setting: Setting, only: bool
+    ) -> None:
+        self.stages = make_stages(model, plan, machine)
+        self._setting = setting
+        self._row_bytes = model.spec.hidden_size * FLOAT32_BYTES
+        self._links = [
+            machine.link([before.ranks[-1].plan.rank, after.ranks[-1].plan.rank])
+            for before, after in itertools.pairwise(self.stages)
+        ]
+        # The rank with the head draws the tokens, and all others must know them before they go on.
+        several = len(plan.numbers) > 1
+        self._told_s = machine.link(plan.numbers).latency_s if several else 0.0
+        self._one_at_a_time = only and all(len(stage.ranks) == 1 for stage in self.stages)
+
+    def _way(self, step: StepShape, busy: bool) -> tuple[list[float], float, float]:
+        """Return the stages' times of a step, that of the messages, and the share of exchanges.
+
+        The stages are `busy` if several steps are on the way.
+        """
+        alone = self._one_at_a_time and not busy
+        times = [stage.seconds(step, self._setting, alone) for stage in self.stages]
+        between = sum(link.send_s(step.n_tokens * self._row_bytes) for link in self._links)
+        slowest, exchanges = max(times)
+        return [t for t, _ in times], between, exchanges / slowest
+
+    def decode(self, workload: Workload, micro_batches: int | None) -> _Decode:
+        """Return the fastest way to give every sequence a token."""
+        context = min(workload.prompt + (workload.generate + 1) // 2, workload.room)
+        found = []
+        for m in _possible(micro_batches, workload.batch, len(self.stages)):
+            size = -(-workload.batch // m)
+            times, between, share = self._way(StepShape(size, 1, context, size), m > 1)
+            seconds = max(sum(times) + between, m * max(times)) + self._told_s
+            bubble = 1.0 - m * sum(times) / (len(times) * seconds) if len(times) > 1 else 0.0
+            found.append(_Decode(seconds, m, share, max(0.0, bubble)))
+        return min(found)
+
+    def prefill(self, workload: Workload) -> tuple[float, StepShape]:
+        """Return the time to read all prompts, and the largest step."""
+        budget = self._setting.max_step_tokens
+        together = max(1, min(workload.batch, budget // workload.prompt))
+        n_new = min(workload.prompt, budget)
+        ends = [*range(n_new, workload.prompt, n_new), workload.prompt]
+        steps = [
+            StepShape(together, end - start, end, together if end == workload.prompt else 0)
+            for start, end in itertools.pairwise([0, *ends])
+        ]
+        rounds = workload.batch / together
+        ways = [self._way(step, len(steps) * rounds > 1) for step in steps]
+        first, between, _ = ways[0]
+        slowest = sum(max(times) for times, _, _ in ways)
+        seconds = sum(first) + between + rounds * slowest - max(first)
+        return seconds + self._told_s, max(steps, key=lambda step: step.n_tokens)
+
+
+def _possible(wanted: int | None, batch: int, n_stages: int) -> Sequence[int]:
+    """Return the numbers of micro-batches to look at."""
+    if wanted is None:
+        return range(1, min(batch, n_stages) + 1)
+    if wanted < 1:
+        raise UsageError(f"micro_batches must be at least 1, got {wanted}")
+    return [min(wanted, batch)]
+
+
+def _rank(
+    work: RankWork, device: Device, workload: Workload, setting: Setting, largest: StepShape
+) -> RankPrediction:
+    """Return what one rank holds and sends."""
+    plan = work.plan
+    weights = work.weight_bytes()
+    kv = work.kv_token_bytes(setting.kv) * workload.room * workload.batch
+    kv_on_host = round(kv * setting.kv_host)
+    on_host = kv_on_host + (work.embedding_bytes() if setting.embedding_on_host else 0)
+    workspace = work.workspace_bytes(
+        StepShape(1, max(largest.n_tokens, workload.batch), 1, workload.batch)
+    )
+    here = weights + kv - on_host + workspace + device.reserved_bytes
+    decode = StepShape(workload.batch, 1, workload.room, workload.batch)
+    return RankPrediction(
+        plan.rank, device.name, plan.layers, plan.heads, plan.kv_heads, plan.ffn, plan.vocab,
+        plan.experts,
+        weight_bytes=weights - (on_host - kv_on_host),
+        kv_bytes=kv - kv_on_host,
+        workspace_bytes=workspace,
+        host_bytes=on_host,
+        sent_bytes_per_token=work.sent_bytes(decode) / workload.batch,
+        free_bytes=round(device.memory_bytes - here),
+        host_free_bytes=round(device.host_memory_bytes - on_host) if on_host else 0,
+    )  # fmt: skip
+
+
+def _kind(stages: list[Stage]) -> str:
+    """Return what a partition is called."""
+    by_tensor = any(len(stage.ranks) > 1 for stage in stages)
+    if len(stages) == 1:
+        return "by tensor" if by_tensor else "one rank"
+    return "hybrid" if by_tensor else "by layer"

@@ -1,0 +1,132 @@
+"""Look after an MPI rank from a process of its own, so that its end is reported, however it ends.
+
+A launcher like mpirun ends all ranks when one dies, and drops what they would still have to say.
+So each rank runs in a child of the process that the launcher has started: when the child is killed
+(out of memory, by hand) or stands still, the parent, which is well, says which rank it was and in
+which exchange of which layer, and only then ends, which makes the launcher end the others.
+
+A rank stands still when it gives no sign of life within a step for ``NBFLOW_HANG_S`` seconds (300);
+every exchange is one, and so is every look of a rank that waits whether the others are there.
+Ranks that only wait are stopped after three times as long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Callable
+
+from nbflow.status import IDLE, Status
+from nbflow_kernels.errors import UsageError
+
+HANG_S = 300.0
+"""Default of ``NBFLOW_HANG_S``."""
+FORWARD_S = 2.0
+"""Pause after a report: launchers drop what still lies in their pipes when a rank ends badly."""
+POLL_S = 0.05
+LAUNCHERS = (
+    ("PMI_RANK", "PMI_SIZE"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    ("PMIX_RANK", "SLURM_NTASKS"),
+)
+"""What MPICH and Intel MPI, Open MPI, and Slurm with PMIx say about a rank."""
+
+
+def launched_as() -> tuple[int, int] | None:
+    """Return rank and number of ranks that a launcher's variables state, or None."""
+    for rank, size in LAUNCHERS:
+        try:
+            return int(os.environ[rank]), int(os.environ[size])
+        except (KeyError, ValueError):
+            continue
+    return None
+
+
+def hang_seconds() -> float:
+    """Return how long a rank may compute between two exchanges.
+
+    Raises
+    ------
+    UsageError
+        If ``NBFLOW_HANG_S`` is not a positive number.
+    """
+    text = os.environ.get("NBFLOW_HANG_S", str(HANG_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise UsageError(f"NBFLOW_HANG_S must be a positive number of seconds, got {text!r}")
+    return seconds
+
+
+def supervised(status: Status) -> None:
+    """Go on in a child process if this process is one of several ranks; the parent looks after it.
+
+    Call it before there are threads.  The parent never returns from it: it ends as the child does.
+    Outside of a launcher, or where a child cannot be told to end with its parent (other systems
+    than Linux), nothing happens.
+    """
+    launched = launched_as()
+    if launched is None or launched[1] == 1 or not sys.platform.startswith("linux"):
+        return
+    limit = hang_seconds()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        _end_with_parent(parent)
+        return
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the child has got it, too
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, lambda got, _: _send(child, got))
+    rank = f"nbflow: rank {launched[0]} of {launched[1]} on {platform.node()}"
+    code = _watch(child, status, limit, lambda text: _report(f"{rank} {text}"))
+    os._exit(code)
+
+
+def _end_with_parent(parent: int) -> None:
+    """Have the system kill this process when its parent ends: launchers know only the parent."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:  # it has ended meanwhile
+        os._exit(1)
+
+
+def _send(child: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(child, number)
+
+
+def _watch(child: int, status: Status, limit: float, report: Callable[[str], None]) -> int:
+    """Wait for the child's end, or make one; return the exit code."""
+    while True:
+        pid, ended = os.waitpid(child, os.WNOHANG)
+        place = status.place()
+        if pid:
+            if not os.WIFSIGNALED(ended):
+                return os.waitstatus_to_exitcode(ended)
+            number = os.WTERMSIG(ended)
+            why = ", perhaps because memory ran out," if number == signal.SIGKILL else ""
+            report(f"was killed by {signal.Signals(number).name}{why} {place}")
+            return 128 + number
+        now = time.monotonic()
+        if place.state != IDLE and (now > place.alive + limit or now > place.since + 3 * limit):
+            what = "stood still" if now > place.alive + limit else "waited"
+            report(f"has {what} for {now - place.since:.0f} s {place} (NBFLOW_HANG_S={limit:g})")
+            _send(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return 1
+        time.sleep(POLL_S)
+
+
+def _report(text: str) -> None:
+    sys.stderr.write(f"{text}; stopping all ranks\n")
+    sys.stderr.flush()
+    time.sleep(FORWARD_S)

@@ -1,0 +1,54 @@
+"""A rank that dies, hangs or raises ends all of them soon, with one report that says where."""
+
+from __future__ import annotations
+
+import re
+import time
+from pathlib import Path
+
+import pytest
+from launching import MPIRUN, mpirun
+
+FAULTS = Path(__file__).with_name("faults.py")
+RUN = ("run", "tiny_python", "-p", "def ", "-n", "16", "--partition", "0&1", "--threads", "1", "-q")
+HANG_S = 2.0
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'"),
+]
+
+
+@pytest.fixture(scope="module")
+def _compiled():
+    """Run once without a fault, so that compiling does not look like standing still."""
+    done = mpirun(2, str(FAULTS), "none", "1", "0", *RUN)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.usefixtures("_compiled")
+@pytest.mark.parametrize(
+    ("fault", "words"),
+    [
+        ("kill", r"rank 1 of 2 on \S+ was killed by SIGKILL.* in all_reduce of layer 1; stopping"),
+        ("stop", r"rank 1 of 2 on \S+ has stood still for \d+ s in all_reduce of layer 1 "),
+        ("hang", r"rank 1 of 2 on \S+ has stood still for \d+ s in all_reduce of layer 1 "),
+        ("memory", r"MemoryError: planted\nnbflow: rank 1 of 2 failed in all_reduce of layer 1 "),
+        ("error", r"RuntimeError: planted\nnbflow: rank 1 of 2 failed in all_reduce of layer 1 "),
+        ("usage", r"error: planted\nnbflow: rank 1 of 2 failed in all_reduce of layer 1 "),
+    ],
+)
+def test_one_rank_goes_wrong(fault, words):
+    # the fourth: after that of the embedding and the two of layer 0
+    started = time.monotonic()
+    done = mpirun(2, str(FAULTS), fault, "1", "4", *RUN, environment={"NBFLOW_HANG_S": str(HANG_S)})
+    assert done.returncode != 0
+    assert re.search(words, done.stderr), done.stderr
+    assert done.stderr.count("stopping all ranks") == 1
+    assert time.monotonic() - started < 60  # start, HANG_S, the pauses; far below for ever
+
+
+def test_a_limit_that_is_no_number():
+    done = mpirun(2, "-m", "nbflow.cli", "env", environment={"NBFLOW_HANG_S": "soon"})
+    assert done.returncode == 2
+    assert "NBFLOW_HANG_S must be a positive number of seconds, got 'soon'" in done.stderr
