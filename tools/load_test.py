@@ -12,10 +12,10 @@ starts `nbflow serve` on the bundled model and sends rounds of
     garbage   bodies that are no JSON, or not of this API
     oversized prompts longer than the context, bodies longer than the limit
 
-After each round every sequence must have ended and every page of the cache be free; after the first
-(which compiles kernels and fills caches) the process must not grow.  Then SIGTERM in the middle of a
-round: whoever was accepted gets the whole answer, whoever was not a 503.  Prints one JSON object;
-the exit code is 1 if something was wrong.
+After each round every sequence must have ended and every page of the cache be free; after the
+first (which compiles kernels and fills caches) the process must not grow.  Then SIGTERM in the
+middle of a round: whoever was accepted gets the whole answer, whoever was not a 503.  Prints one
+JSON object; the exit code is 1 if something was wrong.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ CONFIG = """
 port = 0
 [models.tiny]
 path = "tiny_python"
+threads = {threads}
 [models.tiny.engine]
 max_sequences = 64
 [limits]
@@ -119,7 +120,7 @@ class Load:
 
     async def _leaves(self, client: httpx.AsyncClient, prompt: str, n: int) -> str:
         body = {"prompt": prompt, "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 2}
-        with contextlib.suppress(httpx.ReadTimeout):
+        with contextlib.suppress(httpx.TimeoutException):
             timeout = self.random.choice((0.001, 0.05, 60))
             async with client.stream(
                 "POST", "/v1/completions", json=body, timeout=timeout
@@ -240,13 +241,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=5, help="the first one warms up (5)")
     parser.add_argument("--concurrency", type=int, default=200, help="at a time (200)")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=1, help="of the server's model (1)")
     parser.add_argument("--growth", type=float, default=0.05, help="of memory that is fine (0.05)")
     arguments = parser.parse_args()
     with nbflow.load("tiny_python") as model:
         expected = {(p, n): model.generate(p, max_tokens=n).text for p in PROMPTS for n in LENGTHS}
     with tempfile.TemporaryDirectory() as folder:
         config = Path(folder) / "server.toml"
-        config.write_text(CONFIG)
+        config.write_text(CONFIG.replace("{threads}", str(arguments.threads)))
         command = [sys.executable, "-m", "nbflow.cli", "serve", str(config)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         try:

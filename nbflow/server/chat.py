@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Request
@@ -117,29 +118,30 @@ class _Answer:
         return choice
 
     async def stream(self, job: Job, request: Request) -> AsyncIterator[bytes]:
-        """Yield the answer as server-sent events."""
+        """Yield the answer as server-sent events, those of one moment together."""
         first = {"role": "assistant", "content": ""}
-        for i in range(len(job.continuations)):
-            yield self._event([self._choice(i, Piece(i), delta=first)], job)
+        choices = [self._choice(i, Piece(i), delta=first) for i in range(len(job.continuations))]
+        yield b"".join(self._event([choice], job) for choice in choices)
         async for pieces in job:
-            for piece in pieces:
-                if piece.error is not None:
-                    yield event(piece.error.body())
-                    yield DONE
-                    return
-                if piece.text or piece.entries:
-                    last = piece.finish_reason
-                    piece.finish_reason = None  # it comes alone, with an empty delta
-                    choice = self._choice(piece.index, piece, delta={"content": piece.text})
-                    yield self._event([choice], job)
-                    piece = Piece(piece.index, finish_reason=last, stop_reason=piece.stop_reason)
-                if piece.finish_reason is not None:
-                    yield self._event([self._choice(piece.index, piece, delta={})], job)
+            failed = next((piece.error for piece in pieces if piece.error is not None), None)
+            if failed is not None:
+                yield event(failed.body()) + DONE
+                return
+            yield b"".join(
+                self._event([choice], job) for piece in pieces for choice in self._deltas(piece)
+            )
         usage = job.usage(1)
         note(request, completion_tokens=usage["completion_tokens"])
-        if self._body.includes_usage:
-            yield self._event([], job, usage)
-        yield DONE
+        yield (self._event([], job, usage) if self._body.includes_usage else b"") + DONE
+
+    def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Yield a piece's text, if there is some; then the end, with an empty delta."""
+        if piece.text or piece.entries:
+            text = dataclasses.replace(piece, finish_reason=None)
+            yield self._choice(piece.index, text, delta={"content": piece.text})
+        if piece.finish_reason is not None:
+            end = dataclasses.replace(piece, text="", entries=[])
+            yield self._choice(piece.index, end, delta={})
 
     def _event(
         self, choices: list[dict[str, Any]], job: Job, usage: dict[str, Any] | None = None

@@ -98,21 +98,21 @@ class _Answer:
         return {**self._head, "choices": choices, "usage": usage}
 
     async def stream(self, job: Job, request: Request) -> AsyncIterator[bytes]:
-        """Yield the answer as server-sent events."""
-        begun = [False] * len(job.continuations)
+        """Yield the answer as server-sent events, those of one moment together."""
+        begun: set[int] = set()
         async for pieces in job:
+            events = []
             for piece in pieces:
                 if piece.error is not None:
-                    yield event(piece.error.body())
-                    yield DONE
+                    yield event(piece.error.body()) + DONE
                     return
-                first, begun[piece.index] = not begun[piece.index], True
-                yield self._event([self._choice(piece.index, piece, job, first)], job)
+                first = piece.index not in begun
+                begun.add(piece.index)
+                events.append(self._event([self._choice(piece.index, piece, job, first)], job))
+            yield b"".join(events)
         usage = job.usage(len(self._prompts))
         note(request, completion_tokens=usage["completion_tokens"])
-        if self._body.includes_usage:
-            yield self._event([], job, usage)
-        yield DONE
+        yield (self._event([], job, usage) if self._body.includes_usage else b"") + DONE
 
     def _event(
         self, choices: list[dict[str, Any]], job: Job, usage: dict[str, Any] | None = None

@@ -152,6 +152,10 @@ class ModelOptions(Section):
     """Threads of each rank."""
     chat_template: str | None = None
     """Name, file or text of the template for conversations, instead of the model's own."""
+    draft: Literal["ngram"] | None = None
+    """Who proposes tokens that the model then verifies several at a time: "ngram", the text."""
+    n_draft: int = Field(default=5, ge=1, le=64)
+    """How many at a time."""
     defaults: dict[str, float | int | str | bool] = {}
     """Decoding parameters for requests that do not state them, e.g. temperature = 0.7."""
     engine: EngineOptions = EngineOptions()

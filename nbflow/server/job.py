@@ -80,6 +80,8 @@ class Continuation:
         self._served = served
         self._clock = Clock(metrics, served.name)
         self.handle: Handle | None = None
+        self.n_prompt = len(self.request.encoder_ids or self.request.prompt)
+        """Tokens of the prompt; where there is an encoder, it reads the prompt."""
         self.n_tokens = 0
         """New tokens so far."""
         self.finished = False
@@ -109,7 +111,7 @@ class Continuation:
             self._clock.tokens(len(piece.entries))
         if self.finished:
             reason = piece.finish_reason or "error"
-            self._clock.end(reason, len(self.request.prompt), self.n_tokens, self._queued_s)
+            self._clock.end(reason, self.n_prompt, self.n_tokens, self._queued_s)
         return piece if piece.text or piece.entries or self.finished else None
 
     def _end_as(self, piece: Piece, event: TokenEvent) -> None:
@@ -150,7 +152,7 @@ class Continuation:
         if not self.finished:
             self.finished = True
             self.cancel()
-            self._clock.end("abort", len(self.request.prompt), self.n_tokens, None)
+            self._clock.end("abort", self.n_prompt, self.n_tokens, None)
 
 
 class Job:
@@ -250,7 +252,7 @@ class Job:
         """Return the numbers of tokens; a prompt with several continuations counts once."""
         each = max(1, len(self.continuations) // max(1, n_prompts))
         firsts = self.continuations[::each]
-        prompt = sum(len(c.request.prompt) for c in firsts)
+        prompt = sum(c.n_prompt for c in firsts)
         new = sum(c.n_tokens for c in self.continuations)
         cached = sum(c.handle.cached_tokens for c in firsts if c.handle is not None)
         return {

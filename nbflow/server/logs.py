@@ -27,13 +27,14 @@ def set_up(config: Logging) -> None:
         else logging.FileHandler(config.file)
     )
     handler.setFormatter(JsonLines() if config.format == "json" else TextLines())
-    for name in ("nbflow.server", "uvicorn.error"):
+    for name in ("nbflow.server", "nbflow.engine", "uvicorn.error", "asyncio"):
         log = logging.getLogger(name)
         log.handlers = [handler]
         log.propagate = False
         log.setLevel(config.level.upper())
     if config.level == "info":  # its starting and stopping is told in our own words
         logging.getLogger("uvicorn.error").setLevel("WARNING")
+    logging.getLogger("asyncio").setLevel("ERROR")  # clients that hang up are no news
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:

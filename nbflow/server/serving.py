@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
 
 import uvicorn
@@ -28,6 +29,8 @@ from nbflow_kernels.errors import UsageError
 
 _LAST_S = 5.0
 """Seconds for connections to take what has been sent, after the last request has ended."""
+_THREADS = 32
+"""Threads for tokenizers, templates and waiting for embeddings."""
 _UNREAD_MS = 30_000
 
 
@@ -160,6 +163,7 @@ async def _run(
 ) -> None:
     """Serve until told to stop, then finish what was accepted."""
     loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(_THREADS, "nbflow-server"))
     state = ServerState(config, models, Mailbox(loop))
     limits = config.limits
     protocol = protocol_class(limits.header_s, limits.slow_reader_s, limits.connections)

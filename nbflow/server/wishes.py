@@ -64,7 +64,10 @@ def make_wishes(
     most = served.model.spec.max_context if max_tokens is None else max_tokens
     wishes = []
     for prompt in prompts:
-        first = served.model.make_request(list(prompt), max(most, 1), strategy, 0, True)
+        first = served.model.make_request(
+            list(prompt), max(most, 1), strategy, 0, True,
+            draft=served.options.draft, n_draft=served.options.n_draft,
+        )  # fmt: skip
         first.max_tokens = min(most, first.max_tokens)  # 0 reads the prompt alone
         first.stop_ids = stop_ids
         _add_wishes(first, body, echo, n > body.n, limits.request_s)
