@@ -104,7 +104,7 @@ def planned_model(model: str | Path, weights: str | None = None) -> PlannedModel
     --------
     >>> from nbflow.planner import planned_model
     >>> planned_model("llama2_7b", "q4").format_of("layers.0.attn.q.weight")
-    'q4'
+    'q4_b32t1a'
     """
     if weights is not None:
         weights = nk.FORMATS[weights].name
