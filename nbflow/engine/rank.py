@@ -329,7 +329,7 @@ class RankEngine:
         )
         done = int(burst.n_steps[0])
         self._step_s = (time.perf_counter() - started) / done
-        tokens, logprobs = burst.tokens[:, :done].tolist(), burst.token_logprobs.tolist()
+        tokens, logprobs = (a[:, :done].tolist() for a in (burst.tokens, burst.token_logprobs))
         outputs = []
         for b, request in enumerate(requests):
             n_before = len(request.ids)

@@ -76,6 +76,8 @@ class _Step:
     """Tokens that encoders can still take."""
     most: int
     """Most requests in it."""
+    busy: Collection[int]
+    """Requests that another step works on."""
     works: dict[int, Work] = field(default_factory=dict)
     """By the request's number."""
 
@@ -201,7 +203,8 @@ class Scheduler:
             Most requests in the step.
         """
         n_most = len(self.running) + len(self.waiting) if most is None else most
-        step = _Step(self.max_step_tokens, self.max_logit_rows, self.max_step_tokens, n_most)
+        room = self.max_step_tokens
+        step = _Step(room, self.max_logit_rows, room, n_most, busy)
         if not busy:
             self._make_way()
         for request in list(self.running):
@@ -216,15 +219,14 @@ class Scheduler:
 
     def _generate(self, step: _Step, request: Request) -> None:
         """Give a generating request its token, taking pages from the last in order if need be."""
-        while self.table.missing(request.id, 1) > self.table.n_available:
-            last = self.running[-1]
+        if len(step.works) >= step.most:
+            return
+        while not self.table.try_reserve(request.id, 1):
+            last = next(r for r in reversed(self.running) if r.id not in step.busy)
             step.take_back(last)
             self.preempt(last)
             if last is request:
                 return
-        if len(step.works) >= step.most:
-            return
-        self.table.reserve(request.id, 1)
         work = step.give(request, 1)
         assert work is not None  # there are no more sequences than tokens in a step
         if request.proposer is not None:
@@ -243,8 +245,7 @@ class Scheduler:
         if room < 1:
             return
         drafts = [int(i) for i in propose([*request.prompt, *request.ids], room)][:room]
-        if drafts and self.table.missing(request.id, 1 + len(drafts)) <= self.table.n_available:
-            self.table.reserve(request.id, 1 + len(drafts))
+        if drafts and self.table.try_reserve(request.id, 1 + len(drafts)):
             step.add_drafts(work, drafts)
 
     def _next_waiting(self) -> list[Request]:
