@@ -76,6 +76,8 @@ class _Step:
     """Tokens that encoders can still take."""
     most: int
     """Most requests in it."""
+    busy: Collection[int]
+    """Requests that another step works on."""
     works: dict[int, Work] = field(default_factory=dict)
     """By the request's number."""
 
@@ -201,7 +203,8 @@ class Scheduler:
             Most requests in the step.
         """
         n_most = len(self.running) + len(self.waiting) if most is None else most
-        step = _Step(self.max_step_tokens, self.max_logit_rows, self.max_step_tokens, n_most)
+        room = self.max_step_tokens
+        step = _Step(room, self.max_logit_rows, room, n_most, busy)
         if not busy:
             self._make_way()
         for request in list(self.running):
@@ -219,7 +222,7 @@ class Scheduler:
         if len(step.works) >= step.most:
             return
         while not self.table.try_reserve(request.id, 1):
-            last = self.running[-1]
+            last = next(r for r in reversed(self.running) if r.id not in step.busy)
             step.take_back(last)
             self.preempt(last)
             if last is request:
