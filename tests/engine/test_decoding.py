@@ -81,7 +81,9 @@ def test_searches_run_on_ranks():
         assert [h.ids for h in found] == [h.ids for h in expected]
         assert nbflow.contrastive_search(parts, BEAM["prompt"], 6).ids == words.ids
         again = parts.generate(BEAM["prompt"], 20, "chain", seed=4, repeat_penalty=1.3, logprobs=2)
-        assert (again.ids, again.top_logprobs) == (drawn.ids, drawn.top_logprobs)
+        assert again.ids == drawn.ids
+        # ranks make the same float32 sums, but not in one order
+        np.testing.assert_allclose(again.top_logprobs, drawn.top_logprobs, atol=1e-5)
         plain = parts.generate(BEAM["prompt"], 20, ignore_eos=True)
         helped = parts.generate(BEAM["prompt"], 20, ignore_eos=True, draft="ngram")
         assert helped.ids == plain.ids
