@@ -130,7 +130,7 @@ def test_what_has_no_encoder_there_says_so(
     x = cupy.asarray(weights)
     with pytest.raises(nk.UsageError, match="q4_k has no encoder 'plain' on a CUDA device; quanti"):
         nk.quantize(x, "q4_k", encoder="plain")
-    with pytest.raises(nk.UsageError, match="no encoder 'best' .*; it has encoder='plain'"):
+    with pytest.raises(nk.UsageError, match=r"no encoder 'best' .*; it has encoder='plain'"):
         nk.quantize(x, "q4")
     with pytest.raises(nk.UsageError, match="importance and outliers"):
         nk.quantize(x, "q4", encoder="plain", outliers=0.01)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
+import numpy as np
 import pytest
 from places import emulated
 
 from nbflow_kernels import checking, families
+from nbflow_kernels.errors import MissingExtraError
 from nbflow_kernels.opcase import OpCase
 
 CASES = [
@@ -26,3 +29,19 @@ def test_case_equals_reference(case: OpCase, cupy: Any) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_case_equals_reference_on_a_device(case: OpCase) -> None:
     assert checking.check(case, checking.placer(importlib.import_module("cupy"))) <= 1.0
+
+
+class Elsewhere(np.ndarray):
+    """Looks like an array of another library on a CUDA device."""
+
+    __cuda_array_interface__ = {"data": (256, False)}  # noqa: RUF012
+
+
+FIRST = {case.op: case for case in reversed(CASES)}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
+@pytest.mark.parametrize("op", FIRST)
+def test_without_cupy_the_extra_is_named(op: str) -> None:
+    with pytest.raises(MissingExtraError, match=r"need CuPy: pip install 'nbflow\[cuda1[23]\]'"):
+        checking.run(FIRST[op], lambda array, _: np.ascontiguousarray(array).view(Elsewhere))

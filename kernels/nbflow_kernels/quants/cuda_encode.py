@@ -63,9 +63,9 @@ def encode(x: Any, format: QuantFormat, encoder: str) -> Any:
         if not isinstance(format, UserFormat):
             raise
         raise UsageError(
-            f"format {format.name}: quantize_block does not compile for CUDA, where there are loops "
-            f"over numbers but no operations on arrays ({str(error).splitlines()[-1]}); quantize in "
-            "host memory and take to_device()"
+            f"format {format.name}: quantize_block does not compile for CUDA, which knows loops "
+            f"over numbers but no operations on arrays ({str(error).splitlines()[-1]}); quantize "
+            "in host memory and take to_device()"
         ) from error
     return data
 
