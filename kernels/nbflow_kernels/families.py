@@ -153,6 +153,21 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 """Family to its public names."""
 
+CUDA_FAMILIES: tuple[str, ...] = (
+    "norm",
+    "activation",
+    "embedding",
+    "position",
+    "sparse",
+    "masks",
+    "penalties",
+    "logits",
+    "matmul",
+    "qmatmul",
+    "moe",
+)
+"""Families whose ops run on CUDA devices too, but for `NO_CUDA`; the tests run all their cases."""
+
 _TABLE = "makes a table once, in host memory; copy it to the device"
 _RECORD = "a record of numbers"
 
@@ -166,6 +181,7 @@ NO_CUDA: dict[str, str] = {
     "YarnRopeScaling": _RECORD,
     "Llama3RopeScaling": _RECORD,
     "LongRopeScaling": _RECORD,
+    "SharedExpert": _RECORD,
 }
 """Public names of the families without a CUDA variant, and why."""
 

@@ -1,14 +1,15 @@
 """Mixture of experts on CUDA devices: `moe.cu`, and the products of `matmul` and `qmatmul`.
 
-Where the segments of a product end stays on the device, so that the whole layer can be captured into
-a graph: each matrix has thread blocks of its own, which find out whether it has rows.  A matrix is
-read once for 8 rows of its segment.  Many rows, and matrices that are no stack of one kind, are
-multiplied matrix after matrix instead, for which the host must wait for `indptr`.  The results are
-the same bits.
+Where the segments of a product end stays on the device, so that the whole layer can be captured
+into a graph: each matrix has thread blocks of its own, which find out whether it has rows.  A
+matrix is read once for 8 rows of its segment.  Many rows, and matrices that are no stack of one
+kind, are multiplied matrix after matrix instead, for which the host must wait for `indptr`.  The
+results are the same bits.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -79,9 +80,7 @@ def permute(ids: Any, rows: Any, indptr: Any, inverse: Any) -> None:
     _place_pairs(E + 1, 256, (ids, counts, rows, indptr, inverse, n, E, ids.shape[1]))
 
 
-def grouped(
-    x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: Any = None
-) -> None:
+def grouped(x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: Any = None) -> None:
     """See `nbflow_kernels.grouped_matmul`.
 
     `matrices` is an array or `QuantTensor` (E, N, K), or a sequence of matrices.
@@ -94,9 +93,7 @@ def grouped(
         _one_by_one(x, matrices, indptr, bias, out, rows)
     elif isinstance(matrices, QuantTensor) and not matrices.is_float:
         if n_rows and matrices.shape[1]:
-            quant_cuda.grouped(
-                x, matrices.units(), E, indptr, rows, bias, matrices.shape[1], out
-            )
+            quant_cuda.grouped(x, matrices.units(), E, indptr, rows, bias, matrices.shape[1], out)
     else:
         stack = matrices.array if isinstance(matrices, QuantTensor) else matrices
         float_cuda.multiply(x, stack, bias, False, out, indptr=indptr, rows=rows)
@@ -106,16 +103,14 @@ def grouped(
         _clear_unused(grid, 256, args)
 
 
-def _one_by_one(
-    x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: Any
-) -> None:
+def _one_by_one(x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: Any) -> None:
     """Multiply matrix after matrix, those that have rows."""
     if isinstance(matrices, QuantTensor):
         matrices = matrices.matrices()
     if rows is not None:
         x = x[rows]
     edges = cuda.to_host(indptr).tolist()
-    for i, (start, stop) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+    for i, (start, stop) in enumerate(pairwise(edges)):
         if start < stop:
             part = slice(start, stop)
             matmul(x[part], matrices[i], None if bias is None else bias[i], out[part])
