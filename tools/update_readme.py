@@ -38,7 +38,7 @@ def measured() -> dict[str, Any]:
 
 def ops_table() -> str:
     """Return the table of op families and their variants."""
-    from nbflow_kernels.families import CUDA_FAMILIES, FAMILIES
+    from nbflow_kernels.families import FAMILIES
 
     lines = ["| family | functions | reference | CPU | CUDA |", "|---|---|---|---|---|"]
     for family, names in FAMILIES.items():

@@ -166,6 +166,7 @@ NO_CUDA: dict[str, str] = {
     "YarnRopeScaling": _RECORD,
     "Llama3RopeScaling": _RECORD,
     "LongRopeScaling": _RECORD,
+    "SharedExpert": _RECORD,
 }
 """Public names without a CUDA variant, and why; all others run on CUDA devices too."""
 

@@ -35,6 +35,11 @@ class KernelDevice(Protocol):
     constants: dict[Any, Any]
     """Tables that families keep on the device: a key that begins with the family's name."""
 
+    @property
+    def stream(self) -> int:
+        """What stands for the stream that launches go to now; see `workspace`."""
+        ...
+
     def load(self, code: bytes, entry: str) -> Launch:
         """Return the kernel `entry` of compiled code."""
         ...

@@ -1,14 +1,15 @@
 """Mixture of experts on CUDA devices: `moe.cu`, and the products of `matmul` and `qmatmul`.
 
-Where the segments of a product end stays on the device, so that the whole layer can be captured into
-a graph: each matrix has thread blocks of its own, which find out whether it has rows.  A matrix is
-read once for 8 rows of its segment.  Many rows, and matrices that are no stack of one kind, are
-multiplied matrix after matrix instead, for which the host must wait for `indptr`.  The results are
-the same bits.
+Where the segments of a product end stays on the device, so that the whole layer can be captured
+into a graph: each matrix has thread blocks of its own, which find out whether it has rows.  A
+matrix is read once for 8 rows of its segment.  Many rows, and matrices that are no stack of one
+kind, are multiplied matrix after matrix instead, for which the host must wait for `indptr`.  The
+results are the same bits.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -109,7 +110,7 @@ def _one_by_one(x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: A
     if rows is not None:
         x = x[rows]
     edges = cuda.to_host(indptr).tolist()
-    for i, (start, stop) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+    for i, (start, stop) in enumerate(pairwise(edges)):
         if start < stop:
             part = slice(start, stop)
             matmul(x[part], matrices[i], None if bias is None else bias[i], out[part])

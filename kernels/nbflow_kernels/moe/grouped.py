@@ -229,6 +229,8 @@ class SegmentGEMMWrapper:
                 f"the segments must be batch_size = {batch_size} many, got {len(indptr) - 1}"
             )
         if not weight_column_major:
+            if is_cuda(x):
+                raise UsageError("weight_column_major=False needs arrays in host memory")
             check_array("weights", weights, (None, None, None), DTYPES)
             weights = np.ascontiguousarray(weights.transpose(0, 2, 1))
         matrices = list_matrices("weights", weights, x.shape[-1])[0]
@@ -238,4 +240,8 @@ class SegmentGEMMWrapper:
                 f"weight_indices must name one of {len(matrices)} matrices for each of "
                 f"{batch_size} segments"
             )
+        if is_cuda(x):
+            from nbflow_kernels.cuda import to_device
+
+            indptr = to_device(indptr, x)
         return grouped_matmul(x, [matrices[int(i)] for i in order], indptr, out=out)

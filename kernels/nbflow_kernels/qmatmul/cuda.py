@@ -1,9 +1,9 @@
 """Quantized matrix product on CUDA devices, by tensor cores, from `quants.units`.
 
-Activations are float16 numbers, two for each: their sum is exact to 22 bits, or 2**-30 of the largest
-of 128 columns.  Codes are float16 numbers as they are, products exact, and sums float32.  The order
-of additions depends on the number of columns alone (`slots.cuh`), so that a row of the result is
-bitwise the same in any batch, by either kernel:
+Activations are float16 numbers, two for each: their sum is exact to 22 bits, or 2**-30 of the
+largest of 128 columns.  Codes are float16 numbers as they are, products exact, and sums float32.
+The order of additions depends on the number of columns alone (`slots.cuh`), so that a row of the
+result is bitwise the same in any batch, by either kernel:
 
 ``few_rows``    up to 8 rows, or rows of several matrices: bound by the bytes of the weights
 ``many_rows``   each weight is decoded once for 32 rows
@@ -14,6 +14,7 @@ Activations in bfloat16 go with weights rounded to bfloat16: `rounded`.
 from __future__ import annotations
 
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 from nbflow_kernels.cuda import Kernel, ceil_div, cpp_kernel, device_of
@@ -170,7 +171,7 @@ def _few_bytes(form: UnitForm, tokens: int, n_columns: int, parts: int) -> int:
     n_chunks = ceil_div(n_columns, CHUNK)
     n_units, step = ceil_div(n_chunks, 2), SLOTS // parts
     starts = [n_units * slot // SLOTS for slot in range(0, SLOTS + 1, step)]
-    most = max(b - a for a, b in zip(starts[:-1], starts[1:], strict=True))
+    most = max(b - a for a, b in pairwise(starts))
     return 2 * most * record_bytes(form, tokens) + 512 * WARPS
 
 

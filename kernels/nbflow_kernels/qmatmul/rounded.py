@@ -69,7 +69,7 @@ def to_int8_grid(x: Any) -> Any:
 
 
 def unpack(w: Units, row: int, out: Any) -> None:
-    """Write rows from `row`, a multiple of 16, to `out` (rows, K): float32, or uint16 for bfloat16."""
+    """Write rows from `row`, a multiple of 16, to `out` (rows, K), float32 or bits of bfloat16."""
     n_rows, n_columns = out.shape
     kernel = _unpack(w.form, "float" if out.dtype.name == "float32" else "unsigned short")
     for first in range(0, n_rows, ROWS * 65535):  # as many row tiles as a grid has
