@@ -46,6 +46,22 @@ Place = Callable[[Any, bool], Any]
 """Copies a NumPy array to a device: ``(array, whether it is an output)``."""
 
 
+def placer(cupy: Any) -> Place:
+    """Return the `Place` that copies with CuPy; rows that lie far apart do so there too."""
+
+    def place(array: np.ndarray, is_output: bool) -> Any:
+        row = array.strides[0] if array.ndim > 1 and array.size else 0
+        whole = np.ascontiguousarray(array)
+        if row <= array[:1].nbytes or not array[:1].flags.c_contiguous:
+            return cupy.asarray(whole)
+        wide = cupy.zeros((array.shape[0], row // array.itemsize), array.dtype)
+        found = wide[:, : array[:1].size].reshape(array.shape)
+        found[...] = cupy.asarray(whole)
+        return found
+
+    return place
+
+
 def run(case: OpCase, place: Place | None = None) -> dict[str, Any]:
     """Call the public function; return its result and its arguments after the call.
 
@@ -55,11 +71,7 @@ def run(case: OpCase, place: Place | None = None) -> dict[str, Any]:
     arguments = make_inputs(case)
     out = make_out(case)
     if place is not None:
-        arguments = {
-            name: value if name in case.host else _placed(value, place)
-            for name, value in arguments.items()
-        }
-        out = {name: place(value, True) for name, value in out.items()}
+        arguments, out = placed(case, arguments, out, place)
     result = getattr(nbflow_kernels, case.op)(**arguments, **out)
     if out:
         first = result[0] if isinstance(result, tuple) else result
@@ -69,6 +81,17 @@ def run(case: OpCase, place: Place | None = None) -> dict[str, Any]:
         _check_placed(case, result)
         result, arguments = _fetched(result), _fetched(arguments)
     return {"result": result, "arguments": arguments}
+
+
+def placed(
+    case: OpCase, arguments: dict[str, Any], out: dict[str, Any], place: Place
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of a call and its output, copied to a device."""
+    there = {
+        name: value if name in case.host else _placed(value, place)
+        for name, value in arguments.items()
+    }
+    return there, {name: place(value, True) for name, value in out.items()}
 
 
 def _placed(value: Any, place: Place) -> Any:

@@ -153,6 +153,21 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 """Family to its public names."""
 
+CUDA_FAMILIES: tuple[str, ...] = (
+    "norm",
+    "activation",
+    "embedding",
+    "position",
+    "sparse",
+    "masks",
+    "penalties",
+    "logits",
+    "kvcache",
+    "attention",
+    "sampling",
+)
+"""Families whose ops run on CUDA devices too, but for `NO_CUDA`; the tests run all their cases."""
+
 _TABLE = "makes a table once, in host memory; copy it to the device"
 _RECORD = "a record of numbers"
 

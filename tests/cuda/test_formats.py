@@ -11,9 +11,14 @@ import user_formats
 
 import nbflow_kernels as nk
 from nbflow_kernels import cuda
+from nbflow_kernels.block_bytes import get_f16, put_f16
 from nbflow_kernels.quants import dequantize_rows
+from nbflow_kernels.quants.cuda_encode import bit_places
+from nbflow_kernels.quants.support import has_cuda_encoder
 
 pytestmark = pytest.mark.compiler
+SAME_CODE = ("q4_b32t1a", "q4_b64t1", "q3_b32t1a", "q2_b32t1a")  # as another with other numbers
+ENCODERS = [n for n in nk.FORMATS if has_cuda_encoder(nk.FORMATS[n]) and n not in SAME_CODE]
 BLOCKS = [name for name in nk.FORMATS if nk.FORMATS[name].block_size > 1]
 
 
@@ -101,3 +106,60 @@ def test_tensors_travel(weights: np.ndarray, cupy: Any) -> None:
         there.packed()
     with pytest.raises(nk.UsageError, match="lies in host memory"):
         nk.dequantize(qt, cupy.empty(qt.shape, np.float32))
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_plain_encoders_write_the_bytes_of_the_cpu(name: str, cupy: Any) -> None:
+    x = 0.3 * np.random.default_rng(6).standard_normal((3, 150), dtype=np.float32)
+    x[0, 3], x[1, :64], x[2, :32] = -0.0, 0.0, 1e-7  # a scale of zero, and one that counts as zero
+    found = nk.quantize(cupy.asarray(x), name, encoder="plain")
+    np.testing.assert_array_equal(found.data.get(), nk.quantize(x, name, encoder="plain").data)
+
+
+def test_a_block_of_codes_has_each_bit_in_one_place() -> None:
+    places, blank = bit_places(nk.FORMATS["q5"])
+    assert sorted(places.tolist()) == list(range(5 * 64))
+    assert blank.sum() == 0
+    places, blank = bit_places(nk.FORMATS["q3h"])
+    assert sorted(places.tolist()) == list(range(7 * 32))
+
+
+def test_what_has_no_encoder_there_says_so(
+    user_format: Any, weights: np.ndarray, cupy: Any
+) -> None:
+    x = cupy.asarray(weights)
+    with pytest.raises(nk.UsageError, match="q4_k has no encoder 'plain' on a CUDA device; quanti"):
+        nk.quantize(x, "q4_k", encoder="plain")
+    with pytest.raises(nk.UsageError, match=r"no encoder 'best' .*; it has encoder='plain'"):
+        nk.quantize(x, "q4")
+    with pytest.raises(nk.UsageError, match="importance and outliers"):
+        nk.quantize(x, "q4", encoder="plain", outliers=0.01)
+    with pytest.raises(nk.UsageError, match="quantize_block does not compile for CUDA"):
+        nk.quantize(x, user_format.name)  # it takes the mean or the least of an array
+
+
+class Halves:
+    """A format whose encoder is plain loops."""
+
+    name = "halves_b4"
+    block_size = 4
+    block_bytes = 8
+
+    @staticmethod
+    def quantize_block(x, out):  # type: ignore[no-untyped-def]
+        for i in range(4):
+            put_f16(out, 2 * i, x[i] / np.float32(3))
+
+    @staticmethod
+    def dequantize_block(block, out):  # type: ignore[no-untyped-def]
+        for i in range(4):
+            out[i] = get_f16(block, 2 * i) * np.float32(3)
+
+
+def test_a_users_encoder_of_plain_loops_runs_there(weights: np.ndarray, cupy: Any) -> None:
+    nk.register_format(Halves)
+    try:
+        found = nk.quantize(cupy.asarray(weights), "halves_b4")
+        np.testing.assert_array_equal(found.data.get(), nk.quantize(weights, "halves_b4").data)
+    finally:
+        nk.unregister_format("halves_b4")

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from nbflow_kernels._dispatch import check_array, empty, is_cuda, no_cuda_variant
+from nbflow_kernels._dispatch import check_array, empty, is_cuda
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.quants.floats import BF16, F16, F32, FloatFormat
 from nbflow_kernels.quants.formats import Formats, QuantFormat
@@ -145,6 +145,8 @@ def quantize(
     ----------
     x : array of float32, float16 or float64, shape (..., K)
         The weights; the last axis is cut into blocks.  float64 is rounded to float32 first.
+        On a CUDA device they are float32 and finite, which is not checked there, and only the
+        encoder "plain" of some formats exists (`docs/ops.md`).
     format : str or QuantFormat
         A format, or its name in `FORMATS`.
     encoder : {"best", "plain"}
@@ -195,11 +197,11 @@ def quantize(
     >>> bool(np.square(weighted - x)[:, :16].mean() < np.square(best - x)[:, :16].mean())
     True
     """
-    if is_cuda(x):
-        no_cuda_variant("quantize")
     chosen = format if isinstance(format, QuantFormat) else FORMATS[format]
     if encoder not in ENCODERS:
         raise unknown_name("encoder", encoder, ENCODERS)
+    if is_cuda(x):
+        return _quantize_there(x, chosen, encoder, importance, outliers)
     array = np.asarray(x)
     if array.dtype.type not in (np.float32, np.float16, np.float64):
         raise TypeError(f"x must have dtype float32, float16 or float64, got {array.dtype.name}")
@@ -227,6 +229,24 @@ def quantize(
         outlier_range = soft_range(some, ratio)
     data, sparse = quantize_with_outliers(chosen, rows, n_columns, encoder, weight, outlier_range)
     return QuantTensor(chosen, array.shape, data, sparse if sparse.nnz else None)
+
+
+def _quantize_there(
+    x: Any, format: QuantFormat, encoder: str, importance: Any, outliers: float
+) -> QuantTensor:
+    """Do `quantize` on a CUDA device."""
+    from nbflow_kernels.quants.cuda_encode import encode
+
+    if importance is not None or outliers:
+        raise UsageError(
+            "importance and outliers are searched for in host memory; quantize there and take "
+            "to_device()"
+        )
+    check_array("x", x, (None,) * max(1, x.ndim))
+    if x.shape[-1] < 1:
+        raise UsageError(f"x must have a last axis of at least one weight, got shape {x.shape}")
+    data = encode(x.reshape(-1, x.shape[-1]), format, encoder)
+    return QuantTensor(format, tuple(x.shape), data)
 
 
 def _finite_float32(array: NDArray[Any]) -> NDArray[np.float32]:

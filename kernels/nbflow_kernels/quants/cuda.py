@@ -1,4 +1,4 @@
-"""Weight formats on CUDA devices: decoding rows, and encoding where the encoder is scalar code.
+"""Weight formats on CUDA devices: decoding rows; encoding is in `cuda_encode`.
 
 The kernels are Numba's and call the scalar decoders the CPU's kernels are made of, so that a weight
 has the same bits on both.  What turns integers into a weight is exact but for its last rounding.
@@ -150,11 +150,11 @@ def _user_decoder(format: UserFormat, half: bool) -> cuda.Kernel:
 
     nc = _numba_cuda()
     size, n_bytes = format.block_size, format.block_bytes
-    decode_block = _on_device(format, "dequantize_block")
+    decode_block = on_device(format, "dequantize_block")
     store = numbers.narrow if half else numbers.same
 
     @cuda.numba_kernel(
-        _declared(format, half), key=_user_key(format), fuse=False, name=f"decode_{format.name}"
+        _declared(format, half), key=user_key(format), fuse=False, name=f"decode_{format.name}"
     )
     def decode(data, ids, table, values, out, n_rows, T, columns, row_bytes, factor, gathers):  # type: ignore[no-untyped-def]
         b = nc.blockIdx.x * nc.blockDim.x + nc.threadIdx.x
@@ -177,11 +177,12 @@ def _user_decoder(format: UserFormat, half: bool) -> cuda.Kernel:
     return decode
 
 
-def _user_key(format: UserFormat) -> str | None:
+def user_key(format: UserFormat) -> str | None:
+    """Return what tells the kernels of users' formats apart; None keeps them off the disk."""
     return f"{format.name} {format.digest}" if format.code.on_disk else None
 
 
-def _on_device(format: UserFormat, name: str) -> Any:
+def on_device(format: UserFormat, name: str) -> Any:
     """Return a user's function for CUDA kernels: with `block_bytes` as it is there."""
     from nbflow_kernels import block_bytes
     from nbflow_kernels.quants import cuda_numbers as numbers

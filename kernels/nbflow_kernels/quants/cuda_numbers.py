@@ -85,6 +85,25 @@ def narrow(x):  # type: ignore[no-untyped-def]
     return np.uint16(sign | ((size + 0xFFF - (112 << 23) + odd) >> 13))
 
 
+@device
+def bits_of_f32(x):  # type: ignore[no-untyped-def]
+    """Return the bits of a float32."""
+    return libdevice.float_as_int(x)
+
+
+@device
+def bits_of_f16(x):  # type: ignore[no-untyped-def]
+    """Return the bits of the nearest float16."""
+    return np.int32(narrow(x))
+
+
+@device
+def bits_of_bf16(x):  # type: ignore[no-untyped-def]
+    """Return the bits of the nearest bfloat16, halves to even."""
+    bits = libdevice.float_as_int(x)
+    return (bits + np.int32(0x7FFF) + ((bits >> 16) & np.int32(1))) >> 16
+
+
 # ---- the functions of `block_bytes`, for the functions of user formats ---------------------------
 
 

@@ -83,7 +83,7 @@ class QuantTensor:
         if not known or data.dtype != np.uint8:
             found = data.dtype.name if known else type(data).__name__
             raise TypeError(
-                f"data must be an array of uint8, NumPy's or on a CUDA device, got {found}"
+                f"data must be an array (NumPy's or on a CUDA device) of uint8, got {found}"
             )
         if data.shape != wanted:
             raise UsageError(
