@@ -136,13 +136,21 @@ DEV int draw(Room& room, const Row& row, int V, Kept kept, u64 u) {
 
 // ---- kernels -----------------------------------------------------------------------------------
 
+// A row that cannot be filtered becomes NaN.
+DEV bool row_is_valid(bool good, int* valid, float* out, int V) {
+    if (threadIdx.x == 0) *valid = good;
+    if (!good)
+        for (int j = threadIdx.x; j < V; j += blockDim.x) out[j] = nan32();
+    return good;
+}
+
 extern "C" __global__ void __launch_bounds__(1024)
 sample(const float* ranks, const float* probs, const int* rows, int n_rows, const double* limits,
        int top_k_first, const u64* seeds, const u64* offsets, int* out, double* shares, int V,
        int fraction) {
     __shared__ Room room;
     const int i = blockIdx.x;
-    const long long at = (long long)rows[i] * V;
+    const i64 at = (i64)rows[i] * V;
     const bool exists = rows[i] >= 0 && rows[i] < n_rows;
     const float top = exists ? top_of_probs(room, probs + at, V) : nan32();
     if (top != top) {
@@ -167,7 +175,7 @@ sample_logits(const float* logits, const int* rows, int n_rows, const float* tem
               int V, int fraction) {
     __shared__ Room room;
     const int i = blockIdx.x;
-    const float* x = logits + (long long)rows[i] * V;
+    const float* x = logits + (i64)rows[i] * V;
     const bool exists = rows[i] >= 0 && rows[i] < n_rows;
     const float top = exists ? top_of_logits(room, x, V) : nan32();
     if (!(top > LOWEST && top < infinity())) {
@@ -200,10 +208,9 @@ renorm(const float* ranks, const float* probs, const double* limits, float* out,
        V, int fraction) {
     __shared__ Room room;
     const int i = blockIdx.x;
-    const long long at = (long long)i * V;
+    const i64 at = (i64)i * V;
     const float top = top_of_probs(room, probs + at, V);
-    if (threadIdx.x == 0) valid[i] = top == top;
-    if (top != top) return;
+    if (!row_is_valid(top == top, valid + i, out + at, V)) return;
     const Probabilities row = {ranks + at, probs + at, scale_of(top, fraction)};
     const Kept kept = filter(room, row, V, limits + N_LIMITS * i, false, top);
     __syncthreads();
@@ -216,10 +223,9 @@ xtc(const float* probs, const double* parameters, const u64* seeds, const u64* o
     out, int* valid, int V, int fraction) {
     __shared__ Room room;
     const int i = blockIdx.x;
-    const float* x = probs + (long long)i * V;
+    const float* x = probs + (i64)i * V;
     const float top = top_of_probs(room, x, V);
-    if (threadIdx.x == 0) valid[i] = top == top;
-    if (top != top) return;
+    if (!row_is_valid(top == top, valid + i, out + (i64)i * V, V)) return;
     const Probabilities row = {x, x, scale_of(top, fraction)};
     u64 total = mass_from(room, row, V, 0), least = NO_LIMIT, survivor = NO_LIMIT;
     if (unit(uniform(seeds[i], offsets[i], 0)) < parameters[2 * i]) {
@@ -238,7 +244,7 @@ xtc(const float* probs, const double* parameters, const u64* seeds, const u64* o
     for (int j = threadIdx.x; j < V; j += blockDim.x) {
         const u64 key = ranked_key(x[j], j);
         const bool stays = key < least || key == survivor;
-        out[(long long)i * V + j] = stays ? __fdiv_rn(row.scale.in_units(x[j]), whole) : 0;
+        out[(i64)i * V + j] = stays ? __fdiv_rn(row.scale.in_units(x[j]), whole) : 0;
     }
 }
 
@@ -246,8 +252,8 @@ extern "C" __global__ void __launch_bounds__(1024)
 softmax(const float* logits, const float* temperature, float* out, int V, int fraction) {
     __shared__ Room room;
     const int i = blockIdx.x;
-    const float* x = logits + (long long)i * V;
-    float* to = out + (long long)i * V;
+    const float* x = logits + (i64)i * V;
+    float* to = out + (i64)i * V;
     const float top = top_of_logits(room, x, V);
     if (!(top > LOWEST && top < infinity())) {
         for (int j = threadIdx.x; j < V; j += blockDim.x) to[j] = nan32();
@@ -262,7 +268,7 @@ softmax(const float* logits, const float* temperature, float* out, int V, int fr
 extern "C" __global__ void __launch_bounds__(1024)
 argmax(const float* logits, int* out, int V) {
     __shared__ Room room;
-    const float* x = logits + (long long)blockIdx.x * V;
+    const float* x = logits + (i64)blockIdx.x * V;
     u64 best = 0, bad = 0;
     for (int j = threadIdx.x; j < V; j += blockDim.x) {
         bad |= x[j] != x[j];
@@ -273,28 +279,25 @@ argmax(const float* logits, int* out, int V) {
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
-top_k_mask(const float* logits, const long long* counts, float* out, int* valid, int V) {
+top_k_mask(const float* logits, const i64* counts, float* out, int* valid, int V) {
     __shared__ Room room;
     const int i = blockIdx.x;
-    const float* x = logits + (long long)i * V;
+    const float* x = logits + (i64)i * V;
     const float top = top_of_logits(room, x, V);
-    if (threadIdx.x == 0) valid[i] = top == top;
-    if (top != top) return;
+    if (!row_is_valid(top == top, valid + i, out + (i64)i * V, V)) return;
     const u64 cut = select(room, Values{x}, V, false, (u32)counts[i], NO_LIMIT).key;
     __syncthreads();
     for (int j = threadIdx.x; j < V; j += blockDim.x)
-        out[(long long)i * V + j] = ranked_key(x[j], j) >= cut ? x[j] : -infinity();
+        out[(i64)i * V + j] = ranked_key(x[j], j) >= cut ? x[j] : -infinity();
 }
 
 extern "C" __global__ void __launch_bounds__(1024)
 n_sigma_mask(const float* logits, const double* n, float* out, int* valid, int V) {
     __shared__ Room room;
     const int i = blockIdx.x;
-    const float* x = logits + (long long)i * V;
+    const float* x = logits + (i64)i * V;
     const float top = top_of_logits(room, x, V);
-    const bool good = top < infinity();
-    if (threadIdx.x == 0) valid[i] = good;
-    if (!good) return;
+    if (!row_is_valid(top < infinity(), valid + i, out + (i64)i * V, V)) return;
     float cut = -infinity();
     if (top > -infinity() && n[i] > 0) {
         double sum = 0, number = 0, squares = 0;
@@ -313,7 +316,7 @@ n_sigma_mask(const float* logits, const double* n, float* out, int* valid, int V
         cut = float_at_least((double)top - n[i] * sqrt(sum_of_doubles(room, squares) / number));
     }
     for (int j = threadIdx.x; j < V; j += blockDim.x)
-        out[(long long)i * V + j] = x[j] >= cut ? x[j] : -infinity();
+        out[(i64)i * V + j] = x[j] >= cut ? x[j] : -infinity();
 }
 
 // Verify a chain of drafted tokens; a bad row of the target gives emitted -1.
@@ -322,7 +325,7 @@ chain_speculative(const float* draft_probs, const int* draft_token_ids, const fl
                   target_probs, const u64* seeds, const u64* offsets, int* out, int* accepted,
                   int* emitted, int n, int V, int fraction) {
     __shared__ Room room;
-    const long long b = blockIdx.x;
+    const i64 b = blockIdx.x;
     int place = 0, passed = 0;
     bool going = true;
     for (int i = 0; i < n; i++) {

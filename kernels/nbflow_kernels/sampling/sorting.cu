@@ -70,7 +70,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 top_k(const float* x, int k, int in_order, float* values, int* indices, u32* work, int V) {
     extern __shared__ u32 places[];
     __shared__ Room room;
-    const long long i = blockIdx.x;
+    const i64 i = blockIdx.x;
     const float* row = x + i * V;
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     u64 bad = 0;
@@ -122,8 +122,8 @@ extern "C" __global__ void __launch_bounds__(1024)
 typical_ranks(const float* probs, float* ranks, int V) {
     __shared__ Room room;
     const float tiny = 1.1754943508222875e-38f;  // subnormal numbers count as the least normal one
-    const float* x = probs + (long long)blockIdx.x * V;
-    float* to = ranks + (long long)blockIdx.x * V;
+    const float* x = probs + (i64)blockIdx.x * V;
+    float* to = ranks + (i64)blockIdx.x * V;
     double total = 0, product = 0;
     u64 bad = 0;
     for (int j = threadIdx.x; j < V; j += blockDim.x) {
@@ -164,8 +164,8 @@ tail_free_counts(const float* probs, const int* rows, int n_rows, const double* 
                  double* counts, u32* work, int V) {
     extern __shared__ u32 places[];
     __shared__ Room room;
-    const long long i = blockIdx.x;
-    const float* x = probs + (long long)rows[i] * V;
+    const i64 i = blockIdx.x;
+    const float* x = probs + (i64)rows[i] * V;
     u32* keys = work + 2 * i * V;
     double total = 0;
     u64 bad = 0;
