@@ -169,16 +169,16 @@ def _words(value: Any) -> tuple[Any, ...]:
 
 def _make_kernel(transform: Any, mask_of: Any, output: Any, use_softmax: bool) -> Any:
     """Return the kernel; a thread block is one warp and takes one query vector."""
-    from numba import cuda as device
-
+    device: Any = importlib.import_module("numba.cuda")
     logits_transform = device.jit(device=True)(transform or _same)
     logits_mask = device.jit(device=True)(mask_of or _sees_all)
     output_transform = device.jit(device=True)(output or _same)
 
     def attend(
-        params, q, k, v, request_of, qo_indptr, starts, mask, mask_starts, factors, out_factors,
-        out, lse, window, causal, natural,
-    ):  # type: ignore[no-untyped-def]  # fmt: skip
+        params: Any, q: Any, k: Any, v: Any, request_of: Any, qo_indptr: Any, starts: Any,
+        mask: Any, mask_starts: Any, factors: Any, out_factors: Any, out: Any, lse: Any,
+        window: Any, causal: Any, natural: Any,
+    ) -> None:  # fmt: skip
         acc = device.shared.array(0, numba.float64)
         row, h, lane = device.blockIdx.x, device.blockIdx.y, device.threadIdx.x
         D_qk, D_vo = q.shape[2], v.shape[2]
