@@ -34,11 +34,13 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe", "gemma": "gemma", "gemma2": "gemma2", "gemma3": "gemma3",
     "phi": "phi2", "phi3": "phi3", "gpt2": "gpt2", "gpt_neox": "gptneox", "falcon": "falcon",
     "bloom": "bloom", "stablelm": "stablelm", "granite": "granite", "minicpm": "minicpm",
-    "orion": "orion", "deepseek": "deepseek", "deepseek_v2": "deepseek2",
-    "deepseek_v3": "deepseek2",
+    "orion": "orion", "olmo2": "olmo2", "olmoe": "olmoe", "cohere": "command-r",
+    "cohere2": "cohere2", "starcoder2": "starcoder2", "nemotron": "nemotron", "glm4": "glm4",
+    "smollm3": "smollm3", "granitemoe": "granitemoe", "mpt": "mpt",
+    "deepseek": "deepseek", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
 }  # fmt: skip
 """Families that can be written -> what llama.cpp calls the architecture."""
-QKV_IN_ONE = ("gpt2", "gptneox", "bloom", "falcon", "phi3")
+QKV_IN_ONE = ("gpt2", "gptneox", "bloom", "falcon", "phi3", "mpt")
 """Architectures of which llama.cpp wants q, k and v in one tensor, one below the other."""
 _MAY_DIFFER = (
     "name", "family", "tensors", "ignored_tensors", "eos_token_ids", "rope", "qkv_layout",
