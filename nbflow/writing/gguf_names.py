@@ -78,20 +78,13 @@ def plan_renamed(
         members = sorted(unordered, key=_place_in_tensor)
         first = members[0]
         turns = neighbours and (".attn.q." in first or ".attn.k." in first)
-        by_head = spec.latent is not None and first.endswith("attn.k_b.weight")
+        group = 1
+        if turns:
+            group = spec.head_dim
+        elif first.endswith("attn.k_b.weight"):  # read head by head
+            group = spec.shape_of(first)[0] // spec.n_heads
         rows = tuple(
-            ModelRows(
-                spec,
-                file,
-                ours,
-                group=spec.head_dim
-                if turns
-                else spec.shape_of(ours)[0] // spec.n_heads
-                if by_head
-                else 1,
-                turns=turns,
-                offset=offset if "norm" in ours and ours.endswith("weight") else 0.0,
-            )
+            ModelRows(spec, file, ours, group, turns, offset if _is_norm_weight(ours) else 0.0)
             for ours in members
         )
         chosen = choice.of(name, [(ours, spec.shape_of(ours)) for ours in members])
@@ -101,6 +94,10 @@ def plan_renamed(
         tensors.append(NewTensor(name, shape, dtype, format, rows, tuple(members)))
     choice.check_rules()
     return tensors
+
+
+def _is_norm_weight(ours: str) -> bool:
+    return ours.endswith("norm.weight")
 
 
 def _place_in_tensor(ours: str) -> int:
