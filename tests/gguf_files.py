@@ -13,7 +13,7 @@ from nbflow.spec import families, resolve
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.weights import open_weights
 
-PERMUTED = ("llama", "deepseek", "granite", "minicpm", "baichuan")
+PERMUTED = ("llama", "deepseek", "granite", "granitemoe", "minicpm", "baichuan", "smollm3")
 """Architectures whose rotary pairs the converter makes neighbours."""
 
 
@@ -114,7 +114,9 @@ def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
         writer.add_attn_logit_softcapping(spec.logits_soft_cap)
     if spec.head_soft_cap is not None:
         writer.add_final_logit_softcapping(spec.head_soft_cap)
-    if spec.family in ("granite", "minicpm"):
+    if spec.family.startswith("cohere"):
+        writer.add_logit_scale(spec.logits_scale)
+    if spec.family in ("granite", "granitemoe", "minicpm"):
         writer.add_embedding_scale(spec.embed_scale)
         writer.add_residual_scale(spec.residual_scale)
         writer.add_logit_scale(1 / spec.logits_scale)
@@ -179,7 +181,7 @@ def _gguf_tensors(spec, arch, tensors, names):
             array = array / np.sqrt(np.square(array.astype(np.float64)).sum(1))[:, None]
         if arch == "bert" and ours.split(".")[0] in ("transform", "transform_norm", "head"):
             continue  # files of encoders have no head
-        if arch.startswith("gemma") and "norm" in inner:
+        if arch.startswith(("gemma", "nemotron")) and inner.endswith("norm.weight"):
             array = array + np.float32(1)
         if inner.startswith("shared_gate"):
             array = array.reshape(-1)
@@ -213,9 +215,9 @@ def _neighbours(array, head_dim):
 def _fuse(tensors, arch):
     """Join what the architecture's files have in one."""
     joins = {}
-    if arch in ("gptneox", "bloom", "gpt2", "phi3", "chatglm", "falcon"):
+    if arch in ("gptneox", "bloom", "gpt2", "phi3", "chatglm", "falcon", "mpt"):
         joins["attn_qkv"] = ("attn_q", "attn_k", "attn_v")
-    if arch in ("phi3", "chatglm"):
+    if arch in ("phi3", "chatglm", "glm4"):
         joins["ffn_up"] = ("ffn_gate", "ffn_up")
     for layer in range(8):
         for whole, parts in joins.items():

@@ -116,13 +116,13 @@ def _collapsed(lines: Iterable[str]) -> list[str]:
         number = -1 if match is None else int(match.group())
         pattern = line if match is None else _LAYER.sub("{i}", line, count=1)
         groups.setdefault(pattern, []).append(number)
-    joined = [pattern.replace("{i}", _ranges(numbers), 1) for pattern, numbers in groups.items()]
+    joined = [pattern.replace("{i}", ranges(numbers), 1) for pattern, numbers in groups.items()]
     if len(joined) > _MAX_LINES:
         return [*joined[:_MAX_LINES], f"... and {len(joined) - _MAX_LINES} more kinds"]
     return joined
 
 
-def _ranges(numbers: list[int]) -> str:
+def ranges(numbers: list[int]) -> str:
     """Return numbers as ``3`` or ``{0..3,7}``."""
     runs: list[list[int]] = []
     for number in sorted(numbers):

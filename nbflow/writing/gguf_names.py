@@ -34,11 +34,13 @@ ARCHITECTURES = {
     "qwen2_moe": "qwen2moe", "gemma": "gemma", "gemma2": "gemma2", "gemma3": "gemma3",
     "phi": "phi2", "phi3": "phi3", "gpt2": "gpt2", "gpt_neox": "gptneox", "falcon": "falcon",
     "bloom": "bloom", "stablelm": "stablelm", "granite": "granite", "minicpm": "minicpm",
-    "orion": "orion", "deepseek": "deepseek", "deepseek_v2": "deepseek2",
-    "deepseek_v3": "deepseek2",
+    "orion": "orion", "olmo2": "olmo2", "olmoe": "olmoe", "cohere": "command-r",
+    "cohere2": "cohere2", "starcoder2": "starcoder2", "nemotron": "nemotron", "glm4": "glm4",
+    "smollm3": "smollm3", "granitemoe": "granitemoe", "mpt": "mpt",
+    "deepseek": "deepseek", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
 }  # fmt: skip
 """Families that can be written -> what llama.cpp calls the architecture."""
-QKV_IN_ONE = ("gpt2", "gptneox", "bloom", "falcon", "phi3")
+QKV_IN_ONE = ("gpt2", "gptneox", "bloom", "falcon", "phi3", "mpt")
 """Architectures of which llama.cpp wants q, k and v in one tensor, one below the other."""
 _MAY_DIFFER = (
     "name", "family", "tensors", "ignored_tensors", "eos_token_ids", "rope", "qkv_layout",
@@ -76,20 +78,13 @@ def plan_renamed(
         members = sorted(unordered, key=_place_in_tensor)
         first = members[0]
         turns = neighbours and (".attn.q." in first or ".attn.k." in first)
-        by_head = spec.latent is not None and first.endswith("attn.k_b.weight")
+        group = 1
+        if turns:
+            group = spec.head_dim
+        elif first.endswith("attn.k_b.weight"):  # read head by head
+            group = spec.shape_of(first)[0] // spec.n_heads
         rows = tuple(
-            ModelRows(
-                spec,
-                file,
-                ours,
-                group=spec.head_dim
-                if turns
-                else spec.shape_of(ours)[0] // spec.n_heads
-                if by_head
-                else 1,
-                turns=turns,
-                offset=offset if "norm" in ours and ours.endswith("weight") else 0.0,
-            )
+            ModelRows(spec, file, ours, group, turns, offset if _is_norm_weight(ours) else 0.0)
             for ours in members
         )
         chosen = choice.of(name, [(ours, spec.shape_of(ours)) for ours in members])
@@ -99,6 +94,10 @@ def plan_renamed(
         tensors.append(NewTensor(name, shape, dtype, format, rows, tuple(members)))
     choice.check_rules()
     return tensors
+
+
+def _is_norm_weight(ours: str) -> bool:
+    return ours.endswith("norm.weight")
 
 
 def _place_in_tensor(ours: str) -> int:

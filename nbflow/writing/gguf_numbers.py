@@ -12,7 +12,7 @@ from nbflow.writing.gguf_file import BOOL, F32, U32
 from nbflow_kernels.position import LinearRopeScaling, LongRopeScaling, YarnRopeScaling
 
 _GATING = {"softmax": 1, "sigmoid": 2}
-_SCALED = ("granite", "minicpm")
+_SCALED = ("granite", "granitemoe", "minicpm")
 """Architectures with factors on embeddings, sublayers and logits."""
 
 
@@ -49,6 +49,10 @@ def model_metadata(spec: ModelSpec, arch: str) -> dict[str, Any]:
         values["residual_scale"] = float(spec.residual_scale)
         values["logit_scale"] = 1.0 / spec.logits_scale
         values["attention.scale"] = float(spec.sm_scale)
+    if arch in ("command-r", "cohere2"):
+        values["logit_scale"] = float(spec.logits_scale)
+    if arch == "mpt":
+        values["attention.max_alibi_bias"] = 8.0
     if spec.moe is not None:
         values |= _experts(spec, spec.moe, arch)
     if spec.latent is not None:

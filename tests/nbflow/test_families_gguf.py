@@ -17,6 +17,9 @@ from nbflow.weights import open_weights
 
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
 MODELS = {
+    "olmo2": "olmo2", "olmoe": "olmoe", "command-r": "cohere", "cohere2": "cohere2",
+    "starcoder2": "starcoder2", "nemotron": "nemotron", "glm4": "glm4", "smollm3": "smollm3",
+    "granitemoe": "granitemoe", "mpt": "mpt",
     "baichuan": "baichuan2_7b", "bloom": "bloom", "chatglm": "chatglm2", "deepseek": "deepseek_moe",
     "deepseek2": "deepseek_v3", "falcon": "falcon_40b",
     "gemma": "gemma", "gemma2": "gemma2", "gemma3": "gemma3", "gpt2": "gpt2",
@@ -28,6 +31,9 @@ MODELS = {
 OTHERS = {"bert", "t5"}
 """Architectures with tests of their own, being no decoders alone."""
 NOT_IN_GGUF = {
+    "cohere2": "full_layer_every = 2",
+    "smollm3": "unrotated_every = 2",
+    "starcoder2": "window = 9",
     "gemma2": f"sm_scale = {24**-0.5}",
     "gemma3": f"sm_scale = {24**-0.5}\nfull_layer_every = 2",
 }

@@ -98,13 +98,15 @@ WRITTEN = (
     "llama31", "llama_linear", "mixtral", "qwen2", "qwen3", "qwen3_moe", "qwen2_moe", "gemma",
     "phi", "phi3", "phi3_long", "gpt2", "gpt_neox", "gpt_neox_sequential", "falcon_7b",
     "falcon_40b", "bloom", "stablelm", "granite", "minicpm", "orion", "deepseek_moe",
-    "deepseek_v2_lite", "deepseek_v2", "deepseek_v3",
+    "deepseek_v2_lite", "deepseek_v2", "deepseek_v3", "olmo2", "olmoe", "cohere", "nemotron",
+    "glm4", "granitemoe", "mpt",
 )  # fmt: skip
-"""Golden models that GGUF can say; those of Gemma 2 and 3 have scales and windows of their own."""
+"""Golden models that GGUF can say; others have windows and scales of their own, see `PUBLISHED`."""
 NOT_LIKE_LLAMA_CPP = {
     "phi3": "llama.cpp takes no heads that are not hidden_size / heads wide",
     "deepseek_v2_lite": "llama.cpp knows a model without q_lora_rank by its 27 layers",
     "deepseek_v2": "llama.cpp has no groups of experts with softmax scores",
+    "olmoe": "llama.cpp takes as many key/value heads as query heads only",
 }
 
 
@@ -121,35 +123,40 @@ def test_golden_models(model: str, tmp_path: Path) -> None:
     assert np.abs(logits(path, ids, kv="f32") - wanted).max() < 2e-6 * np.abs(wanted).max()
 
 
-GEMMA = {
-    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 7,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 6,
-    "max_position_embeddings": 64, "query_pre_attn_scalar": 16, "tie_word_embeddings": True,
+SIZES = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "num_hidden_layers": 5,
+    "tie_word_embeddings": True,
 }  # fmt: skip
+GEMMA = {**SIZES, "head_dim": 16, "sliding_window": 6, "query_pre_attn_scalar": 16}
+PUBLISHED = {
+    "gemma2": {**GEMMA, "model_type": "gemma2", "num_hidden_layers": 2,
+               "attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0},
+    "gemma3": {**GEMMA, "model_type": "gemma3_text", "num_hidden_layers": 7, "rope_theta": 1e6,
+               "rope_local_base_freq": 1e4},
+    "cohere2": {**SIZES, "model_type": "cohere2", "sliding_window": 6, "logit_scale": 0.25},
+    "smollm3": {**SIZES, "model_type": "smollm3"},
+    "starcoder2": {**SIZES, "model_type": "starcoder2", "use_bias": True},
+    "olmoe_heads": {**SIZES, "model_type": "olmoe", "num_key_value_heads": 4, "num_experts": 5,
+                       "num_experts_per_tok": 2, "tie_word_embeddings": False},
+}  # fmt: skip
+"""Configurations whose windows, scales and layers without rotation are as published."""
 
 
-def gemma(version: int) -> dict[str, Any]:
-    """Return the configuration of a model whose windows and scale are as published."""
-    if version == 2:
-        caps = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 3.0}
-        return GEMMA | caps | {"model_type": "gemma2", "num_hidden_layers": 2}
-    return GEMMA | {"model_type": "gemma3_text", "rope_theta": 1e6, "rope_local_base_freq": 1e4}
-
-
-@pytest.mark.parametrize("version", [2, 3])
-def test_gemma_with_windows(version: int, tmp_path: Path) -> None:
-    """Norm weights are stored plus 1 there."""
-    write_checkpoint(tmp_path / "model", gemma(version))
+@pytest.mark.parametrize("model", PUBLISHED)
+def test_windows_and_scales(model: str, tmp_path: Path) -> None:
+    """As from the checkpoint, which test_families.py compares with transformers."""
+    write_checkpoint(tmp_path / "model", PUBLISHED[model])
     nbflow.quantize_checkpoint(tmp_path / "model", tmp_path / "x.gguf", "f32", rules=["*=f32"])
     with open_weights(tmp_path / "model") as first, open_weights(tmp_path / "x.gguf") as second:
-        wanted = first.array("model.norm.weight") + np.float32(1)
+        wanted = first.array("model.norm.weight") + np.float32(model.startswith("gemma"))
         np.testing.assert_array_equal(second.array("output_norm.weight"), wanted)
     ids = np.arange(1, 21)
     ours, theirs = (logits(tmp_path / name, ids, kv="f32") for name in ("model", "x.gguf"))
     assert np.abs(ours - theirs).max() < 2e-6 * np.abs(ours).max()
 
 
-@pytest.mark.parametrize("model", [*WRITTEN, "gemma2", "gemma3"])
+@pytest.mark.parametrize("model", [*WRITTEN, *PUBLISHED])
 def test_llama_cpp_computes_the_same(model: str, tmp_path: Path) -> None:
     """llama.cpp loads the file and gives our logits.
 
@@ -160,9 +167,9 @@ def test_llama_cpp_computes_the_same(model: str, tmp_path: Path) -> None:
     if model in NOT_LIKE_LLAMA_CPP:
         pytest.skip(NOT_LIKE_LLAMA_CPP[model])
     folder, path = FAMILIES / model, tmp_path / "x.gguf"
-    if model in ("gemma2", "gemma3"):
+    if model in PUBLISHED:
         folder = tmp_path / "model"
-        write_checkpoint(folder, gemma(int(model[-1])))
+        write_checkpoint(folder, PUBLISHED[model])
     nbflow.quantize_checkpoint(folder, path, "f32", rules=["*=f32"])
     ids = np.arange(1, 33)
     ours, theirs = logits(folder, ids, kv="f32"), logits_of_llama_cpp(path, ids)
