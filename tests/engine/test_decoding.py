@@ -286,6 +286,11 @@ def test_n_continuations(tiny):
     for i, one in enumerate(made):
         prompt = PROMPT if i < 3 else "import"
         assert one.ids == tiny.generate(prompt, 10, seed=5 + i, **options).ids
+    long = list(range(100))  # more than a page of 64 tokens
+    shared = tiny.generate_batch([long], 10, seed=2, n=3, **options)
+    assert [g.cached_tokens for g in shared] == [0, 64, 64]
+    for i, one in enumerate(shared):
+        assert one.ids == tiny.generate(long, 10, seed=2 + i, **options).ids
     with pytest.raises(UsageError, match="n belongs to generate_batch"):
         tiny.make_request(PROMPT, n=2)
 
