@@ -44,7 +44,8 @@ class Server:
             env=environment, cwd=folder,
         )  # fmt: skip
         self.log: list[str] = []
-        threading.Thread(target=self._read_log, daemon=True).start()
+        self._reader = threading.Thread(target=self._read_log, daemon=True)
+        self._reader.start()
         self.url = self._wait()
         self.http = httpx.Client(base_url=self.url, timeout=60)
 
@@ -61,8 +62,9 @@ class Server:
         finally:
             timer.cancel()
         if "http://" not in line:
-            self.process.wait()
-            pytest.fail(f"the server did not start: {''.join(self.log)}")
+            code = self.process.wait()
+            self._reader.join()
+            pytest.fail(f"the server did not start ({code}): {''.join(self.log)}")
         return "http://" + line.rsplit("http://", 1)[1].strip()
 
     def client(self, **options: object) -> openai.OpenAI:

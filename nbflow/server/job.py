@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from nbflow.engine.engine import QueueFull
+from nbflow.engine.engine import EngineClosed, QueueFull
 from nbflow.engine.handle import Handle, TokenEvent
 from nbflow.engine.request import Request, TopLogprobs
 from nbflow.server.errors import ApiError, busy
@@ -149,7 +149,7 @@ class Continuation:
 
     def abandon(self) -> None:
         """End without being asked for more, because the client is gone."""
-        if not self.finished:
+        if not self.finished and self.handle is not None:
             self.finished = True
             self.cancel()
             self._clock.end("abort", self.n_prompt, self.n_tokens, None)
@@ -191,6 +191,9 @@ class Job:
         except QueueFull as error:
             self.leave()
             raise busy(str(error)) from error
+        except EngineClosed as error:
+            self.leave()
+            raise ApiError(503, str(error), retry_after_s=1) from error
         except BaseException:
             self.leave()
             raise

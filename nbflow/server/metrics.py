@@ -117,6 +117,7 @@ class Clock:
 
     def __init__(self, metrics: Metrics, model: str) -> None:
         self._metrics, self._model = metrics, model
+        self._between = metrics.between.labels(model)
         self._started = time.monotonic()
         self._first = self._last = 0.0
 
@@ -127,9 +128,8 @@ class Clock:
             self._first = self._last = now
             metrics.first_token.labels(self._model).observe(now - self._started)
             n -= 1
-        between = metrics.between.labels(self._model)
         for _ in range(n):
-            between.observe((now - self._last) / n)
+            self._between.observe((now - self._last) / n)
         self._last = now
 
     def end(self, reason: str, n_prompt: int, n_new: int, queued_s: float | None) -> None:

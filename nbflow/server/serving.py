@@ -16,7 +16,7 @@ import uvicorn
 
 import nbflow
 from nbflow.engine.engine import Engine
-from nbflow.parallel import world
+from nbflow.parallel import Comm, world
 from nbflow.server.app import around, make_app
 from nbflow.server.config import ServerConfig
 from nbflow.server.connections import protocol_class
@@ -52,11 +52,13 @@ def serve(config: ServerConfig) -> int:
     for file in config.formats:
         load_formats(file)
     digests = config.auth.digests()
-    if world().rank != 0:
+    comm = world()
+    if comm.size > 1 and len(config.models) > 1:
+        raise UsageError("with several MPI ranks one model can be served; start a server for each")
+    listener = _begin(config, comm)
+    if listener is None:
         _follow(config)
         return 0
-    set_up(config.log)
-    listener = _listen(config.host, config.port)  # first: loading takes longer than this fails
     with contextlib.ExitStack() as stack:
         stack.callback(listener.close)
         models = Models([stack.enter_context(_served(n, config)) for n in config.models])
@@ -67,6 +69,21 @@ def serve(config: ServerConfig) -> int:
         asyncio.run(_run(config, models, digests, listener))
     logger.info("stopped")
     return 0
+
+
+def _begin(config: ServerConfig, comm: Comm) -> socket.socket | None:
+    """Open the log and take the address, on rank 0; raise on every rank if that fails."""
+    listener, failure = None, None
+    if comm.rank == 0:
+        try:
+            set_up(config.log)
+            listener = _listen(config.host, config.port)
+        except (UsageError, OSError) as error:
+            failure = str(error)
+    failure = comm.bcast_object(failure)
+    if failure is not None:
+        raise UsageError(failure)
+    return listener
 
 
 @contextlib.contextmanager
@@ -108,8 +125,8 @@ def _warm_up(served: Served) -> None:
 
 
 def _check_ranks(model: nbflow.Model) -> None:
-    """Rank 0 takes the requests: it must be part of every model."""
-    if not model.participates:
+    """Rank 0 takes the requests: it must be part of every model.  Every rank checks it."""
+    if 0 not in model.plan.numbers:
         raise UsageError(
             f"rank 0 takes the requests and must be in the partition, got "
             f"{model.plan.partition!r}; number the ranks so that 0 is among them"
@@ -118,10 +135,9 @@ def _check_ranks(model: nbflow.Model) -> None:
 
 def _follow(config: ServerConfig) -> None:
     """Do the steps that rank 0 says, until it says that there are no more."""
-    if len(config.models) > 1:
-        raise UsageError("with several MPI ranks one model can be served; start one server each")
     (options,) = config.models.values()
     with nbflow.load(options.path, **options.load_options()) as model:
+        _check_ranks(model)
         if model.participates:
             Engine(model, **options.engine.model_dump()).follow()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from typing import Annotated, Any
@@ -55,6 +56,7 @@ async def server_info(state: State) -> Response:
             "version": nbflow.__version__,
             "python": platform.python_version(),
             "machine": platform.machine(),
+            "pid": os.getpid(),
             "uptime_s": round(time.time() - state.started, 3),
             "draining": state.draining,
             "requests": state.n_requests,

@@ -12,7 +12,7 @@ from server_process import CONFIG, Server, eventually
 
 KEYS = ["alpha-key", "beta-key"]
 LIMITED = (
-    CONFIG
+    CONFIG.replace("threads = 1", 'threads = 1\ndraft = "ngram"')
     + f"""
 [auth]
 keys = {KEYS}
@@ -106,21 +106,42 @@ def test_too_many_requests(limited):
     eventually(limited.idle)
 
 
-def test_a_slow_reader_is_disconnected(limited):
-    connection = raw(limited)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
-    # 16 x 511 chunks of more than a kilobyte: more than the buffers of the kernel hold
-    body = json.dumps(LONG | {"n": 16, "logprobs": 20}).encode()
+def send(server, body) -> socket.socket:
+    """Send a request and read nothing."""
+    connection = raw(server)
+    data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEYS[0]}\r\n"
-    head += f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
-    connection.sendall(head.encode() + body)
+    head += f"content-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
+    connection.sendall(head.encode() + data)
+    return connection
+
+
+def aborted(server) -> float:
+    """Return how many sequences were given up."""
+    lines = server.http.get("/metrics").text.splitlines()
+    name = 'vllm:request_success_total{finished_reason="abort"'
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_hanging_up_ends_the_work(limited, streams):
+    before = aborted(limited)
+    connection = send(limited, LONG | {"n": 16, "stream": streams})
+    eventually(lambda: not limited.idle() or n_requests(limited) == 0)
+    connection.close()
+    eventually(lambda: n_requests(limited) == 0 and limited.idle())
+    assert aborted(limited) > before
+
+
+def test_a_slow_reader_is_disconnected(limited):
+    # 16 x 511 chunks of more than a kilobyte: more than the buffers of the kernel hold
+    connection = send(limited, LONG | {"n": 16, "logprobs": 20})
     eventually(lambda: n_requests(limited) == 1)
     eventually(lambda: n_requests(limited) == 0)
-    line = limited.events()[-1]
-    refused = limited.http.get("/server_info").json()
-    assert refused["requests"] == 0
-    assert line["status"] == 200
     eventually(limited.idle)
+    with contextlib.suppress(ConnectionResetError):
+        while data := connection.recv(2**20):
+            assert b"[DONE]" not in data
 
 
 def n_requests(server) -> int:
@@ -148,3 +169,11 @@ def test_cors(limited):
     refused = httpx.get(f"{limited.url}/v1/models", headers={"origin": "https://example.org"})
     assert refused.status_code == 401
     assert refused.headers["access-control-allow-origin"] == "https://example.org"
+
+
+def test_proposed_tokens_change_no_answer(limited, client):
+    body = {"model": "tiny", "prompt": "x = 1\nx = 1\nx = 1\n", "max_tokens": 40, "seed": 2}
+    for temperature in (0, 0.9):
+        plain = client.completions.create(**body, temperature=temperature)
+        answer = limited.http.post("/v1/completions", json=body | {"temperature": temperature})
+        assert answer.json()["choices"][0]["text"] == plain.choices[0].text
