@@ -281,10 +281,12 @@ class RankEngine:
         if self.comm.rank != self._head:
             for array in outcome.arrays:
                 self.comm.Recv(array, self._head)
-        outputs = outcome.apply(works)
+        # some may have been ended while the step was on its way
+        ended = {w.request.id for w in works if w.request.finish_reason is not None}
+        outputs = [o for o in outcome.apply(works) if o.request.id not in ended]
         for work in works:
             request = work.request
-            if request.id not in self.table:  # it was ended while the step was on its way
+            if request.id in ended:
                 continue
             if work.drafts:
                 self.table.truncate(request.id, request.n_done)

@@ -76,6 +76,23 @@ def test_a_cache_without_free_pages_takes_turns(checkpoint, prompts, expected):
         assert [r.ids for r in requests] == expected
 
 
+def test_a_request_ended_on_its_way_gives_nothing_more(checkpoint, prompts, expected):
+    with nbflow.load(checkpoint, partition="0;1", kv="f32", threads=1) as model:
+        requests = [
+            model.make_request(p, 9, "sample", 3 + i, True, temperature=0.8)
+            for i, p in enumerate(prompts[:4])
+        ]
+        for request in requests:
+            model.call("submit", per_engine=model.copies(request))
+        model.call("advance", 0.0)  # leaves steps on their way
+        model.call("end", requests[3].id, "abort")
+        while any(r.finish_reason is None for r in requests):
+            assert requests[3] not in [o.request for o in model.call("advance", 0.0)[0]]
+        assert [r.ids for r in requests[:3]] == expected[:3]
+        assert len(requests[3].ids) < 9
+        assert model.engines[1].table.n_held == 0
+
+
 @pytest.mark.parametrize(("n", "begun"), [(4, 2), (1, 1)])
 def test_a_step_begins_before_the_last_one_has_ended(checkpoint, monkeypatch, n, begun):
     events = []
