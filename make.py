@@ -61,9 +61,10 @@ def demo() -> None:
 
 
 def test(arguments: list[str]) -> None:
-    """Run the tests; further words go to pytest."""
+    """Run the tests, a process for each of up to eight processors; further words go to pytest."""
     install("mpi,experiments,dev")
-    call(str(BIN / "python"), "-m", "pytest", "-q", *arguments)
+    processes = ["-n", str(min(8, len(os.sched_getaffinity(0)))), "--dist", "loadfile"]
+    call(str(BIN / "python"), "-m", "pytest", "-q", *processes, *arguments)
 
 
 def main() -> None:

@@ -18,9 +18,13 @@ PERMUTED = ("llama", "deepseek", "granite", "minicpm")
 
 
 def write_gguf(
-    source: Path, arch: str, path: Path, more: dict[str, np.ndarray] | None = None
+    source: Path,
+    arch: str,
+    path: Path,
+    more: dict[str, np.ndarray] | None = None,
+    without: tuple[str, ...] = (),
 ) -> None:
-    """Write the checkpoint in a folder as a GGUF file of an architecture, with more tensors."""
+    """Write the checkpoint in a folder as a GGUF file, with more tensors and without some."""
     spec = resolve(source).spec
     writer = gguf.GGUFWriter(str(path), arch)
     _add_numbers(writer, spec)
@@ -28,7 +32,8 @@ def write_gguf(
     with open_weights(source) as file:
         tensors = {ours: read_part(spec, file, Operand(ours)) for ours in spec.tensor_shapes()}
     for name, array in {**_gguf_tensors(spec, arch, tensors, names), **(more or {})}.items():
-        writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
+        if not name.endswith(without):
+            writer.add_tensor(name, np.ascontiguousarray(array, np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -54,7 +59,9 @@ def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     writer.add_feed_forward_length(spec.intermediate_size)
     writer.add_head_count(spec.n_heads)
     writer.add_head_count_kv(spec.n_kv_heads)
-    if spec.head_dim * spec.n_heads != spec.hidden_size:
+    if spec.latent is not None:
+        _add_latent(writer, spec)
+    elif spec.head_dim * spec.n_heads != spec.hidden_size:
         writer.add_key_length(spec.head_dim)
         writer.add_value_length(spec.head_dim)
     (writer.add_layer_norm_rms_eps if spec.norm == "rms" else writer.add_layer_norm_eps)(
@@ -83,9 +90,32 @@ def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
             writer.add_expert_feed_forward_length(spec.moe.expert_size)
         if spec.family == "qwen2_moe":
             writer.add_expert_shared_feed_forward_length(spec.moe.shared_size)
-        if spec.family == "deepseek":
+        if spec.family.startswith("deepseek"):
             writer.add_expert_shared_count(spec.moe.shared_size // spec.moe.expert_size)
             writer.add_leading_dense_block_count(1)
+            writer.add_expert_weights_scale(spec.moe.scale)
+            writer.add_expert_weights_norm(spec.moe.renormalize)
+            gating = gguf.ExpertGatingFuncType[spec.moe.scoring.upper()]
+            writer.add_expert_gating_func(gating)
+            writer.add_expert_group_count(spec.moe.groups)
+            writer.add_expert_group_used_count(spec.moe.groups_used)
+
+
+def _add_latent(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
+    """Write what says latent attention, as in files with a matrix for each head."""
+    writer.add_key_length(spec.cached_dim)
+    writer.add_value_length(spec.latent.kv_rank)
+    writer.add_key_length_mla(spec.head_dim)
+    writer.add_value_length_mla(spec.value_dim)
+    writer.add_kv_lora_rank(spec.latent.kv_rank)
+    if spec.latent.q_rank:
+        writer.add_q_lora_rank(spec.latent.q_rank)
+    scaling = spec.rope.scaling
+    if scaling is not None:
+        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+        writer.add_rope_scaling_factor(scaling.factor)
+        writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position)
+        writer.add_rope_scaling_yarn_log_mul(0.1 * scaling.mscale_all_dim)
 
 
 def _gguf_tensors(spec, arch, tensors, names):
@@ -108,6 +138,8 @@ def _gguf_tensors(spec, arch, tensors, names):
             array = array + np.float32(1)
         if inner.startswith("shared_gate"):
             array = array.reshape(-1)
+        if inner in ("attn.k_b.weight", "attn.v_b.weight"):
+            array = array.reshape(spec.n_heads, -1, array.shape[1])
         done[_name(ours, layer, names, fused=arch in ("gptneox", "bloom", "gpt2"))] = array
     done = {k: np.stack(v) if isinstance(v, list) else v for k, v in done.items()}
     return _fuse(done, arch)
@@ -117,6 +149,8 @@ def _name(ours, layer, names, fused):
     kind = ours.rsplit(".", 1)[1]
     pattern = ours.replace(f"layers.{layer}.", "layers.{i}.") if layer else ours
     weight = pattern.removesuffix(kind) + "weight"
+    if pattern in names:  # a bias with a name of its own
+        return names[pattern][0].replace("{i}", layer)
     if weight not in names:
         fused_part = {"ffn.gate": "ffn_gate", "ffn.up": "ffn_up"}
         name = f"blk.{{i}}.{fused_part[pattern.split('.', 2)[2].rsplit('.', 1)[0]]}.weight"

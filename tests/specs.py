@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from nbflow.spec.build import build_spec
+from nbflow.spec.family import family_of
 from nbflow.spec.model_spec import ModelSpec, RopeSpec
+from nbflow.spec.stored import stored
 
 LLAMA_TENSORS = {
     "embed.weight": "model.embed_tokens.weight",
@@ -89,3 +92,23 @@ def write_llama(folder: Path, dtype: Any = np.float32, seed: int = 0, **changes:
     }
     (folder / "config.json").write_text(json.dumps(config))
     return spec
+
+
+def write_checkpoint(
+    folder: Path, config: dict[str, Any], dtype: Any = np.float32, seed: int = 0
+) -> None:
+    """Write a Hugging Face folder of any family with random weights, as its config.json says."""
+    family = family_of(config["model_type"], "test")
+    spec = build_spec(family, config, name="test", where="test", checkpoint_tensors=None)
+    rng = np.random.default_rng(seed)
+    tensors: dict[str, Any] = {}
+    for name in spec.tensor_shapes():
+        place = stored(spec, name)
+        if len(place.shape) > 1:
+            array = rng.standard_normal(place.shape) / np.sqrt(place.shape[-1])
+        else:
+            array = 1 + 0.1 * rng.standard_normal(place.shape)
+        tensors.setdefault(place.name, array.astype(dtype))
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(config))

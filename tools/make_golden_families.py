@@ -40,6 +40,15 @@ SIZES = {
 FOUR = {**SIZES, "hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,
         "head_dim": 12}  # fmt: skip
 """Grouped heads whose width is not hidden_size / heads."""
+FOUR_EVEN = {**FOUR, "head_dim": 8}
+FOUR_HALF = {
+    **FOUR_EVEN,
+    "rope_parameters": {
+        "rope_theta": 10000.0,
+        "rope_type": "default",
+        "partial_rotary_factor": 0.5,
+    },
+}
 EXPERTS = {**FOUR, "head_dim": 8, "intermediate_size": 48}
 GPT2 = {
     "vocab_size": 97, "n_embd": 36, "n_layer": 2, "n_head": 3, "n_positions": 64,
@@ -53,6 +62,20 @@ OPT = {
 FALCON = {
     "vocab_size": 97, "hidden_size": 36, "num_hidden_layers": 2, "num_attention_heads": 3,
     "max_position_embeddings": 64, "bos_token_id": None, "eos_token_id": None,
+}  # fmt: skip
+LATENT = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "max_position_embeddings": 64, "tie_word_embeddings": False,
+    "bos_token_id": None, "eos_token_id": None, "pad_token_id": None, "kv_lora_rank": 20,
+    "num_key_value_heads": 4,
+    "qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 10, "moe_intermediate_size": 12,
+    "n_routed_experts": 8, "num_experts_per_tok": 3, "first_k_dense_replace": 1,
+    "routed_scaling_factor": 1.5,
+}  # fmt: skip
+"""Latent attention and experts, no size a multiple of 16."""
+LATENT_YARN = {
+    "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.707,
+    "mscale_all_dim": 0.707, "beta_fast": 32, "beta_slow": 1,
 }  # fmt: skip
 LONG = {
     "rope_type": "longrope", "short_factor": [1.0, 1.5, 2.0, 3.0], "factor": 4.0,
@@ -120,6 +143,42 @@ HF: dict[str, tuple[str, dict[str, Any]]] = {
                                      "decoder_sparse_step": 1, "mlp_only_layers": [1]}),
     "qwen3_moe": ("Qwen3Moe", {**EXPERTS, "num_experts": 5, "num_experts_per_tok": 2,
                                "moe_intermediate_size": 12, "norm_topk_prob": True}),
+    "deepseek_v2_lite": ("DeepseekV2", {**LATENT, "q_lora_rank": None, "topk_method": "greedy",
+                                        "n_group": 1, "topk_group": 1, "n_shared_experts": 2,
+                                        "rope_parameters": rope("yarn", **LATENT_YARN)}),
+    "deepseek_v2": ("DeepseekV2", {**LATENT, "q_lora_rank": 24, "n_group": 4, "topk_group": 2,
+                                   "topk_method": "group_limited_greedy", "n_shared_experts": 1}),
+    "olmo": ("Olmo", FOUR_EVEN),
+    "olmo2": ("Olmo2", FOUR_EVEN),
+    "olmoe": ("Olmoe", {**FOUR_EVEN, "intermediate_size": 12, "num_experts": 5,
+                        "num_experts_per_tok": 2}),
+    "cohere": ("Cohere", {**FOUR_EVEN, "logit_scale": 0.25, "tie_word_embeddings": True}),
+    "cohere2": ("Cohere2", {**FOUR_EVEN, "logit_scale": 0.25, "tie_word_embeddings": True,
+                            "sliding_window": 9, "num_hidden_layers": 3,
+                            "layer_types": ["sliding_attention", "full_attention",
+                                            "sliding_attention"]}),
+    "starcoder2": ("Starcoder2", {**FOUR_EVEN, "sliding_window": 9}),
+    "granitemoe": ("GraniteMoe", {**FOUR_EVEN, "intermediate_size": 12, "num_local_experts": 4,
+                                  "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
+                                  "attention_multiplier": 0.2, "logits_scaling": 2.0}),
+    "gptj": ("GPTJ", {"vocab_size": 97, "n_embd": 36, "n_layer": 2, "n_head": 3, "rotary_dim": 4,
+                      "n_positions": 64, "bos_token_id": None, "eos_token_id": None,
+                      "n_inner": 56}),
+    "mpt": ("Mpt", {"vocab_size": 97, "d_model": 24, "n_layers": 2, "n_heads": 3,
+                    "max_seq_len": 64}),
+    "nemotron": ("Nemotron", {**FOUR_EVEN, "rope_parameters": rope(
+        "default", partial_rotary_factor=0.5)}),
+    "smollm3": ("SmolLM3", {**FOUR_EVEN, "num_hidden_layers": 3, "no_rope_layers": [1, 0, 1]}),
+    "helium": ("Helium", FOUR_EVEN),
+    "glm": ("Glm", FOUR_HALF),
+    "glm4": ("Glm4", FOUR_HALF),
+    "glm4_moe": ("Glm4Moe", {**FOUR_HALF, "moe_intermediate_size": 12, "n_routed_experts": 8,
+                             "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
+                             "routed_scaling_factor": 1.5, "use_qk_norm": True,
+                             "attention_bias": True}),
+    "deepseek_v3": ("DeepseekV3", {**LATENT, "q_lora_rank": 24, "n_group": 4, "topk_group": 2,
+                                   "n_shared_experts": 1, "norm_topk_prob": True,
+                                   "rope_parameters": rope("yarn", **LATENT_YARN)}),
 }  # fmt: skip
 """Name -> class and configuration."""
 
@@ -178,6 +237,9 @@ def randomize(model: torch.nn.Module) -> None:
         elif "embed" not in name:
             parameter.data = torch.randn_like(parameter) * parameter.shape[-1] ** -0.5
         parameter.data = parameter.data.half().float()
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.copy_((0.2 * torch.randn_like(buffer)).half().float())
 
 
 def from_transformers(kind: str, options: dict[str, Any]) -> published.Made:

@@ -8,12 +8,12 @@ from typing import Any
 from nbflow_kernels.errors import MissingExtraError
 
 
-def require(module: str) -> Any:
+def require(module: str, extra: str = "experiments") -> Any:
     """Import and return `module`, or raise `MissingExtraError` naming the extra that holds it."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
         raise MissingExtraError(
-            f"this needs the package {package!r}; install it: pip install 'nbflow[experiments]'"
+            f"this needs the package {package!r}; install it: pip install 'nbflow[{extra}]'"
         ) from error

@@ -24,7 +24,8 @@ from nbflow_experiments.measures import MEASURES, Context, Measure, Outcome, nee
 from nbflow_experiments.points import LOAD_SETTINGS, OUTLIER_BITS, QUALITY_SETTINGS, Point
 from nbflow_experiments.progress import Reporter
 from nbflow_experiments.records import SCHEMA_VERSION, ResultsFolder, reading_row
-from nbflow_experiments.reference import is_complete, reference_path, write_reference
+from nbflow_experiments.reference import reference_path, write_reference
+from nbflow_experiments.scoring.stored import is_complete
 from nbflow_experiments.steps import Interrupted, StepFailed, StopRequest, in_step
 
 if TYPE_CHECKING:

@@ -49,7 +49,7 @@ def estimate_perplexity(nll: np.ndarray) -> Estimate:
     4.0
     """
     nats = estimate_mean(nll)
-    perplexity = math.exp(nats.mean) if nats.mean < 700 else math.inf
+    perplexity = math.inf if nats.mean >= 700 else math.exp(nats.mean)
     return Estimate(perplexity, perplexity * nats.stderr, nats.n)
 
 
@@ -58,31 +58,3 @@ def estimate_share(hits: np.ndarray) -> Estimate:
     n = int(hits.size)
     share = float(np.count_nonzero(hits)) / n if n else math.nan
     return Estimate(share, math.sqrt(share * (1.0 - share) / n) if n else math.nan, n)
-
-
-def log_softmax(logits: np.ndarray) -> np.ndarray:
-    """Return log probabilities, float64 (T, V), of `logits` (T, V)."""
-    x = np.asarray(logits, np.float64)
-    with np.errstate(invalid="ignore"):
-        x = x - np.max(x, axis=-1, keepdims=True)
-        shifted: np.ndarray = x - np.log(np.sum(np.exp(x), axis=-1, keepdims=True))
-    return shifted
-
-
-def negative_log_likelihood(log_p: np.ndarray, targets: np.ndarray) -> np.ndarray:
-    """Return -log p of each target, in nats (T,); `log_p` (T, V), `targets` (T,)."""
-    picked: np.ndarray = -log_p[np.arange(len(targets)), targets]
-    return picked
-
-
-def kl_divergence(log_p: np.ndarray, log_q: np.ndarray) -> np.ndarray:
-    """Return KL(p || q) of each row in nats (T,), `p` being the reference; both (T, V).
-
-    Rounding can make the sum of an all but equal pair slightly negative; it is not clipped.
-    """
-    with np.errstate(invalid="ignore"):
-        p = np.exp(log_p)
-        # A probability of 0 contributes 0, even where its logarithm is -inf.
-        terms: np.ndarray = np.where(p > 0, p * (log_p - log_q), 0.0)
-        total: np.ndarray = np.where(np.isnan(p).any(axis=-1), np.nan, terms.sum(axis=-1))
-    return total

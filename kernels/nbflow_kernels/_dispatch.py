@@ -14,6 +14,29 @@ def is_cuda(array: object) -> bool:
     return hasattr(array, "__cuda_array_interface__")
 
 
+def empty(like: Any, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
+    """Return a new array where `like` lives."""
+    if isinstance(like, np.ndarray):
+        return np.empty(shape, dtype)
+    from nbflow_kernels.cuda import device_of
+
+    return device_of(like).empty(shape, dtype)
+
+
+def on_device(array: Any, like: Any) -> Any:
+    """Return `array` on the device of `like`: itself, or a copy of an array on the host."""
+    if is_cuda(array):
+        return array
+    from nbflow_kernels.cuda import device_of
+
+    return device_of(like).asarray(array)
+
+
+def on_host(array: Any) -> Any:
+    """Return `array` as it is, or the NumPy copy of an array on a CUDA device, after waiting."""
+    return array.get() if is_cuda(array) and hasattr(array, "get") else array
+
+
 def check_array(
     name: str,
     array: Any,

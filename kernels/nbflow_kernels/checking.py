@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 import nbflow_kernels
+from nbflow_kernels import cuda
+from nbflow_kernels._dispatch import is_cuda
 from nbflow_kernels.families import family_of, load
 from nbflow_kernels.opcase import OpCase
 
@@ -39,16 +42,61 @@ def leaves(value: Any) -> list[Any]:
     return [] if value is None else [value]
 
 
-def run(case: OpCase) -> dict[str, Any]:
-    """Call the public function; return its result and its arguments after the call."""
+Place = Callable[[Any, bool], Any]
+"""Copies a NumPy array to a device: ``(array, whether it is an output)``."""
+
+
+def run(case: OpCase, place: Place | None = None) -> dict[str, Any]:
+    """Call the public function; return its result and its arguments after the call.
+
+    With `place` the arguments, except those named in `case.host`, are copied to a device first, and
+    what comes back lies in NumPy arrays again.
+    """
     arguments = make_inputs(case)
     out = make_out(case)
+    if place is not None:
+        arguments = {
+            name: value if name in case.host else _placed(value, place)
+            for name, value in arguments.items()
+        }
+        out = {name: place(value, True) for name, value in out.items()}
     result = getattr(nbflow_kernels, case.op)(**arguments, **out)
     if out:
         first = result[0] if isinstance(result, tuple) else result
         if first is not out["out"]:
             raise CheckError(f"{case.id}: out= was given, but something else was returned")
+    if place is not None:
+        _check_placed(case, result)
+        result, arguments = _fetched(result), _fetched(arguments)
     return {"result": result, "arguments": arguments}
+
+
+def _placed(value: Any, place: Place) -> Any:
+    """Return a value with its arrays copied to a device."""
+    if isinstance(value, np.ndarray):
+        return place(value, False)
+    if isinstance(value, tuple | list):
+        return type(value)(_placed(item, place) for item in value)
+    if hasattr(value, "to_device"):
+        return value.to_device(place(np.zeros(1, np.float32), False))
+    return value
+
+
+def _check_placed(case: OpCase, result: Any) -> None:
+    for leaf in leaves(result):
+        if isinstance(leaf, np.ndarray):
+            raise CheckError(f"{case.id}: arguments lie on a device, the result in host memory")
+
+
+def _fetched(value: Any) -> Any:
+    """Return a value with its arrays copied to host memory."""
+    if isinstance(value, dict):
+        return {name: _fetched(item) for name, item in value.items()}
+    if isinstance(value, tuple | list):
+        return type(value)(_fetched(item) for item in value)
+    if hasattr(value, "to_host"):
+        return value.to_host()
+    return cuda.to_host(value) if is_cuda(value) else value
 
 
 def run_reference(case: OpCase) -> dict[str, Any]:
@@ -58,7 +106,7 @@ def run_reference(case: OpCase) -> dict[str, Any]:
     return {"result": result, "arguments": arguments}
 
 
-def check(case: OpCase) -> float:
+def check(case: OpCase, place: Place | None = None) -> float:
     """Compare the op with its reference on one case.
 
     Returns
@@ -72,7 +120,7 @@ def check(case: OpCase) -> float:
         If a result or a mutated argument is off by more than the case allows, has another shape,
         or an argument that is not in `mutates` was changed.
     """
-    got, want = run(case), run_reference(case)
+    got, want = run(case, place), run_reference(case)
     _check_unchanged(case, got["arguments"])
     worst = _compare(case, "result", got["result"], want["result"])
     for name in case.mutates:

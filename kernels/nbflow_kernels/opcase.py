@@ -37,6 +37,8 @@ class OpCase:
     """Shape and dtype of `out=`; the test passes it filled with NaN and wants it back."""
     mutates: tuple[str, ...] = ()
     """Names of arguments that are changed in place; they are compared too."""
+    host: tuple[str, ...] = ()
+    """Names of array arguments that stay in host memory when the others lie on a device."""
     exact: bool = False
     """Compare bit for bit (copies, integer results) instead of with a tolerance."""
     timed: bool = field(default=False)

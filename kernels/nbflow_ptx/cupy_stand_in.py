@@ -23,6 +23,8 @@ from nbflow_ptx import nvrtc
 from nbflow_ptx.checks import Checks
 from nbflow_ptx.device import WRITTEN, Allocation, Device
 from nbflow_ptx.errors import LaunchError
+from nbflow_ptx.kernel_device import EmulatedDevice
+from nbflow_ptx.kernel_device import State as _State
 from nbflow_ptx.launching import Emulator, Result
 from nbflow_ptx.layout import triple
 
@@ -35,21 +37,12 @@ uint8, uint16, uint32, uint64 = np.uint8, np.uint16, np.uint32, np.uint64
 bool_, dtype = np.bool_, np.dtype
 
 
-class _State:
-    """The emulated GPU all arrays of this module live on."""
-
-    device = Device()
-    checks = Checks()
-    arch = "sm_80"
-    last: Result | None = None
-
-
 def reset(
     *, memory_bytes: int = 1 << 30, checks: Checks | None = None, arch: str = "sm_80"
 ) -> None:
     """Start with an empty device; arrays made before must no longer be used."""
     _State.device, _State.checks, _State.arch = Device(memory_bytes), checks or Checks(), arch
-    _State.last = None
+    _State.last, _State.constants = None, {}
 
 
 def last_launch() -> Result | None:
@@ -64,6 +57,8 @@ class _Pointer:
 
 class ndarray:
     """An array in emulated device memory; a NumPy view of it does the work on the host side."""
+
+    __kernel_device__ = EmulatedDevice()  # what launches kernels on it
 
     def __init__(self, view: np.ndarray, place: Allocation, device: Device) -> None:
         self._view, self._place, self._device = view, place, device
@@ -151,6 +146,10 @@ class ndarray:
             else:
                 self._written()
 
+    def swapaxes(self, first: int, second: int) -> ndarray:
+        """Return a view with two axes exchanged."""
+        return self._like(self._view.swapaxes(first, second))
+
     def reshape(self, *shape: Any) -> ndarray:
         """Return a view of another shape."""
         shape = shape[0] if len(shape) == 1 else shape
@@ -171,9 +170,9 @@ class ndarray:
             self if not copy and self.dtype == np.dtype(kind) else asarray(self._view.astype(kind))
         )
 
-    def copy(self) -> ndarray:
+    def copy(self, order: str = "C") -> ndarray:
         """Return a copy on the device."""
-        return asarray(self._view)
+        return asarray(np.array(self._view, order="K"), order=order)
 
     def item(self) -> Any:
         """Return the only element."""

@@ -280,7 +280,7 @@ class Cells:
         """Return whether all reads of a cell that several threads read came before mine."""
         clocks, at = m.clocks, int(self.r_at[cell])
         grid, mine = clocks.grid, int(m.block_id[lane])
-        if int(self.r_block[cell]) != mine:
+        if self.across and int(self.r_block[cell]) != mine:
             if self.r_block[cell] == _SEVERAL:
                 return at <= grid.met or bool(grid.acquire[mine] >= at)
             return at <= grid.met or bool(

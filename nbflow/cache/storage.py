@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 
+from nbflow.spec.model_spec import ModelSpec
+from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kvcache.formats import kv_format
 
 LAYOUT = "HND"
@@ -25,54 +28,136 @@ class KVStorage:
         Heads, and numbers of a head vector.
     kv : str
         Element format, a name of `nbflow_kernels.kvcache.formats.kv_format`.
+    xp : module
+        Makes the arrays: NumPy, or what stands for it on a device.
     """
 
+    arrays_per_layer = 2
+
     def __init__(
-        self, layers: Sequence[int], page_size: int, n_kv_heads: int, head_dim: int, kv: str
+        self,
+        layers: Sequence[int],
+        page_size: int,
+        n_kv_heads: int,
+        head_dim: int,
+        kv: str,
+        xp: Any = np,
     ) -> None:
         self.page_size = page_size
         self.format = kv_format(kv)
+        self._xp = xp
         self._shape = (n_kv_heads, page_size, self.format.row_length(head_dim))
-        self.layers = {i: (self._pages(0), self._pages(0)) for i in layers}
+        self._held: dict[int, tuple[Any, ...]] = dict.fromkeys(layers, ())
+        self.layers: dict[int, tuple[Any, Any]] = {}
+        """Keys and values of each layer."""
         self.n_pages = 0
         self.version = 0
         """Counts how often the arrays have been made anew."""
+        self.release()
 
     @property
     def n_bytes(self) -> int:
         """Return the bytes of all pages."""
-        return sum(k.nbytes + v.nbytes for k, v in self.layers.values())
+        return self.n_pages * self.page_bytes
 
     @property
     def page_bytes(self) -> int:
         """Return the bytes of one page, all layers together."""
-        return 2 * len(self.layers) * int(np.prod(self._shape)) * self.format.dtype.itemsize
+        n_numbers = len(self._held) * self.arrays_per_layer * int(np.prod(self._shape))
+        return n_numbers * self.format.dtype.itemsize
 
     def ensure(self, n_pages: int) -> None:
         """Have at least `n_pages` pages, keeping what the present ones hold."""
         if n_pages <= self.n_pages:
             return
-        for layer, (keys, values) in self.layers.items():
-            grown = self._pages(n_pages), self._pages(n_pages)
-            grown[0][: self.n_pages] = keys
-            grown[1][: self.n_pages] = values
-            self.layers[layer] = grown
+        for layer, old in self._held.items():
+            new = self._pages(n_pages)
+            for a, b in zip(old, new, strict=True):
+                b[: self.n_pages] = a
+            self._keep(layer, new)
         self.n_pages = n_pages
         self.version += 1
 
     def release(self) -> None:
         """Give all memory back; no page is left."""
-        self.layers = {i: (self._pages(0), self._pages(0)) for i in self.layers}
+        for layer in self._held:
+            self._keep(layer, self._pages(0))
         self.n_pages = 0
         self.version += 1
 
     def copy_pages(self, pairs: Iterable[tuple[int, int]]) -> None:
         """Copy pages (from, to), one after the other."""
         for source, target in pairs:
-            for keys, values in self.layers.values():
-                keys[target] = keys[source]
-                values[target] = values[source]
+            for arrays in self._held.values():
+                for array in arrays:
+                    array[target] = array[source]
 
-    def _pages(self, n: int) -> np.ndarray:
+    def _keep(self, layer: int, arrays: tuple[Any, ...]) -> None:
+        self._held[layer] = arrays
+        self.layers[layer] = self._pair(arrays)
+
+    def _pair(self, arrays: tuple[Any, ...]) -> tuple[Any, Any]:
+        """Return keys and values of the arrays of a layer."""
+        keys, values = arrays
+        return keys, values
+
+    def _pages(self, n: int) -> tuple[Any, ...]:
         # Zeros, not garbage: a page's unused tail is read (and masked) by vector loads.
-        return np.zeros((n, *self._shape), self.format.dtype)
+        shape = (n, *self._shape)
+        return tuple(self._xp.zeros(shape, self.format.dtype) for _ in range(self.arrays_per_layer))
+
+
+class LatentStorage(KVStorage):
+    """Pages of one vector for each token, whose first columns are the values too.
+
+    The pair (keys, values) of a layer is the pages and a view of their first columns.
+
+    Parameters
+    ----------
+    layers, page_size, kv, xp
+        As of `KVStorage`.
+    width : int
+        Numbers of a vector.
+    value_width : int
+        Numbers of it that are values.
+    """
+
+    arrays_per_layer = 1
+
+    def __init__(
+        self,
+        layers: Sequence[int],
+        page_size: int,
+        width: int,
+        value_width: int,
+        kv: str,
+        xp: Any = np,
+    ) -> None:
+        format = kv_format(kv)
+        if value_width % format.block_size:
+            raise UsageError(
+                f"kv={kv!r}: the {value_width} columns of a latent vector that are values must be "
+                f"whole blocks of {format.block_size}; use kv='f16', or a format with a smaller "
+                "block"
+            )
+        self._value_length = format.row_length(value_width)
+        super().__init__(layers, page_size, 1, width, kv, xp)
+
+    def _pair(self, arrays: tuple[Any, ...]) -> tuple[Any, Any]:
+        (vectors,) = arrays
+        return vectors, vectors[..., : self._value_length]
+
+
+def make_storage(
+    spec: ModelSpec,
+    layers: Sequence[int],
+    page_size: int,
+    n_kv_heads: int,
+    kv: str,
+    xp: Any = np,
+) -> KVStorage:
+    """Return the storage of some layers' keys and values for a model."""
+    if spec.latent is not None:
+        width, value_width = spec.cached_dim, spec.latent.kv_rank
+        return LatentStorage(layers, page_size, width, value_width, kv, xp)
+    return KVStorage(layers, page_size, n_kv_heads, spec.head_dim, kv, xp)

@@ -1,75 +1,47 @@
-"""Decoding strategies: how the next token is chosen.  One file each, one line in `STRATEGIES`.
+"""Decoding: how the next token is chosen.  One file for each strategy, one line in `STRATEGIES`.
 
-A strategy is a frozen dataclass of its parameters with a method `choose`.  Draws come from a
-counter-based generator: the n-th token of a request depends on its seed and n, not on what else is
-in the batch.
+A strategy is a frozen dataclass of its parameters.  Draws come from a counter-based generator: the
+n-th token of a request depends on its seed and n, not on what else is in the batch.
+
+================  =================================================================================
+`table`           the strategies by name
+`strategy`        what every strategy offers: compiled ones and ones with a state
+`filters`         temperature, top-k, top-p and min-p together
+`chain`           llama.cpp's samplers in settable order; `mirostat`
+`inferflow`       Inferflow's strategies with its rules and random numbers
+`constraints`     biases, penalties, forbidden tokens, for every strategy
+`structured`      choice, regular expression, JSON schema, grammar
+`parameters`      everything a request can ask for, and the strategy it means
+================  =================================================================================
 """
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
-
+from nbflow.decoding.chain import Chain
+from nbflow.decoding.constraints import Constrained, Constraints
+from nbflow.decoding.filters import Filters
 from nbflow.decoding.greedy import Greedy
 from nbflow.decoding.min_p import MinP
+from nbflow.decoding.mirostat import Mirostat
+from nbflow.decoding.parameters import Parameters
 from nbflow.decoding.sample import Sample
 from nbflow.decoding.strategy import State, Strategy
+from nbflow.decoding.structured import Grammar
+from nbflow.decoding.table import STRATEGIES, make_strategy
 from nbflow.decoding.top_k import TopK
 from nbflow.decoding.top_p import TopP
-from nbflow_kernels.errors import UsageError, unknown_name
-
-STRATEGIES: dict[str, type[Strategy]] = {
-    "greedy": Greedy,
-    "sample": Sample,
-    "top_k": TopK,
-    "top_p": TopP,
-    "min_p": MinP,
-}
-
-
-def make_strategy(
-    name: str, defaults: Mapping[str, float] | None = None, **parameters: float | None
-) -> Strategy:
-    """Return the strategy with this name.
-
-    Parameters
-    ----------
-    name : str
-        One of `STRATEGIES`.
-    defaults : mapping of str to float, optional
-        What a model recommends; taken where the strategy has such a parameter and none is given.
-        0 recommends nothing, as in Hugging Face's generation_config.json.
-    **parameters : float or None
-        The strategy's parameters; None means the model's default, or else the strategy's.
-
-    Raises
-    ------
-    UsageError
-        If the name is unknown, a parameter is not one of the strategy's, or its value is out of
-        range.
-
-    Examples
-    --------
-    >>> make_strategy("top_p", top_p=0.9, temperature=0.7)
-    TopP(temperature=0.7, top_p=0.9)
-    """
-    if name not in STRATEGIES:
-        raise unknown_name("decoding strategy", name, STRATEGIES)
-    kind = STRATEGIES[name]
-    known = [f.name for f in dataclasses.fields(kind)]
-    given = {key: value for key, value in parameters.items() if value is not None}
-    for key in given:
-        if key not in known:
-            takes = f"it takes {', '.join(known)}" if known else "it takes none"
-            raise UsageError(f"decoding {name!r} has no parameter {key!r}; {takes}")
-    recommended = {key: value for key, value in (defaults or {}).items() if key in known and value}
-    return kind(**{**recommended, **given})
-
 
 __all__ = [
     "STRATEGIES",
+    "Chain",
+    "Constrained",
+    "Constraints",
+    "Filters",
+    "Grammar",
     "Greedy",
     "MinP",
+    "Mirostat",
+    "Parameters",
     "Sample",
     "State",
     "Strategy",

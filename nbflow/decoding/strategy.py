@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, Self
 
 import numpy as np
 
+from nbflow.decoding.candidates import Candidates, random_number
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.sampling import cpu
+from nbflow_kernels.sampling import (
+    cpu,
+    min_p_renorm_probs,
+    softmax,
+    top_k_renorm_probs,
+    top_p_renorm_probs,
+)
 from nbflow_kernels.sampling.checks import limits_of
 
 
@@ -25,11 +33,46 @@ class State(Protocol):
             Scores of the vocabulary; may be changed.
         """
 
+    def probs(self, logits: np.ndarray) -> np.ndarray:
+        """Return what `choose` draws from, float32 (V,); parameters as there."""
+
     def accept(self, token: int) -> None:
         """Take the token that came next; it need not be the chosen one."""
 
     def fork(self) -> State:
         """Return a copy that goes on by itself."""
+
+
+class SampledState:
+    """A state whose next token is drawn from candidates with Philox numbers."""
+
+    def __init__(self, prompt_ids: Sequence[int], seed: int) -> None:
+        self.prompt_ids = list(prompt_ids)
+        self.seed = seed
+        self.ids: list[int] = []
+        """New tokens."""
+
+    def candidates(self, logits: np.ndarray) -> Candidates:
+        """Return the tokens that may come next with their final logits."""
+        raise NotImplementedError
+
+    def choose(self, logits: np.ndarray) -> int:
+        """See `State.choose`."""
+        return self.candidates(logits).draw(random_number(self.seed, len(self.ids)))
+
+    def probs(self, logits: np.ndarray) -> np.ndarray:
+        """See `State.probs`."""
+        return self.candidates(logits).dense()
+
+    def accept(self, token: int) -> None:
+        """See `State.accept`."""
+        self.ids.append(token)
+
+    def fork(self) -> Self:
+        """See `State.fork`."""
+        other = copy.copy(self)
+        other.ids = list(self.ids)
+        return other
 
 
 @dataclass(frozen=True)
@@ -45,6 +88,10 @@ class Strategy:
 
     def begin(self, prompt_ids: Sequence[int], seed: int) -> State:
         """Return what it remembers of a request before the first new token."""
+        return CompiledState(self, seed)
+
+    def distribution(self, logits: np.ndarray) -> np.ndarray:
+        """Return the probabilities it draws with, float32 (B, V), of logits of that shape."""
         raise NotImplementedError
 
     def launch(
@@ -82,6 +129,33 @@ class Strategy:
         return out
 
 
+class CompiledState:
+    """The state of a compiled strategy: the number of draws."""
+
+    def __init__(self, strategy: Strategy, seed: int) -> None:
+        self._strategy = strategy
+        self._seed = np.array([seed], np.uint64)
+        self._n = 0
+
+    def choose(self, logits: np.ndarray) -> int:
+        """See `State.choose`."""
+        offset = np.array([self._n], np.uint64)
+        return int(self._strategy.choose(logits[None], self._seed, offset)[0])
+
+    def probs(self, logits: np.ndarray) -> np.ndarray:
+        """See `State.probs`."""
+        row: np.ndarray = self._strategy.distribution(logits[None])[0]
+        return row
+
+    def accept(self, token: int) -> None:
+        """See `State.accept`."""
+        self._n += 1
+
+    def fork(self) -> CompiledState:
+        """See `State.fork`."""
+        return copy.copy(self)
+
+
 @dataclass(frozen=True)
 class Draw(Strategy):
     """A draw from the tokens that a filter keeps, the probabilities after a temperature."""
@@ -89,6 +163,16 @@ class Draw(Strategy):
     def filters(self) -> dict[str, float]:
         """Return temperature and the filters: ``top_k``, ``top_p``, ``min_p``."""
         raise NotImplementedError
+
+    def distribution(self, logits: np.ndarray) -> np.ndarray:
+        filters = self.filters()
+        p: np.ndarray = softmax(logits, filters.pop("temperature"))
+        renorm = {
+            "top_k": top_k_renorm_probs, "top_p": top_p_renorm_probs, "min_p": min_p_renorm_probs
+        }  # fmt: skip
+        for name, value in filters.items():
+            p = renorm[name](p, value)
+        return p
 
     def launch(
         self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray, out: np.ndarray

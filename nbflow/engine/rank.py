@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow.cache import KVStorage, PageTable
+from nbflow.cache import PageTable, make_storage
 from nbflow.decoding.strategy import no_distribution
 from nbflow.engine.burst import MAX_STEPS, Burst
 from nbflow.engine.memory import Memory
@@ -109,8 +109,8 @@ class RankEngine:
         self.weights.pack()
         self.load_seconds = time.perf_counter() - started
         self.bytes_read = file.bytes_read - before
-        self.storage = KVStorage(
-            self.program.layers, page_size, self.program.n_kv_heads, spec.head_dim, kv
+        self.storage = make_storage(
+            spec, self.program.layers, page_size, self.program.n_kv_heads, kv
         )
         self.max_step_tokens = max_step_tokens
         self.table = PageTable(page_size)
@@ -443,7 +443,8 @@ class RankEngine:
     def matrix_bytes(self) -> int:
         """Bytes of matrices that one generation step reads; experts count by their share."""
         moe = self.spec.moe
-        shares = {"linear": 1.0, "experts": moe.top_k / moe.n_experts if moe else 0.0}
+        shares = dict.fromkeys(("linear", "heads_linear"), 1.0)
+        shares["experts"] = moe.top_k / moe.n_experts if moe else 0.0
         return round(
             sum(
                 shares[op.kind] * stored_bytes(matrix)

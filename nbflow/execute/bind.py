@@ -75,8 +75,9 @@ class LayerAttention:
         kv = (arrays.kv_indptr, arrays.kv_indices, arrays.kv_lens)
         memory = (arrays.memory_indptr, arrays.memory_indices, arrays.memory_lens)
         self._step = (arrays.qo_indptr, *(memory if cross else kv))
+        value_dim = spec.head_dim if spec.latent is None else spec.latent.kv_rank
         self.plan = AttentionPlan(
-            (program.n_heads, program.n_kv_heads, spec.head_dim, spec.head_dim),
+            (program.n_heads, program.n_kv_heads, spec.cached_dim, value_dim),
             storage.page_size,
             kv_layout=LAYOUT,
             causal=spec.causal and not cross,
@@ -213,9 +214,9 @@ class Binder:
     def _view(self, name: str) -> np.ndarray:
         return self._executor.view(name, len(self._arrays.ids), len(self._arrays.logit_rows))
 
-    def _heads(self, name: str) -> np.ndarray:
+    def _heads(self, name: str, head_dim: int | None = None) -> np.ndarray:
         view = self._view(name)
-        return view.reshape(len(view), -1, self._spec.head_dim)
+        return view.reshape(len(view), -1, head_dim or self._spec.head_dim)
 
     @staticmethod
     def _captured(op: Op, launcher: Callable[..., Any], *args: Any) -> Made:
@@ -262,11 +263,32 @@ class Binder:
 
         view = self._heads if op.attrs.get("per_head") else self._view
         x, out, eps = view(op.inputs[0]), view(op.out), op.attrs["eps"]
+        if "columns" in op.attrs:
+            x, out = x[:, : op.attrs["columns"]], out[:, : op.attrs["columns"]]
         weight, bias = (*self._executor.weights.operands[index], None, None)[:2]
+        if len(op.inputs) > 1:
+            from nbflow_kernels.norm.shared import rmsnorm_with_sums
+
+            sums = self._view(op.inputs[1])[:, op.attrs["column"]]
+            offset, width = op.attrs.get("offset", 0.0), op.attrs["width"]
+            return self._captured(op, rmsnorm_with_sums, x, sums, weight, width, eps, offset, out)
         if op.attrs["norm"] == "rms":
             offset = op.attrs.get("offset", 0.0)
             return self._captured(op, cpu.rmsnorm, x, weight, eps, offset, out)
         return self._captured(op, cpu.layernorm, x, weight, bias, eps, out)
+
+    def _sum_squares(self, op: Op, index: int) -> Made:
+        from nbflow_kernels.norm.shared import sum_squares
+
+        out = self._view(op.out)
+
+        def launch() -> None:
+            for column, (name, counts) in enumerate(
+                zip(op.inputs, op.attrs["counts"], strict=True)
+            ):
+                sum_squares(self._view(name), counts, out[:, column])
+
+        return self._captured(op, launch)
 
     def _linear(self, op: Op, index: int) -> Made:
         weights = self._executor.weights
@@ -286,11 +308,33 @@ class Binder:
 
         return self._captured(op, launch)
 
+    def _heads_linear(self, op: Op, index: int) -> Made:
+        weights = self._executor.weights.operands[index]
+        x = self._heads(op.inputs[0], op.attrs["head"])
+        out = self._view(op.out).reshape(len(x), len(weights), -1)
+
+        def launch() -> None:
+            for h, weight in enumerate(weights):
+                n_rows, n_columns = weight.shape
+                product = Product(x[:, h, :n_columns], self._executor.activations)
+                product.prepare([weight])
+                product.launch(weight, None, False, out[:, h, :n_rows])
+
+        return self._captured(op, launch)
+
+    def _copy_heads(self, op: Op, index: int) -> Made:
+        from nbflow_kernels.attention.heads import copy_heads
+
+        n = op.attrs["columns"]
+        x = self._heads(op.inputs[0], op.attrs["head"])
+        out = self._view(op.out).reshape(len(x), x.shape[1], -1)
+        return self._captured(op, copy_heads, x[..., -n:], out[..., -n:])
+
     def _rope(self, op: Op, index: int) -> Made:
         from nbflow_kernels.position import cpu
 
-        rope = op.attrs["rope"]
-        q, k = (self._heads(name) for name in op.inputs)
+        rope, first = op.attrs["rope"], op.attrs.get("first", 0)
+        q, k = (self._heads(name, self._spec.cached_dim)[..., first:] for name in op.inputs)
         return self._captured(
             op, cpu.apply_rope_with_cos_sin_cache_inplace, self._arrays.positions, q, k,
             self._executor.rope_table(rope), rope.style == "half",
@@ -299,7 +343,9 @@ class Binder:
     def _append_kv(self, op: Op, index: int) -> Made:
         from nbflow_kernels.kvcache import cpu
 
-        k, v = (self._heads(name) for name in op.inputs)
+        k, v = (self._heads(name, self._spec.cached_dim) for name in (*op.inputs, *op.inputs)[:2])
+        if len(op.inputs) == 1:
+            v = v[..., :0]  # the values are columns of the same vectors
         storage, arrays = self._executor.storage, self._arrays
         keys, values = storage.layers[op.layer or 0]
         return self._captured(
@@ -312,7 +358,8 @@ class Binder:
 
         assert self.attention is not None
         step = self.attention.of(op)
-        q, out = self._heads(op.inputs[0]), self._heads(op.out)
+        _, _, D_qk, D_vo = step.plan.heads
+        q, out = self._heads(op.inputs[0], D_qk), self._heads(op.out, D_vo)
         storage = step.storage
         keys, values = storage.layers[op.layer or 0]
         with capture() as attends:

@@ -117,7 +117,7 @@ class ReferenceExecutor:
                 values[band] = result[:, buffer.offset : buffer.offset + buffer.width]
 
     def _heads(self, x: np.ndarray) -> np.ndarray:
-        return x.reshape(len(x), -1, self._program.spec.head_dim)
+        return x.reshape(len(x), -1, self._program.spec.cached_dim)
 
     def _embedding(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         table = self._operands[index][0]
@@ -127,6 +127,8 @@ class ReferenceExecutor:
 
     def _norm(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         x, eps = values[op.inputs[0]], op.attrs["eps"]
+        n = op.attrs.get("columns", x.shape[1])
+        x, rest = x[:, :n], x[:, n:]
         weights = self._operands[index] or (None,)
         rows = self._heads(x) if op.attrs.get("per_head") else x
         if op.attrs["norm"] == "rms":
@@ -134,7 +136,23 @@ class ReferenceExecutor:
             result = norm.rmsnorm(rows, weights[0], eps=eps, offset=offset)
         else:
             result = norm.layernorm(rows, *weights, eps=eps)
-        return result.reshape(x.shape)
+        return np.concatenate([result.reshape(x.shape), rest], axis=1)
+
+    def _heads_linear(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        x = values[op.inputs[0]].reshape(len(ids), -1, op.attrs["head"])
+        weights = self._operands[index]
+        width = self._program.buffers[op.out].width // len(weights)
+        out = np.zeros((len(ids), len(weights), width))
+        for h, weight in enumerate(weights):
+            out[:, h, : len(weight)] = x[:, h, : weight.shape[1]] @ weight.T
+        return out.reshape(len(ids), -1)
+
+    def _copy_heads(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
+        x = values[op.inputs[0]].reshape(len(ids), -1, op.attrs["head"])
+        out = values[op.out].reshape(*x.shape[:2], -1).copy()
+        n = op.attrs["columns"]
+        out[..., -n:] = x[..., -n:]
+        return out.reshape(len(ids), -1)  # type: ignore[no-any-return]
 
     def _linear(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         result = values[op.inputs[0]] @ np.concatenate(self._operands[index]).T
@@ -148,8 +166,9 @@ class ReferenceExecutor:
         return np.arange(self._length, self._length + len(ids))
 
     def _rope(self, op: Op, index: int, values: Any, ids: np.ndarray) -> None:
-        rope = op.attrs["rope"]
-        q, k = (self._heads(values[name]) for name in op.inputs)
+        rope, first = op.attrs["rope"], op.attrs.get("first", 0)
+        heads = [self._heads(values[name]) for name in op.inputs]
+        q, k = (x[..., first:] for x in heads)
         table = position.rope_cos_sin_cache(
             self._length + len(ids),
             rope.dim,
@@ -160,11 +179,13 @@ class ReferenceExecutor:
         q, k = position.apply_rope_with_cos_sin_cache(
             self._positions(ids), q, k, cos_sin_cache=table, is_neox=rope.style == "half"
         )
-        for name, rotated in zip(op.inputs, (q, k), strict=True):
-            values[name] = rotated.reshape(len(ids), -1)
+        for name, x, rotated in zip(op.inputs, heads, (q, k), strict=True):
+            values[name] = np.concatenate([x[..., :first], rotated], axis=2).reshape(len(ids), -1)
 
     def _append_kv(self, op: Op, index: int, values: Any, ids: np.ndarray) -> None:
         new = [self._heads(values[name]) for name in op.inputs]
+        if self._program.spec.latent is not None:
+            new.append(new[0][..., : self._program.spec.latent.kv_rank])
         old = self._cache.get(op.layer or 0, (new[0][:0], new[1][:0]))
         self._cache[op.layer or 0] = (
             np.concatenate([old[0], new[0]]),

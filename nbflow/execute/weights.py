@@ -61,7 +61,7 @@ class RankWeights:
                     tensor.drop_storage()
 
     def _operands(self, op: Op) -> tuple[Any, ...]:
-        if op.kind == "experts":  # each matrix by itself
+        if op.kind in ("experts", "heads_linear"):  # each matrix by itself
             return tuple(self._once((w,), self._weight) for w in op.weights)
         if op.kind == "attention":
             return tuple(self._once((w,), self._bias_by_distance) for w in op.weights)
@@ -73,7 +73,11 @@ class RankWeights:
             runs = [tuple(run) for _, run in groupby(op.weights, key=self._stored_format)]
             read = self._matrix if op.kind == "embedding" else self._weight
             return tuple(self._once(run, read) for run in runs)
-        return tuple(self._once((w,), self._vector) for w in op.weights)
+        vectors = tuple(self._once((w,), self._vector) for w in op.weights)
+        if op.kind == "norm" and op.attrs["norm"] == "layer" and vectors:
+            # of the rms norm the kernel adds it, a layer norm's does not
+            return (vectors[0] + np.float32(op.attrs.get("offset", 0.0)), *vectors[1:])
+        return vectors
 
     def _bias(self, op: Op) -> np.ndarray | None:
         if not op.bias:
@@ -121,8 +125,10 @@ class RankWeights:
 
     def _stored_format(self, part: Operand) -> str | None:
         """Return the block format a tensor keeps from the checkpoint, or None."""
-        dtype = self._file.dtype(self._program.spec.checkpoint_name(part.name))
-        return None if dtype in ITEM_BYTES or self._is_converted(part) else dtype
+        place = stored(self._program.spec, part.name)
+        dtype = self._file.dtype(place.name)
+        as_floats = dtype in ITEM_BYTES or self._is_converted(part) or place.turned
+        return None if as_floats else dtype
 
     def _weight(self, parts: tuple[Operand, ...]) -> Any:
         """Return a matrix that products are made with: floats too in a layout for computing.
@@ -203,6 +209,8 @@ def read_part(spec: ModelSpec, file: WeightFile, part: Operand) -> np.ndarray:
     place = stored(spec, part.name)
     if len(spec.shape_of(part.name)) == 1 and len(file.shape(place.name)) > 1:
         return file.array(place.name).reshape(-1)[slice(*(part.rows or (None,)))]
+    if place.turned:
+        return _turned(spec, file, part, place)
     spans = _spans(spec, part, place)
     if place.transposed:
         pieces = [file.array(place.name, rows=part.columns, columns=s).T for s in spans]
@@ -210,6 +218,15 @@ def read_part(spec: ModelSpec, file: WeightFile, part: Operand) -> np.ndarray:
         pieces = [file.array(place.name, s, part.columns, flat=True) for s in spans]
     whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
     return np.ascontiguousarray(whole)
+
+
+def _turned(spec: ModelSpec, file: WeightFile, part: Operand, place: Stored) -> np.ndarray:
+    """Return the matrices of some heads whose rows are columns in the checkpoint."""
+    n_rows, width = place.turned, place.shape[-1]  # of a head in the checkpoint, and its rows here
+    first, end = (row // width for row in part.rows or (0, spec.shape_of(part.name)[0]))
+    spans = place.cut((first * n_rows, end * n_rows))
+    heads = [file.array(place.name, span, flat=True).T for span in spans]
+    return np.concatenate(heads)
 
 
 def quantized_pieces(spec: ModelSpec, file: WeightFile, part: Operand) -> list[nk.QuantTensor]:

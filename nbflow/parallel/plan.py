@@ -225,7 +225,7 @@ def _split_heads(
     """Return the query heads and key/value heads of each rank."""
     n = len(shares)
     per_group = spec.n_heads // spec.n_kv_heads
-    unit = _heads_per_unit(block_size, per_group * spec.head_dim)
+    unit = _heads_per_unit(block_size, per_group * spec.value_dim)
     if n == 1:
         return [((0, spec.n_heads), (0, spec.n_kv_heads))]
     if spec.n_kv_heads // unit >= n and spec.n_kv_heads % unit == 0:
@@ -240,12 +240,12 @@ def _split_heads(
             "ranks, so that ranks share them, which goes with equal shares only; leave the shares "
             "within a stage out or use fewer ranks per stage"
         )
-    unit = _heads_per_unit(block_size, spec.head_dim)
+    unit = _heads_per_unit(block_size, spec.value_dim)
     holders = split_evenly(n, spec.n_kv_heads) if n >= spec.n_kv_heads else []
     if not holders or per_group % unit or any(b - a > per_group // unit for a, b in holders):
         raise UsageError(
             f"partition {partition!r}: {spec.name} has {spec.n_heads} query heads and "
-            f"{spec.n_kv_heads} key/value heads of {spec.head_dim} columns, which cannot be dealt "
+            f"{spec.n_kv_heads} key/value heads of {spec.value_dim} columns, which cannot be dealt "
             f"out to {n} ranks in whole heads and whole blocks of {block_size} columns; use fewer "
             "ranks per stage or a format with a smaller block"
         )

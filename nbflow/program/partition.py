@@ -3,7 +3,9 @@
 Within a stage, q, k, v, gate, up and the head are cut by rows (each rank computes some columns of
 the result), o and down by columns (each rank computes a partial sum, summed over the stage by an
 all-reduce: two per layer).  The token embedding is cut by rows, too: a rank gives zeros for tokens
-that others hold, and an all-reduce adds them up, which rounds nothing.  Experts are dealt out
+that others hold, and an all-reduce adds them up, which rounds nothing.  Latent attention has its
+matrices cut by heads, while the latent vectors, and with them the cache, are the same on every rank
+of the stage.  Experts are dealt out
 whole: each rank computes the contribution of its own, and the same all-reduce adds them.  Between
 stages the hidden states are sent.
 """
@@ -14,7 +16,6 @@ import dataclasses
 
 from nbflow.parallel.plan import RankPlan
 from nbflow.program.records import Buffer, Op, Operand, Program
-from nbflow_kernels.errors import UsageError
 
 PARTIAL = ("attn.o", "cross.o", "ffn.down", "shared.down")
 """Matrices that are cut by columns, so that the ranks' results must be summed."""
@@ -24,12 +25,6 @@ def partition(program: Program, plan: RankPlan) -> Program:
     """Return the program of one rank."""
     spec = program.spec
     alone = len(plan.group) == 1
-    if not alone and spec.qk_norm == "all":
-        raise UsageError(
-            f"{spec.name}: its norm of queries and keys goes over all heads, so that ranks cannot "
-            f"share a layer; partition by layers, e.g. '0;1', instead of "
-            f"'{'&'.join(map(str, plan.group))}'"
-        )
     cuts = _cuts(program, plan)
     ops: list[Op] = []
     moves_x = "x" in program.buffers
@@ -48,6 +43,9 @@ def partition(program: Program, plan: RankPlan) -> Program:
             attrs = {"ranks": plan.group, "exchange": plan.exchange}
             ops.append(Op("all_reduce", "o", layer=op.layer, attrs=attrs))
             unsummed = False
+        if not alone and op.kind == "norm" and op.out in "qk" and spec.qk_norm == "all":
+            ops += _shared_norm(program, op, plan, cuts)
+            continue
         ops.append(op if alone else _inside_layer(op, plan, cuts))
         unsummed = not alone and (unsummed or (op.out == "o" and op.kind != "norm"))
     if plan.sends_to and moves_x:
@@ -65,11 +63,13 @@ def partition(program: Program, plan: RankPlan) -> Program:
 
 def _buffers(program: Program, plan: RankPlan, ops: list[Op]) -> dict[str, Buffer]:
     """Return the buffers of a rank's ops, as wide as its part."""
-    cuts = _cuts(program, plan)
+    cuts, spec = _cuts(program, plan), program.spec
     widths = {name: b - a for name, (a, b) in cuts.items()}
     mine = {
         "q": widths["attn.q"],
-        "a": widths["attn.q"],
+        "a": widths["attn.o"],
+        "ql": (plan.heads[1] - plan.heads[0]) * spec.cached_dim,
+        "al": widths["attn.latent"],
         "k": widths["attn.k"],
         "v": widths["attn.v"],
         **dict.fromkeys(("gate", "up", "f"), widths["ffn.up"]),
@@ -77,7 +77,7 @@ def _buffers(program: Program, plan: RankPlan, ops: list[Op]) -> dict[str, Buffe
         "logits_part": plan.vocab[1] - plan.vocab[0],
     }
     used = {name for op in ops for name in (op.out, *op.inputs)}
-    whole = {**program.buffers, "logits_part": Buffer(0, "logits")}
+    whole = {**program.buffers, "logits_part": Buffer(0, "logits"), "squares": Buffer(2)}
     return {
         name: dataclasses.replace(buffer, width=mine.get(name, buffer.width))
         for name, buffer in whole.items()
@@ -87,11 +87,15 @@ def _buffers(program: Program, plan: RankPlan, ops: list[Op]) -> dict[str, Buffe
 
 def _cuts(program: Program, plan: RankPlan) -> dict[str, tuple[int, int]]:
     """Return, for each kind of matrix, the rows (or columns) this rank holds."""
-    D = program.spec.head_dim
+    spec = program.spec
+    D, Dv = spec.head_dim, spec.value_dim
+    C = 0 if spec.latent is None else spec.latent.kv_rank
     q = (plan.heads[0] * D, plan.heads[1] * D)
     kv = (plan.kv_heads[0] * D, plan.kv_heads[1] * D)
     return {
-        **dict.fromkeys(("attn.q", "attn.o", "cross.q", "cross.o"), q),
+        **dict.fromkeys(("attn.q", "cross.q"), q),
+        **dict.fromkeys(("attn.o", "cross.o"), (plan.heads[0] * Dv, plan.heads[1] * Dv)),
+        "attn.latent": (plan.heads[0] * C, plan.heads[1] * C),
         **dict.fromkeys(("attn.k", "attn.v", "cross.k", "cross.v"), kv),
         **dict.fromkeys(("ffn.gate", "ffn.up", "ffn.down"), plan.ffn),
         **dict.fromkeys(("shared.gate", "shared.up", "shared.down"), plan.shared),
@@ -126,6 +130,8 @@ def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]) -> O
     """Return this rank's part of an op of a layer."""
     if op.kind == "experts":
         return _some_experts(op, plan.experts)
+    if op.kind == "heads_linear":
+        return dataclasses.replace(op, weights=op.weights[slice(*plan.heads)])
     if op.kind == "attention":
         table = tuple(Operand(w.name, columns=plan.heads) for w in op.weights)
         return dataclasses.replace(op, weights=table)
@@ -133,6 +139,8 @@ def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]) -> O
         return op
     name = op.weights[0].name
     role = name.split(".", 2)[2].removesuffix(".weight")
+    if role not in cuts:  # attn.q_a, attn.kv_a: what they give is the same on every rank
+        return op
     if role not in PARTIAL:
         bias = tuple(Operand(b.name, rows=cuts[role]) for b in op.bias)
         return dataclasses.replace(op, weights=(Operand(name, rows=cuts[role]),), bias=bias)
@@ -142,6 +150,28 @@ def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]) -> O
         weights=(Operand(name, columns=cuts[role]),),
         bias=op.bias if plan.index == 0 else (),
     )
+
+
+def _shared_norm(
+    program: Program, op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]
+) -> list[Op]:
+    """Return the norm of all heads together, of which this rank holds some.
+
+    A key head that several ranks store counts once, for the one with its first query head.
+    """
+    spec = program.spec
+    attrs = {"width": program.buffers[op.out].width, "column": "qk".index(op.out)}
+    weights = tuple(Operand(w.name, rows=cuts[f"attn.{op.out}"]) for w in op.weights)
+    inputs = (op.out, "squares")
+    norm = dataclasses.replace(op, inputs=inputs, weights=weights, attrs={**op.attrs, **attrs})
+    if op.out == "k":
+        return [norm]
+    counts = plan.heads[0] == plan.kv_heads[0] * (spec.n_heads // spec.n_kv_heads)
+    return [
+        Op("sum_squares", "squares", ("q", "k"), layer=op.layer, attrs={"counts": (True, counts)}),
+        Op("all_reduce", "squares", layer=op.layer, attrs={"ranks": plan.group}),
+        norm,
+    ]
 
 
 def _some_experts(op: Op, experts: tuple[int, int]) -> Op:

@@ -9,12 +9,21 @@ Kinds of op:
 embedding     out = table[ids]; attr ``index``: ids, positions or types; attr ``scale``; without a
               table the sinusoidal one; attr ``first_row``: the table begins with that row of the
               whole one, and rows it does not have count as zeros
-norm          out = norm(input); attrs ``norm`` (rms, layer), ``eps``, ``offset``, ``per_head``
+norm          out = norm(input); attrs ``norm`` (rms, layer), ``eps``, ``offset``, ``per_head``,
+              ``columns`` (only so many, the first ones); with a second input, the rows are parts of
+              rows of attr ``width`` whose sums of squares are its column ``column``
+sum_squares   out = the sum of squares of each input's rows, a column for each; attr ``counts``:
+              whether an input counts
 linear        out = input @ W.T + bias, W the rows of all `weights` one below the other;
               with attr ``accumulate``: out += ...; ``normalize_rows``: W's rows divided by their
               lengths
-rope          rotate the inputs (q, k) in place, attr ``rope``
-append_kv     write inputs (k, v) into the layer's pages
+rope          rotate the inputs (q, k) in place, attr ``rope``; with attr ``first`` from that column
+              of each head on
+copy_heads    the last columns of each head of out = those of each head of the input, attrs
+              ``columns`` (how many) and ``head`` (columns of an input's head)
+heads_linear  for each head: the first columns of out's = (the first of the input's) @ W.T, W the
+              head's own of `weights`
+append_kv     write inputs (k, v), or a latent vector alone, into the layer's pages
 attention     out = attention(q) over the layer's pages, attr ``window``; a weight is the table of
               what is added to the scores for each bucket of distances
 cross_attention
@@ -48,8 +57,11 @@ from nbflow.spec.model_spec import ModelSpec
 Kind = Literal[
     "embedding",
     "norm",
+    "sum_squares",
     "linear",
     "rope",
+    "copy_heads",
+    "heads_linear",
     "append_kv",
     "attention",
     "cross_attention",

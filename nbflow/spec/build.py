@@ -9,7 +9,7 @@ from typing import Any
 from nbflow.spec.family import ABSENT, ALWAYS, STORED, ConfigRule, Family, get_family
 from nbflow.spec.fields import FIELDS, FUSED, REQUIRED
 from nbflow.spec.formula import evaluate
-from nbflow.spec.model_spec import ModelSpec, MoeSpec, RopeSpec
+from nbflow.spec.model_spec import LatentSpec, ModelSpec, MoeSpec, RopeSpec
 from nbflow.spec.toml_schema import check_value
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.position import LongRopeScaling, RopeScaling
@@ -96,6 +96,7 @@ def build_spec(
     rope, local_rope, softmax_factor = _ropes(values, config, where, rope_divisors)
     head_dim = values["head_dim"]
     sm_scale = 1 / math.sqrt(head_dim) if values["sm_scale"] is None else values["sm_scale"]
+    full_layers = _full_layers(values, where)
     return ModelSpec(
         **{field: values[field] for field in _SAME},
         name=name,
@@ -105,7 +106,9 @@ def build_spec(
         rope=rope,
         local_rope=local_rope,
         sm_scale=sm_scale * softmax_factor,
-        full_layers=_full_layers(values, where),
+        full_layers=full_layers,
+        unrotated_layers=_unrotated(values, full_layers, where),
+        latent=_latent(values),
         moe=_moe(values),
         # the file's head if it has one; else tied, unless the configuration forbids it
         tied_head=names.get("head.weight") not in held and stated is not False,
@@ -277,6 +280,9 @@ def _scaling_table(table: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if not table:
         return None
     words = {_GGUF_SCALING.get(k, k): v for k, v in table.items() if k != "finetuned"}
+    log_multiplier = words.pop("yarn_log_multiplier", None)
+    if log_multiplier:  # as llama.cpp has it: all of the temperature is in the softmax
+        words |= dict.fromkeys(("mscale", "mscale_all_dim"), 10.0 * log_multiplier)
     return None if words.get("type") == "none" else words
 
 
@@ -295,6 +301,38 @@ def _full_layers(values: Mapping[str, Any], where: str) -> frozenset[int]:
         return frozenset(i for i, kind in enumerate(types) if kind == "full_attention")
     first = values["window_first_layer"]
     return frozenset(i for i in range(n) if i < first or (every and (i + 1) % every == 0))
+
+
+def _unrotated(
+    values: Mapping[str, Any], full_layers: frozenset[int], where: str
+) -> frozenset[int]:
+    """Return the layers that do not rotate although others do."""
+    n, every, flags = values["n_layers"], values["unrotated_every"], values["rope_layers"]
+    if values["position"] != "rope":
+        return frozenset()
+    if flags:
+        if len(flags) != n or not set(flags) <= {0, 1}:
+            raise UsageError(
+                f"{where}: rope_layers must be {n} times 0 or 1, one for each layer, "
+                f"got {list(flags)!r:.80}"
+            )
+        return frozenset(i for i, rotates in enumerate(flags) if not rotates)
+    if values["rope_windows_only"]:
+        return full_layers if values["window"] is not None else frozenset(range(n))
+    return frozenset(i for i in range(n) if every and (i + 1) % every == 0)
+
+
+def _latent(values: Mapping[str, Any]) -> LatentSpec | None:
+    """Return the latent attention, if there is one."""
+    if not values["kv_rank"]:
+        return None
+    eps, value_dim = values["latent_norm_eps"], values["value_dim"]
+    return LatentSpec(
+        kv_rank=values["kv_rank"],
+        q_rank=values["q_rank"],
+        value_dim=values["head_dim"] if value_dim is None else value_dim,
+        norm_eps=values["norm_eps"] if eps is None else eps,
+    )
 
 
 def _moe(values: Mapping[str, Any]) -> MoeSpec | None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:
-    from nbflow.spec.model_spec import ModelSpec
+    from nbflow.spec.model_spec import LatentSpec, ModelSpec
 
 _POSITIVE = (
     "vocab_size",
@@ -58,9 +58,35 @@ def check_numbers(spec: ModelSpec) -> None:
         )
     if spec.encoder is not None:
         _check_encoder(spec)
+    if spec.latent is not None:
+        _check_latent(spec, spec.latent)
     if not spec.causal and spec.window is not None:
         raise UsageError(f"{spec.name}: a window needs causal attention")
     _check_experts(spec)
+
+
+def _check_latent(spec: ModelSpec, latent: LatentSpec) -> None:
+    for name in ("kv_rank", "q_rank", "value_dim"):
+        least = 0 if name == "q_rank" else 1
+        if not least <= getattr(latent, name) <= MOST:
+            raise UsageError(
+                f"{spec.name}: {name} must be {least} or more, got {getattr(latent, name)}"
+            )
+    if not 0 < spec.rope.dim < spec.head_dim:
+        raise UsageError(
+            f"{spec.name}: latent attention (kv_rank) needs rope_dim, the rotated columns at the "
+            f"end of each head, between 0 and head_dim = {spec.head_dim}, got {spec.rope.dim}"
+        )
+    for name, wanted in (("n_kv_heads", 1), ("qk_norm", "none"), ("causal", True)):
+        if getattr(spec, name) != wanted:
+            raise UsageError(
+                f"{spec.name}: latent attention (kv_rank) needs {name} = {wanted!r}, "
+                f"got {getattr(spec, name)!r}"
+            )
+    if spec.encoder is not None or spec.unrotated_layers:
+        raise UsageError(
+            f"{spec.name}: latent attention (kv_rank) has no encoder, and rotates in every layer"
+        )
 
 
 def _check_encoder(spec: ModelSpec) -> None:

@@ -34,7 +34,8 @@ prefix
     Switches of config.json, and the matrices that have a bias when they are true.  ``always`` is
     true, and ``stored`` is where the checkpoint has the bias.
 [only]
-    Keys of config.json that change the computation, and the values that can be run.
+    Keys of config.json that change the computation, and the values that can be run; ``"any"``
+    takes away what the base says.
 [tensors]
     Our tensor name = the checkpoint's, or a list of names of which the first present counts;
     ``{i}`` for the layer, ``{j}`` for the expert.  Empty: taken out of the base's table.
@@ -64,6 +65,8 @@ ALWAYS = "always"
 """The switch of biases that every member has."""
 STORED = "stored"
 """The switch of biases that are there if the checkpoint has them."""
+ANY = "any"
+"""In place of the values of ``[only]``: the base's rule does not hold here."""
 PARTS = {
     "description": "one line",
     "model_types": "values of model_type that the family serves",
@@ -239,9 +242,12 @@ def check_tensors(table: Any, where: str) -> dict[str, tuple[str, ...]]:
 def _only(table: dict[str, Any], path: Path) -> dict[str, list[Any]]:
     """Return [only], checked."""
     for key, values in table.items():
-        if not isinstance(values, list):
-            raise UsageError(f"{path}: [only] {key} must be a list of values, got {values!r:.80}")
-    return table
+        if not isinstance(values, list) and values != ANY:
+            raise UsageError(
+                f'{path}: [only] {key} must be a list of values, or "any" to take away what the '
+                f"base says, got {values!r:.80}"
+            )
+    return {key: values for key, values in table.items() if values != ANY}
 
 
 def _biased(value: Any, where: str) -> tuple[str, ...]:

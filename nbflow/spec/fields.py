@@ -44,9 +44,7 @@ SIZES = {
 NORMS = {
     "norm": Field(("rms", "layer"), "kind of the norms"),
     "norm_eps": Field(float, "added to the mean square (or the variance)"),
-    "norm_offset": Field(
-        float, "added to the weights of rms norms: 1 where weights are w - 1", 0.0
-    ),
+    "norm_offset": Field(float, "added to the weights of norms: 1 where weights are w - 1", 0.0),
     "norm_weight": Field(bool, "whether the norms have weights", True),
     "norm_bias": Field(bool, "whether norms of kind layer have a bias", True),
     "norm_place": Field(
@@ -75,6 +73,16 @@ ATTENTION = {
         (),
     ),
     "logits_soft_cap": Field(float, "scores become cap * tanh(score / cap)", None),
+    "kv_rank": Field(
+        int,
+        "latent attention: width of the compressed keys and values, which the cache holds; 0: none",
+        0,
+    ),
+    "q_rank": Field(int, "latent attention: width of the compressed queries; 0: none", 0),
+    "value_dim": Field(int, "latent attention: width of a head's values; head_dim if absent", None),
+    "latent_norm_eps": Field(
+        float, "latent attention: eps of the norms of what is compressed; norm_eps if absent", None
+    ),
     "qkv_layout": Field(
         ("blocks", "groups"),
         "rows of a fused attn.qkv: all q, all k, all v; or for each key/value head its q, k, v",
@@ -99,6 +107,11 @@ POSITIONS = {
         dict, "table as in config.json: rope_type linear, dynamic, yarn, llama3, longrope", None
     ),
     "rope_original_context": Field(int, "length before the scaling, if the table lacks it", None),
+    "rope_layers": Field(
+        [int], "for each layer 1 if it rotates, 0 if not; wins over the two fields below", ()
+    ),
+    "unrotated_every": Field(int, "every so many-th layer does not rotate; 0: all do", 0),
+    "rope_windows_only": Field(bool, "whether only layers with the window rotate", False),
     "local_rope_theta": Field(
         float, "base in the layers with the window, which then have no scaling", None
     ),
@@ -167,9 +180,17 @@ FIELDS: dict[str, Field] = {
 """Every field that can be set."""
 
 CROSS = ("cross.q", "cross.k", "cross.v", "cross.o")
-LINEARS = ("attn.q", "attn.k", "attn.v", "attn.o", *CROSS, "ffn.gate", "ffn.up", "ffn.down")
+LINEARS = (
+    "attn.q", "attn.k", "attn.v", "attn.o", "attn.q_a", "attn.kv_a", *CROSS,
+    "ffn.gate", "ffn.up", "ffn.down",
+)  # fmt: skip
 """A layer's matrices that may have a bias."""
-FUSED = {"attn.qkv": ("attn.q", "attn.k", "attn.v"), "ffn.gate_up": ("ffn.gate", "ffn.up")}
+FUSED = {
+    "attn.qkv": ("attn.q", "attn.k", "attn.v"),
+    "attn.kv_b": ("attn.k_b", "attn.v_b"),
+    "ffn.gate_up": ("ffn.gate", "ffn.up"),
+    "moe.{j}.gate_up": ("moe.{j}.gate", "moe.{j}.up"),
+}
 """Matrices that a checkpoint may store in one: its name and the parts."""
 LAYER_NORMS = (
     "attn_norm",
@@ -179,13 +200,19 @@ LAYER_NORMS = (
     "ffn_post_norm",
     "attn.q_norm",
     "attn.k_norm",
+    "attn.q_a_norm",
+    "attn.kv_a_norm",
 )
 EXPERT_PARTS = tuple(f"moe.{{j}}.{part}" for part in ("gate", "up", "down"))
 """Matrices of expert j; a checkpoint's name without {j} is one tensor of all experts."""
 SHARED_PARTS = tuple(f"shared.{part}" for part in ("gate", "up", "down"))
 
+HEAD_PARTS = ("attn.k_b", "attn.v_b")
+"""Matrices of latent attention, one below the other for each head; they have no bias."""
+
 _LAYER_PARTS = (
-    *LAYER_NORMS, *LINEARS, *FUSED, *EXPERT_PARTS, *SHARED_PARTS, "router", "shared_gate",
+    *LAYER_NORMS, *LINEARS, *HEAD_PARTS, *FUSED, *EXPERT_PARTS, *SHARED_PARTS, "router",
+    "shared_gate",
 )  # fmt: skip
 _OUTSIDE = (
     "embed", "positions", "position_bias", "types", "embed_norm", "embed.in", "embed.out",
@@ -198,6 +225,7 @@ TENSOR_NAMES = (
         for kind in ("weight", "bias")
         if (part, kind)
         not in {(table, "bias") for table in ("embed", "positions", "position_bias", "types")}
+        and not (kind == "bias" and part.endswith(("attn.k_b", "attn.v_b", "attn.kv_b")))
     ),
     "rope_divisors",
 )

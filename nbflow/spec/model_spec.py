@@ -8,7 +8,7 @@ configuration; see `nbflow.spec.resolve`.  The fields mean what `nbflow.spec.fie
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
@@ -77,6 +77,29 @@ class MoeSpec:
 
 
 @dataclass(frozen=True)
+class LatentSpec:
+    """Multi-head latent attention: keys and values of all heads from one short vector.
+
+    The queries and keys of a head are those of `ModelSpec.head_dim` columns, of which the last
+    ``rope.dim`` are rotated; the rotated part of the keys is the same for all heads.  The cache
+    holds the short vector and that part, one behind the other.
+
+    References
+    ----------
+    .. [1] DeepSeek-AI, "DeepSeek-V2", arXiv:2405.04434, section 2.1.
+    """
+
+    kv_rank: int
+    """Width of the short vector (C)."""
+    q_rank: int
+    """Width of the vector that the queries are made of; 0 if they are made of the input."""
+    value_dim: int
+    """Width of a head's values."""
+    norm_eps: float
+    """Added to the mean square in the norms of these vectors."""
+
+
+@dataclass(frozen=True)
 class ModelSpec:
     """A transformer, fully resolved."""
 
@@ -95,7 +118,7 @@ class ModelSpec:
     n_heads: int
     """Query heads (H)."""
     n_kv_heads: int
-    """Key/value heads (G); `n_heads` is a multiple of it."""
+    """Key/value heads (G); `n_heads` is a multiple of it.  Latent attention has one."""
     head_dim: int
     """Width of one head (D)."""
     max_context: int
@@ -130,10 +153,14 @@ class ModelSpec:
     """Ids that end a sequence."""
     moe: MoeSpec | None = None
     """Mixture of experts, or None."""
+    latent: LatentSpec | None = None
+    """Latent attention, or None."""
     local_rope: RopeSpec | None = None
     """Rotary embedding of the layers with the window, if another one."""
     full_layers: frozenset[int] = frozenset()
     """Layers that see everything although there is a window."""
+    unrotated_layers: frozenset[int] = frozenset()
+    """Layers whose queries and keys are not rotated."""
     causal: bool = True
     """Whether a token sees only those before it."""
     embed_size: int = 0
@@ -141,7 +168,7 @@ class ModelSpec:
     type_vocab_size: int = 0
     """Rows of the token type embedding, 0 for none."""
     norm_offset: float = 0.0
-    """Added to the weights of rms norms."""
+    """Added to the weights of norms."""
     norm_weight: bool = True
     """Whether the norms have weights."""
     norm_bias: bool = True
@@ -201,13 +228,25 @@ class ModelSpec:
         return None if layer in self.full_layers else self.window
 
     def rope_of(self, layer: int) -> RopeSpec:
-        """Return the rotary embedding of a layer."""
+        """Return the rotary embedding of a layer; dim 0 if it has none."""
+        if layer in self.unrotated_layers:
+            return replace(self.rope, dim=0, scaling=None)
         local = self.local_rope is not None and self.window_of(layer) is not None
         return self.local_rope if local and self.local_rope is not None else self.rope
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer is a mixture of experts."""
         return self.moe is not None and layer in self.moe.layers
+
+    @property
+    def value_dim(self) -> int:
+        """Columns of what a head gives to attn.o."""
+        return self.head_dim if self.latent is None else self.latent.value_dim
+
+    @property
+    def cached_dim(self) -> int:
+        """Columns of a cached key vector; latent attention's begins with the values."""
+        return self.head_dim if self.latent is None else self.latent.kv_rank + self.rope.dim
 
     @property
     def embed_width(self) -> int:
@@ -247,7 +286,7 @@ class ModelSpec:
     def as_dict(self) -> dict[str, Any]:
         """Return the spec as plain data (for JSON and for hashing)."""
         data = asdict(self)
-        for key in ("biases", "full_layers"):
+        for key in ("biases", "full_layers", "unrotated_layers"):
             data[key] = sorted(data[key])
         if self.encoder is not None:
             data["encoder"] = self.encoder.as_dict()

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nbflow.hub import find_cached, is_repo_name, repo_of
 from nbflow.spec.build import build_spec
 from nbflow.spec.family import Family, family_of
 from nbflow.spec.model_file import (
@@ -120,6 +121,8 @@ def _find(model: str | os.PathLike[str]) -> tuple[ModelFile | None, Path]:
         return None, path
     else:
         names = known_models()
+        if str(model) not in names and is_repo_name(str(model)):
+            return None, _downloaded(str(model))
         if str(model) not in names:
             names = {name: file for name, file in names.items() if load_model_file(file).path}
             raise UsageError(
@@ -135,6 +138,17 @@ def _find(model: str | os.PathLike[str]) -> tuple[ModelFile | None, Path]:
     if not named.path.exists():
         raise UsageError(f"{toml}: path does not exist: {named.path}")
     return named, named.path
+
+
+def _downloaded(repo: str) -> Path:
+    """Return a model of the Hub that lies in its cache."""
+    path = find_cached(repo)
+    if path is None:
+        raise UsageError(
+            f"there is no file or folder {repo!r}, and no model of the Hub with that name has been "
+            f"downloaded; 'nbflow pull {repo}' downloads one"
+        )
+    return path
 
 
 def _config_name(weights: WeightFile, folder: Path) -> str:
@@ -197,7 +211,10 @@ def _rope_divisors(family: Family, weights: WeightFile) -> list[float] | None:
 
 def _name(path: Path) -> str:
     """Return what to call a model that has no model file."""
-    path = path.resolve()
+    path = Path(os.path.abspath(path))  # links of the Hub's cache are not followed
+    repo = repo_of(path)
+    if repo is not None and path.suffix != ".gguf":
+        return repo.split("/")[1]
     if not path.is_dir() and path.name.startswith(("model.safetensors", "pytorch_model")):
         path = path.parent
     return path.name if path.is_dir() else path.stem

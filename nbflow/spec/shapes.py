@@ -13,6 +13,10 @@ the shared one), `H` and `G` query and key/value heads of `D` columns::
     layers.{i}.attn.q.weight            (H*D, E)  attn.k, attn.v: (G*D, E)
     layers.{i}.attn.q_norm.weight       (D,)      or (H*D,); attn.k_norm alike
     layers.{i}.attn.o.weight            (E, H*D)
+    layers.{i}.attn.q_a.weight          (Rq, E)   latent attention, see below
+    layers.{i}.attn.kv_a.weight         (C+Dr, E) and attn.q_a_norm (Rq,), attn.kv_a_norm (C,)
+    layers.{i}.attn.k_b.weight          (H*C, D-Dr)  of each head: from its query to the latent one
+    layers.{i}.attn.v_b.weight          (H*Dv, C)    of each head: from the latent to its values
     layers.{i}.cross.q.weight           (H*D, E)  and k, v, o: attention to an encoder
     layers.{i}.cross_norm.weight        (E,)
     layers.{i}.attn_post_norm.weight    (E,)      norms of what a sublayer gives
@@ -28,6 +32,9 @@ the shared one), `H` and `G` query and key/value heads of `D` columns::
     final_norm.weight                   (E,)
     transform.weight, transform_norm.weight  (E, E), (E,)
     head.weight, head.bias              (V, W), (V,)     weight absent if tied
+
+Latent attention has, with C `kv_rank`, Rq `q_rank`, Dr the rotated columns and Dv `value_dim`, no
+attn.k and attn.v; attn.q is (H*D, Rq) if there is an attn.q_a, and attn.o (E, H*Dv).
 """
 
 from __future__ import annotations
@@ -35,7 +42,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from nbflow.spec.model_spec import ModelSpec
+    from nbflow.spec.model_spec import LatentSpec, ModelSpec
 
 Shapes = dict[str, tuple[int, ...]]
 
@@ -73,12 +80,15 @@ def layer_shapes(spec: ModelSpec, layer: int) -> Shapes:
     shapes: Shapes = {}
     for norm in layer_norms(spec):
         shapes |= _norm(spec, norm, E)
-    shapes |= {
-        "attn.q.weight": (q_rows, E),
-        "attn.k.weight": (kv_rows, E),
-        "attn.v.weight": (kv_rows, E),
-        "attn.o.weight": (E, q_rows),
-    }
+    if spec.latent is not None:
+        shapes |= _latent_shapes(spec, spec.latent)
+    else:
+        shapes |= {
+            "attn.q.weight": (q_rows, E),
+            "attn.k.weight": (kv_rows, E),
+            "attn.v.weight": (kv_rows, E),
+            "attn.o.weight": (E, q_rows),
+        }
     if spec.encoder is not None:
         inner = spec.encoder.hidden_size
         shapes |= _norm(spec, "cross_norm", E)
@@ -102,6 +112,21 @@ def layer_shapes(spec: ModelSpec, layer: int) -> Shapes:
         if f"{name}.weight" in shapes:
             shapes[f"{name}.bias"] = shapes[f"{name}.weight"][:1]
     return shapes
+
+
+def _latent_shapes(spec: ModelSpec, latent: LatentSpec) -> Shapes:
+    """Return the tensors of latent attention."""
+    E, H, D, Dr = spec.hidden_size, spec.n_heads, spec.head_dim, spec.rope.dim
+    shapes: Shapes = {"attn.q.weight": (H * D, latent.q_rank or E)}
+    if latent.q_rank:
+        shapes |= {"attn.q_a.weight": (latent.q_rank, E), "attn.q_a_norm.weight": (latent.q_rank,)}
+    return shapes | {
+        "attn.kv_a.weight": (latent.kv_rank + Dr, E),
+        "attn.kv_a_norm.weight": (latent.kv_rank,),
+        "attn.k_b.weight": (H * latent.kv_rank, D - Dr),
+        "attn.v_b.weight": (H * latent.value_dim, latent.kv_rank),
+        "attn.o.weight": (E, H * latent.value_dim),
+    }
 
 
 def _expert_shapes(spec: ModelSpec) -> Shapes:

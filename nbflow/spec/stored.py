@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from nbflow.spec.fields import FUSED
+from nbflow.spec.fields import FUSED, HEAD_PARTS
 
 if TYPE_CHECKING:
     from nbflow.spec.model_spec import ModelSpec
@@ -29,6 +29,8 @@ class Stored:
     """Which of its rows, in order; None is all of them."""
     transposed: bool = False
     """Whether it is stored (in, out), so that our rows are its columns."""
+    turned: int = 0
+    """So many of its rows are the columns of one head's matrix; 0: its rows are our rows."""
 
     def cut(self, rows: Span) -> tuple[Span, ...]:
         """Return the checkpoint's rows that are rows [start, stop) of ours."""
@@ -60,6 +62,8 @@ def stored(spec: ModelSpec, name: str) -> Stored:
         return _expert(spec, layer, parts[3], ".".join(parts[4:]), our_shape)
     whole, kind = inner.rsplit(".", 1)
     pattern = spec.tensors.get(f"layers.{{i}}.{inner}")
+    if whole in HEAD_PARTS:
+        return _head_part(spec, layer, whole, our_shape)
     transposed = spec.transposed and len(our_shape) == 2
     if pattern is not None:
         return Stored(
@@ -89,11 +93,44 @@ def _fused_rows(spec: ModelSpec, fused: str, part: int, sizes: list[int]) -> tup
     return tuple((start, start + each[part]) for start in starts)
 
 
+def _head_part(spec: ModelSpec, layer: str, whole: str, shape: tuple[int, ...]) -> Stored:
+    """Return where the matrices of all heads lie: by themselves, or those of k and v in turn.
+
+    In attn.kv_b the rows of a head are the columns that its keys without position are made with,
+    then those of its values; in the former our rows, from the query to the latent, are columns.
+    """
+    H, latent = spec.n_heads, spec.latent
+    assert latent is not None
+    pattern = spec.tensors.get(f"layers.{{i}}.{whole}.weight")
+    if pattern is not None:
+        by_head = (H, shape[0] // H, shape[1])
+        return Stored(pattern.replace("{i}", layer), by_head, ((0, shape[0]),))
+    pattern = spec.tensors["layers.{i}.attn.kv_b.weight"]
+    n_k, n_v = spec.head_dim - spec.rope.dim, latent.value_dim
+    first, n = (0, n_k) if whole == "attn.k_b" else (n_k, n_v)
+    starts = [h * (n_k + n_v) + first for h in range(H)]
+    return Stored(
+        pattern.replace("{i}", layer),
+        (H * (n_k + n_v), latent.kv_rank),
+        tuple((start, start + n) for start in starts),
+        turned=n_k if whole == "attn.k_b" else 0,
+    )
+
+
 def _expert(spec: ModelSpec, layer: str, j: str, inner: str, shape: tuple[int, ...]) -> Stored:
-    """Return where a matrix of one expert lies."""
-    pattern = spec.tensors[f"layers.{{i}}.moe.{{j}}.{inner}"].replace("{i}", layer)
-    if "{j}" in pattern:
-        return Stored(pattern.replace("{j}", j), shape)
+    """Return where a matrix of one expert lies: alone, beside its gate, among those of all."""
     assert spec.moe is not None
-    first = int(j) * shape[0]
-    return Stored(pattern, (spec.moe.n_experts, *shape), ((first, first + shape[0]),))
+    n = n_stored = shape[0]
+    first = 0
+    pattern = spec.tensors.get(f"layers.{{i}}.moe.{{j}}.{inner}")
+    if pattern is None:
+        if inner == "down.weight":
+            raise KeyError(inner)
+        pattern = spec.tensors["layers.{i}.moe.{j}.gate_up.weight"]
+        n_stored, first = 2 * n, n if inner == "up.weight" else 0
+    pattern = pattern.replace("{i}", layer)
+    if "{j}" in pattern:
+        rows = ((first, first + n),) if n_stored > n else None
+        return Stored(pattern.replace("{j}", j), (n_stored, shape[1]), rows)
+    first += int(j) * n_stored
+    return Stored(pattern, (spec.moe.n_experts, n_stored, shape[1]), ((first, first + n),))

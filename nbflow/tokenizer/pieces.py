@@ -14,6 +14,8 @@ class PieceTokenizer(Tokenizer):
 
     _pieces: list[str]
     """Spelling of each id."""
+    _bytes: list[bytes]
+    """What each id stands for in a text."""
     _ids: dict[str, int]
     """Spelling to id."""
     _special: SpecialIds
@@ -55,6 +57,10 @@ class PieceTokenizer(Tokenizer):
     def piece(self, token_id: int) -> str:
         """See `Tokenizer.piece`."""
         return self._pieces[self.check_id(token_id)]
+
+    def piece_bytes(self, token_id: int) -> bytes:
+        """Return the bytes an id stands for; none for a control piece."""
+        return self._bytes[self.check_id(token_id)]
 
     def token_id(self, token: str) -> int | None:
         """See `Tokenizer.token_id`."""

@@ -72,7 +72,7 @@ class RwkvTokenizer(PieceTokenizer):
 
     def decode_stream(self) -> BytesStream:
         """See `Tokenizer.decode_stream`."""
-        return BytesStream(lambda i: self._bytes[self.check_id(i)])
+        return BytesStream(self.piece_bytes)
 
 
 def unescape(piece: str) -> bytes:

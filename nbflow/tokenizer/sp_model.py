@@ -135,7 +135,7 @@ class SpTokenizer(PieceTokenizer):
         spaces = self._spaces
         strip = spaces.add_dummy_prefix or spaces.remove_extra_whitespaces
         return BytesStream(
-            lambda i: self._bytes[self.check_id(i)],
+            self.piece_bytes,
             b" " if strip else b"",
             repeatedly=spaces.remove_extra_whitespaces,
             kept=self._unknown,

@@ -71,7 +71,7 @@ class SpmTokenizer(PieceTokenizer):
         self._text_ids = {pieces[i]: i for i in text}
         self._merger = Merger({pieces[i]: scores[i] for i in text})
         self._byte_ids: dict[int, int] = {}
-        self._bytes: list[bytes] = []
+        self._bytes = []
         for i, (piece, kind) in enumerate(zip(pieces, types, strict=True)):
             self._bytes.append(self._as_bytes(i, piece, kind, where))
         self._special_tokens = {
@@ -140,7 +140,3 @@ class SpmTokenizer(PieceTokenizer):
     def decode_stream(self) -> BytesStream:
         """See `Tokenizer.decode_stream`."""
         return BytesStream(self.piece_bytes, self._prefix.encode())
-
-    def piece_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that one id stands for, none for control pieces."""
-        return self._bytes[self.check_id(token_id)]

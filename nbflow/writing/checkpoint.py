@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nbflow.hub import BESIDE
 from nbflow.spec import check, resolve
 from nbflow.spec.resolve import ResolvedModel
 from nbflow.weights import WeightFile, open_weights
@@ -19,12 +20,6 @@ from nbflow.writing.safetensors_file import write_safetensors
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.quants import ENCODERS
 
-_BESIDE = (
-    "config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json",
-    "tokenizer.model", "spiece.model", "sentencepiece.bpe.model", "special_tokens_map.json",
-    "added_tokens.json", "vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja",
-)  # fmt: skip
-"""Files of a Hugging Face folder that go with the weights."""
 _WEIGHTS = "model.safetensors"
 
 
@@ -164,10 +159,10 @@ def _write_safetensors(
         )
     tensors = plan_as_stored(resolved.spec, file, choice)
     source = resolved.path if resolved.path.is_dir() else resolved.path.parent
-    beside = [source / name for name in _BESIDE if (source / name).is_file()]
+    beside = [source / name for name in BESIDE if (source / name).is_file()]
     is_file = out.suffix == ".safetensors"
     done = WrittenCheckpoint(out, "safetensors", tuple(tensors), _notes(tensors, out, is_file))
-    may_hold = frozenset() if is_file else frozenset({*_BESIDE, _WEIGHTS})
+    may_hold = frozenset() if is_file else frozenset({*BESIDE, _WEIGHTS})
     _check_output(resolved, file, out, force or dry_run, may_hold)
     if dry_run:
         return done

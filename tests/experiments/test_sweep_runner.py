@@ -253,7 +253,7 @@ def test_scoring_error_of_the_leading_rank_does_not_stop_the_others_midway(
         raise FloatingPointError("cannot be scored")
 
     monkeypatch.setattr(FakeModel, "logits", logits)
-    monkeypatch.setattr("nbflow_experiments.evaluation.score", broken)
+    monkeypatch.setattr("nbflow_experiments.scoring.text.score", broken)
     sweep_file.write_text(sweep_file.read_text().replace('["0", "0&1"]', '["0&1"]'))
     assert run_on_ranks(sweep_file, fake, 2) == [1, 1]
     assert calls.count(0) == calls.count(1) == 4 * 6

@@ -5,14 +5,11 @@ import math
 import numpy as np
 import pytest
 
-from nbflow_experiments.evaluation import make_windows, score
+from nbflow_experiments.evaluation import make_windows
 from nbflow_experiments.statistics import (
     estimate_mean,
     estimate_perplexity,
     estimate_share,
-    kl_divergence,
-    log_softmax,
-    negative_log_likelihood,
 )
 from nbflow_kernels.errors import UsageError
 
@@ -54,46 +51,6 @@ def test_nothing_is_dropped() -> None:
     assert math.isnan(estimate_mean(np.array([1.0])).stderr)
     assert math.isnan(estimate_mean(np.array([])).mean)
     assert estimate_perplexity(np.array([1000.0, 1000.0])).mean == math.inf
-
-
-def test_divergence_by_the_formula() -> None:
-    rng = np.random.default_rng(2)
-    p = rng.dirichlet(np.ones(9), 5)
-    q = rng.dirichlet(np.ones(9), 5)
-    expected = [
-        sum(a * math.log(a / b) for a, b in zip(r, s, strict=True))
-        for r, s in zip(p, q, strict=True)
-    ]
-    np.testing.assert_allclose(kl_divergence(np.log(p), np.log(q)), expected, rtol=RTOL)
-    np.testing.assert_array_equal(kl_divergence(np.log(p), np.log(p)), np.zeros(5))
-
-
-def test_divergence_where_the_reference_excludes_a_token() -> None:
-    with np.errstate(divide="ignore"):
-        log_p = np.log(np.array([[1.0, 0.0]]))
-    assert kl_divergence(log_p, np.log([[0.5, 0.5]]))[0] == pytest.approx(math.log(2), rel=RTOL)
-
-
-def test_log_softmax_and_likelihood() -> None:
-    logits = np.array([[1000.0, 1001.0, 999.0], [0.0, 0.0, 0.0]], np.float32)
-    log_p = log_softmax(logits)
-    np.testing.assert_allclose(np.exp(log_p).sum(axis=1), 1, rtol=RTOL)
-    nll = negative_log_likelihood(log_p, np.array([1, 2]))
-    expected = [math.log(math.exp(-1) + 1 + math.exp(-2)), math.log(3)]
-    np.testing.assert_allclose(nll, expected, rtol=RTOL)
-
-
-def test_score_in_pieces_equals_score_at_once() -> None:
-    rng = np.random.default_rng(3)
-    logits = rng.normal(0, 2, (150, 11)).astype(np.float32)  # more rows than one piece holds
-    reference = logits + rng.normal(0, 0.1, logits.shape).astype(np.float32)
-    targets = rng.integers(0, 11, 150)
-    found = score(logits, targets, reference)
-    log_q, log_p = log_softmax(logits), log_softmax(reference)
-    np.testing.assert_allclose(found.nll, -log_q[np.arange(150), targets], rtol=RTOL)
-    np.testing.assert_allclose(found.divergence, kl_divergence(log_p, log_q), rtol=RTOL)
-    np.testing.assert_array_equal(found.same_top, logits.argmax(1) == reference.argmax(1))
-    assert score(logits, targets, None).divergence.size == 0
 
 
 def test_windows() -> None:

@@ -40,12 +40,6 @@ def test_partitions_agree_with_one_rank(checkpoint, n, partitions):
     assert "all partitions agree" in done.stdout
 
 
-def test_an_engine_on_ranks(checkpoint):
-    script = Path(__file__).with_name("check_engine.py")
-    done = mpirun(2, "-m", "mpi4py", str(script), str(checkpoint), timeout=120)
-    assert (done.returncode, done.stdout) == (0, "the engine agrees\n"), done.stderr
-
-
 def test_run_prints_once(checkpoint):
     text = mpirun(
         2,

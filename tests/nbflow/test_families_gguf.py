@@ -16,7 +16,8 @@ from nbflow.weights import open_weights
 
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
 MODELS = {
-    "bloom": "bloom", "chatglm": "chatglm2", "deepseek": "deepseek_moe", "falcon": "falcon_40b",
+    "bloom": "bloom", "chatglm": "chatglm2", "deepseek": "deepseek_moe",
+    "deepseek2": "deepseek_v3", "falcon": "falcon_40b",
     "gemma": "gemma", "gemma2": "gemma2", "gemma3": "gemma3", "gpt2": "gpt2",
     "gptneox": "gpt_neox", "granite": "granite", "llama": "mixtral", "minicpm": "minicpm",
     "phi2": "phi", "phi3": "phi3", "qwen2": "qwen2", "qwen2moe": "qwen2_moe", "qwen3": "qwen3",
@@ -71,6 +72,19 @@ def test_divisors_of_llama31(tmp_path):
     with nbflow.load(path, kv="f32", threads=1) as model:
         # the divisors are stored as float32: 6e-8 of an angle of at most 40
         assert np.abs(model.logits(ids) - logits).max() < 1e-5 * np.abs(logits).max()
+
+
+def test_latent_attention_with_one_matrix_for_keys_and_values(tmp_path):
+    """Older files hold attn_kv_b as the checkpoint does; it may lie in blocks."""
+    source, path = FOLDER / "deepseek_v2_lite", tmp_path / "model.gguf"
+    with open_weights(source) as file:
+        name = "model.layers.{}.self_attn.kv_b_proj.weight"
+        more = {f"blk.{i}.attn_kv_b.weight": file.array(name.format(i)) for i in range(3)}
+    write_gguf(source, "deepseek2", path, more, without=("attn_k_b.weight", "attn_v_b.weight"))
+    with np.load(source / "golden.npz") as file:
+        ids, logits = file["ids"], file["logits"]
+    with nbflow.load(path, kv="f32", threads=1) as model:
+        assert np.abs(model.logits(ids) - logits).max() < 2e-6 * np.abs(logits).max()
 
 
 def test_quantized_experts_are_read_in_whole_rows(tmp_path):

@@ -1,87 +1,123 @@
-"""Activations on CUDA devices: not built yet, the functions say so."""
+"""Activations on CUDA devices: four columns to a thread, see `activation.cu`."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from nbflow_kernels._dispatch import no_cuda_variant
+from nbflow_kernels import cuda
+
+_THREADS = 128
+_FUNCTIONS = {
+    "silu": "Silu",
+    "gelu": "Gelu",
+    "gelu_tanh": "GeluTanh",
+    "gelu_quick": "GeluQuick",
+    "relu": "Relu",
+    "relu2": "Relu2",
+    "sigmoid": "Sigmoid",
+}
 
 
-def silu(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.silu`."""
-    no_cuda_variant("silu")
+@functools.cache
+def _kernel(name: str, choice: str, wide: bool, more: str) -> cuda.Kernel:
+    """Return a template's instance; `more` declares what it takes besides the arrays' shapes."""
+    entry = f"{name}<{choice}, {str(wide).lower()}>"
+    declared = f"f32* x, f32* out, i32 T, i32 width{more}"
+    return cuda.cpp_kernel(__file__, "activation.cu", entry, declared)
 
 
-def gelu(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.gelu`."""
-    no_cuda_variant("gelu")
+def _launch(name: str, choice: str, more: str, x: Any, out: Any, *args: Any) -> None:
+    T, width = out.shape
+    if not T * width:
+        return
+    wide = width % 4 == 0 and cuda.address(x) % 16 == 0 and cuda.address(out) % 16 == 0
+    n_blocks = cuda.ceil_div(cuda.ceil_div(width, 4), _THREADS)
+    _kernel(name, choice, wide, more)(T * n_blocks, _THREADS, (x, out, T, width, *args))
 
 
-def gelu_tanh(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.gelu_tanh`."""
-    no_cuda_variant("gelu_tanh")
-
-
-def gelu_quick(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.gelu_quick`."""
-    no_cuda_variant("gelu_quick")
-
-
-def relu(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.relu`."""
-    no_cuda_variant("relu")
-
-
-def relu2(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.relu2`."""
-    no_cuda_variant("relu2")
-
-
-def sigmoid(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.sigmoid`."""
-    no_cuda_variant("sigmoid")
-
-
-def silu_and_mul(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.silu_and_mul`."""
-    no_cuda_variant("silu_and_mul")
-
-
-def gelu_and_mul(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.gelu_and_mul`."""
-    no_cuda_variant("gelu_and_mul")
-
-
-def gelu_tanh_and_mul(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.gelu_tanh_and_mul`."""
-    no_cuda_variant("gelu_tanh_and_mul")
-
-
-def gelu_quick_and_mul(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.gelu_quick_and_mul`."""
-    no_cuda_variant("gelu_quick_and_mul")
-
-
-def relu_and_mul(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.relu_and_mul`."""
-    no_cuda_variant("relu_and_mul")
-
-
-def relu2_and_mul(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.relu2_and_mul`."""
-    no_cuda_variant("relu2_and_mul")
-
-
-def sigmoid_and_mul(x: Any, out: Any) -> None:
-    """See `nbflow_kernels.sigmoid_and_mul`."""
-    no_cuda_variant("sigmoid_and_mul")
+def _plain(activation: str, x: Any, out: Any) -> None:
+    _launch("plain", _FUNCTIONS[activation], "", x, out)
 
 
 def glu(x: Any, activation: str, gate_first: bool, out: Any) -> None:
     """See `nbflow_kernels.glu`."""
-    no_cuda_variant("glu")
+    width = out.shape[1]
+    gate, up = (0, width) if gate_first else (width, 0)
+    _launch("gated", _FUNCTIONS[activation], ", i32 gate, i32 up", x, out, gate, up)
 
 
 def swigluoai_and_mul(x: Any, alpha: float, limit: float, interleaved: bool, out: Any) -> None:
     """See `nbflow_kernels.swigluoai_and_mul`."""
-    no_cuda_variant("swigluoai_and_mul")
+    choice = str(interleaved).lower()
+    _launch("swiglu_oai", choice, ", f32 alpha, f32 limit", x, out, alpha, limit)
+
+
+def silu(x: Any, out: Any) -> None:
+    """See `nbflow_kernels.silu`."""
+    _plain("silu", x, out)
+
+
+def gelu(x: Any, out: Any) -> None:
+    """See `nbflow_kernels.gelu`."""
+    _plain("gelu", x, out)
+
+
+def gelu_tanh(x: Any, out: Any) -> None:
+    """See `nbflow_kernels.gelu_tanh`."""
+    _plain("gelu_tanh", x, out)
+
+
+def gelu_quick(x: Any, out: Any) -> None:
+    """See `nbflow_kernels.gelu_quick`."""
+    _plain("gelu_quick", x, out)
+
+
+def relu(x: Any, out: Any) -> None:
+    """See `nbflow_kernels.relu`."""
+    _plain("relu", x, out)
+
+
+def relu2(x: Any, out: Any) -> None:
+    """See `nbflow_kernels.relu2`."""
+    _plain("relu2", x, out)
+
+
+def sigmoid(x: Any, out: Any) -> None:
+    """See `nbflow_kernels.sigmoid`."""
+    _plain("sigmoid", x, out)
+
+
+def silu_and_mul(x: Any, out: Any) -> None:
+    """See `nbflow_kernels.silu_and_mul`."""
+    glu(x, "silu", True, out)
+
+
+def gelu_and_mul(x: Any, out: Any) -> None:
+    """See `nbflow_kernels.gelu_and_mul`."""
+    glu(x, "gelu", True, out)
+
+
+def gelu_tanh_and_mul(x: Any, out: Any) -> None:
+    """See `nbflow_kernels.gelu_tanh_and_mul`."""
+    glu(x, "gelu_tanh", True, out)
+
+
+def gelu_quick_and_mul(x: Any, out: Any) -> None:
+    """See `nbflow_kernels.gelu_quick_and_mul`."""
+    glu(x, "gelu_quick", True, out)
+
+
+def relu_and_mul(x: Any, out: Any) -> None:
+    """See `nbflow_kernels.relu_and_mul`."""
+    glu(x, "relu", True, out)
+
+
+def relu2_and_mul(x: Any, out: Any) -> None:
+    """See `nbflow_kernels.relu2_and_mul`."""
+    glu(x, "relu2", True, out)
+
+
+def sigmoid_and_mul(x: Any, out: Any) -> None:
+    """See `nbflow_kernels.sigmoid_and_mul`."""
+    glu(x, "sigmoid", True, out)

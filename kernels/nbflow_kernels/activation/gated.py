@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels._dispatch import check_array, empty, is_cuda
 from nbflow_kernels.activation import cpu, cuda
 from nbflow_kernels.errors import UsageError, unknown_name
 
@@ -28,7 +28,7 @@ def _halves(x: Any, out: Any) -> tuple[Any, Any, Any, Any]:
         )
     shape = (*x.shape[:-1], columns // 2)
     if out is None:
-        out = np.empty_like(x, shape=shape)
+        out = empty(x, shape)
     else:
         check_array("out", out, shape)
     variant = cuda if is_cuda(x) else cpu

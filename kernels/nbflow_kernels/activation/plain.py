@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels._dispatch import check_array, empty, is_cuda
 from nbflow_kernels.activation import cpu, cuda
 
 
@@ -15,7 +15,7 @@ def _apply(op: str, x: Any, out: Any) -> Any:
     """Check, then run the variant of an element-wise op on the rows of `x`."""
     check_array("x", x, (None,) * max(1, getattr(x, "ndim", 1)))
     if out is None:
-        out = np.empty_like(x)
+        out = empty(x, x.shape)
     else:
         check_array("out", out, x.shape)
     variant = cuda if is_cuda(x) else cpu

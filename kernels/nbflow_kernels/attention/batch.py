@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array
+from nbflow_kernels._dispatch import check_array, is_cuda, on_host
 from nbflow_kernels.attention.options import (
     check_dtype,
     check_indptr,
@@ -134,6 +134,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedWrapper):
             As `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
         refuse_half_precision(use_fp16_qk_reduction)
+        kv_indptr = on_host(kv_indptr)
         check_indptr("kv_indptr", kv_indptr)
         rows = keep_in(self._buffers[0], "qo_indptr_buf", qo_indptr)
         starts = keep_in(self._buffers[1], "kv_indptr_buf", kv_indptr)
@@ -210,6 +211,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedWrapper):
             q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, out=out, lse=lse,
             return_lse=return_lse, lse_base=lse_base, o_dtype=self._dtypes["o"],
         )  # fmt: skip
+        if is_cuda(k):  # the same pages: one begins at every token
+            token = 1 if heads_first else 0
+            steps = (k.strides[token], v.strides[token])
+            return run_plan(
+                plan, q, k[None], v[None], format.kind, call, self._variant, page_bytes=steps
+            )
         pages = [_pages_of_tokens(array, heads_first) for array in (k, v)]
         return run_plan(plan, q, pages[0], pages[1], format.kind, call, self._variant)
 
@@ -311,6 +318,8 @@ class BatchAttention(PagedWrapper):
         """
         if page_size < 1:
             raise UsageError(f"page_size must be positive, got {page_size}")
+        qo_indptr, kv_indptr = on_host(qo_indptr), on_host(kv_indptr)
+        kv_indices, kv_len_arr = on_host(kv_indices), on_host(kv_len_arr)
         check_indptr("kv_indptr", kv_indptr)
         check_array("kv_indices", kv_indices, (None,), np.int32)
         if kv_indptr[-1] > len(kv_indices):

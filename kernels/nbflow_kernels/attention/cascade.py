@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array
+from nbflow_kernels._dispatch import check_array, on_host
 from nbflow_kernels.attention.merging import merge_state_in_place
 from nbflow_kernels.attention.sparse import refuse_positions
 from nbflow_kernels.attention.wrapper import BatchPrefillWithPagedKVCacheWrapper
@@ -299,7 +299,7 @@ class MultiLevelCascadeAttentionWrapper:
             both: tuple[Any, Any] = (flat, self)
             for runs, wrapper in zip(seconds, both, strict=True):
                 started = time.perf_counter()
-                wrapper.run(q, paged_kv_cache)
+                on_host(wrapper.run(q, paged_kv_cache).ravel()[:1])  # waits for a device
                 if i:
                     runs.append(time.perf_counter() - started)
         flat_s, cascade_s = (float(np.median(runs)) for runs in seconds)

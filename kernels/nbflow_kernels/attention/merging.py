@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels._dispatch import check_array, empty, is_cuda
 from nbflow_kernels.attention import cuda, states
 
 
@@ -46,10 +46,8 @@ def merge_state(v_a: Any, s_a: Any, v_b: Any, s_b: Any) -> tuple[Any, Any]:
     (array([2., 2.], dtype=float32), array([1.], dtype=float32))
     """
     _check_pair(("v_a", "s_a", "v_b", "s_b"), v_a, s_a, v_b, s_b)
-    if is_cuda(v_a):
-        cuda.merge_state(v_a, s_a, v_b, s_b, v_a, s_a)
-    v, s = np.empty_like(v_a), np.empty_like(s_a)
-    states.merge_state(v_a, s_a, v_b, s_b, v, s)
+    v, s = empty(v_a, v_a.shape), empty(v_a, s_a.shape)
+    (cuda if is_cuda(v_a) else states).merge_state(v_a, s_a, v_b, s_b, v, s)
     return v, s
 
 
@@ -84,9 +82,7 @@ def merge_state_in_place(v: Any, s: Any, v_other: Any, s_other: Any, mask: Any =
     _check_pair(("v", "s", "v_other", "s_other"), v, s, v_other, s_other)
     if mask is not None:
         check_array("mask", mask, v.shape[:1], np.bool_)
-    if is_cuda(v):
-        cuda.merge_state(v, s, v_other, s_other, v, s)
-    states.merge_state(v, s, v_other, s_other, v, s, mask)
+    (cuda if is_cuda(v) else states).merge_state(v, s, v_other, s_other, v, s, mask)
 
 
 def merge_states(v: Any, s: Any) -> tuple[Any, Any]:
@@ -122,11 +118,9 @@ def merge_states(v: Any, s: Any) -> tuple[Any, Any]:
     """
     check_array("v", v, (None, None, None, None))
     check_array("s", s, v.shape[:3])
-    if is_cuda(v):
-        cuda.merge_states(v, s, v, s)
     T, _, H, D = v.shape
-    v_out, s_out = np.empty((T, H, D), np.float32), np.empty((T, H), np.float32)
-    states.merge_states(v, s, v_out, s_out)
+    v_out, s_out = empty(v, (T, H, D)), empty(v, (T, H))
+    (cuda if is_cuda(v) else states).merge_states(v, s, v_out, s_out)
     return v_out, s_out
 
 

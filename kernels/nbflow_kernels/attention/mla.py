@@ -14,8 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, is_cuda, no_cuda_variant
-from nbflow_kernels.attention import cpu
+from nbflow_kernels._dispatch import check_array, empty, is_cuda, on_host
+from nbflow_kernels.attention import cpu, cuda
 from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention.cascade import narrow_output, wide_output
 from nbflow_kernels.attention.options import check_dtype
@@ -133,6 +133,8 @@ class BatchMLAPagedAttentionWrapper:
                 raise UsageError(f"{name} must be at least {least}, got {value}")
         if not np.isfinite(sm_scale):
             raise UsageError(f"sm_scale must be finite, got {sm_scale}")
+        qo_indptr, kv_indptr = on_host(qo_indptr), on_host(kv_indptr)
+        kv_indices, kv_len_arr = on_host(kv_indices), on_host(kv_len_arr)
         check_array("kv_len_arr", kv_len_arr, (None,), np.int32)
         _check_tables(qo_indptr, kv_indptr, kv_indices, kv_len_arr, page_size)
         plan = AttentionPlan(
@@ -203,8 +205,6 @@ class BatchMLAPagedAttentionWrapper:
         check_array("q_nope", q_nope, (plan.n_rows, H, D_ckv), FLOATS, rows=True)
         check_array("q_pe", q_pe, (plan.n_rows, H, D_kpe), q_nope.dtype, rows=True)
         check_dtype("q_nope", self._dtypes[0], q_nope.dtype)
-        if is_cuda(q_nope):
-            no_cuda_variant("BatchMLAPagedAttentionWrapper")
         format = check_mla_cache(ckv_cache, kpe_cache, page_size, (D_ckv, D_kpe), kv_format)
         if kv_format is None:
             check_dtype("ckv_cache", self._dtypes[1], ckv_cache.dtype)
@@ -213,14 +213,18 @@ class BatchMLAPagedAttentionWrapper:
             self._n_pages = ckv_cache.shape[0]
         into = wide_output(q_nope, out)
         if into is None:
-            into = np.empty(q_nope.shape, np.float32)
+            into = empty(q_nope, q_nope.shape)
         if lse is not None:
             check_array("lse", lse, q_nope.shape[:2])
         if lse is None and return_lse:
-            lse = np.empty(q_nope.shape[:2], np.float32)
-        self._q[:, :, :D_ckv], self._q[:, :, D_ckv:] = q_nope, q_pe
+            lse = empty(q_nope, q_nope.shape[:2])
         plan.header[at.LSE_NATURAL] = return_lse_base_on_e
-        cpu.latent_attention(plan, self._q, ckv_cache, kpe_cache, into, lse, format.kind)
+        q = self._q
+        if is_cuda(q_nope):
+            q = empty(q_nope, q.shape, q_nope.dtype)
+        q[:, :, :D_ckv], q[:, :, D_ckv:] = q_nope, q_pe
+        variant = cuda if is_cuda(q_nope) else cpu
+        variant.latent_attention(plan, q, ckv_cache, kpe_cache, into, lse, format.kind)
         out = narrow_output(q_nope, into, out)
         return (out, lse) if return_lse else out
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array
+from nbflow_kernels._dispatch import check_array, on_host
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.position import rope_cos_sin_cache
 
@@ -141,6 +141,7 @@ def mask_table(
     A packed mask counts where both are given; each request starts at a byte of it.
     """
     sizes = qo_lens.astype(np.int64) * kv_lens
+    custom_mask, packed_custom_mask = on_host(custom_mask), on_host(packed_custom_mask)
     if packed_custom_mask is not None:
         n_bytes = -(-sizes // 8)
         check_array("packed_custom_mask", packed_custom_mask, (int(n_bytes.sum()),), np.uint8)
@@ -163,7 +164,7 @@ def head_factors(n_heads: int, group: int, *scales: Any) -> np.ndarray | None:
     for name, scale in zip(("q_scale", "k_scale", "v_scale"), scales, strict=False):
         if scale is None:
             continue
-        values = np.asarray(scale, np.float64)
+        values = np.asarray(on_host(scale), np.float64)
         if values.ndim and values.shape not in ((1,), (n_heads,), (n_heads // group,)):
             raise UsageError(
                 f"{name} must be a number, or have one for each of the {n_heads} query heads or "

@@ -83,6 +83,10 @@ class AttentionPlan:
         self.n_items = self.n_merges = self.n_shares = 0
         self.work = 0.0
         """Multiply-adds of one layer."""
+        self.n_steps = 0
+        """How often it was filled; what lies on a device is renewed by it."""
+        self.on_devices: dict[Any, Any] = {}
+        """What `nbflow_kernels.attention.device_plan` made of it for each device."""
         self.header = np.zeros(HEADER_SIZE, np.int64)
         """What the kernels read; see `nbflow_kernels.attention.layout`."""
         self._keep: dict[int, Any] = {}
@@ -238,6 +242,7 @@ def plan_into(
     plan.n_items, plan.n_merges, plan.n_shares, plan.work = n_items, n_merges, n_shares, work
     plan.qo_indptr, plan.kv_indptr = qo_indptr, kv_indptr
     plan.kv_indices, plan.kv_lens = kv_indices, kv_lens
+    plan.n_steps += 1
     return int(n_items)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels._dispatch import check_array, empty, is_cuda
 from nbflow_kernels.attention import cpu, cuda
 from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention.options import check_lse_base, head_factors, output_dtype
@@ -62,9 +62,21 @@ def check_variant(variant: Any, plan: AttentionPlan, call: Call) -> AttentionVar
 
 
 def run_plan(
-    plan: AttentionPlan, q: Any, k: Any, v: Any, kind: int, call: Call, variant: Any = None
+    plan: AttentionPlan,
+    q: Any,
+    k: Any,
+    v: Any,
+    kind: int,
+    call: Call,
+    variant: Any = None,
+    *,
+    page_bytes: tuple[int, int] | None = None,
 ) -> Any:
-    """Attend with a plan to checked caches; return what the call asks for."""
+    """Attend with a plan to checked caches; return what the call asks for.
+
+    On a device pages are `page_bytes` apart, if given: an array's strides cannot say that they
+    overlap.
+    """
     H, G, D_qk, D_vo = plan.heads
     check_array("q", q, (plan.n_rows, H, D_qk), (np.float32, np.float16), rows=True)
     dtype = output_dtype(call.o_dtype, q)
@@ -76,13 +88,13 @@ def run_plan(
         check_array("sinks", call.sinks, (H,))
     natural = check_lse_base(call.lse_base)
     functions = check_variant(variant, plan, call)
-    if is_cuda(q):
-        cuda.attend()
     scores = head_factors(H, H // G, call.q_scale, call.k_scale)
     plan.set_factors(scores, head_factors(H, H // G, None, None, call.v_scale))
     if call.sinks is not None or plan.table(at.SINKS) is not None:
         plan.set_table(at.SINKS, call.sinks)
     plan.header[at.LSE_NATURAL] = natural
+    if is_cuda(q):
+        return _run_on_device(plan, q, k, v, kind, call, dtype, functions, page_bytes)
     wide = q if q.dtype == np.float32 else q.astype(np.float32)
     out = call.out
     if out is None or out.dtype != np.float32:
@@ -102,4 +114,29 @@ def run_plan(
         else:
             call.out[...] = out
             out = call.out
+    return (out, lse) if call.return_lse else out
+
+
+def _run_on_device(
+    plan: AttentionPlan,
+    q: Any,
+    k: Any,
+    v: Any,
+    kind: int,
+    call: Call,
+    dtype: Any,
+    functions: AttentionVariant | None,
+    page_bytes: tuple[int, int] | None,
+) -> Any:
+    """Do the rest of `run_plan` for arrays on a CUDA device, which writes any dtype itself."""
+    H, _, _, D_vo = plan.heads
+    out = empty(q, (plan.n_rows, H, D_vo), dtype) if call.out is None else call.out
+    lse = empty(q, (plan.n_rows, H)) if call.lse is None and call.return_lse else call.lse
+    for name, array in (("k", k), ("v", v), ("out", out), ("lse", lse)):
+        if array is not None and not is_cuda(array):
+            raise TypeError(f"{name} must be on the device, as q is, got a NumPy array")
+    if functions is None:
+        cuda.attend(plan, q, k, v, out, lse, kind, page_bytes=page_bytes)
+    else:
+        cuda.attend_variant(plan, functions, q, k, v, out, lse, kind, page_bytes=page_bytes)
     return (out, lse) if call.return_lse else out

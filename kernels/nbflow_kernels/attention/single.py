@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array
+from nbflow_kernels._dispatch import check_array, on_host
 from nbflow_kernels.attention.options import (
     Options,
     check_backend,
@@ -258,6 +258,7 @@ def _both(name: str, per_head: Any, single: Any) -> Any:
     """Return the product of the two ways to give a scale."""
     if per_head is None or single is None:
         return single if per_head is None else per_head
+    per_head, single = on_host(per_head), on_host(single)
     if np.ndim(single):
         raise UsageError(f"{name}_scale must be a number beside scale_{name}")
     return np.asarray(per_head, np.float64) * single

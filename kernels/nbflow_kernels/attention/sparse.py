@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels._dispatch import check_array, empty, on_host
 from nbflow_kernels.attention.wrapper import BatchPrefillWithPagedKVCacheWrapper
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.masks import check_indptr, convert_bsr_mask_layout
@@ -124,6 +124,8 @@ class BlockSparseAttentionWrapper:
             If an argument is not an array of the type above.
         """
         refuse_positions(pos_encoding_mode)
+        indptr, indices = on_host(indptr), on_host(indices)
+        mask, packed_mask = on_host(mask), on_host(packed_mask)
         check_bsr(indptr, indices, M, N, R, C)
         qo_indptr = np.minimum(np.arange(len(indptr), dtype=np.int64) * R, M).astype(np.int32)
         seen = None
@@ -291,6 +293,8 @@ class VariableBlockSparseAttentionWrapper:
         """
         refuse_positions(pos_encoding_mode)
         G = num_kv_heads
+        block_mask_map = on_host(block_mask_map)
+        block_row_sz, block_col_sz = on_host(block_row_sz), on_host(block_col_sz)
         check_array("block_mask_map", block_mask_map, (G, None, None), np.bool_)
         _, MB, NB = block_mask_map.shape
         M = _sum_of_sizes("block_row_sz", block_row_sz, (G, MB))
@@ -370,16 +374,16 @@ class VariableBlockSparseAttentionWrapper:
         if lse is not None:
             check_array("lse", lse, (H, M))
         group = H // G
-        rows = np.ascontiguousarray(q.reshape(G, group, M, D).swapaxes(1, 2))
+        rows = q.reshape(G, group, M, D).swapaxes(1, 2).copy()
         pages = tuple(a.reshape(-1, page, 1, D) for a in (k, v))
         found, found_lse = self._wrapper.run(rows.reshape(G * M, group, D), pages, return_lse=True)
         if out is None:
-            out = np.empty((H, M, D), q.dtype)
+            out = empty(q, (H, M, D), q.dtype)
         out.reshape(G, group, M, D)[:] = found.reshape(G, M, group, D).swapaxes(1, 2)
         if not return_lse and lse is None:
             return out
         if lse is None:
-            lse = np.empty((H, M), np.float32)
+            lse = empty(q, (H, M))
         lse.reshape(G, group, M)[:] = found_lse.reshape(G, M, group).swapaxes(1, 2)
         return (out, lse) if return_lse else out
 
@@ -485,8 +489,6 @@ def pages_of_blocks(
 def _sum_of_sizes(name: str, sizes: Any, shape: tuple[int, int]) -> int:
     """Return the sum of every head's block sizes, checked to be the same."""
     check_array(name, sizes, shape, np.int32)
-    if is_cuda(sizes):
-        raise TypeError(f"{name} must be a NumPy array: the plan is made on the host")
     if sizes.size and sizes.min() < 0:
         raise UsageError(f"{name} must not be negative, got {int(sizes.min())}")
     sums = sizes.sum(axis=1)

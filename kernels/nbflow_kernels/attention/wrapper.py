@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array
+from nbflow_kernels._dispatch import check_array, is_cuda, on_host
 from nbflow_kernels.attention.options import (
     Options,
     check_backend,
@@ -126,8 +126,11 @@ def keys_of(n_pages: int | None, page_size: int) -> int | None:
 
 def keep_in(buffer: Any, name: str, array: Any) -> Any:
     """Return `array`, or the part of the caller's buffer that it was copied to."""
+    array = on_host(array)
     if buffer is None:
         return array
+    if is_cuda(buffer):
+        raise TypeError(f"{name} must be a NumPy array: the plan is made on the host")
     check_array(name, buffer, (None,), array.dtype)
     if len(buffer) < len(array):
         raise UsageError(f"{name} must have room for {len(array)} elements, got {len(buffer)}")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeGuard
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels._dispatch import check_array, empty, is_cuda
 from nbflow_kernels.embedding import cpu, cuda
 from nbflow_kernels.errors import UsageError
 
@@ -70,17 +70,14 @@ def embedding(
     if not _is_quantized(table):
         check_array("table", table, (None, None), (np.float32, np.float16, np.uint16))
     V, E = table.shape
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= V):
+    if not is_cuda(ids) and ids.size and (int(ids.min()) < 0 or int(ids.max()) >= V):
         wrong = next(i for i in ids.tolist() if not 0 <= i < V)
         raise UsageError(f"ids must be in 0..{V - 1}, the vocabulary has {V} tokens, got {wrong}")
     if out is None:
-        out = np.empty_like(ids, dtype=np.float32, shape=(ids.shape[0], E))
+        out = empty(ids, (ids.shape[0], E))
     else:
         check_array("out", out, (ids.shape[0], E))
-    variant = cuda if is_cuda(ids) or is_cuda(table) else cpu
-    variant.embedding(ids, table, out)
-    if scale != 1.0:
-        (cuda if is_cuda(out) else cpu).scale_rows(out, float(scale))
+    (cuda if is_cuda(ids) else cpu).embedding(ids, table, float(scale), out)
     return out
 
 

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
 
 
 def embedding(
-    ids: NDArray[np.int32], table: NDArray[Any] | QuantTensor, out: NDArray[np.float32]
+    ids: NDArray[np.int32],
+    table: NDArray[Any] | QuantTensor,
+    scale: float,
+    out: NDArray[np.float32],
 ) -> None:
     """See `nbflow_kernels.embedding`."""
     if not isinstance(table, np.ndarray):
@@ -30,8 +33,5 @@ def embedding(
         np.left_shift(table[ids], 16, out=out.view(np.uint32), dtype=np.uint32)
     else:
         out[...] = table[ids]
-
-
-def scale_rows(out: NDArray[np.float32], scale: float) -> None:
-    """Multiply all rows by `scale`, in place."""
-    np.multiply(out, np.float32(scale), out=out)
+    if scale != 1.0:
+        np.multiply(out, np.float32(scale), out=out)

@@ -1,17 +1,38 @@
-"""Embedding rows on CUDA devices: not built yet, the function says so."""
+"""Embedding rows on CUDA devices: a thread block for each row, see `embedding.cu`.
+
+An index that is not in the table gives a row of NaN: checking the indices would wait for the device.
+"""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from nbflow_kernels._dispatch import no_cuda_variant
+from nbflow_kernels import cuda
+
+KINDS = {"float32": 0, "float16": 1, "uint16": 2}
+"""Element types of tables, by the names of their arrays', as in `halves.cuh`."""
+POINTERS = ("f32*", "f16*", "bf16*")
 
 
-def embedding(ids: Any, table: Any, out: Any) -> None:
+@functools.cache
+def _gather(kind: int, wide: bool) -> cuda.Kernel:
+    return cuda.cpp_kernel(
+        __file__, "embedding.cu", f"gather<{kind}, {str(wide).lower()}>",
+        f"i32* ids, {POINTERS[kind]} table, f32* out, i32 V, i32 E, f32 scale",
+    )  # fmt: skip
+
+
+def embedding(ids: Any, table: Any, scale: float, out: Any) -> None:
     """See `nbflow_kernels.embedding`."""
-    no_cuda_variant("embedding")
+    if not out.size:
+        return
+    if hasattr(table, "format"):
+        from nbflow_kernels.quants import cuda as quants_cuda
 
-
-def scale_rows(out: Any, scale: float) -> None:
-    """Multiply all rows by `scale`, in place."""
-    no_cuda_variant("embedding")
+        quants_cuda.dequantize_rows(table, ids, scale, out)
+        return
+    V, E = table.shape
+    wide = E % 4 == 0 and cuda.address(table) % 16 == 0 and cuda.address(out) % 16 == 0
+    threads = min(256, 32 * cuda.ceil_div(E, 128))
+    _gather(KINDS[table.dtype.name], wide)(len(ids), threads, (ids, table, out, V, E, scale))

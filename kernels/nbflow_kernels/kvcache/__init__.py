@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, is_cuda, no_cuda_variant
+from nbflow_kernels._dispatch import check_array, empty, is_cuda, on_host
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.kvcache import cpu, cuda
 from nbflow_kernels.kvcache.formats import KVFormat, format_of, kv_format
@@ -90,6 +90,9 @@ def append_paged_kv_cache(
 
     Notes
     -----
+    On a CUDA device the index arrays may lie there or on the host.  Where one lies there, nothing
+    waits for its values: a row whose request or position is not in the table is left out.
+
     Floats are rounded to nearest, halves to even; what exceeds 65504 becomes infinite in float16.
     A head vector in a block format is ``quantize(row, kv_format, encoder="plain")``, bit for bit
     (but for the sign of a base of zero); a block with a NaN or an infinity decodes to NaN.
@@ -240,21 +243,23 @@ def gather_paged_kv_cache(
     k, v, D = _check_gathered(paged_kv_cache, kv_layout, head_dim, kv_format)
     token, head = (1, 2) if kv_layout == "NHD" else (2, 1)
     page_size, G = k.shape[token], k.shape[head]
+    kv_indices, kv_indptr, kv_last_page_len = map(
+        on_host, (kv_indices, kv_indptr, kv_last_page_len)
+    )
     check_page_table(kv_indptr, kv_indices, kv_last_page_len, page_size)
     check_page_numbers(kv_indices[: kv_indptr[-1]], k.shape[0])
-    if is_cuda(k):
-        no_cuda_variant("gather_paged_kv_cache")
     lens = count_tokens(kv_indptr, kv_last_page_len, page_size)
     indptr = np.zeros(len(lens) + 1, np.int32)
     np.cumsum(lens, out=indptr[1:])
     places = get_batch_indices_positions(indptr, lens, int(indptr[-1]))
     shape = (int(indptr[-1]), G, D)
     if out is None:
-        out = (np.empty(shape, dtype), np.empty(shape, dtype))
+        out = (empty(k, shape, np.dtype(dtype)), empty(k, shape, np.dtype(dtype)))
     for name, array in zip(("out (keys)", "out (values)"), out, strict=True):
         check_array(name, array, shape, np.dtype(dtype))
     kind = format_of(k, kv_format).kind
-    cpu.gather_paged_kv_cache(k, v, *places, kv_indices, kv_indptr, kv_layout, kind, *out)
+    variant = cuda if is_cuda(k) else cpu
+    variant.gather_paged_kv_cache(k, v, *places, kv_indices, kv_indptr, kv_layout, kind, *out)
     return out
 
 
@@ -287,6 +292,7 @@ def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
     >>> get_seq_lens(np.array([0, 2, 3], np.int32), np.array([1, 4], np.int32), 4)
     array([5, 4], dtype=int32)
     """
+    kv_indptr, kv_last_page_len = on_host(kv_indptr), on_host(kv_last_page_len)
     check_page_table(kv_indptr, None, kv_last_page_len, page_size)
     return count_tokens(kv_indptr, kv_last_page_len, page_size)
 
@@ -323,6 +329,7 @@ def get_batch_indices_positions(append_indptr: Any, seq_lens: Any, nnz: int) -> 
     >>> get_batch_indices_positions(ints(0, 1, 3), ints(10, 2), 3)
     (array([0, 1, 1], dtype=int32), array([9, 0, 1], dtype=int32))
     """
+    append_indptr, seq_lens = on_host(append_indptr), on_host(seq_lens)
     check_array("append_indptr", append_indptr, (None,), np.int32)
     if not len(append_indptr):
         raise UsageError("append_indptr must have one entry more than there are requests, got none")
@@ -371,9 +378,19 @@ def _check_tables(
     kv_indices, kv_indptr, kv_last_page_len = tables
     check_array("batch_indices", batch_indices, (T,), np.int32)
     check_array("positions", positions, (T,), np.int32)
+    if any(is_cuda(table) for table in (batch_indices, positions, *tables)):
+        _check_shapes(kv_indices, kv_indptr, kv_last_page_len)
+        return
     check_page_table(kv_indptr, kv_indices, kv_last_page_len, page_size)
     check_page_numbers(kv_indices[: kv_indptr[-1]], n_pages)
     _check_places(batch_indices, positions, count_tokens(kv_indptr, kv_last_page_len, page_size))
+
+
+def _check_shapes(kv_indices: Any, kv_indptr: Any, kv_last_page_len: Any) -> None:
+    """Raise unless a page table on a device has the right types; its values are not waited for."""
+    check_array("kv_indptr", kv_indptr, (None,), np.int32)
+    check_array("kv_indices", kv_indices, (None,), np.int32)
+    check_array("kv_last_page_len", kv_last_page_len, (len(kv_indptr) - 1,), np.int32)
 
 
 def _check_places(batch_indices: Any, positions: Any, lens: Any) -> None:

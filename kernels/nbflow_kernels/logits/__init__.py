@@ -12,7 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels._dispatch import check_array, empty, is_cuda
+from nbflow_kernels.cuda import to_host
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.logits import cpu, cuda
 
@@ -175,11 +176,11 @@ def token_log_probs(
     _check_rows("logits", logits)
     B, V = logits.shape
     check_array("ids", ids, (B, None) if getattr(ids, "ndim", 1) == 2 else (B,), np.int32)
-    if ids.size and (int(ids.min()) < 0 or int(ids.max()) >= V):
+    if not is_cuda(ids) and ids.size and (int(ids.min()) < 0 or int(ids.max()) >= V):
         wrong = ids[(ids < 0) | (ids >= V)][0]
         raise UsageError(f"ids must be in 0..{V - 1}, the columns of logits, got {wrong}")
     scale, cap = _temperature(temperature, B), _cap(logits_soft_cap)
-    out = np.empty_like(logits, dtype=np.float64, shape=ids.shape)
+    out = empty(logits, ids.shape, np.float64)
     variant = cuda if is_cuda(logits) else cpu
     columns = (B, ids.size // B if B else 0)
     variant.token_log_probs(logits, ids.reshape(columns), scale, cap, out.reshape(columns))
@@ -232,7 +233,7 @@ def kl_divergence(logits_p: NDArray[np.float32], logits_q: NDArray[np.float32]) 
     """
     _check_rows("logits_p", logits_p)
     check_array("logits_q", logits_q, logits_p.shape)
-    out = np.empty_like(logits_p, dtype=np.float64, shape=(len(logits_p),))
+    out = empty(logits_p, (len(logits_p),), np.float64)
     (cuda if is_cuda(logits_p) else cpu).kl_divergence(logits_p, logits_q, out)
     return out
 
@@ -267,7 +268,7 @@ def top1_agreement(logits_p: NDArray[np.float32], logits_q: NDArray[np.float32])
     """
     _check_rows("logits_p", logits_p)
     check_array("logits_q", logits_q, logits_p.shape)
-    out = np.empty_like(logits_p, dtype=np.bool_, shape=(len(logits_p),))
+    out = empty(logits_p, (len(logits_p),), np.bool_)
     (cuda if is_cuda(logits_p) else cpu).top1_agreement(logits_p, logits_q, out)
     return out
 
@@ -355,6 +356,8 @@ def _spread(name: str, x: Any, shape: tuple[int, ...], wanted: tuple[int, ...], 
     if not (isinstance(x, np.ndarray) or is_cuda(x)) or x.dtype != dtype:
         found = getattr(x, "dtype", type(x).__name__)
         raise TypeError(f"{name} must be an array of {np.dtype(dtype).name}, got {found}")
+    if is_cuda(x):
+        return cuda.spread(name, x, shape, wanted)
     try:
         spread = np.broadcast_to(x, shape)
     except ValueError:
@@ -374,7 +377,7 @@ def _check_rows(name: str, logits: Any) -> None:
 def _output(like: Any, out: Any) -> Any:
     """Return `out` after its check, or a new array."""
     if out is None:
-        return np.empty_like(like)
+        return empty(like, like.shape)
     check_array("out", out, like.shape)
     return out
 
@@ -389,6 +392,8 @@ def _cap(cap: float | None) -> float:
 
 def _temperature(temperature: Any, B: int) -> NDArray[np.float32]:
     """Return a float32 temperature for each row."""
+    if is_cuda(temperature):
+        temperature = to_host(temperature)
     given = np.asarray(1.0 if temperature is None else temperature, np.float64)
     if given.shape not in ((), (B,)):
         raise UsageError(f"temperature must be a number or have shape ({B}), got {given.shape}")

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels.cuda import to_host
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.masks import cpu, cuda
 
@@ -93,6 +94,8 @@ def segment_packbits(x: Any, indptr: Any, bitorder: str = "big") -> tuple[Any, A
     """
     _check_order(bitorder)
     check_array("x", x, (None,), BINARY)
+    if is_cuda(x):
+        indptr = to_host(indptr)  # the sizes of the results follow from it
     check_indptr("indptr", indptr)
     if indptr[-1] != len(x):
         raise UsageError(f"indptr must end at the length of x, {len(x)}, got {indptr[-1]}")
@@ -130,6 +133,8 @@ def convert_bsr_mask_layout(mask: Any, indptr: Any) -> Any:
     array([1, 1, 0, 0, 0, 1, 1, 0])
     """
     check_array("mask", mask, (None, None, None), np.bool_)
+    if is_cuda(mask):
+        indptr = to_host(indptr)
     check_indptr("indptr", indptr)
     if indptr[-1] != len(mask):
         raise UsageError(f"indptr must end at the number of blocks, {len(mask)}, got {indptr[-1]}")

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels._dispatch import check_array, empty, is_cuda
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.norm import cpu, cuda
 
@@ -470,6 +470,6 @@ def _check_columns(name: str, weight: Any, x: Any) -> None:
 def _output(x: Any, out: Any) -> Any:
     """Return `out` after its check, or a new array."""
     if out is None:
-        return np.empty_like(x, order="C")
+        return empty(x, x.shape)
     check_array("out", out, x.shape, rows=True)
     return out

@@ -1,37 +1,129 @@
-"""Normalization on CUDA devices: not built yet, the functions say so."""
+"""Normalization on CUDA devices: a warp or a thread block for each vector, see `norm.cu`."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
-from nbflow_kernels._dispatch import no_cuda_variant
+from nbflow_kernels import cuda
+
+_WARP_VECTORS = 8  # vectors of a thread block whose warps take one each
+
+
+@functools.cache
+def _rms(threads: int, n: int, wide: bool) -> cuda.Kernel:
+    return cuda.cpp_kernel(
+        __file__, "norm.cu", f"rms<{threads}, {n}, {str(wide).lower()}>",
+        "f32* x, f32*? residual, f32*? weight, f32* out, i32 n_vectors, i32 H, i32 E, i64 x_row, "
+        "i64 residual_row, i64 out_row, i32 weight_row, f32 divisor, f32 eps, f32 offset",
+    )  # fmt: skip
+
+
+@functools.cache
+def _layer(threads: int, n: int, wide: bool) -> cuda.Kernel:
+    return cuda.cpp_kernel(
+        __file__, "norm.cu", f"layer<{threads}, {n}, {str(wide).lower()}>",
+        "f32* x, f32*? residual, f32*? weight, f32*? bias, f32* out, i32 n_vectors, i32 H, i32 E, "
+        "i64 x_row, i64 residual_row, i64 out_row, i32 weight_row, i32 bias_row, f32 eps",
+    )  # fmt: skip
+
+
+_linear = cuda.cpp_kernel(
+    __file__, "norm.cu", "linear",
+    "f32* x, f32* out, i32 n_vectors, i32 H, i32 E, i64 x_row, i64 out_row, f32 scale",
+)  # fmt: skip
 
 
 def rmsnorm(x: Any, weight: Any, eps: float, offset: float, out: Any) -> None:
     """See `nbflow_kernels.rmsnorm`."""
-    no_cuda_variant("rmsnorm")
+    _run_rms(x, None, weight, float(x.shape[-1]), eps, offset, out)
 
 
 def fused_add_rmsnorm(x: Any, residual: Any, weight: Any, eps: float, offset: float) -> None:
     """See `nbflow_kernels.fused_add_rmsnorm`."""
-    no_cuda_variant("fused_add_rmsnorm")
+    _run_rms(x, residual, weight, float(x.shape[-1]), eps, offset, x)
 
 
 def l2norm(x: Any, eps: float, out: Any) -> None:
     """See `nbflow_kernels.l2norm`."""
-    no_cuda_variant("l2norm")
+    _run_rms(x, None, None, 1.0, eps, 0.0, out)
 
 
 def layernorm(x: Any, weight: Any, bias: Any, eps: float, out: Any) -> None:
     """See `nbflow_kernels.layernorm`."""
-    no_cuda_variant("layernorm")
+    _run_layer(x, None, weight, bias, eps, out)
 
 
 def fused_add_layernorm(x: Any, residual: Any, weight: Any, bias: Any, eps: float) -> None:
     """See `nbflow_kernels.fused_add_layernorm`."""
-    no_cuda_variant("fused_add_layernorm")
+    _run_layer(x, residual, weight, bias, eps, x)
 
 
 def linear_norm(x: Any, scale: float, out: Any) -> None:
     """See `nbflow_kernels.linear_norm`."""
-    no_cuda_variant("linear_norm")
+    if x.size:
+        n, H, E = _vectors(x)
+        _linear(min(n, 65535), 256, (x, out, n, H, E, _row(x), _row(out), scale))
+
+
+def _run_rms(
+    x: Any, residual: Any, weight: Any, divisor: float, eps: float, offset: float, out: Any
+) -> None:
+    if not x.size:
+        return
+    n, H, E = _vectors(x)
+    threads, numbers = _shape(E)
+    wide = _wide(E, x, residual, weight, out)
+    args = (
+        x, residual, weight, out, n, H, E, _row(x), _row(residual), _row(out),
+        _columns(weight, E), divisor, eps, offset,
+    )  # fmt: skip
+    _rms(threads, numbers, wide)(*_grid(n, threads), args)
+
+
+def _run_layer(x: Any, residual: Any, weight: Any, bias: Any, eps: float, out: Any) -> None:
+    if not x.size:
+        return
+    n, H, E = _vectors(x)
+    threads, numbers = _shape(E)
+    wide = _wide(E, x, residual, weight, bias, out)
+    args = (
+        x, residual, weight, bias, out, n, H, E, _row(x), _row(residual), _row(out),
+        _columns(weight, E), _columns(bias, E), eps,
+    )  # fmt: skip
+    _layer(threads, numbers, wide)(*_grid(n, threads), args)
+
+
+def _vectors(x: Any) -> tuple[int, int, int]:
+    """Return the number of vectors, those of a row, and their length."""
+    H = x.shape[1] if x.ndim == 3 else 1
+    return x.shape[0] * H, H, x.shape[-1]
+
+
+def _shape(E: int) -> tuple[int, int]:
+    """Return the threads of a vector, and how many times four numbers each of them holds."""
+    threads = next((t for t in (32, 128, 256, 512) if 16 * t >= E), 1024)
+    needed = cuda.ceil_div(E, 4 * threads)
+    return threads, 1 << (needed - 1).bit_length()  # few instances: a power of two
+
+
+def _grid(n_vectors: int, threads: int) -> tuple[int, tuple[int, int]]:
+    side_by_side = _WARP_VECTORS if threads == 32 else 1
+    return cuda.ceil_div(n_vectors, side_by_side), (threads, side_by_side)
+
+
+def _row(x: Any) -> int:
+    """Return the distance of the rows, in elements."""
+    return 0 if x is None else x.strides[0] // x.itemsize
+
+
+def _columns(weight: Any, E: int) -> int:
+    """Return how far the weights of two heads lie apart."""
+    return E if weight is not None and weight.ndim == 2 else 0
+
+
+def _wide(E: int, *arrays: Any) -> bool:
+    """Return whether every vector of every array allows 16-byte accesses."""
+    return E % 4 == 0 and all(
+        cuda.address(a) % 16 == 0 and _row(a) % 4 == 0 for a in arrays if a is not None
+    )

@@ -1,20 +1,54 @@
-"""Changes of logits on a CUDA device: not built yet, the functions say so."""
+"""Changes of logits on CUDA devices: a thread block for each row, see `penalties.cu`."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from nbflow_kernels._dispatch import no_cuda_variant
+import numpy as np
+
+from nbflow_kernels import cuda
+
+_THREADS = 256
+
+
+def _kernel(entry: str, parameters: str) -> cuda.Kernel:
+    return cuda.cpp_kernel(__file__, "penalties.cu", entry, parameters)
+
+
+_penalties = _kernel(
+    "penalties",
+    "f32* logits, i32* token_ids, i32* indptr, f64* parameters, i64* spans, i32* room, i32 V",
+)
+_no_repeat_ngram = _kernel(
+    "no_repeat_ngram", "f32* logits, i32* token_ids, i32* indptr, i64* sizes, i32 V"
+)
+_dry = _kernel(
+    "dry",
+    "f32* logits, i32* token_ids, i32* indptr, f64* parameters, i64* spans, i32* words, "
+    "i32* edges, i32* room, i32 V, i32 n_words",
+)
+_logit_bias = _kernel(
+    "logit_bias", "f32* logits, i32* token_ids, f32* biases, i32* indptr, i32* room, i32 V"
+)
+_mask = _kernel("mask_ids", "f32* logits, i32* token_ids, i32* indptr, f32* kept, i32 V, i32 keep")
+_bitmask = _kernel("bitmask", "f32* logits, i32* bits, i32 V, i32 n_words, i32 n_blocks")
 
 
 def penalties(logits: Any, token_ids: Any, indptr: Any, parameters: Any, spans: Any) -> None:
     """See `nbflow_kernels.apply_penalties`."""
-    no_cuda_variant("apply_penalties")
+    B, V = logits.shape
+    if token_ids.size:
+        device = cuda.device_of(logits)
+        more = (device.asarray(parameters), device.asarray(spans), device.empty((B, V), np.int32))
+        _penalties(B, _THREADS, (logits, token_ids, indptr, *more, V))
 
 
 def no_repeat_ngram(logits: Any, token_ids: Any, indptr: Any, sizes: Any) -> None:
     """See `nbflow_kernels.apply_no_repeat_ngram`."""
-    no_cuda_variant("apply_no_repeat_ngram")
+    B, V = logits.shape
+    if token_ids.size:
+        args = (logits, token_ids, indptr, cuda.to_device(sizes, logits), V)
+        _no_repeat_ngram(B, _THREADS, args)
 
 
 def dry(
@@ -27,19 +61,34 @@ def dry(
     edges: Any,
 ) -> None:
     """See `nbflow_kernels.apply_dry_penalty`."""
-    no_cuda_variant("apply_dry_penalty")
+    B, V = logits.shape
+    if token_ids.size:
+        device = cuda.device_of(logits)
+        tables = (device.asarray(array) for array in (parameters, spans, words, edges))
+        room = device.empty((B, V), np.int32)
+        args = (logits, token_ids, indptr, *tables, room, V, len(edges) - 1)
+        _dry(B, _THREADS, args)
 
 
 def logit_bias(logits: Any, token_ids: Any, biases: Any, indptr: Any) -> None:
     """See `nbflow_kernels.apply_logit_bias`."""
-    no_cuda_variant("apply_logit_bias")
+    B, V = logits.shape
+    if token_ids.size:
+        room = cuda.device_of(logits).empty((B, 2, V), np.int32)
+        _logit_bias(B, _THREADS, (logits, token_ids, biases, indptr, room, V))
 
 
 def mask(logits: Any, token_ids: Any, indptr: Any, keep: bool) -> None:
     """See `nbflow_kernels.mask_token_ids`."""
-    no_cuda_variant("mask_token_ids")
+    B, V = logits.shape
+    if token_ids.size:
+        kept = cuda.device_of(logits).empty(token_ids.shape, np.float32)
+        _mask(B, _THREADS, (logits, token_ids, indptr, kept, V, keep))
 
 
 def bitmask(logits: Any, bits: Any) -> None:
     """See `nbflow_kernels.apply_token_bitmask`."""
-    no_cuda_variant("apply_token_bitmask")
+    B, V = logits.shape
+    if B:
+        n_blocks = cuda.ceil_div(V, _THREADS)
+        _bitmask(B * n_blocks, _THREADS, (logits, bits, V, bits.shape[1], n_blocks))

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels._dispatch import check_array, empty, is_cuda
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.position import cpu, cuda
 
@@ -177,7 +177,7 @@ def relative_position_bucket(
     if not max_distance > n // 2:
         raise UsageError(f"max_distance must be above {n // 2}, got {max_distance}")
     variant = cuda if is_cuda(relative_position) else cpu
-    out = np.empty_like(relative_position)
+    out = empty(relative_position, relative_position.shape, np.int32)
     variant.relative_position_bucket(relative_position, bidirectional, n, max_distance, out)
     return out
 
@@ -324,7 +324,7 @@ def sinusoidal_position_embedding(
     if not base > 0:
         raise UsageError(f"base must be positive, got {base}")
     if out is None:
-        out = np.empty_like(positions, dtype=np.float32, shape=(len(positions), dim))
+        out = empty(positions, (len(positions), dim))
     else:
         check_array("out", out, (len(positions), dim))
     step = 1.0 / (half - 1) if form == "fairseq" else 2.0 / dim
@@ -385,7 +385,8 @@ def add_learned_positions(
     check_array("x", x, (None, None))
     check_array("positions", positions, (len(x),), np.int32)
     check_array("table", table, (None, x.shape[1]), (np.float32, np.float16, np.uint16))
-    if len(x) and (positions.min() + offset < 0 or positions.max() + offset >= len(table)):
+    on_host = len(x) and not is_cuda(positions)
+    if on_host and (positions.min() + offset < 0 or positions.max() + offset >= len(table)):
         rows = positions + offset
         bad = rows[(rows < 0) | (rows >= len(table))][0] - offset
         raise UsageError(
@@ -393,7 +394,7 @@ def add_learned_positions(
             f"got position {bad}"
         )
     if out is None:
-        out = np.empty_like(x)
+        out = empty(x, x.shape)
     else:
         check_array("out", out, x.shape)
     variant = cuda if is_cuda(x) else cpu
@@ -406,6 +407,6 @@ def _scores(like: Any, H: int, n_queries: int, n_keys: int, out: Any) -> Any:
     if n_queries < 0 or n_keys < 0:
         raise UsageError(f"n_queries and n_keys must not be negative, got {n_queries} and {n_keys}")
     if out is None:
-        return np.empty_like(like, shape=(H, n_queries, n_keys))
+        return empty(like, (H, n_queries, n_keys))
     check_array("out", out, (H, n_queries, n_keys))
     return out

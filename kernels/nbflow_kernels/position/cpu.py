@@ -23,9 +23,13 @@ def apply_rope_with_cos_sin_cache_inplace(
     cos_sin_cache: np.ndarray,
     is_neox: bool,
 ) -> None:
-    """See `nbflow_kernels.apply_rope_with_cos_sin_cache_inplace`."""
-    T, H, D = query.shape
+    """See `nbflow_kernels.apply_rope_with_cos_sin_cache_inplace`.
+
+    Heads of a query lie as far apart as those of a key, if there is more than one of each.
+    """
+    T, H, _ = query.shape
     G = key.shape[1]
+    D = (query if H > 1 else key).strides[1] // 4
     hold(query, key, cos_sin_cache)
     split_rows(
         _rope,

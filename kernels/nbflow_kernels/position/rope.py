@@ -192,7 +192,7 @@ def apply_rope_with_cos_sin_cache_inplace(
         raise UsageError(
             f"cos_sin_cache must have an even number of columns up to the head size {D}, got {d}"
         )
-    if T and (positions.min() < 0 or positions.max() >= max_pos):
+    if T and not is_cuda(positions) and (positions.min() < 0 or positions.max() >= max_pos):
         bad = positions[(positions < 0) | (positions >= max_pos)][0]
         raise UsageError(
             f"positions must be 0..{max_pos - 1}, the rows of cos_sin_cache, got {bad}"
@@ -414,11 +414,13 @@ def apply_rope_inplace(
     apply_rope_pos_ids_inplace(q, k, pos_ids, rotary_dim, interleave, rope_scale, rope_theta)
 
 
-def positions_of(q: Any, indptr: Any, offsets: Any) -> NDArray[np.int32]:
+def positions_of(q: Any, indptr: Any, offsets: Any) -> Any:
     """Return the position of each row of requests that start at `offsets`, after the checks."""
     check_array("q", q, (None, None, None), rows=True)
     check_array("indptr", indptr, (None,), np.int32)
     check_array("offsets", offsets, (max(len(indptr) - 1, 0),), np.int32)
+    if is_cuda(indptr) and len(indptr):
+        return cuda.ragged_positions(indptr, offsets, len(q))
     counts = np.diff(indptr)
     if not len(indptr) or indptr[0] != 0 or (counts < 0).any() or indptr[-1] != len(q):
         raise UsageError(
@@ -442,7 +444,7 @@ def check_rope(
     check_array("q", q, (None, None, None), rows=True)
     check_array("k", k, (len(q), None, q.shape[2]), rows=True)
     check_array("pos_ids", pos_ids, (len(q),), np.int32)
-    if len(q) and pos_ids.min() < 0:
+    if len(q) and not is_cuda(pos_ids) and pos_ids.min() < 0:
         raise UsageError(f"pos_ids must not be negative, got {pos_ids.min()}")
     width = q.shape[2] if rotary_dim is None else rotary_dim
     if width < 2 or width % 2 or width > q.shape[2]:
@@ -459,7 +461,8 @@ def turn(
 ) -> None:
     """Rotate checked rows in place, with one row of cosines and sines for each token."""
     if is_cuda(q):
-        cuda.apply_rope_with_cos_sin_cache_inplace(pos_ids, q, k, frequencies, not interleave)
+        cuda.apply_rope_with_frequencies(pos_ids, q, k, frequencies, rope_scale, not interleave)
+        return
     # positions may be far beyond the number of rows, so no table of all of them
     cache = _cos_sin(pos_ids, frequencies, rope_scale)
     rows = np.arange(len(q), dtype=np.int32)

@@ -250,7 +250,7 @@ def pack(
     while True:
         try:
             return _pack(packed, integers, data, n_columns)
-        except _Misfit as misfit:
+        except Misfit as misfit:
             if misfit.field == "d_type":
                 packed = replace(packed, d_type="f32")
             elif packed.scales == "i8":
@@ -259,7 +259,7 @@ def pack(
                 raise UsageError(f"weights cannot be packed: {misfit}") from None
 
 
-class _Misfit(ValueError):
+class Misfit(ValueError):
     """A number that its place in the header does not hold."""
 
     def __init__(self, field: str, message: str) -> None:
@@ -338,10 +338,10 @@ def _interleaved(
 
 def _floats(form: PackedForm, part: Integers) -> list[NDArray[Any]]:
     """Return `d` and `m`, as they are stored."""
-    floats = [_stored(form.d_type, part.d, base=False)]
+    floats = [stored_floats(form.d_type, part.d, base=False)]
     if form.base != "none":
         assert part.m is not None
-        floats.append(_stored(form.d_type, part.m, base=True))
+        floats.append(stored_floats(form.d_type, part.m, base=True))
     return floats
 
 
@@ -352,7 +352,7 @@ def _scales_and_mins(form: PackedForm, part: Integers) -> list[NDArray[Any]]:
     assert part.scales is not None
     low, high = {"i8": (-128, 127), "u8": (0, 255), "u4": (0, 15)}[form.scales]
     if part.scales.size and not low <= part.scales.min() <= part.scales.max() <= high:
-        raise _Misfit("scales", f"integer scales must lie in {low}..{high}")
+        raise Misfit("scales", f"integer scales must lie in {low}..{high}")
     scales = part.scales.astype(np.uint8)
     if form.base != "min":
         return [scales]
@@ -360,11 +360,11 @@ def _scales_and_mins(form: PackedForm, part: Integers) -> list[NDArray[Any]]:
     if form.scales != "u4":
         return [scales, part.mins]
     if part.mins.size and part.mins.max() > 15:
-        raise _Misfit("scales", "mins must lie in 0..15")
+        raise Misfit("scales", "mins must lie in 0..15")
     return [scales | (part.mins << np.uint8(4))]
 
 
-def _stored(d_type: str, numbers: NDArray[np.float32], base: bool) -> NDArray[Any]:
+def stored_floats(d_type: str, numbers: NDArray[np.float32], base: bool) -> NDArray[Any]:
     """Return floats as they are stored, or raise where that would change them."""
     with np.errstate(all="ignore"):
         if d_type == "f32":
@@ -387,7 +387,7 @@ def _stored(d_type: str, numbers: NDArray[np.float32], base: bool) -> NDArray[An
             wide = stored.astype(np.float32)
             back = wide / np.float32(100) - 1 if base else wide / np.float32(1000)
     if not np.array_equal(back, numbers, equal_nan=True):
-        raise _Misfit("d_type", f"d or m of a block is no number that {d_type} holds")
+        raise Misfit("d_type", f"d or m of a block is no number that {d_type} holds")
     return stored
 
 

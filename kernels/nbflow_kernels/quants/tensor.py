@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nbflow_kernels._dispatch import check_array, is_cuda
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants.floats import FloatFormat, PackedFloats
 from nbflow_kernels.quants.formats import QuantFormat
@@ -34,7 +35,8 @@ class QuantTensor:
     shape : tuple of int
         Shape of the weights.
     data : array of uint8, shape (rows, row bytes)
-        The storage bytes: the published layout, rows without gaps.
+        The storage bytes: the published layout, rows without gaps.  A NumPy array, or one on a
+        CUDA device; see `to_device`.
     outliers : CsrMatrix, shape (rows, columns), optional
         Added to the decoded weights.
 
@@ -77,15 +79,20 @@ class QuantTensor:
         self.format = _format(format)
         self.shape = _checked_shape(shape)
         wanted = _data_shape(self.format, self.shape)
-        if not isinstance(data, np.ndarray) or data.dtype != np.uint8:
-            found = data.dtype.name if isinstance(data, np.ndarray) else type(data).__name__
-            raise TypeError(f"data must be a NumPy array of uint8, got {found}")
+        known = isinstance(data, np.ndarray) or is_cuda(data)
+        if not known or data.dtype != np.uint8:
+            found = data.dtype.name if known else type(data).__name__
+            raise TypeError(
+                f"data must be an array of uint8, NumPy's or on a CUDA device, got {found}"
+            )
         if data.shape != wanted:
             raise UsageError(
                 f"data of a {self.format.name} tensor of shape {self.shape} must have shape "
                 f"(rows, row bytes) = {wanted}, got {data.shape}"
             )
-        self._data: NDArray[np.uint8] | None = np.ascontiguousarray(data)
+        if is_cuda(data):
+            check_array("data", data, wanted, np.uint8)
+        self._data: NDArray[np.uint8] | None = data if is_cuda(data) else np.ascontiguousarray(data)
         self._packed: Packed | PackedFloats | None = None
         if outliers is not None and outliers.shape != (self.n_rows, self.shape[-1]):
             raise UsageError(
@@ -148,13 +155,49 @@ class QuantTensor:
         """Whether the storage bytes are there; see `drop_storage`."""
         return self._data is not None
 
+    @property
+    def on_device(self) -> bool:
+        """Whether the storage bytes lie on a CUDA device."""
+        return is_cuda(self._data)
+
+    def to_device(self, like: Any = None) -> QuantTensor:
+        """Return the tensor with its storage bytes and outliers on a CUDA device.
+
+        Parameters
+        ----------
+        like : array on a device, optional
+            Whose device; CuPy's current one by default.
+
+        Raises
+        ------
+        MissingExtraError
+            If CuPy is not installed.
+        UsageError
+            After `drop_storage`.
+        """
+        from nbflow_kernels.cuda import to_device
+
+        if self.on_device:
+            return self
+        outliers = self.outliers.to_device(like) if self.outliers is not None else None
+        return QuantTensor(self.format, self.shape, to_device(self.data, like), outliers)
+
+    def to_host(self) -> QuantTensor:
+        """Return the tensor in NumPy arrays; the inverse of `to_device`."""
+        from nbflow_kernels.cuda import to_host
+
+        if not self.on_device:
+            return self
+        outliers = self.outliers.to_host() if self.outliers is not None else None
+        return QuantTensor(self.format, self.shape, to_host(self.data), outliers)
+
     def drop_storage(self) -> None:
         """Make the layout for computing and free the storage bytes.
 
         Products, `dequantize` and `embedding` still work, and give the same numbers.  Where
         products decode the storage bytes, these stay.
         """
-        if not self.format.decodes_from_storage:
+        if not self.format.decodes_from_storage and not self.on_device:
             self.packed()
             self._data = None
 
@@ -171,7 +214,7 @@ class QuantTensor:
                 "the storage layout has no place for the outliers of this tensor; pickle the "
                 "tensor, or take data.tobytes() and the arrays of outliers"
             )
-        return self.data.tobytes()
+        return self.to_host().data.tobytes()
 
     @property
     def nbytes(self) -> int:
@@ -214,7 +257,15 @@ class QuantTensor:
         return values.reshape(self.shape)
 
     def packed(self) -> Packed | PackedFloats:
-        """Return the layout for computing, made at the first call and kept."""
+        """Return the CPU's layout for computing, made at the first call and kept.
+
+        Raises
+        ------
+        UsageError
+            If the tensor lies on a CUDA device.
+        """
+        if self.on_device:
+            raise UsageError(f"{self!r} lies on a CUDA device; take to_host() for the CPU's layout")
         if self._packed is None:
             with _pack_lock, at_once():
                 if self._packed is None:
@@ -249,6 +300,8 @@ class QuantTensor:
             raise UsageError(
                 f"tensors must be of one format and number of columns, got {sorted(kinds)}"
             )
+        like = tensors[0].data if tensors[0].on_device else None
+        tensors = [t.to_host() for t in tensors]
         data = np.concatenate([t.data for t in tensors])
         shape = (len(data), tensors[0].shape[-1])
         outliers = None
@@ -256,7 +309,8 @@ class QuantTensor:
             outliers = CsrMatrix.concatenate(
                 [t.outliers or CsrMatrix.empty((t.n_rows, shape[1])) for t in tensors]
             )
-        return cls(tensors[0].format, shape, data, outliers)
+        together = cls(tensors[0].format, shape, data, outliers)
+        return together if like is None else together.to_device(like)
 
     def matrices(self) -> tuple[QuantTensor, ...]:
         """Return the matrices (N, K) of a tensor of shape (..., N, K), without a copy.
@@ -276,11 +330,15 @@ class QuantTensor:
         return self._matrices
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return QuantTensor, (self.format, self.shape, self.data, self.outliers)
+        host = self.to_host()
+        return QuantTensor, (host.format, host.shape, host.data, host.outliers)
 
     def __repr__(self) -> str:
         few = f", outliers={self.outliers.nnz}" if self.outliers is not None else ""
-        return f"QuantTensor({self.format.name}, shape={self.shape}, nbytes={self.nbytes}{few})"
+        place = ", on a CUDA device" if self.on_device else ""
+        return (
+            f"QuantTensor({self.format.name}, shape={self.shape}, nbytes={self.nbytes}{few}{place})"
+        )
 
 
 def _format(format: str | QuantFormat) -> QuantFormat:

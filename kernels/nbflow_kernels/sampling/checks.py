@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels._dispatch import check_array, empty, is_cuda, on_host
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.sampling.filters import FLOOR, MIN_P, OFF, RANKED, SHARE, TOP_K
 
@@ -15,9 +15,20 @@ NOT_LOGITS = "must not have a NaN or +inf, nor be all -inf"
 
 
 def check_valid(name: str, out: Any, wanted: str) -> None:
-    """Raise if a kernel marked a row as invalid, by a negative number."""
+    """Raise if a kernel marked a row as invalid, by a negative number.
+
+    What lies on a device is not looked at: that would have to wait for it.
+    """
+    if is_cuda(out):
+        return
     if (out < 0).any():
         raise UsageError(f"{name}: row {int(np.flatnonzero(out < 0)[0])} {wanted}")
+
+
+def check_flags(name: str, valid: Any, wanted: str) -> None:
+    """Raise if a kernel wrote 0 for a row; what lies on a device is not looked at."""
+    if not is_cuda(valid):
+        check_valid(name, valid - 1, wanted)
 
 
 def check_rows(name: str, array: Any) -> None:
@@ -29,7 +40,7 @@ def check_rows(name: str, array: Any) -> None:
 
 def per_row(name: str, value: Any, B: int) -> Any:
     """Return one float64 per row from a number or an array of shape (B,)."""
-    array = np.asarray(value, np.float64)
+    array = np.asarray(on_host(value), np.float64)
     if array.shape not in ((), (B,)):
         raise UsageError(f"{name} must be a number or have shape ({B},), got {array.shape}")
     return np.broadcast_to(array, B)
@@ -80,7 +91,7 @@ def rows_of(indices: Any, R: int, name: str) -> Any:
     if indices is None:
         return np.arange(R, dtype=np.int32)
     check_array("indices", indices, (None,), np.int32)
-    if len(indices) and (indices.min() < 0 or indices.max() >= R):
+    if not is_cuda(indices) and len(indices) and (indices.min() < 0 or indices.max() >= R):
         bad = indices[(indices < 0) | (indices >= R)][0]
         raise UsageError(f"indices must name rows 0..{R - 1} of {name}, got {bad}")
     return indices
@@ -89,8 +100,9 @@ def rows_of(indices: Any, R: int, name: str) -> Any:
 def streams(seed: Any, offset: Any, B: int) -> tuple[Any, Any]:
     """Return seed and offset of each row, uint64 (B,)."""
     columns: list[Any] = []
+    n_axes = 0
     for name, value in (("seed", seed), ("offset", offset)):
-        array = np.asarray(value)
+        array = np.asarray(on_host(value))
         if array.dtype.kind not in "iu":
             raise TypeError(
                 f"{name} must be an integer of 64 bits or an array of them, got {value!r}"
@@ -99,8 +111,9 @@ def streams(seed: Any, offset: Any, B: int) -> tuple[Any, Any]:
             raise UsageError(f"{name} must be an integer or have shape ({B},), got {array.shape}")
         if array.size and int(array.min()) < 0:
             raise UsageError(f"{name} must not be negative, got {array.min()}")
+        n_axes += array.ndim
         columns.append(np.array(np.broadcast_to(array.astype(np.uint64), B)))  # writable
-    if np.ndim(seed) == 0 and np.ndim(offset) == 0:
+    if n_axes == 0:
         columns[1] = columns[1] + np.arange(B, dtype=np.uint64)
     return columns[0], columns[1]
 
@@ -110,4 +123,4 @@ def output(name: str, like: Any, out: Any) -> Any:
     if out is not None:
         check_array(name, out, like.shape)
         return out
-    return None if is_cuda(like) else np.empty(like.shape, np.float32)
+    return empty(like, like.shape)

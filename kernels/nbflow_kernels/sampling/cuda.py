@@ -1,20 +1,103 @@
-"""Sampling on a CUDA device: the place of the variants, which say so while there are none."""
+"""Softmax, argmax, exact filters and sampling on a CUDA device; a thread block takes a row.
+
+A filter or a draw is a radix selection over the row with integer sums (`select.cuh`): no sorting, no
+trial and error, and the same bits every time.  Random numbers, exponentials and logarithms are those
+of the CPU bit for bit, and sums are exact where the CPU's are rounded to float64, so that both draw
+the same tokens but where a draw falls within that rounding of the edge between two of them.
+
+A row that is no distribution is -1 in the result, not an error: nothing here waits for the device, but
+the tail-free filter, whose counts go to the draw by way of the host.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
-from nbflow_kernels._dispatch import no_cuda_variant
+import numpy as np
+
+from nbflow_kernels import cuda
+from nbflow_kernels._dispatch import empty, on_device
+from nbflow_kernels.errors import UsageError
+
+MOST_COLUMNS = 1 << 22
+
+
+def _kernel(name: str, parameters: str, file: str = "sampling.cu") -> cuda.Kernel:
+    return cuda.cpp_kernel(__file__, file, name, parameters)
+
+
+sample_kernel = _kernel(
+    "sample",
+    "f32* ranks, f32* probs, i32* rows, i32 n_rows, f64* limits, i32 top_k_first, u64* seeds, "
+    "u64* offsets, i32* out, f64* shares, i32 V, i32 fraction",
+)
+sample_logits_kernel = _kernel(
+    "sample_logits",
+    "f32* logits, i32* rows, i32 n_rows, f32* temperature, f64* limits, i32 top_k_first, "
+    "u64* seeds, u64* offsets, i32* out, i32 V, i32 fraction",
+)
+renorm_kernel = _kernel(
+    "renorm", "f32* ranks, f32* probs, f64* limits, f32* out, i32* valid, i32 V, i32 fraction"
+)
+xtc_kernel = _kernel(
+    "xtc",
+    "f32* probs, f64* parameters, u64* seeds, u64* offsets, f32* out, i32* valid, i32 V, "
+    "i32 fraction",
+)
+softmax_kernel = _kernel("softmax", "f32* logits, f32* temperature, f32* out, i32 V, i32 fraction")
+argmax_kernel = _kernel("argmax", "f32* logits, i32* out, i32 V")
+top_k_mask_kernel = _kernel(
+    "top_k_mask", "f32* logits, i64* counts, f32* out, i32* valid, i32 V"
+)
+n_sigma_mask_kernel = _kernel("n_sigma_mask", "f32* logits, f64* n, f32* out, i32* valid, i32 V")
+chain_kernel = _kernel(
+    "chain_speculative",
+    "f32* draft_probs, i32* draft_token_ids, f32* target_probs, u64* seeds, u64* offsets, "
+    "i32* out, i32* accepted, i32* emitted, i32 n, i32 V, i32 fraction",
+)
+top_k_kernel = _kernel(
+    "top_k", "f32* x, i32 k, i32 in_order, f32* values, i32* indices, u32* work, i32 V",
+    "sorting.cu",
+)  # fmt: skip
+typical_ranks_kernel = _kernel("typical_ranks", "f32* probs, f32* ranks, i32 V", "sorting.cu")
+tail_free_kernel = _kernel(
+    "tail_free_counts",
+    "f32* probs, i32* rows, i32 n_rows, f64* z, i32 first, f64* counts, u32* work, i32 V",
+    "sorting.cu",
+)
+
+
+def _threads(V: int) -> int:
+    """Return the threads that look after a row."""
+    return 1024 if V > 8192 else 256
+
+
+def _fraction(V: int) -> int:
+    """Return how many bits the largest weight has below its last one: sums fit in 63 bits."""
+    if V > MOST_COLUMNS:
+        raise UsageError(f"a row must have at most {MOST_COLUMNS} columns on a device, got {V}")
+    return min(20, 39 - (V - 1).bit_length())
+
+
+def _sort_room(threads: int) -> int:
+    """Return the bytes of shared memory of a sort: a count for each digit and warp."""
+    return 4 * 256 * (threads // 32)
 
 
 def softmax(logits: Any, temperature: Any, out: Any) -> None:
     """See `nbflow_kernels.softmax`."""
-    no_cuda_variant("softmax")
+    B, V = logits.shape
+    if B:
+        scale = on_device(temperature, logits)
+        softmax_kernel(B, _threads(V), (logits, scale, out, V, _fraction(V)))
 
 
 def argmax(logits: Any, out: Any) -> None:
     """See `nbflow_kernels.argmax`."""
-    no_cuda_variant("argmax")
+    B, V = logits.shape
+    if B:
+        _fraction(V)
+        argmax_kernel(B, _threads(V), (logits, out, V))
 
 
 def sample(
@@ -29,7 +112,16 @@ def sample(
     shares: Any,
 ) -> None:
     """See `nbflow_kernels.sampling.cpu.sample`."""
-    no_cuda_variant("sampling_from_probs")
+    R, V = probs.shape
+    if len(rows):
+        rows, limits, seeds, offsets = (on_device(a, probs) for a in (rows, limits, seeds, offsets))
+        sample_kernel(
+            len(rows), _threads(V),
+            (
+                ranks, probs, rows, R, limits, int(top_k_first), seeds, offsets, out, shares, V,
+                _fraction(V),
+            ),
+        )  # fmt: skip
 
 
 def sample_logits(
@@ -43,42 +135,79 @@ def sample_logits(
     out: Any,
 ) -> None:
     """See `nbflow_kernels.sampling.cpu.sample_logits`."""
-    no_cuda_variant("sampling_from_logits")
+    R, V = logits.shape
+    if len(rows):
+        tables = (on_device(a, logits) for a in (rows, temperature, limits, seeds, offsets))
+        rows, temperature, limits, seeds, offsets = tables
+        sample_logits_kernel(
+            len(rows), _threads(V),
+            (
+                logits, rows, R, temperature, limits, int(top_k_first), seeds, offsets, out, V,
+                _fraction(V),
+            ),
+        )  # fmt: skip
 
 
 def renorm(ranks: Any, probs: Any, limits: Any, out: Any, valid: Any) -> None:
     """See `nbflow_kernels.sampling.cpu.renorm`."""
-    no_cuda_variant("top_k_renorm_probs")
+    B, V = probs.shape
+    if B:
+        arguments = (ranks, probs, on_device(limits, probs), out, valid, V, _fraction(V))
+        renorm_kernel(B, _threads(V), arguments)
 
 
 def typical_ranks(probs: Any, ranks: Any) -> None:
     """See `nbflow_kernels.sampling.cpu_shapes.typical_ranks`."""
-    no_cuda_variant("typical_sampling_from_probs")
+    B, V = probs.shape
+    if B:
+        typical_ranks_kernel(B, _threads(V), (probs, ranks, V))
 
 
 def tail_free_counts(probs: Any, rows: Any, z: Any, first: int, counts: Any) -> None:
     """See `nbflow_kernels.sampling.cpu_shapes.tail_free_counts`."""
-    no_cuda_variant("tail_free_sampling_from_probs")
+    (R, V), B = probs.shape, len(rows)
+    if B:
+        work, threads = empty(probs, (B, 2 * V), np.uint32), _threads(V)
+        _fraction(V)
+        tail_free_kernel(
+            B, threads,
+            (probs, on_device(rows, probs), R, on_device(z, probs), first, counts, work, V),
+            _sort_room(threads),
+        )  # fmt: skip
 
 
 def xtc(probs: Any, parameters: Any, seeds: Any, offsets: Any, out: Any, valid: Any) -> None:
     """See `nbflow_kernels.xtc_renorm_probs`."""
-    no_cuda_variant("xtc_renorm_probs")
+    B, V = probs.shape
+    if B:
+        tables = [on_device(a, probs) for a in (parameters, seeds, offsets)]
+        xtc_kernel(B, _threads(V), (probs, *tables, out, valid, V, _fraction(V)))
 
 
 def top_k(x: Any, k: int, in_order: bool, values: Any, indices: Any) -> None:
     """See `nbflow_kernels.top_k`."""
-    no_cuda_variant("top_k")
+    B, V = x.shape
+    if B:
+        work, threads = empty(x, (B, 4 * k if in_order else 1), np.uint32), _threads(V)
+        _fraction(V)
+        arguments = (x, k, int(in_order), values, indices, work, V)
+        top_k_kernel(B, threads, arguments, _sort_room(threads) if in_order else 0)
 
 
 def top_k_mask(logits: Any, counts: Any, out: Any, valid: Any) -> None:
     """See `nbflow_kernels.top_k_mask_logits`."""
-    no_cuda_variant("top_k_mask_logits")
+    B, V = logits.shape
+    if B:
+        _fraction(V)
+        arguments = (logits, on_device(counts, logits), out, valid, V)
+        top_k_mask_kernel(B, _threads(V), arguments)
 
 
 def n_sigma_mask(logits: Any, n: Any, out: Any, valid: Any) -> None:
     """See `nbflow_kernels.top_n_sigma_mask_logits`."""
-    no_cuda_variant("top_n_sigma_mask_logits")
+    B, V = logits.shape
+    if B:
+        n_sigma_mask_kernel(B, _threads(V), (logits, on_device(n, logits), out, valid, V))
 
 
 def chain_speculative(
@@ -91,5 +220,14 @@ def chain_speculative(
     accepted: Any,
     emitted: Any,
 ) -> None:
-    """See `nbflow_kernels.chain_speculative_sampling`."""
-    no_cuda_variant("chain_speculative_sampling")
+    """See `nbflow_kernels.chain_speculative_sampling`; a token that does not exist is rejected."""
+    B, n, V = draft_probs.shape
+    if B:
+        tables = [on_device(a, draft_probs) for a in (seeds, offsets)]
+        chain_kernel(
+            B, _threads(V),
+            (
+                draft_probs, draft_token_ids, target_probs, *tables, out, accepted, emitted, n, V,
+                _fraction(V),
+            ),
+        )  # fmt: skip

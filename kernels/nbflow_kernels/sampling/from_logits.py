@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import is_cuda
+from nbflow_kernels._dispatch import empty, is_cuda
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.sampling import cpu, cuda
 from nbflow_kernels.sampling.checks import (
     NOT_LOGITS,
+    check_flags,
     check_rows,
     check_valid,
     counts_per_row,
@@ -90,10 +91,8 @@ def argmax(logits: Any) -> Any:
     array([1, 0], dtype=int32)
     """
     check_rows("logits", logits)
-    if is_cuda(logits):
-        cuda.argmax(logits, None)
-    out = np.empty(len(logits), np.int32)
-    cpu.argmax(logits, out)
+    out = empty(logits, (len(logits),), np.int32)
+    (cuda if is_cuda(logits) else cpu).argmax(logits, out)
     check_valid("logits", out, "must not have a NaN")
     return out
 
@@ -236,7 +235,7 @@ def top_k(input: Any, k: int, sorted: bool = True) -> tuple[Any, Any]:
     if not 1 <= k <= input.shape[1]:
         raise UsageError(f"k must be 1..{input.shape[1]}, the number of columns, got {k}")
     shape = (len(input), int(k))
-    values, indices = np.empty(shape, np.float32), np.empty(shape, np.int32)
+    values, indices = empty(input, shape), empty(input, shape, np.int32)
     variant = cuda if is_cuda(input) else cpu
     variant.top_k(input, int(k), bool(sorted), values, indices)
     check_valid("input", indices[:, 0], "must not have a NaN")
@@ -278,9 +277,9 @@ def top_k_mask_logits(logits: Any, top_k: Any, *, out: Any = None) -> Any:
     check_rows("logits", logits)
     B, V = logits.shape
     counts = np.minimum(counts_per_row("top_k", top_k, B), V).astype(np.int64)
-    out, valid = output("out", logits, out), np.empty(B, np.int32)
+    out, valid = output("out", logits, out), empty(logits, (B,), np.int32)
     (cuda if is_cuda(logits) else cpu).top_k_mask(logits, counts, out, valid)
-    check_valid("logits", valid - 1, "must not have a NaN")
+    check_flags("logits", valid, "must not have a NaN")
     return out
 
 
@@ -325,9 +324,9 @@ def top_n_sigma_mask_logits(logits: Any, n: Any, *, out: Any = None) -> Any:
     numbers = np.array(per_row("n", n, len(logits)))
     if not (numbers >= 0).all():
         raise UsageError(f"n must not be negative, got {numbers.min():g}")
-    out, valid = output("out", logits, out), np.empty(len(logits), np.int32)
+    out, valid = output("out", logits, out), empty(logits, (len(logits),), np.int32)
     (cuda if is_cuda(logits) else cpu).n_sigma_mask(logits, numbers, out, valid)
-    check_valid("logits", valid - 1, "must not have a NaN or +inf")
+    check_flags("logits", valid, "must not have a NaN or +inf")
     return out
 
 
@@ -347,7 +346,7 @@ def _draw(
     scale = temperatures(temperature, B)
     limits = limits_of(B, **filters)
     seeds, offsets = streams(seed, offset, B)
-    out = np.empty(B, np.int32)
+    out = empty(logits, (B,), np.int32)
     variant = cuda if is_cuda(logits) else cpu
     variant.sample_logits(logits, rows, scale, limits, top_k_first, seeds, offsets, out)
     check_valid("logits", out, NOT_LOGITS)

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels._dispatch import check_array, empty, is_cuda, on_host
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.sampling import cpu, cuda
 from nbflow_kernels.sampling.checks import (
@@ -384,7 +384,7 @@ def mirostat_sampling_from_probs(
         raise UsageError("mu, tau and eta must be finite")
     floor = np.exp2(-np.clip(cut, -1.0, 1000.0))  # a floor above 1 keeps the most likely one
     tokens, shares = _draw_with_shares(probs, seed, offset, indices, floor=floor)
-    return tokens, cut - step * (-np.log2(shares) - aim)
+    return tokens, cut - step * (-np.log2(on_host(shares)) - aim)
 
 
 def _draw(
@@ -416,7 +416,7 @@ def _draw_with_shares(
     B = len(rows)
     limits = limits_of(B, **filters)
     seeds, offsets = streams(seed, offset, B)
-    out, shares = np.empty(B, np.int32), np.empty(B)
+    out, shares = empty(probs, (B,), np.int32), empty(probs, (B,), np.float64)
     variant = cuda if is_cuda(probs) else cpu
     ranks = probs if ranks is None else ranks
     variant.sample(ranks, probs, rows, limits, top_k_first, seeds, offsets, out, shares)

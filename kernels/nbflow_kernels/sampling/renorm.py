@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels._dispatch import check_array, empty, is_cuda
 from nbflow_kernels.sampling import cpu, cuda
 from nbflow_kernels.sampling.checks import (
     NOT_PROBS,
-    check_valid,
+    check_flags,
     limits_of,
     output,
     rows_of,
@@ -240,9 +240,9 @@ def xtc_renorm_probs(
     columns = (("probability", probability), ("threshold", threshold))
     parameters = np.stack([units_per_row(*column, B) for column in columns], axis=1)
     seeds, offsets = streams(seed, offset, B)
-    out, valid = output("out", probs, out), np.empty(B, np.int32)
+    out, valid = output("out", probs, out), empty(probs, (B,), np.int32)
     (cuda if is_cuda(probs) else cpu).xtc(probs, parameters, seeds, offsets, out, valid)
-    check_valid("probs", valid - 1, NOT_PROBS)
+    check_flags("probs", valid, NOT_PROBS)
     return out
 
 
@@ -250,8 +250,8 @@ def _renorm(probs: Any, out: Any, ranks: Any = None, **filters: Any) -> Any:
     """Check, filter, and raise if a row was no distribution; filters are those of `limits_of`."""
     check_array("probs", probs, (None, None))
     limits = limits_of(len(probs), **filters)
-    out, valid = output("out", probs, out), np.empty(len(probs), np.int32)
+    out, valid = output("out", probs, out), empty(probs, (len(probs),), np.int32)
     variant = cuda if is_cuda(probs) else cpu
     variant.renorm(probs if ranks is None else ranks, probs, limits, out, valid)
-    check_valid("probs", valid - 1, NOT_PROBS)
+    check_flags("probs", valid, NOT_PROBS)
     return out

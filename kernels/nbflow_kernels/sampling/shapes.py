@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels._dispatch import check_array, empty, is_cuda, on_host
 from nbflow_kernels.sampling import cpu_shapes, cuda
 from nbflow_kernels.sampling.checks import units_per_row
 
@@ -14,17 +14,16 @@ from nbflow_kernels.sampling.checks import units_per_row
 def typical_ranks(probs: Any) -> Any:
     """Return the array whose largest elements are the most typical ones, float32 (R, V)."""
     check_array("probs", probs, (None, None))
-    if is_cuda(probs):
-        cuda.typical_ranks(probs, None)
-    ranks = np.empty(probs.shape, np.float32)
-    cpu_shapes.typical_ranks(probs, ranks)
+    ranks = empty(probs, probs.shape)
+    variant: Any = cuda if is_cuda(probs) else cpu_shapes
+    variant.typical_ranks(probs, ranks)
     return ranks
 
 
 def tail_free_counts(probs: Any, rows: Any, z: Any, first_counts: bool) -> Any:
     """Return how many of the largest the tail-free filter keeps in each of `rows`, float64."""
     shares = np.array(units_per_row("z", z, len(rows)))
-    counts = np.empty(len(rows))
+    counts = empty(probs, (len(rows),), np.float64)
     variant: Any = cuda if is_cuda(probs) else cpu_shapes
     variant.tail_free_counts(probs, rows, shares, 0 if first_counts else 1, counts)
-    return counts
+    return on_host(counts)  # the draw's filters are checked and put together there

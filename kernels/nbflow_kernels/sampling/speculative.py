@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels._dispatch import check_array, empty, is_cuda
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.sampling import cpu_speculative, cuda
 from nbflow_kernels.sampling.checks import NOT_PROBS, check_valid, streams
@@ -96,22 +96,19 @@ def chain_speculative_sampling(
     ):
         if counter is not None:
             check_array(name, counter, (B,), np.int32)
-        counters.append(np.zeros(B, np.int32) if counter is None else counter)
+        counters.append(counter)
     seeds, offsets = streams(seed, offset, B)
-    if is_cuda(draft_probs):
-        cuda.chain_speculative(
-            draft_probs, draft_token_ids, target_probs, seeds, offsets, None, *counters
-        )
     ids = draft_token_ids
-    if ids.size and (ids.min() < 0 or ids.max() >= V):
+    if not is_cuda(ids) and ids.size and (ids.min() < 0 or ids.max() >= V):
         bad = ids[(ids < 0) | (ids >= V)][0]
         raise UsageError(f"draft_token_ids must lie in 0..{V - 1}, got {bad}")
-    out = np.empty((B, n + 1), np.int32)
-    numbers = np.empty((2, B), np.int32)
-    cpu_speculative.chain_speculative(
-        draft_probs, ids, target_probs, seeds, offsets, out, numbers[0], numbers[1]
-    )
+    out = empty(draft_probs, (B, n + 1), np.int32)
+    numbers = [empty(draft_probs, (B,), np.int32) for _ in "ab"]
+    variant: Any = cuda if is_cuda(draft_probs) else cpu_speculative
+    variant.chain_speculative(draft_probs, ids, target_probs, seeds, offsets, out, *numbers)
     check_valid("target_probs", numbers[1], NOT_PROBS)
-    for counter, number in zip(counters, numbers, strict=True):
-        counter += number
-    return out, counters[0], counters[1]
+    for i, counter in enumerate(counters):
+        if counter is not None:
+            counter += numbers[i]
+            numbers[i] = counter
+    return out, numbers[0], numbers[1]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels._dispatch import check_array, empty, is_cuda
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.sparse import cpu, cuda
 from nbflow_kernels.sparse.csr import CsrMatrix
@@ -74,6 +74,6 @@ def sparse_matmul(
     elif accumulate:
         raise UsageError("accumulate=True needs out=, the array to add to")
     else:
-        out = np.empty_like(x, shape=shape)
+        out = empty(x, shape)
     (cuda if is_cuda(x) else cpu).sparse_matmul(x, w, bool(accumulate), out)
     return out

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._dispatch import check_array
+from nbflow_kernels._dispatch import check_array, is_cuda
 from nbflow_kernels.errors import UsageError
 
 
@@ -52,6 +52,8 @@ class CsrMatrix:
     def __post_init__(self) -> None:
         n_rows, n_columns = self.shape
         check_array("indptr", self.indptr, (n_rows + 1,), np.int32)
+        if is_cuda(self.indptr):  # what lies on a device was checked on its way there
+            return
         nnz = int(self.indptr[-1])
         check_array("indices", self.indices, (nnz,), np.int32)
         check_array("values", self.values, (nnz,))
@@ -114,6 +116,21 @@ class CsrMatrix:
     def nbytes(self) -> int:
         """Return the size of the three arrays in bytes."""
         return self.indptr.nbytes + self.indices.nbytes + self.values.nbytes
+
+    def to_device(self, like: Any = None) -> CsrMatrix:
+        """Return the matrix on the device of an array, by default CuPy's current device."""
+        from nbflow_kernels.cuda import to_device
+
+        arrays = (to_device(a, like) for a in (self.indptr, self.indices, self.values))
+        return CsrMatrix(self.shape, *arrays)
+
+    def to_host(self) -> CsrMatrix:
+        """Return the matrix in NumPy arrays."""
+        from nbflow_kernels.cuda import to_host
+
+        return CsrMatrix(
+            self.shape, *(to_host(a) for a in (self.indptr, self.indices, self.values))
+        )
 
     def to_dense(self) -> NDArray[np.float32]:
         """Return the matrix with its zeros."""

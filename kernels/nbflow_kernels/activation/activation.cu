@@ -1,0 +1,92 @@
+// Activations, four columns to a thread.
+#include "cuda/wide.cuh"
+
+// v / (1 + exp(-slope * v)); an exponential of infinity gives zero.
+__device__ inline float logistic(float v, float slope) { return v / (1.0f + expf(-v * slope)); }
+
+struct Silu {
+  __device__ static float of(float v) { return logistic(v, 1.0f); }
+};
+struct Gelu {
+  __device__ static float of(float v) { return v < -40.0f ? -0.0f : v * normcdff(v); }
+};
+struct GeluTanh {  // 0.5 * (1 + tanh(u)) = 1 / (1 + exp(-2 u)), without cancellation
+  __device__ static float of(float v) {
+    return logistic(v, 1.5957691216057308f + 0.07135481282752697f * (v * v));
+  }
+};
+struct GeluQuick {
+  __device__ static float of(float v) { return logistic(v, 1.702f); }
+};
+struct Relu {  // a NaN stays
+  __device__ static float of(float v) { return v < 0.0f ? 0.0f : v; }
+};
+struct Relu2 {
+  __device__ static float of(float v) {
+    v = Relu::of(v);
+    return v * v;
+  }
+};
+struct Sigmoid {
+  __device__ static float of(float v) { return 1.0f / (1.0f + expf(-v)); }
+};
+
+// A thread's four columns [i, i + 4) of row t; a row takes `pieces` threads.
+struct Place {
+  int t, i;
+};
+
+__device__ inline bool find(int T, int width, Place& p) {
+  int pieces = (width + 3) / 4;
+  int n_blocks = (pieces + blockDim.x - 1) / blockDim.x;  // of a row
+  p.t = blockIdx.x / n_blocks;
+  p.i = 4 * ((blockIdx.x % n_blocks) * blockDim.x + threadIdx.x);
+  return p.i < width;
+}
+
+template <class F, bool WIDE>
+__global__ void plain(const float* x, float* out, int T, int width) {
+  Place p;
+  if (!find(T, width, p)) return;
+  long long row = (long long)p.t * width;
+  float4 v = load4<WIDE>(x + row, p.i, width);
+  v = make_float4(F::of(v.x), F::of(v.y), F::of(v.z), F::of(v.w));
+  store4<WIDE>(out + row, p.i, width, v);
+}
+
+// out[t, i] = F(gate[t, i]) * up[t, i], the halves of a row of 2 * width; `gate` and `up` are 0 or width.
+template <class F, bool WIDE>
+__global__ void gated(const float* x, float* out, int T, int width, int gate, int up) {
+  Place p;
+  if (!find(T, width, p)) return;
+  const float* row = x + 2LL * p.t * width;
+  float4 g = load4<WIDE>(row + gate, p.i, width), u = load4<WIDE>(row + up, p.i, width);
+  g = make_float4(F::of(g.x) * u.x, F::of(g.y) * u.y, F::of(g.z) * u.z, F::of(g.w) * u.w);
+  store4<WIDE>(out + (long long)p.t * width, p.i, width, g);
+}
+
+__device__ inline float clamped(float gate, float up, float alpha, float limit) {
+  gate = gate > limit ? limit : gate;
+  up = up > limit ? limit : up < -limit ? -limit : up;
+  return (up + 1.0f) * logistic(gate, alpha);
+}
+
+// gpt-oss: gate and up side by side (INTERLEAVED), or the halves of a row.
+template <bool INTERLEAVED, bool WIDE>
+__global__ void swiglu_oai(const float* x, float* out, int T, int width, float alpha, float limit) {
+  Place p;
+  if (!find(T, width, p)) return;
+  const float* row = x + 2LL * p.t * width;
+  float4 g, u;
+  if (INTERLEAVED) {
+    float4 a = load4<WIDE>(row, 2 * p.i, 2 * width), b = load4<WIDE>(row, 2 * p.i + 4, 2 * width);
+    g = make_float4(a.x, a.z, b.x, b.z);
+    u = make_float4(a.y, a.w, b.y, b.w);
+  } else {
+    g = load4<WIDE>(row, p.i, width);
+    u = load4<WIDE>(row + width, p.i, width);
+  }
+  float4 y = make_float4(clamped(g.x, u.x, alpha, limit), clamped(g.y, u.y, alpha, limit),
+                         clamped(g.z, u.z, alpha, limit), clamped(g.w, u.w, alpha, limit));
+  store4<WIDE>(out + (long long)p.t * width, p.i, width, y);
+}

@@ -1,0 +1,111 @@
+"""A plan's tables in the memory of a device: what its kernels read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels.attention import layout as at
+from nbflow_kernels.attention.device_items import DeviceItems, divide_for_device, split_keys
+from nbflow_kernels.attention.plan import AttentionPlan
+from nbflow_kernels.cuda import KernelDevice, address, device_of
+
+# Places of the header that are addresses of tables which `AttentionPlan.set_table` sets.
+_TABLES = (
+    at.MASK, at.MASK_STARTS, at.SCORE_FACTORS, at.OUT_FACTORS, at.SLOPES, at.SINKS, at.ROPE,
+    at.BIAS,
+)  # fmt: skip
+
+
+class DevicePlan:
+    """What one device has of a plan; made by `device_plan`, renewed when the plan is filled.
+
+    Parameters
+    ----------
+    plan : AttentionPlan
+        The plan.
+    device : KernelDevice
+        The device.
+    """
+
+    def __init__(self, plan: AttentionPlan, device: KernelDevice) -> None:
+        self._plan, self._device = plan, device
+        self._step = -1
+        self._copies: dict[int, tuple[Any, Any]] = {}
+        self._divisions: dict[int, tuple[DeviceItems, Any]] = {}
+        self._step_tables: list[Any] = []
+        self._partials = device.empty(4, np.float32)
+        self._headers: dict[int, tuple[np.ndarray, Any]] = {}
+
+    def items(self, tile_vectors: int) -> DeviceItems:
+        """Return the work of thread blocks that take up to so many query vectors."""
+        return self._division(tile_vectors)[0]
+
+    def header(self, tile_vectors: int) -> Any:
+        """Return the header for such thread blocks, int64 on the device.
+
+        What did not change since the last call is not copied again, so that a call made before in
+        the same way can be captured into a graph.
+        """
+        items, packed = self._division(tile_vectors)
+        plan = self._plan
+        host = plan.header.copy()
+        host[at.SPLIT_KEYS] = split_keys(plan)
+        host[at.MOST], host[at.N_MERGES] = items.most, len(items.merges)
+        host[at.ITEMS] = address(packed)
+        host[at.MERGES] = address(packed) + items.items.nbytes
+        places = (at.QO_INDPTR, at.KV_INDPTR, at.KV_INDICES, at.KV_LENS)
+        for place, table in zip(places, self._step_tables, strict=True):
+            host[place] = address(table) if table.size else 0
+        host[at.PARTIALS] = address(self._partials)
+        for place in _TABLES:
+            host[place] = self._table(place)
+        host[at.SHARES] = 0
+        known = self._headers.get(tile_vectors)
+        if known is None or not np.array_equal(known[0], host):
+            known = (host, self._device.asarray(host))
+            self._headers[tile_vectors] = known
+        return known[1]
+
+    def _division(self, tile_vectors: int) -> tuple[DeviceItems, Any]:
+        """Return the items and their copy on the device."""
+        plan = self._plan
+        if self._step != plan.n_steps:
+            tables = (plan.qo_indptr, plan.kv_indptr, plan.kv_indices, plan.kv_lens)
+            self._step_tables = [self._device.asarray(table) for table in tables]
+            self._divisions, self._step = {}, plan.n_steps
+        if tile_vectors not in self._divisions:
+            items = divide_for_device(plan, tile_vectors, self._device.n_sms)
+            both = np.concatenate(
+                [items.items.ravel(), items.merges.ravel(), np.zeros(4, np.int32)]
+            )
+            self._divisions[tile_vectors] = (items, self._device.asarray(both))
+            floats = items.n_partials * plan.heads[1] * (-(-plan.heads[3] // 4) * 4 + 4)
+            if self._partials.size < floats:
+                self._partials = self._device.empty(floats, np.float32)
+        return self._divisions[tile_vectors]
+
+    def _table(self, place: int) -> int:
+        """Return the address of a table's copy, 0 for none."""
+        array = self._plan.table(place)
+        if array is None:
+            return 0
+        known = self._copies.get(place)
+        if known is None or known[0] is not array:
+            copy = array if hasattr(array, "__cuda_array_interface__") else None
+            known = (array, self._device.asarray(array) if copy is None else copy)
+            self._copies[place] = known
+        inside = 0
+        if place == at.BIAS:  # the header points into the table, at distance 0
+            inside = int(self._plan.header[place]) - int(array.ctypes.data)
+        return address(known[1]) + inside
+
+
+def device_plan(plan: AttentionPlan, like: Any) -> DevicePlan:
+    """Return what the device of the array `like` has of a plan."""
+    device = device_of(like)
+    if device.key not in plan.on_devices:
+        plan.on_devices[device.key] = DevicePlan(plan, device)
+    found: DevicePlan = plan.on_devices[device.key]
+    return found

@@ -1,0 +1,24 @@
+"""Columns of every head copied from one matrix of heads to another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow_kernels._jit import njit
+from nbflow_kernels.threads import split_rows
+
+
+def copy_heads(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+    """Copy (T, H, n) into another view of that shape; a launcher, nothing is checked."""
+    split_rows(_copy_heads, len(x), float(x.size), x, out)
+
+
+@njit
+def _copy_heads(x: Any, out: Any, start: Any, stop: Any) -> None:
+    for t in range(start, stop):
+        for h in range(x.shape[1]):
+            for d in range(x.shape[2]):
+                out[t, h, d] = x[t, h, d]

@@ -1,0 +1,165 @@
+"""Sums over the ranks of a node, for messages of the size that decoding sends.
+
+Ranks exchange handles of a piece of device memory once (`share_memory`), then one kernel per sum
+reads and writes it: no host, no other library, and a launch can be captured into a graph.  Ranks are
+added in order in float32, so all of them get the same bits in every run.  Up to `ONE_SHOT_BYTES`
+every rank reads everything; above, every rank adds its share and reads the others'.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels._dispatch import check_array
+from nbflow_kernels.cuda.devices import KernelDevice, device_of
+from nbflow_kernels.cuda.kernel import Kernel, cpp_kernel
+from nbflow_kernels.errors import UsageError
+
+MOST_RANKS = 8
+FLAG_BYTES = 4096
+"""Flags and counters at the start of a rank's memory."""
+ONE_SHOT_BYTES = 256 * 1024
+N_BLOCKS = 64
+"""Thread blocks of every launch; blocks of the same number meet, so it is the same for all sizes."""
+THREADS = 512
+_TYPES = {"float32": "float", "float16": "Half", "uint16": "Bfloat"}
+
+
+@functools.cache
+def _kernel(name: str, element: str) -> Kernel:
+    return cpp_kernel(
+        __file__, "all_reduce.cu", f"{name}<{element}>",
+        "u64* bases, any* x, any* out, i64 n, i64 most_bytes, i32 n_ranks, i32 rank",
+    )  # fmt: skip
+
+
+def memory_bytes(most_bytes: int) -> int:
+    """Return the bytes of device memory a rank contributes for messages of up to `most_bytes`."""
+    return FLAG_BYTES + 3 * (-(-most_bytes // 16) * 16)
+
+
+class AllReduce:
+    """The sum over all ranks of arrays of one shape.
+
+    Parameters
+    ----------
+    bases : sequence of int
+        Addresses of the ranks' memory, as this rank's device sees them, `memory_bytes` each, the
+        first `FLAG_BYTES` of them zero; see `share_memory`.
+    rank : int
+        This rank, or -1 to run all ranks in one launch on one device: then arrays have an axis of
+        ranks in front.
+    most_bytes : int
+        The largest message.
+    device : KernelDevice
+        Where the arrays will live.
+    n_blocks : int
+        Thread blocks; the same on all ranks.
+
+    Raises
+    ------
+    UsageError
+        If there are more ranks than 8, or `rank` is none of them.
+    """
+
+    def __init__(
+        self,
+        bases: Sequence[int],
+        rank: int,
+        most_bytes: int,
+        device: KernelDevice,
+        *,
+        n_blocks: int = N_BLOCKS,
+    ) -> None:
+        if not 1 <= len(bases) <= MOST_RANKS:
+            raise UsageError(f"bases must have 1..{MOST_RANKS} addresses, got {len(bases)}")
+        if not -1 <= rank < len(bases):
+            raise UsageError(f"rank must be 0..{len(bases) - 1}, or -1 for all, got {rank}")
+        if not 1 <= n_blocks * (MOST_RANKS + 1) * 4 <= FLAG_BYTES:
+            raise UsageError(f"n_blocks must be 1..{FLAG_BYTES // (4 * MOST_RANKS + 4)}")
+        self.rank, self.n_ranks, self.n_blocks = rank, len(bases), n_blocks
+        self.most_bytes = (memory_bytes(most_bytes) - FLAG_BYTES) // 3
+        self._bases = device.asarray(np.array(bases, np.uint64))
+
+    def __call__(self, x: Any, out: Any = None) -> Any:
+        """Return the sum of all ranks' `x`, in `out` if it is given (it may be `x`).
+
+        Parameters
+        ----------
+        x : array of float32, float16 or bfloat16 (uint16 bits), C-contiguous
+            This rank's part; all ranks have the same shape and type.
+        out : array like `x`, optional
+            Where to write the sum.
+
+        Raises
+        ------
+        UsageError
+            If the array is larger than the memory shared.
+        """
+        if x.dtype.name not in _TYPES:
+            raise TypeError(f"x must be float32, float16 or bfloat16 bits, got {x.dtype.name}")
+        check_array("x", x, tuple(x.shape), x.dtype)
+        if out is None:
+            out = device_of(x).empty(x.shape, x.dtype)
+        check_array("out", out, tuple(x.shape), x.dtype)
+        every = 1 if self.rank >= 0 else self.n_ranks
+        n = x.size // every
+        if n * x.itemsize > self.most_bytes:
+            raise UsageError(
+                f"x must have at most {self.most_bytes} bytes, got {n * x.itemsize}; share more memory"
+            )
+        small = self.n_ranks <= 2 or n * x.itemsize <= ONE_SHOT_BYTES
+        kernel = _kernel("one_shot" if small else "two_shot", _TYPES[x.dtype.name])
+        threads = min(THREADS, max(32, -(-n * x.itemsize // (16 * self.n_blocks * 32)) * 32))
+        kernel(
+            (self.n_blocks, every), threads,
+            (self._bases, x, out, n, self.most_bytes, self.n_ranks, self.rank),
+        )  # fmt: skip
+        return out
+
+
+def share_memory(
+    most_bytes: int, rank: int, exchange: Callable[[bytes], list[bytes]]
+) -> tuple[list[int], Callable[[], None]]:
+    """Allocate this rank's memory on CuPy's current device and open that of the others.
+
+    Parameters
+    ----------
+    most_bytes : int
+        The largest message.
+    rank : int
+        This rank.
+    exchange : callable
+        Takes this rank's bytes and returns those of all ranks in order, e.g. mpi4py's
+        ``communicator.allgather``.
+
+    Returns
+    -------
+    bases : list of int
+        The addresses for `AllReduce`.
+    close : callable
+        Gives the memory back; call it when no rank uses it any more.
+    """
+    runtime = importlib.import_module("cupy").cuda.runtime
+    n_bytes = memory_bytes(most_bytes)
+    # not from the pool: a handle stands for a whole allocation
+    own = runtime.malloc(n_bytes)
+    runtime.memset(own, 0, n_bytes)
+    runtime.deviceSynchronize()
+    handles = exchange(bytes(runtime.ipcGetMemHandle(own)))
+    bases = [own if r == rank else runtime.ipcOpenMemHandle(h) for r, h in enumerate(handles)]
+
+    def close() -> None:
+        runtime.deviceSynchronize()
+        for r, base in enumerate(bases):
+            if r != rank:
+                runtime.ipcCloseMemHandle(base)
+        exchange(b"")  # nobody has it open
+        runtime.free(own)
+
+    return bases, close

@@ -1,0 +1,83 @@
+"""Compiled kernels on disk, in the folder ``cuda`` beside Numba's own cache.
+
+A file is named after a digest of everything that went into it: the source with what it includes or
+imports, the target, the compilers' versions, the options.  It is written under another name and
+then renamed, so that processes may share the folder; one that does not hold what its first line
+says is compiled again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+from nbflow_kernels._jit import cache_root
+
+Compiled = tuple[bytes, str]
+"""The code, and the name of the kernel in it."""
+
+
+def folder() -> Path:
+    """Return the folder of compiled CUDA kernels."""
+    return cache_root() / "cuda"
+
+
+def digest(*parts: str | bytes) -> str:
+    """Return the digest of the parts, each with its length."""
+    found = hashlib.sha256()
+    for part in parts:
+        data = part.encode() if isinstance(part, str) else part
+        found.update(len(data).to_bytes(8, "little") + data)
+    return found.hexdigest()[:32]
+
+
+def cached(name: str, output: str, key: str, build: Callable[[], Compiled]) -> Compiled:
+    """Return what is in the cache under a key, or build it and put it there.
+
+    Parameters
+    ----------
+    name, output : str
+        The kernel's name and ``ptx`` or ``cubin``, for the file's name.
+    key : str
+        The digest of what the code is made of; see `digest`.
+    build : callable
+        Makes the code and its entry's name.
+    """
+    path = folder() / f"{name[:40]}-{key}.{output}"
+    found = _read(path)
+    if found is None:
+        found = build()
+        with contextlib.suppress(OSError):  # a folder that cannot be written costs time only
+            _write(path, found)
+    return found
+
+
+def _read(path: Path) -> Compiled | None:
+    try:
+        header, code = path.read_bytes().split(b"\n", 1)
+        said = json.loads(header)
+        if said["sha256"] == hashlib.sha256(code).hexdigest():
+            return code, str(said["entry"])
+    except (OSError, ValueError, KeyError, TypeError):
+        pass
+    return None
+
+
+def _write(path: Path, compiled: Compiled) -> None:
+    code, entry = compiled
+    header = json.dumps({"entry": entry, "sha256": hashlib.sha256(code).hexdigest()})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".part")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(header.encode() + b"\n" + code)
+        os.replace(name, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(name)
+        raise

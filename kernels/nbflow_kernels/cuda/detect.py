@@ -1,0 +1,100 @@
+"""Whether CUDA kernels can run here, and if not, why.  Imports nothing, never raises."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.util
+import sys
+from dataclasses import dataclass
+
+LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+
+
+@dataclass(frozen=True)
+class Detected:
+    """What was found.
+
+    Attributes
+    ----------
+    driver_version : tuple of int or None
+        The newest CUDA version the driver runs, (major, minor); None without a driver.
+    n_devices : int
+        CUDA devices.
+    cupy : bool
+        Whether CuPy is installed.
+    compilers : bool
+        Whether numba-cuda, which brings the compilers, is installed.
+    reason : str
+        Why kernels cannot run, and what to do; empty if they can.
+    """
+
+    driver_version: tuple[int, int] | None
+    n_devices: int
+    cupy: bool
+    compilers: bool
+    reason: str
+
+    @property
+    def usable(self) -> bool:
+        """Whether kernels can run on a device here."""
+        return not self.reason
+
+
+def detect(library: str = LIBRARY) -> Detected:
+    """Find the CUDA driver, its devices and the packages that kernels need.
+
+    Parameters
+    ----------
+    library : str
+        File name of the driver's library.
+
+    Returns
+    -------
+    Detected
+
+    Examples
+    --------
+    >>> from nbflow_kernels.cuda import detect
+    >>> detect("no-such-library.so").reason
+    'there is no CUDA driver (no-such-library.so does not load)'
+    """
+    cupy, compilers = _installed("cupy"), _installed("numba_cuda")
+    version, n_devices, reason = None, 0, ""
+    try:
+        driver = ctypes.CDLL(library)
+        version, n_devices, reason = _ask(driver)
+    except (OSError, AttributeError):
+        reason = f"there is no CUDA driver ({library} does not load)"
+    if not reason and not (cupy and compilers):
+        missing = " and ".join(n for n, ok in (("CuPy", cupy), ("numba-cuda", compilers)) if not ok)
+        reason = f"{missing} missing: pip install 'nbflow[{extra(version)}]'"
+    return Detected(version, n_devices, cupy, compilers, reason)
+
+
+def extra(driver_version: tuple[int, int] | None) -> str:
+    """Return the extra that fits a driver: ``cuda12`` or ``cuda13``."""
+    return "cuda13" if driver_version is not None and driver_version[0] >= 13 else "cuda12"
+
+
+def _ask(driver: ctypes.CDLL) -> tuple[tuple[int, int] | None, int, str]:
+    """Return the driver's version, its number of devices, and why it cannot be used."""
+    code = driver.cuInit(0)
+    number, count = ctypes.c_int(), ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(number))
+    version = (number.value // 1000, number.value % 1000 // 10)
+    if code != 0:
+        why = "no CUDA device" if code == 100 else f"cuInit failed with error {code}"
+        return version, 0, f"the CUDA driver finds {why}" if code == 100 else why
+    driver.cuDeviceGetCount(ctypes.byref(count))
+    if count.value == 0:
+        return version, 0, "the CUDA driver finds no CUDA device"
+    if version[0] < 12:
+        return version, count.value, f"the driver runs CUDA {version[0]}.{version[1]}; update it"
+    return version, count.value, ""
+
+
+def _installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except (ImportError, ValueError):
+        return False

@@ -1,0 +1,111 @@
+"""The few calls of the CUDA driver that loading and launching take, through ctypes."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+from nbflow_kernels.cuda.detect import LIBRARY
+from nbflow_kernels.cuda.errors import CudaError
+
+# cuda.h
+CAPABILITY_MAJOR, CAPABILITY_MINOR = 75, 76  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_*
+MULTIPROCESSOR_COUNT = 16
+MAX_SHARED_BYTES_OPT_IN = 97
+_DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_END, _BUFFER, _BUFFER_BYTES = 0, 1, 2  # CU_LAUNCH_PARAM_*
+_INVALID_CONTEXT = 201
+
+_DEFAULT_SHARED_BYTES = 48 * 1024
+
+
+class Function:
+    """A kernel in a loaded module, and the dynamic shared memory it may use by now."""
+
+    def __init__(self, handle: int) -> None:
+        self.handle = ctypes.c_void_p(handle)
+        self.shared_bytes = _DEFAULT_SHARED_BYTES
+
+
+class Driver:
+    """One device, in its primary context: the one CuPy and the CUDA runtime use.
+
+    Parameters
+    ----------
+    ordinal : int
+        Number of the device.
+    library : str or loaded library
+        The driver.
+
+    Raises
+    ------
+    CudaError
+        If the driver reports one.
+    """
+
+    def __init__(self, ordinal: int, library: Any = LIBRARY) -> None:
+        self._library = ctypes.CDLL(library) if isinstance(library, str) else library
+        self._launch = self._library.cuLaunchKernel
+        u = ctypes.c_uint
+        pointer = ctypes.c_void_p
+        self._launch.argtypes = [pointer, u, u, u, u, u, u, u, pointer, pointer, pointer]
+        self._device, context = ctypes.c_int(), ctypes.c_void_p()
+        self._call("cuInit", 0)
+        self._call("cuDeviceGet", ctypes.byref(self._device), ordinal)
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), self._device)
+        self._context = context
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """The compute capability, (major, minor)."""
+        return self.attribute(CAPABILITY_MAJOR), self.attribute(CAPABILITY_MINOR)
+
+    def attribute(self, number: int) -> int:
+        """Return an attribute of the device, by its number in cuda.h."""
+        value = ctypes.c_int()
+        self._call("cuDeviceGetAttribute", ctypes.byref(value), number, self._device)
+        return value.value
+
+    def load(self, cubin: bytes, entry: str) -> Function:
+        """Load a cubin and return one of its kernels.  It stays loaded."""
+        module, function = ctypes.c_void_p(), ctypes.c_void_p()
+        self._call("cuCtxSetCurrent", self._context)
+        self._call("cuModuleLoadData", ctypes.byref(module), ctypes.c_char_p(cubin))
+        self._call("cuModuleGetFunction", ctypes.byref(function), module, entry.encode())
+        assert function.value is not None
+        return Function(function.value)
+
+    def launch(
+        self,
+        function: Function,
+        grid: tuple[int, int, int],
+        block: tuple[int, int, int],
+        packed: bytes,
+        shared: int,
+        stream: int,
+    ) -> None:
+        """Start a kernel on a stream; `packed` holds the arguments as a C struct would."""
+        if shared > function.shared_bytes:
+            self._call("cuFuncSetAttribute", function.handle, _DYNAMIC_SHARED_BYTES, shared)
+            function.shared_bytes = shared
+        n_bytes = ctypes.c_size_t(len(packed))
+        buffer = ctypes.create_string_buffer(packed, len(packed))
+        extra = (ctypes.c_void_p * 5)(
+            _BUFFER, ctypes.addressof(buffer), _BUFFER_BYTES, ctypes.addressof(n_bytes), _END
+        )
+        code = self._launch(function.handle, *grid, *block, shared, stream, None, extra)
+        if code == _INVALID_CONTEXT:  # this thread has made no call of the CUDA runtime yet
+            self._call("cuCtxSetCurrent", self._context)
+            code = self._launch(function.handle, *grid, *block, shared, stream, None, extra)
+        if code:
+            raise CudaError(self._message("cuLaunchKernel", code))
+
+    def _call(self, name: str, *args: Any) -> None:
+        code = getattr(self._library, name)(*args)
+        if code:
+            raise CudaError(self._message(name, code))
+
+    def _message(self, call: str, code: int) -> str:
+        text = ctypes.c_char_p()
+        self._library.cuGetErrorString(code, ctypes.byref(text))
+        return f"{call}: error {code} ({(text.value or b'unknown').decode()})"

@@ -1,0 +1,224 @@
+"""`Kernel`: one CUDA kernel, compiled when it is first launched, and its launch."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nbflow_kernels._jit import source_digest
+from nbflow_kernels.cuda import cubins, numba_code, nvrtc
+from nbflow_kernels.cuda.cubins import Compiled
+from nbflow_kernels.cuda.devices import Dim3, KernelDevice, Launch, device_of
+from nbflow_kernels.cuda.errors import CompileError
+from nbflow_kernels.cuda.parameters import Parameters
+from nbflow_kernels.errors import UsageError
+
+_ROOT = Path(__file__).parent.parent
+_INCLUDE = re.compile(r'^[ \t]*#[ \t]*include[ \t]*"([^"\n]+)"', re.MULTILINE)
+_NOT_A_NAME = re.compile(r"\W+")
+
+Compile = Callable[[str, str], Compiled]
+"""``(arch, output)`` to the code, from the disk cache or the compiler."""
+
+
+class Kernel:
+    """A CUDA kernel with declared parameters; made by `cpp_kernel` and `numba_kernel`.
+
+    Parameters
+    ----------
+    name : str
+        What errors call it.
+    parameters : str
+        The declaration, e.g. ``"f32* x, f32*? weight, i32 n, f32 eps"``.
+    compile : callable
+        Makes its code for a target.
+    """
+
+    def __init__(self, name: str, parameters: str, compile: Compile) -> None:
+        self.name = name
+        self.parameters = Parameters(parameters)
+        self.compile = compile
+        self._loaded: dict[Any, Launch] = {}
+        self._lock = threading.Lock()
+
+    def __call__(
+        self,
+        grid: int | Sequence[int],
+        block: int | Sequence[int],
+        args: tuple[Any, ...],
+        shared: int = 0,
+    ) -> None:
+        """Launch the kernel on the device of its first array, without waiting for it.
+
+        Parameters
+        ----------
+        grid, block : int or sequence of up to three int
+            Thread blocks, and threads in each.
+        args : tuple
+            One for each declared parameter.
+        shared : int
+            Bytes of dynamic shared memory.
+
+        Raises
+        ------
+        TypeError
+            If an argument does not fit its parameter.
+        UsageError
+            If the device has not that much shared memory, or an axis of the grid is too long.
+        CompileError
+            At the first launch, if the compiler refuses the source.
+        """
+        device = device_of(args[self.parameters.first_pointer])
+        packed = self.parameters.pack(self.name, args)
+        launch = self._loaded.get(device.key) or self.prepare(device)
+        if shared > device.max_shared_bytes:
+            raise UsageError(
+                f"{self.name} needs {shared} bytes of shared memory, the device has "
+                f"{device.max_shared_bytes}"
+            )
+        launch(_dim3(self.name, grid), _dim3(self.name, block), packed, shared)
+
+    def prepare(self, device: KernelDevice) -> Launch:
+        """Compile and load the kernel for a device, which a stream that captures does not allow."""
+        with self._lock:
+            if device.key not in self._loaded:
+                code, entry = self.compile(device.arch, device.output)
+                self._loaded[device.key] = device.load(code, entry)
+            return self._loaded[device.key]
+
+    def __repr__(self) -> str:
+        return f"Kernel({self.name}: {self.parameters.text})"
+
+
+def _dim3(kernel: str, size: int | Sequence[int]) -> Dim3:
+    x, y, z = (size, 1, 1) if isinstance(size, int) else (*size, 1, 1)[:3]
+    if not (0 < x < 2**31 and 0 < y < 65536 and 0 < z < 65536):
+        raise UsageError(
+            f"{kernel}: axes of a grid must lie in 1..2147483647, 1..65535, 1..65535, got {size}"
+        )
+    return int(x), int(y), int(z)
+
+
+def cpp_kernel(
+    beside: str,
+    file: str,
+    entry: str,
+    parameters: str,
+    *,
+    defines: Mapping[str, str | int] | None = None,
+    options: Sequence[str] = (),
+) -> Kernel:
+    """Return a kernel of CUDA C++.
+
+    Parameters
+    ----------
+    beside : str
+        ``__file__`` of the module the source lies beside.
+    file : str
+        Name of the source.
+    entry : str
+        An ``extern "C"`` name, or a template instance such as ``scale<float, 4>``.
+    parameters : str
+        The declaration, e.g. ``"f32* x, f32*? weight, i32 n, f32 eps"``.
+    defines : mapping, optional
+        Macros.
+    options : sequence of str
+        Further options of NVRTC.
+    """
+    path = Path(beside).parent / file
+    words = [f"-D{name}={value}" for name, value in (defines or {}).items()]
+    words += [*options, f"-I{path.parent}", f"-I{_ROOT}"]
+
+    def compile(arch: str, output: str) -> Compiled:
+        flags = [w for w in words if not w.startswith("-I")]
+        wanted = entry if "<" in entry else ""  # an extern "C" file holds all its kernels
+        key = cubins.digest(
+            *_sources(path), arch, output, nvrtc.version(), wanted, *flags
+        )  # fmt: skip
+
+        def build() -> Compiled:
+            try:
+                return nvrtc.compile_source(
+                    path.read_text(), str(path), arch, output, entry, words
+                )  # fmt: skip
+            except CompileError as e:
+                raise CompileError(f"{entry} of {file} for {arch}: {e}") from e
+
+        code, found = cubins.cached(_NOT_A_NAME.sub("_", path.stem), output, key, build)
+        return code, found if wanted else entry
+
+    return Kernel(entry, parameters, compile)
+
+
+def _sources(path: Path) -> list[bytes]:
+    """Return a source and everything of this package that it includes, in order."""
+    seen: dict[Path, bytes] = {}
+    waiting = [path]
+    while waiting:
+        file = waiting.pop()
+        if file in seen:
+            continue
+        seen[file] = file.read_bytes()
+        for name in _INCLUDE.findall(seen[file].decode()):
+            places = (file.parent / name, path.parent / name, _ROOT / name)
+            found = next((p.resolve() for p in places if p.is_file()), None)
+            if found is not None:
+                waiting.append(found)
+    return [seen[file] for file in sorted(seen, key=lambda f: (f != path, f))]
+
+
+def numba_kernel(
+    parameters: str, *, key: str | None = "", fastmath: bool = False, name: str = ""
+) -> Callable[[Callable[..., Any]], Kernel]:
+    """Return the decorator that makes a kernel of a Python function.
+
+    Parameters
+    ----------
+    parameters : str
+        The declaration, by the function's parameters' names.
+    key : str or None
+        What distinguishes kernels made by one factory (what the function closes over); None keeps
+        the kernel off the disk.
+    fastmath : bool
+        Approximate division, roots and functions, and no denormal numbers.  A product and a sum are
+        fused in any case, unless the product is `libdevice.fmul_rn`.
+    name : str
+        The kernel's name, by default the function's.
+
+    Raises
+    ------
+    TypeError
+        If the names differ, or a function that closes over something has no `key`.
+    """
+    declared = Parameters(parameters)
+
+    def decorate(function: Callable[..., Any]) -> Kernel:
+        code = function.__code__
+        own = code.co_varnames[: code.co_argcount]
+        if own != tuple(p.name for p in declared.all):
+            raise TypeError(f"{function.__name__} takes {own}, declared are '{parameters}'")
+        if code.co_freevars and key == "":
+            raise TypeError(f"{function.__name__} closes over {code.co_freevars}; it needs a key")
+        entry = _NOT_A_NAME.sub("_", name or function.__name__).lstrip("_") or "kernel"
+
+        def compile(arch: str, output: str) -> Compiled:
+            def build() -> Compiled:
+                made = numba_code.compile_function(
+                    function, declared.all, arch, output, entry, fastmath
+                )
+                return made, entry
+
+            if key is None:
+                return build()
+            digest = cubins.digest(
+                source_digest(Path(code.co_filename)), function.__qualname__, parameters, key,
+                arch, output, numba_code.version(), nvrtc.version(), str(fastmath),
+            )  # fmt: skip
+            return cubins.cached(entry, output, digest, build)
+
+        return Kernel(entry, parameters, compile)
+
+    return decorate

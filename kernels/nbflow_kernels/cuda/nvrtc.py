@@ -1,0 +1,121 @@
+"""CUDA C++ to PTX or cubin with NVRTC, which needs no device and no driver."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from nbflow_kernels.cuda.errors import CompileError
+from nbflow_kernels.errors import MissingExtraError
+
+INSTALL = "pip install 'nbflow[cuda12]' (or 'nbflow[cuda-test]' on a computer without a GPU)"
+_FOLDERS = (
+    "cuda_runtime/include", "cuda_nvcc/include", "cuda_cccl/include", "cu13/include",
+    "cu13/include/cccl",
+)  # fmt: skip
+
+
+@cache
+def _nvrtc() -> Any:
+    try:
+        return importlib.import_module("cuda.bindings.nvrtc")
+    except ImportError as e:
+        raise MissingExtraError(f"compiling CUDA C++ needs NVRTC: {INSTALL}") from e
+
+
+@cache
+def version() -> str:
+    """Return the compiler's version, ``12.9``.
+
+    Raises
+    ------
+    MissingExtraError
+        If NVRTC is not installed.
+    """
+    try:
+        major, minor = _call(_nvrtc().nvrtcVersion())
+    except (RuntimeError, OSError) as e:  # the bindings are there, the library is not
+        raise MissingExtraError(f"NVRTC does not load ({e}): {INSTALL}") from e
+    return f"{major}.{minor}"
+
+
+@cache
+def header_folders() -> tuple[str, ...]:
+    """Return the folders of the CUDA headers that are installed."""
+    roots: list[Path] = []
+    with contextlib.suppress(ImportError):  # the toolkit may be the system's
+        roots = [Path(p) for p in importlib.import_module("nvidia").__path__]
+    home = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"
+    found = [*(root / f for root in roots for f in _FOLDERS), home, home / "cccl"]
+    return tuple(str(p) for p in found if p.is_dir())
+
+
+def compile_source(
+    source: str,
+    file_name: str,
+    arch: str,
+    output: str,
+    entry: str,
+    options: Sequence[str],
+) -> tuple[bytes, str]:
+    """Compile CUDA C++ and return the code and the name of the kernel `entry` in it.
+
+    Parameters
+    ----------
+    source, file_name : str
+        The text, and what messages and profilers call it.
+    arch : str
+        ``sm_80``, ``sm_90``, ...
+    output : {"ptx", "cubin"}
+        What to return.
+    entry : str
+        An ``extern "C"`` name, or a template instance such as ``scale<float, 4>``.
+    options : sequence of str
+        Options of NVRTC besides the language, the target and the headers' folders.
+
+    Raises
+    ------
+    CompileError
+        With the compiler's log.
+    MissingExtraError
+        If NVRTC is not installed.
+    """
+    version()
+    nvrtc = _nvrtc()
+    program = _call(nvrtc.nvrtcCreateProgram(source.encode(), file_name.encode(), 0, [], []))
+    try:
+        template = "<" in entry
+        if template:
+            _call(nvrtc.nvrtcAddNameExpression(program, entry.encode()))
+        target = arch if output == "cubin" else arch.replace("sm_", "compute_")
+        words = [f"-arch={target}", "-std=c++17", "-default-device", "-lineinfo"]
+        words += [*options, *(f"-I{folder}" for folder in header_folders())]
+        status = nvrtc.nvrtcCompileProgram(program, len(words), [w.encode() for w in words])[0]
+        if int(status) != 0:
+            log = _text(nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog, program)
+            raise CompileError(log.rstrip(b"\0 \n").decode("utf-8", "replace") or str(status))
+        if template:
+            entry = _call(nvrtc.nvrtcGetLoweredName(program, entry.encode())).decode()
+        if output == "cubin":
+            return _text(nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN, program), entry
+        return _text(nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX, program).rstrip(b"\0"), entry
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+
+
+def _call(answer: tuple[Any, ...]) -> Any:
+    """Return the results of a call of the bindings, whose first value is the status."""
+    if int(answer[0]) != 0:
+        raise CompileError(f"NVRTC: {answer[0]}")
+    return answer[1] if len(answer) == 2 else answer[1:]
+
+
+def _text(size: Any, fill: Any, program: Any) -> bytes:
+    data = b" " * int(_call(size(program)))
+    _call(fill(program, data))
+    return data

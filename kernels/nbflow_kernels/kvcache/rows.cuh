@@ -1,0 +1,225 @@
+// One head vector of the cache, decoded number by number and encoded block by block.
+//
+// The twin of `rows.py`, which says what a block holds.  A kernel is compiled for one format, whose
+// row of the table LAYOUTS there is the type `Format`, and has no choice left in it.  Additions and
+// products are spelled out where a fused one would change a stored byte.
+#pragma once
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define DEV static __device__ __forceinline__
+#define DEV_METHOD __device__ __forceinline__
+
+enum Kind { F32, F16, BF16, FIRST_BLOCK_KIND };
+enum Mode { SIGNED, BYTES, NIBBLES, HALVES, CRUMBS, PAIRS };
+enum Encoder { FAMILY, MIDRISE, SYMMETRIC, EXTREME, RANGE, ABSMAX };
+
+#define INFINITY __int_as_float(0x7f800000)
+#define NAN __int_as_float(0x7fffffff)
+constexpr u16 NAN_HALF = 0x7e00;
+
+// The number of a format (KINDS) and its row of LAYOUTS, in the order of the columns there.
+template <int Kind, int Block, int BlockBytes, int ScaleAt, int BaseAt, int Mode, int LowAt,
+          int HighBits, int HighAt, int LowBits, int Zero, int NCodes, int Encoder, int Divisor>
+struct Format {
+    static constexpr int KIND = Kind, BLOCK = Block, BLOCK_BYTES = BlockBytes, SCALE_AT = ScaleAt,
+                         BASE_AT = BaseAt, MODE = Mode, LOW_AT = LowAt, HIGH_BITS = HighBits,
+                         HIGH_AT = HighAt, LOW_BITS = LowBits, ZERO = Zero, N_CODES = NCodes,
+                         ENCODER = Encoder, DIVISOR = Divisor;
+    static constexpr bool FLOAT = Kind < FIRST_BLOCK_KIND;
+    static constexpr int ITEM = Kind == F32 ? 4 : 2;  // bytes of a float element
+};
+
+DEV float half_to_float(u16 bits) {
+    float x;
+    asm("cvt.f32.f16 %0, %1;" : "=f"(x) : "h"(bits));
+    return x;
+}
+
+DEV u16 float_to_half(float x) {
+    u16 bits;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(bits) : "f"(x));
+    return bits;
+}
+
+DEV u16 float_to_bf16(float x) {  // halves to even; NaN stays NaN
+    const u32 bits = __float_as_uint(x);
+    if (x != x) return (bits >> 16) | 0x40;
+    return (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+}
+
+DEV float load_float(const u8* at, int kind) {
+    if (kind == F32) return *(const float*)at;
+    const u16 bits = *(const u16*)at;
+    return kind == F16 ? half_to_float(bits) : __uint_as_float((u32)bits << 16);
+}
+
+DEV void store_float(u8* at, float x, int kind) {
+    if (kind == F32) *(float*)at = x;
+    else *(u16*)at = kind == F16 ? float_to_half(x) : float_to_bf16(x);
+}
+
+// ---- decode ------------------------------------------------------------------------------------
+
+// Value i of a plane of fields of `bits` bits, the first in the lowest bits of a byte.
+DEV int field(const u8* plane, int i, int bits) {
+    const int per_byte = 8 / bits;
+    return (plane[i / per_byte] >> (i % per_byte * bits)) & ((1 << bits) - 1);
+}
+
+template <class F>
+DEV int load_code(const u8* block, int i) {
+    const u8* low = block + F::LOW_AT;
+    int code = 0;
+    if constexpr (F::MODE == SIGNED) return (signed char)low[i];
+    if constexpr (F::MODE == BYTES) return low[i];
+    if constexpr (F::MODE == PAIRS) {  // x + 11 y in planes of 1, 2 and 4 bits
+        const int p = i >> 1;
+        const int c = field(low + 12, p, 4) | field(low + 4, p, 2) << 4 | field(low, p, 1) << 6;
+        const int y = c * 373 >> 12;  // c / 11 for c <= 120
+        return i & 1 ? y : c - 11 * y;
+    }
+    if constexpr (F::MODE == HALVES) code = (low[i & 15] >> (i >> 4) * 4) & 15;
+    if constexpr (F::MODE == NIBBLES) code = field(low, i, 4);
+    if constexpr (F::MODE == CRUMBS) code = field(low, i, 2);
+    if constexpr (F::HIGH_BITS > 0)
+        code |= field(block + F::HIGH_AT, i, F::HIGH_BITS) << F::LOW_BITS;
+    return code;
+}
+
+template <class F>
+DEV float block_scale(const u8* block) { return half_to_float(*(const u16*)(block + F::SCALE_AT)); }
+
+template <class F>
+DEV float block_base(const u8* block) {
+    if constexpr (F::BASE_AT < 0) return -0.0f;  // what leaves the sign of a zero alone
+    return half_to_float(*(const u16*)(block + F::BASE_AT));
+}
+
+// Number d of a row: one rounding, the product of a float16 and a code has at most 19 bits.
+template <class F>
+DEV float load_number(const u8* row, int d) {
+    if constexpr (F::FLOAT) return load_float(row + d * F::ITEM, F::KIND);
+    const u8* block = row + d / F::BLOCK * F::BLOCK_BYTES;
+    const float code = load_code<F>(block, d % F::BLOCK) - F::ZERO;
+    return __fmaf_rn(block_scale<F>(block), code, block_base<F>(block));
+}
+
+// ---- encode ------------------------------------------------------------------------------------
+
+DEV float warp_max(float x) {
+    for (int step = 16; step; step >>= 1) x = fmaxf(x, __shfl_xor_sync(~0u, x, step));
+    return x;
+}
+
+struct Parameters {
+    float base, scale, inverse;  // inverse: 1 / scale, 0 for a scale that counts as 0
+    bool finite;
+};
+
+// Base and scale of a block whose numbers lie in the lanes: x[0], and x[1] of blocks of 64.
+template <class F>
+DEV Parameters block_parameters(const float* x) {
+    constexpr int N = F::BLOCK / 32;
+    float low = x[0], high = x[0];
+    bool good = true;
+    for (int k = 0; k < N; k++) {
+        low = fminf(low, x[k]);
+        high = fmaxf(high, x[k]);
+        good = good && __fsub_rn(x[k], x[k]) == 0;
+    }
+    const float largest = warp_max(high), smallest = -warp_max(-low);
+    const float magnitude = fmaxf(fabsf(largest), fabsf(smallest));
+    Parameters p = {0, 0, 0, __all_sync(~0u, good) != 0};
+    if (F::ENCODER == EXTREME) {  // the first of the numbers of the largest magnitude
+        const u32 found = __ballot_sync(~0u, fabsf(x[0]) == magnitude);
+        const float extreme = __shfl_sync(~0u, x[0], found ? __ffs(found) - 1 : 0);
+        p.scale = __fdiv_rn(found ? extreme : 0.0f, -(float)F::DIVISOR);
+    } else if (F::ENCODER == SYMMETRIC || F::ENCODER == ABSMAX) {
+        p.scale = __fdiv_rn(magnitude, (float)F::DIVISOR);
+    } else {
+        p.base = smallest;
+        p.scale = __fdiv_rn(__fsub_rn(largest, smallest), (float)F::DIVISOR);
+    }
+    bool cut = p.scale == 0;
+    if (F::ENCODER == FAMILY || F::ENCODER == MIDRISE || F::ENCODER == SYMMETRIC)
+        cut = p.scale < 1e-5f;
+    if (!cut) p.inverse = __fdiv_rn(1.0f, p.scale);
+    return p;
+}
+
+template <class F>
+DEV int half_up(float x) {  // x >= 0 rounded, halves up
+    if (F::ENCODER != ABSMAX) return __float2int_rz(__fadd_rn(x, 0.5f));  // the sum rounds itself
+    const int whole = __float2int_rz(x);
+    const float twice = __fsub_rn(x, (float)whole);
+    return whole + __float2int_rz(__fadd_rn(twice, twice));
+}
+
+template <class F>
+DEV int encode_number(float x, float base, float inverse) {
+    if (F::ENCODER == SYMMETRIC || F::ENCODER == ABSMAX) {
+        const float steps = __fmul_rn(x, inverse);
+        const int up = half_up<F>(fminf(fmaxf(steps, 0.0f), 127.0f));
+        return up - half_up<F>(fminf(fmaxf(-steps, 0.0f), 128.0f));
+    }
+    const float half =
+        F::ENCODER == MIDRISE ? 1e-4f : F::ENCODER == EXTREME ? F::ZERO + 0.5f : 0.5f;
+    const float steps = __fadd_rn(__fmul_rn(__fsub_rn(x, base), inverse), half);
+    return __float2int_rz(fminf(fmaxf(steps, 0.0f), F::N_CODES - 1.0f));
+}
+
+// Byte `at` of the part of a block that holds codes; the codes are bytes in `codes`.
+template <class F>
+DEV u8 code_byte(const u8* codes, int at) {
+    const int low = at - F::LOW_AT;
+    int byte = 0;
+    if constexpr (F::MODE == SIGNED || F::MODE == BYTES) return codes[low];
+    if constexpr (F::MODE == PAIRS) {
+        const int bits = low < 4 ? 1 : low < 12 ? 2 : 4, shift = low < 4 ? 6 : low < 12 ? 4 : 0;
+        const int first = (low < 4 ? low : low < 12 ? low - 4 : low - 12) * (8 / bits);
+        for (int k = 0; k < 8 / bits; k++) {
+            const int pair = codes[2 * (first + k)] + 11 * codes[2 * (first + k) + 1];
+            byte |= ((pair >> shift) & ((1 << bits) - 1)) << k * bits;
+        }
+        return byte;
+    }
+    if constexpr (F::HIGH_BITS > 0) {
+        constexpr int per_byte = 8 / (F::HIGH_BITS > 0 ? F::HIGH_BITS : 1);
+        const int high = at - F::HIGH_AT;
+        if (high >= 0 && high < F::BLOCK / per_byte) {
+            for (int k = 0; k < per_byte; k++)
+                byte |= (codes[high * per_byte + k] >> F::LOW_BITS) << k * F::HIGH_BITS;
+            return byte;
+        }
+    }
+    if constexpr (F::MODE == HALVES) return (codes[low] & 15) | (codes[low + 16] & 15) << 4;
+    if constexpr (F::MODE == NIBBLES) return (codes[2 * low] & 15) | (codes[2 * low + 1] & 15) << 4;
+    for (int k = 0; k < 4; k++) byte |= (codes[4 * low + k] & 3) << 2 * k;  // CRUMBS
+    return byte;
+}
+
+// Encode the block whose numbers lie in the lanes of a warp; `codes` is room for F::BLOCK bytes.
+template <class F>
+DEV void store_block(u8* block, const float* x, u8* codes) {
+    const int lane = threadIdx.x & 31;
+    Parameters p = block_parameters<F>(x);
+    const float shown =
+        F::ENCODER == MIDRISE ? __fadd_rn(p.base, __fmul_rn(p.scale, 0.5f)) : p.base;
+    const u16 scale = p.finite ? float_to_half(p.scale) : NAN_HALF;
+    const u16 base = p.finite ? float_to_half(shown) : NAN_HALF;
+    if (!p.finite) p.base = p.inverse = 0;
+    __syncwarp();  // the codes of the block before have been read
+    for (int k = 0; k < F::BLOCK / 32; k++)
+        codes[lane + 32 * k] = encode_number<F>(x[k], p.base, p.inverse);
+    __syncwarp();
+    for (int at = lane; at < F::BLOCK_BYTES; at += 32) {
+        if (at / 2 == F::SCALE_AT / 2) block[at] = scale >> 8 * (at & 1);
+        else if (F::BASE_AT >= 0 && at / 2 == F::BASE_AT / 2) block[at] = base >> 8 * (at & 1);
+        else block[at] = code_byte<F>(codes, at);
+    }
+}

@@ -1,0 +1,153 @@
+// Activations as the other operand: chunks of 128 columns in float16, as two numbers each.
+//
+// The numbers of a token's chunk are multiplied by a power of two that brings the largest magnitude
+// to 2**14..2**15, and by 2**-position of the code field that they meet; then x = high + low, both
+// float16: exact to 2**-22 of the number or 2**-30 of the chunk's largest.  A *record* of a chunk is
+//
+//   fragments  [4 groups of 32 columns][high, low][token][t]: 16 bytes, the operand of two steps
+//   sums       [group of columns that share a scale][8 tokens]: float32
+//   factors    [8 tokens]: float32, the power of two that takes the scaling back
+#pragma once
+#include "quants/units.cuh"
+
+template <int NB>  // tokens: 1, 2, 4 or 8
+struct Record {
+  static constexpr int FRAGMENTS = 512 * NB, SUMS = FRAGMENTS, FACTORS = SUMS + 32 * GROUPS;
+  static constexpr int BYTES = FACTORS + 32;
+};
+
+DEV float lane_max(float v) {
+#pragma unroll
+  for (int o = 16; o; o >>= 1) v = fmaxf(v, __shfl_xor_sync(0xffffffffu, v, o));
+  return v;
+}
+
+// Four columns from `k` on of a row of n; zeros behind its end.
+DEV float4 load_four(const float* row, int k, int n, bool wide) {
+  if (wide && k + 4 <= n) return *(const float4*)(row + k);
+  float4 v;
+  v.x = k < n ? row[k] : 0.0f;
+  v.y = k + 1 < n ? row[k + 1] : 0.0f;
+  v.z = k + 2 < n ? row[k + 2] : 0.0f;
+  v.w = k + 3 < n ? row[k + 3] : 0.0f;
+  return v;
+}
+
+// The numbers that 8-bit activations stand for: each 32 columns have a scale (`qmatmul`, Notes).
+DEV float4 rounded_to_int8(float4 v) {
+  float largest = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
+#pragma unroll
+  for (int o = 1; o < 8; o <<= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, o));
+  float inverse = largest >= 7.888609052210118e-31f ? 127.0f / largest : 0.0f;  // 2**-100
+  float scale = inverse > 0.0f ? largest / 127.0f : 0.0f;
+  // 0 times what is not finite keeps it so
+  if (!(largest <= 3.4028234663852886e38f)) scale = largest;
+  v.x = rintf(v.x * inverse) * scale, v.y = rintf(v.y * inverse) * scale;
+  v.z = rintf(v.z * inverse) * scale, v.w = rintf(v.w * inverse) * scale;
+  return v;
+}
+
+// x = high + low; what is not finite stays in `high`.
+DEV void split(float x0, float x1, u32& high, u32& low) {
+  high = to_f16x2(x0, x1);
+  float r0 = x0 - low_f16(high), r1 = x1 - high_f16(high);
+  low = to_f16x2(r0 == r0 ? r0 : 0.0f, r1 == r1 ? r1 : 0.0f);
+}
+
+// Write token n of a record: a warp, whose lanes hold four columns each.
+template <int NB>
+DEV void stage(float4 v, u8* record, int n, int lane) {
+  // fmaxf ignores NaN, which need no scaling
+  float largest = lane_max(fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
+  // zero and tiny numbers: as if 2**-112, so that the exponents below stay in range
+  u32 exponent = max(__float_as_uint(largest) >> 23, 15u);
+  float up = __uint_as_float((268u - exponent) << 23);
+  float factor = __uint_as_float((exponent - 14u) << 23);
+  v.x *= up, v.y *= up, v.z *= up, v.w *= up;
+  float sum = (v.x + v.y) + (v.z + v.w);
+#pragma unroll
+  for (int o = 1; o < SUB_BLOCK / 4; o <<= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
+  if (lane % (SUB_BLOCK / 4) == 0)
+    *(float*)(record + Record<NB>::SUMS + (lane / (SUB_BLOCK / 4)) * 32 + n * 4) = sum * UNIT;
+  if (lane == 0) *(float*)(record + Record<NB>::FACTORS + n * 4) = factor;
+  // lane: columns 4 lane ..: group of 32, step of 16, half of 8, pairs t and t + 1
+  int group = lane >> 3, step = (lane >> 2) & 1, j = (lane >> 1) & 1, t = 2 * (lane & 1);
+  u32 position = ((u32)POSITIONS >> 4 * (lane >> 1 & 7)) & 15u;
+  float down = __uint_as_float((127u - position) << 23);
+  u32 high[2], low[2];
+  split(v.x * down, v.y * down, high[0], low[0]);
+  split(v.z * down, v.w * down, high[1], low[1]);
+  u8* to = record + (group * 2 * NB + n) * 64 + t * 16 + step * 8 + j * 4;
+#pragma unroll
+  for (int i = 0; i < 2; i++) {
+    *(u32*)(to + 16 * i) = high[i];
+    *(u32*)(to + 64 * NB + 16 * i) = low[i];
+  }
+}
+
+// acc += factor * scale * (codes . x) + ..., for R row tiles and the 8 tokens of a record.
+//
+// Every product and sum is in an order that depends on nothing but the chunk, so that a token's result
+// is the same in every kernel that calls this.
+template <int R, int NB>
+DEV void multiply_chunk(
+    const u32 (*operand)[8][4], const Chunk* chunk, const Floats* floats, const u8* record, int lane,
+    float (*acc)[4]) {
+  const int t = lane & 3, n = min(lane >> 2, NB - 1);
+  const u8* fragments = record + n * 64 + t * 16;
+  float part[R][4] = {}, mins[R][4] = {};
+  uint4 high, low;
+#pragma unroll
+  for (int g = 0; g < GROUPS; g++) {
+    float c[R][4] = {};
+#pragma unroll
+    for (int s = 0; s < SUB_BLOCK / 16; s++) {
+      const int step = g * (SUB_BLOCK / 16) + s;
+      if (step % 2 == 0) {
+        high = *(const uint4*)(fragments + (step / 2) * 128 * NB);
+        low = *(const uint4*)(fragments + (step / 2) * 128 * NB + 64 * NB);
+      }
+#pragma unroll
+      for (int r = 0; r < R; r++) {
+        mma_f16(c[r], operand[r][step], step % 2 ? high.z : high.x, step % 2 ? high.w : high.y);
+        mma_f16(c[r], operand[r][step], step % 2 ? low.z : low.x, step % 2 ? low.w : low.y);
+      }
+    }
+    float2 sum = {0.0f, 0.0f};
+    if constexpr (HAS_ZERO || HAS_MIN) sum = *(const float2*)(record + Record<NB>::SUMS + g * 32 + t * 8);
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        float scale, base;
+        scale_of(chunk[r].scales[h], g, scale, base);
+#pragma unroll
+        for (int e = 0; e < 2; e++) {
+          float total = c[r][2 * h + e], s = e ? sum.y : sum.x;
+          if constexpr (HAS_ZERO) total = fmaf(-ZERO, s, total);
+          part[r][2 * h + e] = fmaf(scale, total, part[r][2 * h + e]);
+          if constexpr (HAS_MIN) {
+            float& to = TWO_FLOATS ? mins[r][2 * h + e] : part[r][2 * h + e];
+            to = fmaf(base, s, to);
+          }
+        }
+      }
+    }
+  }
+  float2 factor = *(const float2*)(record + Record<NB>::FACTORS + t * 8);
+#pragma unroll
+  for (int r = 0; r < R; r++) {
+#pragma unroll
+    for (int h = 0; h < 2; h++) {
+      float d = 1.0f, d_min = 0.0f;
+      if constexpr (HAS_FLOATS) d = low_f16(floats[r].of_row[h]);
+      if constexpr (TWO_FLOATS) d_min = high_f16(floats[r].of_row[h]);
+#pragma unroll
+      for (int e = 0; e < 2; e++) {
+        float f = e ? factor.y : factor.x, &to = acc[r][2 * h + e];
+        to = fmaf(d * f, part[r][2 * h + e], to);
+        if constexpr (TWO_FLOATS) to = fmaf(-d_min * f, mins[r][2 * h + e], to);
+      }
+    }
+  }
+}

@@ -1,0 +1,82 @@
+"""The emulated device as launchers of kernels see it: what to compile for, how to load and launch.
+
+An array type that has an attribute ``__kernel_device__`` brings its device along; whoever launches
+kernels by it needs to know nothing of the emulator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from nbflow_ptx.checks import Checks
+from nbflow_ptx.device import Device
+from nbflow_ptx.errors import LaunchError
+from nbflow_ptx.launching import Emulator, Result
+
+Dim3 = tuple[int, int, int]
+
+
+class State:
+    """The emulated GPU the arrays of `cupy_stand_in` live on."""
+
+    device = Device()
+    checks = Checks()
+    arch = "sm_80"
+    last: Result | None = None
+    constants: dict[Any, Any] = {}  # noqa: RUF012 - the state is the class
+
+
+class EmulatedDevice:
+    """The device of `cupy_stand_in`, with the target and the checks set by its `reset`."""
+
+    output = "ptx"
+    n_sms = 4  # few, so that loops over the grid are taken more than once
+    max_shared_bytes = 227 * 1024
+
+    @property
+    def arch(self) -> str:
+        """What to compile for."""
+        return State.arch
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """What loaded kernels depend on."""
+        return "nbflow_ptx", self.arch
+
+    @property
+    def constants(self) -> dict[Any, Any]:
+        """Arrays that launchers keep in this device's memory."""
+        return State.constants
+
+    def load(self, code: bytes, entry: str) -> Callable[[Dim3, Dim3, bytes, int], None]:
+        """Return the launch of the kernel `entry` of a PTX text."""
+        emulator = Emulator(code)
+        kernel = emulator.program(entry).kernel
+
+        def launch(grid: Dim3, block: Dim3, packed: bytes, shared: int) -> None:
+            ends = [kernel.param_offsets[p.name] + p.size for p in kernel.params]
+            if len(packed) != max(ends, default=0):
+                raise LaunchError(
+                    f"{entry}: {len(packed)} bytes of arguments, the parameters take {max(ends)}"
+                )
+            values = [packed[e - p.size : e] for e, p in zip(ends, kernel.params, strict=True)]
+            emulator.checks = State.checks
+            State.last = emulator.launch(
+                kernel.name, grid, block, *values, shared_bytes=shared,
+                names=[p.name for p in kernel.params], device=State.device,
+            )  # fmt: skip
+
+        return launch
+
+    def empty(self, shape: Any, dtype: Any) -> Any:
+        """Return an array whose elements count as uninitialised."""
+        from nbflow_ptx import cupy_stand_in
+
+        return cupy_stand_in.empty(shape, dtype)
+
+    def asarray(self, array: Any) -> Any:
+        """Return the contents of an array in emulated memory."""
+        from nbflow_ptx import cupy_stand_in
+
+        return cupy_stand_in.asarray(array)

@@ -1,0 +1,133 @@
+"""Command-line arguments of decoding: every field of `nbflow.decoding.Parameters`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from nbflow.decoding import STRATEGIES
+from nbflow_kernels.errors import UsageError
+
+NUMBERS: dict[str, tuple[type, str]] = {
+    "temperature": (float, "divide the logits by this; 0 is greedy"),
+    "top_k": (int, "keep this many of the best tokens"),
+    "top_p": (float, "keep the best tokens that have this mass"),
+    "min_p": (float, "keep tokens this probable, relative to the best"),
+    "typical_p": (float, "keep locally typical tokens of this mass"),
+    "tfs_z": (float, "cut the tail where this share of the bends is passed"),
+    "top_n_sigma": (float, "keep logits this many standard deviations below the best"),
+    "xtc_probability": (float, "how often top choices are excluded"),
+    "xtc_threshold": (float, "from which probability on a token is a top choice"),
+    "dynatemp_range": (float, "how far the temperature follows the entropy"),
+    "dynatemp_exponent": (float, "how the entropy is bent for that"),
+    "min_keep": (int, "least number of tokens that a sampler leaves"),
+    "repeat_last_n": (int, "how many tokens the chain's penalties see; -1 all"),
+    "repetition_penalty": (float, "factor for tokens that occurred"),
+    "frequency_penalty": (float, "subtracted for each occurrence"),
+    "presence_penalty": (float, "subtracted for having occurred"),
+    "no_repeat_ngram_size": (int, "n-grams of this size come once"),
+    "dry_multiplier": (float, "penalty of going on with a repetition"),
+    "dry_base": (float, "its growth with each token"),
+    "dry_allowed_length": (int, "shorter repetitions go free"),
+    "dry_penalty_last_n": (int, "how many tokens it sees; -1 all"),
+    "mirostat": (int, "version of mirostat, 1 or 2"),
+    "mirostat_tau": (float, "its wanted surprise in bits"),
+    "mirostat_eta": (float, "its rate"),
+    "mirostat_m": (int, "how many tokens version 1 looks at"),
+    "max_k": (int, "inferflow: most tokens kept"),
+    "pool_size": (int, "inferflow: most tokens looked at"),
+    "eos_bypassing_max": (int, "inferflow.std: how many end tokens are passed over"),
+    "k": (int, "inferflow.fsd: how many tokens are compared"),
+    "alpha": (float, "inferflow.fsd: weight of the penalty"),
+    "order": (int, "inferflow.fsd: order of the n-gram model"),
+    "beta": (float, "inferflow.fsd: share of the longest context"),
+    "z": (float, "inferflow.tfs: share of the bends"),
+    "p": (float, "inferflow.typical: mass besides the first token"),
+    "tau": (float, "inferflow.mirostat: wanted surprise in bits"),
+    "eta": (float, "inferflow.mirostat: rate"),
+    "min_tokens": (int, "no end token before so many"),
+    "seed": (int, "seed of the draws (0)"),
+    "logprobs": (int, "report so many most probable tokens (--json)"),
+}
+"""Parameter -> its type and what it does."""
+
+
+def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add arguments for every decoding parameter but the number of tokens."""
+    group = parser.add_argument_group("decoding", "see docs/decoding.md")
+    group.add_argument(
+        "--decoding", help=f"strategy (what the other parameters mean): {', '.join(STRATEGIES)}"
+    )
+    for name, (kind, text) in NUMBERS.items():
+        group.add_argument(f"--{name.replace('_', '-')}", dest=name, type=kind, help=text)
+    group.add_argument(
+        "--sampler-order", "--samplers", dest="samplers", metavar="ORDER",
+        help='the chain\'s samplers: "top_k;top_p;temperature", or letters: "kpt"',
+    )  # fmt: skip
+    many: list[tuple[str, str, str]] = [
+        ("--dry-breaker", "dry_breakers", "text over which no repetition reaches"),
+        ("--stop", "stop", "text that ends the output"),
+        ("--bad-word", "bad_words", "text that may not come"),
+        ("--choice", "choice", "one of the texts the output must be"),
+    ]
+    for flag, name, text in many:
+        group.add_argument(flag, dest=name, action="append", help=f"{text}; may be repeated")
+    group.add_argument(
+        "--logit-bias", action="append", metavar="ID=BIAS", help="added to a logit; may be repeated"
+    )
+    for name in ("allowed_token_ids", "banned_token_ids", "stop_token_ids"):
+        flag = f"--{name.replace('_', '-')}"
+        group.add_argument(flag, dest=name, type=int, nargs="+", metavar="ID", help="token ids")
+    group.add_argument("--regex", help="regular expression the output must match")
+    group.add_argument("--json-schema", metavar="FILE", help="JSON schema the output must follow")
+    group.add_argument("--grammar", metavar="FILE", help="grammar (GBNF or Lark) of the output")
+    group.add_argument(
+        "--include-stop-str-in-output", action="store_true", help="keep the stop text"
+    )
+    group.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
+
+
+def decoding_values(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what was given, for `nbflow.decoding.Parameters.parse`."""
+    names = [
+        "decoding", *NUMBERS, "samplers", "dry_breakers", "stop", "bad_words", "choice",
+        "allowed_token_ids", "banned_token_ids", "stop_token_ids", "regex",
+    ]  # fmt: skip
+    given = {name: getattr(arguments, name) for name in names}
+    given["ignore_eos"] = arguments.ignore_eos or None
+    given["include_stop_str_in_output"] = arguments.include_stop_str_in_output or None
+    if arguments.json_schema is not None:
+        given["json_schema"] = _schema(arguments.json_schema)
+    if arguments.grammar is not None:
+        given["grammar"] = _read(arguments.grammar)
+    if arguments.logit_bias:
+        given["logit_bias"] = _biases(arguments.logit_bias)
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: cannot be read: {error}") from None
+
+
+def _schema(path: str) -> Any:
+    try:
+        return json.loads(_read(path))
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{path}: is not JSON: {error}") from None
+
+
+def _biases(texts: Sequence[str]) -> dict[int, float]:
+    found = {}
+    for text in texts:
+        token, _, bias = text.partition("=")
+        try:
+            found[int(token)] = float(bias)
+        except ValueError:
+            raise UsageError(f"--logit-bias must be ID=BIAS, e.g. 15=-2.5, got {text!r}") from None
+    return found

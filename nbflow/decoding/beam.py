@@ -1,0 +1,137 @@
+"""Beam search: the continuations of greatest probability that a search over several finds.
+
+Scores, length penalty and the end of the search are those of Hugging Face's ``generate``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from nbflow.decoding.strategy import check_range
+from nbflow_kernels.errors import UsageError
+
+
+@dataclass(frozen=True)
+class BeamSearch:
+    """Parameters of a beam search."""
+
+    num_beams: int = 4
+    """How many continuations are followed."""
+    length_penalty: float = 1.0
+    """The sum of log-probabilities is divided by the length to this power."""
+    early_stopping: bool | Literal["never"] = False
+    """True stops with the `num_beams`-th end; False when the best that goes on is worse, at its
+    present length, than the worst that has ended; "never" when it cannot become better."""
+
+    def __post_init__(self) -> None:
+        check_range("beam", "num_beams", self.num_beams, 1, 4096)
+        check_range("beam", "length_penalty", self.length_penalty, -100.0, 100.0)
+        if self.early_stopping not in (True, False, "never"):
+            raise UsageError(
+                f'early_stopping must be True, False or "never", got {self.early_stopping!r}'
+            )
+
+
+@dataclass(frozen=True)
+class Hypothesis:
+    """A continuation."""
+
+    ids: tuple[int, ...] = ()
+    """New tokens, the end token too."""
+    score: float = 0.0
+    """Sum of the log-probabilities; of an ended one, divided by the length penalty."""
+    logprobs: tuple[float, ...] = ()
+    """Log-probability of each token."""
+
+
+class Beams:
+    """The state of a search.
+
+    Parameters
+    ----------
+    search : BeamSearch
+        Its parameters.
+    max_tokens : int
+        Continuations end with this many new tokens.
+    end_ids : collection of int
+        Tokens that end a continuation.
+    """
+
+    def __init__(self, search: BeamSearch, max_tokens: int, end_ids: Collection[int]) -> None:
+        self.search = search
+        self._max_tokens = max_tokens
+        self._end_ids = frozenset(end_ids)
+        self.running = [Hypothesis()]
+        """Continuations that go on, best first."""
+        self.parents: list[int] = []
+        """For each of `running`, which of the former ones it continues."""
+        self.finished: list[Hypothesis] = []
+        """The best that have ended, best first; at most `num_beams`."""
+        self.done = False
+        """Whether the search is over."""
+
+    def advance(self, logprobs: np.ndarray) -> None:
+        """Go on by one token.
+
+        Parameters
+        ----------
+        logprobs : array, shape (len(running), V)
+            Log-probabilities of the next token of each running continuation.
+        """
+        n = self.search.num_beams
+        sums = logprobs.astype(np.float64) + np.array([[h.score] for h in self.running])
+        # enough that n go on even if every end token of every beam is among the best
+        wanted = min(max(2, 1 + len(self._end_ids)) * n, sums.size)
+        flat = sums.ravel()
+        best = np.argpartition(-flat, wanted - 1)[:wanted]
+        best = best[np.lexsort((best, -flat[best]))]
+        going: list[tuple[int, Hypothesis]] = []
+        ended: list[Hypothesis] = []
+        for place, index in enumerate(best.tolist()):
+            parent, token = divmod(index, logprobs.shape[1])
+            if flat[index] == -np.inf:
+                break
+            before = self.running[parent]
+            after = Hypothesis(
+                (*before.ids, token),
+                float(flat[index]),
+                (*before.logprobs, float(logprobs[parent, token])),
+            )
+            if token in self._end_ids or len(after.ids) >= self._max_tokens:
+                if place < n:
+                    ended.append(after)
+            elif len(going) < n:
+                going.append((parent, after))
+        self._finish(ended)
+        self.running = [hypothesis for _, hypothesis in going]
+        self.parents = [parent for parent, _ in going]
+        self.done = self._is_done()
+
+    def _finish(self, ended: list[Hypothesis]) -> None:
+        """Take in what has ended, if it is among the best."""
+        n, search = self.search.num_beams, self.search
+        if search.early_stopping is True and len(self.finished) == n:
+            return
+        for h in ended:
+            score = h.score / len(h.ids) ** search.length_penalty
+            self.finished.append(Hypothesis(h.ids, score, h.logprobs))
+        self.finished = sorted(self.finished, key=lambda h: -h.score)[:n]
+
+    def _is_done(self) -> bool:
+        """Return whether no running continuation is to be followed further."""
+        search = self.search
+        if not self.running:
+            return True
+        if len(self.finished) < search.num_beams:
+            return False
+        if search.early_stopping is True:
+            return True
+        best = self.running[0]
+        length = len(best.ids)
+        if search.early_stopping == "never" and search.length_penalty > 0.0:
+            length = self._max_tokens
+        return best.score / length**search.length_penalty <= self.finished[-1].score

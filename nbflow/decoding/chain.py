@@ -1,0 +1,137 @@
+"""Chain: llama.cpp's samplers in an order of one's own, then a draw."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from nbflow.decoding.candidates import Candidates, random_number
+from nbflow.decoding.samplers import DEFAULT_ORDER, LETTERS, OTHER_NAMES, SAMPLERS, Moment
+from nbflow.decoding.strategy import SampledState, Strategy, check_range
+from nbflow_kernels.errors import UsageError, unknown_name
+
+
+@dataclass(frozen=True)
+class Chain(Strategy):
+    """A draw from what is left after a chain of samplers; names and defaults are llama.cpp's."""
+
+    samplers: tuple[str, ...] = DEFAULT_ORDER
+    """Which samplers, in which order; also ``"top_k;top_p"`` and letters such as ``"kpt"``."""
+    temperature: float = 0.8
+    """Logits are divided by it; 0 or less takes the best token."""
+    dynatemp_range: float = 0.0
+    """The temperature moves this far up and down with the entropy; 0 for none."""
+    dynatemp_exponent: float = 1.0
+    """How the normalized entropy is bent before it sets the temperature."""
+    top_k: int = 40
+    """How many of the best tokens are kept; 0 for all."""
+    top_p: float = 0.95
+    """Mass that is kept; 1 for all."""
+    min_p: float = 0.05
+    """Least probability kept, relative to the best; 0 for all."""
+    typical_p: float = 1.0
+    """Mass of the locally typical tokens that is kept; 1 for all."""
+    tfs_z: float = 1.0
+    """Share of the bends before the tail (only where "tfs_z" is in `samplers`); 1 for all."""
+    top_n_sigma: float = -1.0
+    """Standard deviations below the best logit that are kept; 0 or less for all."""
+    xtc_probability: float = 0.0
+    """How often the top choices are excluded."""
+    xtc_threshold: float = 0.1
+    """From which probability on a token is a top choice; above 0.5 switches it off."""
+    repeat_last_n: int = 64
+    """How many of the last tokens, prompt included, the penalties see; 0 none, -1 all."""
+    repeat_penalty: float = 1.0
+    """Factor for tokens that occurred; 1 for none."""
+    frequency_penalty: float = 0.0
+    """Subtracted for each occurrence."""
+    presence_penalty: float = 0.0
+    """Subtracted for having occurred."""
+    dry_multiplier: float = 0.0
+    """Penalty of a repetition of the allowed length; 0 for none."""
+    dry_base: float = 1.75
+    """Growth of the penalty with each further token."""
+    dry_allowed_length: int = 2
+    """Repetitions shorter than this go free."""
+    dry_penalty_last_n: int = -1
+    """How many of the last tokens DRY sees; 0 none, -1 all."""
+    dry_breakers: tuple[tuple[int, ...], ...] = ()
+    """Token sequences over which no repetition reaches; see `breaker_sequences`."""
+    min_keep: int = 0
+    """Least number of candidates that a truncation leaves."""
+
+    compiled: ClassVar[bool] = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "samplers", parse_samplers(self.samplers))
+        for name, low, high in (
+            ("temperature", -np.inf, 100.0), ("dynatemp_range", 0.0, 100.0),
+            ("dynatemp_exponent", 0.0, 100.0), ("top_k", -np.inf, 2**31 - 1), ("top_p", 0.0, 1.0),
+            ("min_p", 0.0, 1.0), ("typical_p", 0.0, 1.0), ("tfs_z", 0.0, 1.0),
+            ("top_n_sigma", -np.inf, 1e6), ("xtc_probability", 0.0, 1.0),
+            ("xtc_threshold", 0.0, 1.0), ("repeat_last_n", -1, 2**31 - 1),
+            ("repeat_penalty", 1e-6, 1e6), ("frequency_penalty", -100.0, 100.0),
+            ("presence_penalty", -100.0, 100.0), ("dry_multiplier", 0.0, 1e6),
+            ("dry_base", 0.0, 1e6), ("dry_allowed_length", 1, 2**31 - 1),
+            ("dry_penalty_last_n", -1, 2**31 - 1), ("min_keep", 0, 2**31 - 1),
+        ):  # fmt: skip
+            check_range("chain", name, getattr(self, name), low, high)
+
+    def begin(self, prompt_ids: Sequence[int], seed: int) -> ChainState:
+        return ChainState(self, prompt_ids, seed)
+
+
+class ChainState(SampledState):
+    """The tokens so far."""
+
+    def __init__(self, chain: Chain, prompt_ids: Sequence[int], seed: int) -> None:
+        super().__init__(prompt_ids, seed)
+        self._chain = chain
+
+    def candidates(self, logits: np.ndarray) -> Candidates:
+        found = Candidates(logits)
+        history = np.array(self.prompt_ids + self.ids, np.int32)
+        moment = Moment(history, lambda: random_number(self.seed, len(self.ids), 1))
+        for name in self._chain.samplers:
+            SAMPLERS[name](found, self._chain, moment)
+        return found
+
+
+def parse_samplers(order: str | Sequence[str]) -> tuple[str, ...]:
+    """Return the names of samplers.
+
+    Parameters
+    ----------
+    order : str or sequence of str
+        Names; one string may hold names between semicolons, or llama.cpp's letters ("edskypmxt").
+
+    Raises
+    ------
+    UsageError
+        If a name or letter is unknown.
+
+    Examples
+    --------
+    >>> parse_samplers("top_k;temp")
+    ('top_k', 'temperature')
+    >>> parse_samplers("kpt")
+    ('top_k', 'top_p', 'temperature')
+    """
+    if isinstance(order, str):
+        whole = OTHER_NAMES.get(order, order)
+        if order and ";" not in order and whole not in SAMPLERS and set(order) <= set(LETTERS):
+            return tuple(LETTERS[letter] for letter in order)
+        order = [name.strip() for name in order.split(";") if name.strip()]
+    names = [OTHER_NAMES.get(name, name) for name in order]
+    for name in names:
+        if name not in SAMPLERS:
+            raise unknown_name("sampler", name, SAMPLERS)
+    if not names:
+        raise UsageError(
+            "samplers must name at least one sampler; for a draw from all tokens use "
+            "decoding='sample'"
+        )
+    return tuple(names)

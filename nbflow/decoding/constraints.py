@@ -1,0 +1,181 @@
+"""Constraints: what is changed in the logits before any strategy sees them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar
+
+import numpy as np
+
+from nbflow.decoding.strategy import State, Strategy, check_range
+from nbflow.decoding.structured import Grammar, Matcher
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.penalties import (
+    apply_logit_bias,
+    apply_no_repeat_ngram,
+    apply_penalties,
+    apply_token_bitmask,
+    mask_token_ids,
+)
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """Biases, penalties and forbidden tokens, in the order in which they are applied."""
+
+    grammar: Grammar | None = None
+    """What the new text must match."""
+    allowed_token_ids: tuple[int, ...] = ()
+    """Only these may come; empty for all."""
+    repetition_penalty: float = 1.0
+    """Factor for tokens of prompt and new text (Hugging Face); 1 for none."""
+    frequency_penalty: float = 0.0
+    """Subtracted for each occurrence in the new text (OpenAI)."""
+    presence_penalty: float = 0.0
+    """Subtracted for having occurred in the new text (OpenAI)."""
+    no_repeat_ngram_size: int = 0
+    """n-grams of this size come once in prompt and new text; 0 for no such rule."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token, what is added to its logit); -inf forbids it."""
+    banned_token_ids: tuple[int, ...] = ()
+    """These may not come."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that may not come: the last token of one after the others."""
+    min_tokens: int = 0
+    """No end token before this many new tokens."""
+    end_ids: tuple[int, ...] = ()
+    """The end tokens."""
+
+    def __post_init__(self) -> None:
+        check_range("constraints", "repetition_penalty", self.repetition_penalty, 1e-6, 1e6)
+        check_range("constraints", "frequency_penalty", self.frequency_penalty, -100.0, 100.0)
+        check_range("constraints", "presence_penalty", self.presence_penalty, -100.0, 100.0)
+        check_range("constraints", "no_repeat_ngram_size", self.no_repeat_ngram_size, 0, 2**31 - 1)
+        check_range("constraints", "min_tokens", self.min_tokens, 0, 2**31 - 1)
+        if () in self.bad_words:
+            raise UsageError("bad_words must not hold an empty word")
+        if np.isnan([bias for _, bias in self.logit_bias]).any():
+            raise UsageError("logit_bias must not hold a NaN")
+
+    @property
+    def empty(self) -> bool:
+        """Whether nothing is changed."""
+        free = {"end_ids"} if self.min_tokens == 0 else set()
+        return all(getattr(self, f.name) == f.default for f in fields(self) if f.name not in free)
+
+    def check_vocabulary(self, n_vocab: int) -> None:
+        """Raise `UsageError` if a token is not in the vocabulary."""
+        for name, ids in (
+            ("logit_bias", [token for token, _ in self.logit_bias]),
+            ("allowed_token_ids", self.allowed_token_ids),
+            ("banned_token_ids", self.banned_token_ids),
+            ("bad_words", [token for word in self.bad_words for token in word]),
+        ):
+            wrong = [token for token in ids if not 0 <= token < n_vocab]
+            if wrong:
+                raise UsageError(f"{name} must hold ids in 0..{n_vocab - 1}, got {wrong[0]}")
+
+
+@dataclass(frozen=True)
+class Constrained(Strategy):
+    """A strategy that sees changed logits."""
+
+    strategy: Strategy
+    """What chooses."""
+    constraints: Constraints
+    """What is changed before."""
+
+    compiled: ClassVar[bool] = False
+
+    def begin(self, prompt_ids: Sequence[int], seed: int) -> ConstrainedState:
+        inner = self.strategy.begin(prompt_ids, seed)
+        grammar = self.constraints.grammar
+        matcher = None if grammar is None else grammar.begin()
+        return ConstrainedState(inner, self.constraints, matcher, prompt_ids)
+
+
+class ConstrainedState:
+    """The tokens so far, the place in the grammar, and the state of what chooses."""
+
+    def __init__(
+        self,
+        inner: State,
+        constraints: Constraints,
+        matcher: Matcher | None,
+        prompt_ids: Sequence[int],
+    ) -> None:
+        self._inner = inner
+        self._constraints = constraints
+        self._matcher = matcher
+        self._tokens = list(prompt_ids)
+        self._n_prompt = len(prompt_ids)
+
+    def choose(self, logits: np.ndarray) -> int:
+        """See `nbflow.decoding.State.choose`."""
+        return self._inner.choose(self._changed(logits))
+
+    def probs(self, logits: np.ndarray) -> np.ndarray:
+        """See `nbflow.decoding.State.probs`."""
+        return self._inner.probs(self._changed(logits))
+
+    def accept(self, token: int) -> None:
+        """See `nbflow.decoding.State.accept`."""
+        self._inner.accept(token)
+        self._tokens.append(token)
+        if self._matcher is not None:
+            self._matcher.accept(token)
+
+    def fork(self) -> ConstrainedState:
+        """See `nbflow.decoding.State.fork`."""
+        matcher = None if self._matcher is None else self._matcher.fork()
+        other = ConstrainedState(self._inner.fork(), self._constraints, matcher, self._tokens)
+        other._n_prompt = self._n_prompt
+        return other
+
+    def _changed(self, logits: np.ndarray) -> np.ndarray:
+        """Return the changed logits, in place of the given ones."""
+        rules, row = self._constraints, logits[None]
+        history = np.array(self._tokens, np.int32)
+        whole = np.array([0, len(history)], np.int32)
+        if rules.allowed_token_ids:
+            mask_token_ids(row, *_ragged(rules.allowed_token_ids), keep=True)
+        penalties = (rules.repetition_penalty, rules.frequency_penalty, rules.presence_penalty)
+        if penalties != (1.0, 0.0, 0.0):
+            apply_penalties(
+                row, history, whole, repetition_penalty=penalties[0],
+                frequency_penalty=penalties[1], presence_penalty=penalties[2],
+                prompt_lens=self._n_prompt,
+            )  # fmt: skip
+        if rules.no_repeat_ngram_size:
+            apply_no_repeat_ngram(row, history, whole, rules.no_repeat_ngram_size)
+        if rules.logit_bias:
+            tokens, indptr = _ragged([token for token, _ in rules.logit_bias])
+            biases = np.array([bias for _, bias in rules.logit_bias], np.float32)
+            apply_logit_bias(row, tokens, biases, indptr)
+        banned = [*rules.banned_token_ids, *self._ends_of_bad_words()]
+        if len(self._tokens) - self._n_prompt < rules.min_tokens:
+            banned += rules.end_ids
+        if banned:
+            mask_token_ids(row, *_ragged(banned))
+        if self._matcher is not None:
+            apply_token_bitmask(row, self._matcher.bitmask(row.shape[1]))
+        return logits
+
+    def _ends_of_bad_words(self) -> list[int]:
+        """Return the tokens that would complete a bad word in the new text."""
+        new = self._tokens[self._n_prompt :]
+        return [
+            word[-1]
+            for word in self._constraints.bad_words
+            if len(word) == 1 or tuple(new[-len(word) + 1 :]) == word[:-1]
+        ]
+
+
+def constrain(strategy: Strategy, constraints: Constraints) -> Strategy:
+    """Return the strategy under these constraints; itself if there are none."""
+    return strategy if constraints.empty else Constrained(strategy, constraints)
+
+
+def _ragged(ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+    return np.array(ids, np.int32), np.array([0, len(ids)], np.int32)

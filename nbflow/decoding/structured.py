@@ -1,0 +1,187 @@
+"""Text of a given structure: a choice, a regular expression, a JSON schema, a grammar.
+
+The grammar engine is llguidance (extra ``structured``); it says for each step which tokens may
+come.  It wants a vocabulary that can spell every byte: with one that cannot (some Unigram ones), a
+structure that forces a character without a token ends in an error.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from nbflow.decoding.token_bytes import vocabulary_bytes
+from nbflow.tokenizer import Tokenizer
+from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
+
+KINDS = ("choice", "regex", "json_schema", "grammar")
+
+
+class Grammar:
+    """A structure for the new text, ready to be begun for any number of requests.
+
+    Parameters
+    ----------
+    kind : {"choice", "regex", "json_schema", "grammar"}
+        What `text` is.
+    text : str, dict or sequence of str
+        Texts to choose from; a regular expression for the whole text (Rust's syntax); a JSON
+        schema; a grammar in llama.cpp's GBNF or in Lark's notation.
+    tokenizer : Tokenizer
+        The model's.
+    n_vocab : int
+        Number of the model's logits; those beyond the tokenizer never come.
+    end_ids : sequence of int
+        The end tokens, which may come where the structure is complete.
+
+    Raises
+    ------
+    UsageError
+        If the structure is wrong, or more than the engine can do; if there is no end token.
+    MissingExtraError
+        If llguidance is not installed.
+    """
+
+    def __init__(
+        self, kind: str, text: Any, tokenizer: Tokenizer, n_vocab: int, end_ids: Sequence[int]
+    ) -> None:
+        library = _library()
+        if kind not in KINDS:
+            raise unknown_name("structure", kind, KINDS)
+        if not end_ids:
+            raise UsageError(
+                f"{kind} needs an end token to end with; the model has none: give stop_token_ids"
+            )
+        self.kind, self.text = kind, text
+        self._n_vocab = n_vocab
+        self._end_ids = tuple(end_ids)
+        self._engine = _engine(tokenizer, n_vocab, self._end_ids)
+        self._source = _source(library, kind, text)
+        wrong = library.LLMatcher.validate_grammar(self._source, self._engine)
+        if wrong and not wrong.startswith("WARNING"):
+            raise UsageError(f"{kind}: {wrong.splitlines()[0]}")
+
+    def begin(self) -> Matcher:
+        """Return the beginning of a text."""
+        return Matcher(_library().LLMatcher(self._engine, self._source), self._end_ids)
+
+
+class Matcher:
+    """A place in a structure."""
+
+    def __init__(self, matcher: Any, end_ids: tuple[int, ...]) -> None:
+        self._matcher = matcher
+        self._end_ids = end_ids
+        self._check()
+
+    def bitmask(self, n_vocab: int) -> np.ndarray:
+        """Return which tokens may come, int32 (1, ceil(n_vocab / 32))."""
+        words = np.zeros(-(-n_vocab // 32), np.uint32)
+        if self._matcher.is_stopped():
+            for token in self._end_ids:
+                words[token // 32] |= np.uint32(1 << token % 32)
+        else:
+            found = np.frombuffer(self._matcher.compute_bitmask(), np.uint32)
+            words[: len(found)] = found[: len(words)]
+            self._check()
+        return words.view(np.int32)[None]
+
+    def accept(self, token: int) -> None:
+        """Go on by a token.
+
+        Raises
+        ------
+        UsageError
+            If the structure does not allow it.
+        """
+        if self._matcher.is_stopped() or token in self._end_ids:
+            return  # what comes after the end is nobody's
+        if not self._matcher.consume_token(token):
+            self._check()
+
+    def fork(self) -> Matcher:
+        """Return a copy that goes on by itself."""
+        return Matcher(self._matcher.deep_copy(), self._end_ids)
+
+    def _check(self) -> None:
+        if self._matcher.is_error():
+            reason = self._matcher.get_error().splitlines()[0]
+            raise UsageError(f"structured output: {reason}")
+
+
+def _library() -> Any:
+    try:
+        import llguidance
+    except ImportError:
+        raise MissingExtraError(
+            "structured output needs llguidance: pip install 'nbflow[structured]'"
+        ) from None
+    return llguidance
+
+
+def _source(library: Any, kind: str, text: Any) -> str:
+    """Return the structure as the engine's grammar."""
+    if kind == "choice":
+        texts = [text] if isinstance(text, str) else list(text)
+        if not texts or not all(isinstance(t, str) and t for t in texts):
+            raise UsageError(f"choice must be non-empty texts, got {text!r}")
+        return str(library.grammar_from("choice", json.dumps(texts)))
+    if kind == "json_schema" and not isinstance(text, str):
+        text = json.dumps(text)
+    if not isinstance(text, str):
+        raise UsageError(f"{kind} must be a text, got {type(text).__name__}")
+    try:
+        return str(library.grammar_from(kind, text))
+    except ValueError as error:
+        raise UsageError(f"{kind}: {error}") from None
+
+
+class _Vocabulary:
+    """A tokenizer as the engine wants to see it."""
+
+    def __init__(self, tokenizer: Tokenizer, n_vocab: int, end_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        texts = vocabulary_bytes(tokenizer)[:n_vocab]
+        special = {i for i, text in enumerate(texts) if text is None}
+        self.tokens = [
+            # a name for what has no text; the first byte, which no text has, marks it
+            b"\xff<%d>" % i if text is None or i in end_ids else text
+            for i, text in enumerate(texts)
+        ] + [b"\xff<%d>" % i for i in range(len(texts), n_vocab)]
+        self.special_token_ids = sorted(special | set(end_ids) | set(range(len(texts), n_vocab)))
+        self.eos_token_id = end_ids[0]
+        self.bos_token_id = tokenizer.bos_id
+        self._ids = {text: i for i, text in reversed(list(enumerate(texts))) if text}
+        self._longest = max(map(len, self._ids))
+
+    def __call__(self, text: bytes) -> list[int]:
+        """Return ids whose bytes are the text, the tokenizer's own where it adds no space."""
+        ids = self._tokenizer.encode(text.decode("utf-8"))
+        return ids if b"".join(self.tokens[i] for i in ids) == text else self._greedy(text)
+
+    def _greedy(self, text: bytes) -> list[int]:
+        """Return the longest tokens one after the other, as far as there are any."""
+        ids, start = [], 0
+        while start < len(text):
+            n = min(self._longest, len(text) - start)
+            while n and text[start : start + n] not in self._ids:
+                n -= 1
+            if not n:
+                break
+            ids.append(self._ids[text[start : start + n]])
+            start += n
+        return ids
+
+
+def _engine(tokenizer: Tokenizer, n_vocab: int, end_ids: tuple[int, ...]) -> Any:
+    """Return the engine's view of a tokenizer, made once for each."""
+    made: dict[Any, Any] = tokenizer.__dict__.setdefault("_grammar_engines", {})
+    key = n_vocab, end_ids
+    if key not in made:
+        library = _library()
+        vocabulary = library.TokenizerWrapper(_Vocabulary(tokenizer, n_vocab, end_ids))
+        made[key] = library.LLTokenizer(vocabulary, n_vocab=n_vocab, eos_token=list(end_ids))
+    return made[key]

@@ -1,0 +1,117 @@
+"""Structured output: whatever a model wants, the text matches."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import numpy as np
+import pytest
+import tokenizer_files
+
+import nbflow
+from nbflow.decoding import Filters, Grammar, Parameters
+from nbflow.decoding.token_bytes import vocabulary_bytes
+from nbflow_kernels.errors import UsageError
+
+pytest.importorskip("llguidance", reason="needs the extra structured")
+jsonschema = pytest.importorskip("jsonschema", reason="judges the results; in the extra dev")
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "size": {"type": "integer", "minimum": -5, "maximum": 300},
+        "kind": {"enum": ["a", "bé", None]},
+        "tags": {"type": "array", "items": {"type": "boolean"}, "maxItems": 3},
+    },
+    "required": ["name", "size", "kind", "tags"],
+    "additionalProperties": False,
+}
+
+
+@pytest.fixture(scope="module", params=["tiny_python", "bpe", "sp_bpe", "sp_unigram", "gguf"])
+def tokenizer(request, tmp_path_factory):
+    if request.param == "gguf":
+        path = tmp_path_factory.mktemp("gguf") / "bpe.gguf"
+        return nbflow.load_tokenizer(tokenizer_files.bpe_gguf(path, "gpt-2"))
+    if request.param == "sp_bpe":
+        pytest.importorskip("sentencepiece", reason="needs the extra sentencepiece")
+    known = request.param == "tiny_python"
+    return nbflow.load_tokenizer(request.param if known else tokenizer_files.GOLDEN / request.param)
+
+
+def generate(tokenizer, seed, most=400, **structure):
+    """The text of a random model: noise for logits, with some padding rows beyond the tokenizer."""
+    n_vocab = tokenizer.vocab_size + 5
+    ends = tuple(tokenizer.eos_ids) or (0,)
+    made = Parameters(temperature=1.0, **structure).strategy(n_vocab, tokenizer, ends)
+    rng, state, ids = np.random.default_rng(seed), made.begin([1, 2], seed), []
+    for _ in range(most):
+        token = state.choose(rng.normal(0, 1, n_vocab).astype(np.float32))
+        if token in ends:
+            return tokenizer.decode(ids)
+        assert token < tokenizer.vocab_size
+        state.accept(token)
+        ids.append(token)
+    return None  # too long: not judged
+
+
+def test_json_follows_its_schema(tokenizer):
+    judged = 0
+    for seed in range(12):
+        text = generate(tokenizer, seed, json_schema=SCHEMA)
+        if text is not None:
+            jsonschema.validate(json.loads(text), SCHEMA)
+            judged += 1
+    assert judged >= 6  # white space between the parts can take long
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_regex_choice_and_grammar(tokenizer, seed):
+    pattern = r"[a-z]{2,5}-[0-9]{3}(é|x)"
+    assert re.fullmatch(pattern, generate(tokenizer, seed, regex=pattern))
+    words = ["yes", "no", "not at all"]
+    assert generate(tokenizer, seed, choice=words) in words
+    gbnf = 'root ::= "(" item ("," item)? ")"\nitem ::= [0-9] | "x" [a-c]'
+    item = "([0-9]|x[a-c])"
+    assert re.fullmatch(rf"\({item}(,{item})?\)", generate(tokenizer, seed, grammar=gbnf))
+
+
+def test_tokens_put_together_are_the_bytes_of_the_text(tokenizer):
+    texts = vocabulary_bytes(tokenizer)
+    assert len(texts) == tokenizer.vocab_size
+    for text in ("def f(x):\n    return x + 1", "für 漢字 and 😀!"):
+        ids = tokenizer.encode("a" + text)
+        joined = b"".join(texts[i] or b"" for i in ids)
+        assert joined.decode().lstrip() == tokenizer.decode(ids).replace(" ⁇ ", "").lstrip()
+
+
+def test_what_cannot_be_is_refused():
+    tokenizer = nbflow.load_tokenizer("tiny_python")
+    for kind, text, message in (
+        ("regex", "(", "regex"),
+        ("json_schema", {"type": "nonsense"}, "json_schema"),
+        ("json_schema", "{", "json_schema"),
+        ("choice", [], "choice must be non-empty"),
+        ("grammar", "root ::= missing", "grammar"),
+        ("yaml", "", "unknown structure"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            Grammar(kind, text, tokenizer, tokenizer.vocab_size, (0,))
+    with pytest.raises(UsageError, match="needs an end token"):
+        Grammar("regex", "a", tokenizer, tokenizer.vocab_size, ())
+
+
+def test_a_fork_of_a_place_goes_on_by_itself():
+    tokenizer = nbflow.load_tokenizer("tiny_python")
+    made = Parameters(temperature=1.0, choice=["ab", "cd"]).strategy(
+        tokenizer.vocab_size, tokenizer, (0,)
+    )
+    assert isinstance(made.strategy, Filters)
+    state, row = made.begin([], 0), np.zeros(tokenizer.vocab_size, np.float32)
+    a, c = tokenizer.token_id("a"), tokenizer.token_id("c")
+    other = state.fork()
+    state.accept(a)
+    assert other.probs(row.copy())[c] > 0.0
+    assert state.probs(row.copy())[c] == 0.0
