@@ -192,6 +192,8 @@ class RankEngine:
         if limits == self._limits:
             return
         self._limits = limits
+        if self._pipeline is not None:
+            self._pipeline.end_all()
         self.storage.release()
         self.table = PageTable(self.storage.page_size, max_pages)
         if max_pages is not None:
@@ -291,10 +293,12 @@ class RankEngine:
         if self.comm.rank != self._head:
             for array in outcome.arrays:
                 self.comm.Recv(array, self._head)
-        outputs = outcome.apply(works)
+        # some may have been ended while the step was on its way
+        ended = {w.request.id for w in works if w.request.finish_reason is not None}
+        outputs = [o for o in outcome.apply(works) if o.request.id not in ended]
         for work in works:
             request = work.request
-            if request.id not in self.table:  # it was ended while the step was on its way
+            if request.id in ended:
                 continue
             if work.drafts:
                 self.table.truncate(request.id, request.n_done)
@@ -420,6 +424,11 @@ class RankEngine:
         if self.encoded is not None:  # what it sends is measured by the same communicators
             predicted += self.encoded.encoder.traffic()["predicted_bytes"]
         return {"measured_bytes": measured, "predicted_bytes": predicted}
+
+    def exchange_error(self) -> dict[str, float]:
+        """Return what rounding partial sums has cost: `Comm.rounding_error`, the largest."""
+        errors = (group.rounding_error for group in self._groups.values())
+        return {"rounding_error": max(errors, default=0.0)}
 
     def page_memory(self) -> dict[str, int]:
         """Return the bytes of a page, those that are available, and how many ranks share these."""

@@ -122,7 +122,7 @@ class Replicas(Model):
         for model in self._mine:
             model.reset_traffic()
 
-    def gather(self, method: str) -> list[dict[str, int]]:
+    def gather(self, method: str) -> list[dict[str, Any]]:
         """Return the results of all ranks of all replicas, on every one of them."""
         parts = [model.gather(method) for model in self._mine]
         if len(self._mine) == 1:

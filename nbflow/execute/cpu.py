@@ -66,8 +66,13 @@ class CpuExecutor(Executor):
 
     def run(self, step: Step) -> None:
         """Run the program once; results are in its buffers."""
-        for segment in self._prepared(step).segments:
-            self._run_segment(segment)
+        segments = self._prepared(step).segments
+        try:
+            for segment in segments:
+                self._run_segment(segment)
+        except BaseException:
+            status.failed()
+            raise
         if self.comm.size > 1:
             status.idle()
 

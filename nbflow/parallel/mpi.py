@@ -151,7 +151,7 @@ class Mpi(Comm):
 
     def abort(self, code: int = 1) -> None:
         """End every rank, after a moment in which the launcher can print what this one wrote."""
-        status.idle()  # the pause is no standstill
+        status.failed()  # the pause is no standstill
         sys.stdout.flush()
         sys.stderr.flush()
         time.sleep(FORWARD_S)

@@ -69,8 +69,9 @@ def test_rounded_exchange_sends_less_and_says_what_it_costs(checkpoint, ids):
             assert traffic["measured_bytes"] == traffic["predicted_bytes"]
             sent[exchange] = traffic["measured_bytes"]
             errors[exchange] = np.linalg.norm(logits - expected) / np.linalg.norm(expected)
-            group = next(iter(model.engines[0].executor.groups.values()))
-            assert (group.rounding_error > 0) == (exchange == "q8")
+            # uniform within steps of 1/127 of the largest of 32: see test_exchanges
+            assert model.exchange_error() == 0 or 0.003 < model.exchange_error() < 0.008
+            assert (model.exchange_error() > 0) == (exchange == "q8")
     assert sent["q8"] < sent["f32"]
     assert errors["f32"] < 1e-5
     # each of 6 sums is off by about 0.6 % of itself, next to a residual stream that is not
