@@ -106,7 +106,7 @@ def _placed(value: Any, place: Place) -> Any:
 
 
 def _check_placed(case: OpCase, arguments: dict[str, Any], result: Any) -> None:
-    """Raise if the result of arrays on a device is in host memory; tables made of numbers may be."""
+    """Raise if the result of arrays on a device is in host memory; tables of numbers may be."""
     if not any(is_cuda(a) for a in leaves(arguments)):
         return
     for leaf in leaves(result):
