@@ -68,7 +68,7 @@ def has_cuda_compilers() -> bool:
 
 def test(arguments: list[str]) -> None:
     """Run the tests, a process for each of up to eight processors; further words go to pytest."""
-    install("mpi,experiments,dev" + (",cuda-test" if has_cuda_compilers() else ""))
+    install("mpi,experiments,serve,dev" + (",cuda-test" if has_cuda_compilers() else ""))
     processes = ["-n", str(min(8, len(os.sched_getaffinity(0)))), "--dist", "loadfile"]
     call(str(BIN / "python"), "-m", "pytest", "-q", *processes, *arguments)
 

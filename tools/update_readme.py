@@ -38,32 +38,24 @@ def measured() -> dict[str, Any]:
 
 def ops_table() -> str:
     """Return the table of op families and their variants."""
-    from nbflow_kernels.families import CUDA_FAMILIES, FAMILIES
+    from nbflow_kernels.families import FAMILIES
 
     lines = ["| family | functions | reference | CPU | CUDA |", "|---|---|---|---|---|"]
     for family, names in FAMILIES.items():
         functions = ", ".join(f"`{name}`" for name in names)
-        there = "yes" if family in CUDA_FAMILIES else "not yet"
-        lines.append(f"| `{family}` | {functions} | NumPy float64 | Numba | {there} |")
+        lines.append(f"| `{family}` | {functions} | NumPy float64 | Numba | yes |")
     return "\n".join(lines)
-
-
-def without_cuda(family: str, name: str) -> str:
-    """Return why a public name of a family has no CUDA variant, or nothing if it has one."""
-    from nbflow_kernels.families import CUDA_FAMILIES, NO_CUDA
-
-    return NO_CUDA.get(name, "" if family in CUDA_FAMILIES else "not built yet")
 
 
 def cuda_table() -> str:
     """Return the table of the ops' CUDA variants."""
-    from nbflow_kernels.families import FAMILIES
+    from nbflow_kernels.families import FAMILIES, NO_CUDA
 
     lines = ["| family | on a CUDA device | not, and why |", "|---|---|---|"]
     for family, names in FAMILIES.items():
         reasons: dict[str, list[str]] = {}
         for name in names:
-            reasons.setdefault(without_cuda(family, name), []).append(f"`{name}`")
+            reasons.setdefault(NO_CUDA.get(name, ""), []).append(f"`{name}`")
         there = ", ".join(reasons.pop("", []))
         missing = "; ".join(f"{', '.join(ops)}: {why}" for why, ops in reasons.items())
         lines.append(f"| `{family}` | {there} | {missing} |")

@@ -227,15 +227,16 @@ def measure(case: OpCase, repeats: int, bandwidth: float) -> Row:
     )
 
 
-def choose(names: list[str]) -> list[OpCase]:
-    """Return the timed cases of the named ops or cases; all of them for no names.
+def choose(names: list[str], suite: str = "cpu") -> list[OpCase]:
+    """Return the timed cases of the named ops or cases; all of the suite's for no names.
 
     Raises
     ------
     UsageError
         If a name is neither an op with a timed case nor such a case.
     """
-    timed = [case for case in (*all_cases(), *user_cases()) if case.timed]
+    cases = (*all_cases(), *user_cases())
+    timed = [case for case in cases if case.timed and (suite == "gpu" or not case.device_only)]
     available = [*dict.fromkeys(case.op for case in timed), *(case.id for case in timed)]
     for name in names:
         if name not in available:
@@ -303,7 +304,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         for file in arguments.formats:
             nbflow_kernels.load_formats(file)
-        cases = choose(arguments.ops)
+        cases = choose(arguments.ops, arguments.suite)
         if arguments.repeats < 1:
             raise UsageError(f"--repeats must be at least 1, got {arguments.repeats}")
         if arguments.threads is not None:

@@ -15,10 +15,7 @@ from nbflow_kernels.errors import MissingExtraError
 from nbflow_kernels.opcase import OpCase
 
 CASES = [
-    case
-    for family in families.CUDA_FAMILIES
-    for case in families.load(family, "cases").CASES
-    if not case.timed and case.op not in families.NO_CUDA
+    case for case in families.all_cases() if not case.timed and case.op not in families.NO_CUDA
 ]
 
 

@@ -82,7 +82,6 @@ def compile_function(
     MissingExtraError
         If numba-cuda is not installed.
     """
-    cuda = _numba_cuda()
     numba_types = importlib.import_module("numba.core.types")
     signature = tuple(
         numba_types.CPointer(getattr(numba_types, _NUMBA_TYPES[p.type]))
@@ -90,6 +89,21 @@ def compile_function(
         else getattr(numba_types, _NUMBA_TYPES[p.type])
         for p in parameters
     )
+    return compile_typed(function, signature, arch, output, entry, fastmath=fastmath, fuse=fuse)
+
+
+def compile_typed(
+    function: Callable[..., Any],
+    signature: tuple[Any, ...],
+    arch: str,
+    output: str,
+    entry: str,
+    *,
+    fastmath: bool = False,
+    fuse: bool = True,
+) -> bytes:
+    """Do as `compile_function` for arguments of Numba's types, arrays and tuples among them."""
+    cuda = _numba_cuda()
     capability = (int(arch[3:]) // 10, int(arch[3:]) % 10)
     with _lock, _without_driver(capability), _options(fma=fuse):
         try:
