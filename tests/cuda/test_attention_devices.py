@@ -204,28 +204,31 @@ def test_decode_wrapper_and_lengths_in_tokens(xp: Any) -> None:
 def test_cascade_and_shared_prefix(xp: Any) -> None:
     rng = np.random.default_rng(11)
     pages = normal(rng, 9, 2, 2, 4, 32)  # HND
-    tables = (
-        [ints(0, 3), ints(0, 1, 3)], [ints(0, 4), ints(0, 2, 5)], [ints(0, 1, 2, 3),
-        ints(4, 5, 6, 7, 8)], [ints(4), ints(2, 3)], 4, 2, 32, 4,
+    tokens = pages.transpose(1, 0, 3, 2, 4).reshape(2, 36, 2, 32)  # keys, values: (slot, G, D)
+    own_tables = (ints(0, 2, 5), ints(4, 5, 6, 7, 8), ints(2, 3))
+    cascade = nk.MultiLevelCascadeAttentionWrapper(2, kv_layout="HND")
+    cascade.plan(
+        [ints(0, 3), ints(0, 1, 3)], [ints(0, 4), own_tables[0]], [ints(0, 1, 2, 3), own_tables[1]],
+        [ints(4), own_tables[2]], 4, 2, 32, 4, causal=True,
     )  # fmt: skip
-    q = normal(rng, 3, 4, 32)
-    host = nk.MultiLevelCascadeAttentionWrapper(2, kv_layout="HND")
-    device = nk.MultiLevelCascadeAttentionWrapper(2, kv_layout="HND")
-    host.plan(*tables, causal=True)
-    device.plan(*tables, causal=True)
-    want = host.run(q, pages, return_lse=True)
-    got = device.run(xp.asarray(q), xp.asarray(pages), return_lse=True)
-    for found, wanted in zip(got, want, strict=True):  # the host's own error comes on top
-        np.testing.assert_allclose(found.get(), wanted, rtol=0, atol=2 * ATOL)
-    prefix = normal(rng, 2, 2, 20, 32)
-    results = []
-    for place in (np.asarray, xp.asarray):
-        wrapper = nk.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(kv_layout="HND")
-        wrapper.begin_forward(
-            ints(0, 1, 3), ints(0, 2, 5), ints(4, 5, 6, 7, 8), ints(2, 3), 4, 2, 32, 4
+    q, on_device = normal(rng, 3, 4, 32), xp.asarray(pages)
+    got = cascade.run(xp.asarray(q), on_device).get()
+    prefix = normal(rng, 2, 20, 2, 32)
+    wrapper = nk.BatchPrefillWithSharedPrefixPagedKVCacheWrapper(kv_layout="HND")
+    wrapper.begin_forward(ints(0, 1, 3), *own_tables, 4, 2, 32, 4)
+    shared = [xp.asarray(np.ascontiguousarray(part.swapaxes(0, 1))) for part in prefix]
+    after = wrapper.forward(xp.asarray(q), *shared, on_device).get()
+    for rows, own in ((slice(0, 1), range(16, 22)), (slice(1, 3), range(24, 35))):
+        keys, values = (np.concatenate([part[:16], part[list(own)]]) for part in tokens)
+        want = reference.single_prefill_with_kv_cache(q[rows], keys, values, causal=True)
+        # two results and a merge: see `test_attention_cascade`
+        np.testing.assert_allclose(got[rows], want, rtol=0, atol=2 * ATOL)
+        keys, values = (
+            np.concatenate([part, stored[list(own)]])
+            for part, stored in zip(prefix, tokens, strict=True)
         )
-        results.append(wrapper.forward(place(q), place(prefix[0]), place(prefix[1]), place(pages)))
-    np.testing.assert_allclose(results[1].get(), results[0], rtol=0, atol=2 * ATOL)
+        want = reference.single_prefill_with_kv_cache(q[rows], keys, values)
+        np.testing.assert_allclose(after[rows], want, rtol=0, atol=2 * ATOL)
 
 
 @pytest.mark.parametrize("sizes", [(5, 20, 7), (16, 512, 64)])
@@ -233,43 +236,50 @@ def test_latent_attention(xp: Any, sizes: tuple[int, int, int]) -> None:
     rng = np.random.default_rng(12)
     H, D_ckv, D_kpe = sizes
     both = normal(rng, 6, 4, D_ckv + D_kpe)
-    caches = both[..., :D_ckv], both[..., D_ckv:]
-    q = normal(rng, 3, H, D_ckv), normal(rng, 3, H, D_kpe)
-    results = []
-    for place in (np.asarray, xp.asarray):
-        wrapper = nk.BatchMLAPagedAttentionWrapper()
-        tables = ints(0, 2, 3), ints(0, 4, 6), ints(5, 0, 3, 1, 2, 4), ints(15, 6)
-        wrapper.plan(*tables, *sizes, 4, True, 0.1)
-        joined = place(both)
-        pages = (joined[..., :D_ckv], joined[..., D_ckv:])
-        results.append(wrapper.run(place(q[0]), place(q[1]), *pages, return_lse=True))
-    assert caches[0].shape == (6, 4, D_ckv)
-    for found, wanted in zip(results[1], results[0], strict=True):
-        # scores of 576 products with a factor of 0.1 instead of 0.04: 5e-6 on either side
-        np.testing.assert_allclose(found.get(), wanted, rtol=0, atol=1e-5)
+    q = normal(rng, 3, H, D_ckv + D_kpe)
+    wrapper = nk.BatchMLAPagedAttentionWrapper()
+    pages = ints(5, 0, 3, 1, 2, 4)
+    wrapper.plan(ints(0, 2, 3), ints(0, 4, 6), pages, ints(15, 6), *sizes, 4, True, 0.04)
+    joined = xp.asarray(both)
+    parts = (xp.asarray(np.ascontiguousarray(part)) for part in np.split(q, [D_ckv], axis=2))
+    out, lse = wrapper.run(*parts, joined[..., :D_ckv], joined[..., D_ckv:], return_lse=True)
+    for rows, numbers, n in ((slice(0, 2), pages[:4], 15), (slice(2, 3), pages[4:], 6)):
+        keys = both[numbers].reshape(-1, 1, D_ckv + D_kpe)[:n]
+        want = reference.single_prefill_with_kv_cache(
+            q[rows], keys, keys[..., :D_ckv], causal=True, sm_scale=0.04, return_lse=True
+        )
+        for found, wanted in zip((out, lse), want, strict=True):  # see `test_attention_mla`
+            np.testing.assert_allclose(found.get()[rows], wanted, rtol=0, atol=5e-6)
 
 
 def test_block_sparse(xp: Any) -> None:
     rng = np.random.default_rng(13)
     q, k, v = normal(rng, 10, 4, 32), normal(rng, 64, 2, 32), normal(rng, 64, 2, 32)
-    mask = rng.random((4, 4, 16)) < 0.6
-    sizes = (ints(0, 2, 2, 4), ints(3, 0, 1, 2), 10, 64, 4, 16, 4, 2, 32)
-    results = []
-    for place in (np.asarray, xp.asarray):
-        wrapper = nk.BlockSparseAttentionWrapper()
-        wrapper.plan(*sizes, mask=mask, causal=True)
-        results.append(wrapper.run(place(q), place(k), place(v)))
-    np.testing.assert_allclose(results[1].get(), results[0], rtol=0, atol=2 * ATOL)
+    blocks = rng.random((4, 4, 16)) < 0.6
+    indptr, indices = ints(0, 2, 2, 4), ints(3, 0, 1, 2)
+    wrapper = nk.BlockSparseAttentionWrapper()
+    wrapper.plan(indptr, indices, 10, 64, 4, 16, 4, 2, 32, mask=blocks, causal=True)
+    got = wrapper.run(*map(xp.asarray, (q, k, v))).get()
+    seen = np.zeros((12, 64), bool)
+    for i, j, block in ((0, 3, 0), (0, 0, 1), (2, 1, 2), (2, 2, 3)):
+        seen[4 * i : 4 * i + 4, 16 * j : 16 * j + 16] = blocks[block]
+    seen = seen[:10] & (np.arange(64) <= np.arange(10)[:, None] + 54)
+    want = reference.single_prefill_with_kv_cache(q, k, v, custom_mask=seen)
+    np.testing.assert_allclose(got, want, rtol=0, atol=ATOL)
+
     chosen = rng.random((2, 2, 3)) < 0.6
-    shapes = np.array([[4, 6], [10, 0]], np.int32), np.array([[16, 32, 16]] * 2, np.int32)
-    results = []
-    for place in (np.asarray, xp.asarray):
-        variable = nk.VariableBlockSparseAttentionWrapper()
-        variable.plan(chosen, *shapes, 4, 2, 32)
-        heads = [place(np.ascontiguousarray(a.swapaxes(0, 1))) for a in (q, k, v)]
-        results.append(variable.run(*heads, return_lse=True))
-    for found, wanted in zip(results[1], results[0], strict=True):
-        np.testing.assert_allclose(found.get(), wanted, rtol=0, atol=2 * ATOL)
+    rows, columns = np.array([[4, 6], [10, 0]], np.int32), np.array([[16, 32, 16]] * 2, np.int32)
+    variable = nk.VariableBlockSparseAttentionWrapper()
+    variable.plan(chosen, rows, columns, 4, 2, 32)
+    heads = (xp.asarray(np.ascontiguousarray(a.swapaxes(0, 1))) for a in (q, k, v))
+    got = variable.run(*heads).get()
+    for g in range(2):
+        seen = np.repeat(np.repeat(chosen[g], rows[g], axis=0), columns[g], axis=1)
+        group = slice(2 * g, 2 * g + 2)
+        want = reference.single_prefill_with_kv_cache(
+            q[:, group], k[:, g : g + 1], v[:, g : g + 1], custom_mask=seen
+        )
+        np.testing.assert_allclose(got[group].swapaxes(0, 1), want, rtol=0, atol=ATOL)
 
 
 def test_arrays_on_the_wrong_side_are_named(xp: Any) -> None:
@@ -339,18 +349,18 @@ def test_users_functions(xp: Any, use_softmax: bool) -> None:
     rng = np.random.default_rng(14)
     params = (np.linspace(-0.1, 0.1, 4), 0.25)
     variant = nk.AttentionVariant(_transform, _mask, _output, params, use_softmax)
-    name = "q8_0" if use_softmax else "f16"
-    paged = Paged(rng, [20, 7], (4, 2, 64), 4, "HND", format=name)
-    q, rows = normal(rng, 4, 4, 64), ints(0, 3, 4)
-    results = []
-    for place in (np.asarray, xp.asarray):
-        wrapper = nk.BatchPrefillWithPagedKVCacheWrapper(kv_layout="HND")
-        paged.plan(wrapper, rows, window_left=9, variant=variant)
-        pages = tuple(place(pages) for pages in paged.cache)
-        results.append(wrapper.run(place(q), pages, return_lse=use_softmax, v_scale=0.5))
-    pairs = zip(*results, strict=True) if use_softmax else [results]
-    for wanted, found in pairs:  # results up to 4 times as large as usual, of both
-        np.testing.assert_allclose(found.get(), wanted, rtol=0, atol=8 * ATOL)
+    paged = Paged(rng, [20], (4, 2, 64), 4, "HND", format="q8_0" if use_softmax else "f16")
+    q = normal(rng, 3, 4, 64)
+    wrapper = nk.BatchPrefillWithPagedKVCacheWrapper(kv_layout="HND")
+    paged.plan(wrapper, ints(0, 3), window_left=9, variant=variant)
+    on_device(xp, paged)
+    got = wrapper.run(xp.asarray(q), paged.cache, v_scale=0.5).get()
+    want = reference.single_prefill_with_kv_cache(
+        q, paged.k[0], paged.v[0], causal=True, window_left=9, variant=variant, v_scale=0.5,
+        **paged.format,
+    )  # fmt: skip
+    # float64 but for the dot products; results are up to three times as large as usual
+    np.testing.assert_allclose(got, want, rtol=0, atol=3 * ATOL)
 
 
 def test_functions_that_cannot_be_compiled_are_named(xp: Any) -> None:
