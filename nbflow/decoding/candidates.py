@@ -8,6 +8,9 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.sampling import top_k
 from nbflow_kernels.sampling.philox import uniform
 
+COLD = 1e-6
+"""Lower temperatures are this one, at which the best token is the only one."""
+
 
 class Candidates:
     """Tokens and logits; float64, so that the order of sums does not decide what is kept.
@@ -33,7 +36,8 @@ class Candidates:
         self.n_vocab = len(logits)
         self._row: np.ndarray | None = logits
         """The float32 row as long as all of it is there."""
-        self._ids = self._logits = np.empty(0)
+        self._ids: np.ndarray = np.empty(0, np.int64)
+        self._logits: np.ndarray = np.empty(0)
         self._sorted = False
 
     @property

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nbflow.decoding.candidates import Candidates
+from nbflow.decoding.candidates import COLD, Candidates
 from nbflow_kernels.penalties import apply_dry_penalty, apply_penalties
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ def temperature(candidates: Candidates, chain: Chain, moment: Moment) -> None:
         p = candidates.probs()
         entropy = -(p[p > 0.0] * np.log(p[p > 0.0])).sum() / math.log(len(candidates))
         value = low + (high - low) * entropy**chain.dynatemp_exponent
-    if value <= 0.0:
+    if value < COLD:
         candidates.first(1)
     else:
         candidates.scale(1.0 / value)

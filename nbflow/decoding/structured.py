@@ -55,7 +55,8 @@ class Grammar:
             raise unknown_name("structure", kind, KINDS)
         if not end_ids:
             raise UsageError(
-                f"{kind} needs an end token to end with; the model has none: give stop_token_ids"
+                f"{kind} needs an end token to end with, and there is none: leave out ignore_eos, "
+                "or give stop_token_ids"
             )
         self._end_ids = tuple(end_ids)
         self._vocabulary = _vocabulary(tokenizer, n_vocab, self._end_ids)

@@ -34,6 +34,8 @@ class Generation:
     """Tokens that a draft model proposed."""
     n_accepted: int = 0
     """Proposed tokens that were right."""
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed, but shared with another request."""
     score: float | None = None
     """Of a beam search: the log-probability over the length to the power of the penalty."""
 
@@ -49,6 +51,7 @@ class Generation:
         return cls(
             request.ids, text, request.logprobs, request.finish_reason, request.prompt,
             request.top_logprobs, request.prompt_results, request.n_drafted, request.n_accepted,
+            request.cached_tokens,
         )  # fmt: skip
 
 

@@ -364,8 +364,9 @@ class Model:
     ) -> list[Generation]:
         """Continue several prompts together; each gets the result it would get alone.
 
-        With `n` each prompt gets so many continuations, one after the other in the result.  The
-        i-th continuation of all draws with ``seed + i``; otherwise as `generate`.
+        With `n` each prompt gets so many continuations, one after the other in the result, which
+        share the full pages of the prompt.  The i-th continuation of all draws with ``seed + i``;
+        otherwise as `generate`.
         """
         requests = [
             self.make_request(
@@ -373,7 +374,7 @@ class Model:
             )
             for i, p in enumerate(p for p in prompts for _ in range(n))
         ]
-        for _ in self.run_requests(requests, burst_s=WHOLE_BURST_S):
+        for _ in self.run_requests(requests, WHOLE_BURST_S, share_prompts=n > 1):
             pass
         return [self.generation(r) for r in requests]
 
@@ -456,15 +457,19 @@ class Model:
         return request
 
     def run_requests(
-        self, requests: list[Request], burst_s: float = STREAM_BURST_S
+        self,
+        requests: list[Request],
+        burst_s: float = STREAM_BURST_S,
+        share_prompts: bool = False,
     ) -> Iterator[list[tuple[int, int, float]]]:
         """Run requests to their end, yielding new tokens as they come.
 
         Each item is a list of (request, token, log-probability) of a step, or of as many steps as
-        fit into `burst_s` seconds.  Longer bursts are faster: Python works once for each.
+        fit into `burst_s` seconds.  Longer bursts are faster: Python works once for each.  With
+        `share_prompts` requests that begin alike share pages, as in `nbflow.Engine`.
         """
         self._check_free()
-        self.call("configure")
+        self.call("configure", None, None, None, share_prompts)
         numbers = {}
         for i, request in enumerate(requests):
             self.call("submit", per_engine=self.copies(request))
@@ -545,7 +550,14 @@ class Model:
         ranks = self.gather("traffic")
         return {key: sum(r[key] for r in ranks) for key in ("measured_bytes", "predicted_bytes")}
 
-    def gather(self, method: str) -> list[dict[str, int]]:
+    def exchange_error(self) -> float:
+        """Return how much of the partial sums ``exchange="q8"`` has rounded off, relative RMS.
+
+        The largest of all ranks, over everything since the first such exchange; 0 without any.
+        """
+        return max(float(rank["rounding_error"]) for rank in self.gather("exchange_error"))
+
+    def gather(self, method: str) -> list[dict[str, Any]]:
         """Return the results of all ranks of the plan, on every one of them."""
         results = self.call(method)
         if self._team is None:

@@ -75,10 +75,15 @@ def test_searches_run_on_ranks():
     with nbflow.load(folder, **options) as whole:
         expected = nbflow.beam_search(whole, BEAM["prompt"], 6, num_beams=3, n=3)
         words = nbflow.contrastive_search(whole, BEAM["prompt"], 6)
+        drawn = whole.generate(BEAM["prompt"], 20, "chain", seed=4, repeat_penalty=1.3, logprobs=2)
     with nbflow.load(folder, partition="0;1", **options) as parts:
         found = nbflow.beam_search(parts, BEAM["prompt"], 6, num_beams=3, n=3)
         assert [h.ids for h in found] == [h.ids for h in expected]
         assert nbflow.contrastive_search(parts, BEAM["prompt"], 6).ids == words.ids
+        again = parts.generate(BEAM["prompt"], 20, "chain", seed=4, repeat_penalty=1.3, logprobs=2)
+        assert again.ids == drawn.ids
+        # ranks make the same float32 sums, but not in one order
+        np.testing.assert_allclose(again.top_logprobs, drawn.top_logprobs, atol=1e-5)
         plain = parts.generate(BEAM["prompt"], 20, ignore_eos=True)
         helped = parts.generate(BEAM["prompt"], 20, ignore_eos=True, draft="ngram")
         assert helped.ids == plain.ids
@@ -244,6 +249,9 @@ def test_most_probable_tokens_are_reported(tiny):
     for token, logprob, top in zip(made.ids, made.logprobs, made.top_logprobs, strict=True):
         assert top[0] == (token, logprob)  # greedy
         assert top[0][1] >= top[1][1] >= top[2][1]
+    read = tiny.generate(PROMPT, 0, prompt_logprobs=2)
+    assert (read.ids, read.finish_reason) == ([], "length")
+    assert read.prompt_logprobs == made.prompt_logprobs
     logits = tiny.logits([*made.prompt_ids, *made.ids[:-1]]).astype(np.float64)
     exact = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
     for n, (logprob, top) in enumerate(made.prompt_logprobs):
@@ -278,6 +286,11 @@ def test_n_continuations(tiny):
     for i, one in enumerate(made):
         prompt = PROMPT if i < 3 else "import"
         assert one.ids == tiny.generate(prompt, 10, seed=5 + i, **options).ids
+    long = list(range(100))  # more than a page of 64 tokens
+    shared = tiny.generate_batch([long], 10, seed=2, n=3, **options)
+    assert [g.cached_tokens for g in shared] == [0, 64, 64]
+    for i, one in enumerate(shared):
+        assert one.ids == tiny.generate(long, 10, seed=2 + i, **options).ids
     with pytest.raises(UsageError, match="n belongs to generate_batch"):
         tiny.make_request(PROMPT, n=2)
 

@@ -81,6 +81,14 @@ def test_recommended_values_are_taken_where_none_is_given():
     assert made == Filters(temperature=0.6, top_k=7, top_p=0.9)
     assert Parameters().strategy(100, defaults=recommended) == Filters(0.6, 0, 0.9)
     assert Parameters(decoding="greedy").strategy(100, defaults=recommended) == Greedy()
+    made = Parameters(typical_p=0.8).strategy(100, defaults=recommended)
+    assert (made.temperature, made.top_p, made.top_k, made.min_p) == (0.6, 0.9, 0, 0.0)
+
+
+def test_temperatures_near_zero_are_greedy(rows):
+    for name in ("sample", "filters", "chain", "mirostat", "inferflow.top_p"):
+        made = Parameters(decoding=name, temperature=1e-30).strategy(20)
+        assert text(made, rows) == [int(row.argmax()) for row in rows], name
 
 
 @pytest.mark.parametrize(
@@ -107,6 +115,12 @@ def test_recommended_values_are_taken_where_none_is_given():
         ({"decoding": "greedy", "top_p": 0.5}, "has no parameter 'top_p'"),
         ({"decoding": "top_p", "dry_multiplier": 0.5}, "has no parameter 'dry_multiplier'"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be in"),
+        ({"allowed_token_ids": "12"}, r"allowed_token_ids must be of type Sequence\[int\]"),
+        ({"stop_token_ids": [1.5]}, "stop_token_ids must be of type"),
+        ({"stop": 5}, "stop must be of type"),
+        ({"samplers": 5}, "samplers must be of type"),
+        ({"bad_words": "abc"}, "bad_words must be of type"),
+        ({"ignore_eos": 1}, "ignore_eos must be of type bool"),
         ({"max_k": 3}, "has no parameter 'max_k'"),
         ({"mirostat": 2, "top_p": 0.5}, "has no parameter 'top_p'"),
         ({"temperature": 0, "mirostat_tau": 3.0}, "has no parameter 'mirostat_tau'"),
