@@ -66,7 +66,11 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--exchange", metavar="E", default="f32", help="partial sums are sent as f32 or q8 (f32)"
     )
-    parser.add_argument("--device", default="auto", help="auto or cpu")
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="auto (cpu), cpu, cuda, or emulator (CUDA kernels on the CPU, checked; very slow)",
+    )
     parser.add_argument(
         "--spec",
         metavar="FILE",

@@ -11,6 +11,8 @@ import nbflow_kernels as nk
 from nbflow.engine.model import Model
 from nbflow.engine.rank import RankEngine, make_groups
 from nbflow.engine.replicas import Replicas
+from nbflow.execute import Place
+from nbflow.execute.place import find_places
 from nbflow.parallel import Comm, Plan, make_plan, split_replicas, world
 from nbflow.parallel.cores import fair_threads
 from nbflow.parallel.threads import RankTeam
@@ -75,8 +77,11 @@ def load(
         ``"0:3;1"`` (uneven), ``"0/1"`` (replicas); see `nbflow.parallel.notation`.  Under mpirun
         the numbers are MPI ranks; without it they are threads of this process.  "auto" takes what
         the planner predicts to be best on the ranks that mpirun has started.
-    device : {"auto", "cpu"}
-        Where to run.
+    device : str
+        Where to run: "cpu" ("auto"), "cuda" (or "cuda:1"), or "emulator", which executes the CUDA
+        kernels on the CPU with all checks of `nbflow_ptx`, to debug them with tiny models.  One for
+        all ranks of the partition, or one for each: ``device="cpu,cuda"`` with ``"0;1"`` has the
+        first layers on the CPU.  Ranks that say "cuda" take the machine's devices in turn.
     tokenizer : str or Path, optional
         Tokenizer file, if it does not lie beside the weights.
     max_context : int, optional
@@ -123,12 +128,6 @@ def load(
     kv_format(kv)  # raises for an unknown name
     if activations not in ACTIVATIONS:
         raise unknown_name("activations", activations, ACTIVATIONS)
-    if device == "cuda":
-        raise MissingExtraError(
-            "device 'cuda': this version of nbflow has no CUDA executor; use device 'cpu' or 'auto'"
-        )
-    if device not in ("auto", "cpu"):
-        raise unknown_name("device", device, ("auto", "cpu"))
     if max_step_tokens < 1:
         raise UsageError(f"max_step_tokens must be at least 1, got {max_step_tokens}")
     comm = comm or world()
@@ -141,6 +140,7 @@ def load(
         partition = choose_partition(described, comm, optimize, machine, setting)
     plans = [make_plan(the_spec, part, block_size, exchange) for part in split_replicas(partition)]
     whole = Plan("/".join(p.partition for p in plans), sum((p.ranks for p in plans), ()))
+    places = find_places(device, len(whole.ranks))
     _check_ranks(whole, comm)
     tok, why_none = _tokenizer(tokenizer, resolved.tokenizer)
     if tok is not None and resolved.prompt_template is not None:
@@ -159,10 +159,11 @@ def load(
     # every rank takes part in every split
     parts = [comm.split(p.numbers) if comm.size > 1 else comm for p in plans]
     everyone = comm.split(whole.numbers) if comm.size > 1 else comm
-    models = []
+    models, first = [], 0
     for p, part in zip(plans, parts, strict=True):
+        mine, first = places[first : first + len(p.ranks)], first + len(p.ranks)
         if part is not None:
-            engines, team = _start(p, part, resolved.path, options)
+            engines, team = _start(p, part, resolved.path, mine, options)
             models.append(
                 Model(the_spec, p, tok, engines, team, threads, resolved.defaults, why_none)
             )
@@ -202,7 +203,7 @@ def stored_block_size(file: WeightFile) -> int:
 
 
 def _start(
-    plan: Plan, comm: Comm, path: Path, options: dict[str, Any]
+    plan: Plan, comm: Comm, path: Path, places: list[Place], options: dict[str, Any]
 ) -> tuple[list[RankEngine], RankTeam | None]:
     """Make the ranks of this process: one of `comm`, or all of them as threads."""
 
@@ -212,7 +213,9 @@ def _start(
         try:
             with open_weights(path) as file:
                 check(options["spec"], file)
-                engine = RankEngine(plan, file, mine, groups, **options)
+                place = places[mine.rank]
+                place.activate()
+                engine = RankEngine(plan, file, mine, groups, place=place, **options)
         except (UsageError, OSError, MemoryError) as error:
             failure = error
         _agree(mine, failure)

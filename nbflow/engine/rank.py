@@ -24,7 +24,15 @@ from nbflow.engine.pipeline import Pipeline
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.scheduler import Scheduler, Work
 from nbflow.engine.sequences import MAX_LOGIT_BYTES, Sequences
-from nbflow.execute import CpuExecutor, RankWeights, Step, make_step
+from nbflow.execute import (
+    HOST,
+    CpuExecutor,
+    Place,
+    RankWeights,
+    Step,
+    make_executor,
+    make_step,
+)
 from nbflow.execute.weights import stored_bytes
 from nbflow.parallel.comm import Comm
 from nbflow.parallel.plan import Plan, make_plan
@@ -68,6 +76,8 @@ class RankEngine:
         The communicators of the stages this rank belongs to, from `make_groups`.
     spec, weights, outliers, activations, kv, threads, max_step_tokens
         As in `nbflow.load`, resolved.
+    place : Place
+        Where weights, pages and buffers live.
     """
 
     def __init__(
@@ -85,6 +95,7 @@ class RankEngine:
         threads: int,
         max_step_tokens: int,
         page_size: int = PAGE_SIZE,
+        place: Place = HOST,
     ) -> None:
         reset_peak_rss()
         self._threads = threads
@@ -92,7 +103,7 @@ class RankEngine:
         self.plan, self.comm, self.spec = plan, comm, spec
         options: dict[str, Any] = {
             "weights": weights, "outliers": outliers, "activations": activations, "kv": kv,
-            "page_size": page_size,
+            "page_size": page_size, "place": place,
         }  # fmt: skip
         self.encoded: Memory | None = None
         if spec.encoder is not None:
@@ -106,18 +117,19 @@ class RankEngine:
         self.program = fuse(partition(build(spec), self.mine))
         started, before = time.perf_counter(), file.bytes_read
         self.weights = RankWeights(self.program, file, weights, outliers)
-        self.weights.pack()
+        self.weights.settle(place)
         self.load_seconds = time.perf_counter() - started
         self.bytes_read = file.bytes_read - before
         self.storage = make_storage(
-            spec, self.program.layers, page_size, self.program.n_kv_heads, kv
-        )
+            spec, self.program.layers, page_size, self.program.n_kv_heads, kv,
+            place.purposed("the key/value cache"),
+        )  # fmt: skip
         self.max_step_tokens = max_step_tokens
         self.table = PageTable(page_size)
         self.scheduler = Scheduler(self.table, max_step_tokens)
-        self.executor = CpuExecutor(
+        self.executor = make_executor(
             self.program, self.weights, self.storage, comm, plan.numbers, activations,
-            None if self.encoded is None else self.encoded.storage,
+            None if self.encoded is None else self.encoded.storage, place=place,
         )  # fmt: skip
         self._groups = groups
         self.executor.set_groups(groups)
@@ -300,7 +312,8 @@ class RankEngine:
     def _can_burst(self, works: Sequence[Work]) -> bool:
         """Return whether the next steps can run as one burst: all generate, nobody is to join."""
         return (
-            self.comm.size == 1
+            isinstance(self.executor, CpuExecutor)
+            and self.comm.size == 1
             and all(w.request.is_generating and w.request.proposer is None for w in works)
             and len(works) == len(self.scheduler.running)
             and Burst.fits([w.request for w in works])
@@ -319,6 +332,7 @@ class RankEngine:
             self._bursts[key] = Burst(*key)
         burst = self._bursts[key]
         burst.begin(requests)
+        assert isinstance(self.executor, CpuExecutor)
         step = self._step(
             [r.id for r in requests], [r.pending for r in requests], range(len(requests))
         )

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from nbflow.engine.model import STREAM_BURST_S, Generation, Model
+from nbflow.engine.generation import Generation
+from nbflow.engine.model import STREAM_BURST_S, Model
 from nbflow.engine.request import Request
 from nbflow.parallel import Comm, Plan
 from nbflow_kernels.errors import UsageError
@@ -65,7 +66,10 @@ class Replicas(Model):
         return self._mine[0].generate(*args, **options)
 
     def run_requests(
-        self, requests: list[Request], burst_s: float = STREAM_BURST_S
+        self,
+        requests: list[Request],
+        burst_s: float = STREAM_BURST_S,
+        share_prompts: bool = False,
     ) -> Iterator[list[tuple[int, int, float]]]:
         """As `Model.run_requests`; what other processes' replicas give comes in two parts.
 
@@ -73,11 +77,12 @@ class Replicas(Model):
         must be taken.
         """
         if len(self._mine) > 1:
-            yield self._run_all(requests, burst_s)
+            yield self._run_all(requests, burst_s, share_prompts)
             return
         own = list(range(self._index, len(requests), self._n))
         meetings = 0
-        for events in self._mine[0].run_requests([requests[i] for i in own], burst_s):
+        mine = [requests[i] for i in own]
+        for events in self._mine[0].run_requests(mine, burst_s, share_prompts):
             yield [(own[i], token, logprob) for i, token, logprob in events]
             if meetings == 0 and all(requests[i].ids for i in own):
                 meetings += 1
@@ -85,11 +90,14 @@ class Replicas(Model):
         for _ in range(2 - meetings):
             yield self._meet(requests)
 
-    def _run_all(self, requests: list[Request], burst_s: float) -> list[tuple[int, int, float]]:
+    def _run_all(
+        self, requests: list[Request], burst_s: float, share_prompts: bool
+    ) -> list[tuple[int, int, float]]:
         """Run every replica in a thread, and return what came out."""
 
         def run(index: int) -> None:
-            for _ in self._mine[index].run_requests(requests[index :: self._n], burst_s):
+            mine = requests[index :: self._n]
+            for _ in self._mine[index].run_requests(mine, burst_s, share_prompts):
                 pass
 
         with ThreadPoolExecutor(self._n) as pool:

@@ -5,6 +5,7 @@ Their numbers in the page table are negative; those of requests are not.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -70,26 +71,32 @@ class Sequences:
         tokens: Sequence[Sequence[int]],
         names: Sequence[str],
         types: Sequence[Sequence[int]] | None = None,
+        last: bool = False,
     ) -> list[list[np.ndarray]]:
         """Run more tokens of sequences; return buffers of the last stage after every token.
 
         Returns
         -------
         list of list of array
-            For each of `names` ("logits" or "y"), and for each sequence, one row per token.
+            For each of `names` ("logits" or "y"), and for each sequence, one row per token; with
+            `last` only that of the last token.
         """
         lengths = [len(ids) for ids in tokens]
         results = [
-            [np.empty((n, self._width(name)), np.float32) for n in lengths] for name in names
+            [np.empty((1 if last else n, self._width(name)), np.float32) for n in lengths]
+            for name in names
         ]
         whole = not self._rank.spec.causal  # every token sees all others
-        for piece in pieces(lengths, self._most_tokens, whole):
-            found = self._run_piece(numbers, tokens, names, types, piece)
+        most = self._rank.max_step_tokens if last else self._most_tokens
+        for piece in pieces(lengths, most, whole):
+            found = self._run_piece(numbers, tokens, names, types, piece, last)
             for rows, result in zip(found, results, strict=True):
                 first = 0
                 for b, start, stop in piece:
-                    result[b][start:stop] = rows[first : first + stop - start]
-                    first += stop - start
+                    n, at = (1, 0) if last else (stop - start, start)
+                    if not last or stop == lengths[b]:
+                        result[b][at : at + n] = rows[first : first + n]
+                        first += n
         return results
 
     def outputs(
@@ -124,20 +131,25 @@ class Sequences:
         names: Sequence[str],
         types: Sequence[Sequence[int]] | None,
         piece: Sequence[Piece],
+        last: bool,
     ) -> list[np.ndarray]:
-        """Run one step, and return the rows of all its tokens, on every rank."""
+        """Run one step, and return the wanted rows, on every rank."""
         rank = self._rank
         some_types = None
         if types is not None:
             some_types = [t for b, start, stop in piece for t in types[b][start:stop]]
         ids = [tokens[b][start:stop] for b, start, stop in piece]
-        n = sum(map(len, ids))
-        rank.run_step([numbers[b] for b, _, _ in piece], ids, range(n), some_types)
+        wanted: Sequence[int] = range(sum(map(len, ids)))
+        if last:  # of the sequences that come to their end in this step
+            ends = itertools.accumulate(map(len, ids))
+            at_end = (stop == len(tokens[b]) for b, _, stop in piece)
+            wanted = [end - 1 for end, done in zip(ends, at_end, strict=True) if done]
+        rank.run_step([numbers[b] for b, _, _ in piece], ids, wanted, some_types)
         found = []
         for name in names:
-            rows = np.empty((n, self._width(name)), np.float32)
-            if rank.mine.last:
-                np.copyto(rows, rank.executor.buffer(name, n))
+            rows = np.empty((len(wanted), self._width(name)), np.float32)
+            if rank.mine.last and len(wanted):
+                np.copyto(rows, rank.executor.buffer(name, len(wanted)))
             rank.broadcast(rows)
             found.append(rows)
         return found

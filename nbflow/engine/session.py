@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rows:
-    """What came out for one sequence, a row for each of the tokens that ran."""
+    """What came out for one sequence, a row for each of the tokens that ran, or for the last."""
 
     logits: NDArray[np.float32]
     """(T, V): scores of the next token."""
@@ -79,7 +79,9 @@ class Session:
         """Return how many tokens a sequence has."""
         return self._lengths[self._known(sequence)]
 
-    def run(self, tokens: Mapping[int, Sequence[int]], hidden: bool = False) -> dict[int, Rows]:
+    def run(
+        self, tokens: Mapping[int, Sequence[int]], hidden: bool = False, last: bool = False
+    ) -> dict[int, Rows]:
         """Append tokens to sequences, in steps they share, and return what comes out.
 
         Parameters
@@ -88,6 +90,8 @@ class Session:
             New tokens, by sequence.
         hidden : bool
             Whether the hidden states are wanted.
+        last : bool
+            Whether only the row after the last token of each sequence is wanted.
 
         Raises
         ------
@@ -105,7 +109,7 @@ class Session:
                     f"context of {spec.name}, {spec.max_context}; truncate or drop it"
                 )
         names = ["logits", "y"] if hidden else ["logits"]
-        found = self._call("run", list(checked), list(checked.values()), names)
+        found = self._call("run", list(checked), list(checked.values()), names, None, last)
         rows = {}
         for i, (sequence, ids) in enumerate(checked.items()):
             self._lengths[sequence] += len(ids)

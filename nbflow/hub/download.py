@@ -50,7 +50,7 @@ def download(
         place = {"cache_dir": cache} if folder is None else {"local_dir": folder}
         return Path(hub.hf_hub_download(repo, name, revision=commit, endpoint=endpoint, **place))
     if folder is None:
-        target = cache / f"models--{repo.replace('/', '--')}" / "blobs" / about.etag
+        target: Path = cache / f"models--{repo.replace('/', '--')}" / "blobs" / about.etag
     else:
         target = folder / name
     if not target.is_file() or (folder is not None and target.stat().st_size != about.size):

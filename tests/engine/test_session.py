@@ -100,3 +100,16 @@ def test_what_is_refused(model):
         session.run({a: IDS[:300]})
         with pytest.raises(UsageError, match="has 504 tokens, and 9 more do not fit"):
             session.run({a: [1] * 9})
+
+
+def test_the_last_rows_alone_are_the_last_of_all(model):
+    rng = np.random.default_rng(6)
+    texts = [rng.integers(0, 101, n).tolist() for n in (150, 3, 64)]
+    with model.session() as session:
+        every = [session.begin() for _ in texts]
+        whole = session.run(dict(zip(every, texts, strict=True)), hidden=True)
+        again = [session.begin() for _ in texts]
+        last = session.run(dict(zip(again, texts, strict=True)), hidden=True, last=True)
+        for a, b in zip(every, again, strict=True):
+            np.testing.assert_array_equal(whole[a].logits[-1:], last[b].logits)
+            np.testing.assert_array_equal(whole[a].hidden[-1:], last[b].hidden)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from launching import MPIRUN, ROOT, mpirun
-from specs import write_llama
+from specs import write_checkpoint, write_llama
 
 from nbflow.planner import Device, Link, Machine, written_machine
 
@@ -36,6 +36,23 @@ def checkpoint(tmp_path_factory):
 def test_partitions_agree_with_one_rank(checkpoint, n, partitions):
     script = Path(__file__).with_name("check_partitions.py")
     done = mpirun(n, "-m", "mpi4py", str(script), str(checkpoint), *partitions)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all partitions agree" in done.stdout
+
+
+EXPERTS = {
+    "model_type": "qwen2_moe", "vocab_size": 101, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "num_experts": 5, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "decoder_sparse_step": 1,
+    "tie_word_embeddings": False,
+}  # fmt: skip
+
+
+def test_ranks_that_hold_whole_experts_agree_with_one_rank(tmp_path):
+    write_checkpoint(tmp_path / "model", EXPERTS)
+    script = Path(__file__).with_name("check_partitions.py")
+    done = mpirun(2, "-m", "mpi4py", str(script), str(tmp_path / "model"), "0&1", "1&0")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "all partitions agree" in done.stdout
 
