@@ -23,12 +23,15 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "run": ("nbflow.commands.run", "continue a prompt"),
+    "serve": ("nbflow.commands.serve", "answer requests over HTTP"),
+    "client": ("nbflow.commands.client", "talk to a server"),
     "bench": ("nbflow.commands.bench", "time prompt processing and generation"),
     "sweep": ("nbflow_experiments.commands.sweep", "run a sweep and record it"),
     "report": ("nbflow_experiments.commands.report", "draw the figures of a recorded sweep"),
     "perplexity": ("nbflow_experiments.commands.perplexity", "score a text, beside a reference"),
     "choices": ("nbflow_experiments.commands.choices", "answer multiple-choice questions"),
     "pull": ("nbflow.commands.pull", "download a model of the Hugging Face Hub"),
+    "compare": ("nbflow_experiments.commands.compare", "compare measured points"),
     "inspect": ("nbflow.commands.inspect", "list the tensors of a weight file"),
     "quantize": ("nbflow.commands.quantize", "write a checkpoint in a weight format"),
     "plan": ("nbflow.commands.plan", "predict partitions of a model on a machine"),

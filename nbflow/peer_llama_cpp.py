@@ -33,6 +33,9 @@ class LlamaCpp:
         Most tokens of a sequence.
     sequences : int
         Most sequences at once.
+    exact : bool
+        Keep keys and values in float32, and do without flash attention, which takes them to
+        float16: for comparing results, not speed.
 
     Raises
     ------
@@ -42,7 +45,9 @@ class LlamaCpp:
         If llama.cpp cannot load the file.
     """
 
-    def __init__(self, path: Path, threads: int, context: int, sequences: int) -> None:
+    def __init__(
+        self, path: Path, threads: int, context: int, sequences: int, exact: bool = False
+    ) -> None:
         try:
             import llama_cpp
         except ImportError as error:
@@ -65,6 +70,9 @@ class LlamaCpp:
         settings.n_batch = settings.n_ubatch = STEP_TOKENS
         settings.n_seq_max = sequences
         settings.n_threads = settings.n_threads_batch = threads
+        if exact:
+            settings.type_k = settings.type_v = self._lib.GGML_TYPE_F32
+            settings.flash_attn_type = self._lib.LLAMA_FLASH_ATTN_TYPE_DISABLED
         self._context = self._lib.llama_init_from_model(self._model, settings)
         if not self._context:
             raise UsageError(f"{path}: llama.cpp cannot make a context of {settings.n_ctx} tokens")
@@ -77,6 +85,13 @@ class LlamaCpp:
         """Free the model."""
         self._lib.llama_free(self._context)
         self._lib.llama_model_free(self._model)
+
+    def logits(self, ids: np.ndarray) -> np.ndarray:
+        """Return the logits after each token of a sequence, float32 (T, V)."""
+        self._lib.llama_memory_clear(self._memory, True)
+        self._decode([(int(token), i, 0, True) for i, token in enumerate(ids)])
+        rows = (self._lib.llama_get_logits_ith(self._context, i) for i in range(len(ids)))
+        return np.array([np.ctypeslib.as_array(row, (self._n_words,)).copy() for row in rows])
 
     def seconds(self, test: Test) -> float:
         """Return how long one repetition of a test takes."""

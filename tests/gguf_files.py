@@ -13,7 +13,7 @@ from nbflow.spec import families, resolve
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.weights import open_weights
 
-PERMUTED = ("llama", "deepseek", "granite", "minicpm")
+PERMUTED = ("llama", "deepseek", "granite", "granitemoe", "minicpm", "baichuan", "smollm3")
 """Architectures whose rotary pairs the converter makes neighbours."""
 
 
@@ -38,6 +38,44 @@ def write_gguf(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+def write_t5(source: Path, path: Path) -> None:
+    """Write an encoder with a decoder, as the converter does for T5."""
+    spec = resolve(source).spec
+    encoder = spec.encoder
+    writer = gguf.GGUFWriter(str(path), "t5")
+    _add_numbers(writer, encoder)
+    writer.add_key_length(spec.head_dim)
+    writer.add_value_length(spec.head_dim)
+    writer.add_decoder_block_count(spec.n_layers)
+    writer.add_relative_attn_buckets_count(spec.bias_buckets)
+    writer.add_decoder_start_token_id(spec.decoder_start_id)
+    with open_weights(source) as file:
+        for part, side in ((encoder, "enc"), (spec, "dec")):
+            for ours in part.tensor_shapes():
+                array = read_part(part, file, Operand(ours)).astype(np.float32)
+                name = _t5_name(ours, side)
+                if name != "token_embd.weight" or side == "dec":
+                    writer.add_tensor(name, np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def _t5_name(ours: str, side: str) -> str:
+    outside = {
+        "embed.weight": "token_embd.weight",
+        "head.weight": "output.weight",
+        "final_norm.weight": f"{side}.output_norm.weight",
+        "position_bias.weight": f"{side}.blk.0.attn_rel_b.weight",
+    }
+    if ours in outside:
+        return outside[ours]
+    _, layer, inner = ours.split(".", 2)
+    inner = inner.replace("cross_norm", "cross_attn_norm").replace("cross.", "cross_attn_")
+    return f"{side}.blk.{layer}.{inner.replace('attn.', 'attn_').replace('ffn.', 'ffn_')}"
 
 
 def families_by_arch():
@@ -76,13 +114,18 @@ def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
         writer.add_attn_logit_softcapping(spec.logits_soft_cap)
     if spec.head_soft_cap is not None:
         writer.add_final_logit_softcapping(spec.head_soft_cap)
-    if spec.family in ("granite", "minicpm"):
+    if spec.family.startswith("cohere"):
+        writer.add_logit_scale(spec.logits_scale)
+    if spec.family in ("granite", "granitemoe", "minicpm"):
         writer.add_embedding_scale(spec.embed_scale)
         writer.add_residual_scale(spec.residual_scale)
         writer.add_logit_scale(1 / spec.logits_scale)
         writer.add_attention_scale(spec.sm_scale)
     if spec.family == "gpt_neox":
         writer.add_parallel_residual(spec.residual != "sequential")
+    if not spec.causal:
+        writer.add_causal_attention(False)
+        writer.add_token_type_count(spec.type_vocab_size)
     if spec.moe is not None:
         writer.add_expert_count(spec.moe.n_experts)
         writer.add_expert_used_count(spec.moe.top_k)
@@ -134,7 +177,11 @@ def _gguf_tensors(spec, arch, tensors, names):
             layer, inner = "", ours
         if arch in PERMUTED and inner.startswith(("attn.q.", "attn.k.")):
             array = _neighbours(array, spec.head_dim)
-        if arch.startswith("gemma") and "norm" in inner:
+        if spec.normalize_head and ours == "head.weight":
+            array = array / np.sqrt(np.square(array.astype(np.float64)).sum(1))[:, None]
+        if arch == "bert" and ours.split(".")[0] in ("transform", "transform_norm", "head"):
+            continue  # files of encoders have no head
+        if arch.startswith(("gemma", "nemotron")) and inner.endswith("norm.weight"):
             array = array + np.float32(1)
         if inner.startswith("shared_gate"):
             array = array.reshape(-1)
@@ -168,9 +215,9 @@ def _neighbours(array, head_dim):
 def _fuse(tensors, arch):
     """Join what the architecture's files have in one."""
     joins = {}
-    if arch in ("gptneox", "bloom", "gpt2", "phi3", "chatglm", "falcon"):
+    if arch in ("gptneox", "bloom", "gpt2", "phi3", "chatglm", "falcon", "mpt"):
         joins["attn_qkv"] = ("attn_q", "attn_k", "attn_v")
-    if arch in ("phi3", "chatglm"):
+    if arch in ("phi3", "chatglm", "glm4"):
         joins["ffn_up"] = ("ffn_gate", "ffn_up")
     for layer in range(8):
         for whole, parts in joins.items():

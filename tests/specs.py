@@ -102,8 +102,9 @@ def write_checkpoint(
     spec = build_spec(family, config, name="test", where="test", checkpoint_tensors=None)
     rng = np.random.default_rng(seed)
     tensors: dict[str, Any] = {}
-    for name in spec.tensor_shapes():
-        place = stored(spec, name)
+    parts = [spec] if spec.encoder is None else [spec, spec.encoder]
+    places = [stored(part, name) for part in parts for name in part.tensor_shapes()]
+    for place in places:
         if len(place.shape) > 1:
             array = rng.standard_normal(place.shape) / np.sqrt(place.shape[-1])
         else:

@@ -134,7 +134,7 @@ def identify(model: str) -> ModelIdentity:
         spec.vocab_size,
         shapes,
         stored,
-        2 * spec.n_layers * spec.n_kv_heads * spec.head_dim,
+        (2 if spec.latent is None else 1) * spec.n_layers * spec.n_kv_heads * spec.cached_dim,
     )
 
 

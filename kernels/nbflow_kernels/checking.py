@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Callable
 from typing import Any
@@ -46,29 +47,57 @@ Place = Callable[[Any, bool], Any]
 """Copies a NumPy array to a device: ``(array, whether it is an output)``."""
 
 
-def run(case: OpCase, place: Place | None = None) -> dict[str, Any]:
+def placer(cupy: Any) -> Place:
+    """Return the `Place` that copies with CuPy; rows that lie far apart do so there too."""
+
+    def place(array: np.ndarray, is_output: bool) -> Any:
+        row = array.strides[0] if array.ndim > 1 and array.size else 0
+        whole = np.ascontiguousarray(array)
+        if row <= array[:1].nbytes or not array[:1].flags.c_contiguous:
+            return cupy.asarray(whole)
+        wide = cupy.zeros((array.shape[0], row // array.itemsize), array.dtype)
+        found = wide[:, : array[:1].size].reshape(array.shape)
+        found[...] = cupy.asarray(whole)
+        return found
+
+    return place
+
+
+Inputs = dict[str, Any]
+
+
+def run(case: OpCase, place: Place | None = None, inputs: Inputs | None = None) -> dict[str, Any]:
     """Call the public function; return its result and its arguments after the call.
+
+    `inputs` are those of `make_inputs`, new ones by default; a call on a device leaves them alone.
 
     With `place` the arguments, except those named in `case.host`, are copied to a device first, and
     what comes back lies in NumPy arrays again.
     """
-    arguments = make_inputs(case)
+    arguments = make_inputs(case) if inputs is None else inputs
     out = make_out(case)
     if place is not None:
-        arguments = {
-            name: value if name in case.host else _placed(value, place)
-            for name, value in arguments.items()
-        }
-        out = {name: place(value, True) for name, value in out.items()}
+        arguments, out = placed(case, arguments, out, place)
     result = getattr(nbflow_kernels, case.op)(**arguments, **out)
     if out:
         first = result[0] if isinstance(result, tuple) else result
         if first is not out["out"]:
             raise CheckError(f"{case.id}: out= was given, but something else was returned")
     if place is not None:
-        _check_placed(case, result)
+        _check_placed(case, arguments, result)
         result, arguments = _fetched(result), _fetched(arguments)
     return {"result": result, "arguments": arguments}
+
+
+def placed(
+    case: OpCase, arguments: dict[str, Any], out: dict[str, Any], place: Place
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the arguments of a call and its output, copied to a device."""
+    there = {
+        name: value if name in case.host else _placed(value, place)
+        for name, value in arguments.items()
+    }
+    return there, {name: place(value, True) for name, value in out.items()}
 
 
 def _placed(value: Any, place: Place) -> Any:
@@ -82,7 +111,10 @@ def _placed(value: Any, place: Place) -> Any:
     return value
 
 
-def _check_placed(case: OpCase, result: Any) -> None:
+def _check_placed(case: OpCase, arguments: dict[str, Any], result: Any) -> None:
+    """Raise if the result of arrays on a device is in host memory; tables of numbers may be."""
+    if not any(is_cuda(a) for a in leaves(arguments)):
+        return
     for leaf in leaves(result):
         if isinstance(leaf, np.ndarray):
             raise CheckError(f"{case.id}: arguments lie on a device, the result in host memory")
@@ -99,15 +131,21 @@ def _fetched(value: Any) -> Any:
     return cuda.to_host(value) if is_cuda(value) else value
 
 
-def run_reference(case: OpCase) -> dict[str, Any]:
-    """Call the reference with the float32 inputs widened to float64."""
-    arguments = {name: _widen(value) for name, value in make_inputs(case).items()}
+def run_reference(case: OpCase, inputs: Inputs | None = None) -> dict[str, Any]:
+    """Call the reference with the float32 inputs widened to float64; it leaves `inputs` alone."""
+    given = make_inputs(case) if inputs is None else inputs
+    arguments = {
+        name: _widen(copy.deepcopy(value) if name in case.mutates else value)
+        for name, value in given.items()
+    }
     result = getattr(load(family_of(case.op), "reference"), case.op)(**arguments)
     return {"result": result, "arguments": arguments}
 
 
-def check(case: OpCase, place: Place | None = None) -> float:
-    """Compare the op with its reference on one case.
+def check(case: OpCase, place: Place | None = None, inputs: Inputs | None = None) -> float:
+    """Compare the op with its reference on one case, on a device if there is a `place`.
+
+    `inputs` of `make_inputs` may be given with it, where they take long to make.
 
     Returns
     -------
@@ -120,8 +158,8 @@ def check(case: OpCase, place: Place | None = None) -> float:
         If a result or a mutated argument is off by more than the case allows, has another shape,
         or an argument that is not in `mutates` was changed.
     """
-    got, want = run(case, place), run_reference(case)
-    _check_unchanged(case, got["arguments"])
+    got, want = run(case, place, inputs), run_reference(case, inputs)
+    _check_unchanged(case, got["arguments"], inputs)
     worst = _compare(case, "result", got["result"], want["result"])
     for name in case.mutates:
         found = _compare(case, name, got["arguments"][name], want["arguments"][name])
@@ -138,9 +176,9 @@ def _widen(value: Any) -> Any:
     return value
 
 
-def _check_unchanged(case: OpCase, arguments: dict[str, Any]) -> None:
+def _check_unchanged(case: OpCase, arguments: Inputs, inputs: Inputs | None) -> None:
     """Raise if an argument that is not in `mutates` was changed."""
-    for name, before in make_inputs(case).items():
+    for name, before in (make_inputs(case) if inputs is None else inputs).items():
         if name in case.mutates:
             continue
         for old, new in zip(leaves(before), leaves(arguments[name]), strict=True):

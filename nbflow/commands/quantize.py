@@ -31,6 +31,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--encoder", choices=ENCODERS, default="best", help="best, or the published one (best)"
     )
     parser.add_argument(
+        "--importance",
+        metavar="FILE",
+        help="how much each column counts: an imatrix of llama.cpp (GGUF or .dat), or safetensors",
+    )
+    parser.add_argument(
         "--formats",
         action="append",
         default=[],
@@ -56,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         rules=arguments.rule,
         spec=arguments.spec,
         encoder=arguments.encoder,
+        importance=arguments.importance,
         force=arguments.force,
         dry_run=arguments.dry_run,
     )

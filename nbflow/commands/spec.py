@@ -11,6 +11,7 @@ from typing import Any
 from nbflow.parallel import make_plan
 from nbflow.program import build, fuse, partition
 from nbflow.spec import ModelSpec, ResolvedModel, check, known_models, published, resolve
+from nbflow.spec.check import ranges
 from nbflow.spec.explain import explain
 from nbflow.spec.model_file import ModelFile, load_model_file
 from nbflow.weights import open_weights
@@ -189,6 +190,7 @@ def _rows(spec: ModelSpec) -> list[tuple[str, Any]]:
         encoder = spec.encoder
         kind = f"{encoder.family}, {encoder.n_layers} layers of width {encoder.hidden_size}"
         others.append(("encoder", f"{kind}, {encoder.n_heads} heads"))
+    others = [(name, _shown(value)) for name, value in others]
     rope = f"{spec.rope.style}, theta {spec.rope.theta:g}, {spec.rope.dim} columns"
     return [
         *((name, getattr(spec, name)) for name in fields),
@@ -198,6 +200,16 @@ def _rows(spec: ModelSpec) -> list[tuple[str, Any]]:
         ("parameters", f"{spec.n_parameters:,}"),
         ("bytes as f16", f"{2 * spec.n_parameters:,}"),
     ]
+
+
+def _shown(value: Any) -> Any:
+    """Return a part of a specification as words, sets of layers as ranges."""
+    if isinstance(value, frozenset):
+        return ranges(list(value)) if value else "none"
+    if dataclasses.is_dataclass(value):
+        entries = ((f.name, getattr(value, f.name)) for f in dataclasses.fields(value))
+        return ", ".join(f"{name} {_shown(entry)}" for name, entry in entries)
+    return value
 
 
 def _file_rows(resolved: ResolvedModel, dtypes: dict[str, str]) -> list[tuple[str, Any]]:

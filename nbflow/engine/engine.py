@@ -149,6 +149,11 @@ class Engine:
         """Whether requests are submitted to this rank; the others `follow`."""
         return self.model.participates and self.model.engines[0].comm.rank == 0
 
+    @property
+    def alive(self) -> bool:
+        """Whether it runs: started, not closed, and not failed."""
+        return self._state == "running"
+
     def start(self) -> Engine:
         """Begin to run requests; returns at once.
 

@@ -555,7 +555,14 @@ class Model:
         ranks = self.gather("traffic")
         return {key: sum(r[key] for r in ranks) for key in ("measured_bytes", "predicted_bytes")}
 
-    def gather(self, method: str) -> list[dict[str, int]]:
+    def exchange_error(self) -> float:
+        """Return how much of the partial sums ``exchange="q8"`` has rounded off, relative RMS.
+
+        The largest of all ranks, over everything since the first such exchange; 0 without any.
+        """
+        return max(float(rank["rounding_error"]) for rank in self.gather("exchange_error"))
+
+    def gather(self, method: str) -> list[dict[str, Any]]:
         """Return the results of all ranks of the plan, on every one of them."""
         results = self.call(method)
         if self._team is None:

@@ -21,10 +21,19 @@ from nbflow.engine.burst import MAX_STEPS, Burst
 from nbflow.engine.memory import Memory
 from nbflow.engine.memory_plan import PAGE_SIZE
 from nbflow.engine.outcome import Outcome, Output
+from nbflow.engine.pipeline import Pipeline
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.scheduler import Scheduler, Work
 from nbflow.engine.sequences import MAX_LOGIT_BYTES, Sequences
-from nbflow.execute import CpuExecutor, RankWeights, Step, make_step
+from nbflow.execute import (
+    HOST,
+    CpuExecutor,
+    Place,
+    RankWeights,
+    Step,
+    make_executor,
+    make_step,
+)
 from nbflow.execute.weights import stored_bytes
 from nbflow.parallel.comm import Comm
 from nbflow.parallel.plan import Plan, make_plan
@@ -66,6 +75,8 @@ class RankEngine:
         The communicators of the stages this rank belongs to, from `make_groups`.
     spec, weights, outliers, activations, kv, threads, max_step_tokens
         As in `nbflow.load`, resolved.
+    place : Place
+        Where weights, pages and buffers live.
     """
 
     def __init__(
@@ -83,6 +94,7 @@ class RankEngine:
         threads: int,
         max_step_tokens: int,
         page_size: int = PAGE_SIZE,
+        place: Place = HOST,
     ) -> None:
         reset_peak_rss()
         self._threads = threads
@@ -90,7 +102,7 @@ class RankEngine:
         self.plan, self.comm, self.spec = plan, comm, spec
         options: dict[str, Any] = {
             "weights": weights, "outliers": outliers, "activations": activations, "kv": kv,
-            "page_size": page_size,
+            "page_size": page_size, "place": place,
         }  # fmt: skip
         self.encoded: Memory | None = None
         if spec.encoder is not None:
@@ -104,25 +116,29 @@ class RankEngine:
         self.program = fuse(partition(build(spec), self.mine))
         started, before = time.perf_counter(), file.bytes_read
         self.weights = RankWeights(self.program, file, weights, outliers)
-        self.weights.pack()
+        self.weights.settle(place)
         self.load_seconds = time.perf_counter() - started
         self.bytes_read = file.bytes_read - before
         self.storage = make_storage(
-            spec, self.program.layers, page_size, self.program.n_kv_heads, kv
-        )
+            spec, self.program.layers, page_size, self.program.n_kv_heads, kv,
+            place.purposed("the key/value cache"),
+        )  # fmt: skip
         self.max_step_tokens = max_step_tokens
         self.table = PageTable(page_size)
         self.scheduler = Scheduler(self.table, max_step_tokens)
-        self.executor = CpuExecutor(
+        self.executor = make_executor(
             self.program, self.weights, self.storage, comm, plan.numbers, activations,
-            None if self.encoded is None else self.encoded.storage,
+            None if self.encoded is None else self.encoded.storage, place=place,
         )  # fmt: skip
         self._groups = groups
         self.executor.set_groups(groups)
         self._head = plan.numbers.index(plan.head_rank)
         self._sequences = Sequences(self)
+        n_stages = plan.ranks[-1].stage + 1
+        together = n_stages > 1 and self.encoded is None
+        self._pipeline = Pipeline(self, n_stages) if together else None
         self._limits: tuple[int | None, int | None, int | None, bool] = (None, None, None, False)
-        self._sent_before: dict[str, int] = {}
+        self._sent_before = self._sent()  # communicators are shared with earlier models
         self._predicted_bytes = 0
         self._bursts: dict[tuple[Any, ...], Burst] = {}
         self._step_s = math.inf
@@ -178,6 +194,8 @@ class RankEngine:
         if self.table.sequences:
             raise UsageError("a session has sequences on this model; close it first")
         self._limits = limits
+        if self._pipeline is not None:
+            self._pipeline.end_all()
         self.storage.release()
         self.table = PageTable(self.storage.page_size, max_pages)
         if max_pages is not None:  # an engine's: all the memory it will take is taken now
@@ -210,6 +228,8 @@ class RankEngine:
 
     def end_all(self, reason: FinishReason = "abort") -> None:
         """End all requests."""
+        if self._pipeline is not None:
+            self._pipeline.end_all()
         for request in self.scheduler.requests:
             self.end(request.id, reason)
 
@@ -220,6 +240,10 @@ class RankEngine:
         several, who fails leaves the others waiting in the middle of a step, so the error is
         raised.
         """
+        if self._pipeline is not None:
+            outputs = self._pipeline.advance()
+            self._remove_ended(outputs)
+            return outputs
         works = self.scheduler.next_step()
         if not works:
             assert not self.scheduler.requests, "requests are left, but none can run"
@@ -236,10 +260,13 @@ class RankEngine:
             for work in works:
                 work.request.fail(error)
             outputs = [Output(work.request) for work in works]
+        self._remove_ended(outputs)
+        return outputs
+
+    def _remove_ended(self, outputs: Sequence[Output]) -> None:
         for output in outputs:
             if output.request.finish_reason is not None:
                 self._remove(output.request)
-        return outputs
 
     def _remove(self, request: Request) -> None:
         self.scheduler.remove(request)
@@ -248,6 +275,10 @@ class RankEngine:
 
     def _one_step(self, works: Sequence[Work]) -> list[Output]:
         """Run one step, draw, and enter the pages that are full into the cache."""
+        return self.end_step(works, self.begin_step(works))
+
+    def begin_step(self, works: Sequence[Work]) -> Outcome:
+        """Run one step; on the rank with the head, draw, and tell the others."""
         tokens = [w.request.pending[: w.n_tokens] + w.drafts for w in works]
         rows: list[int] = []
         end = 0
@@ -258,11 +289,22 @@ class RankEngine:
         outcome = Outcome.empty(works)
         if self.comm.rank == self._head and rows:
             outcome.compute(self.executor.buffer("logits", len(rows)), works)
-        for array in outcome.arrays:
-            self.broadcast(array)
-        outputs = outcome.apply(works)
+            for array in outcome.arrays:
+                self._post(array)
+        return outcome
+
+    def end_step(self, works: Sequence[Work], outcome: Outcome) -> list[Output]:
+        """Give the requests of a step what it gave."""
+        if self.comm.rank != self._head:
+            for array in outcome.arrays:
+                self.comm.Recv(array, self._head)
+        # some may have been ended while the step was on its way
+        ended = {w.request.id for w in works if w.request.finish_reason is not None}
+        outputs = [o for o in outcome.apply(works) if o.request.id not in ended]
         for work in works:
             request = work.request
+            if request.id in ended:
+                continue
             if work.drafts:
                 self.table.truncate(request.id, request.n_done)
             self._commit(request)
@@ -275,7 +317,8 @@ class RankEngine:
     def _can_burst(self, works: Sequence[Work]) -> bool:
         """Return whether the next steps can run as one burst: all generate, nobody is to join."""
         return (
-            self.comm.size == 1
+            isinstance(self.executor, CpuExecutor)
+            and self.comm.size == 1
             and all(w.request.is_generating and w.request.proposer is None for w in works)
             and len(works) == len(self.scheduler.running)
             and Burst.fits([w.request for w in works])
@@ -294,6 +337,7 @@ class RankEngine:
             self._bursts[key] = Burst(*key)
         burst = self._bursts[key]
         burst.begin(requests)
+        assert isinstance(self.executor, CpuExecutor)
         step = self._step(
             [r.id for r in requests], [r.pending for r in requests], range(len(requests))
         )
@@ -349,6 +393,13 @@ class RankEngine:
         if self.comm.size > 1:
             self._predicted_bytes += self._bytes_sent(len(step.ids), len(step.logit_rows))
 
+    def _post(self, array: np.ndarray) -> None:
+        """Send every other rank an array that this one, with the head, has computed."""
+        for other in range(self.comm.size):
+            if other != self.comm.rank:
+                self.comm.Post(array, other)
+                self._predicted_bytes += array.nbytes
+
     def broadcast(self, array: np.ndarray) -> None:
         """Give every rank the head rank's array."""
         if self.comm.size > 1:
@@ -378,6 +429,11 @@ class RankEngine:
         if self.encoded is not None:  # what it sends is measured by the same communicators
             predicted += self.encoded.encoder.traffic()["predicted_bytes"]
         return {"measured_bytes": measured, "predicted_bytes": predicted}
+
+    def exchange_error(self) -> dict[str, float]:
+        """Return what rounding partial sums has cost: `Comm.rounding_error`, the largest."""
+        errors = (group.rounding_error for group in self._groups.values())
+        return {"rounding_error": max(errors, default=0.0)}
 
     def page_memory(self) -> dict[str, int]:
         """Return the bytes of a page, those that are available, and how many ranks share these."""

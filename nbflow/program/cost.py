@@ -126,14 +126,15 @@ def _weights_read(
         chosen = spec.moe.top_k / spec.moe.n_experts
         read = 1.0 - (1.0 - chosen) ** step.n_tokens  # share of the experts that any token needs
         return n_bytes * read, n_weights * read, n_weights * chosen
-    return n_bytes, float(n_weights), float(n_weights) if op.kind == "linear" else 0.0
+    multiplied = op.kind in ("linear", "heads_linear")
+    return n_bytes, float(n_weights), float(n_weights) if multiplied else 0.0
 
 
 def kv_token_bytes(program: Program, kv: str) -> int:
     """Return the bytes that one layer of a rank keeps for one token."""
-    format = kv_format(kv)
-    row_bytes = format.row_length(program.spec.head_dim) * format.dtype.itemsize
-    return 2 * program.n_kv_heads * row_bytes
+    spec, format = program.spec, kv_format(kv)
+    row_bytes = format.row_length(spec.cached_dim) * format.dtype.itemsize
+    return (2 if spec.latent is None else 1) * program.n_kv_heads * row_bytes
 
 
 def _attention_cost(
@@ -145,7 +146,9 @@ def _attention_cost(
         return OpCost(kv_bytes=token_bytes * step.n_tokens, buffer_bytes=buffer_bytes)
     window = op.attrs.get("window")
     causal = program.spec.causal and op.kind == "attention"
-    per_pair = 4 * program.n_heads * program.spec.head_dim  # q.k and p.v, times and plus
+    spec = program.spec
+    value_dim = spec.head_dim if spec.latent is None else spec.latent.kv_rank
+    per_pair = 2 * program.n_heads * (spec.cached_dim + value_dim)  # q.k and p.v, times and plus
     return OpCost(
         kv_bytes=token_bytes * step.keys(window),
         buffer_bytes=buffer_bytes,

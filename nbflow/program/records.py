@@ -79,6 +79,7 @@ Kind = Literal[
     "send",
     "recv",
 ]
+_MOST_SHOWN = 4
 COMMUNICATION = frozenset({"all_reduce", "all_gather", "send", "recv"})
 
 
@@ -141,7 +142,10 @@ class Op:
 
     def __str__(self) -> str:
         where = "      " if self.layer is None else f"L{self.layer:<4} "
-        reads = ", ".join((*self.inputs, *map(str, self.weights), *map(str, self.bias)))
+        weights = list(map(str, self.weights))
+        if len(weights) > _MOST_SHOWN:  # those of experts or heads
+            weights = [weights[0], f"... {len(weights)} in all ...", weights[-1]]
+        reads = ", ".join((*self.inputs, *weights, *map(str, self.bias)))
         attrs = " ".join(f"{k}={v}" for k, v in self.attrs.items())
         return f"{where}{self.kind:<11} {self.out} <- {reads}  {attrs}".rstrip()
 

@@ -36,7 +36,7 @@ def build_spec(
     tensors: Mapping[str, Sequence[str]] | None = None,
     ignored_tensors: tuple[str, ...] = (),
     checkpoint_tensors: Collection[str] | None = (),
-    rope_divisors: Sequence[float] | None = None,
+    rope_divisors: Mapping[str, Sequence[float]] | None = None,
 ) -> ModelSpec:
     """Resolve every number and name of a model.
 
@@ -60,8 +60,9 @@ def build_spec(
         Names the checkpoint holds; they decide between names that a family allows, and whether the
         head is tied if nothing else does.  None if there is no checkpoint: then the first name is
         taken, and what the configuration says.
-    rope_divisors : sequence of float, optional
-        Divisors of the rotary frequencies, from a tensor of the checkpoint.
+    rope_divisors : mapping, optional
+        Divisors of the rotary frequencies from tensors of the checkpoint, by our names of these
+        (`nbflow.spec.fields.DIVISORS`).
 
     Returns
     -------
@@ -75,7 +76,8 @@ def build_spec(
         the family does not describe.
     """
     _refuse_unsupported(family, config, where)
-    values = _values(family, config, where, override or {})
+    held = () if checkpoint_tensors is None else checkpoint_tensors
+    values = _values(family, config, where, override or {}, held)
     encoder = None
     if family.encoder is not None:
         encoder = build_spec(
@@ -85,7 +87,6 @@ def build_spec(
             where=where,
             checkpoint_tensors=checkpoint_tensors,
         )
-    held = () if checkpoint_tensors is None else checkpoint_tensors
     names = _names(family, tensors or {}, values["n_layers"], held)
     _name_biases(names)
     no_transform = checkpoint_tensors is not None and names.get("transform.weight") not in held
@@ -154,7 +155,11 @@ def _same(value: Any, other: Any) -> bool:
 
 
 def _values(
-    family: Family, config: Mapping[str, Any], where: str, override: Mapping[str, Any]
+    family: Family,
+    config: Mapping[str, Any],
+    where: str,
+    override: Mapping[str, Any],
+    held: Collection[str],
 ) -> dict[str, Any]:
     """Return the value of every field, or name those that are missing."""
     values: dict[str, Any] = {}
@@ -168,13 +173,14 @@ def _values(
             value = family.structure[field]
         else:
             for rule in rules:
+                if rule.stored is not None and rule.stored not in held:
+                    continue
                 value = _from_config(field, rule, config, where, values)
                 if value is not None:
                     break
         default = FIELDS[field].default
         if value is None and (default is REQUIRED or not (rules == () or _optional(rules))):
-            keys = " or ".join(key for rule in rules for key in rule.keys)
-            missing.append(f"{field} ({keys or 'no key'})")
+            missing.append(f"{field} ({_sources(rules) or 'no key'})")
         values[field] = default if value is None else value
     if missing:
         raise UsageError(
@@ -184,9 +190,16 @@ def _values(
     return values
 
 
+def _sources(rules: Sequence[ConfigRule]) -> str:
+    """Return what the rules of a field would have taken, for messages."""
+    found = [key for rule in rules for key in rule.keys]
+    found += [f"the formula {rule.formula!r}" for rule in rules if rule.formula and not rule.keys]
+    return " or ".join(found)
+
+
 def _optional(rules: Sequence[ConfigRule]) -> bool:
     """Return whether a field may stay without a value although the family has rules for it."""
-    return any(rule.optional or rule.when for rule in rules)
+    return any(rule.optional or rule.when or rule.stored for rule in rules)
 
 
 def _from_config(
@@ -243,7 +256,7 @@ def _ropes(
     values: Mapping[str, Any],
     config: Mapping[str, Any],
     where: str,
-    divisors: Sequence[float] | None,
+    divisors: Mapping[str, Sequence[float]] | None,
 ) -> tuple[RopeSpec, RopeSpec | None, float]:
     """Return the rotary embedding, that of layers with a window, and the factor on the scores."""
     style, theta = values["rope_style"], values["rope_theta"]
@@ -261,15 +274,38 @@ def _ropes(
         )
     except (UsageError, TypeError) as error:
         raise UsageError(f"{where}: rope_scaling: {error}") from error
-    if divisors is not None:
-        each = tuple(float(d) for d in divisors)
-        scaling = LongRopeScaling(
-            short_factor=each, long_factor=each, original_max_position=max_context
-        )
+    if divisors:
+        scaling = _stored_scaling(values, divisors, where)
     local = values["local_rope_theta"]
     local_rope = None if local is None else RopeSpec(style, local, dim)
     factor = 1.0 if scaling is None else scaling.softmax_factor
     return RopeSpec(style, theta, dim, scaling), local_rope, factor
+
+
+def _stored_scaling(
+    values: Mapping[str, Any], divisors: Mapping[str, Sequence[float]], where: str
+) -> RopeScaling:
+    """Return the scaling that tensors of the checkpoint say."""
+    each = {name: tuple(map(float, numbers)) for name, numbers in divisors.items()}
+    max_context = values["max_context"]
+    if "rope_divisors" in each:
+        all_lengths = each["rope_divisors"]
+        return LongRopeScaling(
+            short_factor=all_lengths, long_factor=all_lengths, original_max_position=max_context
+        )
+    if len(each) != 2:
+        raise UsageError(
+            f"{where}: the checkpoint has {next(iter(each))} only; LongRoPE needs the divisors for "
+            "short and for long sequences"
+        )
+    original = values["rope_original_context"] or max_context
+    return LongRopeScaling(
+        short_factor=each["rope_short_divisors"],
+        long_factor=each["rope_long_divisors"],
+        original_max_position=original,
+        factor=max_context / original,
+        attention_factor=(values["rope_scaling"] or {}).get("attn_factor"),
+    )
 
 
 _GGUF_SCALING = {"original_context_length": "original_max_position_embeddings"}
@@ -280,6 +316,8 @@ def _scaling_table(table: Mapping[str, Any] | None) -> dict[str, Any] | None:
     if not table:
         return None
     words = {_GGUF_SCALING.get(k, k): v for k, v in table.items() if k != "finetuned"}
+    if words.keys() <= {"original_max_position_embeddings", "attn_factor"}:
+        return None  # numbers that go with tensors
     log_multiplier = words.pop("yarn_log_multiplier", None)
     if log_multiplier:  # as llama.cpp has it: all of the temperature is in the softmax
         words |= dict.fromkeys(("mscale", "mscale_all_dim"), 10.0 * log_multiplier)

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable
 from fnmatch import fnmatchcase
 
+from nbflow.spec.fields import DIVISORS
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.stored import stored
 from nbflow.weights import WeightFile
@@ -47,7 +48,10 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
         try:
             place = stored(part, ours)
         except KeyError:
-            missing.append(f"{ours} (family {part.family!r} has no name for it)")
+            missing.append(
+                f"{ours} {part.shape_of(ours)} (family {part.family!r} has no name for it: state "
+                "the checkpoint's under [tensors])"
+            )
             continue
         name, shape = place.name, place.shape
         if name in used:  # a part of a fused tensor that was looked at
@@ -60,7 +64,7 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
         elif not _can_be_weights(weights, name):
             types.append(f"{name} must be of {', '.join(FLOAT_TYPES)}, got {weights.dtype(name)}")
     if spec.rope.scaling is not None:
-        used.add(spec.tensors.get("rope_divisors", ""))
+        used.update(spec.tensors.get(name, "") for name in DIVISORS)
     if spec.tied_head:
         used.add(spec.tensors.get("head.weight", ""))
     unused = [
@@ -112,13 +116,13 @@ def _collapsed(lines: Iterable[str]) -> list[str]:
         number = -1 if match is None else int(match.group())
         pattern = line if match is None else _LAYER.sub("{i}", line, count=1)
         groups.setdefault(pattern, []).append(number)
-    joined = [pattern.replace("{i}", _ranges(numbers), 1) for pattern, numbers in groups.items()]
+    joined = [pattern.replace("{i}", ranges(numbers), 1) for pattern, numbers in groups.items()]
     if len(joined) > _MAX_LINES:
         return [*joined[:_MAX_LINES], f"... and {len(joined) - _MAX_LINES} more kinds"]
     return joined
 
 
-def _ranges(numbers: list[int]) -> str:
+def ranges(numbers: list[int]) -> str:
     """Return numbers as ``3`` or ``{0..3,7}``."""
     runs: list[list[int]] = []
     for number in sorted(numbers):

@@ -6,12 +6,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from nbflow.spec.build import build_spec
 from nbflow.spec.family import ConfigRule, Family
-from nbflow.spec.fields import FIELDS, REQUIRED
+from nbflow.spec.fields import FIELDS, REQUIRED, SIZES
+from nbflow.spec.formula import names_in
 from nbflow.spec.model_file import ModelFile, load_model_file
+from nbflow.spec.stored import stored
+from nbflow_kernels.errors import UsageError
 
 Row = tuple[str, str, str]
 """A field, where its value comes from, what it means."""
+
+
+OPEN = "must be overridden"
+"""Source of a field that every model must state, and this family does not."""
 
 
 def explain(path: Path) -> tuple[ModelFile, list[Row]]:
@@ -42,7 +50,46 @@ def explain(path: Path) -> tuple[ModelFile, list[Row]]:
         else:
             source = _source(family, name, field.default)
         rows.append((name, source, field.doc))
+    if family.model_types:
+        _check_complete(path, family, dict((name, source) for name, source, _ in rows))
     return model_file, rows
+
+
+def _check_complete(path: Path, family: Family, sources: dict[str, str]) -> None:
+    """Raise if a family that serves models leaves fields open that every model must state."""
+    open_fields = [name for name, source in sources.items() if source == OPEN]
+    if open_fields:
+        name = open_fields[0]
+        raise UsageError(
+            f"{path}: {', '.join(open_fields)} {'is' if len(open_fields) == 1 else 'are'} stated "
+            f"nowhere; write {name} = ... under [structure] if all members share it, else "
+            f'{name} = {{ keys = ["key of config.json"] }} under [config]'
+        )
+    nameless = _nameless(path, family)
+    if nameless:
+        raise UsageError(
+            f"{path}: [tensors] has no name for {', '.join(nameless)}, which a model of this "
+            f'structure needs; write "{nameless[0]}" = "name in the checkpoint"'
+        )
+
+
+def _nameless(path: Path, family: Family) -> list[str]:
+    """Return our names of tensors that every member has and the family does not name."""
+    numbers: dict[str, Any] = {name: 8 for name in SIZES if FIELDS[name].default is REQUIRED}
+    numbers |= {"n_layers": 1, "n_heads": 1, "n_kv_heads": 1, "norm_eps": 1e-5}
+    try:
+        spec = build_spec(
+            family, {}, name=family.name, where=str(path), override=numbers, checkpoint_tensors=None
+        )
+    except UsageError:  # what it takes from config.json decides too
+        return []
+    missing = []
+    for name in spec.tensor_shapes():
+        try:
+            stored(spec, name)
+        except KeyError:
+            missing.append(name.replace("layers.0.", "layers.{i}."))
+    return missing
 
 
 def _source(family: Family, name: str, default: Any) -> str:
@@ -51,17 +98,22 @@ def _source(family: Family, name: str, default: Any) -> str:
         return f"= {_shown(family.structure[name])}"
     rules = family.config.get(name, ())
     if not rules:
-        return "must be overridden" if default is REQUIRED else f"= {_shown(default)}  (default)"
+        return OPEN if default is REQUIRED else f"= {_shown(default)}  (default)"
     return "; else ".join(" or ".join(_ways(rule)) or "none" for rule in rules)
 
 
 def _ways(rule: ConfigRule) -> Iterator[str]:
     """Yield the ways in which a rule finds a value."""
     when = ", ".join(f"{key} is {_shown(value)}" for key, value in rule.when.items())
+    if rule.stored is not None:
+        when = ", ".join(filter(None, (when, f"the checkpoint has {rule.stored}")))
     prefix = f"if {when}: " if when else ""
     if rule.keys:
         yield prefix + "key " + " or ".join(rule.keys)
         prefix = ""
+    others = [name for name in names_in(rule.formula or "0") if name not in FIELDS]
+    if others:
+        prefix += f"with {', '.join(others)} of config.json: "
     for sign, value in (("as ", rule.same_as), ("= ", rule.formula), ("= ", rule.default)):
         if value is not None:
             yield f"{prefix}{sign}{_shown(value)}"

@@ -30,6 +30,8 @@ prefix
     ``when``
         Keys of config.json and the values that they must have (``"absent"``: none), else the rule
         gives nothing.
+    ``stored``
+        A checkpoint's tensor; without it the rule gives nothing.
 [biases]
     Switches of config.json, and the matrices that have a bias when they are true.  ``always`` is
     true, and ``stored`` is where the checkpoint has the bias.
@@ -53,7 +55,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nbflow.spec.fields import FIELDS, LINEARS, TENSOR_NAMES
+from nbflow.spec.fields import FIELDS, FUSED, LINEARS, TENSOR_NAMES
+from nbflow.spec.formula import check_formula
 from nbflow.spec.toml_schema import check_keys, check_value, read_toml, strings
 from nbflow_kernels.errors import UsageError, unknown_name
 
@@ -101,6 +104,8 @@ class ConfigRule:
     """The checkpoint's word -> ours; empty means as it is."""
     when: dict[str, Any] = field(default_factory=dict)
     """Keys of config.json and the values they must have."""
+    stored: str | None = None
+    """Tensor that the checkpoint must have."""
 
 
 @dataclass(frozen=True)
@@ -162,7 +167,9 @@ def load_family(path: Path) -> Family:
     biases, encoder = table["biases"], table.get("encoder")
     return Family(
         name=path.stem,
-        description=check_value(table.get("description"), f"{path}: description", str),
+        description=check_value(
+            table.get("description", ""), f"{path}: description (one line)", str
+        ),
         model_types=strings(table.get("model_types", []), f"{path}: model_types"),
         encoder=None if encoder is None else check_value(encoder, f"{path}: encoder", str),
         prefix=check_value(table.get("prefix", ""), f"{path}: prefix", str),
@@ -181,11 +188,22 @@ def load_family(path: Path) -> Family:
 
 def _extended(path: Path, seen: tuple[str, ...]) -> dict[str, Any]:
     """Return the table of a file over that of the family it extends."""
-    table = check_keys(read_toml(path), str(path), PARTS)
+    table = read_toml(path)
+    for key in set(table) & set(FIELDS):
+        raise UsageError(
+            f"{path}: {key} is a field; it stands under [structure], or under [config] with the "
+            "key of config.json that says it"
+        )
+    check_keys(table, str(path), PARTS)
     tables = ("structure", "config", "biases", "only", "tensors", "ignored")
     for part in tables:
         allowed = ("tensors",) if part == "ignored" else table.get(part, {})
         check_keys(table.setdefault(part, {}), f"{path}: [{part}]", allowed)
+    for key in table["structure"]:
+        if key in table["config"]:
+            raise UsageError(
+                f"{path}: {key} stands in [structure] and in [config]; leave one of them"
+            )
     if "extends" not in table:
         return table
     base = check_value(table["extends"], f"{path}: extends", str)
@@ -252,7 +270,9 @@ def _only(table: dict[str, Any], path: Path) -> dict[str, list[Any]]:
 
 def _biased(value: Any, where: str) -> tuple[str, ...]:
     """Return the matrices of one switch of [biases]."""
-    for name in strings(value, where):
+    for name in strings(value, where, "attn.q"):
+        if name in FUSED:
+            raise UsageError(f"{where}: name the parts of {name}: {', '.join(FUSED[name])}")
         check_value(name, where, LINEARS)
     return tuple(value)
 
@@ -268,8 +288,10 @@ def _rules(table: dict[str, Any], where: str) -> dict[str, tuple[ConfigRule, ...
 
 def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
     """Return one rule, checked."""
-    check_keys(rule, at, ConfigRule.__dataclass_fields__)
+    example = rule if isinstance(rule, str) else "key of config.json"
+    check_keys(rule, at, ConfigRule.__dataclass_fields__, f'keys = ["{example:.40}"]')
     same_as, default, formula = (rule.get(key) for key in ("same_as", "default", "formula"))
+    stored = rule.get("stored")
     if same_as is not None and same_as not in above:
         raise UsageError(f"{at}: {same_as!r} must be a field listed above it")
     kind = FIELDS[name].kind
@@ -277,7 +299,7 @@ def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
         keys=strings(rule.get("keys", []), f"{at} keys"),
         default=None if default is None else check_value(default, at, kind),
         same_as=same_as,
-        formula=None if formula is None else check_value(formula, f"{at} formula", str),
+        formula=None if formula is None else check_formula(formula, f"{at} formula"),
         optional=check_value(rule.get("optional", False), f"{at} optional", bool),
         values={
             word: check_value(value, f"{at} values", kind)
@@ -286,4 +308,5 @@ def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
             ).items()
         },
         when=check_keys(rule.get("when", {}), f"{at} when", rule.get("when", {})),
+        stored=None if stored is None else check_value(stored, f"{at} stored", str),
     )

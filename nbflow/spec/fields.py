@@ -203,6 +203,8 @@ LAYER_NORMS = (
     "attn.q_a_norm",
     "attn.kv_a_norm",
 )
+DIVISORS = ("rope_divisors", "rope_short_divisors", "rope_long_divisors")
+"""Tensors with divisors of the rotary frequencies; the latter two are LongRoPE's."""
 EXPERT_PARTS = tuple(f"moe.{{j}}.{part}" for part in ("gate", "up", "down"))
 """Matrices of expert j; a checkpoint's name without {j} is one tensor of all experts."""
 SHARED_PARTS = tuple(f"shared.{part}" for part in ("gate", "up", "down"))
@@ -227,6 +229,6 @@ TENSOR_NAMES = (
         not in {(table, "bias") for table in ("embed", "positions", "position_bias", "types")}
         and not (kind == "bias" and part.endswith(("attn.k_b", "attn.v_b", "attn.kv_b")))
     ),
-    "rope_divisors",
+    *DIVISORS,
 )
 """Our names of tensors, ``{i}`` for the layer and ``{j}`` for the expert."""

@@ -21,6 +21,26 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
 MAX_LENGTH = 200
 
 
+def check_formula(formula: Any, where: str) -> str:
+    """Return a formula, or raise `UsageError` if it is none; names may have any value."""
+    if not isinstance(formula, str):
+        raise UsageError(f"{where}: must be text in quotes, got {formula!r:.80}")
+    try:
+        evaluate(formula, where, lambda name: 1)
+    except UsageError as error:
+        if isinstance(error.__cause__, ValueError | ZeroDivisionError | OverflowError):
+            return formula  # not with these values, but it is one
+        raise
+    return formula
+
+
+def names_in(formula: str) -> list[str]:
+    """Return the names in a formula, in order."""
+    names: dict[str, None] = {}
+    evaluate(formula, "", lambda name: names.setdefault(name, None))
+    return list(names)
+
+
 def evaluate(formula: str, where: str, value_of: Callable[[str], Any]) -> float | int | None:
     """Return the value of ``a / sqrt(b)`` and the like.
 
@@ -69,14 +89,20 @@ def evaluate(formula: str, where: str, value_of: Callable[[str], Any]) -> float 
             and len(node.args) == 1
         ):
             return math.sqrt(walk(node.args[0]))
-        raise UsageError(f"{where}: not a formula: {formula!r:.80}")
+        raise wrong
 
+    wrong = UsageError(
+        f"{where}: not a formula: {formula!r:.80}; it may have numbers, fields and keys, "
+        "+ - * / // %, sqrt(...) and brackets"
+    )
     if len(formula) > MAX_LENGTH:
         raise UsageError(f"{where}: a formula may have at most {MAX_LENGTH} characters")
     try:
         result = walk(ast.parse(formula, mode="eval").body)
-    except SyntaxError as error:
-        raise UsageError(f"{where}: not a formula: {formula!r:.80}") from error
+    except SyntaxError:
+        raise wrong from None
+    except UsageError:
+        raise
     except (ValueError, ZeroDivisionError, OverflowError) as error:
         shown = ", ".join(f"{name} = {value_of(name)}" for name in sorted(names))
         raise UsageError(f"{where}: cannot evaluate {formula!r} with {shown}: {error}") from error

@@ -11,6 +11,7 @@ from typing import Any
 from nbflow.hub import find_cached, is_repo_name, repo_of
 from nbflow.spec.build import build_spec
 from nbflow.spec.family import Family, family_of
+from nbflow.spec.fields import DIVISORS
 from nbflow.spec.model_file import (
     GENERATION,
     ModelFile,
@@ -195,18 +196,22 @@ def _build(
     )
 
 
-def _rope_divisors(family: Family, weights: WeightFile) -> list[float] | None:
-    """Return the divisors of the rotary frequencies that a checkpoint stores as a tensor."""
-    for name in family.tensors.get("rope_divisors", ()):
-        if name in weights.names():
-            shape = weights.shape(name)
-            if len(shape) != 1 or shape[0] > MAX_DIVISORS:
-                raise UsageError(
-                    f"{weights.path}: tensor {name!r} must have one dimension of at most "
-                    f"{MAX_DIVISORS} numbers, got shape {shape}"
-                )
-            return [float(x) for x in weights.array(name)]
-    return None
+def _rope_divisors(family: Family, weights: WeightFile) -> dict[str, list[float]]:
+    """Return the divisors of the rotary frequencies that a checkpoint stores as tensors."""
+    divisors: dict[str, list[float]] = {}
+    present = set(weights.names())
+    for ours in DIVISORS:
+        name = next((n for n in family.tensors.get(ours, ()) if n in present), None)
+        if name is None:
+            continue
+        shape = weights.shape(name)
+        if len(shape) != 1 or shape[0] > MAX_DIVISORS:
+            raise UsageError(
+                f"{weights.path}: tensor {name!r} must have one dimension of at most "
+                f"{MAX_DIVISORS} numbers, got shape {shape}"
+            )
+        divisors[ours] = [float(x) for x in weights.array(name)]
+    return divisors
 
 
 def _name(path: Path) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from nbflow.spec.family import PARTS, ConfigRule
+from nbflow.spec.family import ANY, PARTS, ConfigRule
 from nbflow.spec.fields import FIELDS, LINEARS, REQUIRED, TENSOR_NAMES
 from nbflow.spec.model_file import GENERATION, WORDS
 from nbflow.spec.toml_schema import Kind
@@ -30,13 +30,14 @@ def family_schema() -> dict[str, Any]:
                 "description": {"type": "string"},
                 "model_types": _STRINGS,
                 "extends": {"type": "string"},
+                "encoder": {"type": "string"},
                 "prefix": {"type": "string"},
                 "structure": _fields_schema(),
                 "config": _table(
                     {name: {"anyOf": [rule, {"type": "array", "items": rule}]} for name in FIELDS}
                 ),
                 "biases": _map({"type": "array", "items": {"enum": list(LINEARS)}}),
-                "only": _map({"type": "array"}),
+                "only": _map({"anyOf": [{"type": "array"}, {"const": ANY}]}),
                 "tensors": _tensors_schema(),
                 "ignored": _table({"tensors": _STRINGS}),
             },
@@ -125,7 +126,7 @@ def _tensors_schema() -> dict[str, Any]:
 
 def _rule_schema() -> dict[str, Any]:
     special = {"keys": _STRINGS, "optional": {"type": "boolean"}, "default": {}}
-    texts = {"same_as": {"type": "string"}, "formula": {"type": "string"}}
+    texts = {key: {"type": "string"} for key in ("same_as", "formula", "stored")}
     tables = {"values": {"type": "object"}, "when": {"type": "object"}}
     known: dict[str, Any] = {**special, **texts, **tables}
     return _table({field.name: known[field.name] for field in fields(ConfigRule)})

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import re
 import tomllib
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,6 +12,15 @@ from typing import Any
 from nbflow_kernels.errors import UsageError, unknown_name
 
 MAX_TOML_BYTES = 1_000_000
+_MOST_NAMES = 25  # more are too many to read in a message
+IN_WORDS: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text in quotes",
+    dict: "a table",
+}
+"""What the types are called in messages."""
 
 Kind = type | tuple[str, ...] | list[type]
 """A type; a tuple of the words allowed; or ``[int]`` for one integer or a list of them."""
@@ -26,18 +37,40 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         return tomllib.loads(data.decode("utf-8"))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: not valid TOML: {error}") from error
+        raise UsageError(f"{path}: not valid TOML: {error}{_line_of(data, error)}") from error
 
 
-def check_keys(table: Any, where: str, allowed: Iterable[str]) -> dict[str, Any]:
-    """Return `table` if it is a table with none but the allowed keys."""
+def _line_of(data: bytes, error: Exception) -> str:
+    """Return the line that an error of the TOML reader is about, and a frequent reason."""
+    match = re.search(r"at line (\d+)", str(error))
+    lines = data.decode("utf-8", "replace").splitlines()
+    if match is None or not 1 <= int(match.group(1)) <= len(lines):
+        return ""
+    hint = "; words are written in quotes" if str(error).startswith("Invalid value") else ""
+    return f": {lines[int(match.group(1)) - 1].strip():.100}{hint}"
+
+
+def check_keys(table: Any, where: str, allowed: Iterable[str], hint: str = "") -> dict[str, Any]:
+    """Return `table` if it is a table with none but the allowed keys; `hint` is what one holds."""
     if not isinstance(table, dict):
-        raise UsageError(f"{where}: must be a table, got {table!r:.80}")
+        example = f", e.g. {{ {hint} }}" if hint else ""
+        raise UsageError(f"{where}: must be a table{example}, got {table!r:.80}")
     names = list(allowed)
     for key in table:
         if key not in names:
-            raise UsageError(f"{where}: {unknown_name('key', key, names)}")
+            raise _unknown_key(where, key, names)
     return table
+
+
+def _unknown_key(where: str, key: str, names: list[str]) -> UsageError:
+    """Return the error for a key that does not exist; of many names only those that are close."""
+    close = difflib.get_close_matches(key, names, n=3)
+    if not close or len(names) <= _MOST_NAMES:
+        return UsageError(f"{where}: {unknown_name('key', key, names)}")
+    return UsageError(
+        f"{where}: unknown key {key!r}; did you mean {' or '.join(map(repr, close))}? All "
+        f"{len(names)} are in docs/bring_your_own_architecture.md"
+    )
 
 
 def check_value(value: Any, where: str, kind: Kind) -> Any:
@@ -52,12 +85,13 @@ def check_value(value: Any, where: str, kind: Kind) -> Any:
     if kind is float and type(value) is int:
         value = float(value)
     if type(value) is not kind:
-        raise UsageError(f"{where}: must be of type {kind.__name__}, got {value!r:.80}")
+        raise UsageError(f"{where}: must be {IN_WORDS[kind]}, got {value!r:.80}")
     return value
 
 
-def strings(value: Any, where: str) -> tuple[str, ...]:
-    """Return a list of strings as a tuple, or raise `UsageError`."""
+def strings(value: Any, where: str, example: str = "name") -> tuple[str, ...]:
+    """Return a list of strings as a tuple, or raise `UsageError` with an example of one."""
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise UsageError(f"{where}: must be a list of strings, got {value!r:.80}")
+        shown = value if isinstance(value, str) and len(value) <= 40 else example
+        raise UsageError(f'{where}: must be a list of strings, e.g. ["{shown}"], got {value!r:.80}')
     return tuple(value)

@@ -14,6 +14,7 @@ from nbflow.spec.resolve import ResolvedModel
 from nbflow.weights import WeightFile, open_weights
 from nbflow.writing.gguf_checkpoint import plan_gguf
 from nbflow.writing.gguf_file import write_gguf
+from nbflow.writing.importance import Importance, read_importance, weigh
 from nbflow.writing.output import check_output, new_file, new_folder
 from nbflow.writing.plan import Choice, NewTensor, plan_as_stored
 from nbflow.writing.safetensors_file import write_safetensors
@@ -50,6 +51,7 @@ def quantize_checkpoint(
     rules: Iterable[str] = (),
     spec: str | os.PathLike[str] | None = None,
     encoder: str = "best",
+    importance: str | os.PathLike[str] | Importance | None = None,
     force: bool = False,
     dry_run: bool = False,
 ) -> WrittenCheckpoint:
@@ -75,6 +77,10 @@ def quantize_checkpoint(
         A spec file, as for `nbflow.load`.
     encoder : {"best", "plain"}
         See `nbflow_kernels.quantize`.
+    importance : path or mapping, optional
+        How much the squared error of each column counts: a file of llama.cpp's ``imatrix``,
+        safetensors, or name -> array (K,) or (experts, K); see
+        `nbflow.writing.importance.read_importance`.  Names are those of the new file, or ours.
     force : bool
         Whether `out` may be replaced.
     dry_run : bool
@@ -88,8 +94,8 @@ def quantize_checkpoint(
     ------
     UsageError
         If a name is unknown, a rule is for no matrix, rows are no whole blocks, a value is not
-        finite or too large (the message names the tensor), `out` exists, or the new file could not
-        say what the model computes.
+        finite or too large (the message names the tensor), `importance` is for other matrices,
+        `out` exists, or the new file could not say what the model computes.
 
     Examples
     --------
@@ -104,11 +110,13 @@ def quantize_checkpoint(
         raise unknown_name("encoder", encoder, ENCODERS)
     choice = Choice(to, rules)
     resolved = resolve(model, spec=spec)
+    if isinstance(importance, str | os.PathLike):
+        importance = read_importance(importance)
     path = Path(out)
     with open_weights(resolved.path) as file:
         check(resolved.spec, file)
         write = _write_gguf if path.suffix == ".gguf" else _write_safetensors
-        return write(resolved, file, path, choice, encoder, force, dry_run)
+        return write(resolved, file, path, choice, encoder, importance, force, dry_run)
 
 
 def _write_gguf(
@@ -117,12 +125,14 @@ def _write_gguf(
     out: Path,
     choice: Choice,
     encoder: str,
+    importance: Importance | None,
     force: bool,
     dry_run: bool,
 ) -> WrittenCheckpoint:
     """Write one GGUF file."""
     metadata, tensors, notes = plan_gguf(resolved, file, choice, str(out))
-    notes += twice_note(tensors)
+    tensors, more = weigh(tensors, importance)
+    notes += [*more, *twice_note(tensors)]
     _check_output(resolved, file, out, force or dry_run)
     if not dry_run:
         with new_file(out) as stream:
@@ -148,6 +158,7 @@ def _write_safetensors(
     out: Path,
     choice: Choice,
     encoder: str,
+    importance: Importance | None,
     force: bool,
     dry_run: bool,
 ) -> WrittenCheckpoint:
@@ -157,11 +168,12 @@ def _write_safetensors(
             f"{out}: a {file.format} file holds the model's configuration itself, and safetensors "
             "has no place for it; write a .gguf file"
         )
-    tensors = plan_as_stored(resolved.spec, file, choice)
+    tensors, notes = weigh(plan_as_stored(resolved.spec, file, choice), importance)
     source = resolved.path if resolved.path.is_dir() else resolved.path.parent
     beside = [source / name for name in BESIDE if (source / name).is_file()]
     is_file = out.suffix == ".safetensors"
-    done = WrittenCheckpoint(out, "safetensors", tuple(tensors), _notes(tensors, out, is_file))
+    notes += _notes(tensors, out, is_file)
+    done = WrittenCheckpoint(out, "safetensors", tuple(tensors), tuple(notes))
     may_hold = frozenset() if is_file else frozenset({*BESIDE, _WEIGHTS})
     _check_output(resolved, file, out, force or dry_run, may_hold)
     if dry_run:
@@ -178,12 +190,12 @@ def _write_safetensors(
     return done
 
 
-def _notes(tensors: list[NewTensor], out: Path, is_file: bool) -> tuple[str, ...]:
+def _notes(tensors: list[NewTensor], out: Path, is_file: bool) -> list[str]:
     """Return what the user should know about a safetensors file."""
     notes = twice_note(tensors)
     if is_file and not (out.parent / "config.json").is_file():
         notes.append("config.json must lie beside the file for it to be loaded")
-    return tuple(notes)
+    return notes
 
 
 def twice_note(tensors: Iterable[NewTensor]) -> list[str]:

@@ -16,10 +16,10 @@ from nbflow.writing.gguf_file import U32, check_types
 from nbflow.writing.gguf_names import (
     check_reading,
     divisors_of,
-    model_metadata,
     plan_renamed,
     target_family,
 )
+from nbflow.writing.gguf_numbers import model_metadata
 from nbflow.writing.gguf_vocabulary import vocabulary
 from nbflow.writing.plan import Choice, NewTensor, check_blocks, plan_as_stored
 
@@ -65,10 +65,9 @@ def _from_model(resolved: ResolvedModel, file: WeightFile, choice: Choice, where
     """Return the plan for a checkpoint that is no GGUF file."""
     spec = resolved.spec
     arch, family = target_family(spec)
-    tensors = plan_renamed(spec, file, family, choice)
-    divisors = divisors_of(spec)
-    if divisors is not None:
-        name = family.tensors["rope_divisors"][0]
+    tensors = plan_renamed(spec, file, family, arch, choice)
+    for ours, divisors in divisors_of(spec).items():
+        name = family.tensors.get(ours, (ours,))[0]
         tensors.append(NewTensor(name, divisors.shape, "f32", "f32", (ArrayRows(divisors),)))
     metadata = model_metadata(spec, arch)
     check_reading(spec, family, metadata, [tensor.name for tensor in tensors], where)

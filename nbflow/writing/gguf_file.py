@@ -8,7 +8,6 @@ from typing import Any, BinaryIO
 
 from nbflow.weights.gguf import ARRAY, MAGIC, SCALARS, STRING, TYPES
 from nbflow.writing.plan import NewTensor
-from nbflow.writing.rows import write_rows
 from nbflow_kernels.errors import UsageError
 
 U32, I32, F32, BOOL = 4, 5, 6, 7
@@ -39,9 +38,8 @@ def write_gguf(
     file.write(bytes(-file.tell() % alignment))
     for tensor in tensors:
         start = file.tell()
-        for rows in tensor.parts:
-            for piece in write_rows(rows, tensor.format, tensor.name, encoder):
-                file.write(piece)
+        for piece in tensor.pieces(encoder):
+            file.write(piece)
         assert file.tell() - start == tensor.n_bytes
         file.write(bytes(-file.tell() % alignment))
 

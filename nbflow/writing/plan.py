@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+
+import numpy as np
 
 import nbflow_kernels as nk
 from nbflow.spec.model_spec import ModelSpec
@@ -13,7 +16,7 @@ from nbflow.weights import WeightFile
 from nbflow.weights.dtypes import ITEM_BYTES
 from nbflow.weights.weight_file import tensor_bytes
 from nbflow.weights_policy import is_quantized
-from nbflow.writing.rows import Rows, StoredRows
+from nbflow.writing.rows import Rows, StoredRows, write_rows
 from nbflow_kernels.errors import UsageError
 
 
@@ -31,6 +34,10 @@ class NewTensor:
     """How it is written: a plain type or a block format."""
     parts: tuple[Rows, ...]
     """Where its rows come from, in order."""
+    ours: tuple[str, ...] = ()
+    """What we call what it holds."""
+    importance: np.ndarray | None = field(default=None, compare=False)
+    """How much each column counts, float32 (1 or parts, columns)."""
 
     @property
     def n_bytes(self) -> int:
@@ -41,6 +48,18 @@ class NewTensor:
     def is_twice(self) -> bool:
         """Whether it was in blocks and gets into others, which loses twice."""
         return self.stored not in ITEM_BYTES and self.format != self.stored
+
+    def weighed(self, importance: np.ndarray) -> NewTensor:
+        """Return it with importances of its columns."""
+        return dataclasses.replace(self, importance=importance)
+
+    def pieces(self, encoder: str) -> Iterator[bytes | memoryview]:
+        """Yield its bytes."""
+        for i, rows in enumerate(self.parts):
+            vector = None
+            if self.importance is not None:
+                vector = self.importance[i if len(self.importance) > 1 else 0]
+            yield from write_rows(rows, self.format, self.name, encoder, vector)
 
 
 class Choice:
@@ -115,7 +134,9 @@ def plan_as_stored(spec: ModelSpec, file: WeightFile, choice: Choice) -> list[Ne
             )
         dtype = file.dtype(name)
         rows = StoredRows(file, name)
-        tensors.append(NewTensor(name, file.shape(name), dtype, chosen or dtype, (rows,)))
+        own_names = tuple(own for own, _ in held.get(name, []))
+        format = chosen or dtype
+        tensors.append(NewTensor(name, file.shape(name), dtype, format, (rows,), own_names))
     choice.check_rules()
     check_blocks(tensors)
     return tensors

@@ -13,6 +13,7 @@ import nbflow_kernels as nk
 from nbflow.execute.weights import quantized_pieces, read_part
 from nbflow.program.records import Operand
 from nbflow.spec.model_spec import ModelSpec
+from nbflow.spec.stored import stored
 from nbflow.weights import WeightFile
 from nbflow.weights.dtypes import ITEM_BYTES
 from nbflow_kernels.errors import UsageError
@@ -101,7 +102,11 @@ class ModelRows:
     file: WeightFile
     name: str
     group: int = 1
-    """The head's width if rotary pairs become neighbours, else 1."""
+    """How many rows belong together: those of a head, where its rows are reordered."""
+    turns: bool = False
+    """Whether the rows of rotary pairs become neighbours."""
+    offset: float = 0.0
+    """Added to the values."""
 
     @property
     def n_rows(self) -> int:
@@ -115,8 +120,10 @@ class ModelRows:
 
     @property
     def dtype(self) -> str:
-        """Stored type."""
-        return self.file.dtype(self.spec.checkpoint_name(self.name))
+        """Stored type; what is not stored as rows is read as float32."""
+        place = stored(self.spec, self.name)
+        dtype = self.file.dtype(place.name)
+        return "f32" if place.turned and dtype not in ITEM_BYTES else dtype
 
     def _part(self, start: int, stop: int) -> Operand:
         is_vector = len(self.spec.shape_of(self.name)) < 2
@@ -124,7 +131,8 @@ class ModelRows:
 
     def array(self, start: int, stop: int) -> np.ndarray[Any, Any]:
         """Return rows [start, stop), with the pairs reordered."""
-        return self._ordered(read_part(self.spec, self.file, self._part(start, stop)))
+        rows = self._ordered(read_part(self.spec, self.file, self._part(start, stop)))
+        return rows + np.float32(self.offset) if self.offset else rows
 
     def blocks(self, start: int, stop: int) -> np.ndarray[Any, Any]:
         """Return the bytes of rows [start, stop), with the pairs reordered."""
@@ -137,7 +145,7 @@ class ModelRows:
 
     def _ordered(self, rows: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         """Bring rows (j, j + D/2) of each head next to each other, as llama.cpp's files have it."""
-        if self.group == 1:
+        if not self.turns:
             return rows
         shape = rows.shape
         halves = rows.reshape(-1, 2, self.group // 2, *shape[1:])
@@ -145,7 +153,11 @@ class ModelRows:
 
 
 def write_rows(
-    rows: Rows, format: str, where: str, encoder: str = "best"
+    rows: Rows,
+    format: str,
+    where: str,
+    encoder: str = "best",
+    importance: np.ndarray[Any, Any] | None = None,
 ) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a tensor in a format, piece by piece.
 
@@ -159,6 +171,8 @@ def write_rows(
         What the error messages call the tensor.
     encoder : {"best", "plain"}
         See `nbflow_kernels.quantize`.
+    importance : array of float32, shape (K,), optional
+        How much the error of each column counts.
 
     Raises
     ------
@@ -171,17 +185,25 @@ def write_rows(
         for start, stop in _spans(rows):
             yield np.ascontiguousarray(rows.blocks(start, stop)).reshape(-1).data
     else:
-        yield from convert(rows, format, where, encoder)
+        yield from convert(rows, format, where, encoder, importance)
 
 
-def convert(rows: Rows, format: str, where: str, encoder: str = "best") -> Iterator[bytes]:
+def convert(
+    rows: Rows,
+    format: str,
+    where: str,
+    encoder: str = "best",
+    importance: np.ndarray[Any, Any] | None = None,
+) -> Iterator[bytes]:
     """Yield the bytes of rows that are put into a format; see `write_rows`."""
     for start, stop in _spans(rows):
         array = rows.array(start, stop)
         if array.dtype.type not in (np.float16, np.float32, np.float64):
             raise UsageError(f"tensor {where}: {rows.dtype} cannot be put into {format}")
         try:
-            piece = nk.quantize(np.atleast_1d(array), format, encoder=encoder)
+            piece = nk.quantize(
+                np.atleast_1d(array), format, encoder=encoder, importance=importance
+            )
         except UsageError as error:
             raise UsageError(f"tensor {where} does not fit into {format}: {error}") from error
         yield piece.data.tobytes()

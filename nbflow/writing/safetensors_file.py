@@ -20,7 +20,6 @@ import nbflow_kernels as nk
 from nbflow.weights.dtypes import ITEM_BITS
 from nbflow.weights.safetensors import DTYPES, FORMATS_KEY
 from nbflow.writing.plan import NewTensor
-from nbflow.writing.rows import write_rows
 from nbflow_kernels.errors import UsageError
 
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
@@ -35,9 +34,8 @@ def write_safetensors(file: BinaryIO, tensors: Sequence[NewTensor], encoder: str
     file.write(text)
     for tensor in tensors:
         start = file.tell()
-        for rows in tensor.parts:
-            for piece in write_rows(rows, tensor.format, tensor.name, encoder):
-                file.write(piece)
+        for piece in tensor.pieces(encoder):
+            file.write(piece)
         assert file.tell() - start == tensor.n_bytes
 
 

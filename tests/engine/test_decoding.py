@@ -82,8 +82,8 @@ def test_searches_run_on_ranks():
         assert nbflow.contrastive_search(parts, BEAM["prompt"], 6).ids == words.ids
         again = parts.generate(BEAM["prompt"], 20, "chain", seed=4, repeat_penalty=1.3, logprobs=2)
         assert again.ids == drawn.ids
-        # another split of the layers rounds elsewhere: a few float32 roundings of logits near 10
-        np.testing.assert_allclose(again.top_logprobs, drawn.top_logprobs, atol=1e-4)
+        # ranks make the same float32 sums, but not in one order
+        np.testing.assert_allclose(again.top_logprobs, drawn.top_logprobs, atol=1e-5)
         plain = parts.generate(BEAM["prompt"], 20, ignore_eos=True)
         helped = parts.generate(BEAM["prompt"], 20, ignore_eos=True, draft="ngram")
         assert helped.ids == plain.ids

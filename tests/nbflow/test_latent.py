@@ -11,7 +11,8 @@ from specs import make_spec, write_checkpoint
 import nbflow
 from nbflow.cache import make_storage
 from nbflow.execute import RankWeights, ReferenceExecutor
-from nbflow.program import build
+from nbflow.program import build, fuse
+from nbflow.program.cost import StepShape, kv_token_bytes, op_cost
 from nbflow.spec import resolve
 from nbflow.spec.model_spec import LatentSpec, RopeSpec
 from nbflow.weights import open_weights
@@ -98,3 +99,31 @@ def test_ranks_read_the_heads_they_hold(folder: Path) -> None:
     )
     head = 2 * 128 * E
     assert sum(read) == layers + latent + head
+
+
+def test_what_a_step_costs(folder: Path) -> None:
+    """Keys and values are one vector a token; each head's query and sum are as wide as it."""
+    spec = resolve(folder).spec
+    program = fuse(build(spec))
+    assert kv_token_bytes(program, "f16") == 2 * (C + ROPE)
+    shape = StepShape(n_sequences=1, n_new=1, context=10, n_logits=1)
+    costs = {op.kind: op_cost(program, op, 0, shape, lambda name: 16, "f16") for op in program.ops}
+    assert costs["attention"].attention_operations == 10 * 2 * H * (C + ROPE + C)
+    assert costs["heads_linear"].operations == 2 * H * C * V
+    assert costs["heads_linear"].weight_bytes == 2 * H * C * V
+
+
+@pytest.mark.parametrize("activations", ["f32", "int8"])
+def test_matrices_of_heads_in_blocks(folder: Path, activations: str, tmp_path: Path) -> None:
+    """GGUF files may hold them in blocks; keys lie turned there, and are not converted twice."""
+    path = tmp_path / "x.gguf"
+    rules = ["*attn_?_b*=q8_0", "*=f16"]
+    done = nbflow.quantize_checkpoint(folder, path, "f16", rules=rules)
+    formats = {t.name: (t.format, t.shape) for t in done.tensors if "_b." in t.name}
+    assert formats["blk.1.attn_k_b.weight"] == ("q8_0", (H, C, NOPE))
+    assert formats["blk.1.attn_v_b.weight"] == ("q8_0", (H, V, C))
+    found = logits(path, kv="f32", activations=activations)
+    # rounding of the activations: to 1/254 of the largest of 32
+    assert error(found, reference(path)) < (2e-6 if activations == "f32" else 2e-2)
+    # that of the weights: to 1/254 of the largest of 32
+    assert error(found, reference(folder)) < 3e-2

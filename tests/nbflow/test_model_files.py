@@ -33,6 +33,9 @@ PARAMETERS = {
     "bloomz_3b": 3_002_557_440,
     "chatglm2_6b": 6_243_584_000,
     "deepseek_moe_16b_base": 16_375_728_128,
+    "deepseek_v2_chat": 235_741_434_880,
+    "deepseek_v2_lite_chat": 15_706_484_224,
+    "deepseek_v3": 671_026_419_200,
     "facebook_m2m100_418m": 483_905_536,
     "falcon_40b_instruct": 41_303_293_952,
     "falcon_7b_instruct": 6_921_720_704,
@@ -62,7 +65,7 @@ PARAMETERS = {
 NO_NUMBERS = {"tiny_python", "xverse_13b_chat"}
 NO_TEMPLATE = {
     "tiny_python", "bert_base_multilingual_cased", "facebook_m2m100_418m", "llama3.1_70b",
-    "llama3.1_405b",
+    "llama3.1_405b", "deepseek_v2_chat", "deepseek_v2_lite_chat", "deepseek_v3",
 }  # fmt: skip
 
 CHATML = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"

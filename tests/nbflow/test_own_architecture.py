@@ -13,6 +13,7 @@ import pytest
 from nbflow.commands import spec as spec_command
 from nbflow.spec.family import FAMILIES, PARTS, ConfigRule
 from nbflow.spec.fields import TENSOR_NAMES
+from nbflow_kernels.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "bring_your_own_architecture.md"
@@ -86,3 +87,40 @@ def test_what_the_explanation_says(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "mine.toml").write_text('family = "pelican.toml"\n[override]\nwindow = 9\n')
     text = run(capsys, str(tmp_path / "mine.toml"))
     assert re.search(r"\n  window += 9  \(override\)\n", text)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("norm_eps = 1e-5\n", "", r"norm_eps is stated nowhere; write norm_eps = \.\.\. under"),
+        (
+            "tied_head = true",
+            "tied_head = true\nvocab_size = 5",
+            "vocab_size stands in .*leave one",
+        ),
+        ("model_types", 'norm = "rms"\nmodel_types', "norm is a field; it stands under"),
+        ('"final_norm.weight"', "#", r"has no name for final_norm\.weight.*; write \"final_norm"),
+        (
+            '"layers.{i}.attn.q_norm.weight"',
+            "#",
+            r"no name for layers\.\{i\}\.attn\.q_norm\.",
+        ),
+        ("blocks.{i}.attn.out", "blocks.0.attn.out", r"must contain \{i\} 1 times"),
+        (
+            "attn.o.weight",
+            "self_attn.o_proj.weight",
+            r"did you mean 'layers\.\{i\}\.attn\.o\.",
+        ),
+        ("rope_theta =", "rope_teta =", r"did you mean 'rope_theta'.*are in docs/"),
+        ("[structure]", "[structures]", "unknown key 'structures'; did you mean 'structure'"),
+        ("[0]", "0", r"must be a list of values, or \"any\""),
+    ],
+)
+def test_a_mistake_is_answered_with_what_to_write(
+    old: str, new: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = block("toml")
+    assert old in text
+    (tmp_path / "pelican.toml").write_text(text.replace(old, new))
+    with pytest.raises(UsageError, match=message):
+        run(capsys, str(tmp_path / "pelican.toml"))

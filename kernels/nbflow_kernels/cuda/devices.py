@@ -35,6 +35,11 @@ class KernelDevice(Protocol):
     constants: dict[Any, Any]
     """Tables that families keep on the device: a key that begins with the family's name."""
 
+    @property
+    def stream(self) -> int:
+        """What stands for the stream that launches go to now; see `workspace`."""
+        ...
+
     def load(self, code: bytes, entry: str) -> Launch:
         """Return the kernel `entry` of compiled code."""
         ...
@@ -98,7 +103,17 @@ def address(array: Any) -> int:
     """Return the device address of an array's first element.
 
     The 16-byte loads of a kernel want ``address(x) % 16 == 0``; views need not start there.
+
+    Raises
+    ------
+    TypeError
+        If it lies in host memory.
     """
+    if type(array) is np.ndarray:
+        raise TypeError(
+            "the first array lies on a CUDA device, another one in host memory; copy it to the "
+            f"device (cupy.asarray): NumPy array of shape {array.shape}"
+        )
     data = getattr(array, "data", None)
     found = getattr(data, "ptr", None)  # CuPy's, and quicker than the interface
     return int(array.__cuda_array_interface__["data"][0] if found is None else found)
@@ -146,6 +161,11 @@ class CupyDevice:
         self.constants: dict[Any, Any] = {}
         self.n_sms = self._driver.attribute(driver.MULTIPROCESSOR_COUNT)
         self.max_shared_bytes = self._driver.attribute(driver.MAX_SHARED_BYTES_OPT_IN)
+
+    @property
+    def stream(self) -> int:
+        """See `KernelDevice.stream`."""
+        return int(self._cupy.cuda.get_current_stream().ptr)
 
     def load(self, code: bytes, entry: str) -> Launch:
         """See `KernelDevice.load`; the kernel runs on CuPy's current stream."""

@@ -1,0 +1,158 @@
+"""How much the columns of each matrix matter: what an importance matrix says.
+
+Read are the files that llama.cpp's ``imatrix`` writes (GGUF, and the older binary form) and
+safetensors with a vector for each matrix.  Of a mixture of experts there may be a vector for each
+expert, (experts, columns).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nbflow.weights import gguf, open_weights
+from nbflow.weights.byte_cursor import ByteCursor
+from nbflow.weights.byte_file import ByteFile
+from nbflow.writing.plan import NewTensor
+from nbflow_kernels.errors import UsageError
+
+Importance = Mapping[str, np.ndarray]
+"""Name of a matrix -> how much the squared error of each column counts."""
+
+_SUMS, _COUNTS = ".in_sum2", ".counts"
+_MAX_NAME_BYTES = 1024
+_LEAST_BYTES = 12  # of an entry: three numbers
+
+
+def read_importance(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
+    """Return the importances in a file: the mean squares of what each column is multiplied with.
+
+    Parameters
+    ----------
+    path : path
+        A GGUF or binary file of llama.cpp's ``imatrix``, or safetensors.
+
+    Returns
+    -------
+    dict
+        Name -> float32 (K,), or (experts, K).
+
+    Raises
+    ------
+    UsageError
+        If it is no such file.
+    """
+    path = Path(path)
+    file = ByteFile(path)
+    head = file.read(0, 9)
+    try:
+        if gguf.matches(path, head):
+            return _from_gguf(path)
+        if head[8:9] == b"{":
+            return _from_safetensors(path)
+        return _from_binary(file)
+    finally:
+        file.close()
+
+
+def _from_gguf(path: Path) -> dict[str, np.ndarray]:
+    """Return sums of squares divided by how often they were added to, one for each matrix."""
+    found = {}
+    with open_weights(path) as file:
+        names = file.names()
+        for name in names:
+            if not name.endswith(_SUMS):
+                continue
+            matrix = name.removesuffix(_SUMS)
+            if matrix + _COUNTS not in names:
+                raise UsageError(f"{path}: {matrix} has no {_COUNTS[1:]}; it is no importance file")
+            sums = np.atleast_2d(file.array(name).astype(np.float32))
+            counts = file.array(matrix + _COUNTS).astype(np.float32).reshape(-1, 1)
+            if len(counts) != len(sums):
+                raise UsageError(f"{path}: {matrix} has {len(sums)} sums and {len(counts)} counts")
+            # an expert that was never used says nothing: all of its columns count alike
+            mean = np.where(counts > 0, sums / np.maximum(counts, 1), np.float32(1))
+            found[matrix] = mean[0] if len(mean) == 1 else mean
+    if not found:
+        raise UsageError(f"{path}: holds no {_SUMS[1:]} tensors; it is no importance file")
+    return found
+
+
+def _from_safetensors(path: Path) -> dict[str, np.ndarray]:
+    with open_weights(path) as file:
+        return {name: file.array(name).astype(np.float32) for name in file.names()}
+
+
+def _from_binary(file: ByteFile) -> dict[str, np.ndarray]:
+    """Return what the older form says: name, calls, and sums of squares, entry after entry."""
+    cursor = ByteCursor(file)
+    n_entries = cursor.number("i", "the number of entries")
+    if not 1 <= n_entries <= cursor.left // _LEAST_BYTES:
+        raise UsageError(f"{file.path}: is no importance file: it would have {n_entries} entries")
+    found = {}
+    for i in range(n_entries):
+        what = f"entry {i}"
+        name = cursor.text("i", what, _MAX_NAME_BYTES)
+        n_calls, n_values = cursor.number("i", what), cursor.number("i", what)
+        if n_calls < 1 or not 1 <= n_values <= cursor.left // 4:
+            raise UsageError(f"{file.path}: {what} ({name!r:.80}) has {n_values} values; damaged")
+        values = np.frombuffer(cursor.take(4 * n_values, what), "<f4")
+        found[name] = (values / n_calls).astype(np.float32)
+    return found
+
+
+def weigh(
+    tensors: Sequence[NewTensor], importance: Importance | None
+) -> tuple[list[NewTensor], list[str]]:
+    """Give the tensors that are put into a format their importances; return notes too.
+
+    Raises
+    ------
+    UsageError
+        If none of them has any, or a vector has not a number for each column.
+    """
+    if importance is None:
+        return list(tensors), []
+    weighed, lacking = [], []
+    for tensor in tensors:
+        if tensor.format == tensor.stored or len(tensor.shape) < 2:
+            weighed.append(tensor)
+            continue
+        name = next((n for n in (tensor.name, *tensor.ours) if n in importance), None)
+        if name is None:
+            lacking.append(tensor.name)
+            weighed.append(tensor)
+        else:
+            weighed.append(tensor.weighed(_checked(tensor, name, importance[name])))
+    n_converted = sum(t.format != t.stored and len(t.shape) > 1 for t in tensors)
+    if len(lacking) == n_converted:
+        raise UsageError(
+            f"there are importances for {_shown(importance)}, but for none of the matrices that "
+            f"are converted, {_shown(lacking)}"
+        )
+    return weighed, [f"{len(lacking)} matrices have no importances: {_shown(lacking)}"] * bool(
+        lacking
+    )
+
+
+def _checked(tensor: NewTensor, name: str, vector: Any) -> np.ndarray:
+    """Return the importances of a tensor's parts, (1 or parts, K)."""
+    K, n = tensor.shape[-1], len(tensor.parts)
+    array = np.asarray(vector, np.float32)
+    if n > 1 and array.shape == (n * K,):  # the older form has experts one after the other
+        array = array.reshape(n, K)
+    if array.shape not in ((K,), (n, K)):
+        raise UsageError(
+            f"importances of {name} must have shape ({K},), the columns of {tensor.name}, "
+            f"or ({n}, {K}), got {array.shape}"
+        )
+    return array.reshape(-1, K)
+
+
+def _shown(names: Any) -> str:
+    first = ", ".join(list(names)[:3])
+    return first + (f" and {len(names) - 3} more" if len(names) > 3 else "")
