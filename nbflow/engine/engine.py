@@ -393,25 +393,49 @@ class Engine:
                 self._inbox, self._calls = new + self._inbox, calls + self._calls
             return False
         endings = [(h, reason) for h, reason in (*cancelled, *self._overdue()) if not h.done]
+        try:
+            self._begin(new)
+            # a request that was cancelled before it began has got its number by now
+            self._end(endings)
+            while calls:
+                self._answer(*calls.pop(0))
+        except BaseException:  # nobody is to wait for ever
+            with self._lock:
+                self._inbox = [h for h in new if h.request.id not in self._handles] + self._inbox
+                self._calls = calls + self._calls
+            raise
+        return not (closing and not self._handles)
+
+    def _begin(self, new: Sequence[Handle]) -> None:
+        """Give new requests to the scheduler."""
         commands: list[Command] = [("submit", (h.request,)) for h in new]
-        # a request that was cancelled before it began gets its number in this very list
         for handle, refused in zip(new, self._tell(commands), strict=True):
             if isinstance(refused, UsageError):
                 self._ended(handle, "error", refused)
             else:
                 self._handles[handle.request.id] = handle
+
+    def _end(self, endings: Sequence[tuple[Handle, FinishReason]]) -> None:
+        """End requests for other reasons than their own."""
         for handle, reason in endings:
             if handle.request.id in self._handles and not handle.done:
                 self._tell([("end", (handle.request.id, reason))])
                 del self._handles[handle.request.id]
                 self._ended(handle, reason)
-        for future, command in calls:
+
+    def _answer(self, future: Future[Any], command: Command) -> None:
+        """Make a call that another thread waits for."""
+        try:
             (result,) = self._tell([command])
+        except Exception as error:
+            future.set_exception(error)
+            if self._rank.comm.size > 1:  # the others may be in the middle of it
+                raise
+        else:
             if isinstance(result, UsageError):
                 future.set_exception(result)
             else:
                 future.set_result(result)
-        return not (closing and not self._handles)
 
     def _overdue(self) -> list[tuple[Handle, FinishReason]]:
         """Return the requests whose time is over."""

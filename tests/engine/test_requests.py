@@ -172,6 +172,20 @@ def test_a_step_that_fails_ends_its_requests_only(engine, model, monkeypatch):
     assert engine.stats().finished == {"error": 1, "length": 1}
 
 
+def test_a_call_that_fails_is_told_to_who_made_it(engine, model, monkeypatch):
+    def fail(step):
+        raise MemoryError("planted")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.engines[0].executor, "run", fail)
+        with pytest.raises(MemoryError, match="planted"):
+            engine.embed([[1, 2, 3]])
+    with pytest.raises(UsageError, match="token id 101 is outside"):
+        engine.embed([[101]])
+    assert engine.embed([[1, 2, 3]])[0].shape == (64,)
+    assert all_free(engine)
+
+
 def test_streams_that_are_read_in_turn(model):
     expected = model.generate(IDS[:9], 12, ignore_eos=True).ids
     first, second = (model.stream(IDS[:9], 12, ignore_eos=True) for _ in range(2))
