@@ -59,6 +59,12 @@ NUMBERS: dict[str, tuple[type, str]] = {
     "logprobs": (int, "report so many most probable tokens (--json)"),
 }
 """Parameter -> its type and what it does."""
+OTHER_FLAGS = {
+    "temperature": ("--temp",),
+    "repetition_penalty": ("--repeat-penalty",),
+    "typical_p": ("--typical",),
+}
+"""llama.cpp's names of some."""
 CONSTRAINTS = {f.name for f in dataclasses.fields(Constraints)} | {*KINDS, "stop_token_ids"}
 """Parameters that any strategy goes with."""
 _SEARCHES = {
@@ -76,7 +82,9 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"strategy (what the other parameters mean): {', '.join((*STRATEGIES, *SEARCHES))}",
     )
     for name, (kind, text) in NUMBERS.items():
-        group.add_argument(f"--{name.replace('_', '-')}", dest=name, type=kind, help=text)
+        flags = [f"--{name.replace('_', '-')}", *OTHER_FLAGS.get(name, ())]
+        metavar = "N" if kind is int else "X"
+        group.add_argument(*flags, dest=name, type=kind, metavar=metavar, help=text)
     group.add_argument(
         "--sampler-order", "--samplers", dest="samplers", metavar="ORDER",
         help='the chain\'s samplers: "top_k;top_p;temperature", or letters: "kpt"',

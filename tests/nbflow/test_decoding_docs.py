@@ -77,6 +77,9 @@ def test_command_lines(tmp_path):
     assert parsed() == {}
     values = parsed("--top-k", "7", "--logit-bias", "5=-2.5", "--stop", "a", "--stop", "b")
     assert values == {"top_k": 7, "logit_bias": {5: -2.5}, "stop": ["a", "b"]}
+    assert parsed("--temp", "0.5", "--repeat-penalty", "2") == {
+        "temperature": 0.5, "repetition_penalty": 2.0,
+    }  # fmt: skip
     assert parsed("--sampler-order", "kt") == {"samplers": "kt"}
     (tmp_path / "s.json").write_text('{"type": "integer"}')
     assert parsed("--json-schema", str(tmp_path / "s.json")) == {"json_schema": {"type": "integer"}}

@@ -9,6 +9,7 @@ import re
 import numpy as np
 import pytest
 import tokenizer_files
+import tokenizers
 
 import nbflow
 from nbflow.decoding import Filters, Grammar, Parameters
@@ -31,15 +32,41 @@ SCHEMA = {
 }
 
 
-@pytest.fixture(scope="module", params=["tiny_python", "bpe", "sp_bpe", "sp_unigram", "gguf"])
+@pytest.fixture(
+    scope="module", params=["tiny_python", "bpe", "sp_bpe", "sp_unigram", "gguf", "llama"]
+)
 def tokenizer(request, tmp_path_factory):
     if request.param == "gguf":
         path = tmp_path_factory.mktemp("gguf") / "bpe.gguf"
         return nbflow.load_tokenizer(tokenizer_files.bpe_gguf(path, "gpt-2"))
-    if request.param == "sp_bpe":
+    if request.param == "llama":
+        return nbflow.load_tokenizer(llama_file(tmp_path_factory.mktemp("llama")))
+    if request.param in ("sp_bpe", "sp_unigram"):
         pytest.importorskip("sentencepiece", reason="needs the extra sentencepiece")
     known = request.param == "tiny_python"
     return nbflow.load_tokenizer(request.param if known else tokenizer_files.GOLDEN / request.param)
+
+
+def llama_file(folder):
+    """A tokenizer.json like Llama 2's: pieces with U+2581 for a space, bytes for the rest."""
+    parts = tokenizers.decoders
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["\u2581", *'abcdefghijklmnopqrstuvwxyz0123456789-(),:{}[]"', "\u2581t", "th"]
+    vocab = {piece: i for i, piece in enumerate(pieces)}
+    made = tokenizers.Tokenizer(
+        tokenizers.models.BPE(
+            vocab, [("\u2581", "t"), ("t", "h")], unk_token="<unk>", byte_fallback=True
+        )
+    )
+    space = tokenizers.normalizers.Replace(" ", "\u2581")
+    before = tokenizers.normalizers.Prepend("\u2581")
+    made.normalizer = tokenizers.normalizers.Sequence([before, space])
+    made.decoder = parts.Sequence(
+        [parts.Replace("\u2581", " "), parts.ByteFallback(), parts.Fuse(), parts.Strip(" ", 1, 0)]
+    )
+    made.add_special_tokens(["<unk>", "<s>", "</s>"])
+    made.save(str(folder / "tokenizer.json"))
+    return folder / "tokenizer.json"
 
 
 def generate(tokenizer, seed, most=400, **structure):
