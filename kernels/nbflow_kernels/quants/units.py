@@ -29,7 +29,7 @@ float32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -279,6 +279,12 @@ class Units:
     def nbytes(self) -> int:
         """Size in bytes, with its padding."""
         return int(self.data.nbytes)
+
+    def matrix(self, index: int, n_rows: int) -> Units:
+        """Return one of several matrices of `n_rows` rows that lie one after the other."""
+        size = -(-n_rows // ROWS) * self.form.tile_bytes(self.n_columns)
+        part = self.data[index * size : (index + 1) * size]
+        return replace(self, n_rows=n_rows, data=part)
 
 
 def pack(format: QuantFormat, data: NDArray[np.uint8], n_columns: int) -> Units:
