@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import platform
 import shlex
 import subprocess
 import sys
@@ -60,9 +61,14 @@ def demo() -> None:
     call(nbflow, "report", f"{RESULTS}/demo")
 
 
+def has_cuda_compilers() -> bool:
+    """Return whether there are wheels of the CUDA compilers for this computer."""
+    return sys.platform == "linux" and platform.machine() in ("x86_64", "aarch64")
+
+
 def test(arguments: list[str]) -> None:
     """Run the tests, a process for each of up to eight processors; further words go to pytest."""
-    install("mpi,experiments,dev")
+    install("mpi,experiments,serve,dev" + (",cuda-test" if has_cuda_compilers() else ""))
     processes = ["-n", str(min(8, len(os.sched_getaffinity(0)))), "--dist", "loadfile"]
     call(str(BIN / "python"), "-m", "pytest", "-q", *processes, *arguments)
 

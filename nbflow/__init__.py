@@ -17,8 +17,10 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from nbflow.engine.engine import Engine
+    from nbflow.engine.generation import Generation
     from nbflow.engine.load import load
-    from nbflow.engine.model import Generation, Model
+    from nbflow.engine.model import Model
+    from nbflow.engine.search import beam_search, contrastive_search
     from nbflow.tokenizer import load_tokenizer
     from nbflow.weights import open_weights
     from nbflow.writing import quantize_checkpoint
@@ -26,8 +28,10 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "Engine": "nbflow.engine.engine",
-    "Generation": "nbflow.engine.model",
+    "Generation": "nbflow.engine.generation",
     "Model": "nbflow.engine.model",
+    "beam_search": "nbflow.engine.search",
+    "contrastive_search": "nbflow.engine.search",
     "load": "nbflow.engine.load",
     "load_tokenizer": "nbflow.tokenizer",
     "open_weights": "nbflow.weights",
@@ -43,6 +47,8 @@ __all__ = [
     "Model",
     "UsageError",
     "__version__",
+    "beam_search",
+    "contrastive_search",
     "load",
     "load_tokenizer",
     "open_weights",

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 COMMANDS = {
     "run": ("nbflow.commands.run", "continue a prompt"),
+    "serve": ("nbflow.commands.serve", "answer requests over HTTP"),
+    "client": ("nbflow.commands.client", "talk to a server"),
     "bench": ("nbflow.commands.bench", "time prompt processing and generation"),
     "sweep": ("nbflow_experiments.commands.sweep", "run a sweep and record it"),
     "report": ("nbflow_experiments.commands.report", "draw the figures of a recorded sweep"),

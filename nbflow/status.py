@@ -12,6 +12,8 @@ import time
 from dataclasses import dataclass
 
 IDLE, WORKING, WAITING = 0, 1, 2
+FAILED = 4
+"""Added to the state of a rank that has left its step with an error."""
 _RECORD = struct.Struct("=dBqd24s")
 """Last sign of life, state, layer (-1 for none), time of it, kind of exchange."""
 _BEAT = struct.Struct("=d")
@@ -22,7 +24,7 @@ class Place:
     """Where a rank is."""
 
     state: int
-    """IDLE between steps, WORKING behind an exchange, or WAITING in one."""
+    """IDLE between steps, WORKING behind an exchange, WAITING in one; or one of them + FAILED."""
     kind: str
     """Kind of the last exchange, e.g. "all_reduce"; empty before the first."""
     layer: int
@@ -34,9 +36,14 @@ class Place:
 
     def __str__(self) -> str:
         where = f"{self.kind or 'the start'}{f' of layer {self.layer}' if self.layer >= 0 else ''}"
-        if self.state == IDLE:
+        if self.state in (IDLE, IDLE + FAILED):
             return "between two steps" if self.kind else "before the first step"
-        return f"{'in' if self.state == WAITING else 'behind'} {where}"
+        return f"{'in' if self.state in (WAITING, WAITING + FAILED) else 'behind'} {where}"
+
+    @property
+    def is_in_step(self) -> bool:
+        """Whether the rank is in a step, and has to go on."""
+        return self.state in (WORKING, WAITING)
 
 
 class Status:
@@ -59,6 +66,12 @@ class Status:
         """Say that the step is over."""
         place = self.place()
         self.set(IDLE, place.kind, place.layer)
+
+    def failed(self) -> None:
+        """Say that the step has been left with an error; where is kept."""
+        place = self.place()
+        if place.is_in_step:
+            self.set(place.state + FAILED, place.kind, place.layer)
 
     def place(self) -> Place:
         """Return what the rank does."""

@@ -21,7 +21,7 @@ import sys
 import time
 from collections.abc import Callable
 
-from nbflow.status import IDLE, Status
+from nbflow.status import Status
 from nbflow_kernels.errors import UsageError
 
 HANG_S = 300.0
@@ -117,7 +117,7 @@ def _watch(child: int, status: Status, limit: float, report: Callable[[str], Non
             report(f"was killed by {signal.Signals(number).name}{why} {place}")
             return 128 + number
         now = time.monotonic()
-        if place.state != IDLE and (now > place.alive + limit or now > place.since + 3 * limit):
+        if place.is_in_step and (now > place.alive + limit or now > place.since + 3 * limit):
             what = "stood still" if now > place.alive + limit else "waited"
             report(f"has {what} for {now - place.since:.0f} s {place} (NBFLOW_HANG_S={limit:g})")
             _send(child, signal.SIGKILL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 from pathlib import Path
 
@@ -11,10 +12,13 @@ from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+COMPILES_CUDA = ("cpu_emulator_gpu",)
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if path.stem in COMPILES_CUDA and importlib.util.find_spec("numba_cuda") is None:
+        pytest.skip("needs the CUDA compilers: pip install 'nbflow[cuda-test]'")
     paths = [str(ROOT / part) for part in ("", "kernels", "experiments")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))

@@ -43,7 +43,22 @@ def ops_table() -> str:
     lines = ["| family | functions | reference | CPU | CUDA |", "|---|---|---|---|---|"]
     for family, names in FAMILIES.items():
         functions = ", ".join(f"`{name}`" for name in names)
-        lines.append(f"| `{family}` | {functions} | NumPy float64 | Numba | not yet |")
+        lines.append(f"| `{family}` | {functions} | NumPy float64 | Numba | yes |")
+    return "\n".join(lines)
+
+
+def cuda_table() -> str:
+    """Return the table of the ops' CUDA variants."""
+    from nbflow_kernels.families import FAMILIES, NO_CUDA
+
+    lines = ["| family | on a CUDA device | not, and why |", "|---|---|---|"]
+    for family, names in FAMILIES.items():
+        reasons: dict[str, list[str]] = {}
+        for name in names:
+            reasons.setdefault(NO_CUDA.get(name, ""), []).append(f"`{name}`")
+        there = ", ".join(reasons.pop("", []))
+        missing = "; ".join(f"{', '.join(ops)}: {why}" for why, ops in reasons.items())
+        lines.append(f"| `{family}` | {there} | {missing} |")
     return "\n".join(lines)
 
 
@@ -142,7 +157,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
         "formats": formats_table,
         "speeds": speeds_table,
     },
-    "docs/ops.md": {"support": support_table, "notes": support_notes},
+    "docs/ops.md": {"support": support_table, "notes": support_notes, "cuda": cuda_table},
     "docs/tolerances.md": {"tolerances": tolerances_table},
 }
 """File to its markers and what stands after them."""

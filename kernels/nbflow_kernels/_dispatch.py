@@ -34,7 +34,45 @@ def on_device(array: Any, like: Any) -> Any:
 
 def on_host(array: Any) -> Any:
     """Return `array` as it is, or the NumPy copy of an array on a CUDA device, after waiting."""
-    return array.get() if is_cuda(array) and hasattr(array, "get") else array
+    if not is_cuda(array):
+        return array
+    from nbflow_kernels.cuda import to_host
+
+    return to_host(array)
+
+
+def check_together(**arrays: Any) -> None:
+    """Raise unless all arrays and quantized tensors lie in host memory, or all on CUDA devices.
+
+    Raises
+    ------
+    UsageError
+        Naming one of each.
+    """
+    places: dict[bool, str] = {}
+    for name, array in arrays.items():
+        if array is not None:
+            places[is_cuda(array) or getattr(array, "on_device", False)] = name
+    if len(places) == 2:
+        raise UsageError(
+            f"{places[True]} is on a CUDA device and {places[False]} in host memory; bring both to "
+            "one place: cupy.asarray, or to_device() of a QuantTensor"
+        )
+
+
+def overlap(a: Any, b: Any) -> bool:
+    """Return whether two arrays may share memory: whether their bounds in memory overlap."""
+    if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
+        both = isinstance(a, np.ndarray) and isinstance(b, np.ndarray)
+        return both and np.may_share_memory(a, b)
+    if not a.size or not b.size:
+        return False
+    starts = [v.__cuda_array_interface__["data"][0] for v in (a, b)]
+    ends = [
+        start + v.itemsize + sum((n - 1) * s for n, s in zip(v.shape, v.strides, strict=True))
+        for start, v in zip(starts, (a, b), strict=True)
+    ]
+    return bool(starts[0] < ends[1] and starts[1] < ends[0])
 
 
 def check_array(

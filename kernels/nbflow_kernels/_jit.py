@@ -3,7 +3,8 @@
 Numba's disk cache looks only at the file of the cached function: it would go on serving old
 machine code after an edit in a function that was inlined from another file.  The cache folder of a
 module is therefore named after a digest of its source and of all sources of this package that it
-imports, directly or through others.  `NUMBA_CACHE_DIR` moves the folders, as usual.
+imports, directly or through others.  `NUMBA_CACHE_DIR` moves the folders, as usual.  Each compiled
+kernel is a file of its own there (`_disk_cache`).
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import numba
 from numba.core import event
 
 from nbflow_kernels import stepping
+from nbflow_kernels._disk_cache import use_keyed_files
 from nbflow_kernels._parts import PartCompiler
 from nbflow_kernels.stepping import numba_config
 
@@ -135,10 +137,11 @@ def _compiled(function: Callable[..., Any], fastmath: Any) -> Any:
     before = numba_config.CACHE_DIR
     numba_config.CACHE_DIR = str(cache_folder(Path(function.__code__.co_filename)))
     try:
-        return numba.njit(
+        compiled = numba.njit(
             cache=True, nogil=True, error_model="numpy", boundscheck=False, fastmath=fastmath,
             **_NO_C,
         )(function)  # fmt: skip
+        return use_keyed_files(compiled)
     finally:
         numba_config.CACHE_DIR = before
 

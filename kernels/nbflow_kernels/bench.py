@@ -1,7 +1,7 @@
 """Benchmark of the ops: check first, then time, beside the machine's measured read bandwidth.
 
     python -m nbflow_kernels.bench [OP ...] [--threads N] [--repeats N] [--formats FILE] [--json]
-                                   [--out FILE]
+                                   [--out FILE] [--suite cpu|gpu]
 
 OP is an op (``matmul``) or one case (``matmul-llama2_7b_decode_f16``); without any, all timed
 cases run.  A case whose result differs from the reference is not timed, and the exit code is 1.
@@ -10,6 +10,7 @@ What is timed: the public function, with its checks, into a given output; not th
 compiles.  Enough copies of the inputs are used in turn that none is still in the last-level cache.
 A sample is as many calls as fill 200 microseconds, and a peer's samples alternate with ours.
 GB/s counts each byte that must be read or written once, so data in a cache can exceed the limit.
+With ``--suite gpu`` the cases run on a CUDA device, see `nbflow_kernels.bench_gpu`.
 "% of peak" compares GFLOP/s with multiply-adds in registers (`nbflow_kernels.peaks`).
 """
 
@@ -30,7 +31,7 @@ from typing import Any
 import numpy as np
 
 import nbflow_kernels
-from nbflow_kernels import checking
+from nbflow_kernels import bench_gpu, checking
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.families import all_cases
 from nbflow_kernels.opcase import OpCase
@@ -226,15 +227,16 @@ def measure(case: OpCase, repeats: int, bandwidth: float) -> Row:
     )
 
 
-def choose(names: list[str]) -> list[OpCase]:
-    """Return the timed cases of the named ops or cases; all of them for no names.
+def choose(names: list[str], suite: str = "cpu") -> list[OpCase]:
+    """Return the timed cases of the named ops or cases; all of the suite's for no names.
 
     Raises
     ------
     UsageError
         If a name is neither an op with a timed case nor such a case.
     """
-    timed = [case for case in (*all_cases(), *user_cases()) if case.timed]
+    cases = (*all_cases(), *user_cases())
+    timed = [case for case in cases if case.timed and (suite == "gpu" or not case.device_only)]
     available = [*dict.fromkeys(case.op for case in timed), *(case.id for case in timed)]
     for name in names:
         if name not in available:
@@ -279,6 +281,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Check each op against its float64 reference, then time it.",
     )
     parser.add_argument("ops", nargs="*", metavar="OP", help="ops or cases; default: all timed")
+    parser.add_argument(
+        "--suite", choices=("cpu", "gpu"), default="cpu", help="where (default: cpu)"
+    )
     parser.add_argument("--threads", type=int, help="default: all processors of this process")
     parser.add_argument("--repeats", type=int, default=20, help="samples per case (default: 20)")
     parser.add_argument(
@@ -299,7 +304,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         for file in arguments.formats:
             nbflow_kernels.load_formats(file)
-        cases = choose(arguments.ops)
+        cases = choose(arguments.ops, arguments.suite)
         if arguments.repeats < 1:
             raise UsageError(f"--repeats must be at least 1, got {arguments.repeats}")
         if arguments.threads is not None:
@@ -307,6 +312,8 @@ def main(argv: list[str] | None = None) -> int:
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    if arguments.suite == "gpu":
+        return bench_gpu.main(cases, arguments.repeats, arguments.json, arguments.out)
     bandwidth = read_bandwidth()
     rows: list[Row] = []
     failed = 0

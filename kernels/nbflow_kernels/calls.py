@@ -16,6 +16,7 @@ With compiling off (`nbflow_kernels.stepping`) the table stays empty, and the te
 
 from __future__ import annotations
 
+import dataclasses
 import struct
 import threading
 from collections.abc import Callable, Sequence
@@ -93,13 +94,16 @@ class CallList:
 
     def _fill(self) -> None:
         calls, n_threads = self.calls, self.n_threads
-        codes = [_machine_code(call) for call in calls]
-        functions = _trampolines([code.signature for code in codes])
+        keys = [(call.kernel, tuple(map(_kind, call.args))) for call in calls]
+        missing = {key: call for key, call in zip(keys, calls, strict=True) if key not in _codes}
+        if missing:
+            _add_codes(missing)
+        codes = [_codes[key] for key in keys]
         parts = [call.parts(n_threads) for call in calls]
         self.is_shared = max(parts, default=1) > 1
         for i, (call, code) in enumerate(zip(calls, codes, strict=True)):
             row = self.table[i]
-            row[FUNCTION] = functions[i]
+            row[FUNCTION] = code.trampoline
             row[ARGUMENTS] = self._keep(_argument_block(code, call.args))
             cell = call.n_rows if call.is_dynamic else np.array([call.n_rows], np.int64)
             row[ROWS] = self._keep(cell)
@@ -131,6 +135,30 @@ class _Code:
 
     signature: tuple[Any, ...]
     address: int
+    trampoline: int = 0
+    """Address of what calls it from a table; 0 if that is not made yet."""
+
+
+_codes: dict[tuple[Any, ...], _Code] = {}  # by kernel and kinds of arguments
+
+
+def _kind(value: Any) -> Any:
+    """Return what the type that Numba gives a value depends on; asking Numba takes far longer."""
+    kind = type(value)
+    if kind is np.ndarray:
+        return value.dtype, value.ndim, value.flags.num
+    if kind is tuple:
+        return tuple(map(_kind, value))
+    if kind is int:
+        return kind, value >> 63
+    return kind
+
+
+def _add_codes(missing: dict[tuple[Any, ...], Call]) -> None:
+    codes = {key: _machine_code(call) for key, call in missing.items()}
+    functions = _trampolines([code.signature for code in codes.values()])
+    for (key, code), function in zip(codes.items(), functions, strict=True):
+        _codes[key] = dataclasses.replace(code, trampoline=function)
 
 
 def _machine_code(call: Call) -> _Code:
@@ -150,26 +178,28 @@ def _machine_code(call: Call) -> _Code:
 
 def _argument_block(code: _Code, args: tuple[Any, ...]) -> np.ndarray:
     """Return the kernel's address and its arguments, 8 bytes each, as the trampoline reads them."""
-    words = [struct.pack("<q", code.address)]
+    words = [code.address]
     for value, kind in zip(args, code.signature, strict=False):
-        words.extend(_words(value, kind))
-    return np.frombuffer(b"".join(words), np.int64).copy()
+        _add_words(words, value, kind)
+    return np.array(words, np.int64)
 
 
-def _words(value: Any, kind: Any) -> list[bytes]:
-    """Return a value the way Numba passes it: an array as seven or more words."""
+def _add_words(words: list[int], value: Any, kind: Any) -> None:
+    """Append a value the way Numba passes it: an array as seven or more words."""
     if isinstance(kind, types.Array):
-        numbers = (0, 0, value.size, value.itemsize, value.ctypes.data)
-        return [struct.pack("<q", n) for n in (*numbers, *value.shape, *value.strides)]
-    if isinstance(kind, types.BaseTuple):
+        address = value.__array_interface__["data"][0]
+        words += (0, 0, value.size, value.itemsize, address, *value.shape, *value.strides)
+    elif isinstance(kind, types.BaseTuple):
         members: Any = kind
-        members = list(members.types)
-        return [w for v, k in zip(value, members, strict=True) for w in _words(v, k)]
-    if isinstance(kind, types.Float):
-        return [struct.pack("<d", value) if kind.bitwidth == 64 else struct.pack("<f4x", value)]
-    if isinstance(kind, types.Boolean | types.Integer):
-        return [struct.pack("<q", int(value))]
-    raise TypeError(f"a call list cannot hold an argument of type {kind}")
+        for v, k in zip(value, members.types, strict=True):
+            _add_words(words, v, k)
+    elif isinstance(kind, types.Float):
+        bits = struct.pack("<d", value) if kind.bitwidth == 64 else struct.pack("<f4x", value)
+        words += struct.unpack("<q", bits)
+    elif isinstance(kind, types.Boolean | types.Integer):
+        words.append(int(value))
+    else:
+        raise TypeError(f"a call list cannot hold an argument of type {kind}")
 
 
 # ---- trampolines ----------------------------------------------------------------------------

@@ -153,6 +153,23 @@ FAMILIES: dict[str, tuple[str, ...]] = {
 }
 """Family to its public names."""
 
+_TABLE = "makes a table once, in host memory; copy it to the device"
+_RECORD = "a record of numbers"
+
+NO_CUDA: dict[str, str] = {
+    "rope_cos_sin_cache": _TABLE,
+    "rope_frequencies": _TABLE,
+    "alibi_slopes": _TABLE,
+    "RopeScaling": _RECORD,
+    "LinearRopeScaling": _RECORD,
+    "DynamicNtkRopeScaling": _RECORD,
+    "YarnRopeScaling": _RECORD,
+    "Llama3RopeScaling": _RECORD,
+    "LongRopeScaling": _RECORD,
+    "SharedExpert": _RECORD,
+}
+"""Public names without a CUDA variant, and why; all others run on CUDA devices too."""
+
 SUPPORT: dict[str, tuple[str, ...]] = {
     "quants": ("FORMATS", "QuantFormat", "QuantTensor", "dequantize", "quantize"),
     "quants.user": ("load_formats", "register_format", "unregister_format"),

@@ -43,6 +43,8 @@ class OpCase:
     """Compare bit for bit (copies, integer results) instead of with a tolerance."""
     timed: bool = field(default=False)
     """Whether the benchmark runs this case (a real model's shape)."""
+    device_only: bool = False
+    """Whether only the benchmark of CUDA devices times it, if it is timed."""
     arithmetic: str = ""
     """What its multiply-adds are made of ("f32", "int8"), if the benchmark is to compare them with
     the processor's peak; see `nbflow_kernels.peaks`."""

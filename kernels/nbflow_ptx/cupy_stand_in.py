@@ -9,6 +9,7 @@ element of ``empty`` nobody wrote, is noticed.  Not here: CuPy's mathematics.
 from __future__ import annotations
 
 import sys
+import time
 import types
 import weakref
 from collections.abc import Iterator, Sequence
@@ -436,15 +437,22 @@ class _Stream:
 
 
 class _Event:
-    """An event without a time: the emulator measures none."""
+    """An event: the time on the host's clock, as the emulator measures none."""
 
-    def __init__(self, *_: Any, **__: Any) -> None: ...
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.at_s = 0.0
 
     def record(self, stream: Any = None) -> None:
-        """Nothing to record."""
+        """Keep the time."""
+        self.at_s = time.perf_counter()
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
+
+
+_ATTRIBUTES = {
+    "MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 227 * 1024, "L2CacheSize": 1 << 16,
+}  # fmt: skip
 
 
 class _Device:
@@ -452,9 +460,7 @@ class _Device:
 
     id = 0
     compute_capability = property(lambda self: _State.arch.removeprefix("sm_").rstrip("a"))
-    attributes = property(
-        lambda self: {"MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 227 * 1024}
-    )
+    attributes = property(lambda self: dict(_ATTRIBUTES))
 
     def __init__(self, *_: Any) -> None: ...
     def synchronize(self) -> None:
@@ -473,6 +479,7 @@ _null = _Stream()
 _Stream.null = _null  # type: ignore[attr-defined]
 cuda = types.ModuleType("cupy.cuda")
 cuda.Stream, cuda.Event, cuda.Device = _Stream, _Event, _Device  # type: ignore[attr-defined]
+cuda.get_elapsed_time = lambda first, last: 1e3 * (last.at_s - first.at_s)  # type: ignore[attr-defined]
 cuda.get_current_stream = lambda: _null  # type: ignore[attr-defined]
 cuda.is_available = lambda: True  # type: ignore[attr-defined]
 

@@ -49,6 +49,11 @@ class EmulatedDevice:
         """Arrays that launchers keep in this device's memory."""
         return State.constants
 
+    @property
+    def stream(self) -> int:
+        """There is one, as long as nothing resets the device."""
+        return id(State.device)
+
     def load(self, code: bytes, entry: str) -> Callable[[Dim3, Dim3, bytes, int], None]:
         """Return the launch of the kernel `entry` of a PTX text."""
         emulator = Emulator(code)

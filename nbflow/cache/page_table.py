@@ -38,6 +38,8 @@ class _Sequence:
     """Leading pages that have been entered into the cache, or were found there."""
     index: np.ndarray | None = None
     """`pages` as an array, until they change."""
+    room: int = 0
+    """Up to this length it is known that the sequence may write to its pages."""
 
 
 @dataclass(frozen=True)
@@ -165,19 +167,31 @@ class PageTable:
 
     def reserve(self, sequence: int, n_tokens: int) -> None:
         """Give a sequence the pages for `n_tokens` more tokens without counting these in."""
-        entry = self._sequences[sequence]
-        if self.missing(sequence, n_tokens) > self.n_available:
+        if not self.try_reserve(sequence, n_tokens):
             raise NoFreePageError(f"no page is free for sequence {sequence}")
+
+    def try_reserve(self, sequence: int, n_tokens: int) -> bool:
+        """Do what `reserve` does, or nothing if there are not enough pages; return which."""
+        entry = self._sequences[sequence]
+        if entry.length + n_tokens <= entry.room:
+            return True
+        if self.missing(sequence, n_tokens) > self.n_available:
+            return False
         if n_tokens > 0:
             self._own_the_end(entry)
         n_pages = -(-(entry.length + n_tokens) // self.page_size)
         if len(entry.pages) < n_pages:
             entry.pages += [self._take() for _ in range(n_pages - len(entry.pages))]
             entry.index = None
+        if n_tokens > 0:
+            entry.room = len(entry.pages) * self.page_size
+        return True
 
     def missing(self, sequence: int, n_tokens: int) -> int:
         """Return how many pages `reserve` would take."""
         entry = self._sequences[sequence]
+        if entry.length + n_tokens <= entry.room:
+            return 0
         copied = n_tokens > 0 and self._end_is_shared(entry)
         return int(copied) + max(
             0, -(-(entry.length + n_tokens) // self.page_size) - len(entry.pages)
@@ -221,6 +235,7 @@ class PageTable:
         pages = entry.pages[: -(-entry.length // self.page_size)]
         for page in pages:
             self._hold(page)
+        entry.room = 0
         chain = None if entry.chain is None else entry.chain.copy()
         self._sequences[new] = _Sequence(pages, entry.length, chain, entry.n_named)
 
@@ -237,7 +252,7 @@ class PageTable:
         if entry.chain is not None:
             del entry.chain.names[n_full:]
         entry.n_named = min(entry.n_named, n_full)
-        entry.length, entry.index = length, None
+        entry.length, entry.index, entry.room = length, None, 0
 
     def drop(self, sequence: int) -> None:
         """End a sequence; pages that nobody else holds become free, or cached."""

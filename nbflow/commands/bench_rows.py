@@ -77,6 +77,8 @@ def make_row(
         "activations": arguments.activations,
         "kv": arguments.kv,
         "partition": model.plan.partition,
+        "exchange": arguments.exchange,
+        "exchange_error": model.exchange_error(),
         "threads_per_rank": model.threads,
         "batch": test.batch,
         "test": test.name,

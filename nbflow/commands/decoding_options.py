@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from nbflow.decoding import STRATEGIES
+import nbflow
+from nbflow.decoding import STRATEGIES, Constraints
+from nbflow.decoding.structured import KINDS
+from nbflow.engine import Model
+from nbflow.engine.search import SEARCHES
 from nbflow_kernels.errors import UsageError
 
 NUMBERS: dict[str, tuple[type, str]] = {
@@ -53,13 +59,21 @@ NUMBERS: dict[str, tuple[type, str]] = {
     "logprobs": (int, "report so many most probable tokens (--json)"),
 }
 """Parameter -> its type and what it does."""
+CONSTRAINTS = {f.name for f in dataclasses.fields(Constraints)} | {*KINDS, "stop_token_ids"}
+"""Parameters that any strategy goes with."""
+_SEARCHES = {
+    "beam": ("num_beams", "length_penalty", "early_stopping"),
+    "contrastive": ("penalty_alpha",),
+}
+"""Search -> the arguments that are its own."""
 
 
 def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
     """Add arguments for every decoding parameter but the number of tokens."""
     group = parser.add_argument_group("decoding", "see docs/decoding.md")
     group.add_argument(
-        "--decoding", help=f"strategy (what the other parameters mean): {', '.join(STRATEGIES)}"
+        "--decoding",
+        help=f"strategy (what the other parameters mean): {', '.join((*STRATEGIES, *SEARCHES))}",
     )
     for name, (kind, text) in NUMBERS.items():
         group.add_argument(f"--{name.replace('_', '-')}", dest=name, type=kind, help=text)
@@ -88,6 +102,83 @@ def add_decoding_arguments(parser: argparse.ArgumentParser) -> None:
         "--include-stop-str-in-output", action="store_true", help="keep the stop text"
     )
     group.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
+
+
+def add_search_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add arguments for searches and proposals."""
+    group = parser.add_argument_group("searches and proposals", "see docs/decoding.md")
+    group.add_argument("--num-beams", type=int, metavar="N", help="beam search over so many (4)")
+    group.add_argument("--length-penalty", type=float, help="beam search: power of the length (1)")
+    group.add_argument(
+        "--early-stopping", choices=("true", "false", "never"), help="beam search: when it ends"
+    )
+    group.add_argument(
+        "--penalty-alpha", type=float, metavar="A",
+        help="contrastive search with this weight of likeness (0.6) over --top-k (4) tokens",
+    )  # fmt: skip
+    group.add_argument(
+        "--draft", metavar="MODEL", help='a smaller model that proposes tokens, or "ngram"'
+    )
+    group.add_argument("--n-draft", type=int, default=5, help="tokens proposed at once (5)")
+    group.add_argument(
+        "--draft-verify", choices=("same", "chain"), default="same",
+        help="keep the very tokens (same), or their distribution and more proposals (chain)",
+    )  # fmt: skip
+
+
+def search_name(arguments: argparse.Namespace) -> str | None:
+    """Return the search that is asked for, or None.
+
+    Raises
+    ------
+    UsageError
+        If something is given that belongs to another one.
+    """
+    given = [n for n, f in _SEARCHES.items() if any(getattr(arguments, o) is not None for o in f)]
+    name = arguments.decoding if arguments.decoding in SEARCHES else next(iter(given), None)
+    if name is None:
+        return None
+    for other in given:
+        if other != name:
+            option = next(o for o in _SEARCHES[other] if getattr(arguments, o) is not None)
+            raise UsageError(f"--{option.replace('_', '-')} belongs to --decoding {other}")
+    if arguments.decoding not in (None, name):
+        raise UsageError(f"--decoding {arguments.decoding} does not go with a {name} search")
+    if arguments.draft is not None:
+        raise UsageError("a search takes no --draft")
+    return name
+
+
+def search_values(arguments: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Return what was given, for `nbflow.engine.search.search`."""
+    values = decoding_values(arguments)
+    values.pop("decoding", None)
+    for option in _SEARCHES[name]:
+        if getattr(arguments, option) is not None:
+            values[option] = getattr(arguments, option)
+    stopping = {"true": True, "false": False}
+    if "early_stopping" in values:
+        values["early_stopping"] = stopping.get(values["early_stopping"], "never")
+    return values
+
+
+@contextlib.contextmanager
+def load_draft(arguments: argparse.Namespace) -> Iterator[Model | str | None]:
+    """Yield who proposes tokens."""
+    if arguments.draft in (None, "ngram"):
+        yield arguments.draft
+        return
+    with nbflow.load(arguments.draft) as model:
+        yield model
+
+
+def request_values(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what was given, for `Model.make_request`; greedy if nothing says how to choose."""
+    values = decoding_values(arguments)
+    free = {"seed", "logprobs", "stop", "include_stop_str_in_output", "ignore_eos"}
+    if "decoding" not in values:
+        values["decoding"] = "auto" if set(values) - CONSTRAINTS - free else "greedy"
+    return {**values, "n_draft": arguments.n_draft, "draft_verify": arguments.draft_verify}
 
 
 def decoding_values(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -36,7 +36,10 @@ def run(arguments: argparse.Namespace) -> int:
 def environment() -> dict[str, Any]:
     """Return what a result depends on besides the code and the data."""
     from nbflow_kernels._jit import cache_root
+    from nbflow_kernels.cuda import detect
 
+    found = detect()
+    version = ".".join(str(n) for n in found.driver_version or ())
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -45,6 +48,7 @@ def environment() -> dict[str, Any]:
         "cores_available": available_cores(),
         "memory_bytes": system.memory_bytes(),
         "kernel_cache": str(cache_root()),
+        "cuda": found.reason or f"{found.n_devices} devices, driver for CUDA {version}",
         "packages": system.package_versions(),
         "variables": system.relevant_variables(),
     }

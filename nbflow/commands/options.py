@@ -49,9 +49,28 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--partition",
         metavar="P",
         default="0",
-        help="'0;1' by layer, '0&1' by tensor, '0&1;2&3' hybrid",
+        help="'0;1' by layer, '0&1' by tensor, '0&1;2&3' hybrid, '0:3;1' uneven, '0/1' replicas; "
+        "auto: what the planner finds best for the ranks of mpirun",
     )
-    parser.add_argument("--device", default="auto", help="auto or cpu")
+    parser.add_argument(
+        "--optimize",
+        metavar="AIM",
+        default="latency",
+        help="what --partition auto is best at: latency or throughput (latency)",
+    )
+    parser.add_argument(
+        "--machine",
+        metavar="NAME|FILE",
+        help="its description for --partition auto (measured if not given; nbflow plan --measure)",
+    )
+    parser.add_argument(
+        "--exchange", metavar="E", default="f32", help="partial sums are sent as f32 or q8 (f32)"
+    )
+    parser.add_argument(
+        "--device",
+        default="auto",
+        help="auto (cpu), cpu, cuda, or emulator (CUDA kernels on the CPU, checked; very slow)",
+    )
     parser.add_argument(
         "--spec",
         metavar="FILE",
@@ -75,6 +94,9 @@ def load_model(arguments: argparse.Namespace, **changes: Any) -> nbflow.Model:
             "activations",
             "kv",
             "partition",
+            "optimize",
+            "machine",
+            "exchange",
             "device",
             "spec",
             "tokenizer",

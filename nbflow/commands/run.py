@@ -6,10 +6,22 @@ import argparse
 import json
 import sys
 import time
+from typing import Any
 
 from nbflow.commands.chat_options import add_chat_arguments, chat_ids, is_chat
+from nbflow.commands.decoding_options import (
+    add_decoding_arguments,
+    add_search_arguments,
+    load_draft,
+    request_values,
+    search_name,
+    search_values,
+)
 from nbflow.commands.options import add_model_arguments, load_model, speaks
-from nbflow.decoding import STRATEGIES
+from nbflow.engine import Generation, Model
+from nbflow.engine.request import Request
+from nbflow.engine.search import search
+from nbflow.engine.text_stream import TextStream
 from nbflow.tokenizer import Tokenizer
 
 
@@ -21,75 +33,100 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "-n", "--max-tokens", type=int, default=128, help="new tokens at most (128)"
     )
-    parser.add_argument("--decoding", default="greedy", help=", ".join(STRATEGIES))
-    parser.add_argument("--temperature", type=float, help="divide the logits by this")
-    parser.add_argument("--top-k", type=int, help="for --decoding top_k")
-    parser.add_argument("--top-p", type=float, help="for --decoding top_p")
-    parser.add_argument("--min-p", type=float, help="for --decoding min_p")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the draws (0)")
-    parser.add_argument("--ignore-eos", action="store_true", help="go on after an end token")
+    add_decoding_arguments(parser)
+    add_search_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.add_argument("-q", "--quiet", action="store_true", help="no line of statistics")
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    chat = is_chat(arguments)
-    with load_model(arguments) as model:
+    with load_model(arguments) as model, load_draft(arguments) as draft:
         if not model.participates:
             return 0
-        if chat:
+        if is_chat(arguments):
             prompt = chat_ids(model.tokenizer, arguments, arguments.prompt)
         else:
             prompt = _prompt_ids(model.tokenizer, arguments.prompt or "", arguments.parse_special)
+        name = search_name(arguments)
+        if name is not None:
+            values = search_values(arguments, name)
+            found = search(model, name, prompt, arguments.max_tokens, **values)
+            _print_search(model, arguments, prompt, found)
+            return 0
         request = model.make_request(
-            prompt,
-            arguments.max_tokens,
-            arguments.decoding,
-            arguments.seed,
-            arguments.ignore_eos,
-            temperature=arguments.temperature,
-            top_k=arguments.top_k,
-            top_p=arguments.top_p,
-            min_p=arguments.min_p,
+            prompt, arguments.max_tokens, draft=draft, **request_values(arguments)
         )
         request.wants_logprobs = arguments.json
-        streams = speaks(model) and not arguments.json
-        decoder = model.tokenizer.decode_stream()
         started = time.perf_counter()
         first = None
-        if streams:
-            shown_prompt = "".join(decoder.push(i) for i in prompt)
-            _show("" if chat else shown_prompt)
-        shown = 0
+        text = _Shown(model, request, is_chat(arguments), arguments.json)
         for _ in model.run_requests([request]):
             first = first or time.perf_counter()
-            if streams:
-                _show("".join(decoder.push(i) for i in request.ids[shown:]))
-                shown = len(request.ids)
+            text.update()
         ended = time.perf_counter()
-        if not speaks(model):
-            return 0
-        if streams:
-            print(decoder.finish())
-        if arguments.json:
-            print(
-                json.dumps(
-                    {
-                        "prompt": arguments.prompt or "",
-                        "prompt_ids": prompt,
-                        "text": model.tokenizer.decode(request.ids),
-                        "ids": request.ids,
-                        "logprobs": request.logprobs,
-                        "finish_reason": request.finish_reason,
-                    }
-                )
-            )
-        elif not arguments.quiet:
-            _statistics(
-                len(prompt), len(request.ids), (first or ended) - started, ended - (first or ended)
-            )
+        text.finish()
+        if speaks(model) and arguments.json:
+            _print_json(arguments, model.generation(request))
+        elif speaks(model) and not arguments.quiet:
+            _statistics(request, (first or ended) - started, ended - (first or ended))
     return 0
+
+
+class _Shown:
+    """The text of a request on the screen, as it comes."""
+
+    def __init__(self, model: Model, request: Request, chat: bool, silent: bool) -> None:
+        self._request, self._n = request, 0
+        self._stream = None
+        if speaks(model) and not silent:
+            before = model.tokenizer.decode_stream()
+            shown = "".join([*(before.push(i) for i in request.prompt), before.finish()])
+            _show("" if chat else shown)
+            self._stream = TextStream(
+                model.tokenizer, request.stop_texts, request.include_stop_text, request.prompt
+            )
+
+    def update(self) -> None:
+        """Show what is new."""
+        if self._stream is not None:
+            _show("".join(self._stream.push(i) for i in self._request.ids[self._n :]))
+            self._n = len(self._request.ids)
+
+    def finish(self) -> None:
+        """Show the rest."""
+        if self._stream is not None:
+            self.update()
+            print(self._stream.finish())
+
+
+def _print_search(
+    model: Model, arguments: argparse.Namespace, prompt: list[int], found: Generation
+) -> None:
+    if not speaks(model):
+        return
+    if arguments.json:
+        _print_json(arguments, found)
+    else:
+        print(("" if is_chat(arguments) else model.tokenizer.decode(prompt)) + found.text)
+
+
+def _print_json(arguments: argparse.Namespace, made: Generation) -> None:
+    values: dict[str, Any] = {
+        "prompt": arguments.prompt or "",
+        "prompt_ids": made.prompt_ids,
+        "text": made.text,
+        "ids": made.ids,
+        "logprobs": made.logprobs,
+        "finish_reason": made.finish_reason,
+    }
+    if made.top_logprobs:
+        values["top_logprobs"] = made.top_logprobs
+    if made.score is not None:
+        values["score"] = made.score
+    if made.n_drafted:
+        values |= {"n_drafted": made.n_drafted, "n_accepted": made.n_accepted}
+    print(json.dumps(values))
 
 
 def _prompt_ids(tokenizer: Tokenizer, text: str, parse_special: bool) -> list[int]:
@@ -103,9 +140,14 @@ def _show(text: str) -> None:
     sys.stdout.flush()
 
 
-def _statistics(n_prompt: int, n_new: int, to_first_s: float, rest_s: float) -> None:
+def _statistics(request: Request, to_first_s: float, rest_s: float) -> None:
+    n_prompt, n_new = len(request.prompt), len(request.ids)
     rate = f", then {(n_new - 1) / rest_s:,.0f} tokens/s" if n_new > 1 and rest_s > 0 else ""
+    drafted = ""
+    if request.n_drafted:
+        drafted = f"; {request.n_accepted} of {request.n_drafted} proposed tokens accepted"
     print(
-        f"[{n_prompt} prompt tokens, {n_new} new; first after {to_first_s * 1e3:.0f} ms{rate}]",
+        f"[{n_prompt} prompt tokens, {n_new} new; first after {to_first_s * 1e3:.0f} ms{rate}"
+        f"{drafted}]",
         file=sys.stderr,
     )

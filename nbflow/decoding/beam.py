@@ -134,4 +134,5 @@ class Beams:
         length = len(best.ids)
         if search.early_stopping == "never" and search.length_penalty > 0.0:
             length = self._max_tokens
-        return best.score / length**search.length_penalty <= self.finished[-1].score
+        possible: float = best.score / length**search.length_penalty
+        return possible <= self.finished[-1].score

@@ -5,7 +5,11 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.sampling import top_k
 from nbflow_kernels.sampling.philox import uniform
+
+COLD = 1e-6
+"""Lower temperatures are this one, at which the best token is the only one."""
 
 
 class Candidates:
@@ -23,15 +27,39 @@ class Candidates:
     """
 
     def __init__(self, logits: np.ndarray) -> None:
-        self.ids = np.flatnonzero(logits > -np.inf)
-        self.logits = logits[self.ids].astype(np.float64)
-        self.n_vocab = len(logits)
-        if np.isnan(logits).any() or not len(self.ids) or np.isposinf(self.logits.max()):
+        best = logits.max()
+        if not np.isfinite(best):  # NaN wins, too
             raise UsageError(
                 "the model's logits have a NaN or an infinity, or every token is forbidden, so "
                 "that no token can be drawn; check the constraints, or try another weights= or kv="
             )
+        self.n_vocab = len(logits)
+        self._row: np.ndarray | None = logits
+        """The float32 row as long as all of it is there."""
+        self._ids: np.ndarray = np.empty(0, np.int64)
+        self._logits: np.ndarray = np.empty(0)
         self._sorted = False
+
+    @property
+    def ids(self) -> np.ndarray:
+        """The tokens."""
+        self._unpack()
+        return self._ids
+
+    @property
+    def logits(self) -> np.ndarray:
+        """Their scores, float64."""
+        self._unpack()
+        return self._logits
+
+    def _unpack(self) -> None:
+        if self._row is not None:
+            row, self._row = self._row, None
+            if row.min() > -np.inf:
+                self._ids, self._logits = np.arange(len(row)), row.astype(np.float64)
+            else:
+                self._ids = np.flatnonzero(row > -np.inf)
+                self._logits = row[self._ids].astype(np.float64)
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -44,10 +72,17 @@ class Candidates:
 
     def take(self, chosen: np.ndarray | slice) -> None:
         """Keep these places, in this order."""
-        self.ids, self.logits = self.ids[chosen], self.logits[chosen]
+        self._ids, self._logits = self.ids[chosen], self.logits[chosen]
 
     def first(self, n: int) -> None:
         """Keep the `n` best, best first."""
+        if self._row is not None and n < self.n_vocab // 2:
+            values, ids = top_k(self._row[None], n, sorted=True)
+            kept = values[0] > -np.inf
+            self._row = None
+            self._ids, self._logits = ids[0][kept], values[0][kept].astype(np.float64)
+            self._sorted = True
+            return
         if not self._sorted and n < len(self) // 2:
             # a stable sort of few: all above the n-th largest, and the first of its equals
             bound = np.partition(self.logits, len(self) - n)[len(self) - n]
@@ -57,10 +92,27 @@ class Candidates:
         self.sort()
         self.take(slice(0, n))
 
+    def reaching(self, mass: float, least: int = 1) -> None:
+        """Keep the fewest best whose probabilities sum to `mass`, at least `least`; best first."""
+        weights = np.exp(self.logits - self.logits.max())
+        wanted, n = mass * weights.sum(), len(self)
+        for size in (256, 4096, n):  # mostly a few hundred are enough
+            best = weights if size >= n else np.partition(weights, n - size)[n - size :]
+            reached = np.flatnonzero(np.cumsum(-np.sort(-best)) >= wanted)
+            if len(reached):
+                n = int(reached[0]) + 1
+                break
+        self.first(max(n, least))
+
     def rescore(self, logits: np.ndarray) -> None:
-        """Give the candidates other logits."""
-        self.logits = logits
-        self._sorted = False
+        """Give the candidates other logits, in another order of merit."""
+        self._unpack()
+        self._logits, self._sorted = logits, False
+
+    def scale(self, factor: float) -> None:
+        """Multiply the logits."""
+        self._unpack()
+        self._logits = self._logits * factor
 
     def keep(self, mask: np.ndarray) -> None:
         """Keep what the mask says, in the present order."""

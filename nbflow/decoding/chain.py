@@ -93,8 +93,8 @@ class ChainState(SampledState):
 
     def candidates(self, logits: np.ndarray) -> Candidates:
         found = Candidates(logits)
-        history = np.array(self.prompt_ids + self.ids, np.int32)
-        moment = Moment(history, lambda: random_number(self.seed, len(self.ids), 1))
+        place = self.tokens.n_new
+        moment = Moment(self.tokens.array, lambda: random_number(self.seed, place, 1))
         for name in self._chain.samplers:
             SAMPLERS[name](found, self._chain, moment)
         return found

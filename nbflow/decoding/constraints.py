@@ -10,6 +10,7 @@ import numpy as np
 
 from nbflow.decoding.strategy import State, Strategy, check_range
 from nbflow.decoding.structured import Grammar, Matcher
+from nbflow.decoding.tokens import Tokens
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.penalties import (
     apply_logit_bias,
@@ -92,7 +93,7 @@ class Constrained(Strategy):
         inner = self.strategy.begin(prompt_ids, seed)
         grammar = self.constraints.grammar
         matcher = None if grammar is None else grammar.begin()
-        return ConstrainedState(inner, self.constraints, matcher, prompt_ids)
+        return ConstrainedState(inner, self.constraints, matcher, Tokens(prompt_ids))
 
 
 class ConstrainedState:
@@ -103,13 +104,12 @@ class ConstrainedState:
         inner: State,
         constraints: Constraints,
         matcher: Matcher | None,
-        prompt_ids: Sequence[int],
+        tokens: Tokens,
     ) -> None:
         self._inner = inner
         self._constraints = constraints
         self._matcher = matcher
-        self._tokens = list(prompt_ids)
-        self._n_prompt = len(prompt_ids)
+        self._tokens = tokens
 
     def choose(self, logits: np.ndarray) -> int:
         """See `nbflow.decoding.State.choose`."""
@@ -129,14 +129,13 @@ class ConstrainedState:
     def fork(self) -> ConstrainedState:
         """See `nbflow.decoding.State.fork`."""
         matcher = None if self._matcher is None else self._matcher.fork()
-        other = ConstrainedState(self._inner.fork(), self._constraints, matcher, self._tokens)
-        other._n_prompt = self._n_prompt
-        return other
+        inner, tokens = self._inner.fork(), self._tokens.copy()
+        return ConstrainedState(inner, self._constraints, matcher, tokens)
 
     def _changed(self, logits: np.ndarray) -> np.ndarray:
         """Return the changed logits, in place of the given ones."""
         rules, row = self._constraints, logits[None]
-        history = np.array(self._tokens, np.int32)
+        history = self._tokens.array
         whole = np.array([0, len(history)], np.int32)
         if rules.allowed_token_ids:
             mask_token_ids(row, *_ragged(rules.allowed_token_ids), keep=True)
@@ -145,7 +144,7 @@ class ConstrainedState:
             apply_penalties(
                 row, history, whole, repetition_penalty=penalties[0],
                 frequency_penalty=penalties[1], presence_penalty=penalties[2],
-                prompt_lens=self._n_prompt,
+                prompt_lens=self._tokens.n_prompt,
             )  # fmt: skip
         if rules.no_repeat_ngram_size:
             apply_no_repeat_ngram(row, history, whole, rules.no_repeat_ngram_size)
@@ -154,7 +153,7 @@ class ConstrainedState:
             biases = np.array([bias for _, bias in rules.logit_bias], np.float32)
             apply_logit_bias(row, tokens, biases, indptr)
         banned = [*rules.banned_token_ids, *self._ends_of_bad_words()]
-        if len(self._tokens) - self._n_prompt < rules.min_tokens:
+        if self._tokens.n_new < rules.min_tokens:
             banned += rules.end_ids
         if banned:
             mask_token_ids(row, *_ragged(banned))
@@ -164,12 +163,11 @@ class ConstrainedState:
 
     def _ends_of_bad_words(self) -> list[int]:
         """Return the tokens that would complete a bad word in the new text."""
-        new = self._tokens[self._n_prompt :]
-        return [
-            word[-1]
-            for word in self._constraints.bad_words
-            if len(word) == 1 or tuple(new[-len(word) + 1 :]) == word[:-1]
-        ]
+        words = self._constraints.bad_words
+        longest = max(map(len, words), default=0)
+        n = min(self._tokens.n_new, longest)
+        new = tuple(self._tokens.array[len(self._tokens) - n :].tolist())
+        return [w[-1] for w in words if len(w) == 1 or new[-len(w) + 1 :] == w[:-1]]
 
 
 def constrain(strategy: Strategy, constraints: Constraints) -> Strategy:

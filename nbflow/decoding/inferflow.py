@@ -291,7 +291,7 @@ class PoolState:
     def _pool(self, logits: np.ndarray) -> Candidates:
         pool = Candidates(logits)
         pool.first(self._strategy.pool_size)
-        pool.logits = pool.logits / max(self._strategy.temperature, LEAST_TEMPERATURE)
+        pool.scale(1.0 / max(self._strategy.temperature, LEAST_TEMPERATURE))
         return pool
 
     def _past_end(self, pool: Candidates, token: int) -> tuple[int, bool]:

@@ -13,7 +13,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from nbflow.decoding.candidates import Candidates
+from nbflow.decoding.candidates import COLD, Candidates
 from nbflow.decoding.strategy import SampledState, Strategy, check_range
 from nbflow_kernels.errors import UsageError
 
@@ -54,33 +54,37 @@ class MirostatState(SampledState):
         super().__init__(prompt_ids, seed)
         self._strategy = strategy
         self.mu = 2.0 * strategy.mirostat_tau
-        self._surprise: dict[int, float] = {}
+        self._seen: tuple[np.ndarray, np.ndarray] | None = None
 
     def candidates(self, logits: np.ndarray) -> Candidates:
         strategy = self._strategy
         found = Candidates(logits)
-        found.logits = found.logits / strategy.temperature
-        found.sort()
+        if strategy.temperature != 1.0:
+            found.scale(1.0 / max(strategy.temperature, COLD))
         if strategy.mirostat == 1:
             found.first(max(1, _count(found, self.mu, strategy.mirostat_m)))
         else:
             surprise = -np.log2(np.maximum(found.probs(), np.finfo(np.float64).tiny))
             found.first(max(1, int((surprise <= self.mu).sum())))
-        bits = -np.log2(np.maximum(found.probs(), np.finfo(np.float64).tiny))
-        self._surprise = dict(zip(found.ids.tolist(), bits.tolist(), strict=True))
+        self._seen = found.ids, found.probs()
         return found
 
     def accept(self, token: int) -> None:
         super().accept(token)
+        if self._seen is None:
+            return
+        ids, probs = self._seen
+        place = np.flatnonzero(ids == token)
         # a token that was not a candidate (a replayed text) tells nothing about the bound
-        if token in self._surprise:
-            error = self._surprise[token] - self._strategy.mirostat_tau
+        if len(place) and probs[place[0]] > 0.0:
+            error = -math.log2(probs[place[0]]) - self._strategy.mirostat_tau
             self.mu -= self._strategy.mirostat_eta * error
 
 
 def _count(candidates: Candidates, mu: float, m: int) -> int:
     """Return the k of version 1: the paper's algorithm 1, with the exponent of Zipf's law."""
-    p = candidates.probs()[:m]
+    p = candidates.probs()
+    p = -np.sort(-(p if len(p) <= m else np.partition(p, len(p) - m)[len(p) - m :]))
     p = p[p > 0.0]
     if len(p) < 2:
         return 1

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from nbflow.decoding.breakers import breaker_sequences
-from nbflow.decoding.chain import Chain, parse_samplers
+from nbflow.decoding.chain import parse_samplers
 from nbflow.decoding.constraints import Constraints, constrain
 from nbflow.decoding.strategy import Strategy
 from nbflow.decoding.structured import KINDS, Grammar
@@ -32,6 +34,9 @@ OTHER_NAMES = {
 MAX_STOP_BYTES = 4096
 """Longest stop text."""
 PENALTIES = ("repetition_penalty", "frequency_penalty", "presence_penalty")
+
+Word = str | Sequence[int]
+"""A word as text, or as tokens."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +89,7 @@ class Parameters:
     logit_bias: Mapping[Any, float] | Sequence[tuple[int, float]] | None = None
     allowed_token_ids: Sequence[int] | None = None
     banned_token_ids: Sequence[int] | None = None
-    bad_words: Sequence[str | Sequence[int]] | None = None
+    bad_words: Sequence[Word] | None = None
     min_tokens: int = 0
     # structure
     choice: Sequence[str] | None = None
@@ -108,8 +113,10 @@ class Parameters:
         for f in dataclasses.fields(self):
             _check_type(f.name, str(f.type), getattr(self, f.name))
         for name, low, high in (
-            ("max_tokens", 1, 2**31 - 1), ("min_tokens", 0, 2**31 - 1), ("n", 1, 1024),
-            ("seed", 0, 2**64 - 1), ("logprobs", 0, 2**20), ("prompt_logprobs", 0, 2**20),
+            # without new tokens, the prompt's log-probabilities must be wanted
+            ("max_tokens", int(self.prompt_logprobs is None), 2**31 - 1),
+            ("min_tokens", 0, 2**31 - 1), ("n", 1, 1024), ("seed", 0, 2**64 - 1),
+            ("logprobs", 0, 2**20), ("prompt_logprobs", 0, 2**20),
         ):  # fmt: skip
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
@@ -171,6 +178,7 @@ class Parameters:
         tokenizer: Tokenizer | None = None,
         end_ids: Sequence[int] = (),
         defaults: Mapping[str, float] | None = None,
+        inner: Strategy | None = None,
     ) -> Strategy:
         """Return the strategy with its constraints.
 
@@ -188,6 +196,8 @@ class Parameters:
             The model's end tokens.
         defaults : mapping, optional
             Parameters that the model recommends, taken where none is given.
+        inner : Strategy, optional
+            The strategy itself; then only constraints may be asked for.
 
         Raises
         ------
@@ -198,15 +208,15 @@ class Parameters:
         """
         ends = self.end_ids(end_ids)
         name = self.decoding or self._name(defaults or {})
-        given = self._of_strategy(tokenizer)
-        if self._penalties_in_chain:
-            given |= {_CHAIN_NAMES.get(p, p): getattr(self, p) for p in PENALTIES}
-        if name.startswith("inferflow.") and ends and self.eos_bypassing_max:
-            given["eos_ids"] = ends
-        if self.decoding is None:
-            given = {**_NEUTRAL.get(name, {}), **{k: v for k, v in given.items() if v is not None}}
-            given = {k: v for k, v in given.items() if k in _fields(name)}
-        inner = make_strategy(name, defaults, **given)
+        given = self._of_strategy(name, tokenizer, ends)
+        if inner is None and self.decoding is None:
+            recommended = {k: v for k, v in (defaults or {}).items() if v and k in _fields(name)}
+            inner = make_strategy(name, **{**_NEUTRAL.get(name, {}), **recommended, **given})
+        elif inner is None:
+            inner = make_strategy(name, defaults, **given)
+        elif given or self.decoding is not None:
+            asked = ", ".join(given) or "decoding"
+            raise UsageError(f"a Strategy has its parameters; give {asked} to it")
         rules = self._constraints(name, n_vocab, tokenizer, ends)
         rules.check_vocabulary(n_vocab)
         return constrain(inner, rules)
@@ -231,19 +241,29 @@ class Parameters:
         asked = any(v is not None for v in own.values()) or any(defaults.get(f) for f in own)
         return "filters" if asked else "greedy"
 
-    def _of_strategy(self, tokenizer: Tokenizer | None) -> dict[str, Any]:
-        """Return what strategies take, under their names."""
-        given = {f: getattr(self, f) for f in _STRATEGY_FIELDS}
-        if self.decoding is None and self.top_k is not None:
-            given["top_k"] = max(self.top_k, 0)  # -1 is off, as in vLLM
+    def _of_strategy(
+        self, name: str, tokenizer: Tokenizer | None, ends: tuple[int, ...]
+    ) -> dict[str, Any]:
+        """Return what is given to the strategy, under its names."""
+        given = {f: getattr(self, f) for f in _STRATEGY_FIELDS if getattr(self, f) is not None}
         if self.samplers is not None:
             given["samplers"] = parse_samplers(self.samplers)
         if self.dry_breakers is not None:
-            given["dry_breakers"] = breaker_sequences(
-                _need(tokenizer, "dry_breakers"), tuple(self.dry_breakers)
-            )
+            need = _need(tokenizer, "dry_breakers")
+            given["dry_breakers"] = breaker_sequences(need, tuple(self.dry_breakers))
         elif self.dry_multiplier and tokenizer is not None:
             given["dry_breakers"] = breaker_sequences(tokenizer)
+        if self._penalties_in_chain:
+            given |= {_CHAIN_NAMES.get(p, p): getattr(self, p) for p in PENALTIES}
+        if name.startswith("inferflow.") and ends and self.eos_bypassing_max:
+            given["eos_ids"] = ends
+        if self.decoding is None:
+            if self.top_k is not None:
+                given["top_k"] = max(self.top_k, 0)  # -1 is off, as in vLLM
+            if name == "greedy":  # a temperature of 0 makes the filters void
+                given = {f: v for f, v in given.items() if f not in {*_fields("chain"), "mirostat"}}
+            if not self.mirostat:
+                given.pop("mirostat", None)
         return given
 
     def _constraints(
@@ -295,22 +315,47 @@ _STRATEGY_FIELDS = tuple(
     )
 )
 assert set(_fields("chain")) - set(_STRATEGY_FIELDS) == {"repeat_penalty", *PENALTIES[1:]}
-assert Chain is STRATEGIES["chain"]
 
 
 def _check_type(name: str, wanted: str, value: Any) -> None:
-    """Raise `UsageError` unless a number has the type that its annotation says."""
-    first = wanted.split(" |")[0]
+    """Raise `UsageError` unless a value has the type that its annotation says."""
     if value is None and "None" in wanted:
         return
-    good = {
-        "bool": isinstance(value, bool),
-        "int": isinstance(value, int) and not isinstance(value, bool),
-        "float": isinstance(value, (int, float)) and not isinstance(value, bool)
-        and not (isinstance(value, float) and math.isnan(value)),
-    }.get(first, True)  # fmt: skip
-    if not good:
-        raise UsageError(f"{name} must be of type {first}, got {value!r:.60}")
+    kinds = [kind for kind in wanted.split(" | ") if kind != "None"]
+    if not any(_TYPES.get(kind, _anything)(value) for kind in kinds):
+        raise UsageError(f"{name} must be of type {' or '.join(kinds)}, got {value!r:.60}")
+
+
+def _anything(value: Any) -> bool:
+    return True
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    good = isinstance(value, (int, float, np.integer, np.floating)) and not isinstance(value, bool)
+    return good and not math.isnan(value)
+
+
+def _is_list(value: Any, item: Callable[[Any], bool]) -> bool:
+    return isinstance(value, (list, tuple)) and all(map(item, value))
+
+
+_TYPES: dict[str, Callable[[Any], bool]] = {
+    "bool": lambda value: isinstance(value, bool),
+    "int": _is_whole,
+    "float": _is_number,
+    "str": lambda value: isinstance(value, str),
+    "Sequence[int]": lambda value: _is_list(value, _is_whole),
+    "Sequence[str]": lambda value: _is_list(value, lambda item: isinstance(item, str)),
+    "Sequence[Word]": lambda value: _is_list(
+        value, lambda item: isinstance(item, str) or _is_list(item, _is_whole)
+    ),
+    "Mapping[str, Any]": lambda value: isinstance(value, Mapping),
+}
+"""Annotation -> whether a value is that."""
 
 
 def _need(tokenizer: Tokenizer | None, name: str) -> Tokenizer:
@@ -328,7 +373,7 @@ def _biases(bias: Mapping[Any, float] | Sequence[tuple[int, float]] | None) -> A
         raise UsageError(f"logit_bias must map token ids to numbers, got {bias!r:.60}") from None
 
 
-def _words(words: Sequence[str | Sequence[int]], tokenizer: Tokenizer | None) -> Any:
+def _words(words: Sequence[Word], tokenizer: Tokenizer | None) -> Any:
     """Return the token sequences of bad words: as they are, and after a space."""
     found: list[tuple[int, ...]] = []
     for word in words:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nbflow.decoding.candidates import Candidates
+from nbflow.decoding.candidates import COLD, Candidates
 from nbflow_kernels.penalties import apply_dry_penalty, apply_penalties
 
 if TYPE_CHECKING:
@@ -105,10 +105,7 @@ def top_p(candidates: Candidates, chain: Chain, moment: Moment) -> None:
     """Keep the fewest best tokens that have mass `top_p`."""
     if chain.top_p >= 1.0:
         return
-    candidates.sort()
-    reached = np.flatnonzero(np.cumsum(candidates.probs()) >= chain.top_p)
-    n = int(reached[0]) + 1 if len(reached) else len(candidates)
-    candidates.first(max(n, chain.min_keep))
+    candidates.reaching(chain.top_p, max(chain.min_keep, 1))
 
 
 def min_p(candidates: Candidates, chain: Chain, moment: Moment) -> None:
@@ -144,10 +141,10 @@ def temperature(candidates: Candidates, chain: Chain, moment: Moment) -> None:
         p = candidates.probs()
         entropy = -(p[p > 0.0] * np.log(p[p > 0.0])).sum() / math.log(len(candidates))
         value = low + (high - low) * entropy**chain.dynatemp_exponent
-    if value <= 0.0:
+    if value < COLD:
         candidates.first(1)
     else:
-        candidates.logits = candidates.logits / value
+        candidates.scale(1.0 / value)
 
 
 SAMPLERS: dict[str, Callable[[Candidates, Chain, Moment], None]] = {

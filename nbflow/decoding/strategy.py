@@ -9,7 +9,8 @@ from typing import ClassVar, Protocol, Self
 
 import numpy as np
 
-from nbflow.decoding.candidates import Candidates, random_number
+from nbflow.decoding.candidates import COLD, Candidates, random_number
+from nbflow.decoding.tokens import Tokens
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.sampling import (
     cpu,
@@ -47,10 +48,8 @@ class SampledState:
     """A state whose next token is drawn from candidates with Philox numbers."""
 
     def __init__(self, prompt_ids: Sequence[int], seed: int) -> None:
-        self.prompt_ids = list(prompt_ids)
+        self.tokens = Tokens(prompt_ids)
         self.seed = seed
-        self.ids: list[int] = []
-        """New tokens."""
 
     def candidates(self, logits: np.ndarray) -> Candidates:
         """Return the tokens that may come next with their final logits."""
@@ -58,7 +57,7 @@ class SampledState:
 
     def choose(self, logits: np.ndarray) -> int:
         """See `State.choose`."""
-        return self.candidates(logits).draw(random_number(self.seed, len(self.ids)))
+        return self.candidates(logits).draw(random_number(self.seed, self.tokens.n_new))
 
     def probs(self, logits: np.ndarray) -> np.ndarray:
         """See `State.probs`."""
@@ -66,12 +65,12 @@ class SampledState:
 
     def accept(self, token: int) -> None:
         """See `State.accept`."""
-        self.ids.append(token)
+        self.tokens.append(token)
 
     def fork(self) -> Self:
         """See `State.fork`."""
         other = copy.copy(self)
-        other.ids = list(self.ids)
+        other.tokens = self.tokens.copy()
         return other
 
 
@@ -166,7 +165,7 @@ class Draw(Strategy):
 
     def distribution(self, logits: np.ndarray) -> np.ndarray:
         filters = self.filters()
-        p: np.ndarray = softmax(logits, filters.pop("temperature"))
+        p: np.ndarray = softmax(logits, max(filters.pop("temperature"), COLD))
         renorm = {
             "top_k": top_k_renorm_probs, "top_p": top_p_renorm_probs, "min_p": min_p_renorm_probs
         }  # fmt: skip
@@ -179,7 +178,7 @@ class Draw(Strategy):
     ) -> None:
         """See `Strategy.launch`."""
         filters, n = self.filters(), len(logits)
-        temperature = np.full(n, filters.pop("temperature"), np.float32)
+        temperature = np.full(n, max(filters.pop("temperature"), COLD), np.float32)
         rows, limits = np.arange(n, dtype=np.int32), limits_of(n, **filters)
         cpu.sample_logits(logits, rows, temperature, limits, True, seeds, offsets, out)
 

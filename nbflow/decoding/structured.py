@@ -7,6 +7,7 @@ structure that forces a character without a token ends in an error.
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +18,7 @@ from nbflow.decoding.token_bytes import vocabulary_bytes
 from nbflow.tokenizer import Tokenizer
 from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
 
+_MAX_ENGINES = 8
 KINDS = ("choice", "regex", "json_schema", "grammar")
 
 
@@ -53,20 +55,20 @@ class Grammar:
             raise unknown_name("structure", kind, KINDS)
         if not end_ids:
             raise UsageError(
-                f"{kind} needs an end token to end with; the model has none: give stop_token_ids"
+                f"{kind} needs an end token to end with, and there is none: leave out ignore_eos, "
+                "or give stop_token_ids"
             )
-        self.kind, self.text = kind, text
-        self._n_vocab = n_vocab
         self._end_ids = tuple(end_ids)
-        self._engine = _engine(tokenizer, n_vocab, self._end_ids)
+        self._vocabulary = _vocabulary(tokenizer, n_vocab, self._end_ids)
         self._source = _source(library, kind, text)
-        wrong = library.LLMatcher.validate_grammar(self._source, self._engine)
+        wrong = library.LLMatcher.validate_grammar(self._source, _engine(self._vocabulary))
         if wrong and not wrong.startswith("WARNING"):
             raise UsageError(f"{kind}: {wrong.splitlines()[0]}")
 
     def begin(self) -> Matcher:
         """Return the beginning of a text."""
-        return Matcher(_library().LLMatcher(self._engine, self._source), self._end_ids)
+        engine = _engine(self._vocabulary)
+        return Matcher(_library().LLMatcher(engine, self._source), self._end_ids)
 
 
 class Matcher:
@@ -140,10 +142,14 @@ def _source(library: Any, kind: str, text: Any) -> str:
 
 
 class _Vocabulary:
-    """A tokenizer as the engine wants to see it."""
+    """A tokenizer as the engine wants to see it.
+
+    It is sent to other ranks with a request, and spells by the longest tokens there: without the
+    tokenizer.
+    """
 
     def __init__(self, tokenizer: Tokenizer, n_vocab: int, end_ids: tuple[int, ...]) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer: Tokenizer | None = tokenizer
         texts = vocabulary_bytes(tokenizer)[:n_vocab]
         special = {i for i, text in enumerate(texts) if text is None}
         self.tokens = [
@@ -152,15 +158,23 @@ class _Vocabulary:
             for i, text in enumerate(texts)
         ] + [b"\xff<%d>" % i for i in range(len(texts), n_vocab)]
         self.special_token_ids = sorted(special | set(end_ids) | set(range(len(texts), n_vocab)))
+        self.end_ids = end_ids
         self.eos_token_id = end_ids[0]
         self.bos_token_id = tokenizer.bos_id
         self._ids = {text: i for i, text in reversed(list(enumerate(texts))) if text}
         self._longest = max(map(len, self._ids))
+        self.digest = hashlib.blake2b(repr((self.tokens, end_ids)).encode()).hexdigest()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_tokenizer": None}
 
     def __call__(self, text: bytes) -> list[int]:
         """Return ids whose bytes are the text, the tokenizer's own where it adds no space."""
-        ids = self._tokenizer.encode(text.decode("utf-8"))
-        return ids if b"".join(self.tokens[i] for i in ids) == text else self._greedy(text)
+        if self._tokenizer is not None:
+            ids = self._tokenizer.encode(text.decode("utf-8"))
+            if b"".join(self.tokens[i] for i in ids) == text:
+                return ids
+        return self._greedy(text)
 
     def _greedy(self, text: bytes) -> list[int]:
         """Return the longest tokens one after the other, as far as there are any."""
@@ -176,12 +190,27 @@ class _Vocabulary:
         return ids
 
 
-def _engine(tokenizer: Tokenizer, n_vocab: int, end_ids: tuple[int, ...]) -> Any:
-    """Return the engine's view of a tokenizer, made once for each."""
-    made: dict[Any, Any] = tokenizer.__dict__.setdefault("_grammar_engines", {})
+_ENGINES: dict[str, Any] = {}
+"""The engine's view of the vocabularies used last, by digest."""
+
+
+def _vocabulary(tokenizer: Tokenizer, n_vocab: int, end_ids: tuple[int, ...]) -> _Vocabulary:
+    """Return a tokenizer's vocabulary, made once for each."""
+    made: dict[Any, _Vocabulary] = tokenizer.__dict__.setdefault("_grammar_vocabularies", {})
     key = n_vocab, end_ids
     if key not in made:
-        library = _library()
-        vocabulary = library.TokenizerWrapper(_Vocabulary(tokenizer, n_vocab, end_ids))
-        made[key] = library.LLTokenizer(vocabulary, n_vocab=n_vocab, eos_token=list(end_ids))
+        made[key] = _Vocabulary(tokenizer, n_vocab, end_ids)
     return made[key]
+
+
+def _engine(vocabulary: _Vocabulary) -> Any:
+    """Return the engine's view of a vocabulary."""
+    if vocabulary.digest not in _ENGINES:
+        if len(_ENGINES) >= _MAX_ENGINES:
+            _ENGINES.clear()
+        library = _library()
+        _ENGINES[vocabulary.digest] = library.LLTokenizer(
+            library.TokenizerWrapper(vocabulary),
+            n_vocab=len(vocabulary.tokens), eos_token=list(vocabulary.end_ids),
+        )  # fmt: skip
+    return _ENGINES[vocabulary.digest]

@@ -4,7 +4,8 @@
 `model` is what the user holds, and `load` makes it.
 """
 
+from nbflow.engine.generation import Generation
 from nbflow.engine.load import load
-from nbflow.engine.model import Generation, Model
+from nbflow.engine.model import Model
 
 __all__ = ["Generation", "Model", "load"]

@@ -149,6 +149,11 @@ class Engine:
         """Whether requests are submitted to this rank; the others `follow`."""
         return self.model.participates and self.model.engines[0].comm.rank == 0
 
+    @property
+    def alive(self) -> bool:
+        """Whether it runs: started, not closed, and not failed."""
+        return self._state == "running"
+
     def start(self) -> Engine:
         """Begin to run requests; returns at once.
 
@@ -268,7 +273,7 @@ class Engine:
         It waits for its turn between the steps.  Texts share steps as far as there is room.
         """
         texts, types = self.model.check_texts(sequences, token_types)
-        rows = self.call("outputs", texts, "y", types)
+        rows = self.call("sequences", "outputs", texts, "y", types)
         return [self.model.pool(r, pooling, normalize) for r in rows]
 
     def flush(self) -> None:

@@ -17,7 +17,7 @@ from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:
     from nbflow.engine.engine import Engine
-    from nbflow.engine.model import Generation
+    from nbflow.engine.generation import Generation
 
 logger = logging.getLogger(__name__)
 

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import platform
 from pathlib import Path
 from typing import Any
 
 import nbflow_kernels as nk
 from nbflow.engine.model import Model
 from nbflow.engine.rank import RankEngine, make_groups
-from nbflow.parallel import Comm, Plan, make_plan, world
+from nbflow.engine.replicas import Replicas
+from nbflow.execute import Place
+from nbflow.execute.place import find_places
+from nbflow.parallel import Comm, Plan, make_plan, split_replicas, world
+from nbflow.parallel.cores import fair_threads
 from nbflow.parallel.threads import RankTeam
 from nbflow.spec import check, resolve
 from nbflow.spec.model_spec import ModelSpec
@@ -21,7 +24,6 @@ from nbflow.weights.weight_file import ITEM_BYTES
 from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
 from nbflow_kernels.kvcache.formats import kv_format
 from nbflow_kernels.quants.outliers import check_ratio
-from nbflow_kernels.team import available_cores
 
 ACTIVATIONS = ("f32", "bf16", "int8")
 
@@ -40,6 +42,9 @@ def load(
     max_context: int | None = None,
     threads: int | None = None,
     max_step_tokens: int = 512,
+    exchange: str = "f32",
+    optimize: str = "latency",
+    machine: str | Path | None = None,
     comm: Comm | None = None,
 ) -> Model:
     """Load a model, each rank its own part.
@@ -68,10 +73,15 @@ def load(
         Element format of the key/value cache: "f32", "f16", "bf16", or a block format, e.g. "q8_0"
         or "q4_0" (`nbflow_kernels.kvcache.formats.kv_format`), which each head vector is put into.
     partition : str
-        Who holds what, e.g. ``"0"``, ``"0;1"`` (by layer), ``"0&1"`` (by tensor), ``"0&1;2&3"``.
-        Under mpirun the numbers are MPI ranks; without it they are threads of this process.
-    device : {"auto", "cpu"}
-        Where to run.
+        Who holds what, e.g. ``"0"``, ``"0;1"`` (by layer), ``"0&1"`` (by tensor), ``"0&1;2&3"``,
+        ``"0:3;1"`` (uneven), ``"0/1"`` (replicas); see `nbflow.parallel.notation`.  Under mpirun
+        the numbers are MPI ranks; without it they are threads of this process.  "auto" takes what
+        the planner predicts to be best on the ranks that mpirun has started.
+    device : str
+        Where to run: "cpu" ("auto"), "cuda" (or "cuda:1"), or "emulator", which executes the CUDA
+        kernels on the CPU with all checks of `nbflow_ptx`, to debug them with tiny models.  One for
+        all ranks of the partition, or one for each: ``device="cpu,cuda"`` with ``"0;1"`` has the
+        first layers on the CPU.  Ranks that say "cuda" take the machine's devices in turn.
     tokenizer : str or Path, optional
         Tokenizer file, if it does not lie beside the weights.
     max_context : int, optional
@@ -80,6 +90,14 @@ def load(
         Threads of each rank; by default the cores of the machine are shared out evenly.
     max_step_tokens : int
         Most tokens in one step; longer prompts are run in pieces, with the same result.
+    exchange : {"f32", "q8"}
+        How ranks that share a layer send each other partial sums: as float32, or rounded to bytes
+        with a scale for 32 of them, which are 3.6 times fewer bytes and round each part to 1/254
+        of its block's largest number.
+    optimize : {"latency", "throughput"}
+        What partition "auto" is to be best at (`nbflow.planner.auto.choose_partition`).
+    machine : str or Path, optional
+        Description of the machine for partition "auto"; without one its ranks are measured.
     comm : Comm, optional
         Ranks to use; by default those mpirun started.
 
@@ -110,22 +128,25 @@ def load(
     kv_format(kv)  # raises for an unknown name
     if activations not in ACTIVATIONS:
         raise unknown_name("activations", activations, ACTIVATIONS)
-    if device == "cuda":
-        raise MissingExtraError(
-            "device 'cuda': this version of nbflow has no CUDA executor; use device 'cpu' or 'auto'"
-        )
-    if device not in ("auto", "cpu"):
-        raise unknown_name("device", device, ("auto", "cpu"))
     if max_step_tokens < 1:
         raise UsageError(f"max_step_tokens must be at least 1, got {max_step_tokens}")
     comm = comm or world()
-    plan = make_plan(the_spec, partition, block_size)
-    _check_ranks(plan, comm)
+    if partition == "auto":
+        from nbflow.planner import Setting, choose_partition, stored_model
+
+        form = weights and nk.FORMATS[weights].name
+        setting = Setting(kv=kv, activations=activations, exchange=exchange)
+        described = stored_model(the_spec, resolved.path, form)
+        partition = choose_partition(described, comm, optimize, machine, setting)
+    plans = [make_plan(the_spec, part, block_size, exchange) for part in split_replicas(partition)]
+    whole = Plan("/".join(p.partition for p in plans), sum((p.ranks for p in plans), ()))
+    places = find_places(device, len(whole.ranks))
+    _check_ranks(whole, comm)
     tok, why_none = _tokenizer(tokenizer, resolved.tokenizer)
     if tok is not None and resolved.prompt_template is not None:
         tok.prompt_template = resolved.prompt_template
     if threads is None:
-        threads = max(1, available_cores() // _ranks_here(plan, comm))
+        threads = fair_threads(comm, whole.numbers)
     options: dict[str, Any] = {
         "spec": the_spec,
         "weights": weights,
@@ -135,8 +156,23 @@ def load(
         "threads": threads,
         "max_step_tokens": max_step_tokens,
     }
-    engines, team = _start(plan, comm, resolved.path, options)
-    return Model(the_spec, plan, tok, engines, team, threads, resolved.defaults, why_none)
+    # every rank takes part in every split
+    parts = [comm.split(p.numbers) if comm.size > 1 else comm for p in plans]
+    everyone = comm.split(whole.numbers) if comm.size > 1 else comm
+    models, first = [], 0
+    for p, part in zip(plans, parts, strict=True):
+        mine, first = places[first : first + len(p.ranks)], first + len(p.ranks)
+        if part is not None:
+            engines, team = _start(p, part, resolved.path, mine, options)
+            models.append(
+                Model(the_spec, p, tok, engines, team, threads, resolved.defaults, why_none)
+            )
+    if not models or everyone is None:
+        return Model(the_spec, whole, tok, [], None, threads, resolved.defaults, why_none)
+    if len(plans) == 1:
+        return models[0]
+    index = next(i for i, part in enumerate(parts) if part is not None)
+    return Replicas(models, whole, everyone, index, len(plans))
 
 
 def _tokenizer(given: str | Path | None, found: Path | None) -> tuple[Tokenizer | None, str]:
@@ -167,9 +203,9 @@ def stored_block_size(file: WeightFile) -> int:
 
 
 def _start(
-    plan: Plan, comm: Comm, path: Path, options: dict[str, Any]
+    plan: Plan, comm: Comm, path: Path, places: list[Place], options: dict[str, Any]
 ) -> tuple[list[RankEngine], RankTeam | None]:
-    """Make the ranks of this process."""
+    """Make the ranks of this process: one of `comm`, or all of them as threads."""
 
     def make(mine: Comm) -> RankEngine:
         groups = make_groups(plan, mine)
@@ -177,7 +213,9 @@ def _start(
         try:
             with open_weights(path) as file:
                 check(options["spec"], file)
-                engine = RankEngine(plan, file, mine, groups, **options)
+                place = places[mine.rank]
+                place.activate()
+                engine = RankEngine(plan, file, mine, groups, place=place, **options)
         except (UsageError, OSError, MemoryError) as error:
             failure = error
         _agree(mine, failure)
@@ -191,8 +229,7 @@ def _start(
         except BaseException:
             team.close()
             raise
-    mine = comm.split(plan.numbers) if comm.size > 1 else comm
-    return ([] if mine is None else [make(mine)]), None
+    return [make(comm)], None
 
 
 def _agree(comm: Comm, failure: Exception | None) -> None:
@@ -225,11 +262,3 @@ def _check_ranks(plan: Plan, comm: Comm) -> None:
             f"{comm.size} ranks, 0..{comm.size - 1}; use mpirun -n {max(missing) + 1} or another "
             "partition"
         )
-
-
-def _ranks_here(plan: Plan, comm: Comm) -> int:
-    """Return how many ranks of the plan share this machine."""
-    if comm.size == 1:
-        return len(plan.ranks)
-    hosts: list[str] = comm.bcast_object(comm.gather_object(platform.node()))
-    return max(1, sum(hosts[rank] == hosts[comm.rank] for rank in plan.numbers))

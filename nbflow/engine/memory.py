@@ -14,7 +14,7 @@ import numpy as np
 from nbflow.cache import KVStorage, PageTable
 from nbflow.engine.pieces import pieces
 from nbflow.engine.request import Request
-from nbflow.execute import CpuExecutor, RankWeights, make_step
+from nbflow.execute import Place, RankWeights, make_executor, make_step
 from nbflow.parallel.plan import RankPlan
 from nbflow.program import build_memory, fuse, partition
 from nbflow.spec.model_spec import ModelSpec
@@ -37,7 +37,7 @@ class Memory:
         What the rank holds of the decoder.
     file : WeightFile
         The checkpoint, open.
-    weights, outliers, activations, kv, page_size
+    weights, outliers, activations, kv, page_size, place
         As of the decoder.
     """
 
@@ -53,20 +53,26 @@ class Memory:
         activations: str,
         kv: str,
         page_size: int,
+        place: Place,
     ) -> None:
         self.encoder = encoder
         program = fuse(partition(build_memory(spec), mine))
         self.weights = RankWeights(program, file, weights, outliers)
-        self.weights.pack()
-        self.storage = KVStorage(program.layers, page_size, program.n_kv_heads, spec.head_dim, kv)
+        self.weights.settle(place)
+        self.storage = KVStorage(
+            program.layers, page_size, program.n_kv_heads, spec.head_dim, kv,
+            place.purposed("the cache of the encoder's keys and values"),
+        )  # fmt: skip
         self.table = PageTable(page_size)
-        self._executor = CpuExecutor(program, self.weights, self.storage, activations=activations)
+        self._executor = make_executor(
+            program, self.weights, self.storage, activations=activations, place=place
+        )
 
     def add(self, inputs: Mapping[int, Sequence[int]]) -> None:
         """Run the encoder on the inputs of sequences and keep what the decoder sees of it."""
         if not inputs:
             return
-        states = self.encoder.outputs(list(inputs.values()), "y")
+        states = self.encoder.sequences("outputs", list(inputs.values()), "y")
         for piece in pieces([len(x) for x in states], self.encoder.max_step_tokens, whole=True):
             numbers = [list(inputs)[b] for b, _, _ in piece]
             for number in numbers:

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow.decoding import Strategy, make_strategy
+from nbflow.decoding import Parameters, Strategy
+from nbflow.engine.checks import check_ids, check_types
+from nbflow.engine.generation import Generation, text_of
 from nbflow.engine.outcome import Output
+from nbflow.engine.propose import Draft, make_proposer
 from nbflow.engine.rank import RankEngine
-from nbflow.engine.request import FinishReason, Request
+from nbflow.engine.request import Request
+from nbflow.engine.search import SEARCHES, search
+from nbflow.engine.session import Session
+from nbflow.engine.stopping import Stopping
 from nbflow.parallel import Comm, Plan
 from nbflow.parallel.threads import RankTeam
 from nbflow.spec.model_spec import ModelSpec
@@ -26,22 +31,6 @@ STREAM_BURST_S = 2e-3
 """How long tokens are held back when somebody may be reading them one by one."""
 WHOLE_BURST_S = 0.1
 """The same when only the whole result is wanted; an interrupt from the keyboard waits as long."""
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A continuation."""
-
-    ids: list[int]
-    """New token ids."""
-    text: str
-    """The new tokens as text; empty if the model was loaded without a tokenizer."""
-    logprobs: list[float]
-    """Natural logarithm of each new token's probability."""
-    finish_reason: FinishReason
-    """"stop": an end token was drawn; "length": max_tokens or the context is full."""
-    prompt_ids: list[int]
-    """The prompt as token ids."""
 
 
 class Model:
@@ -76,6 +65,13 @@ class Model:
         self._tokenizer = tokenizer
         self._why_no_tokenizer = why_no_tokenizer
         self._team = team
+
+    def _check_free(self) -> None:
+        """Raise unless the model's steps are the caller's own."""
+        if self.engine is not None:
+            raise UsageError(
+                f"an engine runs {self.spec.name}; submit requests to it, or close it first"
+            )
 
     @property
     def is_team(self) -> bool:
@@ -161,13 +157,13 @@ class Model:
         ...     model.logits([1, 2, 3]).shape
         (3, 2048)
         """
-        checked = self._check_ids(ids, room=0)
+        checked = self.check_ids(ids, room=0)
         if not self.spec.head:
             raise UsageError(
                 f"{self.spec.name} is an encoder without a head, and gives no logits; use hidden() "
                 "or embed()"
             )
-        for_encoder = self._check_encoder_ids(encoder_ids)
+        for_encoder = self.check_encoder_ids(encoder_ids)
         return self._outputs([checked], "logits", None, _only(for_encoder))[0]
 
     def hidden(
@@ -197,9 +193,9 @@ class Model:
         UsageError
             As `logits`; if the types do not fit the tokens or the model.
         """
-        checked = self._check_ids(ids, room=0)
-        types = self._check_types(token_types, len(checked))
-        for_encoder = self._check_encoder_ids(encoder_ids)
+        checked = self.check_ids(ids, room=0)
+        types = check_types(self.spec, token_types, len(checked))
+        for_encoder = self.check_encoder_ids(encoder_ids)
         return self._outputs([checked], "y", _only(types), _only(for_encoder))[0]
 
     def _outputs(
@@ -209,8 +205,9 @@ class Model:
         types: list[list[int]] | None = None,
         encoder_ids: list[list[int]] | None = None,
     ) -> list[NDArray[np.float32]]:
+        self._check_free()
         results: list[NDArray[np.float32]] = self.call(
-            "outputs", sequences, name, types, encoder_ids
+            "sequences", "outputs", sequences, name, types, encoder_ids
         )[0]
         return results
 
@@ -265,7 +262,7 @@ class Model:
         """Return the ids of several texts, and the types of their tokens, checked."""
         if self.spec.encoder is not None:
             raise UsageError(f"{self.spec.name} has an encoder and a decoder; use hidden()")
-        texts = [self._check_ids(ids, room=0) for ids in sequences]
+        texts = [self.check_ids(ids, room=0) for ids in sequences]
         if token_types is None:
             return texts, None
         if len(token_types) != len(texts):
@@ -274,7 +271,7 @@ class Model:
                 f"{len(token_types)}"
             )
         checked = [
-            self._check_types(types, len(ids)) or []
+            check_types(self.spec, types, len(ids)) or []
             for types, ids in zip(token_types, texts, strict=True)
         ]
         return texts, checked
@@ -289,6 +286,12 @@ class Model:
             vector = vector / np.linalg.norm(vector)
         return np.asarray(vector, np.float32)
 
+    def session(self) -> Session:
+        """Return a `Session`: sequences that are run, copied and cut step by step."""
+        self._check_free()
+        self.call("configure")
+        return Session(self)
+
     # ---- generation ---------------------------------------------------------------------------
 
     def generate(
@@ -299,7 +302,7 @@ class Model:
         seed: int = 0,
         ignore_eos: bool = False,
         decoder_ids: Sequence[int] | None = None,
-        **parameters: float | None,
+        **parameters: Any,
     ) -> Generation:
         """Continue a prompt.
 
@@ -310,7 +313,7 @@ class Model:
         max_tokens : int
             At most this many new tokens.
         decoding : str or Strategy
-            Name of a strategy: greedy, sample, top_k, top_p, min_p.
+            Name of a strategy, or "auto" for the one that the parameters mean; docs/decoding.md.
         seed : int
             Seed of the draws.
         ignore_eos : bool
@@ -318,9 +321,14 @@ class Model:
         decoder_ids : sequence of int, optional
             For a model with an encoder, which reads the prompt: the first tokens of the decoder,
             e.g. the start token and a language's; by default the start token.
-        **parameters : float
-            The strategy's parameters, e.g. ``temperature=0.8, top_p=0.9``; those not given are what
-            the model recommends (`defaults`), or else the strategy's own.
+        **parameters
+            Fields of `nbflow.decoding.Parameters`, e.g. ``temperature=0.8, stop=["END"]``; those
+            not given are what the model recommends (`defaults`), or else the strategy's own.
+            ``draft`` is a smaller model with the same vocabulary, or "ngram": its proposals are
+            verified, `n_draft` (5) at a time, and the result is the same without; with
+            ``draft_verify="chain"`` its distribution is.
+            "beam" and "contrastive" take the parameters of `nbflow.beam_search` and
+            `nbflow.contrastive_search`.
 
         Returns
         -------
@@ -333,6 +341,11 @@ class Model:
         ...     model.generate("def __init__(self", max_tokens=1).text
         ','
         """
+        if isinstance(decoding, str) and decoding in SEARCHES:
+            return search(
+                self, decoding, prompt, max_tokens, ignore_eos=ignore_eos, decoder_ids=decoder_ids,
+                **parameters,
+            )  # fmt: skip
         (result,) = self.generate_batch(
             [prompt], max_tokens, decoding, seed, ignore_eos, decoder_ids, **parameters
         )
@@ -346,19 +359,22 @@ class Model:
         seed: int = 0,
         ignore_eos: bool = False,
         decoder_ids: Sequence[int] | None = None,
-        **parameters: float | None,
+        n: int = 1,
+        **parameters: Any,
     ) -> list[Generation]:
         """Continue several prompts together; each gets the result it would get alone.
 
-        The i-th prompt draws with ``seed + i``; otherwise as `generate`.
+        With `n` each prompt gets so many continuations, one after the other in the result, which
+        share the full pages of the prompt.  The i-th continuation of all draws with ``seed + i``;
+        otherwise as `generate`.
         """
         requests = [
             self.make_request(
                 p, max_tokens, decoding, seed + i, ignore_eos, decoder_ids, **parameters
             )
-            for i, p in enumerate(prompts)
+            for i, p in enumerate(p for p in prompts for _ in range(n))
         ]
-        for _ in self.run_requests(requests, burst_s=WHOLE_BURST_S):
+        for _ in self.run_requests(requests, WHOLE_BURST_S, share_prompts=n > 1):
             pass
         return [self.generation(r) for r in requests]
 
@@ -370,7 +386,7 @@ class Model:
         seed: int = 0,
         ignore_eos: bool = False,
         decoder_ids: Sequence[int] | None = None,
-        **parameters: float | None,
+        **parameters: Any,
     ) -> Iterator[int]:
         """Yield the new token ids one by one; parameters as in `generate`."""
         request = self.make_request(
@@ -384,66 +400,89 @@ class Model:
     def make_request(
         self,
         prompt: str | Sequence[int] | NDArray[Any],
-        max_tokens: int,
-        decoding: str | Strategy,
-        seed: int,
-        ignore_eos: bool,
+        max_tokens: int = 128,
+        decoding: str | Strategy = "greedy",
+        seed: int = 0,
+        ignore_eos: bool = False,
         decoder_ids: Sequence[int] | None = None,
-        **parameters: float | None,
+        draft: Draft | None = None,
+        n_draft: int = 5,
+        draft_verify: str = "same",
+        **parameters: Any,
     ) -> Request:
         """Return a checked request; parameters as in `generate`."""
-        if max_tokens < 1:
-            raise UsageError(f"max_tokens must be at least 1, got {max_tokens}")
-        if not 0 <= seed < 2**64:
-            raise UsageError(f"seed must be in 0..2**64 - 1, got {seed}")
         if not self.spec.causal or not self.spec.head:
             raise UsageError(
                 f"{self.spec.name} is an encoder and cannot continue a text; use hidden(), embed() "
                 "or logits()"
             )
-        strategy = (
-            decoding
-            if isinstance(decoding, Strategy)
-            else make_strategy(decoding, self.defaults, **parameters)
-        )
+        named = decoding if isinstance(decoding, str) and decoding != "auto" else None
+        asked = Parameters.parse(
+            {
+                **parameters, "max_tokens": max_tokens, "decoding": named, "seed": seed,
+                "ignore_eos": ignore_eos,
+            }
+        )  # fmt: skip
+        if asked.n != 1:
+            raise UsageError("n belongs to generate_batch; submit as many requests as are wanted")
+        known = self._end_ids()
+        strategy = asked.strategy(
+            self.spec.vocab_size, self._tokenizer, known, self.defaults,
+            decoding if isinstance(decoding, Strategy) else None,
+        )  # fmt: skip
+        if asked.stop_texts:
+            _ = self.tokenizer  # it is needed
         if isinstance(prompt, str):
             prompt = self.tokenizer.encode(prompt, add_special_tokens=True)
         encoder_ids = None
         if self.spec.encoder is not None:
-            encoder_ids, prompt = self._check_encoder_ids(prompt), self._decoder_prompt(decoder_ids)
+            encoder_ids, prompt = self.check_encoder_ids(prompt), self._decoder_prompt(decoder_ids)
         elif decoder_ids is not None:
             raise UsageError(
                 f"{self.spec.name} has no encoder; give all tokens as the prompt, without "
                 "decoder_ids"
             )
-        ids = self._check_ids(prompt, room=1)
+        ids = self.check_ids(prompt, room=1)
         room = self.spec.max_context - len(ids)
-        stop = frozenset() if ignore_eos else frozenset(self._end_ids())
-        return Request(ids, min(max_tokens, room), strategy, seed, stop, encoder_ids)
+        request = Request(
+            ids, min(max_tokens, room), strategy, seed, frozenset(asked.end_ids(known)), encoder_ids
+        )
+        request.n_top_logprobs = min(asked.logprobs or 0, self.spec.vocab_size)
+        request.prompt_logprobs = asked.prompt_logprobs
+        request.stop_texts = asked.stop_texts
+        request.include_stop_text = asked.include_stop_str_in_output
+        if draft is not None:
+            request.proposer = make_proposer(draft, self, request, draft_verify)
+            request.n_proposed = n_draft
+        return request
 
     def run_requests(
-        self, requests: list[Request], burst_s: float = STREAM_BURST_S
+        self,
+        requests: list[Request],
+        burst_s: float = STREAM_BURST_S,
+        share_prompts: bool = False,
     ) -> Iterator[list[tuple[int, int, float]]]:
         """Run requests to their end, yielding new tokens as they come.
 
         Each item is a list of (request, token, log-probability) of a step, or of as many steps as
-        fit into `burst_s` seconds.  Longer bursts are faster: Python works once for each.
+        fit into `burst_s` seconds.  Longer bursts are faster: Python works once for each.  With
+        `share_prompts` requests that begin alike share pages, as in `nbflow.Engine`.
         """
-        if self.engine is not None:
-            raise UsageError(
-                f"an engine runs {self.spec.name}; submit requests to it, or close it first"
-            )
-        self.call("configure")
+        self._check_free()
+        self.call("configure", None, None, None, share_prompts)
         numbers = {}
         for i, request in enumerate(requests):
             self.call("submit", per_engine=self.copies(request))
             numbers[request.id] = i
+        stopping = Stopping(requests, self._tokenizer)
         try:
             while any(r.finish_reason is None for r in requests):
                 outputs: list[Output] = self.call("advance", burst_s)[0]
                 for output in outputs:
                     if output.request.error is not None:
                         raise output.request.error
+                for request in stopping.look(outputs):
+                    self.call("end", request.id, "stop")
                 events = [
                     (numbers[o.request.id], token, logprob)
                     for o in outputs
@@ -461,11 +500,7 @@ class Model:
 
     def generation(self, request: Request) -> Generation:
         """Return what a request that has ended came to."""
-        assert request.finish_reason is not None
-        text = self._tokenizer.decode(request.ids) if self._tokenizer is not None else ""
-        return Generation(
-            request.ids, text, request.logprobs, request.finish_reason, request.prompt
-        )
+        return Generation.of(request, text_of(request, self._tokenizer))
 
     def _end_ids(self) -> tuple[int, ...]:
         # a GGUF file states one; its vocabulary knows the end of a turn, too
@@ -483,7 +518,7 @@ class Model:
             )
         return [self.spec.decoder_start_id]
 
-    def _check_encoder_ids(self, ids: Sequence[int] | NDArray[Any] | None) -> list[int] | None:
+    def check_encoder_ids(self, ids: Sequence[int] | NDArray[Any] | None) -> list[int] | None:
         """Return the encoder's token ids, checked; None if there is no encoder."""
         encoder = self.spec.encoder
         if encoder is None:
@@ -492,47 +527,13 @@ class Model:
             return None
         if ids is None:
             raise UsageError(f"{self.spec.name} has an encoder; give its token ids as encoder_ids")
-        return self._check_ids(ids, room=0, spec=encoder)
+        return self.check_ids(ids, room=0, spec=encoder)
 
-    def _check_ids(
+    def check_ids(
         self, ids: Sequence[int] | NDArray[Any], room: int, spec: ModelSpec | None = None
     ) -> list[int]:
-        spec = spec or self.spec
-        array = np.asarray(ids)
-        if array.ndim != 1 or array.size == 0 or array.dtype.kind not in "iu":
-            raise UsageError(
-                f"token ids must be a non-empty sequence of integers, got shape {array.shape} "
-                f"of {array.dtype}"
-            )
-        if array.size + room > spec.max_context:
-            more = f" (and {room} more to generate)" if room else ""
-            raise UsageError(
-                f"the prompt has {array.size} tokens{more}, but the context of {spec.name} "
-                f"holds {spec.max_context}; shorten it"
-            )
-        if array.min() < 0 or array.max() >= spec.vocab_size:
-            bad = int(array[(array < 0) | (array >= spec.vocab_size)][0])
-            raise UsageError(
-                f"token id {bad} is outside the vocabulary of {spec.name}, 0..{spec.vocab_size - 1}"
-            )
-        return [int(i) for i in array]
-
-    def _check_types(self, types: Sequence[int] | NDArray[Any] | None, n: int) -> list[int] | None:
-        if types is None:
-            return None
-        array = np.asarray(types)
-        if array.shape != (n,) or array.dtype.kind not in "iu":
-            raise UsageError(
-                f"token_types must be {n} integers, one per token, got shape {array.shape} of "
-                f"{array.dtype}"
-            )
-        most = self.spec.type_vocab_size
-        if most == 0 or array.min() < 0 or array.max() >= most:
-            raise UsageError(
-                f"{self.spec.name} has {most} token types; token_types must lie below, got "
-                f"{int(array.min())}..{int(array.max())}"
-            )
-        return [int(t) for t in array]
+        """Return token ids that fit into the context, with `room` tokens besides them."""
+        return check_ids(spec or self.spec, ids, room)
 
     # ---- what it holds and what it sent -------------------------------------------------------
 
@@ -549,7 +550,14 @@ class Model:
         ranks = self.gather("traffic")
         return {key: sum(r[key] for r in ranks) for key in ("measured_bytes", "predicted_bytes")}
 
-    def gather(self, method: str) -> list[dict[str, int]]:
+    def exchange_error(self) -> float:
+        """Return how much of the partial sums ``exchange="q8"`` has rounded off, relative RMS.
+
+        The largest of all ranks, over everything since the first such exchange; 0 without any.
+        """
+        return max(float(rank["rounding_error"]) for rank in self.gather("exchange_error"))
+
+    def gather(self, method: str) -> list[dict[str, Any]]:
         """Return the results of all ranks of the plan, on every one of them."""
         results = self.call(method)
         if self._team is None:

@@ -20,10 +20,19 @@ from nbflow.decoding.strategy import no_distribution
 from nbflow.engine.burst import MAX_STEPS, Burst
 from nbflow.engine.memory import Memory
 from nbflow.engine.outcome import Outcome, Output
-from nbflow.engine.pieces import Piece, pieces
+from nbflow.engine.pipeline import Pipeline
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.scheduler import Scheduler, Work
-from nbflow.execute import CpuExecutor, RankWeights, Step, make_step
+from nbflow.engine.sequences import MAX_LOGIT_BYTES, Sequences
+from nbflow.execute import (
+    HOST,
+    CpuExecutor,
+    Place,
+    RankWeights,
+    Step,
+    make_executor,
+    make_step,
+)
 from nbflow.execute.weights import stored_bytes
 from nbflow.parallel.comm import Comm
 from nbflow.parallel.plan import Plan, make_plan
@@ -39,13 +48,6 @@ PAGE_SIZE = 64
 of memory for the processor to read ahead (with 16, reading takes up to half as long again)."""
 MAX_BURSTS = 32
 """Bursts (strategies and batch sizes) kept."""
-MAX_LOGIT_BYTES = 64 * 2**20
-"""Logits of all positions are computed in pieces of at most this size."""
-
-
-def _outside(b: int) -> int:
-    """Return the page table's number for a sequence that is no request's."""
-    return -1 - b
 
 
 def make_groups(plan: Plan, comm: Comm) -> dict[tuple[int, ...], Comm]:
@@ -74,6 +76,8 @@ class RankEngine:
         The communicators of the stages this rank belongs to, from `make_groups`.
     spec, weights, outliers, activations, kv, threads, max_step_tokens
         As in `nbflow.load`, resolved.
+    place : Place
+        Where weights, pages and buffers live.
     """
 
     def __init__(
@@ -91,6 +95,7 @@ class RankEngine:
         threads: int,
         max_step_tokens: int,
         page_size: int = PAGE_SIZE,
+        place: Place = HOST,
     ) -> None:
         reset_peak_rss()
         self._threads = threads
@@ -98,38 +103,43 @@ class RankEngine:
         self.plan, self.comm, self.spec = plan, comm, spec
         options: dict[str, Any] = {
             "weights": weights, "outliers": outliers, "activations": activations, "kv": kv,
-            "page_size": page_size,
+            "page_size": page_size, "place": place,
         }  # fmt: skip
-        self._encoded: Memory | None = None
+        self.encoded: Memory | None = None
         if spec.encoder is not None:
             encoder_plan = make_plan(spec.encoder, plan.partition, plan.block_size)
             encoder = RankEngine(
                 encoder_plan, file, comm, groups, spec=spec.encoder, threads=threads,
                 max_step_tokens=max_step_tokens, **options,
             )  # fmt: skip
-            self._encoded = Memory(encoder, spec, plan.ranks[comm.rank], file, **options)
+            self.encoded = Memory(encoder, spec, plan.ranks[comm.rank], file, **options)
         self.mine = plan.ranks[comm.rank]
         self.program = fuse(partition(build(spec), self.mine))
         started, before = time.perf_counter(), file.bytes_read
         self.weights = RankWeights(self.program, file, weights, outliers)
-        self.weights.pack()
+        self.weights.settle(place)
         self.load_seconds = time.perf_counter() - started
         self.bytes_read = file.bytes_read - before
         self.storage = make_storage(
-            spec, self.program.layers, page_size, self.program.n_kv_heads, kv
-        )
+            spec, self.program.layers, page_size, self.program.n_kv_heads, kv,
+            place.purposed("the key/value cache"),
+        )  # fmt: skip
         self.max_step_tokens = max_step_tokens
         self.table = PageTable(page_size)
         self.scheduler = Scheduler(self.table, max_step_tokens)
-        self.executor = CpuExecutor(
+        self.executor = make_executor(
             self.program, self.weights, self.storage, comm, plan.numbers, activations,
-            None if self._encoded is None else self._encoded.storage,
+            None if self.encoded is None else self.encoded.storage, place=place,
         )  # fmt: skip
         self._groups = groups
         self.executor.set_groups(groups)
         self._head = plan.numbers.index(plan.head_rank)
+        self._sequences = Sequences(self)
+        n_stages = plan.ranks[-1].stage + 1
+        together = n_stages > 1 and self.encoded is None
+        self._pipeline = Pipeline(self, n_stages) if together else None
         self._limits: tuple[int | None, int | None, int | None, bool] = (None, None, None, False)
-        self._sent_before: dict[str, int] = {}
+        self._sent_before = self._sent()  # communicators are shared with earlier models
         self._predicted_bytes = 0
         self._bursts: dict[tuple[Any, ...], Burst] = {}
         self._step_s = math.inf
@@ -137,74 +147,21 @@ class RankEngine:
             functools.partial(bytes_sent, self.program, self.mine.rank)
         )
 
-    # ---- all positions at once ----------------------------------------------------------------
+    # ---- sequences of others ------------------------------------------------------------------
 
-    def outputs(
+    def sequences(self, method: str, *args: Any) -> Any:
+        """Call a method of `Sequences`."""
+        return getattr(self._sequences, method)(*args)
+
+    def run_step(
         self,
-        sequences: Sequence[Sequence[int]],
-        name: str,
-        types: Sequence[Sequence[int]] | None = None,
-        encoder_ids: Sequence[Sequence[int]] | None = None,
-    ) -> list[np.ndarray]:
-        """Return a buffer of the last stage ("logits" or "y") after every token, on every rank.
-
-        Sequences share steps as far as these have room.  They do not see each other, and each gets
-        what it would get alone.
-        """
-        width = self.spec.vocab_size if name == "logits" else self.spec.hidden_size
-        results = [np.empty((len(ids), width), np.float32) for ids in sequences]
-        most = max(1, min(self.max_step_tokens, MAX_LOGIT_BYTES // (4 * self.spec.vocab_size)))
-        whole = not self.spec.causal  # every token sees all others
-        for step in pieces([len(ids) for ids in sequences], most, whole):
-            self._begin_outputs(step, encoder_ids)
-            try:
-                rows = self._outputs_of_step(step, sequences, name, types)
-            except BaseException:
-                self._end_outputs(step)
-                raise
-            first = 0
-            for b, start, stop in step:
-                results[b][start:stop] = rows[first : first + stop - start]
-                first += stop - start
-                if stop == len(sequences[b]):
-                    self._end_outputs([(b, start, stop)])
-        return results
-
-    def _begin_outputs(
-        self, step: Sequence[Piece], encoder_ids: Sequence[Sequence[int]] | None
+        sequences: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        logit_rows: Sequence[int],
+        types: Sequence[int] | None = None,
     ) -> None:
-        new = [b for b, start, _ in step if start == 0]
-        if self._encoded is not None:
-            assert encoder_ids is not None  # checked by the caller
-            self._encoded.add({_outside(b): encoder_ids[b] for b in new})
-        for b in new:
-            self.table.add(_outside(b))
-
-    def _end_outputs(self, step: Sequence[Piece]) -> None:
-        for b, _, _ in step:
-            self.table.drop(_outside(b))
-            if self._encoded is not None:
-                self._encoded.drop(_outside(b))
-
-    def _outputs_of_step(
-        self,
-        step: Sequence[Piece],
-        sequences: Sequence[Sequence[int]],
-        name: str,
-        types: Sequence[Sequence[int]] | None,
-    ) -> np.ndarray:
-        tokens = [sequences[b][start:stop] for b, start, stop in step]
-        n = sum(map(len, tokens))
-        some_types = None
-        if types is not None:
-            some_types = [t for b, start, stop in step for t in types[b][start:stop]]
-        self._run(self._step([_outside(b) for b, _, _ in step], tokens, range(n), some_types))
-        width = self.spec.vocab_size if name == "logits" else self.spec.hidden_size
-        rows = np.empty((n, width), np.float32)
-        if self.mine.last:
-            np.copyto(rows, self.executor.buffer(name, n))
-        self._broadcast(rows)
-        return rows
+        """Run more tokens of sequences; results are in the executor's buffers."""
+        self._run(self._step(sequences, tokens, logit_rows, types))
 
     def _step(
         self,
@@ -213,7 +170,7 @@ class RankEngine:
         logit_rows: Sequence[int],
         types: Sequence[int] | None = None,
     ) -> Step:
-        memory = None if self._encoded is None else self._encoded.table
+        memory = None if self.encoded is None else self.encoded.table
         return make_step(self.table, sequences, tokens, logit_rows, types, memory)
 
     # ---- generation ---------------------------------------------------------------------------
@@ -235,6 +192,8 @@ class RankEngine:
         if limits == self._limits:
             return
         self._limits = limits
+        if self._pipeline is not None:
+            self._pipeline.end_all()
         self.storage.release()
         self.table = PageTable(self.storage.page_size, max_pages)
         if max_pages is not None:
@@ -264,6 +223,8 @@ class RankEngine:
 
     def end_all(self, reason: FinishReason = "abort") -> None:
         """End all requests."""
+        if self._pipeline is not None:
+            self._pipeline.end_all()
         for request in self.scheduler.requests:
             self.end(request.id, reason)
 
@@ -274,13 +235,17 @@ class RankEngine:
         several, who fails leaves the others waiting in the middle of a step, so the error is
         raised.
         """
+        if self._pipeline is not None:
+            outputs = self._pipeline.advance()
+            self._remove_ended(outputs)
+            return outputs
         works = self.scheduler.next_step()
         if not works:
             assert not self.scheduler.requests, "requests are left, but none can run"
             return []
         try:
-            if self._encoded is not None:
-                self._encoded.update(self.scheduler.running)
+            if self.encoded is not None:
+                self.encoded.update(self.scheduler.running)
             outputs = (
                 self._burst(works, burst_s) if self._can_burst(works) else self._one_step(works)
             )
@@ -290,33 +255,51 @@ class RankEngine:
             for work in works:
                 work.request.fail(error)
             outputs = [Output(work.request) for work in works]
+        self._remove_ended(outputs)
+        return outputs
+
+    def _remove_ended(self, outputs: Sequence[Output]) -> None:
         for output in outputs:
             if output.request.finish_reason is not None:
                 self._remove(output.request)
-        return outputs
 
     def _remove(self, request: Request) -> None:
         self.scheduler.remove(request)
-        if self._encoded is not None:
-            self._encoded.update(self.scheduler.running)
+        if self.encoded is not None:
+            self.encoded.update(self.scheduler.running)
 
     def _one_step(self, works: Sequence[Work]) -> list[Output]:
         """Run one step, draw, and enter the pages that are full into the cache."""
+        return self.end_step(works, self.begin_step(works))
+
+    def begin_step(self, works: Sequence[Work]) -> Outcome:
+        """Run one step; on the rank with the head, draw, and tell the others."""
         tokens = [w.request.pending[: w.n_tokens] + w.drafts for w in works]
         rows: list[int] = []
         end = 0
         for work, ids in zip(works, tokens, strict=True):
             end += len(ids)
             rows += range(end - work.n_logits, end)
-        self._run(self._step([w.request.id for w in works], tokens, rows))
+        self.run_step([w.request.id for w in works], tokens, rows)
         outcome = Outcome.empty(works)
         if self.comm.rank == self._head and rows:
             outcome.compute(self.executor.buffer("logits", len(rows)), works)
-        for array in outcome.arrays:
-            self._broadcast(array)
-        outputs = outcome.apply(works)
+            for array in outcome.arrays:
+                self._post(array)
+        return outcome
+
+    def end_step(self, works: Sequence[Work], outcome: Outcome) -> list[Output]:
+        """Give the requests of a step what it gave."""
+        if self.comm.rank != self._head:
+            for array in outcome.arrays:
+                self.comm.Recv(array, self._head)
+        # some may have been ended while the step was on its way
+        ended = {w.request.id for w in works if w.request.finish_reason is not None}
+        outputs = [o for o in outcome.apply(works) if o.request.id not in ended]
         for work in works:
             request = work.request
+            if request.id in ended:
+                continue
             if work.drafts:
                 self.table.truncate(request.id, request.n_done)
             self._commit(request)
@@ -329,7 +312,8 @@ class RankEngine:
     def _can_burst(self, works: Sequence[Work]) -> bool:
         """Return whether the next steps can run as one burst: all generate, nobody is to join."""
         return (
-            self.comm.size == 1
+            isinstance(self.executor, CpuExecutor)
+            and self.comm.size == 1
             and all(w.request.is_generating and w.request.proposer is None for w in works)
             and len(works) == len(self.scheduler.running)
             and Burst.fits([w.request for w in works])
@@ -348,6 +332,7 @@ class RankEngine:
             self._bursts[key] = Burst(*key)
         burst = self._bursts[key]
         burst.begin(requests)
+        assert isinstance(self.executor, CpuExecutor)
         step = self._step(
             [r.id for r in requests], [r.pending for r in requests], range(len(requests))
         )
@@ -362,7 +347,7 @@ class RankEngine:
         )
         done = int(burst.n_steps[0])
         self._step_s = (time.perf_counter() - started) / done
-        tokens, logprobs = burst.tokens[:, :done].tolist(), burst.token_logprobs.tolist()
+        tokens, logprobs = (a[:, :done].tolist() for a in (burst.tokens, burst.token_logprobs))
         outputs = []
         for b, request in enumerate(requests):
             n_before = len(request.ids)
@@ -403,7 +388,14 @@ class RankEngine:
         if self.comm.size > 1:
             self._predicted_bytes += self._bytes_sent(len(step.ids), len(step.logit_rows))
 
-    def _broadcast(self, array: np.ndarray) -> None:
+    def _post(self, array: np.ndarray) -> None:
+        """Send every other rank an array that this one, with the head, has computed."""
+        for other in range(self.comm.size):
+            if other != self.comm.rank:
+                self.comm.Post(array, other)
+                self._predicted_bytes += array.nbytes
+
+    def broadcast(self, array: np.ndarray) -> None:
         """Give every rank the head rank's array."""
         if self.comm.size > 1:
             self.comm.Bcast(array, self._head)
@@ -421,17 +413,22 @@ class RankEngine:
         """Count the bytes sent from here on."""
         self._sent_before = self._sent()
         self._predicted_bytes = 0
-        if self._encoded is not None:
-            self._encoded.encoder.reset_traffic()
+        if self.encoded is not None:
+            self.encoded.encoder.reset_traffic()
 
     def traffic(self) -> dict[str, int]:
         """Return the bytes this rank has sent since `reset_traffic`, measured and predicted."""
         now = self._sent()
         measured = sum(n - self._sent_before.get(kind, 0) for kind, n in now.items())
         predicted = self._predicted_bytes
-        if self._encoded is not None:  # what it sends is measured by the same communicators
-            predicted += self._encoded.encoder.traffic()["predicted_bytes"]
+        if self.encoded is not None:  # what it sends is measured by the same communicators
+            predicted += self.encoded.encoder.traffic()["predicted_bytes"]
         return {"measured_bytes": measured, "predicted_bytes": predicted}
+
+    def exchange_error(self) -> dict[str, float]:
+        """Return what rounding partial sums has cost: `Comm.rounding_error`, the largest."""
+        errors = (group.rounding_error for group in self._groups.values())
+        return {"rounding_error": max(errors, default=0.0)}
 
     def page_memory(self) -> dict[str, int]:
         """Return the bytes of a page, those that are available, and how many ranks share these."""
@@ -453,7 +450,7 @@ class RankEngine:
             "workspace_bytes": self.executor.workspace_bytes,
             "peak_rss_bytes": peak_rss_bytes(),
         }
-        more = {} if self._encoded is None else self._encoded.memory()
+        more = {} if self.encoded is None else self.encoded.memory()
         return {key: n + more.get(key, 0) for key, n in held.items()}
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
@@ -36,6 +37,10 @@ class Request:
     """Ids that end the sequence."""
     encoder_ids: list[int] | None = None
     """Token ids for the encoder, if the model has one."""
+    stop_texts: tuple[str, ...] = ()
+    """Texts that end the output; who turns tokens into text looks for them."""
+    include_stop_text: bool = False
+    """Whether the text that ended it belongs to the output."""
     wants_logprobs: bool = True
     """Whether the log-probabilities of the new tokens are wanted; without them they are NaN."""
     n_top_logprobs: int = 0
@@ -115,7 +120,7 @@ class Request:
     def copy(self) -> Request:
         """Return the request for another rank: equal, with lists and a state of its own."""
         own: dict[str, Any] = {"ids": [], "logprobs": [], "top_logprobs": [], "prompt_results": []}
-        return dataclasses.replace(self, **own, state=None)
+        return dataclasses.replace(self, **own, state=None, proposer=copy.deepcopy(self.proposer))
 
     def fail(self, error: Exception) -> None:
         """End with an error."""

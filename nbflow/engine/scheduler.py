@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import bisect
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -74,12 +74,18 @@ class _Step:
     """Tokens whose logits can still be wanted."""
     encoder_room: int
     """Tokens that encoders can still take."""
+    most: int
+    """Most requests in it."""
+    busy: Collection[int]
+    """Requests that another step works on."""
     works: dict[int, Work] = field(default_factory=dict)
     """By the request's number."""
 
     def give(self, request: Request, n_tokens: int) -> Work | None:
         """Let so many tokens of a request run, or as many as there is room for."""
         n_tokens = min(n_tokens, self.room)
+        if len(self.works) >= self.most:
+            return None
         if request.wants_prompt_logits:
             n_tokens = min(n_tokens, self.logit_room)
             self.logit_room -= n_tokens
@@ -183,18 +189,29 @@ class Scheduler:
 
     # ---- steps --------------------------------------------------------------------------------
 
-    def next_step(self) -> list[Work]:
+    def next_step(self, busy: Collection[int] = (), most: int | None = None) -> list[Work]:
         """Return the work of the next step; the pages it needs are reserved.
 
-        An empty list means that no request is left.
+        An empty list means that no request is left besides those that are busy.
+
+        Parameters
+        ----------
+        busy : collection of int
+            Requests that another step works on; they keep their places and pages.  The caller sees
+            to it that there is a free page for every running request.
+        most : int, optional
+            Most requests in the step.
         """
-        step = _Step(self.max_step_tokens, self.max_logit_rows, self.max_step_tokens)
-        self._make_way()
+        n_most = len(self.running) + len(self.waiting) if most is None else most
+        room = self.max_step_tokens
+        step = _Step(room, self.max_logit_rows, room, n_most, busy)
+        if not busy:
+            self._make_way()
         for request in list(self.running):
-            if request.is_generating and request in self.running:
+            if request.id not in busy and request.is_generating and request in self.running:
                 self._generate(step, request)
         for i, request in enumerate(self.running):
-            if not request.is_generating:
+            if request.id not in busy and not request.is_generating:
                 behind = [r for r in self.running[i + 1 :] if not r.is_generating]
                 self._read_prompt(step, request, behind + self._next_waiting())
         self._admit(step)
@@ -202,13 +219,14 @@ class Scheduler:
 
     def _generate(self, step: _Step, request: Request) -> None:
         """Give a generating request its token, taking pages from the last in order if need be."""
-        while self.table.missing(request.id, 1) > self.table.n_available:
-            last = self.running[-1]
+        if len(step.works) >= step.most:
+            return
+        while not self.table.try_reserve(request.id, 1):
+            last = next(r for r in reversed(self.running) if r.id not in step.busy)
             step.take_back(last)
             self.preempt(last)
             if last is request:
                 return
-        self.table.reserve(request.id, 1)
         work = step.give(request, 1)
         assert work is not None  # there are no more sequences than tokens in a step
         if request.proposer is not None:
@@ -222,13 +240,12 @@ class Scheduler:
             request.n_proposed,
             request.max_tokens - len(request.ids) - 1,
             step.room - others,
-            step.logit_room - 1,
+            step.logit_room // 2 - 1,  # the rest is for prompts
         )
         if room < 1:
             return
         drafts = [int(i) for i in propose([*request.prompt, *request.ids], room)][:room]
-        if drafts and self.table.missing(request.id, 1 + len(drafts)) <= self.table.n_available:
-            self.table.reserve(request.id, 1 + len(drafts))
+        if drafts and self.table.try_reserve(request.id, 1 + len(drafts)):
             step.add_drafts(work, drafts)
 
     def _next_waiting(self) -> list[Request]:
@@ -246,7 +263,8 @@ class Scheduler:
     def _admit(self, step: _Step) -> None:
         """Take in waiting requests."""
         for request in list(self.waiting):
-            if step.room < 1 or not self._fits(request):
+            full = step.room < 1 or len(step.works) >= step.most
+            if full or not self._fits(request):
                 return
             n_read = len(request.encoder_ids or ())
             if n_read > step.encoder_room and step.encoder_room < self.max_step_tokens:

@@ -20,6 +20,7 @@ from nbflow.execute.step_arrays import StepArrays
 from nbflow.program.cost import is_rounded
 from nbflow.program.records import Op
 from nbflow.status import WAITING, WORKING, status
+from nbflow_kernels import families
 from nbflow_kernels._jit import njit
 from nbflow_kernels.attention.divide import divide
 from nbflow_kernels.attention.layout import SLOPES, SPLIT
@@ -34,7 +35,7 @@ from nbflow_kernels.quants.gather import gather
 from nbflow_kernels.threads import capture, get_num_threads
 
 if TYPE_CHECKING:
-    from nbflow.execute.cpu import CpuExecutor
+    from nbflow.execute.executor import Executor
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ class LayerAttention:
 
     Parameters
     ----------
-    executor : CpuExecutor
+    executor : Executor
         Gives the program and the pages.
     arrays : StepArrays
         The step.
@@ -65,7 +66,7 @@ class LayerAttention:
     """
 
     def __init__(
-        self, executor: CpuExecutor, arrays: StepArrays, window: int | None, cross: bool
+        self, executor: Executor, arrays: StepArrays, window: int | None, cross: bool
     ) -> None:
         self.cross = cross
         program, spec = executor.program, executor.program.spec
@@ -120,7 +121,7 @@ class LayerAttention:
 class StepAttention:
     """The attention's work of a step, for each kind of attention that the layers have."""
 
-    def __init__(self, executor: CpuExecutor, arrays: StepArrays) -> None:
+    def __init__(self, executor: Executor, arrays: StepArrays) -> None:
         kinds = {self._kind(op) for op in executor.program.ops if op.kind in ATTENTIONS}
         self._of = {kind: LayerAttention(executor, arrays, *kind) for kind in kinds}
 
@@ -196,7 +197,10 @@ class Product:
 class Binder:
     """Binds the ops of an executor's program to one shape of step."""
 
-    def __init__(self, executor: CpuExecutor, arrays: StepArrays) -> None:
+    variant = "cpu"
+    """Which kernels: those of ``nbflow_kernels/<family>/<variant>.py``."""
+
+    def __init__(self, executor: Executor, arrays: StepArrays) -> None:
         self._executor = executor
         self._arrays = arrays
         self._spec = executor.program.spec
@@ -211,15 +215,21 @@ class Binder:
                 continue
             yield op, getattr(self, f"_{op.kind}")(op, index)
 
-    def _view(self, name: str) -> np.ndarray:
+    def _view(self, name: str) -> Any:
         return self._executor.view(name, len(self._arrays.ids), len(self._arrays.logit_rows))
 
-    def _heads(self, name: str, head_dim: int | None = None) -> np.ndarray:
+    def _heads(self, name: str, head_dim: int | None = None) -> Any:
         view = self._view(name)
         return view.reshape(len(view), -1, head_dim or self._spec.head_dim)
 
-    @staticmethod
-    def _captured(op: Op, launcher: Callable[..., Any], *args: Any) -> Made:
+    def _kernels(self, family: str) -> Any:
+        return families.load(family, self.variant)
+
+    def _placed(self, array: np.ndarray) -> Any:
+        """Return an array where the kernels read it."""
+        return array
+
+    def _captured(self, op: Op, launcher: Callable[..., Any], *args: Any) -> Made:
         """Return the compiled calls a launcher makes; the launcher itself, if it does more."""
         with capture() as seen:
             launcher(*args)
@@ -259,8 +269,7 @@ class Binder:
         return self._captured(op, gather_rows, self._arrays.logit_rows, x, out)
 
     def _norm(self, op: Op, index: int) -> Made:
-        from nbflow_kernels.norm import cpu
-
+        kernels = self._kernels("norm")
         view = self._heads if op.attrs.get("per_head") else self._view
         x, out, eps = view(op.inputs[0]), view(op.out), op.attrs["eps"]
         if "columns" in op.attrs:
@@ -274,8 +283,8 @@ class Binder:
             return self._captured(op, rmsnorm_with_sums, x, sums, weight, width, eps, offset, out)
         if op.attrs["norm"] == "rms":
             offset = op.attrs.get("offset", 0.0)
-            return self._captured(op, cpu.rmsnorm, x, weight, eps, offset, out)
-        return self._captured(op, cpu.layernorm, x, weight, bias, eps, out)
+            return self._captured(op, kernels.rmsnorm, x, weight, eps, offset, out)
+        return self._captured(op, kernels.layernorm, x, weight, bias, eps, out)
 
     def _sum_squares(self, op: Op, index: int) -> Made:
         from nbflow_kernels.norm.shared import sum_squares
@@ -331,25 +340,23 @@ class Binder:
         return self._captured(op, copy_heads, x[..., -n:], out[..., -n:])
 
     def _rope(self, op: Op, index: int) -> Made:
-        from nbflow_kernels.position import cpu
-
+        kernels = self._kernels("position")
         rope, first = op.attrs["rope"], op.attrs.get("first", 0)
         q, k = (self._heads(name, self._spec.cached_dim)[..., first:] for name in op.inputs)
         return self._captured(
-            op, cpu.apply_rope_with_cos_sin_cache_inplace, self._arrays.positions, q, k,
+            op, kernels.apply_rope_with_cos_sin_cache_inplace, self._arrays.positions, q, k,
             self._executor.rope_table(rope), rope.style == "half",
         )  # fmt: skip
 
     def _append_kv(self, op: Op, index: int) -> Made:
-        from nbflow_kernels.kvcache import cpu
-
+        kernels = self._kernels("kvcache")
         k, v = (self._heads(name, self._spec.cached_dim) for name in (*op.inputs, *op.inputs)[:2])
         if len(op.inputs) == 1:
             v = v[..., :0]  # the values are columns of the same vectors
         storage, arrays = self._executor.storage, self._arrays
         keys, values = storage.layers[op.layer or 0]
         return self._captured(
-            op, cpu.append_paged_kv_cache, k, v, arrays.batch_indices, arrays.positions, keys,
+            op, kernels.append_paged_kv_cache, k, v, arrays.batch_indices, arrays.positions, keys,
             values, arrays.kv_indices, arrays.kv_indptr, LAYOUT, storage.format.kind,
         )  # fmt: skip
 
@@ -378,15 +385,11 @@ class Binder:
         return PythonOp(op.kind, lambda: np.copyto(out, executor.given))
 
     def _activation(self, op: Op, index: int) -> Made:
-        from nbflow_kernels.activation import cpu
-
-        function = getattr(cpu, op.attrs["activation"])
+        function = getattr(self._kernels("activation"), op.attrs["activation"])
         return self._captured(op, function, self._view(op.inputs[0]), self._view(op.out))
 
     def _gate(self, op: Op, index: int) -> Made:
-        from nbflow_kernels.activation import cpu
-
-        function = getattr(cpu, f"{op.attrs['activation']}_and_mul")
+        function = getattr(self._kernels("activation"), f"{op.attrs['activation']}_and_mul")
         (both,) = op.inputs  # the programs given to this executor are fused
         return self._captured(op, function, self._view(both), self._view(op.out))
 
@@ -411,11 +414,10 @@ class Binder:
         return PythonOp(op.kind, call)
 
     def _scale_rows(self, op: Op, index: int) -> Made:
-        from nbflow_kernels.moe import cpu
-
+        kernels = self._kernels("moe")
         (gate,) = self._executor.weights.operands[index]
         x, out = self._view(op.inputs[0]), self._view(op.out)
-        return self._captured(op, cpu.scale_rows, x, gate, out)
+        return self._captured(op, kernels.scale_rows, x, gate, out)
 
     def _add(self, op: Op, index: int) -> Made:
         x, out = self._view(op.inputs[0]), self._view(op.out)
@@ -425,23 +427,20 @@ class Binder:
         x, out = self._view(op.inputs[0]), self._view(op.out)
         return self._captured(op, self._scaled_add, x, op.attrs["scale"], False, out)
 
-    @staticmethod
-    def _scaled_add(x: np.ndarray, scale: float, accumulate: bool, out: np.ndarray) -> None:
+    def _scaled_add(self, x: Any, scale: float, accumulate: bool, out: Any) -> None:
         """Write ``scale * x``, or add it; a launcher.
 
         This is the weighted sum of one row, for which experts have a kernel.
         """
-        from nbflow_kernels.moe import cpu
-
         scales = np.full((len(x), 1), scale, np.float32)
         rows = np.arange(len(x), dtype=np.int32).reshape(-1, 1)
-        cpu.combine(x, scales, rows, accumulate, out)
+        combine = self._kernels("moe").combine
+        combine(x, self._placed(scales), self._placed(rows), accumulate, out)
 
     def _soft_cap(self, op: Op, index: int) -> Made:
-        from nbflow_kernels.logits import cpu
-
+        soft_cap = self._kernels("logits").soft_cap
         x, out = self._view(op.inputs[0]), self._view(op.out)
-        return self._captured(op, cpu.soft_cap, x, op.attrs["cap"], out)
+        return self._captured(op, soft_cap, x, op.attrs["cap"], out)
 
     # ---- communication ------------------------------------------------------------------------
 

@@ -16,16 +16,11 @@ from typing import Any
 
 import numpy as np
 
-import nbflow_kernels as nk
 from nbflow.cache.page_table import PageView
-from nbflow.cache.storage import KVStorage
 from nbflow.execute.bind import Binder, PythonOp
+from nbflow.execute.executor import Executor
 from nbflow.execute.step import Step
 from nbflow.execute.step_arrays import StepArrays
-from nbflow.execute.weights import RankWeights
-from nbflow.parallel.comm import Alone, Comm
-from nbflow.program.records import Program
-from nbflow.spec.model_spec import RopeSpec
 from nbflow.status import status
 from nbflow_kernels.calls import Call, CallList
 from nbflow_kernels.threads import count_kernel_seconds, get_team
@@ -62,78 +57,22 @@ class Bound:
     """The calls of a whole step with further ones behind them; see `CpuExecutor.run_repeated`."""
 
 
-class CpuExecutor:
-    """Executor of one rank's program.
+class CpuExecutor(Executor):
+    """Executor of one rank's program on the CPU; parameters as of `Executor`."""
 
-    Parameters
-    ----------
-    program : Program
-        The rank's program.
-    weights : RankWeights
-        Its weights.
-    storage : KVStorage
-        Its pages.
-    comm : Comm
-        All ranks of the model.
-    numbers : tuple of int
-        The number, in the partition string, of each rank of `comm`.
-    activations : {"f32", "int8", "bf16"}
-        Arithmetic of the products with weights.
-    memory : KVStorage, optional
-        Pages with the keys and values of the encoder's hidden states.
-    """
-
-    def __init__(
-        self,
-        program: Program,
-        weights: RankWeights,
-        storage: KVStorage,
-        comm: Comm | None = None,
-        numbers: tuple[int, ...] = (0,),
-        activations: str = "f32",
-        memory: KVStorage | None = None,
-    ) -> None:
-        self.program = program
-        self.storage = storage
-        self.memory = memory
-        self.given = np.zeros((0, 0), np.float32)
-        """The rows of an `input` op."""
-        self.weights = weights
-        self.comm = comm or Alone()
-        self.numbers = numbers
-        self.activations = activations
-        self.groups: dict[tuple[int, ...], Comm] = {}
-        self.seconds: defaultdict[str, float] | None = None
-        """Set to a dict to add up the time of each kind of op."""
-        self._buffers: dict[str, np.ndarray] = {}
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
         self._bound: dict[tuple[int, ...], Bound] = {}
-        self._rope_tables: dict[RopeSpec, np.ndarray] = {}
-
-    def rope_table(self, rope: RopeSpec) -> np.ndarray:
-        """Return the cosines and sines of all positions."""
-        if rope not in self._rope_tables:
-            self._rope_tables[rope] = nk.rope_cos_sin_cache(
-                self.program.spec.max_context, rope.dim, theta=rope.theta, scaling=rope.scaling
-            )
-        return self._rope_tables[rope]
-
-    @property
-    def workspace_bytes(self) -> int:
-        """Return the bytes of the buffers."""
-        return sum(b.nbytes for b in self._buffers.values())
-
-    def set_groups(self, groups: dict[tuple[int, ...], Comm]) -> None:
-        """Give the communicator of each stage, by rank numbers."""
-        self.groups = groups
-
-    def buffer(self, name: str, n_rows: int) -> np.ndarray:
-        """Return the first rows of a buffer, as the last step left them."""
-        return self.view(name, n_rows, n_rows)
 
     def run(self, step: Step) -> None:
         """Run the program once; results are in its buffers."""
-        for segment in self._prepared(step).segments:
-            self._run_segment(segment)
+        segments = self._prepared(step).segments
+        try:
+            for segment in segments:
+                self._run_segment(segment)
+        except BaseException:
+            status.failed()
+            raise
         if self.comm.size > 1:
             status.idle()
 
@@ -215,7 +154,8 @@ class CpuExecutor:
         key = n_tokens, n_logits, n_sequences, get_team().n
         bound = self._bound.pop(key, None)
         if bound is None or bound.storages != self._storages() or not _holds(bound.room, step):
-            self._reserve(n_tokens, n_logits)
+            if self._reserve(n_tokens, n_logits):
+                self._bound.clear()
             while len(self._bound) >= MAX_BOUND:  # the one used longest ago goes first
                 del self._bound[next(iter(self._bound))]
             bound = self._bound[key] = self._bind(step)
@@ -251,24 +191,6 @@ class CpuExecutor:
                 waiting.extend((op.kind, call) for call in made)
         close()
         return Bound(arrays, binder.attention, segments, self._storages(), room)
-
-    def _reserve(self, n_tokens: int, n_logits: int) -> None:
-        """Make the buffers large enough."""
-        for name, buffer in self.program.buffers.items():
-            rows = n_tokens if buffer.rows == "tokens" else n_logits
-            have = self._buffers.get(name)
-            if buffer.base is None and (have is None or len(have) < rows):
-                self._buffers[name] = np.zeros((max(rows, 8), buffer.width), np.float32)
-                self._bound.clear()
-
-    def view(self, name: str, n_tokens: int, n_logits: int) -> np.ndarray:
-        """Return a buffer's rows for so many tokens and logit rows."""
-        buffer = self.program.buffers[name]
-        rows = n_tokens if buffer.rows == "tokens" else n_logits
-        if buffer.base is None:
-            return self._buffers[name][:rows]
-        columns = slice(buffer.offset, buffer.offset + buffer.width)
-        return self._buffers[buffer.base][:rows, columns]
 
 
 def _room(pages: PageView) -> int:

@@ -6,8 +6,11 @@ into arrays that are made once for a number of tokens, sequences and pages.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
+from nbflow.execute.place import Place
 from nbflow.execute.step import Step
 
 
@@ -61,3 +64,30 @@ class StepArrays:
             self.memory_indptr[:] = step.memory.kv_indptr
             self.memory_indices[: len(step.memory.kv_indices)] = step.memory.kv_indices
             self.memory_lens[:] = step.memory.kv_lens
+
+
+class DeviceArrays:
+    """What kernels on a device read of the present step: parts of one array, copied at once.
+
+    Parameters
+    ----------
+    host : StepArrays
+        Gives the sizes.
+    place : Place
+        Where they live.
+    """
+
+    NAMES = (
+        *("ids", "positions", "types", "batch_indices", "logit_rows"),
+        *("kv_indptr", "kv_indices"),
+    )
+
+    def __init__(self, host: StepArrays, place: Place) -> None:
+        ends = np.cumsum([len(getattr(host, name)) for name in self.NAMES]).tolist()
+        self._whole: Any = place.zeros((ends[-1],), np.int32)
+        for name, start, end in zip(self.NAMES, [0, *ends], ends, strict=False):
+            setattr(self, name, self._whole[start:end])
+
+    def load(self, host: StepArrays) -> None:
+        """Copy a step's numbers to the device."""
+        self._whole.set(np.concatenate([getattr(host, name) for name in self.NAMES]))

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 import nbflow_kernels as nk
+from nbflow.execute.place import Place
 from nbflow.program.records import Op, Operand, Program
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.stored import Stored, stored
@@ -53,12 +54,34 @@ class RankWeights:
         arrays = [a for a in (*sum(self.operands, ()), *self.bias) if a is not None]
         return sum({id(a): stored_bytes(a) for a in arrays}.values())
 
-    def pack(self) -> None:
-        """Keep only the layout that the kernels compute from."""
+    def settle(self, place: Place) -> None:
+        """Put all operands to a place, in the layout that the kernels there compute from."""
+        if place.on_host:
+            self._pack()
+        else:
+            self._move(place.purposed("the weights"))
+
+    def _pack(self) -> None:
+        """Keep only the layout that the CPU's kernels compute from."""
         for operands in self.operands:
             for tensor in operands:
                 if isinstance(tensor, nk.QuantTensor):
                     tensor.drop_storage()
+
+    def _move(self, place: Place) -> None:
+        """Put all operands to a device; a table of attention's, which a plan reads, stays."""
+        moved: dict[int, Any] = {}
+
+        def move(operand: Any) -> Any:
+            if operand is not None and id(operand) not in moved:
+                quantized = isinstance(operand, nk.QuantTensor)
+                moved[id(operand)] = place.quantized(operand) if quantized else place.put(operand)
+            return None if operand is None else moved[id(operand)]
+
+        for index, op in enumerate(self._program.ops):
+            if op.kind not in ("attention", "cross_attention"):
+                self.operands[index] = tuple(map(move, self.operands[index]))
+                self.bias[index] = move(self.bias[index])
 
     def _operands(self, op: Op) -> tuple[Any, ...]:
         if op.kind in ("experts", "heads_linear"):  # each matrix by itself

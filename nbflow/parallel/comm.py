@@ -65,6 +65,15 @@ class Comm(ABC):
         Every rank must call it with the same ranks.
         """
 
+    def Post(self, array: np.ndarray, dest: int) -> None:
+        """Send a small C-contiguous array to rank `dest` without waiting for it; counted as told.
+
+        The array may be changed afterwards.
+        """
+        self.Send(array.copy(), dest)
+        self.sent["send"] -= array.nbytes
+        self.sent["broadcast"] += array.nbytes
+
     def Allreduce(self, array: np.ndarray) -> None:
         """Replace the C-contiguous float32 `array` by its sum over all ranks, on every rank."""
         if self.size == 1:
@@ -156,7 +165,8 @@ def q8_unpack(packed: np.ndarray, size: int) -> np.ndarray:
     n_blocks = q8_packed_bytes(size) // (Q8_BLOCK + 4)
     codes = packed[: n_blocks * Q8_BLOCK // 4].view(np.int8).reshape(n_blocks, Q8_BLOCK)
     scales = packed[n_blocks * Q8_BLOCK // 4 :]
-    blocks: np.ndarray = codes * scales[:, None]
+    with np.errstate(invalid="ignore"):
+        blocks: np.ndarray = codes * scales[:, None]
     return blocks.reshape(-1)[:size]
 
 

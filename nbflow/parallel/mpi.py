@@ -72,6 +72,7 @@ class Mpi(Comm):
         self.rank = comm.rank
         self.size = comm.size
         self._groups: dict[tuple[int, ...], Comm | None] = {}
+        self._posted: list[tuple[Any, np.ndarray]] = []  # kept until they have been received
 
     def _wait(self, request: Any) -> None:
         for _ in range(self._polls or 1):
@@ -92,6 +93,12 @@ class Mpi(Comm):
     def Send(self, array: np.ndarray, dest: int) -> None:
         self._wait(self._comm.Isend(array, dest))
         self.sent["send"] += array.nbytes
+
+    def Post(self, array: np.ndarray, dest: int) -> None:
+        self._posted = [(request, kept) for request, kept in self._posted if not request.Test()]
+        kept = array.copy()
+        self._posted.append((self._comm.Isend(kept, dest), kept))
+        self.sent["broadcast"] += array.nbytes
 
     def Recv(self, array: np.ndarray, source: int) -> None:
         self._wait(self._comm.Irecv(array, source))
@@ -144,6 +151,7 @@ class Mpi(Comm):
 
     def abort(self, code: int = 1) -> None:
         """End every rank, after a moment in which the launcher can print what this one wrote."""
+        status.failed()  # the pause is no standstill
         sys.stdout.flush()
         sys.stderr.flush()
         time.sleep(FORWARD_S)

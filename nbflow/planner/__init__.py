@@ -7,6 +7,7 @@
 'by tensor'
 """
 
+from nbflow.planner.auto import choose_partition
 from nbflow.planner.choose import AIMS, Aim, best, candidates, compare, with_shares
 from nbflow.planner.machine import (
     Device,
@@ -16,7 +17,7 @@ from nbflow.planner.machine import (
     load_machine,
     written_machine,
 )
-from nbflow.planner.model import PlannedModel, planned_model
+from nbflow.planner.model import PlannedModel, planned_model, stored_model
 from nbflow.planner.predict import Prediction, RankPrediction, Workload, predict
 from nbflow.planner.stages import Setting
 
@@ -33,11 +34,13 @@ __all__ = [
     "Workload",
     "best",
     "candidates",
+    "choose_partition",
     "compare",
     "known_machines",
     "load_machine",
     "planned_model",
     "predict",
+    "stored_model",
     "with_shares",
     "written_machine",
 ]

@@ -72,8 +72,7 @@ def measure_machine(n_ranks: int | None = None, probe_bytes: int = PROBE_BYTES) 
                 f"mpirun started {comm.size} ranks, and all of them are measured; leave --ranks "
                 f"{n_ranks} out or start as many"
             )
-        found = comm.gather_object(_measure_rank(comm, probe_bytes))
-        return None if found is None else _machine(found, "MPI ranks")
+        return measure_ranks(comm, probe_bytes)
     n = 1 if n_ranks is None else n_ranks
     if n == 1:
         return _machine([_measure_rank(comm, probe_bytes)], "process")
@@ -82,6 +81,12 @@ def measure_machine(n_ranks: int | None = None, probe_bytes: int = PROBE_BYTES) 
         return _machine(team.run(lambda mine: _measure_rank(mine, probe_bytes)), "threads")
     finally:
         team.close()
+
+
+def measure_ranks(comm: Comm, probe_bytes: int = PROBE_BYTES) -> Machine | None:
+    """Measure the ranks of a communicator; the first one returns the machine, others None."""
+    found = comm.gather_object(_measure_rank(comm, probe_bytes))
+    return None if found is None else _machine(found, "ranks")
 
 
 def _machine(ranks: list[tuple[Device, Link | None, str]], what: str) -> Machine:

@@ -119,10 +119,14 @@ def planned_model(model: str | Path, weights: str | None = None) -> PlannedModel
             if model_file.path is None:
                 return PlannedModel(published(model_file), weights)
     resolved = resolve(model)
-    with open_weights(resolved.path) as file:
-        names = resolved.spec.tensor_shapes()
-        stored = {n: file.dtype(resolved.spec.checkpoint_name(n)) for n in names}
-    return PlannedModel(resolved.spec, weights, stored)
+    return stored_model(resolved.spec, resolved.path, weights)
+
+
+def stored_model(spec: ModelSpec, path: Path, weights: str | None) -> PlannedModel:
+    """Return the model in a checkpoint, of which only the header is read."""
+    with open_weights(path) as file:
+        stored = {n: file.dtype(spec.checkpoint_name(n)) for n in spec.tensor_shapes()}
+    return PlannedModel(spec, weights, stored)
 
 
 def _has_weights(path: Path) -> bool:

@@ -164,7 +164,8 @@ def predict(
     Raises
     ------
     UsageError
-        If the partition does not fit the model or the machine has too few ranks.
+        If the partition does not fit the model, the machine has too few ranks, the context is too
+        short, or the model has an encoder.
 
     Examples
     --------
@@ -175,6 +176,7 @@ def predict(
     True
     """
     workload, setting = workload or Workload(), setting or Setting()
+    _check(model, workload)
     shared = _shared_out(partition, workload)
     replicas = [
         _replica(model, part, machine, share, setting, micro_batches, only=len(shared) == 1)
@@ -193,6 +195,18 @@ def predict(
         slowest.bubble,
         tuple(rank for r in replicas for rank in r.ranks),
     )
+
+
+def _check(model: PlannedModel, workload: Workload) -> None:
+    """Raise unless a model can do what is asked of it."""
+    spec = model.spec
+    if spec.encoder is not None or not spec.causal or not spec.head:
+        raise UsageError(f"{spec.name} has an encoder; plans are for models that continue a text")
+    if workload.room > spec.max_context:
+        raise UsageError(
+            f"prompt, answer and cache need {workload.room} tokens, but the context of {spec.name} "
+            f"holds {spec.max_context}; plan for less (--prompt, --generate, --context)"
+        )
 
 
 def _shared_out(partition: str, workload: Workload) -> list[tuple[str, Workload]]:

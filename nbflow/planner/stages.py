@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from nbflow.parallel.comm import q8_packed_bytes
 from nbflow.parallel.plan import Plan, RankPlan
@@ -45,7 +44,7 @@ class Setting:
     """Share of the cache that is kept in the host's memory, 0..1."""
     embedding_on_host: bool = False
     """Whether the token embedding is kept in the host's memory."""
-    exchange: Literal["f32", "q8"] = "f32"
+    exchange: str = "f32"
     """How partial sums are sent: see `nbflow.parallel.make_plan`."""
 
 

@@ -1,4 +1,4 @@
-"""Copying a case's arrays to a device, with their gaps."""
+"""Copying a case's arrays to the emulated device."""
 
 from __future__ import annotations
 
@@ -6,28 +6,18 @@ from typing import Any
 
 import numpy as np
 
+from nbflow_kernels.checking import placer
 
-def placer(cupy: Any) -> Any:
-    """Return the `place` of `nbflow_kernels.checking` for CuPy or the emulator's stand-in.
 
-    Rows that lie far apart do so on the device too; outputs hold NaN, which the emulator does not
-    count as written.
-    """
+def emulated(cupy: Any) -> Any:
+    """Return the `place` for the emulator's CuPy: an output's contents count as uninitialised."""
+    place = placer(cupy)
 
-    def place(array: np.ndarray, is_output: bool) -> Any:
-        row = array.strides[0] if array.ndim > 1 and array.size else 0
-        if row > array[:1].nbytes and array[:1].flags.c_contiguous:
-            wide = cupy.zeros((array.shape[0], row // array.itemsize), array.dtype)
-            found = wide[:, : array[:1].size].reshape(array.shape)
-            found[...] = cupy.asarray(np.ascontiguousarray(array))
-            return found
+    def place_there(array: np.ndarray, is_output: bool) -> Any:
         if not is_output:
-            return cupy.asarray(np.ascontiguousarray(array))
+            return place(array, False)
         found = cupy.empty(array.shape, array.dtype)
-        if hasattr(found, "_view"):  # the emulator's: its contents count as uninitialised
-            found._view[...] = array
-        else:
-            found[...] = cupy.asarray(array)
+        found._view[...] = array
         return found
 
-    return place
+    return place_there

@@ -3,36 +3,45 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 from typing import Any
 
+import numpy as np
 import pytest
-from places import placer
+from places import emulated
 
 from nbflow_kernels import checking, families
+from nbflow_kernels.errors import MissingExtraError
 from nbflow_kernels.opcase import OpCase
 
-FAMILIES = (
-    "norm",
-    "activation",
-    "embedding",
-    "position",
-    "sparse",
-    "masks",
-    "logits",
-    "penalties",
-)  # fmt: skip
 CASES = [
-    case for family in FAMILIES for case in families.load(family, "cases").CASES if not case.timed
+    case for case in families.all_cases() if not case.timed and case.op not in families.NO_CUDA
 ]
 
 
 @pytest.mark.compiler
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_case_equals_reference(case: OpCase, cupy: Any) -> None:
-    assert checking.check(case, placer(cupy)) <= 1.0
+    assert checking.check(case, emulated(cupy)) <= 1.0
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.id)
 def test_case_equals_reference_on_a_device(case: OpCase) -> None:
-    assert checking.check(case, placer(importlib.import_module("cupy"))) <= 1.0
+    assert checking.check(case, checking.placer(importlib.import_module("cupy"))) <= 1.0
+
+
+class Elsewhere(np.ndarray):
+    """Looks like an array of another library on a CUDA device."""
+
+    __cuda_array_interface__ = {"data": (256, False)}  # noqa: RUF012
+
+
+FIRST = {case.op: case for case in reversed(CASES)}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
+@pytest.mark.parametrize("op", FIRST)
+def test_without_cupy_the_extra_is_named(op: str) -> None:
+    with pytest.raises(MissingExtraError, match=r"need CuPy: pip install 'nbflow\[cuda1[23]\]'"):
+        checking.run(FIRST[op], lambda array, _: np.ascontiguousarray(array).view(Elsewhere))

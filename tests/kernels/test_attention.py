@@ -20,7 +20,7 @@ from nbflow_kernels.attention import (
     single_prefill_with_kv_cache,
 )
 from nbflow_kernels.attention.cases import ATOL
-from nbflow_kernels.errors import MissingExtraError, UsageError
+from nbflow_kernels.errors import UsageError
 from nbflow_kernels.lanes import store_halves, sum16
 from nbflow_kernels.threads import get_num_threads, set_num_threads
 
@@ -343,21 +343,3 @@ def test_wrong_runs_are_named() -> None:
         wrapper.run(q, pages)
     with pytest.raises(UsageError, match="keys and values must have the same dtype"):
         wrapper.run(q, (pages, pages.astype(np.float16)))
-
-
-class OnDevice(np.ndarray):
-    """Stands for an array on a CUDA device."""
-
-    __cuda_array_interface__: dict[str, Any] = {}  # noqa: RUF012
-
-
-def test_device_arrays_are_refused_with_the_way_out() -> None:
-    q = Q.view(OnDevice)
-    with pytest.raises(MissingExtraError, match="attention: the array is on"):
-        single_prefill_with_kv_cache(q, KV, KV)
-    with pytest.raises(MissingExtraError, match="merge_state"):
-        merge_state(q, q[..., 0].copy(), q, q[..., 0].copy())
-    wrapper = BatchPrefillWithPagedKVCacheWrapper()
-    wrapper.plan(ints(0, 2), ints(0, 1), ints(0), ints(5), 4, 2, 16, 5)
-    with pytest.raises(MissingExtraError, match="attention: the array is on"):
-        wrapper.run(q, (KV[None], KV[None]))

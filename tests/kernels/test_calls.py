@@ -173,7 +173,7 @@ def test_captured_launchers_give_the_same_bits() -> None:
 
 def test_unusable_argument_is_refused() -> None:
     with pytest.raises(TypeError, match="cannot hold an argument of type"):
-        calls_module._words("text", simd.f32x16)
+        calls_module._add_words([], "text", simd.f32x16)
 
 
 def test_closed_team_ends_its_threads() -> None:

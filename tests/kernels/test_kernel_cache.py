@@ -6,6 +6,10 @@ import os
 import subprocess
 import sys
 
+from numba.core.caching import IndexDataCacheFile
+
+from nbflow_kernels._disk_cache import KeyedFiles
+
 PROGRAM = """
 import numpy as np
 from numba.core import event
@@ -31,3 +35,26 @@ def test_kernels_of_formats_are_cached_on_disk(tmp_path):
     )
     assert int(first.split()[0]) >= 4
     assert second.split()[0] == "0", second
+
+
+def test_each_compiled_kernel_is_a_file_that_knows_what_it_is(tmp_path):
+    """Two processes that save at the same time for different types do not get each other's code."""
+    numbas = IndexDataCacheFile(str(tmp_path), "kernel-1", "stamp")
+    ours, theirs = KeyedFiles(numbas), KeyedFiles(numbas)
+    ours.save(("float32", 1), b"ours")
+    theirs.save(("float64", 1), b"theirs")
+    for files in (ours, theirs):
+        assert files.load(("float32", 1)) == b"ours"
+        assert files.load(("float64", 1)) == b"theirs"
+        assert files.load(("int8", 1)) is None
+    other_source = KeyedFiles(IndexDataCacheFile(str(tmp_path), "kernel-1", "other"))
+    assert other_source.load(("float32", 1)) is None
+    first, second = sorted(tmp_path.iterdir())
+    mixed = first.read_bytes()
+    second.write_bytes(mixed)  # as if a file were in another's place
+    found = [files.load(key) for key in (("float32", 1), ("float64", 1))]
+    assert found.count(None) == 1
+    first.write_bytes(mixed[:20])
+    assert [files.load(key) for key in (("float32", 1), ("float64", 1))] == [None, None]
+    files.flush()
+    assert not list(tmp_path.iterdir())

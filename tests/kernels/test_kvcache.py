@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import nbflow_kernels as nk
-from nbflow_kernels.errors import MissingExtraError, UsageError
+from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kvcache import (
     append_paged_kv_cache,
     append_paged_mla_kv_cache,
@@ -220,16 +220,3 @@ def test_positions_fit_the_lengths_of_the_table() -> None:
     assert rows.tolist() == [0, 1, 1, 1]
     assert positions.tolist() == [3, 3, 4, 5]
     assert rows.dtype == positions.dtype == np.int32
-
-
-class OnDevice(np.ndarray):
-    """Stands for an array on a CUDA device."""
-
-    __cuda_array_interface__: dict[str, Any] = {}  # noqa: RUF012
-
-
-def test_device_arrays_are_refused_with_the_way_out() -> None:
-    call = arguments()
-    call["append_key"] = call["append_key"].view(OnDevice)
-    with pytest.raises(MissingExtraError, match=r"append_paged_kv_cache.*cuda12"):
-        append_paged_kv_cache(**call)

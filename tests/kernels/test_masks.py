@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import nbflow_kernels as nk
-from nbflow_kernels.errors import MissingExtraError, UsageError
+from nbflow_kernels.errors import UsageError
 
 
 def ints(*values: int) -> np.ndarray:
@@ -51,14 +51,3 @@ def test_the_orders_are_each_others_mirror(rng: np.random.Generator) -> None:
     big, little = nk.packbits(x), nk.packbits(x, bitorder="little")
     assert not np.array_equal(big, little)
     np.testing.assert_array_equal(nk.packbits(x.reshape(8, 8)[:, ::-1].ravel()), little)
-
-
-class OnDevice(np.ndarray):
-    """Stands for an array on a CUDA device."""
-
-    __cuda_array_interface__: dict[str, Any] = {}  # noqa: RUF012
-
-
-def test_device_arrays_are_refused_with_the_way_out() -> None:
-    with pytest.raises(MissingExtraError, match=r"packbits.*cuda12"):
-        nk.packbits(TRUE.view(OnDevice))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import math
 import weakref
-from typing import Any
 
 import numpy as np
 import pytest
@@ -295,34 +294,6 @@ def test_embedding_errors_name_the_id_and_the_vocabulary() -> None:
     quantized = nk.quantize(np.ones((5, 32), np.float32), "q8")
     with pytest.raises(nk.UsageError, match="vocabulary has 5 tokens, got 9"):
         nk.embedding(np.array([9], np.int32), quantized)
-
-
-class _OnDevice:
-    """What a CUDA array looks like to the dispatch."""
-
-    def __init__(self, *shape: int) -> None:
-        self.host = np.ones(shape, np.float32)
-        self.__cuda_array_interface__: dict[str, Any] = {}
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.host, name)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.host[index]
-
-
-def test_arrays_on_a_cuda_device_are_refused_with_advice() -> None:
-    rows, weight, out = _OnDevice(2, 4), _OnDevice(4), _OnDevice(2, 4)
-    calls = [
-        lambda: nk.rmsnorm(rows, weight, eps=0.0, out=out),  # type: ignore[arg-type]
-        lambda: nk.layernorm(rows, weight, eps=0.0, out=out),  # type: ignore[arg-type]
-        lambda: nk.fused_add_rmsnorm(rows, out, weight, eps=0.0),  # type: ignore[arg-type]
-        lambda: nk.silu_and_mul(rows, out=_OnDevice(2, 2)),  # type: ignore[arg-type]
-        lambda: nk.matmul(rows, rows, out=_OnDevice(2, 2)),  # type: ignore[arg-type]
-    ]
-    for call in calls:
-        with pytest.raises(nk.MissingExtraError, match=r"no CUDA variant .*cuda12"):
-            call()
 
 
 @pytest.mark.parametrize(

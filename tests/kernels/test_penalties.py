@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import nbflow_kernels as nk
-from nbflow_kernels.errors import MissingExtraError, UsageError
+from nbflow_kernels.errors import UsageError
 
 
 def history(*rows: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
@@ -148,23 +148,3 @@ IDS, INDPTR = history((1, 2), (), (3,))
 def test_wrong_arguments_are_named(call: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call()
-
-
-class OnDevice(np.ndarray):
-    """Stands for an array on a CUDA device."""
-
-    __cuda_array_interface__: dict[str, Any] = {}  # noqa: RUF012
-
-
-def test_device_arrays_are_refused_with_the_way_out() -> None:
-    x = logits().view(OnDevice)
-    for call in (
-        lambda: nk.apply_penalties(x, IDS, INDPTR),
-        lambda: nk.apply_no_repeat_ngram(x, IDS, INDPTR, 2),
-        lambda: nk.apply_dry_penalty(x, IDS, INDPTR, multiplier=1.0),
-        lambda: nk.apply_logit_bias(x, IDS, np.zeros(3, np.float32), INDPTR),
-        lambda: nk.mask_token_ids(x, IDS, INDPTR),
-        lambda: nk.apply_token_bitmask(x, np.zeros((3, 1), np.int32)),
-    ):
-        with pytest.raises(MissingExtraError, match="on a CUDA device"):
-            call()

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nbflow_kernels.errors import MissingExtraError, UsageError
+from nbflow_kernels.errors import UsageError
 from nbflow_kernels.position import (
     apply_rope,
     apply_rope_pos_ids,
@@ -139,15 +139,3 @@ def test_wrong_numbers_are_named() -> None:
         rope_cos_sin_cache(4, 4, theta=0.0)
     with pytest.raises(UsageError, match="max_pos must not be negative"):
         rope_cos_sin_cache(-1, 4, theta=1e4)
-
-
-class OnDevice(np.ndarray):
-    """Stands for an array on a CUDA device."""
-
-    __cuda_array_interface__: dict[str, Any] = {}  # noqa: RUF012
-
-
-def test_device_arrays_are_refused_with_the_way_out() -> None:
-    q = rows(0, 2, 1, 8).view(OnDevice)
-    with pytest.raises(MissingExtraError, match="apply_rope_with_cos_sin_cache_inplace"):
-        apply_rope_pos_ids(q, q, ints(0, 1))

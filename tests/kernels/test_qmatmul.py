@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import synthetic_formats
 
-from nbflow_kernels.errors import MissingExtraError, UsageError
+from nbflow_kernels.errors import UsageError
 from nbflow_kernels.qmatmul import ACTIVATIONS, cases, qmatmul, reference
 from nbflow_kernels.quants import FORMATS, dequantize, quantize
 from nbflow_kernels.quants.packed import packed_form
@@ -150,5 +150,5 @@ def test_errors_name_what_was_wrong():
         qmatmul(x, quantize(x, "f16"), activations="int8")
     with pytest.raises(UsageError, match="out must not overlap x"):
         qmatmul(x, w, out=x[:, :3])
-    with pytest.raises(MissingExtraError, match="no CUDA variant of qmatmul"):
+    with pytest.raises(UsageError, match="x is on a CUDA device and w in host memory"):
         qmatmul(x.view(_OnDevice), w)

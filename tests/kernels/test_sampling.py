@@ -9,7 +9,7 @@ import pytest
 from distributions import check_frequencies, draws, some_probs
 
 import nbflow_kernels as nk
-from nbflow_kernels.errors import MissingExtraError, UsageError
+from nbflow_kernels.errors import UsageError
 from nbflow_kernels.sampling import reference
 from nbflow_kernels.sampling.philox import uniform
 
@@ -203,23 +203,3 @@ P = np.full((2, 4), 0.25, np.float32)
 def test_wrong_arguments_are_named(call: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call()
-
-
-class OnDevice(np.ndarray):
-    """Stands for an array on a CUDA device."""
-
-    __cuda_array_interface__: dict[str, Any] = {}  # noqa: RUF012
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        nk.softmax,
-        nk.argmax,
-        lambda p: nk.sampling_from_probs(p, seed=1),
-        lambda p: nk.top_k_renorm_probs(p, 1),
-    ],
-)
-def test_device_arrays_are_refused_with_the_way_out(call: Any) -> None:
-    with pytest.raises(MissingExtraError, match="on a CUDA device"):
-        call(P.view(OnDevice))

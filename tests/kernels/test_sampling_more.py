@@ -9,7 +9,7 @@ import pytest
 from distributions import check_frequencies, draws, some_probs
 
 import nbflow_kernels as nk
-from nbflow_kernels.errors import MissingExtraError, UsageError
+from nbflow_kernels.errors import UsageError
 from nbflow_kernels.sampling import reference
 
 LOGITS = np.log(np.maximum(some_probs(5), 1e-6)).astype(np.float32)
@@ -278,27 +278,3 @@ DRAFT = np.full((2, 1, 4), 0.25, np.float32)
 def test_wrong_arguments_are_named(call: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         call()
-
-
-class OnDevice(np.ndarray):
-    """Stands for an array on a CUDA device."""
-
-    __cuda_array_interface__: dict[str, Any] = {}  # noqa: RUF012
-
-
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda p: nk.typical_sampling_from_probs(p, 0.5, seed=1),
-        lambda p: nk.tail_free_sampling_from_probs(p, 0.5, seed=1),
-        lambda p: nk.sampling_from_logits(p, seed=1),
-        lambda p: nk.xtc_renorm_probs(p, 0.5, 0.1, seed=1),
-        lambda p: nk.top_k(p, 1),
-        lambda p: nk.top_k_mask_logits(p, 1),
-        lambda p: nk.top_n_sigma_mask_logits(p, 1.0),
-        lambda p: nk.chain_speculative_sampling(DRAFT.view(OnDevice), ONE, PAIR, seed=1),
-    ],
-)
-def test_device_arrays_are_refused_with_the_way_out(call: Any) -> None:
-    with pytest.raises(MissingExtraError, match="on a CUDA device"):
-        call(P.view(OnDevice))

@@ -23,24 +23,32 @@ def main() -> None:
         with nbflow.load(folder, comm=Alone(), **options) as model:
             expected = model.logits(ids)
             text = model.generate(ids[:9].tolist(), max_tokens=8, ignore_eos=True).ids
+            batch = several(model, ids)
         for partition in partitions:
             with nbflow.load(folder, partition=partition, **options) as model:
                 assert model.participates == (comm.rank in model.plan.numbers)
                 if model.participates:
-                    check(model, ids, expected, text)
+                    check(model, ids, expected, text, batch)
             comm.barrier()
     if comm.rank == 0:
         print("all partitions agree")
 
 
-def check(model, ids, expected, text) -> None:
+def several(model, ids) -> list[list[int]]:
+    prompts = [ids[:n].tolist() for n in (1, 17, 5, 30)]
+    return [r.ids for r in model.generate_batch(prompts, max_tokens=6, ignore_eos=True)]
+
+
+def check(model, ids, expected, text, batch) -> None:
     error = np.abs(model.logits(ids) - expected).max() / np.abs(expected).max()
     assert error < 1e-5, f"{model.plan.partition}: relative error {error}"
     model.reset_traffic()
     assert model.generate(ids[:9].tolist(), max_tokens=8, ignore_eos=True).ids == text
+    assert several(model, ids) == batch
     traffic = model.traffic()
     assert traffic["measured_bytes"] == traffic["predicted_bytes"], traffic
-    assert (traffic["measured_bytes"] > 0) == (len(model.plan.numbers) > 1), traffic
+    talks = "&" in model.plan.partition or ";" in model.plan.partition
+    assert (traffic["measured_bytes"] > 0) == talks, traffic
     assert [m["rank"] for m in model.memory()] == list(model.plan.numbers)
 
 

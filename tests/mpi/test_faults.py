@@ -52,3 +52,22 @@ def test_a_limit_that_is_no_number():
     done = mpirun(2, "-m", "nbflow.cli", "env", environment={"NBFLOW_HANG_S": "soon"})
     assert done.returncode == 2
     assert "NBFLOW_HANG_S must be a positive number of seconds, got 'soon'" in done.stderr
+
+
+def test_a_sweep_keeps_its_rows_and_goes_on(tmp_path):
+    sweep = tmp_path / "two.toml"
+    sweep.write_text(
+        '[sweep]\nname = "two"\nmeasures = ["decode"]\n'
+        '[settings]\nmodel = "tiny_python"\nprompt = 8\ndecode = 2\nrepeats = 1\nwarmup = 0\n'
+        'threads = 1\n[axes]\npartition = ["0", "0&1"]\n'
+    )
+    arguments = ("sweep", str(sweep), "--out", str(tmp_path))
+    killed = mpirun(2, str(FAULTS), "kill", "1", "3", *arguments)
+    assert killed.returncode != 0
+    assert "was killed by SIGKILL" in killed.stderr
+    (kept,) = (tmp_path / "two" / "points").glob("*/result.json")
+    written = kept.stat().st_mtime_ns
+    again = mpirun(2, "-m", "nbflow.cli", *arguments, "--resume")
+    assert again.returncode == 0, again.stderr
+    assert kept.stat().st_mtime_ns == written
+    assert (tmp_path / "two" / "points.csv").read_text().count("done") == 2

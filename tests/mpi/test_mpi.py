@@ -11,6 +11,8 @@ import pytest
 from launching import MPIRUN, ROOT, mpirun
 from specs import write_checkpoint, write_llama
 
+from nbflow.planner import Device, Link, Machine, written_machine
+
 pytestmark = [
     pytest.mark.mpi,
     pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'"),
@@ -26,7 +28,10 @@ def checkpoint(tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("n", "partitions"),
-    [(2, ["0;1", "0&1", "1&0", "1"]), (4, ["0&1;2&3", "0&1&2&3", "3;1&2", "2;0", "0;1;2"])],
+    [
+        (2, ["0;1", "0&1", "1&0", "1", "0:2;1"]),
+        (4, ["0&1;2&3", "0&1&2&3", "3;1&2", "2;0", "0;1;2"]),
+    ],
 )
 def test_partitions_agree_with_one_rank(checkpoint, n, partitions):
     script = Path(__file__).with_name("check_partitions.py")
@@ -83,3 +88,22 @@ def test_a_partition_that_needs_more_ranks(checkpoint):
     assert done.returncode == 2
     assert done.stderr.count("names rank 2, but mpirun started 2 ranks") == 1
     assert "Traceback" not in done.stderr
+
+
+def test_the_planner_chooses_a_partition_that_runs(tmp_path):
+    """By tensor is best where links are fast, one rank where they are slow."""
+    for bytes_per_s, latency_s, partition in ((1e12, 1e-9, "0&1"), (1e3, 1.0, "0")):
+        machine = Machine(
+            "m", (Device("d", 1e9, 1e9, {"f32": 1e12}),) * 2, 2,
+            {"host": Link(latency_s, bytes_per_s)},
+        )  # fmt: skip
+        (tmp_path / "m.toml").write_text(written_machine(machine))
+        code = (
+            "import nbflow\n"
+            "from nbflow.parallel import world\n"
+            f"options = {{'partition': 'auto', 'machine': {str(tmp_path / 'm.toml')!r}}}\n"
+            "with nbflow.load('tiny_python', **options, threads=1) as model:\n"
+            "    if model.participates and world().rank == 0: print(model.plan.partition)\n"
+        )
+        done = mpirun(2, "-m", "mpi4py", "-c", code)
+        assert (done.returncode, done.stdout.strip()) == (0, partition), done.stderr

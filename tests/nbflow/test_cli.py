@@ -94,6 +94,27 @@ def test_seed_decides_the_draws(capsys):
     assert len({text(s) for s in range(4)}) > 1
 
 
+def test_run_takes_every_way_of_decoding(capsys):
+    def text(*options):
+        code, out, _ = run(capsys, "run", "tiny_python", "-p", "def ", "-n", "12", "-q", *options)
+        assert code == 0
+        return out
+
+    plain = text()
+    assert text("--draft", "ngram") == plain
+    assert text("--draft", "tiny_python", "--draft-verify", "chain") == plain
+    assert text("--decoding", "contrastive", "--penalty-alpha", "0") == plain
+    assert text("--num-beams", "1") == plain
+    assert text("--top-k", "1", "--temperature", "2") == plain
+    assert text("--sampler-order", "kt", "--top-k", "1") == plain
+    assert text("--decoding", "inferflow.greedy") == plain
+    assert text("--stop", "(").removesuffix("\n") == plain[: plain.index("(")]
+    assert text("--num-beams", "3", "--length-penalty", "0", "--early-stopping", "true") != ""
+    made = json.loads(text("--logprobs", "2", "--draft", "tiny_python", "--json"))
+    assert [len(top) for top in made["top_logprobs"]] == [2] * 12
+    assert 0 < made["n_accepted"] <= made["n_drafted"]
+
+
 def test_bench_rows(capsys):
     code, out, _ = run(
         capsys, "bench", "tiny_python", "-p", "16", "-n", "4", "-pg", "8,4", "-b", "1-2*2",
@@ -138,7 +159,12 @@ def test_env(capsys):
             "cannot be dealt out to 9 ranks",
         ),
         (["run", "tiny_python", "--decoding", "beams"], "unknown decoding strategy"),
-        (["run", "tiny_python", "--top-k", "5"], "has no parameter 'top_k'"),
+        (["run", "tiny_python", "--decoding", "greedy", "--top-k", "5"], "has no parameter"),
+        (["run", "tiny_python", "--num-beams", "2", "--draft", "ngram"], "takes no --draft"),
+        (["run", "tiny_python", "--num-beams", "2", "--penalty-alpha", "1"], "belongs to"),
+        (["run", "tiny_python", "--decoding", "top_p", "--num-beams", "2"], "does not go with"),
+        (["run", "tiny_python", "--num-beams", "2", "--top-p", ".5"], "has no parameter 'top_p'"),
+        (["run", "tiny_python", "--draft", "no/such/model"], "no/such/model"),
         (["run", "tiny_python", "-p", "x " * 600], "but the context of tiny_python holds 512"),
         (["run", "tiny_python", "--spec", "missing.toml"], "missing.toml"),
         (["run", "tiny_python", "--tokenizer", "missing.json"], "missing.json"),

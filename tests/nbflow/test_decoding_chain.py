@@ -155,6 +155,26 @@ def test_every_field_of_the_chain_changes_something():
         assert not np.allclose(before, after, atol=1e-7), name
 
 
+def test_the_best_are_found_without_sorting_all():
+    rng = np.random.default_rng(3)
+    for n_vocab in (50, 700, 6000):
+        row = np.round(rng.normal(0, 2, n_vocab), 1).astype(np.float32)  # many equal ones
+        row[rng.integers(0, n_vocab, n_vocab // 10)] = -np.inf
+        order = np.argsort(-row.astype(np.float64), kind="stable")
+        p = np.exp(row[order].astype(np.float64))
+        sums = np.cumsum(p / p.sum())
+        for n in (1, 7, 40, n_vocab):
+            fresh, used = Candidates(row.copy()), Candidates(row.copy())
+            used.scale(1.0)
+            for found in (fresh, used):
+                found.first(n)
+                assert found.ids.tolist() == [i for i in order[:n] if row[i] > -np.inf]
+        for mass in (0.1, 0.5, 0.9, 0.9999):
+            found = Candidates(row.copy())
+            found.reaching(mass)
+            assert found.ids.tolist() == order[: int((sums < mass).sum()) + 1].tolist()
+
+
 def test_rows_without_a_distribution_are_refused():
     for row in ([np.nan, 0.0], [np.inf, 0.0], [-np.inf, -np.inf]):
         with pytest.raises(UsageError, match="no token can be drawn"):

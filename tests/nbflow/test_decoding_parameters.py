@@ -68,12 +68,27 @@ def test_what_parameters_mean(values, expected):
     assert strategy(**values) == expected
 
 
+def test_a_strategy_can_be_constrained():
+    made = Parameters(min_tokens=2).strategy(100, end_ids=(2,), inner=TopP())
+    assert made == Constrained(TopP(), Constraints(min_tokens=2, end_ids=(2,)))
+    with pytest.raises(UsageError, match="give top_k to it"):
+        Parameters(top_k=2).strategy(100, inner=TopP())
+
+
 def test_recommended_values_are_taken_where_none_is_given():
     recommended = {"temperature": 0.6, "top_p": 0.9, "top_k": 0}
     made = Parameters(top_k=7).strategy(100, defaults=recommended)
     assert made == Filters(temperature=0.6, top_k=7, top_p=0.9)
     assert Parameters().strategy(100, defaults=recommended) == Filters(0.6, 0, 0.9)
     assert Parameters(decoding="greedy").strategy(100, defaults=recommended) == Greedy()
+    made = Parameters(typical_p=0.8).strategy(100, defaults=recommended)
+    assert (made.temperature, made.top_p, made.top_k, made.min_p) == (0.6, 0.9, 0, 0.0)
+
+
+def test_temperatures_near_zero_are_greedy(rows):
+    for name in ("sample", "filters", "chain", "mirostat", "inferflow.top_p"):
+        made = Parameters(decoding=name, temperature=1e-30).strategy(20)
+        assert text(made, rows) == [int(row.argmax()) for row in rows], name
 
 
 @pytest.mark.parametrize(
@@ -100,6 +115,15 @@ def test_recommended_values_are_taken_where_none_is_given():
         ({"decoding": "greedy", "top_p": 0.5}, "has no parameter 'top_p'"),
         ({"decoding": "top_p", "dry_multiplier": 0.5}, "has no parameter 'dry_multiplier'"),
         ({"repetition_penalty": 0.0}, "repetition_penalty must be in"),
+        ({"allowed_token_ids": "12"}, r"allowed_token_ids must be of type Sequence\[int\]"),
+        ({"stop_token_ids": [1.5]}, "stop_token_ids must be of type"),
+        ({"stop": 5}, "stop must be of type"),
+        ({"samplers": 5}, "samplers must be of type"),
+        ({"bad_words": "abc"}, "bad_words must be of type"),
+        ({"ignore_eos": 1}, "ignore_eos must be of type bool"),
+        ({"max_k": 3}, "has no parameter 'max_k'"),
+        ({"mirostat": 2, "top_p": 0.5}, "has no parameter 'top_p'"),
+        ({"temperature": 0, "mirostat_tau": 3.0}, "has no parameter 'mirostat_tau'"),
     ],
 )
 def test_wrong_parameters_are_refused(values, message):

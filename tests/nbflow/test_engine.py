@@ -207,7 +207,7 @@ def test_bad_load_options(checkpoint, options, words):
 
 
 def test_cuda_names_what_is_missing(checkpoint):
-    with pytest.raises(nbflow.MissingExtraError, match="no CUDA executor"):
+    with pytest.raises(nbflow.MissingExtraError, match="device 'cuda'"):
         nbflow.load(checkpoint, device="cuda")
 
 
@@ -219,7 +219,7 @@ def test_cuda_names_what_is_missing(checkpoint):
         ({"decoding": "top_p", "top_p": 0.0}, "top_p must be in"),
         ({"decoding": "top_k", "top_k": 0}, "top_k must be in"),
         ({"decoding": "sample", "temperature": 0.0}, "temperature must be in"),
-        ({"max_tokens": 0}, "max_tokens must be at least 1"),
+        ({"max_tokens": 0}, "max_tokens must be in 1.."),
         ({"seed": -1}, "seed must be in"),
     ],
 )

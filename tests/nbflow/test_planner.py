@@ -342,8 +342,27 @@ def test_the_command_gives_json(capsys):
         (["llama2_7b", "--machine", "h200x8", "--shares", "speed"], "needs a --partition"),
         (["llama2_7b", "--machine", "h200x8", "--activations", "f8"], "unknown arithmetic"),
         (["llama2_7b", "--machine", "h200x8", "--context", "9"], "context must hold"),
+        (["llama2_7b", "--machine", "h200x8", "--prompt", "5000"], "holds 4096"),
+        (["facebook_m2m100_418m", "--machine", "h200x8"], "has an encoder"),
+        (["llama2_7b", "--machine", "h200x8", "--exchange", "q7"], "unknown exchange"),
     ],
 )
 def test_wrong_usage(arguments, words, capsys):
     assert command(*arguments) == 2
     assert words in capsys.readouterr().err
+
+
+def test_this_machine_can_be_measured(tmp_path, capsys):
+    path = tmp_path / "mine.toml"
+    assert command("--measure", "--ranks", "2", "-o", str(path)) == 0
+    assert "2 threads of" in capsys.readouterr().out
+    measured = load_machine(path)
+    assert len(measured.devices) == measured.ranks_per_host == 2
+    for device in measured.devices:
+        # a core of anything from the last fifteen years; units would be off by 1e3 at least
+        assert 1e8 < device.read_bytes_per_s < 1e12
+        assert all(1e8 < rate < 1e13 for rate in device.operations_per_s.values())
+        assert 0 < device.step_s < 1
+    assert 0 < measured.links["host"].latency_s < 1
+    predictions, _ = compare(planned_model("tiny_python"), measured, Workload(1, 16, 16))
+    assert best(predictions, "latency").fits

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import re
 
 import numpy as np
@@ -101,6 +102,19 @@ def test_what_cannot_be_is_refused():
             Grammar(kind, text, tokenizer, tokenizer.vocab_size, (0,))
     with pytest.raises(UsageError, match="needs an end token"):
         Grammar("regex", "a", tokenizer, tokenizer.vocab_size, ())
+
+
+def test_a_structure_can_be_sent_to_another_rank():
+    tokenizer = nbflow.load_tokenizer("tiny_python")
+    grammar = Grammar("regex", "[ab]{3}-x", tokenizer, tokenizer.vocab_size, (0,))
+    there = pickle.loads(pickle.dumps(grammar)).begin()
+    here, n = grammar.begin(), tokenizer.vocab_size
+    for token in (tokenizer.token_id("a"), tokenizer.token_id("b"), tokenizer.token_id("b")):
+        np.testing.assert_array_equal(here.bitmask(n), there.bitmask(n))
+        here.accept(token)
+        there.accept(token)
+    with pytest.raises(UsageError, match="structured output"):
+        there.accept(tokenizer.token_id("x"))
 
 
 def test_a_fork_of_a_place_goes_on_by_itself():

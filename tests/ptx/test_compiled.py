@@ -173,3 +173,25 @@ def test_compile_kernel_states_facts(cuda: Any) -> None:
     facts = lint(compile_kernel(double_literal, (float32[::1],))).kernels[0]
     assert facts.fp64
     assert facts.registers
+
+
+def test_shared_memory_that_several_lanes_read_may_be_written_again() -> None:
+    source = """extern "C" __global__ void turns(int* out) {
+      __shared__ int codes[4][32];
+      int lane = threadIdx.x & 31, warp = threadIdx.x / 32, sum = 0;
+      for (int turn = 0; turn < 3; turn++) {
+        __syncwarp();
+        codes[warp][lane] = lane + turn;
+        %s
+        sum += codes[warp][lane / 2] + codes[warp][lane / 2 + 16];
+      }
+      out[threadIdx.x] = sum;
+    }"""
+    found = np.empty(128, np.int32)
+    text = nvrtc.compile_source(source % "__syncwarp();", "sm_80").text
+    Emulator(text).launch("turns", 1, 128, out(found))
+    lane = np.arange(128) % 32
+    np.testing.assert_array_equal(found, 3 * (2 * (lane // 2) + 16) + 6)
+    racing = Emulator(nvrtc.compile_source(source % "", "sm_80").text)
+    with pytest.raises(KernelFault, match="race"):
+        racing.launch("turns", 1, 128, out(found))

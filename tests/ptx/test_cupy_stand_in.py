@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -100,3 +101,21 @@ def test_views_and_conversions(cupy: Any) -> None:
     assert cupy.get_array_module(np.zeros(1)) is np
     x.fill(7)
     assert x.ravel().get().tolist() == [7] * 6
+
+
+def test_launchers_find_the_device_at_the_arrays_type(cupy: Any) -> None:
+    x, y = cupy.arange(128, dtype=np.float32), cupy.empty(128, np.float32)
+    device = type(x).__kernel_device__
+    assert (device.output, device.arch) == ("ptx", "sm_80")
+    launch = device.load(PTX.read_bytes(), "bounds_ok")
+    packed = struct.pack("<QQi", x.data.ptr, y.data.ptr, 128)
+    launch((4, 1, 1), (32, 1, 1), packed, 0)
+    np.testing.assert_array_equal(y.get(), np.arange(128))
+    with pytest.raises(
+        LaunchError, match="bounds_ok: 24 bytes of arguments, the parameters take 20"
+    ):
+        launch((4, 1, 1), (32, 1, 1), packed + bytes(4), 0)
+    assert device.empty(3, np.int32).shape == (3,)
+    device.constants["table"] = x
+    stand_in.reset(arch="sm_90")
+    assert (device.arch, device.constants) == ("sm_90", {})

@@ -2,11 +2,14 @@
 
 =======================  =======================================================================
 `general.cu`             every option, head size and format of the cache, in float32
+`tensor_cores.cu`        caches of 16 bits and, for float16 queries, of block formats
 `merge.cu`               sums of partial results
 =======================  =======================================================================
 
-A plan's work is divided anew for thread blocks (`device_items`), its tables are copied once for every
-step (`device_plan`), and kernels read all of it through the header, as those of the CPU do.
+A plan's work is divided anew for thread blocks (`device_items`), its tables are copied once for
+every step (`device_plan`), and kernels read all of it through the header, as those of the CPU do.
+Which kernel is taken depends on sizes, types and options, never on the batch, and a row's bits do
+not depend on it either.
 """
 
 from __future__ import annotations
@@ -17,30 +20,46 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import cuda
-from nbflow_kernels._dispatch import empty
 from nbflow_kernels.attention import layout as at
+from nbflow_kernels.attention.device_items import Tiling, split_keys
 from nbflow_kernels.attention.device_plan import device_plan
 from nbflow_kernels.attention.plan import AttentionPlan
+from nbflow_kernels.attention.variants import AttentionVariant
 from nbflow_kernels.kvcache.cuda import format_type, strides
-from nbflow_kernels.kvcache.rows import F16, F32
+from nbflow_kernels.kvcache.rows import BF16, F16, F32, FIRST_BLOCK_KIND
 
 WARPS = 4
-GENERAL_VECTORS = 16
+GENERAL = Tiling(16)
 """Query vectors of a thread block of the general kernel."""
-_GENERAL_KEYS = 32
-_KEYS = "any* k, any* v, " + ", ".join(
-    f"i64 {which}_{step}" for which in "kv" for step in ("page", "token", "head")
+FEW, MANY = Tiling(16, at_most=16), Tiling(64, more_than=16)
+"""Those of the two kernels on tensor cores."""
+ALL_FEW = Tiling(16, at_most=1 << 61)
+MOST_COLUMNS = 128
+"""Of values; the kernel for many vectors would have more sums than registers."""
+_GENERAL_KEYS, _KEYS, _PAD = 32, 64, 8
+_OPTIONS = (at.MASK, at.SLOPES, at.BIAS)
+_PARAMETERS = (
+    "i64* header, any* queries, i64 q_row_bytes, i32 q_kind, any* k, any* v, "
+    + ", ".join(f"i64 {which}_{step}" for which in "kv" for step in ("page", "token", "head"))
+    + ", f32 cap, any* out, i32 out_kind, f32*? lse"
 )
 
 
 @functools.cache
 def general_kernel(kind: int) -> cuda.Kernel:
     """Return the general kernel for a format of the cache."""
-    return cuda.cpp_kernel(
-        __file__, "general.cu", f"attend<{format_type(kind)}>",
-        f"i64* header, any* queries, i64 q_row_bytes, i32 q_kind, {_KEYS}, f32 cap, any* out, "
-        "i32 out_kind, f32*? lse, i32 most",
-    )  # fmt: skip
+    name = f"attend<{format_type(kind)}>"
+    return cuda.cpp_kernel(__file__, "general.cu", name, f"{_PARAMETERS}, i32 most")
+
+
+@functools.cache
+def tensor_core_kernel(kind: int, D_qk: int, D_vo: int, exact: bool, many: bool) -> cuda.Kernel:
+    """Return a kernel on tensor cores; `exact`: queries and weights keep what 16 bits lose."""
+    name = f"{format_type(kind)}, {D_qk}, {D_vo}, {str(exact).lower()}>"
+    if many:
+        parameters = f"{_PARAMETERS}, i32 with_far"
+        return cuda.cpp_kernel(__file__, "tensor_cores.cu", f"attend_many<{name}", parameters)
+    return cuda.cpp_kernel(__file__, "tensor_cores.cu", f"attend_few<{name}", _PARAMETERS)
 
 
 merge_splits_kernel = cuda.cpp_kernel(
@@ -75,10 +94,44 @@ def attend(
     """
     if not plan.n_rows:
         return
+    places = _places(plan, k_cache, v_cache, page_bytes)
+    arguments = (
+        q, q.strides[0], _kind_of(q), k_cache, v_cache, *places[0], *places[1],
+        plan.logits_soft_cap, out, _kind_of(out), lse,
+    )  # fmt: skip
+    if takes_tensor_cores(plan, q, k_cache, v_cache, places, kind):
+        _on_tensor_cores(plan, arguments, kind)
+    else:
+        _general(plan, arguments, kind)
+
+
+def attend_variant(
+    plan: AttentionPlan,
+    variant: AttentionVariant,
+    q: Any,
+    k_cache: Any,
+    v_cache: Any,
+    out: Any,
+    lse: Any,
+    kind: int,
+    *,
+    page_bytes: tuple[int, int] | None = None,
+) -> None:
+    """Do as `attend` with a user's functions; see `cuda_variants`, which needs numba-cuda."""
+    from nbflow_kernels.attention import cuda_variants
+
+    places = _places(plan, k_cache, v_cache, page_bytes)
+    cuda_variants.attend_variant(plan, variant, q, k_cache, v_cache, places, out, lse, kind)
+
+
+def _places(
+    plan: AttentionPlan, k_cache: Any, v_cache: Any, page_bytes: tuple[int, int] | None
+) -> list[tuple[int, int, int]]:
+    """Return bytes from page to page, token to token and head to head, of keys and of values."""
     places = [strides(k_cache, plan.kv_layout), strides(v_cache, plan.kv_layout)]
     if page_bytes is not None:
         places = [(n, *p[1:]) for n, p in zip(page_bytes, places, strict=True)]
-    _general(plan, q, k_cache, v_cache, places, out, lse, kind)
+    return places
 
 
 def latent_attention(
@@ -88,20 +141,91 @@ def latent_attention(
     if not plan.n_rows:
         return
     plan.header[at.LATENT] = 1
-    places = [(*cache.strides[:2], 0) for cache in (ckv_cache, kpe_cache)]
-    _general(plan, q, ckv_cache, kpe_cache, places, out, lse, kind)
+    arguments = (
+        q, q.strides[0], _kind_of(q), ckv_cache, kpe_cache, *ckv_cache.strides[:2], 0,
+        *kpe_cache.strides[:2], 0, plan.logits_soft_cap, out, _kind_of(out), lse,
+    )  # fmt: skip
+    _general(plan, arguments, kind)
 
 
-def _general(
-    plan: AttentionPlan, q: Any, k: Any, v: Any, places: Any, out: Any, lse: Any, kind: int
-) -> None:
-    """Launch the general kernel, and the one that adds partial results."""
-    H, G, D_qk, D_vo = plan.heads
+def takes_tensor_cores(
+    plan: AttentionPlan, q: Any, k_cache: Any, v_cache: Any, places: Any, kind: int
+) -> bool:
+    """Return whether the kernels on tensor cores can take a call.
+
+    Float32 queries over block formats stay with the general kernel: what is decoded would be
+    rounded to float16.
+    """
+    _, _, D_qk, D_vo = plan.heads
+    if kind == F32 or (kind >= FIRST_BLOCK_KIND and q.dtype == np.float32):
+        return False
+    if D_qk % 16 or D_vo % 16 or max(D_qk, D_vo) > 256 or split_keys(plan) % _KEYS:
+        return False
+    if plan.table(at.ROPE) is not None:
+        return False
+    if kind < FIRST_BLOCK_KIND:  # copied 16 bytes at a time
+        together = cuda.address(k_cache) | cuda.address(v_cache)
+        for stride in (*places[0], *places[1]):
+            together |= stride
+        if together % 16:
+            return False
+    exact, plain = _is_exact(q, kind), _is_plain(plan)
+    needs = _shared_bytes(D_qk, D_vo, exact, False, plain, False)
+    if D_vo <= MOST_COLUMNS:
+        needs = max(needs, _shared_bytes(D_qk, D_vo, exact, True, plain, True))
+    return needs <= cuda.device_of(q).max_shared_bytes
+
+
+def _is_exact(q: Any, kind: int) -> bool:
+    return bool(q.dtype == np.float32 or kind == BF16)
+
+
+def _is_plain(plan: AttentionPlan) -> bool:
+    return plan.logits_soft_cap == 0 and all(plan.table(place) is None for place in _OPTIONS)
+
+
+def _shared_bytes(
+    D_qk: int, D_vo: int, exact: bool, many: bool, plain: bool, with_far: bool
+) -> int:
+    """Return the dynamic shared memory of a kernel, as its source lays it out."""
+    copies, chunk = 2 if exact else 1, 2 * _KEYS * (D_qk + D_vo + 2 * _PAD)
+    if many:
+        queries, far = 2 * copies * 16 * WARPS * (D_qk + _PAD), 4 * 32 * WARPS * D_vo // 2
+        return chunk + queries + far * with_far + 4 * 32 * WARPS * 32 * (not plain)
+    queries, weights = 2 * copies * 16 * (D_qk + _PAD), 2 * copies * 16 * (_KEYS + _PAD)
+    return 2 * chunk + queries + weights + 4 * 32 * WARPS * 8 * (not plain)
+
+
+def _on_tensor_cores(plan: AttentionPlan, arguments: tuple[Any, ...], kind: int) -> None:
+    """Launch the kernels for requests with few and with many query vectors, where there are any."""
+    q, out, lse = arguments[0], arguments[-3], arguments[-1]
+    _, G, D_qk, D_vo = plan.heads
+    exact, plain = _is_exact(q, kind), _is_plain(plan)
     tables = device_plan(plan, q)
-    items = tables.items(GENERAL_VECTORS)
-    header = tables.header(GENERAL_VECTORS)
+    for tiling in (FEW, MANY) if D_vo <= MOST_COLUMNS else (ALL_FEW,):
+        items = tables.items(tiling)
+        if not len(items.items):
+            continue
+        many = tiling is MANY
+        header = tables.header(tiling)
+        last = (int(items.any_several),) if many else ()
+        tensor_core_kernel(kind, D_qk, D_vo, exact, many)(
+            (len(items.items), G, cuda.ceil_div(items.most, tiling.tile_vectors)), 32 * WARPS,
+            (header, *arguments, *last),
+            _shared_bytes(D_qk, D_vo, exact, many, plain, items.any_several),
+        )  # fmt: skip
+        merge_splits(plan, header, items.merges, out, lse)
+
+
+def _general(plan: AttentionPlan, arguments: tuple[Any, ...], kind: int) -> None:
+    """Launch the general kernel, and the one that adds partial results."""
+    q, out, lse = arguments[0], arguments[-3], arguments[-1]
+    _, G, D_qk, D_vo = plan.heads
+    tables = device_plan(plan, q)
+    items = tables.items(GENERAL)
+    header = tables.header(GENERAL)
     row = max(D_qk, D_vo) | 1
-    most = min(GENERAL_VECTORS, items.most)
+    most = min(GENERAL.tile_vectors, items.most)
     while True:  # as many vectors as the device has shared memory for
         sums = D_vo * (2 if items.any_several else 1)
         shared = 4 * (most * (D_qk + sums) + _GENERAL_KEYS * row)
@@ -110,11 +234,7 @@ def _general(
         most = -(-most // 2)
     general_kernel(kind)(
         (len(items.items), G, cuda.ceil_div(items.most, most)), 32 * WARPS,
-        (
-            header, q, q.strides[0], _kind_of(q), k, v, *places[0], *places[1],
-            plan.logits_soft_cap, out, _kind_of(out), lse, most,
-        ),
-        shared,
+        (header, *arguments, most), shared,
     )  # fmt: skip
     merge_splits(plan, header, items.merges, out, lse)
 
@@ -152,8 +272,3 @@ def merge_states(v: Any, s: Any, v_out: Any, s_out: Any) -> None:
         merge_many_kernel(
             cuda.ceil_div(T * H, WARPS), 32 * WARPS, (v, s, v_out, s_out, T * H, n_states, H, D)
         )
-
-
-def empty_lse(q: Any) -> Any:
-    """Return an array for the LSE of query rows (nnz, H, D)."""
-    return empty(q, q.shape[:2])

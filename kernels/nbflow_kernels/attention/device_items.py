@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -18,6 +19,17 @@ MOST_SPLIT_KEYS = 512
 """Keys per partial result on a device, unless the plan has fewer: part of the results' bits."""
 PIECES_PER_SM = 4
 """A tile that is more than a piece of the step's work is divided along its keys."""
+
+
+class Tiling(NamedTuple):
+    """Which requests a kernel takes, and in what tiles."""
+
+    tile_vectors: int
+    """Query vectors of a tile (rows x heads of a group); one row where a group is more."""
+    more_than: int = 0
+    """Requests with that many query vectors or fewer are left to another kernel."""
+    at_most: int = 1 << 62
+    """Those with more are, too."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +53,8 @@ def split_keys(plan: AttentionPlan) -> int:
     return min(int(plan.header[at.SPLIT_KEYS]), MOST_SPLIT_KEYS)
 
 
-def divide_for_device(plan: AttentionPlan, tile_vectors: int, n_sms: int) -> DeviceItems:
-    """Divide the plan's step into tiles of up to `tile_vectors`, or one row where a group is more.
+def divide_for_device(plan: AttentionPlan, tiling: Tiling, n_sms: int) -> DeviceItems:
+    """Divide the plan's step, or the part of it that a kernel takes.
 
     Which tiles are divided along their keys depends on the batch and on the device, the results'
     bits do not: sums start anew after every `split_keys` keys in any case.
@@ -50,10 +62,11 @@ def divide_for_device(plan: AttentionPlan, tile_vectors: int, n_sms: int) -> Dev
     H, G, _, _ = plan.heads
     group = H // G
     split = split_keys(plan)
-    tile_rows = max(1, tile_vectors // group)
+    tile_rows = max(1, tiling.tile_vectors // group)
     n_rows = np.diff(plan.qo_indptr).astype(np.int64)
+    taken = (n_rows * group > tiling.more_than) & (n_rows * group <= tiling.at_most)
     kv_lens = plan.kv_lens.astype(np.int64)
-    tiles = -(-n_rows // tile_rows)
+    tiles = np.where(taken, -(-n_rows // tile_rows), 0)
     request = np.repeat(np.arange(len(tiles)), tiles)
     first_row = (np.arange(len(request)) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tile_rows
     rows = np.minimum(tile_rows, n_rows[request] - first_row)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.attention import layout as at
-from nbflow_kernels.attention.device_items import DeviceItems, divide_for_device, split_keys
+from nbflow_kernels.attention.device_items import DeviceItems, Tiling, divide_for_device, split_keys
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.cuda import KernelDevice, address, device_of
 
@@ -33,22 +33,22 @@ class DevicePlan:
         self._plan, self._device = plan, device
         self._step = -1
         self._copies: dict[int, tuple[Any, Any]] = {}
-        self._divisions: dict[int, tuple[DeviceItems, Any]] = {}
+        self._divisions: dict[Tiling, tuple[DeviceItems, Any]] = {}
         self._step_tables: list[Any] = []
         self._partials = device.empty(4, np.float32)
-        self._headers: dict[int, tuple[np.ndarray, Any]] = {}
+        self._headers: dict[Tiling, tuple[np.ndarray, Any]] = {}
 
-    def items(self, tile_vectors: int) -> DeviceItems:
-        """Return the work of thread blocks that take up to so many query vectors."""
-        return self._division(tile_vectors)[0]
+    def items(self, tiling: Tiling) -> DeviceItems:
+        """Return the work of a kernel's thread blocks."""
+        return self._division(tiling)[0]
 
-    def header(self, tile_vectors: int) -> Any:
-        """Return the header for such thread blocks, int64 on the device.
+    def header(self, tiling: Tiling) -> Any:
+        """Return the header for these thread blocks, int64 on the device.
 
         What did not change since the last call is not copied again, so that a call made before in
         the same way can be captured into a graph.
         """
-        items, packed = self._division(tile_vectors)
+        items, packed = self._division(tiling)
         plan = self._plan
         host = plan.header.copy()
         host[at.SPLIT_KEYS] = split_keys(plan)
@@ -62,29 +62,29 @@ class DevicePlan:
         for place in _TABLES:
             host[place] = self._table(place)
         host[at.SHARES] = 0
-        known = self._headers.get(tile_vectors)
+        known = self._headers.get(tiling)
         if known is None or not np.array_equal(known[0], host):
             known = (host, self._device.asarray(host))
-            self._headers[tile_vectors] = known
+            self._headers[tiling] = known
         return known[1]
 
-    def _division(self, tile_vectors: int) -> tuple[DeviceItems, Any]:
+    def _division(self, tiling: Tiling) -> tuple[DeviceItems, Any]:
         """Return the items and their copy on the device."""
         plan = self._plan
         if self._step != plan.n_steps:
             tables = (plan.qo_indptr, plan.kv_indptr, plan.kv_indices, plan.kv_lens)
             self._step_tables = [self._device.asarray(table) for table in tables]
             self._divisions, self._step = {}, plan.n_steps
-        if tile_vectors not in self._divisions:
-            items = divide_for_device(plan, tile_vectors, self._device.n_sms)
+        if tiling not in self._divisions:
+            items = divide_for_device(plan, tiling, self._device.n_sms)
             both = np.concatenate(
                 [items.items.ravel(), items.merges.ravel(), np.zeros(4, np.int32)]
             )
-            self._divisions[tile_vectors] = (items, self._device.asarray(both))
+            self._divisions[tiling] = (items, self._device.asarray(both))
             floats = items.n_partials * plan.heads[1] * (-(-plan.heads[3] // 4) * 4 + 4)
             if self._partials.size < floats:
                 self._partials = self._device.empty(floats, np.float32)
-        return self._divisions[tile_vectors]
+        return self._divisions[tiling]
 
     def _table(self, place: int) -> int:
         """Return the address of a table's copy, 0 for none."""

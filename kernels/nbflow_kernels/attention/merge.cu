@@ -34,7 +34,7 @@ merge_splits(const i64* header, u8* out, int out_kind, float* lse) {
 DEV void merge_row(const float* v, const float* s, const float* other, const float* s_other,
                    i64 v_step, i64 s_step, int n_states, float* v_out, float* s_out, int D) {
     const int lane = threadIdx.x & 31;
-    float top = -INFINITY;
+    float top = -infinity();
     bool bad = false;
     for (int i = 0; i < n_states; i++) {
         const float x = other != nullptr && i == 1 ? s_other[0] : s[i * s_step];
@@ -42,14 +42,14 @@ DEV void merge_row(const float* v, const float* s, const float* other, const flo
         top = fmaxf(top, x);
     }
     float total = 0;
-    if (top != -INFINITY)
+    if (top != -infinity())
         for (int i = 0; i < n_states; i++) {
             const float x = other != nullptr && i == 1 ? s_other[0] : s[i * s_step];
             total += exp2f(x - top);
         }
     for (int d = lane; d < D; d += 32) {
         float sum = 0;
-        if (top != -INFINITY)
+        if (top != -infinity())
             for (int i = 0; i < n_states; i++) {
                 const bool second = other != nullptr && i == 1;
                 const float w = exp2f((second ? s_other[0] : s[i * s_step]) - top);
@@ -59,7 +59,7 @@ DEV void merge_row(const float* v, const float* s, const float* other, const flo
         v_out[d] = total != 0 ? __fdiv_rn(sum, total) : 0;
     }
     __syncwarp();
-    if (lane == 0) s_out[0] = bad ? NAN : total != 0 ? top + log2f(total) : -INFINITY;
+    if (lane == 0) s_out[0] = bad ? nan32() : total != 0 ? top + log2f(total) : -infinity();
 }
 
 extern "C" __global__ void __launch_bounds__(128)

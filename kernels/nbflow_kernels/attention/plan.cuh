@@ -139,5 +139,5 @@ DEV Finish finish(const i64* header, float top, float total, int qo_head) {
     }
     const float log2_sum = __fmaf_rn(top, LOG2_E, log2_fast(total));
     const float lse = header[LSE_NATURAL] ? top + LN_2 * log2_fast(total) : log2_sum;
-    return {total != 0 ? __fdiv_rn(factor, total) : 0, total != 0 ? lse : -INFINITY};
+    return {total != 0 ? __fdiv_rn(factor, total) : 0, total != 0 ? lse : -infinity()};
 }

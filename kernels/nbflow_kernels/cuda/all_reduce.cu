@@ -6,13 +6,7 @@
 // so all ranks get the same bits.
 //
 // A launch with rank < 0 runs all ranks in one grid, blockIdx.y being the rank.
-
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-
-#define DEV static __device__ __forceinline__
+#include "cuda/types.cuh"
 
 constexpr int MOST_RANKS = 8;
 constexpr i64 FLAG_BYTES = 4096;
@@ -71,17 +65,17 @@ struct Group {
     int n_ranks, rank;
     i64 most_bytes;
 
-    __device__ u32* flag(int of, int from) const {
+    DEV_METHOD u32* flag(int of, int from) const {
         return (u32*)bases[of] + blockIdx.x * MOST_RANKS + from;
     }
-    __device__ u32* counter() const {
+    DEV_METHOD u32* counter() const {
         return (u32*)bases[rank] + gridDim.x * MOST_RANKS + blockIdx.x;
     }
-    __device__ char* data(int of, int number) const {
+    DEV_METHOD char* data(int of, int number) const {
         return (char*)bases[of] + FLAG_BYTES + number * most_bytes;
     }
     // Tell the blocks of all ranks that this one has got to a step, and wait until they have.
-    __device__ void meet(u32 step) const {
+    DEV_METHOD void meet(u32 step) const {
         __syncthreads();  // everything written by this block comes before the flag
         if (threadIdx.x < n_ranks) {
             release(flag(threadIdx.x, rank), step);

@@ -1,9 +1,10 @@
 """Sums over the ranks of a node, for messages of the size that decoding sends.
 
 Ranks exchange handles of a piece of device memory once (`share_memory`), then one kernel per sum
-reads and writes it: no host, no other library, and a launch can be captured into a graph.  Ranks are
-added in order in float32, so all of them get the same bits in every run.  Up to `ONE_SHOT_BYTES`
-every rank reads everything; above, every rank adds its share and reads the others'.
+reads and writes it: no host, no other library, and a launch can be captured into a graph.  Ranks
+are added in order in float32, so all of them get the same bits in every run.  Up to
+`ONE_SHOT_BYTES` every rank reads everything; above, every rank adds its share and reads the sums of
+the others.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ FLAG_BYTES = 4096
 """Flags and counters at the start of a rank's memory."""
 ONE_SHOT_BYTES = 256 * 1024
 N_BLOCKS = 64
-"""Thread blocks of every launch; blocks of the same number meet, so it is the same for all sizes."""
+"""Thread blocks of every launch, of any size: blocks of the same number meet."""
 THREADS = 512
 _TYPES = {"float32": "float", "float16": "Half", "uint16": "Bfloat"}
 
@@ -111,7 +112,8 @@ class AllReduce:
         n = x.size // every
         if n * x.itemsize > self.most_bytes:
             raise UsageError(
-                f"x must have at most {self.most_bytes} bytes, got {n * x.itemsize}; share more memory"
+                f"x must have at most {self.most_bytes} bytes, got {n * x.itemsize}; share more "
+                "memory"
             )
         small = self.n_ranks <= 2 or n * x.itemsize <= ONE_SHOT_BYTES
         kernel = _kernel("one_shot" if small else "two_shot", _TYPES[x.dtype.name])

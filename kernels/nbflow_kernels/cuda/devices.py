@@ -35,6 +35,11 @@ class KernelDevice(Protocol):
     constants: dict[Any, Any]
     """Tables that families keep on the device: a key that begins with the family's name."""
 
+    @property
+    def stream(self) -> int:
+        """What stands for the stream that launches go to now; see `workspace`."""
+        ...
+
     def load(self, code: bytes, entry: str) -> Launch:
         """Return the kernel `entry` of compiled code."""
         ...
@@ -146,6 +151,11 @@ class CupyDevice:
         self.constants: dict[Any, Any] = {}
         self.n_sms = self._driver.attribute(driver.MULTIPROCESSOR_COUNT)
         self.max_shared_bytes = self._driver.attribute(driver.MAX_SHARED_BYTES_OPT_IN)
+
+    @property
+    def stream(self) -> int:
+        """See `KernelDevice.stream`."""
+        return int(self._cupy.cuda.get_current_stream().ptr)
 
     def load(self, code: bytes, entry: str) -> Launch:
         """See `KernelDevice.load`; the kernel runs on CuPy's current stream."""

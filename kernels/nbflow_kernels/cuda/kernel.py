@@ -171,7 +171,12 @@ def _sources(path: Path) -> list[bytes]:
 
 
 def numba_kernel(
-    parameters: str, *, key: str | None = "", fastmath: bool = False, name: str = ""
+    parameters: str,
+    *,
+    key: str | None = "",
+    fastmath: bool = False,
+    fuse: bool = True,
+    name: str = "",
 ) -> Callable[[Callable[..., Any]], Kernel]:
     """Return the decorator that makes a kernel of a Python function.
 
@@ -183,8 +188,9 @@ def numba_kernel(
         What distinguishes kernels made by one factory (what the function closes over); None keeps
         the kernel off the disk.
     fastmath : bool
-        Approximate division, roots and functions, and no denormal numbers.  A product and a sum are
-        fused in any case, unless the product is `libdevice.fmul_rn`.
+        Approximate division, roots and functions, and no denormal numbers.
+    fuse : bool
+        Whether a product and a sum may become one instruction, rounded once.
     name : str
         The kernel's name, by default the function's.
 
@@ -207,7 +213,7 @@ def numba_kernel(
         def compile(arch: str, output: str) -> Compiled:
             def build() -> Compiled:
                 made = numba_code.compile_function(
-                    function, declared.all, arch, output, entry, fastmath
+                    function, declared.all, arch, output, entry, fastmath, fuse
                 )
                 return made, entry
 
@@ -215,7 +221,7 @@ def numba_kernel(
                 return build()
             digest = cubins.digest(
                 source_digest(Path(code.co_filename)), function.__qualname__, parameters, key,
-                arch, output, numba_code.version(), nvrtc.version(), str(fastmath),
+                arch, output, numba_code.version(), nvrtc.version(), str((fastmath, fuse)),
             )  # fmt: skip
             return cubins.cached(entry, output, digest, build)
 

@@ -54,6 +54,7 @@ def compile_function(
     output: str,
     entry: str,
     fastmath: bool,
+    fuse: bool,
 ) -> bytes:
     """Compile a Python function with Numba CUDA to a kernel named `entry`.
 
@@ -71,6 +72,8 @@ def compile_function(
         The kernel's name in the code.
     fastmath : bool
         Approximate division, roots and functions, and no denormal numbers.
+    fuse : bool
+        Whether a product and a sum may become one instruction, rounded once.
 
     Raises
     ------
@@ -79,7 +82,6 @@ def compile_function(
     MissingExtraError
         If numba-cuda is not installed.
     """
-    cuda = _numba_cuda()
     numba_types = importlib.import_module("numba.core.types")
     signature = tuple(
         numba_types.CPointer(getattr(numba_types, _NUMBA_TYPES[p.type]))
@@ -87,12 +89,30 @@ def compile_function(
         else getattr(numba_types, _NUMBA_TYPES[p.type])
         for p in parameters
     )
+    return compile_typed(function, signature, arch, output, entry, fastmath=fastmath, fuse=fuse)
+
+
+def compile_typed(
+    function: Callable[..., Any],
+    signature: tuple[Any, ...],
+    arch: str,
+    output: str,
+    entry: str,
+    *,
+    fastmath: bool = False,
+    fuse: bool = True,
+) -> bytes:
+    """Do as `compile_function` for arguments of Numba's types, arrays and tuples among them."""
+    cuda = _numba_cuda()
     capability = (int(arch[3:]) // 10, int(arch[3:]) % 10)
-    with _lock, _without_driver(capability):
-        text, _ = cuda.compile(
-            function, signature, cc=capability, device=False, abi="numba", output="ptx",
-            fastmath=fastmath, lineinfo=True,
-        )  # fmt: skip
+    with _lock, _without_driver(capability), _options(fma=fuse):
+        try:
+            text, _ = cuda.compile(
+                function, signature, cc=capability, device=False, abi="numba", output="ptx",
+                fastmath=fastmath, lineinfo=True,
+            )  # fmt: skip
+        except importlib.import_module("numba.core.errors").NumbaError as e:
+            raise CompileError(f"{entry} for {arch}: {e}") from e
     found = _ENTRY.findall(text)
     if len(found) != 1:
         raise CompileError(f"{entry}: the compiler made {len(found)} kernels instead of one")
@@ -116,6 +136,22 @@ def _without_driver(capability: tuple[int, int]) -> Iterator[None]:
         yield
     finally:
         dispatcher.get_current_device = asked
+
+
+@contextmanager
+def _options(**options: Any) -> Iterator[None]:
+    """Hand options to NVVM that ``compile`` has no parameter for."""
+    compiler: Any = importlib.import_module("numba.cuda.compiler")
+    inner = compiler.compile_cuda
+
+    def compile_cuda(*args: Any, nvvm_options: dict[str, Any], **others: Any) -> Any:
+        return inner(*args, nvvm_options={**nvvm_options, **options}, **others)
+
+    compiler.compile_cuda = compile_cuda
+    try:
+        yield
+    finally:
+        compiler.compile_cuda = inner
 
 
 def _assembled(ptx: bytes, arch: str, entry: str) -> bytes:

@@ -3,11 +3,12 @@
 #include "cuda/numbers.cuh"
 #include "cuda/wide.cuh"
 
-// out[t] = table[ids[t]] * scale; an index that is no row of the table gives NaN.
-template <int KIND, bool WIDE>
-__global__ void gather(const int* ids, const typename Element<KIND>::Stored* table, float* out,
+// out[t] = table[ids[t]] * scale, without ids: table[t].  An index that is no row gives NaN.
+// The result is float32, or (HALF) float16.
+template <int KIND, bool WIDE, bool HALF>
+__global__ void gather(const int* ids, const typename Element<KIND>::Stored* table, void* out,
                        int V, int E, float scale) {
-  int id = ids[blockIdx.x];
+  int id = ids != nullptr ? ids[blockIdx.x] : blockIdx.x;
   bool known = 0 <= id && id < V;
   const float nan = nan32();
   for (int i = 4 * threadIdx.x; i < E; i += 4 * blockDim.x) {
@@ -16,6 +17,14 @@ __global__ void gather(const int* ids, const typename Element<KIND>::Stored* tab
       v = load4_of<KIND, WIDE>(table + (long long)id * E, i, E);
       v = make_float4(v.x * scale, v.y * scale, v.z * scale, v.w * scale);
     }
-    store4<WIDE>(out + (long long)blockIdx.x * E, i, E, v);
+    if (HALF) {
+      __half* to = (__half*)out + (long long)blockIdx.x * E + i;
+      to[0] = __float2half_rn(v.x);
+      if (i + 1 < E) to[1] = __float2half_rn(v.y);
+      if (i + 2 < E) to[2] = __float2half_rn(v.z);
+      if (i + 3 < E) to[3] = __float2half_rn(v.w);
+    } else {
+      store4<WIDE>((float*)out + (long long)blockIdx.x * E, i, E, v);
+    }
   }
 }

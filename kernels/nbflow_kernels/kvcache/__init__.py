@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, empty, is_cuda, on_host
+from nbflow_kernels._dispatch import check_array, empty, is_cuda, on_device, on_host
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.kvcache import cpu, cuda
 from nbflow_kernels.kvcache.formats import KVFormat, format_of, kv_format
@@ -292,9 +292,10 @@ def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
     >>> get_seq_lens(np.array([0, 2, 3], np.int32), np.array([1, 4], np.int32), 4)
     array([5, 4], dtype=int32)
     """
-    kv_indptr, kv_last_page_len = on_host(kv_indptr), on_host(kv_last_page_len)
-    check_page_table(kv_indptr, None, kv_last_page_len, page_size)
-    return count_tokens(kv_indptr, kv_last_page_len, page_size)
+    indptr, last = on_host(kv_indptr), on_host(kv_last_page_len)
+    check_page_table(indptr, None, last, page_size)
+    lens = count_tokens(indptr, last, page_size)
+    return on_device(lens, kv_indptr) if is_cuda(kv_indptr) else lens
 
 
 def get_batch_indices_positions(append_indptr: Any, seq_lens: Any, nnz: int) -> tuple[Any, Any]:
@@ -329,6 +330,7 @@ def get_batch_indices_positions(append_indptr: Any, seq_lens: Any, nnz: int) -> 
     >>> get_batch_indices_positions(ints(0, 1, 3), ints(10, 2), 3)
     (array([0, 1, 1], dtype=int32), array([9, 0, 1], dtype=int32))
     """
+    given = append_indptr
     append_indptr, seq_lens = on_host(append_indptr), on_host(seq_lens)
     check_array("append_indptr", append_indptr, (None,), np.int32)
     if not len(append_indptr):
@@ -348,7 +350,10 @@ def get_batch_indices_positions(append_indptr: Any, seq_lens: Any, nnz: int) -> 
         )
     batch_indices = np.repeat(np.arange(len(counts), dtype=np.int32), counts)
     start = (seq_lens - append_indptr[1:])[batch_indices]  # position minus row number
-    return batch_indices, start + np.arange(nnz, dtype=np.int32)
+    positions = start + np.arange(nnz, dtype=np.int32)
+    if is_cuda(given):
+        return on_device(batch_indices, given), on_device(positions, given)
+    return batch_indices, positions
 
 
 def _check_gathered(

@@ -4,22 +4,12 @@
 // row of the table LAYOUTS there is the type `Format`, and has no choice left in it.  Additions and
 // products are spelled out where a fused one would change a stored byte.
 #pragma once
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-typedef long long i64;
-
-#define DEV static __device__ __forceinline__
-#define DEV_METHOD __device__ __forceinline__
+#include "cuda/types.cuh"
 
 enum Kind { F32, F16, BF16, FIRST_BLOCK_KIND };
 enum Mode { SIGNED, BYTES, NIBBLES, HALVES, CRUMBS, PAIRS };
 enum Encoder { FAMILY, MIDRISE, SYMMETRIC, EXTREME, RANGE, ABSMAX };
 
-#define INFINITY __int_as_float(0x7f800000)
-#define NAN __int_as_float(0x7fffffff)
 constexpr u16 NAN_HALF = 0x7e00;
 
 // The number of a format (KINDS) and its row of LAYOUTS, in the order of the columns there.

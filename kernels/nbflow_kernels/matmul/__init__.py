@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels._dispatch import check_array, check_together, empty, is_cuda, overlap
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.matmul import cpu, cuda
 
@@ -51,7 +51,8 @@ def matmul(
     Raises
     ------
     UsageError
-        If the shapes do not fit, `out` overlaps `x`, or `accumulate` is given without `out`.
+        If the shapes do not fit, `out` overlaps `x`, `accumulate` is given without `out`, or some
+        arrays are on a CUDA device and others are not.
     TypeError
         If an array has another dtype.
 
@@ -81,6 +82,7 @@ def matmul(
             from nbflow_kernels.qmatmul import qmatmul
 
             return qmatmul(x, w, bias=bias, accumulate=accumulate, out=out)
+    check_together(x=x, w=w, bias=bias, out=out)
     check_array("x", x, (None, None))
     check_array("w", w, (None, x.shape[1]), (np.float32, np.float16, np.uint16))
     shape = (x.shape[0], w.shape[0])
@@ -88,12 +90,12 @@ def matmul(
         check_array("bias", bias, (w.shape[0],))
     if out is not None:
         check_array("out", out, shape)
-        if np.may_share_memory(x, out):
+        if overlap(x, out):
             raise UsageError("out must not overlap x; pass another array")
     elif accumulate:
         raise UsageError("accumulate=True needs out=, the array to add to")
     else:
-        out = np.empty_like(x, shape=shape)
-    variant = cuda if is_cuda(x) or is_cuda(w) else cpu
+        out = empty(x, shape)
+    variant = cuda if is_cuda(x) else cpu
     variant.matmul(x, w, bias, bool(accumulate), out)
     return out

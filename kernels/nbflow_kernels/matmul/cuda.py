@@ -1,12 +1,53 @@
-"""Matrix product on CUDA devices: not built yet, the function says so."""
+"""Matrix product on CUDA devices with weights stored row by row: `matmul.cu`.
+
+Float32 arithmetic and any number of tokens.  It reads each weight once for 8 tokens, which is all
+that counts for few; many tokens are better off with tensor cores: a QuantTensor in a block format.
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
-from nbflow_kernels._dispatch import no_cuda_variant
+from nbflow_kernels.cuda import Kernel, address, ceil_div, cpp_kernel
+
+ROWS = 32  # of a thread block: 8 warps with 4 each
+KINDS = {"float32": (0, "f32"), "float16": (1, "f16"), "uint16": (2, "bf16")}
 
 
 def matmul(x: Any, w: Any, bias: Any, accumulate: bool, out: Any) -> None:
     """See `nbflow_kernels.matmul`."""
-    no_cuda_variant("matmul")
+    multiply(x, w, bias, accumulate, out)
+
+
+def multiply(
+    x: Any, w: Any, bias: Any, accumulate: bool, out: Any, *, indptr: Any = None, rows: Any = None
+) -> None:
+    """Multiply rows by a matrix (N, K), or each segment of `indptr` by its own of (E, N, K)."""
+    n_rows, n_columns = w.shape[-2:]
+    n_matrices, n_tokens = (1 if indptr is None else w.shape[0]), len(out)
+    if not n_tokens or not n_rows or not n_matrices:
+        return
+    x_stride, out_stride = x.strides[0] // 4, out.strides[0] // 4
+    wide = n_columns % 8 == 0 and x_stride % 4 == 0
+    wide = wide and not (w.size and address(w) % 16) and not (x.size and address(x) % 16)
+    tokens = next((n for n in (1, 2, 4, 8) if n >= n_tokens), 8)
+    kind, name = KINDS[w.dtype.name]
+    _kernel(kind, name, tokens, wide)(
+        (ceil_div(n_rows, ROWS), min(ceil_div(n_tokens, tokens), 4096), n_matrices), 256,
+        (
+            x, w, bias, out, indptr, rows, x_stride, out_stride, n_tokens, n_rows, n_columns,
+            int(accumulate),
+        ),
+    )  # fmt: skip
+
+
+@cache
+def _kernel(kind: int, name: str, tokens: int, wide: bool) -> Kernel:
+    """Return the kernel for a type of weights."""
+    parameters = (
+        f"f32* x, {name}* w, f32*? bias, f32* out, i32*? indptr, i32*? rows, i64 x_stride, "
+        "i64 out_stride, i32 n_tokens, i32 n_rows, i32 n_columns, i32 accumulate"
+    )
+    entry = f"matmul<{kind}, {tokens}, {str(wide).lower()}>"
+    return cpp_kernel(__file__, "matmul.cu", entry, parameters)

@@ -1,10 +1,48 @@
-"""Mixture of experts on a CUDA device: not built yet, the functions say so."""
+"""Mixture of experts on CUDA devices: `moe.cu`, and the products of `matmul` and `qmatmul`.
+
+Where the segments of a product end stays on the device, so that the whole layer can be captured
+into a graph: each matrix has thread blocks of its own, which find out whether it has rows.  A
+matrix is read once for 8 rows of its segment.  Many rows, and matrices that are no stack of one
+kind, are multiplied matrix after matrix instead, for which the host must wait for `indptr`.  The
+results are the same bits.
+"""
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
-from nbflow_kernels._dispatch import no_cuda_variant
+import numpy as np
+
+from nbflow_kernels import cuda
+from nbflow_kernels.matmul import cuda as float_cuda
+from nbflow_kernels.qmatmul import cuda as quant_cuda
+from nbflow_kernels.quants.tensor import QuantTensor
+
+ROWS_TOGETHER = 16
+"""Rows of a matrix, on average, from which on it is worth waiting for `indptr`."""
+
+_routing = cuda.cpp_kernel(
+    __file__, "moe.cu", "routing",
+    "f32* logits, f32*? bias, f32* weights, i32* ids, i32 E, i32 k, i32 sigmoid, i32 renormalize, "
+    "i32 n_groups, i32 top_k_groups, i32 top2_sum, f32 scale, f32 min_score",
+)  # fmt: skip
+_count_pairs = cuda.cpp_kernel(__file__, "moe.cu", "count_pairs", "i32* ids, i32* counts, i32 n")
+_place_pairs = cuda.cpp_kernel(
+    __file__, "moe.cu", "place_pairs",
+    "i32* ids, i32* counts, i32* rows, i32* indptr, i32* inverse, i32 n, i32 E, i32 k",
+)  # fmt: skip
+_combine = cuda.cpp_kernel(
+    __file__, "moe.cu", "combine",
+    "f32* y, f32* weights, i32* inverse, f32* out, i32 H, i32 k, i32 P, i32 accumulate",
+)  # fmt: skip
+_scale_rows = cuda.cpp_kernel(
+    __file__, "moe.cu", "scale_rows", "f32* x, f32* gate, f32* y, i32 width, i32 H"
+)
+_clear_unused = cuda.cpp_kernel(
+    __file__, "moe.cu", "clear_unused",
+    "f32* out, i32* indptr, i64 out_stride, i32 E, i32 n_rows, i32 width",
+)  # fmt: skip
 
 
 def routing(
@@ -21,19 +59,85 @@ def routing(
     ids: Any,
 ) -> None:
     """See `nbflow_kernels.moe_routing`."""
-    no_cuda_variant("moe_routing")
+    T, E = logits.shape
+    if not T:
+        return
+    args = (
+        logits, bias, weights, ids, E, ids.shape[1], int(sigmoid), int(renormalize), n_groups,
+        top_k_groups, int(top2_sum), scale, min_score,
+    )  # fmt: skip
+    _routing(T, 32, args, shared=8 * (2 * E + n_groups))
 
 
 def permute(ids: Any, rows: Any, indptr: Any, inverse: Any) -> None:
     """See `nbflow_kernels.moe_permute`."""
-    no_cuda_variant("moe_permute")
+    n, E = ids.size, len(indptr) - 1
+    if not n:
+        indptr[...] = 0
+        return
+    counts = cuda.device_of(ids).empty((E + 1,), np.int32)
+    _count_pairs(E, 256, (ids, counts, n))
+    _place_pairs(E + 1, 256, (ids, counts, rows, indptr, inverse, n, E, ids.shape[1]))
 
 
-def grouped(x: Any, matrices: Any, indptr: Any, bias: Any, out: Any) -> None:
-    """See `nbflow_kernels.grouped_matmul`."""
-    no_cuda_variant("grouped_matmul")
+def grouped(x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: Any = None) -> None:
+    """See `nbflow_kernels.grouped_matmul`.
+
+    `matrices` is an array or `QuantTensor` (E, N, K), or a sequence of matrices.
+    """
+    E, n_rows = len(indptr) - 1, len(out)
+    apart = isinstance(matrices, list | tuple)
+    if isinstance(matrices, QuantTensor):
+        apart = matrices.outliers is not None or matrices.format.decodes_from_storage
+    if apart or n_rows >= ROWS_TOGETHER * E:
+        _one_by_one(x, matrices, indptr, bias, out, rows)
+    elif isinstance(matrices, QuantTensor) and not matrices.is_float:
+        if n_rows and matrices.shape[1]:
+            quant_cuda.grouped(x, matrices.units(), E, indptr, rows, bias, matrices.shape[1], out)
+    else:
+        stack = matrices.array if isinstance(matrices, QuantTensor) else matrices
+        float_cuda.multiply(x, stack, bias, False, out, indptr=indptr, rows=rows)
+    if n_rows and out.shape[1]:
+        grid = cuda.ceil_div(out.shape[1], 256), min(n_rows, 1024)
+        args = (out, indptr, out.strides[0] // 4, E, n_rows, out.shape[1])
+        _clear_unused(grid, 256, args)
+
+
+def _one_by_one(x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: Any) -> None:
+    """Multiply matrix after matrix, those that have rows."""
+    if isinstance(matrices, QuantTensor):
+        matrices = matrices.matrices()
+    if rows is not None:
+        x = x[rows]
+    edges = cuda.to_host(indptr).tolist()
+    for i, (start, stop) in enumerate(pairwise(edges)):
+        if start < stop:
+            part = slice(start, stop)
+            matmul(x[part], matrices[i], None if bias is None else bias[i], out[part])
+
+
+def matmul(x: Any, w: Any, bias: Any, out: Any) -> None:
+    """Multiply by a matrix of any kind."""
+    if isinstance(w, QuantTensor):
+        quant_cuda.qmatmul(x, w, bias, False, "f32", out)
+    else:
+        float_cuda.matmul(x, w, bias, False, out)
 
 
 def combine(y: Any, weights: Any, inverse: Any, accumulate: bool, out: Any) -> None:
     """See `nbflow_kernels.moe_combine`."""
-    no_cuda_variant("moe_combine")
+    T, H = out.shape
+    for t in range(0, T, 65535):  # as many as a grid has
+        part = slice(t, t + 65535)
+        if H:
+            _combine(
+                (cuda.ceil_div(H, 256), len(out[part])), 256,
+                (y, weights[part], inverse[part], out[part], H, weights.shape[1], len(y),
+                 int(accumulate)),
+            )  # fmt: skip
+
+
+def scale_rows(x: Any, gate: Any, y: Any) -> None:
+    """Multiply row t of `y` by the logistic function of the product of row t of `x` and `gate`."""
+    if len(x):
+        _scale_rows(len(x), 256, (x, gate, y, x.shape[1], y.shape[1]))

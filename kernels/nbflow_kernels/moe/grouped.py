@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels._dispatch import check_array, check_together, empty, is_cuda, overlap
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.moe import cpu, cuda
 from nbflow_kernels.quants.tensor import QuantTensor
@@ -55,7 +55,8 @@ def grouped_matmul(
     Raises
     ------
     UsageError
-        If the shapes do not fit, or `indptr` or `rows` leave their range.
+        If the shapes do not fit, or `indptr` or `rows` leave their range, which is not checked
+        on a CUDA device.
     TypeError
         If an array has another dtype or the weights are none of the above.
 
@@ -80,6 +81,7 @@ def grouped_matmul(
            [6.]], dtype=float32)
     """
     matrices, N = list_matrices("weights", weights, x.shape[-1])
+    check_together(x=x, weights=matrices[0], indptr=indptr, rows=rows, bias=bias, out=out)
     check_array("x", x, (None, None))
     check_array("indptr", indptr, (len(matrices) + 1,), np.int32)
     if rows is not None:
@@ -87,14 +89,16 @@ def grouped_matmul(
     P = len(x) if rows is None else len(rows)
     if bias is not None:
         check_array("bias", bias, (len(matrices), N))
-    if is_cuda(x):
-        cuda.grouped(x, matrices, indptr, bias, out)
     if out is None:
-        out = np.empty((P, N), np.float32)
+        out = empty(x, (P, N))
     else:
         check_array("out", out, (P, N))
-        if np.may_share_memory(x, out):
+        if overlap(x, out):
             raise UsageError("out must not overlap x; pass another array")
+    if is_cuda(x):
+        stack = weights if hasattr(weights, "shape") else list(matrices)
+        cuda.grouped(x, stack, indptr, bias, out, rows)
+        return out
     if indptr[0] != 0 or indptr[-1] > P or (np.diff(indptr) < 0).any():
         raise UsageError(f"indptr must rise from 0 to at most the number of rows, {P}")
     if rows is not None:
@@ -141,7 +145,7 @@ class SegmentGEMMWrapper:
     Parameters
     ----------
     float_workspace_buffer : object, optional
-        Not needed on the CPU; accepted so that code written for FlashInfer works.
+        Not needed; accepted so that code written for FlashInfer works.
     backend : {"auto"}
         Only "auto".
 
@@ -225,6 +229,8 @@ class SegmentGEMMWrapper:
                 f"the segments must be batch_size = {batch_size} many, got {len(indptr) - 1}"
             )
         if not weight_column_major:
+            if is_cuda(x):
+                raise UsageError("weight_column_major=False needs arrays in host memory")
             check_array("weights", weights, (None, None, None), DTYPES)
             weights = np.ascontiguousarray(weights.transpose(0, 2, 1))
         matrices = list_matrices("weights", weights, x.shape[-1])[0]
@@ -234,4 +240,8 @@ class SegmentGEMMWrapper:
                 f"weight_indices must name one of {len(matrices)} matrices for each of "
                 f"{batch_size} segments"
             )
+        if is_cuda(x):
+            from nbflow_kernels.cuda import to_device
+
+            indptr = to_device(indptr, x)
         return grouped_matmul(x, [matrices[int(i)] for i in order], indptr, out=out)

@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels._dispatch import check_array, check_together, empty, is_cuda, overlap
 from nbflow_kernels.activation import cpu as activation_cpu
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.moe import cpu, cuda
 from nbflow_kernels.moe.grouped import check_matrix, grouped_matmul, list_matrices
 from nbflow_kernels.moe.routing import moe_permute
+from nbflow_kernels.quants.tensor import QuantTensor
 from nbflow_kernels.threads import together
 
 
@@ -39,6 +40,29 @@ class SharedExpert:
     gate: Any = None
     """Array of float32 (H,): the result is multiplied by the logistic function of its product with
     the token (Qwen2-MoE)."""
+
+    def to_device(self, like: Any = None) -> SharedExpert:
+        """Return the expert on the device of an array, by default CuPy's current device."""
+        from nbflow_kernels.cuda import to_device
+
+        return SharedExpert(
+            *(
+                w if w is None or is_cuda(w) else w.to_device(like)
+                if isinstance(w, QuantTensor) else to_device(w, like)
+                for w in (self.gate_up, self.down, self.up, self.gate)
+            )
+        )  # fmt: skip
+
+    def to_host(self) -> SharedExpert:
+        """Return the expert in NumPy arrays; the inverse of `to_device`."""
+        from nbflow_kernels.cuda import to_host
+
+        return SharedExpert(
+            *(
+                w if w is None else w.to_host() if isinstance(w, QuantTensor) else to_host(w)
+                for w in (self.gate_up, self.down, self.up, self.gate)
+            )
+        )
 
 
 def moe_combine(
@@ -74,7 +98,8 @@ def moe_combine(
     Raises
     ------
     UsageError
-        If a shape or a place does not fit, or `accumulate` is given without `out`.
+        If a shape or a place does not fit, or `accumulate` is given without `out`.  On a CUDA
+        device a place that does not fit is left out.
     TypeError
         If an array has another dtype.
 
@@ -92,20 +117,19 @@ def moe_combine(
     array([[ 50.25, 100.5 ],
            [ 10.  ,  20.  ]], dtype=float32)
     """
+    check_together(y=y, weights=weights, inverse=inverse, out=out)
     check_array("y", y, (None, None))
     check_array("weights", weights, (None, None))
     check_array("inverse", inverse, weights.shape, np.int32)
-    if is_cuda(y):
-        cuda.combine(y, weights, inverse, accumulate, out)
-    if inverse.size and (inverse.min() < -1 or inverse.max() >= len(y)):
+    if not is_cuda(y) and inverse.size and (inverse.min() < -1 or inverse.max() >= len(y)):
         raise UsageError(f"inverse must lie in -1..{len(y) - 1}, the rows of y")
     if out is not None:
         check_array("out", out, (len(weights), y.shape[1]))
     elif accumulate:
         raise UsageError("accumulate=True needs out=, the array to add to")
     else:
-        out = np.empty((len(weights), y.shape[1]), np.float32)
-    cpu.combine(y, weights, inverse, bool(accumulate), out)
+        out = empty(y, (len(weights), y.shape[1]))
+    (cuda if is_cuda(y) else cpu).combine(y, weights, inverse, bool(accumulate), out)
     return out
 
 
@@ -184,10 +208,11 @@ def fused_moe(
     array([[2.5, 2.5]], dtype=float32)
     """
     check_array("x", x, (None, None))
+    check_together(x=x, topk_weights=topk_weights, topk_ids=topk_ids, out=out)
     T, H = x.shape
     check_array("topk_weights", topk_weights, (T, None))
     check_array("topk_ids", topk_ids, topk_weights.shape, np.int32)
-    act = _activation(activation)
+    act = _activation(activation, x)
     gates = list_matrices("gate_up", gate_up, H)[0]
     ups = None if up is None else list_matrices("up", up, H)[0]
     F = gates[0].shape[0] if up is not None else _half("gate_up", gates[0].shape[0])
@@ -199,30 +224,41 @@ def fused_moe(
             f"{sorted(counts)} experts and a down projection to {n_out} columns"
         )
     if out is None:
-        out = np.empty_like(x)
+        out = empty(x, (T, H))
     check_array("out", out, (T, H))
-    if np.may_share_memory(x, out):
+    if overlap(x, out):
         raise UsageError("out must not overlap x; pass another array")
     rows, indptr, inverse = moe_permute(topk_ids, len(gates))
-    xs = x[rows]
-    hidden = np.empty((len(rows), F), np.float32)
-    act(_projections(xs, gates, ups, indptr), hidden)
-    y = grouped_matmul(hidden, downs, indptr)
+    hidden = empty(x, (len(rows), F))
+    act(_projections(x, gate_up, up, indptr, rows), hidden)
+    y = grouped_matmul(hidden, down, indptr)
     if shared is not None:
         _run_shared(x, shared, act, out)
-    cpu.combine(y, topk_weights, inverse, shared is not None, out)
+    _device(x).combine(y, topk_weights, inverse, shared is not None, out)
     return out
 
 
-def _projections(xs: Any, gates: Any, ups: Any, indptr: Any) -> Any:
+def _device(x: Any) -> Any:
+    """Return the variant for an array."""
+    return cuda if is_cuda(x) else cpu
+
+
+def _projections(x: Any, gates: Any, ups: Any, indptr: Any, rows: Any = None) -> Any:
     """Return gate and up projections side by side, (P, 2F)."""
     if ups is None:
-        return grouped_matmul(xs, gates, indptr)
-    shape = (len(xs), gates[0].shape[0])
-    gate, up = np.empty(shape, np.float32), np.empty(shape, np.float32)
+        return grouped_matmul(x, gates, indptr, rows=rows)
+    F = list_matrices("gate_up", gates, x.shape[1])[1]
+    P = len(x) if rows is None else len(rows)
+    if is_cuda(x):
+        both = empty(x, (P, 2 * F))
+        cuda.grouped(x, gates, indptr, None, both[:, :F], rows)
+        cuda.grouped(x, ups, indptr, None, both[:, F:], rows)
+        return both
+    x = x if rows is None else x[rows]
+    gate, up = np.empty((P, F), np.float32), np.empty((P, F), np.float32)
     with together():
-        cpu.grouped(xs, gates, indptr, None, gate)
-        cpu.grouped(xs, ups, indptr, None, up)
+        cpu.grouped(x, list_matrices("gate_up", gates, x.shape[1])[0], indptr, None, gate)
+        cpu.grouped(x, list_matrices("up", ups, x.shape[1])[0], indptr, None, up)
     return np.concatenate([gate, up], axis=1)
 
 
@@ -233,25 +269,39 @@ def _run_shared(x: Any, shared: SharedExpert, act: Any, out: Any) -> None:
     F = shared.gate_up.shape[0]
     F = F if shared.up is not None else _half("shared.gate_up", F)
     check_matrix("shared.down", shared.down, H, F)
-    everything = np.array([0, T], np.int32)
-    ups = None
     if shared.up is not None:
         check_matrix("shared.up", shared.up, F, H)
-        ups = [shared.up]
-    hidden = np.empty((T, F), np.float32)
-    act(_projections(x, [shared.gate_up], ups, everything), hidden)
-    cpu.grouped(hidden, [shared.down], everything, None, out)
+    hidden = empty(x, (T, F))
+    act(_shared_projections(x, shared, F), hidden)
+    _device(x).matmul(hidden, shared.down, None, out)
     if shared.gate is not None:
         check_array("shared.gate", shared.gate, (H,))
-        cpu.scale_rows(x, shared.gate, out)
+        _device(x).scale_rows(x, shared.gate, out)
 
 
-def _activation(name: str) -> Any:
+def _shared_projections(x: Any, shared: SharedExpert, F: int) -> Any:
+    """Return gate and up projections of the shared expert side by side, (T, 2F)."""
+    both = empty(x, (len(x), 2 * F))
+    if shared.up is None:
+        _device(x).matmul(x, shared.gate_up, None, both)
+        return both
+    halves = [empty(x, (len(x), F)) for _ in range(2)]
+    for w, half, to in zip((shared.gate_up, shared.up), halves, (0, F), strict=True):
+        _device(x).matmul(x, w, None, half)
+        both[:, to : to + F] = half
+    return both
+
+
+def _activation(name: str, x: Any) -> Any:
     """Return the launcher of a gated activation."""
     ending = "_and_mul"
     known = [op.removesuffix(ending) for op in dir(activation_cpu) if op.endswith(ending)]
     if name not in known:
         raise unknown_name("activation", name, known)
+    if is_cuda(x):
+        from nbflow_kernels.activation import cuda as activation_cuda
+
+        return getattr(activation_cuda, name + ending)
     return getattr(activation_cpu, name + ending)
 
 

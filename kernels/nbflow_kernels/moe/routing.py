@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels._dispatch import check_array, empty, is_cuda
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.moe import cpu, cuda
 
@@ -69,7 +69,8 @@ def moe_routing(
     ------
     UsageError
         If a number does not fit the others, a name is unknown, or a row of `logits` has a NaN or
-        +inf, or only -inf.
+        +inf, or only -inf.  On a CUDA device, which nobody waits for, the weights of such a row
+        are NaN and its ids -1.
     TypeError
         If an array is not of float32.
 
@@ -121,7 +122,7 @@ def moe_routing(
         raise UsageError('group_score="top2_sum" needs groups of at least two experts')
     if correction_bias is not None:
         check_array("correction_bias", correction_bias, (E,))
-    weights, ids = np.empty((T, top_k), np.float32), np.empty((T, top_k), np.int32)
+    weights, ids = empty(logits, (T, top_k)), empty(logits, (T, top_k), np.int32)
     (cuda if is_cuda(logits) else cpu).routing(
         logits,
         correction_bias,
@@ -135,7 +136,7 @@ def moe_routing(
         weights,
         ids,
     )
-    if T and np.isnan(weights[:, 0]).any():
+    if not is_cuda(logits) and T and np.isnan(weights[:, 0]).any():
         row = int(np.flatnonzero(np.isnan(weights[:, 0]))[0])
         raise UsageError(f"logits: row {row} must not have a NaN or +inf, nor be all -inf")
     return weights, ids
@@ -164,7 +165,7 @@ def moe_permute(ids: NDArray[np.int32], n_experts: int) -> tuple[Any, Any, Any]:
     Raises
     ------
     UsageError
-        If an id is out of range.
+        If an id is out of range; on a CUDA device such an id is none.
     TypeError
         If `ids` is not an array of int32.
 
@@ -177,12 +178,10 @@ def moe_permute(ids: NDArray[np.int32], n_experts: int) -> tuple[Any, Any, Any]:
     ([0, 1, 0, 1], [0, 2, 2, 3], [[2, 0], [1, -1]])
     """
     check_array("ids", ids, (None, None), np.int32)
-    if is_cuda(ids):
-        cuda.permute(ids, None, None, None)
-    if ids.size and (ids.min() < -1 or ids.max() >= n_experts):
+    if not is_cuda(ids) and ids.size and (ids.min() < -1 or ids.max() >= n_experts):
         bad = ids[(ids < -1) | (ids >= n_experts)][0]
         raise UsageError(f"ids must lie in -1..{n_experts - 1}, got {bad}")
-    rows, inverse = np.empty(ids.size, np.int32), np.empty(ids.shape, np.int32)
-    indptr = np.empty(n_experts + 1, np.int32)
-    cpu.permute(ids, rows, indptr, inverse)
+    rows, inverse = empty(ids, (ids.size,), np.int32), empty(ids, ids.shape, np.int32)
+    indptr = empty(ids, (n_experts + 1,), np.int32)
+    (cuda if is_cuda(ids) else cpu).permute(ids, rows, indptr, inverse)
     return rows, indptr, inverse

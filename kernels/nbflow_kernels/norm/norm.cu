@@ -25,13 +25,13 @@ __device__ inline float dot(float4 a) { return a.x * a.x + a.y * a.y + (a.z * a.
 // Reads a vector, adds the residual to it and writes the sum there, if there is one.
 template <int THREADS, int N, bool WIDE>
 __device__ inline void load_vector(const float* x, float* residual, int E, float4* v) {
+  for (int n = 0; n < N; n++) v[n] = load4<WIDE>(x, 4 * (n * THREADS + threadIdx.x), E);
+  if (residual == nullptr) return;
+  float4 r[N];  // all loads are on their way before the first store
+  for (int n = 0; n < N; n++) r[n] = load4<WIDE>(residual, 4 * (n * THREADS + threadIdx.x), E);
   for (int n = 0; n < N; n++) {
-    int i = 4 * (n * THREADS + threadIdx.x);
-    v[n] = load4<WIDE>(x, i, E);
-    if (residual != nullptr) {
-      v[n] = v[n] + load4<WIDE>(residual, i, E);
-      store4<WIDE>(residual, i, E, v[n]);
-    }
+    v[n] = v[n] + r[n];
+    store4<WIDE>(residual, 4 * (n * THREADS + threadIdx.x), E, v[n]);
   }
 }
 

@@ -177,7 +177,7 @@ def relative_position_bucket(
     if not max_distance > n // 2:
         raise UsageError(f"max_distance must be above {n // 2}, got {max_distance}")
     variant = cuda if is_cuda(relative_position) else cpu
-    out = empty(relative_position, relative_position.shape, np.int32)
+    out: NDArray[np.int32] = empty(relative_position, relative_position.shape, np.int32)
     variant.relative_position_bucket(relative_position, bidirectional, n, max_distance, out)
     return out
 

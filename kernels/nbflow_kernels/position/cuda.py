@@ -63,9 +63,13 @@ _sinusoidal = _plain(
 def apply_rope_with_cos_sin_cache_inplace(
     positions: Any, query: Any, key: Any, cos_sin_cache: Any, is_neox: bool
 ) -> None:
-    """See `nbflow_kernels.apply_rope_with_cos_sin_cache_inplace`; no positions: 0, 1, 2, ..."""
-    T, H, D = query.shape
+    """See `nbflow_kernels.apply_rope_with_cos_sin_cache_inplace`; no positions: 0, 1, 2, ...
+
+    Heads of a query lie as far apart as those of a key, if there is more than one of each.
+    """
+    T, H, _ = query.shape
     G, half = key.shape[1], cos_sin_cache.shape[1] // 2
+    D = (query if H > 1 else key).strides[1] // 4
     if not T * (H + G) * half:
         return
     rows = [x.strides[0] // 4 for x in (query, key)]

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels._dispatch import check_array, check_together, empty, is_cuda, overlap
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.qmatmul import cpu, cuda
 from nbflow_kernels.quants.tensor import QuantTensor
@@ -59,8 +59,9 @@ def qmatmul(
     Raises
     ------
     UsageError
-        If the shapes do not fit, `out` overlaps `x`, `accumulate` is given without `out`, or
-        `activations` is unknown or does not suit the weights.
+        If the shapes do not fit, `out` overlaps `x`, `accumulate` is given without `out`,
+        `activations` is unknown or does not suit the weights, or some are on a CUDA device and
+        others are not.
     TypeError
         If `w` is not a `QuantTensor`, or an array has another dtype.
 
@@ -108,18 +109,19 @@ def qmatmul(
             f"activations='int8' needs weights in a block format, got {w.format.name}; "
             "use activations='f32'"
         )
+    check_together(x=x, w=w, bias=bias, out=out)
     check_array("x", x, (None, w.shape[1]), rows=True)
     shape = (x.shape[0], w.shape[0])
     if bias is not None:
         check_array("bias", bias, (w.shape[0],))
     if out is not None:
         check_array("out", out, shape, rows=True)
-        if not is_cuda(out) and np.may_share_memory(x, out):
+        if overlap(x, out):
             raise UsageError("out must not overlap x; pass another array")
     elif accumulate:
         raise UsageError("accumulate=True needs out=, the array to add to")
     else:
-        out = np.empty_like(x, shape=shape)
+        out = empty(x, shape)
     variant = cuda if is_cuda(x) else cpu
     variant.qmatmul(x, w, bias, bool(accumulate), activations, out)
     return out

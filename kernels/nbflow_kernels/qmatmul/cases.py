@@ -66,6 +66,7 @@ def _case(
     bias: bool = False,
     accumulate: bool = False,
     timed: bool = False,
+    device_only: bool = False,
 ) -> OpCase:
     chosen = FORMATS[format]
     weight_bytes = N * chosen.row_blocks(K) * chosen.block_bytes
@@ -83,7 +84,8 @@ def _case(
         n_flops=2 * T * N * K,
         out=None if accumulate else ((T, N), "float32"),
         mutates=("out",) if accumulate else (),
-        timed=timed,
+        timed=timed or device_only,
+        device_only=device_only,
         arithmetic=activations,
     )
 
@@ -102,6 +104,14 @@ _BOTH = ("f32", "int8")
 _FLOATS = ("f32", "f16", "bf16")
 # one format for each kind of codes and of parameters
 _BF16_FORMATS = (*_FLOATS, "q8", "q6", "q4_b16", "q3h", "q2")
+
+# weights of Llama 3 8B: gate and up, output, down; what a few and what many rows cost
+_ON_DEVICES = (
+    ("q4_0", 28672, 4096, (1, 8, 16, 32, 64, 512)),
+    *((f, 28672, 4096, (1, 64)) for f in ("q4_k", "q3h", "q8_0", "q2_k")),
+    *(("q4_0", N, K, (1, 8, 64)) for N, K in ((4096, 4096), (4096, 14336))),
+    *((f, 14336, 4096, (1,)) for f in ("q4_0", "q6_k", "iq4_xs")),
+)
 
 CASES = [
     *(_case(f"{f}_one_row", 1, 37, 200, f, activations=a) for a in _BOTH for f in FORMS),
@@ -137,6 +147,11 @@ CASES = [
         _case(f"llama2_7b_{f}_{T}", T, 11008, 4096, f, activations="bf16", timed=True)
         for f in ("q4_0", "f16")
         for T in (64, 512)
+    ),
+    *(
+        _case(f"llama3_{N}x{K}_{f}_{T}", T, N, K, f, device_only=True)
+        for f, N, K, rows in _ON_DEVICES
+        for T in rows
     ),
 ]
 

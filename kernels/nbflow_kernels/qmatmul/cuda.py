@@ -1,12 +1,202 @@
-"""Quantized matrix product on CUDA devices: not built yet, the function says so."""
+"""Quantized matrix product on CUDA devices, by tensor cores, from `quants.units`.
+
+Activations are float16 numbers, two for each: their sum is exact to 22 bits, or 2**-30 of the
+largest of 128 columns.  Codes are float16 numbers as they are, products exact, and sums float32.
+The order of additions depends on the number of columns alone (`slots.cuh`), so that a row of the
+result is bitwise the same in any batch, by either kernel:
+
+``few_rows``    up to 8 rows, or rows of several matrices: bound by the bytes of the weights
+``many_rows``   each weight is decoded once for 32 rows
+
+Activations in bfloat16 go with weights rounded to bfloat16: `rounded`.
+"""
 
 from __future__ import annotations
 
+from functools import cache
+from itertools import pairwise
 from typing import Any
 
-from nbflow_kernels._dispatch import no_cuda_variant
+from nbflow_kernels.cuda import Kernel, ceil_div, cpp_kernel, device_of
+from nbflow_kernels.cuda.workspace import workspace
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.matmul import cuda as dense
+from nbflow_kernels.qmatmul import rounded
+from nbflow_kernels.quants.tensor import QuantTensor
+from nbflow_kernels.quants.units import CHUNK, ROWS, UnitForm, Units
+from nbflow_kernels.sparse import cuda as sparse
+
+SLOTS = 8
+"""Pieces that the columns are cut into (`slots.cuh`)."""
+FEW = 8
+"""Rows that one operand of the tensor cores holds."""
+WARPS = 8
+TOKEN_TILES, RING = 4, 3
+"""Of `many_rows`: groups of 8 rows of a thread block, and chunks on their way."""
+ROWS_AT_ONCE = 1024
+"""Rows that are staged together: bounds the memory for them."""
+
+_FEW = (
+    "u8* weights, f32* x, f32*? bias, f32* out, f32*? partial, i32*? arrived, i32*? indptr, "
+    "i32*? rows, i64 group_bytes, i64 tile_bytes, i64 x_stride, i64 out_stride, i32 n_tokens, "
+    "i32 n_rows, i32 n_columns, i32 accumulate, i32 int8"
+)
+_STAGE = "f32* x, u8* records, i64 x_stride, i32 n_tokens, i32 n_columns, i32 int8"
+_MANY = (
+    "u8* weights, u8* records, f32*? bias, f32* out, f32*? partial, i32*? arrived, i64 tile_bytes, "
+    "i64 out_stride, i32 n_tokens, i32 n_rows, i32 n_columns, i32 accumulate"
+)
 
 
-def qmatmul(x: Any, w: Any, bias: Any, accumulate: bool, activations: str, out: Any) -> None:
+def qmatmul(
+    x: Any, w: QuantTensor, bias: Any, accumulate: bool, activations: str, out: Any
+) -> None:
     """See `nbflow_kernels.qmatmul`."""
-    no_cuda_variant("qmatmul")
+    if not x.shape[0] or not w.shape[0]:
+        return
+    if activations == "bf16":
+        rounded.qmatmul(x, w, bias, accumulate, out)
+    elif w.is_float:
+        dense.multiply(x, w.array, bias, accumulate, out)
+    elif w.format.decodes_from_storage:
+        rounded.decoded(x, w, bias, accumulate, activations == "int8", out)
+    else:
+        multiply(x, w.units(), bias, accumulate, activations == "int8", out)
+    if w.outliers is not None:
+        if activations == "int8":
+            x = rounded.to_int8_grid(x)
+        sparse.sparse_matmul(x, w.outliers, True, out)
+
+
+def multiply(x: Any, w: Units, bias: Any, accumulate: bool, int8: bool, out: Any) -> None:
+    """Multiply by a matrix in units."""
+    for row in range(0, len(x), ROWS_AT_ONCE):
+        part = slice(row, row + ROWS_AT_ONCE)
+        launch = few_rows if len(x[part]) <= FEW else many_rows
+        launch(x[part], w, bias, accumulate, int8, out[part])
+
+
+def few_rows(x: Any, w: Units, bias: Any, accumulate: bool, int8: bool, out: Any) -> None:
+    """Multiply up to 8 rows."""
+    device, form = device_of(x), w.form
+    tokens = next(n for n in (1, 2, 4, 8) if n >= len(x))
+    per_sm, parts = 2, 1
+    while parts < SLOTS and _few_bytes(form, tokens, w.n_columns, parts) > _half(device):
+        parts *= 2
+    if _few_bytes(form, tokens, w.n_columns, parts) > _half(device):
+        per_sm = 1
+        if _few_bytes(form, tokens, w.n_columns, parts) > device.max_shared_bytes:
+            half = tokens // 2
+            if not half:
+                raise UsageError(
+                    f"{w.n_columns} columns do not fit the shared memory of the device"
+                )
+            few_rows(x[:half], w, bias, accumulate, int8, out[:half])
+            few_rows(x[half:], w, bias, accumulate, int8, out[half:])
+            return
+    n_groups = ceil_div(w.n_tiles * SLOTS, WARPS * parts)
+    partial, arrived = _shared_sums(device, parts, w.n_tiles, n_groups)
+    grid = min(n_groups, max(1, per_sm * device.n_sms // parts))
+    _kernel(form, "few_rows.cu", "few_rows", _FEW, tokens)(
+        (grid, parts), 32 * WARPS,
+        (
+            w.data, x, bias, out, partial, arrived, None, None, 0, form.tile_bytes(w.n_columns),
+            *_strides(x, out), len(x), w.n_rows, w.n_columns, int(accumulate), int(int8),
+        ),
+        shared=_few_bytes(form, tokens, w.n_columns, parts),
+    )  # fmt: skip
+
+
+def grouped(
+    x: Any, w: Units, n_matrices: int, indptr: Any, rows: Any, bias: Any, n_rows: int, out: Any
+) -> None:
+    """Multiply rows ``indptr[e]:indptr[e + 1]`` (of `rows` of `x`) by matrix e of `n_rows` rows.
+
+    A matrix is read once for 8 rows.
+    """
+    device, form = device_of(x), w.form
+    n_tiles, tile_bytes = ceil_div(n_rows, ROWS), form.tile_bytes(w.n_columns)
+    tokens = next(
+        (n for n in (8, 4, 2, 1) if _few_bytes(form, n, w.n_columns, 1) <= _half(device)), 1
+    )
+    shared = _few_bytes(form, tokens, w.n_columns, 1)
+    grid = min(n_tiles, max(1, 2 * device.n_sms))
+    _kernel(form, "few_rows.cu", "few_rows", _FEW, tokens)(
+        (grid, 1, n_matrices), 32 * WARPS,
+        (
+            w.data, x, bias, out, None, None, indptr, rows, n_tiles * tile_bytes, tile_bytes,
+            *_strides(x, out), len(x), n_rows, w.n_columns, 0, 0,
+        ),
+        shared=shared,
+    )  # fmt: skip
+
+
+def many_rows(x: Any, w: Units, bias: Any, accumulate: bool, int8: bool, out: Any) -> None:
+    """Multiply any number of rows."""
+    device, form = device_of(x), w.form
+    n_groups, n_chunks = ceil_div(len(x), 8), ceil_div(w.n_columns, CHUNK)
+    record = record_bytes(form, 8)
+    records = workspace(device, "qmatmul records", n_chunks * n_groups * record, "u1")
+    x_stride, out_stride = _strides(x, out)
+    _kernel(form, "many_rows.cu", "stage_rows", _STAGE)(
+        (n_chunks, n_groups), 256, (x, records, x_stride, len(x), w.n_columns, int(int8))
+    )
+    grid = ceil_div(w.n_tiles, WARPS * row_tiles(form)), ceil_div(n_groups, TOKEN_TILES)
+    parts = 1
+    while parts < SLOTS and grid[0] * grid[1] * parts * 2 <= device.n_sms:
+        parts *= 2
+    partial, arrived = _shared_sums(device, parts, w.n_tiles * n_groups, grid[0] * grid[1])
+    _kernel(form, "many_rows.cu", "many_rows", _MANY)(
+        (grid[0], parts, grid[1]), 32 * WARPS,
+        (
+            w.data, records, bias, out, partial, arrived, form.tile_bytes(w.n_columns), out_stride,
+            len(x), w.n_rows, w.n_columns, int(accumulate),
+        ),
+        shared=RING * TOKEN_TILES * record,
+    )  # fmt: skip
+
+
+def row_tiles(form: UnitForm) -> int:
+    """Return how many row tiles a warp of `many_rows` has registers for."""
+    return 1 if form.sub_block == 16 else 2
+
+
+def record_bytes(form: UnitForm, tokens: int) -> int:
+    """Return the bytes of a staged chunk (`staging.cuh`)."""
+    return 512 * tokens + 32 * (CHUNK // form.sub_block) + 32
+
+
+def _few_bytes(form: UnitForm, tokens: int, n_columns: int, parts: int) -> int:
+    """Return the shared memory of `few_rows` if `parts` thread blocks divide the slots."""
+    n_chunks = ceil_div(n_columns, CHUNK)
+    n_units, step = ceil_div(n_chunks, 2), SLOTS // parts
+    starts = [n_units * slot // SLOTS for slot in range(0, SLOTS + 1, step)]
+    most = max(b - a for a, b in pairwise(starts))
+    return 2 * most * record_bytes(form, tokens) + 512 * WARPS
+
+
+def _half(device: Any) -> int:
+    """Return the shared memory that lets two thread blocks run on a processor."""
+    return int(device.max_shared_bytes) // 2 - 1024
+
+
+def _shared_sums(device: Any, parts: int, n_tiles: int, n_counters: int) -> tuple[Any, Any]:
+    """Return the memory for slots' sums and the counters of who has arrived, if needed."""
+    if parts == 1:
+        return None, None
+    partial = workspace(device, "qmatmul sums", n_tiles * SLOTS * 128, "f4")
+    return partial, workspace(device, "qmatmul arrived", n_counters, "i4", zero=True)
+
+
+def _strides(x: Any, out: Any) -> tuple[int, int]:
+    """Return the distances of rows in numbers."""
+    return x.strides[0] // 4, out.strides[0] // 4
+
+
+@cache
+def _kernel(form: UnitForm, file: str, entry: str, parameters: str, tokens: int = 0) -> Kernel:
+    """Return a kernel compiled for a form."""
+    own: dict[str, str | int] = {"TOKENS": tokens, "WARPS": WARPS}
+    if file == "many_rows.cu":
+        own = {"ROW_TILES": row_tiles(form), "TOKEN_TILES": TOKEN_TILES}
+    return cpp_kernel(__file__, file, entry, parameters, defines={**form.defines(), **own})

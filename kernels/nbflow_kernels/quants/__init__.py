@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from nbflow_kernels._dispatch import check_array, is_cuda, no_cuda_variant
+from nbflow_kernels._dispatch import check_array, empty, is_cuda
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.quants.floats import BF16, F16, F32, FloatFormat
 from nbflow_kernels.quants.formats import Formats, QuantFormat
@@ -145,6 +145,8 @@ def quantize(
     ----------
     x : array of float32, float16 or float64, shape (..., K)
         The weights; the last axis is cut into blocks.  float64 is rounded to float32 first.
+        On a CUDA device they are float32 and finite, which is not checked there, and only the
+        encoder "plain" of some formats exists (`docs/ops.md`).
     format : str or QuantFormat
         A format, or its name in `FORMATS`.
     encoder : {"best", "plain"}
@@ -195,11 +197,11 @@ def quantize(
     >>> bool(np.square(weighted - x)[:, :16].mean() < np.square(best - x)[:, :16].mean())
     True
     """
-    if is_cuda(x):
-        no_cuda_variant("quantize")
     chosen = format if isinstance(format, QuantFormat) else FORMATS[format]
     if encoder not in ENCODERS:
         raise unknown_name("encoder", encoder, ENCODERS)
+    if is_cuda(x):
+        return _quantize_there(x, chosen, encoder, importance, outliers)
     array = np.asarray(x)
     if array.dtype.type not in (np.float32, np.float16, np.float64):
         raise TypeError(f"x must have dtype float32, float16 or float64, got {array.dtype.name}")
@@ -227,6 +229,24 @@ def quantize(
         outlier_range = soft_range(some, ratio)
     data, sparse = quantize_with_outliers(chosen, rows, n_columns, encoder, weight, outlier_range)
     return QuantTensor(chosen, array.shape, data, sparse if sparse.nnz else None)
+
+
+def _quantize_there(
+    x: Any, format: QuantFormat, encoder: str, importance: Any, outliers: float
+) -> QuantTensor:
+    """Do `quantize` on a CUDA device."""
+    from nbflow_kernels.quants.cuda_encode import encode
+
+    if importance is not None or outliers:
+        raise UsageError(
+            "importance and outliers are searched for in host memory; quantize there and take "
+            "to_device()"
+        )
+    check_array("x", x, (None,) * max(1, x.ndim))
+    if x.shape[-1] < 1:
+        raise UsageError(f"x must have a last axis of at least one weight, got shape {x.shape}")
+    data = encode(x.reshape(-1, x.shape[-1]), format, encoder)
+    return QuantTensor(format, tuple(x.shape), data)
 
 
 def _finite_float32(array: NDArray[Any]) -> NDArray[np.float32]:
@@ -274,12 +294,12 @@ def dequantize(qt: QuantTensor, out: NDArray[np.float32] | None = None) -> NDArr
     qt : QuantTensor
         The weights, shape (..., K).
     out : array of float32, shape (..., K), optional
-        Where to write the result.
+        Where to write the result.  On a CUDA device it may be float16.
 
     Returns
     -------
     array of float32, shape (..., K)
-        `out`, or a new array.
+        `out`, or a new array where `qt` lies; on a CUDA device it has the CPU's bits.
 
     Raises
     ------
@@ -297,9 +317,14 @@ def dequantize(qt: QuantTensor, out: NDArray[np.float32] | None = None) -> NDArr
     """
     _check_tensor("qt", qt)
     if out is None:
-        out = np.empty(qt.shape, np.float32)
+        out = empty(qt.data, qt.shape) if qt.on_device else np.empty(qt.shape, np.float32)
     else:
-        check_array("out", out, qt.shape)
+        check_array("out", out, qt.shape, (np.float32, np.float16) if is_cuda(out) else np.float32)
+    if is_cuda(out):
+        from nbflow_kernels.quants import cuda
+
+        cuda.decode(qt, None, 1.0, out.reshape(-1, qt.shape[-1]))
+        return out
     rows = out.reshape(-1, qt.shape[-1])
     if qt.has_storage:
         qt.format.dequantize_rows(qt.data, rows)
@@ -320,7 +345,7 @@ def dequantize_rows(
     qt : QuantTensor
         The matrix, shape (V, E).
     ids : array of int, shape (T,)
-        Rows, each in 0..V - 1.
+        Rows, each in 0..V - 1.  On a CUDA device int32, and another index gives a row of NaN.
     out : array of float32, shape (T, E), optional
         Where to write the result.
 
@@ -348,6 +373,9 @@ def dequantize_rows(
     _check_tensor("qt", qt)
     if len(qt.shape) != 2:
         raise UsageError(f"qt must have shape (V, E), got {qt.shape}")
+    if is_cuda(ids):
+        there: NDArray[np.float32] = _dequantize_rows_there(qt, ids, out)
+        return there
     if not isinstance(ids, np.ndarray) or ids.ndim != 1 or ids.dtype.kind not in "iu":
         raise TypeError("ids must be a one-dimensional NumPy array of integers")
     if ids.size and (ids.min() < 0 or ids.max() >= qt.shape[0]):
@@ -359,6 +387,19 @@ def dequantize_rows(
     else:
         check_array("out", out, (len(ids), qt.shape[1]))
     gather(qt, ids, out)
+    return out
+
+
+def _dequantize_rows_there(qt: QuantTensor, ids: Any, out: Any) -> Any:
+    """Do `dequantize_rows` on a CUDA device, where indices are not checked."""
+    from nbflow_kernels.quants import cuda
+
+    check_array("ids", ids, (None,), np.int32)
+    if out is None:
+        out = empty(ids, (len(ids), qt.shape[1]))
+    else:
+        check_array("out", out, (len(ids), qt.shape[1]), (np.float32, np.float16))
+    cuda.decode(qt, ids, 1.0, out)
     return out
 
 

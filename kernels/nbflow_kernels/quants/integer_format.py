@@ -72,6 +72,11 @@ class IntegerFormat(QuantFormat):
     """Blocks (n, block_bytes) to `d`, float32 (n, block_size / form.block)."""
     kernel: Callable[..., None]
     """Kernel ``(data, table, codes, scales, start, stop)`` through the scalar decoders."""
+    code: Callable[..., Any]
+    """Scalar decoder ``(row, at, i, table)`` of code i in the block at byte `at`, which the kernel
+    is made of and CUDA kernels share."""
+    scale: Callable[..., Any]
+    """The same ``(row, at, s)`` of the scale of sub-block s."""
     table: NDArray[Any]
     """What the scalar decoder looks up, e.g. a grid."""
     plain: Encoder
@@ -80,6 +85,10 @@ class IntegerFormat(QuantFormat):
     """The encoder that "best" takes where it loses less than `plain`."""
     plain_importance: bool = True
     """Whether the published encoder knows importance weights."""
+    d_at: int = 0
+    """Byte of a float16 `d` in the block."""
+    d_bits: Callable[..., Any] | None = None
+    """Scalar decoder ``(row, at)`` of its bits, where they are not in one place."""
     needs_importance: bool = False
     """Whether it cannot do without; equal ones are then taken where none are given."""
 

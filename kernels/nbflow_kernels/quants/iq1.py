@@ -90,6 +90,15 @@ def scale_iq1_m(row: Any, at: Any, s: Any) -> Any:
     return 2 * ((_high(row, at + 48, s >> 2) >> (3 * (s & 3))) & 7) + 1
 
 
+@inline
+def d_bits_iq1_m(row: Any, at: Any) -> Any:
+    """Return the bits of the float16 `d` of the block at byte `at`: the top of its four words."""
+    bits = np.int64(0)
+    for s in range(4):
+        bits |= _high(row, at + 48, s) >> 12 << (4 * s)
+    return bits
+
+
 @njit
 def _iq1_s(data: Any, grid: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
     decode_rows(code_iq1_s, scale_iq1_s, 256, 8, 50, data, grid, codes, scales, start, stop)
@@ -156,6 +165,8 @@ IQ1_S = IntegerFormat(
     unpack=_unpack_iq1_s,
     steps=half_steps(0),
     kernel=_iq1_s,
+    code=code_iq1_s,
+    scale=scale_iq1_s,
     table=GRID_IQ1,
     plain=plain_encoder(partial(iq1_plain.plain, 32), _blocks_iq1_s),
     needs_importance=True,
@@ -170,6 +181,9 @@ IQ1_M = IntegerFormat(
     unpack=_unpack_iq1_m,
     steps=_steps_iq1_m,
     kernel=_iq1_m,
+    code=code_iq1_m,
+    scale=scale_iq1_m,
+    d_bits=d_bits_iq1_m,
     table=GRID_IQ1,
     plain=plain_encoder(partial(iq1_plain.plain, 16), _blocks_iq1_m),
     search=best_encoder_iq1(16, _blocks_iq1_m),

@@ -70,6 +70,11 @@ class KFormat(QuantFormat):
     """Blocks (n, block_bytes) to codes (n, 256), scales and minima (n, sub-blocks), in NumPy."""
     integers_kernel: Callable[..., None]
     """Kernel ``(data, codes, scales, mins, start, stop)``: rows, through the scalar decoder."""
+    code: Callable[..., Any]
+    """Scalar decoder ``(row, at, i)`` of code i in the block at byte `at`, which the kernel is made
+    of and CUDA kernels share; `scale` and `minimum` are those of sub-block i."""
+    scale: Callable[..., Any]
+    minimum: Callable[..., Any]
     pack_kernel: Callable[..., None]
     """Kernel ``(codes, scales, mins, params, data, start, stop)``: super-blocks to bytes."""
     ranges: tuple[float, float, int, bool] = (0.0, 0.0, 0, False)

@@ -64,6 +64,9 @@ class LinearFormat(QuantFormat):
     """Blocks (n, block_bytes) to codes (n, block_size), NumPy."""
     codes_kernel: Callable[..., None]
     """Kernel ``(data, codes, start, stop)``: the codes of rows, through the scalar decoder."""
+    code: Callable[..., Any]
+    """That scalar decoder ``(row, at, i)``: code i of the block at byte `at`; CUDA kernels share
+    it."""
     codes_at: int = 4
     """First byte after the parameters."""
     midrise: bool = False

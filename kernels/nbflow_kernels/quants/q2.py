@@ -62,6 +62,7 @@ def _q2(name: str, divisor: float, midrise: bool) -> LinearFormat:
         pack_codes=_pack,
         unpack_codes=_unpack,
         codes_kernel=_codes_q2,
+        code=code_q2,
         midrise=midrise,
     )
 

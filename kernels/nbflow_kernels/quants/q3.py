@@ -66,6 +66,7 @@ def _q3(name: str, divisor: float, midrise: bool) -> LinearFormat:
         pack_codes=_pack,
         unpack_codes=_unpack,
         codes_kernel=_codes_q3,
+        code=code_q3,
         midrise=midrise,
     )
 

@@ -95,6 +95,9 @@ Q3_K = KFormat(
     d_at=108,
     unpack=_unpack,
     integers_kernel=_integers,
+    code=code_q3_k,
+    scale=scale_q3_k,
+    minimum=no_minimum,
     pack_kernel=_pack,
     effort=(4, 4, 0.3),
 )

@@ -79,4 +79,5 @@ Q3H_B64T1 = LinearFormat(
     pack_codes=_pack,
     unpack_codes=_unpack,
     codes_kernel=_codes_q3h_b64t1,
+    code=code_q3h_b64t1,
 )

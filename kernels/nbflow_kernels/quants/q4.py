@@ -98,6 +98,7 @@ def _q4_b32(name: str, divisor: float, midrise: bool) -> LinearFormat:
         pack_codes=_pack,
         unpack_codes=_unpack,
         codes_kernel=_codes_q4_b32,
+        code=code_q4,
         midrise=midrise,
     )
 
@@ -117,6 +118,7 @@ Q4_B64T1 = LinearFormat(
     pack_codes=_pack,
     unpack_codes=_unpack,
     codes_kernel=_codes_q4_b64,
+    code=code_q4,
 )
 
 Q4_B16 = LinearFormat(
@@ -131,5 +133,6 @@ Q4_B16 = LinearFormat(
     pack_codes=_pack,
     unpack_codes=_unpack_b16,
     codes_kernel=_codes_q4_b16,
+    code=code_q4_b16,
     codes_at=2,
 )

@@ -122,6 +122,9 @@ Q4_K = KFormat(
     d_at=0,
     unpack=_unpack,
     integers_kernel=_integers,
+    code=code_q4_k,
+    scale=scale_q4_k,
+    minimum=min_q4_k,
     pack_kernel=_pack,
     ranges=(-1.0, 0.1, 20, False),
 )

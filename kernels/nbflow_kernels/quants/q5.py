@@ -98,6 +98,7 @@ Q5_B64T1 = LinearFormat(
     pack_codes=_pack_b64,
     unpack_codes=_unpack_b64,
     codes_kernel=_codes_q5_b64t1,
+    code=code_q5_b64t1,
 )
 
 Q5_B32T1 = LinearFormat(
@@ -112,4 +113,5 @@ Q5_B32T1 = LinearFormat(
     pack_codes=_pack_b32,
     unpack_codes=_unpack_b32,
     codes_kernel=_codes_q5_b32t1,
+    code=code_q5_b32t1,
 )

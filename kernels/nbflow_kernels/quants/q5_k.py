@@ -80,6 +80,9 @@ Q5_K = KFormat(
     d_at=0,
     unpack=_unpack,
     integers_kernel=_integers,
+    code=code_q5_k,
+    scale=scale_q4_k,
+    minimum=min_q4_k,
     pack_kernel=_pack,
     ranges=(-0.5, 0.1, 15, False),
 )

@@ -63,4 +63,5 @@ Q6_B64T1 = LinearFormat(
     pack_codes=_pack,
     unpack_codes=_unpack,
     codes_kernel=_codes_q6_b64t1,
+    code=code_q6_b64t1,
 )

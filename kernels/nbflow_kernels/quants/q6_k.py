@@ -86,6 +86,9 @@ Q6_K = KFormat(
     d_at=208,
     unpack=_unpack,
     integers_kernel=_integers,
+    code=code_q6_k,
+    scale=scale_q6_k,
+    minimum=no_minimum,
     pack_kernel=_pack,
     effort=(4, 24, 0.3),
 )

@@ -73,6 +73,7 @@ Q8_B32T1 = LinearFormat(
     pack_codes=lambda codes: codes,
     unpack_codes=lambda blocks: blocks[:, 4:],
     codes_kernel=_codes_q8_b32t1,
+    code=code_q8_b32t1,
 )
 
 Q8_B32T2 = LinearFormat(
@@ -87,6 +88,7 @@ Q8_B32T2 = LinearFormat(
     pack_codes=lambda codes: codes ^ np.uint8(128),
     unpack_codes=lambda blocks: blocks[:, 2:] ^ np.uint8(128),
     codes_kernel=_codes_q8_b32t2,
+    code=code_q8_b32t2,
     codes_at=2,
     zero=128,
 )

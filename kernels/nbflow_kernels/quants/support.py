@@ -10,7 +10,9 @@ from nbflow_kernels.quants.linear import LinearFormat
 from nbflow_kernels.quants.user import UserFormat
 
 YES = "yes"
-NO_CUDA = "CUDA: this version has no CUDA variants; an array on a CUDA device is refused."
+NO_CUDA_ENCODER = (
+    "The encoder is written for the CPU's vectors: quantize in host memory, then to_device."
+)
 NO_INT8 = "int8 activations go with integer codes; a float format is multiplied in f32 or bf16."
 NO_IMPORTANCE = (
     "The published encoder (plain) knows no importance weights; the encoder best takes them."
@@ -27,7 +29,8 @@ OPERATIONS: tuple[str, ...] = (
     "GEMV, GEMM bf16",
     "GEMV, GEMM int8",
     "KV append, gather, attention",
-    "CUDA",
+    "CUDA: dequantize, row gather",
+    "CUDA: quantize plain",
 )
 
 
@@ -56,8 +59,16 @@ def cells(format: QuantFormat) -> list[str]:
         YES,
         NO_INT8 if is_float else YES,
         _cache(format),
-        NO_CUDA,
+        YES,
+        YES if has_cuda_encoder(format) else NO_CUDA_ENCODER,
     ]
+
+
+def has_cuda_encoder(format: QuantFormat) -> bool:
+    """Return whether a format's plain encoder runs on a CUDA device: whether it is scalar code."""
+    if isinstance(format, LinearFormat):
+        return format.plain is None  # the family's own, Inferflow's
+    return isinstance(format, FloatFormat | UserFormat)
 
 
 def _importance(format: QuantFormat, encoder: str) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,6 +18,9 @@ from nbflow_kernels.quants.formats import QuantFormat
 from nbflow_kernels.quants.packed import Packed
 from nbflow_kernels.sparse.csr import CsrMatrix
 from nbflow_kernels.threads import at_once
+
+if TYPE_CHECKING:
+    from nbflow_kernels.quants.units import Units
 
 _pack_lock = threading.Lock()
 
@@ -66,7 +70,7 @@ class QuantTensor:
     ('q4_b32t1a', (2, 64), 80)
     """
 
-    __slots__ = ("_data", "_matrices", "_packed", "format", "outliers", "shape")
+    __slots__ = ("_data", "_matrices", "_packed", "_units", "format", "outliers", "shape")
 
     def __init__(
         self,
@@ -83,7 +87,7 @@ class QuantTensor:
         if not known or data.dtype != np.uint8:
             found = data.dtype.name if known else type(data).__name__
             raise TypeError(
-                f"data must be an array of uint8, NumPy's or on a CUDA device, got {found}"
+                f"data must be an array (NumPy's or on a CUDA device) of uint8, got {found}"
             )
         if data.shape != wanted:
             raise UsageError(
@@ -94,6 +98,7 @@ class QuantTensor:
             check_array("data", data, wanted, np.uint8)
         self._data: NDArray[np.uint8] | None = data if is_cuda(data) else np.ascontiguousarray(data)
         self._packed: Packed | PackedFloats | None = None
+        self._units: Units | None = None
         if outliers is not None and outliers.shape != (self.n_rows, self.shape[-1]):
             raise UsageError(
                 f"outliers must have shape (rows, columns) = {(self.n_rows, self.shape[-1])}, got "
@@ -157,8 +162,8 @@ class QuantTensor:
 
     @property
     def on_device(self) -> bool:
-        """Whether the storage bytes lie on a CUDA device."""
-        return is_cuda(self._data)
+        """Whether the weights lie on a CUDA device."""
+        return is_cuda(self._data) or self._units is not None
 
     def to_device(self, like: Any = None) -> QuantTensor:
         """Return the tensor with its storage bytes and outliers on a CUDA device.
@@ -194,12 +199,16 @@ class QuantTensor:
     def drop_storage(self) -> None:
         """Make the layout for computing and free the storage bytes.
 
-        Products, `dequantize` and `embedding` still work, and give the same numbers.  Where
-        products decode the storage bytes, these stay.
+        Products, `dequantize` and `embedding` still work, and give the same numbers; on a CUDA
+        device only products do.  Where products decode the storage bytes, these stay.
         """
-        if not self.format.decodes_from_storage and not self.on_device:
+        if self.format.decodes_from_storage or (self.on_device and self.is_float):
+            return
+        if self.on_device:
+            self.units()
+        else:
             self.packed()
-            self._data = None
+        self._data = None
 
     def tobytes(self) -> bytes:
         """Return the storage bytes, exactly as in the published layout.
@@ -231,6 +240,11 @@ class QuantTensor:
     def packed_nbytes(self) -> int:
         """Bytes the packed layout holds now: 0 before the first product."""
         return self._packed.nbytes if self._packed is not None else 0
+
+    @property
+    def units_nbytes(self) -> int:
+        """Bytes the layout for a CUDA device holds now: 0 before the first product."""
+        return self._units.nbytes if self._units is not None else 0
 
     @property
     def n_rows(self) -> int:
@@ -271,6 +285,32 @@ class QuantTensor:
                 if self._packed is None:
                     self._packed = self.format.pack(self.data)
         return self._packed
+
+    def units(self) -> Units:
+        """Return the layout for computing on a CUDA device, made at the first call and kept.
+
+        That of a tensor (..., N, K) is the layouts of its matrices, one after the other.
+
+        Raises
+        ------
+        UsageError
+            If the tensor is not on a device, or its format has no integer form.
+        """
+        from nbflow_kernels.cuda import to_device, to_host
+        from nbflow_kernels.quants import units
+
+        if not self.on_device:
+            raise UsageError(f"{self!r} is not on a CUDA device; take to_device()")
+        if self._units is None:
+            with _pack_lock:
+                if self._units is None:
+                    n_rows = self.shape[-2] if len(self.shape) > 1 else 1
+                    host = to_host(self.data)
+                    if n_rows and len(host) > n_rows:
+                        host = units.whole_tiles(host, n_rows)
+                    made = units.pack(self.format, host, self.shape[-1])
+                    self._units = replace(made, data=to_device(made.data, self.data))
+        return self._units
 
     def rows(self, start: int, stop: int) -> QuantTensor:
         """Return rows [start, stop) as a tensor of shape (stop - start, columns), without a copy.

@@ -170,6 +170,7 @@ def _format(
     block: int,
     form: IntegerForm,
     kernel: Callable[..., None],
+    code: Callable[..., Any],
     unpack: Callable[[Bytes], Bytes],
     pack: Callable[[Bytes], Bytes],
     scale_at: int,
@@ -204,6 +205,9 @@ def _format(
         unpack=lambda data: (unpack(data), None),
         steps=half_steps(scale_at),
         kernel=kernel,
+        code=code,
+        scale=no_scale,
+        d_at=scale_at,
         table=POWERS,
         plain=plain,
         search=best,
@@ -218,6 +222,7 @@ Q1_0 = _format(
     128,
     IntegerForm(block=128, sub_block=128, code_bits=1, values=(-1, 1)),
     _q1_0,
+    code_q1_0,
     lambda blocks: unpack_fields(blocks[:, 2:], 1),
     lambda codes: pack_fields(codes, 1),
     0,
@@ -229,11 +234,12 @@ Q2_0 = _format(
     64,
     replace(_TERNARY, block=64, sub_block=64),
     _q2_0,
+    code_q2_0,
     lambda blocks: unpack_fields(blocks[:, 2:], 2),
     lambda codes: pack_fields(codes, 2),
     0,
     4,
 )
 
-TQ1_0 = _format("tq1_0", 256, _TERNARY, _tq1_0, _unpack_tq1_0, _pack_tq1_0, 52, 3)
-TQ2_0 = _format("tq2_0", 256, _TERNARY, _tq2_0, _unpack_tq2_0, _pack_tq2_0, 64, 3)
+TQ1_0 = _format("tq1_0", 256, _TERNARY, _tq1_0, code_tq1_0, _unpack_tq1_0, _pack_tq1_0, 52, 3)
+TQ2_0 = _format("tq2_0", 256, _TERNARY, _tq2_0, code_tq2_0, _unpack_tq2_0, _pack_tq2_0, 64, 3)

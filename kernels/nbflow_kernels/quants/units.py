@@ -11,8 +11,8 @@ chunks        two of 128 columns, each with
 ============  =====================================================================================
 
 Lane ``4 * g + t`` holds rows g and g + 8 in the order of the operand: *slot* ``2 * step + j`` of a
-tile of 64 columns is the pair of columns ``16 * step + 8 * j + 2 * t + (0, 1)``, one of them in each
-16-bit half of a word.  A field of up to 10 bits that lies in the low bits of such a half is a
+tile of 64 columns is the pair of columns ``16 * step + 8 * j + 2 * t + (0, 1)``, one of them in
+each 16-bit half of a word.  A field of up to 10 bits that lies in the low bits of such a half is a
 float16 already, code * 2**(position - 24), a subnormal one: a mask decodes two weights, and the
 power of two goes into the activations.  `FIELDS` says which bits of which code lie where.
 
@@ -311,6 +311,14 @@ def pack(format: QuantFormat, data: NDArray[np.uint8], n_columns: int) -> Units:
         return _pack(form, format, data, n_columns)
 
 
+def whole_tiles(data: NDArray[np.uint8], n_rows: int) -> NDArray[np.uint8]:
+    """Return the bytes of matrices of `n_rows` rows each, with zeros up to whole row tiles."""
+    matrices = data.reshape(-1, n_rows, data.shape[1])
+    full = np.zeros((len(matrices), -(-n_rows // ROWS) * ROWS, data.shape[1]), np.uint8)
+    full[:, :n_rows] = matrices
+    return full.reshape(-1, data.shape[1])
+
+
 def _pack(form: UnitForm, format: QuantFormat, data: NDArray[np.uint8], n_columns: int) -> Units:
     n_rows, n_chunks = len(data), -(-n_columns // CHUNK)
     n_tiles, tile_bytes = -(-n_rows // ROWS), form.tile_bytes(n_columns)
@@ -417,8 +425,8 @@ def _table8_words(slots: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
 def _pair_words(slots: NDArray[np.uint8]) -> NDArray[np.uint32]:
     """Return seven words for a chunk: 16 pair codes x + 11 * y of 7 bits in each half.
 
-    x and y are slots 2s and 2s + 1; pair 2s + half.  Words hold pairs 2w and 2w + 1 and in their two
-    top bits pieces of pairs 14 (words 0 to 2, bit 6 in word 3) and 15 (words 4 to 6 and 3).
+    x and y are slots 2s and 2s + 1; pair 2s + half.  Words hold pairs 2w and 2w + 1 and in their
+    two top bits pieces of pairs 14 (words 0 to 2, bit 6 in word 3) and 15 (words 4 to 6 and 3).
     """
     x, y = slots[:, 0::2], slots[:, 1::2]  # (half, step, tiles, chunks, tile of 64, lane, e)
     code = (x + np.uint8(11) * y).transpose(4, 1, 0, 2, 3, 5, 6)

@@ -1,12 +1,13 @@
 """Softmax, argmax, exact filters and sampling on a CUDA device; a thread block takes a row.
 
-A filter or a draw is a radix selection over the row with integer sums (`select.cuh`): no sorting, no
-trial and error, and the same bits every time.  Random numbers, exponentials and logarithms are those
-of the CPU bit for bit, and sums are exact where the CPU's are rounded to float64, so that both draw
-the same tokens but where a draw falls within that rounding of the edge between two of them.
+A filter or a draw is a radix selection over the row with integer sums (`select.cuh`): no sorting,
+no trial and error, and the same bits every time.  Random numbers, exponentials and logarithms are
+those of the CPU bit for bit.  Weights are rounded to 2**-44 of the row's largest before they are
+added, the CPU's sums to float64 (those of exponentials to float32): both draw the same token unless
+the random number falls within that rounding of the edge between two of them.
 
-A row that is no distribution is -1 in the result, not an error: nothing here waits for the device, but
-the tail-free filter, whose counts go to the draw by way of the host.
+A row that is no distribution is -1 in the result, not an error: nothing here waits for the device,
+but the tail-free filter, whose counts go to the draw by way of the host.
 """
 
 from __future__ import annotations
@@ -46,9 +47,7 @@ xtc_kernel = _kernel(
 )
 softmax_kernel = _kernel("softmax", "f32* logits, f32* temperature, f32* out, i32 V, i32 fraction")
 argmax_kernel = _kernel("argmax", "f32* logits, i32* out, i32 V")
-top_k_mask_kernel = _kernel(
-    "top_k_mask", "f32* logits, i64* counts, f32* out, i32* valid, i32 V"
-)
+top_k_mask_kernel = _kernel("top_k_mask", "f32* logits, i64* counts, f32* out, i32* valid, i32 V")
 n_sigma_mask_kernel = _kernel("n_sigma_mask", "f32* logits, f64* n, f32* out, i32* valid, i32 V")
 chain_kernel = _kernel(
     "chain_speculative",

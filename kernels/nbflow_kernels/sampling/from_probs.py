@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, empty, is_cuda, on_host
+from nbflow_kernels._dispatch import check_array, empty, is_cuda, on_device, on_host
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.sampling import cpu, cuda
 from nbflow_kernels.sampling.checks import (
@@ -384,7 +384,8 @@ def mirostat_sampling_from_probs(
         raise UsageError("mu, tau and eta must be finite")
     floor = np.exp2(-np.clip(cut, -1.0, 1000.0))  # a floor above 1 keeps the most likely one
     tokens, shares = _draw_with_shares(probs, seed, offset, indices, floor=floor)
-    return tokens, cut - step * (-np.log2(on_host(shares)) - aim)
+    new = cut - step * (-np.log2(on_host(shares)) - aim)
+    return tokens, on_device(new, probs) if is_cuda(probs) else new
 
 
 def _draw(

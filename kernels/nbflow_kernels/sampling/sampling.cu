@@ -58,14 +58,6 @@ struct ByIndex {
     DEV_METHOD u64 mass(int j) const { return row.scale.integer(row.weight(j)); }
 };
 
-struct Values {  // elements that only count
-    const float* x;
-
-    DEV_METHOD bool takes(int j) const { return true; }
-    DEV_METHOD u64 key(int j) const { return ranked_key(x[j], j); }
-    DEV_METHOD u64 mass(int j) const { return 0; }
-};
-
 template <class Row>
 DEV u64 mass_from(Room& room, const Row& row, int V, u64 cut) {
     const ByIndex<Row> kept = {row, cut};
@@ -80,12 +72,12 @@ DEV float top_of_probs(Room& room, const float* probs, int V) {
     u64 top = 0, bad = 0;
     for (int j = threadIdx.x; j < V; j += blockDim.x) {
         const float x = probs[j];
-        bad |= !(x >= 0 && x < INFINITY);
+        bad |= !(x >= 0 && x < infinity());
         top = max(top, (u64)key_of(x));
     }
     top = over_block(room, bad << 32 | top, Max());
     const float largest = value_of((u32)top);
-    return top >> 32 || largest == 0 ? NAN : largest;
+    return top >> 32 || largest == 0 ? nan32() : largest;
 }
 
 // The largest element; NaN if one is NaN.
@@ -97,7 +89,7 @@ DEV float top_of_logits(Room& room, const float* logits, int V) {
         top = max(top, (u64)key_of(x));
     }
     top = over_block(room, bad << 32 | top, Max());
-    return top >> 32 ? NAN : value_of((u32)top);
+    return top >> 32 ? nan32() : value_of((u32)top);
 }
 
 // ---- filters -----------------------------------------------------------------------------------
@@ -144,15 +136,23 @@ DEV int draw(Room& room, const Row& row, int V, Kept kept, u64 u) {
 
 // ---- kernels -----------------------------------------------------------------------------------
 
-extern "C" __global__ void
+// A row that cannot be filtered becomes NaN.
+DEV bool row_is_valid(bool good, int* valid, float* out, int V) {
+    if (threadIdx.x == 0) *valid = good;
+    if (!good)
+        for (int j = threadIdx.x; j < V; j += blockDim.x) out[j] = nan32();
+    return good;
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
 sample(const float* ranks, const float* probs, const int* rows, int n_rows, const double* limits,
        int top_k_first, const u64* seeds, const u64* offsets, int* out, double* shares, int V,
        int fraction) {
     __shared__ Room room;
     const int i = blockIdx.x;
-    const long long at = (long long)rows[i] * V;
+    const i64 at = (i64)rows[i] * V;
     const bool exists = rows[i] >= 0 && rows[i] < n_rows;
-    const float top = exists ? top_of_probs(room, probs + at, V) : NAN;
+    const float top = exists ? top_of_probs(room, probs + at, V) : nan32();
     if (top != top) {
         if (threadIdx.x == 0) {
             out[i] = -1;
@@ -169,16 +169,16 @@ sample(const float* ranks, const float* probs, const int* rows, int n_rows, cons
     }
 }
 
-extern "C" __global__ void
-sample_logits(const float* logits, const int* rows, int n_rows, const float* temperature,
-              const double* limits, int top_k_first, const u64* seeds, const u64* offsets, int* out, int V,
-              int fraction) {
+extern "C" __global__ void __launch_bounds__(1024)
+sample_logits(const float* logits, const int* rows, int n_rows, const float* temperature, const
+              double* limits, int top_k_first, const u64* seeds, const u64* offsets, int* out,
+              int V, int fraction) {
     __shared__ Room room;
     const int i = blockIdx.x;
-    const float* x = logits + (long long)rows[i] * V;
+    const float* x = logits + (i64)rows[i] * V;
     const bool exists = rows[i] >= 0 && rows[i] < n_rows;
-    const float top = exists ? top_of_logits(room, x, V) : NAN;
-    if (!(top > LOWEST && top < INFINITY)) {
+    const float top = exists ? top_of_logits(room, x, V) : nan32();
+    if (!(top > LOWEST && top < infinity())) {
         if (threadIdx.x == 0) out[i] = -1;
         return;
     }
@@ -187,7 +187,7 @@ sample_logits(const float* logits, const int* rows, int n_rows, const float* tem
     double others[N_LIMITS] = {own[TOP_K], own[SHARE], own[MIN_P], own[FLOOR], own[RANKED]};
     if (top_k_first && own[TOP_K] < V) {  // then shares are those of what top-k keeps
         row.cut = select(room, Values{x}, V, false, (u32)own[TOP_K], NO_LIMIT).key;
-        others[TOP_K] = INFINITY;
+        others[TOP_K] = infinity();
     }
     const Kept kept = filter(room, row, V, others, top_k_first, 1.0f);
     const int chosen = draw(room, row, V, kept, uniform(seeds[i], offsets[i], 0));
@@ -203,14 +203,14 @@ DEV void write_shares(const Row& row, int V, Kept kept, float* out) {
         out[j] = elements.takes(j) ? __fdiv_rn(row.scale.in_units(row.weight(j)), whole) : 0;
 }
 
-extern "C" __global__ void renorm(const float* ranks, const float* probs, const double* limits,
-                                  float* out, int* valid, int V, int fraction) {
+extern "C" __global__ void __launch_bounds__(1024)
+renorm(const float* ranks, const float* probs, const double* limits, float* out, int* valid, int
+       V, int fraction) {
     __shared__ Room room;
     const int i = blockIdx.x;
-    const long long at = (long long)i * V;
+    const i64 at = (i64)i * V;
     const float top = top_of_probs(room, probs + at, V);
-    if (threadIdx.x == 0) valid[i] = top == top;
-    if (top != top) return;
+    if (!row_is_valid(top == top, valid + i, out + at, V)) return;
     const Probabilities row = {ranks + at, probs + at, scale_of(top, fraction)};
     const Kept kept = filter(room, row, V, limits + N_LIMITS * i, false, top);
     __syncthreads();
@@ -218,14 +218,14 @@ extern "C" __global__ void renorm(const float* ranks, const float* probs, const 
 }
 
 // Leave out all elements of at least a share of the sum but the least of them, now and then.
-extern "C" __global__ void xtc(const float* probs, const double* parameters, const u64* seeds,
-                               const u64* offsets, float* out, int* valid, int V, int fraction) {
+extern "C" __global__ void __launch_bounds__(1024)
+xtc(const float* probs, const double* parameters, const u64* seeds, const u64* offsets, float*
+    out, int* valid, int V, int fraction) {
     __shared__ Room room;
     const int i = blockIdx.x;
-    const float* x = probs + (long long)i * V;
+    const float* x = probs + (i64)i * V;
     const float top = top_of_probs(room, x, V);
-    if (threadIdx.x == 0) valid[i] = top == top;
-    if (top != top) return;
+    if (!row_is_valid(top == top, valid + i, out + (i64)i * V, V)) return;
     const Probabilities row = {x, x, scale_of(top, fraction)};
     u64 total = mass_from(room, row, V, 0), least = NO_LIMIT, survivor = NO_LIMIT;
     if (unit(uniform(seeds[i], offsets[i], 0)) < parameters[2 * i]) {
@@ -244,19 +244,19 @@ extern "C" __global__ void xtc(const float* probs, const double* parameters, con
     for (int j = threadIdx.x; j < V; j += blockDim.x) {
         const u64 key = ranked_key(x[j], j);
         const bool stays = key < least || key == survivor;
-        out[(long long)i * V + j] = stays ? __fdiv_rn(row.scale.in_units(x[j]), whole) : 0;
+        out[(i64)i * V + j] = stays ? __fdiv_rn(row.scale.in_units(x[j]), whole) : 0;
     }
 }
 
-extern "C" __global__ void softmax(const float* logits, const float* temperature, float* out, int V,
-                                   int fraction) {
+extern "C" __global__ void __launch_bounds__(1024)
+softmax(const float* logits, const float* temperature, float* out, int V, int fraction) {
     __shared__ Room room;
     const int i = blockIdx.x;
-    const float* x = logits + (long long)i * V;
-    float* to = out + (long long)i * V;
+    const float* x = logits + (i64)i * V;
+    float* to = out + (i64)i * V;
     const float top = top_of_logits(room, x, V);
-    if (!(top > LOWEST && top < INFINITY)) {
-        for (int j = threadIdx.x; j < V; j += blockDim.x) to[j] = NAN;
+    if (!(top > LOWEST && top < infinity())) {
+        for (int j = threadIdx.x; j < V; j += blockDim.x) to[j] = nan32();
         return;
     }
     const Softmax row = {x, top, __fdiv_rn(1.0f, temperature[i]), 0, scale_of(1.0f, fraction)};
@@ -265,9 +265,10 @@ extern "C" __global__ void softmax(const float* logits, const float* temperature
     for (int j = threadIdx.x; j < V; j += blockDim.x) to[j] = __fmul_rn(row.weight(j), factor);
 }
 
-extern "C" __global__ void argmax(const float* logits, int* out, int V) {
+extern "C" __global__ void __launch_bounds__(1024)
+argmax(const float* logits, int* out, int V) {
     __shared__ Room room;
-    const float* x = logits + (long long)blockIdx.x * V;
+    const float* x = logits + (i64)blockIdx.x * V;
     u64 best = 0, bad = 0;
     for (int j = threadIdx.x; j < V; j += blockDim.x) {
         bad |= x[j] != x[j];
@@ -277,31 +278,28 @@ extern "C" __global__ void argmax(const float* logits, int* out, int V) {
     if (threadIdx.x == 0) out[blockIdx.x] = best >> 63 ? -1 : index_of(best);
 }
 
-extern "C" __global__ void top_k_mask(const float* logits, const long long* counts, float* out,
-                                      int* valid, int V) {
+extern "C" __global__ void __launch_bounds__(1024)
+top_k_mask(const float* logits, const i64* counts, float* out, int* valid, int V) {
     __shared__ Room room;
     const int i = blockIdx.x;
-    const float* x = logits + (long long)i * V;
+    const float* x = logits + (i64)i * V;
     const float top = top_of_logits(room, x, V);
-    if (threadIdx.x == 0) valid[i] = top == top;
-    if (top != top) return;
+    if (!row_is_valid(top == top, valid + i, out + (i64)i * V, V)) return;
     const u64 cut = select(room, Values{x}, V, false, (u32)counts[i], NO_LIMIT).key;
     __syncthreads();
     for (int j = threadIdx.x; j < V; j += blockDim.x)
-        out[(long long)i * V + j] = ranked_key(x[j], j) >= cut ? x[j] : -INFINITY;
+        out[(i64)i * V + j] = ranked_key(x[j], j) >= cut ? x[j] : -infinity();
 }
 
-extern "C" __global__ void n_sigma_mask(const float* logits, const double* n, float* out, int* valid,
-                                        int V) {
+extern "C" __global__ void __launch_bounds__(1024)
+n_sigma_mask(const float* logits, const double* n, float* out, int* valid, int V) {
     __shared__ Room room;
     const int i = blockIdx.x;
-    const float* x = logits + (long long)i * V;
+    const float* x = logits + (i64)i * V;
     const float top = top_of_logits(room, x, V);
-    const bool good = top < INFINITY;
-    if (threadIdx.x == 0) valid[i] = good;
-    if (!good) return;
-    float cut = -INFINITY;
-    if (top > -INFINITY && n[i] > 0) {
+    if (!row_is_valid(top < infinity(), valid + i, out + (i64)i * V, V)) return;
+    float cut = -infinity();
+    if (top > -infinity() && n[i] > 0) {
         double sum = 0, number = 0, squares = 0;
         for (int j = threadIdx.x; j < V; j += blockDim.x)
             if (x[j] >= LOWEST) {
@@ -318,16 +316,16 @@ extern "C" __global__ void n_sigma_mask(const float* logits, const double* n, fl
         cut = float_at_least((double)top - n[i] * sqrt(sum_of_doubles(room, squares) / number));
     }
     for (int j = threadIdx.x; j < V; j += blockDim.x)
-        out[(long long)i * V + j] = x[j] >= cut ? x[j] : -INFINITY;
+        out[(i64)i * V + j] = x[j] >= cut ? x[j] : -infinity();
 }
 
 // Verify a chain of drafted tokens; a bad row of the target gives emitted -1.
-extern "C" __global__ void
-chain_speculative(const float* draft_probs, const int* draft_token_ids, const float* target_probs,
-                  const u64* seeds, const u64* offsets, int* out, int* accepted, int* emitted,
-                  int n, int V, int fraction) {
+extern "C" __global__ void __launch_bounds__(1024)
+chain_speculative(const float* draft_probs, const int* draft_token_ids, const float*
+                  target_probs, const u64* seeds, const u64* offsets, int* out, int* accepted,
+                  int* emitted, int n, int V, int fraction) {
     __shared__ Room room;
-    const long long b = blockIdx.x;
+    const i64 b = blockIdx.x;
     int place = 0, passed = 0;
     bool going = true;
     for (int i = 0; i < n; i++) {

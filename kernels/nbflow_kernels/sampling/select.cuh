@@ -8,15 +8,7 @@
 // the elements' keys in a histogram, the highest digit first, and goes on among the elements of the
 // bucket in which the number or the weight wanted is reached.
 #pragma once
-
-typedef unsigned char u8;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
-#define DEV static __device__ __forceinline__
-#define DEV_METHOD __device__ __forceinline__
-#define INFINITY __int_as_float(0x7f800000)
-#define NAN __int_as_float(0x7fffffff)
+#include "cuda/types.cuh"
 
 constexpr float LOWEST = -3.402823466e38f;
 constexpr int BUCKETS = 2048;
@@ -228,6 +220,14 @@ DEV Selected select(Room& room, const Row& row, int V, bool by_index, u32 number
     }
     return {prefix, seen};
 }
+
+struct Values {  // elements that only count
+    const float* x;
+
+    DEV_METHOD bool takes(int j) const { return true; }
+    DEV_METHOD u64 key(int j) const { return ranked_key(x[j], j); }
+    DEV_METHOD u64 mass(int j) const { return 0; }
+};
 
 DEV int index_of(u64 key) { return LAST_INDEX - (u32)(key & LAST_INDEX); }
 

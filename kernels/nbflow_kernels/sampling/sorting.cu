@@ -64,21 +64,13 @@ DEV void sort_falling(int n, u32* keys, int* ids, u32* other_keys, int* other_id
     }
 }
 
-struct Values {  // elements that only count
-    const float* x;
-
-    DEV_METHOD bool takes(int j) const { return true; }
-    DEV_METHOD u64 key(int j) const { return ranked_key(x[j], j); }
-    DEV_METHOD u64 mass(int j) const { return 0; }
-};
-
 // The k largest of each row and their places, the largest first or in order of index; a row with a
 // NaN has -1 as its first place.  `work` has 4 k words for each row if they are to be sorted.
-extern "C" __global__ void top_k(const float* x, int k, int in_order, float* values, int* indices,
-                                 u32* work, int V) {
+extern "C" __global__ void __launch_bounds__(1024)
+top_k(const float* x, int k, int in_order, float* values, int* indices, u32* work, int V) {
     extern __shared__ u32 places[];
     __shared__ Room room;
-    const long long i = blockIdx.x;
+    const i64 i = blockIdx.x;
     const float* row = x + i * V;
     const int lane = threadIdx.x & 31, warp = threadIdx.x / 32;
     u64 bad = 0;
@@ -126,15 +118,16 @@ extern "C" __global__ void top_k(const float* x, int k, int in_order, float* val
 }
 
 // Minus the distance of ln p from its mean, -inf for p = 0; a bad row becomes -inf.
-extern "C" __global__ void typical_ranks(const float* probs, float* ranks, int V) {
+extern "C" __global__ void __launch_bounds__(1024)
+typical_ranks(const float* probs, float* ranks, int V) {
     __shared__ Room room;
     const float tiny = 1.1754943508222875e-38f;  // subnormal numbers count as the least normal one
-    const float* x = probs + (long long)blockIdx.x * V;
-    float* to = ranks + (long long)blockIdx.x * V;
+    const float* x = probs + (i64)blockIdx.x * V;
+    float* to = ranks + (i64)blockIdx.x * V;
     double total = 0, product = 0;
     u64 bad = 0;
     for (int j = threadIdx.x; j < V; j += blockDim.x) {
-        bad |= !(x[j] >= 0 && x[j] < INFINITY);
+        bad |= !(x[j] >= 0 && x[j] < infinity());
         total += x[j];
         product += __fmul_rn(x[j], log_of(fmaxf(x[j], tiny)));
     }
@@ -143,7 +136,7 @@ extern "C" __global__ void typical_ranks(const float* probs, float* ranks, int V
     const float mean = sum_of_doubles(room, product) / total;
     const bool good = !bad && total > 0;
     for (int j = threadIdx.x; j < V; j += blockDim.x)
-        to[j] = good && x[j] > 0 ? -fabsf(log_of(fmaxf(x[j], tiny)) - mean) : -INFINITY;
+        to[j] = good && x[j] > 0 ? -fabsf(log_of(fmaxf(x[j], tiny)) - mean) : -infinity();
 }
 
 // Shares of the whole of the bends between neighbours of a falling row, from `first` on.
@@ -166,19 +159,20 @@ struct Bends {
 
 // How many of the largest the tail-free filter keeps; infinity for a row that is not filtered or is
 // no distribution.  `work` has 2 V words for each row.
-extern "C" __global__ void tail_free_counts(const float* probs, const int* rows, int n_rows,
-                                            const double* z, int first, double* counts, u32* work, int V) {
+extern "C" __global__ void __launch_bounds__(1024)
+tail_free_counts(const float* probs, const int* rows, int n_rows, const double* z, int first,
+                 double* counts, u32* work, int V) {
     extern __shared__ u32 places[];
     __shared__ Room room;
-    const long long i = blockIdx.x;
-    const float* x = probs + (long long)rows[i] * V;
+    const i64 i = blockIdx.x;
+    const float* x = probs + (i64)rows[i] * V;
     u32* keys = work + 2 * i * V;
     double total = 0;
     u64 bad = 0;
-    if (threadIdx.x == 0) counts[i] = INFINITY;
+    if (threadIdx.x == 0) counts[i] = infinity();
     if (rows[i] < 0 || rows[i] >= n_rows) return;
     for (int j = threadIdx.x; j < V; j += blockDim.x) {
-        bad |= !(x[j] >= 0 && x[j] < INFINITY);
+        bad |= !(x[j] >= 0 && x[j] < infinity());
         total += x[j];
         keys[j] = key_of(x[j]);
     }

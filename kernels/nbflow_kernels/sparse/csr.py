@@ -141,6 +141,8 @@ class CsrMatrix:
 
     def rows(self, chosen: Any) -> CsrMatrix:
         """Return some rows: a slice without step, or an array of row numbers."""
+        if is_cuda(self.indptr):
+            return self.to_host().rows(chosen).to_device(self.indptr)
         numbers = np.arange(self.shape[0])[chosen]
         lengths = np.diff(self.indptr)[numbers]
         indptr = np.zeros(len(numbers) + 1, np.int32)

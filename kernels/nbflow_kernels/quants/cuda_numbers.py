@@ -1,0 +1,136 @@
+"""Numbers in bytes and their conversions in Numba CUDA kernels; importing it needs numba-cuda."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import cuda
+from numba.cuda import libdevice
+
+_TO_FLOAT = np.float32(2.0**112)  # float16's exponents, shifted into float32's place
+
+
+def device(function: Any) -> Any:
+    """Compile a function for kernels to call."""
+    return cuda.jit(device=True)(function)
+
+
+@device
+def fma(a, b, c):  # type: ignore[no-untyped-def]
+    """Return a * b + c, rounded once."""
+    return libdevice.fmaf(a, b, c)
+
+
+@device
+def half(bits):  # type: ignore[no-untyped-def]
+    """Return the float16 of 16 bits as float32, exactly."""
+    bits = np.int32(bits)
+    size = bits & np.int32(0x7FFF)
+    number = libdevice.int_as_float(np.int32(size << 13)) * _TO_FLOAT
+    if size >= 0x7C00:  # infinity and NaN
+        number = libdevice.int_as_float(np.int32(size << 13) | np.int32(0x7F800000))
+    return -number if bits & np.int32(0x8000) else number
+
+
+@device
+def half_at(data, at):  # type: ignore[no-untyped-def]
+    """Return the float16 at byte `at` as float32."""
+    return half(np.int32(data[at]) | (np.int32(data[at + 1]) << 8))
+
+
+@device
+def e8m0_at(data, at):  # type: ignore[no-untyped-def]
+    """Return 2**(e - 128), e the byte at `at`."""
+    e = np.int32(data[at])
+    if e < 2:  # denormal numbers
+        return libdevice.int_as_float(np.int32(0x200000) << e)
+    return libdevice.int_as_float((e - np.int32(1)) << np.int32(23))
+
+
+@device
+def e4m3_at(data, at):  # type: ignore[no-untyped-def]
+    """Return half of the unsigned E4M3 number in the byte at `at`; 127 is 0."""
+    byte = np.int32(data[at]) & np.int32(127)
+    exponent, mantissa = byte >> 3, byte & np.int32(7)
+    if byte == 127:
+        return np.float32(0)
+    if exponent == 0:
+        return np.float32(mantissa) * np.float32(2.0**-10)
+    return np.float32(8 + mantissa) * libdevice.int_as_float(
+        np.int32((exponent + 116) << 23)  # 2**(exponent - 7 - 3 - 1)
+    )
+
+
+@device
+def same(x):  # type: ignore[no-untyped-def]
+    """Return a float32 as it is stored."""
+    return x
+
+
+@device
+def narrow(x):  # type: ignore[no-untyped-def]
+    """Return the bits of the float16 nearest to a float32, halves to even."""
+    bits = libdevice.float_as_int(x)
+    size = bits & np.int32(0x7FFFFFFF)
+    sign = (bits >> 16) & np.int32(0x8000)
+    if size > 0x7F800000:
+        return np.uint16(sign | 0x7E00)
+    if size >= (127 + 16) << 23:
+        return np.uint16(sign | 0x7C00)
+    if size < (127 - 14) << 23:  # the sum with 0.5 rounds to multiples of 2**-24
+        total = libdevice.float_as_int(libdevice.int_as_float(size) + np.float32(0.5))
+        return np.uint16(sign | (total - (126 << 23)))
+    odd = (size >> 13) & 1
+    return np.uint16(sign | ((size + 0xFFF - (112 << 23) + odd) >> 13))
+
+
+@device
+def bits_of_f32(x):  # type: ignore[no-untyped-def]
+    """Return the bits of a float32."""
+    return libdevice.float_as_int(x)
+
+
+@device
+def bits_of_f16(x):  # type: ignore[no-untyped-def]
+    """Return the bits of the nearest float16."""
+    return np.int32(narrow(x))
+
+
+@device
+def bits_of_bf16(x):  # type: ignore[no-untyped-def]
+    """Return the bits of the nearest bfloat16, halves to even."""
+    bits = libdevice.float_as_int(x)
+    return (bits + np.int32(0x7FFF) + ((bits >> 16) & np.int32(1))) >> 16
+
+
+# ---- the functions of `block_bytes`, for the functions of user formats ---------------------------
+
+
+@device
+def get_f16(block, at):  # type: ignore[no-untyped-def]
+    """See `nbflow_kernels.block_bytes.get_f16`."""
+    return half_at(block, at)
+
+
+@device
+def get_f32(block, at):  # type: ignore[no-untyped-def]
+    """See `nbflow_kernels.block_bytes.get_f32`."""
+    low = np.int32(block[at]) | (np.int32(block[at + 1]) << 8)
+    high = np.int32(block[at + 2]) | (np.int32(block[at + 3]) << 8)
+    return libdevice.int_as_float(np.int32(low | (high << 16)))
+
+
+@device
+def put_f16(block, at, value):  # type: ignore[no-untyped-def]
+    """See `nbflow_kernels.block_bytes.put_f16`."""
+    bits = narrow(np.float32(value))
+    block[at], block[at + 1] = bits & 255, bits >> 8
+
+
+@device
+def put_f32(block, at, value):  # type: ignore[no-untyped-def]
+    """See `nbflow_kernels.block_bytes.put_f32`."""
+    bits = libdevice.float_as_int(np.float32(value))
+    for i in range(4):
+        block[at + i] = (bits >> (8 * i)) & 255

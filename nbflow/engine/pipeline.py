@@ -1,0 +1,84 @@
+"""Stages that work at the same time: requests go through them in as many groups as there are.
+
+With one step at a time, a stage waits while the others work on it.  Here a rank begins a step with
+some of the requests, and then one with others, before it asks for what the first one gave: the rank
+with the head sends that to every rank as soon as it has it, and goes on.  Only the requests of a
+step that is on its way have to wait.  A piece of a prompt that draws nothing gives nothing to wait
+for, so pieces follow each other without a pause.
+
+Every rank begins and ends the same steps in the same order, so that they need not tell each other
+which.  Results do not change: a row does not depend on what else is in its step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING
+
+from nbflow.engine.outcome import Outcome, Output
+from nbflow.engine.scheduler import Work
+
+if TYPE_CHECKING:
+    from nbflow.engine.rank import RankEngine
+
+
+class Pipeline:
+    """The steps of a rank that are on their way.
+
+    Parameters
+    ----------
+    rank : RankEngine
+        The rank.
+    depth : int
+        Most steps on their way: the number of stages.
+    """
+
+    def __init__(self, rank: RankEngine, depth: int) -> None:
+        self._rank = rank
+        self._depth = depth
+        self._steps: deque[tuple[list[Work], Outcome]] = deque()
+
+    def advance(self) -> list[Output]:
+        """Begin as many steps as there are stages, and return what came out meanwhile."""
+        outputs: list[Output] = []
+        for _ in range(self._depth):
+            if len(self._steps) == self._depth:
+                outputs += self._end_step()
+            while self._steps and self._is_short():  # pages can only be taken from who waits
+                outputs += self._end_step()
+            if not self._begin_step(outputs):
+                break
+        if not outputs and self._steps:
+            outputs = self._end_step()
+        return outputs
+
+    def end_all(self) -> None:
+        """Wait for all steps that are on their way; what they give is for nobody."""
+        while self._steps:
+            self._end_step()
+
+    def _busy(self) -> set[int]:
+        return {work.request.id for works, _ in self._steps for work in works}
+
+    def _is_short(self) -> bool:
+        """Return whether some request might have to give its pages back in the next step."""
+        scheduler = self._rank.scheduler
+        return scheduler.table.n_available < len(scheduler.running)
+
+    def _begin_step(self, outputs: list[Output]) -> bool:
+        """Run this rank's part of a step; False if there is nothing to run."""
+        rank, busy = self._rank, self._busy()
+        n = len(rank.scheduler.requests)
+        works = rank.scheduler.next_step(busy, -(-n // self._depth))
+        if not works:
+            return False
+        outcome = rank.begin_step(works)
+        if outcome.arrays:
+            self._steps.append((works, outcome))
+        else:
+            outputs += rank.end_step(works, outcome)
+        return True
+
+    def _end_step(self) -> list[Output]:
+        """Receive what the oldest step gave, and give it to its requests."""
+        return self._rank.end_step(*self._steps.popleft())

@@ -1,0 +1,139 @@
+"""Several whole models, each on ranks of its own, that share batches out."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from nbflow.engine.generation import Generation
+from nbflow.engine.model import STREAM_BURST_S, Model
+from nbflow.engine.request import Request
+from nbflow.parallel import Comm, Plan
+from nbflow_kernels.errors import UsageError
+
+
+class Replicas(Model):
+    """Replicas of a model, seen from one process.
+
+    A batch is shared out: the i-th request goes to replica i modulo their number.  Everything else
+    (logits, one sequence) each replica does for itself, with the same result.
+
+    Parameters
+    ----------
+    mine : list of Model
+        The replicas of this process: one under mpirun (none if it holds no part), all of them where
+        ranks are threads.
+    plan : Plan
+        All ranks of all replicas.
+    comm : Comm
+        All those ranks, in that order; a single one where ranks are threads.
+    index, n : int
+        Which replica is this process's, and of how many.
+    """
+
+    def __init__(self, mine: list[Model], plan: Plan, comm: Comm, index: int, n: int) -> None:
+        first = mine[0]
+        super().__init__(
+            first.spec, plan, first._tokenizer, first.engines, first._team, first.threads,
+            first.defaults, first._why_no_tokenizer,
+        )  # fmt: skip
+        self._mine = mine
+        self._comm = comm
+        self._index = index
+        self._n = n
+
+    def close(self) -> None:
+        """Close all replicas of this process."""
+        for model in self._mine:
+            model.close()
+        self.engines, self._team = [], None
+
+    def claim(self, engine: object) -> None:
+        """Refuse: an engine runs one model."""
+        raise UsageError(
+            f"an engine runs one model, and partition {self.plan.partition!r} has {self._n}; "
+            "start an engine (a server) for each replica"
+        )
+
+    def stream(self, *args: Any, **options: Any) -> Iterator[int]:
+        """As `Model.stream`, by each process's own replica."""
+        yield from self._mine[0].stream(*args, **options)
+
+    def generate(self, *args: Any, **options: Any) -> Generation:
+        """As `Model.generate`, by each process's own replica."""
+        return self._mine[0].generate(*args, **options)
+
+    def run_requests(
+        self,
+        requests: list[Request],
+        burst_s: float = STREAM_BURST_S,
+        share_prompts: bool = False,
+    ) -> Iterator[list[tuple[int, int, float]]]:
+        """As `Model.run_requests`; what other processes' replicas give comes in two parts.
+
+        These are the first tokens, when every request has one, and the rest at the end; all events
+        must be taken.
+        """
+        if len(self._mine) > 1:
+            yield self._run_all(requests, burst_s, share_prompts)
+            return
+        own = list(range(self._index, len(requests), self._n))
+        meetings = 0
+        mine = [requests[i] for i in own]
+        for events in self._mine[0].run_requests(mine, burst_s, share_prompts):
+            yield [(own[i], token, logprob) for i, token, logprob in events]
+            if meetings == 0 and all(requests[i].ids for i in own):
+                meetings += 1
+                yield self._meet(requests)
+        for _ in range(2 - meetings):
+            yield self._meet(requests)
+
+    def _run_all(
+        self, requests: list[Request], burst_s: float, share_prompts: bool
+    ) -> list[tuple[int, int, float]]:
+        """Run every replica in a thread, and return what came out."""
+
+        def run(index: int) -> None:
+            mine = requests[index :: self._n]
+            for _ in self._mine[index].run_requests(mine, burst_s, share_prompts):
+                pass
+
+        with ThreadPoolExecutor(self._n) as pool:
+            list(pool.map(run, range(self._n)))
+        return [
+            (i, token, logprob)
+            for i, request in enumerate(requests)
+            for token, logprob in zip(request.ids, request.logprobs, strict=True)
+        ]
+
+    def _meet(self, requests: list[Request]) -> list[tuple[int, int, float]]:
+        """Give all ranks what every replica has so far; return what is new here."""
+        own = [(r.ids, r.logprobs, r.finish_reason) for r in requests[self._index :: self._n]]
+        everywhere = self._comm.bcast_object(self._comm.gather_object((self._index, own)))
+        events = []
+        for index, results in dict(everywhere).items():
+            if index == self._index:
+                continue
+            for i, (ids, logprobs, reason) in zip(
+                itertools.count(index, self._n), results, strict=False
+            ):
+                request = requests[i]
+                new = range(len(request.ids), len(ids))
+                events += [(i, ids[s], logprobs[s]) for s in new]
+                request.ids, request.logprobs, request.finish_reason = ids, logprobs, reason
+        return events
+
+    def reset_traffic(self) -> None:
+        """Count the bytes sent between ranks of each replica from here on."""
+        for model in self._mine:
+            model.reset_traffic()
+
+    def gather(self, method: str) -> list[dict[str, Any]]:
+        """Return the results of all ranks of all replicas, on every one of them."""
+        parts = [model.gather(method) for model in self._mine]
+        if len(self._mine) == 1:
+            everywhere = self._comm.bcast_object(self._comm.gather_object((self._index, parts[0])))
+            parts = [part for _, part in sorted(dict(everywhere).items())]
+        return [rank for part in parts for rank in part]

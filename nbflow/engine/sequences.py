@@ -1,0 +1,159 @@
+"""Sequences that are no request's: evaluated as a whole, or step by step by who searches in them.
+
+Their numbers in the page table are negative; those of requests are not.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nbflow.engine.pieces import Piece, pieces
+
+if TYPE_CHECKING:
+    from nbflow.engine.rank import RankEngine
+
+MAX_LOGIT_BYTES = 64 * 2**20
+"""Logits of all positions are computed in pieces of at most this size."""
+
+
+class Sequences:
+    """One rank's part of them; every rank is told the same, in the same order."""
+
+    def __init__(self, rank: RankEngine) -> None:
+        self._rank = rank
+        self._next = -1
+
+    @property
+    def _most_tokens(self) -> int:
+        """Most tokens in a step whose logits are all wanted."""
+        rank = self._rank
+        return max(1, min(rank.max_step_tokens, MAX_LOGIT_BYTES // (4 * rank.spec.vocab_size)))
+
+    def open(self, encoder_ids: Sequence[int] | None = None) -> int:
+        """Begin an empty sequence and return its number."""
+        return self._open([encoder_ids])[0]
+
+    def _open(self, encoder_ids: Sequence[Sequence[int] | None]) -> list[int]:
+        numbers = list(range(self._next, self._next - len(encoder_ids), -1))
+        self._next -= len(encoder_ids)
+        if self._rank.encoded is not None:
+            self._rank.encoded.add({n: i or () for n, i in zip(numbers, encoder_ids, strict=True)})
+        for number in numbers:
+            self._rank.table.add(number)
+        return numbers
+
+    def fork(self, number: int) -> int:
+        """Begin a sequence with everything another one has, and return its number."""
+        new, self._next = self._next, self._next - 1
+        self._rank.table.fork(number, new)
+        if self._rank.encoded is not None:
+            self._rank.encoded.table.fork(number, new)
+        return new
+
+    def truncate(self, number: int, length: int) -> None:
+        """Forget all but the first `length` tokens of a sequence."""
+        self._rank.table.truncate(number, length)
+
+    def close(self, numbers: Sequence[int]) -> None:
+        """End sequences."""
+        for number in numbers:
+            self._rank.table.drop(number)
+            if self._rank.encoded is not None:
+                self._rank.encoded.drop(number)
+
+    def run(
+        self,
+        numbers: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        names: Sequence[str],
+        types: Sequence[Sequence[int]] | None = None,
+        last: bool = False,
+    ) -> list[list[np.ndarray]]:
+        """Run more tokens of sequences; return buffers of the last stage after every token.
+
+        Returns
+        -------
+        list of list of array
+            For each of `names` ("logits" or "y"), and for each sequence, one row per token; with
+            `last` only that of the last token.
+        """
+        lengths = [len(ids) for ids in tokens]
+        results = [
+            [np.empty((1 if last else n, self._width(name)), np.float32) for n in lengths]
+            for name in names
+        ]
+        whole = not self._rank.spec.causal  # every token sees all others
+        most = self._rank.max_step_tokens if last else self._most_tokens
+        for piece in pieces(lengths, most, whole):
+            found = self._run_piece(numbers, tokens, names, types, piece, last)
+            for rows, result in zip(found, results, strict=True):
+                first = 0
+                for b, start, stop in piece:
+                    n, at = (1, 0) if last else (stop - start, start)
+                    if not last or stop == lengths[b]:
+                        result[b][at : at + n] = rows[first : first + n]
+                        first += n
+        return results
+
+    def outputs(
+        self,
+        sequences: Sequence[Sequence[int]],
+        name: str,
+        types: Sequence[Sequence[int]] | None = None,
+        encoder_ids: Sequence[Sequence[int]] | None = None,
+    ) -> list[np.ndarray]:
+        """Return a buffer of the last stage ("logits" or "y") after every token of new sequences.
+
+        Sequences share steps as far as these have room.  They do not see each other, and each gets
+        what it would get alone.
+        """
+        results: list[np.ndarray] = []
+        lengths = [len(ids) for ids in sequences]
+        for group in pieces(lengths, self._most_tokens, whole=True):
+            members = slice(group[0][0], group[-1][0] + 1)
+            inputs = [None] * len(group) if encoder_ids is None else encoder_ids[members]
+            numbers = self._open(inputs)
+            try:
+                some_types = None if types is None else types[members]
+                results += self.run(numbers, sequences[members], [name], some_types)[0]
+            finally:
+                self.close(numbers)
+        return results
+
+    def _run_piece(
+        self,
+        numbers: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        names: Sequence[str],
+        types: Sequence[Sequence[int]] | None,
+        piece: Sequence[Piece],
+        last: bool,
+    ) -> list[np.ndarray]:
+        """Run one step, and return the wanted rows, on every rank."""
+        rank = self._rank
+        some_types = None
+        if types is not None:
+            some_types = [t for b, start, stop in piece for t in types[b][start:stop]]
+        ids = [tokens[b][start:stop] for b, start, stop in piece]
+        wanted: Sequence[int] = range(sum(map(len, ids)))
+        if last:  # of the sequences that come to their end in this step
+            ends = itertools.accumulate(map(len, ids))
+            at_end = (stop == len(tokens[b]) for b, _, stop in piece)
+            wanted = [end - 1 for end, done in zip(ends, at_end, strict=True) if done]
+        rank.run_step([numbers[b] for b, _, _ in piece], ids, wanted, some_types)
+        found = []
+        for name in names:
+            rows = np.empty((len(wanted), self._width(name)), np.float32)
+            if rank.mine.last and len(wanted):
+                np.copyto(rows, rank.executor.buffer(name, len(wanted)))
+            rank.broadcast(rows)
+            found.append(rows)
+        return found
+
+    def _width(self, name: str) -> int:
+        spec = self._rank.spec
+        return spec.vocab_size if name == "logits" else spec.hidden_size

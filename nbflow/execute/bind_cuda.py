@@ -1,0 +1,209 @@
+"""From ops to launches of CUDA kernels: what differs from the CPU's binding.
+
+A launcher is called anew for every step: it computes a grid and starts kernels, and nothing waits
+for the device.  What the host knows and kernels need (which rows, which pages) is copied once per
+step; the sums between ranks go through host memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+import nbflow_kernels as nk
+from nbflow.cache.storage import LAYOUT
+from nbflow.execute.bind import Binder, PythonOp
+from nbflow.execute.step_arrays import DeviceArrays, StepArrays
+from nbflow.program.records import Op
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.quants import QuantTensor
+
+if TYPE_CHECKING:
+    from nbflow.execute.cuda import CudaExecutor
+
+
+class CudaBinder(Binder):
+    """Binds the ops of an executor's program to one shape of step."""
+
+    variant = "cuda"
+
+    def __init__(self, executor: CudaExecutor, host: StepArrays, device: DeviceArrays) -> None:
+        super().__init__(executor, host)  # attention's work is divided on the host
+        self._host = host
+        self._arrays: Any = device
+
+    def _placed(self, array: np.ndarray) -> Any:
+        return self._executor.place.put(array)
+
+    def _captured(self, op: Op, launcher: Callable[..., Any], *args: Any) -> PythonOp:
+        return PythonOp(op.kind, lambda: launcher(*args))
+
+    # ---- kinds of op --------------------------------------------------------------------------
+
+    def _embedding(self, op: Op, index: int) -> PythonOp:
+        (table,) = self._executor.weights.operands[index]
+        name, out = op.attrs.get("index", "ids"), self._view(op.out)
+        rows, scale = getattr(self._arrays, name), op.attrs.get("scale", 1.0)
+        look_up = self._kernels("embedding").embedding
+        if "first_row" not in op.attrs:
+            return self._captured(op, look_up, rows, table, scale, out)
+
+        def look_up_mine() -> None:
+            mine = getattr(self._host, name) - np.int32(op.attrs["first_row"])
+            others = (mine < 0) | (mine >= table.shape[0])
+            look_up(self._placed(np.where(others, np.int32(0), mine)), table, scale, out)
+            for row in np.flatnonzero(others):
+                out[int(row)].fill(0)
+
+        return PythonOp(op.kind, look_up_mine)
+
+    def _take_rows(self, op: Op, index: int) -> PythonOp:
+        x, out = self._view(op.inputs[0]), self._view(op.out)
+        look_up = self._kernels("embedding").embedding
+        return self._captured(op, look_up, self._arrays.logit_rows, x, 1.0, out)
+
+    def _norm(self, op: Op, index: int) -> Any:
+        if len(op.inputs) > 1:
+            raise UsageError(
+                f"{self._spec.name}: on CUDA devices, ranks cannot share a norm over all heads; "
+                "partition by layers, e.g. '0;1'"
+            )
+        return super()._norm(op, index)
+
+    def _linear(self, op: Op, index: int) -> PythonOp:
+        weights = self._executor.weights
+        accumulate = bool(op.attrs.get("accumulate", False))
+        x, out, bias = self._view(op.inputs[0]), self._view(op.out), weights.bias[index]
+
+        def launch() -> None:
+            start = 0
+            for weight in weights.operands[index]:
+                band = slice(start, start + weight.shape[0])
+                start = band.stop
+                some_bias = None if bias is None else bias[band]
+                self._product(x, weight, some_bias, accumulate, out[:, band])
+
+        return PythonOp(op.kind, launch)
+
+    def _product(self, x: Any, weight: Any, bias: Any, accumulate: bool, out: Any) -> None:
+        if isinstance(weight, QuantTensor):
+            arithmetic = self._executor.activations
+            self._kernels("qmatmul").qmatmul(x, weight, bias, accumulate, arithmetic, out)
+        else:
+            self._kernels("matmul").matmul(x, weight, bias, accumulate, out)
+
+    def _heads_linear(self, op: Op, index: int) -> PythonOp:
+        weights = self._executor.weights.operands[index]
+        x = self._heads(op.inputs[0], op.attrs["head"])
+        out = self._view(op.out).reshape(len(x), len(weights), -1)
+
+        def launch() -> None:
+            for h, weight in enumerate(weights):
+                n_rows, n_columns = weight.shape
+                self._product(x[:, h, :n_columns], weight, None, False, out[:, h, :n_rows])
+
+        return PythonOp(op.kind, launch)
+
+    def _copy_heads(self, op: Op, index: int) -> PythonOp:
+        n = op.attrs["columns"]
+        x = self._heads(op.inputs[0], op.attrs["head"])
+        out = self._view(op.out).reshape(len(x), x.shape[1], -1)
+
+        def copy() -> None:
+            out[..., -n:] = x[..., -n:]
+
+        return PythonOp(op.kind, copy)
+
+    def _attention(self, op: Op, index: int) -> PythonOp:
+        assert self.attention is not None
+        step = self.attention.of(op)
+        _, _, D_qk, D_vo = step.plan.heads
+        q, out = self._heads(op.inputs[0], D_qk), self._heads(op.out, D_vo)
+        keys, values = step.storage.layers[op.layer or 0]
+        attend, kind = self._kernels("attention").attend, step.storage.format.kind
+        return self._captured(op, attend, step.plan, q, keys, values, out, None, kind)
+
+    _cross_attention = _attention
+
+    def _append_kv(self, op: Op, index: int) -> PythonOp:
+        k, v = (self._heads(name, self._spec.cached_dim) for name in (*op.inputs, *op.inputs)[:2])
+        if len(op.inputs) == 1:
+            v = v[..., :0]  # the values are columns of the same vectors
+        storage, arrays = self._executor.storage, self._arrays
+        keys, values = storage.layers[op.layer or 0]
+        return self._captured(
+            op, self._kernels("kvcache").append_paged_kv_cache, k, v, arrays.batch_indices,
+            arrays.positions, keys, values, arrays.kv_indices, arrays.kv_indptr, LAYOUT,
+            storage.format.kind,
+        )  # fmt: skip
+
+    def _input(self, op: Op, index: int) -> PythonOp:
+        out, executor = self._view(op.out), self._executor
+        return PythonOp(op.kind, lambda: out.set(np.ascontiguousarray(executor.given)))
+
+    def _experts(self, op: Op, index: int) -> PythonOp:
+        spec, weights = self._spec.moe, self._executor.weights
+        assert spec is not None
+        x, router = (self._view(name) for name in op.inputs)
+        out, matrices, bias = self._view(op.out), weights.operands[index], weights.bias[index]
+        first, end = op.attrs["experts"]
+        n = end - first
+        gates, ups, downs = (list(matrices[i * n : (i + 1) * n]) for i in range(3))
+        options, activation = spec.routing, op.attrs["activation"]
+
+        def call() -> None:
+            scores, chosen = nk.moe_routing(router, correction_bias=bias, **options)
+            if n < spec.n_experts:
+                mine = chosen.get() - np.int32(first)
+                chosen = self._placed(np.where((mine < 0) | (mine >= n), np.int32(-1), mine))
+            nk.fused_moe(x, gates, downs, scores, chosen, up=ups, activation=activation, out=out)
+
+        return PythonOp(op.kind, call)
+
+    # ---- communication, through host memory ---------------------------------------------------
+
+    def _all_reduce(self, op: Op, index: int) -> PythonOp:
+        group, x = self._executor.groups[op.attrs["ranks"]], self._view(op.out)
+
+        def call() -> None:
+            host = x.get()
+            group.Allreduce(host)
+            x.set(host)
+
+        return PythonOp(op.kind, call)
+
+    def _all_gather(self, op: Op, index: int) -> PythonOp:
+        group = self._executor.groups[op.attrs["ranks"]]
+        x, out = self._view(op.inputs[0]), self._view(op.out)
+
+        def call() -> None:
+            host = np.empty(out.shape, np.float32)
+            group.Allgather_columns(x.get(), host, op.attrs["widths"])
+            out.set(host)
+
+        return PythonOp(op.kind, call)
+
+    def _send(self, op: Op, index: int) -> PythonOp:
+        x, comm = self._view(op.inputs[0]), self._executor.comm
+        peers = [self._executor.numbers.index(rank) for rank in op.attrs["peers"]]
+
+        def call() -> None:
+            host = x.get()
+            for peer in peers:
+                comm.Send(host, peer)
+
+        return PythonOp(op.kind, call)
+
+    def _recv(self, op: Op, index: int) -> PythonOp:
+        peer = self._executor.numbers.index(op.attrs["peer"])
+        out, receive = self._view(op.out), self._executor.comm.Recv
+
+        def call(receive: Callable[..., Any]) -> None:
+            host = np.empty(out.shape, np.float32)
+            receive(host, peer)
+            out.set(host)
+
+        return PythonOp(op.kind, functools.partial(call, receive))

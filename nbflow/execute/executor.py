@@ -1,0 +1,120 @@
+"""What all executors have: a program, its weights, pages and buffers, and the other ranks."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from typing import Any
+
+import numpy as np
+
+import nbflow_kernels as nk
+from nbflow.cache.storage import KVStorage
+from nbflow.execute.place import HOST, Place
+from nbflow.execute.step import Step
+from nbflow.execute.weights import RankWeights
+from nbflow.parallel.comm import Alone, Comm
+from nbflow.program.records import Program
+from nbflow.spec.model_spec import RopeSpec
+
+LEAST_ROWS = 8
+"""Least rows of a buffer."""
+
+
+class Executor:
+    """Executor of one rank's program.
+
+    Parameters
+    ----------
+    program : Program
+        The rank's program.
+    weights : RankWeights
+        Its weights.
+    storage : KVStorage
+        Its pages.
+    comm : Comm
+        All ranks of the model.
+    numbers : tuple of int
+        The number, in the partition string, of each rank of `comm`.
+    activations : {"f32", "int8", "bf16"}
+        Arithmetic of the products with weights.
+    memory : KVStorage, optional
+        Pages with the keys and values of the encoder's hidden states.
+    place : Place
+        Where all of this lives.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        weights: RankWeights,
+        storage: KVStorage,
+        comm: Comm | None = None,
+        numbers: tuple[int, ...] = (0,),
+        activations: str = "f32",
+        memory: KVStorage | None = None,
+        place: Place = HOST,
+    ) -> None:
+        self.program = program
+        self.storage = storage
+        self.memory = memory
+        self.given = np.zeros((0, 0), np.float32)
+        """The rows of an `input` op."""
+        self.weights = weights
+        self.comm = comm or Alone()
+        self.numbers = numbers
+        self.activations = activations
+        self.groups: dict[tuple[int, ...], Comm] = {}
+        self.seconds: defaultdict[str, float] | None = None
+        """Set to a dict to add up the time of each kind of op."""
+        self.place = place
+        self._buffers: dict[str, Any] = {}
+        self._rope_tables: dict[RopeSpec, Any] = {}
+
+    def rope_table(self, rope: RopeSpec) -> Any:
+        """Return the cosines and sines of all positions."""
+        if rope not in self._rope_tables:
+            table = nk.rope_cos_sin_cache(
+                self.program.spec.max_context, rope.dim, theta=rope.theta, scaling=rope.scaling
+            )
+            self._rope_tables[rope] = self.place.purposed("the rotary angles").put(table)
+        return self._rope_tables[rope]
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Return the bytes of the buffers."""
+        return sum(int(b.nbytes) for b in self._buffers.values())
+
+    def set_groups(self, groups: dict[tuple[int, ...], Comm]) -> None:
+        """Give the communicator of each stage, by rank numbers."""
+        self.groups = groups
+
+    def run(self, step: Step) -> None:
+        """Run the program once; results are in its buffers."""
+        raise NotImplementedError
+
+    def buffer(self, name: str, n_rows: int) -> np.ndarray:
+        """Return the first rows of a buffer, as the last step left them, in host memory."""
+        found: np.ndarray = self.view(name, n_rows, n_rows)
+        return found
+
+    def view(self, name: str, n_tokens: int, n_logits: int) -> Any:
+        """Return a buffer's rows for so many tokens and logit rows."""
+        buffer = self.program.buffers[name]
+        rows = n_tokens if buffer.rows == "tokens" else n_logits
+        if buffer.base is None:
+            return self._buffers[name][:rows]
+        columns = slice(buffer.offset, buffer.offset + buffer.width)
+        return self._buffers[buffer.base][:rows, columns]
+
+    def _reserve(self, n_tokens: int, n_logits: int) -> bool:
+        """Make the buffers large enough; return whether any was made anew."""
+        place = self.place.purposed("the buffers of a step")
+        grown = False
+        for name, buffer in self.program.buffers.items():
+            rows = n_tokens if buffer.rows == "tokens" else n_logits
+            have = self._buffers.get(name)
+            if buffer.base is None and (have is None or len(have) < rows):
+                shape = (max(rows, LEAST_ROWS), buffer.width)
+                self._buffers[name] = place.zeros(shape, np.float32)
+                grown = True
+        return grown

@@ -1,0 +1,167 @@
+"""Where the arrays of a rank live: host memory, a CUDA device, or the emulated one."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels import QuantTensor
+from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
+
+DEVICES = ("auto", "cpu", "cuda", "emulator")
+"""Names of devices.
+
+``auto`` is the CPU: CUDA runs where it is asked for.  ``emulator`` executes every CUDA kernel's PTX
+on the CPU, with all checks of `nbflow_ptx` (bounds, races, uninitialised memory): millions of times
+slower than a device, for debugging with tiny models.
+"""
+
+
+class Place:
+    """Makes arrays in one kind of memory, and says what a failed one was for.
+
+    Parameters
+    ----------
+    name : {"cpu", "cuda", "emulator"}
+        Which memory.
+    xp : module
+        NumPy, CuPy, or what stands for CuPy.
+    purpose : str
+        What the arrays are for, in the words of an error.
+    """
+
+    def __init__(self, name: str, xp: Any, purpose: str = "", ordinal: int = 0) -> None:
+        self.name = name
+        self.xp = xp
+        self.ordinal = ordinal
+        """Number of the CUDA device."""
+        self._purpose = purpose
+
+    @property
+    def on_host(self) -> bool:
+        """Return whether arrays are NumPy's."""
+        return self.xp is np
+
+    def purposed(self, purpose: str) -> Place:
+        """Return the same place for another purpose."""
+        return Place(self.name, self.xp, purpose, self.ordinal)
+
+    def activate(self) -> None:
+        """Make the device the current one of this thread."""
+        if self.name == "cuda":
+            self.xp.cuda.Device(self.ordinal).use()
+
+    def zeros(self, shape: Any, dtype: Any) -> Any:
+        """Return a new array of zeros."""
+        try:
+            return self.xp.zeros(shape, dtype)
+        except MemoryError as error:
+            raise self._full(int(np.prod(shape)) * np.dtype(dtype).itemsize, error) from error
+
+    def put(self, array: np.ndarray) -> Any:
+        """Return the contents of a NumPy array as an array of this place."""
+        if self.on_host:
+            return array
+        try:
+            return self.xp.asarray(np.ascontiguousarray(array))
+        except MemoryError as error:
+            raise self._full(array.nbytes, error) from error
+
+    def quantized(self, tensor: QuantTensor) -> QuantTensor:
+        """Return a quantized tensor in this place."""
+        if self.on_host:
+            return tensor
+        try:
+            return tensor.to_device(self.xp.zeros((1,), np.uint8))
+        except MemoryError as error:
+            raise self._full(tensor.nbytes, error) from error
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given."""
+        if self.name == "cuda":
+            self.xp.cuda.get_current_stream().synchronize()
+
+    def _full(self, n_bytes: int, error: MemoryError) -> UsageError:
+        free = ""
+        if self.name == "cuda":
+            left, total = self.xp.cuda.runtime.memGetInfo()
+            free = f"; {left:,} of the device's {total:,} bytes are free"
+        return UsageError(
+            f"out of memory on {self.name}: {self._purpose} asked for {n_bytes:,} bytes{free} "
+            f"({error}); use fewer bits (weights=, kv=), a shorter max_context, or more ranks"
+        )
+
+
+HOST = Place("cpu", np)
+
+
+def find_places(devices: str, n_ranks: int) -> list[Place]:
+    """Return the place of each rank.
+
+    Parameters
+    ----------
+    devices : str
+        One name for all ranks, or one for each, separated by commas (``"cpu,cuda"``).  ``cuda:1``
+        is a certain device; ranks that only say ``cuda`` take the machine's devices in turn.
+    n_ranks : int
+        Number of ranks.
+
+    Raises
+    ------
+    MissingExtraError, UsageError
+        As `find_place`; if there is neither one name nor one for each rank.
+    """
+    names = [name.strip() for name in devices.split(",")]
+    if len(names) not in (1, n_ranks):
+        raise UsageError(
+            f"device={devices!r} names {len(names)} devices for {n_ranks} ranks; give one for all, "
+            "or one for each rank of the partition"
+        )
+    if len(names) == 1:
+        names *= n_ranks
+    return [find_place(name, names[:i].count("cuda")) for i, name in enumerate(names)]
+
+
+def find_place(device: str, turn: int = 0) -> Place:
+    """Return the place that a device's name stands for.
+
+    Parameters
+    ----------
+    device : str
+        A name of `DEVICES`, or ``cuda:N``.
+    turn : int
+        For ``cuda`` without a number: how many ranks before have said so.
+
+    Raises
+    ------
+    MissingExtraError
+        If CUDA is asked for and a driver, a device or a package is missing.
+    UsageError
+        If there is no such name.
+    """
+    if device in ("auto", "cpu"):
+        return HOST
+    if device == "emulator":
+        stand_in = importlib.import_module("nbflow_ptx.cupy_stand_in")
+        from nbflow_ptx import nvrtc
+
+        if not nvrtc.available():
+            raise MissingExtraError(
+                "device 'emulator' compiles CUDA kernels; install the compilers (no driver is "
+                "needed): pip install 'nbflow[cuda-test]'"
+            )
+        return Place("emulator", stand_in)
+    name, _, number = device.partition(":")
+    if name != "cuda" or (number and not number.isdigit()):
+        raise unknown_name("device", device, DEVICES)
+    from nbflow_kernels.cuda import detect
+
+    found = detect()
+    if not found.usable:
+        raise MissingExtraError(f"device 'cuda': {found.reason}")
+    ordinal = int(number) if number else turn % found.n_devices
+    if ordinal >= found.n_devices:
+        raise UsageError(f"device {device!r}: this machine has {found.n_devices} CUDA devices")
+    return Place("cuda", importlib.import_module("cupy"), ordinal=ordinal)

@@ -1,0 +1,62 @@
+"""How many threads each rank may use, so that all cores have work and none has too much."""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Sequence
+
+from nbflow.parallel.comm import Comm
+from nbflow_kernels.team import available_cores
+
+
+def fair_threads(comm: Comm, numbers: Sequence[int]) -> int:
+    """Return the threads for this rank; every rank of `comm` must call it.
+
+    Parameters
+    ----------
+    comm : Comm
+        All ranks that were started.
+    numbers : sequence of int
+        Those that take part; without mpirun they are threads of this process.
+
+    Returns
+    -------
+    int
+        Each core this process may run on is shared evenly by the ranks that may run on it too:
+        ranks that were bound to cores of their own use these, others their part of the machine.
+    """
+    if comm.size == 1:
+        return max(1, available_cores() // len(numbers))
+    mine = platform.node(), _cores()
+    everyone = comm.bcast_object(comm.gather_object(mine))
+    return shared_cores(mine, [everyone[rank] for rank in numbers])
+
+
+def shared_cores(
+    mine: tuple[str, frozenset[int]], ranks: Sequence[tuple[str, frozenset[int]]]
+) -> int:
+    """Return the part of one's cores that is left when all ranks take theirs.
+
+    Examples
+    --------
+    >>> bound = [("a", frozenset({0, 1})), ("a", frozenset({2, 3}))]
+    >>> shared_cores(bound[0], bound)
+    2
+    >>> free = [("a", frozenset(range(4)))] * 2
+    >>> shared_cores(free[0], free)
+    2
+    """
+    host, cores = mine
+    parts = (
+        1 / max(1, sum(other == host and core in theirs for other, theirs in ranks))
+        for core in cores
+    )
+    return max(1, int(sum(parts) + 1e-9))
+
+
+def _cores() -> frozenset[int]:
+    """Return the numbers of the cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(available_cores()))

@@ -1,0 +1,83 @@
+"""The partition for the ranks that are there, when the user leaves it to the planner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from nbflow.parallel import Comm
+from nbflow.planner.choose import AIMS, best, candidates, compare
+from nbflow.planner.machine import Machine, load_machine
+from nbflow.planner.model import PlannedModel
+from nbflow.planner.predict import Workload
+from nbflow.planner.stages import Setting
+from nbflow_kernels.errors import UsageError, unknown_name
+
+BATCH = {"latency": 1, "throughput": 32}
+"""Sequences at once that each aim stands for."""
+PROMPT, GENERATE = 512, 128
+"""Tokens of a prompt and of an answer, where the context holds them."""
+PROBE_BYTES = 32 << 20
+
+
+def choose_partition(
+    model: PlannedModel,
+    comm: Comm,
+    aim: str = "latency",
+    machine: str | Path | None = None,
+    setting: Setting | None = None,
+) -> str:
+    """Return the partition string that is predicted to be best; every rank must call it.
+
+    Parameters
+    ----------
+    model : PlannedModel
+        The model.
+    comm : Comm
+        The ranks there are; with a single one, it holds the model.
+    aim : {"latency", "throughput"}
+        The time of a token of one sequence, or the tokens per second of 32.
+    machine : str or Path, optional
+        Description of the machine (`nbflow.planner.load_machine`).  Without one the ranks are
+        measured, which takes some seconds; ``nbflow plan --measure -o FILE`` does it once.
+    setting : Setting, optional
+        Formats.
+
+    Raises
+    ------
+    UsageError
+        If nothing fits into the memory, or the machine has fewer ranks.
+    """
+    if aim not in AIMS:
+        raise unknown_name("aim to optimize for", aim, AIMS)
+    if comm.size == 1:
+        return "0"
+    described = _machine(comm, machine)
+    chosen: str | UsageError = ""
+    if comm.rank == 0:
+        try:
+            chosen = _chosen(model, described, aim, setting)
+        except UsageError as error:
+            chosen = error
+    chosen = comm.bcast_object(chosen)
+    if isinstance(chosen, UsageError):
+        raise chosen
+    return chosen
+
+
+def _machine(comm: Comm, machine: str | Path | None) -> Machine:
+    if machine is not None:
+        return load_machine(machine).with_ranks(comm.size)
+    from nbflow.planner.measure import measure_ranks
+
+    measured = measure_ranks(comm, PROBE_BYTES)
+    result: Machine = comm.bcast_object(measured)
+    return result
+
+
+def _chosen(model: PlannedModel, machine: Machine, aim: str, setting: Setting | None) -> str:
+    room = model.spec.max_context
+    prompt = min(PROMPT, max(1, room // 2))
+    workload = Workload(BATCH[aim], prompt, max(1, min(GENERATE, room - prompt)))
+    texts = list(candidates(len(machine.devices), replicas=False))
+    predictions, _ = compare(model, machine, workload, setting, texts)
+    return best(predictions, "latency" if aim == "latency" else "throughput").partition

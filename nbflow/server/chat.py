@@ -1,0 +1,154 @@
+"""``POST /v1/chat/completions``."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import time
+from collections.abc import AsyncIterator, Iterator
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from nbflow.server.errors import json_response
+from nbflow.server.fields import ChatBody
+from nbflow.server.job import Job, Piece, mean_logprob
+from nbflow.server.logprobs import for_chat, of_prompt
+from nbflow.server.served import Served
+from nbflow.server.sse import DONE, Stream, event, unless_gone
+from nbflow.server.state import ServerState, note, state_of
+from nbflow.server.tokens import own_template
+from nbflow.server.wishes import make_wishes
+
+router = APIRouter(tags=["OpenAI"])
+
+
+@router.post("/chat/completions", summary="Continue a conversation")
+async def chat_completions(
+    body: ChatBody, request: Request, state: Annotated[ServerState, Depends(state_of)]
+) -> Response:
+    """Continue a conversation."""
+    served = state.models.generating(body.model)
+    ids = await chat_ids(served, body, state)
+    limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    wishes = await asyncio.to_thread(
+        make_wishes, served, body, [ids], limit, state.config.limits, continues_text=False
+    )
+    answer = _Answer(served, body, body.request_id or request.state.request_id)
+    job = Job(served, wishes, state.mailbox, state.metrics)
+    note(request, model=served.name, user=body.user, prompt_tokens=len(ids), n=len(wishes))
+    if body.stream:
+        await job.__aenter__()  # what is wrong is told by the status, before the stream begins
+        return Stream(answer.stream(job, request), job.leave)
+    async with job:
+        pieces = await unless_gone(request.receive, job.whole())
+    if body.n_drawn > body.n:
+        pieces = sorted(pieces, key=mean_logprob, reverse=True)[: body.n]
+    usage = job.usage(1)
+    note(request, completion_tokens=usage["completion_tokens"])
+    return json_response(answer.whole(pieces, job, usage))
+
+
+async def chat_ids(served: Served, body: ChatBody, state: ServerState) -> list[int]:
+    """Return the prompt of a conversation."""
+    return await asyncio.to_thread(
+        served.chat_ids,
+        body.messages,
+        own_template(body.chat_template, state),
+        add_generation_prompt=body.add_generation_prompt,
+        documents=body.documents,
+        **body.chat_template_kwargs,
+    )
+
+
+class _Answer:
+    """How an answer is written."""
+
+    def __init__(self, served: Served, body: ChatBody, name: str) -> None:
+        self._served = served
+        self._body = body
+        self._head = {
+            "id": f"chatcmpl-{name}",
+            "created": int(time.time()),
+            "model": body.model or served.name,
+        }
+
+    def whole(self, pieces: list[Piece], job: Job, usage: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer as one object."""
+        choices = [
+            self._choice(
+                i, piece, message={"role": "assistant", "content": piece.text, "refusal": None}
+            )
+            for i, piece in enumerate(pieces)
+        ]
+        answer = {
+            **self._head,
+            "object": "chat.completion",
+            "choices": choices,
+            "usage": usage,
+            "system_fingerprint": None,
+        }
+        request = job.continuations[0].request
+        if self._body.prompt_logprobs is not None:
+            results = request.prompt_results
+            answer["prompt_logprobs"] = of_prompt(
+                self._served, request.prompt, results, self._body.prompt_logprobs
+            )
+        if self._body.return_token_ids:
+            answer["prompt_token_ids"] = request.prompt
+        return answer
+
+    def _choice(self, index: int, piece: Piece, **content: Any) -> dict[str, Any]:
+        n_top = self._body.n_top_logprobs
+        logprobs = None
+        if n_top is not None and piece.entries:
+            as_ids = self._body.return_tokens_as_token_ids
+            logprobs = for_chat(self._served, piece.entries, n_top, as_ids)
+        choice = {
+            "index": index,
+            **content,
+            "logprobs": logprobs,
+            "finish_reason": piece.finish_reason,
+        }
+        if piece.finish_reason is not None:
+            choice["stop_reason"] = piece.stop_reason
+        if self._body.return_token_ids:
+            choice["token_ids"] = piece.ids
+        return choice
+
+    async def stream(self, job: Job, request: Request) -> AsyncIterator[bytes]:
+        """Yield the answer as server-sent events, those of one moment together."""
+        first = {"role": "assistant", "content": ""}
+        choices = [self._choice(i, Piece(i), delta=first) for i in range(len(job.continuations))]
+        yield b"".join(self._event([choice], job) for choice in choices)
+        async for pieces in job:
+            failed = next((piece.error for piece in pieces if piece.error is not None), None)
+            if failed is not None:
+                yield event(failed.body()) + DONE
+                return
+            yield b"".join(
+                self._event([choice], job) for piece in pieces for choice in self._deltas(piece)
+            )
+        usage = job.usage(1)
+        note(request, completion_tokens=usage["completion_tokens"])
+        yield (self._event([], job, usage) if self._body.includes_usage else b"") + DONE
+
+    def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:
+        """Yield a piece's text, if there is some; then the end, with an empty delta."""
+        if piece.text or piece.entries:
+            text = dataclasses.replace(piece, finish_reason=None)
+            yield self._choice(piece.index, text, delta={"content": piece.text})
+        if piece.finish_reason is not None:
+            end = dataclasses.replace(piece, text="", entries=[])
+            yield self._choice(piece.index, end, delta={})
+
+    def _event(
+        self, choices: list[dict[str, Any]], job: Job, usage: dict[str, Any] | None = None
+    ) -> bytes:
+        chunk = {**self._head, "object": "chat.completion.chunk", "choices": choices}
+        if self._body.continuous_usage:
+            chunk["usage"] = usage or job.usage(1)
+        elif self._body.includes_usage:
+            chunk["usage"] = usage
+        return event(chunk)

@@ -1,0 +1,172 @@
+"""``POST /v1/completions``: continue texts or token ids, and score them (echo with logprobs)."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Sequence
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Request
+from starlette.responses import Response
+
+from nbflow.server.errors import ApiError, json_response
+from nbflow.server.fields import CompletionBody
+from nbflow.server.job import Job, Piece, mean_logprob
+from nbflow.server.logprobs import CompletionLogprobs, of_prompt
+from nbflow.server.served import Served
+from nbflow.server.sse import DONE, Stream, event, unless_gone
+from nbflow.server.state import ServerState, note, state_of
+from nbflow.server.wishes import make_wishes
+
+router = APIRouter(tags=["OpenAI"])
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+
+
+@router.post("/completions", summary="Continue texts")
+async def completions(
+    body: CompletionBody, request: Request, state: Annotated[ServerState, Depends(state_of)]
+) -> Response:
+    """Continue texts."""
+    served = state.models.generating(body.model)
+    prompts = body.prompts()
+    ids = await asyncio.to_thread(prompt_ids, served, prompts, body.add_special_tokens)
+    most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
+    wishes = await asyncio.to_thread(
+        make_wishes, served, body, ids, most, state.config.limits,
+        continues_text=True, echo=body.echo,
+    )  # fmt: skip
+    answer = _Answer(served, body, body.request_id or request.state.request_id, prompts, ids)
+    job = Job(served, wishes, state.mailbox, state.metrics)
+    n_prompt = sum(map(len, ids))
+    note(request, model=served.name, user=body.user, prompt_tokens=n_prompt, n=len(wishes))
+    if body.stream:
+        await job.__aenter__()  # what is wrong is told by the status, before the stream begins
+        return Stream(answer.stream(job, request), job.leave)
+    async with job:
+        pieces = await unless_gone(request.receive, job.whole())
+    usage = job.usage(len(prompts))
+    note(request, completion_tokens=usage["completion_tokens"])
+    return json_response(answer.whole(pieces, job, usage))
+
+
+def prompt_ids(
+    served: Served, prompts: Sequence[str | list[int]], add_special_tokens: bool
+) -> list[list[int]]:
+    """Return the token ids of prompts."""
+    if not prompts:
+        raise ApiError(400, "there must be at least one text", param="prompt")
+    return [
+        served.text_ids(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+        for prompt in prompts
+    ]
+
+
+class _Answer:
+    """How an answer is written."""
+
+    def __init__(
+        self,
+        served: Served,
+        body: CompletionBody,
+        name: str,
+        prompts: Sequence[str | list[int]],
+        ids: Sequence[list[int]],
+    ) -> None:
+        self._served = served
+        self._body = body
+        self._prompts = prompts
+        self._ids = ids
+        self._head = {
+            "id": f"cmpl-{name}",
+            "object": "text_completion",
+            "created": int(time.time()),
+            "model": body.model or served.name,
+        }
+
+    def whole(self, pieces: list[Piece], job: Job, usage: dict[str, Any]) -> dict[str, Any]:
+        """Return the answer as one object; the choices are prompt-major."""
+        kept: list[Piece] = []
+        n_drawn, n = self._body.n_drawn, self._body.n
+        for start in range(0, len(pieces), n_drawn):
+            some = pieces[start : start + n_drawn]
+            if n_drawn > n:
+                some = sorted(some, key=mean_logprob, reverse=True)[:n]
+            kept += some
+        choices = [self._choice(i, piece, job, True) for i, piece in enumerate(kept)]
+        return {**self._head, "choices": choices, "usage": usage}
+
+    async def stream(self, job: Job, request: Request) -> AsyncIterator[bytes]:
+        """Yield the answer as server-sent events, those of one moment together."""
+        begun: set[int] = set()
+        async for pieces in job:
+            events = []
+            for piece in pieces:
+                if piece.error is not None:
+                    yield event(piece.error.body()) + DONE
+                    return
+                first = piece.index not in begun
+                begun.add(piece.index)
+                events.append(self._event([self._choice(piece.index, piece, job, first)], job))
+            yield b"".join(events)
+        usage = job.usage(len(self._prompts))
+        note(request, completion_tokens=usage["completion_tokens"])
+        yield (self._event([], job, usage) if self._body.includes_usage else b"") + DONE
+
+    def _event(
+        self, choices: list[dict[str, Any]], job: Job, usage: dict[str, Any] | None = None
+    ) -> bytes:
+        chunk: dict[str, Any] = {**self._head, "choices": choices}
+        if self._body.continuous_usage:
+            chunk["usage"] = usage or job.usage(len(self._prompts))
+        elif self._body.includes_usage:
+            chunk["usage"] = usage
+        return event(chunk)
+
+    def _choice(self, index: int, piece: Piece, job: Job, first: bool) -> dict[str, Any]:
+        """Return a choice; `first` is whether it is the place for the prompt's part."""
+        body, request = self._body, job.continuations[piece.index].request
+        prompt = self._prompts[piece.index // body.n_drawn]
+        echoed = self._text_of(prompt) if body.echo else ""
+        logprobs = None
+        if body.logprobs is not None:
+            lines = CompletionLogprobs(self._served, body.logprobs, body.return_tokens_as_token_ids)
+            if body.echo and first:
+                self._add_prompt(lines, request.prompt, request.prompt_results)
+            for e in piece.entries:
+                lines.add(e.token, e.logprob, e.top, len(echoed) + e.offset)
+            logprobs = lines.body()
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": (echoed if first else "") + piece.text,
+            "logprobs": logprobs,
+            "finish_reason": piece.finish_reason,
+        }
+        if piece.finish_reason is not None:
+            choice["stop_reason"] = piece.stop_reason
+        if body.prompt_logprobs is not None:
+            choice["prompt_logprobs"] = of_prompt(
+                self._served, request.prompt, request.prompt_results, body.prompt_logprobs
+            )
+        if body.return_token_ids:
+            choice["token_ids"] = piece.ids
+            choice["prompt_token_ids"] = request.prompt if first else None
+        return choice
+
+    def _text_of(self, prompt: str | list[int]) -> str:
+        if isinstance(prompt, str):
+            return prompt
+        return "" if self._served.tokenizer is None else self._served.tokenizer.decode(prompt)
+
+    def _add_prompt(
+        self,
+        lines: CompletionLogprobs,
+        prompt: Sequence[int],
+        results: Sequence[tuple[float, list[tuple[int, float]]]],
+    ) -> None:
+        """Add the prompt's tokens."""
+        offset = self._served.offsets()
+        lines.first(prompt[0], offset(prompt[0]))
+        for token, (logprob, top) in zip(prompt[1:], results, strict=False):
+            lines.add(token, logprob, top, offset(token))

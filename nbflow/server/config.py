@@ -1,0 +1,312 @@
+"""What a server is told: models, limits, keys.  A TOML file of this form, checked whole.
+
+Every field here is a line of the file and of docs/server.md.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from nbflow.spec.toml_schema import read_toml
+from nbflow_kernels.errors import UsageError, unknown_name
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
+_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_MAX_KEYS_BYTES = 1_000_000
+
+
+class Section(BaseModel):
+    """A table of the file: unknown keys are errors."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class Auth(Section):
+    """Who may use the server: whoever sends one of the keys as ``Authorization: Bearer KEY``."""
+
+    keys: list[str] = []
+    """Keys, in the file itself."""
+    keys_file: str | None = None
+    """A file with one key per line."""
+    keys_env: str | None = None
+    """An environment variable with keys, separated by commas."""
+
+    def digests(self) -> list[bytes]:
+        """Return the SHA-256 of every key; an empty list means that anyone may use the server."""
+        keys = list(self.keys)
+        if self.keys_file is not None:
+            keys += _lines(Path(self.keys_file))
+        if self.keys_env is not None:
+            found = [k.strip() for k in os.environ.get(self.keys_env, "").split(",") if k.strip()]
+            if not found:
+                raise UsageError(
+                    f"auth.keys_env: the environment variable {self.keys_env} holds no key"
+                )
+            keys += found
+        if any(not key or key != key.strip() for key in keys):
+            raise UsageError("auth.keys: a key must not be empty or begin or end with a space")
+        if self.keys_file is not None and not keys:
+            raise UsageError(f"auth.keys_file: {self.keys_file} holds no key")
+        return [hashlib.sha256(key.encode()).digest() for key in keys]
+
+
+class Limits(Section):
+    """What a request and a connection may take."""
+
+    body_bytes: int | str = 4 * 2**20
+    """Longest body of a request, e.g. "4MiB"; more is refused before it is read."""
+    requests: int = Field(default=256, ge=1)
+    """Requests that are worked on at once; the next one gets status 429."""
+    connections: int = Field(default=2048, ge=1)
+    """Open connections; the next one gets status 503."""
+    choices: int = Field(default=128, ge=1)
+    """Most continuations that one request may ask for: prompts times n."""
+    header_s: float = Field(default=10.0, gt=0)
+    """Seconds for the head of a request to arrive."""
+    body_s: float = Field(default=30.0, gt=0)
+    """Seconds for the body of a request to arrive."""
+    slow_reader_s: float = Field(default=30.0, gt=0)
+    """Seconds for which a client may leave its full buffer unread; then it is disconnected."""
+    request_s: float = Field(default=0.0, ge=0)
+    """Seconds until a request ends with what it has; 0: as long as it takes."""
+    drain_s: float = Field(default=60.0, ge=0)
+    """Seconds that accepted requests have to finish after SIGTERM."""
+
+    @field_validator("body_bytes")
+    @classmethod
+    def _bytes(cls, value: int | str) -> int:
+        return size_bytes(value)
+
+
+class Cors(Section):
+    """Which web pages of other origins may call the server."""
+
+    origins: list[str] = []
+    """Origins such as "https://example.org"; ["*"] allows any."""
+
+
+class Logging(Section):
+    """Where and how the server writes what it does."""
+
+    format: Literal["text", "json"] = "text"
+    """Lines for people, or one JSON object per line."""
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    """Least level that is written."""
+    file: str | None = None
+    """A file to append to; by default standard error."""
+
+
+class EngineOptions(Section):
+    """Options of `nbflow.Engine`."""
+
+    max_step_tokens: int | None = Field(default=None, ge=1)
+    """Most tokens in one step."""
+    max_sequences: int | None = Field(default=None, ge=1)
+    """Most sequences that are worked on together."""
+    max_waiting: int = Field(default=1024, ge=1)
+    """Most continuations that wait; the next one gets status 429."""
+    kv_bytes: int | str | None = None
+    """Most bytes of the key/value cache, e.g. "2GiB"."""
+    prefix_cache: bool = True
+    """Whether prompts that begin alike share what has been computed."""
+
+    @field_validator("kv_bytes")
+    @classmethod
+    def _bytes(cls, value: int | str | None) -> int | None:
+        return None if value is None else size_bytes(value)
+
+
+class ModelOptions(Section):
+    """A model: ``[models.NAME]``, where NAME is what clients call it."""
+
+    path: str
+    """MODEL as for `nbflow run`: a folder, a file, or the name of a spec."""
+    aliases: list[str] = []
+    """Other names it answers to, e.g. "gpt-4o-mini" for clients that insist."""
+    spec: str | None = None
+    """Spec file, or name of a model, to use instead of the checkpoint's own."""
+    tokenizer: str | None = None
+    """Tokenizer file, if it does not lie beside the weights."""
+    weights: str | None = None
+    """Weight format, e.g. "q4"; by default as stored."""
+    outliers: float = 0.0
+    """Share of weights kept exactly beside the format."""
+    activations: str = "f32"
+    """Arithmetic of the products: f32, bf16, int8."""
+    kv: str = "f16"
+    """Format of the key/value cache."""
+    partition: str = "0"
+    """Which ranks hold what; the numbers are MPI ranks under mpirun, else threads."""
+    device: str = "auto"
+    """auto or cpu."""
+    max_context: int | None = Field(default=None, ge=1)
+    """Shorten the context."""
+    threads: int | None = Field(default=None, ge=1)
+    """Threads of each rank."""
+    chat_template: str | None = None
+    """Name, file or text of the template for conversations, instead of the model's own."""
+    draft: Literal["ngram"] | None = None
+    """Who proposes tokens that the model then verifies several at a time: "ngram", the text."""
+    n_draft: int = Field(default=5, ge=1, le=64)
+    """How many at a time."""
+    defaults: dict[str, float | int | str | bool] = {}
+    """Decoding parameters for requests that do not state them, e.g. temperature = 0.7."""
+    engine: EngineOptions = EngineOptions()
+    """``[models.NAME.engine]``."""
+
+    def load_options(self) -> dict[str, Any]:
+        """Return the arguments of `nbflow.load` after the model."""
+        names = (
+            "spec",
+            "tokenizer",
+            "weights",
+            "outliers",
+            "activations",
+            "kv",
+            "partition",
+            "device",
+            "max_context",
+            "threads",
+        )
+        return {name: getattr(self, name) for name in names}
+
+
+class ServerConfig(Section):
+    """The whole file."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on; "0.0.0.0" for all: think of keys, and of TLS in front."""
+    port: int = Field(default=8000, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one."""
+    models: dict[str, ModelOptions]
+    """The models."""
+    formats: list[str] = []
+    """Python files that register weight formats; they are executed."""
+    warmup: bool = True
+    """Whether each model generates two tokens before requests are taken, so that its kernels are
+    compiled."""
+    page: bool = True
+    """Whether the chat page is at ``/``."""
+    request_templates: bool = False
+    """Whether a request may bring its own chat template (run in a sandbox)."""
+    auth: Auth = Auth()
+    """``[auth]``."""
+    limits: Limits = Limits()
+    """``[limits]``."""
+    cors: Cors = Cors()
+    """``[cors]``."""
+    log: Logging = Logging()
+    """``[log]``."""
+
+    @field_validator("models")
+    @classmethod
+    def _names(cls, models: dict[str, ModelOptions]) -> dict[str, ModelOptions]:
+        names = [name for key, m in models.items() for name in (key, *m.aliases)]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"the name {twice[0]!r} is given to two models")
+        if not models:
+            raise ValueError("there must be at least one [models.NAME]")
+        return models
+
+
+def size_bytes(value: int | str) -> int:
+    """Return a number of bytes, given as one or as text such as "2GiB"; at least 1."""
+    match = _SIZE.fullmatch(str(value).strip())
+    if isinstance(value, bool) or match is None:
+        raise ValueError(f"must be a number of bytes such as 1000000 or '2GiB', got {value!r}")
+    n = int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+    if not 1 <= n <= 2**60:
+        raise ValueError(f"must be 1 byte or more, got {value!r}")
+    return n
+
+
+def read_config(path: Path) -> ServerConfig:
+    """Read a server's TOML file; the files it names are relative to it.
+
+    Raises
+    ------
+    UsageError
+        If it is not valid TOML, or a key or value is not one of `ServerConfig`.
+    """
+    table = read_toml(path)
+    if "models" not in table:
+        raise UsageError(
+            f"{path}: has no [models.NAME]; a server's file states its models (docs/server.md). "
+            "To serve the model of a spec file, use nbflow serve MODEL --spec FILE"
+        )
+    return beside(make_config(table, str(path)), path.parent)
+
+
+def make_config(table: dict[str, Any], where: str) -> ServerConfig:
+    """Return a checked configuration, or raise `UsageError` that names the key."""
+    try:
+        return ServerConfig.model_validate(table)
+    except ValidationError as error:
+        raise UsageError(f"{where}: {_first(error)}") from None
+
+
+def beside(config: ServerConfig, folder: Path) -> ServerConfig:
+    """Return the configuration with the files that lie in `folder` as paths that lead there."""
+
+    def found(name: str | None) -> str | None:
+        if name is None or len(name) > 4096 or "\n" in name or "{" in name:
+            return name
+        return str(folder / name) if (folder / name).exists() else name
+
+    models = {
+        name: m.model_copy(
+            update={key: found(getattr(m, key)) for key in _FILES if getattr(m, key) is not None}
+        )
+        for name, m in config.models.items()
+    }
+    auth = config.auth.model_copy(update={"keys_file": found(config.auth.keys_file)})
+    formats = [found(name) for name in config.formats]
+    return config.model_copy(update={"models": models, "auth": auth, "formats": formats})
+
+
+_FILES = ("path", "spec", "tokenizer", "chat_template")
+
+
+def _lines(path: Path) -> list[str]:
+    """Return the lines of a small file that are neither empty nor comments."""
+    try:
+        if path.stat().st_size > _MAX_KEYS_BYTES:
+            raise UsageError(f"{path}: a file of keys may have at most {_MAX_KEYS_BYTES} bytes")
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"auth.keys_file: {path} cannot be read: {error}") from error
+    return [line.strip() for line in lines if line.strip() and not line.startswith("#")]
+
+
+def _first(error: ValidationError) -> str:
+    """Return the first finding in words."""
+    found = error.errors()[0]
+    *parents, last = found["loc"] or ("",)
+    where = ".".join(map(str, (*parents, last)))
+    if found["type"] == "extra_forbidden":
+        section = _section(parents)
+        return f"{where}: {unknown_name('key', last, section.model_fields)}"
+    message = found["msg"].removeprefix("Value error, ")
+    shown = "" if isinstance(found["input"], dict) else f", got {found['input']!r:.80}"
+    return f"{where}: {message}{'' if 'got' in message else shown}"
+
+
+def _section(parents: list[int | str]) -> type[BaseModel]:
+    """Return the section that a path of keys leads to."""
+    if parents[:1] == ["models"]:
+        return EngineOptions if parents[2:] == ["engine"] else ModelOptions
+    kinds: dict[str, type[BaseModel]] = {
+        "auth": Auth,
+        "limits": Limits,
+        "cors": Cors,
+        "log": Logging,
+    }
+    return kinds.get(str(parents[0]), ServerConfig) if parents else ServerConfig

@@ -1,0 +1,201 @@
+"""Errors as clients of the OpenAI API expect them: a status and an error object."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from pydantic import BaseModel
+from pydantic_core import ErrorDetails
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+
+from nbflow.server.logs import logger
+from nbflow_kernels.errors import MissingExtraError, UsageError
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    499: "cancelled",
+    503: "service_unavailable",
+}
+_CODES = {401: "invalid_api_key", 413: "body_too_large", 429: "server_busy", 503: "unavailable"}
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """The body of an error."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """An error to be sent to the client.
+
+    Parameters
+    ----------
+    status : int
+        HTTP status.
+    message : str
+        What was wrong, wanted and found, and what to do.
+    param : str, optional
+        The field of the request it is about.
+    code : str, optional
+        A word for programs; by default that of the status.
+    retry_after_s : int, optional
+        When trying again may help; sent as ``Retry-After``.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.param = param
+        self.code = code or _CODES.get(status)
+        self.headers = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
+        if status == 401:
+            self.headers["www-authenticate"] = "Bearer"
+
+    def body(self) -> dict[str, Any]:
+        """Return the error object."""
+        kind = TYPES.get(self.status, "server_error")
+        return {
+            "error": {
+                "message": self.message,
+                "type": kind,
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def response(self) -> Response:
+        """Return the response."""
+        return json_response(self.body(), self.status, self.headers)
+
+
+def json_response(
+    body: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    """Return a JSON response in ASCII: whatever a client sent can be quoted in it."""
+    return Response(json.dumps(body), status, headers, "application/json")
+
+
+def usage(error: UsageError, param: str | None = None) -> ApiError:
+    """Return the error for something the client did wrong."""
+    return ApiError(400, str(error), param=param)
+
+
+def busy(message: str) -> ApiError:
+    """Return the error of a server that has enough to do."""
+    return ApiError(429, message, retry_after_s=1)
+
+
+def add_handlers(app: FastAPI) -> None:
+    """Let an application answer every error with an error object."""
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(UsageError, _usage_error)
+    app.add_exception_handler(MissingExtraError, _missing_extra)
+    app.add_exception_handler(RequestValidationError, _validation_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientDisconnect, _gone)
+    app.add_exception_handler(Exception, _crash)
+
+
+async def _api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.response()
+
+
+async def _usage_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, UsageError)
+    return usage(error).response()
+
+
+async def _missing_extra(_: Request, error: Exception) -> Response:
+    return ApiError(501, str(error), code="missing_extra").response()
+
+
+async def _http_error(request: Request, error: Exception) -> Response:
+    """Answer what the router or the reader of bodies refuses."""
+    assert isinstance(error, HTTPException)
+    if error.status_code == 400:
+        message = "the body is not valid JSON"
+    elif error.status_code == 404:
+        message = f"there is nothing at {request.url.path}; see /openapi.json"
+    elif error.status_code == 405:
+        message = f"{request.url.path} does not take {request.method}"
+    else:
+        message = str(error.detail)
+    answer = ApiError(error.status_code, message)
+    answer.headers |= dict(error.headers or {})
+    return answer.response()
+
+
+async def _validation_error(request: Request, error: Exception) -> Response:
+    """Answer a body that is not what the endpoint takes, with the first finding."""
+    assert isinstance(error, RequestValidationError)
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        shown = f", got {kind!r:.80}" if kind else ""
+        return ApiError(415, f"Content-Type must be application/json{shown}").response()
+    found: ErrorDetails = error.errors()[0]
+    if found["type"] == "json_invalid":
+        return ApiError(400, f"the body is not valid JSON: {found['ctx']['error']}").response()
+    path = [part for part in found["loc"] if part != "body"]
+    message, param = _words(found, path)
+    return ApiError(400, message, param=param).response()
+
+
+def _words(found: ErrorDetails, path: list[int | str]) -> tuple[str, str | None]:
+    """Return the message and the field of a finding."""
+    context = found.get("ctx", {})
+    param = str(context.get("param") or ".".join(map(str, path))) or None
+    message = found["msg"].removeprefix("Value error, ")
+    if found["type"] in ("unknown_field", "refused_field"):
+        return message, param
+    if found["type"] == "missing":
+        return f"{param or 'the body'} is required", param
+    shown = f"; got {found['input']!r:.80}" if _short(found["input"]) else ""
+    return f"{param or 'the body'}: {message[:1].lower()}{message[1:]}{shown}", param
+
+
+def _short(value: Any) -> bool:
+    return isinstance(value, int | float | str | bool | None) and len(str(value)[:100]) < 100
+
+
+async def _gone(_: Request, __: Exception) -> Response:
+    """Answer a client that is not there any more."""
+    return Response(status_code=499)
+
+
+async def _crash(request: Request, error: Exception) -> Response:
+    """Answer what should not happen; the log has the traceback."""
+    logger.error("internal error", exc_info=error, extra={"path": request.url.path})
+    return ApiError(500, "internal error; the server's log has it", code="internal").response()

@@ -1,0 +1,157 @@
+"""A small client of OpenAI's API, for the command line: the standard library is enough."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import ssl
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import urlsplit
+
+from nbflow_kernels.errors import UsageError
+
+_MAX_ANSWER_BYTES = 100_000_000
+_MAX_LINE_BYTES = 10_000_000
+
+
+class HttpClient:
+    """Sends requests to one server.
+
+    Parameters
+    ----------
+    url : str
+        Of the API, e.g. ``http://127.0.0.1:8000/v1``.
+    key : str, optional
+        API key.
+    timeout_s : float
+        Seconds to wait for the next bytes.
+
+    Raises
+    ------
+    UsageError
+        If the URL is none of http or https.
+    """
+
+    def __init__(self, url: str, key: str | None = None, timeout_s: float = 600.0) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise UsageError(f"the URL must be like http://127.0.0.1:8000/v1, got {url!r:.200}")
+        self.url = url
+        self._https = parts.scheme == "https"
+        self._host, self._port = parts.hostname, parts.port
+        self._path = parts.path.rstrip("/")
+        self._headers = {"content-type": "application/json", "accept": "application/json"}
+        if key:
+            self._headers["authorization"] = f"Bearer {key}"
+        self._timeout_s = timeout_s
+
+    def get(self, path: str) -> Any:
+        """Return what is at a path, from JSON."""
+        with _Exchange(self._connect(), "GET", self._path + path, None, self._headers) as response:
+            return _json(response.read(_MAX_ANSWER_BYTES))
+
+    def post(self, path: str, body: Any) -> Any:
+        """Send a body and return the answer, both JSON."""
+        with self._sent(path, body) as response:
+            return _json(response.read(_MAX_ANSWER_BYTES))
+
+    def events(self, path: str, body: Any) -> Iterator[dict[str, Any]]:
+        """Send a body and yield the server-sent events of the answer.
+
+        Raises
+        ------
+        UsageError
+            If the server refuses, an event is an error, or the answer breaks off.
+        """
+        with self._sent(path, body) as response:
+            for line in _lines(response):
+                if line == b"data: [DONE]":
+                    return
+                if line.startswith(b"data: "):
+                    event = _json(line[6:])
+                    if "error" in event:
+                        raise UsageError(f"the server says: {event['error'].get('message')}")
+                    yield event
+        raise UsageError("the connection ended before the answer did")
+
+    def lines(self, path: str, body: Any) -> Iterator[dict[str, Any]]:
+        """Send a body and yield the lines of JSON of the answer."""
+        with self._sent(path, body) as response:
+            for line in _lines(response):
+                if line:
+                    yield _json(line)
+
+    def _sent(self, path: str, body: Any) -> _Exchange:
+        data = json.dumps(body).encode()
+        return _Exchange(self._connect(), "POST", self._path + path, data, self._headers)
+
+    def _connect(self) -> http.client.HTTPConnection:
+        if self._https:
+            return http.client.HTTPSConnection(
+                self._host, self._port, timeout=self._timeout_s,
+                context=ssl.create_default_context(),
+            )  # fmt: skip
+        return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+
+
+class _Exchange:
+    """A request and its response; the connection ends with it."""
+
+    def __init__(
+        self,
+        connection: http.client.HTTPConnection,
+        method: str,
+        path: str,
+        body: bytes | None,
+        headers: dict[str, str],
+    ) -> None:
+        self._connection = connection
+        self._request = (method, path or "/", body, headers)
+
+    def __enter__(self) -> http.client.HTTPResponse:
+        where = f"{self._connection.host}:{self._connection.port}"
+        try:
+            self._connection.request(*self._request)
+            response = self._connection.getresponse()
+        except (OSError, http.client.HTTPException) as error:
+            self._connection.close()
+            raise UsageError(f"no answer from {where}: {error}; is the server running?") from error
+        if response.status >= 400:
+            message = _message(response.read(_MAX_LINE_BYTES))
+            self._connection.close()
+            raise UsageError(f"{where} answers {response.status}: {message}")
+        return response
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+
+def _lines(response: http.client.HTTPResponse) -> Iterator[bytes]:
+    """Yield the lines of a response as they come."""
+    while True:
+        try:
+            line = response.readline(_MAX_LINE_BYTES)
+        except (OSError, http.client.HTTPException) as error:
+            raise UsageError(f"the connection broke off: {error}") from error
+        if not line:
+            return
+        if len(line) == _MAX_LINE_BYTES:
+            raise UsageError(f"the server sent a line of more than {_MAX_LINE_BYTES} bytes")
+        yield line.rstrip(b"\r\n")
+
+
+def _json(data: bytes) -> Any:
+    try:
+        return json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(f"the server's answer is not JSON: {data[:200]!r}") from error
+
+
+def _message(data: bytes) -> str:
+    """Return the message in the body of an error."""
+    try:
+        body = json.loads(data)
+        return str(body.get("error_text") or body["error"]["message"])
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return data[:500].decode("utf-8", "replace")

@@ -1,0 +1,284 @@
+"""Inferflow's ``inferflow_service.ini`` as a configuration of this server.
+
+Every key it knows is put in its place here, or has no effect for a reason that is told, or is
+refused with what to use instead; an unknown key is an error.  docs/server.md has the table.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from nbflow.server.config import ServerConfig, beside, make_config
+from nbflow.server.ini_file import Macros, Sections, number, read_sections, whole
+from nbflow_kernels.errors import UsageError, unknown_name
+
+Table = dict[str, Any]
+Setter = Callable[[Table, str, str], None]
+"""``set(table, value, where)``: put a key's value into a table, or raise."""
+
+_WEIGHTS = ("attn_wq", "attn_wk", "attn_wv", "attn_wo", "ffn_w1", "ffn_w2", "ffn_w3")
+
+
+def read_ini(path: Path) -> ServerConfig:
+    """Read an Inferflow service file.
+
+    Raises
+    ------
+    UsageError
+        If it is not of that form, or asks for what is not offered.
+    """
+    sections = read_sections(path)
+    main = sections.get("main", {})
+    known = {
+        "config_dir": str(path.parent),
+        "app_dir": str(path.parent),
+        "app_name": "nbflow",
+        "run_name": "nbflow",
+        "data_root_dir": sections.get("app_env.base", {}).get("data_root_dir", str(path.parent)),
+        "global_model_dir": main.get("global_model_dir", str(path.parent)),
+    }
+    macros = Macros(sections, known, str(path))
+    table: Table = {"host": "0.0.0.0", "limits": {}, "log": {}}
+    for name, keys in sections.items():
+        setters = _setters(name)
+        if setters is None:
+            raise UsageError(f"{path}: {unknown_name('section', f'[{name}]', _SECTIONS)}")
+        if setters:
+            _apply(keys, setters, table, f"{path}: [{name}]", macros, {})
+    table["models"] = _models(sections, macros, str(path))
+    return beside(make_config(table, str(path)), path.parent)
+
+
+def _apply(
+    keys: Mapping[str, str],
+    setters: Mapping[str, Setter],
+    table: Table,
+    where: str,
+    macros: Macros,
+    more: Mapping[str, str],
+) -> None:
+    """Put the keys of a section into a table."""
+    for key, value in keys.items():
+        if key not in setters:
+            raise UsageError(f"{where}: {unknown_name('key', key, setters)}")
+        setters[key](table, macros(value, more), f"{where} {key}")
+
+
+# ---- what becomes of a key ------------------------------------------------------------------
+
+
+def _to(name: str, read: Callable[[str, str], Any] = lambda value, _: value) -> Setter:
+    """Put the value into the table, at a path of names."""
+    *parents, last = name.split(".")
+
+    def put(table: Table, value: str, where: str) -> None:
+        for parent in parents:
+            table = table.setdefault(parent, {})
+        table[last] = read(value, where)
+
+    return put
+
+
+def _elsewhere(_: Table, __: str, ___: str) -> None:
+    """Leave a key to the function that reads its section as a whole."""
+
+
+def _no_effect(reason: str) -> Setter:
+    """Tell the user why a key changes nothing here."""
+
+    def tell(_: Table, value: str, where: str) -> None:
+        if value:
+            print(f"note: {where} = {value:.80} has no effect: {reason}", file=sys.stderr)
+
+    return tell
+
+
+def _only(allowed: tuple[str, ...], instead: str) -> Setter:
+    """Refuse any value but those that ask for nothing."""
+
+    def check(_: Table, value: str, where: str) -> None:
+        if value.strip().lower() not in allowed:
+            raise UsageError(f"{where} = {value}: not offered; {instead}")
+
+    return check
+
+
+_OFF = ("", "0", "false", "no", "off")
+
+
+def _format(value: str, _: str) -> str | None:
+    """Return a weight format by Inferflow's name; "auto" is as stored."""
+    name = value.strip().lower()
+    return None if name in ("", "auto") else name
+
+
+def _context(table: Table, value: str, where: str) -> None:
+    n = whole(value, where)
+    if n > 0:
+        table["max_context"] = n
+
+
+def _strategy(table: Table, value: str, where: str) -> None:
+    """Read the name of a strategy, or a JSON object with its parameters."""
+    value = value.strip()
+    parameters: Table = {"name": value}
+    if value.startswith("{"):
+        try:
+            parameters = json.loads(value)
+            parameters["name"].lower()
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise UsageError(
+                f"{where} must be a JSON object with a name, got {value!r:.80}"
+            ) from None
+    name = str(parameters.pop("name")).lower()
+    if name:
+        table["defaults"] = {"decoding": f"inferflow.{name.removeprefix('sample.')}", **parameters}
+
+
+_MAIN: dict[str, Setter] = {
+    "http_port": _to("port", whole),
+    "worker_count": _to("limits.requests", whole),
+    "is_study_mode": _only(_OFF, "use nbflow bench"),
+    "global_model_dir": _elsewhere,
+    "default_prompt_template": _no_effect(
+        "Inferflow does not read it either; a model's template is decoder_input_template"
+    ),
+}
+_ENGINE: dict[str, Setter] = {
+    "models": _elsewhere,
+    "devices": _elsewhere,
+    "cpu_threads": _elsewhere,
+    "max_concurrent_queries": _elsewhere,
+    "cpu_layer_count": _only(_OFF, "which ranks hold which layers is said by partition"),
+    "encoder_cpu_layer_count": _only(_OFF, "which ranks hold which layers is said by partition"),
+    "decoder_cpu_layer_count": _only(_OFF, "which ranks hold which layers is said by partition"),
+    "return_output_tensors": _no_effect("requests ask for log-probabilities themselves"),
+    "is_study_mode": _only(_OFF, "use nbflow bench"),
+    "show_tensors": _only(_OFF, "use nbflow spec --program, or the reference executor"),
+}
+_MODEL: dict[str, Setter] = {
+    "model_dir": _to("path"),
+    "model_specification_file": _no_effect(
+        "the architecture is read from config.json or the GGUF file; --spec names another"
+    ),
+    "model_spec_file": _no_effect(
+        "the architecture is read from config.json or the GGUF file; --spec names another"
+    ),
+    "device_weight_data_type": _to("weights", _format),
+    **{
+        f"device_weight_data_type.{name}": _only(
+            ("", "auto"), "one format is for all matrices; write a checkpoint with nbflow quantize"
+        )
+        for name in _WEIGHTS
+    },
+    "host_weight_data_type": _no_effect("Inferflow does not read it either"),
+    "device_kv_cache_data_type": _to("kv", _format),
+    "host_kv_cache_data_type": _no_effect("the cache has one format, device_kv_cache_data_type"),
+    "tensor_quant_threshold": _no_effect(
+        "all matrices of attention and feed-forward get the format, whatever their size"
+    ),
+    "delta_tensor_ratio": _to("outliers", number),
+    "host_kv_cache_percent": _no_effect("the cache of a rank lies where its device computes"),
+    "be_host_embeddings": _no_effect("the embeddings of a rank lie where its device computes"),
+    "devices": _to("partition"),
+    "max_context_len": _context,
+    "decoding_strategy": _strategy,
+    "encoder_input_template": _only(("",), "give a model with an encoder its text as it is"),
+    "decoder_input_template": _to("chat_template"),
+    "prompt_template": _to("chat_template"),
+}
+_BASE: dict[str, Setter] = {
+    "data_root_dir": _elsewhere,
+    "require_enter_key_to_exit": _no_effect("the server ends at SIGTERM"),
+    "is_daemon": _only(_OFF, "let systemd or a container keep it running"),
+}
+_LOGGING: dict[str, Setter] = {
+    "enable_logging": _no_effect("the log goes to standard error; see [log]"),
+    "log_dir": _no_effect("the log goes to standard error; see [log] file"),
+    "log_name": _no_effect("the log goes to standard error; see [log] file"),
+    "max_size_per_file": _no_effect("let logrotate see to it"),
+    "max_file_count": _no_effect("let logrotate see to it"),
+    "color_console": _no_effect("the log has no colours"),
+}
+_STATUS: dict[str, Setter] = {
+    "enable_monitoring": _no_effect("numbers are at /metrics"),
+    "status_file": _no_effect("numbers are at /metrics"),
+    "listening_port": _no_effect("numbers are at /metrics, on the server's port"),
+}
+_SECTIONS = {
+    "main": _MAIN,
+    "transformer_engine": _ENGINE,
+    "app_env.base": _BASE,
+    "app_env.logging": _LOGGING,
+    "app_env.status_manager": _STATUS,
+}
+
+
+def _setters(section: str) -> Mapping[str, Setter] | None:
+    """Return the keys of a section; none of their own for what is read elsewhere."""
+    if section == "prompt_templates" or section.startswith(("model.", "prompt_template.")):
+        return {}
+    return _SECTIONS.get(section)
+
+
+# ---- models and templates -------------------------------------------------------------------
+
+
+def _models(sections: Sections, macros: Macros, where: str) -> Table:
+    """Return the tables of the models that the file lists."""
+    engine = sections.get("transformer_engine", {})
+    listed = macros(engine.get("models", "")).replace(";", ",").split(",")
+    names = [name.strip() for name in listed if name.strip()]
+    if not names:
+        raise UsageError(f"{where}: [transformer_engine] must have models")
+    templates = _templates(sections, where)
+    result = {}
+    for name in names:
+        keys = sections.get(f"model.{name.lower()}")
+        if keys is None or "model_dir" not in keys:
+            raise UsageError(f"{where}: [model.{name}] with model_dir is missing")
+        here = f"{where}: [model.{name}]"
+        model: Table = {"weights": "f16", "kv": "q8", "engine": {"max_sequences": 10}}
+        if "devices" in engine:
+            model["partition"] = macros(engine["devices"])
+        if "cpu_threads" in engine:
+            model["threads"] = whole(macros(engine["cpu_threads"]), f"{where}: cpu_threads")
+        if "max_concurrent_queries" in engine:
+            value = macros(engine["max_concurrent_queries"])
+            model["engine"]["max_sequences"] = whole(value, f"{where}: max_concurrent_queries")
+        _apply(keys, _MODEL, model, here, macros, {"model_name": name})
+        template = model.get("chat_template")
+        if template:
+            model["chat_template"] = templates.get(template.lower(), template)
+        else:
+            model.pop("chat_template", None)
+        model["kv"] = model["kv"] or "f16"
+        result[name] = model
+    return result
+
+
+def _templates(sections: Sections, where: str) -> dict[str, str]:
+    """Return the file's own templates by name: their lines, joined."""
+    listed = sections.get("prompt_templates", {})
+    unknown = [k for k in listed if not k.startswith("prompt_template")]
+    if unknown:
+        known = ("prompt_template_count", "prompt_template1")
+        raise UsageError(f"{where}: [prompt_templates] {unknown_name('key', unknown[0], known)}")
+    result = {}
+    for section, keys in sections.items():
+        if not section.startswith("prompt_template."):
+            continue
+        count = whole(keys.get("line_count", "0"), f"{where}: [{section}] line_count")
+        wanted = [f"line{i + 1}" for i in range(min(count, 10_000))]
+        missing = [name for name in wanted if name not in keys]
+        unknown = [key for key in keys if key != "line_count" and key not in wanted]
+        if missing or unknown:
+            name = (missing or unknown)[0]
+            what = "is missing" if missing else f"is more than line_count = {count}"
+            raise UsageError(f"{where}: [{section}] {name} {what}")
+        result[section.removeprefix("prompt_template.")] = "\n".join(keys[n] for n in wanted)
+    return result

@@ -1,0 +1,273 @@
+"""The continuations of one request: from the engine's events to pieces of text, as they come."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any
+
+from nbflow.engine.engine import EngineClosed, QueueFull
+from nbflow.engine.handle import Handle, TokenEvent
+from nbflow.engine.request import Request, TopLogprobs
+from nbflow.server.errors import ApiError, busy
+from nbflow.server.logs import logger
+from nbflow.server.mailbox import Mailbox
+from nbflow.server.metrics import Clock, Metrics
+from nbflow.server.served import Served
+from nbflow_kernels.errors import UsageError
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A token and how probable it was."""
+
+    token: int
+    logprob: float
+    """Natural logarithm of its probability."""
+    top: TopLogprobs
+    """The most probable tokens in its place."""
+    offset: int
+    """Characters of text before it."""
+
+
+@dataclass
+class Piece:
+    """What became known of a continuation at one time."""
+
+    index: int
+    """Which of the request's continuations."""
+    text: str = ""
+    entries: list[Entry] = field(default_factory=list)
+    finish_reason: str | None = None
+    """"stop" or "length" with the last piece."""
+    stop_reason: str | None = None
+    """The stop text that was found."""
+    error: ApiError | None = None
+    """Why there will be no more, if that is a failure."""
+
+    @property
+    def ids(self) -> list[int]:
+        """The new token ids."""
+        return [entry.token for entry in self.entries]
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A continuation that is wanted."""
+
+    request: Request
+    stops: Sequence[str] = ()
+    include_stop: bool = False
+    continues_text: bool = False
+    """Whether the text goes on where the prompt ends, with a space if that begins a word."""
+
+
+_CONTEXT = 8  # tokens of the prompt that decide how the first new one is spelt
+
+
+class Continuation:
+    """One sequence: gathers its events into pieces.  Lives on the event loop's thread."""
+
+    def __init__(self, index: int, wish: Wish, served: Served, metrics: Metrics) -> None:
+        self.index = index
+        self.request = wish.request
+        before = wish.request.prompt[-_CONTEXT:] if wish.continues_text else ()
+        self._text = served.text_stream(wish.stops, wish.include_stop, before)
+        self._offsets = served.offsets(before) if wish.request.wants_logprobs else None
+        self._served = served
+        self._clock = Clock(metrics, served.name)
+        self.handle: Handle | None = None
+        self.n_prompt = len(self.request.encoder_ids or self.request.prompt)
+        """Tokens of the prompt; where there is an encoder, it reads the prompt."""
+        self.n_tokens = 0
+        """New tokens so far."""
+        self.finished = False
+
+    def take(self, events: Sequence[TokenEvent]) -> Piece | None:
+        """Return what events of the engine tell; None if that is nothing."""
+        if self.finished:  # tokens that were under way when a stop text was found
+            return None
+        piece, texts = Piece(self.index), []
+        for event in events:
+            if event.token is not None:
+                self.n_tokens += 1
+                offset = 0 if self._offsets is None else self._offsets(event.token)
+                top = event.top_logprobs or []
+                piece.entries.append(Entry(event.token, event.logprob, top, offset))
+                texts.append(self._text.push(event.token))
+            if self._text.stopped is not None:
+                self._end(piece, "stop")
+                break
+            if event.finish_reason is not None:
+                texts.append(self._text.finish())
+                self._end_as(piece, event)
+                break
+        piece.text = "".join(texts)
+        piece.stop_reason = self._text.stopped
+        if piece.entries:
+            self._clock.tokens(len(piece.entries))
+        if self.finished:
+            reason = piece.finish_reason or "error"
+            self._clock.end(reason, self.n_prompt, self.n_tokens, self._queued_s)
+        return piece if piece.text or piece.entries or self.finished else None
+
+    def _end_as(self, piece: Piece, event: TokenEvent) -> None:
+        """End as the engine says."""
+        if event.finish_reason == "error":
+            error = event.error or RuntimeError("unknown")
+            logger.error("a sequence failed", exc_info=error)
+            what = str(error) if isinstance(error, UsageError) else "see the server's log"
+            piece.error = ApiError(500, f"the model could not go on: {what}", code="step_failed")
+        elif event.finish_reason == "abort":
+            piece.error = ApiError(503, "the server is stopping", retry_after_s=1)
+        elif self._text.stopped is not None:
+            self._end(piece, "stop")
+            return
+        # a request that ran out of time has what there was time for
+        reason = "length" if event.finish_reason == "deadline" else event.finish_reason
+        self._end(piece, reason if piece.error is None else None)
+
+    def _end(self, piece: Piece, reason: str | None) -> None:
+        piece.finish_reason = reason
+        self.finished = True
+        self.cancel()
+
+    @property
+    def _queued_s(self) -> float | None:
+        """How long it waited before its first step."""
+        if self.handle is None or self.handle.timings.started is None:
+            return None
+        return self.handle.timings.started - self.handle.timings.submitted
+
+    def cancel(self) -> None:
+        """Tell the engine that no more is wanted."""
+        if self.handle is not None and not self.handle.done:
+            self.handle.cancel()
+
+    def abandon(self) -> None:
+        """End without being asked for more, because the client is gone."""
+        if not self.finished and self.handle is not None:
+            self.finished = True
+            self.cancel()
+            self._clock.end("abort", self.n_prompt, self.n_tokens, None)
+
+
+class Job:
+    """All continuations of one request.
+
+    An asynchronous context manager: on leaving it, whatever has not ended is cancelled.  Iterating
+    gives lists of pieces: all that came since the last time.
+
+    Parameters
+    ----------
+    served : Served
+        The model.
+    wishes : sequence of Wish
+        What is wanted.
+    mailbox : Mailbox
+        The way from the engine's thread.
+    metrics : Metrics
+        Where times are noted.
+    """
+
+    def __init__(
+        self, served: Served, wishes: Sequence[Wish], mailbox: Mailbox, metrics: Metrics
+    ) -> None:
+        self._served = served
+        self._mailbox = mailbox
+        self.continuations = [
+            Continuation(i, wish, served, metrics) for i, wish in enumerate(wishes)
+        ]
+        self._pieces: list[Piece] = []
+        self._news = asyncio.Event()
+
+    async def __aenter__(self) -> Job:
+        try:
+            for continuation in self.continuations:
+                self._submit(continuation)
+        except QueueFull as error:
+            self.leave()
+            raise busy(str(error)) from error
+        except EngineClosed as error:
+            self.leave()
+            raise ApiError(503, str(error), retry_after_s=1) from error
+        except BaseException:
+            self.leave()
+            raise
+        return self
+
+    def _submit(self, continuation: Continuation) -> None:
+        def on_events(_: Handle, events: list[TokenEvent]) -> None:  # on the engine's thread
+            self._mailbox.post(self._take, continuation, events)
+
+        continuation.handle = self._served.engine.submit(continuation.request, on_events)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Cancel what has not ended."""
+        for continuation in self.continuations:
+            continuation.abandon()
+
+    def _take(self, continuation: Continuation, events: list[TokenEvent]) -> None:
+        piece = continuation.take(events)
+        if piece is not None:
+            self._pieces.append(piece)
+            self._news.set()
+
+    async def __aiter__(self) -> AsyncIterator[list[Piece]]:
+        while True:
+            if not self._pieces:
+                if all(c.finished for c in self.continuations):
+                    return
+                self._news.clear()
+                await self._news.wait()
+            pieces, self._pieces = self._pieces, []
+            yield pieces
+
+    async def whole(self) -> list[Piece]:
+        """Return one piece for each continuation, with all of it; raise if one failed."""
+        results = [Piece(c.index) for c in self.continuations]
+        texts: list[list[str]] = [[] for _ in results]
+        async for pieces in self:
+            for piece in pieces:
+                if piece.error is not None:
+                    raise piece.error
+                result = results[piece.index]
+                texts[piece.index].append(piece.text)
+                result.entries += piece.entries
+                result.finish_reason = piece.finish_reason
+                result.stop_reason = piece.stop_reason
+        for result, parts in zip(results, texts, strict=True):
+            result.text = "".join(parts)
+        return results
+
+    def usage(self, n_prompts: int) -> dict[str, Any]:
+        """Return the numbers of tokens; a prompt with several continuations counts once."""
+        each = max(1, len(self.continuations) // max(1, n_prompts))
+        firsts = self.continuations[::each]
+        prompt = sum(c.n_prompt for c in firsts)
+        new = sum(c.n_tokens for c in self.continuations)
+        cached = sum(c.handle.cached_tokens for c in firsts if c.handle is not None)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+def mean_logprob(piece: Piece) -> float:
+    """Return the log-probability per token, by which the best of several is chosen."""
+    if not piece.entries:
+        return -math.inf
+    return sum(entry.logprob for entry in piece.entries) / len(piece.entries)

@@ -1,0 +1,81 @@
+"""What the server writes about itself: one line per event, for people or for programs."""
+
+from __future__ import annotations
+
+import contextvars
+import json
+import logging
+import sys
+import time
+from typing import Any
+
+from nbflow.server.config import Logging
+
+logger = logging.getLogger("nbflow.server")
+
+request_id: contextvars.ContextVar[str] = contextvars.ContextVar("request_id", default="")
+"""Of the request that is being worked on; part of every line."""
+
+_STANDARD = set(logging.makeLogRecord({}).__dict__) | {"message", "asctime", "color_message"}
+
+
+def set_up(config: Logging) -> None:
+    """Let nbflow's and uvicorn's loggers write as configured."""
+    handler: logging.Handler = (
+        logging.StreamHandler(sys.stderr)
+        if config.file is None
+        else logging.FileHandler(config.file)
+    )
+    handler.setFormatter(JsonLines() if config.format == "json" else TextLines())
+    for name in ("nbflow.server", "nbflow.engine", "uvicorn.error", "asyncio"):
+        log = logging.getLogger(name)
+        log.handlers = [handler]
+        log.propagate = False
+        log.setLevel(config.level.upper())
+    if config.level == "info":  # its starting and stopping is told in our own words
+        logging.getLogger("uvicorn.error").setLevel("WARNING")
+    logging.getLogger("asyncio").setLevel("ERROR")  # clients that hang up are no news
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """Return what a line says beside its message."""
+    given = {k: v for k, v in record.__dict__.items() if k not in _STANDARD and v is not None}
+    ours = request_id.get()
+    return {"request_id": ours, **given} if ours else given
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object per line: time, level, event, and what belongs to the event."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        line = {
+            "time": time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+            + f".{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "event": record.getMessage(),
+            **_fields(record),
+        }
+        if record.exc_info:
+            line["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(line, default=str)
+
+
+class TextLines(logging.Formatter):
+    """Time, level, event and ``name=value`` pairs; control characters are escaped."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """Return the line."""
+        moment = time.strftime("%H:%M:%S", time.localtime(record.created))
+        pairs = " ".join(f"{key}={_shown(value)}" for key, value in _fields(record).items())
+        line = f"{moment} {record.levelname.lower()} {_plain(record.getMessage())} {pairs}".rstrip()
+        return f"{line}\n{self.formatException(record.exc_info)}" if record.exc_info else line
+
+
+def _shown(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else _plain(str(value))
+
+
+def _plain(text: str) -> str:
+    """Return text that cannot end a line or colour a terminal."""
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)

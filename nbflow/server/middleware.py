@@ -1,0 +1,208 @@
+"""What every request goes through: a name and a line in the log, keys, limits, its body.
+
+From the outside in: `Front` (name, log, errors), CORS, `Gate` (draining, keys, how many at once),
+`Bodies` (size and time).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import hmac
+import re
+import time
+import uuid
+from collections.abc import MutableMapping, Sequence
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from nbflow.server.config import Limits
+from nbflow.server.errors import ApiError
+from nbflow.server.logs import logger, request_id
+from nbflow.server.state import ServerState
+
+_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+_OPEN = frozenset({"/", "/health", "/ready", "/favicon.ico"})
+"""Paths that need no key: they tell nothing and cost nothing."""
+_OPEN_FOLDER = "/page/"
+
+
+class Front:
+    """Names a request, notes in the log how it ended, and answers what nobody else has."""
+
+    def __init__(self, app: ASGIApp, state: ServerState) -> None:
+        self._app = app
+        self._state = state
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on."""
+        if scope["type"] != "http":
+            return
+        given = _header(scope, b"x-request-id")
+        name = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        request_id.set(name)
+        note: dict[str, Any] = scope.setdefault("state", {})
+        note["log"], note["request_id"] = {}, name
+        started, status, complete = time.monotonic(), 0, False
+
+        async def named(message: Message) -> None:
+            nonlocal status, complete
+            if message["type"] == "http.response.start":
+                status = message["status"]
+                message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
+            else:
+                complete = not message.get("more_body", False)
+            await send(message)
+
+        try:
+            await self._app(scope, receive, named)
+        except Exception as error:
+            if complete:
+                return  # it has been answered and written to the log
+            logger.error("internal error", exc_info=error, extra={"path": scope["path"]})
+            if status:
+                raise  # the response has begun: all that is left is to break it off
+            answer = ApiError(500, "internal error; the server's log has it", code="internal")
+            await answer.response()(scope, receive, named)
+        finally:
+            self._note(scope, status or 499, time.monotonic() - started)
+
+    def _note(self, scope: Scope, status: int, seconds: float) -> None:
+        """Write the line and count."""
+        route = scope.get("route")
+        path = getattr(route, "path", "other")  # no label for every path that somebody tries
+        self._state.metrics.http.labels(path, str(status)).inc()
+        level = "info" if scope["method"] == "POST" or status >= 400 else "debug"
+        getattr(logger, level)(
+            "request",
+            extra={
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": status,
+                "seconds": round(seconds, 6),
+                **scope["state"]["log"],
+            },
+        )
+
+
+class Gate:
+    """Refuses whom it does not know, and what is too much."""
+
+    def __init__(self, app: ASGIApp, state: ServerState, digests: Sequence[bytes]) -> None:
+        self._app = app
+        self._state = state
+        self._digests = digests
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or answer it."""
+        state = self._state
+        refusal = self._refusal(scope)
+        if refusal is not None:
+            await refusal.response()(scope, receive, send)
+            return
+        counts = scope["method"] == "POST"
+        state.n_requests += counts
+        try:
+            await self._app(scope, receive, send)
+        finally:
+            state.n_requests -= counts
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        """Return why a request is not taken, if it is not."""
+        state = self._state
+        path: str = scope["path"]
+        is_open = (path in _OPEN and scope["method"] != "POST") or path.startswith(_OPEN_FOLDER)
+        if self._digests and not is_open and not self._knows(_header(scope, b"authorization")):
+            return ApiError(
+                401, "this server wants an API key: send the header Authorization: Bearer KEY"
+            )
+        if scope["method"] != "POST":
+            return None
+        if state.draining:
+            error = ApiError(503, "the server is stopping", retry_after_s=1)
+            error.headers["connection"] = "close"
+            return error
+        most = state.config.limits.requests
+        if state.n_requests >= most:
+            return ApiError(
+                429, f"the server works on {most} requests, its limit; try again", retry_after_s=1
+            )
+        return None
+
+    def _knows(self, authorization: str) -> bool:
+        """Return whether a header has one of the keys; how long it takes does not tell which."""
+        scheme, _, key = authorization.partition(" ")
+        given = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        found = [hmac.compare_digest(given, digest) for digest in self._digests]
+        return scheme.lower() == "bearer" and any(found)
+
+
+class Bodies:
+    """Reads bodies, up to a size and within a time."""
+
+    def __init__(self, app: ASGIApp, limits: Limits) -> None:
+        self._app = app
+        self._most = int(limits.body_bytes)
+        self._seconds = limits.body_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on with its body, or answer it."""
+        try:
+            stated = _header(scope, b"content-length")
+            if stated.isdigit() and int(stated[:20]) > self._most:
+                raise self._too_long()
+            async with asyncio.timeout(self._seconds):
+                body = await self._read(receive)
+        except TimeoutError:
+            text = f"the body did not arrive within {self._seconds:g} s"
+            await _closing(ApiError(408, text)).response()(scope, receive, send)
+            return
+        except ApiError as error:
+            await _closing(error).response()(scope, receive, send)
+            return
+        if body is None:
+            return  # the client is gone
+        given = False
+
+        async def replay() -> Message:
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self._app(scope, replay, send)
+
+    async def _read(self, receive: Receive) -> bytes | None:
+        parts, size = [], 0
+        while True:
+            message: MutableMapping[str, Any] = await receive()
+            if message["type"] == "http.disconnect":
+                return None
+            parts.append(message.get("body", b""))
+            size += len(parts[-1])
+            if size > self._most:
+                raise self._too_long()
+            if not message.get("more_body", False):
+                return b"".join(parts)
+
+    def _too_long(self) -> ApiError:
+        return ApiError(413, f"the body may have at most {self._most:,} bytes (limits.body_bytes)")
+
+
+def _closing(error: ApiError) -> ApiError:
+    """Let the connection end with the response: the rest of the body is not wanted."""
+    error.headers["connection"] = "close"
+    return error
+
+
+def _header(scope: Scope, name: bytes) -> str:
+    """Return a header, "" if there is none."""
+    for key, value in scope["headers"]:
+        if key == name:
+            return str(value.decode("latin-1"))
+    return ""
+
+
+__all__ = ["Bodies", "Front", "Gate"]

@@ -1,0 +1,244 @@
+"""From a configuration to a server that runs, and to its end without losing what it accepted."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
+
+import uvicorn
+
+import nbflow
+from nbflow.engine.engine import Engine
+from nbflow.parallel import Comm, world
+from nbflow.server.app import around, make_app
+from nbflow.server.config import ServerConfig
+from nbflow.server.connections import protocol_class
+from nbflow.server.logs import logger, set_up
+from nbflow.server.mailbox import Mailbox
+from nbflow.server.served import Models, Served
+from nbflow.server.state import ServerState
+from nbflow_kernels import load_formats
+from nbflow_kernels.errors import UsageError
+
+_LAST_S = 5.0
+"""Seconds for connections to take what has been sent, after the last request has ended."""
+_THREADS = 32
+"""Threads for tokenizers, templates and waiting for embeddings."""
+_UNREAD_MS = 30_000
+
+
+def serve(config: ServerConfig) -> int:
+    """Serve until a signal says to stop; return the exit code.
+
+    Under mpirun every rank calls it.  Rank 0 takes the requests; the others do its steps.
+
+    Parameters
+    ----------
+    config : ServerConfig
+        What to serve and how.
+
+    Raises
+    ------
+    UsageError
+        If a model cannot be loaded, or the address is not free.
+    """
+    for file in config.formats:
+        load_formats(file)
+    digests = config.auth.digests()
+    comm = world()
+    if comm.size > 1 and len(config.models) > 1:
+        raise UsageError("with several MPI ranks one model can be served; start a server for each")
+    listener = _begin(config, comm)
+    if listener is None:
+        _follow(config)
+        return 0
+    with contextlib.ExitStack() as stack:
+        stack.callback(listener.close)
+        models = Models([stack.enter_context(_served(n, config)) for n in config.models])
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        logger.info("serving", extra={"url": f"http://{shown}:{port}", "keys": len(digests)})
+        print(f"nbflow serves {', '.join(models.by_name)} at http://{shown}:{port}", flush=True)
+        asyncio.run(_run(config, models, digests, listener))
+    logger.info("stopped")
+    return 0
+
+
+def _begin(config: ServerConfig, comm: Comm) -> socket.socket | None:
+    """Open the log and take the address, on rank 0; raise on every rank if that fails."""
+    listener, failure = None, None
+    if comm.rank == 0:
+        try:
+            set_up(config.log)
+            listener = _listen(config.host, config.port)
+        except (UsageError, OSError) as error:
+            failure = str(error)
+    failure = comm.bcast_object(failure)
+    if failure is not None:
+        raise UsageError(failure)
+    return listener
+
+
+@contextlib.contextmanager
+def _served(name: str, config: ServerConfig) -> Iterator[Served]:
+    """Load a model and start its engine."""
+    options = config.models[name]
+    started = time.monotonic()
+    with nbflow.load(options.path, **options.load_options()) as model:
+        _check_ranks(model)
+        engine = Engine(model, **options.engine.model_dump())
+        engine.start()
+        try:
+            served = Served(name, options, model, engine)
+            loaded = time.monotonic()
+            if config.warmup and served.generates:
+                _warm_up(served)
+            logger.info(
+                "model ready",
+                extra={
+                    "model": name,
+                    "load_s": round(loaded - started, 3),
+                    "warmup_s": round(time.monotonic() - loaded, 3),
+                },
+            )
+            yield served
+        finally:
+            engine.close()
+
+
+def _warm_up(served: Served) -> None:
+    """Let everything that most requests need be compiled."""
+    prompt = [0, 0]
+    greedy = served.model.make_request(prompt, 2, "greedy", 0, True)
+    drawn = served.model.make_request(prompt, 2, "filters", 0, True, top_p=0.9)
+    told = served.model.make_request(prompt, 2, "greedy", 0, True)
+    told.n_top_logprobs = told.prompt_logprobs = 1
+    for request in (greedy, drawn, told):
+        served.engine.submit(request).result()
+
+
+def _check_ranks(model: nbflow.Model) -> None:
+    """Rank 0 takes the requests: it must be part of every model.  Every rank checks it."""
+    if 0 not in model.plan.numbers:
+        raise UsageError(
+            f"rank 0 takes the requests and must be in the partition, got "
+            f"{model.plan.partition!r}; number the ranks so that 0 is among them"
+        )
+
+
+def _follow(config: ServerConfig) -> None:
+    """Do the steps that rank 0 says, until it says that there are no more."""
+    (options,) = config.models.values()
+    with nbflow.load(options.path, **options.load_options()) as model:
+        _check_ranks(model)
+        if model.participates:
+            Engine(model, **options.engine.model_dump()).follow()
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """Return a socket bound to the address; it does not listen yet."""
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        sock = socket.socket(family, kind, protocol)
+    except OSError as error:
+        raise UsageError(f"host {host!r}: {error.strerror}") from error
+    if sys.platform != "win32":
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):  # a closed connection does not wait for its reader
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MS)
+    try:
+        sock.bind(address)
+    except OSError as error:
+        sock.close()
+        raise UsageError(
+            f"{host}:{port} is not free ({error.strerror}); choose another --port"
+        ) from error
+    return sock
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's server, with signals left to us."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Do nothing."""
+        yield
+
+
+async def _run(
+    config: ServerConfig, models: Models, digests: list[bytes], listener: socket.socket
+) -> None:
+    """Serve until told to stop, then finish what was accepted."""
+    loop = asyncio.get_running_loop()
+    loop.set_default_executor(ThreadPoolExecutor(_THREADS, "nbflow-server"))
+    state = ServerState(config, models, Mailbox(loop))
+    limits = config.limits
+    protocol = protocol_class(limits.header_s, limits.slow_reader_s, limits.connections)
+    settings = uvicorn.Config(
+        around(make_app(state), state, digests),
+        http=protocol,
+        ws="none",
+        loop="none",
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        backlog=limits.connections,
+        timeout_graceful_shutdown=round(_LAST_S),
+    )
+    server = _Server(settings)
+    stopping = asyncio.Event()
+    with _signals(loop, lambda: _stop(state, server, stopping)):
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        waiting = asyncio.ensure_future(stopping.wait())
+        await asyncio.wait([serving, waiting], return_when=asyncio.FIRST_COMPLETED)
+        waiting.cancel()
+        if not serving.done():
+            await _drain(state, server)
+        await serving
+
+
+def _stop(state: ServerState, server: uvicorn.Server, stopping: asyncio.Event) -> None:
+    """Begin to stop; the second time, stop at once."""
+    if state.draining:
+        server.force_exit = server.should_exit = True
+    state.draining = True
+    stopping.set()
+
+
+async def _drain(state: ServerState, server: uvicorn.Server) -> None:
+    """Let accepted requests finish, then the server stop."""
+    logger.info("draining", extra={"requests": state.n_requests})
+    deadline = time.monotonic() + state.config.limits.drain_s
+    while state.n_requests and time.monotonic() < deadline and not server.should_exit:
+        await asyncio.sleep(0.02)
+    if state.n_requests:
+        logger.warning("stopping with requests under way", extra={"requests": state.n_requests})
+    for served in state.models.all:  # what is left ends with an error that says why
+        await asyncio.to_thread(served.engine.close)
+    await asyncio.sleep(0.05)
+    server.should_exit = True
+
+
+@contextlib.contextmanager
+def _signals(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> Iterator[None]:
+    """Let SIGTERM and SIGINT call `stop` on the loop."""
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        loop.call_soon_threadsafe(stop)
+
+    before = {s: signal.signal(s, handler) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)

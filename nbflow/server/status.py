@@ -1,0 +1,84 @@
+"""How the server is: health, metrics, version."""
+
+from __future__ import annotations
+
+import os
+import platform
+import time
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends
+from starlette.responses import Response
+
+import nbflow
+from nbflow.server.errors import json_response
+from nbflow.server.state import ServerState, state_of
+
+router = APIRouter(tags=["server"])
+State = Annotated[ServerState, Depends(state_of)]
+
+
+@router.get("/health", summary="Whether the server works")
+async def health(state: State) -> Response:
+    """Return 200 while the engines run, also while the server finishes its last requests."""
+    dead = [served.name for served in state.models.all if not served.engine.alive]
+    if dead:
+        return json_response({"status": "failed", "models": dead}, 503)
+    return json_response({"status": "draining" if state.draining else "ok"})
+
+
+@router.get("/ready", summary="Whether the server takes requests")
+async def ready(state: State) -> Response:
+    """Return 200 if a request would be taken now."""
+    if state.draining:
+        return json_response({"status": "draining"}, 503)
+    return await health(state)
+
+
+@router.get("/metrics", summary="Numbers for Prometheus", response_class=Response)
+async def metrics(state: State) -> Response:
+    """Return numbers for Prometheus."""
+    return Response(state.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+@router.get("/version", summary="The version")
+async def version() -> Response:
+    """Return the version."""
+    return json_response({"version": nbflow.__version__})
+
+
+@router.get("/server_info", summary="What the server runs")
+async def server_info(state: State) -> Response:
+    """Return models, limits and machine; no keys."""
+    config = state.config
+    return json_response(
+        {
+            "version": nbflow.__version__,
+            "python": platform.python_version(),
+            "machine": platform.machine(),
+            "pid": os.getpid(),
+            "uptime_s": round(time.time() - state.started, 3),
+            "draining": state.draining,
+            "requests": state.n_requests,
+            "limits": config.limits.model_dump(),
+            "models": {served.name: _about(served) for served in state.models.all},
+        }
+    )
+
+
+def _about(served: Any) -> dict[str, Any]:
+    """Return what a model is and how it is held."""
+    spec, options = served.model.spec, served.options
+    return {
+        "spec": spec.name,
+        "aliases": options.aliases,
+        "max_context": spec.max_context,
+        "vocab_size": spec.vocab_size,
+        "weights": options.weights or "as stored",
+        "kv": options.kv,
+        "activations": options.activations,
+        "partition": options.partition,
+        "threads": served.model.threads,
+        "engine": options.engine.model_dump(),
+        "defaults": served.defaults,
+    }

@@ -1,0 +1,94 @@
+"""From the fields of a body to requests of the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Sequence
+
+from nbflow.engine.request import Request
+from nbflow.server.config import Limits
+from nbflow.server.errors import ApiError
+from nbflow.server.fields import Sampling
+from nbflow.server.job import Wish
+from nbflow.server.parameters import make_strategy
+from nbflow.server.served import Served
+
+
+def make_wishes(
+    served: Served,
+    body: Sampling,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int | None,
+    limits: Limits,
+    *,
+    continues_text: bool,
+    echo: bool = False,
+) -> list[Wish]:
+    """Return the continuations that a body asks for: prompt by prompt, n of each.
+
+    It may take a while (a schema becomes a grammar): call it in a thread.
+
+    Parameters
+    ----------
+    served : Served
+        The model.
+    body : Sampling
+        The fields.
+    prompts : sequence of sequence of int
+        Token ids of each prompt; for a model with an encoder, the encoder's.
+    max_tokens : int or None
+        Most new tokens; None for what the context has room for.
+    limits : Limits
+        What one request may take.
+    continues_text : bool
+        See `Wish`.
+    echo : bool
+        Whether the prompt's log-probabilities are to be told with the tokens'.
+
+    Raises
+    ------
+    ApiError, UsageError
+        If the model cannot do what the body asks for.
+    """
+    n = body.n_drawn
+    if len(prompts) * n > limits.choices:
+        raise ApiError(
+            400,
+            f"{len(prompts)} prompts x {n} continuations are more than {limits.choices}, the most "
+            "that one request may ask for (limits.choices); send several requests",
+            param="n",
+        )
+    seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
+    strategy, stop_ids = make_strategy(served, body)
+    most = served.model.spec.max_context if max_tokens is None else max_tokens
+    wishes = []
+    for prompt in prompts:
+        first = served.model.make_request(
+            list(prompt), max(most, 1), strategy, 0, True,
+            draft=served.options.draft, n_draft=served.options.n_draft,
+        )  # fmt: skip
+        first.max_tokens = min(most, first.max_tokens)  # 0 reads the prompt alone
+        first.stop_ids = stop_ids
+        _add_wishes(first, body, echo, n > body.n, limits.request_s)
+        for i in range(n):
+            request = dataclasses.replace(first.copy(), seed=(seed + i) % 2**64)
+            wishes.append(
+                Wish(request, body.stops, body.include_stop_str_in_output, continues_text)
+            )
+    return wishes
+
+
+def _add_wishes(
+    request: Request, body: Sampling, echo: bool, compares: bool, request_s: float
+) -> None:
+    """Put into a request what is wanted beside its tokens."""
+    n_top = body.n_top_logprobs
+    request.wants_logprobs = n_top is not None or compares
+    request.n_top_logprobs = n_top or 0
+    request.prompt_logprobs = body.prompt_logprobs
+    if echo and n_top is not None:
+        request.prompt_logprobs = max(n_top, body.prompt_logprobs or 0)
+    request.priority = body.priority
+    request.cache_salt = body.cache_salt
+    request.deadline = request_s or None

@@ -1,0 +1,71 @@
+"""What the compiled kernels of attention, the cache and sampling are made of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import nbflow_ptx
+from nbflow_kernels.attention import cuda as attention
+from nbflow_kernels.kvcache import cuda as kvcache
+from nbflow_kernels.kvcache.rows import F16, KINDS
+from nbflow_kernels.sampling import cuda as sampling
+
+pytestmark = pytest.mark.compiler
+
+
+def facts(kernel: Any, arch: str) -> nbflow_ptx.KernelFacts:
+    code, entry = kernel.compile(arch, "ptx")
+    found = nbflow_ptx.lint(code.decode(), arch)[entry]
+    assert found.registers is not None, found.registers_from
+    assert (found.spill_stores, found.spill_loads) == (0, 0)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("D_qk", "D_vo", "exact", "many", "arch", "most_registers"),
+    [
+        (128, 128, True, False, "sm_90", 128),  # 4 thread blocks of 128 on a multiprocessor
+        (128, 128, False, False, "sm_80", 128),
+        (128, 128, True, True, "sm_80", 255),  # 2: shared memory does not hold more
+        (128, 128, False, True, "sm_90", 255),
+        (192, 128, True, True, "sm_90", 255),
+        (256, 256, True, False, "sm_90", 168),  # 3
+    ],
+)
+def test_tensor_core_kernels_keep_sums_in_registers_and_copy_16_bytes(
+    D_qk: int, D_vo: int, exact: bool, many: bool, arch: str, most_registers: int
+) -> None:
+    found = facts(attention.tensor_core_kernel(F16, D_qk, D_vo, exact, many), arch)
+    assert (found.fp64, found.local_accesses, found.stack_bytes) == (0, 0, 0)
+    assert found.async_copies
+    steps = D_qk // 16 * 2 * (4 if many else 1)  # products of queries and keys
+    steps += 4 * ((D_vo // 8 if many else -(-D_vo // 32)) + 1)  # of weights and values, and 1
+    # the compiler may duplicate a loop's body, but never computes less
+    assert (found.tensor_core or 0) >= steps * (2 if exact else 1)
+    assert found.registers is not None
+    assert found.registers <= most_registers
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_general_kernel_and_merging_have_no_float64(arch: str) -> None:
+    for kernel in (attention.general_kernel(KINDS["q8_0"]), attention.merge_splits_kernel):
+        assert facts(kernel, arch).fp64 == 0
+
+
+def test_appending_moves_16_bytes_at_once() -> None:
+    found = facts(kvcache.append_kernel(F16), "sm_90")
+    assert (found.fp64, found.stack_bytes) == (0, 0)
+    assert found.wide_loads > 0
+    assert 8 in (found.global_stores or {})  # four float16
+    assert facts(kvcache.append_kernel(KINDS["q8_0"]), "sm_80").fp64 == 0
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_samplers_stay_in_registers(arch: str) -> None:
+    """1024 threads a row: 64 registers each are what there is."""
+    for kernel in (sampling.sample_kernel, sampling.sample_logits_kernel):
+        found = facts(kernel, arch)
+        assert found.registers is not None
+        assert found.registers <= 64

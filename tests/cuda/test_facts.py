@@ -1,0 +1,76 @@
+"""What the compiled kernels are made of: registers, widths of accesses, no float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import nbflow_kernels as nk
+import nbflow_ptx
+from nbflow_kernels.activation import cuda as activation
+from nbflow_kernels.embedding import cuda as embedding
+from nbflow_kernels.logits import cuda as logits
+from nbflow_kernels.norm import cuda as norm
+from nbflow_kernels.position import cuda as position
+from nbflow_kernels.quants import cuda as quants
+from nbflow_kernels.sparse import cuda as sparse
+
+pytestmark = pytest.mark.compiler
+HALVES = ", i32 gate, i32 up"
+# kernel, bytes of its accesses besides those of 16, most registers
+HOT: dict[str, tuple[Any, set[int], int]] = {
+    # a row of 4096: 256 threads with 16 numbers each, twice where there is a residual
+    "rmsnorm": (lambda: norm._rms(256, 4, True), set(), 64),
+    "rmsnorm of heads": (lambda: norm._rms(32, 4, True), set(), 64),
+    "layernorm": (lambda: norm._layer(256, 4, True), set(), 64),
+    "SwiGLU": (lambda: activation._kernel("gated", "Silu", True, HALVES), set(), 32),
+    "GeGLU": (lambda: activation._kernel("gated", "GeluTanh", True, HALVES), set(), 32),
+    "GELU": (lambda: activation._kernel("plain", "Gelu", True, ""), set(), 32),
+    "rope of halves": (lambda: position._rope(True, True), {4}, 40),  # 4: the position
+    "rope of pairs": (lambda: position._rope(False, True), {4, 8}, 40),  # 8: two cosines
+    "embedding": (lambda: embedding._gather(0, True, False), {4}, 32),  # 4: the token
+}
+
+
+def _facts(kernel: Any, arch: str) -> nbflow_ptx.KernelFacts:
+    code, entry = kernel.compile(arch, "ptx")
+    facts = nbflow_ptx.lint(code.decode(), arch)[entry]
+    assert facts.registers is not None, facts.registers_from
+    assert (facts.spill_stores, facts.spill_loads) == (0, 0)
+    return facts
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("name", HOT)
+def test_hot_kernels_move_16_bytes_at_once_and_keep_rows_in_registers(name: str, arch: str) -> None:
+    make, others, most_registers = HOT[name]
+    facts = _facts(make(), arch)
+    assert facts.fp64 == 0
+    assert (facts.local_accesses, facts.stack_bytes) == (0, 0)
+    assert set(facts.global_loads or {}) | set(facts.global_stores or {}) <= {16} | others
+    assert facts.wide_loads > 0
+    assert facts.registers is not None
+    assert facts.registers <= most_registers
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize(
+    "kernel", [sparse._sparse_matmul, logits._soft_cap, norm._linear, position._alibi], ids=repr
+)
+def test_float32_kernels_have_no_float64(kernel: Any, arch: str) -> None:
+    assert _facts(kernel, arch).fp64 == 0
+
+
+@pytest.mark.parametrize("name", ["q4_k", "q3h", "q8", "mxfp4"])
+def test_decoders_have_no_float64_and_no_local_memory(name: str) -> None:
+    facts = _facts(quants._decoder(nk.FORMATS[name], False), "sm_90")
+    assert (facts.fp64, facts.local_accesses) == (0, 0)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_sums_of_rows_are_float64_but_not_what_is_done_for_each_logit(arch: str) -> None:
+    facts = _facts(logits._log_softmax, arch)
+    assert facts.stack_bytes == 0
+    assert facts.registers is not None
+    assert facts.registers <= 64  # two thread blocks of 512 on a multiprocessor

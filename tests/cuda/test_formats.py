@@ -1,0 +1,165 @@
+"""Weight formats on a device decode to the CPU's bits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import user_formats
+
+import nbflow_kernels as nk
+from nbflow_kernels import cuda
+from nbflow_kernels.block_bytes import get_f16, put_f16
+from nbflow_kernels.quants import dequantize_rows
+from nbflow_kernels.quants.cuda_encode import bit_places
+from nbflow_kernels.quants.support import has_cuda_encoder
+
+pytestmark = pytest.mark.compiler
+SAME_CODE = ("q4_b32t1a", "q4_b64t1", "q3_b32t1a", "q2_b32t1a")  # as another with other numbers
+ENCODERS = [n for n in nk.FORMATS if has_cuda_encoder(nk.FORMATS[n]) and n not in SAME_CODE]
+BLOCKS = [name for name in nk.FORMATS if nk.FORMATS[name].block_size > 1]
+
+
+def _random(format: Any, n_rows: int, seed: int) -> nk.QuantTensor:
+    """A tensor of arbitrary bytes: scales may be infinite or NaN; its last block is cut."""
+    columns = format.block_size + 13
+    shape = (n_rows, format.row_blocks(columns) * format.block_bytes)
+    data = np.random.default_rng(seed).integers(0, 256, shape).astype(np.uint8)
+    return nk.QuantTensor(format, (n_rows, columns), data)
+
+
+def _bits(array: Any) -> Any:
+    host = cuda.to_host(array)
+    return np.where(np.isnan(host), 0x7FC00000, host.view(np.int32))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_arbitrary_bytes_decode_to_the_bits_of_the_cpu(name: str, cupy: Any) -> None:
+    qt = _random(nk.FORMATS[name], 3, seed=BLOCKS.index(name))
+    with np.errstate(all="ignore"):
+        wanted = nk.dequantize(qt)
+    out = cupy.empty(qt.shape, np.float32)
+    found = nk.dequantize(qt.to_device(out), out)
+    assert found is out
+    np.testing.assert_array_equal(_bits(found), _bits(wanted))
+
+
+@pytest.fixture
+def weights() -> np.ndarray:
+    return np.random.default_rng(5).standard_normal((4, 70)).astype(np.float32)
+
+
+@pytest.mark.parametrize("name", ["f32", "f16", "bf16", "q8", "q4_k"])
+def test_float16_is_the_rounded_float32(name: str, weights: np.ndarray, cupy: Any) -> None:
+    weights[0, :3] = [1e-7, 3e-8, -6.1e-5]  # float16 has few digits there, or none
+    qt = nk.quantize(weights, name)
+    out = cupy.empty(qt.shape, np.float16)
+    nk.dequantize(qt.to_device(out), out)
+    np.testing.assert_array_equal(out.get(), nk.dequantize(qt).astype(np.float16))
+
+
+def test_rows_outliers_and_indices_that_are_no_rows(weights: np.ndarray, cupy: Any) -> None:
+    qt = nk.quantize(weights, "q4_0", outliers=0.04)
+    assert qt.outliers is not None
+    ids = cupy.asarray(np.array([2, 0, -1, 2, 4], np.int32))
+    there = qt.to_device(ids)
+    rows = np.array([2, 0, 2])
+    found = nk.embedding(ids, there, scale=2.5).get()
+    np.testing.assert_array_equal(
+        found[[0, 1, 3]], nk.embedding(rows.astype(np.int32), qt, scale=2.5)
+    )
+    assert np.isnan(found[[2, 4]]).all()
+    found = dequantize_rows(there, ids).get()
+    np.testing.assert_array_equal(found[[0, 1, 3]], dequantize_rows(qt, rows))
+    np.testing.assert_array_equal(nk.dequantize(there).get(), nk.dequantize(qt))
+
+
+@pytest.fixture(params=[user_formats.Base3, user_formats.NoForm])
+def user_format(request: pytest.FixtureRequest) -> Iterator[Any]:
+    yield nk.register_format(request.param)
+    nk.unregister_format(request.param.name)
+
+
+def test_a_users_format_decodes_too(user_format: Any, weights: np.ndarray, cupy: Any) -> None:
+    qt = nk.quantize(weights, user_format.name)
+    there = qt.to_device(cupy.zeros(1))
+    np.testing.assert_array_equal(nk.dequantize(there).get(), nk.dequantize(qt))
+    ids = cupy.asarray(np.array([3, 7], np.int32))
+    rows = nk.embedding(ids, there).get()
+    np.testing.assert_array_equal(rows[0], nk.dequantize(qt)[3])
+    assert np.isnan(rows[1]).all()
+
+
+def test_tensors_travel(weights: np.ndarray, cupy: Any) -> None:
+    qt = nk.quantize(weights, "q8", outliers=0.04)
+    there = qt.to_device(cupy.zeros(1))
+    assert there.on_device
+    back = there.to_host()
+    np.testing.assert_array_equal(back.data, qt.data)
+    np.testing.assert_array_equal(back.outliers.values, qt.outliers.values)
+    assert "on a CUDA device" in repr(there)
+    two = nk.QuantTensor.concatenate([there.rows(0, 1), there.rows(2, 4)])
+    np.testing.assert_array_equal(two.to_host().data, qt.data[[0, 2, 3]])
+    with pytest.raises(nk.UsageError, match="take to_host"):
+        there.packed()
+    with pytest.raises(nk.UsageError, match="lies in host memory"):
+        nk.dequantize(qt, cupy.empty(qt.shape, np.float32))
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_plain_encoders_write_the_bytes_of_the_cpu(name: str, cupy: Any) -> None:
+    x = 0.3 * np.random.default_rng(6).standard_normal((3, 150), dtype=np.float32)
+    x[0, 3], x[1, :64], x[2, :32] = -0.0, 0.0, 1e-7  # a scale of zero, and one that counts as zero
+    found = nk.quantize(cupy.asarray(x), name, encoder="plain")
+    np.testing.assert_array_equal(found.data.get(), nk.quantize(x, name, encoder="plain").data)
+
+
+def test_a_block_of_codes_has_each_bit_in_one_place() -> None:
+    places, blank = bit_places(nk.FORMATS["q5"])
+    assert sorted(places.tolist()) == list(range(5 * 64))
+    assert blank.sum() == 0
+    places, blank = bit_places(nk.FORMATS["q3h"])
+    assert sorted(places.tolist()) == list(range(7 * 32))
+
+
+def test_what_has_no_encoder_there_says_so(
+    user_format: Any, weights: np.ndarray, cupy: Any
+) -> None:
+    x = cupy.asarray(weights)
+    with pytest.raises(nk.UsageError, match="q4_k has no encoder 'plain' on a CUDA device; quanti"):
+        nk.quantize(x, "q4_k", encoder="plain")
+    with pytest.raises(nk.UsageError, match=r"no encoder 'best' .*; it has encoder='plain'"):
+        nk.quantize(x, "q4")
+    with pytest.raises(nk.UsageError, match="importance and outliers"):
+        nk.quantize(x, "q4", encoder="plain", outliers=0.01)
+    with pytest.raises(nk.UsageError, match="quantize_block does not compile for CUDA"):
+        nk.quantize(x, user_format.name)  # it takes the mean or the least of an array
+
+
+class Halves:
+    """A format whose encoder is plain loops."""
+
+    name = "halves_b4"
+    block_size = 4
+    block_bytes = 8
+
+    @staticmethod
+    def quantize_block(x, out):  # type: ignore[no-untyped-def]
+        for i in range(4):
+            put_f16(out, 2 * i, x[i] / np.float32(3))
+
+    @staticmethod
+    def dequantize_block(block, out):  # type: ignore[no-untyped-def]
+        for i in range(4):
+            out[i] = get_f16(block, 2 * i) * np.float32(3)
+
+
+def test_a_users_encoder_of_plain_loops_runs_there(weights: np.ndarray, cupy: Any) -> None:
+    nk.register_format(Halves)
+    try:
+        found = nk.quantize(cupy.asarray(weights), "halves_b4")
+        np.testing.assert_array_equal(found.data.get(), nk.quantize(weights, "halves_b4").data)
+    finally:
+        nk.unregister_format("halves_b4")

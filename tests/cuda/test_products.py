@@ -1,0 +1,181 @@
+"""Products on CUDA devices: every format, few and many rows the same bits, the layout they read."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nbflow_kernels as nk
+import nbflow_ptx
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.qmatmul import cuda as products
+from nbflow_kernels.qmatmul import reference, rounded
+from nbflow_kernels.quants import FORMATS, units
+from nbflow_kernels.quants.units import unit_form
+
+pytestmark = pytest.mark.compiler
+BLOCK_FORMATS = [name for name, f in FORMATS.items() if f.block_bytes / f.block_size < 2]
+# a format for each kind of codes and of scales, of those that share no kernel
+KINDS = ("q4_0", "q2_k", "q3h", "q6", "iq2_s", "nvfp4", "q4_b16", "tq2_0")
+
+
+def make(format: str, T: int, N: int, K: int) -> tuple[np.ndarray, nk.QuantTensor]:
+    rng = np.random.default_rng([T, N, K])
+    w = rng.standard_normal((N, K), dtype=np.float32) / np.float32(K**0.5)
+    return rng.standard_normal((T, K), dtype=np.float32), nk.quantize(w, format, encoder="plain")
+
+
+def allowed(K: int) -> float:
+    """Return what a sum may be off: see `qmatmul.cases`; activations are exact to 2**-22."""
+    return 3 * (K + 8) ** 0.5 * 1.4e-7
+
+
+@pytest.mark.parametrize("format", BLOCK_FORMATS)
+def test_every_format_is_multiplied_and_unpacked(format: str, cupy: Any) -> None:
+    # one unit and a part, a row tile and a part; columns that end within a block
+    x, w = make(format, 1, 21, 300)
+    there = w.to_device(cupy.zeros(1))
+    got = nk.qmatmul(cupy.asarray(x), there).get()
+    assert np.abs(got - reference.qmatmul(x, w)).max() <= allowed(300)
+    wide = cupy.empty(w.shape, np.float32)
+    rounded.unpack(there.units(), 0, wide)
+    assert np.array_equal(wide.get(), nk.dequantize(w))  # the same bits
+
+
+@pytest.mark.parametrize("format", KINDS)
+def test_a_row_has_the_same_bits_in_any_batch(format: str, cupy: Any) -> None:
+    x, w = make(format, 17, 37, 2100)
+    there, x_there = w.to_device(cupy.zeros(1)), cupy.asarray(x)
+    many = nk.qmatmul(x_there, there).get()
+    assert np.abs(many - reference.qmatmul(x, w)).max() <= allowed(2100)
+    for n in (1, 8):  # the cases have the other numbers of rows
+        few = nk.qmatmul(x_there[3 : 3 + n], there).get()
+        assert few.tobytes() == many[3 : 3 + n].tobytes()
+
+
+@pytest.mark.parametrize("max_shared_bytes", [48 << 10, 24 << 10])
+def test_the_division_of_columns_does_not_change_a_bit(
+    max_shared_bytes: int, cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x, w = make("q4_0", 4, 40, 4200)
+    there, x_there = w.to_device(cupy.zeros(1)), cupy.asarray(x)
+    whole = nk.qmatmul(x_there, there).get()
+    device = type(cupy.ndarray.__kernel_device__)
+    monkeypatch.setattr(device, "max_shared_bytes", max_shared_bytes)
+    for _ in range(2):  # the counters of who has arrived are zero again
+        assert nk.qmatmul(x_there, there).get().tobytes() == whole.tobytes()
+
+
+def test_many_thread_blocks_do_not_change_a_bit(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = make("q4_0", 33, 40, 2100)
+    there, x_there = w.to_device(cupy.zeros(1)), cupy.asarray(x)
+    some = nk.qmatmul(x_there, there).get()
+    monkeypatch.setattr(type(cupy.ndarray.__kernel_device__), "n_sms", 100)
+    for _ in range(2):
+        assert nk.qmatmul(x_there, there).get().tobytes() == some.tobytes()
+    one = nk.qmatmul(x_there[:1], there).get()
+    assert one.tobytes() == some[:1].tobytes()
+
+
+def test_experts_give_the_bits_of_the_product_alone(cupy: Any) -> None:
+    x, w = make("q4_0", 9, 3 * 21, 300)
+    stack = nk.QuantTensor("q4_0", (3, 21, 300), w.data).to_device(cupy.zeros(1))
+    indptr = np.array([0, 4, 4, 9], np.int32)
+    x_there = cupy.asarray(x)
+    got = nk.grouped_matmul(x_there, stack, cupy.asarray(indptr)).get()
+    for e, (start, stop) in enumerate(pairwise(indptr)):
+        if start < stop:
+            alone = nk.qmatmul(x_there[int(start) : int(stop)], stack.matrices()[e]).get()
+            assert got[start:stop].tobytes() == alone.tobytes()
+
+
+def test_large_and_small_activations_keep_22_bits(cupy: Any) -> None:
+    x, w = make("q4_0", 4, 21, 300)
+    x *= np.float32([[1e-30], [1e30], [1], [0]])
+    x[2, 5] = 1e4  # what is near it is off by 2**-30 of it
+    got = nk.qmatmul(cupy.asarray(x), w.to_device(cupy.zeros(1))).get()
+    wanted = reference.qmatmul(x, w)
+    scale = np.abs(x).max(axis=1, keepdims=True)
+    assert (np.abs(got - wanted) <= allowed(300) * scale).all()
+    assert (got[3] == 0).all()
+
+
+def test_what_is_not_finite_stays_in_its_row(cupy: Any) -> None:
+    x, w = make("q3h", 3, 21, 300)
+    x[0, 7], x[2, 9] = np.nan, np.inf
+    got = nk.qmatmul(cupy.asarray(x), w.to_device(cupy.zeros(1))).get()
+    assert not np.isfinite(got[[0, 2]]).any()
+    assert np.isfinite(got[1]).all()
+
+
+def test_outliers_are_added(cupy: Any) -> None:
+    rng = np.random.default_rng(5)
+    dense = rng.standard_normal((21, 300)).astype(np.float32)
+    w = nk.quantize(dense, "q3", encoder="plain", outliers=0.01)
+    x = rng.standard_normal((3, 300)).astype(np.float32)
+    got = nk.qmatmul(cupy.asarray(x), w.to_device(cupy.zeros(1))).get()
+    assert np.abs(got - reference.qmatmul(x, w)).max() <= 20 * allowed(300)  # weights are 17 times
+
+
+def test_units_take_the_bits_of_the_storage_layout() -> None:
+    # a 6-bit scale is a byte here: 2 * 2 bits for 32 weights; 3-bit scales of q3_k 2 bits for 16
+    wider = {"q4_k": 0.125, "q5_k": 0.125, "q3_k": 0.125, "iq4_xs": 0.0625}
+    for name in BLOCK_FORMATS:
+        if not name.startswith(("iq1", "iq2", "iq3", "tq1")):
+            got = unit_form(FORMATS[name].integer_form).bits_per_weight
+            assert got == FORMATS[name].bits_per_weight + wider.get(name, 0), name
+    assert unit_form(FORMATS["iq2_xxs"].integer_form).bits_per_weight == 3.3125
+    assert unit_form(FORMATS["tq1_0"].integer_form).bits_per_weight == 2.0625
+
+
+def test_the_layout_pads_rows_to_16_and_columns_to_128() -> None:
+    w = make("q4_0", 1, 17, 416)[1]
+    made = units.pack(w.format, w.data, 416)
+    assert made.nbytes == 2 * 16 * 4 * 128 * 4.5 / 8
+
+
+def test_storage_can_be_dropped_on_a_device(cupy: Any) -> None:
+    x, w = make("q4_0", 2, 21, 300)
+    there = w.to_device(cupy.zeros(1))
+    there.drop_storage()
+    assert there.on_device
+    assert there.units_nbytes > 0
+    assert np.isfinite(nk.qmatmul(cupy.asarray(x), there).get()).all()
+    with pytest.raises(UsageError, match="storage bytes of this tensor were dropped"):
+        there.to_host()
+
+
+def test_arrays_of_two_places_are_refused(cupy: Any) -> None:
+    x, w = make("q4_0", 2, 21, 300)
+    with pytest.raises(UsageError, match="x is on a CUDA device and w in host memory"):
+        nk.qmatmul(cupy.asarray(x), w)
+    with pytest.raises(UsageError, match="w is on a CUDA device and x in host memory"):
+        nk.qmatmul(x, w.to_device(cupy.zeros(1)))
+    with pytest.raises(UsageError, match="bias in host memory"):
+        nk.matmul(cupy.asarray(x), cupy.asarray(x), bias=np.zeros(2, np.float32))
+
+
+def _facts(kernel: Any, arch: str) -> nbflow_ptx.KernelFacts:
+    code, entry = kernel.compile(arch, "ptx")
+    facts = nbflow_ptx.lint(code.decode(), arch)[entry]
+    assert facts.registers is not None, facts.registers_from
+    return facts
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("format", ["q8_0", "q4_0", "q4", "q3h", "q2", "q4_k", "iq4_xs"])
+def test_hot_kernels_stay_in_registers(format: str, arch: str) -> None:
+    form = unit_form(FORMATS[format].integer_form)
+    few = _facts(products._kernel(form, "few_rows.cu", "few_rows", products._FEW, 1), arch)
+    many = _facts(products._kernel(form, "many_rows.cu", "many_rows", products._MANY), arch)
+    # two thread blocks of `few_rows` on a processor leave 128 registers: up to 12 of the numbers
+    # that change once for a row tile may lie in local memory
+    assert max(few.spill_stores or 0, few.spill_loads or 0) <= 48
+    assert (many.spill_stores, many.spill_loads) == (0, 0)
+    for facts in (few, many):
+        assert facts.fp64 == 0
+        assert (facts.local_accesses, facts.stack_bytes) == (0, 0)
+        assert facts.wide_loads > 0

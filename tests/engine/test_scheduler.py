@@ -1,0 +1,196 @@
+"""The scheduler without a model: what it promises, over random requests."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from nbflow.cache import PageTable
+from nbflow.decoding import Greedy
+from nbflow.engine.request import Request
+from nbflow.engine.scheduler import Scheduler
+from nbflow_kernels.errors import UsageError
+
+PAGE = 4
+
+
+def request(n_prompt: int, max_tokens: int = 10, first: int = 0, **fields) -> Request:
+    ids = list(range(first, first + n_prompt))
+    return Request(ids, max_tokens, Greedy(), stop_ids=frozenset({-1}), **fields)
+
+
+def scheduler(budget=16, max_pages=None, **options) -> Scheduler:
+    return Scheduler(PageTable(PAGE, max_pages), budget, **options)
+
+
+def run(s: Scheduler, draw=lambda request: 7, works=None) -> list[tuple[int, int]]:
+    """Run a step as an engine does; return (request, tokens) of its works."""
+    works = s.next_step() if works is None else works
+    for work in works:
+        r, draws = work.request, work.draws
+        s.table.extend(r.id, work.n_tokens + len(work.drafts))
+        n_prompt_rows = min(r.n_done + work.n_tokens, len(r.prompt) - 1) - len(r.prompt_results)
+        if r.wants_prompt_logits:
+            r.prompt_results += [(0.0, [])] * n_prompt_rows
+        r.n_done += work.n_tokens
+        if draws:
+            r.accept(draw(r))
+            for token in work.drafts:
+                if r.finish_reason is None and token == r.ids[-1]:  # proposed rightly
+                    r.accept(draw(r))
+                    r.n_done += 1
+            s.table.truncate(r.id, min(r.n_done, s.table.length(r.id)))
+        elif r.max_tokens == 0 and r.n_pending == 0:
+            r.finish_reason = "length"
+        s.table.commit(r.id, r.prompt + r.ids)
+    for work in works:
+        if work.request.finish_reason is not None:
+            s.remove(work.request)
+    return [(work.request.id, work.n_tokens) for work in works]
+
+
+def random_request(rng: random.Random) -> Request:
+    return request(
+        rng.randrange(1, 60),
+        rng.randrange(1, 40),
+        first=rng.choice((0, 0, 100)),
+        priority=rng.choice((0, 0, 0, 1, -1)),
+        prompt_logprobs=rng.choice((None, None, None, 0)),
+        proposer=rng.choice((None, lambda ids, n: [7] * n)),
+        n_proposed=3,
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_every_request_ends_and_no_limit_is_exceeded(seed):
+    rng = random.Random(seed)
+    budget, most = rng.randrange(2, 40), rng.randrange(1, 12)
+    s = scheduler(budget, 30, max_sequences=most, max_logit_rows=8, prefix_cache=seed % 2 == 0)
+    requests, ended = [], 0
+    for i in range(4000):
+        if i < 3000 and rng.random() < 0.15:
+            requests.append(random_request(rng))
+            s.add(requests[-1])
+        if s.requests and rng.random() < 0.02:
+            s.remove(rng.choice(s.requests))
+        generating = [r for r in s.running if r.is_generating]
+        reading = next((r for r in s.running if not r.is_generating), None)
+        before = {id(r): len(r.ids) for r in generating}
+        works = s.next_step()
+        chosen = [w.request for w in works]
+        assert sum(w.n_tokens + len(w.drafts) for w in works) <= budget
+        assert sum(w.n_logits for w in works if w.n_logits > 1) <= 8 + most
+        assert len(works) <= len(s.running) <= s.max_sequences
+        assert all(w.n_tokens > 0 for w in works)
+        # nobody that generates waits, unless its pages were taken away
+        assert all(r in chosen or r in s.waiting for r in generating)
+        # a prompt goes on whatever the others do
+        assert reading is None or reading in chosen or reading in s.waiting
+        run(s, lambda r: rng.choice((7, 7, 7, 8, -1)), works)
+        for r in generating:
+            assert r in s.waiting or r.finish_reason or len(r.ids) > before[id(r)]
+        ended = sum(r.finish_reason is not None for r in requests)
+    assert s.requests == []
+    assert ended > 300
+    assert s.n_preemptions > 0
+    assert s.table.n_held == 0
+    assert s._chains == {}
+
+
+def test_generating_requests_go_first_and_prompts_share_the_rest():
+    s = scheduler(12)
+    a, b = request(10), request(5)
+    for r in (a, b):
+        s.add(r)
+    assert run(s) == [(0, 10), (1, 2)]
+    assert run(s) == [(0, 1), (1, 3)]
+    s.add(request(30))
+    s.add(request(3))
+    # a quarter of what is left (10) for those behind a prompt that does not fit
+    assert run(s) == [(0, 1), (1, 1), (2, 8), (3, 2)]
+    assert run(s) == [(0, 1), (1, 1), (2, 9), (3, 1)]
+    assert run(s) == [(0, 1), (1, 1), (3, 1), (2, 9)]
+
+
+def test_a_place_for_each_and_no_more():
+    s = scheduler(16, max_sequences=2)
+    for _ in range(3):
+        s.add(request(2, max_tokens=2))
+    assert [i for i, _ in run(s)] == [0, 1]
+    assert [i for i, _ in run(s)] == [0, 1]
+    assert [i for i, _ in run(s)] == [2]
+
+
+def test_the_last_in_order_gives_its_pages_back():
+    s = scheduler(16, max_pages=5)
+    first, last = request(7, max_tokens=9), request(7, max_tokens=9)
+    s.add(last)
+    s.add(first)
+    first.priority = -1
+    s.waiting.sort(key=lambda r: (r.priority, r.id))
+    run(s)
+    assert {r.n_done for r in (first, last)} == {7}
+    run(s)
+    run(s)  # a ninth token: each needs a third page
+    assert (first.n_preempted, last.n_preempted) == (0, 1)
+    assert last.n_done == 0
+    assert s.waiting == [last]
+    while first in s.running:
+        run(s)
+    while last.finish_reason is None:
+        run(s)
+    assert len(last.ids) == len(first.ids) == 9
+    assert s.n_preemptions == 1
+
+
+def test_a_more_important_request_takes_a_place():
+    s = scheduler(16, max_sequences=1)
+    s.add(request(3))
+    run(s)
+    s.add(request(3, priority=-1))
+    s.add(request(3, priority=-1))
+    assert [i for i, _ in run(s)] == [1]
+    assert [r.id for r in s.waiting] == [2, 0]
+
+
+def test_who_begins_alike_waits_for_the_pages():
+    s = scheduler(16, prefix_cache=True)
+    for n, first in ((30, 0), (31, 0), (5, 50)):
+        s.add(request(n, first=first))
+    assert run(s) == [(0, 12), (2, 3)]  # the third may pass by
+    while not s.running[0].ids:
+        run(s)
+    run(s)
+    assert [r.cached_tokens for r in s.running if r.id == 1] == [28]
+
+
+def test_prompts_whose_logits_are_wanted_run_in_pieces():
+    s = scheduler(16, max_logit_rows=5, prefix_cache=True)
+    s.add(request(12, prompt_logprobs=0, max_tokens=0))
+    s.add(request(12))
+    assert run(s) == [(0, 5), (1, 11)]
+    assert run(s) == [(0, 5), (1, 1)]
+    assert run(s) == [(1, 1), (0, 2)]
+    assert s.running[0].id == 1
+
+
+def test_what_can_never_run_is_refused():
+    s = scheduler(16, max_pages=2)
+    s.add(request(8, max_tokens=1))
+    with pytest.raises(UsageError, match=r"may come to 9 tokens \(8 of the prompt, max_tokens 2"):
+        s.add(request(8, max_tokens=2))
+
+
+def test_pending_tokens_of_a_request():
+    r = request(4)
+    r.n_done = 2
+    assert r.pending == [2, 3]
+    assert r.n_pending == 2
+    r.n_done = 4
+    r.accept(42, -0.5)
+    assert r.pending == [42]
+    assert r.is_generating
+    copy = r.copy()
+    copy.accept(43, -0.5)
+    assert r.ids == [42]

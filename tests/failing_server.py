@@ -1,0 +1,18 @@
+"""A server whose steps fail when token 666 is among their tokens: what a fault in a kernel does."""
+
+import sys
+
+from nbflow.cli import main
+from nbflow.execute.cpu import CpuExecutor
+
+run = CpuExecutor.run
+
+
+def failing(self, step, *args, **options):
+    if 666 in list(step.ids):
+        raise RuntimeError("planted")
+    return run(self, step, *args, **options)
+
+
+CpuExecutor.run = failing
+main(["serve", *sys.argv[1:]])

@@ -1,0 +1,195 @@
+"""Exchanges: rounded sums, waiting without work, GPUs where there are none."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+import pytest
+from launching import MPIRUN, mpirun
+
+from nbflow.parallel import Alone
+from nbflow.parallel.comm import Comm, q8_pack, q8_packed_bytes, q8_unpack
+from nbflow.parallel.nccl import Nccl, cuda_aware
+from nbflow.parallel.threads import RankFailure, RankTeam
+from nbflow_kernels.errors import MissingExtraError, UsageError
+
+
+@pytest.mark.parametrize("size", [1, 31, 32, 100])
+def test_bytes_are_as_near_as_they_say(size):
+    x = np.random.default_rng(size).standard_normal(size).astype(np.float32) * 10
+    packed = q8_pack(x)
+    assert packed.nbytes == q8_packed_bytes(size)
+    back = q8_unpack(packed, size)
+    for start in range(0, size, 32):
+        block = slice(start, start + 32)
+        # half a step of 1/127 of the largest, and the float32 rounding of code times scale
+        limit = np.abs(x[block]).max() * (0.5 / 127 + 2**-22)
+        assert np.abs(back[block] - x[block]).max() <= limit
+    assert (q8_unpack(q8_pack(np.zeros(size, np.float32)), size) == 0).all()
+
+
+def test_bytes_do_not_hide_what_is_not_finite():
+    x = np.ones(64, np.float32)
+    x[3], x[40] = np.nan, np.inf
+    back = q8_unpack(q8_pack(x), 64)
+    assert not np.isfinite(back[3])
+    assert not np.isfinite(back[40])
+
+
+def test_rounded_sums_are_the_same_on_every_rank():
+    parts = np.random.default_rng(1).standard_normal((3, 5, 64)).astype(np.float32)
+    team = RankTeam(3)
+
+    def run(comm: Comm):
+        mine = parts[comm.rank].copy()
+        comm.Allreduce_q8(mine)
+        return mine, comm.sent["all_reduce"], comm.rounding_error
+
+    try:
+        results = team.run(run)
+    finally:
+        team.close()
+    for total, sent, error in results:
+        np.testing.assert_array_equal(total, results[0][0])
+        assert sent == 2 * q8_packed_bytes(5 * 64) < 2 * 5 * 64 * 4
+        # uniform within a step of max/127: max/127/sqrt(12), max about 2.2 of 32 normal numbers
+        assert 0.003 < error < 0.008
+    exact = parts.sum(axis=0)
+    assert np.abs(results[0][0] - exact).max() < 3 * 0.5 / 127 * np.abs(parts).max()
+
+
+def test_a_rank_that_stands_still_is_given_up(monkeypatch):
+    monkeypatch.setenv("NBFLOW_HANG_S", "0.1")
+    team = RankTeam(2)
+
+    def run(comm: Comm):
+        if comm.rank == 1:
+            time.sleep(1.0)
+        else:
+            comm.Recv(np.empty(1, np.float32), 1)
+
+    try:
+        with pytest.raises(RankFailure, match=r"rank 0 has waited for rank 1 of its 2 for 0.3 s"):
+            team.run(run)
+    finally:
+        team.close()
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
+def test_ranks_that_wait_do_not_work():
+    """Two ranks wait for one: their processor time is next to none, whatever the cores."""
+    code = (
+        "import time\n"
+        "from nbflow.parallel import world\n"
+        "comm = world()\n"
+        "comm.barrier()\n"
+        "before, started = time.process_time(), time.perf_counter()\n"
+        "if comm.rank == 0: time.sleep(2.0)\n"
+        "comm.barrier()\n"
+        "share = (time.process_time() - before) / (time.perf_counter() - started)\n"
+        "shares = comm.gather_object(share)\n"
+        "if shares: print(max(shares))\n"
+    )
+    done = mpirun(3, "-m", "mpi4py", "-c", code)
+    assert done.returncode == 0, done.stderr
+    # half a second of sleeps of 50 us, then of 2 ms: 2 % to 8 % of a core; spinning takes 100 %
+    assert float(done.stdout) < 0.25
+
+
+# ---- GPUs -------------------------------------------------------------------------------------
+
+
+def test_whether_mpi_takes_device_arrays_is_asked():
+    assert cuda_aware() in (False, True)
+    code = "import sys; sys.modules['mpi4py'] = None\nfrom nbflow.parallel.nccl import cuda_aware\n"
+    subprocess.run([sys.executable, "-c", code + "assert cuda_aware() is False"], check=True)
+
+
+def test_nccl_needs_cupy_and_nccl(monkeypatch):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(MissingExtraError, match=r"nbflow\[cuda12\]"):
+        Nccl(Alone())
+    stand_in(monkeypatch, available=False)
+    with pytest.raises(MissingExtraError, match="nvidia-nccl-cu12"):
+        Nccl(Alone())
+
+
+def stand_in(monkeypatch, available: bool = True) -> list[tuple]:
+    """Put modules in CuPy's place that write down which calls NCCL gets."""
+    calls: list[tuple] = []
+
+    class Communicator:
+        def __init__(self, n: int, unique: tuple, rank: int) -> None:
+            calls.append(("init", n, unique, rank))
+
+        def __getattr__(self, name: str):
+            return lambda *arguments: calls.append((name, *arguments))
+
+    stream = SimpleNamespace(ptr=77, synchronize=lambda: calls.append(("synchronize",)))
+    nccl = ModuleType("cupy.cuda.nccl")
+    vars(nccl).update(
+        available=available, NCCL_SUM=0, NCCL_FLOAT32=7, NCCL_FLOAT16=6, NCCL_INT32=2,
+        get_unique_id=lambda: ("id",), NcclCommunicator=Communicator,
+        groupStart=lambda: calls.append(("groupStart",)),
+        groupEnd=lambda: calls.append(("groupEnd",)),
+    )  # fmt: skip
+    cuda = ModuleType("cupy.cuda")
+    vars(cuda).update(nccl=nccl, get_current_stream=lambda: stream)
+    cupy = ModuleType("cupy")
+    vars(cupy).update(cuda=cuda)
+    for module in (nccl, cuda, cupy):
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    return calls
+
+
+class DeviceArray:
+    """What NCCL's calls need to know of an array on a device."""
+
+    def __init__(self, address: int, size: int, dtype: str = "float32") -> None:
+        self.__cuda_array_interface__ = {"version": 3}
+        self.data, self.size, self.dtype = SimpleNamespace(ptr=address), size, np.dtype(dtype)
+        self.nbytes = size * self.dtype.itemsize
+        self.flags = SimpleNamespace(c_contiguous=True)
+
+
+class Three(Alone):
+    """A host communicator that says it is the second of three."""
+
+    rank, size = 1, 3
+
+
+def test_nccl_gets_addresses_types_and_the_current_stream(monkeypatch):
+    calls = stand_in(monkeypatch)
+    comm = Nccl(Three())
+    x = DeviceArray(1000, 8, "float16")
+    comm.Allreduce(x)
+    comm.Send(x, 2)
+    comm.Recv(x, 0)
+    comm.Bcast(x, 1)
+    comm._exchange(DeviceArray(0, 4), DeviceArray(100, 12), [4, 4, 4])
+    comm._exchange(DeviceArray(0, 4), DeviceArray(100, 9), [2, 4, 3])
+    assert calls == [
+        ("init", 3, None, 1),  # the id is rank 0's to make
+        ("allReduce", 1000, 1000, 8, 6, 0, 77),
+        ("send", 1000, 8, 6, 2, 77),
+        ("recv", 1000, 8, 6, 0, 77),
+        ("broadcast", 1000, 1000, 8, 6, 1, 77),
+        ("allGather", 0, 100, 4, 7, 77),
+        ("groupStart",),
+        ("broadcast", 100, 100, 2, 7, 0, 77),
+        ("broadcast", 0, 108, 4, 7, 1, 77),
+        ("broadcast", 124, 124, 3, 7, 2, 77),
+        ("groupEnd",),
+    ]
+    assert comm.sent == {"all_reduce": 32, "send": 16, "broadcast": 32}
+    with pytest.raises(TypeError, match="must be on a CUDA device, got ndarray"):
+        comm.Allreduce(np.zeros(3, np.float32))
+    with pytest.raises(TypeError, match="float32, float16, int32, got float64"):
+        comm.Allreduce(DeviceArray(0, 1, "float64"))
+    with pytest.raises(UsageError, match="use 'f32'"):
+        comm.Allreduce_q8(x)

@@ -1,0 +1,57 @@
+"""`nbflow client` against a server."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+
+def client(server, *words, text=None, url=None):
+    command = [sys.executable, "-m", "nbflow.cli", "client", "--url", url or f"{server.url}/v1"]
+    return subprocess.run(
+        [*command, *words], input=text, capture_output=True, text=True, timeout=120, check=False
+    )
+
+
+def test_one_message(server, client_answer):
+    done = client(server, "-p", "def f(x):", "--temperature", "0", "-n", "8")
+    assert done.returncode == 0
+    assert done.stdout == client_answer + "\n"
+    assert "prompt tokens, 8 new" in done.stderr
+
+
+def test_conversation(server, client_answer):
+    lines = ["/help", "/set temperature 0", "/set max_tokens 8", "def f(x):", "/model nobody",
+             "/new", "/system import", "def \\", "g(x):", "/undo", "/quit"]  # fmt: skip
+    done = client(server, "-q", text="\n".join(lines))
+    assert done.returncode == 0
+    assert client_answer in done.stdout
+    assert "models: tiny, gpt-4o-mini" in done.stderr
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_requests_from_files(server, tmp_path, streams):
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps({"text": "x", "max_output_len": 3, "is_streaming_mode": streams}))
+    native = client(server, "--request", str(path))
+    assert native.stdout.endswith("\n[end_of_response_text]\n")
+    assert native.returncode == 0
+    path.write_text(json.dumps({"prompt": "x", "max_tokens": 2, "stream": streams}))
+    for line in client(server, "--request", str(path)).stdout.splitlines() if streams else ["{}"]:
+        json.loads(line)
+
+
+def test_failures(server):
+    nobody = client(server, "-p", "x", url="http://127.0.0.1:9/v1")
+    assert (nobody.returncode, "is the server running" in nobody.stderr) == (2, True)
+    wrong = client(server, "-p", "x", "-m", "none")
+    assert (wrong.returncode, "unknown model" in wrong.stderr) == (2, True)
+    assert client(server, "-p", "x", url="ftp://x").returncode == 2
+
+
+@pytest.fixture(scope="module")
+def client_answer(server) -> str:
+    body = {"messages": [{"role": "user", "content": "def f(x):"}], "max_tokens": 8}
+    answer = server.http.post("/v1/chat/completions", json=body | {"temperature": 0}).json()
+    return answer["choices"][0]["message"]["content"]

@@ -1,0 +1,189 @@
+"""Files that say what to serve."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nbflow.server.config import (
+    Auth,
+    Cors,
+    EngineOptions,
+    Limits,
+    Logging,
+    ModelOptions,
+    ServerConfig,
+    read_config,
+    size_bytes,
+)
+from nbflow.server.ini import read_ini
+from nbflow_kernels.errors import UsageError
+
+DOCS = Path(__file__).parents[2] / "docs" / "server.md"
+
+
+def write(folder, text, name="server.toml"):
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("port = 1", r"no \[models.NAME\]"),
+        ("[models.a]", "models.a.path: Field required"),
+        ("[models.a]\npath = 'x'\nwieghts = 'q4'", "did you mean 'weights'"),
+        ("[models.auth]\npath = 'x'\nkey = 'q4'", "unknown key 'key'.*outliers"),
+        ("[models.a]\npath = 'x'\n[models.a.engine]\nmax_seqs = 1", "max_sequences"),
+        ("[models.a]\npath = 'x'\n[limit]", "did you mean 'limits'"),
+        ("port = 70000\n[models.a]\npath = 'x'", "less than or equal to 65535"),
+        ("port = '80'\n[models.a]\npath = 'x'", "valid integer"),
+        ("[models.a]\npath = 'x'\n[limits]\nbody_bytes = '1 pound'", "2GiB"),
+        ("[models.a]\npath = 'x'\naliases = ['a']", "two models"),
+        ("[models.a]\npath = 'x'\n[log]\nformat = 'xml'", "'text' or 'json'"),
+        ("models = 1", "valid dictionary"),
+        ("[models]", "at least one"),
+        ("= 1", "not valid TOML"),
+    ],
+)
+def test_wrong_files(tmp_path, text, words):
+    with pytest.raises(UsageError, match=words):
+        read_config(write(tmp_path, text))
+
+
+def test_files_are_beside_the_configuration(tmp_path):
+    (tmp_path / "keys").write_text("# mine\none\n\n two \n")
+    (tmp_path / "m.gguf").write_text("")
+    text = "[models.a]\npath = 'm.gguf'\n[models.b]\npath = 'tiny_python'\n[auth]\nkeys_file='keys'"
+    config = read_config(write(tmp_path, text))
+    assert config.models["a"].path == str(tmp_path / "m.gguf")
+    assert config.models["b"].path == "tiny_python"
+    assert len(config.auth.digests()) == 2
+
+
+def test_keys_from_the_environment(monkeypatch):
+    monkeypatch.setenv("KEYS", "a, b")
+    assert len(Auth(keys_env="KEYS").digests()) == 2
+    with pytest.raises(UsageError, match="NO_KEYS"):
+        Auth(keys_env="NO_KEYS").digests()
+
+
+def test_sizes():
+    sizes = [size_bytes(s) for s in (5, "5", "2KiB", "2kB", "1.5 MiB", "2G")]
+    assert sizes == [5, 5, 2048, 2000, 1572864, 2 * 10**9]
+    for wrong in ("", "-1", "x", "1e3", "0", True):
+        with pytest.raises(ValueError, match="must be"):
+            size_bytes(wrong)
+
+
+def test_documentation_has_every_key():
+    text = DOCS.read_text()
+    for section in (ServerConfig, ModelOptions, EngineOptions, Auth, Limits, Cors, Logging):
+        for name, field in section.model_fields.items():
+            if name == "models":
+                continue  # its part is [models.NAME]
+            if isinstance(field.annotation, type) and field.annotation.__name__ in (
+                "Auth", "Limits", "Cors", "Logging", "EngineOptions",
+            ):  # fmt: skip
+                continue
+            line = next((x for x in text.splitlines() if x.startswith(f"| `{name}` |")), None)
+            assert line is not None, name
+            default = field.default
+            if isinstance(default, (int, float)) and not isinstance(default, bool) and default > 1:
+                assert f" {int(default)} " in line, line
+
+
+INI = """
+; a service
+[main]
+http_port = 8123
+worker_count = 32
+is_study_mode = false
+global_model_dir = ${config_dir}/models
+[transformer_engine]
+models = tiny_one
+devices = 0
+cpu_threads = 3
+max_concurrent_queries = 6
+return_output_tensors = true
+[model.tiny_one]
+model_dir = $(global_model_dir)/${model_name}
+model_specification_file = model_spec.json
+device_weight_data_type = Q3H
+device_weight_data_type.attn_wq = auto
+device_kv_cache_data_type = Q8
+tensor_quant_threshold = 4000000
+delta_tensor_ratio = 0.01
+host_kv_cache_percent = 100
+be_host_embeddings = true
+max_context_len = 0
+decoding_strategy = {"name": "sample.top_p", "top_p": 0.8}
+decoder_input_template = mine
+[prompt_templates]
+prompt_template_count = 1
+prompt_template1 = mine
+[prompt_template.mine]
+line_count = 2
+line1 = Q: {query}
+line2 = A:{res_prefix}
+[app_env.logging]
+log_dir = ${data_root_dir}/logs
+[app_env.base]
+data_root_dir = /var/x
+"""
+
+
+def test_inferflow_file(tmp_path, capsys):
+    config = read_ini(write(tmp_path, INI, "s.ini"))
+    model = config.models["tiny_one"]
+    assert (config.host, config.port, config.limits.requests) == ("0.0.0.0", 8123, 32)
+    assert model.path == f"{tmp_path}/models/tiny_one"
+    assert (model.weights, model.kv, model.outliers, model.threads) == ("q3h", "q8", 0.01, 3)
+    assert (model.partition, model.max_context, model.engine.max_sequences) == ("0", None, 6)
+    assert model.defaults == {"decoding": "inferflow.top_p", "top_p": 0.8}
+    assert model.chat_template == "Q: {query}\nA:{res_prefix}"
+    notes = capsys.readouterr().err
+    assert "host_kv_cache_percent = 100 has no effect" in notes
+    assert "log_dir = /var/x/logs has no effect" in notes
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("worker_count", "worker_cuont", "did you mean 'worker_count'"),
+        ("is_study_mode = false", "is_study_mode = true", "use nbflow bench"),
+        ("[app_env.base]", "[app_env.bsae]", "did you mean"),
+        ("attn_wq = auto", "attn_wq = Q4", "nbflow quantize"),
+        ("${data_root_dir}", "${data_dir}", "unknown macro"),
+        ("${data_root_dir}", "${app_env.logging/log_dir}", "refer to each other"),
+        ("line_count = 2", "line_count = 3", "line3 is missing"),
+        ("[model.tiny_one]", "[model.other]", "is missing"),
+        ("http_port = 8123", "http_port = eighty", "must be a number"),
+        ("; a service", "a service", "key = value"),
+        ("worker_count = 32", "http_port = 1", "stated twice"),
+        ('{"name": "sample.top_p", "top_p": 0.8}', '{"top_p": 1}', "JSON object with a name"),
+    ],
+)
+def test_wrong_inferflow_files(tmp_path, old, new, words):
+    assert old in INI
+    with pytest.raises(UsageError, match=words):
+        read_ini(write(tmp_path, INI.replace(old, new), "s.ini"))
+
+
+def serve(*words):
+    command = [sys.executable, "-m", "nbflow.cli", "serve", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+def test_command(tmp_path):
+    path = write(tmp_path, "port = 9\n[models.a]\npath = 'tiny_python'\n[auth]\nkeys = ['secret']")
+    checked = serve(str(path), "--port", "10", "--check")
+    assert '"port": 10' in checked.stdout
+    assert "secret" not in checked.stdout
+    wrong = serve(str(path), "--weights", "q4")
+    assert (wrong.returncode, "write it into" in wrong.stderr) == (2, True)
+    options = serve("tiny_python", "--weights", "q4", "--kv-bytes", "2GiB", "--check")
+    assert '"weights": "q4"' in options.stdout
+    assert '"kv_bytes": 2147483648' in options.stdout

@@ -1,0 +1,167 @@
+"""What cannot be done is said, with the name of the field; and the server goes on."""
+
+import json
+
+import openai
+import pytest
+from server_process import eventually
+
+USER = [{"role": "user", "content": "x"}]
+
+
+def chat(server, **body):
+    body = {"messages": USER, "max_tokens": 1} | body
+    return server.http.post("/v1/chat/completions", json=body)
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "words"),
+    [
+        ("tools", [{"type": "function", "function": {"name": "f"}}], "not supported"),
+        ("temprature", 0.5, "did you mean 'temperature'"),
+        ("temperature", -1, "greater than or equal to 0"),
+        ("temperature", "hot", "valid number"),
+        ("top_p", 0, "greater than 0"),
+        ("top_k", 1.5, "valid integer"),
+        ("n", 0, "greater than or equal to 1"),
+        ("n", 10_000, "limits.choices"),
+        ("messages", [], "at least 1"),
+        ("messages", [{"role": "king", "content": "x"}], "unknown role"),
+        ("messages", [{"role": "user", "content": [{"type": "image_url"}]}], "only text"),
+        ("top_logprobs", 3, "needs logprobs"),
+        ("stream_options", {"include_usage": True}, "needs stream"),
+        ("stop", [""], "none empty"),
+        ("best_of", 1, None),
+        ("n_predict", 5, "use max_tokens"),
+        ("repeat_penalty", 1.1, "use repetition_penalty"),
+        ("prompt", "x", "use messages"),
+        ("logit_bias", {"x": 1}, "token ids"),
+        ("logit_bias", {"9999999": 1}, "logit_bias must hold ids"),
+        ("decoding", "beam", "unknown decoding strategy"),
+        ("response_format", {"type": "json_schema"}, "json_schema"),
+        ("guided_regex", "(", "regex"),
+        ("chat_template", "{{ messages }}", "request_templates"),
+        ("chat_template_kwargs", {"tools": 1}, "field of its own"),
+        ("model", "gpt-5", "unknown model"),
+        ("seed", 2**64, "less than"),
+        ("max_tokens", None, None),
+        ("tools", [], None),
+        ("tool_choice", "none", None),
+        ("store", False, None),
+        ("functions", None, None),
+    ],
+)
+def test_field(server, field, value, words):
+    answer = chat(server, **{"ignore_eos": True, "max_tokens": 1, field: value})
+    if words is None:
+        assert answer.status_code == 200, answer.text
+        return
+    assert answer.status_code == (404 if field == "model" else 400), answer.text
+    error = answer.json()["error"]
+    assert words in error["message"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == ("not_found_error" if field == "model" else "invalid_request_error")
+
+
+def test_official_errors(client):
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.models.retrieve("gpt-5")
+    assert missing.value.code == "model_not_found"
+    assert missing.value.request_id
+    with pytest.raises(openai.BadRequestError) as many:
+        client.completions.create(model="tiny", prompt="x", logprobs=21)
+    assert many.value.param == "logprobs"
+    with pytest.raises(openai.BadRequestError, match="context of"):
+        client.completions.create(model="tiny", prompt=[1] * 100_000)
+    with pytest.raises(openai.BadRequestError, match="outside the vocabulary"):
+        client.completions.create(model="tiny", prompt=[10**8])
+    with pytest.raises(openai.BadRequestError, match="integers"):
+        client.completions.create(model="tiny", prompt=[10**30])
+    assert client.completions.create(model="tiny", prompt="x", max_tokens=1).choices
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"[]", 400),
+        (b"null", 400),
+        (b"[" * 100_000, 400),
+        (b'{"messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+        (b'{"\\ud800": 1}', 400),
+        (b'{"temperature": NaN, "messages": [{"role": "user", "content": ""}]}', 400),
+        (b'{"max_tokens": 1' + b"0" * 5000 + b"}", 400),
+        (b"\xff\xfe\x00", 400),
+    ],
+)
+def test_bodies(server, body, status):
+    head = {"content-type": "application/json"}
+    answer = server.http.post("/v1/chat/completions", content=body, headers=head)
+    assert answer.status_code == status, answer.text
+    assert "error" in answer.json()
+
+
+def test_other_refusals(server):
+    post, get = server.http.post, server.http.get
+    plain = post("/v1/completions", content="prompt=x", headers={"content-type": "text/plain"})
+    assert plain.status_code == 415
+    assert get("/v1/nothing").status_code == 404
+    assert get("/v1/nothing").json()["error"]["message"].startswith("there is nothing at")
+    assert get("/v1/chat/completions").status_code == 405
+    assert post("/v1/embeddings", json={"input": [], "model": "tiny"}).status_code == 400
+    assert post("/v1/embeddings", json={"input": "x", "dimensions": 3}).status_code == 400
+    assert post("/detokenize", json={"tokens": [-1]}).status_code == 400
+    assert post("/tokenize", json={}).status_code == 400
+
+
+def test_request_ids(server):
+    given = server.http.get("/health", headers={"x-request-id": "my-1"})
+    assert given.headers["x-request-id"] == "my-1"
+    odd = server.http.get("/health", headers={"x-request-id": "a b\\"})
+    assert len(odd.headers["x-request-id"]) == 32
+    chat(server, request_id="mine", user="me")
+    eventually(lambda: any(e.get("user") == "me" for e in server.events()))
+    line = next(e for e in server.events() if e.get("user") == "me")
+    assert line["status"] == 200
+    assert line["prompt_tokens"] > 0
+
+
+def test_tokens(server, offline):
+    tokens = server.http.post("/tokenize", json={"prompt": "import os"}).json()
+    assert tokens["tokens"] == offline.tokenizer.encode("import os", add_special_tokens=True)
+    assert tokens["count"] == len(tokens["tokens"])
+    assert tokens["max_model_len"] == offline.spec.max_context
+    text = server.http.post("/detokenize", json={"tokens": tokens["tokens"]}).json()
+    assert text == {"prompt": "import os"}
+    shown = server.http.post("/apply-template", json={"messages": USER}).json()
+    assert shown == {"prompt": "user: x\nassistant:"}
+    chat_tokens = server.http.post("/tokenize", json={"messages": USER}).json()
+    assert server.http.post("/detokenize", json={"tokens": chat_tokens["tokens"]}).json() == {
+        "prompt": "user: x\nassistant:"
+    }
+
+
+def test_status(server):
+    assert server.http.get("/health").json() == {"status": "ok"}
+    assert server.http.get("/ready").status_code == 200
+    assert "version" in server.http.get("/version").json()
+    info = server.http.get("/server_info").json()
+    assert info["models"]["tiny"]["aliases"] == ["gpt-4o-mini"]
+    assert "keys" not in json.dumps(info)
+
+
+def test_metrics(server, client):
+    names = ("prompt_tokens_total", "generation_tokens_total", "request_success_total")
+    names += ("time_to_first_token_seconds_count", "e2e_request_latency_seconds_count")
+    before = [server.metric(f"vllm:{name}") if client else 0 for name in names]
+    answer = client.completions.create(
+        model="tiny", prompt="import", max_tokens=7, extra_body={"ignore_eos": True}
+    )
+    after = [server.metric(f"vllm:{name}") for name in names]
+    grown = [b - a for a, b in zip(before, after, strict=True)]
+    assert grown == [answer.usage.prompt_tokens, 7, 1, 1, 1]
+    for name in ("kv_cache_usage_perc", "prefix_cache_queries_total", "num_preemptions_total"):
+        assert server.metric(f"vllm:{name}") >= 0
+    assert server.metric("vllm:inter_token_latency_seconds_count") >= 6
+    assert server.idle()

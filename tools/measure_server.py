@@ -1,0 +1,341 @@
+#!/usr/bin/env python3
+"""Measure the server beside llama.cpp's on the same GGUF file, and what serving costs.
+
+    python tools/measure_server.py results/server/MACHINE [--llama-server PATH]
+
+Writes rows.json and table.md.  A row is one number with its samples:
+
+- ``cN``: N clients at once, each of which sends requests of 64 random prompt tokens (no two
+  alike) and reads 64 new ones as a stream, until all requests are done.  Generated tokens per
+  second of the whole, time to the first token (median and 95th percentile), and processor seconds
+  of the server per thousand tokens.  Both servers are there all the time and are asked in turn.
+- ``overhead``: the same requests through `nbflow.Engine` in this process, and through
+  `Model.generate_batch`: what scheduling and what HTTP add, in microseconds of processor time per
+  token.
+- ``prefix``: time to the first token of a prompt of 512 tokens, new and seen before.
+
+Needs a quiet machine and the extras serve and dev; for the comparison llama-server of llama.cpp
+(--llama-server), without which ours alone is measured.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from random_gguf import SHAPES, write
+
+import nbflow
+from nbflow.system import package_versions, processor_name
+
+PROMPT, NEW, VOCABULARY = 64, 64, 32000
+TICKS = os.sysconf("SC_CLK_TCK")
+
+
+@dataclass
+class Peer:
+    """A running server."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    port: int
+
+    def processor_s(self) -> float:
+        """Return the processor time it has used."""
+        fields = Path(f"/proc/{self.process.pid}/stat").read_text().rsplit(") ", 1)[1].split()
+        return (int(fields[11]) + int(fields[12])) / TICKS
+
+
+@dataclass
+class Sample:
+    """What one run of clients saw."""
+
+    seconds: float
+    tokens: int
+    first_s: list[float] = field(default_factory=list)
+    processor_s: float = 0.0
+
+
+# ---- servers ------------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return int(sock.getsockname()[1])
+
+
+@contextlib.contextmanager
+def started(name: str, command: list[str], port: int) -> Iterator[Peer]:
+    """Start a server and wait until it is healthy."""
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        try:
+            end = time.monotonic() + 300
+            while not healthy(port):
+                if process.poll() is not None or time.monotonic() > end:
+                    log.seek(0)
+                    sys.exit(f"{name} did not start:\n{log.read().decode()[-3000:]}")
+                time.sleep(0.2)
+            yield Peer(name, process, port)
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def healthy(port: int) -> bool:
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5) as answer:
+            return bool(answer.status == 200)
+    except (urllib.error.URLError, OSError):
+        return False
+
+
+def ours(model: Path, arguments: argparse.Namespace) -> tuple[str, list[str], int]:
+    port = free_port()
+    command = [sys.executable, "-m", "nbflow.cli", "serve", str(model), "--port", str(port)]
+    command += ["--activations", arguments.activations, "--threads", str(arguments.threads)]
+    command += ["--log-level", "warning", "--max-sequences", str(max(arguments.clients))]
+    return "nbflow", command, port
+
+
+def theirs(model: Path, arguments: argparse.Namespace) -> tuple[str, list[str], int]:
+    port, most = free_port(), max(arguments.clients)
+    command = [arguments.llama_server, "-m", str(model), "--port", str(port), "-np", str(most)]
+    command += ["-c", str(most * 1024), "-t", str(arguments.threads), "--host", "127.0.0.1"]
+    return "llama.cpp", command, port
+
+
+# ---- clients ------------------------------------------------------------------------------------
+
+
+async def ask(port: int, prompt: list[int], n: int, sample: Sample) -> None:
+    """Send one request and read its stream, with little work: the cores are the server's."""
+    body = {"prompt": prompt, "max_tokens": n, "ignore_eos": True, "stream": True}
+    data = json.dumps(body | {"temperature": 0}).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(data)}\r\n"
+    head += "content-type: application/json\r\nconnection: close\r\n\r\n"
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    began, first, held = time.perf_counter(), 0.0, b""
+    writer.write(head.encode() + data)
+    while chunk := await reader.read(65536):
+        held = held[-64:] + chunk
+        if not first and b"data: " in held:
+            first = time.perf_counter()
+        if b"data: [DONE]" in held:
+            break
+    else:
+        raise RuntimeError(f"the answer broke off: {held[-500:]!r}")
+    writer.close()
+    sample.first_s.append(first - began)
+    sample.tokens += n
+
+
+def clients(peer: Peer, n_clients: int, n_requests: int, seed: int) -> Sample:
+    """Let clients send requests until there are no more."""
+    rng = random.Random(seed)
+    prompts = [random_prompt(rng, PROMPT) for _ in range(n_requests)]
+    sample = Sample(0.0, 0)
+
+    async def one() -> None:
+        while prompts:
+            await ask(peer.port, prompts.pop(), NEW, sample)
+
+    async def all_of_them() -> None:
+        await asyncio.gather(*(one() for _ in range(n_clients)))
+
+    before, began = peer.processor_s(), time.perf_counter()
+    asyncio.run(all_of_them())
+    sample.seconds = time.perf_counter() - began
+    sample.processor_s = peer.processor_s() - before
+    return sample
+
+
+def random_prompt(rng: random.Random, n: int) -> list[int]:
+    return [rng.randrange(300, VOCABULARY) for _ in range(n)]
+
+
+# ---- measurements -------------------------------------------------------------------------------
+
+
+def throughput(peers: list[Peer], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    rows = []
+    for n in arguments.clients:
+        n_requests = max(arguments.requests, 2 * n)
+        samples: dict[str, list[Sample]] = {peer.name: [] for peer in peers}
+        for repeat in range(arguments.repeats + 1):
+            for peer in peers:  # in turn, so that the machine's moods are everybody's
+                sample = clients(peer, n, n_requests, seed=1000 * n + repeat)
+                if repeat:  # the first one warms up
+                    samples[peer.name].append(sample)
+        rows += [row(f"c{n}", peer.name, samples[peer.name]) for peer in peers]
+        print_rows(rows[-len(peers) :])
+    return rows
+
+
+def row(test: str, name: str, samples: list[Sample]) -> dict[str, Any]:
+    rates = [s.tokens / s.seconds for s in samples]
+    firsts = sorted(t for s in samples for t in s.first_s)
+    return {
+        "test": test,
+        "server": name,
+        "tokens_per_s": statistics.median(rates),
+        "tokens_per_s_samples": rates,
+        "first_token_s_p50": statistics.median(firsts),
+        "first_token_s_p95": firsts[int(0.95 * (len(firsts) - 1))],
+        "processor_s_per_1000_tokens": statistics.median(
+            1000 * s.processor_s / s.tokens for s in samples
+        ),
+    }
+
+
+def overhead(
+    peer: Peer, model: nbflow.Model, arguments: argparse.Namespace
+) -> list[dict[str, Any]]:
+    """Return what scheduling and HTTP add to the model's own work."""
+    n = max(arguments.clients)
+    rng = random.Random(5)
+    ways: dict[str, list[Sample]] = {"generate_batch": [], "engine": [], "http": []}
+    for repeat in range(arguments.repeats + 1):
+        for name, samples in ways.items():
+            prompts = [random_prompt(rng, PROMPT) for _ in range(2 * n)]
+            if name == "http":
+                sample = clients(peer, n, 2 * n, seed=rng.randrange(10**9))
+            else:
+                sample = in_process(model, name, prompts, n)
+            if repeat:
+                samples.append(sample)
+    per_token = {
+        name: statistics.median(1e6 * s.processor_s / s.tokens for s in samples)
+        for name, samples in ways.items()
+    }
+    return [
+        {
+            "test": f"overhead c{n}",
+            "server": name,
+            "processor_us_per_token": cost,
+            "more_than_the_one_before_us": cost - before,
+            "tokens_per_s": statistics.median(s.tokens / s.seconds for s in ways[name]),
+        }
+        for (name, cost), before in zip(
+            per_token.items(), [per_token["generate_batch"], *per_token.values()], strict=False
+        )
+    ]
+
+
+def in_process(model: nbflow.Model, way: str, prompts: list[list[int]], n: int) -> Sample:
+    before, began = time.process_time(), time.perf_counter()
+    if way == "engine":
+        with nbflow.Engine(model, max_sequences=n) as engine:
+            handles = [
+                engine.submit(model.make_request(p, NEW, "greedy", 0, True)) for p in prompts
+            ]
+            for handle in handles:
+                handle.result()
+    else:
+        for start in range(0, len(prompts), n):
+            model.generate_batch(prompts[start : start + n], max_tokens=NEW, ignore_eos=True)
+    seconds, processor_s = time.perf_counter() - began, time.process_time() - before
+    return Sample(seconds, NEW * len(prompts), processor_s=processor_s)
+
+
+def prefix(peers: list[Peer], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the time to the first token of a long prompt, new and seen before."""
+    rng = random.Random(9)
+    rows = []
+    for peer in peers:
+        new, seen = Sample(0.0, 0), Sample(0.0, 0)
+        for _ in range(2 * arguments.repeats):
+            prompt = random_prompt(rng, 512)
+            for sample in (new, seen):
+                asyncio.run(ask(peer.port, prompt, 1, sample))
+        rows.append(
+            {
+                "test": "prefix 512",
+                "server": peer.name,
+                "first_token_s_new": statistics.median(new.first_s),
+                "first_token_s_seen": statistics.median(seen.first_s),
+            }
+        )
+    print_rows(rows)
+    return rows
+
+
+# ---- results ------------------------------------------------------------------------------------
+
+
+def print_rows(rows: list[dict[str, Any]]) -> None:
+    for line in rows:
+        shown = {k: v for k, v in line.items() if not isinstance(v, list)}
+        print(json.dumps(shown), flush=True)
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """Return the rows as Markdown: one line per test and server."""
+    names = list(dict.fromkeys(key for r in rows for key in r if not key.endswith("_samples")))
+    lines = ["| " + " | ".join(names) + " |", "|" + "---|" * len(names)]
+    for r in rows:
+        cells = [r.get(name, "") for name in names]
+        shown = [f"{c:.4g}" if isinstance(c, float) else str(c) for c in cells]
+        lines.append("| " + " | ".join(shown) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--folder", type=Path, default=Path("/tmp/nbflow-models"))
+    parser.add_argument("--shape", choices=SHAPES, default="110m")
+    parser.add_argument("--format", default="q4_0")
+    parser.add_argument("--activations", default="int8", help="ours; llama.cpp's are int8")
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--requests", type=int, default=16, help="of a run, at least")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=os.cpu_count())
+    parser.add_argument("--llama-server", default=shutil.which("llama-server") or "")
+    arguments = parser.parse_args()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
+    path = arguments.folder / f"{arguments.shape}-{arguments.format}.gguf"
+    if not path.exists():
+        write(arguments.shape, arguments.format, path)
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(started(*ours(path, arguments)))]
+        if arguments.llama_server:
+            peers.append(stack.enter_context(started(*theirs(path, arguments))))
+        rows = throughput(peers, arguments) + prefix(peers, arguments)
+        options = {"activations": arguments.activations, "threads": arguments.threads}
+        with nbflow.load(path, **options) as model:
+            rows += overhead(peers[0], model, arguments)
+    print_rows(rows[-3:])
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    facts = {
+        "processor": processor_name(),
+        "packages": package_versions(),
+        "model": path.name,
+        "prompt": PROMPT,
+        "new": NEW,
+    }
+    facts |= {key: getattr(arguments, key) for key in ("activations", "threads", "repeats")}
+    (arguments.out / "rows.json").write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
+    (arguments.out / "table.md").write_text(table(rows))
+
+
+if __name__ == "__main__":
+    main()
