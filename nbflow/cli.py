@@ -31,6 +31,7 @@ COMMANDS = {
     "perplexity": ("nbflow_experiments.commands.perplexity", "score a text, beside a reference"),
     "choices": ("nbflow_experiments.commands.choices", "answer multiple-choice questions"),
     "pull": ("nbflow.commands.pull", "download a model of the Hugging Face Hub"),
+    "compare": ("nbflow_experiments.commands.compare", "compare measured points"),
     "inspect": ("nbflow.commands.inspect", "list the tensors of a weight file"),
     "quantize": ("nbflow.commands.quantize", "write a checkpoint in a weight format"),
     "plan": ("nbflow.commands.plan", "predict partitions of a model on a machine"),

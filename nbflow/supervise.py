@@ -29,6 +29,7 @@ HANG_S = 300.0
 FORWARD_S = 2.0
 """Pause after a report: launchers drop what still lies in their pipes when a rank ends badly."""
 POLL_S = 0.05
+FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LAUNCHERS = (
     ("PMI_RANK", "PMI_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
@@ -81,10 +82,10 @@ def supervised(status: Status) -> None:
     parent = os.getpid()
     child = os.fork()
     if child == 0:
+        os.setpgid(0, 0)  # Ctrl-C comes once: from the parent
         _end_with_parent(parent)
         return
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the child has got it, too
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    for number in FORWARDED:
         signal.signal(number, lambda got, _: _send(child, got))
     rank = f"nbflow: rank {launched[0]} of {launched[1]} on {platform.node()}"
     code = _watch(child, status, limit, lambda text: _report(f"{rank} {text}"))

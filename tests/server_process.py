@@ -28,6 +28,7 @@ threads = 1
 format = "json"
 level = "debug"
 """
+END_S = 60.0  # it takes a second; other work may have the cores
 START_S = 120.0  # with an empty kernel cache on two slow cores
 
 
@@ -39,6 +40,7 @@ class Server:
         path.write_text(config)
         command = program or (sys.executable, "-m", "nbflow.cli", "serve")
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        environment["PYTHONFAULTHANDLER"] = "1"  # SIGABRT writes where it hangs
         self.process = subprocess.Popen(
             [*command, str(path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             env=environment, cwd=folder,
@@ -92,7 +94,17 @@ class Server:
         """Send a signal and return the exit code."""
         if self.process.poll() is None:
             self.process.send_signal(number)
-        return self.process.wait(30)
+        return self.ended()
+
+    def ended(self) -> int:
+        """Wait until the process has ended and return its exit code."""
+        try:
+            return self.process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self.process.send_signal(signal.SIGABRT)
+            self.process.wait()
+            self._reader.join()
+            pytest.fail(f"the server does not end: {''.join(self.log[-100:])}")
 
     def __enter__(self) -> Server:
         return self

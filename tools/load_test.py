@@ -45,6 +45,7 @@ path = "tiny_python"
 threads = {threads}
 [models.tiny.engine]
 max_sequences = 64
+kv_bytes = "16MiB"
 [limits]
 body_bytes = "256KiB"
 slow_reader_s = 3

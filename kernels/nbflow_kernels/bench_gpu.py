@@ -98,7 +98,8 @@ def run(
     rate, why = _attempt(lambda: matmul_rate(cupy, repeats))
     report["matmul_f16_flop_per_s"], report["matmul_error"] = rate, why
     rows = []
-    for case in cases:
+    # small ones first, so that as many as possible fit into the budget
+    for case in sorted(cases, key=lambda case: case.n_bytes + case.n_flops / 100):
         if case.op in NO_CUDA:
             continue
         if time.perf_counter() - started > budget_s:
@@ -181,9 +182,9 @@ def measure(case: OpCase, repeats: int, cupy: Any, bandwidth: float | None) -> G
         If the result differs from the reference by more than the case allows.
     """
     place = checking.placer(cupy)
-    error_share = checking.check(case, place)
-    op = getattr(nbflow_kernels, case.op)
     arguments, out = checking.make_inputs(case), checking.make_out(case)
+    error_share = checking.check(case, place, arguments)
+    op = getattr(nbflow_kernels, case.op)
     calls: list[Call] = []
     for _ in range(_n_copies(arguments | out, _l2_bytes(cupy))):
         there, out_there = checking.placed(case, arguments, out, place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 from typing import Any
 
 import nbflow
@@ -80,6 +81,54 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer file")
     parser.add_argument("--max-context", type=int, metavar="N", help="shorten the context")
     parser.add_argument("--threads", type=int, metavar="N", help="threads per rank")
+
+
+def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what memory is taken, and where."""
+    parser.add_argument(
+        "--plan",
+        type=int,
+        nargs="?",
+        const=1,
+        metavar="N",
+        help="print the memory that each rank takes for N requests at once (1), and load nothing",
+    )
+    parser.add_argument(
+        "--kv-host-percent", type=float, default=0.0, metavar="P",
+        help="share of the keys and values in the host's memory, where there is a device (0)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--embeddings-on-host",
+        action="store_true",
+        help="keep the token embedding in the host's memory, where there is a device",
+    )
+    parser.add_argument(
+        "--cpu-layers", type=int, default=0, metavar="N",
+        help="layers that the host computes, where there is a device (0)",
+    )  # fmt: skip
+
+
+def print_plan(arguments: argparse.Namespace) -> bool:
+    """Print the memory plan if it is asked for, else what will change nothing; return which."""
+    from nbflow.engine.memory_plan import Placement, plan_memory
+
+    placement = Placement(
+        arguments.kv_host_percent, arguments.embeddings_on_host, arguments.cpu_layers
+    )
+    if arguments.plan is None:
+        if placement.note:
+            print(f"note: {placement.note}", file=sys.stderr)
+        return False
+    if arguments.plan < 1:
+        raise UsageError(f"--plan must be at least 1, got {arguments.plan}")
+    for file in arguments.formats:
+        load_formats(file)
+    names = ("weights", "activations", "kv", "partition", "max_context")
+    options = {name: getattr(arguments, name) for name in names}
+    print(
+        plan_memory(arguments.model, max_sequences=arguments.plan, placement=placement, **options)
+    )
+    return True
 
 
 def load_model(arguments: argparse.Namespace, **changes: Any) -> nbflow.Model:

@@ -17,7 +17,13 @@ from nbflow.commands.decoding_options import (
     search_name,
     search_values,
 )
-from nbflow.commands.options import add_model_arguments, load_model, speaks
+from nbflow.commands.options import (
+    add_memory_arguments,
+    add_model_arguments,
+    load_model,
+    print_plan,
+    speaks,
+)
 from nbflow.engine import Generation, Model
 from nbflow.engine.request import Request
 from nbflow.engine.search import search
@@ -28,6 +34,7 @@ from nbflow.tokenizer import Tokenizer
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_model_arguments(parser)
+    add_memory_arguments(parser)
     parser.add_argument("-p", "--prompt", help="text to continue (default: none)")
     add_chat_arguments(parser)
     parser.add_argument(
@@ -41,6 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
+    if print_plan(arguments):
+        return 0
     with load_model(arguments) as model, load_draft(arguments) as draft:
         if not model.participates:
             return 0

@@ -19,6 +19,7 @@ from nbflow.cache import PageTable, make_storage
 from nbflow.decoding.strategy import no_distribution
 from nbflow.engine.burst import MAX_STEPS, Burst
 from nbflow.engine.memory import Memory
+from nbflow.engine.memory_plan import PAGE_SIZE
 from nbflow.engine.outcome import Outcome, Output
 from nbflow.engine.pipeline import Pipeline
 from nbflow.engine.request import FinishReason, Request
@@ -43,9 +44,6 @@ from nbflow.system import available_memory_bytes, peak_rss_bytes, reset_peak_rss
 from nbflow.weights import WeightFile
 from nbflow_kernels.threads import set_num_threads
 
-PAGE_SIZE = 64
-"""Tokens of a page of the KV cache: as many as attention takes at a time, and long enough a piece
-of memory for the processor to read ahead (with 16, reading takes up to half as long again)."""
 MAX_BURSTS = 32
 """Bursts (strategies and batch sizes) kept."""
 
@@ -196,8 +194,11 @@ class RankEngine:
             self._pipeline.end_all()
         self.storage.release()
         self.table = PageTable(self.storage.page_size, max_pages)
-        if max_pages is not None:
+        if max_pages is not None:  # an engine's: all the memory it will take is taken now
             self.table.grow(max_pages)
+            self.storage.ensure(max_pages)
+            tokens = max_step_tokens or self.max_step_tokens
+            self.executor.reserve(tokens, max_sequences or tokens)
         self.scheduler = Scheduler(
             self.table,
             max_step_tokens or self.max_step_tokens,

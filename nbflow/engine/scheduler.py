@@ -22,6 +22,7 @@ The scheduler knows nothing of time: every rank runs its own, and all of them de
 from __future__ import annotations
 
 import bisect
+import logging
 from array import array
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ from nbflow.cache.page_table import PageTable
 from nbflow.cache.prefix import Chain
 from nbflow.engine.request import Proposer, Request
 from nbflow_kernels.errors import UsageError
+
+logger = logging.getLogger(__name__)
 
 SHARE_LEFT = 4
 """A prompt that does not fit into a step leaves one part in so many to those behind it."""
@@ -244,7 +247,12 @@ class Scheduler:
         )
         if room < 1:
             return
-        drafts = [int(i) for i in propose([*request.prompt, *request.ids], room)][:room]
+        try:
+            drafts = [int(i) for i in propose([*request.prompt, *request.ids], room)][:room]
+        except Exception:  # a guess is not worth the request
+            logger.exception("the proposer of request %d raised; it is not asked again", request.id)
+            request.proposer = None
+            return
         if drafts and self.table.try_reserve(request.id, 1 + len(drafts)):
             step.add_drafts(work, drafts)
 

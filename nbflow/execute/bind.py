@@ -35,6 +35,7 @@ from nbflow_kernels.quants.gather import gather
 from nbflow_kernels.threads import capture, get_num_threads
 
 if TYPE_CHECKING:
+    from nbflow.execute.cpu import CpuExecutor
     from nbflow.execute.executor import Executor
 
 
@@ -153,6 +154,11 @@ def _plan_step(
     n_shares[0], n_merges[0] = shared, merged
 
 
+def is_blocks(weight: Any) -> bool:
+    """Return whether a weight is stored in blocks, which activations as int8 go with."""
+    return isinstance(weight, QuantTensor) and not weight.is_float
+
+
 class Product:
     """Products of one matrix of activations with weights, in the wanted arithmetic.
 
@@ -160,23 +166,23 @@ class Product:
     ----------
     x : array of float32, shape (T, K)
         The activations.
-    activations : {"f32", "bf16", "int8"}
-        The arithmetic; see `nbflow.load`.
+    executor : CpuExecutor
+        Says which arithmetic (see `nbflow.load`), and has room for activations as int8.
     """
 
-    def __init__(self, x: np.ndarray, activations: str) -> None:
+    def __init__(self, x: np.ndarray, executor: CpuExecutor) -> None:
         self._x = x
-        self._activations = activations
+        self._activations = executor.activations
+        self._executor = executor
         self._rows: Int8Rows | None = None
 
     def _is_int8(self, weight: Any) -> bool:
-        blocks = isinstance(weight, QuantTensor) and not weight.is_float
-        return self._activations == "int8" and blocks
+        return self._activations == "int8" and is_blocks(weight)
 
     def prepare(self, weights: Sequence[Any]) -> None:
         """Quantize the activations if one of these weights needs it; a launcher."""
         if any(map(self._is_int8, weights)):
-            self._rows = self._rows or Int8Rows.empty(*self._x.shape)
+            self._rows = self._rows or self._executor.int8_rows(*self._x.shape)
             quantized.quantize_activations(self._x, self._rows)
 
     def launch(
@@ -201,7 +207,7 @@ class Binder:
     """Which kernels: those of ``nbflow_kernels/<family>/<variant>.py``."""
 
     def __init__(self, executor: Executor, arrays: StepArrays) -> None:
-        self._executor = executor
+        self._executor: Any = executor
         self._arrays = arrays
         self._spec = executor.program.spec
         self.attention = StepAttention(executor, arrays) if executor.program.layers else None
@@ -304,7 +310,7 @@ class Binder:
         accumulate = bool(op.attrs.get("accumulate", False))
         x, out, bias = self._view(op.inputs[0]), self._view(op.out), weights.bias[index]
         pieces = weights.operands[index]
-        product = Product(x, self._executor.activations)
+        product = Product(x, self._executor)
 
         def launch() -> None:
             product.prepare(pieces)
@@ -325,7 +331,7 @@ class Binder:
         def launch() -> None:
             for h, weight in enumerate(weights):
                 n_rows, n_columns = weight.shape
-                product = Product(x[:, h, :n_columns], self._executor.activations)
+                product = Product(x[:, h, :n_columns], self._executor)
                 product.prepare([weight])
                 product.launch(weight, None, False, out[:, h, :n_rows])
 

@@ -17,12 +17,13 @@ from typing import Any
 import numpy as np
 
 from nbflow.cache.page_table import PageView
-from nbflow.execute.bind import Binder, PythonOp
+from nbflow.execute.bind import Binder, PythonOp, is_blocks
 from nbflow.execute.executor import Executor
 from nbflow.execute.step import Step
 from nbflow.execute.step_arrays import StepArrays
 from nbflow.status import status
 from nbflow_kernels.calls import Call, CallList
+from nbflow_kernels.qmatmul.activations import Int8Rows
 from nbflow_kernels.threads import count_kernel_seconds, get_team
 
 MAX_BOUND = 32
@@ -63,6 +64,28 @@ class CpuExecutor(Executor):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._bound: dict[tuple[int, ...], Bound] = {}
+        self._int8_rows: dict[int, Int8Rows] = {}  # by columns
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Return the bytes of the buffers."""
+        return super().workspace_bytes + sum(b.nbytes for b in self._int8_rows.values())
+
+    def int8_rows(self, n_rows: int, n_columns: int) -> Int8Rows:
+        """Return room for activations as int8; ops of one width share it, one after the other."""
+        have = self._int8_rows.get(n_columns)
+        if have is None or len(have.codes) < n_rows:
+            have = self._int8_rows[n_columns] = Int8Rows.empty(n_rows, n_columns)
+        return have.first(n_rows)
+
+    def reserve(self, n_tokens: int, n_logits: int) -> None:
+        """Make the buffers large enough for such steps now."""
+        super().reserve(n_tokens, n_logits)
+        for op, operands in zip(self.program.ops, self.weights.operands, strict=True):
+            if op.kind == "linear" and self.activations == "int8" and any(map(is_blocks, operands)):
+                buffer = self.program.buffers[op.inputs[0]]
+                rows = n_tokens if buffer.rows == "tokens" else n_logits
+                self.int8_rows(rows, buffer.width)
 
     def run(self, step: Step) -> None:
         """Run the program once; results are in its buffers."""

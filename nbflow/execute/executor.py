@@ -106,6 +106,10 @@ class Executor:
         columns = slice(buffer.offset, buffer.offset + buffer.width)
         return self._buffers[buffer.base][:rows, columns]
 
+    def reserve(self, n_tokens: int, n_logits: int) -> None:
+        """Make the buffers large enough for such steps now."""
+        self._reserve(n_tokens, n_logits)
+
     def _reserve(self, n_tokens: int, n_logits: int) -> bool:
         """Make the buffers large enough; return whether any was made anew."""
         place = self.place.purposed("the buffers of a step")

@@ -55,7 +55,7 @@ def choose_files(repo: str, files: Sequence[HubFile], pattern: str | None) -> li
     >>> [f.name for f in choose_files("a/b", [HubFile(name, 1) for name in names], None)]
     ['config.json', 'model.safetensors']
     """
-    by_name = {file.name: file for file in files}
+    by_name = {file.name: file for file in files if _stays_inside(file.name)}
     if pattern is not None:
         weights = [name for name in by_name if fnmatchcase(name, pattern)]
         _check_one(repo, weights, f"pattern {pattern!r} matches", sorted(by_name))
@@ -66,6 +66,12 @@ def choose_files(repo: str, files: Sequence[HubFile], pattern: str | None) -> li
     index = re.sub(SHARD, "", weights[0]) + ".index.json"
     beside = [name for name in (*BESIDE, index) if name in by_name]
     return [by_name[name] for name in (*beside, *sorted(weights))]
+
+
+def _stays_inside(name: str) -> bool:
+    """Return whether a name that a server says is one of a file within the folder it goes to."""
+    parts = name.replace("\\", "/").split("/")
+    return not {"", ".", ".."} & set(parts) and ":" not in parts[0]
 
 
 def _default_weights(repo: str, by_name: dict[str, HubFile]) -> list[str]:

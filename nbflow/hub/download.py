@@ -17,6 +17,8 @@ from urllib.parse import urlparse
 
 from nbflow_kernels.errors import UsageError
 
+_NAME = re.compile(r"[\w-][\w.-]{7,127}")
+"""What a hash is made of, which becomes the name of a file."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LARGEST = 50 * 10**9
 """Files above are not served whole; huggingface_hub fetches them in another way."""
@@ -44,7 +46,7 @@ def download(
     url = hub.hf_hub_url(repo, name, revision=commit, endpoint=endpoint)
     headers = hub.utils.build_hf_headers()
     about = hub.get_hf_file_metadata(url, headers=headers)
-    if about.etag is None or about.size is None:
+    if about.size is None or not _NAME.fullmatch(about.etag or ""):
         raise UsageError(f"{url}: the server says no size or hash of the file")
     if about.size > _LARGEST:
         place = {"cache_dir": cache} if folder is None else {"local_dir": folder}

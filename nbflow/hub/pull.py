@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,8 @@ from nbflow.hub.download import download
 from nbflow_kernels.errors import MissingExtraError, UsageError
 
 ENDPOINT = "https://huggingface.co"
+
+_COMMIT = re.compile(r"[0-9a-f]{40,64}")
 
 Report = Callable[[str], None]
 
@@ -65,6 +68,8 @@ def pull(
     where = _Where(hub, endpoint, repo, revision)
     with where:
         info = hub.HfApi(endpoint=endpoint).model_info(repo, revision=revision, files_metadata=True)
+    if not _COMMIT.fullmatch(info.sha or ""):
+        raise UsageError(f"{endpoint} says no commit of {repo}")
     listed = [HubFile(s.rfilename, getattr(s, "size", None)) for s in info.siblings or ()]
     wanted = choose_files(repo, listed, files)
     paths = []

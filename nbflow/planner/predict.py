@@ -15,7 +15,6 @@ takes sum(t_s) + d + (n - 1) * max(t_s).  What is left of the stages' time is th
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nbflow.parallel import Plan, make_plan, split_replicas
@@ -158,8 +157,8 @@ def predict(
     setting : Setting, optional
         Formats, and what is kept on the host.
     micro_batches : int, optional
-        Parts in which a batch goes through the stages; by default the number (up to that of
-        stages) that is fastest.
+        Parts in which a batch goes through the stages; by default as many as there are stages, as
+        in `nbflow.engine.pipeline`.
 
     Raises
     ------
@@ -267,7 +266,7 @@ def _check_host(device: Device, setting: Setting) -> None:
         )
 
 
-@dataclass(frozen=True, order=True)
+@dataclass(frozen=True)
 class _Decode:
     """A token for every sequence."""
 
@@ -307,16 +306,16 @@ class _Pipeline:
         return [t for t, _ in times], between, exchanges / slowest
 
     def decode(self, workload: Workload, micro_batches: int | None) -> _Decode:
-        """Return the fastest way to give every sequence a token."""
+        """Return what it takes to give every sequence a token."""
+        m = min(workload.batch, len(self.stages) if micro_batches is None else micro_batches)
+        if m < 1:
+            raise UsageError(f"micro_batches must be at least 1, got {micro_batches}")
+        size = -(-workload.batch // m)
         context = min(workload.prompt + (workload.generate + 1) // 2, workload.room)
-        found = []
-        for m in _possible(micro_batches, workload.batch, len(self.stages)):
-            size = -(-workload.batch // m)
-            times, between, share = self._way(StepShape(size, 1, context, size), m > 1)
-            seconds = max(sum(times) + between, m * max(times)) + self._told_s
-            bubble = 1.0 - m * sum(times) / (len(times) * seconds) if len(times) > 1 else 0.0
-            found.append(_Decode(seconds, m, share, max(0.0, bubble)))
-        return min(found)
+        times, between, share = self._way(StepShape(size, 1, context, size), m > 1)
+        seconds = max(sum(times) + between, m * max(times)) + self._told_s
+        bubble = 1.0 - m * sum(times) / (len(times) * seconds) if len(times) > 1 else 0.0
+        return _Decode(seconds, m, share, max(0.0, bubble))
 
     def prefill(self, workload: Workload) -> tuple[float, StepShape]:
         """Return the time to read all prompts, and the largest step."""
@@ -334,15 +333,6 @@ class _Pipeline:
         slowest = sum(max(times) for times, _, _ in ways)
         seconds = sum(first) + between + rounds * slowest - max(first)
         return seconds + self._told_s, max(steps, key=lambda step: step.n_tokens)
-
-
-def _possible(wanted: int | None, batch: int, n_stages: int) -> Sequence[int]:
-    """Return the numbers of micro-batches to look at."""
-    if wanted is None:
-        return range(1, min(batch, n_stages) + 1)
-    if wanted < 1:
-        raise UsageError(f"micro_batches must be at least 1, got {wanted}")
-    return [min(wanted, batch)]
 
 
 def _rank(

@@ -7,7 +7,6 @@ what was sent to it unread.  Nothing of this costs anything while a client behav
 from __future__ import annotations
 
 import asyncio
-from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
@@ -110,5 +109,3 @@ def _full() -> bytes:
 
 
 _FULL = _full()
-
-__all__: list[Any] = ["protocol_class"]

@@ -203,6 +203,3 @@ def _header(scope: Scope, name: bytes) -> str:
         if key == name:
             return str(value.decode("latin-1"))
     return ""
-
-
-__all__ = ["Bodies", "Front", "Gate"]

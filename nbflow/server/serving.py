@@ -29,6 +29,8 @@ from nbflow_kernels.errors import UsageError
 
 _LAST_S = 5.0
 """Seconds for connections to take what has been sent, after the last request has ended."""
+_KEEP_ALIVE_S = 30
+"""Seconds a connection is kept between requests; clients pool theirs for about as long."""
 _THREADS = 32
 """Threads for tokenizers, templates and waiting for embeddings."""
 _UNREAD_MS = 30_000
@@ -193,6 +195,7 @@ async def _run(
         access_log=False,
         server_header=False,
         backlog=limits.connections,
+        timeout_keep_alive=_KEEP_ALIVE_S,
         timeout_graceful_shutdown=round(_LAST_S),
     )
     server = _Server(settings)

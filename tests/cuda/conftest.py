@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -31,6 +32,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if item.get_closest_marker("compiler"):
                 item.add_marker(skip)
+
+
+@pytest.fixture(
+    params=[
+        pytest.param("emulator", marks=pytest.mark.compiler),
+        pytest.param("device", marks=pytest.mark.gpu),
+    ]
+)
+def xp(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """CuPy: emulated, all checks on; with ``-m gpu`` the real one."""
+    if request.param == "device":
+        yield importlib.import_module("cupy")
+        return
+    stand_in.reset()
+    yield stand_in
+    stand_in.reset()
 
 
 @pytest.fixture

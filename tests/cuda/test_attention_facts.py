@@ -8,6 +8,7 @@ import pytest
 
 import nbflow_ptx
 from nbflow_kernels.attention import cuda as attention
+from nbflow_kernels.cuda import all_reduce
 from nbflow_kernels.kvcache import cuda as kvcache
 from nbflow_kernels.kvcache.rows import F16, KINDS
 from nbflow_kernels.sampling import cuda as sampling
@@ -69,3 +70,12 @@ def test_samplers_stay_in_registers(arch: str) -> None:
         found = facts(kernel, arch)
         assert found.registers is not None
         assert found.registers <= 64
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+def test_sums_over_ranks_move_16_bytes_at_once(arch: str) -> None:
+    for name in ("one_shot", "two_shot"):
+        found = facts(all_reduce._kernel(name, "Bfloat"), arch)
+        assert (found.fp64, found.stack_bytes) == (0, 0)
+        assert found.wide_loads > 0
+        assert 16 in (found.global_stores or {})

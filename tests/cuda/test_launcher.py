@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import ctypes
 import struct
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+import nbflow_kernels as nk
 from nbflow_kernels import cuda
 from nbflow_kernels.cuda import cubins, kernel, nvrtc
 from nbflow_kernels.cuda.detect import detect, extra
@@ -229,3 +231,32 @@ def test_includes_are_found_and_part_of_the_digest(folder: Path) -> None:
     (folder / "factor.cuh").write_text('#include "more.cuh"\n#include <cuda_fp16.h>\n')
     (folder / "more.cuh").write_text('#include "factor.cuh"\n')
     assert len(kernel._sources(folder / "source.cu")) == 3
+
+
+def test_arrays_in_two_places_are_refused(cupy: Any) -> None:
+    host, there = np.ones((2, 8), np.float32), cupy.ones((2, 8), np.float32)
+    for call in (
+        lambda: nk.rmsnorm(host, there[0]),
+        lambda: nk.silu(host, out=there),
+    ):
+        with pytest.raises(TypeError, match="lies in host memory, another one on a CUDA device"):
+            call()
+    for call in (
+        lambda: nk.rmsnorm(there, host[0]),
+        lambda: nk.silu(there, out=host),
+        lambda: nk.soft_cap(there, 1.0, out=host),
+    ):
+        with pytest.raises(
+            TypeError, match=r"lies on a CUDA device|must be an array on the device"
+        ):
+            call()
+
+
+def test_the_wheel_holds_every_source() -> None:
+    root = Path(nk.__path__[0])
+    settings = tomllib.loads((root.parents[1] / "pyproject.toml").read_text())
+    patterns = settings["tool"]["setuptools"]["package-data"]["nbflow_kernels"]
+    packed = {file for pattern in patterns for file in root.glob(pattern)}
+    sources = {*root.rglob("*.cu"), *root.rglob("*.cuh")}
+    assert len(sources) > 10
+    assert sources <= packed

@@ -19,7 +19,7 @@ from nbflow_kernels.quants.units import unit_form
 pytestmark = pytest.mark.compiler
 BLOCK_FORMATS = [name for name, f in FORMATS.items() if f.block_bytes / f.block_size < 2]
 # a format for each kind of codes and of scales, of those that share no kernel
-KINDS = ("q4_0", "q2_k", "q3h", "q6", "iq2_s", "nvfp4", "q4_b16", "tq2_0")
+KINDS = ("q4_0", "q2_k", "q3h", "iq2_s", "q4_b16")
 
 
 def make(format: str, T: int, N: int, K: int) -> tuple[np.ndarray, nk.QuantTensor]:
@@ -34,14 +34,11 @@ def allowed(K: int) -> float:
 
 
 @pytest.mark.parametrize("format", BLOCK_FORMATS)
-def test_every_format_is_multiplied_and_unpacked(format: str, cupy: Any) -> None:
+def test_units_hold_the_weights_of_every_format(format: str, cupy: Any) -> None:
     # one unit and a part, a row tile and a part; columns that end within a block
-    x, w = make(format, 1, 21, 300)
-    there = w.to_device(cupy.zeros(1))
-    got = nk.qmatmul(cupy.asarray(x), there).get()
-    assert np.abs(got - reference.qmatmul(x, w)).max() <= allowed(300)
+    w = make(format, 1, 21, 300)[1]
     wide = cupy.empty(w.shape, np.float32)
-    rounded.unpack(there.units(), 0, wide)
+    rounded.unpack(w.to_device(cupy.zeros(1)).units(), 0, wide)
     assert np.array_equal(wide.get(), nk.dequantize(w))  # the same bits
 
 
@@ -137,6 +134,34 @@ def test_the_layout_pads_rows_to_16_and_columns_to_128() -> None:
     assert made.nbytes == 2 * 16 * 4 * 128 * 4.5 / 8
 
 
+def test_a_users_format_without_integer_form(cupy: Any) -> None:
+    @nk.register_format
+    class Halves:
+        name = "halves_b4"
+        block_size, block_bytes = 4, 4
+
+        @staticmethod
+        def quantize_block(x: Any, out: Any) -> None:
+            for i in range(4):
+                out[i] = np.uint8(min(max(x[i] * 16 + 128, 0), 255))
+
+        @staticmethod
+        def dequantize_block(block: Any, out: Any) -> None:
+            for i in range(4):
+                out[i] = (np.float32(block[i]) - np.float32(128)) / np.float32(16)
+
+    try:
+        x, w = make("halves_b4", 3, 21, 40)
+        for activations in ("f32", "int8", "bf16"):
+            got = nk.qmatmul(
+                cupy.asarray(x), w.to_device(cupy.zeros(1)), activations=activations
+            ).get()
+            wanted = reference.qmatmul(x, w, activations=activations)
+            assert np.abs(got - wanted).max() <= allowed(40)
+    finally:
+        nk.unregister_format("halves_b4")
+
+
 def test_storage_can_be_dropped_on_a_device(cupy: Any) -> None:
     x, w = make("q4_0", 2, 21, 300)
     there = w.to_device(cupy.zeros(1))
@@ -165,8 +190,9 @@ def _facts(kernel: Any, arch: str) -> nbflow_ptx.KernelFacts:
     return facts
 
 
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
-@pytest.mark.parametrize("format", ["q8_0", "q4_0", "q4", "q3h", "q2", "q4_k", "iq4_xs"])
+@pytest.mark.parametrize(
+    ("format", "arch"), [("q4_0", "sm_80"), ("q4_0", "sm_90"), ("q3h", "sm_90"), ("q4_k", "sm_90")]
+)
 def test_hot_kernels_stay_in_registers(format: str, arch: str) -> None:
     form = unit_form(FORMATS[format].integer_form)
     few = _facts(products._kernel(form, "few_rows.cu", "few_rows", products._FEW, 1), arch)
@@ -174,8 +200,8 @@ def test_hot_kernels_stay_in_registers(format: str, arch: str) -> None:
     # two thread blocks of `few_rows` on a processor leave 128 registers: up to 12 of the numbers
     # that change once for a row tile may lie in local memory
     assert max(few.spill_stores or 0, few.spill_loads or 0) <= 48
-    assert (many.spill_stores, many.spill_loads) == (0, 0)
+    assert (many.spill_stores, many.spill_loads, many.stack_bytes) == (0, 0, 0)
     for facts in (few, many):
-        assert facts.fp64 == 0
-        assert (facts.local_accesses, facts.stack_bytes) == (0, 0)
+        assert (facts.fp64, facts.local_accesses) == (0, 0)
         assert facts.wide_loads > 0
+    assert many.async_copies

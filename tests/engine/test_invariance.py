@@ -60,9 +60,9 @@ def served(model, limits, order=ORDER, **fields):
     """Return the results of an engine, and its numbers."""
     with nbflow.Engine(model, **limits) as engine:
         handles = {i: engine.submit(make(model, i, **fields)) for i in order}
-        results = [handles[i].result(120) for i in range(len(PROMPTS))]
+        results = [handles[i].result(300) for i in range(len(PROMPTS))]
         again = [engine.submit(make(model, i, **fields)) for i in range(len(PROMPTS))]
-        assert everything(h.result(120) for h in again) == everything(results)
+        assert everything(h.result(300) for h in again) == everything(results)
         return everything(results), engine.stats(), [h.request for h in again]
 
 
@@ -122,7 +122,7 @@ def test_encoders_read_together(tmp_path):
             handles = [
                 engine.submit(model.make_request(ids, 6, "greedy", 0, False)) for ids in inputs
             ]
-            results = [h.result(60) for h in handles]
+            results = [h.result(300) for h in handles]
             assert everything(results) == everything(alone)
         assert memory.table.sequences == []
 

@@ -42,7 +42,7 @@ def test_results_are_those_of_the_model_alone(checkpoint, model):
         expected = [alone.generate(p, 12, "top_p", 3, True) for p in prompts]
     with nbflow.Engine(model, max_sequences=5, kv_bytes=1 << 22) as engine:
         handles = [engine.submit(make(model, p, decoding="top_p")) for p in prompts]
-        assert [h.result(60) for h in handles] == expected
+        assert [h.result(300) for h in handles] == expected
         assert all_free(engine)
         stats = engine.stats()
         assert stats.finished == {"length": 12}
@@ -55,7 +55,7 @@ def test_events_one_by_one_and_to_a_listener(engine, model):
     first = engine.submit(make(model, IDS[:9], n_top_logprobs=2))
     second = engine.submit(make(model, IDS[:9]), lambda handle, events: seen.extend(events))
     events = list(first)
-    assert second.result(60).ids == [e.token for e in events] == [e.token for e in seen]
+    assert second.result(300).ids == [e.token for e in events] == [e.token for e in seen]
     assert [e.finish_reason for e in events] == [None] * 11 + ["length"]
     assert all(len(e.top_logprobs) == 2 for e in events)
     assert [e.top_logprobs[0] for e in events] == [(e.token, e.logprob) for e in events]
@@ -71,13 +71,13 @@ def test_a_listener_that_raises_does_not_stop_anybody(engine, model, caplog):
         raise RuntimeError("planted")
 
     handle = engine.submit(make(model, IDS[:9]), listen)
-    assert len(handle.result(60).ids) == 12
+    assert len(handle.result(300).ids) == 12
     assert "planted" in caplog.text
-    assert len(engine.submit(make(model, IDS[:9])).result(60).ids) == 12
+    assert len(engine.submit(make(model, IDS[:9])).result(300).ids) == 12
 
 
 def test_an_end_token_ends_without_a_token(engine, model):
-    free = engine.submit(make(model, IDS[:5])).result(60).ids
+    free = engine.submit(make(model, IDS[:5])).result(300).ids
     stop = free[6]
     handle = engine.submit(make(model, IDS[:5], stop_ids=frozenset({stop})))
     events = list(handle)
@@ -90,10 +90,10 @@ def test_cancelling_and_deadlines(engine, model):
     late = engine.submit(make(model, IDS[:5], 400, deadline=1e-9))
     long[0].cancel()
     long[1].cancel("stop")
-    assert late.result(60).finish_reason == "deadline"
-    assert long[0].result(60).finish_reason == "abort"
-    assert long[1].result(60).finish_reason == "stop"
-    assert len(long[2].result(60).ids) == 400
+    assert late.result(300).finish_reason == "deadline"
+    assert long[0].result(300).finish_reason == "abort"
+    assert long[1].result(300).finish_reason == "stop"
+    assert len(long[2].result(300).ids) == 400
     long[2].cancel()  # too late: nothing happens
     assert long[2].finish_reason == "length"
     assert all_free(engine)
@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_refused_or_shortened(model):
         with pytest.raises(UsageError, match="has 129 tokens, but the key/value cache holds 128"):
             engine.submit(make(model, IDS[:129]))
         # the last token needs no room: nobody reads its key
-        assert len(engine.submit(make(model, IDS[:120], 400)).result(60).ids) == 9
+        assert len(engine.submit(make(model, IDS[:120], 400)).result(300).ids) == 9
     with pytest.raises(UsageError, match="kv_bytes must be at least"):
         nbflow.Engine(model, kv_bytes=page - 1)
     with pytest.raises(UsageError, match="max_sequences must be at least 1"):
@@ -159,20 +159,58 @@ def test_a_step_that_fails_ends_its_requests_only(engine, model, monkeypatch):
     monkeypatch.setattr(rank.executor, "run", fail)
     bad = engine.submit(make(model, [1, 100, 3]))
     with pytest.raises(MemoryError, match="planted"):
-        bad.result(60)
+        bad.result(300)
     assert bad.finish_reason == "error"
     assert [e.finish_reason for e in bad] == ["error"]
-    assert len(engine.submit(make(model, [1, 2, 3])).result(60).ids) == 12
+    assert len(engine.submit(make(model, [1, 2, 3])).result(300).ids) == 12
     assert all_free(engine)
     assert engine.stats().finished == {"error": 1, "length": 1}
+
+
+def test_a_proposer_that_raises_is_left_out(engine, model, caplog):
+    def propose(ids, n):
+        raise RuntimeError("planted")
+
+    plain = engine.submit(make(model, [1, 2, 3])).result(300)
+    assert (
+        engine.submit(make(model, [1, 2, 3], proposer=propose, n_proposed=3)).result(300) == plain
+    )
+    assert "planted" in caplog.text
+
+
+def test_numbers_that_are_none_do_not_stay_in_the_pages(engine, model, monkeypatch):
+    """A request whose keys are not finite leaves nothing behind for the next one in its pages."""
+    plain = engine.submit(make(model, IDS[:5])).result(300).logprobs
+    rank = model.engines[0]
+    real = rank.executor.run
+
+    def poison(step):
+        real(step)
+        for keys, values in rank.storage.layers.values():
+            for array in (keys, values):
+                array[step.pages.kv_indices] = np.nan
+        rank.executor.buffer("logits", len(step.logit_rows))[:] = np.nan
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rank.executor, "run", poison)
+        bad = engine.submit(make(model, IDS[50:70]))
+        with pytest.raises(UsageError, match="have a NaN"):
+            bad.result(300)
+    engine.flush()
+    next_page = rank.table._free[-1]
+    assert np.isnan(rank.storage.layers[0][0][next_page].astype(np.float32)).any()
+    for _ in range(3):
+        assert engine.submit(make(model, IDS[:5])).result(300).logprobs == plain
+        engine.flush()
+    assert all_free(engine)
 
 
 def test_prompt_logprobs(engine, model):
     prompt = IDS[:150]  # more than two steps
     handle = engine.submit(make(model, prompt, 1, prompt_logprobs=2))
-    handle.result(60)
+    handle.result(300)
     scores_only = engine.submit(make(model, prompt, 1, prompt_logprobs=0, max_tokens=0))
-    assert scores_only.result(60).ids == []
+    assert scores_only.result(300).ids == []
     assert scores_only.finish_reason == "length"
     engine.close()
     logits = model.logits(prompt).astype(np.float64)[:-1]
@@ -198,7 +236,7 @@ def test_many_threads_that_come_and_go(engine, model):
             if rng.random() < 0.3:
                 handle.cancel()
             try:
-                result = handle.result(120)
+                result = handle.result(300)
                 assert result.finish_reason in ("length", "abort")
                 assert not any(map(math.isnan, result.logprobs))
             except Exception as error:
@@ -220,5 +258,5 @@ def test_ranks_that_are_threads(checkpoint, partition):
         expected = [model.generate(p, 8, ignore_eos=True).ids for p in prompts]
         with nbflow.Engine(model, max_sequences=3, kv_bytes=1 << 22) as engine:
             handles = [engine.submit(make(model, p, 8)) for p in prompts]
-            assert [h.result(60).ids for h in handles] == expected
+            assert [h.result(300).ids for h in handles] == expected
             assert all_free(engine)

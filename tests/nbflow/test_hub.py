@@ -74,7 +74,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def _file(self, path: str, data: bytes, with_body: bool) -> None:
         start = 0
-        headers = {"ETag": f'"{hashlib.sha256(data).hexdigest()}"', "X-Repo-Commit": COMMIT}
+        etag = "../../x" if path.startswith("/org/evil") else hashlib.sha256(data).hexdigest()
+        headers = {"ETag": f'"{etag}"', "X-Repo-Commit": COMMIT}
         if "Range" in self.headers:
             start = int(self.headers["Range"].removeprefix("bytes=").split("-")[0])
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
@@ -112,6 +113,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     Hub.repos = {
         "org/llama": {**files, "README.md": b"#", "pytorch_model.bin": b"not wanted"},
+        "org/evil": {"x.gguf": b"GGUF"},
         "org/big": {"big.gguf": BIG},
         "org/quants": {"a-Q4_K_M.gguf": b"GGUF4", "a-Q8_0.gguf": b"GGUF8", "README.md": b"#"},
     }
@@ -230,6 +232,7 @@ def test_to_a_folder_and_one_of_several_files(tmp_path: Path) -> None:
         ("org/quants", {}, "a-Q4_K_M.gguf, a-Q8_0.gguf; name one, e.g. --file 'a-Q4_K_M"),
         ("org/quants", {"files": "*Q5*"}, r"matches no file; there are README.md, a-Q4"),
         ("llama", {}, "must be named ORG/NAME"),
+        ("org/evil", {}, "the server says no size or hash of the file"),
     ],
 )
 def test_what_can_go_wrong(repo: str, options: dict[str, str], message: str) -> None:
@@ -253,5 +256,8 @@ def test_parts_of_one_file_belong_together() -> None:
     assert chosen == ["config.json", "model.safetensors.index.json", *names]
     with pytest.raises(UsageError, match=r"1 of the 2 parts of model.safetensors"):
         choose_files("a/b", listed[1:], None)
+    for name in ("../model.gguf", "/model.gguf", "a/../../model.gguf", "C:/model.gguf"):
+        with pytest.raises(UsageError, match="no weights"):  # it would leave the folder
+            choose_files("a/b", [HubFile(name, 1)], None)
     with pytest.raises(UsageError, match=r"a/b has no weights that can be read.*: notes.txt"):
         choose_files("a/b", [HubFile("notes.txt", 1)], None)

@@ -40,7 +40,7 @@ def test_sigterm_loses_no_accepted_request(tmp_path):
             time.sleep(0.01)
         for thread in threads:
             thread.join(60)
-        assert server.process.wait(30) == 0
+        assert server.ended() == 0
         statuses = [answer.status_code for answer in answers]
         assert set(statuses) <= {200, 503}
         assert statuses.count(200) > 4

@@ -49,4 +49,4 @@ def test_mpi(offline, tmp_path):
     with Server(partitioned("0&1"), tmp_path, program) as server:
         check(server, offline)
         os.kill(server.http.get("/server_info").json()["pid"], signal.SIGTERM)
-        assert server.process.wait(60) == 0
+        assert server.ended() == 0

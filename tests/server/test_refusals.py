@@ -42,6 +42,8 @@ def chat(server, **body):
         ("guided_regex", "(", "regex"),
         ("chat_template", "{{ messages }}", "request_templates"),
         ("chat_template_kwargs", {"tools": 1}, "field of its own"),
+        ("chat_template_kwargs", {"self": 1}, "field of its own"),
+        ("chat_template_kwargs", {"func": 1}, None),
         ("model", "gpt-5", "unknown model"),
         ("seed", 2**64, "less than"),
         ("max_tokens", None, None),

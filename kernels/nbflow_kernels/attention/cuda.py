@@ -37,6 +37,8 @@ ALL_FEW = Tiling(16, at_most=1 << 61)
 MOST_COLUMNS = 128
 """Of values; the kernel for many vectors would have more sums than registers."""
 _GENERAL_KEYS, _KEYS, _PAD = 32, 64, 8
+_STATIC_SHARED_BYTES = 2560
+"""At most what a kernel on tensor cores declares itself: offsets of rows, greatest scores."""
 _OPTIONS = (at.MASK, at.SLOPES, at.BIAS)
 _PARAMETERS = (
     "i64* header, any* queries, i64 q_row_bytes, i32 q_kind, any* k, any* v, "
@@ -173,7 +175,7 @@ def takes_tensor_cores(
     needs = _shared_bytes(D_qk, D_vo, exact, False, plain, False)
     if D_vo <= MOST_COLUMNS:
         needs = max(needs, _shared_bytes(D_qk, D_vo, exact, True, plain, True))
-    return needs <= cuda.device_of(q).max_shared_bytes
+    return needs + _STATIC_SHARED_BYTES <= cuda.device_of(q).max_shared_bytes
 
 
 def _is_exact(q: Any, kind: int) -> bool:

@@ -34,7 +34,7 @@ class DevicePlan:
         self._step = -1
         self._copies: dict[int, tuple[Any, Any]] = {}
         self._divisions: dict[Tiling, tuple[DeviceItems, Any]] = {}
-        self._step_tables: list[Any] = []
+        self._step_tables: tuple[Any, list[int]] = (None, [])
         self._partials = device.empty(4, np.float32)
         self._headers: dict[Tiling, tuple[np.ndarray, Any]] = {}
 
@@ -56,8 +56,8 @@ class DevicePlan:
         host[at.ITEMS] = address(packed)
         host[at.MERGES] = address(packed) + items.items.nbytes
         places = (at.QO_INDPTR, at.KV_INDPTR, at.KV_INDICES, at.KV_LENS)
-        for place, table in zip(places, self._step_tables, strict=True):
-            host[place] = address(table) if table.size else 0
+        for place, table in zip(places, self._step_tables[1], strict=True):
+            host[place] = table
         host[at.PARTIALS] = address(self._partials)
         for place in _TABLES:
             host[place] = self._table(place)
@@ -73,7 +73,9 @@ class DevicePlan:
         plan = self._plan
         if self._step != plan.n_steps:
             tables = (plan.qo_indptr, plan.kv_indptr, plan.kv_indices, plan.kv_lens)
-            self._step_tables = [self._device.asarray(table) for table in tables]
+            together = self._device.asarray(np.concatenate(tables))
+            offsets = np.cumsum([0, *(table.nbytes for table in tables[:-1])])
+            self._step_tables = (together, [address(together) + int(n) for n in offsets])
             self._divisions, self._step = {}, plan.n_steps
         if tiling not in self._divisions:
             items = divide_for_device(plan, tiling, self._device.n_sms)

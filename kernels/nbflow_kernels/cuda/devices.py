@@ -103,7 +103,17 @@ def address(array: Any) -> int:
     """Return the device address of an array's first element.
 
     The 16-byte loads of a kernel want ``address(x) % 16 == 0``; views need not start there.
+
+    Raises
+    ------
+    TypeError
+        If it lies in host memory.
     """
+    if type(array) is np.ndarray:
+        raise TypeError(
+            "the first array lies on a CUDA device, another one in host memory; copy it to the "
+            f"device (cupy.asarray): NumPy array of shape {array.shape}"
+        )
     data = getattr(array, "data", None)
     found = getattr(data, "ptr", None)  # CuPy's, and quicker than the interface
     return int(array.__cuda_array_interface__["data"][0] if found is None else found)

@@ -16,7 +16,8 @@ _DYNAMIC_SHARED_BYTES = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 _END, _BUFFER, _BUFFER_BYTES = 0, 1, 2  # CU_LAUNCH_PARAM_*
 _INVALID_CONTEXT = 201
 
-_DEFAULT_SHARED_BYTES = 48 * 1024
+# Without asking, a kernel gets 48 KB less what it declares itself: so every kernel asks.
+_DEFAULT_SHARED_BYTES = 0
 
 
 class Function:
@@ -86,6 +87,7 @@ class Driver:
     ) -> None:
         """Start a kernel on a stream; `packed` holds the arguments as a C struct would."""
         if shared > function.shared_bytes:
+            self._call("cuCtxSetCurrent", self._context)
             self._call("cuFuncSetAttribute", function.handle, _DYNAMIC_SHARED_BYTES, shared)
             function.shared_bytes = shared
         n_bytes = ctypes.c_size_t(len(packed))

@@ -57,6 +57,24 @@ class Int8Rows:
             np.zeros((rows, columns // 16), np.int32),
         )
 
+    @staticmethod
+    def size(n_rows: int, n_columns: int) -> int:
+        """Return the bytes that `empty` takes.
+
+        Examples
+        --------
+        >>> Int8Rows.size(5, 100) == Int8Rows.empty(5, 100).nbytes
+        True
+        """
+        rows, columns = -(-n_rows // ROWS) * ROWS, -(-n_columns // PADDING) * PADDING
+        return rows * (columns + 4 * (2 * columns // COLUMNS + columns // 16))
+
+    def first(self, n_rows: int) -> Int8Rows:
+        """Return the first rows, as room of its own; what is written there is written here."""
+        rows = -(-n_rows // ROWS) * ROWS
+        arrays = (self.codes, self.scales, self.sums, self.half_sums)
+        return Int8Rows(n_rows, *(array[:rows] for array in arrays))
+
     @property
     def nbytes(self) -> int:
         """Bytes of the arrays."""

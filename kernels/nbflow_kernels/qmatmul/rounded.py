@@ -1,8 +1,8 @@
 """Products whose weights are decoded to rows of numbers first, panel by panel.
 
-With activations="bf16" both sides are bfloat16, whose products are exact in float32.  Many rows go
-to cuBLAS where it is installed (`cublas`), others to `matmul.cuda`, which adds in float32 too.  A
-panel is as large as a second-level cache holds, and is used again for the next one.
+With activations="bf16" both sides are bfloat16, whose products are exact in float32; `matmul.cuda`
+adds them in float32.  A panel is as large as a second-level cache holds, and its memory is used
+again for the next one.
 
 The weights of a user's format without an integer form are decoded in the same way, to float32.
 """

@@ -1,0 +1,90 @@
+"""`nbflow compare A B`: what changed between two sets of measured points, with intervals.
+
+A side is a results folder, or ``FOLDER:name=value,...`` for the points with these settings.
+Points are paired if they agree in all settings that neither side fixes.  Perplexity and divergence
+are compared token by token on the same text (paired bootstrap over windows), times by their
+repetitions; an interval that leaves out "no change" is marked.
+
+Example::
+
+    nbflow compare runs/demo:weights=q3 runs/demo:weights=q3h --metric kld_mean_nats perplexity
+    nbflow compare before/demo after/demo
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+
+from nbflow_experiments.compare.pairs import Comparison, compare
+from nbflow_experiments.compare.selection import select
+from nbflow_experiments.files import plain
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    parser.add_argument("a", metavar="A", help="results folder, or FOLDER:name=value,name=value")
+    parser.add_argument("b", metavar="B", help="the same, for the other side")
+    parser.add_argument("--metric", nargs="+", default=[], metavar="M", help="only these metrics")
+    parser.add_argument("--json", action="store_true", help="print JSON rows")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    found = compare(select(arguments.a), select(arguments.b), arguments.metric)
+    if arguments.json:
+        print(json.dumps([plain(_row(c)) for c in found], indent=1))
+        return 0
+    print(f"A: {arguments.a}\nB: {arguments.b}\n")
+    print(_table(found))
+    print("\n* the 95 % interval of the change leaves out no change at all")
+    return 0
+
+
+def _row(c: Comparison) -> dict[str, object]:
+    i = c.interval
+    return {
+        **c.label,
+        "metric": c.metric,
+        "a": i.a,
+        "b": i.b,
+        "change": i.change,
+        "kind": "b / a" if i.ratio else "b - a",
+        "low": i.low,
+        "high": i.high,
+        "basis": c.basis,
+        "n": i.n,
+        "clear": i.is_clear,
+    }
+
+
+def _table(found: Sequence[Comparison]) -> str:
+    """Return a Markdown table."""
+    labels = list(found[0].label) if found else []
+    head = (*labels, "metric", "A", "B", "change", "95 % interval", "drawn from", "")
+    rows: list[tuple[str, ...]] = [head]
+    for c in found:
+        i = c.interval
+        sign = "x" if i.ratio else ""
+        number = "{:.3f}" if i.ratio else "{:+.4g}"
+        interval = "" if c.basis == "-" else f"{number.format(i.low)} .. {number.format(i.high)}"
+        rows.append(
+            (
+                *(str(c.label[name]) for name in labels),
+                c.metric,
+                f"{i.a:.5g}",
+                f"{i.b:.5g}",
+                number.format(i.change) + sign,
+                interval,
+                "" if c.basis == "-" else f"{i.n} {c.basis}",
+                "*" if i.is_clear else "",
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
+        for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
+    return "\n".join(lines)

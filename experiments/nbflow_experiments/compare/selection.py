@@ -1,0 +1,131 @@
+"""Which points are compared: ``FOLDER`` or ``FOLDER:name=value,name=value``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from nbflow_experiments.extras import require
+from nbflow_experiments.settings import SETTINGS
+from nbflow_kernels.errors import UsageError, unknown_name
+
+
+@dataclass(frozen=True)
+class Side:
+    """The points of one side."""
+
+    text: str
+    """As it was asked for."""
+    path: Path
+    """The results folder."""
+    fixed: dict[str, str]
+    """Settings that were asked for, by name."""
+    points: list[dict[str, Any]]
+    """The settings of each point that succeeded, and its name under ``point``."""
+    readings: Any
+    """``results.csv`` as a DataFrame."""
+
+    def repetitions(self, point: str) -> dict[str, np.ndarray]:
+        """Return what was measured more than once at a point, by metric."""
+        rows = self.readings[self.readings.point == point]
+        repeated = rows[rows["repeat"].notna() & rows["rank"].isna()]
+        return {
+            str(metric): part.value.to_numpy(np.float64)
+            for metric, part in repeated.groupby("metric", sort=False)
+        }
+
+    def single(self, point: str) -> dict[str, float]:
+        """Return the numbers of a point that stand for all ranks and repetitions, by metric."""
+        rows = self.readings[self.readings.point == point]
+        whole = rows[rows["repeat"].isna() & rows["rank"].isna()]
+        return dict(zip(whole.metric, whole.value.astype(float), strict=True))
+
+    def per_token(self, point: str) -> dict[str, np.ndarray]:
+        """Return the arrays of a point with a number for each token, if they are kept."""
+        file = self.path / "results.h5"
+        if not file.is_file():
+            return {}
+        with require("h5py").File(file, "r") as stream:
+            group = stream["points"].get(point, {})
+            return {name: group[name][...] for name in ("nll_nats", "kld_nats") if name in group}
+
+
+def select(text: str) -> Side:
+    """Return the points that a text names.
+
+    Raises
+    ------
+    UsageError
+        If there is no such folder or setting, or no point that succeeded has it.
+    """
+    pandas = require("pandas")
+    folder, _, wanted = text.partition(":")
+    path = Path(folder)
+    if not (path / "points.csv").is_file() or not (path / "results.csv").is_file():
+        raise UsageError(
+            f"{path} is not a results folder of nbflow sweep (it has no points.csv and results.csv)"
+        )
+    fixed = dict(_setting(text, part) for part in wanted.split(",") if part)
+    words = {s.name: str for s in SETTINGS.values() if not s.is_number}
+    table = pandas.read_csv(path / "points.csv", dtype=words | {"point": str})
+    rows = [
+        {name: row[name] for name in ("point", *SETTINGS)}
+        for row in table[table.status == "done"].to_dict("records")
+        if all(_equal(row[name], value) for name, value in fixed.items())
+    ]
+    if not rows:
+        there = "; ".join(f"{name} is {_values(table, name)}" for name in fixed)
+        raise UsageError(
+            f"{text}: no point that succeeded is like that" + (f": {there}" * bool(there))
+        )
+    readings = pandas.read_csv(path / "results.csv", dtype={"point": str})
+    return Side(text, path, fixed, rows, readings)
+
+
+def _setting(text: str, part: str) -> tuple[str, str]:
+    name, equals, value = part.partition("=")
+    if not equals:
+        raise UsageError(f"{text}: {part!r} must be NAME=VALUE, e.g. weights=q3h")
+    if name.strip() not in SETTINGS:
+        raise unknown_name("setting", name.strip(), SETTINGS)
+    return name.strip(), value.strip()
+
+
+def _equal(found: Any, wanted: str) -> bool:
+    if isinstance(found, str):
+        return found == wanted
+    try:
+        return float(found) == float(wanted)
+    except ValueError:
+        return False
+
+
+def _values(table: Any, name: str) -> str:
+    return ", ".join(map(str, table[name].unique()[:12]))
+
+
+def matching(a: Side, b: Side) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Return the points of both sides that agree in all settings that neither side fixes.
+
+    Raises
+    ------
+    UsageError
+        If there are none.
+    """
+    free = [name for name in SETTINGS if name not in a.fixed and name not in b.fixed]
+
+    def key(point: Mapping[str, Any]) -> tuple[str, ...]:
+        return tuple(str(point[name]) for name in free)
+
+    others = {key(point): point for point in b.points}
+    pairs = [(point, others[key(point)]) for point in a.points if key(point) in others]
+    if not pairs:
+        raise UsageError(
+            f"no point of {a.text} has a partner in {b.text}: two points are compared if they "
+            f"agree in {', '.join(free)}"
+        )
+    return pairs
