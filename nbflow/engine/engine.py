@@ -218,8 +218,10 @@ class Engine:
             self._configure()
             while (commands := self._exchange(None)) is not None:
                 self._obey(commands)
-        finally:
-            self.model.release(self)
+        except BaseException:
+            self._leave(False)
+            raise
+        self._leave(True)
 
     # ---- what other threads call --------------------------------------------------------------
 
@@ -344,7 +346,9 @@ class Engine:
 
     def _fit(self, request: Request) -> None:
         """Shorten a request to what the key/value cache holds; refuse what does not fit at all."""
-        most = self.limits.max_pages * self.limits.page_size
+        if request.id >= 0 or request.finish_reason is not None:
+            raise UsageError("a request is submitted once; make another one")
+        most = self.limits.max_tokens
         if len(request.prompt) > most:
             raise UsageError(
                 f"the prompt has {len(request.prompt)} tokens, but the key/value cache holds "
@@ -375,9 +379,7 @@ class Engine:
             self._ended(handle, "abort" if cause is None else "error", cause)
         for future, _ in calls:
             future.set_exception(cause or EngineClosed("the engine has been closed"))
-        if failure is None:
-            self._obey([("end_all", ())])
-        self.model.release(self)
+        self._leave(failure is None)
 
     def _take_in(self) -> bool:
         """Wait for something to do and tell every rank what is new; False if the engine is over."""
@@ -397,9 +399,11 @@ class Engine:
         endings = [(h, reason) for h, reason in (*cancelled, *self._overdue()) if not h.done]
         commands: list[Command] = [("submit", (h.request,)) for h in new]
         # a request that was cancelled before it began gets its number in this very list
-        self._tell(commands)
-        for handle in new:
-            self._handles[handle.request.id] = handle
+        for handle, refused in zip(new, self._tell(commands), strict=True):
+            if isinstance(refused, UsageError):
+                self._ended(handle, "error", refused)
+            else:
+                self._handles[handle.request.id] = handle
         for handle, reason in endings:
             if handle.request.id in self._handles and not handle.done:
                 self._tell([("end", (handle.request.id, reason))])
@@ -428,7 +432,9 @@ class Engine:
         if not self._handles:
             return
         started = time.perf_counter()
-        outputs: list[Output] = self._tell([("advance", (self._burst_s,))])[0]
+        outputs: list[Output] | UsageError = self._tell([("advance", (self._burst_s,))])[0]
+        if isinstance(outputs, UsageError):  # a rank among several could not go on
+            raise outputs
         for request in self._stopping.look(outputs):
             self._tell([("end", (request.id, "stop"))])
         self._step_seconds += time.perf_counter() - started
@@ -461,6 +467,12 @@ class Engine:
             "configure", limits.max_step_tokens, limits.max_sequences, limits.max_pages,
             limits.prefix_cache,
         )  # fmt: skip
+
+    def _leave(self, in_order: bool) -> None:
+        """Give the model back, and the memory of its pages."""
+        if in_order:
+            self._obey([("end_all", ()), ("configure", ())])
+        self.model.release(self)
 
     def _tell(self, commands: list[Command]) -> list[Any]:
         """Let every rank obey the commands, and return the first rank's results, or errors."""

@@ -91,10 +91,10 @@ class MemoryPlan:
 
     def __str__(self) -> str:
         """Return the plan as a table in MB."""
-        rows = [("rank", "weights", "KV", "workspace", "total")]
+        rows = [["rank", "weights", "KV", "workspace", "total"]]
         for r in self.ranks:
             sizes = (r.weight_bytes, r.kv_bytes, r.workspace_bytes, r.total_bytes)
-            rows.append((str(r.rank), *(f"{n / 1e6:,.1f}" for n in sizes)))
+            rows.append([str(r.rank), *(f"{n / 1e6:,.1f}" for n in sizes)])
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows

@@ -394,8 +394,10 @@ class Model:
         )
         n = 0
         for _ in self.run_requests([request]):
-            yield from request.ids[n:]
-            n = len(request.ids)
+            new = request.ids[n:]
+            n += len(new)
+            yield from new
+        yield from request.ids[n:]  # what came while another stream was read
 
     def make_request(
         self,
@@ -478,6 +480,8 @@ class Model:
         try:
             while any(r.finish_reason is None for r in requests):
                 outputs: list[Output] = self.call("advance", burst_s)[0]
+                # others' requests may run, too: of a stream that is not read to its end
+                outputs = [o for o in outputs if o.request.id in numbers]
                 for output in outputs:
                     if output.request.error is not None:
                         raise output.request.error
@@ -492,7 +496,8 @@ class Model:
                     yield events
         finally:
             with contextlib.suppress(Exception):
-                self.call("end_all")
+                for number in numbers:
+                    self.call("end", number, "abort")
 
     def copies(self, request: Request) -> list[Request]:
         """Return a request for each rank of this process, the first of them itself."""

@@ -42,6 +42,7 @@ from nbflow.program.cost import bytes_sent
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.system import available_memory_bytes, peak_rss_bytes, reset_peak_rss
 from nbflow.weights import WeightFile
+from nbflow_kernels.errors import UsageError
 from nbflow_kernels.threads import set_num_threads
 
 MAX_BURSTS = 32
@@ -189,6 +190,9 @@ class RankEngine:
         limits = max_step_tokens, max_sequences, max_pages, prefix_cache
         if limits == self._limits:
             return
+        self.end_all()
+        if self.table.sequences:
+            raise UsageError("a session has sequences on this model; close it first")
         self._limits = limits
         if self._pipeline is not None:
             self._pipeline.end_all()

@@ -141,6 +141,11 @@ def test_what_does_not_fit_is_refused_or_shortened(model):
             engine.submit(make(model, IDS[:129]))
         # the last token needs no room: nobody reads its key
         assert len(engine.submit(make(model, IDS[:120], 400)).result(300).ids) == 9
+        again = make(model, IDS[:5])
+        engine.submit(again).result(300)
+        with pytest.raises(UsageError, match="submitted once"):
+            engine.submit(again)
+    assert model.engines[0].storage.n_bytes == 0  # given back
     with pytest.raises(UsageError, match="kv_bytes must be at least"):
         nbflow.Engine(model, kv_bytes=page - 1)
     with pytest.raises(UsageError, match="max_sequences must be at least 1"):
@@ -165,6 +170,20 @@ def test_a_step_that_fails_ends_its_requests_only(engine, model, monkeypatch):
     assert len(engine.submit(make(model, [1, 2, 3])).result(300).ids) == 12
     assert all_free(engine)
     assert engine.stats().finished == {"error": 1, "length": 1}
+
+
+def test_streams_that_are_read_in_turn(model):
+    expected = model.generate(IDS[:9], 12, ignore_eos=True).ids
+    first, second = (model.stream(IDS[:9], 12, ignore_eos=True) for _ in range(2))
+    found = [next(first)]
+    assert list(second) == expected
+    assert found + list(first) == expected
+    third = model.stream(IDS[:9], 12, ignore_eos=True)
+    next(third)
+    with nbflow.Engine(model, kv_bytes=1 << 22) as engine:  # takes over
+        assert engine.submit(make(model, IDS[:9])).result(300).ids == expected
+    assert len(list(third)) <= 11
+    assert not model.engines[0].scheduler.requests
 
 
 def test_a_proposer_that_raises_is_left_out(engine, model, caplog):

@@ -72,8 +72,9 @@ class Int8Rows:
     def first(self, n_rows: int) -> Int8Rows:
         """Return the first rows, as room of its own; what is written there is written here."""
         rows = -(-n_rows // ROWS) * ROWS
-        arrays = (self.codes, self.scales, self.sums, self.half_sums)
-        return Int8Rows(n_rows, *(array[:rows] for array in arrays))
+        return Int8Rows(
+            n_rows, self.codes[:rows], self.scales[:rows], self.sums[:rows], self.half_sums[:rows]
+        )
 
     @property
     def nbytes(self) -> int:
