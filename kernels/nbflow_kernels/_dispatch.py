@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.errors import MissingExtraError, UsageError
+from nbflow_kernels.errors import UsageError
 
 
 def is_cuda(array: object) -> bool:
@@ -16,7 +16,7 @@ def is_cuda(array: object) -> bool:
 
 def empty(like: Any, shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
     """Return a new array where `like` lives."""
-    if isinstance(like, np.ndarray):
+    if not is_cuda(like):
         return np.empty(shape, dtype)
     from nbflow_kernels.cuda import device_of
 
@@ -122,12 +122,3 @@ def check_array(
     inner = array[:1] if rows else array
     if not inner.flags.c_contiguous:
         raise UsageError(f"{name} must be C-contiguous; pass numpy.ascontiguousarray({name})")
-
-
-def no_cuda_variant(op: str) -> NoReturn:
-    """Raise for an array on a CUDA device given to an op whose CUDA variant is not built yet."""
-    raise MissingExtraError(
-        f"{op}: the array is on a CUDA device, and this version of nbflow_kernels has no CUDA "
-        f"variant of {op}; copy it to the host (cupy.asnumpy) to run the CPU variant.  CUDA needs "
-        "the extra 'cuda12' or 'cuda13': pip install 'nbflow[cuda12]'"
-    )

@@ -26,6 +26,7 @@ from nbflow.engine.model import STREAM_BURST_S, Model
 from nbflow.engine.outcome import Output
 from nbflow.engine.rank import RankEngine
 from nbflow.engine.request import FinishReason, Request
+from nbflow.engine.stopping import Stopping
 from nbflow_kernels.errors import UsageError
 
 Command = tuple[str, tuple[Any, ...]]
@@ -134,6 +135,7 @@ class Engine:
         self._cancelled: list[tuple[Handle, FinishReason]] = []
         self._calls: list[tuple[Future[Any], Command]] = []
         self._handles: dict[int, Handle] = {}
+        self._stopping = Stopping(lambda: model.tokenizer)
         self._thread: threading.Thread | None = None
         self._state = "new"
         self._failure: BaseException | None = None
@@ -244,6 +246,8 @@ class Engine:
             If the request cannot run: its prompt is longer than the key/value cache.
         """
         self._fit(request)
+        if request.stop_texts:
+            _ = self.model.tokenizer  # it is needed
         handle = Handle(self, request, on_events)
         with self._lock:
             self._check_running()
@@ -421,6 +425,7 @@ class Engine:
             if handle.request.id in self._handles and not handle.done:
                 self._tell([("end", (handle.request.id, reason))])
                 del self._handles[handle.request.id]
+                self._stopping.forget(handle.request)
                 self._ended(handle, reason)
 
     def _answer(self, future: Future[Any], command: Command) -> None:
@@ -454,6 +459,8 @@ class Engine:
         outputs: list[Output] | UsageError = self._tell([("advance", (self._burst_s,))])[0]
         if isinstance(outputs, UsageError):  # a rank among several could not go on
             raise outputs
+        for request in self._stopping.look(outputs):
+            self._tell([("end", (request.id, "stop"))])
         self._step_seconds += time.perf_counter() - started
         self._steps += 1
         for output in outputs:

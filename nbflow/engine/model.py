@@ -476,7 +476,7 @@ class Model:
         for i, request in enumerate(requests):
             self.call("submit", per_engine=self.copies(request))
             numbers[request.id] = i
-        stopping = Stopping(requests, self._tokenizer)
+        stopping = Stopping(lambda: self.tokenizer)
         try:
             while any(r.finish_reason is None for r in requests):
                 outputs: list[Output] = self.call("advance", burst_s)[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from nbflow.engine.outcome import Output
 from nbflow.engine.request import Request
@@ -15,18 +15,13 @@ class Stopping:
 
     Parameters
     ----------
-    requests : sequence of Request
-        The requests.
-    tokenizer : Tokenizer or None
-        The model's; needed if one of them has a stop text.
+    tokenizer : callable
+        Returns the model's tokenizer; called if a request has a stop text.
     """
 
-    def __init__(self, requests: Sequence[Request], tokenizer: Tokenizer | None) -> None:
-        self._streams = {
-            r.id: TextStream(tokenizer, r.stop_texts, r.include_stop_text)
-            for r in requests
-            if r.stop_texts and tokenizer is not None
-        }
+    def __init__(self, tokenizer: Callable[[], Tokenizer]) -> None:
+        self._tokenizer = tokenizer
+        self._streams: dict[int, TextStream] = {}
 
     def look(self, outputs: Sequence[Output]) -> list[Request]:
         """Cut outputs and requests after the token that completes a stop text.
@@ -38,18 +33,34 @@ class Stopping:
         """
         found = []
         for output in outputs:
-            request, stream = output.request, self._streams.get(output.request.id)
-            if stream is None:
+            request = output.request
+            if not request.stop_texts:
                 continue
-            for n, token in enumerate(output.tokens, 1):
-                stream.push(token)
-                if stream.stopped is not None:
-                    if request.finish_reason is None:
-                        found.append(request)
-                    self._cut(output, len(output.tokens) - n)
-                    request.finish_reason = "stop"
-                    break
+            if self._has_stopped(output):
+                if request.finish_reason is None:
+                    found.append(request)
+                request.finish_reason = "stop"
+            if request.finish_reason is not None:
+                self.forget(request)
         return found
+
+    def forget(self, request: Request) -> None:
+        """Forget the text of a request."""
+        self._streams.pop(request.id, None)
+
+    def _has_stopped(self, output: Output) -> bool:
+        request = output.request
+        if request.id not in self._streams:
+            self._streams[request.id] = TextStream(
+                self._tokenizer(), request.stop_texts, request.include_stop_text
+            )
+        stream = self._streams[request.id]
+        for n, token in enumerate(output.tokens, 1):
+            stream.push(token)
+            if stream.stopped is not None:
+                self._cut(output, len(output.tokens) - n)
+                return True
+        return False
 
     def _cut(self, output: Output, n: int) -> None:
         """Take away the last `n` tokens, which came in the same go."""

@@ -47,8 +47,11 @@ def _stats(stats: Any) -> Mapping[str, float]:
     }
 
 
-def state_of(request: Request) -> ServerState:
-    """Return the state of the server that a request came to; a FastAPI dependency."""
+async def state_of(request: Request) -> ServerState:
+    """Return the state of the server that a request came to; a FastAPI dependency.
+
+    It is a coroutine so that FastAPI does not call it in a thread.
+    """
     state: ServerState = request.app.state.server
     return state
 

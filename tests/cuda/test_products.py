@@ -11,6 +11,7 @@ import pytest
 import nbflow_kernels as nk
 import nbflow_ptx
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.moe import cuda as experts
 from nbflow_kernels.qmatmul import cuda as products
 from nbflow_kernels.qmatmul import reference, rounded
 from nbflow_kernels.quants import FORMATS, units
@@ -77,7 +78,11 @@ def test_many_thread_blocks_do_not_change_a_bit(cupy: Any, monkeypatch: pytest.M
     assert one.tobytes() == some[:1].tobytes()
 
 
-def test_experts_give_the_bits_of_the_product_alone(cupy: Any) -> None:
+@pytest.mark.parametrize("rows_together", [16, 0])
+def test_experts_give_the_bits_of_the_product_alone(
+    rows_together: int, cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts, "ROWS_TOGETHER", rows_together)  # 0: matrix after matrix
     x, w = make("q4_0", 9, 3 * 21, 300)
     stack = nk.QuantTensor("q4_0", (3, 21, 300), w.data).to_device(cupy.zeros(1))
     indptr = np.array([0, 4, 4, 9], np.int32)

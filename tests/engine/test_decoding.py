@@ -243,6 +243,24 @@ def test_one_that_stops_leaves_the_others(tiny):
     assert [g.text for g in both] == [g.text for g in alone]
 
 
+def test_stop_texts_end_requests_of_an_engine():
+    with nbflow.load("tiny_python", threads=1) as model:
+        whole = model.generate(PROMPT, 60, ignore_eos=True)
+        options = {"ignore_eos": True, "stop": [whole.text[20:22]]}
+        expected = model.generate(PROMPT, 60, **options)
+        with nbflow.Engine(model) as engine:
+            handles = [
+                engine.submit(model.make_request(PROMPT, 60, **options)),
+                engine.submit(model.make_request(PROMPT, 60, ignore_eos=True)),
+            ]
+            events = list(handles[0])
+            cut, free = [handle.result(60) for handle in handles]
+        assert (cut.text, cut.ids, cut.finish_reason) == (expected.text, expected.ids, "stop")
+        assert [e.token for e in events if e.token is not None] == expected.ids
+        assert events[-1].finish_reason == "stop"
+        assert free.ids == whole.ids
+
+
 def test_most_probable_tokens_are_reported(tiny):
     made = tiny.generate(PROMPT, 8, ignore_eos=True, logprobs=3, prompt_logprobs=2)
     assert [len(top) for top in made.top_logprobs] == [3] * 8

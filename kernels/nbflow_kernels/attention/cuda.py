@@ -101,7 +101,9 @@ def attend(
         q, q.strides[0], _kind_of(q), k_cache, v_cache, *places[0], *places[1],
         plan.logits_soft_cap, out, _kind_of(out), lse,
     )  # fmt: skip
-    if takes_tensor_cores(plan, q, k_cache, v_cache, places, kind):
+    # results are written 8 bytes at a time there
+    aligned = cuda.address(out) % 8 == 0
+    if aligned and takes_tensor_cores(plan, q, k_cache, v_cache, places, kind):
         _on_tensor_cores(plan, arguments, kind)
     else:
         _general(plan, arguments, kind)

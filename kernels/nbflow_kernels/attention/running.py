@@ -7,12 +7,13 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, empty, is_cuda
+from nbflow_kernels._dispatch import check_array, is_cuda
 from nbflow_kernels.attention import cpu, cuda
 from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention.options import check_lse_base, head_factors, output_dtype
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import AttentionVariant, read_variant
+from nbflow_kernels.cuda import device_of
 from nbflow_kernels.errors import UsageError
 
 
@@ -130,8 +131,11 @@ def _run_on_device(
 ) -> Any:
     """Do the rest of `run_plan` for arrays on a CUDA device, which writes any dtype itself."""
     H, _, _, D_vo = plan.heads
-    out = empty(q, (plan.n_rows, H, D_vo), dtype) if call.out is None else call.out
-    lse = empty(q, (plan.n_rows, H)) if call.lse is None and call.return_lse else call.lse
+    device = device_of(q)
+    out = device.empty((plan.n_rows, H, D_vo), dtype) if call.out is None else call.out
+    lse = call.lse
+    if lse is None and call.return_lse:
+        lse = device.empty((plan.n_rows, H), np.float32)
     for name, array in (("k", k), ("v", v), ("out", out), ("lse", lse)):
         if array is not None and not is_cuda(array):
             raise TypeError(f"{name} must be on the device, as q is, got a NumPy array")

@@ -295,7 +295,7 @@ def get_seq_lens(kv_indptr: Any, kv_last_page_len: Any, page_size: int) -> Any:
     indptr, last = on_host(kv_indptr), on_host(kv_last_page_len)
     check_page_table(indptr, None, last, page_size)
     lens = count_tokens(indptr, last, page_size)
-    return on_device(lens, kv_indptr) if is_cuda(kv_indptr) else lens
+    return on_device(np.asarray(lens), kv_indptr) if is_cuda(kv_indptr) else lens
 
 
 def get_batch_indices_positions(append_indptr: Any, seq_lens: Any, nnz: int) -> tuple[Any, Any]:

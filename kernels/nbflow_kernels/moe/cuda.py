@@ -87,8 +87,8 @@ def grouped(x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: Any =
     """
     E, n_rows = len(indptr) - 1, len(out)
     apart = isinstance(matrices, list | tuple)
-    if isinstance(matrices, QuantTensor):
-        apart = matrices.outliers is not None or matrices.format.decodes_from_storage
+    if isinstance(matrices, QuantTensor) and not matrices.is_float:
+        apart = not _is_stack(matrices)
     if apart or n_rows >= ROWS_TOGETHER * E:
         _one_by_one(x, matrices, indptr, bias, out, rows)
     elif isinstance(matrices, QuantTensor) and not matrices.is_float:
@@ -105,15 +105,22 @@ def grouped(x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: Any =
 
 def _one_by_one(x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: Any) -> None:
     """Multiply matrix after matrix, those that have rows."""
-    if isinstance(matrices, QuantTensor):
-        matrices = matrices.matrices()
     if rows is not None:
         x = x[rows]
-    edges = cuda.to_host(indptr).tolist()
-    for i, (start, stop) in enumerate(pairwise(edges)):
+    for i, (start, stop) in enumerate(pairwise(cuda.to_host(indptr).tolist())):
         if start < stop:
-            part = slice(start, stop)
-            matmul(x[part], matrices[i], None if bias is None else bias[i], out[part])
+            part, own_bias = slice(start, stop), None if bias is None else bias[i]
+            if isinstance(matrices, QuantTensor) and _is_stack(matrices):
+                own = matrices.units().matrix(i, matrices.shape[1])
+                quant_cuda.multiply(x[part], own, own_bias, False, False, out[part])
+            else:
+                all_of = matrices.matrices() if isinstance(matrices, QuantTensor) else matrices
+                matmul(x[part], all_of[i], own_bias, out[part])
+
+
+def _is_stack(w: QuantTensor) -> bool:
+    """Return whether products read the layouts of the matrices, one after the other, alone."""
+    return w.outliers is None and not w.is_float and not w.format.decodes_from_storage
 
 
 def matmul(x: Any, w: Any, bias: Any, out: Any) -> None:

@@ -1,9 +1,9 @@
 """Quantized matrix product on CUDA devices, by tensor cores, from `quants.units`.
 
 Activations are float16 numbers, two for each: their sum is exact to 22 bits, or 2**-30 of the
-largest of 128 columns.  Codes are float16 numbers as they are, products exact, and sums float32.
-The order of additions depends on the number of columns alone (`slots.cuh`), so that a row of the
-result is bitwise the same in any batch, by either kernel:
+largest of 128 columns (2**-25 with 3.5 bits).  Codes are float16 numbers as they are, products
+exact, and sums float32.  The order of additions depends on the number of columns alone
+(`slots.cuh`), so that a row of the result is bitwise the same in any batch, by either kernel:
 
 ``few_rows``    up to 8 rows, or rows of several matrices: bound by the bytes of the weights
 ``many_rows``   each weight is decoded once for 32 rows

@@ -2,10 +2,10 @@
 //
 // The numbers of a token's chunk are multiplied by a power of two that brings the largest magnitude
 // to 2**14..2**15, and by 2**-position of the code field that they meet; then x = high + low, both
-// float16: exact to 2**-22 of the number or 2**-30 of the chunk's largest.  A *record* of a chunk is
+// float16: exact to 2**-22 of the number or 2**-30 of the chunk's largest (2**-25 with pairs).  A *record* of a chunk is
 //
 //   fragments  [4 groups of 32 columns][high, low][token][t]: 16 bytes, the operand of two steps
-//   sums       [group of columns that share a scale][8 tokens]: float32
+//   sums       [group of columns that share a scale][8 tokens]: float32, times -ZERO without mins
 //   factors    [8 tokens]: float32, the power of two that takes the scaling back
 #pragma once
 #include "quants/units.cuh"
@@ -68,7 +68,8 @@ DEV void stage(float4 v, u8* record, int n, int lane) {
 #pragma unroll
   for (int o = 1; o < SUB_BLOCK / 4; o <<= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
   if (lane % (SUB_BLOCK / 4) == 0)
-    *(float*)(record + Record<NB>::SUMS + (lane / (SUB_BLOCK / 4)) * 32 + n * 4) = sum * UNIT;
+    *(float*)(record + Record<NB>::SUMS + (lane / (SUB_BLOCK / 4)) * 32 + n * 4) =
+        sum * (HAS_MIN ? UNIT : -ZERO * UNIT);
   if (lane == 0) *(float*)(record + Record<NB>::FACTORS + n * 4) = factor;
   // lane: columns 4 lane ..: group of 32, step of 16, half of 8, pairs t and t + 1
   int group = lane >> 3, step = (lane >> 2) & 1, j = (lane >> 1) & 1, t = 2 * (lane & 1);
@@ -99,7 +100,14 @@ DEV void multiply_chunk(
   uint4 high, low;
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) {
-    float c[R][4] = {};
+    // the codes' zero: sums start at -ZERO times that of the activations
+    float2 sum = {0.0f, 0.0f}, start = {0.0f, 0.0f};
+    if constexpr (HAS_ZERO || HAS_MIN)
+      sum = *(const float2*)(record + Record<NB>::SUMS + g * 32 + t * 8);
+    if constexpr (HAS_ZERO) start = HAS_MIN ? make_float2(-ZERO * sum.x, -ZERO * sum.y) : sum;
+    float c[R][4];
+#pragma unroll
+    for (int r = 0; r < R; r++) c[r][0] = c[r][2] = start.x, c[r][1] = c[r][3] = start.y;
 #pragma unroll
     for (int s = 0; s < SUB_BLOCK / 16; s++) {
       const int step = g * (SUB_BLOCK / 16) + s;
@@ -113,8 +121,6 @@ DEV void multiply_chunk(
         mma_f16(c[r], operand[r][step], step % 2 ? low.z : low.x, step % 2 ? low.w : low.y);
       }
     }
-    float2 sum = {0.0f, 0.0f};
-    if constexpr (HAS_ZERO || HAS_MIN) sum = *(const float2*)(record + Record<NB>::SUMS + g * 32 + t * 8);
 #pragma unroll
     for (int r = 0; r < R; r++) {
 #pragma unroll
@@ -123,12 +129,10 @@ DEV void multiply_chunk(
         scale_of(chunk[r].scales[h], g, scale, base);
 #pragma unroll
         for (int e = 0; e < 2; e++) {
-          float total = c[r][2 * h + e], s = e ? sum.y : sum.x;
-          if constexpr (HAS_ZERO) total = fmaf(-ZERO, s, total);
-          part[r][2 * h + e] = fmaf(scale, total, part[r][2 * h + e]);
+          part[r][2 * h + e] = fmaf(scale, c[r][2 * h + e], part[r][2 * h + e]);
           if constexpr (HAS_MIN) {
             float& to = TWO_FLOATS ? mins[r][2 * h + e] : part[r][2 * h + e];
-            to = fmaf(base, s, to);
+            to = fmaf(base, e ? sum.y : sum.x, to);
           }
         }
       }

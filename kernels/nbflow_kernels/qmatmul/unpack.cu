@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(128) unpack(
       for (int j = 0; j < 2; j++) {
         const int k = chunk * CHUNK + 16 * s + 8 * j + 2 * (lane & 3);
         if (k >= n_columns) continue;
-        // the code's unit is 2**-24 times 2**position of its slot, but for pairs
+        // the code's unit is 2**-24 times 2**position of its slot
         const u32 position = ((u32)POSITIONS >> 4 * (2 * (s & 3) + j)) & 15u;
         const float up = __uint_as_float((127u - position) << 23) / UNIT;
         const u32 codes = operand[s][2 * j + h];

@@ -23,9 +23,9 @@ constexpr int FLOAT_BYTES = TWO_FLOATS ? 4 : HAS_FLOATS ? 2 : 0;
 constexpr int CHUNK_WORDS = KIND == PAIRS_KIND ? 7 : 2 * BITS;
 constexpr int CHUNK_BYTES = 16 * ROW_BYTES + 128 * CHUNK_WORDS;
 constexpr int UNIT_BYTES = 16 * FLOAT_BYTES + 2 * CHUNK_BYTES;
-// Masked fields are subnormal float16 numbers, code * 2**-24; pairs decode to the codes themselves.
+// Masked fields are subnormal float16 numbers, code * 2**-24 (times 2**position of the slot).
 // Sums of activations are kept in the same unit, and results are multiplied by its inverse.
-constexpr float UNIT = KIND == PAIRS_KIND ? 1.0f : 5.9604644775390625e-8f;
+constexpr float UNIT = 5.9604644775390625e-8f;
 constexpr float OUT = FACTOR / UNIT;
 
 // ---- loads ---------------------------------------------------------------------------------------
@@ -186,13 +186,22 @@ struct Fields<8> {
 };
 
 // The bytes of a table that the low four nibbles choose.
-DEV u32 look_up(u32 nibbles) {
-  if constexpr (KIND == TABLE8_KIND) return prmt(TABLE_0, TABLE_1, nibbles);
+DEV u32 look_up(const u32* table, u32 nibbles) {
+  if constexpr (KIND == TABLE8_KIND) return prmt(table[0], table[1], nibbles);
+  // a selector of 8 or more fills with the sign of the byte that its low bits choose
+  if constexpr (((TABLE_0 | TABLE_1 | TABLE_2 | TABLE_3) & 0x80808080u) == 0)
+    return prmt(table[0], table[1], nibbles) | prmt(table[2], table[3], nibbles ^ 0x8888u);
   u32 low = nibbles & 0x7777u, upper = ((nibbles >> 1) & 0x4444u) | 0x3210u;
-  return prmt(prmt(TABLE_0, TABLE_1, low), prmt(TABLE_2, TABLE_3, low), upper);
+  return prmt(prmt(table[0], table[1], low), prmt(table[2], table[3], low), upper);
 }
 
 DEV void decode_table(const u32* w, u32* a, u32* b) {
+  const u32 words[4] = {TABLE_0, TABLE_1, TABLE_2, TABLE_3};
+  u32 table[4];
+  // as constants they would be moved to a register for each look-up
+#pragma unroll
+  for (int i = 0; i < 4; i++)
+    if (i < 2 || KIND == TABLE16_KIND) table[i] = __shfl_sync(0xffffffffu, words[i], 0);
 #pragma unroll
   for (int s = 0; s < 4; s++) {
     u32 nibbles = w[s & (KIND == TABLE8_KIND ? 1 : 3)];
@@ -200,16 +209,18 @@ DEV void decode_table(const u32* w, u32* a, u32* b) {
       nibbles = (w[s >> 1] >> 2 * (s & 1)) & 0x33333333u;
       nibbles |= (s < 3 ? w[2] << (2 - s) : w[2] >> 1) & 0x44444444u;
     }
-    widen(look_up(nibbles), a + 2 * s), widen(look_up(nibbles >> 16), b + 2 * s);
+    widen(look_up(table, nibbles), a + 2 * s);
+    widen(look_up(table, nibbles >> 16), b + 2 * s);
   }
 }
 
-// Pairs p = x + 11 y.  In 1024 + p the multiplication by 1/11 and the sum with 930.9 round to
-// 1025 + p / 11, rounded down, for all of 0..120; the rest is exact.
+// Pairs p = x + 11 y, as a masked field.  In 1024 + p the multiplication by 1/11 and the sum with
+// 930.9 round to 1025 + p / 11, rounded down, for all of 0..120; the rest is exact: y * 2**-10, and
+// x in the field's unit.
 DEV void split_pair(u32 p, u32& x, u32& y) {
-  p |= 0x64006400u;
-  u32 high = add_f16x2(fma_f16x2(p, 0x2dd12dd1u, 0x63476347u), 0xe401e401u);
-  x = add_f16x2(fma_f16x2(high, 0xc980c980u, p), 0xe400e400u), y = high;
+  u32 high = fma_f16x2(p | 0x64006400u, 0x2dd12dd1u, 0x63476347u);
+  y = fma_f16x2(high, 0x14001400u, 0xbc01bc01u);
+  x = fma_f16x2(y, 0x91809180u, p);
 }
 
 DEV void decode_pairs(const u32* w, u32 operand[8][4]) {
@@ -245,9 +256,9 @@ DEV void decode_chunk(const u32* w, u32 operand[8][4]) {
 
 // ---- scales --------------------------------------------------------------------------------------
 
-// The byte `i` of some words as a float.
-DEV float byte_at(const u32* words, int i) {
-  return __uint_as_float(prmt(words[i >> 2], 0x4b000000u, 0x7540u + (i & 3))) - 8388608.0f;
+// The byte `i` of some words as a float, less `zero`: 2**23 + byte has the bits 0x4b0000.. .
+DEV float byte_at(const u32* words, int i, int zero = 0) {
+  return __uint_as_float(prmt(words[i >> 2], 0x4b000000u, 0x7540u + (i & 3))) - (8388608.0f + zero);
 }
 
 // u / n rounded as the division is, for bytes: the quotient corrected by its remainder.
@@ -264,7 +275,7 @@ DEV void scale_of(const u32* words, int i, float& scale, float& base) {
   if constexpr (SCALES == FLOAT) scale = __uint_as_float(words[i]);
   if constexpr (SCALES == FLOAT_MIN)
     scale = __uint_as_float(words[2 * i]), base = __uint_as_float(words[2 * i + 1]);
-  if constexpr (SCALES == BYTE) scale = byte_at(words, i) - SCALE_ZERO;
+  if constexpr (SCALES == BYTE) scale = byte_at(words, i, SCALE_ZERO);
   if constexpr (SCALES == BYTE_MIN) scale = byte_at(words, 2 * i), base = byte_at(words, 2 * i + 1);
   if constexpr (SCALES == NIBBLE_MIN) {
     u32 low = words[i >> 2] & 0x0f0f0f0fu, high = (words[i >> 2] >> 4) & 0x0f0f0f0fu;

@@ -29,7 +29,7 @@ float32.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -121,9 +121,11 @@ POSITIONS = {
     4: (0, 4) * 4,
     5: (0, 5, 0, 0, 5, 0, 0, 5),
     6: (0,) * 6 + (4, 4),
+    7: (0, 14) * 4,
     8: (0,) * 8,
 }
-"""The position at which a mask leaves the code of each slot."""
+"""The position at which a mask leaves the code of each slot; 7: pairs are split into 2**-24 x and
+2**-10 y."""
 
 
 @dataclass(frozen=True)
@@ -179,7 +181,7 @@ class UnitForm:
 
     def defines(self) -> dict[str, str | int]:
         """Return the macros that `units.cuh` is compiled with."""
-        positions = POSITIONS[self.bits] if self.kind == BITS else (0,) * 8
+        positions = POSITIONS[self.bits] if self.kind in (BITS, PAIRS) else (0,) * 8
         found: dict[str, str | int] = {
             "KIND": self.kind,
             "BITS": self.bits,
@@ -277,6 +279,12 @@ class Units:
     def nbytes(self) -> int:
         """Size in bytes, with its padding."""
         return int(self.data.nbytes)
+
+    def matrix(self, index: int, n_rows: int) -> Units:
+        """Return one of several matrices of `n_rows` rows that lie one after the other."""
+        size = -(-n_rows // ROWS) * self.form.tile_bytes(self.n_columns)
+        part = self.data[index * size : (index + 1) * size]
+        return replace(self, n_rows=n_rows, data=part)
 
 
 def pack(format: QuantFormat, data: NDArray[np.uint8], n_columns: int) -> Units:
