@@ -8,6 +8,7 @@ import platform
 import socket
 import subprocess
 import sys
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,12 @@ def describe_launch(comm: Comm, argv: list[str]) -> dict[str, Any] | None:
 def now() -> str:
     """Return the time in UTC, ISO 8601, to the second."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+
+
+def launch_name() -> str:
+    """Return a new name for a launch; names sort by time."""
+    time = datetime.datetime.now(datetime.UTC)
+    return f"{time:%Y%m%dT%H%M%S.%fZ}-{uuid.uuid4().hex[:8]}"
 
 
 def git_state(file: Path) -> dict[str, Any] | None:

@@ -4,18 +4,22 @@
 
     <out>/<sweep>/
       sweep.json                 name, description, factors, measures, ids of all points
-      provenance.json            one entry per launch: code, packages, machine, ranks, inputs, times
+      launches/<name>.json       of each launch: code, packages, machine, ranks, inputs, times
+      claims/<id>.<n>.json       which process runs a point (`nbflow_experiments.claims`)
       points/<id>/config.json    frozen configuration, written when the point starts
       points/<id>/result.json    status, readings, error; its presence means the point is finished
-      points/<id>/log.txt        what happened when points/<id>/arrays.h5      repetitions,
-      per-token and per-tensor values reference/<id>.h5          logits of the unquantized model
+      points/<id>/log.txt        what happened when
+      points/<id>/arrays.h5      repetitions, per-token and per-tensor values
+      reference/<id>.h5          logits of the unquantized model
       points.csv                 one row per point: factors and summaries, units in the column names
       results.csv                one row per number: point, rank, repeat, metric, value, unit, n,
-      stderr results.h5                 the arrays of all points
+                                 stderr
+      results.h5                 the arrays of all points
+      provenance.json            all launches
 
-The folders of the points are the truth; the three files at the end are made from them
-(`nbflow_experiments.summary`).  Every file is written beside its place and renamed, so that it is
-whole or absent; a point without ``result.json`` has not finished.
+The folders of the points and of the launches are the truth; the four files at the end are made from
+them (`nbflow_experiments.summary`).  Every file is written beside its place and renamed, so that it
+is whole or absent; a point without ``result.json`` has not finished.
 """
 
 from __future__ import annotations
@@ -135,18 +139,19 @@ class ResultsFolder:
         data: dict[str, Any] = read_json(path) if path.is_file() else {}
         return data
 
-    def launches(self) -> list[dict[str, Any]]:
-        """Return the provenance of every launch that wrote here."""
-        path = self.path / "provenance.json"
-        data: list[dict[str, Any]] = read_json(path)["launches"] if path.is_file() else []
-        return data
+    def versions(self) -> dict[str, int]:
+        """Return when each finished point was written, to tell whether any was written since."""
+        paths = (self.path / "points").glob("*/result.json")
+        return {path.parent.name: path.stat().st_mtime_ns for path in paths}
 
-    def write_launches(self, launches: list[dict[str, Any]]) -> None:
-        """Replace the provenance."""
-        write_json(
-            self.path / "provenance.json",
-            {"schema_version": SCHEMA_VERSION, "launches": launches},
-        )
+    def launches(self) -> list[dict[str, Any]]:
+        """Return the provenance of every launch that wrote here, the first one first."""
+        files = sorted((self.path / "launches").glob("*.json"))  # names begin with the time
+        return [read_json(file) for file in files]
+
+    def write_launch(self, name: str, launch: Mapping[str, Any]) -> None:
+        """Write or replace the provenance of one launch."""
+        write_json(self.path / "launches" / f"{name}.json", {"name": name, **launch})
 
 
 def reading_row(measure: str, reading: Reading) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from nbflow_experiments.records import SCHEMA_VERSION, ResultsFolder, reading_ro
 from nbflow_experiments.reference import reference_path, write_reference
 from nbflow_experiments.scoring.stored import is_complete
 from nbflow_experiments.steps import Interrupted, StepFailed, StopRequest, in_step
+from nbflow_experiments.turns import Turns
 
 if TYPE_CHECKING:
     from nbflow.engine.model import Model
@@ -79,38 +80,63 @@ class Runner:
         Where rank 0 writes, and the rank that leads a point reads the reference.
     reporter : Reporter
         Shows progress on rank 0.
-    launch : int
-        Index of this launch in the provenance.
+    launch : str
+        Name of this launch in the provenance.
+    turns : Turns, optional
+        Decides on rank 0 which points this launch may run; None on the other ranks.
     """
 
     def __init__(
-        self, comm: engine.Comm, folder: ResultsFolder, reporter: Reporter, launch: int
+        self,
+        comm: engine.Comm,
+        folder: ResultsFolder,
+        reporter: Reporter,
+        launch: str,
+        turns: Turns | None = None,
     ) -> None:
         self._comm = comm
         self._folder = folder
         self._reporter = reporter
         self._launch = launch
+        self._turns = turns
         self._stop = StopRequest()
         self._loaded: _Loaded | None = None
         self._formats: dict[tuple[Any, ...], Outcome] = {}
         self._windows: dict[tuple[Any, ...], np.ndarray] = {}
         self._references: dict[tuple[Any, ...], Path] = {}
 
-    def run(self, points: Sequence[Point]) -> tuple[int, bool]:
-        """Run `points` in order; return how many failed and whether the run was interrupted."""
-        failed = 0
+    def run(self, points: Sequence[Point]) -> bool:
+        """Run `points` in order; return whether the run was interrupted.
+
+        Points that other launches hold are passed over, and looked at again as long as there was
+        something to do.
+        """
         with self._stop.listen():
             try:
-                for point in points:
-                    failed += not self._run_point(point)
+                waiting, n = list(points), len(points) + 1
+                while len(waiting) < n:
+                    n = len(waiting)
+                    waiting = [point for point in waiting if not self._take_turn(point)]
             except Interrupted:
-                return failed, True
+                return True
             finally:
                 self._unload()
-        return failed, False
+        return False
 
-    def _run_point(self, point: Point) -> bool:
-        """Measure and record one point; return whether it succeeded."""
+    def _take_turn(self, point: Point) -> bool:
+        """Run a point unless others do; return whether it is finished, by whomever."""
+        turn = self._comm.bcast_object(self._turns.begin(point) if self._turns else None)
+        if turn in ("held", "finished"):
+            return bool(turn == "finished")
+        try:
+            self._run_point(point)
+        finally:
+            if self._turns:
+                self._turns.end()
+        return True
+
+    def _run_point(self, point: Point) -> None:
+        """Measure and record one point."""
         log, outcomes = _Log(), dict[str, Outcome]()
         result: dict[str, Any] = {
             "schema_version": SCHEMA_VERSION,
@@ -140,7 +166,6 @@ class Runner:
         result["wall_s"] = time.perf_counter() - start
         result["steps_s"] = log.seconds
         self._on_root(log, "write", lambda: self._record(point, result, log, outcomes))
-        return bool(result["status"] == "done")
 
     def _record(
         self, point: Point, result: dict[str, Any], log: _Log, outcomes: dict[str, Outcome]
@@ -152,6 +177,8 @@ class Runner:
         ]
         arrays = {name: array for o in outcomes.values() for name, array in o.arrays.items()}
         text = "\n".join(log.lines) + "\n"
+        if self._turns and not self._turns.is_ours(point):
+            return  # another launch took this one for dead, and has the point now
         self._folder.write_result(point.short, result, text, arrays)
         self._reporter.ends(point, result)
 

@@ -1,4 +1,4 @@
-"""The tables and the HDF5 file of a sweep, made from the folders of its points."""
+"""The tables, the HDF5 file and the provenance of a sweep, made from the folders of its points."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_experiments.extras import require
-from nbflow_experiments.files import replace_atomically
+from nbflow_experiments.files import replace_atomically, write_json
 from nbflow_experiments.records import SCHEMA_VERSION, ResultsFolder
 from nbflow_experiments.settings import SETTINGS
 
@@ -33,7 +33,10 @@ _BINS = np.logspace(-9, 2, 111)
 
 
 def write_summaries(folder: ResultsFolder) -> list[Path]:
-    """Write ``points.csv``, ``results.csv`` and ``results.h5`` anew.
+    """Write ``points.csv``, ``results.csv``, ``results.h5`` and ``provenance.json`` anew.
+
+    Several launches may do this at the same time: each looks again afterwards whether a point was
+    finished meanwhile, so that the last file written holds all points.
 
     Parameters
     ----------
@@ -45,6 +48,15 @@ def write_summaries(folder: ResultsFolder) -> list[Path]:
     list of Path
         The files written.
     """
+    while True:
+        versions = folder.versions()
+        files = _write_summaries(folder)
+        if folder.versions() == versions:
+            return files
+
+
+def _write_summaries(folder: ResultsFolder) -> list[Path]:
+    """Write the tables from what is there now."""
     names = folder.finished()
     results = {name: folder.result(name) or {} for name in names}
     configs = {name: folder.config(name)["config"] for name in names}
@@ -57,7 +69,9 @@ def write_summaries(folder: ResultsFolder) -> list[Path]:
     _write_csv(long, RESULT_COLUMNS, (r for name in names for r in _long_rows(name, results[name])))
     arrays = folder.path / "results.h5"
     _write_arrays(folder, arrays, configs)
-    return [points, long, arrays]
+    launches = folder.path / "provenance.json"
+    write_json(launches, {"schema_version": SCHEMA_VERSION, "launches": folder.launches()})
+    return [points, long, arrays, launches]
 
 
 def _wide_row(name: str, config: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:

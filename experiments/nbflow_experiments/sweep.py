@@ -16,11 +16,13 @@ from nbflow_experiments.files import write_json
 from nbflow_experiments.grammar import Sweep, load_sweep
 from nbflow_experiments.measures import METRICS_VERSION, needs_reference
 from nbflow_experiments.points import Point, check_world, estimate_bytes, make_points
-from nbflow_experiments.progress import Reporter, headline, make_reporter
+from nbflow_experiments.progress import headline, make_reporter
 from nbflow_experiments.records import SCHEMA_VERSION, ResultsFolder
 from nbflow_experiments.runner import Runner
+from nbflow_experiments.shards import Shard
 from nbflow_experiments.summary import write_summaries
 from nbflow_experiments.table import console, points_table, summary_table
+from nbflow_experiments.turns import Turns
 from nbflow_kernels.errors import UsageError
 
 
@@ -42,6 +44,10 @@ class SweepOptions:
     """Whether to run failed points again."""
     formats: tuple[Path, ...] = ()
     """Files of weight formats to execute, besides those the sweep file names."""
+    shard: Shard | None = None
+    """Part of the points to run; other launches may run the others at the same time."""
+    merge: bool = False
+    """Whether to write the tables of what is there and run nothing."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +56,10 @@ class _Plan:
 
     folder: Path
     factors: tuple[str, ...]
+    points: tuple[Point, ...]
+    """All points of this launch, also those that are done."""
     todo: tuple[Point, ...]
-    launch: int
+    launch: str
     formats: tuple[Path, ...] = ()
 
 
@@ -77,43 +85,44 @@ def run_sweep(options: SweepOptions, comm: engine.Comm | None = None) -> int:
         On rank 0, if the sweep cannot start.
     """
     comm = comm or engine.world()
-    if options.dry_run:
+    if options.dry_run or options.merge:
+        code = 0
         if comm.rank == 0:
-            _print_points(options, comm.size)
-        return 0
-    with contextlib.ExitStack() as held:
-        plan, code = _agree_on_plan(options, comm, held)
-        if plan is None:
-            return code
-        _load_formats(plan.formats, comm)
-        folder = ResultsFolder(plan.folder)
-        launch = provenance.describe_launch(comm, sys.argv)
+            code = _merge(options) if options.merge else _print_points(options, comm.size)
+        return int(comm.bcast_object(code))
+    plan, code = _agree_on_plan(options, comm)
+    if plan is None:
+        return code
+    _load_formats(plan.formats, comm)
+    folder = ResultsFolder(plan.folder)
+    launch = provenance.describe_launch(comm, sys.argv)
+    turns = None
+    with contextlib.ExitStack() as stack:
         if launch is not None:
             launch |= _inputs(plan.todo)
-            _write_launch(folder, plan.launch, launch)
-        reporter: Reporter | None = None
-        try:
-            reporter = make_reporter(plan.factors, len(plan.todo) if comm.rank == 0 else 0)
-            failed, interrupted = Runner(comm, folder, reporter, plan.launch).run(plan.todo)
-        finally:
-            if reporter is not None:
-                reporter.close()
-        if launch is not None:
-            _write_launch(folder, plan.launch, launch | {"finished": provenance.now()})
-            failed = _conclude(folder, plan.factors, interrupted)
-        failed = comm.bcast_object(failed)
+            folder.write_launch(plan.launch, launch)
+            turns = Turns(folder, plan.launch, plan.todo)
+            stack.enter_context(turns.beating())
+        reporter = make_reporter(plan.factors, len(plan.todo) if comm.rank == 0 else 0)
+        stack.callback(reporter.close)
+        interrupted = Runner(comm, folder, reporter, plan.launch, turns).run(plan.todo)
+    failed = 0
+    if launch is not None and turns is not None:
+        folder.write_launch(plan.launch, launch | {"finished": provenance.now()})
+        failed = _conclude(folder, plan.factors, plan.points)
+        _print_left(turns.holders(), interrupted)
+        print(folder.path)
+    failed = comm.bcast_object(failed)
     return 130 if interrupted else int(failed > 0)
 
 
-def _agree_on_plan(
-    options: SweepOptions, comm: engine.Comm, held: contextlib.ExitStack
-) -> tuple[_Plan | None, int]:
+def _agree_on_plan(options: SweepOptions, comm: engine.Comm) -> tuple[_Plan | None, int]:
     """Return the plan that rank 0 makes; where it cannot, rank 0 raises and the others get 2."""
     message: _Plan | None = None
     problem: Exception | None = None
     if comm.rank == 0:
         try:
-            message = _make_plan(options, comm.size, held)
+            message = _make_plan(options, comm.size)
         except Exception as error:  # told to the others first, then raised
             problem = error
     plan: _Plan | None = comm.bcast_object(message)
@@ -136,7 +145,7 @@ def _load_formats(files: Sequence[Path], comm: engine.Comm) -> None:
             raise UsageError(f"rank {rank}: {other}") from failure
 
 
-def _make_plan(options: SweepOptions, size: int, held: contextlib.ExitStack) -> _Plan:
+def _make_plan(options: SweepOptions, size: int) -> _Plan:
     """Read the sweep, look at what is done already and open the results folder; rank 0 only."""
     for package in ("h5py", "rich"):
         require(package)
@@ -144,40 +153,43 @@ def _make_plan(options: SweepOptions, size: int, held: contextlib.ExitStack) -> 
     points = make_points(sweep)
     check_world(points, size)
     folder = ResultsFolder(options.out.absolute() / sweep.name)
-    resume = options.resume or options.retry_failed
-    if folder.exists and not resume:
+    joins = options.resume or options.retry_failed or options.shard is not None
+    if folder.exists and not joins:
         raise UsageError(
             f"{folder.path} holds results already ({len(folder.finished())} finished points); go "
             f"on with --resume, or write elsewhere with --out"
         )
-    folder.path.mkdir(parents=True, exist_ok=True)
-    held.enter_context(_locked(folder.path))
+    with _alone(folder.path):
+        _check_ranks(folder, size)
+        _write_sweep(folder, sweep, points)
+    mine = (options.shard or Shard()).select(points)
+    todo = tuple(p for p in mine if not folder.is_finished(p, options.retry_failed))
+    part = f"{len(mine)} of {len(points)}" if options.shard else f"{len(points)}"
+    print(f"{sweep.name}: {part} points, {len(mine) - len(todo)} of them done already", flush=True)
+    return _Plan(
+        folder.path, sweep.factors, tuple(mine), todo, provenance.launch_name(), sweep.formats
+    )
+
+
+def _check_ranks(folder: ResultsFolder, size: int) -> None:
+    """Raise if the folder's speeds were measured with another number of ranks."""
     launches = folder.launches()
     if launches and launches[-1]["world_size"] != size:
         raise UsageError(
             f"{folder.path} was begun with {launches[-1]['world_size']} MPI ranks, now there are "
             f"{size}; their speeds cannot be compared: start as many, or write elsewhere with --out"
         )
-    _write_sweep(folder, sweep, points)
-    todo = tuple(p for p in points if not folder.is_finished(p, options.retry_failed))
-    done = len(points) - len(todo)
-    print(f"{sweep.name}: {len(points)} points, {done} of them done already", flush=True)
-    return _Plan(folder.path, sweep.factors, todo, len(launches), sweep.formats)
 
 
 @contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Keep a second launch out of the results folder; the system lets go when the process dies."""
-    try:
-        import fcntl
-    except ImportError:  # no such locks on this system
-        yield
-        return
+def _alone(path: Path) -> Iterator[None]:
+    """Keep other launches waiting while the block runs, where the system has such locks."""
+    path.mkdir(parents=True, exist_ok=True)
     with (path / ".lock").open("w") as stream:
-        try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            raise UsageError(f"another launch is writing to {path}; wait for it to end") from None
+        with contextlib.suppress(ImportError, OSError):
+            import fcntl
+
+            fcntl.flock(stream, fcntl.LOCK_EX)  # let go when the file is closed
         yield
 
 
@@ -220,13 +232,8 @@ def _inputs(points: Sequence[Point]) -> dict[str, Any]:
     }
 
 
-def _write_launch(folder: ResultsFolder, index: int, launch: dict[str, Any]) -> None:
-    """Put the provenance of a launch in its place."""
-    folder.write_launches([*folder.launches()[:index], launch])
-
-
-def _conclude(folder: ResultsFolder, factors: Sequence[str], interrupted: bool) -> int:
-    """Write and print the tables; return how many points of the sweep have failed."""
+def _conclude(folder: ResultsFolder, factors: Sequence[str], points: Sequence[Point]) -> int:
+    """Write and print the tables; return how many of `points` have failed."""
     write_summaries(folder)
     rows = []
     for name in folder.finished():
@@ -239,27 +246,49 @@ def _conclude(folder: ResultsFolder, factors: Sequence[str], interrupted: bool) 
         rows.append(row)
     if rows:
         console().print(summary_table(rows, factors))
-    failed = [row for row in rows if row["status"] != "done"]
+    ours = {point.id for point in points}
+    failed = [row for row in rows if row["status"] != "done" and row["id"] in ours]
     for text, n in Counter(headline(row["error"]) for row in failed).items():
         print(f"failed: {n} points with {text}")
     if failed:
         print(f"{len(failed)} points failed (points/*/log.txt); run them again with --retry-failed")
-    if interrupted:
-        print("interrupted; go on with --resume")
-    print(folder.path)
     return len(failed)
 
 
-def _print_points(options: SweepOptions, size: int) -> None:
+def _print_left(holders: Sequence[str], interrupted: bool) -> None:
+    """Say what this launch has not done, and why."""
+    for who, n in Counter(holders).items():
+        print(f"{n} points are being run by another launch ({who})")
+    if interrupted:
+        print("interrupted; go on with --resume")
+
+
+def _merge(options: SweepOptions) -> int:
+    """Write and print the tables of what is there; return the exit code."""
+    sweep = load_sweep(options.file, options.overrides, options.formats)
+    points = (options.shard or Shard()).select(make_points(sweep))
+    folder = ResultsFolder(options.out.absolute() / sweep.name)
+    if not folder.exists:
+        raise UsageError(
+            f"{folder.path} holds no results to merge; run the sweep, or give its --out"
+        )
+    failed = _conclude(folder, sweep.factors, points)
+    missing = sum(folder.result(point.short) is None for point in points)
+    print(f"{len(points) - missing} of {len(points)} points are finished")
+    print(folder.path)
+    return int(failed + missing > 0)
+
+
+def _print_points(options: SweepOptions, size: int) -> int:
     """Print what a sweep would run."""
     sweep = load_sweep(options.file, options.overrides, options.formats)
-    points = make_points(sweep)
+    points = (options.shard or Shard()).select(make_points(sweep))
     check_world(points, size)
     identities = {p.config["model"]: engine.identify(str(p.config["model"])) for p in points}
     estimates = [estimate_bytes(p, identities[p.config["model"]]) for p in points]
     console().print(points_table(points, sweep.factors, estimates))
     print(f"{len(points)} points, {sweep.excluded} excluded; measures: {', '.join(sweep.measures)}")
-    largest = max(e["weight_bytes"] + e["kv_bytes"] for e in estimates)
+    largest = max((e["weight_bytes"] + e["kv_bytes"] for e in estimates), default=0)
     print(
         f"largest point: about {largest / 1e6:.1f} MB of weights and key/value cache in all ranks"
     )
@@ -270,6 +299,7 @@ def _print_points(options: SweepOptions, size: int) -> None:
         size_bytes = sum(_reference_bytes(p, identities[p.config["model"]]) for p in references)
         print(f"logits of the reference: about {size_bytes / 1e6:.1f} MB on disk")
     print(options.out.absolute() / sweep.name)
+    return 0
 
 
 _EVALUATION = ("eval_tokens", "eval_window", "eval_context", "seed")

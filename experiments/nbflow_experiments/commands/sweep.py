@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from nbflow_experiments.shards import Shard
 from nbflow_experiments.sweep import SweepOptions, run_sweep
 
 
@@ -25,6 +26,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--retry-failed", action="store_true", help="like --resume, and run failed points again"
+    )
+    parser.add_argument(
+        "--shard",
+        metavar="I/N",
+        help="run the I-th of N parts, I from 0; others may run in the same folder at once",
+    )
+    parser.add_argument(
+        "--merge", action="store_true", help="write the tables of what is there, run nothing"
     )
     parser.add_argument(
         "--set",
@@ -62,5 +71,7 @@ def run(args: argparse.Namespace) -> int:
             resume=args.resume,
             retry_failed=args.retry_failed,
             formats=tuple(args.formats),
+            shard=Shard.parse(args.shard) if args.shard else None,
+            merge=args.merge,
         )
     )
