@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_experiments import engine
+from nbflow_experiments.files import write_text
 
 BITS = {
     "f32": 32.0,
@@ -95,7 +96,7 @@ class FakeEngine:
         self.failures: dict[tuple[str, str, str], Callable[[], None]] = {}
         self._lock = threading.Lock()
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "eval.txt").write_text(" ".join(map(str, sample_text(400))))
+        write_text(folder / "eval.txt", " ".join(map(str, sample_text(400))))  # others may read it
 
     def count(self, name: str) -> None:
         with self._lock:
