@@ -13,8 +13,8 @@ if TYPE_CHECKING:
     from nbflow.server.config import ServerConfig
 
 _OF_MODEL = (
-    "spec", "weights", "outliers", "activations", "kv", "partition", "device", "tokenizer",
-    "max_context", "threads",
+    "spec", "weights", "outliers", "activations", "kv", "partition", "optimize", "machine",
+    "exchange", "device", "tokenizer", "max_context", "threads",
 )  # fmt: skip
 _OF_ENGINE = ("max_sequences", "max_waiting", "max_step_tokens", "kv_bytes", "prefix_cache")
 

@@ -221,6 +221,8 @@ class RankEngine:
             if request.id == request_id:
                 request.finish_reason = reason
                 self._remove(request)
+        if self._pipeline is not None and not self.scheduler.requests:
+            self._pipeline.end_all()  # steps of requests that are gone
 
     def clear_prefix_cache(self) -> None:
         """Forget which tokens the pages hold."""

@@ -144,8 +144,14 @@ class ModelOptions(Section):
     """Format of the key/value cache."""
     partition: str = "0"
     """Which ranks hold what; the numbers are MPI ranks under mpirun, else threads."""
+    optimize: str = "latency"
+    """What partition "auto" is best at: latency or throughput."""
+    machine: str | None = None
+    """Name or file of a machine's description for partition "auto"."""
+    exchange: str = "f32"
+    """How partial sums are sent between ranks: f32 or q8."""
     device: str = "auto"
-    """auto or cpu."""
+    """Where to run, as --device of `nbflow run`."""
     max_context: int | None = Field(default=None, ge=1)
     """Shorten the context."""
     threads: int | None = Field(default=None, ge=1)
@@ -171,6 +177,9 @@ class ModelOptions(Section):
             "activations",
             "kv",
             "partition",
+            "optimize",
+            "machine",
+            "exchange",
             "device",
             "max_context",
             "threads",
@@ -272,7 +281,7 @@ def beside(config: ServerConfig, folder: Path) -> ServerConfig:
     return config.model_copy(update={"models": models, "auth": auth, "formats": formats})
 
 
-_FILES = ("path", "spec", "tokenizer", "chat_template")
+_FILES = ("path", "spec", "tokenizer", "machine", "chat_template")
 
 
 def _lines(path: Path) -> list[str]:

@@ -1,11 +1,15 @@
 """Files that say what to serve."""
 
+import argparse
+import inspect
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+import nbflow
+from nbflow.commands.options import add_model_arguments
 from nbflow.server.config import (
     Auth,
     Cors,
@@ -76,6 +80,16 @@ def test_sizes():
     for wrong in ("", "-1", "x", "1e3", "0", True):
         with pytest.raises(ValueError, match="must be"):
             size_bytes(wrong)
+
+
+def test_every_option_of_load_is_a_key():
+    options = set(inspect.signature(nbflow.load).parameters)
+    options -= {"model", "max_step_tokens", "comm"}  # path, the engine's, and none of a file's
+    assert options == set(ModelOptions(path="x").load_options())
+    parser = argparse.ArgumentParser()
+    add_model_arguments(parser)
+    arguments = set(vars(parser.parse_args(["x"]))) - {"model", "formats"}
+    assert arguments == options
 
 
 def test_documentation_has_every_key():

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from nbflow_kernels._dispatch import is_cuda
 from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention.divide import divide
 from nbflow_kernels.attention.layout import CHUNK, HEADER_SIZE, ITEM_COLUMNS, MERGE_COLUMNS, SPLIT
@@ -175,10 +176,13 @@ class AttentionPlan:
         if outputs is not None or self.header[at.OUT_FACTORS]:
             self.set_table(at.OUT_FACTORS, outputs)
 
-    def set_table(self, place: int, array: np.ndarray | None) -> None:
-        """Let the kernels read an array, or none, at a place of the header that is an address."""
+    def set_table(self, place: int, array: Any) -> None:
+        """Let the kernels read an array, or none, at a place of the header that is an address.
+
+        An array on a device has no address here; `device_plan` gives it to the kernels there.
+        """
         self._keep[place] = array
-        self.header[place] = 0 if array is None else address_of(array)
+        self.header[place] = 0 if array is None or is_cuda(array) else address_of(array)
 
     def table(self, place: int) -> Any:
         """Return the array that was set at a place of the header, or None."""

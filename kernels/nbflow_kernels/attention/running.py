@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, is_cuda
+from nbflow_kernels._dispatch import check_array, check_together, is_cuda
 from nbflow_kernels.attention import cpu, cuda
 from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention.options import check_lse_base, head_factors, output_dtype
@@ -87,6 +87,8 @@ def run_plan(
         check_array("lse", call.lse, (plan.n_rows, H))
     if call.sinks is not None:
         check_array("sinks", call.sinks, (H,))
+        if not is_cuda(q):
+            check_together(q=q, sinks=call.sinks)
     natural = check_lse_base(call.lse_base)
     functions = check_variant(variant, plan, call)
     scores = head_factors(H, H // G, call.q_scale, call.k_scale)
