@@ -5,6 +5,7 @@ Every command is printed before it runs, so that you can type it yourself.
 
     python3 make.py demo     install, run the demo sweep on 4 MPI ranks, draw its report
     python3 make.py test     install, run all tests
+    python3 make.py docs     install, build the documentation as a site: site/index.html
 
 Needs Python 3.11 or newer with venv and pip, and nothing else: MPI comes from a pip wheel.
 """
@@ -73,6 +74,14 @@ def test(arguments: list[str]) -> None:
     call(str(BIN / "python"), "-m", "pytest", "-q", *processes, *arguments)
 
 
+def docs() -> None:
+    """Build the site; a link that leads nowhere fails."""
+    install("experiments,serve,docs")
+    os.environ["NO_MKDOCS_2_WARNING"] = "1"  # about versions that the extra excludes
+    call(str(BIN / "python"), "-m", "mkdocs", "build", "--quiet")
+    print("site/index.html")
+
+
 def main() -> None:
     """Do what the first word says."""
     if sys.version_info < (3, 11):  # noqa: UP036 - this script must say so itself
@@ -83,6 +92,8 @@ def main() -> None:
             demo()
         case ["test", *arguments]:
             test(arguments)
+        case ["docs"]:
+            docs()
         case _:
             sys.exit(__doc__)
 

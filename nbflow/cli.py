@@ -73,16 +73,21 @@ def _overview() -> str:
     )
 
 
+def make_parser(name: str) -> argparse.ArgumentParser:
+    """Return the parser of a command of `COMMANDS`."""
+    module, summary = COMMANDS[name]
+    parser = argparse.ArgumentParser(prog=f"nbflow {name}", description=summary)
+    import_module(module).add_arguments(parser)
+    return parser
+
+
 def _guarded(name: str, arguments: list[str]) -> int:
     """Run a command; turn errors into messages and exit codes."""
     try:
         if name not in COMMANDS:
             raise unknown_name("command", name, COMMANDS)
-        module, summary = COMMANDS[name]
-        command = import_module(module)
-        parser = argparse.ArgumentParser(prog=f"nbflow {name}", description=summary)
-        command.add_arguments(parser)
-        return int(command.run(parser.parse_args(arguments)))
+        parsed = make_parser(name).parse_args(arguments)
+        return int(import_module(COMMANDS[name][0]).run(parsed))
     except BrokenPipeError:  # the reader of our output has gone, e.g. `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
