@@ -34,6 +34,7 @@ COMMANDS = {
     "compare": ("nbflow_experiments.commands.compare", "compare measured points"),
     "inspect": ("nbflow.commands.inspect", "list the tensors of a weight file"),
     "quantize": ("nbflow.commands.quantize", "write a checkpoint in a weight format"),
+    "imatrix": ("nbflow_experiments.commands.imatrix", "find which columns of weights matter"),
     "plan": ("nbflow.commands.plan", "predict partitions of a model on a machine"),
     "spec": ("nbflow.commands.spec", "show or check a model specification"),
     "tokenize": ("nbflow.commands.tokenize", "show how text is cut into tokens"),

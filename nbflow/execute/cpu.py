@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -207,6 +208,11 @@ class CpuExecutor(Executor):
                 waiting.clear()
 
         for op, made in binder.ops():
+            if self.observe is not None and op.weights:
+                close()
+                sizes = len(step.ids), len(step.logit_rows)
+                inputs = tuple(self.view(name, *sizes) for name in op.inputs)
+                segments.append(PythonOp("observe", partial(self.observe, op, inputs)))
             if isinstance(made, PythonOp):
                 close()
                 segments.append(made)

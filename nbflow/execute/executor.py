@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from nbflow.execute.place import HOST, Place
 from nbflow.execute.step import Step
 from nbflow.execute.weights import RankWeights
 from nbflow.parallel.comm import Alone, Comm
-from nbflow.program.records import Program
+from nbflow.program.records import Op, Program
 from nbflow.spec.model_spec import RopeSpec
 
 LEAST_ROWS = 8
@@ -66,6 +67,9 @@ class Executor:
         self.groups: dict[tuple[int, ...], Comm] = {}
         self.seconds: defaultdict[str, float] | None = None
         """Set to a dict to add up the time of each kind of op."""
+        self.observe: Callable[[Op, tuple[np.ndarray, ...]], None] | None = None
+        """Set before the first step of `CpuExecutor`: called before each op that has weights, with
+        its inputs."""
         self.place = place
         self._buffers: dict[str, Any] = {}
         self._rope_tables: dict[RopeSpec, Any] = {}

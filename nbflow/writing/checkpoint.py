@@ -15,6 +15,7 @@ from nbflow.weights import WeightFile, open_weights
 from nbflow.writing.gguf_checkpoint import plan_gguf
 from nbflow.writing.gguf_file import write_gguf
 from nbflow.writing.importance import Importance, read_importance, weigh
+from nbflow.writing.importance_names import gguf_names, with_our_names
 from nbflow.writing.output import check_output, new_file, new_folder
 from nbflow.writing.plan import Choice, NewTensor, plan_as_stored
 from nbflow.writing.safetensors_file import write_safetensors
@@ -80,7 +81,8 @@ def quantize_checkpoint(
     importance : path or mapping, optional
         How much the squared error of each column counts: a file of llama.cpp's ``imatrix``,
         safetensors, or name -> array (K,) or (experts, K); see
-        `nbflow.writing.importance.read_importance`.  Names are those of the new file, or ours.
+        `nbflow.writing.importance.read_importance`.  Names are those of the new file, of the
+        model's GGUF file, or ours.
     force : bool
         Whether `out` may be replaced.
     dry_run : bool
@@ -115,6 +117,8 @@ def quantize_checkpoint(
     path = Path(out)
     with open_weights(resolved.path) as file:
         check(resolved.spec, file)
+        if importance is not None:
+            importance = with_our_names(importance, gguf_names(resolved, file))
         write = _write_gguf if path.suffix == ".gguf" else _write_safetensors
         return write(resolved, file, path, choice, encoder, importance, force, dry_run)
 

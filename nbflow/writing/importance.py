@@ -51,16 +51,50 @@ def read_importance(path: str | os.PathLike[str]) -> dict[str, np.ndarray]:
     head = file.read(0, 9)
     try:
         if gguf.matches(path, head):
-            return _from_gguf(path)
+            return {name: _mean(*sums) for name, sums in _sums_of_gguf(path).items()}
         if head[8:9] == b"{":
             return _from_safetensors(path)
-        return _from_binary(file)
+        return {name: _mean(*sums) for name, sums in _sums_of_binary(file).items()}
     finally:
         file.close()
 
 
-def _from_gguf(path: Path) -> dict[str, np.ndarray]:
-    """Return sums of squares divided by how often they were added to, one for each matrix."""
+def read_sums(
+    path: str | os.PathLike[str],
+) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return what llama.cpp's kinds of files hold before it is divided.
+
+    Returns
+    -------
+    dict
+        Name -> sums of squares, float64 (experts or 1, K), and how often each was added to,
+        float64 (experts or 1,): rows in GGUF, windows in the older form.
+
+    Raises
+    ------
+    UsageError
+        If it is no such file.
+    """
+    path = Path(path)
+    file = ByteFile(path)
+    try:
+        if gguf.matches(path, file.read(0, 9)):
+            return _sums_of_gguf(path)
+        return _sums_of_binary(file)
+    finally:
+        file.close()
+
+
+def _mean(sums: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Return mean squares, float32 (K,) or (experts, K)."""
+    # an expert that was never used says nothing: all of its columns count alike
+    mean = np.where(counts[:, None] > 0, sums / np.maximum(counts[:, None], 1), 1.0)
+    narrow = mean.astype(np.float32)
+    return narrow[0] if len(narrow) == 1 else narrow
+
+
+def _sums_of_gguf(path: Path) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Return sums of squares and how often they were added to, for each matrix."""
     found = {}
     with open_weights(path) as file:
         names = file.names()
@@ -70,24 +104,27 @@ def _from_gguf(path: Path) -> dict[str, np.ndarray]:
             matrix = name.removesuffix(_SUMS)
             if matrix + _COUNTS not in names:
                 raise UsageError(f"{path}: {matrix} has no {_COUNTS[1:]}; it is no importance file")
-            sums = np.atleast_2d(file.array(name).astype(np.float32))
-            counts = file.array(matrix + _COUNTS).astype(np.float32).reshape(-1, 1)
+            sums = np.atleast_2d(file.array(name).astype(np.float64))
+            counts = file.array(matrix + _COUNTS).astype(np.float64).reshape(-1)
             if len(counts) != len(sums):
                 raise UsageError(f"{path}: {matrix} has {len(sums)} sums and {len(counts)} counts")
-            # an expert that was never used says nothing: all of its columns count alike
-            mean = np.where(counts > 0, sums / np.maximum(counts, 1), np.float32(1))
-            found[matrix] = mean[0] if len(mean) == 1 else mean
+            found[matrix] = sums, counts
     if not found:
         raise UsageError(f"{path}: holds no {_SUMS[1:]} tensors; it is no importance file")
     return found
 
 
 def _from_safetensors(path: Path) -> dict[str, np.ndarray]:
+    """Return the arrays; a name may list matrices that read the same inputs, with commas."""
+    found = {}
     with open_weights(path) as file:
-        return {name: file.array(name).astype(np.float32) for name in file.names()}
+        for names in file.names():
+            array = file.array(names).astype(np.float32)
+            found.update(dict.fromkeys(names.split(","), array))
+    return found
 
 
-def _from_binary(file: ByteFile) -> dict[str, np.ndarray]:
+def _sums_of_binary(file: ByteFile) -> dict[str, tuple[np.ndarray, np.ndarray]]:
     """Return what the older form says: name, calls, and sums of squares, entry after entry."""
     cursor = ByteCursor(file)
     n_entries = cursor.number("i", "the number of entries")
@@ -101,7 +138,7 @@ def _from_binary(file: ByteFile) -> dict[str, np.ndarray]:
         if n_calls < 1 or not 1 <= n_values <= cursor.left // 4:
             raise UsageError(f"{file.path}: {what} ({name!r:.80}) has {n_values} values; damaged")
         values = np.frombuffer(cursor.take(4 * n_values, what), "<f4")
-        found[name] = (values / n_calls).astype(np.float32)
+        found[name] = values.astype(np.float64)[None], np.array([float(n_calls)])
     return found
 
 
@@ -122,12 +159,12 @@ def weigh(
         if tensor.format == tensor.stored or len(tensor.shape) < 2:
             weighed.append(tensor)
             continue
-        name = next((n for n in (tensor.name, *tensor.ours) if n in importance), None)
-        if name is None:
+        found = _found(tensor, importance)
+        if found is None:
             lacking.append(tensor.name)
             weighed.append(tensor)
         else:
-            weighed.append(tensor.weighed(_checked(tensor, name, importance[name])))
+            weighed.append(tensor.weighed(_checked(tensor, *found)))
     n_converted = sum(t.format != t.stored and len(t.shape) > 1 for t in tensors)
     if len(lacking) == n_converted:
         raise UsageError(
@@ -137,6 +174,19 @@ def weigh(
     return weighed, [f"{len(lacking)} matrices have no importances: {_shown(lacking)}"] * bool(
         lacking
     )
+
+
+def _found(tensor: NewTensor, importance: Importance) -> tuple[str, Any] | None:
+    """Return the name under which there is something about a tensor, and what."""
+    if tensor.name in importance:
+        return tensor.name, importance[tensor.name]
+    ours = [name for name in tensor.ours if name in importance]
+    arrays = [np.asarray(importance[name]) for name in ours]
+    if not ours:
+        return None
+    if len(ours) == len(tensor.parts) and len({a.shape for a in arrays}) == 1:
+        return ours[0], arrays[0] if len(ours) == 1 else np.stack(arrays)  # each part has its own
+    return ours[0], arrays[0]
 
 
 def _checked(tensor: NewTensor, name: str, vector: Any) -> np.ndarray:

@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     _check(arguments)
-    windows = _windows(arguments)
+    windows = text_windows(arguments)
     with contextlib.ExitStack() as stack:
         model = stack.enter_context(load_model(arguments))
         if not model.participates:
@@ -124,8 +124,8 @@ def _check(arguments: argparse.Namespace) -> None:
         raise UsageError("--greedy compares with a reference on one rank: leave --partition out")
 
 
-def _windows(arguments: argparse.Namespace) -> list[Window]:
-    """Return the text's windows."""
+def text_windows(arguments: argparse.Namespace) -> list[Window]:
+    """Return the windows of the text that the arguments describe."""
     if arguments.text is not None:
         path = Path(arguments.text)
         if not path.is_file():

@@ -1,0 +1,112 @@
+"""`nbflow imatrix`: how much the columns of each matrix matter, found by reading a text.
+
+    nbflow imatrix MODEL --text FILE -o OUT.gguf
+    nbflow imatrix --merge A.gguf --merge B.gguf -o OUT.gguf
+    nbflow imatrix --show FILE
+
+The mean squares of what each matrix is multiplied with, in the files of llama.cpp's ``imatrix``;
+``nbflow quantize --importance OUT`` weighs errors with them.  With ``--full`` all second moments,
+which ``--encoder gptq`` needs, in a ``.safetensors``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from nbflow.calibrate import collect, merge, write_inputs
+from nbflow.calibrate.files import check_ending
+from nbflow.commands.options import add_model_arguments, load_model
+from nbflow.writing.importance import read_importance
+from nbflow.writing.importance_names import gguf_names_of
+from nbflow_experiments.analysis.columns import ColumnStatistics, column_statistics
+from nbflow_experiments.commands.perplexity import text_windows
+from nbflow_experiments.files import plain
+from nbflow_kernels.errors import UsageError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the command's arguments."""
+    add_model_arguments(parser)
+    model = next(a for a in parser._actions if a.dest == "model")
+    model.nargs, model.required = "?", False
+    parser.add_argument("--text", metavar="FILE", help="text, UTF-8 (the bundled model's eval.txt)")
+    parser.add_argument(
+        "-o", "--out", metavar="OUT", help="a .gguf, .dat (llama.cpp's older form) or .safetensors"
+    )
+    parser.add_argument("-c", "--context", type=int, default=512, help="tokens of a window (512)")
+    parser.add_argument("--windows", type=int, default=0, metavar="N", help="only the first N")
+    parser.add_argument(
+        "--full", action="store_true", help="all second moments, for --encoder gptq (.safetensors)"
+    )
+    parser.add_argument(
+        "--merge", action="append", default=[], metavar="FILE", help="add up files (repeatable)"
+    )
+    parser.add_argument("--show", metavar="FILE", help="print the statistics of a file")
+    parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command."""
+    asked = [bool(arguments.model), bool(arguments.merge), bool(arguments.show)]
+    if sum(asked) != 1 or bool(arguments.out) == bool(arguments.show):
+        raise UsageError("give MODEL with -o OUT, or --merge files with -o OUT, or --show FILE")
+    if arguments.merge:
+        merge(arguments.merge, arguments.out, force=arguments.force)
+    elif arguments.model:
+        _collect(arguments)
+    file = arguments.show or arguments.out
+    rows = column_statistics(read_importance(file))
+    if arguments.json:
+        print(json.dumps(plain({"file": str(file), "matrices": [vars(r) for r in rows]}), indent=1))
+    else:
+        print(_table(rows))
+        if arguments.out:
+            print(f"wrote {file}: {len(rows)} matrices")
+    return 0
+
+
+def _collect(arguments: argparse.Namespace) -> None:
+    """Run the model over the text and write the file."""
+    path = check_ending(arguments.out)
+    if arguments.full and path.suffix != ".safetensors":
+        raise UsageError(f"{path}: --full needs a .safetensors")
+    if path.exists() and not arguments.force:  # before the work, not after it
+        raise UsageError(f"{path}: exists; give another name, or --force")
+    arguments.scored, arguments.stride = "all", 0
+    windows = text_windows(arguments)
+    names = gguf_names_of(arguments.model, arguments.spec)
+
+    def show(n_done: int) -> None:
+        if sys.stderr.isatty():
+            end = "\n" if n_done == len(windows) else ""
+            print(f"\r[{n_done}/{len(windows)}]", end=end, file=sys.stderr, flush=True)
+
+    with load_model(arguments) as model:
+        found = collect(model, [w.ids for w in windows], full=arguments.full, progress=show)
+    text = Path(arguments.text).name if arguments.text else "eval.txt"
+    sizes = {"n_windows": len(windows), "window": arguments.context}
+    write_inputs(path, found, names=names, text=text, **sizes, force=arguments.force)
+
+
+def _table(rows: list[ColumnStatistics]) -> str:
+    """Return the table that is printed."""
+    wide = max(4, *(len(row.name) for row in rows))
+    head = (
+        f"{'name':<{wide}}  {'columns':>7}  {'sum':>10}  {'least':>9}  {'largest':>9}  "
+        f"{'active':>6}  {'entropy':>7}  {'top 1 %':>7}  {'as before':>9}"
+    )
+    lines = [head]
+    for r in rows:
+        similar = "" if np.isnan(r.cosine_to_previous) else f"{r.cosine_to_previous:.4f}"
+        lines.append(
+            f"{r.name:<{wide}}  {r.n_columns:>7}  {r.sum:>10.4g}  {r.least:>9.3g}  "
+            f"{r.largest:>9.3g}  {r.active_share:>6.1%}  {r.entropy_share:>7.1%}  "
+            f"{r.top_percent_share:>7.1%}  {similar:>9}"
+        )
+    return "\n".join(lines)
