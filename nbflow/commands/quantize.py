@@ -8,7 +8,7 @@ import json
 from nbflow.commands.inspect import printable
 from nbflow.writing import WrittenCheckpoint, quantize_checkpoint
 from nbflow_kernels import load_formats
-from nbflow_kernels.quants import ENCODERS
+from nbflow_kernels.quants.encoders import ENCODERS
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,12 +28,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="format of the matrices whose name matches; the first match wins (repeatable)",
     )
     parser.add_argument(
-        "--encoder", choices=ENCODERS, default="best", help="best, or the published one (best)"
+        "--encoder",
+        choices=ENCODERS,
+        default="best",
+        help="best; plain: the published one; gptq (with --importance of nbflow imatrix --full); "
+        "hqq (best)",
     )
     parser.add_argument(
         "--importance",
         metavar="FILE",
-        help="how much each column counts: an imatrix of llama.cpp (GGUF or .dat), or safetensors",
+        help="how much each column counts: a file of nbflow imatrix or llama.cpp (GGUF, .dat), or "
+        "safetensors",
     )
     parser.add_argument(
         "--formats",

@@ -20,7 +20,7 @@ from nbflow.writing.output import check_output, new_file, new_folder
 from nbflow.writing.plan import Choice, NewTensor, plan_as_stored
 from nbflow.writing.safetensors_file import write_safetensors
 from nbflow_kernels.errors import UsageError, unknown_name
-from nbflow_kernels.quants import ENCODERS
+from nbflow_kernels.quants.encoders import ENCODERS
 
 _WEIGHTS = "model.safetensors"
 
@@ -76,8 +76,9 @@ def quantize_checkpoint(
         Names are those of the new file, or ours, ``layers.0.attn.q.weight``.
     spec : path, optional
         A spec file, as for `nbflow.load`.
-    encoder : {"best", "plain"}
-        See `nbflow_kernels.quantize`.
+    encoder : {"best", "plain", "gptq", "hqq"}
+        See `nbflow_kernels.quants.encoders.quantize_with`; "gptq" needs second moments as
+        `importance`, for every matrix that is put into blocks.
     importance : path or mapping, optional
         How much the squared error of each column counts: a file of llama.cpp's ``imatrix``,
         safetensors, or name -> array (K,) or (experts, K); see
@@ -114,6 +115,11 @@ def quantize_checkpoint(
     resolved = resolve(model, spec=spec)
     if isinstance(importance, str | os.PathLike):
         importance = read_importance(importance)
+    if encoder == "gptq" and importance is None:
+        raise UsageError(
+            "encoder 'gptq' needs second moments of the inputs: nbflow imatrix MODEL --full -o "
+            "FILE.safetensors, then --importance FILE.safetensors"
+        )
     path = Path(out)
     with open_weights(resolved.path) as file:
         check(resolved.spec, file)

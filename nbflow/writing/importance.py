@@ -21,7 +21,7 @@ from nbflow.writing.plan import NewTensor
 from nbflow_kernels.errors import UsageError
 
 Importance = Mapping[str, np.ndarray]
-"""Name of a matrix -> how much the squared error of each column counts."""
+"""Name of a matrix -> how much the squared error of each column counts, or second moments."""
 
 _SUMS, _COUNTS = ".in_sum2", ".counts"
 _MAX_NAME_BYTES = 1024
@@ -190,17 +190,19 @@ def _found(tensor: NewTensor, importance: Importance) -> tuple[str, Any] | None:
 
 
 def _checked(tensor: NewTensor, name: str, vector: Any) -> np.ndarray:
-    """Return the importances of a tensor's parts, (1 or parts, K)."""
+    """Return the importances of a tensor's parts, (1 or parts, K), or (1 or parts, K, K)."""
     K, n = tensor.shape[-1], len(tensor.parts)
     array = np.asarray(vector, np.float32)
     if n > 1 and array.shape == (n * K,):  # the older form has experts one after the other
         array = array.reshape(n, K)
-    if array.shape not in ((K,), (n, K)):
-        raise UsageError(
-            f"importances of {name} must have shape ({K},), the columns of {tensor.name}, "
-            f"or ({n}, {K}), got {array.shape}"
-        )
-    return array.reshape(-1, K)
+    if array.shape in ((K,), (n, K)):
+        return array.reshape(-1, K)
+    if array.shape in ((K, K), (n, K, K)):  # second moments
+        return array.reshape(-1, K, K)
+    raise UsageError(
+        f"importances of {name} must have shape ({K},), the columns of {tensor.name}, "
+        f"or ({n}, {K}), or be second moments ({K}, {K}), got {array.shape}"
+    )
 
 
 def _shown(names: Any) -> str:

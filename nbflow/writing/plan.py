@@ -16,8 +16,9 @@ from nbflow.weights import WeightFile
 from nbflow.weights.dtypes import ITEM_BYTES
 from nbflow.weights.weight_file import tensor_bytes
 from nbflow.weights_policy import is_quantized
-from nbflow.writing.rows import Rows, StoredRows, write_rows
+from nbflow.writing.rows import Rows, Statistics, StoredRows, write_rows
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.quants.gptq import SecondMoments
 
 
 @dataclass(frozen=True)
@@ -37,7 +38,8 @@ class NewTensor:
     ours: tuple[str, ...] = ()
     """What we call what it holds."""
     importance: np.ndarray | None = field(default=None, compare=False)
-    """How much each column counts, float32 (1 or parts, columns)."""
+    """How much each column counts, float32 (1 or parts, columns), or second moments of the columns,
+    (1 or parts, columns, columns)."""
 
     @property
     def n_bytes(self) -> int:
@@ -55,11 +57,12 @@ class NewTensor:
 
     def pieces(self, encoder: str) -> Iterator[bytes | memoryview]:
         """Yield its bytes."""
+        known: list[Statistics] = []
+        for array in () if self.importance is None else self.importance:
+            known.append(array if array.ndim == 1 else SecondMoments(array))
         for i, rows in enumerate(self.parts):
-            vector = None
-            if self.importance is not None:
-                vector = self.importance[i if len(self.importance) > 1 else 0]
-            yield from write_rows(rows, self.format, self.name, encoder, vector)
+            own = known[i if len(known) > 1 else 0] if known else None
+            yield from write_rows(rows, self.format, self.name, encoder, own)
 
 
 class Choice:

@@ -17,7 +17,11 @@ from nbflow.spec.stored import stored
 from nbflow.weights import WeightFile
 from nbflow.weights.dtypes import ITEM_BYTES
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.quants.encoders import quantize_with
+from nbflow_kernels.quants.gptq import SecondMoments
 
+Statistics = np.ndarray[Any, Any] | SecondMoments | None
+"""What is known about a matrix's inputs: mean squares (K,), second moments, or nothing."""
 _PIECE_WEIGHTS = 1 << 22  # 16 MiB as float32
 
 
@@ -157,7 +161,7 @@ def write_rows(
     format: str,
     where: str,
     encoder: str = "best",
-    importance: np.ndarray[Any, Any] | None = None,
+    importance: Statistics = None,
 ) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a tensor in a format, piece by piece.
 
@@ -169,9 +173,9 @@ def write_rows(
         What it becomes; the type it is stored as copies it.
     where : str
         What the error messages call the tensor.
-    encoder : {"best", "plain"}
-        See `nbflow_kernels.quantize`.
-    importance : array of float32, shape (K,), optional
+    encoder : {"best", "plain", "gptq", "hqq"}
+        See `nbflow_kernels.quants.encoders.quantize_with`.
+    importance : array of float32, shape (K,), or SecondMoments, optional
         How much the error of each column counts.
 
     Raises
@@ -193,7 +197,7 @@ def convert(
     format: str,
     where: str,
     encoder: str = "best",
-    importance: np.ndarray[Any, Any] | None = None,
+    importance: Statistics = None,
 ) -> Iterator[bytes]:
     """Yield the bytes of rows that are put into a format; see `write_rows`."""
     for start, stop in _spans(rows):
@@ -201,12 +205,20 @@ def convert(
         if array.dtype.type not in (np.float16, np.float32, np.float64):
             raise UsageError(f"tensor {where}: {rows.dtype} cannot be put into {format}")
         try:
-            piece = nk.quantize(
-                np.atleast_1d(array), format, encoder=encoder, importance=importance
-            )
+            piece = _put(np.atleast_1d(array), format, encoder, importance)
         except UsageError as error:
             raise UsageError(f"tensor {where} does not fit into {format}: {error}") from error
         yield piece.data.tobytes()
+
+
+def _put(x: Any, format: str, encoder: str, importance: Statistics) -> nk.QuantTensor:
+    """Return rows in a format; plain types round, whatever the encoder."""
+    if encoder in nk.quants.ENCODERS or nk.FORMATS[format].block_size == 1:
+        if isinstance(importance, SecondMoments):
+            importance = importance.matrix.diagonal().astype(np.float32)
+        known = encoder if encoder in nk.quants.ENCODERS else "best"
+        return nk.quantize(x, format, encoder=known, importance=importance)
+    return quantize_with(x, format, encoder, importance)
 
 
 def _spans(rows: Rows) -> Iterator[tuple[int, int]]:

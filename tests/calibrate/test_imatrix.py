@@ -149,3 +149,27 @@ def test_command(llama: Path, tmp_path: Path, capsys: Any) -> None:
             cli.main(["imatrix", *words])
         assert end.value.code == 2
         assert message in capsys.readouterr().err
+
+
+def test_encoders_that_know_the_inputs(llama: Path, found: list[Inputs], tmp_path: Path) -> None:
+    """GPTQ loses least in what a layer gives, and the files have a plain decoder's bytes."""
+    moments = tmp_path / "full.safetensors"
+    write_inputs(moments, found)
+    H = found[0].sums
+    lost = {}
+    for encoder in ("best", "plain", "hqq", "gptq"):
+        importance = moments if encoder in ("best", "gptq") else None
+        done = nbflow.quantize_checkpoint(
+            llama, tmp_path / encoder, "q3", encoder=encoder, importance=importance
+        )
+        with open_weights(done.path) as new, open_weights(llama) as old:
+            name = "model.layers.0.self_attn.q_proj.weight"
+            assert new.dtype(name) == "q3_b32t1b"
+            error = new.array(name).astype(np.float64) - old.array(name)
+        lost[encoder] = np.einsum("nk,kl,nl->", error, H, error)
+    # 8 rows of inputs for 64 columns: nearly all of the error can be moved where nothing is read
+    assert lost["gptq"] < 0.5 * min(lost["best"], lost["plain"], lost["hqq"])
+    with pytest.raises(UsageError, match="needs second moments"):
+        nbflow.quantize_checkpoint(llama, tmp_path / "x", "q3", encoder="gptq")
+    with pytest.raises(UsageError, match="codes lie at equal distances"):
+        nbflow.quantize_checkpoint(llama, tmp_path / "x", "iq4_nl", encoder="hqq")
