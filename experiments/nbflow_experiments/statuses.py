@@ -2,7 +2,7 @@
 
 ========== =================================================================================
 done       every measure ran, and every summary is a finite number
-nan        every measure ran, but some summary is not finite
+nonfinite  every measure ran, but some summary is not finite
 oom        memory ran out
 timeout    it was ended after ``--timeout`` seconds
 failed     anything else
@@ -59,7 +59,7 @@ def note_not_finite(result: dict[str, Any], readings: Iterable[Mapping[str, Any]
         and not math.isfinite(reading["value"])
     ]
     if names and result["status"] == "done":
-        result["status"] = "nan"
+        result["status"] = "nonfinite"  # pandas would read "nan" as a missing value
         message = f"not finite: {', '.join(names)}"
         result["error"] = {"type": "NotFinite", "message": message, "traceback": "", "ranks": []}
 

@@ -132,7 +132,7 @@ def test_numbers_that_are_not_finite_are_a_status(
     monkeypatch.setattr(FakeModel, "logits", logits)
     assert run(sweep_file) == 1
     table = rows(sweep_file)
-    assert dict(table.status) == {"f32": "done", "q4": "done", "q2": "nan"}
+    assert dict(table.status) == {"f32": "done", "q4": "done", "q2": "nonfinite"}
     assert table.nonfinite_share["q2"] > 0 == table.nonfinite_share["q4"]
     assert table.error_message["q2"].startswith("not finite: ")
     assert "perplexity" in table.error_message["q2"]
