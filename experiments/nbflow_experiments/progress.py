@@ -48,8 +48,8 @@ class Reporter(ABC):
         """Say what is being done."""
 
     @abstractmethod
-    def ends(self, point: Point, result: dict[str, Any]) -> None:
-        """Say how a point ended."""
+    def ends(self, point: Point, result: dict[str, Any], *, last: bool = True) -> None:
+        """Say how an attempt at a point ended; `last` if there is no other after a failure."""
 
     @abstractmethod
     def close(self) -> None:
@@ -69,8 +69,12 @@ class PlainReporter(Reporter):
     def step(self, name: str) -> None:
         """Say nothing."""
 
-    def ends(self, point: Point, result: dict[str, Any]) -> None:
+    def ends(self, point: Point, result: dict[str, Any], *, last: bool = True) -> None:
         """Write one line."""
+        if result["error"] and not last:
+            failure = f"{result['status']} ({headline(result['error'])})"
+            print(f"{label(point, self.factors)}: {failure}, once more", flush=True)
+            return
         self.count += 1
         elapsed = time.perf_counter() - self._start
         left = elapsed / self.count * (self.total - self.count)
@@ -81,6 +85,22 @@ class PlainReporter(Reporter):
 
     def close(self) -> None:
         """Do nothing: there is nothing to tidy up."""
+
+
+class SilentReporter(Reporter):
+    """Nothing, where another process reports."""
+
+    def begins(self, point: Point) -> None:
+        """Say nothing."""
+
+    def step(self, name: str) -> None:
+        """Say nothing."""
+
+    def ends(self, point: Point, result: dict[str, Any], *, last: bool = True) -> None:
+        """Say nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class BarReporter(Reporter):
@@ -110,11 +130,13 @@ class BarReporter(Reporter):
         """Show the step."""
         self._bar.update(self._task, description=f"{self._label}: {name}")
 
-    def ends(self, point: Point, result: dict[str, Any]) -> None:
+    def ends(self, point: Point, result: dict[str, Any], *, last: bool = True) -> None:
         """Move the bar on."""
         if result["error"]:
-            text = f"failed: {self._label}: {headline(result['error'])}"
+            text = f"{result['status']}: {self._label}: {headline(result['error'])}"
             self._bar.console.print(text, markup=False)
+            if not last:
+                return
         self._bar.advance(self._task)
 
     def close(self) -> None:

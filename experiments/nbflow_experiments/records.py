@@ -88,6 +88,8 @@ class ResultsFolder:
                 require("h5py").File(temporary, "w", track_order=True) as file,
             ):
                 write_arrays(file, arrays)
+        else:
+            (folder / "arrays.h5").unlink(missing_ok=True)  # an earlier attempt's
         write_json(folder / "result.json", dict(result))
 
     def result(self, short: str) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""Runs the points of a sweep, on every rank in step.
+"""Runs points of a sweep, on every rank in step.
 
 Rank 0 decides, tells the others and writes; all ranks load and measure together, and after each
 step they agree whether it succeeded (`nbflow_experiments.steps`).  A point that fails is recorded
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -21,12 +21,18 @@ import numpy as np
 from nbflow_experiments import engine, provenance
 from nbflow_experiments.evaluation import text_windows
 from nbflow_experiments.measures import MEASURES, Context, Measure, Outcome, needs_reference
-from nbflow_experiments.points import LOAD_SETTINGS, OUTLIER_BITS, QUALITY_SETTINGS, Point
+from nbflow_experiments.points import LOAD_SETTINGS, QUALITY_SETTINGS, Point
 from nbflow_experiments.progress import Reporter
-from nbflow_experiments.records import SCHEMA_VERSION, ResultsFolder, reading_row
+from nbflow_experiments.records import ResultsFolder, reading_row
 from nbflow_experiments.reference import reference_path, write_reference
 from nbflow_experiments.scoring.stored import is_complete
-from nbflow_experiments.steps import Interrupted, StepFailed, StopRequest, in_step
+from nbflow_experiments.statuses import (
+    bits_per_weight,
+    new_result,
+    note_failure,
+    note_not_finite,
+)
+from nbflow_experiments.steps import StepFailed, StopRequest, in_step
 from nbflow_experiments.turns import Turns
 
 if TYPE_CHECKING:
@@ -70,7 +76,7 @@ class _Loaded:
 
 
 class Runner:
-    """Runs points one after the other.
+    """Runs points, one at a time; the next one uses the loaded model again where it can.
 
     Parameters
     ----------
@@ -83,7 +89,7 @@ class Runner:
     launch : str
         Name of this launch in the provenance.
     turns : Turns, optional
-        Decides on rank 0 which points this launch may run; None on the other ranks.
+        Says on rank 0 whether a point is still this launch's when it is recorded.
     """
 
     def __init__(
@@ -99,55 +105,19 @@ class Runner:
         self._reporter = reporter
         self._launch = launch
         self._turns = turns
-        self._stop = StopRequest()
+        self.stop = StopRequest()
         self._loaded: _Loaded | None = None
         self._formats: dict[tuple[Any, ...], Outcome] = {}
         self._windows: dict[tuple[Any, ...], np.ndarray] = {}
         self._references: dict[tuple[Any, ...], Path] = {}
 
-    def run(self, points: Sequence[Point]) -> bool:
-        """Run `points` in order; return whether the run was interrupted.
-
-        Points that other launches hold are passed over, and looked at again as long as there was
-        something to do.
-        """
-        with self._stop.listen():
-            try:
-                waiting, n = list(points), len(points) + 1
-                while len(waiting) < n:
-                    n = len(waiting)
-                    waiting = [point for point in waiting if not self._take_turn(point)]
-            except Interrupted:
-                return True
-            finally:
-                self._unload()
-        return False
-
-    def _take_turn(self, point: Point) -> bool:
-        """Run a point unless others do; return whether it is finished, by whomever."""
-        turn = self._comm.bcast_object(self._turns.begin(point) if self._turns else None)
-        if turn in ("held", "finished"):
-            return bool(turn == "finished")
-        try:
-            self._run_point(point)
-        finally:
-            if self._turns:
-                self._turns.end()
-        return True
-
-    def _run_point(self, point: Point) -> None:
-        """Measure and record one point."""
+    def run_point(self, point: Point, attempt: int, *, last: bool) -> str:
+        """Measure and record one point; return its status on every rank."""
         log, outcomes = _Log(), dict[str, Outcome]()
-        result: dict[str, Any] = {
-            "schema_version": SCHEMA_VERSION,
-            "id": point.id,
-            "status": "done",
-            "error": None,
-            "launch": self._launch,
-            "started": provenance.now(),
-            "quality_shared_from": None,
-        }
+        result = new_result(point, self._launch, attempt)
         start = time.perf_counter()
+        if attempt > 1:
+            self.close()  # what failed may have come with the loaded model
         if self._comm.rank == 0:
             self._reporter.begins(point)
         self._on_root(log, "freeze", lambda: self._folder.write_config(point))
@@ -156,31 +126,33 @@ class Runner:
             try:
                 self._measure(point, log, outcomes, result)
             except StepFailed as failure:
-                result["status"] = "failed"
-                result["error"] = _error(failure)
+                note_failure(result, failure)
                 log.write(f"failed\n{failure.failures[0].traceback}")
-                self._unload()
+                self.close()
         for warning in caught:
             log.write(f"warning: {warning.category.__name__}: {warning.message}")
         result["finished"] = provenance.now()
         result["wall_s"] = time.perf_counter() - start
         result["steps_s"] = log.seconds
         self._on_root(log, "write", lambda: self._record(point, result, log, outcomes))
+        if self._comm.rank == 0:
+            self._reporter.ends(point, result, last=last)
+        return str(self._comm.bcast_object(result["status"]))
 
     def _record(
         self, point: Point, result: dict[str, Any], log: _Log, outcomes: dict[str, Outcome]
     ) -> None:
         """Write a finished point; rank 0 only."""
-        result["bits_per_weight"] = _bits(point, outcomes)
+        result["bits_per_weight"] = bits_per_weight(point, outcomes)
         result["readings"] = [
             reading_row(name, reading) for name, o in outcomes.items() for reading in o.readings
         ]
+        note_not_finite(result, result["readings"])
         arrays = {name: array for o in outcomes.values() for name, array in o.arrays.items()}
         text = "\n".join(log.lines) + "\n"
         if self._turns and not self._turns.is_ours(point):
             return  # another launch took this one for dead, and has the point now
         self._folder.write_result(point.short, result, text, arrays)
-        self._reporter.ends(point, result)
 
     def _measure(
         self, point: Point, log: _Log, outcomes: dict[str, Outcome], result: dict[str, Any]
@@ -225,7 +197,7 @@ class Runner:
         with log.timed(measure.name):
             if self._comm.rank == 0:
                 self._reporter.step(measure.name)
-            found = in_step(self._comm, self._stop, work)
+            found = in_step(self._comm, self.stop, work)
             gathered = self._comm.gather_object(found if context.leads else None)
         if gathered is not None and self._loaded is not None:
             found = gathered[self._loaded.leader]
@@ -276,7 +248,7 @@ class Runner:
         if self._loaded is not None and self._loaded.key == key:
             log.write("the model is still loaded from the point before")
             return self._loaded
-        self._unload()
+        self.close()
         config = point.config
         made: list[Model] = []
 
@@ -297,7 +269,7 @@ class Runner:
             if self._comm.rank == 0:
                 self._reporter.step("load")
             try:
-                in_step(self._comm, self._stop, load)
+                in_step(self._comm, self.stop, load)
             except BaseException:
                 for model in made:
                     model.close()
@@ -307,7 +279,7 @@ class Runner:
         self._loaded = _Loaded(key, made[0], leader)
         return self._loaded
 
-    def _unload(self) -> None:
+    def close(self) -> None:
         """Give the memory of the model back."""
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
@@ -316,27 +288,6 @@ class Runner:
     def _on_root(self, log: _Log, name: str, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and return its result on every rank."""
         with log.timed(name):
-            result = in_step(self._comm, self._stop, work if self._comm.rank == 0 else lambda: None)
+            result = in_step(self._comm, self.stop, work if self._comm.rank == 0 else lambda: None)
             value: T = self._comm.bcast_object(result)
         return value
-
-
-def _bits(point: Point, outcomes: dict[str, Outcome]) -> float:
-    """Return the bits of a weight: the format's, and with outliers what was counted, if it was."""
-    bits, outliers = engine.bits_per_weight(str(point.config["weights"])), point.config["outliers"]
-    if not outliers:
-        return bits
-    counted = outcomes.get("weight_error", Outcome()).readings
-    stored = [r.value for r in counted if r.metric == "stored_bits_per_weight"]
-    return stored[0] if stored else bits + OUTLIER_BITS * float(outliers)
-
-
-def _error(failure: StepFailed) -> dict[str, Any]:
-    """Return a failure as plain data: the first rank's error, and which ranks failed."""
-    first = failure.failures[0]
-    return {
-        "type": first.type,
-        "message": first.message,
-        "traceback": first.traceback,
-        "ranks": [f.rank for f in failure.failures],
-    }

@@ -27,7 +27,15 @@ RESULT_COLUMNS = (
     "stderr",
 )
 """Columns of ``results.csv``; an empty rank or repeat stands for all of them."""
-_STATUS = ("point", "status", "error_type", "error_message", "measured_s", "quality_shared_from")
+_STATUS = (
+    "point",
+    "status",
+    "attempt",
+    "error_type",
+    "error_message",
+    "measured_s",
+    "quality_shared_from",
+)
 _BINS = np.logspace(-9, 2, 111)
 """Edges of the histograms of the divergence, in nats: ten bins per decade."""
 
@@ -80,6 +88,7 @@ def _wide_row(name: str, config: Mapping[str, Any], result: Mapping[str, Any]) -
     row: dict[str, Any] = {
         "point": name,
         "status": result["status"],
+        "attempt": result["attempt"],
         "error_type": error.get("type"),
         "error_message": error.get("message"),
         "measured_s": result.get("measured_s"),

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +14,13 @@ from nbflow_experiments import engine, provenance
 from nbflow_experiments.extras import require
 from nbflow_experiments.files import write_json
 from nbflow_experiments.grammar import Sweep, load_sweep
+from nbflow_experiments.isolation import IsolatedRunner
 from nbflow_experiments.measures import METRICS_VERSION, needs_reference
 from nbflow_experiments.points import Point, check_world, estimate_bytes, make_points
-from nbflow_experiments.progress import headline, make_reporter
+from nbflow_experiments.progress import Reporter, headline, make_reporter
 from nbflow_experiments.records import SCHEMA_VERSION, ResultsFolder
 from nbflow_experiments.runner import Runner
+from nbflow_experiments.schedule import End, Policy, Worker, run_points
 from nbflow_experiments.shards import Shard
 from nbflow_experiments.summary import write_summaries
 from nbflow_experiments.table import console, points_table, summary_table
@@ -48,6 +50,8 @@ class SweepOptions:
     """Part of the points to run; other launches may run the others at the same time."""
     merge: bool = False
     """Whether to write the tables of what is there and run nothing."""
+    policy: Policy = field(default_factory=Policy)
+    """What is done about points that fail or hang."""
 
 
 @dataclass(frozen=True)
@@ -105,15 +109,30 @@ def run_sweep(options: SweepOptions, comm: engine.Comm | None = None) -> int:
             stack.enter_context(turns.beating())
         reporter = make_reporter(plan.factors, len(plan.todo) if comm.rank == 0 else 0)
         stack.callback(reporter.close)
-        interrupted = Runner(comm, folder, reporter, plan.launch, turns).run(plan.todo)
+        worker = _worker(plan, options.policy, comm, folder, reporter, turns)
+        end = run_points(plan.todo, comm, worker, turns, options.policy)
     failed = 0
     if launch is not None and turns is not None:
         folder.write_launch(plan.launch, launch | {"finished": provenance.now()})
         failed = _conclude(folder, plan.factors, plan.points)
-        _print_left(turns.holders(), interrupted)
+        _print_left(turns.holders(), end)
         print(folder.path)
     failed = comm.bcast_object(failed)
-    return 130 if interrupted else int(failed > 0)
+    return 130 if end == "interrupted" else int(failed > 0)
+
+
+def _worker(
+    plan: _Plan,
+    policy: Policy,
+    comm: engine.Comm,
+    folder: ResultsFolder,
+    reporter: Reporter,
+    turns: Turns | None,
+) -> Worker:
+    """Return what runs the points."""
+    if policy.isolates:
+        return IsolatedRunner(folder, reporter, plan.launch, plan.formats, policy.timeout_s)
+    return Runner(comm, folder, reporter, plan.launch, turns)
 
 
 def _agree_on_plan(options: SweepOptions, comm: engine.Comm) -> tuple[_Plan | None, int]:
@@ -149,6 +168,11 @@ def _make_plan(options: SweepOptions, size: int) -> _Plan:
     """Read the sweep, look at what is done already and open the results folder; rank 0 only."""
     for package in ("h5py", "rich"):
         require(package)
+    if options.policy.isolates and size > 1:
+        raise UsageError(
+            f"--isolate and --timeout are for one rank, whose partitions are threads; mpirun "
+            f"started {size}: there NBFLOW_HANG_S ends a launch that hangs, and --resume goes on"
+        )
     sweep = load_sweep(options.file, options.overrides, options.formats)
     points = make_points(sweep)
     check_world(points, size)
@@ -255,11 +279,13 @@ def _conclude(folder: ResultsFolder, factors: Sequence[str], points: Sequence[Po
     return len(failed)
 
 
-def _print_left(holders: Sequence[str], interrupted: bool) -> None:
+def _print_left(holders: Sequence[str], end: End) -> None:
     """Say what this launch has not done, and why."""
     for who, n in Counter(holders).items():
         print(f"{n} points are being run by another launch ({who})")
-    if interrupted:
+    if end == "failed":
+        print("stopped at the first failure (--fail-fast); go on with --resume")
+    if end == "interrupted":
         print("interrupted; go on with --resume")
 
 

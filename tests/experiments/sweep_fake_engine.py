@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -161,13 +162,36 @@ def weight_pairs(
         yield f"layers.{i}.attn.q.weight", exact, exact + error, int(64 * BITS[weights] / 8)
 
 
+def installed() -> FakeEngine:
+    """Put the fake in place, with the folder, delay and failures that the environment names."""
+    fake = FakeEngine(Path(os.environ["FAKE_FOLDER"]), delay_s=float(os.environ["FAKE_DELAY_S"]))
+    for part in os.environ.get("FAKE_FAILURES", "").split():
+        where, weights, failure = part.split(":")
+        fake.failures[where, weights, "0"] = FAILURES[failure]
+    return fake.install()
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+FAILURES: dict[str, Callable[[], None]] = {
+    "hang": lambda: time.sleep(3600),
+    "memory": lambda: _raise(MemoryError("no room")),
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "exit": lambda: (print("last words", flush=True), os._exit(7))[0],
+}
+
+
 def main() -> None:
     """Run the ``nbflow sweep`` command line in this process with the fake in place."""
     from nbflow import cli
 
-    FakeEngine(Path(os.environ["FAKE_FOLDER"]), delay_s=float(os.environ["FAKE_DELAY_S"])).install()
+    installed()
     cli.main()
 
 
 if __name__ == "__main__":
     main()
+elif __name__ == "__mp_main__":  # the process of an isolated point
+    installed()

@@ -20,11 +20,14 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 
 
-def start(sweep_file: Path, *arguments: str, delay_s: float) -> subprocess.Popen[str]:
+def start(
+    sweep_file: Path, *arguments: str, delay_s: float = 0.0, failures: str = ""
+) -> subprocess.Popen[str]:
     environment = dict(os.environ)
     roots = [ROOT, ROOT / "kernels", ROOT / "experiments"]
     environment["PYTHONPATH"] = os.pathsep.join(map(str, roots))
     environment |= {"FAKE_FOLDER": str(sweep_file.parent / "m"), "FAKE_DELAY_S": str(delay_s)}
+    environment["FAKE_FAILURES"] = failures
     command = [sys.executable, str(HERE / "sweep_fake_engine.py"), "sweep", str(sweep_file)]
     return subprocess.Popen(
         [*command, "--out", str(sweep_file.parent / "out"), *arguments],
@@ -44,7 +47,7 @@ def wait_for_points(folder: Path, n: int, process: subprocess.Popen[str]) -> Non
 
 
 def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=240)
     return process.returncode, out, err
 
 

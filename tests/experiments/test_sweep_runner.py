@@ -92,7 +92,7 @@ def test_a_failing_point_is_a_row_and_the_sweep_goes_on(
     fake.failures[where, "q4", "0&1"] = boom
     assert run(sweep_file) == 1
     found = results(sweep_file)
-    failed = {n: r for n, r in found.items() if r["status"] == "failed"}
+    failed = {n: r for n, r in found.items() if r["status"] == "oom"}
     assert len(found) == 12
     assert len(failed) == 2
     for name, result in failed.items():
@@ -195,7 +195,7 @@ def test_a_failure_on_one_rank_is_one_on_all(
 
     fake.failures[where, "q4", "0&1"] = fail_on_rank_1
     assert run_on_ranks(sweep_file, fake, 2) == [1, 1]
-    failed = [r for r in results(sweep_file).values() if r["status"] == "failed"]
+    failed = [r for r in results(sweep_file).values() if r["status"] == "oom"]
     assert len(failed) == 2
     assert all(r["error"]["ranks"] == [1] for r in failed)
     assert len(results(sweep_file)) == 12

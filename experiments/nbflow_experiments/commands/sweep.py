@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
+from nbflow_experiments.schedule import Policy
 from nbflow_experiments.shards import Shard
 from nbflow_experiments.sweep import SweepOptions, run_sweep
 
@@ -34,6 +35,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--merge", action="store_true", help="write the tables of what is there, run nothing"
+    )
+    parser.add_argument(
+        "--isolate", action="store_true", help="run each point in a process of its own"
+    )
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        metavar="S",
+        help="end a point after S seconds (its status is 'timeout'); isolates the points",
+    )
+    parser.add_argument(
+        "--retries", type=int, default=0, metavar="N", help="run a point that fails N times more"
+    )
+    parser.add_argument(
+        "--fail-fast", action="store_true", help="stop at the first point that fails"
     )
     parser.add_argument(
         "--set",
@@ -73,5 +89,6 @@ def run(args: argparse.Namespace) -> int:
             formats=tuple(args.formats),
             shard=Shard.parse(args.shard) if args.shard else None,
             merge=args.merge,
+            policy=Policy(args.retries, args.fail_fast, args.isolate, args.timeout),
         )
     )

@@ -1,0 +1,218 @@
+"""Points in processes of their own: one that crashes, hangs or eats the memory ends alone.
+
+Each point runs in a fresh interpreter, which records it as always.  If that process dies or is
+ended before it has, this one records the point, with the last lines of what the process printed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any
+
+from nbflow.supervise import LAUNCHERS
+from nbflow_experiments import engine, provenance
+from nbflow_experiments.points import Point
+from nbflow_experiments.progress import Reporter, SilentReporter
+from nbflow_experiments.records import ResultsFolder
+from nbflow_experiments.runner import Runner
+from nbflow_experiments.statuses import bits_per_weight, new_result
+from nbflow_experiments.steps import Interrupted, StopRequest
+
+POLL_S = 0.2
+START_S = 120.0
+"""How long a process may take to start before the time of its point counts all the same."""
+TAIL_BYTES = 8192
+"""How much of a dead process's output is kept."""
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What the process of a point is told."""
+
+    folder: Path
+    launch: str
+    formats: tuple[Path, ...]
+    point: Point
+    attempt: int
+    output: Path
+    """Where its standard output and error go."""
+
+
+class IsolatedRunner:
+    """Runs each point in a process of its own; for launches of one rank.
+
+    Parameters
+    ----------
+    folder : ResultsFolder
+        Where the points are recorded.
+    reporter : Reporter
+        Shows progress.
+    launch : str
+        Name of this launch in the provenance.
+    formats : sequence of Path
+        Files of weight formats, which each process executes.
+    timeout_s : float, optional
+        After how many seconds a point is ended; the start of its process does not count.
+    """
+
+    def __init__(
+        self,
+        folder: ResultsFolder,
+        reporter: Reporter,
+        launch: str,
+        formats: Sequence[Path],
+        timeout_s: float | None,
+    ) -> None:
+        self.stop = StopRequest()
+        self._folder = folder
+        self._reporter = reporter
+        self._launch = launch
+        self._formats = tuple(formats)
+        self._timeout_s = timeout_s
+
+    def run_point(self, point: Point, attempt: int, *, last: bool) -> str:
+        """Run a point in a new process; return its status."""
+        if self.stop.asked:
+            raise Interrupted
+        self._reporter.begins(point)
+        self._folder.write_config(point)
+        result = new_result(point, self._launch, attempt)
+        start, kills = time.perf_counter(), _oom_kills()
+        with tempfile.TemporaryDirectory(prefix="nbflow-") as temporary:
+            output = Path(temporary) / "output"
+            job = _Job(
+                self._folder.path, self._launch, self._formats, point, attempt, output.absolute()
+            )
+            told, code, late = self._watch(job)
+            tail = _tail(output)
+        if told is None:
+            if self.stop.asked and not late:
+                raise Interrupted
+            out_of_memory = code == -signal.SIGKILL and _oom_kills() > kills
+            result["status"] = "timeout" if late else "oom" if out_of_memory else "failed"
+            result["error"] = self._error(code, late, out_of_memory, tail)
+            result["finished"] = provenance.now()
+            result["wall_s"] = time.perf_counter() - start
+            result["steps_s"] = {}
+            result["bits_per_weight"] = bits_per_weight(point, {})
+            result["readings"] = []
+            log = f"{result['finished']} {result['error']['message']}\n{tail}"
+            self._folder.write_result(point.short, result, log, {})
+            told = result
+        self._reporter.ends(point, told, last=last)
+        return str(told["status"])
+
+    def close(self) -> None:
+        """Do nothing: every process has ended."""
+
+    def _watch(self, job: _Job) -> tuple[dict[str, Any] | None, int, bool]:
+        """Run a job; return its result if it lived to tell, its exit code, and whether it was late.
+
+        Asked to stop, it asks the process to, which ends after its present step.
+        """
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_main, args=(theirs, job), daemon=True)
+        process.start()
+        theirs.close()
+        told: dict[str, Any] | None = None
+        late = asked = False
+        seconds = math.inf if self._timeout_s is None else self._timeout_s
+        deadline, alive = time.monotonic() + START_S + seconds, True
+        while alive:
+            alive = process.is_alive()  # before the look at what it has sent
+            with contextlib.suppress(EOFError, OSError):
+                while ours.poll():
+                    message = ours.recv()
+                    if message is None:
+                        deadline = time.monotonic() + seconds
+                    else:
+                        told = message
+            if self.stop.asked and not asked:
+                asked = True
+                process.terminate()
+            if time.monotonic() > deadline and told is None:
+                late = True
+                process.kill()
+            if alive:
+                wait([process.sentinel], POLL_S)
+        process.join()
+        ours.close()
+        return told, process.exitcode or 0, late and told is None
+
+    def _error(self, code: int, late: bool, out_of_memory: bool, tail: str) -> dict[str, Any]:
+        """Return what is known about the end of a process, as plain data."""
+        if late:
+            kind, message = "Timeout", f"ended after {self._timeout_s:g} s (--timeout)"
+        elif out_of_memory:
+            kind, message = "OutOfMemory", "the system ended the process: memory ran out"
+        elif code < 0:
+            name = signal.Signals(-code).name
+            kind, message = "ProcessDied", f"the process of the point was killed by {name}"
+        else:
+            kind, message = "ProcessDied", f"the process of the point ended with exit code {code}"
+        return {"type": kind, "message": message, "traceback": tail, "ranks": [0]}
+
+
+def _main(connection: Connection, job: _Job) -> None:
+    """Run one point; the whole life of its process."""
+    with job.output.open("wb") as stream:
+        for standard in (1, 2):
+            os.dup2(stream.fileno(), standard)
+    if hasattr(os, "setsid"):
+        os.setsid()  # Ctrl-C reaches the parent only, which tells us
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    for names in LAUNCHERS:  # one rank that mpirun started is no reason to start MPI here
+        for name in names:
+            os.environ.pop(name, None)
+    folder = ResultsFolder(job.folder)
+    for file in job.formats:
+        engine.load_formats(file)
+    runner = Runner(engine.Alone(), folder, SilentReporter((), 1), job.launch)
+    connection.send(None)  # the time begins to count
+    with runner.stop.listen():
+        try:
+            runner.run_point(job.point, job.attempt, last=True)
+        except Interrupted:
+            sys.exit(130)
+        finally:
+            runner.close()
+    result = folder.result(job.point.short) or {}
+    connection.send({name: result[name] for name in ("status", "error", "wall_s")})
+
+
+def _end_with_parent() -> None:
+    """End this process when the one that started it has gone."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        wait([parent.sentinel])
+        os._exit(1)  # files are whole at any time
+
+
+def _tail(path: Path) -> str:
+    """Return the end of what a process has printed."""
+    if not path.is_file():
+        return ""
+    return path.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
+
+
+def _oom_kills() -> int:
+    """Return how many processes the system has killed for memory; 0 where it does not say."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/vmstat").read_text().splitlines():
+            name, _, value = line.partition(" ")
+            if name == "oom_kill":
+                return int(value)
+    return 0
