@@ -157,7 +157,7 @@ def _by_matrix(found: Sequence[Inputs], names: Mapping[str, tuple[str, ...]]) ->
     """Return sums under GGUF's names; experts of one tensor together."""
     of = {name: inputs for inputs in found for name in inputs.names}
     result: dict[str, tuple[NDArray[Any], NDArray[Any]]] = {}
-    taken = set()
+    taken: set[str] = set()
     for name, ours in names.items():
         members = [of[own] for own in ours if own in of]
         if not members or len(members) < len(ours):
