@@ -37,7 +37,8 @@ class Affine:
         """Return the codes (rows, K) whose values are nearest to `x`."""
         with np.errstate(divide="ignore", invalid="ignore"):
             steps = np.where(self.step == 0, 0.0, (x - self.base) / self.step)
-        return np.clip(np.rint(steps) + self.zero, 0, self.n_codes - 1).astype(np.uint8)
+        codes: Bytes = np.clip(np.rint(steps) + self.zero, 0, self.n_codes - 1).astype(np.uint8)
+        return codes
 
     def values(self, codes: NDArray[Any]) -> Wide:
         """Return the values of codes (rows, K), not rounded to float32."""
@@ -74,8 +75,8 @@ def affine(format: QuantFormat, data: Bytes) -> Affine:
         if rows.mins is not None:
             base = -base * rows.mins
     n_codes = format.n_codes if isinstance(format, LinearFormat) else 1 << form.code_bits
-    wide = (np.repeat(part, form.sub_block, axis=1) for part in (step, base))
-    return Affine(*wide, form.zero, n_codes)
+    step, base = (np.repeat(part, form.sub_block, axis=1) for part in (step, base))
+    return Affine(step, base, form.zero, n_codes)
 
 
 def with_codes(format: QuantFormat, data: Bytes, codes: Bytes) -> Bytes:

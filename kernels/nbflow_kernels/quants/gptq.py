@@ -102,10 +102,11 @@ def output_errors(error: Wide, statistics: NDArray[Any] | None) -> Wide:
     `statistics` are second moments (K, K), mean squares (K,), or None for equal ones.
     """
     if statistics is None:
-        return np.einsum("nk,nk->n", error, error)
-    if statistics.ndim == 1:
-        return np.einsum("nk,k,nk->n", error, statistics, error)
-    return np.einsum("nk,nk->n", error @ statistics, error)
+        weighed = error
+    else:
+        weighed = error * statistics if statistics.ndim == 1 else error @ statistics
+    losses: Wide = np.einsum("nk,nk->n", weighed, error)
+    return losses
 
 
 def gptq_rows(

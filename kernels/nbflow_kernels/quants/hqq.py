@@ -96,7 +96,7 @@ def _improved(
         unit = np.abs(grid.step) + (grid.step == 0)
         wanted = x - _shrunk(error / unit, settings.p, beta) * unit
         steps = codes.astype(np.float64) - grid.zero
-        parts = [a.reshape(len(x), -1, size) for a in (wanted, steps, grid.step, counts)]
+        parts: list[Any] = [a.reshape(len(x), -1, size) for a in (wanted, steps, grid.step, counts)]
         data = _stored(format, data, *parts)
         beta *= settings.kappa
     return best
