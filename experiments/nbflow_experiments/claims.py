@@ -60,10 +60,14 @@ def _scope(host: str) -> str:
 
 
 def _started(pid: int) -> str:
-    """Return when a process was started, in ticks since the machine was; empty if it is unknown."""
+    """Return when a process was started, in ticks since the machine was.
+
+    Empty if that is unknown, or the process has ended and only waits for its parent to notice.
+    """
     with contextlib.suppress(OSError, IndexError):
         text = Path(f"/proc/{pid}/stat").read_text()
-        return text.rpartition(")")[2].split()[19]  # field 22; names may hold blanks and brackets
+        fields = text.rpartition(")")[2].split()  # from the third on; names may hold brackets
+        return "" if fields[0] in "ZX" else fields[19]
     return ""
 
 

@@ -146,6 +146,8 @@ def _call(answer: tuple[Any, ...]) -> Any:
 
 
 def _buffer(size: Any, fill: Any, program: Any) -> bytes:
-    data = b" " * int(_call(size(program)))
+    n = int(_call(size(program)))
+    # written to in place: never one of Python's shared bytes objects, which are shorter than 2
+    data = bytes(max(n, 2))
     _call(fill(program, data))
-    return data
+    return data[:n]

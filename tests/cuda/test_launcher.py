@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import nbflow_kernels as nk
+import nbflow_ptx.nvrtc
 from nbflow_kernels import cuda
 from nbflow_kernels.cuda import cubins, kernel, nvrtc
 from nbflow_kernels.cuda.detect import detect, extra
@@ -260,3 +261,15 @@ def test_the_wheel_holds_every_source() -> None:
     sources = {*root.rglob("*.cu"), *root.rglob("*.cuh")}
     assert len(sources) > 10
     assert sources <= packed
+
+
+@pytest.mark.compiler
+def test_compiling_leaves_pythons_shared_objects_alone() -> None:
+    """An empty log is one byte long, and NVRTC writes it in place."""
+    source = 'extern "C" __global__ void nothing() {}'
+    code, entry = nvrtc.compile_source(source, "nothing.cu", "sm_80", "ptx", "nothing", [])
+    assert entry.encode() in code
+    assert nbflow_ptx.nvrtc.compile_source(source, "sm_80").text
+    for number in (0, 32):  # not as literals, which the compiler of Python knows
+        assert chr(number).encode() == np.array([number], np.uint8).tobytes()
+        assert chr(number).encode()[0] == number
