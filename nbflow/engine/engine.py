@@ -26,6 +26,7 @@ from nbflow.engine.model import STREAM_BURST_S, Model
 from nbflow.engine.outcome import Output
 from nbflow.engine.rank import RankEngine
 from nbflow.engine.request import FinishReason, Request
+from nbflow.engine.scheduler import room_for
 from nbflow.engine.stopping import Stopping
 from nbflow_kernels.errors import UsageError
 
@@ -354,7 +355,14 @@ class Engine:
                 f"the prompt has {len(request.prompt)} tokens, but the key/value cache holds "
                 f"{most}; shorten it, or give the cache more memory (kv_bytes)"
             )
-        request.max_tokens = min(request.max_tokens, most - len(request.prompt) + 1)
+        room = room_for(request, self.limits.max_pages, self.limits.page_size)
+        if room < 1:
+            raise UsageError(
+                f"the key/value cache holds {most} tokens, too few for {request.width} "
+                f"continuations of a prompt of {len(request.prompt)}; follow fewer, or give the "
+                "cache more memory (kv_bytes)"
+            )
+        request.max_tokens = min(request.max_tokens, room)
 
     # ---- the engine's thread ------------------------------------------------------------------
 

@@ -133,6 +133,11 @@ class Handle:
             raise self.request.error
         return self._engine.model.generation(self.request)
 
+    def results(self, timeout: float | None = None) -> list[Generation]:
+        """Wait for the end and return all that a search has found, best first; else the result."""
+        one = self.result(timeout)
+        return self._engine.model.generations(self.request) if self.request.found else [one]
+
     # ---- for the engine -----------------------------------------------------------------------
 
     def push(self, output: Output) -> None:

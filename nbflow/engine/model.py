@@ -9,14 +9,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow.decoding import Parameters, Strategy
+from nbflow.decoding import BeamSearch, ContrastiveSearch, Greedy, Parameters, Search, Strategy
 from nbflow.engine.checks import check_ids, check_types
 from nbflow.engine.generation import Generation, text_of
 from nbflow.engine.outcome import Output
 from nbflow.engine.propose import Draft, make_proposer
 from nbflow.engine.rank import RankEngine
 from nbflow.engine.request import Request
-from nbflow.engine.search import SEARCHES, search
+from nbflow.engine.search import SEARCHES, check_search, search
 from nbflow.engine.session import Session
 from nbflow.engine.stopping import Stopping
 from nbflow.parallel import Comm, Plan
@@ -403,7 +403,7 @@ class Model:
         self,
         prompt: str | Sequence[int] | NDArray[Any],
         max_tokens: int = 128,
-        decoding: str | Strategy = "greedy",
+        decoding: str | Strategy | Search = "greedy",
         seed: int = 0,
         ignore_eos: bool = False,
         decoder_ids: Sequence[int] | None = None,
@@ -412,13 +412,18 @@ class Model:
         draft_verify: str = "same",
         **parameters: Any,
     ) -> Request:
-        """Return a checked request; parameters as in `generate`."""
+        """Return a checked request; parameters as in `generate`.
+
+        `decoding` may also be a search, `nbflow.decoding.BeamSearch` or `ContrastiveSearch`; the
+        first takes no `stop` texts, and neither takes a draft or parameters of strategies.
+        """
         if not self.spec.causal or not self.spec.head:
             raise UsageError(
                 f"{self.spec.name} is an encoder and cannot continue a text; use hidden(), embed() "
                 "or logits()"
             )
         named = decoding if isinstance(decoding, str) and decoding != "auto" else None
+        searches = decoding if isinstance(decoding, (BeamSearch, ContrastiveSearch)) else None
         asked = Parameters.parse(
             {
                 **parameters, "max_tokens": max_tokens, "decoding": named, "seed": seed,
@@ -428,10 +433,14 @@ class Model:
         if asked.n != 1:
             raise UsageError("n belongs to generate_batch; submit as many requests as are wanted")
         known = self._end_ids()
-        strategy = asked.strategy(
-            self.spec.vocab_size, self._tokenizer, known, self.defaults,
-            decoding if isinstance(decoding, Strategy) else None,
-        )  # fmt: skip
+        if searches is None:
+            strategy = asked.strategy(
+                self.spec.vocab_size, self._tokenizer, known, self.defaults,
+                decoding if isinstance(decoding, Strategy) else None,
+            )  # fmt: skip
+        else:
+            check_search(searches, asked, draft is not None)
+            strategy = Greedy()
         if asked.stop_texts:
             _ = self.tokenizer  # it is needed
         if isinstance(prompt, str):
@@ -449,6 +458,7 @@ class Model:
         request = Request(
             ids, min(max_tokens, room), strategy, seed, frozenset(asked.end_ids(known)), encoder_ids
         )
+        request.search = searches
         request.n_top_logprobs = min(asked.logprobs or 0, self.spec.vocab_size)
         request.prompt_logprobs = asked.prompt_logprobs
         request.stop_texts = asked.stop_texts
@@ -506,6 +516,13 @@ class Model:
     def generation(self, request: Request) -> Generation:
         """Return what a request that has ended came to."""
         return Generation.of(request, text_of(request, self._tokenizer))
+
+    def generations(self, request: Request) -> list[Generation]:
+        """Return all that the search of a request has found, best first; else its continuation."""
+        one = self.generation(request)
+        return [
+            one.replaced(found, request.stop_ids, self._tokenizer) for found in request.found
+        ] or [one]
 
     def _end_ids(self) -> tuple[int, ...]:
         # a GGUF file states one; its vocabulary knows the end of a turn, too

@@ -24,6 +24,7 @@ from nbflow.engine.outcome import Outcome, Output
 from nbflow.engine.pipeline import Pipeline
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.scheduler import Scheduler, Work
+from nbflow.engine.searching import follow
 from nbflow.engine.sequences import MAX_LOGIT_BYTES, Sequences
 from nbflow.execute import (
     HOST,
@@ -281,16 +282,17 @@ class RankEngine:
 
     def begin_step(self, works: Sequence[Work]) -> Outcome:
         """Run one step; on the rank with the head, draw, and tell the others."""
-        tokens = [w.request.pending[: w.n_tokens] + w.drafts for w in works]
+        parts = [part for work in works for part in work.parts]
         rows: list[int] = []
         end = 0
-        for work, ids in zip(works, tokens, strict=True):
-            end += len(ids)
+        for work in works:
+            end += work.n_tokens + len(work.drafts)
             rows += range(end - work.n_logits, end)
-        self.run_step([w.request.id for w in works], tokens, rows)
-        outcome = Outcome.empty(works)
+        self.run_step([sequence for sequence, _ in parts], [ids for _, ids in parts], rows)
+        outcome = Outcome.empty(works, self.spec.vocab_size)
         if self.comm.rank == self._head and rows:
-            outcome.compute(self.executor.buffer("logits", len(rows)), works)
+            logits = self.executor.buffer("logits", len(rows))
+            outcome.compute(logits, works, lambda: self.executor.buffer("y", len(rows)))
             for array in outcome.arrays:
                 self._post(array)
         return outcome
@@ -309,8 +311,18 @@ class RankEngine:
                 continue
             if work.drafts:
                 self.table.truncate(request.id, request.n_done)
-            self._commit(request)
+            if not request.branches:
+                self._commit(request)
+            if request.searching is not None and request.finish_reason is None:
+                self._follow(request)
         return outputs
+
+    def _follow(self, request: Request) -> None:
+        """Let the sequences of a search follow what it has decided."""
+        forks = follow(request, self.table, self.scheduler.numbers)
+        if self.encoded is not None:
+            for old, new in forks:
+                self.encoded.table.fork(old, new)
 
     def _commit(self, request: Request) -> None:
         if self.scheduler.prefix_cache and self.table.has_full_page(request.id):
@@ -322,6 +334,7 @@ class RankEngine:
             isinstance(self.executor, CpuExecutor)
             and self.comm.size == 1
             and all(w.request.is_generating and w.request.proposer is None for w in works)
+            and all(w.request.search is None for w in works)
             and len(works) == len(self.scheduler.running)
             and Burst.fits([w.request for w in works])
         )
