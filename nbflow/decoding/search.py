@@ -76,14 +76,21 @@ class Search(Protocol):
 class SearchState(Protocol):
     """A search that goes on."""
 
-    parents: list[int]
-    """For each continuation that is followed now, which of the former ones it continues."""
-    tokens: list[int]
-    """The last token of each of them, which is to be run next."""
-    found: list[Continuation]
-    """What it has found, best first; all of it when it is over."""
-    done: bool
-    """Whether it is over, unless one of the tokens that it has taken ends the text."""
+    @property
+    def parents(self) -> list[int]:
+        """For each continuation that is followed now, which of the former ones it continues."""
+
+    @property
+    def tokens(self) -> list[int]:
+        """The last token of each of them, which is to be run next."""
+
+    @property
+    def found(self) -> list[Continuation]:
+        """What it has found, best first; all of it when it is over."""
+
+    @property
+    def done(self) -> bool:
+        """Whether it is over, unless one of the tokens that it has taken ends the text."""
 
     def advance(
         self,

@@ -150,7 +150,7 @@ class Engine:
     @property
     def leads(self) -> bool:
         """Whether requests are submitted to this rank; the others `follow`."""
-        return self.model.participates and self.model.engines[0].comm.rank == 0
+        return self.model.leads
 
     @property
     def alive(self) -> bool:
@@ -434,6 +434,7 @@ class Engine:
                 self._tell([("end", (handle.request.id, reason))])
                 del self._handles[handle.request.id]
                 self._stopping.forget(handle.request)
+                self._forget(handle.request)
                 self._ended(handle, reason)
 
     def _answer(self, future: Future[Any], command: Command) -> None:
@@ -464,7 +465,8 @@ class Engine:
         if not self._handles:
             return
         started = time.perf_counter()
-        outputs: list[Output] | UsageError = self._tell([("advance", (self._burst_s,))])[0]
+        command = "advance", (self._burst_s, self.model.proposed())
+        outputs: list[Output] | UsageError = self._tell([command])[0]
         if isinstance(outputs, UsageError):  # a rank among several could not go on
             raise outputs
         for request in self._stopping.look(outputs):
@@ -480,7 +482,13 @@ class Engine:
             handle.push(output)
             if request.finish_reason is not None:
                 del self._handles[request.id]
+                self._forget(request)
                 self._count_end(request.finish_reason)
+
+    def _forget(self, request: Request) -> None:
+        """Free what a draft model holds for a request."""
+        if request.drafter is not None:
+            request.drafter.forget(request)
 
     def _ended(self, handle: Handle, reason: FinishReason, error: Exception | None = None) -> None:
         """End a request outside of the steps."""

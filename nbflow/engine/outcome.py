@@ -203,8 +203,8 @@ def verify(logits: np.ndarray, request: Request, drafts: Sequence[int]) -> list[
 
     The tokens are drawn as if there had been no proposal, each after those before it; the first
     that differs from the proposed one is the last whose logits are right.  So the result is, bit
-    for bit, the one without proposals, whatever the strategy.  A proposer that says what it drew
-    from (`probs`) wants another verification, `nbflow.engine.verify`.
+    for bit, the one without proposals, whatever the strategy.  `Request.verifies_chain` wants
+    another verification, `nbflow.engine.verify`.
 
     Parameters
     ----------
@@ -215,9 +215,9 @@ def verify(logits: np.ndarray, request: Request, drafts: Sequence[int]) -> list[
     drafts : sequence of int
         The proposed tokens.
     """
-    probs = getattr(request.proposer, "probs", None)
-    if probs is not None:
-        return verify_chain(logits, request, drafts, probs[: len(drafts)])
+    if request.verifies_chain:
+        assert request.draft_probs is not None
+        return verify_chain(logits, request, drafts, request.draft_probs[: len(drafts)])
     strategy, tokens = request.strategy, list[int]()
     state = None if strategy.compiled else state_of(request)
     for i, row in enumerate(logits):

@@ -18,6 +18,7 @@ import numpy as np
 from nbflow.cache import PageTable, make_storage
 from nbflow.decoding.strategy import no_distribution
 from nbflow.engine.burst import MAX_STEPS, Burst
+from nbflow.engine.drafting import Proposals
 from nbflow.engine.memory import Memory
 from nbflow.engine.memory_plan import PAGE_SIZE
 from nbflow.engine.outcome import Outcome, Output
@@ -236,13 +237,17 @@ class RankEngine:
         for request in self.scheduler.requests:
             self.end(request.id, reason)
 
-    def advance(self, burst_s: float) -> list[Output]:
+    def advance(self, burst_s: float, proposed: Proposals | None = None) -> list[Output]:
         """Run a step, or a burst of at most `burst_s` seconds, and return what came out.
+
+        `proposed` are tokens of a draft model (`nbflow.engine.drafting`), which this step verifies.
 
         A step that fails ends the requests that were in it, where this is the only rank; among
         several, who fails leaves the others waiting in the middle of a step, so the error is
         raised.
         """
+        for request in self.scheduler.running:
+            request.proposed = None if proposed is None else proposed.get(request.id)
         if self._pipeline is not None:
             outputs = self._pipeline.advance()
             self._remove_ended(outputs)
@@ -333,7 +338,7 @@ class RankEngine:
         return (
             isinstance(self.executor, CpuExecutor)
             and self.comm.size == 1
-            and all(w.request.is_generating and w.request.proposer is None for w in works)
+            and all(w.request.is_generating and w.request.n_proposed == 0 for w in works)
             and all(w.request.search is None for w in works)
             and len(works) == len(self.scheduler.running)
             and Burst.fits([w.request for w in works])

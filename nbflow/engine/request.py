@@ -7,11 +7,16 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from nbflow.decoding import State, Strategy
 from nbflow.decoding.contrastive import History
 from nbflow.decoding.search import Continuation, Search, SearchState
+
+if TYPE_CHECKING:
+    from nbflow.engine.drafting import Drafter
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 """Why a request ended: an end token; max_tokens or the context; the user; its time; a failure."""
@@ -58,8 +63,12 @@ class Request:
     """Requests share pages of the prefix cache only with those of the same salt."""
     proposer: Proposer | None = None
     """Proposes tokens that are then verified several at a time, if there is one."""
+    drafter: Drafter | None = None
+    """The same by a model, for several requests at once; only where the steps are led."""
+    verifies_chain: bool = False
+    """Whether its tokens are verified by their probabilities, `nbflow.engine.verify`."""
     n_proposed: int = 0
-    """At most so many tokens are asked of the proposer."""
+    """At most so many tokens are asked of the proposer or the drafter."""
     search: Search | None = None
     """Chooses the tokens instead of the strategy, following several continuations at once."""
 
@@ -79,6 +88,10 @@ class Request:
     """Tokens of the prompt that were taken from the prefix cache."""
     n_preempted: int = 0
     """How often its pages were taken away, and computed again later."""
+    proposed: tuple[int, list[int]] | None = None
+    """What the drafter proposes behind so many new tokens."""
+    draft_probs: np.ndarray | None = None
+    """What each of these was drawn from, float32 (n, V), for verification as a chain."""
     n_drafted: int = 0
     """Tokens proposed so far."""
     n_accepted: int = 0
@@ -152,8 +165,13 @@ class Request:
     def copy(self) -> Request:
         """Return the request for another rank: equal, with lists and a state of its own."""
         own: dict[str, Any] = {"ids": [], "logprobs": [], "top_logprobs": [], "prompt_results": []}
+        own |= {"drafter": None, "proposed": None, "draft_probs": None}
         own |= {"branches": [], "found": [], "state": None, "searching": None, "history": None}
         return dataclasses.replace(self, **own, proposer=copy.deepcopy(self.proposer))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what other processes are told: a model stays where it is."""
+        return {**self.__dict__, "drafter": None}
 
     def restart(self) -> None:
         """Forget what was computed: prompt and new tokens are read again."""

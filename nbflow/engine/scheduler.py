@@ -31,7 +31,7 @@ from hashlib import blake2b
 
 from nbflow.cache.page_table import PageTable
 from nbflow.cache.prefix import Chain
-from nbflow.engine.request import Proposer, Request
+from nbflow.engine.request import Request
 from nbflow_kernels.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -277,11 +277,11 @@ class Scheduler:
                 return
         work = step.give(request, request.n_pending)
         assert work is not None  # there are no more sequences than tokens in a step
-        if request.proposer is not None:
-            self._draft(step, work, request.proposer)
+        if request.proposer is not None or request.proposed is not None:
+            self._draft(step, work)
 
-    def _draft(self, step: _Step, work: Work, propose: Proposer) -> None:
-        """Ask for proposals, as many as leave a token to everybody else."""
+    def _draft(self, step: _Step, work: Work) -> None:
+        """Take proposals, as many as leave a token to everybody else."""
         request = work.request
         others = sum(r.width for r in self.running if r.id not in step.works)
         room = min(
@@ -292,14 +292,23 @@ class Scheduler:
         )
         if room < 1:
             return
+        drafts = self._proposed(request, room)
+        if drafts and self.table.try_reserve(request.id, 1 + len(drafts)):
+            step.add_drafts(work, drafts)
+
+    @staticmethod
+    def _proposed(request: Request, n: int) -> list[int]:
+        """Return at most `n` tokens that may follow."""
+        if request.proposed is not None:
+            (n_ids, tokens), request.proposed = request.proposed, None
+            return tokens[:n] if n_ids == len(request.ids) else []
+        assert request.proposer is not None
         try:
-            drafts = [int(i) for i in propose([*request.prompt, *request.ids], room)][:room]
+            return [int(i) for i in request.proposer([*request.prompt, *request.ids], n)][:n]
         except Exception:  # a guess is not worth the request
             logger.exception("the proposer of request %d raised; it is not asked again", request.id)
             request.proposer = None
-            return
-        if drafts and self.table.try_reserve(request.id, 1 + len(drafts)):
-            step.add_drafts(work, drafts)
+            return []
 
     def _next_waiting(self) -> list[Request]:
         """Return the waiting requests that there are places for."""

@@ -47,8 +47,7 @@ class Served:
             self.tokenizer: Tokenizer | None = model.tokenizer
         except UsageError:
             self.tokenizer = None
-        known = () if self.tokenizer is None else self.tokenizer.eos_ids
-        self.end_ids = (*model.spec.eos_token_ids, *known)
+        self.end_ids = model.end_ids
         """Tokens that end a continuation."""
         self.spell = TokenTexts(self.tokenizer)
         self._template = options.chat_template
