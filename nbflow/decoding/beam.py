@@ -128,6 +128,17 @@ class Beams:
         """The best that have ended, at most `BeamSearch.n`."""
         return [h.continuation for h in self.finished[: self.search.n]]
 
+    def present(self) -> list[Continuation]:
+        """Return the best of those that have ended and those that go on."""
+        going = [dataclasses.replace(h, score=self._score(h)) for h in self.running if h.ids]
+        best = sorted([*self.finished, *going], key=lambda h: -h.score)
+        return [h.continuation for h in best[: self.search.n]]
+
+    def _score(self, h: Hypothesis) -> float:
+        """Return a sum of log-probabilities with the length penalty."""
+        score: float = h.score / len(h.ids) ** self.search.length_penalty
+        return score
+
     def advance(
         self,
         logprobs: np.ndarray,
@@ -178,8 +189,7 @@ class Beams:
         if search.early_stopping is True and len(self.finished) == n:
             return
         for h in ended:
-            score = h.score / len(h.ids) ** search.length_penalty
-            self.finished.append(dataclasses.replace(h, score=score))
+            self.finished.append(dataclasses.replace(h, score=self._score(h)))
         self.finished = sorted(self.finished, key=lambda h: -h.score)[:n]
 
     def _is_done(self) -> bool:

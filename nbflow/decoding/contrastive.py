@@ -81,12 +81,17 @@ class Contrast:
         self._candidates: list[Step] = []
         self.parents: list[int] = []
         self.found: list[Continuation] = []
+        """Nothing: what it takes is certain at once."""
         self.done = False
 
     @property
     def tokens(self) -> list[int]:
         """The candidates."""
         return [step.token for step in self._candidates]
+
+    def present(self) -> list[Continuation]:
+        """See `found`."""
+        return self.found
 
     def advance(
         self,

@@ -88,6 +88,9 @@ class SearchState(Protocol):
     def found(self) -> list[Continuation]:
         """What it has found, best first; all of it when it is over."""
 
+    def present(self) -> list[Continuation]:
+        """Return what it would have found if it ended now."""
+
     @property
     def done(self) -> bool:
         """Whether it is over, unless one of the tokens that it has taken ends the text."""

@@ -455,14 +455,12 @@ class RankEngine:
         errors = (group.rounding_error for group in self._groups.values())
         return {"rounding_error": max(errors, default=0.0)}
 
-    def page_memory(self) -> dict[str, int]:
-        """Return the bytes of a page, those that are available, and how many ranks share these."""
-        machine = self.comm.gather_object(platform.node())
-        hosts = self.comm.bcast_object(machine)
+    def page_memory(self) -> dict[str, Any]:
+        """Return the bytes of a page, those that are available, and which machine has them."""
         return {
             "page_bytes": self.storage.page_bytes,
             "available_bytes": available_memory_bytes(),
-            "sharing": hosts.count(platform.node()),
+            "host": platform.node(),
         }
 
     def memory(self) -> dict[str, int]:

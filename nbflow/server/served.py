@@ -31,15 +31,23 @@ class Served:
         The model.
     engine : nbflow.Engine
         What runs it; started.
+    draft : nbflow.Model or str, optional
+        Who proposes tokens to its requests.
     """
 
     def __init__(
-        self, name: str, options: ModelOptions, model: nbflow.Model, engine: nbflow.Engine
+        self,
+        name: str,
+        options: ModelOptions,
+        model: nbflow.Model,
+        engine: nbflow.Engine,
+        draft: nbflow.Model | str | None = None,
     ) -> None:
         self.name = name
         self.options = options
         self.model = model
         self.engine = engine
+        self.draft = draft
         self.created = int(time.time())
         self.defaults: dict[str, Any] = {**model.defaults, **options.defaults}
         """Decoding parameters where a request states none."""
