@@ -210,10 +210,12 @@ class Scheduler:
         self._drop(request)
 
     def _drop(self, request: Request) -> None:
-        """Give back all pages of a request."""
+        """Give a request's pages back; what they hold of it may be of use to others."""
+        keep = self.prefix_cache and request.error is None and not request.branches
+        ids = (request.prompt + request.ids)[: request.n_done] if keep else ()
         for sequence in request.sequences:
             if sequence in self.table:
-                self.table.drop(sequence)
+                self.table.drop(sequence, ids)
 
     @property
     def requests(self) -> list[Request]:

@@ -66,7 +66,7 @@ def test_prompts_that_begin_alike_go_to_one_replica_unless_it_has_more_to_do(mod
     with nbflow.Engine(model) as engine:
         engine.submit(asked(model, LONG, n=1)).result(60)
         again = [engine.submit(asked(model, [*LONG, i], n=1)) for i in range(4)]
-        assert [h.result(60).cached_tokens for h in again] == [64] * 4
+        assert all(h.result(60).cached_tokens >= 64 for h in again)
         held = [engine.submit(asked(model, LONG, n=300)) for _ in range(2 * AFFINITY + 4)]
         loads = [member.load for member in engine._members]
         assert min(loads) >= AFFINITY - 1
@@ -141,7 +141,7 @@ def test_processes(alone):
     assert told["ids"] == alone[0]
     assert told["beams"] == alone[1]
     assert told["each"] == [2, 2]
-    assert told["cached"] == 64
+    assert told["cached"] >= 64
     assert told["cancelled"] == "abort"
     assert told["logprobs"] == [3, len(LONG) - 1]
     assert told["accepted"] == [19, 19]  # a draft in each process, which is the model itself
