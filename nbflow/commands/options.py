@@ -123,11 +123,16 @@ def print_plan(arguments: argparse.Namespace) -> bool:
         raise UsageError(f"--plan must be at least 1, got {arguments.plan}")
     for file in arguments.formats:
         load_formats(file)
-    names = ("weights", "activations", "kv", "partition", "max_context")
+    names = (
+        "weights", "activations", "kv", "partition", "max_context", "exchange", "optimize",
+        "machine",
+    )  # fmt: skip
     options = {name: getattr(arguments, name) for name in names}
-    print(
-        plan_memory(arguments.model, max_sequences=arguments.plan, placement=placement, **options)
+    plan = plan_memory(
+        arguments.model, max_sequences=arguments.plan, placement=placement, **options
     )
+    if world().rank == 0:
+        print(plan)
     return True
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import nbflow_kernels as nk
 from nbflow.engine.limits import MAX_SEQUENCES
-from nbflow.parallel.plan import make_plan
+from nbflow.parallel import make_plan, split_replicas, world
 from nbflow.planner.model import PlannedModel, planned_model
 from nbflow.planner.stages import RankWork
 from nbflow.program.cost import workspace_bytes
@@ -79,9 +79,11 @@ class RankMemory:
 class MemoryPlan:
     """What a model takes, and of what."""
 
+    partition: str
+    """Which ranks hold what."""
     ranks: tuple[RankMemory, ...]
     max_sequences: int
-    """Requests that run at once."""
+    """Requests that run at once; with replicas on each of them."""
     kv_tokens: int
     """Tokens whose keys and values there is room for."""
     available_bytes: int
@@ -101,9 +103,9 @@ class MemoryPlan:
         ]
         total = sum(r.total_bytes for r in self.ranks)
         lines.append(
-            f"in MB; KV for {self.kv_tokens:,} tokens, at most {self.max_sequences} requests at "
-            f"once; all ranks {total / 1e6:,.1f} MB, available on this machine "
-            f"{self.available_bytes / 1e6:,.1f} MB"
+            f"in MB; partition {self.partition!r}; KV for {self.kv_tokens:,} tokens, at most "
+            f"{self.max_sequences} requests at once; all ranks {total / 1e6:,.1f} MB, available "
+            f"on this machine {self.available_bytes / 1e6:,.1f} MB"
         )
         if total > self.available_bytes:
             lines.append("this does not fit if all ranks share this machine")
@@ -122,6 +124,9 @@ def plan_memory(
     max_sequences: int = 1,
     kv_bytes: int | None = None,
     placement: Placement | None = None,
+    exchange: str = "f32",
+    optimize: str = "latency",
+    machine: str | Path | None = None,
 ) -> MemoryPlan:
     """Return what a model will take of each rank's memory; reads no weights.
 
@@ -129,8 +134,8 @@ def plan_memory(
     ----------
     model : str or Path
         As for `nbflow.load`, or a ``config.json`` alone.
-    weights, activations, kv, partition, max_context, max_step_tokens
-        As for `nbflow.load`.
+    weights, activations, kv, partition, max_context, max_step_tokens, exchange, optimize, machine
+        As for `nbflow.load`; partition "auto" is that of the ranks mpirun has started.
     max_sequences, kv_bytes
         As for `nbflow.Engine`; without `kv_bytes`, room for `max_sequences` full contexts.
     placement : Placement, optional
@@ -148,7 +153,13 @@ def plan_memory(
     if not spec.causal or spec.encoder is not None:
         raise UsageError(f"the memory of {spec.name}, which has an encoder, cannot be planned yet")
     sequences = min(max_sequences, max_step_tokens, MAX_SEQUENCES)
-    works = [RankWork(planned, r) for r in make_plan(spec, partition, planned.block_size).ranks]
+    if partition == "auto":
+        from nbflow.planner import Setting, choose_partition
+
+        setting = Setting(kv=kv, activations=activations, exchange=exchange)
+        partition = choose_partition(planned, world(), optimize, machine, setting)
+    plans = [make_plan(spec, p, planned.block_size, exchange) for p in split_replicas(partition)]
+    works = [RankWork(planned, rank) for plan in plans for rank in plan.ranks]
     pages = sequences * -(-context // PAGE_SIZE)
     page_bytes = [PAGE_SIZE * work.kv_token_bytes(kv) for work in works]
     if kv_bytes is not None:
@@ -163,7 +174,8 @@ def plan_memory(
         for work, n in zip(works, page_bytes, strict=True)
     )
     note = "" if placement is None else placement.note
-    return MemoryPlan(ranks, sequences, pages * PAGE_SIZE, available_memory_bytes(), note)
+    tokens = pages * PAGE_SIZE
+    return MemoryPlan(partition, ranks, sequences, tokens, available_memory_bytes(), note)
 
 
 def buffer_bytes(

@@ -104,6 +104,7 @@ class ReplicaEngine(Engine):
         )
         self._set_up(model, limits, burst_s, on_failure)
         self._replicas = model
+        self._hosts = model.hosts  # every rank is asked
         self._own = [Engine.with_limits(m, limits, burst_s) for m in model.mine]
         self._members: list[Member] = []
         self._listener: Listener | None = None
@@ -115,6 +116,11 @@ class ReplicaEngine(Engine):
     def leads(self) -> bool:
         """Whether requests are submitted to this rank; the others `follow`."""
         return self._replicas.leads
+
+    @property
+    def begins(self) -> bool:
+        """Whether this process says what the ranks of its replica do."""
+        return self._replicas.begins
 
     @property
     def state(self) -> str:
@@ -147,7 +153,7 @@ class ReplicaEngine(Engine):
             self._state = "running"
         n_remote = self._replicas.n - len(self._own)
         if n_remote:
-            self._listener = Listener(self._replicas.hosts)
+            self._listener = Listener(self._hosts)
         self._replicas.tell(self._listener and self._listener.address)
         for engine in self._own:
             engine.start()

@@ -221,13 +221,13 @@ class RemoteEngine:
                 self.failure = self.failure or EngineClosed("its process has ended")
             handles, futures = list(self._handles.values()), list(self._futures.values())
             self._handles, self._number_of, self._futures = {}, {}, {}
-        error = EngineClosed(f"replica {self.index} has ended: {self.failure or 'closed'}")
+        ended = EngineClosed(f"replica {self.index} has ended: {self.failure or 'closed'}")
         if self.failure is not None:
             logger.error("replica %d has ended: %s", self.index, self.failure)
         for handle in handles:
-            handle.end("abort" if self._closing else "error", None if self._closing else error)
+            handle.end("abort" if self._closing else "error", None if self._closing else ended)
         for future in futures:
-            future.set_exception(error)
+            future.set_exception(ended)
         self._connection.close()
 
     def _pass_on(self, number: int, events: list[TokenEvent], facts: dict[str, Any]) -> None:

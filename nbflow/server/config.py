@@ -116,6 +116,8 @@ class EngineOptions(Section):
     """Most bytes of the key/value cache, e.g. "2GiB"."""
     prefix_cache: bool = True
     """Whether prompts that begin alike share what has been computed."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """Of replicas: whether the others go on when one has failed."""
 
     @field_validator("kv_bytes")
     @classmethod
