@@ -134,10 +134,11 @@ def test_wrong_use(model):
 
 @pytest.mark.mpi
 @pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
-def test_processes(alone):
-    done = mpirun(2, str(SCRIPT), "serve", timeout=300)
+def test_processes(alone, tmp_path):
+    out = tmp_path / "told.json"
+    done = mpirun(2, str(SCRIPT), "serve", str(out))
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
+    told = json.loads(out.read_text())
     assert told["ids"] == alone[0]
     assert told["beams"] == alone[1]
     assert told["each"] == [2, 2]
@@ -153,13 +154,15 @@ def test_processes(alone):
 
 @pytest.mark.mpi
 @pytest.mark.skipif(not KEEPS, reason="the launcher ends all ranks when one dies (not MPICH's)")
-def test_a_process_that_dies(alone):
+def test_a_process_that_dies(alone, tmp_path):
+    out = tmp_path / "told.json"
     done = subprocess.run(
         # the launcher of MPICH ends all ranks when one dies, unless it is told not to
-        [MPIRUN, "-disable-auto-cleanup", "-n", "2", sys.executable, str(SCRIPT), "die"],
+        [MPIRUN, "-disable-auto-cleanup", "-n", "2", sys.executable, str(SCRIPT), "die", str(out)],
         capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": PATHS},
     )  # fmt: skip
-    told = json.loads(done.stdout.splitlines()[0])
+    assert out.exists(), done.stderr
+    told = json.loads(out.read_text())
     assert told["ends"] == ["error", "length"]
     assert "replica 1" in told["why"]
     assert told["again"] == alone[0][0]
