@@ -152,6 +152,7 @@ class ReplicaEngine(Engine):
         with self._lock:
             if self._state != "new":
                 raise UsageError(f"an engine is started once; this one is {self._state}")
+            self._replicas.claim(self)
             self._state = "running"
         n_remote = self._replicas.n - len(self._own)
         if n_remote:
@@ -163,7 +164,7 @@ class ReplicaEngine(Engine):
         self._members += self._own
         if self._listener is not None:
             for index, connection in self._listener.accept(n_remote):
-                self._members.append(RemoteEngine(index, connection, self.model))
+                self._members.append(RemoteEngine(index, connection, self.model, self.limits))
         return self
 
     def follow(self, draft: Model | None = None) -> None:
@@ -176,13 +177,15 @@ class ReplicaEngine(Engine):
         """
         if self.leads:
             raise UsageError("this rank leads the engine; start it, and submit requests")
+        self._replicas.claim(self)
         address: Address | None = self._replicas.tell(None)
         (engine,) = self._own
         if not engine.leads:
             engine.follow()
-            return
-        assert address is not None
-        obey(engine, self._replicas.index, address, draft)
+        else:
+            assert address is not None
+            obey(engine, self._replicas.index, address, draft)
+        self._replicas.release(self)
 
     def close(self, drain: bool = False, timeout: float | None = None) -> None:
         """See `Engine.close`."""
@@ -194,6 +197,7 @@ class ReplicaEngine(Engine):
             list(pool.map(lambda member: member.close(drain, timeout), self._members))
         if self._listener is not None:
             self._listener.close()
+        self._replicas.release(self)
 
     # ---- what other threads call --------------------------------------------------------------
 
@@ -213,6 +217,8 @@ class ReplicaEngine(Engine):
         """Return the members that run, the one to be asked first in front."""
         self._check_running()
         living = sorted((m for m in self._members if m.alive), key=lambda m: m.load)
+        if not living:
+            raise EngineClosed(f"no replica runs any more: {self.failure}")
         size = self.limits.page_size
         if request is None or not self.limits.prefix_cache or len(request.prompt) <= size:
             return living
