@@ -123,8 +123,6 @@ def _served(name: str, config: ServerConfig) -> Iterator[Served]:
 def _draft(options: ModelOptions, model: nbflow.Model) -> Iterator[nbflow.Model | str | None]:
     """Load the model that proposes tokens, if there is one, in this process alone."""
     if options.draft is None or options.draft == "ngram":
-        if options.draft_verify == "chain":
-            raise UsageError('draft_verify = "chain" needs a smaller model as draft')
         yield options.draft
         return
     with nbflow.load(
