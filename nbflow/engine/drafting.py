@@ -140,6 +140,7 @@ def proposals(requests: Sequence[Request], max_step_tokens: int) -> Proposals:
         except Exception:  # a guess is not worth the requests
             logger.exception("the draft model raised; its requests go on without it")
             for request, _ in some:
+                drafter.forget(request)
                 request.drafter = None
     return found
 

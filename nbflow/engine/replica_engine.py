@@ -19,13 +19,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow.engine.engine import Engine, EngineClosed, EngineStats, QueueFull
+from nbflow.engine.engine import Engine, EngineClosed, QueueFull
 from nbflow.engine.handle import Handle, OnEvents
 from nbflow.engine.limits import choose_limits
 from nbflow.engine.model import STREAM_BURST_S, Model
 from nbflow.engine.replica_link import Address, Listener, RemoteEngine, obey
 from nbflow.engine.replicas import Replicas
 from nbflow.engine.request import FinishReason, Request
+from nbflow.engine.stats import EngineStats
 from nbflow_kernels.errors import UsageError
 
 AFFINITY = 4

@@ -27,9 +27,10 @@ from nbflow.engine.request import FinishReason, Request
 from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:
-    from nbflow.engine.engine import Engine, EngineStats
+    from nbflow.engine.engine import Engine
     from nbflow.engine.limits import Limits
     from nbflow.engine.model import Model
+    from nbflow.engine.stats import EngineStats
 
 START_S = 300.0
 """Seconds for the other replicas to connect; they have loaded their part by then."""
