@@ -1,4 +1,7 @@
-"""A server whose steps fail when token 666 is among their tokens: what a fault in a kernel does."""
+"""A server whose steps fail when token 666 is among their tokens: what a fault in a kernel does.
+
+With token 667 its engine ends, as if something beyond the step had failed.
+"""
 
 import sys
 
@@ -11,6 +14,8 @@ run = CpuExecutor.run
 def failing(self, step, *args, **options):
     if 666 in list(step.ids):
         raise RuntimeError("planted")
+    if 667 in list(step.ids):
+        raise SystemExit("planted")
     return run(self, step, *args, **options)
 
 

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -158,7 +156,6 @@ class ReplicaEngine(Engine):
         n_remote = self._replicas.n - len(self._own)
         if n_remote:
             self._listener = Listener(self._hosts)
-            _outlive()
         self._replicas.tell(self._listener and self._listener.address)
         for engine in self._own:
             engine.start()
@@ -281,14 +278,3 @@ class ReplicaEngine(Engine):
     def replica_stats(self) -> list[EngineStats | None]:
         """Return the present numbers of each replica, None for those that have failed."""
         return [member.stats() if member.alive else None for member in self._members]
-
-
-def _outlive() -> None:
-    """Do not die of the news that another process has ended.
-
-    A launcher that is told to go on then (``mpirun -disable-auto-cleanup`` of MPICH) tells the
-    others by a signal, which would end them.
-    """
-    main = threading.current_thread() is threading.main_thread()
-    if main and hasattr(signal, "SIGUSR1") and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)

@@ -215,30 +215,34 @@ class RemoteEngine:
             while True:
                 for kind, number, *facts in self._connection.recv():
                     if kind == "end":
-                        self.failure = facts[0]
+                        self._lost(facts[0])
                     elif kind == "events":
                         self._pass_on(number, *facts)
                     else:
                         self._answer(number, *facts)
         except (EOFError, OSError):
-            pass
+            self._lost(None if self._closing else EngineClosed("its process has ended"))
         except Exception as error:  # what came cannot be read
             logger.exception("replica %d is given up", self.index)
-            self.failure = error
+            self._lost(error)
+        self._connection.close()
+
+    def _lost(self, failure: BaseException | None) -> None:
+        """Give up what it was to do; without a failure it was told to end."""
+        from nbflow.engine.engine import EngineClosed
+
         with self._lock:
             self.alive = False
-            if not self._closing:
-                self.failure = self.failure or EngineClosed("its process has ended")
+            self.failure = self.failure or failure
             handles, futures = list(self._handles.values()), list(self._futures.values())
             self._handles, self._number_of, self._futures = {}, {}, {}
-        ended = EngineClosed(f"replica {self.index} has ended: {self.failure or 'closed'}")
-        if self.failure is not None:
-            logger.error("replica %d has ended: %s", self.index, self.failure)
+        ended = EngineClosed(f"replica {self.index} has ended: {failure or 'closed'}")
+        if failure is not None:
+            logger.error("replica %d has ended: %s", self.index, failure)
         for handle in handles:
-            handle.end("abort" if self._closing else "error", None if self._closing else ended)
+            handle.end(*("abort", None) if failure is None else ("error", ended))
         for future in futures:
             future.set_exception(ended)
-        self._connection.close()
 
     def _pass_on(self, number: int, events: list[TokenEvent], facts: dict[str, Any]) -> None:
         with self._lock:
@@ -314,8 +318,6 @@ class _Servant:
     def end(self) -> None:
         """Send what is left to say, and end."""
         self._pool.shutdown(cancel_futures=True)
-        if self._engine.failure is not None:
-            self._out.put(("end", 0, _sendable(self._engine.failure)))
         self._out.put(None)
         self._writer.join()
         self._connection.close()
@@ -338,6 +340,8 @@ class _Servant:
             if facts.get("error") is not None:
                 facts["error"] = _sendable(facts["error"])
             self._out.put(("events", number, [_plain(e) for e in events], facts))
+            if self._engine.failure is not None:  # this process waits to be told to end
+                self._out.put(("end", 0, _sendable(self._engine.failure)))
 
         try:
             self._handles[number] = self._engine.submit(request, on_events)
