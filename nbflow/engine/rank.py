@@ -290,7 +290,7 @@ class RankEngine:
         self.run_step([w.request.id for w in works], tokens, rows)
         outcome = Outcome.empty(works)
         if self.comm.rank == self._head and rows:
-            outcome.compute(self.executor.buffer("logits", len(rows)), works)
+            outcome.compute(self.executor.logits(len(rows)), works)
             for array in outcome.arrays:
                 self._post(array)
         return outcome

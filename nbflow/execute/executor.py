@@ -101,6 +101,11 @@ class Executor:
         found: np.ndarray = self.view(name, n_rows, n_rows)
         return found
 
+    def logits(self, n_rows: int) -> Any:
+        """Return the last step's rows of logits where they lie; what sees them waits for them."""
+        found = self.view("logits", n_rows, n_rows)
+        return found if found.flags.c_contiguous else self.buffer("logits", n_rows)
+
     def view(self, name: str, n_tokens: int, n_logits: int) -> Any:
         """Return a buffer's rows for so many tokens and logit rows."""
         buffer = self.program.buffers[name]
