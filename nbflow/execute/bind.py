@@ -214,12 +214,15 @@ class Binder:
 
     def ops(self) -> Iterator[tuple[Op, Made]]:
         """Yield each op with what it has become."""
-        program = self._executor.program
-        for index, op in enumerate(program.ops):
-            buffer = program.buffers.get(op.out)
-            if len(self._arrays.logit_rows) == 0 and buffer is not None and buffer.rows == "logits":
-                continue
-            yield op, getattr(self, f"_{op.kind}")(op, index)
+        for index, op in enumerate(self._executor.program.ops):
+            if not self._is_idle(op):
+                yield op, getattr(self, f"_{op.kind}")(op, index)
+
+    def _is_idle(self, op: Op) -> bool:
+        """Return whether an op has no rows to compute."""
+        buffer = self._executor.program.buffers.get(op.out)
+        no_logits = len(self._arrays.logit_rows) == 0
+        return no_logits and buffer is not None and buffer.rows == "logits"
 
     def _view(self, name: str) -> Any:
         return self._executor.view(name, len(self._arrays.ids), len(self._arrays.logit_rows))

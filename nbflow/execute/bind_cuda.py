@@ -8,14 +8,15 @@ step; the sums between ranks go through host memory.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import nbflow_kernels as nk
 from nbflow.cache.storage import LAYOUT
-from nbflow.execute.bind import Binder, PythonOp
+from nbflow.execute.bind import Binder, Made, PythonOp
+from nbflow.execute.bind_fused import bind_fused
 from nbflow.execute.step_arrays import DeviceArrays, StepArrays
 from nbflow.program.records import Op
 from nbflow_kernels.errors import UsageError
@@ -34,6 +35,34 @@ class CudaBinder(Binder):
         super().__init__(executor, host)  # attention's work is divided on the host
         self._host = host
         self._arrays: Any = device
+        self.executor = executor
+
+    @property
+    def arrays(self) -> Any:
+        """Return the step's numbers on the device."""
+        return self._arrays
+
+    def view(self, name: str) -> Any:
+        """Return a buffer's rows of the step."""
+        return self._view(name)
+
+    def ops(self) -> Iterator[tuple[Op, Made]]:
+        """Yield each op, or the first of several that one kernel runs, with what it has become."""
+        ops, index = self.executor.program.ops, 0
+        while index < len(ops):
+            op, last = ops[index], index
+            if not self._is_idle(op):
+                made, last = self._fused(index)
+                yield op, made or getattr(self, f"_{op.kind}")(op, index)
+            index = last + 1
+
+    def _fused(self, index: int) -> tuple[PythonOp | None, int]:
+        """Return the launch of the most ops from one on that a kernel runs, and the last of them."""
+        for fusion in self.executor.fusions.get(index, ()):
+            made = bind_fused(self, fusion)
+            if made is not None:
+                return made, fusion.last
+        return None, index
 
     def _placed(self, array: np.ndarray) -> Any:
         return self._executor.place.put(array)
