@@ -6,6 +6,7 @@ tokens and tells the others.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import platform
@@ -40,6 +41,7 @@ from nbflow.parallel.plan import Plan, make_plan
 from nbflow.program import build, fuse, partition
 from nbflow.program.cost import bytes_sent
 from nbflow.spec.model_spec import ModelSpec
+from nbflow.status import WAITING, WORKING, status
 from nbflow.system import available_memory_bytes, peak_rss_bytes, reset_peak_rss
 from nbflow.weights import WeightFile
 from nbflow_kernels.errors import UsageError
@@ -150,7 +152,12 @@ class RankEngine:
 
     def sequences(self, method: str, *args: Any) -> Any:
         """Call a method of `Sequences`."""
-        return getattr(self._sequences, method)(*args)
+        with self._watched():
+            return getattr(self._sequences, method)(*args)
+
+    def _watched(self) -> contextlib.AbstractContextManager[None]:
+        """Return what a step is run in, so that it is noticed if it never ends."""
+        return status.watched() if self.comm.size > 1 else contextlib.nullcontext()
 
     def run_step(
         self,
@@ -242,6 +249,10 @@ class RankEngine:
         several, who fails leaves the others waiting in the middle of a step, so the error is
         raised.
         """
+        with self._watched():
+            return self._advance(burst_s)
+
+    def _advance(self, burst_s: float) -> list[Output]:
         if self._pipeline is not None:
             outputs = self._pipeline.advance()
             self._remove_ended(outputs)
@@ -297,9 +308,11 @@ class RankEngine:
 
     def end_step(self, works: Sequence[Work], outcome: Outcome) -> list[Output]:
         """Give the requests of a step what it gave."""
-        if self.comm.rank != self._head:
+        if self.comm.rank != self._head and outcome.arrays:
+            status.set(WAITING, "draw")
             for array in outcome.arrays:
                 self.comm.Recv(array, self._head)
+            status.set(WORKING, "draw")
         # some may have been ended while the step was on its way
         ended = {w.request.id for w in works if w.request.finish_reason is not None}
         outputs = [o for o in outcome.apply(works) if o.request.id not in ended]
