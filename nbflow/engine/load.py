@@ -15,6 +15,7 @@ from nbflow.execute import Place
 from nbflow.execute.place import find_places
 from nbflow.parallel import Comm, Plan, make_plan, split_replicas, world
 from nbflow.parallel.cores import fair_threads
+from nbflow.parallel.links import make_links
 from nbflow.parallel.threads import RankTeam
 from nbflow.spec import check, resolve
 from nbflow.spec.model_spec import ModelSpec
@@ -210,14 +211,14 @@ def _start(
     """Make the ranks of this process: one of `comm`, or all of them as threads."""
 
     def make(mine: Comm) -> RankEngine:
-        groups = make_groups(plan, mine)
+        groups, place = make_groups(plan, mine), places[mine.rank]
+        place.activate()
+        links = make_links(mine, plan.numbers, groups, place)
         engine, failure = None, None
         try:
             with open_weights(path) as file:
                 check(options["spec"], file)
-                place = places[mine.rank]
-                place.activate()
-                engine = RankEngine(plan, file, mine, groups, place=place, **options)
+                engine = RankEngine(plan, file, mine, groups, place=place, links=links, **options)
         except (UsageError, OSError, MemoryError) as error:
             failure = error
         status.idle()  # the others may need longer: they are watched, too

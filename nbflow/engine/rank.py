@@ -11,6 +11,7 @@ import functools
 import math
 import platform
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,6 +38,7 @@ from nbflow.execute import (
 )
 from nbflow.execute.weights import stored_bytes
 from nbflow.parallel.comm import Comm
+from nbflow.parallel.links import Links
 from nbflow.parallel.plan import Plan, make_plan
 from nbflow.program import build, fuse, partition
 from nbflow.program.cost import bytes_sent
@@ -79,6 +81,8 @@ class RankEngine:
         As in `nbflow.load`, resolved.
     place : Place
         Where weights, pages and buffers live.
+    links : Links, optional
+        The communicators for arrays on devices, from `make_links`.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class RankEngine:
         max_step_tokens: int,
         page_size: int = PAGE_SIZE,
         place: Place = HOST,
+        links: Links | None = None,
     ) -> None:
         reset_peak_rss()
         self._threads = threads
@@ -111,7 +116,7 @@ class RankEngine:
             encoder_plan = make_plan(spec.encoder, plan.partition, plan.block_size)
             encoder = RankEngine(
                 encoder_plan, file, comm, groups, spec=spec.encoder, threads=threads,
-                max_step_tokens=max_step_tokens, **options,
+                max_step_tokens=max_step_tokens, links=links, **options,
             )  # fmt: skip
             self.encoded = Memory(encoder, spec, plan.ranks[comm.rank], file, **options)
         self.mine = plan.ranks[comm.rank]
@@ -132,8 +137,8 @@ class RankEngine:
             self.program, self.weights, self.storage, comm, plan.numbers, activations,
             None if self.encoded is None else self.encoded.storage, place=place,
         )  # fmt: skip
-        self._groups = groups
-        self.executor.set_groups(groups)
+        self._comms = [comm, *groups.values(), *(links.comms if links else ())]
+        self.executor.set_groups(groups, links)
         self._head = plan.numbers.index(plan.head_rank)
         self._sequences = Sequences(self)
         n_stages = plan.ranks[-1].stage + 1
@@ -423,11 +428,7 @@ class RankEngine:
                 self._predicted_bytes += array.nbytes * (self.comm.size - 1)
 
     def _sent(self) -> dict[str, int]:
-        total = dict(self.comm.sent)
-        for group in self._groups.values():
-            for kind, n in group.sent.items():
-                total[kind] = total.get(kind, 0) + n
-        return total
+        return dict(sum((comm.sent for comm in self._comms), Counter()))
 
     def reset_traffic(self) -> None:
         """Count the bytes sent from here on."""
@@ -447,7 +448,7 @@ class RankEngine:
 
     def exchange_error(self) -> dict[str, float]:
         """Return what rounding partial sums has cost: `Comm.rounding_error`, the largest."""
-        errors = (group.rounding_error for group in self._groups.values())
+        errors = (comm.rounding_error for comm in self._comms)
         return {"rounding_error": max(errors, default=0.0)}
 
     def page_memory(self) -> dict[str, int]:
