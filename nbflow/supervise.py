@@ -5,9 +5,11 @@ So each rank runs in a child of the process that the launcher has started: when 
 (out of memory, by hand) or stands still, the parent, which is well, says which rank it was and in
 which exchange of which layer, and only then ends, which makes the launcher end the others.
 
-A rank stands still when it gives no sign of life within a step for ``NBFLOW_HANG_S`` seconds (300);
-every exchange is one, and so is every look of a rank that waits whether the others are there.
-Ranks that only wait are stopped after three times as long.
+A rank stands still when it gives no sign of life within a step, or while it loads its part, for
+``NBFLOW_HANG_S`` seconds (300); every exchange is one, every tensor that has been read, and every
+look of a rank that waits whether the others are there.  Ranks that only wait are stopped after
+three times as long.  One that has nothing to do, because there are no requests or because others
+still load, may wait as long as it likes: the one it waits for is watched.
 """
 
 from __future__ import annotations
@@ -118,7 +120,7 @@ def _watch(child: int, status: Status, limit: float, report: Callable[[str], Non
             report(f"was killed by {signal.Signals(number).name}{why} {place}")
             return 128 + number
         now = time.monotonic()
-        if place.is_in_step and (now > place.alive + limit or now > place.since + 3 * limit):
+        if place.is_busy and (now > place.alive + limit or now > place.since + 3 * limit):
             what = "stood still" if now > place.alive + limit else "waited"
             report(f"has {what} for {now - place.since:.0f} s {place} (NBFLOW_HANG_S={limit:g})")
             _send(child, signal.SIGKILL)

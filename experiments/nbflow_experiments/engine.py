@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 LARGEST_OUTLIERS = 0.05
 """The largest share of outliers that the engine takes."""
+AUTO = "auto"
+"""The partition that the planner chooses for the ranks there are."""
+MEASURED = "measured"
+"""The machine that the sweep runs on, described by measuring it."""
 
 __all__ = [
     "Alone",
@@ -107,8 +111,29 @@ def kv_bits(kv: str) -> float:
 
 
 def partition_ranks(partition: str) -> tuple[int, ...]:
-    """Return the numbers of the ranks that a partition string names."""
-    return ranks_of(partition)
+    """Return the numbers of the ranks that a partition string names; "auto" goes with any."""
+    return (0,) if partition == AUTO else ranks_of(partition)
+
+
+def exchange_names() -> tuple[str, ...]:
+    """Return how partial sums can be sent between ranks."""
+    from nbflow.parallel.plan import EXCHANGES
+
+    return EXCHANGES
+
+
+def aims() -> tuple[str, ...]:
+    """Return what a partition can be chosen for."""
+    from nbflow.planner import AIMS
+
+    return AIMS
+
+
+def check_machine(name: str) -> None:
+    """Raise unless there is a description of a machine with this name or path."""
+    from nbflow.planner import load_machine
+
+    load_machine(name)
 
 
 def is_quantized(name: str, shape: Sequence[int]) -> bool:
@@ -164,6 +189,9 @@ def load(
     max_context: int,
     threads: int,
     outliers: float = 0.0,
+    exchange: str = "f32",
+    optimize: str = "latency",
+    machine: str = "",
     comm: Comm | None = None,
 ) -> Model:
     """Load a model; 0 stands for the engine's own choice of `max_context` and `threads`."""
@@ -177,6 +205,9 @@ def load(
         partition=partition,
         max_context=max_context or None,
         threads=threads or None,
+        exchange=exchange,
+        optimize=optimize,
+        machine=None if machine in ("", MEASURED) else machine,
         comm=comm,
     )
 

@@ -16,7 +16,10 @@ from nbflow_experiments.measures import METRICS_VERSION, needs_text
 from nbflow_experiments.settings import Value
 from nbflow_kernels.errors import UsageError
 
-LOAD_SETTINGS = ("model", "weights", "outliers", "kv", "partition", "max_context", "threads")
+LOAD_SETTINGS = (
+    "model", "weights", "outliers", "kv", "partition", "max_context", "threads",
+    "exchange", "optimize", "machine",
+)  # fmt: skip
 """Points that agree in these can use one loaded model."""
 OUTLIER_BITS = 64
 """What a weight that is kept beside the format costs."""

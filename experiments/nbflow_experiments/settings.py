@@ -39,7 +39,12 @@ _ALL = (
     Setting("weights", "f32", 0, "format of the weight matrices"),
     Setting("outliers", 0.0, 0, "share of the weights kept exactly beside the format, 0 to 0.05"),
     Setting("kv", "f16", 0, "format of the key/value cache, or of keys/values"),
-    Setting("partition", "0", 0, "which ranks hold the model, for example '0&1;2&3'"),
+    Setting("partition", "0", 0, "which ranks hold the model, '0&1;2&3', or 'auto'"),
+    Setting("exchange", "f32", 0, "how ranks send each other partial sums: f32, or q8 (bytes)"),
+    Setting("optimize", "latency", 0, "what partition 'auto' is best at: latency or throughput"),
+    Setting(
+        "machine", "", 0, "description to predict with and for 'auto': name, file, or 'measured'"
+    ),
     Setting("batch", 1, 1, "sequences processed together"),
     Setting("prompt", 128, 1, "tokens of each prompt"),
     Setting("decode", 32, 1, "tokens decoded after each prompt"),
@@ -108,6 +113,12 @@ def check_value(name: str, value: object, where: str) -> Value:
             raise unknown_name("key/value format", part, engine.kv_format_names())
     if name == "partition":
         engine.partition_ranks(value)
+    if name == "exchange" and value not in engine.exchange_names():
+        raise unknown_name("exchange", value, engine.exchange_names())
+    if name == "optimize" and value not in engine.aims():
+        raise unknown_name("aim to optimize for", value, engine.aims())
+    if name == "machine" and value not in ("", engine.MEASURED):
+        engine.check_machine(value)
     return value.lower() if name in ("weights", "kv") else value
 
 

@@ -35,6 +35,7 @@ _STATUS = (
     "error_message",
     "measured_s",
     "quality_shared_from",
+    "partition_chosen",
 )
 _BINS = np.logspace(-9, 2, 111)
 """Edges of the histograms of the divergence, in nats: ten bins per decade."""
@@ -93,6 +94,7 @@ def _wide_row(name: str, config: Mapping[str, Any], result: Mapping[str, Any]) -
         "error_message": error.get("message"),
         "measured_s": result.get("measured_s"),
         "quality_shared_from": result.get("quality_shared_from"),
+        "partition_chosen": result.get("partition_chosen"),
         **config,
         "bits_per_weight": result.get("bits_per_weight"),
     }

@@ -15,9 +15,11 @@ from nbflow.execute import Place
 from nbflow.execute.place import find_places
 from nbflow.parallel import Comm, Plan, make_plan, split_replicas, world
 from nbflow.parallel.cores import fair_threads
+from nbflow.parallel.links import make_links
 from nbflow.parallel.threads import RankTeam
 from nbflow.spec import check, resolve
 from nbflow.spec.model_spec import ModelSpec
+from nbflow.status import status
 from nbflow.tokenizer import Tokenizer, load_tokenizer
 from nbflow.weights import WeightFile, open_weights
 from nbflow.weights.weight_file import ITEM_BYTES
@@ -28,6 +30,7 @@ from nbflow_kernels.quants.outliers import check_ratio
 ACTIVATIONS = ("f32", "bf16", "int8")
 
 
+@status.loading("the description of the model")
 def load(
     model: str | Path,
     *,
@@ -209,16 +212,17 @@ def _start(
     """Make the ranks of this process: one of `comm`, or all of them as threads."""
 
     def make(mine: Comm) -> RankEngine:
-        groups = make_groups(plan, mine)
+        groups, place = make_groups(plan, mine), places[mine.rank]
+        place.activate()
+        links = make_links(mine, plan.numbers, groups, place)
         engine, failure = None, None
         try:
             with open_weights(path) as file:
                 check(options["spec"], file)
-                place = places[mine.rank]
-                place.activate()
-                engine = RankEngine(plan, file, mine, groups, place=place, **options)
+                engine = RankEngine(plan, file, mine, groups, place=place, links=links, **options)
         except (UsageError, OSError, MemoryError) as error:
             failure = error
+        status.idle()  # the others may need longer: they are watched, too
         _agree(mine, failure)
         assert engine is not None
         return engine
@@ -236,11 +240,12 @@ def _start(
 def _agree(comm: Comm, failure: Exception | None) -> None:
     """Raise on every rank if one has failed, so that no rank waits for one that has given up."""
     failures = comm.bcast_object(comm.gather_object(failure))
-    if failure is not None:
+    if failure is not None and not (comm.size > 1 and isinstance(failure, MemoryError)):
         raise failure
     for rank, other in enumerate(failures):
         if other is not None:
-            raise UsageError(f"rank {rank} could not load its part: {other}") from other
+            what = "has not the memory for" if isinstance(other, MemoryError) else "could not load"
+            raise UsageError(f"rank {rank} {what} its part: {other}") from other
 
 
 def _shorten(spec: ModelSpec, max_context: int | None) -> ModelSpec:

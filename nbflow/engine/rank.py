@@ -6,10 +6,12 @@ tokens and tells the others.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import platform
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -36,10 +38,12 @@ from nbflow.execute import (
 )
 from nbflow.execute.weights import stored_bytes
 from nbflow.parallel.comm import Comm
+from nbflow.parallel.links import Links
 from nbflow.parallel.plan import Plan, make_plan
 from nbflow.program import build, fuse, partition
 from nbflow.program.cost import bytes_sent
 from nbflow.spec.model_spec import ModelSpec
+from nbflow.status import WAITING, WORKING, status
 from nbflow.system import available_memory_bytes, peak_rss_bytes, reset_peak_rss
 from nbflow.weights import WeightFile
 from nbflow_kernels.errors import UsageError
@@ -77,6 +81,8 @@ class RankEngine:
         As in `nbflow.load`, resolved.
     place : Place
         Where weights, pages and buffers live.
+    links : Links, optional
+        The communicators for arrays on devices, from `make_links`.
     """
 
     def __init__(
@@ -95,6 +101,7 @@ class RankEngine:
         max_step_tokens: int,
         page_size: int = PAGE_SIZE,
         place: Place = HOST,
+        links: Links | None = None,
     ) -> None:
         reset_peak_rss()
         self._threads = threads
@@ -109,7 +116,7 @@ class RankEngine:
             encoder_plan = make_plan(spec.encoder, plan.partition, plan.block_size)
             encoder = RankEngine(
                 encoder_plan, file, comm, groups, spec=spec.encoder, threads=threads,
-                max_step_tokens=max_step_tokens, **options,
+                max_step_tokens=max_step_tokens, links=links, **options,
             )  # fmt: skip
             self.encoded = Memory(encoder, spec, plan.ranks[comm.rank], file, **options)
         self.mine = plan.ranks[comm.rank]
@@ -130,8 +137,8 @@ class RankEngine:
             self.program, self.weights, self.storage, comm, plan.numbers, activations,
             None if self.encoded is None else self.encoded.storage, place=place,
         )  # fmt: skip
-        self._groups = groups
-        self.executor.set_groups(groups)
+        self._comms = [comm, *groups.values(), *(links.comms if links else ())]
+        self.executor.set_groups(groups, links)
         self._head = plan.numbers.index(plan.head_rank)
         self._sequences = Sequences(self)
         n_stages = plan.ranks[-1].stage + 1
@@ -150,7 +157,12 @@ class RankEngine:
 
     def sequences(self, method: str, *args: Any) -> Any:
         """Call a method of `Sequences`."""
-        return getattr(self._sequences, method)(*args)
+        with self._watched():
+            return getattr(self._sequences, method)(*args)
+
+    def _watched(self) -> contextlib.AbstractContextManager[None]:
+        """Return what a step is run in, so that it is noticed if it never ends."""
+        return status.watched() if self.comm.size > 1 else contextlib.nullcontext()
 
     def run_step(
         self,
@@ -242,6 +254,10 @@ class RankEngine:
         several, who fails leaves the others waiting in the middle of a step, so the error is
         raised.
         """
+        with self._watched():
+            return self._advance(burst_s)
+
+    def _advance(self, burst_s: float) -> list[Output]:
         if self._pipeline is not None:
             outputs = self._pipeline.advance()
             self._remove_ended(outputs)
@@ -297,9 +313,11 @@ class RankEngine:
 
     def end_step(self, works: Sequence[Work], outcome: Outcome) -> list[Output]:
         """Give the requests of a step what it gave."""
-        if self.comm.rank != self._head:
+        if self.comm.rank != self._head and outcome.arrays:
+            status.set(WAITING, "draw")
             for array in outcome.arrays:
                 self.comm.Recv(array, self._head)
+            status.set(WORKING, "draw")
         # some may have been ended while the step was on its way
         ended = {w.request.id for w in works if w.request.finish_reason is not None}
         outputs = [o for o in outcome.apply(works) if o.request.id not in ended]
@@ -412,11 +430,7 @@ class RankEngine:
                 self._predicted_bytes += array.nbytes * (self.comm.size - 1)
 
     def _sent(self) -> dict[str, int]:
-        total = dict(self.comm.sent)
-        for group in self._groups.values():
-            for kind, n in group.sent.items():
-                total[kind] = total.get(kind, 0) + n
-        return total
+        return dict(sum((comm.sent for comm in self._comms), Counter()))
 
     def reset_traffic(self) -> None:
         """Count the bytes sent from here on."""
@@ -436,7 +450,7 @@ class RankEngine:
 
     def exchange_error(self) -> dict[str, float]:
         """Return what rounding partial sums has cost: `Comm.rounding_error`, the largest."""
-        errors = (group.rounding_error for group in self._groups.values())
+        errors = (comm.rounding_error for comm in self._comms)
         return {"rounding_error": max(errors, default=0.0)}
 
     def page_memory(self) -> dict[str, int]:

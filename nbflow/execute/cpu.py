@@ -22,7 +22,6 @@ from nbflow.execute.bind import Binder, PythonOp, is_blocks
 from nbflow.execute.executor import Executor
 from nbflow.execute.step import Step
 from nbflow.execute.step_arrays import StepArrays
-from nbflow.status import status
 from nbflow_kernels.calls import Call, CallList
 from nbflow_kernels.qmatmul.activations import Int8Rows
 from nbflow_kernels.threads import count_kernel_seconds, get_team
@@ -91,14 +90,8 @@ class CpuExecutor(Executor):
     def run(self, step: Step) -> None:
         """Run the program once; results are in its buffers."""
         segments = self._prepared(step).segments
-        try:
-            for segment in segments:
-                self._run_segment(segment)
-        except BaseException:
-            status.failed()
-            raise
-        if self.comm.size > 1:
-            status.idle()
+        for segment in segments:
+            self._run_segment(segment)
 
     def run_repeated(
         self, step: Step, key: Any, further: Callable[[Bound], Sequence[Call]], n: int, stop: Any

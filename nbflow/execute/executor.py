@@ -14,6 +14,7 @@ from nbflow.execute.place import HOST, Place
 from nbflow.execute.step import Step
 from nbflow.execute.weights import RankWeights
 from nbflow.parallel.comm import Alone, Comm
+from nbflow.parallel.links import Links
 from nbflow.program.records import Op, Program
 from nbflow.spec.model_spec import RopeSpec
 
@@ -65,6 +66,7 @@ class Executor:
         self.numbers = numbers
         self.activations = activations
         self.groups: dict[tuple[int, ...], Comm] = {}
+        self.links = Links()
         self.seconds: defaultdict[str, float] | None = None
         """Set to a dict to add up the time of each kind of op."""
         self.observe: Callable[[Op, tuple[np.ndarray, ...]], None] | None = None
@@ -88,9 +90,10 @@ class Executor:
         """Return the bytes of the buffers."""
         return sum(int(b.nbytes) for b in self._buffers.values())
 
-    def set_groups(self, groups: dict[tuple[int, ...], Comm]) -> None:
-        """Give the communicator of each stage, by rank numbers."""
+    def set_groups(self, groups: dict[tuple[int, ...], Comm], links: Links | None = None) -> None:
+        """Give the communicator of each stage, by rank numbers, and those for device arrays."""
         self.groups = groups
+        self.links = links or Links()
 
     def run(self, step: Step) -> None:
         """Run the program once; results are in its buffers."""

@@ -53,6 +53,13 @@ class Place:
         if self.name == "cuda":
             self.xp.cuda.Device(self.ordinal).use()
 
+    @property
+    def identity(self) -> str | None:
+        """Return what tells the CUDA device from the machine's others; None if there is none."""
+        if self.name != "cuda":
+            return None
+        return str(self.xp.cuda.runtime.deviceGetPCIBusId(self.ordinal))
+
     def zeros(self, shape: Any, dtype: Any) -> Any:
         """Return a new array of zeros."""
         try:

@@ -19,6 +19,7 @@ from nbflow.execute.place import Place
 from nbflow.program.records import Op, Operand, Program
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.stored import Stored, stored
+from nbflow.status import status
 from nbflow.weights import WeightFile
 from nbflow.weights.weight_file import ITEM_BYTES
 from nbflow.weights_policy import is_quantized
@@ -63,8 +64,9 @@ class RankWeights:
 
     def _pack(self) -> None:
         """Keep only the layout that the CPU's kernels compute from."""
-        for operands in self.operands:
+        for op, operands in zip(self._program.ops, self.operands, strict=True):
             for tensor in operands:
+                status.progress(op.weights[0].name if op.weights else op.kind)
                 if isinstance(tensor, nk.QuantTensor):
                     tensor.drop_storage()
 
@@ -74,6 +76,7 @@ class RankWeights:
 
         def move(operand: Any) -> Any:
             if operand is not None and id(operand) not in moved:
+                status.beat()
                 quantized = isinstance(operand, nk.QuantTensor)
                 moved[id(operand)] = place.quantized(operand) if quantized else place.put(operand)
             return None if operand is None else moved[id(operand)]
@@ -109,6 +112,7 @@ class RankWeights:
 
     def _once(self, parts: tuple[Operand, ...], read: Callable[[Any], Any]) -> Any:
         if parts not in self._loaded:
+            status.progress(parts[0].name)
             self._loaded[parts] = read(parts)
         return self._loaded[parts]
 

@@ -90,8 +90,16 @@ class Mpi(Comm):
     def _exchange(self, part: np.ndarray, whole: np.ndarray, counts: Sequence[int]) -> None:
         self._wait(self._comm.Iallgatherv(part, (whole, list(counts))))
 
-    def Send(self, array: np.ndarray, dest: int) -> None:
+    def send_now(self, array: Any, dest: int) -> None:
+        """Send an array, on the host or a device, and wait until it may be changed; not counted."""
         self._wait(self._comm.Isend(array, dest))
+
+    def bcast_now(self, array: Any, root: int) -> None:
+        """Copy an array of rank `root`, on the host or a device, to every rank; not counted."""
+        self._wait(self._comm.Ibcast(array, root))
+
+    def Send(self, array: np.ndarray, dest: int) -> None:
+        self.send_now(array, dest)
         self.sent["send"] += array.nbytes
 
     def Post(self, array: np.ndarray, dest: int) -> None:
@@ -104,7 +112,7 @@ class Mpi(Comm):
         self._wait(self._comm.Irecv(array, source))
 
     def Bcast(self, array: np.ndarray, root: int) -> None:
-        self._wait(self._comm.Ibcast(array, root))
+        self.bcast_now(array, root)
         if self.rank == root:
             self.sent["broadcast"] += array.nbytes * (self.size - 1)
 
