@@ -15,6 +15,7 @@ from nbflow.cache import KVStorage, PageTable
 from nbflow.engine.pieces import pieces
 from nbflow.engine.request import Request
 from nbflow.execute import Place, RankWeights, make_executor, make_step
+from nbflow.execute.encode import Encoding
 from nbflow.parallel.plan import RankPlan
 from nbflow.program import build_memory, fuse, partition
 from nbflow.spec.model_spec import ModelSpec
@@ -37,7 +38,7 @@ class Memory:
         What the rank holds of the decoder.
     file : WeightFile
         The checkpoint, open.
-    weights, outliers, activations, kv, page_size, place
+    weights, encoding, activations, kv, page_size, place
         As of the decoder.
     """
 
@@ -49,7 +50,7 @@ class Memory:
         file: WeightFile,
         *,
         weights: str | None,
-        outliers: float,
+        encoding: Encoding,
         activations: str,
         kv: str,
         page_size: int,
@@ -57,7 +58,7 @@ class Memory:
     ) -> None:
         self.encoder = encoder
         program = fuse(partition(build_memory(spec), mine))
-        self.weights = RankWeights(program, file, weights, outliers)
+        self.weights = RankWeights(program, file, weights, encoding=encoding)
         self.weights.settle(place)
         self.storage = KVStorage(
             program.layers, page_size, program.n_kv_heads, spec.head_dim, kv,

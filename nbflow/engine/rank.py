@@ -36,6 +36,7 @@ from nbflow.execute import (
     make_executor,
     make_step,
 )
+from nbflow.execute.encode import Encoding
 from nbflow.execute.weights import stored_bytes
 from nbflow.parallel.comm import Comm
 from nbflow.parallel.links import Links
@@ -77,7 +78,7 @@ class RankEngine:
         All ranks of the plan, in its order.
     groups : dict
         The communicators of the stages this rank belongs to, from `make_groups`.
-    spec, weights, outliers, activations, kv, threads, max_step_tokens
+    spec, weights, encoding, activations, kv, threads, max_step_tokens
         As in `nbflow.load`, resolved.
     place : Place
         Where weights, pages and buffers live.
@@ -94,7 +95,7 @@ class RankEngine:
         *,
         spec: ModelSpec,
         weights: str | None,
-        outliers: float,
+        encoding: Encoding,
         activations: str,
         kv: str,
         threads: int,
@@ -108,7 +109,7 @@ class RankEngine:
         set_num_threads(threads)
         self.plan, self.comm, self.spec = plan, comm, spec
         options: dict[str, Any] = {
-            "weights": weights, "outliers": outliers, "activations": activations, "kv": kv,
+            "weights": weights, "encoding": encoding, "activations": activations, "kv": kv,
             "page_size": page_size, "place": place,
         }  # fmt: skip
         self.encoded: Memory | None = None
@@ -122,7 +123,7 @@ class RankEngine:
         self.mine = plan.ranks[comm.rank]
         self.program = fuse(partition(build(spec), self.mine))
         started, before = time.perf_counter(), file.bytes_read
-        self.weights = RankWeights(self.program, file, weights, outliers)
+        self.weights = RankWeights(self.program, file, weights, encoding=encoding)
         self.weights.settle(place)
         self.load_seconds = time.perf_counter() - started
         self.bytes_read = file.bytes_read - before

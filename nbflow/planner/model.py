@@ -20,7 +20,7 @@ from nbflow.spec.model_file import known_models, load_model_file
 from nbflow.weights import open_weights
 from nbflow.weights.json_file import read_object
 from nbflow.weights.weight_file import ITEM_BYTES
-from nbflow.weights_policy import is_quantized
+from nbflow.weights_policy import WeightFormats, weight_formats, weight_name
 from nbflow_kernels.errors import UsageError
 
 PUBLISHED_AS = "f16"
@@ -34,7 +34,7 @@ class PlannedModel:
     spec: ModelSpec
     """What it is made of."""
     weights: str | None = None
-    """Format of the layers' matrices; None keeps what is stored."""
+    """Format of the layers' matrices, or a policy file; None keeps what is stored."""
     stored: Mapping[str, str] = field(default_factory=dict)
     """Our tensor name -> the type in the checkpoint; those not named are `PUBLISHED_AS`."""
 
@@ -43,10 +43,16 @@ class PlannedModel:
         shape = self.spec.shape_of(name)
         if len(shape) == 1:  # norms and biases
             return "f32"
-        if self.weights is not None and is_quantized(name, shape):
-            return self.weights
+        chosen = self.formats and self.formats.of(name, shape)
+        if chosen:
+            return chosen
         stored = self.stored.get(name, PUBLISHED_AS)
         return "f32" if stored in ITEM_BYTES and stored not in ("f16", "bf16") else stored
+
+    @cached_property
+    def formats(self) -> WeightFormats | None:
+        """The formats that `weights` stands for."""
+        return weight_formats(self.weights)
 
     def bits(self, name: str) -> float:
         """Return the bits that one weight of a tensor takes."""
@@ -78,10 +84,11 @@ class PlannedModel:
     @property
     def block_size(self) -> int:
         """Return the columns between which tensors may be cut."""
-        if self.weights is not None:
-            return nk.FORMATS[self.weights].block_size
-        formats = set(self.stored.values()) - set(ITEM_BYTES)
-        return math.lcm(1, *(nk.FORMATS[f].block_size for f in formats))
+        if self.formats is not None and self.formats.is_for_all:
+            return self.formats.block_size
+        stored = set(self.stored.values()) - set(ITEM_BYTES)
+        of_stored = math.lcm(1, *(nk.FORMATS[f].block_size for f in stored))
+        return of_stored if self.formats is None else math.lcm(of_stored, self.formats.block_size)
 
 
 def planned_model(model: str | Path, weights: str | None = None) -> PlannedModel:
@@ -106,8 +113,7 @@ def planned_model(model: str | Path, weights: str | None = None) -> PlannedModel
     >>> planned_model("llama2_7b", "q4").format_of("layers.0.attn.q.weight")
     'q4_b32t1a'
     """
-    if weights is not None:
-        weights = nk.FORMATS[weights].name
+    weights = weight_name(weights)
     path = Path(model)
     config = path / "config.json" if path.is_dir() else path
     if config.suffix == ".json" and config.is_file() and not _has_weights(path):
