@@ -16,7 +16,9 @@ from nbflow_experiments.measures import METRICS_VERSION, needs_text
 from nbflow_experiments.settings import Value
 from nbflow_kernels.errors import UsageError
 
-LOAD_SETTINGS = ("model", "weights", "outliers", "kv", "partition", "max_context", "threads")
+LOAD_SETTINGS = (
+    "ranks", "model", "weights", "outliers", "kv", "partition", "max_context", "threads"
+)  # fmt: skip
 """Points that agree in these can use one loaded model."""
 OUTLIER_BITS = 64
 """What a weight that is kept beside the format costs."""
@@ -122,6 +124,7 @@ def make_points(sweep: Sweep) -> list[Point]:
         _check_lengths(config, identities[model])
         text, dataset = None, ""
         if needs_text(sweep.measures):
+            _check_window(config, identities[model])
             text = engine.evaluation_text(str(config["eval_text"]), identities[model], sweep.folder)
             if text not in digests:
                 digests[text] = hashlib.sha256(text.read_bytes()).hexdigest()
@@ -150,6 +153,11 @@ def _check_lengths(config: Mapping[str, Value], identity: engine.ModelIdentity) 
             f"prompt + 1 + decode must be at most {longest} tokens, the context of "
             f"{identity.model}, got {config['prompt']} + 1 + {config['decode']} = {asked}"
         )
+
+
+def _check_window(config: Mapping[str, Value], identity: engine.ModelIdentity) -> None:
+    """Raise if an evaluated window is longer than the point's context."""
+    longest = int(config["max_context"]) or identity.max_context
     if int(config["eval_window"]) > longest:
         raise UsageError(
             f"eval_window must be at most {longest} tokens, the context of {identity.model}, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from nbflow_experiments import engine, provenance
 from nbflow_experiments.extras import require
 from nbflow_experiments.files import write_json
-from nbflow_experiments.grammar import Sweep, load_sweep
+from nbflow_experiments.grammar import Sweep, load_sweep, sweep_of_lists
 from nbflow_experiments.isolation import IsolatedRunner
 from nbflow_experiments.measures import METRICS_VERSION, needs_reference
 from nbflow_experiments.points import Point, check_world, estimate_bytes, make_points
@@ -32,12 +32,14 @@ from nbflow_kernels.errors import UsageError
 class SweepOptions:
     """What the command line of ``nbflow sweep`` says."""
 
-    file: Path
-    """The sweep file."""
+    file: Path | None
+    """The sweep file; None where `lists` says everything."""
     out: Path
     """Folder in which the results folder is made."""
     overrides: tuple[str, ...] = ()
     """Replacements ``section.name=value``."""
+    lists: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Settings given as options, which replace the file's: name -> texts."""
     dry_run: bool = False
     """Whether to print the points and stop."""
     resume: bool = False
@@ -52,6 +54,12 @@ class SweepOptions:
     """Whether to write the tables of what is there and run nothing."""
     policy: Policy = field(default_factory=Policy)
     """What is done about points that fail or hang."""
+
+    def load(self) -> Sweep:
+        """Return the sweep that is asked for, narrowed as the options say."""
+        if self.file is None:
+            return sweep_of_lists(self.lists, self.overrides, self.formats)
+        return load_sweep(self.file, self.overrides, self.formats, self.lists)
 
 
 @dataclass(frozen=True)
@@ -173,7 +181,7 @@ def _make_plan(options: SweepOptions, size: int) -> _Plan:
             f"--isolate and --timeout are for one rank, whose partitions are threads; mpirun "
             f"started {size}: there NBFLOW_HANG_S ends a launch that hangs, and --resume goes on"
         )
-    sweep = load_sweep(options.file, options.overrides, options.formats)
+    sweep = options.load()
     points = make_points(sweep)
     check_world(points, size)
     folder = ResultsFolder(options.out.absolute() / sweep.name)
@@ -291,7 +299,7 @@ def _print_left(holders: Sequence[str], end: End) -> None:
 
 def _merge(options: SweepOptions) -> int:
     """Write and print the tables of what is there; return the exit code."""
-    sweep = load_sweep(options.file, options.overrides, options.formats)
+    sweep = options.load()
     points = (options.shard or Shard()).select(make_points(sweep))
     folder = ResultsFolder(options.out.absolute() / sweep.name)
     if not folder.exists:
@@ -307,7 +315,7 @@ def _merge(options: SweepOptions) -> int:
 
 def _print_points(options: SweepOptions, size: int) -> int:
     """Print what a sweep would run."""
-    sweep = load_sweep(options.file, options.overrides, options.formats)
+    sweep = options.load()
     points = (options.shard or Shard()).select(make_points(sweep))
     check_world(points, size)
     identities = {p.config["model"]: engine.identify(str(p.config["model"])) for p in points}
