@@ -166,15 +166,27 @@ def _check_window(config: Mapping[str, Value], identity: engine.ModelIdentity) -
 
 
 def check_world(points: Iterable[Point], size: int) -> None:
-    """Raise if a partition needs more ranks than mpirun started.
+    """Raise if a partition needs more ranks than there will be.
 
-    Without mpirun (`size` 1) every partition runs on in-process ranks.
+    Without mpirun (`size` 1) every partition runs on in-process ranks, unless the point says how
+    many ranks are to be started for it.
     """
-    if size == 1:
-        return
     for point in points:
+        ranks = int(point.config["ranks"])
         highest = max(engine.partition_ranks(str(point.config["partition"])))
-        if highest >= size:
+        if ranks:
+            if size not in (1, ranks):
+                raise UsageError(
+                    f"a point has ranks = {ranks}, but mpirun started {size} ranks; start nbflow "
+                    f"sweep without mpirun: it starts the ranks of each point itself"
+                )
+            if highest >= ranks:
+                raise UsageError(
+                    f"partition {point.config['partition']!r} names rank {highest}, so it needs "
+                    f"ranks = {highest + 1}, got {ranks}; ranks = 'auto' counts them, [[exclude]] "
+                    f"leaves points out"
+                )
+        elif size > 1 and highest >= size:
             raise UsageError(
                 f"partition {point.config['partition']!r} names rank {highest}, but mpirun started "
                 f"{size} ranks (0 to {size - 1}); start with: mpirun -n {highest + 1} ..."

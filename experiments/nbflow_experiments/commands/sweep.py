@@ -20,7 +20,7 @@ from pathlib import Path
 from nbflow_experiments.schedule import Policy
 from nbflow_experiments.settings import SETTINGS
 from nbflow_experiments.shards import Shard
-from nbflow_experiments.sweep import SweepOptions, run_sweep
+from nbflow_experiments.sweep import SweepOptions, run_group, run_sweep
 from nbflow_experiments.sweep_files import is_sweep_file
 from nbflow_kernels.errors import UsageError
 
@@ -84,6 +84,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="SECTION.NAME=VALUE",
         help="replace a value of the sweep file, e.g. axes.batch=[1,2] (repeatable)",
     )
+    parser.add_argument(
+        "--launcher",
+        metavar="CMD",
+        help="starts the ranks of points that need some, e.g. 'srun -n {ranks}' (default: mpirun)",
+    )
+    parser.add_argument("--group", type=Path, help=argparse.SUPPRESS)  # for the ranks it starts
     parser.add_argument("--name", metavar="NAME", help="name of the results folder")
     parser.add_argument("--measures", metavar="A,B", help="what is measured, instead of the file's")
     parser.add_argument(
@@ -139,6 +145,8 @@ def _lists(args: argparse.Namespace) -> tuple[Path | None, dict[str, list[str]]]
 
 def run(args: argparse.Namespace) -> int:
     """Run the sweep; return the exit code (see `nbflow_experiments.sweep.run_sweep`)."""
+    if args.group is not None:
+        return run_group(args.group)
     file, lists = _lists(args)
     named = {"name": args.name, "measures": args.measures and args.measures.split(",")}
     changes = [f"sweep.{key}={json.dumps(value)}" for key, value in named.items() if value]
@@ -155,5 +163,6 @@ def run(args: argparse.Namespace) -> int:
             shard=Shard.parse(args.shard) if args.shard else None,
             merge=args.merge,
             policy=Policy(args.retries, args.fail_fast, args.isolate, args.timeout),
+            launcher=args.launcher,
         )
     )

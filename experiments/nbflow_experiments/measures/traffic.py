@@ -18,10 +18,11 @@ def run(context: Context) -> Outcome:
     prompt, steps, batch = (context.number(name) for name in ("prompt", "decode", "batch"))
     context.model.reset_traffic()
     engine.time_decode(context.model, prompt, steps, batch, 1, 0)
-    found = context.model.traffic()
+    ranks = context.model.gather("traffic")
     if not context.leads:
         return Outcome()
-    measured, predicted = found["measured_bytes"], found["predicted_bytes"]
+    measured = sum(rank["measured_bytes"] for rank in ranks)
+    predicted = sum(rank["predicted_bytes"] for rank in ranks)
     per_token = measured / (batch * (prompt + steps))
     return Outcome(
         [
