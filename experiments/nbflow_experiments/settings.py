@@ -22,6 +22,8 @@ class Setting:
     """Smallest value allowed, if it is a number."""
     meaning: str
     """What it is, with its unit."""
+    words: tuple[str, ...] = ()
+    """Words that a sweep may give in the place of a number."""
 
     @property
     def is_number(self) -> bool:
@@ -45,9 +47,20 @@ _ALL = (
     Setting(
         "machine", "", 0, "description to predict with and for 'auto': name, file, or 'measured'"
     ),
+    Setting(
+        "ranks",
+        0,
+        0,
+        "MPI ranks that are started for the point; 0: those of the launch; auto: as many as the "
+        "partition needs",
+        ("auto",),
+    ),
     Setting("batch", 1, 1, "sequences processed together"),
     Setting("prompt", 128, 1, "tokens of each prompt"),
     Setting("decode", 32, 1, "tokens decoded after each prompt"),
+    Setting("prefix", 0, 0, "first tokens that the prompts of 'shared_prefix' have in common"),
+    Setting("draft", "ngram", 0, "who proposes tokens in 'speculation': ngram, or MODEL[:FORMAT]"),
+    Setting("n_draft", 5, 1, "tokens proposed at a time"),
     Setting("repeats", 5, 1, "repetitions of each timing"),
     Setting("warmup", 1, 0, "untimed repetitions before them"),
     Setting(
@@ -99,6 +112,8 @@ def check_value(name: str, value: object, where: str) -> Value:
             )
         return float(value)
     if known.is_number:
+        if value in known.words:
+            return str(value)
         if not isinstance(value, int) or isinstance(value, bool):
             raise UsageError(f"{where}: {name} must be an integer, got {value!r}")
         if value < known.minimum:
@@ -122,6 +137,12 @@ def check_value(name: str, value: object, where: str) -> Value:
     return value.lower() if name in ("weights", "kv") else value
 
 
+def resolve_words(config: dict[str, Value]) -> None:
+    """Put numbers in the place of words: ``ranks = "auto"``."""
+    if config["ranks"] == "auto":
+        config["ranks"] = max(engine.partition_ranks(str(config["partition"]))) + 1
+
+
 def check_configuration(config: dict[str, Value]) -> None:
     """Raise `UsageError` if the settings of one point cannot go together."""
     if not config["model"]:
@@ -132,6 +153,11 @@ def check_configuration(config: dict[str, Value]) -> None:
         raise UsageError(
             f"outliers = {config['outliers']} needs weights in a block format, got "
             f"{config['weights']}; exclude such points: [[exclude]] with both lines"
+        )
+    if int(config["prefix"]) > int(config["prompt"]):
+        raise UsageError(
+            f"prefix must be at most prompt, got {config['prefix']} and {config['prompt']}: it is "
+            f"the beginning of the prompts"
         )
     window, skipped = int(config["eval_window"]), int(config["eval_context"])
     if skipped >= window:

@@ -55,6 +55,8 @@ class Outcome:
     """The numbers."""
     arrays: dict[str, Array] = field(default_factory=dict)
     """The arrays, by name."""
+    rank_arrays: dict[str, Array] = field(default_factory=dict)
+    """What this rank alone measured, by name; kept in a file of its own under mpirun."""
 
 
 @dataclass

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nbflow_experiments.extras import require
+from nbflow_experiments.recorded import points_frame
 from nbflow_experiments.records import ResultsFolder
 from nbflow_experiments.settings import SETTINGS
 from nbflow_experiments.summary import write_summaries
@@ -80,7 +81,6 @@ def load_results(path: Path, weights: str | None = None) -> Results:
     UsageError
         If there are no results, none succeeded, or no point has the format.
     """
-    pandas = require("pandas")
     require("matplotlib")
     folder = ResultsFolder(path)
     if not folder.exists:
@@ -93,15 +93,14 @@ def load_results(path: Path, weights: str | None = None) -> Results:
         raise UsageError(f"{path} has no finished points yet; go on with nbflow sweep --resume")
     if _outdated(folder, names):
         write_summaries(folder)
-    text = {s.name: str for s in SETTINGS.values() if not s.is_number}
-    points = pandas.read_csv(path / "points.csv", dtype=text | {"point": str})
+    points = points_frame(path)
     sweep = folder.sweep()
     failures = []
     for name in names:
         result = folder.result(name) or {}
         if result["status"] != "done":
             config = folder.config(name)["config"]
-            varying = {factor: config[factor] for factor in sweep["factors"]}
+            varying = {factor: config.get(factor) for factor in sweep["factors"]}
             failures.append({"point": name, "config": varying, **result["error"]})
     done = points[points.status == "done"]
     if not len(done):

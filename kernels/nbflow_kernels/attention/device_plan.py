@@ -87,7 +87,9 @@ class DevicePlan:
             floats = items.n_partials * plan.heads[1] * (-(-plan.heads[3] // 4) * 4 + 4)
             if self._partials.size < floats:
                 self._partials = self._device.empty(floats, np.float32)
-            tiles = len(items.merges) * plan.heads[1] * items.most  # at most: thread blocks take more
+            tiles = (
+                len(items.merges) * plan.heads[1] * items.most
+            )  # at most: thread blocks take more
             if self._arrived.size < tiles:
                 self._arrived = self._device.asarray(np.zeros(tiles, np.int32))
         return self._divisions[tiling]

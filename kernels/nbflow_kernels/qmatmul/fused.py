@@ -25,7 +25,9 @@ NORM_KINDS = {"rms": "RMS_NORM", "layer": "LAYER_NORM"}
 _NUMBERS = {"rms": 1, "layer": 2}
 _GATE_PIECE, _NORM_CHUNK = 64, 128  # as in `epilogues.cuh` and `normalize.cuh`
 
-_NORM = "f32*? norm_weight, f32*? norm_bias, f32*? norm_out, i64 norm_out_stride, f32 eps, f32 offset"
+_NORM = (
+    "f32*? norm_weight, f32*? norm_bias, f32*? norm_out, i64 norm_out_stride, f32 eps, f32 offset"
+)
 _REGIONS = "i32* arrived_regions"
 
 
