@@ -8,7 +8,8 @@ behind     `HEADS`: norms of the heads of q and k, ``rope``, ``append_kv``; `GAT
            `ROW_NORM`: a norm of the results, and their sum with the residual; `ADD`: a scaled sum
 
 Patterns see the program alone.  Whether a kernel takes the weights and the rows of a step is asked
-when it is bound (`nbflow.execute.bind_fused`); what no kernel takes runs op by op, to the same bits.
+when it is bound (`nbflow.execute.bind_fused`); what no kernel takes runs op by op, to the same
+bits.
 """
 
 from __future__ import annotations
@@ -112,8 +113,8 @@ class _Finder:
         for name in "qk":
             norm = self._op(i, "norm")
             if norm is not None and norm.out == name and self._is_head_norm(norm):
-                changed = {"q": {"q_norm": i}, "k": {"k_norm": i}}[name]
-                found, i = replace(found, **changed), i + 1
+                found = replace(found, q_norm=i) if name == "q" else replace(found, k_norm=i)
+                i += 1
         rope = self._op(i, "rope")
         if rope is not None and rope.inputs == ("q", "k") and not rope.attrs.get("first"):
             found, i = replace(found, rope=i), i + 1

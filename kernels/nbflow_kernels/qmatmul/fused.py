@@ -269,7 +269,7 @@ def product(
         arrived = workspace(device, "qmatmul regions", n_regions, "i4", zero=True)
         arguments += (arrived, *then.arguments)
     kind = 0 if norm is None else _NUMBERS[norm.kind]
-    _kernel(units.form, shape.tokens, kind, type(then), then.defines)(
+    _kernel(units.form, shape.tokens, kind, type(then), then.defines)(  # type: ignore[arg-type]
         (shape.grid, shape.parts), 32 * WARPS, arguments,
         max(shape.shared, then.shared_bytes(units.n_rows, len(out))),
     )  # fmt: skip
