@@ -67,7 +67,7 @@ of the first head; 0 for none."""
 BIAS_BYTES = 32
 """Bytes of BIAS from head to head."""
 ARRIVED = 33
-"""int32, zeros between launches: thread blocks that have finished a split of a divided tile.  Devices
+"""int32, zeros between launches: blocks that have finished a split of a divided tile.  Devices
 only."""
 HEADER_SIZE = 40
 

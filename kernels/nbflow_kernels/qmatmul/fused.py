@@ -1,6 +1,6 @@
 """Products of a few rows with what comes in front of them and behind them, in one kernel.
 
-The kernel is `few_rows.cu`: a norm of the rows on their way to where they are staged, and behind the
+The kernel is `few_rows.cu`: a norm of the rows on their way to where they are staged; behind the
 product an activation, a gate, what attention's heads go through until they lie in their pages, or a
 norm of the results.  The bits are those of the ops one by one, so that either may be chosen by the
 number of rows.
@@ -187,7 +187,7 @@ class Heads(Epilogue):
 
 @dataclass(frozen=True)
 class RowNorm(Epilogue):
-    """A norm of the rows of results, written to `norm.out`, or times `added` (not 0) added to it."""
+    """A norm of the rows of results, written to `norm.out`, or times `added`, if not 0, added."""
 
     norm: Norm
     added: float = 0.0
