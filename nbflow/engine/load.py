@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 import nbflow_kernels as nk
 from nbflow.engine.model import Model
+from nbflow.engine.placement import Placement
 from nbflow.engine.rank import RankEngine, make_groups
 from nbflow.engine.replicas import Replicas
 from nbflow.execute import Place
@@ -62,6 +64,9 @@ def load(
     exchange: str = "f32",
     optimize: str = "latency",
     machine: str | Path | None = None,
+    kv_host_percent: float = 0.0,
+    embeddings_on_host: bool = False,
+    cpu_layers: int = 0,
     comm: Comm | None = None,
 ) -> Model:
     """Load a model, each rank its own part.
@@ -127,6 +132,14 @@ def load(
         of its block's largest number.
     optimize : {"latency", "throughput"}
         What partition "auto" is to be best at (`nbflow.planner.auto.choose_partition`).
+    kv_host_percent : float
+        Where a rank has a device: for how many percent of its layers, the last ones, the keys and
+        values lie in the host's pinned memory, which the device reads over the bus.
+    embeddings_on_host : bool
+        Where a rank has a device: whether the tables that are only looked up lie there, too.
+    cpu_layers : int
+        How many of the first layers the host computes, with a device for the others: partition
+        ``"0"`` becomes ``"0:2;1:6"`` on ``"cpu,cuda"`` for 2 of 8.
     machine : str or Path, optional
         Description of the machine for partition "auto"; without one its ranks are measured.
     comm : Comm, optional
@@ -166,12 +179,14 @@ def load(
     if max_step_tokens < 1:
         raise UsageError(f"max_step_tokens must be at least 1, got {max_step_tokens}")
     comm = comm or world()
+    placement = Placement(kv_host_percent, embeddings_on_host, cpu_layers)
     if partition == "auto":
         from nbflow.planner import Setting, choose_partition, stored_model
 
         setting = Setting(kv=kv, activations=activations, exchange=exchange)
         described = stored_model(stored_spec, resolved.path, weight_name(weights))
         partition = choose_partition(described, comm, optimize, machine, setting)
+    partition, device = placement.divide(the_spec.n_layers, partition, device)
     plans = [make_plan(the_spec, part, block_size, exchange) for part in split_replicas(partition)]
     whole = Plan("/".join(p.partition for p in plans), sum((p.ranks for p in plans), ()))
     places = find_places(device, len(whole.ranks))
@@ -189,7 +204,10 @@ def load(
         "kv": kv,
         "threads": threads,
         "max_step_tokens": max_step_tokens,
+        "placement": placement,
     }
+    if placement != placement.on(places):
+        warnings.warn(placement.note, stacklevel=2)
     # every rank takes part in every split
     parts = [comm.split(p.numbers) if comm.size > 1 else comm for p in plans]
     everyone = comm.split(whole.numbers) if comm.size > 1 else comm

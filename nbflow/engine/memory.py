@@ -13,6 +13,7 @@ import numpy as np
 
 from nbflow.cache import KVStorage, PageTable
 from nbflow.engine.pieces import pieces
+from nbflow.engine.placement import Placement
 from nbflow.engine.request import Request
 from nbflow.execute import Place, RankWeights, make_executor, make_step
 from nbflow.execute.encode import Encoding
@@ -38,7 +39,7 @@ class Memory:
         What the rank holds of the decoder.
     file : WeightFile
         The checkpoint, open.
-    weights, encoding, activations, kv, page_size, place
+    weights, encoding, activations, kv, page_size, place, placement
         As of the decoder.
     """
 
@@ -55,6 +56,7 @@ class Memory:
         kv: str,
         page_size: int,
         place: Place,
+        placement: Placement,
     ) -> None:
         self.encoder = encoder
         program = fuse(partition(build_memory(spec), mine))
@@ -63,6 +65,10 @@ class Memory:
         self.storage = KVStorage(
             program.layers, page_size, program.n_kv_heads, spec.head_dim, kv,
             place.purposed("the cache of the encoder's keys and values"),
+            (
+                place.purposed("the host's part of the encoder's keys and values").mapped(),
+                placement.host_layers(len(program.layers)),
+            ),
         )  # fmt: skip
         self.table = PageTable(page_size)
         self._executor = make_executor(
@@ -109,6 +115,7 @@ class Memory:
         mine = {
             "weight_bytes": self.weights.n_bytes,
             "kv_bytes": self.storage.n_bytes,
+            "host_bytes": self.weights.host_bytes + self.storage.host_bytes,
             "workspace_bytes": self._executor.workspace_bytes,
         }
         encoder = self.encoder.memory()

@@ -24,6 +24,7 @@ from nbflow.engine.memory import Memory
 from nbflow.engine.memory_plan import PAGE_SIZE
 from nbflow.engine.outcome import Outcome, Output
 from nbflow.engine.pipeline import Pipeline
+from nbflow.engine.placement import Placement
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.scheduler import Scheduler, Work
 from nbflow.engine.sequences import MAX_LOGIT_BYTES, Sequences
@@ -84,6 +85,8 @@ class RankEngine:
         Where weights, pages and buffers live.
     links : Links, optional
         The communicators for arrays on devices, from `make_links`.
+    placement : Placement
+        What of it lies in the host's memory, if the place is a device.
     """
 
     def __init__(
@@ -103,14 +106,16 @@ class RankEngine:
         page_size: int = PAGE_SIZE,
         place: Place = HOST,
         links: Links | None = None,
+        placement: Placement | None = None,
     ) -> None:
         reset_peak_rss()
         self._threads = threads
         set_num_threads(threads)
         self.plan, self.comm, self.spec = plan, comm, spec
+        placement = (placement or Placement()).on([place])
         options: dict[str, Any] = {
             "weights": weights, "encoding": encoding, "activations": activations, "kv": kv,
-            "page_size": page_size, "place": place,
+            "page_size": page_size, "place": place, "placement": placement,
         }  # fmt: skip
         self.encoded: Memory | None = None
         if spec.encoder is not None:
@@ -124,12 +129,16 @@ class RankEngine:
         self.program = fuse(partition(build(spec), self.mine))
         started, before = time.perf_counter(), file.bytes_read
         self.weights = RankWeights(self.program, file, weights, encoding=encoding)
-        self.weights.settle(place)
+        self.weights.settle(place, placement.embeddings_on_host)
         self.load_seconds = time.perf_counter() - started
         self.bytes_read = file.bytes_read - before
         self.storage = make_storage(
             spec, self.program.layers, page_size, self.program.n_kv_heads, kv,
             place.purposed("the key/value cache"),
+            (
+                place.purposed("the host's part of the key/value cache").mapped(),
+                placement.host_layers(len(self.program.layers)),
+            ),
         )  # fmt: skip
         self.max_step_tokens = max_step_tokens
         self.table = PageTable(page_size)
@@ -471,6 +480,7 @@ class RankEngine:
             "weight_bytes": self.weights.n_bytes,
             "matrix_bytes": self.matrix_bytes,
             "kv_bytes": self.storage.n_bytes,
+            "host_bytes": self.weights.host_bytes + self.storage.host_bytes,
             "workspace_bytes": self.executor.workspace_bytes,
             "peak_rss_bytes": peak_rss_bytes(),
         }

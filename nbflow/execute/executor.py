@@ -87,8 +87,9 @@ class Executor:
 
     @property
     def workspace_bytes(self) -> int:
-        """Return the bytes of the buffers."""
-        return sum(int(b.nbytes) for b in self._buffers.values())
+        """Return the bytes of the buffers and of the rotations' tables."""
+        arrays = (*self._buffers.values(), *self._rope_tables.values())
+        return sum(int(array.nbytes) for array in arrays)
 
     def set_groups(self, groups: dict[tuple[int, ...], Comm], links: Links | None = None) -> None:
         """Give the communicator of each stage, by rank numbers, and those for device arrays."""

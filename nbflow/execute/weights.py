@@ -65,6 +65,7 @@ class RankWeights:
         self._program = program
         self._formats = weight_formats(weights)
         self._loaded: dict[tuple[Operand, ...], Any] = {}
+        self._mapped: dict[int, Any] = {}
         self._shared = {op.weights for op in program.ops if op.kind == "embedding"}
         self.operands: list[tuple[Any, ...]] = [self._operands(op) for op in program.ops]
         self.bias: list[np.ndarray | None] = [self._bias(op) for op in program.ops]
@@ -76,12 +77,21 @@ class RankWeights:
         arrays = [a for a in (*sum(self.operands, ()), *self.bias) if a is not None]
         return sum({id(a): stored_bytes(a) for a in arrays}.values())
 
-    def settle(self, place: Place) -> None:
-        """Put all operands to a place, in the layout that the kernels there compute from."""
+    @property
+    def host_bytes(self) -> int:
+        """Return the bytes of tables that lie in the host's memory, beside a device."""
+        return sum(stored_bytes(table) for table in self._mapped.values())
+
+    def settle(self, place: Place, embeddings_on_host: bool = False) -> None:
+        """Put all operands to a place, in the layout that the kernels there compute from.
+
+        With `embeddings_on_host` the tables that are only looked up stay in the host's memory,
+        where a device's kernels read the rows they need.
+        """
         if place.on_host:
             self._pack()
         else:
-            self._move(place.purposed("the weights"))
+            self._move(place.purposed("the weights"), embeddings_on_host)
 
     def _pack(self) -> None:
         """Keep only the layout that the CPU's kernels compute from."""
@@ -91,16 +101,29 @@ class RankWeights:
                 if isinstance(tensor, nk.QuantTensor):
                     tensor.drop_storage()
 
-    def _move(self, place: Place) -> None:
+    def _move(self, place: Place, embeddings_on_host: bool) -> None:
         """Put all operands to a device; a table of attention's, which a plan reads, stays."""
         moved: dict[int, Any] = {}
+        ops = list(zip(self._program.ops, self.operands, strict=True))
+        tables = {id(t) for op, operands in ops if op.kind == "embedding" for t in operands}
+        others = {id(t) for op, operands in ops if op.kind != "embedding" for t in operands}
+        far = place.purposed("the token embedding").mapped()
 
         def move(operand: Any) -> Any:
-            if operand is not None and id(operand) not in moved:
-                status.beat()
-                quantized = isinstance(operand, nk.QuantTensor)
-                moved[id(operand)] = place.quantized(operand) if quantized else place.put(operand)
-            return None if operand is None else moved[id(operand)]
+            if operand is None or id(operand) in moved:
+                return moved.get(id(operand))
+            status.beat()
+            looked_up = id(operand) in tables
+            stays = embeddings_on_host and looked_up and id(operand) not in others
+            where = far if stays else place
+            quantized = isinstance(operand, nk.QuantTensor)
+            new = where.quantized(operand) if quantized else where.put(operand)
+            moved[id(operand)] = new
+            if stays:
+                self._mapped[id(new)] = new
+            elif quantized and not looked_up:
+                new.drop_storage()
+            return new
 
         for index, op in enumerate(self._program.ops):
             if op.kind not in ("attention", "cross_attention"):
@@ -346,5 +369,8 @@ def stored_bytes(operand: Any) -> int:
     if isinstance(operand, nk.QuantTensor):
         if operand.packed_nbytes:
             return operand.packed_nbytes + operand.outlier_nbytes
+        if operand.units_nbytes:
+            storage = operand.nbytes if operand.has_storage else operand.outlier_nbytes
+            return operand.units_nbytes + storage
         return operand.nbytes
     return int(operand.nbytes)

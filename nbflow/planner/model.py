@@ -17,6 +17,7 @@ from nbflow.spec import ModelSpec, published, resolve
 from nbflow.spec.build import build_spec
 from nbflow.spec.family import family_of
 from nbflow.spec.model_file import known_models, load_model_file
+from nbflow.spec.stored import stored
 from nbflow.weights import open_weights
 from nbflow.weights.json_file import read_object
 from nbflow.weights.weight_file import ITEM_BYTES
@@ -37,6 +38,8 @@ class PlannedModel:
     """Format of the layers' matrices, or a policy file; None keeps what is stored."""
     stored: Mapping[str, str] = field(default_factory=dict)
     """Our tensor name -> the type in the checkpoint; those not named are `PUBLISHED_AS`."""
+    encoder: PlannedModel | None = None
+    """Its encoder, if the specification has one."""
 
     def format_of(self, name: str) -> str:
         """Return the format that a tensor has in memory."""
@@ -46,8 +49,19 @@ class PlannedModel:
         chosen = self.formats and self.formats.of(name, shape)
         if chosen:
             return chosen
-        stored = self.stored.get(name, PUBLISHED_AS)
-        return "f32" if stored in ITEM_BYTES and stored not in ("f16", "bf16") else stored
+        kept = self.kept_format(name)
+        if kept is not None:
+            return kept
+        dtype = self.stored.get(name, PUBLISHED_AS)
+        return dtype if dtype in ("f16", "bf16") else "f32"
+
+    def kept_format(self, name: str) -> str | None:
+        """Return the block format that a tensor keeps from the checkpoint; None for no such."""
+        dtype = self.stored.get(name, PUBLISHED_AS)
+        converted = self.formats and self.formats.of(name, self.spec.shape_of(name))
+        if dtype in ITEM_BYTES or converted or stored(self.spec, name).turned:
+            return None
+        return dtype
 
     @cached_property
     def formats(self) -> WeightFormats | None:
@@ -80,6 +94,14 @@ class PlannedModel:
         whole = build(self.spec)
         ops = tuple(op for op in whole.ops if op.layer is None or op.layer in kept)
         return dataclasses.replace(whole, ops=ops)
+
+    def shortened(self, max_context: int | None) -> PlannedModel:
+        """Return the model with a shorter context."""
+        if max_context is None or max_context >= self.spec.max_context:
+            return self
+        return dataclasses.replace(
+            self, spec=dataclasses.replace(self.spec, max_context=max_context)
+        )
 
     @property
     def block_size(self) -> int:
@@ -117,13 +139,13 @@ def planned_model(model: str | Path, weights: str | None = None) -> PlannedModel
     path = Path(model)
     config = path / "config.json" if path.is_dir() else path
     if config.suffix == ".json" and config.is_file() and not _has_weights(path):
-        return PlannedModel(_described(config), weights)
+        return _described_model(_described(config), weights)
     if not path.exists() or path.suffix == ".toml":
         toml = path if path.suffix == ".toml" else known_models().get(str(model))
         if toml is not None:
             model_file = load_model_file(toml)
             if model_file.path is None:
-                return PlannedModel(published(model_file), weights)
+                return _described_model(published(model_file), weights)
     resolved = resolve(model)
     return stored_model(resolved.spec, resolved.path, weights)
 
@@ -131,8 +153,14 @@ def planned_model(model: str | Path, weights: str | None = None) -> PlannedModel
 def stored_model(spec: ModelSpec, path: Path, weights: str | None) -> PlannedModel:
     """Return the model in a checkpoint, of which only the header is read."""
     with open_weights(path) as file:
-        stored = {n: file.dtype(spec.checkpoint_name(n)) for n in spec.tensor_shapes()}
-    return PlannedModel(spec, weights, stored)
+        dtypes = {n: file.dtype(spec.checkpoint_name(n)) for n in spec.tensor_shapes()}
+    encoder = None if spec.encoder is None else stored_model(spec.encoder, path, weights)
+    return PlannedModel(spec, weights, dtypes, encoder)
+
+
+def _described_model(spec: ModelSpec, weights: str | None) -> PlannedModel:
+    encoder = None if spec.encoder is None else _described_model(spec.encoder, weights)
+    return PlannedModel(spec, weights, encoder=encoder)
 
 
 def _has_weights(path: Path) -> bool:
