@@ -99,10 +99,12 @@ class Memory:
 
     def update(self, running: Sequence[Request]) -> None:
         """Read the inputs of requests that have begun, and forget those that do not run."""
-        ids = {request.id for request in running}
+        ids = {sequence for request in running for sequence in request.sequences}
         for number in [n for n in self.table.sequences if n >= 0 and n not in ids]:
             self.table.drop(number)
-        new = {r.id: r.encoder_ids or [] for r in running if r.id not in self.table}
+        new = {
+            r.id: r.encoder_ids or [] for r in running if not r.branches and r.id not in self.table
+        }
         self.add(new)
 
     def drop(self, sequence: int) -> None:

@@ -286,4 +286,6 @@ def buffer_bytes(
             buffer = program.buffers[op.inputs[0]]
             rows = n_tokens if buffer.rows == "tokens" else n_logits
             int8[buffer.width] = max(rows, int8.get(buffer.width, 0))
-    return total + sum(Int8Rows.size(rows, columns) for columns, rows in int8.items())
+    for columns, rows in int8.items():
+        total += int(Int8Rows.size(rows, columns))
+    return total

@@ -20,6 +20,7 @@ import numpy as np
 from nbflow.cache import PageTable, make_storage
 from nbflow.decoding.strategy import no_distribution
 from nbflow.engine.burst import MAX_STEPS, Burst
+from nbflow.engine.drafting import Proposals
 from nbflow.engine.memory import Memory
 from nbflow.engine.memory_plan import PAGE_SIZE
 from nbflow.engine.outcome import Outcome, Output
@@ -27,6 +28,7 @@ from nbflow.engine.pipeline import Pipeline
 from nbflow.engine.placement import Placement
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.scheduler import Scheduler, Work
+from nbflow.engine.searching import follow
 from nbflow.engine.sequences import MAX_LOGIT_BYTES, Sequences
 from nbflow.execute import (
     HOST,
@@ -257,13 +259,17 @@ class RankEngine:
         for request in self.scheduler.requests:
             self.end(request.id, reason)
 
-    def advance(self, burst_s: float) -> list[Output]:
+    def advance(self, burst_s: float, proposed: Proposals | None = None) -> list[Output]:
         """Run a step, or a burst of at most `burst_s` seconds, and return what came out.
+
+        `proposed` are tokens of a draft model (`nbflow.engine.drafting`), which this step verifies.
 
         A step that fails ends the requests that were in it, where this is the only rank; among
         several, who fails leaves the others waiting in the middle of a step, so the error is
         raised.
         """
+        for request in self.scheduler.running:
+            request.proposed = None if proposed is None else proposed.get(request.id)
         with self._watched():
             return self._advance(burst_s)
 
@@ -307,16 +313,17 @@ class RankEngine:
 
     def begin_step(self, works: Sequence[Work]) -> Outcome:
         """Run one step; on the rank with the head, draw, and tell the others."""
-        tokens = [w.request.pending[: w.n_tokens] + w.drafts for w in works]
+        parts = [part for work in works for part in work.parts]
         rows: list[int] = []
         end = 0
-        for work, ids in zip(works, tokens, strict=True):
-            end += len(ids)
+        for work in works:
+            end += work.n_tokens + len(work.drafts)
             rows += range(end - work.n_logits, end)
-        self.run_step([w.request.id for w in works], tokens, rows)
-        outcome = Outcome.empty(works)
+        self.run_step([sequence for sequence, _ in parts], [ids for _, ids in parts], rows)
+        outcome = Outcome.empty(works, self.spec.vocab_size)
         if self.comm.rank == self._head and rows:
-            outcome.compute(self.executor.logits(len(rows)), works)
+            logits = self.executor.logits(len(rows))
+            outcome.compute(logits, works, lambda: self.executor.buffer("y", len(rows)))
             for array in outcome.arrays:
                 self._post(array)
         return outcome
@@ -337,8 +344,18 @@ class RankEngine:
                 continue
             if work.drafts:
                 self.table.truncate(request.id, request.n_done)
-            self._commit(request)
+            if not request.branches:
+                self._commit(request)
+            if request.searching is not None and request.finish_reason is None:
+                self._follow(request)
         return outputs
+
+    def _follow(self, request: Request) -> None:
+        """Let the sequences of a search follow what it has decided."""
+        forks = follow(request, self.table, self.scheduler.numbers)
+        if self.encoded is not None:
+            for old, new in forks:
+                self.encoded.table.fork(old, new)
 
     def _commit(self, request: Request) -> None:
         if not self.scheduler.prefix_cache or request.error is not None:
@@ -351,7 +368,8 @@ class RankEngine:
         return (
             isinstance(self.executor, CpuExecutor)
             and self.comm.size == 1
-            and all(w.request.is_generating and w.request.proposer is None for w in works)
+            and all(w.request.is_generating and w.request.n_proposed == 0 for w in works)
+            and all(w.request.search is None for w in works)
             and len(works) == len(self.scheduler.running)
             and Burst.fits([w.request for w in works])
         )
@@ -463,14 +481,12 @@ class RankEngine:
         errors = (comm.rounding_error for comm in self._comms)
         return {"rounding_error": max(errors, default=0.0)}
 
-    def page_memory(self) -> dict[str, int]:
-        """Return the bytes of a page, those that are available, and how many ranks share these."""
-        machine = self.comm.gather_object(platform.node())
-        hosts = self.comm.bcast_object(machine)
+    def page_memory(self) -> dict[str, Any]:
+        """Return the bytes of a page, those that are available, and which machine has them."""
         return {
             "page_bytes": self.storage.page_bytes,
             "available_bytes": available_memory_bytes(),
-            "sharing": hosts.count(platform.node()),
+            "host": platform.node(),
         }
 
     def memory(self) -> dict[str, int]:

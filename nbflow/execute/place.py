@@ -118,8 +118,9 @@ class Place:
         if self.name == "cuda":
             left, total = self.xp.cuda.runtime.memGetInfo()
             free = f"; {left:,} of the device's {total:,} bytes are free"
+        memory = "pinned host memory" if self.is_mapped else "memory"
         return UsageError(
-            f"out of {'pinned host ' if self.is_mapped else ''}memory on {self.name}: {self._purpose} asked for {n_bytes:,} bytes{free} "
+            f"out of {memory} on {self.name}: {self._purpose} asked for {n_bytes:,} bytes{free} "
             f"({error}); use fewer bits (weights=, kv=), a shorter max_context, or more ranks"
         )
 

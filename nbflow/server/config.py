@@ -164,10 +164,15 @@ class ModelOptions(Section):
     """Threads of each rank."""
     chat_template: str | None = None
     """Name, file or text of the template for conversations, instead of the model's own."""
-    draft: Literal["ngram"] | None = None
-    """Who proposes tokens that the model then verifies several at a time: "ngram", the text."""
+    draft: str | None = None
+    """Who proposes tokens that the model then verifies several at a time: "ngram", the text, or a
+    smaller MODEL with the same vocabulary."""
     n_draft: int = Field(default=5, ge=1, le=64)
     """How many at a time."""
+    draft_weights: str | None = None
+    """Weight format of the smaller model; by default as stored."""
+    draft_verify: Literal["same", "chain"] = "same"
+    """Keep the very tokens (same), or their distribution and more proposals (chain)."""
     defaults: dict[str, float | int | str | bool] = {}
     """Decoding parameters for requests that do not state them, e.g. temperature = 0.7."""
     engine: EngineOptions = EngineOptions()
@@ -290,7 +295,7 @@ def beside(config: ServerConfig, folder: Path) -> ServerConfig:
     return config.model_copy(update={"models": models, "auth": auth, "formats": formats})
 
 
-_FILES = ("path", "spec", "tokenizer", "machine", "chat_template")
+_FILES = ("path", "spec", "tokenizer", "machine", "chat_template", "draft")
 
 
 def _lines(path: Path) -> list[str]:

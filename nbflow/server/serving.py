@@ -16,9 +16,10 @@ import uvicorn
 
 import nbflow
 from nbflow.engine.engine import Engine
-from nbflow.parallel import Comm, world
+from nbflow.engine.propose import check_draft
+from nbflow.parallel import Alone, Comm, world
 from nbflow.server.app import around, make_app
-from nbflow.server.config import ServerConfig
+from nbflow.server.config import ModelOptions, ServerConfig
 from nbflow.server.connections import protocol_class
 from nbflow.server.logs import logger, set_up
 from nbflow.server.mailbox import Mailbox
@@ -93,12 +94,14 @@ def _served(name: str, config: ServerConfig) -> Iterator[Served]:
     """Load a model and start its engine."""
     options = config.models[name]
     started = time.monotonic()
-    with nbflow.load(options.path, **options.load_options()) as model:
+    with contextlib.ExitStack() as stack:
+        model = stack.enter_context(nbflow.load(options.path, **options.load_options()))
         _check_ranks(model)
+        draft = stack.enter_context(_draft(options, model))
         engine = Engine(model, **options.engine.model_dump())
         engine.start()
         try:
-            served = Served(name, options, model, engine)
+            served = Served(name, options, model, engine, draft)
             loaded = time.monotonic()
             if config.warmup and served.generates:
                 _warm_up(served)
@@ -115,10 +118,33 @@ def _served(name: str, config: ServerConfig) -> Iterator[Served]:
             engine.close()
 
 
+@contextlib.contextmanager
+def _draft(options: ModelOptions, model: nbflow.Model) -> Iterator[nbflow.Model | str | None]:
+    """Load the model that proposes tokens, if there is one, in this process alone."""
+    if options.draft is None or options.draft == "ngram":
+        if options.draft_verify == "chain":
+            raise UsageError('draft_verify = "chain" needs a smaller model as draft')
+        yield options.draft
+        return
+    with nbflow.load(
+        options.draft,
+        weights=options.draft_weights,
+        kv=options.kv,
+        activations=options.activations,
+        device=options.device.split(",")[0],  # this rank's
+        threads=model.threads,
+        comm=Alone(),
+    ) as draft:
+        check_draft(draft, model, options.draft_verify)
+        yield draft
+
+
 def _warm_up(served: Served) -> None:
     """Let everything that most requests need be compiled."""
     prompt = [0, 0]
-    greedy = served.model.make_request(prompt, 2, "greedy", 0, True)
+    greedy = served.model.make_request(
+        prompt, 4, "greedy", 0, True, draft=served.draft, n_draft=served.options.n_draft
+    )
     drawn = served.model.make_request(prompt, 2, "filters", 0, True, top_p=0.9)
     told = served.model.make_request(prompt, 2, "greedy", 0, True)
     told.n_top_logprobs = told.prompt_logprobs = 1
