@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import nbflow_kernels as nk
-from nbflow.program import build
+from nbflow.program import build, build_memory
 from nbflow.program.records import Program
 from nbflow.spec import ModelSpec, published, resolve
 from nbflow.spec.build import build_spec
@@ -37,6 +37,15 @@ class PlannedModel:
     """Format of the layers' matrices; None keeps what is stored."""
     stored: Mapping[str, str] = field(default_factory=dict)
     """Our tensor name -> the type in the checkpoint; those not named are `PUBLISHED_AS`."""
+    encoder_stored: Mapping[str, str] = field(default_factory=dict)
+    """The same of its encoder, if it has one."""
+
+    @cached_property
+    def encoder(self) -> PlannedModel | None:
+        """The encoder whose hidden states the layers attend to, or None."""
+        if self.spec.encoder is None:
+            return None
+        return PlannedModel(self.spec.encoder, self.weights, self.encoder_stored)
 
     def format_of(self, name: str) -> str:
         """Return the format that a tensor has in memory."""
@@ -70,8 +79,15 @@ class PlannedModel:
     @cached_property
     def program(self) -> Program:
         """The program with one layer of each kind, nothing fused."""
+        return self._of_kinds(build(self.spec))
+
+    @cached_property
+    def memory_program(self) -> Program | None:
+        """The same of what makes keys and values of the encoder's hidden states."""
+        return None if self.spec.encoder is None else self._of_kinds(build_memory(self.spec))
+
+    def _of_kinds(self, whole: Program) -> Program:
         kept = {layer for layer, _ in self.kinds}
-        whole = build(self.spec)
         ops = tuple(op for op in whole.ops if op.layer is None or op.layer in kept)
         return dataclasses.replace(whole, ops=ops)
 
@@ -80,7 +96,8 @@ class PlannedModel:
         """Return the columns between which tensors may be cut."""
         if self.weights is not None:
             return nk.FORMATS[self.weights].block_size
-        formats = set(self.stored.values()) - set(ITEM_BYTES)
+        stored = {*self.stored.values(), *self.encoder_stored.values()}
+        formats = stored - set(ITEM_BYTES)
         return math.lcm(1, *(nk.FORMATS[f].block_size for f in formats))
 
 
@@ -124,9 +141,10 @@ def planned_model(model: str | Path, weights: str | None = None) -> PlannedModel
 
 def stored_model(spec: ModelSpec, path: Path, weights: str | None) -> PlannedModel:
     """Return the model in a checkpoint, of which only the header is read."""
+    specs = [spec] if spec.encoder is None else [spec, spec.encoder]
     with open_weights(path) as file:
-        stored = {n: file.dtype(spec.checkpoint_name(n)) for n in spec.tensor_shapes()}
-    return PlannedModel(spec, weights, stored)
+        stored = [{n: file.dtype(s.checkpoint_name(n)) for n in s.tensor_shapes()} for s in specs]
+    return PlannedModel(spec, weights, *stored)
 
 
 def _has_weights(path: Path) -> bool:
