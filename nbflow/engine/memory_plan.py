@@ -276,7 +276,7 @@ def buffer_bytes(
 ) -> int:
     """Return the bytes of a program's buffers for steps of this size, and of its rotations."""
     n_tokens, n_logits = max(n_tokens, 8), max(n_logits, 8)
-    total = workspace_bytes(program, n_tokens, n_logits)
+    total: int = workspace_bytes(program, n_tokens, n_logits)
     ropes = {op.attrs["rope"] for op in program.ops if op.kind == "rope"}
     total += FLOAT32_BYTES * program.spec.max_context * sum(rope.dim for rope in ropes)
     int8: dict[int, int] = {}

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import nbflow_kernels as nk
-from nbflow.program import build
+from nbflow.program import build, build_memory
 from nbflow.program.records import Program
 from nbflow.spec import ModelSpec, published, resolve
 from nbflow.spec.build import build_spec
@@ -38,8 +38,15 @@ class PlannedModel:
     """Format of the layers' matrices, or a policy file; None keeps what is stored."""
     stored: Mapping[str, str] = field(default_factory=dict)
     """Our tensor name -> the type in the checkpoint; those not named are `PUBLISHED_AS`."""
-    encoder: PlannedModel | None = None
-    """Its encoder, if the specification has one."""
+    encoder_stored: Mapping[str, str] = field(default_factory=dict)
+    """The same of its encoder, if it has one."""
+
+    @cached_property
+    def encoder(self) -> PlannedModel | None:
+        """The encoder whose hidden states the layers attend to, or None."""
+        if self.spec.encoder is None:
+            return None
+        return PlannedModel(self.spec.encoder, self.weights, self.encoder_stored)
 
     def format_of(self, name: str) -> str:
         """Return the format that a tensor has in memory."""
@@ -90,8 +97,15 @@ class PlannedModel:
     @cached_property
     def program(self) -> Program:
         """The program with one layer of each kind, nothing fused."""
+        return self._of_kinds(build(self.spec))
+
+    @cached_property
+    def memory_program(self) -> Program | None:
+        """The same of what makes keys and values of the encoder's hidden states."""
+        return None if self.spec.encoder is None else self._of_kinds(build_memory(self.spec))
+
+    def _of_kinds(self, whole: Program) -> Program:
         kept = {layer for layer, _ in self.kinds}
-        whole = build(self.spec)
         ops = tuple(op for op in whole.ops if op.layer is None or op.layer in kept)
         return dataclasses.replace(whole, ops=ops)
 
@@ -108,7 +122,7 @@ class PlannedModel:
         """Return the columns between which tensors may be cut."""
         if self.formats is not None and self.formats.is_for_all:
             return self.formats.block_size
-        stored = set(self.stored.values()) - set(ITEM_BYTES)
+        stored = {*self.stored.values(), *self.encoder_stored.values()} - set(ITEM_BYTES)
         of_stored = math.lcm(1, *(nk.FORMATS[f].block_size for f in stored))
         return of_stored if self.formats is None else math.lcm(of_stored, self.formats.block_size)
 
@@ -139,28 +153,23 @@ def planned_model(model: str | Path, weights: str | None = None) -> PlannedModel
     path = Path(model)
     config = path / "config.json" if path.is_dir() else path
     if config.suffix == ".json" and config.is_file() and not _has_weights(path):
-        return _described_model(_described(config), weights)
+        return PlannedModel(_described(config), weights)
     if not path.exists() or path.suffix == ".toml":
         toml = path if path.suffix == ".toml" else known_models().get(str(model))
         if toml is not None:
             model_file = load_model_file(toml)
             if model_file.path is None:
-                return _described_model(published(model_file), weights)
+                return PlannedModel(published(model_file), weights)
     resolved = resolve(model)
     return stored_model(resolved.spec, resolved.path, weights)
 
 
 def stored_model(spec: ModelSpec, path: Path, weights: str | None) -> PlannedModel:
     """Return the model in a checkpoint, of which only the header is read."""
+    specs = [spec] if spec.encoder is None else [spec, spec.encoder]
     with open_weights(path) as file:
-        dtypes = {n: file.dtype(spec.checkpoint_name(n)) for n in spec.tensor_shapes()}
-    encoder = None if spec.encoder is None else stored_model(spec.encoder, path, weights)
-    return PlannedModel(spec, weights, dtypes, encoder)
-
-
-def _described_model(spec: ModelSpec, weights: str | None) -> PlannedModel:
-    encoder = None if spec.encoder is None else _described_model(spec.encoder, weights)
-    return PlannedModel(spec, weights, encoder=encoder)
+        stored = [{n: file.dtype(s.checkpoint_name(n)) for n in s.tensor_shapes()} for s in specs]
+    return PlannedModel(spec, weights, *stored)
 
 
 def _has_weights(path: Path) -> bool:
