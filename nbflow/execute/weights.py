@@ -33,15 +33,32 @@ class RankWeights:
     """The operands of a program's ops, by op index.
 
     Those of a linear op are matrices one below the other, of one row per output in all.
+
+    Parameters
+    ----------
+    program : Program
+        The rank's program.
+    file : WeightFile
+        The checkpoint, open.
+    weights, outliers
+        As in `nbflow.load`.
+    joined : bool
+        Whether the tensors of an op that have one format become one matrix; else each stays one.
     """
 
     def __init__(
-        self, program: Program, file: WeightFile, weights: str | None, outliers: float = 0.0
+        self,
+        program: Program,
+        file: WeightFile,
+        weights: str | None,
+        outliers: float = 0.0,
+        joined: bool = True,
     ) -> None:
         self._file = file
         self._outliers = outliers
         self._program = program
         self._format = weights
+        self._joined = joined
         self._loaded: dict[tuple[Operand, ...], Any] = {}
         self._shared = {op.weights for op in program.ops if op.kind == "embedding"}
         self.operands: list[tuple[Any, ...]] = [self._operands(op) for op in program.ops]
@@ -93,7 +110,8 @@ class RankWeights:
         if op.kind == "embedding" and not op.weights:
             return (sinusoidal_table(self._program),)
         if op.kind in ("linear", "embedding"):
-            runs = [tuple(run) for _, run in groupby(op.weights, key=self._stored_format)]
+            key = self._stored_format if self._joined else None
+            runs = [tuple(run) for _, run in groupby(op.weights, key=key)]
             read = self._matrix if op.kind == "embedding" else self._weight
             return tuple(self._once(run, read) for run in runs)
         vectors = tuple(self._once((w,), self._vector) for w in op.weights)
