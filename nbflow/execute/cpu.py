@@ -87,6 +87,10 @@ class CpuExecutor(Executor):
                 rows = n_tokens if buffer.rows == "tokens" else n_logits
                 self.int8_rows(rows, buffer.width)
 
+    def bind_anew(self) -> None:
+        """Forget what the program was bound to: operands or settings have changed."""
+        self._bound.clear()
+
     def run(self, step: Step) -> None:
         """Run the program once; results are in its buffers."""
         segments = self._prepared(step).segments

@@ -74,16 +74,17 @@ class Executor:
         its inputs."""
         self.place = place
         self._buffers: dict[str, Any] = {}
-        self._rope_tables: dict[RopeSpec, Any] = {}
+        self.rope_tables: dict[RopeSpec, Any] = {}
+        """Cosines and sines of all positions, made when first used; executors may share them."""
 
     def rope_table(self, rope: RopeSpec) -> Any:
         """Return the cosines and sines of all positions."""
-        if rope not in self._rope_tables:
+        if rope not in self.rope_tables:
             table = nk.rope_cos_sin_cache(
                 self.program.spec.max_context, rope.dim, theta=rope.theta, scaling=rope.scaling
             )
-            self._rope_tables[rope] = self.place.purposed("the rotary angles").put(table)
-        return self._rope_tables[rope]
+            self.rope_tables[rope] = self.place.purposed("the rotary angles").put(table)
+        return self.rope_tables[rope]
 
     @property
     def workspace_bytes(self) -> int:

@@ -50,6 +50,8 @@ class RankWeights:
         Share of the weights that stay exact, where no `encoding` says so.
     encoding : Encoding, optional
         How matrices are put into their formats.
+    joined : bool
+        Whether the tensors of an op that have one format become one matrix; else each stays one.
     """
 
     def __init__(
@@ -59,11 +61,13 @@ class RankWeights:
         weights: str | None,
         outliers: float = 0.0,
         encoding: Encoding | None = None,
+        joined: bool = True,
     ) -> None:
         self._file = file
         self._encoding = encoding or Encoding(outliers=outliers)
         self._program = program
         self._formats = weight_formats(weights)
+        self._joined = joined
         self._loaded: dict[tuple[Operand, ...], Any] = {}
         self._mapped: dict[int, Any] = {}
         self._shared = {op.weights for op in program.ops if op.kind == "embedding"}
@@ -140,7 +144,8 @@ class RankWeights:
         if op.kind == "embedding" and not op.weights:
             return (sinusoidal_table(self._program),)
         if op.kind in ("linear", "embedding"):
-            runs = [tuple(run) for _, run in groupby(op.weights, key=self._kind)]
+            key = self._kind if self._joined else None
+            runs = [tuple(run) for _, run in groupby(op.weights, key=key)]
             read = self._matrix if op.kind == "embedding" else self._weight
             return tuple(self._once(run, read) for run in runs)
         vectors = tuple(self._once((w,), self._vector) for w in op.weights)
