@@ -89,7 +89,7 @@ class Executor:
     @property
     def workspace_bytes(self) -> int:
         """Return the bytes of the buffers and of the rotations' tables."""
-        arrays = (*self._buffers.values(), *self._rope_tables.values())
+        arrays = (*self._buffers.values(), *self.rope_tables.values())
         return sum(int(array.nbytes) for array in arrays)
 
     def set_groups(self, groups: dict[tuple[int, ...], Comm], links: Links | None = None) -> None:
