@@ -152,10 +152,15 @@ def print_plan(arguments: argparse.Namespace) -> bool:
         raise UsageError(f"--plan must be at least 1, got {arguments.plan}")
     for file in arguments.formats:
         load_formats(file)
-    names = ("weights", "activations", "kv", "partition", "max_context", "device")
+    names = (
+        "weights", "activations", "kv", "partition", "max_context", "device", "exchange",
+        "optimize", "machine",
+    )  # fmt: skip
     options = {name: getattr(arguments, name) for name in names}
     options |= _placement(arguments)
-    print(plan_memory(arguments.model, max_sequences=arguments.plan, **options))
+    plan = plan_memory(arguments.model, max_sequences=arguments.plan, **options)
+    if world().rank == 0:
+        print(plan)
     return True
 
 

@@ -46,6 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--log-format", choices=("text", "json"), help="lines of the log (text)")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
     parser.add_argument("--no-warmup", dest="warmup", action="store_false", help="start at once")
+    parser.add_argument(
+        "--plan", action="store_true",
+        help="print what each rank will hold and, with --machine, how fast it is; load nothing",
+    )  # fmt: skip
     parser.add_argument("--check", action="store_true", help="read the configuration, and end")
 
 
@@ -63,6 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
     config = _config(_given(arguments))
     if arguments.check:
         print(config.model_dump_json(indent=2, exclude={"auth": {"keys"}}))
+        return 0
+    if arguments.plan:
+        from nbflow.commands.serve_plan import print_plans
+
+        print_plans(config)
         return 0
     from nbflow.server.serving import serve
 

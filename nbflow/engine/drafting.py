@@ -8,6 +8,7 @@ two steps, so that nobody waits for that.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -44,12 +45,17 @@ class Drafter:
 
     def __init__(self, draft: Model) -> None:
         self.model = draft
+        self._lock = threading.Lock()  # replicas of this process share it
         self._session: Session | None = None
         self._sequences: dict[Request, int] = {}  # of the session
         self._ids: dict[Request, list[int]] = {}  # what each of them has
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> Proposals:
         """Return at most so many tokens for each request, none where its prompt is still read."""
+        with self._lock:
+            return self._propose(wanted)
+
+    def _propose(self, wanted: Sequence[tuple[Request, int]]) -> Proposals:
         pending = self._catch_up([request for request, _ in wanted])
         active = [(r, n) for r, n in wanted if r in pending]
         drafted: dict[Request, list[int]] = {r: [] for r, _ in active}
@@ -71,10 +77,11 @@ class Drafter:
 
     def forget(self, request: Request) -> None:
         """Free what the draft holds for a request that has ended."""
-        sequence = self._sequences.pop(request, None)
-        self._ids.pop(request, None)
-        if sequence is not None and self._session is not None and self.model.engines:
-            self._session.drop(sequence)
+        with self._lock:
+            sequence = self._sequences.pop(request, None)
+            self._ids.pop(request, None)
+            if sequence is not None and self._session is not None and self.model.engines:
+                self._session.drop(sequence)
 
     def _catch_up(self, requests: Sequence[Request]) -> dict[Request, list[int]]:
         """Bring the draft's sequences to what the requests have, but for the tokens returned.
@@ -133,6 +140,7 @@ def proposals(requests: Sequence[Request], max_step_tokens: int) -> Proposals:
         except Exception:  # a guess is not worth the requests
             logger.exception("the draft model raised; its requests go on without it")
             for request, _ in some:
+                drafter.forget(request)
                 request.drafter = None
     return found
 

@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,6 +27,7 @@ from nbflow.engine.rank import RankEngine
 from nbflow.engine.replicas import Replicas
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.scheduler import room_for
+from nbflow.engine.stats import EngineStats
 from nbflow.engine.stopping import Stopping
 from nbflow.status import WORKING, status
 from nbflow_kernels.errors import UsageError, unknown_name
@@ -47,42 +47,6 @@ class QueueFull(UsageError):
 
 class EngineClosed(UsageError):
     """The engine takes no requests: it is closed, or about to be, or has failed."""
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Numbers of a running engine; counters count from its start."""
-
-    running: int
-    """Requests with pages."""
-    waiting: int
-    """Requests without."""
-    pages_used: int
-    """Pages that requests hold."""
-    pages_cached: int
-    """Pages that nobody holds, kept for requests that begin alike."""
-    pages_total: int
-    """Pages there may be."""
-    prefix_queries: int
-    """Prompt tokens that were looked up in the prefix cache."""
-    prefix_hits: int
-    """Those of them that were there."""
-    preemptions: int
-    """How often a request had to give its pages back."""
-    steps: int
-    """Steps, and bursts of steps."""
-    step_seconds: float
-    """Time in steps."""
-    prompt_tokens: int
-    """Prompt tokens that were read, those from the cache included."""
-    generated_tokens: int
-    """Tokens that came out."""
-    drafted_tokens: int
-    """Tokens that were proposed to requests that have ended."""
-    accepted_tokens: int
-    """Those of them that were right."""
-    finished: dict[str, int]
-    """Requests that have ended, by reason."""
 
 
 class Engine:
@@ -366,7 +330,8 @@ class Engine:
     def load(self) -> int:
         """How many sequences it has to do."""
         with self._lock:
-            return sum(h.request.width for h in (*self._handles.values(), *self._inbox))
+            handles = [*self._handles.values(), *self._inbox]  # a copy: its thread changes it
+        return sum(handle.request.width for handle in handles)
 
     @property
     def state(self) -> str:
@@ -479,6 +444,8 @@ class Engine:
         for handle, reason in endings:
             if handle.request.id in self._handles and not handle.done:
                 self._tell([("end", (handle.request.id, reason))])
+                if reason == "deadline" and handle.request.searching is not None:
+                    handle.request.found = handle.request.searching.present()
                 del self._handles[handle.request.id]
                 self._stopping.forget(handle.request)
                 self._forget(handle.request)

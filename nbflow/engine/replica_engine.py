@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import signal
+import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -17,13 +19,14 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow.engine.engine import Engine, EngineClosed, EngineStats, QueueFull
+from nbflow.engine.engine import Engine, EngineClosed, QueueFull
 from nbflow.engine.handle import Handle, OnEvents
 from nbflow.engine.limits import choose_limits
 from nbflow.engine.model import STREAM_BURST_S, Model
 from nbflow.engine.replica_link import Address, Listener, RemoteEngine, obey
 from nbflow.engine.replicas import Replicas
 from nbflow.engine.request import FinishReason, Request
+from nbflow.engine.stats import EngineStats
 from nbflow_kernels.errors import UsageError
 
 AFFINITY = 4
@@ -104,6 +107,7 @@ class ReplicaEngine(Engine):
         )
         self._set_up(model, limits, burst_s, on_failure)
         self._replicas = model
+        self._hosts = model.hosts  # every rank is asked
         self._own = [Engine.with_limits(m, limits, burst_s) for m in model.mine]
         self._members: list[Member] = []
         self._listener: Listener | None = None
@@ -115,6 +119,11 @@ class ReplicaEngine(Engine):
     def leads(self) -> bool:
         """Whether requests are submitted to this rank; the others `follow`."""
         return self._replicas.leads
+
+    @property
+    def begins(self) -> bool:
+        """Whether this process says what the ranks of its replica do."""
+        return self._replicas.begins
 
     @property
     def state(self) -> str:
@@ -144,17 +153,19 @@ class ReplicaEngine(Engine):
         with self._lock:
             if self._state != "new":
                 raise UsageError(f"an engine is started once; this one is {self._state}")
+            self._replicas.claim(self)
             self._state = "running"
         n_remote = self._replicas.n - len(self._own)
         if n_remote:
-            self._listener = Listener(self._replicas.hosts)
+            self._listener = Listener(self._hosts)
+            _outlive()
         self._replicas.tell(self._listener and self._listener.address)
         for engine in self._own:
             engine.start()
         self._members += self._own
         if self._listener is not None:
             for index, connection in self._listener.accept(n_remote):
-                self._members.append(RemoteEngine(index, connection, self.model))
+                self._members.append(RemoteEngine(index, connection, self.model, self.limits))
         return self
 
     def follow(self, draft: Model | None = None) -> None:
@@ -167,13 +178,15 @@ class ReplicaEngine(Engine):
         """
         if self.leads:
             raise UsageError("this rank leads the engine; start it, and submit requests")
+        self._replicas.claim(self)
         address: Address | None = self._replicas.tell(None)
         (engine,) = self._own
         if not engine.leads:
             engine.follow()
-            return
-        assert address is not None
-        obey(engine, self._replicas.index, address, draft)
+        else:
+            assert address is not None
+            obey(engine, self._replicas.index, address, draft)
+        self._replicas.release(self)
 
     def close(self, drain: bool = False, timeout: float | None = None) -> None:
         """See `Engine.close`."""
@@ -185,6 +198,7 @@ class ReplicaEngine(Engine):
             list(pool.map(lambda member: member.close(drain, timeout), self._members))
         if self._listener is not None:
             self._listener.close()
+        self._replicas.release(self)
 
     # ---- what other threads call --------------------------------------------------------------
 
@@ -204,6 +218,8 @@ class ReplicaEngine(Engine):
         """Return the members that run, the one to be asked first in front."""
         self._check_running()
         living = sorted((m for m in self._members if m.alive), key=lambda m: m.load)
+        if not living:
+            raise EngineClosed(f"no replica runs any more: {self.failure}")
         size = self.limits.page_size
         if request is None or not self.limits.prefix_cache or len(request.prompt) <= size:
             return living
@@ -265,3 +281,14 @@ class ReplicaEngine(Engine):
     def replica_stats(self) -> list[EngineStats | None]:
         """Return the present numbers of each replica, None for those that have failed."""
         return [member.stats() if member.alive else None for member in self._members]
+
+
+def _outlive() -> None:
+    """Do not die of the news that another process has ended.
+
+    A launcher that is told to go on then (``mpirun -disable-auto-cleanup`` of MPICH) tells the
+    others by a signal, which would end them.
+    """
+    main = threading.current_thread() is threading.main_thread()
+    if main and hasattr(signal, "SIGUSR1") and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)

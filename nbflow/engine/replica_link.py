@@ -27,8 +27,10 @@ from nbflow.engine.request import FinishReason, Request
 from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:
-    from nbflow.engine.engine import Engine, EngineStats
+    from nbflow.engine.engine import Engine
+    from nbflow.engine.limits import Limits
     from nbflow.engine.model import Model
+    from nbflow.engine.stats import EngineStats
 
 START_S = 300.0
 """Seconds for the other replicas to connect; they have loaded their part by then."""
@@ -108,13 +110,17 @@ class RemoteEngine:
         The way to it.
     model : Model
         The model, to turn results into text.
+    limits : Limits
+        Those of its engine.
     """
 
-    def __init__(self, index: int, connection: Connection, model: Model) -> None:
+    def __init__(self, index: int, connection: Connection, model: Model, limits: Limits) -> None:
         self.index = index
         self.model = model
+        self._most = limits.max_sequences + limits.max_waiting
         self._connection = connection
         self._lock = threading.Lock()
+        self._sending = threading.Lock()
         self._numbers = itertools.count()
         self._handles: dict[int, Handle] = {}
         self._number_of: dict[Handle, int] = {}
@@ -137,9 +143,13 @@ class RemoteEngine:
 
     def submit(self, request: Request, on_events: OnEvents | None = None) -> Handle:
         """See `Engine.submit`; the request stays here, a copy of it runs there."""
+        from nbflow.engine.engine import QueueFull
+
         handle = Handle(self, request, on_events)
         with self._lock:
             self._check()
+            if len(self._handles) >= self._most:
+                raise QueueFull(f"{self._most} requests wait already or run; try again later")
             number = next(self._numbers)
             self._handles[number], self._number_of[handle] = handle, number
         self._send("submit", number, request)
@@ -194,7 +204,7 @@ class RemoteEngine:
             raise EngineClosed(f"replica {self.index} does not run: {self.failure}")
 
     def _send(self, *message: Any) -> None:
-        with self._lock, contextlib.suppress(OSError):  # its end is seen by the reader
+        with self._sending, contextlib.suppress(OSError):  # its end is seen by the reader
             self._connection.send(message)
 
     def _read(self) -> None:
@@ -221,13 +231,13 @@ class RemoteEngine:
                 self.failure = self.failure or EngineClosed("its process has ended")
             handles, futures = list(self._handles.values()), list(self._futures.values())
             self._handles, self._number_of, self._futures = {}, {}, {}
-        error = EngineClosed(f"replica {self.index} has ended: {self.failure or 'closed'}")
+        ended = EngineClosed(f"replica {self.index} has ended: {self.failure or 'closed'}")
         if self.failure is not None:
             logger.error("replica %d has ended: %s", self.index, self.failure)
         for handle in handles:
-            handle.end("abort" if self._closing else "error", None if self._closing else error)
+            handle.end("abort" if self._closing else "error", None if self._closing else ended)
         for future in futures:
-            future.set_exception(error)
+            future.set_exception(ended)
         self._connection.close()
 
     def _pass_on(self, number: int, events: list[TokenEvent], facts: dict[str, Any]) -> None:

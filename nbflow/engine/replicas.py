@@ -58,8 +58,13 @@ class Replicas(Model):
         return self.index == 0 and super().leads
 
     @property
+    def begins(self) -> bool:
+        """Whether this process says what the ranks of its replica do."""
+        return super().leads
+
+    @property
     def hosts(self) -> list[str]:
-        """Names of the machines of all ranks."""
+        """Names of the machines of all ranks, each of which must ask."""
         return [rank["host"] for rank in self.gather("page_memory")]
 
     def tell(self, value: Any) -> Any:

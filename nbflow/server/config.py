@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from nbflow.spec.toml_schema import read_toml
 from nbflow_kernels.errors import UsageError, unknown_name
@@ -116,6 +116,8 @@ class EngineOptions(Section):
     """Most bytes of the key/value cache, e.g. "2GiB"."""
     prefix_cache: bool = True
     """Whether prompts that begin alike share what has been computed."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """Of replicas: whether the others go on when one has failed."""
 
     @field_validator("kv_bytes")
     @classmethod
@@ -177,6 +179,14 @@ class ModelOptions(Section):
     """Decoding parameters for requests that do not state them, e.g. temperature = 0.7."""
     engine: EngineOptions = EngineOptions()
     """``[models.NAME.engine]``."""
+
+    @model_validator(mode="after")
+    def _draft(self) -> ModelOptions:
+        alone = self.draft in (None, "ngram")
+        if alone and (self.draft_weights is not None or self.draft_verify == "chain"):
+            name = "draft_weights" if self.draft_weights is not None else "draft_verify"
+            raise ValueError(f"{name} needs a smaller model as draft, got draft {self.draft!r}")
+        return self
 
     def load_options(self) -> dict[str, Any]:
         """Return the arguments of `nbflow.load` after the model."""

@@ -174,8 +174,6 @@ class BeamContinuations(Continuation):
         if first.error is not None:
             self._note_end(first)
             return [first]
-        if last.finish_reason == "deadline" and self.request.searching is not None:
-            self.request.found = self.request.searching.present()
         pieces = [
             self._piece(self.index + i, made)
             for i, made in enumerate(self._served.model.generations(self.request))

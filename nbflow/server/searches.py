@@ -55,9 +55,11 @@ def search_of(body: Sampling) -> Search | None:
         _check(body, given, "contrastive search", _DRAWN - _STOPS - {"top_k"})
         if body.n > 1:
             raise ApiError(400, "contrastive search finds one continuation; leave n out", param="n")
-        alpha = {} if body.penalty_alpha is None else {"penalty_alpha": body.penalty_alpha}
-        top_k = {} if body.top_k is None else {"top_k": body.top_k}
-        return ContrastiveSearch(**top_k, **alpha)
+        usual = ContrastiveSearch()
+        return ContrastiveSearch(
+            usual.top_k if body.top_k is None else body.top_k,
+            usual.penalty_alpha if body.penalty_alpha is None else body.penalty_alpha,
+        )
     return None
 
 

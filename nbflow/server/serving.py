@@ -17,6 +17,7 @@ import uvicorn
 import nbflow
 from nbflow.engine.engine import Engine
 from nbflow.engine.propose import check_draft
+from nbflow.engine.replica_engine import ReplicaEngine
 from nbflow.parallel import Alone, Comm, world
 from nbflow.server.app import around, make_app
 from nbflow.server.config import ModelOptions, ServerConfig
@@ -122,8 +123,6 @@ def _served(name: str, config: ServerConfig) -> Iterator[Served]:
 def _draft(options: ModelOptions, model: nbflow.Model) -> Iterator[nbflow.Model | str | None]:
     """Load the model that proposes tokens, if there is one, in this process alone."""
     if options.draft is None or options.draft == "ngram":
-        if options.draft_verify == "chain":
-            raise UsageError('draft_verify = "chain" needs a smaller model as draft')
         yield options.draft
         return
     with nbflow.load(
@@ -153,11 +152,11 @@ def _warm_up(served: Served) -> None:
 
 
 def _check_ranks(model: nbflow.Model) -> None:
-    """Rank 0 takes the requests: it must be part of every model.  Every rank checks it."""
-    if 0 not in model.plan.numbers:
+    """Rank 0 takes the requests: every model must begin there.  Every rank checks it."""
+    if model.plan.numbers[0] != 0:
         raise UsageError(
-            f"rank 0 takes the requests and must be in the partition, got "
-            f"{model.plan.partition!r}; number the ranks so that 0 is among them"
+            f"rank 0 takes the requests and must be the first of the partition, got "
+            f"{model.plan.partition!r}; number the ranks so that it begins with 0"
         )
 
 
@@ -166,8 +165,14 @@ def _follow(config: ServerConfig) -> None:
     (options,) = config.models.values()
     with nbflow.load(options.path, **options.load_options()) as model:
         _check_ranks(model)
-        if model.participates:
-            Engine(model, **options.engine.model_dump()).follow()
+        if not model.participates:
+            return
+        engine = Engine(model, **options.engine.model_dump())
+        if isinstance(engine, ReplicaEngine) and engine.begins:
+            with _draft(options, model) as draft:
+                engine.follow(draft if isinstance(draft, nbflow.Model) else None)
+        else:
+            engine.follow()
 
 
 def _listen(host: str, port: int) -> socket.socket:
