@@ -14,7 +14,7 @@ from pathlib import Path
 import nbflow_kernels as nk
 from nbflow.cache.page_table import grown
 from nbflow.engine.limits import MAX_SEQUENCES
-from nbflow.engine.placement import Placement
+from nbflow.engine.placement import Placement, is_host
 from nbflow.engine.sequences import most_tokens
 from nbflow.parallel.plan import RankPlan, make_plan
 from nbflow.planner.model import PlannedModel, planned_model
@@ -153,6 +153,7 @@ def plan_memory(
     planned = planned_model(model, weights).shortened(max_context)
     spec = planned.spec
     placement = Placement(kv_host_percent, embeddings_on_host, cpu_layers)
+    asked = device
     partition, device = placement.divide(spec.n_layers, partition, device)
     plan = make_plan(spec, partition, planned.block_size)
     devices = _devices(device, len(plan.ranks))
@@ -171,7 +172,7 @@ def plan_memory(
             parts += counted.encoded(rank, encoders[index], on, here)
         sums = [sum(numbers) for numbers in zip(*parts, strict=True)]
         ranks.append(RankMemory(rank.rank, *sums))
-    note = placement.note if all(on == "cpu" for on in devices) else ""
+    note = placement.note if is_host(asked) else ""
     tokens = counted.pages * PAGE_SIZE
     return MemoryPlan(tuple(ranks), devices, sequences, tokens, available_memory_bytes(), note)
 
