@@ -208,14 +208,14 @@ def empty(shape: Any, dtype: Any = np.float64, order: str = "C") -> ndarray:
     return _new(shape, dtype, order, written=False)
 
 
-def _new(
-    shape: Any, kind: Any, order: str, *, written: bool, mapped: bool = False
-) -> ndarray:
+def _new(shape: Any, kind: Any, order: str, *, written: bool, mapped: bool = False) -> ndarray:
     kind = np.dtype(kind)
     shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
     device = _State.device
     nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-    place = device.allocate(nbytes, f"array {kind.name}{list(shape)}", written=written, mapped=mapped)
+    place = device.allocate(
+        nbytes, f"array {kind.name}{list(shape)}", written=written, mapped=mapped
+    )
     view = device.bytes_of(place).view(kind).reshape(shape, order="F" if order == "F" else "C")
     made = ndarray(view, place, device)
     weakref.finalize(made, device.free, place)

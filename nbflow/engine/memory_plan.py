@@ -23,6 +23,7 @@ from nbflow.program import build, build_memory, fuse
 from nbflow.program.cost import FLOAT32_BYTES, kv_token_bytes, workspace_bytes
 from nbflow.program.partition import partition as cut
 from nbflow.program.records import Program
+from nbflow.spec.model_spec import RopeSpec
 from nbflow.system import available_memory_bytes
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.qmatmul.activations import Int8Rows
@@ -278,7 +279,7 @@ def buffer_bytes(
     """Return the bytes of a program's buffers for steps of this size, and of its rotations."""
     n_tokens, n_logits = max(n_tokens, 8), max(n_logits, 8)
     total = workspace_bytes(program, n_tokens, n_logits)
-    ropes = {op.attrs["rope"] for op in program.ops if op.kind == "rope"}
+    ropes: set[RopeSpec] = {op.attrs["rope"] for op in program.ops if op.kind == "rope"}
     total += FLOAT32_BYTES * program.spec.max_context * sum(rope.dim for rope in ropes)
     int8: dict[int, int] = {}
     for op in program.ops:

@@ -114,7 +114,7 @@ class Place:
         return device_of(self.xp.zeros((1,), np.uint8)).mapped(shape, dtype, values)
 
     def _full(self, n_bytes: int, error: MemoryError) -> UsageError:
-        free = ""
+        free, kind = "", "pinned host " if self.is_mapped else ""
         if self.name == "emulator":
             use = self.xp.memory_bytes()
             free = f"; it holds {use['device_bytes']:,} of {use['total_bytes']:,} bytes"
@@ -122,7 +122,7 @@ class Place:
             left, total = self.xp.cuda.runtime.memGetInfo()
             free = f"; {left:,} of the device's {total:,} bytes are free"
         return UsageError(
-            f"out of {'pinned host ' if self.is_mapped else ''}memory on {self.name}: {self._purpose} asked for {n_bytes:,} bytes{free} "
+            f"out of {kind}memory on {self.name}: {self._purpose} asked for {n_bytes:,} bytes{free} "
             f"({error}); use fewer bits (weights=, kv=), a shorter max_context, or more ranks"
         )
 

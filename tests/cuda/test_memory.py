@@ -69,11 +69,13 @@ def test_plan_within_two_percent(
     plan = plan_memory(FOLDER / name, **options, max_sequences=9, kv_bytes=room)
     (rank,) = plan.ranks
     assert rank.kv_bytes == room
-    with nbflow.load(FOLDER / name, **options) as model:
-        with nbflow.Engine(model, max_sequences=9, kv_bytes=room) as engine:
-            engine.submit(model.make_request([1, 2, 3], 2, "greedy", 0, True)).result(300)
-            (held,) = model.memory()
-            counted = cupy.memory_bytes()
+    with (
+        nbflow.load(FOLDER / name, **options) as model,
+        nbflow.Engine(model, max_sequences=9, kv_bytes=room) as engine,
+    ):
+        engine.submit(model.make_request([1, 2, 3], 2, "greedy", 0, True)).result(300)
+        (held,) = model.memory()
+        counted = cupy.memory_bytes()
     assert counted["mapped_bytes"] == rank.host_bytes == held["host_bytes"]
     assert held["device_used_bytes"] == counted["device_bytes"]
     assert counted["device_bytes"] == pytest.approx(rank.place_bytes, rel=0.02)

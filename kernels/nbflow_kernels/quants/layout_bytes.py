@@ -1,4 +1,4 @@
-"""How many bytes a matrix takes in the layout that products are computed from, before it is made."""
+"""The bytes of a matrix in the layout that products are computed from, before it is made."""
 
 from __future__ import annotations
 
