@@ -213,8 +213,9 @@ def _new(shape: Any, kind: Any, order: str, *, written: bool, mapped: bool = Fal
     shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
     device = _State.device
     nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-    name = f"array {kind.name}{list(shape)}"
-    place = device.allocate(nbytes, name, written=written, mapped=mapped)
+    place = device.allocate(
+        nbytes, f"array {kind.name}{list(shape)}", written=written, mapped=mapped
+    )
     view = device.bytes_of(place).view(kind).reshape(shape, order="F" if order == "F" else "C")
     made = ndarray(view, place, device)
     weakref.finalize(made, device.free, place)

@@ -95,16 +95,24 @@ class Device:
         return found
 
     def _reuse(self, nbytes: int) -> Allocation:
-        """Take freed memory again, only once there is no other."""
-        for a in self.allocations:
+        """Take freed memory again, only once there is no other; what is left of it stays free."""
+        for k, a in enumerate(self.allocations):
             if a.freed and a.capacity >= nbytes:
                 self.shadow[a.start : a.start + a.capacity] = 0
+                step = -(-(nbytes + RED_ZONE) // _ALIGN) * _ALIGN
+                left = a.capacity - step
+                if left > 0:
+                    a.capacity = nbytes
+                    self.allocations.insert(
+                        k + 1, Allocation(a.start + step, 0, "", freed=True, capacity=left)
+                    )
                 a.nbytes = nbytes
                 self.heap[a.start : a.start + nbytes] = 0
                 return a
         raise OutOfMemory(
-            f"the emulated device has {self.heap.size} bytes, of which {self.top} are taken; "
-            f"{nbytes} more do not fit; make a Device with more memory_bytes"
+            f"the emulated device has {self.heap.size} bytes, of which "
+            f"{self.device_bytes + self.mapped_bytes} are taken; {nbytes} more do not fit; make a "
+            "Device with more memory_bytes"
         )
 
     def free(self, a: Allocation) -> None:

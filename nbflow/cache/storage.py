@@ -90,16 +90,24 @@ class KVStorage:
         return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._arrays)
 
     def ensure(self, n_pages: int) -> None:
-        """Have at least `n_pages` pages, keeping what the present ones hold."""
+        """Have at least `n_pages` pages, keeping what the present ones hold.
+
+        Where there is no memory for them, some layers have more pages than `n_pages` says and none
+        has lost any.
+        """
         if n_pages <= self.n_pages:
             return
-        for layer, old in self._held.items():
-            new = self._pages(layer, n_pages)
-            for a, b in zip(old, new, strict=True):
-                b[: self.n_pages] = a
-            self._keep(layer, new)
-        self.n_pages = n_pages
         self.version += 1
+        for layer in self._held:
+            self._keep(layer, self._grown(layer, n_pages))
+        self.n_pages = n_pages
+
+    def _grown(self, layer: int, n_pages: int) -> tuple[Any, ...]:
+        """Return more pages of a layer with what the present ones hold."""
+        new = self._pages(layer, n_pages)
+        for a, b in zip(self._held[layer], new, strict=True):
+            b[: self.n_pages] = a[: self.n_pages]
+        return new
 
     def release(self) -> None:
         """Give all memory back; no page is left."""

@@ -9,7 +9,7 @@ import sys
 from typing import Any
 
 import nbflow
-from nbflow.engine.placement import Placement
+from nbflow.engine.placement import Placement, is_host
 from nbflow.parallel import world
 from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError
@@ -193,7 +193,7 @@ def _placement(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return what is to lie in the host's memory; without a device, say that it does already."""
     names = ("kv_host_percent", "embeddings_on_host", "cpu_layers")
     placement = Placement(**{name: getattr(arguments, name) for name in names})
-    if set(arguments.device.split(",")) - {"auto", "cpu"}:
+    if not is_host(arguments.device):
         return dataclasses.asdict(placement)
     if placement.note:
         print(f"note: {placement.note}", file=sys.stderr)

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 import nbflow_kernels as nk
 from nbflow.engine.model import Model
-from nbflow.engine.placement import Placement
+from nbflow.engine.placement import Placement, is_host
 from nbflow.engine.rank import RankEngine, make_groups
 from nbflow.engine.replicas import Replicas
 from nbflow.execute import Place
@@ -186,6 +186,8 @@ def load(
         setting = Setting(kv=kv, activations=activations, exchange=exchange)
         described = stored_model(stored_spec, resolved.path, weight_name(weights))
         partition = choose_partition(described, comm, optimize, machine, setting)
+    if placement.note and is_host(device):
+        warnings.warn(placement.note, stacklevel=2)
     partition, device = placement.divide(the_spec.n_layers, partition, device)
     plans = [make_plan(the_spec, part, block_size, exchange) for part in split_replicas(partition)]
     whole = Plan("/".join(p.partition for p in plans), sum((p.ranks for p in plans), ()))
@@ -206,8 +208,6 @@ def load(
         "max_step_tokens": max_step_tokens,
         "placement": placement,
     }
-    if placement != placement.on(places):
-        warnings.warn(placement.note, stacklevel=2)
     # every rank takes part in every split
     parts = [comm.split(p.numbers) if comm.size > 1 else comm for p in plans]
     everyone = comm.split(whole.numbers) if comm.size > 1 else comm

@@ -14,7 +14,7 @@ from pathlib import Path
 import nbflow_kernels as nk
 from nbflow.cache.page_table import grown
 from nbflow.engine.limits import MAX_SEQUENCES
-from nbflow.engine.placement import Placement
+from nbflow.engine.placement import Placement, is_host
 from nbflow.engine.sequences import most_tokens
 from nbflow.parallel import make_plan, split_replicas, world
 from nbflow.parallel.plan import RankPlan
@@ -24,6 +24,7 @@ from nbflow.program import build, build_memory, fuse
 from nbflow.program.cost import FLOAT32_BYTES, kv_token_bytes, workspace_bytes
 from nbflow.program.partition import partition as cut
 from nbflow.program.records import Program
+from nbflow.spec.model_spec import RopeSpec
 from nbflow.system import available_memory_bytes
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.qmatmul.activations import Int8Rows
@@ -166,6 +167,7 @@ def plan_memory(
 
         setting = Setting(kv=kv, activations=activations, exchange=exchange)
         partition = choose_partition(planned, world(), optimize, machine, setting)
+    asked = device
     partition, device = placement.divide(spec.n_layers, partition, device)
     replicas = split_replicas(partition)
     plans = [make_plan(spec, part, planned.block_size, exchange) for part in replicas]
@@ -187,7 +189,7 @@ def plan_memory(
             parts += counted.encoded(rank, encoders[index], on, here)
         sums = [sum(numbers) for numbers in zip(*parts, strict=True)]
         ranks.append(RankMemory(rank.rank, *sums))
-    note = placement.note if all(on == "cpu" for on in devices) else ""
+    note = placement.note if is_host(asked) else ""
     tokens = counted.pages * PAGE_SIZE
     return MemoryPlan(
         partition, tuple(ranks), devices, sequences, tokens, available_memory_bytes(), note
@@ -294,8 +296,8 @@ def buffer_bytes(
 ) -> int:
     """Return the bytes of a program's buffers for steps of this size, and of its rotations."""
     n_tokens, n_logits = max(n_tokens, 8), max(n_logits, 8)
-    total: int = workspace_bytes(program, n_tokens, n_logits)
-    ropes = {op.attrs["rope"] for op in program.ops if op.kind == "rope"}
+    total = workspace_bytes(program, n_tokens, n_logits)
+    ropes: set[RopeSpec] = {op.attrs["rope"] for op in program.ops if op.kind == "rope"}
     total += FLOAT32_BYTES * program.spec.max_context * sum(rope.dim for rope in ropes)
     int8: dict[int, int] = {}
     for op in program.ops:

@@ -8,11 +8,15 @@ are, in pinned memory over the bus; nothing is copied to and fro.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nbflow.execute.place import Place
 from nbflow_kernels.errors import UsageError
+
+
+def is_host(device: str) -> bool:
+    """Return whether the names of devices are all the host's."""
+    return all(name.strip() in ("auto", "cpu") for name in device.split(","))
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,9 @@ class Placement:
         """
         return int(n_layers * self.kv_host_percent / 100)
 
-    def on(self, places: Sequence[Place]) -> Placement:
-        """Return this, or that nothing is asked for if no rank has a device."""
-        return Placement() if all(place.on_host for place in places) else self
+    def on(self, place: Place) -> Placement:
+        """Return this, or for a rank of the host's that nothing is asked for."""
+        return Placement() if place.on_host else self
 
     def divide(self, n_layers: int, partition: str, device: str) -> tuple[str, str]:
         """Return partition and devices with the first layers on a rank of the host's.
@@ -74,7 +78,7 @@ class Placement:
         >>> Placement(cpu_layers=2).divide(8, "0", "cuda")
         ('0:2;1:6', 'cpu,cuda')
         """
-        if not self.cpu_layers or device in ("auto", "cpu"):
+        if not self.cpu_layers or is_host(device):
             return partition, device
         if self.cpu_layers > n_layers:
             raise UsageError(

@@ -114,7 +114,7 @@ class RankEngine:
         self._threads = threads
         set_num_threads(threads)
         self.plan, self.comm, self.spec = plan, comm, spec
-        placement = (placement or Placement()).on([place])
+        placement = (placement or Placement()).on(place)
         options: dict[str, Any] = {
             "weights": weights, "encoding": encoding, "activations": activations, "kv": kv,
             "page_size": page_size, "place": place, "placement": placement,
@@ -217,16 +217,26 @@ class RankEngine:
         self.end_all()
         if self.table.sequences:
             raise UsageError("a session has sequences on this model; close it first")
-        self._limits = limits
         if self._pipeline is not None:
             self._pipeline.end_all()
+        self.executor.forget()
         self.storage.release()
-        self.table = PageTable(self.storage.page_size, max_pages)
+        self._begin((None, None, None, False))
         if max_pages is not None:  # an engine's: all the memory it will take is taken now
-            self.table.grow(max_pages)
-            self.storage.ensure(max_pages)
-            tokens = max_step_tokens or self.max_step_tokens
-            self.executor.reserve(tokens, max_sequences or tokens)
+            try:
+                self.storage.ensure(max_pages)
+                tokens = max_step_tokens or self.max_step_tokens
+                self.executor.reserve(tokens, max_sequences or tokens)
+            except UsageError:  # there is no room: go on as before
+                self.storage.release()
+                raise
+        self._begin(limits)
+
+    def _begin(self, limits: tuple[int | None, int | None, int | None, bool]) -> None:
+        """Have an empty cache with these limits."""
+        max_step_tokens, max_sequences, max_pages, prefix_cache = self._limits = limits
+        self.table = PageTable(self.storage.page_size, max_pages)
+        self.table.grow(max_pages or 0)
         self.scheduler = Scheduler(
             self.table,
             max_step_tokens or self.max_step_tokens,
@@ -434,7 +444,9 @@ class RankEngine:
     def _prepare(self) -> None:
         """Have threads and pages as the next step needs them."""
         set_num_threads(self._threads)  # another model of this thread may have changed it
-        self.storage.ensure(self.table.n_pages)
+        if self.table.n_pages > self.storage.n_pages:
+            self.executor.forget()  # or the pages of before stay beside the new ones
+            self.storage.ensure(self.table.n_pages)
         self.storage.copy_pages(self.table.take_copies())
 
     def _run(self, step: Step) -> None:
@@ -498,10 +510,11 @@ class RankEngine:
             "kv_bytes": self.storage.n_bytes,
             "host_bytes": self.weights.host_bytes + self.storage.host_bytes,
             "workspace_bytes": self.executor.workspace_bytes,
-            "peak_rss_bytes": peak_rss_bytes(),
         }
         more = {} if self.encoded is None else self.encoded.memory()
-        return {key: n + more.get(key, 0) for key, n in held.items()}
+        whole = {key: n + more.get(key, 0) for key, n in held.items()}
+        used = self.executor.place.used_bytes
+        return {**whole, "device_used_bytes": used, "peak_rss_bytes": peak_rss_bytes()}
 
     @property
     def matrix_bytes(self) -> int:

@@ -45,6 +45,10 @@ class CudaExecutor(Executor):
         self._bound: dict[tuple[int, ...], Bound] = {}
         self.fusions = find_fusions(self.program)
 
+    def forget(self) -> None:
+        """See `Executor.forget`."""
+        self._bound.clear()
+
     def buffer(self, name: str, n_rows: int) -> np.ndarray:
         """Return the first rows of a buffer, as the last step left them, in host memory."""
         found: np.ndarray = self.view(name, n_rows, n_rows).get()
@@ -73,7 +77,10 @@ class CudaExecutor(Executor):
         if self._reserve(*sizes[:2]):
             self._bound.clear()
             bound = None
-        if bound is None or bound.storages != storages:
+        if bound is not None and bound.storages != storages:
+            self._bound.clear()  # the others hold pages that are no more, too
+            bound = None
+        if bound is None:
             while len(self._bound) >= MAX_BOUND:  # the one used longest ago goes first
                 del self._bound[next(iter(self._bound))]
             host = StepArrays(*sizes, *key[3:])

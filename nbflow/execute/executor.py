@@ -101,6 +101,10 @@ class Executor:
         """Run the program once; results are in its buffers."""
         raise NotImplementedError
 
+    def forget(self) -> None:
+        """Let go of what was bound to steps so far, and of the pages that it holds."""
+        raise NotImplementedError
+
     def buffer(self, name: str, n_rows: int) -> np.ndarray:
         """Return the first rows of a buffer, as the last step left them, in host memory."""
         found: np.ndarray = self.view(name, n_rows, n_rows)

@@ -102,6 +102,16 @@ class Place:
         except MemoryError as error:
             raise self._full(tensor.nbytes, error) from error
 
+    @property
+    def used_bytes(self) -> int:
+        """What is taken of the device's memory, by all there is on it; 0 on the host."""
+        if self.name == "emulator":
+            return int(self.xp.memory_bytes()["device_bytes"])
+        if self.name == "cuda":
+            left, total = self.xp.cuda.Device(self.ordinal).mem_info
+            return int(total - left)
+        return 0
+
     def synchronize(self) -> None:
         """Wait until the device has done what it was given."""
         if self.name == "cuda":
