@@ -36,6 +36,7 @@ COMMANDS = {
     "inspect": ("nbflow.commands.inspect", "list the tensors of a weight file"),
     "quantize": ("nbflow.commands.quantize", "write a checkpoint in a weight format"),
     "imatrix": ("nbflow_experiments.commands.imatrix", "find which columns of weights matter"),
+    "launch": ("nbflow.commands.launch", "start a command on several MPI ranks, and again"),
     "plan": ("nbflow.commands.plan", "predict partitions of a model on a machine"),
     "spec": ("nbflow.commands.spec", "show or check a model specification"),
     "tokenize": ("nbflow.commands.tokenize", "show how text is cut into tokens"),

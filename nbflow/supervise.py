@@ -118,6 +118,7 @@ def _watch(child: int, status: Status, limit: float, report: Callable[[str], Non
             number = os.WTERMSIG(ended)
             why = ", perhaps because memory ran out," if number == signal.SIGKILL else ""
             report(f"was killed by {signal.Signals(number).name}{why} {place}")
+            _abort(128 + number)
             return 128 + number
         now = time.monotonic()
         if place.is_busy and (now > place.alive + limit or now > place.since + 3 * limit):
@@ -125,8 +126,19 @@ def _watch(child: int, status: Status, limit: float, report: Callable[[str], Non
             report(f"has {what} for {now - place.since:.0f} s {place} (NBFLOW_HANG_S={limit:g})")
             _send(child, signal.SIGKILL)
             os.waitpid(child, 0)
+            _abort(1)
             return 1
         time.sleep(POLL_S)
+
+
+def _abort(code: int) -> None:
+    """Have MPICH's launcher end all ranks: that a rank on another host has ended is not enough.
+
+    This is the line by which MPI_Abort tells it (version 1 of the process management interface), in
+    the name of the child that cannot any more.
+    """
+    with contextlib.suppress(KeyError, ValueError, OSError):
+        os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
 
 
 def _report(text: str) -> None:

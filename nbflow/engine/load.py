@@ -310,7 +310,7 @@ def _start(
     def make(mine: Comm) -> RankEngine:
         groups, place = make_groups(plan, mine), places[mine.rank]
         place.activate()
-        links = make_links(mine, plan.numbers, groups, place)
+        links = make_links(mine, plan, groups, place)
         engine, failure = None, None
         try:
             with open_weights(path) as stored, prepared.opened(stored) as file:

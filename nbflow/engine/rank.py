@@ -453,7 +453,7 @@ class RankEngine:
         self._prepare()
         self.executor.run(step)
         if self.comm.size > 1:
-            self._predicted_bytes += self._bytes_sent(len(step.ids), len(step.logit_rows))
+            self._predicted_bytes += sum(self._bytes_sent(*n) for n in self.executor.sizes(step))
 
     def _post(self, array: np.ndarray) -> None:
         """Send every other rank an array that this one, with the head, has computed."""

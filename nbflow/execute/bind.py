@@ -18,7 +18,7 @@ import nbflow_kernels as nk
 from nbflow.cache.storage import LAYOUT
 from nbflow.execute.step_arrays import StepArrays
 from nbflow.program.cost import is_rounded
-from nbflow.program.records import Op
+from nbflow.program.records import COMMUNICATION, Op
 from nbflow.status import WAITING, WORKING, status
 from nbflow_kernels import families
 from nbflow_kernels._jit import njit
@@ -45,6 +45,11 @@ class PythonOp:
 
     kind: str
     call: Callable[[], Any]
+
+    @property
+    def is_exchange(self) -> bool:
+        """Return whether ranks meet in it."""
+        return self.kind in COMMUNICATION
 
 
 Made = list[Call] | PythonOp
@@ -480,7 +485,7 @@ class Binder:
 
         def call() -> None:
             for peer in peers:
-                comm.Send(x, peer)
+                comm.Send_later(x, peer)
 
         return self._exchange(op, call)
 

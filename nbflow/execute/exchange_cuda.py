@@ -60,7 +60,7 @@ class CudaExchanges(Binder):
             comm: Comm = link or self._executor.comm
             array: Any = x if link else x.get()
             for peer in peers:
-                comm.Send(array, peer)
+                comm.Send_later(array, peer)
 
         return self._exchange(op, call)
 

@@ -105,6 +105,10 @@ class Executor:
         """Let go of what was bound to steps so far, and of the pages that it holds."""
         raise NotImplementedError
 
+    def sizes(self, step: Step) -> list[tuple[int, int]]:
+        """Return the tokens and logit rows of the parts in which a step is run: one, as a rule."""
+        return [(len(step.ids), len(step.logit_rows))]
+
     def buffer(self, name: str, n_rows: int) -> np.ndarray:
         """Return the first rows of a buffer, as the last step left them, in host memory."""
         found: np.ndarray = self.view(name, n_rows, n_rows)

@@ -65,6 +65,13 @@ class Comm(ABC):
         Every rank must call it with the same ranks.
         """
 
+    def Send_later(self, array: np.ndarray, dest: int) -> None:
+        """Send a C-contiguous array to rank `dest` without waiting for it.
+
+        The array may be changed afterwards.
+        """
+        self.Send(array, dest)
+
     def Post(self, array: np.ndarray, dest: int) -> None:
         """Send a small C-contiguous array to rank `dest` without waiting for it; counted as told.
 

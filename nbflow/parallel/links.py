@@ -21,10 +21,13 @@ from nbflow_kernels.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
     from nbflow.execute.place import Place
+    from nbflow.parallel.plan import Plan
 
 WAYS = ("nccl", "mpi", "host")
 VARIABLE = "NBFLOW_DEVICE_EXCHANGE"
 """Environment variable that asks for one of `WAYS`; left out, the first that is possible."""
+OVERLAP = "NBFLOW_OVERLAP"
+"""Environment variable that says whether exchanges run beside computing: 0, 1, or left out."""
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,15 @@ class Facts:
     host: str
     """Its machine."""
     device: str | None
-    """Identity of its CUDA device there; None if it has none."""
+    """Identity of its CUDA device there; None if it has none of its own."""
     nccl: bool
     """Whether NCCL is installed."""
     mpi: bool
     """Whether its MPI library takes device arrays."""
+    on_host: bool = True
+    """Whether its arrays are in the host's memory."""
+    overlap: str = "auto"
+    """What ``NBFLOW_OVERLAP`` says."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,9 @@ class Links:
     """That of all ranks of the model."""
     groups: Mapping[tuple[int, ...], Comm] = field(default_factory=dict)
     """Those of this rank's stages, by rank numbers."""
+    far: bool = False
+    """Whether large steps are run in two halves, exchanges beside computing
+    (`nbflow.execute.overlap`); the same on all ranks."""
 
     @property
     def comms(self) -> list[Comm]:
@@ -109,8 +119,42 @@ def _no_mpi(facts: Sequence[Facts]) -> str:
     return ""
 
 
+def is_far(facts: Sequence[Facts], groups: Sequence[Sequence[int]]) -> bool:
+    """Return whether ranks that add up are so far apart that they should compute meanwhile.
+
+    That is so where some stage has ranks on several hosts, and all ranks are processors: on one
+    host an exchange is work for the same cores.  ``NBFLOW_OVERLAP=0`` or ``1`` on rank 0 decides
+    otherwise.
+
+    Parameters
+    ----------
+    facts : sequence of Facts
+        What each rank of the model has.
+    groups : sequence of sequences of int
+        The ranks of each stage, as positions in `facts`.
+
+    Raises
+    ------
+    UsageError
+        If the variable says something else.
+
+    Examples
+    --------
+    >>> facts = [Facts(host, None, nccl=False, mpi=False) for host in "ab"]
+    >>> is_far(facts, [(0, 1)]), is_far(facts, [(0,), (1,)])
+    (True, False)
+    """
+    wish = facts[0].overlap
+    if wish not in ("auto", "0", "1"):
+        raise UsageError(f"{OVERLAP} must be 0 or 1, got {wish!r}")
+    if not all(f.on_host for f in facts):
+        return False
+    apart = any(len({facts[i].host for i in group}) > 1 for group in groups)
+    return apart if wish == "auto" else wish == "1"
+
+
 def make_links(
-    comm: Comm, numbers: Sequence[int], groups: Mapping[tuple[int, ...], Comm], place: Place
+    comm: Comm, plan: Plan, groups: Mapping[tuple[int, ...], Comm], place: Place
 ) -> Links:
     """Return the communicators for device arrays; every rank of `comm` must call it.
 
@@ -118,8 +162,8 @@ def make_links(
     ----------
     comm : Comm
         All ranks of a model, on the host.
-    numbers : sequence of int
-        Their numbers in the partition string.
+    plan : Plan
+        Who holds what; its ranks in the order of `comm`.
     groups : mapping
         The communicators of this rank's stages, by rank numbers.
     place : Place
@@ -132,17 +176,25 @@ def make_links(
     """
     if comm.size == 1:
         return Links()
-    identity = place.identity
-    on_device = identity is not None
-    mine = Facts(platform.node(), identity, on_device and has_nccl(), on_device and cuda_aware())
+    identity, numbers = place.identity, plan.numbers
+    mine = Facts(
+        platform.node(),
+        identity,
+        identity is not None and has_nccl(),
+        identity is not None and cuda_aware(),
+        place.on_host,
+        os.environ.get(OVERLAP, "auto"),
+    )
     everyone: list[Facts] = comm.bcast_object(comm.gather_object(mine))
-    wish = os.environ.get(VARIABLE) if on_device else None
+    wish = os.environ.get(VARIABLE) if identity is not None else None
     way = choose(everyone, wish)
     of_groups = {
         ranks: _made(choose([everyone[numbers.index(r)] for r in ranks], wish), group)
         for ranks, group in groups.items()
     }
-    return Links(_made(way, comm), {ranks: c for ranks, c in of_groups.items() if c is not None})
+    stages = [[numbers.index(r) for r in group] for group in {r.group for r in plan.ranks}]
+    made = {ranks: c for ranks, c in of_groups.items() if c is not None}
+    return Links(_made(way, comm), made, is_far(everyone, stages))
 
 
 def _made(way: str, host: Comm) -> Comm | None:

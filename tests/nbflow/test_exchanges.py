@@ -103,6 +103,40 @@ def test_ranks_that_wait_do_not_work():
     assert float(done.stdout) < 0.25
 
 
+@pytest.mark.mpi
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
+def test_large_messages_move_while_their_sender_computes():
+    """The receiver has them before the sender calls MPI again; the order is kept."""
+    code = (
+        "import time\n"
+        "import numpy as np\n"
+        "from nbflow.parallel import world\n"
+        "comm, n = world(), 1 << 20\n"
+        "x, small = np.empty(n, np.float32), np.empty(2, np.float32)\n"
+        "comm.barrier()\n"
+        "started = time.perf_counter()\n"
+        "if comm.rank == 0:\n"
+        "    for i in range(3):\n"
+        "        x[:] = i\n"
+        "        comm.Send_later(x, 1)\n"
+        "        comm.Post(x[:2], 1)\n"
+        "    x[:] = -1\n"
+        "    assert time.perf_counter() - started < 2\n"
+        "    time.sleep(4)\n"
+        "else:\n"
+        "    for i in range(3):\n"
+        "        comm.Recv(x, 0)\n"
+        "        comm.Recv(small, 0)\n"
+        "        assert (x == i).all() and (small == i).all()\n"
+        "    assert time.perf_counter() - started < 3.5, 'it came when the sender had woken up'\n"
+        "comm.barrier()\n"
+        "sent = comm.gather_object(dict(comm.sent))\n"
+        "if sent: print(sent[0]['send'] == 12 * n, sent[0]['broadcast'] == 24)\n"
+    )
+    done = mpirun(2, "-m", "mpi4py", "-c", code)
+    assert done.stdout.split() == ["True", "True"], done.stdout + done.stderr
+
+
 # ---- GPUs -------------------------------------------------------------------------------------
 
 
