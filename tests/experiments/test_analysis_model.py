@@ -254,6 +254,21 @@ def test_the_whole_is_what_the_engine_gives() -> None:
     assert found.models.nll_difference_mean_nats[0] == pytest.approx(shift, abs=1e-6)
 
 
+@pytest.mark.parametrize("family", ["falcon_40b", "deepseek_v2_lite"])
+def test_families_are_cut_where_their_layers_end(family: str, tmp_path: Path) -> None:
+    """Parallel residuals; latent attention, experts and a first dense layer."""
+    config = json.loads((FAMILIES / family / "config.json").read_text())
+    write_checkpoint(tmp_path / "m", config)
+    found = layer_errors(tmp_path / "m", ["q8_0"], WINDOWS)
+    logits = {}
+    for weights in ("q8_0", "f32"):
+        with nbflow.load(tmp_path / "m", weights=weights, kv="f32") as model:
+            logits[weights] = np.concatenate([model.logits(ids) for ids in READ])
+    kld = nk.kl_divergence(logits["f32"], logits["q8_0"]).mean()
+    # matrices joined or not may be multiplied by other kernels: float32 rounding of the logits
+    assert found.models.kld_mean_nats[0] == pytest.approx(kld, rel=1e-2)
+
+
 # ---- key/value cache --------------------------------------------------------------------------
 
 

@@ -45,7 +45,7 @@ from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.threads import set_num_threads
 
 PARTS = ("tensors", "layers", "attribution", "kv")
-KV = "q8_0,q5,q4,q3h,q3,q2"
+KV = "q8_0,q5_0,q4_0,q3,q2"
 SHOWN = 40  # rows of a table that are printed
 
 COLUMNS = {
@@ -99,6 +99,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--tensors", metavar="PATTERN", help="only matrices of these names, e.g. '*.attn.*'")
     add("--by", metavar="WHAT,...", default=",".join(BY), help=f"what is swapped ({','.join(BY)})")
+    add(
+        "--isolated",
+        action="store_true",
+        help="attribution: leave out the runs with everything quantized but one",
+    )
     add("--kv", metavar="FMT,...", default=KV, help=f"formats of the cache, or K/V pairs ({KV})")
     add("--text", metavar="FILE", help="text, UTF-8 (the eval.txt beside the model)")
     add("--tokens", type=int, default=2048, metavar="N", help="tokens of the text (2048)")
@@ -120,6 +125,8 @@ def run(arguments: argparse.Namespace) -> int:
     for part in parts:
         if part not in PARTS:
             raise unknown_name("part", part, (*PARTS, "all"))
+    if world().size > 1:
+        raise UsageError("analyze runs in one process; leave mpirun out")
     if arguments.threads is not None:
         set_num_threads(arguments.threads)
     for file in arguments.formats:
@@ -261,6 +268,7 @@ class _Work:
             self._treatments,
             self._windows,
             by=_listed(a.by, "--by"),
+            complement=not a.isolated,
             spec=a.spec,
             progress=_progress("attribution"),
         )
