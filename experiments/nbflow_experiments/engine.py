@@ -25,6 +25,7 @@ __all__ = [
     "ModelIdentity",
     "format_names",
     "identify",
+    "kv_bits",
     "kv_format_names",
     "load",
     "partition_ranks",
@@ -97,6 +98,12 @@ def kv_format_names() -> tuple[str, ...]:
 
     short = [name for name, explicit in FORMATS.short_names.items() if explicit in KINDS]
     return (*KINDS, *short)
+
+
+def kv_bits(kv: str) -> float:
+    """Return the bits per number of a cache: the mean of keys and values, without padding."""
+    keys, _, values = kv.partition("/")
+    return (bits_per_weight(keys) + bits_per_weight(values or keys)) / 2
 
 
 def partition_ranks(partition: str) -> tuple[int, ...]:

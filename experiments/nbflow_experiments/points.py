@@ -190,5 +190,5 @@ def estimate_bytes(point: Point, identity: engine.ModelIdentity) -> dict[str, in
     tokens = int(point.config["batch"]) * (
         int(point.config["prompt"]) + int(point.config["decode"])
     )
-    cache = tokens * identity.kv_width * engine.bits_per_weight(str(point.config["kv"])) / 8
+    cache = tokens * identity.kv_width * engine.kv_bits(str(point.config["kv"])) / 8
     return {"weight_bytes": round(weights), "kv_bytes": round(cache)}

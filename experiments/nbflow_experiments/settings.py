@@ -38,7 +38,7 @@ _ALL = (
     Setting("model", "", 0, "model: folder, file or name of a model specification (required)"),
     Setting("weights", "f32", 0, "format of the weight matrices"),
     Setting("outliers", 0.0, 0, "share of the weights kept exactly beside the format, 0 to 0.05"),
-    Setting("kv", "f16", 0, "format of the key/value cache"),
+    Setting("kv", "f16", 0, "format of the key/value cache, or of keys/values"),
     Setting("partition", "0", 0, "which ranks hold the model, for example '0&1;2&3'"),
     Setting("batch", 1, 1, "sequences processed together"),
     Setting("prompt", 128, 1, "tokens of each prompt"),
@@ -103,8 +103,9 @@ def check_value(name: str, value: object, where: str) -> Value:
         raise UsageError(f'{where}: {name} must be text in quotes, got {value!r}; write "{value}"')
     if name == "weights" and value.lower() not in engine.format_names():
         raise unknown_name("weight format", value, engine.format_names())
-    if name == "kv" and value.lower() not in engine.kv_format_names():
-        raise unknown_name("key/value format", value, engine.kv_format_names())
+    for part in value.lower().split("/", 1) if name == "kv" else ():
+        if part not in engine.kv_format_names():
+            raise unknown_name("key/value format", part, engine.kv_format_names())
     if name == "partition":
         engine.partition_ranks(value)
     return value.lower() if name in ("weights", "kv") else value

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -9,10 +10,14 @@ import numpy as np
 
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.kvcache.formats import kv_format
+from nbflow_kernels.kvcache.formats import KVFormat, kv_formats
 
 LAYOUT = "HND"
 """A page holds one head's tokens after the other: attention reads them as one stream."""
+
+
+PageArray = tuple[tuple[int, int, int], np.dtype[Any]]
+"""Shape and dtype of one page."""
 
 
 class KVStorage:
@@ -27,12 +32,10 @@ class KVStorage:
     n_kv_heads, head_dim : int
         Heads, and numbers of a head vector.
     kv : str
-        Element format, a name of `nbflow_kernels.kvcache.formats.kv_format`.
+        Format of keys and values, or of each (``"q8/q4"``): see `nbflow_kernels.kv_formats`.
     xp : module
         Makes the arrays: NumPy, or what stands for it on a device.
     """
-
-    arrays_per_layer = 2
 
     def __init__(
         self,
@@ -44,9 +47,10 @@ class KVStorage:
         xp: Any = np,
     ) -> None:
         self.page_size = page_size
-        self.format = kv_format(kv)
+        self.formats = kv_formats(kv)
+        """Of keys and of values."""
         self._xp = xp
-        self._shape = (n_kv_heads, page_size, self.format.row_length(head_dim))
+        self._arrays = self._arrays_of_layer(n_kv_heads, head_dim)
         self._held: dict[int, tuple[Any, ...]] = dict.fromkeys(layers, ())
         self.layers: dict[int, tuple[Any, Any]] = {}
         """Keys and values of each layer."""
@@ -56,6 +60,11 @@ class KVStorage:
         self.release()
 
     @property
+    def kinds(self) -> tuple[int, int]:
+        """Return the numbers that kernels know the formats of keys and of values by."""
+        return self.formats[0].kind, self.formats[1].kind
+
+    @property
     def n_bytes(self) -> int:
         """Return the bytes of all pages."""
         return self.n_pages * self.page_bytes
@@ -63,8 +72,8 @@ class KVStorage:
     @property
     def page_bytes(self) -> int:
         """Return the bytes of one page, all layers together."""
-        n_numbers = len(self._held) * self.arrays_per_layer * int(np.prod(self._shape))
-        return n_numbers * self.format.dtype.itemsize
+        each = (math.prod(shape) * dtype.itemsize for shape, dtype in self._arrays)
+        return len(self._held) * sum(each)
 
     def ensure(self, n_pages: int) -> None:
         """Have at least `n_pages` pages, keeping what the present ones hold."""
@@ -92,6 +101,13 @@ class KVStorage:
                 for array in arrays:
                     array[target] = array[source]
 
+    def _arrays_of_layer(self, n_kv_heads: int, head_dim: int) -> list[PageArray]:
+        """Return shape and dtype of a page of each array that a layer has."""
+        return [self._page_array(n_kv_heads, format, head_dim) for format in self.formats]
+
+    def _page_array(self, n_heads: int, format: KVFormat, head_dim: int) -> PageArray:
+        return (n_heads, self.page_size, format.row_length(head_dim)), format.dtype
+
     def _keep(self, layer: int, arrays: tuple[Any, ...]) -> None:
         self._held[layer] = arrays
         self.layers[layer] = self._pair(arrays)
@@ -103,8 +119,7 @@ class KVStorage:
 
     def _pages(self, n: int) -> tuple[Any, ...]:
         # Zeros, not garbage: a page's unused tail is read (and masked) by vector loads.
-        shape = (n, *self._shape)
-        return tuple(self._xp.zeros(shape, self.format.dtype) for _ in range(self.arrays_per_layer))
+        return tuple(self._xp.zeros((n, *shape), dtype) for shape, dtype in self._arrays)
 
 
 class LatentStorage(KVStorage):
@@ -122,8 +137,6 @@ class LatentStorage(KVStorage):
         Numbers of it that are values.
     """
 
-    arrays_per_layer = 1
-
     def __init__(
         self,
         layers: Sequence[int],
@@ -133,7 +146,12 @@ class LatentStorage(KVStorage):
         kv: str,
         xp: Any = np,
     ) -> None:
-        format = kv_format(kv)
+        format, other = kv_formats(kv)
+        if format != other:
+            raise UsageError(
+                f"kv={kv!r}: the values of latent attention are part of its keys, so that both "
+                f"have one format; use kv={format.name!r}"
+            )
         if value_width % format.block_size:
             raise UsageError(
                 f"kv={kv!r}: the {value_width} columns of a latent vector that are values must be "
@@ -142,6 +160,9 @@ class LatentStorage(KVStorage):
             )
         self._value_length = format.row_length(value_width)
         super().__init__(layers, page_size, 1, width, kv, xp)
+
+    def _arrays_of_layer(self, n_kv_heads: int, head_dim: int) -> list[PageArray]:
+        return [self._page_array(n_kv_heads, self.formats[0], head_dim)]
 
     def _pair(self, arrays: tuple[Any, ...]) -> tuple[Any, Any]:
         (vectors,) = arrays

@@ -43,9 +43,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default="f32",
         help="arithmetic of the products: f32, bf16, or int8 (f32)",
     )
-    parser.add_argument(
-        "--kv", metavar="FMT", default="f16", help="KV cache format: f16, q8_0, ..."
-    )
+    add_kv_arguments(parser)
     parser.add_argument(
         "--partition",
         metavar="P",
@@ -81,6 +79,35 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer file")
     parser.add_argument("--max-context", type=int, metavar="N", help="shorten the context")
     parser.add_argument("--threads", type=int, metavar="N", help="threads per rank")
+
+
+def add_kv_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the format of the key/value cache, in our words and in llama.cpp's."""
+    parser.add_argument(
+        "--kv",
+        metavar="FMT[/FMT]",
+        default="f16",
+        help="KV cache format: f16, q8_0, ...; two are those of keys and of values (f16)",
+    )
+    for side, name in enumerate(("keys", "values")):
+        parser.add_argument(
+            f"-ct{name[0]}", f"--cache-type-{name[0]}", metavar="FMT", dest="kv",
+            action=_OneSide, side=side, help=f"format of the {name}, in place of what --kv says",
+        )  # fmt: skip
+
+
+class _OneSide(argparse.Action):
+    """Put one side's format into ``keys/values``, and leave the other one as it is."""
+
+    def __init__(self, *, side: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._side = side
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        keys, slash, other = getattr(namespace, self.dest).partition("/")
+        names = [keys, other if slash else keys]
+        names[self._side] = values
+        setattr(namespace, self.dest, names[0] if names[0] == names[1] else "/".join(names))
 
 
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:

@@ -22,7 +22,7 @@ from nbflow.tokenizer import Tokenizer, load_tokenizer
 from nbflow.weights import WeightFile, open_weights
 from nbflow.weights.weight_file import ITEM_BYTES
 from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
-from nbflow_kernels.kvcache.formats import kv_format
+from nbflow_kernels.kvcache.formats import kv_formats
 from nbflow_kernels.quants.outliers import check_ratio
 
 ACTIVATIONS = ("f32", "bf16", "int8")
@@ -72,6 +72,7 @@ def load(
     kv : str
         Element format of the key/value cache: "f32", "f16", "bf16", or a block format, e.g. "q8_0"
         or "q4_0" (`nbflow_kernels.kvcache.formats.kv_format`), which each head vector is put into.
+        "q8_0/q4_0" gives keys, which come first, and values formats of their own.
     partition : str
         Who holds what, e.g. ``"0"``, ``"0;1"`` (by layer), ``"0&1"`` (by tensor), ``"0&1;2&3"``,
         ``"0:3;1"`` (uneven), ``"0/1"`` (replicas); see `nbflow.parallel.notation`.  Under mpirun
@@ -125,7 +126,7 @@ def load(
     else:
         block_size = nk.FORMATS[weights].block_size
     check_outliers(outliers, weights)
-    kv_format(kv)  # raises for an unknown name
+    kv_formats(kv)  # raises for an unknown name
     if activations not in ACTIVATIONS:
         raise unknown_name("activations", activations, ACTIVATIONS)
     if max_step_tokens < 1:

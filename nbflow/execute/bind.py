@@ -363,7 +363,7 @@ class Binder:
         keys, values = storage.layers[op.layer or 0]
         return self._captured(
             op, kernels.append_paged_kv_cache, k, v, arrays.batch_indices, arrays.positions, keys,
-            values, arrays.kv_indices, arrays.kv_indptr, LAYOUT, storage.format.kind,
+            values, arrays.kv_indices, arrays.kv_indptr, LAYOUT, storage.kinds,
         )  # fmt: skip
 
     def _attention(self, op: Op, index: int) -> Made:
@@ -376,7 +376,7 @@ class Binder:
         storage = step.storage
         keys, values = storage.layers[op.layer or 0]
         with capture() as attends:
-            cpu.attend(step.plan, q, keys, values, out, None, storage.format.kind)
+            cpu.attend(step.plan, q, keys, values, out, None, storage.kinds)
         calls = [dataclasses.replace(c, n_rows=step.n_shares) for c in attends.calls]
         if step.merges:
             with capture() as merges:

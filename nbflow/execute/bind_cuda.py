@@ -123,8 +123,8 @@ class CudaBinder(Binder):
         _, _, D_qk, D_vo = step.plan.heads
         q, out = self._heads(op.inputs[0], D_qk), self._heads(op.out, D_vo)
         keys, values = step.storage.layers[op.layer or 0]
-        attend, kind = self._kernels("attention").attend, step.storage.format.kind
-        return self._captured(op, attend, step.plan, q, keys, values, out, None, kind)
+        attend, kinds = self._kernels("attention").attend, step.storage.kinds
+        return self._captured(op, attend, step.plan, q, keys, values, out, None, kinds)
 
     _cross_attention = _attention
 
@@ -137,7 +137,7 @@ class CudaBinder(Binder):
         return self._captured(
             op, self._kernels("kvcache").append_paged_kv_cache, k, v, arrays.batch_indices,
             arrays.positions, keys, values, arrays.kv_indices, arrays.kv_indptr, LAYOUT,
-            storage.format.kind,
+            storage.kinds,
         )  # fmt: skip
 
     def _input(self, op: Op, index: int) -> PythonOp:
