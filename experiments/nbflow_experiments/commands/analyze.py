@@ -186,7 +186,7 @@ class _Work:
             a = arguments
             self._windows = analysis_windows(a.model, a.text, a.tokens, a.window, a.seed)
         if arguments.out is not None:
-            self._launch = describe_launch(world(), sys.argv)
+            self._launch = describe_launch(world(), ["nbflow", *sys.argv[1:]])
             self._folder = AnalysisFolder.new(arguments.out, self._settings(parts), arguments.force)
 
     def _settings(self, parts: list[str]) -> dict[str, Any]:
