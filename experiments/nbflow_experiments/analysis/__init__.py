@@ -1,8 +1,8 @@
 """What quantization does to a model: columns that matter, errors of weights and of layers.
 
 >>> from nbflow_experiments.analysis import tensor_errors
->>> tensor_errors("tiny_python", ["q3h"], tensors="layers.0.attn.q.weight").sqnr_db.round(1)[0]
-np.float64(18.5)
+>>> tensor_errors("tiny_python", ["q3h"], tensors="layers.0.attn.q.weight").sqnr_db.round(1).item()
+18.5
 
 docs/analysis.md defines every number; ``nbflow analyze`` is the command.
 """

@@ -18,7 +18,7 @@ from nbflow.execute import Step
 from nbflow.weights_policy import is_quantized
 from nbflow_experiments.analysis.layers import Windows
 from nbflow_experiments.analysis.scores import Comparison
-from nbflow_experiments.analysis.stages import Stage, make_steps, stage_programs
+from nbflow_experiments.analysis.stages import Stage, make_steps, predicts, stage_programs
 from nbflow_experiments.analysis.tables import Table, table_of
 from nbflow_experiments.analysis.tensors import as_treatments, kind_of, layer_of
 from nbflow_experiments.analysis.treatments import Checkpoint, Treatment
@@ -112,8 +112,8 @@ def attribution(
             raise unknown_name("grouping", name, BY)
     treatments = as_treatments(weights)
     with Checkpoint(model, spec) as checkpoint:
-        if not checkpoint.spec.head:
-            raise UsageError(f"{checkpoint.spec.name} has no head, so no predictions to compare")
+        if not predicts(checkpoint.spec):
+            raise UsageError(f"{checkpoint.spec.name} predicts no next token; nothing to compare")
         resident = _Resident(checkpoint, windows)
         units = _units(checkpoint, resident.stages, by)
         runs = _Progress(progress, len(treatments) * len(windows), units, complement)

@@ -21,7 +21,7 @@ from nbflow_experiments.analysis.cache_error import CacheErrors
 from nbflow_experiments.analysis.changes import Change, as_changes
 from nbflow_experiments.analysis.distributions import relative_counts
 from nbflow_experiments.analysis.scores import Comparison
-from nbflow_experiments.analysis.stages import Stage, make_steps, stage_programs
+from nbflow_experiments.analysis.stages import Stage, make_steps, predicts, stage_programs
 from nbflow_experiments.analysis.tables import Table, table_of
 from nbflow_experiments.analysis.tensors import kind_of, layer_of
 from nbflow_experiments.analysis.treatments import Checkpoint, Treatment
@@ -132,7 +132,7 @@ class _Walk:
             self._changed = {c.label: self._exact for c in self._changes}
         elif stage.layer >= 0:
             self._layer(stage)
-        elif self._checkpoint.spec.head:
+        elif predicts(self._checkpoint.spec):
             self._head(stage)
 
     def _layer(self, stage: Stage) -> None:

@@ -24,7 +24,6 @@ from nbflow.spec.model_spec import ModelSpec
 from nbflow_experiments.analysis.treatments import Checkpoint
 from nbflow_kernels import QuantTensor
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.threads import set_num_threads
 
 Floats = NDArray[np.float32]
 Observer = Callable[[Op, tuple[NDArray[Any], ...]], None]
@@ -211,7 +210,6 @@ def make_steps(spec: ModelSpec, windows: Iterable[Sequence[int] | NDArray[Any]])
     return steps
 
 
-def take_threads(threads: int | None) -> None:
-    """Have so many threads compute; None leaves them as they are."""
-    if threads is not None:
-        set_num_threads(threads)
+def predicts(spec: ModelSpec) -> bool:
+    """Return whether a model predicts the next token, so that its predictions can be scored."""
+    return spec.head and spec.causal

@@ -8,8 +8,29 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_experiments import engine
+from nbflow.spec import resolve
 from nbflow_experiments.evaluation import text_windows
+from nbflow_kernels.errors import UsageError
+
+
+def text_file(model: str | os.PathLike[str], text: str | os.PathLike[str] | None = None) -> Path:
+    """Return the text that a model is analysed on: `text`, or the ``eval.txt`` beside the model.
+
+    Raises
+    ------
+    UsageError
+        If there is no such file.
+    """
+    if text is not None:
+        path = Path(text)
+        if not path.is_file():
+            raise UsageError(f"text: there is no file {path}")
+        return path
+    weights = resolve(model).path
+    path = (weights if weights.is_dir() else weights.parent) / "eval.txt"
+    if not path.is_file():
+        raise UsageError(f"{model} brings no eval.txt; name a text with --text FILE (text=)")
+    return path
 
 
 def analysis_windows(
@@ -30,7 +51,7 @@ def analysis_windows(
     tokens : int
         How many tokens in all; a remainder that fills no window is left out.
     window : int
-        Tokens of a window.  Each begins with BOS if the tokenizer adds one.
+        Tokens of a window, at least 2.  Each begins with BOS if the tokenizer adds one.
     seed : int
         Which windows are taken where the text has more.
 
@@ -41,13 +62,16 @@ def analysis_windows(
     Raises
     ------
     UsageError
-        If there is no text, or it is too short.
+        If there is no text, it is too short, or `tokens` are not even one window.
 
     Examples
     --------
     >>> analysis_windows("tiny_python", tokens=512).shape
     (2, 256)
     """
-    given = "" if text is None else str(Path(text).resolve())
-    path = engine.evaluation_text(given, engine.identify(model), Path())
-    return text_windows(model, path, tokens, window, seed)
+    if window < 2 or tokens < window:
+        raise UsageError(
+            f"tokens must be at least one window, and a window 2 tokens; got tokens {tokens} and "
+            f"window {window}"
+        )
+    return text_windows(model, text_file(model, text), tokens, window, seed)

@@ -214,7 +214,8 @@ class Stored:
     def encode(self, name: str, matrix: NDArray[np.float32]) -> QuantTensor:
         """Return the tensor of the other file; `matrix` is not looked at."""
         other = self._other
-        if other.file.dtype(stored(other.spec, name).name) not in ITEM_BYTES:
+        dtype = other.file.dtype(stored(other.spec, name).name)
+        if dtype not in ITEM_BYTES:
             pieces = quantized_pieces(other.spec, other.file, Operand(name))
             return QuantTensor.concatenate(pieces)
-        return nk.quantize(other.matrix(name), "f32")
+        return nk.quantize(other.matrix(name), dtype if dtype in ("f16", "bf16") else "f32")
