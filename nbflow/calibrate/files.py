@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow.calibrate.collect import Inputs
+from nbflow.execute.encode import BEST
 from nbflow.weights.gguf import ARRAY, STRING
 from nbflow.writing.gguf_checkpoint import ArrayRows
 from nbflow.writing.gguf_file import U32, write_gguf
@@ -186,7 +187,7 @@ def _write_gguf(file: BinaryIO, sums: Sums, texts: list[str], n_windows: int, wi
     for name, (squares, counts) in sums.items():
         tensors.append(_tensor(f"{name}.in_sum2", squares))
         tensors.append(_tensor(f"{name}.counts", counts[:, None]))
-    write_gguf(file, metadata, tensors, "best")
+    write_gguf(file, metadata, tensors, BEST)
 
 
 def _write_dat(file: BinaryIO, sums: Sums, texts: list[str], n_windows: int) -> None:
@@ -204,7 +205,7 @@ def _write_dat(file: BinaryIO, sums: Sums, texts: list[str], n_windows: int) -> 
 def _write_safetensors(file: BinaryIO, found: Sequence[Inputs]) -> None:
     used = [inputs for inputs in found if inputs.n_rows]
     tensors = [_tensor(",".join(i.names), i.sums / i.n_rows) for i in used]
-    write_safetensors(file, tensors, "best")
+    write_safetensors(file, tensors, BEST)
 
 
 def _tensor(name: str, values: NDArray[Any]) -> NewTensor:

@@ -35,8 +35,10 @@ class Factors:
         with np.errstate(divide="ignore"):
             inverse = np.where(self.values == 0, 0.0, 1 / self.values)
         if statistics.ndim == 1:
-            return statistics * inverse**2
-        return statistics * inverse * inverse[:, None]
+            squares: Wide = statistics * inverse**2
+            return squares
+        result: Wide = statistics * inverse * inverse[:, None]
+        return result
 
 
 @dataclass(frozen=True, eq=False)
