@@ -7,7 +7,7 @@ squared error of the outputs is :math:`\mathrm{tr}(E X^T X E^T)` for an error E 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,13 +86,8 @@ def collect(
     >>> found[0].names, found[0].sums.shape, found[0].n_rows
     (('layers.0.attn.q.weight', 'layers.0.attn.k.weight', 'layers.0.attn.v.weight'), (256,), 5)
     """
-    executor = model.engines[0].executor if len(model.engines) == 1 else None
-    if not isinstance(executor, CpuExecutor) or executor.comm.size > 1:
-        raise UsageError("inputs are collected on the CPU in one process; leave partition and MPI")
-    if model.spec.encoder is not None:
-        raise UsageError(f"{model.spec.name} has an encoder beside its decoder; not collected yet")
-    collector = _Collector(executor, full)
-    executor.observe = collector
+    collector = collector_of(model)
+    collector.restart(full=full)
     run = model.logits if model.spec.head else model.hidden
     for i, window in enumerate(windows):
         run(window)
@@ -101,15 +96,39 @@ def collect(
     return collector.found()
 
 
-class _Collector:
+def collector_of(model: Model) -> Collector:
+    """Return what sums up the inputs of a model's matrices whenever it runs.
+
+    Raises
+    ------
+    UsageError
+        As `collect`.
+    """
+    executor = model.engines[0].executor if len(model.engines) == 1 else None
+    if not isinstance(executor, CpuExecutor) or executor.comm.size > 1:
+        raise UsageError("inputs are collected on the CPU in one process; leave partition and MPI")
+    if model.spec.encoder is not None:
+        raise UsageError(f"{model.spec.name} has an encoder beside its decoder; not collected yet")
+    collector = Collector(executor)
+    executor.observe = collector
+    return collector
+
+
+class Collector:
     """Adds up the inputs of ops as they are about to run."""
 
-    def __init__(self, executor: CpuExecutor, full: bool) -> None:
-        self._full = full
+    def __init__(self, executor: CpuExecutor) -> None:
         program = executor.program
         self._operands = dict(zip(map(id, program.ops), executor.weights.operands, strict=True))
         self._bias = dict(zip(map(id, program.ops), executor.weights.bias, strict=True))
         self._moe = program.spec.moe
+        self.restart()
+
+    def restart(
+        self, *, full: bool = False, only: Collection[tuple[str, ...]] | None = None
+    ) -> None:
+        """Begin with sums of 0, of all products of columns if `full`, and `only` of some inputs."""
+        self._full, self._only = full, only
         self._inputs: dict[tuple[str, ...], Inputs] = {}
 
     def found(self) -> list[Inputs]:
@@ -123,6 +142,8 @@ class _Collector:
 
     def _add(self, names: Sequence[str], x: NDArray[Any]) -> None:
         key = tuple(names)
+        if self._only is not None and key not in self._only:
+            return
         if key not in self._inputs:
             K = x.shape[1]
             self._inputs[key] = Inputs(key, np.zeros((K, K) if self._full else K))
