@@ -57,7 +57,8 @@ class WeightFormats:
     patterns: tuple[tuple[str, str], ...]
     """Shell pattern for our names, explicit name of a format."""
     facts: Mapping[str, Any] | None = None
-    """The table ``[policy]`` of the file, which says how it was made."""
+    """The table ``[policy]`` of a file, which says how it was made; None for the name of a format,
+    which one pattern stands for."""
 
     def of(self, name: str, shape: Sequence[int]) -> str | None:
         """Return the format of one of our tensors; None for what keeps what is stored."""
@@ -88,7 +89,11 @@ class WeightFormats:
             )
 
 
-def weight_formats(weights: str | os.PathLike[str] | None) -> WeightFormats | None:
+Weights = str | os.PathLike[str] | WeightFormats | None
+"""What names weight formats: a format, a policy file, formats themselves, or what is stored."""
+
+
+def weight_formats(weights: Weights) -> WeightFormats | None:
     """Return the formats that the name of a format, or of a policy file (``.toml``), stands for.
 
     Raises
@@ -96,8 +101,8 @@ def weight_formats(weights: str | os.PathLike[str] | None) -> WeightFormats | No
     UsageError
         If there is no such format, or the file cannot be read or is none.
     """
-    if weights is None:
-        return None
+    if weights is None or isinstance(weights, WeightFormats):
+        return weights
     text = os.fspath(weights)
     if not text.lower().endswith(ENDING):
         return WeightFormats((("*", FORMATS[text].name),))
@@ -111,14 +116,6 @@ def weight_formats(weights: str | os.PathLike[str] | None) -> WeightFormats | No
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise UsageError(f"{path}: is no TOML file: {error}") from error
     return _parsed(data, str(path))
-
-
-def weight_name(weights: str | os.PathLike[str] | None) -> str | None:
-    """Return the explicit name of a format, or the path of a policy file as it is; checked."""
-    found = weight_formats(weights)
-    if found is None or weights is None:
-        return None
-    return found.patterns[0][1] if found.facts is None else os.fspath(weights)
 
 
 def _parsed(data: Mapping[str, Any], where: str) -> WeightFormats:

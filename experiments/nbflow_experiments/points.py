@@ -16,8 +16,10 @@ from nbflow_experiments.measures import METRICS_VERSION, needs_text
 from nbflow_experiments.settings import Value
 from nbflow_kernels.errors import UsageError
 
+FORMAT_SETTINGS = ("weights", "outliers", "encoder", "importance")
+"""Points that agree in these, and in the model, have the same weights."""
 LOAD_SETTINGS = (
-    "ranks", "model", "weights", "outliers", "kv", "partition", "max_context", "threads",
+    "ranks", "model", *FORMAT_SETTINGS, "kv", "partition", "max_context", "threads",
     "exchange", "optimize", "machine",
 )  # fmt: skip
 """Points that agree in these can use one loaded model."""
@@ -51,7 +53,8 @@ class Point:
     text: Path | None
     """The evaluated text."""
     format_digest: str = ""
-    """Digest of the source of the weight format, if it is a registered one."""
+    """Digest of the files that decide on the weights: the source of a registered format, a policy,
+    importances; empty without any."""
 
     @property
     def short(self) -> str:
@@ -131,7 +134,7 @@ def make_points(sweep: Sweep) -> list[Point]:
                 digests[text] = hashlib.sha256(text.read_bytes()).hexdigest()
             dataset = digests[text]
         digest = identities[model].digest
-        format = engine.format_digest(str(config["weights"]))
+        format = engine.format_digest(str(config["weights"]), str(config["importance"]))
         name = point_id(_identity(config, sweep.measures, digest, dataset, format))
         points[name] = Point(name, dict(config), sweep.measures, digest, dataset, text, format)
     groups: dict[tuple[Value, ...], list[Point]] = {}

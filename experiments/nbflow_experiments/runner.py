@@ -22,7 +22,7 @@ from nbflow_experiments import engine, provenance
 from nbflow_experiments.arrays import remove_rank_files, write_rank_file
 from nbflow_experiments.evaluation import text_windows
 from nbflow_experiments.measures import MEASURES, Array, Context, Measure, Outcome, needs_reference
-from nbflow_experiments.points import LOAD_SETTINGS, QUALITY_SETTINGS, Point
+from nbflow_experiments.points import FORMAT_SETTINGS, LOAD_SETTINGS, QUALITY_SETTINGS, Point
 from nbflow_experiments.prediction import Predictor
 from nbflow_experiments.progress import Reporter
 from nbflow_experiments.records import ResultsFolder, reading_row
@@ -223,7 +223,7 @@ class Runner:
 
     def _run_measure(self, measure: Measure, point: Point, context: Context, log: _Log) -> Outcome:
         """Run one measure on all ranks of the model; rank 0 gets what the leading rank found."""
-        key = (measure.name, point.model_digest, *point.key(("weights", "outliers")))
+        key = (measure.name, point.model_digest, *point.key(FORMAT_SETTINGS))
         if measure.scope == "format" and key in self._formats:
             return self._formats[key]
 
@@ -295,6 +295,8 @@ class Runner:
                     str(config["model"]),
                     weights=str(config["weights"]),
                     outliers=float(config["outliers"]),
+                    encoder=str(config["encoder"]),
+                    importance=str(config["importance"]),
                     kv=str(config["kv"]),
                     partition=str(config["partition"]),
                     max_context=int(config["max_context"]),

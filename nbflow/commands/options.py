@@ -23,7 +23,18 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="Hugging Face folder, .safetensors, .pth, .gguf, llama2.c .bin, a spec (tiny_python)",
     )
     parser.add_argument(
-        "--weights", metavar="FMT", help="weight format, e.g. q4 (default: as stored)"
+        "--weights",
+        metavar="FMT",
+        help="weight format, e.g. q4, or a policy file, .toml (default: as stored)",
+    )
+    parser.add_argument(
+        "--encoder",
+        metavar="E",
+        default="best",
+        help="how --weights are encoded: best, plain, gptq, hqq, outliers, awq, hadamard+gptq, ...",
+    )
+    parser.add_argument(
+        "--importance", metavar="FILE", help="what nbflow imatrix found, for the encoder"
     )
     parser.add_argument(
         "--outliers",
@@ -173,6 +184,8 @@ def load_model(arguments: argparse.Namespace, **changes: Any) -> nbflow.Model:
         for name in (
             "weights",
             "outliers",
+            "encoder",
+            "importance",
             "activations",
             "kv",
             "partition",

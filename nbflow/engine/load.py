@@ -31,9 +31,8 @@ from nbflow.status import status
 from nbflow.tokenizer import Tokenizer, load_tokenizer
 from nbflow.weights import WeightFile, open_weights
 from nbflow.weights.weight_file import ITEM_BYTES
-from nbflow.weights_policy import WeightFormats, weight_formats, weight_name
-from nbflow.writing.importance import read_importance
-from nbflow.writing.importance_names import gguf_names, with_our_names
+from nbflow.weights_policy import WeightFormats, weight_formats
+from nbflow.writing.importance_names import known_inputs
 from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
 from nbflow_kernels.kvcache.formats import kv_formats
 from nbflow_kernels.quants.encoders import DAMPING
@@ -47,7 +46,7 @@ def load(
     model: str | Path,
     *,
     spec: str | Path | None = None,
-    weights: str | Path | None = None,
+    weights: str | Path | WeightFormats | None = None,
     outliers: float = 0.0,
     encoder: str = "best",
     importance: str | Path | Mapping[str, NDArray[Any]] | None = None,
@@ -79,7 +78,7 @@ def load(
     spec : str or Path, optional
         A spec file (TOML) to use instead of what the checkpoint says about itself, or the name of
         a model that comes with the package, e.g. "llama2_7b_chat" (`nbflow.spec.resolve`).
-    weights : str, optional
+    weights : str, path or WeightFormats, optional
         Format of the attention and feed-forward matrices: a name of `nbflow_kernels.FORMATS`, e.g.
         "q4", or a policy file (``.toml``) that says it matrix by matrix (`nbflow.weights_policy`).
         None keeps what the checkpoint stores.
@@ -184,7 +183,7 @@ def load(
         from nbflow.planner import Setting, choose_partition, stored_model
 
         setting = Setting(kv=kv, activations=activations, exchange=exchange)
-        described = stored_model(stored_spec, resolved.path, weight_name(weights))
+        described = stored_model(stored_spec, resolved.path, weights)
         partition = choose_partition(described, comm, optimize, machine, setting)
     if placement.note and is_host(device):
         warnings.warn(placement.note, stacklevel=2)
@@ -200,7 +199,7 @@ def load(
         threads = fair_threads(comm, whole.numbers)
     options: dict[str, Any] = {
         "spec": the_spec,
-        "weights": weights,
+        "weights": formats,
         "encoding": prepared.encoding,
         "activations": activations,
         "kv": kv,
@@ -256,17 +255,14 @@ def _prepare(
             f"encoder={encoder!r} and importance need a weight format to encode in, e.g. "
             "weights='q4'"
         )
-    if isinstance(importance, str | Path):
-        importance = read_importance(importance)
     with open_weights(resolved.path) as file:
         check(spec, file)
-        if importance is not None:
-            importance = with_our_names(importance, gguf_names(resolved, file))
+        known = known_inputs(importance, resolved, file)
 
         def format_of(name: str) -> str | None:
             return formats.of(name, spec.shape_of(name))
 
-        return prepare(spec, file, format_of, encoder, importance, **options)
+        return prepare(spec, file, format_of, encoder, known, **options)
 
 
 def check_outliers(outliers: float, formats: WeightFormats | None) -> None:

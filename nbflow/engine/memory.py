@@ -21,6 +21,7 @@ from nbflow.parallel.plan import RankPlan
 from nbflow.program import build_memory, fuse, partition
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.weights import WeightFile
+from nbflow.weights_policy import Weights
 
 if TYPE_CHECKING:
     from nbflow.engine.rank import RankEngine
@@ -50,7 +51,7 @@ class Memory:
         mine: RankPlan,
         file: WeightFile,
         *,
-        weights: str | None,
+        weights: Weights,
         encoding: Encoding,
         activations: str,
         kv: str,

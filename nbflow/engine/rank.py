@@ -50,6 +50,7 @@ from nbflow.spec.model_spec import ModelSpec
 from nbflow.status import WAITING, WORKING, status
 from nbflow.system import available_memory_bytes, peak_rss_bytes, reset_peak_rss
 from nbflow.weights import WeightFile
+from nbflow.weights_policy import Weights
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.threads import set_num_threads
 
@@ -99,7 +100,7 @@ class RankEngine:
         groups: dict[tuple[int, ...], Comm],
         *,
         spec: ModelSpec,
-        weights: str | None,
+        weights: Weights,
         encoding: Encoding,
         activations: str,
         kv: str,

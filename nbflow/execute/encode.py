@@ -95,24 +95,36 @@ class Encoding:
         if known is not None and columns is not None:
             known = known[slice(*columns)] if known.ndim == 1 else known.diagonal()[slice(*columns)]
         try:
-            if self.encoder not in nk.quants.ENCODERS:
-                return self._with(rows, format, known)
+            return self.put(rows, format, known, outlier_range)
+        except UsageError as error:
+            raise UsageError(f"tensor {name}: {error}") from error
+
+    def put(
+        self,
+        rows: NDArray[Any],
+        format: str,
+        known: NDArray[Any] | None = None,
+        outlier_range: Range | None = None,
+    ) -> nk.QuantTensor:
+        """Return rows (N, K) in a format, with mean squares (K,) or second moments (K, K) known.
+
+        A float format rounds each weight, whatever the encoder.
+        """
+        if nk.FORMATS[format].block_size == 1:
+            return nk.quantize(rows, format)
+        if self.encoder in nk.quants.ENCODERS:
             squares = known if known is None or known.ndim == 1 else known.diagonal()
             return nk.quantize(
                 rows, format, encoder=self.encoder, importance=squares, outliers=self.outliers,
                 outlier_range=outlier_range,
             )  # fmt: skip
-        except UsageError as error:
-            raise UsageError(f"tensor {name}: {error}") from error
-
-    def _with(self, rows: NDArray[Any], format: str, known: Any) -> nk.QuantTensor:
-        """Return rows as the encoders do that know the whole row."""
+        statistics: NDArray[Any] | SecondMoments | None = known
         if self.encoder == "gptq":
             if known is None or known.ndim != 2:
                 raise UsageError(GPTQ_NEEDS)
-            known = self._moments(known)
+            statistics = self._moments(known)
         return quantize_with(
-            rows, format, self.encoder, known, act_order=self.act_order, outliers=self.outliers
+            rows, format, self.encoder, statistics, act_order=self.act_order, outliers=self.outliers
         )
 
     def _moments(self, known: NDArray[Any]) -> SecondMoments:
@@ -120,3 +132,7 @@ class Encoding:
         if not self._last or self._last[0][0] is not known:
             self._last[:] = [(known, SecondMoments(known, self.damping))]
         return self._last[0][1]
+
+
+BEST = Encoding()
+"""What `nbflow_kernels.quantize` does with a matrix alone."""

@@ -24,7 +24,7 @@ from nbflow.spec.stored import Stored, stored
 from nbflow.status import status
 from nbflow.weights import WeightFile
 from nbflow.weights.weight_file import ITEM_BYTES
-from nbflow.weights_policy import weight_formats
+from nbflow.weights_policy import Weights, weight_formats
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants.outliers import sample_rows, soft_range
 
@@ -43,8 +43,8 @@ class RankWeights:
         What the rank runs.
     file : WeightFile
         The checkpoint, open.
-    weights : str, optional
-        Format of the matrices, or a policy file (`nbflow.weights_policy`); None keeps what is
+    weights : str, path or WeightFormats, optional
+        Format of the matrices, or a policy (`nbflow.weights_policy`); None keeps what is
         stored.
     outliers : float
         Share of the weights that stay exact, where no `encoding` says so.
@@ -58,7 +58,7 @@ class RankWeights:
         self,
         program: Program,
         file: WeightFile,
-        weights: str | None,
+        weights: Weights,
         outliers: float = 0.0,
         encoding: Encoding | None = None,
         joined: bool = True,

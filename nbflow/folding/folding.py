@@ -37,8 +37,8 @@ class Factors:
         if statistics.ndim == 1:
             squares: Wide = statistics * inverse**2
             return squares
-        changed: Wide = statistics * inverse * inverse[:, None]
-        return changed
+        result: Wide = statistics * inverse * inverse[:, None]
+        return result
 
 
 @dataclass(frozen=True, eq=False)

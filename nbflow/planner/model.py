@@ -21,7 +21,7 @@ from nbflow.spec.stored import stored
 from nbflow.weights import open_weights
 from nbflow.weights.json_file import read_object
 from nbflow.weights.weight_file import ITEM_BYTES
-from nbflow.weights_policy import WeightFormats, weight_formats, weight_name
+from nbflow.weights_policy import WeightFormats, Weights, weight_formats
 from nbflow_kernels.errors import UsageError
 
 PUBLISHED_AS = "f16"
@@ -34,7 +34,7 @@ class PlannedModel:
 
     spec: ModelSpec
     """What it is made of."""
-    weights: str | None = None
+    weights: str | WeightFormats | None = None
     """Format of the layers' matrices, or a policy file; None keeps what is stored."""
     stored: Mapping[str, str] = field(default_factory=dict)
     """Our tensor name -> the type in the checkpoint; those not named are `PUBLISHED_AS`."""
@@ -127,7 +127,7 @@ class PlannedModel:
         return of_stored if self.formats is None else math.lcm(of_stored, self.formats.block_size)
 
 
-def planned_model(model: str | Path, weights: str | None = None) -> PlannedModel:
+def planned_model(model: str | Path, weights: Weights = None) -> PlannedModel:
     """Find out what a model is made of, from its description alone.
 
     Parameters
@@ -135,8 +135,8 @@ def planned_model(model: str | Path, weights: str | None = None) -> PlannedModel
     model : str or path
         A ``config.json`` or a folder with one, a model file (``.toml``) or the name of one that
         comes with the package, or weights in any format, of which only the header is read.
-    weights : str, optional
-        Format of the layers' matrices; None keeps what is stored.
+    weights : str, path or WeightFormats, optional
+        Format of the layers' matrices, or a policy file; None keeps what is stored.
 
     Raises
     ------
@@ -149,7 +149,7 @@ def planned_model(model: str | Path, weights: str | None = None) -> PlannedModel
     >>> planned_model("llama2_7b", "q4").format_of("layers.0.attn.q.weight")
     'q4_b32t1a'
     """
-    weights = weight_name(weights)
+    weights = explicit(weights)
     path = Path(model)
     config = path / "config.json" if path.is_dir() else path
     if config.suffix == ".json" and config.is_file() and not _has_weights(path):
@@ -164,12 +164,18 @@ def planned_model(model: str | Path, weights: str | None = None) -> PlannedModel
     return stored_model(resolved.spec, resolved.path, weights)
 
 
-def stored_model(spec: ModelSpec, path: Path, weights: str | None) -> PlannedModel:
+def stored_model(spec: ModelSpec, path: Path, weights: Weights) -> PlannedModel:
     """Return the model in a checkpoint, of which only the header is read."""
     specs = [spec] if spec.encoder is None else [spec, spec.encoder]
     with open_weights(path) as file:
         stored = [{n: file.dtype(s.checkpoint_name(n)) for n in s.tensor_shapes()} for s in specs]
-    return PlannedModel(spec, weights, *stored)
+    return PlannedModel(spec, explicit(weights), *stored)
+
+
+def explicit(weights: Weights) -> str | WeightFormats | None:
+    """Return the explicit name of a format, or formats that differ."""
+    found = weight_formats(weights)
+    return found.patterns[0][1] if found is not None and found.facts is None else found
 
 
 def _has_weights(path: Path) -> bool:

@@ -177,8 +177,8 @@ def our_statistics(spec: ModelSpec, importance: Importance) -> dict[str, NDArray
         known, K = np.asarray(array, np.float32), shape[1]
         if known.shape not in ((K,), (K, K)):
             raise UsageError(
-                f"importances of {name} must have shape ({K},), or be second moments ({K}, {K}), "
-                f"got {known.shape}"
+                f"importances of {name} must have shape ({K},), the columns, or be second moments "
+                f"({K}, {K}), got {known.shape}"
             )
         found[name] = known
     if importance and not found:
