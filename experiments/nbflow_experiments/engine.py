@@ -99,6 +99,13 @@ def kv_format_names() -> tuple[str, ...]:
     return (*KINDS, *short)
 
 
+def activation_names() -> tuple[str, ...]:
+    """Return the arithmetics of the products with weights."""
+    from nbflow.engine.load import ACTIVATIONS
+
+    return ACTIVATIONS
+
+
 def partition_ranks(partition: str) -> tuple[int, ...]:
     """Return the numbers of the ranks that a partition string names."""
     return ranks_of(partition)
@@ -157,6 +164,7 @@ def load(
     max_context: int,
     threads: int,
     outliers: float = 0.0,
+    activations: str = "f32",
     comm: Comm | None = None,
 ) -> Model:
     """Load a model; 0 stands for the engine's own choice of `max_context` and `threads`."""
@@ -166,6 +174,7 @@ def load(
         model,
         weights=weights,
         outliers=outliers,
+        activations=activations,
         kv=kv,
         partition=partition,
         max_context=max_context or None,

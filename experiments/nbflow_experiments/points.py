@@ -17,7 +17,8 @@ from nbflow_experiments.settings import Value
 from nbflow_kernels.errors import UsageError
 
 LOAD_SETTINGS = (
-    "ranks", "model", "weights", "outliers", "kv", "partition", "max_context", "threads"
+    "ranks", "model", "weights", "outliers", "kv", "activations", "partition", "max_context",
+    "threads",
 )  # fmt: skip
 """Points that agree in these can use one loaded model."""
 OUTLIER_BITS = 64

@@ -288,6 +288,7 @@ class Runner:
                     weights=str(config["weights"]),
                     outliers=float(config["outliers"]),
                     kv=str(config["kv"]),
+                    activations=str(config["activations"]),
                     partition=str(config["partition"]),
                     max_context=int(config["max_context"]),
                     threads=int(config["threads"]),

@@ -41,6 +41,7 @@ _ALL = (
     Setting("weights", "f32", 0, "format of the weight matrices"),
     Setting("outliers", 0.0, 0, "share of the weights kept exactly beside the format, 0 to 0.05"),
     Setting("kv", "f16", 0, "format of the key/value cache"),
+    Setting("activations", "f32", 0, "arithmetic of the products: f32, bf16 or int8"),
     Setting("partition", "0", 0, "which ranks hold the model, for example '0&1;2&3'"),
     Setting(
         "ranks",
@@ -120,6 +121,8 @@ def check_value(name: str, value: object, where: str) -> Value:
         raise unknown_name("weight format", value, engine.format_names())
     if name == "kv" and value.lower() not in engine.kv_format_names():
         raise unknown_name("key/value format", value, engine.kv_format_names())
+    if name == "activations" and value not in engine.activation_names():
+        raise unknown_name("activations", value, engine.activation_names())
     if name == "partition":
         engine.partition_ranks(value)
     return value.lower() if name in ("weights", "kv") else value
