@@ -313,7 +313,9 @@ class RankEngine:
         return outputs
 
     def _commit(self, request: Request) -> None:
-        if self.scheduler.prefix_cache and self.table.has_full_page(request.id):
+        if not self.scheduler.prefix_cache or request.error is not None:
+            return
+        if self.table.has_full_page(request.id):
             self.table.commit(request.id, request.prompt + request.ids)
 
     def _can_burst(self, works: Sequence[Work]) -> bool:

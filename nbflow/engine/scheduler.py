@@ -174,7 +174,13 @@ class Scheduler:
                 requests.remove(request)
         self._chains.pop(request.id, None)
         if request.id in self.table:
-            self.table.drop(request.id)
+            self._drop(request)
+
+    def _drop(self, request: Request) -> None:
+        """Give a request's pages back; what they hold of it may be of use to others."""
+        keep = self.prefix_cache and request.error is None
+        ids = (request.prompt + request.ids)[: request.n_done] if keep else ()
+        self.table.drop(request.id, ids)
 
     @property
     def requests(self) -> list[Request]:
@@ -183,7 +189,7 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Take a running request's pages away; it waits to be computed again."""
-        self.table.drop(request.id)
+        self._drop(request)
         self.running.remove(request)
         request.n_done = 0
         request.n_preempted += 1
