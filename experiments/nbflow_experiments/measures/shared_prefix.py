@@ -5,7 +5,7 @@ random tokens, the first `prefix` of which are the same for all, and they genera
 greedily.  A round runs them three times, with an empty prefix cache before each: *cold*, where
 nothing may be shared; *together*, where the first to come computes the common beginning and the
 others wait for it; and *warm*, after another request has left the common beginning in the cache.
-Whole pages are shared (64 tokens), so a prefix of 100 tokens gives 64.
+The last token of a prompt is computed in any case.
 
 Times are seconds of wall time from the arrival to a request's first token, waiting included, median
 over the requests of `repeats` rounds after `warmup` that are thrown away: `prefix_cold_ttft_s`,

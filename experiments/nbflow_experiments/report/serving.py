@@ -28,20 +28,21 @@ def draw_throughput(results: Results) -> Drawing:
     caches = list(dict.fromkeys(rows.kv))[:_MOST_PANELS]
     formats = list(dict.fromkeys(rows.sort_values("bits_per_weight", ascending=False).weights))
     shown = _spread(formats, _MOST_LINES)
-    with new_figure(max(2, len(caches)), 3.3) as (figure, axes):
-        for panel in axes[len(caches) :]:
-            panel.set_axis_off()
-        for panel, kv in zip(axes, caches, strict=False):
+    panels = [(kv, "decode") for kv in caches]
+    if len(caches) == 1 and "prefill_tokens_per_s" in rows:
+        panels.append((caches[0], "prefill"))
+    with new_figure(len(panels), 3.3) as (figure, axes):
+        for panel, (kv, kind) in zip(axes, panels, strict=True):
             part = rows[rows.kv == kv]
             for i, name in enumerate(shown):
                 line = part[part.weights == name].drop_duplicates("batch").sort_values("batch")
-                _line(panel, i, line.batch, line, "decode_tokens_per_s", "decode", name)
+                _line(panel, i, line.batch, line, f"{kind}_tokens_per_s", kind, name)
             _batch_axis(panel, rows.batch)
-            panel.set_ylabel(f"decode (token/s), cache {kv}")
-            panel.set_ylim(0, rows.decode_max_tokens_per_s.max() * 1.08)
+            panel.set_ylabel(f"{kind} (token/s), cache {kv}")
+            panel.set_ylim(0, rows[f"{kind}_max_tokens_per_s"].max() * 1.08)
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=7)
     caption = (
-        f"Throughput of decoding with partition {results.partition}: all sequences of the batch "
+        f"Throughput with partition {results.partition}: all sequences of the batch "
         "together, median of the repetitions; bars reach from the slowest to the fastest. One "
         "panel per format of the key/value cache, one line per weight format."
     )
@@ -71,7 +72,7 @@ def draw_batching(results: Results) -> Drawing:
         ):
             _batch_axis(panel, rows.batch, "requests at once")
             panel.set_ylabel(label)
-            panel.set_ylim(bottom=0)
+            _from_zero(panel)
         _legend(figure, axes[:2])
     caption = (
         "Requests with prompts and continuations of different lengths that arrive at once, run "
@@ -103,7 +104,7 @@ def draw_prefix(results: Results) -> Drawing:
                 _line(panel, i, part.prefix, part, metric, None, label, scale=1e3)
             panel.set_xlabel(f"shared tokens of prompts of {int(rows.prompt.max())}")
             panel.set_ylabel(f"time to first token (ms), {batch} requests")
-            panel.set_ylim(bottom=0)
+            _from_zero(panel)
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     caption = (
         f"Requests that arrive at once and whose prompts begin alike ({results.weights} weights): "
@@ -137,7 +138,7 @@ def draw_speculation(results: Results) -> Drawing:
             panel.set_xlabel("tokens proposed at a time")
             panel.set_xticks(sorted(rows.n_draft.unique()))
             panel.set_ylabel(text)
-            panel.set_ylim(bottom=0)
+            _from_zero(panel)
         _legend(figure, (steps,))
     caption = (
         f"Speculative decoding of held-out text, greedy, {results.weights} weights: share of the "
@@ -182,6 +183,11 @@ def _line(
         bars = rows[f"{metric}_stderr"].to_numpy() * scale
     look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
     panel.errorbar(x.to_numpy(), y, yerr=bars, capsize=2.5, label=label, **look)
+
+
+def _from_zero(panel: Any) -> None:
+    """Let the y axis begin at 0 and leave room above."""
+    panel.set_ylim(0, panel.dataLim.ymax * 1.08)
 
 
 def _batch_axis(panel: Any, batches: Any, label: str = "sequences at once") -> None:
