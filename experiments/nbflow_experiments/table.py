@@ -33,7 +33,7 @@ _COLUMNS = (
 def console() -> Any:
     """Return a rich console; wide where the output is not a terminal."""
     width = None if sys.stdout.isatty() else 170
-    return require("rich.console").Console(width=width, highlight=False)
+    return require("rich.console").Console(width=width, highlight=False, force_jupyter=False)
 
 
 def summary_table(rows: Sequence[Mapping[str, Any]], factors: Sequence[str]) -> Any:
