@@ -151,6 +151,13 @@ def kv_bits(kv: str) -> float:
     return (bits_per_weight(keys) + bits_per_weight(values or keys)) / 2
 
 
+def activation_names() -> tuple[str, ...]:
+    """Return the arithmetics of the products with weights."""
+    from nbflow.engine.load import ACTIVATIONS
+
+    return ACTIVATIONS
+
+
 def partition_ranks(partition: str) -> tuple[int, ...]:
     """Return the numbers of the ranks that a partition string names; "auto" goes with any."""
     return (0,) if partition == AUTO else ranks_of(partition)
@@ -235,6 +242,7 @@ def load(
     exchange: str = "f32",
     optimize: str = "latency",
     machine: str = "",
+    activations: str = "f32",
     comm: Comm | None = None,
 ) -> Model:
     """Load a model; 0 stands for the engine's own choice of `max_context` and `threads`."""
@@ -246,6 +254,7 @@ def load(
         outliers=outliers,
         encoder=encoder,
         importance=importance or None,
+        activations=activations,
         kv=kv,
         partition=partition,
         max_context=max_context or None,

@@ -192,7 +192,7 @@ def parse_sweep(
     for file in files:  # before any name of a format is looked at
         engine.load_formats(file)
     name = _name(head.get("name", default_name))
-    measures = _measures(head.get("measures", list(MEASURES)))
+    measures = _measures(head.get("measures", [m.name for m in MEASURES.values() if m.by_default]))
     fixed = {
         k: check_value(setting(k).name, v, "[settings]")
         for k, v in _table(data, "settings").items()

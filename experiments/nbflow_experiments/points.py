@@ -19,8 +19,8 @@ from nbflow_kernels.errors import UsageError
 FORMAT_SETTINGS = ("weights", "outliers", "encoder", "importance")
 """Points that agree in these, and in the model, have the same weights."""
 LOAD_SETTINGS = (
-    "ranks", "model", *FORMAT_SETTINGS, "kv", "partition", "max_context", "threads",
-    "exchange", "optimize", "machine",
+    "ranks", "model", *FORMAT_SETTINGS, "kv", "activations", "partition", "max_context",
+    "threads", "exchange", "optimize", "machine",
 )  # fmt: skip
 """Points that agree in these can use one loaded model."""
 OUTLIER_BITS = 64

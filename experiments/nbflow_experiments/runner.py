@@ -298,6 +298,7 @@ class Runner:
                     encoder=str(config["encoder"]),
                     importance=str(config["importance"]),
                     kv=str(config["kv"]),
+                    activations=str(config["activations"]),
                     partition=str(config["partition"]),
                     max_context=int(config["max_context"]),
                     threads=int(config["threads"]),

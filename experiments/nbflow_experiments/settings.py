@@ -44,6 +44,7 @@ _ALL = (
     Setting("encoder", "best", 0, "how they are put into their format"),
     Setting("importance", "", 0, "file of nbflow imatrix for the encoder; empty: none"),
     Setting("kv", "f16", 0, "format of the key/value cache, or of keys/values"),
+    Setting("activations", "f32", 0, "arithmetic of the products: f32, bf16 or int8"),
     Setting("partition", "0", 0, "which ranks hold the model, '0&1;2&3', or 'auto'"),
     Setting("exchange", "f32", 0, "how ranks send each other partial sums: f32, or q8 (bytes)"),
     Setting("optimize", "latency", 0, "what partition 'auto' is best at: latency or throughput"),
@@ -136,6 +137,8 @@ def check_value(name: str, value: object, where: str) -> Value:
     for part in value.lower().split("/", 1) if name == "kv" else ():
         if part not in engine.kv_format_names():
             raise unknown_name("key/value format", part, engine.kv_format_names())
+    if name == "activations" and value not in engine.activation_names():
+        raise unknown_name("activations", value, engine.activation_names())
     if name == "partition":
         engine.partition_ranks(value)
     if name == "exchange" and value not in engine.exchange_names():

@@ -98,3 +98,5 @@ class Measure:
     """Whether it evaluates text."""
     needs_reference: bool = False
     """Whether it compares with the logits of the unquantized model."""
+    by_default: bool = True
+    """Whether it runs where a sweep does not choose."""
