@@ -29,6 +29,7 @@ from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.scheduler import room_for
 from nbflow.engine.stats import EngineStats
 from nbflow.engine.stopping import Stopping
+from nbflow.status import WORKING, status
 from nbflow_kernels.errors import UsageError, unknown_name
 
 Command = tuple[str, tuple[Any, ...]]
@@ -405,6 +406,7 @@ class Engine:
             while self._state == "running" and not (
                 self._inbox or self._calls or self._cancelled or self._handles
             ):
+                status.idle()
                 self._lock.wait()
             new, self._inbox = self._inbox, []
             cancelled, self._cancelled = self._cancelled, []
@@ -483,6 +485,8 @@ class Engine:
             raise outputs
         for request in self._stopping.look(outputs):
             self._tell([("end", (request.id, "stop"))])
+        if self._rank.comm.size > 1:  # what follows must come to an end, too
+            status.set(WORKING, "the step")
         self._step_seconds += time.perf_counter() - started
         self._steps += 1
         for output in outputs:
@@ -526,6 +530,7 @@ class Engine:
         """Give the model back, and the memory of its pages."""
         if in_order:
             self._obey([("end_all", ()), ("configure", ())])
+            status.idle()
         self.model.release(self)
 
     def _tell(self, commands: list[Command]) -> list[Any]:

@@ -8,7 +8,7 @@ to the same state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,7 +18,9 @@ from nbflow.engine.draw import (
     Drawn,
     choose,
     describe,
+    draw_ahead,
     log_probabilities,
+    rows_of,
     state_of,
     top_log_probabilities,
 )
@@ -26,6 +28,7 @@ from nbflow.engine.request import Request, TopLogprobs
 from nbflow.engine.scheduler import Work
 from nbflow.engine.searching import advance, compute_rows, empty_rows
 from nbflow.engine.verify import verify_chain
+from nbflow_kernels._dispatch import on_host
 from nbflow_kernels.errors import UsageError
 
 NO_TOKEN = -1
@@ -80,7 +83,10 @@ class Outcome:
     def compute(
         self, logits: np.ndarray, works: Sequence[Work], hidden: Callable[[], np.ndarray]
     ) -> None:
-        """Fill in the numbers from the logits of the step, and its hidden states if need be."""
+        """Fill in the numbers from the logits of the step, and its hidden states if need be.
+
+        The logits may lie on a device.
+        """
         self._read_prompts(logits, works)
         compute_rows(self.searches, works, logits, hidden)
         rows = _drawing_rows(works)
@@ -88,13 +94,11 @@ class Outcome:
         requests = [w.request for w in drawing for _ in range(1 + len(w.drafts))]
         if not requests:
             return
-        # without prompts and proposals in between, the rows are all there are, in order
-        some = logits if len(rows) == len(logits) else logits[rows]
+        some = rows_of(logits, rows)
         starts = np.cumsum([0, *(1 + len(w.drafts) for w in drawing)]).tolist()
         plain = [i for i, w in enumerate(drawing) if not w.drafts]
         at = [starts[i] for i in plain]
-        part = some if len(at) == len(some) else some[at]
-        self._choose(part, [drawing[i].request for i in plain], at)
+        self._choose(rows_of(some, at), [drawing[i].request for i in plain], at)
         for i, work in enumerate(drawing):
             if work.drafts:
                 self._verify(some[starts[i] : starts[i + 1]], work, starts[i])
@@ -103,7 +107,7 @@ class Outcome:
             describe(some, requests, self.drawn.array)
         elif len(fine):
             part = self.drawn.array[fine]
-            describe(some[fine], [requests[i] for i in fine], part)
+            describe(rows_of(some, fine.tolist()), [requests[i] for i in fine], part)
             self.drawn.array[fine] = part
 
     def _choose(self, logits: np.ndarray, requests: Sequence[Request], rows: list[int]) -> None:
@@ -140,7 +144,8 @@ class Outcome:
                 request = work.request
                 at = [first + i - request.n_done for i in rows]
                 ids = np.array([request.prompt[i + 1] for i in rows], np.int32)
-                self._describe_prompt(logits[at], ids, self.prompt.array[done : done + len(rows)])
+                array = self.prompt.array[done : done + len(rows)]
+                self._describe_prompt(rows_of(logits, at), ids, array)
                 done += len(rows)
             first += work.n_logits
 
@@ -217,21 +222,25 @@ def verify(logits: np.ndarray, request: Request, drafts: Sequence[int]) -> list[
     """
     if request.verifies_chain:
         assert request.draft_probs is not None
-        return verify_chain(logits, request, drafts, request.draft_probs[: len(drafts)])
-    strategy, tokens = request.strategy, list[int]()
-    state = None if strategy.compiled else state_of(request)
-    for i, row in enumerate(logits):
-        if state is None:
-            seed = np.array([request.seed], np.uint64)
-            offset = np.array([len(request.ids) + i], np.uint64)
-            tokens += strategy.choose(row[None], seed, offset).tolist()
-        else:
-            tokens.append(state.choose(row.copy()))
-            state.accept(tokens[-1])
-            request.n_seen += 1
-        if i == len(drafts) or tokens[-1] != drafts[i] or tokens[-1] in request.stop_ids:
+        probs = request.draft_probs[: len(drafts)]
+        return verify_chain(on_host(logits), request, drafts, probs)
+    compiled, tokens = request.strategy.compiled, list[int]()
+    drawn = draw_ahead(logits, request) if compiled else _draw_on(on_host(logits), request)
+    for i, token in enumerate(drawn):
+        tokens.append(token)
+        if i == len(drafts) or token != drafts[i] or token in request.stop_ids:
             break
     return tokens
+
+
+def _draw_on(logits: np.ndarray, request: Request) -> Iterator[int]:
+    """Draw token after token of a request from rows of logits, by the state of its strategy."""
+    state = state_of(request)
+    for row in logits:
+        token = state.choose(row.copy())
+        state.accept(token)
+        request.n_seen += 1
+        yield token
 
 
 def _prompt_rows(work: Work) -> range:

@@ -6,10 +6,12 @@ tokens and tells the others.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import platform
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -23,6 +25,7 @@ from nbflow.engine.memory import Memory
 from nbflow.engine.memory_plan import PAGE_SIZE
 from nbflow.engine.outcome import Outcome, Output
 from nbflow.engine.pipeline import Pipeline
+from nbflow.engine.placement import Placement
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.scheduler import Scheduler, Work
 from nbflow.engine.searching import follow
@@ -36,14 +39,18 @@ from nbflow.execute import (
     make_executor,
     make_step,
 )
+from nbflow.execute.encode import Encoding
 from nbflow.execute.weights import stored_bytes
 from nbflow.parallel.comm import Comm
+from nbflow.parallel.links import Links
 from nbflow.parallel.plan import Plan, make_plan
 from nbflow.program import build, fuse, partition
 from nbflow.program.cost import bytes_sent
 from nbflow.spec.model_spec import ModelSpec
+from nbflow.status import WAITING, WORKING, status
 from nbflow.system import available_memory_bytes, peak_rss_bytes, reset_peak_rss
 from nbflow.weights import WeightFile
+from nbflow.weights_policy import Weights
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.threads import set_num_threads
 
@@ -75,10 +82,14 @@ class RankEngine:
         All ranks of the plan, in its order.
     groups : dict
         The communicators of the stages this rank belongs to, from `make_groups`.
-    spec, weights, outliers, activations, kv, threads, max_step_tokens
+    spec, weights, encoding, activations, kv, threads, max_step_tokens
         As in `nbflow.load`, resolved.
     place : Place
         Where weights, pages and buffers live.
+    links : Links, optional
+        The communicators for arrays on devices, from `make_links`.
+    placement : Placement
+        What of it lies in the host's memory, if the place is a device.
     """
 
     def __init__(
@@ -89,41 +100,48 @@ class RankEngine:
         groups: dict[tuple[int, ...], Comm],
         *,
         spec: ModelSpec,
-        weights: str | None,
-        outliers: float,
+        weights: Weights,
+        encoding: Encoding,
         activations: str,
         kv: str,
         threads: int,
         max_step_tokens: int,
         page_size: int = PAGE_SIZE,
         place: Place = HOST,
+        links: Links | None = None,
+        placement: Placement | None = None,
     ) -> None:
         reset_peak_rss()
         self._threads = threads
         set_num_threads(threads)
         self.plan, self.comm, self.spec = plan, comm, spec
+        placement = (placement or Placement()).on(place)
         options: dict[str, Any] = {
-            "weights": weights, "outliers": outliers, "activations": activations, "kv": kv,
-            "page_size": page_size, "place": place,
+            "weights": weights, "encoding": encoding, "activations": activations, "kv": kv,
+            "page_size": page_size, "place": place, "placement": placement,
         }  # fmt: skip
         self.encoded: Memory | None = None
         if spec.encoder is not None:
             encoder_plan = make_plan(spec.encoder, plan.partition, plan.block_size)
             encoder = RankEngine(
                 encoder_plan, file, comm, groups, spec=spec.encoder, threads=threads,
-                max_step_tokens=max_step_tokens, **options,
+                max_step_tokens=max_step_tokens, links=links, **options,
             )  # fmt: skip
             self.encoded = Memory(encoder, spec, plan.ranks[comm.rank], file, **options)
         self.mine = plan.ranks[comm.rank]
         self.program = fuse(partition(build(spec), self.mine))
         started, before = time.perf_counter(), file.bytes_read
-        self.weights = RankWeights(self.program, file, weights, outliers)
-        self.weights.settle(place)
+        self.weights = RankWeights(self.program, file, weights, encoding=encoding)
+        self.weights.settle(place, placement.embeddings_on_host)
         self.load_seconds = time.perf_counter() - started
         self.bytes_read = file.bytes_read - before
         self.storage = make_storage(
             spec, self.program.layers, page_size, self.program.n_kv_heads, kv,
             place.purposed("the key/value cache"),
+            (
+                place.purposed("the host's part of the key/value cache").mapped(),
+                placement.host_layers(len(self.program.layers)),
+            ),
         )  # fmt: skip
         self.max_step_tokens = max_step_tokens
         self.table = PageTable(page_size)
@@ -132,8 +150,8 @@ class RankEngine:
             self.program, self.weights, self.storage, comm, plan.numbers, activations,
             None if self.encoded is None else self.encoded.storage, place=place,
         )  # fmt: skip
-        self._groups = groups
-        self.executor.set_groups(groups)
+        self._comms = [comm, *groups.values(), *(links.comms if links else ())]
+        self.executor.set_groups(groups, links)
         self._head = plan.numbers.index(plan.head_rank)
         self._sequences = Sequences(self)
         n_stages = plan.ranks[-1].stage + 1
@@ -152,7 +170,12 @@ class RankEngine:
 
     def sequences(self, method: str, *args: Any) -> Any:
         """Call a method of `Sequences`."""
-        return getattr(self._sequences, method)(*args)
+        with self._watched():
+            return getattr(self._sequences, method)(*args)
+
+    def _watched(self) -> contextlib.AbstractContextManager[None]:
+        """Return what a step is run in, so that it is noticed if it never ends."""
+        return status.watched() if self.comm.size > 1 else contextlib.nullcontext()
 
     def run_step(
         self,
@@ -195,16 +218,26 @@ class RankEngine:
         self.end_all()
         if self.table.sequences:
             raise UsageError("a session has sequences on this model; close it first")
-        self._limits = limits
         if self._pipeline is not None:
             self._pipeline.end_all()
+        self.executor.forget()
         self.storage.release()
-        self.table = PageTable(self.storage.page_size, max_pages)
+        self._begin((None, None, None, False))
         if max_pages is not None:  # an engine's: all the memory it will take is taken now
-            self.table.grow(max_pages)
-            self.storage.ensure(max_pages)
-            tokens = max_step_tokens or self.max_step_tokens
-            self.executor.reserve(tokens, max_sequences or tokens)
+            try:
+                self.storage.ensure(max_pages)
+                tokens = max_step_tokens or self.max_step_tokens
+                self.executor.reserve(tokens, max_sequences or tokens)
+            except UsageError:  # there is no room: go on as before
+                self.storage.release()
+                raise
+        self._begin(limits)
+
+    def _begin(self, limits: tuple[int | None, int | None, int | None, bool]) -> None:
+        """Have an empty cache with these limits."""
+        max_step_tokens, max_sequences, max_pages, prefix_cache = self._limits = limits
+        self.table = PageTable(self.storage.page_size, max_pages)
+        self.table.grow(max_pages or 0)
         self.scheduler = Scheduler(
             self.table,
             max_step_tokens or self.max_step_tokens,
@@ -248,6 +281,10 @@ class RankEngine:
         """
         for request in self.scheduler.running:
             request.proposed = None if proposed is None else proposed.get(request.id)
+        with self._watched():
+            return self._advance(burst_s)
+
+    def _advance(self, burst_s: float) -> list[Output]:
         if self._pipeline is not None:
             outputs = self._pipeline.advance()
             self._remove_ended(outputs)
@@ -296,7 +333,7 @@ class RankEngine:
         self.run_step([sequence for sequence, _ in parts], [ids for _, ids in parts], rows)
         outcome = Outcome.empty(works, self.spec.vocab_size)
         if self.comm.rank == self._head and rows:
-            logits = self.executor.buffer("logits", len(rows))
+            logits = self.executor.logits(len(rows))
             outcome.compute(logits, works, lambda: self.executor.buffer("y", len(rows)))
             for array in outcome.arrays:
                 self._post(array)
@@ -304,9 +341,11 @@ class RankEngine:
 
     def end_step(self, works: Sequence[Work], outcome: Outcome) -> list[Output]:
         """Give the requests of a step what it gave."""
-        if self.comm.rank != self._head:
+        if self.comm.rank != self._head and outcome.arrays:
+            status.set(WAITING, "draw")
             for array in outcome.arrays:
                 self.comm.Recv(array, self._head)
+            status.set(WORKING, "draw")
         # some may have been ended while the step was on its way
         ended = {w.request.id for w in works if w.request.finish_reason is not None}
         outputs = [o for o in outcome.apply(works) if o.request.id not in ended]
@@ -406,14 +445,16 @@ class RankEngine:
     def _prepare(self) -> None:
         """Have threads and pages as the next step needs them."""
         set_num_threads(self._threads)  # another model of this thread may have changed it
-        self.storage.ensure(self.table.n_pages)
+        if self.table.n_pages > self.storage.n_pages:
+            self.executor.forget()  # or the pages of before stay beside the new ones
+            self.storage.ensure(self.table.n_pages)
         self.storage.copy_pages(self.table.take_copies())
 
     def _run(self, step: Step) -> None:
         self._prepare()
         self.executor.run(step)
         if self.comm.size > 1:
-            self._predicted_bytes += self._bytes_sent(len(step.ids), len(step.logit_rows))
+            self._predicted_bytes += sum(self._bytes_sent(*n) for n in self.executor.sizes(step))
 
     def _post(self, array: np.ndarray) -> None:
         """Send every other rank an array that this one, with the head, has computed."""
@@ -430,11 +471,7 @@ class RankEngine:
                 self._predicted_bytes += array.nbytes * (self.comm.size - 1)
 
     def _sent(self) -> dict[str, int]:
-        total = dict(self.comm.sent)
-        for group in self._groups.values():
-            for kind, n in group.sent.items():
-                total[kind] = total.get(kind, 0) + n
-        return total
+        return dict(sum((comm.sent for comm in self._comms), Counter()))
 
     def reset_traffic(self) -> None:
         """Count the bytes sent from here on."""
@@ -454,7 +491,7 @@ class RankEngine:
 
     def exchange_error(self) -> dict[str, float]:
         """Return what rounding partial sums has cost: `Comm.rounding_error`, the largest."""
-        errors = (group.rounding_error for group in self._groups.values())
+        errors = (comm.rounding_error for comm in self._comms)
         return {"rounding_error": max(errors, default=0.0)}
 
     def page_memory(self) -> dict[str, Any]:
@@ -472,11 +509,13 @@ class RankEngine:
             "weight_bytes": self.weights.n_bytes,
             "matrix_bytes": self.matrix_bytes,
             "kv_bytes": self.storage.n_bytes,
+            "host_bytes": self.weights.host_bytes + self.storage.host_bytes,
             "workspace_bytes": self.executor.workspace_bytes,
-            "peak_rss_bytes": peak_rss_bytes(),
         }
         more = {} if self.encoded is None else self.encoded.memory()
-        return {key: n + more.get(key, 0) for key, n in held.items()}
+        whole = {key: n + more.get(key, 0) for key, n in held.items()}
+        used = self.executor.place.used_bytes
+        return {**whole, "device_used_bytes": used, "peak_rss_bytes": peak_rss_bytes()}
 
     @property
     def matrix_bytes(self) -> int:

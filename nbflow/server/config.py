@@ -143,7 +143,7 @@ class ModelOptions(Section):
     activations: str = "f32"
     """Arithmetic of the products: f32, bf16, int8."""
     kv: str = "f16"
-    """Format of the key/value cache."""
+    """Format of the key/value cache; "q8/q4" for keys and values of formats of their own."""
     partition: str = "0"
     """Which ranks hold what; the numbers are MPI ranks under mpirun, else threads."""
     optimize: str = "latency"
@@ -154,6 +154,12 @@ class ModelOptions(Section):
     """How partial sums are sent between ranks: f32 or q8."""
     device: str = "auto"
     """Where to run, as --device of `nbflow run`."""
+    kv_host_percent: float = Field(default=0.0, ge=0, le=100)
+    """Share of a device's layers whose keys and values lie in the host's memory."""
+    embeddings_on_host: bool = False
+    """Whether a device's embedding does."""
+    cpu_layers: int = Field(default=0, ge=0)
+    """First layers that the host computes, beside a device."""
     max_context: int | None = Field(default=None, ge=1)
     """Shorten the context."""
     threads: int | None = Field(default=None, ge=1)
@@ -196,6 +202,9 @@ class ModelOptions(Section):
             "machine",
             "exchange",
             "device",
+            "kv_host_percent",
+            "embeddings_on_host",
+            "cpu_layers",
             "max_context",
             "threads",
         )

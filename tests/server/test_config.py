@@ -122,6 +122,7 @@ global_model_dir = ${config_dir}/models
 models = tiny_one
 devices = 0
 cpu_threads = 3
+cpu_layer_count = 2
 max_concurrent_queries = 6
 return_output_tensors = true
 [model.tiny_one]
@@ -160,8 +161,9 @@ def test_inferflow_file(tmp_path, capsys):
     assert (model.partition, model.max_context, model.engine.max_sequences) == ("0", None, 6)
     assert model.defaults == {"decoding": "inferflow.top_p", "top_p": 0.8}
     assert model.chat_template == "Q: {query}\nA:{res_prefix}"
+    assert (model.kv_host_percent, model.embeddings_on_host, model.cpu_layers) == (100, True, 2)
     notes = capsys.readouterr().err
-    assert "host_kv_cache_percent = 100 has no effect" in notes
+    assert "tensor_quant_threshold = 4000000 has no effect" in notes
     assert "log_dir = /var/x/logs has no effect" in notes
 
 
