@@ -21,7 +21,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from nbflow.status import Status
 from nbflow_kernels.errors import UsageError
@@ -87,10 +87,16 @@ def supervised(status: Status) -> None:
         os.setpgid(0, 0)  # Ctrl-C comes once: from the parent
         _end_with_parent(parent)
         return
+    told = set[int]()
+
+    def forward(number: int, _: object) -> None:
+        told.add(number)
+        _send(child, number)
+
     for number in FORWARDED:
-        signal.signal(number, lambda got, _: _send(child, got))
+        signal.signal(number, forward)
     rank = f"nbflow: rank {launched[0]} of {launched[1]} on {platform.node()}"
-    code = _watch(child, status, limit, lambda text: _report(f"{rank} {text}"))
+    code = _watch(child, status, limit, lambda text: _report(f"{rank} {text}"), told)
     os._exit(code)
 
 
@@ -107,8 +113,17 @@ def _send(child: int, number: int) -> None:
         os.kill(child, number)
 
 
-def _watch(child: int, status: Status, limit: float, report: Callable[[str], None]) -> int:
-    """Wait for the child's end, or make one; return the exit code."""
+def _watch(
+    child: int,
+    status: Status,
+    limit: float,
+    report: Callable[[str], None],
+    told: Collection[int] = (),
+) -> int:
+    """Wait for the child's end, or make one; return the exit code.
+
+    An end by a signal that the launcher has `told` it is no failure: another rank's has come first.
+    """
     while True:
         pid, ended = os.waitpid(child, os.WNOHANG)
         place = status.place()
@@ -116,6 +131,8 @@ def _watch(child: int, status: Status, limit: float, report: Callable[[str], Non
             if not os.WIFSIGNALED(ended):
                 return os.waitstatus_to_exitcode(ended)
             number = os.WTERMSIG(ended)
+            if number in told:
+                return 128 + number
             why = ", perhaps because memory ran out," if number == signal.SIGKILL else ""
             report(f"was killed by {signal.Signals(number).name}{why} {place}")
             _abort(128 + number)
