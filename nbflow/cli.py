@@ -28,6 +28,8 @@ COMMANDS = {
     "bench": ("nbflow.commands.bench", "time prompt processing and generation"),
     "sweep": ("nbflow_experiments.commands.sweep", "run a sweep and record it"),
     "report": ("nbflow_experiments.commands.report", "draw the figures of a recorded sweep"),
+    "export": ("nbflow_experiments.commands.export", "print a table of a recorded sweep"),
+    "analyze": ("nbflow_experiments.commands.analyze", "errors of tensors, layers, matrices"),
     "perplexity": ("nbflow_experiments.commands.perplexity", "score a text, beside a reference"),
     "choices": ("nbflow_experiments.commands.choices", "answer multiple-choice questions"),
     "pull": ("nbflow.commands.pull", "download a model of the Hugging Face Hub"),

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from nbflow_experiments.arrays import is_link, link_ranks, linked_ranks
 from nbflow_experiments.extras import require
 from nbflow_experiments.files import replace_atomically, write_json
 from nbflow_experiments.records import SCHEMA_VERSION, ResultsFolder
@@ -33,7 +34,7 @@ _STATUS = (
     "attempt",
     "error_type",
     "error_message",
-    "measured_s",
+    "wall_s",
     "quality_shared_from",
     "partition_chosen",
 )
@@ -92,7 +93,7 @@ def _wide_row(name: str, config: Mapping[str, Any], result: Mapping[str, Any]) -
         "attempt": result["attempt"],
         "error_type": error.get("type"),
         "error_message": error.get("message"),
-        "measured_s": result.get("measured_s"),
+        "wall_s": result.get("wall_s"),
         "quality_shared_from": result.get("quality_shared_from"),
         "partition_chosen": result.get("partition_chosen"),
         **config,
@@ -147,7 +148,10 @@ def _write_arrays(
                 continue
             with h5py.File(source, "r") as arrays:
                 for key in arrays:
-                    arrays.copy(key, group, expand_refs=False)
+                    if not is_link(key):  # these hold for the folder of the point
+                        arrays.copy(key, group, expand_refs=False)
+                if ranks := linked_ranks(arrays):
+                    link_ranks(group, source.parent, ranks)
                 if "kld_nats" in arrays:
                     _write_histogram(group, arrays["kld_nats"][...])
 

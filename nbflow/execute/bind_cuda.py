@@ -7,14 +7,15 @@ step; what ranks send each other is in `exchange_cuda`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import nbflow_kernels as nk
 from nbflow.cache.storage import LAYOUT
-from nbflow.execute.bind import PythonOp
+from nbflow.execute.bind import Made, PythonOp
+from nbflow.execute.bind_fused import bind_fused
 from nbflow.execute.exchange_cuda import CudaExchanges
 from nbflow.execute.step_arrays import DeviceArrays, StepArrays
 from nbflow.program.records import Op
@@ -34,6 +35,34 @@ class CudaBinder(CudaExchanges):
         super().__init__(executor, host)  # attention's work is divided on the host
         self._host = host
         self._arrays: Any = device
+        self.executor = executor
+
+    @property
+    def arrays(self) -> Any:
+        """Return the step's numbers on the device."""
+        return self._arrays
+
+    def view(self, name: str) -> Any:
+        """Return a buffer's rows of the step."""
+        return self._view(name)
+
+    def ops(self) -> Iterator[tuple[Op, Made]]:
+        """Yield each op, or the first of several that one kernel runs, with what it has become."""
+        ops, index = self.executor.program.ops, 0
+        while index < len(ops):
+            op, last = ops[index], index
+            if not self._is_idle(op):
+                made, last = self._fused(index)
+                yield op, made or getattr(self, f"_{op.kind}")(op, index)
+            index = last + 1
+
+    def _fused(self, index: int) -> tuple[PythonOp | None, int]:
+        """Return the launch of the most ops from one on that a kernel runs, and the last one."""
+        for fusion in self.executor.fusions.get(index, ()):
+            made = bind_fused(self, fusion)
+            if made is not None:
+                return made, fusion.last
+        return None, index
 
     def _placed(self, array: np.ndarray) -> Any:
         return self._executor.place.put(array)
@@ -123,8 +152,8 @@ class CudaBinder(CudaExchanges):
         _, _, D_qk, D_vo = step.plan.heads
         q, out = self._heads(op.inputs[0], D_qk), self._heads(op.out, D_vo)
         keys, values = step.storage.layers[op.layer or 0]
-        attend, kind = self._kernels("attention").attend, step.storage.format.kind
-        return self._captured(op, attend, step.plan, q, keys, values, out, None, kind)
+        attend, kinds = self._kernels("attention").attend, step.storage.kinds
+        return self._captured(op, attend, step.plan, q, keys, values, out, None, kinds)
 
     _cross_attention = _attention
 
@@ -137,7 +166,7 @@ class CudaBinder(CudaExchanges):
         return self._captured(
             op, self._kernels("kvcache").append_paged_kv_cache, k, v, arrays.batch_indices,
             arrays.positions, keys, values, arrays.kv_indices, arrays.kv_indptr, LAYOUT,
-            storage.format.kind,
+            storage.kinds,
         )  # fmt: skip
 
     def _input(self, op: Op, index: int) -> PythonOp:

@@ -87,6 +87,10 @@ class CpuExecutor(Executor):
                 rows = n_tokens if buffer.rows == "tokens" else n_logits
                 self.int8_rows(rows, buffer.width)
 
+    def bind_anew(self) -> None:
+        """Forget what the program was bound to: operands or settings have changed."""
+        self._bound.clear()
+
     def run(self, step: Step) -> None:
         """Run the program once; results are in its buffers."""
         segments = self._prepared(step).segments
@@ -161,6 +165,10 @@ class CpuExecutor(Executor):
         for kind, share in zip(segment.kinds, cycles / max(1, cycles.sum()), strict=True):
             seconds[kind] += spent * share
 
+    def forget(self) -> None:
+        """See `Executor.forget`."""
+        self._bound.clear()
+
     # ---- binding ------------------------------------------------------------------------------
 
     def _prepared(self, step: Step) -> Bound:
@@ -171,7 +179,8 @@ class CpuExecutor(Executor):
         key = n_tokens, n_logits, n_sequences, get_team().n
         bound = self._bound.pop(key, None)
         if bound is None or bound.storages != self._storages() or not _holds(bound.room, step):
-            if self._reserve(n_tokens, n_logits):
+            stale = bound is not None and bound.storages != self._storages()
+            if self._reserve(n_tokens, n_logits) or stale:
                 self._bound.clear()
             while len(self._bound) >= MAX_BOUND:  # the one used longest ago goes first
                 del self._bound[next(iter(self._bound))]

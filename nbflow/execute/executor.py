@@ -74,21 +74,23 @@ class Executor:
         its inputs."""
         self.place = place
         self._buffers: dict[str, Any] = {}
-        self._rope_tables: dict[RopeSpec, Any] = {}
+        self.rope_tables: dict[RopeSpec, Any] = {}
+        """Cosines and sines of all positions, made when first used; executors may share them."""
 
     def rope_table(self, rope: RopeSpec) -> Any:
         """Return the cosines and sines of all positions."""
-        if rope not in self._rope_tables:
+        if rope not in self.rope_tables:
             table = nk.rope_cos_sin_cache(
                 self.program.spec.max_context, rope.dim, theta=rope.theta, scaling=rope.scaling
             )
-            self._rope_tables[rope] = self.place.purposed("the rotary angles").put(table)
-        return self._rope_tables[rope]
+            self.rope_tables[rope] = self.place.purposed("the rotary angles").put(table)
+        return self.rope_tables[rope]
 
     @property
     def workspace_bytes(self) -> int:
-        """Return the bytes of the buffers."""
-        return sum(int(b.nbytes) for b in self._buffers.values())
+        """Return the bytes of the buffers and of the rotations' tables."""
+        arrays = (*self._buffers.values(), *self.rope_tables.values())
+        return sum(int(array.nbytes) for array in arrays)
 
     def set_groups(self, groups: dict[tuple[int, ...], Comm], links: Links | None = None) -> None:
         """Give the communicator of each stage, by rank numbers, and those for device arrays."""
@@ -99,6 +101,10 @@ class Executor:
         """Run the program once; results are in its buffers."""
         raise NotImplementedError
 
+    def forget(self) -> None:
+        """Let go of what was bound to steps so far, and of the pages that it holds."""
+        raise NotImplementedError
+
     def sizes(self, step: Step) -> list[tuple[int, int]]:
         """Return the tokens and logit rows of the parts in which a step is run: one, as a rule."""
         return [(len(step.ids), len(step.logit_rows))]
@@ -107,6 +113,11 @@ class Executor:
         """Return the first rows of a buffer, as the last step left them, in host memory."""
         found: np.ndarray = self.view(name, n_rows, n_rows)
         return found
+
+    def logits(self, n_rows: int) -> Any:
+        """Return the last step's rows of logits where they lie; what sees them waits for them."""
+        found = self.view("logits", n_rows, n_rows)
+        return found if found.flags.c_contiguous else self.buffer("logits", n_rows)
 
     def view(self, name: str, n_tokens: int, n_logits: int) -> Any:
         """Return a buffer's rows for so many tokens and logit rows."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from nbflow.parallel.comm import q8_packed_bytes
 from nbflow.program.records import COMMUNICATION, Op, Program
-from nbflow_kernels.kvcache.formats import kv_format
+from nbflow_kernels.kvcache.formats import kv_formats
 
 FLOAT32_BYTES = 4
 
@@ -135,9 +135,9 @@ def _weights_read(
 
 def kv_token_bytes(program: Program, kv: str) -> int:
     """Return the bytes that one layer of a rank keeps for one token."""
-    spec, format = program.spec, kv_format(kv)
-    row_bytes = format.row_length(spec.cached_dim) * format.dtype.itemsize
-    return (2 if spec.latent is None else 1) * program.n_kv_heads * row_bytes
+    spec = program.spec
+    formats = kv_formats(kv)[: 2 if spec.latent is None else 1]
+    return program.n_kv_heads * sum(f.row_bytes(spec.cached_dim) for f in formats)
 
 
 def _attention_cost(

@@ -14,7 +14,7 @@ from launching import ROOT
 from nbflow.parallel.cores import fair_threads
 from nbflow.parallel.threads import RankTeam
 from nbflow.status import LOADING, WAITING, WORKING, Status
-from nbflow.supervise import _watch
+from nbflow.supervise import _abort, _watch
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks: Linux only")
 
@@ -38,6 +38,21 @@ def test_a_signal_that_the_launcher_has_sent_is_not_reported():
     code, (report,) = watched(Status(), 60, code=kill_itself)
     assert code == 128 + signal.SIGSEGV
     assert report == "was killed by SIGSEGV before the first step"
+
+
+def test_a_replica_that_the_others_do_not_need_ends_alone(monkeypatch):
+    status = Status()
+    receiver, sender = os.pipe()
+    monkeypatch.setenv("PMI_FD", str(sender))
+    os.set_blocking(receiver, False)
+    _abort(status, 9)
+    assert os.read(receiver, 99) == b"cmd=abort exitcode=9\n"
+    status.not_needed()
+    _abort(status, 9)
+    with pytest.raises(BlockingIOError):
+        os.read(receiver, 99)
+    os.close(receiver)
+    os.close(sender)
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,13 @@ def run(context: Context) -> Outcome:
     prompt, steps, batch = (context.number(name) for name in ("prompt", "decode", "batch"))
     context.model.reset_traffic()
     engine.time_decode(context.model, prompt, steps, batch, 1, 0)
-    found = context.model.traffic()
+    ranks = context.model.gather("traffic")
     rounded = context.config["exchange"] != "f32"
     error = context.model.exchange_error() if rounded else 0.0
     if not context.leads:
         return Outcome()
-    measured, predicted = found["measured_bytes"], found["predicted_bytes"]
+    measured = sum(rank["measured_bytes"] for rank in ranks)
+    predicted = sum(rank["predicted_bytes"] for rank in ranks)
     per_token = measured / (batch * (prompt + steps))
     readings = [
         Reading("traffic_measured_bytes", float(measured), "byte"),
