@@ -25,6 +25,7 @@ from nbflow.engine.replica_link import Address, Listener, RemoteEngine, obey
 from nbflow.engine.replicas import Replicas
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.stats import EngineStats
+from nbflow.status import status
 from nbflow_kernels.errors import UsageError
 
 AFFINITY = 4
@@ -178,6 +179,8 @@ class ReplicaEngine(Engine):
         self._replicas.claim(self)
         address: Address | None = self._replicas.tell(None)
         (engine,) = self._own
+        if self._replicas.index:
+            status.not_needed()
         if not engine.leads:
             engine.follow()
         else:
