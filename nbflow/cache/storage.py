@@ -35,6 +35,8 @@ class KVStorage:
         Format of keys and values, or of each (``"q8/q4"``): see `nbflow_kernels.kv_formats`.
     xp : module
         Makes the arrays: NumPy, or what stands for it on a device.
+    host : pair of module and int, optional
+        What makes the arrays of the last layers, in the host's memory, and of how many.
     """
 
     def __init__(
@@ -45,11 +47,15 @@ class KVStorage:
         head_dim: int,
         kv: str,
         xp: Any = np,
+        host: tuple[Any, int] = (np, 0),
     ) -> None:
         self.page_size = page_size
         self.formats = kv_formats(kv)
         """Of keys and of values."""
-        self._xp = xp
+        n_here = len(layers) - host[1]
+        self._xp = {layer: xp if i < n_here else host[0] for i, layer in enumerate(layers)}
+        self.n_host_layers = host[1]
+        """How many of the last layers lie in the host's memory, beside a device."""
         self._arrays = self._arrays_of_layer(n_kv_heads, head_dim)
         self._held: dict[int, tuple[Any, ...]] = dict.fromkeys(layers, ())
         self.layers: dict[int, tuple[Any, Any]] = {}
@@ -70,27 +76,43 @@ class KVStorage:
         return self.n_pages * self.page_bytes
 
     @property
+    def host_bytes(self) -> int:
+        """Return the bytes of the pages in the host's memory, beside a device."""
+        return self.n_pages * self.n_host_layers * self._layer_bytes
+
+    @property
     def page_bytes(self) -> int:
         """Return the bytes of one page, all layers together."""
-        each = (math.prod(shape) * dtype.itemsize for shape, dtype in self._arrays)
-        return len(self._held) * sum(each)
+        return len(self._held) * self._layer_bytes
+
+    @property
+    def _layer_bytes(self) -> int:
+        return sum(math.prod(shape) * dtype.itemsize for shape, dtype in self._arrays)
 
     def ensure(self, n_pages: int) -> None:
-        """Have at least `n_pages` pages, keeping what the present ones hold."""
+        """Have at least `n_pages` pages, keeping what the present ones hold.
+
+        Where there is no memory for them, some layers have more pages than `n_pages` says and none
+        has lost any.
+        """
         if n_pages <= self.n_pages:
             return
-        for layer, old in self._held.items():
-            new = self._pages(n_pages)
-            for a, b in zip(old, new, strict=True):
-                b[: self.n_pages] = a
-            self._keep(layer, new)
-        self.n_pages = n_pages
         self.version += 1
+        for layer in self._held:
+            self._keep(layer, self._grown(layer, n_pages))
+        self.n_pages = n_pages
+
+    def _grown(self, layer: int, n_pages: int) -> tuple[Any, ...]:
+        """Return more pages of a layer with what the present ones hold."""
+        new = self._pages(layer, n_pages)
+        for a, b in zip(self._held[layer], new, strict=True):
+            b[: self.n_pages] = a[: self.n_pages]
+        return new
 
     def release(self) -> None:
         """Give all memory back; no page is left."""
         for layer in self._held:
-            self._keep(layer, self._pages(0))
+            self._keep(layer, self._pages(layer, 0))
         self.n_pages = 0
         self.version += 1
 
@@ -117,9 +139,10 @@ class KVStorage:
         keys, values = arrays
         return keys, values
 
-    def _pages(self, n: int) -> tuple[Any, ...]:
+    def _pages(self, layer: int, n: int) -> tuple[Any, ...]:
+        xp = self._xp[layer]
         # Zeros, not garbage: a page's unused tail is read (and masked) by vector loads.
-        return tuple(self._xp.zeros((n, *shape), dtype) for shape, dtype in self._arrays)
+        return tuple(xp.zeros((n, *shape), dtype) for shape, dtype in self._arrays)
 
 
 class LatentStorage(KVStorage):
@@ -129,7 +152,7 @@ class LatentStorage(KVStorage):
 
     Parameters
     ----------
-    layers, page_size, kv, xp
+    layers, page_size, kv, xp, host
         As of `KVStorage`.
     width : int
         Numbers of a vector.
@@ -145,6 +168,7 @@ class LatentStorage(KVStorage):
         value_width: int,
         kv: str,
         xp: Any = np,
+        host: tuple[Any, int] = (np, 0),
     ) -> None:
         format, other = kv_formats(kv)
         if format != other:
@@ -159,7 +183,7 @@ class LatentStorage(KVStorage):
                 "block"
             )
         self._value_length = format.row_length(value_width)
-        super().__init__(layers, page_size, 1, width, kv, xp)
+        super().__init__(layers, page_size, 1, width, kv, xp, host)
 
     def _arrays_of_layer(self, n_kv_heads: int, head_dim: int) -> list[PageArray]:
         return [self._page_array(n_kv_heads, self.formats[0], head_dim)]
@@ -176,9 +200,10 @@ def make_storage(
     n_kv_heads: int,
     kv: str,
     xp: Any = np,
+    host: tuple[Any, int] = (np, 0),
 ) -> KVStorage:
     """Return the storage of some layers' keys and values for a model."""
     if spec.latent is not None:
         width, value_width = spec.cached_dim, spec.latent.kv_rank
-        return LatentStorage(layers, page_size, width, value_width, kv, xp)
-    return KVStorage(layers, page_size, n_kv_heads, spec.head_dim, kv, xp)
+        return LatentStorage(layers, page_size, width, value_width, kv, xp, host)
+    return KVStorage(layers, page_size, n_kv_heads, spec.head_dim, kv, xp, host)

@@ -7,7 +7,7 @@ squared error of the outputs is :math:`\mathrm{tr}(E X^T X E^T)` for an error E 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,26 +86,59 @@ def collect(
     >>> found[0].names, found[0].sums.shape, found[0].n_rows
     (('layers.0.attn.q.weight', 'layers.0.attn.k.weight', 'layers.0.attn.v.weight'), (256,), 5)
     """
-    executor = model.engines[0].executor if len(model.engines) == 1 else None
-    if not isinstance(executor, CpuExecutor) or executor.comm.size > 1:
-        raise UsageError("inputs are collected on the CPU in one process; leave partition and MPI")
-    if model.spec.encoder is not None:
-        raise UsageError(f"{model.spec.name} has an encoder beside its decoder; not collected yet")
-    found: dict[tuple[str, ...], Inputs] = {}
-
-    def add(names: tuple[str, ...], x: NDArray[Any]) -> None:
-        if names not in found:
-            K = x.shape[1]
-            found[names] = Inputs(names, np.zeros((K, K) if full else K))
-        found[names].add(x)
-
-    executor.observe = MatrixInputs(executor, add)
+    collector = collector_of(model)
+    collector.restart(full=full)
     run = model.logits if model.spec.head else model.hidden
     for i, window in enumerate(windows):
         run(window)
         if progress is not None:
             progress(i + 1)
-    return list(found.values())
+    return collector.found()
+
+
+def collector_of(model: Model) -> Collector:
+    """Return what sums up the inputs of a model's matrices whenever it runs.
+
+    Raises
+    ------
+    UsageError
+        As `collect`.
+    """
+    executor = model.engines[0].executor if len(model.engines) == 1 else None
+    if not isinstance(executor, CpuExecutor) or executor.comm.size > 1:
+        raise UsageError("inputs are collected on the CPU in one process; leave partition and MPI")
+    if model.spec.encoder is not None:
+        raise UsageError(f"{model.spec.name} has an encoder beside its decoder; not collected yet")
+    collector = Collector()
+    executor.observe = MatrixInputs(executor, collector.add)
+    return collector
+
+
+class Collector:
+    """Adds up what matrices are multiplied with."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(
+        self, *, full: bool = False, only: Collection[tuple[str, ...]] | None = None
+    ) -> None:
+        """Begin with sums of 0, of all products of columns if `full`, and `only` of some inputs."""
+        self._full, self._only = full, only
+        self._inputs: dict[tuple[str, ...], Inputs] = {}
+
+    def found(self) -> list[Inputs]:
+        """Return what was added up."""
+        return list(self._inputs.values())
+
+    def add(self, names: tuple[str, ...], x: NDArray[Any]) -> None:
+        """Add rows (T, K) that these matrices are multiplied with."""
+        if self._only is not None and names not in self._only:
+            return
+        if names not in self._inputs:
+            K = x.shape[1]
+            self._inputs[names] = Inputs(names, np.zeros((K, K) if self._full else K))
+        self._inputs[names].add(x)
 
 
 class MatrixInputs:
