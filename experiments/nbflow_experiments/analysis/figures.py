@@ -29,7 +29,7 @@ def draw_tensors(tables: Tables) -> Drawing:
     middle = grid - grid.median()
     reach = max(0.25, float(np.nanmax(np.abs(middle.to_numpy()))))
     columns = len(order)
-    with new_figure(max(1, round((columns + 4) / 6)), 1.2 + 0.17 * len(grid)) as (figure, panels):
+    with new_figure(max(1, round((columns + 4) / 4)), 1.2 + 0.17 * len(grid)) as (figure, panels):
         panel = _one_panel(figure, panels)
         image = _heat(panel, middle, reach, [f"{x:.1f}" for x in grid.to_numpy().ravel()])
         bits = table.groupby("weights").stored_bits.mean()
