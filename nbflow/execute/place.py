@@ -123,7 +123,7 @@ class Place:
             free = f"; {left:,} of the device's {total:,} bytes are free"
         return UsageError(
             f"out of {kind}memory on {self.name}: {self._purpose} asked for {n_bytes:,} bytes"
-            f"{free} ({error}); use fewer bits (weights=, kv=), a shorter max_context, or more ranks"
+            f"{free} ({error}); use fewer bits (weights=, kv=), a shorter max_context or more ranks"
         )
 
 
