@@ -24,7 +24,18 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="Hugging Face folder, .safetensors, .pth, .gguf, llama2.c .bin, a spec (tiny_python)",
     )
     parser.add_argument(
-        "--weights", metavar="FMT", help="weight format, e.g. q4 (default: as stored)"
+        "--weights",
+        metavar="FMT",
+        help="weight format, e.g. q4, or a policy file, .toml (default: as stored)",
+    )
+    parser.add_argument(
+        "--encoder",
+        metavar="E",
+        default="best",
+        help="how --weights are encoded: best, plain, gptq, hqq, outliers, awq, hadamard+gptq, ...",
+    )
+    parser.add_argument(
+        "--importance", metavar="FILE", help="what nbflow imatrix found, for the encoder"
     )
     parser.add_argument(
         "--outliers",
@@ -151,13 +162,18 @@ def print_plan(arguments: argparse.Namespace) -> bool:
         raise UsageError(f"--plan must be at least 1, got {arguments.plan}")
     for file in arguments.formats:
         load_formats(file)
-    print(_plan(arguments, _placement(arguments)))
+    plan = _plan(arguments, _placement(arguments))
+    if world().rank == 0:
+        print(plan)
     return True
 
 
 def _plan(arguments: argparse.Namespace, placement: dict[str, Any]) -> MemoryPlan:
     """Return what the model will take for as many requests as asked for, or one."""
-    names = ("weights", "outliers", "activations", "kv", "partition", "max_context", "device")
+    names = (
+        "weights", "outliers", "activations", "kv", "partition", "max_context", "device",
+        "exchange", "optimize", "machine",
+    )  # fmt: skip
     options = {name: getattr(arguments, name) for name in names}
     sequences = getattr(arguments, "plan", None) or 1
     return plan_memory(arguments.model, max_sequences=sequences, **options, **placement)
@@ -172,6 +188,8 @@ def load_model(arguments: argparse.Namespace, **changes: Any) -> nbflow.Model:
         for name in (
             "weights",
             "outliers",
+            "encoder",
+            "importance",
             "activations",
             "kv",
             "partition",

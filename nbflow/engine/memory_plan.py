@@ -16,7 +16,8 @@ from nbflow.cache.page_table import grown
 from nbflow.engine.limits import MAX_SEQUENCES
 from nbflow.engine.placement import Placement, is_host
 from nbflow.engine.sequences import most_tokens
-from nbflow.parallel.plan import RankPlan, make_plan
+from nbflow.parallel import make_plan, split_replicas, world
+from nbflow.parallel.plan import RankPlan
 from nbflow.planner.model import PlannedModel, planned_model
 from nbflow.planner.weight_bytes import weight_bytes
 from nbflow.program import build, build_memory, fuse
@@ -59,11 +60,13 @@ class RankMemory:
 class MemoryPlan:
     """What a model takes, and of what."""
 
+    partition: str
+    """Which ranks hold what."""
     ranks: tuple[RankMemory, ...]
     devices: tuple[str, ...]
     """Where each rank computes."""
     max_sequences: int
-    """Requests that run at once."""
+    """Requests that run at once; with replicas on each of them."""
     kv_tokens: int
     """Tokens whose keys and values there is room for."""
     available_bytes: int
@@ -99,9 +102,9 @@ class MemoryPlan:
         total = sum(r.total_bytes for r in self.ranks)
         host = f", of that on the host {_megabytes(self.host_bytes)} MB" if on_devices else ""
         lines.append(
-            f"in MB; KV for {self.kv_tokens:,} tokens, at most {self.max_sequences} requests at "
-            f"once; all ranks {_megabytes(total)} MB{host}, available on this machine "
-            f"{_megabytes(self.available_bytes)} MB"
+            f"in MB; partition {self.partition!r}; KV for {self.kv_tokens:,} tokens, at most "
+            f"{self.max_sequences} requests at once; all ranks {_megabytes(total)} MB{host}, "
+            f"available on this machine {_megabytes(self.available_bytes)} MB"
         )
         if self.host_bytes > self.available_bytes:
             lines.append("this does not fit if all ranks share this machine")
@@ -128,6 +131,9 @@ def plan_memory(
     kv_host_percent: float = 0.0,
     embeddings_on_host: bool = False,
     cpu_layers: int = 0,
+    exchange: str = "f32",
+    optimize: str = "latency",
+    machine: str | Path | None = None,
 ) -> MemoryPlan:
     """Return what a model will take of each rank's memory; reads no weights.
 
@@ -137,6 +143,8 @@ def plan_memory(
         As for `nbflow.load`, or a ``config.json`` alone.
     weights, outliers, activations, kv, partition, max_context, max_step_tokens
         As for `nbflow.load`.
+    exchange, optimize, machine
+        As for `nbflow.load`; partition "auto" is that of the ranks mpirun has started.
     device : str
         As for `nbflow.load`; the device need not be there.
     max_sequences, kv_bytes
@@ -154,19 +162,27 @@ def plan_memory(
     planned = planned_model(model, weights).shortened(max_context)
     spec = planned.spec
     placement = Placement(kv_host_percent, embeddings_on_host, cpu_layers)
+    if partition == "auto":
+        from nbflow.planner import Setting, choose_partition
+
+        setting = Setting(kv=kv, activations=activations, exchange=exchange)
+        partition = choose_partition(planned, world(), optimize, machine, setting)
     asked = device
     partition, device = placement.divide(spec.n_layers, partition, device)
-    plan = make_plan(spec, partition, planned.block_size)
-    devices = _devices(device, len(plan.ranks))
+    replicas = split_replicas(partition)
+    plans = [make_plan(spec, part, planned.block_size, exchange) for part in replicas]
+    held = [rank for plan in plans for rank in plan.ranks]
+    devices = _devices(device, len(held))
     sequences = min(max_sequences, max_step_tokens, MAX_SEQUENCES)
     counted = _Counted(planned, activations, kv, max_step_tokens, sequences, outliers)
     if kv_bytes is not None:
-        counted.pages = min(kv_bytes // counted.page_bytes(r) for r in plan.ranks)
-    encoders: tuple[RankPlan, ...] = ()
+        counted.pages = min(kv_bytes // counted.page_bytes(r) for r in held)
+    encoders: list[RankPlan] = []
     if spec.encoder is not None:
-        encoders = make_plan(spec.encoder, partition, planned.block_size).ranks
+        theirs = [make_plan(spec.encoder, part, planned.block_size) for part in replicas]
+        encoders = [rank for plan in theirs for rank in plan.ranks]
     ranks = []
-    for index, (rank, on) in enumerate(zip(plan.ranks, devices, strict=True)):
+    for index, (rank, on) in enumerate(zip(held, devices, strict=True)):
         here = Placement() if on == "cpu" else placement
         parts = [counted.rank(rank, on, here)]
         if encoders:
@@ -175,7 +191,9 @@ def plan_memory(
         ranks.append(RankMemory(rank.rank, *sums))
     note = placement.note if is_host(asked) else ""
     tokens = counted.pages * PAGE_SIZE
-    return MemoryPlan(tuple(ranks), devices, sequences, tokens, available_memory_bytes(), note)
+    return MemoryPlan(
+        partition, tuple(ranks), devices, sequences, tokens, available_memory_bytes(), note
+    )  # fmt: skip
 
 
 def _devices(device: str, n_ranks: int) -> tuple[str, ...]:
@@ -288,4 +306,6 @@ def buffer_bytes(
             buffer = program.buffers[op.inputs[0]]
             rows = n_tokens if buffer.rows == "tokens" else n_logits
             int8[buffer.width] = max(rows, int8.get(buffer.width, 0))
-    return total + sum(Int8Rows.size(rows, columns) for columns, rows in int8.items())
+    for columns, rows in int8.items():
+        total += int(Int8Rows.size(rows, columns))
+    return total

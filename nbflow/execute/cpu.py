@@ -22,7 +22,6 @@ from nbflow.execute.bind import Binder, PythonOp, is_blocks
 from nbflow.execute.executor import Executor
 from nbflow.execute.step import Step
 from nbflow.execute.step_arrays import StepArrays
-from nbflow.status import status
 from nbflow_kernels.calls import Call, CallList
 from nbflow_kernels.qmatmul.activations import Int8Rows
 from nbflow_kernels.threads import count_kernel_seconds, get_team
@@ -88,17 +87,15 @@ class CpuExecutor(Executor):
                 rows = n_tokens if buffer.rows == "tokens" else n_logits
                 self.int8_rows(rows, buffer.width)
 
+    def bind_anew(self) -> None:
+        """Forget what the program was bound to: operands or settings have changed."""
+        self._bound.clear()
+
     def run(self, step: Step) -> None:
         """Run the program once; results are in its buffers."""
         segments = self._prepared(step).segments
-        try:
-            for segment in segments:
-                self._run_segment(segment)
-        except BaseException:
-            status.failed()
-            raise
-        if self.comm.size > 1:
-            status.idle()
+        for segment in segments:
+            self._run_segment(segment)
 
     def run_repeated(
         self, step: Step, key: Any, further: Callable[[Bound], Sequence[Call]], n: int, stop: Any

@@ -16,6 +16,7 @@ import numpy as np
 from nbflow.execute.bind import PythonOp
 from nbflow.execute.bind_cuda import CudaBinder
 from nbflow.execute.executor import Executor
+from nbflow.execute.fusions import find_fusions
 from nbflow.execute.step import Step
 from nbflow.execute.step_arrays import DeviceArrays, StepArrays
 
@@ -42,6 +43,7 @@ class CudaExecutor(Executor):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._bound: dict[tuple[int, ...], Bound] = {}
+        self.fusions = find_fusions(self.program)
 
     def forget(self) -> None:
         """See `Executor.forget`."""

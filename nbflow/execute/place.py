@@ -66,6 +66,13 @@ class Place:
         if self.name == "cuda":
             self.xp.cuda.Device(self.ordinal).use()
 
+    @property
+    def identity(self) -> str | None:
+        """Return what tells the CUDA device from the machine's others; None if there is none."""
+        if self.name != "cuda":
+            return None
+        return str(self.xp.cuda.runtime.deviceGetPCIBusId(self.ordinal))
+
     def zeros(self, shape: Any, dtype: Any) -> Any:
         """Return a new array of zeros."""
         try:
@@ -114,16 +121,17 @@ class Place:
         return device_of(self.xp.zeros((1,), np.uint8)).mapped(shape, dtype, values)
 
     def _full(self, n_bytes: int, error: MemoryError) -> UsageError:
-        free, kind = "", "pinned host " if self.is_mapped else ""
+        free = ""
         if self.name == "emulator":
             use = self.xp.memory_bytes()
             free = f"; it holds {use['device_bytes']:,} of {use['total_bytes']:,} bytes"
         if self.name == "cuda":
             left, total = self.xp.cuda.runtime.memGetInfo()
             free = f"; {left:,} of the device's {total:,} bytes are free"
+        memory = "pinned host memory" if self.is_mapped else "memory"
         return UsageError(
-            f"out of {kind}memory on {self.name}: {self._purpose} asked for {n_bytes:,} bytes"
-            f"{free} ({error}); use fewer bits (weights=, kv=), a shorter max_context or more ranks"
+            f"out of {memory} on {self.name}: {self._purpose} asked for {n_bytes:,} bytes{free} "
+            f"({error}); use fewer bits (weights=, kv=), a shorter max_context, or more ranks"
         )
 
 

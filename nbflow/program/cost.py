@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ class StepShape:
     """Tokens of each, the new ones counted in."""
     n_logits: int
     """Rows whose logits are wanted."""
+    memory: int = 0
+    """Tokens of the encoder's that each sequence sees."""
 
     @property
     def n_tokens(self) -> int:
@@ -145,8 +148,10 @@ def _attention_cost(
     if op.kind == "append_kv":
         return OpCost(kv_bytes=token_bytes * step.n_tokens, buffer_bytes=buffer_bytes)
     window = op.attrs.get("window")
-    causal = program.spec.causal and op.kind == "attention"
     spec = program.spec
+    causal = spec.causal
+    if op.kind == "cross_attention":
+        step, causal = dataclasses.replace(step, context=step.memory), False
     value_dim = spec.head_dim if spec.latent is None else spec.latent.kv_rank
     per_pair = 2 * program.n_heads * (spec.cached_dim + value_dim)  # q.k and p.v, times and plus
     return OpCost(

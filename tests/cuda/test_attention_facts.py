@@ -53,7 +53,7 @@ def test_tensor_core_kernels_keep_sums_in_registers_and_copy_16_bytes(
 def test_general_kernel_and_merging_have_no_float64(arch: str) -> None:
     for kernel in (
         attention.general_kernel((KINDS["q8_0"], KINDS["q4_0"])),
-        attention.merge_splits_kernel,
+        attention.merge_many_kernel,
     ):
         assert facts(kernel, arch).fp64 == 0
 

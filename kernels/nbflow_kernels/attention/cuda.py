@@ -3,7 +3,7 @@
 =======================  =======================================================================
 `general.cu`             every option, head size and format of the cache, in float32
 `tensor_cores.cu`        caches of 16 bits and, for float16 queries, of block formats
-`merge.cu`               sums of partial results
+`merge.cu`               sums of partial results that a caller has
 =======================  =======================================================================
 
 A plan's work is divided anew for thread blocks (`device_items`), its tables are copied once for
@@ -66,9 +66,6 @@ def tensor_core_kernel(
     return cuda.cpp_kernel(__file__, "tensor_cores.cu", f"attend_few<{name}", _PARAMETERS)
 
 
-merge_splits_kernel = cuda.cpp_kernel(
-    __file__, "merge.cu", "merge_splits", "i64* header, any* out, i32 out_kind, f32*? lse"
-)
 merge_two_kernel = cuda.cpp_kernel(
     __file__, "merge.cu", "merge_two",
     "f32* v_a, f32* s_a, f32* v_b, f32* s_b, f32* v_out, f32* s_out, u8*? mask, i32 n_rows, i32 H, "
@@ -206,7 +203,7 @@ def _on_tensor_cores(
     plan: AttentionPlan, arguments: tuple[Any, ...], kinds: tuple[int, int]
 ) -> None:
     """Launch the kernels for requests with few and with many query vectors, where there are any."""
-    q, out, lse = arguments[0], arguments[-3], arguments[-1]
+    q = arguments[0]
     _, G, D_qk, D_vo = plan.heads
     exact, plain = _is_exact(q, kinds), _is_plain(plan)
     tables = device_plan(plan, q)
@@ -222,12 +219,11 @@ def _on_tensor_cores(
             (header, *arguments, *last),
             _shared_bytes(D_qk, D_vo, exact, many, plain, items.any_several),
         )  # fmt: skip
-        merge_splits(plan, header, items.merges, out, lse)
 
 
 def _general(plan: AttentionPlan, arguments: tuple[Any, ...], kinds: tuple[int, int]) -> None:
     """Launch the general kernel, and the one that adds partial results."""
-    q, out, lse = arguments[0], arguments[-3], arguments[-1]
+    q = arguments[0]
     _, G, D_qk, D_vo = plan.heads
     tables = device_plan(plan, q)
     items = tables.items(GENERAL)
@@ -244,17 +240,6 @@ def _general(plan: AttentionPlan, arguments: tuple[Any, ...], kinds: tuple[int, 
         (len(items.items), G, cuda.ceil_div(items.most, most)), 32 * WARPS,
         (header, *arguments, most), shared,
     )  # fmt: skip
-    merge_splits(plan, header, items.merges, out, lse)
-
-
-def merge_splits(plan: AttentionPlan, header: Any, merges: Any, out: Any, lse: Any) -> None:
-    """Add the partial results of divided tiles."""
-    if len(merges):
-        vectors = int(merges[:, 1].max()) * (plan.heads[0] // plan.heads[1])
-        merge_splits_kernel(
-            (len(merges), plan.heads[1], cuda.ceil_div(vectors, WARPS)), 32 * WARPS,
-            (header, out, _kind_of(out), lse),
-        )  # fmt: skip
 
 
 def _kind_of(array: Any) -> int:

@@ -4,8 +4,8 @@
 // over the item's keys 32 at a time: keys are decoded to shared memory, a warp gives each lane one of
 // them to score, values are decoded to the same place, and a warp adds them to its vectors' sums.
 // After every SPLIT_KEYS keys the sums start anew and are added to those before, in order: whether
-// that happens here or in `merge`, the additions are the same.
-#include "attention/plan.cuh"
+// that happens here or in `merge_if_last`, the additions are the same.
+#include "attention/splits.cuh"
 
 constexpr int KEYS = 32, WARPS = 4, PER_WARP = 4;  // at most WARPS * PER_WARP vectors
 
@@ -213,4 +213,5 @@ attend(const i64* header, const u8* queries, i64 q_row_bytes, int q_kind, const 
             store_float(out + (place * t.D_vo + d) * size, __fmul_rn(sums[d], end.factor), out_kind);
         if (lse != nullptr && lane == 0) lse[place] = end.lse;
     }
+    merge_if_last(header, item, t.first_vector, t.n_vectors, out, out_kind, lse);
 }

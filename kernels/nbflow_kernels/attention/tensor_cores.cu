@@ -11,7 +11,7 @@
 // With EXACT, queries and weights are two numbers each, what 16 bits hold and what they leave: products
 // are then those of float32 but for 2**-22 (2**-16 with bfloat16), at twice the multiplications.
 #include "attention/fragments.cuh"
-#include "attention/plan.cuh"
+#include "attention/splits.cuh"
 
 constexpr int KEYS = 64, WARPS = 4, THREADS = 32 * WARPS;
 constexpr int PAD = 8;  // elements behind a row in shared memory: 16-byte units an odd step apart
@@ -431,6 +431,7 @@ __global__ void __launch_bounds__(THREADS) attend_few(PARAMETERS) {
     }
     rows.finish(several, total);
     write_rows<TILES, D_VO>(t, 0, rows, o, warp, WARPS, warp == 0, out, out_kind, lse);
+    merge_if_last(header, t.item, t.first_vector, t.n_vectors, out, out_kind, lse);
 }
 
 // ---- up to 64 query vectors --------------------------------------------------------------------
@@ -543,4 +544,5 @@ __global__ void __launch_bounds__(THREADS) attend_many(PARAMETERS, int with_far)
     }
     rows.finish(several, total);
     write_rows<TILES, D_VO>(t, 16 * warp, rows, o, 0, 1, true, out, out_kind, lse);
+    merge_if_last(header, t.item, t.first_vector, t.n_vectors, out, out_kind, lse);
 }
