@@ -145,6 +145,21 @@ def test_devices_and_the_host_are_counted_apart(wide):
     assert first.ranks[0].host_bytes == 0
 
 
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("falcon_40b_instruct", {"kv": "q8", "kv_host_percent": 100, "max_context": 1024}),
+        ("yi_34b_chat", {"kv": "q8/q4", "kv_host_percent": 50, "max_context": 4096}),
+    ],
+)
+def test_documented_plans_for_24_gb(name, options):
+    plan = plan_memory(name, weights="q3h", device="cuda", embeddings_on_host=True, **options)
+    text = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
+    for line in str(plan).splitlines()[:2]:
+        assert f"    {line}\n" in text
+    assert plan.ranks[0].place_bytes + 1e9 < 24 * 2**30  # 1 GB for what is not planned
+
+
 def test_the_table_says_what_changes_nothing(wide):
     plan = plan_memory(wide, kv_host_percent=50, embeddings_on_host=True, kv_bytes=1 << 20)
     assert "kv_host_percent=50, embeddings_on_host change nothing" in str(plan)
