@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_ptx.errors import LaunchError
+from nbflow_ptx.errors import LaunchError, OutOfMemory
 
 #: Where the address windows of the memory spaces begin in generic addresses.
 SHARED_BASE = 1 << 40
@@ -89,7 +89,7 @@ class Device:
                 a.nbytes = nbytes
                 self.heap[a.start : a.start + nbytes] = 0
                 return a
-        raise LaunchError(
+        raise OutOfMemory(
             f"the emulated device has {self.heap.size} bytes, of which {self.top} are taken; "
             f"{nbytes} more do not fit; make a Device with more memory_bytes"
         )
@@ -98,6 +98,11 @@ class Device:
         """Give memory back; later accesses to it are reported."""
         a.freed = True
         self.shadow[a.start : a.start + a.nbytes] = FREED
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of all allocations that have not been freed."""
+        return sum(a.nbytes for a in self.allocations if not a.freed)
 
     def bytes_of(self, a: Allocation) -> NDArray[np.uint8]:
         """Return the memory of an allocation (a view)."""

@@ -8,7 +8,8 @@ behind     `HEADS`: norms of the heads of q and k, ``rope``, ``append_kv``; `GAT
            `ROW_NORM`: a norm of the results, and their sum with the residual; `ADD`: a scaled sum
 
 Patterns see the program alone.  Whether a kernel takes the weights and the rows of a step is asked
-when it is bound (`nbflow.execute.bind_fused`); what no kernel takes runs op by op, to the same bits.
+when it is bound (`nbflow.execute.bind_fused`); what no kernel takes runs op by op, to the same
+bits.
 """
 
 from __future__ import annotations

@@ -32,11 +32,15 @@ class Place:
         What the arrays are for, in the words of an error.
     """
 
-    def __init__(self, name: str, xp: Any, purpose: str = "", ordinal: int = 0) -> None:
+    def __init__(
+        self, name: str, xp: Any, purpose: str = "", ordinal: int = 0, graphs: bool = True
+    ) -> None:
         self.name = name
         self.xp = xp
         self.ordinal = ordinal
         """Number of the CUDA device."""
+        self.graphs = graphs
+        """Whether steps run as CUDA graphs where they can."""
         self._purpose = purpose
 
     @property
@@ -46,7 +50,7 @@ class Place:
 
     def purposed(self, purpose: str) -> Place:
         """Return the same place for another purpose."""
-        return Place(self.name, self.xp, purpose, self.ordinal)
+        return Place(self.name, self.xp, purpose, self.ordinal, self.graphs)
 
     def activate(self) -> None:
         """Make the device the current one of this thread."""
@@ -58,7 +62,7 @@ class Place:
         try:
             return self.xp.zeros(shape, dtype)
         except MemoryError as error:
-            raise self._full(int(np.prod(shape)) * np.dtype(dtype).itemsize, error) from error
+            raise self.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, error) from error
 
     def put(self, array: np.ndarray) -> Any:
         """Return the contents of a NumPy array as an array of this place."""
@@ -67,7 +71,7 @@ class Place:
         try:
             return self.xp.asarray(np.ascontiguousarray(array))
         except MemoryError as error:
-            raise self._full(array.nbytes, error) from error
+            raise self.full(array.nbytes, error) from error
 
     def quantized(self, tensor: QuantTensor) -> QuantTensor:
         """Return a quantized tensor in this place."""
@@ -76,20 +80,29 @@ class Place:
         try:
             return tensor.to_device(self.xp.zeros((1,), np.uint8))
         except MemoryError as error:
-            raise self._full(tensor.nbytes, error) from error
+            raise self.full(tensor.nbytes, error) from error
+
+    def drop_storage(self, tensor: QuantTensor) -> None:
+        """Let a quantized tensor in this place have the layout that products read alone."""
+        try:
+            tensor.drop_storage()
+        except MemoryError as error:
+            raise self.full(tensor.nbytes, error) from error
 
     def synchronize(self) -> None:
         """Wait until the device has done what it was given."""
         if self.name == "cuda":
             self.xp.cuda.get_current_stream().synchronize()
 
-    def _full(self, n_bytes: int, error: MemoryError) -> UsageError:
+    def full(self, n_bytes: int | None, error: MemoryError) -> UsageError:
+        """Return the error that says what asked for how many bytes, if they are known."""
         free = ""
-        if self.name == "cuda":
+        if not self.on_host:
             left, total = self.xp.cuda.runtime.memGetInfo()
             free = f"; {left:,} of the device's {total:,} bytes are free"
+        asked = "more memory" if n_bytes is None else f"{n_bytes:,} bytes"
         return UsageError(
-            f"out of memory on {self.name}: {self._purpose} asked for {n_bytes:,} bytes{free} "
+            f"out of memory on {self.name}: {self._purpose} asked for {asked}{free} "
             f"({error}); use fewer bits (weights=, kv=), a shorter max_context, or more ranks"
         )
 
@@ -97,7 +110,7 @@ class Place:
 HOST = Place("cpu", np)
 
 
-def find_places(devices: str, n_ranks: int) -> list[Place]:
+def find_places(devices: str, n_ranks: int, graphs: bool = True) -> list[Place]:
     """Return the place of each rank.
 
     Parameters
@@ -107,6 +120,8 @@ def find_places(devices: str, n_ranks: int) -> list[Place]:
         is a certain device; ranks that only say ``cuda`` take the machine's devices in turn.
     n_ranks : int
         Number of ranks.
+    graphs : bool
+        Whether steps on CUDA devices run as graphs.
 
     Raises
     ------
@@ -121,7 +136,11 @@ def find_places(devices: str, n_ranks: int) -> list[Place]:
         )
     if len(names) == 1:
         names *= n_ranks
-    return [find_place(name, names[:i].count("cuda")) for i, name in enumerate(names)]
+    places = [find_place(name, names[:i].count("cuda")) for i, name in enumerate(names)]
+    for place in places:
+        if not place.on_host:
+            place.graphs = graphs
+    return places
 
 
 def find_place(device: str, turn: int = 0) -> Place:

@@ -70,17 +70,29 @@ class RankWeights:
 
     def _move(self, place: Place) -> None:
         """Put all operands to a device; a table of attention's, which a plan reads, stays."""
-        moved: dict[int, Any] = {}
+        moved: dict[int, tuple[Any, Any]] = {}  # with the operand, which keeps its id its own
+        tables = {
+            id(table)
+            for op, operands in zip(self._program.ops, self.operands, strict=True)
+            if op.kind == "embedding"
+            for table in operands
+        }
 
         def move(operand: Any) -> Any:
             if operand is not None and id(operand) not in moved:
                 quantized = isinstance(operand, nk.QuantTensor)
-                moved[id(operand)] = place.quantized(operand) if quantized else place.put(operand)
-            return None if operand is None else moved[id(operand)]
+                there = place.quantized(operand) if quantized else place.put(operand)
+                if quantized and id(operand) not in tables:  # rows are decoded from storage
+                    place.drop_storage(there)
+                moved[id(operand)] = operand, there
+            return None if operand is None else moved[id(operand)][1]
 
         for index, op in enumerate(self._program.ops):
             if op.kind not in ("attention", "cross_attention"):
-                self.operands[index] = tuple(map(move, self.operands[index]))
+                operands = self.operands[index]
+                if op.kind == "experts":
+                    operands = stacks(operands)
+                self.operands[index] = tuple(map(move, operands))
                 self.bias[index] = move(self.bias[index])
 
     def _operands(self, op: Op) -> tuple[Any, ...]:
@@ -212,6 +224,22 @@ class RankWeights:
             raise UsageError(f"tensor {part.name}: {error}") from error
 
 
+def stacks(matrices: Sequence[Any]) -> tuple[Any, ...]:
+    """Return gates, ups and downs of experts as three stacks, which devices choose from themselves.
+
+    Matrices of several formats, or with outliers, stay as they are.
+    """
+    n = len(matrices) // 3
+    parts = [matrices[i * n : (i + 1) * n] for i in range(3)]
+    kinds = {(i, w.format.name) for i, part in enumerate(parts) for w in part}
+    if len(kinds) > 3 or any(w.outliers is not None for w in matrices):
+        return tuple(matrices)
+    return tuple(
+        nk.QuantTensor(part[0].format, (n, *part[0].shape), np.concatenate([w.data for w in part]))
+        for part in parts
+    )
+
+
 def read_part(spec: ModelSpec, file: WeightFile, part: Operand) -> np.ndarray:
     """Return a tensor of the model, or a part of it, in the type it is stored as.
 
@@ -310,5 +338,6 @@ def stored_bytes(operand: Any) -> int:
     if isinstance(operand, nk.QuantTensor):
         if operand.packed_nbytes:
             return operand.packed_nbytes + operand.outlier_nbytes
-        return operand.nbytes
+        storage = operand.nbytes if operand.has_storage else operand.outlier_nbytes
+        return storage + operand.units_nbytes
     return int(operand.nbytes)

@@ -102,7 +102,9 @@ def test_a_norm_of_whole_rows_behind(kind: str, cupy: Any) -> None:
     assert same(out, normal)
 
 
-@pytest.mark.parametrize(("format", "head_dim", "style"), [("f16", 12, "half"), ("q8_0", 160, "pairs")])
+@pytest.mark.parametrize(
+    ("format", "head_dim", "style"), [("f16", 12, "half"), ("q8_0", 160, "pairs")]
+)
 def test_heads_behind(format: str, head_dim: int, style: str, cupy: Any) -> None:
     """Two query heads and one of keys and values: norms, rotation, pages; a row without a page."""
     D, n_tokens, page_size = head_dim, 3, 4

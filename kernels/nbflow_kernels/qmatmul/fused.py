@@ -1,9 +1,9 @@
 """Products of a few rows with what comes in front of them and behind them, in one kernel.
 
-The kernel is `few_rows.cu`: a norm of the rows on their way to where they are staged, and behind the
-product an activation, a gate, what attention's heads go through until they lie in their pages, or a
-norm of the results.  The bits are those of the ops one by one, so that either may be chosen by the
-number of rows.
+The kernel is `few_rows.cu`: a norm of the rows on their way to where they are staged, and behind
+the product an activation, a gate, what attention's heads go through until they lie in their pages,
+or a norm of the results.  The bits are those of the ops one by one, so that either may be chosen by
+the number of rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ NORM_KINDS = {"rms": "RMS_NORM", "layer": "LAYER_NORM"}
 _NUMBERS = {"rms": 1, "layer": 2}
 _GATE_PIECE, _NORM_CHUNK = 64, 128  # as in `epilogues.cuh` and `normalize.cuh`
 
-_NORM = "f32*? norm_weight, f32*? norm_bias, f32*? norm_out, i64 norm_out_stride, f32 eps, f32 offset"
+_NORM = (
+    "f32*? norm_weight, f32*? norm_bias, f32*? norm_out, i64 norm_out_stride, f32 eps, f32 offset"
+)
 _REGIONS = "i32* arrived_regions"
 
 
@@ -185,7 +187,7 @@ class Heads(Epilogue):
 
 @dataclass(frozen=True)
 class RowNorm(Epilogue):
-    """A norm of the rows of results, written to `norm.out`, or times `added` (not 0) added to it."""
+    """A norm of the results' rows, put to `norm.out`, or times `added` (not 0) added to it."""
 
     norm: Norm
     added: float = 0.0

@@ -1,0 +1,165 @@
+"""A decode step on CUDA devices: one kernel for several ops, and the step as a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nbflow
+from nbflow.execute.bind import PythonOp
+from nbflow_ptx.state import State
+
+pytestmark = pytest.mark.compiler
+FOLDER = Path(__file__).parents[1] / "golden" / "families"
+OPTIONS = {"weights": "q8_0", "kv": "f32"}
+TOLERANCE = 4e-6
+"""Of the largest logit, against the CPU with the same weights: see `test_engine.TOLERANCE`."""
+
+
+def load(name: str, **options: Any) -> nbflow.Model:
+    return nbflow.load(FOLDER / name, device="emulator", **{**OPTIONS, **options})
+
+
+class Sequences:
+    """Sequences of a model's engine, run step by step."""
+
+    def __init__(self, model: nbflow.Model, prompts: list[list[int]]) -> None:
+        (self.engine,) = model.engines
+        self.executor: Any = self.engine.executor
+        self.numbers = list(range(100, 100 + len(prompts)))
+        for number in self.numbers:
+            self.engine.table.add(number)
+        ends = np.cumsum([len(p) for p in prompts]) - 1
+        self.engine.run_step(self.numbers, prompts, list(ends))
+
+    def step(self, tokens: list[int]) -> np.ndarray:
+        """Give the first sequences one more token each; return their logits."""
+        n = len(tokens)
+        self.engine.run_step(self.numbers[:n], [[t] for t in tokens], range(n))
+        return np.array(self.executor.buffer("logits", n))
+
+    def launches(self, tokens: list[int]) -> int:
+        """Return the kernels that a step starts."""
+        before = State.n_launches
+        self.step(tokens)
+        return State.n_launches - before
+
+
+@contextmanager
+def sequences(name: str, prompts: list[list[int]], **options: Any) -> Iterator[Sequences]:
+    with load(name, **options) as model:
+        yield Sequences(model, prompts)
+
+
+def expected(name: str, prompts: list[list[int]], tokens: list[list[int]], **options: Any) -> Any:
+    """Return the CPU's logits after all of these tokens, for each sequence."""
+    with nbflow.load(FOLDER / name, **{**OPTIONS, **options}) as model:
+        both = zip(prompts, tokens, strict=True)
+        return [model.logits(prompt + more)[len(prompt) :] for prompt, more in both]
+
+
+def error(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.abs(a - b).max() / np.abs(b).max())
+
+
+# kernels of a step besides those of its layers: token embedding, rows that are wanted, final norm,
+# head (whose weights stay float32), and what is given behind the name; then those of a layer
+STEPS = {
+    "llama31": (4, 5),
+    "qwen3": (4, 5),  # norms of the heads
+    "gemma2": (5, 5),  # norms behind attention and network; a soft cap
+    "phi": (4, 5),  # both read one norm; biases, a plain activation
+    "granite": (5, 5),  # scaled sums; scaled logits
+    "opt_350m": (7, 5),  # norms behind the sums; positions are added, two projections
+    "olmo2": (4, 9),  # norms over all heads: with rope and append_kv kernels of their own
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_kernels_of_a_step_and_its_logits(name: str, cupy: Any) -> None:
+    prompts, tokens = [[3, 9, 4]], [[7, 1, 8]]
+    wanted = expected(name, prompts, tokens)[0]
+    outside, of_a_layer = STEPS[name]
+    with sequences(name, prompts) as run:
+        n_layers = len(run.executor.program.layers)
+        # kernel by kernel, then captured and launched, then launched again
+        for i, token in enumerate(tokens[0]):
+            assert error(run.step([token])[0], wanted[i]) < TOLERANCE
+        assert (run.executor.steps_by_kernel, run.executor.steps_by_graph) == (2, 2)
+        assert run.launches([5]) == outside + n_layers * of_a_layer
+
+
+def test_batches_grow_and_shrink_within_a_graph(cupy: Any) -> None:
+    """Three sequences run in the graph for four; a row's bits are those it has alone."""
+    prompts = [[3, 9, 4], [7, 1, 8, 2, 6], [5]]
+    with sequences("llama31", prompts, kv="f16") as run:
+        steps = [run.step(t) for t in ([1, 2, 3], [4, 5, 6], [7, 8, 9])]
+        assert run.executor.steps_by_graph == 2
+        two = [run.step(t) for t in ([1, 2], [4, 5])]
+        assert run.executor.steps_by_graph == 3
+    for b, prompt in enumerate(prompts):
+        together = [*(step[b] for step in steps), *(step[b] for step in two if b < len(step))]
+        tokens = [t[b] for t in ([1, 2, 3], [4, 5, 6], [7, 8, 9], [1, 2], [4, 5]) if b < len(t)]
+        with sequences("llama31", [prompt], kv="f16", graphs=False) as run:
+            for row, token in zip(together, tokens, strict=True):
+                assert run.step([token])[0].tobytes() == row.tobytes()
+
+
+def test_pages_that_move_and_larger_shapes_are_noticed(cupy: Any) -> None:
+    """Graphs hold addresses: other pages, or other buffers, need other graphs."""
+    prompts = [[3, 9, 4]]
+    wanted = expected("llama31", prompts, [[1, 2, 3, 4, 5]])[0]
+    with sequences("llama31", prompts) as run:
+        for i, token in enumerate([1, 2, 3]):
+            assert error(run.step([token])[0], wanted[i]) < TOLERANCE
+        run.engine.storage.ensure(run.engine.storage.n_pages + 3)  # other arrays
+        assert error(run.step([4])[0], wanted[3]) < TOLERANCE
+        assert run.executor.steps_by_kernel == 3
+        run.engine.table.add(500)
+        run.engine.run_step([500], [list(range(1, 20))], [18])  # larger buffers
+        assert error(run.step([5])[0], wanted[4]) < TOLERANCE
+
+
+def test_without_graphs(cupy: Any) -> None:
+    with sequences("llama31", [[3, 9]], graphs=False) as run:
+        for token in (1, 2, 3):
+            run.step([token])
+        assert (run.executor.steps_by_kernel, run.executor.steps_by_graph) == (4, 0)
+
+
+def test_experts_run_in_a_graph_without_the_host(cupy: Any) -> None:
+    prompts, tokens = [[3, 9, 4]], [[7, 1, 8]]
+    wanted = expected("mixtral", prompts, tokens)[0]
+    with sequences("mixtral", prompts) as run:
+        for i, token in enumerate(tokens[0]):
+            assert error(run.step([token])[0], wanted[i]) < TOLERANCE
+        assert run.executor.steps_by_graph == 2
+        (bound,) = (b for b in run.executor._bound.values() if b.graphs is not None)
+        assert bound.graphs.n_graphs == 1
+
+
+def test_an_op_that_waits_cannot_be_captured(cupy: Any) -> None:
+    from nbflow.execute.graphs import capture
+
+    x = cupy.zeros(4, np.float32)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    for call in (x.get, stream.synchronize, lambda: x.set(np.zeros(4, np.float32))):
+        with stream, pytest.raises(ValueError, match="while a stream is captured"):
+            capture([PythonOp("x", call)], cupy, stream, type(x).__kernel_device__)
+        assert not stream.is_capturing()
+
+
+def test_vram_is_accounted_to_the_byte(cupy: Any) -> None:
+    device = State.device
+    before = device.used_bytes
+    with sequences("llama31", [[3, 9, 4]]) as run:
+        for token in (1, 2, 3):
+            run.step([token])
+        held = run.engine.memory()
+        counted = sum(held[k] for k in ("weight_bytes", "kv_bytes", "workspace_bytes"))
+        assert device.used_bytes - before == counted
