@@ -71,7 +71,7 @@ class _Pointer:
     def _copy_in(self, address: int, size: int) -> None:
         device, start = self._owner._device, self._owner._offset()
         source = (ctypes.c_uint8 * size).from_address(address)
-        device.heap[start : start + size] = np.frombuffer(source, np.uint8)
+        device.heap[start : start + size] = np.ctypeslib.as_array(source)
         device.shadow[start : start + size] |= np.uint8(WRITTEN)
 
 

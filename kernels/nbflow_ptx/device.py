@@ -101,8 +101,9 @@ class Device:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all allocations that have not been freed."""
-        return sum(a.nbytes for a in self.allocations if not a.freed)
+        """Bytes of all arrays that have not been freed; variables of modules are none."""
+        others = {id(a) for a in (*self.variables.values(), self._workspace, self._parameters)}
+        return sum(a.nbytes for a in self.allocations if not a.freed and id(a) not in others)
 
     def bytes_of(self, a: Allocation) -> NDArray[np.uint8]:
         """Return the memory of an allocation (a view)."""

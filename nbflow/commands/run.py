@@ -79,6 +79,8 @@ def run(arguments: argparse.Namespace) -> int:
             _print_json(arguments, model.generation(request))
         elif speaks(model) and not arguments.quiet:
             _statistics(request, (first or ended) - started, ended - (first or ended))
+            for report in filter(None, (e.executor.report() for e in model.engines)):
+                print(f"[{report}]", file=sys.stderr)
     return 0
 
 

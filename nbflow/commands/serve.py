@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _OF_MODEL = (
     "spec", "weights", "outliers", "activations", "kv", "partition", "optimize", "machine",
-    "exchange", "device", "tokenizer", "max_context", "threads",
+    "exchange", "device", "graphs", "tokenizer", "max_context", "threads",
 )  # fmt: skip
 _OF_ENGINE = ("max_sequences", "max_waiting", "max_step_tokens", "kv_bytes", "prefix_cache")
 

@@ -130,19 +130,20 @@ class _FusedBinder:
         fusion, executor, arrays = self._fusion, self._executor, self._binder.arrays
         program, storage = executor.program, executor.storage
         assert fusion.append is not None
-        keys, values = storage.layers[self._ops[fusion.append].layer]
+        layer = self._ops[fusion.append].layer or 0
+        keys, values = storage.layers[layer]
         norms = [i for i in (fusion.q_norm, fusion.k_norm) if i is not None]
         attrs = self._ops[norms[0]].attrs if norms else {}
-        weights = [
+        q_weight, k_weight = (
             None if i is None else self._weights.operands[i][0]
             for i in (fusion.q_norm, fusion.k_norm)
-        ]
+        )
         rope = None if fusion.rope is None else self._ops[fusion.rope].attrs["rope"]
         kind = storage.format.kind
         return fused.Heads(
             program.spec.head_dim, first_row // program.spec.head_dim, program.n_heads,
             program.n_kv_heads, arrays.positions, arrays.batch_indices, arrays.kv_indices,
-            arrays.kv_indptr, keys, values, (kind, kind), LAYOUT, *weights,
+            arrays.kv_indptr, keys, values, (kind, kind), LAYOUT, q_weight, k_weight,
             attrs.get("eps", 0.0), attrs.get("offset", 0.0),
             None if rope is None else executor.rope_table(rope),
             rope is None or rope.style == "half",

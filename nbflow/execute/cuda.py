@@ -62,7 +62,8 @@ class Bound:
         plans = [plan for kind in kinds for plan in kind.plan.on_devices.values()]
         graphs = 0 if self.graphs is None else self.graphs.n_bytes + self.graphs.pool.total_bytes()
         arrays = sum(int(array.nbytes) for array in self.scratch)
-        return self.device.n_bytes + arrays + sum(plan.n_bytes for plan in plans) + graphs
+        total: int = self.device.n_bytes + arrays + sum(plan.n_bytes for plan in plans) + graphs
+        return total
 
     def load(self, step: Step) -> None:
         """Take the numbers of another step of this shape."""
@@ -152,6 +153,21 @@ class CudaExecutor(Executor):
         arrays = [*shared, *self._rope_tables.values()]
         bound = sum(b.n_bytes for b in self._bound.values())
         return super().workspace_bytes + sum(int(a.nbytes) for a in arrays) + bound
+
+    def report(self) -> str:
+        """Return how the steps so far were started, and what lies on the device, in bytes."""
+        n_steps = self.steps_by_graph + self.steps_by_kernel
+        n_shapes = sum(bound.graphs is not None for bound in self._bound.values())
+        held = {
+            "weights": self.weights.n_bytes,
+            "keys and values": self.storage.n_bytes,
+            "workspace": self.workspace_bytes,
+        }
+        parts = ", ".join(f"{name} {n:,}" for name, n in held.items())
+        return (
+            f"{self.place.name}: {self.steps_by_graph} of {n_steps} steps as CUDA graphs, of "
+            f"{n_shapes} shapes; {sum(held.values()):,} bytes on the device: {parts}"
+        )
 
     def run(self, step: Step) -> None:
         """Start the kernels of one step; results are in its buffers when the device is done."""

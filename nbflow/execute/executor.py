@@ -88,6 +88,10 @@ class Executor:
         """Return the bytes of the buffers."""
         return sum(int(b.nbytes) for b in self._buffers.values())
 
+    def report(self) -> str:
+        """Return what there is to say of how the steps so far ran; empty for nothing."""
+        return ""
+
     def set_groups(self, groups: dict[tuple[int, ...], Comm]) -> None:
         """Give the communicator of each stage, by rank numbers."""
         self.groups = groups

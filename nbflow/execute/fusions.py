@@ -113,8 +113,8 @@ class _Finder:
         for name in "qk":
             norm = self._op(i, "norm")
             if norm is not None and norm.out == name and self._is_head_norm(norm):
-                changed = {"q": {"q_norm": i}, "k": {"k_norm": i}}[name]
-                found, i = replace(found, **changed), i + 1
+                found = replace(found, q_norm=i) if name == "q" else replace(found, k_norm=i)
+                i += 1
         rope = self._op(i, "rope")
         if rope is not None and rope.inputs == ("q", "k") and not rope.attrs.get("first"):
             found, i = replace(found, rope=i), i + 1

@@ -37,7 +37,9 @@ class Mixture:
     ) -> None:
         self._x, self._n, self._out = x, n, out
         stacked = len(matrices) == 3 and n != 1
-        parts = matrices if stacked else [list(matrices[i * n : (i + 1) * n]) for i in range(3)]
+        parts: Sequence[Any] = (
+            matrices if stacked else [list(matrices[i * n : (i + 1) * n]) for i in range(3)]
+        )
         self._gates, self._ups, self._downs = parts
         self._activation = op.attrs["activation"]
         n_pairs, width = len(x) * top_k, (self._gates if stacked else self._gates[0]).shape[-2]

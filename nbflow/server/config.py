@@ -152,6 +152,8 @@ class ModelOptions(Section):
     """How partial sums are sent between ranks: f32 or q8."""
     device: str = "auto"
     """Where to run, as --device of `nbflow run`."""
+    graphs: bool = True
+    """Whether steps of generation run as CUDA graphs on devices."""
     max_context: int | None = Field(default=None, ge=1)
     """Shorten the context."""
     threads: int | None = Field(default=None, ge=1)
@@ -181,6 +183,7 @@ class ModelOptions(Section):
             "machine",
             "exchange",
             "device",
+            "graphs",
             "max_context",
             "threads",
         )

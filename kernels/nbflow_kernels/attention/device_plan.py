@@ -66,7 +66,7 @@ class FixedTables:
 
     def address_of_part(self, part: int) -> int:
         """Return where on the device a part of `host` lies: four tables, items, merges."""
-        return address(self.there) + 4 * [0, *self._ends][part]
+        return address(self.there) + 4 * int([0, *self._ends][part])
 
     def _divide(self) -> DeviceItems:
         """Return what a launch is made for: all items that there is room for."""
@@ -185,9 +185,7 @@ class DevicePlan:
         floats = items.n_partials * heads[1] * (-(-heads[3] // 4) * 4 + 4)
         if self._partials.size < floats:
             self._partials = self._device.empty(floats, np.float32)
-        tiles = (
-            len(items.merges) * heads[1] * items.most
-        )  # at most, of one vector each
+        tiles = len(items.merges) * heads[1] * items.most  # at most, of one vector each
         if self._arrived.size < tiles:
             self._arrived = self._device.asarray(np.zeros(tiles, np.int32))
 

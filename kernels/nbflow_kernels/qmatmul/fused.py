@@ -269,7 +269,7 @@ def product(
         arrived = workspace(device, "qmatmul regions", n_regions, "i4", zero=True)
         arguments += (arrived, *then.arguments)
     kind = 0 if norm is None else _NUMBERS[norm.kind]
-    _kernel(units.form, shape.tokens, kind, type(then), then.defines)(
+    _kernel(units.form, shape.tokens, kind, then.number, then.parameters, then.defines)(
         (shape.grid, shape.parts), 32 * WARPS, arguments,
         max(shape.shared, then.shared_bytes(units.n_rows, len(out))),
     )  # fmt: skip
@@ -277,17 +277,17 @@ def product(
 
 @cache
 def _kernel(
-    form: UnitForm, tokens: int, norm: int, then: type[Epilogue],
+    form: UnitForm, tokens: int, norm: int, then: int, then_parameters: str,
     more: tuple[tuple[str, str | int], ...],
 ) -> Kernel:  # fmt: skip
     """Return `few_rows` with a prologue and an epilogue."""
     parts = [FEW_PARAMETERS]
     if norm:
         parts.append(_NORM)
-    if then.parameters:
-        parts += [_REGIONS, then.parameters]
+    if then_parameters:
+        parts += [_REGIONS, then_parameters]
     defines: dict[str, str | int] = {
-        **form.defines(), "TOKENS": tokens, "WARPS": WARPS, "NORM": norm, "EPILOGUE": then.number,
+        **form.defines(), "TOKENS": tokens, "WARPS": WARPS, "NORM": norm, "EPILOGUE": then,
         **dict(more),
     }  # fmt: skip
     return cpp_kernel(__file__, "few_rows.cu", "few_rows", ", ".join(parts), defines=defines)
