@@ -51,7 +51,8 @@ class _FusedBinder:
             some_bias = None if bias is None else bias[start:end]
             then = self._then(start)
             launches.append((weight, some_bias, out[:, start:end], norm, then))
-            norm = None if norm is None else replace(norm, out=None)  # the first has written it
+            if norm is not None:  # the first has written what is normalized
+                norm = replace(norm, out=None, second=None)
 
         def launch() -> None:
             for weight, some_bias, part, norm, then in launches:
@@ -98,7 +99,12 @@ class _FusedBinder:
             return None
         op = self._ops[self._fusion.norm]
         out = self._binder.view(op.out) if self._fusion.keeps_norm else None
-        return self._norm_of(self._fusion.norm, op, out)
+        norm = self._norm_of(self._fusion.norm, op, out)
+        if self._fusion.second is None:
+            return norm
+        other = self._ops[self._fusion.second]
+        weights = (*self._weights.operands[self._fusion.second], None, None)[:2]
+        return replace(norm, second=(*weights, self._binder.view(other.out)))
 
     def _norm_of(self, index: int, op: Op, out: Any) -> fused.Norm:
         weight, bias = (*self._weights.operands[index], None, None)[:2]

@@ -25,9 +25,8 @@ NORM_KINDS = {"rms": "RMS_NORM", "layer": "LAYER_NORM"}
 _NUMBERS = {"rms": 1, "layer": 2}
 _GATE_PIECE, _NORM_CHUNK = 64, 128  # as in `epilogues.cuh` and `normalize.cuh`
 
-_NORM = (
-    "f32*? norm_weight, f32*? norm_bias, f32*? norm_out, i64 norm_out_stride, f32 eps, f32 offset"
-)
+_SCALING = "f32*? {0}_weight, f32*? {0}_bias, f32*? {0}_out, i64 {0}_out_stride"
+_NORM = f"{_SCALING.format('norm')}, {_SCALING.format('second')}, f32 eps, f32 offset"
 _REGIONS = "i32* arrived_regions"
 
 
@@ -44,12 +43,23 @@ class Norm:
     """Added to the weight of an rms norm."""
     out: Any = None
     """Where the normalized rows are written; None: nowhere."""
+    second: tuple[Any, Any, Any] | None = None
+    """Weight, bias and output of another norm of the same rows, which is written alone."""
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         """Return the members of the struct in `prologue.cuh`."""
-        stride = 0 if self.out is None else self.out.strides[0] // 4
-        return (self.weight, self.bias, self.out, stride, self.eps, self.offset)
+        second = _scaling(*(self.second or (None, None, None)))
+        return (*self.scaling, *second, self.eps, self.offset)
+
+    @property
+    def scaling(self) -> tuple[Any, ...]:
+        """Return the members of its part."""
+        return _scaling(self.weight, self.bias, self.out)
+
+
+def _scaling(weight: Any, bias: Any, out: Any) -> tuple[Any, ...]:
+    return (weight, bias, out, 0 if out is None else out.strides[0] // 4)
 
 
 class Epilogue:
@@ -193,8 +203,7 @@ class RowNorm(Epilogue):
     added: float = 0.0
     number = 4
     parameters = (
-        "f32*? row_weight, f32*? row_bias, f32* rows_out, i64 rows_out_stride, f32 row_eps, "
-        "f32 row_offset, f32 row_added, i32 padding"
+        f"{_SCALING.format('row')}, f32 row_eps, f32 row_offset, f32 row_added, i32 padding"
     )
 
     @property
@@ -213,7 +222,7 @@ class RowNorm(Epilogue):
     @property
     def arguments(self) -> tuple[Any, ...]:
         """See `Epilogue.arguments`."""
-        return (*self.norm.arguments, self.added, 0)
+        return (*self.norm.scaling, self.norm.eps, self.norm.offset, self.added, 0)
 
 
 def can_fuse(device: KernelDevice, w: Any, n_tokens: int, activations: str) -> bool:
