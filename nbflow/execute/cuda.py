@@ -155,18 +155,12 @@ class CudaExecutor(Executor):
         return super().workspace_bytes + sum(int(a.nbytes) for a in arrays) + bound
 
     def report(self) -> str:
-        """Return how the steps so far were started, and what lies on the device, in bytes."""
+        """Return how the steps so far were started."""
         n_steps = self.steps_by_graph + self.steps_by_kernel
         n_shapes = sum(bound.graphs is not None for bound in self._bound.values())
-        held = {
-            "weights": self.weights.n_bytes,
-            "keys and values": self.storage.n_bytes,
-            "workspace": self.workspace_bytes,
-        }
-        parts = ", ".join(f"{name} {n:,}" for name, n in held.items())
         return (
             f"{self.place.name}: {self.steps_by_graph} of {n_steps} steps as CUDA graphs, of "
-            f"{n_shapes} shapes; {sum(held.values()):,} bytes on the device: {parts}"
+            f"{n_shapes} shapes"
         )
 
     def run(self, step: Step) -> None:

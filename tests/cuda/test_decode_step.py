@@ -140,9 +140,7 @@ def test_without_graphs(cupy: Any) -> None:
     with sequences("llama31", [[3]], graphs=False) as run:
         for token in (1, 2):
             run.step([token])
-        held = run.executor.workspace_bytes
         assert "emulator: 0 of 3 steps as CUDA graphs" in run.executor.report()
-        assert f"workspace {held:,}" in run.executor.report()
 
 
 def test_experts_run_in_a_graph_without_the_host(cupy: Any) -> None:
