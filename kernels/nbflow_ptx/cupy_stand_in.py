@@ -242,15 +242,16 @@ def empty(shape: Any, dtype: Any = np.float64, order: str = "C") -> ndarray:
     return _new(shape, dtype, order, written=False)
 
 
-def _new(shape: Any, kind: Any, order: str, *, written: bool) -> ndarray:
+def _new(shape: Any, kind: Any, order: str, *, written: bool, mapped: bool = False) -> ndarray:
     kind = np.dtype(kind)
     shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
     device, pool = _State.device, _State.here.pool
     nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
     name = f"array {kind.name}{list(shape)}"
-    if pool is None:
+    if pool is None or mapped:
         not_while_capturing(f"{name} made from other memory than a pool of the graph's own")
-        place, free = device.allocate(nbytes, name, written=written), device.free
+        place = device.allocate(nbytes, name, written=written, mapped=mapped)
+        free = device.free
     else:
         place, free = pool.take(nbytes, name, written=written), pool.give
     view = device.bytes_of(place)[:nbytes].view(kind)
@@ -264,6 +265,24 @@ def zeros(shape: Any, dtype: Any = np.float64, order: str = "C") -> ndarray:
     made = _new(shape, dtype, order, written=True)
     made.fill(0)
     return made
+
+
+def mapped(shape: Any, dtype: Any, values: np.ndarray | None = None) -> ndarray:
+    """Return an array of zeros, or of `values`, that counts as pinned memory of the host."""
+    made = _new(shape, dtype, "C", written=True, mapped=True)
+    made._view[...] = 0 if values is None else values
+    return made
+
+
+def memory_bytes() -> dict[str, int]:
+    """Return what is allocated: on the device now and at most, and of the host's pinned memory."""
+    device = _State.device
+    return {
+        "device_bytes": device.device_bytes,
+        "peak_device_bytes": device.peak_device_bytes,
+        "mapped_bytes": device.mapped_bytes,
+        "total_bytes": device.heap.size,
+    }
 
 
 def ones(shape: Any, dtype: Any = np.float64) -> ndarray:
@@ -481,12 +500,13 @@ class _Device:
     def __exit__(self, *_: Any) -> None: ...
 
 
-ndarray.__kernel_device__ = EmulatedDevice(empty, asarray)
+ndarray.__kernel_device__ = EmulatedDevice(empty, asarray, mapped)
 
 
 def _free_and_total() -> tuple[int, int]:
     """Return the bytes of the device that are free, and all."""
-    return _State.device.heap.size - _State.device.used_bytes, _State.device.heap.size
+    total = _State.device.heap.size
+    return total - _State.device.device_bytes - _State.device.mapped_bytes, total
 
 
 cuda: Any = types.ModuleType("cupy.cuda")

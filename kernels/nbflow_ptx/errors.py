@@ -24,7 +24,7 @@ class LaunchError(PtxError, ValueError):
 
 
 class OutOfMemory(LaunchError, MemoryError):
-    """The emulated device is full."""
+    """The emulated device has no memory left."""
 
 
 class MissingToolError(ImportError):

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from nbflow_ptx.errors import LaunchError
 from nbflow_ptx.launching import Emulator
 from nbflow_ptx.state import State
@@ -24,10 +26,17 @@ class EmulatedDevice:
     ----------
     empty, asarray : callable
         Make arrays in its memory, as CuPy's functions of these names.
+    mapped : callable
+        Makes arrays in pinned memory of the host.
     """
 
-    def __init__(self, empty: Callable[..., Any], asarray: Callable[..., Any]) -> None:
-        self._empty, self._asarray = empty, asarray
+    def __init__(
+        self,
+        empty: Callable[..., Any],
+        asarray: Callable[..., Any],
+        mapped: Callable[..., Any],
+    ) -> None:
+        self._empty, self._asarray, self._mapped = empty, asarray, mapped
 
     output = "ptx"
     n_sms = 4  # few, so that loops over the grid are taken more than once
@@ -81,6 +90,10 @@ class EmulatedDevice:
     def empty(self, shape: Any, dtype: Any) -> Any:
         """Return an array whose elements count as uninitialised."""
         return self._empty(shape, dtype)
+
+    def mapped(self, shape: Any, dtype: Any, values: np.ndarray | None = None) -> Any:
+        """Return an array of zeros, or of `values`, that counts as pinned memory of the host."""
+        return self._mapped(shape, dtype, values)
 
     def asarray(self, array: Any) -> Any:
         """Return the contents of an array in emulated memory."""

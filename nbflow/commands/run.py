@@ -161,6 +161,7 @@ def _device(engine: RankEngine) -> None:
         "weight_bytes": "weights",
         "kv_bytes": "keys and values",
         "workspace_bytes": "workspace",
+        "step_bytes": "steps and graphs",
     }
     parts = ", ".join(f"{name} {held[key]:,}" for key, name in names.items())
     total = sum(held[key] for key in names)

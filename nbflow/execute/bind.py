@@ -18,7 +18,7 @@ import nbflow_kernels as nk
 from nbflow.cache.storage import LAYOUT
 from nbflow.execute.step_arrays import StepArrays
 from nbflow.program.cost import is_rounded
-from nbflow.program.records import Op
+from nbflow.program.records import COMMUNICATION, Op
 from nbflow.status import WAITING, WORKING, status
 from nbflow_kernels import families
 from nbflow_kernels._jit import njit
@@ -45,6 +45,11 @@ class PythonOp:
 
     kind: str
     call: Callable[[], Any]
+
+    @property
+    def is_exchange(self) -> bool:
+        """Return whether ranks meet in it."""
+        return self.kind in COMMUNICATION
 
 
 Made = list[Call] | PythonOp
@@ -384,7 +389,7 @@ class Binder:
         keys, values = storage.layers[op.layer or 0]
         return self._captured(
             op, kernels.append_paged_kv_cache, k, v, arrays.batch_indices, arrays.positions, keys,
-            values, arrays.kv_indices, arrays.kv_indptr, LAYOUT, storage.format.kind,
+            values, arrays.kv_indices, arrays.kv_indptr, LAYOUT, storage.kinds,
         )  # fmt: skip
 
     def _attention(self, op: Op, index: int) -> Made:
@@ -397,7 +402,7 @@ class Binder:
         storage = step.storage
         keys, values = storage.layers[op.layer or 0]
         with capture() as attends:
-            cpu.attend(step.plan, q, keys, values, out, None, storage.format.kind)
+            cpu.attend(step.plan, q, keys, values, out, None, storage.kinds)
         calls = [dataclasses.replace(c, n_rows=step.n_shares) for c in attends.calls]
         if step.merges:
             with capture() as merges:
@@ -492,7 +497,7 @@ class Binder:
 
         def call() -> None:
             for peer in peers:
-                comm.Send(x, peer)
+                comm.Send_later(x, peer)
 
         return self._exchange(op, call)
 

@@ -2,7 +2,7 @@
 
 A launcher is called anew for every step that is no graph: it computes a grid and starts kernels,
 and nothing waits for the device.  What the host knows and kernels need (which rows, which pages) is
-copied once per step; the sums between ranks go through host memory.
+copied once per step; what ranks send each other is in `exchange_cuda`.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ import numpy as np
 
 import nbflow_kernels as nk
 from nbflow.cache.storage import LAYOUT
-from nbflow.execute.bind import Binder, LayerAttention, Made, PythonOp, noted
+from nbflow.execute.bind import LayerAttention, Made, PythonOp
 from nbflow.execute.bind_fused import bind_fused
+from nbflow.execute.exchange_cuda import CudaExchanges
 from nbflow.execute.graphs import HostOp
 from nbflow.execute.mixture import Mixture
 from nbflow.execute.step_arrays import DeviceArrays, StepArrays
-from nbflow.program.cost import is_rounded
 from nbflow.program.records import Op
 from nbflow_kernels.attention.device_plan import FixedTables, device_plan
 from nbflow_kernels.cuda import device_of
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from nbflow.execute.cuda import CudaExecutor
 
 
-class CudaBinder(Binder):
+class CudaBinder(CudaExchanges):
     """Binds the ops of an executor's program to one shape of step."""
 
     variant = "cuda"
@@ -169,8 +169,8 @@ class CudaBinder(Binder):
         _, _, D_qk, D_vo = step.plan.heads
         q, out = self._heads(op.inputs[0], D_qk), self._heads(op.out, D_vo)
         keys, values = step.storage.layers[op.layer or 0]
-        attend, kind = self._kernels("attention").attend, step.storage.format.kind
-        return self._captured(op, attend, step.plan, q, keys, values, out, None, kind)
+        attend, kinds = self._kernels("attention").attend, step.storage.kinds
+        return self._captured(op, attend, step.plan, q, keys, values, out, None, kinds)
 
     _cross_attention = _attention
 
@@ -183,7 +183,7 @@ class CudaBinder(Binder):
         return self._captured(
             op, self._kernels("kvcache").append_paged_kv_cache, k, v, arrays.batch_indices,
             arrays.positions, keys, values, arrays.kv_indices, arrays.kv_indptr, LAYOUT,
-            storage.format.kind,
+            storage.kinds,
         )  # fmt: skip
 
     def _input(self, op: Op, index: int) -> PythonOp:
@@ -233,53 +233,3 @@ class CudaBinder(Binder):
         if launcher == self._scaled_add:
             self._scales_of(len(args[0]), args[1])
         return PythonOp(op.kind, lambda: launcher(*args))
-
-    # ---- communication, through pinned host memory --------------------------------------------
-
-    def _all_reduce(self, op: Op, index: int) -> PythonOp:
-        group, x = self._executor.groups[op.attrs["ranks"]], self._view(op.out)
-        reduce = group.Allreduce_q8 if is_rounded(op) else group.Allreduce
-
-        def call() -> None:
-            host = self.executor.to_host(x)
-            reduce(host)
-            self.executor.to_device(host, x)
-
-        return self._exchange(op, call)
-
-    def _all_gather(self, op: Op, index: int) -> PythonOp:
-        group = self._executor.groups[op.attrs["ranks"]]
-        x, out = self._view(op.inputs[0]), self._view(op.out)
-
-        def call() -> None:
-            host = self.executor.landing(out.shape)
-            group.Allgather_columns(self.executor.to_host(x), host, op.attrs["widths"])
-            self.executor.to_device(host, out)
-
-        return self._exchange(op, call)
-
-    def _send(self, op: Op, index: int) -> PythonOp:
-        x, comm = self._view(op.inputs[0]), self._executor.comm
-        peers = [self._executor.numbers.index(rank) for rank in op.attrs["peers"]]
-
-        def call() -> None:
-            host = self.executor.to_host(x)
-            for peer in peers:
-                comm.Send(host, peer)
-
-        return self._exchange(op, call)
-
-    def _recv(self, op: Op, index: int) -> PythonOp:
-        peer = self._executor.numbers.index(op.attrs["peer"])
-        out, receive = self._view(op.out), self._executor.comm.Recv
-
-        def call() -> None:
-            host = self.executor.landing(out.shape)
-            receive(host, peer)
-            self.executor.to_device(host, out)
-
-        return self._exchange(op, call)
-
-    @staticmethod
-    def _exchange(op: Op, call: Callable[[], Any]) -> PythonOp:
-        return HostOp(op.kind, noted(op, call))

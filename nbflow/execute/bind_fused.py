@@ -145,11 +145,10 @@ class _FusedBinder:
             for i in (fusion.q_norm, fusion.k_norm)
         )
         rope = None if fusion.rope is None else self._ops[fusion.rope].attrs["rope"]
-        kind = storage.format.kind
         return fused.Heads(
             program.spec.head_dim, first_row // program.spec.head_dim, program.n_heads,
             program.n_kv_heads, arrays.positions, arrays.batch_indices, arrays.kv_indices,
-            arrays.kv_indptr, keys, values, (kind, kind), LAYOUT, q_weight, k_weight,
+            arrays.kv_indptr, keys, values, storage.kinds, LAYOUT, q_weight, k_weight,
             attrs.get("eps", 0.0), attrs.get("offset", 0.0),
             None if rope is None else executor.rope_table(rope),
             rope is None or rope.style == "half",

@@ -91,6 +91,10 @@ class CudaExecutor(Executor):
         self.steps_by_graph, self.steps_by_kernel = 0, 0
         """Steps that were started as graphs, and kernel by kernel."""
 
+    def forget(self) -> None:
+        """See `Executor.forget`."""
+        self._bound.clear()
+
     @contextmanager
     def _own_stream(self) -> Iterator[None]:
         """Give work to the executor's stream, behind what the caller's stream has been given.
@@ -142,17 +146,16 @@ class CudaExecutor(Executor):
         self._landed.record(self._stream)
 
     @property
-    def workspace_bytes(self) -> int:
-        """Return the bytes on the device besides weights and pages.
+    def step_bytes(self) -> int:
+        """Return what lies on the device besides weights, pages and buffers.
 
-        Buffers, tables of positions, the numbers of steps, what kernels share while they run, and
-        graphs.
+        The numbers of steps and the division of attention's work, what thread blocks share while
+        they run, and graphs.
         """
         with self._stream:
             shared = pieces(self._device) if self._buffers else []
-        arrays = [*shared, *self._rope_tables.values()]
         bound = sum(b.n_bytes for b in self._bound.values())
-        return super().workspace_bytes + sum(int(a.nbytes) for a in arrays) + bound
+        return sum(int(piece.nbytes) for piece in shared) + bound
 
     def report(self) -> str:
         """Return how the steps so far were started."""
@@ -238,7 +241,10 @@ class CudaExecutor(Executor):
         if self._reserve(*key[1:3]):
             self._bound.clear()
             bound = None
-        if bound is None or bound.storages != storages:
+        if bound is not None and bound.storages != storages:
+            self._bound.clear()  # the others hold pages that are no more, too
+            bound = None
+        if bound is None:
             while len(self._bound) >= MAX_BOUND:  # the one used longest ago goes first
                 del self._bound[next(iter(self._bound))]
             bound = self._bind(step, key, storages)
