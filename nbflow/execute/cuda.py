@@ -33,6 +33,9 @@ from nbflow_kernels.cuda.workspace import pieces
 
 MAX_BOUND = 32
 """Bound shapes kept."""
+MOST_PINNED_BYTES = 1 << 26
+"""Larger arrays (the logits of a long prompt) go through ordinary memory: what is pinned is taken
+from all programs of the machine."""
 ROWS_OF_THEIR_OWN = COMMUNICATION | {"experts"}
 """Ops that take exactly the rows of a step: more would be sent, or read experts for nothing."""
 
@@ -105,15 +108,17 @@ class CudaExecutor(Executor):
         before, after = self._events
         outer.record(before)
         self._stream.wait_event(before)
-        with self._stream:
-            yield
-        self._stream.record(after)
-        outer.wait_event(after)
+        try:
+            with self._stream:
+                yield
+        finally:
+            self._stream.record(after)
+            outer.wait_event(after)
 
     def buffer(self, name: str, n_rows: int) -> np.ndarray:
-        """Return the first rows of a buffer, as the last step left them, in pinned host memory.
+        """Return the first rows of a buffer, as the last step left them, in host memory.
 
-        The next call for the same buffer writes to the same memory.
+        The next call for the same buffer may write to the same memory.
         """
         view = self.view(name, n_rows, n_rows)
         with self._own_stream():
@@ -122,8 +127,10 @@ class CudaExecutor(Executor):
     # ---- pinned memory ------------------------------------------------------------------------
 
     def _memory(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
-        """Return pinned host memory, float32, the same for a name as long as it is large enough."""
+        """Return host memory, float32: pinned and the same for a name, but for large arrays."""
         size = int(np.prod(shape))
+        if 4 * size > MOST_PINNED_BYTES:
+            return np.empty(shape, np.float32)
         have = self._pinned.get(name)
         if have is None or len(have) < size:
             memory = self.place.xp.cuda.alloc_pinned_memory(4 * max(size, 1))
@@ -141,7 +148,10 @@ class CudaExecutor(Executor):
         return self._memory("received", shape)
 
     def to_device(self, host: np.ndarray, x: Any) -> None:
-        """Start the copy of pinned memory to an array."""
+        """Start the copy of memory from `landing` to an array."""
+        if host.nbytes > MOST_PINNED_BYTES:
+            x.set(host)
+            return
         x.data.copy_from_host_async(host.ctypes.data, host.nbytes, self._stream)
         self._landed.record(self._stream)
 
@@ -201,7 +211,7 @@ class CudaExecutor(Executor):
         if bound.graphs is None and bound.tables and self._graphs_wanted and bound.n_runs:
             try:
                 bound.graphs = capture(bound.ops, self.place.xp, self._stream, self._device)
-            except RuntimeError as error:  # the driver's; steps go on kernel by kernel
+            except (RuntimeError, MemoryError) as error:  # the driver's: go on kernel by kernel
                 self._graphs_wanted = False
                 warnings.warn(
                     f"a step could not be captured into a CUDA graph ({error}); its kernels are "
