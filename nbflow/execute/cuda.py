@@ -27,6 +27,7 @@ from nbflow.execute.graphs import StepGraphs, batch_bucket, capture, page_bucket
 from nbflow.execute.step import Step
 from nbflow.execute.step_arrays import DeviceArrays, PaddedArrays, Staging, StepArrays
 from nbflow.program.records import COMMUNICATION
+from nbflow.status import status
 from nbflow_kernels.attention.device_plan import FixedTables
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.cuda.workspace import pieces
@@ -193,8 +194,14 @@ class CudaExecutor(Executor):
                         op.call()
                     self.steps_by_kernel += 1
                 bound.n_runs += 1
-        except MemoryError as error:
-            raise self.place.purposed("what kernels write in passing").full(None, error) from error
+        except BaseException as error:
+            status.failed()
+            if isinstance(error, MemoryError):
+                place = self.place.purposed("what kernels write in passing")
+                raise place.full(None, error) from error
+            raise
+        if self.comm.size > 1:
+            status.idle()
 
     def _run_timed(self, bound: Bound) -> None:
         """Run op by op, and add up the time of each kind."""

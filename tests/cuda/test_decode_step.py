@@ -126,6 +126,29 @@ def test_a_row_has_the_same_bits_in_a_graph_for_more(cupy: Any) -> None:
             assert run.step([token])[0].tobytes() == step[0].tobytes()
 
 
+def test_rows_have_the_same_bits_op_by_op(cupy: Any) -> None:
+    """Nine tokens at once are too many for the fused kernels; in three steps they are not."""
+    ids = list(range(3, 12))
+    with load("llama31", max_step_tokens=9) as model:
+        whole = model.logits(ids)
+    with load("llama31", max_step_tokens=3) as model:
+        assert model.logits(ids).tobytes() == whole.tobytes()
+
+
+def test_ranks_run_graphs_between_their_exchanges(cupy: Any) -> None:
+    options = {"weights": None, "partition": "0&1"}
+    with nbflow.load(FOLDER / "llama31", kv="f32") as model:
+        expected = model.generate([3], 3, ignore_eos=True).ids
+    with load("llama31", **options) as model:
+        assert model.generate([3], 3, ignore_eos=True).ids == expected
+        for engine in model.engines:
+            executor: Any = engine.executor
+            assert executor.steps_by_graph == 2
+            (graphs,) = (b.graphs for b in executor._bound.values() if b.graphs)
+            # sums behind attention and network of two layers, the embedding and the head
+            assert (graphs.n_graphs, len(graphs.parts)) == (5, 5 + 7)
+
+
 def test_pages_that_have_moved_are_noticed(cupy: Any) -> None:
     prompts = [[3]]
     wanted = expected("llama31", prompts, [[1, 2]])[0]
