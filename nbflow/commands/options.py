@@ -85,6 +85,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto (cpu), cpu, cuda, or emulator (CUDA kernels on the CPU, checked; very slow)",
     )
     parser.add_argument(
+        "--no-graphs", dest="graphs", action="store_false",
+        help="start each kernel of a step by itself on CUDA devices, not a graph of all",
+    )  # fmt: skip
+    parser.add_argument(
         "--spec",
         metavar="FILE",
         help="spec file, or name of a model (llama2_7b_chat), to use instead of the checkpoint's "
@@ -197,6 +201,7 @@ def load_model(arguments: argparse.Namespace, **changes: Any) -> nbflow.Model:
             "machine",
             "exchange",
             "device",
+            "graphs",
             "spec",
             "tokenizer",
             "max_context",
