@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import sys
 from pathlib import Path
 
 import nbflow
 from nbflow.decoding import BeamSearch
+from nbflow.engine.scheduler import Scheduler
 from nbflow.parallel import Alone, world
 
 PROMPTS = ["def f(", "class A:\n    def", "import os\n", "for i in"]
@@ -61,17 +61,16 @@ def outlive(engine, model):
     return told
 
 
-def fail_later(rank):
-    """Let a rank fail in the middle of a text, in a way that is not a request's."""
-    run, count = rank.run_step, itertools.count()
+def fail_later():
+    """Let this process's engine fail in the middle of a text, beyond a step of one request."""
+    next_step = Scheduler.next_step
 
-    def planted(*args):
-        if next(count) > 20:
-            raise SystemExit("planted")
-        run(*args)
+    def planted(self, *args):
+        if any(len(request.ids) > 20 for request in self.running):
+            raise RuntimeError("planted")
+        return next_step(self, *args)
 
-    rank.run_step = planted
-    rank._can_burst = lambda works: False
+    Scheduler.next_step = planted
 
 
 def main():
@@ -81,7 +80,7 @@ def main():
         engine = nbflow.Engine(model)
         if comm.rank:
             if mode == "fail":
-                fail_later(model.engines[0])
+                fail_later()
             engine.follow(draft)
             return
         with engine:

@@ -154,7 +154,7 @@ def test_a_process_whose_engine_fails(alone, tmp_path):
     assert done.returncode == 0, done.stderr
     told = json.loads(out.read_text())
     assert told["ends"] == ["error", "length"]
-    assert "SystemExit: planted" in told["why"]
+    assert "RuntimeError: planted" in told["why"]
     assert told["again"] == alone[0][0]
     assert told["alive"] is True
     assert told["state"] == "closed"

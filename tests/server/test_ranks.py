@@ -46,16 +46,6 @@ def test_threads(offline, tmp_path):
         assert server.stop() == 0
 
 
-@pytest.mark.mpi
-@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
-def test_mpi(offline, tmp_path):
-    program = (str(MPIRUN), "-n", "2", sys.executable, "-m", "nbflow.cli", "serve")
-    with Server(partitioned("0&1"), tmp_path, program) as server:
-        check(server, offline)
-        os.kill(server.http.get("/server_info").json()["pid"], signal.SIGTERM)
-        assert server.ended() == 0
-
-
 def check_searches(server, offline):
     """Beams and a draft model, whichever replica or rank does them."""
     found = nbflow.beam_search(offline, PROMPT, 8, num_beams=3, n=2)
@@ -66,7 +56,7 @@ def check_searches(server, offline):
     assert server.metric("vllm:spec_decode_num_accepted_tokens_total") > 0
 
 
-def replicated(partition: str, **engine: str) -> str:
+def drafted(partition: str, **engine: str) -> str:
     options = "".join(f'\n{name} = "{value}"' for name, value in engine.items())
     config = partitioned(partition).replace("threads = 1", 'threads = 1\ndraft = "tiny_python"')
     return f"{config}\n[models.tiny.engine]{options}\n"
@@ -74,13 +64,15 @@ def replicated(partition: str, **engine: str) -> str:
 
 @pytest.mark.mpi
 @pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
-def test_replicas_of_mpi(offline, tmp_path):
+@pytest.mark.parametrize(("partition", "n"), [("0&1", 1), ("0/1", 2)])
+def test_mpi(offline, tmp_path, partition, n):
     program = (str(MPIRUN), "-n", "2", sys.executable, "-m", "nbflow.cli", "serve")
-    with Server(replicated("0/1"), tmp_path, program) as server:
+    with Server(drafted(partition), tmp_path, program) as server:
         check(server, offline)
         check_searches(server, offline)
-        assert server.http.get("/server_info").json()["models"]["tiny"]["replicas"] == 2
-        os.kill(server.http.get("/server_info").json()["pid"], signal.SIGTERM)
+        about = server.http.get("/server_info").json()
+        assert about["models"]["tiny"]["replicas"] == n
+        os.kill(about["pid"], signal.SIGTERM)
         assert server.ended() == 0
 
 
@@ -102,7 +94,7 @@ def test_a_rank_that_fails_makes_the_server_say_so(tmp_path):
 @pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
 def test_a_replica_that_fails(tmp_path):
     program = (str(MPIRUN), "-n", "2", *FAILING)
-    with Server(replicated("0/1", on_failure="stop"), tmp_path, program) as server:
+    with Server(drafted("0/1", on_failure="stop"), tmp_path, program) as server:
         pid = server.http.get("/server_info").json()["pid"]
         body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
         with server.http.stream("POST", "/v1/completions", json=body) as stream:
