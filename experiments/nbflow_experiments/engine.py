@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 LARGEST_OUTLIERS = 0.05
 """The largest share of outliers that the engine takes."""
+AUTO = "auto"
+"""The partition that the planner chooses for the ranks there are."""
+MEASURED = "measured"
+"""The machine that the sweep runs on, described by measuring it."""
 
 __all__ = [
     "Alone",
@@ -25,6 +29,7 @@ __all__ = [
     "ModelIdentity",
     "format_names",
     "identify",
+    "kv_bits",
     "kv_format_names",
     "load",
     "partition_ranks",
@@ -140,9 +145,43 @@ def kv_format_names() -> tuple[str, ...]:
     return (*KINDS, *short)
 
 
+def kv_bits(kv: str) -> float:
+    """Return the bits per number of a cache: the mean of keys and values, without padding."""
+    keys, _, values = kv.partition("/")
+    return (bits_per_weight(keys) + bits_per_weight(values or keys)) / 2
+
+
+def activation_names() -> tuple[str, ...]:
+    """Return the arithmetics of the products with weights."""
+    from nbflow.engine.load import ACTIVATIONS
+
+    return ACTIVATIONS
+
+
 def partition_ranks(partition: str) -> tuple[int, ...]:
-    """Return the numbers of the ranks that a partition string names."""
-    return ranks_of(partition)
+    """Return the numbers of the ranks that a partition string names; "auto" goes with any."""
+    return (0,) if partition == AUTO else ranks_of(partition)
+
+
+def exchange_names() -> tuple[str, ...]:
+    """Return how partial sums can be sent between ranks."""
+    from nbflow.parallel.plan import EXCHANGES
+
+    return EXCHANGES
+
+
+def aims() -> tuple[str, ...]:
+    """Return what a partition can be chosen for."""
+    from nbflow.planner import AIMS
+
+    return AIMS
+
+
+def check_machine(name: str) -> None:
+    """Raise unless there is a description of a machine with this name or path."""
+    from nbflow.planner import load_machine
+
+    load_machine(name)
 
 
 def is_quantized(name: str, shape: Sequence[int]) -> bool:
@@ -200,6 +239,10 @@ def load(
     outliers: float = 0.0,
     encoder: str = "best",
     importance: str = "",
+    exchange: str = "f32",
+    optimize: str = "latency",
+    machine: str = "",
+    activations: str = "f32",
     comm: Comm | None = None,
 ) -> Model:
     """Load a model; 0 stands for the engine's own choice of `max_context` and `threads`."""
@@ -211,10 +254,14 @@ def load(
         outliers=outliers,
         encoder=encoder,
         importance=importance or None,
+        activations=activations,
         kv=kv,
         partition=partition,
         max_context=max_context or None,
         threads=threads or None,
+        exchange=exchange,
+        optimize=optimize,
+        machine=None if machine in ("", MEASURED) else machine,
         comm=comm,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ from numpy.typing import NDArray
 
 import nbflow_kernels as nk
 from nbflow.engine.model import Model
+from nbflow.engine.placement import Placement, is_host
 from nbflow.engine.rank import RankEngine, make_groups
 from nbflow.engine.replicas import Replicas
 from nbflow.execute import Place
@@ -20,23 +22,26 @@ from nbflow.execute.place import find_places
 from nbflow.folding import Prepared, prepare
 from nbflow.parallel import Comm, Plan, make_plan, split_replicas, world
 from nbflow.parallel.cores import fair_threads
+from nbflow.parallel.links import make_links
 from nbflow.parallel.threads import RankTeam
 from nbflow.spec import check, resolve
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.resolve import ResolvedModel
+from nbflow.status import status
 from nbflow.tokenizer import Tokenizer, load_tokenizer
 from nbflow.weights import WeightFile, open_weights
 from nbflow.weights.weight_file import ITEM_BYTES
 from nbflow.weights_policy import WeightFormats, weight_formats
 from nbflow.writing.importance_names import known_inputs
 from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
-from nbflow_kernels.kvcache.formats import kv_format
+from nbflow_kernels.kvcache.formats import kv_formats
 from nbflow_kernels.quants.encoders import DAMPING
 from nbflow_kernels.quants.outliers import check_ratio
 
 ACTIVATIONS = ("f32", "bf16", "int8")
 
 
+@status.loading("the description of the model")
 def load(
     model: str | Path,
     *,
@@ -58,6 +63,9 @@ def load(
     exchange: str = "f32",
     optimize: str = "latency",
     machine: str | Path | None = None,
+    kv_host_percent: float = 0.0,
+    embeddings_on_host: bool = False,
+    cpu_layers: int = 0,
     comm: Comm | None = None,
 ) -> Model:
     """Load a model, each rank its own part.
@@ -98,6 +106,7 @@ def load(
     kv : str
         Element format of the key/value cache: "f32", "f16", "bf16", or a block format, e.g. "q8_0"
         or "q4_0" (`nbflow_kernels.kvcache.formats.kv_format`), which each head vector is put into.
+        "q8_0/q4_0" gives keys, which come first, and values formats of their own.
     partition : str
         Who holds what, e.g. ``"0"``, ``"0;1"`` (by layer), ``"0&1"`` (by tensor), ``"0&1;2&3"``,
         ``"0:3;1"`` (uneven), ``"0/1"`` (replicas); see `nbflow.parallel.notation`.  Under mpirun
@@ -122,6 +131,14 @@ def load(
         of its block's largest number.
     optimize : {"latency", "throughput"}
         What partition "auto" is to be best at (`nbflow.planner.auto.choose_partition`).
+    kv_host_percent : float
+        Where a rank has a device: for how many percent of its layers, the last ones, the keys and
+        values lie in the host's pinned memory, which the device reads over the bus.
+    embeddings_on_host : bool
+        Where a rank has a device: whether the tables that are only looked up lie there, too.
+    cpu_layers : int
+        How many of the first layers the host computes, with a device for the others: partition
+        ``"0"`` becomes ``"0:2;1:6"`` on ``"cpu,cuda"`` for 2 of 8.
     machine : str or Path, optional
         Description of the machine for partition "auto"; without one its ranks are measured.
     comm : Comm, optional
@@ -155,18 +172,22 @@ def load(
         outliers=outliers,
     )  # fmt: skip
     stored_spec, the_spec = the_spec, prepared.spec
-    kv_format(kv)  # raises for an unknown name
+    kv_formats(kv)  # raises for an unknown name
     if activations not in ACTIVATIONS:
         raise unknown_name("activations", activations, ACTIVATIONS)
     if max_step_tokens < 1:
         raise UsageError(f"max_step_tokens must be at least 1, got {max_step_tokens}")
     comm = comm or world()
+    placement = Placement(kv_host_percent, embeddings_on_host, cpu_layers)
     if partition == "auto":
         from nbflow.planner import Setting, choose_partition, stored_model
 
         setting = Setting(kv=kv, activations=activations, exchange=exchange)
         described = stored_model(stored_spec, resolved.path, weights)
         partition = choose_partition(described, comm, optimize, machine, setting)
+    if placement.note and is_host(device):
+        warnings.warn(placement.note, stacklevel=2)
+    partition, device = placement.divide(the_spec.n_layers, partition, device)
     plans = [make_plan(the_spec, part, block_size, exchange) for part in split_replicas(partition)]
     whole = Plan("/".join(p.partition for p in plans), sum((p.ranks for p in plans), ()))
     places = find_places(device, len(whole.ranks))
@@ -184,6 +205,7 @@ def load(
         "kv": kv,
         "threads": threads,
         "max_step_tokens": max_step_tokens,
+        "placement": placement,
     }
     # every rank takes part in every split
     parts = [comm.split(p.numbers) if comm.size > 1 else comm for p in plans]
@@ -282,16 +304,17 @@ def _start(
     """Make the ranks of this process: one of `comm`, or all of them as threads."""
 
     def make(mine: Comm) -> RankEngine:
-        groups = make_groups(plan, mine)
+        groups, place = make_groups(plan, mine), places[mine.rank]
+        place.activate()
+        links = make_links(mine, plan, groups, place)
         engine, failure = None, None
         try:
             with open_weights(path) as stored, prepared.opened(stored) as file:
                 check(options["spec"], file)
-                place = places[mine.rank]
-                place.activate()
-                engine = RankEngine(plan, file, mine, groups, place=place, **options)
+                engine = RankEngine(plan, file, mine, groups, place=place, links=links, **options)
         except (UsageError, OSError, MemoryError) as error:
             failure = error
+        status.idle()  # the others may need longer: they are watched, too
         _agree(mine, failure)
         assert engine is not None
         return engine
@@ -309,11 +332,12 @@ def _start(
 def _agree(comm: Comm, failure: Exception | None) -> None:
     """Raise on every rank if one has failed, so that no rank waits for one that has given up."""
     failures = comm.bcast_object(comm.gather_object(failure))
-    if failure is not None:
+    if failure is not None and not (comm.size > 1 and isinstance(failure, MemoryError)):
         raise failure
     for rank, other in enumerate(failures):
         if other is not None:
-            raise UsageError(f"rank {rank} could not load its part: {other}") from other
+            what = "has not the memory for" if isinstance(other, MemoryError) else "could not load"
+            raise UsageError(f"rank {rank} {what} its part: {other}") from other
 
 
 def _shorten(spec: ModelSpec, max_context: int | None) -> ModelSpec:

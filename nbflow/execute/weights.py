@@ -21,6 +21,7 @@ from nbflow.execute.place import Place
 from nbflow.program.records import Op, Operand, Program
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.stored import Stored, stored
+from nbflow.status import status
 from nbflow.weights import WeightFile
 from nbflow.weights.weight_file import ITEM_BYTES
 from nbflow.weights_policy import Weights, weight_formats
@@ -49,6 +50,8 @@ class RankWeights:
         Share of the weights that stay exact, where no `encoding` says so.
     encoding : Encoding, optional
         How matrices are put into their formats.
+    joined : bool
+        Whether the tensors of an op that have one format become one matrix; else each stays one.
     """
 
     def __init__(
@@ -58,12 +61,15 @@ class RankWeights:
         weights: Weights,
         outliers: float = 0.0,
         encoding: Encoding | None = None,
+        joined: bool = True,
     ) -> None:
         self._file = file
         self._encoding = encoding or Encoding(outliers=outliers)
         self._program = program
         self._formats = weight_formats(weights)
+        self._joined = joined
         self._loaded: dict[tuple[Operand, ...], Any] = {}
+        self._mapped: dict[int, Any] = {}
         self._shared = {op.weights for op in program.ops if op.kind == "embedding"}
         self.operands: list[tuple[Any, ...]] = [self._operands(op) for op in program.ops]
         self.bias: list[np.ndarray | None] = [self._bias(op) for op in program.ops]
@@ -75,29 +81,53 @@ class RankWeights:
         arrays = [a for a in (*sum(self.operands, ()), *self.bias) if a is not None]
         return sum({id(a): stored_bytes(a) for a in arrays}.values())
 
-    def settle(self, place: Place) -> None:
-        """Put all operands to a place, in the layout that the kernels there compute from."""
+    @property
+    def host_bytes(self) -> int:
+        """Return the bytes of tables that lie in the host's memory, beside a device."""
+        return sum(stored_bytes(table) for table in self._mapped.values())
+
+    def settle(self, place: Place, embeddings_on_host: bool = False) -> None:
+        """Put all operands to a place, in the layout that the kernels there compute from.
+
+        With `embeddings_on_host` the tables that are only looked up stay in the host's memory,
+        where a device's kernels read the rows they need.
+        """
         if place.on_host:
             self._pack()
         else:
-            self._move(place.purposed("the weights"))
+            self._move(place.purposed("the weights"), embeddings_on_host)
 
     def _pack(self) -> None:
         """Keep only the layout that the CPU's kernels compute from."""
-        for operands in self.operands:
+        for op, operands in zip(self._program.ops, self.operands, strict=True):
             for tensor in operands:
+                status.progress(op.weights[0].name if op.weights else op.kind)
                 if isinstance(tensor, nk.QuantTensor):
                     tensor.drop_storage()
 
-    def _move(self, place: Place) -> None:
+    def _move(self, place: Place, embeddings_on_host: bool) -> None:
         """Put all operands to a device; a table of attention's, which a plan reads, stays."""
         moved: dict[int, Any] = {}
+        ops = list(zip(self._program.ops, self.operands, strict=True))
+        tables = {id(t) for op, operands in ops if op.kind == "embedding" for t in operands}
+        others = {id(t) for op, operands in ops if op.kind != "embedding" for t in operands}
+        far = place.purposed("the token embedding").mapped()
 
         def move(operand: Any) -> Any:
-            if operand is not None and id(operand) not in moved:
-                quantized = isinstance(operand, nk.QuantTensor)
-                moved[id(operand)] = place.quantized(operand) if quantized else place.put(operand)
-            return None if operand is None else moved[id(operand)]
+            if operand is None or id(operand) in moved:
+                return moved.get(id(operand))
+            status.beat()
+            looked_up = id(operand) in tables
+            stays = embeddings_on_host and looked_up and id(operand) not in others
+            where = far if stays else place
+            quantized = isinstance(operand, nk.QuantTensor)
+            new = where.quantized(operand) if quantized else where.put(operand)
+            moved[id(operand)] = new
+            if stays:
+                self._mapped[id(new)] = new
+            elif quantized and not looked_up:
+                new.drop_storage()
+            return new
 
         for index, op in enumerate(self._program.ops):
             if op.kind not in ("attention", "cross_attention"):
@@ -114,7 +144,8 @@ class RankWeights:
         if op.kind == "embedding" and not op.weights:
             return (sinusoidal_table(self._program),)
         if op.kind in ("linear", "embedding"):
-            runs = [tuple(run) for _, run in groupby(op.weights, key=self._kind)]
+            key = self._kind if self._joined else None
+            runs = [tuple(run) for _, run in groupby(op.weights, key=key)]
             read = self._matrix if op.kind == "embedding" else self._weight
             return tuple(self._once(run, read) for run in runs)
         vectors = tuple(self._once((w,), self._vector) for w in op.weights)
@@ -130,6 +161,7 @@ class RankWeights:
 
     def _once(self, parts: tuple[Operand, ...], read: Callable[[Any], Any]) -> Any:
         if parts not in self._loaded:
+            status.progress(parts[0].name)
             self._loaded[parts] = read(parts)
         return self._loaded[parts]
 
@@ -342,5 +374,8 @@ def stored_bytes(operand: Any) -> int:
     if isinstance(operand, nk.QuantTensor):
         if operand.packed_nbytes:
             return operand.packed_nbytes + operand.outlier_nbytes
+        if operand.units_nbytes:
+            storage = operand.nbytes if operand.has_storage else operand.outlier_nbytes
+            return operand.units_nbytes + storage
         return operand.nbytes
     return int(operand.nbytes)
