@@ -21,11 +21,11 @@ def draw(results: Results) -> Drawing:
     """Return the figure: one group of bars per partition, one colour per batch size."""
     rows = results.done[results.done.weights == results.weights]
     names = list(dict.fromkeys(rows.partition))
-    if len(names) < 2:
-        raise NotDrawn(f"the points of {results.weights} that succeeded have only one partition")
     panels = [p for p in _PANELS if p[0] in rows and rows[p[0]].notna().any()]
     if not panels:
-        raise NotDrawn("neither speed nor traffic was recorded")
+        raise NotDrawn("")
+    if len(names) < 2:
+        raise NotDrawn(f"the points of {results.weights} that succeeded have only one partition")
     series = [
         (label or results.weights, part[part.weights == results.weights])
         for label, part in results.series(("weights", "partition"))
