@@ -16,6 +16,8 @@ from nbflow_experiments.measures import METRICS_VERSION, needs_text
 from nbflow_experiments.settings import SETTINGS, Value
 from nbflow_kernels.errors import UsageError
 
+FORMAT_SETTINGS = ("weights", "outliers", "encoder", "importance")
+"""Points that agree in these, and in the model, have the same weights."""
 _EVALUATION = ("eval_text", "eval_tokens", "eval_window", "eval_context", "seed")
 _LENGTHS = ("batch", "prompt", "decode", "prefix", "draft", "n_draft", "repeats", "warmup")
 LOAD_SETTINGS = tuple(name for name in SETTINGS if name not in (*_EVALUATION, *_LENGTHS))
@@ -43,7 +45,8 @@ class Point:
     text: Path | None
     """The evaluated text."""
     format_digest: str = ""
-    """Digest of the source of the weight format, if it is a registered one."""
+    """Digest of the files that decide on the weights: the source of a registered format, a policy,
+    importances; empty without any."""
 
     @property
     def short(self) -> str:
@@ -123,7 +126,7 @@ def make_points(sweep: Sweep) -> list[Point]:
                 digests[text] = hashlib.sha256(text.read_bytes()).hexdigest()
             dataset = digests[text]
         digest = identities[model].digest
-        format = engine.format_digest(str(config["weights"]))
+        format = engine.format_digest(str(config["weights"]), str(config["importance"]))
         name = point_id(_identity(config, sweep.measures, digest, dataset, format))
         points[name] = Point(name, dict(config), sweep.measures, digest, dataset, text, format)
     groups: dict[tuple[Value, ...], list[Point]] = {}
@@ -203,5 +206,5 @@ def estimate_bytes(point: Point, identity: engine.ModelIdentity) -> dict[str, in
     tokens = int(point.config["batch"]) * (
         int(point.config["prompt"]) + int(point.config["decode"])
     )
-    cache = tokens * identity.kv_width * engine.bits_per_weight(str(point.config["kv"])) / 8
+    cache = tokens * identity.kv_width * engine.kv_bits(str(point.config["kv"])) / 8
     return {"weight_bytes": round(weights), "kv_bytes": round(cache)}

@@ -16,7 +16,9 @@ from nbflow_experiments.settings import SETTINGS, Value
 from nbflow_kernels.errors import UsageError, unknown_name
 
 Row = dict[str, Any]
-TEXT = ("point", "status", "error_type", "error_message", "quality_shared_from")
+TEXT = (
+    "point", "status", "error_type", "error_message", "quality_shared_from", "partition_chosen"
+)  # fmt: skip
 """Columns of ``points.csv`` that hold text, whatever it looks like, besides settings."""
 _RESULT_TEXT, _RESULT_NUMBERS = ("point", "measure", "metric", "unit"), ("rank", "repeat", "n")
 _MOST_FIELD = 2**20  # characters of a field; an error message is the longest

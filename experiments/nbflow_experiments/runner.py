@@ -22,7 +22,8 @@ from nbflow_experiments import engine, provenance
 from nbflow_experiments.arrays import remove_rank_files, write_rank_file
 from nbflow_experiments.evaluation import text_windows
 from nbflow_experiments.measures import MEASURES, Array, Context, Measure, Outcome, needs_reference
-from nbflow_experiments.points import LOAD_SETTINGS, QUALITY_SETTINGS, Point
+from nbflow_experiments.points import FORMAT_SETTINGS, LOAD_SETTINGS, QUALITY_SETTINGS, Point
+from nbflow_experiments.prediction import Predictor
 from nbflow_experiments.progress import Reporter
 from nbflow_experiments.records import ResultsFolder, reading_row
 from nbflow_experiments.reference import reference_path, write_reference
@@ -108,6 +109,7 @@ class Runner:
         self._turns = turns
         self.stop = StopRequest()
         self._loaded: _Loaded | None = None
+        self._predictor = Predictor(comm)
         self._formats: dict[tuple[Any, ...], Outcome] = {}
         self._windows: dict[tuple[Any, ...], np.ndarray] = {}
         self._references: dict[tuple[Any, ...], Path] = {}
@@ -212,10 +214,16 @@ class Runner:
             outcomes[name] = self._run_measure(measure, point, context, log)
             if measure.scope == "quality":
                 loaded.quality[(*quality, name)] = point.short, outcomes[name]
+        result["partition_chosen"] = loaded.model.plan.partition
+        if point.config["machine"]:
+            with log.timed("prediction"):
+                outcomes["prediction"] = in_step(
+                    self._comm, self.stop, lambda: self._predictor.outcome(point, loaded.model)
+                )
 
     def _run_measure(self, measure: Measure, point: Point, context: Context, log: _Log) -> Outcome:
         """Run one measure on all ranks of the model; rank 0 gets what the leading rank found."""
-        key = (measure.name, point.model_digest, *point.key(("weights", "outliers")))
+        key = (measure.name, point.model_digest, *point.key(FORMAT_SETTINGS))
         if measure.scope == "format" and key in self._formats:
             return self._formats[key]
 
@@ -287,11 +295,16 @@ class Runner:
                     str(config["model"]),
                     weights=str(config["weights"]),
                     outliers=float(config["outliers"]),
+                    encoder=str(config["encoder"]),
+                    importance=str(config["importance"]),
                     kv=str(config["kv"]),
                     activations=str(config["activations"]),
                     partition=str(config["partition"]),
                     max_context=int(config["max_context"]),
                     threads=int(config["threads"]),
+                    exchange=str(config["exchange"]),
+                    optimize=str(config["optimize"]),
+                    machine=str(config["machine"]),
                 )
             )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from nbflow_experiments import engine
 from nbflow_kernels.errors import UsageError, unknown_name
@@ -38,11 +39,18 @@ class Setting:
 
 _ALL = (
     Setting("model", "", 0, "model: folder, file or name of a model specification (required)"),
-    Setting("weights", "f32", 0, "format of the weight matrices"),
+    Setting("weights", "f32", 0, "format of the weight matrices, or a policy file (.toml)"),
     Setting("outliers", 0.0, 0, "share of the weights kept exactly beside the format, 0 to 0.05"),
-    Setting("kv", "f16", 0, "format of the key/value cache"),
+    Setting("encoder", "best", 0, "how they are put into their format"),
+    Setting("importance", "", 0, "file of nbflow imatrix for the encoder; empty: none"),
+    Setting("kv", "f16", 0, "format of the key/value cache, or of keys/values"),
     Setting("activations", "f32", 0, "arithmetic of the products: f32, bf16 or int8"),
-    Setting("partition", "0", 0, "which ranks hold the model, for example '0&1;2&3'"),
+    Setting("partition", "0", 0, "which ranks hold the model, '0&1;2&3', or 'auto'"),
+    Setting("exchange", "f32", 0, "how ranks send each other partial sums: f32, or q8 (bytes)"),
+    Setting("optimize", "latency", 0, "what partition 'auto' is best at: latency or throughput"),
+    Setting(
+        "machine", "", 0, "description to predict with and for 'auto': name, file, or 'measured'"
+    ),
     Setting(
         "ranks",
         0,
@@ -117,14 +125,28 @@ def check_value(name: str, value: object, where: str) -> Value:
         return value
     if not isinstance(value, str):
         raise UsageError(f'{where}: {name} must be text in quotes, got {value!r}; write "{value}"')
+    if name == "encoder":
+        engine.check_encoder(value)
+    if name == "importance" and value and not Path(value).is_file():
+        raise UsageError(f"{where}: importance: there is no file {value}")
+    if name == "weights" and engine.is_policy(value):
+        engine.policy_bits(value)  # raises if it is none
+        return value
     if name == "weights" and value.lower() not in engine.format_names():
         raise unknown_name("weight format", value, engine.format_names())
-    if name == "kv" and value.lower() not in engine.kv_format_names():
-        raise unknown_name("key/value format", value, engine.kv_format_names())
+    for part in value.lower().split("/", 1) if name == "kv" else ():
+        if part not in engine.kv_format_names():
+            raise unknown_name("key/value format", part, engine.kv_format_names())
     if name == "activations" and value not in engine.activation_names():
         raise unknown_name("activations", value, engine.activation_names())
     if name == "partition":
         engine.partition_ranks(value)
+    if name == "exchange" and value not in engine.exchange_names():
+        raise unknown_name("exchange", value, engine.exchange_names())
+    if name == "optimize" and value not in engine.aims():
+        raise unknown_name("aim to optimize for", value, engine.aims())
+    if name == "machine" and value not in ("", engine.MEASURED):
+        engine.check_machine(value)
     return value.lower() if name in ("weights", "kv") else value
 
 
@@ -145,6 +167,8 @@ def check_configuration(config: dict[str, Value]) -> None:
         raise UsageError(
             "the sweep names no model; write [settings] model = ... or an axis 'model'"
         )
+    if config["encoder"] == "outliers" and not config["outliers"]:
+        raise UsageError("encoder 'outliers' needs outliers, a share of the weights, e.g. 0.005")
     if config["outliers"] and engine.is_float_format(str(config["weights"])):
         raise UsageError(
             f"outliers = {config['outliers']} needs weights in a block format, got "

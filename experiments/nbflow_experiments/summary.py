@@ -36,6 +36,7 @@ _STATUS = (
     "error_message",
     "wall_s",
     "quality_shared_from",
+    "partition_chosen",
 )
 _BINS = np.logspace(-9, 2, 111)
 """Edges of the histograms of the divergence, in nats: ten bins per decade."""
@@ -94,6 +95,7 @@ def _wide_row(name: str, config: Mapping[str, Any], result: Mapping[str, Any]) -
         "error_message": error.get("message"),
         "wall_s": result.get("wall_s"),
         "quality_shared_from": result.get("quality_shared_from"),
+        "partition_chosen": result.get("partition_chosen"),
         **config,
         "bits_per_weight": result.get("bits_per_weight"),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,26 @@ def on_device(array: Any, like: Any) -> Any:
     from nbflow_kernels.cuda import device_of
 
     return device_of(like).asarray(array)
+
+
+def all_on_device(arrays: Sequence[Any], like: Any) -> list[Any]:
+    """Return arrays on the device of `like`; those in host memory travel in one copy."""
+    places, at = [], 0
+    for array in arrays:
+        places.append(at)
+        at += 0 if is_cuda(array) else -(-array.nbytes // 16) * 16
+    packed = np.zeros(at, np.uint8)
+    for place, array in zip(places, arrays, strict=True):
+        if not is_cuda(array):
+            packed[place : place + array.nbytes] = (
+                np.ascontiguousarray(array).view(np.uint8).ravel()
+            )
+    there = on_device(packed, like) if at else None
+    return [
+        a if there is None or is_cuda(a)
+        else there[place : place + a.nbytes].view(a.dtype).reshape(a.shape)
+        for place, a in zip(places, arrays, strict=True)
+    ]  # fmt: skip
 
 
 def on_host(array: Any) -> Any:

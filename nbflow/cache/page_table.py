@@ -30,6 +30,18 @@ MAX_COMPARED = 8
 """Pages behind one prefix, the youngest ones, that a sequence's next tokens are compared with."""
 
 
+MORE_PAGES = 16
+"""Least number of pages that a table without a limit makes at a time."""
+
+
+def grown(n_pages: int) -> int:
+    """Return how many pages a table without a limit has made when `n_pages` have been needed."""
+    have = 0
+    while have < n_pages:
+        have += max(MORE_PAGES, have // 2)
+    return have
+
+
 class NoFreePageError(RuntimeError):
     """Every page is held by a sequence; nothing has changed."""
 
@@ -397,7 +409,7 @@ class PageTable:
     def _take(self) -> int:
         """Return a page for one sequence alone."""
         if not self._free and self.n_pages < self.max_pages:
-            self.grow(self.n_pages + max(16, self.n_pages // 2))
+            self.grow(self.n_pages + max(MORE_PAGES, self.n_pages // 2))
         if self._free:
             page = self._free.pop()
         else:

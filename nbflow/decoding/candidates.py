@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
+from nbflow_kernels._dispatch import on_host
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.sampling import top_k
 from nbflow_kernels.sampling.philox import uniform
@@ -12,13 +15,37 @@ COLD = 1e-6
 """Lower temperatures are this one, at which the best token is the only one."""
 
 
+@dataclass(frozen=True)
+class Shortlist:
+    """The best tokens of a row of logits, which is all that a device sends of it."""
+
+    n_vocab: int
+    """Columns of the row."""
+    ids: np.ndarray
+    """int32 (n,): the tokens, best first, the lowest id among equals; -1 if the row has a NaN."""
+    logits: np.ndarray
+    """float32 (n,): their scores."""
+
+    def first(self, n: int) -> Shortlist:
+        """Return the `n` best."""
+        return Shortlist(self.n_vocab, self.ids[:n], self.logits[:n])
+
+
+def shortlists(logits: np.ndarray, n: int) -> list[Shortlist]:
+    """Return the `n` best tokens of each row of logits, float32 (B, V), on a CUDA device."""
+    n_vocab = logits.shape[1]
+    values, ids = (on_host(array) for array in top_k(logits, min(n, n_vocab), sorted=True))
+    return [Shortlist(n_vocab, *row) for row in zip(ids, values, strict=True)]
+
+
 class Candidates:
     """Tokens and logits; float64, so that the order of sums does not decide what is kept.
 
     Parameters
     ----------
-    logits : array of float32, shape (V,)
-        Scores of the vocabulary; tokens of -inf are no candidates.
+    logits : array of float32, shape (V,), or Shortlist
+        Scores of the vocabulary; tokens of -inf are no candidates.  Of a shortlist: as if the
+        others were -inf.
 
     Raises
     ------
@@ -26,19 +53,29 @@ class Candidates:
         If there is a NaN or +inf, or no candidate.
     """
 
-    def __init__(self, logits: np.ndarray) -> None:
-        best = logits.max()
+    def __init__(self, logits: np.ndarray | Shortlist) -> None:
+        if isinstance(logits, Shortlist):
+            best = logits.logits[0] if logits.ids[0] >= 0 else np.nan
+        else:
+            best = logits.max()
         if not np.isfinite(best):  # NaN wins, too
             raise UsageError(
                 "the model's logits have a NaN or an infinity, or every token is forbidden, so "
                 "that no token can be drawn; check the constraints, or try another weights= or kv="
             )
-        self.n_vocab = len(logits)
-        self._row: np.ndarray | None = logits
+        self._row: np.ndarray | None = None
         """The float32 row as long as all of it is there."""
         self._ids: np.ndarray = np.empty(0, np.int64)
         self._logits: np.ndarray = np.empty(0)
         self._sorted = False
+        if isinstance(logits, Shortlist):
+            self.n_vocab = logits.n_vocab
+            by_id = np.argsort(logits.ids)
+            by_id = by_id[logits.logits[by_id] > -np.inf]
+            self._ids = logits.ids[by_id].astype(np.int64)
+            self._logits = logits.logits[by_id].astype(np.float64)
+        else:
+            self.n_vocab, self._row = len(logits), logits
 
     @property
     def ids(self) -> np.ndarray:

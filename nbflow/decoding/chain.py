@@ -8,8 +8,16 @@ from typing import ClassVar
 
 import numpy as np
 
-from nbflow.decoding.candidates import Candidates, random_number
-from nbflow.decoding.samplers import DEFAULT_ORDER, LETTERS, OTHER_NAMES, SAMPLERS, Moment
+from nbflow.decoding.candidates import Candidates, Shortlist, random_number
+from nbflow.decoding.samplers import (
+    DEFAULT_ORDER,
+    IDLE,
+    LETTERS,
+    OTHER_NAMES,
+    SAMPLERS,
+    Moment,
+    n_lowered_by,
+)
 from nbflow.decoding.strategy import SampledState, Strategy, check_range
 from nbflow_kernels.errors import UsageError, unknown_name
 
@@ -91,12 +99,26 @@ class ChainState(SampledState):
         super().__init__(prompt_ids, seed)
         self._chain = chain
 
-    def candidates(self, logits: np.ndarray) -> Candidates:
+    def n_best(self) -> int | None:
+        """See `State.n_best`: those that "top_k" keeps, if what comes before lowers few tokens."""
+        chain = self._chain
+        if chain.top_k <= 0 or "top_k" not in chain.samplers:
+            return None
+        n_lowered = 0
+        for name in chain.samplers[: chain.samplers.index("top_k")]:
+            n = n_lowered_by(name, chain, len(self.tokens))
+            if n is None:
+                return None
+            n_lowered += n
+        return chain.top_k + n_lowered
+
+    def candidates(self, logits: np.ndarray | Shortlist) -> Candidates:
         found = Candidates(logits)
         place = self.tokens.n_new
         moment = Moment(self.tokens.array, lambda: random_number(self.seed, place, 1))
         for name in self._chain.samplers:
-            SAMPLERS[name](found, self._chain, moment)
+            if not IDLE[name](self._chain):
+                SAMPLERS[name](found, self._chain, moment)
         return found
 
 

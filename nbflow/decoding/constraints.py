@@ -8,9 +8,11 @@ from typing import ClassVar
 
 import numpy as np
 
+from nbflow.decoding.candidates import Shortlist, shortlists
 from nbflow.decoding.strategy import State, Strategy, check_range
 from nbflow.decoding.structured import Grammar, Matcher
 from nbflow.decoding.tokens import Tokens
+from nbflow_kernels._dispatch import is_cuda, on_device, on_host
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.penalties import (
     apply_logit_bias,
@@ -97,7 +99,12 @@ class Constrained(Strategy):
 
 
 class ConstrainedState:
-    """The tokens so far, the place in the grammar, and the state of what chooses."""
+    """The tokens so far, the place in the grammar, and the state of what chooses.
+
+    Of a row on a CUDA device, the logits are changed there.
+    """
+
+    takes_device_rows = True
 
     def __init__(
         self,
@@ -111,9 +118,20 @@ class ConstrainedState:
         self._matcher = matcher
         self._tokens = tokens
 
-    def choose(self, logits: np.ndarray) -> int:
+    def n_best(self) -> int | None:
+        """See `nbflow.decoding.State.n_best`; which tokens are allowed is not known before."""
+        return None
+
+    def choose(self, logits: np.ndarray | Shortlist) -> int:
         """See `nbflow.decoding.State.choose`."""
-        return self._inner.choose(self._changed(logits))
+        assert not isinstance(logits, Shortlist)
+        row = self._changed(logits)
+        n_best = self._inner.n_best()
+        if not is_cuda(row) or self._inner.takes_device_rows:
+            return self._inner.choose(row)
+        return self._inner.choose(
+            on_host(row) if n_best is None else shortlists(row[None], n_best)[0]
+        )
 
     def probs(self, logits: np.ndarray) -> np.ndarray:
         """See `nbflow.decoding.State.probs`."""
@@ -135,10 +153,17 @@ class ConstrainedState:
     def _changed(self, logits: np.ndarray) -> np.ndarray:
         """Return the changed logits, in place of the given ones."""
         rules, row = self._constraints, logits[None]
-        history = self._tokens.array
-        whole = np.array([0, len(history)], np.int32)
+
+        def beside(array: np.ndarray) -> np.ndarray:
+            found: np.ndarray = on_device(array, row) if is_cuda(row) else array
+            return found
+
+        def ragged(ids: Sequence[int] | np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+            return beside(np.array(ids, np.int32)), beside(np.array([0, len(ids)], np.int32))
+
+        history, whole = ragged(self._tokens.array)
         if rules.allowed_token_ids:
-            mask_token_ids(row, *_ragged(rules.allowed_token_ids), keep=True)
+            mask_token_ids(row, *ragged(rules.allowed_token_ids), keep=True)
         penalties = (rules.repetition_penalty, rules.frequency_penalty, rules.presence_penalty)
         if penalties != (1.0, 0.0, 0.0):
             apply_penalties(
@@ -149,16 +174,16 @@ class ConstrainedState:
         if rules.no_repeat_ngram_size:
             apply_no_repeat_ngram(row, history, whole, rules.no_repeat_ngram_size)
         if rules.logit_bias:
-            tokens, indptr = _ragged([token for token, _ in rules.logit_bias])
+            tokens, indptr = ragged([token for token, _ in rules.logit_bias])
             biases = np.array([bias for _, bias in rules.logit_bias], np.float32)
-            apply_logit_bias(row, tokens, biases, indptr)
+            apply_logit_bias(row, tokens, beside(biases), indptr)
         banned = [*rules.banned_token_ids, *self._ends_of_bad_words()]
         if self._tokens.n_new < rules.min_tokens:
             banned += rules.end_ids
         if banned:
-            mask_token_ids(row, *_ragged(banned))
+            mask_token_ids(row, *ragged(banned))
         if self._matcher is not None:
-            apply_token_bitmask(row, self._matcher.bitmask(row.shape[1]))
+            apply_token_bitmask(row, beside(self._matcher.bitmask(row.shape[1])))
         return logits
 
     def _ends_of_bad_words(self) -> list[int]:
@@ -173,7 +198,3 @@ class ConstrainedState:
 def constrain(strategy: Strategy, constraints: Constraints) -> Strategy:
     """Return the strategy under these constraints; itself if there are none."""
     return strategy if constraints.empty else Constrained(strategy, constraints)
-
-
-def _ragged(ids: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
-    return np.array(ids, np.int32), np.array([0, len(ids)], np.int32)

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from nbflow.decoding.strategy import Strategy
-from nbflow_kernels.sampling import cpu
+from nbflow_kernels._dispatch import is_cuda
+from nbflow_kernels.sampling import cpu, cuda
 
 
 @dataclass(frozen=True)
@@ -17,7 +18,7 @@ class Greedy(Strategy):
     def launch(
         self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray, out: np.ndarray
     ) -> None:
-        cpu.argmax(logits, out)
+        (cuda if is_cuda(logits) else cpu).argmax(logits, out)
 
     def distribution(self, logits: np.ndarray) -> np.ndarray:
         p = np.zeros(logits.shape, np.float32)

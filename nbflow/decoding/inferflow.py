@@ -16,7 +16,7 @@ from typing import ClassVar
 
 import numpy as np
 
-from nbflow.decoding.candidates import Candidates
+from nbflow.decoding.candidates import Candidates, Shortlist
 from nbflow.decoding.fsd import NgramModel
 from nbflow.decoding.java_random import JavaRandom
 from nbflow.decoding.samplers import least_typical_last, tail_free_count
@@ -235,6 +235,8 @@ class MirostatPool(Pooled):
 class PoolState:
     """The random numbers, the text, and what single strategies remember."""
 
+    takes_device_rows = False
+
     def __init__(self, strategy: Pooled, prompt_ids: Sequence[int], seed: int) -> None:
         self._strategy = strategy
         self._text = list(prompt_ids)
@@ -250,7 +252,11 @@ class PoolState:
         self._bypassed = 0
         self._drawn: tuple[Candidates, int, bool] | None = None
 
-    def choose(self, logits: np.ndarray) -> int:
+    def n_best(self) -> int | None:
+        """See `nbflow.decoding.State.n_best`."""
+        return self._strategy.pool_size
+
+    def choose(self, logits: np.ndarray | Shortlist) -> int:
         """See `nbflow.decoding.State.choose`."""
         if self._drawn is None:
             pool = self._pool(logits)
@@ -288,7 +294,7 @@ class PoolState:
             self._ngrams.extend(self._text)
         return self._ngrams
 
-    def _pool(self, logits: np.ndarray) -> Candidates:
+    def _pool(self, logits: np.ndarray | Shortlist) -> Candidates:
         pool = Candidates(logits)
         pool.first(self._strategy.pool_size)
         pool.scale(1.0 / max(self._strategy.temperature, LEAST_TEMPERATURE))

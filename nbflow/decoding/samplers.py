@@ -32,10 +32,6 @@ class Moment:
 
 def penalties(candidates: Candidates, chain: Chain, moment: Moment) -> None:
     """Lower tokens that occurred among the last `repeat_last_n`."""
-    if (chain.repeat_penalty, chain.frequency_penalty, chain.presence_penalty) == (1.0, 0.0, 0.0):
-        return
-    if not chain.repeat_last_n:
-        return
     row = _row(candidates)
     apply_penalties(
         row,
@@ -51,8 +47,6 @@ def penalties(candidates: Candidates, chain: Chain, moment: Moment) -> None:
 
 def dry(candidates: Candidates, chain: Chain, moment: Moment) -> None:
     """Lower tokens that would go on with a repetition; see `nbflow_kernels.apply_dry_penalty`."""
-    if not chain.dry_multiplier or chain.dry_base < 1.0 or not chain.dry_penalty_last_n:
-        return
     row = _row(candidates)
     apply_dry_penalty(
         row,
@@ -69,21 +63,18 @@ def dry(candidates: Candidates, chain: Chain, moment: Moment) -> None:
 
 def top_n_sigma(candidates: Candidates, chain: Chain, moment: Moment) -> None:
     """Keep logits within `top_n_sigma` standard deviations of the best (arXiv:2411.07641)."""
-    if chain.top_n_sigma > 0.0 and len(candidates) > 1:
+    if len(candidates) > 1:
         bound = candidates.logits.max() - chain.top_n_sigma * candidates.logits.std()
         candidates.keep(candidates.logits >= bound)
 
 
 def top_k(candidates: Candidates, chain: Chain, moment: Moment) -> None:
     """Keep the `top_k` best; 0 or less keeps all."""
-    if chain.top_k > 0:
-        candidates.first(chain.top_k)
+    candidates.first(chain.top_k)
 
 
 def typical(candidates: Candidates, chain: Chain, moment: Moment) -> None:
     """Keep the tokens nearest to the entropy that have mass `typical_p` (arXiv:2202.00666)."""
-    if chain.typical_p >= 1.0:
-        return
     p = candidates.probs()
     order = least_typical_last(p)
     passed = np.flatnonzero(np.cumsum(p[order]) > chain.typical_p)
@@ -95,7 +86,7 @@ def typical(candidates: Candidates, chain: Chain, moment: Moment) -> None:
 
 def tail_free(candidates: Candidates, chain: Chain, moment: Moment) -> None:
     """Keep the tokens before the flat tail (`tfs_z` of the bends), as llama.cpp did until 2024."""
-    if chain.tfs_z >= 1.0 or len(candidates) <= 2:
+    if len(candidates) <= 2:
         return
     candidates.sort()
     candidates.first(max(tail_free_count(candidates.probs(), chain.tfs_z), chain.min_keep))
@@ -103,15 +94,11 @@ def tail_free(candidates: Candidates, chain: Chain, moment: Moment) -> None:
 
 def top_p(candidates: Candidates, chain: Chain, moment: Moment) -> None:
     """Keep the fewest best tokens that have mass `top_p`."""
-    if chain.top_p >= 1.0:
-        return
     candidates.reaching(chain.top_p, max(chain.min_keep, 1))
 
 
 def min_p(candidates: Candidates, chain: Chain, moment: Moment) -> None:
     """Keep the tokens at least `min_p` times as probable as the best."""
-    if chain.min_p <= 0.0:
-        return
     mask = candidates.logits >= candidates.logits.max() + math.log(chain.min_p)
     if mask.sum() >= chain.min_keep:
         candidates.keep(mask)
@@ -121,7 +108,7 @@ def min_p(candidates: Candidates, chain: Chain, moment: Moment) -> None:
 
 def xtc(candidates: Candidates, chain: Chain, moment: Moment) -> None:
     """Exclude top choices: sometimes drop the likely tokens but the least likely of them."""
-    if chain.xtc_probability <= 0.0 or chain.xtc_threshold > 0.5 or len(candidates) < 2:
+    if len(candidates) < 2:
         return
     if moment.random() >= chain.xtc_probability:
         return
@@ -161,6 +148,23 @@ SAMPLERS: dict[str, Callable[[Candidates, Chain, Moment], None]] = {
 }
 """Samplers by llama.cpp's names."""
 
+IDLE: dict[str, Callable[[Chain], bool]] = {
+    "penalties": lambda c: (
+        not c.repeat_last_n
+        or (c.repeat_penalty, c.frequency_penalty, c.presence_penalty) == (1.0, 0.0, 0.0)
+    ),
+    "dry": lambda c: not c.dry_multiplier or c.dry_base < 1.0 or not c.dry_penalty_last_n,
+    "top_n_sigma": lambda c: c.top_n_sigma <= 0.0,
+    "top_k": lambda c: c.top_k <= 0,
+    "typ_p": lambda c: c.typical_p >= 1.0,
+    "tfs_z": lambda c: c.tfs_z >= 1.0,
+    "top_p": lambda c: c.top_p >= 1.0,
+    "min_p": lambda c: c.min_p <= 0.0,
+    "xtc": lambda c: c.xtc_probability <= 0.0 or c.xtc_threshold > 0.5,
+    "temperature": lambda c: False,
+}
+"""Whether the parameters of a chain switch a sampler off."""
+
 DEFAULT_ORDER = (
     "penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature",
 )  # fmt: skip
@@ -175,6 +179,24 @@ LETTERS = {
     "p": "top_p", "m": "min_p", "x": "xtc", "t": "temperature",
 }  # fmt: skip
 """The letters of llama.cpp's ``--sampling-seq``."""
+
+
+def n_lowered_by(name: str, chain: Chain, n_tokens: int) -> int | None:
+    """Return how many tokens a sampler lowers at most, after `n_tokens`.
+
+    None if it does anything else: only where tokens were lowered and nothing more, the best of what
+    is left are among the best before.
+    """
+    if IDLE[name](chain):
+        return 0
+    if name == "penalties":
+        least = min(chain.repeat_penalty - 1.0, chain.frequency_penalty, chain.presence_penalty)
+        window = chain.repeat_last_n
+    elif name == "dry":
+        least, window = 0.0, chain.dry_penalty_last_n
+    else:
+        return None
+    return None if least < 0.0 else n_tokens if window < 0 else min(n_tokens, window)
 
 
 def least_typical_last(p: np.ndarray) -> np.ndarray:

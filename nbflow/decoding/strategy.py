@@ -9,11 +9,13 @@ from typing import ClassVar, Protocol, Self
 
 import numpy as np
 
-from nbflow.decoding.candidates import COLD, Candidates, random_number
+from nbflow.decoding.candidates import COLD, Candidates, Shortlist, random_number
 from nbflow.decoding.tokens import Tokens
+from nbflow_kernels._dispatch import empty, is_cuda, on_host
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.sampling import (
     cpu,
+    cuda,
     min_p_renorm_probs,
     softmax,
     top_k_renorm_probs,
@@ -25,13 +27,19 @@ from nbflow_kernels.sampling.checks import limits_of
 class State(Protocol):
     """What a strategy remembers of one request."""
 
-    def choose(self, logits: np.ndarray) -> int:
+    takes_device_rows: bool
+    """Whether `choose` also takes a row that lies on a CUDA device, and sends little of it."""
+
+    def n_best(self) -> int | None:
+        """Return how many of the best tokens `choose` needs to see; None: all."""
+
+    def choose(self, logits: np.ndarray | Shortlist) -> int:
         """Return the next token; asking again without `accept` gives the same.
 
         Parameters
         ----------
-        logits : array of float32, shape (V,)
-            Scores of the vocabulary; may be changed.
+        logits : array of float32, shape (V,), or Shortlist
+            Scores of the vocabulary; may be changed.  A shortlist only if `n_best` allows it.
         """
 
     def probs(self, logits: np.ndarray) -> np.ndarray:
@@ -47,15 +55,21 @@ class State(Protocol):
 class SampledState:
     """A state whose next token is drawn from candidates with Philox numbers."""
 
+    takes_device_rows = False
+
     def __init__(self, prompt_ids: Sequence[int], seed: int) -> None:
         self.tokens = Tokens(prompt_ids)
         self.seed = seed
 
-    def candidates(self, logits: np.ndarray) -> Candidates:
+    def candidates(self, logits: np.ndarray | Shortlist) -> Candidates:
         """Return the tokens that may come next with their final logits."""
         raise NotImplementedError
 
-    def choose(self, logits: np.ndarray) -> int:
+    def n_best(self) -> int | None:
+        """See `State.n_best`."""
+        return None
+
+    def choose(self, logits: np.ndarray | Shortlist) -> int:
         """See `State.choose`."""
         return self.candidates(logits).draw(random_number(self.seed, self.tokens.n_new))
 
@@ -104,13 +118,13 @@ class Strategy:
         Parameters
         ----------
         logits : array of float32, shape (B, V)
-            Scores of the vocabulary.
+            Scores of the vocabulary; on a CUDA device the draw runs there, for the same tokens.
         seeds : array of uint64, shape (B,)
             Seed of each row's request.
         offsets : array of uint64, shape (B,)
             Number of tokens each row's request has drawn before.
         out : array of int32, shape (B,)
-            Where to write.
+            Where to write, beside the logits.
         """
         raise NotImplementedError
 
@@ -122,22 +136,35 @@ class Strategy:
         UsageError
             If a row has a NaN, +inf or nothing but -inf.
         """
-        out = np.empty(len(logits), np.int32)
+        tokens = self.drawn(logits, seeds, offsets)
+        check_drawn(tokens)
+        return tokens
+
+    def drawn(self, logits: np.ndarray, seeds: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+        """Do as `choose`, with -1 for a row without a distribution."""
+        out = empty(logits, (len(logits),), np.int32)
         self.launch(logits, seeds, offsets, out)
-        check_drawn(out)
-        return out
+        tokens: np.ndarray = on_host(out)
+        return tokens
 
 
 class CompiledState:
     """The state of a compiled strategy: the number of draws."""
+
+    takes_device_rows = True
 
     def __init__(self, strategy: Strategy, seed: int) -> None:
         self._strategy = strategy
         self._seed = np.array([seed], np.uint64)
         self._n = 0
 
-    def choose(self, logits: np.ndarray) -> int:
+    def n_best(self) -> int | None:
+        """See `State.n_best`."""
+        return None
+
+    def choose(self, logits: np.ndarray | Shortlist) -> int:
         """See `State.choose`."""
+        assert not isinstance(logits, Shortlist)
         offset = np.array([self._n], np.uint64)
         return int(self._strategy.choose(logits[None], self._seed, offset)[0])
 
@@ -180,7 +207,8 @@ class Draw(Strategy):
         filters, n = self.filters(), len(logits)
         temperature = np.full(n, max(filters.pop("temperature"), COLD), np.float32)
         rows, limits = np.arange(n, dtype=np.int32), limits_of(n, **filters)
-        cpu.sample_logits(logits, rows, temperature, limits, True, seeds, offsets, out)
+        variant = cuda if is_cuda(logits) else cpu
+        variant.sample_logits(logits, rows, temperature, limits, True, seeds, offsets, out)
 
 
 def check_drawn(tokens: np.ndarray) -> None:

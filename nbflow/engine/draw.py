@@ -1,5 +1,9 @@
 """From the logits of a step to the next token of each request, with the numbers that describe it.
 
+Logits on a CUDA device stay there: draws, log-probabilities and the most probable tokens come back.
+Of strategies that no kernel draws for, so do the best tokens where a few are enough; only else a
+row of logits does.
+
 The rank that holds the head draws and sends one array to the others; its shape follows from the
 requests, which every rank knows.
 """
@@ -7,18 +11,24 @@ requests, which every rank knows.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from nbflow.decoding.strategy import State
+from nbflow.decoding.candidates import shortlists
+from nbflow.decoding.strategy import State, check_drawn
 from nbflow.engine.request import Request
-from nbflow_kernels.logits.cpu import token_log_probs
+from nbflow_kernels import embedding
+from nbflow_kernels._dispatch import empty, is_cuda, on_device, on_host
+from nbflow_kernels.logits import cpu, cuda
 from nbflow_kernels.sampling import top_k
 
 FIRST = 2
 """Columns of `Drawn.array` before the most probable tokens: token and log-probability."""
+MOST_BEST = 1024
+"""Most tokens of a row that come from a device in place of the row."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +70,7 @@ def draw(logits: np.ndarray, requests: Sequence[Request]) -> Drawn:
     Parameters
     ----------
     logits : array of float32, shape (B, V)
-        Scores after the last token of each request; not changed.
+        Scores after the last token of each request, in host memory or on a device; not changed.
     requests : sequence of Request
         The requests; the states of their strategies go on.
 
@@ -87,12 +97,55 @@ def choose(logits: np.ndarray, requests: Sequence[Request]) -> np.ndarray:
         rows = [i for i in compiled if requests[i].strategy == strategy]
         seeds = np.array([requests[i].seed for i in rows], np.uint64)
         offsets = np.array([len(requests[i].ids) for i in rows], np.uint64)
-        some = logits if len(rows) == len(requests) else logits[rows]
-        tokens[rows] = strategy.choose(some, seeds, offsets)
-    for i, request in enumerate(requests):
-        if not request.strategy.compiled:
-            tokens[i] = state_of(request).choose(logits[i].copy())
+        tokens[rows] = strategy.choose(rows_of(logits, rows), seeds, offsets)
+    others = [i for i, r in enumerate(requests) if not r.strategy.compiled]
+    states = [state_of(requests[i]) for i in others]
+    for i, state, row in zip(others, states, _seen(logits, others, states), strict=True):
+        tokens[i] = state.choose(row)
     return tokens
+
+
+def rows_of(logits: np.ndarray, rows: Sequence[int]) -> np.ndarray:
+    """Return some rows of logits, where they lie; `logits` itself if they are all."""
+    if len(rows) == len(logits):  # no row twice: in order
+        return logits
+    if not is_cuda(logits):
+        return logits[rows]
+    found: np.ndarray = embedding(on_device(np.array(rows, np.int32), logits), logits)
+    return found
+
+
+def draw_ahead(logits: np.ndarray, request: Request) -> Iterator[int]:
+    """Draw token after token of a request from rows of logits, by its compiled strategy."""
+    n, strategy = len(logits), request.strategy
+    seeds = np.full(n, request.seed, np.uint64)
+    offsets = len(request.ids) + np.arange(n, dtype=np.uint64)
+    size = n if is_cuda(logits) else 1  # on a device one launch for all, needed or not
+    for i in range(0, n, size):
+        part = slice(i, i + size)
+        for token in strategy.drawn(logits[part], seeds[part], offsets[part]):
+            check_drawn(token)
+            yield int(token)
+
+
+def _seen(logits: np.ndarray, rows: Sequence[int], states: Sequence[State]) -> list[Any]:
+    """Return what these states must see of these rows: the row, or the best of a row."""
+    if not is_cuda(logits):
+        return [logits[i].copy() for i in rows]
+    seen: dict[int, Any] = {}
+    n_best = {i: state.n_best() or MOST_BEST + 1 for i, state in zip(rows, states, strict=True)}
+    most = min(MOST_BEST, logits.shape[1] // 4)
+    few = [i for i in rows if n_best[i] <= most]
+    if few:
+        found = shortlists(rows_of(logits, few), max(n_best[i] for i in few))
+        seen.update({i: best.first(n_best[i]) for i, best in zip(few, found, strict=True)})
+    for i, state in zip(rows, states, strict=True):
+        if i not in seen and state.takes_device_rows:
+            seen[i] = logits[i].copy()
+    whole = [i for i in rows if i not in seen]
+    if whole:
+        seen.update(zip(whole, on_host(rows_of(logits, whole)), strict=True))
+    return [seen[i] for i in rows]
 
 
 def state_of(request: Request) -> State:
@@ -107,9 +160,14 @@ def state_of(request: Request) -> State:
 
 
 def log_probabilities(logits: np.ndarray, tokens: np.ndarray, out: np.ndarray) -> None:
-    """Write log softmax(logits) at one token per row, float64 (B, 1); a launcher."""
-    ones = np.ones(len(logits), np.float32)
-    token_log_probs(logits, tokens.reshape(-1, 1), ones, 0.0, out)
+    """Write log softmax(logits) at one token per row to host memory, float64 (B, 1); a launcher."""
+    ones, ids = np.ones(len(logits), np.float32), tokens.reshape(-1, 1)
+    if not is_cuda(logits):
+        cpu.token_log_probs(logits, ids, ones, 0.0, out)
+        return
+    there = empty(logits, out.shape, np.float64)
+    cuda.token_log_probs(logits, on_device(ids, logits), ones, 0.0, there)
+    out[:] = on_host(there)
 
 
 def top_log_probabilities(logits: np.ndarray, n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -124,9 +182,10 @@ def top_log_probabilities(logits: np.ndarray, n: int) -> tuple[np.ndarray, np.nd
     """
     n = min(n, logits.shape[1])
     _, ids = top_k(logits, n, sorted=True)
-    out = np.empty(ids.shape)
-    token_log_probs(logits, ids, np.ones(len(logits), np.float32), 0.0, out)
-    return ids, out
+    out = empty(logits, ids.shape, np.float64)
+    variant = cuda if is_cuda(logits) else cpu
+    variant.token_log_probs(logits, ids, np.ones(len(logits), np.float32), 0.0, out)
+    return on_host(ids), on_host(out)
 
 
 def describe(logits: np.ndarray, requests: Sequence[Request], array: np.ndarray) -> None:

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -62,6 +63,7 @@ class FakeModel:
 
     def __init__(self, fake: FakeEngine, weights: str, partition: str, alone: bool) -> None:
         self.fake, self.weights, self.partition = fake, weights, partition
+        self.plan = SimpleNamespace(partition=partition)
         self.ranks = (0,) if alone else engine.partition_ranks(partition)
         self.participates = alone or fake.size == 1 or rank() in self.ranks
         noise = np.random.default_rng(4).normal(0, 2, (VOCAB, VOCAB))

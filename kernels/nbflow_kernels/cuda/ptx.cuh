@@ -1,10 +1,6 @@
 // Instructions that C++ has no name for.
 #pragma once
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-#define DEV __device__ __forceinline__
+#include "cuda/types.cuh"
 
 DEV u32 prmt(u32 a, u32 b, u32 selector) {
   u32 d;

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import cuda
-from nbflow_kernels._dispatch import empty, on_device
+from nbflow_kernels._dispatch import all_on_device, empty, on_device
 from nbflow_kernels.errors import UsageError
 
 MOST_COLUMNS = 1 << 22
@@ -113,7 +113,7 @@ def sample(
     """See `nbflow_kernels.sampling.cpu.sample`."""
     R, V = probs.shape
     if len(rows):
-        rows, limits, seeds, offsets = (on_device(a, probs) for a in (rows, limits, seeds, offsets))
+        rows, limits, seeds, offsets = all_on_device((rows, limits, seeds, offsets), probs)
         sample_kernel(
             len(rows), _threads(V),
             (
@@ -136,7 +136,7 @@ def sample_logits(
     """See `nbflow_kernels.sampling.cpu.sample_logits`."""
     R, V = logits.shape
     if len(rows):
-        tables = (on_device(a, logits) for a in (rows, temperature, limits, seeds, offsets))
+        tables = all_on_device((rows, temperature, limits, seeds, offsets), logits)
         rows, temperature, limits, seeds, offsets = tables
         sample_logits_kernel(
             len(rows), _threads(V),
