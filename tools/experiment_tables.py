@@ -185,7 +185,7 @@ def speculation() -> str:
     body = [
         [
             f"`{row['draft']}`", str(row["n_draft"]), str(row["batch"]),
-            number(100 * (row["speculation_accepted_share"] or 0.0)),
+            number(_percent(row["speculation_accepted_share"])),
             _ratio(row["speculation_tokens_per_step"]), _ratio(row["speculation_speedup"]),
             f"{100 * row['speculation_same_share']:.0f} %",
         ]
@@ -215,6 +215,10 @@ def _pivot(
 def _only(rows: Sequence[Row], **settings: Any) -> Row:
     """Return the row with these settings; empty if that point failed."""
     return next((r for r in rows if all(r[k] == v for k, v in settings.items())), {})
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
 
 
 def _rate(value: float | None) -> str:
