@@ -27,9 +27,13 @@ _PANELS = (
 _NOT_QUALITY = (
     "weights",
     "partition",
+    "ranks",
     "batch",
     "prompt",
     "decode",
+    "prefix",
+    "draft",
+    "n_draft",
     "repeats",
     "warmup",
     "threads",

@@ -44,7 +44,7 @@ def _draw_panel(panel: Any, results: Results, rows: Any, metric: str) -> None:
     base = metric.removesuffix("_tokens_per_s")
     low, high = f"{base}_min_tokens_per_s", f"{base}_max_tokens_per_s"
     names = format_axis(panel, rows)
-    series = results.series(("weights", "partition"))
+    series = results.series(("weights", "partition", "ranks"))
     for i, (label, whole) in enumerate(series):
         part = whole[(whole.partition == results.partition) & whole[metric].notna()]
         # Side by side, so that the bars of one format do not hide each other.
