@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 from nbflow.engine.limits import MAX_SEQUENCES
 from nbflow.engine.memory_plan import MemoryPlan, plan_memory
+from nbflow.engine.placement import is_host
 from nbflow.parallel import world
 from nbflow.planner import (
     Setting,
@@ -57,6 +59,9 @@ def model_plan(options: ModelOptions) -> MemoryPlan:
         "weights": options.weights, "activations": options.activations, "kv": options.kv,
         "max_context": options.max_context, "max_step_tokens": tokens,
         "max_sequences": engine.max_sequences or MAX_SEQUENCES, "exchange": options.exchange,
+        "outliers": options.outliers, "device": options.device,
+        "kv_host_percent": options.kv_host_percent, "cpu_layers": options.cpu_layers,
+        "embeddings_on_host": options.embeddings_on_host,
     }  # fmt: skip
     plan = plan_memory(
         options.path, partition=options.partition, optimize=options.optimize,
@@ -67,7 +72,8 @@ def model_plan(options: ModelOptions) -> MemoryPlan:
     assert isinstance(allowed, int)  # a text has been read by the configuration
     if engine.kv_bytes is None and wanted <= allowed:
         return plan
-    return plan_memory(options.path, partition=plan.partition, kv_bytes=allowed, **known)
+    partition = plan.partition if options.partition == "auto" else options.partition
+    return plan_memory(options.path, partition=partition, kv_bytes=allowed, **known)
 
 
 def draft_plan(options: ModelOptions) -> MemoryPlan:
@@ -90,6 +96,12 @@ def steps(options: ModelOptions, plan: MemoryPlan) -> list[str]:
     prompt = min(PROMPT, max(1, context // 2))
     generate = max(1, min(GENERATE, context - prompt))
     setting = Setting(kv=options.kv, activations=options.activations, exchange=options.exchange)
+    if not is_host(options.device):
+        setting = dataclasses.replace(
+            setting,
+            kv_host=options.kv_host_percent / 100,
+            embedding_on_host=options.embeddings_on_host,
+        )
     names = "requests  first token s    prefill/s   decode/s   ms/step  fits"
     lines = [f"on {machine.name}: prompts of {prompt} tokens, {generate} generated", names]
     for batch in sorted({1, 8, plan.max_sequences}):
