@@ -83,6 +83,16 @@ def test_every_kind_of_model_to_the_byte(name, options):
             assert found[key] == getattr(planned, key), key
 
 
+def test_formats_of_a_policy_lie_in_matrices_of_their_own(tmp_path):
+    policy = tmp_path / "policy.toml"
+    policy.write_text('[formats]\n"*.attn.q.weight" = "q8_0"\n"*" = "q4_0"\n')
+    options = {"weights": policy, "max_step_tokens": 64}
+    plan = plan_memory(FAMILIES / "llama31", max_sequences=3, **options)
+    with nbflow.load(FAMILIES / "llama31", threads=1, **options) as model:
+        (found,) = held_after_use(model, plan, "llama31")
+    assert found["weight_bytes"] == plan.ranks[0].weight_bytes
+
+
 def held_after_use(model, plan, name):
     """Return what a model holds after work on as many full contexts as the plan has room for."""
     if name in ENCODERS:
