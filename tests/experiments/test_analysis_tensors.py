@@ -196,14 +196,21 @@ def test_the_table_says_what_the_sweep_measures() -> None:
 
 
 def test_pattern_encoder_and_outliers(llama: Path) -> None:
-    formats = ["q4", Format("q4", "plain"), Format("q4", outliers=0.01), Noise(Format("q4"))]
+    formats = [
+        "q4",
+        Format("q4", "plain"),
+        Format("q4", outliers=0.01),
+        Format("q4", "outliers", outliers=0.02),
+        Noise(Format("q4")),
+    ]
     table = tensor_errors(llama, formats, tensors="layers.1.attn.?.weight, embed.weight")
     assert table.weights.unique().tolist() == [
-        "q4", "q4 (plain)", "q4 (outliers 0.01)", "noise like q4",
+        "q4", "q4 (plain)", "q4 (outliers 0.01)", "q4 (outliers, outliers 0.02)", "noise like q4",
     ]  # fmt: skip
     assert set(table.kind) == {"q", "k", "v", "o", "embedding"}
     error = table.groupby("weights", sort=False).mse.sum()
     assert error["q4 (outliers 0.01)"] < error["q4"] < error["q4 (plain)"]
+    assert error["q4 (outliers, outliers 0.02)"] < error["q4"]
     # noise of the error's size: sums of 13,312 normal squares, 1 standard deviation is 1.2 %
     assert error["noise like q4"] == pytest.approx(error["q4"], rel=0.06)
     sizes = table.groupby("weights").stored_bits.mean()
@@ -248,10 +255,12 @@ def test_wrong_input(llama: Path) -> None:
     ):
         with pytest.raises(UsageError, match=message):
             tensor_errors(llama, weights, **options)
-    with pytest.raises(UsageError, match="encoder must be one of"):
+    with pytest.raises(UsageError, match="unknown encoder 'awk'"):
         Format("q4", "awk")
     with pytest.raises(UsageError, match="keeps no outliers aside"):
         Format("q4", "hqq", outliers=0.01)
+    with pytest.raises(UsageError, match="needs outliers, a share"):
+        Format("q4", "outliers")
     with pytest.raises(UsageError, match=r"layers.0.attn.q.weight: encoder 'gptq' needs"):
         tensor_errors(llama, [Format("q4", "gptq")])
 
