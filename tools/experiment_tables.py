@@ -63,7 +63,7 @@ def quantization() -> str:
         best, plain = (_only(rows, weights=name, encoder=e) for e in ("best", "plain"))
         body.append([
             f"`{name}`", number(best["bits_per_weight"]),
-            number(INFERFLOW.get(name)), number(errors.get(name) if plain else None),
+            number(INFERFLOW.get(name)), number(errors.get(name) if name in INFERFLOW else None),
             *(number(row.get("weight_error_relative")) for row in (plain, best)),
             *(_nats(row.get("kld_mean_nats")) for row in (plain, best)),
             f"{best['perplexity']:.3f} ± {best['perplexity_stderr']:.3f}",

@@ -12,8 +12,10 @@ import pytest
 from sweep_fake_engine import FakeEngine
 
 from nbflow_experiments.grammar import load_sweep
+from nbflow_experiments.measures import MEASURES
 from nbflow_experiments.points import check_world, make_points
 from nbflow_experiments.recorded import read_points
+from nbflow_experiments.settings import SETTINGS
 from nbflow_experiments.sweep import SweepOptions, run_sweep
 
 ROOT = Path(__file__).parents[2]
@@ -39,6 +41,13 @@ def test_the_files_are_sweeps_that_can_start(name: str) -> None:
     check_world(make_points(sweep), 1)
     command = f"nbflow sweep experiments/{name}.toml"
     assert command in (ROOT / "experiments" / f"{name}.toml").read_text(encoding="utf-8")
+
+
+def test_every_setting_and_measure_is_documented() -> None:
+    lines = (ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8").splitlines()
+    named = {name for x in lines if x.startswith("| `") for name in x.split("|")[1].split("`")}
+    assert set(SETTINGS) <= named
+    assert set(MEASURES) <= named
 
 
 @pytest.mark.parametrize("tool", ["publish_sweep"], indirect=True)
