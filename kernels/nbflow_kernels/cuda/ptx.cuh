@@ -6,6 +6,13 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 #define DEV __device__ __forceinline__
 
+// threadIdx.x, but read anew.
+DEV int thread_again() {
+  int i;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i));
+  return i;
+}
+
 DEV u32 prmt(u32 a, u32 b, u32 selector) {
   u32 d;
   asm("prmt.b32 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(selector));
@@ -49,6 +56,14 @@ DEV void mma_f16(float c[4], const u32 a[4], u32 b0, u32 b1) {
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// c += a b: 16 x 8 by 8 x 8.
+DEV void mma_f16_k8(float c[4], u32 a0, u32 a1, u32 b) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5}, {%6}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(b));
 }
 
 // Loads of memory that is read once: past the first cache.
