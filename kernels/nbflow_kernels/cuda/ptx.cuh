@@ -38,6 +38,12 @@ DEV u32 to_f16x2(float low, float high) {
   return d;
 }
 
+DEV u32 to_bf16x2(float low, float high) {
+  u32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+
 DEV float low_f16(u32 pair) {
   float f;
   asm("{ .reg .f16 l, h; mov.b32 {l, h}, %1; cvt.f32.f16 %0, l; }" : "=f"(f) : "r"(pair));
@@ -53,6 +59,14 @@ DEV float high_f16(u32 pair) {
 // c += a b: 16 x 16 by 16 x 8 in float16, sums in float32.
 DEV void mma_f16(float c[4], const u32 a[4], u32 b0, u32 b1) {
   asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The same in bfloat16.
+DEV void mma_bf16(float c[4], const u32 a[4], u32 b0, u32 b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 "
       "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
       : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
@@ -89,6 +103,11 @@ DEV u32 stream_4(const void* at) {
 // Asynchronous copies of 16 bytes to shared memory, in groups.
 DEV void copy_16(u32 to_shared, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to_shared), "l"(from));
+}
+
+DEV void copy_16_or_zeros(u32 to_shared, const void* from, bool copy) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to_shared), "l"(from),
+               "r"(copy ? 16 : 0));
 }
 
 DEV void end_copies() { asm volatile("cp.async.commit_group;"); }
