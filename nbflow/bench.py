@@ -63,7 +63,7 @@ class Timed(Protocol):
 
 def time_test(model: Model, test: Test) -> float:
     """Return the seconds of one repetition; every rank of the model calls it alike."""
-    to_first, rest = _run(model, max(test.depth + test.n_prompt, 1), test.n_gen + 1, test.batch)
+    to_first, rest = time_both(model, max(test.depth + test.n_prompt, 1), test.n_gen, test.batch)
     return (to_first if test.n_prompt else 0.0) + (rest if test.n_gen else 0.0)
 
 
@@ -92,9 +92,13 @@ def time_decode(
     return [time_test(model, test) for _ in range(warmup + repeats)][warmup:]
 
 
-def _run(model: Model, n_prompt: int, n_new: int, batch: int) -> tuple[float, float]:
-    """Return the seconds until every sequence has its first token, and from then to the end."""
-    requests = make_requests(model, n_prompt, n_new, batch)
+def time_both(model: Model, n_prompt: int, n_gen: int, batch: int = 1) -> tuple[float, float]:
+    """Return the seconds of a prefill and of the `n_gen` steps behind it, of one repetition.
+
+    The first end when every sequence has its first token; the steps draw `n_gen` more for each.
+    Every rank of the model calls it alike.
+    """
+    requests = make_requests(model, n_prompt, n_gen + 1, batch)
     started = time.perf_counter()
     first = 0.0
     for _ in model.run_requests(requests, burst_s=WHOLE_BURST_S):

@@ -5,9 +5,11 @@ So each rank runs in a child of the process that the launcher has started: when 
 (out of memory, by hand) or stands still, the parent, which is well, says which rank it was and in
 which exchange of which layer, and only then ends, which makes the launcher end the others.
 
-A rank stands still when it gives no sign of life within a step for ``NBFLOW_HANG_S`` seconds (300);
-every exchange is one, and so is every look of a rank that waits whether the others are there.
-Ranks that only wait are stopped after three times as long.
+A rank stands still when it gives no sign of life within a step, or while it loads its part, for
+``NBFLOW_HANG_S`` seconds (300); every exchange is one, every tensor that has been read, and every
+look of a rank that waits whether the others are there.  Ranks that only wait are stopped after
+three times as long.  One that has nothing to do, because there are no requests or because others
+still load, may wait as long as it likes: the one it waits for is watched.
 """
 
 from __future__ import annotations
@@ -116,15 +118,27 @@ def _watch(child: int, status: Status, limit: float, report: Callable[[str], Non
             number = os.WTERMSIG(ended)
             why = ", perhaps because memory ran out," if number == signal.SIGKILL else ""
             report(f"was killed by {signal.Signals(number).name}{why} {place}")
+            _abort(128 + number)
             return 128 + number
         now = time.monotonic()
-        if place.is_in_step and (now > place.alive + limit or now > place.since + 3 * limit):
+        if place.is_busy and (now > place.alive + limit or now > place.since + 3 * limit):
             what = "stood still" if now > place.alive + limit else "waited"
             report(f"has {what} for {now - place.since:.0f} s {place} (NBFLOW_HANG_S={limit:g})")
             _send(child, signal.SIGKILL)
             os.waitpid(child, 0)
+            _abort(1)
             return 1
         time.sleep(POLL_S)
+
+
+def _abort(code: int) -> None:
+    """Have MPICH's launcher end all ranks: that a rank on another host has ended is not enough.
+
+    This is the line by which MPI_Abort tells it (version 1 of the process management interface), in
+    the name of the child that cannot any more.
+    """
+    with contextlib.suppress(KeyError, ValueError, OSError):
+        os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
 
 
 def _report(text: str) -> None:

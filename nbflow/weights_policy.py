@@ -1,17 +1,169 @@
-"""Which tensors a weight format applies to.
+"""Which tensors a weight format applies to, and which format each of them gets.
 
 The matrices of attention and feed-forward are stored in the chosen format; norms, biases, the
 routers of experts, the token embedding and the head keep what the checkpoint stores, as Inferflow,
 GPTQ and AWQ do.  So do the matrices of each head of latent attention (attn.k_b, attn.v_b): a head's
 columns are no whole blocks of many formats, and they are less than half a percent of such a model.
+
+A policy file (TOML) gives matrices different formats.  Patterns are shell patterns for our names;
+the first that matches decides, and what none matches keeps what the checkpoint stores::
+
+    [formats]
+    "layers.0.*" = "q8"
+    "*.ffn.down.weight" = "q6"
+    "*" = "q3h"
+
+``nbflow quantize --bits-per-weight`` writes such files, with a table ``[policy]`` that says how.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import os
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.quants import FORMATS
+
+ENDING = ".toml"
+"""What the name of a policy file ends in, where a weight format or such a file can be given."""
+_LARGEST_FILE_BYTES = 1 << 24
 
 
 def is_quantized(name: str, shape: Sequence[int]) -> bool:
     """Return whether the weight format applies to the tensor with our name `name`."""
     kept = ("router.weight", "shared_gate.weight", "attn.k_b.weight", "attn.v_b.weight")
     return len(shape) == 2 and name.startswith("layers.") and not name.endswith(kept)
+
+
+@dataclass(frozen=True)
+class WeightFormats:
+    """The format of each matrix: one for all, or by patterns.
+
+    Examples
+    --------
+    >>> formats = WeightFormats((("*.ffn.down.weight", "q6_b64t1"), ("*", "q3h_b64t1")))
+    >>> formats.of("layers.3.ffn.down.weight", (256, 768))
+    'q6_b64t1'
+    >>> formats.of("layers.3.attn_norm.weight", (256,)) is None
+    True
+    """
+
+    patterns: tuple[tuple[str, str], ...]
+    """Shell pattern for our names, explicit name of a format."""
+    facts: Mapping[str, Any] | None = None
+    """The table ``[policy]`` of a file, which says how it was made; None for the name of a format,
+    which one pattern stands for."""
+
+    def of(self, name: str, shape: Sequence[int]) -> str | None:
+        """Return the format of one of our tensors; None for what keeps what is stored."""
+        if not is_quantized(name, shape):
+            return None
+        return next((f for pattern, f in self.patterns if fnmatchcase(name, pattern)), None)
+
+    @property
+    def is_for_all(self) -> bool:
+        """Return whether every matrix gets one of the formats."""
+        return any(pattern == "*" for pattern, _ in self.patterns)
+
+    @property
+    def block_size(self) -> int:
+        """Return the least number of columns that holds whole blocks of every format."""
+        return math.lcm(1, *(FORMATS[format].block_size for _, format in self.patterns))
+
+    def check_used(self, shapes: Mapping[str, Sequence[int]], where: str) -> None:
+        """Raise if a pattern decides on no matrix of a model with these tensors."""
+        left = {pattern for pattern, _ in self.patterns}
+        for name, shape in shapes.items():
+            if is_quantized(name, shape):
+                left -= {next((p for p, _ in self.patterns if fnmatchcase(name, p)), "")}
+        if left:
+            raise UsageError(
+                f"{where}: pattern {min(left)!r} is for no matrix that an earlier one has not "
+                "taken; patterns match our names, like layers.0.attn.q.weight"
+            )
+
+
+Weights = str | os.PathLike[str] | WeightFormats | None
+"""What names weight formats: a format, a policy file, formats themselves, or what is stored."""
+
+
+def weight_formats(weights: Weights) -> WeightFormats | None:
+    """Return the formats that the name of a format, or of a policy file (``.toml``), stands for.
+
+    Raises
+    ------
+    UsageError
+        If there is no such format, or the file cannot be read or is none.
+    """
+    if weights is None or isinstance(weights, WeightFormats):
+        return weights
+    text = os.fspath(weights)
+    if not text.lower().endswith(ENDING):
+        return WeightFormats((("*", FORMATS[text].name),))
+    path = Path(text)
+    if not path.is_file():
+        raise UsageError(f"{path}: there is no such policy file")
+    if path.stat().st_size > _LARGEST_FILE_BYTES:
+        raise UsageError(f"{path}: is no policy file: it has {path.stat().st_size:,} bytes")
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise UsageError(f"{path}: is no TOML file: {error}") from error
+    return _parsed(data, str(path))
+
+
+def _parsed(data: Mapping[str, Any], where: str) -> WeightFormats:
+    """Return what a policy file says."""
+    others = set(data) - {"formats", "policy"}
+    if others:
+        raise UsageError(f"{where}: knows tables [formats] and [policy] only, got {min(others)!r}")
+    formats = data.get("formats")
+    if not isinstance(formats, dict) or not formats:
+        raise UsageError(f'{where}: needs a table [formats] with lines "PATTERN" = "FORMAT"')
+    patterns = []
+    for pattern, name in formats.items():
+        if not isinstance(name, str):
+            raise UsageError(f"{where}: the format of {pattern!r} must be text, got {name!r}")
+        patterns.append((pattern, FORMATS[name].name))
+    facts = data.get("policy", {})
+    if not isinstance(facts, dict):
+        raise UsageError(f"{where}: [policy] must be a table")
+    return WeightFormats(tuple(patterns), facts)
+
+
+def write_policy(
+    out: str | os.PathLike[str], formats: Mapping[str, str], facts: Mapping[str, Any]
+) -> None:
+    """Write a policy file.
+
+    Parameters
+    ----------
+    out : path
+        The file, which is replaced.
+    formats : mapping
+        Our name of a matrix -> format.
+    facts : mapping
+        Text, numbers and lists of text for the table ``[policy]``.
+    """
+    lines = [
+        "# which format each matrix gets: nbflow quantize --to FILE, nbflow.load(weights=FILE)"
+    ]
+    lines += ["", "[policy]", *(f"{key} = {_toml(value)}" for key, value in facts.items())]
+    lines += ["", "[formats]", *(f"{_toml(name)} = {_toml(f)}" for name, f in formats.items())]
+    Path(out).write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _toml(value: str | int | float | Iterable[Any]) -> str:
+    """Return a value as TOML writes it."""
+    if isinstance(value, str):
+        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
+        return '"' + "".join(c if c >= " " else f"\\u{ord(c):04x}" for c in escaped) + '"'
+    if isinstance(value, int | float):
+        return str(value).lower()
+    return "[" + ", ".join(_toml(item) for item in value) + "]"

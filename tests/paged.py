@@ -8,7 +8,7 @@ import numpy as np
 
 from nbflow_kernels.attention import BatchPrefillWithPagedKVCacheWrapper
 from nbflow_kernels.kvcache.cases import page_table
-from nbflow_kernels.kvcache.formats import kv_format
+from nbflow_kernels.kvcache.formats import kv_format, split_names
 from nbflow_kernels.quants import quantize
 
 
@@ -60,7 +60,10 @@ class Paged:
         self.k = [normal(rng, n, G, D, dtype=dtype) for n in lens]
         self.v = [normal(rng, n, G, self.dim_vo, dtype=dtype) for n in lens]
         if format is not None:
-            self.k, self.v = ([store(rows, format) for rows in part] for part in (self.k, self.v))
+            self.k, self.v = (
+                [store(rows, name) for rows in part]
+                for part, name in zip((self.k, self.v), split_names(format), strict=True)
+            )
         self.cache = (self._pages(self.k), self._pages(self.v))
 
     def _pages(self, sequences: list[np.ndarray]) -> np.ndarray:

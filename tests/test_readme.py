@@ -20,7 +20,7 @@ from nbflow_kernels.quants.support import OPERATIONS, cells
 from nbflow_kernels.quants.user import unregister_format
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = ("formats", "ops", "tolerances")
+DOCS = ("formats", "ops", "tolerances", "experiments")
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 

@@ -2,8 +2,11 @@
 """Measure the server beside llama.cpp's on the same GGUF file, and what serving costs.
 
     python tools/measure_server.py results/server/MACHINE [--llama-server PATH]
+    python tools/measure_server.py results/server/MACHINE --resume --seconds 240
 
-Writes rows.json and table.md.  A row is one number with its samples:
+Writes rows.json and table.md, both as soon as there is a new row.  With --seconds no measurement
+begins later than that, and the exit code is 3 if some are missing; --resume makes only those that
+the folder does not have yet.  A row is one number with its samples:
 
 - ``cN``: N clients at once, each of which sends requests of 64 random prompt tokens (no two
   alike) and reads 64 new ones as a stream, until all requests are done.  Generated tokens per
@@ -35,8 +38,9 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -175,19 +179,15 @@ def random_prompt(rng: random.Random, n: int) -> list[int]:
 # ---- measurements -------------------------------------------------------------------------------
 
 
-def throughput(peers: list[Peer], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    rows = []
-    for n in arguments.clients:
-        n_requests = max(arguments.requests, 2 * n)
-        samples: dict[str, list[Sample]] = {peer.name: [] for peer in peers}
-        for repeat in range(arguments.repeats + 1):
-            for peer in peers:  # in turn, so that the machine's moods are everybody's
-                sample = clients(peer, n, n_requests, seed=1000 * n + repeat)
-                if repeat:  # the first one warms up
-                    samples[peer.name].append(sample)
-        rows += [row(f"c{n}", peer.name, samples[peer.name]) for peer in peers]
-        print_rows(rows[-len(peers) :])
-    return rows
+def throughput(peers: list[Peer], n: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    n_requests = max(arguments.requests, 2 * n)
+    samples: dict[str, list[Sample]] = {peer.name: [] for peer in peers}
+    for repeat in range(arguments.repeats + 1):
+        for peer in peers:  # in turn, so that the machine's moods are everybody's
+            sample = clients(peer, n, n_requests, seed=1000 * n + repeat)
+            if repeat:  # the first one warms up
+                samples[peer.name].append(sample)
+    return [row(f"c{n}", peer.name, samples[peer.name]) for peer in peers]
 
 
 def row(test: str, name: str, samples: list[Sample]) -> dict[str, Any]:
@@ -274,11 +274,64 @@ def prefix(peers: list[Peer], arguments: argparse.Namespace) -> list[dict[str, A
                 "first_token_s_seen": statistics.median(seen.first_s),
             }
         )
-    print_rows(rows)
     return rows
 
 
 # ---- results ------------------------------------------------------------------------------------
+
+
+class Results:
+    """The rows of a folder, which are written one by one.
+
+    Parameters
+    ----------
+    folder : Path
+        Where rows.json and table.md are.
+    facts : dict
+        What the rows were measured with; rows of other settings are not taken up.
+    resume : bool
+        Whether to keep the rows that are there.
+    seconds : float
+        After so many no measurement begins; 0 for no such limit.
+    """
+
+    def __init__(self, folder: Path, facts: dict[str, Any], resume: bool, seconds: float) -> None:
+        self._folder, self._facts = folder, facts
+        self._end = time.monotonic() + seconds if seconds else float("inf")
+        self.rows: list[dict[str, Any]] = []
+        self.missing: list[str] = []
+        """Measurements for which there was no time."""
+        path = folder / "rows.json"
+        if resume and path.exists():
+            before = json.loads(path.read_text())
+            self.rows = before.pop("rows")
+            differing = [key for key in facts if before.get(key) != facts[key]]
+            if differing:
+                sys.exit(
+                    f"{path} was measured with another {differing[0]}, {before.get(differing[0])}; "
+                    "leave --resume out to begin anew, or take another folder"
+                )
+
+    def measure(self, test: str, servers: list[str], call: Callable[[], Any]) -> None:
+        """Make a measurement and write its rows, unless they are there or the time is over."""
+        known = {(r["test"], r["server"]) for r in self.rows}
+        if all((test, server) in known for server in servers):
+            return
+        if time.monotonic() > self._end:
+            self.missing.append(test)
+            return
+        new = call()
+        self.rows = [r for r in self.rows if r["test"] != test] + new
+        print_rows(new)
+        self._write()
+
+    def _write(self) -> None:
+        self._folder.mkdir(parents=True, exist_ok=True)
+        whole = json.dumps({**self._facts, "rows": self.rows}, indent=1) + "\n"
+        for name, text in (("rows.json", whole), ("table.md", table(self.rows))):
+            part = self._folder / f".{name}.part"
+            part.write_text(text)
+            part.replace(self._folder / name)
 
 
 def print_rows(rows: list[dict[str, Any]]) -> None:
@@ -310,21 +363,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--llama-server", default=shutil.which("llama-server") or "")
+    parser.add_argument("--resume", action="store_true", help="measure only what is missing")
+    parser.add_argument("--seconds", type=float, default=0.0, help="begin nothing after so many")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     path = arguments.folder / f"{arguments.shape}-{arguments.format}.gguf"
     if not path.exists():
         write(arguments.shape, arguments.format, path)
-    with contextlib.ExitStack() as stack:
-        peers = [stack.enter_context(started(*ours(path, arguments)))]
-        if arguments.llama_server:
-            peers.append(stack.enter_context(started(*theirs(path, arguments))))
-        rows = throughput(peers, arguments) + prefix(peers, arguments)
-        options = {"activations": arguments.activations, "threads": arguments.threads}
-        with nbflow.load(path, **options) as model:
-            rows += overhead(peers[0], model, arguments)
-    print_rows(rows[-3:])
-    arguments.out.mkdir(parents=True, exist_ok=True)
     facts = {
         "processor": processor_name(),
         "packages": package_versions(),
@@ -333,8 +378,30 @@ def main() -> None:
         "new": NEW,
     }
     facts |= {key: getattr(arguments, key) for key in ("activations", "threads", "repeats")}
-    (arguments.out / "rows.json").write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
-    (arguments.out / "table.md").write_text(table(rows))
+    results = Results(arguments.out, facts, arguments.resume, arguments.seconds)
+    measure_all(path, results, arguments)
+    if results.missing:
+        print(f"no time for {', '.join(results.missing)}; go on with --resume", file=sys.stderr)
+        sys.exit(3)
+
+
+def measure_all(path: Path, results: Results, arguments: argparse.Namespace) -> None:
+    """Start the servers and make every measurement that is missing."""
+    with contextlib.ExitStack() as stack:
+        peers = [stack.enter_context(started(*ours(path, arguments)))]
+        if arguments.llama_server:
+            peers.append(stack.enter_context(started(*theirs(path, arguments))))
+        names = [peer.name for peer in peers]
+        for n in arguments.clients:
+            results.measure(f"c{n}", names, partial(throughput, peers, n, arguments))
+        results.measure("prefix 512", names, partial(prefix, peers, arguments))
+
+        def compare() -> list[dict[str, Any]]:
+            options = {"activations": arguments.activations, "threads": arguments.threads}
+            with nbflow.load(path, **options) as model:
+                return overhead(peers[0], model, arguments)
+
+        results.measure(f"overhead c{max(arguments.clients)}", ["http"], compare)
 
 
 if __name__ == "__main__":

@@ -3,8 +3,8 @@
 python tools/update_readme.py          write them
 python tools/update_readme.py --check  exit 1 if a file is not what the code and the results say
 
-A table stands after its marker; what is measured comes from `tools/measure_formats.py` and
-`tools/measure_engine.py`.
+A table stands after its marker; what is measured comes from `tools/measure_formats.py`,
+`tools/measure_engine.py` and sweeps (`tools/publish_sweep.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +18,10 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "tools"))  # the tests import this file alone
+
+from experiment_tables import TABLES as EXPERIMENTS  # noqa: E402
+
 RESULTS = ROOT / "results" / "formats"
 ENGINE = ROOT / "results" / "engine"
 
@@ -159,6 +163,7 @@ TABLES: dict[str, dict[str, Callable[[], str]]] = {
     },
     "docs/ops.md": {"support": support_table, "notes": support_notes, "cuda": cuda_table},
     "docs/tolerances.md": {"tolerances": tolerances_table},
+    "docs/experiments.md": EXPERIMENTS,
 }
 """File to its markers and what stands after them."""
 
@@ -167,7 +172,7 @@ def updated(text: str, tables: dict[str, Callable[[], str]]) -> str:
     """Return a file's text with fresh tables."""
     for name, make in tables.items():
         marker = f"<!-- {name}: written by tools/update_readme.py -->\n"
-        pattern = re.escape(marker) + r"(?:(?:\||\[\^).*\n)*"
+        pattern = re.escape(marker) + r"(?:(?:\||\[\^|!\[).*\n)*"
         if not re.search(pattern, text):
             raise SystemExit(f"there is no marker for the table {name!r}")
         table = f"{marker}{make()}\n"

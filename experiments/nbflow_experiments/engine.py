@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 
 LARGEST_OUTLIERS = 0.05
 """The largest share of outliers that the engine takes."""
+AUTO = "auto"
+"""The partition that the planner chooses for the ranks there are."""
+MEASURED = "measured"
+"""The machine that the sweep runs on, described by measuring it."""
 
 __all__ = [
     "Alone",
@@ -25,6 +29,7 @@ __all__ = [
     "ModelIdentity",
     "format_names",
     "identify",
+    "kv_bits",
     "kv_format_names",
     "load",
     "partition_ranks",
@@ -62,10 +67,44 @@ def format_names() -> tuple[str, ...]:
     return (*nk.FORMATS.short_names, *nk.FORMATS)
 
 
+def is_policy(name: str) -> bool:
+    """Return whether this is the name of a policy file, not of a weight format."""
+    from nbflow.weights_policy import ENDING
+
+    return name.lower().endswith(ENDING)
+
+
+def policy_bits(file: str) -> float:
+    """Return the bits per weight that a policy file states, or else the mean of its formats'.
+
+    Raises
+    ------
+    UsageError
+        If it is no policy file.
+    """
+    from nbflow.weights_policy import weight_formats
+
+    formats = weight_formats(file)
+    assert formats is not None
+    stated = (formats.facts or {}).get("bits_per_weight")
+    if isinstance(stated, int | float):
+        return float(stated)
+    return sum(bits_per_weight(format) for _, format in formats.patterns) / len(formats.patterns)
+
+
+def check_encoder(name: str) -> None:
+    """Raise unless there is such an encoder."""
+    from nbflow.folding import check_encoder as check
+
+    check(name)
+
+
 def bits_per_weight(name: str) -> float:
     """Return the storage cost of a weight format, in bits."""
     import nbflow_kernels as nk
 
+    if is_policy(name):
+        return policy_bits(name)
     return float(nk.FORMATS[name].bits_per_weight)
 
 
@@ -73,7 +112,7 @@ def is_float_format(name: str) -> bool:
     """Return whether a weight format stores each weight alone, as a float."""
     import nbflow_kernels as nk
 
-    return int(nk.FORMATS[name].block_size) == 1
+    return not is_policy(name) and int(nk.FORMATS[name].block_size) == 1
 
 
 def load_formats(file: Path) -> None:
@@ -83,11 +122,18 @@ def load_formats(file: Path) -> None:
     nk.load_formats(file)
 
 
-def format_digest(name: str) -> str:
-    """Return the digest of the source of a registered format; empty for a built-in one."""
+def format_digest(name: str, importance: str = "") -> str:
+    """Return the digest of the files that decide how weights are stored.
+
+    The source of a registered format, a policy, importances; empty without any.
+    """
     import nbflow_kernels as nk
 
-    return str(getattr(nk.FORMATS[name], "digest", ""))
+    files = [
+        Path(file) for file in (name, importance) if file and (file != name or is_policy(name))
+    ]
+    own = "" if is_policy(name) else str(getattr(nk.FORMATS[name], "digest", ""))
+    return "+".join([own] * bool(own) + [digest_files([file]) for file in files])
 
 
 def kv_format_names() -> tuple[str, ...]:
@@ -99,9 +145,43 @@ def kv_format_names() -> tuple[str, ...]:
     return (*KINDS, *short)
 
 
+def kv_bits(kv: str) -> float:
+    """Return the bits per number of a cache: the mean of keys and values, without padding."""
+    keys, _, values = kv.partition("/")
+    return (bits_per_weight(keys) + bits_per_weight(values or keys)) / 2
+
+
+def activation_names() -> tuple[str, ...]:
+    """Return the arithmetics of the products with weights."""
+    from nbflow.engine.load import ACTIVATIONS
+
+    return ACTIVATIONS
+
+
 def partition_ranks(partition: str) -> tuple[int, ...]:
-    """Return the numbers of the ranks that a partition string names."""
-    return ranks_of(partition)
+    """Return the numbers of the ranks that a partition string names; "auto" goes with any."""
+    return (0,) if partition == AUTO else ranks_of(partition)
+
+
+def exchange_names() -> tuple[str, ...]:
+    """Return how partial sums can be sent between ranks."""
+    from nbflow.parallel.plan import EXCHANGES
+
+    return EXCHANGES
+
+
+def aims() -> tuple[str, ...]:
+    """Return what a partition can be chosen for."""
+    from nbflow.planner import AIMS
+
+    return AIMS
+
+
+def check_machine(name: str) -> None:
+    """Raise unless there is a description of a machine with this name or path."""
+    from nbflow.planner import load_machine
+
+    load_machine(name)
 
 
 def is_quantized(name: str, shape: Sequence[int]) -> bool:
@@ -157,6 +237,12 @@ def load(
     max_context: int,
     threads: int,
     outliers: float = 0.0,
+    encoder: str = "best",
+    importance: str = "",
+    exchange: str = "f32",
+    optimize: str = "latency",
+    machine: str = "",
+    activations: str = "f32",
     comm: Comm | None = None,
 ) -> Model:
     """Load a model; 0 stands for the engine's own choice of `max_context` and `threads`."""
@@ -166,10 +252,16 @@ def load(
         model,
         weights=weights,
         outliers=outliers,
+        encoder=encoder,
+        importance=importance or None,
+        activations=activations,
         kv=kv,
         partition=partition,
         max_context=max_context or None,
         threads=threads or None,
+        exchange=exchange,
+        optimize=optimize,
+        machine=None if machine in ("", MEASURED) else machine,
         comm=comm,
     )
 
@@ -191,25 +283,21 @@ def time_decode(
 
 
 def weight_pairs(
-    model: str, weights: str, outliers: float = 0.0
+    model: str, weights: str, outliers: float = 0.0, encoder: str = "best", importance: str = ""
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray, int]]:
-    """Yield our name, the checkpoint's float32 values, the format's values and its bytes.
+    """Yield our name, the exact float32 values, the format's values and its bytes.
 
-    Only tensors that the engine quantizes; one tensor is in memory at a time.
+    Only tensors that the engine quantizes; one tensor is in memory at a time.  Exact are the
+    checkpoint's values, or those that an encoder that changes the model first makes of them.
     """
     import nbflow_kernels as nk
-    from nbflow.spec import resolve
-    from nbflow.weights import open_weights
+    from nbflow.writing.encoded import encoded_matrices
 
-    resolved = resolve(model)
-    with open_weights(resolved.path) as file:
-        for name, shape in resolved.spec.tensor_shapes().items():
-            if not is_quantized(name, shape):
-                continue
-            stored = file.array(resolved.spec.checkpoint_name(name))
-            exact = np.ascontiguousarray(stored, dtype=np.float32)
-            quantized = nk.quantize(exact, weights, outliers=outliers)
-            yield name, exact, nk.dequantize(quantized), int(quantized.nbytes)
+    found = encoded_matrices(
+        model, weights, encoder=encoder, importance=importance or None, outliers=outliers
+    )
+    for name, exact, quantized in found:
+        yield name, exact, nk.dequantize(quantized), int(quantized.nbytes)
 
 
 def evaluation_text(setting: str, identity: ModelIdentity, sweep_folder: Path) -> Path:

@@ -28,9 +28,10 @@ A sweep is a TOML file::
     batch = [3, 4]                      # any of these
 
 Settings and axes have the names of `nbflow_experiments.settings.SETTINGS`; what is neither fixed
-nor varied has its default.  A range includes both ends.  Ranges may stand inside lists: ``[1,
-"4..6"]``. An `exclude` that matches no point is an error, except where the sweep was narrowed with
-``--set``. Unknown sections, settings, axes, measures and formats are errors.
+nor varied has its default.  Ranges (`nbflow_experiments.ranges`) include both ends and may stand
+inside lists: ``[1, "4..6"]``.  An `exclude` that matches no point is an error, except where the
+sweep was narrowed on the command line.  Unknown sections, settings, axes, measures and formats are
+errors.
 """
 
 from __future__ import annotations
@@ -41,17 +42,22 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from nbflow_experiments import engine
+from nbflow_experiments.lists import apply_lists
 from nbflow_experiments.measures import MEASURES
+from nbflow_experiments.ranges import expand_range
 from nbflow_experiments.settings import (
     SETTINGS,
     Value,
     check_configuration,
     check_value,
+    resolve_words,
     setting,
 )
+from nbflow_experiments.sweep_files import read_sweep_file
 from nbflow_kernels.errors import UsageError, unknown_name
 
 _SECTIONS = ("sweep", "settings", "axes", "zip", "exclude")
@@ -81,19 +87,30 @@ class Sweep:
     """Files of weight formats, which every rank executes."""
 
 
+SPEED = ("prefill", "decode", "memory")
+"""What a sweep without a file measures."""
+
+
 def load_sweep(
-    path: str | Path, overrides: Sequence[str] = (), formats: Sequence[Path] = ()
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    formats: Sequence[Path] = (),
+    lists: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Sweep:
     """Read a sweep file.
 
     Parameters
     ----------
     path : str or Path
-        The TOML file.
+        The file: TOML, or a grid of Weights & Biases in YAML or JSON
+        (`nbflow_experiments.wandb_grid`).
     overrides : sequence of str
         Replacements ``section.name=value``, value in TOML (``axes.batch=[1,2]``).
     formats : sequence of Path
         Files of weight formats to execute, besides those the file names.
+    lists : mapping
+        Settings of the command line, which replace the file's: name -> texts
+        (`nbflow_experiments.lists`).
 
     Returns
     -------
@@ -103,24 +120,35 @@ def load_sweep(
     Raises
     ------
     UsageError
-        If the file is missing, is not TOML, or says something that does not exist or contradicts
-        itself; the message names the place.
+        If the file is missing, is not TOML (YAML, JSON), or says something that does not exist or
+        contradicts itself; the message names the place.
     """
     path = Path(path)
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise UsageError(f"cannot read the sweep file {path}: {error.strerror}") from None
-    try:
-        data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
-        raise UsageError(f"{path} is not valid TOML: {error}") from None
+    data = read_sweep_file(path)
     for override in overrides:
         apply_override(data, override)
-    narrowed = bool(overrides)
+    apply_lists(data, lists)
+    narrowed = bool(overrides or lists)
     return parse_sweep(
         data, path.parent, default_name=path.stem, narrowed=narrowed, formats=formats
     )
+
+
+def sweep_of_lists(
+    lists: Mapping[str, Sequence[str]], overrides: Sequence[str] = (), formats: Sequence[Path] = ()
+) -> Sweep:
+    """Return the sweep that the command line describes alone, without a file.
+
+    Parameters are those of `load_sweep`; `lists` names the model.  It is called after the model,
+    and measures what llama-bench does (`SPEED`) unless ``sweep.measures`` is given.
+    """
+    data: dict[str, Any] = {"sweep": {"measures": list(SPEED)}}
+    for override in overrides:
+        apply_override(data, override)
+    apply_lists(data, lists)
+    model = str(data["settings"].get("model", ""))
+    name = re.sub(r"[^\w.-]+", "-", Path(model).stem).strip("-.") or "sweep"
+    return parse_sweep(data, Path(), default_name=name, narrowed=True, formats=formats)
 
 
 def apply_override(data: dict[str, Any], text: str) -> None:
@@ -164,7 +192,7 @@ def parse_sweep(
     for file in files:  # before any name of a format is looked at
         engine.load_formats(file)
     name = _name(head.get("name", default_name))
-    measures = _measures(head.get("measures", list(MEASURES)))
+    measures = _measures(head.get("measures", [m.name for m in MEASURES.values() if m.by_default]))
     fixed = {
         k: check_value(setting(k).name, v, "[settings]")
         for k, v in _table(data, "settings").items()
@@ -182,6 +210,8 @@ def parse_sweep(
             )
     base = {s.name: s.default for s in SETTINGS.values()} | fixed
     product = [_merge(base, parts) for parts in itertools.product(*bundles)]
+    for config in product:
+        resolve_words(config)
     points = _without(product, _excludes(data), narrowed)
     for config in points:
         check_configuration(config)
@@ -258,8 +288,8 @@ def expand_axis(name: str, values: object, where: str) -> list[Value]:
         raise UsageError(f"{where}: {name} must be a list or a range, got {values!r}")
     written: list[object] = []
     for item in items:
-        if known.is_integer and isinstance(item, str | dict):
-            written += _range(name, item, where)
+        if known.is_integer and isinstance(item, str | dict) and item not in known.words:
+            written += expand_range(name, item, where)
         else:
             written.append(item)
     result = [check_value(name, value, where) for value in written]
@@ -269,38 +299,6 @@ def expand_axis(name: str, values: object, where: str) -> list[Value]:
     if repeated and where == "[axes]":
         raise UsageError(f"{where}: {name} has {sorted(map(str, repeated))} more than once")
     return result
-
-
-def _range(name: str, item: str | dict[str, Any], where: str) -> list[Value]:
-    """Return the numbers of ``"2..8"`` or ``{start, stop, step|factor}``, both ends included."""
-    if isinstance(item, str):
-        match = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", item)
-        if not match:
-            raise UsageError(f'{where}: {name}: {item!r} is not a range; write "2..8"')
-        start, stop, step, factor = int(match[1]), int(match[2]), 1, 1
-    else:
-        wrong = [k for k in item if k not in ("start", "stop", "step", "factor")]
-        if wrong:
-            raise unknown_name(
-                f"entry of the range of {name}", wrong[0], ("start", "stop", "step", "factor")
-            )
-        if "start" not in item or "stop" not in item or ("step" in item and "factor" in item):
-            raise UsageError(f"{where}: {name}: a range has start, stop, and either step or factor")
-        if any(not isinstance(v, int) or isinstance(v, bool) for v in item.values()):
-            raise UsageError(f"{where}: {name}: a range is made of integers, got {item!r}")
-        start, stop, factor = item["start"], item["stop"], item.get("factor", 1)
-        step = item.get("step", 0 if "factor" in item else 1)
-    if (
-        stop < start
-        or ("factor" in item and (factor < 2 or start < 1))
-        or (factor == 1 and step < 1)
-    ):
-        raise UsageError(f"{where}: {name}: the range {item!r} does not go up from start to stop")
-    values: list[Value] = []
-    while start <= stop:
-        values.append(start)
-        start = start * factor + step
-    return values
 
 
 def _excludes(data: Mapping[str, Any]) -> list[dict[str, list[Value]]]:

@@ -88,29 +88,23 @@ class IsolatedRunner:
             raise Interrupted
         self._reporter.begins(point)
         self._folder.write_config(point)
-        result = new_result(point, self._launch, attempt)
-        start, kills = time.perf_counter(), _oom_kills()
+        start, kills = time.perf_counter(), oom_kills()
         with tempfile.TemporaryDirectory(prefix="nbflow-") as temporary:
             output = Path(temporary) / "output"
             job = _Job(
                 self._folder.path, self._launch, self._formats, point, attempt, output.absolute()
             )
             told, code, late = self._watch(job)
-            tail = _tail(output)
+            tail = tail_of(output)
         if told is None:
             if self.stop.asked and not late:
                 raise Interrupted
-            out_of_memory = code == -signal.SIGKILL and _oom_kills() > kills
-            result["status"] = "timeout" if late else "oom" if out_of_memory else "failed"
-            result["error"] = self._error(code, late, out_of_memory, tail)
-            result["finished"] = provenance.now()
-            result["wall_s"] = time.perf_counter() - start
-            result["steps_s"] = {}
-            result["bits_per_weight"] = bits_per_weight(point, {})
-            result["readings"] = []
-            log = f"{result['finished']} {result['error']['message']}\n{tail}"
-            self._folder.write_result(point.short, result, log, {})
-            told = result
+            out_of_memory = code == -signal.SIGKILL and oom_kills() > kills
+            kind, message = self._cause(code, late, out_of_memory)
+            seconds = time.perf_counter() - start
+            told = record_death(
+                self._folder, point, self._launch, attempt, kind, message, tail, seconds, [0]
+            )
         self._reporter.ends(point, told, last=last)
         return str(told["status"])
 
@@ -152,18 +146,44 @@ class IsolatedRunner:
         ours.close()
         return told, process.exitcode or 0, late and told is None
 
-    def _error(self, code: int, late: bool, out_of_memory: bool, tail: str) -> dict[str, Any]:
-        """Return what is known about the end of a process, as plain data."""
+    def _cause(self, code: int, late: bool, out_of_memory: bool) -> tuple[str, str]:
+        """Return what is known about the end of a process: a kind of error and a message."""
         if late:
-            kind, message = "Timeout", f"ended after {self._timeout_s:g} s (--timeout)"
-        elif out_of_memory:
-            kind, message = "OutOfMemory", "the system ended the process: memory ran out"
-        elif code < 0:
+            return "Timeout", f"ended after {self._timeout_s:g} s (--timeout)"
+        if out_of_memory:
+            return "OutOfMemory", "the system ended the process: memory ran out"
+        if code < 0:
             name = signal.Signals(-code).name
-            kind, message = "ProcessDied", f"the process of the point was killed by {name}"
-        else:
-            kind, message = "ProcessDied", f"the process of the point ended with exit code {code}"
-        return {"type": kind, "message": message, "traceback": tail, "ranks": [0]}
+            return "ProcessDied", f"the process of the point was killed by {name}"
+        return "ProcessDied", f"the process of the point ended with exit code {code}"
+
+
+def record_death(
+    folder: ResultsFolder,
+    point: Point,
+    launch: str,
+    attempt: int,
+    kind: str,
+    message: str,
+    tail: str,
+    seconds: float,
+    ranks: list[int],
+) -> dict[str, Any]:
+    """Record a point whose processes could not do so themselves; return the result.
+
+    `kind` is Timeout, OutOfMemory or ProcessDied; `tail` the end of what they have printed.
+    """
+    result = new_result(point, launch, attempt)
+    result["status"] = {"Timeout": "timeout", "OutOfMemory": "oom"}.get(kind, "failed")
+    result["error"] = {"type": kind, "message": message, "traceback": tail, "ranks": ranks}
+    result["finished"] = provenance.now()
+    result["wall_s"] = seconds
+    result["steps_s"] = {}
+    result["bits_per_weight"] = bits_per_weight(point, {})
+    result["readings"] = []
+    folder.write_config(point)
+    folder.write_result(point.short, result, f"{result['finished']} {message}\n{tail}", {})
+    return result
 
 
 def _main(connection: Connection, job: _Job) -> None:
@@ -201,14 +221,14 @@ def _end_with_parent() -> None:
         os._exit(1)  # files are whole at any time
 
 
-def _tail(path: Path) -> str:
+def tail_of(path: Path) -> str:
     """Return the end of what a process has printed."""
     if not path.is_file():
         return ""
     return path.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
 
 
-def _oom_kills() -> int:
+def oom_kills() -> int:
     """Return how many processes the system has killed for memory; 0 where it does not say."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/vmstat").read_text().splitlines():

@@ -16,7 +16,12 @@ from nbflow_experiments.measures import METRICS_VERSION, needs_text
 from nbflow_experiments.settings import Value
 from nbflow_kernels.errors import UsageError
 
-LOAD_SETTINGS = ("model", "weights", "outliers", "kv", "partition", "max_context", "threads")
+FORMAT_SETTINGS = ("weights", "outliers", "encoder", "importance")
+"""Points that agree in these, and in the model, have the same weights."""
+LOAD_SETTINGS = (
+    "ranks", "model", *FORMAT_SETTINGS, "kv", "activations", "partition", "max_context",
+    "threads", "exchange", "optimize", "machine",
+)  # fmt: skip
 """Points that agree in these can use one loaded model."""
 OUTLIER_BITS = 64
 """What a weight that is kept beside the format costs."""
@@ -48,7 +53,8 @@ class Point:
     text: Path | None
     """The evaluated text."""
     format_digest: str = ""
-    """Digest of the source of the weight format, if it is a registered one."""
+    """Digest of the files that decide on the weights: the source of a registered format, a policy,
+    importances; empty without any."""
 
     @property
     def short(self) -> str:
@@ -122,12 +128,13 @@ def make_points(sweep: Sweep) -> list[Point]:
         _check_lengths(config, identities[model])
         text, dataset = None, ""
         if needs_text(sweep.measures):
+            _check_window(config, identities[model])
             text = engine.evaluation_text(str(config["eval_text"]), identities[model], sweep.folder)
             if text not in digests:
                 digests[text] = hashlib.sha256(text.read_bytes()).hexdigest()
             dataset = digests[text]
         digest = identities[model].digest
-        format = engine.format_digest(str(config["weights"]))
+        format = engine.format_digest(str(config["weights"]), str(config["importance"]))
         name = point_id(_identity(config, sweep.measures, digest, dataset, format))
         points[name] = Point(name, dict(config), sweep.measures, digest, dataset, text, format)
     groups: dict[tuple[Value, ...], list[Point]] = {}
@@ -150,6 +157,11 @@ def _check_lengths(config: Mapping[str, Value], identity: engine.ModelIdentity) 
             f"prompt + 1 + decode must be at most {longest} tokens, the context of "
             f"{identity.model}, got {config['prompt']} + 1 + {config['decode']} = {asked}"
         )
+
+
+def _check_window(config: Mapping[str, Value], identity: engine.ModelIdentity) -> None:
+    """Raise if an evaluated window is longer than the point's context."""
+    longest = int(config["max_context"]) or identity.max_context
     if int(config["eval_window"]) > longest:
         raise UsageError(
             f"eval_window must be at most {longest} tokens, the context of {identity.model}, "
@@ -158,15 +170,27 @@ def _check_lengths(config: Mapping[str, Value], identity: engine.ModelIdentity) 
 
 
 def check_world(points: Iterable[Point], size: int) -> None:
-    """Raise if a partition needs more ranks than mpirun started.
+    """Raise if a partition needs more ranks than there will be.
 
-    Without mpirun (`size` 1) every partition runs on in-process ranks.
+    Without mpirun (`size` 1) every partition runs on in-process ranks, unless the point says how
+    many ranks are to be started for it.
     """
-    if size == 1:
-        return
     for point in points:
+        ranks = int(point.config["ranks"])
         highest = max(engine.partition_ranks(str(point.config["partition"])))
-        if highest >= size:
+        if ranks:
+            if size not in (1, ranks):
+                raise UsageError(
+                    f"a point has ranks = {ranks}, but mpirun started {size} ranks; start nbflow "
+                    f"sweep without mpirun: it starts the ranks of each point itself"
+                )
+            if highest >= ranks:
+                raise UsageError(
+                    f"partition {point.config['partition']!r} names rank {highest}, so it needs "
+                    f"ranks = {highest + 1}, got {ranks}; ranks = 'auto' counts them, [[exclude]] "
+                    f"leaves points out"
+                )
+        elif size > 1 and highest >= size:
             raise UsageError(
                 f"partition {point.config['partition']!r} names rank {highest}, but mpirun started "
                 f"{size} ranks (0 to {size - 1}); start with: mpirun -n {highest + 1} ..."
@@ -190,5 +214,5 @@ def estimate_bytes(point: Point, identity: engine.ModelIdentity) -> dict[str, in
     tokens = int(point.config["batch"]) * (
         int(point.config["prompt"]) + int(point.config["decode"])
     )
-    cache = tokens * identity.kv_width * engine.bits_per_weight(str(point.config["kv"])) / 8
+    cache = tokens * identity.kv_width * engine.kv_bits(str(point.config["kv"])) / 8
     return {"weight_bytes": round(weights), "kv_bytes": round(cache)}

@@ -10,6 +10,7 @@
       points/<id>/result.json    status, readings, error; its presence means the point is finished
       points/<id>/log.txt        what happened when
       points/<id>/arrays.h5      repetitions, per-token and per-tensor values
+      points/<id>/arrays.rank0.h5  under mpirun: what rank 0 measured; `nbflow_experiments.arrays`
       reference/<id>.h5          logits of the unquantized model
       points.csv                 one row per point: factors and summaries, units in the column names
       results.csv                one row per number: point, rank, repeat, metric, value, unit, n,
@@ -24,13 +25,12 @@ is whole or absent; a point without ``result.json`` has not finished.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
+from nbflow_experiments.arrays import link_ranks, write_arrays
 from nbflow_experiments.extras import require
 from nbflow_experiments.files import read_json, replace_atomically, write_json, write_text
 from nbflow_experiments.measures import Array, Reading
@@ -77,17 +77,27 @@ class ResultsFolder:
         write_json(self.folder(point.short) / "config.json", data)
 
     def write_result(
-        self, short: str, result: Mapping[str, Any], log: str, arrays: Mapping[str, Array]
+        self,
+        short: str,
+        result: Mapping[str, Any],
+        log: str,
+        arrays: Mapping[str, Array],
+        ranks: Sequence[int] = (),
     ) -> None:
-        """Write what was found at a point; ``result.json`` last, since it says all is there."""
+        """Write what was found at a point; ``result.json`` last, since it says all is there.
+
+        `ranks` have written files of their own (`nbflow_experiments.arrays`).
+        """
         folder = self.folder(short)
         write_text(folder / "log.txt", log)
-        if arrays:
+        if arrays or ranks:
             with (
                 replace_atomically(folder / "arrays.h5") as temporary,
                 require("h5py").File(temporary, "w", track_order=True) as file,
             ):
                 write_arrays(file, arrays)
+                if ranks:
+                    link_ranks(file, folder, ranks)
         else:
             (folder / "arrays.h5").unlink(missing_ok=True)  # an earlier attempt's
         write_json(folder / "result.json", dict(result))
@@ -159,18 +169,3 @@ class ResultsFolder:
 def reading_row(measure: str, reading: Reading) -> dict[str, Any]:
     """Return a reading as plain data."""
     return {"measure": measure, **asdict(reading)}
-
-
-def write_arrays(group: Any, arrays: Mapping[str, Array]) -> None:
-    """Write arrays as HDF5 datasets with their unit, note and labels as attributes."""
-    h5py = require("h5py")
-    for name, array in arrays.items():
-        dataset = group.create_dataset(name, data=np.asarray(array.values))
-        dataset.attrs["unit"] = array.unit
-        dataset.attrs["note"] = array.note
-        if array.labels:
-            labels = group.create_dataset(
-                f"{name}_labels", data=list(array.labels), dtype=h5py.string_dtype()
-            )
-            labels.make_scale("label")
-            dataset.dims[0].attach_scale(labels)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -19,9 +19,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 
 from nbflow_experiments import engine, provenance
+from nbflow_experiments.arrays import remove_rank_files, write_rank_file
 from nbflow_experiments.evaluation import text_windows
-from nbflow_experiments.measures import MEASURES, Context, Measure, Outcome, needs_reference
-from nbflow_experiments.points import LOAD_SETTINGS, QUALITY_SETTINGS, Point
+from nbflow_experiments.measures import MEASURES, Array, Context, Measure, Outcome, needs_reference
+from nbflow_experiments.points import FORMAT_SETTINGS, LOAD_SETTINGS, QUALITY_SETTINGS, Point
+from nbflow_experiments.prediction import Predictor
 from nbflow_experiments.progress import Reporter
 from nbflow_experiments.records import ResultsFolder, reading_row
 from nbflow_experiments.reference import reference_path, write_reference
@@ -107,9 +109,11 @@ class Runner:
         self._turns = turns
         self.stop = StopRequest()
         self._loaded: _Loaded | None = None
+        self._predictor = Predictor(comm)
         self._formats: dict[tuple[Any, ...], Outcome] = {}
         self._windows: dict[tuple[Any, ...], np.ndarray] = {}
         self._references: dict[tuple[Any, ...], Path] = {}
+        self._rank_arrays: dict[str, Array] = {}
 
     def run_point(self, point: Point, attempt: int, *, last: bool) -> str:
         """Measure and record one point; return its status on every rank."""
@@ -134,15 +138,21 @@ class Runner:
         result["finished"] = provenance.now()
         result["wall_s"] = time.perf_counter() - start
         result["steps_s"] = log.seconds
-        self._on_root(log, "write", lambda: self._record(point, result, log, outcomes))
+        ranks = self._write_rank_arrays(point, log)
+        self._on_root(log, "write", lambda: self._record(point, result, log, outcomes, ranks))
         if self._comm.rank == 0:
             self._reporter.ends(point, result, last=last)
         return str(self._comm.bcast_object(result["status"]))
 
     def _record(
-        self, point: Point, result: dict[str, Any], log: _Log, outcomes: dict[str, Outcome]
+        self,
+        point: Point,
+        result: dict[str, Any],
+        log: _Log,
+        outcomes: dict[str, Outcome],
+        ranks: Sequence[int],
     ) -> None:
-        """Write a finished point; rank 0 only."""
+        """Write a finished point, of which `ranks` have written files; rank 0 only."""
         result["bits_per_weight"] = bits_per_weight(point, outcomes)
         result["readings"] = [
             reading_row(name, reading) for name, o in outcomes.items() for reading in o.readings
@@ -152,7 +162,27 @@ class Runner:
         text = "\n".join(log.lines) + "\n"
         if self._turns and not self._turns.is_ours(point):
             return  # another launch took this one for dead, and has the point now
-        self._folder.write_result(point.short, result, text, arrays)
+        self._folder.write_result(point.short, result, text, arrays, ranks)
+
+    def _write_rank_arrays(self, point: Point, log: _Log) -> list[int]:
+        """Write what this rank measured; return, on rank 0, which ranks have done so."""
+        arrays, self._rank_arrays = self._rank_arrays, {}
+        if self._comm.size == 1:
+            return []
+        folder, problem = self._folder.folder(point.short), ""
+        if self._comm.rank == 0:
+            remove_rank_files(folder)
+        self._comm.bcast_object(None)  # an earlier attempt's files are gone
+        if arrays:
+            try:
+                write_rank_file(folder, self._comm.rank, arrays)
+            except OSError as error:  # the point is worth recording all the same
+                problem = str(error)
+        reports = self._comm.gather_object((bool(arrays), problem))
+        for rank, (_, text) in enumerate(reports or ()):
+            if text:
+                log.write(f"rank {rank} could not write its arrays: {text}")
+        return [rank for rank, (wrote, text) in enumerate(reports or ()) if wrote and not text]
 
     def _measure(
         self, point: Point, log: _Log, outcomes: dict[str, Outcome], result: dict[str, Any]
@@ -184,10 +214,16 @@ class Runner:
             outcomes[name] = self._run_measure(measure, point, context, log)
             if measure.scope == "quality":
                 loaded.quality[(*quality, name)] = point.short, outcomes[name]
+        result["partition_chosen"] = loaded.model.plan.partition
+        if point.config["machine"]:
+            with log.timed("prediction"):
+                outcomes["prediction"] = in_step(
+                    self._comm, self.stop, lambda: self._predictor.outcome(point, loaded.model)
+                )
 
     def _run_measure(self, measure: Measure, point: Point, context: Context, log: _Log) -> Outcome:
         """Run one measure on all ranks of the model; rank 0 gets what the leading rank found."""
-        key = (measure.name, point.model_digest, *point.key(("weights", "outliers")))
+        key = (measure.name, point.model_digest, *point.key(FORMAT_SETTINGS))
         if measure.scope == "format" and key in self._formats:
             return self._formats[key]
 
@@ -198,6 +234,7 @@ class Runner:
             if self._comm.rank == 0:
                 self._reporter.step(measure.name)
             found = in_step(self._comm, self.stop, work)
+            self._rank_arrays |= found.rank_arrays
             gathered = self._comm.gather_object(found if context.leads else None)
         if gathered is not None and self._loaded is not None:
             found = gathered[self._loaded.leader]
@@ -258,10 +295,16 @@ class Runner:
                     str(config["model"]),
                     weights=str(config["weights"]),
                     outliers=float(config["outliers"]),
+                    encoder=str(config["encoder"]),
+                    importance=str(config["importance"]),
                     kv=str(config["kv"]),
+                    activations=str(config["activations"]),
                     partition=str(config["partition"]),
                     max_context=int(config["max_context"]),
                     threads=int(config["threads"]),
+                    exchange=str(config["exchange"]),
+                    optimize=str(config["optimize"]),
+                    machine=str(config["machine"]),
                 )
             )
 

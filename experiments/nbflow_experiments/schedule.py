@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Literal, Protocol
 
 from nbflow_experiments.engine import Comm
@@ -61,7 +62,12 @@ class Worker(Protocol):
 
 
 def run_points(
-    points: Sequence[Point], comm: Comm, worker: Worker, turns: Turns | None, policy: Policy
+    points: Sequence[Point],
+    comm: Comm,
+    worker: Worker,
+    turns: Turns | None,
+    policy: Policy,
+    tried: Mapping[str, int] = MappingProxyType({}),
 ) -> End:
     """Run points in order; every rank calls this with the same points.
 
@@ -80,6 +86,8 @@ def run_points(
         Decides on rank 0 which points this launch may run; None on the other ranks.
     policy : Policy
         What is done about failures.
+    tried : mapping
+        How often points were tried before, by the name of their folder, where that is not 0.
 
     Returns
     -------
@@ -95,7 +103,9 @@ def run_points(
                     turn = comm.bcast_object(turns.begin(point) if turns else None)
                     if turn == "held":
                         passed_over.append(point)
-                    elif turn == "ours" and not _succeeds(point, worker, turns, policy):
+                    elif turn == "ours" and not _succeeds(
+                        point, worker, turns, policy, tried.get(point.short, 0)
+                    ):
                         return "failed"
                 waiting = passed_over
         except Interrupted:
@@ -105,10 +115,12 @@ def run_points(
     return "all"
 
 
-def _succeeds(point: Point, worker: Worker, turns: Turns | None, policy: Policy) -> bool:
+def _succeeds(
+    point: Point, worker: Worker, turns: Turns | None, policy: Policy, tried: int
+) -> bool:
     """Run a point until it succeeds or was tried often enough; return whether to go on."""
     try:
-        for attempt in range(1, policy.retries + 2):
+        for attempt in range(1 + tried, policy.retries + 2):
             last = attempt > policy.retries
             if worker.run_point(point, attempt, last=last) == "done":
                 return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from nbflow_experiments import engine
 from nbflow_kernels.errors import UsageError, unknown_name
@@ -22,6 +23,8 @@ class Setting:
     """Smallest value allowed, if it is a number."""
     meaning: str
     """What it is, with its unit."""
+    words: tuple[str, ...] = ()
+    """Words that a sweep may give in the place of a number."""
 
     @property
     def is_number(self) -> bool:
@@ -36,13 +39,32 @@ class Setting:
 
 _ALL = (
     Setting("model", "", 0, "model: folder, file or name of a model specification (required)"),
-    Setting("weights", "f32", 0, "format of the weight matrices"),
+    Setting("weights", "f32", 0, "format of the weight matrices, or a policy file (.toml)"),
     Setting("outliers", 0.0, 0, "share of the weights kept exactly beside the format, 0 to 0.05"),
-    Setting("kv", "f16", 0, "format of the key/value cache"),
-    Setting("partition", "0", 0, "which ranks hold the model, for example '0&1;2&3'"),
+    Setting("encoder", "best", 0, "how they are put into their format"),
+    Setting("importance", "", 0, "file of nbflow imatrix for the encoder; empty: none"),
+    Setting("kv", "f16", 0, "format of the key/value cache, or of keys/values"),
+    Setting("activations", "f32", 0, "arithmetic of the products: f32, bf16 or int8"),
+    Setting("partition", "0", 0, "which ranks hold the model, '0&1;2&3', or 'auto'"),
+    Setting("exchange", "f32", 0, "how ranks send each other partial sums: f32, or q8 (bytes)"),
+    Setting("optimize", "latency", 0, "what partition 'auto' is best at: latency or throughput"),
+    Setting(
+        "machine", "", 0, "description to predict with and for 'auto': name, file, or 'measured'"
+    ),
+    Setting(
+        "ranks",
+        0,
+        0,
+        "MPI ranks that are started for the point; 0: those of the launch; auto: as many as the "
+        "partition needs",
+        ("auto",),
+    ),
     Setting("batch", 1, 1, "sequences processed together"),
     Setting("prompt", 128, 1, "tokens of each prompt"),
     Setting("decode", 32, 1, "tokens decoded after each prompt"),
+    Setting("prefix", 0, 0, "first tokens that the prompts of 'shared_prefix' have in common"),
+    Setting("draft", "ngram", 0, "who proposes tokens in 'speculation': ngram, or MODEL[:FORMAT]"),
+    Setting("n_draft", 5, 1, "tokens proposed at a time"),
     Setting("repeats", 5, 1, "repetitions of each timing"),
     Setting("warmup", 1, 0, "untimed repetitions before them"),
     Setting(
@@ -94,6 +116,8 @@ def check_value(name: str, value: object, where: str) -> Value:
             )
         return float(value)
     if known.is_number:
+        if value in known.words:
+            return str(value)
         if not isinstance(value, int) or isinstance(value, bool):
             raise UsageError(f"{where}: {name} must be an integer, got {value!r}")
         if value < known.minimum:
@@ -101,13 +125,35 @@ def check_value(name: str, value: object, where: str) -> Value:
         return value
     if not isinstance(value, str):
         raise UsageError(f'{where}: {name} must be text in quotes, got {value!r}; write "{value}"')
+    if name == "encoder":
+        engine.check_encoder(value)
+    if name == "importance" and value and not Path(value).is_file():
+        raise UsageError(f"{where}: importance: there is no file {value}")
+    if name == "weights" and engine.is_policy(value):
+        engine.policy_bits(value)  # raises if it is none
+        return value
     if name == "weights" and value.lower() not in engine.format_names():
         raise unknown_name("weight format", value, engine.format_names())
-    if name == "kv" and value.lower() not in engine.kv_format_names():
-        raise unknown_name("key/value format", value, engine.kv_format_names())
+    for part in value.lower().split("/", 1) if name == "kv" else ():
+        if part not in engine.kv_format_names():
+            raise unknown_name("key/value format", part, engine.kv_format_names())
+    if name == "activations" and value not in engine.activation_names():
+        raise unknown_name("activations", value, engine.activation_names())
     if name == "partition":
         engine.partition_ranks(value)
+    if name == "exchange" and value not in engine.exchange_names():
+        raise unknown_name("exchange", value, engine.exchange_names())
+    if name == "optimize" and value not in engine.aims():
+        raise unknown_name("aim to optimize for", value, engine.aims())
+    if name == "machine" and value not in ("", engine.MEASURED):
+        engine.check_machine(value)
     return value.lower() if name in ("weights", "kv") else value
+
+
+def resolve_words(config: dict[str, Value]) -> None:
+    """Put numbers in the place of words: ``ranks = "auto"``."""
+    if config["ranks"] == "auto":
+        config["ranks"] = max(engine.partition_ranks(str(config["partition"]))) + 1
 
 
 def check_configuration(config: dict[str, Value]) -> None:
@@ -116,10 +162,17 @@ def check_configuration(config: dict[str, Value]) -> None:
         raise UsageError(
             "the sweep names no model; write [settings] model = ... or an axis 'model'"
         )
+    if config["encoder"] == "outliers" and not config["outliers"]:
+        raise UsageError("encoder 'outliers' needs outliers, a share of the weights, e.g. 0.005")
     if config["outliers"] and engine.is_float_format(str(config["weights"])):
         raise UsageError(
             f"outliers = {config['outliers']} needs weights in a block format, got "
             f"{config['weights']}; exclude such points: [[exclude]] with both lines"
+        )
+    if int(config["prefix"]) > int(config["prompt"]):
+        raise UsageError(
+            f"prefix must be at most prompt, got {config['prefix']} and {config['prompt']}: it is "
+            f"the beginning of the prompts"
         )
     window, skipped = int(config["eval_window"]), int(config["eval_context"])
     if skipped >= window:

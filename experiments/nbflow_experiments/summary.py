@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from nbflow_experiments.arrays import is_link, link_ranks, linked_ranks
 from nbflow_experiments.extras import require
 from nbflow_experiments.files import replace_atomically, write_json
 from nbflow_experiments.records import SCHEMA_VERSION, ResultsFolder
@@ -33,8 +34,9 @@ _STATUS = (
     "attempt",
     "error_type",
     "error_message",
-    "measured_s",
+    "wall_s",
     "quality_shared_from",
+    "partition_chosen",
 )
 _BINS = np.logspace(-9, 2, 111)
 """Edges of the histograms of the divergence, in nats: ten bins per decade."""
@@ -91,8 +93,9 @@ def _wide_row(name: str, config: Mapping[str, Any], result: Mapping[str, Any]) -
         "attempt": result["attempt"],
         "error_type": error.get("type"),
         "error_message": error.get("message"),
-        "measured_s": result.get("measured_s"),
+        "wall_s": result.get("wall_s"),
         "quality_shared_from": result.get("quality_shared_from"),
+        "partition_chosen": result.get("partition_chosen"),
         **config,
         "bits_per_weight": result.get("bits_per_weight"),
     }
@@ -145,7 +148,10 @@ def _write_arrays(
                 continue
             with h5py.File(source, "r") as arrays:
                 for key in arrays:
-                    arrays.copy(key, group, expand_refs=False)
+                    if not is_link(key):  # these hold for the folder of the point
+                        arrays.copy(key, group, expand_refs=False)
+                if ranks := linked_ranks(arrays):
+                    link_ranks(group, source.parent, ranks)
                 if "kld_nats" in arrays:
                     _write_histogram(group, arrays["kld_nats"][...])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,17 @@ from typing import Any
 from nbflow_experiments import engine, provenance
 from nbflow_experiments.extras import require
 from nbflow_experiments.files import write_json
-from nbflow_experiments.grammar import Sweep, load_sweep
+from nbflow_experiments.grammar import Sweep, load_sweep, sweep_of_lists
 from nbflow_experiments.isolation import IsolatedRunner
+from nbflow_experiments.launched import (
+    GroupJob,
+    GroupLauncher,
+    command_of,
+    stop_at_end_of_input,
+)
 from nbflow_experiments.measures import METRICS_VERSION, needs_reference
 from nbflow_experiments.points import Point, check_world, estimate_bytes, make_points
-from nbflow_experiments.progress import Reporter, headline, make_reporter
+from nbflow_experiments.progress import Reporter, SilentReporter, headline, make_reporter
 from nbflow_experiments.records import SCHEMA_VERSION, ResultsFolder
 from nbflow_experiments.runner import Runner
 from nbflow_experiments.schedule import End, Policy, Worker, run_points
@@ -32,12 +38,14 @@ from nbflow_kernels.errors import UsageError
 class SweepOptions:
     """What the command line of ``nbflow sweep`` says."""
 
-    file: Path
-    """The sweep file."""
+    file: Path | None
+    """The sweep file; None where `lists` says everything."""
     out: Path
     """Folder in which the results folder is made."""
     overrides: tuple[str, ...] = ()
     """Replacements ``section.name=value``."""
+    lists: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Settings given as options, which replace the file's: name -> texts."""
     dry_run: bool = False
     """Whether to print the points and stop."""
     resume: bool = False
@@ -52,6 +60,15 @@ class SweepOptions:
     """Whether to write the tables of what is there and run nothing."""
     policy: Policy = field(default_factory=Policy)
     """What is done about points that fail or hang."""
+    launcher: str | None = None
+    """Command that starts MPI ranks for points that need some, with ``{ranks}`` in the place of
+    their number; by default mpirun."""
+
+    def load(self) -> Sweep:
+        """Return the sweep that is asked for, narrowed as the options say."""
+        if self.file is None:
+            return sweep_of_lists(self.lists, self.overrides, self.formats)
+        return load_sweep(self.file, self.overrides, self.formats, self.lists)
 
 
 @dataclass(frozen=True)
@@ -99,26 +116,84 @@ def run_sweep(options: SweepOptions, comm: engine.Comm | None = None) -> int:
         return code
     _load_formats(plan.formats, comm)
     folder = ResultsFolder(plan.folder)
+    reporter = make_reporter(plan.factors, len(plan.todo) if comm.rank == 0 else 0)
+    # under mpirun `ranks` can only be the number of ranks that are there (`check_world`)
+    elsewhere = [p for p in plan.todo if p.config["ranks"] and comm.size == 1]
+    here = [p for p in plan.todo if p not in elsewhere]
+    holders: list[str] = []
+    end: End = "all"
+    with contextlib.ExitStack() as stack:
+        stack.callback(reporter.close)
+        if here or not elsewhere:
+            end, holders = _run_here(plan, here, options.policy, comm, reporter)
+        if elsewhere and end == "all":
+            started = GroupLauncher(
+                folder, reporter, options.launcher, options.policy, plan.formats
+            )
+            end = started.run(elsewhere)
+    failed = 0
+    if comm.rank == 0:
+        failed = _conclude(folder, plan.factors, plan.points)
+        _print_left(holders, end)
+        print(folder.path)
+    failed = comm.bcast_object(failed)
+    return 130 if end == "interrupted" else int(failed > 0)
+
+
+def run_group(path: Path, comm: engine.Comm | None = None) -> int:
+    """Run the points that a launcher of ranks has written down; every rank calls this.
+
+    Parameters
+    ----------
+    path : Path
+        The file (`nbflow_experiments.launched.GroupJob`).
+    comm : Comm, optional
+        The ranks; by default all that mpirun started.
+
+    Returns
+    -------
+    int
+        Exit code: 0 if there was nothing that kept it from its end, 130 if it was interrupted.
+    """
+    comm = comm or engine.world()
+    job: GroupJob = comm.bcast_object(GroupJob.read(path) if comm.rank == 0 else None)
+    if comm.size != job.ranks:
+        raise UsageError(f"{job.ranks} ranks were to be started, there are {comm.size}; --launcher")
+    _load_formats(job.formats, comm)
+    plan = _Plan(job.folder, (), job.points, job.points, job.launch, job.formats)
+    end, _ = _run_here(plan, job.points, job.policy, comm, SilentReporter((), 0), job)
+    return 130 if end == "interrupted" else 0
+
+
+def _run_here(
+    plan: _Plan,
+    points: Sequence[Point],
+    policy: Policy,
+    comm: engine.Comm,
+    reporter: Reporter,
+    job: GroupJob | None = None,
+) -> tuple[End, list[str]]:
+    """Run points on the ranks there are; return why it ended, and who runs what is left.
+
+    With a `job` they were started for these points.
+    """
+    folder = ResultsFolder(plan.folder)
     launch = provenance.describe_launch(comm, sys.argv)
     turns = None
     with contextlib.ExitStack() as stack:
         if launch is not None:
-            launch |= _inputs(plan.todo)
+            launch |= _inputs(points) | {"started_for_points": job is not None}
             folder.write_launch(plan.launch, launch)
-            turns = Turns(folder, plan.launch, plan.todo)
+            turns = Turns(folder, plan.launch, points)
             stack.enter_context(turns.beating())
-        reporter = make_reporter(plan.factors, len(plan.todo) if comm.rank == 0 else 0)
-        stack.callback(reporter.close)
-        worker = _worker(plan, options.policy, comm, folder, reporter, turns)
-        end = run_points(plan.todo, comm, worker, turns, options.policy)
-    failed = 0
-    if launch is not None and turns is not None:
-        folder.write_launch(plan.launch, launch | {"finished": provenance.now()})
-        failed = _conclude(folder, plan.factors, plan.points)
-        _print_left(turns.holders(), end)
-        print(folder.path)
-    failed = comm.bcast_object(failed)
-    return 130 if end == "interrupted" else int(failed > 0)
+        worker = _worker(plan, policy, comm, folder, reporter, turns)
+        if job is not None and comm.rank == 0:
+            stop_at_end_of_input(worker.stop)
+        end = run_points(points, comm, worker, turns, policy, job.tried if job else {})
+    if launch is None or turns is None:
+        return end, []
+    folder.write_launch(plan.launch, launch | {"finished": provenance.now()})
+    return end, turns.holders()
 
 
 def _worker(
@@ -170,12 +245,15 @@ def _make_plan(options: SweepOptions, size: int) -> _Plan:
         require(package)
     if options.policy.isolates and size > 1:
         raise UsageError(
-            f"--isolate and --timeout are for one rank, whose partitions are threads; mpirun "
-            f"started {size}: there NBFLOW_HANG_S ends a launch that hangs, and --resume goes on"
+            f"--isolate and --timeout are for launches without mpirun, which started {size} ranks: "
+            f"there NBFLOW_HANG_S ends a launch that hangs, and --resume goes on; or let nbflow "
+            f"start the ranks of each point: --ranks auto"
         )
-    sweep = load_sweep(options.file, options.overrides, options.formats)
+    sweep = options.load()
     points = make_points(sweep)
     check_world(points, size)
+    for ranks in {int(point.config["ranks"]) for point in points} - {0, size if size > 1 else 0}:
+        command_of(options.launcher, ranks)  # raises if there is none
     folder = ResultsFolder(options.out.absolute() / sweep.name)
     joins = options.resume or options.retry_failed or options.shard is not None
     if folder.exists and not joins:
@@ -197,7 +275,7 @@ def _make_plan(options: SweepOptions, size: int) -> _Plan:
 
 def _check_ranks(folder: ResultsFolder, size: int) -> None:
     """Raise if the folder's speeds were measured with another number of ranks."""
-    launches = folder.launches()
+    launches = [x for x in folder.launches() if not x.get("started_for_points")]
     if launches and launches[-1]["world_size"] != size:
         raise UsageError(
             f"{folder.path} was begun with {launches[-1]['world_size']} MPI ranks, now there are "
@@ -291,7 +369,7 @@ def _print_left(holders: Sequence[str], end: End) -> None:
 
 def _merge(options: SweepOptions) -> int:
     """Write and print the tables of what is there; return the exit code."""
-    sweep = load_sweep(options.file, options.overrides, options.formats)
+    sweep = options.load()
     points = (options.shard or Shard()).select(make_points(sweep))
     folder = ResultsFolder(options.out.absolute() / sweep.name)
     if not folder.exists:
@@ -307,7 +385,7 @@ def _merge(options: SweepOptions) -> int:
 
 def _print_points(options: SweepOptions, size: int) -> int:
     """Print what a sweep would run."""
-    sweep = load_sweep(options.file, options.overrides, options.formats)
+    sweep = options.load()
     points = (options.shard or Shard()).select(make_points(sweep))
     check_world(points, size)
     identities = {p.config["model"]: engine.identify(str(p.config["model"])) for p in points}

@@ -18,6 +18,13 @@ _COLUMNS = (
     ("top1_agreement_share", "top-1 %", "{:.1f}", 100.0),
     ("prefill_tokens_per_s", "prefill tok/s", "{:.0f}", 1.0),
     ("decode_tokens_per_s", "decode tok/s", "{:.0f}", 1.0),
+    ("batching_tokens_per_s", "batched tok/s", "{:.0f}", 1.0),
+    ("batching_speedup", "of one by one", "{:.2f}", 1.0),
+    ("prefix_cold_ttft_s", "cold TTFT ms", "{:.1f}", 1e3),
+    ("prefix_ttft_s", "warm TTFT ms", "{:.1f}", 1e3),
+    ("speculation_accepted_share", "accepted %", "{:.1f}", 100.0),
+    ("speculation_tokens_per_step", "tokens/step", "{:.2f}", 1.0),
+    ("speculation_speedup", "of plain", "{:.2f}", 1.0),
     ("traffic_bytes_per_token", "sent B/tok", "{:.0f}", 1.0),
     ("weight_bytes", "weights MB", "{:.2f}", 1e-6),
 )
@@ -26,7 +33,7 @@ _COLUMNS = (
 def console() -> Any:
     """Return a rich console; wide where the output is not a terminal."""
     width = None if sys.stdout.isatty() else 170
-    return require("rich.console").Console(width=width, highlight=False)
+    return require("rich.console").Console(width=width, highlight=False, force_jupyter=False)
 
 
 def summary_table(rows: Sequence[Mapping[str, Any]], factors: Sequence[str]) -> Any:

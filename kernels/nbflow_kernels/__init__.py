@@ -86,6 +86,7 @@ if TYPE_CHECKING:
     from nbflow_kernels.kvcache import get_seq_lens as get_seq_lens
     from nbflow_kernels.kvcache.formats import KVFormat as KVFormat
     from nbflow_kernels.kvcache.formats import kv_format as kv_format
+    from nbflow_kernels.kvcache.formats import kv_formats as kv_formats
     from nbflow_kernels.logits import kl_divergence as kl_divergence
     from nbflow_kernels.logits import log_softmax as log_softmax
     from nbflow_kernels.logits import masked_softmax as masked_softmax

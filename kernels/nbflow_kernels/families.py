@@ -174,7 +174,7 @@ SUPPORT: dict[str, tuple[str, ...]] = {
     "quants": ("FORMATS", "QuantFormat", "QuantTensor", "dequantize", "quantize"),
     "quants.user": ("load_formats", "register_format", "unregister_format"),
     "format_checks": ("check_format",),
-    "kvcache.formats": ("KVFormat", "kv_format"),
+    "kvcache.formats": ("KVFormat", "kv_format", "kv_formats"),
     "threads": ("get_num_threads", "set_num_threads"),
     "errors": ("MissingExtraError", "UsageError"),
 }

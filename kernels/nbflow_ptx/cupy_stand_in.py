@@ -208,12 +208,14 @@ def empty(shape: Any, dtype: Any = np.float64, order: str = "C") -> ndarray:
     return _new(shape, dtype, order, written=False)
 
 
-def _new(shape: Any, kind: Any, order: str, *, written: bool) -> ndarray:
+def _new(shape: Any, kind: Any, order: str, *, written: bool, mapped: bool = False) -> ndarray:
     kind = np.dtype(kind)
     shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
     device = _State.device
     nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-    place = device.allocate(nbytes, f"array {kind.name}{list(shape)}", written=written)
+    place = device.allocate(
+        nbytes, f"array {kind.name}{list(shape)}", written=written, mapped=mapped
+    )
     view = device.bytes_of(place).view(kind).reshape(shape, order="F" if order == "F" else "C")
     made = ndarray(view, place, device)
     weakref.finalize(made, device.free, place)
@@ -225,6 +227,24 @@ def zeros(shape: Any, dtype: Any = np.float64, order: str = "C") -> ndarray:
     made = _new(shape, dtype, order, written=True)
     made._view[...] = 0
     return made
+
+
+def mapped(shape: Any, dtype: Any, values: np.ndarray | None = None) -> ndarray:
+    """Return an array of zeros, or of `values`, that counts as pinned memory of the host."""
+    made = _new(shape, dtype, "C", written=True, mapped=True)
+    made._view[...] = 0 if values is None else values
+    return made
+
+
+def memory_bytes() -> dict[str, int]:
+    """Return what is allocated: on the device now and at most, and of the host's pinned memory."""
+    device = _State.device
+    return {
+        "device_bytes": device.device_bytes,
+        "peak_device_bytes": device.peak_device_bytes,
+        "mapped_bytes": device.mapped_bytes,
+        "total_bytes": device.heap.size,
+    }
 
 
 def ones(shape: Any, dtype: Any = np.float64) -> ndarray:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_ptx.errors import LaunchError
+from nbflow_ptx.errors import LaunchError, OutOfMemory
 
 #: Where the address windows of the memory spaces begin in generic addresses.
 SHARED_BASE = 1 << 40
@@ -38,6 +38,8 @@ class Allocation:
     name: str
     freed: bool = False
     capacity: int = 0
+    mapped: bool = False
+    """Whether it stands for pinned memory of the host, which kernels reach over the bus."""
 
     @property
     def address(self) -> int:
@@ -61,12 +63,21 @@ class Device:
         self.heap_views, self.shadow_views = views(self.heap), views(self.shadow)
         self.allocations: list[Allocation] = []  # ordered by start
         self.top = RED_ZONE
+        self.device_bytes = self.mapped_bytes = 0
+        """Bytes allocated at present: of the device, and of the host's memory that is mapped."""
+        self.peak_device_bytes = 0
+        """Most `device_bytes` there have been."""
         self.variables: dict[str, Allocation] = {}  # of modules
         self._workspace: Allocation | None = None
         self._parameters: Allocation | None = None
 
-    def allocate(self, nbytes: int, name: str = "", *, written: bool = False) -> Allocation:
-        """Reserve `nbytes`; `written` says that its contents count as initialised."""
+    def allocate(
+        self, nbytes: int, name: str = "", *, written: bool = False, mapped: bool = False
+    ) -> Allocation:
+        """Reserve `nbytes`; `written` says that its contents count as initialised.
+
+        `mapped` memory is the host's: it counts by itself.
+        """
         if nbytes < 0:
             raise LaunchError(f"cannot allocate {nbytes} bytes")
         step = -(-(nbytes + RED_ZONE) // _ALIGN) * _ALIGN
@@ -77,27 +88,45 @@ class Device:
             self.allocations.append(found)
             self.top += step
         found.name, found.freed = name or f"allocation {len(self.allocations)}", False
+        found.mapped = mapped
+        self._count(found, 1)
         shadow = LIVE | (WRITTEN if written else 0)
         self.shadow[found.start : found.start + nbytes] = shadow
         return found
 
     def _reuse(self, nbytes: int) -> Allocation:
-        """Take freed memory again, only once there is no other."""
-        for a in self.allocations:
+        """Take freed memory again, only once there is no other; what is left of it stays free."""
+        for k, a in enumerate(self.allocations):
             if a.freed and a.capacity >= nbytes:
                 self.shadow[a.start : a.start + a.capacity] = 0
+                step = -(-(nbytes + RED_ZONE) // _ALIGN) * _ALIGN
+                left = a.capacity - step
+                if left > 0:
+                    a.capacity = nbytes
+                    self.allocations.insert(
+                        k + 1, Allocation(a.start + step, 0, "", freed=True, capacity=left)
+                    )
                 a.nbytes = nbytes
                 self.heap[a.start : a.start + nbytes] = 0
                 return a
-        raise LaunchError(
-            f"the emulated device has {self.heap.size} bytes, of which {self.top} are taken; "
-            f"{nbytes} more do not fit; make a Device with more memory_bytes"
+        raise OutOfMemory(
+            f"the emulated device has {self.heap.size} bytes, of which "
+            f"{self.device_bytes + self.mapped_bytes} are taken; {nbytes} more do not fit; make a "
+            "Device with more memory_bytes"
         )
 
     def free(self, a: Allocation) -> None:
         """Give memory back; later accesses to it are reported."""
         a.freed = True
+        self._count(a, -1)
         self.shadow[a.start : a.start + a.nbytes] = FREED
+
+    def _count(self, a: Allocation, sign: int) -> None:
+        if a.mapped:
+            self.mapped_bytes += sign * a.nbytes
+        else:
+            self.device_bytes += sign * a.nbytes
+            self.peak_device_bytes = max(self.peak_device_bytes, self.device_bytes)
 
     def bytes_of(self, a: Allocation) -> NDArray[np.uint8]:
         """Return the memory of an allocation (a view)."""

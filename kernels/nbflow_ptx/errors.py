@@ -23,6 +23,10 @@ class LaunchError(PtxError, ValueError):
     """Wrong arguments of a launch: unknown kernel, number of arguments, sizes."""
 
 
+class OutOfMemory(LaunchError, MemoryError):
+    """The emulated device has no memory left."""
+
+
 class MissingToolError(ImportError):
     """A compiler that is an optional dependency; the message names what to install."""
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+
 from nbflow_ptx.checks import Checks
 from nbflow_ptx.device import Device
 from nbflow_ptx.errors import LaunchError
@@ -79,6 +81,12 @@ class EmulatedDevice:
         from nbflow_ptx import cupy_stand_in
 
         return cupy_stand_in.empty(shape, dtype)
+
+    def mapped(self, shape: Any, dtype: Any, values: np.ndarray | None = None) -> Any:
+        """Return an array of zeros, or of `values`, that counts as pinned memory of the host."""
+        from nbflow_ptx import cupy_stand_in
+
+        return cupy_stand_in.mapped(shape, dtype, values)
 
     def asarray(self, array: Any) -> Any:
         """Return the contents of an array in emulated memory."""

@@ -1,9 +1,10 @@
 """Which pages of the key/value cache belong to which sequence.  Plain Python and index arrays.
 
 Pages are numbered; every layer of every rank uses the same numbers.  A page is in one of three
-states: *free*; *held* by one or more sequences; or *cached*: held by none, but full, and kept for a
-sequence that begins with the same tokens (`nbflow.cache.prefix`).  Cached pages are given away when
-no other page is left, the one that was used longest ago first.
+states: *free*; *held* by one or more sequences; or *cached*: held by none, but kept for a sequence
+that begins with the same tokens (`nbflow.cache.prefix`).  Cached pages are given away when no other
+page is left, the one that was used longest ago first.  A sequence need not go on as the cached one
+did: of the first page in which they differ it takes the tokens that are alike.
 
 Several sequences may hold one page, but only to read it: who writes behind the end of a sequence
 (`extend`) has the page it writes to for itself.  Where it is shared, the sequence gets a copy,
@@ -12,16 +13,33 @@ which the storage makes before the next step (`take_copies`).
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 
 import numpy as np
 
-from nbflow.cache.prefix import Chain
+from nbflow.cache.prefix import Chain, n_alike, page_name
 
 UNLIMITED = 2**31 - 1
 """Number of pages when there is no limit."""
+
+MAX_COMPARED = 8
+"""Pages behind one prefix, the youngest ones, that a sequence's next tokens are compared with."""
+
+
+MORE_PAGES = 16
+"""Least number of pages that a table without a limit makes at a time."""
+
+
+def grown(n_pages: int) -> int:
+    """Return how many pages a table without a limit has made when `n_pages` have been needed."""
+    have = 0
+    while have < n_pages:
+        have += max(MORE_PAGES, have // 2)
+    return have
 
 
 class NoFreePageError(RuntimeError):
@@ -35,11 +53,21 @@ class _Sequence:
     chain: Chain | None = None
     """Names of the full pages of the known tokens; None if the pages are not to be shared."""
     n_named: int = 0
-    """Leading pages that have been entered into the cache, or were found there."""
+    """Leading full pages that have been entered into the cache, or were found there."""
     index: np.ndarray | None = None
     """`pages` as an array, until they change."""
     room: int = 0
     """Up to this length it is known that the sequence may write to its pages."""
+
+
+@dataclass(frozen=True)
+class _Content:
+    """What a named page holds."""
+
+    name: bytes
+    before: bytes
+    """Name of the page before it."""
+    tokens: array[int]
 
 
 @dataclass(frozen=True)
@@ -83,7 +111,8 @@ class PageTable:
         self._free: list[int] = []
         self._holders: list[int] = []  # of each page
         self._named: dict[bytes, int] = {}  # by name
-        self._name_of: dict[int, bytes] = {}  # its name
+        self._content: dict[int, _Content] = {}  # of the named pages
+        self._after: dict[bytes, dict[int, None]] = {}  # named pages by the name before, oldest 1st
         self._cached: OrderedDict[int, None] = OrderedDict()  # named pages nobody holds, oldest 1st
         self._coming: dict[bytes, int] = {}  # name to who computes it
         self._copies: list[tuple[int, int]] = []
@@ -96,7 +125,7 @@ class PageTable:
         `salt` is what its keys and values depend on besides these tokens and the table's own salt,
         e.g. the input of an encoder.
         """
-        chain = Chain(self._salt + salt)
+        chain = Chain(self._salt + salt, ids=array("i", ids))
         chain.extend(ids, self.page_size, len(ids) // self.page_size)
         return chain
 
@@ -111,18 +140,18 @@ class PageTable:
         bool
             Whether a present sequence is computing the first page that is missing.
         """
-        for i, name in enumerate(chain.names[: self._most_found(n_tokens)]):
-            if name not in self._named:
-                return i * self.page_size, name in self._coming
-        return self._most_found(n_tokens) * self.page_size, False
+        n_full = self._n_full(chain, n_tokens)
+        length = n_full * self.page_size + self._in_part(chain, n_full, n_tokens)[1]
+        names = chain.names[: max(0, n_tokens - 1) // self.page_size]
+        return length, n_full < len(names) and names[n_full] in self._coming
 
     def needed(self, chain: Chain | None, n_tokens: int) -> int:
         """Return how many available pages a new sequence of `n_tokens` tokens takes."""
         total = -(-n_tokens // self.page_size)
         if chain is None:
             return total
-        n_found = self.find(chain, n_tokens)[0] // self.page_size
-        return total - sum(self._holders[self._named[n]] > 0 for n in chain.names[:n_found])
+        n_full = self._n_full(chain, n_tokens)
+        return total - sum(self._holders[self._named[n]] > 0 for n in chain.names[:n_full])
 
     def add(self, sequence: int, chain: Chain | None = None, n_tokens: int = 0) -> int:
         """Begin a sequence; return how many of its first tokens the cache has already.
@@ -142,10 +171,12 @@ class PageTable:
         entry = self._sequences[sequence] = _Sequence(chain=chain)
         if chain is None:
             return 0
-        length, _ = self.find(chain, n_tokens)
-        entry.n_named = length // self.page_size
+        entry.n_named = self._n_full(chain, n_tokens)
         entry.pages = [self._named[name] for name in chain.names[: entry.n_named]]
-        entry.length = length
+        part, n_in_part = self._in_part(chain, entry.n_named, n_tokens)
+        if n_in_part:
+            entry.pages.append(part)
+        entry.length = length = entry.n_named * self.page_size + n_in_part
         for page in entry.pages:
             self._hold(page)
         for name in chain.names[entry.n_named :]:
@@ -208,15 +239,12 @@ class PageTable:
         if entry.chain is None or n_full <= entry.n_named:
             return
         entry.chain.extend(ids, self.page_size, n_full)
-        for name, page in zip(
-            entry.chain.names[entry.n_named : n_full],
-            entry.pages[entry.n_named : n_full],
-            strict=True,
-        ):
+        for at in range(entry.n_named, n_full):
+            name = entry.chain.names[at]
             if self._coming.get(name) == sequence:
                 del self._coming[name]
-            if name not in self._named and page not in self._name_of:
-                self._named[name], self._name_of[page] = page, name
+            tokens = array("i", ids[at * self.page_size : (at + 1) * self.page_size])
+            self._name(entry.pages[at], _Content(name, entry.chain.before(at), tokens))
         entry.n_named = n_full
 
     def has_full_page(self, sequence: int) -> bool:
@@ -254,9 +282,14 @@ class PageTable:
         entry.n_named = min(entry.n_named, n_full)
         entry.length, entry.index, entry.room = length, None, 0
 
-    def drop(self, sequence: int) -> None:
-        """End a sequence; pages that nobody else holds become free, or cached."""
+    def drop(self, sequence: int, ids: Sequence[int] = ()) -> None:
+        """End a sequence; pages that nobody else holds become free, or cached.
+
+        `ids`, if given, are its computed tokens from the beginning, at least those of the pages
+        that have been entered: the last page is then kept, too, though it is not full.
+        """
         entry = self._sequences.pop(sequence)
+        self._keep_the_end(entry, ids[: entry.length])
         self._forget_coming(sequence, entry)
         self._release(entry.pages)
 
@@ -265,7 +298,8 @@ class PageTable:
         self._free += self._cached
         self._cached.clear()
         self._named.clear()
-        self._name_of.clear()
+        self._content.clear()
+        self._after.clear()
 
     def grow(self, n_pages: int) -> None:
         """Have at least `n_pages` pages, so that the storage need not grow in between."""
@@ -325,8 +359,38 @@ class PageTable:
 
     # ---- pages --------------------------------------------------------------------------------
 
-    def _most_found(self, n_tokens: int) -> int:
-        return max(0, n_tokens - 1) // self.page_size
+    def _n_full(self, chain: Chain, n_tokens: int) -> int:
+        """Return how many pages of a sequence of `n_tokens` the cache has, one after the other."""
+        names = chain.names[: max(0, n_tokens - 1) // self.page_size]
+        return next((i for i, name in enumerate(names) if name not in self._named), len(names))
+
+    def _in_part(self, chain: Chain, n_full: int, n_tokens: int) -> tuple[int, int]:
+        """Return the page that goes on most like a sequence behind `n_full` pages, and how far."""
+        begin = n_full * self.page_size
+        wanted = chain.ids[begin : min(begin + self.page_size, n_tokens - 1)]
+        best, most = -1, 0
+        after = self._after.get(chain.before(n_full), {})
+        for page in islice(reversed(after), MAX_COMPARED):
+            alike = n_alike(self._content[page].tokens, wanted)
+            if alike > most:
+                best, most = page, alike
+        return best, most
+
+    def _keep_the_end(self, entry: _Sequence, ids: Sequence[int]) -> None:
+        """Name the last page of a sequence that ends, if it is not full and nobody else has it."""
+        at, length = divmod(len(ids), self.page_size)
+        if entry.chain is None or not length or at > entry.n_named:
+            return
+        page = entry.pages[at]
+        if self._holders[page] == 1:
+            before, tokens = entry.chain.before(at), array("i", ids[at * self.page_size :])
+            self._name(page, _Content(page_name(before, tokens), before, tokens))
+
+    def _name(self, page: int, content: _Content) -> None:
+        """Enter a page into the cache, if it is not there and no other one holds the same."""
+        if content.name not in self._named and page not in self._content:
+            self._named[content.name], self._content[page] = page, content
+            self._after.setdefault(content.before, {})[page] = None
 
     def _hold(self, page: int) -> None:
         self._holders[page] += 1
@@ -337,7 +401,7 @@ class PageTable:
         for page in reversed(pages):
             self._holders[page] -= 1
             if self._holders[page] == 0:
-                if page in self._name_of:
+                if page in self._content:
                     self._cached[page] = None
                 else:
                     self._free.append(page)
@@ -345,7 +409,7 @@ class PageTable:
     def _take(self) -> int:
         """Return a page for one sequence alone."""
         if not self._free and self.n_pages < self.max_pages:
-            self.grow(self.n_pages + max(16, self.n_pages // 2))
+            self.grow(self.n_pages + max(MORE_PAGES, self.n_pages // 2))
         if self._free:
             page = self._free.pop()
         else:
@@ -355,9 +419,14 @@ class PageTable:
         return page
 
     def _unname(self, page: int) -> None:
-        name = self._name_of.pop(page, None)
-        if name is not None:
-            del self._named[name]
+        content = self._content.pop(page, None)
+        if content is None:
+            return
+        del self._named[content.name]
+        after = self._after[content.before]
+        del after[page]
+        if not after:
+            del self._after[content.before]
 
     def _end_is_shared(self, entry: _Sequence) -> bool:
         """Return whether the next token goes to a page that others read, too."""
@@ -369,10 +438,12 @@ class PageTable:
         """See to it that the page with the last token, if not full, is this sequence's alone."""
         if entry.length % self.page_size == 0:
             return
-        at = entry.length // self.page_size
+        at, used = divmod(entry.length, self.page_size)
         page = entry.pages[at]
-        if self._holders[page] == 1:
-            self._unname(page)  # full once, and cut since: its name is no longer true
+        more = page in self._content and used < len(self._content[page].tokens)
+        copy_is_free = self._free or self.n_pages < self.max_pages
+        if self._holders[page] == 1 and not (more and copy_is_free):
+            self._unname(page)  # it is going to hold something else
             return
         copy = self._take()
         self._copies.append((page, copy))

@@ -1,7 +1,7 @@
 """What names a page by its content: a chain of digests over the tokens up to its end.
 
-Two sequences that begin with the same tokens compute the same keys and values for them, so a full
-page is named by the tokens from the beginning of the sequence to the page's last one.  The chain
+Two sequences that begin with the same tokens compute the same keys and values for them, so a page
+is named by the tokens from the beginning of the sequence to the last one it holds.  The chain
 begins with a salt: whatever else the keys and values depend on.
 """
 
@@ -14,6 +14,19 @@ from hashlib import blake2b
 
 DIGEST_BYTES = 16
 """128 bits: that two texts get one name is as good as impossible, even if somebody tries."""
+
+
+def page_name(before: bytes, tokens: array[int]) -> bytes:
+    """Return the name of a page with these tokens, which follows the page of name `before`."""
+    return blake2b(before + tokens.tobytes(), digest_size=DIGEST_BYTES).digest()
+
+
+def n_alike(a: Sequence[int], b: Sequence[int]) -> int:
+    """Return how many tokens two sequences have in common at their beginnings."""
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n
+    return next(i for i in range(n) if a[i] != b[i])
 
 
 @dataclass
@@ -32,14 +45,19 @@ class Chain:
     salt: bytes
     """What the chain begins with."""
     names: list[bytes] = field(default_factory=list)
+    ids: array[int] = field(default_factory=lambda: array("i"))
+    """The tokens that are looked up."""
+
+    def before(self, page: int) -> bytes:
+        """Return the name of the page before this one."""
+        return self.names[page - 1] if page else self.salt
 
     def extend(self, ids: Sequence[int], page_size: int, n_pages: int) -> None:
         """Have the names of the first `n_pages` pages; `ids` are the sequence's tokens."""
         for page in range(len(self.names), n_pages):
-            before = self.names[-1] if self.names else self.salt
             tokens = array("i", ids[page * page_size : (page + 1) * page_size])
-            self.names.append(blake2b(before + tokens.tobytes(), digest_size=DIGEST_BYTES).digest())
+            self.names.append(page_name(self.before(page), tokens))
 
     def copy(self) -> Chain:
         """Return a chain that goes its own way from here."""
-        return Chain(self.salt, list(self.names))
+        return Chain(self.salt, list(self.names), self.ids)

@@ -7,7 +7,7 @@ squared error of the outputs is :math:`\mathrm{tr}(E X^T X E^T)` for an error E 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,13 +86,8 @@ def collect(
     >>> found[0].names, found[0].sums.shape, found[0].n_rows
     (('layers.0.attn.q.weight', 'layers.0.attn.k.weight', 'layers.0.attn.v.weight'), (256,), 5)
     """
-    executor = model.engines[0].executor if len(model.engines) == 1 else None
-    if not isinstance(executor, CpuExecutor) or executor.comm.size > 1:
-        raise UsageError("inputs are collected on the CPU in one process; leave partition and MPI")
-    if model.spec.encoder is not None:
-        raise UsageError(f"{model.spec.name} has an encoder beside its decoder; not collected yet")
-    collector = _Collector(executor, full)
-    executor.observe = collector
+    collector = collector_of(model)
+    collector.restart(full=full)
     run = model.logits if model.spec.head else model.hidden
     for i, window in enumerate(windows):
         run(window)
@@ -101,41 +96,85 @@ def collect(
     return collector.found()
 
 
-class _Collector:
-    """Adds up the inputs of ops as they are about to run."""
+def collector_of(model: Model) -> Collector:
+    """Return what sums up the inputs of a model's matrices whenever it runs.
 
-    def __init__(self, executor: CpuExecutor, full: bool) -> None:
-        self._full = full
-        program = executor.program
-        self._operands = dict(zip(map(id, program.ops), executor.weights.operands, strict=True))
-        self._bias = dict(zip(map(id, program.ops), executor.weights.bias, strict=True))
-        self._moe = program.spec.moe
+    Raises
+    ------
+    UsageError
+        As `collect`.
+    """
+    executor = model.engines[0].executor if len(model.engines) == 1 else None
+    if not isinstance(executor, CpuExecutor) or executor.comm.size > 1:
+        raise UsageError("inputs are collected on the CPU in one process; leave partition and MPI")
+    if model.spec.encoder is not None:
+        raise UsageError(f"{model.spec.name} has an encoder beside its decoder; not collected yet")
+    collector = Collector()
+    executor.observe = MatrixInputs(executor, collector.add)
+    return collector
+
+
+class Collector:
+    """Adds up what matrices are multiplied with."""
+
+    def __init__(self) -> None:
+        self.restart()
+
+    def restart(
+        self, *, full: bool = False, only: Collection[tuple[str, ...]] | None = None
+    ) -> None:
+        """Begin with sums of 0, of all products of columns if `full`, and `only` of some inputs."""
+        self._full, self._only = full, only
         self._inputs: dict[tuple[str, ...], Inputs] = {}
 
     def found(self) -> list[Inputs]:
         """Return what was added up."""
         return list(self._inputs.values())
 
+    def add(self, names: tuple[str, ...], x: NDArray[Any]) -> None:
+        """Add rows (T, K) that these matrices are multiplied with."""
+        if self._only is not None and names not in self._only:
+            return
+        if names not in self._inputs:
+            K = x.shape[1]
+            self._inputs[names] = Inputs(names, np.zeros((K, K) if self._full else K))
+        self._inputs[names].add(x)
+
+
+class MatrixInputs:
+    """Hands on the rows that each matrix is multiplied with, as ops are about to run.
+
+    Parameters
+    ----------
+    executor : CpuExecutor
+        Whose `observe` this is made for.
+    add : callable
+        Called with our names of matrices that read the same rows, and the rows (T, K), which
+        change afterwards.
+    """
+
+    def __init__(
+        self, executor: CpuExecutor, add: Callable[[tuple[str, ...], NDArray[Any]], None]
+    ) -> None:
+        self._add = add
+        program = executor.program
+        self._operands = dict(zip(map(id, program.ops), executor.weights.operands, strict=True))
+        self._bias = dict(zip(map(id, program.ops), executor.weights.bias, strict=True))
+        self._moe = program.spec.moe
+
     def __call__(self, op: Op, inputs: tuple[NDArray[Any], ...]) -> None:
-        """Add the inputs of an op with weights."""
+        """Hand on the inputs of an op with weights."""
         if op.kind in MATRICES:
             getattr(self, f"_{op.kind}")(op, *inputs)
 
-    def _add(self, names: Sequence[str], x: NDArray[Any]) -> None:
-        key = tuple(names)
-        if key not in self._inputs:
-            K = x.shape[1]
-            self._inputs[key] = Inputs(key, np.zeros((K, K) if self._full else K))
-        self._inputs[key].add(x)
-
     def _linear(self, op: Op, x: NDArray[Any]) -> None:
-        self._add([weight.name for weight in op.weights], x)
+        self._add(tuple(weight.name for weight in op.weights), x)
 
     def _heads_linear(self, op: Op, x: NDArray[Any]) -> None:
         """Add the first columns of each head; all heads lie in one tensor."""
         heads = x.reshape(len(x), -1, op.attrs["head"])
         for h, (operand, weight) in enumerate(zip(op.weights, self._operands[id(op)], strict=True)):
-            self._add([operand.name], heads[:, h, : weight.shape[1]])
+            self._add((operand.name,), heads[:, h, : weight.shape[1]])
 
     def _experts(self, op: Op, x: NDArray[Any], router: NDArray[Any]) -> None:
         """Add the rows that go to each expert, and what its gate makes of them."""
@@ -149,7 +188,7 @@ class _Collector:
         for e in range(n):
             gate, up, down = (op.weights[i * n + e].name for i in range(3))
             rows = np.ascontiguousarray(x[(chosen == e).any(axis=1)])
-            self._add([gate, up], rows)
+            self._add((gate, up), rows)
             both = [nk.matmul(rows, matrices[i * n + e]) for i in range(2)] if len(rows) else []
             K = matrices[2 * n + e].shape[1]
-            self._add([down], act(np.concatenate(both, axis=1)) if both else np.zeros((0, K)))
+            self._add((down,), act(np.concatenate(both, axis=1)) if both else np.zeros((0, K)))

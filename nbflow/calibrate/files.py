@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -23,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow.calibrate.collect import Inputs
+from nbflow.execute.encode import BEST
 from nbflow.weights.gguf import ARRAY, STRING
 from nbflow.writing.gguf_checkpoint import ArrayRows
 from nbflow.writing.gguf_file import U32, write_gguf
@@ -137,9 +139,16 @@ def check_ending(out: str | os.PathLike[str]) -> Path:
     return path
 
 
-def _write(path: Path, force: bool, fill: Any) -> None:
+@contextmanager
+def new_inputs_file(path: Path, force: bool) -> Iterator[BinaryIO]:
+    """Open a new importance file, which gets its name at the end."""
     check_output(path, path.with_name(path.name + ".source"), force=force, may_hold=frozenset())
     with new_file(path) as stream:
+        yield stream
+
+
+def _write(path: Path, force: bool, fill: Any) -> None:
+    with new_inputs_file(path, force) as stream:
         fill(stream)
 
 
@@ -184,9 +193,9 @@ def _write_gguf(file: BinaryIO, sums: Sums, texts: list[str], n_windows: int, wi
     }
     tensors = []
     for name, (squares, counts) in sums.items():
-        tensors.append(_tensor(f"{name}.in_sum2", squares))
-        tensors.append(_tensor(f"{name}.counts", counts[:, None]))
-    write_gguf(file, metadata, tensors, "best")
+        tensors.append(tensor(f"{name}.in_sum2", squares))
+        tensors.append(tensor(f"{name}.counts", counts[:, None]))
+    write_gguf(file, metadata, tensors, BEST)
 
 
 def _write_dat(file: BinaryIO, sums: Sums, texts: list[str], n_windows: int) -> None:
@@ -203,10 +212,11 @@ def _write_dat(file: BinaryIO, sums: Sums, texts: list[str], n_windows: int) -> 
 
 def _write_safetensors(file: BinaryIO, found: Sequence[Inputs]) -> None:
     used = [inputs for inputs in found if inputs.n_rows]
-    tensors = [_tensor(",".join(i.names), i.sums / i.n_rows) for i in used]
-    write_safetensors(file, tensors, "best")
+    tensors = [tensor(",".join(i.names), i.sums / i.n_rows) for i in used]
+    write_safetensors(file, tensors, BEST)
 
 
-def _tensor(name: str, values: NDArray[Any]) -> NewTensor:
+def tensor(name: str, values: NDArray[Any]) -> NewTensor:
+    """Return a tensor of float32 that is written as it is."""
     array = np.asarray(values, np.float32)
     return NewTensor(name, array.shape, "f32", "f32", (ArrayRows(array),))

@@ -124,10 +124,19 @@ def add_search_arguments(parser: argparse.ArgumentParser) -> None:
         "--penalty-alpha", type=float, metavar="A",
         help="contrastive search with this weight of likeness (0.6) over --top-k (4) tokens",
     )  # fmt: skip
+    add_draft_arguments(group)
+
+
+def add_draft_arguments(group: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """Add arguments for who proposes tokens, with llama.cpp's names for them."""
     group.add_argument(
-        "--draft", metavar="MODEL", help='a smaller model that proposes tokens, or "ngram"'
-    )
-    group.add_argument("--n-draft", type=int, default=5, help="tokens proposed at once (5)")
+        "--draft", "--draft-model", metavar="MODEL",
+        help='a smaller model that proposes tokens, or "ngram"',
+    )  # fmt: skip
+    group.add_argument(
+        "--n-draft", "--draft-max", type=int, default=5, metavar="N",
+        help="tokens proposed at once (5)",
+    )  # fmt: skip
     group.add_argument(
         "--draft-verify", choices=("same", "chain"), default="same",
         help="keep the very tokens (same), or their distribution and more proposals (chain)",

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import re
 import sys
 from typing import Any
 
 import nbflow
+from nbflow.engine.placement import Placement, is_host
 from nbflow.parallel import world
 from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError
@@ -21,7 +23,18 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="Hugging Face folder, .safetensors, .pth, .gguf, llama2.c .bin, a spec (tiny_python)",
     )
     parser.add_argument(
-        "--weights", metavar="FMT", help="weight format, e.g. q4 (default: as stored)"
+        "--weights",
+        metavar="FMT",
+        help="weight format, e.g. q4, or a policy file, .toml (default: as stored)",
+    )
+    parser.add_argument(
+        "--encoder",
+        metavar="E",
+        default="best",
+        help="how --weights are encoded: best, plain, gptq, hqq, outliers, awq, hadamard+gptq, ...",
+    )
+    parser.add_argument(
+        "--importance", metavar="FILE", help="what nbflow imatrix found, for the encoder"
     )
     parser.add_argument(
         "--outliers",
@@ -43,9 +56,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         default="f32",
         help="arithmetic of the products: f32, bf16, or int8 (f32)",
     )
-    parser.add_argument(
-        "--kv", metavar="FMT", default="f16", help="KV cache format: f16, q8_0, ..."
-    )
+    add_kv_arguments(parser)
     parser.add_argument(
         "--partition",
         metavar="P",
@@ -81,10 +92,40 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer file")
     parser.add_argument("--max-context", type=int, metavar="N", help="shorten the context")
     parser.add_argument("--threads", type=int, metavar="N", help="threads per rank")
+    add_placement_arguments(parser)
+
+
+def add_kv_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the format of the key/value cache, in our words and in llama.cpp's."""
+    parser.add_argument(
+        "--kv",
+        metavar="FMT[/FMT]",
+        default="f16",
+        help="KV cache format: f16, q8_0, ...; two are those of keys and of values (f16)",
+    )
+    for side, name in enumerate(("keys", "values")):
+        parser.add_argument(
+            f"-ct{name[0]}", f"--cache-type-{name[0]}", metavar="FMT", dest="kv",
+            action=_OneSide, side=side, help=f"format of the {name}, in place of what --kv says",
+        )  # fmt: skip
+
+
+class _OneSide(argparse.Action):
+    """Put one side's format into ``keys/values``, and leave the other one as it is."""
+
+    def __init__(self, *, side: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._side = side
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        keys, slash, other = getattr(namespace, self.dest).partition("/")
+        names = [keys, other if slash else keys]
+        names[self._side] = values
+        setattr(namespace, self.dest, names[0] if names[0] == names[1] else "/".join(names))
 
 
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what memory is taken, and where."""
+    """Add the option that shows what memory is taken."""
     parser.add_argument(
         "--plan",
         type=int,
@@ -93,41 +134,44 @@ def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="print the memory that each rank takes for N requests at once (1), and load nothing",
     )
+
+
+def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options that say what lies in the host's memory, or is computed by it."""
     parser.add_argument(
         "--kv-host-percent", type=float, default=0.0, metavar="P",
-        help="share of the keys and values in the host's memory, where there is a device (0)",
+        help="layers of a device whose keys and values lie in the host's memory, the last ones (0)",
     )  # fmt: skip
     parser.add_argument(
         "--embeddings-on-host",
         action="store_true",
-        help="keep the token embedding in the host's memory, where there is a device",
+        help="keep a device's token embedding in the host's memory",
     )
     parser.add_argument(
         "--cpu-layers", type=int, default=0, metavar="N",
-        help="layers that the host computes, where there is a device (0)",
+        help="first layers that the host computes, with a device for the others (0)",
     )  # fmt: skip
 
 
 def print_plan(arguments: argparse.Namespace) -> bool:
-    """Print the memory plan if it is asked for, else what will change nothing; return which."""
-    from nbflow.engine.memory_plan import Placement, plan_memory
+    """Print the memory plan if it is asked for; return whether it is."""
+    from nbflow.engine.memory_plan import plan_memory
 
-    placement = Placement(
-        arguments.kv_host_percent, arguments.embeddings_on_host, arguments.cpu_layers
-    )
     if arguments.plan is None:
-        if placement.note:
-            print(f"note: {placement.note}", file=sys.stderr)
         return False
     if arguments.plan < 1:
         raise UsageError(f"--plan must be at least 1, got {arguments.plan}")
     for file in arguments.formats:
         load_formats(file)
-    names = ("weights", "activations", "kv", "partition", "max_context")
+    names = (
+        "weights", "activations", "kv", "partition", "max_context", "device", "exchange",
+        "optimize", "machine",
+    )  # fmt: skip
     options = {name: getattr(arguments, name) for name in names}
-    print(
-        plan_memory(arguments.model, max_sequences=arguments.plan, placement=placement, **options)
-    )
+    options |= _placement(arguments)
+    plan = plan_memory(arguments.model, max_sequences=arguments.plan, **options)
+    if world().rank == 0:
+        print(plan)
     return True
 
 
@@ -140,6 +184,8 @@ def load_model(arguments: argparse.Namespace, **changes: Any) -> nbflow.Model:
         for name in (
             "weights",
             "outliers",
+            "encoder",
+            "importance",
             "activations",
             "kv",
             "partition",
@@ -153,7 +199,18 @@ def load_model(arguments: argparse.Namespace, **changes: Any) -> nbflow.Model:
             "threads",
         )
     }
-    return nbflow.load(arguments.model, **{**options, **changes})
+    return nbflow.load(arguments.model, **{**options, **_placement(arguments), **changes})
+
+
+def _placement(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what is to lie in the host's memory; without a device, say that it does already."""
+    names = ("kv_host_percent", "embeddings_on_host", "cpu_layers")
+    placement = Placement(**{name: getattr(arguments, name) for name in names})
+    if not is_host(arguments.device):
+        return dataclasses.asdict(placement)
+    if placement.note:
+        print(f"note: {placement.note}", file=sys.stderr)
+    return {}
 
 
 def speaks(model: nbflow.Model) -> bool:

@@ -14,7 +14,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from nbflow.commands.options import numbers
+from nbflow.commands.options import add_kv_arguments, numbers
 from nbflow.planner import (
     Machine,
     PlannedModel,
@@ -61,7 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shares", metavar="BY", help="uneven parts that suit the devices: speed or memory"
     )
     parser.add_argument("--weights", metavar="FMT", help="weight format, e.g. q4 (as stored)")
-    parser.add_argument("--kv", metavar="FMT", default="f16", help="KV cache format (f16)")
+    add_kv_arguments(parser)
     parser.add_argument(
         "--activations", metavar="A", help="arithmetic: f32, f16, bf16, int8 (the machine's first)"
     )

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import argparse
 import json
+from typing import Any
 
+from nbflow.commands.allocation_options import (
+    Chosen,
+    add_allocation_arguments,
+    allocation_facts,
+    check_options,
+    print_allocation,
+    split_formats,
+    write_policy_of,
+)
 from nbflow.commands.inspect import printable
 from nbflow.writing import WrittenCheckpoint, quantize_checkpoint
 from nbflow_kernels import load_formats
-from nbflow_kernels.quants.encoders import ENCODERS
+from nbflow_kernels.quants.encoders import DAMPING
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     parser.add_argument("model", metavar="MODEL", help="what nbflow run takes")
     parser.add_argument(
-        "--to", metavar="FORMAT", required=True, help="weight format, e.g. q4 or q4_k"
+        "--to", metavar="FORMAT", help="weight format, e.g. q4 or q4_k, or a policy file (.toml)"
     )
     parser.add_argument(
         "-o", "--out", metavar="OUT", required=True, help="a .gguf, a .safetensors, or a folder"
@@ -29,10 +39,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--encoder",
-        choices=ENCODERS,
+        metavar="E",
         default="best",
         help="best; plain: the published one; gptq (with --importance of nbflow imatrix --full); "
-        "hqq (best)",
+        "hqq; awq (with --importance) and hadamard change the model first, e.g. awq+gptq (best)",
+    )
+    parser.add_argument(
+        "--act-order", action="store_true", help="gptq: columns with the largest inputs first"
+    )
+    parser.add_argument(
+        "--damping",
+        type=float,
+        default=DAMPING,
+        metavar="D",
+        help=f"gptq: added to the second moments' diagonal, in units of its mean ({DAMPING})",
     )
     parser.add_argument(
         "--importance",
@@ -44,8 +64,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--formats",
         action="append",
         default=[],
-        metavar="FILE",
-        help="Python file that registers weight formats; it is executed (repeatable)",
+        metavar="FILE|F1,F2,...",
+        help="Python file (.py) that registers weight formats; it is executed.  Or names of "
+        "formats that --bits-per-weight chooses from (repeatable)",
     )
     parser.add_argument(
         "--spec", metavar="FILE", help="spec file to use instead of the checkpoint's own"
@@ -53,28 +74,42 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     parser.add_argument("--dry-run", action="store_true", help="print the table, write nothing")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    add_allocation_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    for file in arguments.formats:
+    check_options(arguments)
+    for file in split_formats(arguments.formats)[0]:
         load_formats(file)
+    chosen = None if arguments.bits_per_weight is None else Chosen(arguments)
     done = quantize_checkpoint(
         arguments.model,
         arguments.out,
-        arguments.to,
+        arguments.to if chosen is None else chosen.allocation.weight_formats,
         rules=arguments.rule,
         spec=arguments.spec,
         encoder=arguments.encoder,
         importance=arguments.importance,
+        act_order=arguments.act_order,
+        damping=arguments.damping,
         force=arguments.force,
         dry_run=arguments.dry_run,
     )
+    check = None
+    if chosen is not None:
+        write_policy_of(chosen, arguments)
+        check = chosen.check()
     if arguments.json:
-        _print_json(done, arguments.dry_run)
+        facts = _facts(done, arguments.dry_run)
+        if chosen is not None:
+            facts["allocation"] = allocation_facts(chosen.allocation, check)
+        print(json.dumps(facts, indent=2))
         return 0
     if arguments.dry_run:
         _print_table(done)
+    if chosen is not None:
+        print_allocation(chosen.allocation, check)
     total = f"{len(done.tensors)} tensors, {done.n_bytes:,} bytes"
     print(f"{'would write' if arguments.dry_run else 'wrote'} {done.path} ({done.format}): {total}")
     for note in done.notes:
@@ -82,8 +117,9 @@ def run(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _print_json(done: WrittenCheckpoint, dry_run: bool) -> None:
-    facts = {
+def _facts(done: WrittenCheckpoint, dry_run: bool) -> dict[str, Any]:
+    """Return plain data for ``--json``."""
+    return {
         "path": str(done.path),
         "format": done.format,
         "written": not dry_run,
@@ -100,7 +136,6 @@ def _print_json(done: WrittenCheckpoint, dry_run: bool) -> None:
             for t in done.tensors
         ],
     }
-    print(json.dumps(facts, indent=2))
 
 
 def _print_table(done: WrittenCheckpoint) -> None:

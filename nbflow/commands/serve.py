@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nbflow.commands.decoding_options import add_draft_arguments
 from nbflow.commands.options import add_model_arguments
 from nbflow_kernels.errors import MissingExtraError, UsageError
 
@@ -14,8 +15,10 @@ if TYPE_CHECKING:
 
 _OF_MODEL = (
     "spec", "weights", "outliers", "activations", "kv", "partition", "optimize", "machine",
-    "exchange", "device", "tokenizer", "max_context", "threads",
+    "exchange", "device", "kv_host_percent", "embeddings_on_host", "cpu_layers", "tokenizer",
+    "max_context", "threads",
 )  # fmt: skip
+_OF_DRAFT = ("draft", "n_draft", "draft_weights", "draft_verify")
 _OF_ENGINE = ("max_sequences", "max_waiting", "max_step_tokens", "kv_bytes", "prefix_cache")
 
 
@@ -36,11 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-prefix-cache", dest="prefix_cache", action="store_false", help="share no beginnings"
     )
+    add_draft_arguments(parser)
+    parser.add_argument("--draft-weights", metavar="FMT", help="its weight format (as stored)")
     parser.add_argument("--keys-file", metavar="FILE", help="API keys, one per line")
     parser.add_argument("--keys-env", metavar="VAR", help="environment variable with API keys")
     parser.add_argument("--log-format", choices=("text", "json"), help="lines of the log (text)")
     parser.add_argument("--log-level", choices=("debug", "info", "warning", "error"))
     parser.add_argument("--no-warmup", dest="warmup", action="store_false", help="start at once")
+    parser.add_argument(
+        "--plan", action="store_true",
+        help="print what each rank will hold and, with --machine, how fast it is; load nothing",
+    )  # fmt: skip
     parser.add_argument("--check", action="store_true", help="read the configuration, and end")
 
 
@@ -58,6 +67,11 @@ def run(arguments: argparse.Namespace) -> int:
     config = _config(_given(arguments))
     if arguments.check:
         print(config.model_dump_json(indent=2, exclude={"auth": {"keys"}}))
+        return 0
+    if arguments.plan:
+        from nbflow.commands.serve_plan import print_plans
+
+        print_plans(config)
         return 0
     from nbflow.server.serving import serve
 
@@ -80,7 +94,9 @@ def _config(given: dict[str, Any]) -> ServerConfig:
     path = Path(given["model"])
     if path.suffix not in (".toml", ".ini"):
         return make_config(_table(given), "nbflow serve")
-    of_file = sorted(set(given) & {*_OF_MODEL, *_OF_ENGINE, "name", "chat_template", "formats"})
+    of_file = sorted(
+        set(given) & {*_OF_MODEL, *_OF_DRAFT, *_OF_ENGINE, "name", "chat_template", "formats"}
+    )
     if of_file:
         option = of_file[0].replace("_", "-")
         raise UsageError(f"--{option} belongs to a model: write it into {path}")
@@ -93,7 +109,7 @@ def _table(given: dict[str, Any]) -> dict[str, Any]:
     """Return the file that would say the same as the arguments."""
     name = given.get("name") or Path(given["model"]).name or given["model"]
     model: dict[str, Any] = {"path": given["model"]}
-    model |= {key: given[key] for key in (*_OF_MODEL, "chat_template") if key in given}
+    model |= {key: given[key] for key in (*_OF_MODEL, *_OF_DRAFT, "chat_template") if key in given}
     model["engine"] = {key: given[key] for key in _OF_ENGINE if key in given}
     table = {"models": {name: model}, "formats": given.get("formats", [])}
     return _merged(table, _of_server(given))

@@ -10,6 +10,7 @@ n-th token of a request depends on its seed and n, not on what else is in the ba
 `chain`           llama.cpp's samplers in settable order; `mirostat`
 `inferflow`       Inferflow's strategies with its rules and random numbers
 `constraints`     biases, penalties, forbidden tokens, for every strategy
+`search`          what searches offer: `beam` search, `contrastive` search
 `structured`      choice, regular expression, JSON schema, grammar
 `parameters`      everything a request can ask for, and the strategy it means
 ================  =================================================================================
@@ -17,14 +18,17 @@ n-th token of a request depends on its seed and n, not on what else is in the ba
 
 from __future__ import annotations
 
+from nbflow.decoding.beam import BeamSearch
 from nbflow.decoding.chain import Chain
 from nbflow.decoding.constraints import Constrained, Constraints
+from nbflow.decoding.contrastive import ContrastiveSearch
 from nbflow.decoding.filters import Filters
 from nbflow.decoding.greedy import Greedy
 from nbflow.decoding.min_p import MinP
 from nbflow.decoding.mirostat import Mirostat
 from nbflow.decoding.parameters import Parameters
 from nbflow.decoding.sample import Sample
+from nbflow.decoding.search import Search
 from nbflow.decoding.strategy import State, Strategy
 from nbflow.decoding.structured import Grammar
 from nbflow.decoding.table import STRATEGIES, make_strategy
@@ -33,9 +37,11 @@ from nbflow.decoding.top_p import TopP
 
 __all__ = [
     "STRATEGIES",
+    "BeamSearch",
     "Chain",
     "Constrained",
     "Constraints",
+    "ContrastiveSearch",
     "Filters",
     "Grammar",
     "Greedy",
@@ -43,6 +49,7 @@ __all__ = [
     "Mirostat",
     "Parameters",
     "Sample",
+    "Search",
     "State",
     "Strategy",
     "TopK",

@@ -5,12 +5,14 @@ Scores, length penalty and the end of the search are those of Hugging Face's ``g
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal
 
 import numpy as np
 
+from nbflow.decoding.search import Continuation, Step, Top, tops
 from nbflow.decoding.strategy import check_range
 from nbflow_kernels.errors import UsageError
 
@@ -26,14 +28,43 @@ class BeamSearch:
     early_stopping: bool | Literal["never"] = False
     """True stops with the `num_beams`-th end; False when the best that goes on is worse, at its
     present length, than the worst that has ended; "never" when it cannot become better."""
+    n: int = 1
+    """How many continuations are returned, best first."""
+
+    name: ClassVar[str] = "beam"
+    """See `nbflow.decoding.search.Search`."""
+    compares: ClassVar[bool] = False
+    """See `nbflow.decoding.search.Search`."""
 
     def __post_init__(self) -> None:
         check_range("beam", "num_beams", self.num_beams, 1, 4096)
+        if not 1 <= self.n <= self.num_beams:
+            raise UsageError(
+                f"n must be in 1..num_beams, 1..{self.num_beams}, got {self.n}; follow more beams"
+            )
         check_range("beam", "length_penalty", self.length_penalty, -100.0, 100.0)
         if self.early_stopping not in (True, False, "never"):
             raise UsageError(
                 f'early_stopping must be True, False or "never", got {self.early_stopping!r}'
             )
+
+    @property
+    def width(self) -> int:
+        """See `nbflow.decoding.search.Search`."""
+        return self.num_beams
+
+    @property
+    def n_found(self) -> int:
+        """See `nbflow.decoding.search.Search`."""
+        return self.n
+
+    def n_wanted(self, n_end_ids: int) -> int:
+        """See `nbflow.decoding.search.Search`: enough if every beam's best tokens all end it."""
+        return max(2, 1 + n_end_ids) * self.num_beams
+
+    def begin(self, max_tokens: int, end_ids: Collection[int], n_top: int = 0) -> Beams:
+        """See `nbflow.decoding.search.Search`."""
+        return Beams(self, max_tokens, end_ids, n_top)
 
 
 @dataclass(frozen=True)
@@ -46,6 +77,14 @@ class Hypothesis:
     """Sum of the log-probabilities; of an ended one, divided by the length penalty."""
     logprobs: tuple[float, ...] = ()
     """Log-probability of each token."""
+    tops: tuple[Top, ...] = ()
+    """The most probable tokens in the place of each."""
+
+    @property
+    def continuation(self) -> Continuation:
+        """What has been found."""
+        steps = zip(self.ids, self.logprobs, self.tops, strict=True)
+        return Continuation(tuple(Step(*step) for step in steps), self.score)
 
 
 class Beams:
@@ -59,12 +98,17 @@ class Beams:
         Continuations end with this many new tokens.
     end_ids : collection of int
         Tokens that end a continuation.
+    n_top : int
+        How many of the most probable tokens are told with each token.
     """
 
-    def __init__(self, search: BeamSearch, max_tokens: int, end_ids: Collection[int]) -> None:
+    def __init__(
+        self, search: BeamSearch, max_tokens: int, end_ids: Collection[int], n_top: int = 0
+    ) -> None:
         self.search = search
         self._max_tokens = max_tokens
         self._end_ids = frozenset(end_ids)
+        self._n_top = n_top
         self.running = [Hypothesis()]
         """Continuations that go on, best first."""
         self.parents: list[int] = []
@@ -74,32 +118,59 @@ class Beams:
         self.done = False
         """Whether the search is over."""
 
-    def advance(self, logprobs: np.ndarray) -> None:
-        """Go on by one token.
+    @property
+    def tokens(self) -> list[int]:
+        """The last token of each running continuation."""
+        return [h.ids[-1] for h in self.running]
 
-        Parameters
-        ----------
-        logprobs : array, shape (len(running), V)
-            Log-probabilities of the next token of each running continuation.
+    @property
+    def found(self) -> list[Continuation]:
+        """The best that have ended, at most `BeamSearch.n`."""
+        return [h.continuation for h in self.finished[: self.search.n]]
+
+    def present(self) -> list[Continuation]:
+        """Return the best of those that have ended and those that go on."""
+        going = [dataclasses.replace(h, score=self._score(h)) for h in self.running if h.ids]
+        best = sorted([*self.finished, *going], key=lambda h: -h.score)
+        return [h.continuation for h in best[: self.search.n]]
+
+    def _score(self, h: Hypothesis) -> float:
+        """Return a sum of log-probabilities with the length penalty."""
+        score: float = h.score / len(h.ids) ** self.search.length_penalty
+        return score
+
+    def advance(
+        self,
+        logprobs: np.ndarray,
+        ids: np.ndarray | None = None,
+        likeness: np.ndarray | None = None,
+    ) -> list[Step]:
+        """Go on by one token; see `nbflow.decoding.search.SearchState`.
+
+        Nothing is certain before the end, so nothing is returned.
         """
         n = self.search.num_beams
         sums = logprobs.astype(np.float64) + np.array([[h.score] for h in self.running])
-        # enough that n go on even if every end token of every beam is among the best
-        wanted = min(max(2, 1 + len(self._end_ids)) * n, sums.size)
+        wanted = min(self.search.n_wanted(len(self._end_ids)), sums.size)
         flat = sums.ravel()
         best = np.argpartition(-flat, wanted - 1)[:wanted]
         best = best[np.lexsort((best, -flat[best]))]
+        top = tops(logprobs, ids, self._n_top)
         going: list[tuple[int, Hypothesis]] = []
         ended: list[Hypothesis] = []
         for place, index in enumerate(best.tolist()):
-            parent, token = divmod(index, logprobs.shape[1])
+            parent, column = divmod(index, logprobs.shape[1])
             if flat[index] == -np.inf:
                 break
-            before = self.running[parent]
+            before, token = (
+                self.running[parent],
+                column if ids is None else int(ids[parent, column]),
+            )
             after = Hypothesis(
                 (*before.ids, token),
                 float(flat[index]),
-                (*before.logprobs, float(logprobs[parent, token])),
+                (*before.logprobs, float(logprobs[parent, column])),
+                (*before.tops, top[parent]),
             )
             if token in self._end_ids or len(after.ids) >= self._max_tokens:
                 if place < n:
@@ -110,6 +181,7 @@ class Beams:
         self.running = [hypothesis for _, hypothesis in going]
         self.parents = [parent for parent, _ in going]
         self.done = self._is_done()
+        return []
 
     def _finish(self, ended: list[Hypothesis]) -> None:
         """Take in what has ended, if it is among the best."""
@@ -117,8 +189,7 @@ class Beams:
         if search.early_stopping is True and len(self.finished) == n:
             return
         for h in ended:
-            score = h.score / len(h.ids) ** search.length_penalty
-            self.finished.append(Hypothesis(h.ids, score, h.logprobs))
+            self.finished.append(dataclasses.replace(h, score=self._score(h)))
         self.finished = sorted(self.finished, key=lambda h: -h.score)[:n]
 
     def _is_done(self) -> bool:

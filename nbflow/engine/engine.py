@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,12 +24,19 @@ from nbflow.engine.limits import Limits, choose_limits
 from nbflow.engine.model import STREAM_BURST_S, Model
 from nbflow.engine.outcome import Output
 from nbflow.engine.rank import RankEngine
+from nbflow.engine.replicas import Replicas
 from nbflow.engine.request import FinishReason, Request
+from nbflow.engine.scheduler import room_for
+from nbflow.engine.stats import EngineStats
 from nbflow.engine.stopping import Stopping
-from nbflow_kernels.errors import UsageError
+from nbflow.status import WORKING, status
+from nbflow_kernels.errors import UsageError, unknown_name
 
 Command = tuple[str, tuple[Any, ...]]
 """What every rank is told: name of a method of `RankEngine`, and its arguments."""
+
+ON_FAILURE = ("continue", "stop")
+"""What the other replicas of a model may do when one has failed."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,38 +47,6 @@ class QueueFull(UsageError):
 
 class EngineClosed(UsageError):
     """The engine takes no requests: it is closed, or about to be, or has failed."""
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Numbers of a running engine; counters count from its start."""
-
-    running: int
-    """Requests with pages."""
-    waiting: int
-    """Requests without."""
-    pages_used: int
-    """Pages that requests hold."""
-    pages_cached: int
-    """Pages that nobody holds, kept for requests that begin alike."""
-    pages_total: int
-    """Pages there may be."""
-    prefix_queries: int
-    """Prompt tokens that were looked up in the prefix cache."""
-    prefix_hits: int
-    """Those of them that were there."""
-    preemptions: int
-    """How often a request had to give its pages back."""
-    steps: int
-    """Steps, and bursts of steps."""
-    step_seconds: float
-    """Time in steps."""
-    prompt_tokens: int
-    """Prompt tokens that were read, those from the cache included."""
-    generated_tokens: int
-    """Tokens that came out."""
-    finished: dict[str, int]
-    """Requests that have ended, by reason."""
 
 
 class Engine:
@@ -99,6 +73,9 @@ class Engine:
     burst_s : float
         Where all requests generate, so many seconds of steps run in one go: events come, and new
         requests and cancellations are seen, that much later at most.
+    on_failure : {"continue", "stop"}
+        Of a model with replicas: whether the others go on when one has failed.  The requests of the
+        failed one end with an error either way.
 
     Raises
     ------
@@ -123,12 +100,37 @@ class Engine:
         kv_bytes: int | None = None,
         prefix_cache: bool = True,
         burst_s: float = STREAM_BURST_S,
+        on_failure: str = "continue",
     ) -> None:
-        self.model = model
-        self.limits: Limits = choose_limits(
+        limits = choose_limits(
             model, max_step_tokens, max_sequences, max_waiting, kv_bytes, prefix_cache
         )
+        self._set_up(model, limits, burst_s, on_failure)
+
+    def __new__(cls, model: Model, *_: Any, **__: Any) -> Engine:
+        """Return the engine that suits the model: one with replicas has a `ReplicaEngine`."""
+        if cls is Engine and isinstance(model, Replicas):
+            from nbflow.engine.replica_engine import ReplicaEngine
+
+            return super().__new__(ReplicaEngine)
+        return super().__new__(cls)
+
+    @classmethod
+    def with_limits(cls, model: Model, limits: Limits, burst_s: float) -> Engine:
+        """Return an engine whose limits have been chosen before."""
+        engine = super().__new__(cls)
+        engine._set_up(model, limits, burst_s)
+        return engine
+
+    def _set_up(
+        self, model: Model, limits: Limits, burst_s: float, on_failure: str = "continue"
+    ) -> None:
+        if on_failure not in ON_FAILURE:
+            raise unknown_name("on_failure", on_failure, ON_FAILURE)
+        self.model = model
+        self.limits = limits
         """The limits that are in force."""
+        self._on_failure = on_failure
         self._burst_s = burst_s
         self._lock = threading.Condition()
         self._inbox: list[Handle] = []
@@ -141,6 +143,7 @@ class Engine:
         self._failure: BaseException | None = None
         self._drain = False
         self._steps = self._prompt_tokens = self._generated_tokens = 0
+        self._drafted_tokens = self._accepted_tokens = 0
         self._step_seconds = 0.0
         self._finished: dict[str, int] = {}
 
@@ -149,7 +152,7 @@ class Engine:
     @property
     def leads(self) -> bool:
         """Whether requests are submitted to this rank; the others `follow`."""
-        return self.model.participates and self.model.engines[0].comm.rank == 0
+        return self.model.leads
 
     @property
     def alive(self) -> bool:
@@ -318,8 +321,17 @@ class Engine:
                 step_seconds=self._step_seconds,
                 prompt_tokens=self._prompt_tokens,
                 generated_tokens=self._generated_tokens,
+                drafted_tokens=self._drafted_tokens,
+                accepted_tokens=self._accepted_tokens,
                 finished=dict(self._finished),
             )
+
+    @property
+    def load(self) -> int:
+        """How many sequences it has to do."""
+        with self._lock:
+            handles = [*self._handles.values(), *self._inbox]  # a copy: its thread changes it
+        return sum(handle.request.width for handle in handles)
 
     @property
     def state(self) -> str:
@@ -354,7 +366,14 @@ class Engine:
                 f"the prompt has {len(request.prompt)} tokens, but the key/value cache holds "
                 f"{most}; shorten it, or give the cache more memory (kv_bytes)"
             )
-        request.max_tokens = min(request.max_tokens, most - len(request.prompt) + 1)
+        room = room_for(request, self.limits.max_pages, self.limits.page_size)
+        if room < 1:
+            raise UsageError(
+                f"the key/value cache holds {most} tokens, too few for {request.width} "
+                f"continuations of a prompt of {len(request.prompt)}; follow fewer, or give the "
+                "cache more memory (kv_bytes)"
+            )
+        request.max_tokens = min(request.max_tokens, room)
 
     # ---- the engine's thread ------------------------------------------------------------------
 
@@ -387,6 +406,7 @@ class Engine:
             while self._state == "running" and not (
                 self._inbox or self._calls or self._cancelled or self._handles
             ):
+                status.idle()
                 self._lock.wait()
             new, self._inbox = self._inbox, []
             cancelled, self._cancelled = self._cancelled, []
@@ -424,8 +444,11 @@ class Engine:
         for handle, reason in endings:
             if handle.request.id in self._handles and not handle.done:
                 self._tell([("end", (handle.request.id, reason))])
+                if reason == "deadline" and handle.request.searching is not None:
+                    handle.request.found = handle.request.searching.present()
                 del self._handles[handle.request.id]
                 self._stopping.forget(handle.request)
+                self._forget(handle.request)
                 self._ended(handle, reason)
 
     def _answer(self, future: Future[Any], command: Command) -> None:
@@ -456,11 +479,14 @@ class Engine:
         if not self._handles:
             return
         started = time.perf_counter()
-        outputs: list[Output] | UsageError = self._tell([("advance", (self._burst_s,))])[0]
+        command = "advance", (self._burst_s, self.model.proposed())
+        outputs: list[Output] | UsageError = self._tell([command])[0]
         if isinstance(outputs, UsageError):  # a rank among several could not go on
             raise outputs
         for request in self._stopping.look(outputs):
             self._tell([("end", (request.id, "stop"))])
+        if self._rank.comm.size > 1:  # what follows must come to an end, too
+            status.set(WORKING, "the step")
         self._step_seconds += time.perf_counter() - started
         self._steps += 1
         for output in outputs:
@@ -472,7 +498,15 @@ class Engine:
             handle.push(output)
             if request.finish_reason is not None:
                 del self._handles[request.id]
+                self._forget(request)
                 self._count_end(request.finish_reason)
+
+    def _forget(self, request: Request) -> None:
+        """Count what was proposed to a request, and free what a draft model holds for it."""
+        self._drafted_tokens += request.n_drafted
+        self._accepted_tokens += request.n_accepted
+        if request.drafter is not None:
+            request.drafter.forget(request)
 
     def _ended(self, handle: Handle, reason: FinishReason, error: Exception | None = None) -> None:
         """End a request outside of the steps."""
@@ -496,6 +530,7 @@ class Engine:
         """Give the model back, and the memory of its pages."""
         if in_order:
             self._obey([("end_all", ()), ("configure", ())])
+            status.idle()
         self.model.release(self)
 
     def _tell(self, commands: list[Command]) -> list[Any]:

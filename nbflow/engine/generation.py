@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass, field
 
+from nbflow.decoding.search import Continuation
 from nbflow.engine.request import FinishReason, Request, TopLogprobs
 from nbflow.engine.text_stream import TextStream
 from nbflow.tokenizer import Tokenizer
@@ -53,6 +55,23 @@ class Generation:
             request.top_logprobs, request.prompt_results, request.n_drafted, request.n_accepted,
             request.cached_tokens,
         )  # fmt: skip
+
+    def replaced(
+        self, found: Continuation, stop_ids: frozenset[int], tokenizer: Tokenizer | None
+    ) -> Generation:
+        """Return the same with another continuation, which a search has found."""
+        ended = found.steps[-1].token in stop_ids
+        steps = found.steps[:-1] if ended else found.steps
+        ids = [step.token for step in steps]
+        return dataclasses.replace(
+            self,
+            ids=ids,
+            text="" if tokenizer is None else tokenizer.decode(ids),
+            logprobs=[step.logprob for step in steps],
+            top_logprobs=[step.top for step in steps if step.top],
+            finish_reason="stop" if ended else "length",
+            score=found.score,
+        )
 
 
 def text_of(request: Request, tokenizer: Tokenizer | None) -> str:

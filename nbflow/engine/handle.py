@@ -9,15 +9,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Event
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from nbflow.engine.outcome import Output
 from nbflow.engine.request import FinishReason, Request, TopLogprobs
 from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:
-    from nbflow.engine.engine import Engine
     from nbflow.engine.generation import Generation
+    from nbflow.engine.model import Model
 
 logger = logging.getLogger(__name__)
 
@@ -50,6 +50,17 @@ class Timings:
     ended: float | None = None
 
 
+class Runner(Protocol):
+    """What runs a request."""
+
+    @property
+    def model(self) -> Model:
+        """The model that it runs."""
+
+    def cancel(self, handle: Handle, reason: FinishReason = "abort") -> None:
+        """Let a request end with this reason, unless it has ended."""
+
+
 OnEvents = Callable[["Handle", list[TokenEvent]], None]
 
 
@@ -67,7 +78,7 @@ class Handle:
         When things happened.
     """
 
-    def __init__(self, engine: Engine, request: Request, on_events: OnEvents | None) -> None:
+    def __init__(self, engine: Runner, request: Request, on_events: OnEvents | None) -> None:
         self.request = request
         self.timings = Timings()
         self._engine = engine
@@ -133,6 +144,11 @@ class Handle:
             raise self.request.error
         return self._engine.model.generation(self.request)
 
+    def results(self, timeout: float | None = None) -> list[Generation]:
+        """Wait for the end and return all that a search has found, best first; else the result."""
+        one = self.result(timeout)
+        return self._engine.model.generations(self.request) if self.request.found else [one]
+
     # ---- for the engine -----------------------------------------------------------------------
 
     def push(self, output: Output) -> None:
@@ -154,6 +170,22 @@ class Handle:
         ]
         if ended is not None and not (events and events[-1].finish_reason):
             events.append(TokenEvent(None, finish_reason=ended, error=request.error))
+        self._deliver(events)
+
+    def relay(self, events: list[TokenEvent], facts: dict[str, Any]) -> None:
+        """Take what a request that runs in another process has given."""
+        now, timings, request = time.monotonic(), self.timings, self.request
+        timings.started = timings.started or now
+        for event in events:
+            if event.token is not None:
+                timings.first_token = timings.first_token or now
+                timings.last_token = now
+                request.ids.append(event.token)
+                request.logprobs.append(event.logprob)
+                if event.top_logprobs is not None:
+                    request.top_logprobs.append(event.top_logprobs)
+        for name, value in facts.items():
+            setattr(request, name, value)
         self._deliver(events)
 
     def end(self, reason: FinishReason, error: Exception | None = None) -> None:

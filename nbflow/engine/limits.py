@@ -59,8 +59,10 @@ def choose_limits(
     sequences = min(max_sequences or MAX_SEQUENCES, steps)
     page_size = model.engines[0].storage.page_size
     ranks = model.gather("page_memory")
+    hosts = [r["host"] for r in ranks]  # ranks of one machine share what it has
     room = min(
-        (kv_bytes or r["available_bytes"] // (2 * r["sharing"])) // r["page_bytes"] for r in ranks
+        (kv_bytes or r["available_bytes"] // (2 * hosts.count(r["host"]))) // r["page_bytes"]
+        for r in ranks
     )
     if room < 1:
         most = max(r["page_bytes"] for r in ranks)

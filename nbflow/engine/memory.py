@@ -13,12 +13,15 @@ import numpy as np
 
 from nbflow.cache import KVStorage, PageTable
 from nbflow.engine.pieces import pieces
+from nbflow.engine.placement import Placement
 from nbflow.engine.request import Request
 from nbflow.execute import Place, RankWeights, make_executor, make_step
+from nbflow.execute.encode import Encoding
 from nbflow.parallel.plan import RankPlan
 from nbflow.program import build_memory, fuse, partition
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.weights import WeightFile
+from nbflow.weights_policy import Weights
 
 if TYPE_CHECKING:
     from nbflow.engine.rank import RankEngine
@@ -37,7 +40,7 @@ class Memory:
         What the rank holds of the decoder.
     file : WeightFile
         The checkpoint, open.
-    weights, outliers, activations, kv, page_size, place
+    weights, encoding, activations, kv, page_size, place, placement
         As of the decoder.
     """
 
@@ -48,20 +51,25 @@ class Memory:
         mine: RankPlan,
         file: WeightFile,
         *,
-        weights: str | None,
-        outliers: float,
+        weights: Weights,
+        encoding: Encoding,
         activations: str,
         kv: str,
         page_size: int,
         place: Place,
+        placement: Placement,
     ) -> None:
         self.encoder = encoder
         program = fuse(partition(build_memory(spec), mine))
-        self.weights = RankWeights(program, file, weights, outliers)
+        self.weights = RankWeights(program, file, weights, encoding=encoding)
         self.weights.settle(place)
         self.storage = KVStorage(
             program.layers, page_size, program.n_kv_heads, spec.head_dim, kv,
             place.purposed("the cache of the encoder's keys and values"),
+            (
+                place.purposed("the host's part of the encoder's keys and values").mapped(),
+                placement.host_layers(len(program.layers)),
+            ),
         )  # fmt: skip
         self.table = PageTable(page_size)
         self._executor = make_executor(
@@ -92,10 +100,12 @@ class Memory:
 
     def update(self, running: Sequence[Request]) -> None:
         """Read the inputs of requests that have begun, and forget those that do not run."""
-        ids = {request.id for request in running}
+        ids = {sequence for request in running for sequence in request.sequences}
         for number in [n for n in self.table.sequences if n >= 0 and n not in ids]:
             self.table.drop(number)
-        new = {r.id: r.encoder_ids or [] for r in running if r.id not in self.table}
+        new = {
+            r.id: r.encoder_ids or [] for r in running if not r.branches and r.id not in self.table
+        }
         self.add(new)
 
     def drop(self, sequence: int) -> None:
@@ -108,6 +118,7 @@ class Memory:
         mine = {
             "weight_bytes": self.weights.n_bytes,
             "kv_bytes": self.storage.n_bytes,
+            "host_bytes": self.weights.host_bytes + self.storage.host_bytes,
             "workspace_bytes": self._executor.workspace_bytes,
         }
         encoder = self.encoder.memory()

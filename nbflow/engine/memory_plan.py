@@ -1,23 +1,30 @@
 """What a model will take of each rank's memory, known before any weight is read.
 
-Weights, the pages of keys and values, and the buffers of a step.  Not counted are what the
-interpreter, the libraries and the compiled kernels take (some 200 MB for each process), tables of
-positions, and what experts use in passing.
+Weights in the layout they are computed from, the pages of keys and values, and the buffers of a
+step with the tables of positions.  Not counted are what the interpreter, the libraries and the
+compiled kernels take (some 200 MB for each process), the page tables and lists of a step, and what
+experts use in passing.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
 import nbflow_kernels as nk
+from nbflow.cache.page_table import grown
 from nbflow.engine.limits import MAX_SEQUENCES
-from nbflow.parallel.plan import make_plan
+from nbflow.engine.placement import Placement, is_host
+from nbflow.engine.sequences import most_tokens
+from nbflow.parallel import make_plan, split_replicas, world
+from nbflow.parallel.plan import RankPlan
 from nbflow.planner.model import PlannedModel, planned_model
-from nbflow.planner.stages import RankWork
-from nbflow.program.cost import workspace_bytes
+from nbflow.planner.weight_bytes import weight_bytes
+from nbflow.program import build, build_memory, fuse
+from nbflow.program.cost import FLOAT32_BYTES, kv_token_bytes, workspace_bytes
+from nbflow.program.partition import partition as cut
 from nbflow.program.records import Program
+from nbflow.spec.model_spec import RopeSpec
 from nbflow.system import available_memory_bytes
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.qmatmul.activations import Int8Rows
@@ -28,39 +35,6 @@ of memory for the processor to read ahead (with 16, reading takes up to half as 
 
 
 @dataclass(frozen=True)
-class Placement:
-    """What is to lie in the host's memory where a rank has a device of its own."""
-
-    kv_host_percent: float = 0.0
-    """Share of the keys and values, 0..100."""
-    embeddings_on_host: bool = False
-    """Whether the token embedding."""
-    cpu_layers: int = 0
-    """How many layers are computed by the host, too."""
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.kv_host_percent <= 100:
-            raise UsageError(f"kv_host_percent must be in 0..100, got {self.kv_host_percent:g}")
-        if self.cpu_layers < 0:
-            raise UsageError(f"cpu_layers must be at least 0, got {self.cpu_layers}")
-
-    @property
-    def note(self) -> str:
-        """What to tell who has asked for something on a host without devices; empty for nothing."""
-        asked = [
-            f"{name}={value:g}" if not isinstance(value, bool) else name
-            for name, value in dataclasses.asdict(self).items()
-            if value
-        ]
-        if not asked:
-            return ""
-        return (
-            f"everything lies in the host's memory and is computed by its processor, so that "
-            f"{', '.join(asked)} change{'s' if len(asked) == 1 else ''} nothing"
-        )
-
-
-@dataclass(frozen=True)
 class RankMemory:
     """What one rank takes."""
 
@@ -68,20 +42,31 @@ class RankMemory:
     weight_bytes: int
     kv_bytes: int
     workspace_bytes: int
+    host_bytes: int = 0
+    """Of the weights and the keys and values: what lies in the host's memory, beside a device."""
 
     @property
     def total_bytes(self) -> int:
         """All of it."""
         return self.weight_bytes + self.kv_bytes + self.workspace_bytes
 
+    @property
+    def place_bytes(self) -> int:
+        """What it takes where it computes: on its device, or of the host's memory."""
+        return self.total_bytes - self.host_bytes
+
 
 @dataclass(frozen=True)
 class MemoryPlan:
     """What a model takes, and of what."""
 
+    partition: str
+    """Which ranks hold what."""
     ranks: tuple[RankMemory, ...]
+    devices: tuple[str, ...]
+    """Where each rank computes."""
     max_sequences: int
-    """Requests that run at once."""
+    """Requests that run at once; with replicas on each of them."""
     kv_tokens: int
     """Tokens whose keys and values there is room for."""
     available_bytes: int
@@ -89,39 +74,66 @@ class MemoryPlan:
     note: str
     """What has been asked for and changes nothing."""
 
+    @property
+    def host_bytes(self) -> int:
+        """What all ranks take of the host's memory."""
+        return sum(
+            r.total_bytes if device == "cpu" else r.host_bytes
+            for r, device in zip(self.ranks, self.devices, strict=True)
+        )
+
     def __str__(self) -> str:
         """Return the plan as a table in MB."""
+        on_devices = any(device != "cpu" for device in self.devices)
         rows = [["rank", "weights", "KV", "workspace", "total"]]
-        for r in self.ranks:
-            sizes = (r.weight_bytes, r.kv_bytes, r.workspace_bytes, r.total_bytes)
-            rows.append([str(r.rank), *(f"{n / 1e6:,.1f}" for n in sizes)])
+        if on_devices:
+            rows[0] += ["device", "on it", "on the host"]
+        for r, device in zip(self.ranks, self.devices, strict=True):
+            sizes = [r.weight_bytes, r.kv_bytes, r.workspace_bytes, r.total_bytes]
+            row = [str(r.rank), *map(_megabytes, sizes)]
+            if on_devices:
+                here = 0 if device == "cpu" else r.place_bytes
+                row += [device, *map(_megabytes, (here, r.total_bytes - here))]
+            rows.append(row)
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [
             "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows
         ]
         total = sum(r.total_bytes for r in self.ranks)
+        host = f", of that on the host {_megabytes(self.host_bytes)} MB" if on_devices else ""
         lines.append(
-            f"in MB; KV for {self.kv_tokens:,} tokens, at most {self.max_sequences} requests at "
-            f"once; all ranks {total / 1e6:,.1f} MB, available on this machine "
-            f"{self.available_bytes / 1e6:,.1f} MB"
+            f"in MB; partition {self.partition!r}; KV for {self.kv_tokens:,} tokens, at most "
+            f"{self.max_sequences} requests at once; all ranks {_megabytes(total)} MB{host}, "
+            f"available on this machine {_megabytes(self.available_bytes)} MB"
         )
-        if total > self.available_bytes:
+        if self.host_bytes > self.available_bytes:
             lines.append("this does not fit if all ranks share this machine")
         return "\n".join(lines + ([f"note: {self.note}"] if self.note else []))
+
+
+def _megabytes(n: int) -> str:
+    return f"{n / 1e6:,.1f}"
 
 
 def plan_memory(
     model: str | Path,
     *,
     weights: str | None = None,
+    outliers: float = 0.0,
     activations: str = "f32",
     kv: str = "f16",
     partition: str = "0",
+    device: str = "auto",
     max_context: int | None = None,
     max_step_tokens: int = 512,
     max_sequences: int = 1,
     kv_bytes: int | None = None,
-    placement: Placement | None = None,
+    kv_host_percent: float = 0.0,
+    embeddings_on_host: bool = False,
+    cpu_layers: int = 0,
+    exchange: str = "f32",
+    optimize: str = "latency",
+    machine: str | Path | None = None,
 ) -> MemoryPlan:
     """Return what a model will take of each rank's memory; reads no weights.
 
@@ -129,12 +141,17 @@ def plan_memory(
     ----------
     model : str or Path
         As for `nbflow.load`, or a ``config.json`` alone.
-    weights, activations, kv, partition, max_context, max_step_tokens
+    weights, outliers, activations, kv, partition, max_context, max_step_tokens
         As for `nbflow.load`.
+    exchange, optimize, machine
+        As for `nbflow.load`; partition "auto" is that of the ranks mpirun has started.
+    device : str
+        As for `nbflow.load`; the device need not be there.
     max_sequences, kv_bytes
-        As for `nbflow.Engine`; without `kv_bytes`, room for `max_sequences` full contexts.
-    placement : Placement, optional
-        What is asked to lie in the host's memory.
+        As for `nbflow.Engine`; without `kv_bytes`, room for `max_sequences` full contexts.  For
+        an encoder: texts as long as its context, as many in a step as there is room for.
+    kv_host_percent, embeddings_on_host, cpu_layers
+        As for `nbflow.load`.
 
     Examples
     --------
@@ -142,41 +159,153 @@ def plan_memory(
     >>> plan.kv_tokens, len(plan.ranks)
     (1024, 1)
     """
-    planned = planned_model(model, weights)
+    planned = planned_model(model, weights).shortened(max_context)
     spec = planned.spec
-    context = min(max_context or spec.max_context, spec.max_context)
-    if not spec.causal or spec.encoder is not None:
-        raise UsageError(f"the memory of {spec.name}, which has an encoder, cannot be planned yet")
+    placement = Placement(kv_host_percent, embeddings_on_host, cpu_layers)
+    if partition == "auto":
+        from nbflow.planner import Setting, choose_partition
+
+        setting = Setting(kv=kv, activations=activations, exchange=exchange)
+        partition = choose_partition(planned, world(), optimize, machine, setting)
+    asked = device
+    partition, device = placement.divide(spec.n_layers, partition, device)
+    replicas = split_replicas(partition)
+    plans = [make_plan(spec, part, planned.block_size, exchange) for part in replicas]
+    held = [rank for plan in plans for rank in plan.ranks]
+    devices = _devices(device, len(held))
     sequences = min(max_sequences, max_step_tokens, MAX_SEQUENCES)
-    works = [RankWork(planned, r) for r in make_plan(spec, partition, planned.block_size).ranks]
-    pages = sequences * -(-context // PAGE_SIZE)
-    page_bytes = [PAGE_SIZE * work.kv_token_bytes(kv) for work in works]
+    counted = _Counted(planned, activations, kv, max_step_tokens, sequences, outliers)
     if kv_bytes is not None:
-        pages = min(kv_bytes // n for n in page_bytes)
-    ranks = tuple(
-        RankMemory(
-            work.plan.rank,
-            work.weight_bytes(),
-            pages * n,
-            buffer_bytes(work.program, planned, activations, max_step_tokens, sequences),
+        counted.pages = min(kv_bytes // counted.page_bytes(r) for r in held)
+    encoders: list[RankPlan] = []
+    if spec.encoder is not None:
+        theirs = [make_plan(spec.encoder, part, planned.block_size) for part in replicas]
+        encoders = [rank for plan in theirs for rank in plan.ranks]
+    ranks = []
+    for index, (rank, on) in enumerate(zip(held, devices, strict=True)):
+        here = Placement() if on == "cpu" else placement
+        parts = [counted.rank(rank, on, here)]
+        if encoders:
+            parts += counted.encoded(rank, encoders[index], on, here)
+        sums = [sum(numbers) for numbers in zip(*parts, strict=True)]
+        ranks.append(RankMemory(rank.rank, *sums))
+    note = placement.note if is_host(asked) else ""
+    tokens = counted.pages * PAGE_SIZE
+    return MemoryPlan(
+        partition, tuple(ranks), devices, sequences, tokens, available_memory_bytes(), note
+    )  # fmt: skip
+
+
+def _devices(device: str, n_ranks: int) -> tuple[str, ...]:
+    """Return where each rank computes: "cpu", or a device's name."""
+    names = [name.strip().replace("auto", "cpu") for name in device.split(",")]
+    if len(names) not in (1, n_ranks):
+        raise UsageError(
+            f"device={device!r} names {len(names)} devices for {n_ranks} ranks; give one for all, "
+            "or one for each"
         )
-        for work, n in zip(works, page_bytes, strict=True)
-    )
-    note = "" if placement is None else placement.note
-    return MemoryPlan(ranks, sequences, pages * PAGE_SIZE, available_memory_bytes(), note)
+    return tuple(names * n_ranks if len(names) == 1 else names)
+
+
+Sizes = tuple[int, int, int, int]
+"""Bytes of weights, keys and values, and buffers; and what of the first two is on the host."""
+
+
+class _Counted:
+    """A model in the setting it is to run in."""
+
+    def __init__(
+        self,
+        model: PlannedModel,
+        activations: str,
+        kv: str,
+        max_step_tokens: int,
+        sequences: int,
+        outliers: float,
+    ) -> None:
+        self._model, self._activations, self._kv = model, activations, kv
+        self._most, self._sequences, self._outliers = max_step_tokens, sequences, outliers
+        context = model.spec.max_context
+        if model.spec.causal:
+            self._n_tokens, self._n_logits = max_step_tokens, sequences
+            self.pages = sequences * -(-context // PAGE_SIZE)
+        else:  # no text is cut, and all its rows are wanted
+            together = self._together(model, most_tokens(model.spec, max_step_tokens))
+            self._n_tokens = self._n_logits = together * context
+            self.pages = grown(together * -(-context // PAGE_SIZE))
+
+    def page_bytes(self, rank: RankPlan) -> int:
+        """Return the bytes of a page of a rank's layers."""
+        return self._page_bytes(cut(build(self._model.spec), rank))
+
+    def rank(self, rank: RankPlan, device: str, placement: Placement) -> Sizes:
+        """Return what a rank takes of the model itself."""
+        program = fuse(cut(build(self._model.spec), rank))
+        rows = self._n_tokens, self._n_logits
+        return self._sizes(program, self._model, self.pages, rows, device, placement)
+
+    def encoded(
+        self, rank: RankPlan, encoder: RankPlan, device: str, placement: Placement
+    ) -> list[Sizes]:
+        """Return what it takes of the encoder, and of what is kept of the encoder's output."""
+        model = self._model.encoder
+        assert model is not None
+        context = model.spec.max_context
+        theirs = _Counted(
+            model, self._activations, self._kv, self._most, self._sequences, self._outliers
+        )
+        program = fuse(cut(build_memory(self._model.spec), rank))
+        pages = grown(self._sequences * -(-context // PAGE_SIZE))
+        rows = self._together(model, self._most) * context, 0
+        kept = self._sizes(program, self._model, pages, rows, device, placement)
+        return [theirs.rank(encoder, device, placement), kept]
+
+    def _together(self, model: PlannedModel, most: int) -> int:
+        """Return how many texts of full length go into a step; a longer one runs alone."""
+        return max(1, min(self._sequences, most // model.spec.max_context))
+
+    def _page_bytes(self, program: Program) -> int:
+        return PAGE_SIZE * len(program.layers) * kv_token_bytes(program, self._kv)
+
+    def _sizes(
+        self,
+        program: Program,
+        model: PlannedModel,
+        pages: int,
+        rows: tuple[int, int],
+        device: str,
+        placement: Placement,
+    ) -> Sizes:
+        held = weight_bytes(program, model, device != "cpu", self._outliers)
+        kv = pages * self._page_bytes(program)
+        n_layers = len(program.layers)
+        far = kv * placement.host_layers(n_layers) // n_layers if n_layers else 0
+        far += held.table_bytes if placement.embeddings_on_host else 0
+        return (
+            held.n_bytes, kv, buffer_bytes(program, model, self._activations, *rows, device), far
+        )  # fmt: skip
 
 
 def buffer_bytes(
-    program: Program, model: PlannedModel, activations: str, n_tokens: int, n_logits: int
+    program: Program,
+    model: PlannedModel,
+    activations: str,
+    n_tokens: int,
+    n_logits: int,
+    device: str = "cpu",
 ) -> int:
-    """Return the bytes of a program's buffers for steps of this size."""
+    """Return the bytes of a program's buffers for steps of this size, and of its rotations."""
     n_tokens, n_logits = max(n_tokens, 8), max(n_logits, 8)
     total = workspace_bytes(program, n_tokens, n_logits)
+    ropes: set[RopeSpec] = {op.attrs["rope"] for op in program.ops if op.kind == "rope"}
+    total += FLOAT32_BYTES * program.spec.max_context * sum(rope.dim for rope in ropes)
     int8: dict[int, int] = {}
     for op in program.ops:
         blocks = any(nk.FORMATS[model.format_of(w.name)].block_size > 1 for w in op.weights)
-        if op.kind == "linear" and activations == "int8" and blocks:
+        if op.kind == "linear" and activations == "int8" and blocks and device == "cpu":
             buffer = program.buffers[op.inputs[0]]
             rows = n_tokens if buffer.rows == "tokens" else n_logits
             int8[buffer.width] = max(rows, int8.get(buffer.width, 0))
-    return total + sum(Int8Rows.size(rows, columns) for columns, rows in int8.items())
+    for columns, rows in int8.items():
+        total += int(Int8Rows.size(rows, columns))
+    return total

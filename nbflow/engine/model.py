@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow.decoding import Parameters, Strategy
+from nbflow.decoding import Search, Strategy
+from nbflow.engine.asking import checked_request
 from nbflow.engine.checks import check_ids, check_types
+from nbflow.engine.drafting import Drafter, Proposals, proposals
 from nbflow.engine.generation import Generation, text_of
 from nbflow.engine.outcome import Output
-from nbflow.engine.propose import Draft, make_proposer
+from nbflow.engine.propose import Draft, attach
 from nbflow.engine.rank import RankEngine
 from nbflow.engine.request import Request
 from nbflow.engine.search import SEARCHES, search
@@ -88,6 +91,16 @@ class Model:
         """Give the model back."""
         if self.engine is engine:
             self.engine = None
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process says what the ranks of the model do."""
+        return bool(self.engines) and self.engines[0].comm.rank == 0
+
+    @functools.cached_property
+    def drafter(self) -> Drafter:
+        """What lets this model propose tokens to another one's requests."""
+        return Drafter(self)
 
     @property
     def participates(self) -> bool:
@@ -403,7 +416,7 @@ class Model:
         self,
         prompt: str | Sequence[int] | NDArray[Any],
         max_tokens: int = 128,
-        decoding: str | Strategy = "greedy",
+        decoding: str | Strategy | Search = "greedy",
         seed: int = 0,
         ignore_eos: bool = False,
         decoder_ids: Sequence[int] | None = None,
@@ -412,50 +425,17 @@ class Model:
         draft_verify: str = "same",
         **parameters: Any,
     ) -> Request:
-        """Return a checked request; parameters as in `generate`."""
-        if not self.spec.causal or not self.spec.head:
-            raise UsageError(
-                f"{self.spec.name} is an encoder and cannot continue a text; use hidden(), embed() "
-                "or logits()"
-            )
-        named = decoding if isinstance(decoding, str) and decoding != "auto" else None
-        asked = Parameters.parse(
-            {
-                **parameters, "max_tokens": max_tokens, "decoding": named, "seed": seed,
-                "ignore_eos": ignore_eos,
-            }
+        """Return a checked request; parameters as in `generate`.
+
+        `decoding` may also be a search, `nbflow.decoding.BeamSearch` or `ContrastiveSearch`; the
+        first takes no `stop` texts, and neither takes a draft or parameters of strategies.
+        """
+        request = checked_request(
+            self, prompt, max_tokens, decoding, seed, ignore_eos, decoder_ids, parameters,
+            drafted=draft is not None,
         )  # fmt: skip
-        if asked.n != 1:
-            raise UsageError("n belongs to generate_batch; submit as many requests as are wanted")
-        known = self._end_ids()
-        strategy = asked.strategy(
-            self.spec.vocab_size, self._tokenizer, known, self.defaults,
-            decoding if isinstance(decoding, Strategy) else None,
-        )  # fmt: skip
-        if asked.stop_texts:
-            _ = self.tokenizer  # it is needed
-        if isinstance(prompt, str):
-            prompt = self.tokenizer.encode(prompt, add_special_tokens=True)
-        encoder_ids = None
-        if self.spec.encoder is not None:
-            encoder_ids, prompt = self.check_encoder_ids(prompt), self._decoder_prompt(decoder_ids)
-        elif decoder_ids is not None:
-            raise UsageError(
-                f"{self.spec.name} has no encoder; give all tokens as the prompt, without "
-                "decoder_ids"
-            )
-        ids = self.check_ids(prompt, room=1)
-        room = self.spec.max_context - len(ids)
-        request = Request(
-            ids, min(max_tokens, room), strategy, seed, frozenset(asked.end_ids(known)), encoder_ids
-        )
-        request.n_top_logprobs = min(asked.logprobs or 0, self.spec.vocab_size)
-        request.prompt_logprobs = asked.prompt_logprobs
-        request.stop_texts = asked.stop_texts
-        request.include_stop_text = asked.include_stop_str_in_output
         if draft is not None:
-            request.proposer = make_proposer(draft, self, request, draft_verify)
-            request.n_proposed = n_draft
+            attach(draft, self, request, n_draft, draft_verify)
         return request
 
     def run_requests(
@@ -479,7 +459,7 @@ class Model:
         stopping = Stopping(lambda: self.tokenizer)
         try:
             while any(r.finish_reason is None for r in requests):
-                outputs: list[Output] = self.call("advance", burst_s)[0]
+                outputs: list[Output] = self.call("advance", burst_s, self.proposed())[0]
                 # others' requests may run, too: of a stream that is not read to its end
                 outputs = [o for o in outputs if o.request.id in numbers]
                 for output in outputs:
@@ -498,6 +478,20 @@ class Model:
             with contextlib.suppress(Exception):
                 for number in numbers:
                     self.call("end", number, "abort")
+                for request in requests:
+                    if request.drafter is not None:
+                        request.drafter.forget(request)
+
+    def proposed(self) -> Proposals | None:
+        """Return what draft models propose for the next step, the same on every rank."""
+        first = self.engines[0]
+        running = first.scheduler.running
+        if not any(r.n_proposed and r.proposer is None for r in running):
+            return None
+        found = proposals(running, first.scheduler.max_step_tokens) if self.leads else None
+        if not self.is_team and self.engine is None:  # an engine tells the others itself
+            found = first.comm.bcast_object(found)
+        return found
 
     def copies(self, request: Request) -> list[Request]:
         """Return a request for each rank of this process, the first of them itself."""
@@ -507,21 +501,24 @@ class Model:
         """Return what a request that has ended came to."""
         return Generation.of(request, text_of(request, self._tokenizer))
 
-    def _end_ids(self) -> tuple[int, ...]:
+    def generations(self, request: Request) -> list[Generation]:
+        """Return all that the search of a request has found, best first; else its continuation."""
+        one = self.generation(request)
+        return [
+            one.replaced(found, request.stop_ids, self._tokenizer) for found in request.found
+        ] or [one]
+
+    @property
+    def end_ids(self) -> tuple[int, ...]:
+        """Tokens that end a text: the checkpoint's and the tokenizer's."""
         # a GGUF file states one; its vocabulary knows the end of a turn, too
         known = () if self._tokenizer is None else self._tokenizer.eos_ids
         return (*self.spec.eos_token_ids, *known)
 
-    def _decoder_prompt(self, decoder_ids: Sequence[int] | None) -> Sequence[int]:
-        """Return the first tokens of the decoder."""
-        if decoder_ids is not None:
-            return decoder_ids
-        if self.spec.decoder_start_id is None:
-            raise UsageError(
-                f"the configuration of {self.spec.name} has no decoder_start_token_id; give the "
-                "decoder's first tokens as decoder_ids"
-            )
-        return [self.spec.decoder_start_id]
+    @property
+    def found_tokenizer(self) -> Tokenizer | None:
+        """The tokenizer if there is one."""
+        return self._tokenizer
 
     def check_encoder_ids(self, ids: Sequence[int] | NDArray[Any] | None) -> list[int] | None:
         """Return the encoder's token ids, checked; None if there is no encoder."""

@@ -8,7 +8,7 @@ to the same state.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -26,6 +26,7 @@ from nbflow.engine.draw import (
 )
 from nbflow.engine.request import Request, TopLogprobs
 from nbflow.engine.scheduler import Work
+from nbflow.engine.searching import advance, compute_rows, empty_rows
 from nbflow.engine.verify import verify_chain
 from nbflow_kernels._dispatch import on_host
 from nbflow_kernels.errors import UsageError
@@ -44,6 +45,12 @@ class Output:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[TopLogprobs] = field(default_factory=list)
 
+    def add(self, request: Request, n_before: int) -> None:
+        """Take the tokens behind the first `n_before` of a request."""
+        self.tokens = request.ids[n_before:]
+        self.logprobs = request.logprobs[n_before:]
+        self.top_logprobs = request.top_logprobs[n_before:]
+
 
 @dataclass
 class Outcome:
@@ -54,27 +61,36 @@ class Outcome:
     token proposed to it.  The token is NaN where it did not come out."""
     prompt: Drawn
     """A row for each prompt token whose log-probability is wanted and became known."""
+    searches: list[np.ndarray] = field(default_factory=list)
+    """What each search is told; see `nbflow.engine.searching.empty_rows`."""
     errors: dict[int, Exception] = field(default_factory=dict)
     """What went wrong where a row of `drawn` is `NO_TOKEN`; on the head's rank."""
 
     @classmethod
-    def empty(cls, works: Sequence[Work]) -> Outcome:
+    def empty(cls, works: Sequence[Work], n_vocab: int) -> Outcome:
         """Return room for a step's numbers."""
-        draws = [w.request for w in works if w.draws for _ in range(1 + len(w.drafts))]
+        draws = [w.request for w in works if _is_drawn(w) for _ in range(1 + len(w.drafts))]
         known = [w.request.prompt_logprobs or 0 for w in works for _ in _prompt_rows(w)]
         width = FIRST + 2 * max(known, default=0)
-        return cls(Drawn.empty(draws), Drawn(np.full((len(known), width), math.nan)))
+        prompt = Drawn(np.full((len(known), width), math.nan))
+        return cls(Drawn.empty(draws), prompt, empty_rows(works, n_vocab))
 
     @property
     def arrays(self) -> list[np.ndarray]:
         """What the other ranks must be told."""
-        return [a for a in (self.drawn.array, self.prompt.array) if a.size]
+        return [a for a in (self.drawn.array, self.prompt.array, *self.searches) if a.size]
 
-    def compute(self, logits: np.ndarray, works: Sequence[Work]) -> None:
-        """Fill in the numbers from the logits of the step, which may lie on a device."""
+    def compute(
+        self, logits: np.ndarray, works: Sequence[Work], hidden: Callable[[], np.ndarray]
+    ) -> None:
+        """Fill in the numbers from the logits of the step, and its hidden states if need be.
+
+        The logits may lie on a device.
+        """
         self._read_prompts(logits, works)
+        compute_rows(self.searches, works, logits, hidden)
         rows = _drawing_rows(works)
-        drawing = [w for w in works if w.draws]
+        drawing = [w for w in works if _is_drawn(w)]
         requests = [w.request for w in drawing for _ in range(1 + len(w.drafts))]
         if not requests:
             return
@@ -147,14 +163,20 @@ class Outcome:
     def apply(self, works: Sequence[Work]) -> list[Output]:
         """Give the requests what came out, and return it."""
         outputs, row, prompt_row = [], 0, 0
+        searches = iter(self.searches)
         for work in works:
             request, output, draws = work.request, Output(work.request), work.draws
             for _ in _prompt_rows(work):
                 top = self.prompt.top(prompt_row, request.prompt_logprobs or 0)
                 request.prompt_results.append((float(self.prompt.array[prompt_row, 1]), top))
                 prompt_row += 1
-            request.n_done += work.n_tokens
-            if draws:
+            if not request.branches:
+                request.n_done += work.n_tokens
+            if draws and request.search is not None:
+                n_before = len(request.ids)
+                advance(request, next(searches))
+                output.add(request, n_before)
+            elif draws:
                 n_rows = 1 + len(work.drafts)
                 self._accept(work, row, n_rows, output)
                 row += n_rows
@@ -173,9 +195,7 @@ class Outcome:
                 request.fail(self.errors.get(i) or UsageError("no token could be drawn"))
                 break
             request.accept(int(token), logprob, self.drawn.top(i, request.n_top_logprobs))
-        output.tokens = request.ids[n_before:]
-        output.logprobs = request.logprobs[n_before:]
-        output.top_logprobs = request.top_logprobs[n_before:]
+        output.add(request, n_before)
         if work.drafts:
             n_right = max(0, len(output.tokens) - 1)
             request.n_done += n_right
@@ -188,8 +208,8 @@ def verify(logits: np.ndarray, request: Request, drafts: Sequence[int]) -> list[
 
     The tokens are drawn as if there had been no proposal, each after those before it; the first
     that differs from the proposed one is the last whose logits are right.  So the result is, bit
-    for bit, the one without proposals, whatever the strategy.  A proposer that says what it drew
-    from (`probs`) wants another verification, `nbflow.engine.verify`.
+    for bit, the one without proposals, whatever the strategy.  `Request.verifies_chain` wants
+    another verification, `nbflow.engine.verify`.
 
     Parameters
     ----------
@@ -200,9 +220,10 @@ def verify(logits: np.ndarray, request: Request, drafts: Sequence[int]) -> list[
     drafts : sequence of int
         The proposed tokens.
     """
-    probs = getattr(request.proposer, "probs", None)
-    if probs is not None:
-        return verify_chain(on_host(logits), request, drafts, probs[: len(drafts)])
+    if request.verifies_chain:
+        assert request.draft_probs is not None
+        probs = request.draft_probs[: len(drafts)]
+        return verify_chain(on_host(logits), request, drafts, probs)
     compiled, tokens = request.strategy.compiled, list[int]()
     drawn = draw_ahead(logits, request) if compiled else _draw_on(on_host(logits), request)
     for i, token in enumerate(drawn):
@@ -231,12 +252,17 @@ def _prompt_rows(work: Work) -> range:
     return range(begin, min(request.n_done + work.n_tokens, len(request.prompt) - 1))
 
 
+def _is_drawn(work: Work) -> bool:
+    """Return whether a strategy draws a token, as no search does."""
+    return work.draws and work.request.search is None
+
+
 def _drawing_rows(works: Sequence[Work]) -> list[int]:
     """Return which rows of the logits draw tokens."""
     rows: list[int] = []
     end = 0
     for work in works:
         end += work.n_logits
-        if work.draws:
+        if _is_drawn(work):
             rows += range(end - 1 - len(work.drafts), end)
     return rows

@@ -63,7 +63,7 @@ class Pipeline:
     def _is_short(self) -> bool:
         """Return whether some request might have to give its pages back in the next step."""
         scheduler = self._rank.scheduler
-        return scheduler.table.n_available < len(scheduler.running)
+        return scheduler.table.n_available < scheduler.width
 
     def _begin_step(self, outputs: list[Output]) -> bool:
         """Run this rank's part of a step; False if there is nothing to run."""

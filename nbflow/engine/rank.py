@@ -6,10 +6,12 @@ tokens and tells the others.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import platform
 import time
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,12 +20,15 @@ import numpy as np
 from nbflow.cache import PageTable, make_storage
 from nbflow.decoding.strategy import no_distribution
 from nbflow.engine.burst import MAX_STEPS, Burst
+from nbflow.engine.drafting import Proposals
 from nbflow.engine.memory import Memory
 from nbflow.engine.memory_plan import PAGE_SIZE
 from nbflow.engine.outcome import Outcome, Output
 from nbflow.engine.pipeline import Pipeline
+from nbflow.engine.placement import Placement
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.scheduler import Scheduler, Work
+from nbflow.engine.searching import follow
 from nbflow.engine.sequences import MAX_LOGIT_BYTES, Sequences
 from nbflow.execute import (
     HOST,
@@ -34,14 +39,18 @@ from nbflow.execute import (
     make_executor,
     make_step,
 )
+from nbflow.execute.encode import Encoding
 from nbflow.execute.weights import stored_bytes
 from nbflow.parallel.comm import Comm
+from nbflow.parallel.links import Links
 from nbflow.parallel.plan import Plan, make_plan
 from nbflow.program import build, fuse, partition
 from nbflow.program.cost import bytes_sent
 from nbflow.spec.model_spec import ModelSpec
+from nbflow.status import WAITING, WORKING, status
 from nbflow.system import available_memory_bytes, peak_rss_bytes, reset_peak_rss
 from nbflow.weights import WeightFile
+from nbflow.weights_policy import Weights
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.threads import set_num_threads
 
@@ -73,10 +82,14 @@ class RankEngine:
         All ranks of the plan, in its order.
     groups : dict
         The communicators of the stages this rank belongs to, from `make_groups`.
-    spec, weights, outliers, activations, kv, threads, max_step_tokens
+    spec, weights, encoding, activations, kv, threads, max_step_tokens
         As in `nbflow.load`, resolved.
     place : Place
         Where weights, pages and buffers live.
+    links : Links, optional
+        The communicators for arrays on devices, from `make_links`.
+    placement : Placement
+        What of it lies in the host's memory, if the place is a device.
     """
 
     def __init__(
@@ -87,41 +100,48 @@ class RankEngine:
         groups: dict[tuple[int, ...], Comm],
         *,
         spec: ModelSpec,
-        weights: str | None,
-        outliers: float,
+        weights: Weights,
+        encoding: Encoding,
         activations: str,
         kv: str,
         threads: int,
         max_step_tokens: int,
         page_size: int = PAGE_SIZE,
         place: Place = HOST,
+        links: Links | None = None,
+        placement: Placement | None = None,
     ) -> None:
         reset_peak_rss()
         self._threads = threads
         set_num_threads(threads)
         self.plan, self.comm, self.spec = plan, comm, spec
+        placement = (placement or Placement()).on(place)
         options: dict[str, Any] = {
-            "weights": weights, "outliers": outliers, "activations": activations, "kv": kv,
-            "page_size": page_size, "place": place,
+            "weights": weights, "encoding": encoding, "activations": activations, "kv": kv,
+            "page_size": page_size, "place": place, "placement": placement,
         }  # fmt: skip
         self.encoded: Memory | None = None
         if spec.encoder is not None:
             encoder_plan = make_plan(spec.encoder, plan.partition, plan.block_size)
             encoder = RankEngine(
                 encoder_plan, file, comm, groups, spec=spec.encoder, threads=threads,
-                max_step_tokens=max_step_tokens, **options,
+                max_step_tokens=max_step_tokens, links=links, **options,
             )  # fmt: skip
             self.encoded = Memory(encoder, spec, plan.ranks[comm.rank], file, **options)
         self.mine = plan.ranks[comm.rank]
         self.program = fuse(partition(build(spec), self.mine))
         started, before = time.perf_counter(), file.bytes_read
-        self.weights = RankWeights(self.program, file, weights, outliers)
-        self.weights.settle(place)
+        self.weights = RankWeights(self.program, file, weights, encoding=encoding)
+        self.weights.settle(place, placement.embeddings_on_host)
         self.load_seconds = time.perf_counter() - started
         self.bytes_read = file.bytes_read - before
         self.storage = make_storage(
             spec, self.program.layers, page_size, self.program.n_kv_heads, kv,
             place.purposed("the key/value cache"),
+            (
+                place.purposed("the host's part of the key/value cache").mapped(),
+                placement.host_layers(len(self.program.layers)),
+            ),
         )  # fmt: skip
         self.max_step_tokens = max_step_tokens
         self.table = PageTable(page_size)
@@ -130,8 +150,8 @@ class RankEngine:
             self.program, self.weights, self.storage, comm, plan.numbers, activations,
             None if self.encoded is None else self.encoded.storage, place=place,
         )  # fmt: skip
-        self._groups = groups
-        self.executor.set_groups(groups)
+        self._comms = [comm, *groups.values(), *(links.comms if links else ())]
+        self.executor.set_groups(groups, links)
         self._head = plan.numbers.index(plan.head_rank)
         self._sequences = Sequences(self)
         n_stages = plan.ranks[-1].stage + 1
@@ -150,7 +170,12 @@ class RankEngine:
 
     def sequences(self, method: str, *args: Any) -> Any:
         """Call a method of `Sequences`."""
-        return getattr(self._sequences, method)(*args)
+        with self._watched():
+            return getattr(self._sequences, method)(*args)
+
+    def _watched(self) -> contextlib.AbstractContextManager[None]:
+        """Return what a step is run in, so that it is noticed if it never ends."""
+        return status.watched() if self.comm.size > 1 else contextlib.nullcontext()
 
     def run_step(
         self,
@@ -193,16 +218,26 @@ class RankEngine:
         self.end_all()
         if self.table.sequences:
             raise UsageError("a session has sequences on this model; close it first")
-        self._limits = limits
         if self._pipeline is not None:
             self._pipeline.end_all()
+        self.executor.forget()
         self.storage.release()
-        self.table = PageTable(self.storage.page_size, max_pages)
+        self._begin((None, None, None, False))
         if max_pages is not None:  # an engine's: all the memory it will take is taken now
-            self.table.grow(max_pages)
-            self.storage.ensure(max_pages)
-            tokens = max_step_tokens or self.max_step_tokens
-            self.executor.reserve(tokens, max_sequences or tokens)
+            try:
+                self.storage.ensure(max_pages)
+                tokens = max_step_tokens or self.max_step_tokens
+                self.executor.reserve(tokens, max_sequences or tokens)
+            except UsageError:  # there is no room: go on as before
+                self.storage.release()
+                raise
+        self._begin(limits)
+
+    def _begin(self, limits: tuple[int | None, int | None, int | None, bool]) -> None:
+        """Have an empty cache with these limits."""
+        max_step_tokens, max_sequences, max_pages, prefix_cache = self._limits = limits
+        self.table = PageTable(self.storage.page_size, max_pages)
+        self.table.grow(max_pages or 0)
         self.scheduler = Scheduler(
             self.table,
             max_step_tokens or self.max_step_tokens,
@@ -235,13 +270,21 @@ class RankEngine:
         for request in self.scheduler.requests:
             self.end(request.id, reason)
 
-    def advance(self, burst_s: float) -> list[Output]:
+    def advance(self, burst_s: float, proposed: Proposals | None = None) -> list[Output]:
         """Run a step, or a burst of at most `burst_s` seconds, and return what came out.
+
+        `proposed` are tokens of a draft model (`nbflow.engine.drafting`), which this step verifies.
 
         A step that fails ends the requests that were in it, where this is the only rank; among
         several, who fails leaves the others waiting in the middle of a step, so the error is
         raised.
         """
+        for request in self.scheduler.running:
+            request.proposed = None if proposed is None else proposed.get(request.id)
+        with self._watched():
+            return self._advance(burst_s)
+
+    def _advance(self, burst_s: float) -> list[Output]:
         if self._pipeline is not None:
             outputs = self._pipeline.advance()
             self._remove_ended(outputs)
@@ -281,25 +324,28 @@ class RankEngine:
 
     def begin_step(self, works: Sequence[Work]) -> Outcome:
         """Run one step; on the rank with the head, draw, and tell the others."""
-        tokens = [w.request.pending[: w.n_tokens] + w.drafts for w in works]
+        parts = [part for work in works for part in work.parts]
         rows: list[int] = []
         end = 0
-        for work, ids in zip(works, tokens, strict=True):
-            end += len(ids)
+        for work in works:
+            end += work.n_tokens + len(work.drafts)
             rows += range(end - work.n_logits, end)
-        self.run_step([w.request.id for w in works], tokens, rows)
-        outcome = Outcome.empty(works)
+        self.run_step([sequence for sequence, _ in parts], [ids for _, ids in parts], rows)
+        outcome = Outcome.empty(works, self.spec.vocab_size)
         if self.comm.rank == self._head and rows:
-            outcome.compute(self.executor.logits(len(rows)), works)
+            logits = self.executor.logits(len(rows))
+            outcome.compute(logits, works, lambda: self.executor.buffer("y", len(rows)))
             for array in outcome.arrays:
                 self._post(array)
         return outcome
 
     def end_step(self, works: Sequence[Work], outcome: Outcome) -> list[Output]:
         """Give the requests of a step what it gave."""
-        if self.comm.rank != self._head:
+        if self.comm.rank != self._head and outcome.arrays:
+            status.set(WAITING, "draw")
             for array in outcome.arrays:
                 self.comm.Recv(array, self._head)
+            status.set(WORKING, "draw")
         # some may have been ended while the step was on its way
         ended = {w.request.id for w in works if w.request.finish_reason is not None}
         outputs = [o for o in outcome.apply(works) if o.request.id not in ended]
@@ -309,11 +355,23 @@ class RankEngine:
                 continue
             if work.drafts:
                 self.table.truncate(request.id, request.n_done)
-            self._commit(request)
+            if not request.branches:
+                self._commit(request)
+            if request.searching is not None and request.finish_reason is None:
+                self._follow(request)
         return outputs
 
+    def _follow(self, request: Request) -> None:
+        """Let the sequences of a search follow what it has decided."""
+        forks = follow(request, self.table, self.scheduler.numbers)
+        if self.encoded is not None:
+            for old, new in forks:
+                self.encoded.table.fork(old, new)
+
     def _commit(self, request: Request) -> None:
-        if self.scheduler.prefix_cache and self.table.has_full_page(request.id):
+        if not self.scheduler.prefix_cache or request.error is not None:
+            return
+        if self.table.has_full_page(request.id):
             self.table.commit(request.id, request.prompt + request.ids)
 
     def _can_burst(self, works: Sequence[Work]) -> bool:
@@ -321,7 +379,8 @@ class RankEngine:
         return (
             isinstance(self.executor, CpuExecutor)
             and self.comm.size == 1
-            and all(w.request.is_generating and w.request.proposer is None for w in works)
+            and all(w.request.is_generating and w.request.n_proposed == 0 for w in works)
+            and all(w.request.search is None for w in works)
             and len(works) == len(self.scheduler.running)
             and Burst.fits([w.request for w in works])
         )
@@ -386,14 +445,16 @@ class RankEngine:
     def _prepare(self) -> None:
         """Have threads and pages as the next step needs them."""
         set_num_threads(self._threads)  # another model of this thread may have changed it
-        self.storage.ensure(self.table.n_pages)
+        if self.table.n_pages > self.storage.n_pages:
+            self.executor.forget()  # or the pages of before stay beside the new ones
+            self.storage.ensure(self.table.n_pages)
         self.storage.copy_pages(self.table.take_copies())
 
     def _run(self, step: Step) -> None:
         self._prepare()
         self.executor.run(step)
         if self.comm.size > 1:
-            self._predicted_bytes += self._bytes_sent(len(step.ids), len(step.logit_rows))
+            self._predicted_bytes += sum(self._bytes_sent(*n) for n in self.executor.sizes(step))
 
     def _post(self, array: np.ndarray) -> None:
         """Send every other rank an array that this one, with the head, has computed."""
@@ -410,11 +471,7 @@ class RankEngine:
                 self._predicted_bytes += array.nbytes * (self.comm.size - 1)
 
     def _sent(self) -> dict[str, int]:
-        total = dict(self.comm.sent)
-        for group in self._groups.values():
-            for kind, n in group.sent.items():
-                total[kind] = total.get(kind, 0) + n
-        return total
+        return dict(sum((comm.sent for comm in self._comms), Counter()))
 
     def reset_traffic(self) -> None:
         """Count the bytes sent from here on."""
@@ -434,17 +491,15 @@ class RankEngine:
 
     def exchange_error(self) -> dict[str, float]:
         """Return what rounding partial sums has cost: `Comm.rounding_error`, the largest."""
-        errors = (group.rounding_error for group in self._groups.values())
+        errors = (comm.rounding_error for comm in self._comms)
         return {"rounding_error": max(errors, default=0.0)}
 
-    def page_memory(self) -> dict[str, int]:
-        """Return the bytes of a page, those that are available, and how many ranks share these."""
-        machine = self.comm.gather_object(platform.node())
-        hosts = self.comm.bcast_object(machine)
+    def page_memory(self) -> dict[str, Any]:
+        """Return the bytes of a page, those that are available, and which machine has them."""
         return {
             "page_bytes": self.storage.page_bytes,
             "available_bytes": available_memory_bytes(),
-            "sharing": hosts.count(platform.node()),
+            "host": platform.node(),
         }
 
     def memory(self) -> dict[str, int]:
@@ -454,11 +509,13 @@ class RankEngine:
             "weight_bytes": self.weights.n_bytes,
             "matrix_bytes": self.matrix_bytes,
             "kv_bytes": self.storage.n_bytes,
+            "host_bytes": self.weights.host_bytes + self.storage.host_bytes,
             "workspace_bytes": self.executor.workspace_bytes,
-            "peak_rss_bytes": peak_rss_bytes(),
         }
         more = {} if self.encoded is None else self.encoded.memory()
-        return {key: n + more.get(key, 0) for key, n in held.items()}
+        whole = {key: n + more.get(key, 0) for key, n in held.items()}
+        used = self.executor.place.used_bytes
+        return {**whole, "device_used_bytes": used, "peak_rss_bytes": peak_rss_bytes()}
 
     @property
     def matrix_bytes(self) -> int:

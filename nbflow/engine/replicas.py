@@ -11,7 +11,6 @@ from nbflow.engine.generation import Generation
 from nbflow.engine.model import STREAM_BURST_S, Model
 from nbflow.engine.request import Request
 from nbflow.parallel import Comm, Plan
-from nbflow_kernels.errors import UsageError
 
 
 class Replicas(Model):
@@ -39,31 +38,46 @@ class Replicas(Model):
             first.spec, plan, first._tokenizer, first.engines, first._team, first.threads,
             first.defaults, first._why_no_tokenizer,
         )  # fmt: skip
-        self._mine = mine
+        self.mine = mine
+        """The replicas of this process."""
         self._comm = comm
-        self._index = index
-        self._n = n
+        self.index = index
+        """Which of them is the first of these."""
+        self.n = n
+        """How many there are."""
 
     def close(self) -> None:
         """Close all replicas of this process."""
-        for model in self._mine:
+        for model in self.mine:
             model.close()
         self.engines, self._team = [], None
 
-    def claim(self, engine: object) -> None:
-        """Refuse: an engine runs one model."""
-        raise UsageError(
-            f"an engine runs one model, and partition {self.plan.partition!r} has {self._n}; "
-            "start an engine (a server) for each replica"
-        )
+    @property
+    def leads(self) -> bool:
+        """Whether this process says what all replicas do."""
+        return self.index == 0 and super().leads
+
+    @property
+    def begins(self) -> bool:
+        """Whether this process says what the ranks of its replica do."""
+        return super().leads
+
+    @property
+    def hosts(self) -> list[str]:
+        """Names of the machines of all ranks, each of which must ask."""
+        return [rank["host"] for rank in self.gather("page_memory")]
+
+    def tell(self, value: Any) -> Any:
+        """Return what the first rank of the first replica says, on every rank of all of them."""
+        return self._comm.bcast_object(value)
 
     def stream(self, *args: Any, **options: Any) -> Iterator[int]:
         """As `Model.stream`, by each process's own replica."""
-        yield from self._mine[0].stream(*args, **options)
+        yield from self.mine[0].stream(*args, **options)
 
     def generate(self, *args: Any, **options: Any) -> Generation:
         """As `Model.generate`, by each process's own replica."""
-        return self._mine[0].generate(*args, **options)
+        return self.mine[0].generate(*args, **options)
 
     def run_requests(
         self,
@@ -76,13 +90,13 @@ class Replicas(Model):
         These are the first tokens, when every request has one, and the rest at the end; all events
         must be taken.
         """
-        if len(self._mine) > 1:
+        if len(self.mine) > 1:
             yield self._run_all(requests, burst_s, share_prompts)
             return
-        own = list(range(self._index, len(requests), self._n))
+        own = list(range(self.index, len(requests), self.n))
         meetings = 0
         mine = [requests[i] for i in own]
-        for events in self._mine[0].run_requests(mine, burst_s, share_prompts):
+        for events in self.mine[0].run_requests(mine, burst_s, share_prompts):
             yield [(own[i], token, logprob) for i, token, logprob in events]
             if meetings == 0 and all(requests[i].ids for i in own):
                 meetings += 1
@@ -96,12 +110,12 @@ class Replicas(Model):
         """Run every replica in a thread, and return what came out."""
 
         def run(index: int) -> None:
-            mine = requests[index :: self._n]
-            for _ in self._mine[index].run_requests(mine, burst_s, share_prompts):
+            mine = requests[index :: self.n]
+            for _ in self.mine[index].run_requests(mine, burst_s, share_prompts):
                 pass
 
-        with ThreadPoolExecutor(self._n) as pool:
-            list(pool.map(run, range(self._n)))
+        with ThreadPoolExecutor(self.n) as pool:
+            list(pool.map(run, range(self.n)))
         return [
             (i, token, logprob)
             for i, request in enumerate(requests)
@@ -110,14 +124,14 @@ class Replicas(Model):
 
     def _meet(self, requests: list[Request]) -> list[tuple[int, int, float]]:
         """Give all ranks what every replica has so far; return what is new here."""
-        own = [(r.ids, r.logprobs, r.finish_reason) for r in requests[self._index :: self._n]]
-        everywhere = self._comm.bcast_object(self._comm.gather_object((self._index, own)))
+        own = [(r.ids, r.logprobs, r.finish_reason) for r in requests[self.index :: self.n]]
+        everywhere = self._comm.bcast_object(self._comm.gather_object((self.index, own)))
         events = []
         for index, results in dict(everywhere).items():
-            if index == self._index:
+            if index == self.index:
                 continue
             for i, (ids, logprobs, reason) in zip(
-                itertools.count(index, self._n), results, strict=False
+                itertools.count(index, self.n), results, strict=False
             ):
                 request = requests[i]
                 new = range(len(request.ids), len(ids))
@@ -127,13 +141,13 @@ class Replicas(Model):
 
     def reset_traffic(self) -> None:
         """Count the bytes sent between ranks of each replica from here on."""
-        for model in self._mine:
+        for model in self.mine:
             model.reset_traffic()
 
     def gather(self, method: str) -> list[dict[str, Any]]:
         """Return the results of all ranks of all replicas, on every one of them."""
-        parts = [model.gather(method) for model in self._mine]
-        if len(self._mine) == 1:
-            everywhere = self._comm.bcast_object(self._comm.gather_object((self._index, parts[0])))
+        parts = [model.gather(method) for model in self.mine]
+        if len(self.mine) == 1:
+            everywhere = self._comm.bcast_object(self._comm.gather_object((self.index, parts[0])))
             parts = [part for _, part in sorted(dict(everywhere).items())]
         return [rank for part in parts for rank in part]

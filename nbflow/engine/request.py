@@ -7,9 +7,16 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
 
 from nbflow.decoding import State, Strategy
+from nbflow.decoding.contrastive import History
+from nbflow.decoding.search import Continuation, Search, SearchState
+
+if TYPE_CHECKING:
+    from nbflow.engine.drafting import Drafter
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 """Why a request ended: an end token; max_tokens or the context; the user; its time; a failure."""
@@ -56,8 +63,14 @@ class Request:
     """Requests share pages of the prefix cache only with those of the same salt."""
     proposer: Proposer | None = None
     """Proposes tokens that are then verified several at a time, if there is one."""
+    drafter: Drafter | None = None
+    """The same by a model, for several requests at once; only where the steps are led."""
+    verifies_chain: bool = False
+    """Whether its tokens are verified by their probabilities, `nbflow.engine.verify`."""
     n_proposed: int = 0
-    """At most so many tokens are asked of the proposer."""
+    """At most so many tokens are asked of the proposer or the drafter."""
+    search: Search | None = None
+    """Chooses the tokens instead of the strategy, following several continuations at once."""
 
     id: int = -1
     """The scheduler's number for it."""
@@ -75,6 +88,10 @@ class Request:
     """Tokens of the prompt that were taken from the prefix cache."""
     n_preempted: int = 0
     """How often its pages were taken away, and computed again later."""
+    proposed: tuple[int, list[int]] | None = None
+    """What the drafter proposes behind so many new tokens."""
+    draft_probs: np.ndarray | None = None
+    """What each of these was drawn from, float32 (n, V), for verification as a chain."""
     n_drafted: int = 0
     """Tokens proposed so far."""
     n_accepted: int = 0
@@ -87,10 +104,30 @@ class Request:
     """How many of `ids` the state knows."""
     error: Exception | None = None
     """What happened, if it ended with "error"."""
+    searching: SearchState | None = None
+    """The search, once the prompt is read."""
+    branches: list[int] = field(default_factory=list)
+    """Sequences of the page table for the continuations that the search follows."""
+    history: History | None = None
+    """Hidden states that the search compares with; on the rank that draws."""
+    found: list[Continuation] = field(default_factory=list)
+    """What the search has found, best first; `ids` are the first of them."""
+
+    @property
+    def width(self) -> int:
+        """Most tokens that it runs in a step once it generates, proposed ones aside."""
+        return 1 if self.search is None else self.search.width
+
+    @property
+    def sequences(self) -> list[int]:
+        """Its sequences in the page table."""
+        return self.branches or [self.id]
 
     @property
     def n_pending(self) -> int:
         """Number of tokens that have not been run yet."""
+        if self.branches:
+            return len(self.branches)
         return len(self.prompt) + len(self.ids) - self.n_done
 
     @property
@@ -103,8 +140,16 @@ class Request:
 
     @property
     def is_generating(self) -> bool:
-        """Whether only the last new token has not been run yet."""
+        """Whether only the last new token, of each continuation, has not been run yet."""
+        if self.search is not None:
+            return bool(self.branches)
         return bool(self.ids) and self.n_pending == 1
+
+    @property
+    def wants_all_rows(self) -> bool:
+        """Whether something is to be told about all tokens that run, not only about the last."""
+        compares = self.search is not None and self.search.compares and not self.branches
+        return compares or self.wants_prompt_logits
 
     @property
     def wants_prompt_logits(self) -> bool:
@@ -120,7 +165,19 @@ class Request:
     def copy(self) -> Request:
         """Return the request for another rank: equal, with lists and a state of its own."""
         own: dict[str, Any] = {"ids": [], "logprobs": [], "top_logprobs": [], "prompt_results": []}
-        return dataclasses.replace(self, **own, state=None, proposer=copy.deepcopy(self.proposer))
+        own |= {"drafter": None, "proposed": None, "draft_probs": None}
+        own |= {"branches": [], "found": [], "state": None, "searching": None, "history": None}
+        return dataclasses.replace(self, **own, proposer=copy.deepcopy(self.proposer))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what other processes are told: a model stays where it is."""
+        return {**self.__dict__, "drafter": None}
+
+    def restart(self) -> None:
+        """Forget what was computed: prompt and new tokens are read again."""
+        self.n_done = 0
+        self.branches, self.searching, self.history = [], None, None
+        self.n_preempted += 1
 
     def fail(self, error: Exception) -> None:
         """End with an error."""

@@ -22,6 +22,7 @@ The scheduler knows nothing of time: every rank runs its own, and all of them de
 from __future__ import annotations
 
 import bisect
+import itertools
 import logging
 from array import array
 from collections.abc import Collection, Sequence
@@ -30,7 +31,7 @@ from hashlib import blake2b
 
 from nbflow.cache.page_table import PageTable
 from nbflow.cache.prefix import Chain
-from nbflow.engine.request import Proposer, Request
+from nbflow.engine.request import Request
 from nbflow_kernels.errors import UsageError
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,18 @@ class Work:
     """Proposed tokens that run behind them."""
 
     @property
+    def parts(self) -> list[tuple[int, list[int]]]:
+        """The sequences of the page table that run, and their tokens."""
+        request = self.request
+        if request.branches:
+            assert request.searching is not None
+            return [
+                (sequence, [token])
+                for sequence, token in zip(request.branches, request.searching.tokens, strict=True)
+            ]
+        return [(request.id, request.pending[: self.n_tokens] + self.drafts)]
+
+    @property
     def draws(self) -> bool:
         """Whether a new token comes out."""
         return self.n_tokens == self.request.n_pending and self.request.max_tokens > 0
@@ -57,7 +70,8 @@ class Work:
     @property
     def n_logits(self) -> int:
         """Number of tokens, the last ones of the work, whose logits are wanted."""
-        if self.request.wants_prompt_logits or self.drafts:
+        request = self.request
+        if request.wants_all_rows or request.branches or self.drafts:
             return self.n_tokens + len(self.drafts)
         return int(self.draws)
 
@@ -65,6 +79,18 @@ class Work:
 def order(request: Request) -> tuple[int, int]:
     """Return what requests are sorted by."""
     return request.priority, request.id
+
+
+def room_for(request: Request, max_pages: int, page_size: int) -> int:
+    """Return how many new tokens there are pages for, if the request has all of them.
+
+    Continuations of a search share the pages of the prompt; each has a copy of the last one, and
+    pages of its own.
+    """
+    if request.search is None:
+        return max_pages * page_size - len(request.prompt) + 1
+    n_prompt = -(-len(request.prompt) // page_size)
+    return ((max_pages - n_prompt) // request.width - 1) * page_size
 
 
 @dataclass
@@ -89,7 +115,7 @@ class _Step:
         n_tokens = min(n_tokens, self.room)
         if len(self.works) >= self.most:
             return None
-        if request.wants_prompt_logits:
+        if request.wants_all_rows:
             n_tokens = min(n_tokens, self.logit_room)
             self.logit_room -= n_tokens
         if n_tokens < 1:
@@ -120,7 +146,8 @@ class Scheduler:
     max_step_tokens : int
         Most tokens in one step.
     max_sequences : int, optional
-        Most requests that run at once; by default, and at most, as many as a step has tokens.
+        Most sequences that run at once; by default, and at most, as many as a step has tokens.
+        A search counts as many as it follows.
     max_logit_rows : int, optional
         Most tokens of a step whose logits are wanted besides those that draw a token.
     prefix_cache : bool
@@ -146,25 +173,32 @@ class Scheduler:
         """In order."""
         self.n_preemptions = 0
         self._chains: dict[int, Chain] = {}  # of waiting requests
-        self._next_id = 0
+        self.numbers = itertools.count()
+        """Numbers for further sequences of the page table."""
 
     # ---- requests -----------------------------------------------------------------------------
 
     def check(self, request: Request) -> None:
         """Raise `UsageError` if a request could never run, even alone."""
+        if request.width > self.max_sequences:
+            raise UsageError(
+                f"the search follows {request.width} continuations, but at most "
+                f"{self.max_sequences} sequences run at once (max_sequences, max_step_tokens)"
+            )
         most = self.table.max_pages * self.table.page_size
-        if request.max_length > most:
+        room = room_for(request, self.table.max_pages, self.table.page_size)
+        if max(1, request.max_tokens) > room:
+            many = "" if request.search is None else f" for {request.width} continuations"
             raise UsageError(
                 f"the request may come to {request.max_length} tokens ({len(request.prompt)} of "
-                f"the prompt, max_tokens {request.max_tokens}), but the key/value cache holds "
-                f"{most}; shorten it, or give the cache more memory (kv_bytes)"
+                f"the prompt, max_tokens {request.max_tokens}{many}), but the key/value cache "
+                f"holds {most}; shorten it, or give the cache more memory (kv_bytes)"
             )
 
     def add(self, request: Request) -> None:
         """Take a new request; it gets the next number."""
         self.check(request)
-        request.id = self._next_id
-        self._next_id += 1
+        request.id = next(self.numbers)
         bisect.insort(self.waiting, request, key=order)
 
     def remove(self, request: Request) -> None:
@@ -173,20 +207,31 @@ class Scheduler:
             if request in requests:
                 requests.remove(request)
         self._chains.pop(request.id, None)
-        if request.id in self.table:
-            self.table.drop(request.id)
+        self._drop(request)
+
+    def _drop(self, request: Request) -> None:
+        """Give a request's pages back; what they hold of it may be of use to others."""
+        keep = self.prefix_cache and request.error is None and not request.branches
+        ids = (request.prompt + request.ids)[: request.n_done] if keep else ()
+        for sequence in request.sequences:
+            if sequence in self.table:
+                self.table.drop(sequence, ids)
 
     @property
     def requests(self) -> list[Request]:
         """All requests, running and waiting."""
         return [*self.running, *self.waiting]
 
+    @property
+    def width(self) -> int:
+        """Most tokens of the running requests in a step in which all of them generate."""
+        return sum(request.width for request in self.running)
+
     def preempt(self, request: Request) -> None:
         """Take a running request's pages away; it waits to be computed again."""
-        self.table.drop(request.id)
+        self._drop(request)
         self.running.remove(request)
-        request.n_done = 0
-        request.n_preempted += 1
+        request.restart()
         self.n_preemptions += 1
         bisect.insort(self.waiting, request, key=order)
 
@@ -211,6 +256,8 @@ class Scheduler:
         if not busy:
             self._make_way()
         for request in list(self.running):
+            if request.finish_reason is not None:  # it ended in a step that is just over
+                continue
             if request.id not in busy and request.is_generating and request in self.running:
                 self._generate(step, request)
         for i, request in enumerate(self.running):
@@ -224,21 +271,21 @@ class Scheduler:
         """Give a generating request its token, taking pages from the last in order if need be."""
         if len(step.works) >= step.most:
             return
-        while not self.table.try_reserve(request.id, 1):
+        while not all(self.table.try_reserve(s, 1) for s in request.sequences):
             last = next(r for r in reversed(self.running) if r.id not in step.busy)
             step.take_back(last)
             self.preempt(last)
             if last is request:
                 return
-        work = step.give(request, 1)
+        work = step.give(request, request.n_pending)
         assert work is not None  # there are no more sequences than tokens in a step
-        if request.proposer is not None:
-            self._draft(step, work, request.proposer)
+        if request.proposer is not None or request.proposed is not None:
+            self._draft(step, work)
 
-    def _draft(self, step: _Step, work: Work, propose: Proposer) -> None:
-        """Ask for proposals, as many as leave a token to everybody else."""
+    def _draft(self, step: _Step, work: Work) -> None:
+        """Take proposals, as many as leave a token to everybody else."""
         request = work.request
-        others = sum(r.id not in step.works for r in self.running)
+        others = sum(r.width for r in self.running if r.id not in step.works)
         room = min(
             request.n_proposed,
             request.max_tokens - len(request.ids) - 1,
@@ -247,18 +294,27 @@ class Scheduler:
         )
         if room < 1:
             return
-        try:
-            drafts = [int(i) for i in propose([*request.prompt, *request.ids], room)][:room]
-        except Exception:  # a guess is not worth the request
-            logger.exception("the proposer of request %d raised; it is not asked again", request.id)
-            request.proposer = None
-            return
+        drafts = self._proposed(request, room)
         if drafts and self.table.try_reserve(request.id, 1 + len(drafts)):
             step.add_drafts(work, drafts)
 
+    @staticmethod
+    def _proposed(request: Request, n: int) -> list[int]:
+        """Return at most `n` tokens that may follow."""
+        if request.proposed is not None:
+            (n_ids, tokens), request.proposed = request.proposed, None
+            return tokens[:n] if n_ids == len(request.ids) else []
+        assert request.proposer is not None
+        try:
+            return [int(i) for i in request.proposer([*request.prompt, *request.ids], n)][:n]
+        except Exception:  # a guess is not worth the request
+            logger.exception("the proposer of request %d raised; it is not asked again", request.id)
+            request.proposer = None
+            return []
+
     def _next_waiting(self) -> list[Request]:
         """Return the waiting requests that there are places for."""
-        return self.waiting[: max(0, self.max_sequences - len(self.running))]
+        return self.waiting[: max(0, self.max_sequences - self.width)]
 
     @staticmethod
     def _read_prompt(step: _Step, request: Request, behind: Sequence[Request]) -> None:
@@ -299,14 +355,15 @@ class Scheduler:
 
     def _fits(self, request: Request) -> bool:
         """Return whether there is a place and, besides one for each running one, pages."""
-        if len(self.running) >= self.max_sequences:
+        if self.width + request.width > self.max_sequences:
             return False
         needed = self.table.needed(self._chain(request), request.n_pending)
-        return not self.running or needed + len(self.running) <= self.table.n_available
+        return not self.running or needed + self.width <= self.table.n_available
 
     def _chain(self, request: Request) -> Chain | None:
         """Return the names of a waiting request's pages, if it may use the cache."""
-        if not self.prefix_cache or request.prompt_logprobs is not None:
+        compares = request.search is not None and request.search.compares
+        if not self.prefix_cache or compares or request.prompt_logprobs is not None:
             return None
         if request.id not in self._chains:
             more = array("i", request.encoder_ids or ()).tobytes() + request.cache_salt.encode()

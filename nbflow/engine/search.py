@@ -7,17 +7,15 @@ import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from numpy.typing import NDArray
 
-from nbflow.decoding.beam import Beams, BeamSearch, Hypothesis
+from nbflow.decoding.beam import BeamSearch
 from nbflow.decoding.contrastive import ContrastiveSearch
-from nbflow.engine.draw import top_log_probabilities
+from nbflow.decoding.parameters import Parameters
+from nbflow.decoding.search import Search
 from nbflow.engine.generation import Generation
 from nbflow.engine.request import Request
-from nbflow.engine.session import Session
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.logits import log_softmax
 
 if TYPE_CHECKING:
     from nbflow.engine.model import Model
@@ -63,7 +61,9 @@ def beam_search(
     Raises
     ------
     UsageError
-        If a parameter is out of range, or an engine runs the model.
+        If a parameter is out of range, or an engine runs the model: submit a request to that,
+        ``engine.submit(model.make_request(prompt, 64, BeamSearch(num_beams=4, n=2)))``, whose
+        handle has `results`.
 
     Examples
     --------
@@ -75,20 +75,11 @@ def beam_search(
     """
     if not 1 <= n <= num_beams:
         raise UsageError(f"n must be in 1..num_beams, 1..{num_beams}, got {n}")
-    search = BeamSearch(num_beams, length_penalty, early_stopping)
+    search = BeamSearch(num_beams, length_penalty, early_stopping, n)
     request = model.make_request(
-        prompt, max_tokens, "greedy", 0, ignore_eos, decoder_ids, stop_token_ids=stop_token_ids
+        prompt, max_tokens, search, 0, ignore_eos, decoder_ids, stop_token_ids=stop_token_ids
     )
-    beams = Beams(search, request.max_tokens, request.stop_ids)
-    with model.session() as session:
-        held = [session.begin(request.encoder_ids)]
-        tokens = [request.prompt]
-        while not beams.done:
-            rows = session.run(dict(zip(held, tokens, strict=True)), last=True)
-            beams.advance(log_softmax(np.concatenate([rows[s].logits for s in held])))
-            held = _follow(session, held, beams.parents)
-            tokens = [[h.ids[-1]] for h in beams.running]
-    return [_generation(model, request, h) for h in beams.finished[:n]]
+    return _run(model, request)
 
 
 def contrastive_search(
@@ -130,25 +121,32 @@ def contrastive_search(
     """
     search = ContrastiveSearch(top_k, penalty_alpha)
     request = model.make_request(
-        prompt, max_tokens, "greedy", 0, ignore_eos, decoder_ids, stop_token_ids=stop_token_ids
+        prompt, max_tokens, search, 0, ignore_eos, decoder_ids, stop_token_ids=stop_token_ids
     )
-    with model.session() as session:
-        held = session.begin(request.encoder_ids)
-        first = session.run({held: request.prompt}, hidden=True)[held]
-        assert first.hidden is not None
-        row, before = first.logits[-1:], first.hidden
-        while request.finish_reason is None:
-            ids, logprobs = top_log_probabilities(row, search.top_k)
-            forks = [session.fork(held) for _ in ids[0]]
-            found = session.run(dict(zip(forks, ids.T.tolist(), strict=True)), hidden=True)
-            hidden = np.concatenate([found[s].hidden for s in forks])
-            best = search.choose(np.exp(logprobs[0]), hidden, before)
-            before = np.concatenate([before, hidden[best : best + 1]])
-            row = found[forks[best]].logits
-            session.drop(held, *forks[:best], *forks[best + 1 :])
-            held = forks[best]
-            request.accept(int(ids[0, best]), float(logprobs[0, best]))
-    return model.generation(request)
+    return _run(model, request)[0]
+
+
+def check_search(search: Search, asked: Parameters, drafted: bool) -> None:
+    """Raise `UsageError` if a request asks for what a search does not do."""
+    free = {"max_tokens", "seed", "ignore_eos", "stop_token_ids", "logprobs", "prompt_logprobs"}
+    name = search.name
+    if name == "contrastive":  # its text comes as it goes
+        free |= {"stop", "include_stop_str_in_output"}
+    nothing = Parameters()
+    for field in dataclasses.fields(asked):
+        if field.name not in free and getattr(asked, field.name) != getattr(nothing, field.name):
+            raise UsageError(f"a {name} search has no parameter {field.name!r}; leave it out")
+    if drafted:
+        raise UsageError(f"a {name} search takes no draft")
+    if asked.max_tokens < 1:
+        raise UsageError(f"a {name} search needs max_tokens of at least 1, got {asked.max_tokens}")
+
+
+def _run(model: Model, request: Request) -> list[Generation]:
+    """Run a request to its end and return what its search has found."""
+    for _ in model.run_requests([request]):
+        pass
+    return model.generations(request)
 
 
 SEARCHES = ("beam", "contrastive")
@@ -167,28 +165,3 @@ def search(model: Model, name: str, prompt: Prompt, max_tokens: int, **options: 
             )
     found = function(model, prompt, max_tokens, **options)
     return found[0] if isinstance(found, list) else found
-
-
-def _follow(session: Session, held: list[int], parents: Sequence[int]) -> list[int]:
-    """Return sequences that go on as these parents did, and drop all others."""
-    free = set(held)
-    following = []
-    for parent in parents:
-        if held[parent] in free:  # the first child goes on in its parent's place
-            free.discard(held[parent])
-            following.append(held[parent])
-        else:
-            following.append(session.fork(held[parent]))
-    session.drop(*free)
-    return following
-
-
-def _generation(model: Model, request: Request, found: Hypothesis) -> Generation:
-    """Return a continuation without its end token."""
-    ids, logprobs = list(found.ids), list(found.logprobs)
-    ended = ids[-1] in request.stop_ids
-    if ended:
-        del ids[-1], logprobs[-1]
-    done = dataclasses.replace(request, ids=ids, logprobs=logprobs)
-    done.finish_reason = "stop" if ended else "length"
-    return dataclasses.replace(model.generation(done), score=found.score)

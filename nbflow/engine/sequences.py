@@ -12,12 +12,18 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nbflow.engine.pieces import Piece, pieces
+from nbflow.spec.model_spec import ModelSpec
 
 if TYPE_CHECKING:
     from nbflow.engine.rank import RankEngine
 
 MAX_LOGIT_BYTES = 64 * 2**20
 """Logits of all positions are computed in pieces of at most this size."""
+
+
+def most_tokens(spec: ModelSpec, max_step_tokens: int) -> int:
+    """Return the most tokens in a step whose logits are all wanted."""
+    return max(1, min(max_step_tokens, MAX_LOGIT_BYTES // (4 * spec.vocab_size)))
 
 
 class Sequences:
@@ -30,8 +36,7 @@ class Sequences:
     @property
     def _most_tokens(self) -> int:
         """Most tokens in a step whose logits are all wanted."""
-        rank = self._rank
-        return max(1, min(rank.max_step_tokens, MAX_LOGIT_BYTES // (4 * rank.spec.vocab_size)))
+        return most_tokens(self._rank.spec, self._rank.max_step_tokens)
 
     def open(self, encoder_ids: Sequence[int] | None = None) -> int:
         """Begin an empty sequence and return its number."""

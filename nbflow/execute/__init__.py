@@ -28,7 +28,9 @@ __all__ = [
 def make_executor(*args: Any, place: Place = HOST, **options: Any) -> Executor:
     """Return the executor of a place; further parameters as of `Executor`."""
     if place.on_host:
-        return CpuExecutor(*args, place=place, **options)
+        from nbflow.execute.overlap import OverlappingExecutor
+
+        return OverlappingExecutor(*args, place=place, **options)
     from nbflow.execute.cuda import CudaExecutor
 
     return CudaExecutor(*args, place=place, **options)

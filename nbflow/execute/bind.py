@@ -18,7 +18,7 @@ import nbflow_kernels as nk
 from nbflow.cache.storage import LAYOUT
 from nbflow.execute.step_arrays import StepArrays
 from nbflow.program.cost import is_rounded
-from nbflow.program.records import Op
+from nbflow.program.records import COMMUNICATION, Op
 from nbflow.status import WAITING, WORKING, status
 from nbflow_kernels import families
 from nbflow_kernels._jit import njit
@@ -45,6 +45,11 @@ class PythonOp:
 
     kind: str
     call: Callable[[], Any]
+
+    @property
+    def is_exchange(self) -> bool:
+        """Return whether ranks meet in it."""
+        return self.kind in COMMUNICATION
 
 
 Made = list[Call] | PythonOp
@@ -214,12 +219,15 @@ class Binder:
 
     def ops(self) -> Iterator[tuple[Op, Made]]:
         """Yield each op with what it has become."""
-        program = self._executor.program
-        for index, op in enumerate(program.ops):
-            buffer = program.buffers.get(op.out)
-            if len(self._arrays.logit_rows) == 0 and buffer is not None and buffer.rows == "logits":
-                continue
-            yield op, getattr(self, f"_{op.kind}")(op, index)
+        for index, op in enumerate(self._executor.program.ops):
+            if not self._is_idle(op):
+                yield op, getattr(self, f"_{op.kind}")(op, index)
+
+    def _is_idle(self, op: Op) -> bool:
+        """Return whether an op has no rows to compute."""
+        buffer = self._executor.program.buffers.get(op.out)
+        no_logits = len(self._arrays.logit_rows) == 0
+        return no_logits and buffer is not None and buffer.rows == "logits"
 
     def _view(self, name: str) -> Any:
         return self._executor.view(name, len(self._arrays.ids), len(self._arrays.logit_rows))
@@ -363,7 +371,7 @@ class Binder:
         keys, values = storage.layers[op.layer or 0]
         return self._captured(
             op, kernels.append_paged_kv_cache, k, v, arrays.batch_indices, arrays.positions, keys,
-            values, arrays.kv_indices, arrays.kv_indptr, LAYOUT, storage.format.kind,
+            values, arrays.kv_indices, arrays.kv_indptr, LAYOUT, storage.kinds,
         )  # fmt: skip
 
     def _attention(self, op: Op, index: int) -> Made:
@@ -376,7 +384,7 @@ class Binder:
         storage = step.storage
         keys, values = storage.layers[op.layer or 0]
         with capture() as attends:
-            cpu.attend(step.plan, q, keys, values, out, None, storage.format.kind)
+            cpu.attend(step.plan, q, keys, values, out, None, storage.kinds)
         calls = [dataclasses.replace(c, n_rows=step.n_shares) for c in attends.calls]
         if step.merges:
             with capture() as merges:
@@ -477,7 +485,7 @@ class Binder:
 
         def call() -> None:
             for peer in peers:
-                comm.Send(x, peer)
+                comm.Send_later(x, peer)
 
         return self._exchange(op, call)
 

@@ -2,20 +2,21 @@
 
 A launcher is called anew for every step: it computes a grid and starts kernels, and nothing waits
 for the device.  What the host knows and kernels need (which rows, which pages) is copied once per
-step; the sums between ranks go through host memory.
+step; what ranks send each other is in `exchange_cuda`.
 """
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import nbflow_kernels as nk
 from nbflow.cache.storage import LAYOUT
-from nbflow.execute.bind import Binder, PythonOp
+from nbflow.execute.bind import Made, PythonOp
+from nbflow.execute.bind_fused import bind_fused
+from nbflow.execute.exchange_cuda import CudaExchanges
 from nbflow.execute.step_arrays import DeviceArrays, StepArrays
 from nbflow.program.records import Op
 from nbflow_kernels.errors import UsageError
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from nbflow.execute.cuda import CudaExecutor
 
 
-class CudaBinder(Binder):
+class CudaBinder(CudaExchanges):
     """Binds the ops of an executor's program to one shape of step."""
 
     variant = "cuda"
@@ -34,6 +35,34 @@ class CudaBinder(Binder):
         super().__init__(executor, host)  # attention's work is divided on the host
         self._host = host
         self._arrays: Any = device
+        self.executor = executor
+
+    @property
+    def arrays(self) -> Any:
+        """Return the step's numbers on the device."""
+        return self._arrays
+
+    def view(self, name: str) -> Any:
+        """Return a buffer's rows of the step."""
+        return self._view(name)
+
+    def ops(self) -> Iterator[tuple[Op, Made]]:
+        """Yield each op, or the first of several that one kernel runs, with what it has become."""
+        ops, index = self.executor.program.ops, 0
+        while index < len(ops):
+            op, last = ops[index], index
+            if not self._is_idle(op):
+                made, last = self._fused(index)
+                yield op, made or getattr(self, f"_{op.kind}")(op, index)
+            index = last + 1
+
+    def _fused(self, index: int) -> tuple[PythonOp | None, int]:
+        """Return the launch of the most ops from one on that a kernel runs, and the last one."""
+        for fusion in self.executor.fusions.get(index, ()):
+            made = bind_fused(self, fusion)
+            if made is not None:
+                return made, fusion.last
+        return None, index
 
     def _placed(self, array: np.ndarray) -> Any:
         return self._executor.place.put(array)
@@ -123,8 +152,8 @@ class CudaBinder(Binder):
         _, _, D_qk, D_vo = step.plan.heads
         q, out = self._heads(op.inputs[0], D_qk), self._heads(op.out, D_vo)
         keys, values = step.storage.layers[op.layer or 0]
-        attend, kind = self._kernels("attention").attend, step.storage.format.kind
-        return self._captured(op, attend, step.plan, q, keys, values, out, None, kind)
+        attend, kinds = self._kernels("attention").attend, step.storage.kinds
+        return self._captured(op, attend, step.plan, q, keys, values, out, None, kinds)
 
     _cross_attention = _attention
 
@@ -137,7 +166,7 @@ class CudaBinder(Binder):
         return self._captured(
             op, self._kernels("kvcache").append_paged_kv_cache, k, v, arrays.batch_indices,
             arrays.positions, keys, values, arrays.kv_indices, arrays.kv_indptr, LAYOUT,
-            storage.format.kind,
+            storage.kinds,
         )  # fmt: skip
 
     def _input(self, op: Op, index: int) -> PythonOp:
@@ -162,48 +191,3 @@ class CudaBinder(Binder):
             nk.fused_moe(x, gates, downs, scores, chosen, up=ups, activation=activation, out=out)
 
         return PythonOp(op.kind, call)
-
-    # ---- communication, through host memory ---------------------------------------------------
-
-    def _all_reduce(self, op: Op, index: int) -> PythonOp:
-        group, x = self._executor.groups[op.attrs["ranks"]], self._view(op.out)
-
-        def call() -> None:
-            host = x.get()
-            group.Allreduce(host)
-            x.set(host)
-
-        return PythonOp(op.kind, call)
-
-    def _all_gather(self, op: Op, index: int) -> PythonOp:
-        group = self._executor.groups[op.attrs["ranks"]]
-        x, out = self._view(op.inputs[0]), self._view(op.out)
-
-        def call() -> None:
-            host = np.empty(out.shape, np.float32)
-            group.Allgather_columns(x.get(), host, op.attrs["widths"])
-            out.set(host)
-
-        return PythonOp(op.kind, call)
-
-    def _send(self, op: Op, index: int) -> PythonOp:
-        x, comm = self._view(op.inputs[0]), self._executor.comm
-        peers = [self._executor.numbers.index(rank) for rank in op.attrs["peers"]]
-
-        def call() -> None:
-            host = x.get()
-            for peer in peers:
-                comm.Send(host, peer)
-
-        return PythonOp(op.kind, call)
-
-    def _recv(self, op: Op, index: int) -> PythonOp:
-        peer = self._executor.numbers.index(op.attrs["peer"])
-        out, receive = self._view(op.out), self._executor.comm.Recv
-
-        def call(receive: Callable[..., Any]) -> None:
-            host = np.empty(out.shape, np.float32)
-            receive(host, peer)
-            out.set(host)
-
-        return PythonOp(op.kind, functools.partial(call, receive))

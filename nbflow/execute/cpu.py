@@ -22,7 +22,6 @@ from nbflow.execute.bind import Binder, PythonOp, is_blocks
 from nbflow.execute.executor import Executor
 from nbflow.execute.step import Step
 from nbflow.execute.step_arrays import StepArrays
-from nbflow.status import status
 from nbflow_kernels.calls import Call, CallList
 from nbflow_kernels.qmatmul.activations import Int8Rows
 from nbflow_kernels.threads import count_kernel_seconds, get_team
@@ -88,17 +87,15 @@ class CpuExecutor(Executor):
                 rows = n_tokens if buffer.rows == "tokens" else n_logits
                 self.int8_rows(rows, buffer.width)
 
+    def bind_anew(self) -> None:
+        """Forget what the program was bound to: operands or settings have changed."""
+        self._bound.clear()
+
     def run(self, step: Step) -> None:
         """Run the program once; results are in its buffers."""
         segments = self._prepared(step).segments
-        try:
-            for segment in segments:
-                self._run_segment(segment)
-        except BaseException:
-            status.failed()
-            raise
-        if self.comm.size > 1:
-            status.idle()
+        for segment in segments:
+            self._run_segment(segment)
 
     def run_repeated(
         self, step: Step, key: Any, further: Callable[[Bound], Sequence[Call]], n: int, stop: Any
@@ -168,6 +165,10 @@ class CpuExecutor(Executor):
         for kind, share in zip(segment.kinds, cycles / max(1, cycles.sum()), strict=True):
             seconds[kind] += spent * share
 
+    def forget(self) -> None:
+        """See `Executor.forget`."""
+        self._bound.clear()
+
     # ---- binding ------------------------------------------------------------------------------
 
     def _prepared(self, step: Step) -> Bound:
@@ -178,7 +179,8 @@ class CpuExecutor(Executor):
         key = n_tokens, n_logits, n_sequences, get_team().n
         bound = self._bound.pop(key, None)
         if bound is None or bound.storages != self._storages() or not _holds(bound.room, step):
-            if self._reserve(n_tokens, n_logits):
+            stale = bound is not None and bound.storages != self._storages()
+            if self._reserve(n_tokens, n_logits) or stale:
                 self._bound.clear()
             while len(self._bound) >= MAX_BOUND:  # the one used longest ago goes first
                 del self._bound[next(iter(self._bound))]

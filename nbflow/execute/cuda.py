@@ -16,6 +16,7 @@ import numpy as np
 from nbflow.execute.bind import PythonOp
 from nbflow.execute.bind_cuda import CudaBinder
 from nbflow.execute.executor import Executor
+from nbflow.execute.fusions import find_fusions
 from nbflow.execute.step import Step
 from nbflow.execute.step_arrays import DeviceArrays, StepArrays
 
@@ -42,6 +43,11 @@ class CudaExecutor(Executor):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._bound: dict[tuple[int, ...], Bound] = {}
+        self.fusions = find_fusions(self.program)
+
+    def forget(self) -> None:
+        """See `Executor.forget`."""
+        self._bound.clear()
 
     def buffer(self, name: str, n_rows: int) -> np.ndarray:
         """Return the first rows of a buffer, as the last step left them, in host memory."""
@@ -71,7 +77,10 @@ class CudaExecutor(Executor):
         if self._reserve(*sizes[:2]):
             self._bound.clear()
             bound = None
-        if bound is None or bound.storages != storages:
+        if bound is not None and bound.storages != storages:
+            self._bound.clear()  # the others hold pages that are no more, too
+            bound = None
+        if bound is None:
             while len(self._bound) >= MAX_BOUND:  # the one used longest ago goes first
                 del self._bound[next(iter(self._bound))]
             host = StepArrays(*sizes, *key[3:])

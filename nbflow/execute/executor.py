@@ -14,6 +14,7 @@ from nbflow.execute.place import HOST, Place
 from nbflow.execute.step import Step
 from nbflow.execute.weights import RankWeights
 from nbflow.parallel.comm import Alone, Comm
+from nbflow.parallel.links import Links
 from nbflow.program.records import Op, Program
 from nbflow.spec.model_spec import RopeSpec
 
@@ -65,6 +66,7 @@ class Executor:
         self.numbers = numbers
         self.activations = activations
         self.groups: dict[tuple[int, ...], Comm] = {}
+        self.links = Links()
         self.seconds: defaultdict[str, float] | None = None
         """Set to a dict to add up the time of each kind of op."""
         self.observe: Callable[[Op, tuple[np.ndarray, ...]], None] | None = None
@@ -72,29 +74,40 @@ class Executor:
         its inputs."""
         self.place = place
         self._buffers: dict[str, Any] = {}
-        self._rope_tables: dict[RopeSpec, Any] = {}
+        self.rope_tables: dict[RopeSpec, Any] = {}
+        """Cosines and sines of all positions, made when first used; executors may share them."""
 
     def rope_table(self, rope: RopeSpec) -> Any:
         """Return the cosines and sines of all positions."""
-        if rope not in self._rope_tables:
+        if rope not in self.rope_tables:
             table = nk.rope_cos_sin_cache(
                 self.program.spec.max_context, rope.dim, theta=rope.theta, scaling=rope.scaling
             )
-            self._rope_tables[rope] = self.place.purposed("the rotary angles").put(table)
-        return self._rope_tables[rope]
+            self.rope_tables[rope] = self.place.purposed("the rotary angles").put(table)
+        return self.rope_tables[rope]
 
     @property
     def workspace_bytes(self) -> int:
-        """Return the bytes of the buffers."""
-        return sum(int(b.nbytes) for b in self._buffers.values())
+        """Return the bytes of the buffers and of the rotations' tables."""
+        arrays = (*self._buffers.values(), *self.rope_tables.values())
+        return sum(int(array.nbytes) for array in arrays)
 
-    def set_groups(self, groups: dict[tuple[int, ...], Comm]) -> None:
-        """Give the communicator of each stage, by rank numbers."""
+    def set_groups(self, groups: dict[tuple[int, ...], Comm], links: Links | None = None) -> None:
+        """Give the communicator of each stage, by rank numbers, and those for device arrays."""
         self.groups = groups
+        self.links = links or Links()
 
     def run(self, step: Step) -> None:
         """Run the program once; results are in its buffers."""
         raise NotImplementedError
+
+    def forget(self) -> None:
+        """Let go of what was bound to steps so far, and of the pages that it holds."""
+        raise NotImplementedError
+
+    def sizes(self, step: Step) -> list[tuple[int, int]]:
+        """Return the tokens and logit rows of the parts in which a step is run: one, as a rule."""
+        return [(len(step.ids), len(step.logit_rows))]
 
     def buffer(self, name: str, n_rows: int) -> np.ndarray:
         """Return the first rows of a buffer, as the last step left them, in host memory."""

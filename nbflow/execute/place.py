@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import QuantTensor
+from nbflow_kernels.cuda import device_of
 from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
 
 DEVICES = ("auto", "cpu", "cuda", "emulator")
@@ -30,13 +31,21 @@ class Place:
         NumPy, CuPy, or what stands for CuPy.
     purpose : str
         What the arrays are for, in the words of an error.
+    ordinal : int
+        Number of the CUDA device.
+    is_mapped : bool
+        Whether arrays lie in pinned memory of the host; see `mapped`.
     """
 
-    def __init__(self, name: str, xp: Any, purpose: str = "", ordinal: int = 0) -> None:
+    def __init__(
+        self, name: str, xp: Any, purpose: str = "", ordinal: int = 0, is_mapped: bool = False
+    ) -> None:
         self.name = name
         self.xp = xp
         self.ordinal = ordinal
         """Number of the CUDA device."""
+        self.is_mapped = is_mapped
+        """Whether arrays lie in pinned memory of the host, where the device's kernels use them."""
         self._purpose = purpose
 
     @property
@@ -46,17 +55,28 @@ class Place:
 
     def purposed(self, purpose: str) -> Place:
         """Return the same place for another purpose."""
-        return Place(self.name, self.xp, purpose, self.ordinal)
+        return Place(self.name, self.xp, purpose, self.ordinal, self.is_mapped)
+
+    def mapped(self) -> Place:
+        """Return the place for arrays that the device's kernels use, in the host's memory."""
+        return Place(self.name, self.xp, self._purpose, self.ordinal, not self.on_host)
 
     def activate(self) -> None:
         """Make the device the current one of this thread."""
         if self.name == "cuda":
             self.xp.cuda.Device(self.ordinal).use()
 
+    @property
+    def identity(self) -> str | None:
+        """Return what tells the CUDA device from the machine's others; None if there is none."""
+        if self.name != "cuda":
+            return None
+        return str(self.xp.cuda.runtime.deviceGetPCIBusId(self.ordinal))
+
     def zeros(self, shape: Any, dtype: Any) -> Any:
         """Return a new array of zeros."""
         try:
-            return self.xp.zeros(shape, dtype)
+            return self._mapped(shape, dtype) if self.is_mapped else self.xp.zeros(shape, dtype)
         except MemoryError as error:
             raise self._full(int(np.prod(shape)) * np.dtype(dtype).itemsize, error) from error
 
@@ -65,6 +85,8 @@ class Place:
         if self.on_host:
             return array
         try:
+            if self.is_mapped:
+                return self._mapped(array.shape, array.dtype, array)
             return self.xp.asarray(np.ascontiguousarray(array))
         except MemoryError as error:
             raise self._full(array.nbytes, error) from error
@@ -73,23 +95,42 @@ class Place:
         """Return a quantized tensor in this place."""
         if self.on_host:
             return tensor
+        if self.is_mapped and tensor.outliers is None:
+            return QuantTensor(tensor.format, tensor.shape, self.put(tensor.data))
         try:
             return tensor.to_device(self.xp.zeros((1,), np.uint8))
         except MemoryError as error:
             raise self._full(tensor.nbytes, error) from error
+
+    @property
+    def used_bytes(self) -> int:
+        """What is taken of the device's memory, by all there is on it; 0 on the host."""
+        if self.name == "emulator":
+            return int(self.xp.memory_bytes()["device_bytes"])
+        if self.name == "cuda":
+            left, total = self.xp.cuda.Device(self.ordinal).mem_info
+            return int(total - left)
+        return 0
 
     def synchronize(self) -> None:
         """Wait until the device has done what it was given."""
         if self.name == "cuda":
             self.xp.cuda.get_current_stream().synchronize()
 
+    def _mapped(self, shape: Any, dtype: Any, values: np.ndarray | None = None) -> Any:
+        return device_of(self.xp.zeros((1,), np.uint8)).mapped(shape, dtype, values)
+
     def _full(self, n_bytes: int, error: MemoryError) -> UsageError:
         free = ""
+        if self.name == "emulator":
+            use = self.xp.memory_bytes()
+            free = f"; it holds {use['device_bytes']:,} of {use['total_bytes']:,} bytes"
         if self.name == "cuda":
             left, total = self.xp.cuda.runtime.memGetInfo()
             free = f"; {left:,} of the device's {total:,} bytes are free"
+        memory = "pinned host memory" if self.is_mapped else "memory"
         return UsageError(
-            f"out of memory on {self.name}: {self._purpose} asked for {n_bytes:,} bytes{free} "
+            f"out of {memory} on {self.name}: {self._purpose} asked for {n_bytes:,} bytes{free} "
             f"({error}); use fewer bits (weights=, kv=), a shorter max_context, or more ranks"
         )
 

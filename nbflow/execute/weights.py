@@ -9,19 +9,22 @@ stay separate matrices.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import groupby
 from typing import Any
 
 import numpy as np
 
 import nbflow_kernels as nk
+from nbflow.execute.encode import Encoding
 from nbflow.execute.place import Place
 from nbflow.program.records import Op, Operand, Program
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.stored import Stored, stored
+from nbflow.status import status
 from nbflow.weights import WeightFile
 from nbflow.weights.weight_file import ITEM_BYTES
-from nbflow.weights_policy import is_quantized
+from nbflow.weights_policy import Weights, weight_formats
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants.outliers import sample_rows, soft_range
 
@@ -33,16 +36,40 @@ class RankWeights:
     """The operands of a program's ops, by op index.
 
     Those of a linear op are matrices one below the other, of one row per output in all.
+
+    Parameters
+    ----------
+    program : Program
+        What the rank runs.
+    file : WeightFile
+        The checkpoint, open.
+    weights : str, path or WeightFormats, optional
+        Format of the matrices, or a policy (`nbflow.weights_policy`); None keeps what is
+        stored.
+    outliers : float
+        Share of the weights that stay exact, where no `encoding` says so.
+    encoding : Encoding, optional
+        How matrices are put into their formats.
+    joined : bool
+        Whether the tensors of an op that have one format become one matrix; else each stays one.
     """
 
     def __init__(
-        self, program: Program, file: WeightFile, weights: str | None, outliers: float = 0.0
+        self,
+        program: Program,
+        file: WeightFile,
+        weights: Weights,
+        outliers: float = 0.0,
+        encoding: Encoding | None = None,
+        joined: bool = True,
     ) -> None:
         self._file = file
-        self._outliers = outliers
+        self._encoding = encoding or Encoding(outliers=outliers)
         self._program = program
-        self._format = weights
+        self._formats = weight_formats(weights)
+        self._joined = joined
         self._loaded: dict[tuple[Operand, ...], Any] = {}
+        self._mapped: dict[int, Any] = {}
         self._shared = {op.weights for op in program.ops if op.kind == "embedding"}
         self.operands: list[tuple[Any, ...]] = [self._operands(op) for op in program.ops]
         self.bias: list[np.ndarray | None] = [self._bias(op) for op in program.ops]
@@ -54,29 +81,53 @@ class RankWeights:
         arrays = [a for a in (*sum(self.operands, ()), *self.bias) if a is not None]
         return sum({id(a): stored_bytes(a) for a in arrays}.values())
 
-    def settle(self, place: Place) -> None:
-        """Put all operands to a place, in the layout that the kernels there compute from."""
+    @property
+    def host_bytes(self) -> int:
+        """Return the bytes of tables that lie in the host's memory, beside a device."""
+        return sum(stored_bytes(table) for table in self._mapped.values())
+
+    def settle(self, place: Place, embeddings_on_host: bool = False) -> None:
+        """Put all operands to a place, in the layout that the kernels there compute from.
+
+        With `embeddings_on_host` the tables that are only looked up stay in the host's memory,
+        where a device's kernels read the rows they need.
+        """
         if place.on_host:
             self._pack()
         else:
-            self._move(place.purposed("the weights"))
+            self._move(place.purposed("the weights"), embeddings_on_host)
 
     def _pack(self) -> None:
         """Keep only the layout that the CPU's kernels compute from."""
-        for operands in self.operands:
+        for op, operands in zip(self._program.ops, self.operands, strict=True):
             for tensor in operands:
+                status.progress(op.weights[0].name if op.weights else op.kind)
                 if isinstance(tensor, nk.QuantTensor):
                     tensor.drop_storage()
 
-    def _move(self, place: Place) -> None:
+    def _move(self, place: Place, embeddings_on_host: bool) -> None:
         """Put all operands to a device; a table of attention's, which a plan reads, stays."""
         moved: dict[int, Any] = {}
+        ops = list(zip(self._program.ops, self.operands, strict=True))
+        tables = {id(t) for op, operands in ops if op.kind == "embedding" for t in operands}
+        others = {id(t) for op, operands in ops if op.kind != "embedding" for t in operands}
+        far = place.purposed("the token embedding").mapped()
 
         def move(operand: Any) -> Any:
-            if operand is not None and id(operand) not in moved:
-                quantized = isinstance(operand, nk.QuantTensor)
-                moved[id(operand)] = place.quantized(operand) if quantized else place.put(operand)
-            return None if operand is None else moved[id(operand)]
+            if operand is None or id(operand) in moved:
+                return moved.get(id(operand))
+            status.beat()
+            looked_up = id(operand) in tables
+            stays = embeddings_on_host and looked_up and id(operand) not in others
+            where = far if stays else place
+            quantized = isinstance(operand, nk.QuantTensor)
+            new = where.quantized(operand) if quantized else where.put(operand)
+            moved[id(operand)] = new
+            if stays:
+                self._mapped[id(new)] = new
+            elif quantized and not looked_up:
+                new.drop_storage()
+            return new
 
         for index, op in enumerate(self._program.ops):
             if op.kind not in ("attention", "cross_attention"):
@@ -93,7 +144,8 @@ class RankWeights:
         if op.kind == "embedding" and not op.weights:
             return (sinusoidal_table(self._program),)
         if op.kind in ("linear", "embedding"):
-            runs = [tuple(run) for _, run in groupby(op.weights, key=self._stored_format)]
+            key = self._kind if self._joined else None
+            runs = [tuple(run) for _, run in groupby(op.weights, key=key)]
             read = self._matrix if op.kind == "embedding" else self._weight
             return tuple(self._once(run, read) for run in runs)
         vectors = tuple(self._once((w,), self._vector) for w in op.weights)
@@ -109,6 +161,7 @@ class RankWeights:
 
     def _once(self, parts: tuple[Operand, ...], read: Callable[[Any], Any]) -> Any:
         if parts not in self._loaded:
+            status.progress(parts[0].name)
             self._loaded[parts] = read(parts)
         return self._loaded[parts]
 
@@ -141,16 +194,21 @@ class RankWeights:
         """Return a tensor, or a rank's part of it, in the type it is stored as."""
         return read_part(self._program.spec, self._file, part)
 
-    def _is_converted(self, part: Operand) -> bool:
-        """Return whether the weight format that the user asked for applies to a tensor."""
-        shape = self._program.spec.shape_of(part.name)
-        return self._format is not None and is_quantized(part.name, shape)
+    def _converted(self, part: Operand) -> str | None:
+        """Return the format that the user asked for, for a tensor that it applies to."""
+        if self._formats is None:
+            return None
+        return self._formats.of(part.name, self._program.spec.shape_of(part.name))
+
+    def _kind(self, part: Operand) -> tuple[str | None, str | None]:
+        """Return what must be alike for parts to lie in one matrix."""
+        return self._converted(part), self._stored_format(part)
 
     def _stored_format(self, part: Operand) -> str | None:
         """Return the block format a tensor keeps from the checkpoint, or None."""
         place = stored(self._program.spec, part.name)
         dtype = self._file.dtype(place.name)
-        as_floats = dtype in ITEM_BYTES or self._is_converted(part) or place.turned
+        as_floats = dtype in ITEM_BYTES or self._converted(part) or place.turned
         return None if as_floats else dtype
 
     def _weight(self, parts: tuple[Operand, ...]) -> Any:
@@ -168,15 +226,16 @@ class RankWeights:
     def _matrix(self, parts: Sequence[Operand]) -> Any:
         if self._stored_format(parts[0]) is not None:
             return self._blocks(parts)
-        if self._outliers and self._is_converted(parts[0]):
-            return nk.QuantTensor.concatenate([self._with_outliers(p) for p in parts])
-        spec = self._program.spec
+        format, spec = self._converted(parts[0]), self._program.spec
+        in_blocks = format is not None and nk.FORMATS[format].block_size > 1
+        if in_blocks and not self._encoding.is_default:
+            return nk.QuantTensor.concatenate([self._encoded(p, str(format)) for p in parts])
         arrays = [self._read(p) for p in parts]
         stored = {self._file.dtype(spec.checkpoint_name(p.name)) for p in parts}
         dtype = np.result_type(*arrays)
         matrix = np.concatenate([a.astype(dtype, copy=False) for a in arrays])
-        if self._format is not None and self._is_converted(parts[0]):
-            return convert(matrix, self._format, " + ".join(map(str, parts)))
+        if format is not None:
+            return convert(matrix, format, " + ".join(map(str, parts)))
         if stored == {"bf16"}:
             return convert(matrix, "bf16", parts[0].name)
         if matrix.dtype in (np.float32, np.float16):
@@ -190,26 +249,31 @@ class RankWeights:
             [piece for p in parts for piece in quantized_pieces(spec, self._file, p)]
         )
 
-    def _with_outliers(self, part: Operand) -> nk.QuantTensor:
-        """Return a rank's part of a tensor with its outliers.
+    def _encoded(self, part: Operand, format: str) -> nk.QuantTensor:
+        """Return a rank's part of a tensor in a format, as it would be of the whole tensor."""
+        limits = self._soft_range(part.name) if self._encoding.needs_range else None
+        whole = part.columns is not None and self._encoding.needs_whole_rows
+        read = replace(part, columns=None) if whole else part
+        rows = self._read(read).astype(np.float32, copy=False)
+        found = self._encoding.encode(
+            part.name, rows, format, columns=read.columns, outlier_range=limits
+        )
+        return found.columns(*part.columns) if whole and part.columns is not None else found
 
-        What counts as one is decided by the whole tensor, so that it does not depend on the
-        partition; for that, some rows of it are read.
+    def _soft_range(self, name: str) -> tuple[float, float]:
+        """Return the values beyond which weights of a tensor are outliers.
+
+        It is decided by the whole tensor, so that it does not depend on the partition; for that,
+        some rows of it are read.
         """
-        n_rows, n_columns = self._program.spec.shape_of(part.name)
+        n_rows, n_columns = self._program.spec.shape_of(name)
         chosen = sample_rows(n_rows, n_columns)
         if chosen.step == 1:
-            sample = self._read(Operand(part.name))
+            sample = self._read(Operand(name))
         else:
-            rows = [self._read(Operand(part.name, rows=(r, r + 1))) for r in chosen]
+            rows = [self._read(Operand(name, rows=(r, r + 1))) for r in chosen]
             sample = np.concatenate(rows)
-        limits = soft_range(sample, self._outliers)
-        matrix = self._read(part).astype(np.float32, copy=False)
-        assert self._format is not None
-        try:
-            return nk.quantize(matrix, self._format, outliers=self._outliers, outlier_range=limits)
-        except UsageError as error:
-            raise UsageError(f"tensor {part.name}: {error}") from error
+        return soft_range(sample, self._encoding.outliers)
 
 
 def read_part(spec: ModelSpec, file: WeightFile, part: Operand) -> np.ndarray:
@@ -310,5 +374,8 @@ def stored_bytes(operand: Any) -> int:
     if isinstance(operand, nk.QuantTensor):
         if operand.packed_nbytes:
             return operand.packed_nbytes + operand.outlier_nbytes
+        if operand.units_nbytes:
+            storage = operand.nbytes if operand.has_storage else operand.outlier_nbytes
+            return operand.units_nbytes + storage
         return operand.nbytes
     return int(operand.nbytes)

@@ -65,6 +65,13 @@ class Comm(ABC):
         Every rank must call it with the same ranks.
         """
 
+    def Send_later(self, array: np.ndarray, dest: int) -> None:
+        """Send a C-contiguous array to rank `dest` without waiting for it.
+
+        The array may be changed afterwards.
+        """
+        self.Send(array, dest)
+
     def Post(self, array: np.ndarray, dest: int) -> None:
         """Send a small C-contiguous array to rank `dest` without waiting for it; counted as told.
 
@@ -79,10 +86,11 @@ class Comm(ABC):
         if self.size == 1:
             return
         gathered = self._buffer((self.size, array.size))
-        self._exchange(array.reshape(-1), gathered.reshape(-1), [array.size] * self.size)
-        np.copyto(array.reshape(-1), gathered[0])
-        for part in gathered[1:]:
-            array.reshape(-1)[:] += part
+        flat = array.reshape(-1)
+        self._exchange(flat, gathered.reshape(-1), [array.size] * self.size)
+        flat[:] = gathered[0]
+        for r in range(1, self.size):
+            flat += gathered[r]
         self.sent["all_reduce"] += array.nbytes * (self.size - 1)
 
     def Allreduce_q8(self, array: np.ndarray) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -52,6 +53,20 @@ def world() -> Comm:
 
 BUSY_POLLS = 200
 """How often a rank asks before it gives its core away, where every rank has a core."""
+MOST_POSTED = 32
+"""Most messages of a rank that are on their way."""
+SMALL_BYTES = 16 << 10
+"""Messages up to this size are on their way at once."""
+PUSH_S = 1e-4
+"""How often larger ones are pushed."""
+
+
+@functools.cache
+def _is_threaded() -> bool:
+    """Return whether several threads may call MPI."""
+    from mpi4py import MPI
+
+    return bool(MPI.Query_thread() == MPI.THREAD_MULTIPLE)
 
 
 class Mpi(Comm):
@@ -73,6 +88,8 @@ class Mpi(Comm):
         self.size = comm.size
         self._groups: dict[tuple[int, ...], Comm | None] = {}
         self._posted: list[tuple[Any, np.ndarray]] = []  # kept until they have been received
+        self._lock = threading.Lock()
+        self._pusher: threading.Thread | None = None
 
     def _wait(self, request: Any) -> None:
         for _ in range(self._polls or 1):
@@ -90,21 +107,62 @@ class Mpi(Comm):
     def _exchange(self, part: np.ndarray, whole: np.ndarray, counts: Sequence[int]) -> None:
         self._wait(self._comm.Iallgatherv(part, (whole, list(counts))))
 
-    def Send(self, array: np.ndarray, dest: int) -> None:
+    def send_now(self, array: Any, dest: int) -> None:
+        """Send an array, on the host or a device, and wait until it may be changed; not counted."""
         self._wait(self._comm.Isend(array, dest))
+
+    def bcast_now(self, array: Any, root: int) -> None:
+        """Copy an array of rank `root`, on the host or a device, to every rank; not counted."""
+        self._wait(self._comm.Ibcast(array, root))
+
+    def Send(self, array: np.ndarray, dest: int) -> None:
+        self.send_now(array, dest)
+        self.sent["send"] += array.nbytes
+
+    def Send_later(self, array: np.ndarray, dest: int) -> None:
+        self._start(array, dest)
         self.sent["send"] += array.nbytes
 
     def Post(self, array: np.ndarray, dest: int) -> None:
-        self._posted = [(request, kept) for request, kept in self._posted if not request.Test()]
-        kept = array.copy()
-        self._posted.append((self._comm.Isend(kept, dest), kept))
+        self._start(array, dest)
         self.sent["broadcast"] += array.nbytes
+
+    def _start(self, array: np.ndarray, dest: int) -> None:
+        """Send a copy, which is kept until it has been received."""
+        while True:
+            with self._lock:
+                self._drop_received()
+                if len(self._posted) < MOST_POSTED:
+                    break
+            status.beat()
+            time.sleep(PUSH_S)
+        kept = array.copy()
+        with self._lock:
+            self._posted.append((self._comm.Isend(kept, dest), kept))
+            on_its_way = array.nbytes > SMALL_BYTES and not self._posted[-1][0].Test()
+            if on_its_way and self._pusher is None and _is_threaded():
+                self._pusher = threading.Thread(target=self._push, daemon=True, name="nbflow-mpi")
+                self._pusher.start()
+
+    def _drop_received(self) -> None:
+        """Forget what has been received; the lock is held."""
+        self._posted = [(request, kept) for request, kept in self._posted if not request.Test()]
+
+    def _push(self) -> None:
+        """Keep large messages moving while this rank computes: MPI works only when it is called."""
+        while True:
+            time.sleep(PUSH_S)
+            with self._lock:
+                self._drop_received()
+                if not self._posted:
+                    self._pusher = None
+                    return
 
     def Recv(self, array: np.ndarray, source: int) -> None:
         self._wait(self._comm.Irecv(array, source))
 
     def Bcast(self, array: np.ndarray, root: int) -> None:
-        self._wait(self._comm.Ibcast(array, root))
+        self.bcast_now(array, root)
         if self.rank == root:
             self.sent["broadcast"] += array.nbytes * (self.size - 1)
 

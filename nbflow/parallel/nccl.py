@@ -3,14 +3,10 @@
 `Nccl` stands on a communicator of the host (`Mpi`), which carries Python objects and the id that
 NCCL's ranks find each other by.  Collectives run on CuPy's current stream and can be captured into
 a graph.  NCCL adds in an order of its own: every rank gets the same bits, but not those of `Mpi`.
-
-`cuda_aware` asks the MPI library whether it takes device arrays.  mpi4py passes their addresses on
-in any case, and a library that cannot use them ends with a segmentation fault.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,17 +17,13 @@ DTYPES = {"float32": "NCCL_FLOAT32", "float16": "NCCL_FLOAT16", "int32": "NCCL_I
 """Type of an array to the name of NCCL's constant in `cupy.cuda.nccl`."""
 
 
-def cuda_aware() -> bool:
-    """Return whether the MPI library says that it takes arrays on a CUDA device.
-
-    Without mpi4py, and where the library has no answer (``MPIX_Query_cuda_support``), it does not.
-    """
+def has_nccl() -> bool:
+    """Return whether CuPy and an NCCL library that it can use are installed."""
     try:
-        from mpi4py import MPI
-
-        return bool(ctypes.CDLL(MPI.__file__).MPIX_Query_cuda_support())
-    except (ImportError, OSError, AttributeError):
+        _nccl()
+    except MissingExtraError:
         return False
+    return True
 
 
 def _nccl() -> tuple[Any, Any]:

@@ -75,9 +75,18 @@ def _machine(comm: Comm, machine: str | Path | None) -> Machine:
 
 
 def _chosen(model: PlannedModel, machine: Machine, aim: str, setting: Setting | None) -> str:
-    room = model.spec.max_context
-    prompt = min(PROMPT, max(1, room // 2))
-    workload = Workload(BATCH[aim], prompt, max(1, min(GENERATE, room - prompt)))
+    workload = _workload(model, BATCH[aim])
     texts = list(candidates(len(machine.devices), replicas=False))
     predictions, _ = compare(model, machine, workload, setting, texts)
     return best(predictions, "latency" if aim == "latency" else "throughput").partition
+
+
+def _workload(model: PlannedModel, batch: int) -> Workload:
+    """Return what stands for the model's requests."""
+    room, encoder = model.spec.max_context, model.spec.encoder
+    if not model.spec.causal:
+        return Workload(batch, min(PROMPT, room))
+    if encoder is not None:
+        return Workload(batch, min(PROMPT, encoder.max_context), min(GENERATE, room - 1))
+    prompt = min(PROMPT, max(1, room // 2))
+    return Workload(batch, prompt, max(1, min(GENERATE, room - prompt)))

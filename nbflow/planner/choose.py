@@ -71,7 +71,8 @@ def compare(
     for partition in partitions or candidates(len(machine.devices)):
         try:
             for part in split_replicas(partition):
-                make_plan(model.spec, part, model.block_size)
+                for spec in filter(None, (model.spec, model.spec.encoder)):
+                    make_plan(spec, part, model.block_size)
         except UsageError as error:
             refused[partition] = str(error)
         else:
@@ -88,7 +89,8 @@ def best(predictions: Sequence[Prediction], aim: Aim) -> Prediction:
         As from `compare`, all of one workload.
     aim : {"latency", "throughput"}
         The time in which every sequence gets a token, or the tokens of requests per second with
-        their prompts.  Of equals the one with fewer ranks is taken.
+        their prompts; for a model that only reads both are the time of its texts.  Of equals the
+        one with fewer ranks is taken.
 
     Raises
     ------
@@ -108,7 +110,8 @@ def best(predictions: Sequence[Prediction], aim: Aim) -> Prediction:
         )
 
     def cost(prediction: Prediction) -> tuple[float, int]:
-        seconds = prediction.decode_s if aim == "latency" else prediction.request_s
+        latency = prediction.decode_s or prediction.prefill_s
+        seconds = latency if aim == "latency" else prediction.request_s
         return seconds, len(prediction.ranks)
 
     return min(fitting, key=cost)

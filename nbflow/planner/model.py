@@ -11,16 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import nbflow_kernels as nk
-from nbflow.program import build
+from nbflow.program import build, build_memory
 from nbflow.program.records import Program
 from nbflow.spec import ModelSpec, published, resolve
 from nbflow.spec.build import build_spec
 from nbflow.spec.family import family_of
 from nbflow.spec.model_file import known_models, load_model_file
+from nbflow.spec.stored import stored
 from nbflow.weights import open_weights
 from nbflow.weights.json_file import read_object
 from nbflow.weights.weight_file import ITEM_BYTES
-from nbflow.weights_policy import is_quantized
+from nbflow.weights_policy import WeightFormats, Weights, weight_formats
 from nbflow_kernels.errors import UsageError
 
 PUBLISHED_AS = "f16"
@@ -33,20 +34,46 @@ class PlannedModel:
 
     spec: ModelSpec
     """What it is made of."""
-    weights: str | None = None
-    """Format of the layers' matrices; None keeps what is stored."""
+    weights: str | WeightFormats | None = None
+    """Format of the layers' matrices, or a policy file; None keeps what is stored."""
     stored: Mapping[str, str] = field(default_factory=dict)
     """Our tensor name -> the type in the checkpoint; those not named are `PUBLISHED_AS`."""
+    encoder_stored: Mapping[str, str] = field(default_factory=dict)
+    """The same of its encoder, if it has one."""
+
+    @cached_property
+    def encoder(self) -> PlannedModel | None:
+        """The encoder whose hidden states the layers attend to, or None."""
+        if self.spec.encoder is None:
+            return None
+        return PlannedModel(self.spec.encoder, self.weights, self.encoder_stored)
 
     def format_of(self, name: str) -> str:
         """Return the format that a tensor has in memory."""
         shape = self.spec.shape_of(name)
         if len(shape) == 1:  # norms and biases
             return "f32"
-        if self.weights is not None and is_quantized(name, shape):
-            return self.weights
-        stored = self.stored.get(name, PUBLISHED_AS)
-        return "f32" if stored in ITEM_BYTES and stored not in ("f16", "bf16") else stored
+        chosen = self.formats and self.formats.of(name, shape)
+        if chosen:
+            return chosen
+        kept = self.kept_format(name)
+        if kept is not None:
+            return kept
+        dtype = self.stored.get(name, PUBLISHED_AS)
+        return dtype if dtype in ("f16", "bf16") else "f32"
+
+    def kept_format(self, name: str) -> str | None:
+        """Return the block format that a tensor keeps from the checkpoint; None for no such."""
+        dtype = self.stored.get(name, PUBLISHED_AS)
+        converted = self.formats and self.formats.of(name, self.spec.shape_of(name))
+        if dtype in ITEM_BYTES or converted or stored(self.spec, name).turned:
+            return None
+        return dtype
+
+    @cached_property
+    def formats(self) -> WeightFormats | None:
+        """The formats that `weights` stands for."""
+        return weight_formats(self.weights)
 
     def bits(self, name: str) -> float:
         """Return the bits that one weight of a tensor takes."""
@@ -70,21 +97,37 @@ class PlannedModel:
     @cached_property
     def program(self) -> Program:
         """The program with one layer of each kind, nothing fused."""
+        return self._of_kinds(build(self.spec))
+
+    @cached_property
+    def memory_program(self) -> Program | None:
+        """The same of what makes keys and values of the encoder's hidden states."""
+        return None if self.spec.encoder is None else self._of_kinds(build_memory(self.spec))
+
+    def _of_kinds(self, whole: Program) -> Program:
         kept = {layer for layer, _ in self.kinds}
-        whole = build(self.spec)
         ops = tuple(op for op in whole.ops if op.layer is None or op.layer in kept)
         return dataclasses.replace(whole, ops=ops)
+
+    def shortened(self, max_context: int | None) -> PlannedModel:
+        """Return the model with a shorter context."""
+        if max_context is None or max_context >= self.spec.max_context:
+            return self
+        return dataclasses.replace(
+            self, spec=dataclasses.replace(self.spec, max_context=max_context)
+        )
 
     @property
     def block_size(self) -> int:
         """Return the columns between which tensors may be cut."""
-        if self.weights is not None:
-            return nk.FORMATS[self.weights].block_size
-        formats = set(self.stored.values()) - set(ITEM_BYTES)
-        return math.lcm(1, *(nk.FORMATS[f].block_size for f in formats))
+        if self.formats is not None and self.formats.is_for_all:
+            return self.formats.block_size
+        stored = {*self.stored.values(), *self.encoder_stored.values()} - set(ITEM_BYTES)
+        of_stored = math.lcm(1, *(nk.FORMATS[f].block_size for f in stored))
+        return of_stored if self.formats is None else math.lcm(of_stored, self.formats.block_size)
 
 
-def planned_model(model: str | Path, weights: str | None = None) -> PlannedModel:
+def planned_model(model: str | Path, weights: Weights = None) -> PlannedModel:
     """Find out what a model is made of, from its description alone.
 
     Parameters
@@ -92,8 +135,8 @@ def planned_model(model: str | Path, weights: str | None = None) -> PlannedModel
     model : str or path
         A ``config.json`` or a folder with one, a model file (``.toml``) or the name of one that
         comes with the package, or weights in any format, of which only the header is read.
-    weights : str, optional
-        Format of the layers' matrices; None keeps what is stored.
+    weights : str, path or WeightFormats, optional
+        Format of the layers' matrices, or a policy file; None keeps what is stored.
 
     Raises
     ------
@@ -106,8 +149,7 @@ def planned_model(model: str | Path, weights: str | None = None) -> PlannedModel
     >>> planned_model("llama2_7b", "q4").format_of("layers.0.attn.q.weight")
     'q4_b32t1a'
     """
-    if weights is not None:
-        weights = nk.FORMATS[weights].name
+    weights = explicit(weights)
     path = Path(model)
     config = path / "config.json" if path.is_dir() else path
     if config.suffix == ".json" and config.is_file() and not _has_weights(path):
@@ -122,11 +164,18 @@ def planned_model(model: str | Path, weights: str | None = None) -> PlannedModel
     return stored_model(resolved.spec, resolved.path, weights)
 
 
-def stored_model(spec: ModelSpec, path: Path, weights: str | None) -> PlannedModel:
+def stored_model(spec: ModelSpec, path: Path, weights: Weights) -> PlannedModel:
     """Return the model in a checkpoint, of which only the header is read."""
+    specs = [spec] if spec.encoder is None else [spec, spec.encoder]
     with open_weights(path) as file:
-        stored = {n: file.dtype(spec.checkpoint_name(n)) for n in spec.tensor_shapes()}
-    return PlannedModel(spec, weights, stored)
+        stored = [{n: file.dtype(s.checkpoint_name(n)) for n in s.tensor_shapes()} for s in specs]
+    return PlannedModel(spec, explicit(weights), *stored)
+
+
+def explicit(weights: Weights) -> str | WeightFormats | None:
+    """Return the explicit name of a format, or formats that differ."""
+    found = weight_formats(weights)
+    return found.patterns[0][1] if found is not None and found.facts is None else found
 
 
 def _has_weights(path: Path) -> bool:

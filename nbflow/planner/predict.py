@@ -10,11 +10,15 @@ stages and m micro-batches, a token for every sequence takes
 
 the way of one micro-batch, or the work of the slowest stage on all of them; a prompt of n pieces
 takes sum(t_s) + d + (n - 1) * max(t_s).  What is left of the stages' time is the bubble.
+
+An encoder reads whole texts, step by step, and every rank is told the hidden states; a decoder with
+an encoder then makes keys and values of them and begins with one token (`nbflow.planner.encoders`).
 """
 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nbflow.parallel import Plan, make_plan, split_replicas
@@ -125,8 +129,8 @@ class Prediction:
 
     @property
     def decode_tokens_per_s(self) -> float:
-        """Tokens generated per second, all sequences together."""
-        return self.workload.batch / self.decode_s
+        """Tokens generated per second, all sequences together; 0 for a model that reads only."""
+        return self.workload.batch / self.decode_s if self.decode_s else 0.0
 
     @property
     def request_s(self) -> float:
@@ -163,8 +167,8 @@ def predict(
     Raises
     ------
     UsageError
-        If the partition does not fit the model, the machine has too few ranks, the context is too
-        short, or the model has an encoder.
+        If the partition does not fit the model, the machine has too few ranks, or the context is
+        too short.
 
     Examples
     --------
@@ -197,15 +201,19 @@ def predict(
 
 
 def _check(model: PlannedModel, workload: Workload) -> None:
-    """Raise unless a model can do what is asked of it."""
+    """Raise unless a model has room for what is asked of it."""
     spec = model.spec
-    if spec.encoder is not None or not spec.causal or not spec.head:
-        raise UsageError(f"{spec.name} has an encoder; plans are for models that continue a text")
-    if workload.room > spec.max_context:
-        raise UsageError(
-            f"prompt, answer and cache need {workload.room} tokens, but the context of {spec.name} "
-            f"holds {spec.max_context}; plan for less (--prompt, --generate, --context)"
-        )
+    wanted = {spec.name: workload.room}
+    if spec.encoder is not None:
+        wanted = {"the encoder": workload.prompt, spec.name: workload.generate + 1}
+    elif not spec.causal:
+        wanted = {spec.name: workload.prompt}
+    for (name, needed), part in zip(wanted.items(), (spec.encoder or spec, spec), strict=False):
+        if needed > part.max_context:
+            raise UsageError(
+                f"prompt, answer and cache need {needed} tokens, but the context of {name} holds "
+                f"{part.max_context}; plan for less (--prompt, --generate, --context)"
+            )
 
 
 def _shared_out(partition: str, workload: Workload) -> list[tuple[str, Workload]]:
@@ -237,17 +245,28 @@ def _replica(
         )
     for rank in plan.numbers:
         _check_host(machine.devices[rank], setting)
+    if model.spec.encoder is not None or not model.spec.causal:
+        from nbflow.planner.encoders import predict_encoder
+
+        return predict_encoder(model, plan, machine, workload, setting)
     pipeline = _Pipeline(model, plan, machine, setting, only)
     decode = pipeline.decode(workload, micro_batches)
     prefill_s, largest = pipeline.prefill(workload)
+    steps = Steps(max(largest.n_tokens, workload.batch), workload.batch)
+    decoding = StepShape(workload.batch, 1, workload.room, workload.batch)
     ranks = tuple(
-        _rank(work, machine.devices[work.plan.rank], workload, setting, largest)
+        predicted_rank(
+            [(work, workload.room * workload.batch, steps)],
+            machine.devices[work.plan.rank],
+            setting,
+            work.sent_bytes(decoding) / workload.batch,
+        )
         for stage in pipeline.stages
         for work in stage.ranks
     )
     return Prediction(
         plan.partition,
-        _kind(pipeline.stages),
+        kind_of(pipeline.stages),
         workload,
         decode.micro_batches,
         prefill_s,
@@ -335,20 +354,43 @@ class _Pipeline:
         return seconds + self._told_s, max(steps, key=lambda step: step.n_tokens)
 
 
-def _rank(
-    work: RankWork, device: Device, workload: Workload, setting: Setting, largest: StepShape
+@dataclass(frozen=True)
+class Steps:
+    """The largest steps of a program."""
+
+    n_tokens: int
+    """Tokens in one."""
+    n_logits: int
+    """Rows of the head's in one."""
+
+
+def predicted_rank(
+    parts: Sequence[tuple[RankWork, int, Steps]], device: Device, setting: Setting, sent: float
 ) -> RankPrediction:
-    """Return what one rank holds and sends."""
-    plan = work.plan
-    weights = work.weight_bytes()
-    kv = work.kv_token_bytes(setting.kv) * workload.room * workload.batch
+    """Return what one rank holds.
+
+    Parameters
+    ----------
+    parts : sequence of tuples
+        What it runs, the decoder first: the work, the tokens its cache has room for, its steps.
+    device : Device
+        What it runs on.
+    setting : Setting
+        Formats, and what is kept on the host.
+    sent : float
+        The bytes that it sends for a generated token.
+    """
+    plan = parts[0][0].plan
+    weights = sum(work.weight_bytes() for work, _, _ in parts)
+    kv = sum(work.kv_token_bytes(setting.kv) * tokens for work, tokens, _ in parts)
     kv_on_host = round(kv * setting.kv_host)
-    on_host = kv_on_host + (work.embedding_bytes() if setting.embedding_on_host else 0)
-    workspace = work.workspace_bytes(
-        StepShape(1, max(largest.n_tokens, workload.batch), 1, workload.batch)
+    embeddings = sum(work.embedding_bytes() for work, _, _ in parts)
+    on_host = kv_on_host + (embeddings if setting.embedding_on_host else 0)
+    workspace = sum(
+        work.workspace_bytes(StepShape(1, steps.n_tokens, 1, steps.n_logits))
+        for work, _, steps in parts
     )
     here = weights + kv - on_host + workspace + device.reserved_bytes
-    decode = StepShape(workload.batch, 1, workload.room, workload.batch)
     return RankPrediction(
         plan.rank, device.name, plan.layers, plan.heads, plan.kv_heads, plan.ffn, plan.vocab,
         plan.experts,
@@ -356,13 +398,13 @@ def _rank(
         kv_bytes=kv - kv_on_host,
         workspace_bytes=workspace,
         host_bytes=on_host,
-        sent_bytes_per_token=work.sent_bytes(decode) / workload.batch,
+        sent_bytes_per_token=sent,
         free_bytes=round(device.memory_bytes - here),
         host_free_bytes=round(device.host_memory_bytes - on_host) if on_host else 0,
     )  # fmt: skip
 
 
-def _kind(stages: list[Stage]) -> str:
+def kind_of(stages: list[Stage]) -> str:
     """Return what a partition is called."""
     by_tensor = any(len(stage.ranks) > 1 for stage in stages)
     if len(stages) == 1:

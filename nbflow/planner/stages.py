@@ -8,7 +8,7 @@ one counts.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from nbflow.parallel.comm import q8_packed_bytes
@@ -27,7 +27,7 @@ from nbflow.program.cost import (
     op_cost,
     workspace_bytes,
 )
-from nbflow.program.records import COMMUNICATION, Op
+from nbflow.program.records import COMMUNICATION, Op, Operand, Program
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,23 @@ class Setting:
 
 
 class RankWork:
-    """The part of one rank."""
+    """The part of one rank.
 
-    def __init__(self, model: PlannedModel, plan: RankPlan) -> None:
+    Parameters
+    ----------
+    model : PlannedModel
+        The model.
+    plan : RankPlan
+        What the rank holds of it.
+    program : Program, optional
+        What runs, with one layer of each kind; by default the model's.
+    """
+
+    def __init__(self, model: PlannedModel, plan: RankPlan, program: Program | None = None) -> None:
         self.plan = plan
         self._bits = model.bits
         all_layers = dataclasses.replace(plan, layers=(0, model.spec.n_layers))
-        self.program = fuse(partition(model.program, all_layers))
+        self.program = fuse(partition(program or model.program, all_layers))
         mine = range(*plan.layers)
         self.counts = {layer: sum(i in of_kind for i in mine) for layer, of_kind in model.kinds}
 
@@ -70,21 +80,30 @@ class RankWork:
 
     def weight_bytes(self) -> int:
         """Return the bytes of its weights."""
-        total = 0
+        total, shared = 0, set[Operand]()
         for layer, n in ((None, 1), *self.counts.items()):
             ops = tuple(op for op in self.program.ops if op.layer == layer)
-            shared = [w for op in ops for w in op.weights if not w.name.startswith("layers.")]
-            alone = dataclasses.replace(self.program, ops=ops)
-            times = 1 if shared and layer is not None else n
-            total += held_bytes(alone, self._bits) * (times if n else 0)
+            if layer is not None and n:  # what all layers use, e.g. a bias by distance, counts once
+                whole = {w for op in ops for w in op.weights if not w.name.startswith("layers.")}
+                total += self._held([Op("linear", "", weights=tuple(whole - shared))])
+                shared |= whole
+                kept = (tuple(w for w in op.weights if w not in whole) for op in ops)
+                ops = tuple(
+                    dataclasses.replace(op, weights=weights)
+                    for op, weights in zip(ops, kept, strict=True)
+                )
+            total += n * self._held(ops)
         return total
+
+    def _held(self, ops: Iterable[Op]) -> int:
+        return held_bytes(dataclasses.replace(self.program, ops=tuple(ops)), self._bits)
 
     def embedding_bytes(self) -> int:
         """Return the bytes of its token embedding, if no head uses it too."""
         tables = [op for op in self.program.ops if op.kind == "embedding" and op.weights[:1]]
         others = {w for op in self.program.ops if op.kind != "embedding" for w in op.weights}
         ops = tuple(op for op in tables if op.weights[0] not in others)
-        return held_bytes(dataclasses.replace(self.program, ops=ops), self._bits)
+        return self._held(ops)
 
     def kv_token_bytes(self, kv: str) -> int:
         """Return the bytes of its cache for one token."""
@@ -139,9 +158,14 @@ class Stage:
     """The ranks that share a layer."""
 
     def __init__(
-        self, model: PlannedModel, plans: Sequence[RankPlan], machine: Machine, only: bool
+        self,
+        model: PlannedModel,
+        plans: Sequence[RankPlan],
+        machine: Machine,
+        only: bool,
+        program: Program | None = None,
     ) -> None:
-        self.ranks = [RankWork(model, plan) for plan in plans]
+        self.ranks = [RankWork(model, plan, program) for plan in plans]
         self._devices = [machine.devices[plan.rank] for plan in plans]
         self._link = machine.link([p.rank for p in plans]) if len(plans) > 1 else None
         self._host_s = max(device.step_s for device in self._devices)
@@ -189,10 +213,12 @@ def _sizes(plan: RankPlan) -> tuple[int, ...]:
     return tuple(b - a for a, b in ranges)
 
 
-def make_stages(model: PlannedModel, plan: Plan, machine: Machine) -> list[Stage]:
-    """Return the stages of a plan on a machine."""
+def make_stages(
+    model: PlannedModel, plan: Plan, machine: Machine, program: Program | None = None
+) -> list[Stage]:
+    """Return the stages of a plan on a machine; they run the model's program, or another one."""
     n = plan.ranks[-1].stage + 1
     return [
-        Stage(model, [r for r in plan.ranks if r.stage == s], machine, only=n == 1)
+        Stage(model, [r for r in plan.ranks if r.stage == s], machine, n == 1, program)
         for s in range(n)
     ]

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from nbflow.parallel.comm import q8_packed_bytes
 from nbflow.program.records import COMMUNICATION, Op, Program
-from nbflow_kernels.kvcache.formats import kv_format
+from nbflow_kernels.kvcache.formats import kv_formats
 
 FLOAT32_BYTES = 4
 
@@ -28,6 +29,8 @@ class StepShape:
     """Tokens of each, the new ones counted in."""
     n_logits: int
     """Rows whose logits are wanted."""
+    memory: int = 0
+    """Tokens of the encoder's that each sequence sees."""
 
     @property
     def n_tokens(self) -> int:
@@ -132,9 +135,9 @@ def _weights_read(
 
 def kv_token_bytes(program: Program, kv: str) -> int:
     """Return the bytes that one layer of a rank keeps for one token."""
-    spec, format = program.spec, kv_format(kv)
-    row_bytes = format.row_length(spec.cached_dim) * format.dtype.itemsize
-    return (2 if spec.latent is None else 1) * program.n_kv_heads * row_bytes
+    spec = program.spec
+    formats = kv_formats(kv)[: 2 if spec.latent is None else 1]
+    return program.n_kv_heads * sum(f.row_bytes(spec.cached_dim) for f in formats)
 
 
 def _attention_cost(
@@ -145,8 +148,10 @@ def _attention_cost(
     if op.kind == "append_kv":
         return OpCost(kv_bytes=token_bytes * step.n_tokens, buffer_bytes=buffer_bytes)
     window = op.attrs.get("window")
-    causal = program.spec.causal and op.kind == "attention"
     spec = program.spec
+    causal = spec.causal
+    if op.kind == "cross_attention":
+        step, causal = dataclasses.replace(step, context=step.memory), False
     value_dim = spec.head_dim if spec.latent is None else spec.latent.kv_rank
     per_pair = 2 * program.n_heads * (spec.cached_dim + value_dim)  # q.k and p.v, times and plus
     return OpCost(

@@ -89,7 +89,7 @@ class _Answer:
             "usage": usage,
             "system_fingerprint": None,
         }
-        request = job.continuations[0].request
+        request = job.request_of(0)
         if self._body.prompt_logprobs is not None:
             results = request.prompt_results
             answer["prompt_logprobs"] = of_prompt(
@@ -120,7 +120,7 @@ class _Answer:
     async def stream(self, job: Job, request: Request) -> AsyncIterator[bytes]:
         """Yield the answer as server-sent events, those of one moment together."""
         first = {"role": "assistant", "content": ""}
-        choices = [self._choice(i, Piece(i), delta=first) for i in range(len(job.continuations))]
+        choices = [self._choice(i, Piece(i), delta=first) for i in range(job.n_choices)]
         yield b"".join(self._event([choice], job) for choice in choices)
         async for pieces in job:
             failed = next((piece.error for piece in pieces if piece.error is not None), None)

@@ -126,7 +126,7 @@ class _Answer:
 
     def _choice(self, index: int, piece: Piece, job: Job, first: bool) -> dict[str, Any]:
         """Return a choice; `first` is whether it is the place for the prompt's part."""
-        body, request = self._body, job.continuations[piece.index].request
+        body, request = self._body, job.request_of(piece.index)
         prompt = self._prompts[piece.index // body.n_drawn]
         echoed = self._text_of(prompt) if body.echo else ""
         logprobs = None

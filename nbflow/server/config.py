@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from nbflow.spec.toml_schema import read_toml
 from nbflow_kernels.errors import UsageError, unknown_name
@@ -116,6 +116,8 @@ class EngineOptions(Section):
     """Most bytes of the key/value cache, e.g. "2GiB"."""
     prefix_cache: bool = True
     """Whether prompts that begin alike share what has been computed."""
+    on_failure: Literal["continue", "stop"] = "continue"
+    """Of replicas: whether the others go on when one has failed."""
 
     @field_validator("kv_bytes")
     @classmethod
@@ -141,7 +143,7 @@ class ModelOptions(Section):
     activations: str = "f32"
     """Arithmetic of the products: f32, bf16, int8."""
     kv: str = "f16"
-    """Format of the key/value cache."""
+    """Format of the key/value cache; "q8/q4" for keys and values of formats of their own."""
     partition: str = "0"
     """Which ranks hold what; the numbers are MPI ranks under mpirun, else threads."""
     optimize: str = "latency"
@@ -152,20 +154,39 @@ class ModelOptions(Section):
     """How partial sums are sent between ranks: f32 or q8."""
     device: str = "auto"
     """Where to run, as --device of `nbflow run`."""
+    kv_host_percent: float = Field(default=0.0, ge=0, le=100)
+    """Share of a device's layers whose keys and values lie in the host's memory."""
+    embeddings_on_host: bool = False
+    """Whether a device's embedding does."""
+    cpu_layers: int = Field(default=0, ge=0)
+    """First layers that the host computes, beside a device."""
     max_context: int | None = Field(default=None, ge=1)
     """Shorten the context."""
     threads: int | None = Field(default=None, ge=1)
     """Threads of each rank."""
     chat_template: str | None = None
     """Name, file or text of the template for conversations, instead of the model's own."""
-    draft: Literal["ngram"] | None = None
-    """Who proposes tokens that the model then verifies several at a time: "ngram", the text."""
+    draft: str | None = None
+    """Who proposes tokens that the model then verifies several at a time: "ngram", the text, or a
+    smaller MODEL with the same vocabulary."""
     n_draft: int = Field(default=5, ge=1, le=64)
     """How many at a time."""
+    draft_weights: str | None = None
+    """Weight format of the smaller model; by default as stored."""
+    draft_verify: Literal["same", "chain"] = "same"
+    """Keep the very tokens (same), or their distribution and more proposals (chain)."""
     defaults: dict[str, float | int | str | bool] = {}
     """Decoding parameters for requests that do not state them, e.g. temperature = 0.7."""
     engine: EngineOptions = EngineOptions()
     """``[models.NAME.engine]``."""
+
+    @model_validator(mode="after")
+    def _draft(self) -> ModelOptions:
+        alone = self.draft in (None, "ngram")
+        if alone and (self.draft_weights is not None or self.draft_verify == "chain"):
+            name = "draft_weights" if self.draft_weights is not None else "draft_verify"
+            raise ValueError(f"{name} needs a smaller model as draft, got draft {self.draft!r}")
+        return self
 
     def load_options(self) -> dict[str, Any]:
         """Return the arguments of `nbflow.load` after the model."""
@@ -181,6 +202,9 @@ class ModelOptions(Section):
             "machine",
             "exchange",
             "device",
+            "kv_host_percent",
+            "embeddings_on_host",
+            "cpu_layers",
             "max_context",
             "threads",
         )
@@ -281,7 +305,7 @@ def beside(config: ServerConfig, folder: Path) -> ServerConfig:
     return config.model_copy(update={"models": models, "auth": auth, "formats": formats})
 
 
-_FILES = ("path", "spec", "tokenizer", "machine", "chat_template")
+_FILES = ("path", "spec", "tokenizer", "machine", "chat_template", "draft")
 
 
 def _lines(path: Path) -> list[str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, model_validator
 
@@ -48,6 +48,17 @@ class Sampling(Body):
 
     decoding: str | None = None
     """Name of a strategy (docs/decoding.md); by default the parameters decide."""
+    use_beam_search: bool = False
+    """Follow several continuations and return the most probable; they come at the end."""
+    beam_width: int | None = Field(default=None, ge=1, le=256)
+    """How many are followed; by default n, and 4 where that is 1."""
+    length_penalty: float | None = Field(default=None, ge=-100, le=100)
+    """Of beam search: the log-probability is divided by the length to this power; 1 by default."""
+    early_stopping: bool | Literal["never"] | None = None
+    """Of beam search: when it ends, as in transformers."""
+    penalty_alpha: float | None = Field(default=None, ge=0, le=1)
+    """Contrastive search with this weight of likeness, over top_k (4) tokens."""
+
     temperature: float | None = Field(default=None, ge=0, le=1000)
     """Divides the logits; 0 takes the most probable token; 1 by default."""
     top_k: int | None = Field(default=None, ge=-1)

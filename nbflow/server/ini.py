@@ -110,6 +110,10 @@ def _only(allowed: tuple[str, ...], instead: str) -> Setter:
 _OFF = ("", "0", "false", "no", "off")
 
 
+def _flag(value: str, _: str) -> bool:
+    return value.strip().lower() not in _OFF
+
+
 def _format(value: str, _: str) -> str | None:
     """Return a weight format by Inferflow's name; "auto" is as stored."""
     name = value.strip().lower()
@@ -153,9 +157,9 @@ _ENGINE: dict[str, Setter] = {
     "devices": _elsewhere,
     "cpu_threads": _elsewhere,
     "max_concurrent_queries": _elsewhere,
-    "cpu_layer_count": _only(_OFF, "which ranks hold which layers is said by partition"),
+    "cpu_layer_count": _elsewhere,
     "encoder_cpu_layer_count": _only(_OFF, "which ranks hold which layers is said by partition"),
-    "decoder_cpu_layer_count": _only(_OFF, "which ranks hold which layers is said by partition"),
+    "decoder_cpu_layer_count": _elsewhere,
     "return_output_tensors": _no_effect("requests ask for log-probabilities themselves"),
     "is_study_mode": _only(_OFF, "use nbflow bench"),
     "show_tensors": _only(_OFF, "use nbflow spec --program, or the reference executor"),
@@ -177,13 +181,13 @@ _MODEL: dict[str, Setter] = {
     },
     "host_weight_data_type": _no_effect("Inferflow does not read it either"),
     "device_kv_cache_data_type": _to("kv", _format),
-    "host_kv_cache_data_type": _no_effect("the cache has one format, device_kv_cache_data_type"),
+    "host_kv_cache_data_type": _no_effect("both parts have device_kv_cache_data_type"),
     "tensor_quant_threshold": _no_effect(
         "all matrices of attention and feed-forward get the format, whatever their size"
     ),
     "delta_tensor_ratio": _to("outliers", number),
-    "host_kv_cache_percent": _no_effect("the cache of a rank lies where its device computes"),
-    "be_host_embeddings": _no_effect("the embeddings of a rank lie where its device computes"),
+    "host_kv_cache_percent": _to("kv_host_percent", number),
+    "be_host_embeddings": _to("embeddings_on_host", _flag),
     "devices": _to("partition"),
     "max_context_len": _context,
     "decoding_strategy": _strategy,
@@ -247,6 +251,9 @@ def _models(sections: Sections, macros: Macros, where: str) -> Table:
             model["partition"] = macros(engine["devices"])
         if "cpu_threads" in engine:
             model["threads"] = whole(macros(engine["cpu_threads"]), f"{where}: cpu_threads")
+        for key in ("cpu_layer_count", "decoder_cpu_layer_count"):
+            if key in engine:
+                model["cpu_layers"] = whole(macros(engine[key]), f"{where}: {key}")
         if "max_concurrent_queries" in engine:
             value = macros(engine["max_concurrent_queries"])
             model["engine"]["max_sequences"] = whole(value, f"{where}: max_concurrent_queries")

@@ -10,6 +10,7 @@ from types import TracebackType
 from typing import Any
 
 from nbflow.engine.engine import EngineClosed, QueueFull
+from nbflow.engine.generation import Generation
 from nbflow.engine.handle import Handle, TokenEvent
 from nbflow.engine.request import Request, TopLogprobs
 from nbflow.server.errors import ApiError, busy
@@ -63,6 +64,8 @@ class Wish:
     include_stop: bool = False
     continues_text: bool = False
     """Whether the text goes on where the prompt ends, with a space if that begins a word."""
+    n: int = 1
+    """How many are to be found, if it is a search."""
 
 
 _CONTEXT = 8  # tokens of the prompt that decide how the first new one is spelt
@@ -74,9 +77,9 @@ class Continuation:
     def __init__(self, index: int, wish: Wish, served: Served, metrics: Metrics) -> None:
         self.index = index
         self.request = wish.request
-        before = wish.request.prompt[-_CONTEXT:] if wish.continues_text else ()
-        self._text = served.text_stream(wish.stops, wish.include_stop, before)
-        self._offsets = served.offsets(before) if wish.request.wants_logprobs else None
+        self._before = wish.request.prompt[-_CONTEXT:] if wish.continues_text else ()
+        self._text = served.text_stream(wish.stops, wish.include_stop, self._before)
+        self._offsets = served.offsets(self._before) if wish.request.wants_logprobs else None
         self._served = served
         self._clock = Clock(metrics, served.name)
         self.handle: Handle | None = None
@@ -86,10 +89,10 @@ class Continuation:
         """New tokens so far."""
         self.finished = False
 
-    def take(self, events: Sequence[TokenEvent]) -> Piece | None:
-        """Return what events of the engine tell; None if that is nothing."""
+    def take(self, events: Sequence[TokenEvent]) -> list[Piece]:
+        """Return what events of the engine tell, if they tell something."""
         if self.finished:  # tokens that were under way when a stop text was found
-            return None
+            return []
         piece, texts = Piece(self.index), []
         for event in events:
             if event.token is not None:
@@ -110,9 +113,12 @@ class Continuation:
         if piece.entries:
             self._clock.tokens(len(piece.entries))
         if self.finished:
-            reason = piece.finish_reason or "error"
-            self._clock.end(reason, self.n_prompt, self.n_tokens, self._queued_s)
-        return piece if piece.text or piece.entries or self.finished else None
+            self._note_end(piece)
+        return [piece] if piece.text or piece.entries or self.finished else []
+
+    def _note_end(self, piece: Piece) -> None:
+        reason = piece.finish_reason or "error"
+        self._clock.end(reason, self.n_prompt, self.n_tokens, self._queued_s)
 
     def _end_as(self, piece: Piece, event: TokenEvent) -> None:
         """End as the engine says."""
@@ -155,6 +161,40 @@ class Continuation:
             self._clock.end("abort", self.n_prompt, self.n_tokens, None)
 
 
+class BeamContinuations(Continuation):
+    """All that a beam search finds, which comes at its end: the choices from `index` on."""
+
+    def take(self, events: Sequence[TokenEvent]) -> list[Piece]:
+        """See `Continuation.take`."""
+        last = events[-1]
+        if self.finished or last.finish_reason is None:
+            return []
+        first = Piece(self.index)
+        self._end_as(first, last)
+        if first.error is not None:
+            self._note_end(first)
+            return [first]
+        pieces = [
+            self._piece(self.index + i, made)
+            for i, made in enumerate(self._served.model.generations(self.request))
+        ]
+        self._clock.tokens(self.n_tokens)
+        self._note_end(pieces[0])
+        return pieces
+
+    def _piece(self, index: int, made: Generation) -> Piece:
+        stream = self._served.text_stream((), False, self._before)
+        offsets = self._served.offsets(self._before) if self.request.wants_logprobs else None
+        tops = made.top_logprobs or [[] for _ in made.ids]
+        entries, texts = [], []
+        for token, logprob, top in zip(made.ids, made.logprobs, tops, strict=True):
+            entries.append(Entry(token, logprob, top, 0 if offsets is None else offsets(token)))
+            texts.append(stream.push(token))
+        self.n_tokens += len(entries)
+        text = "".join([*texts, stream.finish()])
+        return Piece(index, text, entries, made.finish_reason)
+
+
 class Job:
     """All continuations of one request.
 
@@ -178,11 +218,24 @@ class Job:
     ) -> None:
         self._served = served
         self._mailbox = mailbox
-        self.continuations = [
-            Continuation(i, wish, served, metrics) for i, wish in enumerate(wishes)
-        ]
+        self.continuations: list[Continuation] = []
+        self._of_choice: list[Continuation] = []
+        for wish in wishes:
+            searches = wish.request.search is not None and not wish.request.search.compares
+            kind = BeamContinuations if searches else Continuation
+            self.continuations.append(kind(self.n_choices, wish, served, metrics))
+            self._of_choice += [self.continuations[-1]] * wish.n
         self._pieces: list[Piece] = []
         self._news = asyncio.Event()
+
+    @property
+    def n_choices(self) -> int:
+        """How many continuations are wanted."""
+        return len(self._of_choice)
+
+    def request_of(self, index: int) -> Request:
+        """Return the engine's request for a choice."""
+        return self._of_choice[index].request
 
     async def __aenter__(self) -> Job:
         try:
@@ -219,9 +272,9 @@ class Job:
             continuation.abandon()
 
     def _take(self, continuation: Continuation, events: list[TokenEvent]) -> None:
-        piece = continuation.take(events)
-        if piece is not None:
-            self._pieces.append(piece)
+        pieces = continuation.take(events)
+        if pieces:
+            self._pieces += pieces
             self._news.set()
 
     async def __aiter__(self) -> AsyncIterator[list[Piece]]:
@@ -236,20 +289,20 @@ class Job:
 
     async def whole(self) -> list[Piece]:
         """Return one piece for each continuation, with all of it; raise if one failed."""
-        results = [Piece(c.index) for c in self.continuations]
-        texts: list[list[str]] = [[] for _ in results]
+        results: dict[int, Piece] = {}
+        texts: dict[int, list[str]] = {}
         async for pieces in self:
             for piece in pieces:
                 if piece.error is not None:
                     raise piece.error
-                result = results[piece.index]
-                texts[piece.index].append(piece.text)
+                result = results.setdefault(piece.index, Piece(piece.index))
+                texts.setdefault(piece.index, []).append(piece.text)
                 result.entries += piece.entries
                 result.finish_reason = piece.finish_reason
                 result.stop_reason = piece.stop_reason
-        for result, parts in zip(results, texts, strict=True):
-            result.text = "".join(parts)
-        return results
+        for index, result in results.items():
+            result.text = "".join(texts[index])
+        return [results[index] for index in sorted(results)]
 
     def usage(self, n_prompts: int) -> dict[str, Any]:
         """Return the numbers of tokens; a prompt with several continuations counts once."""

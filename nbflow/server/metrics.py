@@ -33,6 +33,8 @@ COUNTERS = {
     "prefix_cache_queries": "Tokens of prompts that were looked up in the prefix cache.",
     "prefix_cache_hits": "Tokens of prompts that were found there.",
     "num_preemptions": "How often a sequence gave up its pages for another.",
+    "spec_decode_num_draft_tokens": "Tokens that were proposed to sequences that have ended.",
+    "spec_decode_num_accepted_tokens": "Those of them that were right.",
     "iteration_steps": "Steps of the engine.",
     "iteration_seconds": "Seconds spent in them.",
 }

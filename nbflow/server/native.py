@@ -88,7 +88,7 @@ async def process_query(
             return json_response({"ret_code": "error.empty_request", "error_text": "no text"}, 400)
         served = state.models.generating(None)
         job = await _job(served, body, state)
-        note(request, model=served.name, prompt_tokens=len(job.continuations[0].request.prompt))
+        note(request, model=served.name, prompt_tokens=len(job.request_of(0).prompt))
         if body.is_streaming_mode:
             await job.__aenter__()
             return Stream(_chunks(job, started), job.leave, "application/json")

@@ -42,7 +42,7 @@ def make_strategy(served: Served, body: Sampling) -> tuple[Strategy, frozenset[i
         for name, field in STRATEGY_FIELDS.items()
         if getattr(body, field) is not None
     }
-    given |= _structure(body)
+    given |= structure_of(body)
     defaults = dict(served.defaults)
     if body.decoding is None:
         known = {name: value for name, value in defaults.items() if name in _ALL}
@@ -56,10 +56,16 @@ def make_strategy(served: Served, body: Sampling) -> tuple[Strategy, frozenset[i
     return strategy, frozenset(parameters.end_ids(ends))
 
 
+def search_end_ids(served: Served, body: Sampling) -> frozenset[int]:
+    """Return the tokens that end a continuation of a search."""
+    asked = Parameters(ignore_eos=body.ignore_eos, stop_token_ids=tuple(body.stop_token_ids or ()))
+    return frozenset(asked.end_ids(served.end_ids))
+
+
 _ALL = {f.name for f in dataclasses.fields(Parameters)} - _OURS
 
 
-def _structure(body: Sampling) -> dict[str, Any]:
+def structure_of(body: Sampling) -> dict[str, Any]:
     """Return the structure that a body asks for, whatever it calls it."""
     found: list[tuple[str, Any]] = []
     for name, kind in _GUIDED.items():

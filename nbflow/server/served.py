@@ -31,15 +31,23 @@ class Served:
         The model.
     engine : nbflow.Engine
         What runs it; started.
+    draft : nbflow.Model or str, optional
+        Who proposes tokens to its requests.
     """
 
     def __init__(
-        self, name: str, options: ModelOptions, model: nbflow.Model, engine: nbflow.Engine
+        self,
+        name: str,
+        options: ModelOptions,
+        model: nbflow.Model,
+        engine: nbflow.Engine,
+        draft: nbflow.Model | str | None = None,
     ) -> None:
         self.name = name
         self.options = options
         self.model = model
         self.engine = engine
+        self.draft = draft
         self.created = int(time.time())
         self.defaults: dict[str, Any] = {**model.defaults, **options.defaults}
         """Decoding parameters where a request states none."""
@@ -47,8 +55,7 @@ class Served:
             self.tokenizer: Tokenizer | None = model.tokenizer
         except UsageError:
             self.tokenizer = None
-        known = () if self.tokenizer is None else self.tokenizer.eos_ids
-        self.end_ids = (*model.spec.eos_token_ids, *known)
+        self.end_ids = model.end_ids
         """Tokens that end a continuation."""
         self.spell = TokenTexts(self.tokenizer)
         self._template = options.chat_template

@@ -16,9 +16,11 @@ import uvicorn
 
 import nbflow
 from nbflow.engine.engine import Engine
-from nbflow.parallel import Comm, world
+from nbflow.engine.propose import check_draft
+from nbflow.engine.replica_engine import ReplicaEngine
+from nbflow.parallel import Alone, Comm, world
 from nbflow.server.app import around, make_app
-from nbflow.server.config import ServerConfig
+from nbflow.server.config import ModelOptions, ServerConfig
 from nbflow.server.connections import protocol_class
 from nbflow.server.logs import logger, set_up
 from nbflow.server.mailbox import Mailbox
@@ -93,12 +95,14 @@ def _served(name: str, config: ServerConfig) -> Iterator[Served]:
     """Load a model and start its engine."""
     options = config.models[name]
     started = time.monotonic()
-    with nbflow.load(options.path, **options.load_options()) as model:
+    with contextlib.ExitStack() as stack:
+        model = stack.enter_context(nbflow.load(options.path, **options.load_options()))
         _check_ranks(model)
+        draft = stack.enter_context(_draft(options, model))
         engine = Engine(model, **options.engine.model_dump())
         engine.start()
         try:
-            served = Served(name, options, model, engine)
+            served = Served(name, options, model, engine, draft)
             loaded = time.monotonic()
             if config.warmup and served.generates:
                 _warm_up(served)
@@ -115,10 +119,31 @@ def _served(name: str, config: ServerConfig) -> Iterator[Served]:
             engine.close()
 
 
+@contextlib.contextmanager
+def _draft(options: ModelOptions, model: nbflow.Model) -> Iterator[nbflow.Model | str | None]:
+    """Load the model that proposes tokens, if there is one, in this process alone."""
+    if options.draft is None or options.draft == "ngram":
+        yield options.draft
+        return
+    with nbflow.load(
+        options.draft,
+        weights=options.draft_weights,
+        kv=options.kv,
+        activations=options.activations,
+        device=options.device.split(",")[0],  # this rank's
+        threads=model.threads,
+        comm=Alone(),
+    ) as draft:
+        check_draft(draft, model, options.draft_verify)
+        yield draft
+
+
 def _warm_up(served: Served) -> None:
     """Let everything that most requests need be compiled."""
     prompt = [0, 0]
-    greedy = served.model.make_request(prompt, 2, "greedy", 0, True)
+    greedy = served.model.make_request(
+        prompt, 4, "greedy", 0, True, draft=served.draft, n_draft=served.options.n_draft
+    )
     drawn = served.model.make_request(prompt, 2, "filters", 0, True, top_p=0.9)
     told = served.model.make_request(prompt, 2, "greedy", 0, True)
     told.n_top_logprobs = told.prompt_logprobs = 1
@@ -127,11 +152,11 @@ def _warm_up(served: Served) -> None:
 
 
 def _check_ranks(model: nbflow.Model) -> None:
-    """Rank 0 takes the requests: it must be part of every model.  Every rank checks it."""
-    if 0 not in model.plan.numbers:
+    """Rank 0 takes the requests: every model must begin there.  Every rank checks it."""
+    if model.plan.numbers[0] != 0:
         raise UsageError(
-            f"rank 0 takes the requests and must be in the partition, got "
-            f"{model.plan.partition!r}; number the ranks so that 0 is among them"
+            f"rank 0 takes the requests and must be the first of the partition, got "
+            f"{model.plan.partition!r}; number the ranks so that it begins with 0"
         )
 
 
@@ -140,8 +165,14 @@ def _follow(config: ServerConfig) -> None:
     (options,) = config.models.values()
     with nbflow.load(options.path, **options.load_options()) as model:
         _check_ranks(model)
-        if model.participates:
-            Engine(model, **options.engine.model_dump()).follow()
+        if not model.participates:
+            return
+        engine = Engine(model, **options.engine.model_dump())
+        if isinstance(engine, ReplicaEngine) and engine.begins:
+            with _draft(options, model) as draft:
+                engine.follow(draft if isinstance(draft, nbflow.Model) else None)
+        else:
+            engine.follow()
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -42,6 +42,8 @@ def _stats(stats: Any) -> Mapping[str, float]:
         "prefix_cache_queries": stats.prefix_queries,
         "prefix_cache_hits": stats.prefix_hits,
         "num_preemptions": stats.preemptions,
+        "spec_decode_num_draft_tokens": stats.drafted_tokens,
+        "spec_decode_num_accepted_tokens": stats.accepted_tokens,
         "iteration_steps": stats.steps,
         "iteration_seconds": stats.step_seconds,
     }

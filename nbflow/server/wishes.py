@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 from collections.abc import Sequence
 
+from nbflow.decoding import Search
 from nbflow.engine.request import Request
 from nbflow.server.config import Limits
 from nbflow.server.errors import ApiError
 from nbflow.server.fields import Sampling
 from nbflow.server.job import Wish
-from nbflow.server.parameters import make_strategy
+from nbflow.server.parameters import make_strategy, search_end_ids
+from nbflow.server.searches import search_of
 from nbflow.server.served import Served
 
 
@@ -51,31 +52,64 @@ def make_wishes(
     ApiError, UsageError
         If the model cannot do what the body asks for.
     """
+    search = search_of(body)
     n = body.n_drawn
-    if len(prompts) * n > limits.choices:
+    width = n if search is None else max(n, search.width)
+    if len(prompts) * width > limits.choices:
         raise ApiError(
             400,
-            f"{len(prompts)} prompts x {n} continuations are more than {limits.choices}, the most "
-            "that one request may ask for (limits.choices); send several requests",
+            f"{len(prompts)} prompts x {width} continuations are more than {limits.choices}, the "
+            "most that one request may ask for (limits.choices); send several requests",
             param="n",
         )
     seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
-    strategy, stop_ids = make_strategy(served, body)
     most = served.model.spec.max_context if max_tokens is None else max_tokens
+    if search is not None:
+        return _search_wishes(served, body, prompts, most, limits, search, continues_text, echo)
+    strategy, stop_ids = make_strategy(served, body)
     wishes = []
     for prompt in prompts:
         first = served.model.make_request(
             list(prompt), max(most, 1), strategy, 0, True,
-            draft=served.options.draft, n_draft=served.options.n_draft,
+            draft=served.draft, n_draft=served.options.n_draft,
+            draft_verify=served.options.draft_verify,
         )  # fmt: skip
         first.max_tokens = min(most, first.max_tokens)  # 0 reads the prompt alone
         first.stop_ids = stop_ids
         _add_wishes(first, body, echo, n > body.n, limits.request_s)
         for i in range(n):
-            request = dataclasses.replace(first.copy(), seed=(seed + i) % 2**64)
+            request = first.copy()
+            request.seed, request.drafter = (seed + i) % 2**64, first.drafter
             wishes.append(
                 Wish(request, body.stops, body.include_stop_str_in_output, continues_text)
             )
+    return wishes
+
+
+def _search_wishes(
+    served: Served,
+    body: Sampling,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int,
+    limits: Limits,
+    search: Search,
+    continues_text: bool,
+    echo: bool,
+) -> list[Wish]:
+    """Return a search for each prompt."""
+    if max_tokens < 1:
+        raise ApiError(400, "a search needs max_tokens of at least 1", param="max_tokens")
+    wishes = []
+    for prompt in prompts:
+        request = served.model.make_request(list(prompt), max_tokens, search)
+        request.stop_ids = search_end_ids(served, body)
+        _add_wishes(request, body, echo, False, limits.request_s)
+        wishes.append(
+            Wish(
+                request, body.stops, body.include_stop_str_in_output, continues_text,
+                search.n_found,
+            )
+        )  # fmt: skip
     return wishes
 
 

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from nbflow.folding import Prepared, check_encoder, prepare
 from nbflow.hub import BESIDE
 from nbflow.spec import check, resolve
 from nbflow.spec.resolve import ResolvedModel
 from nbflow.weights import WeightFile, open_weights
+from nbflow.weights.json_file import read_object
+from nbflow.weights_policy import WeightFormats
 from nbflow.writing.gguf_checkpoint import plan_gguf
 from nbflow.writing.gguf_file import write_gguf
-from nbflow.writing.importance import Importance, read_importance, weigh
-from nbflow.writing.importance_names import gguf_names, with_our_names
+from nbflow.writing.importance import Importance, weigh
+from nbflow.writing.importance_names import known_inputs
 from nbflow.writing.output import check_output, new_file, new_folder
 from nbflow.writing.plan import Choice, NewTensor, plan_as_stored
 from nbflow.writing.safetensors_file import write_safetensors
-from nbflow_kernels.errors import UsageError, unknown_name
-from nbflow_kernels.quants.encoders import ENCODERS
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.quants.encoders import DAMPING
 
 _WEIGHTS = "model.safetensors"
 
@@ -47,12 +52,14 @@ class WrittenCheckpoint:
 def quantize_checkpoint(
     model: str | os.PathLike[str],
     out: str | os.PathLike[str],
-    to: str,
+    to: str | os.PathLike[str] | WeightFormats,
     *,
     rules: Iterable[str] = (),
     spec: str | os.PathLike[str] | None = None,
     encoder: str = "best",
     importance: str | os.PathLike[str] | Importance | None = None,
+    act_order: bool = False,
+    damping: float = DAMPING,
     force: bool = False,
     dry_run: bool = False,
 ) -> WrittenCheckpoint:
@@ -68,22 +75,28 @@ def quantize_checkpoint(
     out : str or path
         A ``.gguf`` file, a ``.safetensors`` file, or a folder, which gets ``model.safetensors`` and
         the configuration and tokenizer files.
-    to : str
+    to : str, path or WeightFormats
         Format of the matrices of attention and feed-forward (`nbflow.weights_policy`): a name of
-        `nbflow_kernels.FORMATS`.  GGUF takes GGML's types and f32, f16, bf16.
+        `nbflow_kernels.FORMATS`, or a policy file (``.toml``).  GGUF takes GGML's types and f32,
+        f16, bf16.
     rules : iterable of str
         ``PATTERN=FORMAT``: the first whose shell pattern matches a matrix's name decides on it.
         Names are those of the new file, or ours, ``layers.0.attn.q.weight``.
     spec : path, optional
         A spec file, as for `nbflow.load`.
-    encoder : {"best", "plain", "gptq", "hqq"}
-        See `nbflow_kernels.quants.encoders.quantize_with`; "gptq" needs second moments as
-        `importance`, for every matrix that is put into blocks.
+    encoder : str
+        How matrices are put into their formats, as for `nbflow.load`.  "gptq" needs second moments
+        as `importance`, for every matrix that is put into blocks.  "outliers" keeps weights for
+        which files have no place.
     importance : path or mapping, optional
         How much the squared error of each column counts: a file of llama.cpp's ``imatrix``,
         safetensors, or name -> array (K,) or (experts, K); see
         `nbflow.writing.importance.read_importance`.  Names are those of the new file, of the
         model's GGUF file, or ours.
+    act_order : bool
+        Whether GPTQ takes the columns with the largest inputs first.
+    damping : float
+        What GPTQ adds to the diagonal of second moments, in units of its mean.
     force : bool
         Whether `out` may be replaced.
     dry_run : bool
@@ -109,95 +122,108 @@ def quantize_checkpoint(
     ...         weights.dtype("model.layers.0.self_attn.q_proj.weight")
     'q4_b32t1a'
     """
-    if encoder not in ENCODERS:
-        raise unknown_name("encoder", encoder, ENCODERS)
+    if "outliers" in check_encoder(encoder)[1]:
+        raise UsageError(
+            "encoder 'outliers' keeps weights beside the blocks, for which files have no place; "
+            "nbflow.load(..., encoder='outliers') and sweeps do it"
+        )
     choice = Choice(to, rules)
     resolved = resolve(model, spec=spec)
-    if isinstance(importance, str | os.PathLike):
-        importance = read_importance(importance)
-    if encoder == "gptq" and importance is None:
-        raise UsageError(
-            "encoder 'gptq' needs second moments of the inputs: nbflow imatrix MODEL --full -o "
-            "FILE.safetensors, then --importance FILE.safetensors"
-        )
     path = Path(out)
+    if not choice.to:
+        choice.formats.check_used(resolved.spec.tensor_shapes(), str(path))
     with open_weights(resolved.path) as file:
         check(resolved.spec, file)
-        if importance is not None:
-            importance = with_our_names(importance, gguf_names(resolved, file))
+        known: Importance | None = known_inputs(importance, resolved, file)
+        planned = plan_as_stored(resolved.spec, file, Choice(to, rules), blocks=False)
+        formats = {own: t.format for t in planned if t.format != t.stored for own in t.ours}
+        prepared = prepare(
+            resolved.spec, file, formats.get, encoder, known, act_order=act_order, damping=damping
+        )
+        if prepared.foldings:  # what is known about the inputs is so no longer under other names
+            known = {**prepared.encoding.importance} or None
+        resolved = dataclasses.replace(resolved, spec=prepared.spec)
         write = _write_gguf if path.suffix == ".gguf" else _write_safetensors
-        return write(resolved, file, path, choice, encoder, importance, force, dry_run)
+        task = _Task(resolved, prepared.opened(file), path, choice, prepared, known, force, dry_run)
+        done = write(task)
+    return dataclasses.replace(done, notes=(*done.notes, *prepared.notes))
 
 
-def _write_gguf(
-    resolved: ResolvedModel,
-    file: WeightFile,
-    out: Path,
-    choice: Choice,
-    encoder: str,
-    importance: Importance | None,
-    force: bool,
-    dry_run: bool,
-) -> WrittenCheckpoint:
+@dataclass(frozen=True)
+class _Task:
+    """What is to be written."""
+
+    resolved: ResolvedModel
+    file: WeightFile
+    out: Path
+    choice: Choice
+    prepared: Prepared
+    importance: Importance | None
+    force: bool
+    dry_run: bool
+
+
+def _write_gguf(task: _Task) -> WrittenCheckpoint:
     """Write one GGUF file."""
-    metadata, tensors, notes = plan_gguf(resolved, file, choice, str(out))
-    tensors, more = weigh(tensors, importance)
+    out = task.out
+    metadata, tensors, notes = plan_gguf(task.resolved, task.file, task.choice, str(out))
+    tensors, more = weigh(tensors, task.importance)
     notes += [*more, *twice_note(tensors)]
-    _check_output(resolved, file, out, force or dry_run)
-    if not dry_run:
+    _check_output(task)
+    if not task.dry_run:
         with new_file(out) as stream:
-            write_gguf(stream, metadata, tensors, encoder)
+            write_gguf(stream, metadata, tensors, task.prepared.encoding)
     return WrittenCheckpoint(out, "gguf", tuple(tensors), tuple(notes))
 
 
-def _check_output(
-    resolved: ResolvedModel,
-    file: WeightFile,
-    out: Path,
-    force: bool,
-    may_hold: frozenset[str] = frozenset(),
-) -> None:
-    """Raise if `out` must not be written; it must be none of the files that are read."""
-    for original in {resolved.path, *file.files()}:
-        check_output(out, original, force=force, may_hold=may_hold)
+def _check_output(task: _Task, may_hold: frozenset[str] = frozenset()) -> None:
+    """Raise if the output must not be written; it must be none of the files that are read."""
+    for original in {task.resolved.path, *task.file.files()}:
+        check_output(task.out, original, force=task.force or task.dry_run, may_hold=may_hold)
 
 
-def _write_safetensors(
-    resolved: ResolvedModel,
-    file: WeightFile,
-    out: Path,
-    choice: Choice,
-    encoder: str,
-    importance: Importance | None,
-    force: bool,
-    dry_run: bool,
-) -> WrittenCheckpoint:
+def _write_safetensors(task: _Task) -> WrittenCheckpoint:
     """Write one file, or a folder with everything that goes with it."""
+    resolved, file, out = task.resolved, task.file, task.out
     if file.format not in ("safetensors", "pickle"):
         raise UsageError(
             f"{out}: a {file.format} file holds the model's configuration itself, and safetensors "
             "has no place for it; write a .gguf file"
         )
-    tensors, notes = weigh(plan_as_stored(resolved.spec, file, choice), importance)
+    tensors, notes = weigh(plan_as_stored(resolved.spec, file, task.choice), task.importance)
     source = resolved.path if resolved.path.is_dir() else resolved.path.parent
     beside = [source / name for name in BESIDE if (source / name).is_file()]
     is_file = out.suffix == ".safetensors"
+    unties = resolved.spec != task.prepared.before[0] if task.prepared.before else False
     notes += _notes(tensors, out, is_file)
+    if is_file and unties:
+        notes.append("config.json beside the file must say tie_word_embeddings = false")
     done = WrittenCheckpoint(out, "safetensors", tuple(tensors), tuple(notes))
     may_hold = frozenset() if is_file else frozenset({*BESIDE, _WEIGHTS})
-    _check_output(resolved, file, out, force or dry_run, may_hold)
-    if dry_run:
+    _check_output(task, may_hold)
+    if task.dry_run:
         return done
+    encoding = task.prepared.encoding
     if is_file:
         with new_file(out) as stream:
-            write_safetensors(stream, tensors, encoder)
+            write_safetensors(stream, tensors, encoding)
         return done
     with new_folder(out) as folder:
         for original in beside:
             shutil.copyfile(original, folder / original.name)
+        if unties:
+            _untie(folder / "config.json")
         with new_file(folder / _WEIGHTS) as stream:
-            write_safetensors(stream, tensors, encoder)
+            write_safetensors(stream, tensors, encoding)
     return done
+
+
+def _untie(path: Path) -> None:
+    """Say in a config.json that the head is a matrix of its own."""
+    config = read_object(path, missing_ok=True)
+    if config is not None:
+        text = json.dumps({**config, "tie_word_embeddings": False}, indent=2)
+        path.write_text(text + "\n", encoding="utf-8")
 
 
 def _notes(tensors: list[NewTensor], out: Path, is_file: bool) -> list[str]:

@@ -6,6 +6,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
+from nbflow.execute.encode import Encoding
 from nbflow.weights.gguf import ARRAY, MAGIC, SCALARS, STRING, TYPES
 from nbflow.writing.plan import NewTensor
 from nbflow_kernels.errors import UsageError
@@ -23,7 +24,7 @@ _MAX_DIMENSIONS = 4
 
 
 def write_gguf(
-    file: BinaryIO, metadata: Metadata, tensors: Sequence[NewTensor], encoder: str
+    file: BinaryIO, metadata: Metadata, tensors: Sequence[NewTensor], encoding: Encoding
 ) -> None:
     """Write header and tensors to an open file."""
     alignment = metadata["general.alignment"][1] if "general.alignment" in metadata else 32
@@ -38,7 +39,7 @@ def write_gguf(
     file.write(bytes(-file.tell() % alignment))
     for tensor in tensors:
         start = file.tell()
-        for piece in tensor.pieces(encoder):
+        for piece in tensor.pieces(encoding):
             file.write(piece)
         assert file.tell() - start == tensor.n_bytes
         file.write(bytes(-file.tell() % alignment))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 
 import numpy as np
@@ -10,6 +11,7 @@ from nbflow.spec import resolve
 from nbflow.spec.resolve import ResolvedModel
 from nbflow.weights import WeightFile, gguf, open_weights
 from nbflow.writing.gguf_names import ARCHITECTURES, plan_renamed, target_family
+from nbflow.writing.importance import read_importance
 from nbflow.writing.plan import Choice, plan_as_stored
 
 
@@ -48,3 +50,16 @@ def with_our_names(
         for i, own in enumerate(ours):
             found.setdefault(own, array[i] if each else array)
     return found
+
+
+def known_inputs(
+    importance: str | os.PathLike[str] | Mapping[str, np.ndarray] | None,
+    resolved: ResolvedModel,
+    file: WeightFile,
+) -> dict[str, np.ndarray] | None:
+    """Return importances, of a file or as they are, under the names they have and ours."""
+    if importance is None:
+        return None
+    if isinstance(importance, str | os.PathLike):
+        importance = read_importance(importance)
+    return with_our_names(importance, gguf_names(resolved, file))

@@ -10,15 +10,15 @@ from fnmatch import fnmatchcase
 import numpy as np
 
 import nbflow_kernels as nk
+from nbflow.execute.encode import Encoding
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.stored import stored
 from nbflow.weights import WeightFile
 from nbflow.weights.dtypes import ITEM_BYTES
 from nbflow.weights.weight_file import tensor_bytes
-from nbflow.weights_policy import is_quantized
+from nbflow.weights_policy import Weights, weight_formats
 from nbflow.writing.rows import Rows, Statistics, StoredRows, write_rows
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants.gptq import SecondMoments
 
 
 @dataclass(frozen=True)
@@ -55,14 +55,12 @@ class NewTensor:
         """Return it with importances of its columns."""
         return dataclasses.replace(self, importance=importance)
 
-    def pieces(self, encoder: str) -> Iterator[bytes | memoryview]:
+    def pieces(self, encoding: Encoding) -> Iterator[bytes | memoryview]:
         """Yield its bytes."""
-        known: list[Statistics] = []
-        for array in () if self.importance is None else self.importance:
-            known.append(array if array.ndim == 1 else SecondMoments(array))
+        known: list[Statistics] = [] if self.importance is None else list(self.importance)
         for i, rows in enumerate(self.parts):
             own = known[i if len(known) > 1 else 0] if known else None
-            yield from write_rows(rows, self.format, self.name, encoder, own)
+            yield from write_rows(rows, self.format, self.name, encoding, own)
 
 
 class Choice:
@@ -70,14 +68,17 @@ class Choice:
 
     Parameters
     ----------
-    to : str
-        The format of the matrices that `nbflow.weights_policy` names.
+    to : str, path or WeightFormats
+        The format of the matrices that `nbflow.weights_policy` names, or a policy file.
     rules : sequence of str
         ``PATTERN=FORMAT`` each; a shell pattern for names of the new file or for our names.
     """
 
-    def __init__(self, to: str, rules: Iterable[str] = ()) -> None:
-        self.to = nk.FORMATS[to].name
+    def __init__(self, to: Weights, rules: Iterable[str] = ()) -> None:
+        formats = weight_formats(to)
+        assert formats is not None
+        self.formats = formats
+        self.to = formats.patterns[0][1] if formats.facts is None else ""
         self.rules = [_parse_rule(rule) for rule in rules]
         self._unused = {text: None for text, _, _ in self.rules}
 
@@ -92,7 +93,16 @@ class Choice:
             if any(fnmatchcase(n, pattern) for n in (name, *(own for own, _ in ours))):
                 self._unused.pop(text, None)
                 return format
-        return self.to if all(is_quantized(own, shape) for own, shape in ours) else None
+        chosen = {self.formats.of(own, shape) for own, shape in ours}
+        if self.to:  # one for all; a tensor that also holds what is kept is kept
+            return None if None in chosen else self.to
+        if len(chosen) > 1:
+            found = ", ".join(f"{own} {self.formats.of(own, shape)}" for own, shape in ours)
+            raise UsageError(
+                f"tensor {name} holds matrices that the policy gives different formats ({found}); "
+                "give them one"
+            )
+        return chosen.pop()
 
     def check_rules(self) -> None:
         """Raise if a rule was never the first to match."""
@@ -118,8 +128,13 @@ def all_tensors(spec: ModelSpec) -> list[tuple[ModelSpec, str]]:
     return [(part, name) for part in parts for name in part.tensor_shapes()]
 
 
-def plan_as_stored(spec: ModelSpec, file: WeightFile, choice: Choice) -> list[NewTensor]:
-    """Return the tensors under the checkpoint's own names, in its order."""
+def plan_as_stored(
+    spec: ModelSpec, file: WeightFile, choice: Choice, *, blocks: bool = True
+) -> list[NewTensor]:
+    """Return the tensors under the checkpoint's own names, in its order.
+
+    Without `blocks` it is not checked whether they can be written so, nor that every rule is used.
+    """
     held: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     turned = set()
     for part, ours in all_tensors(spec):
@@ -130,7 +145,7 @@ def plan_as_stored(spec: ModelSpec, file: WeightFile, choice: Choice) -> list[Ne
     tensors = []
     for name in file.names():
         chosen = choice.of(name, held.get(name, []))
-        if chosen is not None and name in turned and nk.FORMATS[chosen].block_size > 1:
+        if blocks and chosen is not None and name in turned and nk.FORMATS[chosen].block_size > 1:
             raise UsageError(
                 f"tensor {name} is stored as (in, out), but blocks lie along the inputs; "
                 "checkpoints of this family cannot be written in blocks, load them with weights="
@@ -140,8 +155,9 @@ def plan_as_stored(spec: ModelSpec, file: WeightFile, choice: Choice) -> list[Ne
         own_names = tuple(own for own, _ in held.get(name, []))
         format = chosen or dtype
         tensors.append(NewTensor(name, file.shape(name), dtype, format, (rows,), own_names))
-    choice.check_rules()
-    check_blocks(tensors)
+    if blocks:
+        choice.check_rules()
+        check_blocks(tensors)
     return tensors
 
 

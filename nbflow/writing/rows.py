@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 
 import nbflow_kernels as nk
+from nbflow.execute.encode import BEST, Encoding
 from nbflow.execute.weights import quantized_pieces, read_part
 from nbflow.program.records import Operand
 from nbflow.spec.model_spec import ModelSpec
@@ -17,11 +18,9 @@ from nbflow.spec.stored import stored
 from nbflow.weights import WeightFile
 from nbflow.weights.dtypes import ITEM_BYTES
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants.encoders import quantize_with
-from nbflow_kernels.quants.gptq import SecondMoments
 
-Statistics = np.ndarray[Any, Any] | SecondMoments | None
-"""What is known about a matrix's inputs: mean squares (K,), second moments, or nothing."""
+Statistics = np.ndarray[Any, Any] | None
+"""What is known about a matrix's inputs: mean squares (K,), second moments (K, K), or nothing."""
 _PIECE_WEIGHTS = 1 << 22  # 16 MiB as float32
 
 
@@ -160,7 +159,7 @@ def write_rows(
     rows: Rows,
     format: str,
     where: str,
-    encoder: str = "best",
+    encoding: Encoding = BEST,
     importance: Statistics = None,
 ) -> Iterator[bytes | memoryview]:
     """Yield the bytes of a tensor in a format, piece by piece.
@@ -173,10 +172,10 @@ def write_rows(
         What it becomes; the type it is stored as copies it.
     where : str
         What the error messages call the tensor.
-    encoder : {"best", "plain", "gptq", "hqq"}
-        See `nbflow_kernels.quants.encoders.quantize_with`.
-    importance : array of float32, shape (K,), or SecondMoments, optional
-        How much the error of each column counts.
+    encoding : Encoding
+        How it gets there.
+    importance : array of float32, shape (K,) or (K, K), optional
+        Mean squares, or second moments, of the matrix's inputs.
 
     Raises
     ------
@@ -189,14 +188,14 @@ def write_rows(
         for start, stop in _spans(rows):
             yield np.ascontiguousarray(rows.blocks(start, stop)).reshape(-1).data
     else:
-        yield from convert(rows, format, where, encoder, importance)
+        yield from convert(rows, format, where, encoding, importance)
 
 
 def convert(
     rows: Rows,
     format: str,
     where: str,
-    encoder: str = "best",
+    encoding: Encoding = BEST,
     importance: Statistics = None,
 ) -> Iterator[bytes]:
     """Yield the bytes of rows that are put into a format; see `write_rows`."""
@@ -205,20 +204,10 @@ def convert(
         if array.dtype.type not in (np.float16, np.float32, np.float64):
             raise UsageError(f"tensor {where}: {rows.dtype} cannot be put into {format}")
         try:
-            piece = _put(np.atleast_1d(array), format, encoder, importance)
+            piece = encoding.put(np.atleast_1d(array), format, importance)
         except UsageError as error:
             raise UsageError(f"tensor {where} does not fit into {format}: {error}") from error
         yield piece.data.tobytes()
-
-
-def _put(x: Any, format: str, encoder: str, importance: Statistics) -> nk.QuantTensor:
-    """Return rows in a format; plain types round, whatever the encoder."""
-    if encoder in nk.quants.ENCODERS or nk.FORMATS[format].block_size == 1:
-        if isinstance(importance, SecondMoments):
-            importance = importance.matrix.diagonal().astype(np.float32)
-        known = encoder if encoder in nk.quants.ENCODERS else "best"
-        return nk.quantize(x, format, encoder=known, importance=importance)
-    return quantize_with(x, format, encoder, importance)
 
 
 def _spans(rows: Rows) -> Iterator[tuple[int, int]]:

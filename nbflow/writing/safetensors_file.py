@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any, BinaryIO
 
 import nbflow_kernels as nk
+from nbflow.execute.encode import Encoding
 from nbflow.weights.dtypes import ITEM_BITS
 from nbflow.weights.safetensors import DTYPES, FORMATS_KEY
 from nbflow.writing.plan import NewTensor
@@ -25,7 +26,7 @@ from nbflow_kernels.errors import UsageError
 _CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
-def write_safetensors(file: BinaryIO, tensors: Sequence[NewTensor], encoder: str) -> None:
+def write_safetensors(file: BinaryIO, tensors: Sequence[NewTensor], encoding: Encoding) -> None:
     """Write header and tensors to an open file."""
     header = _header(tensors)
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
@@ -34,7 +35,7 @@ def write_safetensors(file: BinaryIO, tensors: Sequence[NewTensor], encoder: str
     file.write(text)
     for tensor in tensors:
         start = file.tell()
-        for piece in tensor.pieces(encoder):
+        for piece in tensor.pieces(encoding):
             file.write(piece)
         assert file.tell() - start == tensor.n_bytes
 

@@ -100,7 +100,9 @@ def test_a_row_has_the_same_bits_in_any_batch_tile_and_division(xp: Any, dtype: 
                 assert len(divide_for_device(alone.current, tiling, 132).merges) == may_split
 
 
-@pytest.mark.parametrize("name", ["q8_0", "q6", "q3h"])  # `kvcache.cases` decode all of them
+@pytest.mark.parametrize(
+    "name", ["q8_0", "q6", "q3h", "f32/q8_0", "q4_0/bf16"]
+)  # `kvcache.cases` decode all of them
 def test_block_formats(xp: Any, name: str) -> None:
     rng = np.random.default_rng(3)
     paged = on_device(xp, Paged(rng, [40], (4, 2, 80), 16, "HND", format=name))
@@ -108,7 +110,17 @@ def test_block_formats(xp: Any, name: str) -> None:
     check(paged, q, ints(0, 2), paged.run(xp.asarray(q), ints(0, 2)), ATOL)
 
 
-@pytest.mark.parametrize(("name", "D"), [("q8_0", 64), ("q3h", 128), ("q4_0", 32)])
+@pytest.mark.parametrize(
+    ("name", "D"),
+    [
+        ("q8_0", 64),
+        ("q3h", 128),
+        ("q4_0", 32),
+        ("q8_0/q4_0", 64),
+        ("f16/q8_0", 32),
+        ("bf16/f16", 32),
+    ],
+)
 def test_block_formats_on_tensor_cores(xp: Any, name: str, D: int) -> None:
     rng = np.random.default_rng(4)
     paged = on_device(xp, Paged(rng, [70], (4, 2, D), 16, "HND", format=name))

@@ -38,7 +38,7 @@ def facts(kernel: Any, arch: str) -> nbflow_ptx.KernelFacts:
 def test_tensor_core_kernels_keep_sums_in_registers_and_copy_16_bytes(
     D_qk: int, D_vo: int, exact: bool, many: bool, arch: str, most_registers: int
 ) -> None:
-    found = facts(attention.tensor_core_kernel(F16, D_qk, D_vo, exact, many), arch)
+    found = facts(attention.tensor_core_kernel((F16, F16), D_qk, D_vo, exact, many), arch)
     assert (found.fp64, found.local_accesses, found.stack_bytes) == (0, 0, 0)
     assert found.async_copies
     steps = D_qk // 16 * 2 * (4 if many else 1)  # products of queries and keys
@@ -51,16 +51,19 @@ def test_tensor_core_kernels_keep_sums_in_registers_and_copy_16_bytes(
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 def test_general_kernel_and_merging_have_no_float64(arch: str) -> None:
-    for kernel in (attention.general_kernel(KINDS["q8_0"]), attention.merge_splits_kernel):
+    for kernel in (
+        attention.general_kernel((KINDS["q8_0"], KINDS["q4_0"])),
+        attention.merge_many_kernel,
+    ):
         assert facts(kernel, arch).fp64 == 0
 
 
 def test_appending_moves_16_bytes_at_once() -> None:
-    found = facts(kvcache.append_kernel(F16), "sm_90")
+    found = facts(kvcache.append_kernel((F16, F16)), "sm_90")
     assert (found.fp64, found.stack_bytes) == (0, 0)
     assert found.wide_loads > 0
     assert 8 in (found.global_stores or {})  # four float16
-    assert facts(kvcache.append_kernel(KINDS["q8_0"]), "sm_80").fp64 == 0
+    assert facts(kvcache.append_kernel((KINDS["q8_0"], KINDS["q4_0"])), "sm_80").fp64 == 0
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])

@@ -77,7 +77,7 @@ def test_encoder_with_decoder(name: str, cupy: Any) -> None:
         assert error(model.logits(target, encoder_ids=source), expected) < TOLERANCE
 
 
-FORMATS = [("q4_0", "f16", "f32"), ("q3h", "q8_0", "f32"), ("q8_0", "q4_0", "int8")]
+FORMATS = [("q4_0", "f16", "f32"), ("q3h", "f16/q8_0", "f32"), ("q8_0", "q8_0/q4_0", "int8")]
 
 
 @pytest.mark.compiler

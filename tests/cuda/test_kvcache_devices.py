@@ -23,7 +23,7 @@ def test_keys_are_rotated_by_their_positions(xp: Any, interleave: bool) -> None:
     places = (ints(0, 0, 0), positions)
     kernels.append_paged_kv_cache(
         xp.asarray(key), xp.asarray(value), *places, pages[:, 0], pages[:, 1],
-        ints(2, 0, 1, 3), ints(0, 4), "HND", F32, cos_sin=xp.asarray(table),
+        ints(2, 0, 1, 3), ints(0, 4), "HND", (F32, F32), cos_sin=xp.asarray(table),
         interleave=interleave,
     )  # fmt: skip
     cos, sin = (part[positions][:, None] for part in (table[:, :6], table[:, 6:]))
@@ -51,7 +51,7 @@ def test_rotated_keys_are_encoded_as_a_rotation_before_would(xp: Any) -> None:
     def append(rows: Any, pages: Any, kind: int, **options: Any) -> None:
         kernels.append_paged_kv_cache(
             rows, xp.asarray(key), *places, pages[:, 0], pages[:, 1], ints(0), ints(0, 1), "HND",
-            kind, **options,
+            (kind, kind), **options,
         )  # fmt: skip
 
     append(xp.asarray(key), rotated, F32, cos_sin=xp.asarray(table))

@@ -200,7 +200,9 @@ def _facts(kernel: Any, arch: str) -> nbflow_ptx.KernelFacts:
 )
 def test_hot_kernels_stay_in_registers(format: str, arch: str) -> None:
     form = unit_form(FORMATS[format].integer_form)
-    few = _facts(products._kernel(form, "few_rows.cu", "few_rows", products._FEW, 1), arch)
+    few = _facts(
+        products._kernel(form, "few_rows.cu", "few_rows", products.FEW_PARAMETERS, 1), arch
+    )
     many = _facts(products._kernel(form, "many_rows.cu", "many_rows", products._MANY), arch)
     # two thread blocks of `few_rows` on a processor leave 128 registers: up to 8 of the numbers
     # that change once for a row tile may lie in local memory; of `many_rows` one

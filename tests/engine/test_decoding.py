@@ -217,6 +217,51 @@ def test_several_requests_with_proposals_of_their_own(tiny):
     assert [g.ids for g in helped] == [g.ids for g in plain]
 
 
+def test_a_draft_model_helps_all_requests_of_an_engine_at_once():
+    prompts = [PROMPT, "class A:\n    def", list(range(300, 420))]
+    with (
+        nbflow.load("tiny_python", threads=1) as model,
+        nbflow.load("tiny_python", threads=1, max_step_tokens=48) as draft,  # reads in pieces
+    ):
+        plain = model.generate_batch(prompts, 30, seed=3, decoding="top_p", ignore_eos=True)
+        asked, run = [], draft.engines[0].run_step
+        draft.engines[0].run_step = lambda sequences, *rest: (
+            asked.append(len(sequences)),
+            run(sequences, *rest),
+        )
+        with nbflow.Engine(model) as engine:
+            handles = [
+                engine.submit(
+                    model.make_request(p, 30, "top_p", 3 + i, True, draft=draft, n_draft=4)
+                )
+                for i, p in enumerate(prompts)
+            ]
+            for handle, expected in zip(handles, plain, strict=True):
+                made = handle.result(60)
+                assert made.ids == expected.ids
+                assert made.acceptance_rate == 1.0  # it is the model itself
+            cut = engine.submit(model.make_request(PROMPT, 400, draft=draft, ignore_eos=True))
+            next(iter(cut))
+            cut.cancel()
+            assert list(cut)[-1].finish_reason == "abort"
+        assert max(asked) == 3
+        assert draft.engines[0].table.n_held == 0
+
+
+@pytest.mark.parametrize("partition", ["0;1", "0&1"])
+def test_a_draft_model_helps_ranks(tiny, partition):
+    plain = tiny.generate(PROMPT, 30, ignore_eos=True)
+    with (
+        nbflow.load("tiny_python", partition=partition, threads=1) as parts,
+        nbflow.load("tiny_python", threads=1) as draft,
+    ):
+        helped = parts.generate(PROMPT, 30, ignore_eos=True, draft=draft)
+        assert helped.ids == plain.ids
+        assert helped.n_accepted > 20  # of 29; the partition rounds otherwise than the draft
+        with pytest.raises(UsageError, match="on one rank"):
+            parts.generate(PROMPT, 3, draft=draft, draft_verify="chain")
+
+
 # ---- ends and reports -----------------------------------------------------------------------
 
 

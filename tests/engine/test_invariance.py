@@ -24,7 +24,7 @@ N = 24
 CONFIGURATIONS = [
     {"weights": None, "kv": "f32"},
     {"weights": "q8", "kv": "q8_0", "activations": "int8"},
-    {"weights": "q4", "activations": "bf16"},
+    {"weights": "q4", "kv": "f16/q8_0", "activations": "bf16"},
 ]
 
 
@@ -81,7 +81,8 @@ def test_whatever_goes_on(wide, options):
         found, stats, requests = served(model, roomy)
         assert found == alone
         assert stats.prefix_hits > 400
-        assert requests[0].cached_tokens == 128
+        assert requests[0].cached_tokens > 128
+        assert requests[0].cached_tokens % 64  # a part of a page
         for limits in (
             {**roomy, "max_step_tokens": 7, "prefix_cache": False},
             {**roomy, "max_step_tokens": 33, "max_sequences": 3, "burst_s": 10.0},

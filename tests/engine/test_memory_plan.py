@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import tracemalloc
+from pathlib import Path
+
+import numpy as np
 import pytest
 from specs import write_llama
 
 import nbflow
-from nbflow.engine.memory_plan import Placement, plan_memory
+from nbflow.engine.memory_plan import PAGE_SIZE, plan_memory
+from nbflow.engine.placement import Placement
 from nbflow_kernels.errors import UsageError
+
+FAMILIES = Path(__file__).parents[1] / "golden" / "families"
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +61,92 @@ def test_within_two_percent(wide, options, partition):
         assert found["workspace_bytes"] == pytest.approx(planned.workspace_bytes, rel=0.02)
 
 
+ENCODERS = ("bert", "distilbert", "roberta")
+PAIRS = ("bart", "flan_t5", "m2m_100", "t5")
+OTHERS = ("mixtral", "qwen2_moe", "deepseek_v2_lite", "gpt2", "bloom", "gemma2", "opt_350m")
+
+
+@pytest.mark.parametrize("name", [*ENCODERS, *PAIRS, *OTHERS])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weights": "q3h", "partition": "0;1"}, {"weights": "q8", "activations": "int8"}],
+    ids=["as_stored", "by_layer", "int8"],
+)
+def test_every_kind_of_model_to_the_byte(name, options):
+    """Encoders, both, experts, latent attention; tables that are computed; padded small sizes."""
+    options = {**options, "max_step_tokens": 64}
+    plan = plan_memory(FAMILIES / name, max_sequences=3, **options)
+    with nbflow.load(FAMILIES / name, threads=1, **options) as model:
+        taken = held_after_use(model, plan, name)
+    for found, planned in zip(taken, plan.ranks, strict=True):
+        for key in ("weight_bytes", "kv_bytes", "workspace_bytes", "host_bytes"):
+            assert found[key] == getattr(planned, key), key
+
+
+def held_after_use(model, plan, name):
+    """Return what a model holds after work on as many full contexts as the plan has room for."""
+    if name in ENCODERS:
+        longest = (np.arange(model.spec.max_context) % 50).tolist()
+        model.embed_batch([longest] * plan.max_sequences)
+        return model.memory()
+    kv = max(engine.storage.page_bytes for engine in model.engines) * plan.kv_tokens // PAGE_SIZE
+    prompt = [1, 2, 3]
+    if name in PAIRS:
+        prompt = (np.arange(model.spec.encoder.max_context) % 50 + 3).tolist()
+    with nbflow.Engine(model, max_sequences=plan.max_sequences, kv_bytes=kv) as engine:
+        asked = [model.make_request(prompt, 2, "greedy", 0, True) for _ in range(3)]
+        for handle in [engine.submit(request) for request in asked]:
+            handle.result(300)
+        return model.memory()
+
+
+def test_arrays_take_what_the_counts_say(wide):
+    """Allocated bytes as Python's tracing of NumPy sees them, against the plan: within 2 %."""
+    options = {"weights": "q3h", "kv": "q8_0/q4_0", "max_step_tokens": 128}
+    plan = plan_memory(wide, max_sequences=16, **options)
+    with nbflow.load(wide, threads=1, **options) as model, engine_of(model, plan):
+        pass  # kernels are compiled
+    gc.collect()
+    tracemalloc.start()
+    try:
+        with nbflow.load(wide, threads=1, **options) as model, engine_of(model, plan):
+            gc.collect()
+            arrays = tracemalloc.take_snapshot().filter_traces(
+                [tracemalloc.DomainFilter(True, np.lib.tracemalloc_domain)]
+            )
+            taken = sum(trace.size for trace in arrays.traces)
+    finally:
+        tracemalloc.stop()
+    assert taken == pytest.approx(plan.ranks[0].total_bytes, rel=0.02)
+
+
+@contextlib.contextmanager
+def engine_of(model, plan):
+    """Run an engine with the plan's limits, after it has worked on a request."""
+    kv = plan.ranks[0].kv_bytes
+    with nbflow.Engine(model, max_sequences=plan.max_sequences, kv_bytes=kv) as engine:
+        engine.submit(model.make_request([1, 2, 3], 2, "greedy", 0, True)).result(300)
+        yield engine
+
+
+def test_devices_and_the_host_are_counted_apart(wide):
+    options = {"weights": "q3h", "kv": "f16", "device": "cuda", "max_sequences": 4}
+    (here,) = plan_memory(wide, **options).ranks
+    assert here.host_bytes == 0
+    plan = plan_memory(wide, **options, kv_host_percent=50, embeddings_on_host=True)
+    (rank,) = plan.ranks
+    assert rank.host_bytes == here.kv_bytes // 2 + 1024 * 512 * 4  # one of two layers; the table
+    assert rank.place_bytes == here.total_bytes - rank.host_bytes
+    assert plan.host_bytes == rank.host_bytes
+    assert "on the host" in str(plan)
+    first = plan_memory(wide, **options, cpu_layers=1)
+    assert first.devices == ("cpu", "cuda")
+    assert first.host_bytes == first.ranks[0].total_bytes
+    assert first.ranks[0].host_bytes == 0
+
+
 def test_the_table_says_what_changes_nothing(wide):
-    plan = plan_memory(wide, placement=Placement(50, True, 0), kv_bytes=1 << 20)
+    plan = plan_memory(wide, kv_host_percent=50, embeddings_on_host=True, kv_bytes=1 << 20)
     assert "kv_host_percent=50, embeddings_on_host change nothing" in str(plan)
     assert "KV for 512 tokens" in str(plan)  # of 2 layers * 2 * 4 heads * 64 * 2 bytes
     assert "note" not in str(plan_memory(wide))

@@ -28,6 +28,7 @@ class Checked:
         self.shared: set[int] = set()  # sequences with names
         self.next = 0
         self.n_refused = 0
+        self.in_part = 0  # how often a part of a page was found
 
     def add(self) -> None:
         ids = self.rng.choices((0, 1), (9, 1), k=self.rng.randrange(1, 20))
@@ -35,8 +36,8 @@ class Checked:
         chain = self.table.chain(ids) if named else None
         needed, available = self.table.needed(chain, len(ids)), self.table.n_available
         found = self.table.add(self.next, chain, len(ids))
-        assert found % PAGE == 0
         assert found < len(ids)
+        self.in_part += found % PAGE > 0
         self.texts[self.next] = ids[:found]
         self.shared |= {self.next} if named else set()
         self.next += 1
@@ -69,8 +70,9 @@ class Checked:
             self.table.commit(sequence, text)
 
     def drop(self, sequence: int) -> None:
-        self.table.drop(sequence)
-        del self.texts[sequence]
+        kept = self.texts.pop(sequence) if self.rng.random() < 0.7 else ()
+        self.texts.pop(sequence, None)
+        self.table.drop(sequence, kept)
 
     def step(self) -> None:
         sequence = self.rng.choice(list(self.texts)) if self.texts else None
@@ -133,6 +135,7 @@ def test_random_operations(seed, max_pages):
             checked.check_all()
     table = checked.table
     assert table.hit_tokens > 1000
+    assert checked.in_part > 100
     assert (checked.n_refused > 100) == (max_pages is not None)
     for sequence in list(checked.texts):
         checked.drop(sequence)
@@ -152,8 +155,10 @@ def test_two_sequences_that_begin_alike_share_pages():
     assert table.find(table.chain(ids), 10) == (8, False)
     assert table.add(1, table.chain(ids), 10) == 8
     assert table.n_held == 3
-    assert table.add(2, table.chain(ids[:8]), 8) == 4  # the last token is computed always
+    assert table.add(2, table.chain(ids[:8]), 8) == 7  # the last token is computed always
     assert table.add(3, table.chain(ids, b"salt"), 10) == 0
+    table.extend(2, 1)  # in a page of its own
+    assert len(table.take_copies()) == 1
     table.drop(0)
     table.drop(1)
     assert table.n_cached == 1
@@ -189,11 +194,55 @@ def test_what_was_cut_off_is_no_longer_found():
     table.truncate(0, 6)
     assert table.find(table.chain([1] * 9), 9)[0] == 8  # the page still holds them
     table.extend(0, 1)
-    assert table.find(table.chain([1] * 9), 9)[0] == 4  # now it holds something else
-    assert table.take_copies() == []
+    assert table.find(table.chain([1] * 9), 9)[0] == 8  # it was copied, as there is room
+    assert len(table.take_copies()) == 1
     table.extend(0, 2)
     table.commit(0, [1] * 6 + [2] * 3)
     assert table.find(table.chain([1] * 6 + [2] * 3), 9)[0] == 8
+
+
+def test_what_was_cut_off_goes_when_there_is_no_page_for_a_copy():
+    table = PageTable(PAGE, max_pages=3)
+    table.add(0, table.chain([1] * 9), 9)
+    table.extend(0, 9)
+    table.commit(0, [1] * 9)
+    table.truncate(0, 6)
+    table.add(1)
+    table.extend(1, 1)
+    table.extend(0, 1)
+    assert table.take_copies() == []
+    assert table.find(table.chain([1] * 9), 9)[0] == 4  # the page holds something else now
+
+
+def test_of_a_page_that_goes_on_otherwise_the_tokens_that_are_alike_are_taken():
+    table = PageTable(PAGE)
+    first, second = [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 5, 6, 9, 9, 9]
+    table.add(0, table.chain(first), 8)
+    table.extend(0, 8)
+    table.commit(0, first)
+    table.drop(0)
+    assert table.add(1, table.chain(second), 9) == 6
+    page = table.view([1]).kv_indices[1]
+    table.extend(1, 3)
+    (copy,) = table.take_copies()
+    assert copy == (page, table.view([1]).kv_indices[1])
+    assert table.find(table.chain([*first, 0]), 9)[0] == 8  # still there
+
+
+def test_the_last_page_of_a_sequence_is_kept_though_it_is_not_full():
+    table = PageTable(PAGE)
+    told = [1, 2, 3, 4, 5, 6]
+    table.add(0, table.chain(told[:3]), 3)
+    table.extend(0, 6)
+    table.commit(0, told)
+    table.drop(0, told)
+    assert table.n_cached == 2
+    assert table.add(1, table.chain([*told, 7, 8, 9]), 9) == 6
+    table.extend(1, 3)
+    assert table.take_copies() == []  # it goes on where the other one ended
+    assert table.n_cached == 0
+    table.drop(1)  # without its tokens: what has not been entered is not kept
+    assert table.n_cached == 1
 
 
 def test_pages_are_copied():

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import random
 
+import numpy as np
 import pytest
 
 from nbflow.cache import PageTable
-from nbflow.decoding import Greedy
+from nbflow.decoding import BeamSearch, ContrastiveSearch, Greedy
 from nbflow.engine.request import Request
-from nbflow.engine.scheduler import Scheduler
+from nbflow.engine.scheduler import Scheduler, Work
+from nbflow.engine.searching import advance, empty_rows, follow
 from nbflow_kernels.errors import UsageError
 
 PAGE = 4
@@ -17,7 +19,8 @@ PAGE = 4
 
 def request(n_prompt: int, max_tokens: int = 10, first: int = 0, **fields) -> Request:
     ids = list(range(first, first + n_prompt))
-    return Request(ids, max_tokens, Greedy(), stop_ids=frozenset({-1}), **fields)
+    stop_ids = frozenset(fields.pop("stop_ids", {-1}))
+    return Request(ids, max_tokens, Greedy(), stop_ids=stop_ids, **fields)
 
 
 def scheduler(budget=16, max_pages=None, **options) -> Scheduler:
@@ -29,7 +32,11 @@ def run(s: Scheduler, draw=lambda request: 7, works=None) -> list[tuple[int, int
     works = s.next_step() if works is None else works
     for work in works:
         r, draws = work.request, work.draws
-        s.table.extend(r.id, work.n_tokens + len(work.drafts))
+        for sequence, ids in work.parts:
+            s.table.extend(sequence, len(ids))
+        if r.search is not None:
+            search(s, work, draw)
+            continue
         n_prompt_rows = min(r.n_done + work.n_tokens, len(r.prompt) - 1) - len(r.prompt_results)
         if r.wants_prompt_logits:
             r.prompt_results += [(0.0, [])] * n_prompt_rows
@@ -48,6 +55,26 @@ def run(s: Scheduler, draw=lambda request: 7, works=None) -> list[tuple[int, int
         if work.request.finish_reason is not None:
             s.remove(work.request)
     return [(work.request.id, work.n_tokens) for work in works]
+
+
+def search(s: Scheduler, work: Work, draw) -> None:
+    """Let a search go on with random log-probabilities."""
+    r, rows = work.request, empty_rows([work], 12)
+    if not r.branches:
+        r.n_done += work.n_tokens
+    for row in rows:
+        n = (row.shape[1] - 1) // 2
+        row[:, 0] = 0.5
+        row[:, 1 : 1 + n] = np.arange(n) + draw(r)
+        row[:, 1 + n :] = -np.sort(np.arange(n) % 5 + 0.1 * draw(r))
+        advance(r, row)
+        if r.finish_reason is None:
+            follow(r, s.table, s.numbers)
+
+
+def random_search(rng: random.Random) -> Request:
+    kind = rng.choice((BeamSearch(2), BeamSearch(3, n=2), ContrastiveSearch(3)))
+    return request(rng.randrange(1, 10), rng.randrange(1, 9), search=kind, stop_ids={8})
 
 
 def random_request(rng: random.Random) -> Request:
@@ -70,7 +97,8 @@ def test_every_request_ends_and_no_limit_is_exceeded(seed):
     requests, ended = [], 0
     for i in range(4000):
         if i < 3000 and rng.random() < 0.15:
-            requests.append(random_request(rng))
+            searches = s.max_sequences >= 3 and rng.random() < 0.2
+            requests.append(random_search(rng) if searches else random_request(rng))
             s.add(requests[-1])
         if s.requests and rng.random() < 0.02:
             s.remove(rng.choice(s.requests))
@@ -81,7 +109,7 @@ def test_every_request_ends_and_no_limit_is_exceeded(seed):
         chosen = [w.request for w in works]
         assert sum(w.n_tokens + len(w.drafts) for w in works) <= budget
         assert sum(w.n_logits for w in works if w.n_logits > 1) <= 8 + most
-        assert len(works) <= len(s.running) <= s.max_sequences
+        assert len(works) <= len(s.running) <= s.width <= s.max_sequences
         assert all(w.n_tokens > 0 for w in works)
         # nobody that generates waits, unless its pages were taken away
         assert all(r in chosen or r in s.waiting for r in generating)
@@ -89,7 +117,8 @@ def test_every_request_ends_and_no_limit_is_exceeded(seed):
         assert reading is None or reading in chosen or reading in s.waiting
         run(s, lambda r: rng.choice((7, 7, 7, 8, -1)), works)
         for r in generating:
-            assert r in s.waiting or r.finish_reason or len(r.ids) > before[id(r)]
+            went_on = r.search is not None or len(r.ids) > before[id(r)]
+            assert r in s.waiting or r.finish_reason or went_on
         ended = sum(r.finish_reason is not None for r in requests)
     assert s.requests == []
     assert ended > 300

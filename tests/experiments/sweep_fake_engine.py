@@ -8,14 +8,17 @@ from __future__ import annotations
 import hashlib
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 
+from nbflow.supervise import launched_as
 from nbflow_experiments import engine
 from nbflow_experiments.files import write_text
 
@@ -60,6 +63,7 @@ class FakeModel:
 
     def __init__(self, fake: FakeEngine, weights: str, partition: str, alone: bool) -> None:
         self.fake, self.weights, self.partition = fake, weights, partition
+        self.plan = SimpleNamespace(partition=partition)
         self.ranks = (0,) if alone else engine.partition_ranks(partition)
         self.participates = alone or fake.size == 1 or rank() in self.ranks
         noise = np.random.default_rng(4).normal(0, 2, (VOCAB, VOCAB))
@@ -80,9 +84,10 @@ class FakeModel:
     def reset_traffic(self) -> None:
         pass
 
-    def traffic(self) -> dict[str, int]:
-        size = 512 * (len(self.ranks) - 1)
-        return {"measured_bytes": size, "predicted_bytes": size}
+    def gather(self, method: str) -> list[dict[str, int]]:
+        assert method == "traffic"
+        sent = {"measured_bytes": 512, "predicted_bytes": 512}
+        return [dict.fromkeys(sent, 0), *(sent for _ in self.ranks[1:])]
 
     def close(self) -> None:
         self.fake.count("close")
@@ -164,10 +169,13 @@ def weight_pairs(
 
 def installed() -> FakeEngine:
     """Put the fake in place, with the folder, delay and failures that the environment names."""
-    fake = FakeEngine(Path(os.environ["FAKE_FOLDER"]), delay_s=float(os.environ["FAKE_DELAY_S"]))
-    for part in os.environ.get("FAKE_FAILURES", "").split():
-        where, weights, failure = part.split(":")
-        fake.failures[where, weights, "0"] = FAILURES[failure]
+    HERE.rank, size = launched_as() or (0, 1)
+    fake = FakeEngine(Path(os.environ["FAKE_FOLDER"]), size, float(os.environ["FAKE_DELAY_S"]))
+    for part in os.environ.get("FAKE_FAILURES", "").split():  # where:weights:failure[@size]
+        where, weights, text = part.split(":")
+        failure, _, only_size = text.partition("@")
+        if not only_size or int(only_size) == size:
+            fake.failures[where, weights, "0"] = FAILURES[failure]
     return fake.install()
 
 
@@ -186,7 +194,9 @@ FAILURES: dict[str, Callable[[], None]] = {
 def main() -> None:
     """Run the ``nbflow sweep`` command line in this process with the fake in place."""
     from nbflow import cli
+    from nbflow_experiments import launched
 
+    launched.PROGRAM = (sys.executable, __file__, "sweep")
     installed()
     cli.main()
 

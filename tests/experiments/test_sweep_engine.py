@@ -67,8 +67,8 @@ def test_bytes_sent_are_those_predicted(in_process: Path) -> None:
 
 def test_the_report_of_a_real_sweep(in_process: Path, tmp_path: Path) -> None:
     page, figures = write_report(in_process, tmp_path / "report.html")
-    assert page.read_text(encoding="utf-8").count("<svg") == 3
-    assert len(figures) == 6
+    assert page.read_text(encoding="utf-8").count("<svg") == 4
+    assert len(figures) == 8
 
 
 @pytest.mark.mpi

@@ -81,6 +81,7 @@ def test_measures_keep_one_order_whatever_the_file_says() -> None:
         ("[sweep]\nnmae='x'", r"unknown entry of \[sweep\] 'nmae'; did you mean 'name'"),
         ("[axes]\nweights=['q44']", r"unknown weight format 'q44'; did you mean 'q4'"),
         ("[settings]\nmodel='m'\nkv='f33'", r"unknown key/value format 'f33'"),
+        ("[settings]\nmodel='m'\nkv='f16/f33'", r"unknown key/value format 'f33'"),
         ("[axes]\npartition=['0&&1']", r"partition must be rank numbers"),
         ("[axes]\npartition=[0]", r"partition must be text in quotes, got 0; write \"0\""),
         ("[axes]\nbatch=[0]", r"batch must be at least 1, got 0"),

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from pathlib import Path
 
@@ -87,3 +88,5 @@ def test_estimated_bytes(fake: FakeEngine, sweep_file: Path) -> None:
     bits = engine.bits_per_weight(str(point.config["kv"]))
     assert bits == 16
     assert found == {"weight_bytes": 64 * 5 // 8 + 768, "kv_bytes": 2 * 12 * 32 * 2}
+    mixed = dataclasses.replace(point, config={**point.config, "kv": "f32/f16"})
+    assert estimate_bytes(mixed, engine.identify("toy"))["kv_bytes"] == 12 * 32 * (4 + 2)

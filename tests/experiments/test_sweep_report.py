@@ -6,12 +6,14 @@ from xml.etree import ElementTree
 
 import matplotlib.image
 import numpy as np
+import pandas as pd
 import pytest
+from browser import CHROMIUM, Browser
 from sweep_fake_engine import FakeEngine
 
 from nbflow_experiments.commands import report as command
-from nbflow_experiments.report import write_report
-from nbflow_experiments.report.data import load_results
+from nbflow_experiments.report import serving, write_report
+from nbflow_experiments.report.data import Results, load_results
 from nbflow_experiments.report.figure import new_figure, place_labels
 from nbflow_experiments.sweep import SweepOptions, run_sweep
 from nbflow_kernels.errors import UsageError
@@ -38,7 +40,7 @@ def test_report_is_whole_and_needs_nothing_else(
     assert command.run(parser.parse_args([str(results)])) == 0
     page = (results / "report.html").read_text(encoding="utf-8")
     assert capsys.readouterr().out.strip().split("\n")[-1] == str(results / "report.html")
-    assert page.count("<svg") == page.count("</svg>") == 3
+    assert page.count("<svg") == page.count("</svg>") == 4
     links = re.findall(r'(?:src|href)="([^"]*)"', page)
     assert all(link.startswith("#") for link in links)
     assert "@import" not in page
@@ -55,7 +57,9 @@ def test_report_is_whole_and_needs_nothing_else(
 def test_figures_are_pictures_of_their_size(results: Path) -> None:
     _, figures = write_report(results)
     assert [f.name for f in figures] == [
-        f"{name}.{kind}" for name in ("quality", "speed", "partitions") for kind in ("png", "svg")
+        f"{name}.{kind}"
+        for name in ("quality", "speed", "throughput", "partitions")
+        for kind in ("png", "svg")
     ]
     for path in figures:
         if path.suffix == ".png":
@@ -77,7 +81,7 @@ def test_report_elsewhere_and_with_another_format(results: Path, tmp_path: Path)
 
 @pytest.mark.usefixtures("fake")
 def test_a_figure_without_data_says_why(sweep_file: Path) -> None:
-    overrides = ('axes.weights=["q4"]', 'axes.partition=["0"]')
+    overrides = ('axes.weights=["q4"]', 'axes.partition=["0"]', "axes.batch=[1]")
     run_sweep(SweepOptions(sweep_file, sweep_file.parent / "out", overrides))
     page, figures = write_report(sweep_file.parent / "out" / "unit")
     assert not figures
@@ -110,3 +114,88 @@ def test_labels_do_not_overlap() -> None:
         for other in boxes[i + 1 :]:
             assert not box.overlaps(other)
     assert figure.axes == [panel]
+
+
+def test_a_report_of_the_tables_alone(results: Path, tmp_path: Path) -> None:
+    """Results that were copied without the folders of their points."""
+    whole, _ = write_report(results)
+    copied = tmp_path / "copied"
+    copied.mkdir()
+    for name in ("points.csv", "results.csv", "provenance.json", "sweep.json"):
+        (copied / name).write_bytes((results / name).read_bytes())
+    page, figures = write_report(copied)
+    assert len(figures) == 8
+    text = page.read_text(encoding="utf-8")
+    assert "10 measured, 2 failed" in text
+    rows = re.compile(r"<tr><td.*?</tr>", re.S)
+    assert rows.findall(text) == rows.findall(whole.read_text(encoding="utf-8"))
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_columns_are_sorted_by_a_click(results: Path, tmp_path: Path) -> None:
+    page, _ = write_report(results)
+    column = "[...document.querySelectorAll('.sortable tbody tr')].map(r => r.cells[%d].innerText)"
+    with Browser(tmp_path) as browser:
+        browser.open(page.as_uri())
+        heads = browser.js("[...document.querySelectorAll('.sortable th')].map(h => h.innerText)")
+        at = heads.index("decode_tokens_per_s")
+        browser.js(f"document.querySelectorAll('.sortable th')[{at}].click()")
+        up = [float(x.replace(",", "")) for x in browser.js(column % at)]
+        browser.js(f"document.querySelectorAll('.sortable th')[{at}].click()")
+        down = [float(x.replace(",", "")) for x in browser.js(column % at)]
+        weights = heads.index("weights")
+        browser.js(f"document.querySelectorAll('.sortable th')[{weights}].click()")
+        words = browser.js(column % weights)
+    assert up == sorted(up) == down[::-1]
+    assert words == sorted(words)
+
+
+def served(**columns: list[object]) -> Results:
+    n = len(next(iter(columns.values())))
+    fixed = {
+        "point": [str(i) for i in range(n)], "status": ["done"] * n, "weights": ["q4"] * n,
+        "bits_per_weight": [5.0] * n, "partition": ["0"] * n, "kv": ["f16"] * n,
+        "batch": [1] * n, "prompt": [64] * n, "prefix": [0] * n, "draft": ["ngram"] * n,
+    }  # fmt: skip
+    return Results(Path(), {}, [], pd.DataFrame(fixed | columns), [], "q4")
+
+
+def lines(panel: object) -> list[tuple[list[float], list[float]]]:
+    """Return x and y of every line with markers."""
+    return [
+        (list(map(float, line.get_xdata())), list(map(float, line.get_ydata())))
+        for line in panel.lines  # type: ignore[attr-defined]
+        if line.get_marker() in "os^Dv"
+    ]
+
+
+def test_the_figure_of_batching_shows_the_numbers() -> None:
+    data = served(
+        batch=[4, 1], batching_tokens_per_s=[80.0, 30.0], sequential_tokens_per_s=[20.0, 25.0],
+        batching_ttft_s=[0.5, 0.1], sequential_ttft_s=[2.0, 0.1], batching_speedup=[4.0, 1.2],
+    )  # fmt: skip
+    rates, ratios, waits = serving.draw_batching(data).figure.axes
+    assert lines(rates) == [([1, 4], [30, 80]), ([1, 4], [25, 20])]
+    assert lines(ratios) == [([1, 4], [1.2, 4])]
+    assert lines(waits) == [([1, 4], [100, 500]), ([1, 4], [100, 2000])]  # milliseconds
+
+
+def test_the_figure_of_shared_prefixes_shows_the_numbers() -> None:
+    data = served(
+        prefix=[0, 32], prefix_cold_ttft_s=[0.4, 0.4], prefix_together_ttft_s=[0.4, 0.3],
+        prefix_ttft_s=[0.4, 0.2], prefix_ttft_speedup=[1.0, 2.0],
+    )  # fmt: skip
+    panel = serving.draw_prefix(data).figure.axes[0]
+    assert lines(panel) == [([0, 32], [400, 400]), ([0, 32], [400, 300]), ([0, 32], [400, 200])]
+    assert panel.get_ylim()[0] == 0
+
+
+def test_the_figure_of_speculation_shows_the_numbers() -> None:
+    data = served(
+        n_draft=[4, 2], speculation_accepted_share=[0.25, 0.5], speculation_speedup=[0.9, 1.1],
+        speculation_accepted_share_stderr=[0.01, 0.02], speculation_tokens_per_step=[2.0, 2.5],
+    )  # fmt: skip
+    shares, steps, ratios = serving.draw_speculation(data).figure.axes
+    assert lines(shares) == [([2, 4], [50, 25])]
+    assert lines(steps) == [([2, 4], [2.5, 2.0])]
+    assert lines(ratios) == [([2, 4], [1.1, 0.9])]

@@ -132,6 +132,7 @@ def test_mla_caches_may_be_slices_of_one_array() -> None:
         ({"kpe_cache": np.zeros((2, 4, 8), np.float32)[..., ::2]}, UsageError, "contiguous"),
         ({"positions": ints(3, 5)}, UsageError, r"positions\[1\] must be below .* 5 .* got 5"),
         ({"kv_format": "q8_0"}, TypeError, "in format q8_0 must have dtype uint8, got float32"),
+        ({"kv_format": "f32/f16"}, UsageError, "a latent cache has one format"),
     ],
 )
 def test_wrong_mla_arguments_are_named(
@@ -165,6 +166,7 @@ def test_wrong_gather_arguments_are_named(
     ("change", "error", "words"),
     [
         ({"kv_format": "q8_0"}, TypeError, "in format q8_0 must have dtype uint8, got float32"),
+        ({"kv_format": "f32/f16"}, TypeError, "in format f16 must have dtype float16, got float32"),
         ({"kv_format": "q5_k"}, UsageError, "unknown kv_format|cannot hold"),
         (
             {"paged_kv_cache": tuple(np.zeros((5, 4, 2, 20), np.uint8) for _ in "kv")},

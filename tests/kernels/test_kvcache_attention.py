@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from paged import Paged, ints
 
 import nbflow_kernels as nk
 from nbflow_kernels.attention import kv_error, reference
@@ -56,6 +57,43 @@ def test_table_has_a_row_for_every_format() -> None:
     assert [line.split("`")[1] for line in lines[2:]] == list(KINDS)
 
 
+PAIRS = ("q8_0/q4_0", "q3h/q5_1", "q8_0/f16", "f16/q8_0")
+"""Formats of keys and of values: blocks beside blocks, and beside what is read where it lies."""
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_each_side_of_a_pair_holds_what_it_holds_alone(name: str, rng: np.random.Generator) -> None:
+    G, D, lens = 2, 36, [9, 3]
+    state = rng.bit_generator.state
+    held = {}
+    for format in (name, *name.split("/")):
+        rng.bit_generator.state = state  # the same numbers
+        _, _, held[format] = cache_of(rng, format, lens, G, D, 4, "HND")
+    keys, values = name.split("/")
+    for both, left, right in zip(held[name], held[keys], held[values], strict=True):
+        np.testing.assert_array_equal(both[0], left[0])
+        np.testing.assert_array_equal(both[1], right[1])
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_a_pair_has_the_same_bits_alone_in_a_batch_and_on_any_pages(
+    name: str, rng: np.random.Generator
+) -> None:
+    rows = ints(0, 3, 73, 74)
+    q = rng.standard_normal((74, 4, 32)).astype(np.float32)
+    for page_size, layout in ((64, "HND"), (8, "NHD")):
+        paged = Paged(rng, [130, 70, 20], (4, 2, 32), page_size, layout, format=name)
+        out, lse = paged.run(q, rows)
+        for (a, b), k, v in zip(pairwise(rows), paged.k, paged.v, strict=True):
+            alone = nk.single_prefill_with_kv_cache(
+                q[a:b], k, v, causal=True, return_lse=True, kv_format=name
+            )
+            np.testing.assert_array_equal(out[a:b], alone[0])
+            np.testing.assert_array_equal(lse[a:b], alone[1])
+            want = reference.single_prefill_with_kv_cache(q[a:b], k, v, causal=True, kv_format=name)
+            np.testing.assert_allclose(out[a:b], want[..., :32], rtol=0, atol=ATOL)
+
+
 def cache_of(
     rng: np.random.Generator,
     name: str,
@@ -66,10 +104,12 @@ def cache_of(
     layout: str,
 ) -> tuple[Any, tuple[np.ndarray, np.ndarray, np.ndarray], Any]:
     """Return a cache filled by `append_paged_kv_cache`, its page table, and what it holds."""
-    format = nk.kv_format(name)
     indptr, indices, last = page_table(rng, lens, page_size)
     inner = (page_size, G) if layout == "NHD" else (G, page_size)
-    cache = np.zeros((len(indices), 2, *inner, format.row_length(D)), format.dtype)
+    cache = tuple(
+        np.zeros((len(indices), *inner, format.row_length(D)), format.dtype)
+        for format in nk.kv_formats(name)
+    )
     starts = np.cumsum([0, *lens]).astype(np.int32)
     places = nk.get_batch_indices_positions(starts, np.array(lens, np.int32), int(starts[-1]))
     new = (rng.standard_normal((sum(lens), G, D)).astype(np.float32) for _ in "kv")
@@ -82,7 +122,7 @@ def cache_of(
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, *PAIRS])
 def test_prefill_reads_exactly_what_the_cache_holds(
     name: str, layout: str, rng: np.random.Generator
 ) -> None:
@@ -98,7 +138,7 @@ def test_prefill_reads_exactly_what_the_cache_holds(
         np.testing.assert_allclose(out[a:b], want, rtol=0, atol=ATOL)
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [*KINDS, *PAIRS])
 def test_decode_reads_exactly_what_the_cache_holds(name: str, rng: np.random.Generator) -> None:
     H, G, D, lens = 8, 2, 128, [300, 1, 64]
     cache, tables, held = cache_of(rng, name, lens, G, D, 16, "HND")

@@ -142,6 +142,8 @@ def test_sizes_of_a_format() -> None:
     assert nk.kv_format("fp16").dtype == np.float16
     assert nk.kv_format("q3h").row_bytes(80) == 64  # two blocks of 64
     assert not nk.kv_format("q2").is_float
+    assert [f.name for f in nk.kv_formats("Q8 / f16")] == ["q8_b32t2", "f16"]
+    assert nk.kv_formats("q4_0") == (nk.kv_format("q4_0"),) * 2
 
 
 @pytest.mark.parametrize(

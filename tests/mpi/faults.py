@@ -2,7 +2,9 @@
 
 mpirun -n N python faults.py FAULT RANK AFTER ARGUMENTS...
 
-At its all-reduce number AFTER, rank RANK is killed, stands still, runs out of memory or refuses.
+At its all-reduce number AFTER, rank RANK is killed (kill), stopped (stop), sleeps for ever (sleep),
+runs out of memory (memory) or refuses (usage); with "load-" before it, at the weight number AFTER
+that it loads; with "draw-", at the token number AFTER that it draws.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import itertools
 import os
 import signal
 import sys
+import time
 
 from nbflow import cli
 from nbflow.parallel.mpi import Mpi
@@ -18,17 +21,23 @@ from nbflow_kernels.errors import UsageError
 
 
 def plant(fault: str, rank: int, after: int) -> None:
+    """Let `fault` happen in front of the call number `after` of what it names."""
+    from nbflow.engine.outcome import Outcome
+    from nbflow.execute.weights import RankWeights
     from nbflow.parallel import world
 
-    count = itertools.count(1)
-    correct = Mpi.Allreduce
+    where, _, what = fault.rpartition("-")
+    owner, name = {
+        "": (Mpi, "Allreduce"), "load": (RankWeights, "_once"), "draw": (Outcome, "compute"),
+    }[where]  # fmt: skip
+    count, correct = itertools.count(1), getattr(owner, name)
 
-    def faulty(comm: Mpi, array) -> None:
+    def faulty(*arguments):
         if next(count) == after and world().rank == rank:
-            strike(fault)
-        correct(comm, array)
+            strike(what)
+        return correct(*arguments)
 
-    Mpi.Allreduce = faulty
+    setattr(owner, name, faulty)
 
 
 def strike(fault: str) -> None:
@@ -36,6 +45,8 @@ def strike(fault: str) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
+    if fault == "sleep":
+        time.sleep(1e6)
     if fault == "memory":
         raise MemoryError("planted")
     raise UsageError("planted")  # found by one rank alone

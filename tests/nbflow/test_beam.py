@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from nbflow.decoding.beam import Beams, BeamSearch
-from nbflow.decoding.contrastive import ContrastiveSearch
+from nbflow.decoding.contrastive import ContrastiveSearch, History
 from nbflow.decoding.ngram import NgramProposer
 from nbflow_kernels.errors import UsageError
 
@@ -89,12 +89,23 @@ def test_contrastive_by_hand():
     before = np.array([[1.0, 0.0], [0.0, 2.0]])
     hidden = np.array([[3.0, 0.0], [1.0, 1.0], [-1.0, -1.0]])  # likeness 1, .7071, -.7071
     probs = np.array([0.6, 0.3, 0.1])
-    assert ContrastiveSearch(penalty_alpha=0.0).choose(probs, hidden, before) == 0
+    history = History()
+    for row in before:
+        history.add(row[None])
+    likeness = history.likeness(hidden)
+    np.testing.assert_allclose(likeness, [1.0, 0.5**0.5, -(0.5**0.5)], rtol=1e-6)  # float32
+    assert ContrastiveSearch(penalty_alpha=0.0).choose(probs, likeness) == 0
     # .54 - .1, .27 - .0707, .09 + .0707
-    assert ContrastiveSearch(penalty_alpha=0.1).choose(probs, hidden, before) == 0
+    assert ContrastiveSearch(penalty_alpha=0.1).choose(probs, likeness) == 0
     # .24 - .6, .12 - .424, .04 + .424
-    assert ContrastiveSearch(penalty_alpha=0.6).choose(probs, hidden, before) == 2
-    assert ContrastiveSearch(penalty_alpha=0.6).choose(probs[:2], hidden[:2], before) == 1
+    assert ContrastiveSearch(penalty_alpha=0.6).choose(probs, likeness) == 2
+    assert ContrastiveSearch(penalty_alpha=0.6).choose(probs[:2], likeness[:2]) == 1
+    history.take(1)
+    np.testing.assert_allclose(history.likeness(hidden), [1.0, 1.0, -(0.5**0.5)], rtol=1e-6)
+    for _ in range(200):  # beyond the room it began with
+        history.add(hidden[2:])
+    assert len(history) == 203
+    np.testing.assert_allclose(history.likeness(-hidden[:1]), [0.5**0.5], rtol=1e-6)
 
 
 def naive_ngram(ids, n, min_n, max_n):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -15,6 +16,7 @@ from specs import write_llama
 
 import nbflow
 from nbflow import cli
+from nbflow.commands.options import add_model_arguments
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -148,12 +150,30 @@ def test_env(capsys):
 
 
 @pytest.mark.parametrize(
+    ("arguments", "kv"),
+    [
+        ([], "f16"),
+        (["--kv", "q8/q4"], "q8/q4"),
+        (["--cache-type-k", "q8_0"], "q8_0/f16"),
+        (["-ctk", "q8_0", "-ctv", "q4_0"], "q8_0/q4_0"),
+        (["--kv", "q8_0", "-ctv", "q4_0"], "q8_0/q4_0"),
+        (["-ctk", "q8_0", "-ctv", "q8_0"], "q8_0"),
+    ],
+)
+def test_formats_of_keys_and_values(arguments, kv):
+    parser = argparse.ArgumentParser()
+    add_model_arguments(parser)
+    assert parser.parse_args(["tiny_python", *arguments]).kv == kv
+
+
+@pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["run", "no/such/folder"], "no/such/folder"),
         (["run", "tiny_pyton"], "did you mean 'tiny_python'"),
         (["run", "tiny_python", "--weights", "q44"], "unknown"),
         (["run", "tiny_python", "--kv", "q9"], "unknown kv_format"),
+        (["run", "tiny_python", "--cache-type-v", "q9"], "unknown kv_format 'q9'"),
         (
             ["run", "tiny_python", "--partition", "0&1&2&3&4&5&6&7&8"],
             "cannot be dealt out to 9 ranks",

@@ -194,6 +194,7 @@ def test_bad_token_ids(checkpoint, arguments, words):
     [
         ({"weights": "q44"}, "unknown .*format 'q44'; did you mean"),
         ({"kv": "q9"}, "unknown kv_format 'q9'"),
+        ({"kv": "f16/q9"}, "unknown kv_format 'q9'"),
         ({"partition": "0;1;2;3"}, "only 3 layers"),
         ({"partition": "x"}, "partition must be rank numbers"),
         ({"device": "gpu"}, "unknown device"),

@@ -13,7 +13,9 @@ from launching import MPIRUN, mpirun
 
 from nbflow.parallel import Alone
 from nbflow.parallel.comm import Comm, q8_pack, q8_packed_bytes, q8_unpack
-from nbflow.parallel.nccl import Nccl, cuda_aware
+from nbflow.parallel.device_mpi import cuda_aware
+from nbflow.parallel.links import Facts, choose
+from nbflow.parallel.nccl import Nccl, has_nccl
 from nbflow.parallel.threads import RankFailure, RankTeam
 from nbflow_kernels.errors import MissingExtraError, UsageError
 
@@ -101,13 +103,51 @@ def test_ranks_that_wait_do_not_work():
     assert float(done.stdout) < 0.25
 
 
+@pytest.mark.mpi
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
+def test_large_messages_move_while_their_sender_computes():
+    """The receiver has them before the sender calls MPI again; the order is kept."""
+    code = (
+        "import time\n"
+        "import numpy as np\n"
+        "from nbflow.parallel import world\n"
+        "comm, n = world(), 1 << 20\n"
+        "x, small = np.empty(n, np.float32), np.empty(2, np.float32)\n"
+        "comm.barrier()\n"
+        "started = time.perf_counter()\n"
+        "if comm.rank == 0:\n"
+        "    for i in range(3):\n"
+        "        x[:] = i\n"
+        "        comm.Send_later(x, 1)\n"
+        "        comm.Post(x[:2], 1)\n"
+        "    x[:] = -1\n"
+        "    assert time.perf_counter() - started < 2\n"
+        "    time.sleep(4)\n"
+        "else:\n"
+        "    for i in range(3):\n"
+        "        comm.Recv(x, 0)\n"
+        "        comm.Recv(small, 0)\n"
+        "        assert (x == i).all() and (small == i).all()\n"
+        "    assert time.perf_counter() - started < 3.5, 'it came when the sender had woken up'\n"
+        "comm.barrier()\n"
+        "sent = comm.gather_object(dict(comm.sent))\n"
+        "if sent: print(sent[0]['send'] == 12 * n, sent[0]['broadcast'] == 24)\n"
+    )
+    done = mpirun(2, "-m", "mpi4py", "-c", code)
+    assert done.stdout.split() == ["True", "True"], done.stdout + done.stderr
+
+
 # ---- GPUs -------------------------------------------------------------------------------------
 
 
 def test_whether_mpi_takes_device_arrays_is_asked():
     assert cuda_aware() in (False, True)
-    code = "import sys; sys.modules['mpi4py'] = None\nfrom nbflow.parallel.nccl import cuda_aware\n"
-    subprocess.run([sys.executable, "-c", code + "assert cuda_aware() is False"], check=True)
+    code = (
+        "import sys; sys.modules['mpi4py'] = None\n"
+        "from nbflow.parallel.device_mpi import cuda_aware\n"
+        "assert cuda_aware() is False"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_nccl_needs_cupy_and_nccl(monkeypatch):
@@ -117,6 +157,57 @@ def test_nccl_needs_cupy_and_nccl(monkeypatch):
     stand_in(monkeypatch, available=False)
     with pytest.raises(MissingExtraError, match="nvidia-nccl-cu12"):
         Nccl(Alone())
+    assert not has_nccl()
+    stand_in(monkeypatch)
+    assert has_nccl()
+
+
+def test_the_way_between_devices_is_one_that_all_ranks_can_go(monkeypatch):
+    gpus = [Facts("a", str(i), nccl=True, mpi=True) for i in range(2)]
+    gpus.append(Facts("b", "0", nccl=True, mpi=True))  # the same number on another host
+    assert choose(gpus) == "nccl"
+    assert choose([*gpus, gpus[0]]) == "mpi"  # NCCL refuses two ranks on one device
+    assert choose([*gpus, Facts("b", "1", nccl=False, mpi=True)]) == "mpi"
+    assert choose([*gpus, Facts("b", "1", nccl=False, mpi=False)]) == "host"
+    assert choose([*gpus, Facts("b", None, nccl=False, mpi=False)]) == "host"
+    assert choose(gpus, "mpi") == "mpi"
+    with pytest.raises(UsageError, match="some share one"):
+        choose([gpus[0], gpus[0]], "nccl")
+    with pytest.raises(UsageError, match="not every rank is on a CUDA device"):
+        choose([gpus[0], Facts("b", None, nccl=True, mpi=True)], "mpi")
+    with pytest.raises(UsageError, match="did you mean 'nccl'"):
+        choose(gpus, "ncll")
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
+def test_an_mpi_that_takes_device_arrays_adds_in_the_same_order():
+    """NumPy stands for CuPy here: the library gets the arrays themselves, once they are ready."""
+    code = (
+        "from types import SimpleNamespace as Bag\n"
+        "import numpy as np\n"
+        "from nbflow.parallel import world\n"
+        "from nbflow.parallel.device_mpi import DeviceMpi\n"
+        "ready = []\n"
+        "stream = Bag(synchronize=lambda: ready.append(1))\n"
+        "cuda = Bag(get_current_stream=lambda: stream)\n"
+        "host = world()\n"
+        "comm = DeviceMpi(host, Bag(cuda=cuda, empty=np.empty))\n"
+        "for c in (host, comm):\n"
+        "    mine = np.random.default_rng(host.rank).standard_normal(99).astype(np.float32)\n"
+        "    x, y, z = mine.copy(), np.empty((3, 5), np.float32), mine[:4].copy()\n"
+        "    c.Allreduce(x)\n"
+        "    c.Allgather_columns(np.full((3, 2 + c.rank), c.rank, np.float32), y, [2, 3])\n"
+        "    c.Send(mine, 1) if c.rank == 0 else c.Recv(mine, 0)\n"
+        "    c.Bcast(z, 1)\n"
+        "    results = [x.tobytes(), y.tobytes(), mine.tobytes(), z.tobytes(), dict(c.sent)]\n"
+        "    assert c is host or results == before\n"
+        "    before = results\n"
+        "assert len(ready) == 4\n"
+        "print('the same')\n"
+    )
+    done = mpirun(2, "-m", "mpi4py", "-c", code)
+    assert done.stdout.count("the same") == 2, done.stderr
 
 
 def stand_in(monkeypatch, available: bool = True) -> list[tuple]:

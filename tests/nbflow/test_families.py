@@ -62,6 +62,22 @@ def test_compiled_executor(name):
         assert mine.ids == continuation.tolist()
 
 
+# One of each kind of attention: ALiBi, soft caps, windows, rotation of a part, many heads to a key.
+@pytest.mark.parametrize(
+    "name", ["falcon_rw", "gemma2", "mistral", "gpt2", "mpt", "cohere2", "falcon_40b", "phi"]
+)
+def test_keys_and_values_in_formats_of_their_own(name):
+    """Values are rounded to 1/254 of the largest of 32: 4e-3, which two layers make 1.3e-2."""
+    ids, logits, _ = golden(name)
+    found = []
+    for budget in (17, 512):
+        options = {"kv": "f16/q8_0", "max_step_tokens": budget, "threads": 1}
+        with nbflow.load(FOLDER / name, **options) as model:
+            found.append(model.logits(ids))
+    assert 1e-4 < error(found[0], logits) < 2e-2
+    np.testing.assert_array_equal(*found)
+
+
 @pytest.mark.parametrize("name", [*DECODERS, *ENCODERS])
 @pytest.mark.parametrize("partition", ["0&1", "0;1"])
 def test_partitions(name, partition):

@@ -66,6 +66,8 @@ def test_the_cache_holds_one_vector_for_each_token(folder: Path) -> None:
     odd = make_spec(latent=latent, n_kv_heads=1, rope=RopeSpec("half", 1e4, 16))
     with pytest.raises(UsageError, match=r"48 columns of a latent vector.*whole blocks of 32"):
         make_storage(odd, [0], 16, 1, "q8_0")
+    with pytest.raises(UsageError, match=r"values of latent attention are part of its keys"):
+        make_storage(odd, [0], 16, 1, "f16/f32")
 
 
 @pytest.mark.parametrize(

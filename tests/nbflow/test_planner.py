@@ -343,7 +343,10 @@ def test_the_command_gives_json(capsys):
         (["llama2_7b", "--machine", "h200x8", "--activations", "f8"], "unknown arithmetic"),
         (["llama2_7b", "--machine", "h200x8", "--context", "9"], "context must hold"),
         (["llama2_7b", "--machine", "h200x8", "--prompt", "5000"], "holds 4096"),
-        (["facebook_m2m100_418m", "--machine", "h200x8"], "has an encoder"),
+        (
+            ["facebook_m2m100_418m", "--machine", "h200x8", "--prompt", "5000"],
+            "of the encoder holds",
+        ),
         (["llama2_7b", "--machine", "h200x8", "--exchange", "q7"], "unknown exchange"),
     ],
 )

@@ -47,6 +47,8 @@ def write(folder, text, name="server.toml"):
         ("[models.a]\npath = 'x'\n[limits]\nbody_bytes = '1 pound'", "2GiB"),
         ("[models.a]\npath = 'x'\naliases = ['a']", "two models"),
         ("[models.a]\npath = 'x'\n[log]\nformat = 'xml'", "'text' or 'json'"),
+        ("[models.a]\npath = 'x'\ndraft_weights = 'q4'", "needs a smaller model"),
+        ("[models.a]\npath = 'x'\ndraft = 'ngram'\ndraft_verify = 'chain'", "got draft 'ngram'"),
         ("models = 1", "valid dictionary"),
         ("[models]", "at least one"),
         ("= 1", "not valid TOML"),
@@ -120,6 +122,7 @@ global_model_dir = ${config_dir}/models
 models = tiny_one
 devices = 0
 cpu_threads = 3
+cpu_layer_count = 2
 max_concurrent_queries = 6
 return_output_tensors = true
 [model.tiny_one]
@@ -158,8 +161,9 @@ def test_inferflow_file(tmp_path, capsys):
     assert (model.partition, model.max_context, model.engine.max_sequences) == ("0", None, 6)
     assert model.defaults == {"decoding": "inferflow.top_p", "top_p": 0.8}
     assert model.chat_template == "Q: {query}\nA:{res_prefix}"
+    assert (model.kv_host_percent, model.embeddings_on_host, model.cpu_layers) == (100, True, 2)
     notes = capsys.readouterr().err
-    assert "host_kv_cache_percent = 100 has no effect" in notes
+    assert "tensor_quant_threshold = 4000000 has no effect" in notes
     assert "log_dir = /var/x/logs has no effect" in notes
 
 
@@ -201,3 +205,25 @@ def test_command(tmp_path):
     options = serve("tiny_python", "--weights", "q4", "--kv-bytes", "2GiB", "--check")
     assert '"weights": "q4"' in options.stdout
     assert '"kv_bytes": 2147483648' in options.stdout
+
+
+def test_the_plan(tmp_path):
+    text = "[models.a]\npath = 'tiny_python'\npartition = '0/1&2'\nmachine = 'h200x8'\n"
+    text += "draft = 'tiny_python'\n[models.a.engine]\nmax_sequences = 16\nkv_bytes = '1MiB'\n"
+    planned = serve(str(write(tmp_path, text)), "--plan")
+    assert planned.returncode == 0, planned.stderr
+    lines = planned.stdout.splitlines()
+    first = lines.index("rank  weights   KV  workspace  total")
+    ranks = [line.split() for line in lines[first + 1 : first + 4]]
+    assert [row[0] for row in ranks] == ["0", "1", "2"]
+    assert float(ranks[1][1]) < float(ranks[0][1])  # two ranks share a replica's weights
+    assert all(float(row[2]) <= 1.1 for row in ranks)  # a MiB in MB, rounded
+    assert "partition '0/1&2'" in planned.stdout
+    assert "a, draft: tiny_python" in planned.stdout
+    speeds = lines[lines.index(next(line for line in lines if line.startswith("requests"))) + 1 :]
+    assert [line.split()[0] for line in speeds[:3]] == ["1", "8", "16"]
+    unnamed = serve("tiny_python", "--plan", "--partition", "auto")
+    assert "for its speed name a --machine" in unnamed.stdout
+    assert "partition '0'" in unnamed.stdout
+    missing = serve("no_such_model", "--plan")
+    assert missing.returncode == 2

@@ -7,6 +7,8 @@ import random
 import httpx
 from server_process import eventually
 
+import nbflow
+
 N = 120
 
 
@@ -16,6 +18,13 @@ async def polite(client, prompt, n, expected):
     )
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["text"] == expected
+
+
+async def searches(client, prompt, expected):
+    body = {"prompt": prompt, "use_beam_search": True, "beam_width": 3, "n": 2, "max_tokens": 9}
+    answer = await client.post("/v1/completions", json=body)
+    assert answer.status_code == 200, answer.text
+    assert [c["text"] for c in answer.json()["choices"]] == expected
 
 
 async def leaves(client, prompt, after):
@@ -43,6 +52,7 @@ def test_many_streams(server, offline):
     rng = random.Random(0)
     prompts = ["import os\n", "class Lock:\n    def ", "def main(argv", "for name in names:\n"]
     expected = {(p, n): offline.generate(p, max_tokens=n).text for p in prompts for n in (1, 9)}
+    found = {p: nbflow.beam_search(offline, p, 9, num_beams=3, n=2) for p in prompts}
 
     async def run():
         limits = httpx.Limits(max_connections=N)
@@ -50,7 +60,9 @@ def test_many_streams(server, offline):
             jobs = []
             for i in range(N):
                 prompt, kind = rng.choice(prompts), i % 6
-                if kind < 3:
+                if i % 12 == 2:
+                    jobs.append(searches(client, prompt, [g.text for g in found[prompt]]))
+                elif kind < 3:
                     n = rng.choice((1, 9))
                     jobs.append(polite(client, prompt, n, expected[prompt, n]))
                 elif kind == 3:

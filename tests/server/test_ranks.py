@@ -1,12 +1,15 @@
-"""A model on two ranks: rank 0 takes the requests."""
+"""A model on two ranks, or two replicas of it: rank 0 takes the requests.  What if one fails."""
 
 import os
 import signal
 import sys
+from pathlib import Path
 
 import pytest
 from launching import MPIRUN
 from server_process import CONFIG, Server, eventually
+
+import nbflow
 
 PROMPT = [30, 40, 50]
 
@@ -50,3 +53,84 @@ def test_mpi(offline, tmp_path):
         check(server, offline)
         os.kill(server.http.get("/server_info").json()["pid"], signal.SIGTERM)
         assert server.ended() == 0
+
+
+def check_searches(server, offline):
+    """Beams and a draft model, whichever replica or rank does them."""
+    found = nbflow.beam_search(offline, PROMPT, 8, num_beams=3, n=2)
+    body = {"prompt": PROMPT, "max_tokens": 8, "use_beam_search": True, "beam_width": 3, "n": 2}
+    for _ in range(2):
+        answer = server.http.post("/v1/completions", json=body).json()
+        assert [c["text"] for c in answer["choices"]] == [g.text for g in found]
+    assert server.metric("vllm:spec_decode_num_accepted_tokens_total") > 0
+
+
+def replicated(partition: str, **engine: str) -> str:
+    options = "".join(f'\n{name} = "{value}"' for name, value in engine.items())
+    config = partitioned(partition).replace("threads = 1", 'threads = 1\ndraft = "tiny_python"')
+    return f"{config}\n[models.tiny.engine]{options}\n"
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
+def test_replicas_of_mpi(offline, tmp_path):
+    program = (str(MPIRUN), "-n", "2", sys.executable, "-m", "nbflow.cli", "serve")
+    with Server(replicated("0/1"), tmp_path, program) as server:
+        check(server, offline)
+        check_searches(server, offline)
+        assert server.http.get("/server_info").json()["models"]["tiny"]["replicas"] == 2
+        os.kill(server.http.get("/server_info").json()["pid"], signal.SIGTERM)
+        assert server.ended() == 0
+
+
+def test_a_rank_that_fails_makes_the_server_say_so(tmp_path):
+    """Ranks that share a model cannot go on without each other: 500 for whom it hits, then 503."""
+    program = (sys.executable, str(Path(__file__).parent.parent / "failing_server.py"))
+    with Server(partitioned("0&1"), tmp_path, program) as server:
+        assert server.http.get("/health").status_code == 200
+        body = {"prompt": [20, 666, 22], "max_tokens": 5}
+        assert server.http.post("/v1/completions", json=body).status_code == 500
+        eventually(lambda: server.http.get("/health").status_code == 503)
+        assert server.http.get("/ready").status_code == 503
+        later = server.http.post("/v1/completions", json=body | {"prompt": [1, 2]})
+        assert later.status_code == 503
+        assert later.headers["retry-after"]
+        assert server.stop() == 0
+
+
+def ranks_of(config: Path, number: int) -> list[int]:
+    """Return the processes of a rank of the server with this configuration."""
+    found = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (folder / "cmdline").read_bytes().split(b"\0")
+            variables = (folder / "environ").read_bytes().split(b"\0")
+        except OSError:  # it has ended, or is not ours
+            continue
+        if str(config).encode() in words and f"PMI_RANK={number}".encode() in variables:
+            found.append(int(folder.name))
+    return found
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(
+    MPIRUN is None or not (Path(MPIRUN).parent / "mpiexec.hydra").exists(),
+    reason="the launcher ends all ranks when one dies (not MPICH's)",
+)
+def test_a_replica_that_dies(tmp_path):
+    program = (str(MPIRUN), "-disable-auto-cleanup", "-n", "2")
+    program += (sys.executable, "-m", "nbflow.cli", "serve")
+    with Server(replicated("0/1", on_failure="stop"), tmp_path, program) as server:
+        body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
+        with (
+            server.http.stream("POST", "/v1/completions", json=body) as one,
+            server.http.stream("POST", "/v1/completions", json=body) as other,
+        ):
+            for pid in ranks_of(tmp_path / "server.toml", 1):
+                os.kill(pid, signal.SIGKILL)
+            ends = sorted("could not go on" in stream.read().decode() for stream in (one, other))
+        assert ends == [False, True]  # the request of the other replica comes to its end
+        eventually(lambda: server.http.get("/health").status_code == 503)
+        assert server.http.post("/v1/completions", json=body).status_code == 503
+        os.kill(server.http.get("/server_info").json()["pid"], signal.SIGTERM)
+        server.ended()

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import numpy as np
 
-from nbflow.calibrate import collect, merge, write_inputs
+from nbflow.calibrate import collect, merge, write_inputs, write_moments
 from nbflow.calibrate.files import check_ending
+from nbflow.calibrate.moments import LIMIT_BYTES
 from nbflow.commands.options import add_model_arguments, load_model
 from nbflow.writing.importance import read_importance
 from nbflow.writing.importance_names import gguf_names_of
@@ -44,6 +45,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--full", action="store_true", help="all second moments, for --encoder gptq (.safetensors)"
     )
     parser.add_argument(
+        "--memory",
+        type=float,
+        default=LIMIT_BYTES / 2**30,
+        metavar="GIB",
+        help="what the sums of --full may take at once; the text is read again for the rest "
+        f"({LIMIT_BYTES >> 30})",
+    )
+    parser.add_argument(
         "--merge", action="append", default=[], metavar="FILE", help="add up files (repeatable)"
     )
     parser.add_argument("--show", metavar="FILE", help="print the statistics of a file")
@@ -53,6 +62,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
+    if arguments.memory <= 0:
+        raise UsageError(f"--memory must be more than 0, got {arguments.memory:g}")
     asked = [bool(arguments.model), bool(arguments.merge), bool(arguments.show)]
     if sum(asked) != 1 or bool(arguments.out) == bool(arguments.show):
         raise UsageError("give MODEL with -o OUT, or --merge files with -o OUT, or --show FILE")
@@ -82,13 +93,19 @@ def _collect(arguments: argparse.Namespace) -> None:
     windows = text_windows(arguments)
     names = gguf_names_of(arguments.model, arguments.spec)
 
-    def show(n_done: int) -> None:
+    def show(n_done: int, n: int = len(windows)) -> None:
         if sys.stderr.isatty():
-            end = "\n" if n_done == len(windows) else ""
-            print(f"\r[{n_done}/{len(windows)}]", end=end, file=sys.stderr, flush=True)
+            end = "\n" if n_done == n else ""
+            print(f"\r[{n_done}/{n}]", end=end, file=sys.stderr, flush=True)
 
+    ids = [w.ids for w in windows]
     with load_model(arguments) as model:
-        found = collect(model, [w.ids for w in windows], full=arguments.full, progress=show)
+        if arguments.full:
+            limit = int(arguments.memory * 2**30)
+            options = {"limit_bytes": limit, "force": arguments.force}
+            write_moments(path, model, ids, progress=show, **options)
+            return
+        found = collect(model, ids, progress=show)
     text = Path(arguments.text).name if arguments.text else "eval.txt"
     sizes = {"n_windows": len(windows), "window": arguments.context}
     write_inputs(path, found, names=names, text=text, **sizes, force=arguments.force)

@@ -1,24 +1,49 @@
-"""``nbflow sweep FILE``: measure every point of a sweep.
+"""``nbflow sweep FILE|MODEL``: measure every point of a sweep.
+
+FILE is a sweep in TOML, or a grid of Weights & Biases in YAML or JSON.  Every setting is an option,
+too, which takes one value or a list; without a file the options are the sweep.
 
 Example::
 
     mpirun -n 4 nbflow sweep experiments/demo.toml
+    nbflow sweep experiments/demo.toml --model my_model.gguf --weights q4,q3h
+    nbflow sweep my_model.gguf -p 128-512*2 -n 32 -b 1,8 --weights f16,q8,q4
     nbflow report runs/demo
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from pathlib import Path
 
 from nbflow_experiments.schedule import Policy
+from nbflow_experiments.settings import SETTINGS
 from nbflow_experiments.shards import Shard
-from nbflow_experiments.sweep import SweepOptions, run_sweep
+from nbflow_experiments.sweep import SweepOptions, run_group, run_sweep
+from nbflow_experiments.sweep_files import is_sweep_file
+from nbflow_kernels.errors import UsageError
+
+_SHORT = {
+    "model": ("-m",),
+    "prompt": ("-p", "--n-prompt"),
+    "decode": ("-n", "--n-gen"),
+    "batch": ("-b",),
+    "repeats": ("-r",),
+    "threads": ("-t",),
+}
+"""Other names of options, llama-bench's where it has them."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``nbflow sweep``."""
-    parser.add_argument("file", metavar="FILE", type=Path, help="sweep file (TOML)")
+    parser.add_argument(
+        "file",
+        metavar="FILE|MODEL",
+        nargs="?",
+        help="sweep file (.toml, or a W&B grid in .yaml or .json), or a model to sweep without one",
+    )
+    _add_settings(parser)
     parser.add_argument(
         "--dry-run", action="store_true", help="print the points and estimated bytes, run nothing"
     )
@@ -60,6 +85,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="replace a value of the sweep file, e.g. axes.batch=[1,2] (repeatable)",
     )
     parser.add_argument(
+        "--launcher",
+        metavar="CMD",
+        help="starts the ranks of points that need some, e.g. 'srun -n {ranks}' (default: mpirun)",
+    )
+    parser.add_argument("--group", type=Path, help=argparse.SUPPRESS)  # for the ranks it starts
+    parser.add_argument("--name", metavar="NAME", help="name of the results folder")
+    parser.add_argument("--measures", metavar="A,B", help="what is measured, instead of the file's")
+    parser.add_argument(
         "--formats",
         action="append",
         default=[],
@@ -76,13 +109,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_settings(parser: argparse.ArgumentParser) -> None:
+    """Add an option for each setting."""
+    group = parser.add_argument_group(
+        "settings",
+        "each takes a value or a list (128,256); integers also ranges: 1..4, 8-32+8, 16-128*2",
+    )
+    for setting in SETTINGS.values():
+        group.add_argument(
+            f"--{setting.name.replace('_', '-')}",
+            *_SHORT.get(setting.name, ()),
+            action="append",
+            dest=f"setting_{setting.name}",
+            metavar="LIST",
+            help=setting.meaning,
+        )
+
+
+def _lists(args: argparse.Namespace) -> tuple[Path | None, dict[str, list[str]]]:
+    """Return the sweep file, if there is one, and the settings that were given as options."""
+    lists = {
+        name: texts for name in SETTINGS if (texts := getattr(args, f"setting_{name}")) is not None
+    }
+    if args.file is None or is_sweep_file(args.file):
+        if args.file is None and "model" not in lists:
+            raise UsageError("name a sweep file or a model: nbflow sweep FILE, nbflow sweep MODEL")
+        return None if args.file is None else Path(args.file), lists
+    if "model" in lists:
+        raise UsageError(
+            f"two models: {args.file} and --model {lists['model'][0]}; for several models give "
+            f"--model A,B alone"
+        )
+    return None, {"model": [args.file], **lists}
+
+
 def run(args: argparse.Namespace) -> int:
     """Run the sweep; return the exit code (see `nbflow_experiments.sweep.run_sweep`)."""
+    if args.group is not None:
+        return run_group(args.group)
+    file, lists = _lists(args)
+    named = {"name": args.name, "measures": args.measures and args.measures.split(",")}
+    changes = [f"sweep.{key}={json.dumps(value)}" for key, value in named.items() if value]
     return run_sweep(
         SweepOptions(
-            file=args.file,
+            file=file,
             out=args.out,
-            overrides=tuple(args.overrides),
+            overrides=(*args.overrides, *changes),
+            lists=lists,
             dry_run=args.dry_run,
             resume=args.resume,
             retry_failed=args.retry_failed,
@@ -90,5 +163,6 @@ def run(args: argparse.Namespace) -> int:
             shard=Shard.parse(args.shard) if args.shard else None,
             merge=args.merge,
             policy=Policy(args.retries, args.fail_fast, args.isolate, args.timeout),
+            launcher=args.launcher,
         )
     )

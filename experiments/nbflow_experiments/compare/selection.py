@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 
 from nbflow_experiments.extras import require
+from nbflow_experiments.recorded import matches, parse_where, read_points, results_frame
 from nbflow_experiments.settings import SETTINGS
-from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -62,50 +63,25 @@ def select(text: str) -> Side:
     UsageError
         If there is no such folder or setting, or no point that succeeded has it.
     """
-    pandas = require("pandas")
     folder, _, wanted = text.partition(":")
-    path = Path(folder)
-    if not (path / "points.csv").is_file() or not (path / "results.csv").is_file():
-        raise UsageError(
-            f"{path} is not a results folder of nbflow sweep (it has no points.csv and results.csv)"
-        )
-    fixed = dict(_setting(text, part) for part in wanted.split(",") if part)
-    words = {s.name: str for s in SETTINGS.values() if not s.is_number}
-    table = pandas.read_csv(path / "points.csv", dtype=words | {"point": str})
+    path, fixed = Path(folder), parse_where(wanted)
+    points = read_points(path)[1]
     rows = [
         {name: row[name] for name in ("point", *SETTINGS)}
-        for row in table[table.status == "done"].to_dict("records")
-        if all(_equal(row[name], value) for name, value in fixed.items())
+        for row in points
+        if row["status"] == "done" and matches(row, fixed)
     ]
     if not rows:
-        there = "; ".join(f"{name} is {_values(table, name)}" for name in fixed)
+        there = "; ".join(f"{name} is {_values(points, name)}" for name in fixed)
         raise UsageError(
             f"{text}: no point that succeeded is like that" + (f": {there}" * bool(there))
         )
-    readings = pandas.read_csv(path / "results.csv", dtype={"point": str})
-    return Side(text, path, fixed, rows, readings)
+    return Side(text, path, fixed, rows, results_frame(path))
 
 
-def _setting(text: str, part: str) -> tuple[str, str]:
-    name, equals, value = part.partition("=")
-    if not equals:
-        raise UsageError(f"{text}: {part!r} must be NAME=VALUE, e.g. weights=q3h")
-    if name.strip() not in SETTINGS:
-        raise unknown_name("setting", name.strip(), SETTINGS)
-    return name.strip(), value.strip()
-
-
-def _equal(found: Any, wanted: str) -> bool:
-    if isinstance(found, str):
-        return found == wanted
-    try:
-        return float(found) == float(wanted)
-    except ValueError:
-        return False
-
-
-def _values(table: Any, name: str) -> str:
-    return ", ".join(map(str, table[name].unique()[:12]))
+def _values(points: Sequence[Mapping[str, Any]], name: str) -> str:
+    """Return the values that a setting has, a dozen of them at most."""
+    return ", ".join(list(dict.fromkeys(str(point[name]) for point in points))[:12])
 
 
 def matching(a: Side, b: Side) -> list[tuple[dict[str, Any], dict[str, Any]]]:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from nbflow_experiments.measures import (
+    batching,
     decode,
     divergence,
     memory,
     perplexity,
     prefill,
+    shared_prefix,
+    speculation,
     traffic,
     weight_error,
 )
@@ -41,6 +44,9 @@ MEASURES: dict[str, Measure] = {
         divergence.MEASURE,
         prefill.MEASURE,
         decode.MEASURE,
+        batching.MEASURE,
+        shared_prefix.MEASURE,
+        speculation.MEASURE,
         traffic.MEASURE,
         memory.MEASURE,
     )

@@ -55,6 +55,8 @@ class Outcome:
     """The numbers."""
     arrays: dict[str, Array] = field(default_factory=dict)
     """The arrays, by name."""
+    rank_arrays: dict[str, Array] = field(default_factory=dict)
+    """What this rank alone measured, by name; kept in a file of its own under mpirun."""
 
 
 @dataclass
@@ -96,3 +98,5 @@ class Measure:
     """Whether it evaluates text."""
     needs_reference: bool = False
     """Whether it compares with the logits of the unquantized model."""
+    by_default: bool = True
+    """Whether it runs where a sweep does not choose."""

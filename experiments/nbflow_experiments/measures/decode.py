@@ -25,7 +25,7 @@ def run(context: Context) -> Outcome:
         context.number("repeats"),
         context.number("warmup"),
     )
-    return speed("decode", seconds, steps * batch) if context.leads else Outcome()
+    return speed("decode", seconds, steps * batch, context.leads)
 
 
 MEASURE = Measure("decode", "point", run, str(__doc__))

@@ -20,7 +20,7 @@ def run(context: Context) -> Outcome:
     seconds = engine.time_prefill(
         context.model, prompt, batch, context.number("repeats"), context.number("warmup")
     )
-    return speed("prefill", seconds, prompt * batch) if context.leads else Outcome()
+    return speed("prefill", seconds, prompt * batch, context.leads)
 
 
 MEASURE = Measure("prefill", "point", run, str(__doc__))

@@ -2,8 +2,9 @@
 
 ||Q(W) - W|| / ||W|| over all tensors that the engine stores in the weight format (the matrices of
 attention and of the feed-forward network), and per tensor in HDF5.  W is the checkpoint's tensor
-widened to float32, Q the default encoder.  Norms, biases, embedding and head are not quantized and
-not counted.  Ratio without a unit; deterministic, computed once per model and format by one rank.
+widened to float32, or what the encoder's folding makes of it, Q the point's encoder.  Norms,
+biases, embedding and head are not quantized and not counted.  Ratio without a unit; deterministic,
+computed once per model and format by one rank.
 `stored_bits_per_weight` counts the bytes of these tensors, with the padding of incomplete blocks
 and the outliers.
 """
@@ -29,8 +30,9 @@ def run(context: Context) -> Outcome:
     errors: list[float] = []
     total_error = total_norm = 0.0
     n_weights = n_bytes = 0
-    outliers = float(context.config["outliers"])
-    for name, exact, approximate, size in engine.weight_pairs(model, weights, outliers):
+    config = context.config
+    how = float(config["outliers"]), str(config["encoder"]), str(config["importance"])
+    for name, exact, approximate, size in engine.weight_pairs(model, weights, *how):
         error, norm = squares(exact, approximate)
         names.append(name)
         errors.append(ratio(error, norm))

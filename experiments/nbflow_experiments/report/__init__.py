@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from nbflow_experiments.files import replace_atomically, write_text
-from nbflow_experiments.report import partitions, quality, speed
+from nbflow_experiments.report import partitions, quality, serving, speed
 from nbflow_experiments.report.data import Results, load_results
 from nbflow_experiments.report.figure import Drawing, NotDrawn, svg_text
 from nbflow_experiments.report.page import render_page
@@ -15,7 +15,11 @@ from nbflow_experiments.report.page import render_page
 _FIGURES: dict[str, Callable[[Results], Drawing]] = {
     "quality": quality.draw,
     "speed": speed.draw,
+    "throughput": serving.draw_throughput,
     "partitions": partitions.draw,
+    "batching": serving.draw_batching,
+    "shared_prefix": serving.draw_prefix,
+    "speculation": serving.draw_speculation,
 }
 _KINDS: tuple[Literal["png", "svg"], ...] = ("png", "svg")
 
@@ -58,7 +62,8 @@ def write_report(
         try:
             drawing = draw(data)
         except NotDrawn as reason:
-            sections.append((name, "", f"No figure '{name}': {reason}."))
+            if str(reason):  # else nobody expects it
+                sections.append((name, "", f"No figure '{name}': {reason}."))
             continue
         for kind in _KINDS:
             path = folder / f"{name}.{kind}"

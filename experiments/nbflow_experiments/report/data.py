@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from nbflow_experiments.extras import require
+from nbflow_experiments.files import read_json
+from nbflow_experiments.recorded import points_frame
 from nbflow_experiments.records import ResultsFolder
 from nbflow_experiments.settings import SETTINGS
 from nbflow_experiments.summary import write_summaries
@@ -80,7 +82,6 @@ def load_results(path: Path, weights: str | None = None) -> Results:
     UsageError
         If there are no results, none succeeded, or no point has the format.
     """
-    pandas = require("pandas")
     require("matplotlib")
     folder = ResultsFolder(path)
     if not folder.exists:
@@ -89,24 +90,32 @@ def load_results(path: Path, weights: str | None = None) -> Results:
             f"folder that the sweep printed last"
         )
     names = folder.finished()
-    if not names:
+    copied = not names and (path / "points.csv").is_file()  # the tables alone, without the points
+    if not names and not copied:
         raise UsageError(f"{path} has no finished points yet; go on with nbflow sweep --resume")
-    if _outdated(folder, names):
+    if not copied and _outdated(folder, names):
         write_summaries(folder)
-    text = {s.name: str for s in SETTINGS.values() if not s.is_number}
-    points = pandas.read_csv(path / "points.csv", dtype=text | {"point": str})
-    sweep = folder.sweep()
-    failures = []
-    for name in names:
-        result = folder.result(name) or {}
-        if result["status"] != "done":
-            config = folder.config(name)["config"]
-            varying = {factor: config[factor] for factor in sweep["factors"]}
-            failures.append({"point": name, "config": varying, **result["error"]})
+    points = points_frame(path)
     done = points[points.status == "done"]
     if not len(done):
         raise UsageError(f"{path}: all {len(points)} finished points failed; see points/*/log.txt")
-    return Results(path, sweep, folder.launches(), points, failures, _shown(done, weights))
+    sweep = folder.sweep()
+    launches = folder.launches()
+    if copied and (path / "provenance.json").is_file():
+        launches = read_json(path / "provenance.json")["launches"]
+    failures = _failures(folder, points, sweep["factors"])
+    return Results(path, sweep, launches, points, failures, _shown(done, weights))
+
+
+def _failures(folder: ResultsFolder, points: Any, factors: Sequence[str]) -> list[dict[str, Any]]:
+    """Return for each failed point its name, the settings that vary and its error."""
+    failures = []
+    for row in points[points.status != "done"].to_dict("records"):
+        result = folder.result(row["point"]) or {}
+        error = result.get("error") or {"type": row["error_type"], "message": row["error_message"]}
+        config = {factor: row[factor] for factor in factors}
+        failures.append({"point": row["point"], "config": config, "traceback": "", **error})
+    return failures
 
 
 def _outdated(folder: ResultsFolder, names: Sequence[str]) -> bool:

@@ -41,7 +41,10 @@ _STYLE = {
 
 
 class NotDrawn(Exception):
-    """The results do not hold what a figure needs; the message says what is missing."""
+    """The results do not hold what a figure needs; the message says what is missing.
+
+    It is empty where that is no wonder: the sweep measured something else.
+    """
 
 
 @dataclass(frozen=True)

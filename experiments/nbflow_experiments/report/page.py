@@ -58,6 +58,7 @@ def _facts(results: Results) -> str:
     rank = (launch.get("ranks") or [{}])[0]
     ranks = launch.get("world_size", 1)
     fixed = {n: results.points[n].iloc[0] for n in SETTINGS if results.points[n].nunique() == 1}
+    fixed = {name: value for name, value in fixed.items() if value != ""}
     facts = {
         "points": f"{len(results.done)} measured, {len(results.failures)} failed",
         "processor": f"{rank.get('cpu_model', '?')}, {rank.get('cores', '?')} cores",

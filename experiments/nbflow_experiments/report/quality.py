@@ -35,6 +35,7 @@ _NOT_QUALITY = (
     "threads",
     "max_context",
 )
+_MOST_LABELS = 12  # more of them cover each other beside their points
 _SMALLEST = 1e-12  # a KL divergence below is rounding of float64 sums and is shown as 0
 
 
@@ -46,7 +47,8 @@ def draw(results: Results) -> Drawing:
     if not panels:
         raise NotDrawn("no measure of error was recorded")
     series = results.series(_NOT_QUALITY)
-    with new_figure(len(panels), 3.2) as (figure, axes):
+    crowded = results.done.weights.nunique() > _MOST_LABELS
+    with new_figure(len(panels), 3.8 if crowded else 3.2) as (figure, axes):
         for panel, (metric, name, logarithmic) in zip(axes, panels, strict=True):
             _draw_panel(panel, results, series, metric, logarithmic)
             panel.set_ylabel(name)
@@ -70,7 +72,8 @@ def _draw_panel(
     floor = float(positive.min()) / 6 if log and len(positive) else 0.0
     drawn: list[tuple[str, float, float, float, float]] = []
     # Bars of formats with nearly the same bits would hide each other: there each has its place.
-    places = None if log else format_axis(panel, results.done)
+    crowded = results.done.weights.nunique() > _MOST_LABELS
+    places = format_axis(panel, results.done) if crowded or not log else None
     if places is None:
         bits_axis(panel, list(results.done.bits_per_weight))
     if log and len(positive):

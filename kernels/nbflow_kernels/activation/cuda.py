@@ -8,7 +8,7 @@ from typing import Any
 from nbflow_kernels import cuda
 
 _THREADS = 128
-_FUNCTIONS = {
+FUNCTIONS = {
     "silu": "Silu",
     "gelu": "Gelu",
     "gelu_tanh": "GeluTanh",
@@ -37,14 +37,14 @@ def _launch(name: str, choice: str, more: str, x: Any, out: Any, *args: Any) -> 
 
 
 def _plain(activation: str, x: Any, out: Any) -> None:
-    _launch("plain", _FUNCTIONS[activation], "", x, out)
+    _launch("plain", FUNCTIONS[activation], "", x, out)
 
 
 def glu(x: Any, activation: str, gate_first: bool, out: Any) -> None:
     """See `nbflow_kernels.glu`."""
     width = out.shape[1]
     gate, up = (0, width) if gate_first else (width, 0)
-    _launch("gated", _FUNCTIONS[activation], ", i32 gate, i32 up", x, out, gate, up)
+    _launch("gated", FUNCTIONS[activation], ", i32 gate, i32 up", x, out, gate, up)
 
 
 def swigluoai_and_mul(x: Any, alpha: float, limit: float, interleaved: bool, out: Any) -> None:

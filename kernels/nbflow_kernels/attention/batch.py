@@ -17,7 +17,7 @@ from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.running import Call, run_plan
 from nbflow_kernels.attention.wrapper import PagedWrapper, keep_in
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.kvcache.formats import format_of
+from nbflow_kernels.kvcache.formats import formats_of
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(PagedWrapper):
@@ -197,16 +197,17 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedWrapper):
         """
         plan = self._planned()
         H, G, D_qk, D_vo = plan.heads
-        format = format_of(k, self._kv_format)
+        formats = formats_of(k, v, self._kv_format)
         heads_first = self.kv_layout == "HND"
-        for name, array, size in (("k", k, D_qk), ("v", v, D_vo)):
+        for name, array, format, size in zip("kv", (k, v), formats, (D_qk, D_vo), strict=True):
             row = format.row_length(size)
             shape = (G, self._nnz_kv, row) if heads_first else (self._nnz_kv, G, row)
-            check_array(name, array, shape, k.dtype)
+            check_array(name, array, shape, array.dtype)
+            if self._kv_format is None:
+                check_dtype(name, self._dtypes["kv"], array.dtype)
         check_array("q", q, (plan.n_rows, H, D_qk), (np.float32, np.float16), rows=True)
         check_dtype("q", self._dtypes["q"], q.dtype)
-        if self._kv_format is None:
-            check_dtype("k", self._dtypes["kv"], k.dtype)
+        kinds = (formats[0].kind, formats[1].kind)
         call = Call(
             q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, out=out, lse=lse,
             return_lse=return_lse, lse_base=lse_base, o_dtype=self._dtypes["o"],
@@ -214,11 +215,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedWrapper):
         if is_cuda(k):  # the same pages: one begins at every token
             token = 1 if heads_first else 0
             steps = (k.strides[token], v.strides[token])
-            return run_plan(
-                plan, q, k[None], v[None], format.kind, call, self._variant, page_bytes=steps
-            )
+            return run_plan(plan, q, k[None], v[None], kinds, call, self._variant, page_bytes=steps)
         pages = [_pages_of_tokens(array, heads_first) for array in (k, v)]
-        return run_plan(plan, q, pages[0], pages[1], format.kind, call, self._variant)
+        return run_plan(plan, q, pages[0], pages[1], kinds, call, self._variant)
 
     begin_forward = plan
     forward = run

@@ -1,8 +1,8 @@
 """Attention on the CPU: launchers of the kernels in `items`, one for prefill, decode and mixtures.
 
-A kernel is compiled for each way the tiles read keys and values: float16, bfloat16, float32 (with
-a copy to float32 rows of other floats, where head sizes are no multiples of 16 or keys are rotated
-on the way), and float32 rows decoded from block formats.
+A kernel is compiled for each way the tiles read keys, times each way they read values: float16,
+bfloat16, float32 (with a copy to float32 rows of other floats, where head sizes are no multiples of
+16 or keys are rotated on the way), and float32 rows decoded from block formats.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention.items import attend_items, merge_items
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import AttentionVariant, run_variant
-from nbflow_kernels.kvcache.rows import BF16, F16, F32
+from nbflow_kernels.kvcache.rows import BF16, F16, F32, FIRST_BLOCK_KIND
 from nbflow_kernels.lanes import address_of
 from nbflow_kernels.threads import split_rows
 
@@ -48,36 +48,46 @@ def attend(
     v_cache: np.ndarray,
     out: np.ndarray,
     lse: np.ndarray | None,
-    kind: int | None = None,
+    kinds: tuple[int, int] | None = None,
 ) -> None:
     """Work on all items of a plan: final results to `out` and `lse`, partial ones to the plan.
 
     Nothing is checked.  `q` (nnz, H, D) float32 may have rows far apart; `k_cache` and `v_cache`
-    lie as `plan.kv_layout` says, their last axis contiguous; `kind` is how they are stored
-    (`nbflow_kernels.kvcache.rows.KINDS`), by default what their dtype says; `out` (nnz, H, D) and
+    lie as `plan.kv_layout` says, their last axis contiguous; `kinds` are how each is stored
+    (`nbflow_kernels.kvcache.rows.KINDS`), by default what their dtypes say; `out` (nnz, H, D) and
     `lse` (nnz, H) are contiguous.
     """
-    if kind is None:
-        kind = F32 if k_cache.itemsize == 4 else F16 if k_cache.dtype == np.float16 else BF16
-    _, _, D_qk, D_vo = plan.heads
+    if kinds is None:
+        kinds = _float_kind(k_cache), _float_kind(v_cache)
     k, v, strides = _cache_places(plan, k_cache, v_cache)
-    if kind not in _TILES:
-        source, like, pack = _BLOCKS, _FLOAT32, True
-    elif D_qk % 16 or D_vo % 16 or plan.table(at.ROPE) is not None:
-        source, like, pack = _FLOAT32, _FLOAT32, True
-    else:
-        source = like = _TILES[kind]
-        pack = False
-        if kind == F32 and plan.header[at.MOST] >= PACK_FROM:
-            together = k | v
-            for stride in strides:
-                together |= stride
-            pack = together % 64 != 0
     split_rows(
-        attend_items, plan.n_shares, plan.work, plan.header, plan.logits_soft_cap, source, like,
-        kind, pack, address_of(q), q.strides[0], k, v, strides, address_of(out),
-        0 if lse is None else address_of(lse),
+        attend_items, plan.n_shares, plan.work, plan.header, plan.logits_soft_cap,
+        *_readers(plan, kinds, k, v, strides), address_of(q), q.strides[0], k, v, strides,
+        address_of(out), 0 if lse is None else address_of(lse),
     )  # fmt: skip
+
+
+def _float_kind(cache: np.ndarray) -> int:
+    return F32 if cache.itemsize == 4 else F16 if cache.dtype == np.float16 else BF16
+
+
+def _readers(
+    plan: AttentionPlan, kinds: tuple[int, int], k: int, v: int, strides: tuple[int, ...]
+) -> list[tuple[Any, ...]]:
+    """Return how keys and how values are read, (source, like, kind, pack) each."""
+    _, _, D_qk, D_vo = plan.heads
+    packed = bool(D_qk % 16 or D_vo % 16) or plan.table(at.ROPE) is not None
+    # what decodes blocks copies floats too: no kernel of its own for blocks beside copied floats
+    copied = _FLOAT32 if max(kinds) < FIRST_BLOCK_KIND else _BLOCKS
+    readers = []
+    for kind, start, steps in zip(kinds, (k, v), (strides[:4], strides[4:]), strict=True):
+        if packed or kind not in _TILES:
+            readers.append((copied, _FLOAT32, kind, True))
+            continue
+        crosses_lines = any(at_byte % 64 for at_byte in (start, *steps))
+        pack = kind == F32 and plan.header[at.MOST] >= PACK_FROM and crosses_lines
+        readers.append((_TILES[kind], _TILES[kind], kind, bool(pack)))
+    return readers
 
 
 def attend_variant(
@@ -88,13 +98,13 @@ def attend_variant(
     v_cache: np.ndarray,
     out: np.ndarray,
     lse: np.ndarray | None,
-    kind: int,
+    kinds: tuple[int, int],
 ) -> None:
     """Do as `attend` with a user's functions; the plan must not be split."""
     k, v, strides = _cache_places(plan, k_cache, v_cache)
-    source = _FLOAT32 if kind in _TILES else _BLOCKS
+    source = _FLOAT32 if max(kinds) < FIRST_BLOCK_KIND else _BLOCKS
     args = (
-        plan.header, variant.params, source, kind, address_of(q), q.strides[0], k, v, strides,
+        plan.header, variant.params, source, kinds, address_of(q), q.strides[0], k, v, strides,
         address_of(out), 0 if lse is None else address_of(lse),
     )  # fmt: skip
     split_rows(run_variant(variant, args), plan.n_shares, 10 * plan.work, *args)
@@ -131,11 +141,11 @@ def latent_attention(
         *ckv_cache.strides[:2], 0, ckv_cache.itemsize * ckv_cache.shape[2],
         *kpe_cache.strides[:2], 0, kpe_cache.itemsize * kpe_cache.shape[2],
     )  # fmt: skip
+    reader = (_FLOAT32 if kind in _TILES else _BLOCKS, _FLOAT32, kind, True)
     split_rows(
-        attend_items, plan.n_shares, plan.work, plan.header, plan.logits_soft_cap,
-        _FLOAT32 if kind in _TILES else _BLOCKS, _FLOAT32, kind, True, address_of(q), q.strides[0],
-        address_of(ckv_cache), address_of(kpe_cache), strides, address_of(out),
-        0 if lse is None else address_of(lse),
+        attend_items, plan.n_shares, plan.work, plan.header, plan.logits_soft_cap, reader, reader,
+        address_of(q), q.strides[0], address_of(ckv_cache), address_of(kpe_cache), strides,
+        address_of(out), 0 if lse is None else address_of(lse),
     )  # fmt: skip
     if plan.n_merges:
         merge_splits(plan, out, lse)

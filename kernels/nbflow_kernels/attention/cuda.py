@@ -3,7 +3,7 @@
 =======================  =======================================================================
 `general.cu`             every option, head size and format of the cache, in float32
 `tensor_cores.cu`        caches of 16 bits and, for float16 queries, of block formats
-`merge.cu`               sums of partial results
+`merge.cu`               sums of partial results that a caller has
 =======================  =======================================================================
 
 A plan's work is divided anew for thread blocks (`device_items`), its tables are copied once for
@@ -25,7 +25,7 @@ from nbflow_kernels.attention.device_items import Tiling, split_keys
 from nbflow_kernels.attention.device_plan import device_plan
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import AttentionVariant
-from nbflow_kernels.kvcache.cuda import format_type, strides
+from nbflow_kernels.kvcache.cuda import format_types, strides
 from nbflow_kernels.kvcache.rows import BF16, F16, F32, FIRST_BLOCK_KIND
 
 WARPS = 4
@@ -48,25 +48,24 @@ _PARAMETERS = (
 
 
 @functools.cache
-def general_kernel(kind: int) -> cuda.Kernel:
-    """Return the general kernel for a format of the cache."""
-    name = f"attend<{format_type(kind)}>"
+def general_kernel(kinds: tuple[int, int]) -> cuda.Kernel:
+    """Return the general kernel for the formats of keys and values."""
+    name = f"attend<{format_types(kinds)}>"
     return cuda.cpp_kernel(__file__, "general.cu", name, f"{_PARAMETERS}, i32 most")
 
 
 @functools.cache
-def tensor_core_kernel(kind: int, D_qk: int, D_vo: int, exact: bool, many: bool) -> cuda.Kernel:
+def tensor_core_kernel(
+    kinds: tuple[int, int], D_qk: int, D_vo: int, exact: bool, many: bool
+) -> cuda.Kernel:
     """Return a kernel on tensor cores; `exact`: queries and weights keep what 16 bits lose."""
-    name = f"{format_type(kind)}, {D_qk}, {D_vo}, {str(exact).lower()}>"
+    name = f"{format_types(kinds)}, {D_qk}, {D_vo}, {str(exact).lower()}>"
     if many:
         parameters = f"{_PARAMETERS}, i32 with_far"
         return cuda.cpp_kernel(__file__, "tensor_cores.cu", f"attend_many<{name}", parameters)
     return cuda.cpp_kernel(__file__, "tensor_cores.cu", f"attend_few<{name}", _PARAMETERS)
 
 
-merge_splits_kernel = cuda.cpp_kernel(
-    __file__, "merge.cu", "merge_splits", "i64* header, any* out, i32 out_kind, f32*? lse"
-)
 merge_two_kernel = cuda.cpp_kernel(
     __file__, "merge.cu", "merge_two",
     "f32* v_a, f32* s_a, f32* v_b, f32* s_b, f32* v_out, f32* s_out, u8*? mask, i32 n_rows, i32 H, "
@@ -85,7 +84,7 @@ def attend(
     v_cache: Any,
     out: Any,
     lse: Any,
-    kind: int,
+    kinds: tuple[int, int],
     *,
     page_bytes: tuple[int, int] | None = None,
 ) -> None:
@@ -103,10 +102,10 @@ def attend(
     )  # fmt: skip
     # results are written 8 bytes at a time there
     aligned = cuda.address(out) % 8 == 0
-    if aligned and takes_tensor_cores(plan, q, k_cache, v_cache, places, kind):
-        _on_tensor_cores(plan, arguments, kind)
+    if aligned and takes_tensor_cores(plan, q, k_cache, v_cache, places, kinds):
+        _on_tensor_cores(plan, arguments, kinds)
     else:
-        _general(plan, arguments, kind)
+        _general(plan, arguments, kinds)
 
 
 def attend_variant(
@@ -117,7 +116,7 @@ def attend_variant(
     v_cache: Any,
     out: Any,
     lse: Any,
-    kind: int,
+    kinds: tuple[int, int],
     *,
     page_bytes: tuple[int, int] | None = None,
 ) -> None:
@@ -125,7 +124,7 @@ def attend_variant(
     from nbflow_kernels.attention import cuda_variants
 
     places = _places(plan, k_cache, v_cache, page_bytes)
-    cuda_variants.attend_variant(plan, variant, q, k_cache, v_cache, places, out, lse, kind)
+    cuda_variants.attend_variant(plan, variant, q, k_cache, v_cache, places, out, lse, kinds)
 
 
 def _places(
@@ -149,11 +148,11 @@ def latent_attention(
         q, q.strides[0], _kind_of(q), ckv_cache, kpe_cache, *ckv_cache.strides[:2], 0,
         *kpe_cache.strides[:2], 0, plan.logits_soft_cap, out, _kind_of(out), lse,
     )  # fmt: skip
-    _general(plan, arguments, kind)
+    _general(plan, arguments, (kind, kind))
 
 
 def takes_tensor_cores(
-    plan: AttentionPlan, q: Any, k_cache: Any, v_cache: Any, places: Any, kind: int
+    plan: AttentionPlan, q: Any, k_cache: Any, v_cache: Any, places: Any, kinds: tuple[int, int]
 ) -> bool:
     """Return whether the kernels on tensor cores can take a call.
 
@@ -161,27 +160,27 @@ def takes_tensor_cores(
     rounded to float16.
     """
     _, _, D_qk, D_vo = plan.heads
-    if kind == F32 or (kind >= FIRST_BLOCK_KIND and q.dtype == np.float32):
+    if F32 in kinds or (max(kinds) >= FIRST_BLOCK_KIND and q.dtype == np.float32):
         return False
     if D_qk % 16 or D_vo % 16 or max(D_qk, D_vo) > 256 or split_keys(plan) % _KEYS:
         return False
     if plan.table(at.ROPE) is not None:
         return False
-    if kind < FIRST_BLOCK_KIND:  # copied 16 bytes at a time
-        together = cuda.address(k_cache) | cuda.address(v_cache)
-        for stride in (*places[0], *places[1]):
-            together |= stride
-        if together % 16:
+    for kind, cache, steps in zip(kinds, (k_cache, v_cache), places, strict=True):
+        together = cuda.address(cache)
+        for step in steps:
+            together |= step
+        if kind < FIRST_BLOCK_KIND and together % 16:  # copied 16 bytes at a time
             return False
-    exact, plain = _is_exact(q, kind), _is_plain(plan)
+    exact, plain = _is_exact(q, kinds), _is_plain(plan)
     needs = _shared_bytes(D_qk, D_vo, exact, False, plain, False)
     if D_vo <= MOST_COLUMNS:
         needs = max(needs, _shared_bytes(D_qk, D_vo, exact, True, plain, True))
     return needs + _STATIC_SHARED_BYTES <= cuda.device_of(q).max_shared_bytes
 
 
-def _is_exact(q: Any, kind: int) -> bool:
-    return bool(q.dtype == np.float32 or kind == BF16)
+def _is_exact(q: Any, kinds: tuple[int, int]) -> bool:
+    return bool(q.dtype == np.float32 or BF16 in kinds)
 
 
 def _is_plain(plan: AttentionPlan) -> bool:
@@ -200,11 +199,13 @@ def _shared_bytes(
     return 2 * chunk + queries + weights + 4 * 32 * WARPS * 8 * (not plain)
 
 
-def _on_tensor_cores(plan: AttentionPlan, arguments: tuple[Any, ...], kind: int) -> None:
+def _on_tensor_cores(
+    plan: AttentionPlan, arguments: tuple[Any, ...], kinds: tuple[int, int]
+) -> None:
     """Launch the kernels for requests with few and with many query vectors, where there are any."""
-    q, out, lse = arguments[0], arguments[-3], arguments[-1]
+    q = arguments[0]
     _, G, D_qk, D_vo = plan.heads
-    exact, plain = _is_exact(q, kind), _is_plain(plan)
+    exact, plain = _is_exact(q, kinds), _is_plain(plan)
     tables = device_plan(plan, q)
     for tiling in (FEW, MANY) if D_vo <= MOST_COLUMNS else (ALL_FEW,):
         items = tables.items(tiling)
@@ -213,17 +214,16 @@ def _on_tensor_cores(plan: AttentionPlan, arguments: tuple[Any, ...], kind: int)
         many = tiling is MANY
         header = tables.header(tiling)
         last = (int(items.any_several),) if many else ()
-        tensor_core_kernel(kind, D_qk, D_vo, exact, many)(
+        tensor_core_kernel(kinds, D_qk, D_vo, exact, many)(
             (len(items.items), G, cuda.ceil_div(items.most, tiling.tile_vectors)), 32 * WARPS,
             (header, *arguments, *last),
             _shared_bytes(D_qk, D_vo, exact, many, plain, items.any_several),
         )  # fmt: skip
-        merge_splits(plan, header, items.merges, out, lse)
 
 
-def _general(plan: AttentionPlan, arguments: tuple[Any, ...], kind: int) -> None:
+def _general(plan: AttentionPlan, arguments: tuple[Any, ...], kinds: tuple[int, int]) -> None:
     """Launch the general kernel, and the one that adds partial results."""
-    q, out, lse = arguments[0], arguments[-3], arguments[-1]
+    q = arguments[0]
     _, G, D_qk, D_vo = plan.heads
     tables = device_plan(plan, q)
     items = tables.items(GENERAL)
@@ -236,21 +236,10 @@ def _general(plan: AttentionPlan, arguments: tuple[Any, ...], kind: int) -> None
         if shared <= cuda.device_of(q).max_shared_bytes or most == 1:
             break
         most = -(-most // 2)
-    general_kernel(kind)(
+    general_kernel(kinds)(
         (len(items.items), G, cuda.ceil_div(items.most, most)), 32 * WARPS,
         (header, *arguments, most), shared,
     )  # fmt: skip
-    merge_splits(plan, header, items.merges, out, lse)
-
-
-def merge_splits(plan: AttentionPlan, header: Any, merges: Any, out: Any, lse: Any) -> None:
-    """Add the partial results of divided tiles."""
-    if len(merges):
-        vectors = int(merges[:, 1].max()) * (plan.heads[0] // plan.heads[1])
-        merge_splits_kernel(
-            (len(merges), plan.heads[1], cuda.ceil_div(vectors, WARPS)), 32 * WARPS,
-            (header, out, _kind_of(out), lse),
-        )  # fmt: skip
 
 
 def _kind_of(array: Any) -> int:

@@ -41,7 +41,7 @@ def attend_variant(
     places: Any,
     out: Any,
     lse: Any,
-    kind: int,
+    kinds: tuple[int, int],
 ) -> None:
     """Attend with a user's functions; `places` are the caches' bytes per page, token and head."""
     H, _, _, D_vo = plan.heads
@@ -49,7 +49,7 @@ def attend_variant(
         return
     starts = np.zeros(len(plan.kv_lens) + 1, np.int32)
     np.cumsum(plan.kv_lens, out=starts[1:])
-    k, v = _rows(plan, k_cache, v_cache, places, kind, starts)
+    k, v = _rows(plan, k_cache, v_cache, places, kinds, starts)
     wide = q.copy() if q.dtype == np.float32 else q.astype(np.float32)
     result = out if out.dtype == np.float32 else empty(q, out.shape)
     request = np.repeat(np.arange(len(plan.kv_lens), dtype=np.int32), np.diff(plan.qo_indptr))
@@ -75,7 +75,7 @@ def attend_variant(
 
 
 def _rows(
-    plan: AttentionPlan, k_cache: Any, v_cache: Any, places: Any, kind: int, starts: np.ndarray
+    plan: AttentionPlan, k_cache: Any, v_cache: Any, places: Any, kinds: Any, starts: np.ndarray
 ) -> tuple[Any, Any]:
     """Return keys (N, G, D) and values of all requests, float32, one behind the other."""
     _, G, D_qk, D_vo = plan.heads
@@ -85,7 +85,7 @@ def _rows(
         request = np.repeat(np.arange(len(plan.kv_lens), dtype=np.int32), plan.kv_lens)
         position = np.arange(n, dtype=np.int32) - starts[request]
         tables = [on_device(t, k) for t in (request, position, plan.kv_indices, plan.kv_indptr)]
-        gather_kernel(kind)(
+        gather_kernel(kinds)(
             cuda.ceil_div(2 * n * G, WARPS), 32 * WARPS,
             (
                 k, v, *tables[:2], k_cache, v_cache, *places[0], *places[1], *tables[2:],

@@ -12,7 +12,7 @@ from nbflow_kernels.attention.divide import ITEM_COST, KEY_COST
 from nbflow_kernels.attention.plan import AttentionPlan
 
 COLUMNS = (
-    "request", "row", "n_rows", "position", "first_key", "end_key", "partial", "padding",
+    "request", "row", "n_rows", "position", "first_key", "end_key", "partial", "merge",
 )  # fmt: skip
 MERGE_COLUMNS = ("row", "n_rows", "partial", "n_splits")
 MOST_SPLIT_KEYS = 512
@@ -37,7 +37,8 @@ class DeviceItems:
     """Tiles of query vectors with a range of keys; every one stands for all key/value heads."""
 
     items: np.ndarray
-    """int32 (n, 8), see `COLUMNS`; `partial` is -1 for a final result."""
+    """int32 (n, 8), see `COLUMNS`; `partial` is -1 for a final result, `merge` the row of `merges`
+    that partial ones belong to."""
     merges: np.ndarray
     """int32 (n, 4), see `MERGE_COLUMNS`: whose partial results are added, in order."""
     n_partials: int
@@ -99,7 +100,7 @@ def divide_for_device(plan: AttentionPlan, tiling: Tiling, n_sms: int) -> Device
     partial = np.where(divided[tile], first_partial[tile] + piece * vectors[tile], -1)
     columns = (
         request[tile], row[tile], rows[tile], position[tile], first_key, end_key, partial,
-        np.zeros(len(tile), np.int64),
+        np.where(divided, np.cumsum(divided) - 1, 0)[tile],
     )  # fmt: skip
     merges = (row[divided], rows[divided], first_partial[divided], pieces[divided])
     return DeviceItems(

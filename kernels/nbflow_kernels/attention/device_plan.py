@@ -36,6 +36,7 @@ class DevicePlan:
         self._divisions: dict[Tiling, tuple[DeviceItems, Any]] = {}
         self._step_tables: tuple[Any, list[int]] = (None, [])
         self._partials = device.empty(4, np.float32)
+        self._arrived = device.asarray(np.zeros(64, np.int32))
         self._headers: dict[Tiling, tuple[np.ndarray, Any]] = {}
 
     def items(self, tiling: Tiling) -> DeviceItems:
@@ -58,7 +59,7 @@ class DevicePlan:
         places = (at.QO_INDPTR, at.KV_INDPTR, at.KV_INDICES, at.KV_LENS)
         for place, table in zip(places, self._step_tables[1], strict=True):
             host[place] = table
-        host[at.PARTIALS] = address(self._partials)
+        host[at.PARTIALS], host[at.ARRIVED] = address(self._partials), address(self._arrived)
         for place in _TABLES:
             host[place] = self._table(place)
         host[at.SHARES] = 0
@@ -86,6 +87,11 @@ class DevicePlan:
             floats = items.n_partials * plan.heads[1] * (-(-plan.heads[3] // 4) * 4 + 4)
             if self._partials.size < floats:
                 self._partials = self._device.empty(floats, np.float32)
+            tiles = (
+                len(items.merges) * plan.heads[1] * items.most
+            )  # at most: thread blocks take more
+            if self._arrived.size < tiles:
+                self._arrived = self._device.asarray(np.zeros(tiles, np.int32))
         return self._divisions[tiling]
 
     def _table(self, place: int) -> int:

@@ -1,11 +1,11 @@
-// Attention with every option, any head size and any format of the cache: the kernel to read.
+// Attention with every option, any head size and any formats of keys and values: the kernel to read.
 //
 // A thread block takes `most` query vectors of an item and one key/value head, and walks
 // over the item's keys 32 at a time: keys are decoded to shared memory, a warp gives each lane one of
 // them to score, values are decoded to the same place, and a warp adds them to its vectors' sums.
 // After every SPLIT_KEYS keys the sums start anew and are added to those before, in order: whether
-// that happens here or in `merge`, the additions are the same.
-#include "attention/plan.cuh"
+// that happens here or in `merge_if_last`, the additions are the same.
+#include "attention/splits.cuh"
 
 constexpr int KEYS = 32, WARPS = 4, PER_WARP = 4;  // at most WARPS * PER_WARP vectors
 
@@ -14,7 +14,6 @@ struct State {
     float top, total, run_top, run_total;
 };
 
-template <class F>
 struct Tile {
     const i64* header;
     Item item;
@@ -55,6 +54,7 @@ struct Tile {
     }
 
     // Decode rows of keys (or values) [first, last), n numbers each, to `rows` from column `to` on.
+    template <class F>
     DEV_METHOD void load_rows(const u8* cache, Strides strides, int first, int last, int n,
                               int to) const {
         const int page_size = header[PAGE_SIZE];
@@ -84,13 +84,13 @@ DEV float warp_sum(float x) {
     return x;
 }
 
-template <class F>
+template <class K, class V>
 __global__ void __launch_bounds__(32 * WARPS)
 attend(const i64* header, const u8* queries, i64 q_row_bytes, int q_kind, const u8* k,
        const u8* v, i64 k_page, i64 k_token, i64 k_head, i64 v_page, i64 v_token, i64 v_head,
        float cap, u8* out, int out_kind, float* lse, int most) {
     extern __shared__ float memory[];
-    Tile<F> t;
+    Tile t;
     t.header = header;
     t.item = pointer<Item>(header, ITEMS)[blockIdx.x];
     t.kv_head = blockIdx.y;
@@ -128,10 +128,10 @@ attend(const i64* header, const u8* queries, i64 q_row_bytes, int q_kind, const 
         const int stop = min(min(key / KEYS * KEYS + KEYS, item.end_key), (key / split + 1) * split);
         __syncthreads();  // the values of the chunk before have been used
         if (latent) {  // a key is a row of k and one of v, its value the first part
-            t.load_rows(k, {k_page, k_token, k_head}, key, stop, t.D_vo, 0);
-            t.load_rows(v, {v_page, v_token, v_head}, key, stop, t.D_qk - t.D_vo, t.D_vo);
+            t.load_rows<K>(k, {k_page, k_token, k_head}, key, stop, t.D_vo, 0);
+            t.load_rows<V>(v, {v_page, v_token, v_head}, key, stop, t.D_qk - t.D_vo, t.D_vo);
         } else {
-            t.load_rows(k, {k_page, k_token, k_head}, key, stop, t.D_qk, 0);
+            t.load_rows<K>(k, {k_page, k_token, k_head}, key, stop, t.D_qk, 0);
         }
         if (header[ROPE])  // a warp rotates the rows it has loaded
             for (int j = key + warp; j < stop; j += WARPS)
@@ -159,7 +159,7 @@ attend(const i64* header, const u8* queries, i64 q_row_bytes, int q_kind, const 
         }
         if (!latent) {
             __syncthreads();  // the keys have been used
-            t.load_rows(v, {v_page, v_token, v_head}, key, stop, t.D_vo, 0);
+            t.load_rows<V>(v, {v_page, v_token, v_head}, key, stop, t.D_vo, 0);
             __syncthreads();
         }
         for (int i = 0; i < PER_WARP; i++) {
@@ -213,4 +213,5 @@ attend(const i64* header, const u8* queries, i64 q_row_bytes, int q_kind, const 
             store_float(out + (place * t.D_vo + d) * size, __fmul_rn(sums[d], end.factor), out_kind);
         if (lse != nullptr && lane == 0) lse[place] = end.lse;
     }
+    merge_if_last(header, item, t.first_vector, t.n_vectors, out, out_kind, lse);
 }

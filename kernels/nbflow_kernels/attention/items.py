@@ -401,14 +401,18 @@ def fold_split(M: Any, running: Any, acc: Any, row_bytes: Any, state: Any) -> No
 
 @njit
 def attend_items(
-    plan: Any, cap: Any, source: Any, like: Any, kind: Any, pack: Any, q: Any, q_row_bytes: Any,
-    k: Any, v: Any, strides: Any, out: Any, lse: Any, start: Any, stop: Any,
+    plan: Any, cap: Any, key_reader: Any, value_reader: Any, q: Any, q_row_bytes: Any, k: Any,
+    v: Any, strides: Any, out: Any, lse: Any, start: Any, stop: Any,
 ) -> None:  # fmt: skip
     """Work on the items of the shares [start, stop); see `layout` for the plan's tables.
 
-    `pack`: chunks are copied to float32 rows with `copy_row` first; `like` is float32 then.
+    A reader says how keys, or values, are read: (source, like, kind, pack).  The types of `source`
+    and `like` choose the code of `copy_row` and of the tiles; `pack`: chunks are copied to float32
+    rows with `copy_row` first, and `like` is float32 then; `kind` is the format.
     `strides` are the bytes per page, token, head and row, of keys and of values.
     """
+    k_source, k_like, k_kind, k_pack = key_reader
+    v_source, v_like, v_kind, v_pack = value_reader
     header = simd.address(plan)
     H, most = read_word(header, at.QO_HEADS), read_word(header, at.MOST)
     group = H // read_word(header, at.KV_HEADS)
@@ -418,7 +422,7 @@ def attend_items(
     latent = read_word(header, at.LATENT)
     wide_qk, wide_vo = (D_qk + 15) // 16 * 16, (D_vo + 15) // 16 * 16
     qk_bytes, vo_bytes = 4 * wide_qk, 4 * wide_vo
-    packed_bytes = CHUNK * (qk_bytes + vo_bytes) if pack else 0
+    packed_bytes = CHUNK * (qk_bytes + vo_bytes) if k_pack or v_pack else 0
     each = qk_bytes + 2 * vo_bytes + ROW + RECORD
     memory = allocate(most * each + 4 * TABLE + 1024 + 64 + packed_bytes + 64)
     q_tile = (memory + 63) // 64 * 64
@@ -446,7 +450,7 @@ def attend_items(
         pages = read_word(header, at.KV_INDICES) + 4 * pages
         k_head, v_head = k + head * strides[2], v + head * strides[6]
         several = end > (begin // split + 1) * split
-        load_queries(header, source, q, q_row_bytes, M, group, row, head, position, q_tile,
+        load_queries(header, k_source, q, q_row_bytes, M, group, row, head, position, q_tile,
                      wide_qk)  # fmt: skip
         reset(M, acc, vo_bytes, state)
         for m in range(M):
@@ -468,24 +472,25 @@ def attend_items(
             next_stop = min(min(next_base + CHUNK, end), (stop_key // split + 1) * split)
             if stop_key < next_stop:
                 find_rows(pages, page_size, stop_key, next_stop, k_head, v_head, strides, ahead)
-            # What is read half a chunk later is asked for now, in whole chunks.  Rows that are
+            # What is read half a chunk later is asked for now, in whole chunks.  Values that are
             # packed are read at once: then both halves ask for the next chunk.
             fetch_1, n_1 = now + TABLE, strides[7] if stop_key - key == CHUNK else 0
             fetch_2, n_2 = ahead, strides[3] if next_stop - stop_key == CHUNK else 0
-            if pack:
+            if v_pack:
                 fetch_1, n_1 = ahead, n_2
                 fetch_2, n_2 = ahead + TABLE, strides[7] if n_2 != 0 else 0
             first, last = key - base, stop_key - base
-            if pack and latent:
-                join_rows(source, kind, now, first, last, D_vo, D_qk - D_vo, packed, wide_qk)
-            elif pack:
-                pack_rows(source, kind, now, first, last, D_qk, packed, wide_qk)
-                pack_rows(source, kind, now + TABLE, first, last, D_vo, packed + CHUNK * qk_bytes,
-                          wide_vo)  # fmt: skip
+            if k_pack and latent:
+                join_rows(k_source, k_kind, now, first, last, D_vo, D_qk - D_vo, packed, wide_qk)
+            elif k_pack:
+                pack_rows(k_source, k_kind, now, first, last, D_qk, packed, wide_qk)
                 if rope != 0:
                     for j in range(first, last):
-                        rotate(source, packed + j * qk_bytes, rope + 4 * D_qk * (base + j),
+                        rotate(k_source, packed + j * qk_bytes, rope + 4 * D_qk * (base + j),
                                D_qk // 2)  # fmt: skip
+            if v_pack and not latent:
+                pack_rows(v_source, v_kind, now + TABLE, first, last, D_vo,
+                          packed + CHUNK * qk_bytes, wide_vo)  # fmt: skip
             # tiles of four keys may reach over the ends
             for j in range(first // 4 * 4, first):
                 write_i64(now + 8 * j, read_word(now, first))
@@ -498,9 +503,9 @@ def attend_items(
                 seen = max(read_i64(record + LOW) - base, first)
                 write_i64(record + FIRST, seen)
                 write_i64(record + LAST, max(seen, min(read_i64(record + HIGH) - base, last)))
-            score_chunk(like, M, q_tile, qk_bytes, now, state, s, room, fetch_1, n_1)
+            score_chunk(k_like, M, q_tile, qk_bytes, now, state, s, room, fetch_1, n_1)
             weigh_chunk(header, cap, M, group, head, request, row, position, base, s, state, ramp)
-            mix_chunk(like, M, acc, vo_bytes, state, s, now + TABLE, fetch_2, n_2)
+            mix_chunk(v_like, M, acc, vo_bytes, state, s, now + TABLE, fetch_2, n_2)
             if several and (stop_key == end or stop_key % split == 0):
                 fold_split(M, running, acc, vo_bytes, state)
             key, stop_key, now, ahead = stop_key, next_stop, ahead, now

@@ -1,32 +1,5 @@
-// Sums of partial results: those of one plan's splits, and those a caller has.
+// Sums of partial results that a caller has.
 #include "attention/plan.cuh"
-
-// Add the partial results of a row's splits in order; one warp per query vector.
-extern "C" __global__ void __launch_bounds__(128)
-merge_splits(const i64* header, u8* out, int out_kind, float* lse) {
-    const Merge merge = pointer<Merge>(header, MERGES)[blockIdx.x];
-    const int group = header[QO_HEADS] / header[KV_HEADS], D = header[DIM_VO];
-    const int lane = threadIdx.x & 31, m = blockIdx.z * 4 + threadIdx.x / 32, kv_head = blockIdx.y;
-    const int n_vectors = merge.n_rows * group, size = out_kind == F32 ? 4 : 2;
-    if (m >= n_vectors) return;
-    const i64 step = (i64)n_vectors * header[KV_HEADS] * partial_floats(header);
-    float* const sums = partial_at(header, merge.partial + m, kv_head);
-    float top = HIDDEN, total = 0;
-    for (int i = 0; i < merge.n_splits; i++) {
-        const float* part = sums + i * step;
-        const bool is_first = top == HIDDEN && total == 0;
-        const Folded f = fold(top, total, part[D], part[D + 1]);
-        for (int d = lane; d < D; d += 32) sums[d] = fold_column(f, is_first ? 0 : sums[d], part[d]);
-        top = f.top;
-        total = f.total;
-    }
-    const int head = kv_head * group + m % group;
-    const Finish end = finish(header, top, total, head);
-    const i64 place = (i64)(merge.row + m / group) * header[QO_HEADS] + head;
-    for (int d = lane; d < D; d += 32)
-        store_float(out + (place * D + d) * size, __fmul_rn(sums[d], end.factor), out_kind);
-    if (lse != nullptr && lane == 0) lse[place] = end.lse;
-}
 
 // Merge n_states outputs (T, n_states, H, D) with base-2 LSE (T, n_states, H); one warp per row of
 // D.  `v_out` and `s_out` may be one of the states if there are two, `other` apart.  A row whose

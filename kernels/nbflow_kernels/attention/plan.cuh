@@ -8,7 +8,7 @@ enum Place {
     QO_HEADS, KV_HEADS, DIM_QK, DIM_VO, PAGE_SIZE, WINDOW, CAUSAL, SPLIT_KEYS, MOST, N_MERGES,
     ITEM_ROOM, MERGE_ROOM, ITEMS, MERGES, SHARES, QO_INDPTR, KV_INDPTR, KV_INDICES, KV_LENS,
     PARTIALS, MASK, MASK_BITS, MASK_STARTS, SCORE_FACTORS, OUT_FACTORS, SLOPES, SINKS, ROPE,
-    LSE_NATURAL, MAY_SPLIT, LATENT, BIAS, BIAS_BYTES
+    LSE_NATURAL, MAY_SPLIT, LATENT, BIAS, BIAS_BYTES, ARRIVED
 };
 
 constexpr float HIDDEN = -1e30f;  // top of a row that has seen no key; finite, so NaN shows
@@ -20,7 +20,7 @@ struct Item {
     int request, row, n_rows, position;  // position of the first row in its sequence
     int first_key, end_key;
     int partial;  // number of the first partial result, -1 for a final one
-    int padding;
+    int merge;    // number of the row of MERGES that the partial results go to
 };
 
 struct Merge {

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from nbflow_kernels.kvcache.formats import split_names
 from nbflow_kernels.kvcache.reference import decode
 
 
@@ -52,7 +53,8 @@ def attend(
     `bias` (H, T, n) is added to the scores: what `AttentionPlan.set_bias` does, written out.
     """
     T, H, D = q.shape
-    q, k, v = q.astype(np.float64), _decode(k, kv_format, D), _decode(v, kv_format, None)
+    names = split_names(kv_format)
+    q, k, v = q.astype(np.float64), _decode(k, names[0], D), _decode(v, names[1], None)
     if kv_layout == "HND":
         k, v = k.transpose(1, 0, 2), v.transpose(1, 0, 2)
     n, G, _ = k.shape
@@ -251,13 +253,13 @@ class BatchPrefillWithPagedKVCacheWrapper:
         self._last = paged_kv_last_page_len
         self._page_size = page_size
         self._sizes = (head_dim_qk, head_dim_vo or head_dim_qk)
-        self._kv_format = options.pop("kv_format", None)
+        self._names = split_names(options.pop("kv_format", None))
         self._mask = custom_mask
         self._options = options
 
-    def _gather(self, cache: np.ndarray, request: int, D: int) -> np.ndarray:
+    def _gather(self, cache: np.ndarray, request: int, name: str | None, D: int) -> np.ndarray:
         """Return the request's keys or values, (n, G, D)."""
-        pages = _decode(cache[self._pages[request]], self._kv_format, D)
+        pages = _decode(cache[self._pages[request]], name, D)
         if self.kv_layout == "HND":
             pages = pages.transpose(0, 2, 1, 3)
         n = max(len(pages) - 1, 0) * self._page_size + self._last[request]
@@ -277,7 +279,8 @@ class BatchPrefillWithPagedKVCacheWrapper:
         start = 0
         for i in range(len(self._pages)):
             rows = slice(self._rows[i], self._rows[i + 1])
-            k, v = self._gather(k_cache, i, D_qk), self._gather(v_cache, i, D_vo)
+            k = self._gather(k_cache, i, self._names[0], D_qk)
+            v = self._gather(v_cache, i, self._names[1], D_vo)
             mask = None
             if self._mask is not None:
                 size = (rows.stop - rows.start) * len(k)

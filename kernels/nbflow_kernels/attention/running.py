@@ -67,7 +67,7 @@ def run_plan(
     q: Any,
     k: Any,
     v: Any,
-    kind: int,
+    kinds: tuple[int, int],
     call: Call,
     variant: Any = None,
     *,
@@ -97,7 +97,7 @@ def run_plan(
         plan.set_table(at.SINKS, call.sinks)
     plan.header[at.LSE_NATURAL] = natural
     if is_cuda(q):
-        return _run_on_device(plan, q, k, v, kind, call, dtype, functions, page_bytes)
+        return _run_on_device(plan, q, k, v, kinds, call, dtype, functions, page_bytes)
     wide = q if q.dtype == np.float32 else q.astype(np.float32)
     out = call.out
     if out is None or out.dtype != np.float32:
@@ -106,11 +106,11 @@ def run_plan(
     if lse is None and call.return_lse:
         lse = np.empty((plan.n_rows, H), np.float32)
     if functions is None:
-        cpu.attend(plan, wide, k, v, out, lse, kind)
+        cpu.attend(plan, wide, k, v, out, lse, kinds)
         if plan.n_merges:
             cpu.merge_splits(plan, out, lse)
     else:
-        cpu.attend_variant(plan, functions, wide, k, v, out, lse, kind)
+        cpu.attend_variant(plan, functions, wide, k, v, out, lse, kinds)
     if dtype != np.float32:
         if call.out is None:
             out = out.astype(dtype)
@@ -125,7 +125,7 @@ def _run_on_device(
     q: Any,
     k: Any,
     v: Any,
-    kind: int,
+    kinds: tuple[int, int],
     call: Call,
     dtype: Any,
     functions: AttentionVariant | None,
@@ -142,7 +142,7 @@ def _run_on_device(
         if array is not None and not is_cuda(array):
             raise TypeError(f"{name} must be on the device, as q is, got a NumPy array")
     if functions is None:
-        cuda.attend(plan, q, k, v, out, lse, kind, page_bytes=page_bytes)
+        cuda.attend(plan, q, k, v, out, lse, kinds, page_bytes=page_bytes)
     else:
-        cuda.attend_variant(plan, functions, q, k, v, out, lse, kind, page_bytes=page_bytes)
+        cuda.attend_variant(plan, functions, q, k, v, out, lse, kinds, page_bytes=page_bytes)
     return (out, lse) if call.return_lse else out

@@ -16,7 +16,7 @@ from nbflow_kernels.attention.options import (
 from nbflow_kernels.attention.plan import AttentionPlan, make_plan
 from nbflow_kernels.attention.running import Call, run_plan
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.kvcache.formats import KVFormat, format_of
+from nbflow_kernels.kvcache.formats import KVFormat, formats_of
 
 _FIRST_PAGE = np.zeros(1, np.int32)
 
@@ -65,7 +65,7 @@ def single_prefill_with_kv_cache(
         Keys as `kv_layout` says: float32, float16, or what `kv_format` names; H must be a multiple
         of G.
     v : array, shape (N, G, D_v) or (G, N, D_v)
-        Values, stored as the keys; D_v may differ from D.
+        Values, in a format of their own if `kv_format` says so; D_v may differ from D.
     scale_q : float or array, shape (H,), optional
         Factor of the queries.
     scale_k, scale_v : float or array, shape (G,), optional
@@ -104,7 +104,8 @@ def single_prefill_with_kv_cache(
         For each head the score of one more key that has no value (and takes part in the LSE).
     kv_format : str, optional
         How keys and values are stored, where their dtype does not say it: ``"bf16"`` (uint16), or
-        a block format such as ``"q8_0"`` (uint8, rows of bytes); see `kv_format`.
+        a block format such as ``"q8_0"`` (uint8, rows of bytes); see `kv_format`.  Two names,
+        ``"q8_0/q4_0"``, are those of keys and of values.
     variant : object, optional
         Functions of your own; see `AttentionVariant`.
     lse_base : str
@@ -163,9 +164,10 @@ def single_prefill_with_kv_cache(
         sinks=sinks, out=out, lse=lse, return_lse=return_lse, lse_base=lse_base, o_dtype=o_dtype,
     )  # fmt: skip
     check_array("q", q, (None, None, None), (np.float32, np.float16), rows=True)
-    format = _format_of(k, kv_format)
-    plan = _plan_one(q, k, v, options, format, custom_mask, packed_custom_mask)
-    return run_plan(plan, q, k[None], v[None], format.kind, call, variant)
+    formats = _formats_of(k, v, kv_format)
+    plan = _plan_one(q, k, v, options, formats, custom_mask, packed_custom_mask)
+    kinds = (formats[0].kind, formats[1].kind)
+    return run_plan(plan, q, k[None], v[None], kinds, call, variant)
 
 
 def single_decode_with_kv_cache(
@@ -264,24 +266,32 @@ def _both(name: str, per_head: Any, single: Any) -> Any:
     return np.asarray(per_head, np.float64) * single
 
 
-def _format_of(k: Any, name: str | None) -> KVFormat:
-    """Return how keys are stored; the message is about `k`."""
+def _formats_of(k: Any, v: Any, name: str | None) -> tuple[KVFormat, KVFormat]:
+    """Return how keys and values are stored; the messages are about `k` and `v`."""
     if name is None:
         check_array("k", k, (None, None, None), (np.float32, np.float16))
-    return format_of(k, name)
+        check_array("v", v, (None, None, None), (np.float32, np.float16))
+    return formats_of(k, v, name)
 
 
 def _plan_one(
-    q: Any, k: Any, v: Any, options: Options, format: KVFormat, custom_mask: Any, packed: Any
+    q: Any,
+    k: Any,
+    v: Any,
+    options: Options,
+    formats: tuple[KVFormat, KVFormat],
+    custom_mask: Any,
+    packed: Any,
 ) -> AttentionPlan:
     """Check keys and values; return the plan, in which they are one big page."""
     T, H, D = q.shape
     heads_first = options.kv_layout == "HND"
-    check_array("k", k, (None, None, format.row_length(D)), k.dtype)
+    check_array("k", k, (None, None, formats[0].row_length(D)), k.dtype)
     N, G = k.shape[1::-1] if heads_first else k.shape[:2]
     check_heads(H, G, D)
-    check_array("v", v, (*k.shape[:2], None), k.dtype)
-    D_v = D if v.shape[2] == k.shape[2] else _size_of(v.shape[2], format)
+    check_array("v", v, (*k.shape[:2], None), v.dtype)
+    same = v.shape[2] == formats[1].row_length(D)
+    D_v = D if same else _size_of(v.shape[2], formats[1])
     return make_plan(
         np.array([0, T], np.int32),
         np.array([0, 1 if N else 0], np.int32),

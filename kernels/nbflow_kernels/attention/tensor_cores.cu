@@ -11,14 +11,14 @@
 // With EXACT, queries and weights are two numbers each, what 16 bits hold and what they leave: products
 // are then those of float32 but for 2**-22 (2**-16 with bfloat16), at twice the multiplications.
 #include "attention/fragments.cuh"
-#include "attention/plan.cuh"
+#include "attention/splits.cuh"
 
 constexpr int KEYS = 64, WARPS = 4, THREADS = 32 * WARPS;
 constexpr int PAD = 8;  // elements behind a row in shared memory: 16-byte units an odd step apart
 
 // ---- keys and values of a chunk ----------------------------------------------------------------
 
-template <class F, int D_QK, int D_VO>
+template <class K, class V, int D_QK, int D_VO>
 struct Cache {
     static constexpr int K_STEP = D_QK + PAD, V_STEP = D_VO + PAD;
     static constexpr int STAGE = KEYS * (K_STEP + V_STEP);  // elements of 16 bits
@@ -39,7 +39,7 @@ struct Cache {
             : -1;
     }
 
-    template <int D>
+    template <class F, int D>
     DEV_METHOD void copy(const u8* cache, const i64* rows, u16* to) const {
         constexpr int UNITS = D / 8;
         for (int i = threadIdx.x; i < KEYS * UNITS; i += THREADS) {
@@ -59,9 +59,11 @@ struct Cache {
         }
     }
 
-    DEV_METHOD void load_keys(int number, u16* to) const { copy<D_QK>(k, offsets[number & 1], to); }
+    DEV_METHOD void load_keys(int number, u16* to) const {
+        copy<K, D_QK>(k, offsets[number & 1], to);
+    }
     DEV_METHOD void load_values(int number, u16* to) const {
-        copy<D_VO>(v, offsets[number & 1] + KEYS, to);
+        copy<V, D_VO>(v, offsets[number & 1] + KEYS, to);
     }
     DEV_METHOD void load(int number, u16* stage) const {
         load_keys(number, stage);
@@ -317,10 +319,11 @@ DEV void start_cache(C& cache, const Tile& t, const u8* k, const u8* v, Strides 
 
 // ---- up to 16 query vectors --------------------------------------------------------------------
 
-template <class F, int D_QK, int D_VO, bool EXACT>
+template <class K, class V, int D_QK, int D_VO, bool EXACT>
 __global__ void __launch_bounds__(THREADS) attend_few(PARAMETERS) {
-    typedef typename ElementOf<F::KIND>::Type E;
-    typedef Cache<F, D_QK, D_VO> Keys;
+    typedef typename ElementOf<K::KIND>::Type KE;  // of queries and keys
+    typedef typename ElementOf<V::KIND>::Type VE;  // of weights and values
+    typedef Cache<K, V, D_QK, D_VO> Keys;
     constexpr int M = 16, TILES = (D_VO / 8 + WARPS - 1) / WARPS, P_STEP = KEYS + PAD;
     constexpr int COPIES = EXACT ? 2 : 1;
     extern __shared__ __align__(16) u8 memory[];
@@ -342,7 +345,7 @@ __global__ void __launch_bounds__(THREADS) attend_few(PARAMETERS) {
     const bool several = t.item.end_key > (t.item.first_key / split + 1) * split;
     Rows rows;
     rows.start(t, 0);
-    load_queries<E, M, D_QK, EXACT>(t, queries, q_row_bytes, q_kind, q);
+    load_queries<KE, M, D_QK, EXACT>(t, queries, q_row_bytes, q_kind, q);
     float o[TILES][4], run[TILES][4], total[4] = {0, 0, 0, 0};
 #pragma unroll
     for (int n = 0; n < TILES; n++)
@@ -360,7 +363,7 @@ __global__ void __launch_bounds__(THREADS) attend_few(PARAMETERS) {
         if (c + 1 < n_chunks) cache.load(c + 1, stages + (c + 1 & 1) * Keys::STAGE);
         if (c + 2 < n_chunks) cache.find(base + 2 * KEYS, c + 2);
         float s[2][4];
-        dot_products<E, 1, M, D_QK, EXACT>(s, q, stage + 16 * warp * Keys::K_STEP);
+        dot_products<KE, 1, M, D_QK, EXACT>(s, q, stage + 16 * warp * Keys::K_STEP);
         float most[2] = {HIDDEN, HIDDEN}, shrink[2];
         rows.finish_scores<2>(t, base + 16 * warp, s, room);
 #pragma unroll
@@ -387,9 +390,10 @@ __global__ void __launch_bounds__(THREADS) attend_few(PARAMETERS) {
                 const float x = weight(s[n][2 * r], rows.top[r]);
                 const float y = weight(s[n][2 * r + 1], rows.top[r]);
                 u16* to = weights + (lane / 4 + 8 * r) * P_STEP + 16 * warp + 8 * n + lane % 4 * 2;
-                const u32 both = E::pack(x, y);
+                const u32 both = VE::pack(x, y);
                 *(u32*)to = both;
-                if (EXACT) *(u32*)(to + M * P_STEP) = E::pack(x - E::low(both), y - E::high(both));
+                if (EXACT)
+                    *(u32*)(to + M * P_STEP) = VE::pack(x - VE::low(both), y - VE::high(both));
             }
         __syncthreads();
         u32 p[KEYS / 16][4], rest[KEYS / 16][4];
@@ -399,7 +403,7 @@ __global__ void __launch_bounds__(THREADS) attend_few(PARAMETERS) {
             load_matrices(p[i], p_at + 16 * i);
             if (EXACT) load_matrices(rest[i], p_at + M * P_STEP + 16 * i);
         }
-        add_values<E, TILES, D_VO, EXACT>(o, total, p, rest, stage + KEYS * Keys::K_STEP, warp,
+        add_values<VE, TILES, D_VO, EXACT>(o, total, p, rest, stage + KEYS * Keys::K_STEP, warp,
                                           WARPS, shrink);
         if (several && (c + 1 == n_chunks || (base + KEYS) % split == 0)) {
 #pragma unroll
@@ -427,14 +431,16 @@ __global__ void __launch_bounds__(THREADS) attend_few(PARAMETERS) {
     }
     rows.finish(several, total);
     write_rows<TILES, D_VO>(t, 0, rows, o, warp, WARPS, warp == 0, out, out_kind, lse);
+    merge_if_last(header, t.item, t.first_vector, t.n_vectors, out, out_kind, lse);
 }
 
 // ---- up to 64 query vectors --------------------------------------------------------------------
 
-template <class F, int D_QK, int D_VO, bool EXACT>
+template <class K, class V, int D_QK, int D_VO, bool EXACT>
 __global__ void __launch_bounds__(THREADS) attend_many(PARAMETERS, int with_far) {
-    typedef typename ElementOf<F::KIND>::Type E;
-    typedef Cache<F, D_QK, D_VO> Keys;
+    typedef typename ElementOf<K::KIND>::Type KE;  // of queries and keys
+    typedef typename ElementOf<V::KIND>::Type VE;  // of weights and values
+    typedef Cache<K, V, D_QK, D_VO> Keys;
     constexpr int M = 16 * WARPS, TILES = D_VO / 8, COPIES = EXACT ? 2 : 1;
     extern __shared__ __align__(16) u8 memory[];
     __shared__ i64 offsets[2][2 * KEYS];
@@ -456,7 +462,7 @@ __global__ void __launch_bounds__(THREADS) attend_many(PARAMETERS, int with_far)
     const bool several = t.item.end_key > (t.item.first_key / split + 1) * split;
     Rows rows;
     rows.start(t, 16 * warp);
-    load_queries<E, M, D_QK, EXACT>(t, queries, q_row_bytes, q_kind, q);
+    load_queries<KE, M, D_QK, EXACT>(t, queries, q_row_bytes, q_kind, q);
     const u16* const own = q + 16 * warp * (D_QK + PAD);
     float o[TILES][4], total[4] = {0, 0, 0, 0};
 #pragma unroll
@@ -478,7 +484,7 @@ __global__ void __launch_bounds__(THREADS) attend_many(PARAMETERS, int with_far)
         if (c + 1 < n_chunks) cache.find(base + KEYS, c + 1);
         const bool sees = rows.any_sees(base);
         float s[KEYS / 8][4];
-        if (sees) dot_products<E, KEYS / 16, M, D_QK, EXACT>(s, own, keys);
+        if (sees) dot_products<KE, KEYS / 16, M, D_QK, EXACT>(s, own, keys);
         copies_done();
         __syncthreads();  // the values are there, the keys have been used
         if (c + 1 < n_chunks) cache.load_keys(c + 1, keys);
@@ -502,12 +508,13 @@ __global__ void __launch_bounds__(THREADS) attend_many(PARAMETERS, int with_far)
                 for (int r = 0; r < 2; r++) {
                     const float x = weight(s[n][2 * r], rows.top[r]);
                     const float y = weight(s[n][2 * r + 1], rows.top[r]);
-                    const u32 both = E::pack(x, y);
+                    const u32 both = VE::pack(x, y);
                     p[n / 2][n % 2 * 2 + r] = both;
                     if (EXACT)
-                        rest[n / 2][n % 2 * 2 + r] = E::pack(x - E::low(both), y - E::high(both));
+                        rest[n / 2][n % 2 * 2 + r] =
+                            VE::pack(x - VE::low(both), y - VE::high(both));
                 }
-            add_values<E, TILES, D_VO, EXACT>(o, total, p, rest, values, 0, 1, shrink);
+            add_values<VE, TILES, D_VO, EXACT>(o, total, p, rest, values, 0, 1, shrink);
         }
         if (several && (c + 1 == n_chunks || (base + KEYS) % split == 0)) {
 #pragma unroll
@@ -537,4 +544,5 @@ __global__ void __launch_bounds__(THREADS) attend_many(PARAMETERS, int with_far)
     }
     rows.finish(several, total);
     write_rows<TILES, D_VO>(t, 16 * warp, rows, o, 0, 1, true, out, out_kind, lse);
+    merge_if_last(header, t.item, t.first_vector, t.n_vectors, out, out_kind, lse);
 }

@@ -159,7 +159,7 @@ def _make_kernel(transform: Any, mask: Any, output: Any, use_softmax: bool) -> A
 
     @compile_one
     def attend_one(
-        header: Any, params: Any, source: Any, kind: Any, k: Any, v: Any, strides: Any,
+        header: Any, params: Any, source: Any, kinds: Any, k: Any, v: Any, strides: Any,
         request: Any, qo_idx: Any, low: Any, high: Any, h: Any, q: Any, row: Any, acc: Any,
     ) -> Any:  # fmt: skip
         """Attend from one query vector; return the top score and the sum of weights."""
@@ -191,7 +191,7 @@ def _make_kernel(transform: Any, mask: Any, output: Any, use_softmax: bool) -> A
             page = read_i32(pages + 4 * (j // page_size))
             key = k + page * strides[0] + (j % page_size) * strides[1] + g * strides[2]
             value = v + page * strides[4] + (j % page_size) * strides[5] + g * strides[6]
-            copy_row(source, kind, key, D_qk, simd.address(row), wide)
+            copy_row(source, kinds[0], key, D_qk, simd.address(row), wide)
             logit = np.float64(add_key(q, simd.address(row), wide))
             x = np.float64(logits_transform(params, logit, request, qo_idx, j, h, g))
             weight: Any = x
@@ -205,14 +205,14 @@ def _make_kernel(transform: Any, mask: Any, output: Any, use_softmax: bool) -> A
                     total, top = total * shrink, x
                 weight = math.exp(x - top)
             total += weight
-            copy_row(source, kind, value, D_vo, simd.address(row), (D_vo + 15) // 16 * 16)
+            copy_row(source, kinds[1], value, D_vo, simd.address(row), (D_vo + 15) // 16 * 16)
             for d in range(D_vo):
                 acc[d] += weight * row[d]
         return top, total
 
     @compile_one
     def kernel(
-        plan: Any, params: Any, source: Any, kind: Any, q: Any, q_row_bytes: Any, k: Any, v: Any,
+        plan: Any, params: Any, source: Any, kinds: Any, q: Any, q_row_bytes: Any, k: Any, v: Any,
         strides: Any, out: Any, lse: Any, start: Any, stop: Any,
     ) -> None:  # fmt: skip
         header = simd.address(plan)
@@ -243,7 +243,7 @@ def _make_kernel(transform: Any, mask: Any, output: Any, use_softmax: bool) -> A
                     first_row + m // group - read_i32(read_word(header, at.QO_INDPTR) + 4 * request)
                 )
                 top, total = attend_one(
-                    header, params, source, kind, k, v, strides, request, qo_idx, low, high, h,
+                    header, params, source, kinds, k, v, strides, request, qo_idx, low, high, h,
                     simd.address(vectors[m]), row, acc,
                 )  # fmt: skip
                 factor = 1.0 / total if use_softmax and total != 0.0 else 1.0

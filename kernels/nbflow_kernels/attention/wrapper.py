@@ -17,13 +17,12 @@ from nbflow_kernels.attention.options import (
 from nbflow_kernels.attention.plan import AttentionPlan, make_plan, plan_into
 from nbflow_kernels.attention.running import Call, run_plan
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.kvcache.formats import format_of
+from nbflow_kernels.kvcache.formats import kinds_of
 from nbflow_kernels.kvcache.pages import (
     check_cache,
     check_page_numbers,
     check_page_table,
     count_tokens,
-    split_cache,
 )
 
 
@@ -101,14 +100,14 @@ class PagedWrapper:
         """Check the arrays of a layer against the plan, and attend."""
         plan = self._planned()
         _, G, D_qk, D_vo = plan.heads
-        format = format_of(split_cache(paged_kv_cache)[0], self._kv_format)
         k, v = check_cache(
             paged_kv_cache, plan.page_size, G, D_qk, self.kv_layout, self._kv_format, D_value=D_vo
         )
         check_array("q", q, (plan.n_rows, plan.heads[0], D_qk), (np.float32, np.float16), rows=True)
         check_dtype("q", self._dtypes["q"], q.dtype)
         if self._kv_format is None:
-            check_dtype("paged_kv_cache", self._dtypes["kv"], k.dtype)
+            for array in (k, v):
+                check_dtype("paged_kv_cache", self._dtypes["kv"], array.dtype)
         if self._n_pages != k.shape[0]:  # once per plan: layers have equally many pages
             check_page_numbers(plan.kv_indices[: plan.kv_indptr[-1]], k.shape[0])
             self._n_pages = k.shape[0]
@@ -116,7 +115,8 @@ class PagedWrapper:
             Options(window_left=window_left)  # checks it
             plan.set_window(window_left)
             plan_into(plan, plan.qo_indptr, plan.kv_indptr, plan.kv_indices, plan.kv_lens)
-        return run_plan(plan, q, k, v, format.kind, call, self._variant)
+        kinds = kinds_of(k, v, self._kv_format)
+        return run_plan(plan, q, k, v, kinds, call, self._variant)
 
 
 def keys_of(n_pages: int | None, page_size: int) -> int | None:
@@ -274,7 +274,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         disable_split_kv : bool
             Never divide the keys of a row among threads; the bits are the same.
         kv_format : str, optional
-            How the cache stores numbers where its dtype does not say it, e.g. ``"q8_0"``.
+            How the cache stores numbers where its dtype does not say it, e.g. ``"q8_0"``, or
+            ``"q8_0/q4_0"`` for keys and values of formats of their own; see `kv_formats`.
         variant : object, optional
             Functions of your own; see `AttentionVariant`.
 
@@ -340,7 +341,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         paged_kv_cache : pair of arrays, or one array
             Keys and values, (pages, page_size, G, D) each for ``"NHD"`` or
             (pages, G, page_size, D) for ``"HND"``; or both in one 5-D array (pages, 2, ...).  They
-            are float32, float16, or as `kv_format` says.
+            are float32, float16, or as `kv_format` says; keys and values may differ.
         q_scale, k_scale, v_scale : float or array, optional
             Factors of queries, keys and values; one for all heads, or one for each head.
         out : array of the result's dtype, shape (nnz, H, D_v), optional

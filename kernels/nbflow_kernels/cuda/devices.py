@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -46,6 +47,18 @@ class KernelDevice(Protocol):
 
     def empty(self, shape: Any, dtype: Any) -> Any:
         """Return a new array on the device."""
+        ...
+
+    def mapped(self, shape: Any, dtype: Any, values: np.ndarray | None = None) -> Any:
+        """Return an array of zeros, or of `values`, in pinned memory of the host.
+
+        Kernels use it as they use their device's memory, over the bus.
+
+        Raises
+        ------
+        MemoryError
+            If the host has no such memory left.
+        """
         ...
 
     def asarray(self, array: Any) -> Any:
@@ -149,7 +162,7 @@ class CupyDevice:
     output = "cubin"
 
     def __init__(self, ordinal: int) -> None:
-        self._cupy = _cupy()
+        self._cupy, self._ordinal = _cupy(), ordinal
         self._driver = driver.Driver(ordinal)
         major, minor = self._driver.capability
         if 10 * major + minor < LOWEST_ARCH:
@@ -181,6 +194,25 @@ class CupyDevice:
     def empty(self, shape: Any, dtype: Any) -> Any:
         """See `KernelDevice.empty`."""
         return self._cupy.empty(shape, dtype)
+
+    def mapped(self, shape: Any, dtype: Any, values: np.ndarray | None = None) -> Any:
+        """See `KernelDevice.mapped`.
+
+        Memory of ``cudaHostAlloc`` has one address on both sides (unified addressing), so that an
+        array may point there.  Each is allocated by itself: CuPy's pool rounds up to powers of two.
+        """
+        cupy, n_bytes = self._cupy, math.prod(shape) * np.dtype(dtype).itemsize
+        if not n_bytes:
+            return cupy.empty(shape, dtype)
+        try:
+            memory = cupy.cuda.PinnedMemory(n_bytes)
+        except cupy.cuda.runtime.CUDARuntimeError as error:
+            raise MemoryError(f"{n_bytes:,} bytes of pinned memory: {error}") from error
+        pointer = cupy.cuda.PinnedMemoryPointer(memory, 0)
+        here = np.frombuffer(pointer, dtype, math.prod(shape)).reshape(shape)
+        here[...] = 0 if values is None else values
+        held = cupy.cuda.UnownedMemory(memory.ptr, n_bytes, memory, self._ordinal)
+        return cupy.ndarray(shape, dtype, cupy.cuda.MemoryPointer(held, 0))
 
     def asarray(self, array: Any) -> Any:
         """See `KernelDevice.asarray`."""

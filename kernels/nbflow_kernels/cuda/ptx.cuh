@@ -1,10 +1,6 @@
 // Instructions that C++ has no name for.
 #pragma once
-
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-#define DEV __device__ __forceinline__
+#include "cuda/types.cuh"
 
 // threadIdx.x, but read anew.
 DEV int thread_again() {

@@ -8,5 +8,5 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 typedef long long i64;
 
-#define DEV static __device__ __forceinline__
-#define DEV_METHOD __device__ __forceinline__
+#define DEV __device__ __forceinline__
+#define DEV_METHOD DEV

@@ -15,7 +15,14 @@ import numpy as np
 from nbflow_kernels._dispatch import check_array, empty, is_cuda, on_device, on_host
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.kvcache import cpu, cuda
-from nbflow_kernels.kvcache.formats import KVFormat, format_of, kv_format
+from nbflow_kernels.kvcache.formats import (
+    KVFormat,
+    format_of,
+    kinds_of,
+    kv_format,
+    kv_formats,
+    split_names,
+)
 from nbflow_kernels.kvcache.pages import (
     check_cache,
     check_layout,
@@ -34,6 +41,7 @@ __all__ = [
     "get_batch_indices_positions",
     "get_seq_lens",
     "kv_format",
+    "kv_formats",
 ]
 
 OUT_DTYPES = ("float32", "float16")
@@ -76,8 +84,9 @@ def append_paged_kv_cache(
     kv_layout : str
         ``"NHD"`` or ``"HND"``.
     kv_format : str, optional
-        How the cache stores numbers: a name that `kv_format` knows, e.g. ``"q8_0"``.  Without it
-        the array's dtype says it: float32, float16, or bfloat16 where a package provides that type
+        How the cache stores numbers: a name that `kv_format` knows, e.g. ``"q8_0"``, or two, that
+        of the keys first, e.g. ``"q8_0/q4_0"`` (see `kv_formats`).  Without it the arrays' dtypes
+        say it: float32, float16, or bfloat16 where a package provides that type
         (``kv_format="bf16"`` takes its bits as uint16).
 
     Raises
@@ -121,7 +130,7 @@ def append_paged_kv_cache(
     variant = cuda if is_cuda(append_key) else cpu
     variant.append_paged_kv_cache(
         append_key, append_value, batch_indices, positions, k, v, kv_indices, kv_indptr, kv_layout,
-        format_of(k, kv_format).kind,
+        kinds_of(k, v, kv_format),
     )  # fmt: skip
 
 
@@ -156,7 +165,8 @@ def append_paged_mla_kv_cache(
     kv_indices, kv_indptr, kv_last_page_len : array of int32
         The page table, as in `append_paged_kv_cache`.
     kv_format : str, optional
-        As in `append_paged_kv_cache`; the last axes of the caches are then ``row_length``.
+        One name, as in `append_paged_kv_cache`: a key is both vectors together.  The last axes of
+        the caches are then ``row_length``.
 
     Raises
     ------
@@ -188,7 +198,7 @@ def append_paged_mla_kv_cache(
     variant = cuda if is_cuda(append_ckv) else cpu
     variant.append_paged_mla_kv_cache(
         append_ckv, append_kpe, batch_indices, positions, ckv_cache, kpe_cache, kv_indices,
-        kv_indptr, format.kind,
+        kv_indptr, (format.kind, format.kind),
     )  # fmt: skip
 
 
@@ -257,9 +267,9 @@ def gather_paged_kv_cache(
         out = (empty(k, shape, np.dtype(dtype)), empty(k, shape, np.dtype(dtype)))
     for name, array in zip(("out (keys)", "out (values)"), out, strict=True):
         check_array(name, array, shape, np.dtype(dtype))
-    kind = format_of(k, kv_format).kind
+    kinds = kinds_of(k, v, kv_format)
     variant = cuda if is_cuda(k) else cpu
-    variant.gather_paged_kv_cache(k, v, *places, kv_indices, kv_indptr, kv_layout, kind, *out)
+    variant.gather_paged_kv_cache(k, v, *places, kv_indices, kv_indptr, kv_layout, kinds, *out)
     return out
 
 
@@ -361,7 +371,7 @@ def _check_gathered(
 ) -> tuple[Any, Any, int]:
     """Return the key cache, the value cache and D."""
     k, _ = split_cache(paged_kv_cache)
-    format = format_of(k, kv_format)
+    format = format_of(k, split_names(kv_format)[0])
     if k.ndim != 4:
         raise UsageError(f"paged_kv_cache (keys) must have 4 axes, got shape {tuple(k.shape)}")
     n_blocks = k.shape[3] * k.itemsize // format.block_bytes

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels.kvcache.formats import kv_format
+from nbflow_kernels.kvcache.formats import kv_format, kv_formats, split_names
 from nbflow_kernels.kvcache.rows import FIRST_BLOCK_KIND, KINDS
 from nbflow_kernels.opcase import OpCase
 from nbflow_kernels.quants import quantize
@@ -51,8 +51,12 @@ def _cache(
 ) -> dict[str, Any]:
     """Return the arguments that say what the cache holds and how."""
     inner = (page_size, G) if kv_layout == "NHD" else (G, page_size)
-    pages = _pages(rng, n_pages, (2, *inner), format, D)
+    keys, values = split_names(format)
     named = {} if format in ("f32", "f16") else {"kv_format": format}
+    if keys != values:
+        both = (_pages(rng, n_pages, inner, name, D) for name in (keys, values))
+        return {"paged_kv_cache": tuple(both), "kv_layout": kv_layout, **named}
+    pages = _pages(rng, n_pages, (2, *inner), format, D)
     pair = (pages[:, 0].copy(), pages[:, 1].copy())
     return {"paged_kv_cache": pages if joined else pair, "kv_layout": kv_layout, **named}
 
@@ -90,7 +94,7 @@ def _append(
 def _case(name: str, lens: list[int], new: list[int], *sizes: int, **options: Any) -> OpCase:
     timed = options.pop("timed", False)
     G, D, page_size = sizes
-    row_bytes = kv_format(options.get("format", "f32")).row_bytes(D)
+    row_bytes = sum(f.row_bytes(D) for f in kv_formats(options.get("format", "f32")))
     return OpCase(
         "append_paged_kv_cache",
         name,
@@ -100,7 +104,7 @@ def _case(name: str, lens: list[int], new: list[int], *sizes: int, **options: An
         reason=COPY,
         exact=True,
         mutates=("paged_kv_cache",),
-        n_bytes=2 * sum(new) * G * (4 * D + row_bytes),
+        n_bytes=sum(new) * G * (8 * D + row_bytes),
         timed=timed,
     )
 
@@ -145,7 +149,7 @@ def _gather(name: str, lens: list[int], *sizes: int, **options: Any) -> OpCase:
     dtype = options.pop("dtype", "float32")
     G, D, page_size = sizes
     options = {"format": "f32", "kv_layout": "NHD", "joined": False, **options}
-    row_bytes = kv_format(options["format"]).row_bytes(D)
+    row_bytes = sum(f.row_bytes(D) for f in kv_formats(options["format"]))
 
     def inputs(rng: np.random.Generator) -> dict[str, Any]:
         indptr, indices, last = page_table(rng, lens, page_size)
@@ -166,7 +170,7 @@ def _gather(name: str, lens: list[int], *sizes: int, **options: Any) -> OpCase:
         atol=0.0,
         reason="decoding rounds once to float32, and once more to float16 where that is wanted",
         exact=True,
-        n_bytes=2 * sum(lens) * G * (D * np.dtype(dtype).itemsize + row_bytes),
+        n_bytes=sum(lens) * G * (2 * D * np.dtype(dtype).itemsize + row_bytes),
         timed=timed,
     )
 
@@ -195,6 +199,9 @@ CASES = [
     _case("q8_0_heads_first", [5], [5], 3, 64, 2, format="q8_0", kv_layout="HND", joined=True),
     _case("q4_0_size_20", [5], [5], 1, 20, 4, format="q4_0"),
     _case("q3h_size_100", [5], [5], 2, 100, 4, format="q3h"),
+    _case("q8_0_and_q4_0", [5, 3], [5, 1], 2, 80, 4, format="q8_0/q4_0"),
+    _case("bf16_and_q3h_heads_first", [5, 8], [2, 8], 3, 36, 4, format="bf16/q3h", kv_layout="HND"),
+    _case("q5_1_and_f16", [5], [2], 1, 20, 4, format="q5_1/f16"),
     _case("llama2_7b", [512], [512], 32, 128, 16, format="f16", timed=True),
     _case("llama3_8b_q8_0", [512], [512], 8, 128, 16, format="q8_0", timed=True),
     _case("llama3_8b_q4", [512], [512], 8, 128, 16, format="q4", timed=True),
@@ -206,6 +213,8 @@ CASES = [
     _gather("bfloat16_one_array", [5, 1], 3, 36, 4, format="bf16", joined=True),
     _gather("q5_0_to_half", [5, 3], 2, 80, 2, format="q5_0", dtype="float16"),
     *(_gather(f"{name}_padded", [3, 6], 2, 100, 4, format=name) for name in BLOCK_FORMATS),
+    _gather("q8_0_and_f16", [5, 9], 2, 80, 4, format="q8_0/f16", kv_layout="HND"),
+    _gather("f32_and_q4_padded_to_half", [5], 2, 36, 4, format="f32/q4", dtype="float16"),
     _gather("llama3_8b_q8_0", [2048], 8, 128, 16, format="q8_0", timed=True),
     _gather("llama3_8b_q3h", [2048], 8, 128, 16, format="q3h", timed=True),
     OpCase(

@@ -32,14 +32,17 @@ def append_paged_kv_cache(
     kv_indices: np.ndarray,
     kv_indptr: np.ndarray,
     kv_layout: str,
-    kind: int,
+    kinds: tuple[int, int],
 ) -> None:
-    """See `nbflow_kernels.append_paged_kv_cache`; `kind` is `kvcache.rows.KINDS` of the format."""
+    """See `nbflow_kernels.append_paged_kv_cache`; `kinds` are `kvcache.rows.KINDS` of the formats.
+
+    Keys and values have one each.
+    """
     T, G, D = key.shape
-    is_float = kind < FIRST_BLOCK_KIND
+    is_float = max(kinds) < FIRST_BLOCK_KIND
     split_rows(
         _append_floats if is_float else _append_blocks, T,
-        (2.0 if is_float else 2.0 * BLOCK_COST) * T * G * D, kind,
+        (2.0 if is_float else 2.0 * BLOCK_COST) * T * G * D, *kinds,
         address_of(key), address_of(value), key.strides[0], value.strides[0], batch_indices,
         positions, address_of(k_cache), address_of(v_cache),
         _strides(k_cache, v_cache, kv_layout), kv_indices, kv_indptr,
@@ -56,7 +59,7 @@ def append_paged_mla_kv_cache(
     kpe_cache: np.ndarray,
     kv_indices: np.ndarray,
     kv_indptr: np.ndarray,
-    kind: int,
+    kinds: tuple[int, int],
 ) -> None:
     """See `nbflow_kernels.append_paged_mla_kv_cache`: one head, two sizes."""
     append_paged_kv_cache(
@@ -69,7 +72,7 @@ def append_paged_mla_kv_cache(
         kv_indices,
         kv_indptr,
         "NHD",
-        kind,
+        kinds,
     )
 
 
@@ -81,14 +84,14 @@ def gather_paged_kv_cache(
     kv_indices: np.ndarray,
     kv_indptr: np.ndarray,
     kv_layout: str,
-    kind: int,
+    kinds: tuple[int, int],
     key: np.ndarray,
     value: np.ndarray,
 ) -> None:
     """See `nbflow_kernels.gather_paged_kv_cache`; the outputs are float32 or float16."""
     T, G, D = key.shape
     split_rows(
-        _gather, T, 2.0 * T * G * D, kind, F32 if key.itemsize == 4 else F16, address_of(key),
+        _gather, T, 2.0 * T * G * D, *kinds, F32 if key.itemsize == 4 else F16, address_of(key),
         address_of(value), batch_indices, positions, address_of(k_cache), address_of(v_cache),
         _strides(k_cache, v_cache, kv_layout), kv_indices, kv_indptr,
         k_cache.shape[1 if kv_layout == "NHD" else 2], G, D, value.shape[2],
@@ -97,9 +100,10 @@ def gather_paged_kv_cache(
 
 @inline
 def _append_rows(
-    write: Any, kind: Any, key: Any, value: Any, key_row_bytes: Any, value_row_bytes: Any,
-    batch_indices: Any, positions: Any, k_cache: Any, v_cache: Any, strides: Any, kv_indices: Any,
-    kv_indptr: Any, page_size: Any, G: Any, D: Any, D_value: Any, start: Any, stop: Any,
+    write: Any, k_kind: Any, v_kind: Any, key: Any, value: Any, key_row_bytes: Any,
+    value_row_bytes: Any, batch_indices: Any, positions: Any, k_cache: Any, v_cache: Any,
+    strides: Any, kv_indices: Any, kv_indptr: Any, page_size: Any, G: Any, D: Any, D_value: Any,
+    start: Any, stop: Any,
 ) -> None:  # fmt: skip
     """Write rows [start, stop) with ``write(kind, source, n, target)``."""
     for row in range(start, stop):
@@ -109,40 +113,42 @@ def _append_rows(
         k_to = k_cache + page * strides[0] + slot * strides[1]
         v_to = v_cache + page * strides[3] + slot * strides[4]
         for g in range(G):
-            write(kind, key + row * key_row_bytes + 4 * g * D, D, k_to + g * strides[2])
+            write(k_kind, key + row * key_row_bytes + 4 * g * D, D, k_to + g * strides[2])
             from_value = value + row * value_row_bytes + 4 * g * D_value
-            write(kind, from_value, D_value, v_to + g * strides[5])
+            write(v_kind, from_value, D_value, v_to + g * strides[5])
 
 
 @njit
 def _append_floats(
-    kind: Any, key: Any, value: Any, key_row_bytes: Any, value_row_bytes: Any, batch_indices: Any,
-    positions: Any, k_cache: Any, v_cache: Any, strides: Any, kv_indices: Any, kv_indptr: Any,
-    page_size: Any, G: Any, D: Any, D_value: Any, start: Any, stop: Any,
+    k_kind: Any, v_kind: Any, key: Any, value: Any, key_row_bytes: Any, value_row_bytes: Any,
+    batch_indices: Any, positions: Any, k_cache: Any, v_cache: Any, strides: Any, kv_indices: Any,
+    kv_indptr: Any, page_size: Any, G: Any, D: Any, D_value: Any, start: Any, stop: Any,
 ) -> None:  # fmt: skip
     _append_rows(
-        write_floats, kind, key, value, key_row_bytes, value_row_bytes, batch_indices, positions,
-        k_cache, v_cache, strides, kv_indices, kv_indptr, page_size, G, D, D_value, start, stop,
+        write_floats, k_kind, v_kind, key, value, key_row_bytes, value_row_bytes, batch_indices,
+        positions, k_cache, v_cache, strides, kv_indices, kv_indptr, page_size, G, D, D_value,
+        start, stop,
     )  # fmt: skip
 
 
 @njit
 def _append_blocks(
-    kind: Any, key: Any, value: Any, key_row_bytes: Any, value_row_bytes: Any, batch_indices: Any,
-    positions: Any, k_cache: Any, v_cache: Any, strides: Any, kv_indices: Any, kv_indptr: Any,
-    page_size: Any, G: Any, D: Any, D_value: Any, start: Any, stop: Any,
+    k_kind: Any, v_kind: Any, key: Any, value: Any, key_row_bytes: Any, value_row_bytes: Any,
+    batch_indices: Any, positions: Any, k_cache: Any, v_cache: Any, strides: Any, kv_indices: Any,
+    kv_indptr: Any, page_size: Any, G: Any, D: Any, D_value: Any, start: Any, stop: Any,
 ) -> None:  # fmt: skip
     _append_rows(
-        write_row, kind, key, value, key_row_bytes, value_row_bytes, batch_indices, positions,
-        k_cache, v_cache, strides, kv_indices, kv_indptr, page_size, G, D, D_value, start, stop,
+        write_row, k_kind, v_kind, key, value, key_row_bytes, value_row_bytes, batch_indices,
+        positions, k_cache, v_cache, strides, kv_indices, kv_indptr, page_size, G, D, D_value,
+        start, stop,
     )  # fmt: skip
 
 
 @njit
 def _gather(
-    kind: Any, out_kind: Any, key: Any, value: Any, batch_indices: Any, positions: Any,
-    k_cache: Any, v_cache: Any, strides: Any, kv_indices: Any, kv_indptr: Any, page_size: Any,
-    G: Any, D: Any, D_value: Any, start: Any, stop: Any,
+    k_kind: Any, v_kind: Any, out_kind: Any, key: Any, value: Any, batch_indices: Any,
+    positions: Any, k_cache: Any, v_cache: Any, strides: Any, kv_indices: Any, kv_indptr: Any,
+    page_size: Any, G: Any, D: Any, D_value: Any, start: Any, stop: Any,
 ) -> None:  # fmt: skip
     scratch = np.empty(max(D, D_value), np.float32)
     itemsize = 4 if out_kind == F32 else 2
@@ -155,8 +161,8 @@ def _gather(
         for g in range(G):
             at = row * G + g
             k_to, v_to = key + itemsize * at * D, value + itemsize * at * D_value
-            _copy(kind, k_from + g * strides[2], D, out_kind, k_to, scratch)
-            _copy(kind, v_from + g * strides[5], D_value, out_kind, v_to, scratch)
+            _copy(k_kind, k_from + g * strides[2], D, out_kind, k_to, scratch)
+            _copy(v_kind, v_from + g * strides[5], D_value, out_kind, v_to, scratch)
 
 
 @part

@@ -1,6 +1,6 @@
 """Writing keys and values into pages and reading them back, on a CUDA device.
 
-The kernels are in `pages.cu`, compiled once for each format of the cache (`rows.cuh`).  What is
+The kernels are in `pages.cu`, compiled once for each pair of formats (`rows.cuh`).  What is
 stored is bit for bit what the CPU stores.
 """
 
@@ -26,11 +26,16 @@ def format_type(kind: int) -> str:
     return f"Format<{', '.join(map(str, (kind, *LAYOUTS[kind].tolist())))}>"
 
 
+def format_types(kinds: tuple[int, int]) -> str:
+    """Return the types of keys and of values."""
+    return ", ".join(map(format_type, kinds))
+
+
 @functools.cache
-def append_kernel(kind: int) -> cuda.Kernel:
-    """Return the kernel that writes into a cache of this format."""
+def append_kernel(kinds: tuple[int, int]) -> cuda.Kernel:
+    """Return the kernel that writes keys and values in these formats."""
     return cuda.cpp_kernel(
-        __file__, "pages.cu", f"append<{format_type(kind)}>",
+        __file__, "pages.cu", f"append<{format_types(kinds)}>",
         "f32* key, f32* value, i64 key_stride, i64 value_stride, i32* batch_indices, "
         f"i32* positions, {_CACHE}, {_TABLE}, i32 n_rows, i32 G, i32 D, i32 D_value, "
         "f32*? cos_sin, i32 rotary_dim, i32 is_neox",
@@ -38,10 +43,10 @@ def append_kernel(kind: int) -> cuda.Kernel:
 
 
 @functools.cache
-def gather_kernel(kind: int) -> cuda.Kernel:
-    """Return the kernel that reads a cache of this format."""
+def gather_kernel(kinds: tuple[int, int]) -> cuda.Kernel:
+    """Return the kernel that reads keys and values in these formats."""
     return cuda.cpp_kernel(
-        __file__, "pages.cu", f"gather<{format_type(kind)}>",
+        __file__, "pages.cu", f"gather<{format_types(kinds)}>",
         f"any* key, any* value, i32* batch_indices, i32* positions, {_CACHE}, {_TABLE}, "
         "i32 n_rows, i32 G, i32 D, i32 D_value, i32 out_kind",
     )  # fmt: skip
@@ -57,7 +62,7 @@ def append_paged_kv_cache(
     kv_indices: Any,
     kv_indptr: Any,
     kv_layout: str,
-    kind: int,
+    kinds: tuple[int, int],
     *,
     cos_sin: Any = None,
     interleave: bool = False,
@@ -73,7 +78,7 @@ def append_paged_kv_cache(
         return
     itemsize = key.itemsize
     rotary_dim = 0 if cos_sin is None else cos_sin.shape[1]
-    append_kernel(kind)(
+    append_kernel(kinds)(
         cuda.ceil_div(2 * T * G, WARPS), 32 * WARPS,
         (
             key, value, key.strides[0] // itemsize, value.strides[0] // itemsize,
@@ -94,12 +99,12 @@ def append_paged_mla_kv_cache(
     kpe_cache: Any,
     kv_indices: Any,
     kv_indptr: Any,
-    kind: int,
+    kinds: tuple[int, int],
 ) -> None:
     """See `nbflow_kernels.append_paged_mla_kv_cache`: one head, two sizes."""
     append_paged_kv_cache(
         ckv[:, None], kpe[:, None], batch_indices, positions, ckv_cache[:, :, None],
-        kpe_cache[:, :, None], kv_indices, kv_indptr, "NHD", kind,
+        kpe_cache[:, :, None], kv_indices, kv_indptr, "NHD", kinds,
     )  # fmt: skip
 
 
@@ -111,7 +116,7 @@ def gather_paged_kv_cache(
     kv_indices: Any,
     kv_indptr: Any,
     kv_layout: str,
-    kind: int,
+    kinds: tuple[int, int],
     key: Any,
     value: Any,
 ) -> None:
@@ -119,7 +124,7 @@ def gather_paged_kv_cache(
     T, G, D = key.shape
     if not T * G:
         return
-    gather_kernel(kind)(
+    gather_kernel(kinds)(
         cuda.ceil_div(2 * T * G, WARPS), 32 * WARPS,
         (
             key, value, on_device(batch_indices, key), on_device(positions, key), k_cache, v_cache,

@@ -105,6 +105,57 @@ def kv_format(name: str) -> KVFormat:
     return KVFormat(explicit, kind, np.dtype(np.uint8), *sizes)
 
 
+def kv_formats(name: str) -> tuple[KVFormat, KVFormat]:
+    """Return the formats of keys and of values that a name stands for.
+
+    Parameters
+    ----------
+    name : str
+        One name that `kv_format` knows, for both, or two with a slash between them: that of the
+        keys first (``"q8_0/q4_0"``).
+
+    Returns
+    -------
+    pair of KVFormat
+        Of keys and of values.
+
+    Raises
+    ------
+    UsageError
+        If there is no such format, or it cannot hold a cache.
+
+    Examples
+    --------
+    >>> from nbflow_kernels import kv_formats
+    >>> [format.name for format in kv_formats("q8/q4_0")]
+    ['q8_b32t2', 'q4_0']
+    >>> [format.name for format in kv_formats("f16")]
+    ['f16', 'f16']
+    """
+    keys, values = split_names(name)
+    return kv_format(keys), kv_format(values)
+
+
+def split_names(name: Any) -> tuple[Any, Any]:
+    """Return the names of keys and of values in ``"keys/values"``; one name is that of both."""
+    if not isinstance(name, str):
+        return name, name
+    keys, slash, values = name.partition("/")
+    return keys.strip(), (values if slash else keys).strip()
+
+
+def formats_of(k: Any, v: Any, name: str | None) -> tuple[KVFormat, KVFormat]:
+    """Return the formats of the arrays of keys and of values; see `format_of`."""
+    keys, values = split_names(name)
+    return format_of(k, keys), format_of(v, values)
+
+
+def kinds_of(k: Any, v: Any, name: str | None) -> tuple[int, int]:
+    """Return the numbers that kernels know the formats of keys and of values by."""
+    keys, values = formats_of(k, v, name)
+    return keys.kind, values.kind
+
+
 def format_of(array: Any, name: str | None) -> KVFormat:
     """Return the format of a cache's array: `name`, or what a float array says itself.
 

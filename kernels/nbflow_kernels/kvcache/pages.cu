@@ -70,7 +70,7 @@ DEV void write_vector(u8* to, const float* x, int n, const float* cos_sin, int r
 
 // Rows whose request or position is not in the page table are left out.  With `cos_sin`, float32
 // (positions, rotary_dim), keys are rotated by their positions before they are stored.
-template <class F>
+template <class K, class V>
 __global__ void __launch_bounds__(128)
 append(const float* key, const float* value, i64 key_stride, i64 value_stride,
        const int* batch_indices, const int* positions, u8* k_cache, u8* v_cache, i64 k_page,
@@ -87,18 +87,18 @@ append(const float* key, const float* value, i64 key_stride, i64 value_stride,
     if (page < 0) return;
     if (job % 2 == 0) {
         const float* table = cos_sin == nullptr ? nullptr : cos_sin + (i64)position * rotary_dim;
-        write_vector<F>(place_of({k_cache, k_page, k_token, k_head}, page, position % page_size, g),
+        write_vector<K>(place_of({k_cache, k_page, k_token, k_head}, page, position % page_size, g),
                      key + row * key_stride + (i64)g * D, D, table, rotary_dim, is_neox,
                      codes[warp]);
     } else {
-        write_vector<F>(place_of({v_cache, v_page, v_token, v_head}, page, position % page_size, g),
+        write_vector<V>(place_of({v_cache, v_page, v_token, v_head}, page, position % page_size, g),
                      value + row * value_stride + (i64)g * D_value, D_value, nullptr, 0, 0,
                      codes[warp]);
     }
 }
 
 // The reverse: keys (n_rows, G, D) and values (n_rows, G, D_value) as float32 or float16.
-template <class F>
+template <class K, class V>
 __global__ void __launch_bounds__(128)
 gather(u8* key, u8* value, const int* batch_indices, const int* positions, u8* k_cache,
        u8* v_cache, i64 k_page, i64 k_token, i64 k_head, i64 v_page, i64 v_token, i64 v_head,
@@ -118,5 +118,6 @@ gather(u8* key, u8* value, const int* batch_indices, const int* positions, u8* k
     const int n = is_key ? D : D_value, size = out_kind == F32 ? 4 : 2;
     u8* to = (is_key ? key : value) + ((i64)row * G + g) * n * size;
     for (int d = threadIdx.x & 31; d < n; d += 32)
-        store_float(to + d * size, load_number<F>(from, d), out_kind);
+        store_float(to + d * size, is_key ? load_number<K>(from, d) : load_number<V>(from, d),
+                    out_kind);
 }

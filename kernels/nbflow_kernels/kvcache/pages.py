@@ -8,7 +8,7 @@ import numpy as np
 
 from nbflow_kernels._dispatch import check_array
 from nbflow_kernels.errors import UsageError, unknown_name
-from nbflow_kernels.kvcache.formats import KVFormat, format_of
+from nbflow_kernels.kvcache.formats import KVFormat, format_of, formats_of
 
 LAYOUTS = ("NHD", "HND")
 
@@ -99,27 +99,17 @@ def check_cache(
     *,
     D_value: int | None = None,
 ) -> tuple[Any, Any]:
-    """Return the key and the value cache, checked: same format, pages and strides, dense pages.
+    """Return the key and the value cache, checked: same pages, heads and tokens, dense rows.
 
     Head vectors have D numbers; `D_value` is the size of the values where it differs.
     """
     k, v = split_cache(paged_kv_cache)
-    format = format_of(k, kv_format)
+    formats = formats_of(k, v, kv_format)
     sizes = (D, D if D_value is None else D_value)
-    if getattr(v, "dtype", k.dtype) != k.dtype:
-        raise UsageError(
-            "paged_kv_cache: keys and values must have the same dtype, shape and strides, got "
-            f"{k.dtype} and {v.dtype}"
-        )
-    for name, array, size in (("keys", k, sizes[0]), ("values", v, sizes[1])):
+    for name, array, format, size in zip(("keys", "values"), (k, v), formats, sizes, strict=True):
         row = format.row_length(size)
         shape = (None, page_size, G, row) if kv_layout == "NHD" else (None, G, page_size, row)
-        check_array(f"paged_kv_cache ({name})", array, shape, k.dtype, rows=True)
-    if sizes[0] == sizes[1] and (k.shape != v.shape or k.strides != v.strides):
-        raise UsageError(
-            "paged_kv_cache: keys and values must have the same dtype, shape and strides, got "
-            f"{k.shape} {k.strides} and {v.shape} {v.strides}"
-        )
+        check_array(f"paged_kv_cache ({name})", array, shape, array.dtype, rows=True)
     if k.shape[:-1] != v.shape[:-1]:
         raise UsageError(
             f"paged_kv_cache: keys and values must have the same pages, got {k.shape} and {v.shape}"
@@ -131,6 +121,11 @@ def check_mla_cache(
     ckv_cache: Any, kpe_cache: Any, page_size: int | None, sizes: tuple[int, int], kv_format: Any
 ) -> KVFormat:
     """Return the format of the two caches (pages, page_size, row), checked; tokens may be apart."""
+    if isinstance(kv_format, str) and "/" in kv_format:
+        raise UsageError(
+            f"kv_format={kv_format!r}: a latent cache has one format, because its values are part "
+            "of its keys; name one"
+        )
     format = format_of(ckv_cache, kv_format)
     for name, array, size in (
         ("ckv_cache", ckv_cache, sizes[0]),

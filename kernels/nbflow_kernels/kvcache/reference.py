@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from nbflow_kernels.kvcache.formats import split_names
 from nbflow_kernels.quants import FORMATS, quantize
 
 
@@ -53,12 +54,13 @@ def append_paged_kv_cache(
     kv_format: str | None = None,
 ) -> None:
     """See `nbflow_kernels.append_paged_kv_cache`."""
-    for rows, cache in zip((append_key, append_value), _split(paged_kv_cache), strict=True):
+    caches, names = _split(paged_kv_cache), split_names(kv_format)
+    for rows, cache, name in zip((append_key, append_value), caches, names, strict=True):
         pages = _pages(cache, kv_layout)
         for row, request, position in zip(rows, batch_indices, positions, strict=True):
             page, slot = divmod(int(position), pages.shape[1])
             for g, vector in enumerate(row):
-                stored = encode(vector, cache.dtype, kv_format)
+                stored = encode(vector, cache.dtype, name)
                 pages[kv_indices[kv_indptr[request] + page], slot, g] = stored
 
 
@@ -102,7 +104,7 @@ def gather_paged_kv_cache(
 ) -> tuple[np.ndarray, np.ndarray]:
     """See `nbflow_kernels.gather_paged_kv_cache`."""
     found = []
-    for cache in _split(paged_kv_cache):
+    for cache, name in zip(_split(paged_kv_cache), split_names(kv_format), strict=True):
         pages = _pages(cache, kv_layout)
         lens = get_seq_lens(kv_indptr, kv_last_page_len, pages.shape[1])
         rows = [
@@ -112,7 +114,7 @@ def gather_paged_kv_cache(
         ]
         stored = np.array(rows, cache.dtype).reshape(-1, *pages.shape[2:])
         with np.errstate(over="ignore"):
-            found.append(decode(stored, kv_format, head_dim).astype(dtype))
+            found.append(decode(stored, name, head_dim).astype(dtype))
     return found[0], found[1]
 
 

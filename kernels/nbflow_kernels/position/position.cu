@@ -2,12 +2,7 @@
 #include "cuda/halves.cuh"
 #include "cuda/numbers.cuh"
 #include "cuda/wide.cuh"
-
-__device__ inline void turn(float& x, float& y, float c, float s) {
-  float turned = x * c - y * s;
-  y = y * c + x * s;
-  x = turned;
-}
+#include "position/turn.cuh"
 
 // Turns the first 2 * half elements of each head of query (T, H, D) and key (T, G, D) in place.  Row t
 // takes row positions[t] (without positions: t) of the cache: `half` cosines, then as many sines.

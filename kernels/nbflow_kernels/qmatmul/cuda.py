@@ -15,9 +15,9 @@ from __future__ import annotations
 
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
-from nbflow_kernels.cuda import Kernel, ceil_div, cpp_kernel, device_of
+from nbflow_kernels.cuda import Kernel, KernelDevice, ceil_div, cpp_kernel, device_of
 from nbflow_kernels.cuda.workspace import workspace
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.matmul import cuda as dense
@@ -36,10 +36,10 @@ TOKEN_TILES, RING = 4, 3
 ROWS_AT_ONCE = 1024
 """Rows that are staged together: bounds the memory for them."""
 
-_FEW = (
+FEW_PARAMETERS = (
     "u8* weights, f32* x, f32*? bias, f32* out, f32*? partial, i32*? arrived, i32*? indptr, "
     "i32*? rows, i64 group_bytes, i64 tile_bytes, i64 x_stride, i64 out_stride, i32 n_tokens, "
-    "i32 n_rows, i32 n_columns, i32 accumulate, i32 int8"
+    "i32 n_rows, i32 n_columns, f32 added, i32 int8"
 )
 _STAGE = "f32* x, u8* records, i64 x_stride, i32 n_tokens, i32 n_columns, i32 int8"
 _MANY = (
@@ -76,34 +76,61 @@ def multiply(x: Any, w: Units, bias: Any, accumulate: bool, int8: bool, out: Any
         launch(x[part], w, bias, accumulate, int8, out[part])
 
 
+class FewShape(NamedTuple):
+    """How `few_rows` is launched for a number of tokens."""
+
+    tokens: int
+    """Tokens that the kernel is compiled for."""
+    parts: int
+    """Thread blocks that divide the slots of a row tile."""
+    grid: int
+    shared: int
+    """Bytes."""
+    n_groups: int
+    """Groups of row tiles that a thread block computes at once."""
+
+    @classmethod
+    def of(cls, device: KernelDevice, w: Units, n_tokens: int) -> FewShape | None:
+        """Return the shape, or None where the tokens do not fit the shared memory."""
+        tokens = next(n for n in (1, 2, 4, 8) if n >= n_tokens)
+        per_sm, parts = 2, 1
+        while parts < SLOTS and _few_bytes(w.form, tokens, w.n_columns, parts) > _half(device):
+            parts *= 2
+        shared = _few_bytes(w.form, tokens, w.n_columns, parts)
+        if shared > _half(device):
+            per_sm = 1
+            if shared > device.max_shared_bytes:
+                return None
+        n_groups = ceil_div(w.n_tiles * SLOTS, WARPS * parts)
+        grid = min(n_groups, max(1, per_sm * device.n_sms // parts))
+        return cls(tokens, parts, grid, shared, n_groups)
+
+
 def few_rows(x: Any, w: Units, bias: Any, accumulate: bool, int8: bool, out: Any) -> None:
     """Multiply up to 8 rows."""
-    device, form = device_of(x), w.form
-    tokens = next(n for n in (1, 2, 4, 8) if n >= len(x))
-    per_sm, parts = 2, 1
-    while parts < SLOTS and _few_bytes(form, tokens, w.n_columns, parts) > _half(device):
-        parts *= 2
-    if _few_bytes(form, tokens, w.n_columns, parts) > _half(device):
-        per_sm = 1
-        if _few_bytes(form, tokens, w.n_columns, parts) > device.max_shared_bytes:
-            half = tokens // 2
-            if not half:
-                raise UsageError(
-                    f"{w.n_columns} columns do not fit the shared memory of the device"
-                )
-            few_rows(x[:half], w, bias, accumulate, int8, out[:half])
-            few_rows(x[half:], w, bias, accumulate, int8, out[half:])
-            return
-    n_groups = ceil_div(w.n_tiles * SLOTS, WARPS * parts)
-    partial, arrived = _shared_sums(device, parts, w.n_tiles, n_groups)
-    grid = min(n_groups, max(1, per_sm * device.n_sms // parts))
-    _kernel(form, "few_rows.cu", "few_rows", _FEW, tokens, _whole(w))(
-        (grid, parts), 32 * WARPS,
-        (
-            w.data, x, bias, out, partial, arrived, None, None, 0, form.tile_bytes(w.n_columns),
-            *_strides(x, out), len(x), w.n_rows, w.n_columns, int(accumulate), int(int8),
-        ),
-        shared=_few_bytes(form, tokens, w.n_columns, parts),
+    shape = FewShape.of(device_of(x), w, len(x))
+    if shape is None:
+        half = len(x) // 2
+        if not half:
+            raise UsageError(f"{w.n_columns} columns do not fit the shared memory of the device")
+        few_rows(x[:half], w, bias, accumulate, int8, out[:half])
+        few_rows(x[half:], w, bias, accumulate, int8, out[half:])
+        return
+    _kernel(w.form, "few_rows.cu", "few_rows", FEW_PARAMETERS, shape.tokens, is_whole(w))(
+        (shape.grid, shape.parts), 32 * WARPS,
+        few_arguments(shape, x, w, bias, float(accumulate), int8, out), shape.shared,
+    )  # fmt: skip
+
+
+def few_arguments(
+    shape: FewShape, x: Any, w: Units, bias: Any, added: float, int8: bool, out: Any,
+    rows: Any = None,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Return the arguments of `few_rows` for one matrix."""
+    partial, arrived = _shared_sums(device_of(x), shape.parts, w.n_tiles, shape.n_groups)
+    return (
+        w.data, x, bias, out, partial, arrived, None, rows, 0, w.form.tile_bytes(w.n_columns),
+        *_strides(x, out), len(out), w.n_rows, w.n_columns, added, int(int8),
     )  # fmt: skip
 
 
@@ -121,11 +148,11 @@ def grouped(
     )
     shared = _few_bytes(form, tokens, w.n_columns, 1)
     grid = min(n_tiles, max(1, 2 * device.n_sms))
-    _kernel(form, "few_rows.cu", "few_rows", _FEW, tokens, _whole(w))(
+    _kernel(form, "few_rows.cu", "few_rows", FEW_PARAMETERS, tokens, is_whole(w))(
         (grid, 1, n_matrices), 32 * WARPS,
         (
             w.data, x, bias, out, None, None, indptr, rows, n_tiles * tile_bytes, tile_bytes,
-            *_strides(x, out), len(x), n_rows, w.n_columns, 0, 0,
+            *_strides(x, out), len(x), n_rows, w.n_columns, 0.0, 0,
         ),
         shared=shared,
     )  # fmt: skip
@@ -176,7 +203,7 @@ def _few_bytes(form: UnitForm, tokens: int, n_columns: int, parts: int) -> int:
     return 2 * most * record_bytes(form, tokens) + 2 * 512 * WARPS
 
 
-def _whole(w: Units) -> bool:
+def is_whole(w: Units) -> bool:
     """Return whether all units have two chunks."""
     return ceil_div(w.n_columns, CHUNK) % 2 == 0
 

@@ -4,9 +4,23 @@
 // row tile; it has the next unit's bytes on their way while it decodes.  blockIdx.y divides the slots
 // among thread blocks where the staged tokens do not fit one, or row tiles are few: the last one to
 // arrive then adds the slots' sums.  blockIdx.z is the matrix of a group of tokens.
-#include "qmatmul/slots.cuh"
+//
+// What comes in front of a product and behind it can be done by the same kernel: NORM says how tokens
+// are normalized before they are staged (`prologue.cuh`), EPILOGUE what results go through.
+#include "qmatmul/epilogues.cuh"
 
 constexpr int NB = TOKENS;
+
+#if NORM
+#define NORM_PARAMETER , Norm norm
+#else
+#define NORM_PARAMETER
+#endif
+#if EPILOGUE > EPILOGUE_ACTIVATION
+#define EPILOGUE_PARAMETERS , int* arrived_regions, Epilogue epilogue
+#else
+#define EPILOGUE_PARAMETERS
+#endif
 
 // A lane's part of a unit, or of one of its chunks if both would be too many registers.
 constexpr int AHEAD = CHUNK_WORDS > 12 ? 1 : 2;
@@ -62,8 +76,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) few_rows(
     const u8* weights, const float* x, const float* bias, float* out, float* partial, int* arrived,
     const int* indptr, const int* rows, long long group_bytes, long long tile_bytes,
     long long x_stride, long long out_stride, int n_tokens, int n_rows, int n_columns,
-    int accumulate, int int8) {
+    float added, int int8 NORM_PARAMETER EPILOGUE_PARAMETERS) {
   extern __shared__ __align__(16) u8 shared[];
+#if NORM
+  __shared__ float means[NB], factors[NB];
+#endif
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int per_block = SLOTS / gridDim.y, n_tiles = (n_rows + 15) / 16;
   const int n_chunks = (n_columns + CHUNK - 1) / CHUNK, n_units = (n_chunks + 1) / 2;
@@ -87,10 +104,21 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) few_rows(
     if (tile < n_tiles && unit_0 < unit_1)
       load_unit(now, weights + tile * tile_bytes + unit_0 * UNIT_BYTES, n_chunks - 2 * unit_0, lane);
     __syncthreads();
+#if NORM
+    const auto row_at = [&](int n) { return x + (rows ? rows[token + n] : token + n) * x_stride; };
+    find_factors<NORM>(row_at, min(NB, token_1 - token), n_columns, norm.eps, (float*)shared, means,
+                       factors);
+#endif
     for (int i = warp; i < (chunk_1 - chunk_0) * NB; i += WARPS) {
       int n = i % NB, chunk = i / NB, row = token + n, k = (chunk_0 + chunk) * CHUNK + 4 * lane;
       float4 v = {0.0f, 0.0f, 0.0f, 0.0f};
       if (row < token_1) v = load_four(x + (rows ? rows[row] : row) * x_stride, k, n_columns, wide);
+#if NORM
+      if (row < token_1) {
+        v = normalized<NORM>(v, k, n_columns, norm, means[n], factors[n]);
+        if (norm.out && blockIdx.x == 0) store_four(norm.out + row * norm.out_stride, k, n_columns, v);
+      }
+#endif
       if (int8) v = rounded_to_int8(v);
       stage<NB>(v, shared + chunk * Record<NB>::BYTES, n, lane);
     }
@@ -123,7 +151,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) few_rows(
       // rows g and g + 8, tokens 2t and 2t + 1, or t
       const int at = (lane >> 2) * 8 + Record<NB>::token(lane & 3, 0);
       float* sums = (float*)(shared + sums_at) + (turn ^= 1) * (128 * WARPS);  // others still add
-      float* to = gridDim.y == 1 ? sums + warp * 128 : partial_at(partial, tile, blockIdx.y * per_block + warp % per_block);
+      float* to = gridDim.y == 1 ? sums + warp * 128
+                                 : partial_at(partial, tile, blockIdx.y * per_block + warp % per_block);
       if (tile < n_tiles) {
         if constexpr (NB == 8) {
           *(float2*)(to + at) = make_float2(acc[0], acc[1]);
@@ -135,7 +164,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) few_rows(
       if (gridDim.y == 1) __syncthreads();
       if (gridDim.y == 1 || last_to_arrive(arrived + group, gridDim.y)) {
         const Output output = {out, bias ? bias + (long long)blockIdx.z * n_rows : bias, out_stride,
-                               n_rows, accumulate};
+                               n_rows, added};
         for (int i = thread; i < at_once * 16 * NB; i += 32 * WARPS) {
           int row = i % 16, n = i / 16 % NB, j = i / (16 * NB), own_tile = group * at_once + j;
           if (own_tile >= n_tiles || token + n >= token_1) continue;
@@ -146,9 +175,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) few_rows(
           } else {
             v = sum_of_slots(partial_at(partial, own_tile, 0) + row * 8 + n);
           }
-          output.put(v, own_tile * 16 + row, token + n);
+          const int matrix_row = own_tile * 16 + row;
+          if (matrix_row >= n_rows) continue;
+          v = output.value(v, matrix_row);
+#if EPILOGUE == EPILOGUE_ACTIVATION
+          v = FUNCTION::of(v);
+#endif
+          output.write(v, matrix_row, token + n);
         }
       }
     }
   }
+#if EPILOGUE > EPILOGUE_ACTIVATION
+  epilogue.finish({out, out_stride, n_rows, n_tokens, 16 * at_once}, arrived_regions, shared);
+#endif
 }

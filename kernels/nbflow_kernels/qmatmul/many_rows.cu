@@ -102,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) many_rows(
     }
   }
 
-  const Output output = {out, bias, out_stride, n_rows, accumulate};
+  const Output output = {out, bias, out_stride, n_rows, (float)accumulate};
   if (gridDim.y > 1) {
     if (!last_to_arrive(arrived + blockIdx.z * gridDim.x + blockIdx.x, gridDim.y)) return;
     for (int i = 0; i < groups * ROW_TILES; i++) {

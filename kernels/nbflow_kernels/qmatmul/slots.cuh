@@ -10,19 +10,27 @@ constexpr int SLOTS = 8;
 
 DEV int slot_start(int slot, int n_units) { return n_units * slot / SLOTS; }
 
-// A result of row `row` (of its matrix) and a token, with the bias and the old one.
+// A result of row `row` (of its matrix) and a token: with the bias, put in place of the old one, or
+// times `added` (if that is not 0) added to it.
 struct Output {
   float* out;
   const float* bias;
   long long stride;
-  int n_rows, accumulate;
+  int n_rows;
+  float added;
 
-  DEV void put(float v, int row, int token) const {
-    if (row >= n_rows) return;
-    v *= OUT;
-    if (bias) v += bias[row];
+  DEV_METHOD float value(float sum, int row) const {
+    const float v = __fmul_rn(sum, OUT);
+    return bias ? __fadd_rn(v, bias[row]) : v;
+  }
+
+  DEV_METHOD void write(float v, int row, int token) const {
     float* at = out + token * stride + row;
-    *at = accumulate ? v + *at : v;
+    *at = added != 0.0f ? __fmaf_rn(added, v, *at) : v;
+  }
+
+  DEV_METHOD void put(float sum, int row, int token) const {
+    if (row < n_rows) write(value(sum, row), row, token);
   }
 };
 

@@ -1,4 +1,4 @@
-"""Encoders that are told about a layer's inputs: GPTQ and HQQ, beside "best" and "plain"."""
+"""All encoders of one matrix by name: GPTQ, HQQ and "outliers" beside "best" and "plain"."""
 
 from __future__ import annotations
 
@@ -10,12 +10,17 @@ from numpy.typing import ArrayLike, NDArray
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.quants import FORMATS, _finite_float32, quantize
 from nbflow_kernels.quants.affine import check_affine
+from nbflow_kernels.quants.delta import delta_rows
+from nbflow_kernels.quants.floats import FloatFormat
 from nbflow_kernels.quants.formats import Bytes, Floats, QuantFormat
 from nbflow_kernels.quants.gptq import SecondMoments, gptq_rows, output_errors
 from nbflow_kernels.quants.hqq import hqq_rows
+from nbflow_kernels.quants.outliers import check_ratio
 from nbflow_kernels.quants.tensor import QuantTensor
+from nbflow_kernels.sparse.csr import CsrMatrix
 
-ENCODERS = ("best", "plain", "gptq", "hqq")
+ENCODERS = ("best", "plain", "gptq", "hqq", "outliers")
+DAMPING = 0.01
 CHUNK = 1 << 22  # weights encoded at once: bounds the float64 arrays to some 150 MB
 
 
@@ -26,6 +31,8 @@ def quantize_with(
     statistics: ArrayLike | SecondMoments | None = None,
     *,
     act_order: bool = False,
+    damping: float = DAMPING,
+    outliers: float = 0.0,
 ) -> QuantTensor:
     """Put a matrix into a format with any encoder.
 
@@ -36,15 +43,21 @@ def quantize_with(
     format : str or QuantFormat
         The format, or its name.  GPTQ and HQQ know those with codes at equal distances: the
         formats of Inferflow, q4_0, q4_1, q5_0, q5_1 where they are linear, and the K-quants.
-    encoder : {"best", "plain", "gptq", "hqq"}
-        For the first two see `nbflow_kernels.quantize`; `nbflow_kernels.quants.gptq` and
-        `nbflow_kernels.quants.hqq` say what the others do.
+    encoder : {"best", "plain", "gptq", "hqq", "outliers"}
+        For the first two see `nbflow_kernels.quantize`; `nbflow_kernels.quants.gptq`,
+        `nbflow_kernels.quants.hqq` and `nbflow_kernels.quants.delta` say what the others do.
     statistics : array, shape (K,) or (K, K), or SecondMoments, optional
-        Mean squares of the inputs, or second moments; GPTQ needs the latter.  "best" and "plain"
-        take the mean squares as importances.  With them HQQ keeps a row of "plain" whose output
-        error is less than its own.
+        Mean squares of the inputs, or second moments; GPTQ needs the latter.  "best", "plain" and
+        "outliers" take the mean squares as importances.  With them HQQ keeps a row of "plain" whose
+        output error is less than its own.
     act_order : bool
         Whether GPTQ takes the columns with the largest inputs first.
+    damping : float
+        What GPTQ adds to the diagonal of second moments, in units of its mean, 0..1; those that
+        are given as `SecondMoments` have a damping of their own.
+    outliers : float
+        Share of each row's weights, 0..0.05, that "outliers" keeps exactly, at most; it must not be
+        0 there, and must be elsewhere (`nbflow_kernels.quantize` has another rule for them).
 
     Returns
     -------
@@ -57,8 +70,9 @@ def quantize_with(
     TypeError
         If `x` is not an array of floats.
     UsageError
-        If the encoder is unknown or does not know the format, GPTQ has no second moments, or
-        statistics have another shape, are not finite or negative.
+        If the encoder is unknown or does not know the format, GPTQ has no second moments,
+        statistics have another shape, are not finite or negative, or `outliers` do not go with the
+        encoder.
 
     Examples
     --------
@@ -82,12 +96,14 @@ def quantize_with(
     if array.ndim < 1 or array.shape[-1] < 1:
         raise UsageError(f"x must have a last axis of at least one weight, got shape {array.shape}")
     K = array.shape[-1]
-    found = _statistics(statistics, K)
+    found = _statistics(statistics, K, damping)
+    _check_outliers(chosen, encoder, outliers)
     if encoder in ("best", "plain"):
         squares = _squares(found)
         importance = None if squares is None else squares.astype(np.float32)
         return quantize(array, chosen, encoder=encoder, importance=importance)
-    check_affine(chosen, encoder)
+    if encoder != "outliers":
+        check_affine(chosen, encoder)
     if encoder == "gptq" and not isinstance(found, SecondMoments):
         raise UsageError(
             f"encoder 'gptq' needs second moments of the inputs, shape ({K}, {K}); "
@@ -99,11 +115,34 @@ def quantize_with(
     n_bytes = chosen.row_blocks(K) * chosen.block_bytes
     data = np.empty((len(rows), n_bytes), np.uint8)
     step = max(1, CHUNK // rows.shape[1])
+    sparse: list[CsrMatrix] = []
     for row in range(0, len(rows), step):
-        data[row : row + step] = _encoded(
-            chosen, rows[row : row + step], encoder, found, K, act_order
+        part = rows[row : row + step]
+        if encoder == "outliers":
+            importance = _importance(found, rows.shape[1], K)
+            data[row : row + step], some = delta_rows(
+                chosen, part, K, importance, int(outliers * K)
+            )
+            sparse.append(some)
+        else:
+            data[row : row + step] = _encoded(chosen, part, encoder, found, K, act_order)
+    kept = CsrMatrix.concatenate(sparse) if sparse else None
+    return QuantTensor(chosen, array.shape, data, kept if kept is not None and kept.nnz else None)
+
+
+def _check_outliers(format: QuantFormat, encoder: str, ratio: float) -> None:
+    """Raise unless a share of outliers goes with the encoder and the format."""
+    check_ratio(ratio)
+    if encoder != "outliers" and ratio:
+        raise UsageError(
+            f"outliers={ratio:g} goes with encoder 'outliers', or with nbflow_kernels.quantize, "
+            f"got encoder {encoder!r}"
         )
-    return QuantTensor(chosen, array.shape, data)
+    if encoder == "outliers" and (not ratio or isinstance(format, FloatFormat)):
+        raise UsageError(
+            "encoder 'outliers' needs a block format and outliers, a share of the weights in "
+            f"0..0.05, got {format.name} and {ratio:g}"
+        )
 
 
 def _encoded(
@@ -116,10 +155,7 @@ def _encoded(
         data = hqq_rows(format, rows, K)
         return data if squares is None else _better(format, rows, K, [data, plain], statistics)
     data = gptq_rows(format, rows, K, statistics, act_order)
-    assert squares is not None
-    largest = squares.max(initial=0.0)
-    importance = np.zeros((1, rows.shape[1]), np.float32)
-    importance[0, :K] = squares / largest if largest > 0 else 1
+    importance = _importance(statistics, rows.shape[1], K)
     best = format.quantize_rows(rows, K, "best", importance)
     return _better(format, rows, K, [data, best, plain], statistics)
 
@@ -139,7 +175,20 @@ def _better(
     return result
 
 
-def _statistics(statistics: Any, K: int) -> SecondMoments | NDArray[np.float64] | None:
+def _importance(statistics: Any, width: int, K: int) -> NDArray[np.float32] | None:
+    """Return importances (1, width) of at most 1 of the columns, 0 in the padding."""
+    squares = _squares(statistics)
+    if squares is None:
+        return None
+    largest = squares.max(initial=0.0)
+    importance = np.zeros((1, width), np.float32)
+    importance[0, :K] = squares / largest if largest > 0 else 1
+    return importance
+
+
+def _statistics(
+    statistics: Any, K: int, damping: float = DAMPING
+) -> SecondMoments | NDArray[np.float64] | None:
     """Return the statistics checked: second moments, mean squares (K,), or None."""
     if statistics is None:
         return None
@@ -151,7 +200,7 @@ def _statistics(statistics: Any, K: int) -> SecondMoments | NDArray[np.float64] 
                     f"mean squares must be finite, >= 0 and have shape ({K},), got {array.shape}"
                 )
             return array
-        statistics = SecondMoments(array)
+        statistics = SecondMoments(array, damping)
     if len(statistics) != K:
         raise UsageError(
             f"second moments must have shape ({K}, {K}), the columns of x, "

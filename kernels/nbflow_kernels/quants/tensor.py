@@ -326,6 +326,24 @@ class QuantTensor:
         some = None if self.outliers is None else self.outliers.rows(slice(start, stop))
         return QuantTensor(self.format, shape, self.data[start:stop], some)
 
+    def columns(self, start: int, stop: int) -> QuantTensor:
+        """Return columns [start, stop) of all rows, which begin and end between blocks.
+
+        Raises
+        ------
+        UsageError
+            If they cut a block, or do not lie in the tensor.
+        """
+        size, n_bytes, K = self.format.block_size, self.format.block_bytes, self.shape[-1]
+        if not 0 <= start <= stop <= K or start % size or (stop % size and stop != K):
+            raise UsageError(
+                f"columns must lie in 0..{K} and between blocks of {size}, got {start}..{stop}"
+            )
+        cut = slice(start // size * n_bytes, -(-stop // size) * n_bytes)
+        shape = (*self.shape[:-1], stop - start)
+        some = None if self.outliers is None else self.outliers.columns(start, stop)
+        return QuantTensor(self.format, shape, np.ascontiguousarray(self.data[:, cut]), some)
+
     @classmethod
     def concatenate(cls, tensors: Sequence[QuantTensor]) -> QuantTensor:
         """Return matrices of one format and width, one below the other, with their outliers.

@@ -245,10 +245,10 @@ def unregister_format(name: str) -> None:
     FORMATS.remove(format.name)
 
 
-_loaded: dict[tuple[Path, str], tuple[UserFormat, ...]] = {}
+_loaded: dict[tuple[Path, str], tuple[QuantFormat, ...]] = {}
 
 
-def load_formats(path: str | Path) -> tuple[UserFormat, ...]:
+def load_formats(path: str | Path) -> tuple[QuantFormat, ...]:
     """Execute a Python file that registers formats.
 
     The file is a program and can do anything that you can: load only what you trust.
@@ -256,11 +256,11 @@ def load_formats(path: str | Path) -> tuple[UserFormat, ...]:
     Parameters
     ----------
     path : str or Path
-        A file that calls `register_format`.
+        A file that calls `register_format`, or adds formats made of ours to `FORMATS`.
 
     Returns
     -------
-    tuple of UserFormat
+    tuple of QuantFormat
         What the file registered.
 
     Raises
@@ -284,20 +284,20 @@ def load_formats(path: str | Path) -> tuple[UserFormat, ...]:
         raise UsageError(f"the file of formats {path} must be Python (.py)")
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    before = set(FORMATS)
+    before = dict(FORMATS)
     try:
         spec.loader.exec_module(module)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
     except Exception as error:
         raise UsageError(f"{path} raised {type(error).__name__}: {error}") from error
-    found = [FORMATS[n] for n in FORMATS if n not in before]
+    found = [FORMATS[n] for n in FORMATS if FORMATS[n] is not before.get(n)]
     # registered by an earlier run of the same file, e.g. through a copy of it
     for value in vars(module).values():
         format = FORMATS.get(str(getattr(value, "name", ""))) if isinstance(value, type) else None
         if isinstance(format, UserFormat) and format not in found:
             found.append(format)
-    formats = tuple(f for f in found if isinstance(f, UserFormat))
+    formats = tuple(found)
     if not formats:
         raise UsageError(f"{path} registers no format; end it with nk.register_format(MyFormat)")
     _loaded[file, digest] = formats

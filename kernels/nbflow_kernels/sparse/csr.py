@@ -152,3 +152,16 @@ class CsrMatrix:
         return CsrMatrix(
             (len(numbers), self.shape[1]), indptr, self.indices[places], self.values[places]
         )
+
+    def columns(self, start: int, stop: int) -> CsrMatrix:
+        """Return columns [start, stop)."""
+        if is_cuda(self.indptr):
+            return self.to_host().columns(start, stop).to_device(self.indptr)
+        kept = (self.indices >= start) & (self.indices < stop)
+        before = np.concatenate([[0], np.cumsum(kept)])
+        return CsrMatrix(
+            (self.shape[0], stop - start),
+            before[self.indptr].astype(np.int32),
+            self.indices[kept] - np.int32(start),
+            self.values[kept],
+        )

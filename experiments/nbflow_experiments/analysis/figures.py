@@ -1,0 +1,233 @@
+"""The figures of an analysis, from its tables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from nbflow_experiments.analysis.tables import Table
+from nbflow_experiments.report.figure import COLOURS, GREY, MARKERS, Drawing, NotDrawn, new_figure
+
+Tables = Mapping[str, Table]
+MOST_ROWS = 60
+"""Rows of a heat map; a model with more matrices is shown by kind."""
+EXACT = "f32"
+
+
+def draw_tensors(tables: Tables) -> Drawing:
+    """Return the heat map of SQNR: matrices by formats."""
+    table = _needed(tables, "tensors")
+    table = table[np.isfinite(table.sqnr_db)]
+    if table.empty:
+        raise NotDrawn("no format loses anything")
+    many = table.tensor.nunique() > MOST_ROWS
+    rows = table.kind if many else table.tensor.str.removesuffix(".weight")
+    order = table.groupby("weights", sort=False).stored_bits.mean().sort_values().index
+    grid = table.assign(row=rows).pivot_table("sqnr_db", "row", "weights", sort=False)[order]
+    middle = grid - grid.median()
+    reach = max(0.25, float(np.nanmax(np.abs(middle.to_numpy()))))
+    columns = len(order)
+    with new_figure(max(1, round((columns + 4) / 6)), 1.2 + 0.17 * len(grid)) as (figure, panels):
+        panel = _one_panel(figure, panels)
+        image = _heat(panel, middle, reach, [f"{x:.1f}" for x in grid.to_numpy().ravel()])
+        bits = table.groupby("weights").stored_bits.mean()
+        panel.set_xticks(range(columns), [f"{name}\n{bits[name]:.3g} bit" for name in order])
+        panel.set_title("SQNR of each matrix in dB")
+        bar = figure.colorbar(image, ax=panel, fraction=0.05, pad=0.02)
+        bar.set_label("dB above the format's median")
+    caption = (
+        "Signal to quantization noise ratio of each matrix. Colours compare a matrix with the "
+        "others in the same format: red loses more than the median."
+    )
+    return Drawing(figure, "SQNR by matrix and format", caption)
+
+
+def draw_layers(tables: Tables) -> Drawing:
+    """Return errors of the residual stream, and of the products, by layer."""
+    table = _needed(tables, "layers")
+    modules = tables["modules"] if len(tables.get("modules", ())) else None
+    with new_figure(1 if modules is None else 2, 3.4) as (figure, panels):
+        panel = panels[0]
+        for i, (label, rows) in enumerate(table.groupby("change", sort=False)):
+            colour, marker = COLOURS[i % len(COLOURS)], MARKERS[i % len(MARKERS)]
+            panel.plot(rows.layer, rows.cumulative_error, marker + "-", color=colour)
+            end = (rows.layer.iloc[-1], rows.cumulative_error.iloc[-1])
+            panel.annotate(label, end, xytext=(6, 0), textcoords="offset points", color=colour,
+                           va="center", fontsize=8, annotation_clip=False)  # fmt: skip
+            panel.plot(rows.layer, rows.independent_error, ":", color=colour)
+            panel.plot(rows.layer, rows.isolated_error, marker + "--", color=colour, mfc="white")
+        panel.set_yscale("log")
+        panel.set_xlabel("layer")
+        panel.set_ylabel("relative error of the residual stream")
+        panel.set_title("full: all layers up to here; dashed: this one alone;\n"
+                        "dotted: if the layers' errors only added up", fontsize=8)  # fmt: skip
+        _whole_ticks(panel, table.layer)
+        if modules is not None:
+            first = str(modules.change.iloc[0])
+            rows = modules[modules.change == first]
+            grid = rows.pivot_table("gain", "kind", "layer", sort=False)
+            gains = np.log2(grid.where(grid > 0))
+            reach = max(0.1, float(np.nanmax(np.abs(gains.to_numpy()))))
+            texts = _few([f"{x:.2f}" for x in grid.to_numpy().ravel()], grid)
+            _heat(panels[1], -gains, reach, texts)
+            panels[1].set_xticks(range(len(grid.columns)), grid.columns)
+            panels[1].set_xlabel("layer")
+            panels[1].set_title(f"error of the outputs over\nerror of the weights, {first}",
+                                fontsize=8)  # fmt: skip
+    caption = (
+        "Relative error of the residual stream after each layer on the evaluated text, and by what "
+        "factor the inputs of a matrix make its relative error larger (red) or smaller (blue)."
+    )
+    return Drawing(figure, "Errors by layer", caption)
+
+
+def draw_attribution(tables: Tables) -> Drawing:
+    """Return which kinds, layers and matrices the divergence comes from, in the first format."""
+    table = _needed(tables, "units")
+    first = str(table.weights.iloc[0])
+    table = table[table.weights == first]
+    shown = [by for by in ("kind", "layer", "tensor") if (table.by == by).any()]
+    with new_figure(len(shown), 3.4) as (figure, panels):
+        for panel, by in zip(panels, shown, strict=True):
+            rows = table[table.by == by]
+            if by == "tensor":
+                _share_map(panel, rows[rows.counted])
+            else:
+                _bars(panel, rows)
+            panel.set_title(f"{first}, by {by}" + (": share of KLD" if by == "tensor" else ""))
+    caption = (
+        f"Divergence from float32 with only this part in {first}, and what is saved by keeping "
+        "only this part in float32, with standard errors. Embedding and head are not among what "
+        "the format is applied to."
+    )
+    return Drawing(figure, "Where the divergence comes from", caption)
+
+
+def draw_kv(tables: Tables) -> Drawing:
+    """Return the divergence by bits of keys and of values, and the attention's error by layer."""
+    models, layers = _needed(tables, "kv_models"), _needed(tables, "kv_layers")
+    sides = {
+        "keys alone": (models["values"] == EXACT, "keys_bits"),
+        "values alone": (models["keys"] == EXACT, "values_bits"),
+        "both": (models["keys"] == models["values"], "keys_bits"),
+    }
+    with new_figure(2, 3.4) as (figure, panels):
+        for i, (label, (chosen, bits)) in enumerate(sides.items()):
+            rows = models[chosen & (models.kld_mean_nats > 0)].sort_values(bits)
+            panels[0].errorbar(
+                rows[bits], rows.kld_mean_nats, rows.kld_mean_nats_stderr,
+                fmt=MARKERS[i] + "-", color=COLOURS[i], label=label, capsize=2,
+            )  # fmt: skip
+        both = models[models["keys"] == models["values"]].sort_values("keys_bits")
+        for row in both.itertuples():
+            panels[0].annotate(row.keys, (row.keys_bits, row.kld_mean_nats), xytext=(3, 5),
+                               textcoords="offset points", fontsize=7, color=GREY)  # fmt: skip
+        panels[0].set_yscale("log")
+        panels[0].set_xlabel("bits of a stored number")
+        panels[0].set_ylabel("KLD from float32 in nat")
+        panels[0].legend()
+        format = _middle_format(both)
+        for i, (label, keys, values) in enumerate(
+            (("keys", format, EXACT), ("values", EXACT, format), ("both", format, format))
+        ):
+            rows = layers[(layers["keys"] == keys) & (layers["values"] == values)]
+            panels[1].plot(rows.layer, rows.attention_error, MARKERS[i] + "-", color=COLOURS[i],
+                           label=f"{label} in {format}")  # fmt: skip
+        panels[1].set_yscale("log")
+        panels[1].set_xlabel("layer")
+        panels[1].set_ylabel("relative error of the attention")
+        panels[1].legend()
+        _whole_ticks(panels[1], layers.layer)
+    caption = (
+        "Divergence from a float32 cache on the evaluated text when keys, values, or both are "
+        "stored in fewer bits; error of the attention's results, each layer from exact inputs."
+    )
+    return Drawing(figure, "Bits of keys and values", caption)
+
+
+FIGURES: dict[str, Callable[[Tables], Drawing]] = {
+    "tensors": draw_tensors,
+    "layers": draw_layers,
+    "attribution": draw_attribution,
+    "kv": draw_kv,
+}
+"""Every figure by name; one that lacks its tables raises `NotDrawn`."""
+
+
+def _needed(tables: Tables, name: str) -> Table:
+    table = tables.get(name)
+    if table is None or not len(table):
+        raise NotDrawn(f"there is no table {name}")
+    return table
+
+
+def _one_panel(figure: Any, panels: list[Any]) -> Any:
+    """Return one panel as wide as all."""
+    for panel in panels:
+        panel.remove()
+    return figure.add_subplot(1, 1, 1)
+
+
+def _heat(panel: Any, grid: Table, reach: float, texts: list[str]) -> Any:
+    """Draw a table, red below 0 and blue above, with a text in each cell."""
+    image = panel.imshow(grid.to_numpy(), cmap="RdBu", vmin=-reach, vmax=reach, aspect="auto")
+    panel.set_yticks(range(len(grid)), grid.index, fontsize=7)
+    panel.grid(visible=False)
+    numbers = grid.to_numpy().ravel()
+    for i, (text, number) in enumerate(zip(texts, numbers, strict=True)):
+        row, column = divmod(i, grid.shape[1])
+        dark = np.isfinite(number) and abs(number) > 0.65 * reach
+        panel.text(column, row, text, ha="center", va="center", fontsize=6.5,
+                   color="white" if dark else "black")  # fmt: skip
+    return image
+
+
+def _few(texts: list[str], grid: Table) -> list[str]:
+    """Return the texts, or empty ones where there is no room."""
+    return texts if grid.shape[1] <= 10 else [""] * len(texts)
+
+
+def _share_map(panel: Any, rows: Table) -> None:
+    """Draw shares of the divergence, kinds by layers."""
+    grid = rows.pivot_table("kld_share", "kind", "layer", sort=False)
+    panel.imshow(grid.to_numpy(), cmap="Blues", vmin=0, aspect="auto")
+    panel.set_yticks(range(len(grid)), grid.index)
+    panel.set_xticks(range(len(grid.columns)), grid.columns)
+    panel.set_xlabel("layer")
+    panel.grid(visible=False)
+    numbers = grid.to_numpy()
+    if grid.shape[1] <= 10:
+        for (row, column), share in np.ndenumerate(numbers):
+            panel.text(column, row, f"{share:.1%}", ha="center", va="center", fontsize=7,
+                       color="white" if share > 0.6 * np.nanmax(numbers) else "black")  # fmt: skip
+
+
+def _bars(panel: Any, rows: Table) -> None:
+    """Draw the divergence of each unit alone, and what keeping it exact saves."""
+    at = np.arange(len(rows))
+    alone, saved = rows.kld_mean_nats.to_numpy(), rows.kld_saved_mean_nats.to_numpy()
+    panel.bar(at - 0.2, alone, 0.4, yerr=rows.kld_mean_nats_stderr, color=COLOURS[0],
+              label="only this quantized", error_kw={"elinewidth": 0.8})  # fmt: skip
+    panel.bar(at + 0.2, saved, 0.4, yerr=rows.kld_saved_mean_nats_stderr, color=COLOURS[4],
+              label="saved if only this is exact", error_kw={"elinewidth": 0.8})  # fmt: skip
+    names = rows.unit.str.removeprefix("layers.")
+    panel.set_xticks(at, names, rotation=60 if len(rows) > 8 else 0, fontsize=8)
+    panel.grid(visible=False, axis="x")
+    panel.set_ylabel("KLD in nat")
+    panel.set_ylim(0, 1.3 * float(np.nanmax(np.fmax(alone, saved))))  # room for the legend
+    panel.legend(fontsize=7.5, loc="upper left")
+
+
+def _middle_format(both: Table) -> str:
+    """Return the format of both sides whose bits are nearest to 4."""
+    if both.empty:
+        raise NotDrawn("no format is used for both keys and values")
+    return str(both["keys"].iloc[int(np.argmin(np.abs(both.keys_bits.to_numpy() - 4)))])
+
+
+def _whole_ticks(panel: Any, layers: Table) -> None:
+    """Label whole layers only."""
+    last = int(layers.max())
+    panel.set_xticks(range(0, last + 1, max(1, (last + 1) // 8)))

@@ -1,0 +1,221 @@
+"""What is done to the tensors of a model: a format and its encoder, or what another file holds."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+import nbflow_kernels as nk
+from nbflow.execute.weights import quantized_pieces, read_part
+from nbflow.program.records import Operand
+from nbflow.spec import resolve
+from nbflow.spec.model_spec import ModelSpec
+from nbflow.spec.stored import stored
+from nbflow.weights import WeightFile, open_weights
+from nbflow.weights.weight_file import ITEM_BYTES
+from nbflow.writing.importance import read_importance
+from nbflow.writing.importance_names import gguf_names_of, with_our_names
+from nbflow_kernels import QuantTensor
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.quants.encoders import ENCODERS, quantize_with
+from nbflow_kernels.quants.outliers import check_ratio
+
+
+class Treatment(Protocol):
+    """Says what becomes of a tensor; a class of your own needs no more than this."""
+
+    @property
+    def label(self) -> str:
+        """What tables call it."""
+
+    def encode(self, name: str, matrix: NDArray[np.float32]) -> QuantTensor:
+        """Return what becomes of a tensor (N, K) with our name `name`."""
+
+
+class Checkpoint:
+    """A model's specification and its open weight file; usable in a ``with`` statement.
+
+    Parameters
+    ----------
+    model : str or path
+        What `nbflow.load` takes.
+    spec : str or path, optional
+        As in `nbflow.load`.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike[str],
+        spec: str | os.PathLike[str] | None = None,
+    ) -> None:
+        resolved = resolve(model, spec=spec)
+        self.spec: ModelSpec = resolved.spec
+        self.path = resolved.path
+        self.file: WeightFile = open_weights(resolved.path)
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def matrix(self, name: str) -> NDArray[np.float32]:
+        """Return a tensor of the model as float32, rows first."""
+        return np.ascontiguousarray(read_part(self.spec, self.file, Operand(name)), np.float32)
+
+
+@dataclass(frozen=True)
+class Format:
+    """Tensors in a weight format.
+
+    Parameters
+    ----------
+    format : str
+        Its name in `nbflow_kernels.FORMATS`.
+    encoder : str
+        One of `nbflow_kernels.quants.encoders.ENCODERS`.
+    outliers : float
+        Share of the weights that are kept aside exactly, as in `nbflow_kernels.quantize`.
+    statistics : mapping, optional
+        Our tensor name -> mean squares (K,) or second moments (K, K) of the tensor's inputs;
+        `read_statistics` makes it of a file.
+
+    Raises
+    ------
+    UsageError
+        If there is no such format or encoder, or the encoder cannot keep outliers aside.
+    """
+
+    format: str
+    encoder: str = "best"
+    outliers: float = 0.0
+    statistics: Mapping[str, NDArray[Any]] | None = None
+
+    def __post_init__(self) -> None:
+        nk.FORMATS[self.format]  # raises for an unknown name
+        if self.encoder not in ENCODERS:
+            raise UsageError(f"encoder must be one of {', '.join(ENCODERS)}, got {self.encoder!r}")
+        if check_ratio(self.outliers) and self.encoder not in nk.quants.ENCODERS:
+            raise UsageError(
+                f"encoder {self.encoder!r} keeps no outliers aside; take 'best' or 'plain'"
+            )
+
+    @property
+    def label(self) -> str:
+        """The format's name, and what differs from the default."""
+        extra = [] if self.encoder == "best" else [self.encoder]
+        extra += [f"outliers {self.outliers:g}"] if self.outliers else []
+        extra += ["weighted"] if self.statistics is not None and self.encoder != "gptq" else []
+        return f"{self.format} ({', '.join(extra)})" if extra else self.format
+
+    def encode(self, name: str, matrix: NDArray[np.float32]) -> QuantTensor:
+        """Return a tensor in the format; errors name the tensor."""
+        known = None if self.statistics is None else self.statistics.get(name)
+        try:
+            if not self.outliers:
+                return quantize_with(matrix, self.format, self.encoder, known)
+            squares = known.diagonal() if known is not None and known.ndim == 2 else known
+            return nk.quantize(
+                matrix,
+                self.format,
+                encoder=self.encoder,
+                importance=squares,
+                outliers=self.outliers,
+            )
+        except UsageError as error:
+            raise UsageError(f"tensor {name}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Noise:
+    """Normal noise of the size of another treatment's error: what its direction is compared with.
+
+    Each row gets noise of the root mean square that the row's error has.
+
+    Parameters
+    ----------
+    like : Treatment
+        Whose error.
+    seed : int
+        Seed of the draws; each tensor draws its own.
+    """
+
+    like: Treatment
+    seed: int = 0
+
+    @property
+    def label(self) -> str:
+        """Whose error."""
+        return f"noise like {self.like.label}"
+
+    def encode(self, name: str, matrix: NDArray[np.float32]) -> QuantTensor:
+        """Return the tensor with noise, as float32."""
+        error = nk.dequantize(self.like.encode(name, matrix)).astype(np.float64) - matrix
+        size = np.sqrt(np.mean(error**2, axis=1, keepdims=True))
+        rng = np.random.default_rng([self.seed, *name.encode()])
+        noisy = matrix + size * rng.standard_normal(matrix.shape)
+        return nk.quantize(noisy.astype(np.float32), "f32")
+
+
+def read_statistics(
+    file: str | os.PathLike[str], model: str, spec: str | None = None
+) -> dict[str, NDArray[Any]]:
+    """Return what an importance file says about a model's tensors, under our names.
+
+    Parameters
+    ----------
+    file : path
+        What ``nbflow imatrix`` or llama.cpp's ``imatrix`` writes.
+    model, spec
+        The model that it is about, as in `nbflow.load`.
+    """
+    return with_our_names(read_importance(file), gguf_names_of(model, spec))
+
+
+class Stored:
+    """Tensors as another checkpoint of the same model holds them.
+
+    Parameters
+    ----------
+    path : str or path
+        The quantized checkpoint.
+    spec : ModelSpec
+        The model that it is compared with.
+
+    Raises
+    ------
+    UsageError
+        If it is another model, or its rows are in another order.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], spec: ModelSpec) -> None:
+        self._other = Checkpoint(path)
+        self.label = Path(path).name
+        other = self._other.spec
+        if other.tensor_shapes() != spec.tensor_shapes():
+            raise UsageError(f"{path}: its tensors are not those of {spec.name}; is it that model?")
+        if other.rope.style != spec.rope.style:
+            raise UsageError(
+                f"{path}: its rows of queries and keys are in the order of rotary pairs "
+                f"{other.rope.style!r}, those of {spec.name} {spec.rope.style!r}; compare files "
+                "of one kind (GGUF with GGUF)"
+            )
+
+    def close(self) -> None:
+        """Close the file."""
+        self._other.file.close()
+
+    def encode(self, name: str, matrix: NDArray[np.float32]) -> QuantTensor:
+        """Return the tensor of the other file; `matrix` is not looked at."""
+        other = self._other
+        dtype = other.file.dtype(stored(other.spec, name).name)
+        if dtype not in ITEM_BYTES:
+            pieces = quantized_pieces(other.spec, other.file, Operand(name))
+            return QuantTensor.concatenate(pieces)
+        return nk.quantize(other.matrix(name), dtype if dtype in ("f16", "bf16") else "f32")

@@ -1,0 +1,76 @@
+"""Requests of different lengths together, against the same requests one after the other.
+
+`batch` requests arrive at the same moment at an `nbflow.Engine` without prefix cache.  Their
+prompts have 1/2, 3/2, 3/4 and 5/4 of `prompt` random tokens in turn, and they generate 3/2, 1/2,
+5/4 and 3/4 of `decode` tokens greedily, so that they join and leave the batch at different times.
+A round runs them together (dynamic batching) and then one after the other through the same engine.
+
+`batching_tokens_per_s` and `sequential_tokens_per_s` are generated tokens of all requests per
+second of wall time from the arrival to the end of the last, reading the prompts included; medians
+over `repeats` rounds after `warmup` that are thrown away.  `batching_speedup` is the median of the
+rounds' ratios.  `batching_ttft_s` and `sequential_ttft_s` are the time from the arrival to a
+request's first token, waiting included: median over the requests of all rounds.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from nbflow_experiments.measures.base import Array, Context, Measure, Outcome, Reading
+from nbflow_experiments.serving import Ask, Round, random_prompt, serve, with_engine
+from nbflow_kernels.errors import UsageError
+
+PROMPTS = (2, 6, 3, 5)
+"""Quarters of `prompt` that the prompts have, in turn."""
+DECODES = (6, 2, 5, 3)
+"""Quarters of `decode` that the requests generate, in turn."""
+
+
+def lengths(i: int, prompt: int, decode: int) -> tuple[int, int]:
+    """Return the tokens of the i-th prompt and of its continuation."""
+    return max(1, prompt * PROMPTS[i % 4] // 4), max(1, decode * DECODES[i % 4] // 4)
+
+
+def run(context: Context) -> Outcome:
+    """Time the rounds."""
+    batch, prompt, decode = (context.number(name) for name in ("batch", "prompt", "decode"))
+    sizes = [lengths(i, prompt, decode) for i in range(batch)]
+    longest, limit = max(map(sum, sizes)), context.model.spec.max_context
+    if longest > limit:
+        raise UsageError(
+            f"batching: the longest of requests with prompt = {prompt} and decode = {decode} has "
+            f"{longest} tokens, the context holds {limit}; lower them"
+        )
+    rng = np.random.default_rng(0)
+    asks = [Ask(random_prompt(context.model, rng, n), n_new) for n, n_new in sizes]
+    n_rounds, warmup = context.number("repeats"), context.number("warmup")
+    rounds = with_engine(
+        context.model,
+        lambda engine: [
+            (serve(engine, asks), serve(engine, asks, at_once=False))
+            for _ in range(warmup + n_rounds)
+        ][warmup:],
+        prefix_cache=False,
+    )
+    return Outcome() if rounds is None else summary(rounds)
+
+
+def summary(rounds: list[tuple[Round, Round]]) -> Outcome:
+    """Return the numbers of rounds, each together and one after the other."""
+    readings, arrays, n = [], {}, len(rounds)
+    for name, kind in (("batching", 0), ("sequential", 1)):
+        rates = [r[kind].n_tokens / r[kind].seconds for r in rounds]
+        first = np.array([a.first_token_s for r in rounds for a in r[kind].answers])
+        metric = f"{name}_tokens_per_s"
+        readings.append(Reading(metric, float(np.median(rates)), "token/s", n))
+        readings += [Reading(metric, rate, "token/s", repeat=i) for i, rate in enumerate(rates)]
+        readings.append(Reading(f"{name}_ttft_s", float(np.median(first)), "s", first.size))
+        note = "from the arrival to the first token of one request, round by round"
+        arrays[f"{name}_ttft_s"] = Array(first, "s", note=note)
+    ratios = [one.seconds / together.seconds for together, one in rounds]
+    readings.append(Reading("batching_speedup", float(np.median(ratios)), "1", n))
+    readings += [Reading("batching_speedup", x, "1", repeat=i) for i, x in enumerate(ratios)]
+    return Outcome(readings, arrays)
+
+
+MEASURE = Measure("batching", "point", run, str(__doc__), by_default=False)

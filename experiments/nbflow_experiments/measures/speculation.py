@@ -1,0 +1,111 @@
+"""Speculative decoding against decoding token by token.
+
+The first `prompt` tokens of the evaluated windows are continued greedily by `decode` tokens,
+`batch` of them at the same time, through an `nbflow.Engine` without prefix cache.  A round runs a
+new choice of windows plainly and then with proposals: of the text itself (`draft` = ngram), or of
+another model (`draft` = MODEL or MODEL:FORMAT, its weights in that format), `n_draft` tokens at a
+time.  Proposed tokens are verified so that the result stays the same, which
+`speculation_same_share` checks: the share of requests with the same tokens in both runs.
+
+`speculation_accepted_share` is the share of proposed tokens that were right (absent if none was
+proposed); `speculation_tokens_per_step` the tokens that come out of one verification, the one that
+follows the right ones included: it is also the largest speed-up that proposals for nothing and
+verifications at the price of a step could give.  `speculation_tokens_per_s` and
+`plain_tokens_per_s` are generated tokens per second of wall time, reading the prompts included,
+medians over `repeats` rounds after `warmup` that are thrown away; `speculation_speedup` is the
+median of the rounds' ratios.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nbflow_experiments import engine as backend
+from nbflow_experiments.measures.base import Context, Measure, Outcome, Reading
+from nbflow_experiments.serving import Ask, Round, serve, with_engine
+from nbflow_experiments.statistics import estimate_share
+from nbflow_kernels.errors import UsageError
+
+if TYPE_CHECKING:
+    from nbflow.engine.engine import Engine
+
+
+def run(context: Context) -> Outcome:
+    """Time the rounds."""
+    assert context.windows is not None
+    names = ("batch", "prompt", "decode", "repeats", "warmup", "n_draft")
+    batch, prompt, decode, repeats, warmup, n_draft = map(context.number, names)
+    if context.windows.shape[1] < prompt:
+        raise UsageError(
+            f"speculation: the prompts are beginnings of the evaluated windows; eval_window must "
+            f"be at least prompt = {prompt}, got {context.windows.shape[1]}"
+        )
+    windows = context.windows[:, :prompt]
+
+    def work(engine: Engine) -> list[tuple[Round, Round]]:
+        rounds = []
+        with proposer(context) as draft:
+            for r in range(warmup + repeats):
+                chosen = windows[np.arange(r * batch, (r + 1) * batch) % len(windows)]
+                plain = serve(engine, [Ask(ids, decode) for ids in chosen])
+                asks = [Ask(ids, decode, draft, n_draft) for ids in chosen]
+                rounds.append((plain, serve(engine, asks)))
+        return rounds[warmup:]
+
+    rounds = with_engine(context.model, work, prefix_cache=False)
+    return Outcome() if rounds is None else summary(rounds)
+
+
+@contextlib.contextmanager
+def proposer(context: Context) -> Iterator[Any]:
+    """Give "ngram" or the loaded draft model that the setting `draft` names."""
+    text = str(context.config["draft"])
+    if text == "ngram":
+        yield text
+        return
+    model, _, weights = text.rpartition(":")
+    if weights.lower() not in backend.format_names():
+        model, weights = text, "f32"
+    loaded = backend.load(
+        model, weights=weights.lower(), kv="f16", partition="0", max_context=0,
+        threads=context.number("threads"), comm=backend.Alone(),
+    )  # fmt: skip
+    try:
+        yield loaded
+    finally:
+        loaded.close()
+
+
+def summary(rounds: list[tuple[Round, Round]]) -> Outcome:
+    """Return the numbers of rounds, each plain and with proposals."""
+    readings, n = [], len(rounds)
+    for kind, metric in enumerate(("plain_tokens_per_s", "speculation_tokens_per_s")):
+        rates = [r[kind].n_tokens / r[kind].seconds for r in rounds]
+        readings.append(Reading(metric, float(np.median(rates)), "token/s", n))
+        readings += [Reading(metric, rate, "token/s", repeat=i) for i, rate in enumerate(rates)]
+    ratios = [plain.seconds / drafted.seconds for plain, drafted in rounds]
+    answers = [a for _, drafted in rounds for a in drafted.answers]
+    n_drafted, n_accepted = (
+        sum(getattr(a, k) for a in answers) for k in ("n_drafted", "n_accepted")
+    )
+    n_tokens = sum(len(a.ids) for a in answers)
+    same = [a.ids == b.ids for r in rounds for a, b in zip(*(x.answers for x in r), strict=True)]
+    readings += [
+        Reading("speculation_speedup", float(np.median(ratios)), "1", n),
+        *(Reading("speculation_speedup", x, "1", repeat=i) for i, x in enumerate(ratios)),
+        Reading("speculation_tokens_per_step", n_tokens / (n_tokens - n_accepted), "1", n_tokens),
+        Reading("speculation_same_share", float(np.mean(same)), "1", len(same)),
+    ]
+    if n_drafted:
+        share = estimate_share(np.arange(n_drafted) < n_accepted)
+        readings.append(
+            Reading("speculation_accepted_share", share.mean, "1", n_drafted, share.stderr)
+        )
+    return Outcome(readings)
+
+
+MEASURE = Measure("speculation", "point", run, str(__doc__), needs_text=True, by_default=False)

@@ -1,0 +1,210 @@
+"""Figures of serving: batch against throughput, batching, shared prefixes, speculation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from nbflow_experiments.report.data import Results
+from nbflow_experiments.report.figure import (
+    COLOURS,
+    GREY,
+    MARKERS,
+    Drawing,
+    NotDrawn,
+    new_figure,
+)
+
+_MOST_LINES, _MOST_PANELS = 7, 3
+
+
+def draw_throughput(results: Results) -> Drawing:
+    """Return the figure: batch against decoding speed, a line per format, a panel per KV format."""
+    rows = results.done[results.done.partition == results.partition]
+    if "decode_tokens_per_s" not in rows or rows.batch.nunique() < 2:
+        raise NotDrawn("")
+    caches = list(dict.fromkeys(rows.kv))[:_MOST_PANELS]
+    formats = list(dict.fromkeys(rows.sort_values("bits_per_weight", ascending=False).weights))
+    shown = _spread(formats, _MOST_LINES)
+    panels = [(kv, "decode") for kv in caches]
+    if len(caches) == 1 and "prefill_tokens_per_s" in rows:
+        panels.append((caches[0], "prefill"))
+    with new_figure(len(panels), 3.3) as (figure, axes):
+        for panel, (kv, kind) in zip(axes, panels, strict=True):
+            part = rows[rows.kv == kv]
+            for i, name in enumerate(shown):
+                line = part[part.weights == name].drop_duplicates("batch").sort_values("batch")
+                _line(panel, i, line.batch, line, f"{kind}_tokens_per_s", kind, name)
+            _batch_axis(panel, rows.batch)
+            panel.set_ylabel(f"{kind} (token/s), cache {kv}")
+            panel.set_ylim(0, rows[f"{kind}_max_tokens_per_s"].max() * 1.08)
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=7)
+    caption = (
+        f"Throughput with partition {results.partition}: all sequences of the batch "
+        "together, median of the repetitions; bars reach from the slowest to the fastest. One "
+        "panel per format of the key/value cache, one line per weight format."
+    )
+    if len(shown) < len(formats):
+        caption += f" {len(shown)} of {len(formats)} formats are drawn."
+    return Drawing(figure, "Batch size against throughput", caption)
+
+
+def draw_batching(results: Results) -> Drawing:
+    """Return the figure: requests together and one after the other, against their number."""
+    rows = _measured(results, "batching_speedup")
+    kinds = (("batching", "together"), ("sequential", "one after the other"))
+    with new_figure(3, 3.3) as (figure, axes):
+        rates, ratios, waits = axes
+        one = rows[rows.weights == results.weights].drop_duplicates("batch").sort_values("batch")
+        for i, (name, label) in enumerate(kinds):
+            _line(rates, i, one.batch, one, f"{name}_tokens_per_s", None, label)
+            _line(waits, i, one.batch, one, f"{name}_ttft_s", None, label, scale=1e3)
+        for i, (weights, part) in enumerate(rows.groupby("weights", sort=False)):
+            part = part.drop_duplicates("batch").sort_values("batch")
+            _line(ratios, i + 2, part.batch, part, "batching_speedup", None, f"{weights}: ratio")
+        ratios.axhline(1, color=GREY, linewidth=0.8)
+        for panel, label in (
+            (rates, f"generated (token/s), {results.weights}"),
+            (ratios, "speed-up by batching"),
+            (waits, f"time to first token (ms), {results.weights}"),
+        ):
+            _batch_axis(panel, rows.batch, "requests at once")
+            panel.set_ylabel(label)
+            _from_zero(panel)
+        _legend(figure, axes[:2])
+    caption = (
+        "Requests with prompts and continuations of different lengths that arrive at once, run "
+        "together (they join and leave the batch step by step) and one after the other. Speeds "
+        "count generated tokens and include reading the prompts; the time to the first token "
+        "includes waiting. Medians."
+    )
+    return Drawing(figure, "Dynamic batching", caption)
+
+
+def draw_prefix(results: Results) -> Drawing:
+    """Return the figure: time to the first token against the length of the shared prefix."""
+    rows = _measured(results, "prefix_ttft_speedup")
+    if rows.prefix.nunique() < 2:
+        raise NotDrawn("the points that succeeded have only one length of the prefix")
+    batches = _spread(sorted(rows.batch.unique()), _MOST_PANELS)
+    kinds = (
+        ("prefix_cold_ttft_s", "nothing shared"),
+        ("prefix_together_ttft_s", "shared, first come computes it"),
+        ("prefix_ttft_s", "shared, in the cache before"),
+    )
+    with new_figure(max(2, len(batches)), 3.3) as (figure, axes):
+        for panel in axes[len(batches) :]:
+            panel.set_axis_off()
+        for panel, batch in zip(axes, batches, strict=False):
+            part = rows[(rows.batch == batch) & (rows.weights == results.weights)]
+            part = part.drop_duplicates("prefix").sort_values("prefix")
+            for i, (metric, label) in enumerate(kinds):
+                _line(panel, i, part.prefix, part, metric, None, label, scale=1e3)
+            panel.set_xlabel(f"shared tokens of prompts of {int(rows.prompt.max())}")
+            panel.set_ylabel(f"time to first token (ms), {batch} requests")
+            _from_zero(panel)
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
+    caption = (
+        f"Requests that arrive at once and whose prompts begin alike ({results.weights} weights): "
+        "median time to the first token, waiting included."
+    )
+    return Drawing(figure, "Shared prefixes", caption)
+
+
+def draw_speculation(results: Results) -> Drawing:
+    """Return the figure: proposals that were right, and speed beside the largest possible."""
+    rows = _measured(results, "speculation_speedup")
+    rows = rows[rows.weights == results.weights]
+    series = list(rows.groupby(["draft", "batch"], sort=False))[:_MOST_LINES]
+    with new_figure(3, 3.3) as (figure, (shares, steps, ratios)):
+        for i, ((draft, batch), part) in enumerate(series):
+            part = part.drop_duplicates("n_draft").sort_values("n_draft")
+            label = f"{draft}, batch {batch}"
+            if "speculation_accepted_share" in part:
+                _line(
+                    shares, i, part.n_draft, part, "speculation_accepted_share", None, label,
+                    scale=100,
+                )  # fmt: skip
+            _line(steps, i, part.n_draft, part, "speculation_tokens_per_step", None, label)
+            _line(ratios, i, part.n_draft, part, "speculation_speedup", None, label)
+        ratios.axhline(1, color=GREY, linewidth=0.8)
+        for panel, text in (
+            (shares, "proposed tokens that were right (%)"),
+            (steps, "tokens per verification (bound)"),
+            (ratios, "speed-up"),
+        ):
+            panel.set_xlabel("tokens proposed at a time")
+            panel.set_xticks(sorted(rows.n_draft.unique()))
+            panel.set_ylabel(text)
+            _from_zero(panel)
+        _legend(figure, (steps,))
+    caption = (
+        f"Speculative decoding of held-out text, greedy, {results.weights} weights: share of the "
+        "proposed tokens that were right; tokens that come out of one verification, which is the "
+        "largest speed-up that free proposals and verifications at the price of a step could "
+        "give; and the speed-up that was measured. Bars are one standard error."
+    )
+    return Drawing(figure, "Speculative decoding", caption)
+
+
+def _measured(results: Results, metric: str) -> Any:
+    """Return the points that have a metric."""
+    if metric not in results.done or not results.done[metric].notna().any():
+        raise NotDrawn("")
+    return results.done[results.done[metric].notna()]
+
+
+def _spread(values: Sequence[Any], most: int) -> list[Any]:
+    """Return at most so many values, evenly chosen, the first and the last among them."""
+    if len(values) <= most:
+        return list(values)
+    return [values[i] for i in np.linspace(0, len(values) - 1, most).round().astype(int)]
+
+
+def _line(
+    panel: Any,
+    i: int,
+    x: Any,
+    rows: Any,
+    metric: str,
+    spread: str | None,
+    label: str,
+    scale: float = 1.0,
+) -> None:
+    """Draw a metric, with bars from slowest to fastest (`spread`) or of its standard error."""
+    y = rows[metric].to_numpy() * scale
+    bars = None
+    if spread is not None:
+        low, high = (rows[f"{spread}_{end}_tokens_per_s"].to_numpy() for end in ("min", "max"))
+        bars = np.vstack([y - low, high - y])
+    elif f"{metric}_stderr" in rows:
+        bars = rows[f"{metric}_stderr"].to_numpy() * scale
+    look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+    panel.errorbar(x.to_numpy(), y, yerr=bars, capsize=2.5, label=label, **look)
+
+
+def _from_zero(panel: Any) -> None:
+    """Let the y axis begin at 0 and leave room above."""
+    panel.set_ylim(0, panel.dataLim.ymax * 1.08)
+
+
+def _batch_axis(panel: Any, batches: Any, label: str = "sequences at once") -> None:
+    """Make the x axis one of batch sizes."""
+    from matplotlib import ticker
+
+    sizes = sorted(batches.unique())
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_locator(ticker.FixedLocator(sizes))
+    panel.xaxis.set_minor_locator(ticker.NullLocator())
+    panel.xaxis.set_major_formatter(ticker.FuncFormatter(lambda v, _: f"{v:g}"))
+    panel.set_xlabel(label)
+
+
+def _legend(figure: Any, panels: Sequence[Any]) -> None:
+    """Put one legend of several panels above them."""
+    pairs = [panel.get_legend_handles_labels() for panel in panels]
+    handles = [handle for pair in pairs for handle in pair[0]]
+    labels = [label for pair in pairs for label in pair[1]]
+    figure.legend(handles, labels, loc="outside upper center", ncols=5)

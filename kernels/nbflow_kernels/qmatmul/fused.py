@@ -1,0 +1,300 @@
+"""Products of a few rows with what comes in front of them and behind them, in one kernel.
+
+The kernel is `few_rows.cu`: a norm of the rows on their way to where they are staged; behind the
+product an activation, a gate, what attention's heads go through until they lie in their pages, or a
+norm of the results.  The bits are those of the ops one by one, so that either may be chosen by the
+number of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from nbflow_kernels.activation.cuda import FUNCTIONS
+from nbflow_kernels.cuda import Kernel, KernelDevice, ceil_div, cpp_kernel, device_of
+from nbflow_kernels.cuda.workspace import workspace
+from nbflow_kernels.kvcache.cuda import format_type, strides
+from nbflow_kernels.qmatmul.cuda import (
+    FEW,
+    FEW_PARAMETERS,
+    WARPS,
+    FewShape,
+    few_arguments,
+    is_whole,
+)
+from nbflow_kernels.quants.tensor import QuantTensor
+from nbflow_kernels.quants.units import UnitForm
+
+NORM_KINDS = {"rms": "RMS_NORM", "layer": "LAYER_NORM"}
+"""Names in `prologue.cuh`."""
+_NUMBERS = {"rms": 1, "layer": 2}
+_GATE_PIECE, _NORM_CHUNK = 64, 128  # as in `epilogues.cuh` and `normalize.cuh`
+
+_NORM = (
+    "f32*? norm_weight, f32*? norm_bias, f32*? norm_out, i64 norm_out_stride, f32 eps, f32 offset"
+)
+_REGIONS = "i32* arrived_regions"
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm of each row."""
+
+    kind: str
+    """``"rms"`` or ``"layer"``."""
+    weight: Any
+    bias: Any
+    eps: float
+    offset: float = 0.0
+    """Added to the weight of an rms norm."""
+    out: Any = None
+    """Where the normalized rows are written; None: nowhere."""
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Return the members of the struct in `prologue.cuh`."""
+        stride = 0 if self.out is None else self.out.strides[0] // 4
+        return (self.weight, self.bias, self.out, stride, self.eps, self.offset)
+
+
+class Epilogue:
+    """What the results of a product go through."""
+
+    number = 0
+    """Its macro in `epilogues.cuh`."""
+    parameters = ""
+
+    @property
+    def defines(self) -> tuple[tuple[str, str | int], ...]:
+        """Return further macros."""
+        return ()
+
+    def n_regions(self, n_rows: int) -> int:
+        """Return how many regions (`regions.cuh`) a matrix of so many rows has."""
+        return 0
+
+    def shared_bytes(self, n_rows: int, n_tokens: int) -> int:
+        """Return the dynamic shared memory that it needs."""
+        return 0
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """Return the arguments behind the regions' counters."""
+        return ()
+
+
+NOTHING = Epilogue()
+
+
+@dataclass(frozen=True)
+class Activation(Epilogue):
+    """An activation of each result."""
+
+    activation: str
+    number = 1
+
+    @property
+    def defines(self) -> tuple[tuple[str, str | int], ...]:
+        """See `Epilogue.defines`."""
+        return (("FUNCTION", FUNCTIONS[self.activation]),)
+
+
+@dataclass(frozen=True)
+class Gate(Epilogue):
+    """``out = activation(gate) * up``, the halves of the results."""
+
+    activation: str
+    out: Any
+    gate_first: bool = True
+    number = 2
+    parameters = "f32* gated, i64 gated_stride, i32 width, i32 gate, i32 up, i32 padding"
+
+    @property
+    def defines(self) -> tuple[tuple[str, str | int], ...]:
+        """See `Epilogue.defines`."""
+        return (("FUNCTION", FUNCTIONS[self.activation]),)
+
+    def n_regions(self, n_rows: int) -> int:
+        """See `Epilogue.n_regions`."""
+        return ceil_div(n_rows // 2, _GATE_PIECE)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """See `Epilogue.arguments`."""
+        width = self.out.shape[1]
+        gate, up = (0, width) if self.gate_first else (width, 0)
+        return (self.out, self.out.strides[0] // 4, width, gate, up, 0)
+
+
+@dataclass(frozen=True)
+class Heads(Epilogue):
+    """Heads of queries, keys and values: normalized, rotated, keys and values written to pages."""
+
+    head_dim: int
+    first: int
+    """Number of the matrix's first head; queries come first, then keys, then values."""
+    n_q: int
+    n_k: int
+    positions: Any
+    """int32 (T,): as `batch_indices`, `kv_indices` and `kv_indptr` those of
+    `nbflow_kernels.append_paged_kv_cache`."""
+    batch_indices: Any
+    kv_indices: Any
+    kv_indptr: Any
+    keys: Any
+    values: Any
+    kinds: tuple[int, int]
+    """Formats of keys and of values (`nbflow_kernels.kvcache.rows.KINDS`)."""
+    kv_layout: str
+    q_weight: Any = None
+    """float32 (head_dim,): of the rms norm of each query head; None: no norm."""
+    k_weight: Any = None
+    eps: float = 0.0
+    offset: float = 0.0
+    cos_sin: Any = None
+    """float32 (positions, 2 * half), or None: nothing is rotated."""
+    is_neox: bool = True
+    number = 3
+    parameters = (
+        "f32*? q_weight, f32*? k_weight, f32*? cos_sin, i32* positions, i32* batch_indices, "
+        "i32* kv_indices, i32* kv_indptr, any* keys, i64 k_page, i64 k_token, i64 k_head, "
+        "any* values, i64 v_page, i64 v_token, i64 v_head, i32 head_dim, i32 first, i32 n_q, "
+        "i32 n_k, i32 half, i32 is_neox, i32 n_positions, i32 n_requests, i32 n_pages, "
+        "i32 page_size, f32 head_eps, f32 head_offset"
+    )
+
+    @property
+    def defines(self) -> tuple[tuple[str, str | int], ...]:
+        """See `Epilogue.defines`."""
+        return tuple(
+            (f"{which}_FORMAT", format_type(kind).replace(" ", ""))
+            for which, kind in zip("KV", self.kinds, strict=True)
+        )
+
+    def n_regions(self, n_rows: int) -> int:
+        """See `Epilogue.n_regions`."""
+        return n_rows // self.head_dim
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """See `Epilogue.arguments`."""
+        table = self.cos_sin
+        half, n_positions = (0, 0) if table is None else (table.shape[1] // 2, len(table))
+        page_size = self.keys.shape[1 if self.kv_layout == "NHD" else 2]
+        return (
+            self.q_weight, self.k_weight, table, self.positions, self.batch_indices,
+            self.kv_indices, self.kv_indptr, self.keys, *strides(self.keys, self.kv_layout),
+            self.values, *strides(self.values, self.kv_layout), self.head_dim, self.first,
+            self.n_q, self.n_k, half, int(self.is_neox), n_positions, len(self.kv_indptr) - 1,
+            self.keys.shape[0], page_size, self.eps, self.offset,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RowNorm(Epilogue):
+    """A norm of the rows of results, written to `norm.out`, or times `added`, if not 0, added."""
+
+    norm: Norm
+    added: float = 0.0
+    number = 4
+    parameters = (
+        "f32*? row_weight, f32*? row_bias, f32* rows_out, i64 rows_out_stride, f32 row_eps, "
+        "f32 row_offset, f32 row_added, i32 padding"
+    )
+
+    @property
+    def defines(self) -> tuple[tuple[str, str | int], ...]:
+        """See `Epilogue.defines`."""
+        return (("ROW_NORM", NORM_KINDS[self.norm.kind]),)
+
+    def n_regions(self, n_rows: int) -> int:
+        """See `Epilogue.n_regions`."""
+        return 1
+
+    def shared_bytes(self, n_rows: int, n_tokens: int) -> int:
+        """See `Epilogue.shared_bytes`."""
+        return 4 * n_tokens * ceil_div(n_rows, _NORM_CHUNK)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """See `Epilogue.arguments`."""
+        return (*self.norm.arguments, self.added, 0)
+
+
+def can_fuse(device: KernelDevice, w: Any, n_tokens: int, activations: str) -> bool:
+    """Return whether `product` takes a weight and so many rows."""
+    return (
+        isinstance(w, QuantTensor)
+        and not w.is_float
+        and not w.format.decodes_from_storage
+        and w.outliers is None
+        and activations in ("f32", "int8")
+        and n_tokens <= FEW
+        and FewShape.of(device, w.units(), n_tokens) is not None
+    )
+
+
+def product(
+    x: Any, w: QuantTensor, bias: Any, out: Any, *, rows: Any = None, norm: Norm | None = None,
+    then: Epilogue = NOTHING, added: float = 0.0, int8: bool = False,
+) -> None:  # fmt: skip
+    """Multiply up to 8 rows, normalized by `norm`, and go on as `then` says.
+
+    Parameters
+    ----------
+    x : array of float32, shape (T, K)
+        The rows, or where `rows` (int32, as many as `out` has) chooses them from.
+    w : QuantTensor, shape (N, K)
+        One that `can_fuse` accepts.
+    bias : array of float32, shape (N,), or None
+        Added to the results.
+    out : array of float32, shape (T, N)
+        The results before `then`, except that an `Activation` is applied to them.
+    rows : array of int32, optional
+        Which rows of `x`.
+    norm : Norm, optional
+        Of the rows; its `out` must not be `x`, which all thread blocks read.
+    then : Epilogue
+        What comes behind.
+    added : float
+        Not 0: results times this are added to what `out` holds.
+    int8 : bool
+        Whether activations are rounded to the grid of 8 bits.
+    """
+    if not len(out):
+        return
+    device, units = device_of(x), w.units()
+    shape = FewShape.of(device, units, len(out))
+    assert shape is not None
+    arguments = few_arguments(shape, x, units, bias, added, int8, out, rows)
+    if norm is not None:
+        arguments += norm.arguments
+    n_regions = then.n_regions(units.n_rows)
+    if n_regions:
+        arrived = workspace(device, "qmatmul regions", n_regions, "i4", zero=True)
+        arguments += (arrived, *then.arguments)
+    kind = 0 if norm is None else _NUMBERS[norm.kind]
+    _kernel(units.form, shape.tokens, is_whole(units), kind, type(then), then.defines)(  # type: ignore[arg-type]
+        (shape.grid, shape.parts), 32 * WARPS, arguments,
+        max(shape.shared, then.shared_bytes(units.n_rows, len(out))),
+    )  # fmt: skip
+
+
+@cache
+def _kernel(
+    form: UnitForm, tokens: int, whole: bool, norm: int, then: type[Epilogue],
+    more: tuple[tuple[str, str | int], ...],
+) -> Kernel:  # fmt: skip
+    """Return `few_rows` with a prologue and an epilogue."""
+    parts = [FEW_PARAMETERS]
+    if norm:
+        parts.append(_NORM)
+    if then.parameters:
+        parts += [_REGIONS, then.parameters]
+    defines: dict[str, str | int] = {
+        **form.defines(), "TOKENS": tokens, "WARPS": WARPS, "WHOLE": int(whole), "NORM": norm,
+        "EPILOGUE": then.number, **dict(more),
+    }  # fmt: skip
+    return cpp_kernel(__file__, "few_rows.cu", "few_rows", ", ".join(parts), defines=defines)

@@ -1,0 +1,150 @@
+"""From fusions (`nbflow.execute.fusions`) to launches of one kernel each."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from nbflow.cache.storage import LAYOUT
+from nbflow.execute.bind import PythonOp
+from nbflow.execute.fusions import ACTIVATION, ADD, GATE, HEADS, ROW_NORM, Fusion
+from nbflow.program.records import Op
+from nbflow_kernels.cuda import device_of
+from nbflow_kernels.qmatmul import fused
+
+if TYPE_CHECKING:
+    from nbflow.execute.bind_cuda import CudaBinder
+
+
+def bind_fused(binder: CudaBinder, fusion: Fusion) -> PythonOp | None:
+    """Return the launches of a fusion: one for each matrix; None if no kernel takes it."""
+    return _FusedBinder(binder, fusion).bind()
+
+
+class _FusedBinder:
+    """Binds one fusion."""
+
+    def __init__(self, binder: CudaBinder, fusion: Fusion) -> None:
+        self._binder, self._fusion = binder, fusion
+        self._executor = binder.executor
+        self._ops = self._executor.program.ops
+        self._linear = self._ops[fusion.linear]
+        self._weights = self._executor.weights
+        self._pieces = self._weights.operands[fusion.linear]
+
+    def bind(self) -> PythonOp | None:
+        """See `bind_fused`."""
+        fusion, out = self._fusion, self._out()
+        x, rows = self._source()
+        device, activations = device_of(out), self._executor.activations
+        if not all(fused.can_fuse(device, w, len(out), activations) for w in self._pieces):
+            return None
+        starts = [0]
+        for weight in self._pieces:
+            starts.append(starts[-1] + weight.shape[0])
+        if not self._takes_pieces(starts):
+            return None
+        bias, added = self._weights.bias[fusion.linear], self._added()
+        norm, int8 = self._norm(), activations == "int8"
+        launches = []
+        for weight, start, end in zip(self._pieces, starts, starts[1:], strict=False):
+            some_bias = None if bias is None else bias[start:end]
+            then = self._then(start)
+            launches.append((weight, some_bias, out[:, start:end], norm, then))
+            norm = None if norm is None else replace(norm, out=None)  # the first has written it
+
+        def launch() -> None:
+            for weight, some_bias, part, norm, then in launches:
+                fused.product(
+                    x, weight, some_bias, part, rows=rows, norm=norm, then=then, added=added,
+                    int8=int8,
+                )  # fmt: skip
+
+        return PythonOp(self._linear.kind, launch)
+
+    def _source(self) -> tuple[Any, Any]:
+        """Return what is normalized or multiplied, and which of its rows."""
+        fusion, arrays = self._fusion, self._binder.arrays
+        if fusion.take is not None:
+            return self._executor.view(self._ops[fusion.take].inputs[0], len(arrays.ids), 0), (
+                arrays.logit_rows
+            )
+        op = self._linear if fusion.norm is None else self._ops[fusion.norm]
+        return self._binder.view(op.inputs[0]), None
+
+    def _out(self) -> Any:
+        """Return where the product goes."""
+        fusion = self._fusion
+        direct = {ACTIVATION: fusion.gate, ADD: fusion.add}.get(fusion.behind)
+        return self._binder.view((self._linear if direct is None else self._ops[direct]).out)
+
+    def _added(self) -> float:
+        """Return what results are multiplied with and added to what is there; 0 replaces it."""
+        if self._fusion.behind == ADD:
+            assert self._fusion.add is not None
+            return float(self._ops[self._fusion.add].attrs.get("scale", 1.0))
+        return float(bool(self._linear.attrs.get("accumulate")))
+
+    def _takes_pieces(self, starts: list[int]) -> bool:
+        """Return whether what comes behind can be done matrix by matrix."""
+        if len(self._pieces) == 1 or self._fusion.behind in ("", ACTIVATION, ADD):
+            return True
+        head_dim = self._executor.program.spec.head_dim
+        return self._fusion.behind == HEADS and all(start % head_dim == 0 for start in starts)
+
+    def _norm(self) -> fused.Norm | None:
+        """Return the norm in front."""
+        if self._fusion.norm is None:
+            return None
+        op = self._ops[self._fusion.norm]
+        out = self._binder.view(op.out) if self._fusion.keeps_norm else None
+        return self._norm_of(self._fusion.norm, op, out)
+
+    def _norm_of(self, index: int, op: Op, out: Any) -> fused.Norm:
+        weight, bias = (*self._weights.operands[index], None, None)[:2]
+        # the offset of a layer norm is part of its weights
+        offset = op.attrs.get("offset", 0.0) if op.attrs["norm"] == "rms" else 0.0
+        return fused.Norm(op.attrs["norm"], weight, bias, op.attrs["eps"], offset, out)
+
+    def _then(self, first_row: int) -> fused.Epilogue:
+        """Return what comes behind the matrix that begins at a row."""
+        fusion = self._fusion
+        if fusion.behind == HEADS:
+            return self._heads(first_row)
+        if fusion.behind == ROW_NORM:
+            assert fusion.row_norm is not None
+            add = None if fusion.add is None else self._ops[fusion.add]
+            norm = self._ops[fusion.row_norm]
+            out = self._binder.view((norm if add is None else add).out)
+            added = 0.0 if add is None else add.attrs.get("scale", 1.0)
+            return fused.RowNorm(self._norm_of(fusion.row_norm, norm, out), added)
+        if fusion.behind in (GATE, ACTIVATION):
+            assert fusion.gate is not None
+            op = self._ops[fusion.gate]
+            if fusion.behind == ACTIVATION:
+                return fused.Activation(op.attrs["activation"])
+            return fused.Gate(op.attrs["activation"], self._binder.view(op.out))
+        return fused.NOTHING
+
+    def _heads(self, first_row: int) -> fused.Heads:
+        fusion, executor, arrays = self._fusion, self._executor, self._binder.arrays
+        program, storage = executor.program, executor.storage
+        assert fusion.append is not None
+        layer = self._ops[fusion.append].layer
+        assert layer is not None
+        keys, values = storage.layers[layer]
+        norms = [i for i in (fusion.q_norm, fusion.k_norm) if i is not None]
+        attrs = self._ops[norms[0]].attrs if norms else {}
+        weights = [
+            None if i is None else self._weights.operands[i][0]
+            for i in (fusion.q_norm, fusion.k_norm)
+        ]
+        rope = None if fusion.rope is None else self._ops[fusion.rope].attrs["rope"]
+        return fused.Heads(
+            program.spec.head_dim, first_row // program.spec.head_dim, program.n_heads,
+            program.n_kv_heads, arrays.positions, arrays.batch_indices, arrays.kv_indices,
+            arrays.kv_indptr, keys, values, storage.kinds, LAYOUT, weights[0], weights[1],
+            attrs.get("eps", 0.0), attrs.get("offset", 0.0),
+            None if rope is None else executor.rope_table(rope),
+            rope is None or rope.style == "half",
+        )  # fmt: skip

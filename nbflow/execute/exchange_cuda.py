@@ -1,0 +1,78 @@
+"""Exchanges between ranks whose arrays are on devices.
+
+Where `nbflow.parallel.links` has found a way from device to device it is taken, on the current
+stream; otherwise the arrays go through the host's memory.  Sums that are rounded to bytes always
+do: they are for slow links between hosts.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+
+from nbflow.execute.bind import Binder, Made
+from nbflow.parallel.comm import Comm
+from nbflow.program.cost import is_rounded
+from nbflow.program.records import Op
+
+
+class CudaExchanges(Binder):
+    """The part of a `Binder` that makes exchanges."""
+
+    def _all_reduce(self, op: Op, index: int) -> Made:
+        ranks, x = op.attrs["ranks"], self._view(op.out)
+        link = self._executor.links.groups.get(ranks)
+        if link is not None and not is_rounded(op):
+            return self._exchange(op, functools.partial(link.Allreduce, x))
+        group = self._executor.groups[ranks]
+        reduce = group.Allreduce_q8 if is_rounded(op) else group.Allreduce
+
+        def call() -> None:
+            host = x.get()
+            reduce(host)
+            x.set(host)
+
+        return self._exchange(op, call)
+
+    def _all_gather(self, op: Op, index: int) -> Made:
+        ranks, widths = op.attrs["ranks"], op.attrs["widths"]
+        x, out = self._view(op.inputs[0]), self._view(op.out)
+        link = self._executor.links.groups.get(ranks)
+        if link is not None:
+            return self._exchange(op, functools.partial(link.Allgather_columns, x, out, widths))
+        group = self._executor.groups[ranks]
+
+        def call() -> None:
+            host = np.empty(out.shape, np.float32)
+            group.Allgather_columns(x.get(), host, widths)
+            out.set(host)
+
+        return self._exchange(op, call)
+
+    def _send(self, op: Op, index: int) -> Made:
+        x = self._view(op.inputs[0])
+        peers = [self._executor.numbers.index(rank) for rank in op.attrs["peers"]]
+        link = self._executor.links.comm
+
+        def call() -> None:
+            comm: Comm = link or self._executor.comm
+            array: Any = x if link else x.get()
+            for peer in peers:
+                comm.Send_later(array, peer)
+
+        return self._exchange(op, call)
+
+    def _recv(self, op: Op, index: int) -> Made:
+        peer, out = self._executor.numbers.index(op.attrs["peer"]), self._view(op.out)
+        link = self._executor.links.comm
+        if link is not None:
+            return self._exchange(op, functools.partial(link.Recv, out, peer))
+
+        def call() -> None:
+            host = np.empty(out.shape, np.float32)
+            self._executor.comm.Recv(host, peer)
+            out.set(host)
+
+        return self._exchange(op, call)

@@ -1,0 +1,194 @@
+"""Which ops of a program one CUDA kernel runs: a list of patterns, looked for op after op.
+
+A fusion is a product with weights, what comes in front of it and what comes behind:
+
+in front   ``norm``, or ``take_rows`` and ``norm``; what is normalized is written too if a later op
+           reads it
+behind     `HEADS`: norms of the heads of q and k, ``rope``, ``append_kv``; `GATE`; `ACTIVATION`;
+           `ROW_NORM`: a norm of the results, and their sum with the residual; `ADD`: a scaled sum
+
+Patterns see the program alone.  Whether a kernel takes the weights and the rows of a step is asked
+when it is bound (`nbflow.execute.bind_fused`); what no kernel takes runs op by op, to the same
+bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from nbflow.program.records import Op, Program
+
+HEADS, GATE, ACTIVATION, ROW_NORM, ADD = "heads", "gate", "activation", "row norm", "add"
+
+
+@dataclass(frozen=True)
+class Fusion:
+    """Neighbouring ops that one kernel runs; numbers are places in the program."""
+
+    first: int
+    linear: int
+    last: int
+    take: int | None = None
+    """The ``take_rows`` in front."""
+    norm: int | None = None
+    """The norm in front."""
+    keeps_norm: bool = False
+    """Whether what it gives is read by others too."""
+    behind: str = ""
+    """What comes behind: `HEADS`, ..."""
+    q_norm: int | None = None
+    k_norm: int | None = None
+    rope: int | None = None
+    append: int | None = None
+    row_norm: int | None = None
+    add: int | None = None
+    gate: int | None = None
+    """The gate or the activation."""
+
+
+def find_fusions(program: Program) -> dict[int, tuple[Fusion, ...]]:
+    """Return the fusions that begin at each op, the one of most ops first."""
+    finder = _Finder(program)
+    found = {i: tuple(finder.fusions(i)) for i in range(len(program.ops))}
+    return {i: fusions for i, fusions in found.items() if fusions}
+
+
+class _Finder:
+    """Looks for the patterns in a program."""
+
+    def __init__(self, program: Program) -> None:
+        self._program, self._ops = program, program.ops
+        self._behind: tuple[Callable[[Fusion], Fusion | None], ...] = (
+            self._heads, self._gate, self._activation, self._row_norm, self._scaled_add,
+        )  # fmt: skip
+
+    def fusions(self, i: int) -> Iterator[Fusion]:
+        """Return the fusions that begin at an op."""
+        start = self._in_front(i)
+        if start is None:
+            return
+        for pattern in self._behind:
+            whole = pattern(start)
+            if whole is not None:
+                yield whole
+        if start.norm is not None:
+            yield start
+
+    def _op(self, i: int, kind: str) -> Op | None:
+        """Return op `i` if it is of a kind."""
+        return self._ops[i] if i < len(self._ops) and self._ops[i].kind == kind else None
+
+    def _in_front(self, i: int) -> Fusion | None:
+        """Return the product at an op, with the norm in front of it."""
+        take = self._op(i, "take_rows")
+        at = i if take is None else i + 1
+        norm = self._op(at, "norm")
+        if norm is None:
+            is_product = take is None and self._op(i, "linear") is not None
+            return Fusion(i, i, i) if is_product else None
+        linear = self._op(at + 1, "linear")
+        whole_rows = not norm.attrs.get("per_head") and "columns" not in norm.attrs
+        if linear is None or linear.inputs != (norm.out,) or not whole_rows or len(norm.inputs) > 1:
+            return None
+        in_place = norm.inputs[0] == norm.out  # all thread blocks read what is normalized
+        if in_place and (take is None or take.out != norm.out or take.inputs[0] == norm.out):
+            return None
+        if not in_place and take is not None:
+            return None
+        # rows behind the layers are asked for from outside
+        keeps = self._is_read(norm.out, at + 2) or take is not None
+        return Fusion(
+            i, at + 1, at + 1, take=None if take is None else i, norm=at, keeps_norm=keeps
+        )
+
+    # ---- what comes behind --------------------------------------------------------------------
+
+    def _heads(self, start: Fusion) -> Fusion | None:
+        linear, i = self._ops[start.linear], start.linear + 1
+        offsets = [self._offset(name, linear.out) for name in "qkv"]
+        if None in offsets or sorted(offsets) != offsets or linear.attrs:  # type: ignore[type-var]
+            return None
+        found = replace(start, behind=HEADS)
+        for name in "qk":
+            norm = self._op(i, "norm")
+            if norm is not None and norm.out == name and self._is_head_norm(norm):
+                found = replace(found, q_norm=i) if name == "q" else replace(found, k_norm=i)
+                i += 1
+        rope = self._op(i, "rope")
+        if rope is not None and rope.inputs == ("q", "k") and not rope.attrs.get("first"):
+            found, i = replace(found, rope=i), i + 1
+        append = self._op(i, "append_kv")
+        if append is None or append.inputs != ("k", "v") or not self._same_norms(found):
+            return None
+        return replace(found, append=i, last=i)
+
+    @staticmethod
+    def _is_head_norm(norm: Op) -> bool:
+        by_itself = len(norm.inputs) == 1 and len(norm.weights) == 1
+        return bool(norm.attrs.get("per_head")) and norm.attrs["norm"] == "rms" and by_itself
+
+    def _same_norms(self, found: Fusion) -> bool:
+        """Return whether the norms of queries and keys differ in their weights alone."""
+        norms = [self._ops[i].attrs for i in (found.q_norm, found.k_norm) if i is not None]
+        return all(attrs == norms[0] for attrs in norms)
+
+    def _offset(self, name: str, base: str) -> int | None:
+        """Return where a buffer begins in another one that it is a band of, or None."""
+        buffer = self._program.buffers.get(name)
+        return None if buffer is None or buffer.base != base else buffer.offset
+
+    def _gate(self, start: Fusion) -> Fusion | None:
+        i = start.linear + 1
+        gate = self._op(i, "gate")
+        if gate is None or gate.inputs != (self._ops[start.linear].out,):
+            return None
+        return replace(start, behind=GATE, gate=i, last=i)
+
+    def _activation(self, start: Fusion) -> Fusion | None:
+        i, product = start.linear + 1, self._ops[start.linear]
+        op = self._op(i, "activation")
+        if op is None or op.inputs != (product.out,) or product.attrs.get("accumulate"):
+            return None
+        if op.out != product.out and self._is_read(product.out, i + 1):
+            return None
+        return replace(start, behind=ACTIVATION, gate=i, last=i)
+
+    def _row_norm(self, start: Fusion) -> Fusion | None:
+        i, product = start.linear + 1, self._ops[start.linear]
+        norm = self._op(i, "norm")
+        if norm is None or norm.inputs != (product.out,) or norm.attrs.get("per_head"):
+            return None
+        if norm.out != product.out or "columns" in norm.attrs:
+            return None
+        found = replace(start, behind=ROW_NORM, row_norm=i, last=i)
+        add = self._op(i + 1, "add")
+        if add is not None and add.inputs == (norm.out,) and not self._is_read(norm.out, i + 2):
+            found = replace(found, add=i + 1, last=i + 1)
+        return found
+
+    def _scaled_add(self, start: Fusion) -> Fusion | None:
+        i, product = start.linear + 1, self._ops[start.linear]
+        add = self._op(i, "add")
+        if add is None or add.inputs != (product.out,) or product.attrs.get("accumulate"):
+            return None
+        if self._is_read(product.out, i + 1):
+            return None
+        return replace(start, behind=ADD, add=i, last=i)
+
+    def _is_read(self, name: str, start: int) -> bool:
+        """Return whether an op from `start` on reads what a buffer holds before it."""
+        for op in self._ops[start:]:
+            reads = {self._base(n) for n in op.inputs}
+            if op.attrs.get("accumulate") or op.kind in ("add", "all_reduce", "scale_rows"):
+                reads.add(self._base(op.out))
+            if self._base(name) in reads:
+                return True
+            if op.out == name:
+                return False
+        return False
+
+    def _base(self, name: str) -> str:
+        """Return the buffer that a band belongs to."""
+        buffer = self._program.buffers.get(name)
+        return name if buffer is None or buffer.base is None else buffer.base

@@ -1,0 +1,60 @@
+"""Which matrices read what a norm gives: the places where factors and rotations can go."""
+
+from __future__ import annotations
+
+from nbflow.spec.model_spec import ModelSpec
+
+_ATTENTION = ("attn.q", "attn.k", "attn.v")
+_LATENT = ("attn.q", "attn.q_a", "attn.kv_a")
+_FEED_FORWARD = ("ffn.gate", "ffn.up")
+
+
+def norm_readers(spec: ModelSpec) -> dict[str, tuple[str, ...]]:
+    """Return our names of the norms before sublayers and head -> the matrices that read them.
+
+    All that read a norm are there, so that what it gives may change if they change with it.  A tied
+    head reads the last norm too, but is none of them: it is the embedding.  Empty for models whose
+    norms come after the sublayers, as what those give is added to the residual stream.
+    """
+    shapes = spec.tensor_shapes()
+    readers: dict[str, tuple[str, ...]] = {}
+    if spec.norm_place not in ("pre", "sandwich"):
+        return readers
+    for i in range(spec.n_layers):
+        prefix = f"layers.{i}."
+        attention = [f"{prefix}{name}.weight" for name in _attention(spec)]
+        forward = _forward(spec, i)
+        if spec.residual == "parallel":
+            readers[f"{prefix}attn_norm"] = (*attention, *forward)
+        else:
+            readers[f"{prefix}attn_norm"] = tuple(attention)
+            readers[f"{prefix}ffn_norm"] = tuple(forward)
+        if spec.encoder is not None:
+            readers[f"{prefix}cross_norm"] = (f"{prefix}cross.q.weight",)
+    if spec.head and spec.final_norm and not spec.tied_head and not spec.head_transform:
+        readers["final_norm"] = ("embed.out.weight",) if "embed.out.weight" in shapes else (
+            "head.weight",
+        )  # fmt: skip
+    return readers
+
+
+def _attention(spec: ModelSpec) -> tuple[str, ...]:
+    if spec.latent is None:
+        return _ATTENTION
+    return _LATENT[1:] if spec.latent.q_rank else (_LATENT[0], _LATENT[2])
+
+
+def _forward(spec: ModelSpec, layer: int) -> list[str]:
+    """Return the matrices that read the feed-forward network's input, the router's among them."""
+    prefix = f"layers.{layer}."
+    if not spec.has_experts(layer):
+        dense = _FEED_FORWARD if spec.gated else _FEED_FORWARD[1:]
+        return [f"{prefix}{name}.weight" for name in dense]
+    assert spec.moe is not None
+    names = ["router.weight"]
+    for j in range(spec.moe.n_experts):
+        names += [f"moe.{j}.gate.weight", f"moe.{j}.up.weight"]
+    if spec.moe.shared_size:
+        names += ["shared.gate.weight", "shared.up.weight"]
+        names += ["shared_gate.weight"] if spec.moe.shared_gate else []
+    return [prefix + name for name in names]

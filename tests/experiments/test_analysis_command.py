@@ -1,0 +1,126 @@
+"""`nbflow analyze`: its tables, its folder, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import h5py
+import numpy as np
+import pandas as pd
+import pytest
+from specs import write_llama
+
+from nbflow import cli
+from nbflow_experiments.analysis import Format, figures, tensor_errors
+from nbflow_experiments.analysis.folder import AnalysisFolder
+from nbflow_experiments.report.figure import NotDrawn
+from nbflow_kernels.errors import UsageError
+
+LABELS = ["q4 (plain)", "q3h (plain)"]
+SIZES = ["--tokens", "64", "--window", "32"]
+
+
+def analyze(*words: str) -> int:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["analyze", *words])
+    assert isinstance(end.value.code, int)
+    return end.value.code
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("analyze") / "out"
+    words = ["tiny_python", "--weights", "q4,q3h", "--parts", "tensors,layers,attribution"]
+    words += ["--encoder", "plain", "--by", "layer"]
+    assert analyze(*words, *SIZES, "--out", str(out)) == 0
+    return out
+
+
+def test_the_folder_is_complete_and_reads_back(folder: Path) -> None:
+    read = AnalysisFolder(folder)
+    settings = read.settings
+    tables = {name: read.read(name) for name in settings["tables"]}
+    rows = {name: len(table) for name, table in tables.items()}
+    assert rows == {
+        "tensors": 2 * 28, "totals": 2, "layers": 2 * 4, "models": 2, "modules": 2 * 28,
+        "units": 2 * 4, "sums": 2,
+    }  # fmt: skip
+    fresh = tensor_errors("tiny_python", [Format("q4", "plain"), Format("q3h", "plain")])
+    pd.testing.assert_frame_equal(tables["tensors"], fresh, check_dtype=False, check_exact=True)
+    assert (settings["windows"], settings["window"], settings["weights"]) == (2, 32, LABELS)
+    provenance = json.loads((folder / "provenance.json").read_text())
+    assert provenance["finished"] >= provenance["started"]
+    assert {p.name for p in (folder / "figures").iterdir()} == {
+        f"{name}.{kind}" for name in ("tensors", "layers", "attribution") for kind in ("png", "svg")
+    }
+    with pytest.raises(UsageError, match=r"no kv_layers.csv; it has tensors"):
+        read.read("kv_layers")
+
+
+def test_histograms(folder: Path) -> None:
+    name = "layers.2.ffn.down.weight"
+    with h5py.File(folder / "analysis.h5") as file:
+        group = file[f"tensors/{LABELS[1]}/{name}"]
+        assert group["rows"][:].sum() == 256
+        assert group["columns"][:].sum() == 768
+        assert group["blocks"][:].sum() == 256 * 768 / 64
+        assert group["errors"][:].sum() == group["codes"][:].sum() == 256 * 768
+        assert len(group["codes"]) == 11
+        edges = file[group["rows"].attrs["edges"]][:]
+        counts = group["rows"][:]
+        table = AnalysisFolder(folder).read("tensors").set_index(["weights", "tensor"])
+        largest = table.row_error_largest[LABELS[1], name]
+        top = np.flatnonzero(counts)[-1]
+        assert edges[top] <= largest < edges[top + 1]
+        tokens = file[f"tokens/layers/{LABELS[0]}"]
+        assert tokens.shape == (4, len(edges) - 1)
+        assert (tokens[:].sum(axis=1) == 62).all()  # the last token of a window is predicted only
+        assert file[f"weights/{name}"][:].sum() == 256 * 768
+
+
+def test_tables_are_printed(capsys: Any) -> None:
+    assert analyze("tiny_python", "--weights", "q4,q4_0", "--encoder", "plain") == 0
+    printed = capsys.readouterr().out
+    assert "== totals" in printed
+    assert "q4 (plain)" in printed
+    assert "the first 40 of 56 rows" in printed
+    words = ["--weights", "q4", "--tensors", "layers.0.attn.q.weight", "--json"]
+    assert analyze("tiny_python", *words) == 0
+    (row,) = json.loads(capsys.readouterr().out)["tensors"]
+    assert row["tensor"] == "layers.0.attn.q.weight"
+    assert row["stored_bits"] == 5.0
+
+
+def test_what_is_refused(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    llama = tmp_path / "llama"
+    write_llama(llama, n_layers=1)
+    (tmp_path / "empty.py").write_text("")
+    for words, message in (
+        (["tiny_python", "--formats", str(tmp_path / "empty.py")], "registers no format"),
+        (["tiny_python"], "give --weights FORMAT"),
+        (["tiny_python", "--weights", "q4", "--parts", "layer"], "did you mean 'layers'"),
+        (["tiny_python", "--weights", "q4,q4"], "names something twice"),
+        (["tiny_python", "--weights", "q4", "--out", str(folder)], "holds an analysis"),
+        (["tiny_python", "--weights", "q4", "--tensors", "*.wq"], "no matrix of tiny_python"),
+        (["tiny_python", "--weights", "q4", "--encoder", "awk"], "encoder must be one of"),
+        ([str(llama), "--weights", "q4", "--parts", "layers"], "brings no eval.txt"),
+        (
+            ["tiny_python", "--weights", "q4", "--parts", "layers", "--tokens", "8"],
+            "at least one window",
+        ),
+        (
+            ["tiny_python", "--weights", "q4", "--parts", "layers", "--text", "none.txt"],
+            "there is no file none.txt",
+        ),
+        (["tiny_python", "--against", str(llama)], "is it that model"),
+    ):
+        assert analyze(*words) == 2, words
+        assert message in capsys.readouterr().err
+
+
+def test_figures_say_what_they_lack() -> None:
+    for draw in figures.FIGURES.values():
+        with pytest.raises(NotDrawn, match="no table"):
+            draw({})

@@ -1,0 +1,114 @@
+"""Sweeps over exchanges and partitions that the planner chooses, with what it predicts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from launching import MPIRUN, mpirun
+
+from nbflow.planner import (
+    Device,
+    Link,
+    Machine,
+    Setting,
+    Workload,
+    planned_model,
+    predict,
+    written_machine,
+)
+from nbflow_experiments.grammar import load_sweep
+from nbflow_experiments.sweep import SweepOptions, run_sweep
+from nbflow_kernels.errors import UsageError
+
+SWEEP = """
+[sweep]
+name = "two"
+measures = ["decode", "traffic", "memory"]
+[settings]
+model = "tiny_python"
+weights = "q8"
+prompt = 8
+decode = 2
+repeats = 1
+warmup = 0
+threads = 1
+machine = "MACHINE"
+[axes]
+partition = ["0&1", "auto"]
+exchange = ["f32", "q8"]
+[[exclude]]
+partition = "auto"
+exchange = "q8"
+"""
+
+
+@pytest.fixture
+def machine(tmp_path: Path) -> Machine:
+    """Return a machine with so fast a link that two ranks are better than one."""
+    device = Device("d", 1e9, 1e9, {"f32": 1e12})
+    found = Machine("m", (device,) * 2, 2, {"host": Link(1e-9, 1e12)})
+    (tmp_path / "m.toml").write_text(written_machine(found))
+    return found
+
+
+@pytest.fixture
+def sweep(tmp_path: Path) -> Path:
+    path = tmp_path / "two.toml"
+    path.write_text(SWEEP.replace("MACHINE", str(tmp_path / "m.toml")))
+    return path
+
+
+def rows(folder: Path) -> pd.DataFrame:
+    types = {"partition": str, "partition_chosen": str}
+    return pd.read_csv(folder / "two" / "points.csv", dtype=types)
+
+
+def test_predictions_stand_beside_what_was_measured(sweep: Path, machine: Machine) -> None:
+    assert run_sweep(SweepOptions(sweep, sweep.parent)) == 0
+    table = rows(sweep.parent)
+    assert set(table.status) == {"done"}
+    assert list(table.partition_chosen) == ["0&1", "0&1", "0"]  # without mpirun there is one rank
+    for _, row in table.iterrows():
+        wanted = predict(
+            planned_model("tiny_python", "q8"), row.partition_chosen, machine, Workload(1, 8, 2),
+            Setting(activations="f32", exchange=row.exchange),
+        )  # fmt: skip
+        assert row.predicted_decode_tokens_per_s == pytest.approx(wanted.decode_tokens_per_s)
+        assert row.predicted_prefill_tokens_per_s == pytest.approx(wanted.prefill_tokens_per_s)
+        # what packing adds to the stored bits, 4 % at most
+        assert row.predicted_weight_bytes == pytest.approx(row.weight_bytes, rel=0.05)
+    exact, rounded, alone = table.itertuples()
+    # 32 / 9 on partial sums; the embedding's sum and the logits stay float32
+    assert 1.5 < exact.traffic_measured_bytes / rounded.traffic_measured_bytes < 32 / 9
+    # uniform within a step of max/127 of 32 numbers: 0.3 % to 0.8 % of their root mean square
+    assert 0.002 < rounded.exchange_error_relative < 0.01
+    assert pd.isna(exact.exchange_error_relative)
+    assert alone.traffic_measured_bytes == 0
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
+@pytest.mark.usefixtures("machine")
+def test_the_planner_chooses_for_the_ranks_of_a_sweep(sweep: Path) -> None:
+    arguments = ("sweep", str(sweep), "--out", str(sweep.parent))
+    only = ("--set", 'axes.partition=["auto"]', "--set", 'axes.exchange=["f32"]')
+    sweep.write_text(sweep.read_text().partition("[[exclude]]")[0])
+    done = mpirun(2, "-m", "nbflow.cli", *arguments, *only)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert list(rows(sweep.parent).partition_chosen) == ["0&1"]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ('axes.exchange=["q9"]', "unknown exchange 'q9'"),
+        ("settings.machine=nowhere", "unknown machine 'nowhere'"),
+        ("settings.optimize=speed", "unknown aim to optimize for 'speed'"),
+    ],
+)
+@pytest.mark.usefixtures("machine")
+def test_wrong_names_are_found_before_anything_runs(sweep: Path, override: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        load_sweep(sweep, [override])

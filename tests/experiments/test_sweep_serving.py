@@ -1,0 +1,129 @@
+"""The measures of serving, with the real engine at tiny size, and their arithmetic by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from nbflow_experiments.measures import batching, shared_prefix, speculation
+from nbflow_experiments.measures.base import Outcome
+from nbflow_experiments.serving import Answer, Round
+from nbflow_experiments.sweep import SweepOptions, run_sweep
+
+BASE = {
+    "model": ["tiny_python"],
+    "weights": ["f16"],
+    "prompt": ["72"],
+    "decode": ["8"],
+    "repeats": ["2"],
+    "warmup": ["0"],
+    "threads": ["1"],
+    "eval_tokens": ["512"],
+    "eval_window": ["128"],
+}
+
+
+def measure(tmp_path: Path, measures: str, **lists: str) -> pd.DataFrame:
+    asked = BASE | {name: [text] for name, text in lists.items()}
+    names = ('sweep.name="s"', f'sweep.measures=["{measures}"]')
+    assert run_sweep(SweepOptions(None, tmp_path, names, asked)) == 0
+    return pd.read_csv(tmp_path / "s" / "points.csv", dtype={"partition": str})
+
+
+def numbers(outcome: Outcome) -> dict[str, float]:
+    return {r.metric: r.value for r in outcome.readings if r.repeat is None}
+
+
+def answer(n: int, first: float = 0.0, cached: int = 0, drafted: int = 0, right: int = 0) -> Answer:
+    return Answer(tuple(range(n)), first, cached, drafted, right)
+
+
+def test_batching(tmp_path: Path) -> None:
+    table = measure(tmp_path, "batching", batch="1,5")
+    assert (table.batching_speedup > 0).all()
+    assert (table.batching_ttft_s > 0).all()
+    assert (table.sequential_ttft_s[table.batch == 5] > 0).all()
+    assert [batching.lengths(i, 8, 4) for i in range(5)] == [
+        (4, 6),
+        (12, 2),
+        (6, 5),
+        (10, 3),
+        (4, 6),
+    ]
+
+
+def test_batching_by_hand() -> None:
+    together = Round(2.0, (answer(6, 0.5), answer(4, 1.0)))
+    apart = Round(5.0, (answer(6, 0.5), answer(4, 4.0)))
+    found = numbers(batching.summary([(together, apart)] * 3))
+    assert found == {
+        "batching_tokens_per_s": 5.0,
+        "batching_ttft_s": 0.75,
+        "sequential_tokens_per_s": 2.0,
+        "sequential_ttft_s": 2.25,
+        "batching_speedup": 2.5,
+    }
+
+
+def test_batching_that_does_not_fit_is_a_row(tmp_path: Path) -> None:
+    asked = BASE | {"prompt": ["400"], "batch": ["2"]}  # the second prompt has 600 tokens
+    names = ('sweep.name="s"', 'sweep.measures=["batching"]')
+    assert run_sweep(SweepOptions(None, tmp_path, names, asked)) == 1
+    message = pd.read_csv(tmp_path / "s" / "points.csv").error_message[0]
+    assert "has 604 tokens, the context holds 512; lower them" in message
+
+
+def test_a_shared_prefix_is_read_once(tmp_path: Path) -> None:
+    table = measure(tmp_path, "shared_prefix", prefix="0,64,70", batch="2").set_index("prefix")
+    assert dict(table.prefix_cached_share) == {0: 0.0, 64: 64 / 72, 70: 70 / 72}
+    assert set(table.prefix_same_share) == {1.0}
+    assert (table.prefix_ttft_s > 0).all()
+
+
+def test_shared_prefix_by_hand() -> None:
+    cold = Round(9.0, (answer(2, 3.0), answer(2, 5.0)))
+    together = Round(9.0, (answer(2, 2.0), answer(2, 4.0)))
+    warm = Round(9.0, (answer(2, 1.0, cached=6), answer(3, 1.0, cached=2)))
+    found = numbers(shared_prefix.summary([(cold, together, warm)], prompt=8))
+    assert found == {
+        "prefix_cold_ttft_s": 4.0,
+        "prefix_together_ttft_s": 3.0,
+        "prefix_ttft_s": 1.0,
+        "prefix_ttft_speedup": 4.0,
+        "prefix_cached_share": 0.5,
+        "prefix_same_share": 0.5,  # the second request went on differently
+    }
+
+
+def test_speculation(tmp_path: Path) -> None:
+    table = measure(
+        tmp_path, "speculation", draft="ngram,tiny_python:f16", n_draft="2,4", batch="2"
+    ).set_index(["draft", "n_draft"])
+    assert set(table.speculation_same_share) == {1.0}
+    assert (table.speculation_tokens_per_step >= 1).all()
+    # the model itself with the same weights proposes what it says
+    own = table.loc["tiny_python:f16"]
+    assert set(own.speculation_accepted_share) == {1.0}
+    # 8 tokens: one from the prompt, then 2 + 1, 2 + 1 and 1 (or 4 + 1 and 2) a step
+    assert dict(own.speculation_tokens_per_step) == pytest.approx({2: 8 / 4, 4: 8 / 3})
+
+
+def test_speculation_by_hand() -> None:
+    plain = Round(3.0, (answer(6), answer(6)))
+    drafted = Round(2.0, (answer(6, drafted=8, right=4), answer(6, drafted=2, right=0)))
+    found = numbers(speculation.summary([(plain, drafted)]))
+    assert found == {
+        "plain_tokens_per_s": 4.0,
+        "speculation_tokens_per_s": 6.0,
+        "speculation_speedup": 1.5,
+        "speculation_tokens_per_step": 12 / 8,
+        "speculation_same_share": 1.0,
+        "speculation_accepted_share": 0.4,
+    }
+    silent = numbers(speculation.summary([(plain, plain)]))
+    assert "speculation_accepted_share" not in silent  # 0 of 0
+    assert silent["speculation_tokens_per_step"] == 1.0
+    assert np.isfinite(list(silent.values())).all()
