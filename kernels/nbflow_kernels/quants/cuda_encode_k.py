@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nbflow_kernels import cuda
-from nbflow_kernels.quants import cuda_lockstep, k_plain
+from nbflow_kernels.quants import cuda_lockstep, k_plain, lockstep
 from nbflow_kernels.quants.cuda import key_of
 from nbflow_kernels.quants.cuda_lockstep import twin
 
@@ -38,7 +38,7 @@ def _encoder(format: KFormat) -> cuda.Kernel:
 
     nc: Any = importlib.import_module("numba.cuda")
     offset_of = numbers.device(cuda_lockstep.scratch_offset)
-    vectors, vector, size = k_plain.VECTORS, k_plain.VECTOR, k_plain.SUPER
+    vectors, vector, size = k_plain.VECTORS, lockstep.VECTOR, k_plain.SUPER
     codes_at, scales_at, mins_at = k_plain.CODES, k_plain.SCALE_CODES, k_plain.MIN_CODES
     bits_at, bits_min_at = k_plain.BITS, k_plain.BITS_MIN
     sub_block, n_subs, block_bytes = format.form.sub_block, format.sub_blocks, format.block_bytes
