@@ -208,6 +208,8 @@ def test_hot_kernels_stay_in_registers(format: str, arch: str) -> None:
     # that change once for a row tile may lie in local memory; of `many_rows` one
     assert max(few.spill_stores or 0, few.spill_loads or 0) <= 32
     assert max(many.spill_stores or 0, many.spill_loads or 0) <= 4
+    # of a unit 16 steps of both halves of the activations, and of two chunks the same for sums
+    assert few.tensor_core == 2 * 16 + 2 * 2
     for facts in (few, many):
         assert (facts.fp64, facts.local_accesses) == (0, 0)
         assert facts.wide_loads > 0
