@@ -266,7 +266,7 @@ class ReplicaEngine(Engine):
 
     def stats(self) -> EngineStats:
         """Return the present numbers of all replicas together."""
-        parts = [vars(member.stats()) for member in self._members if member.alive]
+        parts = [vars(numbers) for numbers in self.replica_stats() if numbers is not None]
         total: dict[str, Any] = {name: 0 for name in EngineStats.__dataclass_fields__}
         total["finished"] = {}
         for part in parts:
@@ -279,5 +279,11 @@ class ReplicaEngine(Engine):
         return EngineStats(**total)
 
     def replica_stats(self) -> list[EngineStats | None]:
-        """Return the present numbers of each replica, None for those that have failed."""
-        return [member.stats() if member.alive else None for member in self._members]
+        """Return the present numbers of each replica, None for those that do not tell any."""
+        found: list[EngineStats | None] = []
+        for member in self._members:
+            found.append(None)
+            if member.alive:
+                with contextlib.suppress(TimeoutError, EngineClosed):
+                    found[-1] = member.stats()
+        return found
