@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     from nbflow.server.config import ServerConfig
 
 _OF_MODEL = (
-    "spec", "weights", "outliers", "activations", "kv", "partition", "optimize", "machine",
+    "spec", "weights", "outliers", "encoder", "importance", "act_order", "damping", "activations",
+    "kv", "partition", "optimize", "machine",
     "exchange", "device", "kv_host_percent", "embeddings_on_host", "cpu_layers", "tokenizer",
     "max_context", "threads",
 )  # fmt: skip
