@@ -42,10 +42,15 @@ bool_, dtype = np.bool_, np.dtype
 
 
 def reset(
-    *, memory_bytes: int = 1 << 30, checks: Checks | None = None, arch: str = "sm_80"
+    *,
+    memory_bytes: int = 1 << 30,
+    host_bytes: int = 1 << 28,
+    checks: Checks | None = None,
+    arch: str = "sm_80",
 ) -> None:
     """Start with an empty device; arrays made before must no longer be used."""
-    _State.device, _State.checks, _State.arch = Device(memory_bytes), checks or Checks(), arch
+    _State.device, _State.arch = Device(memory_bytes, host_bytes), arch
+    _State.checks = checks or Checks()
     _State.last, _State.constants, _State.n_launches = None, {}, 0
     _State.here = Here()
 
@@ -281,7 +286,7 @@ def memory_bytes() -> dict[str, int]:
         "device_bytes": device.device_bytes,
         "peak_device_bytes": device.peak_device_bytes,
         "mapped_bytes": device.mapped_bytes,
-        "total_bytes": device.heap.size,
+        "total_bytes": device.memory_bytes,
     }
 
 

@@ -180,6 +180,7 @@ def load(
         raise unknown_name("activations", activations, ACTIVATIONS)
     if max_step_tokens < 1:
         raise UsageError(f"max_step_tokens must be at least 1, got {max_step_tokens}")
+    status.progress("MPI")
     comm = comm or world()
     placement = Placement(kv_host_percent, embeddings_on_host, cpu_layers)
     if partition == "auto":
@@ -195,6 +196,7 @@ def load(
     whole = Plan("/".join(p.partition for p in plans), sum((p.ranks for p in plans), ()))
     places = find_places(device, len(whole.ranks), graphs)
     _check_ranks(whole, comm)
+    status.progress("the tokenizer")
     tok, why_none = _tokenizer(tokenizer, resolved.tokenizer)
     if tok is not None and resolved.prompt_template is not None:
         tok.prompt_template = resolved.prompt_template

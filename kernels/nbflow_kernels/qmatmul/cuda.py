@@ -118,7 +118,7 @@ def few_rows(x: Any, w: Units, bias: Any, accumulate: bool, int8: bool, out: Any
         few_rows(x[:half], w, bias, accumulate, int8, out[:half])
         few_rows(x[half:], w, bias, accumulate, int8, out[half:])
         return
-    _kernel(w.form, "few_rows.cu", "few_rows", FEW_PARAMETERS, shape.tokens)(
+    _kernel(w.form, "few_rows.cu", "few_rows", FEW_PARAMETERS, shape.tokens, is_whole(w))(
         (shape.grid, shape.parts), 32 * WARPS,
         few_arguments(shape, x, w, bias, float(accumulate), int8, out), shape.shared,
     )  # fmt: skip
@@ -150,7 +150,7 @@ def grouped(
     )
     shared = _few_bytes(form, tokens, w.n_columns, 1)
     grid = min(n_tiles, max(1, 2 * device.n_sms))
-    _kernel(form, "few_rows.cu", "few_rows", FEW_PARAMETERS, tokens)(
+    _kernel(form, "few_rows.cu", "few_rows", FEW_PARAMETERS, tokens, is_whole(w))(
         (grid, 1, n_matrices), 32 * WARPS,
         (
             w.data, x, bias, out, None, None, indptr, rows, n_tiles * tile_bytes, tile_bytes,
@@ -192,7 +192,8 @@ def row_tiles(form: UnitForm) -> int:
 
 def record_bytes(form: UnitForm, tokens: int) -> int:
     """Return the bytes of a staged chunk (`staging.cuh`)."""
-    return 512 * tokens + 32 * (CHUNK // form.sub_block) + 32
+    each = 512 + 8 * max(1, CHUNK // form.sub_block // 2) + 4
+    return ceil_div(tokens * each, 16) * 16
 
 
 def _few_bytes(form: UnitForm, tokens: int, n_columns: int, parts: int) -> int:
@@ -201,7 +202,12 @@ def _few_bytes(form: UnitForm, tokens: int, n_columns: int, parts: int) -> int:
     n_units, step = ceil_div(n_chunks, 2), SLOTS // parts
     starts = [n_units * slot // SLOTS for slot in range(0, SLOTS + 1, step)]
     most = max(b - a for a, b in pairwise(starts))
-    return 2 * most * record_bytes(form, tokens) + 512 * WARPS
+    return 2 * most * record_bytes(form, tokens) + 2 * 512 * WARPS
+
+
+def is_whole(w: Units) -> bool:
+    """Return whether all units have two chunks."""
+    return ceil_div(w.n_columns, CHUNK) % 2 == 0
 
 
 def _half(device: Any) -> int:
@@ -223,9 +229,11 @@ def _strides(x: Any, out: Any) -> tuple[int, int]:
 
 
 @cache
-def _kernel(form: UnitForm, file: str, entry: str, parameters: str, tokens: int = 0) -> Kernel:
-    """Return a kernel compiled for a form."""
-    own: dict[str, str | int] = {"TOKENS": tokens, "WARPS": WARPS}
+def _kernel(
+    form: UnitForm, file: str, entry: str, parameters: str, tokens: int = 0, whole: bool = True
+) -> Kernel:
+    """Return a kernel compiled for a form; `whole`: units have two chunks always."""
+    own: dict[str, str | int] = {"TOKENS": tokens, "WARPS": WARPS, "WHOLE": int(whole)}
     if file == "many_rows.cu":
         own = {"ROW_TILES": row_tiles(form), "TOKEN_TILES": TOKEN_TILES}
     return cpp_kernel(__file__, file, entry, parameters, defines={**form.defines(), **own})

@@ -16,7 +16,14 @@ from nbflow_kernels.activation.cuda import FUNCTIONS
 from nbflow_kernels.cuda import Kernel, KernelDevice, ceil_div, cpp_kernel, device_of
 from nbflow_kernels.cuda.workspace import workspace
 from nbflow_kernels.kvcache.cuda import format_type, strides
-from nbflow_kernels.qmatmul.cuda import FEW, FEW_PARAMETERS, WARPS, FewShape, few_arguments
+from nbflow_kernels.qmatmul.cuda import (
+    FEW,
+    FEW_PARAMETERS,
+    WARPS,
+    FewShape,
+    few_arguments,
+    is_whole,
+)
 from nbflow_kernels.quants.tensor import QuantTensor
 from nbflow_kernels.quants.units import UnitForm
 
@@ -278,7 +285,8 @@ def product(
         arrived = workspace(device, "qmatmul regions", n_regions, "i4", zero=True)
         arguments += (arrived, *then.arguments)
     kind = 0 if norm is None else _NUMBERS[norm.kind]
-    _kernel(units.form, shape.tokens, kind, then.number, then.parameters, then.defines)(
+    then_key = then.number, then.parameters, then.defines
+    _kernel(units.form, shape.tokens, is_whole(units), kind, *then_key)(
         (shape.grid, shape.parts), 32 * WARPS, arguments,
         max(shape.shared, then.shared_bytes(units.n_rows, len(out))),
     )  # fmt: skip
@@ -286,7 +294,7 @@ def product(
 
 @cache
 def _kernel(
-    form: UnitForm, tokens: int, norm: int, then: int, then_parameters: str,
+    form: UnitForm, tokens: int, whole: bool, norm: int, then: int, then_parameters: str,
     more: tuple[tuple[str, str | int], ...],
 ) -> Kernel:  # fmt: skip
     """Return `few_rows` with a prologue and an epilogue."""
@@ -296,7 +304,7 @@ def _kernel(
     if then_parameters:
         parts += [_REGIONS, then_parameters]
     defines: dict[str, str | int] = {
-        **form.defines(), "TOKENS": tokens, "WARPS": WARPS, "NORM": norm, "EPILOGUE": then,
-        **dict(more),
+        **form.defines(), "TOKENS": tokens, "WARPS": WARPS, "WHOLE": int(whole), "NORM": norm,
+        "EPILOGUE": then, **dict(more),
     }  # fmt: skip
     return cpp_kernel(__file__, "few_rows.cu", "few_rows", ", ".join(parts), defines=defines)
