@@ -20,7 +20,6 @@ from nbflow.decoding.strategy import no_distribution
 from nbflow.engine.draw import top_log_probabilities
 from nbflow.engine.request import Request
 from nbflow.engine.scheduler import Work
-from nbflow_kernels._dispatch import on_host
 
 
 def empty_rows(works: Sequence[Work], n_vocab: int) -> list[np.ndarray]:
@@ -56,7 +55,7 @@ def compute_rows(
             likeness = _compare(request, hidden()[first:end])
         if work.draws:
             array = next(left)
-            some = on_host(logits[end - len(array) : end])
+            some = logits[end - len(array) : end]  # where they lie
             ids, logprobs = top_log_probabilities(some, (array.shape[1] - 1) // 2)
             n = ids.shape[1]
             array[:, 1 : 1 + n], array[:, 1 + n :] = ids, logprobs

@@ -1,7 +1,8 @@
-"""Matrix product on CUDA devices with weights stored row by row: `matmul.cu`.
+"""Matrix product on CUDA devices with weights stored row by row.
 
-Float32 arithmetic and any number of tokens.  It reads each weight once for 8 tokens, which is all
-that counts for few; many tokens are better off with tensor cores: a QuantTensor in a block format.
+Float16 and bfloat16 go to tensor cores (`tensor_cores`).  Here are float32, rows that are not whole
+pieces of 16 bytes, and groups of tokens with a matrix each: `matmul.cu` reads a weight once for 8
+tokens and computes in float32.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from nbflow_kernels.cuda import Kernel, address, ceil_div, cpp_kernel
+from nbflow_kernels.matmul import tensor_cores
 
 ROWS = 32  # of a thread block: 8 warps with 4 each
 KINDS = {"float32": (0, "f32"), "float16": (1, "f16"), "uint16": (2, "bf16")}
@@ -24,6 +26,9 @@ def multiply(
     x: Any, w: Any, bias: Any, accumulate: bool, out: Any, *, indptr: Any = None, rows: Any = None
 ) -> None:
     """Multiply rows by a matrix (N, K), or each segment of `indptr` by its own of (E, N, K)."""
+    if indptr is None and len(out) and tensor_cores.fits(w):
+        tensor_cores.multiply(x, w, bias, accumulate, out)
+        return
     n_rows, n_columns = w.shape[-2:]
     n_matrices, n_tokens = (1 if indptr is None else w.shape[0]), len(out)
     if not n_tokens or not n_rows or not n_matrices:

@@ -33,6 +33,8 @@ FEW = 8
 WARPS = 8
 TOKEN_TILES, RING = 4, 3
 """Of `many_rows`: groups of 8 rows of a thread block, and chunks on their way."""
+STATIC_BYTES = 2048
+"""At most what `few_rows` declares itself: who is ready, factors of norms, codes of a block."""
 ROWS_AT_ONCE = 1024
 """Rows that are staged together: bounds the memory for them."""
 
@@ -99,7 +101,7 @@ class FewShape(NamedTuple):
         shared = _few_bytes(w.form, tokens, w.n_columns, parts)
         if shared > _half(device):
             per_sm = 1
-            if shared > device.max_shared_bytes:
+            if shared + STATIC_BYTES > device.max_shared_bytes:
                 return None
         n_groups = ceil_div(w.n_tiles * SLOTS, WARPS * parts)
         grid = min(n_groups, max(1, per_sm * device.n_sms // parts))
@@ -116,7 +118,7 @@ def few_rows(x: Any, w: Units, bias: Any, accumulate: bool, int8: bool, out: Any
         few_rows(x[:half], w, bias, accumulate, int8, out[:half])
         few_rows(x[half:], w, bias, accumulate, int8, out[half:])
         return
-    _kernel(w.form, "few_rows.cu", "few_rows", FEW_PARAMETERS, shape.tokens)(
+    _kernel(w.form, "few_rows.cu", "few_rows", FEW_PARAMETERS, shape.tokens, is_whole(w))(
         (shape.grid, shape.parts), 32 * WARPS,
         few_arguments(shape, x, w, bias, float(accumulate), int8, out), shape.shared,
     )  # fmt: skip
@@ -148,7 +150,7 @@ def grouped(
     )
     shared = _few_bytes(form, tokens, w.n_columns, 1)
     grid = min(n_tiles, max(1, 2 * device.n_sms))
-    _kernel(form, "few_rows.cu", "few_rows", FEW_PARAMETERS, tokens)(
+    _kernel(form, "few_rows.cu", "few_rows", FEW_PARAMETERS, tokens, is_whole(w))(
         (grid, 1, n_matrices), 32 * WARPS,
         (
             w.data, x, bias, out, None, None, indptr, rows, n_tiles * tile_bytes, tile_bytes,
@@ -190,7 +192,8 @@ def row_tiles(form: UnitForm) -> int:
 
 def record_bytes(form: UnitForm, tokens: int) -> int:
     """Return the bytes of a staged chunk (`staging.cuh`)."""
-    return 512 * tokens + 32 * (CHUNK // form.sub_block) + 32
+    each = 512 + 8 * max(1, CHUNK // form.sub_block // 2) + 4
+    return ceil_div(tokens * each, 16) * 16
 
 
 def _few_bytes(form: UnitForm, tokens: int, n_columns: int, parts: int) -> int:
@@ -199,12 +202,17 @@ def _few_bytes(form: UnitForm, tokens: int, n_columns: int, parts: int) -> int:
     n_units, step = ceil_div(n_chunks, 2), SLOTS // parts
     starts = [n_units * slot // SLOTS for slot in range(0, SLOTS + 1, step)]
     most = max(b - a for a, b in pairwise(starts))
-    return 2 * most * record_bytes(form, tokens) + 512 * WARPS
+    return 2 * most * record_bytes(form, tokens) + 2 * 512 * WARPS
+
+
+def is_whole(w: Units) -> bool:
+    """Return whether all units have two chunks."""
+    return ceil_div(w.n_columns, CHUNK) % 2 == 0
 
 
 def _half(device: Any) -> int:
     """Return the shared memory that lets two thread blocks run on a processor."""
-    return int(device.max_shared_bytes) // 2 - 1024
+    return int(device.max_shared_bytes) // 2 - 1024 - STATIC_BYTES
 
 
 def _shared_sums(device: Any, parts: int, n_tiles: int, n_counters: int) -> tuple[Any, Any]:
@@ -221,9 +229,11 @@ def _strides(x: Any, out: Any) -> tuple[int, int]:
 
 
 @cache
-def _kernel(form: UnitForm, file: str, entry: str, parameters: str, tokens: int = 0) -> Kernel:
-    """Return a kernel compiled for a form."""
-    own: dict[str, str | int] = {"TOKENS": tokens, "WARPS": WARPS}
+def _kernel(
+    form: UnitForm, file: str, entry: str, parameters: str, tokens: int = 0, whole: bool = True
+) -> Kernel:
+    """Return a kernel compiled for a form; `whole`: units have two chunks always."""
+    own: dict[str, str | int] = {"TOKENS": tokens, "WARPS": WARPS, "WHOLE": int(whole)}
     if file == "many_rows.cu":
         own = {"ROW_TILES": row_tiles(form), "TOKEN_TILES": TOKEN_TILES}
     return cpp_kernel(__file__, file, entry, parameters, defines={**form.defines(), **own})

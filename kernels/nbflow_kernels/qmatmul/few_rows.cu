@@ -22,41 +22,53 @@ constexpr int NB = TOKENS;
 #define EPILOGUE_PARAMETERS
 #endif
 
-// A lane's part of a unit.
+// A lane's part of a unit, or of one of its chunks if both would be too many registers.
+constexpr int AHEAD = CHUNK_WORDS > 12 ? 1 : 2;
+
 struct Unit {
   Floats floats;
-  Chunk chunks[2];
+  Chunk chunks[AHEAD];
 };
 
 DEV void load_unit(Unit& to, const u8* unit, int n_chunks, int lane) {
   to.floats.load(unit, lane);
 #pragma unroll
-  for (int odd = 0; odd < 2; odd++) {
-    if (odd < n_chunks) {
+  for (int odd = 0; odd < AHEAD; odd++) {
+    if (WHOLE || odd < n_chunks) {
       to.chunks[odd].load_scales(chunk_of(unit, odd), lane);
       to.chunks[odd].load_words(chunk_of(unit, odd), lane);
     }
   }
 }
 
-// Multiply a unit; its registers take the next one's bytes (if `more`) as soon as they are free.
+// Multiply a unit of `n_chunks`; its registers take the next one's bytes (`n_next` chunks) as soon as
+// they are free.  With WHOLE units have two chunks always, and nothing depends on it.
 DEV void multiply_unit(
-    Unit& now, const u8* unit, bool more, const u8* records, int n_chunks, int lane, float acc[4]) {
-  Floats floats = now.floats;
-  if (more) now.floats.load(unit + UNIT_BYTES, lane);
+    const Table& table, Unit& now, const u8* unit, int n_chunks, const u8* next, int n_next,
+    const u8* records, int lane, float acc[4]) {
+  const Floats floats = now.floats;
+  now.floats.load(next, lane);
 #pragma unroll
   for (int odd = 0; odd < 2; odd++) {
-    if (odd < n_chunks) {
-      const u8* next = chunk_of(unit + UNIT_BYTES, odd);
-      const bool load = more && odd < n_chunks - 2;
+    Chunk& chunk = now.chunks[odd % AHEAD];
+    // what comes into its place
+    const bool own = AHEAD == 1 && odd == 0 && (WHOLE || n_chunks == 2);
+    const u8* from = own ? chunk_of(unit, 1) : chunk_of(next, odd % AHEAD);
+    const bool there = WHOLE || own || odd % AHEAD < n_next;
+    if (WHOLE || odd < n_chunks) {
       u32 operand[1][8][4];
-      decode_chunk(now.chunks[odd].w, operand[0]);
-      if (load) now.chunks[odd].load_words(next, lane);
-      multiply_chunk<1, NB>(operand, &now.chunks[odd], &floats, records + odd * Record<NB>::BYTES, lane,
-                            (float(*)[4])acc);
-      if (load) now.chunks[odd].load_scales(next, lane);
-      __syncwarp();  // keeps the compiler from loading fragments of both chunks at once: registers
+      auto before = [&](int tile) {
+        decode_tile(table, chunk.w, tile, operand[0] + 4 * tile);
+        if (tile == 1 && there) chunk.load_words(from, lane);
+      };
+      multiply_chunk<1, NB>(before, table, operand, &chunk, &floats,
+                            records + odd * Record<NB>::BYTES, lane, (float(*)[4])acc);
+      if (there) chunk.load_scales(from, lane);
+    } else if (AHEAD == 2 && there) {
+      chunk.load_words(from, lane);
+      chunk.load_scales(from, lane);
     }
+    __syncwarp();  // keeps the compiler from loading fragments of both chunks at once: registers
   }
 }
 
@@ -82,6 +94,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) few_rows(
   int token_0 = 0, token_1 = n_tokens;
   if (indptr) token_0 = indptr[blockIdx.z], token_1 = indptr[blockIdx.z + 1];
   weights += blockIdx.z * group_bytes;
+  Table table;
+  table.load(n_rows >> 31, lane);
 
   for (int token = token_0; token < token_1; token += NB) {
     // the first bytes of the first row tile come while the tokens are staged
@@ -101,46 +115,64 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) few_rows(
       if (row < token_1) v = load_four(x + (rows ? rows[row] : row) * x_stride, k, n_columns, wide);
 #if NORM
       if (row < token_1) {
-        v = normalized<NORM>(v, k, n_columns, norm, means[n], factors[n]);
-        if (norm.out && blockIdx.x == 0) store_four(norm.out + row * norm.out_stride, k, n_columns, v);
+        const float4 raw = v;
+        v = normalized<NORM>(raw, k, n_columns, norm.scaling, norm.offset, means[n], factors[n]);
+        if (blockIdx.x == 0) {
+          const Scaling &first = norm.scaling, &second = norm.second;
+          if (first.out) store_four(first.out + row * first.out_stride, k, n_columns, v);
+          if (second.out)
+            store_four(second.out + row * second.out_stride, k, n_columns,
+                       normalized<NORM>(raw, k, n_columns, second, norm.offset, means[n], factors[n]));
+        }
       }
 #endif
       if (int8) v = rounded_to_int8(v);
       stage<NB>(v, shared + chunk * Record<NB>::BYTES, n, lane);
     }
-    if constexpr (NB < 8) {  // columns of the operand that no token has
-      for (int i = threadIdx.x; i < (chunk_1 - chunk_0) * (GROUPS + 1) * (8 - NB); i += 32 * WARPS) {
-        int n = NB + i % (8 - NB), j = i / (8 - NB) % (GROUPS + 1), chunk = i / (8 - NB) / (GROUPS + 1);
-        *(float*)(shared + chunk * Record<NB>::BYTES + Record<NB>::SUMS + j * 32 + n * 4) = 0.0f;
-      }
-    }
     __syncthreads();
 
+    int turn = 0;
     for (int group = blockIdx.x; group * at_once < n_tiles; group += gridDim.x) {
       tile = group * at_once + warp / per_block;
       float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
       if (tile < n_tiles) {
-        const u8* at = weights + tile * tile_bytes;
-        if (group != blockIdx.x && unit_0 < unit_1)
-          load_unit(now, at + unit_0 * UNIT_BYTES, n_chunks - 2 * unit_0, lane);
+        const u8* at = weights + tile * tile_bytes + unit_0 * UNIT_BYTES;
+        const u8* records = shared + (2 * unit_0 - chunk_0) * Record<NB>::BYTES;
+        // from the last unit to the first one of the next row tile; to itself if there is none
+        const int step = gridDim.x * at_once;
+        const u32 jump =
+            tile + step < n_tiles ? step * tile_bytes - (unit_1 - 1 - unit_0) * UNIT_BYTES : 0;
 #pragma unroll 1
-        for (int unit = unit_0; unit < unit_1; unit++)
-          multiply_unit(now, at + unit * UNIT_BYTES, unit + 1 < unit_1,
-                        shared + (2 * unit - chunk_0) * Record<NB>::BYTES, n_chunks - 2 * unit, lane, acc);
+        for (int unit = unit_0; unit < unit_1; unit++) {
+          const bool last = unit + 1 == unit_1;  // then comes the next row tile
+          const u8* after = at + (last ? jump : UNIT_BYTES);
+          const int next = last ? jump ? unit_0 : unit : unit + 1;
+          multiply_unit(table, now, at, min(2, n_chunks - 2 * unit), after, n_chunks - 2 * next, records,
+                        lane, acc);
+          at = after;
+          records += 2 * Record<NB>::BYTES;
+        }
       }
-      // rows g and g + 8, tokens 2t and 2t + 1
-      const int at = (lane >> 2) * 8 + (lane & 3) * 2;
-      float* sums = (float*)(shared + sums_at);
-      float* to = gridDim.y == 1 ? sums + warp * 128 : partial_at(partial, tile, slot);
+      // found again, so that no register keeps them for the loop above
+      const int thread = thread_again(), lane = thread & 31, warp = thread >> 5;
+      // rows g and g + 8, tokens 2t and 2t + 1, or t
+      const int at = (lane >> 2) * 8 + Record<NB>::token(lane & 3, 0);
+      float* sums = (float*)(shared + sums_at) + (turn ^= 1) * (128 * WARPS);  // others still add
+      float* to = gridDim.y == 1 ? sums + warp * 128
+                                 : partial_at(partial, tile, blockIdx.y * per_block + warp % per_block);
       if (tile < n_tiles) {
-        *(float2*)(to + at) = make_float2(acc[0], acc[1]);
-        *(float2*)(to + at + 64) = make_float2(acc[2], acc[3]);
+        if constexpr (NB == 8) {
+          *(float2*)(to + at) = make_float2(acc[0], acc[1]);
+          *(float2*)(to + at + 64) = make_float2(acc[2], acc[3]);
+        } else if ((lane & 3) < NB) {
+          to[at] = acc[0], to[at + 64] = acc[2];
+        }
       }
       if (gridDim.y == 1) __syncthreads();
       if (gridDim.y == 1 || last_to_arrive(arrived + group, gridDim.y)) {
         const Output output = {out, bias ? bias + (long long)blockIdx.z * n_rows : bias, out_stride,
                                n_rows, added};
-        for (int i = threadIdx.x; i < at_once * 16 * NB; i += 32 * WARPS) {
+        for (int i = thread; i < at_once * 16 * NB; i += 32 * WARPS) {
           int row = i % 16, n = i / 16 % NB, j = i / (16 * NB), own_tile = group * at_once + j;
           if (own_tile >= n_tiles || token + n >= token_1) continue;
           float v = 0.0f;
@@ -159,7 +191,6 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) few_rows(
           output.write(v, matrix_row, token + n);
         }
       }
-      __syncthreads();
     }
   }
 #if EPILOGUE > EPILOGUE_ACTIVATION

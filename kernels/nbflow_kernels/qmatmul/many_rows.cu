@@ -21,15 +21,6 @@ extern "C" __global__ void __launch_bounds__(256) stage_rows(
   stage<8>(v, records + ((long long)blockIdx.x * gridDim.y + blockIdx.y) * RECORD, n, lane);
 }
 
-// A row tile's part of a chunk, and its unit's floats.
-struct Tile {
-  const u8* at;
-  Chunk chunk;
-  Floats floats;
-
-  DEV const u8* unit(int chunk) const { return at + (chunk >> 1) * UNIT_BYTES; }
-};
-
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) many_rows(
     const u8* weights, const u8* records, const float* bias, float* out, float* partial, int* arrived,
     long long tile_bytes, long long out_stride, int n_tokens, int n_rows, int n_columns,
@@ -55,13 +46,18 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) many_rows(
     end_copies();
   };
 
+  // row tiles behind the last compute it once more
+  const u8* first = weights + min(tile_0, n_tiles - 1) * tile_bytes;
+  const u32 second = tile_0 + 1 < n_tiles ? tile_bytes : 0;
+  auto unit_at = [&](int r, int chunk) { return first + (r ? second : 0) + (chunk >> 1) * UNIT_BYTES; };
+
   float acc[TOKEN_TILES][ROW_TILES][4] = {}, total[TOKEN_TILES][ROW_TILES][4] = {};
-  Tile tiles[ROW_TILES];
+  Chunk chunks[ROW_TILES];
+  Table table;
+  table.load(n_rows >> 31, lane);
 #pragma unroll
-  for (int r = 0; r < ROW_TILES; r++) {  // row tiles behind the last compute it once more
-    tiles[r].at = weights + min(tile_0 + r, n_tiles - 1) * tile_bytes;
-    if (chunk_0 < chunk_1) tiles[r].chunk.load_words(chunk_of(tiles[r].unit(chunk_0), 0), lane);
-  }
+  for (int r = 0; r < ROW_TILES; r++)
+    if (chunk_0 < chunk_1) chunks[r].load_words(chunk_of(unit_at(r, chunk_0), 0), lane);
 #pragma unroll
   for (int i = 0; i < RING - 1; i++) fetch(chunk_0 + i);
 
@@ -78,16 +74,16 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) many_rows(
       Floats floats[ROW_TILES];
 #pragma unroll
       for (int r = 0; r < ROW_TILES; r++) {
-        scales[r].load_scales(chunk_of(tiles[r].unit(chunk), chunk & 1), lane);
-        floats[r].load(tiles[r].unit(chunk), lane);
-        decode_chunk(tiles[r].chunk.w, operand[r]);
+        scales[r].load_scales(chunk_of(unit_at(r, chunk), chunk & 1), lane);
+        floats[r].load(unit_at(r, chunk), lane);
+        decode_chunk(table, chunks[r].w, operand[r]);
         if (chunk + 1 < chunk_1)
-          tiles[r].chunk.load_words(chunk_of(tiles[r].unit(chunk + 1), (chunk + 1) & 1), lane);
+          chunks[r].load_words(chunk_of(unit_at(r, chunk + 1), (chunk + 1) & 1), lane);
       }
 #pragma unroll
       for (int m = 0; m < TOKEN_TILES; m++)
         if (m < groups)
-          multiply_chunk<ROW_TILES, 8>(operand, scales, floats,
+          multiply_chunk<ROW_TILES, 8>([](int) {}, table, operand, scales, floats,
                                        shared + (chunk % RING) * STAGE + m * RECORD, lane, acc[m]);
     }
 #pragma unroll

@@ -1,7 +1,7 @@
 """Products whose weights are decoded to rows of numbers first, panel by panel.
 
-With activations="bf16" both sides are bfloat16, whose products are exact in float32; `matmul.cuda`
-adds them in float32.  A panel is as large as a second-level cache holds, and its memory is used
+With activations="bf16" both sides are bfloat16, which tensor cores multiply exactly and add in
+float32.  A panel is as large as a second-level cache holds, and its memory is used
 again for the next one.
 
 The weights of a user's format without an integer form are decoded in the same way, to float32.
@@ -16,6 +16,7 @@ from nbflow_kernels._dispatch import empty
 from nbflow_kernels.cuda import Kernel, ceil_div, cpp_kernel, device_of
 from nbflow_kernels.cuda.workspace import workspace
 from nbflow_kernels.matmul import cuda as dense
+from nbflow_kernels.matmul import tensor_cores
 from nbflow_kernels.quants.tensor import QuantTensor
 from nbflow_kernels.quants.units import ROWS, UnitForm, Units
 
@@ -36,10 +37,9 @@ _BITS = {
 
 def qmatmul(x: Any, w: QuantTensor, bias: Any, accumulate: bool, out: Any) -> None:
     """Multiply with activations and weights rounded to bfloat16."""
-    x = _rounded(x, int8=False)
     n_rows, n_columns = w.shape
     for row, stop in panels(n_rows, 2 * n_columns):
-        _part(x, _bf16_rows(w, row, stop), bias, accumulate, out, row)
+        _rounded_part(x, _bf16_rows(w, row, stop), bias, accumulate, out, row)
 
 
 def decoded(x: Any, w: QuantTensor, bias: Any, accumulate: bool, int8: bool, out: Any) -> None:
@@ -84,6 +84,19 @@ def _part(x: Any, weights: Any, bias: Any, accumulate: bool, out: Any, row: int)
     columns = slice(row, row + len(weights))
     part = None if bias is None else bias[columns]
     dense.multiply(x, weights, part, accumulate, out[:, columns])
+
+
+def _rounded_part(x: Any, weights: Any, bias: Any, accumulate: bool, out: Any, row: int) -> None:
+    """Do as `_part` with activations rounded to bfloat16."""
+    if not tensor_cores.fits(weights):
+        _part(_rounded(x, int8=False), weights, bias, accumulate, out, row)
+        return
+    columns = slice(row, row + len(weights))
+    part = None if bias is None else bias[columns]
+    for first in range(0, len(x), tensor_cores.ROWS_AT_ONCE):
+        some = slice(first, first + tensor_cores.ROWS_AT_ONCE)
+        staged = tensor_cores.stage(x[some], "uint16", rounded=True)
+        tensor_cores.multiply_staged(staged, weights, part, accumulate, out[some, columns])
 
 
 def _bf16_rows(w: QuantTensor, row: int, stop: int) -> Any:

@@ -5,15 +5,25 @@
 // float16: exact to 2**-22 of the number or 2**-30 of the chunk's largest (2**-25 with pairs).  A *record* of a chunk is
 //
 //   fragments  [4 groups of 32 columns][high, low][token][t]: 16 bytes, the operand of two steps
-//   sums       [group of columns that share a scale][8 tokens]: float32, times -ZERO without mins
-//   factors    [8 tokens]: float32, the power of two that takes the scaling back
+//   sums       [token] of the groups of columns that share a scale, divided by SUB_BLOCK: two groups'
+//              high parts in float16, then their low parts; or without TENSOR_SUMS float32, and times
+//              -ZERO without mins
+//   factors    [token]: float32, the power of two that takes the scaling back
 #pragma once
 #include "quants/units.cuh"
 
 template <int NB>  // tokens: 1, 2, 4 or 8
 struct Record {
-  static constexpr int FRAGMENTS = 512 * NB, SUMS = FRAGMENTS, FACTORS = SUMS + 32 * GROUPS;
-  static constexpr int BYTES = FACTORS + 32;
+  static constexpr int FRAGMENTS = 512 * NB, SUMS = FRAGMENTS;
+  static constexpr int TOKEN = 8 * SUM_PAIRS;  // bytes of a token's sums
+  static constexpr int FACTORS = SUMS + NB * TOKEN, BYTES = (FACTORS + 4 * NB + 15) / 16 * 16;
+
+  // A lane's results are those of columns 2 t and 2 t + 1 of the operand.  Up to 4 tokens have even
+  // columns, so that the second one is for nothing and what would be done with it is left out.
+  static constexpr int RESULTS = NB == 8 ? 2 : 1;
+
+  DEV static int token_of_column(int n) { return NB == 8 ? n : min(n >> 1, NB - 1); }
+  DEV static int token(int t, int e) { return token_of_column(2 * t + e); }
 };
 
 DEV float lane_max(float v) {
@@ -67,9 +77,19 @@ DEV void stage(float4 v, u8* record, int n, int lane) {
   float sum = (v.x + v.y) + (v.z + v.w);
 #pragma unroll
   for (int o = 1; o < SUB_BLOCK / 4; o <<= 1) sum += __shfl_xor_sync(0xffffffffu, sum, o);
-  if (lane % (SUB_BLOCK / 4) == 0)
-    *(float*)(record + Record<NB>::SUMS + (lane / (SUB_BLOCK / 4)) * 32 + n * 4) =
-        sum * (HAS_MIN ? UNIT : -ZERO * UNIT);
+  if (lane % (SUB_BLOCK / 4) == 0) {
+    const int g = lane / (SUB_BLOCK / 4);
+    if constexpr (TENSOR_SUMS) {
+      u32 high, low;
+      split(sum * (1.0f / SUB_BLOCK), 0.0f, high, low);
+      u16* to = (u16*)(record + Record<NB>::SUMS + n * Record<NB>::TOKEN + 8 * (g >> 1)) + (g & 1);
+      to[0] = (u16)high, to[2] = (u16)low;
+      if (GROUPS == 1) to[1] = 0, to[3] = 0;
+    } else {
+      *(float*)(record + Record<NB>::SUMS + n * Record<NB>::TOKEN + 4 * g) =
+          sum * (HAS_MIN ? UNIT : -ZERO * UNIT);
+    }
+  }
   if (lane == 0) *(float*)(record + Record<NB>::FACTORS + n * 4) = factor;
   // lane: columns 4 lane ..: group of 32, step of 16, half of 8, pairs t and t + 1
   int group = lane >> 3, step = (lane >> 2) & 1, j = (lane >> 1) & 1, t = 2 * (lane & 1);
@@ -86,31 +106,52 @@ DEV void stage(float4 v, u8* record, int n, int lane) {
   }
 }
 
-// acc += factor * scale * (codes . x) + ..., for R row tiles and the 8 tokens of a record.
+// acc += factor * scale * (codes . x) + ..., for R row tiles and the tokens of a record.
 //
 // Every product and sum is in an order that depends on nothing but the chunk, so that a token's result
-// is the same in every kernel that calls this.
-template <int R, int NB>
+// is the same in every kernel that calls this.  before(i): steps 4 i to 4 i + 3 come next.
+template <int R, int NB, class Before>
 DEV void multiply_chunk(
-    const u32 (*operand)[8][4], const Chunk* chunk, const Floats* floats, const u8* record, int lane,
-    float (*acc)[4]) {
-  const int t = lane & 3, n = min(lane >> 2, NB - 1);
-  const u8* fragments = record + n * 64 + t * 16;
+    Before before, const Table& table, const u32 (*operand)[8][4], const Chunk* chunk, const Floats* floats,
+    const u8* record, int lane, float (*acc)[4]) {
+  using Of = Record<NB>;
+  constexpr int E = Of::RESULTS;
+  const int t = lane & 3, n = Of::token_of_column(lane >> 2);
+  const u8 *fragments = record + n * 64 + t * 16, *all_sums = record + Of::SUMS;
   float part[R][4] = {}, mins[R][4] = {};
+  if constexpr (TENSOR_SUMS) {
+    uint2 sums = *(const uint2*)(all_sums + n * Of::TOKEN + t % SUM_PAIRS * 8);
+    if (t >= SUM_PAIRS) sums = {0, 0};
+#pragma unroll
+    for (int r = 0; r < R; r++) {
+      const u32 a0 = sum_operand(chunk[r].scales[0], t), a1 = sum_operand(chunk[r].scales[1], t);
+      mma_f16_k8(mins[r], a0, a1, sums.x);
+      mma_f16_k8(mins[r], a0, a1, sums.y);
+#pragma unroll
+      for (int i = 0; i < 4; i++)
+        if constexpr (!TWO_FLOATS) part[r][i] = SUM_FACTOR * mins[r][i];
+    }
+  }
   uint4 high, low;
 #pragma unroll
   for (int g = 0; g < GROUPS; g++) {
-    // the codes' zero: sums start at -ZERO times that of the activations
-    float2 sum = {0.0f, 0.0f}, start = {0.0f, 0.0f};
-    if constexpr (HAS_ZERO || HAS_MIN)
-      sum = *(const float2*)(record + Record<NB>::SUMS + g * 32 + t * 8);
-    if constexpr (HAS_ZERO) start = HAS_MIN ? make_float2(-ZERO * sum.x, -ZERO * sum.y) : sum;
+    // without TENSOR_SUMS; the codes' zero: sums start at -ZERO times that of the activations
+    float sum[2] = {}, start[2] = {};
+    if constexpr (!TENSOR_SUMS && (HAS_ZERO || HAS_MIN)) {
+#pragma unroll
+      for (int e = 0; e < E; e++) sum[e] = *(const float*)(all_sums + Of::token(t, e) * Of::TOKEN + 4 * g);
+    }
+    if constexpr (!TENSOR_SUMS && HAS_ZERO) {
+#pragma unroll
+      for (int e = 0; e < E; e++) start[e] = HAS_MIN ? -ZERO * sum[e] : sum[e];
+    }
     float c[R][4];
 #pragma unroll
-    for (int r = 0; r < R; r++) c[r][0] = c[r][2] = start.x, c[r][1] = c[r][3] = start.y;
+    for (int r = 0; r < R; r++) c[r][0] = c[r][2] = start[0], c[r][1] = c[r][3] = start[1];
 #pragma unroll
     for (int s = 0; s < SUB_BLOCK / 16; s++) {
       const int step = g * (SUB_BLOCK / 16) + s;
+      if (step % 4 == 0) before(step / 4);
       if (step % 2 == 0) {
         high = *(const uint4*)(fragments + (step / 2) * 128 * NB);
         low = *(const uint4*)(fragments + (step / 2) * 128 * NB + 64 * NB);
@@ -125,32 +166,32 @@ DEV void multiply_chunk(
     for (int r = 0; r < R; r++) {
 #pragma unroll
       for (int h = 0; h < 2; h++) {
-        float scale, base;
-        scale_of(chunk[r].scales[h], g, scale, base);
+        float scale = 1.0f, base = 0.0f;
+        if constexpr (TENSOR_SUMS) scale = scale_of(table, chunk[r].scales[h], g);
+        else scale_of(table, chunk[r].scales[h], g, scale, base);
 #pragma unroll
-        for (int e = 0; e < 2; e++) {
+        for (int e = 0; e < E; e++) {
           part[r][2 * h + e] = fmaf(scale, c[r][2 * h + e], part[r][2 * h + e]);
-          if constexpr (HAS_MIN) {
+          if constexpr (HAS_MIN && !TENSOR_SUMS) {
             float& to = TWO_FLOATS ? mins[r][2 * h + e] : part[r][2 * h + e];
-            to = fmaf(base, e ? sum.y : sum.x, to);
+            to = fmaf(base, sum[e], to);
           }
         }
       }
     }
   }
-  float2 factor = *(const float2*)(record + Record<NB>::FACTORS + t * 8);
 #pragma unroll
-  for (int r = 0; r < R; r++) {
+  for (int e = 0; e < E; e++) {
+    const float factor = *(const float*)(record + Of::FACTORS + 4 * Of::token(t, e));
 #pragma unroll
-    for (int h = 0; h < 2; h++) {
-      float d = 1.0f, d_min = 0.0f;
-      if constexpr (HAS_FLOATS) d = low_f16(floats[r].of_row[h]);
-      if constexpr (TWO_FLOATS) d_min = high_f16(floats[r].of_row[h]);
+    for (int r = 0; r < R; r++) {
 #pragma unroll
-      for (int e = 0; e < 2; e++) {
-        float f = e ? factor.y : factor.x, &to = acc[r][2 * h + e];
-        to = fmaf(d * f, part[r][2 * h + e], to);
-        if constexpr (TWO_FLOATS) to = fmaf(-d_min * f, mins[r][2 * h + e], to);
+      for (int h = 0; h < 2; h++) {
+        const int i = 2 * h + e;
+        float v = part[r][i];
+        if constexpr (HAS_FLOATS) v *= low_f16(floats[r].of_row[h]) * (1.0f / SCALE_UNIT);
+        if constexpr (TWO_FLOATS) v = fmaf(-SUM_FACTOR * high_f16(floats[r].of_row[h]), mins[r][i], v);
+        acc[r][i] = fmaf(factor, v, acc[r][i]);
       }
     }
   }

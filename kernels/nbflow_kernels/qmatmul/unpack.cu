@@ -27,8 +27,10 @@ __global__ void __launch_bounds__(128) unpack(
   floats.load(unit, lane);
   part.load_scales(chunk_of(unit, chunk & 1), lane);
   part.load_words(chunk_of(unit, chunk & 1), lane);
+  Table table;
+  table.load(n_rows >> 31, lane);
   u32 operand[8][4];
-  decode_chunk(part.w, operand);
+  decode_chunk(table, part.w, operand);
 #pragma unroll
   for (int h = 0; h < 2; h++) {
     const int row = blockIdx.y * 16 + (lane >> 2) + 8 * h;
@@ -37,7 +39,7 @@ __global__ void __launch_bounds__(128) unpack(
 #pragma unroll
     for (int s = 0; s < 8; s++) {
       float scale, base;
-      scale_of(part.scales[h], s * 16 / SUB_BLOCK, scale, base);
+      scale_of(table, part.scales[h], s * 16 / SUB_BLOCK, scale, base);
       scale *= d * FACTOR, base *= TWO_FLOATS ? -high_f16(floats.of_row[h]) : FACTOR;
 #pragma unroll
       for (int j = 0; j < 2; j++) {

@@ -117,7 +117,7 @@ def _decoder(format: Any, half: bool) -> cuda.Kernel:
     store = numbers.narrow if half else numbers.same
 
     @cuda.numba_kernel(
-        _declared(format, half), key=_key(format), fuse=False, name=f"decode_{format.name}"
+        _declared(format, half), key=key_of(format), fuse=False, name=f"decode_{format.name}"
     )
     def decode(data, ids, table, values, out, n_rows, T, columns, row_bytes, factor, gathers):  # type: ignore[no-untyped-def]
         first = (nc.blockIdx.x * nc.blockDim.x + nc.threadIdx.x) * _PIECE
@@ -196,7 +196,7 @@ def on_device(format: UserFormat, name: str) -> Any:
     return numbers.device(again)
 
 
-def _key(format: Any) -> str:
+def key_of(format: Any) -> str:
     """Return what tells the kernels of two formats apart."""
     file = Path(format.code.py_func.__code__.co_filename)
     return f"{format.name} {source_digest(file)}"

@@ -1,7 +1,8 @@
-"""Encoding weights on CUDA devices: the plain encoders that are scalar code.
+"""Encoding weights on CUDA devices: the plain encoders of one pass, and those of the K-quants.
 
-These are Inferflow's formats, floats, and users' formats whose encoder is plain loops.  The bytes
-are the CPU's: the arithmetic is the same code, compiled without fusing.
+These are Inferflow's and GGML's formats of one scale for a block, floats, and users' formats whose
+encoder is plain loops; the K-quants are in `cuda_encode_k`.  The bytes are the CPU's: the same
+arithmetic, compiled without fusing.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import numpy as np
 
 from nbflow_kernels import cuda
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants import linear_plain
+from nbflow_kernels.quants import cuda_encode_k, ggml_legacy, linear_plain
 from nbflow_kernels.quants.cuda import on_device, user_key
 from nbflow_kernels.quants.floats import FloatFormat
+from nbflow_kernels.quants.k_quants import KFormat
 from nbflow_kernels.quants.linear import LinearFormat
 from nbflow_kernels.quants.parameters import F16_SCALE, U8_PAIR
 from nbflow_kernels.quants.support import has_cuda_encoder
@@ -48,6 +50,9 @@ def encode(x: Any, format: QuantFormat, encoder: str) -> Any:
     n_blocks = format.row_blocks(x.shape[1])
     data = device.empty((x.shape[0], n_blocks * format.block_bytes), np.uint8)
     if not data.size:
+        return data
+    if isinstance(format, KFormat):
+        cuda_encode_k.encode(x, format, data)
         return data
     places = blank = None
     if isinstance(format, LinearFormat):
@@ -111,16 +116,11 @@ def _layout_there(format: LinearFormat, device: cuda.KernelDevice) -> tuple[Any,
 @functools.cache
 def _linear_encoder(format: LinearFormat) -> cuda.Kernel:
     """Return the kernel that encodes a block in each thread."""
-    from nbflow_kernels.quants import cuda_numbers as numbers
-
     nc: Any = importlib.import_module("numba.cuda")
     block, block_bytes, head = format.block_size, format.block_bytes, format.codes_at
-    base_at, scale_at = format.base_at, format.scale_at
-    kind, midrise, zero, n_codes = format.parameters, format.midrise, format.zero, format.n_codes
-    divisor = np.float32(format.divisor)
-    offset = np.float32(1e-4) if midrise else np.float32(0.5)
     pairs = format.integer_form.pairs
     n_numbers, n_bits = (block // 2, 7) if pairs else (block, format.integer_form.code_bits)
+    fit = _inferflow_fit(format) if format.plain is None else _ggml_fit(format)
 
     @cuda.numba_kernel(_DECLARED, key=format.name, fuse=False, name=f"encode_{format.name}")
     def encode(x, places, blank, data, T, columns, row_bytes):  # type: ignore[no-untyped-def]
@@ -132,28 +132,7 @@ def _linear_encoder(format: LinearFormat) -> cuda.Kernel:
         for t in range(nc.blockIdx.y, T, nc.gridDim.y):
             for i in range(block):  # padding is the row's last weight again
                 weights[i] = x[np.int64(t) * columns + min(b * block + i, columns - 1)]
-            low, high = linear_plain.extent(weights, 0, block)
-            if kind == F16_SCALE:
-                scale = max(abs(low), abs(high)) / divisor
-                inverse = linear_plain.inverse_of(scale)
-                for i in range(block):
-                    codes[i] = linear_plain.signed_code(weights[i], inverse, n_codes, zero)
-                base = np.float32(0)
-            else:
-                if kind == U8_PAIR:
-                    low = linear_plain.on_grid(low)
-                scale = (high - low) / divisor
-                inverse = linear_plain.inverse_of(scale)
-                for i in range(block):
-                    codes[i] = linear_plain.range_code(weights[i], low, inverse, offset, n_codes)
-                base = low + scale / np.float32(2) if midrise else low
-            if kind == U8_PAIR:
-                room[base_at] = linear_plain.base_byte(base)
-                room[scale_at] = linear_plain.scale_byte(scale)
-            else:
-                if kind != F16_SCALE:
-                    numbers.put_f16(room, base_at, base)
-                numbers.put_f16(room, scale_at, scale)
+            fit(weights, codes, room)
             for i in range(head, block_bytes):
                 room[i] = blank[i - head]
             for i in range(n_numbers):
@@ -165,6 +144,88 @@ def _linear_encoder(format: LinearFormat) -> cuda.Kernel:
                 data[np.int64(t) * row_bytes + b * block_bytes + i] = room[i]
 
     return encode
+
+
+def _inferflow_fit(format: LinearFormat) -> Any:
+    """Return Inferflow's ``(weights, codes, room)``: codes, and the parameters' bytes to `room`."""
+    from nbflow_kernels.quants import cuda_numbers as numbers
+
+    block, base_at, scale_at = format.block_size, format.base_at, format.scale_at
+    kind, midrise, zero, n_codes = format.parameters, format.midrise, format.zero, format.n_codes
+    divisor = np.float32(format.divisor)
+    offset = np.float32(1e-4) if midrise else np.float32(0.5)
+
+    @numbers.device
+    def fit(weights, codes, room):  # type: ignore[no-untyped-def]
+        low, high = linear_plain.extent(weights, 0, block)
+        if kind == F16_SCALE:
+            scale = max(abs(low), abs(high)) / divisor
+            inverse = linear_plain.inverse_of(scale)
+            for i in range(block):
+                codes[i] = linear_plain.signed_code(weights[i], inverse, n_codes, zero)
+            base = np.float32(0)
+        else:
+            if kind == U8_PAIR:
+                low = linear_plain.on_grid(low)
+            scale = (high - low) / divisor
+            inverse = linear_plain.inverse_of(scale)
+            for i in range(block):
+                codes[i] = linear_plain.range_code(weights[i], low, inverse, offset, n_codes)
+            base = low + scale / np.float32(2) if midrise else low
+        if kind == U8_PAIR:
+            room[base_at] = linear_plain.base_byte(base)
+            room[scale_at] = linear_plain.scale_byte(scale)
+        else:
+            if kind != F16_SCALE:
+                numbers.put_f16(room, base_at, base)
+            numbers.put_f16(room, scale_at, scale)
+
+    return fit
+
+
+def _ggml_fit(format: LinearFormat) -> Any:
+    """Return GGML's ``(weights, codes, room)``, as `ggml_legacy` has it for arrays of blocks."""
+    from nbflow_kernels.quants import cuda_numbers as numbers
+
+    block, base_at, scale_at = format.block_size, format.base_at, format.scale_at
+    zero, last, signed = format.zero, format.n_codes - 1, format.parameters == F16_SCALE
+    divisor, extreme = np.float32(format.divisor), format.plain is ggml_legacy.plain_extreme
+    if extreme:
+        divisor = -divisor
+    half = np.float32(zero + 0.5) if extreme else np.float32(0.5)
+
+    @numbers.device
+    def fit(weights, codes, room):  # type: ignore[no-untyped-def]
+        low, high = linear_plain.extent(weights, 0, block)
+        top = weights[0]
+        for i in range(1, block):
+            top = weights[i] if abs(weights[i]) > abs(top) else top
+        base = np.float32(0)
+        if not signed:
+            base = low
+            top = high - low
+        elif not extreme:
+            top = abs(top)
+        scale = top / divisor
+        inverse = np.float32(1) / scale if scale != 0 else np.float32(0)
+        for i in range(block):
+            step = (weights[i] - base) * inverse
+            if (
+                signed and not extreme
+            ):  # halves away from zero; adding 0.5 would round 0.49999997 up
+                whole = numbers.truncated(step)
+                if abs(step - whole) >= half:
+                    whole += np.float32(1) if step > 0 else np.float32(-1)
+                step = whole + np.float32(zero)
+            else:
+                step = numbers.truncated(step + half)
+            step = step if step == step else np.float32(0)
+            codes[i] = np.int32(min(max(step, np.float32(0)), np.float32(last)))
+        if not signed:
+            numbers.put_f16(room, base_at, base)
+        numbers.put_f16(room, scale_at, scale)
+
+    return fit
 
 
 @functools.cache

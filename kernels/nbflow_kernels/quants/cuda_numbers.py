@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
+from llvmlite import ir
 from numba import cuda
+from numba.core import types
 from numba.cuda import libdevice
+from numba.cuda.extending import intrinsic
 
 _TO_FLOAT = np.float32(2.0**112)  # float16's exponents, shifted into float32's place
 
@@ -14,6 +17,51 @@ _TO_FLOAT = np.float32(2.0**112)  # float16's exponents, shifted into float32's 
 def device(function: Any) -> Any:
     """Compile a function for kernels to call."""
     return cuda.jit(device=True)(function)
+
+
+# ---- numbers at addresses of global memory -------------------------------------------------------
+
+_INT32 = ir.IntType(32)
+
+
+def _intrinsic(function: Any) -> Any:
+    """Return an intrinsic, whose first argument callers do not give."""
+    return intrinsic(function)
+
+
+@_intrinsic
+def address(typing_context: Any, array: Any) -> Any:
+    """Return the address of a kernel's array as int64."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.ptrtoint(args[0], ir.IntType(64))
+
+    return types.int64(array), codegen
+
+
+@_intrinsic
+def load_number(typing_context: Any, at: Any) -> Any:
+    """Return the int32 at an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.load(builder.inttoptr(args[0], _INT32.as_pointer(addrspace=1)), align=4)
+
+    return types.int32(types.int64), codegen
+
+
+@_intrinsic
+def store_number(typing_context: Any, at: Any, number: Any) -> Any:
+    """Write an int32 to an address."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        there = builder.inttoptr(args[0], _INT32.as_pointer(addrspace=1))
+        builder.store(args[1], there, align=4)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int32), codegen
+
+
+# ---- conversions ---------------------------------------------------------------------------------
 
 
 @device
@@ -60,6 +108,12 @@ def e4m3_at(data, at):  # type: ignore[no-untyped-def]
     return np.float32(8 + mantissa) * libdevice.int_as_float(
         np.int32((exponent + 116) << 23)  # 2**(exponent - 7 - 3 - 1)
     )
+
+
+@device
+def truncated(x):  # type: ignore[no-untyped-def]
+    """Return a float32 without its fraction."""
+    return libdevice.truncf(x)
 
 
 @device

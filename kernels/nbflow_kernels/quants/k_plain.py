@@ -121,31 +121,42 @@ def _write(scratch: Any, first: Any, count: Any, codes: Any, scales: Any, params
 # ---- q2_k, q4_k, q5_k ---------------------------------------------------------------------------
 
 
-@inline
-def _fit_ranges(at: Any, recipe: Any, weighted: Any) -> None:
+@strict_njit
+def _fit_range(at: Any, j: Any, recipe: Any) -> None:
+    """Fit sub-block `j`."""
+    n, top, _, first, step, tries, absolutely = recipe
+    x, w = at + X + j * n * VECTOR, at + W + j * n * VECTOR
+    ggml_fits.fit_range(
+        x, w, n, top, first, step, tries, absolutely, at + CODES + j * n * VECTOR,
+        at + SCALES + j * VECTOR, at + MINS + j * VECTOR,
+    )  # fmt: skip
+
+
+@strict_njit
+def fit_ranges(at: Any, recipe: Any) -> None:
     """Fit all sub-blocks, and quantize their scales and minima."""
-    n, top, scale_top, first, step, tries, absolutely = recipe
+    n, scale_top = recipe[0], recipe[2]
     count = SUPER // n
-    sigma = simd.splat(0.0)
-    if weighted:
-        sigma = _mean_square(at + X, n // 16)
     for j in range(count):
-        x, w = at + X + j * n * VECTOR, at + W + j * n * VECTOR
-        if weighted:
-            simd.store_f32(at + SUMS + j * VECTOR, ggml_fits.emphasize(x, w, n, sigma))
-        else:
-            _weigh_magnitudes(x, w, n, n == 32)
-        ggml_fits.fit_range(
-            x, w, n, top, first, step, tries, absolutely, at + CODES + j * n * VECTOR,
-            at + SCALES + j * VECTOR, at + MINS + j * VECTOR,
-        )  # fmt: skip
-    if weighted:
-        sums = at + SUMS
-        ggml_fits.fit_positive(at + SCALES, sums, count, scale_top, at + SCALE_CODES, at + D)
-        ggml_fits.fit_positive(at + MINS, sums, count, scale_top, at + MIN_CODES, at + DMIN)
-    else:
-        simd.store_f32(at + D, _scale_down(at + SCALES, count, scale_top, at + SCALE_CODES))
-        simd.store_f32(at + DMIN, _scale_down(at + MINS, count, scale_top, at + MIN_CODES))
+        at_j = at + j * n * VECTOR
+        _weigh_magnitudes(at_j + X, at_j + W, n, n == 32)
+        _fit_range(at, j, recipe)
+    simd.store_f32(at + D, _scale_down(at + SCALES, count, scale_top, at + SCALE_CODES))
+    simd.store_f32(at + DMIN, _scale_down(at + MINS, count, scale_top, at + MIN_CODES))
+
+
+@strict_njit
+def _fit_weighted_ranges(at: Any, recipe: Any) -> None:
+    """Do as `fit_ranges` with importances."""
+    n, scale_top = recipe[0], recipe[2]
+    count, sums = SUPER // n, at + SUMS
+    sigma = _mean_square(at + X, n // 16)
+    for j in range(count):
+        at_j = at + j * n * VECTOR
+        simd.store_f32(sums + j * VECTOR, ggml_fits.emphasize(at_j + X, at_j + W, n, sigma))
+        _fit_range(at, j, recipe)
+    ggml_fits.fit_positive(at + SCALES, sums, count, scale_top, at + SCALE_CODES, at + D)
+    ggml_fits.fit_positive(at + MINS, sums, count, scale_top, at + MIN_CODES, at + DMIN)
 
 
 @strict_njit
@@ -166,7 +177,10 @@ def encode_ranges(
     count, row = SUPER // n, MIN_CODES // VECTOR
     for unit in range(start, stop):
         _read(x, importance, blocks, 16 * unit, scratch)
-        _fit_ranges(at, recipe, len(importance) > 0)
+        if len(importance) > 0:
+            _fit_weighted_ranges(at, recipe)
+        else:
+            fit_ranges(at, recipe)
         _choose_codes(at, n, 0, top, True)
         _write(scratch, 16 * unit, count, codes, scales, params)
         lockstep.empty_panel(scratch[row : row + count], 16 * unit, mins)
@@ -177,40 +191,49 @@ def encode_ranges(
 SIGNED = 16  # weights of a sub-block, and sub-blocks of a super-block
 
 
-@inline
-def _fit_q3_k(at: Any, weighted: Any) -> None:
+@strict_njit
+def fit_q3_k(at: Any) -> None:
     """Fit all sub-blocks with codes -4 .. 3, and quantize their scales."""
-    sigma = simd.splat(0.0)
-    if weighted:
-        sigma = _mean_square(at + X, 2)
     for j in range(SIGNED):
         i = j * SIGNED * VECTOR
-        x, w, codes, scale = at + X + i, at + W + i, at + CODES + i, at + SCALES + j * VECTOR
-        if weighted:
-            simd.store_f32(at + SUMS + j * VECTOR, ggml_fits.emphasize(x, w, SIGNED, sigma))
-            ggml_fits.fit_signed(x, w, SIGNED, 4, codes, scale)
-        else:
-            ggml_fits.fit_signed_by_turns(x, SIGNED, 4, codes, scale)
-    if weighted:
-        ggml_fits.fit_signed(at + SCALES, at + SUMS, SIGNED, 32, at + SCALE_CODES, at + D)
-        for i in range(at + SCALE_CODES, at + SCALE_CODES + SIGNED * VECTOR, VECTOR):
-            simd.store_f32(i, simd.sub(simd.load_f32(i), simd.splat(32)))
-    else:
-        # a field of zeros, where there is no scale, means -32
-        _scale_down_signed(at, 32, 1e-45, -32)
+        ggml_fits.fit_signed_by_turns(
+            at + X + i, SIGNED, 4, at + CODES + i, at + SCALES + j * VECTOR
+        )
+    # a field of zeros, where there is no scale, means -32
+    _scale_down_signed(at, 32, 1e-45, -32)
 
 
-@inline
-def _fit_q6_k(at: Any, weighted: Any) -> None:
-    """Fit all sub-blocks with codes -32 .. 31, and quantize their scales."""
+@strict_njit
+def _fit_weighted_q3_k(at: Any) -> None:
+    """Do as `fit_q3_k` with importances."""
+    sigma = _mean_square(at + X, 2)
     for j in range(SIGNED):
         i = j * SIGNED * VECTOR
         x, w = at + X + i, at + W + i
-        if not weighted:
-            for k in range(0, SIGNED * VECTOR, VECTOR):
-                v = simd.load_f32(x + k)
-                simd.store_f32(w + k, simd.mul(v, v))
-        ggml_fits.fit_signed(x, w, SIGNED, 32, at + CODES + i, at + SCALES + j * VECTOR)
+        simd.store_f32(at + SUMS + j * VECTOR, ggml_fits.emphasize(x, w, SIGNED, sigma))
+        ggml_fits.fit_signed(x, w, SIGNED, 4, at + CODES + i, at + SCALES + j * VECTOR)
+    ggml_fits.fit_signed(at + SCALES, at + SUMS, SIGNED, 32, at + SCALE_CODES, at + D)
+    for i in range(at + SCALE_CODES, at + SCALE_CODES + SIGNED * VECTOR, VECTOR):
+        simd.store_f32(i, simd.sub(simd.load_f32(i), simd.splat(32)))
+
+
+@strict_njit
+def fit_q6_k(at: Any) -> None:
+    """Fit all sub-blocks with codes -32 .. 31, and quantize their scales."""
+    for i in range(0, SUPER * VECTOR, VECTOR):
+        v = simd.load_f32(at + X + i)
+        simd.store_f32(at + W + i, simd.mul(v, v))
+    _fit_weighted_q6_k(at)
+
+
+@strict_njit
+def _fit_weighted_q6_k(at: Any) -> None:
+    """Do as `fit_q6_k` with importances."""
+    for j in range(SIGNED):
+        i = j * SIGNED * VECTOR
+        ggml_fits.fit_signed(
+            at + X + i, at + W + i, SIGNED, 32, at + CODES + i, at + SCALES + j * VECTOR
+        )
     nothing = _scale_down_signed(at, 128, ggml_fits.TINY, 0)
     for i in range(at + CODES, at + CODES + SUPER * VECTOR, VECTOR):  # all bytes are zero there
         simd.store_f32(i, choose(nothing, simd.splat(0.0), simd.load_f32(i)))
@@ -248,9 +271,15 @@ def encode_signed(
     at = simd.address(scratch)
     for unit in range(start, stop):
         _read(x, importance, blocks, 16 * unit, scratch)
+        weighted = len(importance) > 0
         if top == 4:
-            _fit_q3_k(at, len(importance) > 0)
+            if weighted:
+                _fit_weighted_q3_k(at)
+            else:
+                fit_q3_k(at)
+        elif weighted:
+            _fit_weighted_q6_k(at)
         else:
-            _fit_q6_k(at, len(importance) > 0)
+            fit_q6_k(at)
         _choose_codes(at, SIGNED, -top, top - 1, False)
         _write(scratch, 16 * unit, SIGNED, codes, scales, params)

@@ -124,6 +124,11 @@ class KFormat(QuantFormat):
             )  # fmt: skip
         return data
 
+    def recipe(self, weighted: bool) -> tuple[Any, ...]:
+        """Return what plain tries, as `k_plain.encode_ranges` takes it."""
+        tried = (-0.9, 0.05, 36, False) if weighted else self.ranges
+        return self.form.sub_block, (1 << self.form.code_bits) - 1, self.scale_top, *tried
+
     def _plain(self, x: Floats, importance: Floats, blocks: int) -> Encoded:
         """Return super-blocks (n, 256) as GGML encodes them."""
         n = len(x)
@@ -135,8 +140,7 @@ class KFormat(QuantFormat):
         )
         units, work = -(-n // LOCKSTEP), FIT_COST * x.size
         if self.has_mins:
-            tried = self.ranges if len(importance) == 0 else (-0.9, 0.05, 36, False)
-            recipe = (self.form.sub_block, (1 << self.form.code_bits) - 1, self.scale_top, *tried)
+            recipe = self.recipe(len(importance) > 0)
             split_rows(
                 k_plain.encode_ranges, units, work, x, importance, blocks, recipe, found.codes,
                 found.scales, found.mins, found.params,

@@ -6,12 +6,13 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants import FORMATS, QuantFormat
 from nbflow_kernels.quants.floats import FloatFormat
 from nbflow_kernels.quants.integer_format import IntegerFormat
+from nbflow_kernels.quants.k_quants import KFormat
 from nbflow_kernels.quants.linear import LinearFormat
 from nbflow_kernels.quants.user import UserFormat
 
 YES = "yes"
 NO_CUDA_ENCODER = (
-    "The encoder is written for the CPU's vectors: quantize in host memory, then to_device."
+    "The encoder searches grids or tables on the CPU: quantize in host memory, then to_device."
 )
 NO_INT8 = "int8 activations go with integer codes; a float format is multiplied in f32 or bf16."
 NO_IMPORTANCE = (
@@ -65,10 +66,8 @@ def cells(format: QuantFormat) -> list[str]:
 
 
 def has_cuda_encoder(format: QuantFormat) -> bool:
-    """Return whether a format's plain encoder runs on a CUDA device: whether it is scalar code."""
-    if isinstance(format, LinearFormat):
-        return format.plain is None  # the family's own, Inferflow's
-    return isinstance(format, FloatFormat | UserFormat)
+    """Return whether a format's plain encoder runs on a CUDA device."""
+    return isinstance(format, LinearFormat | KFormat | FloatFormat | UserFormat)
 
 
 def _importance(format: QuantFormat, encoder: str) -> str:

@@ -3,7 +3,7 @@
 #pragma once
 #include "cuda/ptx.cuh"
 
-enum { BITS_KIND, PAIRS_KIND, TABLE8_KIND, TABLE16_KIND };
+enum { BITS_KIND, PAIRS_KIND, TABLE8_KIND, TABLE16_KIND, E2M1_KIND };
 enum { HALF, HALF_MIN, FLOAT, FLOAT_MIN, BYTE, BYTE_MIN, NIBBLE_MIN, E8M0, E4M3, U8_PAIR, UNIT_ONLY };
 
 constexpr int CHUNK = 128;
@@ -14,6 +14,12 @@ constexpr bool TWO_FLOATS = SCALES == BYTE_MIN || SCALES == NIBBLE_MIN;
 constexpr bool HAS_FLOATS = TWO_FLOATS || SCALES == BYTE || SCALES == UNIT_ONLY;
 constexpr bool HAS_ZERO = ZERO != 0.0f;
 constexpr int GROUPS = CHUNK / SUB_BLOCK;  // sub-blocks of a chunk
+// What does not depend on the codes (mins, and -ZERO * scale) times the sums of the activations is a
+// product of its own, which tensor cores take if its numbers are float16.
+constexpr bool MIN_SUMS = !HAS_ZERO && (SCALES == HALF_MIN || TWO_FLOATS);
+constexpr bool ZERO_SUMS = HAS_ZERO && (SCALES == HALF || SCALES == BYTE);
+constexpr bool TENSOR_SUMS = MIN_SUMS || ZERO_SUMS;
+constexpr int SUM_PAIRS = GROUPS > 1 ? GROUPS / 2 : 1;
 constexpr int ENTRY = SCALES == FLOAT_MIN ? 8
                       : SCALES == HALF_MIN || SCALES == FLOAT ? 4
                       : SCALES == HALF || SCALES == BYTE_MIN || SCALES == U8_PAIR ? 2
@@ -23,9 +29,11 @@ constexpr int FLOAT_BYTES = TWO_FLOATS ? 4 : HAS_FLOATS ? 2 : 0;
 constexpr int CHUNK_WORDS = KIND == PAIRS_KIND ? 7 : 2 * BITS;
 constexpr int CHUNK_BYTES = 16 * ROW_BYTES + 128 * CHUNK_WORDS;
 constexpr int UNIT_BYTES = 16 * FLOAT_BYTES + 2 * CHUNK_BYTES;
-// Masked fields are subnormal float16 numbers, code * 2**-24 (times 2**position of the slot).
-// Sums of activations are kept in the same unit, and results are multiplied by its inverse.
-constexpr float UNIT = 5.9604644775390625e-8f;
+// Masked fields are subnormal float16 numbers, code * 2**-24 (times 2**position of the slot); those
+// of E2M1 are value * 2**-15.  Sums of activations are kept in the same unit, and results are
+// multiplied by its inverse.
+constexpr float SUBNORMAL = 5.9604644775390625e-8f;
+constexpr float UNIT = KIND == E2M1_KIND ? 3.0517578125e-5f : SUBNORMAL;
 constexpr float OUT = FACTOR / UNIT;
 
 // ---- loads ---------------------------------------------------------------------------------------
@@ -177,6 +185,16 @@ DEV void widen(u32 bytes, u32* to) {
   to[0] = prmt(bytes, 0, 0x4140u), to[1] = prmt(bytes, 0, 0x4342u);
 }
 
+// Sign and three bits of 4-bit floats in the places of float16: value * 2**-15 (of values 0 to 12).
+DEV void decode_e2m1(const u32* w, u32* a, u32* b) {
+#pragma unroll
+  for (int s = 0; s < 4; s++) {
+    a[2 * s] = FIELD(w[s], 0x8e00u), a[2 * s + 1] = FIELD(w[s] << 3, 0x8e00u);
+    b[2 * s] = FIELD(w[s] << 6, 0x0e00u) | FIELD(w[s] << 1, 0x8000u);
+    b[2 * s + 1] = FIELD(w[s] << 9, 0x0e00u) | FIELD(w[s] << 2, 0x8000u);
+  }
+}
+
 template <>
 struct Fields<8> {
   static DEV void decode(const u32* w, u32* a, u32* b) {
@@ -185,34 +203,55 @@ struct Fields<8> {
   }
 };
 
-// The bytes of a table that the low four nibbles choose.
-DEV u32 look_up(const u32* table, u32 nibbles) {
-  if constexpr (KIND == TABLE8_KIND) return prmt(table[0], table[1], nibbles);
-  // a selector of 8 or more fills with the sign of the byte that its low bits choose
-  if constexpr (((TABLE_0 | TABLE_1 | TABLE_2 | TABLE_3) & 0x80808080u) == 0)
-    return prmt(table[0], table[1], nibbles) | prmt(table[2], table[3], nibbles ^ 0x8888u);
-  u32 low = nibbles & 0x7777u, upper = ((nibbles >> 1) & 0x4444u) | 0x3210u;
-  return prmt(prmt(table[0], table[1], low), prmt(table[2], table[3], low), upper);
-}
+// What codes are looked up in, and other numbers that an instruction has no place for.
+struct Table {
+  u32 words[4], order, exponent;
 
-DEV void decode_table(const u32* w, u32* a, u32* b) {
-  const u32 words[4] = {TABLE_0, TABLE_1, TABLE_2, TABLE_3};
-  u32 table[4];
-  // as constants they would be moved to a register for each look-up
+  // As constants they would be moved to a register for each use: `zero`, which is 0, hides that they
+  // are, and the shuffle that all lanes have the same.
+  DEV void load(int zero, int lane) {
+    const u32 given[4] = {TABLE_0, TABLE_1, TABLE_2, TABLE_3};
+    auto hidden = [&](u32 v) { return __shfl_sync(0xffffffffu, v ^ zero, lane); };
+    constexpr int N = KIND == TABLE16_KIND ? 4 : KIND == TABLE8_KIND ? 2 : 0;
 #pragma unroll
-  for (int i = 0; i < 4; i++)
-    if (i < 2 || KIND == TABLE16_KIND) table[i] = __shfl_sync(0xffffffffu, words[i], 0);
-#pragma unroll
-  for (int s = 0; s < 4; s++) {
-    u32 nibbles = w[s & (KIND == TABLE8_KIND ? 1 : 3)];
-    if constexpr (KIND == TABLE8_KIND) {
-      nibbles = (w[s >> 1] >> 2 * (s & 1)) & 0x33333333u;
-      nibbles |= (s < 3 ? w[2] << (2 - s) : w[2] >> 1) & 0x44444444u;
-    }
-    widen(look_up(table, nibbles), a + 2 * s);
-    widen(look_up(table, nibbles >> 16), b + 2 * s);
+    for (int i = 0; i < N; i++) words[i] = hidden(given[i]);
+    if (KIND == TABLE16_KIND) order = hidden(0x32103210u);
+    if (SCALES == BYTE) exponent = hidden(0x4b000000u);
+    else exponent = 0x4b000000u;  // of 2**23: a byte behind it is a float
   }
-}
+
+  // The bytes that nibbles 0..3 choose, and 4..7.
+  DEV void look_up(u32 nibbles, u32& low, u32& high) const {
+    if constexpr (KIND == TABLE8_KIND) {
+      low = prmt(words[0], words[1], nibbles);
+      high = prmt(words[0], words[1], nibbles >> 16);
+    } else if constexpr (((TABLE_0 | TABLE_1 | TABLE_2 | TABLE_3) & 0x80808080u) == 0) {
+      // a selector of 8 or more fills with the sign of the byte that its low bits choose
+      u32 others = nibbles ^ 0x88888888u;
+      low = prmt(words[0], words[1], nibbles) | prmt(words[2], words[3], others);
+      high = prmt(words[0], words[1], nibbles >> 16) | prmt(words[2], words[3], others >> 16);
+    } else {
+      u32 i = nibbles & 0x77777777u, which = ((nibbles >> 1) & 0x44444444u) | order;
+      low = prmt(prmt(words[0], words[1], i), prmt(words[2], words[3], i), which);
+      i >>= 16, which >>= 16;
+      high = prmt(prmt(words[0], words[1], i), prmt(words[2], words[3], i), which);
+    }
+  }
+
+  DEV void decode(const u32* w, u32* a, u32* b) const {
+#pragma unroll
+    for (int s = 0; s < 4; s++) {
+      u32 nibbles = w[s & (KIND == TABLE8_KIND ? 1 : 3)], low, high;
+      if constexpr (KIND == TABLE8_KIND) {
+        nibbles = (w[s >> 1] >> 2 * (s & 1)) & 0x33333333u;
+        nibbles |= (s < 3 ? w[2] << (2 - s) : w[2] >> 1) & 0x44444444u;
+      }
+      look_up(nibbles, low, high);
+      widen(low, a + 2 * s);
+      widen(high, b + 2 * s);
+    }
+  }
+};
 
 // Pairs p = x + 11 y, as a masked field.  In 1024 + p the multiplication by 1/11 and the sum with
 // 930.9 round to 1025 + p / 11, rounded down, for all of 0..120; the rest is exact: y * 2**-10, and
@@ -223,42 +262,52 @@ DEV void split_pair(u32 p, u32& x, u32& y) {
   x = fma_f16x2(y, 0x91809180u, p);
 }
 
-DEV void decode_pairs(const u32* w, u32 operand[8][4]) {
-  u32 p[16];
+DEV void decode_pairs(const u32* w, int tile, u32 operand[4][4]) {
+  u32 p[8];
+  if (tile == 0) {
 #pragma unroll
-  for (int i = 0; i < 7; i++) p[2 * i] = FIELD(w[i], 127u), p[2 * i + 1] = FIELD(w[i] >> 7, 127u);
-  p[14] = FIELD(w[0] >> 14, 3u) | FIELD(w[1] >> 12, 12u) | FIELD(w[2] >> 10, 0x30u) |
-          FIELD(w[3] >> 8, 0x40u);
-  p[15] = FIELD(w[4] >> 14, 3u) | FIELD(w[5] >> 12, 12u) | FIELD(w[6] >> 10, 0x30u) |
-          FIELD(w[3] >> 9, 0x40u);
+    for (int i = 0; i < 4; i++) p[2 * i] = FIELD(w[i], 127u), p[2 * i + 1] = FIELD(w[i] >> 7, 127u);
+  } else {
 #pragma unroll
-  for (int i = 0; i < 16; i++) split_pair(p[i], operand[i >> 1][i & 1], operand[i >> 1][2 + (i & 1)]);
+    for (int i = 0; i < 3; i++)
+      p[2 * i] = FIELD(w[4 + i], 127u), p[2 * i + 1] = FIELD(w[4 + i] >> 7, 127u);
+    p[6] = FIELD(w[0] >> 14, 3u) | FIELD(w[1] >> 12, 12u) | FIELD(w[2] >> 10, 0x30u) |
+           FIELD(w[3] >> 8, 0x40u);
+    p[7] = FIELD(w[4] >> 14, 3u) | FIELD(w[5] >> 12, 12u) | FIELD(w[6] >> 10, 0x30u) |
+           FIELD(w[3] >> 9, 0x40u);
+  }
+#pragma unroll
+  for (int i = 0; i < 8; i++) split_pair(p[i], operand[i >> 1][i & 1], operand[i >> 1][2 + (i & 1)]);
+}
+
+// The codes of 64 columns of a chunk as the operands of four steps.
+DEV void decode_tile(const Table& table, const u32* w, int tile, u32 operand[4][4]) {
+  if constexpr (KIND == PAIRS_KIND) {
+    decode_pairs(w, tile, operand);
+  } else {
+    u32 a[8], b[8];
+    if constexpr (KIND == BITS_KIND) Fields<BITS>::decode(w + tile * BITS, a, b);
+    else if constexpr (KIND == E2M1_KIND) decode_e2m1(w + tile * BITS, a, b);
+    else table.decode(w + tile * BITS, a, b);
+#pragma unroll
+    for (int s = 0; s < 4; s++) {
+      u32* o = operand[s];
+      o[0] = a[2 * s], o[1] = b[2 * s], o[2] = a[2 * s + 1], o[3] = b[2 * s + 1];
+    }
+  }
 }
 
 // A chunk's codes as the operands of its eight steps.
-DEV void decode_chunk(const u32* w, u32 operand[8][4]) {
-  if constexpr (KIND == PAIRS_KIND) {
-    decode_pairs(w, operand);
-  } else {
-#pragma unroll
-    for (int tile = 0; tile < 2; tile++) {
-      u32 a[8], b[8];
-      if constexpr (KIND == BITS_KIND) Fields<BITS>::decode(w + tile * BITS, a, b);
-      else decode_table(w + tile * BITS, a, b);
-#pragma unroll
-      for (int s = 0; s < 4; s++) {
-        u32* o = operand[4 * tile + s];
-        o[0] = a[2 * s], o[1] = b[2 * s], o[2] = a[2 * s + 1], o[3] = b[2 * s + 1];
-      }
-    }
-  }
+DEV void decode_chunk(const Table& table, const u32* w, u32 operand[8][4]) {
+  decode_tile(table, w, 0, operand);
+  decode_tile(table, w, 1, operand + 4);
 }
 
 // ---- scales --------------------------------------------------------------------------------------
 
 // The byte `i` of some words as a float, less `zero`: 2**23 + byte has the bits 0x4b0000.. .
-DEV float byte_at(const u32* words, int i, int zero = 0) {
-  return __uint_as_float(prmt(words[i >> 2], 0x4b000000u, 0x7540u + (i & 3))) - (8388608.0f + zero);
+DEV float byte_at(const Table& table, const u32* words, int i, int zero = 0) {
+  return __uint_as_float(prmt(words[i >> 2], table.exponent, 0x7540u + (i & 3))) - (8388608.0f + zero);
 }
 
 // u / n rounded as the division is, for bytes: the quotient corrected by its remainder.
@@ -268,28 +317,80 @@ DEV float divided(float u, float n, float inverse) {
 }
 
 // Scale and base of sub-block `i` of a chunk's row; integer ones where d is apart.
-DEV void scale_of(const u32* words, int i, float& scale, float& base) {
+DEV void scale_of(const Table& table, const u32* words, int i, float& scale, float& base) {
   scale = 1.0f, base = 0.0f;
   if constexpr (SCALES == HALF) scale = (i & 1) ? high_f16(words[i >> 1]) : low_f16(words[i >> 1]);
   if constexpr (SCALES == HALF_MIN) scale = low_f16(words[i]), base = high_f16(words[i]);
   if constexpr (SCALES == FLOAT) scale = __uint_as_float(words[i]);
   if constexpr (SCALES == FLOAT_MIN)
     scale = __uint_as_float(words[2 * i]), base = __uint_as_float(words[2 * i + 1]);
-  if constexpr (SCALES == BYTE) scale = byte_at(words, i, SCALE_ZERO);
-  if constexpr (SCALES == BYTE_MIN) scale = byte_at(words, 2 * i), base = byte_at(words, 2 * i + 1);
+  if constexpr (SCALES == BYTE) scale = byte_at(table, words, i, SCALE_ZERO);
+  if constexpr (SCALES == BYTE_MIN) scale = byte_at(table, words, 2 * i), base = byte_at(table, words, 2 * i + 1);
   if constexpr (SCALES == NIBBLE_MIN) {
     u32 low = words[i >> 2] & 0x0f0f0f0fu, high = (words[i >> 2] >> 4) & 0x0f0f0f0fu;
-    scale = byte_at(&low, i & 3), base = byte_at(&high, i & 3);
+    scale = byte_at(table, &low, i & 3), base = byte_at(table, &high, i & 3);
   }
   if constexpr (SCALES == E8M0) {  // 2**(e - 127), of which the smallest is subnormal
-    u32 e = (words[i >> 2] >> 8 * (i & 3)) & 255u;
-    scale = __uint_as_float(e ? e << 23 : 0x00400000u);
+    u32 e = prmt(words[i >> 2], 0, 0x0444u | (i & 3) << 12) >> 1;
+    scale = __uint_as_float(max(e, 0x00400000u));
   }
   if constexpr (SCALES == E4M3)  // float16 has the same fields, with a bit more of exponent
     scale = low_f16(((words[i >> 2] >> 8 * (i & 3)) & 127u) << 7);
   if constexpr (SCALES == U8_PAIR) {
-    scale = divided(byte_at(words, 2 * i), 1000.0f, 0.001f);
-    base = divided(byte_at(words, 2 * i + 1), 100.0f, 0.01f) - 1.0f;
+    scale = divided(byte_at(table, words, 2 * i), 1000.0f, 0.001f);
+    base = divided(byte_at(table, words, 2 * i + 1), 100.0f, 0.01f) - 1.0f;
   }
   if constexpr (HAS_MIN && FACTOR != 1.0f) base *= 1.0f / FACTOR;  // results are multiplied by it
+}
+
+// The scale of sub-block `i` as products take it, times SCALE_UNIT: integers beside mins are float16
+// numbers as they are, like the codes.
+constexpr float SCALE_UNIT = TENSOR_SUMS && TWO_FLOATS ? SUBNORMAL : 1.0f;
+
+DEV float scale_of(const Table& table, const u32* words, int i) {
+  if constexpr (SCALES == NIBBLE_MIN) {
+    u32 pair = (words[i >> 2] >> 8 * (i & 1)) & 0x000f000fu;
+    return (i & 2) ? high_f16(pair) : low_f16(pair);
+  } else if constexpr (SCALES == BYTE_MIN) {
+    u32 pair = words[i >> 1] & 0x00ff00ffu;
+    return (i & 1) ? high_f16(pair) : low_f16(pair);
+  } else {
+    float scale, base;
+    scale_of(table, words, i, scale, base);
+    return scale;
+  }
+}
+
+// ---- what the sums of activations are multiplied by ------------------------------------------------
+
+// The product with sums that are divided by SUB_BLOCK, in the unit of the codes' product.
+constexpr float SUM_FACTOR = !TENSOR_SUMS ? 1.0f : SUB_BLOCK * (ZERO_SUMS ? -ZERO * UNIT
+                             : SCALES == HALF_MIN ? UNIT / FACTOR
+                             : SCALES == NIBBLE_MIN ? 1.0f / (16.0f * FACTOR) : 1.0f / FACTOR);
+
+// Word t % N of some that lie `step` apart.
+template <int N>
+DEV u32 word_of(const u32* words, int t, int step = 1) {
+  if constexpr (N == 1) return words[0];
+  else if constexpr (N == 2) return t & 1 ? words[step] : words[0];
+  else return t & 2 ? word_of<2>(words + 2 * step, t, step) : word_of<2>(words, t, step);
+}
+
+// What the sums of groups 2 t and 2 t + 1 are multiplied by, of a row's scales: two float16 numbers.
+// Behind the last group it is some number: the sums are zeros.
+DEV u32 sum_operand(const u32* words, int t) {
+  if constexpr (SCALES == HALF) {
+    return word_of<SUM_PAIRS>(words, t);
+  } else if constexpr (SCALES == HALF_MIN) {
+    const u32 first = word_of<SUM_PAIRS>(words, t, 2);
+    return prmt(first, GROUPS > 1 ? word_of<SUM_PAIRS>(words + 1, t, 2) : 0, 0x7632u);
+  } else if constexpr (SCALES == BYTE_MIN) {
+    return prmt(word_of<ROW_WORDS>(words, t), 0, 0x4341u);
+  } else {  // bytes 2 t and 2 t + 1
+    const u32 bytes = prmt(words[0], words[ROW_WORDS - 1], 0x0202u * t + 0x0100u);
+    if constexpr (SCALES == NIBBLE_MIN) return bytes & 0x00f000f0u;
+    // 1024 + byte is a number; less 1024 and the zero of the scales
+    constexpr u32 ZEROS = (0xe400u | SCALE_ZERO) * 0x10001u;
+    return add_f16x2((bytes & 0x00ff00ffu) | 0x64006400u, ZEROS);
+  }
 }

@@ -48,7 +48,7 @@ Field = tuple[int, int, int, int, int, int]
 """Half of the rows, slot, first bit of the code, bits, word, place in its 16-bit halves."""
 
 # How codes become values
-BITS, PAIRS, TABLE8, TABLE16 = range(4)
+BITS, PAIRS, TABLE8, TABLE16, E2M1 = range(5)
 SCALES = {
     name: i
     for i, name in enumerate(
@@ -105,6 +105,17 @@ def _six() -> tuple[Field, ...]:
     return tuple(fields)
 
 
+def _e2m1() -> tuple[Field, ...]:
+    """Return the fields of 4-bit floats: sign at 15, and 3 bits at 9, after a shift to the left."""
+    places = {(0, 0): (15, 9), (0, 1): (12, 6), (1, 0): (14, 3), (1, 1): (13, 0)}
+    return tuple(
+        (half, 2 * word + j, first, n, word, place)
+        for (half, j), (sign, rest) in places.items()
+        for word in range(4)
+        for first, n, place in ((3, 1, sign), (0, 3, rest))
+    )
+
+
 FIELDS: dict[int, tuple[Field, ...]] = {
     1: _rows_apart(1, 1),
     2: _rows_apart(2, 2),
@@ -114,6 +125,8 @@ FIELDS: dict[int, tuple[Field, ...]] = {
     6: _six(),
 }
 """Where the bits of codes lie in the words of a tile; `units.cuh` takes them out."""
+E2M1_FIELDS = _e2m1()
+E2M1_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
 POSITIONS = {
     1: tuple(range(8)),
     2: (0, 2, 4, 6) * 2,
@@ -133,7 +146,8 @@ class UnitForm:
     """What kernels must know of a format; formats that agree share their kernels."""
 
     kind: int
-    """`BITS`, `PAIRS` (x + 11 * y in 7 bits), `TABLE8` or `TABLE16` (codes that are looked up)."""
+    """`BITS`, `PAIRS` (x + 11 * y in 7 bits), `TABLE8` or `TABLE16` (codes that are looked up), or
+    `E2M1` (4-bit floats, twice their value)."""
     bits: int
     """Bits of a code, 1 to 6 or 8; 3 and 4 with tables; 7 for a pair."""
     sub_block: int
@@ -235,6 +249,8 @@ def _codes(form: IntegerForm) -> tuple[int, int, float, float, tuple[int, ...]]:
             return BITS, 1, -low / step, step, ()
     if bits > 4:
         raise UsageError(f"values are looked up for codes of up to 4 bits, got {bits}")
+    if bits == 4 and tuple(form.values) == E2M1_VALUES:
+        return E2M1, 4, 0.0, 1.0, ()
     size = 8 if bits <= 3 else 16
     table = tuple(int(v) for v in np.resize(form.values, size))
     zero = float(-min(table))  # what is stored is not negative, and as small as can be
@@ -370,8 +386,8 @@ def _chunks(form: UnitForm, codes: NDArray[np.uint8]) -> NDArray[np.uint8]:
         words = _pair_words(slots)
     else:
         tiles = {
-            TABLE8: _table8_words, TABLE16: _table16_words, BITS: _byte_words if form.bits == 8
-            else _field_words,
+            TABLE8: _table8_words, TABLE16: _table16_words, E2M1: _e2m1_words,
+            BITS: _byte_words if form.bits == 8 else _field_words,
         }[form.kind](slots, form.bits)  # fmt: skip
         # (word, tile, chunk, tile of 64, lane) -> (tile, chunk, lane, words)
         words = tiles.transpose(1, 2, 4, 3, 0).reshape(n_tiles, n_chunks, 32, -1)
@@ -392,8 +408,19 @@ def _planes(words: NDArray[np.uint32]) -> NDArray[np.uint8]:
 
 def _field_words(slots: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
     """Return the words (word, tiles, chunks, tile of 64, lane) that `FIELDS` describes."""
-    halves = np.zeros((bits, *slots.shape[2:]), np.uint16)
-    for half, slot, first, n, word, place in FIELDS[bits]:
+    return _words_of(FIELDS[bits], slots, bits)
+
+
+def _e2m1_words(slots: NDArray[np.uint8], bits: int) -> NDArray[np.uint32]:
+    """Do as `_field_words` with the fields of 4-bit floats."""
+    return _words_of(E2M1_FIELDS, slots, bits)
+
+
+def _words_of(
+    fields: tuple[Field, ...], slots: NDArray[np.uint8], n_words: int
+) -> NDArray[np.uint32]:
+    halves = np.zeros((n_words, *slots.shape[2:]), np.uint16)
+    for half, slot, first, n, word, place in fields:
         part = (slots[half, slot] >> np.uint8(first)) & np.uint8((1 << n) - 1)
         halves[word] |= part.astype(np.uint16) << np.uint16(place)
     return halves.view("<u4")[..., 0]
