@@ -159,7 +159,7 @@ def test_what_is_in_front_and_behind_costs_the_loop_no_registers(then: Any, arch
         fused.Gate: (("FUNCTION", "Silu"),),
     }
     form = unit_form(nk.FORMATS["q4_k"].integer_form)
-    kernel = fused._kernel(form, 1, 1, then.number, then.parameters, macros[then])
+    kernel = fused._kernel(form, 1, True, 1, then.number, then.parameters, macros[then])
     code, entry = kernel.compile(arch, "ptx")
     found = nbflow_ptx.lint(code.decode(), arch)[entry]
     assert found.registers is not None, found.registers_from
