@@ -19,6 +19,8 @@ FAILED = 4
 NAME_BYTES = 64
 _RECORD = struct.Struct(f"=dBqd{NAME_BYTES}s")
 """Last sign of life, state, layer (-1 for none), time of it, kind of exchange."""
+_ALONE = struct.Struct("=?")
+"""Whether the others go on without this rank; behind the record."""
 _BEAT = struct.Struct("=d")
 
 
@@ -56,7 +58,8 @@ class Status:
     """The record of one rank."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, _RECORD.size)  # stays shared with a process forked later
+        # stays shared with a process forked later
+        self._memory = mmap.mmap(-1, _RECORD.size + _ALONE.size)
         self.set(IDLE)
 
     def set(self, state: int, kind: str = "", layer: int | None = None) -> None:
@@ -64,6 +67,15 @@ class Status:
         number, now = -1 if layer is None else layer, time.monotonic()
         name = kind.encode()[:NAME_BYTES]
         _RECORD.pack_into(self._memory, 0, now, state, number, now, name)
+
+    def not_needed(self) -> None:
+        """Say that the other ranks go on when this one fails: they are other replicas."""
+        _ALONE.pack_into(self._memory, _RECORD.size, True)
+
+    @property
+    def is_needed(self) -> bool:
+        """Whether the other ranks have to stop when this one fails."""
+        return not _ALONE.unpack_from(self._memory, _RECORD.size)[0]
 
     def beat(self) -> None:
         """Give a sign of life while waiting."""

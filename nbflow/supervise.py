@@ -21,7 +21,7 @@ import platform
 import signal
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from nbflow.status import Status
 from nbflow_kernels.errors import UsageError
@@ -87,10 +87,16 @@ def supervised(status: Status) -> None:
         os.setpgid(0, 0)  # Ctrl-C comes once: from the parent
         _end_with_parent(parent)
         return
+    told = set[int]()
+
+    def forward(number: int, _: object) -> None:
+        told.add(number)
+        _send(child, number)
+
     for number in FORWARDED:
-        signal.signal(number, lambda got, _: _send(child, got))
+        signal.signal(number, forward)
     rank = f"nbflow: rank {launched[0]} of {launched[1]} on {platform.node()}"
-    code = _watch(child, status, limit, lambda text: _report(f"{rank} {text}"))
+    code = _watch(child, status, limit, lambda text: _report(f"{rank} {text}", status), told)
     os._exit(code)
 
 
@@ -107,8 +113,17 @@ def _send(child: int, number: int) -> None:
         os.kill(child, number)
 
 
-def _watch(child: int, status: Status, limit: float, report: Callable[[str], None]) -> int:
-    """Wait for the child's end, or make one; return the exit code."""
+def _watch(
+    child: int,
+    status: Status,
+    limit: float,
+    report: Callable[[str], None],
+    told: Collection[int] = (),
+) -> int:
+    """Wait for the child's end, or make one; return the exit code.
+
+    An end by a signal that the launcher has `told` it is no failure: another rank's has come first.
+    """
     while True:
         pid, ended = os.waitpid(child, os.WNOHANG)
         place = status.place()
@@ -116,9 +131,11 @@ def _watch(child: int, status: Status, limit: float, report: Callable[[str], Non
             if not os.WIFSIGNALED(ended):
                 return os.waitstatus_to_exitcode(ended)
             number = os.WTERMSIG(ended)
+            if number in told:
+                return 128 + number
             why = ", perhaps because memory ran out," if number == signal.SIGKILL else ""
             report(f"was killed by {signal.Signals(number).name}{why} {place}")
-            _abort(128 + number)
+            _abort(status, 128 + number)
             return 128 + number
         now = time.monotonic()
         if place.is_busy and (now > place.alive + limit or now > place.since + 3 * limit):
@@ -126,22 +143,25 @@ def _watch(child: int, status: Status, limit: float, report: Callable[[str], Non
             report(f"has {what} for {now - place.since:.0f} s {place} (NBFLOW_HANG_S={limit:g})")
             _send(child, signal.SIGKILL)
             os.waitpid(child, 0)
-            _abort(1)
+            _abort(status, 1)
             return 1
         time.sleep(POLL_S)
 
 
-def _abort(code: int) -> None:
+def _abort(status: Status, code: int) -> None:
     """Have MPICH's launcher end all ranks: that a rank on another host has ended is not enough.
 
     This is the line by which MPI_Abort tells it (version 1 of the process management interface), in
-    the name of the child that cannot any more.
+    the name of the child that cannot any more.  A replica that the others do not need only ends.
     """
+    if not status.is_needed:
+        return
     with contextlib.suppress(KeyError, ValueError, OSError):
         os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
 
 
-def _report(text: str) -> None:
-    sys.stderr.write(f"{text}; stopping all ranks\n")
+def _report(text: str, status: Status) -> None:
+    what = "stopping all ranks" if status.is_needed else "the other replicas go on"
+    sys.stderr.write(f"{text}; {what}\n")
     sys.stderr.flush()
     time.sleep(FORWARD_S)

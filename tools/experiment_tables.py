@@ -53,24 +53,26 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def quantization() -> str:
-    """Return the table of errors by format."""
+    """Return the table of errors by format: Inferflow's encoder, and ours."""
     rows = rows_of("quantization")
     if not rows:
         return MISSING
     errors = gaussian_errors()
     body = []
-    for row in rows:
-        name = row["weights"]
-        theirs = number(INFERFLOW[name]) if name in INFERFLOW else ""
+    for name in dict.fromkeys(row["weights"] for row in rows):
+        best, plain = (_only(rows, weights=name, encoder=e) for e in ("best", "plain"))
         body.append([
-            f"`{name}`", number(row["bits_per_weight"]), theirs, number(errors.get(name)),
-            number(row["weight_error_relative"]),
-            f"{row['perplexity']:.3f} ± {row['perplexity_stderr']:.3f}",
-            f"{row['kld_mean_nats']:.2g}", f"{100 * row['top1_agreement_share']:.1f}",
+            f"`{name}`", number(best["bits_per_weight"]),
+            number(INFERFLOW.get(name)), number(errors.get(name) if name in INFERFLOW else None),
+            *(number(row.get("weight_error_relative")) for row in (plain, best)),
+            *(_nats(row.get("kld_mean_nats")) for row in (plain, best)),
+            f"{best['perplexity']:.3f} ± {best['perplexity_stderr']:.3f}",
+            f"{100 * best['top1_agreement_share']:.1f}",
         ])  # fmt: skip
     head = (
-        "format", "bits/weight", "Inferflow's encoder, N(0, 0.02)", "ours, N(0, 0.02)",
-        "ours, model's weights", "perplexity", "KL divergence (nat)", "same top token (%)",
+        "format", "bits/weight", "error on N(0, 0.02), Inferflow", "ours",
+        "error on the model, Inferflow", "ours", "KL divergence (nat), Inferflow", "ours",
+        "perplexity, ours", "same top token (%)",
     )  # fmt: skip
     return markdown(head, body)
 
@@ -185,7 +187,7 @@ def speculation() -> str:
     body = [
         [
             f"`{row['draft']}`", str(row["n_draft"]), str(row["batch"]),
-            number(100 * (row["speculation_accepted_share"] or 0.0)),
+            number(_percent(row["speculation_accepted_share"])),
             _ratio(row["speculation_tokens_per_step"]), _ratio(row["speculation_speedup"]),
             f"{100 * row['speculation_same_share']:.0f} %",
         ]
@@ -215,6 +217,14 @@ def _pivot(
 def _only(rows: Sequence[Row], **settings: Any) -> Row:
     """Return the row with these settings; empty if that point failed."""
     return next((r for r in rows if all(r[k] == v for k, v in settings.items())), {})
+
+
+def _nats(value: float | None) -> str:
+    return "" if value is None else f"{value:.2g}"
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
 
 
 def _rate(value: float | None) -> str:

@@ -13,26 +13,18 @@ from typing import Any
 from nbflow_experiments import engine
 from nbflow_experiments.grammar import Sweep
 from nbflow_experiments.measures import METRICS_VERSION, needs_text
-from nbflow_experiments.settings import Value
+from nbflow_experiments.settings import SETTINGS, Value
 from nbflow_kernels.errors import UsageError
 
 FORMAT_SETTINGS = ("weights", "outliers", "encoder", "importance")
 """Points that agree in these, and in the model, have the same weights."""
-LOAD_SETTINGS = (
-    "ranks", "model", *FORMAT_SETTINGS, "kv", "activations", "partition", "max_context",
-    "threads", "exchange", "optimize", "machine",
-)  # fmt: skip
+_EVALUATION = ("eval_text", "eval_tokens", "eval_window", "eval_context", "seed")
+_LENGTHS = ("batch", "prompt", "decode", "prefix", "draft", "n_draft", "repeats", "warmup")
+LOAD_SETTINGS = tuple(name for name in SETTINGS if name not in (*_EVALUATION, *_LENGTHS))
 """Points that agree in these can use one loaded model."""
 OUTLIER_BITS = 64
 """What a weight that is kept beside the format costs."""
-QUALITY_SETTINGS = (
-    *LOAD_SETTINGS,
-    "eval_text",
-    "eval_tokens",
-    "eval_window",
-    "eval_context",
-    "seed",
-)
+QUALITY_SETTINGS = (*LOAD_SETTINGS, *_EVALUATION)
 """Points that agree in these have the same errors: the batch and the lengths do not matter."""
 
 

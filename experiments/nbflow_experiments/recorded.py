@@ -7,7 +7,7 @@ are read as well.  Settings that did not exist when a sweep was recorded have th
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 TEXT = (
     "point", "status", "error_type", "error_message", "quality_shared_from", "partition_chosen"
 )  # fmt: skip
-"""Columns of ``points.csv`` that hold text, besides settings."""
+"""Columns of ``points.csv`` that hold text, whatever it looks like, besides settings."""
 _RESULT_TEXT, _RESULT_NUMBERS = ("point", "measure", "metric", "unit"), ("rank", "repeat", "n")
 _MOST_FIELD = 2**20  # characters of a field; an error message is the longest
 
@@ -28,7 +28,8 @@ def read_points(folder: Path) -> tuple[list[str], list[Row]]:
     """Return the columns and the rows of ``points.csv``.
 
     Text is str, empty where a setting is; numbers are int (integer settings, attempts) or float;
-    what was not measured is None, what was measured and is no number NaN.
+    what was not measured is None, what was measured and is no number NaN.  A column that is no
+    setting holds text if some of it is no number.
 
     Raises
     ------
@@ -40,8 +41,10 @@ def read_points(folder: Path) -> tuple[list[str], list[Row]]:
         if name not in columns:
             raise UsageError(f"{folder / 'points.csv'} has no column {name!r}; it is no sweep's")
     rows = []
+    words = {name for name in columns if name not in SETTINGS and not _are_numbers(found, name)}
+    words |= set(TEXT)
     for texts in found:
-        row: Row = {name: _point_value(folder, name, text) for name, text in texts.items()}
+        row: Row = {name: _point_value(folder, name, text, words) for name, text in texts.items()}
         rows.append({s.name: s.default for s in SETTINGS.values()} | row)
     missing = [name for name in SETTINGS if name not in columns]
     return [*columns, *missing], rows
@@ -133,10 +136,20 @@ def _read(folder: Path, name: str) -> tuple[list[str], list[dict[str, str]]]:
     return columns, [dict(zip(columns, row, strict=True)) for row in rows]
 
 
-def _point_value(folder: Path, name: str, text: str) -> Value | None:
-    """Return a field of ``points.csv`` with its type."""
+def _are_numbers(rows: Sequence[Mapping[str, str]], name: str) -> bool:
+    """Return whether all fields of a column are numbers or empty."""
+    try:
+        for row in rows:
+            float(row[name] or 0)
+    except ValueError:
+        return False
+    return True
+
+
+def _point_value(folder: Path, name: str, text: str, words: Collection[str]) -> Value | None:
+    """Return a field of ``points.csv`` with its type; `words` are columns of text."""
     known = SETTINGS.get(name)
-    if name in TEXT or (known is not None and not known.is_number):
+    if name in words or (known is not None and not known.is_number):
         return text if known is not None else text or None
     if text == "":
         return None if known is None else known.default

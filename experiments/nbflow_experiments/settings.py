@@ -153,6 +153,11 @@ def check_value(name: str, value: object, where: str) -> Value:
 def resolve_words(config: dict[str, Value]) -> None:
     """Put numbers in the place of words: ``ranks = "auto"``."""
     if config["ranks"] == "auto":
+        if config["partition"] == "auto":
+            raise UsageError(
+                "ranks = 'auto' counts the ranks that a partition names, and partition = 'auto' "
+                "names none; say how many: ranks = 2"
+            )
         config["ranks"] = max(engine.partition_ranks(str(config["partition"]))) + 1
 
 

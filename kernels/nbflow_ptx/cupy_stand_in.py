@@ -8,8 +8,8 @@ element of ``empty`` nobody wrote, is noticed.  Not here: CuPy's mathematics.
 
 from __future__ import annotations
 
+import ctypes
 import sys
-import time
 import types
 import weakref
 from collections.abc import Iterator, Sequence
@@ -25,9 +25,12 @@ from nbflow_ptx.checks import Checks
 from nbflow_ptx.device import WRITTEN, Allocation, Device
 from nbflow_ptx.errors import LaunchError
 from nbflow_ptx.kernel_device import EmulatedDevice
-from nbflow_ptx.kernel_device import State as _State
 from nbflow_ptx.launching import Emulator, Result
 from nbflow_ptx.layout import triple
+from nbflow_ptx.pools import MemoryPool, PinnedMemory, using_allocator
+from nbflow_ptx.state import Here
+from nbflow_ptx.state import State as _State
+from nbflow_ptx.streams import Event, Graph, Stream, current_stream, not_while_capturing, perform
 
 __version__ = "0 (nbflow_ptx stand-in)"
 _DEFAULT_SHARED = 48 * 1024  # more must be asked for, as on a GPU
@@ -39,11 +42,17 @@ bool_, dtype = np.bool_, np.dtype
 
 
 def reset(
-    *, memory_bytes: int = 1 << 30, checks: Checks | None = None, arch: str = "sm_80"
+    *,
+    memory_bytes: int = 1 << 30,
+    host_bytes: int = 1 << 28,
+    checks: Checks | None = None,
+    arch: str = "sm_80",
 ) -> None:
     """Start with an empty device; arrays made before must no longer be used."""
-    _State.device, _State.checks, _State.arch = Device(memory_bytes), checks or Checks(), arch
-    _State.last, _State.constants = None, {}
+    _State.device, _State.arch = Device(memory_bytes, host_bytes), arch
+    _State.checks = checks or Checks()
+    _State.last, _State.constants, _State.n_launches = None, {}, 0
+    _State.here = Here()
 
 
 def last_launch() -> Result | None:
@@ -52,14 +61,29 @@ def last_launch() -> Result | None:
 
 
 class _Pointer:
-    def __init__(self, ptr: int) -> None:
-        self.ptr = ptr
+    """A device pointer."""
+
+    def __init__(self, ptr: int, owner: ndarray) -> None:
+        self.ptr, self._owner = ptr, owner
+
+    def copy_from_host_async(self, mem: Any, size: int, stream: Any = None) -> None:
+        """Copy from pinned memory at an address."""
+        address = int(getattr(mem, "value", mem))
+        PinnedMemory.check(address, size)
+        with stream or current_stream():
+            perform(lambda: self._copy_in(address, size))
+
+    def _copy_in(self, address: int, size: int) -> None:
+        device, start = self._owner._device, self._owner._offset()
+        source = (ctypes.c_uint8 * size).from_address(address)
+        device.heap[start : start + size] = np.ctypeslib.as_array(source)
+        device.shadow[start : start + size] |= np.uint8(WRITTEN)
 
 
 class ndarray:
     """An array in emulated device memory; a NumPy view of it does the work on the host side."""
 
-    __kernel_device__ = EmulatedDevice()  # what launches kernels on it
+    __kernel_device__: EmulatedDevice  # what launches kernels on it
 
     def __init__(self, view: np.ndarray, place: Allocation, device: Device) -> None:
         self._view, self._place, self._device = view, place, device
@@ -76,7 +100,7 @@ class ndarray:
     @property
     def data(self) -> _Pointer:
         """The device pointer, as ``.data.ptr``."""
-        return _Pointer(self._offset() + self._place.address - self._place.start)
+        return _Pointer(self._offset() + self._place.address - self._place.start, self)
 
     @property
     def device(self) -> Any:
@@ -110,11 +134,15 @@ class ndarray:
         each = as_strided(shadow, (*self.shape, self.itemsize), (*self.strides, 1))
         each |= np.uint8(WRITTEN)
 
-    def get(self, *_: Any, **__: Any) -> np.ndarray:
-        """Return a copy in host memory."""
+    def get(self, *_: Any, out: np.ndarray | None = None, **__: Any) -> np.ndarray:
+        """Return a copy in host memory, `out` if given."""
+        not_while_capturing("a copy to the host")
         if self._place.freed:
             raise LaunchError(f"array {self._place.name!r} was freed")
-        return self._view.copy()
+        if out is None:
+            return self._view.copy()
+        out[...] = self._view
+        return out
 
     def set(self, values: np.ndarray, *_: Any, **__: Any) -> None:
         """Copy from host memory."""
@@ -134,8 +162,14 @@ class ndarray:
         return asarray(found)
 
     def __setitem__(self, key: Any, values: Any) -> None:
-        key = _host(key)
+        if isinstance(values, np.ndarray) and values.ndim:
+            not_while_capturing("a copy from host memory that is not pinned")
+        perform(lambda: self._assign(_host(key), values))
+
+    def _assign(self, key: Any, values: Any) -> None:
         self._view[key] = _host(values)
+        if not self.size:
+            return
         part = self._view[key] if key is not Ellipsis else self._view
         if isinstance(part, np.ndarray) and np.may_share_memory(part, self._view):
             self._like(part)._written()
@@ -167,30 +201,35 @@ class ndarray:
 
     def astype(self, kind: Any, copy: bool = True) -> ndarray:
         """Return a converted copy."""
-        return (
-            self if not copy and self.dtype == np.dtype(kind) else asarray(self._view.astype(kind))
-        )
+        return self if not copy and self.dtype == np.dtype(kind) else self._copied(kind, "C")
+
+    def _copied(self, kind: Any, order: str) -> ndarray:
+        made = _new(self.shape, kind, order, written=True)
+        made[...] = self
+        return made
 
     def copy(self, order: str = "C") -> ndarray:
         """Return a copy on the device."""
-        return asarray(np.array(self._view, order="K"), order=order)
+        return self._copied(self.dtype, order)
 
     def item(self) -> Any:
         """Return the only element."""
+        not_while_capturing("a copy to the host")
         return self._view.item()
 
     def tolist(self) -> Any:
         """Return nested lists."""
+        not_while_capturing("a copy to the host")
         return self._view.tolist()
 
     def __len__(self) -> int:
         return len(self._view)
 
     def __float__(self) -> float:
-        return float(self._view)
+        return float(self.item())
 
     def __int__(self) -> int:
-        return int(self._view)
+        return int(self.item())
 
     def __repr__(self) -> str:
         return repr(self._view)
@@ -211,21 +250,25 @@ def empty(shape: Any, dtype: Any = np.float64, order: str = "C") -> ndarray:
 def _new(shape: Any, kind: Any, order: str, *, written: bool, mapped: bool = False) -> ndarray:
     kind = np.dtype(kind)
     shape = (shape,) if isinstance(shape, (int, np.integer)) else tuple(shape)
-    device = _State.device
+    device, pool = _State.device, _State.here.pool
     nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
-    place = device.allocate(
-        nbytes, f"array {kind.name}{list(shape)}", written=written, mapped=mapped
-    )
-    view = device.bytes_of(place).view(kind).reshape(shape, order="F" if order == "F" else "C")
-    made = ndarray(view, place, device)
-    weakref.finalize(made, device.free, place)
+    name = f"array {kind.name}{list(shape)}"
+    if pool is None or mapped:
+        not_while_capturing(f"{name} made from other memory than a pool of the graph's own")
+        place = device.allocate(nbytes, name, written=written, mapped=mapped)
+        free = device.free
+    else:
+        place, free = pool.take(nbytes, name, written=written), pool.give
+    view = device.bytes_of(place)[:nbytes].view(kind)
+    made = ndarray(view.reshape(shape, order="F" if order == "F" else "C"), place, device)
+    weakref.finalize(made, free, place)
     return made
 
 
 def zeros(shape: Any, dtype: Any = np.float64, order: str = "C") -> ndarray:
     """Return an array of zeros."""
     made = _new(shape, dtype, order, written=True)
-    made._view[...] = 0
+    made.fill(0)
     return made
 
 
@@ -243,7 +286,7 @@ def memory_bytes() -> dict[str, int]:
         "device_bytes": device.device_bytes,
         "peak_device_bytes": device.peak_device_bytes,
         "mapped_bytes": device.mapped_bytes,
-        "total_bytes": device.heap.size,
+        "total_bytes": device.memory_bytes,
     }
 
 
@@ -255,7 +298,7 @@ def ones(shape: Any, dtype: Any = np.float64) -> ndarray:
 def full(shape: Any, value: Any, dtype: Any = None) -> ndarray:
     """Return an array of one value."""
     made = _new(shape, dtype if dtype is not None else np.asarray(value).dtype, "C", written=True)
-    made._view[...] = value
+    made.fill(value)
     return made
 
 
@@ -273,6 +316,7 @@ def asarray(a: Any, dtype: Any = None, order: str = "C") -> ndarray:
     """Return an array on the device with the contents of `a`."""
     if isinstance(a, ndarray) and (dtype is None or a.dtype == np.dtype(dtype)):
         return a
+    not_while_capturing("a copy from host memory that is not pinned")
     host = np.asarray(_host(a), dtype)
     made = _new(host.shape, host.dtype, order, written=True)
     made._view[...] = host
@@ -335,11 +379,17 @@ class _Function:
             _kernel_argument(self.name, k, a, p.size)
             for k, (a, p) in enumerate(zip(args, params, strict=True))
         ]
-        self._emulator.checks = _State.checks
-        _State.last = self._emulator.launch(
-            self._program.kernel.name, triple(grid, "grid"), triple(block, "block"), *values,
-            shared_bytes=shared_mem, device=_State.device,
-        )  # fmt: skip
+        sizes = triple(grid, "grid"), triple(block, "block")
+
+        def run() -> None:
+            self._emulator.checks = _State.checks
+            _State.n_launches += 1
+            _State.last = self._emulator.launch(
+                self._program.kernel.name, *sizes, *values, shared_bytes=shared_mem,
+                device=_State.device,
+            )  # fmt: skip
+
+        perform(run)
 
     @property
     def num_regs(self) -> int:
@@ -429,47 +479,6 @@ class RawKernel(_Function):
         super().__init__(RawModule(code, options=options)._emulator, name)
 
 
-class _Stream:
-    """A stream: everything is done when a call returns, so it has nothing to do."""
-
-    ptr = 0
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-    def record(self, event: Any = None) -> Any:
-        """Return the event."""
-        return event if event is not None else _Event()
-
-    def wait_event(self, event: Any) -> None:
-        """Nothing to wait for."""
-
-    def use(self) -> _Stream:
-        """Return the stream."""
-        return self
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *_: Any) -> None: ...
-
-
-class _Event:
-    """An event: the time on the host's clock, as the emulator measures none."""
-
-    def __init__(self, *_: Any, **__: Any) -> None:
-        self.at_s = 0.0
-
-    def record(self, stream: Any = None) -> None:
-        """Keep the time."""
-        self.at_s = time.perf_counter()
-
-    def synchronize(self) -> None:
-        """Nothing to wait for."""
-
-
 _ATTRIBUTES = {
     "MultiProcessorCount": 132, "MaxSharedMemoryPerBlockOptin": 227 * 1024, "L2CacheSize": 1 << 16,
 }  # fmt: skip
@@ -485,6 +494,7 @@ class _Device:
     def __init__(self, *_: Any) -> None: ...
     def synchronize(self) -> None:
         """Nothing to wait for."""
+        not_while_capturing("waiting for the device")
 
     def use(self) -> None:
         """Do nothing: there is only this one."""
@@ -495,13 +505,23 @@ class _Device:
     def __exit__(self, *_: Any) -> None: ...
 
 
-_null = _Stream()
-_Stream.null = _null  # type: ignore[attr-defined]
-cuda = types.ModuleType("cupy.cuda")
-cuda.Stream, cuda.Event, cuda.Device = _Stream, _Event, _Device  # type: ignore[attr-defined]
-cuda.get_elapsed_time = lambda first, last: 1e3 * (last.at_s - first.at_s)  # type: ignore[attr-defined]
-cuda.get_current_stream = lambda: _null  # type: ignore[attr-defined]
-cuda.is_available = lambda: True  # type: ignore[attr-defined]
+ndarray.__kernel_device__ = EmulatedDevice(empty, asarray, mapped)
+
+
+def _free_and_total() -> tuple[int, int]:
+    """Return the bytes of the device that are free, and all."""
+    total = _State.device.heap.size
+    return total - _State.device.device_bytes - _State.device.mapped_bytes, total
+
+
+cuda: Any = types.ModuleType("cupy.cuda")
+cuda.Stream, cuda.Event, cuda.Device, cuda.Graph = Stream, Event, _Device, Graph
+cuda.MemoryPool, cuda.using_allocator = MemoryPool, using_allocator
+cuda.alloc_pinned_memory = PinnedMemory
+cuda.runtime = types.SimpleNamespace(memGetInfo=_free_and_total)
+cuda.get_elapsed_time = lambda first, last: 1e3 * (last.at_s - first.at_s)
+cuda.get_current_stream = current_stream
+cuda.is_available = lambda: True
 
 
 def is_available() -> bool:

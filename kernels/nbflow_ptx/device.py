@@ -54,10 +54,14 @@ class Device:
     ----------
     memory_bytes : int
         Most that can be allocated.  Only what is used costs real memory.
+    host_bytes : int
+        Most of the host's memory that can be mapped, besides.
     """
 
-    def __init__(self, memory_bytes: int = 1 << 30) -> None:
-        size = -(-memory_bytes // 4096) * 4096
+    def __init__(self, memory_bytes: int = 1 << 30, host_bytes: int = 1 << 28) -> None:
+        self.memory_bytes, self.host_bytes = memory_bytes, host_bytes
+        between = (memory_bytes + host_bytes) // 8 + (1 << 20)  # for what lies between arrays
+        size = -(-(memory_bytes + host_bytes + between) // 4096) * 4096
         self.heap: NDArray[np.uint8] = np.zeros(size, np.uint8)
         self.shadow: NDArray[np.uint8] = np.zeros(size, np.uint8)
         self.heap_views, self.shadow_views = views(self.heap), views(self.shadow)
@@ -80,6 +84,7 @@ class Device:
         """
         if nbytes < 0:
             raise LaunchError(f"cannot allocate {nbytes} bytes")
+        self._check_room(nbytes, mapped)
         step = -(-(nbytes + RED_ZONE) // _ALIGN) * _ALIGN
         if self.top + step > self.heap.size:
             found = self._reuse(nbytes)
@@ -109,11 +114,20 @@ class Device:
                 a.nbytes = nbytes
                 self.heap[a.start : a.start + nbytes] = 0
                 return a
-        raise OutOfMemory(
-            f"the emulated device has {self.heap.size} bytes, of which "
-            f"{self.device_bytes + self.mapped_bytes} are taken; {nbytes} more do not fit; make a "
-            "Device with more memory_bytes"
+        raise OutOfMemory(f"no piece of the emulated memory that is free has {nbytes} bytes")
+
+    def _check_room(self, nbytes: int, mapped: bool) -> None:
+        """Raise if there is not as much left, wherever it lies."""
+        used, most = (
+            (self.mapped_bytes, self.host_bytes)
+            if mapped
+            else (self.device_bytes, self.memory_bytes)
         )
+        if used + nbytes > most:
+            raise OutOfMemory(
+                f"the emulated device has {most} bytes{' of the host' if mapped else ''}, of "
+                f"which {used} are taken; {nbytes} more do not fit; make a Device with more"
+            )
 
     def free(self, a: Allocation) -> None:
         """Give memory back; later accesses to it are reported."""

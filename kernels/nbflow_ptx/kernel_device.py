@@ -11,26 +11,32 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_ptx.checks import Checks
-from nbflow_ptx.device import Device
 from nbflow_ptx.errors import LaunchError
-from nbflow_ptx.launching import Emulator, Result
+from nbflow_ptx.launching import Emulator
+from nbflow_ptx.state import State
+from nbflow_ptx.streams import current_stream, perform
 
 Dim3 = tuple[int, int, int]
 
 
-class State:
-    """The emulated GPU the arrays of `cupy_stand_in` live on."""
-
-    device = Device()
-    checks = Checks()
-    arch = "sm_80"
-    last: Result | None = None
-    constants: dict[Any, Any] = {}  # noqa: RUF012 - the state is the class
-
-
 class EmulatedDevice:
-    """The device of `cupy_stand_in`, with the target and the checks set by its `reset`."""
+    """The device of `cupy_stand_in`, with the target and the checks set by its `reset`.
+
+    Parameters
+    ----------
+    empty, asarray : callable
+        Make arrays in its memory, as CuPy's functions of these names.
+    mapped : callable
+        Makes arrays in pinned memory of the host.
+    """
+
+    def __init__(
+        self,
+        empty: Callable[..., Any],
+        asarray: Callable[..., Any],
+        mapped: Callable[..., Any],
+    ) -> None:
+        self._empty, self._asarray, self._mapped = empty, asarray, mapped
 
     output = "ptx"
     n_sms = 4  # few, so that loops over the grid are taken more than once
@@ -52,9 +58,9 @@ class EmulatedDevice:
         return State.constants
 
     @property
-    def stream(self) -> int:
-        """There is one, as long as nothing resets the device."""
-        return id(State.device)
+    def stream(self) -> tuple[int, int]:
+        """Stand for the current stream, as long as nothing resets the device."""
+        return id(State.device), current_stream().ptr
 
     def load(self, code: bytes, entry: str) -> Callable[[Dim3, Dim3, bytes, int], None]:
         """Return the launch of the kernel `entry` of a PTX text."""
@@ -68,28 +74,27 @@ class EmulatedDevice:
                     f"{entry}: {len(packed)} bytes of arguments, the parameters take {max(ends)}"
                 )
             values = [packed[e - p.size : e] for e, p in zip(ends, kernel.params, strict=True)]
-            emulator.checks = State.checks
-            State.last = emulator.launch(
-                kernel.name, grid, block, *values, shared_bytes=shared,
-                names=[p.name for p in kernel.params], device=State.device,
-            )  # fmt: skip
+
+            def run() -> None:
+                emulator.checks = State.checks
+                State.n_launches += 1
+                State.last = emulator.launch(
+                    kernel.name, grid, block, *values, shared_bytes=shared,
+                    names=[p.name for p in kernel.params], device=State.device,
+                )  # fmt: skip
+
+            perform(run)
 
         return launch
 
     def empty(self, shape: Any, dtype: Any) -> Any:
         """Return an array whose elements count as uninitialised."""
-        from nbflow_ptx import cupy_stand_in
-
-        return cupy_stand_in.empty(shape, dtype)
+        return self._empty(shape, dtype)
 
     def mapped(self, shape: Any, dtype: Any, values: np.ndarray | None = None) -> Any:
         """Return an array of zeros, or of `values`, that counts as pinned memory of the host."""
-        from nbflow_ptx import cupy_stand_in
-
-        return cupy_stand_in.mapped(shape, dtype, values)
+        return self._mapped(shape, dtype, values)
 
     def asarray(self, array: Any) -> Any:
         """Return the contents of an array in emulated memory."""
-        from nbflow_ptx import cupy_stand_in
-
-        return cupy_stand_in.asarray(array)
+        return self._asarray(array)

@@ -81,6 +81,8 @@ def write_moments(
     run = model.logits if model.spec.head else model.hidden
     run(windows[0][:1])
     sizes = {inputs.names: len(inputs.squares) for inputs in collector.found()}
+    if not sizes:
+        raise UsageError("the model has run before, and is not observed; load it anew")
     parts = _parts(sizes, limit_bytes)
     tensors: list[NewTensor] = []
     with TemporaryFile(dir=path.parent) as spool, new_inputs_file(path, force) as stream:

@@ -9,6 +9,7 @@ import sys
 from typing import Any
 
 import nbflow
+from nbflow.engine.memory_plan import MemoryPlan, plan_memory
 from nbflow.engine.placement import Placement, is_host
 from nbflow.parallel import world
 from nbflow_kernels import load_formats
@@ -84,6 +85,10 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         help="auto (cpu), cpu, cuda, or emulator (CUDA kernels on the CPU, checked; very slow)",
     )
     parser.add_argument(
+        "--no-graphs", dest="graphs", action="store_false",
+        help="start each kernel of a step by itself on CUDA devices, not a graph of all",
+    )  # fmt: skip
+    parser.add_argument(
         "--spec",
         metavar="FILE",
         help="spec file, or name of a model (llama2_7b_chat), to use instead of the checkpoint's "
@@ -155,24 +160,27 @@ def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
 
 def print_plan(arguments: argparse.Namespace) -> bool:
     """Print the memory plan if it is asked for; return whether it is."""
-    from nbflow.engine.memory_plan import plan_memory
-
     if arguments.plan is None:
         return False
     if arguments.plan < 1:
         raise UsageError(f"--plan must be at least 1, got {arguments.plan}")
     for file in arguments.formats:
         load_formats(file)
-    names = (
-        "weights", "activations", "kv", "partition", "max_context", "device", "exchange",
-        "optimize", "machine",
-    )  # fmt: skip
-    options = {name: getattr(arguments, name) for name in names}
-    options |= _placement(arguments)
-    plan = plan_memory(arguments.model, max_sequences=arguments.plan, **options)
+    plan = _plan(arguments, _placement(arguments))
     if world().rank == 0:
         print(plan)
     return True
+
+
+def _plan(arguments: argparse.Namespace, placement: dict[str, Any]) -> MemoryPlan:
+    """Return what the model will take for as many requests as asked for, or one."""
+    names = (
+        "weights", "outliers", "activations", "kv", "partition", "max_context", "device",
+        "exchange", "optimize", "machine",
+    )  # fmt: skip
+    options = {name: getattr(arguments, name) for name in names}
+    sequences = getattr(arguments, "plan", None) or 1
+    return plan_memory(arguments.model, max_sequences=sequences, **options, **placement)
 
 
 def load_model(arguments: argparse.Namespace, **changes: Any) -> nbflow.Model:
@@ -193,13 +201,23 @@ def load_model(arguments: argparse.Namespace, **changes: Any) -> nbflow.Model:
             "machine",
             "exchange",
             "device",
+            "graphs",
             "spec",
             "tokenizer",
             "max_context",
             "threads",
         )
     }
-    return nbflow.load(arguments.model, **{**options, **_placement(arguments), **changes})
+    placement = _placement(arguments)
+    if not is_host(arguments.device) and world().rank == 0 and _can_plan(arguments):
+        print(_plan(arguments, placement), file=sys.stderr)
+    return nbflow.load(arguments.model, **{**options, **placement, **changes})
+
+
+def _can_plan(arguments: argparse.Namespace) -> bool:
+    """Return whether the checkpoint and the arguments alone say who holds what."""
+    whole = arguments.partition != "auto" and "/" not in arguments.partition
+    return whole and arguments.spec is None
 
 
 def _placement(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -25,6 +25,7 @@ from nbflow.commands.options import (
     speaks,
 )
 from nbflow.engine import Generation, Model
+from nbflow.engine.rank import RankEngine
 from nbflow.engine.request import Request
 from nbflow.engine.search import search
 from nbflow.engine.text_stream import TextStream
@@ -79,6 +80,8 @@ def run(arguments: argparse.Namespace) -> int:
             _print_json(arguments, model.generation(request))
         elif speaks(model) and not arguments.quiet:
             _statistics(request, (first or ended) - started, ended - (first or ended))
+            for engine in model.engines:
+                _device(engine)
     return 0
 
 
@@ -147,6 +150,22 @@ def _prompt_ids(tokenizer: Tokenizer, text: str, parse_special: bool) -> list[in
 def _show(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
+
+
+def _device(engine: RankEngine) -> None:
+    """Print how a rank's steps ran and what it holds, if it is on a device."""
+    report, held = engine.executor.report(), engine.memory()
+    if not report:
+        return
+    names = {
+        "weight_bytes": "weights",
+        "kv_bytes": "keys and values",
+        "workspace_bytes": "workspace",
+        "step_bytes": "steps and graphs",
+    }
+    parts = ", ".join(f"{name} {held[key]:,}" for key, name in names.items())
+    total = sum(held[key] for key in names)
+    print(f"[{report}; {total:,} bytes on the device: {parts}]", file=sys.stderr)
 
 
 def _statistics(request: Request, to_first_s: float, rest_s: float) -> None:

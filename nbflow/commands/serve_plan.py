@@ -21,6 +21,11 @@ from nbflow_kernels import load_formats
 
 MAX_STEP_TOKENS = 512
 """Of `nbflow.load`."""
+_OF_MODEL = (
+    "weights", "outliers", "activations", "kv", "device", "max_context", "exchange",
+    "kv_host_percent", "embeddings_on_host", "cpu_layers",
+)  # fmt: skip
+"""Options of a model that its memory follows from."""
 PROMPT, GENERATE = 512, 128
 """Tokens of the requests that speed is predicted for, where the context holds them."""
 
@@ -52,12 +57,9 @@ def print_plans(config: ServerConfig) -> None:
 def model_plan(options: ModelOptions) -> MemoryPlan:
     """Return what a model takes, with the memory for keys and values that its engine will take."""
     engine = options.engine
-    tokens = engine.max_step_tokens or MAX_STEP_TOKENS
-    known: dict[str, Any] = {
-        "weights": options.weights, "activations": options.activations, "kv": options.kv,
-        "max_context": options.max_context, "max_step_tokens": tokens,
-        "max_sequences": engine.max_sequences or MAX_SEQUENCES, "exchange": options.exchange,
-    }  # fmt: skip
+    known: dict[str, Any] = {name: getattr(options, name) for name in _OF_MODEL}
+    known["max_step_tokens"] = engine.max_step_tokens or MAX_STEP_TOKENS
+    known["max_sequences"] = engine.max_sequences or MAX_SEQUENCES
     plan = plan_memory(
         options.path, partition=options.partition, optimize=options.optimize,
         machine=options.machine, **known,
@@ -67,7 +69,8 @@ def model_plan(options: ModelOptions) -> MemoryPlan:
     assert isinstance(allowed, int)  # a text has been read by the configuration
     if engine.kv_bytes is None and wanted <= allowed:
         return plan
-    return plan_memory(options.path, partition=plan.partition, kv_bytes=allowed, **known)
+    partition = plan.partition if options.partition == "auto" else options.partition
+    return plan_memory(options.path, partition=partition, kv_bytes=allowed, **known)
 
 
 def draft_plan(options: ModelOptions) -> MemoryPlan:

@@ -56,6 +56,7 @@ def load(
     kv: str = "f16",
     partition: str = "0",
     device: str = "auto",
+    graphs: bool = True,
     tokenizer: str | Path | None = None,
     max_context: int | None = None,
     threads: int | None = None,
@@ -117,6 +118,8 @@ def load(
         kernels on the CPU with all checks of `nbflow_ptx`, to debug them with tiny models.  One for
         all ranks of the partition, or one for each: ``device="cpu,cuda"`` with ``"0;1"`` has the
         first layers on the CPU.  Ranks that say "cuda" take the machine's devices in turn.
+    graphs : bool
+        Whether steps of generation run as CUDA graphs on devices.
     tokenizer : str or Path, optional
         Tokenizer file, if it does not lie beside the weights.
     max_context : int, optional
@@ -177,6 +180,7 @@ def load(
         raise unknown_name("activations", activations, ACTIVATIONS)
     if max_step_tokens < 1:
         raise UsageError(f"max_step_tokens must be at least 1, got {max_step_tokens}")
+    status.progress("MPI")
     comm = comm or world()
     placement = Placement(kv_host_percent, embeddings_on_host, cpu_layers)
     if partition == "auto":
@@ -190,8 +194,9 @@ def load(
     partition, device = placement.divide(the_spec.n_layers, partition, device)
     plans = [make_plan(the_spec, part, block_size, exchange) for part in split_replicas(partition)]
     whole = Plan("/".join(p.partition for p in plans), sum((p.ranks for p in plans), ()))
-    places = find_places(device, len(whole.ranks))
+    places = find_places(device, len(whole.ranks), graphs)
     _check_ranks(whole, comm)
+    status.progress("the tokenizer")
     tok, why_none = _tokenizer(tokenizer, resolved.tokenizer)
     if tok is not None and resolved.prompt_template is not None:
         tok.prompt_template = resolved.prompt_template

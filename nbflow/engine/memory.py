@@ -120,6 +120,7 @@ class Memory:
             "kv_bytes": self.storage.n_bytes,
             "host_bytes": self.weights.host_bytes + self.storage.host_bytes,
             "workspace_bytes": self._executor.workspace_bytes,
+            "step_bytes": self._executor.step_bytes,
         }
         encoder = self.encoder.memory()
         return {key: n + encoder[key] for key, n in mine.items()}

@@ -511,6 +511,7 @@ class RankEngine:
             "kv_bytes": self.storage.n_bytes,
             "host_bytes": self.weights.host_bytes + self.storage.host_bytes,
             "workspace_bytes": self.executor.workspace_bytes,
+            "step_bytes": self.executor.step_bytes,
         }
         more = {} if self.encoded is None else self.encoded.memory()
         whole = {key: n + more.get(key, 0) for key, n in held.items()}

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import signal
-import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,6 +25,7 @@ from nbflow.engine.replica_link import Address, Listener, RemoteEngine, obey
 from nbflow.engine.replicas import Replicas
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.stats import EngineStats
+from nbflow.status import status
 from nbflow_kernels.errors import UsageError
 
 AFFINITY = 4
@@ -158,7 +157,6 @@ class ReplicaEngine(Engine):
         n_remote = self._replicas.n - len(self._own)
         if n_remote:
             self._listener = Listener(self._hosts)
-            _outlive()
         self._replicas.tell(self._listener and self._listener.address)
         for engine in self._own:
             engine.start()
@@ -181,6 +179,8 @@ class ReplicaEngine(Engine):
         self._replicas.claim(self)
         address: Address | None = self._replicas.tell(None)
         (engine,) = self._own
+        if self._replicas.index:
+            status.not_needed()
         if not engine.leads:
             engine.follow()
         else:
@@ -266,7 +266,7 @@ class ReplicaEngine(Engine):
 
     def stats(self) -> EngineStats:
         """Return the present numbers of all replicas together."""
-        parts = [vars(member.stats()) for member in self._members if member.alive]
+        parts = [vars(numbers) for numbers in self.replica_stats() if numbers is not None]
         total: dict[str, Any] = {name: 0 for name in EngineStats.__dataclass_fields__}
         total["finished"] = {}
         for part in parts:
@@ -279,16 +279,11 @@ class ReplicaEngine(Engine):
         return EngineStats(**total)
 
     def replica_stats(self) -> list[EngineStats | None]:
-        """Return the present numbers of each replica, None for those that have failed."""
-        return [member.stats() if member.alive else None for member in self._members]
-
-
-def _outlive() -> None:
-    """Do not die of the news that another process has ended.
-
-    A launcher that is told to go on then (``mpirun -disable-auto-cleanup`` of MPICH) tells the
-    others by a signal, which would end them.
-    """
-    main = threading.current_thread() is threading.main_thread()
-    if main and hasattr(signal, "SIGUSR1") and signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
-        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        """Return the present numbers of each replica, None for those that do not tell any."""
+        found: list[EngineStats | None] = []
+        for member in self._members:
+            found.append(None)
+            if member.alive:
+                with contextlib.suppress(TimeoutError, EngineClosed):
+                    found[-1] = member.stats()
+        return found

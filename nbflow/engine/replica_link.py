@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 
 START_S = 300.0
 """Seconds for the other replicas to connect; they have loaded their part by then."""
-ANSWER_S = 10.0
-"""Seconds for an answer about the present numbers."""
+ANSWER_S = 0.5
+"""Seconds for an answer about the present numbers; who asks may hold up others."""
 
 Address = tuple[str, int, bytes]
 """Host, port, key."""
@@ -125,6 +125,7 @@ class RemoteEngine:
         self._handles: dict[int, Handle] = {}
         self._number_of: dict[Handle, int] = {}
         self._futures: dict[int, Future[Any]] = {}
+        self._told: Any = None  # by `stats`
         self._closing = False
         self.alive = True
         """Whether it runs."""
@@ -177,8 +178,13 @@ class RemoteEngine:
         self._ask("flush")
 
     def stats(self) -> EngineStats:
-        """See `Engine.stats`."""
-        numbers: EngineStats = self._ask("stats", timeout=ANSWER_S)
+        """See `Engine.stats`; the last numbers that were told, if there is no answer at once."""
+        try:
+            self._told = self._ask("stats", timeout=ANSWER_S)
+        except TimeoutError:
+            if self._told is None:
+                raise
+        numbers: EngineStats = self._told
         return numbers
 
     def close(self, drain: bool = False, timeout: float | None = None) -> None:
@@ -215,30 +221,34 @@ class RemoteEngine:
             while True:
                 for kind, number, *facts in self._connection.recv():
                     if kind == "end":
-                        self.failure = facts[0]
+                        self._lost(facts[0])
                     elif kind == "events":
                         self._pass_on(number, *facts)
                     else:
                         self._answer(number, *facts)
         except (EOFError, OSError):
-            pass
+            self._lost(None if self._closing else EngineClosed("its process has ended"))
         except Exception as error:  # what came cannot be read
             logger.exception("replica %d is given up", self.index)
-            self.failure = error
+            self._lost(error)
+        self._connection.close()
+
+    def _lost(self, failure: BaseException | None) -> None:
+        """Give up what it was to do; without a failure it was told to end."""
+        from nbflow.engine.engine import EngineClosed
+
         with self._lock:
             self.alive = False
-            if not self._closing:
-                self.failure = self.failure or EngineClosed("its process has ended")
+            self.failure = self.failure or failure
             handles, futures = list(self._handles.values()), list(self._futures.values())
             self._handles, self._number_of, self._futures = {}, {}, {}
-        ended = EngineClosed(f"replica {self.index} has ended: {self.failure or 'closed'}")
-        if self.failure is not None:
-            logger.error("replica %d has ended: %s", self.index, self.failure)
+        ended = EngineClosed(f"replica {self.index} has ended: {failure or 'closed'}")
+        if failure is not None:
+            logger.error("replica %d has ended: %s", self.index, failure)
         for handle in handles:
-            handle.end("abort" if self._closing else "error", None if self._closing else ended)
+            handle.end(*("abort", None) if failure is None else ("error", ended))
         for future in futures:
             future.set_exception(ended)
-        self._connection.close()
 
     def _pass_on(self, number: int, events: list[TokenEvent], facts: dict[str, Any]) -> None:
         with self._lock:
@@ -314,8 +324,6 @@ class _Servant:
     def end(self) -> None:
         """Send what is left to say, and end."""
         self._pool.shutdown(cancel_futures=True)
-        if self._engine.failure is not None:
-            self._out.put(("end", 0, _sendable(self._engine.failure)))
         self._out.put(None)
         self._writer.join()
         self._connection.close()
@@ -338,6 +346,8 @@ class _Servant:
             if facts.get("error") is not None:
                 facts["error"] = _sendable(facts["error"])
             self._out.put(("events", number, [_plain(e) for e in events], facts))
+            if self._engine.failure is not None:  # this process waits to be told to end
+                self._out.put(("end", 0, _sendable(self._engine.failure)))
 
         try:
             self._handles[number] = self._engine.submit(request, on_events)

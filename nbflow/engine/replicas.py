@@ -124,19 +124,21 @@ class Replicas(Model):
 
     def _meet(self, requests: list[Request]) -> list[tuple[int, int, float]]:
         """Give all ranks what every replica has so far; return what is new here."""
-        own = [(r.ids, r.logprobs, r.finish_reason) for r in requests[self.index :: self.n]]
+        mine = requests[self.index :: self.n]
+        own = [(r.ids, r.logprobs, r.finish_reason, r.found) for r in mine]
         everywhere = self._comm.bcast_object(self._comm.gather_object((self.index, own)))
         events = []
         for index, results in dict(everywhere).items():
             if index == self.index:
                 continue
-            for i, (ids, logprobs, reason) in zip(
+            for i, (ids, logprobs, reason, found) in zip(
                 itertools.count(index, self.n), results, strict=False
             ):
                 request = requests[i]
                 new = range(len(request.ids), len(ids))
                 events += [(i, ids[s], logprobs[s]) for s in new]
                 request.ids, request.logprobs, request.finish_reason = ids, logprobs, reason
+                request.found = found
         return events
 
     def reset_traffic(self) -> None:

@@ -53,6 +53,19 @@ class PythonOp:
 
 
 Made = list[Call] | PythonOp
+
+
+def noted(op: Op, call: Callable[[], Any]) -> Callable[[], None]:
+    """Return an exchange between ranks that says where it is."""
+
+    def exchange() -> None:
+        status.set(WAITING, op.kind, op.layer)
+        call()
+        status.set(WORKING, op.kind, op.layer)
+
+    return exchange
+
+
 ATTENTIONS = ("attention", "cross_attention")
 
 
@@ -130,6 +143,11 @@ class StepAttention:
     def __init__(self, executor: Executor, arrays: StepArrays) -> None:
         kinds = {self._kind(op) for op in executor.program.ops if op.kind in ATTENTIONS}
         self._of = {kind: LayerAttention(executor, arrays, *kind) for kind in kinds}
+
+    @property
+    def kinds(self) -> tuple[LayerAttention, ...]:
+        """Return the work of each kind."""
+        return tuple(self._of.values())
 
     @staticmethod
     def _kind(op: Op) -> tuple[int | None, bool]:
@@ -461,13 +479,7 @@ class Binder:
     @staticmethod
     def _exchange(op: Op, call: Callable[[], Any]) -> Made:
         """Return an exchange between ranks that says where it is."""
-
-        def noted() -> None:
-            status.set(WAITING, op.kind, op.layer)
-            call()
-            status.set(WORKING, op.kind, op.layer)
-
-        return PythonOp(op.kind, noted)
+        return PythonOp(op.kind, noted(op, call))
 
     def _all_reduce(self, op: Op, index: int) -> Made:
         group = self._executor.groups[op.attrs["ranks"]]

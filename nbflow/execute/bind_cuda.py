@@ -1,8 +1,8 @@
 """From ops to launches of CUDA kernels: what differs from the CPU's binding.
 
-A launcher is called anew for every step: it computes a grid and starts kernels, and nothing waits
-for the device.  What the host knows and kernels need (which rows, which pages) is copied once per
-step; what ranks send each other is in `exchange_cuda`.
+A launcher is called anew for every step that is no graph: it computes a grid and starts kernels,
+and nothing waits for the device.  What the host knows and kernels need (which rows, which pages) is
+copied once per step; what ranks send each other is in `exchange_cuda`.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ import numpy as np
 
 import nbflow_kernels as nk
 from nbflow.cache.storage import LAYOUT
-from nbflow.execute.bind import Made, PythonOp
+from nbflow.execute.bind import LayerAttention, Made, PythonOp
 from nbflow.execute.bind_fused import bind_fused
 from nbflow.execute.exchange_cuda import CudaExchanges
+from nbflow.execute.graphs import HostOp
+from nbflow.execute.mixture import Mixture
 from nbflow.execute.step_arrays import DeviceArrays, StepArrays
 from nbflow.program.records import Op
+from nbflow_kernels.attention.device_plan import FixedTables, device_plan
+from nbflow_kernels.cuda import device_of
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants import QuantTensor
 
@@ -31,11 +35,27 @@ class CudaBinder(CudaExchanges):
 
     variant = "cuda"
 
-    def __init__(self, executor: CudaExecutor, host: StepArrays, device: DeviceArrays) -> None:
+    def __init__(self, executor: CudaExecutor, host: StepArrays, one_each: bool) -> None:
         super().__init__(executor, host)  # attention's work is divided on the host
         self._host = host
-        self._arrays: Any = device
         self.executor = executor
+        self.tables: list[FixedTables] = []
+        """What the attention reads, if every sequence has one token."""
+        if one_each and self.attention is not None:
+            self.tables = [self._fixed(kind) for kind in self.attention.kinds]
+        numbers = executor.place.purposed("the numbers of a step")
+        self._arrays: Any = DeviceArrays(host, numbers, self.tables)
+        self._scales: dict[tuple[int, float], tuple[Any, Any]] = {}
+        self.scratch: list[Any] = []
+        """Arrays that ops write in passing, or read."""
+
+    def _fixed(self, kind: LayerAttention) -> FixedTables:
+        """Return tables for a kind of attention, which its launches read from now on."""
+        like = self._view(next(iter(self.executor.program.buffers)))
+        tables = FixedTables(kind.plan, device_of(like))
+        device_plan(kind.plan, like).fix(tables)
+        tables.fill()
+        return tables
 
     @property
     def arrays(self) -> Any:
@@ -57,7 +77,7 @@ class CudaBinder(CudaExchanges):
             index = last + 1
 
     def _fused(self, index: int) -> tuple[PythonOp | None, int]:
-        """Return the launch of the most ops from one on that a kernel runs, and the last one."""
+        """Return the launch of most ops from one on that a kernel runs, and the last of them."""
         for fusion in self.executor.fusions.get(index, ()):
             made = bind_fused(self, fusion)
             if made is not None:
@@ -66,9 +86,6 @@ class CudaBinder(CudaExchanges):
 
     def _placed(self, array: np.ndarray) -> Any:
         return self._executor.place.put(array)
-
-    def _captured(self, op: Op, launcher: Callable[..., Any], *args: Any) -> PythonOp:
-        return PythonOp(op.kind, lambda: launcher(*args))
 
     # ---- kinds of op --------------------------------------------------------------------------
 
@@ -87,7 +104,7 @@ class CudaBinder(CudaExchanges):
             for row in np.flatnonzero(others):
                 out[int(row)].fill(0)
 
-        return PythonOp(op.kind, look_up_mine)
+        return HostOp(op.kind, look_up_mine)
 
     def _take_rows(self, op: Op, index: int) -> PythonOp:
         x, out = self._view(op.inputs[0]), self._view(op.out)
@@ -171,23 +188,48 @@ class CudaBinder(CudaExchanges):
 
     def _input(self, op: Op, index: int) -> PythonOp:
         out, executor = self._view(op.out), self._executor
-        return PythonOp(op.kind, lambda: out.set(np.ascontiguousarray(executor.given)))
+        return HostOp(op.kind, lambda: out.set(np.ascontiguousarray(executor.given)))
 
     def _experts(self, op: Op, index: int) -> PythonOp:
         spec, weights = self._spec.moe, self._executor.weights
         assert spec is not None
         x, router = (self._view(name) for name in op.inputs)
-        out, matrices, bias = self._view(op.out), weights.operands[index], weights.bias[index]
+        bias, options = weights.bias[index], spec.routing
         first, end = op.attrs["experts"]
-        n = end - first
-        gates, ups, downs = (list(matrices[i * n : (i + 1) * n]) for i in range(3))
-        options, activation = spec.routing, op.attrs["activation"]
+        out = self._view(op.out)
+        mixture = Mixture(x, weights.operands[index], end - first, spec.top_k, op, out)
+        self.scratch += mixture.scratch
+        if end - first == spec.n_experts and not mixture.waits:
+            return PythonOp(
+                op.kind,
+                lambda: mixture.run(*nk.moe_routing(router, correction_bias=bias, **options)),
+            )
 
         def call() -> None:
             scores, chosen = nk.moe_routing(router, correction_bias=bias, **options)
-            if n < spec.n_experts:
+            if end - first < spec.n_experts:
                 mine = chosen.get() - np.int32(first)
-                chosen = self._placed(np.where((mine < 0) | (mine >= n), np.int32(-1), mine))
-            nk.fused_moe(x, gates, downs, scores, chosen, up=ups, activation=activation, out=out)
+                others = (mine < 0) | (mine >= end - first)
+                chosen = self._placed(np.where(others, np.int32(-1), mine))
+            mixture.run(scores, chosen)
 
-        return PythonOp(op.kind, call)
+        return HostOp(op.kind, call)
+
+    def _scaled_add(self, x: Any, scale: float, accumulate: bool, out: Any) -> None:
+        """Do as the CPU's; the scales are made when an op is bound."""
+        scales, rows = self._scales_of(len(x), scale)
+        self._kernels("moe").combine(x, scales, rows, accumulate, out)
+
+    def _scales_of(self, n: int, scale: float) -> tuple[Any, Any]:
+        """Return a column of n equal scales, and one of row numbers."""
+        if (n, scale) not in self._scales:
+            rows = np.arange(n, dtype=np.int32).reshape(-1, 1)
+            found = self._placed(np.full((n, 1), scale, np.float32)), self._placed(rows)
+            self._scales[n, scale] = found
+            self.scratch += found
+        return self._scales[n, scale]
+
+    def _captured(self, op: Op, launcher: Callable[..., Any], *args: Any) -> PythonOp:
+        if launcher == self._scaled_add:
+            self._scales_of(len(args[0]), args[1])
+        return PythonOp(op.kind, lambda: launcher(*args))

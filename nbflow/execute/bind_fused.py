@@ -51,7 +51,8 @@ class _FusedBinder:
             some_bias = None if bias is None else bias[start:end]
             then = self._then(start)
             launches.append((weight, some_bias, out[:, start:end], norm, then))
-            norm = None if norm is None else replace(norm, out=None)  # the first has written it
+            if norm is not None:  # the first has written what is normalized
+                norm = replace(norm, out=None, second=None)
 
         def launch() -> None:
             for weight, some_bias, part, norm, then in launches:
@@ -98,7 +99,12 @@ class _FusedBinder:
             return None
         op = self._ops[self._fusion.norm]
         out = self._binder.view(op.out) if self._fusion.keeps_norm else None
-        return self._norm_of(self._fusion.norm, op, out)
+        norm = self._norm_of(self._fusion.norm, op, out)
+        if self._fusion.second is None:
+            return norm
+        other = self._ops[self._fusion.second]
+        weights = (*self._weights.operands[self._fusion.second], None, None)[:2]
+        return replace(norm, second=(*weights, self._binder.view(other.out)))
 
     def _norm_of(self, index: int, op: Op, out: Any) -> fused.Norm:
         weight, bias = (*self._weights.operands[index], None, None)[:2]
@@ -130,20 +136,19 @@ class _FusedBinder:
         fusion, executor, arrays = self._fusion, self._executor, self._binder.arrays
         program, storage = executor.program, executor.storage
         assert fusion.append is not None
-        layer = self._ops[fusion.append].layer
-        assert layer is not None
+        layer = self._ops[fusion.append].layer or 0
         keys, values = storage.layers[layer]
         norms = [i for i in (fusion.q_norm, fusion.k_norm) if i is not None]
         attrs = self._ops[norms[0]].attrs if norms else {}
-        weights = [
+        q_weight, k_weight = (
             None if i is None else self._weights.operands[i][0]
             for i in (fusion.q_norm, fusion.k_norm)
-        ]
+        )
         rope = None if fusion.rope is None else self._ops[fusion.rope].attrs["rope"]
         return fused.Heads(
             program.spec.head_dim, first_row // program.spec.head_dim, program.n_heads,
             program.n_kv_heads, arrays.positions, arrays.batch_indices, arrays.kv_indices,
-            arrays.kv_indptr, keys, values, storage.kinds, LAYOUT, weights[0], weights[1],
+            arrays.kv_indptr, keys, values, storage.kinds, LAYOUT, q_weight, k_weight,
             attrs.get("eps", 0.0), attrs.get("offset", 0.0),
             None if rope is None else executor.rope_table(rope),
             rope is None or rope.style == "half",

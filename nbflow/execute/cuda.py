@@ -1,13 +1,19 @@
 """Run a program with the CUDA kernels, on a device or in the emulator.
 
 Weights, pages, buffers and the step's numbers live on the device; a step copies its numbers there
-once, starts the kernels of all ops one after the other, and waits for nothing.  Only what is asked
-for (`buffer`) comes back.
+once, through pinned memory, starts its kernels on a stream of the executor's own, and waits for
+nothing.  Only what is asked for (`buffer`) comes back.
+
+Steps that give each sequence one token are bound for a number of sequences and of pages, from the
+second time on as CUDA graphs (`nbflow.execute.graphs`).
 """
 
 from __future__ import annotations
 
 import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,11 +23,22 @@ from nbflow.execute.bind import PythonOp
 from nbflow.execute.bind_cuda import CudaBinder
 from nbflow.execute.executor import Executor
 from nbflow.execute.fusions import find_fusions
+from nbflow.execute.graphs import StepGraphs, batch_bucket, capture, page_bucket
 from nbflow.execute.step import Step
-from nbflow.execute.step_arrays import DeviceArrays, StepArrays
+from nbflow.execute.step_arrays import DeviceArrays, PaddedArrays, Staging, StepArrays
+from nbflow.program.records import COMMUNICATION
+from nbflow.status import status
+from nbflow_kernels.attention.device_plan import FixedTables
+from nbflow_kernels.cuda import device_of
+from nbflow_kernels.cuda.workspace import pieces
 
 MAX_BOUND = 32
 """Bound shapes kept."""
+MOST_PINNED_BYTES = 1 << 26
+"""Larger arrays (the logits of a long prompt) go through ordinary memory: what is pinned is taken
+from all programs of the machine."""
+ROWS_OF_THEIR_OWN = COMMUNICATION | {"experts"}
+"""Ops that take exactly the rows of a step: more would be sent, or read experts for nothing."""
 
 
 @dataclass
@@ -32,9 +49,33 @@ class Bound:
     device: DeviceArrays
     attention: Any
     """Divides the attention's work; None without layers."""
+    tables: list[FixedTables]
+    """What the attention reads, of shapes that graphs are captured of."""
     ops: list[PythonOp]
     storages: tuple[int, int]
     """Versions of the storages it was bound to."""
+    scratch: list[Any]
+    """Arrays of its ops."""
+    n_runs: int = 0
+    graphs: StepGraphs | None = None
+
+    @property
+    def n_bytes(self) -> int:
+        """Return what it holds on the device besides buffers."""
+        kinds = () if self.attention is None else self.attention.kinds
+        plans = [plan for kind in kinds for plan in kind.plan.on_devices.values()]
+        graphs = 0 if self.graphs is None else self.graphs.n_bytes + self.graphs.pool.total_bytes()
+        arrays = sum(int(array.nbytes) for array in self.scratch)
+        total: int = self.device.n_bytes + arrays + sum(plan.n_bytes for plan in plans) + graphs
+        return total
+
+    def load(self, step: Step) -> None:
+        """Take the numbers of another step of this shape."""
+        self.host.load(step)
+        if self.attention is not None:
+            self.attention.fill()
+        for table in self.tables:
+            table.fill()
 
 
 class CudaExecutor(Executor):
@@ -42,39 +83,179 @@ class CudaExecutor(Executor):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._bound: dict[tuple[int, ...], Bound] = {}
+        cuda = self.place.xp.cuda
+        self._bound: dict[tuple[Any, ...], Bound] = {}
         self.fusions = find_fusions(self.program)
+        self._stream = cuda.Stream(non_blocking=True)
+        self._events = [cuda.Event(disable_timing=True) for _ in range(2)]
+        self._landed = cuda.Event(disable_timing=True)
+        self._staging = Staging(self.place)
+        self._pinned: dict[str, np.ndarray] = {}
+        self._graphs_wanted = self.place.graphs
+        self.steps_by_graph, self.steps_by_kernel = 0, 0
+        """Steps that were started as graphs, and kernel by kernel."""
 
     def forget(self) -> None:
         """See `Executor.forget`."""
         self._bound.clear()
 
+    @contextmanager
+    def _own_stream(self) -> Iterator[None]:
+        """Give work to the executor's stream, behind what the caller's stream has been given.
+
+        The caller's stream then waits for it: nobody else needs to know that there is another one.
+        """
+        outer = self.place.xp.cuda.get_current_stream()
+        before, after = self._events
+        outer.record(before)
+        self._stream.wait_event(before)
+        try:
+            with self._stream:
+                yield
+        finally:
+            self._stream.record(after)
+            outer.wait_event(after)
+
     def buffer(self, name: str, n_rows: int) -> np.ndarray:
-        """Return the first rows of a buffer, as the last step left them, in host memory."""
-        found: np.ndarray = self.view(name, n_rows, n_rows).get()
+        """Return the first rows of a buffer, as the last step left them, in host memory.
+
+        The next call for the same buffer may write to the same memory.
+        """
+        view = self.view(name, n_rows, n_rows)
+        with self._own_stream():
+            return self.to_host(view, name)
+
+    # ---- pinned memory ------------------------------------------------------------------------
+
+    def _memory(self, name: str, shape: tuple[int, ...]) -> np.ndarray:
+        """Return host memory, float32: pinned and the same for a name, but for large arrays."""
+        size = int(np.prod(shape))
+        if 4 * size > MOST_PINNED_BYTES:
+            return np.empty(shape, np.float32)
+        have = self._pinned.get(name)
+        if have is None or len(have) < size:
+            memory = self.place.xp.cuda.alloc_pinned_memory(4 * max(size, 1))
+            have = self._pinned[name] = np.frombuffer(memory, np.float32, max(size, 1))
+        return have[:size].reshape(shape)
+
+    def to_host(self, x: Any, name: str = "sent") -> np.ndarray:
+        """Wait for an array and return its contents, where those of the next one will be."""
+        found: np.ndarray = x.get(out=self._memory(name, x.shape))
         return found
+
+    def landing(self, shape: tuple[int, ...]) -> np.ndarray:
+        """Return memory to fill and give to `to_device`."""
+        self._landed.synchronize()  # what was there may still be on its way
+        return self._memory("received", shape)
+
+    def to_device(self, host: np.ndarray, x: Any) -> None:
+        """Start the copy of memory from `landing` to an array."""
+        if host.nbytes > MOST_PINNED_BYTES:
+            x.set(host)
+            return
+        x.data.copy_from_host_async(host.ctypes.data, host.nbytes, self._stream)
+        self._landed.record(self._stream)
+
+    @property
+    def step_bytes(self) -> int:
+        """Return what lies on the device besides weights, pages and buffers.
+
+        The numbers of steps and the division of attention's work, what thread blocks share while
+        they run, and graphs.
+        """
+        with self._stream:
+            shared = pieces(self._device) if self._buffers else []
+        bound = sum(b.n_bytes for b in self._bound.values())
+        return sum(int(piece.nbytes) for piece in shared) + bound
+
+    def report(self) -> str:
+        """Return how the steps so far were started."""
+        n_steps = self.steps_by_graph + self.steps_by_kernel
+        n_shapes = sum(bound.graphs is not None for bound in self._bound.values())
+        return (
+            f"{self.place.name}: {self.steps_by_graph} of {n_steps} steps as CUDA graphs, of "
+            f"{n_shapes} shapes"
+        )
 
     def run(self, step: Step) -> None:
         """Start the kernels of one step; results are in its buffers when the device is done."""
-        bound = self._prepared(step)
+        try:
+            with self._own_stream():
+                bound = self._prepared(step)
+                bound.device.load(self._staging, self._stream)
+                if self.seconds is not None:
+                    self._run_timed(bound)
+                elif self._has_graphs(bound):
+                    assert bound.graphs is not None
+                    bound.graphs.launch()
+                    self.steps_by_graph += 1
+                else:
+                    for op in bound.ops:
+                        op.call()
+                    self.steps_by_kernel += 1
+                bound.n_runs += 1
+        except BaseException as error:
+            status.failed()
+            if isinstance(error, MemoryError):
+                place = self.place.purposed("what kernels write in passing")
+                raise place.full(None, error) from error
+            raise
+        if self.comm.size > 1:
+            status.idle()
+
+    def _run_timed(self, bound: Bound) -> None:
+        """Run op by op, and add up the time of each kind."""
+        assert self.seconds is not None
         for op in bound.ops:
-            if self.seconds is None:
-                op.call()
-                continue
-            self.place.synchronize()
+            self._stream.synchronize()
             started = time.perf_counter()
             op.call()
-            self.place.synchronize()
+            self._stream.synchronize()
             self.seconds[op.kind] += time.perf_counter() - started
 
+    def _has_graphs(self, bound: Bound) -> bool:
+        """Return whether a step runs as graphs, which are captured when it is due."""
+        if bound.graphs is None and bound.tables and self._graphs_wanted and bound.n_runs:
+            try:
+                bound.graphs = capture(bound.ops, self.place.xp, self._stream, self._device)
+            except (RuntimeError, MemoryError) as error:  # the driver's: go on kernel by kernel
+                self._graphs_wanted = False
+                warnings.warn(
+                    f"a step could not be captured into a CUDA graph ({error}); its kernels are "
+                    "started one by one. graphs=False says so from the start",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+        return bound.graphs is not None
+
+    # ---- binding ------------------------------------------------------------------------------
+
+    @property
+    def _device(self) -> Any:
+        return device_of(next(iter(self._buffers.values())))
+
+    def _shape(self, step: Step) -> tuple[bool, int, int, int, int, int]:
+        """Return what a step is bound for: whether graphs are, tokens, logits, sequences, pages."""
+        n, n_logits, n_sequences = len(step.ids), len(step.logit_rows), len(step.pages.kv_lens)
+        n_pages = page_bucket(len(step.pages.kv_indices))
+        n_memory = 0 if step.memory is None else page_bucket(len(step.memory.kv_indices))
+        one_each = n == n_logits == n_sequences and bool(self.program.layers)
+        if not one_each or self.memory_is_missing(step) or not self.program.spec.causal:
+            return False, n, n_logits, n_sequences, n_pages, n_memory
+        if not any(op.kind in ROWS_OF_THEIR_OWN for op in self.program.ops):
+            n = batch_bucket(n)
+        return True, n, n, n, n_pages, n_memory
+
+    def memory_is_missing(self, step: Step) -> bool:
+        """Return whether the program attends to an encoder that the step has nothing of."""
+        return self.memory is not None and step.memory is None
+
     def _prepared(self, step: Step) -> Bound:
-        """Return the program bound for a step's shape, with the step's numbers on the device."""
-        sizes = len(step.ids), len(step.logit_rows), len(step.pages.kv_lens)
-        n_pages, memory = len(step.pages.kv_indices), step.memory
-        key = (*sizes, n_pages, 0 if memory is None else len(memory.kv_indices))
+        """Return the program bound for a step's shape, with the step's numbers in its arrays."""
+        key = self._shape(step)
         bound = self._bound.pop(key, None)
         storages = self.storage.version, 0 if self.memory is None else self.memory.version
-        if self._reserve(*sizes[:2]):
+        if self._reserve(*key[1:3]):
             self._bound.clear()
             bound = None
         if bound is not None and bound.storages != storages:
@@ -83,16 +264,19 @@ class CudaExecutor(Executor):
         if bound is None:
             while len(self._bound) >= MAX_BOUND:  # the one used longest ago goes first
                 del self._bound[next(iter(self._bound))]
-            host = StepArrays(*sizes, *key[3:])
-            host.load(step)
-            device = DeviceArrays(host, self.place.purposed("the numbers of a step"))
-            binder = CudaBinder(self, host, device)
-            ops = [op for _, op in binder.ops() if isinstance(op, PythonOp)]
-            bound = Bound(host, device, binder.attention, ops, storages)
+            bound = self._bind(step, key, storages)
         else:
-            bound.host.load(step)
-            if bound.attention is not None:
-                bound.attention.fill()
-        bound.device.load(bound.host)
+            bound.load(step)
         self._bound[key] = bound
         return bound
+
+    def _bind(self, step: Step, key: tuple[Any, ...], storages: tuple[int, int]) -> Bound:
+        one_each, *sizes = key
+        host = (PaddedArrays if one_each else StepArrays)(*sizes)
+        host.load(step)
+        binder = CudaBinder(self, host, one_each)
+        ops = [op for _, op in binder.ops() if isinstance(op, PythonOp)]
+        return Bound(
+            host, binder.arrays, binder.attention, binder.tables, ops, storages,
+            binder.scratch,
+        )  # fmt: skip

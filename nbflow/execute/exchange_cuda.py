@@ -1,18 +1,18 @@
 """Exchanges between ranks whose arrays are on devices.
 
 Where `nbflow.parallel.links` has found a way from device to device it is taken, on the current
-stream; otherwise the arrays go through the host's memory.  Sums that are rounded to bytes always
-do: they are for slow links between hosts.
+stream; otherwise the arrays go through pinned memory of the host.  Sums that are rounded to bytes
+always do: they are for slow links between hosts.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
-import numpy as np
-
-from nbflow.execute.bind import Binder, Made
+from nbflow.execute.bind import Binder, Made, PythonOp, noted
+from nbflow.execute.graphs import HostOp
 from nbflow.parallel.comm import Comm
 from nbflow.program.cost import is_rounded
 from nbflow.program.records import Op
@@ -30,9 +30,9 @@ class CudaExchanges(Binder):
         reduce = group.Allreduce_q8 if is_rounded(op) else group.Allreduce
 
         def call() -> None:
-            host = x.get()
+            host = self._executor.to_host(x)
             reduce(host)
-            x.set(host)
+            self._executor.to_device(host, x)
 
         return self._exchange(op, call)
 
@@ -45,9 +45,9 @@ class CudaExchanges(Binder):
         group = self._executor.groups[ranks]
 
         def call() -> None:
-            host = np.empty(out.shape, np.float32)
-            group.Allgather_columns(x.get(), host, widths)
-            out.set(host)
+            host = self._executor.landing(out.shape)
+            group.Allgather_columns(self._executor.to_host(x), host, widths)
+            self._executor.to_device(host, out)
 
         return self._exchange(op, call)
 
@@ -58,7 +58,7 @@ class CudaExchanges(Binder):
 
         def call() -> None:
             comm: Comm = link or self._executor.comm
-            array: Any = x if link else x.get()
+            array: Any = x if link else x.get()  # which may be on its way for longer than a step
             for peer in peers:
                 comm.Send_later(array, peer)
 
@@ -71,8 +71,13 @@ class CudaExchanges(Binder):
             return self._exchange(op, functools.partial(link.Recv, out, peer))
 
         def call() -> None:
-            host = np.empty(out.shape, np.float32)
+            host = self._executor.landing(out.shape)
             self._executor.comm.Recv(host, peer)
-            out.set(host)
+            self._executor.to_device(host, out)
 
         return self._exchange(op, call)
+
+    @staticmethod
+    def _exchange(op: Op, call: Callable[[], Any]) -> PythonOp:
+        """Return an exchange between ranks that says where it is; it is no part of a graph."""
+        return HostOp(op.kind, noted(op, call))

@@ -92,6 +92,15 @@ class Executor:
         arrays = (*self._buffers.values(), *self.rope_tables.values())
         return sum(int(array.nbytes) for array in arrays)
 
+    @property
+    def step_bytes(self) -> int:
+        """Return the bytes that steps so far have taken besides buffers, on a device."""
+        return 0
+
+    def report(self) -> str:
+        """Return what there is to say of how the steps so far ran; empty for nothing."""
+        return ""
+
     def set_groups(self, groups: dict[tuple[int, ...], Comm], links: Links | None = None) -> None:
         """Give the communicator of each stage, by rank numbers, and those for device arrays."""
         self.groups = groups

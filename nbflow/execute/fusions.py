@@ -2,8 +2,8 @@
 
 A fusion is a product with weights, what comes in front of it and what comes behind:
 
-in front   ``norm``, or ``take_rows`` and ``norm``; what is normalized is written too if a later op
-           reads it
+in front   ``norm``, two of the same rows, or ``take_rows`` and ``norm``; what is normalized is
+           written too if a later op reads it
 behind     `HEADS`: norms of the heads of q and k, ``rope``, ``append_kv``; `GATE`; `ACTIVATION`;
            `ROW_NORM`: a norm of the results, and their sum with the residual; `ADD`: a scaled sum
 
@@ -33,8 +33,10 @@ class Fusion:
     """The ``take_rows`` in front."""
     norm: int | None = None
     """The norm in front."""
+    second: int | None = None
+    """Another norm of the same rows behind that one, for a later product."""
     keeps_norm: bool = False
-    """Whether what it gives is read by others too."""
+    """Whether what the first gives is read by others too."""
     behind: str = ""
     """What comes behind: `HEADS`, ..."""
     q_norm: int | None = None
@@ -87,9 +89,10 @@ class _Finder:
         if norm is None:
             is_product = take is None and self._op(i, "linear") is not None
             return Fusion(i, i, i) if is_product else None
-        linear = self._op(at + 1, "linear")
-        whole_rows = not norm.attrs.get("per_head") and "columns" not in norm.attrs
-        if linear is None or linear.inputs != (norm.out,) or not whole_rows or len(norm.inputs) > 1:
+        second = None if take is not None else self._second_norm(at)
+        at_linear = at + 1 if second is None else at + 2
+        linear = self._op(at_linear, "linear")
+        if linear is None or linear.inputs != (norm.out,) or not self._is_of_rows(norm):
             return None
         in_place = norm.inputs[0] == norm.out  # all thread blocks read what is normalized
         if in_place and (take is None or take.out != norm.out or take.inputs[0] == norm.out):
@@ -97,10 +100,24 @@ class _Finder:
         if not in_place and take is not None:
             return None
         # rows behind the layers are asked for from outside
-        keeps = self._is_read(norm.out, at + 2) or take is not None
+        keeps = self._is_read(norm.out, at_linear + 1) or take is not None
         return Fusion(
-            i, at + 1, at + 1, take=None if take is None else i, norm=at, keeps_norm=keeps
-        )
+            i, at_linear, at_linear, take=None if take is None else i, norm=at, second=second,
+            keeps_norm=keeps,
+        )  # fmt: skip
+
+    def _second_norm(self, i: int) -> int | None:
+        """Return where the norm behind one is, if it is one of the same rows."""
+        norm, other = self._ops[i], self._op(i + 1, "norm")
+        if other is None or not self._is_of_rows(other) or other.out in (norm.out, norm.inputs[0]):
+            return None
+        return i + 1 if (norm.inputs, norm.attrs) == (other.inputs, other.attrs) else None
+
+    @staticmethod
+    def _is_of_rows(norm: Op) -> bool:
+        """Return whether it is one of whole rows that one rank has."""
+        parts = norm.attrs.get("per_head") or "columns" in norm.attrs
+        return not parts and len(norm.inputs) == 1
 
     # ---- what comes behind --------------------------------------------------------------------
 
@@ -157,9 +174,9 @@ class _Finder:
     def _row_norm(self, start: Fusion) -> Fusion | None:
         i, product = start.linear + 1, self._ops[start.linear]
         norm = self._op(i, "norm")
-        if norm is None or norm.inputs != (product.out,) or norm.attrs.get("per_head"):
+        if norm is None or norm.inputs != (product.out,) or not self._is_of_rows(norm):
             return None
-        if norm.out != product.out or "columns" in norm.attrs:
+        if norm.out != product.out:
             return None
         found = replace(start, behind=ROW_NORM, row_norm=i, last=i)
         add = self._op(i + 1, "add")

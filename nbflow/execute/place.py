@@ -38,7 +38,13 @@ class Place:
     """
 
     def __init__(
-        self, name: str, xp: Any, purpose: str = "", ordinal: int = 0, is_mapped: bool = False
+        self,
+        name: str,
+        xp: Any,
+        purpose: str = "",
+        ordinal: int = 0,
+        is_mapped: bool = False,
+        graphs: bool = True,
     ) -> None:
         self.name = name
         self.xp = xp
@@ -46,6 +52,8 @@ class Place:
         """Number of the CUDA device."""
         self.is_mapped = is_mapped
         """Whether arrays lie in pinned memory of the host, where the device's kernels use them."""
+        self.graphs = graphs
+        """Whether steps run as CUDA graphs where they can."""
         self._purpose = purpose
 
     @property
@@ -55,11 +63,12 @@ class Place:
 
     def purposed(self, purpose: str) -> Place:
         """Return the same place for another purpose."""
-        return Place(self.name, self.xp, purpose, self.ordinal, self.is_mapped)
+        return Place(self.name, self.xp, purpose, self.ordinal, self.is_mapped, self.graphs)
 
     def mapped(self) -> Place:
         """Return the place for arrays that the device's kernels use, in the host's memory."""
-        return Place(self.name, self.xp, self._purpose, self.ordinal, not self.on_host)
+        is_mapped = not self.on_host
+        return Place(self.name, self.xp, self._purpose, self.ordinal, is_mapped, self.graphs)
 
     def activate(self) -> None:
         """Make the device the current one of this thread."""
@@ -78,7 +87,7 @@ class Place:
         try:
             return self._mapped(shape, dtype) if self.is_mapped else self.xp.zeros(shape, dtype)
         except MemoryError as error:
-            raise self._full(int(np.prod(shape)) * np.dtype(dtype).itemsize, error) from error
+            raise self.full(int(np.prod(shape)) * np.dtype(dtype).itemsize, error) from error
 
     def put(self, array: np.ndarray) -> Any:
         """Return the contents of a NumPy array as an array of this place."""
@@ -89,7 +98,7 @@ class Place:
                 return self._mapped(array.shape, array.dtype, array)
             return self.xp.asarray(np.ascontiguousarray(array))
         except MemoryError as error:
-            raise self._full(array.nbytes, error) from error
+            raise self.full(array.nbytes, error) from error
 
     def quantized(self, tensor: QuantTensor) -> QuantTensor:
         """Return a quantized tensor in this place."""
@@ -100,7 +109,14 @@ class Place:
         try:
             return tensor.to_device(self.xp.zeros((1,), np.uint8))
         except MemoryError as error:
-            raise self._full(tensor.nbytes, error) from error
+            raise self.full(tensor.nbytes, error) from error
+
+    def drop_storage(self, tensor: QuantTensor) -> None:
+        """Let a quantized tensor in this place have the layout that products read alone."""
+        try:
+            tensor.drop_storage()
+        except MemoryError as error:
+            raise self.full(tensor.nbytes, error) from error
 
     @property
     def used_bytes(self) -> int:
@@ -120,7 +136,8 @@ class Place:
     def _mapped(self, shape: Any, dtype: Any, values: np.ndarray | None = None) -> Any:
         return device_of(self.xp.zeros((1,), np.uint8)).mapped(shape, dtype, values)
 
-    def _full(self, n_bytes: int, error: MemoryError) -> UsageError:
+    def full(self, n_bytes: int | None, error: MemoryError) -> UsageError:
+        """Return the error that says what asked for how many bytes, if they are known."""
         free = ""
         if self.name == "emulator":
             use = self.xp.memory_bytes()
@@ -129,8 +146,9 @@ class Place:
             left, total = self.xp.cuda.runtime.memGetInfo()
             free = f"; {left:,} of the device's {total:,} bytes are free"
         memory = "pinned host memory" if self.is_mapped else "memory"
+        asked = "more memory" if n_bytes is None else f"{n_bytes:,} bytes"
         return UsageError(
-            f"out of {memory} on {self.name}: {self._purpose} asked for {n_bytes:,} bytes{free} "
+            f"out of {memory} on {self.name}: {self._purpose} asked for {asked}{free} "
             f"({error}); use fewer bits (weights=, kv=), a shorter max_context, or more ranks"
         )
 
@@ -138,7 +156,7 @@ class Place:
 HOST = Place("cpu", np)
 
 
-def find_places(devices: str, n_ranks: int) -> list[Place]:
+def find_places(devices: str, n_ranks: int, graphs: bool = True) -> list[Place]:
     """Return the place of each rank.
 
     Parameters
@@ -148,6 +166,8 @@ def find_places(devices: str, n_ranks: int) -> list[Place]:
         is a certain device; ranks that only say ``cuda`` take the machine's devices in turn.
     n_ranks : int
         Number of ranks.
+    graphs : bool
+        Whether steps on CUDA devices run as graphs.
 
     Raises
     ------
@@ -162,7 +182,11 @@ def find_places(devices: str, n_ranks: int) -> list[Place]:
         )
     if len(names) == 1:
         names *= n_ranks
-    return [find_place(name, names[:i].count("cuda")) for i, name in enumerate(names)]
+    places = [find_place(name, names[:i].count("cuda")) for i, name in enumerate(names)]
+    for place in places:
+        if not place.on_host:
+            place.graphs = graphs
+    return places
 
 
 def find_place(device: str, turn: int = 0) -> Place:

@@ -107,31 +107,36 @@ class RankWeights:
 
     def _move(self, place: Place, embeddings_on_host: bool) -> None:
         """Put all operands to a device; a table of attention's, which a plan reads, stays."""
-        moved: dict[int, Any] = {}
+        moved: dict[int, tuple[Any, Any]] = {}  # with the operand, which keeps its id its own
         ops = list(zip(self._program.ops, self.operands, strict=True))
         tables = {id(t) for op, operands in ops if op.kind == "embedding" for t in operands}
         others = {id(t) for op, operands in ops if op.kind != "embedding" for t in operands}
         far = place.purposed("the token embedding").mapped()
 
         def move(operand: Any) -> Any:
-            if operand is None or id(operand) in moved:
-                return moved.get(id(operand))
+            if operand is None:
+                return None
+            if id(operand) in moved:
+                return moved[id(operand)][1]
             status.beat()
             looked_up = id(operand) in tables
             stays = embeddings_on_host and looked_up and id(operand) not in others
             where = far if stays else place
             quantized = isinstance(operand, nk.QuantTensor)
             new = where.quantized(operand) if quantized else where.put(operand)
-            moved[id(operand)] = new
+            moved[id(operand)] = operand, new
             if stays:
                 self._mapped[id(new)] = new
-            elif quantized and not looked_up:
-                new.drop_storage()
+            elif quantized and not looked_up:  # rows are decoded from storage
+                place.drop_storage(new)
             return new
 
         for index, op in enumerate(self._program.ops):
             if op.kind not in ("attention", "cross_attention"):
-                self.operands[index] = tuple(map(move, self.operands[index]))
+                operands = self.operands[index]
+                if op.kind == "experts":
+                    operands = stacks(operands)
+                self.operands[index] = tuple(map(move, operands))
                 self.bias[index] = move(self.bias[index])
 
     def _operands(self, op: Op) -> tuple[Any, ...]:
@@ -274,6 +279,22 @@ class RankWeights:
             rows = [self._read(Operand(name, rows=(r, r + 1))) for r in chosen]
             sample = np.concatenate(rows)
         return soft_range(sample, self._encoding.outliers)
+
+
+def stacks(matrices: Sequence[Any]) -> tuple[Any, ...]:
+    """Return gates, ups and downs of experts as three stacks, which devices choose from themselves.
+
+    Matrices of several formats, or with outliers, stay as they are.
+    """
+    n = len(matrices) // 3
+    parts = [matrices[i * n : (i + 1) * n] for i in range(3)]
+    kinds = {(i, w.format.name) for i, part in enumerate(parts) for w in part}
+    if len(kinds) > 3 or any(w.outliers is not None for w in matrices):
+        return tuple(matrices)
+    return tuple(
+        nk.QuantTensor(part[0].format, (n, *part[0].shape), np.concatenate([w.data for w in part]))
+        for part in parts
+    )
 
 
 def read_part(spec: ModelSpec, file: WeightFile, part: Operand) -> np.ndarray:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -187,8 +186,7 @@ def _cut(values: np.ndarray[Any, Any], spans: Any) -> list[np.ndarray[Any, Any]]
 
 
 def _rounded(values: np.ndarray[Any, Any], dtype: str) -> np.ndarray[Any, Any]:
-    """Return float32 values rounded to a stored type."""
-    if dtype in ("f32", "f64"):
-        return values
-    shape = values.shape if values.ndim > 1 else (math.prod(values.shape),)
-    return nk.dequantize(nk.quantize(values.reshape(shape), dtype))
+    """Return float32 values rounded to a stored type; bfloat16 stays float32, as it is read."""
+    if dtype == "f16":
+        return values.astype(np.float16)
+    return nk.dequantize(nk.quantize(values, dtype)) if dtype == "bf16" else values

@@ -16,6 +16,8 @@ from typing import Any
 
 import numpy as np
 
+from nbflow.parallel.rounding import q8_add, q8_error, q8_pack
+
 
 class Comm(ABC):
     """Ranks that can talk to each other."""
@@ -106,12 +108,11 @@ class Comm(ABC):
         packed = q8_pack(flat)
         gathered = self._buffer((self.size, packed.size))
         self._exchange(packed, gathered.reshape(-1), [packed.size] * self.size)
-        self._signal += float(np.dot(flat, flat))
-        error = flat - q8_unpack(packed, flat.size)
-        self._noise += float(np.dot(error, error))
+        signal, noise = q8_error(flat, packed)
+        self._signal, self._noise = self._signal + signal, self._noise + noise
         flat[:] = 0
         for part in gathered:
-            flat += q8_unpack(part, flat.size)
+            q8_add(part, flat)
         self.sent["all_reduce"] += packed.nbytes * (self.size - 1)
 
     @property
@@ -149,38 +150,6 @@ class Comm(ABC):
                 self._scratch.clear()
             buffer = self._scratch[shape] = np.empty(shape, np.float32)
         return buffer
-
-
-Q8_BLOCK = 32
-
-
-def q8_pack(flat: np.ndarray) -> np.ndarray:
-    """Return float32 numbers as bytes with a scale for each block, seen as float32.
-
-    A number is off by at most half of 1/127 of its block's largest magnitude.
-    """
-    blocks = np.zeros((-(-flat.size // Q8_BLOCK), Q8_BLOCK), np.float32)
-    blocks.reshape(-1)[: flat.size] = flat
-    scales = np.abs(blocks).max(axis=1) / np.float32(127)
-    inverse = np.divide(1, scales, out=np.zeros_like(scales), where=scales > 0)
-    with np.errstate(invalid="ignore"):  # what is not finite stays so by its scale
-        codes = np.rint(blocks * inverse[:, None]).astype(np.int8)
-    return np.concatenate([codes.reshape(-1).view(np.float32), scales])
-
-
-def q8_unpack(packed: np.ndarray, size: int) -> np.ndarray:
-    """Return the `size` numbers of `q8_pack`, rounded."""
-    n_blocks = q8_packed_bytes(size) // (Q8_BLOCK + 4)
-    codes = packed[: n_blocks * Q8_BLOCK // 4].view(np.int8).reshape(n_blocks, Q8_BLOCK)
-    scales = packed[n_blocks * Q8_BLOCK // 4 :]
-    with np.errstate(invalid="ignore"):
-        blocks: np.ndarray = codes * scales[:, None]
-    return blocks.reshape(-1)[:size]
-
-
-def q8_packed_bytes(size: int) -> int:
-    """Return the bytes that `size` numbers take."""
-    return -(-size // Q8_BLOCK) * (Q8_BLOCK + 4)
 
 
 class Alone(Comm):

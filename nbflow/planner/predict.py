@@ -383,7 +383,13 @@ def predicted_rank(
     plan = parts[0][0].plan
     weights = sum(work.weight_bytes() for work, _, _ in parts)
     kv = sum(work.kv_token_bytes(setting.kv) * tokens for work, tokens, _ in parts)
-    kv_on_host = round(kv * setting.kv_host)
+    kv_on_host = sum(  # of whole layers, as `nbflow.engine.placement` has it
+        work.kv_token_bytes(setting.kv)
+        * tokens
+        * int(work.n_layers * setting.kv_host)
+        // max(1, work.n_layers)
+        for work, tokens, _ in parts
+    )
     embeddings = sum(work.embedding_bytes() for work, _, _ in parts)
     on_host = kv_on_host + (embeddings if setting.embedding_on_host else 0)
     workspace = sum(

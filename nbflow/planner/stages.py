@@ -11,8 +11,8 @@ import dataclasses
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from nbflow.parallel.comm import q8_packed_bytes
 from nbflow.parallel.plan import Plan, RankPlan
+from nbflow.parallel.rounding import q8_packed_bytes
 from nbflow.planner.machine import Device, Machine
 from nbflow.planner.model import PlannedModel
 from nbflow.program import fuse, partition

@@ -9,7 +9,6 @@ from itertools import groupby
 import nbflow_kernels as nk
 from nbflow.planner.model import PlannedModel
 from nbflow.program.records import Op, Operand, Program
-from nbflow.weights_policy import is_quantized
 from nbflow_kernels.quants.layout_bytes import layout_bytes, storage_bytes
 
 FLOAT32_BYTES = 4
@@ -64,7 +63,7 @@ def weight_bytes(
 def _matrices(op: Op, model: PlannedModel) -> list[tuple[Operand, ...]]:
     """Return the parts of each operand of an op, as `RankWeights` joins them."""
     if op.kind in ("linear", "embedding"):
-        runs = groupby(op.weights, key=lambda w: model.kept_format(w.name))
+        runs = groupby(op.weights, key=lambda w: (_chosen(model, w), model.kept_format(w.name)))
         return [tuple(run) for _, run in runs]
     return [(w,) for w in op.weights]
 
@@ -93,10 +92,15 @@ def _matrix(
     total = layout_bytes(format, n_rows, n_columns, on_device)
     if shared and on_device and not nk.FORMATS[format].decodes_from_storage:
         total += storage_bytes(format, n_rows, n_columns)  # rows are decoded from there
-    name = parts[0].name
-    if outliers and model.weights is not None and is_quantized(name, spec.shape_of(name)):
+    if outliers and _chosen(model, parts[0]):
         total += round(outliers * n_rows * n_columns) * OUTLIER_BYTES + 4 * (n_rows + 1)
     return total
+
+
+def _chosen(model: PlannedModel, part: Operand) -> str | None:
+    """Return the format that a matrix is converted to, or None."""
+    formats = model.formats
+    return None if formats is None else formats.of(part.name, model.spec.shape_of(part.name))
 
 
 def _table(program: Program, model: PlannedModel, op: Op) -> int:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from nbflow.parallel.comm import q8_packed_bytes
+from nbflow.parallel.rounding import q8_packed_bytes
 from nbflow.program.records import COMMUNICATION, Op, Program
 from nbflow_kernels.kvcache.formats import kv_formats
 

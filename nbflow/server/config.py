@@ -154,6 +154,8 @@ class ModelOptions(Section):
     """How partial sums are sent between ranks: f32 or q8."""
     device: str = "auto"
     """Where to run, as --device of `nbflow run`."""
+    graphs: bool = True
+    """Whether steps of generation run as CUDA graphs on devices."""
     kv_host_percent: float = Field(default=0.0, ge=0, le=100)
     """Share of a device's layers whose keys and values lie in the host's memory."""
     embeddings_on_host: bool = False
@@ -202,6 +204,7 @@ class ModelOptions(Section):
             "machine",
             "exchange",
             "device",
+            "graphs",
             "kv_host_percent",
             "embeddings_on_host",
             "cpu_layers",

@@ -13,7 +13,7 @@ from specs import write_checkpoint, write_llama
 
 import nbflow
 from nbflow import cli
-from nbflow.calibrate import Inputs, collect, merge, write_inputs
+from nbflow.calibrate import Inputs, collect, merge, write_inputs, write_moments
 from nbflow.weights import open_weights
 from nbflow.writing.importance import read_importance
 from nbflow.writing.importance_names import gguf_names_of
@@ -173,3 +173,27 @@ def test_encoders_that_know_the_inputs(llama: Path, found: list[Inputs], tmp_pat
         nbflow.quantize_checkpoint(llama, tmp_path / "x", "q3", encoder="gptq")
     with pytest.raises(UsageError, match="codes lie at equal distances"):
         nbflow.quantize_checkpoint(llama, tmp_path / "x", "iq4_nl", encoder="hqq")
+
+
+def test_bounded_sums_are_the_same(llama: Path, found: list[Inputs], tmp_path: Path) -> None:
+    paths = [tmp_path / f"{name}.safetensors" for name in ("once", "often", "all")]
+    write_inputs(paths[2], found)
+    # inputs of 64, 256, 64, 192 and 64 columns, 8 K**2 bytes each; of one too large at a time
+    for path, limit, n in ((paths[0], 1 << 30, 1), (paths[1], 8 * (64**2 + 64**2), 5)):
+        with nbflow.load(llama) as model:
+            assert write_moments(path, model, WINDOWS, limit_bytes=limit) == n
+            with pytest.raises(UsageError, match="has run before"):
+                write_moments(tmp_path / "x.safetensors", model, WINDOWS)
+    once, often, everything = (read_importance(path) for path in paths)
+    assert list(once) == list(often) == list(everything)
+    for name, array in everything.items():
+        assert np.array_equal(once[name], array)
+        assert np.array_equal(often[name], array)
+    with nbflow.load(llama) as model:
+        with pytest.raises(UsageError, match="no window to read"):
+            write_moments(tmp_path / "x.safetensors", model, [])
+        with pytest.raises(UsageError, match=r"into a \.safetensors file only"):
+            write_moments(tmp_path / "x.gguf", model, WINDOWS)
+        with pytest.raises(UsageError, match="exists; give another name"):
+            write_moments(paths[0], model, WINDOWS)
+    assert not list(tmp_path.glob("x*"))

@@ -138,16 +138,14 @@ def test_ranks_on_different_devices(partition: str, cupy: Any) -> None:
         on("cpu,cpu,cpu", "llama31", partition=partition)
 
 
-def test_a_full_device_says_what_did_not_fit() -> None:
-    class Full:
-        def zeros(self, shape: Any, dtype: Any) -> Any:
-            raise MemoryError("the pool is full")
-
-    place = Place("emulator", Full()).purposed("the key/value cache")
+def test_a_full_device_says_what_did_not_fit(cupy: Any) -> None:
+    cupy.reset(memory_bytes=1 << 16)
+    place = Place("emulator", cupy).purposed("the key/value cache")
     with pytest.raises(
-        UsageError, match=r"the key/value cache asked for 4,096 bytes .*pool is full"
+        UsageError,
+        match=r"the key/value cache asked for 131,072 bytes; it holds 0 of 65,536 bytes",
     ):
-        place.zeros((4, 256), np.float32)
+        place.zeros((128, 256), np.float32)
 
 
 def test_a_device_that_is_misspelt() -> None:

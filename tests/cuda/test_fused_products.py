@@ -8,10 +8,14 @@ import numpy as np
 import pytest
 
 import nbflow_kernels as nk
+import nbflow_ptx
 from nbflow_kernels.kvcache import cuda as kvcache
+from nbflow_kernels.kvcache.cuda import format_type
 from nbflow_kernels.kvcache.formats import kv_format
+from nbflow_kernels.kvcache.rows import F16
 from nbflow_kernels.position import cuda as position
 from nbflow_kernels.qmatmul import fused
+from nbflow_kernels.quants.units import unit_form
 
 pytestmark = pytest.mark.compiler
 K = 300  # three chunks of a norm, the last one cut off
@@ -44,9 +48,15 @@ def test_a_norm_in_front(kind: str, int8: bool, cupy: Any) -> None:
         h = nk.layernorm(x, weight, bias, eps=1e-5)
     wanted = nk.qmatmul(h, w, activations="int8" if int8 else "f32")
     written, out = cupy.empty((3, K), np.float32), cupy.empty((3, 37), np.float32)
-    norm = fused.Norm(kind, weight, bias, 1e-5, 1.0 if kind == "rms" else 0.0, written)
+    other = cupy.empty((3, K), np.float32)
+    offset = 1.0 if kind == "rms" else 0.0
+    norm = fused.Norm(kind, weight, bias, 1e-5, offset, written, (bias, weight, other))
     fused.product(source, w, None, out, rows=rows, norm=norm, int8=int8)
     assert same(written, h)
+    if kind == "rms":
+        assert same(other, nk.rmsnorm(x, bias, eps=1e-5, offset=1.0))
+    else:
+        assert same(other, nk.layernorm(x, bias, weight, eps=1e-5))
     assert same(out, wanted)
 
 
@@ -138,3 +148,23 @@ def test_heads_behind(format: str, head_dim: int, style: str, cupy: Any) -> None
     for wanted, got in zip(pages[:2], pages[2:], strict=True):
         assert wanted.get().any()
         assert same(wanted, got)
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
+@pytest.mark.parametrize("then", [fused.Heads, fused.Gate])
+def test_what_is_in_front_and_behind_costs_the_loop_no_registers(then: Any, arch: str) -> None:
+    f16 = format_type(F16).replace(" ", "")
+    macros: dict[Any, tuple[tuple[str, str], ...]] = {
+        fused.Heads: (("K_FORMAT", f16), ("V_FORMAT", f16)),
+        fused.Gate: (("FUNCTION", "Silu"),),
+    }
+    form = unit_form(nk.FORMATS["q4_k"].integer_form)
+    kernel = fused._kernel(form, 1, True, 1, then.number, then.parameters, macros[then])
+    code, entry = kernel.compile(arch, "ptx")
+    found = nbflow_ptx.lint(code.decode(), arch)[entry]
+    assert found.registers is not None, found.registers_from
+    assert found.registers <= 128  # two thread blocks of 256 on a multiprocessor
+    # what the product alone may spill: numbers that change once for a row tile
+    assert max(found.spill_stores or 0, found.spill_loads or 0) <= 48
+    assert (found.fp64, found.local_accesses) == (0, 0)
+    assert found.wide_loads > 0

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
 import sys
-import threading
-import time
 from pathlib import Path
 
 import nbflow
 from nbflow.decoding import BeamSearch
+from nbflow.engine.scheduler import Scheduler
 from nbflow.parallel import Alone, world
 
 PROMPTS = ["def f(", "class A:\n    def", "import os\n", "for i in"]
@@ -25,7 +22,9 @@ def asked(model, prompt, seed=0, n=20, **more):
 def lead(model, engine, draft):
     handles = [engine.submit(asked(model, p, 1 + i)) for i, p in enumerate(PROMPTS)]
     told = {"ids": [h.result(60).ids for h in handles]}
-    told["each"] = [sum(n.finished.values()) for n in engine.replica_stats()]
+    while None in (numbers := engine.replica_stats()):  # a busy machine
+        pass
+    told["each"] = [sum(n.finished.values()) for n in numbers]
     # two at a time, so that the second one is the other process's
     beams = [engine.submit(model.make_request(PROMPTS[0], 8, BeamSearch(n=2))) for _ in range(2)]
     one, other = [[g.ids for g in h.results(60)] for h in beams]
@@ -37,11 +36,12 @@ def lead(model, engine, draft):
     made = engine.submit(asked(model, LONG, n=2, logprobs=3, prompt_logprobs=1)).result(60)
     told["logprobs"] = [len(made.top_logprobs[1]), len(made.prompt_logprobs)]
     busy.cancel()
-    told["cancelled"] = list(busy)[-1].finish_reason
-    cut = [engine.submit(asked(model, "x", n=400)) for _ in range(2)]
+    # two at a time, of which one is the other process's; each would take many seconds
+    wide = BeamSearch(num_beams=64)
+    cut = [engine.submit(model.make_request("x", 400, wide, ignore_eos=True)) for _ in range(2)]
     for handle in cut:
         handle.cancel()
-        assert list(handle)[-1].finish_reason == "abort"
+    told["cancelled"] = [list(handle)[-1].finish_reason for handle in cut]
     drafted = [
         engine.submit(model.make_request(p, 20, ignore_eos=True, draft=draft, n_draft=19))
         for p in PROMPTS[:2]
@@ -52,16 +52,27 @@ def lead(model, engine, draft):
     return told
 
 
-def outlive(model, engine, comm):
-    """Go on after the death of the other process."""
+def outlive(engine, model):
+    """Go on after the other replica has failed."""
     handles = [engine.submit(asked(model, p, n=400)) for p in PROMPTS[:2]]
     ends = [list(h)[-1] for h in handles]
     told = {"ends": sorted(e.finish_reason for e in ends)}
     told["why"] = next(str(e.error) for e in ends if e.error is not None)
     told["again"] = engine.submit(asked(model, PROMPTS[0], 1)).result(60).ids
     told["alive"] = engine.alive
-    Path(sys.argv[2]).write_text(json.dumps(told))
-    os._exit(0)  # the launcher's part of the other one is no more
+    return told
+
+
+def fail_later():
+    """Let this process's engine fail in the middle of a text, beyond a step of one request."""
+    next_step = Scheduler.next_step
+
+    def planted(self, *args):
+        if any(len(request.ids) > 20 for request in self.running):
+            raise RuntimeError("planted")
+        return next_step(self, *args)
+
+    Scheduler.next_step = planted
 
 
 def main():
@@ -70,23 +81,14 @@ def main():
         draft = nbflow.load("tiny_python", threads=1, comm=Alone())
         engine = nbflow.Engine(model)
         if comm.rank:
-            if mode == "die":
-                threading.Thread(target=die_soon, args=(engine,), daemon=True).start()
+            if mode == "fail":
+                fail_later()
             engine.follow(draft)
             return
         with engine:
-            if mode == "die":
-                outlive(model, engine, comm)
-            told = lead(model, engine, draft)
+            told = outlive(engine, model) if mode == "fail" else lead(model, engine, draft)
         told["state"] = engine.state
         Path(sys.argv[2]).write_text(json.dumps(told))
-
-
-def die_soon(engine):
-    """End in the middle of a text."""
-    while not engine._own[0].stats().generated_tokens:
-        time.sleep(0.001)
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 main()

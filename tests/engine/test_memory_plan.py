@@ -83,6 +83,16 @@ def test_every_kind_of_model_to_the_byte(name, options):
             assert found[key] == getattr(planned, key), key
 
 
+def test_formats_of_a_policy_lie_in_matrices_of_their_own(tmp_path):
+    policy = tmp_path / "policy.toml"
+    policy.write_text('[formats]\n"*.attn.q.weight" = "q8_0"\n"*" = "q4_0"\n')
+    options = {"weights": policy, "max_step_tokens": 64}
+    plan = plan_memory(FAMILIES / "llama31", max_sequences=3, **options)
+    with nbflow.load(FAMILIES / "llama31", threads=1, **options) as model:
+        (found,) = held_after_use(model, plan, "llama31")
+    assert found["weight_bytes"] == plan.ranks[0].weight_bytes
+
+
 def held_after_use(model, plan, name):
     """Return what a model holds after work on as many full contexts as the plan has room for."""
     if name in ENCODERS:
@@ -143,6 +153,21 @@ def test_devices_and_the_host_are_counted_apart(wide):
     assert first.devices == ("cpu", "cuda")
     assert first.host_bytes == first.ranks[0].total_bytes
     assert first.ranks[0].host_bytes == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("falcon_40b_instruct", {"kv": "q8", "kv_host_percent": 100, "max_context": 1024}),
+        ("yi_34b_chat", {"kv": "q8/q4", "kv_host_percent": 50, "max_context": 4096}),
+    ],
+)
+def test_documented_plans_for_24_gb(name, options):
+    plan = plan_memory(name, weights="q3h", device="cuda", embeddings_on_host=True, **options)
+    text = (Path(__file__).parents[2] / "docs" / "engine.md").read_text()
+    for line in str(plan).splitlines()[:2]:
+        assert f"    {line}\n" in text
+    assert plan.ranks[0].place_bytes + 1e9 < 24 * 2**30  # 1 GB for what is not planned
 
 
 def test_the_table_says_what_changes_nothing(wide):

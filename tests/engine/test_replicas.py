@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
-from launching import MPIRUN, ROOT, mpirun
+from launching import MPIRUN, mpirun
 
 import nbflow
 from nbflow.decoding import BeamSearch
@@ -20,8 +17,6 @@ from nbflow_kernels.errors import UsageError
 
 PROMPTS = ["def f(", "class A:\n    def", "import os\n", "for i in"]
 LONG = list(range(100, 200))  # more than a page
-KEEPS = MPIRUN is not None and (Path(MPIRUN).parent / "mpiexec.hydra").exists()
-PATHS = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "experiments"))
 SCRIPT = Path(__file__).parent / "replica_ranks.py"
 
 
@@ -72,7 +67,6 @@ def test_prompts_that_begin_alike_go_to_one_replica_unless_it_has_more_to_do(mod
         assert min(loads) >= AFFINITY - 1
         for handle in held:
             handle.cancel()
-            assert list(handle)[-1].finish_reason == "abort"
         engine.flush()
 
 
@@ -143,7 +137,7 @@ def test_processes(alone, tmp_path):
     assert told["beams"] == alone[1]
     assert told["each"] == [2, 2]
     assert told["cached"] >= 64
-    assert told["cancelled"] == "abort"
+    assert told["cancelled"] == ["abort", "abort"]
     assert told["logprobs"] == [3, len(LONG) - 1]
     # of 20: the first comes from the prompt, the last after the proposed ones; each process has
     # a draft of its own, which is the model itself
@@ -153,17 +147,14 @@ def test_processes(alone, tmp_path):
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(not KEEPS, reason="the launcher ends all ranks when one dies (not MPICH's)")
-def test_a_process_that_dies(alone, tmp_path):
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
+def test_a_process_whose_engine_fails(alone, tmp_path):
     out = tmp_path / "told.json"
-    done = subprocess.run(
-        # the launcher of MPICH ends all ranks when one dies, unless it is told not to
-        [MPIRUN, "-disable-auto-cleanup", "-n", "2", sys.executable, str(SCRIPT), "die", str(out)],
-        capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": PATHS},
-    )  # fmt: skip
-    assert out.exists(), done.stderr
+    done = mpirun(2, str(SCRIPT), "fail", str(out))
+    assert done.returncode == 0, done.stderr
     told = json.loads(out.read_text())
     assert told["ends"] == ["error", "length"]
-    assert "replica 1" in told["why"]
+    assert "RuntimeError: planted" in told["why"]
     assert told["again"] == alone[0][0]
     assert told["alive"] is True
+    assert told["state"] == "closed"

@@ -158,7 +158,7 @@ class FakeEngine:
 
 
 def weight_pairs(
-    model: str, weights: str, outliers: float = 0.0
+    model: str, weights: str, *_: object
 ) -> Iterator[tuple[str, np.ndarray, np.ndarray, int]]:
     rng = np.random.default_rng(3)
     for i in range(3):

@@ -14,11 +14,12 @@ from specs import write_llama
 
 from nbflow import cli
 from nbflow_experiments.analysis import Format, figures, tensor_errors
-from nbflow_experiments.analysis.folder import AnalysisFolder
+from nbflow_experiments.analysis.folder import TABLES, AnalysisFolder
 from nbflow_experiments.report.figure import NotDrawn
 from nbflow_kernels.errors import UsageError
 
 LABELS = ["q4 (plain)", "q3h (plain)"]
+RESULTS = Path(__file__).parents[2] / "results" / "analysis" / "amd-epyc-2-cores"
 SIZES = ["--tokens", "64", "--window", "32"]
 
 
@@ -93,6 +94,28 @@ def test_tables_are_printed(capsys: Any) -> None:
     assert row["stored_bits"] == 5.0
 
 
+def test_pairs_of_cache_formats_need_no_weights(capsys: Any) -> None:
+    words = ["--parts", "kv", "--kv", "q8_0/q4_0", *SIZES, "--json"]
+    assert analyze("tiny_python", *words) == 0
+    tables = json.loads(capsys.readouterr().out)
+    assert list(tables) == ["kv_layers", "kv_models"]
+    (row,) = tables["kv_models"]
+    assert (row["keys"], row["values"], row["bits"]) == ("q8_0", "q4_0", 6.5)
+    assert row["kld_mean_nats"] > 0
+    assert len(tables["kv_layers"]) == 4
+
+
+def test_the_recorded_results_can_be_read_and_drawn() -> None:
+    read = AnalysisFolder(RESULTS)
+    tables = {name: read.read(name) for name in read.settings["tables"]}
+    assert set(tables) == set(TABLES)
+    for draw in figures.FIGURES.values():
+        assert draw(tables).figure.axes
+    sums = tables["sums"]
+    rest = sums.kld_mean_nats - sums.kld_sum_nats
+    assert np.allclose(rest, sums.kld_interaction_nats, atol=1e-12)
+
+
 def test_what_is_refused(folder: Path, tmp_path: Path, capsys: Any) -> None:
     llama = tmp_path / "llama"
     write_llama(llama, n_layers=1)
@@ -104,7 +127,7 @@ def test_what_is_refused(folder: Path, tmp_path: Path, capsys: Any) -> None:
         (["tiny_python", "--weights", "q4,q4"], "names something twice"),
         (["tiny_python", "--weights", "q4", "--out", str(folder)], "holds an analysis"),
         (["tiny_python", "--weights", "q4", "--tensors", "*.wq"], "no matrix of tiny_python"),
-        (["tiny_python", "--weights", "q4", "--encoder", "awk"], "encoder must be one of"),
+        (["tiny_python", "--weights", "q4", "--encoder", "awk"], "unknown encoder 'awk'"),
         ([str(llama), "--weights", "q4", "--parts", "layers"], "brings no eval.txt"),
         (
             ["tiny_python", "--weights", "q4", "--parts", "layers", "--tokens", "8"],

@@ -19,10 +19,12 @@ from nbflow_experiments.analysis import (
     Format,
     analysis_windows,
     attribution,
+    figures,
     kv_errors,
     layer_errors,
 )
 from nbflow_experiments.analysis.treatments import Checkpoint
+from nbflow_experiments.report.figure import NotDrawn
 from nbflow_experiments.scoring.text import StreamedReference, score_text
 from nbflow_experiments.scoring.windows import Window
 from nbflow_kernels import QuantTensor
@@ -267,6 +269,22 @@ def test_families_are_cut_where_their_layers_end(family: str, tmp_path: Path) ->
     kld = nk.kl_divergence(logits["f32"], logits["q8_0"]).mean()
     # matrices joined or not may be multiplied by other kernels: float32 rounding of the logits
     assert found.models.kld_mean_nats[0] == pytest.approx(kld, rel=1e-2)
+
+
+def test_what_loses_nothing(llama: Path) -> None:
+    found = layer_errors(llama, ["f32"], WINDOWS)
+    assert (found.layers.cumulative_error == 0).all()
+    assert found.layers.amplification.isna().all()
+    assert (found.modules.output_error == 0).all()
+    assert (found.models.kld_mean_nats == 0).all()
+    parts = attribution(llama, ["f32"], WINDOWS, by=["layer"])
+    assert (parts.units.kld_saved_mean_nats == 0).all()
+    assert parts.units.kld_share.isna().all()
+    assert parts.sums.additivity.isna().all()
+    tables = {"layers": found.layers, "modules": found.modules, "units": parts.units}
+    for draw in (figures.draw_layers, figures.draw_attribution):
+        with pytest.raises(NotDrawn, match="lose"):
+            draw(tables)
 
 
 # ---- key/value cache --------------------------------------------------------------------------

@@ -153,13 +153,14 @@ def test_use_of_codes() -> None:
     use = code_use(nk.quantize(steps, "q4_0", encoder="plain"))
     assert use.counts.tolist() == [20, 0] * 8
     assert (use.used_share, use.entropy_bits, use.stored_bits) == (0.5, 3.0, 4.0)
-    assert code_use(nk.quantize(steps, "q3h")).stored_bits == 3.5
-    assert math.isnan(code_use(nk.quantize(W, "iq2_s")).stored_bits)  # codes are not stored singly
+    assert code_use(nk.quantize(steps, "q3h", encoder="plain")).stored_bits == 3.5
+    grid = nk.QuantTensor("iq2_s", (1, 256), np.zeros((1, 82), np.uint8))
+    assert math.isnan(code_use(grid).stored_bits)  # codes are not stored one by one
     # 4.5 stored, 4 of them codes; these have 3 bits of entropy
     found = tensor_error(steps, nk.quantize(steps, "q4_0", encoder="plain"))
     assert (found.stored_bits, found.entropy_coded_bits) == (4.5, 3.5)
     # -0 and 0 of a 4-bit float are one level, and padding does not count
-    padded = code_use(nk.quantize(np.float32([[0.0, -0.0, 1.0]]), "mxfp4"))
+    padded = code_use(nk.QuantTensor("mxfp4", (1, 3), np.zeros((1, 17), np.uint8)))
     assert len(padded.counts) == 15
     assert padded.counts.sum() == 3
 
@@ -195,14 +196,21 @@ def test_the_table_says_what_the_sweep_measures() -> None:
 
 
 def test_pattern_encoder_and_outliers(llama: Path) -> None:
-    formats = ["q4", Format("q4", "plain"), Format("q4", outliers=0.01), Noise(Format("q4"))]
+    formats = [
+        "q4",
+        Format("q4", "plain"),
+        Format("q4", outliers=0.01),
+        Format("q4", "outliers", outliers=0.02),
+        Noise(Format("q4")),
+    ]
     table = tensor_errors(llama, formats, tensors="layers.1.attn.?.weight, embed.weight")
     assert table.weights.unique().tolist() == [
-        "q4", "q4 (plain)", "q4 (outliers 0.01)", "noise like q4",
+        "q4", "q4 (plain)", "q4 (outliers 0.01)", "q4 (outliers, outliers 0.02)", "noise like q4",
     ]  # fmt: skip
     assert set(table.kind) == {"q", "k", "v", "o", "embedding"}
     error = table.groupby("weights", sort=False).mse.sum()
     assert error["q4 (outliers 0.01)"] < error["q4"] < error["q4 (plain)"]
+    assert error["q4 (outliers, outliers 0.02)"] < error["q4"]
     # noise of the error's size: sums of 13,312 normal squares, 1 standard deviation is 1.2 %
     assert error["noise like q4"] == pytest.approx(error["q4"], rel=0.06)
     sizes = table.groupby("weights").stored_bits.mean()
@@ -247,10 +255,12 @@ def test_wrong_input(llama: Path) -> None:
     ):
         with pytest.raises(UsageError, match=message):
             tensor_errors(llama, weights, **options)
-    with pytest.raises(UsageError, match="encoder must be one of"):
+    with pytest.raises(UsageError, match="unknown encoder 'awk'"):
         Format("q4", "awk")
     with pytest.raises(UsageError, match="keeps no outliers aside"):
         Format("q4", "hqq", outliers=0.01)
+    with pytest.raises(UsageError, match="needs outliers, a share"):
+        Format("q4", "outliers")
     with pytest.raises(UsageError, match=r"layers.0.attn.q.weight: encoder 'gptq' needs"):
         tensor_errors(llama, [Format("q4", "gptq")])
 

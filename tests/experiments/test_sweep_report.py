@@ -146,6 +146,12 @@ def test_columns_are_sorted_by_a_click(results: Path, tmp_path: Path) -> None:
         weights = heads.index("weights")
         browser.js(f"document.querySelectorAll('.sortable th')[{weights}].click()")
         words = browser.js(column % weights)
+        browser.js(
+            "const box = document.querySelector('.filter'); box.value = 'q4 0&1';"
+            "box.dispatchEvent(new Event('input'))"
+        )
+        shown = "[...document.querySelectorAll('.sortable tbody tr')].filter(r => !r.hidden).length"
+        assert browser.js(shown) == 2  # two batch sizes
     assert up == sorted(up) == down[::-1]
     assert words == sorted(words)
 

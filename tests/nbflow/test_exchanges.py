@@ -12,10 +12,11 @@ import pytest
 from launching import MPIRUN, mpirun
 
 from nbflow.parallel import Alone
-from nbflow.parallel.comm import Comm, q8_pack, q8_packed_bytes, q8_unpack
+from nbflow.parallel.comm import Comm
 from nbflow.parallel.device_mpi import cuda_aware
 from nbflow.parallel.links import Facts, choose
 from nbflow.parallel.nccl import Nccl, has_nccl
+from nbflow.parallel.rounding import q8_pack, q8_packed_bytes, q8_unpack
 from nbflow.parallel.threads import RankFailure, RankTeam
 from nbflow_kernels.errors import MissingExtraError, UsageError
 
@@ -32,6 +33,17 @@ def test_bytes_are_as_near_as_they_say(size):
         limit = np.abs(x[block]).max() * (0.5 / 127 + 2**-22)
         assert np.abs(back[block] - x[block]).max() <= limit
     assert (q8_unpack(q8_pack(np.zeros(size, np.float32)), size) == 0).all()
+
+
+def test_bytes_are_those_of_numpy():
+    x = np.random.default_rng(0).standard_normal(32 * 50 + 7).astype(np.float32)
+    blocks = np.zeros((51, 32), np.float32)
+    blocks.reshape(-1)[: x.size] = x
+    scales = np.abs(blocks).max(axis=1) / np.float32(127)
+    codes = np.rint(blocks * (np.float32(1) / scales)[:, None]).astype(np.int8)
+    assert q8_pack(x).tobytes() == codes.tobytes() + scales.tobytes()
+    rounded = (codes * scales[:, None]).reshape(-1)[: x.size]
+    np.testing.assert_array_equal(q8_unpack(q8_pack(x), x.size), rounded)
 
 
 def test_bytes_do_not_hide_what_is_not_finite():

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
+import dataclasses
+import functools
 import itertools
+import math
 
 import pytest
 from specs import make_spec
 
 from nbflow.parallel import make_plan, parse_partition, ranks_of, split_replicas
 from nbflow.parallel.plan import split_by_shares
+from nbflow.planner import PlannedModel, planned_model
 from nbflow.program import build, fuse, partition
+from nbflow.spec.model_file import known_models
+from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 
 PARTITIONS = (
@@ -143,3 +151,47 @@ def test_fusing_leaves_ten_ops_per_layer():
 def test_program_prints_one_line_per_op():
     program = fuse(partition(build(make_spec()), make_plan(make_spec(), "0&1").ranks[0]))
     assert len(str(program).splitlines()) == len(program.ops) + 1
+
+
+@functools.cache
+def packaged() -> list[ModelSpec]:
+    """Return what the packaged models are made of, encoders too; some say it in their weights."""
+    specs = []
+    for name in sorted(known_models()):
+        with contextlib.suppress(UsageError):
+            specs.append(planned_model(name).spec)
+    return [part for spec in specs for part in (spec, spec.encoder) if part is not None]
+
+
+@pytest.mark.parametrize(
+    ("text", "most_refused"),
+    [("0:3;1", 0), ("0&1;2&3", 0), ("0&1&2&3", 0.2), ("0:3&1", 0.5)],
+)
+def test_packaged_models_are_cut_or_refused_with_the_reason(text, most_refused):
+    """Of each kind of layer, a stage holds a matrix once, or whole on every rank; never less."""
+    refused = 0
+    for spec in packaged():
+        model = PlannedModel(spec)
+        try:
+            plan = make_plan(spec, text, block_size=32)
+        except UsageError:
+            refused += 1
+            continue
+        for group in {rank.group for rank in plan.ranks}:
+            held = collections.Counter()
+            for number in group:
+                rank = dataclasses.replace(plan.of(number), layers=(0, spec.n_layers))
+                for op in partition(model.program, rank).ops:
+                    for operand in op.weights:
+                        size = math.prod(operand.shape(spec.shape_of(operand.name)))
+                        held[operand.name] += size if op.layer is not None else 0
+            for name, n in held.items():
+                whole = math.prod(spec.shape_of(name))
+                shared = "attn.k." in name or "attn.v." in name or len(spec.shape_of(name)) == 1
+                if n:
+                    assert n in (whole, whole * len(group)) or (shared and n > whole), (
+                        spec.name,
+                        name,
+                    )
+    assert len(packaged()) > 30
+    assert refused <= most_refused * len(packaged()), f"{refused} of {len(packaged())}"

@@ -51,8 +51,10 @@ def test_replicas_share_a_batch_out(checkpoint, ids):
         assert one.ids == expected[0]
         assert list(model.stream(prompts[0], max_tokens=6, ignore_eos=True)) == expected[0]
         assert [m["rank"] for m in model.memory()] == [0, 1, 2, 3]
-        with pytest.raises(UsageError, match="has 3; start an engine"):
-            nbflow.Engine(model).start()
+        with nbflow.Engine(model) as engine:  # as do the requests that are submitted
+            handles = [engine.submit(model.make_request(p, 6, ignore_eos=True)) for p in prompts]
+            assert [handle.result(60).ids for handle in handles] == expected
+            assert sorted(sum(n.finished.values()) for n in engine.replica_stats()) == [1, 2, 2]
 
 
 def test_rounded_exchange_sends_less_and_says_what_it_costs(checkpoint, ids):

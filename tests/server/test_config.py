@@ -227,3 +227,17 @@ def test_the_plan(tmp_path):
     assert "partition '0'" in unnamed.stdout
     missing = serve("no_such_model", "--plan")
     assert missing.returncode == 2
+
+
+def test_the_plan_of_a_server_counts_what_lies_on_the_host():
+    from nbflow.commands.serve_plan import model_plan
+    from nbflow.server.config import ModelOptions
+
+    on_device = {"path": "tiny_python", "device": "cuda", "outliers": 0.0}
+    limits = {"max_sequences": 2, "kv_bytes": 1 << 20}
+    (here,) = model_plan(ModelOptions(**on_device, engine=limits)).ranks
+    (there,) = model_plan(ModelOptions(**on_device, engine=limits, kv_host_percent=100)).ranks
+    assert here.host_bytes == 0
+    assert there.host_bytes == there.kv_bytes == here.kv_bytes > 0
+    both = model_plan(ModelOptions(**on_device, engine=limits, cpu_layers=1))
+    assert both.devices == ("cpu", "cuda")

@@ -11,6 +11,7 @@ from server_process import CONFIG, Server, eventually
 
 import nbflow
 
+FAILING = (sys.executable, str(Path(__file__).parent.parent / "failing_server.py"))
 PROMPT = [30, 40, 50]
 
 
@@ -45,16 +46,6 @@ def test_threads(offline, tmp_path):
         assert server.stop() == 0
 
 
-@pytest.mark.mpi
-@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
-def test_mpi(offline, tmp_path):
-    program = (str(MPIRUN), "-n", "2", sys.executable, "-m", "nbflow.cli", "serve")
-    with Server(partitioned("0&1"), tmp_path, program) as server:
-        check(server, offline)
-        os.kill(server.http.get("/server_info").json()["pid"], signal.SIGTERM)
-        assert server.ended() == 0
-
-
 def check_searches(server, offline):
     """Beams and a draft model, whichever replica or rank does them."""
     found = nbflow.beam_search(offline, PROMPT, 8, num_beams=3, n=2)
@@ -65,7 +56,7 @@ def check_searches(server, offline):
     assert server.metric("vllm:spec_decode_num_accepted_tokens_total") > 0
 
 
-def replicated(partition: str, **engine: str) -> str:
+def drafted(partition: str, **engine: str) -> str:
     options = "".join(f'\n{name} = "{value}"' for name, value in engine.items())
     config = partitioned(partition).replace("threads = 1", 'threads = 1\ndraft = "tiny_python"')
     return f"{config}\n[models.tiny.engine]{options}\n"
@@ -73,20 +64,21 @@ def replicated(partition: str, **engine: str) -> str:
 
 @pytest.mark.mpi
 @pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
-def test_replicas_of_mpi(offline, tmp_path):
+@pytest.mark.parametrize(("partition", "n"), [("0&1", 1), ("0/1", 2)])
+def test_mpi(offline, tmp_path, partition, n):
     program = (str(MPIRUN), "-n", "2", sys.executable, "-m", "nbflow.cli", "serve")
-    with Server(replicated("0/1"), tmp_path, program) as server:
+    with Server(drafted(partition), tmp_path, program) as server:
         check(server, offline)
         check_searches(server, offline)
-        assert server.http.get("/server_info").json()["models"]["tiny"]["replicas"] == 2
-        os.kill(server.http.get("/server_info").json()["pid"], signal.SIGTERM)
+        about = server.http.get("/server_info").json()
+        assert about["models"]["tiny"]["replicas"] == n
+        os.kill(about["pid"], signal.SIGTERM)
         assert server.ended() == 0
 
 
 def test_a_rank_that_fails_makes_the_server_say_so(tmp_path):
     """Ranks that share a model cannot go on without each other: 500 for whom it hits, then 503."""
-    program = (sys.executable, str(Path(__file__).parent.parent / "failing_server.py"))
-    with Server(partitioned("0&1"), tmp_path, program) as server:
+    with Server(partitioned("0&1"), tmp_path, FAILING) as server:
         assert server.http.get("/health").status_code == 200
         body = {"prompt": [20, 666, 22], "max_tokens": 5}
         assert server.http.post("/v1/completions", json=body).status_code == 500
@@ -98,39 +90,18 @@ def test_a_rank_that_fails_makes_the_server_say_so(tmp_path):
         assert server.stop() == 0
 
 
-def ranks_of(config: Path, number: int) -> list[int]:
-    """Return the processes of a rank of the server with this configuration."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            variables = (folder / "environ").read_bytes().split(b"\0")
-        except OSError:  # it has ended, or is not ours
-            continue
-        if str(config).encode() in words and f"PMI_RANK={number}".encode() in variables:
-            found.append(int(folder.name))
-    return found
-
-
 @pytest.mark.mpi
-@pytest.mark.skipif(
-    MPIRUN is None or not (Path(MPIRUN).parent / "mpiexec.hydra").exists(),
-    reason="the launcher ends all ranks when one dies (not MPICH's)",
-)
-def test_a_replica_that_dies(tmp_path):
-    program = (str(MPIRUN), "-disable-auto-cleanup", "-n", "2")
-    program += (sys.executable, "-m", "nbflow.cli", "serve")
-    with Server(replicated("0/1", on_failure="stop"), tmp_path, program) as server:
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
+def test_a_replica_that_fails(tmp_path):
+    program = (str(MPIRUN), "-n", "2", *FAILING)
+    with Server(drafted("0/1", on_failure="stop"), tmp_path, program) as server:
+        pid = server.http.get("/server_info").json()["pid"]
         body = {"prompt": "x", "max_tokens": 400, "ignore_eos": True, "stream": True}
-        with (
-            server.http.stream("POST", "/v1/completions", json=body) as one,
-            server.http.stream("POST", "/v1/completions", json=body) as other,
-        ):
-            for pid in ranks_of(tmp_path / "server.toml", 1):
-                os.kill(pid, signal.SIGKILL)
-            ends = sorted("could not go on" in stream.read().decode() for stream in (one, other))
-        assert ends == [False, True]  # the request of the other replica comes to its end
+        with server.http.stream("POST", "/v1/completions", json=body) as stream:
+            fatal = server.http.post("/v1/completions", json={"prompt": [20, 667, 22]})
+            assert fatal.status_code == 500
+            assert "could not go on" not in stream.read().decode()  # the other replica's
         eventually(lambda: server.http.get("/health").status_code == 503)
         assert server.http.post("/v1/completions", json=body).status_code == 503
-        os.kill(server.http.get("/server_info").json()["pid"], signal.SIGTERM)
-        server.ended()
+        os.kill(pid, signal.SIGTERM)
+        assert server.ended() == 0

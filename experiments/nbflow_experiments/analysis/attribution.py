@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from nbflow.execute import Step
 from nbflow.weights_policy import is_quantized
 from nbflow_experiments.analysis.layers import Windows
+from nbflow_experiments.analysis.ratios import ratio
 from nbflow_experiments.analysis.scores import Comparison
 from nbflow_experiments.analysis.stages import Stage, make_steps, predicts, stage_programs
 from nbflow_experiments.analysis.tables import Table, table_of
@@ -289,7 +290,7 @@ def _unit_rows(
                 "n_weights": sum(t.n_rows * t.shape[-1] for t in tensors),
                 "stored_bytes": sum(t.nbytes for t in tensors),
                 **alone,
-                "kld_share": alone["kld_mean_nats"] / sums[unit.by] if inside else np.nan,
+                "kld_share": ratio(alone["kld_mean_nats"], sums[unit.by]) if inside else np.nan,
                 "kld_saved_mean_nats": saved.mean,
                 "kld_saved_mean_nats_stderr": saved.stderr,
             }
@@ -322,7 +323,7 @@ def _sum_rows(label: str, units: Sequence[Unit], scores: _Scores) -> list[dict[s
                 "kld_sum_nats": float(parts.mean()),
                 "kld_interaction_nats": rest.mean,
                 "kld_interaction_nats_stderr": rest.stderr,
-                "additivity": float(parts.mean()) / whole["kld_mean_nats"],
+                "additivity": ratio(float(parts.mean()), whole["kld_mean_nats"]),
                 "nll_difference_sum_nats": nll,
             }
         )

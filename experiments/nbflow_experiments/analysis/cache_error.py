@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow.execute import Step
+from nbflow_experiments.analysis.ratios import ratio, relative_error
 from nbflow_experiments.analysis.stages import Stage
 from nbflow_kernels.attention.kv_error import stored
 from nbflow_kernels.kvcache.formats import kv_format
@@ -70,7 +71,7 @@ class CacheErrors:
         sums = sum(np.square(a, dtype=np.float64).sum(axis=0) for a in arrays if a is not None)
         sizes = np.sqrt(np.asarray(sums))
         median = float(np.median(sizes))
-        return float(sizes.max()) / median if median else np.nan
+        return ratio(float(sizes.max()), median)
 
 
 def bits_per_value(format: str, head_dim: int) -> float:
@@ -84,4 +85,4 @@ def _relative(pairs: list[tuple[Any, Any]]) -> float:
         return np.nan
     lost = sum(float(np.square(b - a.astype(np.float64)).sum()) for a, b in pairs)
     norm = sum(float(np.square(a, dtype=np.float64).sum()) for a, _ in pairs)
-    return float(np.sqrt(lost / norm)) if norm else np.nan
+    return relative_error(lost, norm)

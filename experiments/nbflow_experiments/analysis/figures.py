@@ -29,7 +29,7 @@ def draw_tensors(tables: Tables) -> Drawing:
     middle = grid - grid.median()
     reach = max(0.25, float(np.nanmax(np.abs(middle.to_numpy()))))
     columns = len(order)
-    with new_figure(max(1, round((columns + 4) / 6)), 1.2 + 0.17 * len(grid)) as (figure, panels):
+    with new_figure(max(1, round((columns + 4) / 4)), 1.2 + 0.17 * len(grid)) as (figure, panels):
         panel = _one_panel(figure, panels)
         image = _heat(panel, middle, reach, [f"{x:.1f}" for x in grid.to_numpy().ravel()])
         bits = table.groupby("weights").stored_bits.mean()
@@ -47,7 +47,11 @@ def draw_tensors(tables: Tables) -> Drawing:
 def draw_layers(tables: Tables) -> Drawing:
     """Return errors of the residual stream, and of the products, by layer."""
     table = _needed(tables, "layers")
+    if not (table.cumulative_error > 0).any():
+        raise NotDrawn("no change loses anything")
     modules = tables["modules"] if len(tables.get("modules", ())) else None
+    if modules is not None and not (modules.gain > 0).any():
+        modules = None
     with new_figure(1 if modules is None else 2, 3.4) as (figure, panels):
         panel = panels[0]
         for i, (label, rows) in enumerate(table.groupby("change", sort=False)):
@@ -65,7 +69,7 @@ def draw_layers(tables: Tables) -> Drawing:
                         "dotted: if the layers' errors only added up", fontsize=8)  # fmt: skip
         _whole_ticks(panel, table.layer)
         if modules is not None:
-            first = str(modules.change.iloc[0])
+            first = str(modules[modules.gain > 0].change.iloc[0])
             rows = modules[modules.change == first]
             grid = rows.pivot_table("gain", "kind", "layer", sort=False)
             gains = np.log2(grid.where(grid > 0))
@@ -88,6 +92,8 @@ def draw_attribution(tables: Tables) -> Drawing:
     table = _needed(tables, "units")
     first = str(table.weights.iloc[0])
     table = table[table.weights == first]
+    if not (table.kld_mean_nats > 0).any():
+        raise NotDrawn(f"{first} loses nothing")
     shown = [by for by in ("kind", "layer", "tensor") if (table.by == by).any()]
     with new_figure(len(shown), 3.4) as (figure, panels):
         for panel, by in zip(panels, shown, strict=True):

@@ -20,6 +20,7 @@ from nbflow.calibrate.collect import MatrixInputs
 from nbflow_experiments.analysis.cache_error import CacheErrors
 from nbflow_experiments.analysis.changes import Change, as_changes
 from nbflow_experiments.analysis.distributions import relative_counts
+from nbflow_experiments.analysis.ratios import ratio, relative_error
 from nbflow_experiments.analysis.scores import Comparison
 from nbflow_experiments.analysis.stages import Stage, make_steps, predicts, stage_programs
 from nbflow_experiments.analysis.tables import Table, table_of
@@ -171,18 +172,18 @@ class _Walk:
 
     def _row(self, label: str, layer: int, isolated: _Error, cumulative: _Error) -> dict[str, Any]:
         self._lost[label] += isolated.lost
-        independent = _root(self._lost[label], cumulative.norm)
+        independent = relative_error(self._lost[label], cumulative.norm)
         before = self._before.get(label, np.nan)
         self._before[label] = cumulative.relative
         return {
             "change": label,
             "layer": layer,
             "isolated_error": isolated.relative,
-            "isolated_update_error": _root(isolated.lost, isolated.update),
+            "isolated_update_error": relative_error(isolated.lost, isolated.update),
             "cumulative_error": cumulative.relative,
             "independent_error": independent,
-            "amplification": _divide(cumulative.relative, independent),
-            "growth": _divide(cumulative.relative, before),
+            "amplification": ratio(cumulative.relative, independent),
+            "growth": ratio(cumulative.relative, before),
             "cosine": cumulative.cosine,
             "isolated_token_median": float(np.median(isolated.of_tokens)),
             "cumulative_token_median": float(np.median(cumulative.of_tokens)),
@@ -239,12 +240,12 @@ class _Error:
     @property
     def relative(self) -> float:
         """Return the error over the norm of the exact states."""
-        return _root(self.lost, self.norm)
+        return relative_error(self.lost, self.norm)
 
     @property
     def cosine(self) -> float:
         """Return the cosine of all states as one vector."""
-        return _divide(self._product, float(np.sqrt(self.norm * self._own)))
+        return ratio(self._product, float(np.sqrt(self.norm * self._own)))
 
     @property
     def of_tokens(self) -> NDArray[np.float64]:
@@ -285,9 +286,9 @@ class _Products:
                 "layer": layer_of(name),
                 "tensor": name,
                 "kind": kind_of(name),
-                "output_error": _root(lost, norm),
-                "weight_error": _root(weight_lost, weight_norm),
-                "gain": _divide(_root(lost, norm), _root(weight_lost, weight_norm)),
+                "output_error": relative_error(lost, norm),
+                "weight_error": relative_error(weight_lost, weight_norm),
+                "gain": ratio(relative_error(lost, norm), relative_error(weight_lost, weight_norm)),
                 "input_rms": float(np.sqrt(inputs / n)) if n else np.nan,
             }
             for name, (lost, norm, weight_lost, weight_norm, inputs, n) in self._sums.items()
@@ -298,15 +299,3 @@ def _squares(array: NDArray[Any]) -> float:
     """Return the sum of squares in float64."""
     wide = array.astype(np.float64).ravel()
     return float(wide @ wide)
-
-
-def _root(part: float, whole: float) -> float:
-    """Return sqrt(part / whole); 0 / 0 is 0."""
-    if whole == 0:
-        return 0.0 if part == 0 else np.inf
-    return float(np.sqrt(part / whole))
-
-
-def _divide(part: float, whole: float) -> float:
-    """Return part / whole; NaN where that is nothing."""
-    return float(part / whole) if whole else np.nan

@@ -23,6 +23,7 @@ from nbflow_experiments.analysis.distributions import (
     pieces,
     relative_counts,
 )
+from nbflow_experiments.analysis.ratios import ratio, relative_error
 from nbflow_kernels import QuantTensor
 from nbflow_kernels.errors import UsageError
 
@@ -65,9 +66,7 @@ class TensorError:
     @property
     def relative_error(self) -> float:
         """Return the relative Frobenius error, ||E|| / ||W||; 0 / 0 is 0."""
-        if self.weights.rms == 0:
-            return 0.0 if self.mse == 0 else math.inf
-        return math.sqrt(self.mse) / self.weights.rms
+        return relative_error(self.mse, self.weights.rms**2)
 
     @property
     def sqnr_db(self) -> float:
@@ -156,7 +155,7 @@ def tensor_error(
         mse=sums.error / exact.size,
         max_abs_error=sums.largest,
         mean_error=sums.bias / exact.size,
-        cosine=sums.product / norms if norms else math.nan,
+        cosine=ratio(sums.product, norms),
         crest=sums.crest / sums.n_blocks,
         codes=code_use(quantized),
         rows=Spread.of(np.concatenate(sums.rows)),

@@ -15,6 +15,7 @@ import numpy as np
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.weights_policy import is_quantized
 from nbflow_experiments.analysis.distributions import Weights
+from nbflow_experiments.analysis.ratios import relative_error
 from nbflow_experiments.analysis.tables import Table, table_of
 from nbflow_experiments.analysis.tensor_error import TensorError, tensor_error
 from nbflow_experiments.analysis.treatments import Checkpoint, Format, Treatment
@@ -227,7 +228,7 @@ def totals(table: Table) -> Table:
                 "tensors": len(group),
                 "n_weights": int(n.sum()),
                 "stored_bits": 8 * float(group.stored_bytes.sum()) / n.sum(),
-                "relative_error": math.sqrt(lost / norm) if norm else math.nan,
+                "relative_error": relative_error(lost, norm),
                 "sqnr_db": 10 * math.log10(norm / lost) if lost and norm else math.inf,
                 "worst_relative_error": float(group.relative_error.max()),
                 **means,

@@ -22,7 +22,7 @@ from nbflow.weights.weight_file import ITEM_BYTES
 from nbflow.writing.importance import read_importance
 from nbflow.writing.importance_names import gguf_names_of, with_our_names
 from nbflow_kernels import QuantTensor
-from nbflow_kernels.errors import UsageError
+from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.quants.encoders import ENCODERS, quantize_with
 from nbflow_kernels.quants.outliers import check_ratio
 
@@ -100,11 +100,14 @@ class Format:
     def __post_init__(self) -> None:
         nk.FORMATS[self.format]  # raises for an unknown name
         if self.encoder not in ENCODERS:
-            raise UsageError(f"encoder must be one of {', '.join(ENCODERS)}, got {self.encoder!r}")
-        if check_ratio(self.outliers) and self.encoder not in nk.quants.ENCODERS:
+            raise unknown_name("encoder", self.encoder, ENCODERS)
+        if check_ratio(self.outliers) and self.encoder not in (*nk.quants.ENCODERS, "outliers"):
             raise UsageError(
-                f"encoder {self.encoder!r} keeps no outliers aside; take 'best' or 'plain'"
+                f"encoder {self.encoder!r} keeps no outliers aside; take 'best', 'plain' or "
+                "'outliers'"
             )
+        if self.encoder == "outliers" and not self.outliers:
+            raise UsageError("encoder 'outliers' needs outliers, a share of the weights in 0..0.05")
 
     @property
     def label(self) -> str:
@@ -118,8 +121,10 @@ class Format:
         """Return a tensor in the format; errors name the tensor."""
         known = None if self.statistics is None else self.statistics.get(name)
         try:
-            if not self.outliers:
-                return quantize_with(matrix, self.format, self.encoder, known)
+            if not self.outliers or self.encoder == "outliers":
+                return quantize_with(
+                    matrix, self.format, self.encoder, known, outliers=self.outliers
+                )
             squares = known.diagonal() if known is not None and known.ndim == 2 else known
             return nk.quantize(
                 matrix,

@@ -80,7 +80,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--encoder",
         metavar="NAME,...",
         default="best",
-        help="best, plain, hqq, or gptq (with --importance); each with each format (best)",
+        help="best, plain, hqq, outliers (with --outliers), gptq (with --importance of nbflow "
+        "imatrix --full); each with each format (best)",
     )
     add("--outliers", type=float, default=0.0, metavar="R", help="share kept exactly, 0..0.05 (0)")
     add("--importance", metavar="FILE", help="importances of the columns, of nbflow imatrix")

@@ -16,6 +16,8 @@ from nbflow_experiments.progress import headline
 from nbflow_experiments.report.data import Results
 from nbflow_experiments.settings import SETTINGS
 
+_LAST = ("attempt", "wall_s")
+"""Columns that say more of the launch than of the point."""
 _HIDDEN = ("status", "error_type", "error_message", "quality_shared_from")
 
 
@@ -52,6 +54,11 @@ def _text(value: object) -> str:
     return html.escape(str(value))
 
 
+def _prose(text: str) -> str:
+    """Return words of a docstring, names in code type."""
+    return re.sub(r"``(.+?)``|`(.+?)`", lambda m: f"<code>{m[1] or m[2]}</code>", _text(text))
+
+
 def _facts(results: Results) -> str:
     """Return what is the same for all points, and the machine."""
     launch = results.launches[-1] if results.launches else {}
@@ -84,7 +91,8 @@ def _points(results: Results) -> str:
         for c in done
         if c not in SETTINGS and c not in _HIDDEN and c != "point" and done[c].notna().any()
     ]
-    columns = [*factors, *numbers, "point"]
+    numbers = [c for c in numbers if c not in _LAST]
+    columns = [*factors, *numbers, *(c for c in _LAST if c in done), "point"]
     head = "".join(f"<th>{_text(column)}</th>" for column in columns)
     body = []
     for _, row in done.iterrows():
@@ -130,7 +138,7 @@ def _measures(results: Results) -> str:
     parts = []
     for name in results.sweep.get("measures", ()):
         paragraphs = re.split(r"\n\s*\n", MEASURES[name].about.strip())
-        text = "".join(f"<p>{_text(' '.join(p.split()))}</p>" for p in paragraphs)
+        text = "".join(f"<p>{_prose(' '.join(p.split()))}</p>" for p in paragraphs)
         parts.append(f"<h3>{_text(name)}</h3>{text}")
     return "\n".join(parts)
 

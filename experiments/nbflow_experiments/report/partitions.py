@@ -21,14 +21,14 @@ def draw(results: Results) -> Drawing:
     """Return the figure: one group of bars per partition, one colour per batch size."""
     rows = results.done[results.done.weights == results.weights]
     names = list(dict.fromkeys(rows.partition))
-    if len(names) < 2:
-        raise NotDrawn(f"the points of {results.weights} that succeeded have only one partition")
     panels = [p for p in _PANELS if p[0] in rows and rows[p[0]].notna().any()]
     if not panels:
-        raise NotDrawn("neither speed nor traffic was recorded")
+        raise NotDrawn("")
+    if len(names) < 2:
+        raise NotDrawn(f"the points of {results.weights} that succeeded have only one partition")
     series = [
         (label or results.weights, part[part.weights == results.weights])
-        for label, part in results.series(("weights", "partition"))
+        for label, part in results.series(("weights", "partition", "ranks"))
     ]
     with new_figure(len(panels), 3.3) as (figure, axes):
         for panel, (metric, label) in zip(axes, panels, strict=True):
@@ -40,7 +40,8 @@ def draw(results: Results) -> Drawing:
         f"Partitions with {results.weights} weights. Numbers are ranks; ';' separates stages of "
         "layers, '&' ranks that share each layer. Speed: all sequences together, median of the "
         "repetitions, bars from the slowest to the fastest. Sent: payload of all ranks per token "
-        "of prompt and continuation; the dark lines are the bytes predicted from the partition."
+        "of prompt and continuation. Dark lines are predictions: bytes from the partition, speeds "
+        "(where there are lines) from the description of the machine."
     )
     return Drawing(figure, "Partitions against speed and communication", caption)
 
@@ -57,10 +58,11 @@ def _draw_panel(
         x = np.arange(len(names)) + (i - (len(series) - 1) / 2) * width
         y = part[metric].to_numpy() * scale
         panel.bar(x, y, 0.92 * width, color=COLOURS[i % len(COLOURS)], label=label)
+        expected = _predicted(part, metric)
+        if expected is not None:
+            ends = x - 0.46 * width, x + 0.46 * width
+            panel.hlines(expected * scale, *ends, color="black", linewidth=1.6)
         if traffic:
-            tokens = part.batch * (part.prompt + part.decode)
-            expected = (part.traffic_predicted_bytes / tokens).to_numpy() * scale
-            panel.hlines(expected, x - 0.46 * width, x + 0.46 * width, color="black", linewidth=1.6)
             continue
         base = metric.replace("_tokens_per_s", "")
         bars = np.vstack(
@@ -73,6 +75,15 @@ def _draw_panel(
     panel.set_xticks(np.arange(len(names)), names)
     panel.yaxis.set_major_formatter(ticker.FuncFormatter(_number))
     panel.set_ylim(bottom=0)
+
+
+def _predicted(part: Any, metric: str) -> Any:
+    """Return what was predicted of a quantity: bytes by the partition, speeds by the planner."""
+    if metric.startswith("traffic"):
+        tokens = part.batch * (part.prompt + part.decode)
+        return (part.traffic_predicted_bytes / tokens).to_numpy()
+    column = f"predicted_{metric}"
+    return part[column].to_numpy() if column in part else None
 
 
 def _number(value: float, _: object) -> str:

@@ -27,9 +27,13 @@ _PANELS = (
 _NOT_QUALITY = (
     "weights",
     "partition",
+    "ranks",
     "batch",
     "prompt",
     "decode",
+    "prefix",
+    "draft",
+    "n_draft",
     "repeats",
     "warmup",
     "threads",
@@ -41,11 +45,11 @@ _SMALLEST = 1e-12  # a KL divergence below is rounding of float64 sums and is sh
 
 def draw(results: Results) -> Drawing:
     """Return the figure: one panel per error measure, one marker per format."""
-    if results.done.weights.nunique() < 2:
-        raise NotDrawn("the points that succeeded have only one weight format")
     panels = [p for p in _PANELS if p[0] in results.done and results.done[p[0]].notna().any()]
     if not panels:
-        raise NotDrawn("no measure of error was recorded")
+        raise NotDrawn("")
+    if results.done.weights.nunique() < 2:
+        raise NotDrawn("the points that succeeded have only one weight format")
     series = results.series(_NOT_QUALITY)
     crowded = results.done.weights.nunique() > _MOST_LABELS
     with new_figure(len(panels), 3.8 if crowded else 3.2) as (figure, axes):

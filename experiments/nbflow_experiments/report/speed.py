@@ -22,11 +22,11 @@ _PANELS = (("prefill", "prefill (token/s)"), ("decode", "decode (token/s)"))
 def draw(results: Results) -> Drawing:
     """Return the figure: prefill and decode speed of the formats, one colour per batch size."""
     rows = results.done[results.done.partition == results.partition]
-    if rows.weights.nunique() < 2:
-        raise NotDrawn("the points that succeeded have only one weight format")
     panels = [p for p in _PANELS if f"{p[0]}_tokens_per_s" in rows]
     if not panels:
-        raise NotDrawn("no speed was recorded")
+        raise NotDrawn("")
+    if rows.weights.nunique() < 2:
+        raise NotDrawn("the points that succeeded have only one weight format")
     with new_figure(len(panels), 3.3) as (figure, axes):
         for panel, (name, label) in zip(axes, panels, strict=True):
             _draw_panel(panel, results, rows, f"{name}_tokens_per_s")
@@ -44,7 +44,7 @@ def _draw_panel(panel: Any, results: Results, rows: Any, metric: str) -> None:
     base = metric.removesuffix("_tokens_per_s")
     low, high = f"{base}_min_tokens_per_s", f"{base}_max_tokens_per_s"
     names = format_axis(panel, rows)
-    series = results.series(("weights", "partition"))
+    series = results.series(("weights", "partition", "ranks"))
     for i, (label, whole) in enumerate(series):
         part = whole[(whole.partition == results.partition) & whole[metric].notna()]
         # Side by side, so that the bars of one format do not hide each other.

@@ -18,6 +18,77 @@ _TABLES = (
 )  # fmt: skip
 
 
+class FixedTables:
+    """A plan's tables of fixed sizes at fixed addresses, for steps of one new token each.
+
+    Launches that read them can be captured into a graph: for a further step the host divides the
+    work anew (`fill`), and `host` is copied to `there` before the graph is launched.  Thread blocks
+    that have no item leave at once.
+
+    Parameters
+    ----------
+    plan : AttentionPlan
+        Filled with a step of the size that all will have: as many requests, each of at most one
+        query row, and no more entries of `kv_indices`.
+    device : KernelDevice
+        Where.
+    """
+
+    def __init__(self, plan: AttentionPlan, device: KernelDevice) -> None:
+        self._plan, self._device = plan, device
+        n_requests, n_keys = len(plan.kv_lens), len(plan.kv_indices) * plan.page_size
+        self.n_items = 2 * n_requests + n_keys // split_keys(plan)
+        sizes = [len(table) for table in _step_tables(plan)]
+        sizes += [8 * self.n_items, 4 * n_requests]
+        self._ends = np.cumsum(sizes).tolist()
+        self.host = np.zeros(self._ends[-1], np.int32)
+        """int32: the step's tables, items and merges, one behind the other."""
+        self.there: Any = None
+        """Where the kernels read them, int32 on the device; set by who copies."""
+        self.padded = self._divide()
+
+    @property
+    def group(self) -> int:
+        """Return the query vectors of an item."""
+        return self._plan.heads[0] // self._plan.heads[1]
+
+    def fill(self) -> None:
+        """Divide the work of the step that the plan is filled with."""
+        for table, start in zip(_step_tables(self._plan), [0, *self._ends], strict=False):
+            self.host[start : start + len(table)] = table
+        items = divide_for_device(self._plan, ONE_ROW, self._device.n_sms)
+        assert len(items.items) <= self.n_items
+        for rows, start, end in zip(
+            (items.items, items.merges), self._ends[3:], self._ends[4:], strict=False
+        ):
+            self.host[start : start + rows.size] = rows.ravel()
+            self.host[start + rows.size : end] = 0  # items without rows
+
+    def address_of_part(self, part: int) -> int:
+        """Return where on the device a part of `host` lies: four tables, items, merges."""
+        return address(self.there) + 4 * int([0, *self._ends][part])
+
+    def _divide(self) -> DeviceItems:
+        """Return what a launch is made for: all items that there is room for."""
+        n_requests = len(self._plan.kv_lens)
+        return DeviceItems(
+            np.zeros((self.n_items, 8), np.int32),
+            np.zeros((n_requests, 4), np.int32),
+            self.n_items * self.group,
+            self.group,
+            True,
+        )
+
+
+NO_ITEMS = DeviceItems(np.zeros((0, 8), np.int32), np.zeros((0, 4), np.int32), 0, 1, False)
+ONE_ROW = Tiling(1, at_most=1 << 61)
+"""Tiles of one row, which all tilings make of requests that have no more."""
+
+
+def _step_tables(plan: AttentionPlan) -> tuple[np.ndarray, ...]:
+    return plan.qo_indptr, plan.kv_indptr, plan.kv_indices, plan.kv_lens
+
+
 class DevicePlan:
     """What one device has of a plan; made by `device_plan`, renewed when the plan is filled.
 
@@ -38,10 +109,28 @@ class DevicePlan:
         self._partials = device.empty(4, np.float32)
         self._arrived = device.asarray(np.zeros(64, np.int32))
         self._headers: dict[Tiling, tuple[np.ndarray, Any]] = {}
+        self._fixed: FixedTables | None = None
+
+    def fix(self, tables: FixedTables) -> None:
+        """Read everything about a step from these tables from now on."""
+        self._fixed = tables
+        self._make_room(tables.padded)
+
+    @property
+    def n_bytes(self) -> int:
+        """Return the bytes on the device, without `FixedTables`."""
+        arrays = [self._partials, self._arrived, self._step_tables[0]]
+        arrays += [packed for _, packed in self._divisions.values()]
+        arrays += [header for _, header in self._headers.values()]
+        arrays += [copy for _, copy in self._copies.values()]
+        return sum(int(array.nbytes) for array in arrays if array is not None)
 
     def items(self, tiling: Tiling) -> DeviceItems:
         """Return the work of a kernel's thread blocks."""
-        return self._division(tiling)[0]
+        if self._fixed is None:
+            return self._division(tiling)[0]
+        takes = tiling.more_than < self._fixed.group <= tiling.at_most
+        return self._fixed.padded if takes else NO_ITEMS
 
     def header(self, tiling: Tiling) -> Any:
         """Return the header for these thread blocks, int64 on the device.
@@ -49,20 +138,23 @@ class DevicePlan:
         What did not change since the last call is not copied again, so that a call made before in
         the same way can be captured into a graph.
         """
-        items, packed = self._division(tiling)
-        plan = self._plan
+        plan, fixed = self._plan, self._fixed
         host = plan.header.copy()
         host[at.SPLIT_KEYS] = split_keys(plan)
+        places = (at.QO_INDPTR, at.KV_INDPTR, at.KV_INDICES, at.KV_LENS, at.ITEMS, at.MERGES)
+        if fixed is None:
+            items, packed = self._division(tiling)
+            there = address(packed)
+            addresses = [*self._step_tables[1], there, there + items.items.nbytes]
+        else:
+            items, addresses = fixed.padded, [fixed.address_of_part(i) for i in range(6)]
         host[at.MOST], host[at.N_MERGES] = items.most, len(items.merges)
-        host[at.ITEMS] = address(packed)
-        host[at.MERGES] = address(packed) + items.items.nbytes
-        places = (at.QO_INDPTR, at.KV_INDPTR, at.KV_INDICES, at.KV_LENS)
-        for place, table in zip(places, self._step_tables[1], strict=True):
-            host[place] = table
+        for place, found in zip(places, addresses, strict=True):
+            host[place] = found
         host[at.PARTIALS], host[at.ARRIVED] = address(self._partials), address(self._arrived)
         for place in _TABLES:
             host[place] = self._table(place)
-        host[at.SHARES] = 0
+        host[[at.SHARES, at.ITEM_ROOM, at.MERGE_ROOM]] = 0  # the host's
         known = self._headers.get(tiling)
         if known is None or not np.array_equal(known[0], host):
             known = (host, self._device.asarray(host))
@@ -73,7 +165,7 @@ class DevicePlan:
         """Return the items and their copy on the device."""
         plan = self._plan
         if self._step != plan.n_steps:
-            tables = (plan.qo_indptr, plan.kv_indptr, plan.kv_indices, plan.kv_lens)
+            tables = _step_tables(plan)
             together = self._device.asarray(np.concatenate(tables))
             offsets = np.cumsum([0, *(table.nbytes for table in tables[:-1])])
             self._step_tables = (together, [address(together) + int(n) for n in offsets])
@@ -84,15 +176,18 @@ class DevicePlan:
                 [items.items.ravel(), items.merges.ravel(), np.zeros(4, np.int32)]
             )
             self._divisions[tiling] = (items, self._device.asarray(both))
-            floats = items.n_partials * plan.heads[1] * (-(-plan.heads[3] // 4) * 4 + 4)
-            if self._partials.size < floats:
-                self._partials = self._device.empty(floats, np.float32)
-            tiles = (
-                len(items.merges) * plan.heads[1] * items.most
-            )  # at most: thread blocks take more
-            if self._arrived.size < tiles:
-                self._arrived = self._device.asarray(np.zeros(tiles, np.int32))
+            self._make_room(items)
         return self._divisions[tiling]
+
+    def _make_room(self, items: DeviceItems) -> None:
+        """Have memory for partial results and for who has made them."""
+        heads = self._plan.heads
+        floats = items.n_partials * heads[1] * (-(-heads[3] // 4) * 4 + 4)
+        if self._partials.size < floats:
+            self._partials = self._device.empty(floats, np.float32)
+        tiles = len(items.merges) * heads[1] * items.most  # at most, of one vector each
+        if self._arrived.size < tiles:
+            self._arrived = self._device.asarray(np.zeros(tiles, np.int32))
 
     def _table(self, place: int) -> int:
         """Return the address of a table's copy, 0 for none."""

@@ -67,8 +67,7 @@ of the first head; 0 for none."""
 BIAS_BYTES = 32
 """Bytes of BIAS from head to head."""
 ARRIVED = 33
-"""int32, zeros between launches: blocks that have finished a split of a divided tile.  Devices
-only."""
+"""int32, zeros between launches: how many splits of a divided tile are finished.  Devices only."""
 HEADER_SIZE = 40
 
 # ---- columns of the table of items and of the table of merges -----------------------------------

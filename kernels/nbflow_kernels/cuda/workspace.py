@@ -1,7 +1,7 @@
 """Memory that kernels share while they run, one piece for each stream and purpose.
 
 It stays where it is between calls, as graphs that were captured expect, and only grows: run a shape
-once before capturing it.
+once before capturing it, and keep what `pieces` returns then as long as the graph.
 """
 
 from __future__ import annotations
@@ -38,3 +38,11 @@ def workspace(device: KernelDevice, name: str, n_items: int, dtype: Any, zero: b
         found = device.asarray(np.zeros(size, dtype)) if zero else device.empty((size,), dtype)
         _pieces[key] = found
     return found
+
+
+def pieces(device: KernelDevice) -> list[Any]:
+    """Return the present pieces of the current stream."""
+    return [
+        piece for (key, stream, _), piece in _pieces.items()
+        if (key, stream) == (device.key, device.stream)
+    ]  # fmt: skip

@@ -33,6 +33,8 @@ FEW = 8
 WARPS = 8
 RING = 3
 """Of `many_rows`: chunks of tokens on their way."""
+STATIC_BYTES = 2048
+"""At most what `few_rows` declares itself: who is ready, factors of norms, codes of a block."""
 ROWS_AT_ONCE = 1024
 """Rows that are staged together: bounds the memory for them."""
 
@@ -99,7 +101,7 @@ class FewShape(NamedTuple):
         shared = _few_bytes(w.form, tokens, w.n_columns, parts)
         if shared > _half(device):
             per_sm = 1
-            if shared > device.max_shared_bytes:
+            if shared + STATIC_BYTES > device.max_shared_bytes:
                 return None
         n_groups = ceil_div(w.n_tiles * SLOTS, WARPS * parts)
         grid = min(n_groups, max(1, per_sm * device.n_sms // parts))
@@ -224,7 +226,7 @@ def is_whole(w: Units) -> bool:
 
 def _half(device: Any) -> int:
     """Return the shared memory that lets two thread blocks run on a processor."""
-    return int(device.max_shared_bytes) // 2 - 1024
+    return int(device.max_shared_bytes) // 2 - 1024 - STATIC_BYTES
 
 
 def _shared_sums(device: Any, parts: int, n_tiles: int, n_counters: int) -> tuple[Any, Any]:

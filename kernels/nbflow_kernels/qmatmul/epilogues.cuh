@@ -65,10 +65,10 @@ struct Epilogue : Heads {
   }
 };
 #elif EPILOGUE == EPILOGUE_ROW_NORM
-// The rows, normalized, in place of those at `norm.out`, or times `added` (not 0) added to them.
+// The rows, normalized, in place of those at `to.out`, or times `added` (not 0) added to them.
 struct Epilogue {
-  Norm norm;
-  float added;
+  Scaling to;
+  float eps, offset, added;
   int padding;
 
   DEV_METHOD void finish(const Product& p, int* arrived, u8* shared) const {
@@ -76,16 +76,16 @@ struct Epilogue {
     finish_regions<true>(
         arrived, 1, p.n_tokens, [&](int) { return groups_of(0, p.n_rows, 0, 0, p.rows_of_group); },
         [&](int, int) {
-          find_factors<ROW_NORM>([&](int n) { return p.row(n); }, p.n_tokens, p.n_rows, norm.eps,
+          find_factors<ROW_NORM>([&](int n) { return p.row(n); }, p.n_tokens, p.n_rows, eps,
                                  (float*)shared, means, factors);
           const int lane = threadIdx.x & 31, n_chunks = (p.n_rows + NORM_CHUNK - 1) / NORM_CHUNK;
           for (int i = threadIdx.x >> 5; i < p.n_tokens * n_chunks; i += WARPS) {
             const int n = i / n_chunks, k = i % n_chunks * NORM_CHUNK + 4 * lane;
             float4 v = load_four(p.row(n), k, p.n_rows, is_wide(p.row(n)));
-            v = normalized<ROW_NORM>(v, k, p.n_rows, norm, means[n], factors[n]);
-            float* to = norm.out + n * norm.out_stride;
-            if (added != 0.0f) v = fma_of(added, v, load_four(to, k, p.n_rows, is_wide(to)));
-            store_four(to, k, p.n_rows, v);
+            v = normalized<ROW_NORM>(v, k, p.n_rows, to, offset, means[n], factors[n]);
+            float* row = to.out + n * to.out_stride;
+            if (added != 0.0f) v = fma_of(added, v, load_four(row, k, p.n_rows, is_wide(row)));
+            store_four(row, k, p.n_rows, v);
           }
         });
   }

@@ -115,8 +115,15 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) few_rows(
       if (row < token_1) v = load_four(x + (rows ? rows[row] : row) * x_stride, k, n_columns, wide);
 #if NORM
       if (row < token_1) {
-        v = normalized<NORM>(v, k, n_columns, norm, means[n], factors[n]);
-        if (norm.out && blockIdx.x == 0) store_four(norm.out + row * norm.out_stride, k, n_columns, v);
+        const float4 raw = v;
+        v = normalized<NORM>(raw, k, n_columns, norm.scaling, norm.offset, means[n], factors[n]);
+        if (blockIdx.x == 0) {
+          const Scaling &first = norm.scaling, &second = norm.second;
+          if (first.out) store_four(first.out + row * first.out_stride, k, n_columns, v);
+          if (second.out)
+            store_four(second.out + row * second.out_stride, k, n_columns,
+                       normalized<NORM>(raw, k, n_columns, second, norm.offset, means[n], factors[n]));
+        }
       }
 #endif
       if (int8) v = rounded_to_int8(v);

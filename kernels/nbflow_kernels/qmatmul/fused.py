@@ -1,9 +1,9 @@
 """Products of a few rows with what comes in front of them and behind them, in one kernel.
 
-The kernel is `few_rows.cu`: a norm of the rows on their way to where they are staged; behind the
-product an activation, a gate, what attention's heads go through until they lie in their pages, or a
-norm of the results.  The bits are those of the ops one by one, so that either may be chosen by the
-number of rows.
+The kernel is `few_rows.cu`: a norm of the rows on their way to where they are staged, and behind
+the product an activation, a gate, what attention's heads go through until they lie in their pages,
+or a norm of the results.  The bits are those of the ops one by one, so that either may be chosen by
+the number of rows.
 """
 
 from __future__ import annotations
@@ -32,9 +32,8 @@ NORM_KINDS = {"rms": "RMS_NORM", "layer": "LAYER_NORM"}
 _NUMBERS = {"rms": 1, "layer": 2}
 _GATE_PIECE, _NORM_CHUNK = 64, 128  # as in `epilogues.cuh` and `normalize.cuh`
 
-_NORM = (
-    "f32*? norm_weight, f32*? norm_bias, f32*? norm_out, i64 norm_out_stride, f32 eps, f32 offset"
-)
+_SCALING = "f32*? {0}_weight, f32*? {0}_bias, f32*? {0}_out, i64 {0}_out_stride"
+_NORM = f"{_SCALING.format('norm')}, {_SCALING.format('second')}, f32 eps, f32 offset"
 _REGIONS = "i32* arrived_regions"
 
 
@@ -51,12 +50,23 @@ class Norm:
     """Added to the weight of an rms norm."""
     out: Any = None
     """Where the normalized rows are written; None: nowhere."""
+    second: tuple[Any, Any, Any] | None = None
+    """Weight, bias and output of another norm of the same rows, which is written alone."""
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         """Return the members of the struct in `prologue.cuh`."""
-        stride = 0 if self.out is None else self.out.strides[0] // 4
-        return (self.weight, self.bias, self.out, stride, self.eps, self.offset)
+        second = _scaling(*(self.second or (None, None, None)))
+        return (*self.scaling, *second, self.eps, self.offset)
+
+    @property
+    def scaling(self) -> tuple[Any, ...]:
+        """Return the members of its part."""
+        return _scaling(self.weight, self.bias, self.out)
+
+
+def _scaling(weight: Any, bias: Any, out: Any) -> tuple[Any, ...]:
+    return (weight, bias, out, 0 if out is None else out.strides[0] // 4)
 
 
 class Epilogue:
@@ -194,14 +204,13 @@ class Heads(Epilogue):
 
 @dataclass(frozen=True)
 class RowNorm(Epilogue):
-    """A norm of the rows of results, written to `norm.out`, or times `added`, if not 0, added."""
+    """A norm of the results' rows, put to `norm.out`, or times `added` (not 0) added to it."""
 
     norm: Norm
     added: float = 0.0
     number = 4
     parameters = (
-        "f32*? row_weight, f32*? row_bias, f32* rows_out, i64 rows_out_stride, f32 row_eps, "
-        "f32 row_offset, f32 row_added, i32 padding"
+        f"{_SCALING.format('row')}, f32 row_eps, f32 row_offset, f32 row_added, i32 padding"
     )
 
     @property
@@ -220,7 +229,7 @@ class RowNorm(Epilogue):
     @property
     def arguments(self) -> tuple[Any, ...]:
         """See `Epilogue.arguments`."""
-        return (*self.norm.arguments, self.added, 0)
+        return (*self.norm.scaling, self.norm.eps, self.norm.offset, self.added, 0)
 
 
 def can_fuse(device: KernelDevice, w: Any, n_tokens: int, activations: str) -> bool:
@@ -276,7 +285,8 @@ def product(
         arrived = workspace(device, "qmatmul regions", n_regions, "i4", zero=True)
         arguments += (arrived, *then.arguments)
     kind = 0 if norm is None else _NUMBERS[norm.kind]
-    _kernel(units.form, shape.tokens, is_whole(units), kind, type(then), then.defines)(  # type: ignore[arg-type]
+    then_key = then.number, then.parameters, then.defines
+    _kernel(units.form, shape.tokens, is_whole(units), kind, *then_key)(
         (shape.grid, shape.parts), 32 * WARPS, arguments,
         max(shape.shared, then.shared_bytes(units.n_rows, len(out))),
     )  # fmt: skip
@@ -284,17 +294,17 @@ def product(
 
 @cache
 def _kernel(
-    form: UnitForm, tokens: int, whole: bool, norm: int, then: type[Epilogue],
+    form: UnitForm, tokens: int, whole: bool, norm: int, then: int, then_parameters: str,
     more: tuple[tuple[str, str | int], ...],
 ) -> Kernel:  # fmt: skip
     """Return `few_rows` with a prologue and an epilogue."""
     parts = [FEW_PARAMETERS]
     if norm:
         parts.append(_NORM)
-    if then.parameters:
-        parts += [_REGIONS, then.parameters]
+    if then_parameters:
+        parts += [_REGIONS, then_parameters]
     defines: dict[str, str | int] = {
         **form.defines(), "TOKENS": tokens, "WARPS": WARPS, "WHOLE": int(whole), "NORM": norm,
-        "EPILOGUE": then.number, **dict(more),
+        "EPILOGUE": then, **dict(more),
     }  # fmt: skip
     return cpp_kernel(__file__, "few_rows.cu", "few_rows", ", ".join(parts), defines=defines)

@@ -31,10 +31,11 @@ DEV void normalize_head(float* x, int n, const float* weight, float eps, float o
     const float sum = lane_sum(squares_of(load_four(x, c * NORM_CHUNK + 4 * lane, n, wide)));
     if (lane == c % 32) own = __fadd_rn(own, sum);
   }
-  const Norm norm = {weight, nullptr, nullptr, 0, eps, offset};
+  const Scaling scaling = {weight, nullptr, nullptr, 0};
   const float factor = norm_factor(lane_sum(own), n, eps);
   for (int k = 4 * lane; k < n; k += NORM_CHUNK)
-    store_four(x, k, n, normalized<RMS_NORM>(load_four(x, k, n, wide), k, n, norm, 0.0f, factor));
+    store_four(x, k, n,
+               normalized<RMS_NORM>(load_four(x, k, n, wide), k, n, scaling, offset, 0.0f, factor));
   __syncwarp();
 }
 

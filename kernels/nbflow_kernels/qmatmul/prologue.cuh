@@ -6,11 +6,17 @@
 
 enum { NO_NORM, RMS_NORM, LAYER_NORM };
 
-struct Norm {
-  const float *weight, *bias;  // either may be missing
-  float* out;                  // where the normalized tokens are written, if not null
+// What normalized tokens are multiplied with and what is added, either may be missing; where they are
+// written, if not null.
+struct Scaling {
+  const float *weight, *bias;
+  float* out;
   i64 out_stride;
-  float eps, offset;  // offset: added to the weight
+};
+
+struct Norm {
+  Scaling scaling, second;  // the second one is of the same tokens, for others who read it
+  float eps, offset;        // offset: added to the weights
 };
 
 DEV bool is_wide(const float* row) { return ((u64)row & 15) == 0; }
@@ -59,16 +65,16 @@ DEV void find_factors(
 
 // Columns k to k + 3 of a row, normalized.
 template <int NORM_KIND>
-DEV float4 normalized(float4 v, int k, int width, const Norm& norm, float mean, float factor) {
+DEV float4 normalized(
+    float4 v, int k, int width, const Scaling& by, float offset, float mean, float factor) {
   if (NORM_KIND == LAYER_NORM) v = centered(v, mean, k, width);
   v = scaled(v, factor);
-  if (norm.weight != nullptr) {
-    float4 w = load_four(norm.weight, k, width, is_wide(norm.weight));
-    if (NORM_KIND == RMS_NORM)
-      w = plus(w, make_float4(norm.offset, norm.offset, norm.offset, norm.offset));
+  if (by.weight != nullptr) {
+    float4 w = load_four(by.weight, k, width, is_wide(by.weight));
+    if (NORM_KIND == RMS_NORM) w = plus(w, make_float4(offset, offset, offset, offset));
     v = times(v, w);
   }
-  if (NORM_KIND == LAYER_NORM && norm.bias != nullptr)
-    v = plus(v, load_four(norm.bias, k, width, is_wide(norm.bias)));
+  if (NORM_KIND == LAYER_NORM && by.bias != nullptr)
+    v = plus(v, load_four(by.bias, k, width, is_wide(by.bias)));
   return v;
 }

@@ -1,0 +1,29 @@
+"""Ratios of sums, and what they are where nothing is divided by nothing."""
+
+from __future__ import annotations
+
+import math
+
+
+def ratio(part: float, whole: float) -> float:
+    """Return part / whole; NaN where `whole` is 0: there is nothing to compare with.
+
+    Examples
+    --------
+    >>> ratio(1.0, 4.0), ratio(0.0, 0.0)
+    (0.25, nan)
+    """
+    return part / whole if whole else math.nan
+
+
+def relative_error(lost: float, norm: float) -> float:
+    """Return sqrt(lost / norm) of squared norms; 0 / 0 is 0: nothing is lost of nothing.
+
+    Examples
+    --------
+    >>> relative_error(1.0, 4.0), relative_error(0.0, 0.0), relative_error(1.0, 0.0)
+    (0.5, 0.0, inf)
+    """
+    if norm == 0:
+        return 0.0 if lost == 0 else math.inf
+    return math.sqrt(lost / norm)

@@ -1,0 +1,163 @@
+"""Streams, events and graphs of `cupy_stand_in`.
+
+Work is done when it is given, so that streams need not wait; which stream is meant matters for
+capturing alone.  What a stream is given while it is captured is kept instead, and done whenever the
+graph is launched, with the arrays' contents of then.  What CUDA refuses meanwhile is refused here:
+waiting, copies to the host, copies from memory that is not pinned, work for the null stream.  So is
+an allocation from anything but a pool that is the graph's own: on a GPU that memory would be given
+to others, and the graph write there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from nbflow_ptx.errors import LaunchError
+from nbflow_ptx.state import State
+
+Work = Callable[[], None]
+
+
+def perform(work: Work) -> None:
+    """Do the work of the current stream, or keep it for the graph that is being captured."""
+    stream = State.here.streams[-1] if State.here.streams else Stream.null
+    if State.here.capturing is None:
+        work()
+    elif stream is State.here.capturing:
+        stream.captured.append(work)
+    elif stream.ptr == 0 and not State.here.capturing.non_blocking:
+        raise LaunchError(
+            "work for the null stream while a stream is captured that it waits for "
+            "(cudaErrorStreamCaptureImplicit); capture a Stream(non_blocking=True)"
+        )
+    else:
+        work()
+
+
+def not_while_capturing(what: str) -> None:
+    """Raise if a stream is being captured."""
+    if State.here.capturing is not None:
+        raise LaunchError(
+            f"{what} while a stream is captured (cudaErrorStreamCaptureUnsupported): a graph "
+            "holds only what the device does by itself"
+        )
+
+
+class Stream:
+    """A stream.
+
+    Parameters
+    ----------
+    null : bool
+        Whether it is the null stream.
+    non_blocking : bool
+        Whether it and the null stream do not wait for each other.
+    """
+
+    null: Stream
+    _n_made = 0
+
+    def __init__(
+        self, null: bool = False, non_blocking: bool = False, ptds: bool = False, **_: Any
+    ) -> None:
+        self.non_blocking = non_blocking
+        self.captured: list[Work] = []
+        self.ptr = 0
+        if not null:
+            Stream._n_made += 1
+            self.ptr = Stream._n_made
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+        not_while_capturing("waiting for a stream")
+
+    def record(self, event: Event | None = None) -> Event:
+        """Record an event, a new one by default."""
+        event = event or Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        """Nothing to wait for."""
+        if self is State.here.capturing and not event.captured:
+            raise LaunchError("a stream that is captured waits for an event of another one")
+
+    def use(self) -> Stream:
+        """Make this the current stream."""
+        State.here.streams[-1:] = [self]
+        return self
+
+    def __enter__(self) -> Stream:
+        State.here.streams.append(self)
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        State.here.streams.pop()
+
+    # ---- graphs -------------------------------------------------------------------------------
+
+    def begin_capture(self, mode: Any = None) -> None:
+        """Keep what this stream is given from now on, instead of doing it."""
+        if self.ptr == 0:
+            raise LaunchError("the null stream cannot be captured; make a Stream")
+        not_while_capturing("capturing")
+        State.here.capturing, self.captured = self, []
+
+    def is_capturing(self) -> bool:
+        """Return whether this stream is being captured."""
+        return State.here.capturing is self
+
+    def end_capture(self) -> Graph:
+        """Return the graph of what this stream was given since `begin_capture`."""
+        if State.here.capturing is not self:
+            raise LaunchError("this stream is not being captured")
+        State.here.capturing = None
+        return Graph(self.captured)
+
+
+Stream.null = Stream(null=True)
+
+
+class Graph:
+    """What a stream was given while it was captured; made by `Stream.end_capture`."""
+
+    def __init__(self, work: list[Work]) -> None:
+        self._work = work
+
+    def __len__(self) -> int:
+        return len(self._work)
+
+    def launch(self, stream: Stream | None = None) -> None:
+        """Do all of it, in order."""
+        not_while_capturing("launching a graph")
+        for work in self._work:
+            work()
+
+    def upload(self, stream: Stream | None = None) -> None:
+        """Nothing to do."""
+        not_while_capturing("uploading a graph")
+
+
+class Event:
+    """An event: the time on the host's clock, as the emulator measures none."""
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.at_s = 0.0
+        self.captured = False
+
+    def record(self, stream: Any = None) -> None:
+        """Keep the time."""
+        self.at_s = time.perf_counter()
+        self.captured = stream is not None and stream is State.here.capturing
+
+    def synchronize(self) -> None:
+        """Nothing to wait for."""
+        not_while_capturing("waiting for an event")
+
+
+def current_stream() -> Stream:
+    """Return the current stream."""
+    found: Stream = State.here.streams[-1] if State.here.streams else Stream.null
+    return found

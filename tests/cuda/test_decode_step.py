@@ -1,0 +1,201 @@
+"""A decode step on CUDA devices: one kernel for several ops, and the step as a graph."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import nbflow
+from nbflow.execute.bind import PythonOp
+from nbflow.execute.fusions import find_fusions
+from nbflow.program import build, fuse
+from nbflow.spec import resolve
+from nbflow_ptx.state import State
+
+pytestmark = pytest.mark.compiler
+FOLDER = Path(__file__).parents[1] / "golden" / "families"
+OPTIONS = {"weights": "q8_0", "kv": "f32"}
+TOLERANCE = 4e-6
+"""Of the largest logit, against the CPU with the same weights: see `test_engine.TOLERANCE`."""
+
+
+def load(name: str, **options: Any) -> nbflow.Model:
+    return nbflow.load(FOLDER / name, device="emulator", **{**OPTIONS, **options})
+
+
+class Sequences:
+    """Sequences of a model's engine, run step by step."""
+
+    def __init__(self, model: nbflow.Model, prompts: list[list[int]]) -> None:
+        (self.engine,) = model.engines
+        self.executor: Any = self.engine.executor
+        self.numbers = list(range(100, 100 + len(prompts)))
+        for number in self.numbers:
+            self.engine.table.add(number)
+        ends = np.cumsum([len(p) for p in prompts]) - 1
+        self.engine.run_step(self.numbers, prompts, list(ends))
+
+    def step(self, tokens: list[int]) -> np.ndarray:
+        """Give the first sequences one more token each; return their logits."""
+        n = len(tokens)
+        self.engine.run_step(self.numbers[:n], [[t] for t in tokens], range(n))
+        return np.array(self.executor.buffer("logits", n))
+
+    def launches(self, tokens: list[int]) -> int:
+        """Return the kernels that a step starts."""
+        before = State.n_launches
+        self.step(tokens)
+        return State.n_launches - before
+
+
+@contextmanager
+def sequences(name: str, prompts: list[list[int]], **options: Any) -> Iterator[Sequences]:
+    with load(name, **options) as model:
+        yield Sequences(model, prompts)
+
+
+def expected(name: str, prompts: list[list[int]], tokens: list[list[int]], **options: Any) -> Any:
+    """Return the CPU's logits after all of these tokens, for each sequence."""
+    with nbflow.load(FOLDER / name, **{**OPTIONS, **options}) as model:
+        both = zip(prompts, tokens, strict=True)
+        return [model.logits(prompt + more)[len(prompt) :] for prompt, more in both]
+
+
+def error(a: np.ndarray, b: np.ndarray) -> float:
+    return float(np.abs(a - b).max() / np.abs(b).max())
+
+
+# kernels of a step besides those of its layers: token embedding, rows that are wanted, final norm,
+# head (whose weights stay float32), and what is given behind the name; then those of a layer
+STEPS = {
+    "llama31": (4, 5),
+    "gemma2": (5, 5),  # norms behind attention and network; a soft cap
+    "phi": (4, 5),  # both read one norm; biases, a plain activation
+    "granite": (5, 5),  # scaled sums; scaled logits
+}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_kernels_of_a_step_and_its_logits(name: str, cupy: Any) -> None:
+    prompts, tokens = [[3]], [[7, 1]]
+    wanted = expected(name, prompts, tokens)[0]
+    outside, of_a_layer = STEPS[name]
+    with sequences(name, prompts) as run:  # kernel by kernel, then captured, then launched again
+        assert error(run.step([7])[0], wanted[0]) < TOLERANCE
+        n_launches = run.launches([1])
+        assert n_launches == outside + len(run.executor.program.layers) * of_a_layer
+        assert error(run.executor.buffer("logits", 1)[0], wanted[1]) < TOLERANCE
+        assert (run.executor.steps_by_kernel, run.executor.steps_by_graph) == (1, 2)
+
+
+PATTERNS = {
+    "qwen3": 5,  # norms of the heads
+    "cohere": 5,
+    "glm4": 5,
+    "opt_350m": 5,  # norms behind the sums
+    "gpt_neox": 5,  # two norms of one residual
+    "olmo2": 9,  # norms over all heads: with rope and append_kv kernels of their own
+}
+
+
+@pytest.mark.parametrize("name", PATTERNS)
+def test_ops_of_a_layer_that_are_one_kernel(name: str) -> None:
+    program = fuse(build(resolve(FOLDER / name).spec))
+    fusions, index, n_kernels = find_fusions(program), 0, 0
+    while index < len(program.ops):
+        n_kernels += program.ops[index].layer == 1
+        index = fusions[index][0].last + 1 if index in fusions else index + 1
+    assert n_kernels == PATTERNS[name]
+
+
+def test_a_row_has_the_same_bits_in_a_graph_for_more(cupy: Any) -> None:
+    """Three sequences run in the graph for four, one of them then alone."""
+    prompts = [[3], [7], [5]]
+    with sequences("llama31", prompts) as run:
+        steps = [run.step([1, 2, 3]), run.step([4, 5, 6])]
+        assert run.executor.steps_by_graph == 2
+        steps += [run.step([7]), run.step([8])]
+        assert (run.executor.steps_by_kernel, run.executor.steps_by_graph) == (2, 3)
+    with sequences("llama31", prompts[:1], graphs=False) as run:
+        for token, step in zip([1, 4, 7, 8], steps, strict=True):
+            assert run.step([token])[0].tobytes() == step[0].tobytes()
+
+
+def test_rows_have_the_same_bits_op_by_op(cupy: Any) -> None:
+    """Nine tokens at once are too many for the fused kernels; in three steps they are not."""
+    ids = list(range(3, 12))
+    with load("llama31", max_step_tokens=9) as model:
+        whole = model.logits(ids)
+    with load("llama31", max_step_tokens=3) as model:
+        assert model.logits(ids).tobytes() == whole.tobytes()
+
+
+def test_ranks_run_graphs_between_their_exchanges(cupy: Any) -> None:
+    options = {"weights": None, "partition": "0&1"}
+    with nbflow.load(FOLDER / "llama31", kv="f32") as model:
+        expected = model.generate([3], 3, ignore_eos=True).ids
+    with load("llama31", **options) as model:
+        assert model.generate([3], 3, ignore_eos=True).ids == expected
+        for engine in model.engines:
+            executor: Any = engine.executor
+            assert executor.steps_by_graph == 2
+            (graphs,) = (b.graphs for b in executor._bound.values() if b.graphs)
+            # sums behind attention and network of two layers, the embedding and the head
+            assert (graphs.n_graphs, len(graphs.parts)) == (5, 5 + 7)
+
+
+def test_pages_that_have_moved_are_noticed(cupy: Any) -> None:
+    prompts = [[3]]
+    wanted = expected("llama31", prompts, [[1, 2]])[0]
+    with sequences("llama31", prompts) as run:
+        assert error(run.step([1])[0], wanted[0]) < TOLERANCE
+        run.engine.storage.ensure(run.engine.storage.n_pages + 3)  # other arrays
+        assert error(run.step([2])[0], wanted[1]) < TOLERANCE
+        assert (run.executor.steps_by_kernel, run.executor.steps_by_graph) == (2, 1)
+
+
+def test_without_graphs(cupy: Any) -> None:
+    with sequences("llama31", [[3]], graphs=False) as run:
+        for token in (1, 2):
+            run.step([token])
+        assert "emulator: 0 of 3 steps as CUDA graphs" in run.executor.report()
+
+
+def test_experts_run_in_a_graph_without_the_host(cupy: Any) -> None:
+    prompts, tokens = [[3]], [[7, 1]]
+    wanted = expected("mixtral", prompts, tokens)[0]
+    with sequences("mixtral", prompts) as run:
+        for i, token in enumerate(tokens[0]):
+            assert error(run.step([token])[0], wanted[i]) < TOLERANCE
+        assert run.executor.steps_by_graph == 2
+        (bound,) = (b for b in run.executor._bound.values() if b.graphs is not None)
+        assert bound.graphs.n_graphs == 1
+
+
+def test_an_op_that_waits_cannot_be_captured(cupy: Any) -> None:
+    from nbflow.execute.graphs import capture
+
+    x = cupy.zeros(4, np.float32)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    for call in (x.get, stream.synchronize, lambda: x.set(np.zeros(4, np.float32))):
+        with stream, pytest.raises(ValueError, match="while a stream is captured"):
+            capture([PythonOp("x", call)], cupy, stream, type(x).__kernel_device__)
+        assert not stream.is_capturing()
+
+
+def test_vram_is_accounted_to_the_byte(cupy: Any) -> None:
+    device = State.device
+    with sequences("llama31", [[3]]) as run:
+        for token in (1, 2):
+            run.step([token])
+        held = run.engine.memory()
+        names = ("weight_bytes", "kv_bytes", "workspace_bytes", "step_bytes")
+        # loaded kernels have variables, and launches parameters
+        places = (*device.variables.values(), device._workspace, device._parameters)
+        loaded = sum(place.nbytes for place in places if place is not None)
+        assert device.device_bytes - loaded == sum(held[name] for name in names)
