@@ -166,8 +166,8 @@ def test_what_is_in_front_and_behind_keeps_two_thread_blocks_on_a_multiprocessor
     found = nbflow_ptx.lint(code.decode(), arch)[entry]
     assert found.registers is not None, found.registers_from
     assert found.registers <= 128  # two thread blocks of 256 on a multiprocessor
-    # the product alone spills 28 bytes on sm_80; parts of the first unit, which is on its way while
-    # tokens are normalized, are as much again: once for a launch, not in the loop over units
+    # the product alone spills 28 bytes on sm_80 and 4 on sm_90, with a norm it is 60 and 12: the
+    # first unit is on its way while tokens are normalized
     assert max(found.spill_stores or 0, found.spill_loads or 0) <= 64
     assert (found.fp64, found.local_accesses) == (0, 0)
     assert found.wide_loads > 0
