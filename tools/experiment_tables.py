@@ -59,6 +59,7 @@ def quantization() -> str:
         return MISSING
     errors = gaussian_errors()
     body = []
+    rows.sort(key=lambda row: -row["bits_per_weight"])
     for name in dict.fromkeys(row["weights"] for row in rows):
         best, plain = (_only(rows, weights=name, encoder=e) for e in ("best", "plain"))
         body.append([

@@ -14,6 +14,7 @@ from nbflow.engine.placement import Placement, is_host
 from nbflow.parallel import world
 from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.quants.encoders import DAMPING
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,6 +38,7 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--importance", metavar="FILE", help="what nbflow imatrix found, for the encoder"
     )
+    add_gptq_arguments(parser)
     parser.add_argument(
         "--outliers",
         type=float,
@@ -129,6 +131,20 @@ class _OneSide(argparse.Action):
         setattr(namespace, self.dest, names[0] if names[0] == names[1] else "/".join(names))
 
 
+def add_gptq_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the encoder gptq."""
+    parser.add_argument(
+        "--act-order", action="store_true", help="gptq: columns with the largest inputs first"
+    )
+    parser.add_argument(
+        "--damping",
+        type=float,
+        default=DAMPING,
+        metavar="D",
+        help=f"gptq: added to the second moments' diagonal, in units of its mean ({DAMPING})",
+    )
+
+
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the option that shows what memory is taken."""
     parser.add_argument(
@@ -194,6 +210,8 @@ def load_model(arguments: argparse.Namespace, **changes: Any) -> nbflow.Model:
             "outliers",
             "encoder",
             "importance",
+            "act_order",
+            "damping",
             "activations",
             "kv",
             "partition",

@@ -16,9 +16,9 @@ from nbflow.commands.allocation_options import (
     write_policy_of,
 )
 from nbflow.commands.inspect import printable
+from nbflow.commands.options import add_gptq_arguments
 from nbflow.writing import WrittenCheckpoint, quantize_checkpoint
 from nbflow_kernels import load_formats
-from nbflow_kernels.quants.encoders import DAMPING
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -44,16 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="best; plain: the published one; gptq (with --importance of nbflow imatrix --full); "
         "hqq; awq (with --importance) and hadamard change the model first, e.g. awq+gptq (best)",
     )
-    parser.add_argument(
-        "--act-order", action="store_true", help="gptq: columns with the largest inputs first"
-    )
-    parser.add_argument(
-        "--damping",
-        type=float,
-        default=DAMPING,
-        metavar="D",
-        help=f"gptq: added to the second moments' diagonal, in units of its mean ({DAMPING})",
-    )
+    add_gptq_arguments(parser)
     parser.add_argument(
         "--importance",
         metavar="FILE",

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from nbflow.server.config import ServerConfig
 
 _OF_MODEL = (
-    "spec", "weights", "outliers", "activations", "kv", "partition", "optimize", "machine",
-    "exchange", "device", "graphs", "kv_host_percent", "embeddings_on_host", "cpu_layers",
-    "tokenizer", "max_context", "threads",
+    "spec", "weights", "outliers", "encoder", "importance", "act_order", "damping", "activations",
+    "kv", "partition", "optimize", "machine", "exchange", "device", "graphs", "kv_host_percent",
+    "embeddings_on_host", "cpu_layers", "tokenizer", "max_context", "threads",
 )  # fmt: skip
 _OF_DRAFT = ("draft", "n_draft", "draft_weights", "draft_verify")
 _OF_ENGINE = ("max_sequences", "max_waiting", "max_step_tokens", "kv_bytes", "prefix_cache")

@@ -137,9 +137,17 @@ class ModelOptions(Section):
     tokenizer: str | None = None
     """Tokenizer file, if it does not lie beside the weights."""
     weights: str | None = None
-    """Weight format, e.g. "q4"; by default as stored."""
+    """Weight format, e.g. "q4", or a policy file; by default as stored."""
     outliers: float = 0.0
     """Share of weights kept exactly beside the format."""
+    encoder: str = "best"
+    """How weights are put into the format, as --encoder of `nbflow run`."""
+    importance: str | None = None
+    """File of `nbflow imatrix` for the encoder."""
+    act_order: bool = False
+    """Whether GPTQ takes the columns with the largest inputs first."""
+    damping: float = Field(default=0.01, ge=0, le=1)
+    """What GPTQ adds to the diagonal of second moments, in units of its mean."""
     activations: str = "f32"
     """Arithmetic of the products: f32, bf16, int8."""
     kv: str = "f16"
@@ -197,6 +205,10 @@ class ModelOptions(Section):
             "tokenizer",
             "weights",
             "outliers",
+            "encoder",
+            "importance",
+            "act_order",
+            "damping",
             "activations",
             "kv",
             "partition",
