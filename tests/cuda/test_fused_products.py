@@ -136,7 +136,7 @@ def test_heads_behind(format: str, head_dim: int, style: str, cupy: Any) -> None
     nk.rmsnorm(k, k_weight, eps=1e-6, out=k)
     position.apply_rope_with_cos_sin_cache_inplace(positions, q, k, table, style == "half")
     kvcache.append_paged_kv_cache(
-        k, v, requests, positions, *pages[:2], indices, indptr, "HND", form.kind
+        k, v, requests, positions, *pages[:2], indices, indptr, "HND", (form.kind, form.kind)
     )
     out = cupy.empty((n_tokens, 4 * D), np.float32)
     then = fused.Heads(
@@ -164,7 +164,7 @@ def test_what_is_in_front_and_behind_costs_the_loop_no_registers(then: Any, arch
     found = nbflow_ptx.lint(code.decode(), arch)[entry]
     assert found.registers is not None, found.registers_from
     assert found.registers <= 128  # two thread blocks of 256 on a multiprocessor
-    # what the product alone may spill: numbers that change once for a row tile
-    assert max(found.spill_stores or 0, found.spill_loads or 0) <= 48
+    # up to 15 numbers that change once for a row tile, as the product alone for sm_80
+    assert max(found.spill_stores or 0, found.spill_loads or 0) <= 60
     assert (found.fp64, found.local_accesses) == (0, 0)
     assert found.wide_loads > 0
