@@ -137,15 +137,24 @@ def _watch(
             report(f"was killed by {signal.Signals(number).name}{why} {place}")
             _abort(status, 128 + number)
             return 128 + number
-        now = time.monotonic()
-        if place.is_busy and (now > place.alive + limit or now > place.since + 3 * limit):
-            what = "stood still" if now > place.alive + limit else "waited"
-            report(f"has {what} for {now - place.since:.0f} s {place} (NBFLOW_HANG_S={limit:g})")
+        late = _too_late(status, limit)
+        if late and _too_late(status, limit):  # twice: it may have moved while it was read
+            report(f"has {late} {place} (NBFLOW_HANG_S={limit:g})")
             _send(child, signal.SIGKILL)
             os.waitpid(child, 0)
             _abort(status, 1)
             return 1
         time.sleep(POLL_S)
+
+
+def _too_late(status: Status, limit: float) -> str:
+    """Return what a rank has done for too long; empty where all is well."""
+    now = time.monotonic()  # before the place is read: this process may be stopped in between
+    place = status.place()
+    stands_still = now > place.alive + limit
+    if not place.is_busy or not (stands_still or now > place.since + 3 * limit):
+        return ""
+    return f"{'stood still' if stands_still else 'waited'} for {now - place.since:.0f} s"
 
 
 def _abort(status: Status, code: int) -> None:

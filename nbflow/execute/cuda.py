@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 import warnings
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ from nbflow.program.records import COMMUNICATION
 from nbflow.status import status
 from nbflow_kernels.attention.device_plan import FixedTables
 from nbflow_kernels.cuda import device_of
-from nbflow_kernels.cuda.workspace import pieces
+from nbflow_kernels.cuda.workspace import pieces, release
 
 MAX_BOUND = 32
 """Bound shapes kept."""
@@ -92,6 +93,7 @@ class CudaExecutor(Executor):
         self._staging = Staging(self.place)
         self._pinned: dict[str, np.ndarray] = {}
         self._graphs_wanted = self.place.graphs
+        self._finalizer: Any = None
         self.steps_by_graph, self.steps_by_kernel = 0, 0
         """Steps that were started as graphs, and kernel by kernel."""
 
@@ -271,6 +273,9 @@ class CudaExecutor(Executor):
         return bound
 
     def _bind(self, step: Step, key: tuple[Any, ...], storages: tuple[int, int]) -> Bound:
+        if self._finalizer is None:  # what kernels share is kept for each stream
+            streams = self._device.key, self._device.stream
+            self._finalizer = weakref.finalize(self, release, *streams)
         one_each, *sizes = key
         host = (PaddedArrays if one_each else StepArrays)(*sizes)
         host.load(step)

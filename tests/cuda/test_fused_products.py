@@ -136,7 +136,7 @@ def test_heads_behind(format: str, head_dim: int, style: str, cupy: Any) -> None
     nk.rmsnorm(k, k_weight, eps=1e-6, out=k)
     position.apply_rope_with_cos_sin_cache_inplace(positions, q, k, table, style == "half")
     kvcache.append_paged_kv_cache(
-        k, v, requests, positions, *pages[:2], indices, indptr, "HND", form.kind
+        k, v, requests, positions, *pages[:2], indices, indptr, "HND", (form.kind, form.kind)
     )
     out = cupy.empty((n_tokens, 4 * D), np.float32)
     then = fused.Heads(

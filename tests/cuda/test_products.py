@@ -49,7 +49,7 @@ def test_a_row_has_the_same_bits_in_any_batch(format: str, cupy: Any) -> None:
     there, x_there = w.to_device(cupy.zeros(1)), cupy.asarray(x)
     many = nk.qmatmul(x_there, there).get()
     assert np.abs(many - reference.qmatmul(x, w)).max() <= allowed(2100)
-    for n in (1, 8):  # the cases have the other numbers of rows
+    for n in (1, 8, 12):  # 12: small thread blocks; the cases have the other numbers of rows
         few = nk.qmatmul(x_there[3 : 3 + n], there).get()
         assert few.tobytes() == many[3 : 3 + n].tobytes()
 
@@ -200,10 +200,8 @@ def _facts(kernel: Any, arch: str) -> nbflow_ptx.KernelFacts:
 )
 def test_hot_kernels_stay_in_registers(format: str, arch: str) -> None:
     form = unit_form(FORMATS[format].integer_form)
-    few = _facts(
-        products._kernel(form, "few_rows.cu", "few_rows", products.FEW_PARAMETERS, 1), arch
-    )
-    many = _facts(products._kernel(form, "many_rows.cu", "many_rows", products._MANY), arch)
+    few = _facts(products.few_kernel(form, 1, True), arch)
+    many = _facts(products.many_kernel(form, products.ManyShape.of(form, 4)), arch)
     # two thread blocks of `few_rows` on a processor leave 128 registers: up to 8 of the numbers
     # that change once for a row tile may lie in local memory; of `many_rows` one
     assert max(few.spill_stores or 0, few.spill_loads or 0) <= 32

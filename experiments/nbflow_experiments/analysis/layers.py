@@ -58,7 +58,8 @@ def layer_errors(
     """Measure what changes do to the residual stream after every layer.
 
     In memory are, of one layer, the float32 matrices three times and the changed ones, and for each
-    change the residual streams of all windows: 4 bytes x tokens x hidden size.
+    change the residual streams of all windows: 4 bytes x tokens x hidden size; with a cache format
+    one layer's keys, values and attention's results of all windows, too.
 
     Parameters
     ----------
@@ -159,7 +160,8 @@ class _Walk:
         with change.applied(stage, matrices) as changed:
             for i, step in enumerate(self._steps):
                 own = changed.run(step, self._exact[i])
-                attention.append(changed.buffer("a", len(step.ids)))
+                if change.kv != "f32":
+                    attention.append(changed.buffer("a", len(step.ids)))
                 isolated.add(after[i], own, self._exact[i])
                 streams.append(changed.run(step, self._changed[change.label][i]))
                 cumulative.add(after[i], streams[-1], self._exact[i])

@@ -202,6 +202,14 @@ class Stored:
     def __init__(self, path: str | os.PathLike[str], spec: ModelSpec) -> None:
         self._other = Checkpoint(path)
         self.label = Path(path).name
+        try:
+            self._check(path, spec)
+        except UsageError:
+            self.close()
+            raise
+
+    def _check(self, path: str | os.PathLike[str], spec: ModelSpec) -> None:
+        """Raise unless the tensors are those of a model, their rows in its order."""
         other = self._other.spec
         if other.tensor_shapes() != spec.tensor_shapes():
             raise UsageError(f"{path}: its tensors are not those of {spec.name}; is it that model?")

@@ -46,3 +46,9 @@ def pieces(device: KernelDevice) -> list[Any]:
         piece for (key, stream, _), piece in _pieces.items()
         if (key, stream) == (device.key, device.stream)
     ]  # fmt: skip
+
+
+def release(device_key: tuple[Any, ...], stream: Any) -> None:
+    """Let go of the pieces of a stream that is used no more."""
+    for key in [key for key in _pieces if key[:2] == (device_key, stream)]:
+        del _pieces[key]

@@ -31,8 +31,8 @@ SLOTS = 8
 FEW = 8
 """Rows that one operand of the tensor cores holds."""
 WARPS = 8
-TOKEN_TILES, RING = 4, 3
-"""Of `many_rows`: groups of 8 rows of a thread block, and chunks on their way."""
+RING = 3
+"""Of `many_rows`: chunks of tokens on their way."""
 STATIC_BYTES = 2048
 """At most what `few_rows` declares itself: who is ready, factors of norms, codes of a block."""
 ROWS_AT_ONCE = 1024
@@ -118,7 +118,7 @@ def few_rows(x: Any, w: Units, bias: Any, accumulate: bool, int8: bool, out: Any
         few_rows(x[:half], w, bias, accumulate, int8, out[:half])
         few_rows(x[half:], w, bias, accumulate, int8, out[half:])
         return
-    _kernel(w.form, "few_rows.cu", "few_rows", FEW_PARAMETERS, shape.tokens, is_whole(w))(
+    few_kernel(w.form, shape.tokens, is_whole(w))(
         (shape.grid, shape.parts), 32 * WARPS,
         few_arguments(shape, x, w, bias, float(accumulate), int8, out), shape.shared,
     )  # fmt: skip
@@ -150,7 +150,7 @@ def grouped(
     )
     shared = _few_bytes(form, tokens, w.n_columns, 1)
     grid = min(n_tiles, max(1, 2 * device.n_sms))
-    _kernel(form, "few_rows.cu", "few_rows", FEW_PARAMETERS, tokens, is_whole(w))(
+    few_kernel(form, tokens, is_whole(w))(
         (grid, 1, n_matrices), 32 * WARPS,
         (
             w.data, x, bias, out, None, None, indptr, rows, n_tiles * tile_bytes, tile_bytes,
@@ -160,6 +160,24 @@ def grouped(
     )  # fmt: skip
 
 
+class ManyShape(NamedTuple):
+    """How `many_rows` divides the work."""
+
+    row_tiles: int
+    """Of a warp."""
+    token_tiles: int
+    """Groups of 8 tokens of a thread block."""
+    per_sm: int
+    """Thread blocks on a processor."""
+
+    @classmethod
+    def of(cls, form: UnitForm, n_groups: int) -> ManyShape:
+        """Return the shape: small for up to 16 tokens, where waiting for the weights counts."""
+        if n_groups <= 2:
+            return cls(1, 2, 2)
+        return cls(1 if form.sub_block == 16 else 2, 4, 1)  # what a warp has registers for
+
+
 def many_rows(x: Any, w: Units, bias: Any, accumulate: bool, int8: bool, out: Any) -> None:
     """Multiply any number of rows."""
     device, form = device_of(x), w.form
@@ -167,27 +185,23 @@ def many_rows(x: Any, w: Units, bias: Any, accumulate: bool, int8: bool, out: An
     record = record_bytes(form, 8)
     records = workspace(device, "qmatmul records", n_chunks * n_groups * record, "u1")
     x_stride, out_stride = _strides(x, out)
-    _kernel(form, "many_rows.cu", "stage_rows", _STAGE)(
+    _stage_kernel(form)(
         (n_chunks, n_groups), 256, (x, records, x_stride, len(x), w.n_columns, int(int8))
     )
-    grid = ceil_div(w.n_tiles, WARPS * row_tiles(form)), ceil_div(n_groups, TOKEN_TILES)
+    shape = ManyShape.of(form, n_groups)
+    grid = ceil_div(w.n_tiles, WARPS * shape.row_tiles), ceil_div(n_groups, shape.token_tiles)
     parts = 1
-    while parts < SLOTS and grid[0] * grid[1] * parts * 2 <= device.n_sms:
+    while parts < SLOTS and grid[0] * grid[1] * parts * 2 <= shape.per_sm * device.n_sms:
         parts *= 2
     partial, arrived = _shared_sums(device, parts, w.n_tiles * n_groups, grid[0] * grid[1])
-    _kernel(form, "many_rows.cu", "many_rows", _MANY)(
+    many_kernel(form, shape)(
         (grid[0], parts, grid[1]), 32 * WARPS,
         (
             w.data, records, bias, out, partial, arrived, form.tile_bytes(w.n_columns), out_stride,
             len(x), w.n_rows, w.n_columns, int(accumulate),
         ),
-        shared=RING * TOKEN_TILES * record,
+        shared=RING * shape.token_tiles * record,
     )  # fmt: skip
-
-
-def row_tiles(form: UnitForm) -> int:
-    """Return how many row tiles a warp of `many_rows` has registers for."""
-    return 1 if form.sub_block == 16 else 2
 
 
 def record_bytes(form: UnitForm, tokens: int) -> int:
@@ -229,11 +243,26 @@ def _strides(x: Any, out: Any) -> tuple[int, int]:
 
 
 @cache
-def _kernel(
-    form: UnitForm, file: str, entry: str, parameters: str, tokens: int = 0, whole: bool = True
-) -> Kernel:
-    """Return a kernel compiled for a form; `whole`: units have two chunks always."""
+def few_kernel(form: UnitForm, tokens: int, whole: bool) -> Kernel:
+    """Return `few_rows` compiled for a form; `whole`: units have two chunks always."""
     own: dict[str, str | int] = {"TOKENS": tokens, "WARPS": WARPS, "WHOLE": int(whole)}
-    if file == "many_rows.cu":
-        own = {"ROW_TILES": row_tiles(form), "TOKEN_TILES": TOKEN_TILES}
-    return cpp_kernel(__file__, file, entry, parameters, defines={**form.defines(), **own})
+    defines = {**form.defines(), **own}
+    return cpp_kernel(__file__, "few_rows.cu", "few_rows", FEW_PARAMETERS, defines=defines)
+
+
+@cache
+def many_kernel(form: UnitForm, shape: ManyShape) -> Kernel:
+    """Return `many_rows` compiled for a form."""
+    return cpp_kernel(__file__, "many_rows.cu", "many_rows", _MANY, defines=_many(form, shape))
+
+
+@cache
+def _stage_kernel(form: UnitForm) -> Kernel:
+    """Return `stage_rows` compiled for a form."""
+    defines = _many(form, ManyShape(1, 1, 1))  # of which it needs nothing
+    return cpp_kernel(__file__, "many_rows.cu", "stage_rows", _STAGE, defines=defines)
+
+
+def _many(form: UnitForm, shape: ManyShape) -> dict[str, str | int]:
+    own = {"ROW_TILES": shape.row_tiles, "TOKEN_TILES": shape.token_tiles, "PER_SM": shape.per_sm}
+    return {**form.defines(), **own}

@@ -21,7 +21,7 @@ extern "C" __global__ void __launch_bounds__(256) stage_rows(
   stage<8>(v, records + ((long long)blockIdx.x * gridDim.y + blockIdx.y) * RECORD, n, lane);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 1) many_rows(
+extern "C" __global__ void __launch_bounds__(32 * WARPS, PER_SM) many_rows(
     const u8* weights, const u8* records, const float* bias, float* out, float* partial, int* arrived,
     long long tile_bytes, long long out_stride, int n_tokens, int n_rows, int n_columns,
     int accumulate) {
