@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 from datetime import UTC, datetime
 from pathlib import Path
@@ -83,22 +84,28 @@ def label(row: Any) -> str:
     """Return what was measured at a point: format, encoder, and whether inputs were known."""
     if str(row.weights).endswith(".toml"):
         return Path(str(row.weights)).stem
-    known = isinstance(row.importance, str) and row.encoder == "best"
+    known = row.importance != "" and row.encoder == "best"
     return f"{row.weights}, {row.encoder}" + (", inputs" if known else "")
 
 
 def read(runs: Path) -> tuple[pd.DataFrame, dict[str, np.ndarray]]:
     """Return the points of both sweeps by label, and the divergence of each of their tokens."""
-    tables, tokens = [], {}
-    for name in ("pareto", "pareto_mixed"):
-        table = pd.read_csv(runs / name / "points.csv")
-        table = table[table.status == "done"].copy()
-        table["label"] = [label(row) for row in table.itertuples()]
-        for row in table.itertuples():
-            with h5py.File(runs / name / "points" / row.point / "arrays.h5") as file:
-                tokens[row.label] = file["kld_nats"][:]
-        tables.append(table)
-    return pd.concat(tables).set_index("label"), tokens
+    rows, tokens = [], {}
+    for folder in sorted(runs.glob("pareto*/points/*")):
+        if not (folder / "result.json").is_file():
+            continue
+        result = json.loads((folder / "result.json").read_text())
+        if result["status"] != "done":
+            continue
+        config = json.loads((folder / "config.json").read_text())["config"]
+        values = {r["metric"]: r["value"] for r in result["readings"]}
+        errors = {f"{r['metric']}_stderr": r["stderr"] for r in result["readings"]}
+        row = {**config, **errors, **values, "bits_per_weight": result["bits_per_weight"]}
+        row["label"] = label(pd.Series(row))
+        with h5py.File(folder / "arrays.h5") as file:
+            tokens[row["label"]] = file["kld_nats"][:]
+        rows.append(row)
+    return pd.DataFrame(rows).set_index("label").sort_values("bits_per_weight"), tokens
 
 
 def ratio(tokens: dict[str, np.ndarray], a: str, b: str) -> dict[str, Any] | None:
@@ -132,8 +139,9 @@ def report(arguments: argparse.Namespace) -> None:
     }  # fmt: skip
     (out / "pareto.json").write_text(json.dumps(facts, indent=1) + "\n")
     for name in ("pareto", "pareto_mixed"):
-        for file in ("points.csv", "sweep.json", "provenance.json"):
+        for file in ("sweep.json", "provenance.json"):
             shutil.copyfile(RUNS / name / file, out / f"{name}.{file}")
+    table.to_csv(out / "points.csv")
     for policy in sorted(WORK.glob("*-?.??.toml")):
         shutil.copyfile(policy, out / policy.name)
     draw(table, out / "pareto")
@@ -149,9 +157,8 @@ def write_page(table: pd.DataFrame, comparisons: list[dict[str, Any]]) -> None:
     text = PAGE.read_text("utf-8")
     for name, lines in tables.items():
         mark = f"<!-- {name}: written by tools/pareto.py -->\n"
-        before, after = text.split(mark)
-        rest = after.split("\n\n", 1)[1]
-        text = before + mark + "\n".join(lines) + "\n\n" + rest
+        rows = "\n".join(lines) + "\n"
+        text = re.sub(re.escape(mark) + r"(\|.*\n)*", lambda _, new=mark + rows: new, text)
     PAGE.write_text(text, "utf-8")
 
 
@@ -164,7 +171,7 @@ def _formats(table: pd.DataFrame) -> list[str]:
     for name, row in table.iterrows():
         words = str(name).split(", ")
         if words[1:] == ["gptq"]:
-            best = f"{kld[words[0] + ', best']:.4f}"
+            best = f"{kld[words[0] + ', best']:.4f}" if f"{words[0]}, best" in kld else "-"
             found[row.bits_per_weight, f"`{words[0]}`"] = (best, row)
         elif str(name).startswith("kld-") and row.bits_per_weight > 3:
             found[row.bits_per_weight, "chosen one by one"] = ("-", row)
