@@ -72,7 +72,7 @@ def error(a: np.ndarray, b: np.ndarray) -> float:
 
 
 # kernels of a step besides those of its layers: token embedding, rows that are wanted, final norm,
-# head (whose weights stay float32), and what is given behind the name; then those of a layer
+# head, and what is given behind the name; then those of a layer
 STEPS = {
     "llama31": (4, 5),
     # norms behind attention and network; a soft cap; a float16 head takes two kernels
