@@ -510,8 +510,8 @@ ndarray.__kernel_device__ = EmulatedDevice(empty, asarray, mapped)
 
 def _free_and_total() -> tuple[int, int]:
     """Return the bytes of the device that are free, and all."""
-    total = _State.device.heap.size
-    return total - _State.device.device_bytes - _State.device.mapped_bytes, total
+    total = _State.device.memory_bytes
+    return total - _State.device.device_bytes, total
 
 
 cuda: Any = types.ModuleType("cupy.cuda")

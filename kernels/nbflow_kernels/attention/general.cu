@@ -84,8 +84,9 @@ DEV float warp_sum(float x) {
     return x;
 }
 
+// Five thread blocks on a multiprocessor: for a sixth, the compiler would keep numbers in memory.
 template <class K, class V>
-__global__ void __launch_bounds__(32 * WARPS)
+__global__ void __launch_bounds__(32 * WARPS, 5)
 attend(const i64* header, const u8* queries, i64 q_row_bytes, int q_kind, const u8* k,
        const u8* v, i64 k_page, i64 k_token, i64 k_head, i64 v_page, i64 v_token, i64 v_head,
        float cap, u8* out, int out_kind, float* lse, int most) {
