@@ -510,8 +510,8 @@ ndarray.__kernel_device__ = EmulatedDevice(empty, asarray, mapped)
 
 def _free_and_total() -> tuple[int, int]:
     """Return the bytes of the device that are free, and all."""
-    device = _State.device
-    return device.memory_bytes - device.device_bytes, device.memory_bytes
+    total = _State.device.memory_bytes
+    return total - _State.device.device_bytes, total
 
 
 cuda: Any = types.ModuleType("cupy.cuda")

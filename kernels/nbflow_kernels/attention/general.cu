@@ -84,8 +84,8 @@ DEV float warp_sum(float x) {
     return x;
 }
 
+// Five thread blocks on a multiprocessor: for a sixth, the compiler would keep numbers in memory.
 template <class K, class V>
-// 5 thread blocks on a multiprocessor: with 6 the registers of two formats would not do
 __global__ void __launch_bounds__(32 * WARPS, 5)
 attend(const i64* header, const u8* queries, i64 q_row_bytes, int q_kind, const u8* k,
        const u8* v, i64 k_page, i64 k_token, i64 k_head, i64 v_page, i64 v_token, i64 v_head,
