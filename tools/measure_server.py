@@ -15,7 +15,7 @@ the folder does not have yet.  A row is one number with its samples:
 - ``overhead``: the same requests through `nbflow.Engine` in this process, and through
   `Model.generate_batch`: what scheduling and what HTTP add, in microseconds of processor time per
   token.
-- ``prefix``: time to the first token of a prompt of 512 tokens, new and seen before.
+- ``prefix``: time to the first token of a long prompt, new and seen before.
 
 Needs a quiet machine and the extras serve and dev; for the comparison llama-server of llama.cpp
 (--llama-server), without which ours alone is measured.
@@ -47,9 +47,12 @@ from typing import Any
 from random_gguf import SHAPES, write
 
 import nbflow
+from nbflow.planner import planned_model
 from nbflow.system import package_versions, processor_name
 
-PROMPT, NEW, VOCABULARY = 64, 64, 32000
+PROMPT, NEW = 64, 64
+LONG = 512
+"""Tokens of the prompts of `prefix`, if the context holds them."""
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -60,6 +63,8 @@ class Peer:
     name: str
     process: subprocess.Popen[bytes]
     port: int
+    vocabulary: int
+    """Prompts are ids below it."""
 
     def processor_s(self) -> float:
         """Return the processor time it has used."""
@@ -87,7 +92,7 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def started(name: str, command: list[str], port: int) -> Iterator[Peer]:
+def started(name: str, command: list[str], port: int, vocabulary: int) -> Iterator[Peer]:
     """Start a server and wait until it is healthy."""
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
@@ -98,7 +103,7 @@ def started(name: str, command: list[str], port: int) -> Iterator[Peer]:
                     log.seek(0)
                     sys.exit(f"{name} did not start:\n{log.read().decode()[-3000:]}")
                 time.sleep(0.2)
-            yield Peer(name, process, port)
+            yield Peer(name, process, port, vocabulary)
         finally:
             process.terminate()
             process.wait(60)
@@ -155,7 +160,7 @@ async def ask(port: int, prompt: list[int], n: int, sample: Sample) -> None:
 def clients(peer: Peer, n_clients: int, n_requests: int, seed: int) -> Sample:
     """Let clients send requests until there are no more."""
     rng = random.Random(seed)
-    prompts = [random_prompt(rng, PROMPT) for _ in range(n_requests)]
+    prompts = [random_prompt(rng, PROMPT, peer) for _ in range(n_requests)]
     sample = Sample(0.0, 0)
 
     async def one() -> None:
@@ -172,8 +177,8 @@ def clients(peer: Peer, n_clients: int, n_requests: int, seed: int) -> Sample:
     return sample
 
 
-def random_prompt(rng: random.Random, n: int) -> list[int]:
-    return [rng.randrange(300, VOCABULARY) for _ in range(n)]
+def random_prompt(rng: random.Random, n: int, peer: Peer) -> list[int]:
+    return [rng.randrange(300, peer.vocabulary) for _ in range(n)]
 
 
 # ---- measurements -------------------------------------------------------------------------------
@@ -215,7 +220,7 @@ def overhead(
     ways: dict[str, list[Sample]] = {"generate_batch": [], "engine": [], "http": []}
     for repeat in range(arguments.repeats + 1):
         for name, samples in ways.items():
-            prompts = [random_prompt(rng, PROMPT) for _ in range(2 * n)]
+            prompts = [random_prompt(rng, PROMPT, peer) for _ in range(2 * n)]
             if name == "http":
                 sample = clients(peer, n, 2 * n, seed=rng.randrange(10**9))
             else:
@@ -256,19 +261,19 @@ def in_process(model: nbflow.Model, way: str, prompts: list[list[int]], n: int) 
     return Sample(seconds, NEW * len(prompts), processor_s=processor_s)
 
 
-def prefix(peers: list[Peer], arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def prefix(peers: list[Peer], n_tokens: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """Return the time to the first token of a long prompt, new and seen before."""
     rng = random.Random(9)
     rows = []
     for peer in peers:
         new, seen = Sample(0.0, 0), Sample(0.0, 0)
         for _ in range(2 * arguments.repeats):
-            prompt = random_prompt(rng, 512)
+            prompt = random_prompt(rng, n_tokens, peer)
             for sample in (new, seen):
                 asyncio.run(ask(peer.port, prompt, 1, sample))
         rows.append(
             {
-                "test": "prefix 512",
+                "test": f"prefix {n_tokens}",
                 "server": peer.name,
                 "first_token_s_new": statistics.median(new.first_s),
                 "first_token_s_seen": statistics.median(seen.first_s),
@@ -357,6 +362,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("/tmp/nbflow-models"))
     parser.add_argument("--shape", choices=SHAPES, default="110m")
     parser.add_argument("--format", default="q4_0")
+    parser.add_argument("--model", type=Path, help="a GGUF file, instead of random weights")
     parser.add_argument("--activations", default="int8", help="ours; llama.cpp's are int8")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
     parser.add_argument("--requests", type=int, default=16, help="of a run, at least")
@@ -367,8 +373,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.0, help="begin nothing after so many")
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
-    path = arguments.folder / f"{arguments.shape}-{arguments.format}.gguf"
+    path = arguments.model or arguments.folder / f"{arguments.shape}-{arguments.format}.gguf"
     if not path.exists():
+        if arguments.model:
+            parser.error(f"there is no file {path}")
         write(arguments.shape, arguments.format, path)
     facts = {
         "processor": processor_name(),
@@ -388,13 +396,16 @@ def main() -> None:
 def measure_all(path: Path, results: Results, arguments: argparse.Namespace) -> None:
     """Start the servers and make every measurement that is missing."""
     with contextlib.ExitStack() as stack:
-        peers = [stack.enter_context(started(*ours(path, arguments)))]
+        spec = planned_model(path).spec
+        n_long = min(LONG, spec.max_context // 64 * 64 - 64)
+        peers = [stack.enter_context(started(*ours(path, arguments), spec.vocab_size))]
         if arguments.llama_server:
-            peers.append(stack.enter_context(started(*theirs(path, arguments))))
+            theirs_ = started(*theirs(path, arguments), spec.vocab_size)
+            peers.append(stack.enter_context(theirs_))
         names = [peer.name for peer in peers]
         for n in arguments.clients:
             results.measure(f"c{n}", names, partial(throughput, peers, n, arguments))
-        results.measure("prefix 512", names, partial(prefix, peers, arguments))
+        results.measure(f"prefix {n_long}", names, partial(prefix, peers, n_long, arguments))
 
         def compare() -> list[dict[str, Any]]:
             options = {"activations": arguments.activations, "threads": arguments.threads}

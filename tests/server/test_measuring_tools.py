@@ -91,10 +91,9 @@ def test_what_the_server_s_measurements_ask(tool, server, monkeypatch):
     """The clients of the tool against a server of the tests, with prompts of its vocabulary."""
     monkeypatch.syspath_prepend(str(TOOLS))
     measure_server = importlib.import_module("measure_server")
-    monkeypatch.setattr(measure_server, "VOCABULARY", 2048)
     monkeypatch.setattr(measure_server, "NEW", 4)
     port = int(server.url.rsplit(":", 1)[1])
-    peer = measure_server.Peer("nbflow", server.process, port)
+    peer = measure_server.Peer("nbflow", server.process, port, 2048)
     settings = SimpleNamespace(requests=2, repeats=1)
     (row,) = measure_server.throughput([peer], 2, settings)
     assert (row["test"], row["server"]) == ("c2", "nbflow")
