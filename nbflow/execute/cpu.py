@@ -26,8 +26,9 @@ from nbflow_kernels.calls import Call, CallList
 from nbflow_kernels.qmatmul.activations import Int8Rows
 from nbflow_kernels.threads import count_kernel_seconds, get_team
 
-MAX_BOUND = 32
-"""Bound shapes kept; prompts of many lengths would otherwise fill the memory."""
+MAX_BOUND = 128
+"""Bound shapes kept, of some 15 KB a layer; prompts of many lengths would otherwise fill memory.
+As requests come and go, steps have some dozens of shapes."""
 LEAST_ROOM = 32
 """Least number of pages that the sequences of a bound step can have together: with pages of 64
 tokens the keys of so many are not divided, and no partial results are to be added."""
