@@ -11,6 +11,7 @@ from launching import MPIRUN
 from server_process import CONFIG, Server, eventually
 
 import nbflow
+from nbflow.planner import Device, Link, Machine, written_machine
 
 FAILING = (sys.executable, str(Path(__file__).parent.parent / "failing_server.py"))
 PROMPT = [30, 40, 50]
@@ -65,10 +66,18 @@ def drafted(partition: str, **engine: str) -> str:
 
 @pytest.mark.mpi
 @pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
-@pytest.mark.parametrize(("partition", "n"), [("0&1", 1), ("0/1", 2)])
+@pytest.mark.parametrize(("partition", "n"), [("0&1", 1), ("auto", 2)])
 def test_mpi(offline, tmp_path, partition, n):
+    """By tensor; and where an exchange takes long, the planner takes replicas for throughput."""
+    device = Device("d", 1e9, 1e9, {"f32": 1e12})
+    slow = Machine("slow", (device,) * 2, 2, {"host": Link(1.0, 1e6)})
+    (tmp_path / "slow.toml").write_text(written_machine(slow))
     program = (sys.executable, "-m", "nbflow.cli", "launch", "-n", "2", "serve")
-    with Server(drafted(partition), tmp_path, program) as server:
+    config = drafted(partition)
+    if partition == "auto":
+        more = 'threads = 1\noptimize = "throughput"\nmachine = "slow.toml"'
+        config = config.replace("threads = 1", more)
+    with Server(config, tmp_path, program) as server:
         check(server, offline)
         check_searches(server, offline)
         about = server.http.get("/server_info").json()
