@@ -3,21 +3,24 @@
 A launcher ends all ranks when one ends badly, and MPI cannot take a new one in, so whoever wants a
 service back starts all of them again.  `Launch` does that: the policy ``restart`` waits a little,
 longer each time, and gives up after a number of starts that did not live long.  Wrong usage
-(exit code 2) and a signal to this process end it at once.
+(exit code 2) and a signal to this process end it at once.  Of a server, a `Front` keeps the address
+meanwhile, and answers clients.
 """
 
 from __future__ import annotations
 
+import os
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Literal
+from typing import Literal, Protocol
 
 from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
 
@@ -48,6 +51,22 @@ def find_mpirun() -> str:
     return found
 
 
+class Keeper(Protocol):
+    """What keeps a server's address: `nbflow.front.front.Front`."""
+
+    def environment(self) -> Mapping[str, str]:
+        """Return the variables by which ranks find it."""
+
+    def say(self, state: str, message: str) -> None:
+        """Say what clients are told while rank 0 cannot be reached."""
+
+    def ended(self, state: str, message: str) -> None:
+        """Say that all ranks have ended."""
+
+    def tell_rank_0(self, number: int) -> bool:
+        """Send a signal to the process that takes the requests, if there is one."""
+
+
 @dataclass
 class Launch:
     """Ranks that are started together.
@@ -65,8 +84,10 @@ class Launch:
     """Pause before the first of them; it doubles up to a minute."""
     tell: Callable[[str], None] = lambda text: print(text, file=sys.stderr, flush=True)
     """Takes a line about what is done."""
+    front: Keeper | None = None
+    """What keeps the address, if it is a server's."""
     _process: subprocess.Popen[bytes] | None = field(default=None, init=False)
-    _told_to_end: bool = field(default=False, init=False)
+    _told_to_end: threading.Event = field(default_factory=threading.Event, init=False)
 
     def __post_init__(self) -> None:
         if self.on_rank_failure not in POLICIES:
@@ -87,11 +108,9 @@ class Launch:
         n_restarts, pause_s = 0, self.first_pause_s
         while True:
             started = time.monotonic()
-            self._process = subprocess.Popen(self.command)
-            code = self._process.wait()
-            code = 128 - code if code < 0 else code
-            ends = self.on_rank_failure == "exit" or code in (0, USAGE) or self._told_to_end
-            if ends:
+            code = self._one_life(n_restarts)
+            ends = self._told_to_end.is_set() or code in (0, USAGE)
+            if ends or self.on_rank_failure == "exit":
                 return code
             if time.monotonic() - started > LONG_LIFE_S:
                 n_restarts, pause_s = 0, self.first_pause_s
@@ -103,13 +122,39 @@ class Launch:
                 f"nbflow launch: the ranks have ended with code {code}; restart {n_restarts} of "
                 f"{self.most_restarts} in {pause_s:g} s"
             )
-            time.sleep(pause_s)
-            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
-            if self._told_to_end:
+            if self.front is not None:
+                self.front.ended("restarting", "the server's ranks have ended and start again")
+            if self._told_to_end.wait(pause_s):
                 return code
+            pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+
+    def _one_life(self, n_restarts: int) -> int:
+        """Start the ranks, wait for their end, and return the exit code."""
+        if self.front is None:
+            self._process = subprocess.Popen(self.command)
+        else:
+            again = ", again" if n_restarts else ""
+            self.front.say("starting", f"the server is starting{again}")
+            self._process = subprocess.Popen(
+                self.command,
+                env=os.environ | self.front.environment(),
+                stdin=subprocess.DEVNULL,  # which a group of its own must not read from a terminal
+                process_group=0,  # so that Ctrl-C comes here alone, and is given on in order
+            )
+        code = self._process.wait()
+        return 128 - code if code < 0 else code
 
     def _forward(self, number: int, frame: FrameType | None) -> None:
-        """Give a signal on to the ranks, and let their end be the end."""
-        self._told_to_end = True
+        """Give a signal on to the ranks, and let their end be the end.
+
+        The rank that takes a server's requests ends in order, and the others with it; the second
+        signal ends all of them.
+        """
+        first = not self._told_to_end.is_set()
+        self._told_to_end.set()
+        if self.front is not None:
+            self.front.say("stopping", "the server is stopping")
+            if first and self.front.tell_rank_0(signal.SIGTERM):
+                return
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(number)

@@ -19,6 +19,7 @@ import ctypes
 import os
 import platform
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Collection
@@ -26,6 +27,8 @@ from collections.abc import Callable, Collection
 from nbflow.status import Status
 from nbflow_kernels.errors import UsageError
 
+FAILURES = "NBFLOW_FRONT_FAILURES"
+"""Environment variable: the socket at which `nbflow.front` is told which rank has failed."""
 HANG_S = 300.0
 """Default of ``NBFLOW_HANG_S``."""
 FORWARD_S = 2.0
@@ -95,9 +98,14 @@ def supervised(status: Status) -> None:
 
     for number in FORWARDED:
         signal.signal(number, forward)
-    rank = f"nbflow: rank {launched[0]} of {launched[1]} on {platform.node()}"
-    code = _watch(child, status, limit, lambda text: _report(f"{rank} {text}", status), told)
-    os._exit(code)
+    rank = f"rank {launched[0]} of {launched[1]}"
+
+    def report(text: str) -> None:
+        if status.is_needed:
+            _tell_front(rank)
+        _report(f"nbflow: {rank} on {platform.node()} {text}", status)
+
+    os._exit(_watch(child, status, limit, report, told))
 
 
 def _end_with_parent(parent: int) -> None:
@@ -167,6 +175,16 @@ def _abort(status: Status, code: int) -> None:
         return
     with contextlib.suppress(KeyError, ValueError, OSError):
         os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
+
+
+def _tell_front(rank: str) -> None:
+    """Tell who keeps the server's address; on another host, or without one, nobody listens."""
+    with (
+        contextlib.suppress(KeyError, OSError),
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as front,
+    ):
+        front.setblocking(False)
+        front.sendto(rank.encode(), os.environ[FAILURES])
 
 
 def _report(text: str, status: Status) -> None:

@@ -1,17 +1,23 @@
 """`nbflow launch`: start a command on several ranks, and say what happens when one fails.
 
 ``nbflow launch -n 4 --on-rank-failure restart serve MODEL --partition "0&1;2&3"`` is ``mpirun -n 4
-nbflow serve ...``, started again when a rank dies, hangs or runs out of memory.
+nbflow serve ...``, started again when a rank dies, hangs or runs out of memory.  A server's address
+is kept by this process, so that clients are answered meanwhile.
 """
 
 from __future__ import annotations
 
 import argparse
 import shlex
+import socket
 import sys
+from typing import TYPE_CHECKING
 
 from nbflow.launch import POLICIES, Launch, find_mpirun
 from nbflow_kernels.errors import UsageError, unknown_name
+
+if TYPE_CHECKING:
+    from nbflow.server.config import ServerConfig
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -31,6 +37,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="COMMAND",
         help="launcher and its options, e.g. 'mpirun -hosts a,b -ppn 2' (mpirun)",
     )
+    parser.add_argument(
+        "--no-front", dest="front", action="store_false",
+        help="let rank 0 of serve listen itself: for a rank 0 on another host",
+    )  # fmt: skip
     parser.add_argument("command", help="command of nbflow: serve, sweep, run, ...")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="its arguments")
 
@@ -53,4 +63,26 @@ def run(arguments: argparse.Namespace) -> int:
         arguments.on_rank_failure,
         arguments.restarts,
     )
-    return launch.run()
+    served = _served(arguments)
+    if served is None:
+        return launch.run()
+    from nbflow.front.front import Front
+
+    limits = served.limits
+    with Front(
+        served.host, served.port, limits.connections, limits.header_s, limits.slow_reader_s
+    ) as launch.front:
+        return launch.run()
+
+
+def _served(arguments: argparse.Namespace) -> ServerConfig | None:
+    """Return what is to be served behind an address that this process keeps, if that is so."""
+    if not arguments.front or arguments.command != "serve" or not hasattr(socket, "AF_UNIX"):
+        return None
+    from nbflow.cli import make_parser
+    from nbflow.commands.serve import configuration, need_extra
+
+    need_extra()
+    parsed = make_parser("serve").parse_args(arguments.arguments)
+    config = configuration(parsed)
+    return None if parsed.check or parsed.plan else config

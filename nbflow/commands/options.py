@@ -71,7 +71,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         "--optimize",
         metavar="AIM",
         default="latency",
-        help="what --partition auto is best at: latency or throughput (latency)",
+        help="what --partition auto is best at: latency, or throughput, perhaps with replicas "
+        "(latency)",
     )
     parser.add_argument(
         "--machine",

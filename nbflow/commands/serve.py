@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -55,16 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
-    try:
-        import fastapi  # noqa: F401
-        import httptools  # noqa: F401
-        import prometheus_client  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise MissingExtraError(
-            f"nbflow serve needs {error.name}; install it with pip install 'nbflow[serve]'"
-        ) from error
-    config = _config(_given(arguments))
+    need_extra()
+    config = configuration(arguments)
     if arguments.check:
         print(config.model_dump_json(indent=2, exclude={"auth": {"keys"}}))
         return 0
@@ -76,6 +69,26 @@ def run(arguments: argparse.Namespace) -> int:
     from nbflow.server.serving import serve
 
     return serve(config)
+
+
+def need_extra() -> None:
+    """Raise `MissingExtraError` unless everything that serving needs is there."""
+    for name in ("fastapi", "httptools", "prometheus_client", "uvicorn"):
+        if find_spec(name) is None:
+            raise MissingExtraError(
+                f"nbflow serve needs {name}; install it with pip install 'nbflow[serve]'"
+            )
+
+
+def configuration(arguments: argparse.Namespace) -> ServerConfig:
+    """Return the configuration that the command's arguments describe.
+
+    Raises
+    ------
+    UsageError
+        If it is wrong, or a file cannot be read.
+    """
+    return _config(_given(arguments))
 
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:

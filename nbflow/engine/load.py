@@ -112,7 +112,8 @@ def load(
         Who holds what, e.g. ``"0"``, ``"0;1"`` (by layer), ``"0&1"`` (by tensor), ``"0&1;2&3"``,
         ``"0:3;1"`` (uneven), ``"0/1"`` (replicas); see `nbflow.parallel.notation`.  Under mpirun
         the numbers are MPI ranks; without it they are threads of this process.  "auto" takes what
-        the planner predicts to be best on the ranks that mpirun has started.
+        the planner predicts to be best on the ranks that mpirun has started; for throughput it may
+        be replicas.
     device : str
         Where to run: "cpu" ("auto"), "cuda" (or "cuda:1"), or "emulator", which executes the CUDA
         kernels on the CPU with all checks of `nbflow_ptx`, to debug them with tiny models.  One for

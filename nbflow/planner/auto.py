@@ -28,6 +28,9 @@ def choose_partition(
 ) -> str:
     """Return the partition string that is predicted to be best; every rank must call it.
 
+    For throughput replicas are among those that are looked at: each holds the whole model, and gets
+    its share of the sequences.
+
     Parameters
     ----------
     model : PlannedModel
@@ -76,7 +79,7 @@ def _machine(comm: Comm, machine: str | Path | None) -> Machine:
 
 def _chosen(model: PlannedModel, machine: Machine, aim: str, setting: Setting | None) -> str:
     workload = _workload(model, BATCH[aim])
-    texts = list(candidates(len(machine.devices), replicas=False))
+    texts = list(candidates(len(machine.devices), replicas=aim == "throughput"))
     predictions, _ = compare(model, machine, workload, setting, texts)
     return best(predictions, "latency" if aim == "latency" else "throughput").partition
 

@@ -7,8 +7,11 @@ what was sent to it unread.  Nothing of this costs anything while a client behav
 from __future__ import annotations
 
 import asyncio
+import json
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from nbflow.server.error_object import error_object
 
 MAX_HEAD_BYTES = 64 * 1024
 
@@ -100,7 +103,7 @@ def protocol_class(
 
 
 def _full() -> bytes:
-    body = b'{"error": {"message": "too many connections", "type": "service_unavailable", "param": null, "code": "unavailable"}}'  # noqa: E501
+    body = json.dumps(error_object(503, "too many connections")).encode()
     head = (
         f"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\n"
         f"content-length: {len(body)}\r\nretry-after: 1\r\nconnection: close\r\n\r\n"

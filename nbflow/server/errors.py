@@ -14,23 +14,9 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
+from nbflow.server.error_object import CODES, error_object
 from nbflow.server.logs import logger
 from nbflow_kernels.errors import MissingExtraError, UsageError
-
-TYPES = {
-    400: "invalid_request_error",
-    401: "authentication_error",
-    403: "permission_error",
-    404: "not_found_error",
-    405: "invalid_request_error",
-    408: "timeout_error",
-    413: "invalid_request_error",
-    415: "invalid_request_error",
-    429: "rate_limit_error",
-    499: "cancelled",
-    503: "service_unavailable",
-}
-_CODES = {401: "invalid_api_key", 413: "body_too_large", 429: "server_busy", 503: "unavailable"}
 
 
 class ErrorDetail(BaseModel):
@@ -78,22 +64,14 @@ class ApiError(Exception):
         self.status = status
         self.message = message
         self.param = param
-        self.code = code or _CODES.get(status)
+        self.code = code or CODES.get(status)
         self.headers = {} if retry_after_s is None else {"retry-after": str(retry_after_s)}
         if status == 401:
             self.headers["www-authenticate"] = "Bearer"
 
     def body(self) -> dict[str, Any]:
         """Return the error object."""
-        kind = TYPES.get(self.status, "server_error")
-        return {
-            "error": {
-                "message": self.message,
-                "type": kind,
-                "param": self.param,
-                "code": self.code,
-            }
-        }
+        return error_object(self.status, self.message, self.param, self.code)
 
     def response(self) -> Response:
         """Return the response."""

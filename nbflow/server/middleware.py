@@ -9,20 +9,18 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import hmac
-import re
 import time
-import uuid
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nbflow.server.config import Limits
+from nbflow.server.error_object import request_name
 from nbflow.server.errors import ApiError
 from nbflow.server.logs import logger, request_id
 from nbflow.server.state import ServerState
 
-_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _OPEN = frozenset({"/", "/health", "/ready", "/favicon.ico"})
 """Paths that need no key: they tell nothing and cost nothing."""
 _OPEN_FOLDER = "/page/"
@@ -39,8 +37,7 @@ class Front:
         """Pass a request on."""
         if scope["type"] != "http":
             return
-        given = _header(scope, b"x-request-id")
-        name = given if _ID.fullmatch(given) else uuid.uuid4().hex
+        name = request_name(_header(scope, b"x-request-id"))
         request_id.set(name)
         note: dict[str, Any] = scope.setdefault("state", {})
         note["log"], note["request_id"] = {}, name
@@ -81,6 +78,7 @@ class Front:
                 "path": scope["path"],
                 "status": status,
                 "seconds": round(seconds, 6),
+                "client": (scope.get("client") or (None,))[0],
                 **scope["state"]["log"],
             },
         )

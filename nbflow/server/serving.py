@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +18,7 @@ from nbflow.engine.engine import Engine
 from nbflow.engine.propose import check_draft
 from nbflow.engine.replica_engine import ReplicaEngine
 from nbflow.parallel import Alone, Comm, world
+from nbflow.server.addresses import behind_front, listen, listen_behind_front, url_of
 from nbflow.server.app import around, make_app
 from nbflow.server.config import ModelOptions, ServerConfig
 from nbflow.server.connections import protocol_class
@@ -35,7 +35,8 @@ _KEEP_ALIVE_S = 30
 """Seconds a connection is kept between requests; clients pool theirs for about as long."""
 _THREADS = 32
 """Threads for tokenizers, templates and waiting for embeddings."""
-_UNREAD_MS = 30_000
+_BEHIND_FRONT_S = 24 * 3600
+"""The same behind `nbflow.front`, which ends its connections itself."""
 
 
 def serve(config: ServerConfig) -> int:
@@ -59,35 +60,37 @@ def serve(config: ServerConfig) -> int:
     comm = world()
     if comm.size > 1 and len(config.models) > 1:
         raise UsageError("with several MPI ranks one model can be served; start a server for each")
-    listener = _begin(config, comm)
+    listener, url = _begin(config, comm)
     if listener is None:
         _follow(config)
         return 0
     with contextlib.ExitStack() as stack:
         stack.callback(listener.close)
         models = Models([stack.enter_context(_served(n, config)) for n in config.models])
-        host, port = listener.getsockname()[:2]
-        shown = f"[{host}]" if ":" in host else host
-        logger.info("serving", extra={"url": f"http://{shown}:{port}", "keys": len(digests)})
-        print(f"nbflow serves {', '.join(models.by_name)} at http://{shown}:{port}", flush=True)
+        logger.info("serving", extra={"url": url, "keys": len(digests)})
+        print(f"nbflow serves {', '.join(models.by_name)} at {url}", flush=True)
         asyncio.run(_run(config, models, digests, listener))
     logger.info("stopped")
     return 0
 
 
-def _begin(config: ServerConfig, comm: Comm) -> socket.socket | None:
+def _begin(config: ServerConfig, comm: Comm) -> tuple[socket.socket | None, str]:
     """Open the log and take the address, on rank 0; raise on every rank if that fails."""
-    listener, failure = None, None
+    listener, url, failure = None, "", None
     if comm.rank == 0:
         try:
             set_up(config.log)
-            listener = _listen(config.host, config.port)
+            if behind_front():
+                listener, url = listen_behind_front()
+            else:
+                listener = listen(config.host, config.port)
+                url = url_of(listener)
         except (UsageError, OSError) as error:
             failure = str(error)
     failure = comm.bcast_object(failure)
     if failure is not None:
         raise UsageError(failure)
-    return listener
+    return listener, url
 
 
 @contextlib.contextmanager
@@ -175,29 +178,6 @@ def _follow(config: ServerConfig) -> None:
             engine.follow()
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Return a socket bound to the address; it does not listen yet."""
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        sock = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise UsageError(f"host {host!r}: {error.strerror}") from error
-    if sys.platform != "win32":
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):  # a closed connection does not wait for its reader
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _UNREAD_MS)
-    try:
-        sock.bind(address)
-    except OSError as error:
-        sock.close()
-        raise UsageError(
-            f"{host}:{port} is not free ({error.strerror}); choose another --port"
-        ) from error
-    return sock
-
-
 class _Server(uvicorn.Server):
     """uvicorn's server, with signals left to us."""
 
@@ -226,7 +206,9 @@ async def _run(
         access_log=False,
         server_header=False,
         backlog=limits.connections,
-        timeout_keep_alive=_KEEP_ALIVE_S,
+        timeout_keep_alive=_BEHIND_FRONT_S if behind_front() else _KEEP_ALIVE_S,
+        proxy_headers=behind_front(),  # nobody else is believed when he names a client
+        forwarded_allow_ips="*",
         timeout_graceful_shutdown=round(_LAST_S),
     )
     server = _Server(settings)

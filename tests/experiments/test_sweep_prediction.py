@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import pandas as pd
@@ -90,14 +91,24 @@ def test_predictions_stand_beside_what_was_measured(sweep: Path, machine: Machin
 
 @pytest.mark.mpi
 @pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
-@pytest.mark.usefixtures("machine")
-def test_the_planner_chooses_for_the_ranks_of_a_sweep(sweep: Path) -> None:
+def test_the_planner_chooses_for_the_ranks_of_a_sweep(sweep: Path, machine: Machine) -> None:
     arguments = ("sweep", str(sweep), "--out", str(sweep.parent))
-    only = ("--set", 'axes.partition=["auto"]', "--set", 'axes.exchange=["f32"]')
-    sweep.write_text(sweep.read_text().partition("[[exclude]]")[0])
-    done = mpirun(2, "-m", "nbflow.cli", *arguments, *only)
+    slow = sweep.parent / "slow.toml"  # an exchange costs more than all the rest
+    link = {"host": Link(1.0, 1e6)}
+    slow.write_text(written_machine(dataclasses.replace(machine, links=link)))
+    head, _, _ = sweep.read_text().partition("[axes]")
+    lines = [line for line in head.splitlines() if not line.startswith("machine")]
+    machines = [str(sweep.parent / "m.toml"), str(slow)]
+    aims = ["latency", "throughput"]
+    axes = f'[axes]\npartition = ["auto"]\nmachine = {machines}\noptimize = {aims}\n'
+    sweep.write_text("\n".join([*lines, axes]))
+    done = mpirun(2, "-m", "nbflow.cli", *arguments)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert list(rows(sweep.parent).partition_chosen) == ["0&1"]
+    table = rows(sweep.parent)
+    chosen = {(Path(r.machine).stem, r.optimize): r.partition_chosen for r in table.itertuples()}
+    assert chosen["m", "latency"] == "0&1"
+    assert (chosen["slow", "latency"], chosen["slow", "throughput"]) == ("0", "0/1")
+    assert set(table.status) == {"done"}
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,7 @@ from nbflow.planner import (
     with_shares,
     written_machine,
 )
+from nbflow.planner.auto import _chosen as chosen_partition
 from nbflow.planner.stages import RankWork
 from nbflow.program import build, fuse, partition
 from nbflow.program.cost import StepShape, bytes_sent, held_bytes, workspace_bytes
@@ -201,6 +202,23 @@ def test_candidates_divide_the_ranks():
     assert len(set(texts)) == len(texts) == 10
     assert {"0", "0&1;2&3", "0&1/2&3", "0;1;2;3", "0/1/2/3"} <= set(texts)
     assert not any("/" in text for text in candidates(4, replicas=False))
+
+
+def test_replicas_are_taken_for_throughput_where_they_are_best_and_fit():
+    planned = model()
+    slow = machine(link=Link(1e-2, 1e6))  # an exchange costs more than the whole model
+    chosen = [chosen_partition(planned, slow, aim, None) for aim in ("latency", "throughput")]
+    assert chosen == ["0", "0/1/2/3"]
+    used = predict(planned, "0/1/2/3", slow, Workload(32, 512, 128))
+    assert used.request_s < predict(planned, "0", slow, Workload(32, 512, 128)).request_s
+    needed = 1e9 - min(rank.free_bytes for rank in used.ranks)  # a model, a quarter of the cache
+    just, short = (machine(link=slow.links["host"], memory_bytes=needed - n) for n in (0, 1))
+    assert chosen_partition(planned, just, "throughput", None) == "0/1/2/3"
+    shared = chosen_partition(planned, short, "throughput", None)  # ranks have to, slow as it is
+    assert shared.count("/") < 3
+    assert predict(planned, shared, short, Workload(32, 512, 128)).fits
+    with pytest.raises(UsageError, match="no partition of this machine fits"):
+        chosen_partition(planned, machine(memory_bytes=1e5), "throughput", None)
 
 
 def test_shares_follow_the_devices():

@@ -3,6 +3,7 @@
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from launching import MPIRUN
 from server_process import CONFIG, Server, eventually
 
 import nbflow
+from nbflow.planner import Device, Link, Machine, written_machine
 
 FAILING = (sys.executable, str(Path(__file__).parent.parent / "failing_server.py"))
 PROMPT = [30, 40, 50]
@@ -64,16 +66,40 @@ def drafted(partition: str, **engine: str) -> str:
 
 @pytest.mark.mpi
 @pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
-@pytest.mark.parametrize(("partition", "n"), [("0&1", 1), ("0/1", 2)])
+@pytest.mark.parametrize(("partition", "n"), [("0&1", 1), ("auto", 2)])
 def test_mpi(offline, tmp_path, partition, n):
-    program = (str(MPIRUN), "-n", "2", sys.executable, "-m", "nbflow.cli", "serve")
-    with Server(drafted(partition), tmp_path, program) as server:
+    """By tensor; and where an exchange takes long, the planner takes replicas for throughput."""
+    device = Device("d", 1e9, 1e9, {"f32": 1e12})
+    slow = Machine("slow", (device,) * 2, 2, {"host": Link(1.0, 1e6)})
+    (tmp_path / "slow.toml").write_text(written_machine(slow))
+    program = (sys.executable, "-m", "nbflow.cli", "launch", "-n", "2", "serve")
+    config = drafted(partition)
+    if partition == "auto":
+        more = 'threads = 1\noptimize = "throughput"\nmachine = "slow.toml"'
+        config = config.replace("threads = 1", more)
+    with Server(config, tmp_path, program) as server:
         check(server, offline)
         check_searches(server, offline)
         about = server.http.get("/server_info").json()
         assert about["models"]["tiny"]["replicas"] == n
-        os.kill(about["pid"], signal.SIGTERM)
-        assert server.ended() == 0
+        check_sigterm(server)
+
+
+def check_sigterm(server):
+    """It comes to the launcher, which tells the rank that takes requests: none is lost."""
+    body, statuses = {"prompt": PROMPT, "max_tokens": 60, "n": 16}, []
+
+    def ask():
+        statuses.append(server.http.post("/v1/completions", json=body).status_code)
+
+    clients = [threading.Thread(target=ask) for _ in range(3)]
+    for client in clients:
+        client.start()
+    eventually(lambda: server.http.get("/server_info").json()["requests"] == 3)
+    assert server.stop() == 0
+    for client in clients:
+        client.join(60)
+    assert statuses == [200] * 3
 
 
 def test_a_rank_that_fails_makes_the_server_say_so(tmp_path):
