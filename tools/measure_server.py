@@ -12,10 +12,12 @@ the folder does not have yet.  A row is one number with its samples:
   alike) and reads 64 new ones as a stream, until all requests are done.  Generated tokens per
   second of the whole, time to the first token (median and 95th percentile), and processor seconds
   of the server per thousand tokens.  Both servers are there all the time and are asked in turn.
-- ``overhead``: the same requests through `nbflow.Engine` in this process, and through
-  `Model.generate_batch`: what scheduling and what HTTP add, in microseconds of processor time per
-  token.
+- ``overhead cN``: what N clients cost besides the model.  Their requests go to an `nbflow.Engine`
+  in this process, and to a server, whose steps sleep as long as those of the model take
+  (`tools/idle_steps.py`): microseconds of processor time per token, and its share of the steps'.
 - ``prefix``: time to the first token of a long prompt, new and seen before.
+- ``shared N``: the same where prompts have N tokens in common (``--shared``) and then 8 of their
+  own, for the first of them and for later ones.
 
 Needs a quiet machine and the extras serve and dev; for the comparison llama-server of llama.cpp
 (--llama-server), without which ours alone is measured.
@@ -40,10 +42,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
+from idle_steps import Times, idle
+from measure_speculation import step_s
 from random_gguf import SHAPES, write
 
 import nbflow
@@ -53,6 +57,8 @@ from nbflow.system import package_versions, processor_name
 PROMPT, NEW = 64, 64
 LONG = 512
 """Tokens of the prompts of `prefix`, if the context holds them."""
+OWN = 8
+"""Tokens of a prompt of `shared` that others do not have."""
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -117,9 +123,15 @@ def healthy(port: int) -> bool:
         return False
 
 
-def ours(model: Path, arguments: argparse.Namespace) -> tuple[str, list[str], int]:
+def ours(
+    model: Path, arguments: argparse.Namespace, times: Times = ()
+) -> tuple[str, list[str], int]:
+    """Return name, command and port of a server of ours; one that sleeps if `times` are given."""
     port = free_port()
-    command = [sys.executable, "-m", "nbflow.cli", "serve", str(model), "--port", str(port)]
+    program = ["-m", "nbflow.cli"]
+    if times:
+        program = [str(Path(__file__).with_name("idle_steps.py")), json.dumps(times)]
+    command = [sys.executable, *program, "serve", str(model), "--port", str(port)]
     command += ["--activations", arguments.activations, "--threads", str(arguments.threads)]
     command += ["--log-level", "warning", "--max-sequences", str(max(arguments.clients))]
     return "nbflow", command, port
@@ -128,7 +140,8 @@ def ours(model: Path, arguments: argparse.Namespace) -> tuple[str, list[str], in
 def theirs(model: Path, arguments: argparse.Namespace) -> tuple[str, list[str], int]:
     port, most = free_port(), max(arguments.clients)
     command = [arguments.llama_server, "-m", str(model), "--port", str(port), "-np", str(most)]
-    command += ["-c", str(most * 1024), "-t", str(arguments.threads), "--host", "127.0.0.1"]
+    context = max(1024, *(n + OWN + 64 for n in arguments.shared))
+    command += ["-c", str(most * context), "-t", str(arguments.threads), "--host", "127.0.0.1"]
     return "llama.cpp", command, port
 
 
@@ -211,54 +224,62 @@ def row(test: str, name: str, samples: list[Sample]) -> dict[str, Any]:
     }
 
 
+def step_times(model: nbflow.Model, counts: list[int]) -> list[tuple[int, float]]:
+    """Return the seconds of steps in which so many sequences generate, and of a prompt's step."""
+    times = [(n, step_s(model, n, 1)) for n in sorted({1, *counts})]
+    return [*times, (4 * times[-1][0], step_s(model, 1, 4 * times[-1][0]))]
+
+
 def overhead(
-    peer: Peer, model: nbflow.Model, arguments: argparse.Namespace
+    peer: Peer, model: nbflow.Model, times: Times, n: int, arguments: argparse.Namespace
 ) -> list[dict[str, Any]]:
-    """Return what scheduling and HTTP add to the model's own work."""
-    n = max(arguments.clients)
-    rng = random.Random(5)
-    ways: dict[str, list[Sample]] = {"generate_batch": [], "engine": [], "http": []}
-    for repeat in range(arguments.repeats + 1):
-        for name, samples in ways.items():
-            prompts = [random_prompt(rng, PROMPT, peer) for _ in range(2 * n)]
+    """Return what `n` clients cost besides the model; steps sleep, for `times` seconds."""
+    rng, n_requests = random.Random(5), max(arguments.requests, 2 * n)
+    rows = []
+    for name in ("engine", "http"):
+        per_token, shares = [], []
+        for repeat in range(arguments.repeats + 1):
             if name == "http":
-                sample = clients(peer, n, 2 * n, seed=rng.randrange(10**9))
+                before = iteration_s(peer)
+                sample = clients(peer, n, n_requests, seed=rng.randrange(10**9))
+                in_steps = iteration_s(peer) - before
             else:
-                sample = in_process(model, name, prompts, n)
+                prompts = [random_prompt(rng, PROMPT, peer) for _ in range(n_requests)]
+                with idle(times):
+                    sample, in_steps = in_engine(model, prompts, n)
             if repeat:
-                samples.append(sample)
-    per_token = {
-        name: statistics.median(1e6 * s.processor_s / s.tokens for s in samples)
-        for name, samples in ways.items()
-    }
-    return [
-        {
-            "test": f"overhead c{n}",
-            "server": name,
-            "processor_us_per_token": cost,
-            "more_than_the_one_before_us": cost - before,
-            "tokens_per_s": statistics.median(s.tokens / s.seconds for s in ways[name]),
-        }
-        for (name, cost), before in zip(
-            per_token.items(), [per_token["generate_batch"], *per_token.values()], strict=False
+                per_token.append(1e6 * sample.processor_s / sample.tokens)
+                shares.append(100 * sample.processor_s / in_steps)
+        rows.append(
+            {
+                "test": f"overhead c{n}",
+                "server": name,
+                "processor_us_per_token": statistics.median(per_token),
+                "percent_of_steps": statistics.median(shares),
+                "step_s": dict(times)[n],
+            }
         )
-    ]
+    return rows
 
 
-def in_process(model: nbflow.Model, way: str, prompts: list[list[int]], n: int) -> Sample:
-    before, began = time.process_time(), time.perf_counter()
-    if way == "engine":
-        with nbflow.Engine(model, max_sequences=n) as engine:
-            handles = [
-                engine.submit(model.make_request(p, NEW, "greedy", 0, True)) for p in prompts
-            ]
-            for handle in handles:
-                handle.result()
-    else:
-        for start in range(0, len(prompts), n):
-            model.generate_batch(prompts[start : start + n], max_tokens=NEW, ignore_eos=True)
-    seconds, processor_s = time.perf_counter() - began, time.process_time() - before
-    return Sample(seconds, NEW * len(prompts), processor_s=processor_s)
+def iteration_s(peer: Peer) -> float:
+    """Return the seconds that the steps of a server of ours have taken so far."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{peer.port}/metrics", timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    name = "vllm:iteration_seconds_total"
+    return sum(float(line.rsplit(" ", 1)[1]) for line in lines if line.startswith(name))
+
+
+def in_engine(model: nbflow.Model, prompts: list[list[int]], n: int) -> tuple[Sample, float]:
+    """Return a sample of an engine in this process, and the seconds of its steps."""
+    with nbflow.Engine(model, max_sequences=n) as engine:
+        before, began = time.process_time(), time.perf_counter()
+        handles = [engine.submit(model.make_request(p, NEW, "greedy", 0, True)) for p in prompts]
+        for handle in handles:
+            handle.result()
+        seconds, processor_s = time.perf_counter() - began, time.process_time() - before
+        sample = Sample(seconds, NEW * len(prompts), processor_s=processor_s)
+        return sample, engine.stats().step_seconds
 
 
 def prefix(peers: list[Peer], n_tokens: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -280,6 +301,29 @@ def prefix(peers: list[Peer], n_tokens: int, arguments: argparse.Namespace) -> l
             }
         )
     return rows
+
+
+def shared(peers: list[Peer], n_tokens: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+    """Return the time to the first token where prompts have so many tokens in common."""
+    rng = random.Random(11)
+    samples = {peer.name: (Sample(0.0, 0), Sample(0.0, 0)) for peer in peers}
+    for _ in range(arguments.repeats + 1):
+        for peer in peers:
+            known = random_prompt(rng, n_tokens, peer)
+            first, *later = (known + random_prompt(rng, OWN, peer) for _ in range(4))
+            new, seen = samples[peer.name]
+            asyncio.run(ask(peer.port, first, 1, new))
+            for prompt in later:
+                asyncio.run(ask(peer.port, prompt, 1, seen))
+    return [
+        {
+            "test": f"shared {n_tokens}",
+            "server": name,
+            "first_token_s_new": statistics.median(new.first_s[1:]),  # the first one warms up
+            "first_token_s_seen": statistics.median(seen.first_s[3:]),
+        }
+        for name, (new, seen) in samples.items()
+    ]
 
 
 # ---- results ------------------------------------------------------------------------------------
@@ -365,6 +409,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a GGUF file, instead of random weights")
     parser.add_argument("--activations", default="int8", help="ours; llama.cpp's are int8")
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32])
+    parser.add_argument("--shared", type=int, nargs="*", default=[], help="tokens in common")
     parser.add_argument("--requests", type=int, default=16, help="of a run, at least")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -395,8 +440,8 @@ def main() -> None:
 
 def measure_all(path: Path, results: Results, arguments: argparse.Namespace) -> None:
     """Start the servers and make every measurement that is missing."""
+    spec = planned_model(path).spec
     with contextlib.ExitStack() as stack:
-        spec = planned_model(path).spec
         n_long = min(LONG, spec.max_context // 64 * 64 - 64)
         peers = [stack.enter_context(started(*ours(path, arguments), spec.vocab_size))]
         if arguments.llama_server:
@@ -406,13 +451,24 @@ def measure_all(path: Path, results: Results, arguments: argparse.Namespace) -> 
         for n in arguments.clients:
             results.measure(f"c{n}", names, partial(throughput, peers, n, arguments))
         results.measure(f"prefix {n_long}", names, partial(prefix, peers, n_long, arguments))
+        for n in arguments.shared:
+            results.measure(f"shared {n}", names, partial(shared, peers, n, arguments))
+    with contextlib.ExitStack() as stack:
 
-        def compare() -> list[dict[str, Any]]:
+        @cache  # only if a measurement is missing
+        def idle_server() -> tuple[Peer, nbflow.Model, Times]:
             options = {"activations": arguments.activations, "threads": arguments.threads}
-            with nbflow.load(path, **options) as model:
-                return overhead(peers[0], model, arguments)
+            model = stack.enter_context(nbflow.load(path, **options))
+            times = step_times(model, arguments.clients)
+            server = started(*ours(path, arguments, times), spec.vocab_size)
+            return stack.enter_context(server), model, times
 
-        results.measure(f"overhead c{max(arguments.clients)}", ["http"], compare)
+        for n in arguments.clients:
+            results.measure(
+                f"overhead c{n}",
+                ["engine", "http"],
+                lambda n=n: overhead(*idle_server(), n, arguments),
+            )
 
 
 if __name__ == "__main__":

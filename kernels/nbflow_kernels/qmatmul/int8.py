@@ -19,6 +19,7 @@ import numpy as np
 
 from nbflow_kernels import simd, simd_bytes, simd_tiles
 from nbflow_kernels._jit import njit
+from nbflow_kernels.lanes import prefetch
 from nbflow_kernels.qmatmul.finish import finish
 from nbflow_kernels.quants.packed import PackedForm
 from nbflow_kernels.quants.unpack import (
@@ -31,7 +32,9 @@ from nbflow_kernels.quants.unpack import (
 )
 
 TOKENS = 4  # of a register tile of `many_rows`, with 2 row groups
-FEW = (1, 4, 8)  # tokens of the kernels of `few_rows`
+FEW = {4: 16, 8: 64}  # most tokens for `few_rows`, by bits; 8 where codes take more to unpack
+AHEAD_BYTES = 8192  # that `few_rows` asks for before it comes to them
+LINE = 64  # bytes of a cache line
 
 
 def piece_vectors(form: PackedForm) -> int:
@@ -41,18 +44,21 @@ def piece_vectors(form: PackedForm) -> int:
 
 def kernel_for(form: PackedForm, n_tokens: int) -> Any:
     """Return the kernel for a number of rows of activations."""
-    for tokens in FEW:
-        if n_tokens <= tokens:
-            return few_rows(form, tokens)
-    return many_rows(form)
+    if n_tokens > (8 if form.values is not None else FEW.get(form.bits, 8)):
+        return many_rows(form)
+    if n_tokens == 1:
+        return few_rows(form, 1)
+    return few_rows(form, 4 if n_tokens <= 4 or 8 < n_tokens <= 12 else 8)
 
 
 @functools.cache
 def few_rows(form: PackedForm, tokens: int) -> Any:
-    """Return the kernel for up to `tokens` rows of activations and row groups [start, stop).
+    """Return the kernel that takes `tokens` rows at a time, of row groups [start, stop).
 
-    Codes are taken from memory to registers and multiplied by all rows; there is one stream through
-    the weights, and no software prefetch: on Zen 4 it takes up to half of the speed.
+    Codes are taken from memory to registers and multiplied by these rows; further rows find the
+    group in the cache.  There is one stream through the weights.  One row leaves the processor
+    enough room to read ahead by itself.  With several, the products of a few pieces fill its
+    window, and it would compute and wait in turn: memory is asked for `AHEAD_BYTES` before.
     """
     vectors, has_base, zero = piece_vectors(form), form.base != "none", np.int32(-form.zero)
     units, pieces, block_bytes = (
@@ -62,6 +68,7 @@ def few_rows(form: PackedForm, tokens: int) -> Any:
     )
     per_scale, several_d = form.sub_block // (4 * vectors), form.block != form.d_block
     halves, bits = 1 if vectors == 4 else 0, 8 if form.values is not None else form.bits
+    lines = -(-block_bytes // (units * LINE)) if tokens > 1 else 0  # to ask for with each unit
 
     @njit
     def kernel(
@@ -69,48 +76,54 @@ def few_rows(form: PackedForm, tokens: int) -> Any:
         accumulate: Any, out: Any, start: Any, stop: Any,
     ) -> None:  # fmt: skip
         n_pieces = n_blocks * units * pieces
-        starts = np.empty((tokens, n_pieces), np.int32)
-        weighted = np.empty((tokens, n_pieces), np.float32)
-        for t in range(tokens):
+        room = (n_tokens + tokens - 1) // tokens * tokens
+        starts = np.empty((room, n_pieces), np.int32)
+        weighted = np.empty((room, n_pieces), np.float32)
+        for t in range(room):
             for i in range(n_pieces):
                 starts[t, i] = zero * sums[t, i]
                 weighted[t, i] = scales[t, i >> halves] * np.float32(sums[t, i])
         result = np.empty((tokens, 16), np.float32)
         x_step, d_step, n_step = x.strides[0], scales.strides[0], 4 * n_pieces
         for group in range(start, stop):
-            at = simd.address(packed) + group * n_blocks * block_bytes
-            x_at, d_at = simd.address(x), simd.address(scales)
-            starts_at, weighted_at = simd.address(starts), simd.address(weighted)
-            total, bases = simd_tiles.zeros(1, tokens), simd_tiles.zeros(1, tokens)
-            piece = 0
-            for _ in range(n_blocks):
-                d, m = d_of(form, at, 0), m_of(form, at, 0)
-                for unit in range(units):
-                    unit_at = unit_of(form, at, unit)
-                    for p in range(pieces):
-                        s = (unit * pieces + p) // per_scale
-                        if several_d:
-                            d, m = d_of(form, at, s), m_of(form, at, s)
-                        ints = simd_tiles.starts(1, tokens, starts_at + 4 * piece, n_step, 1)
-                        for v in range(vectors):
-                            u = codes(form, unit_at, p * vectors + v)
-                            ints = simd_tiles.dots(ints, u, 0, x_at + 4 * v, x_step, bits)
-                        scale, x_scale = scale_of(form, at, s, d), d_at + 4 * (piece >> halves)
-                        total = simd_tiles.scaled(total, ints, scale, 0, x_scale, d_step)
-                        if has_base:
-                            base = base_of(form, at, s, m)
-                            bases = simd_tiles.outer(
-                                bases, base, 0, weighted_at + 4 * piece, n_step
-                            )
-                        x_at += 4 * vectors
-                        piece += 1
-                at += block_bytes
-            if has_base:
-                total = simd_tiles.add(total, bases)
-            simd_tiles.store(simd.address(result), total)
-            for t in range(n_tokens):
-                one = simd.load_f32(simd.address(result) + 64 * t)
-                finish(one, bias, accumulate, out, t, group)
+            for first in range(0, n_tokens, tokens):
+                at = simd.address(packed) + group * n_blocks * block_bytes
+                x_at, d_at = simd.address(x) + first * x_step, simd.address(scales) + first * d_step
+                starts_at = simd.address(starts) + first * n_step
+                weighted_at = simd.address(weighted) + first * n_step
+                total, bases = simd_tiles.zeros(1, tokens), simd_tiles.zeros(1, tokens)
+                piece = 0
+                for _ in range(n_blocks):
+                    d, m = d_of(form, at, 0), m_of(form, at, 0)
+                    for unit in range(units):
+                        if first == 0:
+                            for line in range(lines):
+                                prefetch(at + AHEAD_BYTES + LINE * (lines * unit + line))
+                        unit_at = unit_of(form, at, unit)
+                        for p in range(pieces):
+                            s = (unit * pieces + p) // per_scale
+                            if several_d:
+                                d, m = d_of(form, at, s), m_of(form, at, s)
+                            ints = simd_tiles.starts(1, tokens, starts_at + 4 * piece, n_step, 1)
+                            for v in range(vectors):
+                                u = codes(form, unit_at, p * vectors + v)
+                                ints = simd_tiles.dots(ints, u, 0, x_at + 4 * v, x_step, bits)
+                            scale, x_scale = scale_of(form, at, s, d), d_at + 4 * (piece >> halves)
+                            total = simd_tiles.scaled(total, ints, scale, 0, x_scale, d_step)
+                            if has_base:
+                                base = base_of(form, at, s, m)
+                                bases = simd_tiles.outer(
+                                    bases, base, 0, weighted_at + 4 * piece, n_step
+                                )
+                            x_at += 4 * vectors
+                            piece += 1
+                    at += block_bytes
+                if has_base:
+                    total = simd_tiles.add(total, bases)
+                simd_tiles.store(simd.address(result), total)
+                for t in range(min(tokens, n_tokens - first)):
+                    one = simd.load_f32(simd.address(result) + 64 * t)
+                    finish(one, bias, accumulate, out, first + t, group)
 
     return kernel
 
@@ -120,6 +133,7 @@ def many_rows(form: PackedForm) -> Any:
     """Return the kernel for many rows of activations and row groups [start, stop).
 
     The codes of two row groups are unpacked to bytes, then multiplied by `TOKENS` rows at a time.
+    Meanwhile the next two are asked for: unpacking alone would wait for the memory.
     """
     vectors, has_base, zero = piece_vectors(form), form.base != "none", -form.zero
     units, pieces = form.block // form.unit, form.unit // 4 // vectors
@@ -127,6 +141,7 @@ def many_rows(form: PackedForm) -> Any:
     per_scale, block = form.sub_block // (4 * vectors), form.block
     halves = 1 if vectors == 4 else 0
     bits = 8 if form.values is not None else form.bits
+    lines = -(-2 * block_bytes // (units * pieces * LINE))  # of two row groups, with each piece
 
     @njit
     def kernel(
@@ -172,7 +187,11 @@ def many_rows(form: PackedForm) -> Any:
                 total = simd_tiles.zeros(2, TOKENS)
                 bases = simd_tiles.zeros(2, TOKENS)
                 w_at = w_room
+                next_at = simd.address(packed) + (first + 2) * n_blocks * block_bytes
                 for piece in range(n_pieces):
+                    if token == 0:
+                        for line in range(lines):
+                            prefetch(next_at + LINE * (lines * piece + line))
                     ints = simd_tiles.starts(2, TOKENS, n_at + 4 * piece, n_step, zero)
                     for v in range(vectors):
                         ints = simd_tiles.dots(
