@@ -42,9 +42,9 @@ def read_units(m: Machine, leaders: Any, at: Any, what: str) -> Any:
     if region.cells is not None:
         for warp in range(4):
             lanes = who + 32 * warp
-            check_proxy(m, region, lanes, places, what)
             for race in region.cells.read(m, lanes, places, UNIT, mark=warp == 0)[:1]:
                 m.memory.race(region, lanes, places, race, what)
+            check_proxy(m, region, lanes, places, what)
         m.warpgroups.begin_reads(m, leaders, words.reshape(n_groups, -1))
     return region.view[8][words].view(np.uint8).reshape(n_groups, n_units, UNIT)
 
