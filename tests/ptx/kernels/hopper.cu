@@ -442,3 +442,59 @@ PLANT(race, handed)
 PLANT(race, copies)
 extern "C" __global__ void race_released(const uint4* x, float* y) { released<false>(x, y, 4); }
 extern "C" __global__ void race_released_ok(const uint4* x, float* y) { released<true>(x, y, 4); }
+
+// ---- a product of 128 x 8 by warpgroups that have roles: one thread copies, two warpgroups multiply
+
+template <int N> __device__ void meet(int number) {
+  ASM("bar.sync %0, %1;" ::"r"(number), "n"(N) : "memory");
+}
+
+// Step k of block b takes 4096 bytes of A and 256 of B, as the products take them.
+extern "C" __global__ void __launch_bounds__(384) pipeline(const uint4* a, const uint4* b, float* y,
+                                                           int n) {
+  constexpr int STAGES = 3;
+  struct Stage { uint4 a[256]; uint4 b[16]; };
+  extern __shared__ __align__(1024) Stage stages[];
+  __shared__ u64 full[STAGES], empty[STAGES];
+  int role = threadIdx.x / 128;
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; ++s) init(full + s, 1), init(empty + s, 2);
+    publish();
+  }
+  __syncthreads();
+  if (role == 2) {
+    ASM("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (threadIdx.x < 288 && elected()) {
+      for (int k = 0; k < n; ++k) {
+        Stage& stage = stages[k % STAGES];
+        u64* bar = full + k % STAGES;
+        wait(empty + k % STAGES, k / STAGES & 1 ^ 1);
+        expect(bar, sizeof(Stage));
+        bulk(stage.a, a + 256 * (n * blockIdx.x + k), sizeof stage.a, bar);
+        bulk(stage.b, b + 16 * k, sizeof stage.b, bar);
+      }
+    }
+    return;
+  }
+  ASM("setmaxnreg.inc.sync.aligned.u32 232;");
+  float d[4] = {};
+  for (int k = 0; k < n; ++k) {
+    Stage& stage = stages[k % STAGES];
+    wait(full + k % STAGES, k / STAGES & 1);
+    begin();
+    product(d, plain(stage.a + 128 * role, 1024), plain(stage.b, 128));
+    commit();
+    finish<1>();  // the product before this one is done: its stage may be filled again
+    if (k && threadIdx.x % 128 == 0) arrive(empty + (k - 1) % STAGES);
+  }
+  finish<0>();
+  // both warpgroups put their parts where the stages were
+  meet<256>(1);
+  float* out = (float*)stages[0].b;
+  for (int i = 0; i < 4; ++i) {
+    int row = 16 * (threadIdx.x / 32) + threadIdx.x % 32 / 4 + 8 * (i / 2);
+    out[8 * row + 2 * (threadIdx.x % 4) + i % 2] = d[i];
+  }
+  meet<256>(1);
+  for (int i = threadIdx.x; i < 1024; i += 256) y[1024 * blockIdx.x + i] = out[i];
+}
