@@ -56,13 +56,13 @@ def check_proxy(m: Machine, region: Region, lanes: Any, places: Any, what: str) 
         return
     for c in cells.cells_of(places, UNIT):
         at = cells.w_at[c]
-        j = np.flatnonzero(at > 0)
-        if not j.size:
+        stored = [s for s in np.unique(at).tolist() if s and not m.is_asynchronous(s)]
+        if not stored:
             continue
+        j = np.flatnonzero(np.isin(at, stored))
         j = j[~_seen(m, lanes[j], cells.w_who[c[j]], at[j])]
-        stored = [k for k in j.tolist() if not m.is_asynchronous(int(at[k]))]
-        if stored:
-            k = stored[0]
+        if j.size:
+            k = int(j[0])
             m.memory.fault(
                 "proxy", region, lanes, places, k,
                 f"{what} of bytes stored without a fence.proxy.async since",
