@@ -39,7 +39,9 @@ def test_every_row_and_head_is_worked_on_once(threads: int) -> None:
     paged = Paged(np.random.default_rng(1), MIXED, (6, 3, 16), 16)
     plan = paged.plan(BatchPrefillWithPagedKVCacheWrapper(), ROWS, window_left=90)
     seen = np.zeros((ROWS[-1], 3, 200), int)
-    for request, row, n_rows, head, position, first, end, partial, cost in plan.items.tolist():
+    assert not any(column(plan, "shared"))
+    items = plan.items[:, :9].tolist()
+    for request, row, n_rows, head, position, first, end, partial, cost in items:
         assert ROWS[request] <= row
         assert row + n_rows <= ROWS[request + 1]
         assert position == MIXED[request] - NEW[request] + row - ROWS[request]

@@ -9,7 +9,8 @@ import numpy as np
 from nbflow_kernels import simd
 from nbflow_kernels._jit import njit, part
 from nbflow_kernels.attention import layout as at
-from nbflow_kernels.lanes import read_i32, read_i64, read_word, write_i64
+from nbflow_kernels.attention.layout import CHUNK
+from nbflow_kernels.lanes import allocate, read_i32, read_i64, read_word, release, write_i64
 
 # Reading a key and its value costs about what the sums of four query vectors cost; starting an
 # item costs as much as a chunk of keys for one vector.
@@ -38,7 +39,7 @@ def share_out(items: Any, n_items: Any, total: Any, shares: Any, n_shares: Any) 
 @part
 def write_item(
     place: Any, request: Any, row: Any, rows: Any, head: Any, position: Any, first: Any, end: Any,
-    partial: Any, cost: Any,
+    partial: Any, cost: Any, shared: Any,
 ) -> None:  # fmt: skip
     """Write a row of the table of items."""
     write_i64(place, request)
@@ -50,6 +51,49 @@ def write_item(
     write_i64(place + 48, end)
     write_i64(place + 56, partial)
     write_i64(place + 64, cost)
+    write_i64(place + 72, shared)
+
+
+@part
+def count_shared(
+    header: Any, rows_at: Any, kv_indptr: Any, kv_indices: Any, lens_at: Any, b: Any
+) -> Any:
+    """Return how many first keys of requests `b` and `b` - 1 lie on the same pages.
+
+    Whole chunks, all of which every row of the two sees; each has keys of its own behind them.
+    """
+    row = read_i32(rows_at + 4 * b)
+    n_rows, rows_before = read_i32(rows_at + 4 * b + 4) - row, row - read_i32(rows_at + 4 * b - 4)
+    if n_rows == 0 or rows_before == 0:
+        return np.int64(0)
+    kv_len, len_before = read_i32(lens_at + 4 * b), read_i32(lens_at + 4 * b - 4)
+    most = min(kv_len, len_before) - 1
+    if read_word(header, at.CAUSAL) != 0:
+        most = min(most, min(kv_len - n_rows, len_before - rows_before) + 1)
+    start = read_i32(kv_indptr + 4 * b)
+    before = read_i32(kv_indptr + 4 * b - 4)
+    page_size, n = read_word(header, at.PAGE_SIZE), np.int64(0)
+    while n < most and read_i32(kv_indices + 4 * start) == read_i32(kv_indices + 4 * before):
+        start, before, n = start + 1, before + 1, n + page_size
+    return max(min(n, most), np.int64(0)) // CHUNK * CHUNK
+
+
+@part
+def gather(alike: Any, rows_at: Any, b: Any, n_requests: Any, tile_rows: Any, most: Any) -> Any:
+    """Return how many requests from `b` on go together, and how many keys they share.
+
+    One more joins where that saves reading: n requests that share P keys save (n - 1) P of them.
+    """
+    n, shared = np.int64(1), np.int64(0)
+    while b + n < n_requests and n < most:
+        common = read_i64(alike + 8 * (b + n))
+        if n > 1:
+            common = min(common, shared)
+        n_rows = read_i32(rows_at + 4 * (b + n) + 4) - read_i32(rows_at + 4 * b)
+        if common == 0 or n_rows > tile_rows or n * common < (n - 1) * shared:
+            break
+        n, shared = n + 1, common
+    return n, shared
 
 
 @njit
@@ -68,14 +112,53 @@ def divide(
     window, causal = read_word(header, at.WINDOW), read_word(header, at.CAUSAL)
     split = read_word(header, at.SPLIT_KEYS)
     may_split = read_word(header, at.MAY_SPLIT) != 0 and n_threads > 1
+    may_share = read_word(header, at.MAY_SHARE) != 0 and window < 0
+    for place in (at.MASK, at.SLOPES, at.BIAS, at.ROPE):  # what depends on the request
+        may_share = may_share and read_word(header, place) == 0
     tile_rows = max(1, at.TILE_VECTORS // group)
     rows_at, lens_at = simd.address(qo_indptr), simd.address(kv_lens)
     n_items, n_merges, n_partials = np.int64(0), np.int64(0), np.int64(0)
     total, pairs, most, piece = np.int64(0), np.int64(0), np.int64(1), np.int64(0)
+    n_requests = len(kv_lens)
+    alike = allocate(8 * n_requests + 8)
+    for b in range(n_requests):
+        shared = np.int64(0)
+        if b > 0 and may_share:
+            shared = count_shared(
+                header, rows_at, simd.address(kv_indptr), simd.address(kv_indices), lens_at, b
+            )
+        write_i64(alike + 8 * b, shared)
+    together = max(np.int64(1), n_requests * G // n_threads)  # so that all threads have an item
     # head -1 only counts, so that the cost of all is known before the keys of a tile are divided
     for head in range(-1, G):
-        for b in range(len(kv_lens)):
+        next_request = np.int64(0)
+        for b in range(n_requests):
+            if b < next_request:
+                continue
             row, kv_len = read_i32(rows_at + 4 * b), read_i32(lens_at + 4 * b)
+            n, shared = gather(alike, rows_at, b, n_requests, tile_rows, together)
+            if n > 1:
+                next_request = b + n
+                rows, cost, end = np.int64(0), shared * KEY_COST + ITEM_COST, np.int64(0)
+                for i in range(b, b + n):
+                    own, keys = read_i32(rows_at + 4 * i + 4), read_i32(lens_at + 4 * i)
+                    own -= read_i32(rows_at + 4 * i)
+                    rows, end = rows + own, max(end, keys)
+                    cost += keys * own * group + (keys - shared) * KEY_COST
+                    if head < 0:
+                        pairs += keys * own * group
+                most = max(most, rows * group)
+                if head < 0:
+                    total += cost
+                    continue
+                if n_items < read_word(header, at.ITEM_ROOM):
+                    position = kv_len - (read_i32(rows_at + 4 * b + 4) - row)
+                    write_item(
+                        items + at.ITEM_BYTES * n_items, b, row, rows, head, position, 0, end, -1,
+                        cost, shared,
+                    )  # fmt: skip
+                n_items += 1
+                continue
             end_row = read_i32(rows_at + 4 * b + 4)
             position = kv_len - (end_row - row)
             while row < end_row:
@@ -106,7 +189,7 @@ def divide(
                     if n_items < read_word(header, at.ITEM_ROOM):
                         write_item(
                             items + at.ITEM_BYTES * n_items, b, row, rows, head, position, first,
-                            stop, partial, (stop - first) * each + ITEM_COST,
+                            stop, partial, (stop - first) * each + ITEM_COST, 0,
                         )  # fmt: skip
                     n_items += 1
                     first = stop
@@ -125,6 +208,7 @@ def divide(
         if head < 0:
             total *= G
             piece = total // (PIECES_PER_THREAD * n_threads)
+    release(alike)
     n_shares = max(min(n_threads, n_items), 1)
     if n_items <= read_word(header, at.ITEM_ROOM):
         share_out(items, n_items, total, read_word(header, at.SHARES), n_shares)

@@ -7,6 +7,12 @@ sums start anew, and the partial results are added in order.  Whatever the tile,
 size, the team of threads and the division into items, the additions that lead to one output element
 are the same and in the same order, so a row's result is the same bit for bit.
 
+An item may also hold the rows of several requests that begin with the same pages: it walks over the
+keys on these once, with all rows, and then over each request's own keys with its rows.
+
+The rows of an item may also be those of several requests that begin with the same pages: the item
+walks over the shared keys with all of them, then over each request's own keys with its rows.
+
 All memory is used by address: arrays as arguments would take the compiler several times as long.
 Each query vector of a tile has a record of 64 bytes at ``state + 64 * m``, see the offsets below.
 """
@@ -149,6 +155,17 @@ def join_rows(
         copy_row(source, kind, read_i64(value), n_more, place + 4 * n, padded - n)
         write_i64(key, place)
         write_i64(value, place)
+
+
+@part
+def fill_ends(table: Any, first: Any, last: Any) -> None:
+    """Give keys beside [first, last) an address: tiles of four keys may reach over the ends."""
+    for j in range(first // 4 * 4, first):
+        write_i64(table + 8 * j, read_word(table, first))
+    for j in range(last, (last + 3) // 4 * 4):
+        write_i64(table + 8 * j, read_i64(table + 8 * (last - 1)))
+    for j in range(first // 16 * 16, first):
+        write_i64(table + 8 * j, read_word(table, first))
 
 
 # ---- one chunk ----------------------------------------------------------------------------------
@@ -331,6 +348,38 @@ def load_queries(
 
 
 @part
+def limit_rows(header: Any, request: Any, row: Any, end_row: Any, group: Any, record: Any) -> None:
+    """Write which keys the rows of an item see, and that no split is finished."""
+    window = read_word(header, at.WINDOW)
+    while row < end_row:
+        rows, position, _ = own_part(header, request, row, end_row, 0)
+        kv_len = read_i32(read_word(header, at.KV_LENS) + 4 * request)
+        for m in range(rows * group):
+            here = position + m // group
+            write_i64(record + LOW, max(0, here - window) if window >= 0 else 0)
+            seen = kv_len
+            if read_word(header, at.CAUSAL) != 0:
+                seen = max(np.int64(0), min(kv_len, here + 1))
+            write_i64(record + HIGH, seen)
+            write_f32(record + RUN_TOP, HIDDEN)
+            write_f32(record + RUN_TOTAL, 0.0)
+            record += RECORD
+        request, row = request + 1, row + rows
+
+
+@part
+def own_part(header: Any, request: Any, row: Any, end_row: Any, end_key: Any) -> Any:
+    """Return how many rows of an item are a request's, the first one's position, their last key."""
+    kv_len = read_i32(read_word(header, at.KV_LENS) + 4 * request)
+    own_end = read_i32(read_word(header, at.QO_INDPTR) + 4 * request + 4)
+    rows, position = min(own_end, end_row) - row, kv_len - (own_end - row)
+    end = min(end_key, kv_len)
+    if read_word(header, at.CAUSAL) != 0:
+        end = min(end, position + rows)
+    return rows, position, end
+
+
+@part
 def reset(M: Any, acc: Any, row_bytes: Any, state: Any) -> None:
     """Empty the accumulators."""
     for m in range(M):
@@ -417,9 +466,8 @@ def attend_items(
     H, most = read_word(header, at.QO_HEADS), read_word(header, at.MOST)
     group = H // read_word(header, at.KV_HEADS)
     D_qk, D_vo = read_word(header, at.DIM_QK), read_word(header, at.DIM_VO)
-    page_size, window = read_word(header, at.PAGE_SIZE), read_word(header, at.WINDOW)
-    split, rope = read_word(header, at.SPLIT_KEYS), read_word(header, at.ROPE)
-    latent = read_word(header, at.LATENT)
+    page_size, split = read_word(header, at.PAGE_SIZE), read_word(header, at.SPLIT_KEYS)
+    rope, latent = read_word(header, at.ROPE), read_word(header, at.LATENT)
     wide_qk, wide_vo = (D_qk + 15) // 16 * 16, (D_vo + 15) // 16 * 16
     qk_bytes, vo_bytes = 4 * wide_qk, 4 * wide_vo
     packed_bytes = CHUNK * (qk_bytes + vo_bytes) if k_pack or v_pack else 0
@@ -442,84 +490,85 @@ def attend_items(
     for item in range(first_item, end_item):
         fields = read_word(header, at.ITEMS) + at.ITEM_BYTES * item
         request, row = read_i64(fields), read_i64(fields + 8)
-        M, head = read_i64(fields + 16) * group, read_i64(fields + 24)
-        position, begin = read_i64(fields + 32), read_i64(fields + 40)
-        end, partial = read_i64(fields + 48), read_i64(fields + 56)
-        kv_len = read_i32(read_word(header, at.KV_LENS) + 4 * request)
-        pages = read_i32(read_word(header, at.KV_INDPTR) + 4 * request)
-        pages = read_word(header, at.KV_INDICES) + 4 * pages
+        end_row, head = row + read_i64(fields + 16), read_i64(fields + 24)
+        begin, end_key = read_i64(fields + 40), read_i64(fields + 48)
+        partial, shared = read_i64(fields + 56), read_i64(fields + 72)
         k_head, v_head = k + head * strides[2], v + head * strides[6]
-        several = end > (begin // split + 1) * split
-        load_queries(header, k_source, q, q_row_bytes, M, group, row, head, position, q_tile,
-                     wide_qk)  # fmt: skip
+        border = (begin // split + 1) * split
+        M, tile, together = (end_row - row) * group, np.int64(0), shared > 0
+        load_queries(header, k_source, q, q_row_bytes, M, group, row, head, read_i64(fields + 32),
+                     q_tile, wide_qk)  # fmt: skip
         reset(M, acc, vo_bytes, state)
-        for m in range(M):
-            here, record = position + m // group, state + RECORD * m
-            write_i64(record + LOW, max(0, here - window) if window >= 0 else 0)
-            seen = kv_len
-            if read_word(header, at.CAUSAL) != 0:
-                seen = max(np.int64(0), min(kv_len, here + 1))
-            write_i64(record + HIGH, seen)
-            write_f32(record + RUN_TOP, HIDDEN)
-            write_f32(record + RUN_TOTAL, 0.0)
-        key, now, ahead = begin, tables, tables + 2 * TABLE
-        stop_key = min(min(key // CHUNK * CHUNK + CHUNK, end), (key // split + 1) * split)
-        if key < end:
-            find_rows(pages, page_size, key, stop_key, k_head, v_head, strides, now)
-        while key < end:
-            # Only keys that some row sees have addresses: others may lie on pages given back.
-            base, next_base = key // CHUNK * CHUNK, stop_key // CHUNK * CHUNK
-            next_stop = min(min(next_base + CHUNK, end), (stop_key // split + 1) * split)
-            if stop_key < next_stop:
-                find_rows(pages, page_size, stop_key, next_stop, k_head, v_head, strides, ahead)
-            # What is read half a chunk later is asked for now, in whole chunks.  Values that are
-            # packed are read at once: then both halves ask for the next chunk.
-            fetch_1, n_1 = now + TABLE, strides[7] if stop_key - key == CHUNK else 0
-            fetch_2, n_2 = ahead, strides[3] if next_stop - stop_key == CHUNK else 0
-            if v_pack:
-                fetch_1, n_1 = ahead, n_2
-                fetch_2, n_2 = ahead + TABLE, strides[7] if n_2 != 0 else 0
-            first, last = key - base, stop_key - base
-            if k_pack and latent:
-                join_rows(k_source, k_kind, now, first, last, D_vo, D_qk - D_vo, packed, wide_qk)
-            elif k_pack:
-                pack_rows(k_source, k_kind, now, first, last, D_qk, packed, wide_qk)
-                if rope != 0:
-                    for j in range(first, last):
-                        rotate(k_source, packed + j * qk_bytes, rope + 4 * D_qk * (base + j),
-                               D_qk // 2)  # fmt: skip
-            if v_pack and not latent:
-                pack_rows(v_source, v_kind, now + TABLE, first, last, D_vo,
-                          packed + CHUNK * qk_bytes, wide_vo)  # fmt: skip
-            # tiles of four keys may reach over the ends
-            for j in range(first // 4 * 4, first):
-                write_i64(now + 8 * j, read_word(now, first))
-            for j in range(last, (last + 3) // 4 * 4):
-                write_i64(now + 8 * j, read_i64(now + 8 * (last - 1)))
-            for j in range(first // 16 * 16, first):
-                write_i64(now + 8 * j, read_word(now, first))
-            for m in range(M):
-                record = state + RECORD * m
-                seen = max(read_i64(record + LOW) - base, first)
-                write_i64(record + FIRST, seen)
-                write_i64(record + LAST, max(seen, min(read_i64(record + HIGH) - base, last)))
-            score_chunk(k_like, M, q_tile, qk_bytes, now, state, s, room, fetch_1, n_1)
-            weigh_chunk(header, cap, M, group, head, request, row, position, base, s, state, ramp)
-            mix_chunk(v_like, M, acc, vo_bytes, state, s, now + TABLE, fetch_2, n_2)
-            if several and (stop_key == end or stop_key % split == 0):
-                fold_split(M, running, acc, vo_bytes, state)
-            key, stop_key, now, ahead = stop_key, next_stop, ahead, now
-        if partial >= 0:
-            place = partial * (vo_bytes + 4 * at.PARTIAL_TAIL)
-            store_partial(M, acc, vo_bytes, state, read_word(header, at.PARTIALS) + place)
-            continue
-        for m in range(M):
-            record, done = state + RECORD * m, acc + m * vo_bytes
-            top, total = read_f32(record + TOP), read_f32(record + TOTAL)
-            if several and read_f32(record + RUN_TOP) != HIDDEN:
-                top, total = read_f32(record + RUN_TOP), read_f32(record + RUN_TOTAL)
-                done = running + m * vo_bytes
-            finish(header, done, top, total, row + m // group, head * group + m % group, out, lse)
+        limit_rows(header, request, row, end_row, group, state)
+        while row < end_row:  # first over the shared keys with all rows, then request by request
+            pages = read_i32(read_word(header, at.KV_INDPTR) + 4 * request)
+            pages = read_word(header, at.KV_INDICES) + 4 * pages
+            rows, position, end = own_part(header, request, row, end_row, end_key)
+            if together:
+                end = shared
+            else:
+                M = rows * group
+            several = together or end > border
+            sums, records = acc + tile * vo_bytes, state + tile * RECORD
+            key, now, ahead = begin, tables, tables + 2 * TABLE
+            stop_key = min(min(key // CHUNK * CHUNK + CHUNK, end), (key // split + 1) * split)
+            if key < end:
+                find_rows(pages, page_size, key, stop_key, k_head, v_head, strides, now)
+            while key < end:
+                # Only keys that some row sees have addresses: others may lie on pages given back.
+                base, next_base = key // CHUNK * CHUNK, stop_key // CHUNK * CHUNK
+                next_stop = min(min(next_base + CHUNK, end), (stop_key // split + 1) * split)
+                if stop_key < next_stop:
+                    find_rows(pages, page_size, stop_key, next_stop, k_head, v_head, strides, ahead)
+                # What is read half a chunk later is asked for now, in whole chunks.  Values that
+                # are packed are read at once: then both halves ask for the next chunk.
+                fetch_1, n_1 = now + TABLE, strides[7] if stop_key - key == CHUNK else 0
+                fetch_2, n_2 = ahead, strides[3] if next_stop - stop_key == CHUNK else 0
+                if v_pack:
+                    fetch_1, n_1 = ahead, n_2
+                    fetch_2, n_2 = ahead + TABLE, strides[7] if n_2 != 0 else 0
+                first, last = key - base, stop_key - base
+                if k_pack and latent:
+                    join_rows(k_source, k_kind, now, first, last, D_vo, D_qk - D_vo, packed,
+                              wide_qk)  # fmt: skip
+                elif k_pack:
+                    pack_rows(k_source, k_kind, now, first, last, D_qk, packed, wide_qk)
+                    if rope != 0:
+                        for j in range(first, last):
+                            rotate(k_source, packed + j * qk_bytes, rope + 4 * D_qk * (base + j),
+                                   D_qk // 2)  # fmt: skip
+                if v_pack and not latent:
+                    pack_rows(v_source, v_kind, now + TABLE, first, last, D_vo,
+                              packed + CHUNK * qk_bytes, wide_vo)  # fmt: skip
+                fill_ends(now, first, last)
+                for m in range(M):
+                    record = records + RECORD * m
+                    seen = max(read_i64(record + LOW) - base, first)
+                    write_i64(record + FIRST, seen)
+                    write_i64(record + LAST, max(seen, min(read_i64(record + HIGH) - base, last)))
+                score_chunk(k_like, M, q_tile + tile * qk_bytes, qk_bytes, now, records, s, room,
+                            fetch_1, n_1)  # fmt: skip
+                weigh_chunk(header, cap, M, group, head, request, row, position, base, s, records,
+                            ramp)  # fmt: skip
+                mix_chunk(v_like, M, sums, vo_bytes, records, s, now + TABLE, fetch_2, n_2)
+                if several and (stop_key % split == 0 or (stop_key == end and not together)):
+                    fold_split(M, running + tile * vo_bytes, sums, vo_bytes, records)
+                key, stop_key, now, ahead = stop_key, next_stop, ahead, now
+            if together:
+                together, begin = False, shared
+                continue
+            if partial >= 0:
+                place = partial * (vo_bytes + 4 * at.PARTIAL_TAIL)
+                store_partial(M, sums, vo_bytes, records, read_word(header, at.PARTIALS) + place)
+            for m in range(M if partial < 0 else 0):
+                record, done = records + RECORD * m, sums + m * vo_bytes
+                top, total = read_f32(record + TOP), read_f32(record + TOTAL)
+                if several and read_f32(record + RUN_TOP) != HIDDEN:
+                    top, total = read_f32(record + RUN_TOP), read_f32(record + RUN_TOTAL)
+                    done = running + (tile + m) * vo_bytes
+                finish(header, done, top, total, row + m // group, head * group + m % group, out,
+                       lse)  # fmt: skip
+            request, row, tile = request + 1, row + rows, tile + M
     release(memory)
 
 

@@ -68,11 +68,14 @@ BIAS_BYTES = 32
 """Bytes of BIAS from head to head."""
 ARRIVED = 33
 """int32, zeros between launches: how many splits of a divided tile are finished.  Devices only."""
+MAY_SHARE = 34
+"""Whether pages that requests have in common may be read once for all of them."""
 HEADER_SIZE = 40
 
 # ---- columns of the table of items and of the table of merges -----------------------------------
 ITEM_COLUMNS = (
     "request", "row", "n_rows", "kv_head", "position", "first_key", "end_key", "partial", "cost",
+    "shared",
 )  # fmt: skip
 MERGE_COLUMNS = ("row", "n_rows", "kv_head", "partial", "n_splits")
 ITEM_BYTES = 8 * len(ITEM_COLUMNS)

@@ -43,6 +43,8 @@ class Options:
     """Keys per partial result; 2048 by default."""
     disable_split_kv: bool = False
     """Whether a row's keys stay in one work item."""
+    disable_page_sharing: bool = False
+    """Whether pages that several requests have are read for each of them."""
 
     def __post_init__(self) -> None:
         if self.kv_layout not in LAYOUTS:

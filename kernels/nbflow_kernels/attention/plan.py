@@ -56,6 +56,9 @@ class AttentionPlan:
         Keys per partial result.
     may_split : bool
         Whether a row's keys may be divided among threads.  The bits of the results are the same.
+    may_share : bool
+        Whether requests beside each other that begin with the same pages may be one item, which
+        reads these once (on the CPU).  The bits are the same.
     """
 
     COLUMNS = ITEM_COLUMNS
@@ -73,6 +76,7 @@ class AttentionPlan:
         sm_scale: float,
         split_keys: int = SPLIT,
         may_split: bool = True,
+        may_share: bool = True,
     ) -> None:
         self.heads = heads
         self.kv_layout = kv_layout
@@ -102,16 +106,18 @@ class AttentionPlan:
         head[at.QO_HEADS], head[at.KV_HEADS], head[at.DIM_QK], head[at.DIM_VO] = heads
         head[at.PAGE_SIZE], head[at.WINDOW], head[at.CAUSAL] = page_size, self.window_left, causal
         head[at.SPLIT_KEYS], head[at.MAY_SPLIT] = split_keys, may_split
+        head[at.MAY_SHARE] = may_share
         self._factors = np.full(heads[0], sm_scale, np.float32)
         self.set_table(at.SCORE_FACTORS, self._factors)
 
     @property
     def items(self) -> np.ndarray:
-        """Return the work items, int64 (n_items, 9); `COLUMNS` names the columns.
+        """Return the work items, int64 (n_items, 10); `COLUMNS` names the columns.
 
         `request`; `row`, the first query row; `n_rows`; `kv_head`; `position` of the first row in
         its sequence; the keys `first_key` to `end_key`; `partial`, where the partial result goes,
-        -1 for a final one; `cost`, in sums of one query vector and one key.
+        -1 for a final one; `cost`, in sums of one query vector and one key; `shared`, how many
+        first keys the requests of the rows have in common, 0 where all rows are of one request.
         """
         return self._items[: self.n_items]
 
@@ -276,6 +282,7 @@ def make_plan(
         sm_scale=options.scale(heads[2]),
         split_keys=options.split_keys or SPLIT,
         may_split=not options.disable_split_kv,
+        may_share=not options.disable_page_sharing,
     )
     if masked:
         qo_lens = qo_indptr[1:] - qo_indptr[:-1]

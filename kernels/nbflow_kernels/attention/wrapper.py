@@ -82,9 +82,13 @@ class PagedWrapper:
         self._kv_format = extras.get("kv_format")
         self._dtypes = {name: extras.get(name) for name in ("q", "kv", "o")}
         split_off = options.pop("disable_split_kv", False) or self._variant is not None
+        sharing_off = options.pop("disable_page_sharing", False) or self._variant is not None
         self.current = make_plan(
             qo_indptr, indptr, indices, kv_lens, heads, page_size,
-            Options(kv_layout=self.kv_layout, disable_split_kv=split_off, **options),
+            Options(
+                kv_layout=self.kv_layout, disable_split_kv=split_off,
+                disable_page_sharing=sharing_off, **options,
+            ),
             custom_mask=extras.get("custom_mask"),
             packed_custom_mask=extras.get("packed_custom_mask"),
         )  # fmt: skip
@@ -232,6 +236,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         *,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
+        disable_page_sharing: bool = False,
         kv_format: str | None = None,
         variant: Any = None,
     ) -> AttentionPlan:
@@ -273,6 +278,10 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             Pages per partial result, in place of 2048 keys; other sizes give other last bits.
         disable_split_kv : bool
             Never divide the keys of a row among threads; the bits are the same.
+        disable_page_sharing : bool
+            Read the pages of every request for itself.  On the CPU requests beside each other that
+            begin with the same pages share the work on these, as in a cascade; the bits are the
+            same.
         kv_format : str, optional
             How the cache stores numbers where its dtype does not say it, e.g. ``"q8_0"``, or
             ``"q8_0/q4_0"`` for keys and values of formats of their own; see `kv_formats`.
@@ -309,6 +318,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
                 "rope_scale": rope_scale, "rope_theta": rope_theta,
                 "split_keys": keys_of(fixed_split_size, page_size),
                 "disable_split_kv": disable_split_kv,
+                "disable_page_sharing": disable_page_sharing,
             },
             {
                 "custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask,
@@ -466,6 +476,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         non_blocking: bool = True,
         fixed_split_size: int | None = None,
         disable_split_kv: bool = False,
+        disable_page_sharing: bool = False,
         q_len_per_req: int = 1,
         head_dim_vo: int | None = None,
         kv_format: str | None = None,
@@ -486,6 +497,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         pos_encoding_mode, window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta
             As in `single_prefill_with_kv_cache`.
         q_data_type, kv_data_type, o_data_type, non_blocking, fixed_split_size, disable_split_kv
+        disable_page_sharing
             As in `BatchPrefillWithPagedKVCacheWrapper.plan`.
         q_len_per_req : int
             Query rows of each request, causal among each other.
@@ -524,6 +536,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
                 "rope_scale": rope_scale, "rope_theta": rope_theta,
                 "split_keys": keys_of(fixed_split_size, page_size),
                 "disable_split_kv": disable_split_kv,
+                "disable_page_sharing": disable_page_sharing,
             },
             {
                 "kv_format": kv_format, "variant": variant, "q": q_data_type, "kv": kv_data_type,
