@@ -16,6 +16,7 @@ import numpy as np
 from nbflow_ptx.device import GLOBAL_BASE
 from nbflow_ptx.errors import ParseError, UnsupportedInstruction
 from nbflow_ptx.linker import Linked
+from nbflow_ptx.register_plan import RegisterPlan
 from nbflow_ptx.syntax import (
     Addr,
     Imm,
@@ -46,6 +47,7 @@ class Binder:
         self.kernel = kernel
         self.slots = {name: k for k, name in enumerate(kernel.registers)}
         self.kinds = list(kernel.registers.values())
+        self.plan = RegisterPlan(kernel)
 
     # What an instruction names ----------------------------------------------------------------
 

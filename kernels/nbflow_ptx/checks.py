@@ -29,6 +29,11 @@ class Checks:
     masks : bool
         Member masks that do not name the executing lane, name a lane that left, and shuffles that
         read a lane outside the mask.
+    wgmma : bool
+        A register that ``wgmma`` uses, touched before the wait; a ``wgmma.fence`` that is missing.
+    proxy : bool
+        Shared memory that threads stored and ``wgmma`` or a bulk copy uses, with no
+        ``fence.proxy.async`` between (needs the check of races, too).
     budget : int
         Instructions executed (for all threads of a group of blocks at once) before a kernel counts
         as endless.
@@ -41,6 +46,8 @@ class Checks:
     races: bool = True
     barrier: bool = True
     masks: bool = True
+    wgmma: bool = True
+    proxy: bool = True
     budget: int = 5_000_000
 
 
@@ -53,4 +60,6 @@ NO_CHECKS = Checks(
     races=False,
     barrier=False,
     masks=False,
+    wgmma=False,
+    proxy=False,
 )

@@ -16,7 +16,7 @@ SHARED_BASE = 1 << 40
 LOCAL_BASE = 2 << 40
 GLOBAL_BASE = 0x7E << 40
 #: Bits of a shadow byte.
-LIVE, WRITTEN, FREED, PENDING = 1, 2, 4, 8
+LIVE, WRITTEN, FREED, PENDING, READING = 1, 2, 4, 8, 16
 #: Bytes between allocations that belong to nobody.
 RED_ZONE = 512
 _ALIGN = 256

@@ -39,7 +39,7 @@ class Finding:
     ----------
     check : str
         Which check: ``bounds``, ``aligned``, ``freed``, ``uninitialised``, ``race``, ``barrier``,
-        ``masks``, ``budget``, ``assert`` or ``trap``.
+        ``masks``, ``wgmma``, ``proxy``, ``budget``, ``assert`` or ``trap``.
     message : str
         What happened, in one sentence.
     kernel, where, instruction : str

@@ -19,10 +19,12 @@ from nbflow_ptx.device import GLOBAL_BASE, LIVE, LOCAL_BASE, SHARED_BASE, Device
 from nbflow_ptx.errors import Finding, KernelFault
 from nbflow_ptx.instructions.access import Copies
 from nbflow_ptx.layout import Layout
-from nbflow_ptx.memory import Memory, Region
+from nbflow_ptx.mbarriers import Mbarriers
+from nbflow_ptx.memory import Memory, Region, is_everyone
 from nbflow_ptx.profile import Profile
 from nbflow_ptx.program import Program
 from nbflow_ptx.races import Cells, Clocks, Grid
+from nbflow_ptx.warpgroups import Warpgroups
 
 
 class Machine:
@@ -50,6 +52,8 @@ class Machine:
         self._registers()
         self.clocks = Clocks(self.n_blocks, self.warps_per_block, self.lanes, grid_state)
         self.copies = Copies(self.lanes)
+        self.mbarriers = Mbarriers(self)
+        self.warpgroups = Warpgroups(self)
         self.memory = self._memory(cells)
 
     def _threads(self, blocks: NDArray[np.int64]) -> None:
@@ -69,6 +73,8 @@ class Machine:
         self.warp_id = self.block_of * self.warps_per_block + in_block
         self.warp_bit = np.uint32(1) << in_block.astype(np.uint32)
         self.slot = self.warp_id * 32 + self.lane
+        self.group_of = self.block_of * -(-n // 128) + self.thread_of // 128  # its warpgroup
+        self.n_groups = self.n_blocks * -(-n // 128)
         self.alive = np.ones(self.lanes, np.bool_)
         self._special: dict[str, Any] = {}
 
@@ -124,6 +130,11 @@ class Machine:
             self.clocks.grid.fence[self.of(self.block_id, lanes)] = self.stamp
             self.clocks.grid.acquire[self.of(self.block_id, lanes)] = self.stamp
 
+    def is_asynchronous(self, stamp: int) -> bool:
+        """Return whether a bulk copy has this stamp."""
+        ins = self.program.kernel.code[self.stamps[stamp]]
+        return ins.opcode == "cp" and ins.has("bulk")
+
     def acquire(self, lanes: Any) -> None:
         """Threads read with an atomic or another strong access."""
         self.strong_accesses += 1
@@ -132,7 +143,7 @@ class Machine:
 
     def of(self, values: NDArray[Any], lanes: Any) -> Any:
         """Return the entries of `values` for these threads."""
-        return values if len(lanes) == self.lanes else values[lanes]
+        return values if is_everyone(lanes, self.lanes) else values[lanes]
 
     def met(self) -> None:
         """Every thread met the others of its block at a barrier."""

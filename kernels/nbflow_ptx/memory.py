@@ -18,6 +18,7 @@ from nbflow_ptx.device import (
     LIVE,
     LOCAL_BASE,
     PENDING,
+    READING,
     SHARED_BASE,
     WRITTEN,
     views,
@@ -62,7 +63,7 @@ class Region:
         """Return where the part of this memory that belongs to each thread begins."""
         if self.starts is None:
             return 0
-        return self.starts if len(lanes) == len(self.starts) else self.starts[lanes]
+        return self.starts if is_everyone(lanes, len(self.starts)) else self.starts[lanes]
 
 
 class Memory:
@@ -157,7 +158,7 @@ class Memory:
             b = np.broadcast_to(at, lanes.shape)
             for race in region.cells.read(self.m, lanes, b, width * count, mark=not strong)[:1]:
                 if not strong or region.name == "shared":
-                    self._race(region, lanes, b, race, what)
+                    self.race(region, lanes, b, race, what)
         if strong:
             self.m.acquire(lanes)
         if outside is not None:
@@ -176,7 +177,7 @@ class Memory:
             state = state.view(np.uint64)
         if (state != _GOOD[min(total, 8)]).any():
             for j in range(count):
-                self._explain(region, lanes, at + j * width, width, what, reading=True)
+                self.explain(region, lanes, at + j * width, width, what, reading=True)
         values = region.view[total].take(k)
         if count == 1:
             return [values[0] if scalar else values]
@@ -220,7 +221,7 @@ class Memory:
             state = shadow.take(k + j)
             if (state != good).any():
                 if ((state | _WRITTEN[width]) != good).any():
-                    self._explain(region, lanes, at + j * width, width, what, reading=False)
+                    self.explain(region, lanes, at + j * width, width, what, reading=False)
                 shadow[k + j] = state | _WRITTEN[width]
         before: list[Any] = []
         races: list[Any] = []
@@ -254,7 +255,7 @@ class Memory:
                 np.broadcast_to(o, n)[j] != np.broadcast_to(v, n)[j]
                 for o, v in zip(before, values, strict=True)
             ):
-                self._race(region, lanes, at, race, what)
+                self.race(region, lanes, at, race, what)
         if strong:
             return
         for j, v in enumerate(values):
@@ -263,9 +264,9 @@ class Memory:
                 i = int(np.flatnonzero(lost)[0])
                 cell = int(at[i]) >> region.cells.shift if region.cells else 0
                 other = int(region.cells.w_who[cell]) if region.cells else 0
-                self._race(region, lanes, at, (i, other, self.m.stamp), what)
+                self.race(region, lanes, at, (i, other, self.m.stamp), what)
 
-    def _explain(
+    def explain(
         self, region: Region, lanes: Any, at: Any, width: int, what: str, *, reading: bool
     ) -> None:
         """Say which byte of an access is not usable, if the checks for it are on."""
@@ -280,7 +281,13 @@ class Memory:
                     checks.races,
                     "race",
                     (state & PENDING) != 0,
-                    "of bytes a cp.async not waited for writes",
+                    "of bytes an asynchronous copy not waited for writes",
+                ),
+                (
+                    checks.races and not reading,
+                    "race",
+                    (state & READING) != 0,
+                    "of bytes a wgmma not waited for reads",
                 ),
                 (
                     checks.uninitialised and reading,
@@ -297,9 +304,10 @@ class Memory:
                         check, region, lanes, at + b, j, f"{what} of {width} bytes {why}", notes
                     )
 
-    def _race(
+    def race(
         self, region: Region, lanes: Any, at: Any, race: tuple[int, int, int], what: str
     ) -> None:
+        """Report a race that `Cells` found."""
         j, who, stamp = race
         self.fault(
             "race",
@@ -330,22 +338,24 @@ class Memory:
                     continue
             k = at >> _SHIFT[width]
             if (region.shadow_view[width][k] != _GOOD[width]).any():
-                self._explain(region, t, at, width, what, reading=True)
+                self.explain(region, t, at, width, what, reading=True)
                 region.shadow_view[width][k] |= _WRITTEN[width]
             if region.cells is not None:
                 for race in region.cells.read(self.m, t, at, width, mark=False)[:1]:
-                    self._race(region, t, at, race, what)
+                    self.race(region, t, at, race, what)
             self.m.acquire(t)
             out.append((which, region.view[width], k))
         return out
 
     # Asynchronous copies ---------------------------------------------------------------------
 
-    def begin_copy(self, lanes: Any, address: Any, n: int) -> tuple[Any, Any]:
-        """Mark the destination of a ``cp.async``; return which threads have one, and where."""
+    def begin_copy(
+        self, lanes: Any, address: Any, n: int, what: str = "cp.async"
+    ) -> tuple[Any, Any]:
+        """Mark the destination of a copy; return which threads have one, and where."""
         region = self.regions["shared"]
         at = np.broadcast_to(address, lanes.shape)
-        at, outside = self.place(region, lanes, at, n, "cp.async destination")
+        at, outside = self.place(region, lanes, at, n, f"{what} destination")
         keep = np.arange(len(lanes))
         if outside is not None:
             keep = np.flatnonzero(~outside)
@@ -356,22 +366,27 @@ class Memory:
             self.m.profile.access(self.m, "shared", lanes, at, n, store=True)
         each = at[:, None] + np.arange(n)
         state = region.shadow[each]
-        if (state & LIVE != LIVE).any() or (state & PENDING).any():
-            self._explain(region, lanes, at, n, "cp.async", reading=False)
+        if (state & LIVE != LIVE).any() or (state & (PENDING | READING)).any():
+            self.explain(region, lanes, at, n, what, reading=False)
         if region.cells is not None:
             for race in region.cells.write(self.m, lanes, at, n)[:1]:
-                self._race(region, lanes, at, race, "cp.async")
+                self.race(region, lanes, at, race, what)
         region.shadow[each] = state | PENDING
         return keep, at
 
-    def end_copy(self, lanes: Any, at: Any, data: Any) -> None:
-        """Land the bytes of a ``cp.async``."""
+    def end_copy(self, lanes: Any, at: Any, data: Any, *, mark: bool = True) -> None:
+        """Land the bytes of a copy; `mark` says that the waiting threads count as writers now."""
         region = self.regions["shared"]
         each = at[:, None] + np.arange(data.shape[1])
         region.memory[each] = data
         region.shadow[each] = LIVE | WRITTEN
-        if region.cells is not None:
+        if region.cells is not None and mark:
             region.cells.write(self.m, lanes, at, data.shape[1])
+
+
+def is_everyone(lanes: Any, n: int) -> bool:
+    """Return whether these are all `n` threads in order; one thread may stand there many times."""
+    return len(lanes) == n and lanes[0] == 0 and lanes[-1] == n - 1
 
 
 def space_of(ins: Instruction) -> str:

@@ -9,10 +9,12 @@ import numpy as np
 
 from nbflow_ptx.binder import Binder, Read, Run, Write
 from nbflow_ptx.errors import UnsupportedInstruction, unknown
-from nbflow_ptx.instructions import CONTROL, PLAIN, WARP
+from nbflow_ptx.instructions import CONTROL, PLAIN, WARP, WARPGROUP
 from nbflow_ptx.instructions.collectives import Collective, member_mask, synchronise, warp_bits
+from nbflow_ptx.instructions.mbarrier import Wait, wait
 from nbflow_ptx.linker import Linked
 from nbflow_ptx.memory import space_of
+from nbflow_ptx.register_plan import RegisterPlan
 from nbflow_ptx.syntax import Instruction, Sym
 from nbflow_ptx.types import STORAGE, TYPES, Type
 
@@ -34,7 +36,8 @@ class Step:
 class Control:
     """What ends a block.
 
-    ``kind`` is ``next``, ``branch``, ``table``, ``exit``, ``barrier``, ``grid`` or ``warp``.
+    ``kind`` is ``next``, ``branch``, ``table``, ``exit``, ``barrier``, ``grid``, ``active``,
+    ``warp``, ``group`` (a warpgroup) or ``mbarrier``.
     """
 
     kind: str
@@ -47,6 +50,7 @@ class Control:
     collective: Collective | None = None
     mask: Read | None = None  # of a warp-wide instruction; None: all lanes
     barrier: Barrier | None = None
+    wait: Wait | None = None  # for an mbarrier
 
 
 @dataclass
@@ -81,6 +85,7 @@ class Program:
 
     kernel: Linked
     slots: dict[str, int]
+    registers: RegisterPlan
     blocks: dict[int, Block] = field(default_factory=dict)
     granules: dict[str, int] = field(default_factory=dict)
     poison: list[Any] = field(default_factory=list)
@@ -90,7 +95,7 @@ class Program:
 def bind(kernel: Linked) -> Program:
     """Bind every instruction of a kernel; unsupported ones are named with their line."""
     b = Binder(kernel)
-    program = Program(kernel, b.slots)
+    program = Program(kernel, b.slots, b.plan)
     program.granules = {"global": _granule(b, "global"), "shared": _granule(b, "shared")}
     program.poison = [_poison(kind) for kind in b.kinds]
     leaders = _leaders(kernel)
@@ -122,7 +127,12 @@ def _poison(kind: Type) -> Any:
 
 
 def _is_control(ins: Instruction) -> bool:
-    return ins.opcode in WARP or ins.opcode in CONTROL or _is_grid_barrier(ins)
+    known = ins.opcode in WARP or ins.opcode in WARPGROUP or ins.opcode in CONTROL
+    return known or _is_grid_barrier(ins) or _is_wait(ins)
+
+
+def _is_wait(ins: Instruction) -> bool:
+    return ins.opcode == "mbarrier" and ins.has("try_wait")
 
 
 def _is_grid_barrier(ins: Instruction) -> bool:
@@ -132,7 +142,8 @@ def _is_grid_barrier(ins: Instruction) -> bool:
 
 
 def _is_warp(ins: Instruction) -> bool:
-    return ins.opcode in WARP or (ins.opcode in ("bar", "barrier") and ins.has("warp"))
+    own = ins.opcode in WARP or ins.opcode in WARPGROUP or _is_wait(ins)
+    return own or (ins.opcode in ("bar", "barrier") and ins.has("warp"))
 
 
 def _leaders(kernel: Linked) -> set[int]:
@@ -158,7 +169,7 @@ def _guard(b: Binder, ins: Instruction) -> tuple[int, bool]:
 
 def _step(b: Binder, ins: Instruction, pc: int) -> Step:
     if ins.opcode not in PLAIN:
-        known = [*PLAIN, *WARP, *CONTROL]
+        known = [*PLAIN, *WARP, *WARPGROUP, *CONTROL]
         raise UnsupportedInstruction(
             f"PTX line {ins.line}: {ins.text}: {unknown('instruction', ins.opcode, known)}"
         )
@@ -168,7 +179,7 @@ def _step(b: Binder, ins: Instruction, pc: int) -> Step:
         raise
     except (IndexError, KeyError, AssertionError, ValueError) as e:
         raise UnsupportedInstruction(f"PTX line {ins.line}: cannot bind {ins.text}: {e!r}") from e
-    return Step(run, pc, *_guard(b, ins))
+    return Step(b.plan.watch(ins, run), pc, *_guard(b, ins))
 
 
 def _control(b: Binder, ins: Instruction, pc: int) -> Control:
@@ -184,11 +195,14 @@ def _control(b: Binder, ins: Instruction, pc: int) -> Control:
     elif _is_grid_barrier(ins):
         c.kind = "grid"
     elif ins.opcode in WARP:
-        c.kind, c.collective, c.mask = "warp", WARP[ins.opcode](b, ins), member_mask(b, ins)
+        c.kind, c.mask = "warp", member_mask(b, ins)
+        c.collective = b.plan.watch(ins, WARP[ins.opcode](b, ins))
+    elif ins.opcode in WARPGROUP:
+        c.kind, c.collective = "group", WARPGROUP[ins.opcode](b, ins)
+    elif _is_wait(ins):
+        c.kind, c.wait = "mbarrier", wait(b, ins)
     elif ins.opcode == "activemask":
         return _activemask(b, ins, c)
-    elif ins.opcode == "elect":
-        raise b.unsupported(ins, "needs sm_90")
     elif ins.has("warp"):
         c.kind, c.collective, c.mask = "warp", synchronise(b, ins), member_mask(b, ins)
     else:

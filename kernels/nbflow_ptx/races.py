@@ -5,8 +5,10 @@ cell of memory the last write (thread, stamp) and the reads since are kept.  An 
 ordered before mine when
 
 * the same thread made it;
-* a thread of my warp made it, and we both took part in a warp-level synchronisation since;
-* a thread of my block made it, and barriers since lead from its warp to mine (vector clocks), or
+* a thread of my warp made it, and we both took part in a warp-level synchronisation since, or it
+  arrived at an mbarrier and I waited for one;
+* a thread of my block made it, and barriers or phases of mbarriers since lead from its warp to
+  mine (vector clocks), or
   that thread issued a fence since, and I have read something with a strong access since;
 * a thread of another block made it, its block issued a fence since, and mine has read something
   with an atomic or another strong access since (or the whole grid met at a barrier).
@@ -41,6 +43,14 @@ class Clocks:
         self.lane: NDArray[np.int32] = np.zeros(lanes, np.int32)
         self.fence: NDArray[np.int32] = np.zeros(lanes, np.int32)
         self.acquire: NDArray[np.int32] = np.zeros(lanes, np.int32)
+        #: Of each thread its latest fence.proxy.async, of each warp what it knew at its latest; and
+        #: of each thread its latest fence.mbarrier_init.
+        self.proxy: NDArray[np.int32] = np.zeros(lanes, np.int32)
+        self.proxy_known: NDArray[np.int32] = np.zeros((n_blocks, warps, warps), np.int32)
+        self.init_fence: NDArray[np.int32] = np.zeros(lanes, np.int32)
+        #: The latest arrival of each thread at an mbarrier, and the latest wait for one.
+        self.given: NDArray[np.int32] = np.zeros(lanes, np.int32)
+        self.taken: NDArray[np.int32] = np.zeros(lanes, np.int32)
         self.warps, self.grid = warps, grid
         self.same: int | None = 0  # the value all of `oldest` has
 
@@ -57,6 +67,26 @@ class Clocks:
             known[warps] = known[warps].max(axis=0)
             known[np.ix_(warps, warps)] = stamp
         self.oldest[block * self.warps : (block + 1) * self.warps] = known.min(axis=1)
+
+    def proxy_fence(self, m: Machine, lanes: Any) -> None:
+        """``fence.proxy.async``: asynchronous units see what these threads did and know of."""
+        self.proxy[lanes] = m.stamp
+        block, warp = m.of(m.block_of, lanes), m.of(m.warp_id, lanes) % self.warps
+        self.proxy_known[block, warp] = self.known[block, warp]
+        self.proxy_known[block, warp, warp] = m.stamp
+
+    def row(self, m: Machine, warp: int) -> NDArray[np.int32]:
+        """Return what a warp of the machine knows at present, itself included."""
+        row: NDArray[np.int32] = self.known[warp // self.warps, warp % self.warps].copy()
+        row[warp % self.warps] = m.stamp
+        return row
+
+    def learn(self, warp: int, row: NDArray[np.int32]) -> None:
+        """Let a warp of the machine know what a row says; not about its own lanes."""
+        known = self.known[warp // self.warps, warp % self.warps]
+        own = known[warp % self.warps]
+        np.maximum(known, row, out=known)
+        known[warp % self.warps] = own
 
     def oldest_of(self, m: Machine, lanes: Any) -> Any:
         """Return the stamp up to which each of these threads knows everything of its block."""
@@ -152,7 +182,7 @@ class Cells:
         low, high = int(offsets.min()), int(offsets.max()) + nbytes
         array = self._array(low, high)
         if _overlap(self.written, array, low, high):
-            for c in self._cells(offsets, nbytes):
+            for c in self.cells_of(offsets, nbytes):
                 at = self.w_at.take(c)
                 if at.any():
                     found = self._races(m, lanes, self.w_who.take(c), at, c)
@@ -181,7 +211,7 @@ class Cells:
         after_write = _overlap(self.written, array, low, high)
         after_read = _overlap(self.entered, array, low, high)
         found = []
-        for c in self._cells(offsets, nbytes):
+        for c in self.cells_of(offsets, nbytes):
             for who, at, wanted in (
                 (self.w_who, self.w_at, after_write),
                 (self.r_who, self.r_at, after_read),
@@ -202,7 +232,7 @@ class Cells:
         keep = []
         for r in notes:
             if r.low < high and low < r.high:
-                for c in self._cells(r.offsets, r.nbytes):
+                for c in self.cells_of(r.offsets, r.nbytes):
                     self._mark_read(m, r, c)
                 _extend(self.entered, array, r.low, r.high)
                 self.noted_bytes -= 8 * len(r.lanes)
@@ -254,7 +284,8 @@ class Cells:
         if block is not None:
             self.r_block[c[self.r_block[c] != block]] = _SEVERAL
 
-    def _cells(self, offsets: Any, nbytes: int) -> list[Any]:
+    def cells_of(self, offsets: Any, nbytes: int) -> list[Any]:
+        """Return the numbers of the cells that accesses touch, the first, second.. of each."""
         first = offsets >> self.shift
         n = max(nbytes >> self.shift, 1)
         return [first] if n == 1 else [first + j for j in range(n)]
@@ -269,7 +300,9 @@ class Cells:
         mine, its = m.warp_id[lanes] % warps, m.warp_id[o] % warps
         ok = clocks.known[m.block_of[lanes], mine, its] >= at
         same_warp = same_block & (m.warp_id[o] == m.warp_id[lanes])
-        ok = np.where(same_warp, (clocks.lane[lanes] >= at) & (clocks.lane[o] >= at), ok)
+        met = (clocks.lane[lanes] >= at) & (clocks.lane[o] >= at)
+        passed = (clocks.taken[lanes] >= at) & (clocks.given[o] >= at)
+        ok = np.where(same_warp, met | passed, ok)
         ok = ok | ((clocks.fence[o] >= at) & (clocks.acquire[lanes] >= at))
         grid = clocks.grid
         block = np.maximum(who.astype(np.int64) - 1, 0) // m.threads_per_block
@@ -290,6 +323,13 @@ class Cells:
         for w in range(clocks.warps):
             if int(self.r_warps[cell]) >> w & 1:
                 own = w == int(m.warp_id[lane]) % clocks.warps
-                if (clocks.lane[lane] if own else known[w]) < at:
+                if (self._met(m, lane) if own else known[w]) < at:
                     return False
         return True
+
+    def _met(self, m: Machine, lane: int) -> int:
+        """Return up to when a thread knows all lanes of its warp: by a sync, or an mbarrier."""
+        clocks = m.clocks
+        warp = m.warp_id == m.warp_id[lane]
+        passed = min(int(clocks.taken[lane]), int(clocks.given[warp].min()))
+        return max(int(clocks.lane[lane]), passed)

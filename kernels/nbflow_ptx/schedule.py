@@ -9,7 +9,9 @@ import numpy as np
 from nbflow_ptx.binder import full
 from nbflow_ptx.instructions.calls import grid_barrier_done
 from nbflow_ptx.instructions.collectives import warp_bits
+from nbflow_ptx.parked import Parked
 from nbflow_ptx.program import Barrier, Control
+from nbflow_ptx.warpgroups import WARPGROUP
 
 if TYPE_CHECKING:
     from nbflow_ptx.machine import Machine
@@ -37,11 +39,12 @@ class _Scheduler:
         self.bar_value = np.zeros(m.lanes, np.bool_)
         self.arrived: dict[int, tuple[int, set[int]]] = {}  # of bar.arrive: count and warps
         self.at_grid: list[tuple[int, Any]] = []
+        self.parked = Parked(m)
         self.new_turn()
 
     def run(self) -> None:
         while True:
-            if not self.ready and not self.release():
+            if not self.ready and not self.release() and not self.wake():
                 if self.at_warp and not self.m.checks.masks:
                     self.force_warps()
                     continue
@@ -52,6 +55,8 @@ class _Scheduler:
             groups = self.ready.pop(pc)
             lanes = groups[0] if len(groups) == 1 else np.sort(np.concatenate(groups))
             self.follow(pc, lanes)
+        self.m.warpgroups.check_end(self.m)
+        self.m.mbarriers.check_end()
         if self.m.copies.pending and self.m.checks.uninitialised:
             lanes = self.m.copies.pending[0][0]
             raise self.m.error(
@@ -68,6 +73,7 @@ class _Scheduler:
         if self.turn >= (_PATIENCE_SPINNING if spins else _PATIENCE):
             self.new_turn()
             self.release()
+            self.wake()
             return max(self.ready)
         return min(self.ready)
 
@@ -76,7 +82,7 @@ class _Scheduler:
         self.turn, self.spins_before = 0, self.m.strong_accesses
 
     def waiting(self) -> bool:
-        return bool(self.at_grid) or bool((self.bar_pc >= 0).any())
+        return bool(self.at_grid or self.parked.groups) or bool((self.bar_pc >= 0).any())
 
     def send(self, pc: int, lanes: Any) -> None:
         self.ready.setdefault(pc, []).append(lanes)
@@ -143,7 +149,8 @@ class _Scheduler:
     def alone(self, c: Control, i: Any) -> bool:
         """Run a warp-wide instruction of all threads at once, if it is one."""
         m = self.m
-        if i is not None or c.guard >= 0 or c.pc in self.at_warp or m.threads_per_block % 32:
+        size = 32 if c.kind != "group" else WARPGROUP
+        if i is not None or c.guard >= 0 or c.pc in self.at_warp or m.threads_per_block % size:
             return False
         assert c.collective is not None
         if c.kind == "active":
@@ -162,7 +169,7 @@ class _Scheduler:
         """Execute what threads wait for each other at, if all threads are here already."""
         if c.kind == "barrier":
             return self.all_here(c, i)
-        return c.kind in ("warp", "active") and self.alone(c, i)
+        return c.kind in ("warp", "active", "group") and self.alone(c, i)
 
     def all_here(self, c: Control, i: Any) -> bool:
         """Pass a barrier at once that all threads of all blocks have reached together."""
@@ -225,6 +232,10 @@ class _Scheduler:
             self.send(c.pc + 1, lanes)
         elif c.kind == "warp":
             self.meet(c, lanes)
+        elif c.kind == "group":
+            self.meet_group(c, lanes)
+        elif c.kind == "mbarrier":
+            self.send(c.pc + 1, self.parked.try_wait(c, lanes))
         else:
             self.barrier(c, lanes)
         self.check_budget(m.all_lanes[:1])
@@ -250,6 +261,36 @@ class _Scheduler:
             self.cross(c, lanes[go], masks[go])
         if not go.all():
             self.at_warp[c.pc] = lanes[~go]
+
+    def meet_group(self, c: Control, lanes: Any) -> None:
+        """Let the warpgroups go whose 128 threads are all here; the others wait."""
+        m = self.m
+        if c.pc in self.at_warp:
+            lanes = np.sort(np.concatenate([self.at_warp.pop(c.pc), lanes]))
+        group = m.group_of[lanes]
+        whole = np.bincount(group, minlength=m.n_groups) == WARPGROUP
+        alive = np.bincount(m.group_of[m.alive], minlength=m.n_groups)
+        short = ~whole[group] & (alive[group] < WARPGROUP)
+        m.pc = c.pc
+        if short.any():
+            lane = int(lanes[np.flatnonzero(short)[0]])
+            raise m.error(
+                "masks",
+                "a warpgroup has 128 threads (4 warps from a multiple of 4 on); of this one "
+                f"{int(alive[m.group_of[lane]])} are there",
+                lane,
+            )
+        go = whole[group]
+        if go.any():
+            self.cross(c, lanes[go], _ALL)
+        if not go.all():
+            self.at_warp[c.pc] = lanes[~go]
+
+    def wake(self) -> bool:
+        """Let those go on that wait for an mbarrier, once nobody else can."""
+        for pc, lanes in self.parked.wake():
+            self.send(pc + 1, lanes)
+        return bool(self.ready)
 
     def masks(self, c: Control, lanes: Any) -> Any:
         """Return the member mask of each lane; lanes the block does not have are left out."""
@@ -296,8 +337,10 @@ class _Scheduler:
     def force_warps(self) -> None:
         """With the check of masks off: go on with the lanes that came."""
         pc = min(self.at_warp)
-        lanes = self.at_warp.pop(pc)
         c = self.warp_control(pc)
+        if c.kind == "group":
+            self.deadlock()
+        lanes = self.at_warp.pop(pc)
         self.cross(c, lanes, self.masks(c, lanes))
 
     # Barriers ----------------------------------------------------------------------------------
@@ -459,7 +502,7 @@ class _Scheduler:
             ("wait at", pc, (self.bar_pc == pc) & mine)
             for pc in np.unique(self.bar_pc[self.bar_pc >= 0])
         ]
-        for pc, lanes in [*self.at_warp.items(), *self.at_grid]:
+        for pc, lanes in [*self.at_warp.items(), *self.at_grid, *self.parked.places()]:
             chosen = np.zeros(m.lanes, np.bool_)
             chosen[lanes] = True
             places.append(("wait at", pc, chosen & mine))
@@ -470,6 +513,7 @@ class _Scheduler:
                 lines.append(
                     f"{int(chosen.sum())} threads (the first: {first}) {what} {place}: {text}"
                 )
+        lines += self.parked.describe(block)
         gone = int((mine & ~m.alive).sum())
         if gone:
             first = m.thread_name(int(np.flatnonzero(mine & ~m.alive)[0]))[1]
@@ -481,7 +525,8 @@ class _Scheduler:
         lane = int(np.flatnonzero(m.alive)[0])
         at_warp = [pc for pc, lanes in self.at_warp.items() if lane in lanes]
         at_grid = [pc for pc, lanes in self.at_grid if lane in lanes]
-        m.pc = next(iter(at_warp + at_grid), int(max(self.bar_pc[lane], 0)))
+        parked = [pc for pc, lanes in self.parked.places() if lane in lanes]
+        m.pc = next(iter(at_warp + at_grid + parked), int(max(self.bar_pc[lane], 0)))
         if at_warp:
             raise m.error(
                 "masks",
@@ -496,6 +541,8 @@ class _Scheduler:
         """Say which lanes a warp-wide instruction waits for."""
         m = self.m
         c = self.warp_control(pc)
+        if c.kind == "group":
+            return "deadlock: not all 128 threads of the warpgroup come to this instruction"
         lanes = self.at_warp[pc]
         mask = int(self.masks(c, lanes)[int(np.flatnonzero(lanes == lane)[0])])
         here = int(warp_bits(m, lanes, True)[m.warp_id[lane]])
@@ -511,5 +558,5 @@ class _Scheduler:
         return next(
             b.control
             for b in self.blocks.values()
-            if b.control.pc == pc and b.control.kind == "warp"
+            if b.control.pc == pc and b.control.kind in ("warp", "group")
         )

@@ -71,6 +71,30 @@ def test_template_and_c_kernels_run_on_the_arrays_device(cupy: Any, folder: Path
 
 
 @pytest.mark.compiler
+def test_a_kernel_of_one_architecture_is_compiled_for_it(folder: Path) -> None:
+    """Devices of compute capability 9.0 get ``sm_90a``, under a key of its own in the cache."""
+    (folder / "own.cu").write_text("""
+extern "C" __global__ void own(int* out) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  asm volatile("wgmma.fence.sync.aligned;");
+#endif
+  out[threadIdx.x] = 1;
+}""")
+    for arch, target, present in (
+        ("sm_80", "sm_80", False),
+        ("sm_90", "sm_90a", True),
+    ):
+        for specific in (True, False):
+            made = cuda.cpp_kernel(
+                str(folder / "module.py"), "own.cu", "own", "i32* out", arch_specific=specific
+            )
+            text, _ = made.compile(arch, "ptx")
+            assert f".target {target if specific else arch}\n".encode() in text
+            assert (b"wgmma.fence" in text) == (present and specific)
+    assert len(list(cubins.folder().iterdir())) == 3  # sm_80 is the same both ways
+
+
+@pytest.mark.compiler
 def test_numba_kernel_runs_and_its_name_is_short(cupy: Any, folder: Path) -> None:
     from numba import cuda as numba_cuda
 

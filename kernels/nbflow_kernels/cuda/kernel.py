@@ -110,6 +110,7 @@ def cpp_kernel(
     *,
     defines: Mapping[str, str | int] | None = None,
     options: Sequence[str] = (),
+    arch_specific: bool = False,
 ) -> Kernel:
     """Return a kernel of CUDA C++.
 
@@ -127,12 +128,18 @@ def cpp_kernel(
         Macros.
     options : sequence of str
         Further options of NVRTC.
+    arch_specific : bool
+        Whether the source uses instructions that only one architecture has (``wgmma``,
+        ``setmaxnreg``): a device of compute capability 9.0 gets code for ``sm_90a``, where the
+        source finds ``__CUDA_ARCH_FEAT_SM90_ALL`` defined.  Other devices get the code that the
+        source has for all; see `specific_arch`.
     """
     path = Path(beside).parent / file
     words = [f"-D{name}={value}" for name, value in (defines or {}).items()]
     words += [*options, f"-I{path.parent}", f"-I{_ROOT}"]
 
     def compile(arch: str, output: str) -> Compiled:
+        arch = specific_arch(arch) if arch_specific else arch
         flags = [w for w in words if not w.startswith("-I")]
         wanted = entry if "<" in entry else ""  # an extern "C" file holds all its kernels
         key = cubins.digest(
@@ -151,6 +158,18 @@ def cpp_kernel(
         return code, found if wanted else entry
 
     return Kernel(entry, parameters, compile)
+
+
+def specific_arch(arch: str) -> str:
+    """Return the target with the instructions that only this architecture has.
+
+    Examples
+    --------
+    >>> from nbflow_kernels.cuda.kernel import specific_arch
+    >>> specific_arch("sm_90"), specific_arch("sm_80")
+    ('sm_90a', 'sm_80')
+    """
+    return "sm_90a" if arch == "sm_90" else arch
 
 
 def _sources(path: Path) -> list[bytes]:

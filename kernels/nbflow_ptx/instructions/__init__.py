@@ -14,6 +14,8 @@ from nbflow_ptx.instructions import (
     floating,
     integer,
     matrix,
+    mbarrier,
+    warpgroup,
 )
 from nbflow_ptx.instructions.collectives import Collective
 from nbflow_ptx.syntax import Instruction
@@ -86,6 +88,8 @@ PLAIN: dict[str, Callable[[Binder, Instruction], Run]] = {
     "nanosleep": access.nothing,
     "pmevent": access.nothing,
     "griddepcontrol": access.nothing,
+    "setmaxnreg": access.set_registers,
+    "mbarrier": mbarrier.mbarrier,
     "createpolicy": access.create_policy,
     "atom": atomics.atomic,
     "red": atomics.atomic,
@@ -99,10 +103,13 @@ WARP: dict[str, Callable[[Binder, Instruction], Collective]] = {
     "vote": collectives.vote,
     "match": collectives.match,
     "redux": collectives.reduce,
+    "elect": collectives.elect,
     "mma": matrix.mma,
     "ldmatrix": matrix.load_matrix,
     "stmatrix": matrix.store_matrix,
     "movmatrix": matrix.transpose,
 }
-#: Instructions the machine itself executes.
-CONTROL = ("bra", "brx", "ret", "exit", "bar", "barrier", "activemask", "elect")
+#: Instructions the four warps of a warpgroup execute together.
+WARPGROUP: dict[str, Callable[[Binder, Instruction], Collective]] = {"wgmma": warpgroup.wgmma}
+#: Instructions the machine itself executes (also ``mbarrier.try_wait``).
+CONTROL = ("bra", "brx", "ret", "exit", "bar", "barrier", "activemask")

@@ -8,6 +8,7 @@ import numpy as np
 
 from nbflow_ptx.binder import Binder, Read, Run, full, threads
 from nbflow_ptx.device import LOCAL_BASE, SHARED_BASE
+from nbflow_ptx.instructions import mbarrier
 from nbflow_ptx.memory import space_of
 from nbflow_ptx.syntax import Addr, Imm, Instruction, Sym, Vec
 from nbflow_ptx.types import TYPES
@@ -98,7 +99,11 @@ def store(b: Binder, ins: Instruction) -> Run:
 
 def fence(b: Binder, ins: Instruction) -> Run:
     """``fence`` and ``membar``: what was written before is ordered before what follows."""
-    if ins.has("proxy", "mbarrier_init"):
+    if ins.has("proxy") and any(p.startswith("async") for p in ins.op):
+        return _proxy_fence
+    if ins.has("mbarrier_init"):
+        return _init_fence
+    if ins.has("proxy"):
         return nothing(b, ins)
     wide = ins.has("gl", "gpu", "sys", "cluster")
 
@@ -109,9 +114,27 @@ def fence(b: Binder, ins: Instruction) -> Run:
     return run
 
 
+def _proxy_fence(m: Machine, i: Any) -> None:
+    m.touch()
+    m.clocks.proxy_fence(m, threads(m, i))
+
+
+def _init_fence(m: Machine, i: Any) -> None:
+    m.touch()
+    m.clocks.init_fence[threads(m, i)] = m.stamp
+
+
 def nothing(b: Binder, ins: Instruction) -> Run:
     """Instructions that change no value: prefetches, hints, ``nanosleep``."""
     return lambda m, i: None
+
+
+def set_registers(b: Binder, ins: Instruction) -> Run:
+    """``setmaxnreg``: registers are plenty here, but their number must be one there is."""
+    n = ins.args[0].value if isinstance(ins.args[0], Imm) else 0
+    if n % 8 or not 24 <= n <= 256:
+        raise b.unsupported(ins, "takes a multiple of 8 from 24 to 256")
+    return nothing(b, ins)
 
 
 def create_policy(b: Binder, ins: Instruction) -> Run:
@@ -122,8 +145,10 @@ def create_policy(b: Binder, ins: Instruction) -> Run:
 
 def async_copy(b: Binder, ins: Instruction) -> Run:
     """``cp.async``: the bytes arrive at the wait; until then reading them is an error."""
-    if ins.has("bulk", "mbarrier"):
-        raise b.unsupported(ins, "needs sm_90")
+    if ins.has("bulk"):
+        return mbarrier.bulk_copy(b, ins)
+    if ins.has("mbarrier"):
+        return mbarrier.arrive_behind_copies(b, ins)
     if ins.has("commit_group"):
         return lambda m, i: m.copies.commit(threads(m, i))
     if ins.has("wait_group", "wait_all"):
@@ -165,7 +190,7 @@ class Copies:
 
     def __init__(self, lanes: int) -> None:
         self.group = np.zeros(lanes, np.int64)
-        self.pending: list[tuple[Any, Any, Any, Any]] = []
+        self.pending: list[tuple[Any, Any, Any, Any, int]] = []
 
     def commit(self, lanes: Any) -> None:
         """Close the group of these threads."""
@@ -183,19 +208,25 @@ class Copies:
             data[some] = np.stack(got, axis=1).view(np.uint8).reshape(len(some), n)
             data[np.arange(n) >= size[:, None]] = 0
         keep, at = m.memory.begin_copy(lanes, to, n)
-        self.pending.append((lanes[keep], self.group[lanes[keep]], at, data[keep]))
+        self.pending.append((lanes[keep], self.group[lanes[keep]], at, data[keep], m.stamp))
 
-    def wait(self, m: Machine, lanes: Any, left: int | None) -> None:
-        """Land the copies of these threads, all but the latest `left` groups."""
+    def wait(self, m: Machine, lanes: Any, left: int | None, *, before: int | None = None) -> None:
+        """Land the copies of these threads, all but the latest `left` groups.
+
+        `before` is the stamp before which they must have been started instead: of an mbarrier,
+        by which whoever waits knows of the threads that started them.
+        """
         waiting = np.zeros(m.lanes, np.bool_)
         waiting[lanes] = True
         keep = []
-        for t, group, at, data in self.pending:
+        for t, group, at, data, stamp in self.pending:
             done = waiting[t]
-            if left is not None:
+            if before is not None:
+                done = done & (stamp <= before)
+            elif left is not None:
                 done = done & (group < self.group[t] - left)
             if done.any():
-                m.memory.end_copy(t[done], at[done], data[done])
+                m.memory.end_copy(t[done], at[done], data[done], mark=before is None)
             if not done.all():
-                keep.append((t[~done], group[~done], at[~done], data[~done]))
+                keep.append((t[~done], group[~done], at[~done], data[~done], stamp))
         self.pending = keep

@@ -156,6 +156,21 @@ def reduce(b: Binder, ins: Instruction) -> Collective:
     return run
 
 
+def elect(b: Binder, ins: Instruction) -> Collective:
+    """``elect.sync``: one lane of the mask (here the lowest; hardware may take another)."""
+    d, p = b.pair(ins.args[0])
+
+    def run(m: Machine, i: Any, masks: Any) -> None:
+        t = threads(m, i)
+        there = warp_bits(m, t, True)[m.warp_id[t]] & masks
+        lowest = there & (~there + np.uint32(1))
+        d(m, i, np.log2(lowest).astype(np.uint32))
+        if p is not None:
+            p(m, i, lowest >> m.lane[t].astype(np.uint32) == 1)
+
+    return run
+
+
 def member_mask(b: Binder, ins: Instruction) -> Any:
     """Return the reader of the member mask of a warp-wide instruction; None for all lanes."""
     if ins.opcode in ("mma", "ldmatrix", "stmatrix", "movmatrix", "wmma"):
