@@ -235,7 +235,9 @@ class _Scheduler:
         elif c.kind == "group":
             self.meet_group(c, lanes)
         elif c.kind == "mbarrier":
-            self.send(c.pc + 1, self.parked.try_wait(c, lanes))
+            going = self.parked.try_wait(c, lanes)
+            if len(going):
+                self.send(c.pc + 1, going)
         else:
             self.barrier(c, lanes)
         self.check_budget(m.all_lanes[:1])

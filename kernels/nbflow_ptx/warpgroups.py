@@ -138,12 +138,12 @@ class Warpgroups:
 
     # Shared memory -----------------------------------------------------------------------------
 
-    def begin_reads(self, m: Machine, lanes: Any, words: Any) -> None:
+    def begin_reads(self, m: Machine, leaders: Any, words: Any) -> None:
         """Note that products read these words of 8 bytes (one row per warpgroup) until waited for.
 
         Only the check of races asks.
         """
-        groups = m.group_of[lanes[::WARPGROUP]]
+        groups = m.group_of[leaders]
         m.memory.regions["shared"].shadow_view[8][words] |= _READING
         self.reads.append(_Reads(groups, self.filling[groups], words, m.stamp))
 
