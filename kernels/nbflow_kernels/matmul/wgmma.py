@@ -70,7 +70,7 @@ def takes(device: KernelDevice, n_tokens: int) -> bool:
     The environment variable NBFLOW_WGMMA decides: 0, never; 1, always where there is `wgmma`;
     else where it `agrees`.
     """
-    if n_tokens <= MORE_THAN or not device.arch.startswith("sm_90"):
+    if n_tokens <= MORE_THAN or device.arch != "sm_90":
         return False
     chosen = os.environ.get(_VARIABLE, "")
     if chosen not in ("", "0", "1"):
@@ -114,12 +114,17 @@ def same_bits(device: KernelDevice, dtype: str) -> bool:
     return bool(few == many)
 
 
-def tile_tokens(n_tokens: int, n_rows: int, n_sms: int, most: int = TOKENS[-1]) -> int:
-    """Return the tokens of a thread block that take least time: waves of blocks times their work."""
+def tile_tokens(n_tokens: int, n_rows: int, n_sms: int, n_parts: int, most: int = 192) -> int:
+    """Return the tokens of a thread block that take least time: waves of blocks times their work.
+
+    Tokens of 3 parts fill the shared memory with fewer.
+    """
+
     def cost(tile: int) -> int:
         n_blocks = ceil_div(n_tokens, tile) * ceil_div(n_rows, ROWS)
         return ceil_div(n_blocks, n_sms) * (tile + TILE_COST)
 
+    most = min(most, 128) if n_parts == 3 else most
     return min((tile for tile in reversed(TOKENS) if tile <= most), key=cost)
 
 
@@ -161,7 +166,7 @@ def _stage(kind: int, n_parts: int, in_pieces: bool) -> Kernel:
         "f32* x, u8* lines, f32* factors, i64 x_stride, i32 n_tokens, i32 n_columns, i32 n_steps"
     )
     entry = f"stage_lines<{kind}, {n_parts}, {str(in_pieces).lower()}>"
-    return cpp_kernel(__file__, "wgmma.cu", entry, parameters)
+    return cpp_kernel(__file__, "wgmma.cu", entry, parameters, arch_specific=True)
 
 
 @cache
@@ -170,4 +175,5 @@ def _kernel(kind: int, name: str, n_parts: int, tile: int) -> Kernel:
         f"{name}* w, u8* lines, f32*? factors, f32*? bias, f32* out, i64 out_stride, "
         "i32 n_staged, i32 n_tokens, i32 n_rows, i32 n_columns, i32 n_steps, i32 accumulate"
     )
-    return cpp_kernel(__file__, "wgmma.cu", f"tile<{kind}, {n_parts}, {tile}>", parameters)
+    entry = f"tile<{kind}, {n_parts}, {tile}>"
+    return cpp_kernel(__file__, "wgmma.cu", entry, parameters, arch_specific=True)

@@ -2,7 +2,7 @@
 
 With activations="bf16" both sides are bfloat16, which tensor cores multiply exactly and add in
 float32.  A panel is as large as a second-level cache holds, and its memory is used
-again for the next one.
+again for the next one.  Many tokens need none on devices that have `wgmma` (`unit_tiles`).
 
 The weights of a user's format without an integer form are decoded in the same way, to float32.
 """
@@ -16,7 +16,8 @@ from nbflow_kernels._dispatch import empty
 from nbflow_kernels.cuda import Kernel, ceil_div, cpp_kernel, device_of
 from nbflow_kernels.cuda.workspace import workspace
 from nbflow_kernels.matmul import cuda as dense
-from nbflow_kernels.matmul import tensor_cores
+from nbflow_kernels.matmul import tensor_cores, wgmma
+from nbflow_kernels.qmatmul import unit_tiles
 from nbflow_kernels.quants.tensor import QuantTensor
 from nbflow_kernels.quants.units import ROWS, UnitForm, Units
 
@@ -39,6 +40,9 @@ def qmatmul(x: Any, w: QuantTensor, bias: Any, accumulate: bool, out: Any) -> No
     """Multiply with activations and weights rounded to bfloat16."""
     n_rows, n_columns = w.shape
     of_units = not w.is_float and not w.format.decodes_from_storage
+    if of_units and wgmma.takes(device_of(x), len(x)):
+        unit_tiles.multiply(x, w.units(), bias, accumulate, out)
+        return
     for row, stop in panels(n_rows, 2 * n_columns):
         panel = _unit_rows(w, row, stop) if of_units else _bf16_rows(w, row, stop)
         _rounded_part(x, panel, of_units, bias, accumulate, out, row)
@@ -100,10 +104,9 @@ def _rounded_part(
         return
     columns = slice(row, row + len(weights))
     part = None if bias is None else bias[columns]
-    for first in range(0, len(x), tensor_cores.ROWS_AT_ONCE):
-        some = slice(first, first + tensor_cores.ROWS_AT_ONCE)
-        staged = tensor_cores.stage(x[some], "uint16", rounded=True, of_units=of_units)
-        tensor_cores.multiply_staged(staged, weights, part, accumulate, out[some, columns])
+    tensor_cores.multiply(
+        x, weights, part, accumulate, out[:, columns], rounded=True, of_units=of_units
+    )
 
 
 def _bf16_rows(w: QuantTensor, row: int, stop: int) -> Any:
