@@ -42,9 +42,9 @@ def read_units(m: Machine, leaders: Any, at: Any, what: str) -> Any:
     if region.cells is not None:
         for warp in range(4):
             lanes = who + 32 * warp
-            check_proxy(m, region, lanes, places, what)
             for race in region.cells.read(m, lanes, places, UNIT, mark=warp == 0)[:1]:
                 m.memory.race(region, lanes, places, race, what)
+            check_proxy(m, region, lanes, places, what)
         m.warpgroups.begin_reads(m, leaders, words.reshape(n_groups, -1))
     return region.view[8][words].view(np.uint8).reshape(n_groups, n_units, UNIT)
 
@@ -56,13 +56,13 @@ def check_proxy(m: Machine, region: Region, lanes: Any, places: Any, what: str) 
         return
     for c in cells.cells_of(places, UNIT):
         at = cells.w_at[c]
-        j = np.flatnonzero(at > 0)
-        if not j.size:
+        stored = [s for s in np.unique(at).tolist() if s and not m.is_asynchronous(s)]
+        if not stored:
             continue
+        j = np.flatnonzero(np.isin(at, stored))
         j = j[~_seen(m, lanes[j], cells.w_who[c[j]], at[j])]
-        stored = [k for k in j.tolist() if not m.is_asynchronous(int(at[k]))]
-        if stored:
-            k = stored[0]
+        if j.size:
+            k = int(j[0])
             m.memory.fault(
                 "proxy", region, lanes, places, k,
                 f"{what} of bytes stored without a fence.proxy.async since",

@@ -156,11 +156,10 @@ class Mbarriers:
     def complete(self, lanes: Any, at: Any, phase: Any, *, parity: bool) -> Any:
         """Return whether the phases with a parity, or of tokens, are complete, for each thread."""
         done = np.zeros(len(lanes), np.bool_)
-        for j, (lane, k, p) in enumerate(
-            zip(lanes.tolist(), at.tolist(), phase.tolist(), strict=True)
-        ):
-            b = self.get(lane, k)
-            done[j] = (b.phase & 1) != (p & 1) if parity else b.phase > p >> 32
+        for k in np.unique(at).tolist():
+            here = at == k
+            now = self.get(int(lanes[here.argmax()]), k).phase
+            done[here] = now & 1 != phase[here] & 1 if parity else now > phase[here] >> 32
         return done
 
     def observe(self, lanes: Any, at: Any) -> None:

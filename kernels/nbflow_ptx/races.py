@@ -252,8 +252,16 @@ class Cells:
             return []
         j = np.flatnonzero(doubt)
         ok = self._ordered(m, lanes[j], who[j], at[j])
-        for s in np.flatnonzero(who[j] == _SEVERAL):
-            ok[s] = self._ordered_after_many(m, int(lanes[j[s]]), int(cells[j[s]]))
+        many = np.flatnonzero(who[j] == _SEVERAL)
+        if many.size:  # cells with the same readers have the same answer
+            c = cells[j[many]]
+            block = self.r_block[c] if self.across else 0 * c
+            same = np.stack([lanes[j[many]], self.r_at[c], self.r_warps[c], block])
+            _, first, which = np.unique(same, axis=1, return_index=True, return_inverse=True)
+            answers = [
+                self._ordered_after_many(m, int(lanes[j[many[k]]]), int(c[k])) for k in first
+            ]
+            ok[many] = np.array(answers)[which.ravel()]
         return [(int(k), int(who[k]), int(at[k])) for k in j[~ok]]
 
     def _mark_read(self, m: Machine, r: _Read, c: Any) -> None:

@@ -235,9 +235,9 @@ class _Scheduler:
         elif c.kind == "group":
             self.meet_group(c, lanes)
         elif c.kind == "mbarrier":
-            going = self.parked.try_wait(c, lanes)
-            if len(going):
-                self.send(c.pc + 1, going)
+            go = self.parked.try_wait(c, lanes)
+            if len(go):
+                self.send(c.pc + 1, go)
         else:
             self.barrier(c, lanes)
         self.check_budget(m.all_lanes[:1])

@@ -132,7 +132,7 @@ class _Product:
                     raise m.error("aligned", f"{name}: {wrong}", int(lanes[WARPGROUP * k]))
                 places[word] = core_rows(found, lines, mn).reshape(-1)
         at = np.stack([places[word] for word in bits.tolist()])
-        raw = read_units(m, lanes[::WARPGROUP], at, f"wgmma of {name}")
+        raw = read_units(m, lanes[::WARPGROUP], at, f"wgmma's read of {name}")
         values = _elements(raw, kind, self.exact)  # (groups, core rows, elements of each)
         if mn:
             return values.reshape(len(bits), 16, lines).swapaxes(1, 2)
