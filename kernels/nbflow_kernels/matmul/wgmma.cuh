@@ -102,12 +102,40 @@ DEV void sum_slots(Weights&& weights, const TokenRing<PARTS, TOKENS>& ring, floa
   }
 }
 
+// What `Output::put` does with every sum, but with the loads of 32 tokens under way together.
 template <int TOKENS>
 DEV void write_sums(const Output& output, const float (&total)[TOKENS / 2], int row_0, int token_0) {
   const int lane = threadIdx.x & 31, row = row_0 + (threadIdx.x >> 5) * 16 + (lane >> 2);
+  const int token = token_0 + 2 * (lane & 3);
+  float* const at = output.out + token * output.stride + row;
+  float bias[2];
 #pragma unroll
-  for (int i = 0; i < TOKENS / 2; i++)
-    output.put(total[i], row + 8 * (i >> 1 & 1), token_0 + 8 * (i >> 2) + 2 * (lane & 3) + (i & 1));
+  for (int h = 0; h < 2; h++)
+    bias[h] = output.bias && row + 8 * h < output.n_rows ? output.bias[row + 8 * h] : 0.0f;
+#pragma unroll
+  for (int first = 0; first < TOKENS; first += 32) {
+    float factors[8], old[8][2];
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const int n = first + 8 * (i >> 1) + (i & 1);
+      const bool there = token + n < output.n_tokens;
+      factors[i] = there && output.factors ? output.factors[token + n] : 1.0f;
+#pragma unroll
+      for (int h = 0; h < 2; h++)
+        old[i][h] = there && output.accumulate && row + 8 * h < output.n_rows
+            ? at[n * output.stride + 8 * h] : 0.0f;
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i++) {
+      const int n = first + 8 * (i >> 1) + (i & 1);
+#pragma unroll
+      for (int h = 0; h < 2; h++) {
+        const float v = total[(first + 8 * (i >> 1)) / 2 + 2 * h + (i & 1)] * factors[i] + bias[h];
+        if (token + n < output.n_tokens && row + 8 * h < output.n_rows)
+          at[n * output.stride + 8 * h] = v + old[i][h];
+      }
+    }
+  }
 }
 
 // Tokens as [step][part][token] lines of 128 bytes, as `describe_lines` says: zeros behind the last column
