@@ -2,6 +2,8 @@
 #pragma once
 #include "cuda/types.cuh"
 
+enum { F16_KIND = 1, BF16_KIND = 2 };  // numbers of 16 bits
+
 // threadIdx.x, but read anew.
 DEV int thread_again() {
   int i;

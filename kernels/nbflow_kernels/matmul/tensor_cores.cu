@@ -6,29 +6,7 @@
 //
 // K is cut into SLOTS pieces of steps of 64 columns; a slot's steps are added one after the other, and
 // the slots in order.  Both kernels do the same: a result does not depend on how many tokens there are.
-#include "cuda/ptx.cuh"
-
-enum { F16_KIND = 1, BF16_KIND = 2 };
-
-constexpr int SLOTS = 8, STEP = 64;
-constexpr int FEW_TILES = 2;  // row tiles of 16 that a warp of `few` computes
-
-DEV int slot_start(int slot, int n_steps) { return n_steps * slot / SLOTS; }
-
-struct Output {
-  float* out;
-  const float *bias, *factors;
-  long long stride;
-  int n_rows, n_tokens, accumulate;
-
-  DEV void put(float v, int row, int token) const {
-    if (row >= n_rows || token >= n_tokens) return;
-    if (factors) v *= factors[token];
-    if (bias) v += bias[row];
-    float* at = out + token * stride + row;
-    *at = accumulate ? v + *at : v;
-  }
-};
+#include "matmul/sums.cuh"
 
 // Two steps' weights: words of rows g and g + 8.  `zero`, which is 0, makes them new numbers: else they
 // are moved to neighbouring registers again for every product.
@@ -51,41 +29,25 @@ struct Operands {
   }
 };
 
-// Activations as [part][token][stride] numbers, zeros behind the last column; a thread block for each
-// token.  Of float16, a token is multiplied by the power of two that brings its largest magnitude to
-// 2**14..2**15, and factors[token] takes it back.
-template <int KIND, int PARTS>
+// Activations as [part][token][stride] numbers, zeros behind the last column, in memory's order or (of
+// weights from units) as `column_at` says; a thread block for each token.
+template <int KIND, int PARTS, bool OF_UNITS>
 __global__ void __launch_bounds__(256) stage(
     const float* x, u16* parts, float* factors, long long x_stride, int n_tokens, int n_columns,
     int stride) {
-  __shared__ float largest_of[8];
   const float* row = x + blockIdx.x * x_stride;
-  float up = 1.0f;
-  if constexpr (KIND == F16_KIND) {
-    float largest = 0.0f;  // fmaxf ignores NaN, which need no scaling
-    for (int k = threadIdx.x; k < n_columns; k += 256) largest = fmaxf(largest, fabsf(row[k]));
-#pragma unroll
-    for (int o = 16; o; o >>= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, o));
-    if ((threadIdx.x & 31) == 0) largest_of[threadIdx.x >> 5] = largest;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < 8; i++) largest = fmaxf(largest, largest_of[i]);
-    // zero and tiny numbers: as if 2**-112, so that the exponents below stay in range
-    const u32 exponent = max(__float_as_uint(largest) >> 23, 15u);
-    up = __uint_as_float((268u - exponent) << 23);
-    if (threadIdx.x == 0) factors[blockIdx.x] = __uint_as_float((exponent - 14u) << 23);
-  }
+  const float up = scale_token<KIND>(row, n_columns, factors);
   for (int k = threadIdx.x; k < stride; k += 256) {
-    float rest = k < n_columns ? row[k] * up : 0.0f;
+    const int column = OF_UNITS ? column_at(k) : k;
+    u16 numbers[PARTS];
+    split<KIND>(column < n_columns ? row[column] * up : 0.0f, numbers);
 #pragma unroll
-    for (int p = 0; p < PARTS; p++) {
-      const u16 bits = KIND == F16_KIND ? (u16)to_f16x2(rest, 0.0f) : (u16)to_bf16x2(rest, 0.0f);
-      parts[((long long)p * n_tokens + blockIdx.x) * stride + k] = bits;
-      rest -= KIND == F16_KIND ? low_f16(bits) : __uint_as_float((u32)bits << 16);
-      rest = rest == rest ? rest : 0.0f;  // what is not finite stays in the first part
-    }
+    for (int p = 0; p < PARTS; p++)
+      parts[((long long)p * n_tokens + blockIdx.x) * stride + k] = numbers[p];
   }
 }
+
+constexpr int FEW_TILES = 2;  // row tiles of 16 that a warp of `few` computes
 
 // Tokens `first` to `n_tokens`, up to 8: a warp has a slot of FEW_TILES row tiles, and the next step's weights on their way.
 template <int KIND, int PARTS>

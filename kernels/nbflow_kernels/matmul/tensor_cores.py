@@ -2,7 +2,8 @@
 
 Activations become numbers of the weights' type: three of bfloat16, which hold all 24 bits, two of
 float16 after a power of two for each token (exact to 2**-22 of the number or 2**-38 of the token's
-largest), or one, rounded.  A row of the result is bitwise the same in any batch.
+largest), or one, rounded.  A row of the result is bitwise the same in any batch.  Devices of compute
+capability 9.0 multiply many tokens with `wgmma`, in the same order.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 from nbflow_kernels.cuda import Kernel, address, ceil_div, cpp_kernel, device_of
 from nbflow_kernels.cuda.workspace import workspace
+from nbflow_kernels.matmul import wgmma
 
 STEP = 64
 """Columns that are added together; tokens are padded to it."""
@@ -76,15 +78,29 @@ def fits(w: Any) -> bool:
     return whole and address(w) % 16 == 0
 
 
-def multiply(x: Any, w: Any, bias: Any, accumulate: bool, out: Any) -> None:
-    """Multiply float32 rows by a matrix (N, K) that `fits`."""
+def multiply(
+    x: Any, w: Any, bias: Any, accumulate: bool, out: Any, *, rounded: bool = False,
+    of_units: bool = False,
+) -> None:  # fmt: skip
+    """Multiply float32 rows by a matrix (N, K) that `fits`; see `stage` for the options."""
+    device, dtype = device_of(x), w.dtype.name
+    n_parts = 1 if rounded else KINDS[dtype][2]
     for row in range(0, len(x), ROWS_AT_ONCE):
-        part = slice(row, row + ROWS_AT_ONCE)
-        multiply_staged(stage(x[part], w.dtype.name), w, bias, accumulate, out[part])
+        tokens, to = x[row : row + ROWS_AT_ONCE], out[row : row + ROWS_AT_ONCE]
+        if wgmma.takes(device, len(tokens)):
+            tile = wgmma.tile_tokens(len(tokens), len(w), device.n_sms, n_parts)
+            lines = wgmma.stage(tokens, dtype, n_parts, tile, in_pieces=not of_units)
+            wgmma.multiply_lines(lines, w, bias, accumulate, to)
+        else:
+            staged = stage(tokens, dtype, rounded=rounded, of_units=of_units)
+            multiply_staged(staged, w, bias, accumulate, to)
 
 
-def stage(x: Any, dtype: str, *, rounded: bool = False) -> Staged:
-    """Return float32 rows for weights of a type; `rounded` to one number, else exactly."""
+def stage(x: Any, dtype: str, *, rounded: bool = False, of_units: bool = False) -> Staged:
+    """Return float32 rows for weights of a type; `rounded` to one number, else exactly.
+
+    `of_units`: with weights in the order of `column_at`, which `qmatmul.rounded.unpack` writes.
+    """
     kind, name, n_parts = KINDS[dtype]
     n_parts = 1 if rounded else n_parts
     (n_tokens, n_columns), device = x.shape, device_of(x)
@@ -92,7 +108,7 @@ def stage(x: Any, dtype: str, *, rounded: bool = False) -> Staged:
     size = n_parts * n_tokens * stride
     parts = workspace(device, f"matmul {name} tokens", size, "u2" if name == "bf16" else "f2")
     factors = workspace(device, "matmul factors", n_tokens, "f4")
-    _stage(kind, name, n_parts)(
+    _stage(kind, name, n_parts, of_units)(
         n_tokens, 256, (x, parts, factors, x.strides[0] // 4, n_tokens, n_columns, stride)
     )
     return Staged(kind, name, n_parts, parts, factors if kind == 1 else None, n_tokens, stride)
@@ -129,13 +145,14 @@ def _few(x: Staged, w: Any, bias: Any, accumulate: bool, out: Any, first: int) -
 
 
 @cache
-def _stage(kind: int, name: str, n_parts: int) -> Kernel:
+def _stage(kind: int, name: str, n_parts: int, of_units: bool) -> Kernel:
     """Return the kernel that stages tokens."""
     parameters = (
         f"f32* x, {name}* parts, f32* factors, i64 x_stride, i32 n_tokens, i32 n_columns, "
         "i32 stride"
     )
-    return cpp_kernel(__file__, "tensor_cores.cu", f"stage<{kind}, {n_parts}>", parameters)
+    entry = f"stage<{kind}, {n_parts}, {str(of_units).lower()}>"
+    return cpp_kernel(__file__, "tensor_cores.cu", entry, parameters)
 
 
 @cache

@@ -1,0 +1,112 @@
+// What Hopper has and C++ has no name for (compute capability 9.0, sm_90a): products of warpgroups,
+// barriers in shared memory that count bytes, bulk copies.
+#pragma once
+#include "cuda/ptx.cuh"
+
+DEV u32 shared_place(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// ---- barriers and copies -------------------------------------------------------------------------
+
+// A phase of a barrier ends when `count` threads have arrived and all announced bytes are there.
+DEV void start_barrier(u32 barrier, u32 count) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// Makes barriers that this thread has started known to copies; a __syncthreads() follows.
+DEV void publish_barriers() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+
+DEV void arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+DEV void arrive_expecting(u32 barrier, u32 n_bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(n_bytes)
+               : "memory");
+}
+
+// Wait for the end of a phase: of even ones with 0, of odd ones with 1.
+DEV void wait_for_phase(u32 barrier, u32 parity) {
+  u32 done = 0;
+  while (!done)
+    asm volatile("{ .reg .pred p; mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2; selp.u32 %0, 1, 0, p; }"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+}
+
+// Copy neighbouring bytes, 16 or a multiple of it, to shared memory; the barrier counts them.
+DEV void copy_bulk(u32 to_shared, const void* from, u32 n_bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+               ::"r"(to_shared), "l"(from), "r"(n_bytes), "r"(barrier) : "memory");
+}
+
+// ---- products of warpgroups ----------------------------------------------------------------------
+
+// 8 tokens x 64 columns of 16 bits are 1024 bytes: a line of 128 bytes for a token, whose piece c of 16
+// bytes lies at c ^ (token & 7).  This describes lines from `place` on, a multiple of 1024 plus 32 for
+// each step of 16 columns.
+DEV u64 describe_lines(u32 place) {
+  constexpr u64 SWIZZLE_128 = 1ull << 62, GROUP = (1024ull >> 4) << 32, UNUSED = 1ull << 16;
+  return SWIZZLE_128 | GROUP | UNUSED | (place & 0x3ffff) >> 4;
+}
+
+// Before the first product: registers are as this thread has left them.
+DEV void start_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+DEV void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+DEV void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
+// Keeps accesses of some sums on the side of a product or a wait that they are written on.
+template <int N>
+DEV void hold(float (&c)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; i++) asm volatile("" : "+f"(c[i]));
+}
+
+// c = a b, or c += a b: 64 rows x 16 columns (a warp has 16 of the rows, as `mma_f16` takes them) by 16
+// columns x TOKENS; 8 tokens' sums after the others' lie as `mma_f16` has them.
+template <int NUMBER, int TOKENS> struct Product;
+
+#define SUMS_8(c, i) \
+  "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), \
+      "+f"(c[i + 6]), "+f"(c[i + 7])
+#define SUMS_32(c, i) SUMS_8(c, i), SUMS_8(c, i + 8), SUMS_8(c, i + 16), SUMS_8(c, i + 24)
+#define NAMES_32 \
+  "%0, %1, %2, %3, %4, %5, %6, %7, " \
+  "%8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, " \
+  "%24, %25, %26, %27, %28, %29, %30, %31"
+#define NAMES_64 \
+  NAMES_32 ", " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, " \
+  "%40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, " \
+  "%56, %57, %58, %59, %60, %61, %62, %63"
+#define NAMES_96 \
+  NAMES_64 ", " \
+  "%64, %65, %66, %67, %68, %69, %70, %71, " \
+  "%72, %73, %74, %75, %76, %77, %78, %79, " \
+  "%80, %81, %82, %83, %84, %85, %86, %87, " \
+  "%88, %89, %90, %91, %92, %93, %94, %95"
+
+#define PRODUCT(NUMBER, TYPE, TOKENS, NAMES, A0, A1, A2, A3, B, ADD, ...)                          \
+  template <> struct Product<NUMBER, TOKENS> {                                                     \
+    static DEV_METHOD void run(float (&c)[TOKENS / 2], const u32 (&a)[4], u64 b, bool add) {       \
+      asm volatile("{ .reg .pred p; setp.ne.b32 p, " ADD ", 0; "                                   \
+                   "wgmma.mma_async.sync.aligned.m64n" #TOKENS "k16.f32." TYPE "." TYPE " {" NAMES \
+                   "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " B ", p, 1, 1, 0; }"                     \
+                   : __VA_ARGS__                                                                   \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));           \
+    }                                                                                              \
+  };
+#define PRODUCT_64(NUMBER, TYPE) \
+  PRODUCT(NUMBER, TYPE, 64, NAMES_32, "%32", "%33", "%34", "%35", "%36", "%37", SUMS_32(c, 0))
+#define PRODUCT_128(NUMBER, TYPE) \
+  PRODUCT(NUMBER, TYPE, 128, NAMES_64, "%64", "%65", "%66", "%67", "%68", "%69", SUMS_32(c, 0), SUMS_32(c, 32))
+#define PRODUCT_192(NUMBER, TYPE) \
+  PRODUCT(NUMBER, TYPE, 192, NAMES_96, "%96", "%97", "%98", "%99", "%100", "%101", SUMS_32(c, 0), SUMS_32(c, 32), SUMS_32(c, 64))
+PRODUCT_64(F16_KIND, "f16")
+PRODUCT_64(BF16_KIND, "bf16")
+PRODUCT_128(F16_KIND, "f16")
+PRODUCT_128(BF16_KIND, "bf16")
+PRODUCT_192(F16_KIND, "f16")
+PRODUCT_192(BF16_KIND, "bf16")

@@ -1,0 +1,179 @@
+"""Products of many tokens by the `wgmma` instructions of compute capability 9.0: `wgmma.cuh`.
+
+They have the rate of tensor cores that `mma.sync`, which every other product uses, does not reach.  The
+order of sums is the same, so a row of the result has the same bits in any batch as long as a step of 16
+columns is added alike by both instructions.  No manual says so: `agrees` tries it once on each device,
+and where they differ all products stay with `mma.sync`.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from nbflow_kernels.cuda import Kernel, KernelDevice, ceil_div, cpp_kernel, device_of
+from nbflow_kernels.cuda.workspace import workspace
+from nbflow_kernels.errors import UsageError
+
+STEP, LINE = 64, 128
+"""Columns of a step, and bytes of a token's."""
+ROWS, THREADS = 128, 256
+"""Of a thread block."""
+TOKENS = (64, 128, 192)
+"""Of a thread block: what there is to choose from."""
+TILE_COST = 24
+"""What a thread block takes besides its tokens, in tokens: the weights and the end."""
+MORE_THAN = 64
+"""Tokens for which `tensor_cores.many` has small thread blocks, and as much to do."""
+ALIGNED = 1024
+"""Bytes: where tokens may begin in shared memory."""
+_WEIGHTS_RING = 4 * ROWS * LINE
+_VARIABLE = "NBFLOW_WGMMA"
+
+
+@dataclass(frozen=True)
+class Lines:
+    """Tokens as `stage_lines` writes them."""
+
+    kind: int
+    name: str
+    n_parts: int
+    lines: Any
+    """[step][part][token], 128 bytes each."""
+    factors: Any
+    """float32 for each token; None if they are all 1."""
+    n_tokens: int
+    n_staged: int
+    """Tokens, and zeros that fill the last tile."""
+    n_steps: int
+    tile: int
+    """Tokens of a thread block."""
+
+    @property
+    def grid_x(self) -> int:
+        """Tiles."""
+        return self.n_staged // self.tile
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory for the ring of tokens."""
+        return (3 if self.n_parts * self.tile > 192 else 4) * self.n_parts * self.tile * LINE
+
+
+def takes(device: KernelDevice, n_tokens: int) -> bool:
+    """Return whether products of so many tokens are to be made here.
+
+    The environment variable NBFLOW_WGMMA decides: 0, never; 1, always where there is `wgmma`;
+    else where it `agrees`.
+    """
+    if n_tokens <= MORE_THAN or device.arch != "sm_90":
+        return False
+    chosen = os.environ.get(_VARIABLE, "")
+    if chosen not in ("", "0", "1"):
+        raise UsageError(f"{_VARIABLE} must be 0, 1 or empty, got '{chosen}'")
+    return chosen == "1" or (not chosen and agrees(device))
+
+
+def agrees(device: KernelDevice) -> bool:
+    """Return whether `wgmma` and `mma.sync` give the same bits on a device, found at the first call.
+
+    As with every kernel, run it once before a graph is captured.
+    """
+    key = ("matmul", "wgmma agrees")
+    if key not in device.constants:
+        device.constants[key] = all(same_bits(device, dtype) for dtype in ("float16", "uint16"))
+    return bool(device.constants[key])
+
+
+def same_bits(device: KernelDevice, dtype: str) -> bool:
+    """Return whether both instructions give the same bits for weights of a type.
+
+    Terms differ in size by up to 2**16 and mostly cancel, so that the bits tell how far terms are
+    shifted, and how many are added together.
+    """
+    from nbflow_kernels.matmul import tensor_cores
+
+    rng = np.random.default_rng(0)
+    n_rows, n_tokens, n_columns = ROWS, 8, 8 * STEP
+    size = rng.integers(-8, 9, n_columns)
+    w = np.ldexp(rng.standard_normal((n_rows, n_columns)), size).astype(np.float32)
+    w = w.view(np.uint32) >> 16 if dtype == "uint16" else w.astype(np.float16).view(np.uint16)
+    weights = device.asarray(w.astype(np.uint16).view(dtype))
+    x = np.ldexp(rng.standard_normal((n_tokens, n_columns)), -size).astype(np.float32)
+    tokens = device.asarray(x)
+    found = [device.empty((n_tokens, n_rows), "f4") for _ in range(2)]
+    tensor_cores.multiply_staged(
+        tensor_cores.stage(tokens, dtype, rounded=True), weights, None, False, found[0]
+    )
+    multiply_lines(stage(tokens, dtype, 1, 64, in_pieces=True), weights, None, False, found[1])
+    few, many = (out.get().tobytes() for out in found)
+    return bool(few == many)
+
+
+def tile_tokens(n_tokens: int, n_rows: int, n_sms: int, n_parts: int, most: int = 192) -> int:
+    """Return the tokens of a thread block that take least time: waves of blocks times their work.
+
+    Tokens of 3 parts fill the shared memory with fewer.
+    """
+
+    def cost(tile: int) -> int:
+        n_blocks = ceil_div(n_tokens, tile) * ceil_div(n_rows, ROWS)
+        return ceil_div(n_blocks, n_sms) * (tile + TILE_COST)
+
+    most = min(most, 128) if n_parts == 3 else most
+    return min((tile for tile in reversed(TOKENS) if tile <= most), key=cost)
+
+
+def stage(x: Any, dtype: str, n_parts: int, tile: int, *, in_pieces: bool) -> Lines:
+    """Return float32 rows for weights of a type, in tiles.
+
+    `in_pieces`: for weights row by row; else steps are of neighbouring columns.
+    """
+    from nbflow_kernels.matmul.tensor_cores import KINDS
+
+    kind, name, _ = KINDS[dtype]
+    (n_tokens, n_columns), device = x.shape, device_of(x)
+    n_steps, n_staged = ceil_div(n_columns, STEP), ceil_div(n_tokens, tile) * tile
+    lines = workspace(device, "matmul lines", n_steps * n_parts * n_staged * LINE, "u1")
+    factors = workspace(device, "matmul factors", n_tokens, "f4")
+    _stage(kind, n_parts, in_pieces)(
+        n_staged, 256, (x, lines, factors, x.strides[0] // 4, n_tokens, n_columns, n_steps)
+    )
+    scaled = factors if kind == 1 else None
+    return Lines(kind, name, n_parts, lines, scaled, n_tokens, n_staged, n_steps, tile)
+
+
+def multiply_lines(x: Lines, w: Any, bias: Any, accumulate: bool, out: Any) -> None:
+    """Multiply staged rows by a matrix of their type, row by row."""
+    n_rows, n_columns = w.shape
+    _kernel(x.kind, x.name, x.n_parts, x.tile)(
+        (x.grid_x, ceil_div(n_rows, ROWS)), THREADS,
+        (
+            w, x.lines, x.factors, bias, out, out.strides[0] // 4, x.n_staged, x.n_tokens,
+            n_rows, n_columns, x.n_steps, int(accumulate),
+        ),
+        _WEIGHTS_RING + ALIGNED + x.shared_bytes,
+    )  # fmt: skip
+
+
+@cache
+def _stage(kind: int, n_parts: int, in_pieces: bool) -> Kernel:
+    parameters = (
+        "f32* x, u8* lines, f32* factors, i64 x_stride, i32 n_tokens, i32 n_columns, i32 n_steps"
+    )
+    entry = f"stage_lines<{kind}, {n_parts}, {str(in_pieces).lower()}>"
+    return cpp_kernel(__file__, "wgmma.cu", entry, parameters, arch_specific=True)
+
+
+@cache
+def _kernel(kind: int, name: str, n_parts: int, tile: int) -> Kernel:
+    parameters = (
+        f"{name}* w, u8* lines, f32*? factors, f32*? bias, f32* out, i64 out_stride, "
+        "i32 n_staged, i32 n_tokens, i32 n_rows, i32 n_columns, i32 n_steps, i32 accumulate"
+    )
+    entry = f"tile<{kind}, {n_parts}, {tile}>"
+    return cpp_kernel(__file__, "wgmma.cu", entry, parameters, arch_specific=True)

@@ -1,0 +1,49 @@
+"""Products of many tokens with weights decoded to bfloat16 in registers: `unit_tiles.cu`.
+
+Of the devices with `wgmma`; the results have the same bits as by panels (`rounded`).
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from nbflow_kernels.cuda import Kernel, ceil_div, cpp_kernel, device_of
+from nbflow_kernels.matmul import wgmma
+from nbflow_kernels.quants.units import UnitForm, Units
+
+MOST_TOKENS = 128
+"""Of a thread block: registers hold the sums twice, and the weights of two steps."""
+ROWS_AT_ONCE = 2048
+"""Tokens that are staged together: bounds the memory for them."""
+_PARAMETERS = (
+    "u8* weights, u8* lines, f32*? bias, f32* out, i64 tile_bytes, i64 out_stride, i32 n_staged, "
+    "i32 n_tokens, i32 n_rows, i32 n_columns, i32 n_steps, i32 accumulate"
+)
+
+
+def multiply(x: Any, w: Units, bias: Any, accumulate: bool, out: Any) -> None:
+    """Multiply float32 rows, rounded to bfloat16, by a matrix in units, rounded to bfloat16."""
+    device = device_of(x)
+    for row in range(0, len(x), ROWS_AT_ONCE):
+        tokens, to = x[row : row + ROWS_AT_ONCE], out[row : row + ROWS_AT_ONCE]
+        tile = wgmma.tile_tokens(len(tokens), w.n_rows, device.n_sms, 1, MOST_TOKENS)
+        lines = wgmma.stage(tokens, "uint16", 1, tile, in_pieces=False)
+        kernel(w.form, tile)(
+            (lines.grid_x, ceil_div(w.n_rows, wgmma.ROWS)), wgmma.THREADS,
+            (
+                w.data, lines.lines, bias, to, w.form.tile_bytes(w.n_columns),
+                to.strides[0] // 4, lines.n_staged, len(tokens), w.n_rows, w.n_columns,
+                lines.n_steps, int(accumulate),
+            ),
+            wgmma.ALIGNED + lines.shared_bytes,
+        )  # fmt: skip
+
+
+@cache
+def kernel(form: UnitForm, tile: int) -> Kernel:
+    """Return the kernel for a form and so many tokens of a thread block."""
+    return cpp_kernel(
+        __file__, "unit_tiles.cu", f"unit_tile<{tile}>", _PARAMETERS, defines=form.defines(),
+        arch_specific=True,
+    )  # fmt: skip
