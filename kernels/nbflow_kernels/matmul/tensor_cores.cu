@@ -51,10 +51,16 @@ struct Operands {
   }
 };
 
-// Activations as [part][token][stride] numbers, zeros behind the last column; a thread block for each
-// token.  Of float16, a token is multiplied by the power of two that brings its largest magnitude to
+// Of 32 columns the one that stands at a position where a lane's numbers lie together: `units` has them
+// two by two, in the order of the operands of two steps.
+DEV int column_at(int position) {
+  return (position & ~31) | (position & 4) << 2 | (position & 2) << 2 | (position >> 2 & 6) | (position & 1);
+}
+
+// Activations as [part][token][stride] numbers, zeros behind the last column, in memory's order or (of
+// weights from units) as `column_at` says; a thread block for each token.  Of float16, a token is multiplied by the power of two that brings its largest magnitude to
 // 2**14..2**15, and factors[token] takes it back.
-template <int KIND, int PARTS>
+template <int KIND, int PARTS, bool OF_UNITS>
 __global__ void __launch_bounds__(256) stage(
     const float* x, u16* parts, float* factors, long long x_stride, int n_tokens, int n_columns,
     int stride) {
@@ -76,7 +82,8 @@ __global__ void __launch_bounds__(256) stage(
     if (threadIdx.x == 0) factors[blockIdx.x] = __uint_as_float((exponent - 14u) << 23);
   }
   for (int k = threadIdx.x; k < stride; k += 256) {
-    float rest = k < n_columns ? row[k] * up : 0.0f;
+    const int column = OF_UNITS ? column_at(k) : k;
+    float rest = column < n_columns ? row[column] * up : 0.0f;
 #pragma unroll
     for (int p = 0; p < PARTS; p++) {
       const u16 bits = KIND == F16_KIND ? (u16)to_f16x2(rest, 0.0f) : (u16)to_bf16x2(rest, 0.0f);

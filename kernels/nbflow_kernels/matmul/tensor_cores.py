@@ -83,8 +83,11 @@ def multiply(x: Any, w: Any, bias: Any, accumulate: bool, out: Any) -> None:
         multiply_staged(stage(x[part], w.dtype.name), w, bias, accumulate, out[part])
 
 
-def stage(x: Any, dtype: str, *, rounded: bool = False) -> Staged:
-    """Return float32 rows for weights of a type; `rounded` to one number, else exactly."""
+def stage(x: Any, dtype: str, *, rounded: bool = False, of_units: bool = False) -> Staged:
+    """Return float32 rows for weights of a type; `rounded` to one number, else exactly.
+
+    `of_units`: for weights in the order of `column_at`, which `qmatmul.rounded.unpack` writes.
+    """
     kind, name, n_parts = KINDS[dtype]
     n_parts = 1 if rounded else n_parts
     (n_tokens, n_columns), device = x.shape, device_of(x)
@@ -92,7 +95,7 @@ def stage(x: Any, dtype: str, *, rounded: bool = False) -> Staged:
     size = n_parts * n_tokens * stride
     parts = workspace(device, f"matmul {name} tokens", size, "u2" if name == "bf16" else "f2")
     factors = workspace(device, "matmul factors", n_tokens, "f4")
-    _stage(kind, name, n_parts)(
+    _stage(kind, name, n_parts, of_units)(
         n_tokens, 256, (x, parts, factors, x.strides[0] // 4, n_tokens, n_columns, stride)
     )
     return Staged(kind, name, n_parts, parts, factors if kind == 1 else None, n_tokens, stride)
@@ -129,13 +132,14 @@ def _few(x: Staged, w: Any, bias: Any, accumulate: bool, out: Any, first: int) -
 
 
 @cache
-def _stage(kind: int, name: str, n_parts: int) -> Kernel:
+def _stage(kind: int, name: str, n_parts: int, of_units: bool) -> Kernel:
     """Return the kernel that stages tokens."""
     parameters = (
         f"f32* x, {name}* parts, f32* factors, i64 x_stride, i32 n_tokens, i32 n_columns, "
         "i32 stride"
     )
-    return cpp_kernel(__file__, "tensor_cores.cu", f"stage<{kind}, {n_parts}>", parameters)
+    entry = f"stage<{kind}, {n_parts}, {str(of_units).lower()}>"
+    return cpp_kernel(__file__, "tensor_cores.cu", entry, parameters)
 
 
 @cache

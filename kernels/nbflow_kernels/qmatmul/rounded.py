@@ -38,8 +38,10 @@ _BITS = {
 def qmatmul(x: Any, w: QuantTensor, bias: Any, accumulate: bool, out: Any) -> None:
     """Multiply with activations and weights rounded to bfloat16."""
     n_rows, n_columns = w.shape
+    of_units = not w.is_float and not w.format.decodes_from_storage
     for row, stop in panels(n_rows, 2 * n_columns):
-        _rounded_part(x, _bf16_rows(w, row, stop), bias, accumulate, out, row)
+        panel = _unit_rows(w, row, stop) if of_units else _bf16_rows(w, row, stop)
+        _rounded_part(x, panel, of_units, bias, accumulate, out, row)
 
 
 def decoded(x: Any, w: QuantTensor, bias: Any, accumulate: bool, int8: bool, out: Any) -> None:
@@ -69,8 +71,11 @@ def to_int8_grid(x: Any) -> Any:
 
 
 def unpack(w: Units, row: int, out: Any) -> None:
-    """Write rows from `row`, a multiple of 16, to `out` (rows, K), float32 or bits of bfloat16."""
-    n_rows, n_columns = out.shape
+    """Write rows from `row`, a multiple of 16, to `out`: float32 (rows, K), or bits of bfloat16.
+
+    These are (rows, K rounded up to 32), in the order of `column_at` (`tensor_cores.cu`).
+    """
+    n_rows, n_columns = len(out), w.n_columns
     kernel = _unpack(w.form, "float" if out.dtype.name == "float32" else "unsigned short")
     for first in range(0, n_rows, ROWS * 65535):  # as many row tiles as a grid has
         part = out[first : first + ROWS * 65535]
@@ -86,7 +91,9 @@ def _part(x: Any, weights: Any, bias: Any, accumulate: bool, out: Any, row: int)
     dense.multiply(x, weights, part, accumulate, out[:, columns])
 
 
-def _rounded_part(x: Any, weights: Any, bias: Any, accumulate: bool, out: Any, row: int) -> None:
+def _rounded_part(
+    x: Any, weights: Any, of_units: bool, bias: Any, accumulate: bool, out: Any, row: int
+) -> None:
     """Do as `_part` with activations rounded to bfloat16."""
     if not tensor_cores.fits(weights):
         _part(_rounded(x, int8=False), weights, bias, accumulate, out, row)
@@ -95,31 +102,40 @@ def _rounded_part(x: Any, weights: Any, bias: Any, accumulate: bool, out: Any, r
     part = None if bias is None else bias[columns]
     for first in range(0, len(x), tensor_cores.ROWS_AT_ONCE):
         some = slice(first, first + tensor_cores.ROWS_AT_ONCE)
-        staged = tensor_cores.stage(x[some], "uint16", rounded=True)
+        staged = tensor_cores.stage(x[some], "uint16", rounded=True, of_units=of_units)
         tensor_cores.multiply_staged(staged, weights, part, accumulate, out[some, columns])
 
 
 def _bf16_rows(w: QuantTensor, row: int, stop: int) -> Any:
-    """Return rows of weights as the bits of bfloat16."""
-    n_columns = w.shape[1]
+    """Return rows of weights that have no units as the bits of bfloat16."""
     if w.is_float and w.format.name == "bf16":
         return w.array[row:stop]
-    device = device_of(w.data if w.has_storage else w.units().data)
-    panel = workspace(device, "qmatmul panel", (stop - row) * n_columns, "u2")
-    panel = panel[: (stop - row) * n_columns].reshape(stop - row, n_columns)
+    panel = _panel(device_of(w.data), stop - row, w.shape[1])
     if w.is_float:
         _to_bits(w.array[row:stop], panel)
-    elif w.format.decodes_from_storage:
-        from nbflow_kernels.quants import dequantize
+        return panel
+    from nbflow_kernels.quants import dequantize
 
-        part = QuantTensor(w.format, panel.shape, w.data[row:stop])
-        wide = workspace(device, "qmatmul panel f32", panel.size, "f4")
-        wide = wide[: panel.size].reshape(panel.shape)
-        dequantize(part, out=wide)
-        _to_bits(wide, panel)
-    else:
-        unpack(w.units(), row, panel)
+    part = QuantTensor(w.format, panel.shape, w.data[row:stop])
+    wide = workspace(device_of(w.data), "qmatmul panel f32", panel.size, "f4")
+    wide = wide[: panel.size].reshape(panel.shape)
+    dequantize(part, out=wide)
+    _to_bits(wide, panel)
     return panel
+
+
+def _unit_rows(w: QuantTensor, row: int, stop: int) -> Any:
+    """Return rows of weights in units as the bits of bfloat16, ordered as `unpack` says."""
+    found = w.units()
+    panel = _panel(device_of(found.data), stop - row, ceil_div(found.n_columns, 32) * 32)
+    unpack(found, row, panel)
+    return panel
+
+
+def _panel(device: Any, n_rows: int, n_columns: int) -> Any:
+    """Return memory for a panel, the same for all."""
+    panel = workspace(device, "qmatmul panel", n_rows * n_columns, "u2")
+    return panel[: n_rows * n_columns].reshape(n_rows, n_columns)
 
 
 def _to_bits(x: Any, out: Any) -> None:

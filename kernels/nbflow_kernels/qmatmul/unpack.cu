@@ -1,20 +1,9 @@
 // Weights in units as rows of numbers: float32, the same bits as on the CPU, or rounded to bfloat16.
 //
-// A warp writes a chunk of a row tile; `row_0` is a multiple of 16.
+// A warp writes a chunk of a row tile; `row_0` is a multiple of 16.  Rows of bfloat16 are whole pieces of
+// 32 columns with zeros at their end, each in the order of `column_at` (`matmul/tensor_cores.cu`): what a
+// lane has of two steps lies together, so that a step of the product takes 16 neighbouring columns.
 #include "quants/units.cuh"
-
-template <class T>
-DEV void put(T* out, long long at, float v0, float v1, bool both) {
-  if constexpr (sizeof(T) == 4) {
-    out[at] = v0;
-    if (both) out[at + 1] = v1;
-  } else {
-    u32 pair;
-    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(v1), "f"(v0));
-    out[at] = (u16)pair;
-    if (both) out[at + 1] = (u16)(pair >> 16);
-  }
-}
 
 template <class T>
 __global__ void __launch_bounds__(128) unpack(
@@ -35,6 +24,7 @@ __global__ void __launch_bounds__(128) unpack(
   for (int h = 0; h < 2; h++) {
     const int row = blockIdx.y * 16 + (lane >> 2) + 8 * h;
     if (row >= n_rows) continue;
+    u32 pairs[4];  // of two steps
     const float d = HAS_FLOATS ? low_f16(floats.of_row[h]) : 1.0f;
 #pragma unroll
     for (int s = 0; s < 8; s++) {
@@ -44,15 +34,24 @@ __global__ void __launch_bounds__(128) unpack(
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         const int k = chunk * CHUNK + 16 * s + 8 * j + 2 * (lane & 3);
-        if (k >= n_columns) continue;
         // the code's unit is 2**-24 times 2**position of its slot
         const u32 position = ((u32)POSITIONS >> 4 * (2 * (s & 3) + j)) & 15u;
         const float up = __uint_as_float((127u - position) << 23) / UNIT;
         const u32 codes = operand[s][2 * j + h];
         const float v0 = fmaf(scale, low_f16(codes) * up - ZERO, base);
         const float v1 = fmaf(scale, high_f16(codes) * up - ZERO, base);
-        put(out, (long long)row * n_columns + k, v0, v1, k + 1 < n_columns);
+        if constexpr (sizeof(T) == 4) {
+          float* to = out + (long long)row * n_columns + k;
+          if (k < n_columns) to[0] = v0;
+          if (k + 1 < n_columns) to[1] = v1;
+        } else {
+          pairs[2 * (s & 1) + j] = to_bf16x2(k < n_columns ? v0 : 0.0f, k + 1 < n_columns ? v1 : 0.0f);
+        }
       }
+      const int piece = chunk * CHUNK + 16 * (s - 1), stride = (n_columns + 31) / 32 * 32;
+      if (sizeof(T) == 2 && (s & 1) && piece < stride)
+        *(uint4*)(out + (long long)row * stride + piece + 8 * (lane & 3)) =
+            make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     }
   }
 }
