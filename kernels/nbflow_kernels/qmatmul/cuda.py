@@ -96,10 +96,12 @@ class FewShape(NamedTuple):
         """Return the shape, or None where the tokens do not fit the shared memory."""
         tokens = next(n for n in (1, 2, 4, 8) if n >= n_tokens)
         per_sm, parts = 2, 1
-        while parts < SLOTS and _few_bytes(w.form, tokens, w.n_columns, parts) > _half(device):
+        while parts < SLOTS and _few_bytes(w.form, tokens, w.n_columns, parts) > half_of_shared(
+            device
+        ):
             parts *= 2
         shared = _few_bytes(w.form, tokens, w.n_columns, parts)
-        if shared > _half(device):
+        if shared > half_of_shared(device):
             per_sm = 1
             if shared + STATIC_BYTES > device.max_shared_bytes:
                 return None
@@ -146,7 +148,8 @@ def grouped(
     device, form = device_of(x), w.form
     n_tiles, tile_bytes = ceil_div(n_rows, ROWS), form.tile_bytes(w.n_columns)
     tokens = next(
-        (n for n in (8, 4, 2, 1) if _few_bytes(form, n, w.n_columns, 1) <= _half(device)), 1
+        (n for n in (8, 4, 2, 1) if _few_bytes(form, n, w.n_columns, 1) <= half_of_shared(device)),
+        1,
     )
     shared = _few_bytes(form, tokens, w.n_columns, 1)
     grid = min(n_tiles, max(1, 2 * device.n_sms))
@@ -224,7 +227,7 @@ def is_whole(w: Units) -> bool:
     return ceil_div(w.n_columns, CHUNK) % 2 == 0
 
 
-def _half(device: Any) -> int:
+def half_of_shared(device: Any) -> int:
     """Return the shared memory that lets two thread blocks run on a processor."""
     return int(device.max_shared_bytes) // 2 - 1024 - STATIC_BYTES
 
