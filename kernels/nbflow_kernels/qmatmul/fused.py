@@ -31,11 +31,11 @@ from nbflow_kernels.quants.units import UnitForm
 
 NORM_KINDS = {"rms": "RMS_NORM", "layer": "LAYER_NORM"}
 """Names in `prologue.cuh`."""
-_NUMBERS = {"rms": 1, "layer": 2}
+NORM_NUMBERS = {"rms": 1, "layer": 2}
 _GATE_PIECE, _NORM_CHUNK = 64, 128  # as in `epilogues.cuh` and `normalize.cuh`
 
 _SCALING = "f32*? {0}_weight, f32*? {0}_bias, f32*? {0}_out, i64 {0}_out_stride"
-_NORM = f"{_SCALING.format('norm')}, {_SCALING.format('second')}, f32 eps, f32 offset"
+NORM_PARAMETERS = f"{_SCALING.format('norm')}, {_SCALING.format('second')}, f32 eps, f32 offset"
 _REGIONS = "i32* arrived_regions"
 
 
@@ -285,7 +285,7 @@ def product(
     if n_regions:
         arrived = workspace(device, "qmatmul regions", n_regions, "i4", zero=True)
         arguments += (arrived, *then.arguments)
-    kind = 0 if norm is None else _NUMBERS[norm.kind]
+    kind = 0 if norm is None else NORM_NUMBERS[norm.kind]
     then_key = then.number, then.parameters, then.defines
     whole = is_whole(units, arithmetic)
     _kernel(units.form, shape.tokens, whole, arithmetic, kind, *then_key)(
@@ -302,7 +302,7 @@ def _kernel(
     """Return `few_rows` with a prologue and an epilogue."""
     parts = [FEW_PARAMETERS]
     if norm:
-        parts.append(_NORM)
+        parts.append(NORM_PARAMETERS)
     if then_parameters:
         parts += [_REGIONS, then_parameters]
     defines: dict[str, str | int] = {
