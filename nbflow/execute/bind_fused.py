@@ -90,8 +90,18 @@ class _FusedBinder:
         """Return whether what comes behind can be done matrix by matrix."""
         if len(self._pieces) == 1 or self._fusion.behind in ("", ACTIVATION, ADD):
             return True
-        head_dim = self._executor.program.spec.head_dim
-        return self._fusion.behind == HEADS and all(start % head_dim == 0 for start in starts)
+        if self._fusion.behind != HEADS:
+            return False
+        program = self._executor.program
+        D, keys_at = program.spec.head_dim, program.n_heads * program.spec.head_dim
+        if self._norms_all_heads():  # of which one matrix has all
+            return set(starts) <= {0, keys_at, keys_at + program.n_kv_heads * D, starts[-1]}
+        return all(start % D == 0 for start in starts)
+
+    def _norms_all_heads(self) -> bool:
+        """Return whether queries and keys are normalized over all heads together."""
+        norms = [self._ops[i] for i in (self._fusion.q_norm, self._fusion.k_norm) if i is not None]
+        return any(not norm.attrs.get("per_head") for norm in norms)
 
     def _norm(self) -> fused.Norm | None:
         """Return the norm in front."""
@@ -151,5 +161,5 @@ class _FusedBinder:
             arrays.kv_indptr, keys, values, storage.kinds, LAYOUT, q_weight, k_weight,
             attrs.get("eps", 0.0), attrs.get("offset", 0.0),
             None if rope is None else executor.rope_table(rope),
-            rope is None or rope.style == "half",
+            rope is None or rope.style == "half", self._norms_all_heads(),
         )  # fmt: skip

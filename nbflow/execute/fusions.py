@@ -4,7 +4,8 @@ A fusion is a product with weights, what comes in front of it and what comes beh
 
 in front   ``norm``, two of the same rows, or ``take_rows`` and ``norm``; what is normalized is
            written too if a later op reads it
-behind     `HEADS`: norms of the heads of q and k, ``rope``, ``append_kv``; `GATE`; `ACTIVATION`;
+behind     `HEADS`: norms of q and k, head by head or over all, ``rope``, ``append_kv``; `GATE`;
+           `ACTIVATION`;
            `ROW_NORM`: a norm of the results, and their sum with the residual; `ADD`: a scaled sum
 
 Patterns see the program alone.  Whether a kernel takes the weights and the rows of a step is asked
@@ -129,7 +130,7 @@ class _Finder:
         found = replace(start, behind=HEADS)
         for name in "qk":
             norm = self._op(i, "norm")
-            if norm is not None and norm.out == name and self._is_head_norm(norm):
+            if norm is not None and norm.out == name and self._is_rms(norm):
                 found = replace(found, q_norm=i) if name == "q" else replace(found, k_norm=i)
                 i += 1
         rope = self._op(i, "rope")
@@ -141,9 +142,9 @@ class _Finder:
         return replace(found, append=i, last=i)
 
     @staticmethod
-    def _is_head_norm(norm: Op) -> bool:
+    def _is_rms(norm: Op) -> bool:
         by_itself = len(norm.inputs) == 1 and len(norm.weights) == 1
-        return bool(norm.attrs.get("per_head")) and norm.attrs["norm"] == "rms" and by_itself
+        return by_itself and norm.attrs["norm"] == "rms" and "columns" not in norm.attrs
 
     def _same_norms(self, found: Fusion) -> bool:
         """Return whether the norms of queries and keys differ in their weights alone."""

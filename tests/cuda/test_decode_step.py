@@ -78,6 +78,7 @@ STEPS = {
     # norms behind attention and network; a soft cap; a float16 head takes two kernels
     "gemma2": (6, 5),
     "phi": (4, 5),  # both read one norm; biases, a plain activation
+    "olmo2": (5, 5),  # norms over all heads, behind attention and network; a float16 head
 }
 
 
@@ -101,7 +102,7 @@ PATTERNS = {
     "glm4": 5,
     "opt_350m": 5,  # norms behind the sums
     "gpt_neox": 5,  # two norms of one residual
-    "olmo2": 9,  # norms over all heads: with rope and append_kv kernels of their own
+    "olmo2": 5,  # norms over all heads
 }
 
 

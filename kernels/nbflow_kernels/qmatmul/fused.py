@@ -65,6 +65,11 @@ class Norm:
         return _scaling(self.weight, self.bias, self.out)
 
 
+def _sums_bytes(width: int, n_tokens: int) -> int:
+    """Return the bytes of the sums of all chunks of rows."""
+    return 4 * n_tokens * ceil_div(width, _NORM_CHUNK)
+
+
 def _scaling(weight: Any, bias: Any, out: Any) -> tuple[Any, ...]:
     return (weight, bias, out, 0 if out is None else out.strides[0] // 4)
 
@@ -159,13 +164,16 @@ class Heads(Epilogue):
     """Formats of keys and of values (`nbflow_kernels.kvcache.rows.KINDS`)."""
     kv_layout: str
     q_weight: Any = None
-    """float32 (head_dim,): of the rms norm of each query head; None: no norm."""
+    """float32 (head_dim,): of the rms norm of each query head; None: no norm.  With `of_all`
+    float32 (n_q * head_dim,): of a norm over all of them together."""
     k_weight: Any = None
     eps: float = 0.0
     offset: float = 0.0
     cos_sin: Any = None
     """float32 (positions, 2 * half), or None: nothing is rotated."""
     is_neox: bool = True
+    of_all: bool = False
+    """Whether norms are over all heads together; no matrix then has a part of queries or keys."""
     number = 3
     parameters = (
         "f32*? q_weight, f32*? k_weight, f32*? cos_sin, i32* positions, i32* batch_indices, "
@@ -178,14 +186,19 @@ class Heads(Epilogue):
     @property
     def defines(self) -> tuple[tuple[str, str | int], ...]:
         """See `Epilogue.defines`."""
-        return tuple(
+        formats = tuple(
             (f"{which}_FORMAT", format_type(kind).replace(" ", ""))
             for which, kind in zip("KV", self.kinds, strict=True)
         )
+        return (*formats, ("NORM_OF_ALL_HEADS", int(self.of_all)))
 
     def n_regions(self, n_rows: int) -> int:
         """See `Epilogue.n_regions`."""
-        return n_rows // self.head_dim
+        return 3 if self.of_all else n_rows // self.head_dim
+
+    def shared_bytes(self, n_rows: int, n_tokens: int) -> int:
+        """See `Epilogue.shared_bytes`."""
+        return _sums_bytes(n_rows, n_tokens) if self.of_all else 0
 
     @property
     def arguments(self) -> tuple[Any, ...]:
@@ -224,7 +237,7 @@ class RowNorm(Epilogue):
 
     def shared_bytes(self, n_rows: int, n_tokens: int) -> int:
         """See `Epilogue.shared_bytes`."""
-        return 4 * n_tokens * ceil_div(n_rows, _NORM_CHUNK)
+        return _sums_bytes(n_rows, n_tokens)
 
     @property
     def arguments(self) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@
 #include "qmatmul/prologue.cuh"
 
 struct Heads {
-  const float *q_weight, *k_weight;  // of the norm of each head, or null
+  const float *q_weight, *k_weight;  // of the norm of each head or of all together, or null
   const float* cos_sin;              // (n_positions, 2 * half), or null
   const int *positions, *batch_indices, *kv_indices, *kv_indptr;
   Cache keys, values;
@@ -22,9 +22,11 @@ struct Heads {
   float eps, offset;
 };
 
-// Normalize a vector in place: a warp.
-DEV void normalize_head(float* x, int n, const float* weight, float eps, float offset) {
-  const int lane = threadIdx.x & 31;
+// Normalize head `number` in place, if heads of its kind are: a warp.
+DEV void normalize_head(const Heads& p, float* x, int number) {
+  const float* weight = number < p.n_q ? p.q_weight : p.k_weight;
+  if (number >= p.n_q + p.n_k || weight == nullptr) return;
+  const int lane = threadIdx.x & 31, n = p.head_dim;
   const bool wide = is_wide(x);
   float own = 0.0f;
   for (int c = 0; c * NORM_CHUNK < n; c++) {
@@ -32,10 +34,10 @@ DEV void normalize_head(float* x, int n, const float* weight, float eps, float o
     if (lane == c % 32) own = __fadd_rn(own, sum);
   }
   const Scaling scaling = {weight, nullptr, nullptr, 0};
-  const float factor = norm_factor(lane_sum(own), n, eps);
+  const float factor = norm_factor(lane_sum(own), n, p.eps);
   for (int k = 4 * lane; k < n; k += NORM_CHUNK)
     store_four(x, k, n,
-               normalized<RMS_NORM>(load_four(x, k, n, wide), k, n, scaling, offset, 0.0f, factor));
+               normalized<RMS_NORM>(load_four(x, k, n, wide), k, n, scaling, p.offset, 0.0f, factor));
   __syncwarp();
 }
 
@@ -52,12 +54,10 @@ DEV void turn_head(float* x, const Heads& p, int position) {
   __syncwarp();
 }
 
-// What is left to do for head `head` of the matrix and a token, whose vector is x: a warp.
-DEV void finish_head(const Heads& p, float* x, int head, int token, u8* codes) {
-  const int number = p.first + head, position = p.positions[token];
+// Turn head `number` of a token, and write it into its page if it is no query: a warp.
+DEV void place_head(const Heads& p, float* x, int number, int token, u8* codes) {
+  const int position = p.positions[token];
   const bool is_query = number < p.n_q, is_value = number >= p.n_q + p.n_k;
-  const float* weight = is_query ? p.q_weight : p.k_weight;
-  if (!is_value && weight != nullptr) normalize_head(x, p.head_dim, weight, p.eps, p.offset);
   if (!is_value && p.cos_sin != nullptr) turn_head(x, p, position);
   if (is_query) return;
   const int page = page_of(p.kv_indices, p.kv_indptr, p.n_requests, p.n_pages, p.batch_indices[token],
