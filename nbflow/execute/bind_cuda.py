@@ -143,13 +143,17 @@ class CudaBinder(CudaExchanges):
 
     def _heads_linear(self, op: Op, index: int) -> PythonOp:
         weights = self._executor.weights.operands[index]
-        x = self._heads(op.inputs[0], op.attrs["head"])
-        out = self._view(op.out).reshape(len(x), len(weights), -1)
+        stack = weights[0] if len(weights[0].shape) == 3 else None  # of all heads
+        matrices = weights if stack is None else stack.matrices()
+        n_rows, n_columns = matrices[0].shape
+        x = self._heads(op.inputs[0], op.attrs["head"])[:, :, :n_columns]
+        out = self._view(op.out).reshape(len(x), len(matrices), -1)[:, :, :n_rows]
+        activations = self._executor.activations
 
         def launch() -> None:
-            for h, weight in enumerate(weights):
-                n_rows, n_columns = weight.shape
-                self._product(x[:, h, :n_columns], weight, None, False, out[:, h, :n_rows])
+            if stack is None or not self._kernels("qmatmul").bands(x, stack, activations, out):
+                for h, weight in enumerate(matrices):
+                    self._product(x[:, h], weight, None, False, out[:, h])
 
         return PythonOp(op.kind, launch)
 

@@ -142,9 +142,10 @@ def test_heads_behind(format: str, head_dim: int, style: str, of_all: bool, cupy
         k, v, requests, positions, *pages[:2], indices, indptr, "HND", (form.kind, form.kind)
     )
     out = cupy.empty((n_tokens, 4 * D), np.float32)
+    places = fused.Places(positions, requests, indices, indptr, "HND", table, style == "half")
     then = fused.Heads(
-        D, 0, 2, 1, positions, requests, indices, indptr, *pages[2:], (form.kind, form.kind), "HND",
-        q_weight, k_weight, 1e-6, 0.0, table, style == "half", of_all,
+        places, D, 0, 2, 1, *pages[2:], (form.kind, form.kind), q_weight, k_weight, 1e-6, 0.0,
+        of_all,
     )  # fmt: skip
     fused.product(x, w, None, out, then=then)
     assert np.array_equal(out.get(), plain.get(), equal_nan=True)

@@ -1,6 +1,7 @@
 // What the results of a product go through in the same kernel, chosen by the macro EPILOGUE: an
 // activation, each by itself; or once a region of them is complete (`regions.cuh`) the gate of a
-// feed-forward network, the heads of attention (`heads.cuh`), or a norm of whole rows.
+// feed-forward network, the heads of attention or of latent attention (`heads.cuh`), or a norm of whole
+// rows.
 #pragma once
 #include "qmatmul/prologue.cuh"
 #include "qmatmul/regions.cuh"
@@ -9,10 +10,11 @@
 #define EPILOGUE_GATE 2
 #define EPILOGUE_HEADS 3
 #define EPILOGUE_ROW_NORM 4
+#define EPILOGUE_LATENT 5
 
 #if EPILOGUE == EPILOGUE_ACTIVATION || EPILOGUE == EPILOGUE_GATE
 #include "activation/functions.cuh"
-#elif EPILOGUE == EPILOGUE_HEADS
+#elif EPILOGUE == EPILOGUE_HEADS || EPILOGUE == EPILOGUE_LATENT
 #include "qmatmul/heads.cuh"
 #endif
 
@@ -61,8 +63,8 @@ struct Epilogue : Heads {
         },
         [&](int head, int token) {
           float* x = p.row(token) + head * head_dim;
-          normalize_head(*this, x, first + head);
-          place_head(*this, x, first + head, token, codes[threadIdx.x >> 5]);
+          normalize(x, first + head);
+          place(x, first + head, token, codes[threadIdx.x >> 5]);
         });
   }
 };
@@ -96,9 +98,28 @@ struct Epilogue : Heads {
           __syncthreads();
           for (int i = threadIdx.x >> 5; i < n * p.n_tokens; i += WARPS) {
             const int head = i / p.n_tokens, token = i % p.n_tokens;
-            place_head(*this, row(token) + head * head_dim, first + head_0 + head, token,
-                       codes[threadIdx.x >> 5]);
+            place(row(token) + head * head_dim, first + head_0 + head, token,
+                  codes[threadIdx.x >> 5]);
           }
+        });
+  }
+};
+#elif EPILOGUE == EPILOGUE_LATENT
+// A region is a head's queries, or the latent vector.
+struct Epilogue : Latent {
+  DEV_METHOD void finish(const Product& p, int* arrived, u8*) const {
+    __shared__ u8 codes[WARPS][64];
+    finish_regions<false>(
+        arrived, n_q + n_latent, p.n_tokens,
+        [&](int region) {
+          if (region < n_q)
+            return groups_of(region * head_dim, (region + 1) * head_dim, 0, 0, p.rows_of_group);
+          const bool before = first < 0;  // then anyone will do: who completes the first row
+          return groups_of(before ? 0 : first, before ? 1 : first + width, 0, 0, p.rows_of_group);
+        },
+        [&](int region, int token) {
+          if (region == n_q) place_latent(token, codes[threadIdx.x >> 5]);
+          else place_query(p.row(token) + region * head_dim, region, token);
         });
   }
 };

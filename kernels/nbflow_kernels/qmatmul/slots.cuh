@@ -8,7 +8,15 @@
 
 constexpr int SLOTS = 8;
 
-DEV int slot_start(int slot, int n_units) { return n_units * slot / SLOTS; }
+DEV int slot_start(int slot, int n_units, int n_slots = SLOTS) { return n_units * slot / n_slots; }
+
+// How many slots, a power of two, give the same sums in the same order as SLOTS do: of few units, as
+// many as let each have one.
+DEV int slots_for(int n_units) {
+  int n = 1;
+  while (n < n_units && n < SLOTS) n *= 2;
+  return n;
+}
 
 // A result of row `row` (of its matrix) and a token: with the bias, put in place of the old one, or
 // times `added` (if that is not 0) added to it.
