@@ -21,7 +21,7 @@ import numpy as np
 
 from nbflow_kernels import cuda
 from nbflow_kernels.attention import layout as at
-from nbflow_kernels.attention.device_items import Tiling, split_keys
+from nbflow_kernels.attention.device_items import FEW_VECTORS, MANY_VECTORS, Tiling, split_keys
 from nbflow_kernels.attention.device_plan import device_plan
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import AttentionVariant
@@ -31,9 +31,9 @@ from nbflow_kernels.kvcache.rows import BF16, F16, F32, FIRST_BLOCK_KIND
 WARPS = 4
 GENERAL = Tiling(16)
 """Query vectors of a thread block of the general kernel."""
-FEW, MANY = Tiling(16, at_most=16), Tiling(64, more_than=16)
-"""Those of the two kernels on tensor cores."""
-ALL_FEW = Tiling(16, at_most=1 << 61)
+FEW = Tiling(FEW_VECTORS, at_most=FEW_VECTORS)
+MANY = Tiling(MANY_VECTORS, more_than=FEW_VECTORS)
+ALL_FEW = Tiling(FEW_VECTORS, at_most=1 << 61)
 MOST_COLUMNS = 128
 """Of values; the kernel for many vectors would have more sums than registers."""
 _GENERAL_KEYS, _KEYS, _PAD = 32, 64, 8
