@@ -4,8 +4,8 @@ All ranks work at the same time, as they do when they run a model, so that what 
 caches, cores) is in the numbers.  What is timed, each the fastest of several repetitions:
 
 - reading memory, all ranks at once and each alone (`nbflow_kernels.read_probe`);
-- products of a q8_0 matrix that fits into the cache with 1 and with 256 rows: the first shows how
-  fast weights are decoded, the difference how fast they are multiplied;
+- products of a matrix that fits into the cache with 1, 8 and 256 rows, in formats of each kind: the
+  first show how fast weights are decoded, the differences how fast they are multiplied;
 - steps of the bundled model on each rank, in bursts and one by one: the difference is the host code
   of a step, what is left of the first besides the products is the start of its ops;
 - an all-reduce of 16 KB and of 4 MB over all ranks: latency and rate of the exchange.
@@ -13,11 +13,10 @@ caches, cores) is in the numbers.  What is timed, each the fastest of several re
 
 from __future__ import annotations
 
-import functools
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,13 +25,17 @@ import nbflow_kernels as nk
 from nbflow import system
 from nbflow.parallel import Alone, Comm, world
 from nbflow.parallel.threads import RankTeam
-from nbflow.planner.machine import Device, Link, Machine
+from nbflow.planner.machine import FEW_ROWS, Device, Link, Machine, Rates
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.read_probe import ReadProbe
 from nbflow_kernels.team import available_cores
 from nbflow_kernels.threads import set_num_threads
 
 ARITHMETICS = ("f32", "bf16", "int8")
+FORMATS = ("f16", "q8_0", "q4_0", "q4_b32t1a", "q3h_b64t1", "q6_k", "q4_k")
+"""Of each kind those that are used most; for others see `nbflow.planner.machine.like`."""
+BASE = "q8_0"
+"""What stands for formats of which none is measured."""
 PROBE_BYTES = 128 << 20
 """Bytes that each rank reads in a pass."""
 SIDE = 1024
@@ -45,7 +48,11 @@ STEPS = 48
 """Steps of the bundled model that are timed."""
 
 
-def measure_machine(n_ranks: int | None = None, probe_bytes: int = PROBE_BYTES) -> Machine | None:
+def measure_machine(
+    n_ranks: int | None = None,
+    probe_bytes: int = PROBE_BYTES,
+    formats: Sequence[str] = FORMATS,
+) -> Machine | None:
     """Measure the ranks that mpirun started, or `n_ranks` threads of this process.
 
     Parameters
@@ -54,6 +61,8 @@ def measure_machine(n_ranks: int | None = None, probe_bytes: int = PROBE_BYTES) 
         Without mpirun: the number of ranks, by default 1.  Under mpirun it must be left out.
     probe_bytes : int
         Bytes that each rank reads in a pass; several times the caches.
+    formats : sequence of str
+        Weight formats whose products are timed.
 
     Returns
     -------
@@ -72,20 +81,29 @@ def measure_machine(n_ranks: int | None = None, probe_bytes: int = PROBE_BYTES) 
                 f"mpirun started {comm.size} ranks, and all of them are measured; leave --ranks "
                 f"{n_ranks} out or start as many"
             )
-        return measure_ranks(comm, probe_bytes)
+        return measure_ranks(comm, probe_bytes, formats)
     n = 1 if n_ranks is None else n_ranks
     if n == 1:
-        return _machine([_measure_rank(comm, probe_bytes)], "process")
+        return _machine([_measure_rank(comm, probe_bytes, formats)], "process")
     team = RankTeam(n)
     try:
-        return _machine(team.run(lambda mine: _measure_rank(mine, probe_bytes)), "threads")
+        measured = team.run(lambda mine: _measure_rank(mine, probe_bytes, formats))
+        return _machine(measured, "threads")
     finally:
         team.close()
 
 
-def measure_ranks(comm: Comm, probe_bytes: int = PROBE_BYTES) -> Machine | None:
-    """Measure the ranks of a communicator; the first one returns the machine, others None."""
-    found = comm.gather_object(_measure_rank(comm, probe_bytes))
+def measure_ranks(
+    comm: Comm,
+    probe_bytes: int = PROBE_BYTES,
+    formats: Sequence[str] = FORMATS,
+    arithmetics: Sequence[str] = ARITHMETICS,
+) -> Machine | None:
+    """Measure the ranks of a communicator; the first one returns the machine, others None.
+
+    Products are timed in these formats and arithmetics.
+    """
+    found = comm.gather_object(_measure_rank(comm, probe_bytes, formats, arithmetics))
     return None if found is None else _machine(found, "ranks")
 
 
@@ -107,25 +125,35 @@ def _machine(ranks: list[tuple[Device, Link | None, str]], what: str) -> Machine
     )
 
 
-def _measure_rank(comm: Comm, probe_bytes: int) -> tuple[Device, Link | None, str]:
+def _measure_rank(
+    comm: Comm,
+    probe_bytes: int,
+    formats: Sequence[str],
+    arithmetics: Sequence[str] = ARITHMETICS,
+) -> tuple[Device, Link | None, str]:
     hosts = comm.bcast_object(comm.gather_object(platform.node()))
     here = hosts.count(platform.node())
     threads = max(1, available_cores() // here)
     set_num_threads(threads)
     probe = ReadProbe(probe_bytes, threads)
-    for arithmetic in ARITHMETICS:  # compile before anything is timed
-        _product_s(arithmetic, 1)
-        _product_s(arithmetic, MANY_ROWS)
     together = _at_once(comm, probe.seconds)
     alone = _in_turn(comm, probe.seconds)
-    operations, weights, one_row = {}, {}, {}
-    for arithmetic in ARITHMETICS:
-        one = one_row[arithmetic] = _at_once(comm, functools.partial(_product_s, arithmetic, 1))
-        many = _at_once(comm, functools.partial(_product_s, arithmetic, MANY_ROWS))
+    operations, weights, products = {}, {}, {}
+    for arithmetic in dict.fromkeys(("f32", *arithmetics)):  # the first one stands for unstated
+        times = products[BASE, arithmetic] = _products(comm, BASE, arithmetic)
+        one, _, many = times
         row_s = max(many - one, 0.1 * many) / (MANY_ROWS - 1)
         operations[arithmetic] = 2.0 * SIDE * SIDE / row_s
         weights[arithmetic] = SIDE * SIDE / max(one - row_s, 0.1 * one)
-    step_s, op_s = _step_seconds(comm, threads, one_row["f32"] / SIDE**2)
+    rates: dict[str, dict[str, Rates]] = {}
+    for format in dict.fromkeys(formats):
+        for arithmetic in operations:
+            if arithmetic == "int8" and nk.FORMATS[format].block_size == 1:
+                continue  # it would be float32
+            known = products.get((format, arithmetic))
+            times = known or _products(comm, format, arithmetic)
+            rates.setdefault(format, {})[arithmetic] = _rates(*times)
+    step_s, op_s = _step_seconds(comm, threads, products[BASE, "f32"][0] / SIDE**2)
     memory = system.memory_bytes() or 0
     device = Device(
         name=f"{system.processor_name()}, {threads} threads",
@@ -133,6 +161,7 @@ def _measure_rank(comm: Comm, probe_bytes: int) -> tuple[Device, Link | None, st
         read_bytes_per_s=probe.n_bytes / together,
         operations_per_s=operations,
         weights_per_s=weights,
+        formats=rates,
         read_alone_bytes_per_s=probe.n_bytes / alone,
         op_s=op_s,
         step_s=step_s,
@@ -141,20 +170,32 @@ def _measure_rank(comm: Comm, probe_bytes: int) -> tuple[Device, Link | None, st
     return device, _link(comm) if comm.size > 1 else None, platform.node()
 
 
-@functools.cache
-def _matrix() -> nk.QuantTensor:
+def _products(comm: Comm, format: str, arithmetic: str) -> tuple[float, float, float]:
+    """Return the times of products with one row, few and many, while all ranks do them."""
     rng = np.random.default_rng(0)
-    return nk.quantize(rng.standard_normal((SIDE, SIDE), np.float32), "q8_0")
+    matrix = nk.quantize(rng.standard_normal((SIDE, SIDE), np.float32), format, encoder="plain")
+
+    def timed(rows: int) -> float:
+        x = np.ones((rows, SIDE), np.float32)
+        out = np.empty((rows, SIDE), np.float32)
+
+        def product_s() -> float:
+            started = time.perf_counter()
+            nk.qmatmul(x, matrix, activations=arithmetic, out=out)
+            return time.perf_counter() - started
+
+        product_s()  # compiles
+        return _at_once(comm, product_s)
+
+    return timed(1), timed(FEW_ROWS), timed(MANY_ROWS)
 
 
-def _product_s(arithmetic: str, rows: int) -> float:
-    """Return the time of a product with `rows` rows."""
-    matrix = _matrix()
-    x = np.ones((rows, SIDE), np.float32)
-    out = np.empty((rows, SIDE), np.float32)
-    started = time.perf_counter()
-    nk.qmatmul(x, matrix, activations=arithmetic, out=out)
-    return time.perf_counter() - started
+def _rates(one: float, few: float, many: float) -> Rates:
+    """Return what the times of three products say; never that something takes no time."""
+    row_s = max(few - one, 0.05 * few) / (FEW_ROWS - 1)
+    more_s = max(many - few, 0.1 * many) / (MANY_ROWS - FEW_ROWS)
+    n = SIDE * SIDE
+    return Rates(n / max(one - row_s, 0.1 * one), 2.0 * n / row_s, 2.0 * n / more_s)
 
 
 def _at_once(comm: Comm, measure: Callable[[], float], repeats: int = 9) -> float:
