@@ -1,11 +1,12 @@
 """Describe this machine by measuring it: its ranks are those that mpirun started, or threads.
 
 All ranks work at the same time, as they do when they run a model, so that what they share (memory,
-caches, cores) is in the numbers.  What is timed, each the fastest of several repetitions:
+caches, cores) is in the numbers.  What is timed several times (the median of what memory decides,
+as it is shared with others; the fastest of everything else):
 
 - reading memory, all ranks at once and each alone (`nbflow_kernels.read_probe`);
-- products of a matrix that fits into the cache with 1, 8 and 256 rows, in formats of each kind: the
-  first show how fast weights are decoded, the differences how fast they are multiplied;
+- products in formats of each kind: with one row, each rank alone, how fast weights come from the
+  memory and are decoded; with 8 rows and with 256, all at once, how fast they are multiplied;
 - steps of the bundled model on each rank, in bursts and one by one: the difference is the host code
   of a step, what is left of the first besides the products is the start of its ops;
 - an all-reduce of 16 KB and of 4 MB over all ranks: latency and rate of the exchange.
@@ -38,8 +39,11 @@ BASE = "q8_0"
 """What stands for formats of which none is measured."""
 PROBE_BYTES = 128 << 20
 """Bytes that each rank reads in a pass."""
-SIDE = 1024
-"""Rows and columns of the matrix that is multiplied with."""
+SHAPE = (1024, 4096)
+"""Rows and columns of the matrix that is multiplied with.  It fits into the cache; the columns are
+those of models: few of them would fit into the first cache beside their activations."""
+STREAMED_BYTES = 64 << 20
+"""Of the matrix of as many columns for one row and few, which comes from the memory."""
 MANY_ROWS = 256
 SMALL_BYTES, LARGE_BYTES = 16 << 10, 4 << 20
 MINIMUM_S = 1e-7
@@ -136,24 +140,23 @@ def _measure_rank(
     threads = max(1, available_cores() // here)
     set_num_threads(threads)
     probe = ReadProbe(probe_bytes, threads)
-    together = _at_once(comm, probe.seconds)
+    together = _at_once(comm, probe.seconds, statistics.median)
     alone = _in_turn(comm, probe.seconds)
     operations, weights, products = {}, {}, {}
     for arithmetic in dict.fromkeys(("f32", *arithmetics)):  # the first one stands for unstated
-        times = products[BASE, arithmetic] = _products(comm, BASE, arithmetic)
-        one, _, many = times
+        one, _, many = products[BASE, arithmetic] = _products(comm, BASE, arithmetic)
         row_s = max(many - one, 0.1 * many) / (MANY_ROWS - 1)
-        operations[arithmetic] = 2.0 * SIDE * SIDE / row_s
-        weights[arithmetic] = SIDE * SIDE / max(one - row_s, 0.1 * one)
+        operations[arithmetic] = 2.0 / row_s
+        weights[arithmetic] = 1.0 / max(one - row_s, 0.1 * one)
     rates: dict[str, dict[str, Rates]] = {}
     for format in dict.fromkeys(formats):
         for arithmetic in operations:
             if arithmetic == "int8" and nk.FORMATS[format].block_size == 1:
                 continue  # it would be float32
-            known = products.get((format, arithmetic))
-            times = known or _products(comm, format, arithmetic)
-            rates.setdefault(format, {})[arithmetic] = _rates(*times)
-    step_s, op_s = _step_seconds(comm, threads, products[BASE, "f32"][0] / SIDE**2)
+            if (format, arithmetic) not in products:
+                products[format, arithmetic] = _products(comm, format, arithmetic)
+            rates.setdefault(format, {})[arithmetic] = _rates(*products[format, arithmetic])
+    step_s, op_s = _step_seconds(comm, threads)
     memory = system.memory_bytes() or 0
     device = Device(
         name=f"{system.processor_name()}, {threads} threads",
@@ -171,55 +174,72 @@ def _measure_rank(
 
 
 def _products(comm: Comm, format: str, arithmetic: str) -> tuple[float, float, float]:
-    """Return the times of products with one row, few and many, while all ranks do them."""
+    """Return the time that one weight takes in a product with one row, few and many.
+
+    With one, each rank works alone; else all do at the same time.
+    """
+    matrix = _matrix(format)
+    streamed = _matrix(format, -(-STREAMED_BYTES // matrix.nbytes))
+    one = _in_turn(comm, _product(streamed, 1, arithmetic))
+    few = _at_once(comm, _product(streamed, FEW_ROWS, arithmetic), statistics.median)
+    return one, few, _at_once(comm, _product(matrix, MANY_ROWS, arithmetic))
+
+
+def _matrix(format: str, copies: int = 1) -> nk.QuantTensor:
+    """Return a matrix of random weights, so often one below the other."""
     rng = np.random.default_rng(0)
-    matrix = nk.quantize(rng.standard_normal((SIDE, SIDE), np.float32), format, encoder="plain")
+    data = nk.quantize(rng.standard_normal(SHAPE, np.float32), format, encoder="plain").tobytes()
+    return nk.QuantTensor.from_bytes(data * copies, format, (copies * SHAPE[0], SHAPE[1]))
 
-    def timed(rows: int) -> float:
-        x = np.ones((rows, SIDE), np.float32)
-        out = np.empty((rows, SIDE), np.float32)
 
-        def product_s() -> float:
-            started = time.perf_counter()
-            nk.qmatmul(x, matrix, activations=arithmetic, out=out)
-            return time.perf_counter() - started
+def _product(matrix: nk.QuantTensor, rows: int, arithmetic: str) -> Callable[[], float]:
+    """Return what times a product, divided by the weights; compiled."""
+    n_outputs, n_columns = matrix.shape
+    x = np.ones((rows, n_columns), np.float32)
+    out = np.empty((rows, n_outputs), np.float32)
 
-        product_s()  # compiles
-        return _at_once(comm, product_s)
+    def weight_s() -> float:
+        started = time.perf_counter()
+        nk.qmatmul(x, matrix, activations=arithmetic, out=out)
+        return (time.perf_counter() - started) / (n_outputs * n_columns)
 
-    return timed(1), timed(FEW_ROWS), timed(MANY_ROWS)
+    weight_s()
+    return weight_s
 
 
 def _rates(one: float, few: float, many: float) -> Rates:
-    """Return what the times of three products say; never that something takes no time."""
+    """Return what the times of a weight in three products say; never that it takes no time."""
     row_s = max(few - one, 0.05 * few) / (FEW_ROWS - 1)
     more_s = max(many - few, 0.1 * many) / (MANY_ROWS - FEW_ROWS)
-    n = SIDE * SIDE
-    return Rates(n / max(one - row_s, 0.1 * one), 2.0 * n / row_s, 2.0 * n / more_s)
+    return Rates(1.0 / max(one - row_s, 0.1 * one), 2.0 / row_s, 2.0 / more_s)
 
 
-def _at_once(comm: Comm, measure: Callable[[], float], repeats: int = 9) -> float:
-    """Return the least of what every rank measures while all of them do."""
+Pick = Callable[[list[float]], float]
+"""Takes one of several times."""
+
+
+def _at_once(comm: Comm, measure: Callable[[], float], pick: Pick = min, repeats: int = 9) -> float:
+    """Return what every rank measures while all of them do."""
     comm.barrier()
-    return min(measure() for _ in range(repeats))
+    return pick([measure() for _ in range(repeats)])
 
 
 def _in_turn(comm: Comm, measure: Callable[[], float], repeats: int = 5) -> float:
-    """Return the least of what each rank measures while the others wait."""
+    """Return the median of what each rank measures while the others wait."""
     result = 0.0
     for rank in range(comm.size):
         comm.barrier()
         if comm.rank == rank:
-            result = min(measure() for _ in range(repeats))
+            result = statistics.median(measure() for _ in range(repeats))
     comm.barrier()
     return result
 
 
-def _step_seconds(comm: Comm, threads: int, weight_s: float) -> tuple[float, float]:
-    """Return the host code of a step that is not part of a burst, and the start of an op.
-
-    `weight_s` is the time of one weight of the model, which fits into the cache.
-    """
+def _step_seconds(comm: Comm, threads: int) -> tuple[float, float]:
+    """Return the host code of a step that is not part of a burst, and the start of an op."""
+    weight_s = _at_once(
+        comm, _product(_matrix("f16"), 1, "f32")
+    )  # as the model's, the cache holds it
     import nbflow
     from nbflow.bench import make_requests
 
