@@ -8,6 +8,8 @@ every partition of its ranks is run, at first one process with the cores of all 
 added to FOLDER/rows.jsonl as soon as it is there, and FOLDER/README.md, the table of all rows, is
 written anew, so that a run that is cut short leaves what it has.  No partition is begun and nothing
 repeated after --seconds.  Quiet machines only.
+
+With --again only the machine is measured, and what is there is predicted anew.
 """
 
 from __future__ import annotations
@@ -72,6 +74,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--generate", type=int, default=16, help="tokens each draws (16)")
     parser.add_argument("--repeats", type=int, default=5, help="most repetitions of a row (5)")
     parser.add_argument("--seconds", type=float, default=420.0, help="time for all of it (420)")
+    parser.add_argument("--again", action="store_true", help="predict anew what has been measured")
     return parser.parse_args()
 
 
@@ -80,7 +83,11 @@ def main() -> None:
     arguments, comm, started = parse(), world(), time.monotonic()
     several: Machine = comm.bcast_object(measure_machine(arguments.ranks))
     one: Machine = comm.bcast_object(measure_ranks(Alone()) if comm.rank == 0 else None)
-    out = Output(arguments, several) if comm.rank == 0 else None
+    out = Output(arguments, several, one) if comm.rank == 0 else None
+    if arguments.again:
+        if out is not None:
+            out.predict_again(list(cases(several, one)))
+        return
     batches = numbers(arguments.batch, "--batch")
     whole = list(cases(several, one))
     for i, case in enumerate(whole):
@@ -159,21 +166,22 @@ def repeated(
 class Output:
     """The files that rank 0 writes."""
 
-    def __init__(self, arguments: argparse.Namespace, machine: Machine) -> None:
+    def __init__(self, arguments: argparse.Namespace, machine: Machine, one: Machine) -> None:
         self._arguments = arguments
         self._model = planned_model(arguments.model, arguments.weights)
         self._rows: list[dict[str, Any]] = []
         self._folder: Path = arguments.folder
         self._folder.mkdir(parents=True, exist_ok=True)
         (self._folder / "machine.toml").write_text(written_machine(machine))
-        (self._folder / "rows.jsonl").write_text("")
+        (self._folder / "one_process.toml").write_text(written_machine(one))
         self._head = (
             f"# Partitions of {Path(arguments.model).stem}\n\n"
             f"{self._model.spec.n_parameters / 1e6:,.0f}e6 parameters, weights "
             f"{arguments.weights or 'as stored'}, activations {arguments.activations}; prompts of "
             f"{arguments.prompt} tokens, {arguments.generate} generated.  {machine.description}, "
-            "described in machine.toml.\nEvery repetition is in rows.jsonl; medians are shown, in "
-            "brackets what was predicted less what was measured, as part of it.\n"
+            "described in machine.toml; the process that has the cores of all ranks, in "
+            "one_process.toml.\nEvery repetition is in rows.jsonl; medians are shown, in brackets "
+            "what was predicted less what was measured, as part of it.\n"
         )
 
     def add(
@@ -184,23 +192,42 @@ class Output:
         loaded_s: float,
     ) -> None:
         """Write a row, and the table anew."""
-        setting = Setting(activations=self._arguments.activations, exchange=case.exchange)
-        predicted = predict(self._model, case.partition, case.machine, workload, setting)
         prefill, decode = zip(*taken, strict=True)
         row = {
-            "case": case.name.replace("`", ""), "kind": predicted.kind,
+            "case": case.name.replace("`", ""), "kind": "",
             "partition": case.partition, "threads": case.threads, "exchange": case.exchange,
             "batch": workload.batch, "prompt": workload.prompt, "generate": workload.generate,
             "load_s": loaded_s, "prefill_s": prefill,
             "decode_s": [s / workload.generate for s in decode],
-            "predicted_prefill_s": predicted.prefill_s, "predicted_decode_s": predicted.decode_s,
-            "predicted_bytes": [r.weight_bytes + r.kv_bytes for r in predicted.ranks],
+            **self._predicted(case, workload),
         }  # fmt: skip
         self._rows.append(row)
-        with (self._folder / "rows.jsonl").open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        (self._folder / "README.md").write_text(self._head + table(self._rows))
+        self._write()
         print(f"{case.name} batch {workload.batch}: {line(row, self._rows)}", flush=True)
+
+    def predict_again(self, known: list[Case]) -> None:
+        """Put new predictions beside what has been measured before."""
+        by_name = {case.name.replace("`", ""): case for case in known}
+        for text in (self._folder / "rows.jsonl").read_text().splitlines():
+            row = json.loads(text)
+            workload = Workload(row["batch"], row["prompt"], row["generate"])
+            self._rows.append(row | self._predicted(by_name[row["case"]], workload))
+        self._write()
+
+    def _predicted(self, case: Case, workload: Workload) -> dict[str, Any]:
+        """Return what is predicted of a case, under its names in a row."""
+        setting = Setting(activations=self._arguments.activations, exchange=case.exchange)
+        found = predict(self._model, case.partition, case.machine, workload, setting)
+        return {
+            "kind": found.kind,
+            "predicted_prefill_s": found.prefill_s, "predicted_decode_s": found.decode_s,
+            "predicted_bytes": [r.weight_bytes + r.kv_bytes for r in found.ranks],
+        }  # fmt: skip
+
+    def _write(self) -> None:
+        lines = [json.dumps(row) + "\n" for row in self._rows]
+        (self._folder / "rows.jsonl").write_text("".join(lines))
+        (self._folder / "README.md").write_text(self._head + table(self._rows))
 
 
 def table(rows: list[dict[str, Any]]) -> str:

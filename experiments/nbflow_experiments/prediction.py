@@ -53,10 +53,11 @@ class Predictor:
                 resolve(str(config["model"])).path,
                 nk.FORMATS[str(config["weights"])].name,
             )
-            known = all("f32" in device.operations_per_s for device in machine.devices)
+            arithmetic = str(config["activations"])
+            known = all(arithmetic in device.operations_per_s for device in machine.devices)
             setting = Setting(
                 kv=str(config["kv"]),
-                activations="f32" if known else None,
+                activations=arithmetic if known else None,
                 exchange=str(config["exchange"]),
             )
             prompt, decode = int(config["prompt"]), int(config["decode"])

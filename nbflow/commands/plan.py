@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import nbflow_kernels as nk
 from nbflow.commands.options import add_kv_arguments, numbers
 from nbflow.planner import (
     Machine,
@@ -60,7 +62,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shares", metavar="BY", help="uneven parts that suit the devices: speed or memory"
     )
-    parser.add_argument("--weights", metavar="FMT", help="weight format, e.g. q4 (as stored)")
+    parser.add_argument(
+        "--weights", metavar="FMT",
+        help="weight format, e.g. q4 (as stored); with --measure those to time, e.g. q4,q8_0",
+    )  # fmt: skip
     add_kv_arguments(parser)
     parser.add_argument(
         "--activations", metavar="A", help="arithmetic: f32, f16, bf16, int8 (the machine's first)"
@@ -136,9 +141,12 @@ def _shared(arguments: argparse.Namespace, machine: Machine) -> list[str]:
 
 def _measure(arguments: argparse.Namespace) -> int:
     """Describe this machine."""
-    from nbflow.planner.measure import measure_machine
+    from nbflow.planner.measure import FORMATS, measure_machine
 
-    machine = measure_machine(arguments.ranks)
+    formats: Sequence[str] = FORMATS
+    if arguments.weights is not None:
+        formats = tuple(nk.FORMATS[name.strip()].name for name in arguments.weights.split(","))
+    machine = measure_machine(arguments.ranks, formats=formats)
     if machine is None:  # another rank writes
         return 0
     text = written_machine(machine)

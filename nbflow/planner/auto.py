@@ -54,7 +54,7 @@ def choose_partition(
         raise unknown_name("aim to optimize for", aim, AIMS)
     if comm.size == 1:
         return "0"
-    described = _machine(comm, machine)
+    described = _machine(comm, machine, model, setting or Setting())
     chosen: str | UsageError = ""
     if comm.rank == 0:
         try:
@@ -67,12 +67,16 @@ def choose_partition(
     return chosen
 
 
-def _machine(comm: Comm, machine: str | Path | None) -> Machine:
+def _machine(
+    comm: Comm, machine: str | Path | None, model: PlannedModel, setting: Setting
+) -> Machine:
+    """Return the machine, measured as far as the model needs it if it is not described."""
     if machine is not None:
         return load_machine(machine).with_ranks(comm.size)
     from nbflow.planner.measure import measure_ranks
 
-    measured = measure_ranks(comm, PROBE_BYTES)
+    arithmetics = [setting.activations or "f32"]
+    measured = measure_ranks(comm, PROBE_BYTES, sorted(model.matrix_formats), arithmetics)
     result: Machine = comm.bcast_object(measured)
     return result
 

@@ -16,11 +16,12 @@ of the data sheet it takes.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import nbflow_kernels as nk
 from nbflow.spec.toml_schema import check_keys, check_value, read_toml, strings
 from nbflow_kernels.errors import UsageError, unknown_name
 
@@ -30,7 +31,36 @@ MACHINES = Path(__file__).parent / "machines"
 COLLECTIVES = ("gather", "ring", "one_shot", "best")
 """How ranks add up: see `Link.collective`."""
 
+ARITHMETICS = ("f32", "f16", "bf16", "int8")
+
 MAX_RANKS = 4096
+
+SUPER_BLOCK = 256
+
+FEW_ROWS = 8
+"""Rows of a product that count as few: tokens of requests that generate together."""
+
+
+@dataclass(frozen=True)
+class Rates:
+    """How fast products with weights in one format are, in one arithmetic.
+
+    A product of n weights with T rows takes n / `weights_per_s`, and 2 n operations for each row:
+    the first `FEW_ROWS` at `few_operations_per_s`, the others at `operations_per_s`.
+    """
+
+    weights_per_s: float
+    """Weights that are decoded, or brought to where they are multiplied."""
+    few_operations_per_s: float
+    """Operations of the first rows, a multiply-add counted as two."""
+    operations_per_s: float
+    """Operations of the others."""
+
+    def seconds(self, weights: float, operations: float) -> float:
+        """Return the time of so many weights and operations with them."""
+        few = min(operations, 2.0 * FEW_ROWS * weights)
+        rest = (operations - few) / self.operations_per_s
+        return weights / self.weights_per_s + few / self.few_operations_per_s + rest
 
 
 @dataclass(frozen=True)
@@ -49,6 +79,9 @@ class Device:
     weights_per_s: Mapping[str, float] = field(default_factory=dict)
     """Arithmetic to the weights that can be decoded from a block format; left out where the
     memory is always slower."""
+    formats: Mapping[str, Mapping[str, Rates]] = field(default_factory=dict)
+    """Weight format to arithmetic to rates, where they have been measured: the others take those of
+    the format that is most like theirs (`like`), or else the two above."""
     read_alone_bytes_per_s: float = 0.0
     """Rate of reading memory while no other rank does; by default the same."""
     op_s: float = 0.0
@@ -73,9 +106,55 @@ class Device:
             raise unknown_name(f"arithmetic of {self.name}", arithmetic, self.operations_per_s)
         return self.operations_per_s[arithmetic]
 
-    def decode(self, arithmetic: str | None) -> float:
-        """Return the weights decoded per second; 0 where that takes no time of its own."""
-        return self.weights_per_s.get(arithmetic or next(iter(self.operations_per_s)), 0.0)
+    def product_s(self, weights: float, operations: float, format: str, arithmetic: str) -> float:
+        """Return the time of products with so many weights, however fast the memory is.
+
+        Parameters
+        ----------
+        weights : float
+            Weights that are read.
+        operations : float
+            Multiplications and additions with them.
+        format : str
+            Their format, a name of `nbflow_kernels.FORMATS`.
+        arithmetic : str
+            Arithmetic of the products, one of `operations_per_s`.
+        """
+        measured = self.formats.get(like(format, self.formats), {})
+        # single numbers are not multiplied as integers: their products stay float32
+        alone = arithmetic == "int8" and nk.FORMATS[format].block_size == 1
+        rates = measured.get("f32" if alone else arithmetic)
+        if rates is not None:
+            return rates.seconds(weights, operations)
+        decode = self.weights_per_s.get(arithmetic, 0.0)
+        return operations / self.operations(arithmetic) + (weights / decode if decode else 0.0)
+
+    def arithmetic(self, wanted: str | None) -> str:
+        """Return the name of an arithmetic; None stands for the device's first."""
+        return next(iter(self.operations_per_s)) if wanted is None else wanted
+
+
+def like(format: str, measured: Iterable[str]) -> str:
+    """Return the measured format whose products are most like another one's; empty for none.
+
+    Formats are alike whose blocks are of one kind (single numbers, short ones, GGML's of 256 with
+    scales within), and of these the one with the nearest number of bits.
+
+    Examples
+    --------
+    >>> like("q5_k", ["f16", "q8_0", "q4_0", "q4_k"])
+    'q4_k'
+    >>> like("q5_0", ["f16", "q8_0", "q4_0", "q4_k"])
+    'q4_0'
+    """
+
+    def kind(name: str) -> int:
+        size = nk.FORMATS[name].block_size
+        return 0 if size == 1 else 1 if size < SUPER_BLOCK else 2
+
+    bits = nk.FORMATS[format].bits_per_weight
+    found = [name for name in measured if name in nk.FORMATS and kind(name) == kind(format)]
+    return min(found, key=lambda name: abs(nk.FORMATS[name].bits_per_weight - bits), default="")
 
 
 @dataclass(frozen=True)
@@ -222,6 +301,10 @@ def _machine(table: dict[str, Any], where: str, name: str) -> Machine:
     )
 
 
+_OPTIONAL = ("weights_per_s", "formats")
+"""Tables of a device that may be left out."""
+
+
 def _device(entry: Any, where: str) -> tuple[Device, int]:
     fields = {f.name: f for f in dataclasses.fields(Device)}
     check_keys(entry, where, (*fields, "count"))
@@ -231,12 +314,14 @@ def _device(entry: Any, where: str) -> tuple[Device, int]:
     values: dict[str, Any] = {}
     for name, described in fields.items():
         if name not in entry:
-            if described.default is dataclasses.MISSING and name != "weights_per_s":
+            if described.default is dataclasses.MISSING and name not in _OPTIONAL:
                 raise UsageError(f"{where}: {name} is missing")
         elif name == "name":
             values[name] = check_value(entry[name], f"{where}: name", str)
+        elif name == "formats":
+            values[name] = _formats(entry[name], f"{where}: formats")
         elif name in ("operations_per_s", "weights_per_s"):
-            rates = check_keys(entry[name], f"{where}: {name}", ("f32", "f16", "bf16", "int8"))
+            rates = check_keys(entry[name], f"{where}: {name}", ARITHMETICS)
             values[name] = {k: _positive(v, f"{where}: {name}.{k}") for k, v in rates.items()}
         else:
             rate = described.default is dataclasses.MISSING
@@ -244,6 +329,23 @@ def _device(entry: Any, where: str) -> tuple[Device, int]:
     if not values["operations_per_s"]:
         raise UsageError(f"{where}: operations_per_s must name one arithmetic at least, e.g. f32")
     return Device(**values), count
+
+
+def _formats(entry: Any, where: str) -> dict[str, dict[str, Rates]]:
+    """Return the rates of products with weights in each format."""
+    found: dict[str, dict[str, Rates]] = {}
+    names = [f.name for f in dataclasses.fields(Rates)]
+    for format, of_format in check_keys(entry, where, tuple(nk.FORMATS)).items():
+        found[format] = {}
+        for arithmetic, rates in check_keys(of_format, f"{where}.{format}", ARITHMETICS).items():
+            here = f"{where}.{format}.{arithmetic}"
+            check_keys(rates, here, names)
+            missing = [name for name in names if name not in rates]
+            if missing:
+                raise UsageError(f"{here}: {missing[0]} is missing")
+            values = (_positive(rates[name], f"{here}.{name}") for name in names)
+            found[format][arithmetic] = Rates(*values)
+    return found
 
 
 def _link(entry: Any, where: str) -> Link:
@@ -278,7 +380,14 @@ def written_machine(machine: Machine) -> str:
             runs.append((device, 1))
     for device, count in runs:
         lines += ["", "[[devices]]", f"count = {count}"]
-        lines += [f"{k} = {_value(v)}" for k, v in dataclasses.asdict(device).items() if v]
+        facts = {k: v for k, v in dataclasses.asdict(device).items() if v}
+        formats = facts.pop("formats", {})
+        lines += [f"{k} = {_value(v)}" for k, v in facts.items()]
+        for format, rates in formats.items():
+            lines += [
+                f"[devices.formats.{format}]",
+                *(f"{k} = {_value(v)}" for k, v in rates.items()),
+            ]
     for kind, link in machine.links.items():
         lines += ["", f"[links.{kind}]"]
         lines += [f"{k} = {_value(v)}" for k, v in dataclasses.asdict(link).items()]

@@ -1,11 +1,12 @@
 """Describe this machine by measuring it: its ranks are those that mpirun started, or threads.
 
 All ranks work at the same time, as they do when they run a model, so that what they share (memory,
-caches, cores) is in the numbers.  What is timed, each the fastest of several repetitions:
+caches, cores) is in the numbers.  What is timed several times (the median of what memory decides,
+as it is shared with others; the fastest of everything else):
 
 - reading memory, all ranks at once and each alone (`nbflow_kernels.read_probe`);
-- products of a q8_0 matrix that fits into the cache with 1 and with 256 rows: the first shows how
-  fast weights are decoded, the difference how fast they are multiplied;
+- products in formats of each kind: with one row, each rank alone, how fast weights come from the
+  memory and are decoded; with 8 rows and with 256, all at once, how fast they are multiplied;
 - steps of the bundled model on each rank, in bursts and one by one: the difference is the host code
   of a step, what is left of the first besides the products is the start of its ops;
 - an all-reduce of 16 KB and of 4 MB over all ranks: latency and rate of the exchange.
@@ -13,11 +14,10 @@ caches, cores) is in the numbers.  What is timed, each the fastest of several re
 
 from __future__ import annotations
 
-import functools
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,17 +26,24 @@ import nbflow_kernels as nk
 from nbflow import system
 from nbflow.parallel import Alone, Comm, world
 from nbflow.parallel.threads import RankTeam
-from nbflow.planner.machine import Device, Link, Machine
+from nbflow.planner.machine import FEW_ROWS, Device, Link, Machine, Rates
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.read_probe import ReadProbe
 from nbflow_kernels.team import available_cores
 from nbflow_kernels.threads import set_num_threads
 
 ARITHMETICS = ("f32", "bf16", "int8")
+FORMATS = ("f16", "q8_0", "q4_0", "q4_b32t1a", "q3h_b64t1", "q6_k", "q4_k")
+"""Of each kind those that are used most; for others see `nbflow.planner.machine.like`."""
+BASE = "q8_0"
+"""What stands for formats of which none is measured."""
 PROBE_BYTES = 128 << 20
 """Bytes that each rank reads in a pass."""
-SIDE = 1024
-"""Rows and columns of the matrix that is multiplied with."""
+SHAPE = (1024, 4096)
+"""Rows and columns of the matrix that is multiplied with.  It fits into the cache; the columns are
+those of models: few of them would fit into the first cache beside their activations."""
+STREAMED_BYTES = 64 << 20
+"""Of the matrix of as many columns for one row and few, which comes from the memory."""
 MANY_ROWS = 256
 SMALL_BYTES, LARGE_BYTES = 16 << 10, 4 << 20
 MINIMUM_S = 1e-7
@@ -45,7 +52,11 @@ STEPS = 48
 """Steps of the bundled model that are timed."""
 
 
-def measure_machine(n_ranks: int | None = None, probe_bytes: int = PROBE_BYTES) -> Machine | None:
+def measure_machine(
+    n_ranks: int | None = None,
+    probe_bytes: int = PROBE_BYTES,
+    formats: Sequence[str] = FORMATS,
+) -> Machine | None:
     """Measure the ranks that mpirun started, or `n_ranks` threads of this process.
 
     Parameters
@@ -54,6 +65,8 @@ def measure_machine(n_ranks: int | None = None, probe_bytes: int = PROBE_BYTES) 
         Without mpirun: the number of ranks, by default 1.  Under mpirun it must be left out.
     probe_bytes : int
         Bytes that each rank reads in a pass; several times the caches.
+    formats : sequence of str
+        Weight formats whose products are timed.
 
     Returns
     -------
@@ -72,20 +85,29 @@ def measure_machine(n_ranks: int | None = None, probe_bytes: int = PROBE_BYTES) 
                 f"mpirun started {comm.size} ranks, and all of them are measured; leave --ranks "
                 f"{n_ranks} out or start as many"
             )
-        return measure_ranks(comm, probe_bytes)
+        return measure_ranks(comm, probe_bytes, formats)
     n = 1 if n_ranks is None else n_ranks
     if n == 1:
-        return _machine([_measure_rank(comm, probe_bytes)], "process")
+        return _machine([_measure_rank(comm, probe_bytes, formats)], "process")
     team = RankTeam(n)
     try:
-        return _machine(team.run(lambda mine: _measure_rank(mine, probe_bytes)), "threads")
+        measured = team.run(lambda mine: _measure_rank(mine, probe_bytes, formats))
+        return _machine(measured, "threads")
     finally:
         team.close()
 
 
-def measure_ranks(comm: Comm, probe_bytes: int = PROBE_BYTES) -> Machine | None:
-    """Measure the ranks of a communicator; the first one returns the machine, others None."""
-    found = comm.gather_object(_measure_rank(comm, probe_bytes))
+def measure_ranks(
+    comm: Comm,
+    probe_bytes: int = PROBE_BYTES,
+    formats: Sequence[str] = FORMATS,
+    arithmetics: Sequence[str] = ARITHMETICS,
+) -> Machine | None:
+    """Measure the ranks of a communicator; the first one returns the machine, others None.
+
+    Products are timed in these formats and arithmetics.
+    """
+    found = comm.gather_object(_measure_rank(comm, probe_bytes, formats, arithmetics))
     return None if found is None else _machine(found, "ranks")
 
 
@@ -107,25 +129,34 @@ def _machine(ranks: list[tuple[Device, Link | None, str]], what: str) -> Machine
     )
 
 
-def _measure_rank(comm: Comm, probe_bytes: int) -> tuple[Device, Link | None, str]:
+def _measure_rank(
+    comm: Comm,
+    probe_bytes: int,
+    formats: Sequence[str],
+    arithmetics: Sequence[str] = ARITHMETICS,
+) -> tuple[Device, Link | None, str]:
     hosts = comm.bcast_object(comm.gather_object(platform.node()))
     here = hosts.count(platform.node())
     threads = max(1, available_cores() // here)
     set_num_threads(threads)
     probe = ReadProbe(probe_bytes, threads)
-    for arithmetic in ARITHMETICS:  # compile before anything is timed
-        _product_s(arithmetic, 1)
-        _product_s(arithmetic, MANY_ROWS)
-    together = _at_once(comm, probe.seconds)
+    together = _at_once(comm, probe.seconds, statistics.median)
     alone = _in_turn(comm, probe.seconds)
-    operations, weights, one_row = {}, {}, {}
-    for arithmetic in ARITHMETICS:
-        one = one_row[arithmetic] = _at_once(comm, functools.partial(_product_s, arithmetic, 1))
-        many = _at_once(comm, functools.partial(_product_s, arithmetic, MANY_ROWS))
+    operations, weights, products = {}, {}, {}
+    for arithmetic in dict.fromkeys(("f32", *arithmetics)):  # the first one stands for unstated
+        one, _, many = products[BASE, arithmetic] = _products(comm, BASE, arithmetic)
         row_s = max(many - one, 0.1 * many) / (MANY_ROWS - 1)
-        operations[arithmetic] = 2.0 * SIDE * SIDE / row_s
-        weights[arithmetic] = SIDE * SIDE / max(one - row_s, 0.1 * one)
-    step_s, op_s = _step_seconds(comm, threads, one_row["f32"] / SIDE**2)
+        operations[arithmetic] = 2.0 / row_s
+        weights[arithmetic] = 1.0 / max(one - row_s, 0.1 * one)
+    rates: dict[str, dict[str, Rates]] = {}
+    for format in dict.fromkeys(formats):
+        for arithmetic in operations:
+            if arithmetic == "int8" and nk.FORMATS[format].block_size == 1:
+                continue  # it would be float32
+            if (format, arithmetic) not in products:
+                products[format, arithmetic] = _products(comm, format, arithmetic)
+            rates.setdefault(format, {})[arithmetic] = _rates(*products[format, arithmetic])
+    step_s, op_s = _step_seconds(comm, threads)
     memory = system.memory_bytes() or 0
     device = Device(
         name=f"{system.processor_name()}, {threads} threads",
@@ -133,6 +164,7 @@ def _measure_rank(comm: Comm, probe_bytes: int) -> tuple[Device, Link | None, st
         read_bytes_per_s=probe.n_bytes / together,
         operations_per_s=operations,
         weights_per_s=weights,
+        formats=rates,
         read_alone_bytes_per_s=probe.n_bytes / alone,
         op_s=op_s,
         step_s=step_s,
@@ -141,44 +173,73 @@ def _measure_rank(comm: Comm, probe_bytes: int) -> tuple[Device, Link | None, st
     return device, _link(comm) if comm.size > 1 else None, platform.node()
 
 
-@functools.cache
-def _matrix() -> nk.QuantTensor:
+def _products(comm: Comm, format: str, arithmetic: str) -> tuple[float, float, float]:
+    """Return the time that one weight takes in a product with one row, few and many.
+
+    With one, each rank works alone; else all do at the same time.
+    """
+    matrix = _matrix(format)
+    streamed = _matrix(format, -(-STREAMED_BYTES // matrix.nbytes))
+    one = _in_turn(comm, _product(streamed, 1, arithmetic))
+    few = _at_once(comm, _product(streamed, FEW_ROWS, arithmetic), statistics.median)
+    return one, few, _at_once(comm, _product(matrix, MANY_ROWS, arithmetic))
+
+
+def _matrix(format: str, copies: int = 1) -> nk.QuantTensor:
+    """Return a matrix of random weights, so often one below the other."""
     rng = np.random.default_rng(0)
-    return nk.quantize(rng.standard_normal((SIDE, SIDE), np.float32), "q8_0")
+    data = nk.quantize(rng.standard_normal(SHAPE, np.float32), format, encoder="plain").tobytes()
+    return nk.QuantTensor.from_bytes(data * copies, format, (copies * SHAPE[0], SHAPE[1]))
 
 
-def _product_s(arithmetic: str, rows: int) -> float:
-    """Return the time of a product with `rows` rows."""
-    matrix = _matrix()
-    x = np.ones((rows, SIDE), np.float32)
-    out = np.empty((rows, SIDE), np.float32)
-    started = time.perf_counter()
-    nk.qmatmul(x, matrix, activations=arithmetic, out=out)
-    return time.perf_counter() - started
+def _product(matrix: nk.QuantTensor, rows: int, arithmetic: str) -> Callable[[], float]:
+    """Return what times a product, divided by the weights; compiled."""
+    n_outputs, n_columns = matrix.shape
+    x = np.ones((rows, n_columns), np.float32)
+    out = np.empty((rows, n_outputs), np.float32)
+
+    def weight_s() -> float:
+        started = time.perf_counter()
+        nk.qmatmul(x, matrix, activations=arithmetic, out=out)
+        return (time.perf_counter() - started) / (n_outputs * n_columns)
+
+    weight_s()
+    return weight_s
 
 
-def _at_once(comm: Comm, measure: Callable[[], float], repeats: int = 9) -> float:
-    """Return the least of what every rank measures while all of them do."""
+def _rates(one: float, few: float, many: float) -> Rates:
+    """Return what the times of a weight in three products say; never that it takes no time."""
+    row_s = max(few - one, 0.05 * few) / (FEW_ROWS - 1)
+    more_s = max(many - few, 0.1 * many) / (MANY_ROWS - FEW_ROWS)
+    return Rates(1.0 / max(one - row_s, 0.1 * one), 2.0 / row_s, 2.0 / more_s)
+
+
+Pick = Callable[[list[float]], float]
+"""Takes one of several times."""
+
+
+def _at_once(comm: Comm, measure: Callable[[], float], pick: Pick = min, repeats: int = 9) -> float:
+    """Return what every rank measures while all of them do."""
     comm.barrier()
-    return min(measure() for _ in range(repeats))
+    return pick([measure() for _ in range(repeats)])
 
 
 def _in_turn(comm: Comm, measure: Callable[[], float], repeats: int = 5) -> float:
-    """Return the least of what each rank measures while the others wait."""
+    """Return the median of what each rank measures while the others wait."""
     result = 0.0
     for rank in range(comm.size):
         comm.barrier()
         if comm.rank == rank:
-            result = min(measure() for _ in range(repeats))
+            result = statistics.median(measure() for _ in range(repeats))
     comm.barrier()
     return result
 
 
-def _step_seconds(comm: Comm, threads: int, weight_s: float) -> tuple[float, float]:
-    """Return the host code of a step that is not part of a burst, and the start of an op.
-
-    `weight_s` is the time of one weight of the model, which fits into the cache.
-    """
+def _step_seconds(comm: Comm, threads: int) -> tuple[float, float]:
+    """Return the host code of a step that is not part of a burst, and the start of an op."""
+    weight_s = _at_once(
+        comm, _product(_matrix("f16"), 1, "f32")
+    )  # as the model's, the cache holds it
     import nbflow
     from nbflow.bench import make_requests
 

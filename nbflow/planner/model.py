@@ -62,6 +62,13 @@ class PlannedModel:
         dtype = self.stored.get(name, PUBLISHED_AS)
         return dtype if dtype in ("f16", "bf16") else "f32"
 
+    @cached_property
+    def matrix_formats(self) -> frozenset[str]:
+        """The formats that its matrices have in memory."""
+        shapes = self.spec.tensor_shapes()
+        own = {self.format_of(name) for name, shape in shapes.items() if len(shape) > 1}
+        return frozenset(own | (self.encoder.matrix_formats if self.encoder else set()))
+
     def kept_format(self, name: str) -> str | None:
         """Return the block format that a tensor keeps from the checkpoint; None for no such."""
         dtype = self.stored.get(name, PUBLISHED_AS)

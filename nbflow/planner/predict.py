@@ -181,8 +181,9 @@ def predict(
     workload, setting = workload or Workload(), setting or Setting()
     _check(model, workload)
     shared = _shared_out(partition, workload)
+    only = min(len(shared), workload.batch) == 1  # the others have nothing to do
     replicas = [
-        _replica(model, part, machine, share, setting, micro_batches, only=len(shared) == 1)
+        _replica(model, part, machine, share, setting, micro_batches, only)
         for part, share in shared
     ]
     slowest = max(replicas, key=lambda r: r.request_s)
@@ -236,7 +237,7 @@ def _replica(
     micro_batches: int | None,
     only: bool,
 ) -> Prediction:
-    """Return what one replica can do; whether it is the only one."""
+    """Return what one replica can do; whether it is the only one that works."""
     plan = make_plan(model.spec, partition, model.block_size, setting.exchange)
     if max(plan.numbers) >= len(machine.devices):
         raise UsageError(

@@ -48,6 +48,10 @@ class Setting:
     """How partial sums are sent: see `nbflow.parallel.make_plan`."""
 
 
+Costs = tuple[OpCost, str]
+"""What an op costs, and the format of its weights; empty if it has none."""
+
+
 class RankWork:
     """The part of one rank.
 
@@ -63,7 +67,7 @@ class RankWork:
 
     def __init__(self, model: PlannedModel, plan: RankPlan, program: Program | None = None) -> None:
         self.plan = plan
-        self._bits = model.bits
+        self._bits, self._format_of = model.bits, model.format_of
         all_layers = dataclasses.replace(plan, layers=(0, model.spec.n_layers))
         self.program = fuse(partition(program or model.program, all_layers))
         mine = range(*plan.layers)
@@ -121,24 +125,26 @@ class RankWork:
             for op in self.program.ops
         )
 
-    def pieces(self, step: StepShape, kv: str) -> Iterator[tuple[int, Op, list[OpCost]]]:
+    def pieces(self, step: StepShape, kv: str) -> Iterator[tuple[int, Op, list[Costs]]]:
         """Yield the ops that lie between exchanges: how often, the exchange behind them, costs.
 
-        The op is the last of its piece where no exchange follows.
+        The op is the last of its piece where no exchange follows.  Beside the costs of each is the
+        format of its weights.
         """
-        waiting: list[OpCost] = []
+        waiting: list[Costs] = []
         for op, following in zip(self.program.ops, (*self.program.ops[1:], None), strict=True):
             if op.kind not in COMMUNICATION:
                 cost = op_cost(self.program, op, self.plan.rank, step, self._bits, kv)
-                waiting.append(cost)
+                waiting.append((cost, self._format_of(op.weights[0].name) if op.weights else ""))
             ends = following is None or following.layer != op.layer
             if op.kind in COMMUNICATION or ends:
                 yield self.count(op), op, waiting
                 waiting = []
 
 
-def seconds_of(cost: OpCost, device: Device, setting: Setting, alone: bool) -> float:
+def seconds_of(costs: Costs, device: Device, setting: Setting, alone: bool) -> float:
     """Return how long a device works on one op: as long as its slowest part (the roofline)."""
+    cost, format = costs
     rate = device.read_bytes_per_s
     if alone and device.read_alone_bytes_per_s:
         rate = device.read_alone_bytes_per_s
@@ -146,11 +152,10 @@ def seconds_of(cost: OpCost, device: Device, setting: Setting, alone: bool) -> f
     reading = (cost.weight_bytes + cost.kv_bytes - on_host + cost.buffer_bytes) / rate
     if on_host:
         reading += on_host / device.host_read_bytes_per_s
-    arithmetic = setting.activations
-    computing = (cost.operations + cost.attention_operations) / device.operations(arithmetic)
-    decode = device.decode(arithmetic)
-    if decode:
-        computing += cost.weights / decode
+    arithmetic = device.arithmetic(setting.activations)
+    computing = cost.attention_operations / device.operations(arithmetic)
+    if cost.weights:
+        computing += device.product_s(cost.weights, cost.operations, format, arithmetic)
     return device.op_s + max(reading, computing)
 
 

@@ -67,6 +67,7 @@ def serve(config: ServerConfig) -> int:
     with contextlib.ExitStack() as stack:
         stack.callback(listener.close)
         models = Models([stack.enter_context(_served(n, config)) for n in config.models])
+        listener.listen(config.limits.connections)  # who reads the next line can connect
         logger.info("serving", extra={"url": url, "keys": len(digests)})
         print(f"nbflow serves {', '.join(models.by_name)} at {url}", flush=True)
         asyncio.run(_run(config, models, digests, listener))

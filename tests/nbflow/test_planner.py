@@ -16,6 +16,7 @@ from nbflow.planner import (
     Link,
     Machine,
     PlannedModel,
+    Rates,
     Setting,
     Workload,
     best,
@@ -23,12 +24,14 @@ from nbflow.planner import (
     compare,
     known_machines,
     load_machine,
+    measure,
     planned_model,
     predict,
     with_shares,
     written_machine,
 )
 from nbflow.planner.auto import _chosen as chosen_partition
+from nbflow.planner.machine import like
 from nbflow.planner.stages import RankWork
 from nbflow.program import build, fuse, partition
 from nbflow.program.cost import StepShape, bytes_sent, held_bytes, workspace_bytes
@@ -167,6 +170,33 @@ def test_replicas_share_the_sequences_out():
     assert len(two.ranks) == 2
 
 
+def test_products_take_what_was_measured_of_their_format():
+    """Of a machine whose memory takes no time; few rows cost more than as many of the others."""
+    of = {"q8_0": 2e9, "q4_0": 4e9, "q4_k": 1e9, "f16": 8e9}
+    formats = {
+        n: {"f32": Rates(w, 1e10, 1e12), "int8": Rates(2 * w, 1e10, 1e12)} for n, w in of.items()
+    }
+    del formats["f16"]["int8"]
+    known = {"operations_per_s": {"f32": 1e9, "int8": 1e9}, "weights_per_s": {"f32": 1e6}}
+    device = dataclasses.replace(DEVICE, read_bytes_per_s=1e20, **known, formats=formats)
+    for name, same, arithmetic, rate in [
+        ("q4_0", "q4_0", "f32", 4e9),
+        ("q4_0", "q4_0", "int8", 8e9),
+        ("q4_b32t1a", "q4_0", "f32", 4e9),  # blocks alike, as many bits
+        ("q6_k", "q4_k", "f32", 1e9),
+        ("f32", "f16", "int8", 8e9),  # as float32
+    ]:
+        assert like(name, formats) == same
+        one, nine = (device.product_s(1e6, 2e6 * n, name, arithmetic) for n in (1, 9))
+        assert one == pytest.approx(1e6 / rate + 2e6 / 1e10)
+        assert nine == pytest.approx(1e6 / rate + 16e6 / 1e10 + 2e6 / 1e12)
+    plain = dataclasses.replace(device, formats={"q4_k": formats["q4_k"]})
+    assert plain.product_s(1e6, 2e6, "q4_0", "f32") == pytest.approx(1.0 + 2e-3)  # none is like it
+    whole = Machine("m", (device,), 1)
+    seconds = {w: predict(model(w), "0", whole).decode_s for w in ("q8_0", "q4_0")}
+    assert seconds["q4_0"] < seconds["q8_0"]
+
+
 def test_memory_decides_what_fits():
     planned = model()
     needed = 1e9 - predict(planned, "0", machine(1)).ranks[0].free_bytes
@@ -279,6 +309,26 @@ def test_packaged_machines_say_where_their_numbers_are_from(name, tmp_path):
     assert again.links == first.links
 
 
+def test_rates_of_formats_are_written_and_read_again(tmp_path):
+    rates = {"q4_0": {"f32": Rates(1e9, 2e9, 3e9), "int8": Rates(4e9, 5e9, 6e9)}}
+    fast = dataclasses.replace(DEVICE, formats=rates)
+    whole = Machine("m", (fast, DEVICE), 2, {"host": LINK}, "d", ("s",))
+    path = tmp_path / "m.toml"
+    path.write_text(written_machine(whole))
+    assert load_machine(path) == whole
+    text = path.read_text()
+    for change, words in (
+        (("formats.q4_0", "formats.q4_9"), r"unknown key 'q4_9'"),
+        (("int8 = {", "int9 = {"), r"formats\.q4_0: unknown key 'int9'"),
+        (("weights_per_s = 1.000e09, few", "few"), r"q4_0\.f32: weights_per_s is missing"),
+        (("weights_per_s = 1.000e09", "weights_per_s = 0"), r"q4_0\.f32\.weights_per_s must be"),
+    ):
+        assert change[0] in text
+        path.write_text(text.replace(*change, 1))
+        with pytest.raises(UsageError, match=words):
+            load_machine(path)
+
+
 def test_more_ranks_than_a_host_has_need_a_network():
     assert len(load_machine("h200x8").with_ranks(32).devices) == 32
     with pytest.raises(UsageError, match=r"no \[links.network\]"):
@@ -373,9 +423,10 @@ def test_wrong_usage(arguments, words, capsys):
     assert words in capsys.readouterr().err
 
 
-def test_this_machine_can_be_measured(tmp_path, capsys):
+def test_this_machine_can_be_measured(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(measure, "STREAMED_BYTES", 1 << 20)  # units are right or wrong all the same
     path = tmp_path / "mine.toml"
-    assert command("--measure", "--ranks", "2", "-o", str(path)) == 0
+    assert command("--measure", "--ranks", "2", "--weights", "q8_0", "-o", str(path)) == 0
     assert "2 threads of" in capsys.readouterr().out
     measured = load_machine(path)
     assert len(measured.devices) == measured.ranks_per_host == 2
@@ -384,6 +435,9 @@ def test_this_machine_can_be_measured(tmp_path, capsys):
         assert 1e8 < device.read_bytes_per_s < 1e12
         assert all(1e8 < rate < 1e13 for rate in device.operations_per_s.values())
         assert 0 < device.step_s < 1
+        ((name, rates),) = device.formats.items()
+        assert (name, list(rates)) == ("q8_0", ["f32", "bf16", "int8"])
+        assert all(1e8 < rate.operations_per_s < 1e13 for rate in rates.values())
     assert 0 < measured.links["host"].latency_s < 1
     predictions, _ = compare(planned_model("tiny_python"), measured, Workload(1, 16, 16))
     assert best(predictions, "latency").fits
