@@ -13,10 +13,12 @@ the best of several is chosen by the same rounds, ratios of 1.00 to 1.03 say not
   every 2,048 keys; beside it the best of other distances for this very batch and length.
 - ``prefill``: the same for the rows of a prompt.
 - ``products``: the matrices of a layer and the head.  The engine adds the pieces of a row one after
-  the other; beside it a kernel that adds those of even and odd number apart, and the same products
-  by whichever of our kernels is fastest (all of them have the same order: that choice is free).
-  ``percent_of_bound`` is the time that reading the weights (as fast as a plain loop reads, measured
-  in the same round) or the multiply-adds take at least, in percent of the kernel's.
+  the other; ``one_over_two_chains`` is the time of a kernel that does so over that of the same
+  kernel with a sum for even and one for odd pieces, which need not wait for each other.
+  ``fixed_over_best`` compares the kernel that the engine takes with the others that it might take
+  (all of them have the same order, so that choice is free).  ``percent_of_bound`` is the time that
+  reading the weights takes a plain loop, or the multiply-adds from registers, both measured in
+  between, in percent of the engine's kernel.
 - ``steps`` (with --model, the file): a whole step of 1, 8 and 32 sequences, how much of it the
   differences above are, and the tokens per second with and without them.
 """
@@ -123,7 +125,7 @@ def attention_calls(n: int, rows: int, length: int, split: int) -> tuple[CallLis
     """Return the attention of as many layers as there are pages for, and their number."""
     keys, values = pool()
     pages = -(-length // PAGE)
-    layers = min(LAYERS, len(keys) // (n * pages))
+    layers = min(LAYERS, len(keys) // (n * pages), max(2, LAYERS // rows))
     qo_indptr = np.arange(n + 1, dtype=np.int32) * np.int32(rows)
     kv_indptr = np.arange(n + 1, dtype=np.int32) * np.int32(pages)
     indices = np.arange(n * pages, dtype=np.int32)
@@ -160,9 +162,9 @@ def attend(n: int, rows: int, length: int, n_rounds: int) -> Row:
 
 
 @functools.cache
-def two_chains(form: PackedForm, tokens: int) -> Any:
-    """Return `int8.few_rows` for blocks like q4_0's, with two sums for each output."""
-    block_bytes, zero = form.block_bytes, np.int32(-form.zero)
+def in_chains(form: PackedForm, tokens: int, n: int) -> Any:
+    """Return `int8.few_rows` for blocks like q4_0's, with one or two sums for each output."""
+    block_bytes, zero, one = form.block_bytes, np.int32(-form.zero), n == 1
 
     @njit
     def kernel(
@@ -186,12 +188,14 @@ def two_chains(form: PackedForm, tokens: int) -> Any:
                             u = codes(form, unit_of(form, at, 0), v)
                             ints = simd_tiles.dots(ints, u, 0, x_at + 4 * v, x_step, 4)
                         d = d_of(form, at, 0)
-                        if chain == 0:
+                        if one or chain == 0:
                             even = simd_tiles.scaled(even, ints, d, 0, d_at, d_step)
                         else:
                             odd = simd_tiles.scaled(odd, ints, d, 0, d_at, d_step)
                         at, x_at, d_at, n_at = at + block_bytes, x_at + 32, d_at + 4, n_at + 4
-                simd_tiles.store(simd.address(result), simd_tiles.add(even, odd))
+                if not one:
+                    even = simd_tiles.add(even, odd)
+                simd_tiles.store(simd.address(result), even)
                 for t in range(min(tokens, n_tokens - first)):
                     for i in range(16):
                         out[first + t, 16 * group + i] = result[t, i]
@@ -199,14 +203,13 @@ def two_chains(form: PackedForm, tokens: int) -> Any:
     return kernel
 
 
-def multiply(name: str, T: int, n_rounds: int, peak: float, probe: ReadProbe) -> Row:
-    """Return a row: one matrix times `T` rows, in the engine's order of sums and in others."""
+def multiply(name: str, T: int, n_rounds: int, probe: ReadProbe) -> Row:
+    """Return a row: one matrix times `T` rows, in the engine's order of sums and in another."""
     N, K = MATRICES[name]
     rng = np.random.default_rng(2)
     some = rng.standard_normal((512, K), dtype=np.float32)
     weight = nk.quantize(some, "q4_0", encoder="plain")
-    weight = nk.QuantTensor("q4_0", (N, K), weight.data[np.arange(N) % 512])
-    packed = weight.packed()
+    packed = nk.QuantTensor("q4_0", (N, K), weight.data[np.arange(N) % 512]).packed()
     assert isinstance(packed, Packed)
     # as many copies as do not fit into a cache
     matrices = [packed.data.copy() for _ in range(-(-POOL_BYTES // 4 // packed.data.nbytes))]
@@ -218,35 +221,39 @@ def multiply(name: str, T: int, n_rounds: int, peak: float, probe: ReadProbe) ->
         calls = [
             Call(
                 kernel,
-                (rows.codes, T, rows.scales, rows.sums, data, packed.n_blocks,
-                 np.zeros(0, np.float32), False, out),
+                (
+                    *(rows.codes, T, rows.scales, rows.sums, data, packed.n_blocks),
+                    *(np.zeros(0, np.float32), False, out),
+                ),
                 packed.n_groups,
                 float(T) * N * K,
             )
             for data in matrices
-        ]  # fmt: skip
+        ]
         return functools.partial(get_team().run_list, CallList(calls, get_num_threads()))
 
     form, tile = packed.form, 1 if T == 1 else 4 if T <= 4 else 8
-    ours = {
-        "few_rows": int8.few_rows(form, tile),
-        "many_rows": int8.many_rows(form),
-    }
+    ours = {"few_rows": int8.few_rows(form, tile), "many_rows": int8.many_rows(form)}
     chosen = next(k for k, kernel in ours.items() if kernel is int8.kernel_for(form, T))
-    runs: dict[str, Any] = {k: run(kernel) for k, kernel in ours.items()}
-    runs |= {"two chains": run(two_chains(form, tile)), "read": probe.seconds}
-    seconds = rounds(runs, n_rounds)
-    reads = seconds.pop("read")
+    chains = {n: in_chains(form, tile, n) for n in (1, 2)}
+    runs: dict[Any, Any] = {key: run(kernel) for key, kernel in (ours | chains).items()}
+    peaks = [compute_peak("int8")]
+    seconds = rounds(runs | {"read": probe.seconds}, n_rounds)
+    peaks.append(compute_peak("int8"))
+    reads, one, two = (seconds.pop(key) for key in ("read", 1, 2))
     found = compared(seconds, chosen)
     each = {key: found[key] / len(matrices) for key in ("fixed_us", "best_us")}
-    free = [a / b for a, b in zip(seconds[chosen], seconds["two chains"], strict=True)]
     least_s = packed.data.nbytes * statistics.median(reads) / probe.n_bytes
-    bound_s = max(least_s, 2.0 * T * N * K / peak)
+    bound_s = max(least_s, 2.0 * T * N * K / max(peaks))
     return {
-        "matrix": name, "rows": T, **found, **each, "fixed_is": chosen,
-        "fixed_over_two_chains": statistics.median(free),
+        "matrix": name,
+        "rows": T,
+        "one_over_two_chains": statistics.median(a / b for a, b in zip(one, two, strict=True)),
         "percent_of_bound": 100e6 * bound_s / each["fixed_us"],
-    }  # fmt: skip
+        "fixed": chosen,
+        **found,
+        **each,
+    }
 
 
 # ---- steps --------------------------------------------------------------------------------------
@@ -261,7 +268,7 @@ def steps(file: Path, decode: list[Row], products: list[Row]) -> list[Row]:
             times = {m: LAYERS if m != "head" else 1 for m in MATRICES}
             # a free order gains nothing where it is slower
             lost = sum(
-                times[r["matrix"]] * r["fixed_us"] * max(0.0, 1 - 1 / r["fixed_over_best"])
+                times[r["matrix"]] * r["fixed_us"] * max(0.0, 1 - 1 / r["one_over_two_chains"])
                 for r in products
                 if r["rows"] == n
             )
@@ -301,7 +308,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="a GGUF file of the 1.1B shape, for whole steps")
     parser.add_argument("--keys", type=int, nargs="+", default=[128, 256, 512, 1024, 2048, 4096])
     parser.add_argument("--sequences", type=int, nargs="+", default=[1, 2, 8, 32])
-    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128, 512])
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 8, 32, 128])
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=get_num_threads())
     arguments = parser.parse_args()
@@ -330,9 +337,8 @@ def main() -> None:
     prefills = [attend(1, t, k, n_rounds) for t in several for k in lengths]
     if prefills:
         add("prefill", prefills)
-    peak, probe = compute_peak("int8"), ReadProbe(n_bytes=64 << 20)
-    names, counts = MATRICES, arguments.rows
-    add("products", [multiply(m, t, n_rounds, peak, probe) for m in names for t in counts])
+    probe = ReadProbe(n_bytes=64 << 20)
+    add("products", [multiply(m, t, n_rounds, probe) for m in MATRICES for t in arguments.rows])
     if arguments.model is not None:
         add("steps", steps(arguments.model, made["decode"], made["products"]))
 

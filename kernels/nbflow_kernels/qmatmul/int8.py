@@ -32,7 +32,7 @@ from nbflow_kernels.quants.unpack import (
 )
 
 TOKENS = 4  # of a register tile of `many_rows`, with 2 row groups
-FEW = {4: 16, 8: 64}  # most tokens for `few_rows`, by bits; 8 where codes take more to unpack
+FEW = {4: 32, 8: 64}  # most tokens for `few_rows`, by bits; 8 where codes take more to unpack
 AHEAD_BYTES = 8192  # that `few_rows` asks for before it comes to them
 LINE = 64  # bytes of a cache line
 

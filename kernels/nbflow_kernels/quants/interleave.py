@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from nbflow_kernels import registers, simd
+from nbflow_kernels import huge_pages, registers, simd
 from nbflow_kernels._jit import njit
-from nbflow_kernels.quants.packed import aligned_zeros
 from nbflow_kernels.threads import split_rows
 
 ROWS = 16  # rows of a group: the lanes of a simd vector
@@ -19,7 +18,7 @@ def interleave(rows: Any) -> Any:
     n_rows, n_columns = rows.shape
     padded = -(-n_columns // COLUMNS) * COLUMNS
     shape = (-(-n_rows // ROWS), padded, ROWS)
-    out = aligned_zeros(math.prod(shape) * rows.itemsize).view(rows.dtype).reshape(shape)
+    out = huge_pages.zeros(math.prod(shape) * rows.itemsize).view(rows.dtype).reshape(shape)
     split_rows(_interleave, len(out), 4.0 * out.size, rows, out)
     return out
 

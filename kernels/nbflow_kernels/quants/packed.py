@@ -34,6 +34,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nbflow_kernels import huge_pages
 from nbflow_kernels._jit import njit
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants.integers import IntegerForm, Integers
@@ -41,7 +42,6 @@ from nbflow_kernels.threads import split_rows
 
 ROWS = 16  # rows of a group: the lanes of a simd vector
 CHUNK = 1 << 22  # weights packed at once: bounds the temporary array of codes
-ALIGNMENT = 64  # of the data: a cache line, a vector
 
 PAIRS = 7
 """The number of bits that stands for pair codes."""
@@ -194,7 +194,7 @@ class Packed:
     n_blocks: int
     """Packed blocks of a row."""
     data: NDArray[np.uint8]
-    """Flat bytes, ``n_groups * group_bytes``, aligned to `ALIGNMENT`."""
+    """Flat bytes, ``n_groups * group_bytes``, aligned to `huge_pages.ALIGNMENT`."""
 
     @property
     def nbytes(self) -> int:
@@ -275,7 +275,7 @@ def _pack(
 ) -> Packed:
     """Pack rows of `n_columns` columns."""
     empty = Packed(form, len(data), -(-n_columns // form.block), np.zeros(0, np.uint8))
-    packed = replace(empty, data=aligned_zeros(empty.n_groups * empty.group_bytes))
+    packed = replace(empty, data=huge_pages.zeros(empty.n_groups * empty.group_bytes))
     words = packed.data.view(np.uint32).reshape(packed.n_groups, packed.group_bytes // 4)
     blocks = packed.data.reshape(packed.n_groups, packed.n_blocks, form.block_bytes)
     fields = np.array(FIELDS.get(form.bits, ((0,) * 5,)), np.int64)
@@ -309,13 +309,6 @@ def _pack_numbers(form: PackedForm, part: Integers, blocks: NDArray[np.uint8]) -
         lanes = _interleaved(integers, n_groups, n_blocks, form.block // form.sub_block)
         segments[:, :, :, at : at + n_bytes] = lanes.reshape(n_groups, n_blocks, -1, n_bytes)
         at += n_bytes
-
-
-def aligned_zeros(n_bytes: int) -> NDArray[np.uint8]:
-    """Return zero bytes that start at a multiple of `ALIGNMENT`."""
-    room = np.zeros(n_bytes + ALIGNMENT, np.uint8)
-    start = -room.ctypes.data % ALIGNMENT
-    return room[start : start + n_bytes]
 
 
 def _padded(array: NDArray[Any], n_columns: int, n_rows: int) -> NDArray[Any]:
