@@ -176,6 +176,28 @@ def shared_prefix() -> str:
     return markdown(head, body)
 
 
+def cascade() -> str:
+    """Return the table of cascade attention."""
+    rows = rows_of("cascade")
+    if not rows:
+        return MISSING
+    head = (
+        "heads", "cache", "shared keys", "own keys", "sequences", "each for itself (us)",
+        "in one item", "times as fast", "levels", "bytes (bound)", "GB/s in one item",
+    )  # fmt: skip
+    body = [
+        [
+            row["heads"], row["kv"], *(str(row[k]) for k in ("shared_keys", "own_keys", "batch")),
+            *(f"{1e6 * row[f'cascade_{way}_s']:,.0f}" for way in ("flat", "shared")),
+            *(_ratio(row[f"cascade_{way}_speedup"]) for way in ("shared", "levels")),
+            _ratio(row["cascade_byte_ratio"]),
+            f"{row['cascade_bytes'] / row['cascade_shared_s'] / 1e9:.1f}",
+        ]
+        for row in rows
+    ]  # fmt: skip
+    return markdown(head, body)
+
+
 def speculation() -> str:
     """Return the table of speculative decoding."""
     rows = rows_of("speculation")
@@ -255,6 +277,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "batching figure": _figure("batching", "batching", "Dynamic batching"),
     "shared_prefix": shared_prefix,
     "shared_prefix figure": _figure("shared_prefix", "shared_prefix", "Shared prefixes"),
+    "cascade": cascade,
+    "cascade figure": _figure("cascade", "cascade", "Cascade attention"),
     "speculation": speculation,
     "speculation figure": _figure("speculation", "speculation", "Speculative decoding"),
 }
