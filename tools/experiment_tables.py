@@ -177,24 +177,24 @@ def shared_prefix() -> str:
 
 
 def cascade() -> str:
-    """Return the table of cascade attention."""
+    """Return the table of cascade attention: a row for each shape, columns by sequences."""
     rows = rows_of("cascade")
     if not rows:
         return MISSING
-    head = (
-        "heads", "cache", "shared keys", "own keys", "sequences", "each for itself (us)",
-        "in one item", "times as fast", "levels", "bytes (bound)", "GB/s in one item",
-    )  # fmt: skip
-    body = [
-        [
-            row["heads"], row["kv"], *(str(row[k]) for k in ("shared_keys", "own_keys", "batch")),
-            *(f"{1e6 * row[f'cascade_{way}_s']:,.0f}" for way in ("flat", "shared")),
-            *(_ratio(row[f"cascade_{way}_speedup"]) for way in ("shared", "levels")),
-            _ratio(row["cascade_byte_ratio"]),
-            f"{row['cascade_bytes'] / row['cascade_shared_s'] / 1e9:.1f}",
-        ]
-        for row in rows
-    ]  # fmt: skip
+    batches = list(dict.fromkeys(row["batch"] for row in rows))
+    names = ("heads", "kv", "shared_keys", "own_keys")
+    head = ["heads", "cache", "shared keys", "own keys"]
+    for batch in batches:
+        head += [f"{batch}: each for itself (us)", "in one item", "levels", "bytes"]
+    body = []
+    for shape in dict.fromkeys(tuple(row[name] for name in names) for row in rows):
+        cells = list(map(str, shape))
+        for batch in batches:
+            row = _only(rows, batch=batch, **dict(zip(names, shape, strict=True)))
+            cells.append(_rate(1e6 * row["cascade_flat_s"]) if row else "")
+            metrics = ("cascade_shared_speedup", "cascade_levels_speedup", "cascade_byte_ratio")
+            cells += [_ratio(row.get(metric)) for metric in metrics]
+        body.append(cells)
     return markdown(head, body)
 
 

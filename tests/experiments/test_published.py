@@ -96,9 +96,9 @@ def test_tables_are_made_of_the_points(
             ["| 0 | 40.0 | 40.0 | 40.0 | 1.00 |", "| 64 | 40.0 | 30.0 | 20.0 | 2.00 |"],
         ),
         "cascade": (
-            "weights,heads,kv,shared_keys,own_keys,batch,cascade_flat_s,cascade_shared_s,cascade_levels_s,cascade_shared_speedup,cascade_levels_speedup,cascade_byte_ratio,cascade_bytes",
-            ["f32,8/4/32,f16,512,32,2,3e-4,2e-4,4e-4,1.5,0.75,1.9,2e6"],
-            ["| 8/4/32 | f16 | 512 | 32 | 2 | 300 | 200 | 1.50 | 0.75 | 1.90 | 10.0 |"],
+            "weights,heads,kv,shared_keys,own_keys,batch,cascade_flat_s,cascade_shared_speedup,cascade_levels_speedup,cascade_byte_ratio",
+            ["f32,8/4/32,f16,512,32,2,3e-4,1.5,0.75,1.9", "f32,8/4/32,f16,512,32,8,2e-3,3,2,4"],
+            ["| 8/4/32 | f16 | 512 | 32 | 300 | 1.50 | 0.75 | 1.90 | 2,000 | 3.00 | 2.00 | 4.00 |"],
         ),
         "speculation": (
             "weights,draft,n_draft,batch,speculation_accepted_share,speculation_tokens_per_step,speculation_speedup,speculation_same_share",
