@@ -176,6 +176,28 @@ def shared_prefix() -> str:
     return markdown(head, body)
 
 
+def cascade() -> str:
+    """Return the table of cascade attention: a row for each shape, columns by sequences."""
+    rows = rows_of("cascade")
+    if not rows:
+        return MISSING
+    batches = list(dict.fromkeys(row["batch"] for row in rows))
+    names = ("heads", "kv", "shared_keys", "own_keys")
+    head = ["heads", "cache", "shared keys", "own keys"]
+    for batch in batches:
+        head += [f"{batch}: each for itself (us)", "in one item", "levels", "bytes"]
+    body = []
+    for shape in dict.fromkeys(tuple(row[name] for name in names) for row in rows):
+        cells = list(map(str, shape))
+        for batch in batches:
+            row = _only(rows, batch=batch, **dict(zip(names, shape, strict=True)))
+            cells.append(_rate(1e6 * row["cascade_flat_s"]) if row else "")
+            metrics = ("cascade_shared_speedup", "cascade_levels_speedup", "cascade_byte_ratio")
+            cells += [_ratio(row.get(metric)) for metric in metrics]
+        body.append(cells)
+    return markdown(head, body)
+
+
 def speculation() -> str:
     """Return the table of speculative decoding."""
     rows = rows_of("speculation")
@@ -255,6 +277,8 @@ TABLES: dict[str, Callable[[], str]] = {
     "batching figure": _figure("batching", "batching", "Dynamic batching"),
     "shared_prefix": shared_prefix,
     "shared_prefix figure": _figure("shared_prefix", "shared_prefix", "Shared prefixes"),
+    "cascade": cascade,
+    "cascade figure": _figure("cascade", "cascade", "Cascade attention"),
     "speculation": speculation,
     "speculation figure": _figure("speculation", "speculation", "Speculative decoding"),
 }

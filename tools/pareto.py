@@ -25,6 +25,7 @@ import matplotlib
 import numpy as np
 import pandas as pd
 from measure_formats import machine_name
+from publish_sweep import relative
 
 import nbflow
 import nbflow_kernels as nk
@@ -33,7 +34,8 @@ from nbflow.allocation import allocate
 from nbflow.allocation.divergence import Probe
 from nbflow.calibrate import collect, write_inputs
 from nbflow_experiments.compare.bootstrap import paired
-from nbflow_experiments.report.figure import _DPI, _STYLE, COLOURS, GREY
+from nbflow_experiments.files import write_json
+from nbflow_experiments.report.figure import _DPI, _STYLE, COLOURS, GREY, place_labels
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -46,10 +48,25 @@ MODEL = "tiny_python"
 CANDIDATES = ["q2", "q3_b64t1", "q3h", "q4_b64t1", "q4", "q5", "q6"]
 BUDGETS = [3.0, 3.25, 3.5, 3.75, 4.0, 4.25, 4.5]
 WINDOW = 256
-FORMAT_PAIRS = (  # a, b: how much more the second loses, with the encoders best and gptq
-    ("q3h", "q3"), ("q3h", "q3h_b256t1"), ("q3h", "q4_b256t1"), ("q3h", "q4_b64t1"),
-    ("q3h_b256t1", "q3_b64t1"), ("q3h_b256t1", "q3_k"), ("q4_b64t1", "q4_k"),
+FORMAT_PAIRS = (  # a, b: how many times as much the second loses, both with the same encoder
+    ("q3h", "q3"), ("q3h", "q3h_b128t1"), ("q3h", "q3h_b256t1"), ("q3h", "q4_b256t1"),
+    ("q3h", "q4_b128t1"), ("q3h", "iq4_xs"), ("q3h", "q4_b64t1"), ("q3h_b256t1", "q3_b64t1"),
+    ("q3h_b256t1", "q3_k"), ("q3h_b256t1", "iq3_s"), ("q3_b64t1", "iq3_s"), ("q2", "iq3_xxs"),
+    ("q4_b128t1", "iq4_xs"), ("q4_b64t1", "q4_k"), ("q4_b64t1", "iq4_nl"), ("q4_k", "q4"),
 )  # fmt: skip
+GRID_PAIRS = (  # what inputs give grids, beside what GPTQ gives codes
+    ("q3_k, gptq", "iq3_s, best, inputs"), ("q3h_b256t1, gptq", "iq3_s, best, inputs"),
+    ("q4_b128t1, gptq", "iq4_xs, best, inputs"), ("q4_k, gptq", "iq4_nl, best, inputs"),
+    ("q3h, gptq", "iq4_xs, best, inputs"),
+)  # fmt: skip
+MARKS = {
+    "plain": ("published encoder", GREY, "x"),
+    "best": ("best", COLOURS[0], "o"),
+    "best, inputs": ("best, inputs known", COLOURS[3], "D"),
+    "gptq": ("gptq", COLOURS[1], "s"),
+}
+ENCODERS = {"best": "best", "best, inputs": "best, inputs known", "gptq": "gptq"}
+GRIDS = ("iq3_xxs", "iq3_s", "iq4_xs", "iq4_nl")
 ENCODER_PAIRS = ("plain", "best, inputs", "hqq", "hadamard", "outliers", "awq", "gptq", "awq+gptq")
 MIXED_PAIRS = (("kld-4.00", "q3h, gptq"), ("kld-3.50", "q3h, best"), ("kld-3.50", "q3, best"))
 
@@ -120,11 +137,14 @@ def ratio(tokens: dict[str, np.ndarray], a: str, b: str) -> dict[str, Any] | Non
 
 def report(arguments: argparse.Namespace) -> None:
     table, tokens = read(RUNS)
-    pairs = [(f"{a}, {e}", f"{b}, {e}") for e in ("best", "gptq") for a, b in FORMAT_PAIRS]
-    pairs += [(f"{f}, best", f"{f}, {e}") for f in ("q3h", "q3") for e in ENCODER_PAIRS]
+    pairs = [(f"{f}, best", f"{f}, {e}") for f in ("q3h", "q3") for e in ENCODER_PAIRS]
+    pairs += [(f"{f}, best", f"{f}, {e}") for f in GRIDS for e in ("plain", "best, inputs")]
     pairs += [(f"{f}, gptq", f"{f}, hadamard+gptq") for f in ("q3h", "q3")]
-    pairs += [("q3h, best", "q3, gptq"), *MIXED_PAIRS]
+    pairs += [("q3h, best", "q3, gptq"), *GRID_PAIRS, *MIXED_PAIRS]
+    formats = {(a, b, e): ratio(tokens, f"{a}, {e}", f"{b}, {e}")
+               for a, b in FORMAT_PAIRS for e in ENCODERS}  # fmt: skip
     comparisons = [found for a, b in pairs if (found := ratio(tokens, a, b)) is not None]
+    compared = [found for found in formats.values() if found is not None]
     columns = ["bits_per_weight", "kld_mean_nats", "kld_mean_nats_stderr", "perplexity"]
     columns += ["top1_agreement_share"]
     out = ROOT / "results" / "pareto" / arguments.machine
@@ -135,25 +155,34 @@ def report(arguments: argparse.Namespace) -> None:
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "packages": system.package_versions(),
         "points": json.loads(table[columns].to_json(orient="index")),
-        "comparisons": comparisons,
+        "comparisons": [*compared, *comparisons],
     }  # fmt: skip
     (out / "pareto.json").write_text(json.dumps(facts, indent=1) + "\n")
     for name in ("pareto", "pareto_mixed"):
-        for file in ("sweep.json", "provenance.json"):
-            shutil.copyfile(RUNS / name / file, out / f"{name}.{file}")
+        shutil.copyfile(RUNS / name / "sweep.json", out / f"{name}.sweep.json")
+        launches = json.loads((RUNS / name / "provenance.json").read_text())
+        write_json(out / f"{name}.provenance.json", relative(launches))
     table.to_csv(out / "points.csv")
     for policy in sorted(WORK.glob("*-?.??.toml")):
         shutil.copyfile(policy, out / policy.name)
     draw(table, out / "pareto")
-    write_page(table, comparisons)
+    write_page(table, formats, comparisons)
     print(table[columns].to_string())
-    for c in comparisons:
+    for c in [*compared, *comparisons]:
         print(f"{c['b']} / {c['a']}: {c['ratio']:.3f} [{c['low']:.3f}, {c['high']:.3f}]")
 
 
-def write_page(table: pd.DataFrame, comparisons: list[dict[str, Any]]) -> None:
+def write_page(
+    table: pd.DataFrame,
+    formats: dict[tuple[str, str, str], dict[str, Any] | None],
+    comparisons: list[dict[str, Any]],
+) -> None:
     """Write the tables of docs/quantization.md."""
-    tables = {"formats": _formats(table), "comparisons": _comparisons(comparisons)}
+    tables = {
+        "formats": _formats(table),
+        "pairs": _pairs(table, formats),
+        "comparisons": _comparisons(comparisons),
+    }
     text = PAGE.read_text("utf-8")
     for name, lines in tables.items():
         mark = f"<!-- {name}: written by tools/pareto.py -->\n"
@@ -163,21 +192,41 @@ def write_page(table: pd.DataFrame, comparisons: list[dict[str, Any]]) -> None:
 
 
 def _formats(table: pd.DataFrame) -> list[str]:
-    """Return a row for each number of bits: KLD with the encoders best and gptq, and mixed."""
-    rows = ["| matrices in | bits/weight | KLD, best | KLD, gptq | perplexity, gptq |"]
-    rows.append("|---|---:|---:|---:|---:|")
-    kld = table.kld_mean_nats
+    """Return a row for each format and mixture, by bits: KLD by encoder, and perplexity."""
+    encoders = ("plain", *ENCODERS)
+    head = ("matrices in", "bits/weight", "KLD, plain", *ENCODERS.values(), "perplexity, the last")
+    rows = [f"| {' | '.join(head)} |", f"|---|{'---:|' * (len(head) - 1)}"]
     found = {}
-    for name, row in table.iterrows():
-        words = str(name).split(", ")
-        if words[1:] == ["gptq"]:
-            best = f"{kld[words[0] + ', best']:.4f}" if f"{words[0]}, best" in kld else "-"
-            found[row.bits_per_weight, f"`{words[0]}`"] = (best, row)
-        elif str(name).startswith("kld-") and row.bits_per_weight > 3:
-            found[row.bits_per_weight, "chosen one by one"] = ("-", row)
-    for (bits, name), (best, row) in sorted(found.items()):
-        numbers = f"{best} | {row.kld_mean_nats:.4f} | {row.perplexity:.3f} |"
-        rows.append(f"| {name} | {bits:g} | {numbers}")
+    for name in dict.fromkeys(str(label).split(", ")[0] for label in table.index):
+        labels = [f"{name}, {e}" for e in encoders]
+        if name.startswith("kld-") and table.bits_per_weight[name] > 3:
+            labels = ["", "", "", name]
+            name = "chosen one by one"
+        there = [label for label in labels if label in table.index]
+        if there and not name.startswith(("kld-", "error-")):
+            cells = [f"{table.kld_mean_nats[x]:.4f}" if x in there else "" for x in labels]
+            last = table.loc[there[-1]]
+            word = f"`{name}`" if "chosen" not in name else name
+            found[last.bits_per_weight, word] = [*cells, f"{last.perplexity:.3f}"]
+    for (bits, name), cells in sorted(found.items()):
+        rows.append(f"| {name} | {bits:g} | {' | '.join(cells)} |")
+    return rows
+
+
+def _pairs(
+    table: pd.DataFrame, formats: dict[tuple[str, str, str], dict[str, Any] | None]
+) -> list[str]:
+    """Return a row for each pair of formats: the ratio with each encoder."""
+    rows = [f"| a (bits) | b (bits) | {' | '.join(ENCODERS.values())} |", "|---|---|---|---|---|"]
+    bits = table.bits_per_weight
+    for a, b in FORMAT_PAIRS:
+        cells = [f"`{name}` ({bits[f'{name}, best']:g})" for name in (a, b)]
+        for encoder in ENCODERS:
+            c = formats[a, b, encoder]
+            cells.append(
+                "" if c is None else f"{c['ratio']:.2f} ({c['low']:.2f} to {c['high']:.2f})"
+            )
+        rows.append(f"| {' | '.join(cells)} |")
     return rows
 
 
@@ -191,33 +240,54 @@ def _comparisons(comparisons: list[dict[str, Any]]) -> list[str]:
 
 
 def draw(table: pd.DataFrame, path: Path) -> None:
-    """Draw stored bits against divergence."""
-    plt.rcParams.update(_STYLE)
-    figure, axes = plt.subplots(figsize=(7.2, 4.6))
-    singles = table[~table.index.str.startswith(("kld-", "error-"))]
-    for encoder, colour, marker in (("best", COLOURS[0], "o"), ("gptq", COLOURS[1], "s")):
-        rows = singles[singles.index.str.endswith(f", {encoder}")]
-        axes.scatter(rows.bits_per_weight, rows.kld_mean_nats, c=colour, marker=marker,
-                     label=f"one format, encoder {encoder}", zorder=3)  # fmt: skip
-        for name, row in rows.iterrows():
-            axes.annotate(str(name).split(",")[0].removesuffix("t1"),
-                          (row.bits_per_weight, row.kld_mean_nats), (4, 3), color=colour,
-                          textcoords="offset points", fontsize=6.5)  # fmt: skip
-    mixed = table[table.index.str.startswith("kld-")].sort_values("bits_per_weight")
-    axes.plot(mixed.bits_per_weight, mixed.kld_mean_nats, color=COLOURS[2], marker="^",
-              label="chosen matrix by matrix, gptq", zorder=4)  # fmt: skip
-    others = [n for n in singles.index if n.startswith(("q3h, ", "q3, "))]
-    others = [n for n in others if not n.endswith((", best", ", gptq"))]
-    rows = singles.loc[others]
-    axes.scatter(rows.bits_per_weight, rows.kld_mean_nats, c=GREY, marker="x", s=18, zorder=2,
-                 label="other encoders of q3h and q3")  # fmt: skip
-    axes.set_yscale("log")
-    axes.set_xlabel("stored bits per weight")
-    axes.set_ylabel("KL divergence from float32, nats per token")
-    axes.legend(loc="lower left")
-    figure.tight_layout()
-    for kind, meta in (("png", {"Software": None}), ("svg", {"Date": None})):
-        figure.savefig(path.with_suffix(f".{kind}"), dpi=_DPI, metadata=meta)
+    """Draw stored bits against divergence: a line for each format, from encoder to encoder."""
+    with plt.rc_context(_STYLE | {"svg.hashsalt": "nbflow"}):
+        figure, axes = plt.subplots(figsize=(8.4, 5.6), layout="constrained")
+        names = [str(n).removesuffix(", best") for n in table.index if str(n).endswith(", best")]
+        bits = table.bits_per_weight
+        equal: dict[float, int] = {}
+        lines = []  # of each format: its name, its place, the divergence of each encoder
+        for name in names:
+            x = bits[f"{name}, best"]
+            equal[x] = equal.get(x, -1) + 1
+            there = {e: f"{name}, {e}" for e in MARKS if f"{name}, {e}" in table.index}
+            kld = {e: float(table.kld_mean_nats[label]) for e, label in there.items()}
+            lines.append((name.removesuffix("t1"), x + 0.035 * equal[x], kld))
+        for _, x, kld in lines:
+            axes.plot([x, x], [min(kld.values()), max(kld.values())], color=GREY, linewidth=0.7)
+        for encoder, (label, colour, marker) in MARKS.items():
+            points = [(x, kld[encoder]) for _, x, kld in lines if encoder in kld]
+            axes.scatter(*zip(*points, strict=True), c=colour, marker=marker, s=20, zorder=3,
+                         label=label)  # fmt: skip
+        mixed = table[table.index.str.startswith("kld-")].sort_values("bits_per_weight")
+        axes.plot(mixed.bits_per_weight, mixed.kld_mean_nats, color=COLOURS[2], marker="^",
+                  markersize=4, label="chosen matrix by matrix, gptq", zorder=2)  # fmt: skip
+        axes.set_yscale("log")
+        axes.set_xlabel("stored bits per weight (equal ones are drawn beside each other)")
+        axes.set_ylabel("KL divergence from float32, nats per token")
+        axes.legend(loc="lower left")
+        label_lines(axes, lines, mixed)
+        for kind, meta in (("png", {"Software": None}), ("svg", {"Date": None})):
+            figure.savefig(path.with_suffix(f".{kind}"), dpi=_DPI, metadata=meta)
+        plt.close(figure)
+
+
+def label_lines(
+    axes: Any, lines: list[tuple[str, float, dict[str, float]]], mixed: pd.DataFrame
+) -> None:
+    """Write the names beside the lines, where they hide neither points nor each other."""
+    labels, x, kld = (list(part) for part in zip(*lines, strict=True))
+    low, high = ([f(k.values()) for k in kld] for f in (min, max))
+    y = [k["best"] for k in kld]
+    reach = (
+        [b - a for a, b in zip(low, y, strict=True)],
+        [b - a for a, b in zip(y, high, strict=True)],
+    )
+    n = len(mixed)
+    place_labels(
+        axes, [*labels, *[""] * n], [*x, *mixed.bits_per_weight], [*y, *mixed.kld_mean_nats],
+        tuple([*part, *[0.0] * n] for part in reach),
+    )  # fmt: skip
 
 
 def main() -> None:

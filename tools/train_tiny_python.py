@@ -1,7 +1,17 @@
-"""Train the bundled model: a small Llama on the source text of Python's standard library.
+"""Train the bundled models: small Llamas on the source text of Python's standard library.
 
     python -m venv /tmp/train && /tmp/train/bin/pip install torch tokenizers safetensors numpy
-    /tmp/train/bin/python tools/train_tiny_python.py --out nbflow/models/tiny_python
+    alias train="/tmp/train/bin/python tools/train_tiny_python.py"
+    train --out nbflow/models/tiny_python
+    draft="--size draft --teacher nbflow/models/tiny_python --threads 1"
+    train $draft --steps 2000 --stop 750 --out /tmp/begun
+    train $draft --steps 450 --start /tmp/begun --continued 1536 \\
+        --out nbflow/models/tiny_python_draft
+
+A draft model proposes tokens to its `--teacher`, a model trained before: it has the teacher's
+tokenizer, and half of its last windows are the teacher's own greedy continuations (`--continued`)
+of windows of the text (sequence-level distillation, Kim and Rush 2016).  `--start` goes on with the
+weights of an earlier run, on other windows.
 
 Torch is needed here only.  The text is the standard library of the Python that runs this script,
 its tests included (PSF licence, see NOTICE), without the generated code tables; it takes a Python
@@ -24,14 +34,16 @@ import platform
 import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-CONFIG = {
+Config = dict[str, Any]
+BASE: Config = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 2048,
@@ -52,6 +64,15 @@ CONFIG = {
     "eos_token_id": 0,
     "torch_dtype": "float16",
 }
+DRAFT = {
+    "hidden_size": 96,
+    "intermediate_size": 192,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 3,
+    "num_key_value_heads": 3,
+}
+SIZES: dict[str, Config] = {"base": BASE, "draft": BASE | DRAFT}
+"""3.7 million parameters, and a tenth of them."""
 END = "<|endoftext|>"
 # Whole modules kept out of training; ordinary library code of several kinds.
 HELD_OUT = (
@@ -68,6 +89,7 @@ HELD_OUT = (
 )
 EXCLUDED_PARTS = ("site-packages", "encodings", "__pycache__", "lib2to3", "config-")
 EVAL_BYTES = 160_000
+SEED = 20240101
 
 
 def read_corpus() -> tuple[list[str], str]:
@@ -95,7 +117,7 @@ def train_tokenizer(documents: list[str]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=CONFIG["vocab_size"],
+        vocab_size=BASE["vocab_size"],
         special_tokens=[END],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -107,26 +129,28 @@ def train_tokenizer(documents: list[str]) -> Tokenizer:
 class RMSNorm(torch.nn.Module):
     """Root-mean-square norm with a scale."""
 
-    def __init__(self, width: int) -> None:
+    def __init__(self, width: int, eps: float) -> None:
         super().__init__()
         self.weight = torch.nn.Parameter(torch.ones(width))
+        self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return F.rms_norm(x, x.shape[-1:], self.weight, CONFIG["rms_norm_eps"])
+        return F.rms_norm(x, x.shape[-1:], self.weight, self.eps)
 
 
 class Layer(torch.nn.Module):
     """One decoder layer, parameter names as in Hugging Face checkpoints."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
-        E, D = CONFIG["hidden_size"], CONFIG["head_dim"]
+        E, D, eps = (config[k] for k in ("hidden_size", "head_dim", "rms_norm_eps"))
         H, G, FF = (
-            CONFIG[k] for k in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
+            config[k] for k in ("num_attention_heads", "num_key_value_heads", "intermediate_size")
         )
         linear = lambda i, o: torch.nn.Linear(i, o, bias=False)  # noqa: E731
-        self.input_layernorm = RMSNorm(E)
-        self.post_attention_layernorm = RMSNorm(E)
+        self.head_dim = D
+        self.input_layernorm = RMSNorm(E, eps)
+        self.post_attention_layernorm = RMSNorm(E, eps)
         self.self_attn = torch.nn.ModuleDict(
             {
                 "q_proj": linear(E, H * D),
@@ -139,16 +163,20 @@ class Layer(torch.nn.Module):
             {"gate_proj": linear(E, FF), "up_proj": linear(E, FF), "down_proj": linear(FF, E)}
         )
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: list | None = None
+    ) -> torch.Tensor:
         B, T, _ = x.shape
-        D = CONFIG["head_dim"]
+        D = self.head_dim
         h = self.input_layernorm(x)
         q, k, v = (
             self.self_attn[n](h).view(B, T, -1, D).transpose(1, 2)
             for n in ("q_proj", "k_proj", "v_proj")
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        if cache is not None:  # keys and values of the tokens before
+            k, v = cache[:] = [torch.cat(pair, 2) for pair in zip(cache, (k, v), strict=True)]
+        a = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1, enable_gqa=True)
         x = x + self.self_attn["o_proj"](a.transpose(1, 2).reshape(B, T, -1))
         h = self.post_attention_layernorm(x)
         return x + self.mlp["down_proj"](F.silu(self.mlp["gate_proj"](h)) * self.mlp["up_proj"](h))
@@ -163,25 +191,28 @@ def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tenso
 class Llama(torch.nn.Module):
     """Token embedding, layers, norm and the tied head."""
 
-    def __init__(self) -> None:
+    def __init__(self, config: Config) -> None:
         super().__init__()
-        self.embed_tokens = torch.nn.Embedding(CONFIG["vocab_size"], CONFIG["hidden_size"])
-        self.layers = torch.nn.ModuleList(Layer() for _ in range(CONFIG["num_hidden_layers"]))
-        self.norm = RMSNorm(CONFIG["hidden_size"])
+        self.config = config
+        n_layers = config["num_hidden_layers"]
+        self.embed_tokens = torch.nn.Embedding(config["vocab_size"], config["hidden_size"])
+        self.layers = torch.nn.ModuleList(Layer(config) for _ in range(n_layers))
+        self.norm = RMSNorm(config["hidden_size"], config["rms_norm_eps"])
         for name, p in self.named_parameters():
             if p.ndim == 2:
                 std = 0.02 if "embed" in name else 1 / math.sqrt(p.shape[1])
                 torch.nn.init.normal_(p, std=std)
                 if "o_proj" in name or "down_proj" in name:
-                    p.data.mul_(1 / math.sqrt(2 * CONFIG["num_hidden_layers"]))
+                    p.data.mul_(1 / math.sqrt(2 * n_layers))
 
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        D, T = CONFIG["head_dim"], ids.shape[1]
-        frequency = CONFIG["rope_theta"] ** (-torch.arange(0, D, 2) / D)
-        angle = torch.arange(T)[:, None] * frequency
+    def forward(self, ids: torch.Tensor, caches: list[list] | None = None) -> torch.Tensor:
+        D, T = self.config["head_dim"], ids.shape[1]
+        start = caches[0][0].shape[2] if caches else 0
+        frequency = self.config["rope_theta"] ** (-torch.arange(0, D, 2) / D)
+        angle = torch.arange(start, start + T)[:, None] * frequency
         x = self.embed_tokens(ids)
-        for layer in self.layers:
-            x = layer(x, angle.cos(), angle.sin())
+        for i, layer in enumerate(self.layers):
+            x = layer(x, angle.cos(), angle.sin(), caches[i] if caches else None)
         return F.linear(self.norm(x), self.embed_tokens.weight)
 
 
@@ -220,47 +251,106 @@ class Muon(torch.optim.Optimizer):
                 p.sub_(x, alpha=group["lr"] * max(1.0, p.shape[0] / p.shape[1]) ** 0.5)
 
 
-def evaluate(model: Llama, ids: np.ndarray, context: int = 512) -> float:
-    """Return the perplexity on `ids` in windows of `context`."""
+def evaluate(model: Llama, ids: np.ndarray, teacher: Llama | None) -> dict[str, float]:
+    """Return the perplexity on `ids` in windows of 512 and how often the teacher agrees."""
+    context = 512
     n = (len(ids) - 1) // context
     x = torch.from_numpy(ids[: n * context].astype(np.int64)).view(n, context)
     y = torch.from_numpy(ids[1 : n * context + 1].astype(np.int64)).view(n, context)
+    loss, same = 0.0, 0
     with torch.no_grad():
-        losses = [
-            F.cross_entropy(
-                model(x[i : i + 8]).flatten(0, 1).float(), y[i : i + 8].flatten(), reduction="sum"
+        for i in range(0, n, 8):
+            logits = model(x[i : i + 8]).float()
+            loss += F.cross_entropy(
+                logits.flatten(0, 1), y[i : i + 8].flatten(), reduction="sum"
             ).item()
-            for i in range(0, n, 8)
-        ]
-    return math.exp(sum(losses) / y.numel())
+            if teacher is not None:
+                same += int((logits.argmax(-1) == teacher(x[i : i + 8]).argmax(-1)).sum())
+    found = {"held_out_perplexity_float32": round(math.exp(loss / y.numel()), 3)}
+    if teacher is not None:
+        found["held_out_same_top_token_share"] = round(same / y.numel(), 4)
+    return found
+
+
+def load_trained(folder: Path) -> Llama:
+    """Return a model that this script has trained before."""
+    model = Llama(json.loads((folder / "config.json").read_text()))
+    state = load_file(folder / "model.safetensors")
+    model.load_state_dict({k.removeprefix("model."): v.float() for k, v in state.items()})
+    return model
+
+
+@torch.no_grad()
+def continue_greedily(teacher: Llama, prompts: torch.Tensor, length: int) -> torch.Tensor:
+    """Return prompts (B, T) with the tokens that the teacher finds likeliest behind them."""
+    G, D = (teacher.config[k] for k in ("num_key_value_heads", "head_dim"))
+    caches = [[torch.zeros(len(prompts), G, 0, D)] * 2 for _ in teacher.layers]
+    ids, new = prompts, prompts
+    while ids.shape[1] < length:
+        new = teacher(new, caches)[:, -1:].argmax(-1)
+        ids = torch.cat([ids, new], 1)
+    return ids
 
 
 def export(model: Llama, tokenizer: Tokenizer, held_out: str, record: dict, out: Path) -> None:
-    """Write an ordinary Hugging Face folder."""
+    """Write an ordinary Hugging Face folder; the held-out text is the teacher's if it had one."""
     out.mkdir(parents=True, exist_ok=True)
     state = {f"model.{k}": v.detach().half().contiguous() for k, v in model.named_parameters()}
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
-    (out / "config.json").write_text(json.dumps(CONFIG, indent=2) + "\n")
+    (out / "config.json").write_text(json.dumps(model.config, indent=2) + "\n")
     tokenizer.save(str(out / "tokenizer.json"))
-    (out / "eval.txt").write_text(held_out, encoding="utf-8")
+    if "teacher" not in record:
+        (out / "eval.txt").write_text(held_out, encoding="utf-8")
     (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=2400)
-    parser.add_argument("--tokens-per-step", type=int, default=6144)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--compile", action="store_true", help="a quarter faster; needs a compiler")
-    arguments = parser.parse_args()
+class Windows:
+    """Windows of the training text, half of them continued by the teacher if there are such.
+
+    What a draft model is asked for are the teacher's likeliest tokens, behind its own ones.
+    """
+
+    def __init__(self, tokens: np.ndarray, rng: np.random.Generator) -> None:
+        self.tokens, self.rng = tokens, rng
+        self.continued = torch.zeros(0, 0, dtype=torch.int64)
+
+    def draw(self, n: int, length: int) -> torch.Tensor:
+        """Return windows of the text, int64 (n, length)."""
+        at = self.rng.integers(0, len(self.tokens) - length, n)
+        return torch.from_numpy(
+            np.stack([self.tokens[i : i + length] for i in at]).astype(np.int64)
+        )
+
+    def add_continued(self, teacher: Llama, n: int) -> None:
+        """Let the teacher continue `n` windows from their middle."""
+        parts = []
+        for i in range(0, n, 128):
+            parts.append(continue_greedily(teacher, self.draw(min(128, n - i), 128), 257))
+            print(f"continued {i + len(parts[-1])} windows", flush=True)
+        self.continued = torch.cat(parts)
+
+    def step(self, n: int, length: int) -> torch.Tensor:
+        """Return the windows of a step."""
+        if not len(self.continued):
+            return self.draw(n, length)
+        rows = torch.from_numpy(self.rng.integers(0, len(self.continued), n // 2))
+        return torch.cat([self.draw(n - n // 2, 257), self.continued[rows]])
+
+
+def train(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
-    torch.manual_seed(20240101)
-    rng = np.random.default_rng(20240101)
+    seed = SEED + bool(arguments.start)
+    torch.manual_seed(seed)
+    rng = np.random.default_rng(seed)
 
     documents, held_out = read_corpus()
     digest = hashlib.sha256("\0".join(documents).encode()).hexdigest()
-    tokenizer = train_tokenizer(documents)
+    teacher = None
+    if arguments.teacher:
+        teacher = load_trained(arguments.teacher).requires_grad_(False)
+        tokenizer = Tokenizer.from_file(str(arguments.teacher / "tokenizer.json"))
+    else:
+        tokenizer = train_tokenizer(documents)
     end = tokenizer.token_to_id(END)
     encoded = tokenizer.encode_batch(documents)
     tokens = np.concatenate([np.array([end, *e.ids], np.uint16) for e in encoded])
@@ -270,7 +360,8 @@ def main() -> None:
         f"{len(tokens):,} tokens, held out {len(eval_ids):,} tokens, sha256 {digest[:16]}"
     )
 
-    model = Llama()
+    model = load_trained(arguments.start) if arguments.start else Llama(SIZES[arguments.size])
+    earlier = json.loads((arguments.start / "training.json").read_text()) if arguments.start else {}
     forward = torch.compile(model) if arguments.compile else model
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim == 1 or "embed" in n]
@@ -279,15 +370,18 @@ def main() -> None:
         (torch.optim.AdamW(others, betas=(0.9, 0.95), weight_decay=0.0, fused=True), 3e-3),
     ]
     started, seen = time.time(), 0
-    record = {}
-    for step in range(arguments.steps):
+    windows = Windows(tokens, rng)
+    if arguments.continued:
+        windows.add_continued(teacher, arguments.continued)
+    last = arguments.stop or arguments.steps
+    for step in range(last):
         for optimizer, peak in optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, arguments.steps, peak)
         # Short windows are cheaper; the last quarter sees the full context.
-        T = CONFIG["max_position_embeddings"] // (2 if step < 0.75 * arguments.steps else 1)
-        at = rng.integers(0, len(tokens) - T - 1, arguments.tokens_per_step // T)
-        window = torch.from_numpy(np.stack([tokens[i : i + T + 1] for i in at]).astype(np.int64))
+        short = step < 0.75 * arguments.steps or arguments.continued
+        T = BASE["max_position_embeddings"] // (2 if short else 1)
+        window = windows.step(arguments.tokens_per_step // T, T + 1)
         with torch.autocast("cpu", dtype=torch.bfloat16):
             logits = forward(window[:, :-1])
         loss = F.cross_entropy(logits.float().flatten(0, 1), window[:, 1:].flatten())
@@ -295,13 +389,13 @@ def main() -> None:
         loss.backward()
         for optimizer, _ in optimizers:
             optimizer.step()
-        seen += at.size * T
+        seen += window.numel() - len(window)
         if step % 50 == 0:
             rate = seen / (time.time() - started)
             print(f"step {step:5d}  loss {loss.item():.3f}  {rate:,.0f} tokens/s", flush=True)
-        if step % 250 == 249 or step == arguments.steps - 1:
-            perplexity = evaluate(model, eval_ids)
-            print(f"step {step:5d}  held-out perplexity {perplexity:.2f}", flush=True)
+        if step % 250 == 249 or step == last - 1:
+            found = evaluate(model, eval_ids, teacher)
+            print(f"step {step:5d}  {found}", flush=True)
             record = {
                 "text": f"standard library of CPython {platform.python_version()}",
                 "text_sha256": digest,
@@ -309,15 +403,33 @@ def main() -> None:
                 "held_out_modules": list(HELD_OUT),
                 "steps": step + 1,
                 "planned_steps": arguments.steps,
+                **({"steps_before": earlier["steps"]} if earlier else {}),
                 "tokens_per_step": arguments.tokens_per_step,
-                "held_out_perplexity_float32": round(perplexity, 3),
+                **found,
+                **({"teacher": arguments.teacher.name} if arguments.teacher else {}),
+                **({"windows_continued_by_teacher": arguments.continued} if teacher else {}),
                 "torch": torch.__version__,
                 "threads": arguments.threads,
                 "machine": platform.machine(),
-                "seed": 20240101,
+                "seed": seed,
             }
             export(model, tokenizer, held_out, record, arguments.out)
     print("wrote", *(f"{p.name} {os.path.getsize(p):,}" for p in sorted(arguments.out.iterdir())))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--size", choices=sorted(SIZES), default="base")
+    parser.add_argument("--teacher", type=Path, help="folder of the model that it is a draft of")
+    parser.add_argument("--start", type=Path, help="folder of an earlier run to go on with")
+    parser.add_argument("--continued", type=int, default=0, help="windows the teacher continues")
+    parser.add_argument("--steps", type=int, default=2400)
+    parser.add_argument("--stop", type=int, help="end after so many of them")
+    parser.add_argument("--tokens-per-step", type=int, default=6144)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--compile", action="store_true", help="a quarter faster; needs a compiler")
+    train(parser.parse_args())
 
 
 if __name__ == "__main__":

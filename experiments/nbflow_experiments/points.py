@@ -19,7 +19,10 @@ from nbflow_kernels.errors import UsageError
 FORMAT_SETTINGS = ("weights", "outliers", "encoder", "importance")
 """Points that agree in these, and in the model, have the same weights."""
 _EVALUATION = ("eval_text", "eval_tokens", "eval_window", "eval_context", "seed")
-_LENGTHS = ("batch", "prompt", "decode", "prefix", "draft", "n_draft", "repeats", "warmup")
+_LENGTHS = (
+    *("batch", "prompt", "decode", "prefix", "shared_keys", "own_keys", "heads"),
+    *("draft", "n_draft", "repeats", "warmup"),
+)
 LOAD_SETTINGS = tuple(name for name in SETTINGS if name not in (*_EVALUATION, *_LENGTHS))
 """Points that agree in these can use one loaded model."""
 OUTLIER_BITS = 64

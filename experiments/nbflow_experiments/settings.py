@@ -63,6 +63,14 @@ _ALL = (
     Setting("prompt", 128, 1, "tokens of each prompt"),
     Setting("decode", 32, 1, "tokens decoded after each prompt"),
     Setting("prefix", 0, 0, "first tokens that the prompts of 'shared_prefix' have in common"),
+    Setting("shared_keys", 1024, 0, "keys that the sequences of 'cascade' have in common"),
+    Setting("own_keys", 64, 1, "keys that each of them has besides"),
+    Setting(
+        "heads",
+        "",
+        0,
+        "query heads/key-value heads/numbers of a head of 'cascade', 32/8/128; empty: the model's",
+    ),
     Setting("draft", "ngram", 0, "who proposes tokens in 'speculation': ngram, or MODEL[:FORMAT]"),
     Setting("n_draft", 5, 1, "tokens proposed at a time"),
     Setting("repeats", 5, 1, "repetitions of each timing"),
@@ -127,6 +135,8 @@ def check_value(name: str, value: object, where: str) -> Value:
         raise UsageError(f'{where}: {name} must be text in quotes, got {value!r}; write "{value}"')
     if name == "encoder":
         engine.check_encoder(value)
+    if name == "heads" and value:
+        parse_heads(value)
     if name == "importance" and value and not Path(value).is_file():
         raise UsageError(f"{where}: importance: there is no file {value}")
     if name == "weights" and engine.is_policy(value):
@@ -148,6 +158,17 @@ def check_value(name: str, value: object, where: str) -> Value:
     if name == "machine" and value not in ("", engine.MEASURED):
         engine.check_machine(value)
     return value.lower() if name in ("weights", "kv") else value
+
+
+def parse_heads(text: str) -> tuple[int, int, int]:
+    """Return query heads, key/value heads and numbers of a head of ``"32/8/128"``."""
+    numbers = tuple(int(word) if word.isdecimal() else 0 for word in text.split("/"))
+    if len(numbers) != 3 or min(numbers) < 1 or numbers[0] % numbers[1]:
+        raise UsageError(
+            f"heads must be query heads/key-value heads/numbers of a head, e.g. 32/8/128, the "
+            f"first a multiple of the second, got {text!r}"
+        )
+    return numbers
 
 
 def resolve_words(config: dict[str, Value]) -> None:

@@ -13,6 +13,7 @@ import pytest
 from specs import write_llama
 
 import nbflow
+from nbflow.execute import bind
 
 FAMILIES = Path(__file__).parents[1] / "golden" / "families"
 VOCABULARY = 211
@@ -94,6 +95,29 @@ def test_whatever_goes_on(wide, options):
         found, _, requests = served(model, roomy, proposer=guess, n_proposed=5)
         assert found == alone
         assert 0 < sum(r.n_accepted for r in requests) < sum(r.n_drafted for r in requests)
+
+
+def test_pages_that_sequences_have_in_common_are_read_once(wide, monkeypatch):
+    shared = []
+
+    def plan_into(plan, *step):
+        n_items = bind_plan_into(plan, *step)
+        shared.append(plan.items[:, plan.COLUMNS.index("shared")].max())
+        return n_items
+
+    bind_plan_into = bind.plan_into
+    monkeypatch.setattr(bind, "plan_into", plan_into)
+    with nbflow.load(wide, threads=1, kv="q8_0") as model:
+        alone = [model.logits([*IDS[:130], i])[-1] for i in range(3)]
+        assert not any(shared)
+        with model.session() as session:
+            first = session.begin()
+            session.run({first: IDS[:130]})
+            three = [first, session.fork(first), session.fork(first)]
+            rows = session.run({sequence: [i] for i, sequence in enumerate(three)})
+            assert shared[-1] == 128  # two pages
+            for sequence, logits in zip(three, alone, strict=True):
+                np.testing.assert_array_equal(rows[sequence].logits[-1], logits)
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "gemma2", "bloom"])

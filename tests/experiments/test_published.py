@@ -19,7 +19,10 @@ from nbflow_experiments.settings import SETTINGS
 from nbflow_experiments.sweep import SweepOptions, run_sweep
 
 ROOT = Path(__file__).parents[2]
-NAMES = ("quantization", "throughput", "partitions", "batching", "shared_prefix", "speculation")
+NAMES = (
+    *("quantization", "throughput", "partitions", "batching", "shared_prefix", "cascade"),
+    "speculation",
+)
 
 
 @pytest.fixture
@@ -91,6 +94,11 @@ def test_tables_are_made_of_the_points(
             "weights,batch,prefix,prefix_cold_ttft_s,prefix_together_ttft_s,prefix_ttft_s,prefix_ttft_speedup",
             ["q4,1,0,0.04,0.04,0.04,1", "q4,1,64,0.04,0.03,0.02,2"],
             ["| 0 | 40.0 | 40.0 | 40.0 | 1.00 |", "| 64 | 40.0 | 30.0 | 20.0 | 2.00 |"],
+        ),
+        "cascade": (
+            "weights,heads,kv,shared_keys,own_keys,batch,cascade_flat_s,cascade_shared_speedup,cascade_levels_speedup,cascade_byte_ratio",
+            ["f32,8/4/32,f16,512,32,2,3e-4,1.5,0.75,1.9", "f32,8/4/32,f16,512,32,8,2e-3,3,2,4"],
+            ["| 8/4/32 | f16 | 512 | 32 | 300 | 1.50 | 0.75 | 1.90 | 2,000 | 3.00 | 2.00 | 4.00 |"],
         ),
         "speculation": (
             "weights,draft,n_draft,batch,speculation_accepted_share,speculation_tokens_per_step,speculation_speedup,speculation_same_share",

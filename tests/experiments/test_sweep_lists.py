@@ -133,6 +133,10 @@ def test_no_model_or_two(words: tuple[str, ...], message: str) -> None:
         ({"outliers": ["lots"]}, "--outliers must be a number"),
         ({"weights": ["q44"]}, "unknown weight format 'q44'"),
         ({"kv": ["q8"], "max_context": ["1"]}, r"--kv: kv varies together .* \[\[zip\]\]"),
+        (
+            {"heads": ["8/3/32"]},
+            "heads must be query heads/.*a multiple of the second, got '8/3/32'",
+        ),
         ({"prefix": ["9"]}, "prefix must be at most prompt, got 9 and 8"),
     ],
 )

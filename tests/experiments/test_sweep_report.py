@@ -12,7 +12,7 @@ from browser import CHROMIUM, Browser
 from sweep_fake_engine import FakeEngine
 
 from nbflow_experiments.commands import report as command
-from nbflow_experiments.report import serving, write_report
+from nbflow_experiments.report import cascade, serving, write_report
 from nbflow_experiments.report.data import Results, load_results
 from nbflow_experiments.report.figure import new_figure, place_labels
 from nbflow_experiments.sweep import SweepOptions, run_sweep
@@ -194,6 +194,16 @@ def test_the_figure_of_shared_prefixes_shows_the_numbers() -> None:
     panel = serving.draw_prefix(data).figure.axes[0]
     assert lines(panel) == [([0, 32], [400, 400]), ([0, 32], [400, 300]), ([0, 32], [400, 200])]
     assert panel.get_ylim()[0] == 0
+
+
+def test_the_figure_of_cascades_shows_the_numbers() -> None:
+    data = served(
+        batch=[8, 2, 8], heads=["8/4/32"] * 3, shared_keys=[64] * 3, own_keys=[16, 16, 32],
+        cascade_shared_speedup=[3.0, 1.5, 2.0], cascade_levels_speedup=[2.0, 0.5, 1.0],
+    )  # fmt: skip
+    panel = cascade.draw(data).figure.axes[0]
+    assert lines(panel) == [([2, 8], [1.5, 3]), ([2, 8], [0.5, 2])]
+    assert panel.get_title() == "8/4/32, f16"
 
 
 def test_the_figure_of_speculation_shows_the_numbers() -> None:

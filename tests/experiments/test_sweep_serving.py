@@ -8,7 +8,7 @@ import numpy as np
 import pandas as pd
 import pytest
 
-from nbflow_experiments.measures import batching, shared_prefix, speculation
+from nbflow_experiments.measures import batching, cascade, shared_prefix, speculation
 from nbflow_experiments.measures.base import Outcome
 from nbflow_experiments.serving import Answer, Round
 from nbflow_experiments.sweep import SweepOptions, run_sweep
@@ -26,10 +26,10 @@ BASE = {
 }
 
 
-def measure(tmp_path: Path, measures: str, **lists: str) -> pd.DataFrame:
+def measure(tmp_path: Path, measures: str, fails: int = 0, **lists: str) -> pd.DataFrame:
     asked = BASE | {name: [text] for name, text in lists.items()}
     names = ('sweep.name="s"', f'sweep.measures=["{measures}"]')
-    assert run_sweep(SweepOptions(None, tmp_path, names, asked)) == 0
+    assert run_sweep(SweepOptions(None, tmp_path, names, asked)) == fails
     return pd.read_csv(tmp_path / "s" / "points.csv", dtype={"partition": str})
 
 
@@ -95,6 +95,43 @@ def test_shared_prefix_by_hand() -> None:
         "prefix_ttft_speedup": 4.0,
         "prefix_cached_share": 0.5,
         "prefix_same_share": 0.5,  # the second request went on differently
+    }
+
+
+def test_cascade(tmp_path: Path) -> None:
+    table = measure(
+        tmp_path,
+        "cascade",
+        shared_keys="64,70,0",
+        own_keys="20",
+        batch="3",
+        kv="q8_0/q4_0",
+        fails=1,
+    ).set_index("shared_keys")
+    assert "shared_keys must be a multiple of 16, the tokens of a page, got 70" in str(
+        table.error_message[70]
+    )
+    done = table[table.status == "done"]
+    assert set(done.cascade_same_share) == {1.0}
+    assert (done.filter(regex="cascade_.*_s$") > 0).all(axis=None)
+    assert dict(done.cascade_byte_ratio) == {64: 3 * 84 / (64 + 60), 0: 1.0}
+    # 4 key/value heads of 32 numbers: 34 bytes of q8_0, 18 of q4_0
+    assert dict(done.cascade_bytes) == {64: 124 * 4 * 52, 0: 60 * 4 * 52}
+
+
+def test_cascade_by_hand() -> None:
+    sizes = cascade.Sizes(4, 32, 16, (4, 2, 8), "f32/f16")
+    seconds = np.array([[4.0, 2.0, 8.0], [6.0, 2.0, 3.0], [3.0, 1.0, 2.0]])
+    assert numbers(cascade.summary(sizes, seconds, 0.75)) == {
+        "cascade_flat_s": 4.0,
+        "cascade_shared_s": 2.0,
+        "cascade_levels_s": 3.0,
+        "cascade_shared_speedup": 3.0,
+        "cascade_levels_speedup": 1.5,
+        "cascade_flat_bytes": 4 * 48 * 2 * 8 * 6,
+        "cascade_bytes": (32 + 64) * 2 * 8 * 6,
+        "cascade_byte_ratio": 2.0,
+        "cascade_same_share": 0.75,
     }
 
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from nbflow_experiments.measures import (
     batching,
+    cascade,
     decode,
     divergence,
     memory,
@@ -46,6 +47,7 @@ MEASURES: dict[str, Measure] = {
         decode.MEASURE,
         batching.MEASURE,
         shared_prefix.MEASURE,
+        cascade.MEASURE,
         speculation.MEASURE,
         traffic.MEASURE,
         memory.MEASURE,

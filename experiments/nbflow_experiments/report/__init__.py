@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Literal
 
 from nbflow_experiments.files import replace_atomically, write_text
-from nbflow_experiments.report import partitions, quality, serving, speed
+from nbflow_experiments.report import cascade, partitions, quality, serving, speed
 from nbflow_experiments.report.data import Results, load_results
 from nbflow_experiments.report.figure import Drawing, NotDrawn, svg_text
 from nbflow_experiments.report.page import render_page
@@ -19,6 +19,7 @@ _FIGURES: dict[str, Callable[[Results], Drawing]] = {
     "partitions": partitions.draw,
     "batching": serving.draw_batching,
     "shared_prefix": serving.draw_prefix,
+    "cascade": cascade.draw,
     "speculation": serving.draw_speculation,
 }
 _KINDS: tuple[Literal["png", "svg"], ...] = ("png", "svg")

@@ -27,7 +27,7 @@ def draw_throughput(results: Results) -> Drawing:
         raise NotDrawn("")
     caches = list(dict.fromkeys(rows.kv))[:_MOST_PANELS]
     formats = list(dict.fromkeys(rows.sort_values("bits_per_weight", ascending=False).weights))
-    shown = _spread(formats, _MOST_LINES)
+    shown = spread(formats, _MOST_LINES)
     panels = [(kv, "decode") for kv in caches]
     if len(caches) == 1 and "prefill_tokens_per_s" in rows:
         panels.append((caches[0], "prefill"))
@@ -37,7 +37,7 @@ def draw_throughput(results: Results) -> Drawing:
             for i, name in enumerate(shown):
                 line = part[part.weights == name].drop_duplicates("batch").sort_values("batch")
                 _line(panel, i, line.batch, line, f"{kind}_tokens_per_s", kind, name)
-            _batch_axis(panel, rows.batch)
+            batch_axis(panel, rows.batch)
             panel.set_ylabel(f"{kind} (token/s), cache {kv}")
             panel.set_ylim(0, rows[f"{kind}_max_tokens_per_s"].max() * 1.08)
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=7)
@@ -53,7 +53,7 @@ def draw_throughput(results: Results) -> Drawing:
 
 def draw_batching(results: Results) -> Drawing:
     """Return the figure: requests together and one after the other, against their number."""
-    rows = _measured(results, "batching_speedup")
+    rows = measured(results, "batching_speedup")
     kinds = (("batching", "together"), ("sequential", "one after the other"))
     with new_figure(3, 3.3) as (figure, axes):
         rates, ratios, waits = axes
@@ -70,9 +70,9 @@ def draw_batching(results: Results) -> Drawing:
             (ratios, "speed-up by batching"),
             (waits, f"time to first token (ms), {results.weights}"),
         ):
-            _batch_axis(panel, rows.batch, "requests at once")
+            batch_axis(panel, rows.batch, "requests at once")
             panel.set_ylabel(label)
-            _from_zero(panel)
+            from_zero(panel)
         _legend(figure, axes[:2])
     caption = (
         "Requests with prompts and continuations of different lengths that arrive at once, run "
@@ -85,10 +85,10 @@ def draw_batching(results: Results) -> Drawing:
 
 def draw_prefix(results: Results) -> Drawing:
     """Return the figure: time to the first token against the length of the shared prefix."""
-    rows = _measured(results, "prefix_ttft_speedup")
+    rows = measured(results, "prefix_ttft_speedup")
     if rows.prefix.nunique() < 2:
         raise NotDrawn("the points that succeeded have only one length of the prefix")
-    batches = _spread(sorted(rows.batch.unique()), _MOST_PANELS)
+    batches = spread(sorted(rows.batch.unique()), _MOST_PANELS)
     kinds = (
         ("prefix_cold_ttft_s", "nothing shared"),
         ("prefix_together_ttft_s", "shared, first come computes it"),
@@ -104,7 +104,7 @@ def draw_prefix(results: Results) -> Drawing:
                 _line(panel, i, part.prefix, part, metric, None, label, scale=1e3)
             panel.set_xlabel(f"shared tokens of prompts of {int(rows.prompt.max())}")
             panel.set_ylabel(f"time to first token (ms), {batch} requests")
-            _from_zero(panel)
+            from_zero(panel)
         figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     caption = (
         f"Requests that arrive at once and whose prompts begin alike ({results.weights} weights): "
@@ -115,7 +115,7 @@ def draw_prefix(results: Results) -> Drawing:
 
 def draw_speculation(results: Results) -> Drawing:
     """Return the figure: proposals that were right, and speed beside the largest possible."""
-    rows = _measured(results, "speculation_speedup")
+    rows = measured(results, "speculation_speedup")
     rows = rows[rows.weights == results.weights]
     series = list(rows.groupby(["draft", "batch"], sort=False))[:_MOST_LINES]
     with new_figure(3, 3.3) as (figure, (shares, steps, ratios)):
@@ -138,7 +138,7 @@ def draw_speculation(results: Results) -> Drawing:
             panel.set_xlabel("tokens proposed at a time")
             panel.set_xticks(sorted(rows.n_draft.unique()))
             panel.set_ylabel(text)
-            _from_zero(panel)
+            from_zero(panel)
         _legend(figure, (steps,))
     caption = (
         f"Speculative decoding of held-out text, greedy, {results.weights} weights: share of the "
@@ -149,14 +149,14 @@ def draw_speculation(results: Results) -> Drawing:
     return Drawing(figure, "Speculative decoding", caption)
 
 
-def _measured(results: Results, metric: str) -> Any:
+def measured(results: Results, metric: str) -> Any:
     """Return the points that have a metric."""
     if metric not in results.done or not results.done[metric].notna().any():
         raise NotDrawn("")
     return results.done[results.done[metric].notna()]
 
 
-def _spread(values: Sequence[Any], most: int) -> list[Any]:
+def spread(values: Sequence[Any], most: int) -> list[Any]:
     """Return at most so many values, evenly chosen, the first and the last among them."""
     if len(values) <= most:
         return list(values)
@@ -185,12 +185,12 @@ def _line(
     panel.errorbar(x.to_numpy(), y, yerr=bars, capsize=2.5, label=label, **look)
 
 
-def _from_zero(panel: Any) -> None:
+def from_zero(panel: Any) -> None:
     """Let the y axis begin at 0 and leave room above."""
     panel.set_ylim(0, panel.dataLim.ymax * 1.08)
 
 
-def _batch_axis(panel: Any, batches: Any, label: str = "sequences at once") -> None:
+def batch_axis(panel: Any, batches: Any, label: str = "sequences at once") -> None:
     """Make the x axis one of batch sizes."""
     from matplotlib import ticker
 

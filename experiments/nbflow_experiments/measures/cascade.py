@@ -1,0 +1,168 @@
+"""Decode attention of sequences that begin alike: each for itself, and shared keys read once.
+
+Only attention runs, of one layer and one step: `batch` sequences with a query row each have their
+first `shared_keys` keys on the same pages and `own_keys` keys each behind them.  Keys and values
+are random, on pages of 16 tokens in the format `kv`; `heads` says query heads, key/value heads and
+numbers of a head, those of the model where it is empty.  Three ways take turns: *flat*,
+`BatchDecodeWithPagedKVCacheWrapper` with `disable_page_sharing`, where every sequence reads all of
+its keys; *shared*, the same wrapper, which reads shared pages once, as the engine does; *levels*,
+`MultiLevelCascadeAttentionWrapper` with two levels and a merge.
+
+Times are seconds of wall time of one run, planning excluded; a repetition is as many runs as take
+20 ms, medians of `repeats` repetitions after `warmup` that are thrown away: `cascade_flat_s`,
+`cascade_shared_s`, `cascade_levels_s`; `cascade_shared_speedup` and `cascade_levels_speedup` are
+medians of the repetitions' ratios to flat.  `cascade_flat_bytes` and `cascade_bytes` are the keys
+and values that are read with every sequence for itself and with shared ones once;
+`cascade_byte_ratio`, their quotient, bounds the speed-up where reading takes the time.
+`cascade_same_share` is the share of rows whose bits are the same flat and shared.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from nbflow_experiments.measures.base import Context, Measure, Outcome, Reading
+from nbflow_experiments.settings import parse_heads
+from nbflow_kernels import (
+    BatchDecodeWithPagedKVCacheWrapper,
+    MultiLevelCascadeAttentionWrapper,
+    append_paged_kv_cache,
+    get_batch_indices_positions,
+)
+from nbflow_kernels.errors import UsageError
+from nbflow_kernels.kvcache import kv_format
+
+PAGE = 16
+LEAST_S = 0.02
+"""How long the runs of a repetition take together."""
+LAYOUT = "HND"
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """How many sequences there are, with how many keys and heads."""
+
+    batch: int
+    shared_keys: int
+    own_keys: int
+    heads: tuple[int, int, int]
+    """Query heads, key/value heads, numbers of a head."""
+    kv: str
+    """Format of keys and values, or both with a stroke between."""
+
+    @property
+    def key_bytes(self) -> int:
+        """Return the bytes of a key and its value, of all heads."""
+        _, G, D = self.heads
+        return G * sum(format.row_length(D) * format.dtype.itemsize for format in self.formats)
+
+    @property
+    def formats(self) -> tuple[Any, Any]:
+        """Return the formats of keys and of values."""
+        names = self.kv.split("/")
+        return kv_format(names[0]), kv_format(names[-1])
+
+
+def run(context: Context) -> Outcome:
+    """Time the three ways."""
+    if not context.leads:
+        return Outcome()
+    spec, asked = context.model.spec, str(context.config["heads"])
+    heads = parse_heads(asked) if asked else (spec.n_heads, spec.n_kv_heads, spec.head_dim)
+    names = ("batch", "shared_keys", "own_keys")
+    sizes = Sizes(*map(context.number, names), heads, str(context.config["kv"]))
+    if sizes.shared_keys % PAGE:
+        raise UsageError(
+            f"cascade: shared_keys must be a multiple of {PAGE}, the tokens of a page, got "
+            f"{sizes.shared_keys}"
+        )
+    ways, warmup = three_ways(sizes), context.number("warmup")
+    outputs = [way() for way in ways]
+    rounds = range(warmup + context.number("repeats"))
+    seconds = np.array([[time_runs(way) for way in ways] for _ in rounds])[warmup:]
+    same = (outputs[0] == outputs[1]).all(axis=(1, 2))
+    return summary(sizes, seconds, float(same.mean()))
+
+
+def three_ways(sizes: Sizes) -> list[Callable[[], np.ndarray]]:
+    """Return the runs flat, shared and on two levels over the same pages."""
+    B, (H, G, D), rng = sizes.batch, sizes.heads, np.random.default_rng(0)
+    shared, own = sizes.shared_keys // PAGE, -(-sizes.own_keys // PAGE)
+    first = np.arange(shared, dtype=np.int32)
+    owned = shared + np.arange(B * own, dtype=np.int32).reshape(B, own)
+    whole = np.hstack([np.broadcast_to(first, (B, shared)), owned]).ravel()
+    last = np.full(B, (sizes.own_keys - 1) % PAGE + 1, np.int32)
+    each = np.arange(B + 1, dtype=np.int32)
+    cache = random_pages(rng, shared + B * own, sizes)
+    q = rng.standard_normal((B, H, D)).astype(np.float32)
+    format: dict[str, Any] = {"kv_format": sizes.kv}
+    ways: list[Callable[[], np.ndarray]] = []
+    for off in (True, False):
+        flat = BatchDecodeWithPagedKVCacheWrapper(kv_layout=LAYOUT)
+        flat.plan(
+            each * (shared + own), whole, last, H, G, D, PAGE, disable_page_sharing=off, **format
+        )
+        ways.append(lambda wrapper=flat: wrapper.run(q, cache))  # type: ignore[misc]
+    levels = MultiLevelCascadeAttentionWrapper(2, kv_layout=LAYOUT)
+    ends = np.array([0, shared], np.int32), np.array([min(shared, 1) * PAGE], np.int32)
+    levels.plan(
+        [np.array([0, B], np.int32), each], [ends[0], each * own], [first, owned.ravel()],
+        [ends[1], last], H, G, D, PAGE, **format,
+    )  # fmt: skip
+    ways.append(lambda: levels.run(q, cache))
+    return ways
+
+
+def random_pages(rng: np.random.Generator, n: int, sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
+    """Return full pages of normally distributed keys and values."""
+    _, G, D = sizes.heads
+    cache = tuple(np.zeros((n, G, PAGE, f.row_length(D)), f.dtype) for f in sizes.formats)
+    indptr, last = np.array([0, n], np.int32), np.array([PAGE], np.int32)
+    rows = np.array([0, n * PAGE], np.int32)
+    k, v = rng.standard_normal((2, n * PAGE, G, D), np.float32)
+    append_paged_kv_cache(
+        k, v, *get_batch_indices_positions(rows, rows[1:], n * PAGE), cache,
+        np.arange(n, dtype=np.int32), indptr, last, LAYOUT, kv_format=sizes.kv,
+    )  # fmt: skip
+    return cache
+
+
+def time_runs(way: Callable[[], Any]) -> float:
+    """Return the mean seconds of a run, of as many as take `LEAST_S`."""
+    began = time.perf_counter()
+    n = 0
+    while (elapsed := time.perf_counter() - began) < LEAST_S or not n:
+        way()
+        n += 1
+    return elapsed / n
+
+
+def summary(sizes: Sizes, seconds: np.ndarray, same_share: float) -> Outcome:
+    """Return the numbers of repetitions (repeats, 3) in seconds."""
+    n, readings = len(seconds), []
+    for i, name in enumerate(("flat", "shared", "levels")):
+        readings.append(Reading(f"cascade_{name}_s", float(np.median(seconds[:, i])), "s", n))
+        readings += [
+            Reading(f"cascade_{name}_s", float(t), "s", repeat=r)
+            for r, t in enumerate(seconds[:, i])
+        ]
+    for i, name in ((1, "shared"), (2, "levels")):
+        ratio = float(np.median(seconds[:, 0] / seconds[:, i]))
+        readings.append(Reading(f"cascade_{name}_speedup", ratio, "1", n))
+    keys = sizes.shared_keys + sizes.batch * sizes.own_keys
+    flat = sizes.batch * (sizes.shared_keys + sizes.own_keys)
+    readings += [
+        Reading("cascade_flat_bytes", float(flat * sizes.key_bytes), "B"),
+        Reading("cascade_bytes", float(keys * sizes.key_bytes), "B"),
+        Reading("cascade_byte_ratio", flat / keys, "1"),
+        Reading("cascade_same_share", same_share, "1", sizes.batch),
+    ]
+    return Outcome(readings)
+
+
+MEASURE = Measure("cascade", "point", run, str(__doc__), by_default=False)

@@ -1,0 +1,44 @@
+"""The figure of cascade attention: sequences against what shared keys, read once, gain."""
+
+from __future__ import annotations
+
+from nbflow_experiments.report.data import Results
+from nbflow_experiments.report.figure import COLOURS, GREY, MARKERS, Drawing, NotDrawn, new_figure
+from nbflow_experiments.report.serving import batch_axis, from_zero, measured, spread
+
+_MOST_PANELS = 4
+
+
+def draw(results: Results) -> Drawing:
+    """Return the figure: a panel per head sizes and cache format, lines per shared length."""
+    rows = measured(results, "cascade_shared_speedup")
+    own = int(rows.own_keys.min())
+    rows = rows[rows.own_keys == own]
+    if rows.batch.nunique() < 2:
+        raise NotDrawn("the points that succeeded have only one number of sequences")
+    panels = spread(list(rows.groupby(["heads", "kv"], sort=False)), _MOST_PANELS)
+    ways = (("shared", "in one item", "-"), ("levels", "levels, merged", ":"))
+    with new_figure(max(2, len(panels)), 3.3) as (figure, axes):
+        for panel in axes[len(panels) :]:
+            panel.set_axis_off()
+        for panel, ((heads, kv), part) in zip(axes, panels, strict=False):
+            for i, (keys, line) in enumerate(part.groupby("shared_keys")):
+                line = line.drop_duplicates("batch").sort_values("batch")
+                look = {"color": COLOURS[i % len(COLOURS)], "marker": MARKERS[i % len(MARKERS)]}
+                for way, word, style in ways:
+                    y = line[f"cascade_{way}_speedup"]
+                    label = f"{keys} shared, {word}"
+                    panel.plot(line.batch, y, linestyle=style, label=label, **look)
+            panel.axhline(1, color=GREY, linewidth=0.8)
+            batch_axis(panel, rows.batch)
+            panel.set_title(f"{heads or 'heads of the model'}, {kv}", fontsize=8)
+            from_zero(panel)
+        axes[0].set_ylabel("times as fast as each for itself")
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside upper center", ncols=4)
+    caption = (
+        f"Decode attention of sequences whose first keys are on the same pages, with {own} keys "
+        "each behind them: speed against reading all keys for every sequence. In one item is what "
+        "the engine does, bit for bit the same; levels are two runs and a merge. Panels: query "
+        "heads/key-value heads/size, format of the cache. Medians."
+    )
+    return Drawing(figure, "Cascade attention", caption)
