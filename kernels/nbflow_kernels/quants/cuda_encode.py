@@ -15,9 +15,10 @@ import numpy as np
 
 from nbflow_kernels import cuda
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants import cuda_encode_k, ggml_legacy, linear_plain
+from nbflow_kernels.quants import cuda_encode_k, cuda_encode_levels, ggml_legacy, linear_plain
 from nbflow_kernels.quants.cuda import on_device, user_key
 from nbflow_kernels.quants.floats import FloatFormat
+from nbflow_kernels.quants.integer_format import IntegerFormat
 from nbflow_kernels.quants.k_quants import KFormat
 from nbflow_kernels.quants.linear import LinearFormat
 from nbflow_kernels.quants.parameters import F16_SCALE, U8_PAIR
@@ -53,6 +54,9 @@ def encode(x: Any, format: QuantFormat, encoder: str) -> Any:
         return data
     if isinstance(format, KFormat):
         cuda_encode_k.encode(x, format, data)
+        return data
+    if isinstance(format, IntegerFormat):
+        cuda_encode_levels.encode(x, format, data)
         return data
     places = blank = None
     if isinstance(format, LinearFormat):
