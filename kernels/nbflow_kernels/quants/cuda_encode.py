@@ -15,7 +15,13 @@ import numpy as np
 
 from nbflow_kernels import cuda
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants import cuda_encode_k, cuda_encode_levels, ggml_legacy, linear_plain
+from nbflow_kernels.quants import (
+    cuda_encode_grid,
+    cuda_encode_k,
+    cuda_encode_levels,
+    ggml_legacy,
+    linear_plain,
+)
 from nbflow_kernels.quants.cuda import on_device, user_key
 from nbflow_kernels.quants.floats import FloatFormat
 from nbflow_kernels.quants.integer_format import IntegerFormat
@@ -56,7 +62,8 @@ def encode(x: Any, format: QuantFormat, encoder: str) -> Any:
         cuda_encode_k.encode(x, format, data)
         return data
     if isinstance(format, IntegerFormat):
-        cuda_encode_levels.encode(x, format, data)
+        kinds = {"iq2": cuda_encode_grid, "iq3": cuda_encode_grid}
+        kinds.get(format.name[:3], cuda_encode_levels).encode(x, format, data)
         return data
     places = blank = None
     if isinstance(format, LinearFormat):

@@ -152,9 +152,7 @@ MXFP4 = IntegerFormat(
     table=NO_TABLE,
     plain=_plain_mxfp4,
     search=_best_mxfp4,
-    fields=BlockFields(
-        (Part(32, 4), Part(1, 8)), lambda c, s: _blocks(c, s, 32, 16)
-    ),
+    fields=BlockFields((Part(32, 4), Part(1, 8)), lambda c, s: _blocks(c, s, 32, 16)),
     plain_importance=False,
 )
 
@@ -171,8 +169,6 @@ NVFP4 = IntegerFormat(
     table=NO_TABLE,
     plain=_plain_nvfp4,
     search=_best_nvfp4,
-    fields=BlockFields(
-        (Part(64, 4), Part(4, 8)), lambda c, s: _blocks(c, s, 64, 8)
-    ),
+    fields=BlockFields((Part(64, 4), Part(4, 8)), lambda c, s: _blocks(c, s, 64, 8)),
     plain_importance=False,
 )
