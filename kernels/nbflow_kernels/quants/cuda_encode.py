@@ -17,6 +17,7 @@ from nbflow_kernels import cuda
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants import (
     cuda_encode_grid,
+    cuda_encode_iq1,
     cuda_encode_k,
     cuda_encode_levels,
     ggml_legacy,
@@ -62,8 +63,8 @@ def encode(x: Any, format: QuantFormat, encoder: str) -> Any:
         cuda_encode_k.encode(x, format, data)
         return data
     if isinstance(format, IntegerFormat):
-        kinds = {"iq2": cuda_encode_grid, "iq3": cuda_encode_grid}
-        kinds.get(format.name[:3], cuda_encode_levels).encode(x, format, data)
+        of_grids = {"iq1": cuda_encode_iq1, "iq2": cuda_encode_grid, "iq3": cuda_encode_grid}
+        of_grids.get(format.name[:3], cuda_encode_levels).encode(x, format, data)
         return data
     places = blank = None
     if isinstance(format, LinearFormat):

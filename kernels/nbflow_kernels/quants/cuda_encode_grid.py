@@ -24,7 +24,7 @@ from nbflow_kernels.quants.neighbours import neighbours
 if TYPE_CHECKING:
     from nbflow_kernels.quants.integer_format import IntegerFormat
 
-_BLOCKS_PER_SM = 8
+BLOCKS_PER_SM = 8  # thread blocks of 256 or 512 threads
 DECLARED = (
     "f32* x, i32* first, u16* lists, u16* grid, i32* sources, u8* blank, u8* data, i32 T, "
     "i32 columns, i64 row_bytes"
@@ -38,7 +38,7 @@ def encode(x: Any, format: IntegerFormat, data: Any) -> None:
     tables = tables_there(format, format.name, device)
     n_blocks = data.shape[1] // format.block_bytes * len(x)
     n_threads = 32 * (256 // RECIPES[format.name].sub_block)
-    grid = min(n_blocks, _BLOCKS_PER_SM * device.n_sms)
+    grid = min(n_blocks, BLOCKS_PER_SM * device.n_sms)
     _encoder(format)(grid, n_threads, (x, *tables, data, len(x), x.shape[1], data.shape[1]))
 
 

@@ -121,11 +121,11 @@ def plain_encoder(
 
 def grid_fields(
     n_points: int, point_bits: int, n_scales: int, blocks: Callable[[OnGrid], Bytes],
-    scale_bits: int = 4,
+    scale_bits: int = 4, sign_bits: int = 8,
 ) -> BlockFields:  # fmt: skip
     """Return the numbers of a block of 256 weights on a grid: points, signs, scales and d."""
     parts = (
-        Part(n_points, point_bits, np.uint16), Part(32, 8), Part(n_scales, scale_bits),
+        Part(n_points, point_bits, np.uint16), Part(32, sign_bits), Part(n_scales, scale_bits),
         Part(1, 16, np.uint16),
     )  # fmt: skip
     return BlockFields(parts, lambda *numbers: blocks(OnGrid(*numbers)))
