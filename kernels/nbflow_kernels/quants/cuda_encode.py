@@ -15,9 +15,17 @@ import numpy as np
 
 from nbflow_kernels import cuda
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants import cuda_encode_k, ggml_legacy, linear_plain
+from nbflow_kernels.quants import (
+    cuda_encode_grid,
+    cuda_encode_iq1,
+    cuda_encode_k,
+    cuda_encode_levels,
+    ggml_legacy,
+    linear_plain,
+)
 from nbflow_kernels.quants.cuda import on_device, user_key
 from nbflow_kernels.quants.floats import FloatFormat
+from nbflow_kernels.quants.integer_format import IntegerFormat
 from nbflow_kernels.quants.k_quants import KFormat
 from nbflow_kernels.quants.linear import LinearFormat
 from nbflow_kernels.quants.parameters import F16_SCALE, U8_PAIR
@@ -53,6 +61,10 @@ def encode(x: Any, format: QuantFormat, encoder: str) -> Any:
         return data
     if isinstance(format, KFormat):
         cuda_encode_k.encode(x, format, data)
+        return data
+    if isinstance(format, IntegerFormat):
+        of_grids = {"iq1": cuda_encode_iq1, "iq2": cuda_encode_grid, "iq3": cuda_encode_grid}
+        of_grids.get(format.name[:3], cuda_encode_levels).encode(x, format, data)
         return data
     places = blank = None
     if isinstance(format, LinearFormat):

@@ -98,6 +98,12 @@ def sqrt(x):  # type: ignore[no-untyped-def]
 
 
 @device
+def rint(x):  # type: ignore[no-untyped-def]
+    """Return the nearest whole number, halves to even."""
+    return libdevice.rintf(x)
+
+
+@device
 def smaller(a, b):  # type: ignore[no-untyped-def]
     """Return the smaller int32."""
     return a if a < b else b

@@ -41,6 +41,8 @@ class _Twins:
         found = self._made.get(id(value))
         if found is not None:
             return found
+        if value is np:
+            return _numpy()
         if isinstance(value, types.ModuleType):
             return self._module(value) if value in MODULES else value
         python = getattr(value, "py_func", None)
@@ -66,6 +68,19 @@ class _Twins:
 
 
 @functools.cache
+def _numpy() -> Any:
+    """Return NumPy as encoders use it: its types, and roundings and roots that are the CPU's."""
+    from nbflow_kernels.quants import cuda_lanes as own
+
+    made = types.ModuleType("numpy")
+    for name, value in vars(np).items():
+        if isinstance(value, type) and issubclass(value, np.generic):
+            setattr(made, name, value)
+    made.rint, made.sqrt = own.rint, own.sqrt  # type: ignore[attr-defined]
+    return made
+
+
+@functools.cache
 def _operations() -> dict[types.ModuleType, dict[str, Any]]:
     """Return the operations on one lane, by the module and the name of those on vectors."""
     from nbflow_kernels.quants import cuda_lanes as own
@@ -78,7 +93,7 @@ def _operations() -> dict[types.ModuleType, dict[str, Any]]:
         "less", "differs", "choose", "any_lane", "absolute", "sqrt", "smaller", "larger",
     )  # fmt: skip
     return {
-        simd: {name: getattr(own, name) for name in of_simd},
+        simd: {name: getattr(own, name) for name in of_simd} | {"float_to_half": own.narrow},
         lanes: {"store_f16": own.store_f16},
         lockstep: {name: getattr(own, name) for name in of_lockstep},
     }

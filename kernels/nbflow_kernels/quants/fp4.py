@@ -41,6 +41,7 @@ import numpy as np
 
 from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.quants import levels_plain
+from nbflow_kernels.quants.block_fields import BlockFields, Part
 from nbflow_kernels.quants.block_search import rule
 from nbflow_kernels.quants.fields import half_nibble, pack_halves, unpack_halves
 from nbflow_kernels.quants.formats import Bytes, Floats
@@ -151,6 +152,7 @@ MXFP4 = IntegerFormat(
     table=NO_TABLE,
     plain=_plain_mxfp4,
     search=_best_mxfp4,
+    fields=BlockFields((Part(32, 4), Part(1, 8)), lambda c, s: _blocks(c, s, 32, 16)),
     plain_importance=False,
 )
 
@@ -167,5 +169,6 @@ NVFP4 = IntegerFormat(
     table=NO_TABLE,
     plain=_plain_nvfp4,
     search=_best_nvfp4,
+    fields=BlockFields((Part(64, 4), Part(4, 8)), lambda c, s: _blocks(c, s, 64, 8)),
     plain_importance=False,
 )

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from nbflow_kernels import simd
 from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.quants.block_fields import BlockFields, Part
 from nbflow_kernels.quants.formats import Bytes, Floats
 from nbflow_kernels.quants.integer_format import Encoder
 from nbflow_kernels.quants.levels_plain import Halves, no_importance
@@ -34,6 +35,7 @@ from nbflow_kernels.threads import split_rows
 
 COST = 2000.0  # operations a weight costs, for the choice of thread count
 
+LOSSES = 64 + 256  # numbers that the choice of a point takes down
 AGAIN_OFF_GRID, AGAIN_ALL, AGAIN_ALWAYS = 0, 1, 2
 
 
@@ -117,6 +119,18 @@ def plain_encoder(
     return encode
 
 
+def grid_fields(
+    n_points: int, point_bits: int, n_scales: int, blocks: Callable[[OnGrid], Bytes],
+    scale_bits: int = 4, sign_bits: int = 8,
+) -> BlockFields:  # fmt: skip
+    """Return the numbers of a block of 256 weights on a grid: points, signs, scales and d."""
+    parts = (
+        Part(n_points, point_bits, np.uint16), Part(32, sign_bits), Part(n_scales, scale_bits),
+        Part(1, 16, np.uint16),
+    )  # fmt: skip
+    return BlockFields(parts, lambda *numbers: blocks(OnGrid(*numbers)))
+
+
 @strict_njit
 def _plain(
     x: Any, importance: Any, recipe: Any, near: Any, out: Any, start: Any, stop: Any
@@ -127,7 +141,7 @@ def _plain(
     found = np.empty(256 // sub, np.float32)
     scratch = (
         np.empty(sub // dimensions, np.uint16), np.empty((2, sub // dimensions), np.bool_),
-        np.empty(64 + 256, np.float32),
+        np.empty(LOSSES, np.float32), np.empty(sub, np.uint8),
     )  # fmt: skip
     for row in range(start, stop):
         q = importance[min(row, len(importance) - 1)] if len(importance) else importance.reshape(-1)
@@ -139,10 +153,11 @@ def _plain(
                 for j in range(sub):
                     root[j] = np.sqrt(weight[j])
                 signs = out.signs[row, first // 8 : last // 8]
-                _take_signs(x[row, first:last], weight, recipe, value, signs)
+                take_signs(x[row, first:last], weight, recipe.seven_signs, value, signs)
                 points = out.points[row, first // dimensions : last // dimensions]
                 found[s] = _sub_block(value, weight, root, recipe, near, points, signs, scratch)
-            out.d[row, b] = _scales(found, recipe.factor, out.scales[row], b * len(found))
+            scales = out.scales[row, b * len(found) : (b + 1) * len(found)]
+            out.d[row, b] = scales_of(found, recipe.factor, scales)
 
 
 @strict_njit
@@ -175,7 +190,7 @@ def weigh(x: Any, importance: Any, at: Any, mean: Any, plus: Any, weight: Any) -
 
 
 @strict_njit
-def _take_signs(x: Any, weight: Any, recipe: Any, value: Any, signs: Any) -> None:
+def take_signs(x: Any, weight: Any, seven_signs: Any, value: Any, signs: Any) -> None:
     """Write magnitudes and signs of a sub-block."""
     for k in range(len(x) // 8):
         mask, least = 0, 8 * k
@@ -187,7 +202,7 @@ def _take_signs(x: Any, weight: Any, recipe: Any, value: Any, signs: Any) -> Non
         folded = mask ^ (mask >> 4)
         folded ^= folded >> 2
         folded ^= folded >> 1
-        if recipe.seven_signs and folded & 1:
+        if seven_signs and folded & 1:
             value[least] = -value[least]
             mask ^= 1 << (least - 8 * k)
         signs[k] = mask
@@ -199,15 +214,9 @@ def _sub_block(
     scratch: Any,
 ) -> Any:  # fmt: skip
     """Choose the points of a sub-block; return its scale, which is not negative."""
-    largest = value[0]
-    for j in range(len(value)):
-        largest = max(largest, value[j])
-    scale, middle = np.float32(0), largest
-    if largest >= recipe.nothing and recipe.again == AGAIN_ALWAYS:
-        scale = _fitted_scale(value, weight, largest, recipe.n_levels + 1)
-        middle = scale * np.float32(recipe.n_levels)
-    elif largest >= recipe.nothing:
-        scale = largest / np.float32(2 * recipe.n_levels - 1)
+    scale, middle = first_scale(
+        value, weight, recipe.nothing, recipe.again, recipe.n_levels, scratch[3]
+    )
     for k in range(len(points)):
         points[k] = 0
     if scale <= 0:
@@ -222,12 +231,30 @@ def _sub_block(
 
 
 @strict_njit
+def first_scale(
+    value: Any, weight: Any, nothing: Any, again: Any, n_levels: Any, codes: Any
+) -> Any:
+    """Return the scale of a sub-block to begin with, and the magnitude around which others lie."""
+    largest = value[0]
+    for j in range(len(value)):
+        largest = max(largest, value[j])
+    scale, middle = np.float32(0), largest
+    if largest >= nothing and again == AGAIN_ALWAYS:
+        scale = _fitted_scale(value, weight, largest, n_levels + 1, codes)
+        middle = scale * np.float32(n_levels)
+    elif largest >= nothing:
+        scale = largest / np.float32(2 * n_levels - 1)
+    return scale, middle
+
+
+@strict_njit
 def _best_scale(
     value: Any, weight: Any, root: Any, scale: Any, middle: Any, recipe: Any, near: Any,
     points: Any, scratch: Any,
 ) -> Any:  # fmt: skip
     """Choose the points of a sub-block by the scales around `middle`; return the best scale."""
-    tried, off, losses = scratch
+    tried, off, losses, _ = scratch
+    first, lists, grid, dimensions = near.first, near.points, near.grid, near.dimensions
     highest = np.float32(2 * recipe.n_levels - 1)
     best, any_off = np.float32(0), recipe.again != AGAIN_OFF_GRID
     for k in range(len(points)):
@@ -236,8 +263,10 @@ def _best_scale(
         inverse = (highest + np.float32(i) * recipe.distance) / middle
         step = np.float32(1) / inverse
         for k in range(len(points)):
-            tried[k], off[1, k] = _point(value, root, k, inverse, step, near, losses)
-        qx, qq = _sums(value, weight, near, tried)
+            tried[k], off[1, k] = point_of(
+                value, root, k, inverse, step, first, lists, grid, dimensions, losses
+            )
+        qx, qq = sums(value, weight, grid, dimensions, tried)
         if qq > 0 and qx * qx > best * qq:
             scale = qx / qq
             best = scale * qx
@@ -249,43 +278,51 @@ def _best_scale(
         inverse = np.float32(1) / scale
         for k in range(len(points)):
             if off[0, k] or recipe.again != AGAIN_OFF_GRID:
-                points[k] = _point(value, root, k, inverse, scale, near, losses)[0]
-        qx, qq = _sums(value, weight, near, points)
+                points[k], _ = point_of(
+                    value, root, k, inverse, scale, first, lists, grid, dimensions, losses
+                )
+        qx, qq = sums(value, weight, grid, dimensions, points)
         if qq > 0:
             scale = qx / qq
     return scale
 
 
 @strict_njit
-def _point(value: Any, root: Any, k: Any, inverse: Any, step: Any, near: Any, losses: Any) -> Any:
-    """Return the grid point of group `k`, and whether rounding alone does not lead to the grid."""
-    width, n_levels = (2, 3) if near.dimensions == 8 else (3, 8)
-    at, highest = k * near.dimensions, np.float32(n_levels - 1)
+def point_of(
+    value: Any, root: Any, k: Any, inverse: Any, step: Any, first: Any, lists: Any, grid: Any,
+    dimensions: Any, losses: Any,
+) -> Any:  # fmt: skip
+    """Return the grid point of group `k`, and whether rounding alone does not lead to the grid.
+
+    `first`, `lists` and `grid` are those of `Neighbours`.
+    """
+    width, n_levels = (2, 3) if dimensions == 8 else (3, 8)
+    at, highest = k * dimensions, np.float32(n_levels - 1)
     bits: Any = 0
-    for i in range(near.dimensions):
+    for i in range(dimensions):
         level = np.rint(np.float32(0.5) * (inverse * value[at + i] - np.float32(1)))
         bits |= np.int64(max(np.float32(0), min(highest, level))) << (width * i)
-    best = near.points[near.first[bits]]
-    if near.grid[best] == bits:
+    best = lists[first[bits]]
+    if grid[best] == bits:
         return best, False
-    for i in range(near.dimensions):
+    for i in range(dimensions):
         for level in range(n_levels):
             difference = step * np.float32(2 * level + 1) - value[at + i]
             losses[8 * i + level] = root[at + i] * difference * difference
-    if near.dimensions == 8:
-        return _nearest_of_8(near, bits, losses), True
+    if dimensions == 8:
+        return _nearest_of_8(first, lists, grid, bits, losses), True
     least = np.float32(3.4028235e38)
-    for n in range(near.first[bits], near.first[bits + 1]):
-        point = np.int64(near.grid[near.points[n]])
+    for n in range(first[bits], first[bits + 1]):
+        point = np.int64(grid[lists[n]])
         loss = losses[point & 7] + losses[8 + ((point >> 3) & 7)]
         loss = loss + losses[16 + ((point >> 6) & 7)] + losses[24 + (point >> 9)]
         if loss < least:
-            best, least = near.points[n], loss
+            best, least = lists[n], loss
     return best, True
 
 
 @strict_njit
-def _nearest_of_8(near: Any, bits: Any, losses: Any) -> Any:
+def _nearest_of_8(first: Any, lists: Any, grid: Any, bits: Any, losses: Any) -> Any:
     """Return the point near `bits` that loses least.
 
     ``losses[8 * i + level]`` is what coordinate `i` loses.  They are added in order; from 64 on is
@@ -296,25 +333,24 @@ def _nearest_of_8(near: Any, bits: Any, losses: Any) -> Any:
         for high in range(9):
             at = low % 3 + 4 * (low // 3) + 16 * (high % 3) + 64 * (high // 3)
             losses[64 + at] = pair + losses[16 + high % 3] + losses[24 + high // 3]
-    best, least = near.points[near.first[bits]], np.float32(3.4028235e38)
-    for n in range(near.first[bits], near.first[bits + 1]):
-        point = np.int64(near.grid[near.points[n]])
+    best, least = lists[first[bits]], np.float32(3.4028235e38)
+    for n in range(first[bits], first[bits + 1]):
+        point = np.int64(grid[lists[n]])
         loss = losses[64 + (point & 255)] + losses[32 + ((point >> 8) & 3)]
         loss = loss + losses[40 + ((point >> 10) & 3)] + losses[48 + ((point >> 12) & 3)]
         loss = loss + losses[56 + (point >> 14)]
         if loss < least:
-            best, least = near.points[n], loss
+            best, least = lists[n], loss
     return best
 
 
 @strict_njit
-def _sums(value: Any, weight: Any, near: Any, points: Any) -> Any:
+def sums(value: Any, weight: Any, grid: Any, dimensions: Any, points: Any) -> Any:
     """Return the weighted sums of level * value and level**2, in order."""
-    dimensions = near.dimensions
     width = 2 if dimensions == 8 else 3
     qx, qq = np.float32(0), np.float32(0)
     for k in range(len(points)):
-        point = np.int64(near.grid[points[k]])
+        point = np.int64(grid[points[k]])
         for i in range(dimensions):
             level = (point >> (width * i)) & ((1 << width) - 1)
             w, q = weight[k * dimensions + i], np.float32(2 * level + 1)
@@ -324,7 +360,7 @@ def _sums(value: Any, weight: Any, near: Any, points: Any) -> Any:
 
 
 @strict_njit
-def _scales(found: Any, factor: Any, scales: Any, at: Any) -> Any:
+def scales_of(found: Any, factor: Any, scales: Any) -> Any:
     """Write the integer scales of a block; return its stored d."""
     d = largest_of(found) / np.float32(31)
     if d == 0:
@@ -332,17 +368,16 @@ def _scales(found: Any, factor: Any, scales: Any, at: Any) -> Any:
     inverse = np.float32(1) / d
     for s in range(len(found)):
         scale = np.rint(np.float32(0.5) * (inverse * found[s] - np.float32(1)))
-        scales[at + s] = np.int64(max(np.float32(0), min(np.float32(15), scale)))
+        scales[s] = np.int64(max(np.float32(0), min(np.float32(15), scale)))
     return simd.float_to_half(d * factor)
 
 
 @strict_njit
-def _fitted_scale(value: Any, weight: Any, largest: Any, n: Any) -> Any:
+def _fitted_scale(value: Any, weight: Any, largest: Any, n: Any, codes: Any) -> Any:
     """Return the scale at which codes 0..n lose least: tried around largest / n, then refined.
 
     Codes are bytes, and a value below -1/2 is 255 in the first one tried: as published.
     """
-    codes = np.empty(len(value), np.uint8)
     top = np.float32(n)
     best_inverse, least = np.float32(0), np.float32(0)
     for i in range(-5, 5):  # -5 stands for the middle, which comes first

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.quants.block_fields import BlockFields
 from nbflow_kernels.quants.formats import Bytes, Floats, QuantFormat
 from nbflow_kernels.quants.integers import IntegerForm, Integers
 from nbflow_kernels.quants.integers import weights as decoded
@@ -91,6 +92,8 @@ class IntegerFormat(QuantFormat):
     """Scalar decoder ``(row, at)`` of its bits, where they are not in one place."""
     needs_importance: bool = False
     """Whether it cannot do without; equal ones are then taken where none are given."""
+    fields: BlockFields | None = None
+    """The numbers of a block that encoders on CUDA devices choose."""
 
     # ---- encode -----------------------------------------------------------------------------
 

@@ -46,7 +46,7 @@ from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.quants import iq1_plain
 from nbflow_kernels.quants.fields import nibble, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes, Floats
-from nbflow_kernels.quants.grid_plain import OnGrid, plain_encoder
+from nbflow_kernels.quants.grid_plain import OnGrid, grid_fields, plain_encoder
 from nbflow_kernels.quants.grid_search import best_encoder_iq1
 from nbflow_kernels.quants.grids import GRID_IQ1, coordinates
 from nbflow_kernels.quants.integer_format import IntegerFormat, Scales, decode_rows, half_steps
@@ -171,6 +171,7 @@ IQ1_S = IntegerFormat(
     plain=plain_encoder(partial(iq1_plain.plain, 32), _blocks_iq1_s),
     needs_importance=True,
     search=best_encoder_iq1(32, _blocks_iq1_s),
+    fields=grid_fields(32, 11, 8, _blocks_iq1_s, scale_bits=3, sign_bits=1),
 )
 
 IQ1_M = IntegerFormat(
@@ -187,4 +188,5 @@ IQ1_M = IntegerFormat(
     table=GRID_IQ1,
     plain=plain_encoder(partial(iq1_plain.plain, 16), _blocks_iq1_m),
     search=best_encoder_iq1(16, _blocks_iq1_m),
+    fields=grid_fields(32, 11, 16, _blocks_iq1_m, scale_bits=3, sign_bits=1),
 )

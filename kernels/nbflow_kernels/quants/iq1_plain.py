@@ -75,8 +75,8 @@ def _plain(
                         points[row, at // 8 : at // 8 + groups],
                         shifts[row, at // 8 : at // 8 + groups],
                     )  # fmt: skip
-            d[row, b] = _scales(
-                x[row, 256 * b : 256 * b + 256], weight, found, factor, shifted, grid,
+            d[row, b] = scales_of(
+                x[row, 256 * b : 256 * b + 256], weight.reshape(-1), found, factor, shifted, grid,
                 points[row, 32 * b : 32 * b + 32], shifts[row, 32 * b : 32 * b + 32],
                 scales[row, n_subs * b : n_subs * b + n_subs],
             )  # fmt: skip
@@ -109,12 +109,12 @@ def _sub_block(
     all_on_grid = True
     for k in range(len(points)):
         shifts[k] = (shift >> (1 - k)) & 1 if len(x) == 16 else shift & 1
-        points[k], on_grid = _point(
+        points[k], on_grid = point_of(
             x, weight, codes, k, scale, shifted[shifts[k]], first, near, grid
         )
         all_on_grid &= on_grid
     if not all_on_grid:
-        qx, qq = _sums(x, weight, shifted, grid, points, shifts)
+        qx, qq = sums(x, weight, shifted, grid, points, shifts)
         if qx > 0 and qq > 0:
             scale = qx / qq
     return scale
@@ -124,23 +124,38 @@ def _sub_block(
 def _split_32(x: Any, weight: Any, order: Any, shifted: Any) -> Any:
     """Return the best split (low, high), shift (0 or 3) and scale; low is -1 if there is none."""
     n = len(x)
-    sum_x, sum_w = np.zeros(n + 1, np.float32), np.zeros(n + 1, np.float32)
-    for j in range(n):
-        sum_x[j + 1] = sum_x[j] + weight[order[j]] * x[order[j]]
-        sum_w[j + 1] = sum_w[j] + weight[order[j]]
+    sum_x, sum_w = np.empty(n + 1, np.float32), np.empty(n + 1, np.float32)
+    add_up_32(x, weight, order, sum_x, sum_w)
     best, found = np.float32(-3.4028235e38), (-1, -1, 0, np.float32(0))
     for low in range(n + 1):
         for high in range(low, n + 1):
             for shift in range(2):
-                v0, v1, v2 = shifted[shift, 0], shifted[shift, 1], shifted[shift, 2]
-                qx = sum_x[low] * v0 + (sum_x[high] - sum_x[low]) * v1
-                qx += (sum_x[n] - sum_x[high]) * v2
-                qq = sum_w[low] * v0 * v0 + (sum_w[high] - sum_w[low]) * v1 * v1
-                qq += (sum_w[n] - sum_w[high]) * v2 * v2
+                qx, qq = gain_32(sum_x, sum_w, low, high, shifted[shift])
                 if qq > 0 and qx * qx > best * qq:
                     scale = qx / qq
                     best, found = scale * qx, (low, high, 3 * shift, scale)
     return found
+
+
+@strict_njit
+def add_up_32(x: Any, weight: Any, order: Any, sum_x: Any, sum_w: Any) -> None:
+    """Write the sums of the lowest weights, and of what they count."""
+    sum_x[0] = sum_w[0] = np.float32(0)
+    for j in range(len(x)):
+        sum_x[j + 1] = sum_x[j] + weight[order[j]] * x[order[j]]
+        sum_w[j + 1] = sum_w[j] + weight[order[j]]
+
+
+@strict_njit
+def gain_32(sum_x: Any, sum_w: Any, low: Any, high: Any, values: Any) -> Any:
+    """Return the sums of level * x and level**2 of a split."""
+    v0, v1, v2 = values[0], values[1], values[2]
+    last = len(sum_x) - 1
+    qx = sum_x[low] * v0 + (sum_x[high] - sum_x[low]) * v1
+    qx += (sum_x[last] - sum_x[high]) * v2
+    qq = sum_w[low] * v0 * v0 + (sum_w[high] - sum_w[low]) * v1 * v1
+    qq += (sum_w[last] - sum_w[high]) * v2 * v2
+    return qx, qq
 
 
 @strict_njit
@@ -149,30 +164,17 @@ def _split_16(x: Any, weight: Any, order: Any, shifted: Any) -> Any:
 
     The shifts are two bits, that of the second group of 8 the lower.
     """
-    sum_x, sum_w = np.zeros((2, 17), np.float32), np.zeros((2, 17), np.float32)
-    for j in range(16):
-        i = order[j]
-        for half in range(2):
-            sum_x[half, j + 1], sum_w[half, j + 1] = sum_x[half, j], sum_w[half, j]
-        sum_x[i >> 3, j + 1] += weight[i] * x[i]
-        sum_w[i >> 3, j + 1] += weight[i]
-    steps = np.empty((2, 2), np.float32)  # between the squares of the grid, exact
-    for shift in range(2):
-        for i in range(2):
-            steps[shift, i] = shifted[shift, i] ** 2 - shifted[shift, i + 1] ** 2
+    sum_x, sum_w = np.empty((2, 17), np.float32), np.empty((2, 17), np.float32)
+    add_up_16(x, weight, order, sum_x, sum_w)
     best, found = np.float32(-3.4028235e38), (-1, -1, 0, np.float32(0))
     qx, qq = np.empty((2, 2), np.float32), np.empty((2, 2), np.float32)  # half, shift
     for low in range(17):
         for high in range(low, 17):
             for half in range(2):
-                below = sum_x[half, low] + sum_x[half, high]
                 for shift in range(2):
-                    top = shifted[shift, 2]
-                    qx[half, shift] = sum_x[half, 16] * top - below
-                    q = sum_w[half, 16] * top * top
-                    q += sum_w[half, low] * steps[shift, 0]
-                    q += sum_w[half, high] * steps[shift, 1]
-                    qq[half, shift] = q
+                    qx[half, shift], qq[half, shift] = half_gain_16(
+                        sum_x[half], sum_w[half], low, high, shifted[shift]
+                    )
             for shift in range(4):
                 this_x = qx[0, shift >> 1] + qx[1, shift & 1]
                 this_q = qq[0, shift >> 1] + qq[1, shift & 1]
@@ -183,7 +185,31 @@ def _split_16(x: Any, weight: Any, order: Any, shifted: Any) -> Any:
 
 
 @strict_njit
-def _point(
+def add_up_16(x: Any, weight: Any, order: Any, sum_x: Any, sum_w: Any) -> None:
+    """Write the sums of the lowest weights, and of what they count, of each group of 8."""
+    for half in range(2):
+        sum_x[half, 0] = sum_w[half, 0] = np.float32(0)
+    for j in range(16):
+        i = order[j]
+        for half in range(2):
+            sum_x[half, j + 1], sum_w[half, j + 1] = sum_x[half, j], sum_w[half, j]
+        sum_x[i >> 3, j + 1] += weight[i] * x[i]
+        sum_w[i >> 3, j + 1] += weight[i]
+
+
+@strict_njit
+def half_gain_16(sum_x: Any, sum_w: Any, low: Any, high: Any, values: Any) -> Any:
+    """Return the sums of level * x and level**2 of a split, of one group of 8."""
+    v0, v1, top = values[0], values[1], values[2]
+    qx = sum_x[16] * top - (sum_x[low] + sum_x[high])
+    qq = sum_w[16] * top * top
+    qq += sum_w[low] * (v0 * v0 - v1 * v1)  # the differences of squares are exact
+    qq += sum_w[high] * (v1 * v1 - top * top)
+    return qx, qq
+
+
+@strict_njit
+def point_of(
     x: Any, weight: Any, codes: Any, k: Any, scale: Any, values: Any, first: Any, near: Any,
     grid: Any,
 ) -> Any:  # fmt: skip
@@ -206,7 +232,7 @@ def _point(
 
 
 @strict_njit
-def _sums(x: Any, weight: Any, shifted: Any, grid: Any, points: Any, shifts: Any) -> Any:
+def sums(x: Any, weight: Any, shifted: Any, grid: Any, points: Any, shifts: Any) -> Any:
     """Return the weighted sums of level * x and level**2, in order."""
     qx, qq = np.float32(0), np.float32(0)
     for k in range(len(points)):
@@ -219,7 +245,7 @@ def _sums(x: Any, weight: Any, shifted: Any, grid: Any, points: Any, shifts: Any
 
 
 @strict_njit
-def _scales(
+def scales_of(
     x: Any, weight: Any, found: Any, factor: Any, shifted: Any, grid: Any, points: Any,
     shifts: Any, scales: Any,
 ) -> Any:  # fmt: skip
@@ -236,7 +262,7 @@ def _scales(
             odd = np.float32(2 * np.int64(scales[s]) + 1)
             for k in range(2 * s, 2 * s + 2):
                 for i in range(8):
-                    w = weight[s, 8 * (k & 1) + i]
+                    w = weight[8 * k + i]
                     q = shifted[shifts[k], (np.int64(grid[points[k]]) >> (2 * i)) & 3] * odd
                     qx += w * q * x[8 * k + i]
                     qq += w * q * q

@@ -56,7 +56,7 @@ import numpy as np
 from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.quants.fields import bit, nibble, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes
-from nbflow_kernels.quants.grid_plain import OnGrid, plain, plain_encoder
+from nbflow_kernels.quants.grid_plain import OnGrid, grid_fields, plain, plain_encoder
 from nbflow_kernels.quants.grid_search import best_encoder
 from nbflow_kernels.quants.grids import (
     GRID_IQ2_S,
@@ -211,6 +211,7 @@ IQ2_XXS = IntegerFormat(
     scale=scale_iq2_xxs,
     table=GRID_IQ2_XXS,
     plain=plain_encoder(partial(plain, "iq2_xxs"), _blocks_iq2_xxs),
+    fields=grid_fields(32, 8, 8, _blocks_iq2_xxs),
     needs_importance=True,
     search=best_encoder("iq2_xxs", MAGNITUDES, _blocks_iq2_xxs),
 )
@@ -227,6 +228,7 @@ IQ2_XS = IntegerFormat(
     scale=scale_iq2_xs,
     table=GRID_IQ2_XS,
     plain=plain_encoder(partial(plain, "iq2_xs"), _blocks_iq2_xs),
+    fields=grid_fields(32, 9, 16, _blocks_iq2_xs),
     needs_importance=True,
     search=best_encoder("iq2_xs", MAGNITUDES, _blocks_iq2_xs),
 )
@@ -243,5 +245,6 @@ IQ2_S = IntegerFormat(
     scale=scale_iq2_s,
     table=GRID_IQ2_S,
     plain=plain_encoder(partial(plain, "iq2_s"), _blocks_iq2_s),
+    fields=grid_fields(32, 10, 16, _blocks_iq2_s),
     search=best_encoder("iq2_s", MAGNITUDES, _blocks_iq2_s),
 )

@@ -48,7 +48,7 @@ import numpy as np
 from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.quants.fields import bit, nibble, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes
-from nbflow_kernels.quants.grid_plain import OnGrid, plain, plain_encoder
+from nbflow_kernels.quants.grid_plain import OnGrid, grid_fields, plain, plain_encoder
 from nbflow_kernels.quants.grid_search import best_encoder
 from nbflow_kernels.quants.grids import (
     GRID_IQ3_S,
@@ -153,6 +153,7 @@ IQ3_XXS = IntegerFormat(
     scale=scale_iq3_xxs,
     table=GRID_IQ3_XXS,
     plain=plain_encoder(partial(plain, "iq3_xxs"), _blocks_iq3_xxs),
+    fields=grid_fields(64, 8, 8, _blocks_iq3_xxs),
     search=best_encoder("iq3_xxs", MAGNITUDES_XXS, _blocks_iq3_xxs),
 )
 
@@ -168,5 +169,6 @@ IQ3_S = IntegerFormat(
     scale=scale_iq3_s,
     table=GRID_IQ3_S,
     plain=plain_encoder(partial(plain, "iq3_s"), _blocks_iq3_s),
+    fields=grid_fields(64, 9, 8, _blocks_iq3_s),
     search=best_encoder("iq3_s", MAGNITUDES_S, _blocks_iq3_s),
 )

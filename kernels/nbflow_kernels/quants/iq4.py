@@ -44,6 +44,7 @@ import numpy as np
 
 from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.quants import levels_plain
+from nbflow_kernels.quants.block_fields import BlockFields, Part
 from nbflow_kernels.quants.block_search import rule
 from nbflow_kernels.quants.fields import (
     half_nibble,
@@ -153,6 +154,11 @@ def _plain_iq4_xs(x: Floats, importance: Floats | None, counts: Floats) -> Bytes
     return _blocks_iq4_xs(*levels_plain.iq4(x, importance, LEVELS_F32, 256))
 
 
+def _stored_iq4_xs(codes: Bytes, stored: Scales, d: Halves) -> Bytes:
+    """Do as `_blocks_iq4_xs` with scales 0..63."""
+    return _blocks_iq4_xs(codes, stored - np.int16(32), d)
+
+
 IQ4_NL = IntegerFormat(
     name="iq4_nl",
     block_size=32,
@@ -166,6 +172,7 @@ IQ4_NL = IntegerFormat(
     table=NO_TABLE,
     plain=_plain_iq4_nl,
     search=_best_iq4_nl,
+    fields=BlockFields((Part(32, 4), Part(1, 16, np.uint16)), _blocks_iq4_nl),
 )
 
 IQ4_XS = IntegerFormat(
@@ -181,4 +188,7 @@ IQ4_XS = IntegerFormat(
     table=NO_TABLE,
     plain=_plain_iq4_xs,
     search=_best_iq4_xs,
+    fields=BlockFields(
+        (Part(256, 4), Part(8, 6, np.int16), Part(1, 16, np.uint16)), _stored_iq4_xs
+    ),
 )

@@ -79,7 +79,7 @@ def _nearest_levels(values: Any, x: Any, inverse: Any, codes: Any) -> None:
 
 
 @strict_njit
-def _iq4_scale(x: Any, weight: Any, values: Any, codes: Any) -> Any:
+def iq4_scale(x: Any, weight: Any, values: Any, codes: Any) -> Any:
     """Return the scale of a sub-block."""
     extreme = np.float32(0)
     for j in range(len(x)):
@@ -130,12 +130,12 @@ def _iq4(
                         q = importance[min(row, len(importance) - 1), i]
                         weight[j] = q * np.sqrt(mean + square)
                 at = first + 32 * s
-                found[s] = _iq4_scale(x[row, at : at + 32], weight, values, chosen)
-            d[row, b] = _iq4_codes(x[row], first, values, found, codes[row], scales[row], chosen)
+                found[s] = iq4_scale(x[row, at : at + 32], weight, values, chosen)
+            d[row, b] = iq4_codes(x[row], first, values, found, codes[row], scales[row], chosen)
 
 
 @strict_njit
-def _iq4_codes(
+def iq4_codes(
     x: Any, first: Any, values: Any, found: Any, codes: Any, scales: Any, chosen: Any
 ) -> Any:  # fmt: skip
     """Write codes and integer scales of a block; return its stored d."""
@@ -198,12 +198,18 @@ def _fp4(x: Any, values: Any, steps: Any, codes: Any, start: Any, stop: Any) -> 
     size = x.shape[1] // steps.shape[1]
     for row in range(start, stop):
         for i in range(x.shape[1]):
-            step, best, error = steps[row, i // size], 0, abs(x[row, i])
-            for code in range(1, 16):
-                this = abs(values[code] * step - x[row, i])
-                if this < error:
-                    best, error = code, this
-            codes[row, i] = best
+            codes[row, i] = fp4_code(x[row, i], values, steps[row, i // size])
+
+
+@strict_njit
+def fp4_code(x: Any, values: Any, step: Any) -> Any:
+    """Return the nearest code of a weight, the lowest of equals."""
+    best, error = 0, abs(x)
+    for code in range(1, 16):
+        this = abs(values[code] * step - x)
+        if this < error:
+            best, error = code, this
+    return best
 
 
 # ---- a few levels -------------------------------------------------------------------------------
@@ -223,14 +229,21 @@ def _rounded(x: Any, codes: Any, d: Any, start: Any, stop: Any) -> None:
     block = x.shape[1] // d.shape[1]
     for row in range(start, stop):
         for b in range(d.shape[1]):
-            largest = np.float32(0)
-            for i in range(b * block, (b + 1) * block):
-                largest = max(largest, abs(x[row, i]))
-            d[row, b] = simd.float_to_half(largest)
-            inverse = np.float32(1) / largest if largest > 0 else np.float32(0)
-            for i in range(b * block, (b + 1) * block):
-                t = x[row, i] * inverse  # at most 1 + 2**-23
-                codes[row, i] = 1 + (t >= np.float32(0.5)) - (t <= np.float32(-0.5))
+            first, last = b * block, (b + 1) * block
+            d[row, b] = rounded_block(x[row, first:last], codes[row, first:last])
+
+
+@strict_njit
+def rounded_block(x: Any, codes: Any) -> Any:
+    """Write the codes of a block; return the bits of its scale."""
+    largest = np.float32(0)
+    for i in range(len(x)):
+        largest = max(largest, abs(x[i]))
+    inverse = np.float32(1) / largest if largest > 0 else np.float32(0)
+    for i in range(len(x)):
+        t = x[i] * inverse  # at most 1 + 2**-23
+        codes[i] = 1 + (t >= np.float32(0.5)) - (t <= np.float32(-0.5))
+    return simd.float_to_half(largest)
 
 
 def signs(x: Floats, block: int) -> tuple[Bytes, Halves]:
@@ -247,8 +260,15 @@ def _signs(x: Any, codes: Any, d: Any, start: Any, stop: Any) -> None:
     block = x.shape[1] // d.shape[1]
     for row in range(start, stop):
         for b in range(d.shape[1]):
-            total = np.float32(0)
-            for i in range(b * block, (b + 1) * block):
-                total += abs(x[row, i])
-                codes[row, i] = x[row, i] >= 0
-            d[row, b] = simd.float_to_half(total / np.float32(block))
+            first, last = b * block, (b + 1) * block
+            d[row, b] = signs_block(x[row, first:last], codes[row, first:last])
+
+
+@strict_njit
+def signs_block(x: Any, codes: Any) -> Any:
+    """Write the codes of a block; return the bits of its scale."""
+    total = np.float32(0)
+    for i in range(len(x)):
+        total += abs(x[i])
+        codes[i] = x[i] >= 0
+    return simd.float_to_half(total / np.float32(len(x)))

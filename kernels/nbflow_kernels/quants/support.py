@@ -67,6 +67,8 @@ def cells(format: QuantFormat) -> list[str]:
 
 def has_cuda_encoder(format: QuantFormat) -> bool:
     """Return whether a format's plain encoder runs on a CUDA device."""
+    if isinstance(format, IntegerFormat):
+        return format.fields is not None
     return isinstance(format, LinearFormat | KFormat | FloatFormat | UserFormat)
 
 

@@ -63,6 +63,7 @@ import numpy as np
 
 from nbflow_kernels._jit import inline, njit
 from nbflow_kernels.quants import levels_plain
+from nbflow_kernels.quants.block_fields import BlockFields, Part
 from nbflow_kernels.quants.block_search import rule
 from nbflow_kernels.quants.fields import bit, crumb, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes, Floats
@@ -189,6 +190,19 @@ def _format(
         parts = [packed, stored] if scale_at else [stored, packed]
         return np.hstack(parts).reshape(len(codes), -1)
 
+    def digits(packed: Bytes, d: Halves) -> Bytes:  # of tq1_0, whose bits are no bits of codes
+        return np.hstack([packed, d.view(np.uint8)])
+
+    n_packed = len(pack(np.zeros((1, block), np.uint8))[0])
+    in_threes = n_packed * 8 < block * form.code_bits
+    fields = BlockFields(
+        (
+            Part(n_packed, 8) if in_threes else Part(block, form.code_bits),
+            Part(1, 16, np.uint16),
+        ),
+        digits if in_threes else blocks,
+    )
+
     def plain(x: Floats, importance: Floats | None, counts: Floats) -> Bytes:
         published = levels_plain.signs if form.code_bits == 1 else levels_plain.rounded
         return blocks(*published(x, block))
@@ -200,7 +214,7 @@ def _format(
     return IntegerFormat(
         name=name,
         block_size=block,
-        block_bytes=2 + len(pack(np.zeros((1, block), np.uint8))[0]),
+        block_bytes=2 + n_packed,
         form=form,
         unpack=lambda data: (unpack(data), None),
         steps=half_steps(scale_at),
@@ -212,6 +226,7 @@ def _format(
         plain=plain,
         search=best,
         plain_importance=False,
+        fields=fields,
     )
 
 
