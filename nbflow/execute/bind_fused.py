@@ -100,7 +100,14 @@ class _FusedBinder:
         if len(self._pieces) == 1 or self._fusion.behind in ("", ACTIVATION, ADD):
             return True
         head_dim = self._executor.program.spec.head_dim
-        return self._fusion.behind == HEADS and all(start % head_dim == 0 for start in starts)
+        if self._fusion.behind != HEADS or self._heads_together():
+            return False
+        return all(start % head_dim == 0 for start in starts)
+
+    def _heads_together(self) -> bool:
+        """Return whether norms are over all heads."""
+        norm = self._fusion.q_norm
+        return norm is not None and not self._ops[norm].attrs.get("per_head")
 
     def _norm(self) -> fused.Norm | None:
         """Return the norm in front."""
@@ -148,7 +155,8 @@ class _FusedBinder:
             for i in (fusion.q_norm, fusion.k_norm)
         )
         rope = None if fusion.rope is None else self._ops[fusion.rope].attrs["rope"]
-        return fused.Heads(
+        kind = fused.AllHeads if self._heads_together() else fused.Heads
+        return kind(
             program.spec.head_dim, first_row // program.spec.head_dim, program.n_heads,
             program.n_kv_heads, arrays.positions, arrays.batch_indices, arrays.kv_indices,
             arrays.kv_indptr, keys, values, storage.kinds, LAYOUT, q_weight, k_weight,

@@ -4,7 +4,7 @@ A fusion is a product with weights, what comes in front of it and what comes beh
 
 in front   ``norm``, two of the same rows, or ``take_rows`` and ``norm``; what is normalized is
            written too if a later op reads it
-behind     `HEADS`: norms of the heads of q and k, ``rope``, ``append_kv``; `GATE`; `ACTIVATION`;
+behind     `HEADS`: norms of q and k, ``rope``, ``append_kv``; `GATE`; `ACTIVATION`;
            `ROW_NORM`: a norm of the results, and their sum with the residual; `ADD`: a scaled sum
 
 or a layer of experts, from its norm to the sum with the residual, which is two kernels.
@@ -205,7 +205,7 @@ class _Finder:
         found = replace(start, behind=HEADS)
         for name in "qk":
             norm = self._op(i, "norm")
-            if norm is not None and norm.out == name and self._is_head_norm(norm):
+            if norm is not None and norm.out == name and self._is_norm_of_heads(norm):
                 found = replace(found, q_norm=i) if name == "q" else replace(found, k_norm=i)
                 i += 1
         rope = self._op(i, "rope")
@@ -217,14 +217,16 @@ class _Finder:
         return replace(found, append=i, last=i)
 
     @staticmethod
-    def _is_head_norm(norm: Op) -> bool:
-        by_itself = len(norm.inputs) == 1 and len(norm.weights) == 1
-        return bool(norm.attrs.get("per_head")) and norm.attrs["norm"] == "rms" and by_itself
+    def _is_norm_of_heads(norm: Op) -> bool:
+        """Return whether it is one of each head, or of all together, that one rank has."""
+        by_itself = len(norm.inputs) == 1 and len(norm.weights) == 1 and "columns" not in norm.attrs
+        return norm.attrs["norm"] == "rms" and by_itself and norm.inputs[0] == norm.out
 
     def _same_norms(self, found: Fusion) -> bool:
         """Return whether the norms of queries and keys differ in their weights alone."""
         norms = [self._ops[i].attrs for i in (found.q_norm, found.k_norm) if i is not None]
-        return all(attrs == norms[0] for attrs in norms)
+        alone = len(norms) == 1 and not norms[0].get("per_head")
+        return not alone and all(attrs == norms[0] for attrs in norms)
 
     def _offset(self, name: str, base: str) -> int | None:
         """Return where a buffer begins in another one that it is a band of, or None."""

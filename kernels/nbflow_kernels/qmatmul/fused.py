@@ -202,6 +202,23 @@ class Heads(Epilogue):
         )  # fmt: skip
 
 
+class AllHeads(Heads):
+    """The same, but norms are over all heads of the queries, and over all of the keys.
+
+    `q_weight` is (n_q * head_dim,), `k_weight` (n_k * head_dim,); the matrix has all heads.
+    """
+
+    number = 5
+
+    def n_regions(self, n_rows: int) -> int:
+        """See `Epilogue.n_regions`."""
+        return 2 + n_rows // self.head_dim - self.n_q - self.n_k
+
+    def shared_bytes(self, n_rows: int, n_tokens: int) -> int:
+        """See `Epilogue.shared_bytes`."""
+        return 4 * n_tokens * ceil_div(self.n_q * self.head_dim, _NORM_CHUNK)
+
+
 @dataclass(frozen=True)
 class RowNorm(Epilogue):
     """A norm of the results' rows, put to `norm.out`, or times `added` (not 0) added to it."""
