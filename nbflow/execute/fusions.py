@@ -78,7 +78,9 @@ AnyFusion = Fusion | ExpertFusion
 def find_fusions(program: Program) -> dict[int, tuple[AnyFusion, ...]]:
     """Return the fusions that begin at each op, the one of most ops first."""
     finder = _Finder(program)
-    found = {i: (*finder.expert_fusions(i), *finder.fusions(i)) for i in range(len(program.ops))}
+    found: dict[int, tuple[AnyFusion, ...]] = {}
+    for i in range(len(program.ops)):
+        found[i] = (*finder.expert_fusions(i), *finder.fusions(i))
     return {i: fusions for i, fusions in found.items() if fusions}
 
 
