@@ -84,7 +84,9 @@ AnyFusion = Fusion | ExpertFusion
 def find_fusions(program: Program) -> dict[int, tuple[AnyFusion, ...]]:
     """Return the fusions that begin at each op, the one of most ops first."""
     finder = _Finder(program)
-    found = {i: (*finder.expert_fusions(i), *finder.fusions(i)) for i in range(len(program.ops))}
+    found: dict[int, tuple[AnyFusion, ...]] = {}
+    for i in range(len(program.ops)):
+        found[i] = (*finder.expert_fusions(i), *finder.fusions(i))
     return {i: fusions for i, fusions in found.items() if fusions}
 
 
@@ -233,7 +235,8 @@ class _Finder:
     def _same_norms(self, found: Fusion) -> bool:
         """Return whether the norms of queries and keys differ in their weights alone."""
         norms = [self._ops[i].attrs for i in (found.q_norm, found.k_norm) if i is not None]
-        return all(attrs == norms[0] for attrs in norms)
+        alone = len(norms) == 1 and not norms[0].get("per_head")
+        return not alone and all(attrs == norms[0] for attrs in norms)
 
     def _offset(self, name: str, base: str) -> int | None:
         """Return where a buffer begins in another one that it is a band of, or None."""

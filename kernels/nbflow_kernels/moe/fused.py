@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cache, cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -281,12 +281,13 @@ def _up_bytes(experts: Experts, n_tokens: int, tokens: int) -> int:
     E, H = experts.router.shape
     n_chunks = _n_chunks(H)
     routing = n_tokens * (8 * (2 * E + experts.n_groups) + 4 * E)
-    return max(
+    found: int = max(
         n_chunks * record_bytes(experts.gates.units().form, tokens) + 3 * _SUM_BYTES * tokens,
         tokens * n_chunks * 4 * CHUNK + _ROUTER_BYTES,
         routing,
         4 * n_tokens * n_chunks,
     )
+    return found
 
 
 def _divided(
@@ -334,30 +335,31 @@ class _Room:
         self, device: KernelDevice, experts: Experts, n_tokens: int, shape: _Shape
     ) -> None:
         F, H = experts.gates.shape[1:]
-        S = 0 if experts.shared is None else experts.shared.width
-        n_pairs = n_tokens * experts.top_k
-
-        def floats(name: str, *size: int) -> Any:
-            n = int(np.prod(size))
-            return workspace(device, f"experts {name}", n, "f4") if n else None
-
-        def ints(name: str, n: int, zero: bool = False) -> Any:
-            return workspace(device, f"experts {name}", n, "i4", zero=zero)
-
-        self.weights, self.ids = floats("weights", n_pairs), ints("ids", n_pairs)
-        gated = experts.shared is not None and experts.shared.gate is not None
-        self.factors = floats("factors", n_tokens * gated)
-        self.hidden, self.shared_hidden = (
-            floats("hidden", n_pairs, F),
-            floats("shared", n_tokens, S),
-        )
+        S, gated, n_pairs = 0, False, n_tokens * experts.top_k
+        if experts.shared is not None:
+            S, gated = experts.shared.width, experts.shared.gate is not None
         sums = [SLOTS if parts > 1 else 1 for parts in (shape.parts, shape.shared_parts)]
-        self.results = floats("results", n_pairs, sums[0], H)
-        self.shared_results = floats("shared results", n_tokens * bool(S), sums[1], H)
+        self.weights, self.hidden, self.results, self.factors, self.shared_hidden, found = _pieces(
+            device, "experts",
+            (n_pairs, n_pairs * F, n_pairs * sums[0] * H, n_tokens * gated, n_tokens * S,
+             n_tokens * sums[1] * H * bool(S)),
+        )  # fmt: skip
+        self.shared_results = found
         n_chosen = min(experts.gates.shape[0], n_pairs)
-        self.plan = ints("plan", 1 + _CHOSEN_INTS * n_chosen)
-        self.state = ints("state", _STATE_INTS, zero=True)
-        self.arrived = ints("arrived", ceil_div(H, ROWS), zero=True)
+        sizes = n_pairs, 1 + _CHOSEN_INTS * n_chosen
+        self.ids, self.plan = _pieces(device, "experts chosen", sizes, "i4")
+        sizes = _STATE_INTS, ceil_div(H, ROWS)
+        self.state, self.arrived = _pieces(device, "experts arrived", sizes, "i4", zero=True)
+
+
+def _pieces(
+    device: KernelDevice, name: str, sizes: tuple[int, ...], dtype: str = "f4", zero: bool = False
+) -> list[Any]:
+    """Return pieces of a workspace that begin at multiples of 16 bytes; None of size 0."""
+    starts = [0, *accumulate(ceil_div(size, 4) * 4 for size in sizes)]
+    whole = workspace(device, name, starts[-1], dtype, zero=zero)
+    found = zip(starts, sizes, strict=False)
+    return [whole[start : start + size] if size else None for start, size in found]
 
 
 @cache

@@ -124,7 +124,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) many_rows(
   auto multiply = [&](Tiles& now, int chunk) {
     const u8* stage = shared + (chunk - chunk_0) % RING * STAGE;
     const int next = chunk + AHEAD;
-    if constexpr (ARITHMETIC == BF16) {
+    if constexpr (ARITHMETIC == BF16_SUMS) {
 #pragma unroll
       for (int tile = 0; tile < 2; tile++) {
         const int step = 2 * chunk + tile;

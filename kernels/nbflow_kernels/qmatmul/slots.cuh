@@ -22,7 +22,7 @@ DEV int slots_for(int n_units) {
 
 // The first step of a slot.
 DEV int slot_step(int slot, int n_columns, int n_slots = SLOTS) {
-  if (ARITHMETIC == BF16) return slot_start(slot, (n_columns + STEP - 1) / STEP, n_slots);
+  if (ARITHMETIC == BF16_SUMS) return slot_start(slot, (n_columns + STEP - 1) / STEP, n_slots);
   const int n_units = (n_columns + UNIT_STEPS * STEP - 1) / (UNIT_STEPS * STEP);
   return UNIT_STEPS * slot_start(slot, n_units, n_slots);
 }
@@ -41,7 +41,7 @@ struct Output {
   float added;
 
   DEV_METHOD float value(float sum, int row) const {
-    const float v = ARITHMETIC == BF16 ? sum : __fmul_rn(sum, OUT);
+    const float v = ARITHMETIC == BF16_SUMS ? sum : __fmul_rn(sum, OUT);
     return bias ? __fadd_rn(v, bias[row]) : v;
   }
 

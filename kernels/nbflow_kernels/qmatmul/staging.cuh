@@ -6,12 +6,12 @@
 //            largest (2**-25 with pairs).
 // INT8_SUMS  The codes of 8-bit activations, as float16 numbers: sums of products with codes of weights
 //            are exact integers, and one product is enough.  Each 32 columns have a scale.
-// BF16       Numbers rounded to bfloat16, for weights that are too (`bf16.cuh`).
+// BF16_SUMS       Numbers rounded to bfloat16, for weights that are too (`bf16.cuh`).
 //
 // A *record* of a chunk is
 //
 //   fragments  [4 groups of 32 columns][high, low][token][t]: 16 bytes, the operand of two steps;
-//              `low` with F32_SUMS alone, and with BF16 there is nothing else
+//              `low` with F32_SUMS alone, and with BF16_SUMS there is nothing else
 //   sums       [token] of the groups of columns that share a scale, divided by SUB_BLOCK: two groups'
 //              high parts in float16, then their low parts; or without TENSOR_SUMS float32, and times
 //              -ZERO without mins
@@ -23,7 +23,7 @@
 #ifndef ARITHMETIC
 #define ARITHMETIC 0
 #endif
-enum { F32_SUMS, INT8_SUMS, BF16 };
+enum { F32_SUMS, INT8_SUMS, BF16_SUMS };
 
 constexpr int FRAGMENT_PARTS = ARITHMETIC == F32_SUMS ? 2 : 1;
 
@@ -34,7 +34,7 @@ struct Record {
   static constexpr int TOKEN = 8 * SUM_PAIRS;  // bytes of a token's sums
   static constexpr int SCALES_AT = SUMS + NB * TOKEN;
   static constexpr int FACTORS = SCALES_AT + (ARITHMETIC == INT8_SUMS ? 16 * NB : 0);
-  static constexpr int BYTES = ARITHMETIC == BF16 ? SUMS : (FACTORS + 4 * NB + 15) / 16 * 16;
+  static constexpr int BYTES = ARITHMETIC == BF16_SUMS ? SUMS : (FACTORS + 4 * NB + 15) / 16 * 16;
 
   // A lane's results are those of columns 2 t and 2 t + 1 of the operand.  Up to 4 tokens have even
   // columns, so that the second one is for nothing and what would be done with it is left out.
@@ -101,7 +101,7 @@ template <int NB>
 DEV void stage(float4 v, u8* record, int n, int lane) {
   using Of = Record<NB>;
   u8* to = fragment_of<NB>(record, n, lane);
-  if constexpr (ARITHMETIC == BF16) {
+  if constexpr (ARITHMETIC == BF16_SUMS) {
     *(u32*)to = to_bf16x2(v.x, v.y), *(u32*)(to + 16) = to_bf16x2(v.z, v.w);
     return;
   }

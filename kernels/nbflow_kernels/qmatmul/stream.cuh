@@ -40,7 +40,7 @@ DEV void multiply_unit(
     const bool there = WHOLE || own || odd % AHEAD < n_next;
     if (WHOLE || odd < n_chunks) {
       const u8* record = records + odd * Record<NB>::BYTES;
-      if constexpr (ARITHMETIC == BF16) {
+      if constexpr (ARITHMETIC == BF16_SUMS) {
 #pragma unroll
         for (int tile = 0; tile < 2; tile++) {
           const int step = 2 * odd + tile;
