@@ -45,7 +45,7 @@ class _FusedBinder:
         if not self._takes_pieces(starts):
             return None
         bias, added = self._weights.bias[fusion.linear], self._added()
-        norm, int8 = self._norm(), activations == "int8"
+        norm = self._norm()
         launches = []
         for weight, start, end in zip(self._pieces, starts, starts[1:], strict=False):
             some_bias = None if bias is None else bias[start:end]
@@ -58,7 +58,7 @@ class _FusedBinder:
             for weight, some_bias, part, norm, then in launches:
                 fused.product(
                     x, weight, some_bias, part, rows=rows, norm=norm, then=then, added=added,
-                    int8=int8,
+                    activations=activations,
                 )  # fmt: skip
 
         return PythonOp(self._linear.kind, launch)

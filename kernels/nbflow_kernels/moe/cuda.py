@@ -112,7 +112,7 @@ def _one_by_one(x: Any, matrices: Any, indptr: Any, bias: Any, out: Any, rows: A
             part, own_bias = slice(start, stop), None if bias is None else bias[i]
             if isinstance(matrices, QuantTensor) and _is_stack(matrices):
                 own = matrices.units().matrix(i, matrices.shape[1])
-                quant_cuda.multiply(x[part], own, own_bias, False, False, out[part])
+                quant_cuda.multiply(x[part], own, own_bias, False, "f32", out[part])
             else:
                 all_of = matrices.matrices() if isinstance(matrices, QuantTensor) else matrices
                 matmul(x[part], all_of[i], own_bias, out[part])

@@ -1,20 +1,26 @@
 """Quantized matrix product on CUDA devices, by tensor cores, from `quants.units`.
 
-Activations are float16 numbers, two for each: their sum is exact to 22 bits, or 2**-30 of the
-largest of 128 columns (2**-25 with 3.5 bits).  Codes are float16 numbers as they are, products
-exact, and sums float32.  The order of additions depends on the number of columns alone
-(`slots.cuh`), so that a row of the result is bitwise the same in any batch, by either kernel:
+There are three arithmetics (`staging.cuh`), whose sums are all float32:
+
+`F32_SUMS`    activations are two float16 numbers each, whose sum is exact to 22 bits, or 2**-30
+              of the largest of 128 columns (2**-25 with 3.5 bits); codes are float16 numbers as
+              they are
+`INT8_SUMS`   activations are integers of 8 bits: of 32 columns the sum of products is exact
+`BF16`        activations and weights rounded to bfloat16
+
+The order of additions depends on the number of columns alone (`slots.cuh`), so that a row of the
+result is bitwise the same in any batch, by either kernel:
 
 ``few_rows``    up to 8 rows, or rows of several matrices: bound by the bytes of the weights
-``many_rows``   each weight is decoded once for 32 rows
+``many_rows``   each weight is decoded once for 16, 32 or (bfloat16) 64 rows
 
-Activations in bfloat16 go with weights rounded to bfloat16: `rounded`.
+More rows in bfloat16 go with panels of weights, to the same bits: `rounded`.
 """
 
 from __future__ import annotations
 
+from enum import IntEnum
 from functools import cache
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 from nbflow_kernels.cuda import Kernel, KernelDevice, ceil_div, cpp_kernel, device_of
@@ -31,8 +37,12 @@ SLOTS = 8
 FEW = 8
 """Rows that one operand of the tensor cores holds."""
 WARPS = 8
-RING = 3
+RING = 4
 """Of `many_rows`: chunks of tokens on their way."""
+BF16_ROWS = 64
+"""Rows in bfloat16 up to which weights are decoded in registers; panels are for more."""
+STEP, UNIT_STEPS = 64, 4
+"""Columns of a step, which slots in bfloat16 are made of; steps of a unit."""
 STATIC_BYTES = 2048
 """At most what `few_rows` declares itself: who is ready, factors of norms, codes of a block."""
 ROWS_AT_ONCE = 1024
@@ -46,8 +56,26 @@ FEW_PARAMETERS = (
 _STAGE = "f32* x, u8* records, i64 x_stride, i32 n_tokens, i32 n_columns, i32 int8"
 _MANY = (
     "u8* weights, u8* records, f32*? bias, f32* out, f32*? partial, i32*? arrived, i64 tile_bytes, "
-    "i64 out_stride, i32 n_tokens, i32 n_rows, i32 n_columns, i32 accumulate"
+    "i64 out_stride, i32 n_tokens, i32 n_rows, i32 n_columns, i32 block_tiles, i32 accumulate"
 )
+
+
+class Arithmetic(IntEnum):
+    """What activations are on tensor cores; the numbers of `staging.cuh`."""
+
+    F32_SUMS = 0
+    INT8_SUMS = 1
+    BF16 = 2
+
+    @classmethod
+    def of(cls, form: UnitForm, activations: str) -> Arithmetic:
+        """Return that of a kind of activations; of 8 bits it may be float32."""
+        if activations == "bf16":
+            return cls.BF16
+        return cls.INT8_SUMS if activations == "int8" and form.integer_sums else cls.F32_SUMS
+
+
+F32 = Arithmetic.F32_SUMS
 
 
 def qmatmul(
@@ -56,26 +84,27 @@ def qmatmul(
     """See `nbflow_kernels.qmatmul`."""
     if not x.shape[0] or not w.shape[0]:
         return
-    if activations == "bf16":
+    has_units = not w.is_float and not w.format.decodes_from_storage
+    if activations == "bf16" and not (has_units and len(x) <= BF16_ROWS):
         rounded.qmatmul(x, w, bias, accumulate, out)
     elif w.is_float:
         dense.multiply(x, w.array, bias, accumulate, out)
-    elif w.format.decodes_from_storage:
+    elif not has_units:
         rounded.decoded(x, w, bias, accumulate, activations == "int8", out)
     else:
-        multiply(x, w.units(), bias, accumulate, activations == "int8", out)
+        multiply(x, w.units(), bias, accumulate, activations, out)
     if w.outliers is not None:
         if activations == "int8":
             x = rounded.to_int8_grid(x)
         sparse.sparse_matmul(x, w.outliers, True, out)
 
 
-def multiply(x: Any, w: Units, bias: Any, accumulate: bool, int8: bool, out: Any) -> None:
+def multiply(x: Any, w: Units, bias: Any, accumulate: bool, activations: str, out: Any) -> None:
     """Multiply by a matrix in units."""
     for row in range(0, len(x), ROWS_AT_ONCE):
         part = slice(row, row + ROWS_AT_ONCE)
         launch = few_rows if len(x[part]) <= FEW else many_rows
-        launch(x[part], w, bias, accumulate, int8, out[part])
+        launch(x[part], w, bias, accumulate, activations, out[part])
 
 
 class FewShape(NamedTuple):
@@ -92,14 +121,17 @@ class FewShape(NamedTuple):
     """Groups of row tiles that a thread block computes at once."""
 
     @classmethod
-    def of(cls, device: KernelDevice, w: Units, n_tokens: int) -> FewShape | None:
+    def of(
+        cls, device: KernelDevice, w: Units, n_tokens: int, arithmetic: Arithmetic = F32
+    ) -> FewShape | None:
         """Return the shape, or None where the tokens do not fit the shared memory."""
         tokens = next(n for n in (1, 2, 4, 8) if n >= n_tokens)
+        record, half = record_bytes(w.form, tokens, arithmetic), _half(device)
         per_sm, parts = 2, 1
-        while parts < SLOTS and _few_bytes(w.form, tokens, w.n_columns, parts) > _half(device):
+        while parts < SLOTS and _few_bytes(record, w.n_columns, parts, arithmetic) > half:
             parts *= 2
-        shared = _few_bytes(w.form, tokens, w.n_columns, parts)
-        if shared > _half(device):
+        shared = _few_bytes(record, w.n_columns, parts, arithmetic)
+        if shared > half:
             per_sm = 1
             if shared + STATIC_BYTES > device.max_shared_bytes:
                 return None
@@ -108,32 +140,39 @@ class FewShape(NamedTuple):
         return cls(tokens, parts, grid, shared, n_groups)
 
 
-def few_rows(x: Any, w: Units, bias: Any, accumulate: bool, int8: bool, out: Any) -> None:
+def few_rows(x: Any, w: Units, bias: Any, accumulate: bool, activations: str, out: Any) -> None:
     """Multiply up to 8 rows."""
-    shape = FewShape.of(device_of(x), w, len(x))
+    arithmetic = Arithmetic.of(w.form, activations)
+    shape = FewShape.of(device_of(x), w, len(x), arithmetic)
     if shape is None:
         half = len(x) // 2
         if not half:
             raise UsageError(f"{w.n_columns} columns do not fit the shared memory of the device")
-        few_rows(x[:half], w, bias, accumulate, int8, out[:half])
-        few_rows(x[half:], w, bias, accumulate, int8, out[half:])
+        few_rows(x[:half], w, bias, accumulate, activations, out[:half])
+        few_rows(x[half:], w, bias, accumulate, activations, out[half:])
         return
-    few_kernel(w.form, shape.tokens, is_whole(w))(
+    few_kernel(w.form, shape.tokens, is_whole(w, arithmetic), arithmetic)(
         (shape.grid, shape.parts), 32 * WARPS,
-        few_arguments(shape, x, w, bias, float(accumulate), int8, out), shape.shared,
+        few_arguments(shape, x, w, bias, float(accumulate), activations, out), shape.shared,
     )  # fmt: skip
 
 
 def few_arguments(
-    shape: FewShape, x: Any, w: Units, bias: Any, added: float, int8: bool, out: Any,
+    shape: FewShape, x: Any, w: Units, bias: Any, added: float, activations: str, out: Any,
     rows: Any = None,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Return the arguments of `few_rows` for one matrix."""
     partial, arrived = _shared_sums(device_of(x), shape.parts, w.n_tiles, shape.n_groups)
     return (
         w.data, x, bias, out, partial, arrived, None, rows, 0, w.form.tile_bytes(w.n_columns),
-        *_strides(x, out), len(out), w.n_rows, w.n_columns, added, int(int8),
+        *_strides(x, out), len(out), w.n_rows, w.n_columns, added,
+        _rounds_first(w.form, activations),
     )  # fmt: skip
+
+
+def _rounds_first(form: UnitForm, activations: str) -> int:
+    """Return whether activations are rounded to 8 bits and then multiplied as float32."""
+    return int(activations == "int8" and Arithmetic.of(form, activations) == F32)
 
 
 def grouped(
@@ -146,9 +185,14 @@ def grouped(
     device, form = device_of(x), w.form
     n_tiles, tile_bytes = ceil_div(n_rows, ROWS), form.tile_bytes(w.n_columns)
     tokens = next(
-        (n for n in (8, 4, 2, 1) if _few_bytes(form, n, w.n_columns, 1) <= _half(device)), 1
+        (
+            n
+            for n in (8, 4, 2, 1)
+            if _few_bytes(record_bytes(form, n), w.n_columns, 1) <= _half(device)
+        ),
+        1,
     )
-    shared = _few_bytes(form, tokens, w.n_columns, 1)
+    shared = _few_bytes(record_bytes(form, tokens), w.n_columns, 1)
     grid = min(n_tiles, max(1, 2 * device.n_sms))
     few_kernel(form, tokens, is_whole(w))(
         (grid, 1, n_matrices), 32 * WARPS,
@@ -167,60 +211,91 @@ class ManyShape(NamedTuple):
     """Of a warp."""
     token_tiles: int
     """Groups of 8 tokens of a thread block."""
-    per_sm: int
-    """Thread blocks on a processor."""
 
     @classmethod
-    def of(cls, form: UnitForm, n_groups: int) -> ManyShape:
-        """Return the shape: small for up to 16 tokens, where waiting for the weights counts."""
-        if n_groups <= 2:
-            return cls(1, 2, 2)
-        return cls(1 if form.sub_block == 16 else 2, 4, 1)  # what a warp has registers for
+    def of(
+        cls, form: UnitForm, n_groups: int, arithmetic: Arithmetic = F32,
+        max_shared_bytes: int | None = None,
+    ) -> ManyShape:  # fmt: skip
+        """Return the shape for a number of groups of 8 tokens: what a warp has registers for."""
+        if arithmetic == Arithmetic.BF16:
+            sizes, row_tiles = (2, 4, 8), 2
+        else:
+            sizes, row_tiles = (2, 4), 1 if form.sub_block == 16 else 2
+        shape = cls(row_tiles, next((n for n in sizes if n >= n_groups), sizes[-1]))
+        room = max_shared_bytes
+        while room and shape.token_tiles > 1 and shape.shared_bytes(form, arithmetic) > room:
+            shape = cls(row_tiles, shape.token_tiles // 2)
+        return shape
+
+    def shared_bytes(self, form: UnitForm, arithmetic: Arithmetic) -> int:
+        """Return the bytes of the ring and of the totals."""
+        results = 4 * self.row_tiles * self.token_tiles
+        record = record_bytes(form, 8, arithmetic)
+        return RING * self.token_tiles * record + 4 * 32 * WARPS * results
+
+    def grid(self, device: KernelDevice, n_tiles: int, n_groups: int) -> tuple[int, int, int, int]:
+        """Return the grid, and how many row tiles a thread block has: all have about as many."""
+        most, n_pieces = WARPS * self.row_tiles, ceil_div(n_groups, self.token_tiles)
+        n_blocks = ceil_div(n_tiles, most) * n_pieces
+        parts = 1
+        while parts < SLOTS and n_blocks * parts * 2 <= device.n_sms:
+            parts *= 2
+        places = ceil_div(n_blocks * parts, device.n_sms) * device.n_sms // (parts * n_pieces)
+        block_tiles = ceil_div(ceil_div(n_tiles, places), self.row_tiles) * self.row_tiles
+        return ceil_div(n_tiles, block_tiles), parts, n_pieces, block_tiles
 
 
-def many_rows(x: Any, w: Units, bias: Any, accumulate: bool, int8: bool, out: Any) -> None:
+def many_rows(x: Any, w: Units, bias: Any, accumulate: bool, activations: str, out: Any) -> None:
     """Multiply any number of rows."""
-    device, form = device_of(x), w.form
+    device, form, arithmetic = device_of(x), w.form, Arithmetic.of(w.form, activations)
     n_groups, n_chunks = ceil_div(len(x), 8), ceil_div(w.n_columns, CHUNK)
-    record = record_bytes(form, 8)
-    records = workspace(device, "qmatmul records", n_chunks * n_groups * record, "u1")
+    size = n_chunks * n_groups * record_bytes(form, 8, arithmetic)
+    records = workspace(device, "qmatmul records", size, "u1")
     x_stride, out_stride = _strides(x, out)
-    _stage_kernel(form)(
-        (n_chunks, n_groups), 256, (x, records, x_stride, len(x), w.n_columns, int(int8))
+    rounds = _rounds_first(form, activations)
+    _stage_kernel(form, arithmetic)(
+        (n_chunks, n_groups), 256, (x, records, x_stride, len(x), w.n_columns, rounds)
     )
-    shape = ManyShape.of(form, n_groups)
-    grid = ceil_div(w.n_tiles, WARPS * shape.row_tiles), ceil_div(n_groups, shape.token_tiles)
-    parts = 1
-    while parts < SLOTS and grid[0] * grid[1] * parts * 2 <= shape.per_sm * device.n_sms:
-        parts *= 2
-    partial, arrived = _shared_sums(device, parts, w.n_tiles * n_groups, grid[0] * grid[1])
-    many_kernel(form, shape)(
-        (grid[0], parts, grid[1]), 32 * WARPS,
+    shape = ManyShape.of(form, n_groups, arithmetic, device.max_shared_bytes)
+    *grid, block_tiles = shape.grid(device, w.n_tiles, n_groups)
+    partial, arrived = _shared_sums(device, grid[1], w.n_tiles * n_groups, grid[0] * grid[2])
+    many_kernel(form, shape, arithmetic)(
+        tuple(grid), 32 * WARPS,
         (
             w.data, records, bias, out, partial, arrived, form.tile_bytes(w.n_columns), out_stride,
-            len(x), w.n_rows, w.n_columns, int(accumulate),
+            len(x), w.n_rows, w.n_columns, block_tiles, int(accumulate),
         ),
-        shared=RING * shape.token_tiles * record,
+        shared=shape.shared_bytes(form, arithmetic),
     )  # fmt: skip
 
 
-def record_bytes(form: UnitForm, tokens: int) -> int:
+def record_bytes(form: UnitForm, tokens: int, arithmetic: Arithmetic = F32) -> int:
     """Return the bytes of a staged chunk (`staging.cuh`)."""
-    each = 512 + 8 * max(1, CHUNK // form.sub_block // 2) + 4
-    return ceil_div(tokens * each, 16) * 16
+    if arithmetic == Arithmetic.BF16:
+        return 256 * tokens
+    sums_and_factor = 8 * max(1, CHUNK // form.sub_block // 2) + 4
+    numbers = 512 if arithmetic == F32 else 256 + 4 * (CHUNK // 32)
+    return ceil_div(tokens * (numbers + sums_and_factor), 16) * 16
 
 
-def _few_bytes(form: UnitForm, tokens: int, n_columns: int, parts: int) -> int:
+def _few_bytes(record: int, n_columns: int, parts: int, arithmetic: Arithmetic = F32) -> int:
     """Return the shared memory of `few_rows` if `parts` thread blocks divide the slots."""
-    n_chunks = ceil_div(n_columns, CHUNK)
-    n_units, step = ceil_div(n_chunks, 2), SLOTS // parts
-    starts = [n_units * slot // SLOTS for slot in range(0, SLOTS + 1, step)]
-    most = max(b - a for a, b in pairwise(starts))
-    return 2 * most * record_bytes(form, tokens) + 2 * 512 * WARPS
+    size = STEP if arithmetic == Arithmetic.BF16 else STEP * UNIT_STEPS
+    n_pieces, per_unit = ceil_div(n_columns, size), STEP * UNIT_STEPS // size
+    starts = [n_pieces * slot // SLOTS for slot in range(SLOTS + 1)]
+    step = SLOTS // parts
+    most = max(
+        ceil_div(starts[slot + step], per_unit) - starts[slot] // per_unit
+        for slot in range(0, SLOTS, step)
+    )
+    return 2 * most * record + 2 * 512 * WARPS
 
 
-def is_whole(w: Units) -> bool:
-    """Return whether all units have two chunks."""
+def is_whole(w: Units, arithmetic: Arithmetic = F32) -> bool:
+    """Return whether all units have two chunks and all slots whole units."""
+    if arithmetic == Arithmetic.BF16:
+        return ceil_div(w.n_columns, STEP) % (SLOTS * UNIT_STEPS) == 0
     return ceil_div(w.n_columns, CHUNK) % 2 == 0
 
 
@@ -243,26 +318,34 @@ def _strides(x: Any, out: Any) -> tuple[int, int]:
 
 
 @cache
-def few_kernel(form: UnitForm, tokens: int, whole: bool) -> Kernel:
-    """Return `few_rows` compiled for a form; `whole`: units have two chunks always."""
-    own: dict[str, str | int] = {"TOKENS": tokens, "WARPS": WARPS, "WHOLE": int(whole)}
-    defines = {**form.defines(), **own}
+def few_kernel(form: UnitForm, tokens: int, whole: bool, arithmetic: Arithmetic = F32) -> Kernel:
+    """Return `few_rows` compiled for a form; `whole`: as `is_whole` says."""
+    defines = few_defines(form, tokens, whole, arithmetic)
     return cpp_kernel(__file__, "few_rows.cu", "few_rows", FEW_PARAMETERS, defines=defines)
 
 
+def few_defines(
+    form: UnitForm, tokens: int, whole: bool, arithmetic: Arithmetic
+) -> dict[str, str | int]:
+    """Return the macros of `few_rows`."""
+    own = {"TOKENS": tokens, "WARPS": WARPS, "WHOLE": int(whole), "ARITHMETIC": int(arithmetic)}
+    return {**form.defines(), **own}
+
+
 @cache
-def many_kernel(form: UnitForm, shape: ManyShape) -> Kernel:
+def many_kernel(form: UnitForm, shape: ManyShape, arithmetic: Arithmetic = F32) -> Kernel:
     """Return `many_rows` compiled for a form."""
-    return cpp_kernel(__file__, "many_rows.cu", "many_rows", _MANY, defines=_many(form, shape))
+    defines = _many(form, shape, arithmetic)
+    return cpp_kernel(__file__, "many_rows.cu", "many_rows", _MANY, defines=defines)
 
 
 @cache
-def _stage_kernel(form: UnitForm) -> Kernel:
+def _stage_kernel(form: UnitForm, arithmetic: Arithmetic) -> Kernel:
     """Return `stage_rows` compiled for a form."""
-    defines = _many(form, ManyShape(1, 1, 1))  # of which it needs nothing
+    defines = _many(form, ManyShape(1, 1), arithmetic)  # of which it needs nothing
     return cpp_kernel(__file__, "many_rows.cu", "stage_rows", _STAGE, defines=defines)
 
 
-def _many(form: UnitForm, shape: ManyShape) -> dict[str, str | int]:
-    own = {"ROW_TILES": shape.row_tiles, "TOKEN_TILES": shape.token_tiles, "PER_SM": shape.per_sm}
-    return {**form.defines(), **own}
+def _many(form: UnitForm, shape: ManyShape, arithmetic: Arithmetic) -> dict[str, str | int]:
+    own = {"ROW_TILES": shape.row_tiles, "TOKEN_TILES": shape.token_tiles}
+    return {**form.defines(), **own, "ARITHMETIC": int(arithmetic)}

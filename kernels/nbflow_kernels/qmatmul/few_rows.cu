@@ -42,10 +42,11 @@ DEV void load_unit(Unit& to, const u8* unit, int n_chunks, int lane) {
 }
 
 // Multiply a unit of `n_chunks`; its registers take the next one's bytes (`n_next` chunks) as soon as
-// they are free.  With WHOLE units have two chunks always, and nothing depends on it.
+// they are free.  With WHOLE units have two chunks always, and slots whole units, and nothing depends on
+// it.  In bfloat16 steps `first` to `end` of the unit are the slot's.
 DEV void multiply_unit(
     const Table& table, Unit& now, const u8* unit, int n_chunks, const u8* next, int n_next,
-    const u8* records, int lane, float acc[4]) {
+    const u8* records, int first, int end, int lane, float acc[4]) {
   const Floats floats = now.floats;
   now.floats.load(next, lane);
 #pragma unroll
@@ -56,13 +57,25 @@ DEV void multiply_unit(
     const u8* from = own ? chunk_of(unit, 1) : chunk_of(next, odd % AHEAD);
     const bool there = WHOLE || own || odd % AHEAD < n_next;
     if (WHOLE || odd < n_chunks) {
-      u32 operand[1][8][4];
-      auto before = [&](int tile) {
-        decode_tile(table, chunk.w, tile, operand[0] + 4 * tile);
-        if (tile == 1 && there) chunk.load_words(from, lane);
-      };
-      multiply_chunk<1, NB>(before, table, operand, &chunk, &floats,
-                            records + odd * Record<NB>::BYTES, lane, (float(*)[4])acc);
+      const u8* record = records + odd * Record<NB>::BYTES;
+      if constexpr (ARITHMETIC == BF16) {
+#pragma unroll
+        for (int tile = 0; tile < 2; tile++) {
+          const int step = 2 * odd + tile;
+          const bool own_step = WHOLE || (first <= step && step < end);
+          u32 operand[1][4][4];
+          if (own_step) decode_bf16(table, chunk, floats, tile, operand[0]);
+          if (tile == 1 && there) chunk.load_words(from, lane);
+          if (own_step) multiply_tile<1, NB>(operand, record, tile, lane, (float(*)[4])acc);
+        }
+      } else {
+        u32 operand[1][8][4];
+        auto before = [&](int tile) {
+          decode_tile(table, chunk.w, tile, operand[0] + 4 * tile);
+          if (tile == 1 && there) chunk.load_words(from, lane);
+        };
+        multiply_chunk<1, NB>(before, table, operand, &chunk, &floats, record, lane, (float(*)[4])acc);
+      }
       if (there) chunk.load_scales(from, lane);
     } else if (AHEAD == 2 && there) {
       chunk.load_words(from, lane);
@@ -83,11 +96,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) few_rows(
 #endif
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   const int per_block = SLOTS / gridDim.y, n_tiles = (n_rows + 15) / 16;
-  const int n_chunks = (n_columns + CHUNK - 1) / CHUNK, n_units = (n_chunks + 1) / 2;
-  const int chunk_0 = 2 * slot_start(blockIdx.y * per_block, n_units);
-  const int chunk_1 = min(2 * slot_start((blockIdx.y + 1) * per_block, n_units), n_chunks);
-  const int slot = blockIdx.y * per_block + warp % per_block, at_once = WARPS / per_block;
-  const int unit_0 = slot_start(slot, n_units), unit_1 = slot_start(slot + 1, n_units);
+  const int n_chunks = (n_columns + CHUNK - 1) / CHUNK, first_slot = blockIdx.y * per_block;
+  const int chunk_0 = 2 * unit_of(slot_step(first_slot, n_columns));
+  const int chunk_1 = min(2 * units_to(slot_step(first_slot + per_block, n_columns)), n_chunks);
+  const int slot = first_slot + warp % per_block, at_once = WARPS / per_block;
+  const int step_0 = slot_step(slot, n_columns), step_1 = slot_step(slot + 1, n_columns);
+  const int unit_0 = unit_of(step_0), unit_1 = step_0 < step_1 ? units_to(step_1) : unit_0;
   const bool wide = (((unsigned long long)x | 4 * x_stride) & 15) == 0;
   // behind the records of the slots' chunks: the sums of the warps
   const int sums_at = (chunk_1 - chunk_0) * Record<NB>::BYTES;
@@ -148,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) few_rows(
           const u8* after = at + (last ? jump : UNIT_BYTES);
           const int next = last ? jump ? unit_0 : unit : unit + 1;
           multiply_unit(table, now, at, min(2, n_chunks - 2 * unit), after, n_chunks - 2 * next, records,
-                        lane, acc);
+                        step_0 - UNIT_STEPS * unit, step_1 - UNIT_STEPS * unit, lane, acc);
           at = after;
           records += 2 * Record<NB>::BYTES;
         }

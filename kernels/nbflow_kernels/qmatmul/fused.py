@@ -20,8 +20,10 @@ from nbflow_kernels.qmatmul.cuda import (
     FEW,
     FEW_PARAMETERS,
     WARPS,
+    Arithmetic,
     FewShape,
     few_arguments,
+    few_defines,
     is_whole,
 )
 from nbflow_kernels.quants.tensor import QuantTensor
@@ -234,20 +236,18 @@ class RowNorm(Epilogue):
 
 def can_fuse(device: KernelDevice, w: Any, n_tokens: int, activations: str) -> bool:
     """Return whether `product` takes a weight and so many rows."""
-    return (
-        isinstance(w, QuantTensor)
-        and not w.is_float
-        and not w.format.decodes_from_storage
-        and w.outliers is None
-        and activations in ("f32", "int8")
-        and n_tokens <= FEW
-        and FewShape.of(device, w.units(), n_tokens) is not None
-    )
+    if not isinstance(w, QuantTensor) or w.is_float or w.format.decodes_from_storage:
+        return False
+    if w.outliers is not None or n_tokens > FEW:
+        return False
+    units = w.units()
+    arithmetic = Arithmetic.of(units.form, activations)
+    return FewShape.of(device, units, n_tokens, arithmetic) is not None
 
 
 def product(
     x: Any, w: QuantTensor, bias: Any, out: Any, *, rows: Any = None, norm: Norm | None = None,
-    then: Epilogue = NOTHING, added: float = 0.0, int8: bool = False,
+    then: Epilogue = NOTHING, added: float = 0.0, activations: str = "f32",
 ) -> None:  # fmt: skip
     """Multiply up to 8 rows, normalized by `norm`, and go on as `then` says.
 
@@ -269,15 +269,16 @@ def product(
         What comes behind.
     added : float
         Not 0: results times this are added to what `out` holds.
-    int8 : bool
-        Whether activations are rounded to the grid of 8 bits.
+    activations : {"f32", "bf16", "int8"}
+        As in `nbflow_kernels.qmatmul`.
     """
     if not len(out):
         return
     device, units = device_of(x), w.units()
-    shape = FewShape.of(device, units, len(out))
+    arithmetic = Arithmetic.of(units.form, activations)
+    shape = FewShape.of(device, units, len(out), arithmetic)
     assert shape is not None
-    arguments = few_arguments(shape, x, units, bias, added, int8, out, rows)
+    arguments = few_arguments(shape, x, units, bias, added, activations, out, rows)
     if norm is not None:
         arguments += norm.arguments
     n_regions = then.n_regions(units.n_rows)
@@ -286,7 +287,8 @@ def product(
         arguments += (arrived, *then.arguments)
     kind = 0 if norm is None else _NUMBERS[norm.kind]
     then_key = then.number, then.parameters, then.defines
-    _kernel(units.form, shape.tokens, is_whole(units), kind, *then_key)(
+    whole = is_whole(units, arithmetic)
+    _kernel(units.form, shape.tokens, whole, arithmetic, kind, *then_key)(
         (shape.grid, shape.parts), 32 * WARPS, arguments,
         max(shape.shared, then.shared_bytes(units.n_rows, len(out))),
     )  # fmt: skip
@@ -294,8 +296,8 @@ def product(
 
 @cache
 def _kernel(
-    form: UnitForm, tokens: int, whole: bool, norm: int, then: int, then_parameters: str,
-    more: tuple[tuple[str, str | int], ...],
+    form: UnitForm, tokens: int, whole: bool, arithmetic: Arithmetic, norm: int, then: int,
+    then_parameters: str, more: tuple[tuple[str, str | int], ...],
 ) -> Kernel:  # fmt: skip
     """Return `few_rows` with a prologue and an epilogue."""
     parts = [FEW_PARAMETERS]
@@ -304,7 +306,9 @@ def _kernel(
     if then_parameters:
         parts += [_REGIONS, then_parameters]
     defines: dict[str, str | int] = {
-        **form.defines(), "TOKENS": tokens, "WARPS": WARPS, "WHOLE": int(whole), "NORM": norm,
-        "EPILOGUE": then, **dict(more),
-    }  # fmt: skip
+        **few_defines(form, tokens, whole, arithmetic),
+        "NORM": norm,
+        "EPILOGUE": then,
+        **dict(more),
+    }
     return cpp_kernel(__file__, "few_rows.cu", "few_rows", ", ".join(parts), defines=defines)

@@ -1,14 +1,25 @@
 // How the columns are divided, the end of a product, and what the kernels share in global memory.
 //
-// A row's units are cut into SLOTS pieces of neighbours; the sum of each is computed unit by unit,
-// and the sums are added in order.  That order depends on the number of columns alone: not on how
+// A row's units (in bfloat16: its steps of 64 columns, as those of `matmul/tensor_cores.cu`) are cut into
+// SLOTS pieces of neighbours; the sum of each is computed unit by unit, and the sums are added in order.  That order depends on the number of columns alone: not on how
 // many tokens there are, nor on which thread block computes what.
 #pragma once
-#include "qmatmul/staging.cuh"
+#include "qmatmul/bf16.cuh"
 
 constexpr int SLOTS = 8;
+constexpr int STEP = 64, UNIT_STEPS = 4;
 
 DEV int slot_start(int slot, int n_units) { return n_units * slot / SLOTS; }
+
+// The first step of a slot.
+DEV int slot_step(int slot, int n_columns) {
+  if (ARITHMETIC == BF16) return slot_start(slot, (n_columns + STEP - 1) / STEP);
+  return UNIT_STEPS * slot_start(slot, (n_columns + UNIT_STEPS * STEP - 1) / (UNIT_STEPS * STEP));
+}
+
+// The units that steps [first, end) lie in: unit_of(first) to units_to(end).
+DEV int unit_of(int step) { return step / UNIT_STEPS; }
+DEV int units_to(int end) { return (end + UNIT_STEPS - 1) / UNIT_STEPS; }
 
 // A result of row `row` (of its matrix) and a token: with the bias, put in place of the old one, or
 // times `added` (if that is not 0) added to it.
@@ -20,7 +31,7 @@ struct Output {
   float added;
 
   DEV_METHOD float value(float sum, int row) const {
-    const float v = __fmul_rn(sum, OUT);
+    const float v = ARITHMETIC == BF16 ? sum : __fmul_rn(sum, OUT);
     return bias ? __fadd_rn(v, bias[row]) : v;
   }
 

@@ -1,22 +1,40 @@
-// Activations as the other operand: chunks of 128 columns in float16, as two numbers each.
+// Activations as the other operand, chunks of 128 columns, in one of three arithmetics.
 //
-// The numbers of a token's chunk are multiplied by a power of two that brings the largest magnitude
-// to 2**14..2**15, and by 2**-position of the code field that they meet; then x = high + low, both
-// float16: exact to 2**-22 of the number or 2**-30 of the chunk's largest (2**-25 with pairs).  A *record* of a chunk is
+// F32_SUMS   The numbers of a token's chunk are multiplied by a power of two that brings the largest
+//            magnitude to 2**14..2**15, and by 2**-position of the code field that they meet; then
+//            x = high + low, both float16: exact to 2**-22 of the number or 2**-30 of the chunk's
+//            largest (2**-25 with pairs).
+// INT8_SUMS  The codes of 8-bit activations, as float16 numbers: sums of products with codes of weights
+//            are exact integers, and one product is enough.  Each 32 columns have a scale.
+// BF16       Numbers rounded to bfloat16, for weights that are too (`bf16.cuh`).
 //
-//   fragments  [4 groups of 32 columns][high, low][token][t]: 16 bytes, the operand of two steps
+// A *record* of a chunk is
+//
+//   fragments  [4 groups of 32 columns][high, low][token][t]: 16 bytes, the operand of two steps;
+//              `low` with F32_SUMS alone, and with BF16 there is nothing else
 //   sums       [token] of the groups of columns that share a scale, divided by SUB_BLOCK: two groups'
 //              high parts in float16, then their low parts; or without TENSOR_SUMS float32, and times
 //              -ZERO without mins
+//   scales     [4 groups of 32 columns][token]: float32, of 8-bit activations
 //   factors    [token]: float32, the power of two that takes the scaling back
 #pragma once
 #include "quants/units.cuh"
 
+#ifndef ARITHMETIC
+#define ARITHMETIC 0
+#endif
+enum { F32_SUMS, INT8_SUMS, BF16 };
+
+constexpr int FRAGMENT_PARTS = ARITHMETIC == F32_SUMS ? 2 : 1;
+
 template <int NB>  // tokens: 1, 2, 4 or 8
 struct Record {
-  static constexpr int FRAGMENTS = 512 * NB, SUMS = FRAGMENTS;
+  static constexpr int GROUP = 64 * FRAGMENT_PARTS * NB;  // bytes of 32 columns
+  static constexpr int SUMS = 4 * GROUP;
   static constexpr int TOKEN = 8 * SUM_PAIRS;  // bytes of a token's sums
-  static constexpr int FACTORS = SUMS + NB * TOKEN, BYTES = (FACTORS + 4 * NB + 15) / 16 * 16;
+  static constexpr int SCALES_AT = SUMS + NB * TOKEN;
+  static constexpr int FACTORS = SCALES_AT + (ARITHMETIC == INT8_SUMS ? 16 * NB : 0);
+  static constexpr int BYTES = ARITHMETIC == BF16 ? SUMS : (FACTORS + 4 * NB + 15) / 16 * 16;
 
   // A lane's results are those of columns 2 t and 2 t + 1 of the operand.  Up to 4 tokens have even
   // columns, so that the second one is for nothing and what would be done with it is left out.
@@ -43,18 +61,23 @@ DEV float4 load_four(const float* row, int k, int n, bool wide) {
   return v;
 }
 
-// The numbers that 8-bit activations stand for: each 32 columns have a scale (`qmatmul`, Notes).
-DEV float4 rounded_to_int8(float4 v) {
+// The codes of 8-bit activations, whose scale is that of 32 columns, in eight lanes (`qmatmul`, Notes).
+DEV float4 int8_codes(float4 v, float& scale) {
   float largest = fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w)));
 #pragma unroll
   for (int o = 1; o < 8; o <<= 1) largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, o));
   float inverse = largest >= 7.888609052210118e-31f ? 127.0f / largest : 0.0f;  // 2**-100
-  float scale = inverse > 0.0f ? largest / 127.0f : 0.0f;
+  scale = inverse > 0.0f ? largest / 127.0f : 0.0f;
   // 0 times what is not finite keeps it so
   if (!(largest <= 3.4028234663852886e38f)) scale = largest;
-  v.x = rintf(v.x * inverse) * scale, v.y = rintf(v.y * inverse) * scale;
-  v.z = rintf(v.z * inverse) * scale, v.w = rintf(v.w * inverse) * scale;
-  return v;
+  return {rintf(v.x * inverse), rintf(v.y * inverse), rintf(v.z * inverse), rintf(v.w * inverse)};
+}
+
+// The numbers that they stand for.
+DEV float4 rounded_to_int8(float4 v) {
+  float scale;
+  const float4 q = int8_codes(v, scale);
+  return {q.x * scale, q.y * scale, q.z * scale, q.w * scale};
 }
 
 // x = high + low; what is not finite stays in `high`.
@@ -64,9 +87,30 @@ DEV void split(float x0, float x1, u32& high, u32& low) {
   low = to_f16x2(r0 == r0 ? r0 : 0.0f, r1 == r1 ? r1 : 0.0f);
 }
 
+// Where a lane's four columns lie in the fragments of token n: two words, 16 bytes apart.
+//
+// Lane: columns 4 lane ..: group of 32, step of 16, half of 8, pairs t and t + 1.
+template <int NB>
+DEV u8* fragment_of(u8* record, int n, int lane) {
+  const int group = lane >> 3, step = (lane >> 2) & 1, j = (lane >> 1) & 1, t = 2 * (lane & 1);
+  return record + group * Record<NB>::GROUP + n * 64 + t * 16 + step * 8 + j * 4;
+}
+
 // Write token n of a record: a warp, whose lanes hold four columns each.
 template <int NB>
 DEV void stage(float4 v, u8* record, int n, int lane) {
+  using Of = Record<NB>;
+  u8* to = fragment_of<NB>(record, n, lane);
+  if constexpr (ARITHMETIC == BF16) {
+    *(u32*)to = to_bf16x2(v.x, v.y), *(u32*)(to + 16) = to_bf16x2(v.z, v.w);
+    return;
+  }
+  float4 code = {};
+  float scale = 0.0f;
+  if constexpr (ARITHMETIC == INT8_SUMS) {
+    code = int8_codes(v, scale);
+    v = {code.x * scale, code.y * scale, code.z * scale, code.w * scale};
+  }
   // fmaxf ignores NaN, which need no scaling
   float largest = lane_max(fmaxf(fmaxf(fabsf(v.x), fabsf(v.y)), fmaxf(fabsf(v.z), fabsf(v.w))));
   // zero and tiny numbers: as if 2**-112, so that the exponents below stay in range
@@ -82,29 +126,35 @@ DEV void stage(float4 v, u8* record, int n, int lane) {
     if constexpr (TENSOR_SUMS) {
       u32 high, low;
       split(sum * (1.0f / SUB_BLOCK), 0.0f, high, low);
-      u16* to = (u16*)(record + Record<NB>::SUMS + n * Record<NB>::TOKEN + 8 * (g >> 1)) + (g & 1);
-      to[0] = (u16)high, to[2] = (u16)low;
-      if (GROUPS == 1) to[1] = 0, to[3] = 0;
+      u16* at = (u16*)(record + Of::SUMS + n * Of::TOKEN + 8 * (g >> 1)) + (g & 1);
+      at[0] = (u16)high, at[2] = (u16)low;
+      if (GROUPS == 1) at[1] = 0, at[3] = 0;
     } else {
-      *(float*)(record + Record<NB>::SUMS + n * Record<NB>::TOKEN + 4 * g) =
-          sum * (HAS_MIN ? UNIT : -ZERO * UNIT);
+      *(float*)(record + Of::SUMS + n * Of::TOKEN + 4 * g) = sum * (HAS_MIN ? UNIT : -ZERO * UNIT);
     }
   }
-  if (lane == 0) *(float*)(record + Record<NB>::FACTORS + n * 4) = factor;
-  // lane: columns 4 lane ..: group of 32, step of 16, half of 8, pairs t and t + 1
-  int group = lane >> 3, step = (lane >> 2) & 1, j = (lane >> 1) & 1, t = 2 * (lane & 1);
-  u32 position = ((u32)POSITIONS >> 4 * (lane >> 1 & 7)) & 15u;
-  float down = __uint_as_float((127u - position) << 23);
-  u32 high[2], low[2];
-  split(v.x * down, v.y * down, high[0], low[0]);
-  split(v.z * down, v.w * down, high[1], low[1]);
-  u8* to = record + (group * 2 * NB + n) * 64 + t * 16 + step * 8 + j * 4;
+  if (lane == 0) *(float*)(record + Of::FACTORS + n * 4) = factor;
+  const u32 position = ((u32)POSITIONS >> 4 * (lane >> 1 & 7)) & 15u;
+  const float down = __uint_as_float((127u - position) << 23);
+  if constexpr (ARITHMETIC == INT8_SUMS) {
+    if ((lane & 7) == 0) *(float*)(record + Of::SCALES_AT + 4 * ((lane >> 3) * NB + n)) = scale * up;
+    *(u32*)to = to_f16x2(code.x * down, code.y * down);
+    *(u32*)(to + 16) = to_f16x2(code.z * down, code.w * down);
+  } else {
+    u32 high[2], low[2];
+    split(v.x * down, v.y * down, high[0], low[0]);
+    split(v.z * down, v.w * down, high[1], low[1]);
 #pragma unroll
-  for (int i = 0; i < 2; i++) {
-    *(u32*)(to + 16 * i) = high[i];
-    *(u32*)(to + 64 * NB + 16 * i) = low[i];
+    for (int i = 0; i < 2; i++) {
+      *(u32*)(to + 16 * i) = high[i];
+      *(u32*)(to + 64 * NB + 16 * i) = low[i];
+    }
   }
 }
+
+// Columns whose products are added before a scale is applied.
+constexpr int PIECE = ARITHMETIC == INT8_SUMS && SUB_BLOCK > 32 ? 32 : SUB_BLOCK;
+static_assert(ARITHMETIC != INT8_SUMS || TENSOR_SUMS || !(HAS_ZERO || HAS_MIN), "sums are not integers");
 
 // acc += factor * scale * (codes . x) + ..., for R row tiles and the tokens of a record.
 //
@@ -134,7 +184,8 @@ DEV void multiply_chunk(
   }
   uint4 high, low;
 #pragma unroll
-  for (int g = 0; g < GROUPS; g++) {
+  for (int p = 0; p < CHUNK / PIECE; p++) {
+    const int g = p * PIECE / SUB_BLOCK;
     // without TENSOR_SUMS; the codes' zero: sums start at -ZERO times that of the activations
     float sum[2] = {}, start[2] = {};
     if constexpr (!TENSOR_SUMS && (HAS_ZERO || HAS_MIN)) {
@@ -145,21 +196,28 @@ DEV void multiply_chunk(
 #pragma unroll
       for (int e = 0; e < E; e++) start[e] = HAS_MIN ? -ZERO * sum[e] : sum[e];
     }
+    float of_token[2] = {1.0f, 1.0f};
+    if constexpr (ARITHMETIC == INT8_SUMS) {
+#pragma unroll
+      for (int e = 0; e < E; e++)
+        of_token[e] = *(const float*)(record + Of::SCALES_AT + 4 * (p * PIECE / 32 * NB + Of::token(t, e)));
+    }
     float c[R][4];
 #pragma unroll
     for (int r = 0; r < R; r++) c[r][0] = c[r][2] = start[0], c[r][1] = c[r][3] = start[1];
 #pragma unroll
-    for (int s = 0; s < SUB_BLOCK / 16; s++) {
-      const int step = g * (SUB_BLOCK / 16) + s;
+    for (int s = 0; s < PIECE / 16; s++) {
+      const int step = p * (PIECE / 16) + s;
       if (step % 4 == 0) before(step / 4);
       if (step % 2 == 0) {
-        high = *(const uint4*)(fragments + (step / 2) * 128 * NB);
-        low = *(const uint4*)(fragments + (step / 2) * 128 * NB + 64 * NB);
+        high = *(const uint4*)(fragments + (step / 2) * Of::GROUP);
+        if constexpr (FRAGMENT_PARTS == 2) low = *(const uint4*)(fragments + (step / 2) * Of::GROUP + 64 * NB);
       }
 #pragma unroll
       for (int r = 0; r < R; r++) {
         mma_f16(c[r], operand[r][step], step % 2 ? high.z : high.x, step % 2 ? high.w : high.y);
-        mma_f16(c[r], operand[r][step], step % 2 ? low.z : low.x, step % 2 ? low.w : low.y);
+        if constexpr (FRAGMENT_PARTS == 2)
+          mma_f16(c[r], operand[r][step], step % 2 ? low.z : low.x, step % 2 ? low.w : low.y);
       }
     }
 #pragma unroll
@@ -171,7 +229,8 @@ DEV void multiply_chunk(
         else scale_of(table, chunk[r].scales[h], g, scale, base);
 #pragma unroll
         for (int e = 0; e < E; e++) {
-          part[r][2 * h + e] = fmaf(scale, c[r][2 * h + e], part[r][2 * h + e]);
+          const float both = ARITHMETIC == INT8_SUMS ? __fmul_rn(scale, of_token[e]) : scale;
+          part[r][2 * h + e] = fmaf(both, c[r][2 * h + e], part[r][2 * h + e]);
           if constexpr (HAS_MIN && !TENSOR_SUMS) {
             float& to = TWO_FLOATS ? mins[r][2 * h + e] : part[r][2 * h + e];
             to = fmaf(base, sum[e], to);

@@ -164,6 +164,14 @@ class UnitForm:
     """The table, 8 or 16 numbers; empty without."""
 
     @property
+    def integer_sums(self) -> bool:
+        """Whether sums of codes times integers need nothing else added (`units.cuh`)."""
+        has_min = self.scales in ("half_min", "float_min", "byte_min", "nibble_min", "u8_pair")
+        if self.zero:  # times the sums of activations, in a product of its own
+            return self.scales in ("half", "byte")
+        return not has_min or self.scales in ("half_min", "byte_min", "nibble_min")
+
+    @property
     def chunk_words(self) -> int:
         """32-bit words of a lane in a chunk."""
         return 7 if self.kind == PAIRS else 2 * self.bits
