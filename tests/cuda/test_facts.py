@@ -11,9 +11,12 @@ import nbflow_ptx
 from nbflow_kernels.activation import cuda as activation
 from nbflow_kernels.embedding import cuda as embedding
 from nbflow_kernels.logits import cuda as logits
+from nbflow_kernels.matmul import wgmma
 from nbflow_kernels.norm import cuda as norm
 from nbflow_kernels.position import cuda as position
+from nbflow_kernels.qmatmul import unit_tiles
 from nbflow_kernels.quants import cuda as quants
+from nbflow_kernels.quants.units import unit_form
 from nbflow_kernels.sparse import cuda as sparse
 
 pytestmark = pytest.mark.compiler
@@ -74,3 +77,17 @@ def test_sums_of_rows_are_float64_but_not_what_is_done_for_each_logit(arch: str)
     assert facts.stack_bytes == 0
     assert facts.registers is not None
     assert facts.registers <= 64  # two thread blocks of 512 on a multiprocessor
+
+
+@pytest.mark.parametrize("name", ["rows of bfloat16", "q8_0"])
+def test_products_by_wgmma_keep_both_sums_in_registers(name: str) -> None:
+    """Of 255: sums twice, 96 or 64 each, and the weights of two steps."""
+    if name.startswith("rows"):
+        kernel = wgmma._kernel(2, "bf16", 1, 192)
+    else:
+        form = unit_form(nk.FORMATS[name].integer_form)
+        kernel = unit_tiles.kernel(form, unit_tiles.MOST_TOKENS)
+    facts = _facts(kernel, "sm_90a")
+    assert (facts.fp64, facts.local_accesses, facts.stack_bytes) == (0, 0, 0)
+    assert facts.tensor_core == 4 + 3  # a step of 64 columns; fence, commit, wait
+    assert (facts.async_copies or 0) + facts.wide_loads > 0

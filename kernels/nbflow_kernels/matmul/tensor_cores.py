@@ -2,8 +2,8 @@
 
 Activations become numbers of the weights' type: three of bfloat16, which hold all 24 bits, two of
 float16 after a power of two for each token (exact to 2**-22 of the number or 2**-38 of the token's
-largest), or one, rounded.  A row of the result is bitwise the same in any batch.  Devices of compute
-capability 9.0 multiply many tokens with `wgmma`, in the same order.
+largest), or one, rounded.  A row of the result is bitwise the same in any batch.  Devices of
+compute capability 9.0 multiply many tokens with `wgmma`, in the same order.
 """
 
 from __future__ import annotations
@@ -86,17 +86,13 @@ def multiply(
     of_units: bool = False,
 ) -> None:  # fmt: skip
     """Multiply float32 rows by a matrix (N, K) that `fits`; see `stage` for the options."""
-    device, dtype = device_of(x), w.dtype.name
-    n_parts = 1 if rounded else KINDS[dtype][2]
+    if wgmma.takes(device_of(x), len(x)):
+        wgmma.multiply(x, w, bias, accumulate, out, rounded=rounded, in_pieces=not of_units)
+        return
     for row in range(0, len(x), ROWS_AT_ONCE):
-        tokens, to = x[row : row + ROWS_AT_ONCE], out[row : row + ROWS_AT_ONCE]
-        if wgmma.takes(device, len(tokens)):
-            tile = wgmma.tile_tokens(len(tokens), len(w), device.n_sms, n_parts)
-            lines = wgmma.stage(tokens, dtype, n_parts, tile, in_pieces=not of_units)
-            wgmma.multiply_lines(lines, w, bias, accumulate, to)
-        else:
-            staged = stage(tokens, dtype, rounded=rounded, of_units=of_units)
-            multiply_staged(staged, w, bias, accumulate, to)
+        part = slice(row, row + ROWS_AT_ONCE)
+        staged = stage(x[part], w.dtype.name, rounded=rounded, of_units=of_units)
+        multiply_staged(staged, w, bias, accumulate, out[part])
 
 
 def stage(x: Any, dtype: str, *, rounded: bool = False, of_units: bool = False) -> Staged:

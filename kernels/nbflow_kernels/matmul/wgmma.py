@@ -1,9 +1,9 @@
 """Products of many tokens by the `wgmma` instructions of compute capability 9.0: `wgmma.cuh`.
 
-They have the rate of tensor cores that `mma.sync`, which every other product uses, does not reach.  The
-order of sums is the same, so a row of the result has the same bits in any batch as long as a step of 16
-columns is added alike by both instructions.  No manual says so: `agrees` tries it once on each device,
-and where they differ all products stay with `mma.sync`.
+They have the rate of tensor cores that `mma.sync`, which every other product uses, does not reach.
+The order of sums is the same, so a row of the result has the same bits in any batch as long as a
+step of 16 columns is added alike by both instructions.  No manual says so: `agrees` tries it once
+on each device, and where they differ all products stay with `mma.sync`.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ ROWS, THREADS = 128, 256
 """Of a thread block."""
 TOKENS = (64, 128, 192)
 """Of a thread block: what there is to choose from."""
-TILE_COST = 24
-"""What a thread block takes besides its tokens, in tokens: the weights and the end."""
+ROWS_AT_ONCE = 1536
+"""Tokens that are staged together, whole tiles: bounds the memory for them."""
 MORE_THAN = 64
 """Tokens for which `tensor_cores.many` has small thread blocks, and as much to do."""
 ALIGNED = 1024
@@ -79,9 +79,9 @@ def takes(device: KernelDevice, n_tokens: int) -> bool:
 
 
 def agrees(device: KernelDevice) -> bool:
-    """Return whether `wgmma` and `mma.sync` give the same bits on a device, found at the first call.
+    """Return whether `wgmma` and `mma.sync` give the same bits on a device.
 
-    As with every kernel, run it once before a graph is captured.
+    Found at the first call: as with every kernel, run it once before a graph is captured.
     """
     key = ("matmul", "wgmma agrees")
     if key not in device.constants:
@@ -114,18 +114,36 @@ def same_bits(device: KernelDevice, dtype: str) -> bool:
     return bool(few == many)
 
 
-def tile_tokens(n_tokens: int, n_rows: int, n_sms: int, n_parts: int, most: int = 192) -> int:
-    """Return the tokens of a thread block that take least time: waves of blocks times their work.
+def tile_tokens(
+    n_tokens: int, n_rows: int, n_sms: int, most: int = TOKENS[-1], weights: int = ROWS
+) -> int:
+    """Return the tokens of a thread block that take least time: waves of blocks times their bytes.
 
-    Tokens of 3 parts fill the shared memory with fewer.
+    The second-level cache is the limit: a step brings 128 bytes for each token of a thread block,
+    and those of its weights, which count as so many tokens.
     """
 
     def cost(tile: int) -> int:
         n_blocks = ceil_div(n_tokens, tile) * ceil_div(n_rows, ROWS)
-        return ceil_div(n_blocks, n_sms) * (tile + TILE_COST)
+        return ceil_div(n_blocks, n_sms) * (tile + weights)
 
-    most = min(most, 128) if n_parts == 3 else most
     return min((tile for tile in reversed(TOKENS) if tile <= most), key=cost)
+
+
+def multiply(
+    x: Any, w: Any, bias: Any, accumulate: bool, out: Any, *, rounded: bool, in_pieces: bool
+) -> None:
+    """Multiply float32 rows by a matrix, row by row; `rounded` to one number, else exactly."""
+    from nbflow_kernels.matmul.tensor_cores import KINDS
+
+    device, dtype = device_of(x), w.dtype.name
+    n_parts = 1 if rounded else KINDS[dtype][2]
+    most = 128 if n_parts == 3 else TOKENS[-1]  # as much as the shared memory holds
+    for row in range(0, len(x), ROWS_AT_ONCE):
+        tokens, to = x[row : row + ROWS_AT_ONCE], out[row : row + ROWS_AT_ONCE]
+        tile = tile_tokens(len(tokens), len(w), device.n_sms, most)
+        lines = stage(tokens, dtype, n_parts, tile, in_pieces=in_pieces)
+        multiply_lines(lines, w, bias, accumulate, to)
 
 
 def stage(x: Any, dtype: str, n_parts: int, tile: int, *, in_pieces: bool) -> Lines:

@@ -113,6 +113,9 @@ _ON_DEVICES = (
     *((f, 14336, 4096, (1,)) for f in ("q4_0", "q6_k", "iq4_xs")),
 )
 
+# prompts at the rate of the tensor cores
+_PROMPTS = (("q4_k", 512), ("q4_k", 1536), ("q8_0", 512), ("bf16", 512), ("bf16", 1536))
+
 CASES = [
     *(_case(f"{f}_one_row", 1, 37, 200, f, activations=a) for a in _BOTH for f in FORMS),
     *(_case(f"{f}_odd", 7, 37, 200, f, bias=True, activations=a) for a in _BOTH for f in FORMS),
@@ -152,6 +155,10 @@ CASES = [
         _case(f"llama3_{N}x{K}_{f}_{T}", T, N, K, f, device_only=True)
         for f, N, K, rows in _ON_DEVICES
         for T in rows
+    ),
+    *(
+        _case(f"llama3_28672x4096_{f}_{T}", T, 28672, 4096, f, activations="bf16", device_only=True)
+        for f, T in _PROMPTS
     ),
 ]
 

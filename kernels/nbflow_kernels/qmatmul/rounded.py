@@ -77,7 +77,7 @@ def to_int8_grid(x: Any) -> Any:
 def unpack(w: Units, row: int, out: Any) -> None:
     """Write rows from `row`, a multiple of 16, to `out`: float32 (rows, K), or bits of bfloat16.
 
-    These are (rows, K rounded up to 32), in the order of `column_at` (`tensor_cores.cu`).
+    These are (rows, K rounded up to 32), in the order of `column_at` (`matmul/sums.cuh`).
     """
     n_rows, n_columns = len(out), w.n_columns
     kernel = _unpack(w.form, "float" if out.dtype.name == "float32" else "unsigned short")

@@ -4,7 +4,7 @@
 // A lane's part of a unit is its part of the operands (`quants/units.cuh`), a weight is the number that
 // `unpack.cu` writes, and sums are those of `matmul/tensor_cores.cu`: the same bits as by panels.
 #include "matmul/wgmma.cuh"
-#include "qmatmul/weights.cuh"
+#include "qmatmul/bf16.cuh"
 
 struct Decoded {
   const u8* units;  // of this warp's row tile
@@ -36,11 +36,11 @@ struct Decoded {
 
   DEV_METHOD void fetch(int step) {
     if (step & 1) {
-      decode_rounded<1>(table, now, floats_now, next);
+      decode_bf16(table, now, floats_now, 1, next);
     } else {
       now = ahead, floats_now = floats_ahead;
       if (step / 2 + 1 < n_chunks) load(step / 2 + 1);
-      decode_rounded<0>(table, now, floats_now, next);
+      decode_bf16(table, now, floats_now, 0, next);
     }
   }
 

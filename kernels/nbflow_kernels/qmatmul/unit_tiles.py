@@ -14,8 +14,8 @@ from nbflow_kernels.quants.units import UnitForm, Units
 
 MOST_TOKENS = 128
 """Of a thread block: registers hold the sums twice, and the weights of two steps."""
-ROWS_AT_ONCE = 2048
-"""Tokens that are staged together: bounds the memory for them."""
+WEIGHTS = 40
+"""What the second-level cache brings for 128 rows of 4 bits, in tokens."""
 _PARAMETERS = (
     "u8* weights, u8* lines, f32*? bias, f32* out, i64 tile_bytes, i64 out_stride, i32 n_staged, "
     "i32 n_tokens, i32 n_rows, i32 n_columns, i32 n_steps, i32 accumulate"
@@ -25,9 +25,10 @@ _PARAMETERS = (
 def multiply(x: Any, w: Units, bias: Any, accumulate: bool, out: Any) -> None:
     """Multiply float32 rows, rounded to bfloat16, by a matrix in units, rounded to bfloat16."""
     device = device_of(x)
-    for row in range(0, len(x), ROWS_AT_ONCE):
-        tokens, to = x[row : row + ROWS_AT_ONCE], out[row : row + ROWS_AT_ONCE]
-        tile = wgmma.tile_tokens(len(tokens), w.n_rows, device.n_sms, 1, MOST_TOKENS)
+    for row in range(0, len(x), wgmma.ROWS_AT_ONCE):
+        part = slice(row, row + wgmma.ROWS_AT_ONCE)
+        tokens, to = x[part], out[part]
+        tile = wgmma.tile_tokens(len(tokens), w.n_rows, device.n_sms, MOST_TOKENS, WEIGHTS)
         lines = wgmma.stage(tokens, "uint16", 1, tile, in_pieces=False)
         kernel(w.form, tile)(
             (lines.grid_x, ceil_div(w.n_rows, wgmma.ROWS)), wgmma.THREADS,

@@ -1,9 +1,9 @@
 // Weights in units as rows of numbers: float32, the same bits as on the CPU, or rounded to bfloat16.
 //
 // A warp writes a chunk of a row tile; `row_0` is a multiple of 16.  Rows of bfloat16 are whole pieces of
-// 32 columns with zeros at their end, each in the order of `column_at` (`matmul/tensor_cores.cu`): what a
+// 32 columns with zeros at their end, each in the order of `column_at` (`matmul/sums.cuh`): what a
 // lane has of two steps lies together, so that a step of the product takes 16 neighbouring columns.
-#include "qmatmul/weights.cuh"
+#include "qmatmul/bf16.cuh"
 
 template <class T>
 __global__ void __launch_bounds__(128) unpack(
@@ -27,17 +27,22 @@ __global__ void __launch_bounds__(128) unpack(
     u32 pairs[4];  // of two steps
 #pragma unroll
     for (int s = 0; s < 8; s++) {
-      const Scaling scaling(table, part.scales[h], floats.of_row[h], s * 16 / SUB_BLOCK);
+      float scale, base;
+      numbers_of(table, part.scales[h], floats.of_row[h], s * 16 / SUB_BLOCK, scale, base);
 #pragma unroll
       for (int j = 0; j < 2; j++) {
         const int k = chunk * CHUNK + 16 * s + 8 * j + 2 * (lane & 3);
-        const float2 v = scaling.weights(operand[s][2 * j + h], 2 * (s & 3) + j);
+        // the code's unit is 2**-24 times 2**position of its slot
+        const float up = __uint_as_float((127u - position_of(2 * (s & 3) + j)) << 23) / UNIT;
+        const u32 codes = operand[s][2 * j + h];
+        const float v0 = fmaf(scale, low_f16(codes) * up - ZERO, base);
+        const float v1 = fmaf(scale, high_f16(codes) * up - ZERO, base);
         if constexpr (sizeof(T) == 4) {
           float* to = out + (long long)row * n_columns + k;
-          if (k < n_columns) to[0] = v.x;
-          if (k + 1 < n_columns) to[1] = v.y;
+          if (k < n_columns) to[0] = v0;
+          if (k + 1 < n_columns) to[1] = v1;
         } else {
-          pairs[2 * (s & 1) + j] = to_bf16x2(k < n_columns ? v.x : 0.0f, k + 1 < n_columns ? v.y : 0.0f);
+          pairs[2 * (s & 1) + j] = to_bf16x2(k < n_columns ? v0 : 0.0f, k + 1 < n_columns ? v1 : 0.0f);
         }
       }
       const int piece = chunk * CHUNK + 16 * (s - 1), stride = (n_columns + 31) / 32 * 32;
