@@ -37,8 +37,8 @@ SLOTS = 8
 FEW = 8
 """Rows that one operand of the tensor cores holds."""
 WARPS = 8
-RING = 4
-"""Of `many_rows`: chunks of tokens on their way."""
+RING = 2
+"""Of `many_rows`: units of tokens on their way."""
 BF16_ROWS = 64
 """Rows in bfloat16 up to which weights are decoded in registers; panels are for more."""
 STEP, UNIT_STEPS = 64, 4
@@ -268,30 +268,28 @@ class ManyShape(NamedTuple):
         max_shared_bytes: int | None = None,
     ) -> ManyShape:  # fmt: skip
         """Return the shape for a number of groups of 8 tokens: what a warp has registers for."""
-        if arithmetic == Arithmetic.BF16:
-            sizes, row_tiles = (2, 4, 8), 2
-        else:
-            sizes, row_tiles = (2, 4), 1 if form.sub_block == 16 else 2
-        shape = cls(row_tiles, next((n for n in sizes if n >= n_groups), sizes[-1]))
+        row_tiles, most = 2, 8 if arithmetic == Arithmetic.BF16 else 4
+        if arithmetic != Arithmetic.BF16 and form.sub_block == 16:
+            row_tiles = 1
         room = max_shared_bytes
-        while room and shape.token_tiles > 1 and shape.shared_bytes(form, arithmetic) > room:
-            shape = cls(row_tiles, shape.token_tiles // 2)
-        return shape
+        while room and most > 1 and cls(row_tiles, most).shared_bytes(form, arithmetic) > room:
+            most -= 1
+        return cls(row_tiles, ceil_div(n_groups, ceil_div(n_groups, most)))
 
     def shared_bytes(self, form: UnitForm, arithmetic: Arithmetic) -> int:
         """Return the bytes of the ring and of the totals."""
         results = 4 * self.row_tiles * self.token_tiles
         record = record_bytes(form, 8, arithmetic)
-        return RING * self.token_tiles * record + 4 * 32 * WARPS * results
+        return 2 * RING * self.token_tiles * record + 4 * 32 * WARPS * results
 
-    def grid(self, device: KernelDevice, n_tiles: int, n_groups: int) -> tuple[int, int, int, int]:
+    def grid(self, n_sms: int, n_tiles: int, n_groups: int) -> tuple[int, int, int, int]:
         """Return the grid, and how many row tiles a thread block has: all have about as many."""
         most, n_pieces = WARPS * self.row_tiles, ceil_div(n_groups, self.token_tiles)
         n_blocks = ceil_div(n_tiles, most) * n_pieces
         parts = 1
-        while parts < SLOTS and n_blocks * parts * 2 <= device.n_sms:
+        while parts < SLOTS and n_blocks * parts * 2 <= n_sms:
             parts *= 2
-        places = ceil_div(n_blocks * parts, device.n_sms) * device.n_sms // (parts * n_pieces)
+        places = ceil_div(n_blocks * parts, n_sms) * n_sms // (parts * n_pieces)
         block_tiles = ceil_div(ceil_div(n_tiles, places), self.row_tiles) * self.row_tiles
         return ceil_div(n_tiles, block_tiles), parts, n_pieces, block_tiles
 
@@ -300,6 +298,9 @@ def many_rows(x: Any, w: Units, bias: Any, accumulate: bool, activations: str, o
     """Multiply any number of rows."""
     device, form, arithmetic = device_of(x), w.form, Arithmetic.of(w.form, activations)
     n_groups, n_chunks = ceil_div(len(x), 8), ceil_div(w.n_columns, CHUNK)
+    shape = ManyShape.of(form, n_groups, arithmetic, device.max_shared_bytes)
+    *grid, block_tiles = shape.grid(device.n_sms, w.n_tiles, n_groups)
+    n_groups = grid[2] * shape.token_tiles  # with zeros behind the rows
     size = n_chunks * n_groups * record_bytes(form, 8, arithmetic)
     records = workspace(device, "qmatmul records", size, "u1")
     x_stride, out_stride = _strides(x, out)
@@ -307,10 +308,8 @@ def many_rows(x: Any, w: Units, bias: Any, accumulate: bool, activations: str, o
     _stage_kernel(form, arithmetic)(
         (n_chunks, n_groups), 256, (x, records, x_stride, len(x), w.n_columns, rounds)
     )
-    shape = ManyShape.of(form, n_groups, arithmetic, device.max_shared_bytes)
-    *grid, block_tiles = shape.grid(device, w.n_tiles, n_groups)
     partial, arrived = _shared_sums(device, grid[1], w.n_tiles * n_groups, grid[0] * grid[2])
-    many_kernel(form, shape, arithmetic)(
+    many_kernel(form, shape, is_whole(w, arithmetic), arithmetic)(
         tuple(grid), 32 * WARPS,
         (
             w.data, records, bias, out, partial, arrived, form.tile_bytes(w.n_columns), out_stride,
@@ -388,19 +387,23 @@ def few_defines(
 
 
 @cache
-def many_kernel(form: UnitForm, shape: ManyShape, arithmetic: Arithmetic = F32) -> Kernel:
-    """Return `many_rows` compiled for a form."""
-    defines = _many(form, shape, arithmetic)
+def many_kernel(
+    form: UnitForm, shape: ManyShape, whole: bool, arithmetic: Arithmetic = F32
+) -> Kernel:
+    """Return `many_rows` compiled for a form; `whole`: as `is_whole` says."""
+    defines = _many(form, shape, whole, arithmetic)
     return cpp_kernel(__file__, "many_rows.cu", "many_rows", _MANY, defines=defines)
 
 
 @cache
 def _stage_kernel(form: UnitForm, arithmetic: Arithmetic) -> Kernel:
     """Return `stage_rows` compiled for a form."""
-    defines = _many(form, ManyShape(1, 1), arithmetic)  # of which it needs nothing
+    defines = _many(form, ManyShape(1, 1), False, arithmetic)  # of which it needs nothing
     return cpp_kernel(__file__, "many_rows.cu", "stage_rows", _STAGE, defines=defines)
 
 
-def _many(form: UnitForm, shape: ManyShape, arithmetic: Arithmetic) -> dict[str, str | int]:
-    own = {"ROW_TILES": shape.row_tiles, "TOKEN_TILES": shape.token_tiles}
-    return {**form.defines(), **own, "ARITHMETIC": int(arithmetic)}
+def _many(
+    form: UnitForm, shape: ManyShape, whole: bool, arithmetic: Arithmetic
+) -> dict[str, str | int]:
+    tiles = {"ROW_TILES": shape.row_tiles, "TOKEN_TILES": shape.token_tiles}
+    return {**form.defines(), **tiles, "WHOLE": int(whole), "ARITHMETIC": int(arithmetic)}
