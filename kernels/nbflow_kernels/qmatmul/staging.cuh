@@ -6,7 +6,7 @@
 //            largest (2**-25 with pairs).
 // INT8_SUMS  The codes of 8-bit activations, as float16 numbers: sums of products with codes of weights
 //            are exact integers, and one product is enough.  Each 32 columns have a scale.
-// BF16_SUMS       Numbers rounded to bfloat16, for weights that are too (`bf16.cuh`).
+// BF16_SUMS  Numbers rounded to bfloat16, for weights that are too (`bf16.cuh`).
 //
 // A *record* of a chunk is
 //
