@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import socket
 import sys
 from pathlib import Path
 
+from nbflow.supervise import FAILURES
 from nbflow_kernels.errors import UsageError
 
 FRONT_SOCKET = "NBFLOW_FRONT_SOCKET"
@@ -15,6 +17,7 @@ FRONT_SOCKET = "NBFLOW_FRONT_SOCKET"
 FRONT_URL = "NBFLOW_FRONT_URL"
 """Environment variable: the address that clients use then."""
 UNREAD_MS = 30_000
+LOOK_S = 2.0
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -76,3 +79,14 @@ def listen_behind_front() -> tuple[socket.socket, str]:
         path.unlink()  # of a rank that has died
     sock.bind(str(path))
     return sock, os.environ.get(FRONT_URL, "")
+
+
+async def front_is_gone() -> None:
+    """Wait until the process that keeps the address has ended, also if it was killed."""
+    while True:
+        await asyncio.sleep(LOOK_S)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as look:
+            try:
+                look.connect(os.environ[FAILURES])
+            except OSError:
+                return

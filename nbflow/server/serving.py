@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from types import FrameType
+from typing import Any
 
 import uvicorn
 
@@ -18,7 +19,13 @@ from nbflow.engine.engine import Engine
 from nbflow.engine.propose import check_draft
 from nbflow.engine.replica_engine import ReplicaEngine
 from nbflow.parallel import Alone, Comm, world
-from nbflow.server.addresses import behind_front, listen, listen_behind_front, url_of
+from nbflow.server.addresses import (
+    behind_front,
+    front_is_gone,
+    listen,
+    listen_behind_front,
+    url_of,
+)
 from nbflow.server.app import around, make_app
 from nbflow.server.config import ModelOptions, ServerConfig
 from nbflow.server.connections import protocol_class
@@ -216,12 +223,23 @@ async def _run(
     stopping = asyncio.Event()
     with _signals(loop, lambda: _stop(state, server, stopping)):
         serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-        waiting = asyncio.ensure_future(stopping.wait())
-        await asyncio.wait([serving, waiting], return_when=asyncio.FIRST_COMPLETED)
-        waiting.cancel()
+        ends: list[asyncio.Future[Any]] = [asyncio.ensure_future(stopping.wait())]
+        if behind_front():  # nobody reaches a server whose front has been killed
+            ends.append(asyncio.ensure_future(_end_with_front(state, server, stopping)))
+        await asyncio.wait([serving, *ends], return_when=asyncio.FIRST_COMPLETED)
+        for end in ends:
+            end.cancel()
         if not serving.done():
             await _drain(state, server)
         await serving
+
+
+async def _end_with_front(
+    state: ServerState, server: uvicorn.Server, stopping: asyncio.Event
+) -> None:
+    await front_is_gone()
+    logger.error("nbflow launch has ended; so does the server")
+    _stop(state, server, stopping)
 
 
 def _stop(state: ServerState, server: uvicorn.Server, stopping: asyncio.Event) -> None:

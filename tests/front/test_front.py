@@ -6,6 +6,7 @@ off; `tests/mpi/test_front.py` has real ranks.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -18,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from nbflow.front.front import Front
+from nbflow.server import addresses
 from nbflow.server.addresses import FRONT_SOCKET, listen_behind_front
 from nbflow.supervise import FAILURES, _tell_front
 
@@ -358,6 +360,25 @@ def test_the_end_answers_who_waits_and_leaves_nothing(monkeypatch):
     assert Path(os.environ[FAILURES]).parent == folder
     with pytest.raises(ConnectionRefusedError):
         connect(front)
+
+
+def test_the_server_knows_when_its_front_is_gone(front, monkeypatch, tmp_path):
+    monkeypatch.setattr(addresses, "LOOK_S", 0.01)
+
+    async def is_gone() -> bool:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await addresses.front_is_gone()
+                return True
+        return False
+
+    monkeypatch.setenv(FAILURES, front.environment()[FAILURES])
+    assert not asyncio.run(is_gone())
+    left = tmp_path / "failures"  # of one that was killed
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as killed:
+        killed.bind(str(left))
+    monkeypatch.setenv(FAILURES, str(left))
+    assert asyncio.run(is_gone())
 
 
 def read_into(client: socket.socket, found: list[int]) -> None:

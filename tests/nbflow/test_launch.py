@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -90,6 +91,34 @@ def test_the_command_starts_mpirun(capfd):
     assert ended.value.code == 0
     wanted = ["-n", "3", sys.executable, "-m", "nbflow.cli", "run", "M", "-n", "5"]
     assert capfd.readouterr().out.strip() == str(wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "more", "has_front"),
+    [
+        ([], [], True),
+        (["--no-front"], [], False),
+        ([], ["--check"], False),
+        ([], ["--plan"], False),
+    ],
+)
+def test_ranks_of_a_server_are_told_of_its_front(capfd, options, more, has_front):
+    script = f"{sys.executable} -S -c 'import os; print(os.environ.get(\"NBFLOW_FRONT_URL\"))'"
+    served = ["serve", "tiny_python", "--port", "0", *more]
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["launch", "-n", "2", "--mpirun", script, *options, *served])
+    assert ended.value.code == 0
+    assert capfd.readouterr().out.startswith("http://127.0.0.1:" if has_front else "None")
+
+
+def test_a_server_whose_address_is_not_free(capfd):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        command = ["launch", "-n", "2", "--mpirun", "false", "serve", "tiny_python", "--port", port]
+        with pytest.raises(SystemExit) as ended:
+            cli.main(command)
+    assert ended.value.code == 2
+    assert f"127.0.0.1:{port} is not free" in capfd.readouterr().err
 
 
 def test_a_policy_that_is_none():
