@@ -113,7 +113,7 @@ def test_what_the_server_s_measurements_ask(tool, server, monkeypatch):
 
 
 def test_steps_that_sleep(tool, monkeypatch):
-    """All is as ever, tokens and steps, but for what the steps compute and how long they take."""
+    """As many tokens and steps as ever; what the steps compute, and how long they take, is not."""
     monkeypatch.syspath_prepend(str(TOOLS))
     idle_steps = importlib.import_module("idle_steps")
     measure_server = importlib.import_module("measure_server")
@@ -126,9 +126,9 @@ def test_steps_that_sleep(tool, monkeypatch):
         wanted = model.generate([1, 2, 3], max_tokens=5, ignore_eos=True).ids
         with idle_steps.idle(times):
             sample, in_steps = measure_server.in_engine(model, [[1, 2, 3], [4, 5]], 2)
-            assert model.generate([1, 2, 3], max_tokens=5, ignore_eos=True).ids == 5 * [0]
+            idle = model.generate([1, 2, 3], max_tokens=5, ignore_eos=True).ids
         # 5 tokens of the prompts together (0.05 s), then four steps of two tokens (0.02 s)
-        assert sample.tokens == 10
+        assert (sample.tokens, len(idle)) == (10, 5)
         assert 0.13 <= in_steps <= sample.seconds
         assert model.generate([1, 2, 3], max_tokens=5, ignore_eos=True).ids == wanted
 
