@@ -6,8 +6,8 @@
 The first argument has pairs of a number of tokens and the seconds of a step with so many (between
 them times are interpolated, behind the last pair they go on as before it); what follows are
 nbflow's own.  Everything is as in a real run, requests, pages, numbers of the steps, waiting for
-them, except that a step on the CPU sleeps in place of its products, attention and draws, and all
-tokens are 0.  The processor time of such a process is what requests cost besides the model.
+them, except that a step on the CPU sleeps in place of its products, attention and draws, and the
+tokens mean nothing.  The processor time of such a process is what requests cost besides the model.
 """
 
 from __future__ import annotations

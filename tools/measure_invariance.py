@@ -78,9 +78,10 @@ Row = dict[str, Any]
 def rounds(runs: dict[Any, Callable[[], Any]], n: int) -> dict[Any, list[float]]:
     """Return the seconds of each run in `n` rounds; all of them run in every round."""
     seconds: dict[Any, list[float]] = {key: [] for key in runs}
-    repeats = dict.fromkeys(runs, 1)
+    repeats, order = dict.fromkeys(runs, 1), {key: i for i, key in enumerate(runs)}
     for round_ in range(-1, n):  # the first one compiles
-        for key, run in runs.items():
+        # forwards and backwards, so that nobody always has the same one before it
+        for key, run in sorted(runs.items(), key=lambda item: order[item[0]] * (-1) ** round_):
             started = time.perf_counter()
             for _ in range(repeats[key]):
                 run()

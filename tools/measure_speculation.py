@@ -76,19 +76,26 @@ def once(model: nbflow.Model, texts: list[list[int]], n_new: int, **more: Any) -
 
 def step_s(model: nbflow.Model, n_sequences: int, n_rows: int) -> float:
     """Return the median seconds of a step with so many rows of each of so many sequences."""
-    rng, seconds = np.random.default_rng(1), []
+    return statistics.median(steps_s(model, n_sequences, n_rows)[0])
+
+
+def steps_s(model: nbflow.Model, n_sequences: int, *n_rows: int) -> list[list[float]]:
+    """Return the seconds of steps with so many rows of each sequence; the kinds take turns."""
+    rng = np.random.default_rng(1)
+    seconds: list[list[float]] = [[] for _ in n_rows]
     with model.session() as session:
         held = [session.begin() for _ in range(n_sequences)]
         session.run({s: rng.integers(0, model.spec.vocab_size, 32).tolist() for s in held})
         for i in range(STEPS + 3):
-            rows = {s: rng.integers(0, model.spec.vocab_size, n_rows).tolist() for s in held}
-            started = time.perf_counter()
-            session.run(rows)
-            if i >= 3:  # the first ones are bound to their buffers
-                seconds.append(time.perf_counter() - started)
-            for sequence in held:
-                session.truncate(sequence, 32)
-    return statistics.median(seconds)
+            for n, some in zip(n_rows, seconds, strict=True):
+                rows = {s: rng.integers(0, model.spec.vocab_size, n).tolist() for s in held}
+                started = time.perf_counter()
+                session.run(rows)
+                if i >= 3:  # the first ones are bound to their buffers
+                    some.append(time.perf_counter() - started)
+                for sequence in held:
+                    session.truncate(sequence, 32)
+    return seconds
 
 
 def measure(
@@ -111,9 +118,9 @@ def measure(
     # every step gives its accepted tokens and one more; the first token comes from the prompt
     n_steps = made["new"] - n_texts - made["accepted"]
     accepted = made["accepted"] / n_steps
-    one = step_s(model, n_texts, 1)
-    several = step_s(model, n_texts, n_draft + 1) / one
-    own = 0.0 if isinstance(draft, str) else step_s(draft, n_texts, 1) / one
+    ones, some = steps_s(model, n_texts, 1, n_draft + 1)
+    several = statistics.median(b / a for a, b in zip(ones, some, strict=True))
+    own = 0.0 if isinstance(draft, str) else step_s(draft, n_texts, 1) / statistics.median(ones)
     return {
         "draft": draft if isinstance(draft, str) else draft.spec.name,
         "n_draft": n_draft,
@@ -148,7 +155,7 @@ def main() -> None:
     arguments = parser.parse_args()
     common = {k: getattr(arguments, k) for k in ("activations", "threads")}
     end = time.monotonic() + arguments.seconds if arguments.seconds else float("inf")
-    about = {"model": arguments.model, "processor": processor_name(), **common}
+    about = {"model": Path(arguments.model).name, "processor": processor_name(), **common}
     about |= {"weights": arguments.weights, "draft_weights": arguments.draft_weights}
     rows: list[dict[str, Any]] = []
     with contextlib.ExitStack() as stack:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-import sys
 import threading
 from pathlib import Path
 
@@ -15,7 +14,9 @@ from nbflow_kernels import huge_pages
 from nbflow_kernels.huge_pages import ALIGNMENT, CHUNK, LEAST, PAGE, zeros
 from nbflow_kernels.quants import quantize
 
-LINUX = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks /proc")
+HUGE_PAGES = pytest.mark.skipif(
+    not Path("/sys/kernel/mm/transparent_hugepage").exists(), reason="the system has no huge pages"
+)
 
 
 def mapping(address: int) -> tuple[int, int, str]:
@@ -43,7 +44,7 @@ def test_sizes(n_bytes):
     assert a.flags.c_contiguous
 
 
-@LINUX
+@HUGE_PAGES
 def test_large_arrays_begin_with_a_huge_page_and_small_ones_share_a_chunk():
     large = zeros(CHUNK)
     assert large.ctypes.data % PAGE == 0
@@ -79,7 +80,7 @@ def test_arrays_do_not_overlap_whoever_makes_them():
     assert len(made) == 80
 
 
-@LINUX
+@HUGE_PAGES
 def test_memory_goes_with_the_last_array():
     def mapped() -> int:
         return len(re.findall(r"\bhg\b", Path("/proc/self/smaps").read_text()))

@@ -8,7 +8,12 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+
+import nbflow
+import nbflow_kernels as nk
+from nbflow_kernels.qmatmul.activations import Int8Rows, quantize_activations
 
 TOOLS = Path(__file__).parents[2] / "tools"
 
@@ -99,3 +104,61 @@ def test_what_the_server_s_measurements_ask(tool, server, monkeypatch):
     assert (row["test"], row["server"]) == ("c2", "nbflow")
     assert row["tokens_per_s"] > 0
     assert 0 < row["first_token_s_p50"] <= row["first_token_s_p95"]
+    (row,) = measure_server.shared([peer], 64, settings)
+    assert (row["test"], row["server"]) == ("shared 64", "nbflow")
+    assert min(row["first_token_s_new"], row["first_token_s_seen"]) > 0
+    before = measure_server.iteration_s(peer)
+    measure_server.clients(peer, 1, 1, seed=0)
+    assert measure_server.iteration_s(peer) > before > 0
+
+
+def test_steps_that_sleep(tool, monkeypatch):
+    """As many tokens and steps as ever; what the steps compute, and how long they take, is not."""
+    monkeypatch.syspath_prepend(str(TOOLS))
+    idle_steps = importlib.import_module("idle_steps")
+    measure_server = importlib.import_module("measure_server")
+    monkeypatch.setattr(measure_server, "NEW", 5)
+    times = [(1, 0.01), (3, 0.03)]
+    assert [idle_steps.seconds_of(times, n) for n in (1, 2, 3, 5)] == pytest.approx(
+        [0.01, 0.02, 0.03, 0.05]
+    )
+    with nbflow.load("tiny_python", threads=1) as model:
+        wanted = model.generate([1, 2, 3], max_tokens=5, ignore_eos=True).ids
+        with idle_steps.idle(times):
+            sample, in_steps = measure_server.in_engine(model, [[1, 2, 3], [4, 5]], 2)
+            idle = model.generate([1, 2, 3], max_tokens=5, ignore_eos=True).ids
+        # 5 tokens of the prompts together (0.05 s), then four steps of two tokens (0.02 s)
+        assert (sample.tokens, len(idle)) == (10, 5)
+        assert 0.13 <= in_steps <= sample.seconds
+        assert model.generate([1, 2, 3], max_tokens=5, ignore_eos=True).ids == wanted
+
+
+def test_invariance(tool, monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(TOOLS))
+    measured = importlib.import_module("measure_invariance")
+    monkeypatch.setattr(measured, "MATRICES", {"o": (48, 128)})
+    monkeypatch.setattr(measured, "POOL_BYTES", 8 << 20)
+    monkeypatch.setattr(measured, "LEAST_S", 0.0)
+    words = ["--keys", 600, "--sequences", 2, "--rows", 4, "--rounds", 2, "--threads", 1]
+    tool("measure_invariance", tmp_path, *words)
+    made = json.loads((tmp_path / "rows.json").read_text())
+    (decode,), (product,) = made["decode"], made["products"]
+    assert (decode["sequences"], decode["keys"], product["rows"]) == (2, 600, 4)
+    assert 0 < decode["best_us"] <= decode["fixed_us"]
+    assert 0 < product["best_us"] <= product["fixed_us"]
+    assert product["fixed"] == "few_rows"
+    assert "## products" in (tmp_path / "table.md").read_text()
+    # what the order is compared with: one chain has the engine's bits, two have others
+    rng = np.random.default_rng(0)
+    w = nk.quantize(rng.standard_normal((16, 4096), dtype=np.float32), "q4_0", encoder="plain")
+    x, packed = rng.standard_normal((3, 4096), dtype=np.float32), w.packed()
+    rows, out = Int8Rows.empty(3, 4096), np.empty((2, 3, 16), np.float32)
+    quantize_activations(x, rows)
+    for n in (1, 2):
+        measured.in_chains(packed.form, 4, n)(
+            rows.codes, 3, rows.scales, rows.sums, packed.data, packed.n_blocks,
+            np.zeros(0, np.float32), False, out[n - 1], 0, 1,
+        )  # fmt: skip
+    assert np.array_equal(out[0], nk.qmatmul(x, w, activations="int8"))
+    assert not np.array_equal(out[0], out[1])
+    assert np.allclose(out[0], out[1], atol=4e-3)  # 128 roundings of 1.5e-5 each, of sums below 256
