@@ -293,13 +293,13 @@ def continue_greedily(teacher: Llama, prompts: torch.Tensor, length: int) -> tor
 
 
 def export(model: Llama, tokenizer: Tokenizer, held_out: str, record: dict, out: Path) -> None:
-    """Write an ordinary Hugging Face folder; the held-out text is the teacher's if it had one."""
+    """Write an ordinary Hugging Face folder; a draft's tokenizer and text are the teacher's."""
     out.mkdir(parents=True, exist_ok=True)
     state = {f"model.{k}": v.detach().half().contiguous() for k, v in model.named_parameters()}
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(model.config, indent=2) + "\n")
-    tokenizer.save(str(out / "tokenizer.json"))
     if "teacher" not in record:
+        tokenizer.save(str(out / "tokenizer.json"))
         (out / "eval.txt").write_text(held_out, encoding="utf-8")
     (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
 
