@@ -415,8 +415,9 @@ def test_neither_a_path_nor_a_name() -> None:
     with pytest.raises(UsageError) as caught:
         resolve("tiny_pyhton")
     assert str(caught.value) == (
-        "unknown model 'tiny_pyhton'; did you mean 'tiny_python' or 'tiny_python_draft'? available: "
-        "tiny_python, tiny_python_draft; or give the path of a folder or a weight file that exists"
+        "unknown model 'tiny_pyhton'; did you mean 'tiny_python' or 'tiny_python_draft'? "
+        "available: tiny_python, tiny_python_draft; or give the path of a folder or a weight file "
+        "that exists"
     )
 
 
