@@ -205,13 +205,14 @@ def speculation() -> str:
         return MISSING
     head = (
         "proposals", "at a time", "sequences", "right (%)", "tokens per verification (bound)",
-        "speed-up", "same text",
+        "none (token/s)", "with proposals", "speed-up", "same text",
     )  # fmt: skip
     body = [
         [
             f"`{row['draft']}`", str(row["n_draft"]), str(row["batch"]),
             number(_percent(row["speculation_accepted_share"])),
-            _ratio(row["speculation_tokens_per_step"]), _ratio(row["speculation_speedup"]),
+            _ratio(row["speculation_tokens_per_step"]), _rate(row["plain_tokens_per_s"]),
+            _rate(row["speculation_tokens_per_s"]), _ratio(row["speculation_speedup"]),
             f"{100 * row['speculation_same_share']:.0f} %",
         ]
         for row in rows

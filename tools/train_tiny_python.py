@@ -3,15 +3,13 @@
     python -m venv /tmp/train && /tmp/train/bin/pip install torch tokenizers safetensors numpy
     alias train="/tmp/train/bin/python tools/train_tiny_python.py"
     train --out nbflow/models/tiny_python
-    draft="--size draft --teacher nbflow/models/tiny_python --threads 1"
-    train $draft --steps 2000 --stop 750 --out /tmp/begun
-    train $draft --steps 450 --start /tmp/begun --continued 1536 \\
+    train --size draft --teacher nbflow/models/tiny_python --threads 1 --steps 2000 --stop 750 \\
         --out nbflow/models/tiny_python_draft
 
-A draft model proposes tokens to its `--teacher`, a model trained before: it has the teacher's
-tokenizer, and half of its last windows are the teacher's own greedy continuations (`--continued`)
-of windows of the text (sequence-level distillation, Kim and Rush 2016).  `--start` goes on with the
-weights of an earlier run, on other windows.
+A draft model proposes tokens to its `--teacher`, a model trained before, and has its tokenizer.
+More training makes it better: `--start` goes on with the weights of an earlier run, and
+`--continued N` lets half of the windows be the teacher's own greedy continuations of N windows of
+the text (sequence-level distillation, Kim and Rush 2016).
 
 Torch is needed here only.  The text is the standard library of the Python that runs this script,
 its tests included (PSF licence, see NOTICE), without the generated code tables; it takes a Python
@@ -293,13 +291,13 @@ def continue_greedily(teacher: Llama, prompts: torch.Tensor, length: int) -> tor
 
 
 def export(model: Llama, tokenizer: Tokenizer, held_out: str, record: dict, out: Path) -> None:
-    """Write an ordinary Hugging Face folder; the held-out text is the teacher's if it had one."""
+    """Write an ordinary Hugging Face folder; a draft's tokenizer and text are the teacher's."""
     out.mkdir(parents=True, exist_ok=True)
     state = {f"model.{k}": v.detach().half().contiguous() for k, v in model.named_parameters()}
     save_file(state, out / "model.safetensors", metadata={"format": "pt"})
     (out / "config.json").write_text(json.dumps(model.config, indent=2) + "\n")
-    tokenizer.save(str(out / "tokenizer.json"))
     if "teacher" not in record:
+        tokenizer.save(str(out / "tokenizer.json"))
         (out / "eval.txt").write_text(held_out, encoding="utf-8")
     (out / "training.json").write_text(json.dumps(record, indent=2) + "\n")
 

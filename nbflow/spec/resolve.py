@@ -84,7 +84,7 @@ def resolve(
     >>> from nbflow.spec import resolve
     >>> resolve("tiny_pyton")  # doctest: +ELLIPSIS
     Traceback (most recent call last):
-    nbflow_kernels.errors.UsageError: unknown model 'tiny_pyton'; did you mean 'tiny_python'? ...
+    nbflow_kernels.errors.UsageError: unknown model 'tiny_pyton'; did you mean 'tiny_python' or ...
     """
     named, path = _find(model)
     model_file = named if spec is None else find_model_file(spec)

@@ -101,9 +101,12 @@ def test_tables_are_made_of_the_points(
             ["| 8/4/32 | f16 | 512 | 32 | 300 | 1.50 | 0.75 | 1.90 | 2,000 | 3.00 | 2.00 | 4.00 |"],
         ),
         "speculation": (
-            "weights,draft,n_draft,batch,speculation_accepted_share,speculation_tokens_per_step,speculation_speedup,speculation_same_share",
-            ["q4,ngram,2,1,0.25,1.5,0.9,1", "q4,ngram,4,1,,1,1,1"],
-            ["| `ngram` | 2 | 1 | 25 | 1.50 | 0.90 | 100 % |", "| `ngram` | 4 | 1 |  | 1.00 |"],
+            "weights,draft,n_draft,batch,speculation_accepted_share,speculation_tokens_per_step,plain_tokens_per_s,speculation_tokens_per_s,speculation_speedup,speculation_same_share",
+            ["q4,ngram,2,1,0.25,1.5,1000,900.2,0.9,1", "q4,ngram,4,1,,1,9,9,1,1"],
+            [
+                "| `ngram` | 2 | 1 | 25 | 1.50 | 1,000 | 900 | 0.90 | 100 % |",
+                "| `ngram` | 4 | 1 |  | 1.00 |",
+            ],
         ),
         "throughput": (
             "weights,kv,batch,decode_tokens_per_s",

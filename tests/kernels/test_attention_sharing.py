@@ -115,6 +115,17 @@ def test_who_goes_together_saves_the_most_and_leaves_no_thread_idle() -> None:
     assert items(4) == [(1, 0)] * 4
 
 
+def test_long_keys_are_divided_among_threads_rather_than_shared() -> None:
+    paged = begin_alike(
+        Paged(np.random.default_rng(5), [300] * 4, (1, 1, 16), PAGE), [0, 256, 256, 256]
+    )
+    wrapper = BatchPrefillWithPagedKVCacheWrapper()
+    for threads, pages, shared in ((1, 2, 256), (2, 2, 0), (2, 4, 256)):  # 44 own keys, 32 or 64
+        set_num_threads(threads)
+        plan = paged.plan(wrapper, ints(0, 1, 2, 3, 4), fixed_split_size=pages)
+        assert set(column(plan, "shared")) == {shared}
+
+
 def test_what_depends_on_the_request_is_not_shared() -> None:
     rng = np.random.default_rng(4)
     paged = begin_alike(Paged(rng, [80, 90], (2, 1, 16), PAGE), [0, 64])

@@ -62,10 +62,10 @@ PARAMETERS = {
     "yi_34b_chat": 34_388_917_248,
     "yi_6b": 6_061_035_520,
 }
-NO_NUMBERS = {"tiny_python", "xverse_13b_chat"}
+NO_NUMBERS = {"tiny_python", "tiny_python_draft", "xverse_13b_chat"}
 NO_TEMPLATE = {
-    "tiny_python", "bert_base_multilingual_cased", "facebook_m2m100_418m", "llama3.1_70b",
-    "llama3.1_405b", "deepseek_v2_chat", "deepseek_v2_lite_chat", "deepseek_v3",
+    "tiny_python", "tiny_python_draft", "bert_base_multilingual_cased", "facebook_m2m100_418m",
+    "llama3.1_70b", "llama3.1_405b", "deepseek_v2_chat", "deepseek_v2_lite_chat", "deepseek_v3",
 }  # fmt: skip
 
 CHATML = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"

@@ -408,12 +408,16 @@ def test_tokenizer_that_the_model_file_promises(tmp_path: Path) -> None:
         resolve(tmp_path, spec=tmp_path / "none.toml")
 
 
+BUNDLED = ("tiny_python", "tiny_python_draft")
+
+
 def test_neither_a_path_nor_a_name() -> None:
     with pytest.raises(UsageError) as caught:
         resolve("tiny_pyhton")
     assert str(caught.value) == (
-        "unknown model 'tiny_pyhton'; did you mean 'tiny_python'? available: tiny_python; "
-        "or give the path of a folder or a weight file that exists"
+        "unknown model 'tiny_pyhton'; did you mean 'tiny_python' or 'tiny_python_draft'? "
+        "available: tiny_python, tiny_python_draft; or give the path of a folder or a weight file "
+        "that exists"
     )
 
 
@@ -425,14 +429,18 @@ def test_files_that_come_with_the_package() -> None:
         model = load_model_file(path)
         assert (model.name, model.family.name in families()) == (name, True)
         assert model.description
-        assert (model.path is None) == (name != "tiny_python")
+        assert (model.path is None) == (name not in BUNDLED)
 
 
-def test_bundled_model_fits_its_specification() -> None:
-    resolved = resolve("tiny_python")
-    assert resolved.tokenizer is not None
-    with open_weights(resolved.path) as weights:
-        check(resolved.spec, weights)
+def test_bundled_models_fit_their_specifications() -> None:
+    model, draft = map(resolve, BUNDLED)
+    for resolved in (model, draft):
+        with open_weights(resolved.path) as weights:
+            check(resolved.spec, weights)
+    assert model.tokenizer is not None
+    assert draft.tokenizer is not None
+    assert model.tokenizer.samefile(draft.tokenizer)
+    assert draft.spec.n_parameters < 0.11 * model.spec.n_parameters
 
 
 FAMILY = """description = "d"

@@ -35,7 +35,7 @@ from nbflow_kernels import (
     get_batch_indices_positions,
 )
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.kvcache import kv_format
+from nbflow_kernels.kvcache.formats import KVFormat, kv_format
 
 PAGE = 16
 LEAST_S = 0.02
@@ -59,10 +59,10 @@ class Sizes:
     def key_bytes(self) -> int:
         """Return the bytes of a key and its value, of all heads."""
         _, G, D = self.heads
-        return G * sum(format.row_length(D) * format.dtype.itemsize for format in self.formats)
+        return G * sum(format.row_bytes(D) for format in self.formats)
 
     @property
-    def formats(self) -> tuple[Any, Any]:
+    def formats(self) -> tuple[KVFormat, KVFormat]:
         """Return the formats of keys and of values."""
         names = self.kv.split("/")
         return kv_format(names[0]), kv_format(names[-1])
@@ -74,8 +74,8 @@ def run(context: Context) -> Outcome:
         return Outcome()
     spec, asked = context.model.spec, str(context.config["heads"])
     heads = parse_heads(asked) if asked else (spec.n_heads, spec.n_kv_heads, spec.head_dim)
-    names = ("batch", "shared_keys", "own_keys")
-    sizes = Sizes(*map(context.number, names), heads, str(context.config["kv"]))
+    batch, shared, own = map(context.number, ("batch", "shared_keys", "own_keys"))
+    sizes = Sizes(batch, shared, own, heads, str(context.config["kv"]))
     if sizes.shared_keys % PAGE:
         raise UsageError(
             f"cascade: shared_keys must be a multiple of {PAGE}, the tokens of a page, got "
@@ -121,15 +121,15 @@ def three_ways(sizes: Sizes) -> list[Callable[[], np.ndarray]]:
 def random_pages(rng: np.random.Generator, n: int, sizes: Sizes) -> tuple[np.ndarray, np.ndarray]:
     """Return full pages of normally distributed keys and values."""
     _, G, D = sizes.heads
-    cache = tuple(np.zeros((n, G, PAGE, f.row_length(D)), f.dtype) for f in sizes.formats)
+    keys, values = (np.zeros((n, G, PAGE, f.row_length(D)), f.dtype) for f in sizes.formats)
     indptr, last = np.array([0, n], np.int32), np.array([PAGE], np.int32)
     rows = np.array([0, n * PAGE], np.int32)
     k, v = rng.standard_normal((2, n * PAGE, G, D), np.float32)
     append_paged_kv_cache(
-        k, v, *get_batch_indices_positions(rows, rows[1:], n * PAGE), cache,
+        k, v, *get_batch_indices_positions(rows, rows[1:], n * PAGE), (keys, values),
         np.arange(n, dtype=np.int32), indptr, last, LAYOUT, kv_format=sizes.kv,
     )  # fmt: skip
-    return cache
+    return keys, values
 
 
 def time_runs(way: Callable[[], Any]) -> float:

@@ -351,7 +351,7 @@ class MultiLevelCascadeAttentionWrapper:
         flat.plan(
             edges, np.cumsum([0, *map(len, pages)]).astype(np.int32),
             np.concatenate([np.zeros(0, np.int32), *pages]), np.array(last, np.int32), *heads,
-            **options,
+            disable_page_sharing=True, **options,
         )  # fmt: skip
         return flat
 

@@ -56,11 +56,12 @@ def write_item(
 
 @part
 def count_shared(
-    header: Any, rows_at: Any, kv_indptr: Any, kv_indices: Any, lens_at: Any, b: Any
+    header: Any, rows_at: Any, kv_indptr: Any, kv_indices: Any, lens_at: Any, b: Any, most_own: Any
 ) -> Any:
     """Return how many first keys of requests `b` and `b` - 1 lie on the same pages.
 
-    Whole chunks, all of which every row of the two sees; each has keys of its own behind them.
+    Whole chunks, all of which every row of the two sees; each has keys of its own behind them, and
+    at most `most_own`.
     """
     row = read_i32(rows_at + 4 * b)
     n_rows, rows_before = read_i32(rows_at + 4 * b + 4) - row, row - read_i32(rows_at + 4 * b - 4)
@@ -75,7 +76,8 @@ def count_shared(
     page_size, n = read_word(header, at.PAGE_SIZE), np.int64(0)
     while n < most and read_i32(kv_indices + 4 * start) == read_i32(kv_indices + 4 * before):
         start, before, n = start + 1, before + 1, n + page_size
-    return max(min(n, most), np.int64(0)) // CHUNK * CHUNK
+    n = max(min(n, most), np.int64(0)) // CHUNK * CHUNK
+    return n if max(kv_len, len_before) - n <= most_own else np.int64(0)
 
 
 @part
@@ -120,13 +122,17 @@ def divide(
     n_items, n_merges, n_partials = np.int64(0), np.int64(0), np.int64(0)
     total, pairs, most, piece = np.int64(0), np.int64(0), np.int64(1), np.int64(0)
     n_requests = len(kv_lens)
+    # With fewer heads than threads long keys are divided among threads, which items of several
+    # requests are not.
+    most_own = split if may_split and n_threads > G else np.int64(1) << 62
     alike = allocate(8 * n_requests + 8)
     for b in range(n_requests):
         shared = np.int64(0)
         if b > 0 and may_share:
             shared = count_shared(
-                header, rows_at, simd.address(kv_indptr), simd.address(kv_indices), lens_at, b
-            )
+                header, rows_at, simd.address(kv_indptr), simd.address(kv_indices), lens_at, b,
+                most_own,
+            )  # fmt: skip
         write_i64(alike + 8 * b, shared)
     together = max(np.int64(1), n_requests * G // n_threads)  # so that all threads have an item
     # head -1 only counts, so that the cost of all is known before the keys of a tile are divided
