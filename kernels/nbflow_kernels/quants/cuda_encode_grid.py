@@ -46,7 +46,6 @@ def tables_there(format: IntegerFormat, name: str, device: cuda.KernelDevice) ->
     """Return on the device: the neighbours of the grid called `name`, and where bits come from."""
     key = ("quants encode", format.name)
     if key not in device.constants:
-        assert format.fields is not None
         near = neighbours(name)
         tables = (near.first, near.points, near.grid, *bit_sources(format.fields))
         device.constants[key] = tuple(device.asarray(np.ascontiguousarray(t)) for t in tables)
@@ -80,7 +79,6 @@ def _encoder(format: IntegerFormat) -> cuda.Kernel:
     nc: Any = importlib.import_module("numba.cuda")
     from nbflow_kernels.quants.cuda_lanes import sqrt
 
-    assert format.fields is not None
     recipe, block_bytes, n_fields = RECIPES[format.name], format.block_bytes, format.fields.count
     sub, weighted = recipe.sub_block, format.needs_importance
     n_subs, n_threads = 256 // sub, 32 * (256 // sub)

@@ -40,7 +40,6 @@ def _encoder(format: IntegerFormat) -> cuda.Kernel:
     nc: Any = importlib.import_module("numba.cuda")
     from nbflow_kernels.quants.cuda_lanes import sqrt
 
-    assert format.fields is not None
     sub, block_bytes, n_fields = format.form.sub_block, format.block_bytes, format.fields.count
     n_subs, n_threads, groups = 256 // sub, 32 * (256 // sub), sub // 8
     weighted, d_at = format.needs_importance, 64 + 256 // sub
