@@ -165,7 +165,7 @@ def test_bits_of_blocks_come_from_the_numbers(name: str) -> None:
     fields = nk.FORMATS[name].fields  # type: ignore[attr-defined]
     sources, blank = bit_sources(fields)
     rng = np.random.default_rng(8)
-    parts = [rng.integers(0, 1 << p.bits, (1, p.count)).astype(p.dtype) for p in fields.parts]
+    parts = [rng.integers(0, 1 << p.bits, (1, p.n)).astype(p.dtype) for p in fields.parts]
     numbers = np.concatenate([part[0].astype(np.int64) for part in parts])
     bits = np.where(sources >= 0, numbers[sources >> 4] >> (sources & 15) & 1, 0)
     made = np.packbits(bits.astype(np.uint8), bitorder="little") ^ blank

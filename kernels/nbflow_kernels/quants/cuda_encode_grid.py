@@ -80,10 +80,14 @@ def _encoder(format: IntegerFormat) -> cuda.Kernel:
     nc: Any = importlib.import_module("numba.cuda")
     from nbflow_kernels.quants.cuda_lanes import sqrt
 
-    recipe, block_bytes, n_fields = RECIPES[format.name], format.block_bytes, format.fields.count
+    recipe, block_bytes, n_fields = (
+        RECIPES[format.name],
+        format.block_bytes,
+        format.fields.n_numbers,
+    )
     sub, weighted = recipe.sub_block, format.needs_importance
     n_subs, n_threads = 256 // sub, THREADS
-    n_points = format.fields.parts[0].count
+    n_points = format.fields.parts[0].n
     signs_at, scales_at, d_at = n_points, n_points + 32, n_points + 32 + n_subs
     mean_square, take_signs = twin(grid_plain.mean_square), twin(grid_plain.take_signs)
     scales_of, pack, fit = twin(grid_plain.scales_of), packer(format), _sub_block(format)
@@ -186,7 +190,8 @@ def _sub_block(format: IntegerFormat) -> Any:
                 tried[k], is_off = point_of(
                     values, roots, k, inverse, step, first, lists, grid, dimensions, losses
                 )
-                mask |= np.int32(is_off) << k
+                if is_off:
+                    mask |= 1 << k
             gain_x[lane], gain_q[lane] = sums(values, counts, grid, dimensions, tried)
             off[lane] = mask
         nc.syncwarp()

@@ -46,7 +46,7 @@ def _encoder(format: IntegerFormat) -> cuda.Kernel:
     nc: Any = importlib.import_module("numba.cuda")
     from nbflow_kernels.quants.cuda_lanes import sqrt
 
-    sub, block_bytes, n_fields = format.form.sub_block, format.block_bytes, format.fields.count
+    sub, block_bytes, n_fields = format.form.sub_block, format.block_bytes, format.fields.n_numbers
     n_subs, n_threads, groups = 256 // sub, THREADS, sub // 8
     weighted, d_at = format.needs_importance, 64 + 256 // sub
     nothing, factor = iq1_plain.NOTHING[sub], iq1_plain.FACTOR[sub]
@@ -93,7 +93,8 @@ def _encoder(format: IntegerFormat) -> cuda.Kernel:
                     scale = fit(
                         weights[at:end], counts[at:end], order[at:end], codes[at:end], sum_x[s],
                         sum_w[s], levels, first, lists, grid,
-                        fields[groups * s : groups * s + groups], fields[32 + groups * s : 32 + groups * s + groups], lane,
+                        fields[groups * s : groups * s + groups],
+                        fields[32 + groups * s : 32 + groups * s + groups], lane,
                     )  # fmt: skip
                 if lane == 0:
                     found[s] = scale
@@ -134,9 +135,9 @@ def _sub_block(sub: int) -> Any:
     point_of, sums = twin(iq1_plain.point_of), twin(iq1_plain.sums)
 
     @device
-    def fit(
+    def fit(  # type: ignore[no-untyped-def]
         x, counts, order, codes, sum_x, sum_w, levels, first, lists, grid, points, shifts, lane
-    ):  # type: ignore[no-untyped-def]
+    ):
         rank = 0
         if lane < sub:  # equal weights stay in order
             for j in range(sub):

@@ -75,7 +75,7 @@ def _tables_there(format: IntegerFormat, device: cuda.KernelDevice) -> tuple[Any
 def _encoder(format: IntegerFormat) -> cuda.Kernel:
     """Return the kernel that encodes a block in each thread."""
     nc: Any = importlib.import_module("numba.cuda")
-    block, block_bytes, n_fields = format.block_size, format.block_bytes, format.fields.count
+    block, block_bytes, n_fields = format.block_size, format.block_bytes, format.fields.n_numbers
     n_values = 1 << format.form.code_bits
     fit = _fit(format)
 
