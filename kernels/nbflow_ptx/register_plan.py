@@ -16,6 +16,7 @@ from nbflow_ptx.syntax import Addr, Imm, Instruction, Operand, Pair, Reg, Vec
 if TYPE_CHECKING:
     from nbflow_ptx.linker import Linked
     from nbflow_ptx.machine import Machine
+
 #: Instructions whose first operand is no destination.
 _NO_RESULT = ("st", "red", "bar", "barrier", "cp", "prefetch", "stmatrix", "mbarrier", "bra", "brx")
 
@@ -56,7 +57,7 @@ class RegisterPlan:
 
     def watch(self, ins: Instruction, run: Any) -> Any:
         """Return `run` (of a thread's or a warp's instruction) with the checks of its registers."""
-        touch = self._touch(ins)
+        touch = self._touch(ins) if self.rows else None
         if touch is None:
             return run
 
@@ -77,16 +78,17 @@ class RegisterPlan:
             if isinstance(ins.args[1], Reg):
                 return _Copy(written[0], read[0])
             if isinstance(ins.args[1], Imm):
-                return _Use(written, [])
+                return _Use(written, written, changes=False)
         return _Use(sorted({*written, *read}), written)
 
 
 class _Use:
-    """An instruction that touches some registers and leaves some changed."""
+    """An instruction that touches some registers and writes some."""
 
-    def __init__(self, touched: list[int], changed: list[int]) -> None:
+    def __init__(self, touched: list[int], written: list[int], *, changes: bool = True) -> None:
         self.touched = np.array(touched, np.int64)
-        self.changed = np.array(changed, np.int64)
+        self.written = np.array(written, np.int64)
+        self.changes = changes
 
     def before(self, m: Machine, i: Any) -> None:
         if m.warpgroups.busy:
@@ -94,9 +96,9 @@ class _Use:
 
     def after(self, m: Machine, i: Any) -> None:
         if i is None:
-            m.warpgroups.changed[self.changed] = True
+            m.warpgroups.changed[self.written] = self.changes
         else:
-            m.warpgroups.changed[self.changed[:, None], m.warp_id[i]] = True
+            m.warpgroups.changed[self.written[:, None], m.warp_id[i]] = self.changes
 
 
 class _Copy:

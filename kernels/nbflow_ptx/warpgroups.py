@@ -150,24 +150,25 @@ class Warpgroups:
     def _end_reads(self, m: Machine) -> None:
         """Forget the reads that are over; the warps of the group know what they came after."""
         shadow = m.memory.regions["shared"].shadow_view[8]
-        keep = []
+        keep, ended = [], False
         for r in self.reads:
             over = r.numbers <= self.waited[r.groups]
             if not over.any():
                 keep.append(r)
                 continue
+            ended = True
             shadow[r.words[over]] &= ~_READING
             self._tell(m, r.groups[over], r.stamp)
             if not over.all():
                 left = ~over
                 keep.append(_Reads(r.groups[left], r.numbers[left], r.words[left], r.stamp))
-        if len(keep) != len(self.reads):
+        if ended:
             for r in keep:  # what two products read stays marked until both are done
                 shadow[r.words] |= _READING
         self.reads = keep
 
     def _tell(self, m: Machine, groups: Any, stamp: int) -> None:
-        """All four warps know what the first one, which the reads are noted for, did until then."""
+        """Let all warps know what the first one, which the reads are noted for, did until then."""
         per_block = m.n_groups // m.n_blocks
         block, first = groups // per_block, groups % per_block * 4
         known = m.clocks.known

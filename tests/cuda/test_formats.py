@@ -13,16 +13,20 @@ import user_formats
 import nbflow_kernels as nk
 from nbflow_kernels import cuda
 from nbflow_kernels.block_bytes import get_f16, put_f16
-from nbflow_kernels.quants import dequantize_rows
+from nbflow_kernels.quants import dequantize_rows, fp4, levels_plain
+from nbflow_kernels.quants.block_fields import bit_sources
 from nbflow_kernels.quants.cuda_encode import bit_places
-from nbflow_kernels.quants.support import has_cuda_encoder
+from nbflow_kernels.quants.cuda_encode_levels import thresholds
+from nbflow_kernels.quants.linear import LinearFormat
 
 pytestmark = pytest.mark.compiler
-ENCODERS = [name for name in nk.FORMATS if has_cuda_encoder(nk.FORMATS[name])]
+ENCODERS = list(nk.FORMATS)
 # signed, bytes as parameters, pairs, levels in the middle, two planes; the others differ in numbers
 EMULATED = ("f16", "bf16", "q8_b32t2", "q4_b16", "q3h_b64t1", "q3_b32t1b", "q6_b64t1")
 # GGML's three kinds with one scale, and the two of K-quants: ranges, and codes around zero
 EMULATED += ("q4_0", "q5_1", "q8_0", "q4_k", "q6_k")
+# scales looked up, digits in base 3, a grid of 8 with importance, splits of two groups
+EMULATED += ("nvfp4", "tq1_0", "iq2_xs", "iq1_m")
 BLOCKS = [name for name in nk.FORMATS if nk.FORMATS[name].block_size > 1]
 
 
@@ -142,7 +146,7 @@ def _check_encoder(name: str, cupy: Any) -> None:
     np.testing.assert_array_equal(found.data.get(), nk.quantize(x, name, encoder="plain").data)
 
 
-@pytest.mark.parametrize("name", [n for n in ENCODERS if 1 < nk.FORMATS[n].block_size < 256])
+@pytest.mark.parametrize("name", [n for n in ENCODERS if isinstance(nk.FORMATS[n], LinearFormat)])
 def test_the_bits_of_codes_are_in_one_place_each(name: str) -> None:
     format: Any = nk.FORMATS[name]
     places, blank = bit_places(format)
@@ -155,12 +159,40 @@ def test_the_bits_of_codes_are_in_one_place_each(name: str) -> None:
     np.testing.assert_array_equal(np.packbits(bits, bitorder="little"), wanted)
 
 
+@pytest.mark.parametrize("name", [n for n in ENCODERS if hasattr(nk.FORMATS[n], "fields")])
+def test_bits_of_blocks_come_from_the_numbers(name: str) -> None:
+    """What kernels put together bit by bit is what the function that packs arrays makes."""
+    fields = nk.FORMATS[name].fields  # type: ignore[attr-defined]
+    sources, blank = bit_sources(fields)
+    rng = np.random.default_rng(8)
+    parts = [rng.integers(0, 1 << p.bits, (1, p.n)).astype(p.dtype) for p in fields.parts]
+    numbers = np.concatenate([part[0].astype(np.int64) for part in parts])
+    bits = np.where(sources >= 0, numbers[sources >> 4] >> (sources & 15) & 1, 0)
+    made = np.packbits(bits.astype(np.uint8), bitorder="little") ^ blank
+    np.testing.assert_array_equal(made, fields.pack(*parts).reshape(-1))
+    assert len(blank) == nk.FORMATS[name].block_bytes
+
+
+@pytest.mark.parametrize("name", ["e8m0", "e4m3"])
+def test_thresholds_lead_to_the_bytes_of_scales(name: str) -> None:
+    """Also next to powers of two, where the logarithm that is published rounds up to them."""
+    published = {
+        "e8m0": levels_plain.e8m0, "e4m3": lambda x: levels_plain.e4m3(x, 2 * fp4.E4M3)
+    }[name]  # fmt: skip
+    bounds = thresholds(published)
+    around = (np.arange(1, 255)[:, None] << 23) + np.arange(-40, 41)
+    bits = np.concatenate([
+        around.ravel(), np.random.default_rng(9).integers(0, 0x7F800000, 100_000), [0, 1, 2, 3],
+    ])  # fmt: skip
+    largest = bits.astype(np.int32).view(np.float32)
+    wanted = published(np.stack([largest, np.zeros_like(largest)], axis=1))
+    np.testing.assert_array_equal(np.searchsorted(bounds, bits, side="right") - 1, wanted)
+
+
 def test_what_has_no_encoder_there_says_so(
     user_format: Any, weights: np.ndarray, cupy: Any
 ) -> None:
     x = cupy.asarray(weights)
-    with pytest.raises(nk.UsageError, match="iq4_nl has no encoder 'plain' on a CUDA device; quan"):
-        nk.quantize(x, "iq4_nl", encoder="plain")
     with pytest.raises(nk.UsageError, match=r"no encoder 'best' .*; it has encoder='plain'"):
         nk.quantize(x, "q4")
     with pytest.raises(nk.UsageError, match="importance and outliers"):

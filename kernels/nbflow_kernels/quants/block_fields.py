@@ -21,7 +21,7 @@ FIELD_BITS = 16
 class Part(NamedTuple):
     """Numbers of one kind in a block, such as its codes."""
 
-    count: int
+    n: int
     bits: int
     """Bits of a number that are stored, at most `FIELD_BITS`."""
     dtype: Any = np.uint8
@@ -37,9 +37,9 @@ class BlockFields(NamedTuple):
     bytes must come from one bit of the numbers, or be constant."""
 
     @property
-    def count(self) -> int:
+    def n_numbers(self) -> int:
         """How many numbers there are."""
-        return sum(part.count for part in self.parts)
+        return sum(part.n for part in self.parts)
 
 
 def bit_sources(fields: BlockFields) -> tuple[NDArray[np.int32], Bytes]:
@@ -61,17 +61,17 @@ def bit_sources(fields: BlockFields) -> tuple[NDArray[np.int32], Bytes]:
     """
 
     def packed(numbers: NDArray[np.int64]) -> Bytes:
-        ends = np.cumsum([part.count for part in fields.parts])
+        ends = np.cumsum([part.n for part in fields.parts])
         columns = np.split(numbers, ends[:-1], axis=1)
         given = [c.astype(p.dtype) for c, p in zip(columns, fields.parts, strict=True)]
         return fields.pack(*given).reshape(len(numbers), -1)
 
-    blank = packed(np.zeros((1, fields.count), np.int64))[0]
+    blank = packed(np.zeros((1, fields.n_numbers), np.int64))[0]
     sources = np.full(8 * len(blank), -1, np.int32)
     for part, first in zip(fields.parts, _firsts(fields), strict=True):
         for bit in range(part.bits):
-            ones = np.zeros((part.count, fields.count), np.int64)
-            ones[np.arange(part.count), first + np.arange(part.count)] = 1 << bit
+            ones = np.zeros((part.n, fields.n_numbers), np.int64)
+            ones[np.arange(part.n), first + np.arange(part.n)] = 1 << bit
             turned = np.unpackbits(packed(ones) ^ blank, axis=1, bitorder="little")
             number, place = np.nonzero(turned)
             assert (sources[place] < 0).all(), "a bit of a block has two sources"
@@ -80,5 +80,5 @@ def bit_sources(fields: BlockFields) -> tuple[NDArray[np.int32], Bytes]:
 
 
 def _firsts(fields: BlockFields) -> list[int]:
-    counts = [part.count for part in fields.parts]
+    counts = [part.n for part in fields.parts]
     return [sum(counts[:k]) for k in range(len(counts))]

@@ -1,8 +1,9 @@
 """Encoding weights on CUDA devices: the plain encoders of one pass, and those of the K-quants.
 
 These are Inferflow's and GGML's formats of one scale for a block, floats, and users' formats whose
-encoder is plain loops; the K-quants are in `cuda_encode_k`.  The bytes are the CPU's: the same
-arithmetic, compiled without fusing.
+encoder is plain loops; the K-quants are in `cuda_encode_k`, formats with tables of levels in
+`cuda_encode_levels`, those on grids in `cuda_encode_grid` and `cuda_encode_iq1`.  The bytes are the
+CPU's: the same arithmetic, compiled without fusing.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ from nbflow_kernels.quants.integer_format import IntegerFormat
 from nbflow_kernels.quants.k_quants import KFormat
 from nbflow_kernels.quants.linear import LinearFormat
 from nbflow_kernels.quants.parameters import F16_SCALE, U8_PAIR
-from nbflow_kernels.quants.support import has_cuda_encoder
 from nbflow_kernels.quants.user import UserFormat
 
 if TYPE_CHECKING:
@@ -48,10 +48,9 @@ def encode(x: Any, format: QuantFormat, encoder: str) -> Any:
         If the format has no such encoder there.
     """
     one = isinstance(format, FloatFormat | UserFormat)  # of which both encoders are the same
-    if not has_cuda_encoder(format) or (encoder != "plain" and not one):
-        other = "; it has encoder='plain'" if has_cuda_encoder(format) else ""
+    if encoder != "plain" and not one:
         raise UsageError(
-            f"{format.name} has no encoder {encoder!r} on a CUDA device{other}; "
+            f"{format.name} has no encoder {encoder!r} on a CUDA device; it has encoder='plain'; "
             "quantize in host memory and take to_device()"
         )
     device = cuda.device_of(x)

@@ -24,7 +24,9 @@ from nbflow_kernels.quants.neighbours import neighbours
 if TYPE_CHECKING:
     from nbflow_kernels.quants.integer_format import IntegerFormat
 
-BLOCKS_PER_SM = 8  # thread blocks of 256 or 512 threads
+BLOCKS_PER_SM = 8  # thread blocks
+N_WARPS = 8  # warps of a thread block: each takes one or two of its sub-blocks
+THREADS = 32 * N_WARPS
 DECLARED = (
     "f32* x, i32* first, u16* lists, u16* grid, i32* sources, u8* blank, u8* data, i32 T, "
     "i32 columns, i64 row_bytes"
@@ -37,16 +39,14 @@ def encode(x: Any, format: IntegerFormat, data: Any) -> None:
     device = cuda.device_of(x)
     tables = tables_there(format, format.name, device)
     n_blocks = data.shape[1] // format.block_bytes * len(x)
-    n_threads = 32 * (256 // RECIPES[format.name].sub_block)
     grid = min(n_blocks, BLOCKS_PER_SM * device.n_sms)
-    _encoder(format)(grid, n_threads, (x, *tables, data, len(x), x.shape[1], data.shape[1]))
+    _encoder(format)(grid, THREADS, (x, *tables, data, len(x), x.shape[1], data.shape[1]))
 
 
 def tables_there(format: IntegerFormat, name: str, device: cuda.KernelDevice) -> tuple[Any, ...]:
     """Return on the device: the neighbours of the grid called `name`, and where bits come from."""
     key = ("quants encode", format.name)
     if key not in device.constants:
-        assert format.fields is not None
         near = neighbours(name)
         tables = (near.first, near.points, near.grid, *bit_sources(format.fields))
         device.constants[key] = tuple(device.asarray(np.ascontiguousarray(t)) for t in tables)
@@ -80,11 +80,14 @@ def _encoder(format: IntegerFormat) -> cuda.Kernel:
     nc: Any = importlib.import_module("numba.cuda")
     from nbflow_kernels.quants.cuda_lanes import sqrt
 
-    assert format.fields is not None
-    recipe, block_bytes, n_fields = RECIPES[format.name], format.block_bytes, format.fields.count
+    recipe, block_bytes, n_fields = (
+        RECIPES[format.name],
+        format.block_bytes,
+        format.fields.n_numbers,
+    )
     sub, weighted = recipe.sub_block, format.needs_importance
-    n_subs, n_threads = 256 // sub, 32 * (256 // sub)
-    n_points = format.fields.parts[0].count
+    n_subs, n_threads = 256 // sub, THREADS
+    n_points = format.fields.parts[0].n
     signs_at, scales_at, d_at = n_points, n_points + 32, n_points + 32 + n_subs
     mean_square, take_signs = twin(grid_plain.mean_square), twin(grid_plain.take_signs)
     scales_of, pack, fit = twin(grid_plain.scales_of), packer(format), _sub_block(format)
@@ -104,8 +107,8 @@ def _encoder(format: IntegerFormat) -> cuda.Kernel:
         off, fields = nc.shared.array(n_threads, np.int32), nc.shared.array(n_fields, np.int32)
         found, of_block = nc.shared.array(n_subs, np.float32), nc.shared.array(1, np.float32)
         thread = nc.threadIdx.x
-        lane, s = thread % 32, thread // 32
-        at = s * sub
+        lane, warp = thread % 32, thread // 32
+        own = 32 * warp
         blocks = row_bytes // block_bytes
         for b in range(nc.blockIdx.x, T * blocks, nc.gridDim.x):
             row, column = b // blocks, b % blocks * 256
@@ -116,43 +119,38 @@ def _encoder(format: IntegerFormat) -> cuda.Kernel:
                 of_block[0] = twice_mean * mean_square(weights)
             nc.syncthreads()
             mean = of_block[0]
-            for j in range(at + lane, at + sub, 32):
-                square = weights[j] * weights[j]
-                if weighted:  # importance is 1, and 0 for padding
-                    counts[j] = sqrt(mean + square) if column + j < columns else np.float32(0)
-                else:
-                    counts[j] = unweighted * mean + square
-                roots[j] = sqrt(counts[j])
-            nc.syncwarp()
-            signs = fields[signs_at + at // 8 : signs_at + (at + sub) // 8]
-            if lane == 0:
-                take_signs(
-                    weights[at : at + sub], counts[at : at + sub], seven_signs,
-                    values[at : at + sub], signs,
+            for s in range(warp, n_subs, N_WARPS):
+                at = s * sub
+                for j in range(at + lane, at + sub, 32):
+                    square = weights[j] * weights[j]
+                    if weighted:  # importance is 1, and 0 for padding
+                        counts[j] = sqrt(mean + square) if column + j < columns else np.float32(0)
+                    else:
+                        counts[j] = unweighted * mean + square
+                    roots[j] = sqrt(counts[j])
+                nc.syncwarp()
+                signs = fields[signs_at + at // 8 : signs_at + (at + sub) // 8]
+                if lane == 0:
+                    take_signs(
+                        weights[at : at + sub], counts[at : at + sub], seven_signs,
+                        values[at : at + sub], signs,
+                    )  # fmt: skip
+                nc.syncwarp()
+                scale = fit(
+                    values[at : at + sub], counts[at : at + sub], roots[at : at + sub], first,
+                    lists, grid, gain_x[own : own + 32], gain_q[own : own + 32],
+                    off[own : own + 32], fields[groups * s : groups * s + groups], signs, lane,
                 )  # fmt: skip
-            nc.syncwarp()
-            scale = fit(
-                values[at : at + sub], counts[at : at + sub], roots[at : at + sub], first, lists,
-                grid, gain_x[32 * s : 32 * s + 32], gain_q[32 * s : 32 * s + 32],
-                off[32 * s : 32 * s + 32], fields[groups * s : groups * s + groups], signs, lane,
-            )  # fmt: skip
-            if lane == 0:
-                found[s] = abs(scale)
+                if lane == 0:
+                    found[s] = abs(scale)
             nc.syncthreads()
             if thread == 0:
                 for k in range(n_subs):
                     fields[scales_at + k] = 0
                 fields[d_at] = scales_of(found, factor, fields[scales_at:d_at])
             nc.syncthreads()
-            pack(
-                fields,
-                sources,
-                blank,
-                data,
-                row * row_bytes + column // 256 * block_bytes,
-                thread,
-                n_threads,
-            )
+            to = row * row_bytes + column // 256 * block_bytes
+            pack(fields, sources, blank, data, to, thread, n_threads)
             nc.syncthreads()
 
     return encode
@@ -192,7 +190,8 @@ def _sub_block(format: IntegerFormat) -> Any:
                 tried[k], is_off = point_of(
                     values, roots, k, inverse, step, first, lists, grid, dimensions, losses
                 )
-                mask |= np.int32(is_off) << k
+                if is_off:
+                    mask |= 1 << k
             gain_x[lane], gain_q[lane] = sums(values, counts, grid, dimensions, tried)
             off[lane] = mask
         nc.syncwarp()

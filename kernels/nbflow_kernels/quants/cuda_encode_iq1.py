@@ -15,7 +15,14 @@ import numpy as np
 from nbflow_kernels import cuda
 from nbflow_kernels.quants import grid_plain, iq1_plain
 from nbflow_kernels.quants.cuda import key_of
-from nbflow_kernels.quants.cuda_encode_grid import BLOCKS_PER_SM, DECLARED, packer, tables_there
+from nbflow_kernels.quants.cuda_encode_grid import (
+    BLOCKS_PER_SM,
+    DECLARED,
+    N_WARPS,
+    THREADS,
+    packer,
+    tables_there,
+)
 from nbflow_kernels.quants.cuda_lockstep import twin
 
 if TYPE_CHECKING:
@@ -29,9 +36,8 @@ def encode(x: Any, format: IntegerFormat, data: Any) -> None:
     device = cuda.device_of(x)
     tables = tables_there(format, "iq1", device)
     n_blocks = data.shape[1] // format.block_bytes * len(x)
-    n_threads = 32 * (256 // format.form.sub_block)
     grid = min(n_blocks, BLOCKS_PER_SM * device.n_sms)
-    _encoder(format)(grid, n_threads, (x, *tables, data, len(x), x.shape[1], data.shape[1]))
+    _encoder(format)(grid, THREADS, (x, *tables, data, len(x), x.shape[1], data.shape[1]))
 
 
 @functools.cache
@@ -40,9 +46,8 @@ def _encoder(format: IntegerFormat) -> cuda.Kernel:
     nc: Any = importlib.import_module("numba.cuda")
     from nbflow_kernels.quants.cuda_lanes import sqrt
 
-    assert format.fields is not None
-    sub, block_bytes, n_fields = format.form.sub_block, format.block_bytes, format.fields.count
-    n_subs, n_threads, groups = 256 // sub, 32 * (256 // sub), sub // 8
+    sub, block_bytes, n_fields = format.form.sub_block, format.block_bytes, format.fields.n_numbers
+    n_subs, n_threads, groups = 256 // sub, THREADS, sub // 8
     weighted, d_at = format.needs_importance, 64 + 256 // sub
     nothing, factor = iq1_plain.NOTHING[sub], iq1_plain.FACTOR[sub]
     mean_square, largest_of = twin(grid_plain.mean_square), twin(grid_plain.largest_of)
@@ -62,8 +67,7 @@ def _encoder(format: IntegerFormat) -> cuda.Kernel:
         levels = nc.local.array((2, 3), np.float32)
         fill_levels(levels)
         thread = nc.threadIdx.x
-        lane, s = thread % 32, thread // 32
-        at, end = s * sub, s * sub + sub
+        lane, warp = thread % 32, thread // 32
         blocks = row_bytes // block_bytes
         for b in range(nc.blockIdx.x, T * blocks, nc.gridDim.x):
             row, column = b // blocks, b % blocks * 256
@@ -76,21 +80,24 @@ def _encoder(format: IntegerFormat) -> cuda.Kernel:
                 of_block[0] = np.float32(2) * mean_square(weights)
             nc.syncthreads()
             mean = of_block[0]
-            for j in range(at + lane, end, 32):
-                square = weights[j] * weights[j]
-                counts[j] = square
-                if weighted:  # importance is 1, and 0 for padding
-                    counts[j] = sqrt(mean + square) if column + j < columns else np.float32(0)
-            nc.syncwarp()
-            scale = np.float32(0)
-            if largest_of(weights[at:end]) >= nothing:
-                scale = fit(
-                    weights[at:end], counts[at:end], order[at:end], codes[at:end], sum_x[s],
-                    sum_w[s], levels, first, lists, grid, fields[groups * s : groups * s + groups],
-                    fields[32 + groups * s : 32 + groups * s + groups], lane,
-                )  # fmt: skip
-            if lane == 0:
-                found[s] = scale
+            for s in range(warp, n_subs, N_WARPS):
+                at, end = s * sub, s * sub + sub
+                for j in range(at + lane, end, 32):
+                    square = weights[j] * weights[j]
+                    counts[j] = square
+                    if weighted:  # importance is 1, and 0 for padding
+                        counts[j] = sqrt(mean + square) if column + j < columns else np.float32(0)
+                nc.syncwarp()
+                scale = np.float32(0)
+                if largest_of(weights[at:end]) >= nothing:
+                    scale = fit(
+                        weights[at:end], counts[at:end], order[at:end], codes[at:end], sum_x[s],
+                        sum_w[s], levels, first, lists, grid,
+                        fields[groups * s : groups * s + groups],
+                        fields[32 + groups * s : 32 + groups * s + groups], lane,
+                    )  # fmt: skip
+                if lane == 0:
+                    found[s] = scale
             nc.syncthreads()
             if thread == 0:
                 fields[d_at] = scales_of(
@@ -128,9 +135,9 @@ def _sub_block(sub: int) -> Any:
     point_of, sums = twin(iq1_plain.point_of), twin(iq1_plain.sums)
 
     @device
-    def fit(
+    def fit(  # type: ignore[no-untyped-def]
         x, counts, order, codes, sum_x, sum_w, levels, first, lists, grid, points, shifts, lane
-    ):  # type: ignore[no-untyped-def]
+    ):
         rank = 0
         if lane < sub:  # equal weights stay in order
             for j in range(sub):

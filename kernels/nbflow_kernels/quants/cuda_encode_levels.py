@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from nbflow_kernels.quants.formats import Bytes, Floats
 
 _THREADS = 64
-FAMILIES = ("iq4_nl", "iq4_xs", "mxfp4", "nvfp4", "tq1_0", "tq2_0", "q2_0", "q1_0")
-"""The formats."""
 _LARGEST = np.float32(np.finfo(np.float32).max).view(np.int32)
 
 
@@ -61,7 +59,6 @@ def _tables_there(format: IntegerFormat, device: cuda.KernelDevice) -> tuple[Any
     """Return on the device: values of the codes, steps and thresholds of scale bytes, the bits."""
     key = ("quants encode", format.name)
     if key not in device.constants:
-        assert format.fields is not None
         steps, bounds = np.zeros(1, np.float32), np.zeros(1, np.int32)
         if format.name == "mxfp4":
             steps, bounds = fp4.E8M0, thresholds(levels_plain.e8m0)
@@ -78,8 +75,7 @@ def _tables_there(format: IntegerFormat, device: cuda.KernelDevice) -> tuple[Any
 def _encoder(format: IntegerFormat) -> cuda.Kernel:
     """Return the kernel that encodes a block in each thread."""
     nc: Any = importlib.import_module("numba.cuda")
-    assert format.fields is not None
-    block, block_bytes, n_fields = format.block_size, format.block_bytes, format.fields.count
+    block, block_bytes, n_fields = format.block_size, format.block_bytes, format.fields.n_numbers
     n_values = 1 << format.form.code_bits
     fit = _fit(format)
 

@@ -84,6 +84,7 @@ def _numpy() -> Any:
 def _operations() -> dict[types.ModuleType, dict[str, Any]]:
     """Return the operations on one lane, by the module and the name of those on vectors."""
     from nbflow_kernels.quants import cuda_lanes as own
+    from nbflow_kernels.quants import cuda_numbers as numbers
 
     of_simd = (
         "splat", "splat_i32", "add", "sub", "mul", "div", "and_", "or_", "load_f32", "store_f32",
@@ -93,7 +94,7 @@ def _operations() -> dict[types.ModuleType, dict[str, Any]]:
         "less", "differs", "choose", "any_lane", "absolute", "sqrt", "smaller", "larger",
     )  # fmt: skip
     return {
-        simd: {name: getattr(own, name) for name in of_simd} | {"float_to_half": own.narrow},
+        simd: {name: getattr(own, name) for name in of_simd} | {"float_to_half": numbers.narrow},
         lanes: {"store_f16": own.store_f16},
         lockstep: {name: getattr(own, name) for name in of_lockstep},
     }

@@ -84,6 +84,8 @@ class IntegerFormat(QuantFormat):
     """The published encoder."""
     search: Encoder
     """The encoder that "best" takes where it loses less than `plain`."""
+    fields: BlockFields
+    """The numbers that encoders on CUDA devices choose for a block, and how they make its bytes."""
     plain_importance: bool = True
     """Whether the published encoder knows importance weights."""
     d_at: int = 0
@@ -92,8 +94,6 @@ class IntegerFormat(QuantFormat):
     """Scalar decoder ``(row, at)`` of its bits, where they are not in one place."""
     needs_importance: bool = False
     """Whether it cannot do without; equal ones are then taken where none are given."""
-    fields: BlockFields | None = None
-    """The numbers of a block that encoders on CUDA devices choose."""
 
     # ---- encode -----------------------------------------------------------------------------
 

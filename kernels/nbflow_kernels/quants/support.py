@@ -6,14 +6,10 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants import FORMATS, QuantFormat
 from nbflow_kernels.quants.floats import FloatFormat
 from nbflow_kernels.quants.integer_format import IntegerFormat
-from nbflow_kernels.quants.k_quants import KFormat
 from nbflow_kernels.quants.linear import LinearFormat
 from nbflow_kernels.quants.user import UserFormat
 
 YES = "yes"
-NO_CUDA_ENCODER = (
-    "The encoder searches grids or tables on the CPU: quantize in host memory, then to_device."
-)
 NO_INT8 = "int8 activations go with integer codes; a float format is multiplied in f32 or bf16."
 NO_IMPORTANCE = (
     "The published encoder (plain) knows no importance weights; the encoder best takes them."
@@ -61,15 +57,8 @@ def cells(format: QuantFormat) -> list[str]:
         NO_INT8 if is_float else YES,
         _cache(format),
         YES,
-        YES if has_cuda_encoder(format) else NO_CUDA_ENCODER,
+        YES,
     ]
-
-
-def has_cuda_encoder(format: QuantFormat) -> bool:
-    """Return whether a format's plain encoder runs on a CUDA device."""
-    if isinstance(format, IntegerFormat):
-        return format.fields is not None
-    return isinstance(format, LinearFormat | KFormat | FloatFormat | UserFormat)
 
 
 def _importance(format: QuantFormat, encoder: str) -> str:
