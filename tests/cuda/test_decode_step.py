@@ -80,7 +80,6 @@ STEPS = {
     "phi": (4, 5),  # both read one norm; biases, a plain activation
     "olmoe": (5, 5),  # experts, norms over all heads; a float16 head takes two kernels
     "qwen2_moe": (5, 5),  # with one of all tokens, of which a token takes a share
-    "glm4_moe": (5, 5),  # a layer without experts; chosen in groups, by sigmoid
 }
 
 
@@ -109,6 +108,7 @@ PATTERNS = {
     "olmo2": 5,  # norms over all heads
     "granitemoe": 5,  # a scaled sum behind experts
     "qwen3_moe": 5,
+    "glm4_moe": 5,
     "deepseek_moe": 5,  # an expert of all tokens
     "qwen2_moe": 5,  # of which each takes a share
     "olmoe": 5,
