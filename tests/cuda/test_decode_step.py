@@ -81,7 +81,6 @@ STEPS = {
     "olmo2": (5, 5),  # norms over all heads, behind attention and network; a float16 head
     "olmoe": (5, 5),  # experts, norms over all heads; a float16 head takes two kernels
     "qwen2_moe": (5, 5),  # with one of all tokens, of which a token takes a share
-    "glm4_moe": (5, 5),  # a layer without experts; chosen in groups, by sigmoid
 }
 
 
@@ -110,6 +109,7 @@ PATTERNS = {
     "olmo2": 5,  # norms over all heads
     "granitemoe": 5,  # a scaled sum behind experts
     "qwen3_moe": 5,
+    "glm4_moe": 5,
     "deepseek_moe": 5,  # an expert of all tokens
     "qwen2_moe": 5,  # of which each takes a share
     "olmoe": 5,

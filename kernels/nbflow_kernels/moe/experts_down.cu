@@ -100,7 +100,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) experts_dow
     return {0, i / of_expert, i % of_expert / own_groups, i % own_groups};
   };
   auto columns_of = [&](const Item& item) -> Columns {
-    return {item.of_all ? all_columns.n : own_columns.n, item.of_all ? all_columns.parts : own_columns.parts};
+    if (item.of_all) return {all_columns.n, all_columns.parts};
+    return {own_columns.n, own_columns.parts};
   };
   auto own_of = [&](const Item& item) {
     return columns_of(item).own(item.part, warp);
@@ -133,7 +134,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) experts_dow
       staged = item;
       __syncthreads();
       if (warp == 0) {
-        const int pair = lane >= n_tokens ? -1 : item.of_all ? lane : plan->chosen[item.chosen].pairs[lane];
+        int pair = lane < n_tokens ? lane : -1;
+        if (pair >= 0 && !item.of_all) pair = plan->chosen[item.chosen].pairs[lane];
         const u32 mask = __ballot_sync(0xffffffffu, pair >= 0);
         if (pair >= 0) pairs[__popc(mask & ((1u << lane) - 1u))] = pair;
         if (lane == 0) n_pairs = __popc(mask);

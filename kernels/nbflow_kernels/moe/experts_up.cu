@@ -35,10 +35,10 @@ struct State {
 
 struct Matrices {
   const u8 *gate, *up;
-  float* hidden;    // (pairs or tokens, width)
-  i64 bytes;        // of a matrix
-  int width;        // rows
-  int shift;        // the first row of `up` in its row tile
+  float* hidden;  // (pairs or tokens, width)
+  i64 bytes;      // of a matrix
+  int width;      // rows
+  int shift;      // the first row of `up` in its row tile
 };
 
 DEV void announce(u32* at) {
@@ -60,21 +60,15 @@ struct Rows {
   DEV_METHOD const float* row(int token) const { return x + token * stride; }
 
   // Columns k to k + 3 of a token, normalized.
-#if NORM
   DEV_METHOD float4 four(int token, int k, const Norm& norm) const {
     const float4 v = load_four(row(token), k, n_columns, is_wide(row(token)));
+#if NORM
     return normalized<NORM>(v, k, n_columns, norm.scaling, norm.offset, means[token], factors[token]);
-  }
 #else
-  DEV_METHOD float4 four(int token, int k, int) const {
-    return load_four(row(token), k, n_columns, is_wide(row(token)));
+    return v;
+#endif
   }
-#endif
 };
-
-#if !NORM
-typedef int Norm;
-#endif
 
 // Tokens from `first` on, normalized, to shared memory.
 DEV Tokens put_rows(const Rows& x, const Norm& norm, int first, float* rows) {
@@ -105,11 +99,9 @@ DEV void run_router(
     multiply_router<ROUTER>(router.weights, tokens, 16 * part, routing.E,
                             router.logits + first * routing.E, behind);
     for (int n = 0; part == 0 && n < tokens.n; n++) {
-#if NORM
-      float* out = norm.scaling.out;
+      float* out = norm.scaling.out;  // others read it
       for (int k = threadIdx.x; out != nullptr && k < x.n_columns; k += 32 * WARPS)
         out[(first + n) * norm.scaling.out_stride + k] = tokens.row(n)[k];
-#endif
       if (router.shared_gate == nullptr) continue;
       const float factor = gate_factor(tokens.row(n), router.shared_gate, x.n_columns, room);
       if (threadIdx.x == 0) router.shared_factors[first + n] = factor;
@@ -139,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) experts_up(
   __shared__ float means[MOST_TOKENS], factors[MOST_TOKENS];
   __shared__ int drawn;
 #if !NORM
-  const Norm norm = 0;
+  const Norm norm = {};
 #endif
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
   if (threadIdx.x == 0) drawn = atomicAdd(&state->begun, 1);
@@ -170,10 +162,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) experts_up(
       if (n < n_tokens) v = rows.four(n, chunk * CHUNK + 4 * lane, norm);
       stage<NB>(v, shared + chunk * Record<NB>::BYTES, i % NB, lane);
     }
-    if (token_0 == 0) {
-      if (threadIdx.x == 0)
-        while (!is_announced(&state->planned)) __nanosleep(32);
-    }
+    if (token_0 == 0 && threadIdx.x == 0)
+      while (!is_announced(&state->planned)) __nanosleep(32);
     __syncthreads();
 
     // Items: groups of row tiles of the expert of all tokens, then of the chosen experts.
@@ -188,10 +178,11 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) experts_up(
     // this warp's first unit of an item; part 0 is the gate, 1 and 2 the row tiles of `up`
     auto units_at = [&](int item, int part) {
       const bool of_all = is_shared(item);
-      const u8* base = of_all ? part ? shared_expert.up : shared_expert.gate : part ? experts.up : experts.gate;
+      const u8* base = of_all ? part ? shared_expert.up : shared_expert.gate
+                              : part ? experts.up : experts.gate;
       if (!of_all) base += chosen_at(item)->expert * experts.bytes;
       const int width = of_all ? shared_expert.width : experts.width;
-      const int last = ((of_all && part ? shared_expert.shift : 0) + width - 1) / 16;  // again behind it
+      const int last = ((of_all && part ? shared_expert.shift : 0) + width - 1) / 16;  // not behind it
       const int tile = min(group_at(item) * columns.at_once() + own.tile + part / 2, last);
       return base + tile * tile_bytes + own.unit_0 * (i64)UNIT_BYTES;
     };
@@ -218,7 +209,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) experts_up(
         const u8* then = part + 1 < n_parts ? units_at(item, part + 1)
                          : next < end       ? units_at(next, 0) : at;
         float acc[4] = {0.0f, 0.0f, 0.0f, 0.0f};
-        multiply_units(table, now, at, own, n_chunks, then, n_chunks - 2 * own.unit_0, shared, lane, acc);
+        multiply_units(table, now, at, own, n_chunks, then, n_chunks - 2 * own.unit_0, shared, lane,
+                       acc);
         put_sums(sums + (part * WARPS + warp) * 16 * NB, acc, lane);
         at = then;
       }
@@ -228,7 +220,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) experts_up(
       const int shift = is_shared(item) ? shared_expert.shift : 0;
       const int row_0 = group_at(item) * columns.at_once() * 16, n = min(NB, n_tokens - token_0);
       for (int i = threadIdx.x; i < columns.at_once() * 16 * n; i += 32 * WARPS) {
-        const int row = i % 16, token = i / 16 % n, tile = i / (16 * n), column = row_0 + 16 * tile + row;
+        const int row = i % 16, token = i / 16 % n, tile = i / (16 * n);
+        const int column = row_0 + 16 * tile + row;
         const int pair = is_shared(item) ? token_0 + token : chosen_at(item)->pairs[token_0 + token];
         if (pair < 0 || column >= width) continue;
         auto result = [&](int part, int row) {

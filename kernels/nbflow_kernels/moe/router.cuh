@@ -39,8 +39,7 @@ DEV void multiply_f32(const float* w, const Tokens& x, int row_0, int E, float* 
 #pragma unroll
         for (int i = 0; i < 8; i += 4) {
           const float4 a = router_four(weights, k + i, x.n_columns, wide);
-          const float4 b = *(const float4*)(x.row(token) + (k + i < x.stride ? k + i : 0));
-          if (k + i >= x.stride) break;
+          const float4 b = *(const float4*)(x.row(token) + k + i);
           acc = fmaf(a.x, b.x, acc), acc = fmaf(a.y, b.y, acc);
           acc = fmaf(a.z, b.z, acc), acc = fmaf(a.w, b.w, acc);
         }
