@@ -46,7 +46,7 @@ DEV void load_unit(Unit& to, const u8* unit, int n_chunks, int lane) {
 // it.  In bfloat16 steps `first` to `end` of the unit are the slot's.
 DEV void multiply_unit(
     const Table& table, Unit& now, const u8* unit, int n_chunks, const u8* next, int n_next,
-    const u8* records, int first, int end, int lane, float acc[4]) {
+    const u8* records, int lane, float acc[4], int first = 0, int end = UNIT_STEPS) {
   const Floats floats = now.floats;
   now.floats.load(next, lane);
 #pragma unroll
@@ -162,7 +162,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) few_rows(
           const u8* after = at + (last ? jump : UNIT_BYTES);
           const int next = last ? jump ? unit_0 : unit : unit + 1;
           multiply_unit(table, now, at, min(2, n_chunks - 2 * unit), after, n_chunks - 2 * next, records,
-                        step_0 - UNIT_STEPS * unit, step_1 - UNIT_STEPS * unit, lane, acc);
+                        lane, acc, step_0 - UNIT_STEPS * unit, step_1 - UNIT_STEPS * unit);
           at = after;
           records += 2 * Record<NB>::BYTES;
         }

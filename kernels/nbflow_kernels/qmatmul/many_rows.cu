@@ -76,8 +76,8 @@ DEV void multiply(
     decoded();
 #pragma unroll
     for (int m = 0; m < TOKEN_TILES; m++) {
-      // always so, and keeps the compiler from loading fragments of several groups at once: registers
-      if (TOKEN_TILES <= 2 || m < groups)
+      // always so: with two products it keeps the compiler from holding too much for all groups at once
+      if (ARITHMETIC == INT8_SUMS || m < groups)
         multiply_chunk<ROW_TILES, 8>([](int) {}, table, operand, now.chunks, now.floats, stage + m * RECORD,
                                      lane, acc[m]);
       __syncwarp();
