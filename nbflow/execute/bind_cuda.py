@@ -15,8 +15,10 @@ import numpy as np
 import nbflow_kernels as nk
 from nbflow.cache.storage import LAYOUT
 from nbflow.execute.bind import LayerAttention, Made, PythonOp
+from nbflow.execute.bind_experts import bind_experts
 from nbflow.execute.bind_fused import bind_fused
 from nbflow.execute.exchange_cuda import CudaExchanges
+from nbflow.execute.fusions import ExpertFusion
 from nbflow.execute.graphs import HostOp
 from nbflow.execute.mixture import Mixture
 from nbflow.execute.step_arrays import DeviceArrays, StepArrays
@@ -79,7 +81,10 @@ class CudaBinder(CudaExchanges):
     def _fused(self, index: int) -> tuple[PythonOp | None, int]:
         """Return the launch of most ops from one on that a kernel runs, and the last of them."""
         for fusion in self.executor.fusions.get(index, ()):
-            made = bind_fused(self, fusion)
+            if isinstance(fusion, ExpertFusion):
+                made = bind_experts(self, fusion)
+            else:
+                made = bind_fused(self, fusion)
             if made is not None:
                 return made, fusion.last
         return None, index

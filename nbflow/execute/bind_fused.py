@@ -8,17 +8,26 @@ from typing import TYPE_CHECKING, Any
 from nbflow.cache.storage import LAYOUT
 from nbflow.execute.bind import PythonOp
 from nbflow.execute.fusions import ACTIVATION, ADD, GATE, HEADS, ROW_NORM, Fusion
-from nbflow.program.records import Op
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.qmatmul import fused
 
 if TYPE_CHECKING:
     from nbflow.execute.bind_cuda import CudaBinder
+    from nbflow.execute.cuda import CudaExecutor
 
 
 def bind_fused(binder: CudaBinder, fusion: Fusion) -> PythonOp | None:
     """Return the launches of a fusion: one for each matrix; None if no kernel takes it."""
     return _FusedBinder(binder, fusion).bind()
+
+
+def norm_of(executor: CudaExecutor, index: int, out: Any) -> fused.Norm:
+    """Return the norm that an op of a program is, which writes to `out` unless that is None."""
+    attrs = executor.program.ops[index].attrs
+    weight, bias = (*executor.weights.operands[index], None, None)[:2]
+    # the offset of a layer norm is part of its weights
+    offset = attrs.get("offset", 0.0) if attrs["norm"] == "rms" else 0.0
+    return fused.Norm(attrs["norm"], weight, bias, attrs["eps"], offset, out)
 
 
 class _FusedBinder:
@@ -91,7 +100,14 @@ class _FusedBinder:
         if len(self._pieces) == 1 or self._fusion.behind in ("", ACTIVATION, ADD):
             return True
         head_dim = self._executor.program.spec.head_dim
-        return self._fusion.behind == HEADS and all(start % head_dim == 0 for start in starts)
+        if self._fusion.behind != HEADS or self._heads_together():
+            return False
+        return all(start % head_dim == 0 for start in starts)
+
+    def _heads_together(self) -> bool:
+        """Return whether norms are over all heads."""
+        norm = self._fusion.q_norm
+        return norm is not None and not self._ops[norm].attrs.get("per_head")
 
     def _norm(self) -> fused.Norm | None:
         """Return the norm in front."""
@@ -99,18 +115,12 @@ class _FusedBinder:
             return None
         op = self._ops[self._fusion.norm]
         out = self._binder.view(op.out) if self._fusion.keeps_norm else None
-        norm = self._norm_of(self._fusion.norm, op, out)
+        norm = norm_of(self._executor, self._fusion.norm, out)
         if self._fusion.second is None:
             return norm
         other = self._ops[self._fusion.second]
         weights = (*self._weights.operands[self._fusion.second], None, None)[:2]
         return replace(norm, second=(*weights, self._binder.view(other.out)))
-
-    def _norm_of(self, index: int, op: Op, out: Any) -> fused.Norm:
-        weight, bias = (*self._weights.operands[index], None, None)[:2]
-        # the offset of a layer norm is part of its weights
-        offset = op.attrs.get("offset", 0.0) if op.attrs["norm"] == "rms" else 0.0
-        return fused.Norm(op.attrs["norm"], weight, bias, op.attrs["eps"], offset, out)
 
     def _then(self, first_row: int) -> fused.Epilogue:
         """Return what comes behind the matrix that begins at a row."""
@@ -123,7 +133,7 @@ class _FusedBinder:
             norm = self._ops[fusion.row_norm]
             out = self._binder.view((norm if add is None else add).out)
             added = 0.0 if add is None else add.attrs.get("scale", 1.0)
-            return fused.RowNorm(self._norm_of(fusion.row_norm, norm, out), added)
+            return fused.RowNorm(norm_of(self._executor, fusion.row_norm, out), added)
         if fusion.behind in (GATE, ACTIVATION):
             assert fusion.gate is not None
             op = self._ops[fusion.gate]
@@ -145,7 +155,8 @@ class _FusedBinder:
             for i in (fusion.q_norm, fusion.k_norm)
         )
         rope = None if fusion.rope is None else self._ops[fusion.rope].attrs["rope"]
-        return fused.Heads(
+        kind = fused.AllHeads if self._heads_together() else fused.Heads
+        return kind(
             program.spec.head_dim, first_row // program.spec.head_dim, program.n_heads,
             program.n_kv_heads, arrays.positions, arrays.batch_indices, arrays.kv_indices,
             arrays.kv_indptr, keys, values, storage.kinds, LAYOUT, q_weight, k_weight,

@@ -1,11 +1,13 @@
-"""Which ops of a program one CUDA kernel runs: a list of patterns, looked for op after op.
+"""Which ops of a program one CUDA kernel, or two, run: a list of patterns, looked for op after op.
 
 A fusion is a product with weights, what comes in front of it and what comes behind:
 
 in front   ``norm``, two of the same rows, or ``take_rows`` and ``norm``; what is normalized is
            written too if a later op reads it
-behind     `HEADS`: norms of the heads of q and k, ``rope``, ``append_kv``; `GATE`; `ACTIVATION`;
+behind     `HEADS`: norms of q and k, ``rope``, ``append_kv``; `GATE`; `ACTIVATION`;
            `ROW_NORM`: a norm of the results, and their sum with the residual; `ADD`: a scaled sum
+
+or a layer of experts, from its norm to the sum with the residual, which is two kernels.
 
 Patterns see the program alone.  Whether a kernel takes the weights and the rows of a step is asked
 when it is bound (`nbflow.execute.bind_fused`); what no kernel takes runs op by op, to the same
@@ -49,10 +51,36 @@ class Fusion:
     """The gate or the activation."""
 
 
-def find_fusions(program: Program) -> dict[int, tuple[Fusion, ...]]:
+@dataclass(frozen=True)
+class ExpertFusion:
+    """Neighbouring ops of a layer of experts that two kernels run; numbers are places."""
+
+    first: int
+    router: int
+    """The product with the router's weights."""
+    experts: int
+    last: int
+    norm: int | None = None
+    """The norm in front."""
+    keeps_norm: bool = False
+    """Whether what it gives is read by others too."""
+    shared: tuple[int, int] | None = None
+    """The products of the expert of all tokens: gate and up, down."""
+    scale_rows: int | None = None
+    """How much of it a token takes."""
+    add: int | None = None
+    """The sum with the residual."""
+
+
+AnyFusion = Fusion | ExpertFusion
+
+
+def find_fusions(program: Program) -> dict[int, tuple[AnyFusion, ...]]:
     """Return the fusions that begin at each op, the one of most ops first."""
     finder = _Finder(program)
-    found = {i: tuple(finder.fusions(i)) for i in range(len(program.ops))}
+    found: dict[int, tuple[AnyFusion, ...]] = {}
+    for i in range(len(program.ops)):
+        found[i] = (*finder.expert_fusions(i), *finder.fusions(i))
     return {i: fusions for i, fusions in found.items() if fusions}
 
 
@@ -119,6 +147,56 @@ class _Finder:
         parts = norm.attrs.get("per_head") or "columns" in norm.attrs
         return not parts and len(norm.inputs) == 1
 
+    # ---- layers of experts ---------------------------------------------------------------------
+
+    def expert_fusions(self, i: int) -> Iterator[ExpertFusion]:
+        """Return those that begin at an op: with the expert of all tokens, and without."""
+        norm = self._op(i, "norm")
+        at = i if norm is None else i + 1
+        router, experts = self._op(at, "linear"), self._op(at + 1, "experts")
+        if router is None or experts is None or router.bias or router.attrs:
+            return
+        source = router.inputs[0]
+        if experts.inputs != (source, router.out):
+            return
+        if norm is not None:
+            in_place = norm.inputs[0] == norm.out  # all thread blocks read what is normalized
+            if norm.out != source or in_place or not self._is_of_rows(norm):
+                return
+        start = ExpertFusion(i, at, at + 1, at + 1, norm=None if norm is None else i)
+        for found in (self._with_shared(start, source), start):
+            if found is not None:
+                whole = self._with_residual(found)
+                keeps = norm is not None and self._is_read(source, whole.last + 1)
+                yield replace(whole, keeps_norm=keeps)
+
+    def _with_shared(self, start: ExpertFusion, source: str) -> ExpertFusion | None:
+        """Return the layer with the expert of all tokens, if that follows."""
+        i, out = start.last + 1, self._ops[start.experts].out
+        both, gate, down = self._op(i, "linear"), self._op(i + 1, "gate"), self._op(i + 2, "linear")
+        if both is None or gate is None or down is None or both.bias or down.bias or both.attrs:
+            return None
+        same = gate.attrs["activation"] == self._ops[start.experts].attrs["activation"]
+        if (both.inputs, gate.inputs, down.inputs) != ((source,), (both.out,), (gate.out,)):
+            return None
+        found = replace(start, shared=(i, i + 2), last=i + 2)
+        if same and down.out == out and down.attrs == {"accumulate": True}:
+            return found
+        scale, add = self._op(i + 3, "scale_rows"), self._op(i + 4, "add")
+        if not same or scale is None or add is None or down.attrs or add.attrs or add.out != out:
+            return None
+        if (scale.inputs, scale.out, add.inputs) != ((source,), down.out, (down.out,)):
+            return None
+        return replace(found, scale_rows=i + 3, last=i + 4)
+
+    def _with_residual(self, found: ExpertFusion) -> ExpertFusion:
+        """Return the layer with the sum of its result and the residual, if that follows."""
+        i, out = found.last + 1, self._ops[found.experts].out
+        add = self._op(i, "add")
+        if add is None or add.inputs != (out,) or self._is_read(out, i + 1):
+            return found
+        return replace(found, add=i, last=i)
+
     # ---- what comes behind --------------------------------------------------------------------
 
     def _heads(self, start: Fusion) -> Fusion | None:
@@ -129,7 +207,7 @@ class _Finder:
         found = replace(start, behind=HEADS)
         for name in "qk":
             norm = self._op(i, "norm")
-            if norm is not None and norm.out == name and self._is_head_norm(norm):
+            if norm is not None and norm.out == name and self._is_norm_of_heads(norm):
                 found = replace(found, q_norm=i) if name == "q" else replace(found, k_norm=i)
                 i += 1
         rope = self._op(i, "rope")
@@ -141,14 +219,16 @@ class _Finder:
         return replace(found, append=i, last=i)
 
     @staticmethod
-    def _is_head_norm(norm: Op) -> bool:
-        by_itself = len(norm.inputs) == 1 and len(norm.weights) == 1
-        return bool(norm.attrs.get("per_head")) and norm.attrs["norm"] == "rms" and by_itself
+    def _is_norm_of_heads(norm: Op) -> bool:
+        """Return whether it is one of each head, or of all together, that one rank has."""
+        by_itself = len(norm.inputs) == 1 and len(norm.weights) == 1 and "columns" not in norm.attrs
+        return norm.attrs["norm"] == "rms" and by_itself and norm.inputs[0] == norm.out
 
     def _same_norms(self, found: Fusion) -> bool:
         """Return whether the norms of queries and keys differ in their weights alone."""
         norms = [self._ops[i].attrs for i in (found.q_norm, found.k_norm) if i is not None]
-        return all(attrs == norms[0] for attrs in norms)
+        alone = len(norms) == 1 and not norms[0].get("per_head")
+        return not alone and all(attrs == norms[0] for attrs in norms)
 
     def _offset(self, name: str, base: str) -> int | None:
         """Return where a buffer begins in another one that it is a band of, or None."""

@@ -22,10 +22,14 @@ from nbflow_kernels.quants.tensor import QuantTensor
 ROWS_TOGETHER = 16
 """Rows of a matrix, on average, from which on it is worth waiting for `indptr`."""
 
+ROUTING = (
+    "f32*? bias, i32 E, i32 k, i32 sigmoid, i32 renormalize, i32 n_groups, i32 top_k_groups, "
+    "i32 top2_sum, f32 scale, f32 min_score, i32 padding"
+)
+"""The struct in `routing.cuh`."""
 _routing = cuda.cpp_kernel(
     __file__, "moe.cu", "routing",
-    "f32* logits, f32*? bias, f32* weights, i32* ids, i32 E, i32 k, i32 sigmoid, i32 renormalize, "
-    "i32 n_groups, i32 top_k_groups, i32 top2_sum, f32 scale, f32 min_score",
+    f"f32* logits, f32* weights, i32* ids, {ROUTING}",
 )  # fmt: skip
 _count_pairs = cuda.cpp_kernel(__file__, "moe.cu", "count_pairs", "i32* ids, i32* counts, i32 n")
 _place_pairs = cuda.cpp_kernel(
@@ -63,10 +67,10 @@ def routing(
     if not T:
         return
     args = (
-        logits, bias, weights, ids, E, ids.shape[1], int(sigmoid), int(renormalize), n_groups,
-        top_k_groups, int(top2_sum), scale, min_score,
+        bias, E, ids.shape[1], int(sigmoid), int(renormalize), n_groups, top_k_groups,
+        int(top2_sum), scale, min_score, 0,
     )  # fmt: skip
-    _routing(T, 32, args, shared=8 * (2 * E + n_groups))
+    _routing(T, 32, (logits, weights, ids, *args), shared=8 * (2 * E + n_groups))
 
 
 def permute(ids: Any, rows: Any, indptr: Any, inverse: Any) -> None:

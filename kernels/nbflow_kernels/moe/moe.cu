@@ -1,103 +1,13 @@
 // Mixture of experts: routing, the order of experts, the weighted sum; products are `matmul`'s.
-#include "cuda/numbers.cuh"
-#include "cuda/reduce.cuh"
+#include "moe/routing.cuh"
 
-// ---- routing: a warp for each token, in float64 as on the CPU --------------------------------------
-
-// The best of a number of values, on all lanes: the largest, of equals the first.
-struct Best {
-  double value;
-  int place;
-};
-
-__device__ inline Best best_of(const double* values, int first, int stop) {
-  Best b = {-infinity64(), 0x7fffffff};
-  for (int i = first + threadIdx.x; i < stop; i += 32)
-    if (values[i] > b.value) b = {values[i], i};
-  for (int mask = 16; mask; mask /= 2) {
-    const double value = __shfl_xor_sync(0xffffffffu, b.value, mask);
-    const int place = __shfl_xor_sync(0xffffffffu, b.place, mask);
-    if (value > b.value || (value == b.value && place < b.place)) b = {value, place};
-  }
-  return b;
-}
-
-// Scores of a token's experts; false if it has a NaN or +inf, or nothing but -inf.
-__device__ inline bool score(const float* logits, int E, bool sigmoid, double* scores) {
-  float top = -infinity();
-  bool bad = false;
-  for (int e = threadIdx.x; e < E; e += 32) {
-    bad |= !(logits[e] < infinity());
-    top = fmaxf(top, logits[e]);
-  }
-  top = reduce_lanes<32>(top, Max());
-  if (__any_sync(0xffffffffu, bad) || top == -infinity()) return false;
-  double total = 0.0;
-  for (int e = threadIdx.x; e < E; e += 32) {
-    scores[e] = sigmoid ? 1.0 / (1.0 + exp(-(double)logits[e])) : exp((double)logits[e] - top);
-    total += scores[e];
-  }
-  total = reduce_lanes<32>(total, Sum());
-  if (!sigmoid)
-    for (int e = threadIdx.x; e < E; e += 32) scores[e] /= total;
-  __syncwarp();
-  return true;
-}
-
-// Set the values of experts outside the best groups to -inf.
-__device__ inline void drop_groups(
-    double* choice, int E, int n_groups, int top_k_groups, bool top2_sum, double* groups) {
-  const int size = E / n_groups;
-  for (int g = 0; g < n_groups; g++) {
-    const Best first = best_of(choice, g * size, (g + 1) * size);
-    double value = first.value;
-    if (top2_sum && value > -infinity64())
-      value += fmax(best_of(choice, g * size, first.place).value,
-                    best_of(choice, first.place + 1, (g + 1) * size).value);
-    if (threadIdx.x == 0) groups[g] = value;
-  }
-  __syncwarp();
-  for (int i = 0; i < top_k_groups; i++) {
-    const Best b = best_of(groups, 0, n_groups);
-    __syncwarp();
-    if (threadIdx.x == 0 && b.value > -infinity64()) groups[b.place] = nan64();  // chosen
-    __syncwarp();
-  }
-  for (int e = threadIdx.x; e < E; e += 32)
-    if (groups[e / size] == groups[e / size]) choice[e] = -infinity64();
-  __syncwarp();
-}
+// ---- routing ----------------------------------------------------------------------------------------
 
 extern "C" __global__ void __launch_bounds__(32) routing(
-    const float* logits, const float* bias, float* weights, int* ids, int E, int k, int sigmoid,
-    int renormalize, int n_groups, int top_k_groups, int top2_sum, float scale, float min_score) {
+    const float* logits, float* weights, int* ids, Routing r) {
   extern __shared__ double room[];
-  double *scores = room, *choice = room + E, *groups = room + 2 * E;
-  logits += (long long)blockIdx.x * E, weights += (long long)blockIdx.x * k;
-  ids += (long long)blockIdx.x * k;
-  if (!score(logits, E, sigmoid, scores)) {
-    for (int j = threadIdx.x; j < k; j += 32) weights[j] = nan32(), ids[j] = -1;
-    return;
-  }
-  for (int e = threadIdx.x; e < E; e += 32)
-    choice[e] = logits[e] == -infinity() ? -infinity64() : scores[e] + (bias ? bias[e] : 0.0f);
-  __syncwarp();
-  if (n_groups > 1) drop_groups(choice, E, n_groups, top_k_groups, top2_sum, groups);
-  double total = 0.0;
-  for (int j = 0; j < k; j++) {
-    const Best b = best_of(choice, 0, E);
-    const bool used = b.value > -infinity64() && scores[b.place] >= (double)min_score;
-    if (used) total += scores[b.place];
-    __syncwarp();
-    if (threadIdx.x == 0) {
-      ids[j] = used ? b.place : -1;
-      if (b.value > -infinity64()) choice[b.place] = -infinity64();
-    }
-    __syncwarp();
-  }
-  const double factor = renormalize && total > 0.0 ? scale / total : (double)scale;
-  for (int j = threadIdx.x; j < k; j += 32)
-    weights[j] = ids[j] >= 0 ? (float)(scores[ids[j]] * factor) : 0.0f;
+  const long long token = blockIdx.x;
+  route(r, logits + token * r.E, weights + token * r.k, ids + token * r.k, room);
 }
 
 // ---- order of experts ------------------------------------------------------------------------------
@@ -160,10 +70,7 @@ extern "C" __global__ void __launch_bounds__(256) scale_rows(
     const float* x, const float* gate, float* y, int width, int H) {
   __shared__ float room[8];
   x += (long long)blockIdx.x * width, y += (long long)blockIdx.x * H;
-  float total = 0.0f;
-  for (int d = threadIdx.x; d < width; d += 256) total = fmaf(x[d], gate[d], total);
-  total = reduce_block<256>(total, Sum(), room);
-  const float factor = 1.0f / (1.0f + expf(-total));
+  const float factor = gate_factor(x, gate, width, room);
   for (int d = threadIdx.x; d < H; d += 256) y[d] *= factor;
 }
 

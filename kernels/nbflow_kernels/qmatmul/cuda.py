@@ -126,7 +126,7 @@ class FewShape(NamedTuple):
     ) -> FewShape | None:
         """Return the shape, or None where the tokens do not fit the shared memory."""
         tokens = next(n for n in (1, 2, 4, 8) if n >= n_tokens)
-        record, half = record_bytes(w.form, tokens, arithmetic), _half(device)
+        record, half = record_bytes(w.form, tokens, arithmetic), half_of_shared(device)
         per_sm, parts = 2, 1
         while parts < SLOTS and _few_bytes(record, w.n_columns, parts, arithmetic) > half:
             parts *= 2
@@ -188,7 +188,7 @@ def grouped(
         (
             n
             for n in (8, 4, 2, 1)
-            if _few_bytes(record_bytes(form, n), w.n_columns, 1) <= _half(device)
+            if _few_bytes(record_bytes(form, n), w.n_columns, 1) <= half_of_shared(device)
         ),
         1,
     )
@@ -298,7 +298,7 @@ def is_whole(w: Units, arithmetic: Arithmetic = F32) -> bool:
     return ceil_div(w.n_columns, CHUNK) % 2 == 0
 
 
-def _half(device: Any) -> int:
+def half_of_shared(device: Any) -> int:
     """Return the shared memory that lets two thread blocks run on a processor."""
     return int(device.max_shared_bytes) // 2 - 1024 - STATIC_BYTES
 

@@ -1,6 +1,7 @@
 // What the results of a product go through in the same kernel, chosen by the macro EPILOGUE: an
 // activation, each by itself; or once a region of them is complete (`regions.cuh`) the gate of a
-// feed-forward network, the heads of attention (`heads.cuh`), or a norm of whole rows.
+// feed-forward network, the heads of attention (`heads.cuh`), also with norms over all of them, or a
+// norm of whole rows.
 #pragma once
 #include "qmatmul/prologue.cuh"
 #include "qmatmul/regions.cuh"
@@ -9,10 +10,11 @@
 #define EPILOGUE_GATE 2
 #define EPILOGUE_HEADS 3
 #define EPILOGUE_ROW_NORM 4
+#define EPILOGUE_ALL_HEADS 5
 
 #if EPILOGUE == EPILOGUE_ACTIVATION || EPILOGUE == EPILOGUE_GATE
 #include "activation/functions.cuh"
-#elif EPILOGUE == EPILOGUE_HEADS
+#elif EPILOGUE == EPILOGUE_HEADS || EPILOGUE == EPILOGUE_ALL_HEADS
 #include "qmatmul/heads.cuh"
 #endif
 
@@ -60,7 +62,46 @@ struct Epilogue : Heads {
           return groups_of(head * head_dim, (head + 1) * head_dim, 0, 0, p.rows_of_group);
         },
         [&](int head, int token) {
-          finish_head(*this, p.row(token) + head * head_dim, head, token, codes[threadIdx.x >> 5]);
+          finish_head<false>(*this, p.row(token) + head * head_dim, head, token, codes[threadIdx.x >> 5]);
+        });
+  }
+};
+#elif EPILOGUE == EPILOGUE_ALL_HEADS
+// A norm over all heads of the queries, and one over those of the keys: regions 0 and 1; the heads of
+// the values are the others.
+struct Epilogue : Heads {
+  DEV_METHOD void finish(const Product& p, int* arrived, u8* shared) const {
+    __shared__ u8 codes[WARPS][64];
+    __shared__ float factors[TOKENS];
+    auto first_head = [&](int region) {
+      return region < 2 ? region * n_q : n_q + n_k + region - 2;
+    };
+    finish_regions<true>(
+        arrived, 2 + p.n_rows / head_dim - n_q - n_k, p.n_tokens,
+        [&](int region) {
+          return groups_of(first_head(region) * head_dim, first_head(region + 1) * head_dim, 0, 0,
+                           p.rows_of_group);
+        },
+        [&](int region, int) {
+          const int head_0 = first_head(region), n_heads = first_head(region + 1) - head_0;
+          const int width = n_heads * head_dim, warp = threadIdx.x >> 5;
+          if (region < 2) {
+            const Scaling scaling = {region ? k_weight : q_weight, nullptr, nullptr, 0};
+            auto row = [&](int n) { return p.row(n) + head_0 * head_dim; };
+            find_factors<RMS_NORM>(row, p.n_tokens, width, eps, (float*)shared, nullptr, factors);
+            const int n_chunks = (width + NORM_CHUNK - 1) / NORM_CHUNK;
+            for (int i = warp; i < p.n_tokens * n_chunks; i += WARPS) {
+              const int n = i / n_chunks, k = i % n_chunks * NORM_CHUNK + 4 * (threadIdx.x & 31);
+              const float4 v = load_four(row(n), k, width, is_wide(row(n)));
+              store_four(row(n), k, width,
+                         normalized<RMS_NORM>(v, k, width, scaling, offset, 0.0f, factors[n]));
+            }
+            __syncthreads();
+          }
+          for (int i = warp; i < p.n_tokens * n_heads; i += WARPS) {
+            const int token = i / n_heads, head = head_0 + i % n_heads;
+            finish_head<true>(*this, p.row(token) + head * head_dim, head, token, codes[warp]);
+          }
         });
   }
 };

@@ -31,11 +31,11 @@ from nbflow_kernels.quants.units import UnitForm
 
 NORM_KINDS = {"rms": "RMS_NORM", "layer": "LAYER_NORM"}
 """Names in `prologue.cuh`."""
-_NUMBERS = {"rms": 1, "layer": 2}
+NORM_NUMBERS = {"rms": 1, "layer": 2}
 _GATE_PIECE, _NORM_CHUNK = 64, 128  # as in `epilogues.cuh` and `normalize.cuh`
 
 _SCALING = "f32*? {0}_weight, f32*? {0}_bias, f32*? {0}_out, i64 {0}_out_stride"
-_NORM = f"{_SCALING.format('norm')}, {_SCALING.format('second')}, f32 eps, f32 offset"
+NORM_PARAMETERS = f"{_SCALING.format('norm')}, {_SCALING.format('second')}, f32 eps, f32 offset"
 _REGIONS = "i32* arrived_regions"
 
 
@@ -204,6 +204,23 @@ class Heads(Epilogue):
         )  # fmt: skip
 
 
+class AllHeads(Heads):
+    """The same, but norms are over all heads of the queries, and over all of the keys.
+
+    `q_weight` is (n_q * head_dim,), `k_weight` (n_k * head_dim,); the matrix has all heads.
+    """
+
+    number = 5
+
+    def n_regions(self, n_rows: int) -> int:
+        """See `Epilogue.n_regions`."""
+        return 2 + n_rows // self.head_dim - self.n_q - self.n_k
+
+    def shared_bytes(self, n_rows: int, n_tokens: int) -> int:
+        """See `Epilogue.shared_bytes`."""
+        return 4 * n_tokens * ceil_div(self.n_q * self.head_dim, _NORM_CHUNK)
+
+
 @dataclass(frozen=True)
 class RowNorm(Epilogue):
     """A norm of the results' rows, put to `norm.out`, or times `added` (not 0) added to it."""
@@ -285,7 +302,7 @@ def product(
     if n_regions:
         arrived = workspace(device, "qmatmul regions", n_regions, "i4", zero=True)
         arguments += (arrived, *then.arguments)
-    kind = 0 if norm is None else _NUMBERS[norm.kind]
+    kind = 0 if norm is None else NORM_NUMBERS[norm.kind]
     then_key = then.number, then.parameters, then.defines
     whole = is_whole(units, arithmetic)
     _kernel(units.form, shape.tokens, whole, arithmetic, kind, *then_key)(
@@ -302,7 +319,7 @@ def _kernel(
     """Return `few_rows` with a prologue and an epilogue."""
     parts = [FEW_PARAMETERS]
     if norm:
-        parts.append(_NORM)
+        parts.append(NORM_PARAMETERS)
     if then_parameters:
         parts += [_REGIONS, then_parameters]
     defines: dict[str, str | int] = {

@@ -52,12 +52,15 @@ DEV void turn_head(float* x, const Heads& p, int position) {
   __syncwarp();
 }
 
-// What is left to do for head `head` of the matrix and a token, whose vector is x: a warp.
+// What is left to do for head `head` of the matrix and a token, whose vector is x: a warp.  NORMED:
+// the norms have been applied.
+template <bool NORMED>
 DEV void finish_head(const Heads& p, float* x, int head, int token, u8* codes) {
   const int number = p.first + head, position = p.positions[token];
   const bool is_query = number < p.n_q, is_value = number >= p.n_q + p.n_k;
   const float* weight = is_query ? p.q_weight : p.k_weight;
-  if (!is_value && weight != nullptr) normalize_head(x, p.head_dim, weight, p.eps, p.offset);
+  if (!NORMED && !is_value && weight != nullptr)
+    normalize_head(x, p.head_dim, weight, p.eps, p.offset);
   if (!is_value && p.cos_sin != nullptr) turn_head(x, p, position);
   if (is_query) return;
   const int page = page_of(p.kv_indices, p.kv_indptr, p.n_requests, p.n_pages, p.batch_indices[token],
