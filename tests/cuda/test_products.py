@@ -54,7 +54,7 @@ def test_a_row_has_the_same_bits_in_any_batch(format: str, cupy: Any) -> None:
         assert few.tobytes() == many[3 : 3 + n].tobytes()
 
 
-@pytest.mark.parametrize("format", (*KINDS, "q5_0", "iq4_xs", "mxfp4"))
+@pytest.mark.parametrize("format", ("q4_0", "q5_0", "q2_k", "q3h", "iq4_xs", "mxfp4"))
 def test_rows_in_bfloat16_have_the_bits_of_panels(format: str, cupy: Any) -> None:
     # 300 columns: 5 steps for 8 slots, which end within units; formats of each way to decode
     x, w = make(format, 12, 21, 300)
@@ -66,12 +66,12 @@ def test_rows_in_bfloat16_have_the_bits_of_panels(format: str, cupy: Any) -> Non
         assert few.tobytes() == panels[:n].get().tobytes()
 
 
-@pytest.mark.parametrize(("n_tokens", "n_sms"), [(64, 4), (40, 100)])
+@pytest.mark.parametrize(("n_tokens", "n_sms"), [(33, 4), (9, 100)])
 def test_thread_blocks_in_bfloat16_share_slots(
     n_tokens: int, n_sms: int, cupy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(type(cupy.ndarray.__kernel_device__), "n_sms", n_sms)
-    x, w = make("q4_0", n_tokens, 40, 2100)  # 33 steps: slots of 4, the last of 5
+    x, w = make("q4_0", n_tokens, 40, 1100)  # 18 steps: slots of 2 and 3
     there, x_there, bias = w.to_device(cupy.zeros(1)), cupy.asarray(x), cupy.asarray(x[0, :40])
     panels, old = cupy.empty((n_tokens, 40), np.float32), cupy.asarray(x[:, :40].copy())
     panels[...] = old
@@ -111,9 +111,7 @@ def test_sums_of_8_bit_activations_are_exact(cupy: Any) -> None:
         (1792, 40, (128, 1, 2, 14)),
     ],
 )
-def test_thread_blocks_have_equal_shares(
-    n_tiles: int, tokens: int, grid: tuple[int, ...]
-) -> None:
+def test_thread_blocks_have_equal_shares(n_tiles: int, tokens: int, grid: tuple[int, ...]) -> None:
     form = unit_form(FORMATS["q4_0"].integer_form)
     shape = products.ManyShape.of(form, -(-tokens // 8))
     assert shape.grid(132, n_tiles, -(-tokens // 8)) == grid
