@@ -149,15 +149,15 @@ CASES = [
         for T in (64, 512)
     ),
     *(
-        _case(f"llama3_{N}x{K}_{f}_{T}", T, N, K, f, device_only=True)
-        for f, N, K, rows in _ON_DEVICES
-        for T in rows
-    ),
-    *(
         _case(f"llama3_28672x4096_{f}_{T}", T, 28672, 4096, f, activations=a, device_only=True)
         for a in ("bf16", "int8")
         for f in ("q4_0", "q4_k", "q3h", "q8_0")
         for T in (1, 16, 32, 64)
+    ),
+    *(
+        _case(f"llama3_{N}x{K}_{f}_{T}", T, N, K, f, device_only=True)
+        for f, N, K, rows in _ON_DEVICES
+        for T in rows
     ),
 ]
 
