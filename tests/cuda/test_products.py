@@ -54,7 +54,7 @@ def test_a_row_has_the_same_bits_in_any_batch(format: str, cupy: Any) -> None:
         assert few.tobytes() == many[3 : 3 + n].tobytes()
 
 
-@pytest.mark.parametrize("format", ("q4_0", "q5_0", "q2_k", "q3h", "iq4_xs", "mxfp4"))
+@pytest.mark.parametrize("format", ["q4_0", "q5_0", "q2_k", "q3h", "iq4_xs", "mxfp4"])
 def test_rows_in_bfloat16_have_the_bits_of_panels(format: str, cupy: Any) -> None:
     # 300 columns: 5 steps for 8 slots, which end within units; formats of each way to decode
     x, w = make(format, 12, 21, 300)
@@ -80,7 +80,7 @@ def test_thread_blocks_in_bfloat16_share_slots(
     assert nk.qmatmul(x_there, there, **options).get().tobytes() == panels.get().tobytes()
 
 
-@pytest.mark.parametrize("format", ("q4_0", "q2_k", "q4_b16"))
+@pytest.mark.parametrize("format", ["q4_0", "q2_k", "q4_b16"])
 def test_activations_of_8_bits_have_the_same_bits_in_any_batch(format: str, cupy: Any) -> None:
     x, w = make(format, 12, 37, 600)
     there, x_there = w.to_device(cupy.zeros(1)), cupy.asarray(x)
@@ -92,7 +92,7 @@ def test_activations_of_8_bits_have_the_same_bits_in_any_batch(format: str, cupy
 
 
 def test_sums_of_8_bit_activations_are_exact(cupy: Any) -> None:
-    # codes of weights are integers, times a scale of 1; so are activations, up to 127 in 32 columns:
+    # weights are integers, times a scale of 1, and so are activations, up to 127 in 32 columns:
     # a sum has at most 600 * 127 * 128 < 2**24 units
     rng = np.random.default_rng(8)
     dense, x = (rng.integers(-127, 128, (n, 600)).astype(np.float32) for n in (21, 3))
