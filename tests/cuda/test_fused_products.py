@@ -35,9 +35,11 @@ def same(a: Any, b: Any) -> bool:
     return bool(a.get().tobytes() == b.get().tobytes())
 
 
-@pytest.mark.parametrize("int8", [False, True])
-@pytest.mark.parametrize("kind", ["rms", "layer"])
-def test_a_norm_in_front(kind: str, int8: bool, cupy: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "activations"),
+    [("rms", "f32"), ("layer", "f32"), ("rms", "int8"), ("layer", "int8"), ("rms", "bf16")],
+)
+def test_a_norm_in_front(kind: str, activations: str, cupy: Any) -> None:
     source, w = cupy.asarray(numbers(5, K)), weights("q4_0", 37, cupy)
     weight, bias = cupy.asarray(numbers(K)), cupy.asarray(numbers(1, K)[0])
     rows = cupy.asarray(np.array([4, 0, 2], np.int32))
@@ -46,12 +48,12 @@ def test_a_norm_in_front(kind: str, int8: bool, cupy: Any) -> None:
         h = nk.rmsnorm(x, weight, eps=1e-5, offset=1.0)
     else:
         h = nk.layernorm(x, weight, bias, eps=1e-5)
-    wanted = nk.qmatmul(h, w, activations="int8" if int8 else "f32")
+    wanted = nk.qmatmul(h, w, activations=activations)
     written, out = cupy.empty((3, K), np.float32), cupy.empty((3, 37), np.float32)
     other = cupy.empty((3, K), np.float32)
     offset = 1.0 if kind == "rms" else 0.0
     norm = fused.Norm(kind, weight, bias, 1e-5, offset, written, (bias, weight, other))
-    fused.product(source, w, None, out, rows=rows, norm=norm, int8=int8)
+    fused.product(source, w, None, out, rows=rows, norm=norm, activations=activations)
     assert same(written, h)
     if kind == "rms":
         assert same(other, nk.rmsnorm(x, bias, eps=1e-5, offset=1.0))

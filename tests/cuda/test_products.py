@@ -54,6 +54,70 @@ def test_a_row_has_the_same_bits_in_any_batch(format: str, cupy: Any) -> None:
         assert few.tobytes() == many[3 : 3 + n].tobytes()
 
 
+@pytest.mark.parametrize("format", ["q4_0", "q5_0", "q2_k", "q3h", "iq4_xs", "mxfp4"])
+def test_rows_in_bfloat16_have_the_bits_of_panels(format: str, cupy: Any) -> None:
+    # 300 columns: 5 steps for 8 slots, which end within units; formats of each way to decode
+    x, w = make(format, 12, 21, 300)
+    there, x_there = w.to_device(cupy.zeros(1)), cupy.asarray(x)
+    panels = cupy.empty((12, 21), np.float32)
+    rounded.qmatmul(x_there, there, None, False, panels)
+    for n in (12, 3):
+        few = nk.qmatmul(x_there[:n], there, activations="bf16").get()
+        assert few.tobytes() == panels[:n].get().tobytes()
+
+
+@pytest.mark.parametrize(("n_tokens", "n_sms"), [(33, 4), (9, 100)])
+def test_thread_blocks_in_bfloat16_share_slots(
+    n_tokens: int, n_sms: int, cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(cupy.ndarray.__kernel_device__), "n_sms", n_sms)
+    x, w = make("q4_0", n_tokens, 40, 1100)  # 18 steps: slots of 2 and 3
+    there, x_there, bias = w.to_device(cupy.zeros(1)), cupy.asarray(x), cupy.asarray(x[0, :40])
+    panels, old = cupy.empty((n_tokens, 40), np.float32), cupy.asarray(x[:, :40].copy())
+    panels[...] = old
+    rounded.qmatmul(x_there, there, bias, True, panels)
+    options = {"activations": "bf16", "bias": bias, "accumulate": True, "out": old}
+    assert nk.qmatmul(x_there, there, **options).get().tobytes() == panels.get().tobytes()
+
+
+@pytest.mark.parametrize("format", ["q4_0", "q2_k", "q4_b16"])
+def test_activations_of_8_bits_have_the_same_bits_in_any_batch(format: str, cupy: Any) -> None:
+    x, w = make(format, 12, 37, 600)
+    there, x_there = w.to_device(cupy.zeros(1)), cupy.asarray(x)
+    many = nk.qmatmul(x_there, there, activations="int8").get()
+    wanted = reference.qmatmul(x, w, activations="int8")
+    assert np.abs(many - wanted).max() <= allowed(600)
+    few = nk.qmatmul(x_there[5:6], there, activations="int8").get()
+    assert few.tobytes() == many[5:6].tobytes()
+
+
+def test_sums_of_8_bit_activations_are_exact(cupy: Any) -> None:
+    # weights are integers, times a scale of 1, and so are activations, up to 127 in 32 columns:
+    # a sum has at most 600 * 127 * 128 < 2**24 units
+    rng = np.random.default_rng(8)
+    dense, x = (rng.integers(-127, 128, (n, 600)).astype(np.float32) for n in (21, 3))
+    dense[:, ::32] = x[:, ::32] = 127
+    w = nk.quantize(dense, "q8_0", encoder="plain")
+    got = nk.qmatmul(cupy.asarray(x), w.to_device(cupy.zeros(1)), activations="int8").get()
+    assert np.array_equal(got, x.astype(np.int64) @ dense.astype(np.int64).T)
+
+
+@pytest.mark.parametrize(
+    ("n_tiles", "tokens", "grid"),
+    [
+        (1792, 16, (128, 1, 1, 14)),  # 28672 rows: a thread block for each of 128 processors
+        (896, 32, (64, 2, 1, 14)),
+        (256, 16, (16, 8, 1, 16)),
+        (1792, 40, (128, 1, 2, 14)),
+    ],
+)
+def test_thread_blocks_have_equal_shares(n_tiles: int, tokens: int, grid: tuple[int, ...]) -> None:
+    form = unit_form(FORMATS["q4_0"].integer_form)
+    shape = products.ManyShape.of(form, -(-tokens // 8))
+    assert shape.grid(132, n_tiles, -(-tokens // 8)) == grid
+    assert grid[0] * grid[3] >= n_tiles
+
+
 @pytest.mark.parametrize("max_shared_bytes", [48 << 10, 24 << 10])
 def test_the_division_of_columns_does_not_change_a_bit(
     max_shared_bytes: int, cupy: Any, monkeypatch: pytest.MonkeyPatch
@@ -201,14 +265,28 @@ def _facts(kernel: Any, arch: str) -> nbflow_ptx.KernelFacts:
 def test_hot_kernels_stay_in_registers(format: str, arch: str) -> None:
     form = unit_form(FORMATS[format].integer_form)
     few = _facts(products.few_kernel(form, 1, True), arch)
-    many = _facts(products.many_kernel(form, products.ManyShape.of(form, 4)), arch)
+    many = _facts(products.many_kernel(form, products.ManyShape.of(form, 4), True), arch)
     # two thread blocks of `few_rows` on a processor leave 128 registers: up to 8 of the numbers
-    # that change once for a row tile may lie in local memory; of `many_rows` one
+    # that change once for a row tile may lie in local memory; of `many_rows` none
     assert max(few.spill_stores or 0, few.spill_loads or 0) <= 32
-    assert max(many.spill_stores or 0, many.spill_loads or 0) <= 4
+    assert (many.spill_stores, many.spill_loads) == (0, 0)
     # of a unit 16 steps of both halves of the activations, and of two chunks the same for sums
     assert few.tensor_core == 2 * 16 + 2 * 2
     for facts in (few, many):
         assert (facts.fp64, facts.local_accesses) == (0, 0)
         assert facts.wide_loads > 0
     assert many.async_copies
+
+
+@pytest.mark.parametrize("arithmetic", [products.Arithmetic.INT8_SUMS, products.Arithmetic.BF16])
+def test_one_product_is_enough_in_8_bits_and_in_bfloat16(arithmetic: products.Arithmetic) -> None:
+    form = unit_form(FORMATS["q4_k"].integer_form)
+    few = _facts(products.few_kernel(form, 8, True, arithmetic), "sm_90")
+    shape = products.ManyShape.of(form, 4, arithmetic)
+    many = _facts(products.many_kernel(form, shape, True, arithmetic), "sm_90")
+    sums = 2 * 2 if arithmetic == products.Arithmetic.INT8_SUMS else 0
+    assert few.tensor_core == 16 + sums
+    assert many.tensor_core == 2 * 4 * (16 + sums)  # row tiles, groups of tokens
+    for facts in (few, many):
+        assert (facts.spill_stores, facts.spill_loads) == (0, 0)
+        assert facts.wide_loads > 0

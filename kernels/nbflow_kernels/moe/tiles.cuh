@@ -46,7 +46,7 @@ DEV void multiply_units(
     const bool last = unit + 1 == own.unit_1;
     const u8* after = last ? then : at + UNIT_BYTES;
     multiply_unit(table, now, at, min(2, n_chunks - 2 * unit), after,
-                  last ? n_then : n_chunks - 2 * (unit + 1), records, 0, 4, lane, acc);
+                  last ? n_then : n_chunks - 2 * (unit + 1), records, lane, acc);
     at = after;
     records += 2 * Record<NB>::BYTES;
   }

@@ -86,7 +86,8 @@ def qmatmul(
     where one is not finite so is the result.  Weights are ``scale * (code - zero) + base``.  Sums
     of ``(code - zero) * q`` over the columns that share both scales (32, or 16) are exact integers;
     they are multiplied by ``scale * d`` and added in float32, and so are the bases, times d and the
-    sum of the q.  The result has the same bits on every processor.
+    sum of the q.  The result has the same bits on every processor; on a CUDA device the integers
+    are the same, and the float32 sums are taken in another order.
 
     Examples
     --------

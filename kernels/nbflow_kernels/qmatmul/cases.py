@@ -108,7 +108,7 @@ _BF16_FORMATS = (*_FLOATS, "q8", "q6", "q4_b16", "q3h", "q2")
 # weights of Llama 3 8B: gate and up, output, down; what a few and what many rows cost
 _ON_DEVICES = (
     ("q4_0", 28672, 4096, (1, 8, 16, 32, 64, 512)),
-    *((f, 28672, 4096, (1, 64)) for f in ("q4_k", "q3h", "q8_0", "q2_k")),
+    *((f, 28672, 4096, (1, 16, 32, 64)) for f in ("q4_k", "q3h", "q8_0", "q2_k")),
     *(("q4_0", N, K, (1, 8, 64)) for N, K in ((4096, 4096), (4096, 14336))),
     *((f, 14336, 4096, (1,)) for f in ("q4_0", "q6_k", "iq4_xs")),
 )
@@ -150,6 +150,12 @@ CASES = [
         _case(f"llama2_7b_{f}_{T}", T, 11008, 4096, f, activations="bf16", timed=True)
         for f in ("q4_0", "f16")
         for T in (64, 512)
+    ),
+    *(
+        _case(f"llama3_28672x4096_{f}_{T}", T, 28672, 4096, f, activations=a, device_only=True)
+        for a in ("bf16", "int8")
+        for f in ("q4_0", "q4_k", "q3h", "q8_0")
+        for T in (1, 16, 32, 64)
     ),
     *(
         _case(f"llama3_{N}x{K}_{f}_{T}", T, N, K, f, device_only=True)

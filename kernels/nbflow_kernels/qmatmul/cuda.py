@@ -298,7 +298,8 @@ def many_rows(x: Any, w: Units, bias: Any, accumulate: bool, activations: str, o
     """Multiply any number of rows."""
     device, form, arithmetic = device_of(x), w.form, Arithmetic.of(w.form, activations)
     n_groups, n_chunks = ceil_div(len(x), 8), ceil_div(w.n_columns, CHUNK)
-    shape = ManyShape.of(form, n_groups, arithmetic, device.max_shared_bytes)
+    room = device.max_shared_bytes - 64  # for what the kernel declares itself
+    shape = ManyShape.of(form, n_groups, arithmetic, room)
     *grid, block_tiles = shape.grid(device.n_sms, w.n_tiles, n_groups)
     n_groups = grid[2] * shape.token_tiles  # with zeros behind the rows
     size = n_chunks * n_groups * record_bytes(form, 8, arithmetic)

@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) few_rows(
           const u8* after = at + (last ? jump : UNIT_BYTES);
           const int next = last ? jump ? unit_0 : unit : unit + 1;
           multiply_unit(table, now, at, min(2, n_chunks - 2 * unit), after, n_chunks - 2 * next, records,
-                        step_0 - UNIT_STEPS * unit, step_1 - UNIT_STEPS * unit, lane, acc);
+                        lane, acc, step_0 - UNIT_STEPS * unit, step_1 - UNIT_STEPS * unit);
           at = after;
           records += 2 * Record<NB>::BYTES;
         }

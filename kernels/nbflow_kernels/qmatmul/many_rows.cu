@@ -76,8 +76,8 @@ DEV void multiply(
     decoded();
 #pragma unroll
     for (int m = 0; m < TOKEN_TILES; m++) {
-      // always so, and keeps the compiler from loading fragments of several groups at once: registers
-      if (TOKEN_TILES <= 2 || m < groups)
+      // always so: with two products it keeps the compiler from holding too much for all groups at once
+      if (ARITHMETIC == INT8_SUMS || m < groups)
         multiply_chunk<ROW_TILES, 8>([](int) {}, table, operand, now.chunks, now.floats, stage + m * RECORD,
                                      lane, acc[m]);
       __syncwarp();
@@ -177,7 +177,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) many_rows(
     fetch(unit + RING - 1);
     if (tile_0 >= tile_1) continue;
     const int first = step_0 - UNIT_STEPS * unit, end = step_1 - UNIT_STEPS * unit;
-    const u8* next_unit = unit_at + (unit + 1 < unit_1 ? UNIT_BYTES : 0);  // that once more, if it is the last
+    const u8* next_unit = unit_at + (unit + 1 < unit_1 ? UNIT_BYTES : 0);  // the last once more
 #pragma unroll
     for (int odd = 0; odd < 2; odd++) {
       // what comes into the place of this chunk: the other one of the unit, or one of the next unit
@@ -187,9 +187,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) many_rows(
       const bool there = WHOLE || 2 * unit + (of_unit ? 1 : 2 + next_odd) < chunk_1;
       Tiles& now = tiles[odd % AHEAD];
       auto load_words = [&] { if (there) now.load_words(from, second, next_odd, lane); };
+      auto between = [&] { if (!WHOLE) end_slots(UNIT_STEPS * unit + 2 * odd + 1); };
       if (WHOLE || 2 * unit + odd < chunk_1)
         multiply(table, now, shared + ((unit % RING) * 2 + odd) * STAGE, first - 2 * odd, end - 2 * odd,
-                 TOKEN_TILES + (n_rows >> 31), lane, acc, [&] { if (!WHOLE) end_slots(UNIT_STEPS * unit + 2 * odd + 1); }, load_words);
+                 TOKEN_TILES + (n_rows >> 31), lane, acc, between, load_words);
       if (there) now.load_scales(from, second, next_odd, lane);
       if (odd || (ARITHMETIC == BF16_SUMS && !WHOLE)) end_slots(UNIT_STEPS * unit + 2 * odd + 2);
     }

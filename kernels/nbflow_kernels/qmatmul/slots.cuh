@@ -1,9 +1,9 @@
 // How the columns are divided, the end of a product, and what the kernels share in global memory.
 //
-// A row's units (in bfloat16: its steps of 64 columns, as those of `matmul/tensor_cores.cu`) are cut
-// into SLOTS pieces of neighbours; the sum of each is computed unit by unit, and the sums are added
-// in order.  That order depends on the number of columns alone: not on how many tokens there are,
-// nor on which thread block computes what.
+// A row's units (in bfloat16: its steps of 64 columns, as those of `matmul/tensor_cores.cu`) are cut into
+// SLOTS pieces of neighbours; the sum of each is computed unit by unit, and the sums are added in order.
+// That order depends on the number of columns alone: not on how many tokens there are, nor on which thread
+// block computes what.
 #pragma once
 #include "qmatmul/bf16.cuh"
 

@@ -211,7 +211,8 @@ DEV void multiply_chunk(
       if (step % 4 == 0) before(step / 4);
       if (step % 2 == 0) {
         high = *(const uint4*)(fragments + (step / 2) * Of::GROUP);
-        if constexpr (FRAGMENT_PARTS == 2) low = *(const uint4*)(fragments + (step / 2) * Of::GROUP + 64 * NB);
+        if constexpr (FRAGMENT_PARTS == 2)
+          low = *(const uint4*)(fragments + (step / 2) * Of::GROUP + 64 * NB);
       }
 #pragma unroll
       for (int r = 0; r < R; r++) {

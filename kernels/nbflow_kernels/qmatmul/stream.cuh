@@ -1,6 +1,6 @@
 // Units multiplied as they come: while a warp decodes one it has the next one's bytes on their way.
 #pragma once
-#include "qmatmul/bf16.cuh"
+#include "qmatmul/slots.cuh"
 
 constexpr int NB = TOKENS;
 
@@ -28,7 +28,7 @@ DEV void load_unit(Unit& to, const u8* unit, int n_chunks, int lane) {
 // it.  In bfloat16 steps `first` to `end` of the unit are the slot's.
 DEV void multiply_unit(
     const Table& table, Unit& now, const u8* unit, int n_chunks, const u8* next, int n_next,
-    const u8* records, int first, int end, int lane, float acc[4]) {
+    const u8* records, int lane, float acc[4], int first = 0, int end = UNIT_STEPS) {
   const Floats floats = now.floats;
   now.floats.load(next, lane);
 #pragma unroll
