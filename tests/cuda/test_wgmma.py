@@ -28,8 +28,9 @@ def hopper(cupy: Any) -> Any:
 def make(format: str, K: int) -> tuple[np.ndarray, nk.QuantTensor]:
     rng = np.random.default_rng(K)
     w = rng.standard_normal((ROWS, K), dtype=np.float32) / np.float32(K**0.5)
-    options = {"encoder": "plain"} if format.startswith(("q", "iq")) else {}
-    return rng.standard_normal((TOKENS, K), dtype=np.float32), nk.quantize(w, format, **options)
+    encoder = "plain" if format.startswith("q") else "best"
+    x = rng.standard_normal((TOKENS, K), dtype=np.float32)
+    return x, nk.quantize(w, format, encoder=encoder)
 
 
 # columns: a piece of a step behind 8 steps and one; fewer steps than slots; half a unit at the end,

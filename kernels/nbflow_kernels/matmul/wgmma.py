@@ -92,18 +92,18 @@ def agrees(device: KernelDevice) -> bool:
 def same_bits(device: KernelDevice, dtype: str) -> bool:
     """Return whether both instructions give the same bits for weights of a type.
 
-    Terms differ in size by up to 2**16 and mostly cancel, so that the bits tell how far terms are
-    shifted, and how many are added together.
+    Terms have sizes from 2**-16 to 2**16 and any sign, so that the bits tell how many are added
+    together, and which are shifted out of the sum.
     """
     from nbflow_kernels.matmul import tensor_cores
 
     rng = np.random.default_rng(0)
     n_rows, n_tokens, n_columns = ROWS, 8, 8 * STEP
-    size = rng.integers(-8, 9, n_columns)
-    w = np.ldexp(rng.standard_normal((n_rows, n_columns)), size).astype(np.float32)
+    sizes = rng.integers(-8, 9, (2, n_columns))
+    w = np.ldexp(rng.standard_normal((n_rows, n_columns)), sizes[0]).astype(np.float32)
     w = w.view(np.uint32) >> 16 if dtype == "uint16" else w.astype(np.float16).view(np.uint16)
     weights = device.asarray(w.astype(np.uint16).view(dtype))
-    x = np.ldexp(rng.standard_normal((n_tokens, n_columns)), -size).astype(np.float32)
+    x = np.ldexp(rng.standard_normal((n_tokens, n_columns)), sizes[1]).astype(np.float32)
     tokens = device.asarray(x)
     found = [device.empty((n_tokens, n_rows), "f4") for _ in range(2)]
     tensor_cores.multiply_staged(
