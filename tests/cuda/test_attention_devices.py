@@ -267,9 +267,9 @@ def test_latent_attention(xp: Any, sizes: tuple[int, int, int]) -> None:
 
 def test_values_that_are_columns_of_latent_keys(xp: Any) -> None:
     """As the engine caches them, DeepSeek's 576 and 512 columns: in two splits, and in one item."""
-    H, D, C, page_size, n = 3, 576, 512, 16, 270
+    H, D, C, page_size, n = 3, 576, 512, 16, 600
     rng = np.random.default_rng(9)
-    q, pages = normal(rng, 1, H, D), normal(rng, 17, 1, page_size, D).astype(np.float16)
+    q, pages = normal(rng, 1, H, D), normal(rng, 38, 1, page_size, D).astype(np.float16)
     rows = pages.reshape(1, -1, D)[:, :n]
     # head by head, so that keys of one head and values of fewer columns are those of `reference`
     k, v = (np.repeat(x.transpose(1, 0, 2), H, axis=1) for x in (rows, rows[..., :C]))
@@ -278,7 +278,7 @@ def test_values_that_are_columns_of_latent_keys(xp: Any) -> None:
     cache, found = xp.asarray(pages), []
     for may_split in (1, 0):
         plan.header[at.MAY_SPLIT] = may_split
-        plan_into(plan, ints(0, 1), ints(0, 17), np.arange(17, dtype=np.int32), ints(n))
+        plan_into(plan, ints(0, 1), ints(0, 38), np.arange(38, dtype=np.int32), ints(n))
         out = xp.empty((1, H, C), np.float32)
         kernels.attend(plan, xp.asarray(q), cache, cache[..., :C], out, None, (F16, F16))
         np.testing.assert_allclose(out.get(), wanted, rtol=0, atol=ATOL)
