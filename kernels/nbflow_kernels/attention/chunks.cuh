@@ -48,7 +48,10 @@ struct Cache {
 #pragma unroll (F::FLOAT ? ROUNDS : 2)
         for (unsigned n = 0; n < ROUNDS; n++) {
             unsigned slot = n * (THREADS / PIECES) + thread / PIECES, d = thread % PIECES * 8;
-            if (THREADS % PIECES) slot = (n * THREADS + thread) / PIECES, d = (n * THREADS + thread) % PIECES * 8;
+            if (THREADS % PIECES) {
+                slot = (n * THREADS + thread) / PIECES;
+                d = (n * THREADS + thread) % PIECES * 8;
+            }
             u16* target = to + slot * (D + PAD) + d;
             if constexpr (F::FLOAT) {
                 copy_16(shared_address(target), from[slot] + 2 * d);

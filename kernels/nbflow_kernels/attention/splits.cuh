@@ -3,9 +3,9 @@
 #pragma once
 #include "attention/plan.cuh"
 
-constexpr int AT_ONCE = 4;  // splits whose results are on their way together
-
-// Add the partial results of a query vector's splits in order; one warp.
+// Add the partial results of a query vector's splits in order; one warp.  AT_ONCE of them are on their
+// way together, as many as there are registers for.
+template <int AT_ONCE>
 DEV void merge_vector(const i64* header, const Merge& merge, int kv_head, int m, u8* out, int out_kind,
                       float* lse) {
     const int group = header[QO_HEADS] / header[KV_HEADS], D = header[DIM_VO];
@@ -45,6 +45,7 @@ DEV void merge_vector(const i64* header, const Merge& merge, int kv_head, int m,
 }
 
 // What a thread block of four warps does once it has written its item's results.
+template <int AT_ONCE>
 DEV void merge_if_last(const i64* header, const Item& item, int first_vector, int n_vectors, u8* out,
                        int out_kind, float* lse) {
     __shared__ bool last;
@@ -62,5 +63,5 @@ DEV void merge_if_last(const i64* header, const Item& item, int first_vector, in
     if (!last) return;
     __threadfence();
     for (int m = threadIdx.x / 32; m < n_vectors; m += 4)
-        merge_vector(header, merge, blockIdx.y, first_vector + m, out, out_kind, lse);
+        merge_vector<AT_ONCE>(header, merge, blockIdx.y, first_vector + m, out, out_kind, lse);
 }

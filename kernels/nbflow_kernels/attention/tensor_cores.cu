@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(THREADS) attend_few(PARAMETERS) {
     }
     rows.finish<TILES>(w.several, o, total, before);
     write_rows<TILES, D_VO>(t, 0, rows, o, warp, WARPS, warp == 0, out, out_kind, lse);
-    merge_if_last(header, t.item, t.first_vector, t.n_vectors, out, out_kind, lse);
+    merge_if_last<4>(header, t.item, t.first_vector, t.n_vectors, out, out_kind, lse);
 }
 
 // ---- up to 64 query vectors --------------------------------------------------------------------
@@ -194,5 +194,5 @@ __global__ void __launch_bounds__(THREADS) attend_many(PARAMETERS, int with_far)
     }
     rows.finish<TILES>(w.several, o, total, before);
     write_rows<TILES, D_VO>(t, 16 * warp, rows, o, 0, 1, true, out, out_kind, lse);
-    merge_if_last(header, t.item, t.first_vector, t.n_vectors, out, out_kind, lse);
+    merge_if_last<4>(header, t.item, t.first_vector, t.n_vectors, out, out_kind, lse);
 }
