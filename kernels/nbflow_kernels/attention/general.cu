@@ -214,5 +214,5 @@ attend(const i64* header, const u8* queries, i64 q_row_bytes, int q_kind, const 
             store_float(out + (place * t.D_vo + d) * size, __fmul_rn(sums[d], end.factor), out_kind);
         if (lse != nullptr && lane == 0) lse[place] = end.lse;
     }
-    merge_if_last(header, item, t.first_vector, t.n_vectors, out, out_kind, lse);
+    merge_if_last<1>(header, item, t.first_vector, t.n_vectors, out, out_kind, lse);
 }
