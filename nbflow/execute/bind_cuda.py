@@ -35,24 +35,24 @@ class CudaBinder(CudaExchanges):
 
     variant = "cuda"
 
-    def __init__(self, executor: CudaExecutor, host: StepArrays, one_each: bool) -> None:
+    def __init__(self, executor: CudaExecutor, host: StepArrays, rows_each: int) -> None:
         super().__init__(executor, host)  # attention's work is divided on the host
         self._host = host
         self.executor = executor
         self.tables: list[FixedTables] = []
-        """What the attention reads, if every sequence has one token."""
-        if one_each and self.attention is not None:
-            self.tables = [self._fixed(kind) for kind in self.attention.kinds]
+        """What the attention reads, of steps that may become graphs: those with `rows_each`."""
+        if rows_each and self.attention is not None:
+            self.tables = [self._fixed(kind, rows_each) for kind in self.attention.kinds]
         numbers = executor.place.purposed("the numbers of a step")
         self._arrays: Any = DeviceArrays(host, numbers, self.tables)
         self._scales: dict[tuple[int, float], tuple[Any, Any]] = {}
         self.scratch: list[Any] = []
         """Arrays that ops write in passing, or read."""
 
-    def _fixed(self, kind: LayerAttention) -> FixedTables:
+    def _fixed(self, kind: LayerAttention, rows_each: int) -> FixedTables:
         """Return tables for a kind of attention, which its launches read from now on."""
         like = self._view(next(iter(self.executor.program.buffers)))
-        tables = FixedTables(kind.plan, device_of(like))
+        tables = FixedTables(kind.plan, device_of(like), len(self._host.ids), rows_each)
         device_plan(kind.plan, like).fix(tables)
         tables.fill()
         return tables
@@ -143,13 +143,17 @@ class CudaBinder(CudaExchanges):
 
     def _heads_linear(self, op: Op, index: int) -> PythonOp:
         weights = self._executor.weights.operands[index]
-        x = self._heads(op.inputs[0], op.attrs["head"])
-        out = self._view(op.out).reshape(len(x), len(weights), -1)
+        stack = weights[0] if len(weights[0].shape) == 3 else None  # of all heads
+        matrices = weights if stack is None else stack.matrices()
+        n_rows, n_columns = matrices[0].shape
+        x = self._heads(op.inputs[0], op.attrs["head"])[:, :, :n_columns]
+        out = self._view(op.out).reshape(len(x), len(matrices), -1)[:, :, :n_rows]
+        activations = self._executor.activations
 
         def launch() -> None:
-            for h, weight in enumerate(weights):
-                n_rows, n_columns = weight.shape
-                self._product(x[:, h, :n_columns], weight, None, False, out[:, h, :n_rows])
+            if stack is None or not self._kernels("qmatmul").bands(x, stack, activations, out):
+                for h, weight in enumerate(matrices):
+                    self._product(x[:, h], weight, None, False, out[:, h])
 
         return PythonOp(op.kind, launch)
 

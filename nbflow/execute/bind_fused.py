@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbflow.cache.storage import LAYOUT
 from nbflow.execute.bind import PythonOp
-from nbflow.execute.fusions import ACTIVATION, ADD, GATE, HEADS, ROW_NORM, Fusion
+from nbflow.execute.fusions import ACTIVATION, ADD, GATE, HEADS, LATENT, ROW_NORM, Fusion
 from nbflow.program.records import Op
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.qmatmul import fused
@@ -49,7 +49,7 @@ class _FusedBinder:
         launches = []
         for weight, start, end in zip(self._pieces, starts, starts[1:], strict=False):
             some_bias = None if bias is None else bias[start:end]
-            then = self._then(start)
+            then = self._then(start, end)
             launches.append((weight, some_bias, out[:, start:end], norm, then))
             if norm is not None:  # the first has written what is normalized
                 norm = replace(norm, out=None, second=None)
@@ -90,8 +90,20 @@ class _FusedBinder:
         """Return whether what comes behind can be done matrix by matrix."""
         if len(self._pieces) == 1 or self._fusion.behind in ("", ACTIVATION, ADD):
             return True
-        head_dim = self._executor.program.spec.head_dim
-        return self._fusion.behind == HEADS and all(start % head_dim == 0 for start in starts)
+        if self._fusion.behind not in (HEADS, LATENT):
+            return False
+        program = self._executor.program
+        D, keys_at = program.spec.head_dim, program.n_heads * program.spec.head_dim
+        if self._fusion.behind == LATENT:  # behind the queries comes one vector
+            return all(start % D == 0 and start <= keys_at for start in starts[:-1])
+        if self._norms_all_heads():  # of which one matrix has all
+            return set(starts) <= {0, keys_at, keys_at + program.n_kv_heads * D, starts[-1]}
+        return all(start % D == 0 for start in starts)
+
+    def _norms_all_heads(self) -> bool:
+        """Return whether queries and keys are normalized over all heads together."""
+        norms = [self._ops[i] for i in (self._fusion.q_norm, self._fusion.k_norm) if i is not None]
+        return any(not norm.attrs.get("per_head") for norm in norms)
 
     def _norm(self) -> fused.Norm | None:
         """Return the norm in front."""
@@ -112,11 +124,13 @@ class _FusedBinder:
         offset = op.attrs.get("offset", 0.0) if op.attrs["norm"] == "rms" else 0.0
         return fused.Norm(op.attrs["norm"], weight, bias, op.attrs["eps"], offset, out)
 
-    def _then(self, first_row: int) -> fused.Epilogue:
-        """Return what comes behind the matrix that begins at a row."""
+    def _then(self, first_row: int, end_row: int) -> fused.Epilogue:
+        """Return what comes behind the matrix of some rows."""
         fusion = self._fusion
         if fusion.behind == HEADS:
             return self._heads(first_row)
+        if fusion.behind == LATENT:
+            return self._latent(first_row, end_row)
         if fusion.behind == ROW_NORM:
             assert fusion.row_norm is not None
             add = None if fusion.add is None else self._ops[fusion.add]
@@ -133,23 +147,53 @@ class _FusedBinder:
         return fused.NOTHING
 
     def _heads(self, first_row: int) -> fused.Heads:
-        fusion, executor, arrays = self._fusion, self._executor, self._binder.arrays
-        program, storage = executor.program, executor.storage
-        assert fusion.append is not None
-        layer = self._ops[fusion.append].layer or 0
-        keys, values = storage.layers[layer]
+        fusion, program, storage = self._fusion, self._executor.program, self._executor.storage
+        keys, values = storage.layers[self._layer()]
         norms = [i for i in (fusion.q_norm, fusion.k_norm) if i is not None]
         attrs = self._ops[norms[0]].attrs if norms else {}
         q_weight, k_weight = (
             None if i is None else self._weights.operands[i][0]
             for i in (fusion.q_norm, fusion.k_norm)
         )
-        rope = None if fusion.rope is None else self._ops[fusion.rope].attrs["rope"]
         return fused.Heads(
-            program.spec.head_dim, first_row // program.spec.head_dim, program.n_heads,
-            program.n_kv_heads, arrays.positions, arrays.batch_indices, arrays.kv_indices,
-            arrays.kv_indptr, keys, values, storage.kinds, LAYOUT, q_weight, k_weight,
-            attrs.get("eps", 0.0), attrs.get("offset", 0.0),
-            None if rope is None else executor.rope_table(rope),
+            self._places(), program.spec.head_dim, first_row // program.spec.head_dim,
+            program.n_heads, program.n_kv_heads, keys, values, storage.kinds, q_weight, k_weight,
+            attrs.get("eps", 0.0), attrs.get("offset", 0.0), self._norms_all_heads(),
+        )  # fmt: skip
+
+    def _latent(self, first_row: int, end_row: int) -> fused.Latent:
+        fusion, storage = self._fusion, self._executor.storage
+        assert fusion.latent_norm is not None
+        assert fusion.copy is not None
+        norm, copy = self._ops[fusion.latent_norm], self._ops[fusion.copy]
+        D, n_heads = copy.attrs["head"], self._executor.program.n_heads
+        latent = self._binder.view(norm.out)
+        queries = self._binder.view(copy.out)
+        queries = queries.reshape(len(queries), n_heads, -1)[:, min(first_row // D, n_heads - 1) :]
+        buffer, first = self._executor.program.buffers[norm.out], None
+        if buffer.base != self._linear.out:  # it was there before: the first launch goes on with it
+            first = None if first_row else -1
+        elif first_row <= buffer.offset < end_row:
+            first = buffer.offset - first_row
+        weight = (*self._weights.operands[fusion.latent_norm], None)[0]
+        pages, _ = storage.layers[self._layer()]
+        return fused.Latent(
+            self._places(), D, max(0, min(end_row, n_heads * D) - first_row) // D,
+            norm.attrs["columns"], queries, latent, first, pages, storage.kinds[0], weight,
+            norm.attrs["eps"], norm.attrs.get("offset", 0.0),
+        )  # fmt: skip
+
+    def _layer(self) -> int:
+        """Return the layer whose pages are written to."""
+        assert self._fusion.append is not None
+        return self._ops[self._fusion.append].layer or 0
+
+    def _places(self) -> fused.Places:
+        """Return where the step's tokens are."""
+        fusion, arrays = self._fusion, self._binder.arrays
+        rope = None if fusion.rope is None else self._ops[fusion.rope].attrs["rope"]
+        return fused.Places(
+            arrays.positions, arrays.batch_indices, arrays.kv_indices, arrays.kv_indptr, LAYOUT,
+            None if rope is None else self._executor.rope_table(rope),
             rope is None or rope.style == "half",
         )  # fmt: skip

@@ -4,8 +4,8 @@ Weights, pages, buffers and the step's numbers live on the device; a step copies
 once, through pinned memory, starts its kernels on a stream of the executor's own, and waits for
 nothing.  Only what is asked for (`buffer`) comes back.
 
-Steps that give each sequence one token are bound for a number of sequences and of pages, from the
-second time on as CUDA graphs (`nbflow.execute.graphs`).
+Steps that give each sequence one token, or all together a few, are bound for a number of sequences,
+tokens and pages, from the second time on as CUDA graphs (`nbflow.execute.graphs`).
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from nbflow.status import status
 from nbflow_kernels.attention.device_plan import FixedTables
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.cuda.workspace import pieces, release
+from nbflow_kernels.qmatmul.cuda import FEW
 
 MAX_BOUND = 32
 """Bound shapes kept."""
@@ -236,17 +237,21 @@ class CudaExecutor(Executor):
     def _device(self) -> Any:
         return device_of(next(iter(self._buffers.values())))
 
-    def _shape(self, step: Step) -> tuple[bool, int, int, int, int, int]:
-        """Return what a step is bound for: whether graphs are, tokens, logits, sequences, pages."""
+    def _shape(self, step: Step) -> tuple[int, int, int, int, int, int]:
+        """Return what a step is bound for: tokens, logits, sequences, pages.
+
+        In front of them how many tokens a sequence may have, or 0 if no graph is made.
+        """
         n, n_logits, n_sequences = len(step.ids), len(step.logit_rows), len(step.pages.kv_lens)
         n_pages = page_bucket(len(step.pages.kv_indices))
         n_memory = 0 if step.memory is None else page_bucket(len(step.memory.kv_indices))
-        one_each = n == n_logits == n_sequences and bool(self.program.layers)
-        if not one_each or self.memory_is_missing(step) or not self.program.spec.causal:
-            return False, n, n_logits, n_sequences, n_pages, n_memory
+        one_each, causal = n == n_logits == n_sequences, self.program.spec.causal
+        few = (one_each or n <= FEW) and bool(self.program.layers)
+        if not few or self.memory_is_missing(step) or not causal:
+            return 0, n, n_logits, n_sequences, n_pages, n_memory
         if not any(op.kind in ROWS_OF_THEIR_OWN for op in self.program.ops):
-            n = batch_bucket(n)
-        return True, n, n, n, n_pages, n_memory
+            n, n_logits, n_sequences = map(batch_bucket, (n, n_logits, n_sequences))
+        return 1 if one_each else n, n, n_logits, n_sequences, n_pages, n_memory
 
     def memory_is_missing(self, step: Step) -> bool:
         """Return whether the program attends to an encoder that the step has nothing of."""
@@ -276,10 +281,10 @@ class CudaExecutor(Executor):
         if self._finalizer is None:  # what kernels share is kept for each stream
             streams = self._device.key, self._device.stream
             self._finalizer = weakref.finalize(self, release, *streams)
-        one_each, *sizes = key
-        host = (PaddedArrays if one_each else StepArrays)(*sizes)
+        rows_each, *sizes = key
+        host = (PaddedArrays if rows_each else StepArrays)(*sizes)
         host.load(step)
-        binder = CudaBinder(self, host, one_each)
+        binder = CudaBinder(self, host, rows_each)
         ops = [op for _, op in binder.ops() if isinstance(op, PythonOp)]
         return Bound(
             host, binder.arrays, binder.attention, binder.tables, ops, storages,

@@ -4,7 +4,9 @@ A fusion is a product with weights, what comes in front of it and what comes beh
 
 in front   ``norm``, two of the same rows, or ``take_rows`` and ``norm``; what is normalized is
            written too if a later op reads it
-behind     `HEADS`: norms of the heads of q and k, ``rope``, ``append_kv``; `GATE`; `ACTIVATION`;
+behind     `HEADS`: norms of q and k, head by head or over all, ``rope``, ``append_kv``; `GATE`;
+           `ACTIVATION`; `LATENT`: the norm of the latent vector, ``copy_heads`` of queries,
+           ``rope``, ``append_kv``;
            `ROW_NORM`: a norm of the results, and their sum with the residual; `ADD`: a scaled sum
 
 Patterns see the program alone.  Whether a kernel takes the weights and the rows of a step is asked
@@ -19,7 +21,8 @@ from dataclasses import dataclass, replace
 
 from nbflow.program.records import Op, Program
 
-HEADS, GATE, ACTIVATION, ROW_NORM, ADD = "heads", "gate", "activation", "row norm", "add"
+HEADS, LATENT, GATE, ACTIVATION = "heads", "latent", "gate", "activation"
+ROW_NORM, ADD = "row norm", "add"
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,9 @@ class Fusion:
     add: int | None = None
     gate: int | None = None
     """The gate or the activation."""
+    latent_norm: int | None = None
+    copy: int | None = None
+    """The ``copy_heads``."""
 
 
 def find_fusions(program: Program) -> dict[int, tuple[Fusion, ...]]:
@@ -62,7 +68,8 @@ class _Finder:
     def __init__(self, program: Program) -> None:
         self._program, self._ops = program, program.ops
         self._behind: tuple[Callable[[Fusion], Fusion | None], ...] = (
-            self._heads, self._gate, self._activation, self._row_norm, self._scaled_add,
+            self._heads, self._latent, self._gate, self._activation, self._row_norm,
+            self._scaled_add,
         )  # fmt: skip
 
     def fusions(self, i: int) -> Iterator[Fusion]:
@@ -94,13 +101,15 @@ class _Finder:
         linear = self._op(at_linear, "linear")
         if linear is None or linear.inputs != (norm.out,) or not self._is_of_rows(norm):
             return None
-        in_place = norm.inputs[0] == norm.out  # all thread blocks read what is normalized
-        if in_place and (take is None or take.out != norm.out or take.inputs[0] == norm.out):
-            return None
-        if not in_place and take is not None:
-            return None
         # rows behind the layers are asked for from outside
         keeps = self._is_read(norm.out, at_linear + 1) or take is not None
+        in_place = norm.inputs[0] == norm.out
+        if take is not None and (
+            not in_place or take.out != norm.out or take.inputs[0] == norm.out
+        ):
+            return None
+        if take is None and in_place and keeps:  # all thread blocks read what is normalized
+            return None
         return Fusion(
             i, at_linear, at_linear, take=None if take is None else i, norm=at, second=second,
             keeps_norm=keeps,
@@ -129,7 +138,7 @@ class _Finder:
         found = replace(start, behind=HEADS)
         for name in "qk":
             norm = self._op(i, "norm")
-            if norm is not None and norm.out == name and self._is_head_norm(norm):
+            if norm is not None and norm.out == name and self._is_rms(norm):
                 found = replace(found, q_norm=i) if name == "q" else replace(found, k_norm=i)
                 i += 1
         rope = self._op(i, "rope")
@@ -141,9 +150,9 @@ class _Finder:
         return replace(found, append=i, last=i)
 
     @staticmethod
-    def _is_head_norm(norm: Op) -> bool:
+    def _is_rms(norm: Op) -> bool:
         by_itself = len(norm.inputs) == 1 and len(norm.weights) == 1
-        return bool(norm.attrs.get("per_head")) and norm.attrs["norm"] == "rms" and by_itself
+        return by_itself and norm.attrs["norm"] == "rms" and "columns" not in norm.attrs
 
     def _same_norms(self, found: Fusion) -> bool:
         """Return whether the norms of queries and keys differ in their weights alone."""
@@ -154,6 +163,25 @@ class _Finder:
         """Return where a buffer begins in another one that it is a band of, or None."""
         buffer = self._program.buffers.get(name)
         return None if buffer is None or buffer.base != base else buffer.offset
+
+    def _latent(self, start: Fusion) -> Fusion | None:
+        linear, i = self._ops[start.linear], start.linear + 1
+        kinds = "norm", "copy_heads", "rope", "append_kv"
+        norm, copy, rope, append = (self._op(i + n, kind) for n, kind in enumerate(kinds))
+        if norm is None or copy is None or rope is None or append is None or linear.attrs:
+            return None
+        (queries,), columns = copy.inputs, norm.attrs.get("columns")
+        if queries != linear.out and self._offset(queries, linear.out) != 0:
+            return None
+        if norm.attrs["norm"] != "rms" or columns is None or rope.attrs.get("first") != columns:
+            return None
+        if (norm.inputs, append.inputs, rope.inputs) != (
+            (norm.out,), (norm.out,), (copy.out, norm.out),
+        ):  # fmt: skip
+            return None
+        return replace(
+            start, behind=LATENT, latent_norm=i, copy=i + 1, rope=i + 2, append=i + 3, last=i + 3
+        )
 
     def _gate(self, start: Fusion) -> Fusion | None:
         i = start.linear + 1
@@ -196,16 +224,24 @@ class _Finder:
     def _is_read(self, name: str, start: int) -> bool:
         """Return whether an op from `start` on reads what a buffer holds before it."""
         for op in self._ops[start:]:
-            reads = {self._base(n) for n in op.inputs}
+            reads = list(op.inputs)
             if op.attrs.get("accumulate") or op.kind in ("add", "all_reduce", "scale_rows"):
-                reads.add(self._base(op.out))
-            if self._base(name) in reads:
+                reads.append(op.out)
+            if any(self._overlap(name, other) for other in reads):
                 return True
-            if op.out == name:
+            in_part = op.kind in ("copy_heads", "heads_linear")
+            if not in_part and op.out in (name, self._band(name)[0]):
                 return False
         return False
 
-    def _base(self, name: str) -> str:
-        """Return the buffer that a band belongs to."""
+    def _overlap(self, name: str, other: str) -> bool:
+        """Return whether two buffers have columns in common."""
+        (base, start, end), (other_base, other_start, other_end) = map(self._band, (name, other))
+        return base == other_base and start < other_end and other_start < end
+
+    def _band(self, name: str) -> tuple[str, int, int]:
+        """Return the buffer that a band belongs to, its first column and the one behind it."""
         buffer = self._program.buffers.get(name)
-        return name if buffer is None or buffer.base is None else buffer.base
+        if buffer is None:
+            return name, 0, 1
+        return buffer.base or name, buffer.offset, buffer.offset + buffer.width

@@ -88,8 +88,8 @@ def _captured(ops: Iterable[PythonOp], stream: Any) -> Any:
 
 
 def batch_bucket(n: int) -> int:
-    """Return the number of sequences of the graph that serves a step of `n`: a power of two."""
-    return 1 << (n - 1).bit_length()
+    """Return the number that a graph for `n` sequences (or tokens) has: a power of two, or 0."""
+    return 1 << (n - 1).bit_length() if n else 0
 
 
 def page_bucket(n: int) -> int:

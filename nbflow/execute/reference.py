@@ -141,18 +141,23 @@ class ReferenceExecutor:
     def _heads_linear(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         x = values[op.inputs[0]].reshape(len(ids), -1, op.attrs["head"])
         weights = self._operands[index]
-        width = self._program.buffers[op.out].width // len(weights)
-        out = np.zeros((len(ids), len(weights), width))
+        out = self._heads_of_out(op, values, len(ids), len(weights))
         for h, weight in enumerate(weights):
             out[:, h, : len(weight)] = x[:, h, : weight.shape[1]] @ weight.T
         return out.reshape(len(ids), -1)
 
+    def _heads_of_out(self, op: Op, values: Any, n_tokens: int, n_heads: int) -> np.ndarray:
+        """Return what a buffer holds, heads apart, for an op that writes some of their columns."""
+        shape = n_tokens, n_heads, self._program.buffers[op.out].width // n_heads
+        found = values.get(op.out)
+        return np.zeros(shape) if found is None else found.reshape(shape).copy()
+
     def _copy_heads(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         x = values[op.inputs[0]].reshape(len(ids), -1, op.attrs["head"])
-        out = values[op.out].reshape(*x.shape[:2], -1).copy()
+        out = self._heads_of_out(op, values, *x.shape[:2])
         n = op.attrs["columns"]
         out[..., -n:] = x[..., -n:]
-        return out.reshape(len(ids), -1)  # type: ignore[no-any-return]
+        return out.reshape(len(ids), -1)
 
     def _linear(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         result = values[op.inputs[0]] @ np.concatenate(self._operands[index]).T

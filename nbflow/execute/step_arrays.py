@@ -69,7 +69,7 @@ class StepArrays:
 
 
 class PaddedArrays(StepArrays):
-    """Arrays for steps of one new token of each of at most so many sequences, and its logits.
+    """Arrays for steps of at most so many sequences and new tokens.
 
     What there is more room for counts as tokens without a position and sequences without keys: rows
     are computed for them, which depend on nothing and which nobody reads, and nothing is written
@@ -78,22 +78,22 @@ class PaddedArrays(StepArrays):
 
     def load(self, step: Step) -> None:
         """Copy a step's numbers."""
-        n, pages = len(step.ids), step.pages
+        pages = step.pages
         for own, given, rest in (
             (self.ids, step.ids, 0),
             (self.positions, step.positions, -1),
             (self.types, step.types, 0),
             (self.batch_indices, step.batch_indices, 0),
-            (self.qo_indptr, step.qo_indptr, n),
+            (self.logit_rows, step.logit_rows, 0),
+            (self.qo_indptr, step.qo_indptr, len(step.ids)),
             (self.kv_indptr, pages.kv_indptr, pages.kv_indptr[-1]),
             (self.kv_lens, pages.kv_lens, 0),
         ):
             own[: len(given)] = given
             own[len(given) :] = rest
-        self.logit_rows[:] = range(len(self.logit_rows))
         self.kv_indices[: len(pages.kv_indices)] = pages.kv_indices
         if step.memory is not None:
-            memory = step.memory
+            memory, n = step.memory, len(step.memory.kv_lens)
             self.memory_indptr[: n + 1] = memory.kv_indptr
             self.memory_indptr[n + 1 :] = memory.kv_indptr[-1]
             self.memory_indices[: len(memory.kv_indices)] = memory.kv_indices

@@ -136,6 +136,8 @@ class RankWeights:
                 operands = self.operands[index]
                 if op.kind == "experts":
                     operands = stacks(operands)
+                elif op.kind == "heads_linear":
+                    operands = stack_of_heads(operands)
                 self.operands[index] = tuple(map(move, operands))
                 self.bias[index] = move(self.bias[index])
 
@@ -295,6 +297,17 @@ def stacks(matrices: Sequence[Any]) -> tuple[Any, ...]:
         nk.QuantTensor(part[0].format, (n, *part[0].shape), np.concatenate([w.data for w in part]))
         for part in parts
     )
+
+
+def stack_of_heads(matrices: Sequence[Any]) -> tuple[Any, ...]:
+    """Return the matrices of heads as one stack, if one kernel can take them all."""
+    first = matrices[0]
+    if not isinstance(first, nk.QuantTensor) or first.format.decodes_from_storage:
+        return tuple(matrices)
+    if any(w.format != first.format or w.outliers is not None for w in matrices):
+        return tuple(matrices)
+    data = np.concatenate([w.data for w in matrices])
+    return (nk.QuantTensor(first.format, (len(matrices), *first.shape), data),)
 
 
 def read_part(spec: ModelSpec, file: WeightFile, part: Operand) -> np.ndarray:

@@ -208,10 +208,10 @@ def _latent_attention(spec: ModelSpec, latent: LatentSpec, i: int, source: str) 
     return [
         *ops,
         norm("kv_a_norm", "latent", columns=C),
-        each_head("k_b", C, D, "q", "ql"),
         Op("copy_heads", "ql", ("q",), layer=i, attrs={"head": D, "columns": Dr}),
         Op("rope", "ql", ("ql", "latent"), layer=i, attrs={"rope": spec.rope_of(i), "first": C}),
         Op("append_kv", "kv", ("latent",), layer=i),
+        each_head("k_b", C, D, "q", "ql"),
         Op("attention", "al", ("ql",), layer=i, attrs={} if window is None else {"window": window}),
         each_head("v_b", Dv, C, "al", "a"),
         _linear(spec, i, "attn.o", "a", "o"),

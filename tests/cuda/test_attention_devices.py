@@ -14,8 +14,9 @@ from nbflow_kernels.attention import cuda as kernels
 from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention import reference
 from nbflow_kernels.attention.device_items import Tiling, divide_for_device
-from nbflow_kernels.attention.plan import build_plan
+from nbflow_kernels.attention.plan import AttentionPlan, build_plan, plan_into
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.kvcache.rows import F16
 
 ATOL = 3e-6  # `attention.cases` derives it: float32 all the way
 # Queries and weights in float16: a score, a dot product of unit variance, is off by 2**-12 times
@@ -262,6 +263,27 @@ def test_latent_attention(xp: Any, sizes: tuple[int, int, int]) -> None:
         )
         for found, wanted in zip((out, lse), want, strict=True):  # see `test_attention_mla`
             np.testing.assert_allclose(found.get()[rows], wanted, rtol=0, atol=5e-6)
+
+
+def test_values_that_are_columns_of_latent_keys(xp: Any) -> None:
+    """As the engine caches them, DeepSeek's 576 and 512 columns: in two splits, and in one item."""
+    H, D, C, page_size, n = 3, 576, 512, 16, 270
+    rng = np.random.default_rng(9)
+    q, pages = normal(rng, 1, H, D), normal(rng, 17, 1, page_size, D).astype(np.float16)
+    rows = pages.reshape(1, -1, D)[:, :n]
+    # head by head, so that keys of one head and values of fewer columns are those of `reference`
+    k, v = (np.repeat(x.transpose(1, 0, 2), H, axis=1) for x in (rows, rows[..., :C]))
+    wanted = reference.single_prefill_with_kv_cache(q, k, v, sm_scale=0.05)
+    plan = AttentionPlan((H, 1, D, C), page_size, kv_layout="HND", sm_scale=0.05)
+    cache, found = xp.asarray(pages), []
+    for may_split in (1, 0):
+        plan.header[at.MAY_SPLIT] = may_split
+        plan_into(plan, ints(0, 1), ints(0, 17), np.arange(17, dtype=np.int32), ints(n))
+        out = xp.empty((1, H, C), np.float32)
+        kernels.attend(plan, xp.asarray(q), cache, cache[..., :C], out, None, (F16, F16))
+        np.testing.assert_allclose(out.get(), wanted, rtol=0, atol=ATOL)
+        found.append(out.get().tobytes())
+    assert found[0] == found[1]
 
 
 def test_block_sparse(xp: Any) -> None:

@@ -27,18 +27,22 @@ def facts(kernel: Any, arch: str) -> nbflow_ptx.KernelFacts:
 @pytest.mark.parametrize(
     ("D_qk", "D_vo", "exact", "many", "arch", "most_registers"),
     [
-        (128, 128, True, False, "sm_90", 128),  # 4 thread blocks of 128 on a multiprocessor
-        (128, 128, False, False, "sm_80", 128),
-        (128, 128, True, True, "sm_80", 255),  # 2: shared memory does not hold more
+        (64, 64, True, False, "sm_90", 128),  # 4 thread blocks of 128 on a multiprocessor
+        (128, 128, True, False, "sm_90", 255),  # 2: shared memory does not hold more
+        (128, 128, False, False, "sm_80", 255),
+        (128, 128, True, True, "sm_80", 255),  # 2
         (128, 128, False, True, "sm_90", 255),
         (192, 128, True, True, "sm_90", 255),
         (256, 256, True, False, "sm_90", 168),  # 3
+        (576, 512, True, False, "sm_90", 255),  # 1, of latent vectors
     ],
 )
 def test_tensor_core_kernels_keep_sums_in_registers_and_copy_16_bytes(
     D_qk: int, D_vo: int, exact: bool, many: bool, arch: str, most_registers: int
 ) -> None:
-    found = facts(attention.tensor_core_kernel((F16, F16), D_qk, D_vo, exact, many), arch)
+    one = D_vo > attention.MOST_HEAD_COLUMNS
+    kernel = attention.tensor_core_kernel((F16, F16), D_qk, D_vo, exact, many, one)
+    found = facts(kernel, arch)
     assert (found.fp64, found.local_accesses, found.stack_bytes) == (0, 0, 0)
     assert found.async_copies
     steps = D_qk // 16 * 2 * (4 if many else 1)  # products of queries and keys

@@ -113,13 +113,15 @@ def test_a_norm_of_whole_rows_behind(kind: str, cupy: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("format", "head_dim", "style"), [("f16", 12, "half"), ("q8_0", 160, "pairs")]
+    ("format", "head_dim", "style", "of_all"),
+    [("f16", 12, "half", False), ("q8_0", 160, "pairs", False), ("f16", 93, "half", True)],
 )
-def test_heads_behind(format: str, head_dim: int, style: str, cupy: Any) -> None:
+def test_heads_behind(format: str, head_dim: int, style: str, of_all: bool, cupy: Any) -> None:
     """Two query heads and one of keys and values: norms, rotation, pages; a row without a page."""
     D, n_tokens, page_size = head_dim, 3, 4
     x, w = cupy.asarray(numbers(n_tokens, K)), weights("q4_0", 4 * D, cupy)
-    q_weight, k_weight = cupy.asarray(numbers(D)), cupy.asarray(numbers(1, D)[0])
+    q_weight = cupy.asarray(numbers(2 * D if of_all else D))
+    k_weight = cupy.asarray(numbers(1, D)[0])
     table = cupy.asarray(nk.rope_cos_sin_cache(64, D // 2, theta=1e4))
     positions = cupy.asarray(np.array([5, -1, 2], np.int32))
     requests = cupy.asarray(np.array([0, 0, 1], np.int32))
@@ -132,16 +134,18 @@ def test_heads_behind(format: str, head_dim: int, style: str, cupy: Any) -> None
     plain = nk.qmatmul(x, w)
     heads = plain.reshape(n_tokens, 4, D)
     q, k, v = heads[:, :2], heads[:, 2:3], heads[:, 3:]
-    nk.rmsnorm(q, q_weight, eps=1e-6, out=q)
+    all_q = plain[:, : 2 * D] if of_all else q
+    nk.rmsnorm(all_q, q_weight, eps=1e-6, out=all_q)
     nk.rmsnorm(k, k_weight, eps=1e-6, out=k)
     position.apply_rope_with_cos_sin_cache_inplace(positions, q, k, table, style == "half")
     kvcache.append_paged_kv_cache(
         k, v, requests, positions, *pages[:2], indices, indptr, "HND", (form.kind, form.kind)
     )
     out = cupy.empty((n_tokens, 4 * D), np.float32)
+    places = fused.Places(positions, requests, indices, indptr, "HND", table, style == "half")
     then = fused.Heads(
-        D, 0, 2, 1, positions, requests, indices, indptr, *pages[2:], (form.kind, form.kind), "HND",
-        q_weight, k_weight, 1e-6, 0.0, table, style == "half",
+        places, D, 0, 2, 1, *pages[2:], (form.kind, form.kind), q_weight, k_weight, 1e-6, 0.0,
+        of_all,
     )  # fmt: skip
     fused.product(x, w, None, out, then=then)
     assert np.array_equal(out.get(), plain.get(), equal_nan=True)
@@ -157,7 +161,7 @@ def test_what_is_in_front_and_behind_keeps_two_thread_blocks_on_a_multiprocessor
 ) -> None:
     f16 = format_type(F16).replace(" ", "")
     macros: dict[Any, tuple[tuple[str, str], ...]] = {
-        fused.Heads: (("K_FORMAT", f16), ("V_FORMAT", f16)),
+        fused.Heads: (("K_FORMAT", f16), ("V_FORMAT", f16), ("NORM_OF_ALL_HEADS", 0)),
         fused.Gate: (("FUNCTION", "Silu"),),
     }
     form = unit_form(nk.FORMATS["q4_k"].integer_form)

@@ -21,7 +21,7 @@ import numpy as np
 
 from nbflow_kernels import cuda
 from nbflow_kernels.attention import layout as at
-from nbflow_kernels.attention.device_items import Tiling, split_keys
+from nbflow_kernels.attention.device_items import FEW_VECTORS, MANY_VECTORS, Tiling, split_keys
 from nbflow_kernels.attention.device_plan import device_plan
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import AttentionVariant
@@ -31,11 +31,13 @@ from nbflow_kernels.kvcache.rows import BF16, F16, F32, FIRST_BLOCK_KIND
 WARPS = 4
 GENERAL = Tiling(16)
 """Query vectors of a thread block of the general kernel."""
-FEW, MANY = Tiling(16, at_most=16), Tiling(64, more_than=16)
-"""Those of the two kernels on tensor cores."""
-ALL_FEW = Tiling(16, at_most=1 << 61)
+FEW = Tiling(FEW_VECTORS, at_most=FEW_VECTORS)
+MANY = Tiling(MANY_VECTORS, more_than=FEW_VECTORS)
+ALL_FEW = Tiling(FEW_VECTORS, at_most=1 << 61)
 MOST_COLUMNS = 128
 """Of values; the kernel for many vectors would have more sums than registers."""
+MOST_HEAD_COLUMNS, MOST_LATENT_COLUMNS = 256, 512
+"""Of keys and values that the kernel for few takes, and of values that are columns of the keys."""
 _GENERAL_KEYS, _KEYS, _PAD = 32, 64, 8
 _STATIC_SHARED_BYTES = 2560
 """At most what a kernel on tensor cores declares itself: offsets of rows, greatest scores."""
@@ -56,14 +58,18 @@ def general_kernel(kinds: tuple[int, int]) -> cuda.Kernel:
 
 @functools.cache
 def tensor_core_kernel(
-    kinds: tuple[int, int], D_qk: int, D_vo: int, exact: bool, many: bool
+    kinds: tuple[int, int], D_qk: int, D_vo: int, exact: bool, many: bool, one: bool = False
 ) -> cuda.Kernel:
-    """Return a kernel on tensor cores; `exact`: queries and weights keep what 16 bits lose."""
-    name = f"{format_types(kinds)}, {D_qk}, {D_vo}, {str(exact).lower()}>"
+    """Return a kernel on tensor cores.
+
+    `exact`: queries and weights keep what 16 bits lose; `one`: values are columns of the keys.
+    """
+    name = f"{format_types(kinds)}, {D_qk}, {D_vo}, {str(exact).lower()}"
     if many:
         parameters = f"{_PARAMETERS}, i32 with_far"
-        return cuda.cpp_kernel(__file__, "tensor_cores.cu", f"attend_many<{name}", parameters)
-    return cuda.cpp_kernel(__file__, "tensor_cores.cu", f"attend_few<{name}", _PARAMETERS)
+        return cuda.cpp_kernel(__file__, "tensor_cores.cu", f"attend_many<{name}>", parameters)
+    name = f"attend_few<{name}, {str(one).lower()}>"
+    return cuda.cpp_kernel(__file__, "tensor_cores.cu", name, _PARAMETERS)
 
 
 merge_two_kernel = cuda.cpp_kernel(
@@ -103,7 +109,7 @@ def attend(
     # results are written 8 bytes at a time there
     aligned = cuda.address(out) % 8 == 0
     if aligned and takes_tensor_cores(plan, q, k_cache, v_cache, places, kinds):
-        _on_tensor_cores(plan, arguments, kinds)
+        _on_tensor_cores(plan, arguments, kinds, _are_one(k_cache, v_cache, places, kinds))
     else:
         _general(plan, arguments, kinds)
 
@@ -162,7 +168,10 @@ def takes_tensor_cores(
     _, _, D_qk, D_vo = plan.heads
     if F32 in kinds or (max(kinds) >= FIRST_BLOCK_KIND and q.dtype == np.float32):
         return False
-    if D_qk % 16 or D_vo % 16 or max(D_qk, D_vo) > 256 or split_keys(plan) % _KEYS:
+    one = _are_one(k_cache, v_cache, places, kinds)
+    if D_qk % 16 or D_vo % 16 or split_keys(plan) % _KEYS:
+        return False
+    if D_vo > MOST_LATENT_COLUMNS if one else max(D_qk, D_vo) > MOST_HEAD_COLUMNS:
         return False
     if plan.table(at.ROPE) is not None:
         return False
@@ -173,10 +182,16 @@ def takes_tensor_cores(
         if kind < FIRST_BLOCK_KIND and together % 16:  # copied 16 bytes at a time
             return False
     exact, plain = _is_exact(q, kinds), _is_plain(plan)
-    needs = _shared_bytes(D_qk, D_vo, exact, False, plain, False)
+    needs = _shared_bytes(D_qk, D_vo, exact, False, plain, False, one)
     if D_vo <= MOST_COLUMNS:
-        needs = max(needs, _shared_bytes(D_qk, D_vo, exact, True, plain, True))
+        needs = max(needs, _shared_bytes(D_qk, D_vo, exact, True, plain, True, one))
     return needs + _STATIC_SHARED_BYTES <= cuda.device_of(q).max_shared_bytes
+
+
+def _are_one(k_cache: Any, v_cache: Any, places: Any, kinds: tuple[int, int]) -> bool:
+    """Return whether values are the first columns of the keys, and floats."""
+    same = places[0] == places[1] and kinds[0] == kinds[1] < FIRST_BLOCK_KIND
+    return bool(same and cuda.address(k_cache) == cuda.address(v_cache))
 
 
 def _is_exact(q: Any, kinds: tuple[int, int]) -> bool:
@@ -188,19 +203,22 @@ def _is_plain(plan: AttentionPlan) -> bool:
 
 
 def _shared_bytes(
-    D_qk: int, D_vo: int, exact: bool, many: bool, plain: bool, with_far: bool
+    D_qk: int, D_vo: int, exact: bool, many: bool, plain: bool, with_far: bool, one: bool
 ) -> int:
     """Return the dynamic shared memory of a kernel, as its source lays it out."""
     copies, chunk = 2 if exact else 1, 2 * _KEYS * (D_qk + D_vo + 2 * _PAD)
     if many:
         queries, far = 2 * copies * 16 * WARPS * (D_qk + _PAD), 4 * 32 * WARPS * D_vo // 2
         return chunk + queries + far * with_far + 4 * 32 * WARPS * 32 * (not plain)
+    if one:
+        chunk = 2 * _KEYS * (D_qk + _PAD)
     queries, weights = 2 * copies * 16 * (D_qk + _PAD), 2 * copies * 16 * (_KEYS + _PAD)
-    return 2 * chunk + queries + weights + 4 * 32 * WARPS * 8 * (not plain)
+    far = 4 * 32 * WARPS * D_vo // 8 if D_vo > MOST_HEAD_COLUMNS else 0
+    return 2 * chunk + queries + weights + far + 4 * 32 * WARPS * 8 * (not plain)
 
 
 def _on_tensor_cores(
-    plan: AttentionPlan, arguments: tuple[Any, ...], kinds: tuple[int, int]
+    plan: AttentionPlan, arguments: tuple[Any, ...], kinds: tuple[int, int], one: bool
 ) -> None:
     """Launch the kernels for requests with few and with many query vectors, where there are any."""
     q = arguments[0]
@@ -214,10 +232,10 @@ def _on_tensor_cores(
         many = tiling is MANY
         header = tables.header(tiling)
         last = (int(items.any_several),) if many else ()
-        tensor_core_kernel(kinds, D_qk, D_vo, exact, many)(
+        tensor_core_kernel(kinds, D_qk, D_vo, exact, many, one and not many)(
             (len(items.items), G, cuda.ceil_div(items.most, tiling.tile_vectors)), 32 * WARPS,
             (header, *arguments, *last),
-            _shared_bytes(D_qk, D_vo, exact, many, plain, items.any_several),
+            _shared_bytes(D_qk, D_vo, exact, many, plain, items.any_several, one),
         )  # fmt: skip
 
 

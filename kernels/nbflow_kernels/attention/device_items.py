@@ -15,7 +15,9 @@ COLUMNS = (
     "request", "row", "n_rows", "position", "first_key", "end_key", "partial", "merge",
 )  # fmt: skip
 MERGE_COLUMNS = ("row", "n_rows", "partial", "n_splits")
-MOST_SPLIT_KEYS = 512
+FEW_VECTORS, MANY_VECTORS = 16, 64
+"""Query vectors of a thread block of the two kernels on tensor cores."""
+MOST_SPLIT_KEYS = 256
 """Keys per partial result on a device, unless the plan has fewer: part of the results' bits."""
 PIECES_PER_SM = 4
 """A tile that is more than a piece of the step's work is divided along its keys."""

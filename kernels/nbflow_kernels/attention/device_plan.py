@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels.attention import layout as at
-from nbflow_kernels.attention.device_items import DeviceItems, Tiling, divide_for_device, split_keys
+from nbflow_kernels.attention.device_items import (
+    FEW_VECTORS,
+    MANY_VECTORS,
+    DeviceItems,
+    Tiling,
+    divide_for_device,
+    split_keys,
+)
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.cuda import KernelDevice, address, device_of
 
@@ -19,7 +26,7 @@ _TABLES = (
 
 
 class FixedTables:
-    """A plan's tables of fixed sizes at fixed addresses, for steps of one new token each.
+    """A plan's tables of fixed sizes at fixed addresses, for steps of few new tokens.
 
     Launches that read them can be captured into a graph: for a further step the host divides the
     work anew (`fill`), and `host` is copied to `there` before the graph is launched.  Thread blocks
@@ -28,18 +35,29 @@ class FixedTables:
     Parameters
     ----------
     plan : AttentionPlan
-        Filled with a step of the size that all will have: as many requests, each of at most one
-        query row, and no more entries of `kv_indices`.
+        Filled with a step of the size that all will have: as many requests, and no more entries of
+        `kv_indices`.
     device : KernelDevice
         Where.
+    n_rows : int
+        Most query rows of a step.
+    rows_each : int
+        Most query rows of a request.
     """
 
-    def __init__(self, plan: AttentionPlan, device: KernelDevice) -> None:
+    def __init__(
+        self, plan: AttentionPlan, device: KernelDevice, n_rows: int, rows_each: int
+    ) -> None:
         self._plan, self._device = plan, device
-        n_requests, n_keys = len(plan.kv_lens), len(plan.kv_indices) * plan.page_size
-        self.n_items = 2 * n_requests + n_keys // split_keys(plan)
+        self._tiling = Tiling(FEW_VECTORS if self.group <= FEW_VECTORS else MANY_VECTORS)
+        self._n_rows, self._rows_each = n_rows, rows_each
+        self._tile_rows = max(1, self._tiling.tile_vectors // self.group)
+        n_keys, n_tiles = len(plan.kv_indices) * plan.page_size, -(-rows_each // self._tile_rows)
+        # a tile has up to two parts more than keys for whole ones, and there is one for each row or
+        # fewer; most parts have those of a request that has all keys
+        self.n_items = 2 * n_rows + n_tiles * (n_keys // split_keys(plan))
         sizes = [len(table) for table in _step_tables(plan)]
-        sizes += [8 * self.n_items, 4 * n_requests]
+        sizes += [8 * self.n_items, 4 * n_rows]
         self._ends = np.cumsum(sizes).tolist()
         self.host = np.zeros(self._ends[-1], np.int32)
         """int32: the step's tables, items and merges, one behind the other."""
@@ -49,14 +67,14 @@ class FixedTables:
 
     @property
     def group(self) -> int:
-        """Return the query vectors of an item."""
+        """Return the query vectors of a row for each key/value head."""
         return self._plan.heads[0] // self._plan.heads[1]
 
     def fill(self) -> None:
         """Divide the work of the step that the plan is filled with."""
         for table, start in zip(_step_tables(self._plan), [0, *self._ends], strict=False):
             self.host[start : start + len(table)] = table
-        items = divide_for_device(self._plan, ONE_ROW, self._device.n_sms)
+        items = divide_for_device(self._plan, self._tiling, self._device.n_sms)
         assert len(items.items) <= self.n_items
         for rows, start, end in zip(
             (items.items, items.merges), self._ends[3:], self._ends[4:], strict=False
@@ -70,19 +88,17 @@ class FixedTables:
 
     def _divide(self) -> DeviceItems:
         """Return what a launch is made for: all items that there is room for."""
-        n_requests = len(self._plan.kv_lens)
+        most = min(self._tile_rows, self._rows_each) * self.group
         return DeviceItems(
             np.zeros((self.n_items, 8), np.int32),
-            np.zeros((n_requests, 4), np.int32),
-            self.n_items * self.group,
-            self.group,
+            np.zeros((self._n_rows, 4), np.int32),
+            self.n_items * most,
+            most,
             True,
         )
 
 
 NO_ITEMS = DeviceItems(np.zeros((0, 8), np.int32), np.zeros((0, 4), np.int32), 0, 1, False)
-ONE_ROW = Tiling(1, at_most=1 << 61)
-"""Tiles of one row, which all tilings make of requests that have no more."""
 
 
 def _step_tables(plan: AttentionPlan) -> tuple[np.ndarray, ...]:

@@ -1,6 +1,7 @@
 // Tensor cores and what feeds them: 16-bit elements in pairs, m16n8k16, matrices from shared memory,
 // copies that nobody waits for.
 #pragma once
+#include "cuda/ptx.cuh"
 #include "kvcache/rows.cuh"
 
 struct Half {
@@ -63,13 +64,3 @@ DEV void load_transposed(u32* r, const u16* at) {
                  : "r"(shared_address(at))
                  : "memory");
 }
-
-// Copy 16 bytes without waiting, or zeros.
-DEV void copy_16(u16* to, const void* from, bool exists) {
-    const int n = exists ? 16 : 0;
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(to)), "l"(from),
-                 "r"(n)
-                 : "memory");
-}
-
-DEV void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }

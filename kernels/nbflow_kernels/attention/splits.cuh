@@ -3,6 +3,8 @@
 #pragma once
 #include "attention/plan.cuh"
 
+constexpr int AT_ONCE = 4;  // splits whose results are on their way together
+
 // Add the partial results of a query vector's splits in order; one warp.
 DEV void merge_vector(const i64* header, const Merge& merge, int kv_head, int m, u8* out, int out_kind,
                       float* lse) {
@@ -14,15 +16,24 @@ DEV void merge_vector(const i64* header, const Merge& merge, int kv_head, int m,
     const i64 place = (i64)(merge.row + m / group) * header[QO_HEADS] + head;
     for (int base = lane; base < D + lane; base += 128) {
         float sums[4] = {0, 0, 0, 0}, top = HIDDEN, total = 0;
-        for (int i = 0; i < merge.n_splits; i++) {
-            const float* part = first + i * step;
-            const Folded f = fold(top, total, part[D], part[D + 1]);
-            for (int k = 0; k < 4; k++) {
-                const int d = base + 32 * k;
-                if (d < D) sums[k] = fold_column(f, sums[k], part[d]);
+        for (int i = 0; i < merge.n_splits; i += AT_ONCE) {
+            float tops[AT_ONCE], totals[AT_ONCE], parts[AT_ONCE][4];
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {  // behind the last one: the last once more
+                const float* part = first + min(i + j, merge.n_splits - 1) * step;
+                tops[j] = part[D], totals[j] = part[D + 1];
+#pragma unroll
+                for (int k = 0; k < 4; k++) parts[j][k] = part[min(base + 32 * k, D - 1)];
             }
-            top = f.top;
-            total = f.total;
+#pragma unroll
+            for (int j = 0; j < AT_ONCE; j++) {
+                if (i + j >= merge.n_splits) break;
+                const Folded f = fold(top, total, tops[j], totals[j]);
+#pragma unroll
+                for (int k = 0; k < 4; k++) sums[k] = fold_column(f, sums[k], parts[j][k]);
+                top = f.top;
+                total = f.total;
+            }
         }
         const Finish end = finish(header, top, total, head);
         for (int k = 0; k < 4; k++) {

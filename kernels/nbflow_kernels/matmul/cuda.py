@@ -29,12 +29,37 @@ def multiply(
     if indptr is None and len(out) and tensor_cores.fits(w):
         tensor_cores.multiply(x, w, bias, accumulate, out)
         return
-    n_rows, n_columns = w.shape[-2:]
-    n_matrices, n_tokens = (1 if indptr is None else w.shape[0]), len(out)
+    _multiply(x, w, bias, accumulate, out, 1 if indptr is None else len(w), indptr, rows, (0, 0))
+
+
+def bands(x: Any, w: Any, out: Any) -> None:
+    """Multiply bands of columns by a matrix each: ``out[:, h] = x[:, h] @ w[h].T``.
+
+    `x` is (T, H, K), `w` (H, N, K), `out` (T, H, N); the bits are those of band by band.
+    """
+    if not out.size:
+        return
+    if not tensor_cores.fits(w):
+        apart = x.strides[1] // 4, out.strides[1] // 4
+        _multiply(x, w, None, False, out, len(w), None, None, apart)
+        return
+    step = max(1, tensor_cores.BANDS_AT_ONCE // len(w))
+    for row in range(0, len(x), step):
+        part = slice(row, row + step)
+        staged = tensor_cores.stage(x[part], w.dtype.name)
+        tensor_cores.multiply_staged(staged, w, None, False, out[part])
+
+
+def _multiply(
+    x: Any, w: Any, bias: Any, accumulate: bool, out: Any, n_matrices: int, indptr: Any, rows: Any,
+    bands: tuple[int, int],
+) -> None:  # fmt: skip
+    """Launch `matmul.cu`; `bands` says how far those of `x` and of `out` lie apart, in numbers."""
+    (n_rows, n_columns), n_tokens = w.shape[-2:], len(out)
     if not n_tokens or not n_rows or not n_matrices:
         return
     x_stride, out_stride = x.strides[0] // 4, out.strides[0] // 4
-    wide = n_columns % 8 == 0 and x_stride % 4 == 0
+    wide = n_columns % 8 == 0 and x_stride % 4 == 0 and bands[0] % 4 == 0
     wide = wide and not (w.size and address(w) % 16) and not (x.size and address(x) % 16)
     tokens = next((n for n in (1, 2, 4, 8) if n >= n_tokens), 8)
     kind, name = KINDS[w.dtype.name]
@@ -42,7 +67,7 @@ def multiply(
         (ceil_div(n_rows, ROWS), min(ceil_div(n_tokens, tokens), 4096), n_matrices), 256,
         (
             x, w, bias, out, indptr, rows, x_stride, out_stride, n_tokens, n_rows, n_columns,
-            int(accumulate),
+            int(accumulate), *bands,
         ),
     )  # fmt: skip
 
@@ -52,7 +77,8 @@ def _kernel(kind: int, name: str, tokens: int, wide: bool) -> Kernel:
     """Return the kernel for a type of weights."""
     parameters = (
         f"f32* x, {name}* w, f32*? bias, f32* out, i32*? indptr, i32*? rows, i64 x_stride, "
-        "i64 out_stride, i32 n_tokens, i32 n_rows, i32 n_columns, i32 accumulate"
+        "i64 out_stride, i32 n_tokens, i32 n_rows, i32 n_columns, i32 accumulate, i64 x_band, "
+        "i64 out_band"
     )
     entry = f"matmul<{kind}, {tokens}, {str(wide).lower()}>"
     return cpp_kernel(__file__, "matmul.cu", entry, parameters)

@@ -2,7 +2,7 @@
 //
 // A warp computes ROWS rows for TOKENS tokens: lane l adds the products of columns 256 i + 8 l + 0..7,
 // i after i, and the lanes are added as a tree.  Neither order depends on how many tokens there are.
-// blockIdx.z is the matrix of a group of tokens.
+// blockIdx.z is the matrix of a group of tokens, or of a band of columns of all.
 #include "cuda/halves.cuh"
 #include "cuda/reduce.cuh"
 
@@ -35,13 +35,14 @@ template <int KIND, int TOKENS, bool WIDE>
 __global__ void __launch_bounds__(32 * WARPS) matmul(
     const float* x, const typename Element<KIND>::Stored* w, const float* bias, float* out,
     const int* indptr, const int* rows, long long x_stride, long long out_stride, int n_tokens,
-    int n_rows, int n_columns, int accumulate) {
+    int n_rows, int n_columns, int accumulate, long long x_band, long long out_band) {
   const int lane = threadIdx.x & 31, row_0 = (blockIdx.x * WARPS + (threadIdx.x >> 5)) * ROWS;
   if (row_0 >= n_rows) return;
   int token = 0, end = n_tokens;
   if (indptr) token = indptr[blockIdx.z], end = indptr[blockIdx.z + 1];
   w += (long long)blockIdx.z * n_rows * n_columns;
   if (bias) bias += (long long)blockIdx.z * n_rows;
+  x += blockIdx.z * x_band, out += blockIdx.z * out_band;
   for (token += blockIdx.y * TOKENS; token < end; token += gridDim.y * TOKENS) {
     const float* tokens[TOKENS];
 #pragma unroll

@@ -6,6 +6,8 @@
 //
 // K is cut into SLOTS pieces of steps of 64 columns; a slot's steps are added one after the other, and
 // the slots in order.  Both kernels do the same: a result does not depend on how many tokens there are.
+//
+// blockIdx.z is a matrix, of bands of columns that have one each: attention's heads.
 #include "matmul/sums.cuh"
 
 // Two steps' weights: words of rows g and g + 8.  `zero`, which is 0, makes them new numbers: else they
@@ -30,11 +32,14 @@ struct Operands {
 };
 
 // Activations as [part][token][stride] numbers, zeros behind the last column, in memory's order or (of
-// weights from units) as `column_at` says; a thread block for each token.
+// weights from units) as `column_at` says; a thread block for each token (and band, blockIdx.z).
 template <int KIND, int PARTS, bool OF_UNITS>
 __global__ void __launch_bounds__(256) stage(
     const float* x, u16* parts, float* factors, long long x_stride, int n_tokens, int n_columns,
-    int stride) {
+    int stride, long long x_band) {
+  x += blockIdx.z * x_band;
+  parts += (long long)blockIdx.z * PARTS * n_tokens * stride;
+  factors += blockIdx.z * n_tokens;
   const float* row = x + blockIdx.x * x_stride;
   const float up = scale_token<KIND>(row, n_columns, factors);
   for (int k = threadIdx.x; k < stride; k += 256) {
@@ -54,7 +59,11 @@ template <int KIND, int PARTS>
 __global__ void __launch_bounds__(32 * SLOTS, 2) few(
     const u16* weights, const u16* parts, const float* factors, const float* bias, float* out,
     long long out_stride, int n_staged, int first, int n_tokens, int n_rows, int n_columns, int stride,
-    int accumulate) {
+    int accumulate, long long out_band) {
+  weights += (long long)blockIdx.z * n_rows * n_columns;
+  parts += (long long)blockIdx.z * PARTS * n_staged * stride;
+  factors += factors ? blockIdx.z * n_staged : 0;
+  out += blockIdx.z * out_band;
   __shared__ float sums[SLOTS][FEW_TILES][128];
   const int lane = threadIdx.x & 31, slot = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;
   const int n_steps = stride / STEP, step_1 = slot_start(slot + 1, n_steps);
@@ -130,7 +139,11 @@ template <int KIND, int PARTS, int ROW_TILES, int TOKEN_WARPS, int TOKEN_TILES>
 __global__ void __launch_bounds__(128 * TOKEN_WARPS) many(
     const u16* weights, const u16* parts, const float* factors, const float* bias, float* out,
     long long out_stride, int n_staged, int first, int n_tokens, int n_rows, int n_columns, int stride,
-    int accumulate) {
+    int accumulate, long long out_band) {
+  weights += (long long)blockIdx.z * n_rows * n_columns;
+  parts += (long long)blockIdx.z * PARTS * n_staged * stride;
+  factors += factors ? blockIdx.z * n_staged : 0;
+  out += blockIdx.z * out_band;
   using Of = Tiles<KIND, PARTS, ROW_TILES, TOKEN_WARPS, TOKEN_TILES>;
   extern __shared__ __align__(16) u8 shared[];
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5, g = lane >> 2, t = lane & 3;

@@ -26,6 +26,8 @@ TWICE = 16
 """Up to so many tokens are two times few: `many` has too few thread blocks to fill a device."""
 ROWS_AT_ONCE = 1024
 """Tokens that are staged together: bounds the memory for them."""
+BANDS_AT_ONCE = 1 << 14
+"""The same of bands of columns."""
 KINDS = {"float16": (1, "f16", 2), "uint16": (2, "bf16", 3)}
 """Of a type of weights: the kernels' number, the name, and the parts of a float32 number."""
 
@@ -70,6 +72,7 @@ class Staged:
     """float32 for each token; None if they are all 1."""
     n_tokens: int
     stride: int
+    n_bands: int
 
 
 def fits(w: Any) -> bool:
@@ -93,51 +96,62 @@ def multiply(
 
 
 def stage(x: Any, dtype: str, *, rounded: bool = False, of_units: bool = False) -> Staged:
-    """Return float32 rows for weights of a type; `rounded` to one number, else exactly.
+    """Return float32 rows (T, K), or bands (T, H, K), for weights of a type.
 
-    `of_units`: with weights in the order of `column_at`, which `qmatmul.rounded.unpack` writes.
+    They are `rounded` to one number, or else as many as hold them.  `of_units`: with weights in the
+    order of `column_at`, which `qmatmul.rounded.unpack` writes.
     """
     kind, name, n_parts = KINDS[dtype]
     n_parts = 1 if rounded else n_parts
-    (n_tokens, n_columns), device = x.shape, device_of(x)
+    n_tokens, n_columns, device = x.shape[0], x.shape[-1], device_of(x)
+    n_bands, x_band = (x.shape[1], x.strides[1] // 4) if x.ndim == 3 else (1, 0)
     stride = ceil_div(n_columns, STEP) * STEP
-    size = n_parts * n_tokens * stride
+    size = n_bands * n_parts * n_tokens * stride
     parts = workspace(device, f"matmul {name} tokens", size, "u2" if name == "bf16" else "f2")
-    factors = workspace(device, "matmul factors", n_tokens, "f4")
+    factors = workspace(device, "matmul factors", n_bands * n_tokens, "f4")
     _stage(kind, name, n_parts, of_units)(
-        n_tokens, 256, (x, parts, factors, x.strides[0] // 4, n_tokens, n_columns, stride)
-    )
-    return Staged(kind, name, n_parts, parts, factors if kind == 1 else None, n_tokens, stride)
+        (n_tokens, 1, n_bands), 256,
+        (x, parts, factors, x.strides[0] // 4, n_tokens, n_columns, stride, x_band),
+    )  # fmt: skip
+    if kind != 1:
+        factors = None
+    return Staged(kind, name, n_parts, parts, factors, n_tokens, stride, n_bands)
 
 
 def multiply_staged(x: Staged, w: Any, bias: Any, accumulate: bool, out: Any) -> None:
-    """Multiply staged rows by a matrix of their type."""
-    n_rows, n_columns = w.shape
+    """Multiply staged rows by a matrix of their type, or bands by those of (H, N, K)."""
+    n_rows, n_columns = w.shape[-2:]
     if x.n_tokens <= TWICE:
         for first in range(0, x.n_tokens, FEW):
             _few(x, w, bias, accumulate, out, first)
         return
     shape = SMALL if x.n_tokens <= MOST_OF_SMALL else LARGE
     _kernel("many", x.kind, x.name, x.n_parts, shape)(
-        (ceil_div(n_rows, shape.rows), ceil_div(x.n_tokens, shape.tokens)),
+        (ceil_div(n_rows, shape.rows), ceil_div(x.n_tokens, shape.tokens), x.n_bands),
         128 * shape.token_warps,
         (
             w, x.parts, x.factors, bias, out, out.strides[0] // 4, x.n_tokens, 0, x.n_tokens,
-            n_rows, n_columns, x.stride, int(accumulate),
+            n_rows, n_columns, x.stride, int(accumulate), _band(out),
         ),
         shape.shared_bytes(x.n_parts),
     )  # fmt: skip
 
 
 def _few(x: Staged, w: Any, bias: Any, accumulate: bool, out: Any, first: int) -> None:
-    n_rows, n_columns = w.shape
+    n_rows, n_columns = w.shape[-2:]
     _kernel("few", x.kind, x.name, x.n_parts)(
-        ceil_div(n_rows, FEW_ROWS), 256,
+        (ceil_div(n_rows, FEW_ROWS), 1, x.n_bands), 256,
         (
             w, x.parts, x.factors, bias, out, out.strides[0] // 4, x.n_tokens, first,
             min(x.n_tokens, first + FEW), n_rows, n_columns, x.stride, int(accumulate),
+            _band(out),
         ),
     )  # fmt: skip
+
+
+def _band(out: Any) -> int:
+    """Return how far the results of two bands lie apart, in numbers."""
+    return out.strides[1] // 4 if out.ndim == 3 else 0
 
 
 @cache
@@ -145,7 +159,7 @@ def _stage(kind: int, name: str, n_parts: int, of_units: bool) -> Kernel:
     """Return the kernel that stages tokens."""
     parameters = (
         f"f32* x, {name}* parts, f32* factors, i64 x_stride, i32 n_tokens, i32 n_columns, "
-        "i32 stride"
+        "i32 stride, i64 x_band"
     )
     entry = f"stage<{kind}, {n_parts}, {str(of_units).lower()}>"
     return cpp_kernel(__file__, "tensor_cores.cu", entry, parameters)
@@ -157,7 +171,7 @@ def _kernel(entry: str, kind: int, name: str, n_parts: int, shape: Shape | None 
     parameters = (
         f"{name}* w, {name}* parts, f32*? factors, f32*? bias, f32* out, i64 out_stride, "
         "i32 n_staged, i32 first, i32 n_tokens, i32 n_rows, i32 n_columns, i32 stride, "
-        "i32 accumulate"
+        "i32 accumulate, i64 out_band"
     )
     numbers = ", ".join(map(str, (kind, n_parts, *(shape or ()))))
     return cpp_kernel(__file__, "tensor_cores.cu", f"{entry}<{numbers}>", parameters)

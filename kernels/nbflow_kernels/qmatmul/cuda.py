@@ -29,7 +29,7 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.matmul import cuda as dense
 from nbflow_kernels.qmatmul import rounded
 from nbflow_kernels.quants.tensor import QuantTensor
-from nbflow_kernels.quants.units import CHUNK, ROWS, UnitForm, Units
+from nbflow_kernels.quants.units import CHUNK, ROWS, UNIT, UnitForm, Units
 from nbflow_kernels.sparse import cuda as sparse
 
 SLOTS = 8
@@ -204,6 +204,56 @@ def grouped(
     )  # fmt: skip
 
 
+def bands(x: Any, w: QuantTensor, activations: str, out: Any) -> bool:
+    """Multiply bands of columns by a matrix each: ``out[:, h] = x[:, h] @ w[h].T``.
+
+    Up to 8 rows by blocks are one launch, floats for any number of rows one or two.  Returns False,
+    and does nothing, where there is no such kernel.
+
+    Parameters
+    ----------
+    x : array of float32, shape (T, H, K)
+        Rows of bands.
+    w : QuantTensor, shape (H, N, K)
+        A matrix for each, without outliers and not of a format that is decoded from storage.
+    activations : {"f32", "int8", "bf16"}
+        As of `qmatmul`.
+    out : array of float32, shape (T, H, N)
+        The results; the bits are those of band by band.
+    """
+    if activations == "bf16":
+        return False
+    if w.is_float:
+        dense.bands(x, w.array, out)
+        return True
+    return _bands(x, w.units(), activations, out)
+
+
+def _bands(x: Any, w: Units, activations: str, out: Any) -> bool:
+    """Do as `bands` with matrices in units, if there are few rows and they fit."""
+    n_tokens, n_bands, n_rows = out.shape
+    device, form = device_of(x), w.form
+    tokens = next((n for n in (1, 2, 4, 8) if n >= n_tokens), 0)
+    arithmetic = Arithmetic.of(form, activations)
+    shared = _few_bytes(record_bytes(form, tokens, arithmetic), w.n_columns, 1, arithmetic)
+    if not tokens or shared + STATIC_BYTES > device.max_shared_bytes:
+        return False
+    n_units = ceil_div(w.n_columns, UNIT)
+    slots = next((n for n in (1, 2, 4) if n >= n_units), SLOTS)
+    n_tiles, tile_bytes = ceil_div(n_rows, ROWS), form.tile_bytes(w.n_columns)
+    grid = min(ceil_div(n_tiles * slots, WARPS), max(1, 2 * device.n_sms // n_bands))
+    few_kernel(form, tokens, is_whole(w, arithmetic), arithmetic, bands=True)(
+        (grid, 1, n_bands), 32 * WARPS,
+        (
+            w.data, x, None, out, None, None, None, None, n_tiles * tile_bytes, tile_bytes,
+            *_strides(x, out), n_tokens, n_rows, w.n_columns, 0.0,
+            _rounds_first(form, activations), x.strides[1] // 4, out.strides[1] // 4,
+        ),
+        shared=shared,
+    )  # fmt: skip
+    return True
+
+
 class ManyShape(NamedTuple):
     """How `many_rows` divides the work."""
 
@@ -318,10 +368,15 @@ def _strides(x: Any, out: Any) -> tuple[int, int]:
 
 
 @cache
-def few_kernel(form: UnitForm, tokens: int, whole: bool, arithmetic: Arithmetic = F32) -> Kernel:
+def few_kernel(
+    form: UnitForm, tokens: int, whole: bool, arithmetic: Arithmetic = F32, bands: bool = False
+) -> Kernel:
     """Return `few_rows` compiled for a form; `whole`: as `is_whole` says."""
-    defines = few_defines(form, tokens, whole, arithmetic)
-    return cpp_kernel(__file__, "few_rows.cu", "few_rows", FEW_PARAMETERS, defines=defines)
+    defines, parameters = few_defines(form, tokens, whole, arithmetic), FEW_PARAMETERS
+    if bands:
+        defines["BANDS"] = 1
+        parameters += ", i64 x_band, i64 out_band"
+    return cpp_kernel(__file__, "few_rows.cu", "few_rows", parameters, defines=defines)
 
 
 def few_defines(

@@ -1,6 +1,7 @@
 // What the results of a product go through in the same kernel, chosen by the macro EPILOGUE: an
 // activation, each by itself; or once a region of them is complete (`regions.cuh`) the gate of a
-// feed-forward network, the heads of attention (`heads.cuh`), or a norm of whole rows.
+// feed-forward network, the heads of attention or of latent attention (`heads.cuh`), or a norm of whole
+// rows.
 #pragma once
 #include "qmatmul/prologue.cuh"
 #include "qmatmul/regions.cuh"
@@ -9,10 +10,11 @@
 #define EPILOGUE_GATE 2
 #define EPILOGUE_HEADS 3
 #define EPILOGUE_ROW_NORM 4
+#define EPILOGUE_LATENT 5
 
 #if EPILOGUE == EPILOGUE_ACTIVATION || EPILOGUE == EPILOGUE_GATE
 #include "activation/functions.cuh"
-#elif EPILOGUE == EPILOGUE_HEADS
+#elif EPILOGUE == EPILOGUE_HEADS || EPILOGUE == EPILOGUE_LATENT
 #include "qmatmul/heads.cuh"
 #endif
 
@@ -50,7 +52,7 @@ struct Epilogue {
         });
   }
 };
-#elif EPILOGUE == EPILOGUE_HEADS
+#elif EPILOGUE == EPILOGUE_HEADS && !NORM_OF_ALL_HEADS
 struct Epilogue : Heads {
   DEV_METHOD void finish(const Product& p, int* arrived, u8*) const {
     __shared__ u8 codes[WARPS][64];
@@ -60,7 +62,64 @@ struct Epilogue : Heads {
           return groups_of(head * head_dim, (head + 1) * head_dim, 0, 0, p.rows_of_group);
         },
         [&](int head, int token) {
-          finish_head(*this, p.row(token) + head * head_dim, head, token, codes[threadIdx.x >> 5]);
+          float* x = p.row(token) + head * head_dim;
+          normalize(x, first + head);
+          place(x, first + head, token, codes[threadIdx.x >> 5]);
+        });
+  }
+};
+#elif EPILOGUE == EPILOGUE_HEADS
+// Norms over all heads of queries, or of keys, together: a region is all queries, keys or values.
+struct Epilogue : Heads {
+  // The matrix's first head behind those of `part` kinds: of queries, keys and values.
+  DEV_METHOD int border(int part, int n_heads) const {
+    const int numbers[] = {0, n_q, n_q + n_k, first + n_heads};
+    return min(max(numbers[part] - first, 0), n_heads);
+  }
+
+  DEV_METHOD void finish(const Product& p, int* arrived, u8* shared) const {
+    __shared__ u8 codes[WARPS][64];
+    const int n_heads = p.n_rows / head_dim;
+    finish_regions<true>(
+        arrived, 3, p.n_tokens,
+        [&](int part) {
+          const int a = border(part, n_heads) * head_dim, b = border(part + 1, n_heads) * head_dim;
+          return a < b ? groups_of(a, b, 0, 0, p.rows_of_group) : Groups{0, -1, 0, -1};
+        },
+        [&](int part, int) {
+          const int head_0 = border(part, n_heads), n = border(part + 1, n_heads) - head_0;
+          const float* weight = part == 0 ? q_weight : part == 1 ? k_weight : nullptr;
+          const auto row = [&](int token) { return p.row(token) + head_0 * head_dim; };
+          if (weight != nullptr)
+            normalize_rows<RMS_NORM>(row, p.n_tokens, n * head_dim, {weight, nullptr, nullptr, 0}, eps,
+                                     offset, (float*)shared, [&](int token, int k, float4 v) {
+                                       store_four(row(token), k, n * head_dim, v);
+                                     });
+          __syncthreads();
+          for (int i = threadIdx.x >> 5; i < n * p.n_tokens; i += WARPS) {
+            const int head = i / p.n_tokens, token = i % p.n_tokens;
+            place(row(token) + head * head_dim, first + head_0 + head, token,
+                  codes[threadIdx.x >> 5]);
+          }
+        });
+  }
+};
+#elif EPILOGUE == EPILOGUE_LATENT
+// A region is a head's queries, or the latent vector.
+struct Epilogue : Latent {
+  DEV_METHOD void finish(const Product& p, int* arrived, u8*) const {
+    __shared__ u8 codes[WARPS][64];
+    finish_regions<false>(
+        arrived, n_q + n_latent, p.n_tokens,
+        [&](int region) {
+          if (region < n_q)
+            return groups_of(region * head_dim, (region + 1) * head_dim, 0, 0, p.rows_of_group);
+          const bool before = first < 0;  // then anyone will do: who completes the first row
+          return groups_of(before ? 0 : first, before ? 1 : first + width, 0, 0, p.rows_of_group);
+        },
+        [&](int region, int token) {
+          if (region == n_q) place_latent(token, codes[threadIdx.x >> 5]);
+          else place_query(p.row(token) + region * head_dim, region, token);
         });
   }
 };
@@ -72,21 +131,16 @@ struct Epilogue {
   int padding;
 
   DEV_METHOD void finish(const Product& p, int* arrived, u8* shared) const {
-    __shared__ float means[TOKENS], factors[TOKENS];
     finish_regions<true>(
         arrived, 1, p.n_tokens, [&](int) { return groups_of(0, p.n_rows, 0, 0, p.rows_of_group); },
         [&](int, int) {
-          find_factors<ROW_NORM>([&](int n) { return p.row(n); }, p.n_tokens, p.n_rows, eps,
-                                 (float*)shared, means, factors);
-          const int lane = threadIdx.x & 31, n_chunks = (p.n_rows + NORM_CHUNK - 1) / NORM_CHUNK;
-          for (int i = threadIdx.x >> 5; i < p.n_tokens * n_chunks; i += WARPS) {
-            const int n = i / n_chunks, k = i % n_chunks * NORM_CHUNK + 4 * lane;
-            float4 v = load_four(p.row(n), k, p.n_rows, is_wide(p.row(n)));
-            v = normalized<ROW_NORM>(v, k, p.n_rows, to, offset, means[n], factors[n]);
-            float* row = to.out + n * to.out_stride;
-            if (added != 0.0f) v = fma_of(added, v, load_four(row, k, p.n_rows, is_wide(row)));
-            store_four(row, k, p.n_rows, v);
-          }
+          normalize_rows<ROW_NORM>(
+              [&](int n) { return p.row(n); }, p.n_tokens, p.n_rows, to, eps, offset, (float*)shared,
+              [&](int n, int k, float4 v) {
+                float* row = to.out + n * to.out_stride;
+                if (added != 0.0f) v = fma_of(added, v, load_four(row, k, p.n_rows, is_wide(row)));
+                store_four(row, k, p.n_rows, v);
+              });
         });
   }
 };

@@ -5,12 +5,20 @@
 // among thread blocks where the staged tokens do not fit one, or row tiles are few: the last one to
 // arrive then adds the slots' sums.  blockIdx.z is the matrix of a group of tokens.
 //
+// With BANDS, all tokens meet all matrices, each with a band of columns of its own: attention's heads.
+// Such matrices are small, so that a warp takes the slot of a unit, and none the empty ones.
+//
 // What comes in front of a product and behind it can be done by the same kernel: NORM says how tokens
 // are normalized before they are staged (`prologue.cuh`), EPILOGUE what results go through.
 #include "qmatmul/epilogues.cuh"
 
 constexpr int NB = TOKENS;
 
+#if BANDS
+#define BANDS_PARAMETERS , long long x_band, long long out_band
+#else
+#define BANDS_PARAMETERS
+#endif
 #if NORM
 #define NORM_PARAMETER , Norm norm
 #else
@@ -89,18 +97,24 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) few_rows(
     const u8* weights, const float* x, const float* bias, float* out, float* partial, int* arrived,
     const int* indptr, const int* rows, long long group_bytes, long long tile_bytes,
     long long x_stride, long long out_stride, int n_tokens, int n_rows, int n_columns,
-    float added, int int8 NORM_PARAMETER EPILOGUE_PARAMETERS) {
+    float added, int int8 BANDS_PARAMETERS NORM_PARAMETER EPILOGUE_PARAMETERS) {
   extern __shared__ __align__(16) u8 shared[];
 #if NORM
   __shared__ float means[NB], factors[NB];
 #endif
   const int lane = threadIdx.x & 31, warp = threadIdx.x >> 5;
-  const int per_block = SLOTS / gridDim.y, n_tiles = (n_rows + 15) / 16;
+#if BANDS
+  const int n_slots = slots_for(units_to((n_columns + STEP - 1) / STEP));
+  x += blockIdx.z * x_band, out += blockIdx.z * out_band;
+#else
+  constexpr int n_slots = SLOTS;
+#endif
+  const int per_block = n_slots / gridDim.y, n_tiles = (n_rows + 15) / 16;
   const int n_chunks = (n_columns + CHUNK - 1) / CHUNK, first_slot = blockIdx.y * per_block;
-  const int chunk_0 = 2 * unit_of(slot_step(first_slot, n_columns));
-  const int chunk_1 = min(2 * units_to(slot_step(first_slot + per_block, n_columns)), n_chunks);
+  const int chunk_0 = 2 * unit_of(slot_step(first_slot, n_columns, n_slots));
+  const int chunk_1 = min(2 * units_to(slot_step(first_slot + per_block, n_columns, n_slots)), n_chunks);
   const int slot = first_slot + warp % per_block, at_once = WARPS / per_block;
-  const int step_0 = slot_step(slot, n_columns), step_1 = slot_step(slot + 1, n_columns);
+  const int step_0 = slot_step(slot, n_columns, n_slots), step_1 = slot_step(slot + 1, n_columns, n_slots);
   const int unit_0 = unit_of(step_0), unit_1 = step_0 < step_1 ? units_to(step_1) : unit_0;
   const bool wide = (((unsigned long long)x | 4 * x_stride) & 15) == 0;
   // behind the records of the slots' chunks: the sums of the warps
@@ -192,7 +206,7 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 16 / WARPS) few_rows(
           float v = 0.0f;
           if (gridDim.y == 1) {
 #pragma unroll
-            for (int s = 0; s < SLOTS; s++) v += sums[(j * SLOTS + s) * 128 + row * 8 + n];
+            for (int s = 0; s < n_slots; s++) v += sums[(j * n_slots + s) * 128 + row * 8 + n];
           } else {
             v = sum_of_slots(partial_at(partial, own_tile, 0) + row * 8 + n);
           }

@@ -67,6 +67,16 @@ class Norm:
         return _scaling(self.weight, self.bias, self.out)
 
 
+def _sums_bytes(width: int, n_tokens: int) -> int:
+    """Return the bytes of the sums of all chunks of rows."""
+    return 4 * n_tokens * ceil_div(width, _NORM_CHUNK)
+
+
+def _format(which: str, kind: int) -> tuple[str, str]:
+    """Return the macro that says how keys or values are stored."""
+    return f"{which}_FORMAT", format_type(kind).replace(" ", "")
+
+
 def _scaling(weight: Any, bias: Any, out: Any) -> tuple[Any, ...]:
     return (weight, bias, out, 0 if out is None else out.strides[0] // 4)
 
@@ -141,66 +151,148 @@ class Gate(Epilogue):
 
 
 @dataclass(frozen=True)
+class Places:
+    """Where tokens are in their sequences, and these in pages."""
+
+    positions: Any
+    """int32 (T,): as the following those of `nbflow_kernels.append_paged_kv_cache`."""
+    batch_indices: Any
+    kv_indices: Any
+    kv_indptr: Any
+    kv_layout: str
+    cos_sin: Any = None
+    """float32 (positions, 2 * half), or None: nothing is rotated."""
+    is_neox: bool = True
+    parameters = (
+        "f32*? cos_sin, i32* positions, i32* batch_indices, i32* kv_indices, i32* kv_indptr, "
+        "i32 half, i32 is_neox, i32 n_positions, i32 n_requests, i32 n_pages, i32 page_size"
+    )
+
+    def arguments(self, pages: Any) -> tuple[Any, ...]:
+        """Return the members of the struct in `heads.cuh`, for such pages."""
+        table = self.cos_sin
+        half, n_positions = (0, 0) if table is None else (table.shape[1] // 2, len(table))
+        page_size = pages.shape[1 if self.kv_layout == "NHD" else 2]
+        return (
+            table, self.positions, self.batch_indices, self.kv_indices, self.kv_indptr, half,
+            int(self.is_neox), n_positions, len(self.kv_indptr) - 1, pages.shape[0], page_size,
+        )  # fmt: skip
+
+    def cache(self, pages: Any) -> tuple[Any, ...]:
+        """Return pages with the distances of pages, tokens and heads."""
+        return (pages, *strides(pages, self.kv_layout))
+
+
+def _cache_parameters(name: str) -> str:
+    return f"any* {name}, i64 {name}_page, i64 {name}_token, i64 {name}_head"
+
+
+@dataclass(frozen=True)
 class Heads(Epilogue):
     """Heads of queries, keys and values: normalized, rotated, keys and values written to pages."""
 
+    places: Places
     head_dim: int
     first: int
     """Number of the matrix's first head; queries come first, then keys, then values."""
     n_q: int
     n_k: int
-    positions: Any
-    """int32 (T,): as `batch_indices`, `kv_indices` and `kv_indptr` those of
-    `nbflow_kernels.append_paged_kv_cache`."""
-    batch_indices: Any
-    kv_indices: Any
-    kv_indptr: Any
     keys: Any
     values: Any
     kinds: tuple[int, int]
     """Formats of keys and of values (`nbflow_kernels.kvcache.rows.KINDS`)."""
-    kv_layout: str
     q_weight: Any = None
-    """float32 (head_dim,): of the rms norm of each query head; None: no norm."""
+    """float32 (head_dim,): of the rms norm of each query head; None: no norm.  With `of_all`
+    float32 (n_q * head_dim,): of a norm over all of them together."""
     k_weight: Any = None
     eps: float = 0.0
     offset: float = 0.0
-    cos_sin: Any = None
-    """float32 (positions, 2 * half), or None: nothing is rotated."""
-    is_neox: bool = True
+    of_all: bool = False
+    """Whether norms are over all heads together; no matrix then has a part of queries or keys."""
     number = 3
     parameters = (
-        "f32*? q_weight, f32*? k_weight, f32*? cos_sin, i32* positions, i32* batch_indices, "
-        "i32* kv_indices, i32* kv_indptr, any* keys, i64 k_page, i64 k_token, i64 k_head, "
-        "any* values, i64 v_page, i64 v_token, i64 v_head, i32 head_dim, i32 first, i32 n_q, "
-        "i32 n_k, i32 half, i32 is_neox, i32 n_positions, i32 n_requests, i32 n_pages, "
-        "i32 page_size, f32 head_eps, f32 head_offset"
+        f"{Places.parameters}, f32*? q_weight, f32*? k_weight, {_cache_parameters('keys')}, "
+        f"{_cache_parameters('values')}, i32 head_dim, i32 first, i32 n_q, i32 n_k, f32 head_eps, "
+        "f32 head_offset"
     )
 
     @property
     def defines(self) -> tuple[tuple[str, str | int], ...]:
         """See `Epilogue.defines`."""
-        return tuple(
-            (f"{which}_FORMAT", format_type(kind).replace(" ", ""))
-            for which, kind in zip("KV", self.kinds, strict=True)
-        )
+        formats = (_format(which, kind) for which, kind in zip("KV", self.kinds, strict=True))
+        return (*formats, ("NORM_OF_ALL_HEADS", int(self.of_all)))
 
     def n_regions(self, n_rows: int) -> int:
         """See `Epilogue.n_regions`."""
-        return n_rows // self.head_dim
+        return 3 if self.of_all else n_rows // self.head_dim
+
+    def shared_bytes(self, n_rows: int, n_tokens: int) -> int:
+        """See `Epilogue.shared_bytes`."""
+        return _sums_bytes(n_rows, n_tokens) if self.of_all else 0
 
     @property
     def arguments(self) -> tuple[Any, ...]:
         """See `Epilogue.arguments`."""
-        table = self.cos_sin
-        half, n_positions = (0, 0) if table is None else (table.shape[1] // 2, len(table))
-        page_size = self.keys.shape[1 if self.kv_layout == "NHD" else 2]
+        places = self.places
         return (
-            self.q_weight, self.k_weight, table, self.positions, self.batch_indices,
-            self.kv_indices, self.kv_indptr, self.keys, *strides(self.keys, self.kv_layout),
-            self.values, *strides(self.values, self.kv_layout), self.head_dim, self.first,
-            self.n_q, self.n_k, half, int(self.is_neox), n_positions, len(self.kv_indptr) - 1,
-            self.keys.shape[0], page_size, self.eps, self.offset,
+            *places.arguments(self.keys), self.q_weight, self.k_weight, *places.cache(self.keys),
+            *places.cache(self.values), self.head_dim, self.first, self.n_q, self.n_k, self.eps,
+            self.offset,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Latent(Epilogue):
+    """What latent attention reads of a product's queries, and of the vector that all heads read.
+
+    The last columns of queries are copied to `queries` and rotated there; the latent vector is
+    normalized in its first columns, rotated in its others, and written to its page.
+    """
+
+    places: Places
+    head_dim: int
+    """Of the product's queries, its first rows."""
+    n_q: int
+    """Their heads in this matrix."""
+    rank: int
+    """Columns of a latent vector that are normalized; as many of `queries` are left alone."""
+    queries: Any
+    """float32 (T, heads, width)."""
+    latent: Any
+    """float32 (T, width): the vectors, in place."""
+    first: int | None
+    """Row of the matrix at which they begin; -1 if they were there before, None for none of it."""
+    pages: Any
+    kind: int
+    weight: Any
+    """float32 (rank,): of the rms norm."""
+    eps: float
+    offset: float = 0.0
+    number = 5
+    parameters = (
+        f"{Places.parameters}, f32* queries, f32* latent, i64 query_stride, i64 latent_stride, "
+        f"f32*? latent_weight, {_cache_parameters('vectors')}, i32 head_dim, i32 n_q, i32 width, "
+        "i32 rank, i32 first, i32 n_latent, f32 latent_eps, f32 latent_offset"
+    )
+
+    @property
+    def defines(self) -> tuple[tuple[str, str | int], ...]:
+        """See `Epilogue.defines`."""
+        return (_format("K", self.kind),)
+
+    def n_regions(self, n_rows: int) -> int:
+        """See `Epilogue.n_regions`."""
+        return self.n_q + (self.first is not None)
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """See `Epilogue.arguments`."""
+        first, n_latent = (0, 0) if self.first is None else (self.first, 1)
+        return (
+            *self.places.arguments(self.pages), self.queries, self.latent,
+            self.queries.strides[0] // 4, self.latent.strides[0] // 4, self.weight,
+            *self.places.cache(self.pages), self.head_dim, self.n_q, self.latent.shape[1],
+            self.rank, first, n_latent, self.eps, self.offset,
         )  # fmt: skip
 
 
@@ -226,7 +318,7 @@ class RowNorm(Epilogue):
 
     def shared_bytes(self, n_rows: int, n_tokens: int) -> int:
         """See `Epilogue.shared_bytes`."""
-        return 4 * n_tokens * ceil_div(n_rows, _NORM_CHUNK)
+        return _sums_bytes(n_rows, n_tokens)
 
     @property
     def arguments(self) -> tuple[Any, ...]:

@@ -1,5 +1,5 @@
 // Heads of queries, keys and values that a product has made: normalized, turned by their positions, and
-// keys and values written into their pages.
+// keys and values written into their pages; the same of latent attention.
 #pragma once
 // names of static members there, macros here
 #pragma push_macro("KIND")
@@ -12,18 +12,23 @@
 #include "position/turn.cuh"
 #include "qmatmul/prologue.cuh"
 
-struct Heads {
-  const float *q_weight, *k_weight;  // of the norm of each head, or null
-  const float* cos_sin;              // (n_positions, 2 * half), or null
+// Where tokens are in their sequences, and these in pages.
+struct Places {
+  const float* cos_sin;  // (n_positions, 2 * half), or null
   const int *positions, *batch_indices, *kv_indices, *kv_indptr;
-  Cache keys, values;
-  int head_dim, first, n_q, n_k;  // first: number of the matrix's first head; then queries, keys, values
   int half, is_neox, n_positions, n_requests, n_pages, page_size;
-  float eps, offset;
+
+  // Where a token's vector of a head lies, or null if there is no page for it.
+  DEV_METHOD u8* at(const Cache& cache, int token, int head) const {
+    const int position = positions[token];
+    const int page = page_of(kv_indices, kv_indptr, n_requests, n_pages, batch_indices[token],
+                             position < 0 ? -1 : position / page_size);
+    return page < 0 ? nullptr : place_of(cache, page, position % page_size, head);
+  }
 };
 
 // Normalize a vector in place: a warp.
-DEV void normalize_head(float* x, int n, const float* weight, float eps, float offset) {
+DEV void normalize_vector(float* x, int n, const float* weight, float eps, float offset) {
   const int lane = threadIdx.x & 31;
   const bool wide = is_wide(x);
   float own = 0.0f;
@@ -40,7 +45,8 @@ DEV void normalize_head(float* x, int n, const float* weight, float eps, float o
 }
 
 // Turn a vector in place: a warp.  A position that is in no table gives NaN.
-DEV void turn_head(float* x, const Heads& p, int position) {
+DEV void turn_vector(float* x, const Places& p, int token) {
+  const int position = p.positions[token];
   const bool known = 0 <= position && position < p.n_positions;
   const float* table = p.cos_sin + (known ? 2LL * p.half * position : 0);
   for (int i = threadIdx.x & 31; i < p.half; i += 32) {
@@ -52,20 +58,59 @@ DEV void turn_head(float* x, const Heads& p, int position) {
   __syncwarp();
 }
 
-// What is left to do for head `head` of the matrix and a token, whose vector is x: a warp.
-DEV void finish_head(const Heads& p, float* x, int head, int token, u8* codes) {
-  const int number = p.first + head, position = p.positions[token];
-  const bool is_query = number < p.n_q, is_value = number >= p.n_q + p.n_k;
-  const float* weight = is_query ? p.q_weight : p.k_weight;
-  if (!is_value && weight != nullptr) normalize_head(x, p.head_dim, weight, p.eps, p.offset);
-  if (!is_value && p.cos_sin != nullptr) turn_head(x, p, position);
-  if (is_query) return;
-  const int page = page_of(p.kv_indices, p.kv_indptr, p.n_requests, p.n_pages, p.batch_indices[token],
-                           position < 0 ? -1 : position / p.page_size);
-  if (page < 0) return;
-  const int slot = position % p.page_size, g = number - p.n_q - (is_value ? p.n_k : 0);
-  if (is_value)
-    write_vector<V_FORMAT>(place_of(p.values, page, slot, g), x, p.head_dim, nullptr, 0, 0, codes);
-  else
-    write_vector<K_FORMAT>(place_of(p.keys, page, slot, g), x, p.head_dim, nullptr, 0, 0, codes);
-}
+#if EPILOGUE == EPILOGUE_HEADS
+struct Heads : Places {
+  const float *q_weight, *k_weight;  // of the norm of each head or of all together, or null
+  Cache keys, values;
+  int head_dim, first, n_q, n_k;  // first: number of the matrix's first head; then queries, keys, values
+  float eps, offset;
+
+  // Normalize head `number`, if heads of its kind are: a warp, as below.
+  DEV_METHOD void normalize(float* x, int number) const {
+    const float* weight = number < n_q ? q_weight : k_weight;
+    if (number < n_q + n_k && weight != nullptr) normalize_vector(x, head_dim, weight, eps, offset);
+  }
+
+  // Turn a token's head, and write it into its page if it is no query.
+  DEV_METHOD void place(float* x, int number, int token, u8* codes) const {
+    const bool is_query = number < n_q, is_value = number >= n_q + n_k;
+    if (!is_value && cos_sin != nullptr) turn_vector(x, *this, token);
+    if (is_query) return;
+    u8* to = at(is_value ? values : keys, token, number - n_q - (is_value ? n_k : 0));
+    if (to == nullptr) return;
+    if (is_value) write_vector<V_FORMAT>(to, x, head_dim, nullptr, 0, 0, codes);
+    else write_vector<K_FORMAT>(to, x, head_dim, nullptr, 0, 0, codes);
+  }
+};
+#else
+// Queries whose last columns are turned, and what all heads read: a vector whose first columns are
+// normalized and whose others are turned.
+struct Latent : Places {
+  float *queries, *latent;  // (tokens, n_q, width) and (tokens, width)
+  i64 query_stride, latent_stride;
+  const float* weight;  // of the norm, or null
+  Cache pages;
+  int head_dim, n_q;    // of the product's queries: its first rows
+  int width, rank;      // columns of a latent vector, and how many of them are compressed
+  int first, n_latent;  // first row of the latent vectors, -1 if they were there before; 1, or 0 of none
+  float eps, offset;
+
+  // Copy the last columns of a query to where attention reads them, and turn them: a warp, as below.
+  DEV_METHOD void place_query(const float* x, int head, int token) const {
+    float* to = queries + token * query_stride + (i64)head * width + rank;
+    x += head_dim - (width - rank);
+    for (int d = threadIdx.x & 31; d < width - rank; d += 32) to[d] = x[d];
+    __syncwarp();
+    if (cos_sin != nullptr) turn_vector(to, *this, token);
+  }
+
+  // Finish a token's latent vector and write it into its page.
+  DEV_METHOD void place_latent(int token, u8* codes) const {
+    float* x = latent + token * latent_stride;
+    normalize_vector(x, rank, weight, eps, offset);
+    if (cos_sin != nullptr) turn_vector(x + rank, *this, token);
+    u8* to = at(pages, token, 0);
+    if (to != nullptr) write_vector<K_FORMAT>(to, x, width, nullptr, 0, 0, codes);
+  }
+};
+#endif

@@ -78,3 +78,18 @@ DEV float4 normalized(
     v = plus(v, load_four(by.bias, k, width, is_wide(by.bias)));
   return v;
 }
+
+// Calls put(n, k, v) with columns k to k + 3 of each row row(n), normalized.  All threads of the thread
+// block; `room` as above.
+template <int NORM_KIND, class Rows, class Put>
+DEV void normalize_rows(
+    Rows row, int n_rows, int width, const Scaling& by, float eps, float offset, float* room, Put put) {
+  __shared__ float means[TOKENS], factors[TOKENS];
+  find_factors<NORM_KIND>(row, n_rows, width, eps, room, means, factors);
+  const int lane = threadIdx.x & 31, n_chunks = (width + NORM_CHUNK - 1) / NORM_CHUNK;
+  for (int i = threadIdx.x >> 5; i < n_rows * n_chunks; i += WARPS) {
+    const int n = i / n_chunks, k = i % n_chunks * NORM_CHUNK + 4 * lane;
+    const float4 v = load_four(row(n), k, width, is_wide(row(n)));
+    put(n, k, normalized<NORM_KIND>(v, k, width, by, offset, means[n], factors[n]));
+  }
+}

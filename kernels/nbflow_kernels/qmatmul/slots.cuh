@@ -9,12 +9,20 @@
 constexpr int SLOTS = 8;
 constexpr int STEP = 64, UNIT_STEPS = 4;
 
-DEV int slot_start(int slot, int n_units) { return n_units * slot / SLOTS; }
+DEV int slot_start(int slot, int n_units, int n_slots = SLOTS) { return n_units * slot / n_slots; }
+
+// How many slots, a power of two, give the same sums in the same order as SLOTS do: of few units, as
+// many as let each have one.
+DEV int slots_for(int n_units) {
+  int n = 1;
+  while (n < n_units && n < SLOTS) n *= 2;
+  return n;
+}
 
 // The first step of a slot.
-DEV int slot_step(int slot, int n_columns) {
-  if (ARITHMETIC == BF16) return slot_start(slot, (n_columns + STEP - 1) / STEP);
-  return UNIT_STEPS * slot_start(slot, (n_columns + UNIT_STEPS * STEP - 1) / (UNIT_STEPS * STEP));
+DEV int slot_step(int slot, int n_columns, int n_slots = SLOTS) {
+  if (ARITHMETIC == BF16) return slot_start(slot, (n_columns + STEP - 1) / STEP, n_slots);
+  return UNIT_STEPS * slot_start(slot, (n_columns + UNIT_STEPS * STEP - 1) / (UNIT_STEPS * STEP), n_slots);
 }
 
 // The units that steps [first, end) lie in: unit_of(first) to units_to(end).

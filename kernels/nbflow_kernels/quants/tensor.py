@@ -384,8 +384,20 @@ class QuantTensor:
             if len(self.shape) < 3:
                 raise UsageError(f"matrices need a tensor of shape (..., N, K), got {self.shape}")
             n, n_matrices = self.shape[-2], math.prod(self.shape[:-2])
-            self._matrices = tuple(self.rows(n * i, n * i + n) for i in range(n_matrices))
+            if self._data is None and self._units is not None:
+                self._matrices = tuple(map(self._matrix_of_units, range(n_matrices)))
+            else:
+                self._matrices = tuple(self.rows(n * i, n * i + n) for i in range(n_matrices))
         return self._matrices
+
+    def _matrix_of_units(self, index: int) -> QuantTensor:
+        """Return a matrix that is its part of the layout for a device, and has no storage bytes."""
+        assert self._units is not None
+        matrix = object.__new__(QuantTensor)
+        matrix.format, matrix.shape, matrix.outliers = self.format, self.shape[-2:], None
+        matrix._data = matrix._packed = matrix._matrices = None
+        matrix._units = self._units.matrix(index, self.shape[-2])
+        return matrix
 
     def __reduce__(self) -> tuple[Any, ...]:
         host = self.to_host()
