@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from paged import Paged, ints, normal
 
 import nbflow_kernels as nk
 from nbflow_kernels.cuda import device_of
@@ -108,6 +109,30 @@ def test_the_environment_and_the_devices_bits_decide(
     monkeypatch.delenv("NBFLOW_WGMMA")
     hopper.reset(arch="sm_80")
     assert not wgmma.takes(device_of(hopper.zeros(1)), 512)
+
+
+@pytest.mark.parametrize(
+    ("format", "D", "dtype", "options"),
+    [
+        ("f16", 64, np.float32, {"fixed_split_size": 4}),  # two parts; sums of splits
+        ("f16", 128, np.float16, {}),
+        ("bf16", 64, np.float32, {}),
+        ("q8_0", 64, np.float16, {}),
+    ],
+)
+def test_attention_has_the_bits_of_few_vectors(
+    format: str, D: int, dtype: Any, options: Any, hopper: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rng = np.random.default_rng(D)
+    sizes, rows = (2, 2, D), ints(0, 66, 86)
+    paged = Paged(rng, [100, 20], sizes, 16, "HND", format=format)
+    paged.cache = tuple(hopper.asarray(pages) for pages in paged.cache)  # type: ignore[assignment]
+    q = hopper.asarray(normal(rng, 86, *sizes[::2]).astype(dtype))
+    found = []
+    for chosen in ("0", "1"):
+        monkeypatch.setenv("NBFLOW_WGMMA", chosen)
+        found.append([a.get().tobytes() for a in paged.run(q, hopper.asarray(rows), **options)])
+    assert found[0] == found[1]
 
 
 def test_tiles_fill_the_processors() -> None:

@@ -3,6 +3,7 @@
 =======================  =======================================================================
 `general.cu`             every option, head size and format of the cache, in float32
 `tensor_cores.cu`        caches of 16 bits and, for float16 queries, of block formats
+`wgmma.cu`               the same for many query vectors, heads of whole 64 columns, capability 9.0
 `merge.cu`               sums of partial results that a caller has
 =======================  =======================================================================
 
@@ -27,6 +28,7 @@ from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import AttentionVariant
 from nbflow_kernels.kvcache.cuda import format_types, strides
 from nbflow_kernels.kvcache.rows import BF16, F16, F32, FIRST_BLOCK_KIND
+from nbflow_kernels.matmul import wgmma
 
 WARPS = 4
 GENERAL = Tiling(16)
@@ -58,16 +60,21 @@ def general_kernel(kinds: tuple[int, int]) -> cuda.Kernel:
 
 @functools.cache
 def tensor_core_kernel(
-    kinds: tuple[int, int], D_qk: int, D_vo: int, exact: bool, many: bool, one: bool = False
-) -> cuda.Kernel:
+    kinds: tuple[int, int], D_qk: int, D_vo: int, exact: bool, many: bool, one: bool = False,
+    by_wgmma: bool = False,
+) -> cuda.Kernel:  # fmt: skip
     """Return a kernel on tensor cores.
 
-    `exact`: queries and weights keep what 16 bits lose; `one`: values are columns of the keys.
+    `exact`: queries and weights keep what 16 bits lose; `one`: values are columns of the keys;
+    `by_wgmma`: that for many, of devices of compute capability 9.0.
     """
     name = f"{format_types(kinds)}, {D_qk}, {D_vo}, {str(exact).lower()}"
     if many:
         parameters = f"{_PARAMETERS}, i32 with_far"
-        return cuda.cpp_kernel(__file__, "tensor_cores.cu", f"attend_many<{name}>", parameters)
+        return cuda.cpp_kernel(
+            __file__, "wgmma.cu" if by_wgmma else "tensor_cores.cu", f"attend_many<{name}>",
+            parameters, arch_specific=by_wgmma,
+        )  # fmt: skip
     name = f"attend_few<{name}, {str(one).lower()}>"
     return cuda.cpp_kernel(__file__, "tensor_cores.cu", name, _PARAMETERS)
 
@@ -224,6 +231,7 @@ def _on_tensor_cores(
     q = arguments[0]
     _, G, D_qk, D_vo = plan.heads
     exact, plain = _is_exact(q, kinds), _is_plain(plan)
+    by_wgmma = D_qk % 64 == D_vo % 64 == 0 and wgmma.usable(cuda.device_of(q))
     tables = device_plan(plan, q)
     for tiling in (FEW, MANY) if D_vo <= MOST_COLUMNS else (ALL_FEW,):
         items = tables.items(tiling)
@@ -232,10 +240,11 @@ def _on_tensor_cores(
         many = tiling is MANY
         header = tables.header(tiling)
         last = (int(items.any_several),) if many else ()
-        tensor_core_kernel(kinds, D_qk, D_vo, exact, many, one and not many)(
+        shared = _shared_bytes(D_qk, D_vo, exact, many, plain, items.any_several, one)
+        tensor_core_kernel(kinds, D_qk, D_vo, exact, many, one and not many, many and by_wgmma)(
             (len(items.items), G, cuda.ceil_div(items.most, tiling.tile_vectors)), 32 * WARPS,
             (header, *arguments, *last),
-            _shared_bytes(D_qk, D_vo, exact, many, plain, items.any_several, one),
+            shared + (wgmma.ALIGNED if many and by_wgmma else 0),
         )  # fmt: skip
 
 

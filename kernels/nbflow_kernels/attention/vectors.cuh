@@ -206,12 +206,9 @@ DEV void weigh(float first, float second, float top, u32& both, u32& rest) {
     if (EXACT) rest = E::pack(x - E::low(both), y - E::high(both));
 }
 
-// Add weights times values, and times one for the sum of weights: 16 vectors, 64 keys, columns
-// 8 * (first + i * step) for i < TILES that exist; V_STEP elements from value to value.
-template <class E, int TILES, int D, int V_STEP, bool EXACT>
-DEV void add_values(float (*o)[4], float* total, const u32 (*p)[4], const u32 (*rest)[4],
-                    const u16* v, int first, int step, const float* shrink) {
-    const int lane = threadIdx.x & 31;
+// Add weights times one: the sums of 64 keys' weights.
+template <class E, bool EXACT>
+DEV void add_weights(float* total, const u32 (*p)[4], const u32 (*rest)[4], const float* shrink) {
 #pragma unroll
     for (int e = 0; e < 4; e++) total[e] = __fmul_rn(total[e], shrink[e / 2]);
 #pragma unroll
@@ -219,6 +216,15 @@ DEV void add_values(float (*o)[4], float* total, const u32 (*p)[4], const u32 (*
         E::mma(total, p[i], E::ONES, E::ONES);
         if (EXACT) E::mma(total, rest[i], E::ONES, E::ONES);
     }
+}
+
+// Add weights times values, and times one for the sum of weights: 16 vectors, 64 keys, columns
+// 8 * (first + i * step) for i < TILES that exist; V_STEP elements from value to value.
+template <class E, int TILES, int D, int V_STEP, bool EXACT>
+DEV void add_values(float (*o)[4], float* total, const u32 (*p)[4], const u32 (*rest)[4],
+                    const u16* v, int first, int step, const float* shrink) {
+    const int lane = threadIdx.x & 31;
+    add_weights<E, EXACT>(total, p, rest, shrink);
 #pragma unroll
     for (int n = 0; n < TILES; n++) {
         const int column = 8 * (first + n * step);

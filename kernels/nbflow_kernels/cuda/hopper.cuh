@@ -40,13 +40,17 @@ DEV void copy_bulk(u32 to_shared, const void* from, u32 n_bytes, u32 barrier) {
 
 // ---- products of warpgroups ----------------------------------------------------------------------
 
-// 8 tokens x 64 columns of 16 bits are 1024 bytes: a line of 128 bytes for a token, whose piece c of 16
-// bytes lies at c ^ (token & 7).  This describes lines from `place` on, a multiple of 1024 plus 32 for
-// each step of 16 columns.
-DEV u64 describe_lines(u32 place) {
-  constexpr u64 SWIZZLE_128 = 1ull << 62, GROUP = (1024ull >> 4) << 32, UNUSED = 1ull << 16;
-  return SWIZZLE_128 | GROUP | UNUSED | (place & 0x3ffff) >> 4;
+// Lines of 64 numbers of 16 bits, 8 of them 1024 bytes: piece c of 16 bytes of line n lies at c ^ (n & 7).
+// This describes a matrix from `place` on, a multiple of 1024 plus 32 for each 16 numbers along the lines;
+// the product sums along them, or, with a Product that is TRANSPOSED, over 16 lines, and what has more than
+// 64 numbers goes on `block` bytes behind.
+DEV u64 describe_lines(u32 place, u32 block = 16) {
+  constexpr u64 SWIZZLE_128 = 1ull << 62, EIGHT = (1024ull >> 4) << 32;
+  return SWIZZLE_128 | EIGHT | (u64)(block >> 4) << 16 | (place & 0x3ffff) >> 4;
 }
+
+// What this thread has written to shared memory, for products that come behind a barrier.
+DEV void publish_lines() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Before the first product: registers are as this thread has left them.
 DEV void start_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
@@ -64,7 +68,7 @@ DEV void hold(float (&c)[N]) {
 
 // c = a b, or c += a b: 64 rows x 16 columns (a warp has 16 of the rows, as `mma_f16` takes them) by 16
 // columns x TOKENS; 8 tokens' sums after the others' lie as `mma_f16` has them.
-template <int NUMBER, int TOKENS> struct Product;
+template <int NUMBER, int TOKENS, bool TRANSPOSED = false> struct Product;
 
 #define SUMS_8(c, i) \
   "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3]), "+f"(c[i + 4]), "+f"(c[i + 5]), \
@@ -88,25 +92,29 @@ template <int NUMBER, int TOKENS> struct Product;
   "%80, %81, %82, %83, %84, %85, %86, %87, " \
   "%88, %89, %90, %91, %92, %93, %94, %95"
 
-#define PRODUCT(NUMBER, TYPE, TOKENS, NAMES, A0, A1, A2, A3, B, ADD, ...)                          \
-  template <> struct Product<NUMBER, TOKENS> {                                                     \
+#define PRODUCT(NUMBER, TYPE, TRANSPOSED, TOKENS, NAMES, A0, A1, A2, A3, B, ADD, ...)              \
+  template <> struct Product<NUMBER, TOKENS, TRANSPOSED> {                                         \
     static DEV_METHOD void run(float (&c)[TOKENS / 2], const u32 (&a)[4], u64 b, bool add) {       \
       asm volatile("{ .reg .pred p; setp.ne.b32 p, " ADD ", 0; "                                   \
                    "wgmma.mma_async.sync.aligned.m64n" #TOKENS "k16.f32." TYPE "." TYPE " {" NAMES \
-                   "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " B ", p, 1, 1, 0; }"                     \
+                   "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " B ", p, 1, 1, " #TRANSPOSED "; }"       \
                    : __VA_ARGS__                                                                   \
                    : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));           \
     }                                                                                              \
   };
-#define PRODUCT_64(NUMBER, TYPE) \
-  PRODUCT(NUMBER, TYPE, 64, NAMES_32, "%32", "%33", "%34", "%35", "%36", "%37", SUMS_32(c, 0))
-#define PRODUCT_128(NUMBER, TYPE) \
-  PRODUCT(NUMBER, TYPE, 128, NAMES_64, "%64", "%65", "%66", "%67", "%68", "%69", SUMS_32(c, 0), SUMS_32(c, 32))
-#define PRODUCT_192(NUMBER, TYPE) \
-  PRODUCT(NUMBER, TYPE, 192, NAMES_96, "%96", "%97", "%98", "%99", "%100", "%101", SUMS_32(c, 0), SUMS_32(c, 32), SUMS_32(c, 64))
-PRODUCT_64(F16_KIND, "f16")
-PRODUCT_64(BF16_KIND, "bf16")
-PRODUCT_128(F16_KIND, "f16")
-PRODUCT_128(BF16_KIND, "bf16")
-PRODUCT_192(F16_KIND, "f16")
-PRODUCT_192(BF16_KIND, "bf16")
+#define PRODUCT_64(NUMBER, TYPE, TRANSPOSED) \
+  PRODUCT(NUMBER, TYPE, TRANSPOSED, 64, NAMES_32, "%32", "%33", "%34", "%35", "%36", "%37", SUMS_32(c, 0))
+#define PRODUCT_128(NUMBER, TYPE, TRANSPOSED) \
+  PRODUCT(NUMBER, TYPE, TRANSPOSED, 128, NAMES_64, "%64", "%65", "%66", "%67", "%68", "%69", SUMS_32(c, 0), SUMS_32(c, 32))
+#define PRODUCT_192(NUMBER, TYPE, TRANSPOSED) \
+  PRODUCT(NUMBER, TYPE, TRANSPOSED, 192, NAMES_96, "%96", "%97", "%98", "%99", "%100", "%101", SUMS_32(c, 0), SUMS_32(c, 32), SUMS_32(c, 64))
+PRODUCT_64(F16_KIND, "f16", 0)
+PRODUCT_64(BF16_KIND, "bf16", 0)
+PRODUCT_128(F16_KIND, "f16", 0)
+PRODUCT_128(BF16_KIND, "bf16", 0)
+PRODUCT_192(F16_KIND, "f16", 0)
+PRODUCT_192(BF16_KIND, "bf16", 0)
+PRODUCT_64(F16_KIND, "f16", 1)
+PRODUCT_64(BF16_KIND, "bf16", 1)
+PRODUCT_128(F16_KIND, "f16", 1)
+PRODUCT_128(BF16_KIND, "bf16", 1)

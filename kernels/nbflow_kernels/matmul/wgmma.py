@@ -65,12 +65,17 @@ class Lines:
 
 
 def takes(device: KernelDevice, n_tokens: int) -> bool:
-    """Return whether products of so many tokens are to be made here.
+    """Return whether products of so many tokens are to be made here."""
+    return n_tokens > MORE_THAN and usable(device)
+
+
+def usable(device: KernelDevice) -> bool:
+    """Return whether a device has `wgmma` and may be given it.
 
     The environment variable NBFLOW_WGMMA decides: 0, never; 1, always where there is `wgmma`;
     else where it `agrees`.
     """
-    if n_tokens <= MORE_THAN or device.arch != "sm_90":
+    if device.arch != "sm_90":
         return False
     chosen = os.environ.get(_VARIABLE, "")
     if chosen not in ("", "0", "1"):
