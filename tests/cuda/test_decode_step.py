@@ -113,7 +113,7 @@ PATTERNS = {
     "deepseek_moe": 5,  # an expert of all tokens
     "qwen2_moe": 5,  # of which each takes a share
     "olmoe": 5,
-    "deepseek_v3": 13,  # latent attention
+    "deepseek_v3": 8,  # latent attention
 }
 
 

@@ -15,6 +15,7 @@ from nbflow_kernels.kvcache.formats import kv_format
 from nbflow_kernels.kvcache.rows import F16
 from nbflow_kernels.position import cuda as position
 from nbflow_kernels.qmatmul import fused
+from nbflow_kernels.qmatmul.cuda import Arithmetic
 from nbflow_kernels.quants.units import unit_form
 
 pytestmark = pytest.mark.compiler
@@ -167,7 +168,9 @@ def test_what_is_in_front_and_behind_keeps_two_thread_blocks_on_a_multiprocessor
         fused.Gate: (("FUNCTION", "Silu"),),
     }
     form = unit_form(nk.FORMATS["q4_k"].integer_form)
-    kernel = fused._kernel(form, 1, True, 1, then.number, then.parameters, macros[then])
+    kernel = fused._kernel(
+        form, 1, True, Arithmetic.F32_SUMS, 1, then.number, then.parameters, macros[then]
+    )
     code, entry = kernel.compile(arch, "ptx")
     found = nbflow_ptx.lint(code.decode(), arch)[entry]
     assert found.registers is not None, found.registers_from

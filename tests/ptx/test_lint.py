@@ -104,10 +104,10 @@ def test_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Non
     assert "instructions, all supported" in capsys.readouterr().out
     unsupported = tmp_path / "new.ptx"
     unsupported.write_text(
-        ".version 8.4\n.target sm_90a\n.visible .entry k() { wgmma.fence.sync.aligned; ret; }"
+        ".version 8.6\n.target sm_100a\n.visible .entry k() { tcgen05.wait::ld.sync.aligned; ret; }"
     )
     assert main([str(unsupported)]) == 1
-    assert "unknown instruction 'wgmma'" in capsys.readouterr().out
+    assert "unknown instruction 'tcgen05'" in capsys.readouterr().out
     assert main([str(tmp_path / "missing.ptx")]) == 2
     (tmp_path / "text.ptx").write_text("hello")
     assert main([str(tmp_path / "text.ptx"), "--lint"]) == 2

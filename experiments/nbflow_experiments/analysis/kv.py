@@ -48,9 +48,9 @@ def kv_errors(
 
     Examples
     --------
-    >>> found = kv_errors("tiny_python", ["q4"], [[0, 5, 7, 9]])
+    >>> found = kv_errors("tiny_python", ["q4_0"], [[0, 5, 7, 9]])
     >>> found.models[["keys", "values", "bits"]].values.tolist()
-    [['q4', 'f32', 18.5], ['f32', 'q4', 18.5], ['q4', 'q4', 5.0]]
+    [['q4_0', 'f32', 18.25], ['f32', 'q4_0', 18.25], ['q4_0', 'q4_0', 4.5]]
     """
     the_spec = resolve(model, spec=spec).spec
     if the_spec.latent is not None:

@@ -130,5 +130,5 @@ __global__ void __launch_bounds__(THREADS) attend_many(PARAMETERS, int with_far)
     }
     rows.finish<TILES>(w.several, columns, total, before);
     write_rows<TILES, D_VO>(t, 16 * warp, rows, columns, 0, 1, true, out, out_kind, lse);
-    merge_if_last(header, t.item, t.first_vector, t.n_vectors, out, out_kind, lse);
+    merge_if_last<4>(header, t.item, t.first_vector, t.n_vectors, out, out_kind, lse);
 }
