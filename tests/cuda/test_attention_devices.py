@@ -116,7 +116,6 @@ def test_block_formats(xp: Any, name: str) -> None:
     [
         ("q8_0", 64),
         ("q3h", 128),
-        ("q4_0", 32),
         ("q8_0/q4_0", 64),
         ("f16/q8_0", 32),
         ("bf16/f16", 32),

@@ -78,9 +78,7 @@ STEPS = {
     # norms behind attention and network; a soft cap; a float16 head
     "gemma2": (6, 5),
     "phi": (4, 5),  # both read one norm; biases, a plain activation
-    "olmo2": (5, 5),  # norms over all heads, behind attention and network; a float16 head
     "olmoe": (5, 5),  # experts, norms over all heads; a float16 head takes two kernels
-    "qwen2_moe": (5, 5),  # with one of all tokens, of which a token takes a share
 }
 
 
