@@ -7,9 +7,6 @@ sums start anew, and the partial results are added in order.  Whatever the tile,
 size, the team of threads and the division into items, the additions that lead to one output element
 are the same and in the same order, so a row's result is the same bit for bit.
 
-An item may also hold the rows of several requests that begin with the same pages: it walks over the
-keys on these once, with all rows, and then over each request's own keys with its rows.
-
 The rows of an item may also be those of several requests that begin with the same pages: the item
 walks over the shared keys with all of them, then over each request's own keys with its rows.
 
