@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,20 @@ from numba.core import caching
 
 
 class KeyedFiles(caching.IndexDataCacheFile):
-    """The files of one function, in place of Numba's index and numbered files."""
+    """The files of one function, in place of Numba's index and numbered files.
 
-    def __init__(self, like: caching.IndexDataCacheFile) -> None:
+    Parameters
+    ----------
+    like : numba.core.caching.IndexDataCacheFile
+        Numba's.
+    may_save : callable
+        Says whether the sources are still those that the folder is named after.
+    """
+
+    def __init__(
+        self, like: caching.IndexDataCacheFile, may_save: Callable[[], bool] = lambda: True
+    ) -> None:
+        self._may_save = may_save
         self._cache_path = like._cache_path
         self._index_path = like._index_path
         self._base = Path(like._index_name).stem
@@ -33,6 +45,8 @@ class KeyedFiles(caching.IndexDataCacheFile):
 
     def save(self, key: Any, data: Any) -> None:
         """Write what was compiled for a key."""
+        if not self._may_save():
+            return
         content = self._dump((self._stamp, key, self._dump(data)))  # type: ignore[no-untyped-call]
         with self._open_for_write(str(self._path(key))) as file:
             file.write(content)
@@ -50,8 +64,8 @@ class KeyedFiles(caching.IndexDataCacheFile):
         return Path(self._cache_path) / f"{self._base}.{digest}.nbc"
 
 
-def use_keyed_files(dispatcher: Any) -> Any:
+def use_keyed_files(dispatcher: Any, may_save: Callable[[], bool]) -> Any:
     """Return a cached function of Numba after changing where its cache keeps its files."""
     cache = dispatcher._cache
-    cache._cache_file = KeyedFiles(cache._cache_file)
+    cache._cache_file = KeyedFiles(cache._cache_file, may_save)
     return dispatcher

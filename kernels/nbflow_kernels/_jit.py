@@ -5,6 +5,11 @@ machine code after an edit in a function that was inlined from another file.  Th
 module is therefore named after a digest of its source and of all sources of this package that it
 imports, directly or through others.  `NUMBA_CACHE_DIR` moves the folders, as usual.  Each compiled
 kernel is a file of its own there (`_disk_cache`).
+
+A source that was edited after the process began may differ from the code that the process runs,
+and many kernels are made long after their module was imported.  Machine code of the old source must
+not be kept under the new one's digest, nor the new one's be called by old Python code: as soon as
+one of its sources has changed, a kernel is compiled for this process alone.
 """
 
 from __future__ import annotations
@@ -36,6 +41,23 @@ _NO_C: Any = {"no_cfunc_wrapper": True}
 _BARE: Any = {"no_cpython_wrapper": True, "pipeline_class": PartCompiler, **_NO_C}
 
 _ROOT = Path(__file__).parent
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """Return when a file was last written and its size; None if it is gone."""
+    try:
+        found = os.stat(path)
+    except OSError:
+        return None
+    return found.st_mtime_ns, found.st_size
+
+
+# Of the files as this process began to import them; of others, when they were first looked at.
+_stamps = {
+    path: _stamp(path)
+    for folder, _, names in os.walk(_ROOT)
+    for path in (Path(folder, name) for name in names if name.endswith(".py"))
+}
 _IMPORT = re.compile(
     r"^[ \t]*(?:from[ \t]+(nbflow_kernels[.\w]*)[ \t]+import[ \t]*(\([^)]*\)|[^\n]*)"
     r"|import[ \t]+(nbflow_kernels[.\w]+))",
@@ -55,6 +77,7 @@ def _file_of(module: str) -> Path | None:
 @functools.cache
 def _source(path: Path) -> tuple[bytes, tuple[Path, ...]]:
     """Return a file's bytes and the files of this package that it imports."""
+    _stamps.setdefault(path, _stamp(path))
     source = path.read_bytes()
     found: set[Path] = set()
     for match in _IMPORT.finditer(source.decode()):
@@ -68,8 +91,8 @@ def _source(path: Path) -> tuple[bytes, tuple[Path, ...]]:
 
 
 @functools.cache
-def source_digest(path: Path) -> str:
-    """Return the digest of a module's source and of what it imports from this package."""
+def _sources(path: Path) -> tuple[Path, ...]:
+    """Return a module's file and the files of this package that it imports, also through others."""
     seen: set[Path] = set()
     waiting = [path]
     while waiting:
@@ -77,10 +100,21 @@ def source_digest(path: Path) -> str:
         if file not in seen:
             seen.add(file)
             waiting.extend(_source(file)[1])
+    return tuple(sorted(seen, key=lambda f: (f != path, f)))
+
+
+@functools.cache
+def source_digest(path: Path) -> str:
+    """Return the digest of a module's source and of what it imports from this package."""
     digest = hashlib.sha256()
-    for file in sorted(seen, key=lambda f: (f != path, f)):
+    for file in _sources(path):
         digest.update(_source(file)[0])
     return digest.hexdigest()[:16]
+
+
+def is_as_imported(path: Path) -> bool:
+    """Return whether no source that a kernel of this module is made of was edited meanwhile."""
+    return all(_stamp(file) == _stamps[file] for file in _sources(path))
 
 
 def cache_root() -> Path:
@@ -134,14 +168,16 @@ def strict_njit(function: Callable[..., Any]) -> Any:
 def _compiled(function: Callable[..., Any], fastmath: Any) -> Any:
     if stepping.is_on():
         return stepping.kernel(function)
+    path = Path(function.__code__.co_filename)
+    cached = is_as_imported(path)
     before = numba_config.CACHE_DIR
-    numba_config.CACHE_DIR = str(cache_folder(Path(function.__code__.co_filename)))
+    numba_config.CACHE_DIR = str(cache_folder(path))
     try:
         compiled = numba.njit(
-            cache=True, nogil=True, error_model="numpy", boundscheck=False, fastmath=fastmath,
+            cache=cached, nogil=True, error_model="numpy", boundscheck=False, fastmath=fastmath,
             **_NO_C,
         )(function)  # fmt: skip
-        return use_keyed_files(compiled)
+        return use_keyed_files(compiled, lambda: is_as_imported(path)) if cached else compiled
     finally:
         numba_config.CACHE_DIR = before
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -118,9 +119,52 @@ def test_digest_changes_with_an_inlined_function(tmp_path: Path, monkeypatch) ->
     digests = set()
     for value in (1, 2, 1):
         (package / "deep.py").write_text(f"VALUE = {value}\n")
-        _jit._source.cache_clear()
-        _jit.source_digest.cache_clear()
+        _forget()
         digests.add(_jit.source_digest(package / "family" / "cpu.py"))
     assert len(digests) == 2
-    _jit._source.cache_clear()
-    _jit.source_digest.cache_clear()
+    _forget()
+
+
+def _forget() -> None:
+    for cached in (_jit._source, _jit._sources, _jit.source_digest):
+        cached.cache_clear()
+
+
+EDITED = """
+import sys
+from pathlib import Path
+from nbflow_kernels import edited
+
+if "edit" in sys.argv:
+    Path(edited.__file__).with_name({file!r}).write_text({new!r})
+print(edited.make()(10))
+"""
+
+
+@pytest.mark.parametrize("file", ["edited.py", "late.py"])
+def test_kernels_of_sources_edited_meanwhile_are_not_kept(tmp_path: Path, file: str) -> None:
+    """A kernel made after the edit, or of a helper imported after it, does not reach the disk."""
+    package = tmp_path / "nbflow_kernels"
+    shutil.copytree(ROOT, package, ignore=shutil.ignore_patterns("__pycache__"))
+    late = "from nbflow_kernels._jit import part\n\n@part\ndef times(x):\n    return {} * x\n"
+    kernel = (
+        "from nbflow_kernels._jit import njit\n\ndef make():\n"
+        "    @njit\n    def twice(x):\n        return times(x) + {}\n    return twice\n"
+    )
+    early = "from nbflow_kernels.late import times\n"
+    (package / "late.py").write_text(late.format(2))
+    (package / "edited.py").write_text(early + kernel.format(0))
+    new = early + kernel.format(5) if file == "edited.py" else late.format(3)
+    program = EDITED.format(file=file, new=new)
+    (tmp_path / "program.py").write_text(program)
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "NUMBA_CACHE_DIR": str(tmp_path / "c")}
+    found = [
+        subprocess.run(
+            [sys.executable, str(tmp_path / "program.py"), *word],
+            env=environment, capture_output=True, text=True, check=True,
+        ).stdout.strip()
+        for word in (["edit"], [], [])
+    ]  # fmt: skip
+    wanted = "25" if file == "edited.py" else "30"
+    assert found == ["20", wanted, wanted]
+    assert sum(1 for _ in (tmp_path / "c").rglob("*.nbc")) == 1

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from nbflow_kernels._jit import source_digest
+from nbflow_kernels._jit import is_as_imported, source_digest
 from nbflow_kernels.cuda import cubins, numba_code, nvrtc
 from nbflow_kernels.cuda.cubins import Compiled
 from nbflow_kernels.cuda.devices import Dim3, KernelDevice, Launch, device_of
@@ -236,10 +236,11 @@ def numba_kernel(
                 )
                 return made, entry
 
-            if key is None:
+            path = Path(code.co_filename)
+            if key is None or not is_as_imported(path):
                 return build()
             digest = cubins.digest(
-                source_digest(Path(code.co_filename)), function.__qualname__, parameters, key,
+                source_digest(path), function.__qualname__, parameters, key,
                 arch, output, numba_code.version(), nvrtc.version(), str((fastmath, fuse)),
             )  # fmt: skip
             return cubins.cached(entry, output, digest, build)
