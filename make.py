@@ -70,8 +70,9 @@ def has_cuda_compilers() -> bool:
 def test(arguments: list[str]) -> None:
     """Run the tests, a process for each of up to eight processors; further words go to pytest."""
     install("mpi,experiments,serve,dev" + (",cuda-test" if has_cuda_compilers() else ""))
-    processes = ["-n", str(min(8, len(os.sched_getaffinity(0)))), "--dist", "loadfile"]
-    call(str(BIN / "python"), "-m", "pytest", "-q", *processes, *arguments)
+    processes = str(min(8, len(os.sched_getaffinity(0))))
+    order = ("--dist", "loadfile", "--no-loadscope-reorder")  # that of tests/conftest.py
+    call(str(BIN / "python"), "-m", "pytest", "-q", "-n", processes, *order, *arguments)
 
 
 def docs() -> None:
