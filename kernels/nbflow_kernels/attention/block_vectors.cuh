@@ -13,6 +13,14 @@ constexpr float REST = 2048.0f;  // what the rest of a weight is multiplied by: 
 
 DEV int first_key_of(int g) { return (g & 3) * 4 + (g >> 2) * 2; }
 
+// A number whose bits the compiler does not know, so that what is added to an address stays an offset.
+DEV u32 opaque(u32 x) {
+    u32 same;
+    asm volatile("mov.b32 %0, %1;" : "=r"(same) : "r"(x));
+    return same;
+}
+DEV void store_shared(u32 at, u32 x) { asm volatile("st.shared.u32 [%0], %1;" ::"r"(at), "r"(x) : "memory"); }
+
 // Over the lanes that have the same vector.
 template <class Combine>
 DEV float over_keys(float x, Combine combine) {
@@ -26,9 +34,9 @@ DEV float sum_of_keys(float x) { return over_keys(x, [](float a, float b) { retu
 // ---- queries -------------------------------------------------------------------------------------
 
 // Query vectors times their factors in the order of the operands, 16 bytes of a lane for each part; their
-// sums over parts, for zeros and bases; the factors of scores.  Vectors that do not exist are zeros.
+// sums over parts, for zeros and bases, as sums of products begin; the factors of scores.  Vectors that do not exist are zeros.
 template <class K, int PARTS, int NT>
-DEV void stage_queries(const Tile& t, const u8* queries, i64 row_bytes, int kind, u8* q, float* sums,
+DEV void stage_queries(const Tile& t, const u8* queries, i64 row_bytes, int kind, u8* q, float4* sums,
                        float* factors) {
     typedef Codes<K> Of;
     const int lane = threadIdx.x & 31, D = t.header[DIM_QK], size = kind == F32 ? 4 : 2;
@@ -58,7 +66,8 @@ DEV void stage_queries(const Tile& t, const u8* queries, i64 row_bytes, int kind
             to[0] = high, to[4 * 8] = low;  // column 2 (m % 4), and the next one
             float sum = __fadd_rn(half_to_float(high), half_to_float(low)) / down;
             for (int step = 16; step; step >>= 1) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, step));
-            if (lane == 0) sums[m * PARTS + b] = sum * (Of::BASE ? Of::UNIT : -Of::ZERO * Of::UNIT);
+            sum *= Of::BASE ? Of::UNIT : -Of::ZERO * Of::UNIT;
+            if (lane == 0) sums[m * PARTS + b] = {sum, 0, sum, 0};
         }
     }
 }
@@ -68,7 +77,7 @@ DEV void stage_queries(const Tile& t, const u8* queries, i64 row_bytes, int kind
 // Dot products of 16 * TILES keys and 4 * NT vectors: s[n][2 * tile + j] is that of the lane's vector n and
 // key first_key_of(g) + j of the tile, but for the vector's factor.
 template <class K, int PARTS, int NT, int TILES>
-DEV void score_keys(float (*s)[2 * TILES], const u8* rows, const u8* q, const float* sums) {
+DEV void score_keys(float (*s)[2 * TILES], const u8* rows, const u8* q, const float4* sums) {
     typedef Codes<K> Of;
     constexpr int ROW = Of::row_bytes(PARTS);
     const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
@@ -89,20 +98,20 @@ DEV void score_keys(float (*s)[2 * TILES], const u8* rows, const u8* q, const fl
 #pragma unroll
         for (int n = 0; n < NT; n++) {
             const uint4 x = *(const uint4*)(q + ((n * PARTS + b) * 32 + lane) * 16);
-            const float of_part = Of::BASE || Of::ZERO ? sums[(4 * n + t) * PARTS + b] : 0;
+            float4 start = {};
+            if (Of::BASE || Of::ZERO) start = sums[(4 * n + t) * PARTS + b];
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) {
                 float c[4] = {};
+                if (Of::ZERO) c[0] = start.x, c[1] = start.y, c[2] = start.z, c[3] = start.w;
                 mma_f16(c, a[tile][0], x.x, x.y);
                 mma_f16(c, a[tile][1], x.z, x.w);
 #pragma unroll
                 for (int j = 0; j < 2; j++) {
                     const u8* row = rows + (tile * 16 + j) * ROW;
                     float& score = s[n][2 * tile + j];
-                    float sum = __fadd_rn(c[2 * j], c[2 * j + 1]);
-                    if (Of::ZERO) sum = __fadd_rn(sum, of_part);
-                    score = __fmaf_rn(Of::scale(row, b), sum, score);
-                    if (Of::BASE) score = __fmaf_rn(Of::base(row, b), of_part, score);
+                    score = __fmaf_rn(Of::scale(row, b), __fadd_rn(c[2 * j], c[2 * j + 1]), score);
+                    if (Of::BASE) score = __fmaf_rn(Of::base(row, b), start.x, score);
                 }
             }
         }
@@ -212,7 +221,8 @@ DEV void store_weights(const float (*p)[2 * TILES], const u8* rows, u8* weights,
     constexpr int ROW = Of::row_bytes(PARTS);
     const int lane = threadIdx.x & 31, g = lane / 4, t = lane % 4;
     rows += first_key_of(g) * ROW;
-    weights += 32 * t + 4 * g;
+    const u32 high_at = opaque(shared_address(weights) + 32 * t + 4 * g);
+    const u32 rest_at = opaque(high_at + 128 + (g & 4 ? -16 : 16));
 #pragma unroll
     for (int tile = 0; tile < TILES; tile++)
 #pragma unroll
@@ -226,10 +236,9 @@ DEV void store_weights(const float (*p)[2 * TILES], const u8* rows, u8* weights,
                 const u32 both = to_f16x2(x, y);
                 const float x_rest = __fmaf_rn(one, scale, -low_f16(both));
                 const float y_rest = __fmaf_rn(other, next_scale, -high_f16(both));
-                u8* to = weights + ((tile * PARTS + b) * NT + n) * WEIGHT_BYTES;
-                *(u32*)to = both;
-                *(u32*)(to + 128 + (g & 4 ? -16 : 16)) =
-                    to_f16x2(__fmul_rn(x_rest, REST), __fmul_rn(y_rest, REST));
+                const int at = ((tile * PARTS + b) * NT + n) * WEIGHT_BYTES;
+                store_shared(high_at + at, both);
+                store_shared(rest_at + at, to_f16x2(__fmul_rn(x_rest, REST), __fmul_rn(y_rest, REST)));
                 if (Of::BASE) {
                     bases[n][b] = __fmaf_rn(one, Of::base(row, b), bases[n][b]);
                     bases[n][b] = __fmaf_rn(other, Of::base(next, b), bases[n][b]);

@@ -22,10 +22,12 @@ struct Steps {
         split_end = start + split;
     }
     DEV_METHOD bool there() const { return base < end; }
+    // Keys to the next step.
+    DEV_METHOD int keys() const { return min(KEYS_EACH, split_end - base); }
     DEV_METHOD bool ends_split() const { return base + KEYS_EACH >= min(split_end, end); }
     DEV_METHOD void next() {
-        base += KEYS_EACH;
-        if (base >= split_end) base = split_end, split_end += split;
+        base += keys();
+        if (base == split_end) split_end += split;
     }
 };
 
@@ -39,7 +41,8 @@ struct Sums {
 
     DEV_METHOD void start() {
         if (threadIdx.x < M) run_top[threadIdx.x] = HIDDEN, run_total[threadIdx.x] = 0;
-        for (int i = threadIdx.x; i < M * STEP; i += THREADS) run[i] = 0;
+        for (int m = threadIdx.x / 32; m < M; m += WARPS)
+            for (int d = threadIdx.x % 32; d < COLUMNS; d += 32) run[m * STEP + d] = 0;
     }
     // The greatest score of a vector in a split.
     DEV_METHOD float top_of(int m) const {
@@ -48,7 +51,7 @@ struct Sums {
         for (int w = 1; w < WARPS; w++) most = fmaxf(most, tops[w][m]);
         return most;
     }
-    // Thread m: add the warps' sums of weights.
+    // Thread m: add the warps' sums of weights of a split.
     DEV_METHOD void add_totals(int m) {
         const float most = top_of(m);
         float total = 0;
@@ -57,9 +60,14 @@ struct Sums {
         folded[m] = fold(run_top[m], run_total[m], most, total);
         run_top[m] = folded[m].top, run_total[m] = folded[m].total;
     }
+    // Add a split's sums to those before.
     DEV_METHOD void add_split() {
-        for (int i = threadIdx.x; i < M * STEP; i += THREADS)
-            if (i % STEP < COLUMNS) run[i] = fold_column(folded[i / STEP], run[i], split[i]);
+        for (int m = threadIdx.x / 32; m < M; m += WARPS) {
+            const Folded f = folded[m];
+#pragma unroll
+            for (int d = threadIdx.x % 32; d < COLUMNS; d += 32)
+                run[m * STEP + d] = fold_column(f, run[m * STEP + d], split[m * STEP + d]);
+        }
     }
 };
 
@@ -112,17 +120,20 @@ DEV void end_split(Sums<4 * NT, 32 * PARTS>& sums, Vectors<NT>& vectors, float (
 template <int M, int COLUMNS>
 DEV void write_sums(const Tile& t, const Sums<M, COLUMNS>& sums, u8* out, int out_kind, float* lse) {
     const int D = t.header[DIM_VO], size = out_kind == F32 ? 4 : 2;
-    for (int i = threadIdx.x; i < M * sums.STEP; i += THREADS) {
-        const int m = i / sums.STEP, d = i % sums.STEP;
-        if (m >= t.n_vectors || d >= D) continue;
+    for (int m = threadIdx.x / 32; m < t.n_vectors && m < M; m += WARPS) {
+        const float* const from = sums.run + m * sums.STEP;
+        const float top = sums.run_top[m], total = sums.run_total[m];
+        const int lane = threadIdx.x & 31;
         if (t.item.partial >= 0) {
             float* to = partial_at(t.header, t.item.partial + t.first_vector + m, t.kv_head);
-            to[d] = sums.run[i];
-            if (d == 0) to[D] = sums.run_top[m], to[D + 1] = sums.run_total[m];
+            for (int d = lane; d < D; d += 32) to[d] = from[d];
+            if (lane == 0) to[D] = top, to[D + 1] = total;
         } else {
-            const Finish end = finish(t.header, sums.run_top[m], sums.run_total[m], t.head(m));
-            store_float(out + (t.place(m) * D + d) * size, __fmul_rn(sums.run[i], end.factor), out_kind);
-            if (d == 0 && lse != nullptr) lse[t.place(m)] = end.lse;
+            const Finish end = finish(t.header, top, total, t.head(m));
+            u8* to = out + t.place(m) * D * size;
+            for (int d = lane; d < D; d += 32)
+                store_float(to + d * size, __fmul_rn(from[d], end.factor), out_kind);
+            if (lane == 0 && lse != nullptr) lse[t.place(m)] = end.lse;
         }
     }
 }
@@ -131,10 +142,11 @@ template <class K, class V, int K_PARTS, int V_PARTS, int NT, int COPY>
 __global__ void __launch_bounds__(THREADS) attend_blocks(PARAMETERS) {
     constexpr int M = 4 * NT, TILES = K_PARTS + V_PARTS > 8 ? 1 : 2, N = 16 * TILES;
     constexpr int STAGES = 2, WEIGHTS = TILES * V_PARTS * NT * WEIGHT_BYTES;
-    typedef Stream<K, V, K_PARTS, V_PARTS, N, COPY> Keys;
+    typedef Stream<K, V, K_PARTS, V_PARTS, N, WARPS * N, STAGES, COPY> Keys;
     extern __shared__ __align__(16) u8 memory[];
-    __shared__ const u8* places[WARPS][2][Keys::UNITS];
-    __shared__ float query_sums[M * K_PARTS], factors[M];
+    __shared__ typename Keys::Room rooms[WARPS];
+    __shared__ float4 query_sums[M * K_PARTS];
+    __shared__ float factors[M];
     const int warp = threadIdx.x / 32;
     u8* const q = memory;
     u8* const weights = q + NT * K_PARTS * 512 + warp * WEIGHTS;
@@ -145,16 +157,17 @@ __global__ void __launch_bounds__(THREADS) attend_blocks(PARAMETERS) {
 
     const Tile t(header, M, cap);
     if (t.n_vectors <= 0) return;
-    Keys keys(header, t.item, t.kv_head, k, v, {k_page, k_token, k_head}, {v_page, v_token, v_head},
-              places[warp]);
     Steps<WARPS * N> step(header, t.item), ahead = step;
-    for (int i = 0; i < STAGES; i++, ahead.next()) {
+    Keys keys(header, t.item, k + t.kv_head * k_head, v + t.kv_head * v_head, {k_page, k_token, k_head},
+              {v_page, v_token, v_head}, rooms[warp], stages, step.base + N * warp);
+    for (int i = 0; i < STAGES; i++) {
         if (ahead.there()) {
-            keys.find(ahead.base + N * warp);
-            keys.copy(stages + i * Keys::STAGE);
+            keys.look_up(ahead.keys());
+            keys.copy(i);
+            __syncwarp();
         }
-        end_copies();
-        __syncwarp();
+        keys.end_step();
+        ahead.next();
     }
     sums.start();
     stage_queries<K, K_PARTS, NT>(t, queries, q_row_bytes, q_kind, q, query_sums, factors);
@@ -166,9 +179,9 @@ __global__ void __launch_bounds__(THREADS) attend_blocks(PARAMETERS) {
     for (int number = 0; step.there(); number++) {
         const int base = step.base + N * warp, end = min(step.split_end, step.end);
         u8* const stage = stages + number % STAGES * Keys::STAGE;
-        if (ahead.there()) keys.find(ahead.base + N * warp);
-        wait_for_copies<STAGES - 1>();
-        __syncwarp();
+        const bool copies = ahead.there();
+        if (copies) keys.look_up(ahead.keys());
+        keys.wait(number);
         if (vectors.any_sees(base, min(base + N, end))) {
             float s[NT][2 * TILES], shrink[NT];
             keys.clear_outside(base, stage);
@@ -187,8 +200,8 @@ __global__ void __launch_bounds__(THREADS) attend_blocks(PARAMETERS) {
             add_coded_values<V, V_PARTS, NT, TILES>(o, stage + Keys::VALUES_AT, weights);
         }
         __syncwarp();  // the stage has been used
-        if (ahead.there()) keys.copy(stage);
-        end_copies();
+        if (copies) keys.copy(number % STAGES);
+        keys.end_step();
         ahead.next();
         if (step.ends_split()) end_split<V, V_PARTS, NT>(sums, vectors, o, bases);
         step.next();

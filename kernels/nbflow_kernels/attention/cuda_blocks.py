@@ -24,7 +24,7 @@ MOST_PARTS = 8
 """Of keys and of values: 256 columns."""
 RUNS, RUN = 0, 16
 """Rows of a page that are copied as one piece, where they are neighbours; see `block_stream.cuh`."""
-_WEIGHT_BYTES, _STATIC_SHARED_BYTES = 256, 3072
+_WEIGHT_BYTES, _STATIC_SHARED_BYTES = 256, 5120
 
 
 def takes(
@@ -42,6 +42,8 @@ def takes(
             return False
         if _parts(kind, D) > MOST_PARTS:
             return False
+    if not all(0 <= step < 1 << 32 for steps in places for step in steps[:2]):
+        return False
     if not _copies(plan, (k_cache, v_cache), places, kinds)[1]:
         return False
     return _shared_bytes(plan, kinds, 1) <= cuda.device_of(k_cache).max_shared_bytes
@@ -105,7 +107,10 @@ def _copies(
     for kind, cache, (page, token, head), D in zip(
         kinds, caches, places, plan.heads[2:], strict=True
     ):
-        neighbours = neighbours and token == _row_bytes(kind, D)
+        row = _row_bytes(kind, D)
+        # pages of ragged keys begin at any token, and the last ones end before they are full
+        whole = page == 0 or page >= plan.page_size * row
+        neighbours = neighbours and whole and token == row
         starts |= cuda.address(cache) | page | head
         tokens |= token
     if neighbours and starts % 16 == 0:
