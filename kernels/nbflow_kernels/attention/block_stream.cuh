@@ -47,7 +47,7 @@ struct Stream {
     const int* pages;
     unsigned page_size;
     int first, end, key;  // the first of this lane's unit, of the step that is looked up next
-    Spot here, first_spot, last_spot, each;
+    Spot here, first_spot, last_spot, each, rest;  // how far steps are apart, the last one of a split
     int page, slot;  // where the unit that was looked up lies
 
     DEV_METHOD Stream(const i64* header, const Item& item, const u8* keys, const u8* values, Strides ks,
@@ -57,7 +57,8 @@ struct Stream {
           pages(pointer<int>(header, KV_INDICES) + pointer<int>(header, KV_INDPTR)[item.request]),
           page_size(header[PAGE_SIZE]), first(item.first_key), end(item.end_key),
           key(base + threadIdx.x % UNITS * RUN), here(spot(key)), first_spot(spot(first / RUN * RUN)),
-          last_spot(spot((end - 1) / RUN * RUN)), each(spot(EACH)), page(0), slot(0) {
+          last_spot(spot((end - 1) / RUN * RUN)), each(spot(EACH)),
+          rest(spot((int)header[SPLIT_KEYS] % EACH)), page(0), slot(0) {
         if (!BULK) return;
         if (threadIdx.x % 32 == 0) {
 #pragma unroll
@@ -74,8 +75,8 @@ struct Stream {
         const Spot at = key < first / RUN * RUN ? first_spot : key >= end ? last_spot : here;
         page = pages[at.page], slot = at.slot;
         key += keys;
-        const Spot more = keys == EACH ? each : spot(keys);
-        here.page += more.page, here.slot += more.slot;
+        here.page += keys == EACH ? each.page : rest.page;
+        here.slot += keys == EACH ? each.slot : rest.slot;
         if (here.slot >= page_size) here.slot -= page_size, here.page++;
     }
 
