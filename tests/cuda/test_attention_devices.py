@@ -101,30 +101,19 @@ def test_a_row_has_the_same_bits_in_any_batch_tile_and_division(xp: Any, dtype: 
                 assert len(divide_for_device(alone.current, tiling, 132).merges) == may_split
 
 
-@pytest.mark.parametrize(
-    "name", ["q8_0", "q6", "q3h", "f32/q8_0", "q4_0/bf16"]
-)  # `kvcache.cases` decode all of them
-def test_block_formats(xp: Any, name: str) -> None:
+@pytest.mark.parametrize("name", ["f32/q8_0", "q4_0/bf16"])  # `kvcache.cases` decode all of them
+def test_block_formats_beside_floats(xp: Any, name: str) -> None:
     rng = np.random.default_rng(3)
     paged = on_device(xp, Paged(rng, [40], (4, 2, 80), 16, "HND", format=name))
     q = normal(rng, 2, 4, 80)
     check(paged, q, ints(0, 2), paged.run(xp.asarray(q), ints(0, 2)), ATOL)
 
 
-@pytest.mark.parametrize(
-    ("name", "D"),
-    [
-        ("q8_0", 64),
-        ("q3h", 128),
-        ("q8_0/q4_0", 64),
-        ("f16/q8_0", 32),
-        ("bf16/f16", 32),
-    ],
-)
-def test_block_formats_on_tensor_cores(xp: Any, name: str, D: int) -> None:
+@pytest.mark.parametrize("name", ["bf16/q8_0", "bf16/f16"])
+def test_mixed_formats_on_tensor_cores(xp: Any, name: str) -> None:
     rng = np.random.default_rng(4)
-    paged = on_device(xp, Paged(rng, [70], (4, 2, D), 16, "HND", format=name))
-    q = normal(rng, 2, 4, D, dtype=np.float16)
+    paged = on_device(xp, Paged(rng, [70], (4, 2, 32), 16, "HND", format=name))
+    q = normal(rng, 2, 4, 32, dtype=np.float16)
     got = paged.run(xp.asarray(q), ints(0, 2), o_data_type=np.float32)
     check(paged, q.astype(np.float32), ints(0, 2), got, BLOCK_ATOL)
 

@@ -8,6 +8,7 @@ import pytest
 
 import nbflow_ptx
 from nbflow_kernels.attention import cuda as attention
+from nbflow_kernels.attention import cuda_blocks
 from nbflow_kernels.cuda import all_reduce
 from nbflow_kernels.kvcache import cuda as kvcache
 from nbflow_kernels.kvcache.rows import F16, KINDS
@@ -49,6 +50,26 @@ def test_tensor_core_kernels_keep_sums_in_registers_and_copy_16_bytes(
     steps += 4 * ((D_vo // 8 if many else -(-D_vo // 32)) + 1)  # of weights and values, and 1
     # the compiler may duplicate a loop's body, but never computes less
     assert (found.tensor_core or 0) >= steps * (2 if exact else 1)
+    assert found.registers is not None
+    assert found.registers <= most_registers
+
+
+@pytest.mark.parametrize(
+    ("name", "quads", "copy", "arch", "most_registers"),
+    [
+        ("q8_0", 1, cuda_blocks.RUNS, "sm_90", 168),  # 3 thread blocks on a multiprocessor
+        ("q4_0", 1, 8, "sm_80", 168),
+        ("q4_0", 4, cuda_blocks.RUNS, "sm_80", 255),  # 2, of prompts
+    ],
+)
+def test_kernels_of_block_formats_keep_sums_in_registers(
+    name: str, quads: int, copy: int, arch: str, most_registers: int
+) -> None:
+    found = facts(cuda_blocks.kernel((KINDS[name],) * 2, (4, 4), quads, copy), arch)
+    assert (found.fp64, found.local_accesses, found.stack_bytes) == (0, 0, 0)
+    # 32 keys and 128 columns: products with four vectors in pairs, of scores and of values
+    assert (found.tensor_core or 0) >= quads * (2 * 8 + 2 * 8)
+    assert found.async_copies
     assert found.registers is not None
     assert found.registers <= most_registers
 

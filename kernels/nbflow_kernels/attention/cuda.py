@@ -2,8 +2,9 @@
 
 =======================  =======================================================================
 `general.cu`             every option, head size and format of the cache, in float32
-`tensor_cores.cu`        caches of 16 bits and, for float16 queries, of block formats
+`tensor_cores.cu`        caches of 16 bits; with float16 queries also beside block formats
 `wgmma.cu`               the same for many query vectors, heads of whole 64 columns, capability 9.0
+`blocks.cu`              caches in block formats; launched by `cuda_blocks`
 `merge.cu`               sums of partial results that a caller has
 =======================  =======================================================================
 
@@ -21,9 +22,10 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import cuda
+from nbflow_kernels.attention import cuda_blocks
 from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention.device_items import FEW_VECTORS, MANY_VECTORS, Tiling, split_keys
-from nbflow_kernels.attention.device_plan import device_plan
+from nbflow_kernels.attention.device_plan import PARAMETERS, device_plan, is_plain
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import AttentionVariant
 from nbflow_kernels.kvcache.cuda import format_types, strides
@@ -43,19 +45,13 @@ MOST_HEAD_COLUMNS, MOST_LATENT_COLUMNS = 256, 512
 _GENERAL_KEYS, _KEYS, _PAD = 32, 64, 8
 _STATIC_SHARED_BYTES = 2560
 """At most what a kernel on tensor cores declares itself: offsets of rows, greatest scores."""
-_OPTIONS = (at.MASK, at.SLOPES, at.BIAS)
-_PARAMETERS = (
-    "i64* header, any* queries, i64 q_row_bytes, i32 q_kind, any* k, any* v, "
-    + ", ".join(f"i64 {which}_{step}" for which in "kv" for step in ("page", "token", "head"))
-    + ", f32 cap, any* out, i32 out_kind, f32*? lse"
-)
 
 
 @functools.cache
 def general_kernel(kinds: tuple[int, int]) -> cuda.Kernel:
     """Return the general kernel for the formats of keys and values."""
     name = f"attend<{format_types(kinds)}>"
-    return cuda.cpp_kernel(__file__, "general.cu", name, f"{_PARAMETERS}, i32 most")
+    return cuda.cpp_kernel(__file__, "general.cu", name, f"{PARAMETERS}, i32 most")
 
 
 @functools.cache
@@ -70,13 +66,13 @@ def tensor_core_kernel(
     """
     name = f"{format_types(kinds)}, {D_qk}, {D_vo}, {str(exact).lower()}"
     if many:
-        parameters = f"{_PARAMETERS}, i32 with_far"
+        parameters = f"{PARAMETERS}, i32 with_far"
         return cuda.cpp_kernel(
             __file__, "wgmma.cu" if by_wgmma else "tensor_cores.cu", f"attend_many<{name}>",
             parameters, arch_specific=by_wgmma,
         )  # fmt: skip
     name = f"attend_few<{name}, {str(one).lower()}>"
-    return cuda.cpp_kernel(__file__, "tensor_cores.cu", name, _PARAMETERS)
+    return cuda.cpp_kernel(__file__, "tensor_cores.cu", name, PARAMETERS)
 
 
 merge_two_kernel = cuda.cpp_kernel(
@@ -113,6 +109,9 @@ def attend(
         q, q.strides[0], _kind_of(q), k_cache, v_cache, *places[0], *places[1],
         plan.logits_soft_cap, out, _kind_of(out), lse,
     )  # fmt: skip
+    if cuda_blocks.takes(plan, k_cache, v_cache, places, kinds):
+        cuda_blocks.attend(plan, arguments, places, kinds)
+        return
     # results are written 8 bytes at a time there
     aligned = cuda.address(out) % 8 == 0
     if aligned and takes_tensor_cores(plan, q, k_cache, v_cache, places, kinds):
@@ -188,7 +187,7 @@ def takes_tensor_cores(
             together |= step
         if kind < FIRST_BLOCK_KIND and together % 16:  # copied 16 bytes at a time
             return False
-    exact, plain = _is_exact(q, kinds), _is_plain(plan)
+    exact, plain = _is_exact(q, kinds), is_plain(plan)
     needs = _shared_bytes(D_qk, D_vo, exact, False, plain, False, one)
     if D_vo <= MOST_COLUMNS:
         needs = max(needs, _shared_bytes(D_qk, D_vo, exact, True, plain, True, one))
@@ -203,10 +202,6 @@ def _are_one(k_cache: Any, v_cache: Any, places: Any, kinds: tuple[int, int]) ->
 
 def _is_exact(q: Any, kinds: tuple[int, int]) -> bool:
     return bool(q.dtype == np.float32 or BF16 in kinds)
-
-
-def _is_plain(plan: AttentionPlan) -> bool:
-    return plan.logits_soft_cap == 0 and all(plan.table(place) is None for place in _OPTIONS)
 
 
 def _shared_bytes(
@@ -230,7 +225,7 @@ def _on_tensor_cores(
     """Launch the kernels for requests with few and with many query vectors, where there are any."""
     q = arguments[0]
     _, G, D_qk, D_vo = plan.heads
-    exact, plain = _is_exact(q, kinds), _is_plain(plan)
+    exact, plain = _is_exact(q, kinds), is_plain(plan)
     by_wgmma = D_qk % 64 == D_vo % 64 == 0 and wgmma.usable(cuda.device_of(q))
     tables = device_plan(plan, q)
     for tiling in (FEW, MANY) if D_vo <= MOST_COLUMNS else (ALL_FEW,):
