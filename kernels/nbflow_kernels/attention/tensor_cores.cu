@@ -92,9 +92,9 @@ __global__ void __launch_bounds__(THREADS) attend_few(PARAMETERS) {
             __syncthreads();  // it has been used, and where the one after the next lies is known
             w.cache.load(c + 2, stage);
         }
-        if (w.ends_split(c)) rows.fold_split<TILES>(o, total, before);
+        if (w.ends_split(c)) rows.fold_split<TILES>(t, o, total, before);
     }
-    rows.finish<TILES>(w.several, o, total, before);
+    rows.finish<TILES>(t, w.several, o, total, before);
     write_rows<TILES, D_VO>(t, 0, rows, o, warp, WARPS, warp == 0, out, out_kind, lse);
     merge_if_last<4>(header, t.item, t.first_vector, t.n_vectors, out, out_kind, lse);
 }
@@ -154,9 +154,9 @@ __global__ void __launch_bounds__(THREADS) attend_many(PARAMETERS) {
             add_values<VE, TILES, D_VO, Keys::V_STEP, EXACT>(
                 o, total, p, rest, values, 0, 1, shrink);
         }
-        if (w.ends_split(c)) rows.fold_split<TILES>(o, total, before);
+        if (w.ends_split(c)) rows.fold_split<TILES>(t, o, total, before);
     }
-    rows.finish<TILES>(w.several, o, total, before);
+    rows.finish<TILES>(t, w.several, o, total, before);
     write_rows<TILES, D_VO>(t, 16 * warp, rows, o, 0, 1, true, out, out_kind, lse);
     merge_if_last<4>(header, t.item, t.first_vector, t.n_vectors, out, out_kind, lse);
 }

@@ -105,6 +105,9 @@ struct Rows {
         first = __reduce_min_sync(~0u, min(low[0], low[1]));
         end = __reduce_max_sync(~0u, max(high[0], high[1]));
     }
+    DEV_METHOD bool exists(const Tile& t, int r) const {
+        return first_vector + (int)(threadIdx.x & 31) / 4 + 8 * r < t.n_vectors;
+    }
     // The vector of row r, or the last one.
     DEV_METHOD int vector(const Tile& t, int r) const {
         return min(first_vector + (int)(threadIdx.x & 31) / 4 + 8 * r, t.n_vectors - 1);
@@ -163,9 +166,10 @@ struct Rows {
     }
     // Add a split's sums to those of the splits before it, `before(n, e)`, and let them start anew.
     template <int TILES, class Before>
-    DEV_METHOD void fold_split(float (*o)[4], float* total, Before before) {
+    DEV_METHOD void fold_split(const Tile& t, float (*o)[4], float* total, Before before) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
+            if (!exists(t, r)) continue;
             const Folded f = fold(run_top[r], run_total[r], top[r], total[2 * r]);
 #pragma unroll
             for (int n = 0; n < TILES; n++)
@@ -182,7 +186,7 @@ struct Rows {
     }
     // Let `run_top` and `run_total` be those of the whole item, and `o` its sums.
     template <int TILES, class Before>
-    DEV_METHOD void finish(bool several, float (*o)[4], const float* total, Before before) {
+    DEV_METHOD void finish(const Tile& t, bool several, float (*o)[4], const float* total, Before before) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             run_top[r] = several ? run_top[r] : top[r];
@@ -190,9 +194,13 @@ struct Rows {
         }
         if (!several) return;
 #pragma unroll
-        for (int n = 0; n < TILES; n++)
+        for (int r = 0; r < 2; r++) {
+            if (!exists(t, r)) continue;
 #pragma unroll
-            for (int e = 0; e < 4; e++) o[n][e] = before(n, e);
+            for (int n = 0; n < TILES; n++)
+#pragma unroll
+                for (int e = 2 * r; e < 2 * r + 2; e++) o[n][e] = before(n, e);
+        }
     }
     // Whether any row of the warp's 16 may see a key of [base, base + KEYS).
     DEV_METHOD bool any_sees(int base) const { return first < base + KEYS && end > base; }

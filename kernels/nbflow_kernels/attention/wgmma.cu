@@ -127,7 +127,8 @@ __global__ void __launch_bounds__(128 * WARPGROUPS, 1) attend_many(PARAMETERS, f
     u32 p[KEYS / 16][4], rest[KEYS / 16][4];
     const auto before = [&]() { return Earlier<D_VO, COUNT, FAR>(t, 16 * warp, near, earlier); };
     if (w.several)
-        for (int i = 0; i < 4 * TILES; i++) before()(i / 4, i % 4) = 0;
+        for (int i = 0; i < 4 * TILES; i++)
+            if (rows.exists(t, i / 2 % 2)) before()(i / 4, i % 4) = 0;
     // Scores of chunk c become weights, but for their order.
     const auto weigh_chunk = [&](int c) {
         float most[2];
@@ -176,10 +177,10 @@ __global__ void __launch_bounds__(128 * WARPGROUPS, 1) attend_many(PARAMETERS, f
         add_lines<V::KIND, D_VO, EXACT>(o, p, rest, ring.values(c - 1));
         wait_for_products();
         hold(o);
-        if (w.several) rows.fold_split<TILES>(columns, total, before());
+        if (w.several) rows.fold_split<TILES>(t, columns, total, before());
     }
     while (c < ring.n_chunks) ring.next(c++);
-    rows.finish<TILES>(w.several, columns, total, before());
+    rows.finish<TILES>(t, w.several, columns, total, before());
     write_rows<TILES, D_VO>(t, 16 * warp, rows, columns, 0, 1, true, out, out_kind, lse);
     merge_if_last<4>(header, t.item, t.first_vector, t.n_vectors, out, out_kind, lse);
 }
