@@ -76,6 +76,6 @@ def _seen(m: Machine, lanes: Any, who: Any, at: Any) -> Any:
     writer = who.astype(np.int64) - 1 - m.first_thread
     block = m.block_of[lanes]
     mine, its = m.warp_id[lanes] % clocks.warps, m.warp_id[writer] % clocks.warps
-    fence = clocks.proxy[writer]
-    told = (mine == its) | (clocks.known[block, mine, its] >= fence)
-    return ((fence >= at) & told) | (clocks.proxy_known[block, mine, its] >= at)
+    fences = clocks.proxy[:, writer]
+    told = (mine == its) | (clocks.known[block, mine, its] >= fences)
+    return ((fences >= at) & told).any(axis=0) | (clocks.proxy_known[block, mine, its] >= at)

@@ -43,9 +43,10 @@ class Clocks:
         self.lane: NDArray[np.int32] = np.zeros(lanes, np.int32)
         self.fence: NDArray[np.int32] = np.zeros(lanes, np.int32)
         self.acquire: NDArray[np.int32] = np.zeros(lanes, np.int32)
-        #: Of each thread its latest fence.proxy.async, of each warp what it knew at its latest; and
-        #: of each thread its latest fence.mbarrier_init.
-        self.proxy: NDArray[np.int32] = np.zeros(lanes, np.int32)
+        #: Of each thread its two latest fence.proxy.async (who is ahead of a reader by one has told
+        #: it of the one before), of each warp what it knew at its latest; and of each thread its
+        #: latest fence.mbarrier_init.
+        self.proxy: NDArray[np.int32] = np.zeros((2, lanes), np.int32)
         self.proxy_known: NDArray[np.int32] = np.zeros((n_blocks, warps, warps), np.int32)
         self.init_fence: NDArray[np.int32] = np.zeros(lanes, np.int32)
         #: The latest arrival of each thread at an mbarrier, and the latest wait for one.
@@ -70,7 +71,8 @@ class Clocks:
 
     def proxy_fence(self, m: Machine, lanes: Any) -> None:
         """``fence.proxy.async``: asynchronous units see what these threads did and know of."""
-        self.proxy[lanes] = m.stamp
+        self.proxy[1, lanes] = self.proxy[0, lanes]
+        self.proxy[0, lanes] = m.stamp
         block, warp = m.of(m.block_of, lanes), m.of(m.warp_id, lanes) % self.warps
         self.proxy_known[block, warp] = self.known[block, warp]
         self.proxy_known[block, warp, warp] = m.stamp

@@ -9,6 +9,7 @@ import pytest
 from paged import Paged, ints, normal
 
 import nbflow_kernels as nk
+from nbflow_kernels.attention import layout as at
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.matmul import wgmma
@@ -111,28 +112,41 @@ def test_the_environment_and_the_devices_bits_decide(
     assert not wgmma.takes(device_of(hopper.zeros(1)), 512)
 
 
-@pytest.mark.parametrize(
-    ("format", "D", "dtype", "options"),
-    [
-        ("f16", 64, np.float32, {"fixed_split_size": 4}),  # two parts; sums of splits
-        ("f16", 128, np.float16, {}),
-        ("bf16", 64, np.float32, {}),
-        ("q8_0", 64, np.float16, {}),
-    ],
-)
+MANY: dict[str, tuple[Any, ...]] = {  # format, heads, columns, queries, options
+    "two parts": ("f16", (2, 2), (64, 64), np.float32, {"fixed_split_size": 4}),
+    "chunks that one warpgroup sees": ("f16", (2, 2), (128, 128), np.float16, {"window_left": 9}),
+    "queries in shared memory": ("bf16", (3, 1), (128, 64), np.float32, {}),
+    "one warpgroup": ("f16", (2, 2), (192, 128), np.float32, {"fixed_split_size": 4}),
+    "blocks": ("q8_0", (2, 2), (64, 64), np.float16, {}),
+    "cap": ("f16", (3, 1), (64, 64), np.float16, {"logits_soft_cap": 5.0}),
+    "256": ("f16", (2, 2), (256, 256), np.float16, {"fixed_split_size": 4}),
+    "256 in two parts": ("bf16", (2, 2), (256, 256), np.float32, {"fixed_split_size": 4}),
+    "256 and slopes": ("f16", (2, 2), (64, 256), np.float16, {"pos_encoding_mode": "ALIBI"}),
+}
+
+
+@pytest.mark.parametrize("name", MANY)
 def test_attention_has_the_bits_of_few_vectors(
-    format: str, D: int, dtype: Any, options: Any, hopper: Any, monkeypatch: pytest.MonkeyPatch
+    name: str, hopper: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rng = np.random.default_rng(D)
-    sizes, rows = (2, 2, D), ints(0, 66, 86)
-    paged = Paged(rng, [100, 20], sizes, 16, "HND", format=format)
-    paged.cache = tuple(hopper.asarray(pages) for pages in paged.cache)  # type: ignore[assignment]
-    q = hopper.asarray(normal(rng, 86, *sizes[::2]).astype(dtype))
+    """Tiles of one warpgroup and of two, split along their keys and not."""
+    format, (H, G), (D_qk, D_vo), dtype, options = MANY[name]
+    rng = np.random.default_rng(len(name))
+    rows = ints(0, 66, 86)
+    paged = Paged(rng, [150, 20], (H, G, D_qk), 16, "HND", dim_vo=D_vo, format=format)
+    cache = tuple(hopper.asarray(pages) for pages in paged.cache)
+    q = hopper.asarray(normal(rng, 86, H, D_qk).astype(dtype))
+    wrapper = nk.BatchPrefillWithPagedKVCacheWrapper(kv_layout="HND")
+    paged.plan(wrapper, rows, **options)
     found = []
-    for chosen in ("0", "1"):
+    for chosen, may_split in (("0", 1), ("1", 1), ("1", 0)):
         monkeypatch.setenv("NBFLOW_WGMMA", chosen)
-        found.append([a.get().tobytes() for a in paged.run(q, hopper.asarray(rows), **options)])
-    assert found[0] == found[1]
+        wrapper.current.header[at.MAY_SPLIT] = may_split  # type: ignore[union-attr]
+        wrapper.current.on_devices.clear()  # type: ignore[union-attr]
+        out, lse = wrapper.run(q, cache, return_lse=True)
+        assert np.isfinite(out.get()).all()
+        found.append(out.get().tobytes() + lse.get().tobytes())
+    assert found[0] == found[1] == found[2]
 
 
 def test_tiles_fill_the_processors() -> None:

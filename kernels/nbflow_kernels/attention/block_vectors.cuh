@@ -122,7 +122,7 @@ DEV void score_keys(float (*s)[2 * TILES], const u8* rows, const u8* q, const fl
 template <int NT>
 struct Vectors {
     int low[NT], high[NT];  // the keys of the item that a vector sees
-    float factor[NT], top[NT], total[NT];
+    float factor[NT], top[NT], total[NT];  // tops are exponents of two, see `top_of`
     bool plain;  // no bias, cap or mask: visible keys are a range, scores stay as they are
 
     DEV_METHOD void start(const Tile& t, const float* factors) {
@@ -191,15 +191,15 @@ struct Vectors {
     DEV_METHOD void weigh_keys(float (*s)[2 * TILES], float* shrink) {
 #pragma unroll
         for (int n = 0; n < NT; n++) {
-            float most = top[n], sum = 0;
+            float most = HIDDEN, sum = 0;
 #pragma unroll
             for (int i = 0; i < 2 * TILES; i++) most = fmaxf(most, s[n][i]);
-            most = greatest_of_keys(most);
-            shrink[n] = exp_fast(top[n] - most);
-            top[n] = most;
+            const float before = top[n];
+            top[n] = fmaxf(before, top_of(greatest_of_keys(most)));
+            shrink[n] = exp2_fast(before - top[n]);
 #pragma unroll
             for (int i = 0; i < 2 * TILES; i++) {
-                s[n][i] = weight(s[n][i], most);
+                s[n][i] = weight(s[n][i], top[n]);
                 sum = __fadd_rn(sum, s[n][i]);
             }
             total[n] = __fmaf_rn(total[n], shrink[n], sum);

@@ -56,7 +56,7 @@ struct Sums {
         const float most = top_of(m);
         float total = 0;
 #pragma unroll
-        for (int w = 0; w < WARPS; w++) total = __fmaf_rn(totals[w][m], exp_fast(tops[w][m] - most), total);
+        for (int w = 0; w < WARPS; w++) total = __fmaf_rn(totals[w][m], exp2_fast(tops[w][m] - most), total);
         folded[m] = fold(run_top[m], run_total[m], most, total);
         run_top[m] = folded[m].top, run_total[m] = folded[m].total;
     }
@@ -92,7 +92,7 @@ DEV void end_split(Sums<4 * NT, 32 * PARTS>& sums, Vectors<NT>& vectors, float (
         if (w == warp)
 #pragma unroll
             for (int n = 0; n < NT; n++) {
-                const float factor = exp_fast(vectors.top[n] - sums.top_of(4 * n + t));
+                const float factor = exp2_fast(vectors.top[n] - sums.top_of(4 * n + t));
 #pragma unroll
                 for (int i = 0; i < 4 * PARTS; i++) {
                     const int b = i / 4, j = i % 4;

@@ -6,8 +6,20 @@
 constexpr int KEYS = 64, WARPS = 4, THREADS = 32 * WARPS;
 constexpr int PAD = 8;  // elements behind a row in shared memory: 16-byte units an odd step apart
 
-// With ONE values are the first columns of keys: what is compressed in latent attention.
-template <class K, class V, int D_QK, int D_VO, bool ONE = false>
+// Division of numbers below 2^31 by one that stays the same: a product and a shift.
+struct Divider {
+    u32 factor, shift;
+
+    DEV_METHOD void start(u32 by) {
+        shift = by > 1 ? 32 - __clz(by - 1) : 0;  // by <= 2^shift
+        factor = ((1ull << 32) * ((1ull << shift) - by)) / by + 1;
+    }
+    DEV_METHOD u32 divide(u32 n) const { return (__umulhi(n, factor) + n) >> shift; }
+};
+
+// With ONE values are the first columns of keys: what is compressed in latent attention.  The rows of
+// CHUNKS chunks, a power of two, are known at a time.
+template <class K, class V, int D_QK, int D_VO, bool ONE = false, int CHUNKS = 2>
 struct Cache {
     static constexpr int K_STEP = D_QK + PAD, V_STEP = ONE ? K_STEP : D_VO + PAD;
     static constexpr int VALUES_AT = ONE ? 0 : KEYS * K_STEP;
@@ -16,9 +28,10 @@ struct Cache {
     const u8* own;  // of the thread block's head: of keys for the first threads, of values for others
     i64 page, token;
     const int* pages;
-    unsigned page_size;
+    u32 page_size;
+    Divider by_page_size;
     int first, end;
-    const u8* (*rows)[2 * KEYS];  // in shared memory, of two chunks: where keys lie, then values
+    const u8* (*rows)[2 * KEYS];  // in shared memory, of CHUNKS: where keys lie, then values
 
     // Begin with an item and a key/value head.
     DEV_METHOD void start(const i64* header, const Item& item, int head, const u8* k, const u8* v,
@@ -29,16 +42,21 @@ struct Cache {
         token = is_key ? ks.token : vs.token;
         pages = pointer<int>(header, KV_INDICES) + pointer<int>(header, KV_INDPTR)[item.request];
         page_size = header[PAGE_SIZE];
+        by_page_size.start(page_size);
         first = item.first_key, end = item.end_key;
         rows = room;
     }
 
     // Write where the rows of a chunk are; of keys outside the item that of its first or last one,
-    // which nothing is seen of.
-    DEV_METHOD void find(int base, int number) const {
-        const unsigned j = min(max(base + (int)threadIdx.x % KEYS, first), end - 1);
-        rows[number & 1][threadIdx.x] = own + pages[j / page_size] * page + j % page_size * token;
+    // which nothing is seen of.  For the first 2 * KEYS threads.
+    DEV_METHOD void find(int base, u32 number) const {
+        const u32 j = min(max(base + (int)threadIdx.x % KEYS, first), end - 1);
+        const u32 n = by_page_size.divide(j);
+        rows[number % CHUNKS][threadIdx.x] = own + pages[n] * page + (j - n * page_size) * token;
     }
+
+    DEV_METHOD const u8* const* keys_of(u32 number) const { return rows[number % CHUNKS]; }
+    DEV_METHOD const u8* const* values_of(u32 number) const { return rows[number % CHUNKS] + KEYS; }
 
     // Copy a chunk's rows, or decode them: threads take pieces of 16 bytes that lie side by side.
     template <class F, int D>
@@ -67,16 +85,16 @@ struct Cache {
 
     // Start the copies of a chunk's keys, values, or both, a group each time.
     DEV_METHOD void load_keys(int number, u16* to) const {
-        copy<K, D_QK>(rows[number & 1], to);
+        copy<K, D_QK>(keys_of(number), to);
         end_copies();
     }
     DEV_METHOD void load_values(int number, u16* to) const {
-        copy<V, D_VO>(rows[number & 1] + KEYS, to);
+        copy<V, D_VO>(values_of(number), to);
         end_copies();
     }
     DEV_METHOD void load(int number, u16* stage) const {
-        copy<K, D_QK>(rows[number & 1], stage);
-        if (!ONE) copy<V, D_VO>(rows[number & 1] + KEYS, stage + VALUES_AT);
+        copy<K, D_QK>(keys_of(number), stage);
+        if (!ONE) copy<V, D_VO>(values_of(number), stage + VALUES_AT);
         end_copies();
     }
 };

@@ -24,13 +24,14 @@ import numpy as np
 from nbflow_kernels import cuda
 from nbflow_kernels.attention import cuda_blocks
 from nbflow_kernels.attention import layout as at
+from nbflow_kernels.attention import wgmma
 from nbflow_kernels.attention.device_items import FEW_VECTORS, MANY_VECTORS, Tiling, split_keys
-from nbflow_kernels.attention.device_plan import PARAMETERS, device_plan, is_plain
+from nbflow_kernels.attention.device_plan import device_plan
+from nbflow_kernels.attention.parameters import PARAMETERS
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import AttentionVariant
 from nbflow_kernels.kvcache.cuda import format_types, strides
 from nbflow_kernels.kvcache.rows import BF16, F16, F32, FIRST_BLOCK_KIND
-from nbflow_kernels.matmul import wgmma
 
 WARPS = 4
 GENERAL = Tiling(16)
@@ -39,7 +40,7 @@ FEW = Tiling(FEW_VECTORS, at_most=FEW_VECTORS)
 MANY = Tiling(MANY_VECTORS, more_than=FEW_VECTORS)
 ALL_FEW = Tiling(FEW_VECTORS, at_most=1 << 61)
 MOST_COLUMNS = 128
-"""Of values; the kernel for many vectors would have more sums than registers."""
+"""Of values; by `mma.sync`, many vectors would have more sums than registers."""
 MOST_HEAD_COLUMNS, MOST_LATENT_COLUMNS = 256, 512
 """Of keys and values that the kernel for few takes, and of values that are columns of the keys."""
 _GENERAL_KEYS, _KEYS, _PAD = 32, 64, 8
@@ -56,22 +57,14 @@ def general_kernel(kinds: tuple[int, int]) -> cuda.Kernel:
 
 @functools.cache
 def tensor_core_kernel(
-    kinds: tuple[int, int], D_qk: int, D_vo: int, exact: bool, many: bool, one: bool = False,
-    by_wgmma: bool = False,
-) -> cuda.Kernel:  # fmt: skip
+    kinds: tuple[int, int], D_qk: int, D_vo: int, exact: bool, many: bool, one: bool = False
+) -> cuda.Kernel:
     """Return a kernel on tensor cores.
 
-    `exact`: queries and weights keep what 16 bits lose; `one`: values are columns of the keys;
-    `by_wgmma`: that for many, of devices of compute capability 9.0.
+    `exact`: queries and weights keep what 16 bits lose; `one`: values are columns of the keys.
     """
     name = f"{format_types(kinds)}, {D_qk}, {D_vo}, {str(exact).lower()}"
-    if many:
-        parameters = f"{PARAMETERS}, i32 with_far"
-        return cuda.cpp_kernel(
-            __file__, "wgmma.cu" if by_wgmma else "tensor_cores.cu", f"attend_many<{name}>",
-            parameters, arch_specific=by_wgmma,
-        )  # fmt: skip
-    name = f"attend_few<{name}, {str(one).lower()}>"
+    name = f"attend_many<{name}>" if many else f"attend_few<{name}, {str(one).lower()}>"
     return cuda.cpp_kernel(__file__, "tensor_cores.cu", name, PARAMETERS)
 
 
@@ -187,10 +180,10 @@ def takes_tensor_cores(
             together |= step
         if kind < FIRST_BLOCK_KIND and together % 16:  # copied 16 bytes at a time
             return False
-    exact, plain = _is_exact(q, kinds), is_plain(plan)
-    needs = _shared_bytes(D_qk, D_vo, exact, False, plain, False, one)
+    exact = _is_exact(q, kinds)
+    needs = _shared_bytes(D_qk, D_vo, exact, False, False, one)
     if D_vo <= MOST_COLUMNS:
-        needs = max(needs, _shared_bytes(D_qk, D_vo, exact, True, plain, True, one))
+        needs = max(needs, _shared_bytes(D_qk, D_vo, exact, True, True, one))
     return needs + _STATIC_SHARED_BYTES <= cuda.device_of(q).max_shared_bytes
 
 
@@ -205,18 +198,18 @@ def _is_exact(q: Any, kinds: tuple[int, int]) -> bool:
 
 
 def _shared_bytes(
-    D_qk: int, D_vo: int, exact: bool, many: bool, plain: bool, with_far: bool, one: bool
+    D_qk: int, D_vo: int, exact: bool, many: bool, with_far: bool, one: bool
 ) -> int:
     """Return the dynamic shared memory of a kernel, as its source lays it out."""
     copies, chunk = 2 if exact else 1, 2 * _KEYS * (D_qk + D_vo + 2 * _PAD)
     if many:
         queries, far = 2 * copies * 16 * WARPS * (D_qk + _PAD), 4 * 32 * WARPS * D_vo // 2
-        return chunk + queries + far * with_far + 4 * 32 * WARPS * 32 * (not plain)
+        return chunk + queries + far * with_far
     if one:
         chunk = 2 * _KEYS * (D_qk + _PAD)
     queries, weights = 2 * copies * 16 * (D_qk + _PAD), 2 * copies * 16 * (_KEYS + _PAD)
     far = 4 * 32 * WARPS * D_vo // 8 if D_vo > MOST_HEAD_COLUMNS else 0
-    return 2 * chunk + queries + weights + far + 4 * 32 * WARPS * 8 * (not plain)
+    return 2 * chunk + queries + weights + far
 
 
 def _on_tensor_cores(
@@ -225,21 +218,22 @@ def _on_tensor_cores(
     """Launch the kernels for requests with few and with many query vectors, where there are any."""
     q = arguments[0]
     _, G, D_qk, D_vo = plan.heads
-    exact, plain = _is_exact(q, kinds), is_plain(plan)
-    by_wgmma = D_qk % 64 == D_vo % 64 == 0 and wgmma.usable(cuda.device_of(q))
+    exact = _is_exact(q, kinds)
     tables = device_plan(plan, q)
-    for tiling in (FEW, MANY) if D_vo <= MOST_COLUMNS else (ALL_FEW,):
+    tilings = (FEW, MANY) if D_vo <= MOST_COLUMNS else (ALL_FEW,)
+    if not one and wgmma.takes(cuda.device_of(q), D_qk, D_vo):
+        wgmma.attend(plan, tables, arguments, kinds, exact)
+        tilings = (FEW,)
+    for tiling in tilings:
         items = tables.items(tiling)
         if not len(items.items):
             continue
         many = tiling is MANY
         header = tables.header(tiling)
-        last = (int(items.any_several),) if many else ()
-        shared = _shared_bytes(D_qk, D_vo, exact, many, plain, items.any_several, one)
-        tensor_core_kernel(kinds, D_qk, D_vo, exact, many, one and not many, many and by_wgmma)(
+        shared = _shared_bytes(D_qk, D_vo, exact, many, items.any_several, one)
+        tensor_core_kernel(kinds, D_qk, D_vo, exact, many, one and not many)(
             (len(items.items), G, cuda.ceil_div(items.most, tiling.tile_vectors)), 32 * WARPS,
-            (header, *arguments, *last),
-            shared + (wgmma.ALIGNED if many and by_wgmma else 0),
+            (header, *arguments), shared,
         )  # fmt: skip
 
 

@@ -139,7 +139,7 @@ attend(const i64* header, const u8* queries, i64 q_row_bytes, int q_kind, const 
                 t.rotate(t.rows + (j - key) * t.row_stride, j);
         __syncthreads();
 
-        float weight[PER_WARP], shrink[PER_WARP];
+        float weights[PER_WARP], shrink[PER_WARP];
         for (int i = 0; i < PER_WARP; i++) {
             const int m = warp + i * WARPS, j = key + lane;
             if (m >= t.n_vectors) break;
@@ -151,11 +151,10 @@ attend(const i64* header, const u8* queries, i64 q_row_bytes, int q_kind, const 
                 const int distance = j - (item.position + t.vector_row(m));
                 score = final_score(header, t.dot(m, lane), distance, head, cap);
             }
-            const float top = fmaxf(state[i].top, warp_max(visible ? score : HIDDEN));
-            // exp drops what fmaxf dropped, a NaN or an infinity; times 0 it comes back
-            weight[i] = visible ? __fmaf_rn(score, 0.0f, exp_fast(score - top)) : 0;
-            shrink[i] = exp_fast(state[i].top - top);
-            state[i].total = __fmaf_rn(state[i].total, shrink[i], warp_sum(weight[i]));
+            const float top = fmaxf(state[i].top, top_of(warp_max(visible ? score : HIDDEN)));
+            weights[i] = visible ? weight(score, top) : 0;
+            shrink[i] = exp2_fast(state[i].top - top);
+            state[i].total = __fmaf_rn(state[i].total, shrink[i], warp_sum(weights[i]));
             state[i].top = top;
         }
         if (!latent) {
@@ -171,7 +170,7 @@ attend(const i64* header, const u8* queries, i64 q_row_bytes, int q_kind, const 
                 const int d = base + lane;
                 float sum = d < t.D_vo ? __fmul_rn(t.acc[m * t.D_vo + d], shrink[i]) : 0;
                 for (int j = first; j < last; j++) {
-                    const float w = __shfl_sync(~0u, weight[i], j - key);
+                    const float w = __shfl_sync(~0u, weights[i], j - key);
                     if (d < t.D_vo)
                         sum = __fmaf_rn(w, t.rows[(j - key) * t.row_stride + d], sum);
                 }

@@ -11,7 +11,7 @@ enum Place {
     LSE_NATURAL, MAY_SPLIT, LATENT, BIAS, BIAS_BYTES, ARRIVED
 };
 
-constexpr float HIDDEN = -1e30f;  // top of a row that has seen no key; finite, so NaN shows
+constexpr float HIDDEN = -1e30f;  // a score that is not seen, and the top of a row without keys
 constexpr float LOG2_E = 1.44269504f;
 constexpr float LN_2 = 0.693147182f;
 
@@ -49,12 +49,27 @@ DEV float log2_fast(float x) {
     return y;
 }
 
-DEV float exp_fast(float x) { return exp2_fast(__fmul_rn(x, LOG2_E)); }
+// The top that a greatest score gives: tops are exponents of two.
+DEV float top_of(float score) { return __fmul_rn(score, LOG2_E); }
+
+// The weight of a score, for all attention kernels: 2^(score * log2 e - top).  The product is exact
+// inside of fma and the difference t is rounded once, so large scores lose nothing: the error is
+// 2^-25 |t| plus 2^-22 of ex2.approx, of the weight.  That of `top` is the same for all weights of
+// a row, and of its LSE, which begins with the rounded top.  LOG2_E is 2^-26 of itself away from
+// log2 e.  HIDDEN gives 0, with a top of HIDDEN too; NaN and infinity give NaN, -infinity gives 0.
+DEV float weight(float score, float top) { return exp2_fast(__fmaf_rn(score, LOG2_E, -top)); }
+
+DEV float reciprocal_fast(float x) {
+    float y;
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
 
 // cap * tanh(x / cap): tanh y = 1 - 2 / (e^2y + 1), and y itself for small y, where that cancels.
+// There the error is some roundings of x, elsewhere 2^-23 cap, below four roundings of x.
 DEV float soft_capped(float x, float cap) {
-    const float y = __fdiv_rn(x, cap), y2 = y * y;
-    const float far = 1.0f - 2.0f / (exp_fast(2.0f * y) + 1.0f);
+    const float y = __fmul_rn(x, reciprocal_fast(cap)), y2 = y * y;
+    const float far = __fmaf_rn(-2.0f, reciprocal_fast(exp2_fast(y * (2 * LOG2_E)) + 1.0f), 1.0f);
     const float near =  // Taylor to y^9: the next term is below 2e-8 y at 0.25
         y * (1.0f + y2 * (-1.0f / 3 + y2 * (2.0f / 15 + y2 * (-17.0f / 315 + y2 * (62.0f / 2835)))));
     return cap * (y2 < 0.0625f ? near : far);
@@ -105,14 +120,14 @@ DEV Folded fold(float top, float total, float new_top, float new_total) {
     if (new_total == 0 && new_top == HIDDEN) return {1, 0, top, total};
     if (total == 0 && top == HIDDEN) return {0, 1, new_top, new_total};
     const float both = fmaxf(top, new_top);
-    const float a = exp_fast(top - both), b = exp_fast(new_top - both);
+    const float a = exp2_fast(top - both), b = exp2_fast(new_top - both);
     return {a, b, both, __fmaf_rn(new_total, b, __fmul_rn(total, a))};
 }
 
 // A column of the sum; a factor of 0 leaves a NaN behind that belongs to no key.
 DEV float fold_column(const Folded& f, float old, float added) {
-    if (f.b == 0) return __fmul_rn(old, f.a);
-    return f.a == 0 ? __fmul_rn(added, f.b) : __fmaf_rn(added, f.b, __fmul_rn(old, f.a));
+    const float a = f.a == 0 ? 0 : old, b = f.b == 0 ? 0 : added;
+    return __fmaf_rn(b, f.b, __fmul_rn(a, f.a));
 }
 
 // Where a partial result lies: DIM_VO columns, top, sum of weights, padding.
@@ -131,13 +146,13 @@ struct Finish {
 DEV Finish finish(const i64* header, float top, float total, int qo_head) {
     float factor = header[OUT_FACTORS] ? pointer<float>(header, OUT_FACTORS)[qo_head] : 1.0f;
     if (header[SINKS]) {
-        const float sink = pointer<float>(header, SINKS)[qo_head], both = fmaxf(top, sink);
-        const float shrink = exp_fast(top - both);
-        total = __fmaf_rn(total, shrink, exp_fast(sink - both));
+        const float sink = top_of(pointer<float>(header, SINKS)[qo_head]), both = fmaxf(top, sink);
+        const float shrink = exp2_fast(top - both);
+        total = __fmaf_rn(total, shrink, exp2_fast(sink - both));
         factor *= shrink;
         top = both;
     }
-    const float log2_sum = __fmaf_rn(top, LOG2_E, log2_fast(total));
-    const float lse = header[LSE_NATURAL] ? top + LN_2 * log2_fast(total) : log2_sum;
+    const float log2_sum = top + log2_fast(total);
+    const float lse = header[LSE_NATURAL] ? __fmul_rn(LN_2, log2_sum) : log2_sum;
     return {total != 0 ? __fdiv_rn(factor, total) : 0, total != 0 ? lse : -infinity()};
 }

@@ -44,7 +44,7 @@ DEV void merge_vector(const i64* header, const Merge& merge, int kv_head, int m,
     }
 }
 
-// What a thread block of four warps does once it has written its item's results.
+// What a thread block does once it has written its item's results.
 template <int AT_ONCE>
 DEV void merge_if_last(const i64* header, const Item& item, int first_vector, int n_vectors, u8* out,
                        int out_kind, float* lse) {
@@ -62,6 +62,6 @@ DEV void merge_if_last(const i64* header, const Item& item, int first_vector, in
     __syncthreads();
     if (!last) return;
     __threadfence();
-    for (int m = threadIdx.x / 32; m < n_vectors; m += 4)
+    for (int m = threadIdx.x / 32; m < n_vectors; m += blockDim.x / 32)
         merge_vector<AT_ONCE>(header, merge, blockIdx.y, first_vector + m, out, out_kind, lse);
 }

@@ -29,7 +29,6 @@ __global__ void __launch_bounds__(THREADS) attend_few(PARAMETERS) {
     u16* const q = stages + 2 * Keys::STAGE;
     u16* const weights = q + COPIES * M * (D_QK + PAD);
     float* const far = (float*)(weights + COPIES * M * (KEYS + PAD)) + threadIdx.x;
-    float* const room = far - threadIdx.x + (FAR ? 4 * TILES * THREADS : 0);  // where it is not plain
 
     const Work<Keys> w(header, k, v, {k_page, k_token, k_head}, {v_page, v_token, v_head}, cap, M, rows_at);
     const Tile& t = w.t;
@@ -59,7 +58,7 @@ __global__ void __launch_bounds__(THREADS) attend_few(PARAMETERS) {
         if (c + 2 < w.n_chunks) w.cache.find(base + 2 * KEYS, c + 2);
         float s[2][4], most[2], shrink[2];
         dot_products<KE, 1, M, D_QK, EXACT>(s, q, stage + 16 * warp * Keys::K_STEP);
-        rows.finish_scores<2>(t, base + 16 * warp, s, room);
+        rows.finish_scores<2>(t, base + 16 * warp, s);
         greatest<2>(s, most);
         if (lane % 4 == 0)
             tops[warp][lane / 4] = most[0], tops[warp][lane / 4 + 8] = most[1];
@@ -69,13 +68,14 @@ __global__ void __launch_bounds__(THREADS) attend_few(PARAMETERS) {
             for (int other = 0; other < WARPS; other++)
                 most[r] = fmaxf(most[r], tops[other][lane / 4 + 8 * r]);
         rows.raise(most, shrink);
+        weigh<2>(s, rows.top);
 #pragma unroll
         for (int n = 0; n < 2; n++)
 #pragma unroll
             for (int r = 0; r < 2; r++) {
                 u16* to = weights + (lane / 4 + 8 * r) * P_STEP + 16 * warp + 8 * n + lane % 4 * 2;
                 u32 rest;
-                weigh<VE, EXACT>(s[n][2 * r], s[n][2 * r + 1], rows.top[r], *(u32*)to, rest);
+                pack_weights<VE, EXACT>(s[n][2 * r], s[n][2 * r + 1], *(u32*)to, rest);
                 if (EXACT) *(u32*)(to + M * P_STEP) = rest;
             }
         __syncthreads();
@@ -92,9 +92,9 @@ __global__ void __launch_bounds__(THREADS) attend_few(PARAMETERS) {
             __syncthreads();  // it has been used, and where the one after the next lies is known
             w.cache.load(c + 2, stage);
         }
-        if (w.ends_split(c)) rows.fold_split<TILES>(o, total, before);
+        if (w.ends_split(c)) rows.fold_split<TILES>(t, o, total, before);
     }
-    rows.finish<TILES>(w.several, o, total, before);
+    rows.finish<TILES>(t, w.several, o, total, before);
     write_rows<TILES, D_VO>(t, 0, rows, o, warp, WARPS, warp == 0, out, out_kind, lse);
     merge_if_last<4>(header, t.item, t.first_vector, t.n_vectors, out, out_kind, lse);
 }
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(THREADS) attend_few(PARAMETERS) {
 // ---- up to 64 query vectors --------------------------------------------------------------------
 
 template <class K, class V, int D_QK, int D_VO, bool EXACT>
-__global__ void __launch_bounds__(THREADS) attend_many(PARAMETERS, int with_far) {
+__global__ void __launch_bounds__(THREADS) attend_many(PARAMETERS) {
     typedef typename ElementOf<K::KIND>::Type KE;  // of queries and keys
     typedef typename ElementOf<V::KIND>::Type VE;  // of weights and values
     typedef Cache<K, V, D_QK, D_VO> Keys;
@@ -112,9 +112,8 @@ __global__ void __launch_bounds__(THREADS) attend_many(PARAMETERS, int with_far)
     u16* const keys = (u16*)memory;
     u16* const values = keys + KEYS * Keys::K_STEP;
     u16* const q = values + KEYS * Keys::V_STEP;
-    // Sums of the splits before, of each thread's own columns; then room for scores.
+    // Sums of the splits before, of each thread's own columns.
     float* const far = (float*)(q + COPIES * M * (D_QK + PAD)) + threadIdx.x;
-    float* const room = far - threadIdx.x + (with_far ? 4 * TILES * THREADS : 0);
 
     const Work<Keys> w(header, k, v, {k_page, k_token, k_head}, {v_page, v_token, v_head}, cap, M, rows_at);
     const Tile& t = w.t;
@@ -146,24 +145,18 @@ __global__ void __launch_bounds__(THREADS) attend_many(PARAMETERS, int with_far)
         if (c + 1 < w.n_chunks) w.cache.load_keys(c + 1, keys);
         if (sees) {
             float most[2], shrink[2];
-            rows.finish_scores<KEYS / 8>(t, base, s, room);
+            rows.finish_scores<KEYS / 8>(t, base, s);
             greatest<KEYS / 8>(s, most);
             rows.raise(most, shrink);
             u32 p[KEYS / 16][4], rest[KEYS / 16][4];
-#pragma unroll
-            for (int n = 0; n < KEYS / 8; n++)
-#pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    const int at = n % 2 * 2 + r;
-                    weigh<VE, EXACT>(s[n][2 * r], s[n][2 * r + 1], rows.top[r], p[n / 2][at],
-                                     rest[n / 2][at]);
-                }
+            weigh<KEYS / 8>(s, rows.top);
+            pack_all<VE, EXACT>(s, p, rest);
             add_values<VE, TILES, D_VO, Keys::V_STEP, EXACT>(
                 o, total, p, rest, values, 0, 1, shrink);
         }
-        if (w.ends_split(c)) rows.fold_split<TILES>(o, total, before);
+        if (w.ends_split(c)) rows.fold_split<TILES>(t, o, total, before);
     }
-    rows.finish<TILES>(w.several, o, total, before);
+    rows.finish<TILES>(t, w.several, o, total, before);
     write_rows<TILES, D_VO>(t, 16 * warp, rows, o, 0, 1, true, out, out_kind, lse);
     merge_if_last<4>(header, t.item, t.first_vector, t.n_vectors, out, out_kind, lse);
 }

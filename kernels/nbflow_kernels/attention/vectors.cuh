@@ -19,12 +19,12 @@ struct Tile {
     DEV_METHOD i64 place(int m) const { return (i64)(item.row + row(m)) * header[QO_HEADS] + head(m); }
 };
 
-// Queries times their factors as 16-bit numbers, with EXACT the rest behind them; zeros for vectors
-// that do not exist.
-template <class E, int M, int D, bool EXACT>
-DEV void load_queries(const Tile& t, const u8* queries, i64 row_bytes, int kind, u16* q) {
+// Queries times their factors as 16-bit numbers, with EXACT the rest in a second copy; zeros for
+// vectors that do not exist.  `place(copy, vector, column)` is where two columns go.
+template <class E, int M, int D, bool EXACT, class Place>
+DEV void load_queries(const Tile& t, const u8* queries, i64 row_bytes, int kind, Place place) {
     const int size = kind == F32 ? 4 : 2;
-    for (int i = threadIdx.x; i < M * (D / 2); i += THREADS) {
+    for (int i = threadIdx.x; i < M * (D / 2); i += blockDim.x) {
         const int m = i / (D / 2), d = i % (D / 2) * 2;
         float x = 0, y = 0;
         if (m < t.n_vectors) {
@@ -35,11 +35,20 @@ DEV void load_queries(const Tile& t, const u8* queries, i64 row_bytes, int kind,
             x = __fmul_rn(load_float(from, kind), factor);
             y = __fmul_rn(load_float(from + size, kind), factor);
         }
-        const u32 both = E::pack(x, y);
-        *(u32*)(q + m * (D + PAD) + d) = both;
+        u32 both = E::pack(x, y);
         if (EXACT)
-            *(u32*)(q + (M + m) * (D + PAD) + d) = E::pack(x - E::low(both), y - E::high(both));
+            *place(1, m, d) = E::pack(x - E::low(both), y - E::high(both));
+        else  // what 16 bits do not hold is NaN, as with the rest: an infinity could hide in a weight of 0
+            both = E::pack(E::low(both) + 0 * E::low(both), E::high(both) + 0 * E::high(both));
+        *place(0, m, d) = both;
     }
+}
+
+// The same in rows for `dot_products`.
+template <class E, int M, int D, bool EXACT>
+DEV void load_queries(const Tile& t, const u8* queries, i64 row_bytes, int kind, u16* q) {
+    const auto place = [&](int copy, int m, int d) { return (u32*)(q + (copy * M + m) * (D + PAD) + d); };
+    load_queries<E, M, D, EXACT>(t, queries, row_bytes, kind, place);
 }
 
 // Scores of 16 query vectors and 16 * GROUPS keys, in mma's order.
@@ -71,59 +80,79 @@ DEV void dot_products(float (*s)[4], const u16* q, const u16* k) {
 
 // What the two rows of a lane (g and g + 8 of 16) see, and what they have summed up.
 struct Rows {
-    Seen seen[2];
-    int low[2], high[2];  // the keys of the item that a row sees
-    int head[2], here[2];
-    float top[2], run_top[2], run_total[2];
+    int first_vector;        // of the warp's 16
+    int low[2], high[2];     // the keys of the item that a row sees
+    int first, end;          // what any row of the 16 sees
+    int all_first, all_end;  // what all of them see
+    float top[2], run_top[2], run_total[2];  // tops are exponents of two, see `top_of`
     bool plain;  // no bias, cap or mask: scores stay as they are, visible keys are a range
 
-    DEV_METHOD void start(const Tile& t, int first) {
-        const int g = (threadIdx.x & 31) / 4;
+    // Begin with vectors [first_vector, first_vector + 16).  Those behind the last one see what it
+    // sees, so that they hide nothing; if all are, they see nothing.
+    DEV_METHOD void start(const Tile& t, int first_of_16) {
+        first_vector = first_of_16;
         plain = !t.header[SLOPES] && !t.header[BIAS] && !t.header[MASK] && t.cap == 0;
 #pragma unroll
         for (int r = 0; r < 2; r++) {
-            const int m = first + g + 8 * r;
-            seen[r] = {0, 0, 0};
-            head[r] = here[r] = 0;
-            if (m < t.n_vectors) {
-                seen[r] = seen_by(t.header, t.item, t.row(m));
-                head[r] = t.head(m);
-                here[r] = t.item.position + t.row(m);
-            }
-            low[r] = max(seen[r].low, t.item.first_key);
-            high[r] = min(seen[r].high, t.item.end_key);
+            const Seen seen = seen_by(t.header, t.item, t.row(vector(t, r)));
+            low[r] = max(seen.low, t.item.first_key);
+            high[r] = first_vector < t.n_vectors ? min(seen.high, t.item.end_key) : 0;
             top[r] = run_top[r] = HIDDEN;
             run_total[r] = 0;
         }
+        all_first = __reduce_max_sync(~0u, max(low[0], low[1]));
+        all_end = __reduce_min_sync(~0u, min(high[0], high[1]));
+        first = __reduce_min_sync(~0u, min(low[0], low[1]));
+        end = __reduce_max_sync(~0u, max(high[0], high[1]));
     }
-    // Finish the scores of 8 * N keys from `base` on: HIDDEN for what a row does not see.  Biases,
-    // caps and masks are rare, and would fill the registers if they were unrolled: those scores go
-    // through `room`, 4 * N numbers apart by THREADS.
-    template <int N>
-    DEV_METHOD void finish_scores(const Tile& t, int base, float (*s)[4], float* room) const {
+    DEV_METHOD bool exists(const Tile& t, int r) const {
+        return first_vector + (int)(threadIdx.x & 31) / 4 + 8 * r < t.n_vectors;
+    }
+    // The vector of row r, or the last one.
+    DEV_METHOD int vector(const Tile& t, int r) const {
+        return min(first_vector + (int)(threadIdx.x & 31) / 4 + 8 * r, t.n_vectors - 1);
+    }
+    // Finish the scores of 8 * N keys from `base` on: HIDDEN for what a row does not see, which is
+    // nothing but at the borders of what the rows see.
+    // ALWAYS_PLAIN: there are no biases, caps and masks, and no code for them.
+    template <int N, bool ALWAYS_PLAIN = false>
+    DEV_METHOD void finish_scores(const Tile& t, int base, float (*s)[4]) const {
+        if (!ALWAYS_PLAIN && !plain) change_scores<N>(t, base, s);
+        if (base >= all_first && base + 8 * N <= all_end) return;
         const int column = base + (threadIdx.x & 3) * 2;
-        if (!plain) {
-#pragma unroll
-            for (int i = 0; i < 4 * N; i++) room[i * THREADS + threadIdx.x] = s[i / 4][i % 4];
-#pragma unroll 1
-            for (int i = 0; i < 4 * N; i++) {
-                const bool second = i & 2;
-                const int j = column + i / 4 * 8 + (i & 1);
-                const int first = second ? low[1] : low[0], last = second ? high[1] : high[0];
-                const i64 mask = second ? seen[1].mask : seen[0].mask;
-                float& x = room[i * THREADS + threadIdx.x];
-                if (j < first || j >= last) continue;
-                if (t.header[MASK] && !mask_shows(t.header, mask + j)) x = HIDDEN;
-                else x = final_score(t.header, x, j - (second ? here[1] : here[0]),
-                                     second ? head[1] : head[0], t.cap);
-            }
-#pragma unroll
-            for (int i = 0; i < 4 * N; i++) s[i / 4][i % 4] = room[i * THREADS + threadIdx.x];
-        }
 #pragma unroll
         for (int i = 0; i < 4 * N; i++) {
             const int r = i / 2 % 2, j = column + i / 4 * 8 + i % 2;
             if (j < low[r] || j >= high[r]) s[i / 4][i % 4] = HIDDEN;
+        }
+    }
+    // Apply biases, caps and masks.  Unrolled, they would fill the registers, so scores pass through
+    // the first four: each round handles those and turns the others on by four.
+    template <int N>
+    DEV_METHOD void change_scores(const Tile& t, int base, float (*s)[4]) const {
+        const bool masked = t.header[MASK];
+        int column = base + (threadIdx.x & 3) * 2;
+        int head[2], here[2];
+        i64 mask[2];
+#pragma unroll
+        for (int r = 0; r < 2; r++) {  // known again, as it is rare
+            const int row = t.row(vector(t, r));
+            head[r] = t.head(vector(t, r));
+            here[r] = t.item.position + row;
+            mask[r] = seen_by(t.header, t.item, row).mask;
+        }
+#pragma unroll 1
+        for (int n = 0; n < N; n++, column += 8) {
+            float x[4];
+#pragma unroll
+            for (int e = 0; e < 4; e++) {
+                const int r = e / 2, j = column + e % 2;
+                x[e] = s[0][e];
+                if (masked && j >= low[r] && j < high[r] && !mask_shows(t.header, mask[r] + j)) x[e] = HIDDEN;
+                else x[e] = final_score(t.header, x[e], j - here[r], head[r], t.cap);
+            }
+#pragma unroll
+            for (int i = 0; i < 4 * N; i++) s[i / 4][i % 4] = i < 4 * N - 4 ? s[i / 4 + 1][i % 4] : x[i % 4];
         }
     }
     // Let `most` be among the greatest scores so far; `shrink`: what sums are multiplied with.
@@ -131,15 +160,16 @@ struct Rows {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             const float before = top[r];
-            top[r] = fmaxf(before, most[r]);
-            shrink[r] = exp_fast(before - top[r]);
+            top[r] = fmaxf(before, top_of(most[r]));
+            shrink[r] = exp2_fast(before - top[r]);
         }
     }
     // Add a split's sums to those of the splits before it, `before(n, e)`, and let them start anew.
     template <int TILES, class Before>
-    DEV_METHOD void fold_split(float (*o)[4], float* total, Before before) {
+    DEV_METHOD void fold_split(const Tile& t, float (*o)[4], float* total, Before before) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
+            if (!exists(t, r)) continue;
             const Folded f = fold(run_top[r], run_total[r], top[r], total[2 * r]);
 #pragma unroll
             for (int n = 0; n < TILES; n++)
@@ -156,7 +186,7 @@ struct Rows {
     }
     // Let `run_top` and `run_total` be those of the whole item, and `o` its sums.
     template <int TILES, class Before>
-    DEV_METHOD void finish(bool several, float (*o)[4], const float* total, Before before) {
+    DEV_METHOD void finish(const Tile& t, bool several, float (*o)[4], const float* total, Before before) {
 #pragma unroll
         for (int r = 0; r < 2; r++) {
             run_top[r] = several ? run_top[r] : top[r];
@@ -164,27 +194,21 @@ struct Rows {
         }
         if (!several) return;
 #pragma unroll
-        for (int n = 0; n < TILES; n++)
+        for (int r = 0; r < 2; r++) {
+            if (!exists(t, r)) continue;
 #pragma unroll
-            for (int e = 0; e < 4; e++) o[n][e] = before(n, e);
-    }
-    // Whether any row of the warp's 16 sees a key of [base, base + KEYS).
-    DEV_METHOD bool any_sees(int base) const {
-        bool sees = false;
+            for (int n = 0; n < TILES; n++)
 #pragma unroll
-        for (int r = 0; r < 2; r++) sees = sees || (low[r] < base + KEYS && high[r] > base);
-        return __any_sync(~0u, sees);
+                for (int e = 2 * r; e < 2 * r + 2; e++) o[n][e] = before(n, e);
+        }
     }
+    // Whether any row of the warp's 16 may see a key of [base, base + KEYS).
+    DEV_METHOD bool any_sees(int base) const { return first < base + KEYS && end > base; }
 };
 
 DEV float quad_max(float x) {
     x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
-}
-
-// The weight of a score; exp drops what fmaxf dropped, a NaN or an infinity, times 0 it comes back.
-DEV float weight(float score, float top) {
-    return score == HIDDEN ? 0 : __fmaf_rn(score, 0.0f, exp_fast(score - top));
 }
 
 // The greatest of a row's scores in its four lanes, of the two rows of a lane.
@@ -198,12 +222,30 @@ DEV void greatest(const float (*s)[4], float most[2]) {
     most[0] = quad_max(most[0]), most[1] = quad_max(most[1]);
 }
 
-// Weights of two neighbouring scores as 16-bit numbers, and with EXACT what these leave.
+// Scores of 8 * N keys become weights.
+template <int N>
+DEV void weigh(float (*s)[4], const float* top) {
+#pragma unroll
+    for (int i = 0; i < 4 * N; i++) s[i / 4][i % 4] = weight(s[i / 4][i % 4], top[i / 2 % 2]);
+}
+
+// Two neighbouring weights as 16-bit numbers, and with EXACT what these leave.
 template <class E, bool EXACT>
-DEV void weigh(float first, float second, float top, u32& both, u32& rest) {
-    const float x = weight(first, top), y = weight(second, top);
+DEV void pack_weights(float x, float y, u32& both, u32& rest) {
     both = E::pack(x, y);
     if (EXACT) rest = E::pack(x - E::low(both), y - E::high(both));
+}
+
+// Those of 16 vectors and 64 keys, in the order of a first operand.
+template <class E, bool EXACT>
+DEV void pack_all(const float (*s)[4], u32 (*p)[4], u32 (*rest)[4]) {
+#pragma unroll
+    for (int n = 0; n < KEYS / 8; n++)
+#pragma unroll
+        for (int r = 0; r < 2; r++) {
+            const int at = n % 2 * 2 + r;
+            pack_weights<E, EXACT>(s[n][2 * r], s[n][2 * r + 1], p[n / 2][at], rest[n / 2][at]);
+        }
 }
 
 // Add weights times one: the sums of 64 keys' weights.

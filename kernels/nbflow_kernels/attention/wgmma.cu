@@ -1,134 +1,186 @@
 // Attention of many query vectors by `wgmma` (compute capability 9.0), for columns in whole 64.
 //
-// The twin of `attend_many` in `tensor_cores.cu`, with the same arithmetic in the same order: 64 query
-// vectors are a warpgroup's rows.  Queries are operands in registers for all keys, weights become such
-// where they are, and keys and values are read from shared memory once for all 64 vectors, which is what
-// bounds `mma.sync`: there each warp reads them for 16.
-#include "attention/work.cuh"
-#include "cuda/hopper.cuh"
+// The twin of `attend_many` and `attend_few` in `tensor_cores.cu`, with the same arithmetic in the same
+// order for a query vector.  A warpgroup has 64 of them, its weights become operands in registers where
+// they are, and keys and values are read from shared memory once for all 64.  Two warpgroups share what
+// comes in.  While a chunk's values are multiplied, the weights of the next one are made.
+#include "attention/lines.cuh"
 
-constexpr int LINE = 128, BLOCK = KEYS * LINE;  // bytes of 64 columns of a key, and of all keys of a chunk
+// Keys and values of two chunks each.  `next(c)` returns when the keys of chunk c + 1 and the values of
+// chunk c are there for all; keys of c + 2 and values of c + 1 are on their way then, to the places of
+// keys of c and values of c - 1, which everybody must have used before.
+template <class K, class V, int D_QK, int D_VO, int COPIERS>
+struct Ring {
+    typedef Cache<K, V, D_QK, D_VO, false, 4> Keys;
+    static constexpr int K_BYTES = KEYS * D_QK * 2, V_BYTES = KEYS * D_VO * 2, BYTES = 2 * (K_BYTES + V_BYTES);
+    const Keys& cache;
+    u8* const lines;
+    const int first_base, n_chunks;
+    LineCopies<COPIERS> copies;
 
-// Copy a chunk's rows, or decode them, to lines as `describe_lines` says.
-template <class F, int D>
-DEV void copy_lines(const u8* const* from, u8* to) {
-    constexpr int PIECES = D / 8, ROUNDS = KEYS * PIECES / THREADS;
-#pragma unroll (F::FLOAT ? ROUNDS : 2)
-    for (int n = 0; n < ROUNDS; n++) {
-        const int slot = (n * THREADS + threadIdx.x) / PIECES, piece = (n * THREADS + threadIdx.x) % PIECES;
-        u8* const target = to + piece / 8 * BLOCK + slot * LINE + 16 * ((piece ^ slot) & 7);
-        if constexpr (F::FLOAT) {
-            copy_16(shared_address(target), from[slot] + 16 * piece);
-        } else {
-            u32 pairs[4];
-            for (int p = 0; p < 4; p++)
-                pairs[p] = Half::pack(load_number<F>(from[slot], 8 * piece + 2 * p),
-                                      load_number<F>(from[slot], 8 * piece + 2 * p + 1));
-            *(uint4*)target = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-        }
+    DEV_METHOD Ring(const Work<Keys>& w, u8* lines)
+        : cache(w.cache), lines(lines), first_base(w.first_base), n_chunks(shared_by_warp(w.n_chunks)) {}
+    DEV_METHOD u8* keys(u32 c) const { return lines + c % 2 * K_BYTES; }
+    DEV_METHOD u8* values(u32 c) const { return lines + 2 * K_BYTES + c % 2 * V_BYTES; }
+    DEV_METHOD void find(u32 c) const {
+        if (c < n_chunks && threadIdx.x < 2 * KEYS) cache.find(first_base + c * KEYS, c);
     }
-    end_copies();
-}
+    DEV_METHOD void load_keys(u32 c) const {
+        if (c < n_chunks) copies.template copy<K, D_QK>(cache.keys_of(c), keys(c));
+    }
+    DEV_METHOD void load_values(u32 c) const {
+        if (c < n_chunks) copies.template copy<V, D_VO>(cache.values_of(c), values(c));
+    }
+    DEV_METHOD void start() const {
+        for (u32 c = 0; c < 3; c++) find(c);
+        __syncthreads();
+        load_keys(0);
+        end_copies();
+        load_keys(1);
+        load_values(0);
+        end_copies();
+        wait_for_copies<1>();
+        publish_lines();
+        __syncthreads();
+    }
+    DEV_METHOD void next(u32 c) const {
+        wait_for_copies<0>();
+        publish_lines();
+        __syncthreads();
+        load_keys(c + 2);
+        load_values(c + 1);
+        end_copies();
+        find(c + 3);
+    }
+};
 
-template <class K, class V, int D_QK, int D_VO, bool EXACT>
-__global__ void __launch_bounds__(THREADS) attend_many(PARAMETERS, int with_far) {
+// The chunks of which any row of a warpgroup may see a key; `room` is for one pair of each warp.  What
+// reductions give is known to be the same for the whole warp.
+struct Chunks {
+    u32 begin, end;
+
+    DEV_METHOD Chunks(const Rows& rows, int first_base, int2* room) {
+        if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = make_int2(rows.first, rows.end);
+        __syncthreads();
+        const int2 own = room[threadIdx.x / 128 * 4 + threadIdx.x % 4];
+        const int first = __reduce_min_sync(~0u, own.x), last = __reduce_max_sync(~0u, own.y);
+        begin = shared_by_warp((first - first_base) / KEYS);
+        end = last > first ? shared_by_warp((last - first_base + KEYS - 1) / KEYS) : begin;
+    }
+};
+
+// The sums of the splits before, of a thread's own rows and columns.
+template <int D, int COUNT, bool FAR>
+struct Earlier {
+    float* row[FAR ? 2 : 1];
+
+    DEV_METHOD Earlier(const Tile& t, int first_vector, float* near, float* far) {
+        row[0] = near + threadIdx.x;
+        if (FAR)
+#pragma unroll
+            for (int r = 0; r < 2; r++) {
+                const int lane = threadIdx.x & 31, m = min(first_vector + lane / 4 + 8 * r, t.n_vectors - 1);
+                row[FAR * r] = far + t.place(m) * D + lane % 4 * 2;
+            }
+    }
+    DEV_METHOD float& operator()(int n, int e) const {
+        return FAR ? row[FAR * (e / 2)][8 * n + e % 2] : row[0][(4 * n + e) * COUNT];
+    }
+};
+
+// PLAIN: without biases, caps and masks, for which there are hardly registers.  Sums of the splits before
+// lie in shared memory for up to 128 columns, for more in memory: at `earlier`, which has the shape of the
+// results.
+template <class K, class V, int D_QK, int D_VO, bool EXACT, int WARPGROUPS, bool PLAIN>
+__global__ void __launch_bounds__(128 * WARPGROUPS, 1) attend_many(PARAMETERS, float* earlier) {
     typedef typename ElementOf<K::KIND>::Type KE;  // of queries and keys
     typedef typename ElementOf<V::KIND>::Type VE;  // of weights and values
-    typedef Product<K::KIND == BF16 ? BF16_KIND : F16_KIND, KEYS> Scores;
-    typedef Product<V::KIND == BF16 ? BF16_KIND : F16_KIND, D_VO, true> Sums;
-    constexpr int M = 16 * WARPS, TILES = D_VO / 8, COPIES = EXACT ? 2 : 1, Q_STEP = D_QK + PAD;
+    constexpr int M = 64 * WARPGROUPS, TILES = D_VO / 8, COUNT = 128 * WARPGROUPS;
+    constexpr bool FAR = D_VO > 128, KEPT = (EXACT ? 2 : 1) * D_QK <= 128;
+    constexpr bool MEANWHILE = !FAR || (PLAIN && !EXACT);  // else registers are short
+    typedef Ring<K, V, D_QK, D_VO, COUNT> Lines;
+    typedef Queries<KE, K::KIND, M, D_QK, EXACT, KEPT> Vectors;
     extern __shared__ __align__(16) u8 memory[];
-    __shared__ const u8* rows_at[2][2 * KEYS];
-    u8* const keys = memory + (-shared_address(memory) & 1023);
-    u8* const values = keys + D_QK / 64 * BLOCK;
-    u16* const q = (u16*)(values + D_VO / 64 * BLOCK);
-    // Sums of the splits before, of each thread's own columns; then room for scores.
-    float* const far = (float*)(q + COPIES * M * Q_STEP) + threadIdx.x;
-    float* const room = far - threadIdx.x + (with_far ? 4 * TILES * THREADS : 0);
+    __shared__ const u8* rows_at[4][2 * KEYS];
+    __shared__ int2 seen[4 * WARPGROUPS];
+    u8* const lines = memory + (-shared_address(memory) & 1023);
+    u8* const query_lines = lines + Lines::BYTES;
+    float* const near = (float*)(query_lines + Vectors::BYTES);
 
-    const Work<Cache<K, V, D_QK, D_VO>> w(header, k, v, {k_page, k_token, k_head},
-                                          {v_page, v_token, v_head}, cap, M, rows_at);
+    const Work<typename Lines::Keys> w(header, k, v, {k_page, k_token, k_head}, {v_page, v_token, v_head},
+                                       cap, M, rows_at);
     const Tile& t = w.t;
     if (t.n_vectors <= 0) return;
-    const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+    const int warp = threadIdx.x / 32;
     Rows rows;
     rows.start(t, 16 * warp);
-    load_queries<KE, M, D_QK, EXACT>(t, queries, q_row_bytes, q_kind, q);
-    if (w.n_chunks > 0) w.cache.find(w.first_base, 0);
-    __syncthreads();
-    u32 query[D_QK / 16][4], query_rest[D_QK / 16][4];
-#pragma unroll
-    for (int i = 0; i < D_QK / 16; i++) {
-        const u16* at = q + (16 * warp + lane % 16) * Q_STEP + lane / 16 * 8 + 16 * i;
-        load_matrices(query[i], at);
-        if (EXACT) load_matrices(query_rest[i], at + M * Q_STEP);
-    }
-    float o[TILES * 4] = {}, total[4] = {};
+    Vectors::fill(t, queries, q_row_bytes, q_kind, query_lines);
+    publish_lines();
+    const Chunks chunks(rows, w.first_base, seen);
+    const Lines ring(w, lines);
+    ring.start();
+    Vectors vectors;
+    vectors.start(query_lines, shared_by_warp(warp / 4));
+    float o[TILES * 4] = {}, total[4] = {}, s[KEYS / 2], shrink[2];
     float (*const columns)[4] = (float (*)[4])o;
-    const auto before = [&](int n, int e) -> float& { return far[(4 * n + e) * THREADS]; };
+    float (*const scores)[4] = (float (*)[4])s;
+    u32 p[KEYS / 16][4], rest[KEYS / 16][4];
+    const auto before = [&]() { return Earlier<D_VO, COUNT, FAR>(t, 16 * warp, near, earlier); };
     if (w.several)
-        for (int i = 0; i < 4 * TILES; i++) far[i * THREADS] = 0;
+        for (int i = 0; i < 4 * TILES; i++)
+            if (rows.exists(t, i / 2 % 2)) before()(i / 4, i % 4) = 0;
+    // Scores of chunk c become weights, but for their order.
+    const auto weigh_chunk = [&](int c) {
+        float most[2];
+        rows.finish_scores<KEYS / 8, PLAIN>(t, w.first_base + c * KEYS, scores);
+        greatest<KEYS / 8>(scores, most);
+        rows.raise(most, shrink);
+        weigh<KEYS / 8>(scores, rows.top);
+    };
+    const auto shrink_and_pack = [&]() {
+        pack_all<VE, EXACT>(scores, p, rest);
+        add_weights<VE, EXACT>(total, p, rest, shrink);
+#pragma unroll
+        for (int i = 0; i < 4 * TILES; i++) o[i] = __fmul_rn(o[i], shrink[i / 2 % 2]);
+    };
 
-    if (w.n_chunks > 0) copy_lines<K, D_QK>(rows_at[0], keys);
-    for (int c = 0; c < w.n_chunks; c++) {
-        const int base = w.first_base + c * KEYS;
-        wait_for_copies<0>();
-        publish_lines();
-        // the keys are there, the values of the chunk before have been used
-        const bool sees = __syncthreads_or(rows.any_sees(base));
-        copy_lines<V, D_VO>(rows_at[c & 1] + KEYS, values);
-        if (c + 1 < w.n_chunks) w.cache.find(base + KEYS, c + 1);
-        float s[KEYS / 2] = {};
-        if (sees) {
-            hold(s);
-            start_products();
-#pragma unroll
-            for (int i = 0; i < D_QK / 16; i++) {
-                const u64 lines = describe_lines(shared_address(keys) + i / 4 * BLOCK + i % 4 * 32);
-                if (EXACT) Scores::run(s, query_rest[i], lines, i > 0);
-                Scores::run(s, query[i], lines, EXACT || i > 0);
+    u32 c = 0;
+    while (c < chunks.begin) ring.next(c++);
+    while (c < chunks.end) {  // split by split
+        const u32 stop = min(chunks.end, shared_by_warp(w.split_end(c)));
+        vectors.score(s, ring.keys(c));
+        wait_for_products();
+        hold(s);
+        weigh_chunk(c);
+        shrink_and_pack();
+        for (c++; c < stop; c++) {
+            ring.next(c - 1);
+            if (MEANWHILE) vectors.score(s, ring.keys(c));
+            add_lines<V::KIND, D_VO, EXACT>(o, p, rest, ring.values(c - 1));
+            wait_for_products<MEANWHILE ? 1 : 0>();
+            if (!MEANWHILE) {
+                hold(o);
+                vectors.score(s, ring.keys(c));
+                wait_for_products();
             }
-            end_products();
-            wait_for_products();
             hold(s);
-        }
-        wait_for_copies<0>();
-        publish_lines();
-        __syncthreads();  // the values are there, the keys have been used
-        if (c + 1 < w.n_chunks) copy_lines<K, D_QK>(rows_at[c + 1 & 1], keys);
-        if (sees) {
-            float most[2], shrink[2];
-            float (*const scores)[4] = (float (*)[4])s;
-            rows.finish_scores<KEYS / 8>(t, base, scores, room);
-            greatest<KEYS / 8>(scores, most);
-            rows.raise(most, shrink);
-            u32 p[KEYS / 16][4], rest[KEYS / 16][4];
-#pragma unroll
-            for (int n = 0; n < KEYS / 8; n++)
-#pragma unroll
-                for (int r = 0; r < 2; r++) {
-                    const int at = n % 2 * 2 + r;
-                    weigh<VE, EXACT>(scores[n][2 * r], scores[n][2 * r + 1], rows.top[r], p[n / 2][at],
-                                     rest[n / 2][at]);
-                }
-            add_weights<VE, EXACT>(total, p, rest, shrink);
-#pragma unroll
-            for (int i = 0; i < 4 * TILES; i++) o[i] = __fmul_rn(o[i], shrink[i / 2 % 2]);
-            hold(o);
-            start_products();
-#pragma unroll
-            for (int i = 0; i < KEYS / 16; i++) {
-                const u64 lines = describe_lines(shared_address(values) + i * 16 * LINE, BLOCK);
-                Sums::run(o, p[i], lines, true);
-                if (EXACT) Sums::run(o, rest[i], lines, true);
+            weigh_chunk(c);
+            if (MEANWHILE) {
+                hold(s);
+                stay_in_front();
+                wait_for_products();
+                hold(o);
             }
-            end_products();
-            wait_for_products();
-            hold(o);
+            shrink_and_pack();
         }
-        if (w.ends_split(c)) rows.fold_split<TILES>(columns, total, before);
+        ring.next(c - 1);
+        add_lines<V::KIND, D_VO, EXACT>(o, p, rest, ring.values(c - 1));
+        wait_for_products();
+        hold(o);
+        if (w.several) rows.fold_split<TILES>(t, columns, total, before());
     }
-    rows.finish<TILES>(w.several, columns, total, before);
+    while (c < ring.n_chunks) ring.next(c++);
+    rows.finish<TILES>(t, w.several, columns, total, before());
     write_rows<TILES, D_VO>(t, 16 * warp, rows, columns, 0, 1, true, out, out_kind, lse);
     merge_if_last<4>(header, t.item, t.first_vector, t.n_vectors, out, out_kind, lse);
 }

@@ -25,6 +25,10 @@ struct Work {
         several = item.end_key > (item.first_key / split + 1) * split;
         cache.start(header, item, t.kv_head, k, v, ks, vs, rows_at);
     }
+    // The chunk behind the split that chunk `c` belongs to.
+    DEV_METHOD int split_end(int c) const {
+        return (((first_base + c * KEYS) / split + 1) * split - first_base) / KEYS;
+    }
     // Whether a split ends behind chunk `c`.
     DEV_METHOD bool ends_split(int c) const {
         return several && (c + 1 == n_chunks || (first_base + (c + 1) * KEYS) % split == 0);

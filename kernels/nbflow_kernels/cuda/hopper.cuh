@@ -49,6 +49,11 @@ DEV u64 describe_lines(u32 place, u32 block = 16) {
   return SWIZZLE_128 | EIGHT | (u64)(block >> 4) << 16 | (place & 0x3ffff) >> 4;
 }
 
+// The same so many bytes behind.
+DEV u64 lines_behind(u64 lines, u32 n_bytes) {
+  return (u64)(u32)(lines >> 32) << 32 | ((u32)lines + (n_bytes >> 4));
+}
+
 // What this thread has written to shared memory, for products that come behind a barrier.
 DEV void publish_lines() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -57,7 +62,14 @@ DEV void start_products() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory
 
 DEV void end_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 
-DEV void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+// Until all but the latest LEFT groups of them are done: before results are read, or operands in
+// registers written.
+template <int LEFT = 0>
+DEV void wait_for_products() { asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory"); }
+
+// Instructions in front stay there: without it, waits for products move up as far as their results allow,
+// in front of what is meant to be done meanwhile.
+DEV void stay_in_front() { asm volatile("pmevent 0;"); }
 
 // Keeps accesses of some sums on the side of a product or a wait that they are written on.
 template <int N>
@@ -67,7 +79,8 @@ DEV void hold(float (&c)[N]) {
 }
 
 // c = a b, or c += a b: 64 rows x 16 columns (a warp has 16 of the rows, as `mma_f16` takes them) by 16
-// columns x TOKENS; 8 tokens' sums after the others' lie as `mma_f16` has them.
+// columns x TOKENS; 8 tokens' sums after the others' lie as `mma_f16` has them.  Rows are in registers,
+// or in lines that `a` describes.
 template <int NUMBER, int TOKENS, bool TRANSPOSED = false> struct Product;
 
 #define SUMS_8(c, i) \
@@ -92,15 +105,30 @@ template <int NUMBER, int TOKENS, bool TRANSPOSED = false> struct Product;
   "%80, %81, %82, %83, %84, %85, %86, %87, " \
   "%88, %89, %90, %91, %92, %93, %94, %95"
 
-#define PRODUCT(NUMBER, TYPE, TRANSPOSED, TOKENS, NAMES, A0, A1, A2, A3, B, ADD, ...)              \
-  template <> struct Product<NUMBER, TOKENS, TRANSPOSED> {                                         \
-    static DEV_METHOD void run(float (&c)[TOKENS / 2], const u32 (&a)[4], u64 b, bool add) {       \
-      asm volatile("{ .reg .pred p; setp.ne.b32 p, " ADD ", 0; "                                   \
-                   "wgmma.mma_async.sync.aligned.m64n" #TOKENS "k16.f32." TYPE "." TYPE " {" NAMES \
-                   "}, {" A0 ", " A1 ", " A2 ", " A3 "}, " B ", p, 1, 1, " #TRANSPOSED "; }"       \
-                   : __VA_ARGS__                                                                   \
-                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));           \
-    }                                                                                              \
+#define NAMES_128 \
+  NAMES_96 ", " \
+  "%96, %97, %98, %99, %100, %101, %102, %103, " \
+  "%104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, " \
+  "%120, %121, %122, %123, %124, %125, %126, %127"
+
+#define RUN(TYPE, TRANSPOSED, TOKENS, NAMES, A, B, ADD)                                   \
+  "{ .reg .pred p; setp.ne.b32 p, " ADD ", 0; "                                           \
+  "wgmma.mma_async.sync.aligned.m64n" #TOKENS "k16.f32." TYPE "." TYPE " {" NAMES "}, " A \
+  ", " B ", p, 1, 1, " TRANSPOSED "; }"
+
+#define PRODUCT(NUMBER, TYPE, TRANSPOSED, TOKENS, NAMES, A0, A1, A2, A3, B, ADD, ...)                           \
+  template <> struct Product<NUMBER, TOKENS, TRANSPOSED> {                                                      \
+    static DEV_METHOD void run(float (&c)[TOKENS / 2], const u32 (&a)[4], u64 b, bool add) {                    \
+      asm volatile(RUN(TYPE, #TRANSPOSED, TOKENS, NAMES, "{" A0 ", " A1 ", " A2 ", " A3 "}", B, ADD)            \
+                   : __VA_ARGS__                                                                                \
+                   : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"((int)add));                        \
+    }                                                                                                           \
+    static DEV_METHOD void run(float (&c)[TOKENS / 2], u64 a, u64 b, bool add) {                                \
+      asm volatile(RUN(TYPE, "0, " #TRANSPOSED, TOKENS, NAMES, A0, A1, A2)                                      \
+                   : __VA_ARGS__                                                                                \
+                   : "l"(a), "l"(b), "r"((int)add));                                                            \
+    }                                                                                                           \
   };
 #define PRODUCT_64(NUMBER, TYPE, TRANSPOSED) \
   PRODUCT(NUMBER, TYPE, TRANSPOSED, 64, NAMES_32, "%32", "%33", "%34", "%35", "%36", "%37", SUMS_32(c, 0))
@@ -108,6 +136,8 @@ template <int NUMBER, int TOKENS, bool TRANSPOSED = false> struct Product;
   PRODUCT(NUMBER, TYPE, TRANSPOSED, 128, NAMES_64, "%64", "%65", "%66", "%67", "%68", "%69", SUMS_32(c, 0), SUMS_32(c, 32))
 #define PRODUCT_192(NUMBER, TYPE, TRANSPOSED) \
   PRODUCT(NUMBER, TYPE, TRANSPOSED, 192, NAMES_96, "%96", "%97", "%98", "%99", "%100", "%101", SUMS_32(c, 0), SUMS_32(c, 32), SUMS_32(c, 64))
+#define PRODUCT_256(NUMBER, TYPE, TRANSPOSED) \
+  PRODUCT(NUMBER, TYPE, TRANSPOSED, 256, NAMES_128, "%128", "%129", "%130", "%131", "%132", "%133", SUMS_32(c, 0), SUMS_32(c, 32), SUMS_32(c, 64), SUMS_32(c, 96))
 PRODUCT_64(F16_KIND, "f16", 0)
 PRODUCT_64(BF16_KIND, "bf16", 0)
 PRODUCT_128(F16_KIND, "f16", 0)
@@ -118,3 +148,7 @@ PRODUCT_64(F16_KIND, "f16", 1)
 PRODUCT_64(BF16_KIND, "bf16", 1)
 PRODUCT_128(F16_KIND, "f16", 1)
 PRODUCT_128(BF16_KIND, "bf16", 1)
+PRODUCT_192(F16_KIND, "f16", 1)
+PRODUCT_192(BF16_KIND, "bf16", 1)
+PRODUCT_256(F16_KIND, "f16", 1)
+PRODUCT_256(BF16_KIND, "bf16", 1)

@@ -211,7 +211,7 @@ def bulk_copy(b: Binder, ins: Instruction) -> Run:
 def _check_visible(m: Machine, lane: int, found: Mbarrier) -> None:
     """Report an mbarrier that a bulk copy uses and whose making no fence made visible to it."""
     clocks = m.clocks
-    fence = max(int(clocks.proxy[found.maker]), int(clocks.init_fence[found.maker]))
+    fence = max(int(clocks.proxy[0, found.maker]), int(clocks.init_fence[found.maker]))
     if fence < found.made_at and m.checks.proxy and m.checks.races:
         raise m.error(
             "proxy",
