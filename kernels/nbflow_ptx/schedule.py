@@ -379,7 +379,7 @@ class _Scheduler:
                 # an arrival stands for its whole warp, as the hardware counts
                 self.arrived[int(k)] = (
                     n + len(who),
-                    warps | set((m.warp_id[who] % m.warps_per_block).tolist()),
+                    warps | set((m.warp_id[who] % m.clocks.warps).tolist()),
                 )
             self.send(c.pc + 1, lanes)
             return
@@ -448,10 +448,11 @@ class _Scheduler:
             return
         for k in np.unique(keys):
             who = lanes[keys == k]
-            warps = set((m.warp_id[who] % m.warps_per_block).tolist())
+            warps = set((m.warp_id[who] % m.clocks.warps).tolist())
             if int(k) in self.arrived:
                 warps |= self.arrived.pop(int(k))[1]
-            m.clocks.barrier(int(k) // 16, who, np.array(sorted(warps)), m.stamp)
+            cluster = int(m.warp_id[who[0]]) // m.clocks.warps
+            m.clocks.barrier(cluster, who, np.array(sorted(warps)), m.stamp)
 
     def reduce(self, bar: Barrier, lanes: Any, all_lanes: Any, keys: Any) -> None:
         m = self.m

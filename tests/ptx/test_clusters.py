@@ -67,15 +67,15 @@ def test_ranks_and_numbers_of_blocks(clusters: Emulator) -> None:
     ("bug", "check", "why"),
     [
         (1, "uninitialised", "of shared array 's' of 256 bytes of block (1, 0, 0)"),
-        (3, "barrier", "block (1, 0, 0), which may not have begun: no barrier.cluster before"),
-        (4, "race", "load in shared memory races with another thread"),
-        (5, "barrier", "a second barrier.cluster.arrive, with no wait for the first"),
-        (6, "barrier", "block (1, 0, 0), which has ended"),
-        (7, "bounds", "mapa to block 2 of a cluster of 2"),
-        (8, "bounds", "behind the end of shared array 's' of 256 bytes"),
-        (9, "barrier", "barrier.cluster.wait without an arrival before"),
-        (10, "race", "store in shared memory races with another thread"),
-        (11, "barrier", "ends while another one of its cluster may reach into its shared memory"),
+        (2, "barrier", "block (1, 0, 0), which may not have begun: no barrier.cluster before"),
+        (3, "race", "load in shared memory races with another thread"),
+        (4, "barrier", "a second barrier.cluster.arrive, with no wait for the first"),
+        (5, "barrier", "block (1, 0, 0), which has ended"),
+        (6, "bounds", "mapa to block 2 of a cluster of 2"),
+        (7, "bounds", "behind the end of shared array 's' of 256 bytes"),
+        (8, "barrier", "barrier.cluster.wait without an arrival before"),
+        (9, "race", "store in shared memory races with another thread"),
+        (10, "barrier", "ends while another one of its cluster may reach into its shared memory"),
     ],
 )
 def test_mistakes_with_shared_memory_are_found(
@@ -89,8 +89,17 @@ def test_mistakes_with_shared_memory_are_found(
 
 def test_barriers_of_the_cluster_order_memory_everywhere(clusters: Emulator) -> None:
     """Stores before and behind a barrier; global memory that another block wrote before it."""
-    y = swap(clusters, 12, Checks())
+    y = swap(clusters, 11, Checks())
     assert (y == 1).all()
+
+
+def test_barriers_of_a_part_of_a_block_are_its_own(clusters: Emulator) -> None:
+    y = np.zeros((4, 128), np.float32)
+    clusters.checks = Checks()
+    clusters.launch("halves", 4, 128, y, 0)
+    assert (y == np.arange(128) ^ 63).all()
+    with pytest.raises(KernelFault, match="load in shared memory races"):
+        clusters.launch("halves", 4, 128, y, 1)
 
 
 @pytest.mark.parametrize(

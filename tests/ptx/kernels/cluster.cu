@@ -54,19 +54,17 @@ extern "C" __global__ void PAIR swap(const float* x, float* y, int bug) {
   __shared__ float s[64];
   const u32 t = threadIdx.x;
   if (bug != 1 || t < 32) s[t] = x[64 * blockIdx.x + t];
-  if (bug == 2) meet(), s[t] += 1;
-  if (bug == 3) __syncthreads();
-  else if (bug == 4) give_relaxed(), take();
+  if (bug == 2) __syncthreads();
+  else if (bug == 3) give_relaxed(), take();
   else meet();
-  if (bug == 5) give();
-  if (bug == 6 && blockIdx.x == 1) ASM("exit;");
-  const u32 from = map(shared_address(s + 63 - t), (rank() ^ 1) + (bug == 7));
-  y[64 * blockIdx.x + t] = load(from + (bug == 8 ? 64 * 4 : 0));
-  if (bug == 2) s[t] = 0;
-  if (bug == 9) take();
-  if (bug == 10) s[t] = 2;
-  if (bug != 11) meet();
-  if (bug == 12) y[64 * (blockIdx.x ^ 1) + t] = 1;
+  if (bug == 4) give();
+  if (bug == 5 && blockIdx.x == 1) ASM("exit;");
+  const u32 from = map(shared_address(s + 63 - t), (rank() ^ 1) + (bug == 6));
+  y[64 * blockIdx.x + t] = load(from + (bug == 7 ? 64 * 4 : 0));
+  if (bug == 8) take();
+  if (bug == 9) s[t] = 2;
+  if (bug != 10) meet();
+  if (bug == 11) y[64 * (blockIdx.x ^ 1) + t] = 1;
 }
 
 // The same by addresses that say nothing of their space; sums of the cluster's first block.
@@ -128,6 +126,16 @@ extern "C" __global__ void PAIR __launch_bounds__(64) share(const float* x, floa
   }
   y[64 * blockIdx.x + t] = sum;
   if (bug != 10) meet();
+}
+
+// Barriers of each half of a block.
+extern "C" __global__ void PAIR halves(float* y, int bug) {
+  __shared__ float s[128];
+  const u32 t = threadIdx.x;
+  s[t] = t;
+  if (bug == 1) __syncwarp();
+  else ASM("bar.sync %0, 64;" ::"r"(1 + t / 64) : "memory");
+  y[128 * blockIdx.x + t] = s[t ^ 63];
 }
 
 // Without a cluster, `barrier.cluster` is a barrier of the block.
