@@ -154,17 +154,25 @@ def test_tiles_fill_the_processors() -> None:
     assert chosen(384, 4100, 132) == (128, 2)  # 33 row tiles: a thread block in 34 has none
 
 
-def test_clusters_have_the_bits_of_single_thread_blocks(hopper: Any) -> None:
-    """Rows of three tiles: the fourth thread block has none, and brings its tokens all the same."""
+def test_clusters_have_the_bits_of_single_thread_blocks(
+    xp: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An odd number of row tiles: the last thread block has no rows, and brings its tokens."""
+    n_tokens, n_rows, n_columns = 1500, 4200, 4096
+    if hasattr(xp, "reset"):
+        xp.reset(arch="sm_90")
+        n_tokens, n_rows, n_columns = 70, 260, 448  # 7 steps: more than stages
+    if device_of(xp.zeros(1)).arch != "sm_90":
+        pytest.skip("clusters are of compute capability 9.0")
+    monkeypatch.setenv("NBFLOW_WGMMA", "1")
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((70, 448), dtype=np.float32)  # 7 steps: more than stages
-    w = nk.quantize(rng.standard_normal((260, 448), dtype=np.float32), "q8_0")
-    there, tokens = w.to_device(hopper.zeros(1)), hopper.asarray(x)
+    w = nk.quantize(rng.standard_normal((n_rows, n_columns), dtype=np.float32), "q8_0")
+    there = w.to_device(xp.zeros(1))
+    tokens = xp.asarray(rng.standard_normal((n_tokens, n_columns), dtype=np.float32))
     results = []
     for value in ("0", "1"):
-        with pytest.MonkeyPatch.context() as environment:
-            environment.setenv("NBFLOW_CLUSTERS", value)
-            results.append(nk.qmatmul(tokens, there, activations="bf16").get())
+        monkeypatch.setenv("NBFLOW_CLUSTERS", value)
+        results.append(nk.qmatmul(tokens, there, activations="bf16").get())
     assert results[0].tobytes() == results[1].tobytes()
 
 

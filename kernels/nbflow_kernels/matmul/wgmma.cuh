@@ -140,7 +140,7 @@ DEV void sum_slots(Weights&& weights, const TokenRing<PARTS, TOKENS>& ring, floa
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; i++) total[i] += acc[i];
   }
-  if constexpr (CLUSTER > 1) {  // the others' copies are here; what is said to them is to come before the end
+  if constexpr (CLUSTER > 1) {  // nothing more to send; who still has to hear of it is waited for at the end
     __syncwarp();
     leave_cluster();
   }
