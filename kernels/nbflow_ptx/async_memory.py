@@ -74,8 +74,9 @@ def _seen(m: Machine, lanes: Any, who: Any, at: Any) -> Any:
     """Return whether a fence makes each store (of thread `who` at stamp `at`) visible."""
     clocks = m.clocks
     writer = who.astype(np.int64) - 1 - m.first_thread
-    block = m.block_of[lanes]
-    mine, its = m.warp_id[lanes] % clocks.warps, m.warp_id[writer] % clocks.warps
+    cluster, mine = np.divmod(m.warp_id[lanes], clocks.warps)
+    its = m.warp_id[writer] % clocks.warps
     fences = clocks.proxy[:, writer]
-    told = (mine == its) | (clocks.known[block, mine, its] >= fences)
-    return ((fences >= at) & told).any(axis=0) | (clocks.proxy_known[block, mine, its] >= at)
+    same = m.warp_id[lanes] == m.warp_id[writer]
+    told = same | (clocks.known[cluster, mine, its] >= fences)
+    return ((fences >= at) & told).any(axis=0) | (clocks.proxy_known[cluster, mine, its] >= at)

@@ -15,6 +15,8 @@ from nbflow_ptx.errors import LaunchError, OutOfMemory
 SHARED_BASE = 1 << 40
 LOCAL_BASE = 2 << 40
 GLOBAL_BASE = 0x7E << 40
+#: Shared memory has a window for the thread's own block, and one for each block of its cluster.
+WINDOW_BYTES = 1 << 24
 #: Bits of a shadow byte.
 LIVE, WRITTEN, FREED, PENDING, READING = 1, 2, 4, 8, 16
 #: Bytes between allocations that belong to nobody.

@@ -203,7 +203,8 @@ class Emulator:
         self, program: Program, layout: Layout, device: Device, profile: Profile | None
     ) -> Result:
         n, size = layout.n_blocks, layout.threads_per_block
-        at_once = max(LANES_AT_ONCE // size, 1)
+        together = layout.blocks_per_cluster
+        at_once = max(LANES_AT_ONCE // (size * together), 1) * together
         if program.grid_barrier or _waits_for_blocks(program):
             if n * size > MAX_COOPERATIVE_LANES:
                 raise LaunchError(
@@ -215,7 +216,10 @@ class Emulator:
         cells = None
         if self.checks.races:
             starts = [a.start for a in device.allocations]
-            cells = Cells(device.top, program.granules["global"], across=True, starts=starts)
+            cells = Cells(
+                device.top, program.granules["global"], across=True, starts=starts,
+                warps=layout.warps_per_cluster,
+            )  # fmt: skip
         grid, stamps, printed = Grid(n), [0], list[str]()
         result = Result(profile=profile)
         for first in range(0, n, at_once):

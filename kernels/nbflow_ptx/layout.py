@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +24,10 @@ _SHARED_GAP = 32
 MAX_SHARED = 227 * 1024
 _GRID_LIMIT = (2**31 - 1, 65535, 65535)
 _BLOCK_LIMIT = (1024, 1024, 64)
+#: Thread blocks that every device of compute capability 9.0 runs as a cluster.
+_CLUSTER_LIMIT = 8
+#: Warps of a cluster that the check of races tells apart.
+_CLUSTER_WARPS = 64
 
 
 class Layout:
@@ -41,7 +46,11 @@ class Layout:
         self.grid, self.block = triple(grid, "grid"), triple(block, "block")
         self.threads_per_block = int(np.prod(self.block))
         self.n_blocks = int(np.prod(self.grid))
+        self.cluster = triple(kernel.cluster, "cluster")
+        self.blocks_per_cluster = int(np.prod(self.cluster))
+        self.warps_per_cluster = self.blocks_per_cluster * -(-self.threads_per_block // 32)
         self._check(kernel)
+        self._check_cluster(kernel)
         self.kernel = kernel
         self.addresses: dict[str, int] = dict(kernel.frame)
         self.shared_names: list[tuple[int, int, str]] = []
@@ -64,6 +73,24 @@ class Layout:
         if self.threads_per_block > limit:
             raise LaunchError(
                 f"a thread block of {self.threads_per_block}; {kernel.name} allows {limit}"
+            )
+
+    def _check_cluster(self, kernel: Linked) -> None:
+        for size, step, axis in zip(self.grid, self.cluster, "xyz", strict=True):
+            if size % step:
+                raise LaunchError(
+                    f"grid.{axis} = {size} is no multiple of the {step} thread blocks of a "
+                    f"cluster of {kernel.name}"
+                )
+        n = self.blocks_per_cluster
+        if n > _CLUSTER_LIMIT:
+            raise LaunchError(
+                f"a cluster of {n} thread blocks; every device runs {_CLUSTER_LIMIT} at most"
+            )
+        if n > 1 and self.warps_per_cluster > _CLUSTER_WARPS:
+            raise LaunchError(
+                f"a cluster of {n} thread blocks of {self.threads_per_block}; clusters of up to "
+                f"{_CLUSTER_WARPS} warps can be run here"
             )
 
     def _shared(self, kernel: Linked, dynamic: int) -> None:
@@ -94,15 +121,21 @@ class Layout:
         self.dynamic_bytes, self.total_shared = dynamic, static + dynamic
         self.shared_bytes = -(-(at + dynamic + _SHARED_GAP) // 16) * 16
 
-    def block_index(self, k: int) -> tuple[int, int, int]:
-        """Return (x, y, z) of a block."""
-        x, y = self.grid[0], self.grid[1]
-        return k % x, k // x % y, k // (x * y)
+    def block_index(self, k: Any) -> tuple[Any, Any, Any]:
+        """Return (x, y, z) of a block: those of a cluster have neighbouring numbers."""
+        within = _index(k % self.blocks_per_cluster, self.cluster)
+        sizes = [n // c for n, c in zip(self.grid, self.cluster, strict=True)]
+        x, y, z = (
+            c * step + w
+            for c, step, w in zip(
+                _index(k // self.blocks_per_cluster, sizes), self.cluster, within, strict=True
+            )
+        )
+        return x, y, z
 
     def thread_index(self, k: int) -> tuple[int, int, int]:
         """Return (x, y, z) of a thread in its block."""
-        x, y = self.block[0], self.block[1]
-        return k % x, k // x % y, k // (x * y)
+        return _index(k, self.block)
 
     def shorten(self, text: str) -> str:
         """Shorten the mangled name of the kernel in a text."""
@@ -134,16 +167,15 @@ class Layout:
         base, _, axis = name.lstrip("%").partition(".")
         k = "xyz".find(axis) if axis else -1
         if base in ("tid", "ctaid"):
-            sizes, index = (self.block, m.thread_of) if base == "tid" else (self.grid, m.block_id)
-            if sizes[k] == 1:
-                return np.uint32(0)
-            step = int(np.prod(sizes[:k])) if k else 1
-            values = (index // step % sizes[k]).astype(np.uint32)
-            return values[0] if (values == values[0]).all() else values
+            index = (
+                _index(m.thread_of, self.block) if base == "tid" else self.block_index(m.block_id)
+            )
+            return _scalar_if_same(index[k])
         if base in ("ntid", "nctaid"):
             return np.uint32((self.block if base == "ntid" else self.grid)[k])
         lane = m.lane.astype(np.uint32)
         one = np.uint32(1)
+        rank = m.block_id % self.blocks_per_cluster
         table: dict[str, Any] = {
             "laneid": lambda: lane,
             "warpid": lambda: (m.warp_id % m.warps_per_block).astype(np.uint32),
@@ -159,13 +191,15 @@ class Layout:
             "gridid": lambda: np.uint64(1),
             "dynamic_smem_size": lambda: np.uint32(self.dynamic_bytes),
             "total_smem_size": lambda: np.uint32(self.total_shared),
-            "clusterid": lambda: self.special(m, f"%ctaid.{axis}"),
-            "nclusterid": lambda: np.uint32(self.grid[k]),
-            "cluster_ctaid": lambda: np.uint32(0),
-            "cluster_nctaid": lambda: np.uint32(1),
-            "cluster_ctarank": lambda: np.uint32(0),
-            "cluster_nctarank": lambda: np.uint32(1),
-            "is_explicit_cluster": lambda: np.bool_(False),
+            "clusterid": lambda: _scalar_if_same(
+                self.block_index(m.block_id)[k] // self.cluster[k]
+            ),
+            "nclusterid": lambda: np.uint32(self.grid[k] // self.cluster[k]),
+            "cluster_ctaid": lambda: _scalar_if_same(_index(rank, self.cluster)[k]),
+            "cluster_nctaid": lambda: np.uint32(self.cluster[k]),
+            "cluster_ctarank": lambda: _scalar_if_same(rank),
+            "cluster_nctarank": lambda: np.uint32(self.blocks_per_cluster),
+            "is_explicit_cluster": lambda: np.bool_(self.blocks_per_cluster > 1),
         }
         if base in table:
             return table[base]()
@@ -173,6 +207,18 @@ class Layout:
             half = m.device.grid_workspace() >> (32 if base == "envreg1" else 0)
             return np.uint32(half & 0xFFFFFFFF)
         raise UnsupportedInstruction(f"special register {name}")
+
+
+def _index(k: Any, sizes: Sequence[int]) -> tuple[Any, Any, Any]:
+    """Return (x, y, z) of a number, or of each of an array, in a box of some sizes."""
+    x, y = sizes[0], sizes[1]
+    return k % x, k // x % y, k // (x * y)
+
+
+def _scalar_if_same(values: Any) -> Any:
+    """Return values of threads as a register's, one number if all are the same."""
+    values = values.astype(np.uint32)
+    return values[0] if (values == values[0]).all() else values
 
 
 def triple(sizes: Any, what: str) -> tuple[int, int, int]:

@@ -46,6 +46,7 @@ class Linked:
     name: str
     params: list[Variable]
     max_threads: int | None
+    cluster: tuple[int, ...] = (1,)
     target: str = ""
     code: list[Instruction] = field(default_factory=list)
     registers: dict[str, Type] = field(default_factory=dict)
@@ -77,7 +78,8 @@ def find_entry(module: Module, name: str) -> Function:
 class _Linker:
     def __init__(self, module: Module, entry: Function) -> None:
         self.module, self.entry = module, entry
-        self.out = Linked(entry.name, list(entry.params), entry.max_threads, module.target)
+        self.out = Linked(entry.name, list(entry.params), entry.max_threads)
+        self.out.cluster, self.out.target = entry.cluster, module.target
         self.labels: dict[str, int] = {}
         self.pending: list[tuple[Instruction, str]] = []
         self.tables: dict[str, tuple[str, ...]] = {}

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from nbflow_ptx import schedule
 from nbflow_ptx.checks import Checks
+from nbflow_ptx.clusters import ClusterRegion, Clusters
 from nbflow_ptx.device import GLOBAL_BASE, LIVE, LOCAL_BASE, SHARED_BASE, Device
 from nbflow_ptx.errors import Finding, KernelFault
 from nbflow_ptx.instructions.access import Copies
@@ -50,7 +51,8 @@ class Machine:
         self.executed = self.lane_instructions = self.strong_accesses = 0
         self._threads(blocks)
         self._registers()
-        self.clocks = Clocks(self.n_blocks, self.warps_per_block, self.lanes, grid_state)
+        self.clocks = Clocks(self.n_clusters, layout.warps_per_cluster, self.lanes, grid_state)
+        self.clusters = Clusters(self)
         self.copies = Copies(self.lanes)
         self.mbarriers = Mbarriers(self)
         self.warpgroups = Warpgroups(self)
@@ -66,12 +68,18 @@ class Machine:
         self.all_lanes = np.arange(self.lanes)
         self.block_of, self.thread_of = self.all_lanes // n, self.all_lanes % n
         self.block_id = blocks[self.block_of]
+        self.blocks_per_cluster = self.layout.blocks_per_cluster
+        self.threads_per_cluster = self.blocks_per_cluster * n
+        self.n_clusters = self.n_blocks // self.blocks_per_cluster
+        self.cluster_id = self.block_id // self.blocks_per_cluster
         self.first_thread = int(blocks[0]) * n
         self.thread_id = (self.first_thread + self.all_lanes + 1).astype(np.int32)
         self.lane = self.thread_of % 32
         in_block = self.thread_of // 32
         self.warp_id = self.block_of * self.warps_per_block + in_block
-        self.warp_bit = np.uint32(1) << in_block.astype(np.uint32)
+        in_cluster = self.warp_id % self.layout.warps_per_cluster
+        bits: Any = np.uint32 if self.layout.warps_per_cluster <= 32 else np.uint64
+        self.warp_bit = bits(1) << in_cluster.astype(bits)
         self.slot = self.warp_id * 32 + self.lane
         self.group_of = self.block_of * -(-n // 128) + self.thread_of // 128  # its warpgroup
         self.n_groups = self.n_blocks * -(-n // 128)
@@ -96,12 +104,17 @@ class Machine:
         self.frame_bytes = frame
         tracked = None
         if self.checks.races:
-            tracked = Cells(shared.size, self.program.granules["shared"], across=False)
+            tracked = Cells(
+                shared.size, self.program.granules["shared"], across=False,
+                warps=layout.warps_per_cluster,
+            )  # fmt: skip
         own_parts = self.shared_start if self.n_blocks > 1 else None
+        own = Region("shared", shared, shadow.reshape(-1), tracked, own_parts, size)
         return Memory(
             self,
             Region("global", self.device.heap, self.device.shadow, cells, limit=self.device.top),
-            Region("shared", shared, shadow.reshape(-1), tracked, own_parts, size),
+            own,
+            ClusterRegion(own, self) if self.blocks_per_cluster > 1 else own,
             Region(
                 "local",
                 local,
@@ -145,9 +158,12 @@ class Machine:
         """Return the entries of `values` for these threads."""
         return values if is_everyone(lanes, self.lanes) else values[lanes]
 
-    def met(self) -> None:
-        """Every thread met the others of its block at a barrier."""
+    def met(self, *, grid: bool = False) -> None:
+        """Every thread met the others of its block (or of the grid) at a barrier."""
         self.touch()
+        if self.blocks_per_cluster > 1 and not grid:
+            self.clocks.barrier_of_blocks(self.blocks_per_cluster, self.stamp)
+            return
         self.clocks.barrier_of_all(self.stamp)
         cells = self.memory.regions["shared"].cells
         if cells is not None:
@@ -215,11 +231,11 @@ class Machine:
             near = self.device.nearest(at)
             name = near.name if near else None
         else:
-            start = self.shared_start if region.name == "shared" else self.local_start
             base = SHARED_BASE if region.name == "shared" else LOCAL_BASE
-            offset = at - int(start[lane])
-            address = base + offset
-            name, text = self.layout.describe(region.name, offset)
+            start, whose = region.part_of(lane, at)
+            address = base + at - start
+            name, text = self.layout.describe(region.name, at - start)
+            text += whose
         raise self.error(check, f"{why}: {text}", lane, address=address, array=name, notes=notes)
 
     def other_access(self, who: int, stamp: int) -> str:

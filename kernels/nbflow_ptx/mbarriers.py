@@ -64,8 +64,8 @@ class Mbarriers:
             parts = m.memory.split(lanes, address, space)
             if any(region.name != "shared" for _, region, _ in parts):
                 raise m.error("bounds", f"{what}: no address in shared memory", int(lanes[0]))
-            address = parts[0][2]
-        region = m.memory.regions["shared"]
+            address, space = parts[0][2], "cluster"
+        region = m.memory.regions[space]
         at, outside = m.memory.place(region, lanes, np.asarray(address), NBYTES, what)
         if outside is not None and outside.any():
             raise m.error("bounds", f"{what} outside shared memory", int(lanes[0]))
@@ -77,7 +77,7 @@ class Mbarriers:
         for lane, k, n in zip(lanes.tolist(), at.tolist(), count.tolist(), strict=True):
             if not 1 <= n <= MAX_COUNT:
                 raise m.error("barrier", f"an mbarrier of {n} arrivals", lane)
-            zero = np.zeros(m.warps_per_block, np.int32)
+            zero = np.zeros(m.clocks.warps, np.int32)
             self.found[k] = Mbarrier(n, lane, m.stamp, zero, zero.copy(), n)
 
     def get(self, lane: int, at: int) -> Mbarrier:
@@ -147,10 +147,11 @@ class Mbarriers:
     # Waiting -----------------------------------------------------------------------------------
 
     def deliver(self, at: Any) -> None:
-        """Land what is under way to these mbarriers, in the order it was sent."""
+        """Land what is under way to these mbarriers, in the order it was sent, for one phase."""
         for k in np.unique(at).tolist():
             b = self.found.get(k)
-            while b is not None and b.landings:
+            phase = b.phase if b is not None else 0
+            while b is not None and b.landings and b.phase == phase:
                 b.landings.pop(0)()
 
     def complete(self, lanes: Any, at: Any, phase: Any, *, parity: bool) -> Any:

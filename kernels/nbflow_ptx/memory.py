@@ -57,6 +57,7 @@ class Region:
         self.memory, self.shadow, self.cells = memory, shadow, cells
         self.view, self.shadow_view = views(memory), views(shadow)
         self.starts = starts
+        self.own: Region = self
         self.limit = memory.size if limit is None else limit
 
     def start(self, lanes: Any) -> Any:
@@ -65,13 +66,23 @@ class Region:
             return 0
         return self.starts if is_everyone(lanes, len(self.starts)) else self.starts[lanes]
 
+    def resolve(self, lanes: Any, at: Any) -> tuple[Any, Any]:
+        """Return offsets of addresses in the parts of the region, and where these begin."""
+        return at, self.start(lanes)
+
+    def part_of(self, lane: int, at: int) -> tuple[int, str]:
+        """Return where the part begins that an offset of a thread's access lies in, and whose."""
+        return (0 if self.starts is None else int(self.starts[lane])), ""
+
 
 class Memory:
     """The spaces of one machine and the accesses to them."""
 
-    def __init__(self, m: Machine, heap: Region, shared: Region, local: Region) -> None:
+    def __init__(
+        self, m: Machine, heap: Region, shared: Region, cluster: Region, local: Region
+    ) -> None:
         self.m = m
-        self.regions = {"global": heap, "shared": shared, "local": local}
+        self.regions = {"global": heap, "shared": shared, "cluster": cluster, "local": local}
 
     # Addresses -------------------------------------------------------------------------------
 
@@ -92,28 +103,29 @@ class Memory:
         for kind in np.unique(kinds):
             which = None if (kinds == kind).all() else np.flatnonzero(kinds == kind)
             a = address if which is None else address[which]
-            name = ("global", "shared", "local", "global")[kind]
+            name = ("global", "cluster", "local", "global")[kind]
             base = (GLOBAL_BASE, SHARED_BASE, LOCAL_BASE, GLOBAL_BASE)[kind]
             found.append((which, self.regions[name], a - base))
         return found
 
     def place(self, region: Region, lanes: Any, at: Any, nbytes: int, what: str) -> tuple[Any, Any]:
         """Check alignment and range; return offsets in the region and the mask of unusable ones."""
+        at, start = region.resolve(lanes, at)
         low_bits = int(np.bitwise_or.reduce(at, axis=None)) & (nbytes - 1)
         if low_bits:
             if self.m.checks.aligned:
                 j = int(np.flatnonzero(np.broadcast_to(at & (nbytes - 1), lanes.shape))[0])
                 why = f"misaligned {what} of {nbytes} bytes"
-                self.fault("aligned", region, lanes, at + region.start(lanes), j, why)
+                self.fault("aligned", region.own, lanes, at + region.start(lanes), j, why)
             at = at & ~np.int64(nbytes - 1)
         outside = at.astype(np.uint64) > np.uint64(region.limit - nbytes)
         if outside.any():
             if self.m.checks.bounds:
                 j = int(np.flatnonzero(np.broadcast_to(outside, lanes.shape))[0])
                 why = f"{what} of {nbytes} bytes out of bounds"
-                self.fault("bounds", region, lanes, at + region.start(lanes), j, why)
-            return np.where(outside, 0, at) + region.start(lanes), outside
-        return at + region.start(lanes), None
+                self.fault("bounds", region.own, lanes, at + region.start(lanes), j, why)
+            return np.where(outside, 0, at) + start, outside
+        return at + start, None
 
     def fault(
         self, check: str, region: Region, lanes: Any, at: Any, j: int, why: str, notes: Any = ()
@@ -350,10 +362,10 @@ class Memory:
     # Asynchronous copies ---------------------------------------------------------------------
 
     def begin_copy(
-        self, lanes: Any, address: Any, n: int, what: str = "cp.async"
+        self, lanes: Any, address: Any, n: int, what: str = "cp.async", space: str = "shared"
     ) -> tuple[Any, Any]:
         """Mark the destination of a copy; return which threads have one, and where."""
-        region = self.regions["shared"]
+        region = self.regions[space]
         at = np.broadcast_to(address, lanes.shape)
         at, outside = self.place(region, lanes, at, n, f"{what} destination")
         keep = np.arange(len(lanes))
@@ -390,8 +402,10 @@ def is_everyone(lanes: Any, n: int) -> bool:
 
 
 def space_of(ins: Instruction) -> str:
-    """Return the state space an instruction names, or ``generic``."""
+    """Return the state space an instruction names (shared::cluster: ``cluster``) or ``generic``."""
     for part in ins.op[1:]:
+        if part == "shared::cluster":
+            return "cluster"
         name = part.split("::")[0]
         if name in ("param", "global", "shared", "local", "const"):
             return name

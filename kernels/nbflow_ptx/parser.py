@@ -190,6 +190,8 @@ class _Parser:
             f.max_threads = 1
             for n in re.findall(r"\d+", t.group(1)):
                 f.max_threads *= int(n)
+        if t := re.search(r"\.reqnctapercluster\s+([\d,\s]+)", body.group()):
+            f.cluster = tuple(int(n) for n in re.findall(r"\d+", t.group(1)))
         end = _Body(self, f).read(body.end())
         self.out.functions[f.name] = f
         return end

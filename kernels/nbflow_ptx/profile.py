@@ -90,7 +90,7 @@ class Profile:
         step = 32 // parts  # lanes served together
         group = warp * 32 + m.lane[lanes] // step
         block = m.block_of[lanes]
-        words = np.concatenate([(at - m.shared_start[lanes]) // 4 + j for j in range(parts)])
+        words = np.concatenate([at % m.layout.shared_bytes // 4 + j for j in range(parts)])
         keys = np.unique(np.tile(group, parts) << 32 | words | np.tile(block, parts) * 0)
         bank = (keys >> 32) * _BANKS + (keys & 0xFFFFFFFF) % _BANKS
         _, counts = np.unique(bank, return_counts=True)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nbflow_ptx.binder import Binder, Read, Run, Write
+from nbflow_ptx.clusters import ClusterBarrier
 from nbflow_ptx.errors import UnsupportedInstruction, unknown
 from nbflow_ptx.instructions import CONTROL, PLAIN, WARP, WARPGROUP
 from nbflow_ptx.instructions.collectives import Collective, member_mask, synchronise, warp_bits
@@ -37,7 +38,7 @@ class Control:
     """What ends a block.
 
     ``kind`` is ``next``, ``branch``, ``table``, ``exit``, ``barrier``, ``grid``, ``active``,
-    ``warp``, ``group`` (a warpgroup) or ``mbarrier``.
+    ``warp``, ``group`` (a warpgroup), ``cluster`` or ``mbarrier``.
     """
 
     kind: str
@@ -50,6 +51,7 @@ class Control:
     collective: Collective | None = None
     mask: Read | None = None  # of a warp-wide instruction; None: all lanes
     barrier: Barrier | None = None
+    cluster: ClusterBarrier | None = None
     wait: Wait | None = None  # for an mbarrier
 
 
@@ -201,6 +203,9 @@ def _control(b: Binder, ins: Instruction, pc: int) -> Control:
         c.kind, c.collective = "group", WARPGROUP[ins.opcode](b, ins)
     elif _is_wait(ins):
         c.kind, c.wait = "mbarrier", wait(b, ins)
+    elif ins.has("cluster"):
+        c.kind = "cluster"
+        c.cluster = ClusterBarrier(ins.has("arrive"), ins.has("relaxed"))
     elif ins.opcode == "activemask":
         return _activemask(b, ins, c)
     elif ins.has("warp"):
@@ -225,7 +230,7 @@ def _barrier(b: Binder, ins: Instruction) -> Barrier:
     u = TYPES["u32"]
     aligned = ins.opcode == "bar" or ins.has("aligned")
     mode = next((p for p in ("sync", "arrive", "red") if p in ins.op), "")
-    if not mode or ins.has("cluster"):
+    if not mode:
         raise b.unsupported(ins)
     args = ins.args
     if mode != "red":
@@ -248,8 +253,9 @@ def _barrier(b: Binder, ins: Instruction) -> Barrier:
 def _granule(b: Binder, space: str) -> int:
     """Return the bytes of the narrowest access a kernel makes to a space."""
     widths = [8]
+    spaces = (space, "generic", "cluster" if space == "shared" else space)
     for ins in b.kernel.code:
-        if ins.opcode in ("ld", "st", "atom", "red", "ldu") and space_of(ins) in (space, "generic"):
+        if ins.opcode in ("ld", "st", "atom", "red", "ldu") and space_of(ins) in spaces:
             widths.append(max(b.type_of(ins).nbytes, 1))
         if ins.opcode == "cp":
             widths.append(4)

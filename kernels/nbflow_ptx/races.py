@@ -10,6 +10,8 @@ ordered before mine when
 * a thread of my block made it, and barriers or phases of mbarriers since lead from its warp to
   mine (vector clocks), or
   that thread issued a fence since, and I have read something with a strong access since;
+* a thread of another block of my cluster made it, and ``barrier.cluster`` or phases of mbarriers
+  since lead from its warp to mine (the same clocks, of all warps of a cluster);
 * a thread of another block made it, its block issued a fence since, and mine has read something
   with an atomic or another strong access since (or the whole grid met at a barrier).
 
@@ -35,11 +37,14 @@ _MAX_NOTES = 64 << 20
 
 
 class Clocks:
-    """What each warp of a group of blocks knows of the others, and each block of other blocks."""
+    """What each warp of a group of blocks knows of the others of its cluster.
 
-    def __init__(self, n_blocks: int, warps: int, lanes: int, grid: Grid) -> None:
-        self.known: NDArray[np.int32] = np.zeros((n_blocks, warps, warps), np.int32)
-        self.oldest: NDArray[np.int32] = np.zeros(n_blocks * warps, np.int32)
+    `warps` are those of a cluster, which is mostly one block.
+    """
+
+    def __init__(self, n_clusters: int, warps: int, lanes: int, grid: Grid) -> None:
+        self.known: NDArray[np.int32] = np.zeros((n_clusters, warps, warps), np.int32)
+        self.oldest: NDArray[np.int32] = np.zeros(n_clusters * warps, np.int32)
         self.lane: NDArray[np.int32] = np.zeros(lanes, np.int32)
         self.fence: NDArray[np.int32] = np.zeros(lanes, np.int32)
         self.acquire: NDArray[np.int32] = np.zeros(lanes, np.int32)
@@ -47,7 +52,7 @@ class Clocks:
         #: it of the one before), of each warp what it knew at its latest; and of each thread its
         #: latest fence.mbarrier_init.
         self.proxy: NDArray[np.int32] = np.zeros((2, lanes), np.int32)
-        self.proxy_known: NDArray[np.int32] = np.zeros((n_blocks, warps, warps), np.int32)
+        self.proxy_known: NDArray[np.int32] = np.zeros((n_clusters, warps, warps), np.int32)
         self.init_fence: NDArray[np.int32] = np.zeros(lanes, np.int32)
         #: The latest arrival of each thread at an mbarrier, and the latest wait for one.
         self.given: NDArray[np.int32] = np.zeros(lanes, np.int32)
@@ -56,26 +61,26 @@ class Clocks:
         self.same: int | None = 0  # the value all of `oldest` has
 
     def barrier(
-        self, block: int, lanes: NDArray[np.int64], warps: NDArray[np.int64], stamp: int
+        self, cluster: int, lanes: NDArray[np.int64], warps: NDArray[np.int64], stamp: int
     ) -> None:
-        """Threads `lanes`, of these warps of one block, met."""
+        """Threads `lanes`, of these warps of one cluster, met."""
         self.lane[lanes] = stamp
         self.same = None
-        known = self.known[block]
+        known = self.known[cluster]
         if len(warps) == self.warps:
             known[...] = stamp
         else:
             known[warps] = known[warps].max(axis=0)
             known[np.ix_(warps, warps)] = stamp
-        self.oldest[block * self.warps : (block + 1) * self.warps] = known.min(axis=1)
+        self.oldest[cluster * self.warps : (cluster + 1) * self.warps] = known.min(axis=1)
 
     def proxy_fence(self, m: Machine, lanes: Any) -> None:
         """``fence.proxy.async``: asynchronous units see what these threads did and know of."""
         self.proxy[1, lanes] = self.proxy[0, lanes]
         self.proxy[0, lanes] = m.stamp
-        block, warp = m.of(m.block_of, lanes), m.of(m.warp_id, lanes) % self.warps
-        self.proxy_known[block, warp] = self.known[block, warp]
-        self.proxy_known[block, warp, warp] = m.stamp
+        cluster, warp = np.divmod(m.of(m.warp_id, lanes), self.warps)
+        self.proxy_known[cluster, warp] = self.known[cluster, warp]
+        self.proxy_known[cluster, warp, warp] = m.stamp
 
     def row(self, m: Machine, warp: int) -> NDArray[np.int32]:
         """Return what a warp of the machine knows at present, itself included."""
@@ -91,13 +96,24 @@ class Clocks:
         known[warp % self.warps] = own
 
     def oldest_of(self, m: Machine, lanes: Any) -> Any:
-        """Return the stamp up to which each of these threads knows everything of its block."""
+        """Return the stamp up to which each of these threads knows everything of its cluster."""
         if self.same is not None:
             return self.same
         return self.oldest[m.of(m.warp_id, lanes)]
 
+    def barrier_of_blocks(self, per_cluster: int, stamp: int) -> None:
+        """Every thread met the others of its block, of which clusters have several."""
+        n = self.warps // per_cluster
+        known = self.known.reshape(-1, per_cluster, n, self.warps)
+        known[...] = known.max(axis=2, keepdims=True)
+        for b in range(per_cluster):
+            known[:, b, :, b * n : (b + 1) * n] = stamp
+        self.lane[...] = stamp
+        self.oldest[...] = known.min(axis=3).reshape(-1)
+        self.same = None
+
     def barrier_of_all(self, stamp: int) -> None:
-        """Every thread of every block met the others of its block."""
+        """Every thread met the others of its cluster."""
         self.lane[...] = stamp
         self.known[...] = stamp
         self.oldest[...] = stamp
@@ -140,7 +156,8 @@ class Cells:
     """The access history of one memory: shared memory of a group of blocks, or the heap.
 
     One cell covers `granule` bytes, the narrowest access the kernel makes.  `across` says that
-    several blocks see this memory; `starts` are then the beginnings of the arrays in it.
+    several clusters see this memory; `starts` are then the beginnings of the arrays in it.  A
+    cluster may have `warps`, of which each has a bit.
 
     Reads are only noted down, and entered into the cells when somebody writes to the same array:
     most arrays are never written, and most shared memory is written behind a barrier, which makes
@@ -148,7 +165,13 @@ class Cells:
     """
 
     def __init__(
-        self, nbytes: int, granule: int, *, across: bool, starts: Sequence[int] = ()
+        self,
+        nbytes: int,
+        granule: int,
+        *,
+        across: bool,
+        starts: Sequence[int] = (),
+        warps: int = 32,
     ) -> None:
         n = nbytes // granule + 1
         self.shift, self.across = granule.bit_length() - 1, across
@@ -157,15 +180,15 @@ class Cells:
         self.w_at: NDArray[np.int32] = np.zeros(n, np.int32)
         self.r_who: NDArray[np.int32] = np.zeros(n, np.int32)
         self.r_at: NDArray[np.int32] = np.zeros(n, np.int32)
-        self.r_warps: NDArray[np.uint32] = np.zeros(n, np.uint32)
-        self.r_block: NDArray[np.int32] = np.zeros(n if across else 0, np.int32)
+        self.r_warps: NDArray[Any] = np.zeros(n, np.uint32 if warps <= 32 else np.uint64)
+        self.r_cluster: NDArray[np.int32] = np.zeros(n if across else 0, np.int32)
         self.written: dict[int, tuple[int, int]] = {}  # array -> range of bytes written
         self.entered: dict[int, tuple[int, int]] = {}  # array -> range of reads in the cells
         self.notes: dict[int, list[_Read]] = {}
         self.noted_bytes = 0
 
     def barrier_of_all(self) -> None:
-        """Forget what a barrier of all threads ordered (the memory of one block only)."""
+        """Forget what a barrier of all threads ordered (the memory of one cluster only)."""
         if not self.across:
             self.written.clear()
             self.entered.clear()
@@ -248,7 +271,7 @@ class Cells:
     ) -> list[tuple[int, int, int]]:
         doubt = (at > m.clocks.oldest_of(m, lanes)) & (who != m.of(m.thread_id, lanes))
         if self.across:
-            doubt |= (np.maximum(who, 1) - 1) // m.threads_per_block != m.block_id[lanes]
+            doubt |= (np.maximum(who, 1) - 1) // m.threads_per_cluster != m.cluster_id[lanes]
         doubt &= at != 0
         if not doubt.any():
             return []
@@ -257,8 +280,10 @@ class Cells:
         many = np.flatnonzero(who[j] == _SEVERAL)
         if many.size:  # cells with the same readers have the same answer
             c = cells[j[many]]
-            block = self.r_block[c] if self.across else 0 * c
-            same = np.stack([lanes[j[many]], self.r_at[c], self.r_warps[c], block])
+            cluster = self.r_cluster[c] if self.across else 0 * c
+            same = np.stack(
+                [lanes[j[many]], self.r_at[c], self.r_warps[c].astype(np.int64), cluster]
+            )
             _, first, which = np.unique(same, axis=1, return_index=True, return_inverse=True)
             answers = [
                 self._ordered_after_many(m, int(lanes[j[many[k]]]), int(c[k])) for k in first
@@ -271,17 +296,17 @@ class Cells:
         me, bit = m.of(m.thread_id, lanes), m.of(m.warp_bit, lanes)
         old_who = self.r_who.take(c)
         several = self.r_at.take(c) > r.oldest
-        block = None
+        cluster = None
         if self.across:
-            block, old_block = m.of(m.block_id, lanes), self.r_block.take(c)
-            several |= old_block != block
+            cluster, old_cluster = m.of(m.cluster_id, lanes), self.r_cluster.take(c)
+            several |= old_cluster != cluster
         several &= (old_who != 0) & (old_who != me)
         if m.strong_accesses and several.any():  # under a lock the earlier read may be ordered
             j = np.flatnonzero(several & (old_who != _SEVERAL))
             several[j[self._ordered(m, lanes[j], old_who[j], self.r_at[c][j])]] = False
-        if block is not None:
-            block = np.where(several & (old_block != block), _SEVERAL, block)
-            self.r_block[c] = block
+        if cluster is not None:
+            cluster = np.where(several & (old_cluster != cluster), _SEVERAL, cluster)
+            self.r_cluster[c] = cluster
         if several.any():
             me = np.where(several, _SEVERAL, me)
             bit = np.where(several, self.r_warps[c] | bit, bit)
@@ -291,8 +316,8 @@ class Cells:
             d = c[again]
             np.bitwise_or.at(self.r_warps, d, bit[again])
             self.r_who[d] = _SEVERAL
-        if block is not None:
-            self.r_block[c[self.r_block[c] != block]] = _SEVERAL
+        if cluster is not None:
+            self.r_cluster[c[self.r_cluster[c] != cluster]] = _SEVERAL
 
     def cells_of(self, offsets: Any, nbytes: int) -> list[Any]:
         """Return the numbers of the cells that accesses touch, the first, second.. of each."""
@@ -307,29 +332,31 @@ class Cells:
         here = (other >= 0) & (other < m.lanes) & (who > 0)
         o = np.where(here, other, 0)
         same_block = here & (m.block_of[o] == m.block_of[lanes])
-        mine, its = m.warp_id[lanes] % warps, m.warp_id[o] % warps
-        ok = clocks.known[m.block_of[lanes], mine, its] >= at
+        cluster, mine = np.divmod(m.warp_id[lanes], warps)
+        its_cluster, its = np.divmod(m.warp_id[o], warps)
+        ok = clocks.known[cluster, mine, its] >= at
         same_warp = same_block & (m.warp_id[o] == m.warp_id[lanes])
         met = (clocks.lane[lanes] >= at) & (clocks.lane[o] >= at)
         passed = (clocks.taken[lanes] >= at) & (clocks.given[o] >= at)
+        told = here & (its_cluster == cluster) & ok
         ok = np.where(same_warp, met | passed, ok)
         ok = ok | ((clocks.fence[o] >= at) & (clocks.acquire[lanes] >= at))
         grid = clocks.grid
         block = np.maximum(who.astype(np.int64) - 1, 0) // m.threads_per_block
         far = (grid.fence[block] >= at) & (grid.acquire[m.block_id[lanes]] >= at)
-        return np.where(same_block, ok, far | (at <= grid.met))
+        return np.where(same_block, ok, told | far | (at <= grid.met))
 
     def _ordered_after_many(self, m: Machine, lane: int, cell: int) -> bool:
         """Return whether all reads of a cell that several threads read came before mine."""
         clocks, at = m.clocks, int(self.r_at[cell])
-        grid, mine = clocks.grid, int(m.block_id[lane])
-        if self.across and int(self.r_block[cell]) != mine:
-            if self.r_block[cell] == _SEVERAL:
-                return at <= grid.met or bool(grid.acquire[mine] >= at)
-            return at <= grid.met or bool(
-                grid.fence[self.r_block[cell]] >= at and grid.acquire[mine] >= at
-            )
-        known = clocks.known[int(m.block_of[lane]), int(m.warp_id[lane]) % clocks.warps]
+        grid, acquired = clocks.grid, bool(clocks.grid.acquire[m.block_id[lane]] >= at)
+        if self.across and int(self.r_cluster[cell]) != int(m.cluster_id[lane]):
+            if self.r_cluster[cell] == _SEVERAL:
+                return at <= grid.met or acquired
+            first = int(self.r_cluster[cell]) * m.blocks_per_cluster
+            fence = int(grid.fence[first : first + m.blocks_per_cluster].max())
+            return at <= grid.met or (fence >= at and acquired)
+        known = clocks.known[divmod(int(m.warp_id[lane]), clocks.warps)]
         for w in range(clocks.warps):
             if int(self.r_warps[cell]) >> w & 1:
                 own = w == int(m.warp_id[lane]) % clocks.warps

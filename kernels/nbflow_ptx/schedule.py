@@ -82,7 +82,8 @@ class _Scheduler:
         self.turn, self.spins_before = 0, self.m.strong_accesses
 
     def waiting(self) -> bool:
-        return bool(self.at_grid or self.parked.groups) or bool((self.bar_pc >= 0).any())
+        others = self.at_grid or self.parked.groups or self.m.clusters.waiting
+        return bool(others) or bool((self.bar_pc >= 0).any())
 
     def send(self, pc: int, lanes: Any) -> None:
         self.ready.setdefault(pc, []).append(lanes)
@@ -219,6 +220,8 @@ class _Scheduler:
             i = lanes
         if c.kind == "exit":
             m.alive[lanes] = False
+            if m.blocks_per_cluster > 1:
+                m.clusters.leave(lanes)
         elif c.kind == "table":
             assert c.index is not None
             index = full(m, lanes, c.index(m, lanes))
@@ -234,6 +237,11 @@ class _Scheduler:
             self.meet(c, lanes)
         elif c.kind == "group":
             self.meet_group(c, lanes)
+        elif c.kind == "cluster":
+            assert c.cluster is not None
+            go = m.clusters.come(c.cluster, c.pc, lanes)
+            if len(go):
+                self.send(c.pc + 1, go)
         elif c.kind == "mbarrier":
             go = self.parked.try_wait(c, lanes)
             if len(go):
@@ -371,7 +379,7 @@ class _Scheduler:
                 # an arrival stands for its whole warp, as the hardware counts
                 self.arrived[int(k)] = (
                     n + len(who),
-                    warps | set((m.warp_id[who] % m.warps_per_block).tolist()),
+                    warps | set((m.warp_id[who] % m.clocks.warps).tolist()),
                 )
             self.send(c.pc + 1, lanes)
             return
@@ -383,7 +391,10 @@ class _Scheduler:
         """Let those go whose barrier is complete."""
         m = self.m
         waiting = np.flatnonzero(self.bar_pc >= 0)
-        released = self.release_grid(len(waiting))
+        released = self.release_grid()
+        for pc, lanes in m.clusters.release():
+            self.send(pc + 1, lanes)
+            released = True
         if not len(waiting):
             return released
         keys = self.bar_key[waiting]
@@ -437,10 +448,11 @@ class _Scheduler:
             return
         for k in np.unique(keys):
             who = lanes[keys == k]
-            warps = set((m.warp_id[who] % m.warps_per_block).tolist())
+            warps = set((m.warp_id[who] % m.clocks.warps).tolist())
             if int(k) in self.arrived:
                 warps |= self.arrived.pop(int(k))[1]
-            m.clocks.barrier(int(k) // 16, who, np.array(sorted(warps)), m.stamp)
+            cluster = int(m.warp_id[who[0]]) // m.clocks.warps
+            m.clocks.barrier(cluster, who, np.array(sorted(warps)), m.stamp)
 
     def reduce(self, bar: Barrier, lanes: Any, all_lanes: Any, keys: Any) -> None:
         m = self.m
@@ -480,12 +492,12 @@ class _Scheduler:
             notes=self.describe_waiting(int(m.block_of[lane])),
         )  # fmt: skip
 
-    def release_grid(self, others_waiting: int) -> bool:
+    def release_grid(self) -> bool:
         """Let all blocks go once every thread alive is at the grid's barrier."""
         m = self.m
         if not self.at_grid or sum(len(g) for _, g in self.at_grid) < int(m.alive.sum()):
             return False
-        m.met()
+        m.met(grid=True)
         m.clocks.grid.met = m.stamp
         for pc, lanes in self.at_grid:
             grid_barrier_done(m, m.program.kernel.code[pc], lanes)
@@ -504,7 +516,8 @@ class _Scheduler:
             ("wait at", pc, (self.bar_pc == pc) & mine)
             for pc in np.unique(self.bar_pc[self.bar_pc >= 0])
         ]
-        for pc, lanes in [*self.at_warp.items(), *self.at_grid, *self.parked.places()]:
+        others = [*self.at_grid, *self.m.clusters.waiting, *self.parked.places()]
+        for pc, lanes in [*self.at_warp.items(), *others]:
             chosen = np.zeros(m.lanes, np.bool_)
             chosen[lanes] = True
             places.append(("wait at", pc, chosen & mine))
@@ -526,9 +539,9 @@ class _Scheduler:
         m = self.m
         lane = int(np.flatnonzero(m.alive)[0])
         at_warp = [pc for pc, lanes in self.at_warp.items() if lane in lanes]
-        at_grid = [pc for pc, lanes in self.at_grid if lane in lanes]
-        parked = [pc for pc, lanes in self.parked.places() if lane in lanes]
-        m.pc = next(iter(at_warp + at_grid + parked), int(max(self.bar_pc[lane], 0)))
+        others = [*self.at_grid, *m.clusters.waiting, *self.parked.places()]
+        elsewhere = [pc for pc, lanes in others if lane in lanes]
+        m.pc = next(iter(at_warp + elsewhere), int(max(self.bar_pc[lane], 0)))
         if at_warp:
             raise m.error(
                 "masks",

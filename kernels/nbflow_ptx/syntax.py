@@ -123,7 +123,7 @@ class Function:
     """An entry point or a device function.
 
     ``labels`` maps a label to the index of the instruction after it; ``tables`` holds the label
-    lists of ``.branchtargets``.
+    lists of ``.branchtargets``; ``cluster`` is the size of its thread block clusters.
     """
 
     name: str
@@ -136,6 +136,7 @@ class Function:
     labels: dict[str, int] = field(default_factory=dict)
     tables: dict[str, tuple[str, ...]] = field(default_factory=dict)
     max_threads: int | None = None
+    cluster: tuple[int, ...] = (1,)
     line: int = 0
 
 

@@ -170,10 +170,11 @@ class Warpgroups:
     def _tell(self, m: Machine, groups: Any, stamp: int) -> None:
         """Let all warps know what the first one, which the reads are noted for, did until then."""
         per_block = m.n_groups // m.n_blocks
-        block, first = groups // per_block, groups % per_block * 4
+        warp = groups // per_block * m.warps_per_block + groups % per_block * 4
+        cluster, first = np.divmod(warp, m.clocks.warps)
         known = m.clocks.known
         for w in range(4):
-            known[block, first + w, first] = np.maximum(known[block, first + w, first], stamp)
+            known[cluster, first + w, first] = np.maximum(known[cluster, first + w, first], stamp)
 
     def check_end(self, m: Machine) -> None:
         """Report a product that is still under way when the kernel ends."""

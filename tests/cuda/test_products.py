@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,6 +43,17 @@ def test_units_hold_the_weights_of_every_format(format: str, cupy: Any) -> None:
     wide = cupy.empty(w.shape, np.float32)
     rounded.unpack(w.to_device(cupy.zeros(1)).units(), 0, wide)
     assert np.array_equal(wide.get(), nk.dequantize(w))  # the same bits
+
+
+def test_bytes_are_divided_by_two_instructions_as_a_division_rounds() -> None:
+    """The numbers that `scale_of` gives `divided`."""
+    source = (Path(units.__file__).parent / "units.cuh").read_text()
+    found = re.findall(r"divided\(byte_at\(.*\), (\S+)f, (\S+)f\)", source)
+    u = np.arange(256, dtype=np.float32)
+    for (inverse, rest), n in zip(found, (1000, 100), strict=True):
+        # an fma: the product has 32 bits, and what is added lies 24 below it
+        whole = u.astype(np.float64) * np.float32(inverse) + u * np.float32(rest)
+        assert (whole.astype(np.float32) == u / np.float32(n)).all()
 
 
 @pytest.mark.parametrize("format", KINDS)

@@ -13,7 +13,7 @@ from nbflow_kernels.attention import layout as at
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.matmul import wgmma
-from nbflow_kernels.qmatmul import reference
+from nbflow_kernels.qmatmul import reference, unit_tiles
 
 pytestmark = pytest.mark.compiler
 TOKENS, ROWS = 50, 75
@@ -54,15 +54,16 @@ def test_many_tokens_have_the_bits_of_few(
     bias = np.linspace(-1, 1, ROWS, dtype=np.float32)
     monkeypatch.setattr(wgmma, "MORE_THAN", TOKENS - 1)
     results = []
-    for chosen in ("0", "1"):
-        monkeypatch.setenv("NBFLOW_WGMMA", chosen)
+    for chosen in (("0", ""), ("1", "0"), ("1", "1")):  # the last: half of a cluster has no rows
+        for name, value in zip(("NBFLOW_WGMMA", "NBFLOW_CLUSTERS"), chosen, strict=True):
+            monkeypatch.setenv(name, value)
         out = hopper.asarray(np.ones((TOKENS, ROWS), np.float32))
         nk.qmatmul(
             x_there, there, bias=hopper.asarray(bias), activations=activations, accumulate=True,
             out=out,
         )  # fmt: skip
         results.append(out.get())
-    assert results[0].tobytes() == results[1].tobytes()
+    assert results[0].tobytes() == results[1].tobytes() == results[2].tobytes()
     wanted = reference.qmatmul(x, w, bias=bias, activations=activations) + 1
     # float32 sums of K terms (`qmatmul.cases`), and one more of numbers up to 8: 2**-21
     assert np.abs(results[1] - wanted).max() <= 3 * (K + 8) ** 0.5 * 1.4e-7 + 2.0**-21
@@ -72,12 +73,13 @@ def test_tiles_of_any_size_have_the_same_bits(hopper: Any) -> None:
     x, w = make("bf16", 72)
     tokens, weights = hopper.asarray(np.tile(x, (2, 1))), w.to_device(hopper.zeros(1)).array
     results = []
-    for tile in (64, 192):  # two tiles, and more than the tokens
+    # two tiles; more than the tokens; with half of them for a thread block without rows
+    for tile, together in ((64, 1), (192, 1), (64, 2), (192, 2)):
         out = hopper.empty((2 * TOKENS, ROWS), np.float32)
         lines = wgmma.stage(tokens, "uint16", 1, tile, in_pieces=True)
-        wgmma.multiply_lines(lines, weights, None, False, out)
+        wgmma.multiply_lines(lines, weights, None, False, out, together)
         results.append(out.get())
-    assert results[0].tobytes() == results[1].tobytes()
+    assert len({r.tobytes() for r in results}) == 1
     assert results[0][:TOKENS].tobytes() == results[0][TOKENS:].tobytes()
 
 
@@ -150,8 +152,48 @@ def test_attention_has_the_bits_of_few_vectors(
 
 
 def test_tiles_fill_the_processors() -> None:
+    def chosen(*args: Any) -> tuple[int, int]:
+        tiling = wgmma.tiling(*args)
+        return tiling.tokens, tiling.together
+
     # 4096 rows are 32 row tiles, for 132 processors
-    assert wgmma.tile_tokens(512, 4096, 132) == 128  # one wave
-    assert wgmma.tile_tokens(128, 4096, 132) == 64  # 64 thread blocks instead of 32
-    assert wgmma.tile_tokens(1536, 28672, 132) == 192  # 14 waves, fewest bytes
-    assert wgmma.tile_tokens(1536, 28672, 132, 128) == 128
+    assert chosen(512, 4096, 132) == (128, 2)  # one wave
+    assert chosen(128, 4096, 132) == (64, 1)  # 64 thread blocks instead of 32: few
+    assert chosen(1536, 28672, 132) == (192, 2)  # 14 waves, fewest bytes
+    assert chosen(1536, 28672, 132, 128, unit_tiles.WEIGHTS) == (128, 2)
+    assert chosen(1536, 28672, 132, 192, 128, (1,)) == (192, 1)
+    assert chosen(1536, 28672, 131) == (192, 2)  # the last processor has no partner
+    assert chosen(4096, 128, 22) == (192, 1)  # one row tile
+    assert chosen(65, 75, 4, 192, 128, (2,)) == (64, 2)  # clusters in any case
+    assert chosen(384, 4100, 132) == (128, 2)  # 33 row tiles: a thread block in 34 has none
+
+
+def test_clusters_have_the_bits_of_single_thread_blocks(
+    xp: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An odd number of row tiles: the last thread block has no rows, and brings its tokens."""
+    n_tokens, n_rows, n_columns = 1500, 4200, 4096
+    if hasattr(xp, "reset"):
+        xp.reset(arch="sm_90")
+        n_tokens, n_rows, n_columns = 70, 260, 448  # 7 steps: more than stages
+    if device_of(xp.zeros(1)).arch != "sm_90":
+        pytest.skip("clusters are of compute capability 9.0")
+    monkeypatch.setenv("NBFLOW_WGMMA", "1")
+    rng = np.random.default_rng(0)
+    w = nk.quantize(rng.standard_normal((n_rows, n_columns), dtype=np.float32), "q8_0")
+    there = w.to_device(xp.zeros(1))
+    tokens = xp.asarray(rng.standard_normal((n_tokens, n_columns), dtype=np.float32))
+    results = []
+    for value in ("0", "1"):
+        monkeypatch.setenv("NBFLOW_CLUSTERS", value)
+        results.append(nk.qmatmul(tokens, there, activations="bf16").get())
+    assert results[0].tobytes() == results[1].tobytes()
+
+
+def test_what_the_environment_may_say_of_clusters(monkeypatch: pytest.MonkeyPatch) -> None:
+    for value, sizes in (("0", (1,)), ("1", (2,)), ("", (1, 2))):
+        monkeypatch.setenv("NBFLOW_CLUSTERS", value)
+        assert wgmma.cluster_sizes() == sizes
+    monkeypatch.setenv("NBFLOW_CLUSTERS", "2")
+    with pytest.raises(UsageError, match="NBFLOW_CLUSTERS must be 0, 1 or empty, got '2'"):
+        wgmma.cluster_sizes()

@@ -142,7 +142,7 @@ def test_warpgroups_with_roles(hopper: Emulator, n: int, checks: Checks) -> None
         ("publish();", "", "proxy", "mbarrier"),
         ("  finish<0>();\n", "", "wgmma", "accumulator"),
         ("meet<256>(1);\n  float", "float", "race", "store in shared memory"),
-        ("expect(bar, sizeof(Stage));", "expect(bar, 4096);", "race", "races with another thread"),
+        ("expect(bar, sizeof(Stage));", "expect(bar, 4096);", "race", "asynchronous copy"),
     ],
 )  # fmt: skip
 def test_mistakes_in_the_pipeline_are_found(old: str, new: str, check: str, why: str) -> None:

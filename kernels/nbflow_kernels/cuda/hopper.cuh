@@ -32,10 +32,51 @@ DEV void wait_for_phase(u32 barrier, u32 parity) {
                  : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
 }
 
+// ---- clusters: thread blocks that run together ----------------------------------------------------
+
+// Which thread block of its cluster this is.
+DEV u32 rank_in_cluster() {
+  u32 rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+
+// The address, for its cluster, that a place of this thread block's shared memory has in that of a rank.
+DEV u32 place_in_cluster(u32 place, u32 rank) {
+  u32 there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(place), "r"(rank));
+  return there;
+}
+
+// At a barrier of any thread block of the cluster.  With a scope of the cluster it would be a fence for all
+// memory, which takes long; behind `wait_for_products` there is nothing left to order.
+DEV void arrive_in_cluster(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Whole warps, converged: all thread blocks of the cluster have begun, and published their barriers.
+DEV void meet_cluster() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.wait.aligned;" ::: "memory");
+}
+
+// Whole warps, converged: this thread block needs the others no more; and nor do they this one.
+DEV void leave_cluster() { asm volatile("barrier.cluster.arrive.aligned;" ::: "memory"); }
+
+DEV void wait_for_cluster() { asm volatile("barrier.cluster.wait.aligned;" ::: "memory"); }
+
 // Copy neighbouring bytes, 16 or a multiple of it, to shared memory; the barrier counts them.
 DEV void copy_bulk(u32 to_shared, const void* from, u32 n_bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
                ::"r"(to_shared), "l"(from), "r"(n_bytes), "r"(barrier) : "memory");
+}
+
+// The same to the first `blocks` thread blocks of the cluster, to this place and barrier in each.
+DEV void copy_bulk_to_all(u32 to_shared, const void* from, u32 n_bytes, u32 barrier, int blocks) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+               "[%0], [%1], %2, [%3], %4;"
+               ::"r"(to_shared), "l"(from), "r"(n_bytes), "r"(barrier), "h"((u16)((1 << blocks) - 1))
+               : "memory");
 }
 
 // ---- products of warpgroups ----------------------------------------------------------------------

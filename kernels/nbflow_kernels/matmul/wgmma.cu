@@ -52,7 +52,7 @@ struct RowByRow {
 
 // Thread block (token tile, row tile): those that run together share rows of weights and all tokens.
 template <int KIND, int PARTS, int TOKENS>
-__global__ void __launch_bounds__(128 * WARPGROUPS, 1) tile(
+__global__ void IN_CLUSTERS __launch_bounds__(128 * WARPGROUPS, 1) tile(
     const u16* weights, const u8* images, const float* factors, const float* bias, float* out,
     i64 out_stride, int n_staged, int n_tokens, int n_rows, int n_columns, int n_steps, int accumulate) {
   extern __shared__ __align__(16) u8 shared[];

@@ -3,20 +3,35 @@
 //
 // A thread block computes 128 rows x TOKENS tokens; each of its two warpgroups has 64 of the rows.  While
 // one waits for its products and fetches the weights of its next step, the tensor cores work for the other.
-// Tokens come in steps of 64 columns by bulk copies to a ring in shared memory.  The order of sums is that
+// Tokens come in steps of 64 columns by bulk copies to a ring in shared memory; thread blocks of a cluster,
+// with rows beside each other, each bring their part of the tokens for all.  The order of sums is that
 // of `few` and `many` (`tensor_cores.cu`), and at each place of a step of 16 columns is the same column.
 #pragma once
 #include "cuda/hopper.cuh"
 #include "matmul/sums.cuh"
 
+#ifndef CLUSTER
+#define CLUSTER 1
+#endif
+#if CLUSTER > 1
+#define IN_CLUSTERS __cluster_dims__(1, CLUSTER, 1)
+#else
+#define IN_CLUSTERS
+#endif
+
 constexpr int WARPGROUPS = 2, TILE_ROWS = 64 * WARPGROUPS, LINE = 2 * STEP;
 
-// Tokens of a thread block in shared memory: of each step PARTS times TOKENS lines.
+// Tokens of a thread block in shared memory: of each step PARTS times TOKENS lines.  A stage is filled again
+// LAG steps behind its own: one, or two (and a stage more) where thread blocks of a cluster wait for each
+// other and there is room.
 template <int PARTS, int TOKENS>
 struct TokenRing {
-  static constexpr int N = PARTS * TOKENS > 192 ? 3 : 4, STAGE = PARTS * TOKENS * LINE;
+  static constexpr int LAG = CLUSTER > 1 && PARTS * TOKENS <= 256 ? 2 : 1;
+  static constexpr int N = (PARTS * TOKENS > 192 ? 3 : 4) + LAG - 1, STAGE = PARTS * TOKENS * LINE;
+  static constexpr int SHARE = TOKENS * LINE / CLUSTER;  // bytes of a part that this thread block brings
 
   u32 stages, arrived, used;  // `arrived` and `used`: a barrier for each stage
+  u32 release;                // `used` of the thread block of the cluster to which this lane says so
   const u8* from;             // lines of the first step and part
   i64 part_bytes;
   int n_steps;
@@ -26,27 +41,50 @@ struct TokenRing {
     __shared__ u64 barriers[2 * N];
     stages = (shared_place(shared) + 1023) & ~1023u;
     arrived = shared_place(barriers), used = arrived + 8 * N;
-    from = images + (i64)token_0 * LINE, part_bytes = (i64)n_staged * LINE;
+    from = images + (i64)token_0 * LINE + share(), part_bytes = (i64)n_staged * LINE;
     if (threadIdx.x == 0) {
 #pragma unroll
       for (int i = 0; i < N; i++) {
         start_barrier(arrived + 8 * i, 1);
-        start_barrier(used + 8 * i, 4 * WARPGROUPS);
+        start_barrier(used + 8 * i, 4 * WARPGROUPS * CLUSTER);
       }
       publish_barriers();
     }
-    __syncthreads();
+    if constexpr (CLUSTER > 1) {
+      release = place_in_cluster(used, threadIdx.x % CLUSTER);
+      __syncwarp();
+      meet_cluster();
+    } else {
+      __syncthreads();
+    }
     if (threadIdx.x == 0)
       for (int step = 0; step < min(N, n_steps); step++) fetch(step, step);
   }
 
-  // By one thread: start the copies of a step to a stage that is free.
+  // Where the part of the tokens begins that this thread block brings.
+  DEV static u32 share() { return CLUSTER > 1 ? rank_in_cluster() * SHARE : 0; }
+
+  // By one thread: start the copies of a step to a stage that is free, with CLUSTER > 1 in all of its blocks.
   DEV_METHOD void fetch(int step, int stage) const {
     const u32 barrier = arrived + 8 * stage, to = stages + stage * STAGE;
     arrive_expecting(barrier, STAGE);
 #pragma unroll
-    for (int p = 0; p < PARTS; p++)
-      copy_bulk(to + p * TOKENS * LINE, from + (step * PARTS + p) * part_bytes, TOKENS * LINE, barrier);
+    for (int p = 0; p < PARTS; p++) {
+      const u8* lines = from + (step * PARTS + p) * part_bytes;
+      if constexpr (CLUSTER > 1)
+        copy_bulk_to_all(to + p * TOKENS * LINE + share(), lines, SHARE, barrier, CLUSTER);
+      else
+        copy_bulk(to + p * TOKENS * LINE, lines, SHARE, barrier);
+    }
+  }
+
+  // By whole warps: the products of this stage are done.
+  DEV_METHOD void release_stage(int stage) const {
+    if constexpr (CLUSTER > 1) {
+      if ((threadIdx.x & 31) < CLUSTER) arrive_in_cluster(release + 8 * stage);
+    } else {
+      if ((threadIdx.x & 31) == 0) arrive(used + 8 * stage);
+    }
   }
 };
 
@@ -58,8 +96,9 @@ DEV void sum_slots(Weights&& weights, const TokenRing<PARTS, TOKENS>& ring, floa
   float acc[TOKENS / 2];
 #pragma unroll
   for (int i = 0; i < TOKENS / 2; i++) acc[i] = total[i] = 0.0f;
-  int step = 0, stage = 0, before = 0;     // `before`: the stage of the step before
-  u32 parity = 0, parity_before = 0;
+  constexpr int LAG = TokenRing<PARTS, TOKENS>::LAG;
+  int step = 0, stage = 0;
+  u32 parity = 0;
   u32 operands[4][4] = {};
   weights.fetch(0);
 #pragma unroll 1
@@ -85,24 +124,30 @@ DEV void sum_slots(Weights&& weights, const TokenRing<PARTS, TOKENS>& ring, floa
         }
       }
       end_products();
-      if (threadIdx.x == 0 && step > 0 && step - 1 + ring.N < ring.n_steps) {
-        wait_for_phase(ring.used + 8 * before, parity_before);  // for the other warpgroup
-        ring.fetch(step - 1 + ring.N, before);
+      if (threadIdx.x == 0 && step >= LAG && step - LAG + ring.N < ring.n_steps) {
+        const bool wrapped = stage < LAG;
+        const int before = wrapped ? stage + ring.N - LAG : stage - LAG;
+        wait_for_phase(ring.used + 8 * before, parity ^ wrapped);  // for the other warpgroups
+        ring.fetch(step - LAG + ring.N, before);
       }
       __syncwarp();
       if (step + 1 < ring.n_steps) weights.fetch(step + 1);
       wait_for_products();
       hold(acc);
-      if ((threadIdx.x & 31) == 0) arrive(ring.used + 8 * stage);
-      before = stage, parity_before = parity;
+      ring.release_stage(stage);
       if (++stage == ring.N) stage = 0, parity ^= 1;
     }
 #pragma unroll
     for (int i = 0; i < TOKENS / 2; i++) total[i] += acc[i];
   }
+  if constexpr (CLUSTER > 1) {  // nothing more to send; who still has to hear of it is waited for at the end
+    __syncwarp();
+    leave_cluster();
+  }
 }
 
-// What `Output::put` does with every sum, but with the loads of 32 tokens under way together.
+// What `Output::put` does with every sum, but with the loads of 32 tokens under way together; the end of a
+// kernel.
 template <int TOKENS>
 DEV void write_sums(const Output& output, const float (&total)[TOKENS / 2], int row_0, int token_0) {
   const int lane = threadIdx.x & 31, row = row_0 + (threadIdx.x >> 5) * 16 + (lane >> 2);
@@ -135,6 +180,10 @@ DEV void write_sums(const Output& output, const float (&total)[TOKENS / 2], int 
           at[n * output.stride + 8 * h] = v + old[i][h];
       }
     }
+  }
+  if constexpr (CLUSTER > 1) {
+    __syncwarp();
+    wait_for_cluster();
   }
 }
 

@@ -4,6 +4,9 @@ They have the rate of tensor cores that `mma.sync`, which every other product us
 The order of sums is the same, so a row of the result has the same bits in any batch as long as a
 step of 16 columns is added alike by both instructions.  No manual says so: `agrees` tries it once
 on each device, and where they differ all products stay with `mma.sync`.
+
+Thread blocks may run in clusters of two, with rows beside each other: each brings half of the
+tokens for both, which changes no sum.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ MORE_THAN = 64
 ALIGNED = 1024
 """Bytes: where tokens may begin in shared memory."""
 _WEIGHTS_RING = 4 * ROWS * LINE
-_VARIABLE = "NBFLOW_WGMMA"
+_VARIABLE, _CLUSTERS = "NBFLOW_WGMMA", "NBFLOW_CLUSTERS"
 
 
 @dataclass(frozen=True)
@@ -58,10 +61,25 @@ class Lines:
         """Tiles."""
         return self.n_staged // self.tile
 
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory for the ring of tokens."""
-        return (3 if self.n_parts * self.tile > 192 else 4) * self.n_parts * self.tile * LINE
+    def ring_bytes(self, together: int) -> int:
+        """Return the shared memory for tokens of a thread block (`TokenRing`)."""
+        n_lines = self.n_parts * self.tile
+        stages = (3 if n_lines > 192 else 4) + (together > 1 and n_lines <= 256)
+        return stages * n_lines * LINE
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """How the tokens of a product are shared out."""
+
+    tokens: int
+    """Of a thread block."""
+    together: int
+    """Thread blocks of a cluster, which bring the same tokens for each other."""
+
+    def row_tiles(self, n_rows: int) -> int:
+        """Return the row tiles, whole clusters of them."""
+        return ceil_div(n_rows, ROWS * self.together) * self.together
 
 
 def takes(device: KernelDevice, n_tokens: int) -> bool:
@@ -77,10 +95,23 @@ def usable(device: KernelDevice) -> bool:
     """
     if device.arch != "sm_90":
         return False
-    chosen = os.environ.get(_VARIABLE, "")
-    if chosen not in ("", "0", "1"):
-        raise UsageError(f"{_VARIABLE} must be 0, 1 or empty, got '{chosen}'")
+    chosen = _chosen(_VARIABLE)
     return chosen == "1" or (not chosen and agrees(device))
+
+
+def cluster_sizes() -> tuple[int, ...]:
+    """Return the thread blocks of a cluster that there are to choose from.
+
+    The environment variable NBFLOW_CLUSTERS decides: 0, no clusters; 1, always clusters; else both.
+    """
+    return {"0": (1,), "1": (2,), "": (1, 2)}[_chosen(_CLUSTERS)]
+
+
+def _chosen(variable: str) -> str:
+    chosen = os.environ.get(variable, "")
+    if chosen not in ("", "0", "1"):
+        raise UsageError(f"{variable} must be 0, 1 or empty, got '{chosen}'")
+    return chosen
 
 
 def agrees(device: KernelDevice) -> bool:
@@ -119,20 +150,34 @@ def same_bits(device: KernelDevice, dtype: str) -> bool:
     return bool(few == many)
 
 
-def tile_tokens(
-    n_tokens: int, n_rows: int, n_sms: int, most: int = TOKENS[-1], weights: int = ROWS
-) -> int:
-    """Return the tokens of a thread block that take least time: waves of blocks times their bytes.
+def tiling(
+    n_tokens: int,
+    n_rows: int,
+    n_sms: int,
+    most: int = TOKENS[-1],
+    weights: int = ROWS,
+    sizes: tuple[int, ...] = (1, 2),
+) -> Tiling:
+    """Return the tiles that take least time: waves of thread blocks times what a step takes.
 
-    The second-level cache is the limit: a step brings 128 bytes for each token of a thread block,
-    and those of its weights, which count as so many tokens.
+    A step takes the tensor cores about as long for a token as the second-level cache, which brings
+    128 bytes for each token of a thread block (of a cluster) and those of the weights, which count
+    as `weights` tokens.  Few thread blocks get more of the cache, so that clusters do not help.
     """
+    choices = [Tiling(t, n) for t in reversed(TOKENS) if t <= most for n in sizes]
 
-    def cost(tile: int) -> int:
-        n_blocks = ceil_div(n_tokens, tile) * ceil_div(n_rows, ROWS)
-        return ceil_div(n_blocks, n_sms) * (tile + weights)
+    def n_blocks(choice: Tiling) -> int:
+        return ceil_div(n_tokens, choice.tokens) * choice.row_tiles(n_rows)
 
-    return min((tile for tile in reversed(TOKENS) if tile <= most), key=cost)
+    def cost(choice: Tiling) -> int:
+        at_once = n_sms // choice.together * choice.together
+        step = max(choice.tokens, choice.tokens // choice.together + weights)
+        return ceil_div(n_blocks(choice), at_once) * step
+
+    def helps(choice: Tiling) -> bool:
+        return choice.together == 1 or (n_rows > ROWS and 2 * n_blocks(choice) > n_sms)
+
+    return min([c for c in choices if helps(c)] or choices, key=cost)
 
 
 def multiply(
@@ -146,9 +191,9 @@ def multiply(
     most = 128 if n_parts == 3 else TOKENS[-1]  # as much as the shared memory holds
     for row in range(0, len(x), ROWS_AT_ONCE):
         tokens, to = x[row : row + ROWS_AT_ONCE], out[row : row + ROWS_AT_ONCE]
-        tile = tile_tokens(len(tokens), len(w), device.n_sms, most)
-        lines = stage(tokens, dtype, n_parts, tile, in_pieces=in_pieces)
-        multiply_lines(lines, w, bias, accumulate, to)
+        chosen = tiling(len(tokens), len(w), device.n_sms, most, sizes=cluster_sizes())
+        lines = stage(tokens, dtype, n_parts, chosen.tokens, in_pieces=in_pieces)
+        multiply_lines(lines, w, bias, accumulate, to, chosen.together)
 
 
 def stage(x: Any, dtype: str, n_parts: int, tile: int, *, in_pieces: bool) -> Lines:
@@ -170,16 +215,18 @@ def stage(x: Any, dtype: str, n_parts: int, tile: int, *, in_pieces: bool) -> Li
     return Lines(kind, name, n_parts, lines, scaled, n_tokens, n_staged, n_steps, tile)
 
 
-def multiply_lines(x: Lines, w: Any, bias: Any, accumulate: bool, out: Any) -> None:
-    """Multiply staged rows by a matrix of their type, row by row."""
+def multiply_lines(
+    x: Lines, w: Any, bias: Any, accumulate: bool, out: Any, together: int = 1
+) -> None:
+    """Multiply staged rows by a matrix of their type, row by row; see `Tiling.together`."""
     n_rows, n_columns = w.shape
-    _kernel(x.kind, x.name, x.n_parts, x.tile)(
-        (x.grid_x, ceil_div(n_rows, ROWS)), THREADS,
+    _kernel(x.kind, x.name, x.n_parts, x.tile, together)(
+        (x.grid_x, Tiling(x.tile, together).row_tiles(n_rows)), THREADS,
         (
             w, x.lines, x.factors, bias, out, out.strides[0] // 4, x.n_staged, x.n_tokens,
             n_rows, n_columns, x.n_steps, int(accumulate),
         ),
-        _WEIGHTS_RING + ALIGNED + x.shared_bytes,
+        _WEIGHTS_RING + ALIGNED + x.ring_bytes(together),
     )  # fmt: skip
 
 
@@ -193,10 +240,11 @@ def _stage(kind: int, n_parts: int, in_pieces: bool) -> Kernel:
 
 
 @cache
-def _kernel(kind: int, name: str, n_parts: int, tile: int) -> Kernel:
+def _kernel(kind: int, name: str, n_parts: int, tile: int, together: int = 1) -> Kernel:
     parameters = (
         f"{name}* w, u8* lines, f32*? factors, f32*? bias, f32* out, i64 out_stride, "
         "i32 n_staged, i32 n_tokens, i32 n_rows, i32 n_columns, i32 n_steps, i32 accumulate"
     )
     entry = f"tile<{kind}, {n_parts}, {tile}>"
-    return cpp_kernel(__file__, "wgmma.cu", entry, parameters, arch_specific=True)
+    defines = {"CLUSTER": together}
+    return cpp_kernel(__file__, "wgmma.cu", entry, parameters, defines=defines, arch_specific=True)

@@ -56,7 +56,7 @@ struct Decoded {
 
 // Thread block (token tile, row tile): those that run together share weights and all tokens.
 template <int TOKENS>
-__global__ void __launch_bounds__(128 * WARPGROUPS, 1) unit_tile(
+__global__ void IN_CLUSTERS __launch_bounds__(128 * WARPGROUPS, 1) unit_tile(
     const u8* weights, const u8* images, const float* bias, float* out, i64 tile_bytes, i64 out_stride,
     int n_staged, int n_tokens, int n_rows, int n_columns, int n_steps, int accumulate) {
   extern __shared__ __align__(16) u8 shared[];

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from nbflow_kernels.cuda import Kernel, ceil_div, cpp_kernel, device_of
+from nbflow_kernels.cuda import Kernel, cpp_kernel, device_of
 from nbflow_kernels.matmul import wgmma
 from nbflow_kernels.quants.units import UnitForm, Units
 
@@ -28,23 +28,25 @@ def multiply(x: Any, w: Units, bias: Any, accumulate: bool, out: Any) -> None:
     for row in range(0, len(x), wgmma.ROWS_AT_ONCE):
         part = slice(row, row + wgmma.ROWS_AT_ONCE)
         tokens, to = x[part], out[part]
-        tile = wgmma.tile_tokens(len(tokens), w.n_rows, device.n_sms, MOST_TOKENS, WEIGHTS)
-        lines = wgmma.stage(tokens, "uint16", 1, tile, in_pieces=False)
-        kernel(w.form, tile)(
-            (lines.grid_x, ceil_div(w.n_rows, wgmma.ROWS)), wgmma.THREADS,
+        tiling = wgmma.tiling(
+            len(tokens), w.n_rows, device.n_sms, MOST_TOKENS, WEIGHTS, wgmma.cluster_sizes()
+        )
+        lines = wgmma.stage(tokens, "uint16", 1, tiling.tokens, in_pieces=False)
+        kernel(w.form, tiling)(
+            (lines.grid_x, tiling.row_tiles(w.n_rows)), wgmma.THREADS,
             (
                 w.data, lines.lines, bias, to, w.form.tile_bytes(w.n_columns),
                 to.strides[0] // 4, lines.n_staged, len(tokens), w.n_rows, w.n_columns,
                 lines.n_steps, int(accumulate),
             ),
-            wgmma.ALIGNED + lines.shared_bytes,
+            wgmma.ALIGNED + lines.ring_bytes(tiling.together),
         )  # fmt: skip
 
 
 @cache
-def kernel(form: UnitForm, tile: int) -> Kernel:
-    """Return the kernel for a form and so many tokens of a thread block."""
+def kernel(form: UnitForm, tiling: wgmma.Tiling) -> Kernel:
+    """Return the kernel for a form and a tiling."""
     return cpp_kernel(
-        __file__, "unit_tiles.cu", f"unit_tile<{tile}>", _PARAMETERS, defines=form.defines(),
-        arch_specific=True,
+        __file__, "unit_tiles.cu", f"unit_tile<{tiling.tokens}>", _PARAMETERS,
+        defines={**form.defines(), "CLUSTER": tiling.together}, arch_specific=True,
     )  # fmt: skip

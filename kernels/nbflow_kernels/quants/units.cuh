@@ -216,7 +216,7 @@ struct Table {
 #pragma unroll
     for (int i = 0; i < N; i++) words[i] = hidden(given[i]);
     if (KIND == TABLE16_KIND) order = hidden(0x32103210u);
-    if (SCALES == BYTE) exponent = hidden(0x4b000000u);
+    if (SCALES == BYTE || SCALES == NIBBLE_MIN || SCALES == U8_PAIR) exponent = hidden(0x4b000000u);
     else exponent = 0x4b000000u;  // of 2**23: a byte behind it is a float
   }
 
@@ -310,11 +310,8 @@ DEV float byte_at(const Table& table, const u32* words, int i, int zero = 0) {
   return __uint_as_float(prmt(words[i >> 2], table.exponent, 0x7540u + (i & 3))) - (8388608.0f + zero);
 }
 
-// u / n rounded as the division is, for bytes: the quotient corrected by its remainder.
-DEV float divided(float u, float n, float inverse) {
-  float q = u * inverse;
-  return fmaf(fmaf(-q, n, u), inverse, q);
-}
+// u / n rounded as the division is, for bytes and these n: `inverse` of it, and what that was rounded by.
+DEV float divided(float u, float inverse, float rest) { return fmaf(u, inverse, u * rest); }
 
 // Scale and base of sub-block `i` of a chunk's row; integer ones where d is apart.
 DEV void scale_of(const Table& table, const u32* words, int i, float& scale, float& base) {
@@ -337,8 +334,8 @@ DEV void scale_of(const Table& table, const u32* words, int i, float& scale, flo
   if constexpr (SCALES == E4M3)  // float16 has the same fields, with a bit more of exponent
     scale = low_f16(((words[i >> 2] >> 8 * (i & 3)) & 127u) << 7);
   if constexpr (SCALES == U8_PAIR) {
-    scale = divided(byte_at(table, words, 2 * i), 1000.0f, 0.001f);
-    base = divided(byte_at(table, words, 2 * i + 1), 100.0f, 0.01f) - 1.0f;
+    scale = divided(byte_at(table, words, 2 * i), 0.001f, -4.749745e-11f);
+    base = divided(byte_at(table, words, 2 * i + 1), 0.01f, 2.2351741e-10f) - 1.0f;
   }
   if constexpr (HAS_MIN && FACTOR != 1.0f) base *= 1.0f / FACTOR;  // results are multiplied by it
 }

@@ -9,7 +9,7 @@ import numpy as np
 
 from nbflow_ptx import floats
 from nbflow_ptx.binder import Binder, Run
-from nbflow_ptx.device import GLOBAL_BASE, LOCAL_BASE, SHARED_BASE
+from nbflow_ptx.device import GLOBAL_BASE, LOCAL_BASE, SHARED_BASE, WINDOW_BYTES
 from nbflow_ptx.instructions.floating import pack16, unpack16
 from nbflow_ptx.syntax import Instruction, Vec
 from nbflow_ptx.types import FLOATS, STORAGE, TYPES, Type
@@ -83,10 +83,12 @@ def is_space(b: Binder, ins: Instruction) -> Run:
     """``isspacep``: whether a generic address lies in a space."""
     windows = {
         "global": (GLOBAL_BASE, 1 << 63),
-        "shared": (SHARED_BASE, LOCAL_BASE),
+        "shared": (SHARED_BASE, SHARED_BASE + WINDOW_BYTES),
+        "shared::cta": (SHARED_BASE, SHARED_BASE + WINDOW_BYTES),
+        "shared::cluster": (SHARED_BASE, LOCAL_BASE),
         "local": (LOCAL_BASE, GLOBAL_BASE),
     }
-    space = ins.op[1].split("::")[0]
+    space = ins.op[1] if ins.op[1] in windows else ins.op[1].split("::")[0]
     if space not in windows:
         raise b.unsupported(ins)
     low, high = map(np.uint64, windows[space])

@@ -9,6 +9,7 @@ import numpy as np
 
 from nbflow_ptx.async_memory import UNIT, check_proxy
 from nbflow_ptx.binder import Binder, Read, Run, Write, full, threads
+from nbflow_ptx.clusters import address_in
 from nbflow_ptx.mbarriers import NBYTES, Mbarrier
 from nbflow_ptx.memory import space_of
 from nbflow_ptx.syntax import Addr, Instruction
@@ -26,16 +27,31 @@ class _Place:
 
     def __init__(self, b: Binder, ins: Instruction, operand: Any) -> None:
         self.address, self.what = b.address(operand), ".".join(ins.op[:2])
-        self.space = "shared" if space_of(ins) == "shared" else "generic"
+        self.space = space_of(ins)
+        if self.space not in ("shared", "cluster"):
+            self.space = "generic"
 
     def find(self, m: Machine, lanes: Any, i: Any, *, using: bool = True) -> Any:
         """Return the places for these threads; `using`: as it was initialised before."""
-        at = m.mbarriers.place(lanes, full(m, i, self.address(m, i)), self.what, space=self.space)
-        region = m.memory.regions["shared"]
+        return self.find_at(m, lanes, full(m, i, self.address(m, i)), using=using)
+
+    def find_at(self, m: Machine, lanes: Any, address: Any, *, using: bool = True) -> Any:
+        """Return the places of addresses that this operand has, or another block's."""
+        at = m.mbarriers.place(lanes, address, self.what, space=self.space)
+        region = m.memory.regions["cluster"]
         if using and region.cells is not None:
-            for race in region.cells.read(m, lanes, at, NBYTES, mark=False)[:1]:
-                m.memory.race(region, lanes, at, race, self.what)
+            for race in region.cells.read(m, lanes, at, NBYTES, mark=False):
+                if not _published(m, int(lanes[race[0]]), int(at[race[0]]), race[2]):
+                    m.memory.race(region, lanes, at, race, self.what)
         return at
+
+
+def _published(m: Machine, lane: int, at: int, stamp: int) -> bool:
+    """Return whether a store is an mbarrier's making, and the whole cluster met after its fence."""
+    found = m.mbarriers.found.get(at)
+    if found is None or found.made_at != stamp:
+        return False
+    return m.clusters.knows_init(lane, found.maker, stamp)
 
 
 def mbarrier(b: Binder, ins: Instruction) -> Run:
@@ -186,26 +202,46 @@ def bulk_copy(b: Binder, ins: Instruction) -> Run:
         return lambda m, i: None
     parts = [p for p in ins.op if p.startswith(("shared", "global"))]
     if (
-        ins.has("tensor", "multicast::cluster")
+        ins.has("tensor")
         or parts not in (["shared::cluster", "global"], ["shared::cta", "global"])
         or not ins.has("mbarrier::complete_tx::bytes")
     ):
         raise b.unsupported(ins, "only global to shared memory, counted by an mbarrier")
     to, source = b.address(ins.args[0]), b.address(ins.args[1])
     size, place = b.read(ins.args[2], _U32), _Place(b, ins, ins.args[3])
+    mask = b.read(ins.args[4], TYPES["u16"]) if ins.has("multicast::cluster") else None
 
     def run(m: Machine, i: Any) -> None:
         m.touch()
         t = threads(m, i)
-        at = place.find(m, t, i)
-        columns = [full(m, i, x(m, i)).tolist() for x in (to, source, size)]
-        for lane, k, *copy in zip(t.tolist(), at.tolist(), *columns, strict=True):
-            found = m.mbarriers.get(lane, k)
-            _check_visible(m, lane, found)
-            _send(m, lane, found, *copy)
+        columns = [full(m, i, x(m, i)).tolist() for x in (to, source, size, place.address)]
+        if mask is not None:
+            columns.append(full(m, i, mask(m, i)).tolist())
+        for lane, at, start, n, barrier, *blocks in zip(t.tolist(), *columns, strict=True):
+            data = _read_source(m, lane, start, n)
+            pairs = _in_blocks(m, lane, at, barrier, blocks[0]) if blocks else [(at, barrier)]
+            for there, counter in pairs:
+                k = int(place.find_at(m, np.array([lane]), np.array([counter]))[0])
+                found = m.mbarriers.get(lane, k)
+                _check_visible(m, lane, found)
+                _send(m, lane, found, there, data, place.space)
         m.clocks.given[t] = m.stamp
 
     return run
+
+
+def _in_blocks(m: Machine, lane: int, to: int, barrier: int, mask: int) -> list[tuple[int, int]]:
+    """Return destination and mbarrier in each block of the cluster that a mask names."""
+    if not mask or mask >> m.blocks_per_cluster:
+        raise m.error(
+            "bounds",
+            f"a copy to the blocks {mask:#x} of a cluster of {m.blocks_per_cluster}",
+            lane,
+        )
+    if m.blocks_per_cluster == 1:
+        return [(to, barrier)]
+    ranks = [r for r in range(m.blocks_per_cluster) if mask >> r & 1]
+    return [(int(address_in(r, to)), int(address_in(r, barrier))) for r in ranks]
 
 
 def _check_visible(m: Machine, lane: int, found: Mbarrier) -> None:
@@ -221,25 +257,31 @@ def _check_visible(m: Machine, lane: int, found: Mbarrier) -> None:
         )
 
 
-def _send(m: Machine, lane: int, found: Mbarrier, to: int, source: int, size: int) -> None:
-    """One thread starts one copy: the source is read now, the bytes land later."""
+def _read_source(m: Machine, lane: int, source: int, size: int) -> Any:
+    """Return what a copy brings, in units of 16 bytes: it is read when the copy is started."""
     if size % UNIT or size < UNIT:
         raise m.error("aligned", f"cp.async.bulk of {size} bytes; a multiple of 16", lane)
-    what = "cp.async.bulk"
     steps = np.arange(0, size, UNIT)
     lanes = np.full(len(steps), lane)
-    got = m.memory.load(lanes, source + steps, "global", 8, 2, what=f"{what} source")
-    data = np.stack(got, axis=1).view(np.uint8)
-    region = m.memory.regions["shared"]
+    got = m.memory.load(lanes, source + steps, "global", 8, 2, what="cp.async.bulk source")
+    return np.stack(got, axis=1).view(np.uint8)
+
+
+def _send(m: Machine, lane: int, found: Mbarrier, to: int, data: Any, space: str) -> None:
+    """One thread starts one copy, which lands later."""
+    what = "cp.async.bulk"
+    steps = np.arange(0, data.size, UNIT)
+    lanes = np.full(len(steps), lane)
+    region = m.memory.regions[space]
     places, _ = m.memory.place(region, lanes, to + steps, UNIT, f"{what} destination")
     check_proxy(m, region, lanes, places, what)
-    keep, at = m.memory.begin_copy(lanes, to + steps, UNIT, what)
+    keep, at = m.memory.begin_copy(lanes, to + steps, UNIT, what, space)
     row = m.clocks.row(m, int(m.warp_id[lane]))
 
     def land() -> None:
         m.memory.end_copy(lanes[keep], at, data[keep], mark=False)
         np.maximum(found.clock, row, out=found.clock)
-        m.mbarriers.expect(lane, found, -size)
+        m.mbarriers.expect(lane, found, -data.size)
         m.mbarriers.settle(found)
 
     found.landings.append(land)
