@@ -68,6 +68,7 @@ class _Pointer:
 
     def copy_from_host_async(self, mem: Any, size: int, stream: Any = None) -> None:
         """Copy from pinned memory at an address."""
+        not_while_capturing("a copy from host memory")
         address = int(getattr(mem, "value", mem))
         PinnedMemory.check(address, size)
         with stream or current_stream():
@@ -141,12 +142,17 @@ class ndarray:
             raise LaunchError(f"array {self._place.name!r} was freed")
         if out is None:
             return self._view.copy()
+        _check_alike(self, out)
         out[...] = self._view
         return out
 
     def set(self, values: np.ndarray, *_: Any, **__: Any) -> None:
         """Copy from host memory."""
-        self[...] = values
+        not_while_capturing("a copy from host memory")
+        _check_alike(self, values)
+        if not (self.flags.c_contiguous or self.flags.f_contiguous):
+            raise RuntimeError("set() of an array that is not contiguous")
+        self._assign(..., values)
 
     def fill(self, value: Any) -> None:
         """Set every element."""
@@ -162,8 +168,8 @@ class ndarray:
         return asarray(found)
 
     def __setitem__(self, key: Any, values: Any) -> None:
-        if isinstance(values, np.ndarray) and values.ndim:
-            not_while_capturing("a copy from host memory that is not pinned")
+        if not isinstance(values, ndarray) and np.ndim(values):
+            raise ValueError("CuPy assigns no arrays of the host; use set(), or asarray first")
         perform(lambda: self._assign(_host(key), values))
 
     def _assign(self, key: Any, values: Any) -> None:
@@ -236,6 +242,14 @@ class ndarray:
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
         raise TypeError("implicit conversion to a NumPy array is not allowed; use .get()")
+
+
+def _check_alike(there: ndarray, here: Any) -> None:
+    """Raise unless an array of the host can take the bytes of one on the device, or give them."""
+    if not isinstance(here, np.ndarray) or here.dtype != there.dtype:
+        raise TypeError(f"a NumPy array of {there.dtype} is wanted, got {here!r:.80}")
+    if here.shape != there.shape:
+        raise ValueError(f"shape {there.shape} on the device, {here.shape} on the host")
 
 
 def _host(x: Any) -> Any:
@@ -366,6 +380,8 @@ class _Function:
         enable_cooperative_groups: bool = False,
     ) -> None:
         """Run the kernel; the `Result` is `last_launch`."""
+        if not isinstance(grid, tuple) or not isinstance(block, tuple):
+            raise TypeError(f"{self.name}: grid and block must be tuples, got {grid!r}, {block!r}")
         if shared_mem > self.max_dynamic_shared_size_bytes:
             raise LaunchError(
                 f"{self.name}: shared_mem = {shared_mem} is more than "
@@ -494,7 +510,7 @@ class _Device:
     def __init__(self, *_: Any) -> None: ...
     def synchronize(self) -> None:
         """Nothing to wait for."""
-        not_while_capturing("waiting for the device")
+        not_while_capturing("waiting for the device", spoils=True)
 
     def use(self) -> None:
         """Do nothing: there is only this one."""
