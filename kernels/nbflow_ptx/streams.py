@@ -2,10 +2,10 @@
 
 Work is done when it is given, so that streams need not wait; which stream is meant matters for
 capturing alone.  What a stream is given while it is captured is kept instead, and done whenever the
-graph is launched, with the arrays' contents of then.  What CUDA or CuPy refuses meanwhile is refused
-here: waiting (which spoils the capture, so that `Stream.end_capture` fails, too), copies between
-host and device, work for the null stream.  So is an allocation from anything but a pool that is the
-graph's own: on a GPU that memory would be given to others, and the graph write there.
+graph is launched, with the arrays' contents of then.  What CUDA or CuPy refuses meanwhile is
+refused here: waiting (which spoils the capture, so that `Stream.end_capture` fails, too), copies
+between host and device, work for the null stream.  So is an allocation from anything but a pool
+that is the graph's own: on a GPU that memory would be given to others, and the graph write there.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ def test_copies_between_host_and_device_are_as_strict_as_cupys() -> None:
         ([[1.0]], TypeError),
     ):
         for call in (x.set, lambda out: x.get(out=out)):
-            with pytest.raises(refused, match="wanted|on the host"):
+            with pytest.raises(refused, match=r"wanted|on the host"):
                 call(wrong)
     with pytest.raises(RuntimeError, match="not contiguous"):
         cupy.zeros((2, 3), np.float32)[:, :2].set(other)

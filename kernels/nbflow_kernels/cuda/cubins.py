@@ -57,7 +57,7 @@ def cached(name: str, output: str, key: str, build: Callable[[], Compiled]) -> C
             found = _read(path)  # another process may have made it meanwhile
             if found is None:
                 found = build()
-                with contextlib.suppress(OSError):  # a folder that cannot be written costs time only
+                with contextlib.suppress(OSError):  # a folder not to be written costs time only
                     _write(path, found)
     return found
 

@@ -45,7 +45,9 @@ def _numba_cuda() -> Any:
         raise MissingExtraError(f"compiling Numba CUDA kernels needs numba-cuda: {INSTALL}")
     if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0"):
         raise CompileError("NUMBA_ENABLE_CUDASIM is set: the simulator compiles nothing; unset it")
-    with contextlib.suppress(ImportError):  # its .pth file says so, in folders where Python reads it
+    with contextlib.suppress(
+        ImportError
+    ):  # its .pth file says so, in folders where Python reads it
         importlib.import_module("_numba_cuda_redirector")
     found = importlib.import_module("numba.cuda")
     if "numba_cuda" not in str(found.__file__):
