@@ -54,7 +54,7 @@ def compile_all(cases: Sequence[OpCase], arch: str, n_jobs: int) -> list[str]:
     """
     nvrtc.version()
     names = [case.id for case in cases if case.op not in NO_CUDA]
-    processes = multiprocessing.get_context("fork")  # which have imported everything at once
+    processes = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(n_jobs, processes, _start, (arch,)) as pool:
         try:
             answers = list(pool.map(_compile, names))
