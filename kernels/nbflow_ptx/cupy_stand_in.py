@@ -201,13 +201,13 @@ class ndarray:
         """Return a one-dimensional view."""
         return self.reshape(-1)
 
-    def view(self, kind: Any) -> ndarray:
+    def view(self, dtype: Any) -> ndarray:
         """Return the same bytes as another type."""
-        return self._like(self._view.view(kind))
+        return self._like(self._view.view(dtype))
 
-    def astype(self, kind: Any, copy: bool = True) -> ndarray:
+    def astype(self, dtype: Any, copy: bool = True) -> ndarray:
         """Return a converted copy."""
-        return self if not copy and self.dtype == np.dtype(kind) else self._copied(kind, "C")
+        return self if not copy and self.dtype == np.dtype(dtype) else self._copied(dtype, "C")
 
     def _copied(self, kind: Any, order: str) -> ndarray:
         made = _new(self.shape, kind, order, written=True)
@@ -309,16 +309,17 @@ def ones(shape: Any, dtype: Any = np.float64) -> ndarray:
     return full(shape, 1, dtype)
 
 
-def full(shape: Any, value: Any, dtype: Any = None) -> ndarray:
+def full(shape: Any, fill_value: Any, dtype: Any = None) -> ndarray:
     """Return an array of one value."""
-    made = _new(shape, dtype if dtype is not None else np.asarray(value).dtype, "C", written=True)
-    made.fill(value)
+    kind = dtype if dtype is not None else np.asarray(fill_value).dtype
+    made = _new(shape, kind, "C", written=True)
+    made.fill(fill_value)
     return made
 
 
-def empty_like(a: Any, dtype: Any = None) -> ndarray:
+def empty_like(prototype: Any, dtype: Any = None) -> ndarray:
     """Return an uninitialised array of the same shape."""
-    return empty(a.shape, dtype or a.dtype)
+    return empty(prototype.shape, dtype or prototype.dtype)
 
 
 def zeros_like(a: Any, dtype: Any = None) -> ndarray:
@@ -337,12 +338,15 @@ def asarray(a: Any, dtype: Any = None, order: str = "C") -> ndarray:
     return made
 
 
-def array(a: Any, dtype: Any = None, copy: bool = True) -> ndarray:
-    """Return a new array on the device with the contents of `a`."""
-    return asarray(np.array(_host(a), dtype))
+def array(obj: Any, dtype: Any = None, copy: bool = True) -> ndarray:
+    """Return a new array on the device with the contents of `obj`."""
+    return asarray(np.array(_host(obj), dtype))
 
 
-ascontiguousarray = asarray
+def ascontiguousarray(a: Any, dtype: Any = None) -> ndarray:
+    """Return `a` as an array on the device whose rows lie one behind the other."""
+    found = asarray(a, dtype)
+    return found if found.flags.c_contiguous else found.copy()
 
 
 def arange(*args: Any, dtype: Any = None) -> ndarray:
