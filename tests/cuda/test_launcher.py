@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import re
 import struct
 import time
@@ -18,7 +19,7 @@ import nbflow_kernels as nk
 import nbflow_ptx.nvrtc
 from nbflow_kernels import cuda
 from nbflow_kernels.cuda import cubins, kernel, nvrtc
-from nbflow_kernels.cuda.compile_all import _compile, _start, choose, compile_all
+from nbflow_kernels.cuda.compile_all import _compile, _start, check_launch, choose, compile_all
 from nbflow_kernels.cuda.detect import _ask, _too_new, detect, extra
 from nbflow_kernels.cuda.driver import Driver
 from nbflow_kernels.cuda.parameters import Parameters
@@ -164,6 +165,13 @@ def test_kernels_are_compiled_ahead_for_a_device_that_is_not_here(
     line = _compile("rmsnorm-small")
     assert line.startswith("rmsnorm-small: ")
     assert "sm_10" in line
+    header, code = file.read_bytes().split(b"\n", 1)
+    entry = json.loads(header)["entry"]
+    check_launch(code, entry, (1024, 1, 1), 1000, 4000)
+    with pytest.raises(cuda.CudaError, match="registers of 8192 threads are too many"):
+        check_launch(code, entry, (1024, 8, 1), 0, 4000)
+    with pytest.raises(cuda.CudaError, match="4001 dynamic bytes of shared memory"):
+        check_launch(code, entry, (32, 1, 1), 4001, 4000)
     with pytest.raises(UsageError, match="did you mean 'rmsnorm'"):
         choose(["rmsnrom"], timed=True)
 

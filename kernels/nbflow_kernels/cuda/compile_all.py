@@ -4,19 +4,21 @@
 
 What runs afterwards finds them on disk (`nbflow_kernels.cuda.cubins`): the first minutes of a short
 session on a device need not go to a compiler.  Every case of the ops is run on arrays of
-`nbflow_ptx.cupy_stand_in`, with kernels that are compiled and then do nothing.  Machines whose
-compilers have the same versions can share the folder, also one that has no device.
+`nbflow_ptx.cupy_stand_in`, with kernels that are compiled and then do nothing; what a device has
+too few registers or too little shared memory for is an error.  Machines whose compilers have the
+same versions can share the folder, also one that has no device.
 """
 
 from __future__ import annotations
 
 import argparse
 import importlib
+import math
 import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -24,15 +26,19 @@ from typing import Any
 import nbflow_kernels
 from nbflow_kernels import checking
 from nbflow_kernels.cuda import cubins, nvrtc
-from nbflow_kernels.cuda.errors import CompileError
+from nbflow_kernels.cuda.devices import Dim3, Launch
+from nbflow_kernels.cuda.errors import CompileError, CudaError
+from nbflow_kernels.cuda.workspace import release
 from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
 from nbflow_kernels.families import NO_CUDA, all_cases
 from nbflow_kernels.opcase import OpCase
 
 N_SMS = 132
 """Streaming multiprocessors that launches are divided for: those of an H100 or H200."""
-MEMORY_BYTES = 16 << 30
-"""Of which only what is written takes room."""
+MEMORY_BYTES = 4 << 30
+"""For the arrays of a case; what nobody writes takes no room."""
+_REGISTERS = 16384
+"""Of a quarter of a multiprocessor, which has every fourth warp of a thread block."""
 
 
 def compile_all(cases: Sequence[OpCase], arch: str, n_jobs: int) -> list[str]:
@@ -63,6 +69,40 @@ def compile_all(cases: Sequence[OpCase], arch: str, n_jobs: int) -> list[str]:
     return [answer for answer in answers if answer]
 
 
+def check_launch(cubin: bytes, entry: str, block: Dim3, shared: int, most_shared: int) -> None:
+    """Check that a multiprocessor has what a thread block needs, as the driver does.
+
+    Parameters
+    ----------
+    cubin : bytes
+        The compiled code.
+    entry : str
+        The kernel.
+    block : tuple of int
+        Threads of a thread block.
+    shared : int
+        Bytes of dynamic shared memory.
+    most_shared : int
+        Bytes of shared memory that a thread block may have, static and dynamic.
+
+    Raises
+    ------
+    CudaError
+        If the launch would fail.
+    """
+    facts = importlib.import_module("nbflow_ptx").lint(cubin)[entry]
+    n_warps = -(-math.prod(block) // 32)
+    if -(-facts.registers // 8) * 8 * 32 * -(-n_warps // 4) > _REGISTERS:
+        raise CudaError(
+            f"{entry}: {facts.registers} registers of {math.prod(block)} threads are too many"
+        )
+    if facts.static_shared_bytes + shared > most_shared:
+        raise CudaError(
+            f"{entry}: {facts.static_shared_bytes} static and {shared} dynamic bytes of shared "
+            f"memory, a thread block has {most_shared}"
+        )
+
+
 def _start(arch: str) -> None:
     """Let the arrays of this process live on a device that only compiles."""
     stand_in = importlib.import_module("nbflow_ptx.cupy_stand_in")
@@ -73,8 +113,11 @@ def _start(arch: str) -> None:
         output = "cubin"
         n_sms = N_SMS
 
-        def load(self, code: bytes, entry: str) -> Callable[..., None]:
-            return lambda *_: None
+        def load(self, code: bytes, entry: str) -> Launch:
+            def launch(grid: Dim3, block: Dim3, packed: bytes, shared: int) -> None:
+                check_launch(code, entry, block, shared, self.max_shared_bytes)
+
+            return launch
 
     stand_in.ndarray.__kernel_device__ = OnlyCompiles(
         stand_in.empty, stand_in.asarray, stand_in.mapped
@@ -89,10 +132,14 @@ def _compile(name: str) -> str:
     try:
         arguments, out = checking.placed(case, arguments, out, checking.placer(stand_in))
         getattr(nbflow_kernels, case.op)(**arguments, **out)
-    except (CompileError, MissingExtraError) as error:
+    except (CompileError, CudaError, MissingExtraError) as error:
         return f"{name}: {error}"
     except Exception:  # the numbers are none that kernels have made; what is left out comes later
         pass
+    finally:
+        device = stand_in.ndarray.__kernel_device__
+        release(device.key, device.stream)
+        stand_in.reset(memory_bytes=MEMORY_BYTES, arch=device.arch)
     return ""
 
 
