@@ -1,7 +1,7 @@
 """Benchmark of the ops: check first, then time, beside the machine's measured read bandwidth.
 
     python -m nbflow_kernels.bench [OP ...] [--threads N] [--repeats N] [--formats FILE] [--json]
-                                   [--out FILE] [--suite cpu|gpu]
+                                   [--out FILE] [--suite cpu|gpu] [--budget SECONDS]
 
 OP is an op (``matmul``) or one case (``matmul-llama2_7b_decode_f16``); without any, all timed
 cases run.  A case whose result differs from the reference is not timed, and the exit code is 1.
@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 
 import nbflow_kernels
-from nbflow_kernels import bench_gpu, checking
+from nbflow_kernels import bench_worker, checking
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.families import all_cases
 from nbflow_kernels.opcase import OpCase
@@ -285,6 +285,13 @@ def _parser() -> argparse.ArgumentParser:
         "--suite", choices=("cpu", "gpu"), default="cpu", help="where (default: cpu)"
     )
     parser.add_argument("--threads", type=int, help="default: all processors of this process")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=bench_worker.BUDGET_S,
+        metavar="SECONDS",
+        help=f"with --suite gpu: begin no case later (default: {bench_worker.BUDGET_S:.0f})",
+    )
     parser.add_argument("--repeats", type=int, default=20, help="samples per case (default: 20)")
     parser.add_argument(
         "--formats",
@@ -313,7 +320,10 @@ def main(argv: list[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     if arguments.suite == "gpu":
-        return bench_gpu.main(cases, arguments.repeats, arguments.json, arguments.out)
+        return bench_worker.main(
+            cases, arguments.repeats, arguments.json, arguments.out, arguments.formats,
+            arguments.budget,
+        )  # fmt: skip
     bandwidth = read_bandwidth()
     rows: list[Row] = []
     failed = 0

@@ -5,20 +5,20 @@ timed case is checked against its float64 reference, and timed: calls over enoug
 inputs that none is still in the L2 cache, captured into a CUDA graph (so that Python does not
 count), between two events.  An op that cannot be captured is timed call by call, which the row
 says.  A case that fails is a row with its error; one for which there is no time left, too.
+
+Measuring runs in a process of its own (`nbflow_kernels.bench_worker`): what breaks or hangs it
+costs one row.  The file is written anew after every row.
 """
 
 from __future__ import annotations
 
-import importlib
+import contextlib
+import functools
 import importlib.metadata
-import json
 import math
 import subprocess
-import sys
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,7 +32,6 @@ from nbflow_kernels.opcase import OpCase
 SAMPLE_S = 1e-3  # one sample lasts about this long
 MAX_CALLS = 200  # in a sample
 MAX_COPIES = 64
-BUDGET_S = 420.0  # for all cases together; what is left over has time to be written
 
 _copy = cuda.cpp_kernel(cuda.__file__, "copy.cu", "copy", "f32* x, f32* out, i64 n")
 Call = Callable[[], Any]
@@ -68,49 +67,54 @@ class GpuRow:
     """`gb_per_s` in percent of the measured copy bandwidth."""
 
 
-def run(
-    cases: list[OpCase],
-    repeats: int,
-    cupy: Any,
-    *,
-    budget_s: float = BUDGET_S,
-    copy_bytes: int = 1 << 30,
-) -> dict[str, Any]:
-    """Measure the device and the cases; return the report.
+def in_order(cases: list[OpCase]) -> list[OpCase]:
+    """Return the cases that a device has a variant for, small ones first: more of them fit."""
+    found = [case for case in cases if case.op not in NO_CUDA]
+    return sorted(found, key=lambda case: case.n_bytes + case.n_flops / 100)
+
+
+def limits(cupy: Any, repeats: int, copy_bytes: int = 1 << 30) -> dict[str, Any]:
+    """Return what the device is, and how fast it copies and multiplies at best.
 
     Parameters
     ----------
-    cases : list of OpCase
-        Timed cases; those of ops without a CUDA variant are left out.
-    repeats : int
-        Samples of each.
     cupy : module
         CuPy.
-    budget_s : float
-        When to stop timing further cases.
+    repeats : int
+        Samples.
     copy_bytes : int
         What is copied to measure the bandwidth.
     """
-    started = time.perf_counter()
-    report: dict[str, Any] = {"device": describe(cupy)}
+    found: dict[str, Any] = {"device": describe(cupy)}
     bandwidth, why = _attempt(lambda: copy_bandwidth(cupy, repeats, copy_bytes))
-    report["copy_bytes_per_s"], report["copy_error"] = bandwidth, why
+    found["copy_bytes_per_s"], found["copy_error"] = bandwidth, why
     rate, why = _attempt(lambda: matmul_rate(cupy, repeats))
-    report["matmul_f16_flop_per_s"], report["matmul_error"] = rate, why
-    rows = []
-    # small ones first, so that as many as possible fit into the budget
-    for case in sorted(cases, key=lambda case: case.n_bytes + case.n_flops / 100):
-        if case.op in NO_CUDA:
-            continue
-        if time.perf_counter() - started > budget_s:
-            rows.append(GpuRow(case.op, case.name, f"no time left of {budget_s:.0f} s"))
-            continue
-        row, why = _attempt(lambda case=case: measure(case, repeats, cupy, bandwidth))  # type: ignore[misc]
-        rows.append(row or GpuRow(case.op, case.name, why))
-        print(_line(rows[-1]), file=sys.stderr, flush=True)
-    report["seconds"] = time.perf_counter() - started
-    report["rows"] = [asdict(row) for row in rows]
-    return report
+    found["matmul_f16_flop_per_s"], found["matmul_error"] = rate, why
+    return found
+
+
+def events(
+    cases: list[OpCase], repeats: int, cupy: Any, known: dict[str, Any] | None = None
+) -> Iterator[dict[str, Any]]:
+    """Measure the device, unless its `limits` are known, and the cases.
+
+    Yields ``{"limits": ...}``, then for each case ``{"case": its id}`` when it begins and
+    ``{"row": ...}``, a `GpuRow`, when it is done.
+
+    Raises
+    ------
+    RuntimeError
+        From CuPy, behind a row whose case has left the device unusable for this process.
+    """
+    if known is None:
+        known = limits(cupy, repeats)
+        yield {"limits": known}
+    bandwidth = known["copy_bytes_per_s"]
+    for case in cases:
+        yield {"case": case.id}
+        row, why = _attempt(functools.partial(measure, case, repeats, cupy, bandwidth))
+        yield {"row": asdict(row or GpuRow(case.op, case.name, why))}
+        cupy.cuda.Device().synchronize()
 
 
 def _attempt(measure: Callable[[], Any]) -> tuple[Any, str | None]:
@@ -235,8 +239,11 @@ def _by_graph(cupy: Any, calls: list[Call], n_calls: int, repeats: int) -> list[
         try:
             for i in range(n_calls):
                 calls[i % len(calls)]()
-        finally:
-            graph = stream.end_capture()
+        except BaseException:
+            with contextlib.suppress(Exception):
+                stream.end_capture()
+            raise
+        graph = stream.end_capture()
         return [_sample(cupy, stream, graph.launch, n_calls) for _ in range(repeats + 1)][1:]
 
 
@@ -266,7 +273,8 @@ def _sample(cupy: Any, stream: Any, launch: Callable[[], Any], n_calls: int) -> 
 # ---- what is printed -----------------------------------------------------------------------------
 
 
-def _line(row: GpuRow) -> str:
+def line(row: GpuRow) -> str:
+    """Return a row as a line of text."""
     name = f"{row.op}-{row.case}"
     if row.median_s is None:
         return f"{name}: {(row.error or '').splitlines()[0][:200]}"
@@ -279,6 +287,8 @@ def _line(row: GpuRow) -> str:
 
 def table(report: dict[str, Any]) -> str:
     """Return the report as text."""
+    if "device" not in report:
+        return "\n".join(line(GpuRow(**row)) for row in report["rows"])
     device, copy, rate = (
         report[k] for k in ("device", "copy_bytes_per_s", "matmul_f16_flop_per_s")
     )
@@ -291,18 +301,4 @@ def table(report: dict[str, Any]) -> str:
         if rate
         else f"cuBLAS float16: {report['matmul_error']}"
     )
-    return "\n".join([*lines, "", *(_line(GpuRow(**row)) for row in report["rows"])])
-
-
-def main(cases: list[OpCase], repeats: int, as_json: bool, out: Path | None) -> int:
-    """Run the benchmark on CuPy's current device; return the exit code (1: a row has an error)."""
-    found = cuda.detect()
-    if not found.usable:
-        print(f"error: {found.reason}", file=sys.stderr)
-        return 2
-    report = run(cases, repeats, importlib.import_module("cupy"))
-    text = json.dumps(report, indent=2)
-    if out is not None:
-        out.write_text(text + "\n")
-    print(text if as_json else table(report))
-    return 1 if any(row["error"] for row in report["rows"]) else 0
+    return "\n".join([*lines, "", *(line(GpuRow(**row)) for row in report["rows"])])

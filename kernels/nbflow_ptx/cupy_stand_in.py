@@ -68,6 +68,7 @@ class _Pointer:
 
     def copy_from_host_async(self, mem: Any, size: int, stream: Any = None) -> None:
         """Copy from pinned memory at an address."""
+        not_while_capturing("a copy from host memory")
         address = int(getattr(mem, "value", mem))
         PinnedMemory.check(address, size)
         with stream or current_stream():
@@ -141,12 +142,17 @@ class ndarray:
             raise LaunchError(f"array {self._place.name!r} was freed")
         if out is None:
             return self._view.copy()
+        _check_alike(self, out)
         out[...] = self._view
         return out
 
     def set(self, values: np.ndarray, *_: Any, **__: Any) -> None:
         """Copy from host memory."""
-        self[...] = values
+        not_while_capturing("a copy from host memory")
+        _check_alike(self, values)
+        if not (self.flags.c_contiguous or self.flags.f_contiguous):
+            raise RuntimeError("set() of an array that is not contiguous")
+        self._assign(..., values)
 
     def fill(self, value: Any) -> None:
         """Set every element."""
@@ -162,8 +168,8 @@ class ndarray:
         return asarray(found)
 
     def __setitem__(self, key: Any, values: Any) -> None:
-        if isinstance(values, np.ndarray) and values.ndim:
-            not_while_capturing("a copy from host memory that is not pinned")
+        if not isinstance(values, ndarray) and np.ndim(values):
+            raise ValueError("CuPy assigns no arrays of the host; use set(), or asarray first")
         perform(lambda: self._assign(_host(key), values))
 
     def _assign(self, key: Any, values: Any) -> None:
@@ -195,13 +201,13 @@ class ndarray:
         """Return a one-dimensional view."""
         return self.reshape(-1)
 
-    def view(self, kind: Any) -> ndarray:
+    def view(self, dtype: Any) -> ndarray:
         """Return the same bytes as another type."""
-        return self._like(self._view.view(kind))
+        return self._like(self._view.view(dtype))
 
-    def astype(self, kind: Any, copy: bool = True) -> ndarray:
+    def astype(self, dtype: Any, copy: bool = True) -> ndarray:
         """Return a converted copy."""
-        return self if not copy and self.dtype == np.dtype(kind) else self._copied(kind, "C")
+        return self if not copy and self.dtype == np.dtype(dtype) else self._copied(dtype, "C")
 
     def _copied(self, kind: Any, order: str) -> ndarray:
         made = _new(self.shape, kind, order, written=True)
@@ -236,6 +242,14 @@ class ndarray:
 
     def __array__(self, *_: Any, **__: Any) -> np.ndarray:
         raise TypeError("implicit conversion to a NumPy array is not allowed; use .get()")
+
+
+def _check_alike(there: ndarray, here: Any) -> None:
+    """Raise unless an array of the host can take the bytes of one on the device, or give them."""
+    if not isinstance(here, np.ndarray) or here.dtype != there.dtype:
+        raise TypeError(f"a NumPy array of {there.dtype} is wanted, got {here!r:.80}")
+    if here.shape != there.shape:
+        raise ValueError(f"shape {there.shape} on the device, {here.shape} on the host")
 
 
 def _host(x: Any) -> Any:
@@ -295,16 +309,17 @@ def ones(shape: Any, dtype: Any = np.float64) -> ndarray:
     return full(shape, 1, dtype)
 
 
-def full(shape: Any, value: Any, dtype: Any = None) -> ndarray:
+def full(shape: Any, fill_value: Any, dtype: Any = None) -> ndarray:
     """Return an array of one value."""
-    made = _new(shape, dtype if dtype is not None else np.asarray(value).dtype, "C", written=True)
-    made.fill(value)
+    kind = dtype if dtype is not None else np.asarray(fill_value).dtype
+    made = _new(shape, kind, "C", written=True)
+    made.fill(fill_value)
     return made
 
 
-def empty_like(a: Any, dtype: Any = None) -> ndarray:
+def empty_like(prototype: Any, dtype: Any = None) -> ndarray:
     """Return an uninitialised array of the same shape."""
-    return empty(a.shape, dtype or a.dtype)
+    return empty(prototype.shape, dtype or prototype.dtype)
 
 
 def zeros_like(a: Any, dtype: Any = None) -> ndarray:
@@ -323,12 +338,15 @@ def asarray(a: Any, dtype: Any = None, order: str = "C") -> ndarray:
     return made
 
 
-def array(a: Any, dtype: Any = None, copy: bool = True) -> ndarray:
-    """Return a new array on the device with the contents of `a`."""
-    return asarray(np.array(_host(a), dtype))
+def array(obj: Any, dtype: Any = None, copy: bool = True) -> ndarray:
+    """Return a new array on the device with the contents of `obj`."""
+    return asarray(np.array(_host(obj), dtype))
 
 
-ascontiguousarray = asarray
+def ascontiguousarray(a: Any, dtype: Any = None) -> ndarray:
+    """Return `a` as an array on the device whose rows lie one behind the other."""
+    found = asarray(a, dtype)
+    return found if found.flags.c_contiguous else found.copy()
 
 
 def arange(*args: Any, dtype: Any = None) -> ndarray:
@@ -366,6 +384,8 @@ class _Function:
         enable_cooperative_groups: bool = False,
     ) -> None:
         """Run the kernel; the `Result` is `last_launch`."""
+        if not isinstance(grid, tuple) or not isinstance(block, tuple):
+            raise TypeError(f"{self.name}: grid and block must be tuples, got {grid!r}, {block!r}")
         if shared_mem > self.max_dynamic_shared_size_bytes:
             raise LaunchError(
                 f"{self.name}: shared_mem = {shared_mem} is more than "
@@ -494,7 +514,7 @@ class _Device:
     def __init__(self, *_: Any) -> None: ...
     def synchronize(self) -> None:
         """Nothing to wait for."""
-        not_while_capturing("waiting for the device")
+        not_while_capturing("waiting for the device", spoils=True)
 
     def use(self) -> None:
         """Do nothing: there is only this one."""

@@ -26,7 +26,8 @@ from nbflow_ptx.types import TYPES
 
 _TENSOR = ("mma", "wmma", "wgmma", "ldmatrix", "stmatrix", "tcgen05")
 _ELF_MACHINE_CUDA = 190
-_REGISTER_SHIFT = 24  # sh_info of a .text section holds the register count in its top byte
+_REGISTER_COUNT = 0x2F  # EIATTR_REGCOUNT: the kernel's symbol, and its registers
+_SIZED = 4  # the format of an attribute whose size is stated; others have four bytes
 
 
 @dataclass
@@ -275,6 +276,21 @@ def _read_ptxas(kernels: list[KernelFacts], log: str) -> None:
             current.registers, current.registers_from = int(m.group(1)), "counted by ptxas"
 
 
+def _register_counts(attributes: bytes) -> dict[int, int]:
+    """Return the registers of each kernel, by the number of its symbol."""
+    found, at = {}, 0
+    while at + 4 <= len(attributes):
+        form, what, size = struct.unpack_from("<BBH", attributes, at)
+        at += 4
+        if form != _SIZED:
+            continue
+        if what == _REGISTER_COUNT and size == 8 and at + 8 <= len(attributes):
+            symbol, count = struct.unpack_from("<II", attributes, at)
+            found[symbol] = count
+        at += size
+    return found
+
+
 def _cubin_facts(data: bytes) -> list[KernelFacts]:
     """Read the section headers of a cubin: registers, shared and stack bytes of each kernel."""
     if len(data) < 64 or data[4] != 2:
@@ -294,14 +310,16 @@ def _cubin_facts(data: bytes) -> list[KernelFacts]:
         end = strings.find(b"\0", at)
         return strings[at : end if end >= 0 else at].decode("utf-8", "replace")
 
+    info = next((s for s in sections if label(s[0]) == ".nv.info"), None)
+    registers = {} if info is None else _register_counts(data[info[4] : info[4] + info[5]])
     kernels: dict[str, KernelFacts] = {}
     shared: dict[str, int] = {}
     for s in sections:
         title = label(s[0])
         if title.startswith(".text."):
-            facts = KernelFacts(
-                title[6:], registers=s[7] >> _REGISTER_SHIFT, registers_from="stated by the cubin"
-            )
+            symbol, count = s[7] & 0xFFFFFF, s[7] >> 24  # the count is there up to sm_80 alone
+            facts = KernelFacts(title[6:], registers=registers.get(symbol, count) or None)
+            facts.registers_from = "stated by the cubin" if facts.registers else "not in the cubin"
             kernels[facts.name] = facts
         elif title.startswith(".nv.shared."):
             shared[title[11:]] = s[5]

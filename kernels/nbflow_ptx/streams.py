@@ -2,10 +2,10 @@
 
 Work is done when it is given, so that streams need not wait; which stream is meant matters for
 capturing alone.  What a stream is given while it is captured is kept instead, and done whenever the
-graph is launched, with the arrays' contents of then.  What CUDA refuses meanwhile is refused here:
-waiting, copies to the host, copies from memory that is not pinned, work for the null stream.  So is
-an allocation from anything but a pool that is the graph's own: on a GPU that memory would be given
-to others, and the graph write there.
+graph is launched, with the arrays' contents of then.  What CUDA or CuPy refuses meanwhile is
+refused here: waiting (which spoils the capture, so that `Stream.end_capture` fails, too), copies
+between host and device, work for the null stream.  So is an allocation from anything but a pool
+that is the graph's own: on a GPU that memory would be given to others, and the graph write there.
 """
 
 from __future__ import annotations
@@ -36,9 +36,10 @@ def perform(work: Work) -> None:
         work()
 
 
-def not_while_capturing(what: str) -> None:
-    """Raise if a stream is being captured."""
+def not_while_capturing(what: str, *, spoils: bool = False) -> None:
+    """Raise if a stream is being captured; what waits spoils the capture."""
     if State.here.capturing is not None:
+        State.here.capturing.spoilt |= spoils
         raise LaunchError(
             f"{what} while a stream is captured (cudaErrorStreamCaptureUnsupported): a graph "
             "holds only what the device does by itself"
@@ -64,6 +65,7 @@ class Stream:
     ) -> None:
         self.non_blocking = non_blocking
         self.captured: list[Work] = []
+        self.spoilt = False
         self.ptr = 0
         if not null:
             Stream._n_made += 1
@@ -71,7 +73,7 @@ class Stream:
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
-        not_while_capturing("waiting for a stream")
+        not_while_capturing("waiting for a stream", spoils=True)
 
     def record(self, event: Event | None = None) -> Event:
         """Record an event, a new one by default."""
@@ -103,7 +105,7 @@ class Stream:
         if self.ptr == 0:
             raise LaunchError("the null stream cannot be captured; make a Stream")
         not_while_capturing("capturing")
-        State.here.capturing, self.captured = self, []
+        State.here.capturing, self.captured, self.spoilt = self, [], False
 
     def is_capturing(self) -> bool:
         """Return whether this stream is being captured."""
@@ -114,6 +116,8 @@ class Stream:
         if State.here.capturing is not self:
             raise LaunchError("this stream is not being captured")
         State.here.capturing = None
+        if self.spoilt:
+            raise LaunchError("something waited meanwhile (cudaErrorStreamCaptureInvalidated)")
         return Graph(self.captured)
 
 
@@ -154,7 +158,7 @@ class Event:
 
     def synchronize(self) -> None:
         """Nothing to wait for."""
-        not_while_capturing("waiting for an event")
+        not_while_capturing("waiting for an event", spoils=True)
 
 
 def current_stream() -> Stream:

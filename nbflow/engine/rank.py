@@ -174,7 +174,8 @@ class RankEngine:
             return getattr(self._sequences, method)(*args)
 
     def _watched(self) -> contextlib.AbstractContextManager[None]:
-        """Return what a step is run in, so that it is noticed if it never ends."""
+        """Return what a step is run in: on this rank's device, and noticed if it never ends."""
+        self.executor.place.activate()  # the thread may have made no other step
         return status.watched() if self.comm.size > 1 else contextlib.nullcontext()
 
     def run_step(
@@ -185,6 +186,7 @@ class RankEngine:
         types: Sequence[int] | None = None,
     ) -> None:
         """Run more tokens of sequences; results are in the executor's buffers."""
+        self.executor.place.activate()
         self._run(self._step(sequences, tokens, logit_rows, types))
 
     def _step(
@@ -215,6 +217,7 @@ class RankEngine:
         limits = max_step_tokens, max_sequences, max_pages, prefix_cache
         if limits == self._limits:
             return
+        self.executor.place.activate()
         self.end_all()
         if self.table.sequences:
             raise UsageError("a session has sequences on this model; close it first")

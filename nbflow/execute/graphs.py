@@ -7,6 +7,7 @@ and a graph serves all steps of one shape: up to so many sequences with up to so
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -82,9 +83,11 @@ def _captured(ops: Iterable[PythonOp], stream: Any) -> Any:
     try:
         for op in ops:
             op.call()
-    finally:  # a stream that goes on capturing could not be used
-        graph = stream.end_capture()
-    return graph
+    except BaseException:  # which says more than that the capture was spoilt by it
+        with contextlib.suppress(Exception):
+            stream.end_capture()  # a stream that goes on capturing could not be used
+        raise
+    return stream.end_capture()
 
 
 def batch_bucket(n: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from nbflow_kernels import bench, bench_gpu, families
+from nbflow_kernels import bench, bench_gpu, bench_worker, cuda, families
 from nbflow_kernels.opcase import OpCase
 
 pytestmark = pytest.mark.compiler
@@ -25,30 +26,102 @@ def _cases(*ids: str) -> list[OpCase]:
 def test_rows_hold_times_bandwidths_and_errors(cupy: Any) -> None:
     cases = _cases("rmsnorm-small", "silu_and_mul-ragged", "rope_cos_sin_cache-linear")
     wrong = replace(cases[0], name="wrong", rtol=0.0, atol=0.0)
-    report = bench_gpu.run([*cases, wrong], 2, cupy, copy_bytes=1 << 14)
-    rows = report["rows"]
-    assert [row["case"] for row in rows] == ["small", "ragged", "wrong"]  # a table has no variant
+    limits = bench_gpu.limits(cupy, 2, copy_bytes=1 << 14)
+    chosen = bench_gpu.in_order([*cases, wrong])
+    assert [case.name for case in chosen] == ["small", "ragged", "wrong"]  # a table has no variant
+    events = list(bench_gpu.events(chosen, 2, cupy, limits))
+    assert [event["case"] for event in events[::2]] == [case.id for case in chosen]
+    rows = [event["row"] for event in events[1::2]]
     for row in rows[:2]:
         assert row["error"] is None
         assert row["launched"] == "graph"
         assert 0 <= row["error_share"] <= 1
         assert row["samples"] == 2
         assert row["gb_per_s"] == pytest.approx(1e-6 / row["median_s"])
-        share = row["gb_per_s"] * 1e9 / report["copy_bytes_per_s"]
+        share = row["gb_per_s"] * 1e9 / limits["copy_bytes_per_s"]
         assert row["copy_percent"] == pytest.approx(100 * share)
     assert rows[2]["error"].startswith("CheckError: rmsnorm-wrong: result")
     assert rows[2]["median_s"] is None
-    assert report["device"]["arch"] == "sm_80"
-    assert report["matmul_error"].startswith("AttributeError")  # there is no cuBLAS
-    text = bench_gpu.table(report)
+    assert limits["device"]["arch"] == "sm_80"
+    assert limits["matmul_error"].startswith("AttributeError")  # there is no cuBLAS
+    text = bench_gpu.table({**limits, "rows": rows})
     assert "rmsnorm-wrong: CheckError" in text
     assert "silu_and_mul-ragged: " in text
-    json.dumps(report)
 
 
-def test_cases_beyond_the_budget_are_rows(cupy: Any) -> None:
-    report = bench_gpu.run(_cases("rmsnorm-small"), 1, cupy, budget_s=0.0, copy_bytes=1 << 14)
-    assert report["rows"][0]["error"] == "no time left of 0 s"
+def test_a_device_that_is_lost_ends_the_process_behind_the_row(cupy: Any) -> None:
+    def lost(self: Any) -> None:
+        raise RuntimeError("cudaErrorIllegalAddress")
+
+    known = {"copy_bytes_per_s": None}
+    events = bench_gpu.events(_cases("rmsnorm-small") * 2, 1, cupy, known)
+    assert next(events) == {"case": "rmsnorm-small"}
+    assert next(events)["row"]["case"] == "small"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cupy.cuda.Device, "synchronize", lost)
+        with pytest.raises(RuntimeError, match="IllegalAddress"):
+            next(events)
+
+
+WORKER = """
+import json, os, sys, time
+job = json.load(sys.stdin)
+def say(**event): print(json.dumps(event), flush=True)
+if job["limits"] is None:
+    say(limits={"copy_bytes_per_s": 5.0, "pid": os.getpid()})
+for case in job["cases"]:
+    say(case=case)
+    op, name = case.split("-")
+    if name == "hangs": time.sleep(100)
+    if name == "dies": os.abort()
+    say(row={"op": op, "case": name, "error": None, "median_s": 1.0, "gb_per_s": 1.0,
+             "tflop_per_s": 1.0, "launched": "graph"})
+    if name == "breaks": sys.exit(3)
+"""
+
+
+def test_a_case_that_hangs_or_dies_costs_one_row() -> None:
+    (case,) = _cases("rmsnorm-small")
+    names = ["a", "hangs", "b", "dies", "breaks", "c"]
+    cases = [replace(case, name=name) for name in names]
+    seen: list[int] = []
+    command = [sys.executable, "-c", WORKER]
+    report = bench_worker.supervise(
+        cases, 1, lambda report: seen.append(len(report["rows"])), silence_s=0.7, command=command
+    )
+    assert {row["case"]: row["error"] for row in report["rows"]} == dict.fromkeys(names) | {
+        "hangs": "no answer for 1 s; its process was ended",
+        "dies": "its process ended with SIGABRT",
+    }
+    assert [row["case"] for row in report["rows"]] == names
+    assert seen == [1, 2, 3, 4, 5, 6]
+    assert report["copy_bytes_per_s"] == 5.0
+
+
+def test_cases_that_nobody_measures_are_rows() -> None:
+    cases = _cases("rmsnorm-small")
+    command = [sys.executable, "-c", "import sys; sys.stdin.read(); sys.exit(5)"]
+    for budget_s, why in (
+        (0.0, "no time left of 0 s"),
+        (60.0, "nothing was measured: its process ended with exit code 5"),
+    ):
+        report = bench_worker.supervise(
+            cases, 1, lambda _: None, budget_s=budget_s, command=command
+        )
+        assert [row["error"] for row in report["rows"]] == [why]
+        assert "rmsnorm-small: " + why in bench_gpu.table(report)
+
+
+def test_the_measuring_process_does_its_job(cupy: Any) -> None:
+    job = {
+        "cases": ["argmax-llama3"], "repeats": 1, "formats": [],
+        "limits": {"copy_bytes_per_s": 1e9},
+    }  # fmt: skip
+    said: list[dict[str, Any]] = []
+    bench_worker.work(job, cupy, said.append)
+    assert json.loads(json.dumps(said)) == said
+    assert said[0] == {"case": "argmax-llama3"}
+    assert said[1]["row"]["error"] is None
 
 
 def test_the_calls_of_a_sample_are_one_graph(cupy: Any) -> None:
@@ -72,7 +145,7 @@ def test_copies_exceed_the_cache() -> None:
 def test_without_a_device_the_command_says_what_is_missing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    if bench_gpu.cuda.detect().usable:
+    if cuda.detect().usable:
         pytest.skip("there is a device here")
     assert bench.main(["rmsnorm", "--suite", "gpu", "--out", str(tmp_path / "rows.json")]) == 2
     assert "error: " in capsys.readouterr().err

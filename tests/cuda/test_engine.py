@@ -5,6 +5,7 @@ In the emulator with all its checks on; the same models on a device with ``-m gp
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,24 @@ def test_ranks_on_different_devices(partition: str, cupy: Any) -> None:
         assert error(model.logits(ids), logits) < TOLERANCE
     with pytest.raises(UsageError, match="names 3 devices for 2 ranks"):
         on("cpu,cpu,cpu", "llama31", partition=partition)
+
+
+def test_every_thread_that_runs_steps_chooses_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """CUDA's current device is each thread's own, the first one if it has chosen none."""
+    chosen: list[str] = []
+    with nbflow.load(FOLDER / "llama31") as model:
+        note = lambda place: chosen.append(threading.current_thread().name)  # noqa: E731
+        monkeypatch.setattr(Place, "activate", note)
+        for run in (
+            lambda: model.generate([3], 2, ignore_eos=True),
+            lambda: model.logits([3, 4]),
+            lambda: model.engines[0].configure(max_pages=3),
+        ):
+            thread = threading.Thread(target=run, name="another")
+            thread.start()
+            thread.join()
+            assert set(chosen) == {"another"}
+            chosen.clear()
 
 
 def test_a_full_device_says_what_did_not_fit(cupy: Any) -> None:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import json
+import re
 import struct
+import time
 import tomllib
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +19,8 @@ import nbflow_kernels as nk
 import nbflow_ptx.nvrtc
 from nbflow_kernels import cuda
 from nbflow_kernels.cuda import cubins, kernel, nvrtc
-from nbflow_kernels.cuda.detect import detect, extra
+from nbflow_kernels.cuda.compile_all import _compile, _start, check_launch, choose, compile_all
+from nbflow_kernels.cuda.detect import _ask, _too_new, detect, extra
 from nbflow_kernels.cuda.driver import Driver
 from nbflow_kernels.cuda.parameters import Parameters
 from nbflow_kernels.errors import MissingExtraError, UsageError
@@ -131,6 +136,46 @@ def test_code_is_kept_on_disk_and_made_again_if_anything_changes(folder: Path) -
     assert len(list(cubins.folder().iterdir())) == 3
 
 
+def test_what_several_ask_for_at_once_is_made_once(folder: Path) -> None:
+    made: list[int] = []
+
+    def build() -> cubins.Compiled:
+        made.append(1)
+        time.sleep(0.1)  # so that the others come meanwhile
+        return b"code", "entry"
+
+    with ThreadPoolExecutor(4) as pool:
+        found = pool.map(lambda _: cubins.cached("kernel", "ptx", "key", build), range(4))
+        assert list(found) == 4 * [(b"code", "entry")]
+    assert made == [1]
+    assert [path.name for path in cubins.folder().iterdir()] == ["kernel-key.ptx"]
+
+
+@pytest.mark.compiler
+def test_kernels_are_compiled_ahead_for_a_device_that_is_not_here(
+    cupy: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cases = [case for case in choose(["rmsnorm"], timed=False) if case.name == "small"]
+    assert compile_all(cases, "sm_90", 1) == []
+    (file,) = cubins.folder().glob("*.cubin")
+    assert b"\x7fELF" in file.read_bytes()
+    device = cupy.ndarray.__kernel_device__
+    monkeypatch.setattr(cupy.ndarray, "__kernel_device__", device)  # and back, behind what follows
+    _start("sm_10")
+    line = _compile("rmsnorm-small")
+    assert line.startswith("rmsnorm-small: ")
+    assert "sm_10" in line
+    header, code = file.read_bytes().split(b"\n", 1)
+    entry = json.loads(header)["entry"]
+    check_launch(code, entry, (1024, 1, 1), 1000, 4000)
+    with pytest.raises(cuda.CudaError, match="registers of 8192 threads are too many"):
+        check_launch(code, entry, (1024, 8, 1), 0, 4000)
+    with pytest.raises(cuda.CudaError, match="4001 dynamic bytes of shared memory"):
+        check_launch(code, entry, (32, 1, 1), 4001, 4000)
+    with pytest.raises(UsageError, match="did you mean 'rmsnorm'"):
+        choose(["rmsnrom"], timed=True)
+
+
 @pytest.mark.compiler
 def test_compile_errors_name_the_kernel_and_keep_the_log(folder: Path) -> None:
     (folder / "factor.cuh").write_text("#define FACTOR no_such_name\n")
@@ -192,6 +237,45 @@ def test_detection_never_raises() -> None:
     assert "libm.so.6" in found.reason
     assert detect("no such file").reason.startswith("there is no CUDA driver")
     assert [extra(v) for v in (None, (12, 9), (13, 0))] == ["cuda12", "cuda12", "cuda13"]
+
+
+class _Refuses:
+    """A driver for CUDA 12.8 whose ``cuInit`` fails."""
+
+    def __init__(self, code: int) -> None:
+        self.code = code
+
+    def cuInit(self, flags: int) -> int:
+        return self.code
+
+    def cuDriverGetVersion(self, version: Any) -> int:
+        version._obj.value = 12080
+        return 0
+
+
+def test_why_a_driver_cannot_be_used() -> None:
+    for code, message in (
+        (100, "the CUDA driver finds no CUDA device"),
+        (803, r"failed with error 803 \(the driver's library and its kernel module differ"),
+        (999, "failed with error 999$"),
+    ):
+        version, n_devices, reason = _ask(_Refuses(code))  # type: ignore[arg-type]
+        assert (version, n_devices) == ((12, 8), 0)
+        assert re.search(message, reason)
+
+
+def test_packages_for_a_newer_cuda_than_the_drivers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = tmp_path / "cupy_cuda13x-14.2.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: cupy-cuda13x\nVersion: 14.2.0\n")
+    assert _too_new((14, 0)) == ""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert _too_new((14, 0)) == ""  # a driver runs what is older
+    found = _too_new((12, 8))
+    assert re.match("cupy-cuda13x .*need CUDA 13, the driver runs CUDA 12.8: pip uninstall", found)
+    assert "pip install 'nbflow[cuda12]'" in found
 
 
 class _Library:

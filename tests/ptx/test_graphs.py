@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -50,9 +51,11 @@ def captured(*calls: Any) -> Any:
         try:
             for call in calls:
                 call()
-        finally:
-            graph = stream.end_capture()
-    return graph
+        except BaseException:
+            with suppress(LaunchError):
+                stream.end_capture()
+            raise
+        return stream.end_capture()
 
 
 def test_a_graph_does_its_work_when_it_is_launched_with_the_numbers_of_then() -> None:
@@ -109,16 +112,54 @@ def test_a_graph_whose_array_is_gone_is_caught() -> None:
         graph.launch()
 
 
-def test_copies_from_pinned_memory_are_captured_and_others_refused() -> None:
-    x = cupy.zeros(4, np.float32)
+def test_what_waits_spoils_the_capture() -> None:
+    x, stream = cupy.zeros(4, np.float32), cupy.cuda.Stream(non_blocking=True)
+    with stream:
+        stream.begin_capture()
+        with pytest.raises(LaunchError, match="a copy to the host while"):
+            x.get()  # refused by CuPy, CUDA knows nothing of it
+        assert len(stream.end_capture()) == 0
+        stream.begin_capture()
+        with pytest.raises(LaunchError, match="waiting for a stream while"):
+            stream.synchronize()
+        with pytest.raises(LaunchError, match="cudaErrorStreamCaptureInvalidated"):
+            stream.end_capture()
+        assert not stream.is_capturing()
+
+
+def test_copies_between_host_and_device_are_as_strict_as_cupys() -> None:
+    x = cupy.zeros((2, 2), np.float32)
     pinned = np.frombuffer(cupy.cuda.alloc_pinned_memory(16), np.float32)
-    graph = captured(lambda: x.data.copy_from_host_async(pinned.ctypes.data, 16))
     pinned[:] = 3
-    graph.launch()
-    assert x.get().tolist() == [3] * 4
-    other = np.ones(4, np.float32)
+    with pytest.raises(LaunchError, match="a copy from host memory while"):
+        captured(lambda: x.data.copy_from_host_async(pinned.ctypes.data, 16))
+    x.data.copy_from_host_async(pinned.ctypes.data, 16)
+    assert x.get().tolist() == [[3, 3], [3, 3]]
+    other = np.ones((2, 2), np.float32)
     with pytest.raises(LaunchError, match="not pinned"):
         x.data.copy_from_host_async(other.ctypes.data, 16)
+    for values in (other, [[1.0, 2.0], [3.0, 4.0]]):
+        with pytest.raises(ValueError, match="assigns no arrays of the host"):
+            x[...] = values
+    x[1] = np.float32(5)
+    x.set(other + x.get())
+    assert x.get().tolist() == [[4, 4], [6, 6]]
+    for wrong, refused in (
+        (other.astype(np.float64), TypeError),
+        (other[0], ValueError),
+        ([[1.0]], TypeError),
+    ):
+        for call in (x.set, lambda out: x.get(out=out)):
+            with pytest.raises(refused, match=r"wanted|on the host"):
+                call(wrong)
+    with pytest.raises(RuntimeError, match="not contiguous"):
+        cupy.zeros((2, 3), np.float32)[:, :2].set(other)
+
+
+def test_grids_are_tuples_as_for_cupy() -> None:
+    kernel = cupy._Function(Emulator(DOUBLE), "double")
+    with pytest.raises(TypeError, match="grid and block must be tuples"):
+        kernel(1, (4,), (cupy.zeros(4, np.float32),))
 
 
 def test_a_full_device_is_out_of_memory() -> None:

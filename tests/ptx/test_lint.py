@@ -55,17 +55,19 @@ def test_registers_or_the_reason_there_are_none() -> None:
         assert facts.spill_loads == 0
 
 
-def cubin(name: str, registers: int, shared: int) -> bytes:
-    """Return the smallest file with the headers of a cubin."""
-    strings = b"\0.shstrtab\0.text." + name.encode() + b"\0.nv.shared." + name.encode() + b"\0"
-    at = {
-        s: strings.index(s.encode()) for s in (".shstrtab", f".text.{name}", f".nv.shared.{name}")
-    }
+def cubin(name: str, registers: int, shared: int, *, in_info: bool) -> bytes:
+    """Return the smallest file with the headers of a cubin; `registers` are in its attributes."""
+    # an attribute of four bytes, one of eight for another symbol, and ours
+    info = struct.pack("<BBHBBHIIBBHII", 3, 0x1B, 7, 4, 0x2F, 8, 9, 77, 4, 0x2F, 8, 5, registers)
+    titles = (".shstrtab", f".text.{name}", f".nv.shared.{name}", ".nv.info")
+    strings = b"".join(b"\0" + title.encode() for title in titles) + b"\0" + info
+    at = {title: strings.index(title.encode()) for title in titles}
     rows = [
         (0, 0, 0, 0, 0, 0, 0, 0, 0, 0),
         (at[".shstrtab"], 3, 0, 0, 64, len(strings), 0, 0, 1, 0),
-        (at[f".text.{name}"], 1, 0, 0, 64, 0, 0, registers << 24 | 5, 1, 0),
+        (at[f".text.{name}"], 1, 0, 0, 64, 0, 0, 5 if in_info else registers << 24 | 6, 1, 0),
         (at[f".nv.shared.{name}"], 8, 0, 0, 64, shared, 0, 0, 1, 0),
+        (at[".nv.info"], 0x70000000, 0, 0, 64 + len(strings) - len(info), len(info), 0, 0, 1, 0),
     ]
     header = (
         b"\x7fELF\x02\x01\x01"
@@ -77,13 +79,14 @@ def cubin(name: str, registers: int, shared: int) -> bytes:
     return header + strings + b"".join(struct.pack("<IIQQQQIIQQ", *r) for r in rows)
 
 
-def test_cubin_headers() -> None:
-    facts = lint(cubin("scale", 40, 512))["scale"]
+@pytest.mark.parametrize("in_info", [True, False])
+def test_cubin_headers(in_info: bool) -> None:
+    facts = lint(cubin("scale", 40, 512, in_info=in_info))["scale"]
     assert (facts.registers, facts.static_shared_bytes, facts.instructions) == (40, 512, None)
 
 
 def test_broken_cubins() -> None:
-    data = cubin("scale", 40, 512)
+    data = cubin("scale", 40, 512, in_info=True)
     for wrong in (
         data[:60],
         data[:100],

@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import importlib
 import json
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from nbflow_kernels._jit import cache_root
@@ -51,10 +53,27 @@ def cached(name: str, output: str, key: str, build: Callable[[], Compiled]) -> C
     path = folder() / f"{name[:40]}-{key}.{output}"
     found = _read(path)
     if found is None:
-        found = build()
-        with contextlib.suppress(OSError):  # a folder that cannot be written costs time only
-            _write(path, found)
+        with _alone(path):
+            found = _read(path)  # another process may have made it meanwhile
+            if found is None:
+                found = build()
+                with contextlib.suppress(OSError):  # a folder not to be written costs time only
+                    _write(path, found)
     return found
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Wait while another process makes the same file: the ranks of a node all start at once."""
+    lock = path.with_name(f".{path.name}.lock")
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(OSError, ImportError):  # else it is compiled more than once
+            fcntl = importlib.import_module("fcntl")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            file = held.enter_context(lock.open("w"))
+            fcntl.flock(file, fcntl.LOCK_EX)
+            held.callback(lock.unlink, missing_ok=True)
+        yield
 
 
 def _read(path: Path) -> Compiled | None:

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib.util
 import sys
 from dataclasses import dataclass
+from importlib import metadata
 
 LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+_NO_DEVICE = 100
+_OF_CUINIT = {
+    34: "it is the stub that comes with the toolkit; let the driver's own be found before it",
+    802: "the fabric manager, which devices with NVSwitch need, does not run",
+    803: "the driver's library and its kernel module differ in version; restart the machine",
+}
+"""What some errors of ``cuInit`` mean."""
 
 
 @dataclass(frozen=True)
@@ -68,6 +77,8 @@ def detect(library: str = LIBRARY) -> Detected:
     if not reason and not (cupy and compilers):
         missing = " and ".join(n for n, ok in (("CuPy", cupy), ("numba-cuda", compilers)) if not ok)
         reason = f"{missing} missing: pip install 'nbflow[{extra(version)}]'"
+    if not reason and version is not None:
+        reason = _too_new(version)
     return Detected(version, n_devices, cupy, compilers, reason)
 
 
@@ -82,15 +93,46 @@ def _ask(driver: ctypes.CDLL) -> tuple[tuple[int, int] | None, int, str]:
     number, count = ctypes.c_int(), ctypes.c_int()
     driver.cuDriverGetVersion(ctypes.byref(number))
     version = (number.value // 1000, number.value % 1000 // 10)
-    if code != 0:
-        why = "no CUDA device" if code == 100 else f"cuInit failed with error {code}"
-        return version, 0, f"the CUDA driver finds {why}" if code == 100 else why
-    driver.cuDeviceGetCount(ctypes.byref(count))
+    if code == 0:
+        driver.cuDeviceGetCount(ctypes.byref(count))
+    elif code != _NO_DEVICE:
+        meaning = f" ({_OF_CUINIT[code]})" if code in _OF_CUINIT else ""
+        return version, 0, f"cuInit of the CUDA driver failed with error {code}{meaning}"
     if count.value == 0:
         return version, 0, "the CUDA driver finds no CUDA device"
     if version[0] < 12:
         return version, count.value, f"the driver runs CUDA {version[0]}.{version[1]}; update it"
     return version, count.value, ""
+
+
+def _too_new(driver: tuple[int, int]) -> str:
+    """Return which packages are for a newer CUDA than the driver's, and what to do; or nothing.
+
+    Older ones are well: a driver runs what was made for the CUDA versions before its own.
+    """
+    packages = {
+        name: int(name.removeprefix("cupy-cuda").removesuffix("x"))
+        for name in ("cupy-cuda13x", "cupy-cuda14x")
+        if _version(name)
+    }
+    bindings = _version("cuda-bindings")
+    if bindings:
+        packages["cuda-bindings"] = int(bindings.split(".")[0])
+    wrong = [name for name, major in packages.items() if major > driver[0]]
+    if not wrong:
+        return ""
+    return (
+        f"{' and '.join(wrong)} need CUDA {max(packages[name] for name in wrong)}, the driver runs "
+        f"CUDA {driver[0]}.{driver[1]}: pip uninstall {' '.join(wrong)}, then pip install "
+        f"'nbflow[{extra(driver)}]'; or update the driver"
+    )
+
+
+def _version(distribution: str) -> str:
+    """Return a distribution's version; empty if it is not installed."""
+    with contextlib.suppress(Exception):  # whatever is wrong with its files
+        return metadata.version(distribution)
+    return ""
 
 
 def _installed(package: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -44,7 +45,17 @@ def _numba_cuda() -> Any:
         raise MissingExtraError(f"compiling Numba CUDA kernels needs numba-cuda: {INSTALL}")
     if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0"):
         raise CompileError("NUMBA_ENABLE_CUDASIM is set: the simulator compiles nothing; unset it")
-    return importlib.import_module("numba.cuda")
+    with contextlib.suppress(
+        ImportError
+    ):  # its .pth file says so, in folders where Python reads it
+        importlib.import_module("_numba_cuda_redirector")
+    found = importlib.import_module("numba.cuda")
+    if "numba_cuda" not in str(found.__file__):
+        raise CompileError(
+            f"numba.cuda is {found.__file__}, not numba-cuda's, which redirects it: import "
+            "nbflow_kernels before numba.cuda, or install numba-cuda into site-packages"
+        )
+    return found
 
 
 def compile_function(
