@@ -8,6 +8,7 @@ golden.npz: token ids, the float32 logits after each of them, and the greedy con
 
 The logits are those of transformers.  Families whose published code is not part of it are made from
 a model that computes the same, with what differs changed by hand: `tools/golden_published.py`.
+Matrices in FP8: `tools/golden_stored.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import golden_published as published
+import golden_stored
 import numpy as np
 import torch
 import transformers
@@ -218,6 +220,12 @@ PAIRS |= {
                        "tie_word_embeddings": False, "d_kv": 8, "d_ff": 28}),
 }  # fmt: skip
 
+STORED: dict[str, tuple[str, dict[str, Any], Callable[[published.Made], published.Made]]] = {
+    "qwen3_fp8": ("Qwen3", FOUR, golden_stored.fp8_blocks),
+    "llama_fp8": ("Llama", FOUR_EVEN, golden_stored.compressed),
+}
+"""Name -> class, configuration, and what puts it into the format it is stored in."""
+
 PUBLISHED: dict[str, Callable[[], published.Made]] = {
     "internlm": published.internlm,
     "orion": published.orion,
@@ -286,11 +294,14 @@ def with_head(model: Any) -> published.Convert:
 def main() -> None:
     """Write the folders named on the command line, or all."""
     transformers.utils.logging.disable_progress_bar()
-    wanted = sys.argv[1:] or [*HF, *ENCODERS, *PAIRS, *PUBLISHED]
+    wanted = sys.argv[1:] or [*HF, *ENCODERS, *PAIRS, *STORED, *PUBLISHED]
     for name in wanted:
         torch.manual_seed(sum(map(ord, name)))
         if name in PUBLISHED:
             write(name, PUBLISHED[name]())
+        elif name in STORED:
+            kind, options, store = STORED[name]
+            write(name, store(from_transformers(kind, options)))
         else:
             made = from_transformers(*(HF | ENCODERS | PAIRS)[name])
             write(name, made, encoder=name in ENCODERS)

@@ -11,6 +11,7 @@ from nbflow.spec.fields import FIELDS, FUSED, REQUIRED
 from nbflow.spec.formula import evaluate
 from nbflow.spec.model_spec import LatentSpec, ModelSpec, MoeSpec, RopeSpec
 from nbflow.spec.toml_schema import check_value
+from nbflow.weights.quantization_config import read_quantization
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.position import LongRopeScaling, RopeScaling
 
@@ -139,6 +140,7 @@ def _full(config: Mapping[str, Any], key: str) -> str:
 
 def _refuse_unsupported(family: Family, config: Mapping[str, Any], where: str) -> None:
     """Raise for the first key whose value changes the computation in a way the family lacks."""
+    read_quantization(config, where)
     for key, allowed in family.only.items():
         value = lookup(config, key)
         if value is not None and not any(_same(value, other) for other in allowed):
