@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from golden_published import Made, Tensors
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 E4M3_MAX = 448.0
 
@@ -64,3 +65,34 @@ def compressed(made: Made) -> Made:
         "config_groups": {"group_0": group}, "kv_cache_scheme": None,
     }  # fmt: skip
     return _in_fp8(made, lambda weight: (1, weight.shape[1]), "_scale", stated)
+
+
+_LEVELS = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+
+def _mxfp4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return matrices (..., rows, columns) as blocks of codes, two to a byte, and exponents."""
+    blocks = weight.reshape(*weight.shape[:-1], -1, 32)
+    exponents = torch.floor(torch.log2(blocks.abs().amax(dim=-1))) - 2  # the largest becomes 4..8
+    parts = blocks / torch.exp2(exponents)[..., None]
+    codes = (parts.abs()[..., None] - _LEVELS).abs().argmin(dim=-1) + 8 * (parts < 0)
+    pairs = codes.reshape(*codes.shape[:-1], 16, 2).to(torch.uint8)
+    return pairs[..., 0] | pairs[..., 1] << 4, (exponents + 127).to(torch.uint8)
+
+
+def mxfp4_experts(made: Made) -> Made:
+    """Return gpt-oss as it is published: experts in MXFP4, their matrices (out, in)."""
+    stored: Tensors = {}
+    for name, parameter in made.model.named_parameters():
+        if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            blocks, scales = _mxfp4(parameter.data.transpose(1, 2))
+            parameter.data = convert_moe_packed_tensors(blocks, scales, dtype=torch.float32)
+            stored |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+
+    def convert(tensors: Tensors, config: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
+        kept = {k: v for k, v in tensors.items() if f"{k}_blocks" not in stored}
+        skipped = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "lm_head"]
+        stated = {"quant_method": "mxfp4", "modules_to_not_convert": skipped}
+        return kept | stored, config | {"quantization_config": stated}
+
+    return Made(made.model, made.logits, convert)

@@ -75,6 +75,13 @@ LATENT = {
     "routed_scaling_factor": 1.5,
 }  # fmt: skip
 """Latent attention and experts, no size a multiple of 16."""
+GPT_OSS = {
+    **FOUR, "head_dim": 16, "intermediate_size": 64, "num_hidden_layers": 3, "num_local_experts": 5,
+    "num_experts_per_tok": 2, "sliding_window": 9, "attention_bias": True,
+    "rope_parameters": {"rope_theta": 150000.0, "rope_type": "yarn", "factor": 4.0,
+                        "original_max_position_embeddings": 16, "beta_fast": 32.0,
+                        "beta_slow": 1.0, "truncate": False},
+}  # fmt: skip
 LATENT_YARN = {
     "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.707,
     "mscale_all_dim": 0.707, "beta_fast": 32, "beta_slow": 1,
@@ -178,6 +185,8 @@ HF: dict[str, tuple[str, dict[str, Any]]] = {
                              "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
                              "routed_scaling_factor": 1.5, "use_qk_norm": True,
                              "attention_bias": True}),
+    "gpt_oss_floats": ("GptOss", {**GPT_OSS, "hidden_size": 36, "intermediate_size": 12,
+                                  "num_hidden_layers": 2}),
     "deepseek_v3": ("DeepseekV3", {**LATENT, "q_lora_rank": 24, "n_group": 4, "topk_group": 2,
                                    "n_shared_experts": 1, "norm_topk_prob": True,
                                    "rope_parameters": rope("yarn", **LATENT_YARN)}),
@@ -223,6 +232,7 @@ PAIRS |= {
 STORED: dict[str, tuple[str, dict[str, Any], Callable[[published.Made], published.Made]]] = {
     "qwen3_fp8": ("Qwen3", FOUR, golden_stored.fp8_blocks),
     "llama_fp8": ("Llama", FOUR_EVEN, golden_stored.compressed),
+    "gpt_oss": ("GptOss", GPT_OSS, golden_stored.mxfp4_experts),
 }
 """Name -> class, configuration, and what puts it into the format it is stored in."""
 

@@ -55,7 +55,7 @@ class PlannedModel:
     def format_of(self, name: str) -> str:
         """Return the format that a tensor has in memory."""
         shape = self.spec.shape_of(name)
-        if len(shape) == 1:  # norms and biases
+        if len(shape) == 1 or name.endswith(".bias"):  # norms are vectors, too
             return "f32"
         chosen = self.formats and self.formats.of(name, shape)
         if chosen:
@@ -220,6 +220,8 @@ def _stored_as(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, str]:
     return {
         name: "mxfp4" if of_experts else "f32"
         for name, shape in spec.tensor_shapes().items()
-        if len(shape) == 2 and name.startswith("layers.") and not name.endswith(_UNCHANGED)
-        if ".moe." in name or not of_experts
+        if len(shape) == 2
+        and name.startswith("layers.")
+        and not name.endswith(_UNCHANGED)
+        and (".moe." in name or not of_experts)
     }
