@@ -78,7 +78,7 @@ LATENT = {
 GPT_OSS = {
     **FOUR, "head_dim": 16, "intermediate_size": 64, "num_hidden_layers": 3, "num_local_experts": 5,
     "num_experts_per_tok": 2, "sliding_window": 9, "attention_bias": True,
-    "rope_parameters": {"rope_theta": 150000.0, "rope_type": "yarn", "factor": 4.0,
+    "rope_parameters": {"rope_theta": 100.0, "rope_type": "yarn", "factor": 4.0,
                         "original_max_position_embeddings": 16, "beta_fast": 32.0,
                         "beta_slow": 1.0, "truncate": False},
 }  # fmt: skip
