@@ -37,7 +37,7 @@ _LARGEST_FILE_BYTES = 1 << 24
 
 def is_quantized(name: str, shape: Sequence[int]) -> bool:
     """Return whether the weight format applies to the tensor with our name `name`."""
-    kept = ("router.weight", "shared_gate.weight", "attn.k_b.weight", "attn.v_b.weight")
+    kept = ("router.weight", "shared_gate.weight", "attn.k_b.weight", "attn.v_b.weight", ".bias")
     return len(shape) == 2 and name.startswith("layers.") and not name.endswith(kept)
 
 

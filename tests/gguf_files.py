@@ -126,6 +126,8 @@ def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     if not spec.causal:
         writer.add_causal_attention(False)
         writer.add_token_type_count(spec.type_vocab_size)
+    if spec.family == "gpt_oss":
+        _add_yarn(writer, spec)
     if spec.moe is not None:
         writer.add_expert_count(spec.moe.n_experts)
         writer.add_expert_used_count(spec.moe.top_k)
@@ -153,12 +155,16 @@ def _add_latent(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     writer.add_kv_lora_rank(spec.latent.kv_rank)
     if spec.latent.q_rank:
         writer.add_q_lora_rank(spec.latent.q_rank)
+    if spec.rope.scaling is not None:
+        _add_yarn(writer, spec)
+        writer.add_rope_scaling_yarn_log_mul(0.1 * spec.rope.scaling.mscale_all_dim)
+
+
+def _add_yarn(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
     scaling = spec.rope.scaling
-    if scaling is not None:
-        writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
-        writer.add_rope_scaling_factor(scaling.factor)
-        writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position)
-        writer.add_rope_scaling_yarn_log_mul(0.1 * scaling.mscale_all_dim)
+    writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+    writer.add_rope_scaling_factor(scaling.factor)
+    writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position)
 
 
 def _gguf_tensors(spec, arch, tensors, names):
@@ -167,7 +173,7 @@ def _gguf_tensors(spec, arch, tensors, names):
     for ours, array in tensors.items():
         if ours.startswith("layers."):
             _, layer, inner = ours.split(".", 2)
-            if ".moe." in ours:
+            if ".moe." in ours and not ours.endswith(".bias"):
                 j, inner = inner.removeprefix("moe.").split(".", 1)
                 name = names[f"layers.{{i}}.moe.{{j}}.{inner}"][0].replace("{i}", layer)
                 done.setdefault(name, []).append(array)

@@ -8,6 +8,7 @@ golden.npz: token ids, the float32 logits after each of them, and the greedy con
 
 The logits are those of transformers.  Families whose published code is not part of it are made from
 a model that computes the same, with what differs changed by hand: `tools/golden_published.py`.
+Matrices in FP8: `tools/golden_stored.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import golden_published as published
+import golden_stored
 import numpy as np
 import torch
 import transformers
@@ -73,6 +75,13 @@ LATENT = {
     "routed_scaling_factor": 1.5,
 }  # fmt: skip
 """Latent attention and experts, no size a multiple of 16."""
+GPT_OSS = {
+    **FOUR, "head_dim": 16, "intermediate_size": 64, "num_hidden_layers": 3, "num_local_experts": 5,
+    "num_experts_per_tok": 2, "sliding_window": 9, "attention_bias": True,
+    "rope_parameters": {"rope_theta": 100.0, "rope_type": "yarn", "factor": 4.0,
+                        "original_max_position_embeddings": 16, "beta_fast": 32.0,
+                        "beta_slow": 1.0, "truncate": False},
+}  # fmt: skip
 LATENT_YARN = {
     "factor": 4.0, "original_max_position_embeddings": 16, "mscale": 0.707,
     "mscale_all_dim": 0.707, "beta_fast": 32, "beta_slow": 1,
@@ -176,6 +185,8 @@ HF: dict[str, tuple[str, dict[str, Any]]] = {
                              "num_experts_per_tok": 3, "n_group": 4, "topk_group": 2,
                              "routed_scaling_factor": 1.5, "use_qk_norm": True,
                              "attention_bias": True}),
+    "gpt_oss_floats": ("GptOss", {**GPT_OSS, "hidden_size": 36, "intermediate_size": 12,
+                                  "num_hidden_layers": 2}),
     "deepseek_v3": ("DeepseekV3", {**LATENT, "q_lora_rank": 24, "n_group": 4, "topk_group": 2,
                                    "n_shared_experts": 1, "norm_topk_prob": True,
                                    "rope_parameters": rope("yarn", **LATENT_YARN)}),
@@ -217,6 +228,13 @@ PAIRS |= {
     "flan_t5": ("T5", {**T5, "feed_forward_proj": "gated-gelu", "num_decoder_layers": 3,
                        "tie_word_embeddings": False, "d_kv": 8, "d_ff": 28}),
 }  # fmt: skip
+
+STORED: dict[str, tuple[str, dict[str, Any], Callable[[published.Made], published.Made]]] = {
+    "qwen3_fp8": ("Qwen3", FOUR, golden_stored.fp8_blocks),
+    "llama_fp8": ("Llama", FOUR_EVEN, golden_stored.compressed),
+    "gpt_oss": ("GptOss", GPT_OSS, golden_stored.mxfp4_experts),
+}
+"""Name -> class, configuration, and what puts it into the format it is stored in."""
 
 PUBLISHED: dict[str, Callable[[], published.Made]] = {
     "internlm": published.internlm,
@@ -286,11 +304,14 @@ def with_head(model: Any) -> published.Convert:
 def main() -> None:
     """Write the folders named on the command line, or all."""
     transformers.utils.logging.disable_progress_bar()
-    wanted = sys.argv[1:] or [*HF, *ENCODERS, *PAIRS, *PUBLISHED]
+    wanted = sys.argv[1:] or [*HF, *ENCODERS, *PAIRS, *STORED, *PUBLISHED]
     for name in wanted:
         torch.manual_seed(sum(map(ord, name)))
         if name in PUBLISHED:
             write(name, PUBLISHED[name]())
+        elif name in STORED:
+            kind, options, store = STORED[name]
+            write(name, store(from_transformers(kind, options)))
         else:
             made = from_transformers(*(HF | ENCODERS | PAIRS)[name])
             write(name, made, encoder=name in ENCODERS)

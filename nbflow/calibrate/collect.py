@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 import nbflow_kernels as nk
 from nbflow.engine.model import Model
 from nbflow.execute.cpu import CpuExecutor
+from nbflow.execute.expert_bias import expert_biases
 from nbflow.program.records import Op
 from nbflow_kernels.activation import reference as activation
 from nbflow_kernels.errors import UsageError
@@ -160,7 +161,7 @@ class MatrixInputs:
         program = executor.program
         self._operands = dict(zip(map(id, program.ops), executor.weights.operands, strict=True))
         self._bias = dict(zip(map(id, program.ops), executor.weights.bias, strict=True))
-        self._moe = program.spec.moe
+        self._spec, self._moe = program.spec, program.spec.moe
 
     def __call__(self, op: Op, inputs: tuple[NDArray[Any], ...]) -> None:
         """Hand on the inputs of an op with weights."""
@@ -179,16 +180,21 @@ class MatrixInputs:
     def _experts(self, op: Op, x: NDArray[Any], router: NDArray[Any]) -> None:
         """Add the rows that go to each expert, and what its gate makes of them."""
         assert self._moe is not None
-        bias = self._bias[id(op)]
+        biases = expert_biases(op, self._spec, self._bias[id(op)])
         _, chosen = nk.moe_routing(
-            np.ascontiguousarray(router), correction_bias=bias, **self._moe.routing
+            np.ascontiguousarray(router), correction_bias=biases.choice, **self._moe.routing
         )
         matrices, n = self._operands[id(op)], len(op.weights) // 3
-        act = getattr(activation, f"{op.attrs['activation']}_and_mul")
         for e in range(n):
             gate, up, down = (op.weights[i * n + e].name for i in range(3))
             rows = np.ascontiguousarray(x[(chosen == e).any(axis=1)])
             self._add((gate, up), rows)
-            both = [nk.matmul(rows, matrices[i * n + e]) for i in range(2)] if len(rows) else []
-            K = matrices[2 * n + e].shape[1]
-            self._add((down,), act(np.concatenate(both, axis=1)) if both else np.zeros((0, K)))
+            if not len(rows):
+                self._add((down,), np.zeros((0, matrices[2 * n + e].shape[1])))
+                continue
+            both = [
+                nk.matmul(rows, matrices[i * n + e], bias=None if b is None else b[e])
+                for i, b in enumerate((biases.gate, biases.up))
+            ]
+            whole = np.concatenate(both, axis=1)
+            self._add((down,), activation.glu(whole, op.attrs["activation"], gate_first=True))

@@ -66,7 +66,7 @@ def printable(text: object) -> str:
 
 def _facts(weights: WeightFile, pattern: str, with_hash: bool) -> dict[str, Any]:
     """Return what the file holds as plain data."""
-    names = [name for name in weights.names() if fnmatchcase(name, pattern)]
+    names = [name for name in _names(weights) if fnmatchcase(name, pattern)]
     if not names and weights.names():
         raise UsageError(f"{weights.path}: no tensor matches {pattern!r}")
     return {
@@ -79,17 +79,26 @@ def _facts(weights: WeightFile, pattern: str, with_hash: bool) -> dict[str, Any]
     }
 
 
+def _names(weights: WeightFile) -> list[str]:
+    """Return the names of all tensors but scales, which count with what they belong to."""
+    entries = [weights.entry(name) for name in weights.names()]
+    joined = {entry.scaled.scales.name for entry in entries if entry.scaled is not None}
+    return [*weights.names(), *(name for name in weights.scales() if name not in joined)]
+
+
 def _tensor(weights: WeightFile, name: str, with_hash: bool) -> dict[str, Any]:
     """Return the facts of one tensor."""
     entry = weights.entry(name)
     facts = {
         "name": name,
-        "dtype": entry.dtype,
+        "dtype": entry.stored_dtype,
         "shape": list(entry.shape),
         "bytes": weights.n_bytes(name),
         "file": str(entry.file.path),
         "offset": entry.offset,
     }
+    if entry.scaled is not None:
+        facts["scales"] = entry.scaled.scales.name
     if entry.strides is not None:
         facts["strides"] = list(entry.strides)
     if with_hash:

@@ -16,6 +16,7 @@ import numpy as np
 
 import nbflow_kernels as nk
 from nbflow.cache.storage import LAYOUT
+from nbflow.execute.expert_bias import expert_biases
 from nbflow.execute.step_arrays import StepArrays
 from nbflow.program.cost import is_rounded
 from nbflow.program.records import COMMUNICATION, Op
@@ -23,10 +24,11 @@ from nbflow.status import WAITING, WORKING, status
 from nbflow_kernels import families
 from nbflow_kernels._jit import njit
 from nbflow_kernels.attention.divide import divide
-from nbflow_kernels.attention.layout import SLOPES, SPLIT
+from nbflow_kernels.attention.layout import SINKS, SLOPES, SPLIT
 from nbflow_kernels.attention.options import alibi_slopes
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
 from nbflow_kernels.calls import Call
+from nbflow_kernels.lanes import address_of
 from nbflow_kernels.matmul import cpu as floats
 from nbflow_kernels.qmatmul import cpu as quantized
 from nbflow_kernels.qmatmul.activations import Int8Rows
@@ -175,6 +177,12 @@ def _plan_step(
     """Divide the work of a step; the tables are large enough."""
     _, merged, shared, _, _ = divide(header, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads)
     n_shares[0], n_merges[0] = shared, merged
+
+
+@njit
+def _set_word(header: Any, place: Any, word: Any, start: Any, stop: Any) -> None:
+    """Write a number into a plan's header."""
+    header[place] = word
 
 
 def is_blocks(weight: Any) -> bool:
@@ -408,6 +416,10 @@ class Binder:
             with capture() as merges:
                 cpu.merge_splits(step.plan, out, None)
             calls += [dataclasses.replace(c, n_rows=step.n_merges) for c in merges.calls]
+        sinks = self._executor.weights.bias[index]
+        if sinks is not None:  # the layer's own, in a plan that is that of many layers
+            args = step.plan.header, np.int64(SINKS), np.int64(address_of(sinks))
+            calls = [Call(_set_word, args, 1, 1.0), *calls]
         return calls
 
     _cross_attention = _attention
@@ -421,27 +433,30 @@ class Binder:
         return self._captured(op, function, self._view(op.inputs[0]), self._view(op.out))
 
     def _gate(self, op: Op, index: int) -> Made:
-        function = getattr(self._kernels("activation"), f"{op.attrs['activation']}_and_mul")
+        glu = self._kernels("activation").glu
         (both,) = op.inputs  # the programs given to this executor are fused
-        return self._captured(op, function, self._view(both), self._view(op.out))
+        args = self._view(both), op.attrs["activation"], True, self._view(op.out)
+        return self._captured(op, glu, *args)
 
     def _experts(self, op: Op, index: int) -> Made:
         spec, weights = self._spec.moe, self._executor.weights
         assert spec is not None
         x, router = (self._view(name) for name in op.inputs)
-        out, matrices, bias = self._view(op.out), weights.operands[index], weights.bias[index]
+        out, matrices = self._view(op.out), weights.operands[index]
+        bias = expert_biases(op, self._spec, weights.bias[index])
         first, end = op.attrs["experts"]
         n = end - first
         gates, ups, downs = (list(matrices[i * n : (i + 1) * n]) for i in range(3))
         options = spec.routing
 
         def call() -> None:  # which products there are depends on the tokens
-            scores, chosen = nk.moe_routing(router, correction_bias=bias, **options)
+            scores, chosen = nk.moe_routing(router, correction_bias=bias.choice, **options)
             chosen -= np.int32(first)
             chosen[(chosen < 0) | (chosen >= n)] = -1  # another rank's
             nk.fused_moe(
-                x, gates, downs, scores, chosen, up=ups, activation=op.attrs["activation"], out=out
-            )
+                x, gates, downs, scores, chosen, up=ups, activation=op.attrs["activation"],
+                gate_up_bias=bias.gate, up_bias=bias.up, down_bias=bias.down, out=out,
+            )  # fmt: skip
 
         return PythonOp(op.kind, call)
 

@@ -18,12 +18,14 @@ from nbflow.execute.bind import LayerAttention, Made, PythonOp
 from nbflow.execute.bind_experts import bind_experts
 from nbflow.execute.bind_fused import bind_fused
 from nbflow.execute.exchange_cuda import CudaExchanges
+from nbflow.execute.expert_bias import expert_biases
 from nbflow.execute.fusions import ExpertFusion
 from nbflow.execute.graphs import HostOp
 from nbflow.execute.mixture import Mixture
 from nbflow.execute.step_arrays import DeviceArrays, StepArrays
 from nbflow.program.records import Op
 from nbflow_kernels.attention.device_plan import FixedTables, device_plan
+from nbflow_kernels.attention.layout import SINKS
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants import QuantTensor
@@ -179,7 +181,14 @@ class CudaBinder(CudaExchanges):
         q, out = self._heads(op.inputs[0], D_qk), self._heads(op.out, D_vo)
         keys, values = step.storage.layers[op.layer or 0]
         attend, kinds = self._kernels("attention").attend, step.storage.kinds
-        return self._captured(op, attend, step.plan, q, keys, values, out, None, kinds)
+        sinks = self._executor.weights.bias[index]
+
+        def launch(*args: Any) -> None:
+            if sinks is not None:  # the layer's own, in a plan that is that of many layers
+                step.plan.set_table(SINKS, sinks)
+            attend(*args)
+
+        return self._captured(op, launch, step.plan, q, keys, values, out, None, kinds)
 
     _cross_attention = _attention
 
@@ -203,19 +212,21 @@ class CudaBinder(CudaExchanges):
         spec, weights = self._spec.moe, self._executor.weights
         assert spec is not None
         x, router = (self._view(name) for name in op.inputs)
-        bias, options = weights.bias[index], spec.routing
+        bias, options = expert_biases(op, self._spec, weights.bias[index]), spec.routing
         first, end = op.attrs["experts"]
         out = self._view(op.out)
-        mixture = Mixture(x, weights.operands[index], end - first, spec.top_k, op, out)
+        mixture = Mixture(x, weights.operands[index], end - first, spec.top_k, op, out, bias)
         self.scratch += mixture.scratch
         if end - first == spec.n_experts and not mixture.waits:
             return PythonOp(
                 op.kind,
-                lambda: mixture.run(*nk.moe_routing(router, correction_bias=bias, **options)),
+                lambda: mixture.run(
+                    *nk.moe_routing(router, correction_bias=bias.choice, **options)
+                ),
             )
 
         def call() -> None:
-            scores, chosen = nk.moe_routing(router, correction_bias=bias, **options)
+            scores, chosen = nk.moe_routing(router, correction_bias=bias.choice, **options)
             if end - first < spec.n_experts:
                 mine = chosen.get() - np.int32(first)
                 others = (mine < 0) | (mine >= end - first)

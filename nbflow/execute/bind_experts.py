@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from nbflow.execute.bind import PythonOp
 from nbflow.execute.bind_fused import norm_of
 from nbflow.execute.fusions import ExpertFusion
+from nbflow_kernels.activation.cuda import FUNCTIONS
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.moe import fused
 from nbflow_kernels.quants import QuantTensor
@@ -22,9 +23,11 @@ def bind_experts(binder: CudaBinder, fusion: ExpertFusion) -> PythonOp | None:
     # of 8-bit activations the expert of all tokens takes other numbers than the others
     if activations not in ("f32", "int8") or (fusion.shared and activations != "f32"):
         return None
-    layer = _layer(binder, fusion)
     op, router = ops[fusion.experts], ops[fusion.router]
+    if op.attrs.get("biased") or op.attrs["activation"] not in FUNCTIONS:
+        return None
     out, logits = binder.view(op.out), binder.view(router.out)
+    layer = _layer(binder, fusion)
     if layer is None or not layer.fits(device_of(out), len(out)):
         return None
     norm, x = None, binder.view(router.inputs[0])

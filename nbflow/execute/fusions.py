@@ -267,6 +267,8 @@ class _Finder:
         gate = self._op(i, "gate")
         if gate is None or gate.inputs != (self._ops[start.linear].out,):
             return None
+        if gate.attrs["activation"] == "swigluoai":  # of gate and up together
+            return None
         return replace(start, behind=GATE, gate=i, last=i)
 
     def _activation(self, start: Fusion) -> Fusion | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from nbflow.execute.expert_bias import ExpertBiases
 from nbflow.program.records import Op
 from nbflow_kernels.activation import cuda as activations
 from nbflow_kernels.cuda import device_of
@@ -30,12 +31,15 @@ class Mixture:
         Names the activation.
     out : array of float32, shape (T, H)
         Where the results go.
+    bias : ExpertBiases
+        Biases of gates, ups and downs.
     """
 
     def __init__(
-        self, x: Any, matrices: Sequence[Any], n: int, top_k: int, op: Op, out: Any
-    ) -> None:
-        self._x, self._n, self._out = x, n, out
+        self, x: Any, matrices: Sequence[Any], n: int, top_k: int, op: Op, out: Any,
+        bias: ExpertBiases,
+    ) -> None:  # fmt: skip
+        self._x, self._n, self._out, self._bias = x, n, out, bias
         stacked = len(matrices) == 3 and n != 1
         parts: Sequence[Any] = (
             matrices if stacked else [list(matrices[i * n : (i + 1) * n]) for i in range(3)]
@@ -61,11 +65,12 @@ class Mixture:
 
     def run(self, scores: Any, chosen: Any) -> None:
         """Compute the sums of the chosen experts' results, (T, top_k) scores and numbers."""
-        width = self._hidden.shape[1]
+        width, bias = self._hidden.shape[1], self._bias
         experts.permute(chosen, self._rows, self._indptr, self._inverse)
-        for matrices, half in ((self._gates, slice(width)), (self._ups, slice(width, None))):
-            both = self._both[:, half]
-            experts.grouped(self._x, matrices, self._indptr, None, both, self._rows)
+        gates = self._gates, bias.gate, self._both[:, :width]
+        ups = self._ups, bias.up, self._both[:, width:]
+        for matrices, own_bias, both in (gates, ups):
+            experts.grouped(self._x, matrices, self._indptr, own_bias, both, self._rows)
         activations.glu(self._both, self._activation, True, self._hidden)
-        experts.grouped(self._hidden, self._downs, self._indptr, None, self._results)
+        experts.grouped(self._hidden, self._downs, self._indptr, bias.down, self._results)
         experts.combine(self._results, scores, self._inverse, False, self._out)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 import nbflow_kernels as nk
+from nbflow.execute.expert_bias import expert_biases
 from nbflow.execute.weights import RankWeights
 from nbflow.program.records import COMMUNICATION, Op, Program
 from nbflow_kernels.activation import reference as activation
@@ -216,6 +217,7 @@ class ReferenceExecutor:
             window_left=-1 if window is None else window - 1,
             logits_soft_cap=spec.logits_soft_cap,
             bias=bias,
+            sinks=self._bias[index],
         )
         return result.reshape(len(ids), -1)
 
@@ -248,20 +250,21 @@ class ReferenceExecutor:
 
     def _gate(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         both = np.concatenate([values[name] for name in op.inputs], axis=1)
-        function = getattr(activation, f"{op.attrs['activation']}_and_mul")
-        return function(both)  # type: ignore[no-any-return]
+        return activation.glu(both, op.attrs["activation"], gate_first=True)
 
     def _experts(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         spec = self._program.spec.moe
         assert spec is not None
         x, router = (values[name] for name in op.inputs)
-        weights, chosen = moe.moe_routing(router, correction_bias=self._bias[index], **spec.routing)
+        bias = expert_biases(op, self._program.spec, self._bias[index])
+        weights, chosen = moe.moe_routing(router, correction_bias=bias.choice, **spec.routing)
         matrices = self._operands[index]
         n = len(matrices) // 3
         gates, ups, downs = (list(matrices[i * n : (i + 1) * n]) for i in range(3))
         return moe.fused_moe(
-            x, gates, downs, weights, chosen, up=ups, activation=op.attrs["activation"]
-        )
+            x, gates, downs, weights, chosen, up=ups, activation=op.attrs["activation"],
+            gate_up_bias=bias.gate, up_bias=bias.up, down_bias=bias.down,
+        )  # fmt: skip
 
     def _scale_rows(self, op: Op, index: int, values: Any, ids: np.ndarray) -> np.ndarray:
         gate = values[op.inputs[0]] @ self._operands[index][0].reshape(-1)

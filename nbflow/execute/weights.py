@@ -132,6 +132,7 @@ class RankWeights:
             return new
 
         for index, op in enumerate(self._program.ops):
+            self.bias[index] = move(self.bias[index])
             if op.kind not in ("attention", "cross_attention"):
                 operands = self.operands[index]
                 if op.kind == "experts":
@@ -139,7 +140,6 @@ class RankWeights:
                 elif op.kind == "heads_linear":
                     operands = stack_of_heads(operands)
                 self.operands[index] = tuple(map(move, operands))
-                self.bias[index] = move(self.bias[index])
 
     def _operands(self, op: Op) -> tuple[Any, ...]:
         if op.kind in ("experts", "heads_linear"):  # each matrix by itself
@@ -328,15 +328,21 @@ def read_part(spec: ModelSpec, file: WeightFile, part: Operand) -> np.ndarray:
         Rows first, as our names have it, whatever way the checkpoint stores it.
     """
     place = stored(spec, part.name)
+    if place.columns is not None:
+        return np.ascontiguousarray(file.array(place.name, rows=part.rows)[:, place.columns])
     if len(spec.shape_of(part.name)) == 1 and len(file.shape(place.name)) > 1:
         return file.array(place.name).reshape(-1)[slice(*(part.rows or (None,)))]
     if place.turned:
         return _turned(spec, file, part, place)
     spans = _spans(spec, part, place)
     if place.transposed:
-        pieces = [file.array(place.name, rows=part.columns, columns=s).T for s in spans]
+        first, end = part.columns or (0, spec.shape_of(part.name)[1])
+        rows = place.base + first, place.base + end
+        pieces = [file.array(place.name, rows, s, flat=True).T for s in spans]
     else:
         pieces = [file.array(place.name, s, part.columns, flat=True) for s in spans]
+    if place.step > 1:
+        pieces = [piece[:: place.step] for piece in pieces]
     whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
     return np.ascontiguousarray(whole)
 
@@ -358,7 +364,14 @@ def quantized_pieces(spec: ModelSpec, file: WeightFile, part: Operand) -> list[n
             f"tensor {place.name} is stored in blocks and as (in, out); its rows cannot be read"
         )
     spans = _spans(spec, part, place)
-    return [file.quantized(place.name, s, part.columns, flat=True) for s in spans]
+    pieces = [file.quantized(place.name, s, part.columns, flat=True) for s in spans]
+    return pieces if place.step == 1 else [_every(piece, place.step) for piece in pieces]
+
+
+def _every(rows: nk.QuantTensor, step: int) -> nk.QuantTensor:
+    """Return every so many-th row, from the first on."""
+    data = np.ascontiguousarray(rows.data[::step])
+    return nk.QuantTensor(rows.format, (len(data), rows.shape[1]), data)
 
 
 def _spans(spec: ModelSpec, part: Operand, place: Stored) -> Sequence[tuple[int, int] | None]:

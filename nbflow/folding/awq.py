@@ -108,6 +108,11 @@ def scale_columns(
             "encoder 'awq' needs to know the inputs of the matrices: nbflow imatrix MODEL -o FILE, "
             "then --importance FILE"
         )
+    if "moe.down" in spec.biases:
+        raise UsageError(
+            f"{spec.name}: encoder 'awq' cannot put factors into experts with biases; use 'gptq', "
+            "'hqq' or 'best'"
+        )
     search = _Search(spec, file, format_of, statistics)
     if spec.norm_weight:
         for norm, readers in norm_readers(spec).items():
@@ -176,7 +181,7 @@ def _fold_into_values(search: _Search, prefix: str) -> None:
 def _fold_into_up(search: _Search, prefix: str) -> None:
     """Divide the rows of an up matrix, and multiply the columns of the down matrix."""
     spec = search.spec
-    if not spec.gated and spec.activation not in ("relu", "relu2"):
+    if spec.activation == "swigluoai" or not (spec.gated or spec.activation in ("relu", "relu2")):
         return
     scales = search.scales([f"{prefix}.down.weight"])
     if scales is None:

@@ -69,7 +69,7 @@ class FoldedFile(WeightFile):
                         f"tensor {name} is stored as {entry.dtype}, and this encoder changes it; "
                         "give a checkpoint of floats (f32, f16, bf16)"
                     )
-                entry = dataclasses.replace(entry, strides=None, order="<")
+                entry = dataclasses.replace(entry, strides=None, order="<", scaled=None)
             entries.append(entry)
         super().__init__(file.path, file.format, entries, (), file.config)
         self._last: tuple[str, np.ndarray[Any, Any]] = ("", np.zeros(0, np.float32))

@@ -47,6 +47,7 @@ def check_rotation(spec: ModelSpec) -> None:
         "its head's rows are divided by their lengths": spec.normalize_head,
         "it has no norm before the head": not spec.final_norm or not spec.head,
         "there is a layer before its head": spec.head_transform,
+        "its experts have biases": "moe.down" in spec.biases,
     }
     found = [reason for reason, holds in wrong.items() if holds]
     if found:

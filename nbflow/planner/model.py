@@ -20,12 +20,16 @@ from nbflow.spec.model_file import known_models, load_model_file
 from nbflow.spec.stored import stored
 from nbflow.weights import open_weights
 from nbflow.weights.json_file import read_object
+from nbflow.weights.quantization_config import read_quantization
 from nbflow.weights.weight_file import ITEM_BYTES
 from nbflow.weights_policy import WeightFormats, Weights, weight_formats
 from nbflow_kernels.errors import UsageError
 
 PUBLISHED_AS = "f16"
 """Type of the weights of a model that is only described: two bytes each, as most are published."""
+
+_UNCHANGED = ("router.weight", "shared_gate.weight", ".bias")
+"""Matrices of the layers that are published as floats where the others are not."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +55,7 @@ class PlannedModel:
     def format_of(self, name: str) -> str:
         """Return the format that a tensor has in memory."""
         shape = self.spec.shape_of(name)
-        if len(shape) == 1:  # norms and biases
+        if len(shape) == 1 or name.endswith(".bias"):  # norms are vectors, too
             return "f32"
         chosen = self.formats and self.formats.of(name, shape)
         if chosen:
@@ -160,13 +164,14 @@ def planned_model(model: str | Path, weights: Weights = None) -> PlannedModel:
     path = Path(model)
     config = path / "config.json" if path.is_dir() else path
     if config.suffix == ".json" and config.is_file() and not _has_weights(path):
-        return PlannedModel(_described(config), weights)
+        return _described(config, weights)
     if not path.exists() or path.suffix == ".toml":
         toml = path if path.suffix == ".toml" else known_models().get(str(model))
         if toml is not None:
             model_file = load_model_file(toml)
             if model_file.path is None:
-                return PlannedModel(published(model_file), weights)
+                spec = published(model_file)
+                return PlannedModel(spec, weights, _stored_as(spec, model_file.config))
     resolved = resolve(model)
     return stored_model(resolved.spec, resolved.path, weights)
 
@@ -192,11 +197,31 @@ def _has_weights(path: Path) -> bool:
     )
 
 
-def _described(config: Path) -> ModelSpec:
-    """Return the specification that a config.json gives."""
+def _described(config: Path, weights: str | WeightFormats | None) -> PlannedModel:
+    """Return the model that a config.json gives."""
     content: dict[str, Any] | None = read_object(config, missing_ok=False)
     if not content:
         raise UsageError(f"{config}: is empty and does not say what model it is")
     family = family_of(content.get("model_type"), str(config))
     name = config.resolve().parent.name
-    return build_spec(family, content, name=name, where=str(config), checkpoint_tensors=None)
+    spec = build_spec(family, content, name=name, where=str(config), checkpoint_tensors=None)
+    return PlannedModel(spec, weights, _stored_as(spec, content))
+
+
+def _stored_as(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, str]:
+    """Return how the matrices are stored that a configuration says are not `PUBLISHED_AS`.
+
+    FP8 counts as float32, which its products with their scales are read as.
+    """
+    quantization = read_quantization(config, spec.name)
+    if quantization is None:
+        return {}
+    of_experts = quantization.format == "mxfp4"
+    return {
+        name: "mxfp4" if of_experts else "f32"
+        for name, shape in spec.tensor_shapes().items()
+        if len(shape) == 2
+        and name.startswith("layers.")
+        and not name.endswith(_UNCHANGED)
+        and (".moe." in name or not of_experts)
+    }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nbflow.program.records import Buffer, Op, Operand, Program
+from nbflow.spec.fields import EXPERT_BIASES
 from nbflow.spec.model_spec import LatentSpec, ModelSpec
 
 
@@ -162,12 +163,13 @@ def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
     if rope.dim:
         ops.append(Op("rope", "q", ("q", "k"), layer=i, attrs={"rope": rope}))
     window = spec.window_of(i)
-    bias = (Operand("position_bias.weight"),) if spec.position == "relative" else ()
+    table = (Operand("position_bias.weight"),) if spec.position == "relative" else ()
+    sinks = (Operand(f"layers.{i}.attn.sinks.weight"),) if spec.attention_sinks else ()
     seen = {} if window is None else {"window": window}
     return [
         *ops,
         Op("append_kv", "kv", ("k", "v"), layer=i),
-        Op("attention", "a", ("q",), bias, layer=i, attrs=seen),
+        Op("attention", "a", ("q",), table, sinks, i, seen),
         _linear(spec, i, "attn.o", "a", "o"),
         _add(spec, "x", "o", i),
     ]
@@ -253,10 +255,15 @@ def _experts(spec: ModelSpec, i: int, source: str) -> list[Op]:
         for part in ("gate", "up", "down")
         for j in range(moe.n_experts)
     )
-    bias = (Operand(f"{prefix}.router.bias"),) if moe.router_bias else ()
-    attrs = {"activation": spec.activation, "experts": (0, moe.n_experts)}
+    bias: tuple[Operand, ...] = ()
+    if moe.router_bias:
+        bias = (Operand(f"{prefix}.router.bias"),)
+    attrs: dict[str, Any] = {"activation": spec.activation, "experts": (0, moe.n_experts)}
+    if "moe.down" in spec.biases:
+        bias += tuple(Operand(f"{prefix}.{name}.bias") for name in EXPERT_BIASES)
+        attrs["biased"] = True
     ops = [
-        Op("linear", "router", (source,), (Operand(f"{prefix}.router.weight"),), layer=i),
+        _linear(spec, i, "router", source, "router"),
         Op("experts", "o", (source, "router"), matrices, bias, i, attrs),
     ]
     if not moe.shared_size:

@@ -134,7 +134,8 @@ def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]) -> O
         return dataclasses.replace(op, weights=op.weights[slice(*plan.heads)])
     if op.kind == "attention":
         table = tuple(Operand(w.name, columns=plan.heads) for w in op.weights)
-        return dataclasses.replace(op, weights=table)
+        sinks = tuple(Operand(b.name, rows=plan.heads) for b in op.bias)
+        return dataclasses.replace(op, weights=table, bias=sinks)
     if op.kind != "linear" or op.out == "router":
         return op
     name = op.weights[0].name
@@ -178,4 +179,8 @@ def _some_experts(op: Op, experts: tuple[int, int]) -> Op:
     """Return a mixture with only some experts; what goes to others counts nothing."""
     n = len(op.weights) // 3
     mine = tuple(op.weights[part * n + j] for part in range(3) for j in range(*experts))
-    return dataclasses.replace(op, weights=mine, attrs={**op.attrs, "experts": experts})
+    bias = op.bias
+    if op.attrs.get("biased"):
+        bias = (*bias[:-3], *(Operand(b.name, rows=experts) for b in bias[-3:]))
+    attrs = {**op.attrs, "experts": experts}
+    return dataclasses.replace(op, weights=mine, bias=bias, attrs=attrs)

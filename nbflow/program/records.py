@@ -25,7 +25,7 @@ heads_linear  for each head: the first columns of out's = (the first of the inpu
               head's own of `weights`
 append_kv     write inputs (k, v), or a latent vector alone, into the layer's pages
 attention     out = attention(q) over the layer's pages, attr ``window``; a weight is the table of
-              what is added to the scores for each bucket of distances
+              what is added to the scores for each bucket of distances, a bias the heads' sinks
 cross_attention
               out = attention(q) over the pages of what the encoder gave, all of it
 input         out = rows given from outside, one for each token
@@ -33,7 +33,8 @@ activation    out = act(input), attr ``activation``
 gate          out = act(gate) * up; inputs (gate, up), or one buffer that holds both
 experts       out = the weighted sum of the experts that `router` chooses; inputs (x, router); the
               weights are the gates, then the ups, then the downs of the experts in attr
-              ``experts``, the bias that of the choice
+              ``experts``, the bias that of the choice; with attr ``biased`` the biases of gates,
+              ups and downs follow it
 scale_rows    out *= sigmoid(input @ w) for each row
 add           out += input; attr ``scale``: a factor of the input
 scale         out = input * attr ``scale``
@@ -134,7 +135,7 @@ class Op:
     weights: tuple[Operand, ...] = ()
     """Matrices or vectors of the model."""
     bias: tuple[Operand, ...] = ()
-    """Biases, one per weight, or none."""
+    """Biases: of linears one per weight, or none."""
     layer: int | None = None
     """Layer the op belongs to."""
     attrs: Mapping[str, Any] = field(default_factory=dict)

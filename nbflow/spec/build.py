@@ -11,13 +11,15 @@ from nbflow.spec.fields import FIELDS, FUSED, REQUIRED
 from nbflow.spec.formula import evaluate
 from nbflow.spec.model_spec import LatentSpec, ModelSpec, MoeSpec, RopeSpec
 from nbflow.spec.toml_schema import check_value
+from nbflow.weights.quantization_config import read_quantization
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.position import LongRopeScaling, RopeScaling
 
 _SAME = (
     "vocab_size", "hidden_size", "intermediate_size", "n_layers", "n_heads", "n_kv_heads",
     "head_dim", "max_context", "norm", "norm_eps", "activation", "gated", "window",
-    "logits_soft_cap", "bos_token_id", "eos_token_ids", "causal", "type_vocab_size", "norm_offset",
+    "logits_soft_cap", "attention_sinks", "bos_token_id", "eos_token_ids", "causal",
+    "type_vocab_size", "norm_offset", "gate_up_layout", "experts_transposed",
     "norm_weight", "norm_bias", "norm_place", "embed_norm", "final_norm", "qk_norm", "qkv_layout",
     "position", "position_offset", "alibi_scaled", "bias_buckets", "bias_max_distance", "residual",
     "transposed", "embed_scale", "residual_scale", "logits_scale", "head_soft_cap",
@@ -139,6 +141,7 @@ def _full(config: Mapping[str, Any], key: str) -> str:
 
 def _refuse_unsupported(family: Family, config: Mapping[str, Any], where: str) -> None:
     """Raise for the first key whose value changes the computation in a way the family lacks."""
+    read_quantization(config, where)
     for key, allowed in family.only.items():
         value = lookup(config, key)
         if value is not None and not any(_same(value, other) for other in allowed):
@@ -268,7 +271,7 @@ def _ropes(
     max_context = values["max_context"]
     try:
         scaling = RopeScaling.from_config(
-            _scaling_table(values["rope_scaling"]),
+            _scaling_table(values["rope_scaling"], values["rope_truncate"]),
             max_position=max_context,
             original_max_position=values["rope_original_context"],
         )
@@ -311,7 +314,7 @@ def _stored_scaling(
 _GGUF_SCALING = {"original_context_length": "original_max_position_embeddings"}
 
 
-def _scaling_table(table: Mapping[str, Any] | None) -> dict[str, Any] | None:
+def _scaling_table(table: Mapping[str, Any] | None, truncate: bool | None) -> dict[str, Any] | None:
     """Return a rotary scaling in the words of config.json; GGUF has some of its own."""
     if not table:
         return None
@@ -321,6 +324,8 @@ def _scaling_table(table: Mapping[str, Any] | None) -> dict[str, Any] | None:
     log_multiplier = words.pop("yarn_log_multiplier", None)
     if log_multiplier:  # as llama.cpp has it: all of the temperature is in the softmax
         words |= dict.fromkeys(("mscale", "mscale_all_dim"), 10.0 * log_multiplier)
+    if truncate is not None and words.get("rope_type", words.get("type")) == "yarn":
+        words["truncate"] = truncate
     return None if words.get("type") == "none" else words
 
 

@@ -11,11 +11,12 @@ from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.stored import stored
 from nbflow.weights import WeightFile
 from nbflow.weights.dtypes import ITEM_BITS
+from nbflow.weights.quantization_config import FLOAT8
 from nbflow_kernels.errors import UsageError
 
 _LAYER = re.compile(r"\d+")
 _MAX_LINES = 40
-FLOAT_TYPES = ("f64", "f32", "f16", "bf16")
+FLOAT_TYPES = ("f64", "f32", "f16", "bf16", *FLOAT8)
 """Types of weights, besides block formats and int8 as llama2.c stores it."""
 WITH_BLOCKS = ("llama2c", "gguf", "ggml")
 """File formats with other types of weights."""

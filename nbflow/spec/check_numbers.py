@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from nbflow.spec.fields import EXPERT_BIASES
 from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:
@@ -62,6 +63,8 @@ def check_numbers(spec: ModelSpec) -> None:
         _check_latent(spec, spec.latent)
     if not spec.causal and spec.window is not None:
         raise UsageError(f"{spec.name}: a window needs causal attention")
+    if spec.attention_sinks and (spec.latent is not None or spec.encoder is not None):
+        raise UsageError(f"{spec.name}: attention_sinks go without latent attention and encoders")
     _check_experts(spec)
 
 
@@ -99,6 +102,8 @@ def _check_encoder(spec: ModelSpec) -> None:
 
 def _check_experts(spec: ModelSpec) -> None:
     moe = spec.moe
+    if spec.activation == "swigluoai" and not spec.gated:
+        raise UsageError(f"{spec.name}: activation 'swigluoai' needs gated = true")
     if moe is None:
         return
     if not spec.gated:
@@ -107,6 +112,16 @@ def _check_experts(spec: ModelSpec) -> None:
         raise UsageError(
             f"{spec.name}: n_experts must be 1..4096 and expert_size positive, "
             f"got {moe.n_experts} and {moe.expert_size}"
+        )
+    if moe.router_bias and "router" in spec.biases:
+        raise UsageError(
+            f"{spec.name}: router.bias is added to the scores for the choice (router_bias) or to "
+            "the router's results ([biases] router), not both"
+        )
+    if spec.biases.intersection(EXPERT_BIASES) not in (set(), set(EXPERT_BIASES)):
+        raise UsageError(
+            f"{spec.name}: of {', '.join(EXPERT_BIASES)} all or none must have biases, got "
+            f"{', '.join(sorted(spec.biases))}"
         )
     if moe.groups < 1 or moe.n_experts % moe.groups or not 1 <= moe.groups_used <= moe.groups:
         raise UsageError(

@@ -58,6 +58,7 @@ from typing import Any
 from nbflow.spec.fields import FIELDS, FUSED, LINEARS, TENSOR_NAMES
 from nbflow.spec.formula import check_formula
 from nbflow.spec.toml_schema import check_keys, check_value, read_toml, strings
+from nbflow.weights.quantization_config import KEY as QUANTIZATION
 from nbflow_kernels.errors import UsageError, unknown_name
 
 FAMILIES = Path(__file__).parent / "families"
@@ -221,7 +222,7 @@ def _extended(path: Path, seen: tuple[str, ...]) -> dict[str, Any]:
 
 def config_keys(family: Family) -> list[str]:
     """Return the keys at the top of config.json that a family, or its encoder's, looks at."""
-    names = [*family.biases, *family.only]
+    names = [*family.biases, *family.only, QUANTIZATION]
     for rules in family.config.values():
         for rule in rules:
             names += [*rule.keys, *rule.when, *_NAME.findall(rule.formula or "")]

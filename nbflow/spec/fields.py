@@ -73,6 +73,9 @@ ATTENTION = {
         (),
     ),
     "logits_soft_cap": Field(float, "scores become cap * tanh(score / cap)", None),
+    "attention_sinks": Field(
+        bool, "whether each head has one more score in the softmax, that of no key", False
+    ),
     "kv_rank": Field(
         int,
         "latent attention: width of the compressed keys and values, which the cache holds; 0: none",
@@ -107,6 +110,9 @@ POSITIONS = {
         dict, "table as in config.json: rope_type linear, dynamic, yarn, llama3, longrope", None
     ),
     "rope_original_context": Field(int, "length before the scaling, if the table lacks it", None),
+    "rope_truncate": Field(
+        bool, "YaRN: whether the ends of the ramp are whole pairs; wins over the table", None
+    ),
     "rope_layers": Field(
         [int], "for each layer 1 if it rotates, 0 if not; wins over the two fields below", ()
     ),
@@ -126,8 +132,9 @@ BLOCKS = {
         "sequential",
     ),
     "activation": Field(
-        ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2"),
-        "activation of the feed-forward network",
+        ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "swigluoai"),
+        "activation of the feed-forward network; swigluoai, of gate and up: cut off at 7, "
+        "gate * sigmoid(1.702 * gate) * (up + 1)",
     ),
     "gated": Field(bool, "whether the feed-forward network is act(gate) * up, or act(up)"),
     "transposed": Field(bool, "whether the layers' matrices are stored (in, out)", False),
@@ -156,6 +163,14 @@ EXPERTS = {
     "router_groups_used": Field(int, "groups that a token may use", 1),
     "router_group_score": Field(("max", "top2_sum"), "what makes a group good", "max"),
     "router_bias": Field(bool, "whether router.bias is added to the scores for the choice", False),
+    "experts_transposed": Field(
+        bool, "whether the matrices of all experts in one tensor are stored (in, out)", False
+    ),
+    "gate_up_layout": Field(
+        ("blocks", "neighbours"),
+        "rows of the experts' gate and up in one tensor: all of the gate, all of up; or in turn",
+        "blocks",
+    ),
     "shared_size": Field(int, "width of the expert of all tokens; 0: none", 0),
     "shared_gate": Field(bool, "whether the shared expert is multiplied by sigmoid(gate)", False),
     "dense_first": Field(int, "so many layers at the beginning have no experts", 0),
@@ -182,9 +197,11 @@ FIELDS: dict[str, Field] = {
 CROSS = ("cross.q", "cross.k", "cross.v", "cross.o")
 LINEARS = (
     "attn.q", "attn.k", "attn.v", "attn.o", "attn.q_a", "attn.kv_a", *CROSS,
-    "ffn.gate", "ffn.up", "ffn.down",
+    "ffn.gate", "ffn.up", "ffn.down", "router", "moe.gate", "moe.up", "moe.down",
 )  # fmt: skip
-"""A layer's matrices that may have a bias."""
+"""A layer's matrices that may have a bias; moe.gate and the like stand for those of all experts,
+whose biases lie in one tensor (experts, width)."""
+EXPERT_BIASES = ("moe.gate", "moe.up", "moe.down")
 FUSED = {
     "attn.qkv": ("attn.q", "attn.k", "attn.v"),
     "attn.kv_b": ("attn.k_b", "attn.v_b"),
@@ -213,9 +230,15 @@ HEAD_PARTS = ("attn.k_b", "attn.v_b")
 """Matrices of latent attention, one below the other for each head; they have no bias."""
 
 _LAYER_PARTS = (
-    *LAYER_NORMS, *LINEARS, *HEAD_PARTS, *FUSED, *EXPERT_PARTS, *SHARED_PARTS, "router",
-    "shared_gate",
+    *LAYER_NORMS, "attn.sinks", *LINEARS, *HEAD_PARTS, *FUSED, *EXPERT_PARTS, "moe.gate_up",
+    *SHARED_PARTS, "shared_gate",
 )  # fmt: skip
+_ONE_KIND = {
+    "bias": ("embed", "positions", "position_bias", "types", "attn.k_b", "attn.v_b", "attn.kv_b",
+             "attn.sinks"),
+    "weight": (*EXPERT_BIASES, "moe.gate_up"),
+}  # fmt: skip
+"""What there is not."""
 _OUTSIDE = (
     "embed", "positions", "position_bias", "types", "embed_norm", "embed.in", "embed.out",
     "final_norm", "transform", "transform_norm", "head",
@@ -225,9 +248,7 @@ TENSOR_NAMES = (
         f"{part}.{kind}"
         for part in (*_OUTSIDE, *(f"layers.{{i}}.{part}" for part in _LAYER_PARTS))
         for kind in ("weight", "bias")
-        if (part, kind)
-        not in {(table, "bias") for table in ("embed", "positions", "position_bias", "types")}
-        and not (kind == "bias" and part.endswith(("attn.k_b", "attn.v_b", "attn.kv_b")))
+        if part.removeprefix("layers.{i}.") not in _ONE_KIND[kind]
     ),
     *DIVISORS,
 )

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 from nbflow_kernels.position import RopeScaling
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "swigluoai"]
 
 
 @dataclass(frozen=True)
@@ -155,6 +155,8 @@ class ModelSpec:
     """Mixture of experts, or None."""
     latent: LatentSpec | None = None
     """Latent attention, or None."""
+    attention_sinks: bool = False
+    """Whether each head has one more score in the softmax, that of no key."""
     local_rope: RopeSpec | None = None
     """Rotary embedding of the layers with the window, if another one."""
     full_layers: frozenset[int] = frozenset()
@@ -183,6 +185,10 @@ class ModelSpec:
     """Norm of queries and keys."""
     qkv_layout: Literal["blocks", "groups"] = "blocks"
     """Rows of a fused attn.qkv."""
+    gate_up_layout: Literal["blocks", "neighbours"] = "blocks"
+    """Rows of the experts' gate and up in one tensor."""
+    experts_transposed: bool = False
+    """Whether the matrices of all experts in one tensor are stored (in, out)."""
     position: Literal["rope", "alibi", "relative", "learned", "sinusoidal", "none"] = "rope"
     """How positions come in."""
     position_offset: int = 0

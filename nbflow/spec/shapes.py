@@ -13,6 +13,7 @@ the shared one), `H` and `G` query and key/value heads of `D` columns::
     layers.{i}.attn.q.weight            (H*D, E)  attn.k, attn.v: (G*D, E)
     layers.{i}.attn.q_norm.weight       (D,)      or (H*D,); attn.k_norm alike
     layers.{i}.attn.o.weight            (E, H*D)
+    layers.{i}.attn.sinks.weight        (H,)      only if there are sinks
     layers.{i}.attn.q_a.weight          (Rq, E)   latent attention, see below
     layers.{i}.attn.kv_a.weight         (C+Dr, E) and attn.q_a_norm (Rq,), attn.kv_a_norm (C,)
     layers.{i}.attn.k_b.weight          (H*C, D-Dr)  of each head: from its query to the latent one
@@ -26,6 +27,7 @@ the shared one), `H` and `G` query and key/value heads of `D` columns::
     layers.{i}.ffn.down.weight          (E, I)
     layers.{i}.router.weight            (experts, E)     instead of ffn in layers with experts
     layers.{i}.moe.{j}.gate.weight      (F, E)    and up, down
+    layers.{i}.moe.gate.bias            (experts, F)  and up, down (experts, E), if they have biases
     layers.{i}.shared.gate.weight       (S, E)    and up, down
     layers.{i}.shared_gate.weight       (1, E)
     layers.{i}.ffn_post_norm.weight     (E,)
@@ -40,6 +42,8 @@ attn.k and attn.v; attn.q is (H*D, Rq) if there is an attn.q_a, and attn.o (E, H
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+from nbflow.spec.fields import EXPERT_BIASES
 
 if TYPE_CHECKING:
     from nbflow.spec.model_spec import LatentSpec, ModelSpec
@@ -89,6 +93,8 @@ def layer_shapes(spec: ModelSpec, layer: int) -> Shapes:
             "attn.v.weight": (kv_rows, E),
             "attn.o.weight": (E, q_rows),
         }
+    if spec.attention_sinks:
+        shapes["attn.sinks.weight"] = (spec.n_heads,)
     if spec.encoder is not None:
         inner = spec.encoder.hidden_size
         shapes |= _norm(spec, "cross_norm", E)
@@ -139,6 +145,8 @@ def _expert_shapes(spec: ModelSpec) -> Shapes:
         shapes["router.bias"] = (moe.n_experts,)
     for j in range(moe.n_experts):
         shapes |= _gated(f"moe.{j}", E, moe.expert_size)
+    for name in spec.biases.intersection(EXPERT_BIASES):
+        shapes[f"{name}.bias"] = (moe.n_experts, E if name == "moe.down" else moe.expert_size)
     if moe.shared_size:
         shapes |= _gated("shared", E, moe.shared_size)
         if moe.shared_gate:

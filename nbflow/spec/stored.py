@@ -29,6 +29,12 @@ class Stored:
     """Which of its rows, in order; None is all of them."""
     transposed: bool = False
     """Whether it is stored (in, out), so that our rows are its columns."""
+    columns: slice | None = None
+    """Which of its columns are ours, of a table; None is all of them."""
+    step: int = 1
+    """Our rows are every so many-th of its rows, or of its columns where it is transposed."""
+    base: int = 0
+    """Where it is transposed: the row at which our matrix begins."""
     turned: int = 0
     """So many of its rows are the columns of one head's matrix; 0: its rows are our rows."""
 
@@ -36,6 +42,9 @@ class Stored:
         """Return the checkpoint's rows that are rows [start, stop) of ours."""
         if self.rows is None:
             return (rows,)
+        if self.step > 1:
+            first = self.rows[0][0]
+            return ((first + rows[0] * self.step, first + (rows[1] - 1) * self.step + 1),)
         spans = []
         done = 0
         for first, end in self.rows:
@@ -58,6 +67,8 @@ def stored(spec: ModelSpec, name: str) -> Stored:
     if parts[0] != "layers":
         return Stored(spec.tensors[name], spec.shape_of(name))
     layer, inner, our_shape = parts[1], ".".join(parts[2:]), spec.shape_of(name)
+    if parts[2] == "moe" and parts[-1] == "bias":
+        return _expert_bias(spec, layer, parts[3], our_shape)
     if parts[2] == "moe":
         return _expert(spec, layer, parts[3], ".".join(parts[4:]), our_shape)
     whole, kind = inner.rsplit(".", 1)
@@ -121,16 +132,41 @@ def _expert(spec: ModelSpec, layer: str, j: str, inner: str, shape: tuple[int, .
     """Return where a matrix of one expert lies: alone, beside its gate, among those of all."""
     assert spec.moe is not None
     n = n_stored = shape[0]
-    first = 0
+    first, step = 0, 1
     pattern = spec.tensors.get(f"layers.{{i}}.moe.{{j}}.{inner}")
     if pattern is None:
         if inner == "down.weight":
             raise KeyError(inner)
         pattern = spec.tensors["layers.{i}.moe.{j}.gate_up.weight"]
-        n_stored, first = 2 * n, n if inner == "up.weight" else 0
+        n_stored, is_up = 2 * n, inner == "up.weight"
+        if spec.gate_up_layout == "neighbours":
+            first, step = int(is_up), 2
+        else:
+            first = n if is_up else 0
     pattern = pattern.replace("{i}", layer)
+    end = first + (n - 1) * step + 1
     if "{j}" in pattern:
-        rows = ((first, first + n),) if n_stored > n else None
-        return Stored(pattern.replace("{j}", j), (n_stored, shape[1]), rows)
-    first += int(j) * n_stored
-    return Stored(pattern, (spec.moe.n_experts, n_stored, shape[1]), ((first, first + n),))
+        rows = ((first, end),) if n_stored > n else None
+        return Stored(pattern.replace("{j}", j), (n_stored, shape[1]), rows, step=step)
+    if spec.experts_transposed:
+        whole = (spec.moe.n_experts, shape[1], n_stored)
+        base = int(j) * shape[1]
+        return Stored(pattern, whole, ((first, end),), transposed=True, step=step, base=base)
+    start = int(j) * n_stored
+    whole = (spec.moe.n_experts, n_stored, shape[1])
+    return Stored(pattern, whole, ((start + first, start + end),), step=step)
+
+
+def _expert_bias(spec: ModelSpec, layer: str, part: str, shape: tuple[int, ...]) -> Stored:
+    """Return where the biases of all experts lie: by themselves, or gate's and up's together."""
+    assert spec.moe is not None
+    pattern = spec.tensors.get(f"layers.{{i}}.moe.{part}.bias")
+    if pattern is not None:
+        return Stored(pattern.replace("{i}", layer), shape)
+    if part == "down":
+        raise KeyError(part)
+    pattern = spec.tensors["layers.{i}.moe.gate_up.bias"]
+    n, is_up = shape[1], int(part == "up")
+    in_turn = spec.gate_up_layout == "neighbours"
+    columns = slice(is_up, None, 2) if in_turn else slice(is_up * n, (is_up + 1) * n)
+    return Stored(pattern.replace("{i}", layer), (shape[0], 2 * n), columns=columns)

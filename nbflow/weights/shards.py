@@ -7,6 +7,7 @@ from pathlib import Path
 
 from nbflow.weights.byte_file import ByteFile
 from nbflow.weights.json_file import read_object
+from nbflow.weights.quantization_config import FLOAT8, read_quantization, with_scales
 from nbflow.weights.shown import shown
 from nbflow.weights.weight_file import TensorEntry, WeightFile
 from nbflow_kernels.errors import UsageError
@@ -52,14 +53,33 @@ def open_checkpoint(
         else:
             files.append(ByteFile(path))
             entries += read_header(files[0])
+        config_path = path.parent / "config.json"
+        entries, scales = _joined(entries, config_path)
     except BaseException:
         for file in files:
             file.close()
         raise
-    config_path = path.parent / "config.json"
     return WeightFile(
-        path, format, entries, files, lambda: read_object(config_path, missing_ok=True)
+        path, format, entries, files, lambda: read_object(config_path, missing_ok=True), scales
     )
+
+
+def _joined(
+    entries: list[TensorEntry], config_path: Path
+) -> tuple[list[TensorEntry], list[TensorEntry]]:
+    """Return the tensors joined with their scales, and the scales.
+
+    Where config.json says something else than we know, all stay as they are: they can be listed,
+    and whoever wants to run the model is told what cannot be read (`nbflow.spec.resolve`).
+    """
+    if not any(entry.dtype in FLOAT8 or entry.name.endswith("_blocks") for entry in entries):
+        return entries, []
+    config = read_object(config_path, missing_ok=True) or {}
+    try:
+        quantization = read_quantization(config, str(config_path))
+    except UsageError:
+        quantization = None
+    return (entries, []) if quantization is None else with_scales(entries, quantization)
 
 
 def open_shards(

@@ -15,13 +15,14 @@ import numpy as np
 
 from nbflow.weights.byte_file import ByteFile
 from nbflow.weights.dtypes import ITEM_BITS, ITEM_BYTES, NUMPY, WIDENED, widen
+from nbflow.weights.scaled import multiply_scales, mxfp4_blocks
 from nbflow.weights.strided import is_contiguous, read_strided
 from nbflow_kernels.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
     from nbflow_kernels.quants import QuantTensor
 
-__all__ = ["ITEM_BYTES", "Span", "TensorEntry", "WeightFile", "tensor_bytes"]
+__all__ = ["ITEM_BYTES", "Scaled", "Span", "TensorEntry", "WeightFile", "tensor_bytes"]
 
 Span = tuple[int, int]
 
@@ -75,7 +76,8 @@ class TensorEntry:
     name: str
     """Name in the file's own terms."""
     dtype: str
-    """Stored element type, a key of `ITEM_BYTES`, or the name of a block format."""
+    """Stored element type, a key of `ITEM_BYTES`, or the name of a block format; of what is made of
+    two tensors, what it is read as."""
     shape: tuple[int, ...]
     """Rows first, as the file says."""
     file: ByteFile
@@ -86,6 +88,27 @@ class TensorEntry:
     """Distances of neighbours along each axis, in elements; None means row after row."""
     order: str = "<"
     """Byte order of the elements, as in `struct`."""
+    scaled: Scaled | None = None
+    """The two tensors that it is made of, if it is."""
+
+    @property
+    def stored_dtype(self) -> str:
+        """The type of the numbers without their scales: FP8's, where `dtype` is f32."""
+        if self.scaled is None or self.dtype not in ITEM_BITS:
+            return self.dtype
+        return self.scaled.codes.dtype
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Small numbers and their scales, which together are one tensor."""
+
+    codes: TensorEntry
+    """The numbers, a matrix."""
+    scales: TensorEntry
+    """The scales, a matrix with a row for each row of blocks."""
+    block: tuple[int, int]
+    """Rows and columns of the tensor that share a scale."""
 
 
 class WeightFile:
@@ -105,6 +128,8 @@ class WeightFile:
         The tensors, in the file's order.
     config : callable
         Gives the model configuration that belongs to the weights, or None.
+    scales : sequence of TensorEntry
+        Tensors that are nothing by themselves: scales of others.
     """
 
     def __init__(
@@ -114,6 +139,7 @@ class WeightFile:
         entries: Sequence[TensorEntry],
         files: Sequence[ByteFile],
         config: Callable[[], dict[str, Any] | None],
+        scales: Sequence[TensorEntry] = (),
     ) -> None:
         self.path = path
         """What was opened: a file or a folder."""
@@ -122,6 +148,7 @@ class WeightFile:
         self.bytes_read = 0
         """Bytes of tensor data read so far; headers do not count."""
         self._entries: Mapping[str, TensorEntry] = {entry.name: entry for entry in entries}
+        self._scales: Mapping[str, TensorEntry] = {entry.name: entry for entry in scales}
         self._files = tuple(files)
         self._config = config
         self._lock = threading.Lock()
@@ -129,6 +156,10 @@ class WeightFile:
     def names(self) -> list[str]:
         """Return the names of all tensors, in the file's order."""
         return list(self._entries)
+
+    def scales(self) -> list[str]:
+        """Return the names of tensors that are only scales of others, and not in `names`."""
+        return list(self._scales)
 
     def files(self) -> list[Path]:
         """Return the files that hold the tensors."""
@@ -150,22 +181,25 @@ class WeightFile:
         return self.entry(name).shape
 
     def dtype(self, name: str) -> str:
-        """Return the stored element type of tensor `name`, e.g. ``"bf16"``."""
+        """Return the stored element type of tensor `name`, e.g. ``"bf16"``.
+
+        FP8 with scales counts as ``"f32"``, which is what `array` makes of it.
+        """
         return self.entry(name).dtype
 
     def n_bytes(self, name: str) -> int:
-        """Return the bytes tensor `name` takes in the file."""
-        entry = self.entry(name)
-        return tensor_bytes(entry.dtype, entry.shape, f"{entry.file.path}: tensor {name!r}")
+        """Return the bytes tensor `name` takes in the file, with its scales."""
+        return sum(
+            tensor_bytes(part.dtype, part.shape, f"{part.file.path}: tensor {part.name!r}")
+            for part in _parts(self.entry(name))
+        )
 
     def entry(self, name: str) -> TensorEntry:
         """Return where tensor `name` lies, or raise `UsageError` with close names."""
-        try:
-            return self._entries[name]
-        except KeyError:
-            raise UsageError(
-                f"{self.path}: {unknown_name('tensor', name, self._some(name))}"
-            ) from None
+        found = self._entries.get(name) or self._scales.get(name)
+        if found is None:
+            raise UsageError(f"{self.path}: {unknown_name('tensor', name, self._some(name))}")
+        return found
 
     def array(
         self,
@@ -192,7 +226,7 @@ class WeightFile:
         -------
         array, C-contiguous
             In the stored type; bf16, 8-bit floats and block formats as float32, which is exact for
-            bf16 and 8-bit floats.
+            bf16 and 8-bit floats.  The product of FP8 and a scale is rounded once.
 
         Raises
         ------
@@ -203,9 +237,11 @@ class WeightFile:
         entry = _flat(self.entry(name)) if flat else self.entry(name)
         row_span = self._span(entry, "rows", rows, axis=0)
         column_span = self._span(entry, "columns", columns, axis=1)
-        if entry.dtype in ITEM_BYTES:
-            return self._decode(entry, row_span, column_span)
-        return self._dequantized(entry, row_span, column_span)
+        if entry.dtype not in ITEM_BYTES:
+            return self._dequantized(entry, row_span, column_span)
+        if entry.scaled is not None:
+            return self._multiplied(entry.shape, entry.scaled, row_span, column_span)
+        return self._decode(entry, row_span, column_span)
 
     def quantized(
         self,
@@ -251,17 +287,40 @@ class WeightFile:
             )
         if row_span is not None and len(entry.shape) < 2:
             raise UsageError(f"{self.path}: rows of {entry.dtype} are not cut from a vector")
-        row_bytes = entry.shape[-1] // block * size
-        lead = entry.shape[:1] if len(entry.shape) > 1 else (1,)
-        stored = dataclasses.replace(
-            entry, dtype="u8", shape=(*lead, math.prod(entry.shape[1:-1]) * row_bytes)
-        )
-        cut = None if column_span is None else (first // block * size, last // block * size)
-        data = self._decode(stored, row_span, cut)
-        shape = (*lead, *entry.shape[1:-1], last - first)
-        shape = (len(data), *shape[1:]) if len(entry.shape) > 1 else entry.shape
-        blocks = data.reshape(math.prod(shape[:-1]), (last - first) // block * size)
+        start, stop = row_span or (0, entry.shape[0] if len(entry.shape) > 1 else 1)
+        inner = entry.shape[1:-1]  # dimensions that are part of a row of the file's
+        shape = (stop - start, *inner, last - first) if len(entry.shape) > 1 else entry.shape
+        n_bytes = math.prod(inner) * entry.shape[-1] // block * size
+        if entry.scaled is not None:
+            n = math.prod(inner)
+            each = first // block, last // block
+            blocks = self._joined(entry.scaled, (start * n, stop * n), each)
+        else:
+            lead = entry.shape[:1] if len(entry.shape) > 1 else (1,)
+            stored = dataclasses.replace(entry, dtype="u8", shape=(*lead, n_bytes))
+            cut = None if column_span is None else (first // block * size, last // block * size)
+            blocks = self._decode(stored, row_span, cut)
+        blocks = blocks.reshape(math.prod(shape[:-1]), (last - first) // block * size)
         return QuantTensor(entry.dtype, shape, self._host_blocks(entry, blocks))
+
+    def _joined(self, scaled: Scaled, rows: Span, blocks: Span) -> np.ndarray[Any, Any]:
+        """Read some rows and blocks of MXFP4 whose scales lie apart."""
+        columns = 16 * blocks[0], 16 * blocks[1]
+        codes = self._decode(scaled.codes, rows, columns)
+        return mxfp4_blocks(codes, self._decode(scaled.scales, rows, blocks))
+
+    def _multiplied(
+        self, shape: tuple[int, ...], scaled: Scaled, rows: Span | None, columns: Span | None
+    ) -> np.ndarray[Any, Any]:
+        """Read a rectangle of FP8 times its scales."""
+        values = self._decode(scaled.codes, rows, columns)
+        start, stop = rows or (0, shape[0])
+        per = scaled.block[0]
+        first = start // per
+        scales = self._decode(scaled.scales, (first, -(-stop // per)), None)
+        at = start - first * per, 0 if columns is None else columns[0]
+        multiply_scales(values, scales.astype(np.float32, copy=False), scaled.block, at)
+        return values
 
     def _host_blocks(self, entry: TensorEntry, blocks: np.ndarray[Any, Any]) -> Any:
         """Return blocks (rows, bytes) with their numbers in the byte order we compute with."""
@@ -388,17 +447,25 @@ class WeightFile:
         """Yield the bytes of tensor `name` as they are stored, in pieces of at most 16 MiB.
 
         The elements of a view of a larger tensor come row after row; a single row may be longer
-        than a piece.
+        than a piece.  Scales follow what they belong to.
         """
         entry = self.entry(name)
+        if entry.scaled is None:
+            yield from self._chunks(entry, self.n_bytes(name))
+            return
+        for part in _parts(entry):
+            yield from self._chunks(part, tensor_bytes(part.dtype, part.shape, part.name))
+
+    def _chunks(self, entry: TensorEntry, n_bytes: int) -> Iterator[bytes]:
+        """Yield the bytes of one stored tensor."""
         if entry.strides is None or is_contiguous(entry.shape, entry.strides):
-            end = entry.offset + self.n_bytes(name)
+            end = entry.offset + n_bytes
             for offset in range(entry.offset, end, _CHUNK_BYTES):
                 chunk = np.empty(min(_CHUNK_BYTES, end - offset), np.uint8)
                 self._fill(entry.file, chunk, offset)
                 yield chunk.tobytes()
             return
-        _check_repeats(entry, self.n_bytes(name))
+        _check_repeats(entry, n_bytes)
         item = np.dtype(f"V{ITEM_BYTES[entry.dtype]}")
         row_bytes = max(1, math.prod(entry.shape[1:]) * item.itemsize)
         n_rows = max(1, _CHUNK_BYTES // row_bytes)
@@ -422,6 +489,11 @@ class WeightFile:
         file.read_into(target.reshape(-1).view(np.uint8).data, offset)
         with self._lock:
             self.bytes_read += target.nbytes
+
+
+def _parts(entry: TensorEntry) -> tuple[TensorEntry, ...]:
+    """Return what is stored of a tensor: itself, or numbers and scales."""
+    return (entry,) if entry.scaled is None else (entry.scaled.codes, entry.scaled.scales)
 
 
 def _flat(entry: TensorEntry) -> TensorEntry:

@@ -16,6 +16,7 @@ from nbflow.spec import check, resolve
 from nbflow.spec.resolve import ResolvedModel
 from nbflow.weights import WeightFile, open_weights
 from nbflow.weights.json_file import read_object
+from nbflow.weights.quantization_config import CONFIG_KEYS
 from nbflow.weights_policy import WeightFormats
 from nbflow.writing.gguf_checkpoint import plan_gguf
 from nbflow.writing.gguf_file import write_gguf
@@ -211,19 +212,22 @@ def _write_safetensors(task: _Task) -> WrittenCheckpoint:
     with new_folder(out) as folder:
         for original in beside:
             shutil.copyfile(original, folder / original.name)
-        if unties:
-            _untie(folder / "config.json")
+        _change_config(folder / "config.json", unties)
         with new_file(folder / _WEIGHTS) as stream:
             write_safetensors(stream, tensors, encoding)
     return done
 
 
-def _untie(path: Path) -> None:
-    """Say in a config.json that the head is a matrix of its own."""
-    config = read_object(path, missing_ok=True)
-    if config is not None:
-        text = json.dumps({**config, "tie_word_embeddings": False}, indent=2)
-        path.write_text(text + "\n", encoding="utf-8")
+def _change_config(path: Path, unties: bool) -> None:
+    """Say in a config.json what is other than in the original: a head, FP8 no longer."""
+    old = read_object(path, missing_ok=True)
+    if old is None:
+        return
+    new = {key: value for key, value in old.items() if key not in CONFIG_KEYS}
+    if unties:
+        new["tie_word_embeddings"] = False
+    if new != old:
+        path.write_text(json.dumps(new, indent=2) + "\n", encoding="utf-8")
 
 
 def _notes(tensors: list[NewTensor], out: Path, is_file: bool) -> list[str]:

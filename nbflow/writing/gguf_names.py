@@ -38,13 +38,14 @@ ARCHITECTURES = {
     "cohere2": "cohere2", "starcoder2": "starcoder2", "nemotron": "nemotron", "glm4": "glm4",
     "smollm3": "smollm3", "granitemoe": "granitemoe", "mpt": "mpt",
     "deepseek": "deepseek", "deepseek_v2": "deepseek2", "deepseek_v3": "deepseek2",
+    "gpt_oss": "gpt-oss",
 }  # fmt: skip
 """Families that can be written -> what llama.cpp calls the architecture."""
 QKV_IN_ONE = ("gpt2", "gptneox", "bloom", "falcon", "phi3", "mpt")
 """Architectures of which llama.cpp wants q, k and v in one tensor, one below the other."""
 _MAY_DIFFER = (
     "name", "family", "tensors", "ignored_tensors", "eos_token_ids", "rope", "qkv_layout",
-    "transposed", "norm_offset",
+    "transposed", "norm_offset", "gate_up_layout", "experts_transposed",
 )  # fmt: skip
 """Fields that are compared by themselves, or not at all because they say how tensors are stored."""
 # GGUF says numbers as float32; a field may be made of two of them by a formula
@@ -90,7 +91,7 @@ def plan_renamed(
         chosen = choice.of(name, [(ours, spec.shape_of(ours)) for ours in members])
         dtype = rows[0].dtype
         shape = _shape(spec, members)
-        format = chosen or _kept(dtype, shape)
+        format = chosen or _kept(dtype, shape, name)
         tensors.append(NewTensor(name, shape, dtype, format, rows, tuple(members)))
     choice.check_rules()
     return tensors
@@ -103,7 +104,7 @@ def _is_norm_weight(ours: str) -> bool:
 def _place_in_tensor(ours: str) -> int:
     """Return which part of a tensor of several of ours comes first: q, k, v; gate, up; experts."""
     parts = ours.split(".")
-    if parts[2:3] == ["moe"]:
+    if _is_of_expert(parts):
         return int(parts[3])
     role = ".".join(parts[2:-1])
     return next((members.index(role) for members in FUSED.values() if role in members), 0)
@@ -124,16 +125,21 @@ def _makes_neighbours(spec: ModelSpec, family: Family) -> bool:
 def _shape(spec: ModelSpec, members: list[str]) -> tuple[int, ...]:
     """Return the shape of a tensor that holds some of ours: of experts or heads, or joined."""
     shapes = [spec.shape_of(ours) for ours in members]
-    if ".moe." in members[0]:
+    if _is_of_expert(members[0].split(".")):
         return len(members), *shapes[0]
     if members[0].endswith(("attn.k_b.weight", "attn.v_b.weight")):
         return spec.n_heads, shapes[0][0] // spec.n_heads, shapes[0][1]
     return sum(shape[0] for shape in shapes), *shapes[0][1:]
 
 
-def _kept(dtype: str, shape: tuple[int, ...]) -> str:
-    """Return the type of a tensor that is not converted: vectors are float32, as GGML wants."""
-    if len(shape) < 2:
+def _is_of_expert(parts: list[str]) -> bool:
+    """Return whether a name is that of one expert's matrix; biases are those of all."""
+    return parts[2:3] == ["moe"] and parts[-1] != "bias"
+
+
+def _kept(dtype: str, shape: tuple[int, ...], name: str) -> str:
+    """Return the type of a tensor that is not converted: float32 of vectors, as GGML wants."""
+    if len(shape) < 2 or name.endswith(".bias"):
         return "f32"
     is_plain = dtype in ITEM_BYTES
     return dtype if dtype in ("f32", "f16", "bf16") or not is_plain else "f32"
@@ -145,7 +151,7 @@ def _name(ours: str, spec: ModelSpec, family: Family, arch: str) -> str:
     layer = parts[1] if parts[0] == "layers" else ""
     if layer:
         parts[1] = "{i}"
-    if parts[2:3] == ["moe"]:
+    if _is_of_expert(parts):
         parts[3] = "{j}"
     kind = parts[-1]
     role = ".".join(parts[2:-1])

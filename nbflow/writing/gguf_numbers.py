@@ -96,19 +96,22 @@ def _scaling(spec: ModelSpec) -> dict[str, Any]:
             "rope.scaling.original_context_length": scaling.original_max_position,
             "rope.scaling.attn_factor": factor,
         }
-    if isinstance(scaling, YarnRopeScaling) and spec.latent is not None:
-        return {
+    if isinstance(scaling, YarnRopeScaling) and (spec.latent is not None or not scaling.truncate):
+        values = {
             "rope.scaling.type": "yarn",
             "rope.scaling.factor": scaling.factor,
             "rope.scaling.original_context_length": scaling.original_max_position,
-            "rope.scaling.yarn_log_multiplier": 0.1 * (scaling.mscale_all_dim or 0.0),
         }
+        if spec.latent is not None:
+            log_multiplier = 0.1 * (scaling.mscale_all_dim or 0.0)
+            values["rope.scaling.yarn_log_multiplier"] = log_multiplier
+        return values
     return {}
 
 
 def _experts(spec: ModelSpec, moe: MoeSpec, arch: str) -> dict[str, Any]:
     values: dict[str, Any] = {"expert_count": moe.n_experts, "expert_used_count": moe.top_k}
-    if moe.expert_size != spec.intermediate_size or arch == "deepseek2":
+    if moe.expert_size != spec.intermediate_size or arch in ("deepseek2", "gpt-oss"):
         values["expert_feed_forward_length"] = moe.expert_size
     if moe.shared_gate:
         values["expert_shared_feed_forward_length"] = moe.shared_size

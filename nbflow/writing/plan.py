@@ -87,7 +87,7 @@ class Choice:
 
         `ours` are our names and shapes of what it holds; vectors are never converted.
         """
-        if not ours or any(len(shape) < 2 for _, shape in ours):
+        if not ours or any(len(s) < 2 or own.endswith(".bias") for own, s in ours):
             return None
         for text, pattern, format in self.rules:
             if any(fnmatchcase(n, pattern) for n in (name, *(own for own, _ in ours))):

@@ -89,7 +89,10 @@ class StoredRows:
 
     def raw(self) -> Iterator[bytes]:
         """Yield the stored bytes."""
-        if self.file.entry(self.name).order == "<":
+        entry = self.file.entry(self.name)
+        if entry.scaled is not None:
+            yield from convert(self, self.dtype, self.name)
+        elif entry.order == "<":
             yield from self.file.stored_chunks(self.name)
         elif self.dtype == "bf16":  # the other order; exact, as the array is the widened bfloat16
             yield nk.quantize(np.atleast_1d(self.file.array(self.name)), "bf16").data.tobytes()

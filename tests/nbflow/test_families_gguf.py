@@ -26,6 +26,7 @@ MODELS = {
     "gptneox": "gpt_neox", "granite": "granite", "llama": "mixtral", "minicpm": "minicpm",
     "orion": "orion", "phi2": "phi", "phi3": "phi3", "qwen2": "qwen2",
     "qwen2moe": "qwen2_moe", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "stablelm": "stablelm",
+    "gpt-oss": "gpt_oss",
 }  # fmt: skip
 """Architecture -> golden model."""
 OTHERS = {"bert", "t5"}

@@ -41,6 +41,8 @@ PARAMETERS = {
     "falcon_7b_instruct": 6_921_720_704,
     "fusellm_7b": 6_738_415_616,
     "gemma_2b_it": 2_506_172_416,
+    "gpt_oss_20b": 20_914_757_184,
+    "gpt_oss_120b": 116_829_156_672,
     "internlm_chat_20b": 20_088_714_240,
     "llama2_13b_chat": 13_015_864_320,
     "llama2_70b": 68_976_648_192,
@@ -66,6 +68,7 @@ NO_NUMBERS = {"tiny_python", "tiny_python_draft", "xverse_13b_chat"}
 NO_TEMPLATE = {
     "tiny_python", "tiny_python_draft", "bert_base_multilingual_cased", "facebook_m2m100_418m",
     "llama3.1_70b", "llama3.1_405b", "deepseek_v2_chat", "deepseek_v2_lite_chat", "deepseek_v3",
+    "gpt_oss_20b", "gpt_oss_120b",
 }  # fmt: skip
 
 CHATML = "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"

@@ -154,7 +154,6 @@ def test_bias_switches(tmp_path: Path) -> None:
     ("key", "value"),
     [
         ("pretraining_tp", 2),
-        ("quantization_config", {"quant_method": "gptq"}),
         ("partial_rotary_factor", 0.5),
         ("is_encoder_decoder", True),
     ],

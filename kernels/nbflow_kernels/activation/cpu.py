@@ -34,6 +34,10 @@ ACTIVATIONS: dict[str, Activation] = {
     "relu2": (RELU2, 0.0, 0.0),
     "sigmoid": (SIGMOID, 0.0, 0.0),
 }
+OAI = (1.702, 7.0)
+"""Alpha and limit of gpt-oss."""
+GATED = {**ACTIVATIONS, "swigluoai": (CLAMPED, *OAI)}
+"""What a gate may go through; the last one is of gate and up together."""
 
 
 def silu(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
@@ -109,12 +113,12 @@ def sigmoid_and_mul(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
 def glu(
     x: NDArray[np.float32], activation: str, gate_first: bool, out: NDArray[np.float32]
 ) -> None:
-    """See `nbflow_kernels.glu`; rows of `x` and `out` may lie far apart."""
+    """See `nbflow_kernels.glu`, with any of `GATED`; rows of `x` and `out` may lie far apart."""
     hold(x)
     first = address_of(x)
     second = first + out.shape[1] * 4
     gate, up = (first, second) if gate_first else (second, first)
-    _run(ACTIVATIONS[activation], gate, up, x.strides[0], False, out)
+    _run(GATED[activation], gate, up, x.strides[0], False, out)
 
 
 def swigluoai_and_mul(

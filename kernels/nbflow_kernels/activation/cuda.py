@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 from nbflow_kernels import cuda
+from nbflow_kernels.activation.cpu import OAI
 
 _THREADS = 128
 FUNCTIONS = {
@@ -41,7 +42,11 @@ def _plain(activation: str, x: Any, out: Any) -> None:
 
 
 def glu(x: Any, activation: str, gate_first: bool, out: Any) -> None:
-    """See `nbflow_kernels.glu`."""
+    """See `nbflow_kernels.glu`; ``"swigluoai"`` with the gate first too."""
+    if activation == "swigluoai":
+        assert gate_first
+        swigluoai_and_mul(x, *OAI, False, out)
+        return
     width = out.shape[1]
     gate, up = (0, width) if gate_first else (width, 0)
     _launch("gated", FUNCTIONS[activation], ", i32 gate, i32 up", x, out, gate, up)

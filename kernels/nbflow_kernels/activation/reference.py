@@ -66,6 +66,8 @@ def glu(x: Any, activation: str = "sigmoid", *, gate_first: bool = False) -> NDA
     """See `nbflow_kernels.glu`."""
     first, second = np.split(np.asarray(x, np.float64), 2, axis=-1)
     gate, up = (first, second) if gate_first else (second, first)
+    if activation == "swigluoai":
+        return swigluoai_and_mul(np.concatenate([gate, up], axis=-1), interleaved=False)
     return _FUNCTIONS[activation](gate) * up
 
 

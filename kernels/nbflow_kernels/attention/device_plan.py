@@ -18,6 +18,8 @@ from nbflow_kernels.attention.device_items import (
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.cuda import KernelDevice, address, device_of
 
+MOST_HEADERS = 1024
+"""Headers that are kept: of some hundred layers, or as many arrays of sinks."""
 # Places of the header that are addresses of tables which `AttentionPlan.set_table` sets.
 _TABLES = (
     at.MASK, at.MASK_STARTS, at.SCORE_FACTORS, at.OUT_FACTORS, at.SLOPES, at.SINKS, at.ROPE,
@@ -131,7 +133,7 @@ class DevicePlan:
         self._step_tables: tuple[Any, list[int]] = (None, [])
         self._partials = device.empty(4, np.float32)
         self._arrived = device.asarray(np.zeros(64, np.int32))
-        self._headers: dict[Tiling, tuple[np.ndarray, Any]] = {}
+        self._headers: dict[tuple[Tiling, int], tuple[np.ndarray, Any]] = {}
         self._fixed: FixedTables | None = None
 
     def fix(self, tables: FixedTables) -> None:
@@ -159,7 +161,8 @@ class DevicePlan:
         """Return the header for these thread blocks, int64 on the device.
 
         What did not change since the last call is not copied again, so that a call made before in
-        the same way can be captured into a graph.
+        the same way can be captured into a graph.  Sinks, which each layer has of its own, have
+        headers of their own.
         """
         plan, fixed = self._plan, self._fixed
         host = plan.header.copy()
@@ -178,10 +181,13 @@ class DevicePlan:
         for place in _TABLES:
             host[place] = self._table(place)
         host[[at.SHARES, at.ITEM_ROOM, at.MERGE_ROOM]] = 0  # the host's
-        known = self._headers.get(tiling)
+        key = tiling, int(host[at.SINKS])
+        known = self._headers.get(key)
         if known is None or not np.array_equal(known[0], host):
+            if fixed is None and len(self._headers) >= MOST_HEADERS:
+                self._headers.clear()
             known = (host, self._device.asarray(host))
-            self._headers[tiling] = known
+            self._headers[key] = known
         return known[1]
 
     def _division(self, tiling: Tiling) -> tuple[DeviceItems, Any]:

@@ -142,6 +142,7 @@ def _layer(
     apart: bool = False,
     shared: str = "",
     activation: str = "silu",
+    bias: bool = False,
     timed: bool = False,
 ) -> OpCase:
     def inputs(rng: np.random.Generator) -> dict[str, Any]:
@@ -158,6 +159,10 @@ def _layer(
             made["up"] = _weights(rng, E, F, H, kind)
         if shared:
             made["shared"] = _shared(rng, H, F, apart, shared == "gated")
+        if bias:
+            for part, width in (("gate_up", F if apart else 2 * F), ("up", F), ("down", H)):
+                if part != "up" or apart:
+                    made[f"{part}_bias"] = rng.standard_normal((E, width), dtype=np.float32)
         return made
 
     return OpCase(
@@ -242,6 +247,8 @@ CASES = [
     _layer("q8_apart_shared_gate", 5, 4, 2, 64, 32, "q8", apart=True, shared="gated"),
     _layer("one_token", 1, 8, 3, 64, 48, "q4"),
     _layer("no_tokens", 0, 4, 2, 32, 32, "float32_array"),
+    _layer("gpt_oss", 3, 4, 2, 32, 32, "mxfp4", apart=True, activation="swigluoai", bias=True),
+    _layer("biases", 3, 4, 2, 32, 24, "float32_array", activation="swigluoai", bias=True),
     _layer("deepseek_moe_16b_1_token", 1, 64, 6, 2048, 1408, "q4", timed=True),
 ]
 """Every case of the family; see `nbflow_kernels.opcase.OpCase`."""

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from nbflow_kernels._dispatch import check_array, check_together, empty, is_cuda, overlap
 from nbflow_kernels.activation import cpu as activation_cpu
+from nbflow_kernels.activation import cuda as activation_cuda
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.moe import cpu, cuda
 from nbflow_kernels.moe.grouped import check_matrix, grouped_matmul, list_matrices
@@ -143,11 +144,16 @@ def fused_moe(
     up: Any = None,
     activation: str = "silu",
     shared: SharedExpert | None = None,
+    gate_up_bias: NDArray[np.float32] | None = None,
+    up_bias: NDArray[np.float32] | None = None,
+    down_bias: NDArray[np.float32] | None = None,
     out: NDArray[np.float32] | None = None,
 ) -> Any:
     r"""Run a gated feed-forward layer of experts.
 
     .. math:: o_t = \sum_j w_{tj} D_e \bigl(a(G_e x_t) \odot U_e x_t\bigr), \quad e = e_{tj}
+
+    and, with biases, :math:`G_e x_t + b_e` for :math:`G_e x_t`, for the other products alike.
 
     Parameters
     ----------
@@ -165,9 +171,16 @@ def fused_moe(
     up : array, QuantTensor or sequence of them, optional
         Up projection of each expert, (E, F, H), if it is stored by itself.
     activation : str
-        ``"silu"``, ``"gelu"``, ``"gelu_tanh"`` or ``"relu"``, as in the ops ``..._and_mul``.
+        As in the ops ``..._and_mul``: ``"silu"``, ``"gelu"``, ``"gelu_tanh"``, ``"relu"``, ...;
+        ``"swigluoai"`` with the numbers of gpt-oss, gate and up not interleaved.
     shared : SharedExpert, optional
         An expert of all tokens; its result is added.
+    gate_up_bias : array of float32, shape (E, 2F), optional
+        Biases of `gate_up`; (E, F) if `up` is given.
+    up_bias : array of float32, shape (E, F), optional
+        Biases of `up`.
+    down_bias : array of float32, shape (E, H), optional
+        Biases of the down projections.
     out : array of float32, shape (T, H), optional
         Where to write the result; it must not overlap `x`.
 
@@ -223,6 +236,14 @@ def fused_moe(
             f"gate_up, up and down must be of the same experts, down (E, {H}, {F}); got "
             f"{sorted(counts)} experts and a down projection to {n_out} columns"
         )
+    if up_bias is not None and up is None:
+        raise UsageError("up_bias goes with up; without it gate_up_bias has the biases of both")
+    check_together(x=x, gate_up_bias=gate_up_bias, up_bias=up_bias, down_bias=down_bias)
+    widths = {"gate_up_bias": gates[0].shape[0], "up_bias": F, "down_bias": H}
+    biases = (gate_up_bias, up_bias, down_bias)
+    for (name, width), bias in zip(widths.items(), biases, strict=True):
+        if bias is not None:
+            check_array(name, bias, (len(gates), width))
     if out is None:
         out = empty(x, (T, H))
     check_array("out", out, (T, H))
@@ -230,8 +251,8 @@ def fused_moe(
         raise UsageError("out must not overlap x; pass another array")
     rows, indptr, inverse = moe_permute(topk_ids, len(gates))
     hidden = empty(x, (len(rows), F))
-    act(_projections(x, gate_up, up, indptr, rows), hidden)
-    y = grouped_matmul(hidden, down, indptr)
+    act(_projections(x, gate_up, up, indptr, rows, (gate_up_bias, up_bias)), hidden)
+    y = grouped_matmul(hidden, down, indptr, bias=down_bias)
     if shared is not None:
         _run_shared(x, shared, act, out)
     _device(x).combine(y, topk_weights, inverse, shared is not None, out)
@@ -243,22 +264,25 @@ def _device(x: Any) -> Any:
     return cuda if is_cuda(x) else cpu
 
 
-def _projections(x: Any, gates: Any, ups: Any, indptr: Any, rows: Any = None) -> Any:
+def _projections(
+    x: Any, gates: Any, ups: Any, indptr: Any, rows: Any, biases: tuple[Any, Any]
+) -> Any:
     """Return gate and up projections side by side, (P, 2F)."""
+    of_gate, of_up = biases
     if ups is None:
-        return grouped_matmul(x, gates, indptr, rows=rows)
+        return grouped_matmul(x, gates, indptr, rows=rows, bias=of_gate)
     F = list_matrices("gate_up", gates, x.shape[1])[1]
     P = len(x) if rows is None else len(rows)
     if is_cuda(x):
         both = empty(x, (P, 2 * F))
-        cuda.grouped(x, gates, indptr, None, both[:, :F], rows)
-        cuda.grouped(x, ups, indptr, None, both[:, F:], rows)
+        cuda.grouped(x, gates, indptr, of_gate, both[:, :F], rows)
+        cuda.grouped(x, ups, indptr, of_up, both[:, F:], rows)
         return both
     x = x if rows is None else x[rows]
     gate, up = np.empty((P, F), np.float32), np.empty((P, F), np.float32)
     with together():
-        cpu.grouped(x, list_matrices("gate_up", gates, x.shape[1])[0], indptr, None, gate)
-        cpu.grouped(x, list_matrices("up", ups, x.shape[1])[0], indptr, None, up)
+        cpu.grouped(x, list_matrices("gate_up", gates, x.shape[1])[0], indptr, of_gate, gate)
+        cpu.grouped(x, list_matrices("up", ups, x.shape[1])[0], indptr, of_up, up)
     return np.concatenate([gate, up], axis=1)
 
 
@@ -294,15 +318,10 @@ def _shared_projections(x: Any, shared: SharedExpert, F: int) -> Any:
 
 def _activation(name: str, x: Any) -> Any:
     """Return the launcher of a gated activation."""
-    ending = "_and_mul"
-    known = [op.removesuffix(ending) for op in dir(activation_cpu) if op.endswith(ending)]
-    if name not in known:
-        raise unknown_name("activation", name, known)
-    if is_cuda(x):
-        from nbflow_kernels.activation import cuda as activation_cuda
-
-        return getattr(activation_cuda, name + ending)
-    return getattr(activation_cpu, name + ending)
+    if name not in activation_cpu.GATED:
+        raise unknown_name("activation", name, activation_cpu.GATED)
+    glu = (activation_cuda if is_cuda(x) else activation_cpu).glu
+    return lambda both, hidden: glu(both, name, True, hidden)
 
 
 def _half(name: str, n: int) -> int:

@@ -110,11 +110,13 @@ def moe_combine(
     return out
 
 
-def _expert(x: np.ndarray, gate_up: Any, down: Any, up: Any, activation: str) -> np.ndarray:
+def _expert(
+    x: np.ndarray, gate_up: Any, down: Any, up: Any, activation: str, bias: Any = (0.0, 0.0)
+) -> np.ndarray:
     """Return the result of one expert for some tokens."""
     both = gate_up if up is None else np.concatenate([gate_up, up])
-    act = getattr(activation_reference, f"{activation}_and_mul")
-    result: np.ndarray = act(x @ both.T) @ down.T
+    hidden = activation_reference.glu(x @ both.T + bias[0], activation, gate_first=True)
+    result: np.ndarray = hidden @ down.T + bias[1]
     return result
 
 
@@ -128,6 +130,9 @@ def fused_moe(
     up: Any = None,
     activation: str = "silu",
     shared: Any = None,
+    gate_up_bias: np.ndarray | None = None,
+    up_bias: np.ndarray | None = None,
+    down_bias: np.ndarray | None = None,
 ) -> np.ndarray:
     """See `nbflow_kernels.fused_moe`."""
     gates, downs = _matrices(gate_up), _matrices(down)
@@ -141,5 +146,14 @@ def fused_moe(
     for t, (weights, ids) in enumerate(zip(topk_weights, topk_ids, strict=True)):
         for weight, e in zip(weights, ids, strict=True):
             if e >= 0:
-                out[t] += weight * _expert(x[t], gates[e], downs[e], ups[e], activation)
+                first, second, last = (
+                    0.0 if b is None else b[e] for b in (gate_up_bias, up_bias, down_bias)
+                )
+                both = first
+                if up is not None:
+                    both = np.concatenate(
+                        [np.broadcast_to(b, len(gates[e])) for b in (first, second)]
+                    )
+                biases = both, last
+                out[t] += weight * _expert(x[t], gates[e], downs[e], ups[e], activation, biases)
     return out

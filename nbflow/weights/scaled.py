@@ -1,0 +1,69 @@
+"""Values of tensors that a checkpoint stores in two: small numbers, and scales beside them."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+_PIECE = 1 << 20  # elements whose factors are made at once
+MXFP4_BLOCK = 32
+"""Weights that share a scale."""
+
+
+def multiply_scales(
+    values: NDArray[np.float32],
+    scales: NDArray[np.float32],
+    block: tuple[int, int],
+    first: tuple[int, int],
+) -> None:
+    """Multiply a rectangle of a matrix by its scales, in place.
+
+    Parameters
+    ----------
+    values : array of float32, shape (N, K)
+        The rectangle.
+    scales : array of float32, shape (n, k)
+        Scales of the blocks that its rows lie in, of all columns of the matrix.
+    block : (int, int)
+        Rows and columns of the matrix that share a scale; the last ones may have fewer.
+    first : (int, int)
+        Row and column of the matrix where the rectangle begins; the row within its first block.
+    """
+    n_rows, n_columns = values.shape
+    each = max(1, _PIECE // max(1, n_columns))
+    rows = (np.arange(n_rows) + first[0]) // block[0]
+    columns = (np.arange(n_columns) + first[1]) // block[1]
+    for start in range(0, n_rows, each):
+        values[start : start + each] *= scales[rows[start : start + each]][:, columns]
+
+
+def mxfp4_blocks(codes: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.uint8]:
+    """Return rows of MXFP4 in blocks of 17 bytes (`nbflow_kernels.quants.fp4`).
+
+    Parameters
+    ----------
+    codes : array of uint8, shape (N, K / 2)
+        Weight 2 i in the low nibble of byte i, weight 2 i + 1 in the high.
+    scales : array of uint8, shape (N, K / 32)
+        The exponents of 32 weights each, plus 127.
+
+    Returns
+    -------
+    array of uint8, shape (N, K / 32 * 17)
+        A byte of `scales`, then 16 of codes: weight r of 32 in a low nibble, r + 16 in the high.
+
+    Examples
+    --------
+    >>> import numpy as np
+    >>> codes = np.arange(16, dtype=np.uint8)[None] * 17  # weights 0 0 1 1 2 2 ... 15 15
+    >>> mxfp4_blocks(codes, np.array([[127]], np.uint8))[0, :4].tolist()
+    [127, 128, 128, 145]
+    """
+    n_rows, n_blocks = scales.shape
+    pairs = codes.reshape(n_rows, n_blocks, 2, 8)  # the bytes of weights 0..15, of 16..31
+    low, high = pairs[:, :, 0], pairs[:, :, 1]
+    blocks = np.empty((n_rows, n_blocks, 17), np.uint8)
+    blocks[:, :, 0] = scales
+    blocks[:, :, 1::2] = (low & 15) | (high << 4)
+    blocks[:, :, 2::2] = (low >> 4) | (high & 0xF0)
+    return blocks.reshape(n_rows, 17 * n_blocks)
