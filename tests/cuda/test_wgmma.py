@@ -70,13 +70,14 @@ def test_many_tokens_have_the_bits_of_few(
 
 
 def test_tiles_of_any_size_have_the_same_bits(hopper: Any) -> None:
-    x, w = make("bf16", 72)
+    x, w = make("f16", 264)
     tokens, weights = hopper.asarray(np.tile(x, (2, 1))), w.to_device(hopper.zeros(1)).array
     results = []
-    # two tiles; more than the tokens; with half of them for a thread block without rows
+    # two tiles; more than the tokens; the same for a thread block and one without rows, the second
+    # time with fewer stages (3) than steps, of which one is between a copy and what it overwrites
     for tile, together in ((64, 1), (192, 1), (64, 2), (192, 2)):
         out = hopper.empty((2 * TOKENS, ROWS), np.float32)
-        lines = wgmma.stage(tokens, "uint16", 1, tile, in_pieces=True)
+        lines = wgmma.stage(tokens, "float16", 2, tile, in_pieces=True)
         wgmma.multiply_lines(lines, weights, None, False, out, together)
         results.append(out.get())
     assert len({r.tobytes() for r in results}) == 1
@@ -180,8 +181,8 @@ def test_clusters_have_the_bits_of_single_thread_blocks(
         pytest.skip("clusters are of compute capability 9.0")
     monkeypatch.setenv("NBFLOW_WGMMA", "1")
     rng = np.random.default_rng(0)
-    w = nk.quantize(rng.standard_normal((n_rows, n_columns), dtype=np.float32), "q8_0")
-    there = w.to_device(xp.zeros(1))
+    w = rng.standard_normal((n_rows, n_columns), dtype=np.float32)
+    there = nk.quantize(w, "q8_0", encoder="plain").to_device(xp.zeros(1))
     tokens = xp.asarray(rng.standard_normal((n_tokens, n_columns), dtype=np.float32))
     results = []
     for value in ("0", "1"):
