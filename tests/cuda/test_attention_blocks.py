@@ -1,4 +1,4 @@
-"""Attention over block formats with codes as operands: every field layout, way of copying, option."""
+"""Attention over block formats with codes as operands: layouts, ways of copying, options."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from paged import Paged, ints, normal, store
 
 import nbflow_kernels as nk
 from nbflow_kernels.attention import cuda_blocks, reference
-from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
 from nbflow_kernels.kvcache.cuda import strides
 from nbflow_kernels.kvcache.formats import kv_formats
 
-# Products of codes with queries and weights are off by 2**-22, less than a float32 dot product may be:
-# `attention.cases` derives this for float32 all the way.
+# Products of codes with queries and weights are off by 2**-22, less than a float32 dot product may
+# be: `attention.cases` derives this for float32 all the way.
 ATOL = 3e-6
 
 

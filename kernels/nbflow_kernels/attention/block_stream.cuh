@@ -32,12 +32,14 @@ struct Stream {
     static constexpr int VALUES_AT = N * K_ROW, STAGE = N * (K_ROW + V_ROW);
     static constexpr bool BULK = COPY == RUNS && HAS_BULK_COPIES;
 
-    struct Room {  // of a warp
-        const u8* places[2][UNITS];  // where units of keys and of values lie
-        u64 barriers[STAGES];
-    };
     struct Spot {  // a unit's page, as an index into the request's, and its first row there
         unsigned page, slot;
+    };
+    struct Room {  // of a warp, in shared memory
+        const u8* places[2][UNITS];  // where units of keys and of values lie
+        u64 barriers[STAGES];
+        Spot first, last;  // of the item
+        Spot each, rest;   // how far steps are apart, the last one of a split if it is a part of one
     };
 
     Room& room;
@@ -47,7 +49,7 @@ struct Stream {
     const int* pages;
     unsigned page_size;
     int first, end, key;  // the first of this lane's unit, of the step that is looked up next
-    Spot here, first_spot, last_spot, each, rest;  // how far steps are apart, the last one of a split
+    Spot here;
     int page, slot;  // where the unit that was looked up lies
 
     DEV_METHOD Stream(const i64* header, const Item& item, const u8* keys, const u8* values, Strides ks,
@@ -56,45 +58,51 @@ struct Stream {
           v_page(vs.page), v_token(vs.token),
           pages(pointer<int>(header, KV_INDICES) + pointer<int>(header, KV_INDPTR)[item.request]),
           page_size(header[PAGE_SIZE]), first(item.first_key), end(item.end_key),
-          key(base + threadIdx.x % UNITS * RUN), here(spot(key)), first_spot(spot(first / RUN * RUN)),
-          last_spot(spot((end - 1) / RUN * RUN)), each(spot(EACH)),
-          rest(spot((int)header[SPLIT_KEYS] % EACH)), page(0), slot(0) {
-        if (!BULK) return;
+          key(base + threadIdx.x % UNITS * RUN), here(spot(key)), page(0), slot(0) {
         if (threadIdx.x % 32 == 0) {
+            room.first = spot(first / RUN * RUN), room.last = spot((end - 1) / RUN * RUN);
+            room.each = spot(EACH), room.rest = spot((int)header[SPLIT_KEYS] % EACH);
 #pragma unroll
-            for (int i = 0; i < STAGES; i++) start_barrier(shared_address(&room.barriers[i]), 1);
-            publish_barriers();
+            for (int i = 0; BULK && i < STAGES; i++) start_barrier(shared_address(&room.barriers[i]), 1);
+            if (BULK) publish_barriers();
         }
         __syncwarp();
     }
-    DEV_METHOD Spot spot(unsigned at) const { return {at / page_size, at % page_size}; }
+    DEV_METHOD Spot spot(unsigned at) const {
+        const unsigned mask = page_size - 1;
+        if (page_size & mask) return {at / page_size, at % page_size};
+        return {at >> __popc(mask), at & mask};
+    }
 
     // Look up where a step's keys are (for those outside the item: its first or last unit), and go on to
     // the step `keys` behind it.
     DEV_METHOD void look_up(int keys) {
-        const Spot at = key < first / RUN * RUN ? first_spot : key >= end ? last_spot : here;
+        Spot at = here;
+        if (key < first / RUN * RUN || key >= end) at = *(key < end ? &room.first : &room.last);
         page = pages[at.page], slot = at.slot;
         key += keys;
-        here.page += keys == EACH ? each.page : rest.page;
-        here.slot += keys == EACH ? each.slot : rest.slot;
+        const Spot more = *(keys == EACH ? &room.each : &room.rest);
+        here.page += more.page, here.slot += more.slot;
         if (here.slot >= page_size) here.slot -= page_size, here.page++;
     }
 
     // Start the copies of what was looked up, to stage i.
     DEV_METHOD void copy(int i) const {
         u8* const stage = stages + i * STAGE;
-        const int unit = threadIdx.x % UNITS;
         const u8* const from_k = k + (u64)(u32)page * k_page + (u64)(u32)slot * k_token;
         const u8* const from_v = v + (u64)(u32)page * v_page + (u64)(u32)slot * v_token;
-        if constexpr (BULK) {
+        if constexpr (BULK) {  // a lane for each unit of keys, and for each of values
+            const int lane = threadIdx.x & 31, unit = lane % UNITS;
             const u32 barrier = shared_address(&room.barriers[i]), to = shared_address(stage);
-            if (threadIdx.x % 32 == 0) arrive_expecting(barrier, STAGE);
+            if (lane == 0) arrive_expecting(barrier, STAGE);
             __syncwarp();
-            if (threadIdx.x % 32 < UNITS) {
-                copy_bulk(to + unit * RUN * K_ROW, from_k, RUN * K_ROW, barrier);
-                copy_bulk(to + VALUES_AT + unit * RUN * V_ROW, from_v, RUN * V_ROW, barrier);
-            }
+            const bool is_key = lane < UNITS;
+            const u32 n_bytes = RUN * (is_key ? K_ROW : V_ROW);
+            if (lane < 2 * UNITS)
+                copy_bulk(to + (is_key ? 0 : VALUES_AT) + unit * n_bytes, is_key ? from_k : from_v, n_bytes,
+                          barrier);
         } else {
+            const int unit = threadIdx.x % UNITS;
             room.places[0][unit] = from_k, room.places[1][unit] = from_v;
             __syncwarp();
             copy_rows<K_ROW>(room.places[0], stage);

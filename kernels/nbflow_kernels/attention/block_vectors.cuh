@@ -33,11 +33,16 @@ DEV float sum_of_keys(float x) { return over_keys(x, [](float a, float b) { retu
 
 // ---- queries -------------------------------------------------------------------------------------
 
+struct Range {
+    int low, high;  // the keys of the item that a vector sees
+    float factor;   // of its scores
+};
+
 // Query vectors times their factors in the order of the operands, 16 bytes of a lane for each part; their
-// sums over parts, for zeros and bases, as sums of products begin; the factors of scores.  Vectors that do not exist are zeros.
+// sums over parts, for zeros and bases, as sums of products begin; what each sees.  Vectors that do not exist are zeros.
 template <class K, int PARTS, int NT>
 DEV void stage_queries(const Tile& t, const u8* queries, i64 row_bytes, int kind, u8* q, float4* sums,
-                       float* factors) {
+                       Range* ranges) {
     typedef Codes<K> Of;
     const int lane = threadIdx.x & 31, D = t.header[DIM_QK], size = kind == F32 ? 4 : 2;
     const auto at = Of::place(lane);
@@ -57,7 +62,14 @@ DEV void stage_queries(const Tile& t, const u8* queries, i64 row_bytes, int kind
         // a power of two brings the largest to 2**14..2**15; tiny and huge ones have the power of others
         const u32 exponent = min(max(__float_as_uint(warp_max(largest)) >> 23, 15u), 229u);
         const float up = __uint_as_float((268 - exponent) << 23);
-        if (lane == 0) factors[m] = __uint_as_float((exponent - 14) << 23) / Of::UNIT;
+        if (lane == 0) {
+            ranges[m] = {0, 0, __uint_as_float((exponent - 14) << 23) / Of::UNIT};
+            if (exists) {
+                const Seen seen = seen_by(t.header, t.item, t.row(m));
+                ranges[m].low = max(seen.low, t.item.first_key);
+                ranges[m].high = min(seen.high, t.item.end_key);
+            }
+        }
 #pragma unroll
         for (int b = 0; b < PARTS; b++) {
             const float y = __fmul_rn(__fmul_rn(x[b], up), down);
@@ -118,25 +130,16 @@ DEV void score_keys(float (*s)[2 * TILES], const u8* rows, const u8* q, const fl
     }
 }
 
-// What a lane's vectors see, and what they have summed up in this split.
+// A lane's vectors, and what they have summed up in this split.
 template <int NT>
 struct Vectors {
-    int low[NT], high[NT];  // the keys of the item that a vector sees
-    float factor[NT], top[NT], total[NT];  // tops are exponents of two, see `top_of`
+    const Range* ranges;  // in shared memory, of this lane's first vector
     bool plain;  // no bias, cap or mask: visible keys are a range, scores stay as they are
+    float top[NT], total[NT];  // tops are exponents of two, see `top_of`
 
-    DEV_METHOD void start(const Tile& t, const float* factors) {
-        plain = !t.header[SLOPES] && !t.header[BIAS] && !t.header[MASK] && t.cap == 0;
-#pragma unroll
-        for (int n = 0; n < NT; n++) {
-            const int m = 4 * n + threadIdx.x % 4;
-            low[n] = high[n] = 0;
-            if (m < t.n_vectors) {
-                const Seen seen = seen_by(t.header, t.item, t.row(m));
-                low[n] = max(seen.low, t.item.first_key), high[n] = min(seen.high, t.item.end_key);
-            }
-            factor[n] = factors[m];
-        }
+    DEV_METHOD Vectors(const Tile& t, const Range* all)
+        : ranges(all + threadIdx.x % 4),
+          plain(!t.header[SLOPES] && !t.header[BIAS] && !t.header[MASK] && t.cap == 0) {
         restart();
     }
     DEV_METHOD void restart() {
@@ -147,19 +150,21 @@ struct Vectors {
     DEV_METHOD bool any_sees(int base, int end) const {
         bool sees = false;
 #pragma unroll
-        for (int n = 0; n < NT; n++) sees = sees || (low[n] < end && high[n] > base);
+        for (int n = 0; n < NT; n++) sees = sees || (ranges[4 * n].low < end && ranges[4 * n].high > base);
         return __any_sync(~0u, sees);
     }
     // Finish scores of keys from `base` on: HIDDEN for what a vector does not see, and from `end` on.  Other
     // options than ranges are rare, and go through `room`.
     template <int TILES>
-    DEV_METHOD void finish_scores(const Tile& t, int base, int end, float (*s)[2 * TILES], float* room) const {
+    DEV_METHOD void finish_scores(const i64* header, float cap, int base, int end, float (*s)[2 * TILES],
+                                  float* room) const {
         const int first = base + first_key_of((threadIdx.x & 31) / 4);
 #pragma unroll
         for (int n = 0; n < NT; n++)
 #pragma unroll
-            for (int i = 0; i < 2 * TILES; i++) s[n][i] = __fmul_rn(s[n][i], factor[n]);
+            for (int i = 0; i < 2 * TILES; i++) s[n][i] = __fmul_rn(s[n][i], ranges[4 * n].factor);
         if (!plain) {
+            const Tile t(header, 4 * NT, cap);
             room += threadIdx.x;
 #pragma unroll
             for (int i = 0; i < 2 * TILES * NT; i++) room[i * THREADS] = s[i / (2 * TILES)][i % (2 * TILES)];
@@ -173,12 +178,14 @@ struct Vectors {
             for (int i = 0; i < 2 * TILES * NT; i++) s[i / (2 * TILES)][i % (2 * TILES)] = room[i * THREADS];
         }
 #pragma unroll
-        for (int n = 0; n < NT; n++)
+        for (int n = 0; n < NT; n++) {
+            const int low = ranges[4 * n].low, high = min(ranges[4 * n].high, end);
 #pragma unroll
             for (int i = 0; i < 2 * TILES; i++) {
                 const int key = first + i / 2 * 16 + i % 2;
-                if (key < low[n] || key >= min(high[n], end)) s[n][i] = HIDDEN;
+                if (key < low || key >= high) s[n][i] = HIDDEN;
             }
+        }
     }
     static DEV_METHOD float finished(const Tile& t, int m, int key, float score) {
         const Seen seen = seen_by(t.header, t.item, t.row(m));

@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(THREADS) attend_blocks(PARAMETERS) {
     extern __shared__ __align__(16) u8 memory[];
     __shared__ typename Keys::Room rooms[WARPS];
     __shared__ float4 query_sums[M * K_PARTS];
-    __shared__ float factors[M];
+    __shared__ Range ranges[M];
     const int warp = threadIdx.x / 32;
     u8* const q = memory;
     u8* const weights = q + NT * K_PARTS * 512 + warp * WEIGHTS;
@@ -170,10 +170,9 @@ __global__ void __launch_bounds__(THREADS) attend_blocks(PARAMETERS) {
         ahead.next();
     }
     sums.start();
-    stage_queries<K, K_PARTS, NT>(t, queries, q_row_bytes, q_kind, q, query_sums, factors);
+    stage_queries<K, K_PARTS, NT>(t, queries, q_row_bytes, q_kind, q, query_sums, ranges);
     __syncthreads();
-    Vectors<NT> vectors;
-    vectors.start(t, factors);
+    Vectors<NT> vectors(t, ranges);
     float o[NT][2 * V_PARTS][4] = {}, bases[NT][V_PARTS] = {};
 
     for (int number = 0; step.there(); number++) {
@@ -186,7 +185,7 @@ __global__ void __launch_bounds__(THREADS) attend_blocks(PARAMETERS) {
             float s[NT][2 * TILES], shrink[NT];
             keys.clear_outside(base, stage);
             score_keys<K, K_PARTS, NT, TILES>(s, stage, q, query_sums);
-            vectors.finish_scores<TILES>(t, base, end, s, room);
+            vectors.finish_scores<TILES>(header, cap, base, end, s, room);
             vectors.weigh_keys<TILES>(s, shrink);
 #pragma unroll
             for (int n = 0; n < NT; n++) {
@@ -206,6 +205,7 @@ __global__ void __launch_bounds__(THREADS) attend_blocks(PARAMETERS) {
         if (step.ends_split()) end_split<V, V_PARTS, NT>(sums, vectors, o, bases);
         step.next();
     }
-    write_sums(t, sums, out, out_kind, lse);
-    merge_if_last<4>(header, t.item, t.first_vector, t.n_vectors, out, out_kind, lse);
+    const Tile again(header, M, cap);  // rather than keep it in registers
+    write_sums(again, sums, out, out_kind, lse);
+    merge_if_last<4>(header, again.item, again.first_vector, again.n_vectors, out, out_kind, lse);
 }

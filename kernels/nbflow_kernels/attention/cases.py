@@ -7,7 +7,9 @@ from typing import Any
 
 import numpy as np
 
+from nbflow_kernels.kvcache.formats import kv_formats
 from nbflow_kernels.opcase import OpCase
+from nbflow_kernels.quants import quantize
 
 # Scores are dot products of D products with unit variance after scaling: float32 with 16 partial
 # sums gives about sqrt(D / 16 + 8) * 2**-24 * 4 = 1e-6 at |score| < 4, which is the relative error
@@ -17,6 +19,7 @@ from nbflow_kernels.opcase import OpCase
 ATOL = 3e-6
 MERGE_REASON = "float64 inside, one rounding to float32 (6e-8)"
 HALF: dict[str, Any] = {"dtype": np.float16, "kv_layout": "HND"}  # the engine's cache
+ON_DEVICES: dict[str, Any] = {"kv_layout": "HND", "timed": True, "device_only": True}
 REASON = "scores off by 1e-6 (float32 dot product), values up to 5; LSE up to 16"
 
 
@@ -44,6 +47,11 @@ def _single(
             "v": rng.standard_normal((*rows, D if dim_vo is None else dim_vo)).astype(dtype),
             **options,
         }
+        if "kv_format" in options:
+            for name, format in zip("kv", kv_formats(options["kv_format"]), strict=True):
+                flat = arguments[name].reshape(-1, arguments[name].shape[-1])
+                blocks = quantize(flat, format.name, encoder="plain").data
+                arguments[name] = blocks.reshape(*rows, -1)
         visible = rng.random((T, N)) < 0.5
         if mask == "bytes":
             arguments["custom_mask"] = visible
@@ -56,11 +64,22 @@ def _single(
     return inputs
 
 
-def _case(name: str, *shape: int, timed: bool = False, rtol: float = 0.0, **options: Any) -> OpCase:
+def _case(
+    name: str,
+    *shape: int,
+    timed: bool = False,
+    device_only: bool = False,
+    rtol: float = 0.0,
+    **options: Any,
+) -> OpCase:
     """Return a case of prefill, or of decode where T = 0; `shape` is (T, N, H, G, D)."""
     T, N, H, G, D = shape
     itemsize = np.dtype(options.get("dtype", np.float32)).itemsize
     D_vo = options.get("dim_vo") or D
+    row_bytes = (D + D_vo) * itemsize
+    if "kv_format" in options:
+        keys, values = kv_formats(options["kv_format"])
+        row_bytes = keys.row_bytes(D) + values.row_bytes(D_vo)
     pairs = max(T, 1) * N - (T * (T - 1) // 2 if options.get("causal") and T <= N else 0)
     plain = not options.get("return_lse")
     return OpCase(
@@ -71,9 +90,10 @@ def _case(name: str, *shape: int, timed: bool = False, rtol: float = 0.0, **opti
         atol=ATOL,
         reason=REASON + ("; float32 table of rotations" if rtol else ""),
         out=((T, H, D_vo)[0 if T else 1 :], "float32") if plain else None,
-        n_bytes=N * G * (D + D_vo) * itemsize + 4 * max(T, 1) * H * (D + D_vo),
+        n_bytes=N * G * row_bytes + 4 * max(T, 1) * H * (D + D_vo),
         n_flops=2 * H * (D + D_vo) * pairs,
         timed=timed,
+        device_only=device_only,
     )
 
 
@@ -124,6 +144,7 @@ CASES = [
     _case("heads_first_half", 5, 90, 4, 2, 36, kv_layout="HND", dtype=np.float16),
     _case("llama2_7b", 512, 512, 32, 32, 128, causal=True, timed=True),
     _case("llama3_8b", 512, 512, 32, 8, 128, causal=True, timed=True, **HALF),
+    _case("llama3_8b_q8_0", 512, 512, 32, 8, 128, causal=True, kv_format="q8_0", **ON_DEVICES),
     _case("grouped", 0, 130, 12, 4, 64, return_lse=True),
     _case("odd", 0, 67, 5, 1, 20, window_left=30, logits_soft_cap=2.0),
     _case("one_key", 0, 1, 2, 2, 16),
@@ -131,6 +152,10 @@ CASES = [
     _case("llama2_7b", 0, 1024, 32, 32, 128, timed=True, **HALF),
     _case("llama2_7b_tokens_first", 0, 1024, 32, 32, 128, dtype=np.float16, timed=True),
     _case("llama3_8b", 0, 4096, 32, 8, 128, timed=True, **HALF),
+    # as many keys as eight sequences of 4096 have
+    _case("llama3_8b_f16", 0, 32768, 32, 8, 128, dtype=np.float16, **ON_DEVICES),
+    _case("llama3_8b_q8_0", 0, 32768, 32, 8, 128, kv_format="q8_0", **ON_DEVICES),
+    _case("llama3_8b_q4_0", 0, 32768, 32, 8, 128, kv_format="q4_0", **ON_DEVICES),
     OpCase(
         "merge_state",
         "with_empty_sides",

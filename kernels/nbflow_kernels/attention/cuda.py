@@ -22,9 +22,8 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import cuda
-from nbflow_kernels.attention import cuda_blocks
+from nbflow_kernels.attention import cuda_blocks, wgmma
 from nbflow_kernels.attention import layout as at
-from nbflow_kernels.attention import wgmma
 from nbflow_kernels.attention.device_items import FEW_VECTORS, MANY_VECTORS, Tiling, split_keys
 from nbflow_kernels.attention.device_plan import device_plan
 from nbflow_kernels.attention.parameters import PARAMETERS
@@ -197,9 +196,7 @@ def _is_exact(q: Any, kinds: tuple[int, int]) -> bool:
     return bool(q.dtype == np.float32 or BF16 in kinds)
 
 
-def _shared_bytes(
-    D_qk: int, D_vo: int, exact: bool, many: bool, with_far: bool, one: bool
-) -> int:
+def _shared_bytes(D_qk: int, D_vo: int, exact: bool, many: bool, with_far: bool, one: bool) -> int:
     """Return the dynamic shared memory of a kernel, as its source lays it out."""
     copies, chunk = 2 if exact else 1, 2 * _KEYS * (D_qk + D_vo + 2 * _PAD)
     if many:

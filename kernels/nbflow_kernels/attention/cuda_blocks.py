@@ -24,7 +24,7 @@ WARPS, PART, STAGES = 4, 32, 2
 MOST_PARTS = 8
 """Of keys and of values: 256 columns."""
 RUNS, RUN = 0, 16
-"""Rows of a page that are copied as one piece, where they are neighbours; see `block_stream.cuh`."""
+"""Neighbouring rows of a page that are copied as one piece; see `block_stream.cuh`."""
 _WEIGHT_BYTES, _STATIC_SHARED_BYTES = 256, 5120
 
 
