@@ -106,7 +106,7 @@ def _no_nccl(facts: Sequence[Facts]) -> str:
     if len({(f.host, f.device) for f in facts}) < len(facts):
         return "NCCL needs a device for every rank, and some share one"
     if not all(f.nccl for f in facts):
-        return "CuPy finds no NCCL library: pip install nvidia-nccl-cu12"
+        return "CuPy finds no NCCL library: pip install nvidia-nccl-cu12 (or -cu13)"
     return ""
 
 

@@ -34,12 +34,12 @@ def _nccl() -> tuple[Any, Any]:
     except ImportError as error:
         raise MissingExtraError(
             f"ranks with GPUs need CuPy, which cannot be imported ({error}); install it: pip "
-            "install 'nbflow[cuda12]'"
+            "install 'nbflow[cuda12]' (or cuda13)"
         ) from error
     if not getattr(nccl, "available", False):
         raise MissingExtraError(
             "CuPy finds no NCCL library; install the one of its CUDA version: pip install "
-            "nvidia-nccl-cu12"
+            "nvidia-nccl-cu12 (or -cu13)"
         )
     return cupy, nccl
 

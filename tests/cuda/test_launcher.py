@@ -18,7 +18,7 @@ import pytest
 import nbflow_kernels as nk
 import nbflow_ptx.nvrtc
 from nbflow_kernels import cuda
-from nbflow_kernels.cuda import cubins, kernel, nvrtc
+from nbflow_kernels.cuda import cubins, kernel, numba_code, nvrtc
 from nbflow_kernels.cuda.compile_all import _compile, _start, check_launch, choose, compile_all
 from nbflow_kernels.cuda.detect import _ask, _too_new, detect, extra
 from nbflow_kernels.cuda.driver import Driver
@@ -229,6 +229,13 @@ def test_where_there_is_no_compiler_the_extra_is_named(monkeypatch: pytest.Monke
     nvrtc._nvrtc.cache_clear()
     with pytest.raises(MissingExtraError, match=r"nbflow\[cuda12\]"):
         nvrtc._nvrtc()
+
+
+@pytest.mark.compiler
+def test_a_numba_cuda_that_is_too_old_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numba_code, "LEAST_VERSION", (99, 1))
+    with pytest.raises(MissingExtraError, match=r"numba-cuda 0\.\S+ is older than 99.1: "):
+        numba_code.version()
 
 
 def test_detection_never_raises() -> None:

@@ -113,9 +113,9 @@ def _too_new(driver: tuple[int, int]) -> str:
     packages = {
         name: int(name.removeprefix("cupy-cuda").removesuffix("x"))
         for name in ("cupy-cuda13x", "cupy-cuda14x")
-        if _version(name)
+        if installed_version(name)
     }
-    bindings = _version("cuda-bindings")
+    bindings = installed_version("cuda-bindings")
     if bindings:
         packages["cuda-bindings"] = int(bindings.split(".")[0])
     wrong = [name for name, major in packages.items() if major > driver[0]]
@@ -128,7 +128,7 @@ def _too_new(driver: tuple[int, int]) -> str:
     )
 
 
-def _version(distribution: str) -> str:
+def installed_version(distribution: str) -> str:
     """Return a distribution's version; empty if it is not installed."""
     with contextlib.suppress(Exception):  # whatever is wrong with its files
         return metadata.version(distribution)

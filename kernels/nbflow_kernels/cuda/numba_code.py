@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from nbflow_kernels.cuda.detect import installed_version
 from nbflow_kernels.cuda.errors import CompileError
 from nbflow_kernels.cuda.nvrtc import INSTALL
 from nbflow_kernels.cuda.parameters import Parameter
@@ -23,6 +24,8 @@ _NUMBA_TYPES = {
     "u32": "uint32", "i64": "int64", "u64": "uint64", "f16": "uint16", "bf16": "uint16",
     "f32": "float32", "f64": "float64",
 }  # fmt: skip
+LEAST_VERSION = (0, 30)
+"""Of numba-cuda."""
 _ENTRY = re.compile(r"\.visible \.entry (\w+)\(")
 _lock = threading.Lock()
 
@@ -45,9 +48,11 @@ def _numba_cuda() -> Any:
         raise MissingExtraError(f"compiling Numba CUDA kernels needs numba-cuda: {INSTALL}")
     if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0"):
         raise CompileError("NUMBA_ENABLE_CUDASIM is set: the simulator compiles nothing; unset it")
-    with contextlib.suppress(
-        ImportError
-    ):  # its .pth file says so, in folders where Python reads it
+    has = installed_version("numba-cuda")
+    if has and tuple(map(int, re.findall(r"\d+", has)[:2])) < LEAST_VERSION:
+        least = ".".join(map(str, LEAST_VERSION))
+        raise MissingExtraError(f"numba-cuda {has} is older than {least}: {INSTALL}")
+    with contextlib.suppress(ImportError):  # what its .pth file does, which Python may not read
         importlib.import_module("_numba_cuda_redirector")
     found = importlib.import_module("numba.cuda")
     if "numba_cuda" not in str(found.__file__):
