@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 import nbflow_kernels as nk
 from nbflow.execute.weights import read_part
-from nbflow.folding.consumers import norm_readers
+from nbflow.folding.consumers import experts_can_fold, norm_readers
 from nbflow.folding.folding import Factors, Folding, Map
 from nbflow.program.records import Operand
 from nbflow.spec.model_spec import ModelSpec
@@ -108,10 +108,10 @@ def scale_columns(
             "encoder 'awq' needs to know the inputs of the matrices: nbflow imatrix MODEL -o FILE, "
             "then --importance FILE"
         )
-    if "moe.down" in spec.biases:
+    if not experts_can_fold(spec):
         raise UsageError(
-            f"{spec.name}: encoder 'awq' cannot put factors into experts with biases; use 'gptq', "
-            "'hqq' or 'best'"
+            f"{spec.name}: encoder 'awq' cannot put factors into experts with biases, or with rows "
+            "that lie apart; use 'gptq', 'hqq' or 'best'"
         )
     search = _Search(spec, file, format_of, statistics)
     if spec.norm_weight:

@@ -24,7 +24,7 @@ import dataclasses
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow.folding.consumers import norm_readers
+from nbflow.folding.consumers import experts_can_fold, norm_readers
 from nbflow.folding.folding import Factors, Folding, Map, Turn
 from nbflow.program.records import Operand
 from nbflow.spec.model_spec import ModelSpec
@@ -47,7 +47,7 @@ def check_rotation(spec: ModelSpec) -> None:
         "its head's rows are divided by their lengths": spec.normalize_head,
         "it has no norm before the head": not spec.final_norm or not spec.head,
         "there is a layer before its head": spec.head_transform,
-        "its experts have biases": "moe.down" in spec.biases,
+        "its experts have biases, or rows that lie apart": not experts_can_fold(spec),
     }
     found = [reason for reason, holds in wrong.items() if holds]
     if found:

@@ -114,7 +114,7 @@ def layer_shapes(spec: ModelSpec, layer: int) -> Shapes:
         shapes |= _gated("ffn", E, FF)
         if not spec.gated:
             del shapes["ffn.gate.weight"]
-    for name in spec.biases:
+    for name in sorted(spec.biases):
         if f"{name}.weight" in shapes:
             shapes[f"{name}.bias"] = shapes[f"{name}.weight"][:1]
     return shapes
@@ -145,7 +145,7 @@ def _expert_shapes(spec: ModelSpec) -> Shapes:
         shapes["router.bias"] = (moe.n_experts,)
     for j in range(moe.n_experts):
         shapes |= _gated(f"moe.{j}", E, moe.expert_size)
-    for name in spec.biases.intersection(EXPERT_BIASES):
+    for name in filter(spec.biases.__contains__, EXPERT_BIASES):
         shapes[f"{name}.bias"] = (moe.n_experts, E if name == "moe.down" else moe.expert_size)
     if moe.shared_size:
         shapes |= _gated("shared", E, moe.shared_size)

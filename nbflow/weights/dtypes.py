@@ -74,6 +74,9 @@ _FLOAT8 = {
 }
 
 
+_PIECE = 1 << 16
+
+
 def widen(bits: NDArray[Any], dtype: str) -> NDArray[np.float32]:
     """Return elements of a type of `WIDENED`, given as unsigned integers, as float32.
 
@@ -83,9 +86,13 @@ def widen(bits: NDArray[Any], dtype: str) -> NDArray[np.float32]:
     >>> widen(np.array([0x38, 0xC0, 0x7E], np.uint8), "f8_e4m3")
     array([  1.,  -2., 448.], dtype=float32)
     """
-    if dtype != "bf16":
-        return np.asarray(np.take(_float8_values(dtype), bits), np.float32)
     wide = np.empty(bits.shape, np.float32)
+    if dtype != "bf16":
+        codes, values, table = bits.reshape(-1), wide.reshape(-1), _float8_values(dtype)
+        for start in range(0, codes.size, _PIECE):  # np.take makes indices of 8 bytes
+            piece = slice(start, start + _PIECE)
+            np.take(table, codes[piece], out=values[piece], mode="clip")
+        return wide
     pattern = wide.view(np.uint32)
     pattern[...] = bits
     pattern <<= 16

@@ -29,6 +29,7 @@ from typing import Any
 
 from nbflow.weights.scaled import MXFP4_BLOCK
 from nbflow.weights.shown import shown
+from nbflow.weights.strided import is_contiguous
 from nbflow.weights.weight_file import Scaled, TensorEntry
 from nbflow_kernels.errors import UsageError
 
@@ -234,8 +235,18 @@ def _with_fp8_scales(
             f"{where} of shape {entry.shape} must have scales of shape {grid}, one for "
             f"{block[0]} x {block[1]} weights, got {scales.shape}"
         )
-    matrix = replace(scales, shape=grid)
-    return replace(entry, dtype="f32", scaled=Scaled(entry, matrix, block))
+    scaled = Scaled(entry, _as_matrix(scales, grid), block)
+    return replace(entry, dtype="f32", scaled=scaled)
+
+
+def _as_matrix(entry: TensorEntry, shape: tuple[int, int]) -> TensorEntry:
+    """Return a tensor as a matrix of the same elements."""
+    if entry.strides is not None and not is_contiguous(entry.shape, entry.strides):
+        raise UsageError(
+            f"{entry.file.path}: tensor {shown(entry.name)} must be stored row after row, got "
+            f"strides {entry.strides}"
+        )
+    return replace(entry, shape=shape, strides=None)
 
 
 def _squeezed(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -259,10 +270,7 @@ def _with_mxfp4_scales(
     if scales.shape != shape[:-1]:
         raise UsageError(f"{where}: scales must have shape {shape[:-1]}, got {scales.shape}")
     n_rows, n_blocks = math.prod(shape[:-2]), shape[-2]
-    scaled = Scaled(
-        replace(entry, shape=(n_rows, 16 * n_blocks)),
-        replace(scales, shape=(n_rows, n_blocks)),
-        (1, MXFP4_BLOCK),
-    )
+    codes = _as_matrix(entry, (n_rows, 16 * n_blocks))
+    scaled = Scaled(codes, _as_matrix(scales, (n_rows, n_blocks)), (1, MXFP4_BLOCK))
     new_shape = (*shape[:-2], MXFP4_BLOCK * n_blocks)
-    return replace(entry, dtype="mxfp4", shape=new_shape, scaled=scaled)
+    return replace(entry, dtype="mxfp4", shape=new_shape, strides=None, scaled=scaled)

@@ -30,11 +30,18 @@ def multiply_scales(
         Row and column of the matrix where the rectangle begins; the row within its first block.
     """
     n_rows, n_columns = values.shape
-    each = max(1, _PIECE // max(1, n_columns))
-    rows = (np.arange(n_rows) + first[0]) // block[0]
     columns = (np.arange(n_columns) + first[1]) // block[1]
+    if block[0] > 1:
+        start = 0
+        for i, factors in enumerate(scales):
+            end = min((i + 1) * block[0] - first[0], n_rows)
+            values[start:end] *= factors[columns]
+            start = end
+        return
+    each = max(1, _PIECE // max(1, n_columns))
     for start in range(0, n_rows, each):
-        values[start : start + each] *= scales[rows[start : start + each]][:, columns]
+        factors = scales[start : start + each]  # a column alone goes with all columns
+        values[start : start + each] *= factors if scales.shape[1] == 1 else factors[:, columns]
 
 
 def mxfp4_blocks(codes: NDArray[np.uint8], scales: NDArray[np.uint8]) -> NDArray[np.uint8]:

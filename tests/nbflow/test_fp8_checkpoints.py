@@ -185,6 +185,40 @@ def test_what_is_written_of_fp8_is_fp8_no_longer(tmp_path, capsys):
     assert first["scales"] == first["name"] + "_scale_inv"
 
 
+def test_matrices_of_heads_and_experts_in_blocks(tmp_path):
+    """DeepSeek V3: what is cut and turned head by head is the same as of the products."""
+    source, ids = GOLDEN / "families" / "deepseek_v3", np.arange(3, 20)
+    codes, floats = {}, {}
+    with open_weights(source) as file:
+        for name in file.names():
+            array = file.array(name)
+            codes[name] = floats[name] = array.astype(np.float32)
+            if array.ndim == 2 and name.startswith("model.layers") and ".gate.w" not in name:
+                grid = tuple(-(-size // 16) for size in array.shape)
+                scales = RNG.uniform(0.0005, 0.001, grid).astype(np.float32)
+                bits = RNG.integers(0, 127, array.shape, np.uint8)
+                bits |= (array < 0).astype(np.uint8) << 7
+                codes |= {name: bits, f"{name}_scale_inv": scales}
+                wide = scales.repeat(16, 0).repeat(16, 1)[: array.shape[0], : array.shape[1]]
+                floats[name] = widen(bits, "f8_e4m3") * wide
+    config = json.loads((source / "config.json").read_text())
+    logits = []
+    for folder, tensors, more in (
+        ("fp8", codes, {"quantization_config": fp8(weight_block_size=[16, 16])}),
+        ("f32", floats, {}),
+    ):
+        (tmp_path / folder).mkdir()
+        named = {"u1": "F8_E4M3", "f4": "F32"}
+        each = [(name, named[a.dtype.str[1:]], a) for name, a in tensors.items()]
+        write(tmp_path / folder, None, *each)
+        (tmp_path / folder / "config.json").write_text(json.dumps(config | more))
+        for partition in ("0", "0&1"):
+            with nbflow.load(tmp_path / folder, partition=partition, threads=1) as model:
+                logits.append(model.logits(ids))
+    np.testing.assert_array_equal(logits[0], logits[2])
+    np.testing.assert_array_equal(logits[1], logits[3])
+
+
 def test_plans_know_that_fp8_becomes_float32(tmp_path):
     """From the weights' headers, and from config.json alone."""
     (tmp_path / "config.json").write_text((QWEN / "config.json").read_text())

@@ -247,7 +247,7 @@ CASES = [
     _layer("q8_apart_shared_gate", 5, 4, 2, 64, 32, "q8", apart=True, shared="gated"),
     _layer("one_token", 1, 8, 3, 64, 48, "q4"),
     _layer("no_tokens", 0, 4, 2, 32, 32, "float32_array"),
-    _layer("gpt_oss", 3, 4, 2, 32, 32, "mxfp4", apart=True, activation="swigluoai", bias=True),
+    _layer("gpt_oss", 3, 4, 2, 64, 32, "q4", apart=True, activation="swigluoai", bias=True),
     _layer("biases", 3, 4, 2, 32, 24, "float32_array", activation="swigluoai", bias=True),
     _layer("deepseek_moe_16b_1_token", 1, 64, 6, 2048, 1408, "q4", timed=True),
 ]
