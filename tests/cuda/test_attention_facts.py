@@ -66,9 +66,8 @@ def test_kernels_of_block_formats_keep_sums_in_registers(
     name: str, quads: int, copy: int, arch: str, most_registers: int
 ) -> None:
     kernel = cuda_blocks.kernel((KINDS[name],) * 2, (4, 4), quads, copy)
-    found = facts(
-        kernel, arch, most_spilled=64 if quads == 4 else 0
-    )  # bytes that a step reads once
+    # 16 vectors need all registers: addresses and ranges are read from memory before a step's products
+    found = facts(kernel, arch, most_spilled=160 if quads == 4 else 0)
     assert (found.fp64, found.local_accesses) == (0, 0)
     # 32 keys and 128 columns: products with four vectors in pairs, of scores and of values
     assert (found.tensor_core or 0) >= quads * (2 * 8 + 2 * 8)
