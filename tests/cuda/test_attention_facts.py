@@ -8,6 +8,7 @@ import pytest
 
 import nbflow_ptx
 from nbflow_kernels.attention import cuda as attention
+from nbflow_kernels.attention import wgmma
 from nbflow_kernels.cuda import all_reduce
 from nbflow_kernels.kvcache import cuda as kvcache
 from nbflow_kernels.kvcache.rows import F16, KINDS
@@ -51,6 +52,27 @@ def test_tensor_core_kernels_keep_sums_in_registers_and_copy_16_bytes(
     assert (found.tensor_core or 0) >= steps * (2 if exact else 1)
     assert found.registers is not None
     assert found.registers <= most_registers
+
+
+@pytest.mark.parametrize(
+    ("D", "exact", "warpgroups", "plain"),
+    [
+        (64, True, 2, False),
+        (128, False, 2, True),
+        (128, True, 2, True),
+        (256, False, 2, True),
+        (256, True, 1, False),
+    ],
+)
+def test_prompts_by_wgmma_keep_sums_in_registers(
+    D: int, exact: bool, warpgroups: int, plain: bool
+) -> None:
+    """Of 255, with one thread block on a multiprocessor."""
+    found = facts(wgmma.kernel((F16, F16), D, D, exact, warpgroups, plain), "sm_90a")
+    assert (found.fp64, found.local_accesses, found.stack_bytes) == (0, 0, 0)
+    products = (D // 16 + 64 // 16) * (2 if exact else 1)  # of keys, of values
+    assert (found.tensor_core or 0) >= 2 * products  # a split's first chunk, and the others
+    assert found.async_copies
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])

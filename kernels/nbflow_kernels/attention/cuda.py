@@ -24,8 +24,7 @@ from nbflow_kernels import cuda
 from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention import wgmma
 from nbflow_kernels.attention.device_items import FEW_VECTORS, MANY_VECTORS, Tiling, split_keys
-from nbflow_kernels.attention.device_plan import device_plan
-from nbflow_kernels.attention.parameters import PARAMETERS as _PARAMETERS
+from nbflow_kernels.attention.device_plan import PARAMETERS, device_plan
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import AttentionVariant
 from nbflow_kernels.kvcache.cuda import format_types, strides
@@ -50,7 +49,7 @@ _STATIC_SHARED_BYTES = 2560
 def general_kernel(kinds: tuple[int, int]) -> cuda.Kernel:
     """Return the general kernel for the formats of keys and values."""
     name = f"attend<{format_types(kinds)}>"
-    return cuda.cpp_kernel(__file__, "general.cu", name, f"{_PARAMETERS}, i32 most")
+    return cuda.cpp_kernel(__file__, "general.cu", name, f"{PARAMETERS}, i32 most")
 
 
 @functools.cache
@@ -63,7 +62,7 @@ def tensor_core_kernel(
     """
     name = f"{format_types(kinds)}, {D_qk}, {D_vo}, {str(exact).lower()}"
     name = f"attend_many<{name}>" if many else f"attend_few<{name}, {str(one).lower()}>"
-    return cuda.cpp_kernel(__file__, "tensor_cores.cu", name, _PARAMETERS)
+    return cuda.cpp_kernel(__file__, "tensor_cores.cu", name, PARAMETERS)
 
 
 merge_two_kernel = cuda.cpp_kernel(
@@ -192,9 +191,7 @@ def _is_exact(q: Any, kinds: tuple[int, int]) -> bool:
     return bool(q.dtype == np.float32 or BF16 in kinds)
 
 
-def _shared_bytes(
-    D_qk: int, D_vo: int, exact: bool, many: bool, with_far: bool, one: bool
-) -> int:
+def _shared_bytes(D_qk: int, D_vo: int, exact: bool, many: bool, with_far: bool, one: bool) -> int:
     """Return the dynamic shared memory of a kernel, as its source lays it out."""
     copies, chunk = 2 if exact else 1, 2 * _KEYS * (D_qk + D_vo + 2 * _PAD)
     if many:

@@ -24,6 +24,19 @@ _TABLES = (
     at.BIAS,
 )  # fmt: skip
 
+_OPTIONS = (at.MASK, at.SLOPES, at.BIAS)
+PARAMETERS = (
+    "i64* header, any* queries, i64 q_row_bytes, i32 q_kind, any* k, any* v, "
+    + ", ".join(f"i64 {which}_{step}" for which in "kv" for step in ("page", "token", "head"))
+    + ", f32 cap, any* out, i32 out_kind, f32*? lse"
+)
+"""What every kernel of attention takes."""
+
+
+def is_plain(plan: AttentionPlan) -> bool:
+    """Return whether scores stay what dot products make them, and a row sees a range of keys."""
+    return plan.logits_soft_cap == 0 and all(plan.table(place) is None for place in _OPTIONS)
+
 
 class FixedTables:
     """A plan's tables of fixed sizes at fixed addresses, for steps of few new tokens.

@@ -11,10 +11,8 @@ import functools
 from typing import Any
 
 from nbflow_kernels import cuda
-from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention.device_items import FEW_VECTORS, Tiling
-from nbflow_kernels.attention.device_plan import DevicePlan
-from nbflow_kernels.attention.parameters import PARAMETERS
+from nbflow_kernels.attention.device_plan import PARAMETERS, DevicePlan, is_plain
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.cuda.workspace import workspace
 from nbflow_kernels.kvcache.cuda import format_types
@@ -27,7 +25,6 @@ MOST_NEAR_COLUMNS = 128
 _KEYS, _MOST_COLUMNS = 64, 256
 _STATIC_SHARED_BYTES = 4 * 2 * _KEYS * 8 + 256
 """Rows of four chunks, and some numbers."""
-_OPTIONS = (at.MASK, at.SLOPES, at.BIAS)
 
 
 @functools.cache
@@ -91,8 +88,7 @@ def attend(
         earlier = out  # where a thread's sums come in the end
         if out.dtype != "float32":
             earlier = workspace(cuda.device_of(q), "attention sums", out.size, "f4")
-    plain = plan.logits_soft_cap == 0 and all(plan.table(place) is None for place in _OPTIONS)
-    kernel(kinds, D_qk, D_vo, exact, warpgroups, plain)(
+    kernel(kinds, D_qk, D_vo, exact, warpgroups, is_plain(plan))(
         (len(items.items), G, cuda.ceil_div(items.most, VECTORS * warpgroups)), 128 * warpgroups,
         (tables.header(tiling), *arguments, earlier),
         shared_bytes(D_qk, D_vo, exact, warpgroups, items.any_several),
