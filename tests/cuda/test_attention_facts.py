@@ -8,7 +8,7 @@ import pytest
 
 import nbflow_ptx
 from nbflow_kernels.attention import cuda as attention
-from nbflow_kernels.attention import cuda_blocks
+from nbflow_kernels.attention import cuda_blocks, wgmma
 from nbflow_kernels.cuda import all_reduce
 from nbflow_kernels.kvcache import cuda as kvcache
 from nbflow_kernels.kvcache.rows import F16, KINDS
@@ -66,7 +66,7 @@ def test_kernels_of_block_formats_keep_sums_in_registers(
     name: str, quads: int, copy: int, arch: str, most_registers: int
 ) -> None:
     kernel = cuda_blocks.kernel((KINDS[name],) * 2, (4, 4), quads, copy)
-    # 16 vectors need all registers: addresses and ranges are read from memory before a step's products
+    # 16 vectors need all registers: a step reads addresses and ranges from memory, not its loops
     found = facts(kernel, arch, most_spilled=160 if quads == 4 else 0)
     assert (found.fp64, found.local_accesses) == (0, 0)
     # 32 keys and 128 columns: products with four vectors in pairs, of scores and of values
@@ -74,6 +74,27 @@ def test_kernels_of_block_formats_keep_sums_in_registers(
     assert found.async_copies
     assert found.registers is not None
     assert found.registers <= most_registers
+
+
+@pytest.mark.parametrize(
+    ("D", "exact", "warpgroups", "plain"),
+    [
+        (64, True, 2, False),
+        (128, False, 2, True),
+        (128, True, 2, True),
+        (256, False, 2, True),
+        (256, True, 1, False),
+    ],
+)
+def test_prompts_by_wgmma_keep_sums_in_registers(
+    D: int, exact: bool, warpgroups: int, plain: bool
+) -> None:
+    """Of 255, with one thread block on a multiprocessor."""
+    found = facts(wgmma.kernel((F16, F16), D, D, exact, warpgroups, plain), "sm_90a")
+    assert (found.fp64, found.local_accesses, found.stack_bytes) == (0, 0, 0)
+    products = (D // 16 + 64 // 16) * (2 if exact else 1)  # of keys, of values
+    assert (found.tensor_core or 0) >= 2 * products  # a split's first chunk, and the others
+    assert found.async_copies
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90"])

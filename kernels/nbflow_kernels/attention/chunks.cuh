@@ -63,7 +63,7 @@ struct Cache {
     DEV_METHOD void copy(const u8* const* from, u16* to) const {
         constexpr unsigned PIECES = D / 8, ROUNDS = KEYS * PIECES / THREADS;
         const unsigned thread = threadIdx.x % THREADS;
-#pragma unroll (F::FLOAT ? ROUNDS : 2)
+#pragma unroll (!F::FLOAT ? 2 : THREADS % PIECES ? 6 : ROUNDS)
         for (unsigned n = 0; n < ROUNDS; n++) {
             unsigned slot = n * (THREADS / PIECES) + thread / PIECES, d = thread % PIECES * 8;
             if (THREADS % PIECES) {

@@ -25,8 +25,7 @@ from nbflow_kernels import cuda
 from nbflow_kernels.attention import cuda_blocks, wgmma
 from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention.device_items import FEW_VECTORS, MANY_VECTORS, Tiling, split_keys
-from nbflow_kernels.attention.device_plan import device_plan
-from nbflow_kernels.attention.parameters import PARAMETERS
+from nbflow_kernels.attention.device_plan import PARAMETERS, device_plan
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import AttentionVariant
 from nbflow_kernels.kvcache.cuda import format_types, strides

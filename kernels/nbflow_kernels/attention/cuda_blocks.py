@@ -13,8 +13,7 @@ from typing import Any
 from nbflow_kernels import cuda
 from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention.device_items import FEW_VECTORS, Tiling
-from nbflow_kernels.attention.device_plan import device_plan, is_plain
-from nbflow_kernels.attention.parameters import PARAMETERS
+from nbflow_kernels.attention.device_plan import PARAMETERS, device_plan, is_plain
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.kvcache.cuda import format_types
 from nbflow_kernels.kvcache.rows import BLOCK, BLOCK_BYTES, F16, FIRST_BLOCK_KIND, LAYOUTS

@@ -27,6 +27,12 @@ _TABLES = (
 )  # fmt: skip
 
 _OPTIONS = (at.MASK, at.SLOPES, at.BIAS)
+PARAMETERS = (
+    "i64* header, any* queries, i64 q_row_bytes, i32 q_kind, any* k, any* v, "
+    + ", ".join(f"i64 {which}_{step}" for which in "kv" for step in ("page", "token", "head"))
+    + ", f32 cap, any* out, i32 out_kind, f32*? lse"
+)
+"""What every kernel of attention takes."""
 
 
 def is_plain(plan: AttentionPlan) -> bool:

@@ -80,10 +80,8 @@ DEV void dot_products(float (*s)[4], const u16* q, const u16* k) {
 
 // What the two rows of a lane (g and g + 8 of 16) see, and what they have summed up.
 struct Rows {
-    int first_vector;        // of the warp's 16
-    int low[2], high[2];     // the keys of the item that a row sees
-    int first, end;          // what any row of the 16 sees
-    int all_first, all_end;  // what all of them see
+    int first_vector;     // of the warp's 16
+    int low[2], high[2];  // the keys of the item that a row sees
     float top[2], run_top[2], run_total[2];  // tops are exponents of two, see `top_of`
     bool plain;  // no bias, cap or mask: scores stay as they are, visible keys are a range
 
@@ -100,10 +98,6 @@ struct Rows {
             top[r] = run_top[r] = HIDDEN;
             run_total[r] = 0;
         }
-        all_first = __reduce_max_sync(~0u, max(low[0], low[1]));
-        all_end = __reduce_min_sync(~0u, min(high[0], high[1]));
-        first = __reduce_min_sync(~0u, min(low[0], low[1]));
-        end = __reduce_max_sync(~0u, max(high[0], high[1]));
     }
     DEV_METHOD bool exists(const Tile& t, int r) const {
         return first_vector + (int)(threadIdx.x & 31) / 4 + 8 * r < t.n_vectors;
@@ -118,7 +112,8 @@ struct Rows {
     template <int N, bool ALWAYS_PLAIN = false>
     DEV_METHOD void finish_scores(const Tile& t, int base, float (*s)[4]) const {
         if (!ALWAYS_PLAIN && !plain) change_scores<N>(t, base, s);
-        if (base >= all_first && base + 8 * N <= all_end) return;
+        const bool sees_all = max(low[0], low[1]) <= base && min(high[0], high[1]) >= base + 8 * N;
+        if (__all_sync(~0u, sees_all)) return;
         const int column = base + (threadIdx.x & 3) * 2;
 #pragma unroll
         for (int i = 0; i < 4 * N; i++) {
@@ -126,31 +121,33 @@ struct Rows {
             if (j < low[r] || j >= high[r]) s[i / 4][i % 4] = HIDDEN;
         }
     }
-    // Apply biases, caps and masks.  Unrolled, they would fill the registers, so scores pass through
-    // the first four: each round handles those and turns the others on by four.
+    // Apply biases, caps and masks to 8 * N scores; a row's place is found again, as this is rare.
     template <int N>
     DEV_METHOD void change_scores(const Tile& t, int base, float (*s)[4]) const {
-        const bool masked = t.header[MASK];
-        int column = base + (threadIdx.x & 3) * 2;
-        int head[2], here[2];
-        i64 mask[2];
-#pragma unroll
-        for (int r = 0; r < 2; r++) {  // known again, as it is rare
-            const int row = t.row(vector(t, r));
-            head[r] = t.head(vector(t, r));
-            here[r] = t.item.position + row;
-            mask[r] = seen_by(t.header, t.item, row).mask;
+        const int column = base + (threadIdx.x & 3) * 2;
+        const int rows[2] = {t.row(vector(t, 0)), t.row(vector(t, 1))};
+        if (t.header[SLOPES] || t.header[BIAS] || t.cap > 0) {
+            const int heads[2] = {t.head(vector(t, 0)), t.head(vector(t, 1))};
+            for_each_score<N>(s, [&](float& x, int i, int r) {
+                x = final_score(t.header, x, column + i - (t.item.position + rows[r]), heads[r], t.cap);
+            });
         }
+        if (!t.header[MASK]) return;
+        const i64 masks[2] = {seen_by(t.header, t.item, rows[0]).mask, seen_by(t.header, t.item, rows[1]).mask};
+        for_each_score<N>(s, [&](float& x, int i, int r) {
+            const int j = column + i;
+            if (j >= low[r] && j < high[r] && !mask_shows(t.header, masks[r] + j)) x = HIDDEN;
+        });
+    }
+    // Call `change(score, column, row)`.  Unrolled, it would fill the registers, so scores pass through
+    // the first four: each round handles those and turns the others on by four.
+    template <int N, class Change>
+    DEV_METHOD void for_each_score(float (*s)[4], Change change) const {
 #pragma unroll 1
-        for (int n = 0; n < N; n++, column += 8) {
+        for (int n = 0; n < N; n++) {
             float x[4];
 #pragma unroll
-            for (int e = 0; e < 4; e++) {
-                const int r = e / 2, j = column + e % 2;
-                x[e] = s[0][e];
-                if (masked && j >= low[r] && j < high[r] && !mask_shows(t.header, mask[r] + j)) x[e] = HIDDEN;
-                else x[e] = final_score(t.header, x[e], j - here[r], head[r], t.cap);
-            }
+            for (int e = 0; e < 4; e++) change(x[e] = s[0][e], 8 * n + e % 2, e / 2);
 #pragma unroll
             for (int i = 0; i < 4 * N; i++) s[i / 4][i % 4] = i < 4 * N - 4 ? s[i / 4 + 1][i % 4] : x[i % 4];
         }
@@ -202,8 +199,13 @@ struct Rows {
                 for (int e = 2 * r; e < 2 * r + 2; e++) o[n][e] = before(n, e);
         }
     }
-    // Whether any row of the warp's 16 may see a key of [base, base + KEYS).
-    DEV_METHOD bool any_sees(int base) const { return first < base + KEYS && end > base; }
+    // Whether any row of the warp's 16 sees a key of [base, base + KEYS).
+    DEV_METHOD bool any_sees(int base) const {
+        bool sees = false;
+#pragma unroll
+        for (int r = 0; r < 2; r++) sees = sees || (low[r] < base + KEYS && high[r] > base);
+        return __any_sync(~0u, sees);
+    }
 };
 
 DEV float quad_max(float x) {

@@ -60,7 +60,9 @@ struct Chunks {
     u32 begin, end;
 
     DEV_METHOD Chunks(const Rows& rows, int first_base, int2* room) {
-        if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = make_int2(rows.first, rows.end);
+        const int low = __reduce_min_sync(~0u, min(rows.low[0], rows.low[1]));
+        const int high = __reduce_max_sync(~0u, max(rows.high[0], rows.high[1]));
+        if (threadIdx.x % 32 == 0) room[threadIdx.x / 32] = make_int2(low, high);
         __syncthreads();
         const int2 own = room[threadIdx.x / 128 * 4 + threadIdx.x % 4];
         const int first = __reduce_min_sync(~0u, own.x), last = __reduce_max_sync(~0u, own.y);
@@ -72,19 +74,15 @@ struct Chunks {
 // The sums of the splits before, of a thread's own rows and columns.
 template <int D, int COUNT, bool FAR>
 struct Earlier {
-    float* row[FAR ? 2 : 1];
+    float *first, *second;  // of two rows
 
-    DEV_METHOD Earlier(const Tile& t, int first_vector, float* near, float* far) {
-        row[0] = near + threadIdx.x;
-        if (FAR)
-#pragma unroll
-            for (int r = 0; r < 2; r++) {
-                const int lane = threadIdx.x & 31, m = min(first_vector + lane / 4 + 8 * r, t.n_vectors - 1);
-                row[FAR * r] = far + t.place(m) * D + lane % 4 * 2;
-            }
+    DEV_METHOD Earlier(const Tile& t, const Rows& rows, float* near, float* far) {
+        const int column = (threadIdx.x & 3) * 2;
+        first = FAR ? far + t.place(rows.vector(t, 0)) * D + column : near + threadIdx.x;
+        second = FAR ? far + t.place(rows.vector(t, 1)) * D + column : first;
     }
     DEV_METHOD float& operator()(int n, int e) const {
-        return FAR ? row[FAR * (e / 2)][8 * n + e % 2] : row[0][(4 * n + e) * COUNT];
+        return (e < 2 ? first : second)[FAR ? 8 * n + e % 2 : (4 * n + e) * COUNT];
     }
 };
 
@@ -125,7 +123,7 @@ __global__ void __launch_bounds__(128 * WARPGROUPS, 1) attend_many(PARAMETERS, f
     float (*const columns)[4] = (float (*)[4])o;
     float (*const scores)[4] = (float (*)[4])s;
     u32 p[KEYS / 16][4], rest[KEYS / 16][4];
-    const auto before = [&]() { return Earlier<D_VO, COUNT, FAR>(t, 16 * warp, near, earlier); };
+    const auto before = [&]() { return Earlier<D_VO, COUNT, FAR>(t, rows, near, earlier); };
     if (w.several)
         for (int i = 0; i < 4 * TILES; i++)
             if (rows.exists(t, i / 2 % 2)) before()(i / 4, i % 4) = 0;

@@ -12,8 +12,7 @@ from typing import Any
 
 from nbflow_kernels import cuda
 from nbflow_kernels.attention.device_items import FEW_VECTORS, Tiling
-from nbflow_kernels.attention.device_plan import DevicePlan, is_plain
-from nbflow_kernels.attention.parameters import PARAMETERS
+from nbflow_kernels.attention.device_plan import PARAMETERS, DevicePlan, is_plain
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.cuda.workspace import workspace
 from nbflow_kernels.kvcache.cuda import format_types
