@@ -17,7 +17,15 @@ from nbflow_kernels.opcase import OpCase
 ATOL = 3e-6
 MERGE_REASON = "float64 inside, one rounding to float32 (6e-8)"
 HALF: dict[str, Any] = {"dtype": np.float16, "kv_layout": "HND"}  # the engine's cache
+PROMPT = (4096, 4096, 8, 2)
+DEVICE: dict[str, Any] = HALF | {"causal": True, "timed": True, "device_only": True}
 REASON = "scores off by 1e-6 (float32 dot product), values up to 5; LSE up to 16"
+# Float16 queries, on a device: one rounded after its factor is 2**-12 of itself off, so a score
+# 1.4e-4 times a normal number, 8e-4 among 1e8 of them; a weight is another 2**-12 off.  Where two
+# keys are seen, a result is p (1 - p) < 1/4 of that off, times a difference of values below 8:
+# 2e-3; it is below 8 itself and rounded to float16, 2e-3.
+HALF_ATOL = 4e-3
+HALF_REASON = "queries, weights and results of float16: scores off by 1e-3, values differ by 8"
 
 
 def _single(
@@ -28,6 +36,7 @@ def _single(
     D: int,
     *,
     dtype: Any = np.float32,
+    q_dtype: Any = np.float32,
     dim_vo: int | None = None,
     mask: str = "",
     sinks: bool = False,
@@ -39,7 +48,7 @@ def _single(
     def inputs(rng: np.random.Generator) -> dict[str, Any]:
         rows = (G, N) if heads_first else (N, G)
         arguments = {
-            "q": rng.standard_normal((T, H, D) if T else (H, D)).astype(np.float32),
+            "q": rng.standard_normal((T, H, D) if T else (H, D)).astype(q_dtype),
             "k": rng.standard_normal((*rows, D)).astype(dtype),
             "v": rng.standard_normal((*rows, D if dim_vo is None else dim_vo)).astype(dtype),
             **options,
@@ -56,24 +65,33 @@ def _single(
     return inputs
 
 
-def _case(name: str, *shape: int, timed: bool = False, rtol: float = 0.0, **options: Any) -> OpCase:
+def _case(
+    name: str,
+    *shape: int,
+    timed: bool = False,
+    device_only: bool = False,
+    rtol: float = 0.0,
+    **options: Any,
+) -> OpCase:
     """Return a case of prefill, or of decode where T = 0; `shape` is (T, N, H, G, D)."""
     T, N, H, G, D = shape
     itemsize = np.dtype(options.get("dtype", np.float32)).itemsize
+    half = options.get("q_dtype") is np.float16
     D_vo = options.get("dim_vo") or D
     pairs = max(T, 1) * N - (T * (T - 1) // 2 if options.get("causal") and T <= N else 0)
-    plain = not options.get("return_lse")
+    plain = not options.get("return_lse") and not half
     return OpCase(
         "single_prefill_with_kv_cache" if T else "single_decode_with_kv_cache",
         name,
         _single(T, N, H, G, D, **options),
         rtol=rtol,
-        atol=ATOL,
-        reason=REASON + ("; float32 table of rotations" if rtol else ""),
+        atol=HALF_ATOL if half else ATOL,
+        reason=HALF_REASON if half else REASON + ("; float32 table of rotations" if rtol else ""),
         out=((T, H, D_vo)[0 if T else 1 :], "float32") if plain else None,
         n_bytes=N * G * (D + D_vo) * itemsize + 4 * max(T, 1) * H * (D + D_vo),
         n_flops=2 * H * (D + D_vo) * pairs,
         timed=timed,
+        device_only=device_only,
     )
 
 
@@ -124,6 +142,12 @@ CASES = [
     _case("heads_first_half", 5, 90, 4, 2, 36, kv_layout="HND", dtype=np.float16),
     _case("llama2_7b", 512, 512, 32, 32, 128, causal=True, timed=True),
     _case("llama3_8b", 512, 512, 32, 8, 128, causal=True, timed=True, **HALF),
+    # heads of a prompt: the rate of attention on a device
+    *(
+        _case(f"prompt_{D}{name}", *PROMPT, D, q_dtype=q_dtype, **DEVICE)
+        for D in (64, 128, 256)
+        for name, q_dtype in (("", np.float32), ("_half", np.float16))
+    ),
     _case("grouped", 0, 130, 12, 4, 64, return_lse=True),
     _case("odd", 0, 67, 5, 1, 20, window_left=30, logits_soft_cap=2.0),
     _case("one_key", 0, 1, 2, 2, 16),
