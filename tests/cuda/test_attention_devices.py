@@ -174,6 +174,13 @@ def test_nan_in_what_a_row_sees_is_not_lost_and_other_rows_do_not_see_it(xp: Any
         ).get()
         assert np.isfinite(out[0]).all()
         assert np.isnan(out[1:]).all()
+    # half a query beyond float16, all of whose scores would be -infinity and weigh nothing
+    q = np.full((2, 1, 32), 100, np.float16)
+    q[1] = 6e4
+    k = np.full((9, 1, 32), -1, np.float16)
+    out = nk.single_prefill_with_kv_cache(*map(xp.asarray, (q, k, k)), sm_scale=2.0).get()
+    assert np.isfinite(out[0]).all()
+    assert np.isnan(out[1]).all()
 
 
 def test_ragged_batch(xp: Any) -> None:

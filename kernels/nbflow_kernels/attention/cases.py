@@ -20,7 +20,14 @@ ATOL = 3e-6
 MERGE_REASON = "float64 inside, one rounding to float32 (6e-8)"
 HALF: dict[str, Any] = {"dtype": np.float16, "kv_layout": "HND"}  # the engine's cache
 ON_DEVICES: dict[str, Any] = {"kv_layout": "HND", "timed": True, "device_only": True}
+PROMPT = (4096, 4096, 8, 2)
 REASON = "scores off by 1e-6 (float32 dot product), values up to 5; LSE up to 16"
+# Float16 queries, on a device: one rounded after its factor is 2**-12 of itself off, so a score
+# 1.4e-4 times a normal number, 8e-4 among 1e8 of them; a weight is another 2**-12 off.  Where two
+# keys are seen, a result is p (1 - p) < 1/4 of that off, times a difference of values below 8:
+# 2e-3; it is below 8 itself and rounded to float16, 2e-3.
+HALF_ATOL = 4e-3
+HALF_REASON = "queries, weights and results of float16: scores off by 1e-3, values differ by 8"
 
 
 def _single(
@@ -31,6 +38,7 @@ def _single(
     D: int,
     *,
     dtype: Any = np.float32,
+    q_dtype: Any = np.float32,
     dim_vo: int | None = None,
     mask: str = "",
     sinks: bool = False,
@@ -42,7 +50,7 @@ def _single(
     def inputs(rng: np.random.Generator) -> dict[str, Any]:
         rows = (G, N) if heads_first else (N, G)
         arguments = {
-            "q": rng.standard_normal((T, H, D) if T else (H, D)).astype(np.float32),
+            "q": rng.standard_normal((T, H, D) if T else (H, D)).astype(q_dtype),
             "k": rng.standard_normal((*rows, D)).astype(dtype),
             "v": rng.standard_normal((*rows, D if dim_vo is None else dim_vo)).astype(dtype),
             **options,
@@ -75,20 +83,21 @@ def _case(
     """Return a case of prefill, or of decode where T = 0; `shape` is (T, N, H, G, D)."""
     T, N, H, G, D = shape
     itemsize = np.dtype(options.get("dtype", np.float32)).itemsize
+    half = options.get("q_dtype") is np.float16
     D_vo = options.get("dim_vo") or D
     row_bytes = (D + D_vo) * itemsize
     if "kv_format" in options:
         keys, values = kv_formats(options["kv_format"])
         row_bytes = keys.row_bytes(D) + values.row_bytes(D_vo)
     pairs = max(T, 1) * N - (T * (T - 1) // 2 if options.get("causal") and T <= N else 0)
-    plain = not options.get("return_lse")
+    plain = not options.get("return_lse") and not half
     return OpCase(
         "single_prefill_with_kv_cache" if T else "single_decode_with_kv_cache",
         name,
         _single(T, N, H, G, D, **options),
         rtol=rtol,
-        atol=ATOL,
-        reason=REASON + ("; float32 table of rotations" if rtol else ""),
+        atol=HALF_ATOL if half else ATOL,
+        reason=HALF_REASON if half else REASON + ("; float32 table of rotations" if rtol else ""),
         out=((T, H, D_vo)[0 if T else 1 :], "float32") if plain else None,
         n_bytes=N * G * row_bytes + 4 * max(T, 1) * H * (D + D_vo),
         n_flops=2 * H * (D + D_vo) * pairs,
@@ -145,6 +154,12 @@ CASES = [
     _case("llama2_7b", 512, 512, 32, 32, 128, causal=True, timed=True),
     _case("llama3_8b", 512, 512, 32, 8, 128, causal=True, timed=True, **HALF),
     _case("llama3_8b_q8_0", 512, 512, 32, 8, 128, causal=True, kv_format="q8_0", **ON_DEVICES),
+    # heads of a prompt: the rate of attention on a device
+    *(
+        _case(f"prompt_{D}{name}", *PROMPT, D, causal=True, q_dtype=q_dtype, **HALF | ON_DEVICES)
+        for D in (64, 128, 256)
+        for name, q_dtype in (("", np.float32), ("_half", np.float16))
+    ),
     _case("grouped", 0, 130, 12, 4, 64, return_lse=True),
     _case("odd", 0, 67, 5, 1, 20, window_left=30, logits_soft_cap=2.0),
     _case("one_key", 0, 1, 2, 2, 16),

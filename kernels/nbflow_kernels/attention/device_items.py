@@ -39,8 +39,8 @@ class DeviceItems:
     """Tiles of query vectors with a range of keys; every one stands for all key/value heads."""
 
     items: np.ndarray
-    """int32 (n, 8), see `COLUMNS`; `partial` is -1 for a final result, `merge` the row of `merges`
-    that partial ones belong to."""
+    """int32 (n, 8), see `COLUMNS`, those with most keys first; `partial` is -1 for a final result,
+    `merge` the row of `merges` that partial ones belong to."""
     merges: np.ndarray
     """int32 (n, 4), see `MERGE_COLUMNS`: whose partial results are added, in order."""
     n_partials: int
@@ -105,8 +105,11 @@ def divide_for_device(plan: AttentionPlan, tiling: Tiling, n_sms: int) -> Device
         np.where(divided, np.cumsum(divided) - 1, 0)[tile],
     )  # fmt: skip
     merges = (row[divided], rows[divided], first_partial[divided], pieces[divided])
+    items = np.stack(columns, axis=1).astype(np.int32)
+    # those with most keys first: thread blocks begin in this order, and the last ones end together
+    order = np.argsort(first_key - end_key, kind="stable")
     return DeviceItems(
-        np.stack(columns, axis=1).astype(np.int32),
+        items[order],
         np.stack(merges, axis=1).astype(np.int32),
         int(n_partials.sum()),
         int(vectors.max(initial=1)),
