@@ -12,9 +12,9 @@ template <class F>
 struct Codes {
     static constexpr int PER_BLOCK = F::FLOAT ? 1 : F::BLOCK / 32;  // parts
     static constexpr int BLOCK_BYTES = F::FLOAT ? 64 : F::BLOCK_BYTES;
-    // Two codes to a byte: masked where they are, those above times 16.
-    static constexpr bool NIBBLE_PAIRS =
-        !F::FLOAT && F::HIGH_BITS == 0 && (F::MODE == HALVES || F::MODE == NIBBLES);
+    // Fields of a byte are masked where they are, which multiplies codes; others are made bytes first.
+    static constexpr bool IN_PLACE =
+        !F::FLOAT && (F::MODE == NIBBLES || F::MODE == CRUMBS || F::MODE == HALVES && F::HIGH_BITS == 0);
     static constexpr bool BASE = !F::FLOAT && F::BASE_AT >= 0;
     // What a number's code is more than the operand for a scale of 1 and no base.
     static constexpr int ZERO = F::FLOAT ? 0 : F::MODE == SIGNED ? 128 : F::ZERO;
@@ -38,27 +38,31 @@ struct Codes {
     };
     static DEV_METHOD Place place(int c) {
         if (F::FLOAT) return {c >> 3, c >> 1 & 3, c & 1};
-        if (!NIBBLE_PAIRS) return {c >> 2 & 3, c >> 3 & 2 | c >> 1 & 1, c & 1};
-        if (F::MODE == NIBBLES) return {c >> 3, c & 3, c >> 2 & 1};
-        return {c >> 2 & 3, c << 1 & 2 | c >> 4, c >> 1 & 1};
+        if (!IN_PLACE) return {c >> 2 & 3, c >> 3 & 2 | c >> 1 & 1, c & 1};
+        if (F::MODE == HALVES) return {c >> 2 & 3, c << 1 & 2 | c >> 4, c >> 1 & 1};
+        return {c >> 3, c & 3, c >> 2 & 1};
     }
     // By how many bits pair (or column) i of a lane is shifted up.
-    static constexpr int shift(int i) { return NIBBLE_PAIRS && i % 2 ? 4 : 0; }
+    static constexpr int shift(int i) { return !IN_PLACE ? 0 : F::MODE == CRUMBS ? 2 * i : i % 2 * 4; }
 
     static DEV_METHOD void of_key(const u8* row, int row_size, int part, int t, u32* pairs) {
         if constexpr (F::FLOAT) {
             const uint4 all = *(const uint4*)(row + 64 * part + 16 * t);
             pairs[0] = all.x, pairs[1] = all.y, pairs[2] = all.z, pairs[3] = all.w;
-        } else if constexpr (NIBBLE_PAIRS) {
-            const int at = block_at(part) + F::LOW_AT + part % PER_BLOCK * 16;
-            fields(word(row + at + 4 * t, (at | row_size) % 4 == 0), pairs);
+        } else if constexpr (IN_PLACE) {
+            const int at = low_at(part);
+            if constexpr (F::MODE == CRUMBS) fields(widen(*(const u16*)(row + at + 2 * t)), pairs);
+            else fields(word(row + at + 4 * t, (at | row_size) % 4 == 0), pairs);
+            const u8* high = row + high_at(part);
+            if constexpr (F::HIGH_BITS == 1) add_high(high[t] | high[t] << 12, pairs);
+            if constexpr (F::HIGH_BITS == 2) add_high(widen(*(const u16*)(high + 2 * t)), pairs);
         } else {
             const int first = part % PER_BLOCK * 32 + 4 * t;
             const bool aligned = (block_at(part) + F::LOW_AT | row_size) % 4 == 0;
             const u32 a = four(row + block_at(part), first, aligned);
             const u32 b = four(row + block_at(part), first + 16, aligned);
-            pairs[0] = prmt(a, 0, 0x4140u), pairs[1] = prmt(a, 0, 0x4342u);
-            pairs[2] = prmt(b, 0, 0x4140u), pairs[3] = prmt(b, 0, 0x4342u);
+            pairs[0] = widen(a), pairs[1] = prmt(a, 0, 0x4342u);
+            pairs[2] = widen(b), pairs[3] = prmt(b, 0, 0x4342u);
         }
     }
 
@@ -66,15 +70,22 @@ struct Codes {
 
     // The column that is a lane's number j.
     static DEV_METHOD int column(int g, int j) {
-        if (NIBBLE_PAIRS && F::MODE == HALVES) return (j & 1) * 16 + 2 * g + (j >> 1);
+        if (IN_PLACE && F::MODE == HALVES) return (j & 1) * 16 + 2 * g + (j >> 1);
         return 4 * g + j;
     }
 
     static DEV_METHOD void of_values(const u8* row, const u8* next, int row_size, int part, int g,
                                      u32* pairs) {
-        if constexpr (NIBBLE_PAIRS) {
-            const int at = block_at(part) + F::LOW_AT + part % PER_BLOCK * 16 + 2 * g;
-            fields(*(const u16*)(row + at) | (u32) * (const u16*)(next + at) << 16, pairs);
+        if constexpr (IN_PLACE) {
+            const u8 *a = row + low_at(part), *b = next + low_at(part);
+            if constexpr (F::MODE == CRUMBS) fields(a[g] | b[g] << 16, pairs);
+            else fields(*(const u16*)(a + 2 * g) | *(const u16*)(b + 2 * g) << 16, pairs);
+            a = row + high_at(part), b = next + high_at(part);
+            if constexpr (F::HIGH_BITS == 1) {
+                const int nibble = g % 2 * 4;
+                add_high(a[g / 2] >> nibble | b[g / 2] >> nibble << 16, pairs);
+            }
+            if constexpr (F::HIGH_BITS == 2) add_high(a[g] | b[g] << 16, pairs);
         } else if constexpr (F::FLOAT) {
             const uint2 a = *(const uint2*)(row + 64 * part + 8 * g);
             const uint2 b = *(const uint2*)(next + 64 * part + 8 * g);
@@ -98,22 +109,37 @@ struct Codes {
         return ((const u16*)at)[0] | (u32)((const u16*)at)[1] << 16;
     }
 
-    // The eight nibbles of a word: low and high ones of bytes 0 and 2, then of bytes 1 and 3.
-    static DEV_METHOD void fields(u32 w, u32* pairs) {
-        pairs[0] = w & 0x000f000fu, pairs[1] = w & 0x00f000f0u;
-        w >>= 8;
-        pairs[2] = w & 0x000f000fu, pairs[3] = w & 0x00f000f0u;
+    // A part's fields in the plane of low bits, and of high ones.
+    static constexpr int low_at(int part) {
+        return block_at(part) + F::LOW_AT + part % PER_BLOCK * (F::MODE == CRUMBS ? 8 : 16);
+    }
+    static constexpr int high_at(int part) {
+        return block_at(part) + F::HIGH_AT + part % PER_BLOCK * 4 * F::HIGH_BITS;
     }
 
-    // Four fields of a byte, or of 16 bits, as bytes.
-    static DEV_METHOD u32 spread_crumbs(u32 x) {
-        x = (x | x << 12) & 0x000f000fu;
-        return (x | x << 6) & 0x03030303u;
+    static DEV_METHOD u32 widen(u32 two_bytes) { return prmt(two_bytes, 0, 0x4140u); }
+
+    // Fields of two bits: the four of each half.  Of four: low and high ones of each half's first byte, then
+    // of its second one.
+    static DEV_METHOD void fields(u32 w, u32* pairs) {
+        if constexpr (F::MODE == CRUMBS) {
+#pragma unroll
+            for (int i = 0; i < 4; i++) pairs[i] = w & 0x00030003u << 2 * i;
+        } else {
+            pairs[0] = w & 0x000f000fu, pairs[1] = w & 0x00f000f0u;
+            w >>= 8;
+            pairs[2] = w & 0x000f000fu, pairs[3] = w & 0x00f000f0u;
+        }
     }
-    static DEV_METHOD u32 spread_nibbles(u32 x) {
-        x = (x | x << 8) & 0x00ff00ffu;
-        return (x | x << 4) & 0x0f0f0f0fu;
+    // Put high bits, field i of each half for pair i, above the low ones.
+    static DEV_METHOD void add_high(u32 w, u32* pairs) {
+#pragma unroll
+        for (int i = 0; i < 4; i++) {
+            const int to = shift(i) + F::LOW_BITS;
+            pairs[i] |= w << (to - F::HIGH_BITS * i) & ((1u << F::HIGH_BITS) - 1) * 0x10001u << to;
+        }
     }
+
     static DEV_METHOD u32 spread_bits(u32 x) { return x * 0x00204081u & 0x01010101u; }
 
     // Codes i to i + 3 of a block as bytes; i is a multiple of 4.
@@ -129,14 +155,9 @@ struct Codes {
             const u32 y = c * 373 >> 12 & 0x000f000fu;  // c / 11 for c <= 120
             return (c - 11 * y) | y << 8;
         }
-        u32 codes;
-        if constexpr (F::MODE == HALVES)
-            codes = word(low + (i & 15), aligned) >> (i >> 4) * 4 & 0x0f0f0f0fu;
-        else if constexpr (F::MODE == NIBBLES) codes = spread_nibbles(*(const u16*)(low + (i >> 1)));
-        else codes = spread_crumbs(low[i >> 2]);
-        if constexpr (F::HIGH_BITS == 1)
-            codes |= spread_bits(high[i >> 3] >> (i & 4) & 15) << F::LOW_BITS;
-        if constexpr (F::HIGH_BITS == 2) codes |= spread_crumbs(high[i >> 2]) << F::LOW_BITS;
+        // halves with a plane of high bits
+        u32 codes = word(low + (i & 15), aligned) >> (i >> 4) * 4 & 0x0f0f0f0fu;
+        codes |= spread_bits(high[i >> 3] >> (i & 4) & 15) << F::LOW_BITS;
         return codes;
     }
 };

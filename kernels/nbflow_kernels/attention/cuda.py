@@ -157,10 +157,10 @@ def latent_attention(
 def takes_tensor_cores(
     plan: AttentionPlan, q: Any, k_cache: Any, v_cache: Any, places: Any, kinds: tuple[int, int]
 ) -> bool:
-    """Return whether the kernels on tensor cores can take a call.
+    """Return whether the kernels on tensor cores can take a call that `cuda_blocks` does not.
 
-    Float32 queries over block formats stay with the general kernel: what is decoded would be
-    rounded to float16.
+    Float32 queries over bfloat16 beside a block format stay with the general kernel: what is
+    decoded would be rounded to float16.
     """
     _, _, D_qk, D_vo = plan.heads
     if F32 in kinds or (max(kinds) >= FIRST_BLOCK_KIND and q.dtype == np.float32):
