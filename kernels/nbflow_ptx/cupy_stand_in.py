@@ -71,8 +71,9 @@ class _Pointer:
         not_while_capturing("a copy from host memory")
         address = int(getattr(mem, "value", mem))
         PinnedMemory.check(address, size)
-        with stream or current_stream():
+        with stream or current_stream() as used:
             perform(lambda: self._copy_in(address, size))
+        used.note_sent(address, size)
 
     def _copy_in(self, address: int, size: int) -> None:
         device, start = self._owner._device, self._owner._offset()
@@ -140,6 +141,7 @@ class ndarray:
         not_while_capturing("a copy to the host")
         if self._place.freed:
             raise LaunchError(f"array {self._place.name!r} was freed")
+        current_stream().synchronize()
         if out is None:
             return self._view.copy()
         _check_alike(self, out)

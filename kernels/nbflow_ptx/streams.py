@@ -6,10 +6,14 @@ graph is launched, with the arrays' contents of then.  What CUDA or CuPy refuses
 refused here: waiting (which spoils the capture, so that `Stream.end_capture` fails, too), copies
 between host and device, work for the null stream.  So is an allocation from anything but a pool
 that is the graph's own: on a GPU that memory would be given to others, and the graph write there.
+
+A device reads pinned memory when a copy's turn has come.  So whoever waits for a copy must find the
+memory as it was when the copy was given; that is checked.
 """
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable
 from typing import Any
@@ -66,14 +70,31 @@ class Stream:
         self.non_blocking = non_blocking
         self.captured: list[Work] = []
         self.spoilt = False
+        self._sent: list[tuple[int, bytes]] = []
+        self.n_sent = 0
         self.ptr = 0
         if not null:
             Stream._n_made += 1
             self.ptr = Stream._n_made
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Check what was sent: there is nothing else to wait for."""
         not_while_capturing("waiting for a stream", spoils=True)
+        self.check_sent(self.n_sent)
+
+    def note_sent(self, address: int, size: int) -> None:
+        """Note a copy from pinned memory, which may be read at any time until somebody waits."""
+        self._sent.append((address, ctypes.string_at(address, size)))
+        self.n_sent += 1
+
+    def check_sent(self, n: int) -> None:
+        """Raise if the memory of one of the first `n` copies was written to since."""
+        waited = len(self._sent) - (self.n_sent - n)
+        if waited <= 0:
+            return
+        done, self._sent = self._sent[:waited], self._sent[waited:]
+        if any(ctypes.string_at(at, len(data)) != data for at, data in done):
+            raise LaunchError("pinned memory was written to while a copy from it was on its way")
 
     def record(self, event: Event | None = None) -> Event:
         """Record an event, a new one by default."""
@@ -150,15 +171,21 @@ class Event:
     def __init__(self, *_: Any, **__: Any) -> None:
         self.at_s = 0.0
         self.captured = False
+        self._behind: tuple[Stream, int] | None = None
 
     def record(self, stream: Any = None) -> None:
         """Keep the time."""
         self.at_s = time.perf_counter()
         self.captured = stream is not None and stream is State.here.capturing
+        on = stream or current_stream()
+        self._behind = on, on.n_sent
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Check what was sent before: there is nothing else to wait for."""
         not_while_capturing("waiting for an event", spoils=True)
+        if self._behind is not None:
+            stream, n = self._behind
+            stream.check_sent(n)
 
 
 def current_stream() -> Stream:

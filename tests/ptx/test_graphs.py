@@ -156,6 +156,29 @@ def test_copies_between_host_and_device_are_as_strict_as_cupys() -> None:
         cupy.zeros((2, 3), np.float32)[:, :2].set(other)
 
 
+def test_pinned_memory_is_left_alone_until_somebody_has_waited() -> None:
+    x, stream, event = cupy.zeros(4, np.float32), cupy.cuda.Stream(), cupy.cuda.Event()
+    pinned = np.frombuffer(cupy.cuda.alloc_pinned_memory(16), np.float32)
+
+    def send(value: float) -> None:
+        pinned[:] = value
+        x.data.copy_from_host_async(pinned.ctypes.data, 16, stream)
+
+    send(1)
+    event.record(stream)
+    event.synchronize()
+    send(2)  # the first copy has been waited for
+    event.synchronize()  # which says nothing of the second
+    stream.synchronize()
+    for wait in (event.synchronize, stream.synchronize, x.get):
+        with stream:
+            send(3)
+            event.record(stream)
+            pinned[:] = 4
+            with pytest.raises(LaunchError, match="on its way"):
+                wait()
+
+
 def test_grids_are_tuples_as_for_cupy() -> None:
     kernel = cupy._Function(Emulator(DOUBLE), "double")
     with pytest.raises(TypeError, match="grid and block must be tuples"):
