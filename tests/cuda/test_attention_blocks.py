@@ -44,9 +44,9 @@ def check(paged: Paged, q: np.ndarray, rows: np.ndarray, got: Any) -> None:
     [
         ("q8_0/q3h", (7, 1, 96), 5, "NHD"),  # rows of 102 bytes, copied two at a time
         ("q4_0/q6", (4, 2, 64), 3, "NHD"),  # 36: four
-        ("q5_1/q4", (1, 1, 160), 16, "HND"),  # 16 keys of a warp at a time
-        ("q3/q5", (8, 1, 64), 16, "HND"),
-        ("q4/f16", (4, 1, 64), 16, "HND"),
+        ("q3/q5_1", (1, 1, 160), 16, "HND"),  # 16 keys of a warp at a time
+        ("q3h/q3", (8, 1, 64), 16, "HND"),
+        ("q6/f16", (4, 1, 64), 16, "HND"),
         ("f16/q4_1", (4, 1, 32), 16, "NHD"),
     ],
 )

@@ -14,7 +14,8 @@ struct Codes {
     static constexpr int BLOCK_BYTES = F::FLOAT ? 64 : F::BLOCK_BYTES;
     // Fields of a byte are masked where they are, which multiplies codes; others are made bytes first.
     static constexpr bool IN_PLACE =
-        !F::FLOAT && (F::MODE == NIBBLES || F::MODE == CRUMBS || F::MODE == HALVES && F::HIGH_BITS == 0);
+        !F::FLOAT && (F::MODE == NIBBLES || F::MODE == CRUMBS || F::MODE == PAIRS ||
+                      F::MODE == HALVES && F::HIGH_BITS == 0);
     static constexpr bool BASE = !F::FLOAT && F::BASE_AT >= 0;
     // What a number's code is more than the operand for a scale of 1 and no base.
     static constexpr int ZERO = F::FLOAT ? 0 : F::MODE == SIGNED ? 128 : F::ZERO;
@@ -43,7 +44,10 @@ struct Codes {
         return {c >> 3, c & 3, c >> 2 & 1};
     }
     // By how many bits pair (or column) i of a lane is shifted up.
-    static constexpr int shift(int i) { return !IN_PLACE ? 0 : F::MODE == CRUMBS ? 2 * i : i % 2 * 4; }
+    static constexpr int shift(int i) {
+        if (!IN_PLACE) return 0;
+        return F::MODE == CRUMBS ? 2 * i : i % 2 * (F::MODE == PAIRS ? 14 : 4);
+    }
 
     static DEV_METHOD void of_key(const u8* row, int row_size, int part, int t, u32* pairs) {
         if constexpr (F::FLOAT) {
@@ -51,7 +55,12 @@ struct Codes {
             pairs[0] = all.x, pairs[1] = all.y, pairs[2] = all.z, pairs[3] = all.w;
         } else if constexpr (IN_PLACE) {
             const int at = low_at(part);
-            if constexpr (F::MODE == CRUMBS) fields(widen(*(const u16*)(row + at + 2 * t)), pairs);
+            if constexpr (F::MODE == PAIRS) {
+                const u8* block = row + block_at(part) + F::LOW_AT;
+                const int n = part % PER_BLOCK * 4 + t;  // of four pairs
+                const u32 m = block[4 + n], b = block[n / 2] >> n % 2 * 4;
+                split_pairs(widen(*(const u16*)(block + 12 + 2 * n)), m | m << 12, b | b << 14, pairs);
+            } else if constexpr (F::MODE == CRUMBS) fields(widen(*(const u16*)(row + at + 2 * t)), pairs);
             else fields(word(row + at + 4 * t, (at | row_size) % 4 == 0), pairs);
             const u8* high = row + high_at(part);
             if constexpr (F::HIGH_BITS == 1) add_high(high[t] | high[t] << 12, pairs);
@@ -78,7 +87,12 @@ struct Codes {
                                      u32* pairs) {
         if constexpr (IN_PLACE) {
             const u8 *a = row + low_at(part), *b = next + low_at(part);
-            if constexpr (F::MODE == CRUMBS) fields(a[g] | b[g] << 16, pairs);
+            if constexpr (F::MODE == PAIRS) {
+                a = row + block_at(part) + F::LOW_AT, b = next + block_at(part) + F::LOW_AT;
+                const int n = part % PER_BLOCK * 8 + g, m = 4 + n / 2, up = n % 2 * 4, down = n % 4 * 2;
+                split_pairs(a[12 + n] | b[12 + n] << 16, a[m] >> up | b[m] >> up << 16,
+                            a[n / 4] >> down | b[n / 4] >> down << 16, pairs);
+            } else if constexpr (F::MODE == CRUMBS) fields(a[g] | b[g] << 16, pairs);
             else fields(*(const u16*)(a + 2 * g) | *(const u16*)(b + 2 * g) << 16, pairs);
             a = row + high_at(part), b = next + high_at(part);
             if constexpr (F::HIGH_BITS == 1) {
@@ -140,6 +154,21 @@ struct Codes {
         }
     }
 
+    // Numbers x and y of pairs x + 11 y, of which a half has two: 4 bits of each in w, 2 in m, 1 in b.  In 1024
+    // + p the product with 1/11 and the sum with 930.9 round to 1025 + p / 11, rounded down, for all of 0..120;
+    // the rest is exact: y * 2**-10, and x * 2**-24.
+    static DEV_METHOD void split_pairs(u32 w, u32 m, u32 b, u32* pairs) {
+#pragma unroll
+        for (int i = 0; i < 2; i++) {
+            u32 p = w >> 4 * i & 0x000f000fu;
+            p |= m << 4 - 2 * i & 0x00300030u;
+            p |= b << 6 - i & 0x00400040u;
+            const u32 high = fma_f16x2(p | 0x64006400u, 0x2dd12dd1u, 0x63476347u);
+            pairs[2 * i + 1] = fma_f16x2(high, 0x14001400u, 0xbc01bc01u);
+            pairs[2 * i] = fma_f16x2(pairs[2 * i + 1], 0x91809180u, p);
+        }
+    }
+
     static DEV_METHOD u32 spread_bits(u32 x) { return x * 0x00204081u & 0x01010101u; }
 
     // Codes i to i + 3 of a block as bytes; i is a multiple of 4.
@@ -147,14 +176,6 @@ struct Codes {
         const u8 *low = block + F::LOW_AT, *high = block + F::HIGH_AT;
         if constexpr (F::MODE == SIGNED) return word(low + i, aligned) ^ 0x80808080u;
         if constexpr (F::MODE == BYTES) return word(low + i, aligned);
-        if constexpr (F::MODE == PAIRS) {  // x + 11 y in planes of 1, 2 and 4 bits
-            const u32 n = low[12 + (i >> 2)], m = low[4 + (i >> 3)] >> (i & 4);
-            const u32 b = low[i >> 4] >> (i >> 1 & 7);
-            const u32 c = (n & 15) | (n & 0xf0) << 12 | (m & 3) << 4 | (m & 12) << 18 |
-                          (b & 1) << 6 | (b & 2) << 21;
-            const u32 y = c * 373 >> 12 & 0x000f000fu;  // c / 11 for c <= 120
-            return (c - 11 * y) | y << 8;
-        }
         // halves with a plane of high bits
         u32 codes = word(low + (i & 15), aligned) >> (i >> 4) * 4 & 0x0f0f0f0fu;
         codes |= spread_bits(high[i >> 3] >> (i & 4) & 15) << F::LOW_BITS;

@@ -79,7 +79,7 @@ DEV void stage_queries(const Tile& t, const u8* queries, i64 row_bytes, int kind
             float sum = __fadd_rn(half_to_float(high), half_to_float(low)) / down;
             for (int step = 16; step; step >>= 1) sum = __fadd_rn(sum, __shfl_xor_sync(~0u, sum, step));
             sum *= Of::BASE ? Of::UNIT : -Of::ZERO * Of::UNIT;
-            if (lane == 0) sums[m * PARTS + b] = {sum, 0, sum, 0};
+            if (lane == 0) sums[b * 4 * NT + m] = {sum, 0, sum, 0};
         }
     }
 }
@@ -111,7 +111,7 @@ DEV void score_keys(float (*s)[2 * TILES], const u8* rows, const u8* q, const fl
         for (int n = 0; n < NT; n++) {
             const uint4 x = *(const uint4*)(q + ((n * PARTS + b) * 32 + lane) * 16);
             float4 start = {};
-            if (Of::BASE || Of::ZERO) start = sums[(4 * n + t) * PARTS + b];
+            if (Of::BASE || Of::ZERO) start = sums[(b * NT + n) * 4 + t];
 #pragma unroll
             for (int tile = 0; tile < TILES; tile++) {
                 float c[4] = {};
