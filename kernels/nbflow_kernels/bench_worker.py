@@ -9,6 +9,7 @@ silent for too long.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -84,7 +85,8 @@ class Worker:
     def stop(self) -> None:
         """End it."""
         self._process.kill()
-        self._process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # one that hangs in the driver
+            self._process.wait(10)
 
 
 def supervise(
