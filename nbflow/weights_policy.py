@@ -35,10 +35,15 @@ ENDING = ".toml"
 _LARGEST_FILE_BYTES = 1 << 24
 
 
+def is_matrix(name: str, shape: Sequence[int]) -> bool:
+    """Return whether products are made with a tensor; with the biases of experts none are."""
+    return len(shape) == 2 and not name.endswith(".bias")
+
+
 def is_quantized(name: str, shape: Sequence[int]) -> bool:
     """Return whether the weight format applies to the tensor with our name `name`."""
-    kept = ("router.weight", "shared_gate.weight", "attn.k_b.weight", "attn.v_b.weight", ".bias")
-    return len(shape) == 2 and name.startswith("layers.") and not name.endswith(kept)
+    kept = ("router.weight", "shared_gate.weight", "attn.k_b.weight", "attn.v_b.weight")
+    return is_matrix(name, shape) and name.startswith("layers.") and not name.endswith(kept)
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from nbflow.folding.hadamard import rotate, rotated_spec
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.stored import stored
 from nbflow.weights import WeightFile
+from nbflow.weights_policy import is_matrix
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.quants.encoders import DAMPING, ENCODERS
 
@@ -167,7 +168,7 @@ def our_statistics(spec: ModelSpec, importance: Importance) -> dict[str, NDArray
     """
     found: dict[str, NDArray[Any]] = {}
     for name, shape in spec.tensor_shapes().items():
-        if len(shape) != 2:
+        if not is_matrix(name, shape):
             continue
         array = importance.get(name)
         if array is None:

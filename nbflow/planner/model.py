@@ -22,13 +22,13 @@ from nbflow.weights import open_weights
 from nbflow.weights.json_file import read_object
 from nbflow.weights.quantization_config import read_quantization
 from nbflow.weights.weight_file import ITEM_BYTES
-from nbflow.weights_policy import WeightFormats, Weights, weight_formats
+from nbflow.weights_policy import WeightFormats, Weights, is_matrix, weight_formats
 from nbflow_kernels.errors import UsageError
 
 PUBLISHED_AS = "f16"
 """Type of the weights of a model that is only described: two bytes each, as most are published."""
 
-_UNCHANGED = ("router.weight", "shared_gate.weight", ".bias")
+_UNCHANGED = ("router.weight", "shared_gate.weight")
 """Matrices of the layers that are published as floats where the others are not."""
 
 
@@ -70,7 +70,7 @@ class PlannedModel:
     def matrix_formats(self) -> frozenset[str]:
         """The formats that its matrices have in memory."""
         shapes = self.spec.tensor_shapes()
-        own = {self.format_of(name) for name, shape in shapes.items() if len(shape) > 1}
+        own = {self.format_of(name) for name, shape in shapes.items() if is_matrix(name, shape)}
         return frozenset(own | (self.encoder.matrix_formats if self.encoder else set()))
 
     def kept_format(self, name: str) -> str | None:
@@ -220,7 +220,7 @@ def _stored_as(spec: ModelSpec, config: Mapping[str, Any]) -> dict[str, str]:
     return {
         name: "mxfp4" if of_experts else "f32"
         for name, shape in spec.tensor_shapes().items()
-        if len(shape) == 2
+        if is_matrix(name, shape)
         and name.startswith("layers.")
         and not name.endswith(_UNCHANGED)
         and (".moe." in name or not of_experts)

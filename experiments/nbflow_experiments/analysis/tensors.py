@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from nbflow.spec.model_spec import ModelSpec
-from nbflow.weights_policy import is_quantized
+from nbflow.weights_policy import is_matrix, is_quantized
 from nbflow_experiments.analysis.distributions import Weights
 from nbflow_experiments.analysis.ratios import relative_error
 from nbflow_experiments.analysis.tables import Table, table_of
@@ -110,7 +110,7 @@ def chosen_tensors(spec: ModelSpec, pattern: str | None = None) -> list[str]:
     shapes = spec.tensor_shapes()
     if pattern is None:
         return [name for name, shape in shapes.items() if is_quantized(name, shape)]
-    matrices = [name for name, shape in shapes.items() if len(shape) == 2]
+    matrices = [name for name, shape in shapes.items() if is_matrix(name, shape)]
     wanted = [part.strip() for part in pattern.split(",")]
     for part in wanted:
         if not any(fnmatchcase(name, part) for name in matrices):
