@@ -58,7 +58,6 @@ def test_tensor_core_kernels_keep_sums_in_registers_and_copy_16_bytes(
     ("D", "exact", "warpgroups", "plain"),
     [
         (64, True, 2, False),
-        (128, False, 2, True),
         (128, True, 2, True),
         (256, False, 2, True),
         (256, True, 1, False),
