@@ -80,7 +80,6 @@ def test_kernels_of_block_formats_keep_sums_in_registers(
     ("D", "exact", "warpgroups", "plain"),
     [
         (64, True, 2, False),
-        (128, False, 2, True),
         (128, True, 2, True),
         (256, False, 2, True),
         (256, True, 1, False),
