@@ -58,8 +58,7 @@ def test_tensor_core_kernels_keep_sums_in_registers_and_copy_16_bytes(
     ("name", "quads", "copy", "arch", "most_registers"),
     [
         ("q8_0", 1, cuda_blocks.RUNS, "sm_90", 168),  # 3 thread blocks on a multiprocessor
-        ("q4_0", 1, 8, "sm_80", 168),
-        ("q4_0", 4, cuda_blocks.RUNS, "sm_90", 255),  # 2, of prompts
+        ("q4_0", 4, 8, "sm_80", 255),  # 2, of prompts
     ],
 )
 def test_kernels_of_block_formats_keep_sums_in_registers(

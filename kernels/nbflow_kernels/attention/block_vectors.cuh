@@ -39,7 +39,8 @@ struct Range {
 };
 
 // Query vectors times their factors in the order of the operands, 16 bytes of a lane for each part; their
-// sums over parts, for zeros and bases, as sums of products begin; what each sees.  Vectors that do not exist are zeros.
+// sums over parts, for zeros and bases, as sums of products begin; what each sees.  Vectors that do not
+// exist are zeros.
 template <class K, int PARTS, int NT>
 DEV void stage_queries(const Tile& t, const u8* queries, i64 row_bytes, int kind, u8* q, float4* sums,
                        Range* ranges) {

@@ -190,7 +190,8 @@ __global__ void __launch_bounds__(THREADS) attend_blocks(PARAMETERS) {
 #pragma unroll
             for (int n = 0; n < NT; n++) {
 #pragma unroll
-                for (int i = 0; i < 8 * V_PARTS; i++) o[n][i / 4][i % 4] = __fmul_rn(o[n][i / 4][i % 4], shrink[n]);
+                for (int i = 0; i < 8 * V_PARTS; i++)
+                    o[n][i / 4][i % 4] = __fmul_rn(o[n][i / 4][i % 4], shrink[n]);
 #pragma unroll
                 for (int b = 0; b < V_PARTS; b++) bases[n][b] = __fmul_rn(bases[n][b], shrink[n]);
             }
