@@ -66,8 +66,8 @@ struct Chunks {
         __syncthreads();
         const int2 own = room[threadIdx.x / 128 * 4 + threadIdx.x % 4];
         const int first = __reduce_min_sync(~0u, own.x), last = __reduce_max_sync(~0u, own.y);
-        begin = shared_by_warp((first - first_base) / KEYS);
-        end = last > first ? shared_by_warp((last - first_base + KEYS - 1) / KEYS) : begin;
+        begin = last > first ? shared_by_warp((first - first_base) / KEYS) : 0;
+        end = last > first ? shared_by_warp((last - first_base + KEYS - 1) / KEYS) : 0;
     }
 };
 
