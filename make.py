@@ -49,7 +49,8 @@ def install(extras: str) -> None:
     if not (BIN / "pip").exists():
         show("python3", "-m", "venv", ".venv")
         venv.create(ROOT / ".venv", with_pip=True)
-    call(str(BIN / "pip"), "install", "--quiet", "-e", f".[{extras}]")
+    # Python compiles modules when it first imports them; most of what is installed it never does
+    call(str(BIN / "pip"), "install", "--quiet", "--no-compile", "-e", f".[{extras}]")
     stamp.write_text(digest)
 
 

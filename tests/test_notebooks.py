@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import nbformat
@@ -15,6 +16,20 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 COMPILES_CUDA = ("cpu_emulator_gpu",)
 
 
+@pytest.fixture
+def core_of_its_own() -> Iterator[None]:
+    """Have one core where there is a worker for each: threads would wait for the others' cores."""
+    worker = os.environ.get("PYTEST_XDIST_WORKER", "").removeprefix("gw")
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if not worker or int(os.environ["PYTEST_XDIST_WORKER_COUNT"]) < len(cores):
+        yield
+        return
+    os.sched_setaffinity(0, {cores[int(worker) % len(cores)]})
+    yield
+    os.sched_setaffinity(0, cores)
+
+
+@pytest.mark.usefixtures("core_of_its_own")
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if path.stem in COMPILES_CUDA and importlib.util.find_spec("numba_cuda") is None:

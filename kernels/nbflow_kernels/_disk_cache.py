@@ -27,16 +27,23 @@ class KeyedFiles(caching.IndexDataCacheFile):
         Numba's.
     may_save : callable
         Says whether the sources are still those that the folder is named after.
+    folder : Path, optional
+        A folder named after all sources.  Without it that of Numba is used, which looks at where
+        the source is and when it was written: another checkout, or an installed wheel, would find
+        nothing of what there is.
     """
 
     def __init__(
-        self, like: caching.IndexDataCacheFile, may_save: Callable[[], bool] = lambda: True
+        self,
+        like: caching.IndexDataCacheFile,
+        may_save: Callable[[], bool] = lambda: True,
+        folder: Path | None = None,
     ) -> None:
         self._may_save = may_save
-        self._cache_path = like._cache_path
+        self._cache_path = like._cache_path if folder is None else str(folder)
         self._index_path = like._index_path
         self._base = Path(like._index_name).stem
-        self._stamp = like._version, like._source_stamp
+        self._stamp = like._version, like._source_stamp if folder is None else None
 
     def flush(self) -> None:
         """Forget everything."""
@@ -64,8 +71,10 @@ class KeyedFiles(caching.IndexDataCacheFile):
         return Path(self._cache_path) / f"{self._base}.{digest}.nbc"
 
 
-def use_keyed_files(dispatcher: Any, may_save: Callable[[], bool]) -> Any:
+def use_keyed_files(
+    dispatcher: Any, may_save: Callable[[], bool], folder: Path | None = None
+) -> Any:
     """Return a cached function of Numba after changing where its cache keeps its files."""
     cache = dispatcher._cache
-    cache._cache_file = KeyedFiles(cache._cache_file, may_save)
+    cache._cache_file = KeyedFiles(cache._cache_file, may_save, folder)
     return dispatcher

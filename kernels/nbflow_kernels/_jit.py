@@ -177,7 +177,11 @@ def _compiled(function: Callable[..., Any], fastmath: Any) -> Any:
             cache=cached, nogil=True, error_model="numpy", boundscheck=False, fastmath=fastmath,
             **_NO_C,
         )(function)  # fmt: skip
-        return use_keyed_files(compiled, lambda: is_as_imported(path)) if cached else compiled
+        if not cached:
+            return compiled
+        # what other files import from elsewhere is not in their digest
+        folder = cache_folder(path) if path.is_relative_to(_ROOT) else None
+        return use_keyed_files(compiled, lambda: is_as_imported(path), folder)
     finally:
         numba_config.CACHE_DIR = before
 

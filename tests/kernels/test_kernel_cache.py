@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 
@@ -48,6 +49,12 @@ def test_each_compiled_kernel_is_a_file_that_knows_what_it_is(tmp_path):
         assert files.load(("int8", 1)) is None
     other_source = KeyedFiles(IndexDataCacheFile(str(tmp_path), "kernel-1", "other"))
     assert other_source.load(("float32", 1)) is None
+    for stamp in ("stamp", "another time"):  # of a folder named after all the sources
+        copy = KeyedFiles(IndexDataCacheFile("elsewhere", "kernel-1", stamp), folder=tmp_path / "b")
+        (tmp_path / "b").mkdir(exist_ok=True)
+        assert (copy.load(("float32", 1)) is None) == (stamp == "stamp")
+        copy.save(("float32", 1), b"of all copies")
+    shutil.rmtree(tmp_path / "b")
     first, second = sorted(tmp_path.iterdir())
     mixed = first.read_bytes()
     second.write_bytes(mixed)  # as if a file were in another's place
