@@ -17,6 +17,7 @@ from __future__ import annotations
 import functools
 import gc
 import hashlib
+import itertools
 import os
 import re
 from collections.abc import Callable
@@ -24,12 +25,29 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core import event
+from numba.core import bytecode, event
 
 from nbflow_kernels import stepping
 from nbflow_kernels._disk_cache import use_keyed_files
 from nbflow_kernels._parts import PartCompiler
 from nbflow_kernels.stepping import numba_config
+
+
+def _name_apart() -> None:
+    """Let the names of what this process compiles be no other process's.
+
+    A compiled function is called by a name that has a number in it, which each process counts up
+    from 1.  Kernels of one factory (a product for two formats) had the same name then when one was
+    compiled here and the other one came from the disk, where another process had put it: asked for
+    the address of the first, Numba gave the second's.
+    """
+    start = int.from_bytes(os.urandom(6), "little")
+    bytecode.FunctionIdentity._unique_ids = itertools.count(start)
+
+
+_name_apart()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_name_apart)
 
 # No "nnan"/"ninf": masks are -inf and tests fill outputs with NaN.  No "reassoc": the order of
 # additions is part of a kernel's contract (a row's result must not depend on its neighbours).

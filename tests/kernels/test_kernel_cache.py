@@ -64,3 +64,37 @@ def test_each_compiled_kernel_is_a_file_that_knows_what_it_is(tmp_path):
     assert [files.load(key) for key in (("float32", 1), ("float64", 1))] == [None, None]
     files.flush()
     assert not list(tmp_path.iterdir())
+
+
+FACTORY = """
+import sys
+import numpy as np
+from nbflow_kernels._jit import njit
+from nbflow_kernels.calls import Call, CallList
+from nbflow_kernels.team import Team
+
+def make(number):
+    @njit
+    def kernel(out, start, stop):
+        for i in range(start, stop):
+            out[i] = number
+    return kernel
+
+out = np.zeros(1, np.int64)
+kernels = [make(int(word)) for word in sys.argv[1:]]
+for kernel in kernels:
+    kernel(out, 0, 1)
+for kernel in kernels:
+    Team(1).run_list(CallList([Call(kernel, (out,), 1, 1.0)], 1))
+    print(out[0])
+"""
+
+
+def test_kernels_of_a_factory_that_processes_have_compiled_are_told_apart(tmp_path):
+    """One that is compiled here has not the name of one that another process has compiled."""
+    (tmp_path / "factory.py").write_text(FACTORY)
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    for numbers in (["2"], ["3"], ["4", "3", "2"]):
+        command = [sys.executable, str(tmp_path / "factory.py"), *numbers]
+        done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+        assert done.stdout.split() == numbers
