@@ -42,12 +42,15 @@ def measured() -> dict[str, Any]:
 
 def ops_table() -> str:
     """Return the table of op families and their variants."""
-    from nbflow_kernels.families import FAMILIES
+    from nbflow_kernels.families import FAMILIES, NO_CUDA, NUMPY_ON_CPU
 
     lines = ["| family | functions | reference | CPU | CUDA |", "|---|---|---|---|---|"]
     for family, names in FAMILIES.items():
         functions = ", ".join(f"`{name}`" for name in names)
-        lines.append(f"| `{family}` | {functions} | NumPy float64 | Numba | yes |")
+        in_numpy = [f"`{name}`" for name in names if name in NUMPY_ON_CPU]
+        compiled = any(name not in NUMPY_ON_CPU and name not in NO_CUDA for name in names)
+        cpu = "; ".join(["Numba"] * compiled + [f"NumPy: {', '.join(in_numpy)}"] * bool(in_numpy))
+        lines.append(f"| `{family}` | {functions} | NumPy float64 | {cpu} | yes |")
     return "\n".join(lines)
 
 
