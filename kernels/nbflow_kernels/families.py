@@ -183,7 +183,7 @@ NUMPY_ON_CPU = (
     "get_batch_indices_positions",
     "top1_agreement",
 )
-"""Public ops whose CPU variant is NumPy: they copy, compare, scale or make a table, at the memory's rate.
+"""Public ops whose CPU variant is NumPy: they copy, compare or make a table.
 
 Rows of a quantized table (`embedding`) are decoded by the format's compiled kernel.
 """
