@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Literal, Protocol
 
-from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
+from nbflow_kernels.errors import MissingExtraError, UsageError, install_command, unknown_name
 
 OnRankFailure = Literal["exit", "restart"]
 POLICIES = ("exit", "restart")
@@ -46,7 +46,7 @@ def find_mpirun() -> str:
     found = str(beside) if beside.exists() else shutil.which("mpirun")
     if found is None:
         raise MissingExtraError(
-            "there is no mpirun; install MPI and its launcher: pip install 'nbflow[mpi]'"
+            f"mpirun was not found; install MPI and its launcher: {install_command('mpi')}"
         )
     return found
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from nbflow.bench import Test
-from nbflow_kernels.errors import MissingExtraError, UsageError
+from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
 
 STEP_TOKENS = 512  # n_batch and n_ubatch, the defaults of llama-bench
 
@@ -52,7 +52,7 @@ class LlamaCpp:
             import llama_cpp
         except ImportError as error:
             raise MissingExtraError(
-                "the peer llama.cpp needs the extra 'bench': pip install 'nbflow[bench]' "
+                f"the peer llama.cpp needs llama-cpp-python: {install_command('bench')} "
                 "(it is built from source: a C++ compiler is needed)"
             ) from error
         self._lib: Any = llama_cpp

@@ -52,6 +52,14 @@ def test_links_lead_somewhere(site, made):
                 assert anchor in anchors(texts[path or name]), f"{name}: {target}"
 
 
+def test_pages_of_the_repository_link_to_files_of_the_repository(site):
+    for page in [ROOT / "README.md", *PAGES]:
+        text = site.CODE.sub("", page.read_text(encoding="utf-8"))
+        for _, _, target in site.LINK.findall(text):
+            path = target.partition("#")[0]
+            assert "://" in target or (page.parent / path).exists(), f"{page.name}: {target}"
+
+
 def test_broken_links_are_found(site):
     text = "[a](../nowhere.md) ![b](../README.md) `[c](../nowhere.md)` [d](../README.md) [e](#x)"
     assert site.broken_links(text) == ["../nowhere.md", "../README.md"]

@@ -33,7 +33,7 @@ def core_of_its_own() -> Iterator[None]:
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if path.stem in COMPILES_CUDA and importlib.util.find_spec("numba_cuda") is None:
-        pytest.skip("needs the CUDA compilers: pip install 'nbflow[cuda-test]'")
+        pytest.skip("needs the CUDA compilers: pip install -e '.[cuda-test]'")
     paths = [str(ROOT / part) for part in ("", "kernels", "experiments")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))

@@ -20,7 +20,7 @@ from nbflow_kernels.quants.support import OPERATIONS, cells
 from nbflow_kernels.quants.user import unregister_format
 
 ROOT = Path(__file__).resolve().parents[1]
-DOCS = ("formats", "ops", "tolerances", "experiments")
+DOCS = ("formats", "ops", "performance", "tolerances", "experiments")
 TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
@@ -116,8 +116,41 @@ def test_python_example_runs(tmp_path):
         exec(compile(block, "README.md", "exec"), {})
 
 
-def test_named_files_of_the_layout_exist():
-    block = re.search(r"## Layout\n+```\n(.*?)```", TEXT, re.S)[1]
-    for line in block.splitlines():
-        path = line.split()[0]
-        assert (ROOT / path).exists(), path
+def test_comparison_states_the_range_of_the_recorded_ratios(tool):
+    text = (ROOT / "docs" / "comparison.md").read_text(encoding="utf-8")
+    stated = re.search(
+        r"([\d.]+) to ([\d.]+) times in generation and ([\d.]+) to ([\d.]+) in pro", text
+    )
+    rows = [r for r in tool.engine_rows() if "peer" in r and r["activations"] == "int8"]
+    rows = [r for r in rows if r["model"].startswith("1.1b") and r["batch"] == 1]
+    found = []
+    for test in ("tg32", "pp512"):
+        ratios = [r["times_peer"] for r in rows if r["test"] == test]
+        found += [f"{min(ratios):.2f}", f"{max(ratios):.2f}"]
+    assert list(stated.groups()) == found
+
+
+def test_layout_names_every_folder_of_the_engine_and_nothing_else():
+    text = (ROOT / "docs" / "layout.md").read_text(encoding="utf-8")
+    paths = [line.split()[0] for line in re.search(r"```\n(.*?)```", text, re.S)[1].splitlines()]
+    assert [path for path in paths if not (ROOT / path).exists()] == []
+    tracked = {p.parent.relative_to(ROOT).parts[1] for p in (ROOT / "nbflow").glob("*/*.*")}
+    assert [n for n in tracked - {"__pycache__"} if f"nbflow/{n}/" not in paths] == []
+
+
+def test_install_commands_name_extras_of_the_checkout():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["name"] == "nbflow-llm"  # the name nbflow belongs to another project on PyPI
+    pages = [
+        ROOT / "README.md",
+        *(ROOT / "docs").glob("*.md"),
+        *(ROOT / "notebooks").glob("*.ipynb"),
+    ]
+    pages += [p for f in ("nbflow", "kernels", "experiments") for p in (ROOT / f).rglob("*.py")]
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        assert not re.search(r"nbflow\[[\w,-]+\]", text), f"{page}: pip would fetch another project"
+        for extras in re.findall(r"pip install -e '\.\[([\w,-]+)\]'", text):
+            assert set(extras.split(",")) <= set(project["optional-dependencies"]), (
+                f"{page}: {extras}"
+            )

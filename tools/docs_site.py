@@ -36,8 +36,6 @@ README_PAGES = {
         "What is not there yet",
         "Licence",
     ),
-    "performance.md": ("Speed",),
-    "layout.md": ("Layout",),
 }
 """Pages made of sections of README.md."""
 

@@ -16,15 +16,6 @@ from nbflow_experiments.recorded import Row, read_points
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 MISSING = "| not measured in this checkout; the command is above |\n| --- |"
 
-# Relative RMS error of Inferflow's own encoder: its quantization header, compiled, on 4.19 million
-# samples of N(0, 0.02) (of both variants of 8 bits; the first is the one with 9 bits stored).
-INFERFLOW = {
-    "q8_b32t1": 0.00465, "q8_b32t2": 0.00535, "q6_b64t1": 0.0217, "q5_b64t1": 0.0448,
-    "q5_b32t1": 0.0379, "q4_b64t1": 0.0960, "q4_b32t1a": 0.0782, "q4_b32t1b": 0.0803,
-    "q3h_b64t1": 0.1344, "q3_b32t1a": 0.1678, "q3_b32t1b": 0.1605, "q2_b32t1a": 0.393,
-    "q2_b32t1b": 0.320,
-}  # fmt: skip
-
 
 def folder_of(sweep: str) -> Path | None:
     """Return the folder of a sweep's results, if it has been measured."""
@@ -64,7 +55,7 @@ def quantization() -> str:
         best, plain = (_only(rows, weights=name, encoder=e) for e in ("best", "plain"))
         body.append([
             f"`{name}`", number(best["bits_per_weight"]),
-            number(INFERFLOW.get(name)), number(errors.get(name) if name in INFERFLOW else None),
+            *(number(error) for error in errors.get(name, (None, None))),
             *(number(row.get("weight_error_relative")) for row in (plain, best)),
             *(_nats(row.get("kld_mean_nats")) for row in (plain, best)),
             f"{best['perplexity']:.3f} ± {best['perplexity_stderr']:.3f}",
@@ -78,13 +69,17 @@ def quantization() -> str:
     return markdown(head, body)
 
 
-def gaussian_errors() -> dict[str, float]:
-    """Return the recorded errors of the default encoders on normal weights."""
+def gaussian_errors() -> dict[str, tuple[float, float]]:
+    """Return the recorded errors of the plain and the best encoder on normal weights."""
     import json
 
     files = sorted((RESULTS / "formats").glob("*/formats.json"))
     formats = json.loads(files[0].read_text(encoding="utf-8"))["formats"] if files else {}
-    return {name: row["error_best"] for name, row in formats.items() if row["error_best"]}
+    return {
+        name: (row["error_plain"], row["error_best"])
+        for name, row in formats.items()
+        if row["bits_per_weight"] < 16
+    }
 
 
 def throughput() -> str:

@@ -42,12 +42,15 @@ def measured() -> dict[str, Any]:
 
 def ops_table() -> str:
     """Return the table of op families and their variants."""
-    from nbflow_kernels.families import FAMILIES
+    from nbflow_kernels.families import FAMILIES, NO_CUDA, NUMPY_ON_CPU
 
     lines = ["| family | functions | reference | CPU | CUDA |", "|---|---|---|---|---|"]
     for family, names in FAMILIES.items():
         functions = ", ".join(f"`{name}`" for name in names)
-        lines.append(f"| `{family}` | {functions} | NumPy float64 | Numba | yes |")
+        in_numpy = [f"`{name}`" for name in names if name in NUMPY_ON_CPU]
+        compiled = any(name not in NUMPY_ON_CPU and name not in NO_CUDA for name in names)
+        cpu = "; ".join(["Numba"] * compiled + [f"NumPy: {', '.join(in_numpy)}"] * bool(in_numpy))
+        lines.append(f"| `{family}` | {functions} | NumPy float64 | {cpu} | yes |")
     return "\n".join(lines)
 
 
@@ -110,9 +113,41 @@ def speeds_table() -> str:
     return "\n".join(lines)
 
 
-def engine_table() -> str:
-    """Return the rows of the engine beside its peer."""
-    rows = json.loads(min(ENGINE.glob("*/rows.json")).read_text(encoding="utf-8"))
+def engine_rows() -> list[dict[str, Any]]:
+    """Return the committed rows of the engine."""
+    rows: list[dict[str, Any]] = json.loads(min(ENGINE.glob("*/rows.json")).read_text("utf-8"))
+    return rows
+
+
+def engine_excerpt() -> str:
+    """Return the rows of one sequence at 1.1B in four formats, with llama.cpp's arithmetic."""
+    models = [f"1.1b-{name}" for name in ("q4_0", "q8_0", "q4_k", "f16")]
+    return engine_table([
+        row for row in engine_rows()
+        if row["model"] in models and row["batch"] == 1 and row["test"] in ("pp512", "tg32")
+        and row["activations"] == ("f32" if row["model"] == "1.1b-f16" else "int8")
+    ])  # fmt: skip
+
+
+def bandwidth_table() -> str:
+    """Return both engines' share of the read bandwidth in generation, by format."""
+    lines = [
+        "| model | bandwidth, GB/s | nbflow | llama.cpp |",
+        "|---|---:|---:|---:|",
+    ]
+    for row in engine_rows():
+        if row["test"] == "tg32" and row["activations"] == "int8" and "peer" in row:
+            bandwidth = row["read_bandwidth_bytes_per_s"]
+            peer = row["peer_tokens_per_s"] * row["matrix_bytes_per_step"] / bandwidth
+            lines.append(
+                f"| {row['model']} | {bandwidth / 1e9:.1f} | {row['read_share']:.0%} | {peer:.0%} |"
+            )
+    return "\n".join(lines)
+
+
+def engine_table(rows: list[dict[str, Any]] | None = None) -> str:
+    """Return rows of the engine beside its peer; by default all."""
+    rows = engine_rows() if rows is None else rows
     lines = [
         "| model | arithmetic | batch | test | tokens/s | llama.cpp | ratio | share of read |",
         "|---|---|---:|---|---:|---:|---:|---:|",
@@ -155,7 +190,8 @@ def tolerances_table() -> str:
 
 
 TABLES: dict[str, dict[str, Callable[[], str]]] = {
-    "README.md": {"ops": ops_table, "formats": formats_excerpt, "engine": engine_table},
+    "README.md": {"ops": ops_table, "formats": formats_excerpt, "engine excerpt": engine_excerpt},
+    "docs/performance.md": {"engine": engine_table, "bandwidth": bandwidth_table},
     "docs/formats.md": {
         "where": measured_where,
         "formats": formats_table,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import Any
 
-from nbflow_kernels.errors import MissingExtraError
+from nbflow_kernels.errors import MissingExtraError, install_command
 
 
 def require(module: str, extra: str = "experiments") -> Any:
@@ -15,5 +15,5 @@ def require(module: str, extra: str = "experiments") -> Any:
     except ImportError as error:
         package = module.partition(".")[0]
         raise MissingExtraError(
-            f"this needs the package {package!r}; install it: pip install 'nbflow[{extra}]'"
+            f"this needs the package {package!r}; install it: {install_command(extra)}"
         ) from error

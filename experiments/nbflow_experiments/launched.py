@@ -33,7 +33,7 @@ from nbflow_experiments.progress import Reporter
 from nbflow_experiments.records import ResultsFolder
 from nbflow_experiments.schedule import End, Policy
 from nbflow_experiments.steps import StopRequest
-from nbflow_kernels.errors import UsageError
+from nbflow_kernels.errors import UsageError, install_command
 
 PROGRAM = (sys.executable, "-m", "nbflow.cli", "sweep")
 """What each rank runs."""
@@ -108,8 +108,8 @@ def command_of(launcher: str | None, ranks: int) -> list[str]:
         program = str(beside) if beside.is_file() else shutil.which("mpirun")
         if program is None:
             raise UsageError(
-                f"points with ranks = {ranks} need mpirun, which is not installed; pip install "
-                f"'nbflow[mpi]', or name a launcher: --launcher 'srun -n {{ranks}}'"
+                f"points with ranks = {ranks} need mpirun, which is not installed: "
+                f"{install_command('mpi')}; or name a launcher: --launcher 'srun -n {{ranks}}'"
             )
         return [program, "-n", str(ranks)]
     words = [word.replace("{ranks}", str(ranks)) for word in shlex.split(launcher)]

@@ -5,9 +5,9 @@
 
 Per format: the relative root mean square error of both encoders on N(0, 0.02) weights (2**20 of
 them); 1e6 weights encoded and decoded per second; and the product of one row of activations with an
-N x K matrix, for float32 and int8 activations.  Samples of the products alternate with passes of
-the read probe in the same process, and the fastest of each count, so that the share of the read
-bandwidth means something on a busy machine too.  Other times are medians.
+N x K matrix, for float32 and int8 activations.  Products are measured in rounds over all formats,
+each after a pass of the read probe, so that the share of the read bandwidth and the comparison of
+formats mean something on a busy machine too.  All times are medians.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from nbflow_kernels.read_probe import ReadProbe, read_bandwidth
 from nbflow_kernels.threads import get_num_threads, set_num_threads
 
 SHAPE = (11008, 4096)  # the widest matrix of Llama 2 7B
+FIGURES = ("gb_per_s", "gweights_per_s", "share_of_read")
 ENCODED_ROWS = 128  # of 4096 columns, for the speed of encoders and decoder
 
 
@@ -73,7 +74,11 @@ def measure_speed(
         ``bf16`` the ``product_<kind>_error``, see `product_errors`; None where there is no such
         product.  ``packed_bits_per_weight``.
     """
-    format = FORMATS[name]
+    return measure_encoders(name) | measure_products([name], shape, repeats)[name]
+
+
+def measure_encoders(name: str) -> dict[str, float | None]:
+    """Return the speed of a format's encoders and decoder, as in `measure_speed`."""
     x = sample(ENCODED_ROWS * 4).reshape(ENCODED_ROWS, -1)
     result: dict[str, float | None] = {}
     for encoder in ("plain", "best"):
@@ -81,23 +86,42 @@ def measure_speed(
         result[f"quantize_{encoder}_mweights_per_s"] = x.size / seconds / 1e6
     qt, out = quantize(x, name, encoder="plain"), np.empty_like(x)
     result["dequantize_mweights_per_s"] = x.size / _seconds(lambda: dequantize(qt, out), 5) / 1e6
+    return result
+
+
+def measure_products(
+    names: Sequence[str], shape: tuple[int, int] = SHAPE, repeats: int = 15
+) -> dict[str, dict[str, float | None]]:
+    """Return the errors and speeds of one-row products of several formats, as in `measure_speed`.
+
+    In each of `repeats` rounds every product has its turn after a pass of the read probe, so that
+    a machine that slows down slows all formats alike; the figures are medians over the rounds.
+    """
+    rows: dict[str, dict[str, float | None]] = {}
+    products: list[tuple[str, str, QuantTensor]] = []
+    for name in names:
+        matrix, errors = _random_matrix(name, shape)
+        packed = matrix.packed_nbytes
+        bits = 8 * packed / (shape[0] * shape[1]) if packed else FORMATS[name].bits_per_weight
+        rows[name] = errors | {"packed_bits_per_weight": bits}
+        for kind in ("f32", "int8"):
+            rows[name] |= dict.fromkeys(f"gemv_{kind}_{figure}" for figure in FIGURES)
+            if kind == "f32" or not matrix.is_float:
+                products.append((name, kind, matrix))
+    for (name, kind, _), figures in zip(products, _rounds(products, repeats), strict=True):
+        rows[name] |= {f"gemv_{kind}_{key}": value for key, value in figures.items()}
+    return rows
+
+
+def _random_matrix(
+    name: str, shape: tuple[int, int]
+) -> tuple[QuantTensor, dict[str, float | None]]:
+    """Return a matrix (512 random rows, repeated) and the errors of products with these rows."""
     N, K = shape
     w = sample(512 * K // 1024 + 1).ravel()[: 512 * K].reshape(512, K)
     some = quantize(w, name, encoder="plain")
-    result |= product_errors(some)
     matrix = QuantTensor(name, (N, K), some.data[np.arange(N) % 512])
-    activations = np.random.default_rng(1).standard_normal((1, K), dtype=np.float32)
-    y = np.empty((1, N), np.float32)
-    for kind in ("f32", "int8"):
-        figures: dict[str, float | None]
-        figures = dict.fromkeys(("gb_per_s", "gweights_per_s", "share_of_read"))
-        if kind == "f32" or not matrix.is_float:
-            call = functools.partial(qmatmul, activations, matrix, activations=kind, out=y)
-            figures = _product(call, matrix, repeats)
-        result |= {f"gemv_{kind}_{key}": value for key, value in figures.items()}
-    packed = matrix.packed_nbytes
-    result["packed_bits_per_weight"] = 8 * packed / (N * K) if packed else format.bits_per_weight
-    return result
+    return matrix, product_errors(some)
 
 
 def product_errors(w: QuantTensor) -> dict[str, float | None]:
@@ -133,23 +157,35 @@ def _seconds(call: Callable[[], Any], repeats: int) -> float:
     return median(taken)
 
 
-def _product(call: Callable[[], Any], w: QuantTensor, repeats: int) -> dict[str, Any]:
-    """Return the speed of a product whose samples alternate with passes of the read probe."""
-    reads = ReadProbe(2 * bench.last_level_cache_bytes())
-    call()
-    mine: list[float] = []
-    probe: list[float] = []
-    for _ in range(repeats):
-        probe.append(reads.seconds())  # also empties the cache
-        started = time.perf_counter()
-        call()
-        mine.append(time.perf_counter() - started)
-    n_bytes, fastest = w.packed_nbytes or w.nbytes, min(mine)
-    return {
-        "gb_per_s": n_bytes / fastest / 1e9,
-        "gweights_per_s": w.shape[0] * w.shape[1] / fastest / 1e9,
-        "share_of_read": n_bytes / fastest * min(probe) / reads.n_bytes,
-    }
+def _rounds(
+    products: Sequence[tuple[str, str, QuantTensor]], repeats: int
+) -> list[dict[str, float | None]]:
+    """Return the median speed of each product (name, activations, matrix) over the rounds."""
+    probe = ReadProbe(2 * bench.last_level_cache_bytes())
+    K = products[0][2].shape[1]
+    activations = np.random.default_rng(1).standard_normal((1, K), dtype=np.float32)
+    out = np.empty((1, products[0][2].shape[0]), np.float32)
+    seconds = np.empty((len(products), repeats))
+    shares = np.empty((len(products), repeats))
+    for _, kind, matrix in products:
+        qmatmul(activations, matrix, activations=kind, out=out)  # compiles
+    for r in range(repeats):
+        for p, (_, kind, matrix) in enumerate(products):
+            n_bytes = matrix.packed_nbytes or matrix.nbytes
+            bandwidth = probe.n_bytes / probe.seconds()  # also empties the cache
+            started = time.perf_counter()
+            qmatmul(activations, matrix, activations=kind, out=out)
+            seconds[p, r] = time.perf_counter() - started
+            shares[p, r] = n_bytes / seconds[p, r] / bandwidth
+    result: list[dict[str, float | None]] = []
+    for p, (_, _, matrix) in enumerate(products):
+        taken, n_bytes = float(np.median(seconds[p])), matrix.packed_nbytes or matrix.nbytes
+        result.append({
+            "gb_per_s": n_bytes / taken / 1e9,
+            "gweights_per_s": matrix.shape[0] * matrix.shape[1] / taken / 1e9,
+            "share_of_read": float(np.median(shares[p])),
+        })  # fmt: skip
+    return result
 
 
 def run(
@@ -157,14 +193,16 @@ def run(
 ) -> dict[str, dict[str, Any]]:
     """Return errors and speeds by explicit name, and say on stderr what is being measured."""
     rows: dict[str, dict[str, Any]] = {}
-    for name in names:
-        format = FORMATS[name]
-        print(f"{format.name} ...", file=sys.stderr, flush=True)
-        rows[format.name] = {
-            "bits_per_weight": format.bits_per_weight,
-            **measure_errors(format.name),
-            **measure_speed(format.name, shape, repeats),
+    for name in dict.fromkeys(FORMATS[name].name for name in names):
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        rows[name] = {
+            "bits_per_weight": FORMATS[name].bits_per_weight,
+            **measure_errors(name),
+            **measure_encoders(name),
         }
+    print("products ...", file=sys.stderr, flush=True)
+    for name, products in measure_products(list(rows), shape, repeats).items():
+        rows[name] |= products
     return rows
 
 

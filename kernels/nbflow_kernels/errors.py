@@ -18,6 +18,11 @@ class MissingExtraError(ImportError):
     """A feature that needs an optional dependency; the message names the extra to install."""
 
 
+def install_command(extra: str) -> str:
+    """Return the command that installs an optional extra from nbflow's checkout."""
+    return f"pip install -e '.[{extra}]' (in nbflow's checkout)"
+
+
 def unknown_name(kind: str, name: object, available: Iterable[str]) -> UsageError:
     """Return the error for a name that does not exist, with close names and then all names."""
     names = list(available)

@@ -170,6 +170,24 @@ NO_CUDA: dict[str, str] = {
 }
 """Public names without a CUDA variant, and why; all others run on CUDA devices too."""
 
+NUMPY_ON_CPU = (
+    "linear_norm",
+    "embedding",
+    "alibi_bias",
+    "relative_position_bucket",
+    "relative_position_bias",
+    "sinusoidal_position_embedding",
+    "add_learned_positions",
+    "packbits",
+    "get_seq_lens",
+    "get_batch_indices_positions",
+    "top1_agreement",
+)
+"""Public ops whose CPU variant is NumPy: they copy, compare or make a table.
+
+Rows of a quantized table (`embedding`) are decoded by the format's compiled kernel.
+"""
+
 SUPPORT: dict[str, tuple[str, ...]] = {
     "quants": ("FORMATS", "QuantFormat", "QuantTensor", "dequantize", "quantize"),
     "quants.user": ("load_formats", "register_format", "unregister_format"),

@@ -239,7 +239,7 @@ def _registers(kernels: list[KernelFacts], text: str | bytes | None, arch: str) 
     """Fill in registers and spills from ``ptxas``, or say why they are unknown."""
     ptxas = find_ptxas()
     if ptxas is None or text is None:
-        why = "unknown: ptxas is not installed (pip install 'nbflow[cuda-test]')"
+        why = "unknown: ptxas is not installed (pip install -e '.[cuda-test]')"
         for k in kernels:
             k.registers_from = why if text is not None else "unknown: no PTX text given"
         return

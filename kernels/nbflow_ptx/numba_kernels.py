@@ -24,7 +24,7 @@ _compiled: dict[Any, Emulator] = {}
 def _numba_cuda() -> Any:
     if importlib.util.find_spec("numba_cuda") is None:
         raise MissingToolError(
-            "compiling a Numba kernel needs numba-cuda: pip install 'nbflow[cuda-test]'"
+            "compiling a Numba kernel needs numba-cuda: pip install -e '.[cuda-test]'"
         )
     cuda: Any = importlib.import_module("numba.cuda")
     if os.environ.get("NUMBA_ENABLE_CUDASIM", "0") not in ("", "0"):

@@ -15,7 +15,7 @@ from typing import Any
 
 from nbflow_ptx.errors import MissingToolError, PtxError
 
-_INSTALL = "pip install 'nbflow[cuda-test]' (or numba-cuda[cu12])"
+_INSTALL = "pip install -e '.[cuda-test]' (or numba-cuda[cu12])"
 _FOLDERS = (
     "cuda_runtime/include", "cuda_nvcc/include", "cuda_cccl/include", "cu13/include",
     "cu13/include/cccl",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nbflow.commands.decoding_options import add_draft_arguments
 from nbflow.commands.options import add_model_arguments
-from nbflow_kernels.errors import MissingExtraError, UsageError
+from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
 
 if TYPE_CHECKING:
     from nbflow.server.config import ServerConfig
@@ -75,9 +75,7 @@ def need_extra() -> None:
     """Raise `MissingExtraError` unless everything that serving needs is there."""
     for name in ("fastapi", "httptools", "prometheus_client", "uvicorn"):
         if find_spec(name) is None:
-            raise MissingExtraError(
-                f"nbflow serve needs {name}; install it with pip install 'nbflow[serve]'"
-            )
+            raise MissingExtraError(f"nbflow serve needs {name}: {install_command('serve')}")
 
 
 def configuration(arguments: argparse.Namespace) -> ServerConfig:

@@ -16,7 +16,7 @@ import numpy as np
 
 from nbflow.decoding.token_bytes import vocabulary_bytes
 from nbflow.tokenizer import Tokenizer
-from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
+from nbflow_kernels.errors import MissingExtraError, UsageError, install_command, unknown_name
 
 _MAX_ENGINES = 8
 KINDS = ("choice", "regex", "json_schema", "grammar")
@@ -119,7 +119,7 @@ def _library() -> Any:
         import llguidance
     except ImportError:
         raise MissingExtraError(
-            "structured output needs llguidance: pip install 'nbflow[structured]'"
+            f"structured output needs llguidance: {install_command('structured')}"
         ) from None
     return llguidance
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from nbflow_kernels import QuantTensor
 from nbflow_kernels.cuda import device_of
-from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
+from nbflow_kernels.errors import MissingExtraError, UsageError, install_command, unknown_name
 
 DEVICES = ("auto", "cpu", "cuda", "emulator")
 """Names of devices.
@@ -215,7 +215,7 @@ def find_place(device: str, turn: int = 0) -> Place:
         if not nvrtc.available():
             raise MissingExtraError(
                 "device 'emulator' compiles CUDA kernels; install the compilers (no driver is "
-                "needed): pip install 'nbflow[cuda-test]'"
+                f"needed): {install_command('cuda-test')}"
             )
         return Place("emulator", stand_in)
     name, _, number = device.partition(":")

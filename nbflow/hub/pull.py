@@ -11,7 +11,7 @@ from typing import Any
 from nbflow.hub.cache import cache_folder, is_repo_name, repo_folder
 from nbflow.hub.choose import HubFile, choose_files
 from nbflow.hub.download import download
-from nbflow_kernels.errors import MissingExtraError, UsageError
+from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
 
 ENDPOINT = "https://huggingface.co"
 
@@ -108,7 +108,7 @@ def _import_hub() -> Any:
         import huggingface_hub.utils
     except ImportError as error:
         raise MissingExtraError(
-            "downloading models needs huggingface_hub: pip install nbflow[hub]"
+            f"downloading models needs huggingface_hub: {install_command('hub')}"
         ) from error
     return huggingface_hub
 

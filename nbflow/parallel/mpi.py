@@ -20,7 +20,7 @@ import numpy as np
 from nbflow.parallel.comm import Alone, Comm
 from nbflow.status import status
 from nbflow.supervise import FORWARD_S
-from nbflow_kernels.errors import MissingExtraError
+from nbflow_kernels.errors import MissingExtraError, install_command
 from nbflow_kernels.team import available_cores
 
 # Set by the launchers of MPICH and Intel MPI, of Open MPI, and by PMIx (Slurm).
@@ -46,7 +46,7 @@ def world() -> Comm:
             return Alone()
         raise MissingExtraError(
             f"{launched[0]} is set, so a launcher started several ranks, but mpi4py cannot be "
-            f"imported ({error}); install it: pip install 'nbflow[mpi]'"
+            f"imported ({error}); install it: {install_command('mpi')}"
         ) from error
     return Alone() if MPI.COMM_WORLD.size == 1 else Mpi(MPI.COMM_WORLD.Dup())
 

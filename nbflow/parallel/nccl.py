@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from nbflow.parallel.comm import Alone, Comm
-from nbflow_kernels.errors import MissingExtraError, UsageError
+from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
 
 DTYPES = {"float32": "NCCL_FLOAT32", "float16": "NCCL_FLOAT16", "int32": "NCCL_INT32"}
 """Type of an array to the name of NCCL's constant in `cupy.cuda.nccl`."""
@@ -33,8 +33,8 @@ def _nccl() -> tuple[Any, Any]:
         from cupy.cuda import nccl
     except ImportError as error:
         raise MissingExtraError(
-            f"ranks with GPUs need CuPy, which cannot be imported ({error}); install it: pip "
-            "install 'nbflow[cuda12]' (or cuda13)"
+            f"ranks with GPUs need CuPy, which cannot be imported ({error}); install it: "
+            f"{install_command('cuda12')}, or cuda13"
         ) from error
     if not getattr(nccl, "available", False):
         raise MissingExtraError(

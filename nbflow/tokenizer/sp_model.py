@@ -14,7 +14,7 @@ from nbflow.tokenizer.spm import SPACE
 from nbflow.tokenizer.tokenizer import encode_runs
 from nbflow.tokenizer.tokenizer_config import AddedToken, TokenizerConfig, read_tokenizer_config
 from nbflow.weights.byte_file import ByteFile
-from nbflow_kernels.errors import MissingExtraError, UsageError
+from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
 
 _MAX_FILE_BYTES = 1 << 28
 _UNKNOWN_TEXT = " \u2047 ".encode()  # what SentencePiece shows for an unknown piece
@@ -148,7 +148,7 @@ def load_processor(model: bytes, where: str) -> Any:
         import sentencepiece
     except ImportError as error:
         raise MissingExtraError(
-            f"{where}: needs the package sentencepiece; pip install 'nbflow[sentencepiece]'"
+            f"{where}: needs the package sentencepiece: {install_command('sentencepiece')}"
         ) from error
     if not model:  # which the package takes for none
         raise UsageError(f"{where}: the SentencePiece model is empty")

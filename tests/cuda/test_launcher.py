@@ -227,7 +227,7 @@ def test_where_there_is_no_compiler_the_extra_is_named(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(nvrtc.importlib, "import_module", missing)
     nvrtc._nvrtc.cache_clear()
-    with pytest.raises(MissingExtraError, match=r"nbflow\[cuda12\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[cuda12\]'"):
         nvrtc._nvrtc()
 
 
@@ -282,7 +282,7 @@ def test_packages_for_a_newer_cuda_than_the_drivers(
     assert _too_new((14, 0)) == ""  # a driver runs what is older
     found = _too_new((12, 8))
     assert re.match("cupy-cuda13x .*need CUDA 13, the driver runs CUDA 12.8: pip uninstall", found)
-    assert "pip install 'nbflow[cuda12]'" in found
+    assert "pip install -e '.[cuda12]'" in found
 
 
 class _Library:

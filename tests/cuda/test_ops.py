@@ -44,5 +44,5 @@ del FIRST["get_seq_lens"]  # array operators, no kernel
 @pytest.mark.skipif(importlib.util.find_spec("cupy") is not None, reason="CuPy is installed")
 @pytest.mark.parametrize("op", FIRST)
 def test_without_cupy_the_extra_is_named(op: str) -> None:
-    with pytest.raises(MissingExtraError, match=r"need CuPy: pip install 'nbflow\[cuda1[23]\]'"):
+    with pytest.raises(MissingExtraError, match=r"need CuPy: pip install -e '\.\[cuda1[23]\]'"):
         checking.run(FIRST[op], lambda array, _: np.ascontiguousarray(array).view(Elsewhere))

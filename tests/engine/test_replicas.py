@@ -127,7 +127,7 @@ def test_wrong_use(model):
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install -e '.[mpi]'")
 def test_processes(alone, tmp_path):
     out = tmp_path / "told.json"
     done = mpirun(2, str(SCRIPT), "serve", str(out))
@@ -147,7 +147,7 @@ def test_processes(alone, tmp_path):
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install -e '.[mpi]'")
 def test_a_process_whose_engine_fails(alone, tmp_path):
     out = tmp_path / "told.json"
     done = mpirun(2, str(SCRIPT), "fail", str(out))

@@ -18,7 +18,7 @@ from nbflow_experiments.scoring.choices import accuracies, ask, read_questions
 from nbflow_experiments.scoring.text import score_text
 from nbflow_experiments.scoring.windows import cut
 
-pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install 'nbflow[harness]'")
+pytest.importorskip("lm_eval", reason="needs lm-evaluation-harness: pip install -e '.[harness]'")
 
 ROOT = Path(__file__).parents[2]
 QUESTIONS = [

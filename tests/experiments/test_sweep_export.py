@@ -23,7 +23,7 @@ from nbflow_experiments.sweep import SweepOptions, run_sweep
 from nbflow_kernels.errors import MissingExtraError, UsageError
 
 needs_pyarrow = pytest.mark.skipif(
-    importlib.util.find_spec("pyarrow") is None, reason="needs pip install 'nbflow[parquet]'"
+    importlib.util.find_spec("pyarrow") is None, reason="needs pip install -e '.[parquet]'"
 )
 
 
@@ -132,7 +132,7 @@ def test_parquet_without_pyarrow_names_the_extra(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyarrow", None)
-    with pytest.raises(MissingExtraError, match=r"nbflow\[parquet\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[parquet\]'"):
         export(folder, "--format", "parquet", "--out", str(folder / "a.parquet"))
     assert not (folder / "a.parquet").exists()
     with pytest.raises(UsageError, match="name a file with --out"):

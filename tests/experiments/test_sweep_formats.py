@@ -86,7 +86,7 @@ def test_every_rank_loads_the_file(sweep: Path, tmp_path: Path) -> None:
     beside = Path(sys.executable).with_name("mpirun")
     mpirun = str(beside) if beside.is_file() else shutil.which("mpirun")
     if mpirun is None or importlib.util.find_spec("mpi4py") is None:
-        pytest.skip("needs mpi4py and mpirun: pip install 'nbflow[mpi]'")
+        pytest.skip("needs mpi4py and mpirun: pip install -e '.[mpi]'")
     environment = dict(os.environ)
     roots = [ROOT, ROOT / "kernels", ROOT / "experiments"]
     environment["PYTHONPATH"] = os.pathsep.join(map(str, roots))

@@ -90,7 +90,7 @@ def test_predictions_stand_beside_what_was_measured(sweep: Path, machine: Machin
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install -e '.[mpi]'")
 def test_the_planner_chooses_for_the_ranks_of_a_sweep(sweep: Path, machine: Machine) -> None:
     arguments = ("sweep", str(sweep), "--out", str(sweep.parent))
     slow = sweep.parent / "slow.toml"  # an exchange costs more than all the rest

@@ -27,7 +27,7 @@ has_mpi = (
     Path(sys.executable).with_name("mpirun").is_file() or shutil.which("mpirun") is not None
 ) and importlib.util.find_spec("mpi4py") is not None
 needs_mpi = pytest.mark.skipif(
-    not has_mpi, reason="needs mpi4py and mpirun: pip install 'nbflow[mpi]'"
+    not has_mpi, reason="needs mpi4py and mpirun: pip install -e '.[mpi]'"
 )
 ONE_BATCH = ("--batch", "1")
 

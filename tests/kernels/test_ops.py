@@ -47,6 +47,15 @@ def test_case_is_bitwise_the_same_again_and_with_two_threads(case: OpCase) -> No
     assert first == _bits(case)
 
 
+@pytest.mark.parametrize("op", sorted({case.op for case in CASES}))
+def test_only_listed_ops_compute_in_numpy(op: str) -> None:
+    case = next(case for case in CASES if case.op == op)
+    with threads.kernel_seconds() as seconds:
+        checking.run(case)
+    in_numpy = op in families.NUMPY_ON_CPU or op in families.NO_CUDA  # the latter make tables
+    assert bool(seconds) != in_numpy
+
+
 @pytest.mark.parametrize(("family", "op"), FUNCTIONS)
 def test_op_has_reference_and_case(family: str, op: str) -> None:
     public = inspect.signature(getattr(nk, op)).parameters

@@ -10,7 +10,7 @@ from specs import write_llama
 
 pytestmark = [
     pytest.mark.mpi,
-    pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'"),
+    pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install -e '.[mpi]'"),
 ]
 
 

@@ -15,7 +15,7 @@ HANG_S = 4.0  # reading a model's description takes a second on a busy machine
 
 pytestmark = [
     pytest.mark.mpi,
-    pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'"),
+    pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install -e '.[mpi]'"),
 ]
 
 

@@ -18,7 +18,7 @@ from nbflow.server.addresses import FRONT_SOCKET
 
 pytestmark = [
     pytest.mark.mpi,
-    pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'"),
+    pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install -e '.[mpi]'"),
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are found in /proc"),
 ]
 

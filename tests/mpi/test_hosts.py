@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 pytestmark = [
     pytest.mark.mpi,
-    pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'"),
+    pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install -e '.[mpi]'"),
 ]
 
 

@@ -15,7 +15,7 @@ from nbflow.planner import Device, Link, Machine, written_machine
 
 pytestmark = [
     pytest.mark.mpi,
-    pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'"),
+    pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install -e '.[mpi]'"),
 ]
 
 

@@ -94,7 +94,7 @@ def test_a_rank_that_stands_still_is_given_up(monkeypatch):
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install -e '.[mpi]'")
 def test_ranks_that_wait_do_not_work():
     """Two ranks wait for one: their processor time is next to none, whatever the cores."""
     code = (
@@ -116,7 +116,7 @@ def test_ranks_that_wait_do_not_work():
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install -e '.[mpi]'")
 def test_large_messages_move_while_their_sender_computes():
     """The receiver has them before the sender calls MPI again; the order is kept."""
     code = (
@@ -164,7 +164,7 @@ def test_whether_mpi_takes_device_arrays_is_asked():
 
 def test_nccl_needs_cupy_and_nccl(monkeypatch):
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(MissingExtraError, match=r"nbflow\[cuda12\]"):
+    with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[cuda12\]'"):
         Nccl(Alone())
     stand_in(monkeypatch, available=False)
     with pytest.raises(MissingExtraError, match="nvidia-nccl-cu12"):
@@ -192,7 +192,7 @@ def test_the_way_between_devices_is_one_that_all_ranks_can_go(monkeypatch):
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install -e '.[mpi]'")
 def test_an_mpi_that_takes_device_arrays_adds_in_the_same_order():
     """NumPy stands for CuPy here: the library gets the arrays themselves, once they are ready."""
     code = (

@@ -13,7 +13,7 @@ from nbflow_ptx.errors import LaunchError
 pytestmark = [
     pytest.mark.compiler,
     pytest.mark.skipif(
-        not nvrtc.available(), reason="needs numba-cuda: pip install 'nbflow[cuda-test]'"
+        not nvrtc.available(), reason="needs numba-cuda: pip install -e '.[cuda-test]'"
     ),
 ]
 SOURCE = (Path(__file__).parent / "kernels" / "cluster.cu").read_text()

@@ -16,7 +16,7 @@ from nbflow_ptx import Emulator, KernelFault, LaunchError, compile_kernel, launc
 pytestmark = [
     pytest.mark.compiler,
     pytest.mark.skipif(
-        not nvrtc.available(), reason="needs numba-cuda: pip install 'nbflow[cuda-test]'"
+        not nvrtc.available(), reason="needs numba-cuda: pip install -e '.[cuda-test]'"
     ),
 ]
 KERNELS = Path(__file__).parent / "kernels"
@@ -24,7 +24,7 @@ KERNELS = Path(__file__).parent / "kernels"
 
 @pytest.fixture(scope="module")
 def cuda() -> Any:
-    pytest.importorskip("numba_cuda", reason="needs numba-cuda: pip install 'nbflow[cuda-test]'")
+    pytest.importorskip("numba_cuda", reason="needs numba-cuda: pip install -e '.[cuda-test]'")
     from numba import cuda
 
     return cuda

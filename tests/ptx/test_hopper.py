@@ -13,7 +13,7 @@ from nbflow_ptx import NO_CHECKS, Checks, Emulator, KernelFault, nvrtc
 pytestmark = [
     pytest.mark.compiler,
     pytest.mark.skipif(
-        not nvrtc.available(), reason="needs numba-cuda: pip install 'nbflow[cuda-test]'"
+        not nvrtc.available(), reason="needs numba-cuda: pip install -e '.[cuda-test]'"
     ),
 ]
 SOURCE = (Path(__file__).parent / "kernels" / "hopper.cu").read_text()

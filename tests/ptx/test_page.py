@@ -33,9 +33,7 @@ def test_reports_are_real() -> None:
 
 
 @pytest.mark.compiler
-@pytest.mark.skipif(
-    not nvrtc.available(), reason="needs numba-cuda: pip install 'nbflow[cuda-test]'"
-)
+@pytest.mark.skipif(not nvrtc.available(), reason="needs numba-cuda: pip install -e '.[cuda-test]'")
 def test_programs_run(tmp_path: Path) -> None:
     program = "\n".join(re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S))
     file = tmp_path / "page.py"  # Numba wants a file to read the source from

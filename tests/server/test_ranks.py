@@ -65,7 +65,7 @@ def drafted(partition: str, **engine: str) -> str:
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install -e '.[mpi]'")
 @pytest.mark.parametrize(("partition", "n"), [("0&1", 1), ("auto", 2)])
 def test_mpi(offline, tmp_path, partition, n):
     """By tensor; and where an exchange takes long, the planner takes replicas for throughput."""
@@ -117,7 +117,7 @@ def test_a_rank_that_fails_makes_the_server_say_so(tmp_path):
 
 
 @pytest.mark.mpi
-@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install -e '.[mpi]'")
 def test_a_replica_that_fails(tmp_path):
     program = (str(MPIRUN), "-n", "2", *FAILING)
     with Server(drafted("0/1", on_failure="stop"), tmp_path, program) as server:

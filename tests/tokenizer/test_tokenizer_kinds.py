@@ -279,7 +279,7 @@ def test_damaged_files(tmp_path: Path) -> None:
 
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "sentencepiece", None)
-    with pytest.raises(MissingExtraError, match=r"pip install 'nbflow\[sentencepiece\]'"):
+    with pytest.raises(MissingExtraError, match=r"pip install -e '\.\[sentencepiece\]'"):
         load_tokenizer(GOLDEN / "sp_bpe")
 
 

@@ -25,13 +25,13 @@ from nbflow_experiments.extras import require
 from nbflow_experiments.scoring.choices import continuation_log_prob, encode_pair
 from nbflow_experiments.scoring.text import score_text
 from nbflow_experiments.scoring.windows import cut
-from nbflow_kernels.errors import MissingExtraError, UsageError
+from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
 
 try:
     from lm_eval.api.model import LM
 except ImportError as error:
     raise MissingExtraError(
-        "this needs lm-evaluation-harness; install it: pip install 'nbflow[harness]'"
+        f"this needs lm-evaluation-harness: {install_command('harness')}"
     ) from error
 
 DEFAULT_NEW_TOKENS = 256

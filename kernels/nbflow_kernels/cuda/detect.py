@@ -1,4 +1,4 @@
-"""Whether CUDA kernels can run here, and if not, why.  Imports nothing, never raises."""
+"""Detect whether CUDA kernels can run, and if not, why; loads no GPU package, never raises."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import importlib.util
 import sys
 from dataclasses import dataclass
 from importlib import metadata
+
+from nbflow_kernels.errors import install_command
 
 LIBRARY = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
 _NO_DEVICE = 100
@@ -76,7 +78,7 @@ def detect(library: str = LIBRARY) -> Detected:
         reason = f"there is no CUDA driver ({library} does not load)"
     if not reason and not (cupy and compilers):
         missing = " and ".join(n for n, ok in (("CuPy", cupy), ("numba-cuda", compilers)) if not ok)
-        reason = f"{missing} missing: pip install 'nbflow[{extra(version)}]'"
+        reason = f"{missing} missing: {install_command(extra(version))}"
     if not reason and version is not None:
         reason = _too_new(version)
     return Detected(version, n_devices, cupy, compilers, reason)
@@ -123,8 +125,8 @@ def _too_new(driver: tuple[int, int]) -> str:
         return ""
     return (
         f"{' and '.join(wrong)} need CUDA {max(packages[name] for name in wrong)}, the driver runs "
-        f"CUDA {driver[0]}.{driver[1]}: pip uninstall {' '.join(wrong)}, then pip install "
-        f"'nbflow[{extra(driver)}]'; or update the driver"
+        f"CUDA {driver[0]}.{driver[1]}: pip uninstall {' '.join(wrong)}, then "
+        f"{install_command(extra(driver))}; or update the driver"
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from nbflow_kernels.cuda import driver
-from nbflow_kernels.errors import MissingExtraError, UsageError
+from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
 
 Dim3 = tuple[int, int, int]
 Launch = Callable[[Dim3, Dim3, bytes, int], None]
@@ -141,7 +141,7 @@ def _cupy() -> Any:
 
         name = extra(detect().driver_version)
         raise MissingExtraError(
-            f"arrays on a CUDA device need CuPy: pip install 'nbflow[{name}]'"
+            f"arrays on a CUDA device need CuPy: {install_command(name)}"
         ) from e
 
 

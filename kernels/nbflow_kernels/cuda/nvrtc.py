@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from nbflow_kernels.cuda.errors import CompileError
-from nbflow_kernels.errors import MissingExtraError
+from nbflow_kernels.errors import MissingExtraError, install_command
 
-INSTALL = "pip install 'nbflow[cuda12]' (or 'nbflow[cuda-test]' on a computer without a GPU)"
+INSTALL = f"{install_command('cuda12')}, or cuda-test on a computer without a GPU"
 _FOLDERS = (
     "cuda_runtime/include", "cuda_nvcc/include", "cuda_cccl/include", "cu13/include",
     "cu13/include/cccl",
