@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_experiments.extras import require
-from nbflow_experiments.files import replace_atomically
+from nbflow_experiments.files import DamagedFileError, replace_atomically
 from nbflow_experiments.measures import Array
 
 _LINKS, _BY_RANK = "ranks", "_by_rank"
@@ -40,6 +40,20 @@ def write_arrays(group: Any, arrays: Mapping[str, Array]) -> None:
             )
             labels.make_scale("label")
             dataset.dims[0].attach_scale(labels)
+
+
+def open_arrays(path: Path) -> Any:
+    """Open an HDF5 file of a sweep for reading.
+
+    Raises
+    ------
+    DamagedFileError
+        If it is not HDF5.
+    """
+    try:
+        return require("h5py").File(path, "r")
+    except OSError as error:
+        raise DamagedFileError(f"{path} is damaged: {error}") from None
 
 
 def rank_file(rank: int) -> str:
@@ -84,7 +98,7 @@ def link_ranks(group: Any, folder: Path, ranks: Sequence[int]) -> None:
         links[str(rank)] = h5py.ExternalLink(name, "/")
     found: dict[str, dict[int, Any]] = {}
     for rank in ranks:
-        with h5py.File(folder / rank_file(rank), "r") as file:
+        with open_arrays(folder / rank_file(rank)) as file:
             for key, dataset in file.items():
                 if "unit" in dataset.attrs:  # not the labels of another
                     about = dataset.shape, dataset.dtype, dict(dataset.attrs)

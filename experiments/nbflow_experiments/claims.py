@@ -18,14 +18,18 @@ import threading
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-from nbflow_experiments.files import read_json, write_json
+from nbflow_experiments.files import DamagedFileError, read_object, write_json
 from nbflow_experiments.provenance import now
 
 HEARTBEAT_S = 10.0
 """Pause between two signs of life."""
 STALE_S = 120.0
 """Age of the last sign of life at which a claim of another machine counts as abandoned."""
+
+
+_CLAIM = {"host": str, "scope": str, "pid": int, "started": str, "released": bool}
 
 
 @dataclass(frozen=True)
@@ -114,7 +118,11 @@ class Claims:
         """Give the claim that is held back."""
         path, self._held = self._held, None
         if path is not None:
-            write_json(path, {**read_json(path), "released": True})
+            claim = self._claim(path) or asdict(self._me)
+            try:
+                write_json(path, {**claim, "released": True})
+            except OSError:  # a full disk, on which a file can still be deleted
+                path.unlink(missing_ok=True)
 
     def touch(self) -> None:
         """Give a sign of life."""
@@ -132,8 +140,8 @@ class Claims:
         last = self._last(point)
         if last is None or not self._is_held(last):
             return None
-        data = read_json(last)
-        return f"{data['host']}, process {data['pid']}"
+        claim = self._claim(last)
+        return f"{claim['host']}, process {claim['pid']}" if claim else f"{last} is damaged"
 
     @contextlib.contextmanager
     def beating(self) -> Iterator[None]:
@@ -158,7 +166,9 @@ class Claims:
 
     def _is_held(self, path: Path) -> bool:
         """Return whether the process behind a claim still works on it."""
-        data = read_json(path)
+        data = self._claim(path)
+        if data is None:  # who holds it is unknown: signs of life count
+            return self._age_s(path) < STALE_S
         if data["released"]:
             return False
         if data["scope"] == self._me.scope:
@@ -166,6 +176,13 @@ class Claims:
             if started or Path("/proc/self/stat").exists():
                 return bool(started == data["started"])
         return self._age_s(path) < STALE_S
+
+    def _claim(self, path: Path) -> dict[str, Any] | None:
+        """Return what a claim says, None if it is damaged."""
+        try:
+            return read_object(path, _CLAIM)
+        except DamagedFileError:
+            return None
 
     def _age_s(self, path: Path) -> float:
         """Return how long ago a file was touched, by the clock of the file system."""

@@ -7,9 +7,12 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
+
+from nbflow_kernels.errors import UsageError
 
 
 @contextlib.contextmanager
@@ -69,6 +72,51 @@ def plain(data: Any) -> Any:
     raise TypeError(f"cannot write a {type(data).__name__} to JSON: {data!r}")
 
 
-def read_json(path: Path) -> Any:
-    """Return the content of a JSON file."""
-    return json.loads(path.read_text(encoding="utf-8"))
+class DamagedFileError(UsageError):
+    """A file does not hold what a sweep writes there; the message names it."""
+
+
+Kinds = type | tuple[type, ...]
+
+
+def read_object(path: Path, fields: Mapping[str, Kinds] = MappingProxyType({})) -> dict[str, Any]:
+    """Return the object that a JSON file holds.
+
+    Parameters
+    ----------
+    path : Path
+        The file.
+    fields : mapping
+        Keys that the object must have, with the types of their values.
+
+    Raises
+    ------
+    DamagedFileError
+        If the file is not UTF-8, not JSON, not an object, or a field is missing or of another type.
+    OSError
+        If the file cannot be read.
+    """
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DamagedFileError(f"{path} is damaged: {error}") from None
+    check_fields(path, "the file", data, fields)
+    found: dict[str, Any] = data
+    return found
+
+
+def check_fields(path: Path, what: str, data: Any, fields: Mapping[str, Kinds]) -> None:
+    """Raise `DamagedFileError` unless `data` is an object with these fields."""
+    if not isinstance(data, dict):
+        raise DamagedFileError(
+            f"{path} is damaged: {what} must hold an object, got {type(data).__name__}"
+        )
+    for name, kinds in fields.items():
+        value = data.get(name)
+        if name not in data or not isinstance(value, kinds):
+            names = [k.__name__ for k in (kinds if isinstance(kinds, tuple) else (kinds,))]
+            wanted = " or ".join(names)
+            found = type(value).__name__ if name in data else "nothing"
+            raise DamagedFileError(
+                f"{path} is damaged: {name!r} of {what} must be {wanted}, got {found}"
+            )

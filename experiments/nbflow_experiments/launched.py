@@ -26,7 +26,7 @@ from typing import Any
 
 from nbflow.supervise import LAUNCHERS
 from nbflow_experiments import provenance
-from nbflow_experiments.files import read_json, write_json
+from nbflow_experiments.files import read_object, write_json
 from nbflow_experiments.isolation import START_S, oom_kills, record_death, tail_of
 from nbflow_experiments.points import Point
 from nbflow_experiments.progress import Reporter
@@ -76,7 +76,7 @@ class GroupJob:
     @classmethod
     def read(cls, path: Path) -> GroupJob:
         """Return the job that a launcher has written."""
-        data = read_json(path)
+        data = read_object(path)
         points = []
         for point in data["points"]:
             text = None if point["text"] is None else Path(point["text"])
@@ -240,7 +240,8 @@ class _Run:
     def ended_in_order(self) -> bool:
         """Whether the ranks came to the end of their work, whatever became of the points."""
         path = self._folder.path / "launches" / f"{self._job.launch}.json"
-        return not self._late and path.is_file() and bool(read_json(path)["finished"])
+        launch = self._folder.launch(path)
+        return not self._late and launch is not None and bool(launch.get("finished"))
 
     @property
     def has_failures(self) -> bool:

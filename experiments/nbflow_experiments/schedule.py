@@ -9,8 +9,8 @@ from typing import Literal, Protocol
 
 from nbflow_experiments.engine import Comm
 from nbflow_experiments.points import Point
-from nbflow_experiments.steps import Interrupted, StopRequest
-from nbflow_experiments.turns import Turns
+from nbflow_experiments.steps import Interrupted, StopRequest, in_step
+from nbflow_experiments.turns import Turn, Turns
 from nbflow_kernels.errors import UsageError
 
 End = Literal["all", "interrupted", "failed"]
@@ -100,7 +100,7 @@ def run_points(
             while len(waiting) < n:
                 n, passed_over = len(waiting), []
                 for point in waiting:
-                    turn = comm.bcast_object(turns.begin(point) if turns else None)
+                    turn = _turn(point, comm, worker.stop, turns)
                     if turn == "held":
                         passed_over.append(point)
                     elif turn == "ours" and not _succeeds(
@@ -113,6 +113,13 @@ def run_points(
         finally:
             worker.close()
     return "all"
+
+
+def _turn(point: Point, comm: Comm, stop: StopRequest, turns: Turns | None) -> Turn | None:
+    """Return on every rank whose turn it is to run a point; rank 0 looks and claims."""
+    turn = in_step(comm, stop, lambda: turns.begin(point) if turns else None)
+    found: Turn | None = comm.bcast_object(turn)
+    return found
 
 
 def _succeeds(

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import csv
 import math
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from nbflow_experiments.arrays import is_link, link_ranks, linked_ranks
+from nbflow_experiments.arrays import is_link, link_ranks, linked_ranks, open_arrays
 from nbflow_experiments.extras import require
-from nbflow_experiments.files import replace_atomically, write_json
+from nbflow_experiments.files import DamagedFileError, replace_atomically, write_json
 from nbflow_experiments.records import SCHEMA_VERSION, ResultsFolder
 from nbflow_experiments.settings import SETTINGS
 
@@ -146,14 +147,22 @@ def _write_arrays(
             source = folder.folder(name) / "arrays.h5"
             if not source.is_file():
                 continue
-            with h5py.File(source, "r") as arrays:
-                for key in arrays:
-                    if not is_link(key):  # these hold for the folder of the point
-                        arrays.copy(key, group, expand_refs=False)
-                if ranks := linked_ranks(arrays):
-                    link_ranks(group, source.parent, ranks)
-                if "kld_nats" in arrays:
-                    _write_histogram(group, arrays["kld_nats"][...])
+            try:
+                _copy_arrays(source, group)
+            except DamagedFileError as error:
+                print(f"warning: {error}; {path.name} lacks its arrays", file=sys.stderr)
+
+
+def _copy_arrays(source: Path, group: Any) -> None:
+    """Copy the arrays of one point, with a histogram of the divergence."""
+    with open_arrays(source) as arrays:
+        for key in arrays:
+            if not is_link(key):  # these hold for the folder of the point
+                arrays.copy(key, group, expand_refs=False)
+        if ranks := linked_ranks(arrays):
+            link_ranks(group, source.parent, ranks)
+        if "kld_nats" in arrays:
+            _write_histogram(group, arrays["kld_nats"][...])
 
 
 def _write_histogram(group: Any, samples: np.ndarray) -> None:

@@ -28,6 +28,7 @@ from nbflow_experiments.records import SCHEMA_VERSION, ResultsFolder
 from nbflow_experiments.runner import Runner
 from nbflow_experiments.schedule import End, Policy, Worker, run_points
 from nbflow_experiments.shards import Shard
+from nbflow_experiments.steps import StepFailed, StopRequest, in_step
 from nbflow_experiments.summary import write_summaries
 from nbflow_experiments.table import console, points_table, summary_table
 from nbflow_experiments.turns import Turns
@@ -115,6 +116,19 @@ def run_sweep(options: SweepOptions, comm: engine.Comm | None = None) -> int:
     if plan is None:
         return code
     _load_formats(plan.formats, comm)
+    try:
+        return _run_plan(plan, options, comm)
+    except StepFailed as failure:  # outside of a point's measures: most likely a full disk
+        if comm.rank != 0:
+            return 2
+        raise UsageError(
+            f"the sweep stopped, because a result could not be recorded: {failure}; finished "
+            f"points are kept in {plan.folder}: mend the cause (free disk space?), then --resume"
+        ) from failure
+
+
+def _run_plan(plan: _Plan, options: SweepOptions, comm: engine.Comm) -> int:
+    """Run what a plan has left to do and write the tables; return the exit code."""
     folder = ResultsFolder(plan.folder)
     reporter = make_reporter(plan.factors, len(plan.todo) if comm.rank == 0 else 0)
     # under mpirun `ranks` can only be the number of ranks that are there (`check_world`)
@@ -131,13 +145,20 @@ def run_sweep(options: SweepOptions, comm: engine.Comm | None = None) -> int:
                 folder, reporter, options.launcher, options.policy, plan.formats
             )
             end = started.run(elsewhere)
-    failed = 0
-    if comm.rank == 0:
-        failed = _conclude(folder, plan.factors, plan.points)
-        _print_left(holders, end)
-        print(folder.path)
+    failed = in_step(comm, StopRequest(), lambda: _conclude_and_print(plan, comm, holders, end))
     failed = comm.bcast_object(failed)
     return 130 if end == "interrupted" else int(failed > 0)
+
+
+def _conclude_and_print(plan: _Plan, comm: engine.Comm, holders: Sequence[str], end: End) -> int:
+    """Write and print the tables on rank 0; return how many points have failed."""
+    if comm.rank != 0:
+        return 0
+    folder = ResultsFolder(plan.folder)
+    failed = _conclude(folder, plan.factors, plan.points)
+    _print_left(holders, end)
+    print(folder.path)
+    return failed
 
 
 def run_group(path: Path, comm: engine.Comm | None = None) -> int:
@@ -179,21 +200,28 @@ def _run_here(
     """
     folder = ResultsFolder(plan.folder)
     launch = provenance.describe_launch(comm, sys.argv)
-    turns = None
-    with contextlib.ExitStack() as stack:
-        if launch is not None:
-            launch |= _inputs(points) | {"started_for_points": job is not None}
-            folder.write_launch(plan.launch, launch)
-            turns = Turns(folder, plan.launch, points)
-            stack.enter_context(turns.beating())
+    stop = StopRequest()
+
+    def begin() -> Turns | None:
+        if launch is None:
+            return None
+        launch.update(_inputs(points) | {"started_for_points": job is not None})
+        folder.write_launch(plan.launch, launch)
+        return Turns(folder, plan.launch, points)
+
+    def finish() -> list[str]:
+        if launch is None or turns is None:
+            return []
+        folder.write_launch(plan.launch, launch | {"finished": provenance.now()})
+        return turns.holders()
+
+    turns = in_step(comm, stop, begin)
+    with turns.beating() if turns else contextlib.nullcontext():
         worker = _worker(plan, policy, comm, folder, reporter, turns)
         if job is not None and comm.rank == 0:
             stop_at_end_of_input(worker.stop)
         end = run_points(points, comm, worker, turns, policy, job.tried if job else {})
-    if launch is None or turns is None:
-        return end, []
-    folder.write_launch(plan.launch, launch | {"finished": provenance.now()})
-    return end, turns.holders()
+    return end, in_step(comm, stop, finish)
 
 
 def _worker(
@@ -261,7 +289,9 @@ def _make_plan(options: SweepOptions, size: int) -> _Plan:
             f"{folder.path} holds results already ({len(folder.finished())} finished points); go "
             f"on with --resume, or write elsewhere with --out"
         )
+    folder.refuse_links(points)
     with _alone(folder.path):
+        folder.set_damaged_aside(points)
         _check_ranks(folder, size)
         _write_sweep(folder, sweep, points)
     mine = (options.shard or Shard()).select(points)

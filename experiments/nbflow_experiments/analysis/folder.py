@@ -29,7 +29,7 @@ from nbflow_experiments.analysis.distributions import RELATIVE_EDGES, SCALED_EDG
 from nbflow_experiments.analysis.tables import Table
 from nbflow_experiments.analysis.tensors import Found
 from nbflow_experiments.extras import require
-from nbflow_experiments.files import read_json, replace_atomically, write_json, write_text
+from nbflow_experiments.files import read_object, replace_atomically, write_json, write_text
 from nbflow_experiments.report.figure import Drawing
 from nbflow_kernels.errors import UsageError
 
@@ -140,8 +140,7 @@ class AnalysisFolder:
         path = self.path / "analysis.json"
         if not path.is_file():
             raise UsageError(f"{self.path} holds no analysis (analysis.json is missing)")
-        data: dict[str, Any] = read_json(path)
-        return data
+        return read_object(path)
 
 
 def _write_tensor(file: Any, found: Found) -> None:

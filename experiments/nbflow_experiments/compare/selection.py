@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_experiments.extras import require
+from nbflow_experiments.arrays import open_arrays
 from nbflow_experiments.recorded import matches, parse_where, read_points, results_frame
 from nbflow_experiments.settings import SETTINGS
 from nbflow_kernels.errors import UsageError
@@ -50,8 +50,8 @@ class Side:
         file = self.path / "results.h5"
         if not file.is_file():
             return {}
-        with require("h5py").File(file, "r") as stream:
-            group = stream["points"].get(point, {})
+        with open_arrays(file) as stream:
+            group = stream.get("points", {}).get(point, {})
             return {name: group[name][...] for name in ("nll_nats", "kld_nats") if name in group}
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nbflow_experiments.extras import require
-from nbflow_experiments.files import read_json
+from nbflow_experiments.files import read_object
 from nbflow_experiments.recorded import points_frame
 from nbflow_experiments.records import ResultsFolder
 from nbflow_experiments.settings import SETTINGS
@@ -100,9 +100,13 @@ def load_results(path: Path, weights: str | None = None) -> Results:
     if not len(done):
         raise UsageError(f"{path}: all {len(points)} finished points failed; see points/*/log.txt")
     sweep = folder.sweep()
+    if not sweep:
+        raise UsageError(
+            f"{path / 'sweep.json'} is missing or damaged; nbflow sweep --resume writes it again"
+        )
     launches = folder.launches()
     if copied and (path / "provenance.json").is_file():
-        launches = read_json(path / "provenance.json")["launches"]
+        launches = read_object(path / "provenance.json", {"launches": list})["launches"]
     failures = _failures(folder, points, sweep["factors"])
     return Results(path, sweep, launches, points, failures, _shown(done, weights))
 
