@@ -298,7 +298,7 @@ def buffer_bytes(
     n_tokens, n_logits = max(n_tokens, 8), max(n_logits, 8)
     total = workspace_bytes(program, n_tokens, n_logits)
     ropes: set[RopeSpec] = {op.attrs["rope"] for op in program.ops if op.kind == "rope"}
-    total += FLOAT32_BYTES * program.spec.max_context * sum(rope.dim for rope in ropes)
+    total += FLOAT32_BYTES * sum(program.spec.rope_lengths) * sum(rope.dim for rope in ropes)
     int8: dict[int, int] = {}
     for op in program.ops:
         blocks = any(nk.FORMATS[model.format_of(w.name)].block_size > 1 for w in op.weights)
