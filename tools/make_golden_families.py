@@ -29,6 +29,8 @@ from safetensors.torch import load_file, save_file
 
 FOLDER = Path(__file__).parent.parent / "tests" / "golden" / "families"
 N_TOKENS, N_NEW = 40, 8
+N_SHORT, N_CROSSING = 10, 12
+"""Tokens within LongRoPE's original context, and of a continuation that goes beyond it."""
 N_READ = 21
 """Tokens that an encoder reads for a decoder."""
 
@@ -328,14 +330,39 @@ def arrays(made: published.Made, seed: int, n_new: int) -> dict[str, np.ndarray]
         result |= {"types": types, "hidden": states.last_hidden_state[0].numpy()}
     if made.model.config.is_encoder_decoder:
         result["encoder_ids"] = np.random.default_rng(99).integers(3, 97, N_READ).astype(np.int32)
-    new = list(ids)
+    result["continuation"], is_tie = greedy(made, ids, n_new)
+    if (getattr(made.model.config, "rope_parameters", None) or {}).get("rope_type") == "longrope":
+        result["short_logits"] = made.logits(batch[:, :N_SHORT])[0].numpy()
+        result |= crossing(made, ids)
+    return arrays(made, seed + 1, n_new) if is_tie else result
+
+
+def crossing(made: published.Made, ids: np.ndarray) -> dict[str, np.ndarray]:
+    """Return the first tokens whose continuation shows when LongRoPE's angles change."""
+    numbers = made.model.config.rope_parameters
+    original = numbers["original_max_position_embeddings"]
+    for start in range(N_TOKENS - N_SHORT):
+        begin = ids[start : start + N_SHORT]
+        new, is_tie = greedy(made, begin, N_CROSSING)
+        others = []
+        for limit in (1, N_TOKENS):  # all of it with the long divisors, or with the short ones
+            numbers["original_max_position_embeddings"] = limit
+            others.append(greedy(made, begin, N_CROSSING)[0])
+        numbers["original_max_position_embeddings"] = original
+        if not is_tie and not any(np.array_equal(new, other) for other in others):
+            return {"crossing_ids": begin.astype(np.int32), "crossing": new}
+    raise ValueError("no continuation depends on when the angles change; take other weights")
+
+
+def greedy(made: published.Made, ids: np.ndarray, n_new: int) -> tuple[np.ndarray, bool]:
+    """Return the most probable continuation, and whether it is nearly a tie somewhere."""
+    new, is_tie = list(ids), False
     for _ in range(n_new):
         row = made.logits(torch.tensor(new)[None])[0, -1]
         new.append(int(row.argmax()))
         first, second = row.topk(2).values
-        if first - second < 1e-3 * row.abs().max():
-            return arrays(made, seed + 1, n_new)
-    return {**result, "continuation": np.array(new[N_TOKENS:], np.int32)}
+        is_tie = is_tie or bool(first - second < 1e-3 * row.abs().max())
+    return np.array(new[len(ids) :], np.int32), is_tie
 
 
 def write(name: str, made: published.Made, encoder: bool = False) -> None:

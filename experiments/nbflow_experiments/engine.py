@@ -315,6 +315,17 @@ def evaluation_text(setting: str, identity: ModelIdentity, sweep_folder: Path) -
     return path
 
 
+def bundled_text(model: str, spec: str | None = None) -> Path:
+    """Return the eval.txt beside a model's weights, of which nothing is read."""
+    from nbflow.spec import resolve
+
+    weights = resolve(model, spec=spec).path
+    path = (weights if weights.is_dir() else weights.parent) / "eval.txt"
+    if not path.is_file():
+        raise UsageError(f"{model} brings no eval.txt; name a text file with --text")
+    return path
+
+
 def tokenize(model: str, text: str) -> tuple[np.ndarray, int | None]:
     """Return the ids of a text, int64 (N,), and the BOS id if the model's inputs begin with it."""
     import nbflow

@@ -52,6 +52,8 @@ class _Sequence:
     length: int = 0
     chain: Chain | None = None
     """Names of the full pages of the known tokens; None if the pages are not to be shared."""
+    long: bool = False
+    """Whether its rotary angles are those of long sequences (LongRoPE)."""
     n_named: int = 0
     """Leading full pages that have been entered into the cache, or were found there."""
     index: np.ndarray | None = None
@@ -153,7 +155,9 @@ class PageTable:
         n_full = self._n_full(chain, n_tokens)
         return total - sum(self._holders[self._named[n]] > 0 for n in chain.names[:n_full])
 
-    def add(self, sequence: int, chain: Chain | None = None, n_tokens: int = 0) -> int:
+    def add(
+        self, sequence: int, chain: Chain | None = None, n_tokens: int = 0, long: bool = False
+    ) -> int:
         """Begin a sequence; return how many of its first tokens the cache has already.
 
         Parameters
@@ -165,10 +169,13 @@ class PageTable:
             looked up in the cache and nothing of this sequence kept there.
         n_tokens : int
             How many tokens there are.
+        long : bool
+            Whether its rotary angles are those of long sequences (LongRoPE); the salt of `chain`
+            must say so, too.
         """
         if sequence in self._sequences:
             raise ValueError(f"sequence {sequence} is in the page table already")
-        entry = self._sequences[sequence] = _Sequence(chain=chain)
+        entry = self._sequences[sequence] = _Sequence(chain=chain, long=long)
         if chain is None:
             return 0
         entry.n_named = self._n_full(chain, n_tokens)
@@ -265,7 +272,7 @@ class PageTable:
             self._hold(page)
         entry.room = 0
         chain = None if entry.chain is None else entry.chain.copy()
-        self._sequences[new] = _Sequence(pages, entry.length, chain, entry.n_named)
+        self._sequences[new] = _Sequence(pages, entry.length, chain, entry.long, entry.n_named)
 
     def truncate(self, sequence: int, length: int) -> None:
         """Forget all but the first `length` tokens of a sequence, and the pages behind them."""
@@ -337,6 +344,10 @@ class PageTable:
     def length(self, sequence: int) -> int:
         """Return the tokens of a sequence."""
         return self._sequences[sequence].length
+
+    def is_long(self, sequence: int) -> bool:
+        """Return whether a sequence's rotary angles are those of long sequences."""
+        return self._sequences[sequence].long
 
     def view(self, sequences: Sequence[int]) -> PageView:
         """Return the pages of these sequences, in this order."""

@@ -22,14 +22,19 @@ from nbflow.commands.options import add_model_arguments, load_model, numbers, sp
 from nbflow_kernels.errors import UsageError, unknown_name
 
 PEERS = ("llama.cpp",)
+N_PROMPT = 512
+"""Prompt tokens without --n-prompt, where the context holds them and one more."""
+MAX_BATCH = 65_536
+"""Most sequences at once."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
     add_model_arguments(parser)
     parser.add_argument(
-        "-p", "--n-prompt", default="512", help="prompt lengths, e.g. 128,512 (512; 0: none)"
-    )
+        "-p", "--n-prompt",
+        help="prompt lengths, e.g. 128,512 (512, or what the context holds; 0: none)",
+    )  # fmt: skip
     parser.add_argument(
         "-n", "--n-gen", default="128", help="tokens to generate, e.g. 32,128 (128; 0: none)"
     )
@@ -56,12 +61,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the command."""
     if arguments.repeats < 1:
         raise UsageError(f"--repeats must be at least 1, got {arguments.repeats}")
+    wanted = _tests(arguments)
     rows, profiles = [], []
     for weights in (arguments.weights or "").split(","):
         with load_model(arguments, weights=weights or None) as model:
             if not model.participates:
                 continue
-            tests = _tests(arguments, model.spec.max_context)
+            tests = [_fitted(test, model.spec.max_context, arguments) for test in wanted]
             peer = _peer(arguments, model, tests)
             memory = model.memory()
             for test in tests:
@@ -100,11 +106,14 @@ def _peer(arguments: argparse.Namespace, model: nbflow.Model, tests: list[Test])
     return LlamaCpp(path, model.threads, context, max(test.batch for test in tests))
 
 
-def _tests(arguments: argparse.Namespace, context: int) -> list[Test]:
-    """Return what is asked for, each checked against the context."""
+def _tests(arguments: argparse.Namespace) -> list[Test]:
+    """Return what is asked for."""
     tests = []
+    prompts = str(N_PROMPT) if arguments.n_prompt is None else arguments.n_prompt
     for batch in numbers(arguments.batch, "--batch"):
-        tests += [Test(n, 0, batch) for n in numbers(arguments.n_prompt, "--n-prompt") if n]
+        if not 1 <= batch <= MAX_BATCH:
+            raise UsageError(f"--batch must be 1..{MAX_BATCH} sequences, got {batch}")
+        tests += [Test(n, 0, batch) for n in numbers(prompts, "--n-prompt") if n]
         tests += [
             Test(0, n, batch, depth)
             for depth in numbers(arguments.depth, "--depth")
@@ -113,17 +122,21 @@ def _tests(arguments: argparse.Namespace, context: int) -> list[Test]:
         ]
         for text in arguments.pg:
             both = numbers(text, "-pg")
-            if len(both) != 2:
-                raise UsageError(f"-pg must be two numbers PP,TG, got {text!r}")
+            if len(both) != 2 or not any(both):
+                raise UsageError(f"-pg must be two numbers PP,TG, not both 0, got {text!r}")
             tests.append(Test(both[0], both[1], batch))
-    return [_fitted(test, context) for test in tests]
+    if not tests:
+        raise UsageError(
+            "nothing is left to time: give --n-prompt, --n-gen or -pg a number above 0"
+        )
+    return tests
 
 
-def _fitted(test: Test, context: int) -> Test:
-    """Shorten a pure prompt test to the context; refuse anything else that does not fit."""
+def _fitted(test: Test, context: int, arguments: argparse.Namespace) -> Test:
+    """Refuse a test that does not fit into the context; a prompt nobody asked for is shortened."""
     if test.context < context:
         return test
-    if test.n_gen == 0:
+    if arguments.n_prompt is None and test == Test(N_PROMPT, 0, test.batch) and context > 1:
         return Test(context - 1, 0, test.batch)
     raise UsageError(
         f"test {test.name} needs {test.context + 1} tokens, but the context holds {context}; "

@@ -192,8 +192,8 @@ def print_plan(arguments: argparse.Namespace) -> bool:
 def _plan(arguments: argparse.Namespace, placement: dict[str, Any]) -> MemoryPlan:
     """Return what the model will take for as many requests as asked for, or one."""
     names = (
-        "weights", "outliers", "activations", "kv", "partition", "max_context", "device",
-        "exchange", "optimize", "machine",
+        "spec", "weights", "outliers", "encoder", "activations", "kv", "partition", "max_context",
+        "device", "exchange", "optimize", "machine",
     )  # fmt: skip
     options = {name: getattr(arguments, name) for name in names}
     sequences = getattr(arguments, "plan", None) or 1
@@ -235,8 +235,7 @@ def load_model(arguments: argparse.Namespace, **changes: Any) -> nbflow.Model:
 
 def _can_plan(arguments: argparse.Namespace) -> bool:
     """Return whether the checkpoint and the arguments alone say who holds what."""
-    whole = arguments.partition != "auto" and "/" not in arguments.partition
-    return whole and arguments.spec is None
+    return arguments.partition != "auto" and "/" not in arguments.partition
 
 
 def _placement(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -22,8 +22,8 @@ from nbflow_kernels import load_formats
 MAX_STEP_TOKENS = 512
 """Of `nbflow.load`."""
 _OF_MODEL = (
-    "weights", "outliers", "activations", "kv", "device", "max_context", "exchange",
-    "kv_host_percent", "embeddings_on_host", "cpu_layers",
+    "spec", "weights", "outliers", "encoder", "activations", "kv", "device", "max_context",
+    "exchange", "kv_host_percent", "embeddings_on_host", "cpu_layers",
 )  # fmt: skip
 """Options of a model that its memory follows from."""
 PROMPT, GENERATE = 512, 128
@@ -88,7 +88,7 @@ def steps(options: ModelOptions, plan: MemoryPlan) -> list[str]:
         known = ", ".join(known_machines())
         return [f"for its speed name a --machine: {known}, or a file (nbflow plan --measure)"]
     machine = load_machine(options.machine)
-    model = planned_model(options.path, options.weights)
+    model = planned_model(options.path, options.weights, options.spec).encoded_by(options.encoder)
     context = min(options.max_context or model.spec.max_context, model.spec.max_context)
     prompt = min(PROMPT, max(1, context // 2))
     generate = max(1, min(GENERATE, context - prompt))

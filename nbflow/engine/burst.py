@@ -87,7 +87,8 @@ class Burst:
         arrays = bound.arrays
         args = (
             self.drawn, self.drawn_logprobs, self.stops, self.tokens, self.token_logprobs,
-            self.n_steps, self.stop, self.offsets, arrays.ids, arrays.positions, arrays.kv_lens,
+            self.n_steps, self.stop, self.offsets, arrays.ids, arrays.positions, arrays.rope_rows,
+            arrays.kv_lens,
         )  # fmt: skip
         calls.append(Call(_next_step, args, 1, 1.0))
         if bound.attention is not None:
@@ -98,7 +99,8 @@ class Burst:
 @njit
 def _next_step(
     drawn: Any, drawn_logprobs: Any, stops: Any, tokens: Any, token_logprobs: Any, n_steps: Any,
-    flag: Any, offsets: Any, ids: Any, positions: Any, kv_lens: Any, start: Any, stop: Any,
+    flag: Any, offsets: Any, ids: Any, positions: Any, rope_rows: Any, kv_lens: Any, start: Any,
+    stop: Any,
 ) -> None:  # fmt: skip
     """Note the drawn tokens and make them the next step's input."""
     step = n_steps[0]
@@ -114,6 +116,7 @@ def _next_step(
                 flag[0] = 1
         ids[b] = token
         positions[b] += 1
+        rope_rows[b] += 1
         kv_lens[b] += 1
         offsets[b] += np.uint64(1)
     n_steps[0] = step + 1

@@ -19,7 +19,7 @@ from nbflow.engine.replicas import Replicas
 from nbflow.execute import Place
 from nbflow.execute.encode import Encoding
 from nbflow.execute.place import find_places
-from nbflow.folding import Prepared, prepare
+from nbflow.folding import Prepared, no_format, prepare
 from nbflow.parallel import Comm, Plan, make_plan, split_replicas, world
 from nbflow.parallel.cores import fair_threads
 from nbflow.parallel.links import make_links
@@ -257,10 +257,7 @@ def _prepare(
     if encoder == "best" and importance is None and plain.items() <= options.items():
         return Prepared(spec, Encoding(outliers=options["outliers"]))
     if formats is None:
-        raise UsageError(
-            f"encoder={encoder!r} and importance need a weight format to encode in, e.g. "
-            "weights='q4'"
-        )
+        raise no_format(encoder)
     with open_weights(resolved.path) as file:
         check(spec, file)
         known = known_inputs(importance, resolved, file)

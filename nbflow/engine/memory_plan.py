@@ -118,8 +118,10 @@ def _megabytes(n: int) -> str:
 def plan_memory(
     model: str | Path,
     *,
+    spec: str | Path | None = None,
     weights: str | None = None,
     outliers: float = 0.0,
+    encoder: str = "best",
     activations: str = "f32",
     kv: str = "f16",
     partition: str = "0",
@@ -141,7 +143,7 @@ def plan_memory(
     ----------
     model : str or Path
         As for `nbflow.load`, or a ``config.json`` alone.
-    weights, outliers, activations, kv, partition, max_context, max_step_tokens
+    spec, weights, outliers, encoder, activations, kv, partition, max_context, max_step_tokens
         As for `nbflow.load`.
     exchange, optimize, machine
         As for `nbflow.load`; partition "auto" is that of the ranks mpirun has started.
@@ -159,8 +161,7 @@ def plan_memory(
     >>> plan.kv_tokens, len(plan.ranks)
     (1024, 1)
     """
-    planned = planned_model(model, weights).shortened(max_context)
-    spec = planned.spec
+    planned = planned_model(model, weights, spec).shortened(max_context).encoded_by(encoder)
     placement = Placement(kv_host_percent, embeddings_on_host, cpu_layers)
     if partition == "auto":
         from nbflow.planner import Setting, choose_partition
@@ -168,9 +169,9 @@ def plan_memory(
         setting = Setting(kv=kv, activations=activations, exchange=exchange)
         partition = choose_partition(planned, world(), optimize, machine, setting)
     asked = device
-    partition, device = placement.divide(spec.n_layers, partition, device)
+    partition, device = placement.divide(planned.spec.n_layers, partition, device)
     replicas = split_replicas(partition)
-    plans = [make_plan(spec, part, planned.block_size, exchange) for part in replicas]
+    plans = [make_plan(planned.spec, part, planned.block_size, exchange) for part in replicas]
     held = [rank for plan in plans for rank in plan.ranks]
     devices = _devices(device, len(held))
     sequences = min(max_sequences, max_step_tokens, MAX_SEQUENCES)
@@ -178,8 +179,8 @@ def plan_memory(
     if kv_bytes is not None:
         counted.pages = min(kv_bytes // counted.page_bytes(r) for r in held)
     encoders: list[RankPlan] = []
-    if spec.encoder is not None:
-        theirs = [make_plan(spec.encoder, part, planned.block_size) for part in replicas]
+    if planned.spec.encoder is not None:
+        theirs = [make_plan(planned.spec.encoder, part, planned.block_size) for part in replicas]
         encoders = [rank for plan in theirs for rank in plan.ranks]
     ranks = []
     for index, (rank, on) in enumerate(zip(held, devices, strict=True)):
@@ -298,7 +299,7 @@ def buffer_bytes(
     n_tokens, n_logits = max(n_tokens, 8), max(n_logits, 8)
     total = workspace_bytes(program, n_tokens, n_logits)
     ropes: set[RopeSpec] = {op.attrs["rope"] for op in program.ops if op.kind == "rope"}
-    total += FLOAT32_BYTES * program.spec.max_context * sum(rope.dim for rope in ropes)
+    total += FLOAT32_BYTES * sum(program.spec.rope_lengths) * sum(rope.dim for rope in ropes)
     int8: dict[int, int] = {}
     for op in program.ops:
         blocks = any(nk.FORMATS[model.format_of(w.name)].block_size > 1 for w in op.weights)

@@ -145,7 +145,7 @@ class RankEngine:
         )  # fmt: skip
         self.max_step_tokens = max_step_tokens
         self.table = PageTable(page_size)
-        self.scheduler = Scheduler(self.table, max_step_tokens)
+        self.scheduler = Scheduler(self.table, max_step_tokens, short_context=spec.short_context)
         self.executor = make_executor(
             self.program, self.weights, self.storage, comm, plan.numbers, activations,
             None if self.encoded is None else self.encoded.storage, place=place,
@@ -197,7 +197,9 @@ class RankEngine:
         types: Sequence[int] | None = None,
     ) -> Step:
         memory = None if self.encoded is None else self.encoded.table
-        return make_step(self.table, sequences, tokens, logit_rows, types, memory)
+        return make_step(
+            self.table, sequences, tokens, logit_rows, types, memory, self.spec.short_context
+        )
 
     # ---- generation ---------------------------------------------------------------------------
 
@@ -247,6 +249,7 @@ class RankEngine:
             max_sequences,
             max(1, MAX_LOGIT_BYTES // (4 * self.spec.vocab_size)),
             prefix_cache,
+            self.spec.short_context,
         )
 
     def submit(self, request: Request) -> None:
@@ -393,6 +396,7 @@ class RankEngine:
         requests = [w.request for w in works]
         fitting = max(1, min(MAX_STEPS, int(burst_s / self._step_s)))
         n_steps = min(fitting, *(r.max_tokens - len(r.ids) for r in requests))
+        n_steps = min(n_steps, *(self.scheduler.n_alike(r) for r in requests))
         n_steps = self._reserve(requests, n_steps)
         key = Burst.key(requests)
         if key not in self._bursts:

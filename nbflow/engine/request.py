@@ -86,6 +86,8 @@ class Request:
     """Tokens of prompt and continuation whose keys and values are in the cache."""
     cached_tokens: int = 0
     """Tokens of the prompt that were taken from the prefix cache."""
+    long: bool = False
+    """Whether its rotary angles are those of sequences beyond the original context (LongRoPE)."""
     n_preempted: int = 0
     """How often its pages were taken away, and computed again later."""
     proposed: tuple[int, list[int]] | None = None

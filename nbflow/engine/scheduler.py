@@ -16,6 +16,10 @@ its pages back and waits again; what it had computed is computed anew (preemptio
 The first in the order never gives way, and alone it fits (`check`), so it comes to its end, and
 then the next one: no two can push each other out for ever.
 
+With LongRoPE a sequence beyond the original context has other rotary angles than up to there.  A
+request that outgrows it gives its pages back, too, and all of it is computed with the new angles.
+Which angles a request has depends on its length alone, not on what it may come to.
+
 The scheduler knows nothing of time: every rank runs its own, and all of them decide alike.
 """
 
@@ -29,7 +33,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from nbflow.cache.page_table import PageTable
+from nbflow.cache.page_table import UNLIMITED, PageTable
 from nbflow.cache.prefix import Chain
 from nbflow.engine.request import Request
 from nbflow_kernels.errors import UsageError
@@ -152,6 +156,8 @@ class Scheduler:
         Most tokens of a step whose logits are wanted besides those that draw a token.
     prefix_cache : bool
         Whether pages are kept for requests that begin with the same tokens.
+    short_context : int, optional
+        Length beyond which a sequence has other rotary angles: `ModelSpec.short_context`.
     """
 
     def __init__(
@@ -161,12 +167,14 @@ class Scheduler:
         max_sequences: int | None = None,
         max_logit_rows: int = 1 << 30,
         prefix_cache: bool = False,
+        short_context: int | None = None,
     ) -> None:
         self.table = table
         self.max_step_tokens = max_step_tokens
         self.max_sequences = min(max_sequences or max_step_tokens, max_step_tokens)
         self.max_logit_rows = max_logit_rows
         self.prefix_cache = prefix_cache
+        self.short_context = short_context
         self.running: list[Request] = []
         """In order."""
         self.waiting: list[Request] = []
@@ -199,7 +207,7 @@ class Scheduler:
         """Take a new request; it gets the next number."""
         self.check(request)
         request.id = next(self.numbers)
-        bisect.insort(self.waiting, request, key=order)
+        self._wait(request)
 
     def remove(self, request: Request) -> None:
         """Let go of a request that has ended, or is not wanted any more."""
@@ -229,11 +237,25 @@ class Scheduler:
 
     def preempt(self, request: Request) -> None:
         """Take a running request's pages away; it waits to be computed again."""
+        self._restart(request)
+        self.n_preemptions += 1
+
+    def _restart(self, request: Request) -> None:
         self._drop(request)
         self.running.remove(request)
         request.restart()
-        self.n_preemptions += 1
+        self._wait(request)
+
+    def _wait(self, request: Request) -> None:
+        if self.short_context is not None and request.n_pending > self.short_context:
+            request.long = True
         bisect.insort(self.waiting, request, key=order)
+
+    def n_alike(self, request: Request) -> int:
+        """Return how many more tokens of a request have the rotary angles of those before."""
+        if self.short_context is None or request.long:
+            return UNLIMITED
+        return self.short_context - max(self.table.length(s) for s in request.sequences)
 
     # ---- steps --------------------------------------------------------------------------------
 
@@ -258,7 +280,12 @@ class Scheduler:
         for request in list(self.running):
             if request.finish_reason is not None:  # it ended in a step that is just over
                 continue
-            if request.id not in busy and request.is_generating and request in self.running:
+            if request.id in busy or not request.is_generating or request not in self.running:
+                continue
+            if self.n_alike(request) < 1:
+                request.long = True
+                self._restart(request)
+            else:
                 self._generate(step, request)
         for i, request in enumerate(self.running):
             if request.id not in busy and not request.is_generating:
@@ -289,6 +316,7 @@ class Scheduler:
         room = min(
             request.n_proposed,
             request.max_tokens - len(request.ids) - 1,
+            self.n_alike(request) - 1,
             step.room - others,
             step.logit_room // 2 - 1,  # the rest is for prompts
         )
@@ -340,7 +368,7 @@ class Scheduler:
             self.waiting.remove(request)
             self._chains.pop(request.id, None)
             bisect.insort(self.running, request, key=order)
-            request.n_done = self.table.add(request.id, chain, request.n_pending)
+            request.n_done = self.table.add(request.id, chain, request.n_pending, request.long)
             if request.n_preempted == 0:
                 request.cached_tokens = request.n_done
             self.table.reserve(request.id, request.n_pending)
@@ -367,6 +395,6 @@ class Scheduler:
             return None
         if request.id not in self._chains:
             more = array("i", request.encoder_ids or ()).tobytes() + request.cache_salt.encode()
-            salt = blake2b(more).digest() if more else b""
+            salt = (blake2b(more).digest() if more else b"") + b"long" * request.long
             self._chains[request.id] = self.table.chain([*request.prompt, *request.ids], salt)
         return self._chains[request.id]

@@ -32,6 +32,8 @@ class Sequences:
     def __init__(self, rank: RankEngine) -> None:
         self._rank = rank
         self._next = -1
+        self._ids: dict[int, list[int]] = {}
+        """Tokens of sequences whose rotary angles may change with their length."""
 
     @property
     def _most_tokens(self) -> int:
@@ -40,21 +42,29 @@ class Sequences:
 
     def open(self, encoder_ids: Sequence[int] | None = None) -> int:
         """Begin an empty sequence and return its number."""
-        return self._open([encoder_ids])[0]
+        (number,) = self._open([encoder_ids], [0])
+        if self._rank.spec.short_context is not None:
+            self._ids[number] = []
+        return number
 
-    def _open(self, encoder_ids: Sequence[Sequence[int] | None]) -> list[int]:
+    def _open(
+        self, encoder_ids: Sequence[Sequence[int] | None], lengths: Sequence[int]
+    ) -> list[int]:
+        """Begin sequences that come to these lengths at once."""
         numbers = list(range(self._next, self._next - len(encoder_ids), -1))
         self._next -= len(encoder_ids)
         if self._rank.encoded is not None:
             self._rank.encoded.add({n: i or () for n, i in zip(numbers, encoder_ids, strict=True)})
-        for number in numbers:
-            self._rank.table.add(number)
+        for number, length in zip(numbers, lengths, strict=True):
+            self._rank.table.add(number, long=self._rank.spec.is_long(length))
         return numbers
 
     def fork(self, number: int) -> int:
         """Begin a sequence with everything another one has, and return its number."""
         new, self._next = self._next, self._next - 1
         self._rank.table.fork(number, new)
+        if number in self._ids:
+            self._ids[new] = list(self._ids[number])
         if self._rank.encoded is not None:
             self._rank.encoded.table.fork(number, new)
         return new
@@ -62,11 +72,14 @@ class Sequences:
     def truncate(self, number: int, length: int) -> None:
         """Forget all but the first `length` tokens of a sequence."""
         self._rank.table.truncate(number, length)
+        if number in self._ids:
+            del self._ids[number][length:]
 
     def close(self, numbers: Sequence[int]) -> None:
         """End sequences."""
         for number in numbers:
             self._rank.table.drop(number)
+            self._ids.pop(number, None)
             if self._rank.encoded is not None:
                 self._rank.encoded.drop(number)
 
@@ -86,6 +99,20 @@ class Sequences:
             For each of `names` ("logits" or "y"), and for each sequence, one row per token; with
             `last` only that of the last token.
         """
+        for number, ids in zip(numbers, tokens, strict=True):
+            if number in self._ids:
+                self._turn_long(number, len(ids))
+                self._ids[number] += ids
+        return self._run(numbers, tokens, names, types, last)
+
+    def _run(
+        self,
+        numbers: Sequence[int],
+        tokens: Sequence[Sequence[int]],
+        names: Sequence[str],
+        types: Sequence[Sequence[int]] | None,
+        last: bool,
+    ) -> list[list[np.ndarray]]:
         lengths = [len(ids) for ids in tokens]
         results = [
             [np.empty((1 if last else n, self._width(name)), np.float32) for n in lengths]
@@ -121,13 +148,23 @@ class Sequences:
         for group in pieces(lengths, self._most_tokens, whole=True):
             members = slice(group[0][0], group[-1][0] + 1)
             inputs = [None] * len(group) if encoder_ids is None else encoder_ids[members]
-            numbers = self._open(inputs)
+            numbers = self._open(inputs, lengths[members])
             try:
                 some_types = None if types is None else types[members]
                 results += self.run(numbers, sequences[members], [name], some_types)[0]
             finally:
                 self.close(numbers)
         return results
+
+    def _turn_long(self, number: int, n_more: int) -> None:
+        """Compute a sequence once more if it goes beyond LongRoPE's original context now."""
+        table, before = self._rank.table, self._ids[number]
+        if table.is_long(number) or not self._rank.spec.is_long(len(before) + n_more):
+            return
+        table.drop(number)
+        table.add(number, long=True)
+        if before:
+            self._run([number], [before], [], None, last=True)
 
     def _run_piece(
         self,

@@ -384,7 +384,7 @@ class Binder:
         rope, first = op.attrs["rope"], op.attrs.get("first", 0)
         q, k = (self._heads(name, self._spec.cached_dim)[..., first:] for name in op.inputs)
         return self._captured(
-            op, kernels.apply_rope_with_cos_sin_cache_inplace, self._arrays.positions, q, k,
+            op, kernels.apply_rope_with_cos_sin_cache_inplace, self._arrays.rope_rows, q, k,
             self._executor.rope_table(rope), rope.style == "half",
         )  # fmt: skip
 

@@ -197,6 +197,6 @@ class _FusedBinder:
         rope = None if fusion.rope is None else self._ops[fusion.rope].attrs["rope"]
         return fused.Places(
             arrays.positions, arrays.batch_indices, arrays.kv_indices, arrays.kv_indptr, LAYOUT,
-            None if rope is None else self._executor.rope_table(rope),
+            arrays.rope_rows, None if rope is None else self._executor.rope_table(rope),
             rope is None or rope.style == "half",
         )  # fmt: skip

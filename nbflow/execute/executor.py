@@ -78,11 +78,13 @@ class Executor:
         """Cosines and sines of all positions, made when first used; executors may share them."""
 
     def rope_table(self, rope: RopeSpec) -> Any:
-        """Return the cosines and sines of all positions."""
+        """Return the cosines and sines of all positions, for short and for long sequences."""
         if rope not in self.rope_tables:
-            table = nk.rope_cos_sin_cache(
-                self.program.spec.max_context, rope.dim, theta=rope.theta, scaling=rope.scaling
-            )
+            parts = [
+                nk.rope_cos_sin_cache(n, rope.dim, theta=rope.theta, scaling=rope.scaling)
+                for n in self.program.spec.rope_lengths
+            ]
+            table = np.concatenate(parts)
             self.rope_tables[rope] = self.place.purposed("the rotary angles").put(table)
         return self.rope_tables[rope]
 

@@ -154,6 +154,7 @@ def part_of(step: Step, start: int, stop: int, page_size: int) -> Step:
         step,
         ids=step.ids[start:stop],
         positions=step.positions[start:stop],
+        rope_rows=step.rope_rows[start:stop],
         batch_indices=step.batch_indices[start:stop] - np.int32(first),
         qo_indptr=np.clip(step.qo_indptr[first : last + 2], start, stop) - np.int32(start),
         pages=_pages(step.pages, first, lengths, page_size),

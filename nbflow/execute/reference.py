@@ -58,6 +58,7 @@ class ReferenceExecutor:
         self._memory = memory or {}
         self._given = np.zeros((0, 0))
         self._length = 0
+        self._ids = np.zeros(0, np.int64)
         self._types = np.zeros(0, np.int64)
 
     def logits(self, ids: np.ndarray, token_types: np.ndarray | None = None) -> np.ndarray:
@@ -97,7 +98,16 @@ class ReferenceExecutor:
         return self._cache
 
     def _run(self, ids: np.ndarray) -> dict[str, np.ndarray]:
-        """Run all ops on the next tokens and return the buffers."""
+        """Run the next tokens; those before once more if the length changes the rotary angles."""
+        before, self._ids = self._ids, np.concatenate([self._ids, ids])
+        is_long = self._program.spec.is_long
+        if len(before) and is_long(len(self._ids)) and not is_long(len(before)):
+            self._length, self._cache = 0, {}
+            self._run_ops(before)
+        return self._run_ops(ids)
+
+    def _run_ops(self, ids: np.ndarray) -> dict[str, np.ndarray]:
+        """Run all ops and return the buffers."""
         values: dict[str, np.ndarray] = {}
         for index, op in enumerate(self._program.ops):
             if op.kind in COMMUNICATION:
@@ -180,7 +190,7 @@ class ReferenceExecutor:
             rope.dim,
             theta=rope.theta,
             scaling=rope.scaling,
-            seq_len=self._program.spec.max_context,
+            seq_len=len(self._ids),
         )
         q, k = position.apply_rope_with_cos_sin_cache(
             self._positions(ids), q, k, cos_sin_cache=table, is_neox=rope.style == "half"

@@ -18,6 +18,9 @@ class Step:
     """int32 (T,): token ids, sequence after sequence."""
     positions: np.ndarray
     """int32 (T,): position of each token in its sequence."""
+    rope_rows: np.ndarray
+    """int32 (T,): row of each token in the rotary tables: its position, behind the rows for short
+    sequences if its sequence is a long one (LongRoPE)."""
     batch_indices: np.ndarray
     """int32 (T,): which of the step's sequences each token belongs to."""
     qo_indptr: np.ndarray
@@ -39,22 +42,28 @@ def make_step(
     logit_rows: Sequence[int],
     types: Sequence[int] | None = None,
     memory: PageTable | None = None,
+    short_context: int | None = None,
 ) -> Step:
     """Extend sequences of a page table by new tokens and return the step that computes them.
 
-    `memory` is the page table of the encoder's hidden states, if there is an encoder.
+    `memory` is the page table of the encoder's hidden states, if there is an encoder.  Long
+    sequences (LongRoPE) have the rows of the rotary tables behind the first `short_context`.
     """
     lengths = [len(ids) for ids in tokens]
     indptr = np.zeros(len(lengths) + 1, np.int32)
     np.cumsum(lengths, out=indptr[1:])
     positions = np.empty(int(indptr[-1]), np.int32)
+    rope_rows = np.empty_like(positions)
     for b, (sequence, n) in enumerate(zip(sequences, lengths, strict=True)):
         done = table.length(sequence)
         positions[indptr[b] : indptr[b + 1]] = range(done, done + n)
+        first = done + (short_context or 0) * table.is_long(sequence)
+        rope_rows[indptr[b] : indptr[b + 1]] = range(first, first + n)
         table.extend(sequence, n)
     return Step(
         ids=np.array([i for ids in tokens for i in ids], np.int32),
         positions=positions,
+        rope_rows=rope_rows,
         batch_indices=np.repeat(np.arange(len(lengths), dtype=np.int32), lengths),
         qo_indptr=indptr,
         pages=table.view(sequences),

@@ -39,6 +39,7 @@ class StepArrays:
     ) -> None:
         self.ids = np.zeros(n_tokens, np.int32)
         self.positions = np.zeros(n_tokens, np.int32)
+        self.rope_rows = np.zeros(n_tokens, np.int32)
         self.types = np.zeros(n_tokens, np.int32)
         self.batch_indices = np.zeros(n_tokens, np.int32)
         self.logit_rows = np.zeros(n_logits, np.int32)
@@ -54,6 +55,7 @@ class StepArrays:
         """Copy a step's numbers."""
         self.ids[:] = step.ids
         self.positions[:] = step.positions
+        self.rope_rows[:] = step.rope_rows
         self.types[:] = step.types
         self.batch_indices[:] = step.batch_indices
         self.logit_rows[:] = step.logit_rows
@@ -82,6 +84,7 @@ class PaddedArrays(StepArrays):
         for own, given, rest in (
             (self.ids, step.ids, 0),
             (self.positions, step.positions, -1),
+            (self.rope_rows, step.rope_rows, -1),
             (self.types, step.types, 0),
             (self.batch_indices, step.batch_indices, 0),
             (self.logit_rows, step.logit_rows, 0),
@@ -148,7 +151,7 @@ class DeviceArrays:
     """
 
     NAMES = (
-        *("ids", "positions", "types", "batch_indices", "logit_rows"),
+        *("ids", "positions", "rope_rows", "types", "batch_indices", "logit_rows"),
         *("kv_indptr", "kv_indices"),
     )
 

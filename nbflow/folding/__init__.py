@@ -9,7 +9,7 @@ what that means for each tensor, `nbflow.folding.file` shows a checkpoint as if 
 from __future__ import annotations
 
 from nbflow.folding.awq import scale_columns
-from nbflow.folding.encoders import Prepared, check_encoder, folded_spec, prepare
+from nbflow.folding.encoders import Prepared, check_encoder, folded_spec, no_format, prepare
 from nbflow.folding.file import FoldedFile
 from nbflow.folding.folding import Folding
 from nbflow.folding.hadamard import rotate
@@ -20,6 +20,7 @@ __all__ = [
     "Prepared",
     "check_encoder",
     "folded_spec",
+    "no_format",
     "prepare",
     "rotate",
     "scale_columns",

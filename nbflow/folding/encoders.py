@@ -88,6 +88,13 @@ def folded_spec(spec: ModelSpec, encoder: str) -> ModelSpec:
     return rotated_spec(spec) if "hadamard" in check_encoder(encoder)[0] else spec
 
 
+def no_format(encoder: str) -> UsageError:
+    """Return the error of an encoder without a format."""
+    return UsageError(
+        f"encoder={encoder!r} and importance need a weight format to encode in, e.g. weights='q4'"
+    )
+
+
 def prepare(
     spec: ModelSpec,
     file: WeightFile,

@@ -53,6 +53,8 @@ def choose_partition(
     if aim not in AIMS:
         raise unknown_name("aim to optimize for", aim, AIMS)
     if comm.size == 1:
+        if machine is not None:
+            load_machine(machine)  # a wrong name or file shows with one rank, too
         return "0"
     described = _machine(comm, machine, model, setting or Setting())
     chosen: str | UsageError = ""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import nbflow_kernels as nk
+from nbflow.folding import folded_spec, no_format
 from nbflow.program import build, build_memory
 from nbflow.program.records import Program
 from nbflow.spec import ModelSpec, published, resolve
@@ -128,6 +129,16 @@ class PlannedModel:
             self, spec=dataclasses.replace(self.spec, max_context=max_context)
         )
 
+    def encoded_by(self, encoder: str) -> PlannedModel:
+        """Return the model as an encoder (`nbflow.load`) changes it: a tied head may come apart."""
+        spec = folded_spec(self.spec, encoder)
+        if encoder != "best" and self.formats is None:
+            raise no_format(encoder)
+        stored = dict(self.stored)
+        if spec.tied_head != self.spec.tied_head and "embed.weight" in stored:
+            stored["head.weight"] = stored["embed.weight"]
+        return dataclasses.replace(self, spec=spec, stored=stored)
+
     @property
     def block_size(self) -> int:
         """Return the columns between which tensors may be cut."""
@@ -138,7 +149,9 @@ class PlannedModel:
         return of_stored if self.formats is None else math.lcm(of_stored, self.formats.block_size)
 
 
-def planned_model(model: str | Path, weights: Weights = None) -> PlannedModel:
+def planned_model(
+    model: str | Path, weights: Weights = None, spec: str | Path | None = None
+) -> PlannedModel:
     """Find out what a model is made of, from its description alone.
 
     Parameters
@@ -148,6 +161,8 @@ def planned_model(model: str | Path, weights: Weights = None) -> PlannedModel:
         comes with the package, or weights in any format, of which only the header is read.
     weights : str, path or WeightFormats, optional
         Format of the layers' matrices, or a policy file; None keeps what is stored.
+    spec : str or path, optional
+        As for `nbflow.load`, which needs the weights' header.
 
     Raises
     ------
@@ -163,6 +178,9 @@ def planned_model(model: str | Path, weights: Weights = None) -> PlannedModel:
     weights = explicit(weights)
     path = Path(model)
     config = path / "config.json" if path.is_dir() else path
+    if spec is not None:
+        resolved = resolve(model, spec=spec)
+        return stored_model(resolved.spec, resolved.path, weights)
     if config.suffix == ".json" and config.is_file() and not _has_weights(path):
         return _described(config, weights)
     if not path.exists() or path.suffix == ".toml":
@@ -170,8 +188,8 @@ def planned_model(model: str | Path, weights: Weights = None) -> PlannedModel:
         if toml is not None:
             model_file = load_model_file(toml)
             if model_file.path is None:
-                spec = published(model_file)
-                return PlannedModel(spec, weights, _stored_as(spec, model_file.config))
+                described = published(model_file)
+                return PlannedModel(described, weights, _stored_as(described, model_file.config))
     resolved = resolve(model)
     return stored_model(resolved.spec, resolved.path, weights)
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -22,10 +23,31 @@ _UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _MAX_KEYS_BYTES = 1_000_000
 
 
+@dataclass(frozen=True)
+class MayBeFile:
+    """Mark of fields that may name files: those that lie beside the configuration are meant."""
+
+    suffix: str = ""
+    """End of such names; others are names of something else."""
+
+    def found(self, name: str, folder: Path) -> str:
+        """Return the path of a file in a folder; the name as it is if there is none."""
+        if len(name) > 4096 or "\n" in name or "{" in name or not name.endswith(self.suffix):
+            return name
+        return str(folder / name) if (folder / name).exists() else name
+
+
+FileName = Annotated[str | None, MayBeFile()]
+PolicyName = Annotated[str | None, MayBeFile(".toml")]
+
+
 class Section(BaseModel):
     """A table of the file: unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+SectionT = TypeVar("SectionT", bound=Section)
 
 
 class Auth(Section):
@@ -33,7 +55,7 @@ class Auth(Section):
 
     keys: list[str] = []
     """Keys, in the file itself."""
-    keys_file: str | None = None
+    keys_file: FileName = None
     """A file with one key per line."""
     keys_env: str | None = None
     """An environment variable with keys, separated by commas."""
@@ -128,21 +150,21 @@ class EngineOptions(Section):
 class ModelOptions(Section):
     """A model: ``[models.NAME]``, where NAME is what clients call it."""
 
-    path: str
+    path: Annotated[str, MayBeFile()]
     """MODEL as for `nbflow run`: a folder, a file, or the name of a spec."""
     aliases: list[str] = []
     """Other names it answers to, e.g. "gpt-4o-mini" for clients that insist."""
-    spec: str | None = None
+    spec: FileName = None
     """Spec file, or name of a model, to use instead of the checkpoint's own."""
-    tokenizer: str | None = None
+    tokenizer: FileName = None
     """Tokenizer file, if it does not lie beside the weights."""
-    weights: str | None = None
-    """Weight format, e.g. "q4", or a policy file; by default as stored."""
+    weights: PolicyName = None
+    """Weight format, e.g. "q4", or a policy file (.toml); by default as stored."""
     outliers: float = 0.0
     """Share of weights kept exactly beside the format."""
     encoder: str = "best"
     """How weights are put into the format, as --encoder of `nbflow run`."""
-    importance: str | None = None
+    importance: FileName = None
     """File of `nbflow imatrix` for the encoder."""
     act_order: bool = False
     """Whether GPTQ takes the columns with the largest inputs first."""
@@ -156,7 +178,7 @@ class ModelOptions(Section):
     """Which ranks hold what; the numbers are MPI ranks under mpirun, else threads."""
     optimize: str = "latency"
     """What partition "auto" is best at: latency or throughput."""
-    machine: str | None = None
+    machine: FileName = None
     """Name or file of a machine's description for partition "auto"."""
     exchange: str = "f32"
     """How partial sums are sent between ranks: f32 or q8."""
@@ -174,14 +196,14 @@ class ModelOptions(Section):
     """Shorten the context."""
     threads: int | None = Field(default=None, ge=1)
     """Threads of each rank."""
-    chat_template: str | None = None
+    chat_template: FileName = None
     """Name, file or text of the template for conversations, instead of the model's own."""
-    draft: str | None = None
+    draft: FileName = None
     """Who proposes tokens that the model then verifies several at a time: "ngram", the text, or a
     smaller MODEL with the same vocabulary."""
     n_draft: int = Field(default=5, ge=1, le=64)
     """How many at a time."""
-    draft_weights: str | None = None
+    draft_weights: PolicyName = None
     """Weight format of the smaller model; by default as stored."""
     draft_verify: Literal["same", "chain"] = "same"
     """Keep the very tokens (same), or their distribution and more proposals (chain)."""
@@ -235,7 +257,7 @@ class ServerConfig(Section):
     """Port to listen on; 0 takes a free one."""
     models: dict[str, ModelOptions]
     """The models."""
-    formats: list[str] = []
+    formats: Annotated[list[str], MayBeFile()] = []
     """Python files that register weight formats; they are executed."""
     warmup: bool = True
     """Whether each model generates two tokens before requests are taken, so that its kernels are
@@ -301,26 +323,24 @@ def make_config(table: dict[str, Any], where: str) -> ServerConfig:
         raise UsageError(f"{where}: {_first(error)}") from None
 
 
-def beside(config: ServerConfig, folder: Path) -> ServerConfig:
-    """Return the configuration with the files that lie in `folder` as paths that lead there."""
-
-    def found(name: str | None) -> str | None:
-        if name is None or len(name) > 4096 or "\n" in name or "{" in name:
-            return name
-        return str(folder / name) if (folder / name).exists() else name
-
-    models = {
-        name: m.model_copy(
-            update={key: found(getattr(m, key)) for key in _FILES if getattr(m, key) is not None}
-        )
-        for name, m in config.models.items()
-    }
-    auth = config.auth.model_copy(update={"keys_file": found(config.auth.keys_file)})
-    formats = [found(name) for name in config.formats]
-    return config.model_copy(update={"models": models, "auth": auth, "formats": formats})
-
-
-_FILES = ("path", "spec", "tokenizer", "machine", "chat_template", "draft")
+def beside(section: SectionT, folder: Path) -> SectionT:
+    """Return a configuration with the files that lie in `folder` as paths that lead there."""
+    found: dict[str, Any] = {}
+    for key, field in type(section).model_fields.items():
+        value = getattr(section, key)
+        mark = next((m for m in field.metadata if isinstance(m, MayBeFile)), None)
+        if isinstance(value, Section):
+            found[key] = beside(value, folder)
+        elif isinstance(value, dict):
+            found[key] = {
+                name: beside(v, folder) if isinstance(v, Section) else v
+                for name, v in value.items()
+            }
+        elif mark is not None and isinstance(value, list):
+            found[key] = [mark.found(name, folder) for name in value]
+        elif mark is not None and value is not None:
+            found[key] = mark.found(value, folder)
+    return section.model_copy(update=found)
 
 
 def _lines(path: Path) -> list[str]:

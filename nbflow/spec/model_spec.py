@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from nbflow_kernels.position import RopeScaling
+from nbflow_kernels.position import LongRopeScaling, RopeScaling
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "swigluoai"]
 
@@ -239,6 +239,30 @@ class ModelSpec:
             return replace(self.rope, dim=0, scaling=None)
         local = self.local_rope is not None and self.window_of(layer) is not None
         return self.local_rope if local and self.local_rope is not None else self.rope
+
+    @cached_property
+    def short_context(self) -> int | None:
+        """LongRoPE's original context, up to which sequences have the short divisors.
+
+        None if all sequences have the same rotary angles.
+        """
+        scalings = (rope.scaling for rope in (self.rope, self.local_rope) if rope is not None)
+        lengths = (
+            s.original_max_position
+            for s in scalings
+            if isinstance(s, LongRopeScaling) and s.depends_on_length
+        )
+        return min((n for n in lengths if n < self.max_context), default=None)
+
+    @property
+    def rope_lengths(self) -> tuple[int, ...]:
+        """Rows of the parts of a rotary table: for sequences up to this length."""
+        short = self.short_context
+        return (self.max_context,) if short is None else (short, self.max_context)
+
+    def is_long(self, length: int) -> bool:
+        """Return whether a sequence of so many tokens has LongRoPE's long divisors."""
+        return self.short_context is not None and length > self.short_context
 
     def has_experts(self, layer: int) -> bool:
         """Return whether a layer is a mixture of experts."""

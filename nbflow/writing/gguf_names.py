@@ -236,12 +236,14 @@ def _comparable(spec: ModelSpec) -> dict[str, Any]:
 
 
 def _angles(rope: RopeSpec, max_context: int) -> list[float]:
-    """Return the frequencies and the factor on cosines, for short and for long sequences."""
+    """Return the frequencies and the factors on cosines, for short and for long sequences."""
     if rope.scaling is None or not rope.dim:
         return [rope.theta]
-    short, factor = rope.scaling.frequencies(rope.dim, rope.theta, 1)
-    longest, _ = rope.scaling.frequencies(rope.dim, rope.theta, max_context)
-    return [rope.theta, factor, rope.scaling.softmax_factor, *short.tolist(), *longest.tolist()]
+    angles = [rope.theta, rope.scaling.softmax_factor]
+    for length in (1, max_context):
+        frequencies, factor = rope.scaling.frequencies(rope.dim, rope.theta, length)
+        angles += [factor, *frequencies.tolist()]
+    return angles
 
 
 def _is_close(wanted: Any, found: Any) -> bool:

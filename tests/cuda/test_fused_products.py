@@ -145,7 +145,9 @@ def test_heads_behind(format: str, head_dim: int, style: str, of_all: bool, cupy
         k, v, requests, positions, *pages[:2], indices, indptr, "HND", (form.kind, form.kind)
     )
     out = cupy.empty((n_tokens, 4 * D), np.float32)
-    places = fused.Places(positions, requests, indices, indptr, "HND", table, style == "half")
+    places = fused.Places(
+        positions, requests, indices, indptr, "HND", positions, table, style == "half"
+    )
     then = fused.Heads(
         places, D, 0, 2, 1, *pages[2:], (form.kind, form.kind), q_weight, k_weight, 1e-6, 0.0,
         of_all,

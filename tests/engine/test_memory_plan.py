@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from specs import write_llama
+from specs import write_checkpoint, write_llama
 
 import nbflow
 from nbflow.engine.memory_plan import PAGE_SIZE, plan_memory
@@ -64,7 +64,9 @@ def test_within_two_percent(wide, options, partition):
 
 ENCODERS = ("bert", "distilbert", "roberta")
 PAIRS = ("bart", "flan_t5", "m2m_100", "t5")
-OTHERS = ("mixtral", "qwen2_moe", "deepseek_v2_lite", "gpt2", "bloom", "gemma2", "opt_350m")
+OTHERS = (
+    "mixtral", "qwen2_moe", "deepseek_v2_lite", "gpt2", "bloom", "gemma2", "opt_350m", "phi3_long",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", [*ENCODERS, *PAIRS, *OTHERS])
@@ -92,6 +94,46 @@ def test_formats_of_a_policy_lie_in_matrices_of_their_own(tmp_path):
     with nbflow.load(FAMILIES / "llama31", threads=1, **options) as model:
         (found,) = held_after_use(model, plan, "llama31")
     assert found["weight_bytes"] == plan.ranks[0].weight_bytes
+
+
+TIED = {
+    "model_type": "llama", "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2,
+    "max_position_embeddings": 128, "tie_word_embeddings": True,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"encoder": "hadamard", "weights": "q8"},  # its tied head comes apart
+        {"encoder": "hadamard+hqq", "weights": "q4", "partition": "0;1"},
+        {"spec": 'family = "llama"\n[override]\nmax_context = 32\n'},
+    ],
+    ids=str,
+)
+def test_the_encoder_and_the_spec_count(options, tmp_path):
+    if "spec" in options:
+        (tmp_path / "own.toml").write_text(options["spec"])
+        options = {**options, "spec": tmp_path / "own.toml"}
+    options = {**options, "max_step_tokens": 64}
+    folder = tmp_path / "model"
+    write_checkpoint(folder, TIED)
+    plan = plan_memory(folder, max_sequences=3, **options)
+    with nbflow.load(folder, threads=1, **options) as model:
+        taken = held_after_use(model, plan, "")
+    plain = plan_memory(folder, max_sequences=3, max_step_tokens=64, weights=options.get("weights"))
+    assert sum(r.total_bytes for r in plain.ranks) != sum(r.total_bytes for r in plan.ranks)
+    for found, planned in zip(taken, plan.ranks, strict=True):
+        for key in ("weight_bytes", "kv_bytes", "workspace_bytes"):
+            assert found[key] == getattr(planned, key), key
+
+
+def test_an_encoder_needs_a_format_in_the_plan_too():
+    with pytest.raises(UsageError, match="encoder='hadamard' and importance need a weight format"):
+        plan_memory(FAMILIES / "gemma", encoder="hadamard")
+    with pytest.raises(UsageError, match="unknown encoder 'hadamart'"):
+        plan_memory(FAMILIES / "gemma", encoder="hadamart", weights="q4")
 
 
 def held_after_use(model, plan, name):

@@ -13,6 +13,7 @@ import pytest
 
 import nbflow_kernels as nk
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.position import reference
 from nbflow_kernels.position.cases import SCALINGS
 
 # Made with transformers 5.23.0, modeling_rope_utils.ROPE_INIT_FUNCTIONS, head size 64, in float32.
@@ -104,6 +105,32 @@ def test_config_entries_become_records() -> None:
     assert from_config(
         {"rope_type": "yarn", "factor": 4.0, "attention_factor": None}, max_position=512
     ) == nk.YarnRopeScaling(factor=4.0, original_max_position=512)
+
+
+def test_longrope_factors_on_cosines() -> None:
+    """The mscales of short and long sequences, else one factor, given or from the lengths."""
+    entry = {"type": "longrope", "short_factor": [1.0, 1.5], "long_factor": [2.0, 8.0]}
+    given = {"original_max_position_embeddings": 16, "attention_factor": 1.5}
+    mscales = {"short_mscale": 1.1, "long_mscale": 1.3}
+    for more, wanted in (
+        ({}, (math.sqrt(1.5), math.sqrt(1.5))),  # f = 4, M = 16: ln f / ln M = 0.5
+        ({"attention_factor": 1.5}, (1.5, 1.5)),
+        ({"long_mscale": 1.3}, (math.sqrt(1.5), 1.3)),
+        ({"attention_factor": 1.5, **mscales}, (1.1, 1.3)),
+    ):
+        scaling = nk.RopeScaling.from_config(
+            {**entry, **given, "attention_factor": None, **more}, max_position=64
+        )
+        for seq_len, factor in zip((16, 17), wanted, strict=True):
+            options: dict[str, Any] = {"theta": 1e4, "scaling": scaling, "seq_len": seq_len}
+            assert nk.rope_frequencies(4, **options)[1] == pytest.approx(factor, rel=1e-12)
+            assert reference.rope_frequencies(4, **options)[1] == pytest.approx(factor, rel=1e-12)
+    with pytest.raises(UsageError, match="long_mscale must be positive, got -1"):
+        nk.RopeScaling.from_config({**entry, **given, "long_mscale": -1.0}, max_position=64)
+    with pytest.raises(UsageError, match="original_max_position must be at least 2"):
+        nk.RopeScaling.from_config(
+            {**entry, "original_max_position_embeddings": 1}, max_position=64
+        )
 
 
 @pytest.mark.parametrize(

@@ -57,6 +57,26 @@ def test_ranks_that_hold_whole_experts_agree_with_one_rank(tmp_path):
     assert "all partitions agree" in done.stdout
 
 
+LONG_ROPE = {
+    "model_type": "phi3", "vocab_size": 101, "hidden_size": 64, "intermediate_size": 96,
+    "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 64, "original_max_position_embeddings": 12,
+    "tie_word_embeddings": False,
+    "rope_scaling": {
+        "type": "longrope", "short_factor": [1.0] * 8, "long_factor": [2.0 + i for i in range(8)],
+    },
+}  # fmt: skip
+"""The script's prompts are within the original context, beyond it, and outgrow it."""
+
+
+def test_sequences_that_outgrow_the_original_context_do_so_on_every_rank(tmp_path):
+    write_checkpoint(tmp_path / "model", LONG_ROPE)
+    script = Path(__file__).with_name("check_partitions.py")
+    done = mpirun(2, "-m", "mpi4py", str(script), str(tmp_path / "model"), "0&1", "0;1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "all partitions agree" in done.stdout
+
+
 def test_run_prints_once(checkpoint):
     text = mpirun(
         2,

@@ -68,6 +68,15 @@ def test_chat_shows_the_answer_only(capsys):
     assert "--system needs --chat" in error(capsys, "run", "tiny_python", "--system", "a")
 
 
+def test_the_plan_is_of_the_spec_and_the_encoder(capsys, tmp_path):
+    (tmp_path / "short.toml").write_text('family = "llama"\n[override]\nmax_context = 64\n')
+    plan = ["run", "tiny_python", "--plan", "2"]
+    assert "KV for 1,024 tokens" in run(capsys, *plan)[1]
+    assert "KV for 128 tokens" in run(capsys, *plan, "--spec", tmp_path / "short.toml")[1]
+    weights = [*plan, "--weights", "q4"]
+    assert run(capsys, *weights)[1] != run(capsys, *weights, "--encoder", "hadamard")[1]
+
+
 def test_bundled_model_writes_python(capsys):
     code, out, _ = run(capsys, "run", "tiny_python", "-p", "def ", "-n", "60")
     assert code == 0
@@ -136,6 +145,12 @@ def test_bench_rows(capsys):
     )
 
 
+def test_bench_without_a_prompt_length_takes_what_the_context_holds(capsys):
+    code, out, _ = run(capsys, "bench", "tiny_python", "-n", "0", "-r", "1", "--json")
+    assert code == 0
+    assert [row["test"] for row in json.loads(out)] == ["pp511"]
+
+
 def test_bench_prints_a_table_and_a_profile(capsys):
     code, out, _ = run(capsys, "bench", "tiny_python", "-p", "8", "-n", "2", "-r", "1", "--profile")
     assert code == 0
@@ -192,6 +207,17 @@ def test_formats_of_keys_and_values(arguments, kv):
         (["bench", "tiny_python", "-p", "a"], "--n-prompt must be numbers"),
         (["bench", "tiny_python", "-n", "512"], "but the context holds 512"),
         (["bench", "tiny_python", "-r", "0"], "--repeats must be at least 1"),
+        (["bench", "tiny_python", "-p", "99999999"], "test pp99999999 needs 100000000 tokens"),
+        (["bench", "tiny_python", "-p", "16,512"], "test pp512 needs 513 tokens"),
+        (["bench", "tiny_python", "-b", "0"], "--batch must be 1..65536 sequences, got 0"),
+        (["bench", "tiny_python", "-b", "1,99999999"], "--batch must be 1..65536"),
+        (["bench", "tiny_python", "-pg", "0,0"], "not both 0, got '0,0'"),
+        (["bench", "tiny_python", "-p", "0", "-n", "0"], "nothing is left to time"),
+        (
+            ["run", "tiny_python", "--partition", "auto", "--machine", "/etc/passwd"],
+            "/etc/passwd",
+        ),
+        (["run", "tiny_python", "--encoder", "hadamard", "--plan"], "need a weight format"),
     ],
 )
 def test_bad_arguments(capsys, arguments, words):

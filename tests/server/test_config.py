@@ -69,6 +69,24 @@ def test_files_are_beside_the_configuration(tmp_path):
     assert len(config.auth.digests()) == 2
 
 
+def test_every_file_of_a_model_is_beside_the_configuration(tmp_path):
+    """Formats are names, even where a folder has the same; a policy ends in .toml."""
+    names = {
+        "path": "m.gguf", "spec": "s.toml", "tokenizer": "t.json", "weights": "p.toml",
+        "importance": "i.dat", "machine": "box.toml", "chat_template": "chat.jinja",
+        "draft": "d.gguf", "draft_weights": "p.toml",
+    }  # fmt: skip
+    for name in (*names.values(), "mine.py", "q4"):
+        (tmp_path / name).write_text("")
+    lines = [f"{key} = '{name}'" for key, name in names.items()]
+    text = "formats = ['mine.py']\n[models.a]\n" + "\n".join(lines)
+    config = read_config(write(tmp_path, text + "\n[models.b]\npath = 'x'\nweights = 'q4'"))
+    for key, name in names.items():
+        assert getattr(config.models["a"], key) == str(tmp_path / name), key
+    assert config.formats == [str(tmp_path / "mine.py")]
+    assert config.models["b"].weights == "q4"
+
+
 def test_keys_from_the_environment(monkeypatch):
     monkeypatch.setenv("KEYS", "a, b")
     assert len(Auth(keys_env="KEYS").digests()) == 2
@@ -227,6 +245,22 @@ def test_the_plan(tmp_path):
     assert "partition '0'" in unnamed.stdout
     missing = serve("no_such_model", "--plan")
     assert missing.returncode == 2
+
+
+def test_the_plan_of_a_server_is_of_the_spec_and_the_encoder(tmp_path):
+    from nbflow.commands.serve_plan import model_plan, steps
+    from nbflow.engine.memory_plan import plan_memory
+    from nbflow.server.config import ModelOptions
+
+    (tmp_path / "own.toml").write_text('family = "gemma"\n[override]\nmax_context = 32\n')
+    path = Path(__file__).parents[1] / "golden" / "families" / "gemma"
+    own = {"spec": str(tmp_path / "own.toml"), "encoder": "hadamard", "weights": "q8"}
+    options = ModelOptions(path=str(path), machine="h200x8", engine={"max_sequences": 2}, **own)
+    plan = model_plan(options)
+    assert plan.kv_tokens == 2 * 64  # a page each
+    assert plan.ranks == plan_memory(path, max_sequences=2, **own).ranks
+    assert plan.ranks != plan_memory(path, max_sequences=2, weights="q8").ranks
+    assert "prompts of 16 tokens, 16 generated" in steps(options, plan)[0]
 
 
 def test_the_plan_of_a_server_counts_what_lies_on_the_host():

@@ -31,6 +31,7 @@ from nbflow_experiments.scoring.text import (
 from nbflow_experiments.scoring.tokens import Scores
 from nbflow_experiments.scoring.windows import Window, cut
 from nbflow_experiments.statistics import estimate_perplexity
+from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError
 
 REFERENCE: dict[str, Any] = {"weights": "f32", "kv": "f32", "activations": "f32", "outliers": 0.0}
@@ -126,12 +127,14 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def text_windows(arguments: argparse.Namespace) -> list[Window]:
     """Return the windows of the text that the arguments describe."""
+    for file in arguments.formats:  # the checkpoint, and a tokenizer in it, may need them
+        load_formats(file)
     if arguments.text is not None:
         path = Path(arguments.text)
         if not path.is_file():
             raise UsageError(f"--text: there is no file {path}")
     else:
-        path = engine.evaluation_text("", engine.identify(arguments.model), Path())
+        path = engine.bundled_text(arguments.model, arguments.spec)
     text = path.read_text(encoding="utf-8")
     ids, bos = engine.tokenize(arguments.tokenizer or arguments.model, text)
     windows = cut(ids, arguments.context, arguments.stride, arguments.scored, bos)

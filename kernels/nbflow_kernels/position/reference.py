@@ -28,7 +28,7 @@ def rope_frequencies(
         _stretch(theta ** (-2.0 * j / rotary_dim), j, rotary_dim, theta, scaling, length)
         for j in range(rotary_dim // 2)
     ]
-    return np.array(frequencies), _attention_factor(scaling)
+    return np.array(frequencies), _attention_factor(scaling, length)
 
 
 def _stretch(w: float, j: int, d: int, theta: float, scaling: Any, length: int) -> float:
@@ -64,8 +64,12 @@ def _stretch(w: float, j: int, d: int, theta: float, scaling: Any, length: int) 
     return w
 
 
-def _attention_factor(scaling: Any) -> float:
+def _attention_factor(scaling: Any, length: int) -> float:
     given = getattr(scaling, "attention_factor", None)
+    if isinstance(scaling, LongRopeScaling):
+        is_long = length > scaling.original_max_position
+        mscale = scaling.long_mscale if is_long else scaling.short_mscale
+        given = given if mscale is None else mscale
     if given is not None:
         return float(given)
     if isinstance(scaling, LongRopeScaling) and scaling.factor > 1.0:

@@ -359,7 +359,8 @@ class LongRopeScaling(RopeScaling):
     r"""LongRoPE: a divisor for each frequency, found by search (arXiv:2402.13753; Phi-3).
 
     Sequences up to the trained length M use `short_factor`, longer ones `long_factor`.  Cosines
-    and sines are multiplied by the attention factor, :math:`\sqrt{1 + \ln f / \ln M}` unless given.
+    and sines are multiplied by the attention factor, :math:`\sqrt{1 + \ln f / \ln M}` unless given;
+    `short_mscale` and `long_mscale` (Phi-3.5-MoE) take its place.
 
     Examples
     --------
@@ -380,15 +381,26 @@ class LongRopeScaling(RopeScaling):
     """f, how much longer the context becomes: gives the attention factor."""
     attention_factor: float | None = None
     """Factor on cosines and sines, for short and long sequences alike."""
+    short_mscale: float | None = None
+    """Factor on cosines and sines up to M positions, instead of `attention_factor`."""
+    long_mscale: float | None = None
+    """The same beyond."""
 
     def __post_init__(self) -> None:
         _check_positive(
             factor=self.factor,
             original_max_position=self.original_max_position,
             attention_factor=self.attention_factor,
+            short_mscale=self.short_mscale,
+            long_mscale=self.long_mscale,
             **{"least short_factor": min(self.short_factor, default=None)},
             **{"least long_factor": min(self.long_factor, default=None)},
         )
+        if self.factor > 1.0 and self.original_max_position < 2:
+            raise UsageError(
+                "original_max_position must be at least 2, the base of a logarithm, "
+                f"got {self.original_max_position}"
+            )
 
     def frequencies(self, rotary_dim: int, theta: float, seq_len: int) -> Frequencies:
         """Return the frequencies with the divisors for `seq_len`, and the attention factor."""
@@ -400,9 +412,18 @@ class LongRopeScaling(RopeScaling):
                 f"{name} must have a number for each of the {rotary_dim // 2} frequencies, "
                 f"got {len(divisors)}"
             )
-        return _plain(rotary_dim, theta) / divisors, self._factor()
+        return _plain(rotary_dim, theta) / divisors, self._factor(is_long)
 
-    def _factor(self) -> float:
+    @property
+    def depends_on_length(self) -> bool:
+        """Return whether sequences beyond M positions are rotated otherwise than those up to M."""
+        divisors_differ = self.short_factor != self.long_factor
+        return divisors_differ or self._factor(False) != self._factor(True)
+
+    def _factor(self, is_long: bool) -> float:
+        mscale = self.long_mscale if is_long else self.short_mscale
+        if mscale is not None:
+            return mscale
         if self.attention_factor is not None:
             return self.attention_factor
         if self.factor <= 1.0:
@@ -423,7 +444,9 @@ _YARN_KEYS = _same(
     "mscale_all_dim",
     "truncate",
 )
-_LONG_KEYS = _same("short_factor", "long_factor", "factor", "attention_factor")
+_LONG_KEYS = _same(
+    "short_factor", "long_factor", "factor", "attention_factor", "short_mscale", "long_mscale"
+)
 _TYPES: dict[str, tuple[type[RopeScaling], dict[str, str]]] = {
     "linear": (LinearRopeScaling, _same("factor")),
     "dynamic": (DynamicNtkRopeScaling, _same("factor")),

@@ -160,22 +160,26 @@ class Places:
     kv_indices: Any
     kv_indptr: Any
     kv_layout: str
+    rope_rows: Any
+    """int32 (T,): rows of `cos_sin`; the positions, unless the table has other rows."""
     cos_sin: Any = None
-    """float32 (positions, 2 * half), or None: nothing is rotated."""
+    """float32 (rows, 2 * half), or None: nothing is rotated."""
     is_neox: bool = True
     parameters = (
-        "f32*? cos_sin, i32* positions, i32* batch_indices, i32* kv_indices, i32* kv_indptr, "
-        "i32 half, i32 is_neox, i32 n_positions, i32 n_requests, i32 n_pages, i32 page_size"
+        "f32*? cos_sin, i32* rope_rows, i32* positions, i32* batch_indices, i32* kv_indices, "
+        "i32* kv_indptr, i32 half, i32 is_neox, i32 n_rope_rows, i32 n_requests, i32 n_pages, "
+        "i32 page_size"
     )
 
     def arguments(self, pages: Any) -> tuple[Any, ...]:
         """Return the members of the struct in `heads.cuh`, for such pages."""
         table = self.cos_sin
-        half, n_positions = (0, 0) if table is None else (table.shape[1] // 2, len(table))
+        half, n_rows = (0, 0) if table is None else (table.shape[1] // 2, len(table))
         page_size = pages.shape[1 if self.kv_layout == "NHD" else 2]
         return (
-            table, self.positions, self.batch_indices, self.kv_indices, self.kv_indptr, half,
-            int(self.is_neox), n_positions, len(self.kv_indptr) - 1, pages.shape[0], page_size,
+            table, self.rope_rows, self.positions, self.batch_indices, self.kv_indices,
+            self.kv_indptr, half, int(self.is_neox), n_rows, len(self.kv_indptr) - 1,
+            pages.shape[0], page_size,
         )  # fmt: skip
 
     def cache(self, pages: Any) -> tuple[Any, ...]:

@@ -14,9 +14,9 @@
 
 // Where tokens are in their sequences, and these in pages.
 struct Places {
-  const float* cos_sin;  // (n_positions, 2 * half), or null
-  const int *positions, *batch_indices, *kv_indices, *kv_indptr;
-  int half, is_neox, n_positions, n_requests, n_pages, page_size;
+  const float* cos_sin;  // (n_rope_rows, 2 * half), or null
+  const int *rope_rows, *positions, *batch_indices, *kv_indices, *kv_indptr;
+  int half, is_neox, n_rope_rows, n_requests, n_pages, page_size;
 
   // Where a token's vector of a head lies, or null if there is no page for it.
   DEV_METHOD u8* at(const Cache& cache, int token, int head) const {
@@ -44,11 +44,11 @@ DEV void normalize_vector(float* x, int n, const float* weight, float eps, float
   __syncwarp();
 }
 
-// Turn a vector in place: a warp.  A position that is in no table gives NaN.
+// Turn a vector in place: a warp.  A row that is not in the table gives NaN.
 DEV void turn_vector(float* x, const Places& p, int token) {
-  const int position = p.positions[token];
-  const bool known = 0 <= position && position < p.n_positions;
-  const float* table = p.cos_sin + (known ? 2LL * p.half * position : 0);
+  const int row = p.rope_rows[token];
+  const bool known = 0 <= row && row < p.n_rope_rows;
+  const float* table = p.cos_sin + (known ? 2LL * p.half * row : 0);
   for (int i = threadIdx.x & 31; i < p.half; i += 32) {
     float *first = x + (p.is_neox ? i : 2 * i), *second = x + (p.is_neox ? p.half + i : 2 * i + 1);
     float a = *first, b = *second;
