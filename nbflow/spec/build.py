@@ -21,6 +21,7 @@ _SAME = (
     "logits_soft_cap", "attention_sinks", "bos_token_id", "eos_token_ids", "causal",
     "type_vocab_size", "norm_offset", "gate_up_layout", "experts_transposed",
     "norm_weight", "norm_bias", "norm_place", "embed_norm", "final_norm", "qk_norm", "qkv_layout",
+    "qk_norm_kind", "sinusoids", "banned_token_ids",
     "position", "position_offset", "alibi_scaled", "bias_buckets", "bias_max_distance", "residual",
     "transposed", "embed_scale", "residual_scale", "logits_scale", "head_soft_cap",
     "head_bias", "normalize_head", "head_transform", "head", "decoder_start_id",

@@ -57,6 +57,8 @@ def check_numbers(spec: ModelSpec) -> None:
             f"{spec.name}: bias_buckets must be 4..65536 and bias_max_distance more than half of "
             f"it, got {spec.bias_buckets} and {spec.bias_max_distance}"
         )
+    if spec.qk_norm == "all" and spec.qk_norm_kind != "rms":
+        raise UsageError(f"{spec.name}: qk_norm 'all' needs qk_norm_kind 'rms', got 'layer'")
     if spec.encoder is not None:
         _check_encoder(spec)
     if spec.latent is not None:

@@ -15,7 +15,7 @@ from nbflow.weights import open_weights
 from nbflow_kernels.errors import UsageError
 
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
-NAMES = ("bart", "flan_t5", "m2m_100", "mbart", "t5")
+NAMES = ("bart", "flan_t5", "m2m_100", "marian", "mbart", "t5")
 # Some ten float32 roundings of the largest number, as in test_families.py.  The scores of T5 have
 # no factor, so that its weights are steep: transformers' own float32 logits are 9.5e-6 (flan_t5)
 # and 1.4e-6 (t5) away from those of the float64 executor.
