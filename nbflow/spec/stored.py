@@ -106,9 +106,7 @@ def _fused_rows(spec: ModelSpec, fused: str, part: int, sizes: list[int]) -> tup
     return tuple((start, start + each[part]) for start in starts)
 
 
-def _head_norm(
-    spec: ModelSpec, layer: str, norm: str, j: str, shape: tuple[int, ...]
-) -> Stored:
+def _head_norm(spec: ModelSpec, layer: str, norm: str, j: str, shape: tuple[int, ...]) -> Stored:
     """Return where the norm of one head's queries or keys lies: alone, or among those of all."""
     pattern = spec.tensors[f"layers.{{i}}.attn.{norm}.{{j}}.weight"].replace("{i}", layer)
     if "{j}" in pattern:
