@@ -142,7 +142,7 @@ class ModelSpec:
     tied_head: bool
     """Whether the head is the token embedding."""
     tensors: dict[str, str] = field(repr=False)
-    """Our tensor name -> the checkpoint's; ``{i}`` stands for the layer, ``{j}`` for the expert or head."""
+    """Our tensor name -> the checkpoint's; {i} is the layer, {j} the expert or head."""
     ignored_tensors: tuple[str, ...] = ()
     """Shell patterns of checkpoint tensors that are not weights."""
     biases: frozenset[str] = frozenset()

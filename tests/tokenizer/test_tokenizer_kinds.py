@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizer_files as files
@@ -203,7 +204,7 @@ def marian_folder(folder: Path, **config: Any) -> dict[str, int]:
     shutil.copy(GOLDEN / "sp_unigram" / "spiece.model", folder / "source.spm")
     (folder / "tokenizer_config.json").write_text(json.dumps(config))
     pieces = files.sp_pieces("sp_unigram/spiece.model")[0]
-    text = [p for p in pieces if p not in ("<s>", "</s>", "<unk>", "<pad>", "\u2581re")]
+    text = [p for p in pieces if p not in ("<s>", "</s>", "<unk>", "<pad>", "\u2581return")]
     vocab = ["</s>", "<unk>", *reversed(text), "\u2581\u00e9t\u00e9", "\u00fcr", ">>fra<<", "<pad>"]
     numbers = {p: i for i, p in enumerate(vocab)}
     (folder / "vocab.json").write_text(json.dumps(numbers))
@@ -215,12 +216,12 @@ def test_marian_numbers_the_pieces_of_two_models(tmp_path: Path) -> None:
     vocab = marian_folder(tmp_path, tokenizer_class="MarianTokenizer")
     tokenizer, plain = load_tokenizer(tmp_path), load_tokenizer(GOLDEN / "sp_unigram")
     assert tokenizer.vocab_size == len(vocab)
-    pieces = [plain.piece(i) for i in plain.encode("def re self")]
-    assert "\u2581re" in pieces  # which this vocabulary does not have
+    pieces = [plain.piece(i) for i in plain.encode("def return self")]
+    assert "\u2581return" in pieces  # which this vocabulary does not have
     ids = [vocab.get(piece, 1) for piece in pieces]
-    assert tokenizer.encode("def re self", add_special_tokens=True) == [*ids, 0]
-    assert tokenizer.encode(">>fra<< def re self") == [vocab[">>fra<<"], *ids]
-    assert tokenizer.encode(">>xyz<<def re self") == [1, *ids]  # not a language of this model
+    assert tokenizer.encode("def return self", add_special_tokens=True) == [*ids, 0]
+    assert tokenizer.encode(">>fra<< def return self") == [vocab[">>fra<<"], *ids]
+    assert tokenizer.encode(">>xyz<<def return self") == [1, *ids]  # not a language of this model
     assert len(tokenizer.encode("x >>fra<<")) > 3
     translation = [
         vocab["\u2581\u00e9t\u00e9"],
