@@ -6,7 +6,8 @@ can be set.  An architecture is a choice among their values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from nbflow.spec.toml_schema import Kind
@@ -25,6 +26,8 @@ class Field:
     """What it means."""
     default: Any = REQUIRED
     """Value if nobody states it; None: it follows from other fields, or is absent."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of its values, which a configuration may use where a rule says no `values`."""
 
 
 SIZES = {
@@ -135,6 +138,16 @@ POSITIONS = {
     "bias_max_distance": Field(int, "distance from which on the last bucket holds", 128),
     "alibi_scaled": Field(bool, "whether ALiBi's bias is multiplied by sm_scale too", False),
 }
+ACTIVATION_ALIASES = {
+    "swish": "silu",
+    "quick_gelu": "gelu_quick",
+    "gelu_python": "gelu",
+    **dict.fromkeys(
+        ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"),
+        "gelu_tanh",
+    ),
+}
+"""Names of transformers, several of which compute the same."""
 BLOCKS = {
     "residual": Field(
         ("sequential", "parallel", "parallel_two_norms"),
@@ -145,6 +158,7 @@ BLOCKS = {
         ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "swigluoai"),
         "activation of the feed-forward network; swigluoai, of gate and up: cut off at 7, "
         "gate * sigmoid(1.702 * gate) * (up + 1)",
+        aliases=ACTIVATION_ALIASES,
     ),
     "gated": Field(bool, "whether the feed-forward network is act(gate) * up, or act(up)"),
     "transposed": Field(bool, "whether the layers' matrices are stored (in, out)", False),
@@ -244,8 +258,8 @@ HEAD_PARTS = ("attn.k_b", "attn.v_b")
 """Matrices of latent attention, one below the other for each head; they have no bias."""
 
 _LAYER_PARTS = (
-    *LAYER_NORMS, *HEAD_NORMS, "attn.sinks", *LINEARS, *HEAD_PARTS, *FUSED, *EXPERT_PARTS, "moe.gate_up",
-    *SHARED_PARTS, "shared_gate",
+    *LAYER_NORMS, *HEAD_NORMS, "attn.sinks", *LINEARS, *HEAD_PARTS, *FUSED, *EXPERT_PARTS,
+    "moe.gate_up", *SHARED_PARTS, "shared_gate",
 )  # fmt: skip
 _ONE_KIND = {
     "bias": ("embed", "positions", "position_bias", "types", "attn.k_b", "attn.v_b", "attn.kv_b",
