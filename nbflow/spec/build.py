@@ -224,7 +224,7 @@ def _from_config(
     kind = FIELDS[field].kind
     for key in rule.keys:
         value = lookup(config, key)
-        if value is None:
+        if value is None or value == {}:  # an empty table of scalings is none
             continue
         if rule.values:
             word = str(value).lower() if isinstance(value, bool | int) else value

@@ -94,11 +94,14 @@ ROPES = [
     ("qwen3", PLAIN_ROPE | {"rope_scaling": {"rope_type": "default", "type": "default"}}),
     ("qwen3", PLAIN_ROPE | {"rope_scaling": {}, "rope_theta": None}),
     ("qwen3", {"rope_theta": 5.0}),  # what rope_parameters says wins
+    ("llama_linear", {"rope_scaling": {}}),
     ("llama_linear", PLAIN_ROPE | {"rope_scaling": LINEAR}),
     ("llama_linear", PLAIN_ROPE | {"rope_scaling": {"type": "linear", "factor": 2}}),
-    ("llama_linear", PLAIN_ROPE | {"rope_scaling": LINEAR | {"rope_theta": 1e4}, "rope_theta": 5.0}),
+    (
+        "llama_linear",
+        PLAIN_ROPE | {"rope_scaling": LINEAR | {"rope_theta": 1e4}, "rope_theta": 5.0},
+    ),
     ("gpt_neox", PLAIN_ROPE | {"rotary_pct": 0.5, "rotary_emb_base": 10000}),
-    ("gpt_neox", PLAIN_ROPE | {"partial_rotary_factor": 0.5}),
     ("stablelm", PLAIN_ROPE | {"partial_rotary_factor": 0.5}),
     ("stablelm", {"partial_rotary_factor": 0.25}),
 ]
@@ -108,6 +111,34 @@ ROPES = [
 @pytest.mark.parametrize(("name", "changes"), ROPES)
 def test_names_of_rotary_numbers(name, changes):
     assert spec_of(name, changes).as_dict() == spec_of(name, {}).as_dict()
+
+
+DEFAULTS = [
+    ("mixtral", "rope_parameters", "rope.theta", 1e6),
+    ("cohere", "rope_parameters", "rope.theta", 5e5),
+    ("cohere2", "rope_parameters", "rope.theta", 1e4),
+    ("smollm3", "rope_parameters", "rope.theta", 2e6),
+    ("helium", "rope_parameters", "rope.theta", 1e5),
+    ("helium", "rms_norm_eps", "norm_eps", 1e-8),
+    ("glm4", "rms_norm_eps", "norm_eps", 1.5625e-7),
+    ("olmo2", "rms_norm_eps", "norm_eps", 1e-5),
+    ("mixtral", "rms_norm_eps", "norm_eps", 1e-5),
+    ("roberta", "layer_norm_eps", "norm_eps", 1e-12),
+    ("m2m_100", "activation_function", "activation", "relu"),
+    ("m2m_100", "scale_embedding", "embed_scale", math.sqrt(24)),
+    ("bart", "scale_embedding", "embed_scale", 1.0),
+    ("deepseek_v2", "topk_method", "moe.groups", 1),
+    ("deepseek_v3", "topk_method", "moe.groups", 4),
+]
+"""Keys that may be absent, and what transformers' configuration then has."""
+
+
+@pytest.mark.parametrize(("name", "key", "field", "value"), DEFAULTS)
+def test_absent_keys(name, key, field, value):
+    found = spec_of(name, {key: ABSENT})
+    for part in field.split("."):
+        found = getattr(found, part)
+    assert found == value
 
 
 MATTERS = [
