@@ -176,7 +176,7 @@ def _qk_norm(spec: ModelSpec, i: int, name: str) -> Op:
         attrs["offset"] = spec.norm_offset
     if spec.qk_norm != "all":
         attrs["per_head"] = True
-    weights = (Operand(f"{prefix}.weight"),)
+    weights: tuple[Operand, ...] = (Operand(f"{prefix}.weight"),)
     if spec.qk_norm == "each_head":
         n = spec.n_heads if name == "q" else spec.n_kv_heads
         weights = tuple(Operand(f"{prefix}.{j}.weight") for j in range(n))
