@@ -183,11 +183,11 @@ def _gguf_tensors(spec, arch, tensors, names):
     for ours, array in tensors.items():
         if ours.startswith("layers."):
             _, layer, inner = ours.split(".", 2)
-            if ".attn.q_norm." in ours or ".attn.k_norm." in ours:
-                pattern = re.sub(r"_norm\.\d+", "_norm.{j}", f"layers.{{i}}.{inner}")
-                if pattern in names:
-                    done.setdefault(names[pattern][0].replace("{i}", layer), []).append(array)
-                    continue
+            of_head = re.sub(r"_norm\.\d+\.", "_norm.{j}.", inner)
+            if of_head != inner:
+                name = names[f"layers.{{i}}.{of_head}"][0].replace("{i}", layer)
+                done.setdefault(name, []).append(array)
+                continue
             if ".moe." in ours and not ours.endswith(".bias"):
                 j, inner = inner.removeprefix("moe.").split(".", 1)
                 name = names[f"layers.{{i}}.moe.{{j}}.{inner}"][0].replace("{i}", layer)
