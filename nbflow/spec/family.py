@@ -41,7 +41,7 @@ prefix
     above: the key has no effect elsewhere.
 [tensors]
     Our tensor name = the checkpoint's, or a list of names of which the first present counts;
-    ``{i}`` for the layer, ``{j}`` for the expert.  Empty: taken out of the base's table.
+    ``{i}`` for the layer, ``{j}`` for the expert or head.  Empty: taken out of the base's table.
 [ignored]
     ``tensors``: shell patterns of checkpoint tensors that are not weights.
 
@@ -267,7 +267,7 @@ def check_tensors(table: Any, where: str) -> dict[str, tuple[str, ...]]:
                     f"{where} {name}: must contain {{i}} {name.count('{i}')} times, got {one!r}"
                 )
             if one.count("{j}") > name.count("{j}"):
-                raise UsageError(f"{where} {name}: {{j}} is for the experts, got {one!r}")
+                raise UsageError(f"{where} {name}: {{j}} is for experts and heads, got {one!r}")
     return checked
 
 
