@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import gguf
@@ -13,7 +14,16 @@ from nbflow.spec import families, resolve
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.weights import open_weights
 
-PERMUTED = ("llama", "deepseek", "granite", "granitemoe", "minicpm", "baichuan", "smollm3")
+PERMUTED = (
+    "llama",
+    "deepseek",
+    "granite",
+    "granitemoe",
+    "minicpm",
+    "baichuan",
+    "smollm3",
+    "internlm2",
+)
 """Architectures whose rotary pairs the converter makes neighbours."""
 
 
@@ -121,7 +131,7 @@ def _add_numbers(writer: gguf.GGUFWriter, spec: ModelSpec) -> None:
         writer.add_residual_scale(spec.residual_scale)
         writer.add_logit_scale(1 / spec.logits_scale)
         writer.add_attention_scale(spec.sm_scale)
-    if spec.family == "gpt_neox":
+    if spec.family in ("gpt_neox", "stablelm"):
         writer.add_parallel_residual(spec.residual != "sequential")
     if not spec.causal:
         writer.add_causal_attention(False)
@@ -173,6 +183,11 @@ def _gguf_tensors(spec, arch, tensors, names):
     for ours, array in tensors.items():
         if ours.startswith("layers."):
             _, layer, inner = ours.split(".", 2)
+            of_head = re.sub(r"_norm\.\d+\.", "_norm.{j}.", inner)
+            if of_head != inner:
+                name = names[f"layers.{{i}}.{of_head}"][0].replace("{i}", layer)
+                done.setdefault(name, []).append(array)
+                continue
             if ".moe." in ours and not ours.endswith(".bias"):
                 j, inner = inner.removeprefix("moe.").split(".", 1)
                 name = names[f"layers.{{i}}.moe.{{j}}.{inner}"][0].replace("{i}", layer)

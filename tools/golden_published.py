@@ -5,6 +5,7 @@ otherwise written out here, and its tensors and configuration renamed as its che
 
 ============  =====================================================================================
 internlm      Llama with biases (modeling_internlm.py)
+internlm2     Llama with q, k and v in one matrix, group by group (modeling_internlm2.py)
 orion         Llama with torch.nn.LayerNorm (modeling_orion.py)
 minicpm       Granite, whose factors are called otherwise (modeling_minicpm.py)
 baichuan2     Llama with fused q, k, v and a head with rows of length 1; ALiBi in the 13b form
@@ -78,6 +79,44 @@ def internlm() -> Made:
         return tensors, _configured(
             config, dropped, model_type="internlm", bias=True, rotary=rotary
         )
+
+    return Made(model, lambda ids: model(ids).logits, convert)
+
+
+def internlm2() -> Made:
+    """InternLM 2."""
+    groups, heads, dim = 2, 4, 8
+    model = _llama(
+        hidden_size=heads * dim, num_attention_heads=heads, num_key_value_heads=groups,
+        rope_parameters={"rope_theta": 1e6, "rope_type": "dynamic", "factor": 2.0},
+    )  # fmt: skip
+    names = {
+        "attention.wo": "self_attn.o_proj", "feed_forward.w1": "mlp.gate_proj",
+        "feed_forward.w3": "mlp.up_proj", "feed_forward.w2": "mlp.down_proj",
+        "attention_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm",
+    }  # fmt: skip
+
+    def convert(tensors: Tensors, config: dict[str, Any]) -> tuple[Tensors, dict[str, Any]]:
+        new = {
+            "model.tok_embeddings.weight": tensors["model.embed_tokens.weight"],
+            "model.norm.weight": tensors["model.norm.weight"],
+            "output.weight": tensors["lm_head.weight"],
+        }
+        for i in range(2):
+            at = f"model.layers.{i}."
+            q, k, v = (
+                tensors[f"{at}self_attn.{n}_proj.weight"].reshape(groups, -1, dim, heads * dim)
+                for n in "qkv"
+            )
+            new[f"{at}attention.wqkv.weight"] = torch.cat([q, k, v], 1).reshape(-1, heads * dim)
+            for theirs, ours in names.items():
+                new[f"{at}{theirs}.weight"] = tensors[f"{at}{ours}.weight"]
+        scaling = {"type": "dynamic", "factor": 2.0}
+        dropped = "attention_bias mlp_bias rope_parameters head_dim"
+        return new, _configured(
+            config, dropped, model_type="internlm2", bias=False, rope_theta=1000000,
+            rope_scaling=scaling, attn_implementation="eager",
+        )  # fmt: skip
 
     return Made(model, lambda ids: model(ids).logits, convert)
 

@@ -141,6 +141,9 @@ HF: dict[str, tuple[str, dict[str, Any]]] = {
                              "multi_query": False}),
     "stablelm": ("StableLm", {**SIZES, "use_qkv_bias": True, "rope_parameters": rope(
         "default", partial_rotary_factor=0.5)}),
+    "stablelm2_12b": ("StableLm", {**FOUR_EVEN, "qk_layernorm": True,
+                                   "use_parallel_residual": True, "rope_parameters": rope(
+                                       "default", partial_rotary_factor=0.25)}),
     "granite": ("Granite", {**FOUR, "embedding_multiplier": 3.0, "residual_multiplier": 0.4,
                             "attention_multiplier": 0.2, "logits_scaling": 2.0}),
     "mixtral": ("Mixtral", {**EXPERTS, "num_local_experts": 4, "num_experts_per_tok": 2,
@@ -164,6 +167,8 @@ HF: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("Olmoe", {**FOUR_EVEN, "intermediate_size": 12, "num_experts": 5,
                         "num_experts_per_tok": 2}),
     "cohere": ("Cohere", {**FOUR_EVEN, "logit_scale": 0.25, "tie_word_embeddings": True}),
+    "cohere_plus": ("Cohere", {**FOUR_EVEN, "logit_scale": 0.25, "tie_word_embeddings": True,
+                               "use_qk_norm": True}),
     "cohere2": ("Cohere2", {**FOUR_EVEN, "logit_scale": 0.25, "tie_word_embeddings": True,
                             "sliding_window": 9, "num_hidden_layers": 3,
                             "layer_types": ["sliding_attention", "full_attention",
@@ -218,6 +223,8 @@ PAIRS: dict[str, tuple[str, dict[str, Any]]] = {
     "bart": ("Bart", BART),
     "m2m_100": ("M2M100", {**BART, "scale_embedding": True}),
     "mbart": ("MBart", {**BART, "scale_embedding": True}),
+    "marian": ("Marian", {**BART, "scale_embedding": True, "activation_function": "swish",
+                          "pad_token_id": 96, "decoder_start_token_id": 96}),
 }  # fmt: skip
 """Encoders with decoders."""
 T5 = {
@@ -240,6 +247,7 @@ STORED: dict[str, tuple[str, dict[str, Any], Callable[[published.Made], publishe
 
 PUBLISHED: dict[str, Callable[[], published.Made]] = {
     "internlm": published.internlm,
+    "internlm2": published.internlm2,
     "orion": published.orion,
     "minicpm": published.minicpm,
     "baichuan2_7b": published.baichuan2_7b,
@@ -257,6 +265,9 @@ def randomize(model: torch.nn.Module) -> None:
         elif "embed" not in name:
             parameter.data = torch.randn_like(parameter) * parameter.shape[-1] ** -0.5
         parameter.data = parameter.data.half().float()
+    for module in model.modules():
+        if hasattr(module, "create_weight"):  # sinusoids are computed, not stored
+            module.weight.data = module.create_weight()
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.copy_((0.2 * torch.randn_like(buffer)).half().float())
@@ -272,8 +283,9 @@ def from_transformers(kind: str, options: dict[str, Any]) -> published.Made:
     suffix = "LMHeadModel" if kind.endswith("LMHead") else "ForCausalLM"
     if kind in {encoder for encoder, _ in ENCODERS.values()}:
         suffix = "ForMaskedLM"
-    if kind in {pair for pair, _ in PAIRS.values()}:
-        suffix = "ForConditionalGeneration"
+    is_pair = kind in {pair for pair, _ in PAIRS.values()}
+    if is_pair:
+        suffix = "MTModel" if kind == "Marian" else "ForConditionalGeneration"
     model = getattr(transformers, base + suffix)(config).eval()
     convert = None
     if base == "T5" and options.get("tie_word_embeddings") is False:
@@ -283,7 +295,7 @@ def from_transformers(kind: str, options: dict[str, Any]) -> published.Made:
     randomize(model)
     if hasattr(model, "final_logits_bias"):
         model.final_logits_bias += torch.randn_like(model.final_logits_bias).half().float()
-    if suffix == "ForConditionalGeneration":
+    if is_pair:
         read = torch.tensor(np.random.default_rng(99).integers(3, 97, N_READ))[None]
         return published.Made(
             model, lambda ids: model(input_ids=read, decoder_input_ids=ids).logits, convert

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from nbflow.decoding import Greedy, Parameters, Search, Strategy
+from nbflow.decoding.constraints import Constraints, constrain
 from nbflow.engine.request import Request
 from nbflow.engine.search import check_search
 from nbflow.spec.model_spec import ModelSpec
@@ -54,6 +55,8 @@ def checked_request(
     else:
         check_search(searches, asked, drafted)
         strategy = Greedy()
+    if model.spec.banned_token_ids:
+        strategy = constrain(strategy, Constraints(banned_token_ids=model.spec.banned_token_ids))
     if asked.stop_texts:
         _ = model.tokenizer  # it is needed
     if isinstance(prompt, str):
@@ -72,6 +75,7 @@ def checked_request(
         ids, min(max_tokens, room), strategy, seed, frozenset(asked.end_ids(known)), encoder_ids
     )
     request.search = searches
+    request.banned_ids = frozenset(model.spec.banned_token_ids)
     request.n_top_logprobs = min(asked.logprobs or 0, model.spec.vocab_size)
     request.prompt_logprobs = asked.prompt_logprobs
     request.stop_texts = asked.stop_texts

@@ -71,6 +71,8 @@ class Request:
     """At most so many tokens are asked of the proposer or the drafter."""
     search: Search | None = None
     """Chooses the tokens instead of the strategy, following several continuations at once."""
+    banned_ids: frozenset[int] = frozenset()
+    """Tokens that a search may not choose; a strategy has them as a constraint."""
 
     id: int = -1
     """The scheduler's number for it."""

@@ -9,7 +9,7 @@ which share their pages as far as they have the same tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import numpy as np
 
@@ -32,6 +32,7 @@ def empty_rows(works: Sequence[Work], n_vocab: int) -> list[np.ndarray]:
         request = work.request
         if request.search is not None and work.draws:
             wanted = max(request.search.n_wanted(len(request.stop_ids)), request.n_top_logprobs)
+            wanted += len(request.banned_ids)
             n_rows = len(request.branches) or 1
             found.append(np.full((n_rows, 1 + 2 * min(wanted, n_vocab)), math.nan))
     return found
@@ -84,13 +85,26 @@ def advance(request: Request, row: np.ndarray) -> list[Step]:
         left = request.max_tokens - len(request.ids)
         request.searching = request.search.begin(left, request.stop_ids, request.n_top_logprobs)
     state = request.searching
-    steps = state.advance(row[:, 1 + n :], row[:, 1 : 1 + n].astype(np.int64), row[:, 0])
+    ids, logprobs = row[:, 1 : 1 + n].astype(np.int64), row[:, 1 + n :]
+    if request.banned_ids:
+        ids, logprobs = _without(request.banned_ids, ids, logprobs)
+    steps = state.advance(logprobs, ids, row[:, 0])
     for step in steps:
         request.accept(step.token, step.logprob, step.top)
     if state.done:
         request.found = state.found
         finish(request, state.found[0])
     return steps
+
+
+def _without(
+    banned: Collection[int], ids: np.ndarray, logprobs: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """Return the most probable tokens of each row with the banned ones last, as impossible."""
+    is_banned = np.isin(ids, list(banned))
+    order = np.argsort(is_banned, axis=1, kind="stable")
+    logprobs = np.where(is_banned, -math.inf, logprobs)
+    return np.take_along_axis(ids, order, 1), np.take_along_axis(logprobs, order, 1)
 
 
 def finish(request: Request, best: Continuation) -> None:

@@ -229,7 +229,8 @@ class _Finder:
 
     @staticmethod
     def _is_rms(norm: Op) -> bool:
-        by_itself = len(norm.inputs) == 1 and len(norm.weights) == 1
+        one_weight = len(norm.weights) == 1 and not norm.attrs.get("own_weights")
+        by_itself = len(norm.inputs) == 1 and one_weight
         return by_itself and norm.attrs["norm"] == "rms" and "columns" not in norm.attrs
 
     def _same_norms(self, found: Fusion) -> bool:

@@ -156,6 +156,8 @@ class RankWeights:
             read = self._matrix if op.kind == "embedding" else self._weight
             return tuple(self._once(run, read) for run in runs)
         vectors = tuple(self._once((w,), self._vector) for w in op.weights)
+        if op.attrs.get("own_weights"):  # a row for each head
+            vectors = (np.stack(vectors),)
         if op.kind == "norm" and op.attrs["norm"] == "layer" and vectors:
             # of the rms norm the kernel adds it, a layer norm's does not
             return (vectors[0] + np.float32(op.attrs.get("offset", 0.0)), *vectors[1:])
@@ -331,7 +333,8 @@ def read_part(spec: ModelSpec, file: WeightFile, part: Operand) -> np.ndarray:
     if place.columns is not None:
         return np.ascontiguousarray(file.array(place.name, rows=part.rows)[:, place.columns])
     if len(spec.shape_of(part.name)) == 1 and len(file.shape(place.name)) > 1:
-        return file.array(place.name).reshape(-1)[slice(*(part.rows or (None,)))]
+        row = None if place.rows is None else place.rows[0]  # that of one head
+        return file.array(place.name, row).reshape(-1)[slice(*(part.rows or (None,)))]
     if place.turned:
         return _turned(spec, file, part, place)
     spans = _spans(spec, part, place)
@@ -386,7 +389,11 @@ def sinusoidal_table(program: Program) -> np.ndarray:
     spec = program.spec
     positions = np.arange(spec.max_context, dtype=np.int32)
     table: np.ndarray = nk.sinusoidal_position_embedding(
-        positions, spec.hidden_size, offset=spec.position_offset
+        positions,
+        spec.hidden_size,
+        form=spec.sinusoids,
+        interleave=False,
+        offset=spec.position_offset,
     )
     return table
 

@@ -151,14 +151,7 @@ def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
         return _latent_attention(spec, spec.latent, i, source)
     ops = [_linear(spec, i, f"attn.{name}", source, name) for name in "qkv"]
     if spec.qk_norm != "none":
-        for name in "qk":
-            weights = (Operand(f"layers.{i}.attn.{name}_norm.weight"),)
-            attrs: dict[str, Any] = {"norm": "rms", "eps": spec.norm_eps}
-            if spec.norm_offset:
-                attrs["offset"] = spec.norm_offset
-            if spec.qk_norm == "head":
-                attrs["per_head"] = True
-            ops.append(Op("norm", name, (name,), weights, layer=i, attrs=attrs))
+        ops += [_qk_norm(spec, i, name) for name in "qk"]
     rope = spec.rope_of(i)
     if rope.dim:
         ops.append(Op("rope", "q", ("q", "k"), layer=i, attrs={"rope": rope}))
@@ -173,6 +166,22 @@ def _attention(spec: ModelSpec, i: int, source: str) -> list[Op]:
         _linear(spec, i, "attn.o", "a", "o"),
         _add(spec, "x", "o", i),
     ]
+
+
+def _qk_norm(spec: ModelSpec, i: int, name: str) -> Op:
+    """Return the norm of queries (q) or keys (k)."""
+    prefix = f"layers.{i}.attn.{name}_norm"
+    attrs: dict[str, Any] = {"norm": spec.qk_norm_kind, "eps": spec.norm_eps}
+    if spec.norm_offset:
+        attrs["offset"] = spec.norm_offset
+    if spec.qk_norm != "all":
+        attrs["per_head"] = True
+    weights: tuple[Operand, ...] = (Operand(f"{prefix}.weight"),)
+    if spec.qk_norm == "each_head":
+        n = spec.n_heads if name == "q" else spec.n_kv_heads
+        weights = tuple(Operand(f"{prefix}.{j}.weight") for j in range(n))
+        attrs["own_weights"] = True
+    return Op("norm", name, (name,), weights, layer=i, attrs=attrs)
 
 
 def _latent_attention(spec: ModelSpec, latent: LatentSpec, i: int, source: str) -> list[Op]:

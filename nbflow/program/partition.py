@@ -130,6 +130,9 @@ def _inside_layer(op: Op, plan: RankPlan, cuts: dict[str, tuple[int, int]]) -> O
     """Return this rank's part of an op of a layer."""
     if op.kind == "experts":
         return _some_experts(op, plan.experts)
+    if op.attrs.get("own_weights"):
+        heads = plan.heads if op.out == "q" else plan.kv_heads
+        return dataclasses.replace(op, weights=op.weights[slice(*heads)])
     if op.kind == "heads_linear":
         return dataclasses.replace(op, weights=op.weights[slice(*plan.heads)])
     if op.kind == "attention":

@@ -10,6 +10,7 @@ embedding     out = table[ids]; attr ``index``: ids, positions or types; attr ``
               table the sinusoidal one; attr ``first_row``: the table begins with that row of the
               whole one, and rows it does not have count as zeros
 norm          out = norm(input); attrs ``norm`` (rms, layer), ``eps``, ``offset``, ``per_head``,
+              ``own_weights`` (each head has some: a weight for each),
               ``columns`` (only so many, the first ones); with a second input, the rows are parts of
               rows of attr ``width`` whose sums of squares are its column ``column``
 sum_squares   out = the sum of squares of each input's rows, a column for each; attr ``counts``:

@@ -21,6 +21,7 @@ _SAME = (
     "logits_soft_cap", "attention_sinks", "bos_token_id", "eos_token_ids", "causal",
     "type_vocab_size", "norm_offset", "gate_up_layout", "experts_transposed",
     "norm_weight", "norm_bias", "norm_place", "embed_norm", "final_norm", "qk_norm", "qkv_layout",
+    "qk_norm_kind", "sinusoids", "banned_token_ids",
     "position", "position_offset", "alibi_scaled", "bias_buckets", "bias_max_distance", "residual",
     "transposed", "embed_scale", "residual_scale", "logits_scale", "head_soft_cap",
     "head_bias", "normalize_head", "head_transform", "head", "decoder_start_id",
@@ -142,14 +143,23 @@ def _full(config: Mapping[str, Any], key: str) -> str:
 def _refuse_unsupported(family: Family, config: Mapping[str, Any], where: str) -> None:
     """Raise for the first key whose value changes the computation in a way the family lacks."""
     read_quantization(config, where)
-    for key, allowed in family.only.items():
+    for key, rule in family.only.items():
         value = lookup(config, key)
-        if value is not None and not any(_same(value, other) for other in allowed):
-            can = " or ".join(["null", *(repr(other) for other in allowed)])
+        if value is None or any(_same(value, other) for other in rule.values):
+            continue
+        if _holds(rule.when, config):
+            can = " or ".join(["null", *(repr(other) for other in rule.values)])
+            shown = "".join(f", with {k} = {v!r}," for k, v in rule.when.items())
             raise UsageError(
-                f"{where}: {_full(config, key)} = {value!r:.120} is not supported by family "
+                f"{where}: {_full(config, key)} = {value!r:.120}{shown} is not supported by family "
                 f"{family.name!r}; it must be {can}"
             )
+
+
+def _holds(when: Mapping[str, Any], config: Mapping[str, Any]) -> bool:
+    """Return whether keys of the configuration have the values that a rule wants."""
+    found = ((lookup(config, key), wanted) for key, wanted in when.items())
+    return all(v is None if wanted == ABSENT else _same(v, wanted) for v, wanted in found)
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -209,19 +219,19 @@ def _from_config(
     field: str, rule: ConfigRule, config: Mapping[str, Any], where: str, values: Mapping[str, Any]
 ) -> Any:
     """Return one field by a rule, None if the rule gives no value."""
-    for key, wanted in rule.when.items():
-        value = lookup(config, key)
-        if not (value is None if wanted == ABSENT else _same(value, wanted)):
-            return None
+    if not _holds(rule.when, config):
+        return None
     kind = FIELDS[field].kind
     for key in rule.keys:
         value = lookup(config, key)
-        if value is None:
+        if value is None or value == {}:  # an empty table of scalings is none
             continue
         if rule.values:
             word = str(value).lower() if isinstance(value, bool | int) else value
             check_value(word, f"{where}: {_full(config, key)}", tuple(rule.values))
             return rule.values[word]
+        if isinstance(value, str):
+            value = FIELDS[field].aliases.get(value, value)
         return check_value(value, f"{where}: {_full(config, key)}", kind)
     if rule.same_as is not None:
         other = values.get(rule.same_as)

@@ -57,6 +57,13 @@ def check_numbers(spec: ModelSpec) -> None:
             f"{spec.name}: bias_buckets must be 4..65536 and bias_max_distance more than half of "
             f"it, got {spec.bias_buckets} and {spec.bias_max_distance}"
         )
+    wrong = [i for i in spec.banned_token_ids if not 0 <= i < spec.vocab_size]
+    if wrong:
+        raise UsageError(
+            f"{spec.name}: banned_token_ids must be 0..{spec.vocab_size - 1}, got {wrong[0]}"
+        )
+    if spec.qk_norm == "all" and spec.qk_norm_kind != "rms":
+        raise UsageError(f"{spec.name}: qk_norm 'all' needs qk_norm_kind 'rms', got 'layer'")
     if spec.encoder is not None:
         _check_encoder(spec)
     if spec.latent is not None:

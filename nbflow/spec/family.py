@@ -37,10 +37,11 @@ prefix
     true, and ``stored`` is where the checkpoint has the bias.
 [only]
     Keys of config.json that change the computation, and the values that can be run; ``"any"``
-    takes away what the base says.
+    takes away what the base says.  A table ``{ values, when }`` holds only where ``when`` does, as
+    above: the key has no effect elsewhere.
 [tensors]
     Our tensor name = the checkpoint's, or a list of names of which the first present counts;
-    ``{i}`` for the layer, ``{j}`` for the expert.  Empty: taken out of the base's table.
+    ``{i}`` for the layer, ``{j}`` for the expert or head.  Empty: taken out of the base's table.
 [ignored]
     ``tensors``: shell patterns of checkpoint tensors that are not weights.
 
@@ -110,6 +111,16 @@ class ConfigRule:
 
 
 @dataclass(frozen=True)
+class OnlyRule:
+    """Values of a key of config.json that can be run; see the module's docstring."""
+
+    values: tuple[Any, ...] = ()
+    """These, besides null."""
+    when: dict[str, Any] = field(default_factory=dict)
+    """Keys of config.json and the values they have where the key matters."""
+
+
+@dataclass(frozen=True)
 class Family:
     """One family file; see the module's docstring for its parts."""
 
@@ -129,7 +140,7 @@ class Family:
     """Field -> where config.json says it."""
     biases: dict[str, tuple[str, ...]]
     """Switch of config.json -> matrices that then have a bias."""
-    only: dict[str, list[Any]]
+    only: dict[str, OnlyRule]
     """Key of config.json -> the values that can be run."""
     tensors: dict[str, tuple[str, ...]]
     """Our tensor name -> what checkpoints call it."""
@@ -223,6 +234,8 @@ def _extended(path: Path, seen: tuple[str, ...]) -> dict[str, Any]:
 def config_keys(family: Family) -> list[str]:
     """Return the keys at the top of config.json that a family, or its encoder's, looks at."""
     names = [*family.biases, *family.only, QUANTIZATION]
+    for only in family.only.values():
+        names += only.when
     for rules in family.config.values():
         for rule in rules:
             names += [*rule.keys, *rule.when, *_NAME.findall(rule.formula or "")]
@@ -254,19 +267,27 @@ def check_tensors(table: Any, where: str) -> dict[str, tuple[str, ...]]:
                     f"{where} {name}: must contain {{i}} {name.count('{i}')} times, got {one!r}"
                 )
             if one.count("{j}") > name.count("{j}"):
-                raise UsageError(f"{where} {name}: {{j}} is for the experts, got {one!r}")
+                raise UsageError(f"{where} {name}: {{j}} is for experts and heads, got {one!r}")
     return checked
 
 
-def _only(table: dict[str, Any], path: Path) -> dict[str, list[Any]]:
+def _only(table: dict[str, Any], path: Path) -> dict[str, OnlyRule]:
     """Return [only], checked."""
-    for key, values in table.items():
-        if not isinstance(values, list) and values != ANY:
+    rules = {}
+    for key, stated in table.items():
+        where = f"{path}: [only] {key}"
+        if stated == ANY:
+            continue
+        rule = stated if isinstance(stated, dict) else {"values": stated}
+        check_keys(rule, where, OnlyRule.__dataclass_fields__)
+        values, when = rule.get("values"), rule.get("when", {})
+        if not isinstance(values, list):
             raise UsageError(
-                f'{path}: [only] {key} must be a list of values, or "any" to take away what the '
-                f"base says, got {values!r:.80}"
+                f'{where} must be a list of values, or {{ values, when }}, or "any" to take away '
+                f"what the base says, got {stated!r:.80}"
             )
-    return {key: values for key, values in table.items() if values != ANY}
+        rules[key] = OnlyRule(tuple(values), check_keys(when, f"{where} when", when))
+    return rules
 
 
 def _biased(value: Any, where: str) -> tuple[str, ...]:

@@ -6,7 +6,8 @@ can be set.  An architecture is a choice among their values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from nbflow.spec.toml_schema import Kind
@@ -25,6 +26,8 @@ class Field:
     """What it means."""
     default: Any = REQUIRED
     """Value if nobody states it; None: it follows from other fields, or is absent."""
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Other names of its values, which a configuration may use where a rule says no `values`."""
 
 
 SIZES = {
@@ -56,9 +59,13 @@ NORMS = {
     "embed_norm": Field(bool, "whether the embeddings go through a norm", False),
     "final_norm": Field(bool, "whether there is a norm before the head", True),
     "qk_norm": Field(
-        ("none", "head", "all"),
-        "rms norm of queries and keys before the rotation: of each head, or of all together",
+        ("none", "head", "each_head", "all"),
+        "norm of queries and keys before the rotation: of each head, with the same weights (head) "
+        "or with weights of its own (each_head), or of all heads together",
         "none",
+    ),
+    "qk_norm_kind": Field(
+        ("rms", "layer"), "kind of that norm; layer has no bias, and is not of all heads", "rms"
     ),
 }
 ATTENTION = {
@@ -100,6 +107,12 @@ POSITIONS = {
         "rope",
     ),
     "position_offset": Field(int, "position 0 is this row of the table", 0),
+    "sinusoids": Field(
+        ("fairseq", "paper"),
+        "sinusoidal: of h = hidden_size / 2 frequencies, number c is 10000 ** (-c / (h - 1)) or "
+        "10000 ** (-c / h); sines first, then cosines",
+        "fairseq",
+    ),
     "rope_style": Field(
         ("half", "interleaved"), "which columns form a pair: (j, j + d/2) or (2j, 2j + 1)", "half"
     ),
@@ -125,6 +138,16 @@ POSITIONS = {
     "bias_max_distance": Field(int, "distance from which on the last bucket holds", 128),
     "alibi_scaled": Field(bool, "whether ALiBi's bias is multiplied by sm_scale too", False),
 }
+ACTIVATION_ALIASES = {
+    "swish": "silu",
+    "quick_gelu": "gelu_quick",
+    "gelu_python": "gelu",
+    **dict.fromkeys(
+        ("gelu_new", "gelu_fast", "gelu_accurate", "gelu_pytorch_tanh", "gelu_python_tanh"),
+        "gelu_tanh",
+    ),
+}
+"""Names of transformers, several of which compute the same."""
 BLOCKS = {
     "residual": Field(
         ("sequential", "parallel", "parallel_two_norms"),
@@ -135,6 +158,7 @@ BLOCKS = {
         ("silu", "gelu", "gelu_tanh", "gelu_quick", "relu", "relu2", "swigluoai"),
         "activation of the feed-forward network; swigluoai, of gate and up: cut off at 7, "
         "gate * sigmoid(1.702 * gate) * (up + 1)",
+        aliases=ACTIVATION_ALIASES,
     ),
     "gated": Field(bool, "whether the feed-forward network is act(gate) * up, or act(up)"),
     "transposed": Field(bool, "whether the layers' matrices are stored (in, out)", False),
@@ -181,6 +205,7 @@ TOKENS = {
     "decoder_start_id": Field(int, "first token of the decoder, for models with an encoder", None),
     "bos_token_id": Field(int, "beginning of sequence", None),
     "eos_token_ids": Field([int], "ids that end a sequence", ()),
+    "banned_token_ids": Field([int], "ids that are never generated", ()),
 }
 
 FIELDS: dict[str, Field] = {
@@ -224,18 +249,21 @@ DIVISORS = ("rope_divisors", "rope_short_divisors", "rope_long_divisors")
 """Tensors with divisors of the rotary frequencies; the latter two are LongRoPE's."""
 EXPERT_PARTS = tuple(f"moe.{{j}}.{part}" for part in ("gate", "up", "down"))
 """Matrices of expert j; a checkpoint's name without {j} is one tensor of all experts."""
+HEAD_NORMS = ("attn.q_norm.{j}", "attn.k_norm.{j}")
+"""Norms of one head's queries or keys, head j; a checkpoint's name without {j} is one tensor of
+all heads (heads, columns)."""
 SHARED_PARTS = tuple(f"shared.{part}" for part in ("gate", "up", "down"))
 
 HEAD_PARTS = ("attn.k_b", "attn.v_b")
 """Matrices of latent attention, one below the other for each head; they have no bias."""
 
 _LAYER_PARTS = (
-    *LAYER_NORMS, "attn.sinks", *LINEARS, *HEAD_PARTS, *FUSED, *EXPERT_PARTS, "moe.gate_up",
-    *SHARED_PARTS, "shared_gate",
+    *LAYER_NORMS, *HEAD_NORMS, "attn.sinks", *LINEARS, *HEAD_PARTS, *FUSED, *EXPERT_PARTS,
+    "moe.gate_up", *SHARED_PARTS, "shared_gate",
 )  # fmt: skip
 _ONE_KIND = {
     "bias": ("embed", "positions", "position_bias", "types", "attn.k_b", "attn.v_b", "attn.kv_b",
-             "attn.sinks"),
+             "attn.sinks", *HEAD_NORMS),
     "weight": (*EXPERT_BIASES, "moe.gate_up"),
 }  # fmt: skip
 """What there is not."""
@@ -252,4 +280,4 @@ TENSOR_NAMES = (
     ),
     *DIVISORS,
 )
-"""Our names of tensors, ``{i}`` for the layer and ``{j}`` for the expert."""
+"""Our names of tensors, ``{i}`` for the layer and ``{j}`` for the expert or the head."""

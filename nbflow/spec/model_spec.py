@@ -142,7 +142,7 @@ class ModelSpec:
     tied_head: bool
     """Whether the head is the token embedding."""
     tensors: dict[str, str] = field(repr=False)
-    """Our tensor name -> the checkpoint's; ``{i}`` stands for the layer, ``{j}`` for the expert."""
+    """Our tensor name -> the checkpoint's; {i} is the layer, {j} the expert or head."""
     ignored_tensors: tuple[str, ...] = ()
     """Shell patterns of checkpoint tensors that are not weights."""
     biases: frozenset[str] = frozenset()
@@ -151,6 +151,8 @@ class ModelSpec:
     """Beginning of sequence."""
     eos_token_ids: tuple[int, ...] = ()
     """Ids that end a sequence."""
+    banned_token_ids: tuple[int, ...] = ()
+    """Ids that are never generated."""
     moe: MoeSpec | None = None
     """Mixture of experts, or None."""
     latent: LatentSpec | None = None
@@ -181,8 +183,10 @@ class ModelSpec:
     """Whether the embeddings go through a norm."""
     final_norm: bool = True
     """Whether there is a norm before the head."""
-    qk_norm: Literal["none", "head", "all"] = "none"
+    qk_norm: Literal["none", "head", "each_head", "all"] = "none"
     """Norm of queries and keys."""
+    qk_norm_kind: Literal["rms", "layer"] = "rms"
+    """Kind of that norm."""
     qkv_layout: Literal["blocks", "groups"] = "blocks"
     """Rows of a fused attn.qkv."""
     gate_up_layout: Literal["blocks", "neighbours"] = "blocks"
@@ -193,6 +197,8 @@ class ModelSpec:
     """How positions come in."""
     position_offset: int = 0
     """Position 0 is this row of the table."""
+    sinusoids: Literal["fairseq", "paper"] = "fairseq"
+    """Frequencies of the sinusoidal embedding."""
     bias_buckets: int = 32
     """Buckets of distances of the relative bias."""
     bias_max_distance: int = 128

@@ -37,7 +37,7 @@ def family_schema() -> dict[str, Any]:
                     {name: {"anyOf": [rule, {"type": "array", "items": rule}]} for name in FIELDS}
                 ),
                 "biases": _map({"type": "array", "items": {"enum": list(LINEARS)}}),
-                "only": _map({"anyOf": [{"type": "array"}, {"const": ANY}]}),
+                "only": _map({"anyOf": [{"type": "array"}, _only_schema(), {"const": ANY}]}),
                 "tensors": _tensors_schema(),
                 "ignored": _table({"tensors": _STRINGS}),
             },
@@ -117,6 +117,10 @@ def _map(values: dict[str, Any]) -> dict[str, Any]:
 
 def _fields_schema() -> dict[str, Any]:
     return _table({name: {**_kind(f.kind), "description": f.doc} for name, f in FIELDS.items()})
+
+
+def _only_schema() -> dict[str, Any]:
+    return _table({"values": {"type": "array"}, "when": {"type": "object"}})
 
 
 def _tensors_schema() -> dict[str, Any]:

@@ -12,6 +12,7 @@ the shared one), `H` and `G` query and key/value heads of `D` columns::
     layers.{i}.attn_norm.weight         (E,)      every norm: .bias too for a LayerNorm with bias
     layers.{i}.attn.q.weight            (H*D, E)  attn.k, attn.v: (G*D, E)
     layers.{i}.attn.q_norm.weight       (D,)      or (H*D,); attn.k_norm alike
+    layers.{i}.attn.q_norm.{j}.weight   (D,)      instead, if each head j has weights of its own
     layers.{i}.attn.o.weight            (E, H*D)
     layers.{i}.attn.sinks.weight        (H,)      only if there are sinks
     layers.{i}.attn.q_a.weight          (Rq, E)   latent attention, see below
@@ -104,7 +105,10 @@ def layer_shapes(spec: ModelSpec, layer: int) -> Shapes:
             "cross.v.weight": (kv_rows, inner),
             "cross.o.weight": (E, q_rows),
         }
-    if spec.qk_norm != "none":
+    if spec.qk_norm == "each_head":
+        for name, n in (("q", spec.n_heads), ("k", spec.n_kv_heads)):
+            shapes |= {f"attn.{name}_norm.{j}.weight": (spec.head_dim,) for j in range(n)}
+    elif spec.qk_norm != "none":
         widths = (q_rows, kv_rows) if spec.qk_norm == "all" else (spec.head_dim,) * 2
         for name, width in zip(("attn.q_norm", "attn.k_norm"), widths, strict=True):
             shapes[f"{name}.weight"] = (width,)

@@ -71,6 +71,8 @@ def stored(spec: ModelSpec, name: str) -> Stored:
         return _expert_bias(spec, layer, parts[3], our_shape)
     if parts[2] == "moe":
         return _expert(spec, layer, parts[3], ".".join(parts[4:]), our_shape)
+    if parts[3:4] in (["q_norm"], ["k_norm"]) and len(parts) == 6:
+        return _head_norm(spec, layer, parts[3], parts[4], our_shape)
     whole, kind = inner.rsplit(".", 1)
     pattern = spec.tensors.get(f"layers.{{i}}.{inner}")
     if whole in HEAD_PARTS:
@@ -102,6 +104,15 @@ def _fused_rows(spec: ModelSpec, fused: str, part: int, sizes: list[int]) -> tup
     each = [size // G for size in sizes]
     starts = [g * sum(each) + sum(each[:part]) for g in range(G)]
     return tuple((start, start + each[part]) for start in starts)
+
+
+def _head_norm(spec: ModelSpec, layer: str, norm: str, j: str, shape: tuple[int, ...]) -> Stored:
+    """Return where the norm of one head's queries or keys lies: alone, or among those of all."""
+    pattern = spec.tensors[f"layers.{{i}}.attn.{norm}.{{j}}.weight"].replace("{i}", layer)
+    if "{j}" in pattern:
+        return Stored(pattern.replace("{j}", j), shape)
+    n_heads = spec.n_heads if norm == "q_norm" else spec.n_kv_heads
+    return Stored(pattern, (n_heads, *shape), ((int(j), int(j) + 1),))
 
 
 def _head_part(spec: ModelSpec, layer: str, whole: str, shape: tuple[int, ...]) -> Stored:

@@ -4,7 +4,8 @@
 kind               files
 =================  =====================================================================
 ``hf``             ``tokenizer.json``
-``sentencepiece``  ``tokenizer.model``, ``spiece.model`` (extra ``sentencepiece``)
+``sentencepiece``  ``tokenizer.model``, ``spiece.model``, ``source.spm`` with ``vocab.json`` (extra
+                   ``sentencepiece``)
 ``bpe``            ``vocab.json`` with ``merges.txt`` (GPT-2, RoBERTa, Qwen2)
 ``wordpiece``      ``vocab.txt`` (BERT)
 ``gguf``           a ``.gguf`` that holds its vocabulary

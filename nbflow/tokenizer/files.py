@@ -14,6 +14,7 @@ NAMES = (
     "tokenizer.model",
     "spiece.model",
     "sentencepiece.bpe.model",
+    "source.spm",
     "vocab.json",
     "vocab.txt",
 )
@@ -78,6 +79,8 @@ def kind_of(path: Path) -> str:
         return "bpe" if path.name == "vocab.json" else "hf"
     if path.suffix == ".txt":
         return "wordpiece"
-    if path.suffix == ".model" or (head.startswith(_SENTENCEPIECE) and path.suffix != ".bin"):
+    if path.suffix in (".model", ".spm") or (
+        head.startswith(_SENTENCEPIECE) and path.suffix != ".bin"
+    ):
         return "sentencepiece"
     return "llama2c"

@@ -5,6 +5,7 @@ A text to translate is ``__en__ text </s>``; the languages' ids come right after
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from nbflow.tokenizer.sp_model import SpTokenizer
@@ -21,6 +22,17 @@ _CODES = (
 )
 LANGUAGES = tuple(_CODES.split())
 """In the order of their ids."""
+
+
+def read_vocabulary(path: Path, needed: Sequence[str]) -> dict[str, int]:
+    """Return the ids of vocab.json, which must be 0..n-1, with the tokens that are needed."""
+    vocab = read_object(path)
+    if sorted(map(repr, vocab.values())) != sorted(map(repr, range(len(vocab)))):
+        raise UsageError(f"{path}: ids must be 0..{len(vocab) - 1}")
+    for token in needed:
+        if token not in vocab:
+            raise UsageError(f"{path}: the token {token!r} is missing")
+    return vocab
 
 
 def m2m100(path: Path, model: bytes, config: TokenizerConfig) -> SpTokenizer:
@@ -44,12 +56,7 @@ def m2m100(path: Path, model: bytes, config: TokenizerConfig) -> SpTokenizer:
     UsageError
         If vocab.json is missing or damaged, or the language unknown.
     """
-    vocab = read_object(path.with_name("vocab.json"))
-    if sorted(map(repr, vocab.values())) != sorted(map(repr, range(len(vocab)))):
-        raise UsageError(f"{path.with_name('vocab.json')}: ids must be 0..{len(vocab) - 1}")
-    for token in ("<s>", "</s>", "<unk>"):
-        if token not in vocab:
-            raise UsageError(f"{path.with_name('vocab.json')}: the token {token!r} is missing")
+    vocab = read_vocabulary(path.with_name("vocab.json"), ("<s>", "</s>", "<unk>"))
     tokens = {f"__{code}__": len(vocab) + i for i, code in enumerate(LANGUAGES)}
     language = config.values.get("src_lang") or "en"
     if language not in LANGUAGES:

@@ -178,7 +178,7 @@ def from_file(path: Path) -> SpTokenizer:
         If the package is not installed.
     """
     config = read_tokenizer_config(path.parent)
-    if config.tokenizer_class in _RENUMBERED:
+    if config.tokenizer_class in _RENUMBERED and path.name != "source.spm":
         raise UsageError(
             f"{path}: the ids of {config.tokenizer_class} are not those of its SentencePiece file; "
             "use its tokenizer.json"
@@ -193,6 +193,10 @@ def from_file(path: Path) -> SpTokenizer:
         data = file.read(0, file.size)
     finally:
         file.close()
+    if path.name == "source.spm":
+        from nbflow.tokenizer.marian import marian  # late: it is made of this module
+
+        return marian(path, data, config)
     if config.tokenizer_class == "M2M100Tokenizer":
         from nbflow.tokenizer.m2m100 import m2m100  # late: it is made of this module
 

@@ -29,7 +29,8 @@ from nbflow_kernels.errors import UsageError
 from nbflow_kernels.position import Llama3RopeScaling, LongRopeScaling
 
 ARCHITECTURES = {
-    "llama": "llama", "internlm": "llama", "llama2c": "llama", "llama_ggml": "llama",
+    "llama": "llama", "internlm": "llama", "internlm2": "internlm2",
+    "llama2c": "llama", "llama_ggml": "llama",
     "mixtral": "llama", "qwen2": "qwen2", "qwen3": "qwen3", "qwen3_moe": "qwen3moe",
     "qwen2_moe": "qwen2moe", "gemma": "gemma", "gemma2": "gemma2", "gemma3": "gemma3",
     "phi": "phi2", "phi3": "phi3", "gpt2": "gpt2", "gpt_neox": "gptneox", "falcon": "falcon",
@@ -98,7 +99,7 @@ def plan_renamed(
 
 
 def _is_norm_weight(ours: str) -> bool:
-    return ours.endswith("norm.weight")
+    return ours.endswith("norm.weight") or _is_of_head(ours.split("."))
 
 
 def _place_in_tensor(ours: str) -> int:
@@ -106,6 +107,8 @@ def _place_in_tensor(ours: str) -> int:
     parts = ours.split(".")
     if _is_of_expert(parts):
         return int(parts[3])
+    if _is_of_head(parts):
+        return int(parts[4])
     role = ".".join(parts[2:-1])
     return next((members.index(role) for members in FUSED.values() if role in members), 0)
 
@@ -125,7 +128,8 @@ def _makes_neighbours(spec: ModelSpec, family: Family) -> bool:
 def _shape(spec: ModelSpec, members: list[str]) -> tuple[int, ...]:
     """Return the shape of a tensor that holds some of ours: of experts or heads, or joined."""
     shapes = [spec.shape_of(ours) for ours in members]
-    if _is_of_expert(members[0].split(".")):
+    parts = members[0].split(".")
+    if _is_of_expert(parts) or _is_of_head(parts):
         return len(members), *shapes[0]
     if members[0].endswith(("attn.k_b.weight", "attn.v_b.weight")):
         return spec.n_heads, shapes[0][0] // spec.n_heads, shapes[0][1]
@@ -137,9 +141,14 @@ def _is_of_expert(parts: list[str]) -> bool:
     return parts[2:3] == ["moe"] and parts[-1] != "bias"
 
 
+def _is_of_head(parts: list[str]) -> bool:
+    """Return whether a name is that of the norm of one head's queries or keys."""
+    return parts[3:4] in (["q_norm"], ["k_norm"]) and len(parts) == 6
+
+
 def _kept(dtype: str, shape: tuple[int, ...], name: str) -> str:
     """Return the type of a tensor that is not converted: float32 of vectors, as GGML wants."""
-    if len(shape) < 2 or name.endswith(".bias"):
+    if len(shape) < 2 or name.endswith((".bias", "_norm.weight")):
         return "f32"
     is_plain = dtype in ITEM_BYTES
     return dtype if dtype in ("f32", "f16", "bf16") or not is_plain else "f32"
@@ -153,6 +162,8 @@ def _name(ours: str, spec: ModelSpec, family: Family, arch: str) -> str:
         parts[1] = "{i}"
     if _is_of_expert(parts):
         parts[3] = "{j}"
+    if _is_of_head(parts):
+        parts[4] = "{j}"
     kind = parts[-1]
     role = ".".join(parts[2:-1])
     if role in FUSED["attn.qkv"] and arch in QKV_IN_ONE:
@@ -239,11 +250,13 @@ def _angles(rope: RopeSpec, max_context: int) -> list[float]:
     """Return the frequencies and the factors on cosines, for short and for long sequences."""
     if rope.scaling is None or not rope.dim:
         return [rope.theta]
-    angles = [rope.theta, rope.scaling.softmax_factor]
-    for length in (1, max_context):
-        frequencies, factor = rope.scaling.frequencies(rope.dim, rope.theta, length)
-        angles += [factor, *frequencies.tolist()]
-    return angles
+    short, factor = rope.scaling.frequencies(rope.dim, rope.theta, 1)
+    longest, long_factor = rope.scaling.frequencies(rope.dim, rope.theta, max_context)
+    plain = rope.theta ** (-np.arange(0, rope.dim, 2) / rope.dim)
+    factors = factor, long_factor, rope.scaling.softmax_factor
+    if factors == (1.0, 1.0, 1.0) and all(np.array_equal(f, plain) for f in (short, longest)):
+        return [rope.theta]  # a dynamic scaling within the context that the model was trained for
+    return [rope.theta, *factors, *short.tolist(), *longest.tolist()]
 
 
 def _is_close(wanted: Any, found: Any) -> bool:

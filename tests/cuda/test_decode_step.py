@@ -109,6 +109,7 @@ PATTERNS = {
     "qwen3": 5,  # norms of the heads
     "granite": 5,  # scaled sums
     "cohere": 5,
+    "cohere_plus": 9,  # norms of each head, of another kind than the kernel of q, k and v has
     "glm4": 5,
     "opt_350m": 5,  # norms behind the sums
     "gpt_neox": 5,  # two norms of one residual

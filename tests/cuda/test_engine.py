@@ -18,7 +18,7 @@ from nbflow_kernels.errors import UsageError
 
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
 ENCODERS = ("bert", "distilbert", "roberta")
-PAIRS = ("bart", "flan_t5", "m2m_100", "mbart", "t5")
+PAIRS = ("bart", "flan_t5", "m2m_100", "marian", "mbart", "t5")
 NAMES = sorted(path.name for path in FOLDER.iterdir())
 STORED_OTHERWISE = ("gpt_oss_floats", "llama_fp8", "qwen3_fp8")  # other files of such models
 DECODERS = sorted(set(NAMES) - {*ENCODERS, *PAIRS, *STORED_OTHERWISE})

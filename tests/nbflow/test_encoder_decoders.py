@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +17,7 @@ from nbflow.weights import open_weights
 from nbflow_kernels.errors import UsageError
 
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
-NAMES = ("bart", "flan_t5", "m2m_100", "mbart", "t5")
+NAMES = ("bart", "flan_t5", "m2m_100", "marian", "mbart", "t5")
 # Some ten float32 roundings of the largest number, as in test_families.py.  The scores of T5 have
 # no factor, so that its weights are steep: transformers' own float32 logits are 9.5e-6 (flan_t5)
 # and 1.4e-6 (t5) away from those of the float64 executor.
@@ -103,3 +105,28 @@ def test_weight_formats_apply_to_both_sides():
     encoder = 2 * (4 * 32 * 24 + 48 * 24 + 32 * 40)
     decoder = 2 * (8 * 32 * 24 + 48 * 24 + 32 * 44)
     assert 0.8 < (sizes[1] - sizes[0]) / (2 * (encoder + decoder)) <= 1
+
+
+def test_marian_never_generates_padding(tmp_path):
+    """The token that it would generate is called padding; every way of decoding avoids it."""
+    read = golden("marian")["encoder_ids"].tolist()
+    with nbflow.load(FOLDER / "marian", threads=1) as model:
+        most_probable = np.argsort(-model.logits([96], read)[-1])[:2]
+        assert model.spec.banned_token_ids == (96,)
+        assert model.generate(read, max_tokens=1).ids == [most_probable[0]]
+    banned = int(most_probable[0])
+    config = json.loads((FOLDER / "marian" / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"pad_token_id": banned}))
+    shutil.copy(FOLDER / "marian" / "model.safetensors", tmp_path)
+    with nbflow.load(tmp_path, threads=1) as model:
+        assert model.generate(read, max_tokens=1).ids == [most_probable[1]]
+        found = [
+            *nbflow.beam_search(model, read, 8, num_beams=3, n=3),
+            nbflow.contrastive_search(model, read, 8, top_k=1),
+            *(model.generate(read, 8, "filters", i, temperature=2.0) for i in range(5)),
+        ]
+        assert not any(banned in generation.ids for generation in found)
+        assert all(len(generation.ids) == 8 for generation in found)
+    (tmp_path / "config.json").write_text(json.dumps(config | {"pad_token_id": 97}))
+    with pytest.raises(UsageError, match=r"banned_token_ids must be 0\.\.96, got 97"):
+        resolve(tmp_path)

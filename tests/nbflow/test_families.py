@@ -22,7 +22,7 @@ from nbflow.weights import open_weights
 FOLDER = Path(__file__).parents[1] / "golden" / "families"
 NAMES = sorted(path.name for path in FOLDER.iterdir())
 ENCODERS = ("bert", "distilbert", "roberta")
-PAIRS = ("bart", "flan_t5", "m2m_100", "mbart", "t5")
+PAIRS = ("bart", "flan_t5", "m2m_100", "marian", "mbart", "t5")
 DECODERS = sorted(set(NAMES) - set(ENCODERS) - set(PAIRS))
 TOLERANCE = 2e-6
 

@@ -26,7 +26,7 @@ MODELS = {
     "gptneox": "gpt_neox", "granite": "granite", "llama": "mixtral", "minicpm": "minicpm",
     "orion": "orion", "phi2": "phi", "phi3": "phi3", "qwen2": "qwen2",
     "qwen2moe": "qwen2_moe", "qwen3": "qwen3", "qwen3moe": "qwen3_moe", "stablelm": "stablelm",
-    "gpt-oss": "gpt_oss",
+    "gpt-oss": "gpt_oss", "internlm2": "internlm2",
 }  # fmt: skip
 """Architecture -> golden model."""
 OTHERS = {"bert", "t5"}
@@ -45,9 +45,13 @@ def test_all_architectures_are_tested():
     assert set(MODELS) | OTHERS == set(families_by_arch())
 
 
-@pytest.mark.parametrize("arch", MODELS)
-def test_model_from_a_gguf_file(arch, tmp_path):
-    source, path, spec_file = FOLDER / MODELS[arch], tmp_path / "model.gguf", None
+WITH_HEAD_NORMS = {"command-r": "cohere_plus", "stablelm": "stablelm2_12b"}
+"""Architecture -> golden model whose heads' queries and keys have norms of their own."""
+
+
+@pytest.mark.parametrize(("arch", "name"), [*MODELS.items(), *WITH_HEAD_NORMS.items()])
+def test_model_from_a_gguf_file(arch, name, tmp_path):
+    source, path, spec_file = FOLDER / name, tmp_path / "model.gguf", None
     write_gguf(source, arch, path)
     if arch in NOT_IN_GGUF:
         spec_file = tmp_path / "model.toml"

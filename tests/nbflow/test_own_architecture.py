@@ -113,7 +113,7 @@ def test_what_the_explanation_says(tmp_path: Path, capsys: pytest.CaptureFixture
         ),
         ("rope_theta =", "rope_teta =", r"did you mean 'rope_theta'.*are in docs/"),
         ("[structure]", "[structures]", "unknown key 'structures'; did you mean 'structure'"),
-        ("[0]", "0", r"must be a list of values, or \"any\""),
+        ("[0]", "0", r"must be a list of values, or \{ values, when \}, or \"any\""),
     ],
 )
 def test_a_mistake_is_answered_with_what_to_write(

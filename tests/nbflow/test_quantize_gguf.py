@@ -100,6 +100,7 @@ WRITTEN = (
     "phi", "phi3", "phi3_long", "gpt2", "gpt_neox", "gpt_neox_sequential", "falcon_7b",
     "falcon_40b", "bloom", "stablelm", "granite", "minicpm", "orion", "deepseek_moe",
     "deepseek_v2_lite", "deepseek_v2", "deepseek_v3", "olmo2", "olmoe", "cohere", "nemotron",
+    "cohere_plus", "stablelm2_12b", "internlm2",
     "glm4", "granitemoe", "mpt", "gpt_oss", "gpt_oss_floats",
 )  # fmt: skip
 """Golden models that GGUF can say; others have windows and scales of their own, see `PUBLISHED`."""
@@ -107,6 +108,7 @@ NOT_LIKE_LLAMA_CPP = {
     "phi3": "llama.cpp takes no heads that are not hidden_size / heads wide",
     "deepseek_v2_lite": "llama.cpp knows a model without q_lora_rank by its 27 layers",
     "deepseek_v2": "llama.cpp has no groups of experts with softmax scores",
+    "cohere_plus": "llama.cpp knows a model with norms of queries and keys by its 64 layers",
     "olmoe": "llama.cpp takes as many key/value heads as query heads only",
 }
 

@@ -10,6 +10,7 @@ import struct
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tokenizer_files as files
@@ -193,6 +194,56 @@ def test_m2m100_renumbers_pieces(tmp_path: Path) -> None:
     assert ids[1:-1] == [vocab[plain.piece(i)] for i in plain.encode("def")]
     assert tokenizer.decode(ids) == "def"
     assert tokenizer.encode("__zh__", parse_special=True) == [chinese]
+    (tmp_path / "vocab.json").unlink()
+    with pytest.raises(UsageError, match=r"vocab\.json"):
+        load_tokenizer(tmp_path)
+
+
+def marian_folder(folder: Path, **config: Any) -> dict[str, int]:
+    """Write a Marian tokenizer: pieces of a source model, and some that only a target has."""
+    shutil.copy(GOLDEN / "sp_unigram" / "spiece.model", folder / "source.spm")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    pieces = files.sp_pieces("sp_unigram/spiece.model")[0]
+    text = [p for p in pieces if p not in ("<s>", "</s>", "<unk>", "<pad>", "\u2581return")]
+    vocab = ["</s>", "<unk>", *reversed(text), "\u2581\u00e9t\u00e9", "\u00fcr", ">>fra<<", "<pad>"]
+    numbers = {p: i for i, p in enumerate(vocab)}
+    (folder / "vocab.json").write_text(json.dumps(numbers))
+    return numbers
+
+
+def test_marian_numbers_the_pieces_of_two_models(tmp_path: Path) -> None:
+    """Ids from vocab.json; equal to transformers' MarianTokenizer on these texts."""
+    vocab = marian_folder(tmp_path, tokenizer_class="MarianTokenizer")
+    tokenizer, plain = load_tokenizer(tmp_path), load_tokenizer(GOLDEN / "sp_unigram")
+    assert tokenizer.vocab_size == len(vocab)
+    pieces = [plain.piece(i) for i in plain.encode("def return self")]
+    assert "\u2581return" in pieces  # which this vocabulary does not have
+    ids = [vocab.get(piece, 1) for piece in pieces]
+    assert tokenizer.encode("def return self", add_special_tokens=True) == [*ids, 0]
+    assert tokenizer.encode(">>fra<< def return self") == [vocab[">>fra<<"], *ids]
+    assert tokenizer.encode(">>xyz<<def return self") == [1, *ids]  # not a language of this model
+    assert len(tokenizer.encode("x >>fra<<")) > 3
+    translation = [
+        vocab["\u2581\u00e9t\u00e9"],
+        vocab["\u00fcr"],
+        vocab["\u2581"],
+        0,
+        vocab["<pad>"],
+    ]
+    assert tokenizer.decode(translation) == "\u00e9t\u00e9\u00fcr "
+    assert tokenizer.decode(tokenizer.encode("def f")) == "def f"
+    assert (tokenizer.bos_id, tokenizer.eos_ids) == (None, (0,))
+    assert set(tokenizer.special_tokens) == {"</s>", "<unk>", "<pad>"}
+
+
+def test_marian_without_what_it_needs(tmp_path: Path) -> None:
+    marian_folder(tmp_path, separate_vocabs=True)
+    with pytest.raises(UsageError, match=r"separate_vocabs: .* give token ids instead of text"):
+        load_tokenizer(tmp_path)
+    marian_folder(tmp_path)
+    (tmp_path / "vocab.json").write_text('{"</s>": 0, "a": 1}')
+    with pytest.raises(UsageError, match=r"vocab\.json: the token '<unk>' is missing"):
+        load_tokenizer(tmp_path)
     (tmp_path / "vocab.json").unlink()
     with pytest.raises(UsageError, match=r"vocab\.json"):
         load_tokenizer(tmp_path)
