@@ -10,12 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nbflow.engine.engine import Engine, EngineClosed, QueueFull
 from nbflow.engine.handle import Handle, OnEvents
@@ -53,16 +51,6 @@ class Member(Protocol):
 
     def submit(self, request: Request, on_events: OnEvents | None = None) -> Handle:
         """See `Engine.submit`."""
-
-    def embed(
-        self,
-        sequences: Sequence[Sequence[int]],
-        token_types: Sequence[Sequence[int]] | None = None,
-        *,
-        pooling: str = "mean",
-        normalize: bool = True,
-    ) -> list[NDArray[np.float32]]:
-        """See `Engine.embed`."""
 
     def flush(self) -> None:
         """See `Engine.flush`."""
@@ -221,7 +209,9 @@ class ReplicaEngine(Engine):
         if not living:
             raise EngineClosed(f"no replica runs any more: {self.failure}")
         size = self.limits.page_size
-        if request is None or not self.limits.prefix_cache or len(request.prompt) <= size:
+        if request is None or not self.limits.prefix_cache or not request.takes_cached:
+            return living
+        if len(request.prompt) <= size:
             return living
         page = np.array(request.prompt[:size], np.int64).tobytes()
         home = self._homes.get((request.cache_salt, page))
@@ -241,19 +231,6 @@ class ReplicaEngine(Engine):
     def cancel(self, handle: Handle, reason: FinishReason = "abort") -> None:
         """See `Engine.cancel`."""
         handle.cancel(reason)  # it knows its replica
-
-    def embed(
-        self,
-        sequences: Sequence[Sequence[int]],
-        token_types: Sequence[Sequence[int]] | None = None,
-        *,
-        pooling: str = "mean",
-        normalize: bool = True,
-    ) -> list[NDArray[np.float32]]:
-        """See `Engine.embed`; one replica does it."""
-        with self._lock:
-            member = self._by_load()[0]
-        return member.embed(sequences, token_types, pooling=pooling, normalize=normalize)
 
     def flush(self) -> None:
         """See `Engine.flush`."""

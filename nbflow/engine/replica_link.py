@@ -19,9 +19,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from nbflow.engine.handle import Handle, OnEvents, TokenEvent
 from nbflow.engine.request import FinishReason, Request
 from nbflow_kernels.errors import UsageError
@@ -43,7 +40,8 @@ Connection = multiprocessing.connection.Connection
 
 _TOLD = (
     "ids", "logprobs", "top_logprobs", "prompt_results", "cached_tokens", "n_preempted",
-    "n_drafted", "n_accepted", "found", "finish_reason", "error",
+    "n_drafted", "n_accepted", "found", "vector", "finish_reason",
+    "error",
 )  # fmt: skip
 """What is told of a request that has ended."""
 
@@ -162,16 +160,6 @@ class RemoteEngine:
             number = self._number_of.get(handle)
         if number is not None:
             self._send("cancel", number, reason)
-
-    def embed(
-        self,
-        sequences: Sequence[Sequence[int]],
-        token_types: Sequence[Sequence[int]] | None = None,
-        **options: Any,
-    ) -> list[NDArray[np.float32]]:
-        """See `Engine.embed`."""
-        vectors: list[NDArray[np.float32]] = self._ask("embed", sequences, token_types, **options)
-        return vectors
 
     def flush(self) -> None:
         """See `Engine.flush`."""
