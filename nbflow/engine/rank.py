@@ -27,6 +27,7 @@ from nbflow.engine.outcome import Outcome, Output
 from nbflow.engine.pipeline import Pipeline
 from nbflow.engine.placement import Placement
 from nbflow.engine.pooling import token_types
+from nbflow.engine.replica_address import own_addresses
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.scheduler import Scheduler, Work
 from nbflow.engine.searching import follow
@@ -518,6 +519,10 @@ class RankEngine:
             "available_bytes": available_memory_bytes(),
             "host": platform.node(),
         }
+
+    def whereabouts(self) -> dict[str, Any]:
+        """Return the name of this rank's machine, and its addresses."""
+        return {"host": platform.node(), "addresses": own_addresses()}
 
     def memory(self) -> dict[str, int]:
         """Return what this rank holds, in bytes."""

@@ -55,8 +55,8 @@ class Member(Protocol):
     def flush(self) -> None:
         """See `Engine.flush`."""
 
-    def stats(self) -> EngineStats:
-        """See `Engine.stats`."""
+    def stats(self) -> EngineStats | None:
+        """See `Engine.stats`; None before another process has told any."""
 
     def close(self, drain: bool = False, timeout: float | None = None) -> None:
         """See `Engine.close`."""
@@ -94,7 +94,7 @@ class ReplicaEngine(Engine):
         )
         self._set_up(model, limits, burst_s, on_failure)
         self._replicas = model
-        self._hosts = model.hosts  # every rank is asked
+        self._ranks = model.gather("whereabouts")  # every rank is asked
         self._own = [Engine.with_limits(m, limits, burst_s) for m in model.mine]
         self._members: list[Member] = []
         self._listener: Listener | None = None
@@ -144,7 +144,7 @@ class ReplicaEngine(Engine):
             self._state = "running"
         n_remote = self._replicas.n - len(self._own)
         if n_remote:
-            self._listener = Listener(self._hosts)
+            self._listener = Listener(self._ranks)
         self._replicas.tell(self._listener and self._listener.address)
         for engine in self._own:
             engine.start()
@@ -256,11 +256,14 @@ class ReplicaEngine(Engine):
         return EngineStats(**total)
 
     def replica_stats(self) -> list[EngineStats | None]:
-        """Return the present numbers of each replica, None for those that do not tell any."""
+        """Return the numbers of each replica, None for those that do not tell any.
+
+        Those of other processes are what these have told last; this waits for nobody.
+        """
         found: list[EngineStats | None] = []
         for member in self._members:
             found.append(None)
             if member.alive:
-                with contextlib.suppress(TimeoutError, EngineClosed):
+                with contextlib.suppress(EngineClosed):
                     found[-1] = member.stats()
         return found
