@@ -254,7 +254,8 @@ class Binder:
         buffer = self._executor.program.buffers.get(op.out)
         if buffer is None or buffer.rows == "tokens":
             return False
-        return buffer.n_rows(*self._arrays.size) == 0
+        n_rows: int = buffer.n_rows(*self._arrays.size)
+        return n_rows == 0
 
     def _view(self, name: str) -> Any:
         return self._executor.view(name, *self._arrays.size)

@@ -124,7 +124,7 @@ class CudaExecutor(Executor):
 
         The next call for the same buffer may write to the same memory.
         """
-        view = self.view(name, n_rows, n_rows)
+        view = self.view(name, n_rows, n_rows, n_rows)
         with self._own_stream():
             return self.to_host(view, name)
 
