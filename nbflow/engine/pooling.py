@@ -35,9 +35,9 @@ class Pooling:
     method: str
     """One of `POOLINGS`."""
     normalize: bool
-    """Whether the vector is divided by its length."""
+    """Divide the vector by its length."""
     whole: bool
-    """Whether all tokens must run in one step: each sees all others."""
+    """All tokens must run in one step: each sees all others."""
     token_types: list[int] | None = None
     """Types of the tokens, for models that have an embedding for them."""
     total: NDArray[np.float32] | None = None
@@ -45,7 +45,7 @@ class Pooling:
 
     @property
     def takes_cached(self) -> bool:
-        """Whether the keys and values of a prompt that begins alike may be used."""
+        """Return whether pages of the prefix cache may be used."""
         return self.method == "last" and not self.whole and self.token_types is None
 
     def rows(self, n_done: int, n_tokens: int, n_prompt: int) -> range:

@@ -1,4 +1,4 @@
-"""How processes on several hosts find each other: addresses, and the handshake on a connection.
+"""Addresses for processes on several hosts, and the handshake on a connection between two.
 
 Names are of little use: on a stock Debian a host's own name stands for 127.0.1.1, which every host
 has.  So the leading process asks its routing table from which of its addresses packets to the
@@ -28,7 +28,7 @@ Place = tuple[str, int]
 """Address and port."""
 
 REFUSED = (multiprocessing.AuthenticationError, AssertionError, EOFError, OSError, ValueError)
-"""What a handshake raises if the other side is not one of us, or does not answer."""
+"""Errors of a handshake with a peer that does not know the key, or does not answer."""
 
 _SIOCGIFADDR = 0x8915  # Linux: the address of an interface
 _ANY_PORT = 9  # no packet is sent to it
@@ -109,7 +109,7 @@ def welcome(accepted: socket.socket, key: bytes) -> Connection:
 
 
 def connect(places: Sequence[Place], key: bytes) -> Connection:
-    """Return a connection to the first of several places where somebody knows the key."""
+    """Return a connection to the first of several places that answers with the key."""
     failures = []
     for place in places:
         try:
@@ -140,7 +140,7 @@ def _impatient(made: socket.socket) -> Connection:
 
 
 def be_patient(connection: Connection) -> None:
-    """Let a connection wait for messages as long as it takes."""
+    """Let a connection wait for messages without a limit."""
     with socket.socket(fileno=os.dup(connection.fileno())) as same:
         _set_patience(same, 0.0)
 

@@ -258,7 +258,7 @@ class ReplicaEngine(Engine):
     def replica_stats(self) -> list[EngineStats | None]:
         """Return the numbers of each replica, None for those that do not tell any.
 
-        Those of other processes are what these have told last; this waits for nobody.
+        Those of other processes are what these have told last; this does not wait.
         """
         found: list[EngineStats | None] = []
         for member in self._members:

@@ -49,7 +49,7 @@ MOST_UNKNOWN = 32
 """Most connections at a time that have not proved yet where they come from."""
 
 Address = tuple[list[Place], bytes]
-"""Where the leading process may be reached, in order, and the key."""
+"""Addresses and ports of the leading process, in the order to try, and the key."""
 
 _TOLD = (
     "ids", "logprobs", "top_logprobs", "prompt_results", "cached_tokens", "n_preempted",
@@ -91,7 +91,7 @@ class Listener:
     def accept(self, n: int) -> list[tuple[int, Connection]]:
         """Return the connections of `n` replicas with their numbers, in order.
 
-        Then no more are taken.  A peer that does not answer holds up nobody else.
+        Then no more are taken.  A peer that does not answer delays no other.
 
         Raises
         ------
@@ -411,7 +411,7 @@ class _Servant:
             self._out.put(("answer", number, result, None))
 
     def _report(self) -> None:
-        """Tell the engine's numbers from time to time, so that nobody needs to ask for them."""
+        """Tell the engine's numbers from time to time, so that `stats` need not ask for them."""
         told = None
         while not self._ended.is_set():
             numbers = self._engine.stats()

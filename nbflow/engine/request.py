@@ -152,7 +152,7 @@ class Request:
 
     @property
     def takes_cached(self) -> bool:
-        """Whether its first tokens may come from the prefix cache: nothing is wanted of them."""
+        """True if its first tokens may come from the prefix cache: nothing is wanted of them."""
         if self.pooling is not None:
             return self.pooling.takes_cached
         compares = self.search is not None and self.search.compares
@@ -160,7 +160,7 @@ class Request:
 
     @property
     def is_whole(self) -> bool:
-        """Whether its prompt must not be divided among steps."""
+        """True if its prompt must not be divided among steps."""
         return self.pooling is not None and self.pooling.whole
 
     @property

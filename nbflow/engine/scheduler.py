@@ -86,7 +86,7 @@ class Work:
 
     @property
     def ends_pooling(self) -> bool:
-        """Whether the vector of a text comes out."""
+        """True if the vector of a text comes out."""
         return self.request.pooling is not None and self.n_tokens == self.request.n_pending
 
 

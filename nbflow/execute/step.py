@@ -27,7 +27,7 @@ class Step:
     logit_rows: np.ndarray
     """int32 (R,): tokens after which the hidden states are wanted, in order."""
     n_logits: int
-    """How many of them, the first ones, the logits are wanted of, too."""
+    """Number of these, the first ones, whose logits are wanted, too."""
     memory: PageView | None
     """The pages of what the encoder gave for each sequence, if there is an encoder."""
     types: np.ndarray

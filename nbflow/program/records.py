@@ -117,8 +117,8 @@ class Buffer:
     width: int
     """Columns."""
     rows: Literal["tokens", "states", "logits"] = "tokens"
-    """Whether there is a row per token of the step, per token whose hidden state behind the layers
-    is wanted, or per token whose logits are wanted, too."""
+    """A row per token of the step, per token whose hidden state behind the layers is wanted, or per
+    token whose logits are wanted, too."""
     base: str | None = None
     """The buffer this one is a band of."""
     offset: int = 0

@@ -48,7 +48,7 @@ def remote():
     there.close()
 
 
-def test_a_peer_that_says_nothing_holds_up_nobody(monkeypatch):
+def test_a_peer_that_says_nothing_delays_no_other(monkeypatch):
     monkeypatch.setattr(replica_link, "START_S", WAIT_S)
     listener = Listener([HERE, HERE])
     ((host, port),), key = listener.address
