@@ -338,8 +338,10 @@ def arrays(made: published.Made, seed: int, n_new: int) -> dict[str, np.ndarray]
     result = {"ids": ids.astype(np.int32), "logits": made.logits(batch)[0].numpy()}
     if made.model.config.model_type == "bert":
         types = (np.arange(N_TOKENS) > 17).astype(np.int32)
-        states = made.model.bert(batch, token_type_ids=torch.tensor(types)[None])
+        given = {"token_type_ids": torch.tensor(types)[None]}
+        states, typed = made.model.bert(batch, **given), made.model(batch, **given).logits
         result |= {"types": types, "hidden": states.last_hidden_state[0].numpy()}
+        result["typed_logits"] = typed[0].numpy()
     if made.model.config.is_encoder_decoder:
         result["encoder_ids"] = np.random.default_rng(99).integers(3, 97, N_READ).astype(np.int32)
     result["continuation"], is_tie = greedy(made, ids, n_new)

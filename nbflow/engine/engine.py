@@ -23,6 +23,7 @@ from nbflow.engine.handle import Handle, OnEvents
 from nbflow.engine.limits import Limits, choose_limits
 from nbflow.engine.model import STREAM_BURST_S, Model
 from nbflow.engine.outcome import Output
+from nbflow.engine.pooling import embed
 from nbflow.engine.rank import RankEngine
 from nbflow.engine.replicas import Replicas
 from nbflow.engine.request import FinishReason, Request
@@ -279,11 +280,12 @@ class Engine:
     ) -> list[NDArray[np.float32]]:
         """Return one vector for each of several texts; parameters as of `Model.embed_batch`.
 
-        It waits for its turn between the steps.  Texts share steps as far as there is room.
+        Each is a request like others (`Model.embedding_requests`); this waits for all of them.
         """
-        texts, types = self.model.check_texts(sequences, token_types)
-        rows = self.call("sequences", "outputs", texts, "y", types)
-        return [self.model.pool(r, pooling, normalize) for r in rows]
+        requests = self.model.embedding_requests(
+            sequences, token_types, pooling=pooling, normalize=normalize
+        )
+        return embed(self, requests)
 
     def flush(self) -> None:
         """Forget what the prefix cache holds; running requests keep what they have."""

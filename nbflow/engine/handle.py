@@ -138,11 +138,15 @@ class Handle:
         Exception
             What happened, if the request ended with "error".
         """
-        if not self._ended.wait(timeout):
-            raise TimeoutError(f"the request has not ended after {timeout} s")
+        self.wait(timeout)
         if self.request.error is not None:
             raise self.request.error
         return self._engine.model.generation(self.request)
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Wait for the end; raise `TimeoutError` if it has not come after `timeout` seconds."""
+        if not self._ended.wait(timeout):
+            raise TimeoutError(f"the request has not ended after {timeout} s")
 
     def results(self, timeout: float | None = None) -> list[Generation]:
         """Wait for the end and return all that a search has found, best first; else the result."""

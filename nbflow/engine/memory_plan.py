@@ -15,7 +15,6 @@ import nbflow_kernels as nk
 from nbflow.cache.page_table import grown
 from nbflow.engine.limits import MAX_SEQUENCES
 from nbflow.engine.placement import Placement, is_host
-from nbflow.engine.sequences import most_tokens
 from nbflow.parallel import make_plan, split_replicas, world
 from nbflow.parallel.plan import RankPlan
 from nbflow.planner.model import PlannedModel, planned_model
@@ -228,11 +227,11 @@ class _Counted:
         self._most, self._sequences, self._outliers = max_step_tokens, sequences, outliers
         context = model.spec.max_context
         if model.spec.causal:
-            self._n_tokens, self._n_logits = max_step_tokens, sequences
+            self._rows = max_step_tokens, sequences, sequences
             self.pages = sequences * -(-context // PAGE_SIZE)
-        else:  # no text is cut, and all its rows are wanted
-            together = self._together(model, most_tokens(model.spec, max_step_tokens))
-            self._n_tokens = self._n_logits = together * context
+        else:  # no text is cut; all its hidden states are wanted, as of texts that are embedded
+            together = self._together(model, max_step_tokens)
+            self._rows = together * context, together * context, 0
             self.pages = grown(together * -(-context // PAGE_SIZE))
 
     def page_bytes(self, rank: RankPlan) -> int:
@@ -242,8 +241,7 @@ class _Counted:
     def rank(self, rank: RankPlan, device: str, placement: Placement) -> Sizes:
         """Return what a rank takes of the model itself."""
         program = fuse(cut(build(self._model.spec), rank))
-        rows = self._n_tokens, self._n_logits
-        return self._sizes(program, self._model, self.pages, rows, device, placement)
+        return self._sizes(program, self._model, self.pages, self._rows, device, placement)
 
     def encoded(
         self, rank: RankPlan, encoder: RankPlan, device: str, placement: Placement
@@ -257,7 +255,7 @@ class _Counted:
         )
         program = fuse(cut(build_memory(self._model.spec), rank))
         pages = grown(self._sequences * -(-context // PAGE_SIZE))
-        rows = self._together(model, self._most) * context, 0
+        rows = self._together(model, self._most) * context, 0, 0
         kept = self._sizes(program, self._model, pages, rows, device, placement)
         return [theirs.rank(encoder, device, placement), kept]
 
@@ -273,7 +271,7 @@ class _Counted:
         program: Program,
         model: PlannedModel,
         pages: int,
-        rows: tuple[int, int],
+        rows: tuple[int, int, int],
         device: str,
         placement: Placement,
     ) -> Sizes:
@@ -292,21 +290,22 @@ def buffer_bytes(
     model: PlannedModel,
     activations: str,
     n_tokens: int,
+    n_states: int,
     n_logits: int,
     device: str = "cpu",
 ) -> int:
     """Return the bytes of a program's buffers for steps of this size, and of its rotations."""
-    n_tokens, n_logits = max(n_tokens, 8), max(n_logits, 8)
-    total = workspace_bytes(program, n_tokens, n_logits)
+    size = max(n_tokens, 8), max(n_states, 8), max(n_logits, 8)
+    total = workspace_bytes(program, size[0], size[2], size[1])
     ropes: set[RopeSpec] = {op.attrs["rope"] for op in program.ops if op.kind == "rope"}
     total += FLOAT32_BYTES * sum(program.spec.rope_lengths) * sum(rope.dim for rope in ropes)
     int8: dict[int, int] = {}
     for op in program.ops:
         blocks = any(nk.FORMATS[model.format_of(w.name)].block_size > 1 for w in op.weights)
         if op.kind == "linear" and activations == "int8" and blocks and device == "cpu":
-            buffer = program.buffers[op.inputs[0]]
-            rows = n_tokens if buffer.rows == "tokens" else n_logits
-            int8[buffer.width] = max(rows, int8.get(buffer.width, 0))
+            out, width = program.buffers[op.out], program.buffers[op.inputs[0]].width
+            if out.n_rows(n_tokens, n_states, n_logits):
+                int8[width] = max(out.n_rows(*size), int8.get(width, 0))
     for columns, rows in int8.items():
         total += int(Int8Rows.size(rows, columns))
     return total

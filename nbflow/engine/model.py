@@ -16,6 +16,7 @@ from nbflow.engine.checks import check_ids, check_types
 from nbflow.engine.drafting import Drafter, Proposals, proposals
 from nbflow.engine.generation import Generation, text_of
 from nbflow.engine.outcome import Output
+from nbflow.engine.pooling import embedding_requests, vector_of
 from nbflow.engine.propose import Draft, attach
 from nbflow.engine.rank import RankEngine
 from nbflow.engine.request import Request
@@ -26,9 +27,7 @@ from nbflow.parallel import Comm, Plan
 from nbflow.parallel.threads import RankTeam
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.tokenizer import Tokenizer
-from nbflow_kernels.errors import UsageError, unknown_name
-
-POOLINGS = ("mean", "first", "last")
+from nbflow_kernels.errors import UsageError
 
 STREAM_BURST_S = 2e-3
 """How long tokens are held back when somebody may be reading them one by one."""
@@ -142,6 +141,7 @@ class Model:
         self,
         ids: Sequence[int] | NDArray[Any],
         encoder_ids: Sequence[int] | NDArray[Any] | None = None,
+        token_types: Sequence[int] | NDArray[Any] | None = None,
     ) -> NDArray[np.float32]:
         """Return the scores of the next token after every token of a sequence.
 
@@ -151,6 +151,8 @@ class Model:
             Token ids, at most `spec.max_context`; for a model with an encoder, the decoder's.
         encoder_ids : array of int, optional
             Token ids for the encoder, if the model has one.
+        token_types : array of int, shape (T,), optional
+            As in `hidden`.
 
         Returns
         -------
@@ -161,7 +163,7 @@ class Model:
         ------
         UsageError
             If `ids` is empty, too long, or holds an id outside the vocabulary; if the model has no
-            head.
+            head; if the types do not fit the tokens or the model.
 
         Examples
         --------
@@ -176,8 +178,9 @@ class Model:
                 f"{self.spec.name} is an encoder without a head, and gives no logits; use hidden() "
                 "or embed()"
             )
+        types = check_types(self.spec, token_types, len(checked))
         for_encoder = self.check_encoder_ids(encoder_ids)
-        return self._outputs([checked], "logits", None, _only(for_encoder))[0]
+        return self._outputs([checked], "logits", _only(types), _only(for_encoder))[0]
 
     def hidden(
         self,
@@ -204,7 +207,7 @@ class Model:
         Raises
         ------
         UsageError
-            As `logits`; if the types do not fit the tokens or the model.
+            As `logits`.
         """
         checked = self.check_ids(ids, room=0)
         types = check_types(self.spec, token_types, len(checked))
@@ -264,40 +267,26 @@ class Model:
 
         Texts run together as far as a step has room.
         """
-        texts, types = self.check_texts(sequences, token_types)
-        return [self.pool(r, pooling, normalize) for r in self._outputs(texts, "y", types)]
+        requests = self.embedding_requests(
+            sequences, token_types, pooling=pooling, normalize=normalize
+        )
+        for _ in Model.run_requests(self, requests, WHOLE_BURST_S):  # of replicas each does all
+            pass
+        return [vector_of(request) for request in requests]
 
-    def check_texts(
+    def embedding_requests(
         self,
         sequences: Sequence[Sequence[int] | NDArray[Any]],
         token_types: Sequence[Sequence[int] | NDArray[Any]] | None = None,
-    ) -> tuple[list[list[int]], list[list[int]] | None]:
-        """Return the ids of several texts, and the types of their tokens, checked."""
-        if self.spec.encoder is not None:
-            raise UsageError(f"{self.spec.name} has an encoder and a decoder; use hidden()")
-        texts = [self.check_ids(ids, room=0) for ids in sequences]
-        if token_types is None:
-            return texts, None
-        if len(token_types) != len(texts):
-            raise UsageError(
-                f"token_types must be given for each of the {len(texts)} texts, got "
-                f"{len(token_types)}"
-            )
-        checked = [
-            check_types(self.spec, types, len(ids)) or []
-            for types, ids in zip(token_types, texts, strict=True)
-        ]
-        return texts, checked
+        *,
+        pooling: str = "mean",
+        normalize: bool = True,
+    ) -> list[Request]:
+        """Return a request for each of several texts; parameters as of `embed_batch`.
 
-    @staticmethod
-    def pool(rows: NDArray[np.float32], pooling: str, normalize: bool) -> NDArray[np.float32]:
-        """Return one vector for the hidden states of a text; see `embed`."""
-        if pooling not in POOLINGS:
-            raise unknown_name("pooling", pooling, POOLINGS)
-        vector = {"mean": rows.mean(axis=0), "first": rows[0], "last": rows[-1]}[pooling]
-        if normalize:
-            vector = vector / np.linalg.norm(vector)
-        return np.asarray(vector, np.float32)
+        When such a request has ended, its vector is in `Request.vector`.
+        """
+        return embedding_requests(self.spec, sequences, token_types, pooling, normalize)
 
     def session(self) -> Session:
         """Return a `Session`: sequences that are run, copied and cut step by step."""

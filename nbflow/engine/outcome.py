@@ -24,6 +24,7 @@ from nbflow.engine.draw import (
     state_of,
     top_log_probabilities,
 )
+from nbflow.engine.pooling import empty_vectors, pool
 from nbflow.engine.request import Request, TopLogprobs
 from nbflow.engine.scheduler import Work
 from nbflow.engine.searching import advance, compute_rows, empty_rows
@@ -63,22 +64,30 @@ class Outcome:
     """A row for each prompt token whose log-probability is wanted and became known."""
     searches: list[np.ndarray] = field(default_factory=list)
     """What each search is told; see `nbflow.engine.searching.empty_rows`."""
+    vectors: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
+    """The vector of each text whose last token ran, float32 (n, E)."""
     errors: dict[int, Exception] = field(default_factory=dict)
     """What went wrong where a row of `drawn` is `NO_TOKEN`; on the head's rank."""
 
     @classmethod
-    def empty(cls, works: Sequence[Work], n_vocab: int) -> Outcome:
+    def empty(cls, works: Sequence[Work], n_vocab: int, hidden_size: int) -> Outcome:
         """Return room for a step's numbers."""
         draws = [w.request for w in works if _is_drawn(w) for _ in range(1 + len(w.drafts))]
         known = [w.request.prompt_logprobs or 0 for w in works for _ in _prompt_rows(w)]
         width = FIRST + 2 * max(known, default=0)
         prompt = Drawn(np.full((len(known), width), math.nan))
-        return cls(Drawn.empty(draws), prompt, empty_rows(works, n_vocab))
+        vectors = empty_vectors(works, hidden_size)
+        return cls(Drawn.empty(draws), prompt, empty_rows(works, n_vocab), vectors)
 
     @property
     def arrays(self) -> list[np.ndarray]:
         """What the other ranks must be told."""
-        return [a for a in (self.drawn.array, self.prompt.array, *self.searches) if a.size]
+        every = (self.drawn.array, self.prompt.array, *self.searches, self.vectors)
+        return [a for a in every if a.size]
+
+    def pool(self, works: Sequence[Work], states: np.ndarray) -> None:
+        """Take the hidden states that are pooled; the last rows of the step's."""
+        pool(self.vectors, works, states)
 
     def compute(
         self, logits: np.ndarray, works: Sequence[Work], hidden: Callable[[], np.ndarray]
@@ -163,13 +172,15 @@ class Outcome:
     def apply(self, works: Sequence[Work]) -> list[Output]:
         """Give the requests what came out, and return it."""
         outputs, row, prompt_row = [], 0, 0
-        searches = iter(self.searches)
+        searches, vectors = iter(self.searches), iter(self.vectors)
         for work in works:
             request, output, draws = work.request, Output(work.request), work.draws
             for _ in _prompt_rows(work):
                 top = self.prompt.top(prompt_row, request.prompt_logprobs or 0)
                 request.prompt_results.append((float(self.prompt.array[prompt_row, 1]), top))
                 prompt_row += 1
+            if work.ends_pooling:
+                request.vector, request.finish_reason = next(vectors).copy(), "stop"
             if not request.branches:
                 request.n_done += work.n_tokens
             if draws and request.search is not None:
@@ -180,7 +191,7 @@ class Outcome:
                 n_rows = 1 + len(work.drafts)
                 self._accept(work, row, n_rows, output)
                 row += n_rows
-            elif request.max_tokens == 0 and request.n_pending == 0:
+            elif request.max_tokens == 0 and request.n_pending == 0 and request.pooling is None:
                 request.finish_reason = "length"
             outputs.append(output)
         return outputs

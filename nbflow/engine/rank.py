@@ -26,6 +26,8 @@ from nbflow.engine.memory_plan import PAGE_SIZE
 from nbflow.engine.outcome import Outcome, Output
 from nbflow.engine.pipeline import Pipeline
 from nbflow.engine.placement import Placement
+from nbflow.engine.pooling import token_types
+from nbflow.engine.replica_address import own_addresses
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.scheduler import Scheduler, Work
 from nbflow.engine.searching import follow
@@ -184,10 +186,14 @@ class RankEngine:
         tokens: Sequence[Sequence[int]],
         logit_rows: Sequence[int],
         types: Sequence[int] | None = None,
+        n_logits: int | None = None,
     ) -> None:
-        """Run more tokens of sequences; results are in the executor's buffers."""
+        """Run more tokens of sequences; results are in the executor's buffers.
+
+        Hidden states are computed of the rows, and logits of the first `n_logits`: by default all.
+        """
         self.executor.place.activate()
-        self._run(self._step(sequences, tokens, logit_rows, types))
+        self._run(self._step(sequences, tokens, logit_rows, types, n_logits))
 
     def _step(
         self,
@@ -195,11 +201,13 @@ class RankEngine:
         tokens: Sequence[Sequence[int]],
         logit_rows: Sequence[int],
         types: Sequence[int] | None = None,
+        n_logits: int | None = None,
     ) -> Step:
         memory = None if self.encoded is None else self.encoded.table
         return make_step(
-            self.table, sequences, tokens, logit_rows, types, memory, self.spec.short_context
-        )
+            self.table, sequences, tokens, logit_rows, types, memory,
+            short_context=self.spec.short_context, n_logits=n_logits,
+        )  # fmt: skip
 
     # ---- generation ---------------------------------------------------------------------------
 
@@ -334,13 +342,21 @@ class RankEngine:
         rows: list[int] = []
         end = 0
         for work in works:
-            end += work.n_tokens + len(work.drafts)
+            start, end = end, end + work.n_tokens + len(work.drafts)
             rows += range(end - work.n_logits, end)
-        self.run_step([sequence for sequence, _ in parts], [ids for _, ids in parts], rows)
-        outcome = Outcome.empty(works, self.spec.vocab_size)
-        if self.comm.rank == self._head and rows:
-            logits = self.executor.logits(len(rows))
-            outcome.compute(logits, works, lambda: self.executor.buffer("y", len(rows)))
+            rows += [start + i for i in work.state_rows]
+        n_logits = sum(work.n_logits for work in works)
+        self.run_step(
+            [sequence for sequence, _ in parts], [ids for _, ids in parts], rows,
+            token_types(works), n_logits,
+        )  # fmt: skip
+        outcome = Outcome.empty(works, self.spec.vocab_size, self.spec.hidden_size)
+        if self.comm.rank == self._head:
+            states = functools.partial(self.executor.buffer, "y", len(rows))
+            if n_logits:
+                outcome.compute(self.executor.logits(n_logits), works, states)
+            if n_logits < len(rows) or outcome.vectors.size:
+                outcome.pool(works, states()[n_logits:] if rows else outcome.vectors[:0])
             for array in outcome.arrays:
                 self._post(array)
         return outcome
@@ -508,6 +524,10 @@ class RankEngine:
             "available_bytes": available_memory_bytes(),
             "host": platform.node(),
         }
+
+    def whereabouts(self) -> dict[str, Any]:
+        """Return the name of this rank's machine, and its addresses."""
+        return {"host": platform.node(), "addresses": own_addresses()}
 
     def memory(self) -> dict[str, int]:
         """Return what this rank holds, in bytes."""

@@ -10,12 +10,10 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Protocol
 
 import numpy as np
-from numpy.typing import NDArray
 
 from nbflow.engine.engine import Engine, EngineClosed, QueueFull
 from nbflow.engine.handle import Handle, OnEvents
@@ -54,21 +52,11 @@ class Member(Protocol):
     def submit(self, request: Request, on_events: OnEvents | None = None) -> Handle:
         """See `Engine.submit`."""
 
-    def embed(
-        self,
-        sequences: Sequence[Sequence[int]],
-        token_types: Sequence[Sequence[int]] | None = None,
-        *,
-        pooling: str = "mean",
-        normalize: bool = True,
-    ) -> list[NDArray[np.float32]]:
-        """See `Engine.embed`."""
-
     def flush(self) -> None:
         """See `Engine.flush`."""
 
-    def stats(self) -> EngineStats:
-        """See `Engine.stats`."""
+    def stats(self) -> EngineStats | None:
+        """See `Engine.stats`; None before another process has told any."""
 
     def close(self, drain: bool = False, timeout: float | None = None) -> None:
         """See `Engine.close`."""
@@ -106,7 +94,7 @@ class ReplicaEngine(Engine):
         )
         self._set_up(model, limits, burst_s, on_failure)
         self._replicas = model
-        self._hosts = model.hosts  # every rank is asked
+        self._ranks = model.gather("whereabouts")  # every rank is asked
         self._own = [Engine.with_limits(m, limits, burst_s) for m in model.mine]
         self._members: list[Member] = []
         self._listener: Listener | None = None
@@ -156,7 +144,7 @@ class ReplicaEngine(Engine):
             self._state = "running"
         n_remote = self._replicas.n - len(self._own)
         if n_remote:
-            self._listener = Listener(self._hosts)
+            self._listener = Listener(self._ranks)
         self._replicas.tell(self._listener and self._listener.address)
         for engine in self._own:
             engine.start()
@@ -221,7 +209,9 @@ class ReplicaEngine(Engine):
         if not living:
             raise EngineClosed(f"no replica runs any more: {self.failure}")
         size = self.limits.page_size
-        if request is None or not self.limits.prefix_cache or len(request.prompt) <= size:
+        if request is None or not self.limits.prefix_cache or not request.takes_cached:
+            return living
+        if len(request.prompt) <= size:
             return living
         page = np.array(request.prompt[:size], np.int64).tobytes()
         home = self._homes.get((request.cache_salt, page))
@@ -241,19 +231,6 @@ class ReplicaEngine(Engine):
     def cancel(self, handle: Handle, reason: FinishReason = "abort") -> None:
         """See `Engine.cancel`."""
         handle.cancel(reason)  # it knows its replica
-
-    def embed(
-        self,
-        sequences: Sequence[Sequence[int]],
-        token_types: Sequence[Sequence[int]] | None = None,
-        *,
-        pooling: str = "mean",
-        normalize: bool = True,
-    ) -> list[NDArray[np.float32]]:
-        """See `Engine.embed`; one replica does it."""
-        with self._lock:
-            member = self._by_load()[0]
-        return member.embed(sequences, token_types, pooling=pooling, normalize=normalize)
 
     def flush(self) -> None:
         """See `Engine.flush`."""
@@ -279,11 +256,14 @@ class ReplicaEngine(Engine):
         return EngineStats(**total)
 
     def replica_stats(self) -> list[EngineStats | None]:
-        """Return the present numbers of each replica, None for those that do not tell any."""
+        """Return the numbers of each replica, None for those that do not tell any.
+
+        Those of other processes are what these have told last; this does not wait.
+        """
         found: list[EngineStats | None] = []
         for member in self._members:
             found.append(None)
             if member.alive:
-                with contextlib.suppress(TimeoutError, EngineClosed):
+                with contextlib.suppress(EngineClosed):
                     found[-1] = member.stats()
         return found

@@ -10,19 +10,28 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import multiprocessing.connection
+import pickle
 import secrets
 import socket
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from nbflow.engine.handle import Handle, OnEvents, TokenEvent
+from nbflow.engine.replica_address import (
+    REFUSED,
+    SETTING,
+    Connection,
+    Place,
+    addresses_towards,
+    be_patient,
+    chosen_address,
+    connect,
+    listen,
+    welcome,
+)
 from nbflow.engine.request import FinishReason, Request
 from nbflow_kernels.errors import UsageError
 
@@ -34,16 +43,18 @@ if TYPE_CHECKING:
 
 START_S = 300.0
 """Seconds for the other replicas to connect; they have loaded their part by then."""
-ANSWER_S = 0.5
-"""Seconds for an answer about the present numbers; who asks may hold up others."""
+REPORT_S = 0.25
+"""Seconds between two reports of a replica's numbers, if they have changed."""
+MOST_UNKNOWN = 32
+"""Most connections at a time that have not proved yet where they come from."""
 
-Address = tuple[str, int, bytes]
-"""Host, port, key."""
-Connection = multiprocessing.connection.Connection
+Address = tuple[list[Place], bytes]
+"""Addresses and ports of the leading process, in the order to try, and the key."""
 
 _TOLD = (
     "ids", "logprobs", "top_logprobs", "prompt_results", "cached_tokens", "n_preempted",
-    "n_drafted", "n_accepted", "found", "finish_reason", "error",
+    "n_drafted", "n_accepted", "found", "vector", "finish_reason",
+    "error",
 )  # fmt: skip
 """What is told of a request that has ended."""
 
@@ -55,21 +66,32 @@ class Listener:
 
     Parameters
     ----------
-    hosts : sequence of str
-        Names of all ranks' machines, the own one first: with one, only it is listened to.
+    ranks : sequence of dict
+        `RankEngine.whereabouts` of all ranks, the own first.  With one host, only the loopback
+        interface is listened to, else the addresses that the other hosts reach.
     """
 
-    def __init__(self, hosts: Sequence[str]) -> None:
-        key = secrets.token_bytes(32)
-        alone = len(set(hosts)) == 1
-        self._listener = multiprocessing.connection.Listener(
-            ("127.0.0.1" if alone else "", 0), backlog=len(hosts), authkey=key
-        )
-        name = "127.0.0.1" if alone else socket.gethostbyname(hosts[0])
-        self.address: Address = (name, int(self._listener.address[1]), key)
+    def __init__(self, ranks: Sequence[Mapping[str, Any]]) -> None:
+        self._key = secrets.token_bytes(32)
+        here, given = ranks[0]["host"], chosen_address()
+        others = {rank["host"]: rank["addresses"] for rank in ranks if rank["host"] != here}
+        if given is not None:
+            own = [given]
+        else:
+            own = addresses_towards(list(others.values())) if others else ["127.0.0.1"]
+        if not own:
+            raise UsageError(
+                f"{here} has no address that leads to {', '.join(others)}; set {SETTING} to one "
+                "that the other hosts reach"
+            )
+        self._sockets = [listen(address, len(ranks)) for address in own]
+        ports = [int(listening.getsockname()[1]) for listening in self._sockets]
+        self.address: Address = list(zip(own, ports, strict=True)), self._key
 
     def accept(self, n: int) -> list[tuple[int, Connection]]:
         """Return the connections of `n` replicas with their numbers, in order.
+
+        Then no more are taken.  A peer that does not answer delays no other.
 
         Raises
         ------
@@ -77,17 +99,39 @@ class Listener:
             If they do not come in time.
         """
         found: dict[int, Connection] = {}
+        came = threading.Condition()
+        free = threading.BoundedSemaphore(n + MOST_UNKNOWN)
 
-        def wait() -> None:
-            while len(found) < n:
-                with contextlib.suppress(multiprocessing.AuthenticationError, EOFError, OSError):
-                    connection = self._listener.accept()
-                    found[connection.recv()] = connection
+        def greet(accepted: socket.socket) -> None:
+            with free_after(), contextlib.suppress(*REFUSED):
+                connection = welcome(accepted, self._key)
+                index = connection.recv()
+                be_patient(connection)
+                with came:
+                    found[index] = connection
+                    came.notify_all()
 
-        waiting = threading.Thread(target=wait, name="nbflow-accept", daemon=True)
-        waiting.start()
-        waiting.join(START_S)
-        if waiting.is_alive():
+        @contextlib.contextmanager
+        def free_after() -> Iterator[None]:
+            try:
+                yield
+            finally:
+                free.release()
+
+        def wait(listening: socket.socket) -> None:
+            with contextlib.suppress(OSError):  # it is closed
+                while free.acquire():
+                    accepted, _ = listening.accept()
+                    threading.Thread(target=greet, args=(accepted,), daemon=True).start()
+
+        for listening in self._sockets:
+            threading.Thread(
+                target=wait, args=(listening,), name="nbflow-accept", daemon=True
+            ).start()
+        with came:
+            came.wait_for(lambda: len(found) >= n, START_S)
+        self.close()
+        if len(found) < n:
             raise UsageError(
                 f"{n - len(found)} of {n} other replicas have not come within {START_S:g} s; every "
                 "rank must make the engine and call follow()"
@@ -96,7 +140,10 @@ class Listener:
 
     def close(self) -> None:
         """Take no more connections."""
-        self._listener.close()
+        for listening in self._sockets:
+            with contextlib.suppress(OSError):
+                listening.shutdown(socket.SHUT_RDWR)  # wakes up who waits in accept
+            listening.close()
 
 
 class RemoteEngine:
@@ -120,12 +167,12 @@ class RemoteEngine:
         self._most = limits.max_sequences + limits.max_waiting
         self._connection = connection
         self._lock = threading.Lock()
-        self._sending = threading.Lock()
         self._numbers = itertools.count()
         self._handles: dict[int, Handle] = {}
         self._number_of: dict[Handle, int] = {}
         self._futures: dict[int, Future[Any]] = {}
-        self._told: Any = None  # by `stats`
+        self._told: EngineStats | None = None  # the numbers
+        self._out: SimpleQueue[bytes | None] = SimpleQueue()
         self._closing = False
         self.alive = True
         """Whether it runs."""
@@ -135,6 +182,9 @@ class RemoteEngine:
             target=self._read, name=f"nbflow-replica-{index}", daemon=True
         )
         self._reader.start()
+        threading.Thread(
+            target=self._write, name=f"nbflow-replica-{index}-out", daemon=True
+        ).start()
 
     @property
     def load(self) -> int:
@@ -146,14 +196,14 @@ class RemoteEngine:
         """See `Engine.submit`; the request stays here, a copy of it runs there."""
         from nbflow.engine.engine import QueueFull
 
-        handle = Handle(self, request, on_events)
+        handle, number = Handle(self, request, on_events), next(self._numbers)
+        message = pickle.dumps(("submit", number, request))  # it may be refused for what it holds
         with self._lock:
             self._check()
             if len(self._handles) >= self._most:
                 raise QueueFull(f"{self._most} requests wait already or run; try again later")
-            number = next(self._numbers)
             self._handles[number], self._number_of[handle] = handle, number
-        self._send("submit", number, request)
+            self._out.put(message)
         return handle
 
     def cancel(self, handle: Handle, reason: FinishReason = "abort") -> None:
@@ -163,29 +213,14 @@ class RemoteEngine:
         if number is not None:
             self._send("cancel", number, reason)
 
-    def embed(
-        self,
-        sequences: Sequence[Sequence[int]],
-        token_types: Sequence[Sequence[int]] | None = None,
-        **options: Any,
-    ) -> list[NDArray[np.float32]]:
-        """See `Engine.embed`."""
-        vectors: list[NDArray[np.float32]] = self._ask("embed", sequences, token_types, **options)
-        return vectors
-
     def flush(self) -> None:
         """See `Engine.flush`."""
         self._ask("flush")
 
-    def stats(self) -> EngineStats:
-        """See `Engine.stats`; the last numbers that were told, if there is no answer at once."""
-        try:
-            self._told = self._ask("stats", timeout=ANSWER_S)
-        except TimeoutError:
-            if self._told is None:
-                raise
-        numbers: EngineStats = self._told
-        return numbers
+    def stats(self) -> EngineStats | None:
+        """See `Engine.stats`; the last numbers that were told, at most some `REPORT_S` old."""
+        self._check()
+        return self._told
 
     def close(self, drain: bool = False, timeout: float | None = None) -> None:
         """See `Engine.close`."""
@@ -193,7 +228,7 @@ class RemoteEngine:
         self._send("close", 0, drain, timeout)
         self._reader.join()
 
-    def _ask(self, method: str, *args: Any, timeout: float | None = None, **options: Any) -> Any:
+    def _ask(self, method: str, *args: Any, **options: Any) -> Any:
         """Call a method of the engine there and return what it returns."""
         future: Future[Any] = Future()
         with self._lock:
@@ -201,7 +236,7 @@ class RemoteEngine:
             number = next(self._numbers)
             self._futures[number] = future
         self._send("call", number, method, args, options)
-        return future.result(timeout)
+        return future.result()
 
     def _check(self) -> None:
         from nbflow.engine.engine import EngineClosed
@@ -210,8 +245,14 @@ class RemoteEngine:
             raise EngineClosed(f"replica {self.index} does not run: {self.failure}")
 
     def _send(self, *message: Any) -> None:
-        with self._sending, contextlib.suppress(OSError):  # its end is seen by the reader
-            self._connection.send(message)
+        """Let the writer send a message; returns at once."""
+        self._out.put(pickle.dumps(message))
+
+    def _write(self) -> None:
+        """Send what there is to say: only this thread waits for the other process to read."""
+        with contextlib.suppress(OSError):  # its end is seen by the reader
+            while (message := self._out.get()) is not None:
+                self._connection.send_bytes(message)
 
     def _read(self) -> None:
         """Pass on what the replica tells, until it ends."""
@@ -224,6 +265,8 @@ class RemoteEngine:
                         self._lost(facts[0])
                     elif kind == "events":
                         self._pass_on(number, *facts)
+                    elif kind == "stats":
+                        self._told = facts[0]
                     else:
                         self._answer(number, *facts)
         except (EOFError, OSError):
@@ -231,6 +274,7 @@ class RemoteEngine:
         except Exception as error:  # what came cannot be read
             logger.exception("replica %d is given up", self.index)
             self._lost(error)
+        self._out.put(None)
         self._connection.close()
 
     def _lost(self, failure: BaseException | None) -> None:
@@ -283,8 +327,7 @@ def obey(engine: Engine, index: int, address: Address, draft: Model | None) -> N
     draft : Model, optional
         Proposes tokens to requests that want some and bring nobody.
     """
-    host, port, key = address
-    connection = multiprocessing.connection.Client((host, port), authkey=key)
+    connection = connect(*address)
     connection.send(index)
     servant = _Servant(engine, connection, draft)
     engine.start()
@@ -305,6 +348,8 @@ class _Servant:
         self._pool = ThreadPoolExecutor(8, "nbflow-replica-call")
         self._writer = threading.Thread(target=self._write, name="nbflow-replica-out", daemon=True)
         self._writer.start()
+        self._ended = threading.Event()
+        threading.Thread(target=self._report, name="nbflow-replica-stats", daemon=True).start()
 
     def run(self) -> None:
         """Take messages until the last one."""
@@ -324,6 +369,7 @@ class _Servant:
     def end(self) -> None:
         """Send what is left to say, and end."""
         self._pool.shutdown(cancel_futures=True)
+        self._ended.set()
         self._out.put(None)
         self._writer.join()
         self._connection.close()
@@ -363,6 +409,16 @@ class _Servant:
             self._out.put(("answer", number, None, _sendable(error)))
         else:
             self._out.put(("answer", number, result, None))
+
+    def _report(self) -> None:
+        """Tell the engine's numbers from time to time, so that `stats` need not ask for them."""
+        told = None
+        while not self._ended.is_set():
+            numbers = self._engine.stats()
+            if numbers != told:
+                told = numbers
+                self._out.put(("stats", 0, numbers))
+            self._ended.wait(REPORT_S)
 
     def _write(self) -> None:
         """Send what there is to say, all that came meanwhile in one message."""

@@ -62,11 +62,6 @@ class Replicas(Model):
         """Whether this process says what the ranks of its replica do."""
         return super().leads
 
-    @property
-    def hosts(self) -> list[str]:
-        """Names of the machines of all ranks, each of which must ask."""
-        return [rank["host"] for rank in self.gather("page_memory")]
-
     def tell(self, value: Any) -> Any:
         """Return what the first rank of the first replica says, on every rank of all of them."""
         return self._comm.bcast_object(value)

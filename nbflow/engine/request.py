@@ -17,6 +17,7 @@ from nbflow.decoding.search import Continuation, Search, SearchState
 
 if TYPE_CHECKING:
     from nbflow.engine.drafting import Drafter
+    from nbflow.engine.pooling import Pooling
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 """Why a request ended: an end token; max_tokens or the context; the user; its time; a failure."""
@@ -73,6 +74,8 @@ class Request:
     """Chooses the tokens instead of the strategy, following several continuations at once."""
     banned_ids: frozenset[int] = frozenset()
     """Tokens that a search may not choose; a strategy has them as a constraint."""
+    pooling: Pooling | None = None
+    """Pools the prompt's hidden states into one vector; there are no new tokens then."""
 
     id: int = -1
     """The scheduler's number for it."""
@@ -114,6 +117,8 @@ class Request:
     """Sequences of the page table for the continuations that the search follows."""
     history: History | None = None
     """Hidden states that the search compares with; on the rank that draws."""
+    vector: np.ndarray | None = None
+    """The vector that `pooling` gives, float32 (E,), once the prompt is read."""
     found: list[Continuation] = field(default_factory=list)
     """What the search has found, best first; `ids` are the first of them."""
 
@@ -150,6 +155,19 @@ class Request:
         return bool(self.ids) and self.n_pending == 1
 
     @property
+    def takes_cached(self) -> bool:
+        """True if its first tokens may come from the prefix cache: nothing is wanted of them."""
+        if self.pooling is not None:
+            return self.pooling.takes_cached
+        compares = self.search is not None and self.search.compares
+        return not compares and self.prompt_logprobs is None
+
+    @property
+    def is_whole(self) -> bool:
+        """True if its prompt must not be divided among steps."""
+        return self.pooling is not None and self.pooling.whole
+
+    @property
     def wants_all_rows(self) -> bool:
         """Whether something is to be told about all tokens that run, not only about the last."""
         compares = self.search is not None and self.search.compares and not self.branches
@@ -171,6 +189,7 @@ class Request:
         own: dict[str, Any] = {"ids": [], "logprobs": [], "top_logprobs": [], "prompt_results": []}
         own |= {"drafter": None, "proposed": None, "draft_probs": None}
         own |= {"branches": [], "found": [], "state": None, "searching": None, "history": None}
+        own |= {"pooling": copy.copy(self.pooling), "vector": None}
         return dataclasses.replace(self, **own, proposer=copy.deepcopy(self.proposer))
 
     def __getstate__(self) -> dict[str, Any]:

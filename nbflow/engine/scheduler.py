@@ -9,7 +9,8 @@ Requests are ordered by priority, then by arrival.  A step has room for `max_ste
    short ones nor waits for them.
 3. Then waiting requests are taken in, in order, as long as there is room in the step, a place among
    the `max_sequences`, and pages for the whole prompt.  A request whose beginning another one is
-   computing right now waits until it can be taken from the cache; those behind it may pass.
+   computing right now waits until it can be taken from the cache; those behind it may pass.  A
+   text for an encoder is not divided: it waits for a step with room, or has one alone.
 
 When a generating request needs a page and none is left, the last request in the order gives all of
 its pages back and waits again; what it had computed is computed anew (preemption by recomputation).
@@ -79,6 +80,19 @@ class Work:
             return self.n_tokens + len(self.drafts)
         return int(self.draws)
 
+    @property
+    def state_rows(self) -> range:
+        """Tokens of the work whose hidden states are wanted, and no logits."""
+        request = self.request
+        if request.pooling is None:
+            return range(0)
+        return request.pooling.rows(request.n_done, self.n_tokens, len(request.prompt))
+
+    @property
+    def ends_pooling(self) -> bool:
+        """True if the vector of a text comes out."""
+        return self.request.pooling is not None and self.n_tokens == self.request.n_pending
+
 
 def order(request: Request) -> tuple[int, int]:
     """Return what requests are sorted by."""
@@ -116,7 +130,8 @@ class _Step:
 
     def give(self, request: Request, n_tokens: int) -> Work | None:
         """Let so many tokens of a request run, or as many as there is room for."""
-        n_tokens = min(n_tokens, self.room)
+        if not request.is_whole:
+            n_tokens = min(n_tokens, self.room)
         if len(self.works) >= self.most:
             return None
         if request.wants_all_rows:
@@ -292,7 +307,8 @@ class Scheduler:
                 behind = [r for r in self.running[i + 1 :] if not r.is_generating]
                 self._read_prompt(step, request, behind + self._next_waiting())
         self._admit(step)
-        return list(step.works.values())
+        # hidden states that are pooled come behind those that have logits (`Step.n_logits`)
+        return sorted(step.works.values(), key=lambda work: work.request.pooling is not None)
 
     def _generate(self, step: _Step, request: Request) -> None:
         """Give a generating request its token, taking pages from the last in order if need be."""
@@ -348,7 +364,7 @@ class Scheduler:
     def _read_prompt(step: _Step, request: Request, behind: Sequence[Request]) -> None:
         """Give a request as much of its prompt as fits, leaving something to those behind it."""
         n = request.n_pending
-        if n > step.room > 1:
+        if n > step.room > 1 and not request.is_whole:
             n = step.room - min(sum(r.n_pending for r in behind), step.room // SHARE_LEFT)
         step.give(request, n)
 
@@ -357,6 +373,8 @@ class Scheduler:
         for request in list(self.waiting):
             full = step.room < 1 or len(step.works) >= step.most
             if full or not self._fits(request):
+                return
+            if request.is_whole and step.works and request.n_pending > step.room:
                 return
             n_read = len(request.encoder_ids or ())
             if n_read > step.encoder_room and step.encoder_room < self.max_step_tokens:
@@ -390,8 +408,7 @@ class Scheduler:
 
     def _chain(self, request: Request) -> Chain | None:
         """Return the names of a waiting request's pages, if it may use the cache."""
-        compares = request.search is not None and request.search.compares
-        if not self.prefix_cache or compares or request.prompt_logprobs is not None:
+        if not self.prefix_cache or not request.takes_cached:
             return None
         if request.id not in self._chains:
             more = array("i", request.encoder_ids or ()).tobytes() + request.cache_salt.encode()

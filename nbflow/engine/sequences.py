@@ -35,9 +35,10 @@ class Sequences:
         self._ids: dict[int, list[int]] = {}
         """Tokens of sequences whose rotary angles may change with their length."""
 
-    @property
-    def _most_tokens(self) -> int:
-        """Most tokens in a step whose logits are all wanted."""
+    def _most_tokens(self, names: Sequence[str]) -> int:
+        """Return the most tokens in a step of which these buffers are wanted."""
+        if "logits" not in names:
+            return self._rank.max_step_tokens
         return most_tokens(self._rank.spec, self._rank.max_step_tokens)
 
     def open(self, encoder_ids: Sequence[int] | None = None) -> int:
@@ -119,7 +120,7 @@ class Sequences:
             for name in names
         ]
         whole = not self._rank.spec.causal  # every token sees all others
-        most = self._rank.max_step_tokens if last else self._most_tokens
+        most = self._rank.max_step_tokens if last else self._most_tokens(names)
         for piece in pieces(lengths, most, whole):
             found = self._run_piece(numbers, tokens, names, types, piece, last)
             for rows, result in zip(found, results, strict=True):
@@ -145,7 +146,7 @@ class Sequences:
         """
         results: list[np.ndarray] = []
         lengths = [len(ids) for ids in sequences]
-        for group in pieces(lengths, self._most_tokens, whole=True):
+        for group in pieces(lengths, self._most_tokens([name]), whole=True):
             members = slice(group[0][0], group[-1][0] + 1)
             inputs = [None] * len(group) if encoder_ids is None else encoder_ids[members]
             numbers = self._open(inputs, lengths[members])
@@ -186,7 +187,8 @@ class Sequences:
             ends = itertools.accumulate(map(len, ids))
             at_end = (stop == len(tokens[b]) for b, _, stop in piece)
             wanted = [end - 1 for end, done in zip(ends, at_end, strict=True) if done]
-        rank.run_step([numbers[b] for b, _, _ in piece], ids, wanted, some_types)
+        n_logits = len(wanted) if "logits" in names else 0
+        rank.run_step([numbers[b] for b, _, _ in piece], ids, wanted, some_types, n_logits)
         found = []
         for name in names:
             rows = np.empty((len(wanted), self._width(name)), np.float32)

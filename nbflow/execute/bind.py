@@ -252,11 +252,13 @@ class Binder:
     def _is_idle(self, op: Op) -> bool:
         """Return whether an op has no rows to compute."""
         buffer = self._executor.program.buffers.get(op.out)
-        no_logits = len(self._arrays.logit_rows) == 0
-        return no_logits and buffer is not None and buffer.rows == "logits"
+        if buffer is None or buffer.rows == "tokens":
+            return False
+        n_rows: int = buffer.n_rows(*self._arrays.size)
+        return n_rows == 0
 
     def _view(self, name: str) -> Any:
-        return self._executor.view(name, len(self._arrays.ids), len(self._arrays.logit_rows))
+        return self._executor.view(name, *self._arrays.size)
 
     def _heads(self, name: str, head_dim: int | None = None) -> Any:
         view = self._view(name)
@@ -343,6 +345,7 @@ class Binder:
         weights = self._executor.weights
         accumulate = bool(op.attrs.get("accumulate", False))
         x, out, bias = self._view(op.inputs[0]), self._view(op.out), weights.bias[index]
+        x = x[: len(out)]  # of hidden states without logits the head reads none
         pieces = weights.operands[index]
         product = Product(x, self._executor)
 

@@ -130,6 +130,7 @@ class CudaBinder(CudaExchanges):
         weights = self._executor.weights
         accumulate = bool(op.attrs.get("accumulate", False))
         x, out, bias = self._view(op.inputs[0]), self._view(op.out), weights.bias[index]
+        x = x[: len(out)]  # of hidden states without logits the head reads none
 
         def launch() -> None:
             start = 0

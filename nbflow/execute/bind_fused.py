@@ -45,6 +45,8 @@ class _FusedBinder:
         """See `bind_fused`."""
         fusion, out = self._fusion, self._out()
         x, rows = self._source()
+        if len(x if rows is None else rows) != len(out):  # some hidden states have no logits
+            return None
         device, activations = device_of(out), self._executor.activations
         if not all(fused.can_fuse(device, w, len(out), activations) for w in self._pieces):
             return None
@@ -76,9 +78,8 @@ class _FusedBinder:
         """Return what is normalized or multiplied, and which of its rows."""
         fusion, arrays = self._fusion, self._binder.arrays
         if fusion.take is not None:
-            return self._executor.view(self._ops[fusion.take].inputs[0], len(arrays.ids), 0), (
-                arrays.logit_rows
-            )
+            x = self._binder.view(self._ops[fusion.take].inputs[0])
+            return x, arrays.logit_rows
         op = self._linear if fusion.norm is None else self._ops[fusion.norm]
         return self._binder.view(op.inputs[0]), None
 

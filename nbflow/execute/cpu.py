@@ -85,7 +85,7 @@ class CpuExecutor(Executor):
         for op, operands in zip(self.program.ops, self.weights.operands, strict=True):
             if op.kind == "linear" and self.activations == "int8" and any(map(is_blocks, operands)):
                 buffer = self.program.buffers[op.inputs[0]]
-                rows = n_tokens if buffer.rows == "tokens" else n_logits
+                rows = buffer.n_rows(n_tokens, n_logits, n_logits)
                 self.int8_rows(rows, buffer.width)
 
     def bind_anew(self) -> None:
@@ -174,14 +174,11 @@ class CpuExecutor(Executor):
 
     def _prepared(self, step: Step) -> Bound:
         """Return the program bound for a step's shape, with the step's numbers in its arrays."""
-        n_tokens, n_logits, n_sequences = (
-            len(a) for a in (step.ids, step.logit_rows, step.pages.kv_lens)
-        )
-        key = n_tokens, n_logits, n_sequences, get_team().n
+        key = *step.size, len(step.pages.kv_lens), get_team().n
         bound = self._bound.pop(key, None)
         if bound is None or bound.storages != self._storages() or not _holds(bound.room, step):
             stale = bound is not None and bound.storages != self._storages()
-            if self._reserve(n_tokens, n_logits) or stale:
+            if self._reserve(*step.size) or stale:
                 self._bound.clear()
             while len(self._bound) >= MAX_BOUND:  # the one used longest ago goes first
                 del self._bound[next(iter(self._bound))]
@@ -198,7 +195,7 @@ class CpuExecutor(Executor):
 
     def _bind(self, step: Step) -> Bound:
         room = _room(step.pages), 0 if step.memory is None else _room(step.memory)
-        arrays = StepArrays(len(step.ids), len(step.logit_rows), len(step.pages.kv_lens), *room)
+        arrays = StepArrays(*step.size, len(step.pages.kv_lens), *room)
         arrays.load(step)
         binder = Binder(self, arrays)
         segments: list[Segment | PythonOp] = []
@@ -213,8 +210,7 @@ class CpuExecutor(Executor):
         for op, made in binder.ops():
             if self.observe is not None and op.weights:
                 close()
-                sizes = len(step.ids), len(step.logit_rows)
-                inputs = tuple(self.view(name, *sizes) for name in op.inputs)
+                inputs = tuple(self.view(name, *step.size) for name in op.inputs)
                 segments.append(PythonOp("observe", partial(self.observe, op, inputs)))
             if isinstance(made, PythonOp):
                 close()

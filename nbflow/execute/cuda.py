@@ -124,7 +124,7 @@ class CudaExecutor(Executor):
 
         The next call for the same buffer may write to the same memory.
         """
-        view = self.view(name, n_rows, n_rows)
+        view = self.view(name, n_rows, n_rows, n_rows)
         with self._own_stream():
             return self.to_host(view, name)
 
@@ -237,21 +237,23 @@ class CudaExecutor(Executor):
     def _device(self) -> Any:
         return device_of(next(iter(self._buffers.values())))
 
-    def _shape(self, step: Step) -> tuple[int, int, int, int, int, int]:
-        """Return what a step is bound for: tokens, logits, sequences, pages.
+    def _shape(self, step: Step) -> tuple[int, ...]:
+        """Return what a step is bound for: tokens, hidden states, logits, sequences, pages.
 
         In front of them how many tokens a sequence may have, or 0 if no graph is made.
         """
-        n, n_logits, n_sequences = len(step.ids), len(step.logit_rows), len(step.pages.kv_lens)
+        (n, n_states, n_logits), n_sequences = step.size, len(step.pages.kv_lens)
         n_pages = page_bucket(len(step.pages.kv_indices))
         n_memory = 0 if step.memory is None else page_bucket(len(step.memory.kv_indices))
         one_each, causal = n == n_logits == n_sequences, self.program.spec.causal
         few = (one_each or n <= FEW) and bool(self.program.layers)
         if not few or self.memory_is_missing(step) or not causal:
-            return 0, n, n_logits, n_sequences, n_pages, n_memory
+            return 0, n, n_states, n_logits, n_sequences, n_pages, n_memory
         if not any(op.kind in ROWS_OF_THEIR_OWN for op in self.program.ops):
-            n, n_logits, n_sequences = map(batch_bucket, (n, n_logits, n_sequences))
-        return 1 if one_each else n, n, n_logits, n_sequences, n_pages, n_memory
+            n, n_states, n_logits, n_sequences = map(
+                batch_bucket, (n, n_states, n_logits, n_sequences)
+            )
+        return 1 if one_each else n, n, n_states, n_logits, n_sequences, n_pages, n_memory
 
     def memory_is_missing(self, step: Step) -> bool:
         """Return whether the program attends to an encoder that the step has nothing of."""
@@ -262,7 +264,7 @@ class CudaExecutor(Executor):
         key = self._shape(step)
         bound = self._bound.pop(key, None)
         storages = self.storage.version, 0 if self.memory is None else self.memory.version
-        if self._reserve(*key[1:3]):
+        if self._reserve(*key[1:4]):
             self._bound.clear()
             bound = None
         if bound is not None and bound.storages != storages:

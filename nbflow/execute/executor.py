@@ -118,22 +118,22 @@ class Executor:
 
     def sizes(self, step: Step) -> list[tuple[int, int]]:
         """Return the tokens and logit rows of the parts in which a step is run: one, as a rule."""
-        return [(len(step.ids), len(step.logit_rows))]
+        return [(len(step.ids), step.n_logits)]
 
     def buffer(self, name: str, n_rows: int) -> np.ndarray:
         """Return the first rows of a buffer, as the last step left them, in host memory."""
-        found: np.ndarray = self.view(name, n_rows, n_rows)
+        found: np.ndarray = self.view(name, n_rows, n_rows, n_rows)
         return found
 
     def logits(self, n_rows: int) -> Any:
         """Return the last step's rows of logits where they lie; what sees them waits for them."""
-        found = self.view("logits", n_rows, n_rows)
+        found = self.view("logits", n_rows, n_rows, n_rows)
         return found if found.flags.c_contiguous else self.buffer("logits", n_rows)
 
-    def view(self, name: str, n_tokens: int, n_logits: int) -> Any:
-        """Return a buffer's rows for so many tokens and logit rows."""
+    def view(self, name: str, n_tokens: int, n_states: int, n_logits: int) -> Any:
+        """Return a buffer's rows for a step of this size (`Step.size`)."""
         buffer = self.program.buffers[name]
-        rows = n_tokens if buffer.rows == "tokens" else n_logits
+        rows = buffer.n_rows(n_tokens, n_states, n_logits)
         if buffer.base is None:
             return self._buffers[name][:rows]
         columns = slice(buffer.offset, buffer.offset + buffer.width)
@@ -141,14 +141,14 @@ class Executor:
 
     def reserve(self, n_tokens: int, n_logits: int) -> None:
         """Make the buffers large enough for such steps now."""
-        self._reserve(n_tokens, n_logits)
+        self._reserve(n_tokens, n_logits, n_logits)
 
-    def _reserve(self, n_tokens: int, n_logits: int) -> bool:
+    def _reserve(self, n_tokens: int, n_states: int, n_logits: int) -> bool:
         """Make the buffers large enough; return whether any was made anew."""
         place = self.place.purposed("the buffers of a step")
         grown = False
         for name, buffer in self.program.buffers.items():
-            rows = n_tokens if buffer.rows == "tokens" else n_logits
+            rows = buffer.n_rows(n_tokens, n_states, n_logits)
             have = self._buffers.get(name)
             if buffer.base is None and (have is None or len(have) < rows):
                 shape = (max(rows, LEAST_ROWS), buffer.width)

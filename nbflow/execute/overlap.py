@@ -64,7 +64,7 @@ class OverlappingExecutor(CpuExecutor):
 
     def sizes(self, step: Step) -> list[tuple[int, int]]:
         """Return the tokens and logit rows of the parts in which a step is run."""
-        return [(len(part.ids), len(part.logit_rows)) for part in self._parts(step)]
+        return [(len(part.ids), part.n_logits) for part in self._parts(step)]
 
     def _parts(self, step: Step) -> list[Step]:
         plain = self.seconds is None and self.observe is None
@@ -83,11 +83,11 @@ class OverlappingExecutor(CpuExecutor):
         if len(parts) == 1:
             super().run(step)
             return
-        if self._reserve(len(step.ids), len(step.logit_rows)):  # the results of both
+        if self._reserve(*step.size):  # the results of both
             self._bound.clear()
         halves = (self._prepared(parts[0]).segments, self._second._prepared(parts[1]).segments)
         self._run_both(*map(_pieces, halves))
-        self._join(*self.sizes(step))
+        self._join(parts[0].size, parts[1].size)
 
     def _run_both(self, *halves: Iterator[Piece]) -> None:
         """Run the pieces of both halves in turn, sums in the background."""
@@ -109,9 +109,9 @@ class OverlappingExecutor(CpuExecutor):
         for half in (0, 1):
             _result(waiting, half)
 
-    def _join(self, first: tuple[int, int], second: tuple[int, int]) -> None:
+    def _join(self, first: tuple[int, int, int], second: tuple[int, int, int]) -> None:
         """Put the second half's results behind the first's."""
-        both = first[0] + second[0], first[1] + second[1]
+        both = first[0] + second[0], first[1] + second[1], first[2] + second[2]
         for name in RESULTS:
             if name in self.program.buffers:
                 result = self._second.view(name, *second)
@@ -159,6 +159,7 @@ def part_of(step: Step, start: int, stop: int, page_size: int) -> Step:
         qo_indptr=np.clip(step.qo_indptr[first : last + 2], start, stop) - np.int32(start),
         pages=_pages(step.pages, first, lengths, page_size),
         logit_rows=step.logit_rows[inside] - np.int32(start),
+        n_logits=int(inside[: step.n_logits].sum()),
         memory=memory,
         types=step.types[start:stop],
     )

@@ -28,11 +28,18 @@ class Step:
     pages: PageView
     """The sequences' pages, the new tokens counted in."""
     logit_rows: np.ndarray
-    """int32 (R,): tokens after which the logits are wanted."""
+    """int32 (R,): tokens after which the hidden states are wanted, in order."""
+    n_logits: int
+    """Number of these, the first ones, whose logits are wanted, too."""
     memory: PageView | None
     """The pages of what the encoder gave for each sequence, if there is an encoder."""
     types: np.ndarray
     """int32 (T,): type of each token, for models that have an embedding for them."""
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Tokens, hidden states and rows of logits: what buffers have rows for."""
+        return len(self.ids), len(self.logit_rows), self.n_logits
 
 
 def make_step(
@@ -42,12 +49,15 @@ def make_step(
     logit_rows: Sequence[int],
     types: Sequence[int] | None = None,
     memory: PageTable | None = None,
+    *,
     short_context: int | None = None,
+    n_logits: int | None = None,
 ) -> Step:
     """Extend sequences of a page table by new tokens and return the step that computes them.
 
     `memory` is the page table of the encoder's hidden states, if there is an encoder.  Long
     sequences (LongRoPE) have the rows of the rotary tables behind the first `short_context`.
+    Logits are wanted of the first `n_logits` rows, by default of all.
     """
     lengths = [len(ids) for ids in tokens]
     indptr = np.zeros(len(lengths) + 1, np.int32)
@@ -68,6 +78,7 @@ def make_step(
         qo_indptr=indptr,
         pages=table.view(sequences),
         logit_rows=np.array(logit_rows, np.int32),
+        n_logits=len(logit_rows) if n_logits is None else n_logits,
         memory=None if memory is None else memory.view(sequences),
         types=np.zeros(len(positions), np.int32) if types is None else np.array(types, np.int32),
     )

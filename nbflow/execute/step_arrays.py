@@ -17,12 +17,12 @@ from nbflow_kernels.attention.device_plan import FixedTables
 
 
 class StepArrays:
-    """Arrays for steps of `n_tokens` tokens, `n_logits` logit rows and `n_sequences` sequences.
+    """Arrays for steps of `n_tokens` tokens and `n_sequences` sequences.
 
     Parameters
     ----------
-    n_tokens, n_logits, n_sequences : int
-        Sizes of the steps.
+    n_tokens, n_states, n_logits, n_sequences : int
+        Sizes of the steps; see `Step.size`.
     n_pages : int
         Most pages that the sequences of a step hold together.
     n_memory_pages : int
@@ -32,17 +32,19 @@ class StepArrays:
     def __init__(
         self,
         n_tokens: int,
+        n_states: int,
         n_logits: int,
         n_sequences: int,
         n_pages: int,
         n_memory_pages: int = 0,
     ) -> None:
+        self.size = n_tokens, n_states, n_logits
         self.ids = np.zeros(n_tokens, np.int32)
         self.positions = np.zeros(n_tokens, np.int32)
         self.rope_rows = np.zeros(n_tokens, np.int32)
         self.types = np.zeros(n_tokens, np.int32)
         self.batch_indices = np.zeros(n_tokens, np.int32)
-        self.logit_rows = np.zeros(n_logits, np.int32)
+        self.logit_rows = np.zeros(n_states, np.int32)
         self.qo_indptr = np.zeros(n_sequences + 1, np.int32)
         self.kv_indptr = np.zeros(n_sequences + 1, np.int32)
         self.kv_indices = np.zeros(n_pages, np.int32)
@@ -156,6 +158,7 @@ class DeviceArrays:
     )
 
     def __init__(self, host: StepArrays, place: Place, tables: Sequence[FixedTables] = ()) -> None:
+        self.size = host.size
         self._parts = [*(getattr(host, name) for name in self.NAMES), *(t.host for t in tables)]
         ends = np.cumsum([len(part) for part in self._parts]).tolist()
         self._whole: Any = place.zeros((ends[-1],), np.int32)

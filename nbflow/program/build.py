@@ -56,9 +56,10 @@ def _buffers(spec: ModelSpec, ops: list[Op]) -> dict[str, Buffer]:
     if spec.moe is not None:
         S = spec.moe.shared_size
         widths |= {"router": spec.moe.n_experts, "sgate": S, "sup": S, "sf": S, "s": E}
-    at_the_end = {"y": E, "z": spec.embed_width, "m": E, "logits": spec.vocab_size}
+    at_the_end = {"z": spec.embed_width, "m": E, "logits": spec.vocab_size}
     buffers = {name: Buffer(width) for name, width in widths.items()}
     buffers |= {name: Buffer(width, "logits") for name, width in at_the_end.items()}
+    buffers["y"] = Buffer(E, "states")
     used = {name for op in ops for name in (op.out, *op.inputs)}
     return {name: buffer for name, buffer in buffers.items() if name in used}
 

@@ -113,7 +113,9 @@ def op_cost(program: Program, op: Op, rank: int, step: StepShape, bits: Bits, kv
 
 def _rows(program: Program, name: str, step: StepShape) -> int:
     buffer = program.buffers.get(name)
-    return step.n_tokens if buffer is None or buffer.rows == "tokens" else step.n_logits
+    if buffer is None:
+        return step.n_tokens
+    return buffer.n_rows(step.n_tokens, step.n_logits, step.n_logits)
 
 
 def _weights_read(
@@ -169,10 +171,13 @@ def held_bytes(program: Program, bits: Bits) -> int:
     return math.ceil(sum(n * bits(name) / 8 for name, n in sizes))
 
 
-def workspace_bytes(program: Program, n_tokens: int, n_logits: int) -> int:
-    """Return the bytes of the buffers of a step."""
+def workspace_bytes(
+    program: Program, n_tokens: int, n_logits: int, n_states: int | None = None
+) -> int:
+    """Return the bytes of the buffers of a step; without `n_states`, all of them have logits."""
+    n_states = n_logits if n_states is None else n_states
     return FLOAT32_BYTES * sum(
-        buffer.width * (n_tokens if buffer.rows == "tokens" else n_logits)
+        buffer.width * buffer.n_rows(n_tokens, n_states, n_logits)
         for buffer in program.buffers.values()
         if buffer.base is None
     )
@@ -210,7 +215,7 @@ def op_bytes_sent(program: Program, op: Op, rank: int, n_tokens: int, n_logits: 
     if op.kind not in ("all_reduce", "all_gather", "send"):
         return 0
     source = program.buffers[op.inputs[0] if op.inputs else op.out]
-    size = source.width * (n_tokens if source.rows == "tokens" else n_logits)
+    size = source.width * source.n_rows(n_tokens, n_logits, n_logits)
     payload = q8_packed_bytes(size) if is_rounded(op) else size * FLOAT32_BYTES
     peers = op.attrs["peers"] if op.kind == "send" else [r for r in op.attrs["ranks"] if r != rank]
     return payload * len(peers)

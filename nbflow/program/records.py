@@ -1,7 +1,8 @@
 """Op records: what one step of the model does, as data.
 
-A program works on named buffers of float32 with one row per token (or per row whose logits are
-wanted).  A step gives the token ids, positions and page table; see `nbflow.execute`.
+A program works on named buffers of float32 with one row per token; behind the layers there is one
+per token whose hidden state, or logits, are wanted, and an op reads as many rows as it writes.
+A step gives the token ids, positions and page table; see `nbflow.execute`.
 
 Kinds of op:
 
@@ -40,7 +41,7 @@ scale_rows    out *= sigmoid(input @ w) for each row
 add           out += input; attr ``scale``: a factor of the input
 scale         out = input * attr ``scale``
 soft_cap      out = cap * tanh(input / cap), attr ``cap``
-take_rows     out = the input's rows whose logits are wanted
+take_rows     out = the input's rows whose hidden states are wanted, those with logits in front
 all_reduce    sum `out` over the ranks of the group, attrs ``ranks`` and ``exchange`` (f32, or q8:
               each rank's part rounded to bytes)
 all_gather    out = the columns of all ranks of the group, attrs ``ranks`` and ``widths``
@@ -116,12 +117,17 @@ class Buffer:
 
     width: int
     """Columns."""
-    rows: Literal["tokens", "logits"] = "tokens"
-    """Whether there is a row per token of the step, or per row whose logits are wanted."""
+    rows: Literal["tokens", "states", "logits"] = "tokens"
+    """A row per token of the step, per token whose hidden state behind the layers is wanted, or per
+    token whose logits are wanted, too."""
     base: str | None = None
     """The buffer this one is a band of."""
     offset: int = 0
     """First column within `base`."""
+
+    def n_rows(self, n_tokens: int, n_states: int, n_logits: int) -> int:
+        """Return its rows in a step of this size."""
+        return {"tokens": n_tokens, "states": n_states, "logits": n_logits}[self.rows]
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from nbflow.server.completions import prompt_ids
 from nbflow.server.errors import ApiError, json_response
 from nbflow.server.fields import EmbeddingBody, split_texts
+from nbflow.server.job import Job, Wish
 from nbflow.server.sse import unless_gone
 from nbflow.server.state import ServerState, note, state_of
 
@@ -41,12 +42,16 @@ async def embeddings(
     n_tokens = sum(map(len, ids))
     note(request, model=served.name, user=body.user, prompt_tokens=n_tokens, n=len(ids))
     pooling = body.pooling or ("last" if spec.causal else "mean")
-    work = asyncio.to_thread(served.engine.embed, ids, pooling=pooling, normalize=body.normalize)
-    vectors = np.asarray(await unless_gone(request.receive, work), np.float32)
+    requests = served.model.embedding_requests(ids, pooling=pooling, normalize=body.normalize)
+    for text in requests:
+        text.deadline = state.config.limits.request_s or None
+    job = Job(served, [Wish(text) for text in requests], state.mailbox, state.metrics)
+    async with job:
+        await unless_gone(request.receive, job.whole())
     as_base64 = body.encoding_format == "base64"
     data = [
-        {"object": "embedding", "index": i, "embedding": _written(vector, as_base64)}
-        for i, vector in enumerate(vectors)
+        {"object": "embedding", "index": i, "embedding": _written(text.vector, as_base64)}
+        for i, text in enumerate(requests)
     ]
     return json_response(
         {
@@ -58,8 +63,9 @@ async def embeddings(
     )
 
 
-def _written(vector: np.ndarray, as_base64: bool) -> Any:
+def _written(vector: np.ndarray | None, as_base64: bool) -> Any:
     """Return a vector as a list of numbers, or as base64 of little-endian float32."""
+    assert vector is not None  # its request has ended in order
     if as_base64:
         return base64.b64encode(vector.astype("<f4").tobytes()).decode("ascii")
     return vector.tolist()

@@ -195,6 +195,22 @@ class BeamContinuations(Continuation):
         return Piece(index, text, entries, made.finish_reason)
 
 
+class PooledText(Continuation):
+    """A text that is embedded.  Nothing comes before its end; the vector is in the request."""
+
+    def take(self, events: Sequence[TokenEvent]) -> list[Piece]:
+        """See `Continuation.take`."""
+        last = events[-1]
+        if self.finished or last.finish_reason is None:
+            return []
+        piece = Piece(self.index)
+        if last.finish_reason == "deadline":  # half a text has no vector
+            piece.error = ApiError(504, "the time for the request was over (limits.request_s)")
+        self._end_as(piece, last)
+        self._note_end(piece)
+        return [piece]
+
+
 class Job:
     """All continuations of one request.
 
@@ -223,6 +239,7 @@ class Job:
         for wish in wishes:
             searches = wish.request.search is not None and not wish.request.search.compares
             kind = BeamContinuations if searches else Continuation
+            kind = kind if wish.request.pooling is None else PooledText
             self.continuations.append(kind(self.n_choices, wish, served, metrics))
             self._of_choice += [self.continuations[-1]] * wish.n
         self._pieces: list[Piece] = []

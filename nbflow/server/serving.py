@@ -42,7 +42,7 @@ _LAST_S = 5.0
 _KEEP_ALIVE_S = 30
 """Seconds a connection is kept between requests; clients pool theirs for about as long."""
 _THREADS = 32
-"""Threads for tokenizers, templates and waiting for embeddings."""
+"""Threads for tokenizers and templates."""
 _BEHIND_FRONT_S = 24 * 3600
 """The same behind `nbflow.front`, which ends its connections itself."""
 

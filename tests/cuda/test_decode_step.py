@@ -223,3 +223,21 @@ def test_vram_is_accounted_to_the_byte(cupy: Any) -> None:
     del run
     gc.collect()
     assert device.device_bytes == loaded  # nothing is left behind
+
+
+@pytest.mark.parametrize("name", ["llama31", "bert"])
+def test_hidden_states_without_logits(name: str) -> None:
+    """Texts that are embedded share steps with requests that draw; the head leaves them out."""
+    prompts, rows, found = [[3, 5, 7], [2, 9]], [2, 3, 4], []
+    for n_logits in (3, 1, 0):
+        with load(name) as model:
+            (engine,) = model.engines
+            for number in (0, 1):
+                engine.table.add(number)
+            engine.run_step([0, 1], prompts, rows, None, n_logits)
+            states = np.array(engine.executor.buffer("y", 3))
+            found.append((states, np.array(engine.executor.buffer("logits", n_logits))))
+    for states, logits in found[1:]:
+        assert states.tobytes() == found[0][0].tobytes()
+        assert logits.tobytes() == found[0][1][: len(logits)].tobytes()
+    assert np.abs(found[0][1]).max() > 0

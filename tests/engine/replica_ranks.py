@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 
 import nbflow
@@ -22,9 +23,9 @@ def asked(model, prompt, seed=0, n=20, **more):
 def lead(model, engine, draft):
     handles = [engine.submit(asked(model, p, 1 + i)) for i, p in enumerate(PROMPTS)]
     told = {"ids": [h.result(60).ids for h in handles]}
-    while None in (numbers := engine.replica_stats()):  # a busy machine
-        pass
-    told["each"] = [sum(n.finished.values()) for n in numbers]
+    while engine.stats().finished.get("length", 0) < len(PROMPTS):  # the other's are told later
+        time.sleep(0.01)
+    told["each"] = [sum(n.finished.values()) for n in engine.replica_stats()]
     # two at a time, so that the second one is the other process's
     beams = [engine.submit(model.make_request(PROMPTS[0], 8, BeamSearch(n=2))) for _ in range(2)]
     one, other = [[g.ids for g in h.results(60)] for h in beams]

@@ -9,6 +9,7 @@ import pytest
 
 from nbflow.cache import PageTable
 from nbflow.decoding import BeamSearch, ContrastiveSearch, Greedy
+from nbflow.engine.pooling import POOLINGS, Pooling
 from nbflow.engine.request import Request
 from nbflow.engine.scheduler import Scheduler, Work
 from nbflow.engine.searching import advance, empty_rows, follow
@@ -77,7 +78,14 @@ def random_search(rng: random.Random) -> Request:
     return request(rng.randrange(1, 10), rng.randrange(1, 9), search=kind, stop_ids={8})
 
 
+def text(n: int, method: str = "mean", whole: bool = False, **fields) -> Request:
+    """Return a text that is embedded."""
+    return request(n, 0, pooling=Pooling(method, True, whole), **fields)
+
+
 def random_request(rng: random.Random) -> Request:
+    if rng.random() < 0.2:
+        return text(rng.randrange(1, 60), rng.choice(POOLINGS), priority=rng.choice((0, 1)))
     return request(
         rng.randrange(1, 60),
         rng.randrange(1, 40),
@@ -111,6 +119,8 @@ def test_every_request_ends_and_no_limit_is_exceeded(seed):
         assert sum(w.n_logits for w in works if w.n_logits > 1) <= 8 + most
         assert len(works) <= len(s.running) <= s.width <= s.max_sequences
         assert all(w.n_tokens > 0 for w in works)
+        kinds = [w.request.pooling is not None for w in works]
+        assert kinds == sorted(kinds)  # behind those that have logits
         # nobody that generates waits, unless its pages were taken away
         assert all(r in chosen or r in s.waiting for r in generating)
         # a prompt goes on whatever the others do
@@ -125,6 +135,17 @@ def test_every_request_ends_and_no_limit_is_exceeded(seed):
     assert s.n_preemptions > 0
     assert s.table.n_held == 0
     assert s._chains == {}
+
+
+def test_texts_that_must_not_be_divided():
+    s = scheduler(16, prefix_cache=True)
+    for n in (9, 6, 20, 5, 17):  # two are longer than a step
+        s.add(text(n, "last", whole=True))
+    steps = []
+    while s.requests:
+        steps.append(run(s))
+    assert steps == [[(0, 9), (1, 6)], [(2, 20)], [(3, 5)], [(4, 17)]]
+    assert s.table.asked_tokens == 0  # their keys depend on the tokens behind them
 
 
 def test_generating_requests_go_first_and_prompts_share_the_rest():

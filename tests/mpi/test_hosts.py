@@ -37,6 +37,12 @@ def test_partitions_across_hosts_agree_with_one_rank(hosts: Hosts, tmp_path: Pat
     assert "all partitions agree on host1, host1, host2, host2" in done.stdout
 
 
+def test_replicas_on_two_hosts_find_each_other(hosts: Hosts) -> None:
+    done = hosts.mpirun(1, "-m", "mpi4py", str(HERE / "check_replicas.py"), timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "replicas on host1, host2 agree" in done.stdout
+
+
 def test_a_rank_that_dies_on_another_host_ends_all(hosts: Hosts) -> None:
     run = ("run", "tiny_python", "-p", "def ", "-n", "16", "--partition", "0&1", "-q")
     arguments = (str(HERE / "faults.py"), "kill", "1", "4", *run, "--threads", "1")

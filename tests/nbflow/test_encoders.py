@@ -56,6 +56,15 @@ def test_hidden_states_with_token_types(partition):
         assert error(model.hidden(wanted["ids"]), wanted["hidden"]) > 0.01
 
 
+@pytest.mark.parametrize("partition", ["0", "0&1", "0;1"])
+def test_logits_with_token_types(partition):
+    wanted = golden("bert")
+    with nbflow.load(FOLDER / "bert", kv="f32", partition=partition, threads=1) as model:
+        logits = model.logits(wanted["ids"], token_types=wanted["types"])
+        assert error(logits, wanted["typed_logits"]) < TOLERANCE
+        assert error(model.logits(wanted["ids"]), wanted["typed_logits"]) > 0.01
+
+
 def test_old_names_without_prefix_and_head(tmp_path):
     """A bare encoder, with gamma and beta, as the hub's first checkpoints have them."""
     wanted, tensors = golden("bert"), {}
@@ -82,6 +91,8 @@ def test_what_an_encoder_refuses(tmp_path):
             model.hidden([1, 2, 3], [0, 1])
         with pytest.raises(UsageError, match=r"has 2 token types; .* got 0\.\.2"):
             model.hidden([1, 2, 3], [0, 1, 2])
+        with pytest.raises(UsageError, match="token_types must be 3 integers, one per token"):
+            model.logits([1, 2, 3], token_types=[0, 1])
         with pytest.raises(UsageError, match="unknown pooling 'max'"):
             model.embed([1, 2, 3], pooling="max")
     config = json.loads((FOLDER / "bert" / "config.json").read_text())
