@@ -7,11 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from nbflow.spec.family import ABSENT, ALWAYS, STORED, ConfigRule, Family, get_family
-from nbflow.spec.fields import FIELDS, FUSED, REQUIRED
+from nbflow.spec.fields import FIELDS, FUSED, REQUIRED, check_field
 from nbflow.spec.formula import evaluate
 from nbflow.spec.model_spec import LatentSpec, ModelSpec, MoeSpec, RopeSpec
 from nbflow.spec.toml_schema import check_value
 from nbflow.weights.quantization_config import read_quantization
+from nbflow.weights.shown import shown
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.position import LongRopeScaling, RopeScaling
 
@@ -80,6 +81,7 @@ def build_spec(
     _refuse_unsupported(family, config, where)
     held = () if checkpoint_tensors is None else checkpoint_tensors
     values = _values(family, config, where, override or {}, held)
+    _check_layers(values["n_layers"], family, held, where)
     encoder = None
     if family.encoder is not None:
         encoder = build_spec(
@@ -147,7 +149,7 @@ def _refuse_unsupported(family: Family, config: Mapping[str, Any], where: str) -
         if value is not None and not any(_same(value, other) for other in allowed):
             can = " or ".join(["null", *(repr(other) for other in allowed)])
             raise UsageError(
-                f"{where}: {_full(config, key)} = {value!r:.120} is not supported by family "
+                f"{where}: {_full(config, key)} = {shown(value):.120} is not supported by family "
                 f"{family.name!r}; it must be {can}"
             )
 
@@ -213,7 +215,6 @@ def _from_config(
         value = lookup(config, key)
         if not (value is None if wanted == ABSENT else _same(value, wanted)):
             return None
-    kind = FIELDS[field].kind
     for key in rule.keys:
         value = lookup(config, key)
         if value is None:
@@ -222,10 +223,12 @@ def _from_config(
             word = str(value).lower() if isinstance(value, bool | int) else value
             check_value(word, f"{where}: {_full(config, key)}", tuple(rule.values))
             return rule.values[word]
-        return check_value(value, f"{where}: {_full(config, key)}", kind)
+        return check_field(value, f"{where}: {_full(config, key)}", FIELDS[field])
     if rule.same_as is not None:
         other = values.get(rule.same_as)
-        return None if other is REQUIRED else other
+        if other is None or other is REQUIRED:
+            return None
+        return check_field(other, f"{where}: {field}", FIELDS[field])
     if rule.formula is not None:
         return _computed(field, rule.formula, config, where, values)
     return rule.default
@@ -241,15 +244,27 @@ def _computed(
         return lookup(config, name) if value is None or value is REQUIRED else value
 
     value = evaluate(formula, f"{where}: {field}", value_of)
-    if value is not None and FIELDS[field].kind is int:
+    if value is None:
+        return None
+    if FIELDS[field].kind is int and math.isfinite(value):
         if value != int(value):
             names = [n for n in formula.replace("/", " ").split() if value_of(n) is not None]
             shown = ", ".join(f"{name} = {value_of(name)}" for name in names)
             raise UsageError(
                 f"{where}: {field} is not stated, and {formula} is no whole number with {shown}"
             )
-        return int(value)
-    return None if value is None else check_value(value, f"{where}: {field}", FIELDS[field].kind)
+        value = int(value)
+    return check_field(value, f"{where}: {field}", FIELDS[field])
+
+
+def _check_layers(n: int, family: Family, held: Collection[str], where: str) -> None:
+    """Refuse more layers than the checkpoint has tensors, before there is work for each layer."""
+    if held and n > len(held):
+        keys = _sources(family.config.get("n_layers", ())) or "n_layers"
+        raise UsageError(
+            f"{where}: {keys} states {n} layers; a layer has at least one tensor, but the "
+            f"checkpoint holds {len(held)} in all; correct the number or name the right weights"
+        )
 
 
 # ---- what follows from the fields ---------------------------------------------------------------
@@ -275,13 +290,13 @@ def _ropes(
             max_position=max_context,
             original_max_position=values["rope_original_context"],
         )
-    except (UsageError, TypeError) as error:
+        if divisors:
+            scaling = _stored_scaling(values, divisors, where)
+        factor = 1.0 if scaling is None else float(scaling.softmax_factor)
+    except (UsageError, TypeError, ArithmeticError) as error:
         raise UsageError(f"{where}: rope_scaling: {error}") from error
-    if divisors:
-        scaling = _stored_scaling(values, divisors, where)
     local = values["local_rope_theta"]
     local_rope = None if local is None else RopeSpec(style, local, dim)
-    factor = 1.0 if scaling is None else scaling.softmax_factor
     return RopeSpec(style, theta, dim, scaling), local_rope, factor
 
 
