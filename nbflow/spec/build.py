@@ -102,8 +102,10 @@ def build_spec(
     head_dim = values["head_dim"]
     sm_scale = 1 / math.sqrt(head_dim) if values["sm_scale"] is None else values["sm_scale"]
     full_layers = _full_layers(values, where)
-    return ModelSpec(
-        **{field: values[field] for field in _SAME},
+    numbers = {field: values[field] for field in _SAME}
+    return _checked(
+        where,
+        **numbers,
         name=name,
         family=family.name,
         embed_size=values["embed_size"] or 0,
@@ -121,6 +123,14 @@ def build_spec(
         ignored_tensors=(*family.ignored_tensors, *ignored_tensors),
         biases=_biases(family, config, where, names, held, values),
     )
+
+
+def _checked(where: str, **fields: Any) -> ModelSpec:
+    """Return the specification with these fields; an error names the configuration."""
+    try:
+        return ModelSpec(**fields)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
 
 
 def lookup(config: Mapping[str, Any], key: str) -> Any:

@@ -12,6 +12,10 @@ from nbflow_kernels.errors import UsageError
 
 MAX_TOKEN_ID = 2**31 - 1
 """Largest token id: kernels take them as int32.  A model may state ids beyond its vocabulary."""
+MAX_VOCABULARY = 1 << 22
+"""Most ids of a vocabulary, gaps included: 16 times the largest published; lists have this size."""
+MAX_PIECE_CHARACTERS = 1 << 16
+"""Longest piece; each of thousands of tokens may be it when ids are decoded."""
 NO_TOKEN = (-1, 2**32 - 1)
 """Ids that files write where they mean none."""
 
@@ -76,7 +80,7 @@ def _ids(value: Any, where: str) -> tuple[int, ...]:
     for i in values:
         if type(i) is not int or not (0 <= i <= MAX_TOKEN_ID or i in NO_TOKEN):
             raise UsageError(
-                f"{where}: must be a token id, 0 to {MAX_TOKEN_ID}, or a list of them, "
+                f"{where} must be a token id, 0 to {MAX_TOKEN_ID}, or a list of them, "
                 f"got {shown(value)}"
             )
     return tuple(i for i in values if i not in NO_TOKEN)
