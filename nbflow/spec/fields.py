@@ -110,6 +110,8 @@ def _check_table(table: dict[str, Any], where: str) -> None:
             if len(value) > MAX_ITEMS:
                 raise UsageError(f"{at}: may have at most {MAX_ITEMS} entries, got {len(value)}")
             inner += [(at, item) for item in value]
+        elif isinstance(value, str) and not at.endswith("type"):
+            raise UsageError(f"{at}: must be a number, got {shown(value):.80}")
         elif isinstance(value, int | float) and not -MAX_FLOAT <= value <= MAX_FLOAT:
             raise UsageError(f"{at}: must be a finite float32, got {shown(value)}")
 

@@ -75,7 +75,11 @@ def load_tokenizer(model: str | os.PathLike[str], kind: str | None = None) -> To
         raise unknown_name("kind of tokenizer", kind, KINDS)
     path, template = _tokenizer_file(model, kind)
     tokenizer: Tokenizer = import_module(KINDS[kind or kind_of(path)]).from_file(path)
-    roles = {role: tokenizer.piece(token_id) for role, token_id in role_ids(path.parent).items()}
+    roles = {
+        role: tokenizer.piece(token_id)
+        for role, token_id in role_ids(path.parent).items()
+        if token_id < tokenizer.vocab_size
+    }
     tokenizer.named_tokens = {**tokenizer.named_tokens, **roles}
     tokenizer.prompt_template = template
     return tokenizer
