@@ -259,9 +259,9 @@ def _computed(
     if FIELDS[field].kind is int and math.isfinite(value):
         if value != int(value):
             names = [n for n in formula.replace("/", " ").split() if value_of(n) is not None]
-            shown = ", ".join(f"{name} = {value_of(name)}" for name in names)
+            found = ", ".join(f"{name} = {value_of(name)}" for name in names)
             raise UsageError(
-                f"{where}: {field} is not stated, and {formula} is no whole number with {shown}"
+                f"{where}: {field} is not stated, and {formula} is no whole number with {found}"
             )
         value = int(value)
     return check_field(value, f"{where}: {field}", FIELDS[field])

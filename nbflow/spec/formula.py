@@ -107,8 +107,8 @@ def evaluate(formula: str, where: str, value_of: Callable[[str], Any]) -> float 
     except UsageError:
         raise
     except (ValueError, ZeroDivisionError, OverflowError) as error:
-        shown = ", ".join(f"{name} = {value_of(name)}" for name in sorted(names))
-        raise UsageError(f"{where}: cannot evaluate {formula!r} with {shown}: {error}") from error
+        found = ", ".join(f"{name} = {shown(value_of(name))}" for name in sorted(names))
+        raise UsageError(f"{where}: cannot evaluate {formula!r} with {found}: {error}") from error
     if isinstance(result, float) and math.isnan(result):
         return None
     return result  # type: ignore[no-any-return]

@@ -53,7 +53,7 @@ def from_file(path: Path) -> HfTokenizer:
     unknown, before, after = (named[f"{name}_token"] for name in ("unk", "cls", "sep"))
     for token in (unknown, before, after):
         if token not in ids:
-            raise UsageError(f"{path}: the special token {token!r} is not in the vocabulary")
+            raise UsageError(f"{path}: the special token {token!r:.80} is not in the vocabulary")
     lowercase = config.flag("do_lower_case", True)
     with package_errors(f"{path}: the vocabulary is damaged"):
         tokenizer = word_piece(
