@@ -80,10 +80,12 @@ class Executor:
     def rope_table(self, rope: RopeSpec) -> Any:
         """Return the cosines and sines of all positions."""
         if rope not in self.rope_tables:
-            table = nk.rope_cos_sin_cache(
-                self.program.spec.max_context, rope.dim, theta=rope.theta, scaling=rope.scaling
-            )
-            self.rope_tables[rope] = self.place.purposed("the rotary angles").put(table)
+            place, n = self.place.purposed("the rotary angles"), self.program.spec.max_context
+            try:
+                table = nk.rope_cos_sin_cache(n, rope.dim, theta=rope.theta, scaling=rope.scaling)
+            except MemoryError as error:  # a checkpoint may state millions of positions
+                raise place.full(4 * n * rope.dim, error) from error
+            self.rope_tables[rope] = place.put(table)
         return self.rope_tables[rope]
 
     @property

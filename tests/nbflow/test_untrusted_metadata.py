@@ -17,6 +17,7 @@ from tokenizer_files import ugm_gguf, wpm_gguf
 from tokenizer_files import write_gguf as write_vocabulary
 
 import nbflow
+import nbflow_kernels as nk
 from nbflow.spec import resolve
 from nbflow.spec.fields import FIELDS, MAX_CONTEXT, MAX_LAYERS, Field, check_field
 from nbflow.spec.model_file import load_model_file, published
@@ -268,6 +269,23 @@ def test_load_goes_on_without_the_tokenizer(tmp_path: Path) -> None:
         assert len(loaded.generate([1, 2, 3], 2, ignore_eos=True).ids) == 2
         with pytest.raises(UsageError, match=r"cannot be used .*tokenizer\.json"):
             loaded.generate("hello", 2)
+
+
+def test_positions_that_memory_does_not_hold(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A context of millions of positions is legal; the error says what to do without memory."""
+
+    def fail(*arguments: Any, **options: Any) -> None:
+        raise MemoryError("planted")
+
+    monkeypatch.setattr(nk, "rope_cos_sin_cache", fail)
+    wanted = "out of memory on cpu: the rotary angles asked for .* bytes .*a shorter max_context"
+    with (
+        pytest.raises(UsageError, match=wanted),
+        nbflow.load(model(tmp_path), threads=1, max_context=64) as loaded,
+    ):
+        loaded.generate([1, 2, 3], 2, ignore_eos=True)
 
 
 @pytest.mark.parametrize(
