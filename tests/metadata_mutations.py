@@ -8,6 +8,7 @@ import math
 import random
 import struct
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -316,7 +317,7 @@ class Mutator:
 
     def value(self) -> Any:
         """Return a value that a field may not be ready for."""
-        return self.choice(self.choice([INTEGERS, INTEGERS, FLOATS, WORDS, OTHERS]))
+        return deepcopy(self.choice(self.choice([INTEGERS, INTEGERS, FLOATS, WORDS, OTHERS])))
 
     def _bytes(self, data: bytes) -> bytes:
         out = bytearray(data)
@@ -376,7 +377,7 @@ class Mutator:
                 del place[key]
             case 1:
                 other, second = self._place(table)
-                place[key], other[second] = _copied(other[second]), _copied(place[key])
+                place[key], other[second] = deepcopy(other[second]), deepcopy(place[key])
             case 2:
                 place[key] = [place[key]]
             case 3 if not isinstance(place[key], dict | list):
@@ -424,11 +425,6 @@ class Mutator:
             words = [w.encode("utf-8", "replace") for w in WORDS] + BAD_UTF8
             return self.choice(words).decode("utf-8", "surrogateescape")
         return self.choice(FLOATS if gguf.SCALARS[kind] in "fd" else INTEGERS)
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy, so that no container comes to hold itself."""
-    return json.loads(json.dumps(value))
 
 
 _Entries = dict[str, tuple[tuple[int, ...], Any]]

@@ -58,12 +58,16 @@ def use_generation(folder: Path) -> None:
 
 
 def load_model(folder: Path) -> None:
-    """Load a model and ask it for a token."""
+    """Load a model and ask it for a token, which may be refused, e.g. for a context of 1."""
     import nbflow
 
-    with nbflow.load(folder, threads=1, max_context=64) as model:
-        assert len(model.generate([1, 2, 3], 1, ignore_eos=True).ids) == 1
-        model.generate([1, 2, 3], 2, decoding="auto")
+    context = min(64, resolve(folder).spec.max_context)
+    with nbflow.load(folder, threads=1, max_context=context) as model:
+        for options in ({"ignore_eos": True}, {"decoding": "auto"}):
+            try:
+                assert model.generate([1, 2, 3], 1, **options).ids
+            except UsageError:
+                continue
 
 
 def use_tokenizer(folder: Path) -> None:
