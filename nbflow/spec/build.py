@@ -81,7 +81,7 @@ def build_spec(
     _refuse_unsupported(family, config, where)
     held = () if checkpoint_tensors is None else checkpoint_tensors
     values = _values(family, config, where, override or {}, held)
-    _check_layers(values["n_layers"], family, held, where)
+    _check_layers(values["n_layers"], family, config, held, where)
     encoder = None
     if family.encoder is not None:
         encoder = build_spec(
@@ -267,10 +267,12 @@ def _computed(
     return check_field(value, f"{where}: {field}", FIELDS[field])
 
 
-def _check_layers(n: int, family: Family, held: Collection[str], where: str) -> None:
+def _check_layers(
+    n: int, family: Family, config: Mapping[str, Any], held: Collection[str], where: str
+) -> None:
     """Refuse more layers than the checkpoint has tensors, before there is work for each layer."""
     if held and n > len(held):
-        keys = _sources(family.config.get("n_layers", ())) or "n_layers"
+        keys = _full(config, _sources(family.config.get("n_layers", ())) or "n_layers")
         raise UsageError(
             f"{where}: {keys} states {n} layers; a layer has at least one tensor, but the "
             f"checkpoint holds {len(held)} in all; correct the number or name the right weights"

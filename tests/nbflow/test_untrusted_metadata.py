@@ -164,6 +164,7 @@ def gguf_model(path: Path, **changes: int) -> Path:
     [
         ("block_count", 10**6, "llama.block_count: must be 1 to"),
         ("block_count", 2**31, "llama.block_count: must be 1 to"),
+        ("block_count", 4000, "llama.block_count states 4000 layers"),
         ("rope__dimension_count", 2**31 - 1, "llama.rope.dimension_count: must be 0 to"),
         ("context_length", 2**31 - 1, "llama.context_length: must be 1 to"),
         ("attention__head_count", 0, "llama.attention.head_count: must be 1 to"),
