@@ -5,6 +5,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_SHOWN = 120  # characters of a name from outside; it may have millions
+
 
 class UsageError(ValueError):
     """A wrong argument, file or configuration.
@@ -26,6 +28,6 @@ def install_command(extra: str) -> str:
 def unknown_name(kind: str, name: object, available: Iterable[str]) -> UsageError:
     """Return the error for a name that does not exist, with close names and then all names."""
     names = list(available)
-    close = difflib.get_close_matches(str(name), names, n=3)
+    close = difflib.get_close_matches(str(name)[:_SHOWN], names, n=3)
     hint = f"; did you mean {' or '.join(repr(c) for c in close)}?" if close else ";"
-    return UsageError(f"unknown {kind} {name!r}{hint} available: {', '.join(names)}")
+    return UsageError(f"unknown {kind} {name!r:.{_SHOWN}}{hint} available: {', '.join(names)}")

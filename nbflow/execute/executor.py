@@ -80,12 +80,16 @@ class Executor:
     def rope_table(self, rope: RopeSpec) -> Any:
         """Return the cosines and sines of all positions, for short and for long sequences."""
         if rope not in self.rope_tables:
-            parts = [
-                nk.rope_cos_sin_cache(n, rope.dim, theta=rope.theta, scaling=rope.scaling)
-                for n in self.program.spec.rope_lengths
-            ]
-            table = np.concatenate(parts)
-            self.rope_tables[rope] = self.place.purposed("the rotary angles").put(table)
+            place, spec = self.place.purposed("the rotary angles"), self.program.spec
+            try:
+                parts = [
+                    nk.rope_cos_sin_cache(n, rope.dim, theta=rope.theta, scaling=rope.scaling)
+                    for n in spec.rope_lengths
+                ]
+                table = np.concatenate(parts)
+            except MemoryError as error:  # a checkpoint may state millions of positions
+                raise place.full(4 * sum(spec.rope_lengths) * rope.dim, error) from error
+            self.rope_tables[rope] = place.put(table)
         return self.rope_tables[rope]
 
     @property

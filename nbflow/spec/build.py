@@ -7,11 +7,12 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from nbflow.spec.family import ABSENT, ALWAYS, STORED, ConfigRule, Family, get_family
-from nbflow.spec.fields import FIELDS, FUSED, REQUIRED
+from nbflow.spec.fields import FIELDS, FUSED, REQUIRED, check_field
 from nbflow.spec.formula import evaluate
 from nbflow.spec.model_spec import LatentSpec, ModelSpec, MoeSpec, RopeSpec
 from nbflow.spec.toml_schema import check_value
 from nbflow.weights.quantization_config import read_quantization
+from nbflow.weights.shown import shown
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.position import LongRopeScaling, RopeScaling
 
@@ -81,6 +82,7 @@ def build_spec(
     _refuse_unsupported(family, config, where)
     held = () if checkpoint_tensors is None else checkpoint_tensors
     values = _values(family, config, where, override or {}, held)
+    _check_layers(values["n_layers"], family, config, held, where)
     encoder = None
     if family.encoder is not None:
         encoder = build_spec(
@@ -101,8 +103,10 @@ def build_spec(
     head_dim = values["head_dim"]
     sm_scale = 1 / math.sqrt(head_dim) if values["sm_scale"] is None else values["sm_scale"]
     full_layers = _full_layers(values, where)
-    return ModelSpec(
-        **{field: values[field] for field in _SAME},
+    numbers = {field: values[field] for field in _SAME}
+    return _checked(
+        where,
+        **numbers,
         name=name,
         family=family.name,
         embed_size=values["embed_size"] or 0,
@@ -120,6 +124,14 @@ def build_spec(
         ignored_tensors=(*family.ignored_tensors, *ignored_tensors),
         biases=_biases(family, config, where, names, held, values),
     )
+
+
+def _checked(where: str, **fields: Any) -> ModelSpec:
+    """Return the specification with these fields; an error names the configuration."""
+    try:
+        return ModelSpec(**fields)
+    except UsageError as error:
+        raise UsageError(f"{where}: {error}") from error
 
 
 def lookup(config: Mapping[str, Any], key: str) -> Any:
@@ -149,10 +161,10 @@ def _refuse_unsupported(family: Family, config: Mapping[str, Any], where: str) -
             continue
         if _holds(rule.when, config):
             can = " or ".join(["null", *(repr(other) for other in rule.values)])
-            shown = "".join(f", with {k} = {v!r}," for k, v in rule.when.items())
+            also = "".join(f", with {k} = {v!r}," for k, v in rule.when.items())
             raise UsageError(
-                f"{where}: {_full(config, key)} = {value!r:.120}{shown} is not supported by family "
-                f"{family.name!r}; it must be {can}"
+                f"{where}: {_full(config, key)} = {shown(value):.120}{also} is not supported by "
+                f"family {family.name!r}; it must be {can}"
             )
 
 
@@ -221,7 +233,6 @@ def _from_config(
     """Return one field by a rule, None if the rule gives no value."""
     if not _holds(rule.when, config):
         return None
-    kind = FIELDS[field].kind
     for key in rule.keys:
         value = lookup(config, key)
         if value is None or value == {}:  # an empty table of scalings is none
@@ -232,10 +243,12 @@ def _from_config(
             return rule.values[word]
         if isinstance(value, str):
             value = FIELDS[field].aliases.get(value, value)
-        return check_value(value, f"{where}: {_full(config, key)}", kind)
+        return check_field(value, f"{where}: {_full(config, key)}", FIELDS[field])
     if rule.same_as is not None:
         other = values.get(rule.same_as)
-        return None if other is REQUIRED else other
+        if other is None or other is REQUIRED:
+            return None
+        return check_field(other, f"{where}: {field}", FIELDS[field])
     if rule.formula is not None:
         return _computed(field, rule.formula, config, where, values)
     return rule.default
@@ -251,15 +264,29 @@ def _computed(
         return lookup(config, name) if value is None or value is REQUIRED else value
 
     value = evaluate(formula, f"{where}: {field}", value_of)
-    if value is not None and FIELDS[field].kind is int:
+    if value is None:
+        return None
+    if FIELDS[field].kind is int and math.isfinite(value):
         if value != int(value):
             names = [n for n in formula.replace("/", " ").split() if value_of(n) is not None]
-            shown = ", ".join(f"{name} = {value_of(name)}" for name in names)
+            found = ", ".join(f"{name} = {value_of(name)}" for name in names)
             raise UsageError(
-                f"{where}: {field} is not stated, and {formula} is no whole number with {shown}"
+                f"{where}: {field} is not stated, and {formula} is no whole number with {found}"
             )
-        return int(value)
-    return None if value is None else check_value(value, f"{where}: {field}", FIELDS[field].kind)
+        value = int(value)
+    return check_field(value, f"{where}: {field}", FIELDS[field])
+
+
+def _check_layers(
+    n: int, family: Family, config: Mapping[str, Any], held: Collection[str], where: str
+) -> None:
+    """Refuse more layers than the checkpoint has tensors, before there is work for each layer."""
+    if held and n > len(held):
+        keys = _full(config, _sources(family.config.get("n_layers", ())) or "n_layers")
+        raise UsageError(
+            f"{where}: {keys} states {n} layers; a layer has at least one tensor, but the "
+            f"checkpoint holds {len(held)} in all; correct the number or name the right weights"
+        )
 
 
 # ---- what follows from the fields ---------------------------------------------------------------
@@ -285,13 +312,13 @@ def _ropes(
             max_position=max_context,
             original_max_position=values["rope_original_context"],
         )
-    except (UsageError, TypeError) as error:
+        if divisors:
+            scaling = _stored_scaling(values, divisors, where)
+        factor = 1.0 if scaling is None else float(scaling.softmax_factor)
+    except (UsageError, TypeError, ArithmeticError) as error:
         raise UsageError(f"{where}: rope_scaling: {error}") from error
-    if divisors:
-        scaling = _stored_scaling(values, divisors, where)
     local = values["local_rope_theta"]
     local_rope = None if local is None else RopeSpec(style, local, dim)
-    factor = 1.0 if scaling is None else scaling.softmax_factor
     return RopeSpec(style, theta, dim, scaling), local_rope, factor
 
 

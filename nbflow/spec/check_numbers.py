@@ -4,34 +4,27 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from nbflow.spec.fields import EXPERT_BIASES
+import numpy as np
+
+from nbflow.spec.fields import EXPERT_BIASES, FIELDS, MAX_FLOAT, MAX_INT, check_bounds
 from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:
-    from nbflow.spec.model_spec import LatentSpec, ModelSpec
+    from nbflow.spec.model_spec import LatentSpec, ModelSpec, RopeSpec
 
-_POSITIVE = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "n_layers",
-    "n_heads",
-    "n_kv_heads",
-    "head_dim",
-    "max_context",
-)
-MOST = 2**31 - 1
+MAX_EXPERT_LAYERS = 1 << 17
+"""Most experts of all layers: published models have some 23,000; each has names and shapes."""
 
 
 def check_numbers(spec: ModelSpec) -> None:
     """Raise `UsageError` if the numbers of `spec` cannot belong to one model."""
-    for name in _POSITIVE:
-        value = getattr(spec, name)
-        if not isinstance(value, int) or not 1 <= value <= MOST:
-            raise UsageError(f"{spec.name}: {name} must be a positive integer, got {value!r}")
-    for name in ("embed_size", "type_vocab_size", "position_offset"):
-        if not 0 <= getattr(spec, name) <= MOST:
-            raise UsageError(f"{spec.name}: {name} must be 0 or more, got {getattr(spec, name)}")
+    for name, field in FIELDS.items():
+        value = getattr(spec, name, None)
+        if value is None or field.kind not in (int, float):
+            continue
+        if field.kind is int and not isinstance(value, int):
+            raise UsageError(f"{spec.name}: {name} must be a whole number, got {value!r:.80}")
+        check_bounds(value, f"{spec.name}: {name}", field)
     if spec.n_heads % spec.n_kv_heads:
         raise UsageError(
             f"{spec.name}: n_heads must be a multiple of n_kv_heads, "
@@ -43,8 +36,8 @@ def check_numbers(spec: ModelSpec) -> None:
                 f"{spec.name}: rope.dim must be even and at most head_dim = {spec.head_dim}, "
                 f"got {rope.dim}"
             )
-    if spec.window is not None and spec.window < 1:
-        raise UsageError(f"{spec.name}: window must be at least 1 token, got {spec.window}")
+        if rope and rope.scaling is not None:
+            _check_scaling(spec, rope)
     if spec.residual != "sequential" and spec.norm_place != "pre":
         raise UsageError(
             f"{spec.name}: residual {spec.residual!r} needs norm_place 'pre', "
@@ -75,10 +68,26 @@ def check_numbers(spec: ModelSpec) -> None:
     _check_experts(spec)
 
 
+def _check_scaling(spec: ModelSpec, rope: RopeSpec) -> None:
+    """Raise unless a scaling gives finite angles for short and for long sequences."""
+    assert rope.scaling is not None
+    for length in (1, spec.max_context):
+        try:
+            with np.errstate(all="ignore"):
+                found, factor = rope.scaling.frequencies(rope.dim, rope.theta, length)
+        except (ValueError, TypeError, ArithmeticError) as error:
+            raise UsageError(f"{spec.name}: rope_scaling: {error}") from error
+        if not (np.abs(found) <= MAX_FLOAT).all() or not 0 < factor <= MAX_FLOAT:
+            raise UsageError(
+                f"{spec.name}: rope_scaling gives angles that are not finite, for {length} "
+                "positions; its numbers are too large or too small"
+            )
+
+
 def _check_latent(spec: ModelSpec, latent: LatentSpec) -> None:
     for name in ("kv_rank", "q_rank", "value_dim"):
         least = 0 if name == "q_rank" else 1
-        if not least <= getattr(latent, name) <= MOST:
+        if not least <= getattr(latent, name) <= MAX_INT:
             raise UsageError(
                 f"{spec.name}: {name} must be {least} or more, got {getattr(latent, name)}"
             )
@@ -115,10 +124,15 @@ def _check_experts(spec: ModelSpec) -> None:
         return
     if not spec.gated:
         raise UsageError(f"{spec.name}: experts must be gated")
-    if not 1 <= moe.n_experts <= 4096 or not 1 <= moe.expert_size <= MOST:
+    if moe.n_experts < 1 or moe.expert_size < 1:
         raise UsageError(
-            f"{spec.name}: n_experts must be 1..4096 and expert_size positive, "
+            f"{spec.name}: n_experts and expert_size must be positive, "
             f"got {moe.n_experts} and {moe.expert_size}"
+        )
+    if moe.n_experts * len(moe.layers) > MAX_EXPERT_LAYERS:
+        raise UsageError(
+            f"{spec.name}: all layers together may have at most {MAX_EXPERT_LAYERS} experts, "
+            f"got {moe.n_experts} in each of {len(moe.layers)} layers"
         )
     if moe.router_bias and "router" in spec.biases:
         raise UsageError(

@@ -56,7 +56,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nbflow.spec.fields import FIELDS, FUSED, LINEARS, TENSOR_NAMES
+from nbflow.spec.fields import FIELDS, FUSED, LINEARS, TENSOR_NAMES, check_field
 from nbflow.spec.formula import check_formula
 from nbflow.spec.toml_schema import check_keys, check_value, read_toml, strings
 from nbflow.weights.quantization_config import KEY as QUANTIZATION
@@ -248,8 +248,7 @@ def check_fields(table: Any, where: str) -> dict[str, Any]:
     """Return a table of our fields with the values checked against their types."""
     check_keys(table, where, FIELDS)
     return {
-        name: check_value(value, f"{where} {name}", FIELDS[name].kind)
-        for name, value in table.items()
+        name: check_field(value, f"{where} {name}", FIELDS[name]) for name, value in table.items()
     }
 
 
@@ -316,15 +315,14 @@ def _rule(rule: Any, name: str, at: str, above: dict[str, Any]) -> ConfigRule:
     stored = rule.get("stored")
     if same_as is not None and same_as not in above:
         raise UsageError(f"{at}: {same_as!r} must be a field listed above it")
-    kind = FIELDS[name].kind
     return ConfigRule(
         keys=strings(rule.get("keys", []), f"{at} keys"),
-        default=None if default is None else check_value(default, at, kind),
+        default=None if default is None else check_field(default, at, FIELDS[name]),
         same_as=same_as,
         formula=None if formula is None else check_formula(formula, f"{at} formula"),
         optional=check_value(rule.get("optional", False), f"{at} optional", bool),
         values={
-            word: check_value(value, f"{at} values", kind)
+            word: check_field(value, f"{at} values", FIELDS[name])
             for word, value in check_keys(
                 rule.get("values", {}), f"{at} values", rule.get("values", {})
             ).items()

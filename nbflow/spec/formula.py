@@ -8,6 +8,7 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
+from nbflow.weights.shown import shown
 from nbflow_kernels.errors import UsageError
 
 _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -19,6 +20,7 @@ _OPERATORS: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Mod: operator.mod,
 }
 MAX_LENGTH = 200
+_MOST = 2**63 - 1
 
 
 def check_formula(formula: Any, where: str) -> str:
@@ -78,7 +80,9 @@ def evaluate(formula: str, where: str, value_of: Callable[[str], Any]) -> float 
             names.add(name)
             value = value_of(name)
             if value is not None and type(value) not in (int, float):
-                raise UsageError(f"{where}: {name} must be a number, got {value!r:.80}")
+                raise UsageError(f"{where}: {name} must be a number, got {shown(value):.80}")
+            if type(value) is int and not -_MOST <= value <= _MOST:
+                raise UsageError(f"{where}: {name} must fit 64 bits, got {shown(value)}")
             return math.nan if value is None else value
         if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
             return _OPERATORS[type(node.op)](walk(node.left), walk(node.right))
@@ -104,8 +108,8 @@ def evaluate(formula: str, where: str, value_of: Callable[[str], Any]) -> float 
     except UsageError:
         raise
     except (ValueError, ZeroDivisionError, OverflowError) as error:
-        shown = ", ".join(f"{name} = {value_of(name)}" for name in sorted(names))
-        raise UsageError(f"{where}: cannot evaluate {formula!r} with {shown}: {error}") from error
+        found = ", ".join(f"{name} = {shown(value_of(name))}" for name in sorted(names))
+        raise UsageError(f"{where}: cannot evaluate {formula!r} with {found}: {error}") from error
     if isinstance(result, float) and math.isnan(result):
         return None
     return result  # type: ignore[no-any-return]

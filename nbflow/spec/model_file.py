@@ -40,8 +40,9 @@ from nbflow.spec.family import (
     get_family,
     load_family,
 )
+from nbflow.spec.fields import Field, check_field
 from nbflow.spec.model_spec import ModelSpec
-from nbflow.spec.toml_schema import Kind, check_keys, check_value, read_toml, strings
+from nbflow.spec.toml_schema import check_keys, check_value, read_toml, strings
 from nbflow_kernels.errors import UsageError, unknown_name
 
 MODELS = Path(__file__).parent / "models"
@@ -59,8 +60,12 @@ WORDS = {
 TABLES = ("config", "override", "tensors", "ignored", "defaults")
 """Tables of a model file."""
 
-GENERATION: dict[str, Kind] = {"temperature": float, "top_k": int, "top_p": float}
-"""Generation settings a model can recommend, and their types: what strategies start from."""
+GENERATION = {
+    "temperature": Field(float, "divisor of the logits", least=0.0),
+    "top_k": Field(int, "most probable tokens kept", least=-1),
+    "top_p": Field(float, "probability of the tokens kept", least=0.0, most=1.0),
+}
+"""Generation settings a model can recommend: what strategies start from."""
 
 
 @dataclass(frozen=True)
@@ -177,7 +182,7 @@ def load_model_file(path: Path) -> ModelFile:
         tensors=check_tensors(table.get("tensors", {}), f"{where}: [tensors]"),
         ignored_tensors=strings(ignored.get("tensors", []), f"{where}: [ignored] tensors"),
         defaults={
-            key: check_value(value, f"{where}: [defaults] {key}", GENERATION[key])
+            key: check_field(value, f"{where}: [defaults] {key}", GENERATION[key])
             for key, value in defaults.items()
         },
     )

@@ -11,7 +11,7 @@ from typing import Any
 from nbflow.hub import find_cached, is_repo_name, repo_of
 from nbflow.spec.build import build_spec
 from nbflow.spec.family import Family, family_of
-from nbflow.spec.fields import DIVISORS
+from nbflow.spec.fields import DIVISORS, check_field
 from nbflow.spec.model_file import (
     GENERATION,
     ModelFile,
@@ -20,7 +20,6 @@ from nbflow.spec.model_file import (
     load_model_file,
 )
 from nbflow.spec.model_spec import ModelSpec
-from nbflow.spec.toml_schema import check_value
 from nbflow.tokenizer.files import tokenizer_beside
 from nbflow.weights import WeightFile, open_weights
 from nbflow.weights.json_file import read_object
@@ -228,7 +227,7 @@ def _name(path: Path) -> str:
 def _defaults(generation: Mapping[str, Any], where: str) -> dict[str, Any]:
     """Return the generation settings that we know, checked."""
     return {
-        key: check_value(generation[key], f"{where}: {key}", kind)
-        for key, kind in GENERATION.items()
+        key: check_field(generation[key], f"{where}: {key}", field)
+        for key, field in GENERATION.items()
         if generation.get(key) is not None
     }

@@ -60,7 +60,7 @@ def model_schema() -> dict[str, Any]:
                 "override": _fields_schema(),
                 "tensors": _tensors_schema(),
                 "ignored": _table({"tensors": _STRINGS}),
-                "defaults": _table({name: _kind(kind) for name, kind in GENERATION.items()}),
+                "defaults": _table({name: _kind(field.kind) for name, field in GENERATION.items()}),
             },
             docs=WORDS,
         ),

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from nbflow.weights.shown import shown
 from nbflow_kernels.errors import UsageError, unknown_name
 
 MAX_TOML_BYTES = 1_000_000
@@ -54,7 +55,7 @@ def check_keys(table: Any, where: str, allowed: Iterable[str], hint: str = "") -
     """Return `table` if it is a table with none but the allowed keys; `hint` is what one holds."""
     if not isinstance(table, dict):
         example = f", e.g. {{ {hint} }}" if hint else ""
-        raise UsageError(f"{where}: must be a table{example}, got {table!r:.80}")
+        raise UsageError(f"{where}: must be a table{example}, got {shown(table):.80}")
     names = list(allowed)
     for key in table:
         if key not in names:
@@ -77,21 +78,26 @@ def check_value(value: Any, where: str, kind: Kind) -> Any:
     """Return `value` as `kind`, or raise `UsageError`; an integer may stand for a float."""
     if isinstance(kind, tuple):
         if value not in kind:
-            raise UsageError(f"{where}: must be one of {', '.join(kind)}, got {value!r:.80}")
+            raise UsageError(f"{where}: must be one of {', '.join(kind)}, got {shown(value):.80}")
         return value
     if isinstance(kind, list):
         values = value if isinstance(value, list) else [value]
         return tuple(check_value(item, where, kind[0]) for item in values)
     if kind is float and type(value) is int:
-        value = float(value)
+        try:
+            value = float(value)
+        except OverflowError:
+            raise UsageError(
+                f"{where}: must be a number that fits a float, got {shown(value)}"
+            ) from None
     if type(value) is not kind:
-        raise UsageError(f"{where}: must be {IN_WORDS[kind]}, got {value!r:.80}")
+        raise UsageError(f"{where}: must be {IN_WORDS[kind]}, got {shown(value):.80}")
     return value
 
 
 def strings(value: Any, where: str, example: str = "name") -> tuple[str, ...]:
     """Return a list of strings as a tuple, or raise `UsageError` with an example of one."""
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        shown = value if isinstance(value, str) and len(value) <= 40 else example
-        raise UsageError(f'{where}: must be a list of strings, e.g. ["{shown}"], got {value!r:.80}')
+        one, found = value if isinstance(value, str) and len(value) <= 40 else example, shown(value)
+        raise UsageError(f'{where}: must be a list of strings, e.g. ["{one}"], got {found:.80}')
     return tuple(value)

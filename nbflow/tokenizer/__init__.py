@@ -76,10 +76,22 @@ def load_tokenizer(model: str | os.PathLike[str], kind: str | None = None) -> To
         raise unknown_name("kind of tokenizer", kind, KINDS)
     path, template = _tokenizer_file(model, kind)
     tokenizer: Tokenizer = import_module(KINDS[kind or kind_of(path)]).from_file(path)
-    roles = {role: tokenizer.piece(token_id) for role, token_id in role_ids(path.parent).items()}
-    tokenizer.named_tokens = {**tokenizer.named_tokens, **roles}
+    tokenizer.named_tokens = {**tokenizer.named_tokens, **_roles(tokenizer, path.parent)}
     tokenizer.prompt_template = template
     return tokenizer
+
+
+def _roles(tokenizer: Tokenizer, folder: Path) -> dict[str, str]:
+    """Return how the tokens are spelt that generation_config.json puts before messages."""
+    roles = {}
+    for role, token_id in role_ids(folder).items():
+        if token_id >= tokenizer.vocab_size:
+            raise UsageError(
+                f"{folder / 'generation_config.json'}: {role}_id: token id must be "
+                f"0..{tokenizer.vocab_size - 1}, got {token_id}"
+            )
+        roles[role] = tokenizer.piece(token_id)
+    return roles
 
 
 def _tokenizer_file(model: str | os.PathLike[str], kind: str | None) -> tuple[Path, str | None]:

@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from nbflow.tokenizer.hf import HfTokenizer, beside, put_around
+from nbflow.tokenizer.package_errors import package_errors
 from nbflow.tokenizer.pre_tokenizers import PRE_TOKENIZERS
-from nbflow.tokenizer.special_ids import SpecialIds
+from nbflow.tokenizer.special_ids import MAX_VOCABULARY, SpecialIds
 from nbflow.tokenizer.tokenizer_config import TokenizerConfig, read_tokenizer_config
 from nbflow.weights.byte_file import ByteFile
 from nbflow.weights.json_file import read_object
@@ -47,18 +48,18 @@ def from_file(path: Path) -> HfTokenizer:
             f"{config.tokenizer_class}; use its tokenizer.json"
         )
     vocab = read_object(path)
-    if not all(type(i) is int and i >= 0 for i in vocab.values()):
-        raise UsageError(f"{path}: every token must have an id")
-    try:
-        model = models.BPE(vocab, _merges(path.with_name("merges.txt")))
-    except Exception as error:  # the package raises bare Exception
-        raise UsageError(f"{path}: does not fit merges.txt: {error}") from error
-    tokenizer = tokenizers.Tokenizer(model)
-    _cut_as(tokenizer, config)
-    _add_tokens(tokenizer, config, vocab)
-    special = _around(tokenizer, config)
-    put_around(tokenizer, special)
-    return beside(tokenizer, path.parent, config)
+    if not all(type(i) is int and 0 <= i < MAX_VOCABULARY for i in vocab.values()):
+        raise UsageError(f"{path}: every token must have an id, 0 to {MAX_VOCABULARY - 1}")
+    merges = _merges(path.with_name("merges.txt"))
+    with package_errors(f"{path}: does not fit merges.txt"):
+        model = models.BPE(vocab, merges)
+    with package_errors(f"{path}: does not fit the files beside it"):
+        tokenizer = tokenizers.Tokenizer(model)
+        _cut_as(tokenizer, config)
+        _add_tokens(tokenizer, config, vocab)
+        special = _around(tokenizer, config)
+        put_around(tokenizer, special)
+    return beside(tokenizer, path, config)
 
 
 def _merges(path: Path) -> list[tuple[str, str]]:

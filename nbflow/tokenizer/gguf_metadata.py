@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbflow.tokenizer.special_ids import SpecialIds
-from nbflow.tokenizer.spm import CONTROL, NORMAL, UNKNOWN, USER_DEFINED
+from nbflow.tokenizer.special_ids import MAX_PIECE_CHARACTERS, SpecialIds
+from nbflow.tokenizer.spm import BYTE, CONTROL, NORMAL, UNDEFINED, UNKNOWN, USER_DEFINED
 from nbflow.tokenizer.tokenizer_config import MAX_TEMPLATE_BYTES
 from nbflow.weights import gguf
 from nbflow_kernels.errors import UsageError
@@ -166,6 +166,12 @@ def read_vocabulary(path: Path) -> GgufVocabulary:
     types = [NORMAL] * len(pieces)
     if "token_type" in values:
         types = vocabulary.array("token_type", int, len(pieces))
+    for i, (piece, kind) in enumerate(zip(pieces, types, strict=True)):
+        if not UNDEFINED <= kind <= BYTE or len(piece) > MAX_PIECE_CHARACTERS:
+            raise UsageError(
+                f"{path}: token {i} must have a type from {UNDEFINED} to {BYTE} and at most "
+                f"{MAX_PIECE_CHARACTERS} characters, got type {kind} and {len(piece)} characters"
+            )
     named = [piece or f"[EMPTY_{i}]" for i, piece in enumerate(pieces)]
     seen = [_type(piece, kind) for piece, kind in zip(named, types, strict=True)]
     name = str(metadata.get("general.name"))

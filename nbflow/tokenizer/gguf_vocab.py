@@ -21,6 +21,7 @@ from typing import Any
 
 from nbflow.tokenizer.gguf_metadata import GgufVocabulary, is_added, read_vocabulary
 from nbflow.tokenizer.hf import HfTokenizer, put_around
+from nbflow.tokenizer.package_errors import package_errors
 from nbflow.tokenizer.pre_tokenizers import PRE_TOKENIZERS, PreTokenizer
 from nbflow.tokenizer.rwkv import RwkvTokenizer
 from nbflow.tokenizer.sp_model import SpTokenizer
@@ -57,7 +58,8 @@ def from_file(path: Path) -> Tokenizer:
             f"{path}: {unknown_name('tokenizer.ggml.model', vocabulary.model, _MAKERS)}; "
             "use the tokenizer.json of the original model (tokenizer=FILE, --tokenizer FILE)"
         )
-    tokenizer = _MAKERS[vocabulary.model](vocabulary)
+    with package_errors(f"{path}: the vocabulary is damaged"):
+        tokenizer = _MAKERS[vocabulary.model](vocabulary)
     tokenizer.chat_templates = vocabulary.chat_templates
     tokenizer.named_tokens = vocabulary.named_tokens()
     return tokenizer
@@ -90,9 +92,7 @@ def _bpe(vocabulary: GgufVocabulary) -> Tokenizer:
     from tokenizers import decoders, models, normalizers, pre_tokenizers
 
     pre = _pre_tokenizer(vocabulary)
-    model = _model(
-        vocabulary,
-        models.BPE,
+    model = models.BPE(
         _vocab(vocabulary),
         _merges(vocabulary),
         ignore_merges=pre.ignore_merges,
@@ -149,16 +149,6 @@ def _merges(vocabulary: GgufVocabulary) -> list[tuple[str, str]]:
     return merges
 
 
-def _model(
-    vocabulary: GgufVocabulary, make: Callable[..., Any], *parts: Any, **options: Any
-) -> Any:
-    """Make a model of the ``tokenizers`` package, with errors that name the file."""
-    try:
-        return make(*parts, **options)
-    except Exception as error:  # the package raises bare Exception
-        raise UsageError(f"{vocabulary.path}: the vocabulary is damaged: {error}") from error
-
-
 def _word_piece(vocabulary: GgufVocabulary) -> Tokenizer:
     """WordPiece: the file marks beginnings of words with U+2581, not continuations with ``##``."""
     special = vocabulary.special_ids(add_bos=True, add_sep=True)
@@ -200,7 +190,8 @@ def _finish(
         ]
         (tokenizer.add_special_tokens if special_ones else tokenizer.add_tokens)(tokens)
     put_around(tokenizer, special)
-    return HfTokenizer(tokenizer, special.bos, special.eos, byte_fallback)
+    where = str(vocabulary.path)
+    return HfTokenizer(tokenizer, special.bos, special.eos, byte_fallback, where=where)
 
 
 def _unigram(vocabulary: GgufVocabulary) -> Tokenizer:

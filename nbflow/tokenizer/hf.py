@@ -9,8 +9,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from nbflow.tokenizer.check_json import check_json
+from nbflow.tokenizer.package_errors import package_errors
 from nbflow.tokenizer.special_ids import SpecialIds, special_ids
-from nbflow.tokenizer.tokenizer import Tokenizer, check_text
+from nbflow.tokenizer.tokenizer import Tokenizer, check_text, is_valid
 from nbflow.tokenizer.tokenizer_config import TokenizerConfig, read_tokenizer_config
 from nbflow.weights.json_file import read_object
 from nbflow_kernels.errors import UsageError
@@ -42,34 +44,37 @@ def from_file(path: Path) -> HfTokenizer:
     """
     import tokenizers
 
-    model = read_object(path).get("model")
-    try:
+    content = read_object(path)
+    check_json(content, str(path))
+    model = content.get("model")
+    with package_errors(f"{path}: not a readable tokenizer.json"):
         tokenizer = tokenizers.Tokenizer.from_file(str(path))
-    except Exception as error:  # the package raises bare Exception
-        raise UsageError(f"{path}: not a readable tokenizer.json: {error}") from error
-    tokenizer.no_padding()
-    tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.no_truncation()
     byte_fallback = isinstance(model, dict) and bool(model.get("byte_fallback"))
-    return beside(tokenizer, path.parent, read_tokenizer_config(path.parent), byte_fallback)
+    return beside(tokenizer, path, read_tokenizer_config(path.parent), byte_fallback)
 
 
 def beside(
-    tokenizer: Any, folder: Path, config: TokenizerConfig, byte_fallback: bool = False
+    tokenizer: Any, path: Path, config: TokenizerConfig, byte_fallback: bool = False
 ) -> HfTokenizer:
-    """Return a tokenizer with the special ids that the files in `folder` state."""
-    bos, eos = special_ids(folder)
+    """Return the tokenizer of a file with the special ids that the files beside it state."""
+    bos, eos = special_ids(path.parent)
     if bos is None:
         bos = _token_id(tokenizer, config.named_tokens.get("bos_token"))
     fallback = _token_id(tokenizer, config.named_tokens.get("eos_token"))
     ends = eos if eos or fallback is None else (fallback,)
-    result = HfTokenizer(tokenizer, bos, ends, byte_fallback)
+    with package_errors(f"{path}: the vocabulary is damaged"):
+        result = HfTokenizer(tokenizer, bos, ends, byte_fallback, where=str(path))
     result.chat_templates = config.chat_templates
     result.named_tokens = config.named_tokens
     return result
 
 
 def _token_id(tokenizer: Any, token: str | None) -> int | None:
-    found = None if token is None else tokenizer.token_to_id(token)
+    if token is None or not is_valid(token):
+        return None
+    found = tokenizer.token_to_id(token)
     return None if found is None else int(found)
 
 
@@ -100,6 +105,8 @@ class HfTokenizer(Tokenizer):
         Ids that end a sequence.
     byte_fallback : bool
         Characters without a piece are written as ``<0x0A>``.
+    where : str
+        The file, for messages.
     """
 
     def __init__(
@@ -108,8 +115,11 @@ class HfTokenizer(Tokenizer):
         bos_id: int | None,
         eos_ids: tuple[int, ...],
         byte_fallback: bool = False,
+        *,
+        where: str = "tokenizer",
     ) -> None:
         self._tokenizer = tokenizer
+        self._where = where
         added = tokenizer.get_added_tokens_decoder()
         self._special = {token.content: i for i, token in added.items() if token.special}
         self._special_ids = frozenset(self._special.values())
@@ -148,10 +158,10 @@ class HfTokenizer(Tokenizer):
     ) -> list[int]:
         """See `Tokenizer.encode`; added tokens that are not special are always recognised."""
         check_text(text)
-        with self._lock:
+        with self._lock, package_errors(f"{self._where}: cannot encode the text"):
             self._tokenizer.encode_special_tokens = not parse_special
             encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return list(encoding.ids)
+            return list(encoding.ids)
 
     def encode_parts(self, parts: Sequence[str | int]) -> list[int]:
         """See `Tokenizer.encode_parts`."""
@@ -159,7 +169,8 @@ class HfTokenizer(Tokenizer):
         texts = [check_text(part) for part in parts if isinstance(part, str)]
         if not ids:
             return self.encode("".join(texts))
-        return self._stand_ins.encode(parts, ids, texts)
+        with package_errors(f"{self._where}: cannot encode the text"):
+            return self._stand_ins.encode(parts, ids, texts)
 
     @cached_property
     def _stand_ins(self) -> _StandIns:
@@ -167,7 +178,9 @@ class HfTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         """See `Tokenizer.decode`."""
-        return str(self._tokenizer.decode([self.check_id(i) for i in ids]))
+        checked = [self.check_id(i) for i in ids]
+        with package_errors(f"{self._where}: cannot decode the ids"):
+            return str(self._tokenizer.decode(checked))
 
     def decode_stream(self) -> _Stream:
         """See `Tokenizer.decode_stream`."""

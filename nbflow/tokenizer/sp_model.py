@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from nbflow.tokenizer.package_errors import package_errors
 from nbflow.tokenizer.pieces import BytesStream, PieceTokenizer
 from nbflow.tokenizer.sp_proto import read_spaces
 from nbflow.tokenizer.special_ids import SpecialIds, special_ids
@@ -71,6 +72,20 @@ class SpTokenizer(PieceTokenizer):
         self._spaces = read_spaces(model, where)
         self._special = special
         self._own = ids
+        self._where = where
+        with package_errors(f"{where}: not a readable SentencePiece model"):
+            self._read_pieces(ids)
+        self._user: dict[str, int] = {}
+        for token in added:
+            self._add(token)
+        self._ids = {piece: i for i, piece in enumerate(self._pieces)}
+        spelt = sorted(self._user, key=len, reverse=True)
+        self._user_pattern = re.compile(f"({'|'.join(map(re.escape, spelt))})") if spelt else None
+        self.chat_templates = {}
+        self.named_tokens = {}
+
+    def _read_pieces(self, ids: Mapping[str, int] | None) -> None:
+        """Read what the package says of each piece."""
         if ids is None:
             ids = {self._sp.id_to_piece(i): i for i in range(self._sp.get_piece_size())}
         self._pieces = sorted(ids, key=ids.__getitem__)
@@ -84,14 +99,6 @@ class SpTokenizer(PieceTokenizer):
             for i, (row, piece) in enumerate(zip(rows, self._pieces, strict=True))
             if self._sp.is_control(row) or self._sp.is_unknown(row)
         }
-        self._user: dict[str, int] = {}
-        for token in added:
-            self._add(token)
-        self._ids = {piece: i for i, piece in enumerate(self._pieces)}
-        spelt = sorted(self._user, key=len, reverse=True)
-        self._user_pattern = re.compile(f"({'|'.join(map(re.escape, spelt))})") if spelt else None
-        self.chat_templates = {}
-        self.named_tokens = {}
 
     def _add(self, token: AddedToken) -> None:
         """Add a token, whose id may lie in the model or behind it."""
@@ -125,10 +132,11 @@ class SpTokenizer(PieceTokenizer):
 
     def _encode(self, text: str) -> list[int]:
         """Return the ids of a text without special tokens."""
-        if self._own is None:
-            return list(self._sp.encode(text))
-        unknown = self._special.unknown or 0
-        return [self._own.get(piece, unknown) for piece in self._sp.encode(text, out_type=str)]
+        with package_errors(f"{self._where}: cannot encode the text"):
+            if self._own is None:
+                return list(self._sp.encode(text))
+            unknown = self._special.unknown or 0
+            return [self._own.get(piece, unknown) for piece in self._sp.encode(text, out_type=str)]
 
     def decode_stream(self) -> BytesStream:
         """See `Tokenizer.decode_stream`."""
@@ -152,10 +160,8 @@ def load_processor(model: bytes, where: str) -> Any:
         ) from error
     if not model:  # which the package takes for none
         raise UsageError(f"{where}: the SentencePiece model is empty")
-    try:
+    with package_errors(f"{where}: not a readable SentencePiece model"):
         return sentencepiece.SentencePieceProcessor(model_proto=model)
-    except Exception as error:  # RuntimeError, or TypeError for some damage
-        raise UsageError(f"{where}: not a readable SentencePiece model: {error}") from error
 
 
 def from_file(path: Path) -> SpTokenizer:
@@ -212,7 +218,7 @@ def from_file(path: Path) -> SpTokenizer:
     tokenizer.named_tokens = config.named_tokens or {
         name: tokenizer.piece(i)
         for name, i in (("bos_token", special.bos), ("eos_token", (special.eos or (None,))[0]))
-        if i is not None
+        if i is not None and i < tokenizer.vocab_size
     }
     return tokenizer
 

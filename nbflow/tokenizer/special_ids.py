@@ -7,7 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from nbflow.weights.json_file import read_object
+from nbflow.weights.shown import shown
 from nbflow_kernels.errors import UsageError
+
+MAX_TOKEN_ID = 2**31 - 1
+"""Largest token id: kernels take them as int32.  A model may state ids beyond its vocabulary."""
+MAX_VOCABULARY = 1 << 22
+"""Most ids of a vocabulary, gaps included: 16 times the largest published; lists have this size."""
+MAX_PIECE_CHARACTERS = 1 << 16
+"""Longest piece; each of thousands of tokens may be it when ids are decoded."""
+NO_TOKEN = (-1, 2**32 - 1)
+"""Ids that files write where they mean none."""
 
 
 @dataclass(frozen=True)
@@ -61,12 +71,16 @@ def role_ids(folder: Path) -> dict[str, int]:
     config = read_object(path, missing_ok=True) or {}
     stated = {role: config.get(f"{role}_id") for role in ("user_token", "assistant_token")}
     found = {role: _ids(value, f"{path}: {role}_id") for role, value in stated.items() if value}
-    return {role: ids[0] for role, ids in found.items()}
+    return {role: ids[0] for role, ids in found.items() if ids}
 
 
 def _ids(value: Any, where: str) -> tuple[int, ...]:
-    """Return one id or a list of ids as a tuple."""
+    """Return one id or a list of ids as a tuple, without those that mean none."""
     values = value if isinstance(value, list) else [value]
-    if not all(type(i) is int and i >= 0 for i in values):
-        raise UsageError(f"{where} must be a token id or a list of them, got {value!r:.80}")
-    return tuple(values)
+    for i in values:
+        if type(i) is not int or not (0 <= i <= MAX_TOKEN_ID or i in NO_TOKEN):
+            raise UsageError(
+                f"{where} must be a token id, 0 to {MAX_TOKEN_ID}, or a list of them, "
+                f"got {shown(value)}"
+            )
+    return tuple(i for i in values if i not in NO_TOKEN)

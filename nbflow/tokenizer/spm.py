@@ -17,7 +17,7 @@ from nbflow.tokenizer.special_ids import SpecialIds
 from nbflow.tokenizer.tokenizer import encode_runs
 from nbflow_kernels.errors import UsageError
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)
 """Types of pieces, as SentencePiece and GGUF number them."""
 
 SPACE = "\u2581"

@@ -163,6 +163,15 @@ def check_text(text: str) -> str:
     return text
 
 
+def is_valid(text: str) -> bool:
+    """Return whether `text` can be written as UTF-8: it has no lone surrogates."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def encode_runs(
     parts: Sequence[str | int],
     encode: Callable[[str], list[int]],

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from nbflow.tokenizer.special_ids import MAX_VOCABULARY
+from nbflow.tokenizer.tokenizer import is_valid
 from nbflow.weights.byte_file import ByteFile
 from nbflow.weights.json_file import read_object
+from nbflow.weights.shown import shown
 from nbflow_kernels.errors import UsageError
 
 MAX_TEMPLATE_BYTES = 1 << 20  # the longest published ones have some 30 kB
@@ -88,20 +91,37 @@ def read_tokenizer_config(folder: Path) -> TokenizerConfig:
     """
     values = read_object(folder / "tokenizer_config.json", missing_ok=True) or {}
     special = read_object(folder / "special_tokens_map.json", missing_ok=True) or {}
-    named = {
-        name: text
-        for name in _NAMES
-        if (text := _content(values.get(name)) or _content(special.get(name))) is not None
-    }
+    files = (("tokenizer_config.json", values), ("special_tokens_map.json", special))
+    named: dict[str, str] = {}
+    for name in _NAMES:
+        for file, table in files:
+            text = _content(table.get(name), f"{folder / file}: {name}")
+            if text is not None:
+                named.setdefault(name, text)
     return TokenizerConfig(
         folder, values, named, tuple(_added(folder, values, named)), _templates(folder, values)
     )
 
 
-def _content(token: Any) -> str | None:
+def _content(token: Any, where: str) -> str | None:
     """Return how a token is spelt, which files write as text or as an object."""
     content = token.get("content") if isinstance(token, dict) else token
-    return content if isinstance(content, str) and content else None
+    if not isinstance(content, str) or not content:
+        return None
+    if not is_valid(content):
+        raise UsageError(
+            f"{where}: must be valid Unicode, got the lone surrogate in {content!a:.80}"
+        )
+    return content
+
+
+def _token_id(value: Any, where: str) -> int:
+    """Return the id of an added token, checked."""
+    if type(value) is not int or not 0 <= value < MAX_VOCABULARY:
+        raise UsageError(
+            f"{where}: must have an id, 0 to {MAX_VOCABULARY - 1}, got {shown(value):.80}"
+        )
+    return value
 
 
 def _added(folder: Path, values: dict[str, Any], named: dict[str, str]) -> list[AddedToken]:
@@ -110,18 +130,21 @@ def _added(folder: Path, values: dict[str, Any], named: dict[str, str]) -> list[
     where = folder / "tokenizer_config.json"
     decoder = values.get("added_tokens_decoder")
     for key, token in (decoder if isinstance(decoder, dict) else {}).items():
-        content = _content(token)
-        if not key.isdecimal() or content is None or not isinstance(token, dict):
-            raise UsageError(f"{where}: added_tokens_decoder: {key!r:.40} is not an id and a token")
+        at = f"{where}: added_tokens_decoder"
+        content = _content(token, f"{at}: {key!r:.40}")
+        # int() refuses thousands of digits with an error of its own
+        number = int(key) if key.isascii() and key.isdecimal() and len(key) < 20 else key
+        if number is key or content is None or not isinstance(token, dict):
+            raise UsageError(f"{at}: {key!r:.40} is not an id and a token")
+        token_id = _token_id(number, f"{at}: {content!r:.40}")
         switches = {name: bool(token.get(name)) for name in ("lstrip", "rstrip", "normalized")}
-        tokens[int(key)] = AddedToken(content, int(key), bool(token.get("special")), **switches)
+        tokens[token_id] = AddedToken(content, token_id, bool(token.get("special")), **switches)
     plain = read_object(folder / "added_tokens.json", missing_ok=True) or {}
-    for content, token_id in plain.items():
-        if type(token_id) is not int or token_id < 0 or not content:
-            raise UsageError(
-                f"{folder / 'added_tokens.json'}: {content!r:.40} must have an id, "
-                f"got {token_id!r:.40}"
-            )
+    for key, value in plain.items():
+        at = f"{folder / 'added_tokens.json'}: {key!a:.40}"
+        token_id, content = _token_id(value, at), _content(key, at)
+        if content is None:
+            raise UsageError(f"{at}: a token must not be empty")
         special = content in named.values()
         tokens.setdefault(token_id, AddedToken(content, token_id, special))
     return [tokens[i] for i in sorted(tokens)]

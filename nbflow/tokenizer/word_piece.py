@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from nbflow.tokenizer.hf import HfTokenizer, beside, put_around
+from nbflow.tokenizer.package_errors import package_errors
 from nbflow.tokenizer.special_ids import SpecialIds
 from nbflow.tokenizer.tokenizer_config import read_tokenizer_config
 from nbflow.weights.byte_file import ByteFile
@@ -52,18 +53,19 @@ def from_file(path: Path) -> HfTokenizer:
     unknown, before, after = (named[f"{name}_token"] for name in ("unk", "cls", "sep"))
     for token in (unknown, before, after):
         if token not in ids:
-            raise UsageError(f"{path}: the special token {token!r} is not in the vocabulary")
+            raise UsageError(f"{path}: the special token {token!r:.80} is not in the vocabulary")
     lowercase = config.flag("do_lower_case", True)
-    tokenizer = word_piece(
-        ids,
-        unknown=unknown,
-        lowercase=lowercase,
-        strip_accents=config.flag("strip_accents", lowercase),
-        chinese=config.flag("tokenize_chinese_chars", True),
-    )
-    tokenizer.add_special_tokens([token for token in named.values() if token in ids])
-    put_around(tokenizer, SpecialIds(before=(ids[before],), after=(ids[after],)))
-    return beside(tokenizer, path.parent, config)
+    with package_errors(f"{path}: the vocabulary is damaged"):
+        tokenizer = word_piece(
+            ids,
+            unknown=unknown,
+            lowercase=lowercase,
+            strip_accents=config.flag("strip_accents", lowercase),
+            chinese=config.flag("tokenize_chinese_chars", True),
+        )
+        tokenizer.add_special_tokens([token for token in named.values() if token in ids])
+        put_around(tokenizer, SpecialIds(before=(ids[before],), after=(ids[after],)))
+    return beside(tokenizer, path, config)
 
 
 def _read(path: Path) -> dict[str, int]:

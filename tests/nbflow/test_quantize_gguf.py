@@ -352,7 +352,7 @@ def test_a_wrong_number_would_be_noticed(source: Path, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"cannot say rope\.theta = 10000\.0"):
         check_reading(spec, family, metadata, names, "x")
     with pytest.raises(UsageError, match=r"would not be found as blk\.0"):
-        check_reading(spec, family, metadata, names[:1], "x")
+        check_reading(spec, family, metadata, names[:2], "x")
 
 
 @pytest.mark.parametrize(
