@@ -23,7 +23,7 @@ from nbflow.engine.burst import MAX_STEPS, Burst
 from nbflow.engine.drafting import Proposals
 from nbflow.engine.memory import Memory
 from nbflow.engine.memory_plan import PAGE_SIZE
-from nbflow.engine.outcome import Outcome, Output
+from nbflow.engine.outcome import ERROR_BYTES, Outcome, Output
 from nbflow.engine.pipeline import Pipeline
 from nbflow.engine.placement import Placement
 from nbflow.engine.request import FinishReason, Request
@@ -41,7 +41,7 @@ from nbflow.execute import (
 )
 from nbflow.execute.encode import Encoding
 from nbflow.execute.weights import stored_bytes
-from nbflow.parallel.comm import Comm
+from nbflow.parallel.comm import Comm, RankError
 from nbflow.parallel.links import Links
 from nbflow.parallel.plan import Plan, make_plan
 from nbflow.program import build, fuse, partition
@@ -227,14 +227,31 @@ class RankEngine:
         self.storage.release()
         self._begin((None, None, None, False))
         if max_pages is not None:  # an engine's: all the memory it will take is taken now
+            failure = None
             try:
                 self.storage.ensure(max_pages)
                 tokens = max_step_tokens or self.max_step_tokens
                 self.executor.reserve(tokens, max_sequences or tokens)
+            except UsageError as error:
+                failure = error
+            try:
+                self._agree(failure)
             except UsageError:  # there is no room: go on as before
                 self.storage.release()
                 raise
         self._begin(limits)
+
+    def _agree(self, failure: UsageError | None) -> None:
+        """Raise the same on every rank if one has failed, so that all of them go on as before."""
+        if self.comm.size == 1:
+            if failure is not None:
+                raise failure
+            return
+        mine = None if failure is None else f"rank {self.mine.rank}: {failure}"
+        found = self.comm.bcast_object(self.comm.gather_object(mine))
+        for text in found:
+            if text is not None:
+                raise UsageError(text)
 
     def _begin(self, limits: tuple[int | None, int | None, int | None, bool]) -> None:
         """Have an empty cache with these limits."""
@@ -247,6 +264,7 @@ class RankEngine:
             max_sequences,
             max(1, MAX_LOGIT_BYTES // (4 * self.spec.vocab_size)),
             prefix_cache,
+            self.spec.vocab_size,
         )
 
     def submit(self, request: Request) -> None:
@@ -338,7 +356,8 @@ class RankEngine:
         if self.comm.rank == self._head and rows:
             logits = self.executor.logits(len(rows))
             outcome.compute(logits, works, lambda: self.executor.buffer("y", len(rows)))
-            for array in outcome.arrays:
+            failed = outcome.failed(works)
+            for array in (*outcome.arrays, *([outcome.words(failed)] if failed else [])):
                 self._post(array)
         return outcome
 
@@ -348,6 +367,11 @@ class RankEngine:
             status.set(WAITING, "draw")
             for array in outcome.arrays:
                 self.comm.Recv(array, self._head)
+            failed = outcome.failed(works)
+            if failed:
+                words = np.empty((len(failed), ERROR_BYTES), np.uint8)
+                self.comm.Recv(words, self._head)
+                outcome.take_words(failed, words)
             status.set(WORKING, "draw")
         # some may have been ended while the step was on its way
         ended = {w.request.id for w in works if w.request.finish_reason is not None}
@@ -400,7 +424,11 @@ class RankEngine:
                 self._bursts.clear()
             self._bursts[key] = Burst(*key)
         burst = self._bursts[key]
-        burst.begin(requests)
+        wrong = burst.begin(requests)
+        if wrong:  # the others draw in the next step
+            for b, error in wrong.items():
+                requests[b].fail(error)
+            return [Output(requests[b]) for b in wrong]
         assert isinstance(self.executor, CpuExecutor)
         step = self._step(
             [r.id for r in requests], [r.pending for r in requests], range(len(requests))
@@ -454,8 +482,13 @@ class RankEngine:
         self.storage.copy_pages(self.table.take_copies())
 
     def _run(self, step: Step) -> None:
-        self._prepare()
-        self.executor.run(step)
+        try:
+            self._prepare()
+            self.executor.run(step)
+        except UsageError as error:  # of this rank's memory or device: the others go on
+            if self.comm.size == 1:
+                raise
+            raise RankError(f"rank {self.mine.rank}: {error}") from error
         if self.comm.size > 1:
             self._predicted_bytes += sum(self._bytes_sent(*n) for n in self.executor.sizes(step))
 

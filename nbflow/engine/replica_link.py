@@ -153,7 +153,12 @@ class RemoteEngine:
                 raise QueueFull(f"{self._most} requests wait already or run; try again later")
             number = next(self._numbers)
             self._handles[number], self._number_of[handle] = handle, number
-        self._send("submit", number, request)
+        try:
+            self._send("submit", number, request)
+        except Exception as error:
+            with self._lock:
+                del self._handles[number], self._number_of[handle]
+            raise UsageError(f"replica {self.index} cannot be sent this: {error}") from error
         return handle
 
     def cancel(self, handle: Handle, reason: FinishReason = "abort") -> None:
@@ -351,7 +356,7 @@ class _Servant:
 
         try:
             self._handles[number] = self._engine.submit(request, on_events)
-        except UsageError as error:
+        except Exception as error:  # of this request: the engine has not taken it
             event = TokenEvent(None, finish_reason="error", error=_sendable(error))
             facts = {"finish_reason": "error", "error": event.error}
             self._out.put(("events", number, [event], facts))

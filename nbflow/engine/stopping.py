@@ -29,17 +29,22 @@ class Stopping:
         Returns
         -------
         list of Request
-            Those that had one and have not ended by themselves.
+            Those that had one and have not ended by themselves, and those whose tokens have no
+            text, which have failed.
         """
         found = []
         for output in outputs:
             request = output.request
             if not request.stop_texts:
                 continue
-            if self._has_stopped(output):
-                if request.finish_reason is None:
-                    found.append(request)
-                request.finish_reason = "stop"
+            runs = request.finish_reason is None
+            try:
+                if self._has_stopped(output):
+                    request.finish_reason = "stop"
+            except Exception as error:  # the tokenizer's; the others have no part in it
+                request.fail(error)
+            if runs and request.finish_reason is not None:
+                found.append(request)
             if request.finish_reason is not None:
                 self.forget(request)
         return found
