@@ -304,6 +304,8 @@ class Engine:
         Exception
             What the method raised.
         """
+        if threading.current_thread() is self._thread:
+            raise UsageError(f"{method!r} would wait for itself: this is the engine's own thread")
         future: Future[Any] = Future()
         with self._lock:
             self._check_running()

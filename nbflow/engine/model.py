@@ -86,9 +86,14 @@ class Model:
         """Whether all ranks are threads of this process."""
         return self._team is not None
 
+    @property
+    def on_rank_thread(self) -> bool:
+        """Whether the caller's thread is one of the ranks."""
+        return self._team is not None and self._team.holds_this_thread()
+
     def claim(self, engine: object) -> None:
         """Let an engine run this model; nobody else may, until it is released."""
-        with self.turns.lock:
+        with self.turns.taken():
             if self.engine is not None:
                 raise UsageError(f"another engine runs {self.spec.name} already; close it first")
             self.engine = engine
@@ -137,7 +142,7 @@ class Model:
 
     def close(self) -> None:
         """Free the weights and end the threads."""
-        with self.turns.lock:
+        with self.turns.taken():
             self.engines = []
             if self._team is not None:
                 self._team.close()
@@ -225,7 +230,7 @@ class Model:
         types: list[list[int]] | None = None,
         encoder_ids: list[list[int]] | None = None,
     ) -> list[NDArray[np.float32]]:
-        with self.turns.lock:
+        with self.turns.taken():
             self.check_free()
             results: list[NDArray[np.float32]] = self.call(
                 "sequences", "outputs", sequences, name, types, encoder_ids
@@ -309,7 +314,7 @@ class Model:
 
     def session(self) -> Session:
         """Return a `Session`: sequences that are run, copied and cut step by step."""
-        with self.turns.lock:
+        with self.turns.taken():
             self.check_free()
             self.turns.configure()
         return Session(self)
@@ -541,7 +546,7 @@ class Model:
 
     def gather(self, method: str) -> list[dict[str, Any]]:
         """Return the results of all ranks of the plan, on every one of them."""
-        with self.turns.lock:
+        with self.turns.taken():
             results = self.call(method)
             if self._team is None:
                 comm = self.engines[0].comm
@@ -553,7 +558,7 @@ class Model:
 
         Other threads wait for it.
         """
-        with self.turns.call(self._team is not None and self._team.holds_this_thread()):
+        with self.turns.call():
             return self._call(method, args, per_engine)
 
     def _call(self, method: str, args: tuple[Any, ...], per_engine: list[Any] | None) -> list[Any]:

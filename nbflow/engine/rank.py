@@ -171,6 +171,8 @@ class RankEngine:
     def sequences(self, method: str, *args: Any) -> Any:
         """Call a method of `Sequences`."""
         with self._watched():
+            if self._pipeline is not None:
+                self._pipeline.settle()
             return getattr(self._sequences, method)(*args)
 
     def _watched(self) -> contextlib.AbstractContextManager[None]:
