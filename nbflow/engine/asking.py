@@ -69,9 +69,7 @@ def checked_request(
         )
     ids = model.check_ids(prompt, room=1)
     room = model.spec.max_context - len(ids)
-    request = Request(
-        ids, min(max_tokens, room), strategy, seed, ends, encoder_ids
-    )
+    request = Request(ids, min(max_tokens, room), strategy, seed, ends, encoder_ids)
     request.search = searches
     request.n_top_logprobs = min(asked.logprobs or 0, model.spec.vocab_size)
     if asked.prompt_logprobs is not None:

@@ -366,7 +366,7 @@ class Engine:
             raise EngineClosed(f"the engine takes no requests: it is {self._state}")
 
     def _fit(self, request: Request) -> None:
-        """Refuse what cannot run, even alone; shorten the rest to what the key/value cache holds."""
+        """Refuse what cannot run, even alone; shorten the rest to what the cache holds."""
         if request.id >= 0 or request.finish_reason is not None:
             raise UsageError("a request is submitted once; make another one")
         check_request(self.model.spec, request)

@@ -263,9 +263,7 @@ class Outcome:
         return outputs
 
     @staticmethod
-    def _search(
-        request: Request, row: np.ndarray, output: Output, error: Exception | None
-    ) -> None:
+    def _search(request: Request, row: np.ndarray, output: Output, error: Exception | None) -> None:
         """Let a search go on; that it cannot is the same on every rank."""
         n_before = len(request.ids)
         try:

@@ -1,8 +1,8 @@
 """Ranks as threads of one process, for laptops and tests: the same code as under mpirun.
 
 A rank that raises breaks the others' next exchange (`RankFailure`); one that stands still does so
-after three times ``NBFLOW_HANG_S`` seconds (300), so nobody waits for ever.  A `UsageError` that all
-ranks raise alike is the answer to a wrong call: the ranks take the next one.
+after three times ``NBFLOW_HANG_S`` seconds (300), so nobody waits for ever.  A `UsageError` that
+all ranks raise alike is the answer to a wrong call: the ranks take the next one.
 """
 
 from __future__ import annotations

@@ -120,6 +120,15 @@ class Continuation:
         reason = piece.finish_reason or "error"
         self._clock.end(reason, self.n_prompt, self.n_tokens, self._queued_s)
 
+    def failed(self, error: Exception) -> list[Piece]:
+        """End because something else than the engine has failed."""
+        if self.finished:
+            return []
+        piece = Piece(self.index)
+        self._end_as(piece, TokenEvent(None, finish_reason="error", error=error))
+        self._note_end(piece)
+        return [piece]
+
     def _end_as(self, piece: Piece, event: TokenEvent) -> None:
         """End as the engine says."""
         if event.finish_reason == "error":
@@ -272,7 +281,10 @@ class Job:
             continuation.abandon()
 
     def _take(self, continuation: Continuation, events: list[TokenEvent]) -> None:
-        pieces = continuation.take(events)
+        try:
+            pieces = continuation.take(events)
+        except Exception as error:  # or this request would wait, and those behind it in the mailbox
+            pieces = continuation.failed(error)
         if pieces:
             self._pieces += pieces
             self._news.set()

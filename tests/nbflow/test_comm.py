@@ -137,7 +137,9 @@ def test_a_refusal_of_one_rank_ends_the_team_with_its_words(team, others):
         elif others == "differ":
             raise UsageError(f"planted on rank {comm.rank}")
 
-    with pytest.raises(UsageError, match="planted on rank [01]" if others == "differ" else "rank 1"):
+    with pytest.raises(
+        UsageError, match="planted on rank [01]" if others == "differ" else "rank 1"
+    ):
         team.run(run)
     with pytest.raises(RankFailure, match="load the model again"):
         team.run(lambda comm: None)
