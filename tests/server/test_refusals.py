@@ -48,7 +48,6 @@ def chat(server, **body):
         ("stop_token_ids", [2**63], "stop_token_ids must hold ids"),
         ("stop_token_ids", [2048], "stop_token_ids must hold ids in 0..2047"),
         ("stop_token_ids", [-1], "stop_token_ids must hold ids"),
-        ("cache_salt", "\ud800", None),
         ("decoding", "beams", "unknown decoding strategy"),
         ("decoding", "beam", None),
         ("beam_width", 3, "add use_beam_search"),
