@@ -448,9 +448,8 @@ class Engine:
         except _Unsendable as error:
             if len(new) == 1:
                 self._ended(new[0], "error", error)
-            else:  # the others are not to suffer from one
-                for handle in new:
-                    self._begin([handle])
+            for handle in new if len(new) > 1 else ():  # the others are not to suffer from one
+                self._begin([handle])
             return
         for handle, refused in zip(new, results, strict=True):
             if isinstance(refused, Exception):
@@ -568,8 +567,7 @@ class Engine:
     def _obey(self, commands: list[Command]) -> list[Any]:
         """Do what the first rank wants; an error that leaves all ranks alike is a result.
 
-        Among several ranks that is a `UsageError` of the code that all of them run; any other error
-        ends the engine, because the others may wait for this rank.
+        Any other ends the engine, because the other ranks may wait for this one.
         """
         results: list[Any] = []
         for method, args in commands:
