@@ -214,7 +214,7 @@ class RankEngine:
 
         Without arguments they are those of `nbflow.load`.  With `max_pages` that many are made at
         once, so that no step has to wait for it; the system gives memory to a page when it is
-        first written.
+        first written.  All ranks must call it then: they agree that each has room.
         """
         limits = max_step_tokens, max_sequences, max_pages, prefix_cache
         if limits == self._limits:
