@@ -6,6 +6,7 @@ Scores, length penalty and the end of the search are those of Hugging Face's ``g
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import ClassVar, Literal
@@ -136,8 +137,7 @@ class Beams:
 
     def _score(self, h: Hypothesis) -> float:
         """Return a sum of log-probabilities with the length penalty."""
-        score: float = h.score / len(h.ids) ** self.search.length_penalty
-        return score
+        return _penalized(h.score, len(h.ids), self.search.length_penalty)
 
     def advance(
         self,
@@ -205,5 +205,17 @@ class Beams:
         length = len(best.ids)
         if search.early_stopping == "never" and search.length_penalty > 0.0:
             length = self._max_tokens
-        possible: float = best.score / length**search.length_penalty
+        possible = _penalized(best.score, length, search.length_penalty)
         return possible <= self.finished[-1].score
+
+
+def _penalized(score: float, length: int, penalty: float) -> float:
+    """Return ``score / length**penalty``, also where the power is beyond the numbers there are."""
+    if not score:
+        return score
+    try:
+        return float(score / length**penalty)
+    except OverflowError:  # of the power; scores are negative
+        return -0.0
+    except ZeroDivisionError:
+        return -math.inf

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from typing import ClassVar
 
@@ -21,6 +22,16 @@ from nbflow_kernels.penalties import (
     apply_token_bitmask,
     mask_token_ids,
 )
+
+MAX_BIAS = 1e6
+"""Largest bias of a logit: above any logit, and far from float32's end at low temperatures."""
+
+
+def check_token_ids(name: str, ids: Iterable[int], n_vocab: int) -> None:
+    """Raise `UsageError` if a token is not in the vocabulary; `name` is the parameter's."""
+    for token in ids:
+        if not 0 <= token < n_vocab:
+            raise UsageError(f"{name} must hold ids in 0..{n_vocab - 1}, got {token!s:.40}")
 
 
 @dataclass(frozen=True)
@@ -58,8 +69,12 @@ class Constraints:
         check_range("constraints", "min_tokens", self.min_tokens, 0, 2**31 - 1)
         if () in self.bad_words:
             raise UsageError("bad_words must not hold an empty word")
-        if np.isnan([bias for _, bias in self.logit_bias]).any():
-            raise UsageError("logit_bias must not hold a NaN")
+        for token, bias in self.logit_bias:
+            if bias != -math.inf and not -MAX_BIAS <= bias <= MAX_BIAS:
+                raise UsageError(
+                    f"logit_bias must be in {-MAX_BIAS:,.0f}..{MAX_BIAS:,.0f}, or minus infinity, "
+                    f"which forbids the token; got {bias:g} for token {token}"
+                )
 
     @property
     def empty(self) -> bool:
@@ -75,9 +90,7 @@ class Constraints:
             ("banned_token_ids", self.banned_token_ids),
             ("bad_words", [token for word in self.bad_words for token in word]),
         ):
-            wrong = [token for token in ids if not 0 <= token < n_vocab]
-            if wrong:
-                raise UsageError(f"{name} must hold ids in 0..{n_vocab - 1}, got {wrong[0]}")
+            check_token_ids(name, ids, n_vocab)
 
 
 @dataclass(frozen=True)

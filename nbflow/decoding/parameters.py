@@ -15,7 +15,7 @@ import numpy as np
 
 from nbflow.decoding.breakers import breaker_sequences
 from nbflow.decoding.chain import parse_samplers
-from nbflow.decoding.constraints import Constraints, constrain
+from nbflow.decoding.constraints import Constraints, check_token_ids, constrain
 from nbflow.decoding.strategy import Strategy
 from nbflow.decoding.structured import KINDS, Grammar
 from nbflow.decoding.table import STRATEGIES, make_strategy
@@ -126,6 +126,10 @@ class Parameters:
                 raise UsageError(
                     f"stop must hold texts of 1..{MAX_STOP_BYTES} bytes, got {text!r:.40}"
                 )
+        if self.allowed_token_ids is not None and not len(self.allowed_token_ids):
+            raise UsageError(
+                "allowed_token_ids must hold at least one token id; leave it out to allow all"
+            )
         asked = [kind for kind in KINDS if getattr(self, kind) is not None]
         if len(asked) > 1:
             raise UsageError(f"give one of {', '.join(KINDS)}; got {' and '.join(asked)}")
@@ -167,10 +171,24 @@ class Parameters:
         """The texts that end the output."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
-    def end_ids(self, known: Sequence[int]) -> tuple[int, ...]:
-        """Return the tokens that end the output; `known` are the model's end tokens."""
-        own = () if self.ignore_eos else tuple(known)
-        return tuple(dict.fromkeys((*own, *self.stop_token_ids)))
+    def end_ids(self, known: Sequence[int], n_vocab: int) -> tuple[int, ...]:
+        """Return the tokens that end the output.
+
+        Parameters
+        ----------
+        known : sequence of int
+            The model's end tokens; those without a logit are left out, as they are never drawn.
+        n_vocab : int
+            Number of the model's logits.
+
+        Raises
+        ------
+        UsageError
+            If `stop_token_ids` holds an id outside of the vocabulary.
+        """
+        check_token_ids("stop_token_ids", self.stop_token_ids, n_vocab)
+        own = () if self.ignore_eos else (token for token in known if 0 <= token < n_vocab)
+        return tuple(dict.fromkeys((*own, *(int(token) for token in self.stop_token_ids))))
 
     def strategy(
         self,
@@ -206,7 +224,7 @@ class Parameters:
         MissingExtraError
             If a structure is asked for and llguidance is not installed.
         """
-        ends = self.end_ids(end_ids)
+        ends = self.end_ids(end_ids, n_vocab)
         name = self.decoding or self._name(defaults or {})
         given = self._of_strategy(name, tokenizer, ends)
         if inner is None and self.decoding is None:
@@ -368,9 +386,18 @@ def _biases(bias: Mapping[Any, float] | Sequence[tuple[int, float]] | None) -> A
     """Return (token, bias); JSON spells tokens as texts, llama.cpp forbids by false."""
     pairs = bias.items() if isinstance(bias, Mapping) else bias or ()
     try:
-        return tuple((int(i), -math.inf if x is False else float(x)) for i, x in pairs)
-    except (TypeError, ValueError):
+        return tuple((_token_id(i), -math.inf if x is False else float(x)) for i, x in pairs)
+    except (TypeError, ValueError, OverflowError):
         raise UsageError(f"logit_bias must map token ids to numbers, got {bias!r:.60}") from None
+
+
+def _token_id(given: Any) -> int:
+    """Return a token id that is a whole number, or its ASCII digits."""
+    if isinstance(given, str) and not (given.isascii() and given.isdigit()):
+        raise ValueError(given)
+    if not isinstance(given, str) and not _is_whole(given):
+        raise TypeError(given)
+    return int(given)
 
 
 def _words(words: Sequence[Word], tokenizer: Tokenizer | None) -> Any:

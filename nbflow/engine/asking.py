@@ -47,6 +47,7 @@ def checked_request(
     if asked.n != 1:
         raise UsageError("n belongs to generate_batch; submit as many requests as are wanted")
     known = model.end_ids
+    ends = frozenset(asked.end_ids(known, model.spec.vocab_size))
     if searches is None:
         strategy = asked.strategy(
             model.spec.vocab_size, model.found_tokenizer, known, model.defaults,
@@ -71,13 +72,12 @@ def checked_request(
         )
     ids = model.check_ids(prompt, room=1)
     room = model.spec.max_context - len(ids)
-    request = Request(
-        ids, min(max_tokens, room), strategy, seed, frozenset(asked.end_ids(known)), encoder_ids
-    )
+    request = Request(ids, min(max_tokens, room), strategy, seed, ends, encoder_ids)
     request.search = searches
     request.banned_ids = frozenset(model.spec.banned_token_ids)
     request.n_top_logprobs = min(asked.logprobs or 0, model.spec.vocab_size)
-    request.prompt_logprobs = asked.prompt_logprobs
+    if asked.prompt_logprobs is not None:
+        request.prompt_logprobs = min(asked.prompt_logprobs, model.spec.vocab_size)
     request.stop_texts = asked.stop_texts
     request.include_stop_text = asked.include_stop_str_in_output
     return request

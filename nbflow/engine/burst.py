@@ -58,8 +58,9 @@ class Burst:
     @staticmethod
     def fits(requests: Sequence[Request]) -> bool:
         """Return whether one burst can draw for these requests: they have one compiled strategy."""
-        one = len({r.strategy for r in requests}) == 1
-        return one and requests[0].strategy.compiled and not any(r.n_top_logprobs for r in requests)
+        if any(r.n_top_logprobs or not r.strategy.compiled for r in requests):
+            return False
+        return len({r.strategy for r in requests}) == 1
 
     @classmethod
     def key(cls, requests: Sequence[Request]) -> tuple[Any, ...]:
@@ -67,14 +68,19 @@ class Burst:
         n_stops = max(1, *(len(r.stop_ids) for r in requests))
         return requests[0].strategy, len(requests), n_stops, any(r.wants_logprobs for r in requests)
 
-    def begin(self, requests: Sequence[Request]) -> None:
-        """Fill the arrays for the first step."""
+    def begin(self, requests: Sequence[Request]) -> dict[int, Exception]:
+        """Fill the arrays for the first step; return what went wrong, by the row it belongs to."""
         self.stops[:] = -1
+        wrong: dict[int, Exception] = {}
         for b, request in enumerate(requests):
-            self.seeds[b] = request.seed
-            self.offsets[b] = len(request.ids)
-            self.stops[b, : len(request.stop_ids)] = sorted(request.stop_ids)
+            try:
+                self.seeds[b] = request.seed
+                self.offsets[b] = len(request.ids)
+                self.stops[b, : len(request.stop_ids)] = sorted(request.stop_ids)
+            except Exception as error:
+                wrong[b] = error
         self.n_steps[0] = self.stop[0] = 0
+        return wrong
 
     def calls(self, bound: Bound, logits: np.ndarray) -> list[Call]:
         """Return the calls that go from the logits of a step to the numbers of the next one."""

@@ -1,4 +1,4 @@
-"""Checks of token ids that somebody gives."""
+"""Checks of what a caller gives: token ids, and requests before they are scheduled."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nbflow.decoding.constraints import check_token_ids
+from nbflow.engine.request import Request
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 
@@ -53,3 +55,33 @@ def check_types(
             f"{int(array.min())}..{int(array.max())}"
         )
     return [int(t) for t in array]
+
+
+def check_request(spec: ModelSpec, request: Request) -> None:
+    """Raise `UsageError` if a step could fail on the fields of a request.
+
+    A request shares its steps with others, so all that the scheduler and the draws read is checked
+    before, also in a request whose fields have been set by hand.
+    """
+    for name, low, high in (
+        ("max_tokens", 0, 2**31 - 1),
+        ("seed", 0, 2**64 - 1),
+        ("priority", -(2**31), 2**31 - 1),
+        ("n_top_logprobs", 0, spec.vocab_size),
+        ("n_proposed", 0, 2**20),
+        ("prompt_logprobs", 0, spec.vocab_size),
+    ):
+        value = getattr(request, name)
+        if value is None and name == "prompt_logprobs":
+            continue
+        if not isinstance(value, (int, np.integer)) or not low <= value <= high:
+            raise UsageError(f"{name} must be a whole number in {low}..{high}, got {value!r:.40}")
+    deadline = request.deadline
+    if deadline is not None and not isinstance(deadline, (int, float)):
+        raise UsageError(f"deadline must be a number of seconds or None, got {deadline!r:.40}")
+    if not isinstance(request.cache_salt, str):
+        raise UsageError(f"cache_salt must be a text, got {request.cache_salt!r:.40}")
+    check_ids(spec, request.prompt, room=0)
+    if request.encoder_ids is not None and spec.encoder is not None:
+        check_ids(spec.encoder, request.encoder_ids, room=0)
+    check_token_ids("stop_ids", request.stop_ids, spec.vocab_size)

@@ -80,8 +80,12 @@ class Drafter:
         with self._lock:
             sequence = self._sequences.pop(request, None)
             self._ids.pop(request, None)
-            if sequence is not None and self._session is not None and self.model.engines:
+            if sequence is None or self._session is None or not self.model.engines:
+                return
+            try:
                 self._session.drop(sequence)
+            except Exception:  # of the draft model alone
+                logger.exception("the draft model raised while it forgot a request")
 
     def _catch_up(self, requests: Sequence[Request]) -> dict[Request, list[int]]:
         """Bring the draft's sequences to what the requests have, but for the tokens returned.

@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nbflow.engine.checks import check_request
+from nbflow.engine.errors import EngineClosed, QueueFull, Unsendable
 from nbflow.engine.handle import Handle, OnEvents
 from nbflow.engine.limits import Limits, choose_limits
 from nbflow.engine.model import STREAM_BURST_S, Model
@@ -27,9 +29,10 @@ from nbflow.engine.pooling import embed
 from nbflow.engine.rank import RankEngine
 from nbflow.engine.replicas import Replicas
 from nbflow.engine.request import FinishReason, Request
-from nbflow.engine.scheduler import room_for
+from nbflow.engine.scheduler import check_width, room_for
 from nbflow.engine.stats import EngineStats
 from nbflow.engine.stopping import Stopping
+from nbflow.parallel.comm import RankError
 from nbflow.status import WORKING, status
 from nbflow_kernels.errors import UsageError, unknown_name
 
@@ -40,14 +43,6 @@ ON_FAILURE = ("continue", "stop")
 """What the other replicas of a model may do when one has failed."""
 
 logger = logging.getLogger(__name__)
-
-
-class QueueFull(UsageError):
-    """As many requests wait as may; try again later."""
-
-
-class EngineClosed(UsageError):
-    """The engine takes no requests: it is closed, or about to be, or has failed."""
 
 
 class Engine:
@@ -247,7 +242,8 @@ class Engine:
         EngineClosed
             If the engine does not run.
         UsageError
-            If the request cannot run: its prompt is longer than the key/value cache.
+            If the request cannot run: a field is out of range, its prompt is longer than the
+            key/value cache, or its search follows more than `max_sequences` continuations.
         """
         self._fit(request)
         if request.stop_texts:
@@ -299,6 +295,8 @@ class Engine:
         Exception
             What the method raised.
         """
+        if threading.current_thread() is self._thread:
+            raise UsageError(f"{method!r} would wait for itself: this is the engine's own thread")
         future: Future[Any] = Future()
         with self._lock:
             self._check_running()
@@ -359,9 +357,11 @@ class Engine:
             raise EngineClosed(f"the engine takes no requests: it is {self._state}")
 
     def _fit(self, request: Request) -> None:
-        """Shorten a request to what the key/value cache holds; refuse what does not fit at all."""
+        """Refuse what cannot run, even alone; shorten the rest to what the cache holds."""
         if request.id >= 0 or request.finish_reason is not None:
             raise UsageError("a request is submitted once; make another one")
+        check_request(self.model.spec, request)
+        check_width(request, self.limits.max_sequences)
         most = self.limits.max_tokens
         if len(request.prompt) > most:
             raise UsageError(
@@ -434,9 +434,16 @@ class Engine:
 
     def _begin(self, new: Sequence[Handle]) -> None:
         """Give new requests to the scheduler."""
-        commands: list[Command] = [("submit", (h.request,)) for h in new]
-        for handle, refused in zip(new, self._tell(commands), strict=True):
-            if isinstance(refused, UsageError):
+        try:
+            results = self._tell([("submit", (h.request,)) for h in new])
+        except Unsendable as error:
+            if len(new) == 1:
+                self._ended(new[0], "error", error)
+            for handle in new if len(new) > 1 else ():  # the others are not to suffer from one
+                self._begin([handle])
+            return
+        for handle, refused in zip(new, results, strict=True):
+            if isinstance(refused, Exception):
                 self._ended(handle, "error", refused)
             else:
                 self._handles[handle.request.id] = handle
@@ -445,7 +452,7 @@ class Engine:
         """End requests for other reasons than their own."""
         for handle, reason in endings:
             if handle.request.id in self._handles and not handle.done:
-                self._tell([("end", (handle.request.id, reason))])
+                self._end_there(handle.request.id, reason)
                 if reason == "deadline" and handle.request.searching is not None:
                     handle.request.found = handle.request.searching.present()
                 del self._handles[handle.request.id]
@@ -453,16 +460,22 @@ class Engine:
                 self._forget(handle.request)
                 self._ended(handle, reason)
 
+    def _end_there(self, request_id: int, reason: FinishReason | None) -> None:
+        """End a request on every rank."""
+        (failed,) = self._tell([("end", (request_id, reason))])
+        if failed is not None:
+            raise failed
+
     def _answer(self, future: Future[Any], command: Command) -> None:
         """Make a call that another thread waits for."""
         try:
             (result,) = self._tell([command])
         except Exception as error:
             future.set_exception(error)
-            if self._rank.comm.size > 1:  # the others may be in the middle of it
+            if not isinstance(error, Unsendable):  # the others may be in the middle of it
                 raise
         else:
-            if isinstance(result, UsageError):
+            if isinstance(result, Exception):
                 future.set_exception(result)
             else:
                 future.set_result(result)
@@ -482,11 +495,11 @@ class Engine:
             return
         started = time.perf_counter()
         command = "advance", (self._burst_s, self.model.proposed())
-        outputs: list[Output] | UsageError = self._tell([command])[0]
-        if isinstance(outputs, UsageError):  # a rank among several could not go on
+        outputs: list[Output] | Exception = self._tell([command])[0]
+        if isinstance(outputs, Exception):  # beyond the requests of the step
             raise outputs
         for request in self._stopping.look(outputs):
-            self._tell([("end", (request.id, "stop"))])
+            self._end_there(request.id, request.finish_reason)
         if self._rank.comm.size > 1:  # what follows must come to an end, too
             status.set(WORKING, "the step")
         self._step_seconds += time.perf_counter() - started
@@ -543,7 +556,10 @@ class Engine:
         return self._obey(commands)
 
     def _obey(self, commands: list[Command]) -> list[Any]:
-        """Do what the first rank wants; what a user has caused is a result, as on every rank."""
+        """Do what the first rank wants; an error that leaves all ranks alike is a result.
+
+        Any other ends the engine, because the other ranks may wait for this one.
+        """
         results: list[Any] = []
         for method, args in commands:
             try:
@@ -552,7 +568,10 @@ class Engine:
                     results.append(self.model.call(method, per_engine=copies)[0])
                 else:
                     results.append(self.model.call(method, *args)[0])
-            except UsageError as error:
+            except Exception as error:
+                alike = isinstance(error, UsageError) and not isinstance(error, RankError)
+                if not alike and self._rank.comm.size > 1:
+                    raise
                 results.append(error)
         return results
 
@@ -560,7 +579,10 @@ class Engine:
         """Return the first rank's commands on every rank; None says that the engine is over."""
         if not self.model.engines or self.model.is_team or self._rank.comm.size == 1:
             return commands
-        data = np.frombuffer(pickle.dumps(commands), np.uint8)
+        try:
+            data = np.frombuffer(pickle.dumps(commands), np.uint8)
+        except Exception as error:  # the others have been told nothing yet
+            raise Unsendable(f"the other ranks cannot be sent this: {error}") from error
         size = np.array([data.size])
         self._rank.comm.Bcast(size, 0)
         message = data.copy() if self.leads else np.empty(int(size[0]), np.uint8)

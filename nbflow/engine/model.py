@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -15,14 +14,13 @@ from nbflow.engine.asking import checked_request
 from nbflow.engine.checks import check_ids, check_types
 from nbflow.engine.drafting import Drafter, Proposals, proposals
 from nbflow.engine.generation import Generation, text_of
-from nbflow.engine.outcome import Output
 from nbflow.engine.pooling import embedding_requests, vector_of
 from nbflow.engine.propose import Draft, attach
 from nbflow.engine.rank import RankEngine
 from nbflow.engine.request import Request
 from nbflow.engine.search import SEARCHES, search
 from nbflow.engine.session import Session
-from nbflow.engine.stopping import Stopping
+from nbflow.engine.turns import Turns
 from nbflow.parallel import Comm, Plan
 from nbflow.parallel.threads import RankTeam
 from nbflow.spec.model_spec import ModelSpec
@@ -38,9 +36,14 @@ WHOLE_BURST_S = 0.1
 class Model:
     """A loaded model.  Made by `nbflow.load`; usable in a ``with`` statement.
 
-    Under mpirun every rank holds one and calls the same methods in the same order; results are the
-    same on every rank that takes part.  Ranks outside the partition have `participates` False and
-    must not call the methods.
+    Any thread may call the methods, and several at once: each gets what it would get alone.  Steps
+    run one after the other and are shared, so generations go on together; other calls wait for the
+    step that runs.  Between two tokens of a `stream` its reader may call the model, too.  What a
+    step itself calls, e.g. a proposer, may not (`UsageError`).
+
+    Under mpirun every rank holds one and calls the same methods in the same order, which only one
+    thread of each process can keep to; results are the same on every rank that takes part.  Ranks
+    outside the partition have `participates` False and must not call the methods.
     """
 
     def __init__(
@@ -67,8 +70,10 @@ class Model:
         self._tokenizer = tokenizer
         self._why_no_tokenizer = why_no_tokenizer
         self._team = team
+        self.turns = Turns(self)
+        """By which threads call this model one after the other."""
 
-    def _check_free(self) -> None:
+    def check_free(self) -> None:
         """Raise unless the model's steps are the caller's own."""
         if self.engine is not None:
             raise UsageError(
@@ -80,11 +85,17 @@ class Model:
         """Whether all ranks are threads of this process."""
         return self._team is not None
 
+    @property
+    def on_rank_thread(self) -> bool:
+        """Whether the caller's thread is one of the ranks."""
+        return self._team is not None and self._team.holds_this_thread()
+
     def claim(self, engine: object) -> None:
         """Let an engine run this model; nobody else may, until it is released."""
-        if self.engine is not None:
-            raise UsageError(f"another engine runs {self.spec.name} already; close it first")
-        self.engine = engine
+        with self.turns.taken():
+            if self.engine is not None:
+                raise UsageError(f"another engine runs {self.spec.name} already; close it first")
+            self.engine = engine
 
     def release(self, engine: object) -> None:
         """Give the model back."""
@@ -130,10 +141,11 @@ class Model:
 
     def close(self) -> None:
         """Free the weights and end the threads."""
-        self.engines = []
-        if self._team is not None:
-            self._team.close()
-            self._team = None
+        with self.turns.taken():
+            self.engines = []
+            if self._team is not None:
+                self._team.close()
+                self._team = None
 
     # ---- evaluation ---------------------------------------------------------------------------
 
@@ -221,10 +233,11 @@ class Model:
         types: list[list[int]] | None = None,
         encoder_ids: list[list[int]] | None = None,
     ) -> list[NDArray[np.float32]]:
-        self._check_free()
-        results: list[NDArray[np.float32]] = self.call(
-            "sequences", "outputs", sequences, name, types, encoder_ids
-        )[0]
+        with self.turns.taken():
+            self.check_free()
+            results: list[NDArray[np.float32]] = self.call(
+                "sequences", "outputs", sequences, name, types, encoder_ids
+            )[0]
         return results
 
     def embed(
@@ -290,8 +303,9 @@ class Model:
 
     def session(self) -> Session:
         """Return a `Session`: sequences that are run, copied and cut step by step."""
-        self._check_free()
-        self.call("configure")
+        with self.turns.taken():
+            self.check_free()
+            self.turns.configure()
         return Session(self)
 
     # ---- generation ---------------------------------------------------------------------------
@@ -437,39 +451,10 @@ class Model:
 
         Each item is a list of (request, token, log-probability) of a step, or of as many steps as
         fit into `burst_s` seconds.  Longer bursts are faster: Python works once for each.  With
-        `share_prompts` requests that begin alike share pages, as in `nbflow.Engine`.
+        `share_prompts` requests that begin alike share pages, as in `nbflow.Engine`, unless others
+        run already without.
         """
-        self._check_free()
-        self.call("configure", None, None, None, share_prompts)
-        numbers = {}
-        for i, request in enumerate(requests):
-            self.call("submit", per_engine=self.copies(request))
-            numbers[request.id] = i
-        stopping = Stopping(lambda: self.tokenizer)
-        try:
-            while any(r.finish_reason is None for r in requests):
-                outputs: list[Output] = self.call("advance", burst_s, self.proposed())[0]
-                # others' requests may run, too: of a stream that is not read to its end
-                outputs = [o for o in outputs if o.request.id in numbers]
-                for output in outputs:
-                    if output.request.error is not None:
-                        raise output.request.error
-                for request in stopping.look(outputs):
-                    self.call("end", request.id, "stop")
-                events = [
-                    (numbers[o.request.id], token, logprob)
-                    for o in outputs
-                    for token, logprob in zip(o.tokens, o.logprobs, strict=True)
-                ]
-                if events:
-                    yield events
-        finally:
-            with contextlib.suppress(Exception):
-                for number in numbers:
-                    self.call("end", number, "abort")
-                for request in requests:
-                    if request.drafter is not None:
-                        request.drafter.forget(request)
+        return self.turns.run(requests, burst_s, share_prompts)
 
     def proposed(self) -> Proposals | None:
         """Return what draft models propose for the next step, the same on every rank."""
@@ -550,14 +535,22 @@ class Model:
 
     def gather(self, method: str) -> list[dict[str, Any]]:
         """Return the results of all ranks of the plan, on every one of them."""
-        results = self.call(method)
-        if self._team is None:
-            comm = self.engines[0].comm
-            results = comm.bcast_object(comm.gather_object(results[0]))
+        with self.turns.taken():
+            results = self.call(method)
+            if self._team is None:
+                comm = self.engines[0].comm
+                results = comm.bcast_object(comm.gather_object(results[0]))
         return results
 
     def call(self, method: str, *args: Any, per_engine: list[Any] | None = None) -> list[Any]:
-        """Call a method of every `RankEngine` of this process, and return the results."""
+        """Call a method of every `RankEngine` of this process, and return the results.
+
+        Other threads wait for it.
+        """
+        with self.turns.call():
+            return self._call(method, args, per_engine)
+
+    def _call(self, method: str, args: tuple[Any, ...], per_engine: list[Any] | None) -> list[Any]:
         if not self.engines:
             raise UsageError(
                 f"this process holds no part of the model (partition {self.plan.partition!r}), "

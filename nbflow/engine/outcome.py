@@ -33,7 +33,9 @@ from nbflow_kernels._dispatch import on_host
 from nbflow_kernels.errors import UsageError
 
 NO_TOKEN = -1
-"""In the place of a token: none could be drawn."""
+"""In the place of a token: none could be drawn, or something else about the request failed."""
+ERROR_BYTES = 512
+"""Bytes in which the other ranks are told what failed."""
 
 
 @dataclass
@@ -67,7 +69,7 @@ class Outcome:
     vectors: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """The vector of each text whose last token ran, float32 (n, E)."""
     errors: dict[int, Exception] = field(default_factory=dict)
-    """What went wrong where a row of `drawn` is `NO_TOKEN`; on the head's rank."""
+    """What went wrong, by the request's number; see `failed`."""
 
     @classmethod
     def empty(cls, works: Sequence[Work], n_vocab: int, hidden_size: int) -> Outcome:
@@ -94,10 +96,11 @@ class Outcome:
     ) -> None:
         """Fill in the numbers from the logits of the step, and its hidden states if need be.
 
-        The logits may lie on a device.
+        The logits may lie on a device.  What cannot be computed for a request is its failure alone:
+        the arrays say so to the other ranks (`failed`), who wait for them in any case.
         """
         self._read_prompts(logits, works)
-        compute_rows(self.searches, works, logits, hidden)
+        self._look_for_searches(logits, works, hidden)
         rows = _drawing_rows(works)
         drawing = [w for w in works if _is_drawn(w)]
         requests = [w.request for w in drawing for _ in range(1 + len(w.drafts))]
@@ -111,13 +114,7 @@ class Outcome:
         for i, work in enumerate(drawing):
             if work.drafts:
                 self._verify(some[starts[i] : starts[i + 1]], work, starts[i])
-        fine = np.flatnonzero(self.drawn.array[:, 0] >= 0)
-        if len(fine) == len(requests):
-            describe(some, requests, self.drawn.array)
-        elif len(fine):
-            part = self.drawn.array[fine]
-            describe(rows_of(some, fine.tolist()), [requests[i] for i in fine], part)
-            self.drawn.array[fine] = part
+        self._describe(some, requests, np.flatnonzero(self.drawn.array[:, 0] >= 0).tolist())
 
     def _choose(self, logits: np.ndarray, requests: Sequence[Request], rows: list[int]) -> None:
         """Draw one token for each of these requests, into these rows of `drawn`."""
@@ -128,7 +125,7 @@ class Outcome:
             tokens[rows] = choose(logits, requests)
         except Exception as error:
             if len(requests) == 1:
-                self._failed(rows[0], error)
+                self._failed(rows[0], requests[0], error)
                 return
             for i, row in enumerate(rows):  # the others are not to suffer from one
                 self._choose(logits[i : i + 1], requests[i : i + 1], [row])
@@ -137,13 +134,52 @@ class Outcome:
         try:
             tokens = verify(logits, work.request, work.drafts)
         except Exception as error:
-            self._failed(row, error)
+            self._failed(row, work.request, error)
         else:
             self.drawn.array[row : row + len(tokens), 0] = tokens
 
-    def _failed(self, row: int, error: Exception) -> None:
+    def _describe(self, logits: np.ndarray, requests: Sequence[Request], rows: list[int]) -> None:
+        """Fill in what is wanted besides the tokens of these rows of `drawn`."""
+        if not rows:
+            return
+        part = self.drawn.array[rows]
+        try:
+            describe(rows_of(logits, rows), [requests[i] for i in rows], part)
+        except Exception as error:
+            if len(rows) == 1:
+                self._failed(rows[0], requests[rows[0]], error)
+                return
+            for row in rows:
+                self._describe(logits, requests, [row])
+        else:
+            self.drawn.array[rows] = part
+
+    def _failed(self, row: int, request: Request, error: Exception) -> None:
         self.drawn.array[row, 0] = NO_TOKEN
-        self.errors[row] = error
+        self.errors[request.id] = error
+
+    def _look_for_searches(
+        self, logits: np.ndarray, works: Sequence[Work], hidden: Callable[[], np.ndarray]
+    ) -> None:
+        """Fill in what searches are told."""
+        left, end = iter(self.searches), 0
+        for work in works:
+            rows = slice(end, end + work.n_logits)
+            end = rows.stop
+            request = work.request
+            if request.search is None:
+                continue
+            array = next(left) if work.draws else None
+            try:
+                if request.trouble is not None:
+                    raise request.trouble
+                compute_rows(array, work, logits[rows], hidden, rows)
+            except Exception as error:
+                if array is None:  # there is no number yet that tells the other ranks
+                    request.trouble = error
+                else:
+                    array[0, 1] = NO_TOKEN
+                    self.errors[request.id] = error
 
     def _read_prompts(self, logits: np.ndarray, works: Sequence[Work]) -> None:
         first = done = 0
@@ -154,9 +190,49 @@ class Outcome:
                 at = [first + i - request.n_done for i in rows]
                 ids = np.array([request.prompt[i + 1] for i in rows], np.int32)
                 array = self.prompt.array[done : done + len(rows)]
-                self._describe_prompt(rows_of(logits, at), ids, array)
+                try:
+                    self._describe_prompt(rows_of(logits, at), ids, array)
+                except Exception as error:
+                    array[:, 0] = NO_TOKEN
+                    self.errors[request.id] = error
                 done += len(rows)
             first += work.n_logits
+
+    def failed(self, works: Sequence[Work]) -> list[Request]:
+        """Return the requests that fail in this step, as the arrays tell on every rank."""
+        if not any((array[:, :2] == NO_TOKEN).any() for array in self.arrays):
+            return []
+        found, row, prompt_row = [], 0, 0
+        searches = iter(self.searches)
+        for work in works:
+            n_prompt = len(_prompt_rows(work))
+            n_drawn = 1 + len(work.drafts) if _is_drawn(work) else 0
+            marks = [
+                *self.prompt.array[prompt_row : prompt_row + n_prompt, 0],
+                *self.drawn.array[row : row + n_drawn, 0],
+            ]
+            if work.draws and work.request.search is not None:
+                marks.append(next(searches)[0, 1])
+            if NO_TOKEN in marks:
+                found.append(work.request)
+            row, prompt_row = row + n_drawn, prompt_row + n_prompt
+        return found
+
+    def words(self, failed: Sequence[Request]) -> np.ndarray:
+        """Return what happened to these requests, uint8 (B, `ERROR_BYTES`), for other ranks."""
+        array = np.zeros((len(failed), ERROR_BYTES), np.uint8)
+        for line, request in zip(array, failed, strict=True):
+            error = self.errors[request.id]
+            line[0] = isinstance(error, UsageError)
+            text = (str(error) if line[0] else f"{type(error).__name__}: {error}").encode()
+            line[1 : 1 + len(text)] = np.frombuffer(text[: ERROR_BYTES - 1], np.uint8)
+        return array
+
+    def take_words(self, failed: Sequence[Request], array: np.ndarray) -> None:
+        """Take what another rank's `words` tell."""
+        for line, request in zip(array, failed, strict=True):
+            text = line[1:].tobytes().rstrip(b"\0").decode(errors="replace")
+            self.errors[request.id] = (UsageError if line[0] else RuntimeError)(text)
 
     @staticmethod
     def _describe_prompt(logits: np.ndarray, ids: np.ndarray, array: np.ndarray) -> None:
@@ -175,6 +251,7 @@ class Outcome:
         searches, vectors = iter(self.searches), iter(self.vectors)
         for work in works:
             request, output, draws = work.request, Output(work.request), work.draws
+            error = self.errors.get(request.id)
             for _ in _prompt_rows(work):
                 top = self.prompt.top(prompt_row, request.prompt_logprobs or 0)
                 request.prompt_results.append((float(self.prompt.array[prompt_row, 1]), top))
@@ -184,26 +261,39 @@ class Outcome:
             if not request.branches:
                 request.n_done += work.n_tokens
             if draws and request.search is not None:
-                n_before = len(request.ids)
-                advance(request, next(searches))
-                output.add(request, n_before)
+                self._search(request, next(searches), output, error)
             elif draws:
                 n_rows = 1 + len(work.drafts)
-                self._accept(work, row, n_rows, output)
+                self._accept(work, row, n_rows, output, error)
                 row += n_rows
             elif request.max_tokens == 0 and request.n_pending == 0 and request.pooling is None:
                 request.finish_reason = "length"
+            if error is not None:
+                request.fail(error)
             outputs.append(output)
         return outputs
 
-    def _accept(self, work: Work, row: int, n_rows: int, output: Output) -> None:
+    @staticmethod
+    def _search(request: Request, row: np.ndarray, output: Output, error: Exception | None) -> None:
+        """Let a search go on; that it cannot is the same on every rank."""
+        n_before = len(request.ids)
+        try:
+            if error is None:
+                advance(request, row)
+        except Exception as raised:
+            request.fail(raised)
+        output.add(request, n_before)
+
+    def _accept(
+        self, work: Work, row: int, n_rows: int, output: Output, error: Exception | None
+    ) -> None:
         request, n_before = work.request, len(work.request.ids)
         for i in range(row, row + n_rows):
             token, logprob = self.drawn.array[i, :2].tolist()
             if math.isnan(token) or request.finish_reason is not None:
                 break
             if token == NO_TOKEN:
-                request.fail(self.errors.get(i) or UsageError("no token could be drawn"))
+                request.fail(error or UsageError("no token could be drawn"))
                 break
             request.accept(int(token), logprob, self.drawn.top(i, request.n_top_logprobs))
         output.add(request, n_before)

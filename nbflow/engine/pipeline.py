@@ -37,10 +37,13 @@ class Pipeline:
         self._rank = rank
         self._depth = depth
         self._steps: deque[tuple[list[Work], Outcome]] = deque()
+        self._kept: list[Output] = []
 
     def advance(self) -> list[Output]:
         """Begin as many steps as there are stages, and return what came out meanwhile."""
-        outputs: list[Output] = []
+        requests = self._rank.scheduler.requests  # some may have been ended since
+        outputs = [output for output in self._kept if output.request in requests]
+        self._kept = []
         for _ in range(self._depth):
             if len(self._steps) == self._depth:
                 outputs += self._end_step()
@@ -52,10 +55,18 @@ class Pipeline:
             outputs = self._end_step()
         return outputs
 
+    def settle(self) -> None:
+        """Wait for all steps that are on their way; the next `advance` returns what they give.
+
+        What the ranks exchange outside of the steps would meet the steps' own messages.
+        """
+        while self._steps:
+            self._kept += self._end_step()
+
     def end_all(self) -> None:
         """Wait for all steps that are on their way; what they give is for nobody."""
-        while self._steps:
-            self._end_step()
+        self.settle()
+        self._kept = []
 
     def _busy(self) -> set[int]:
         return {work.request.id for works, _ in self._steps for work in works}

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from nbflow.decoding import Greedy
 from nbflow.engine.checks import check_ids, check_types
+from nbflow.engine.errors import EngineClosed, QueueFull
 from nbflow.engine.request import Request
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError, unknown_name
@@ -143,8 +144,6 @@ def vector_of(request: Request) -> NDArray[np.float32]:
 
 def embed(engine: Engine, requests: Sequence[Request]) -> list[NDArray[np.float32]]:
     """Submit texts to an engine, as many at a time as may wait, and return their vectors."""
-    from nbflow.engine.engine import EngineClosed, QueueFull
-
     handles: list[Handle] = []
     try:
         for request in requests:

@@ -23,7 +23,7 @@ from nbflow.engine.burst import MAX_STEPS, Burst
 from nbflow.engine.drafting import Proposals
 from nbflow.engine.memory import Memory
 from nbflow.engine.memory_plan import PAGE_SIZE
-from nbflow.engine.outcome import Outcome, Output
+from nbflow.engine.outcome import ERROR_BYTES, Outcome, Output
 from nbflow.engine.pipeline import Pipeline
 from nbflow.engine.placement import Placement
 from nbflow.engine.pooling import token_types
@@ -43,7 +43,7 @@ from nbflow.execute import (
 )
 from nbflow.execute.encode import Encoding
 from nbflow.execute.weights import stored_bytes
-from nbflow.parallel.comm import Comm
+from nbflow.parallel.comm import Comm, RankError
 from nbflow.parallel.links import Links
 from nbflow.parallel.plan import Plan, make_plan
 from nbflow.program import build, fuse, partition
@@ -173,6 +173,8 @@ class RankEngine:
     def sequences(self, method: str, *args: Any) -> Any:
         """Call a method of `Sequences`."""
         with self._watched():
+            if self._pipeline is not None:
+                self._pipeline.settle()
             return getattr(self._sequences, method)(*args)
 
     def _watched(self) -> contextlib.AbstractContextManager[None]:
@@ -222,7 +224,7 @@ class RankEngine:
 
         Without arguments they are those of `nbflow.load`.  With `max_pages` that many are made at
         once, so that no step has to wait for it; the system gives memory to a page when it is
-        first written.
+        first written.  All ranks must call it then: they agree that each has room.
         """
         limits = max_step_tokens, max_sequences, max_pages, prefix_cache
         if limits == self._limits:
@@ -237,14 +239,31 @@ class RankEngine:
         self.storage.release()
         self._begin((None, None, None, False))
         if max_pages is not None:  # an engine's: all the memory it will take is taken now
+            failure = None
             try:
                 self.storage.ensure(max_pages)
                 tokens = max_step_tokens or self.max_step_tokens
                 self.executor.reserve(tokens, max_sequences or tokens)
+            except UsageError as error:
+                failure = error
+            try:
+                self._agree(failure)
             except UsageError:  # there is no room: go on as before
                 self.storage.release()
                 raise
         self._begin(limits)
+
+    def _agree(self, failure: UsageError | None) -> None:
+        """Raise the same on every rank if one has failed, so that all of them go on as before."""
+        if self.comm.size == 1:
+            if failure is not None:
+                raise failure
+            return
+        mine = None if failure is None else f"rank {self.mine.rank}: {failure}"
+        found = self.comm.bcast_object(self.comm.gather_object(mine))
+        for text in found:
+            if text is not None:
+                raise UsageError(text)
 
     def _begin(self, limits: tuple[int | None, int | None, int | None, bool]) -> None:
         """Have an empty cache with these limits."""
@@ -257,7 +276,8 @@ class RankEngine:
             max_sequences,
             max(1, MAX_LOGIT_BYTES // (4 * self.spec.vocab_size)),
             prefix_cache,
-            self.spec.short_context,
+            short_context=self.spec.short_context,
+            n_vocab=self.spec.vocab_size,
         )
 
     def submit(self, request: Request) -> None:
@@ -357,7 +377,8 @@ class RankEngine:
                 outcome.compute(self.executor.logits(n_logits), works, states)
             if n_logits < len(rows) or outcome.vectors.size:
                 outcome.pool(works, states()[n_logits:] if rows else outcome.vectors[:0])
-            for array in outcome.arrays:
+            failed = outcome.failed(works)
+            for array in (*outcome.arrays, *([outcome.words(failed)] if failed else [])):
                 self._post(array)
         return outcome
 
@@ -367,6 +388,11 @@ class RankEngine:
             status.set(WAITING, "draw")
             for array in outcome.arrays:
                 self.comm.Recv(array, self._head)
+            failed = outcome.failed(works)
+            if failed:
+                words = np.empty((len(failed), ERROR_BYTES), np.uint8)
+                self.comm.Recv(words, self._head)
+                outcome.take_words(failed, words)
             status.set(WORKING, "draw")
         # some may have been ended while the step was on its way
         ended = {w.request.id for w in works if w.request.finish_reason is not None}
@@ -420,7 +446,11 @@ class RankEngine:
                 self._bursts.clear()
             self._bursts[key] = Burst(*key)
         burst = self._bursts[key]
-        burst.begin(requests)
+        wrong = burst.begin(requests)
+        if wrong:  # the others draw in the next step
+            for b, error in wrong.items():
+                requests[b].fail(error)
+            return [Output(requests[b]) for b in wrong]
         assert isinstance(self.executor, CpuExecutor)
         step = self._step(
             [r.id for r in requests], [r.pending for r in requests], range(len(requests))
@@ -474,8 +504,13 @@ class RankEngine:
         self.storage.copy_pages(self.table.take_copies())
 
     def _run(self, step: Step) -> None:
-        self._prepare()
-        self.executor.run(step)
+        try:
+            self._prepare()
+            self.executor.run(step)
+        except UsageError as error:  # of this rank's memory or device: the others go on
+            if self.comm.size == 1:
+                raise
+            raise RankError(f"rank {self.mine.rank}: {error}") from error
         if self.comm.size > 1:
             self._predicted_bytes += sum(self._bytes_sent(*n) for n in self.executor.sizes(step))
 

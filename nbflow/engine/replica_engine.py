@@ -15,7 +15,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from nbflow.engine.engine import Engine, EngineClosed, QueueFull
+from nbflow.engine.engine import Engine
+from nbflow.engine.errors import EngineClosed, QueueFull
 from nbflow.engine.handle import Handle, OnEvents
 from nbflow.engine.limits import choose_limits
 from nbflow.engine.model import STREAM_BURST_S, Model

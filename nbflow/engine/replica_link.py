@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from nbflow.engine.errors import EngineClosed, QueueFull
 from nbflow.engine.handle import Handle, OnEvents, TokenEvent
 from nbflow.engine.replica_address import (
     REFUSED,
@@ -194,10 +195,11 @@ class RemoteEngine:
 
     def submit(self, request: Request, on_events: OnEvents | None = None) -> Handle:
         """See `Engine.submit`; the request stays here, a copy of it runs there."""
-        from nbflow.engine.engine import QueueFull
-
         handle, number = Handle(self, request, on_events), next(self._numbers)
-        message = pickle.dumps(("submit", number, request))  # it may be refused for what it holds
+        try:
+            message = pickle.dumps(("submit", number, request))
+        except Exception as error:
+            raise UsageError(f"replica {self.index} cannot be sent this: {error}") from error
         with self._lock:
             self._check()
             if len(self._handles) >= self._most:
@@ -239,8 +241,6 @@ class RemoteEngine:
         return future.result()
 
     def _check(self) -> None:
-        from nbflow.engine.engine import EngineClosed
-
         if not self.alive:
             raise EngineClosed(f"replica {self.index} does not run: {self.failure}")
 
@@ -256,8 +256,6 @@ class RemoteEngine:
 
     def _read(self) -> None:
         """Pass on what the replica tells, until it ends."""
-        from nbflow.engine.engine import EngineClosed
-
         try:
             while True:
                 for kind, number, *facts in self._connection.recv():
@@ -279,8 +277,6 @@ class RemoteEngine:
 
     def _lost(self, failure: BaseException | None) -> None:
         """Give up what it was to do; without a failure it was told to end."""
-        from nbflow.engine.engine import EngineClosed
-
         with self._lock:
             self.alive = False
             self.failure = self.failure or failure
@@ -397,7 +393,7 @@ class _Servant:
 
         try:
             self._handles[number] = self._engine.submit(request, on_events)
-        except UsageError as error:
+        except Exception as error:  # of this request: the engine has not taken it
             event = TokenEvent(None, finish_reason="error", error=_sendable(error))
             facts = {"finish_reason": "error", "error": event.error}
             self._out.put(("events", number, [event], facts))

@@ -38,6 +38,7 @@ class Replicas(Model):
             first.spec, plan, first._tokenizer, first.engines, first._team, first.threads,
             first.defaults, first._why_no_tokenizer,
         )  # fmt: skip
+        self.turns = first.turns  # its ranks are called here, too
         self.mine = mine
         """The replicas of this process."""
         self._comm = comm

@@ -14,6 +14,7 @@ import numpy as np
 from nbflow.decoding import State, Strategy
 from nbflow.decoding.contrastive import History
 from nbflow.decoding.search import Continuation, Search, SearchState
+from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:
     from nbflow.engine.drafting import Drafter
@@ -111,6 +112,8 @@ class Request:
     """How many of `ids` the state knows."""
     error: Exception | None = None
     """What happened, if it ended with "error"."""
+    trouble: Exception | None = None
+    """What failed on the rank that draws, until there is a draw that tells the others."""
     searching: SearchState | None = None
     """The search, once the prompt is read."""
     branches: list[int] = field(default_factory=list)
@@ -190,7 +193,11 @@ class Request:
         own |= {"drafter": None, "proposed": None, "draft_probs": None}
         own |= {"branches": [], "found": [], "state": None, "searching": None, "history": None}
         own |= {"pooling": copy.copy(self.pooling), "vector": None}
-        return dataclasses.replace(self, **own, proposer=copy.deepcopy(self.proposer))
+        try:
+            proposer = copy.deepcopy(self.proposer)
+        except Exception as error:
+            raise UsageError(f"each rank needs the proposer, which has no copy: {error}") from error
+        return dataclasses.replace(self, **own, proposer=proposer)
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what other processes are told: a model stays where it is."""
@@ -199,7 +206,7 @@ class Request:
     def restart(self) -> None:
         """Forget what was computed: prompt and new tokens are read again."""
         self.n_done = 0
-        self.branches, self.searching, self.history = [], None, None
+        self.branches, self.searching, self.history, self.trouble = [], None, None, None
         self.n_preempted += 1
 
     def fail(self, error: Exception) -> None:

@@ -111,6 +111,15 @@ def room_for(request: Request, max_pages: int, page_size: int) -> int:
     return ((max_pages - n_prompt) // request.width - 1) * page_size
 
 
+def check_width(request: Request, max_sequences: int) -> None:
+    """Raise `UsageError` if a request follows more continuations than run at once."""
+    if request.width > max_sequences:
+        raise UsageError(
+            f"the search follows {request.width} continuations, but at most {max_sequences} "
+            "sequences run at once (max_sequences, max_step_tokens); follow fewer"
+        )
+
+
 @dataclass
 class _Step:
     """A step as it is being put together."""
@@ -173,6 +182,8 @@ class Scheduler:
         Whether pages are kept for requests that begin with the same tokens.
     short_context : int, optional
         Length beyond which a sequence has other rotary angles: `ModelSpec.short_context`.
+    n_vocab : int, optional
+        Tokens of the vocabulary; a proposal ends before an id that is outside.
     """
 
     def __init__(
@@ -182,9 +193,12 @@ class Scheduler:
         max_sequences: int | None = None,
         max_logit_rows: int = 1 << 30,
         prefix_cache: bool = False,
+        *,
         short_context: int | None = None,
+        n_vocab: int = 1 << 31,
     ) -> None:
         self.table = table
+        self.n_vocab = n_vocab
         self.max_step_tokens = max_step_tokens
         self.max_sequences = min(max_sequences or max_step_tokens, max_step_tokens)
         self.max_logit_rows = max_logit_rows
@@ -203,11 +217,7 @@ class Scheduler:
 
     def check(self, request: Request) -> None:
         """Raise `UsageError` if a request could never run, even alone."""
-        if request.width > self.max_sequences:
-            raise UsageError(
-                f"the search follows {request.width} continuations, but at most "
-                f"{self.max_sequences} sequences run at once (max_sequences, max_step_tokens)"
-            )
+        check_width(request, self.max_sequences)
         most = self.table.max_pages * self.table.page_size
         room = room_for(request, self.table.max_pages, self.table.page_size)
         if max(1, request.max_tokens) > room:
@@ -342,15 +352,16 @@ class Scheduler:
         if drafts and self.table.try_reserve(request.id, 1 + len(drafts)):
             step.add_drafts(work, drafts)
 
-    @staticmethod
-    def _proposed(request: Request, n: int) -> list[int]:
+    def _proposed(self, request: Request, n: int) -> list[int]:
         """Return at most `n` tokens that may follow."""
         if request.proposed is not None:
             (n_ids, tokens), request.proposed = request.proposed, None
             return tokens[:n] if n_ids == len(request.ids) else []
         assert request.proposer is not None
         try:
-            return [int(i) for i in request.proposer([*request.prompt, *request.ids], n)][:n]
+            found = request.proposer([*request.prompt, *request.ids], n)
+            known = itertools.takewhile(lambda i: 0 <= i < self.n_vocab, map(int, found))
+            return list(itertools.islice(known, n))
         except Exception:  # a guess is not worth the request
             logger.exception("the proposer of request %d raised; it is not asked again", request.id)
             request.proposer = None
@@ -411,7 +422,8 @@ class Scheduler:
         if not self.prefix_cache or not request.takes_cached:
             return None
         if request.id not in self._chains:
-            more = array("i", request.encoder_ids or ()).tobytes() + request.cache_salt.encode()
+            text = request.cache_salt.encode("utf-8", "surrogatepass")  # JSON takes half a pair
+            more = array("i", request.encoder_ids or ()).tobytes() + text
             salt = (blake2b(more).digest() if more else b"") + b"long" * request.long
             self._chains[request.id] = self.table.chain([*request.prompt, *request.ids], salt)
         return self._chains[request.id]

@@ -39,29 +39,38 @@ def empty_rows(works: Sequence[Work], n_vocab: int) -> list[np.ndarray]:
 
 
 def compute_rows(
-    rows: Sequence[np.ndarray],
-    works: Sequence[Work],
+    array: np.ndarray | None,
+    work: Work,
     logits: np.ndarray,
     hidden: Callable[[], np.ndarray],
+    rows: slice,
 ) -> None:
-    """Fill in what searches are told, from the logits and hidden states of a step's rows."""
-    left, end = iter(rows), 0
-    for work in works:
-        first, end = end, end + work.n_logits
-        request = work.request
-        if request.search is None:
-            continue
-        likeness = None
-        if request.search.compares:
-            likeness = _compare(request, hidden()[first:end])
-        if work.draws:
-            array = next(left)
-            some = logits[end - len(array) : end]  # where they lie
-            ids, logprobs = top_log_probabilities(some, (array.shape[1] - 1) // 2)
-            n = ids.shape[1]
-            array[:, 1 : 1 + n], array[:, 1 + n :] = ids, logprobs
-            if likeness is not None:
-                array[:, 0] = likeness
+    """Fill in what a search is told, if it is.
+
+    Parameters
+    ----------
+    array : array or None
+        Its part of `empty_rows`; None where it reads its prompt.
+    work : Work
+        Its part of the step.
+    logits : array of float32, shape (n, V)
+        Those of its rows.
+    hidden : callable
+        Returns the hidden states of all rows of the step.
+    rows : slice
+        Which of them are its own.
+    """
+    request, likeness = work.request, None
+    assert request.search is not None
+    if request.search.compares:
+        likeness = _compare(request, hidden()[rows])
+    if array is not None:
+        some = logits[len(logits) - len(array) :]  # where they lie
+        ids, logprobs = top_log_probabilities(some, (array.shape[1] - 1) // 2)
+        n = ids.shape[1]
+        array[:, 1 : 1 + n], array[:, 1 + n :] = ids, logprobs
+        if likeness is not None:
+            array[:, 0] = likeness
 
 
 def _compare(request: Request, hidden: np.ndarray) -> np.ndarray | None:

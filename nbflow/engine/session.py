@@ -30,6 +30,7 @@ class Session:
 
     Made by `Model.session`; usable in a ``with`` statement, which drops what is left.  Sequences
     that have a beginning in common share its pages.  Under mpirun every rank makes the same calls.
+    A session is used by one thread; others may use the model, and sessions of their own.
 
     Examples
     --------

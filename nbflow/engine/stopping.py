@@ -21,7 +21,7 @@ class Stopping:
 
     def __init__(self, tokenizer: Callable[[], Tokenizer]) -> None:
         self._tokenizer = tokenizer
-        self._streams: dict[int, TextStream] = {}
+        self._streams: dict[Request, TextStream] = {}
 
     def look(self, outputs: Sequence[Output]) -> list[Request]:
         """Cut outputs and requests after the token that completes a stop text.
@@ -29,32 +29,37 @@ class Stopping:
         Returns
         -------
         list of Request
-            Those that had one and have not ended by themselves.
+            Those that had one and have not ended by themselves, and those whose tokens have no
+            text, which have failed.
         """
         found = []
         for output in outputs:
             request = output.request
             if not request.stop_texts:
                 continue
-            if self._has_stopped(output):
-                if request.finish_reason is None:
-                    found.append(request)
-                request.finish_reason = "stop"
+            runs = request.finish_reason is None
+            try:
+                if self._has_stopped(output):
+                    request.finish_reason = "stop"
+            except Exception as error:  # the tokenizer's; the others have no part in it
+                request.fail(error)
+            if runs and request.finish_reason is not None:
+                found.append(request)
             if request.finish_reason is not None:
                 self.forget(request)
         return found
 
     def forget(self, request: Request) -> None:
         """Forget the text of a request."""
-        self._streams.pop(request.id, None)
+        self._streams.pop(request, None)
 
     def _has_stopped(self, output: Output) -> bool:
         request = output.request
-        if request.id not in self._streams:
-            self._streams[request.id] = TextStream(
+        if request not in self._streams:
+            self._streams[request] = TextStream(
                 self._tokenizer(), request.stop_texts, request.include_stop_text
             )
-        stream = self._streams[request.id]
+        stream = self._streams[request]
         for n, token in enumerate(output.tokens, 1):
             stream.push(token)
             if stream.stopped is not None:

@@ -17,6 +17,11 @@ from typing import Any
 import numpy as np
 
 from nbflow.parallel.rounding import q8_add, q8_error, q8_pack
+from nbflow_kernels.errors import UsageError
+
+
+class RankError(UsageError):
+    """An error of one rank within a step, from which the ranks beside it cannot go on."""
 
 
 class Comm(ABC):

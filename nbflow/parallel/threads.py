@@ -1,7 +1,8 @@
 """Ranks as threads of one process, for laptops and tests: the same code as under mpirun.
 
 A rank that raises breaks the others' next exchange (`RankFailure`); one that stands still does so
-after three times ``NBFLOW_HANG_S`` seconds (300), so nobody waits for ever.
+after three times ``NBFLOW_HANG_S`` seconds (300), so nobody waits for ever.  A `UsageError` that
+all ranks raise alike is the answer to a wrong call: the ranks take the next one.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from nbflow.parallel.comm import Alone, Comm
+from nbflow.parallel.comm import Alone, Comm, RankError
 from nbflow.status import status
 from nbflow.supervise import hang_seconds
+from nbflow_kernels.errors import UsageError
 
 
 class RankFailure(RuntimeError):
@@ -23,6 +25,8 @@ class RankFailure(RuntimeError):
 
 
 _FAILED = object()
+_REFUSED = object()
+"""Stands where the next message of a rank would be that has left the call with a `UsageError`."""
 
 
 class _Shared:
@@ -44,6 +48,29 @@ class _Shared:
             groups = list(self.groups.values())
         for group in groups:
             group.abort()
+
+    def refuse(self, rank: int) -> None:
+        """Break what the others would receive from this rank in the present call."""
+        for (source, _), queue in self.mail.items():
+            if source == rank:
+                queue.put(_REFUSED)
+        for ranks, group in list(self.groups.items()):
+            if rank in ranks:
+                group.refuse(ranks.index(rank))
+
+    def forget_refusals(self) -> None:
+        """Take back what `refuse` has put; no rank runs.  Messages under way stay."""
+        for queue in self.mail.values():
+            kept = [value for value in _drained(queue) if value is not _REFUSED]
+            for value in kept:
+                queue.put(value)
+        for group in list(self.groups.values()):
+            group.forget_refusals()
+
+
+def _drained(queue: SimpleQueue[Any]) -> list[Any]:
+    """Return all that lies in a queue, which is empty then."""
+    return [queue.get() for _ in range(queue.qsize())]
 
 
 class Threads(Comm):
@@ -71,6 +98,8 @@ class Threads(Comm):
         if value is _FAILED:
             queue.put(_FAILED)
             raise RankFailure("another rank of this process has failed")
+        if value is _REFUSED:
+            raise RankFailure(f"rank {source} has left the call with an error of its own")
         return value
 
     def _share(self, value: Any) -> list[Any]:
@@ -124,6 +153,10 @@ class Threads(Comm):
         """Break every exchange the other ranks are in or will enter."""
         self._shared.abort()
 
+    def refuse(self) -> None:
+        """Break the exchanges of the present call that need this rank."""
+        self._shared.refuse(self.rank)
+
 
 class RankTeam:
     """`size` threads, one per rank, that run the same function when told to."""
@@ -134,22 +167,28 @@ class RankTeam:
         self._inboxes = [SimpleQueue[Any]() for _ in range(size)]
         self._outbox: SimpleQueue[tuple[int, Any, BaseException | None]] = SimpleQueue()
         self._shared = shared
-        for rank in range(size):
-            comm = Threads(shared, rank)
+        self._threads = [
             threading.Thread(
                 target=_serve,
-                args=(comm, self._inboxes[rank], self._outbox),
+                args=(Threads(shared, rank), self._inboxes[rank], self._outbox),
                 daemon=True,
                 name=f"nbflow-rank-{rank}",
-            ).start()
+            )
+            for rank in range(size)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def run(self, function: Callable[[Comm], Any]) -> list[Any]:
         """Call ``function(comm)`` on every rank and return the results in order.
 
         Raises
         ------
+        UsageError
+            If every rank raised it with the same words; the ranks then take further calls.
         Exception
-            The first error of a rank that is not the mere consequence of another's.
+            The first error of a rank that is not the mere consequence of another's; no further
+            call is possible.
         """
         if self._shared.failed.is_set():
             raise RankFailure("a rank has failed or was interrupted before; load the model again")
@@ -166,9 +205,19 @@ class RankTeam:
         except BaseException:  # Ctrl-C while waiting: the ranks must not go on alone
             self._shared.abort()
             raise
-        for failure in sorted(failures.values(), key=lambda f: isinstance(f, RankFailure)):
-            raise failure
-        return results
+        if not failures:
+            return results
+        cause = min(failures.values(), key=lambda f: isinstance(f, RankFailure))
+        words = {_refusal(failure) for failure in failures.values()}
+        if len(failures) == self.size and len(words) == 1 and "" not in words:
+            self._shared.forget_refusals()
+        else:
+            self._shared.abort()
+        raise cause
+
+    def holds_this_thread(self) -> bool:
+        """Return whether the caller is one of the ranks."""
+        return threading.current_thread() in self._threads
 
     def close(self) -> None:
         """Let the threads end."""
@@ -185,7 +234,16 @@ def _serve(
         try:
             result = function(comm)
         except BaseException as error:
-            comm.abort()
+            if _refusal(error):
+                comm.refuse()
+            else:
+                comm.abort()
             outbox.put((comm.rank, None, error))
         else:
             outbox.put((comm.rank, result, None))
+
+
+def _refusal(error: BaseException) -> str:
+    """Return the words of an error that the other ranks may have, too; empty for all others."""
+    is_alike = isinstance(error, UsageError) and not isinstance(error, RankError)
+    return f"{type(error).__name__}: {error}" if is_alike else ""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
-from nbflow.engine.engine import EngineClosed, QueueFull
+from nbflow.engine.errors import EngineClosed, QueueFull
 from nbflow.engine.generation import Generation
 from nbflow.engine.handle import Handle, TokenEvent
 from nbflow.engine.request import Request, TopLogprobs
@@ -119,6 +119,15 @@ class Continuation:
     def _note_end(self, piece: Piece) -> None:
         reason = piece.finish_reason or "error"
         self._clock.end(reason, self.n_prompt, self.n_tokens, self._queued_s)
+
+    def failed(self, error: Exception) -> list[Piece]:
+        """End because something else than the engine has failed."""
+        if self.finished:
+            return []
+        piece = Piece(self.index)
+        self._end_as(piece, TokenEvent(None, finish_reason="error", error=error))
+        self._note_end(piece)
+        return [piece]
 
     def _end_as(self, piece: Piece, event: TokenEvent) -> None:
         """End as the engine says."""
@@ -289,7 +298,10 @@ class Job:
             continuation.abandon()
 
     def _take(self, continuation: Continuation, events: list[TokenEvent]) -> None:
-        pieces = continuation.take(events)
+        try:
+            pieces = continuation.take(events)
+        except Exception as error:  # or this request would wait, and those behind it in the mailbox
+            pieces = continuation.failed(error)
         if pieces:
             self._pieces += pieces
             self._news.set()

@@ -51,15 +51,15 @@ def make_strategy(served: Served, body: Sampling) -> tuple[Strategy, frozenset[i
             given.setdefault("temperature", 1.0)
         defaults = {}
     parameters = Parameters.parse(given)
-    ends = served.end_ids
-    strategy = parameters.strategy(served.model.spec.vocab_size, served.tokenizer, ends, defaults)
-    return strategy, frozenset(parameters.end_ids(ends))
+    ends, n_vocab = served.end_ids, served.model.spec.vocab_size
+    strategy = parameters.strategy(n_vocab, served.tokenizer, ends, defaults)
+    return strategy, frozenset(parameters.end_ids(ends, n_vocab))
 
 
 def search_end_ids(served: Served, body: Sampling) -> frozenset[int]:
     """Return the tokens that end a continuation of a search."""
     asked = Parameters(ignore_eos=body.ignore_eos, stop_token_ids=tuple(body.stop_token_ids or ()))
-    return frozenset(asked.end_ids(served.end_ids))
+    return frozenset(asked.end_ids(served.end_ids, served.model.spec.vocab_size))
 
 
 _ALL = {f.name for f in dataclasses.fields(Parameters)} - _OURS

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import nbflow
-from nbflow.engine.engine import EngineClosed, QueueFull
+from nbflow.engine.errors import EngineClosed, QueueFull
 from nbflow_kernels.errors import UsageError
 
 IDS = (np.arange(2000) * 7 % 101).tolist()

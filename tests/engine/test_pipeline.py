@@ -63,8 +63,7 @@ def test_batches_through_stages_give_what_one_rank_gives(
 
 def test_a_cache_without_free_pages_takes_turns(checkpoint, prompts, expected):
     with nbflow.load(checkpoint, partition="0;1;2", kv="f32", threads=1) as model:
-        for engine in model.engines:  # 6 pages of 64 tokens for 7 sequences that need 9
-            engine.configure(max_pages=6)
+        model.call("configure", None, None, 6)  # pages of 64 tokens, for 7 sequences that need 9
         requests = [
             model.make_request(p, 9, "sample", 3 + i, True, temperature=0.8)
             for i, p in enumerate(prompts)

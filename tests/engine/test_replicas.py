@@ -11,7 +11,7 @@ from launching import MPIRUN, mpirun
 
 import nbflow
 from nbflow.decoding import BeamSearch
-from nbflow.engine.engine import EngineClosed, QueueFull
+from nbflow.engine.errors import EngineClosed, QueueFull
 from nbflow.engine.replica_engine import AFFINITY, ReplicaEngine
 from nbflow_kernels.errors import UsageError
 

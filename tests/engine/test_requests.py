@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import nbflow
-from nbflow.engine.engine import EngineClosed, QueueFull
+from nbflow.engine.errors import EngineClosed, QueueFull
 from nbflow.engine.handle import TokenEvent
 from nbflow_kernels.errors import UsageError
 

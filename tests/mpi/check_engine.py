@@ -7,11 +7,16 @@ from __future__ import annotations
 
 import sys
 import time
+from dataclasses import dataclass
 
 import numpy as np
+import pytest
 
 import nbflow
+from nbflow.decoding import BeamSearch, Greedy, Strategy
+from nbflow.decoding.strategy import CompiledState
 from nbflow.parallel import Alone, world
+from nbflow_kernels.errors import UsageError
 
 IDS = (np.arange(300) * 7 % 101).tolist()
 PROMPTS = [IDS[i : i + 5 + 31 * i] for i in range(6)]
@@ -38,8 +43,40 @@ def main() -> None:
         print("the engine agrees")
 
 
+@dataclass(frozen=True)
+class Failing(Strategy):
+    """Raises on the rank that draws, when it has drawn some tokens."""
+
+    compiled = False
+
+    def begin(self, prompt_ids, seed):
+        return FailingState(Greedy(), seed)
+
+
+class FailingState(CompiledState):
+    def choose(self, logits):
+        if self._n == 3:
+            raise UsageError("planted where tokens are drawn")
+        return super().choose(logits)
+
+
+def check_wrong_requests(engine, model, expected) -> None:
+    """Each fails alone, beside another one, and the ranks go on."""
+    beside = engine.submit(model.make_request(PROMPTS[4], 12, "greedy", 0, True))
+    wide = model.make_request(PROMPTS[0], 12, BeamSearch(4))
+    drawn = model.make_request(PROMPTS[0], 12, Failing(), 0, True)
+    sent = model.make_request(PROMPTS[0], 12, "greedy", 0, True, draft=lambda ids, n: [])
+    for request, words in ((wide, "at most 3"), (drawn, "planted where"), (sent, "cannot be sent")):
+        with pytest.raises(UsageError, match=words):
+            engine.submit(request).result(300)
+    with pytest.raises(UsageError, match="at most 3"):  # past the first check: by every rank alike
+        engine.call("submit", model.make_request(PROMPTS[0], 12, BeamSearch(4)))
+    assert beside.result(300).ids == expected[4]
+
+
 def lead(engine, model, expected) -> None:
     with engine:
+        check_wrong_requests(engine, model, expected)
         requests = [model.make_request(p, 12, "greedy", 0, True) for p in PROMPTS]
         cancelled = engine.submit(model.make_request(PROMPTS[5], 60, "greedy", 0, True))
         handles = [engine.submit(r) for r in requests]

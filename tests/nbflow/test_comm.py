@@ -9,6 +9,7 @@ import pytest
 
 from nbflow.parallel.comm import Alone, Comm
 from nbflow.parallel.threads import RankFailure, RankTeam
+from nbflow_kernels.errors import UsageError
 
 
 @pytest.fixture
@@ -84,6 +85,61 @@ def test_a_failing_rank_stops_the_others(team, where):
             comm.Recv(np.empty(1, np.float32), 1)
 
     with pytest.raises(KeyError, match="planted"):
+        team.run(run)
+    with pytest.raises(RankFailure, match="load the model again"):
+        team.run(lambda comm: None)
+
+
+def test_an_error_that_all_ranks_raise_alike_leaves_them_alive(team):
+    """What was under way between them before stays, on the team and on a part of it."""
+
+    def begin(comm: Comm):
+        part = comm.split([0, 1])
+        if comm.rank == 0:
+            comm.Send(np.array([7.0]), 2)
+            part.Send(np.array([8.0]), 1)
+        return part
+
+    parts = team.run(begin)
+
+    def refuse(comm: Comm):
+        raise UsageError("planted for all")
+
+    for _ in range(2):
+        with pytest.raises(UsageError, match="planted for all"):
+            team.run(refuse)
+
+    def receive(comm: Comm):
+        found = np.zeros(1)
+        if comm.rank == 2:
+            comm.Recv(found, 0)
+        elif comm.rank == 1:
+            parts[1].Recv(found, 0)
+        return found[0]
+
+    assert team.run(receive) == [0, 8, 7]
+
+
+@pytest.mark.parametrize("others", ["receive", "collective", "part", "return", "differ"])
+def test_a_refusal_of_one_rank_ends_the_team_with_its_words(team, others):
+    """The others must not wait for it, wherever they are, nor go on without it."""
+    parts = team.run(lambda comm: comm.split([1, 2]))
+
+    def run(comm: Comm):
+        if comm.rank == 1:
+            raise UsageError("planted on rank 1")
+        if others == "receive":
+            comm.Recv(np.empty(1), 1)
+        elif others == "collective":
+            comm.barrier()
+        elif others == "part" and comm.rank == 2:
+            parts[2].Recv(np.empty(1), 0)
+        elif others == "differ":
+            raise UsageError(f"planted on rank {comm.rank}")
+
+    with pytest.raises(
+        UsageError, match="planted on rank [01]" if others == "differ" else "rank 1"
+    ):
         team.run(run)
     with pytest.raises(RankFailure, match="load the model again"):
         team.run(lambda comm: None)

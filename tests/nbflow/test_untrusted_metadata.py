@@ -49,7 +49,7 @@ def model(path: Path, **config: Any) -> Path:
         ("rms_norm_eps", HUGE, "must be a number that fits a float"),
         ("rms_norm_eps", float("nan"), "must be a number from 0 to"),
         ("rms_norm_eps", float("inf"), "must be a number from 0 to"),
-        ("rope_theta", 1e39, "must be a number from 1 to"),
+        ("rope_parameters", {"rope_type": "default", "rope_theta": 1e39}, "theta: must be a"),
         ("num_hidden_layers", 10**6, f"must be 1 to {MAX_LAYERS}"),
         ("num_hidden_layers", 2**31, f"must be 1 to {MAX_LAYERS}"),
         ("num_hidden_layers", 2000, "states 2000 layers; .* the checkpoint holds"),

@@ -43,9 +43,23 @@ def partitioned(partition: str) -> str:
 
 
 def test_threads(offline, tmp_path):
-    with Server(partitioned("0&1"), tmp_path) as server:
+    config = partitioned("0&1") + "\n[models.tiny.engine]\nmax_sequences = 3\n"
+    with Server(config, tmp_path) as server:
+        check_wrong_requests(server)
         check(server, offline)
         assert server.stop() == 0
+
+
+def check_wrong_requests(server):
+    """They are refused, and the ranks go on."""
+    body = {"prompt": PROMPT, "max_tokens": 4}
+    for wrong, words in (
+        ({"use_beam_search": True, "n": 4}, "follows 4 continuations, but at most 3"),
+        ({"stop_token_ids": [2**63]}, "stop_token_ids must hold ids in 0..2047"),
+    ):
+        answer = server.http.post("/v1/completions", json=body | wrong)
+        assert answer.status_code == 400, answer.text
+        assert words in answer.json()["error"]["message"]
 
 
 def check_searches(server, offline):

@@ -37,6 +37,17 @@ def chat(server, **body):
         ("prompt", "x", "use messages"),
         ("logit_bias", {"x": 1}, "token ids"),
         ("logit_bias", {"9999999": 1}, "logit_bias must hold ids"),
+        ("logit_bias", {"\u0663": 1}, "token ids"),
+        ("logit_bias", {"1_0": 1}, "token ids"),
+        ("logit_bias", {"5": 1e308}, "logit_bias must be in"),
+        ("logit_bias", {"5": -(2**70)}, "logit_bias must be in"),
+        ("logit_bias", {"5": 1000}, None),
+        ("allowed_token_ids", [], "allowed_token_ids must hold at least one"),
+        ("allowed_token_ids", [2**63], "allowed_token_ids must hold ids"),
+        ("banned_token_ids", [-1], "banned_token_ids must hold ids"),
+        ("stop_token_ids", [2**63], "stop_token_ids must hold ids"),
+        ("stop_token_ids", [2048], "stop_token_ids must hold ids in 0..2047"),
+        ("stop_token_ids", [-1], "stop_token_ids must hold ids"),
         ("decoding", "beams", "unknown decoding strategy"),
         ("decoding", "beam", None),
         ("beam_width", 3, "add use_beam_search"),
@@ -169,3 +180,10 @@ def test_metrics(server, client):
         assert server.metric(f"vllm:{name}") >= 0
     assert server.metric("vllm:inter_token_latency_seconds_count") >= 6
     assert server.idle()
+
+
+def test_wrong_ids_of_a_search(server):
+    body = {"prompt": "x", "max_tokens": 2, "use_beam_search": True, "stop_token_ids": [2**63]}
+    answer = server.http.post("/v1/completions", json=body)
+    assert answer.status_code == 400
+    assert "stop_token_ids must hold ids" in answer.json()["error"]["message"]
