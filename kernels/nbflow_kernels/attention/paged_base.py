@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels._dispatch import check_array, on_host
-from nbflow_kernels.attention.graph import GraphPlan
+from nbflow_kernels.attention.graph import GraphPlan, Tables
 from nbflow_kernels.attention.options import (
     Options,
     check_backend,
@@ -108,8 +108,11 @@ class PagedWrapper:
         )  # fmt: skip
         non_blocking = bool(extras.get("non_blocking", True))
 
-        def make(tables: tuple[Any, ...]) -> AttentionPlan:
-            plan = make_plan(*tables, heads, page_size, chosen, **masks, workspace=self._workspace)
+        def make(tables: Tables) -> AttentionPlan:
+            plan = make_plan(
+                *tables, heads, page_size, chosen, custom_mask=masks["custom_mask"],
+                packed_custom_mask=masks["packed_custom_mask"], workspace=self._workspace,
+            )  # fmt: skip
             plan.waits_for_copies = not non_blocking
             return plan
 
