@@ -63,7 +63,7 @@ class FixedTables:
         Most keys of a step; as many as the entries of `kv_indices` hold by default.
     placed : sequence of arrays or None
         For `qo_indptr`, `kv_indptr`, `kv_indices` and `kv_lens` an int32 array on the device that
-        somebody else fills, if there is one; then it is not part of `host`.
+        the caller fills, if there is one; then it is not part of `host`.
     most_pieces, most_partials : int, optional
         Limits on the items that divided tiles become, and on their partial results for each
         key/value head.

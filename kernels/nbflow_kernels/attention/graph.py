@@ -60,7 +60,7 @@ class GraphPlan:
     Raises
     ------
     UsageError, TypeError
-        If the buffers' sizes contradict each other, or they are no int32 arrays of one place.
+        If the buffers' sizes contradict each other, or they are not int32 arrays of one place.
     """
 
     def __init__(self, buffers: Mapping[str, tuple[str, Any]]) -> None:
