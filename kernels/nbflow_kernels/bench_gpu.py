@@ -224,15 +224,23 @@ def _n_copies(arguments: dict[str, Any], l2_bytes: int) -> int:
 
 def _timed(cupy: Any, calls: list[Call], n_calls: int, repeats: int) -> tuple[list[float], str]:
     """Return samples of the seconds of a call, and how they were launched."""
+    with _stream(cupy):  # workspaces are a stream's own, and a capture cannot make one
+        calls[0]()
     samples, why_not = _attempt(lambda: _by_graph(cupy, calls, n_calls, repeats))
     if why_not is None:
         return samples, "graph"
     return _by_calls(cupy, calls, n_calls, repeats), "calls"
 
 
+@functools.cache
+def _stream(cupy: Any) -> Any:
+    """Return the one stream of this process that calls are timed on."""
+    return cupy.cuda.Stream(non_blocking=True)
+
+
 def _by_graph(cupy: Any, calls: list[Call], n_calls: int, repeats: int) -> list[float]:
     """Time calls that were captured into one graph."""
-    stream = cupy.cuda.Stream(non_blocking=True)
+    stream = _stream(cupy)
     cupy.cuda.Device().synchronize()
     with stream:
         stream.begin_capture()
@@ -249,7 +257,7 @@ def _by_graph(cupy: Any, calls: list[Call], n_calls: int, repeats: int) -> list[
 
 def _by_calls(cupy: Any, calls: list[Call], n_calls: int, repeats: int) -> list[float]:
     """Time calls as they are made from Python."""
-    stream = cupy.cuda.Stream(non_blocking=True)
+    stream = _stream(cupy)
     cupy.cuda.Device().synchronize()
 
     def launch() -> None:

@@ -98,3 +98,7 @@ class EmulatedDevice:
     def asarray(self, array: Any) -> Any:
         """Return the contents of an array in emulated memory."""
         return self._asarray(array)
+
+    def synchronize(self) -> None:
+        """Wait for the current stream, which checks what it was sent."""
+        current_stream().synchronize()

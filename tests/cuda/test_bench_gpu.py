@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from nbflow_kernels import bench, bench_gpu, bench_worker, cuda, families
+from nbflow_kernels.cuda.workspace import workspace
 from nbflow_kernels.opcase import OpCase
 
 pytestmark = pytest.mark.compiler
@@ -133,6 +134,18 @@ def test_the_calls_of_a_sample_are_one_graph(cupy: Any) -> None:
     assert x.get().tolist() == [1, 2]
     _, launched = bench_gpu._timed(cupy, [lambda: x.get()], 3, 2)
     assert launched == "calls"
+
+
+def test_a_call_with_a_workspace_is_a_graph(cupy: Any) -> None:
+    """Workspaces are a stream's own: one that was made before the capture is used in it."""
+    device = cuda.device_of(cupy.zeros(1, np.int32))
+    first, second = (
+        bench_gpu._timed(
+            cupy, [lambda: workspace(device, "test", 10, np.int32, zero=True).fill(0)], 2, 1
+        )[1]
+        for _ in range(2)
+    )
+    assert (first, second) == ("graph", "graph")
 
 
 def test_copies_exceed_the_cache() -> None:

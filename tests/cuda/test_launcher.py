@@ -6,6 +6,7 @@ import ctypes
 import json
 import re
 import struct
+import threading
 import time
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
@@ -324,6 +325,31 @@ class _Library:
 
     def __getattr__(self, name: str) -> Any:
         return lambda *args: self.calls.append((name, args)) or 0
+
+
+def test_launches_of_two_threads_never_lower_a_kernels_shared_memory() -> None:
+    library = _Library()
+    device = Driver(0, library)
+    function = device.load(b"code", "scale")
+    allowed, others = [0], []
+
+    def launch(shared: int) -> None:
+        device.launch(function, (1, 1, 1), (32, 1, 1), b"", shared, 0)
+
+    def set_attribute(handle: Any, number: int, shared: int) -> int:
+        if not others:  # while the first thread is here, another one launches with more
+            others.append(threading.Thread(target=launch, args=(200,)))
+            others[0].start()
+            others[0].join(0.2)  # it ends within that time only if it does not wait
+        allowed[0] = shared
+        return 0
+
+    library.cuFuncSetAttribute = set_attribute
+    launch(100)
+    others[0].join(60)
+    assert not others[0].is_alive()
+    assert (allowed[0], function.shared_bytes) == (200, 200)
+    assert len(library.launches) == 2
 
 
 def test_the_driver_gets_what_cuda_h_says() -> None:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import pytest
 from paged import Paged, ints, normal
 
+from nbflow_kernels import threads
 from nbflow_kernels.attention import (
     BatchAttention,
     BatchDecodeWithPagedKVCacheWrapper,
@@ -17,9 +20,20 @@ from nbflow_kernels.attention import (
     single_decode_with_kv_cache,
     single_prefill_with_kv_cache,
 )
+from nbflow_kernels.calls import CallList
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.team import Team
 
 LENS = [33, 1, 150]
+
+
+@contextmanager
+def n_threads(n: int) -> Iterator[None]:
+    before = threads.get_num_threads()
+    threads.set_num_threads(n)
+    yield
+    threads.set_num_threads(before)
+
 
 # Parameters in FlashInfer's order, as its 2026-08 sources have them; what only one of its GPU
 # kernels takes is left out at the end.
@@ -115,18 +129,32 @@ def test_another_window_in_run_changes_the_plan() -> None:
 
 def test_tables_are_kept_in_the_callers_buffers() -> None:
     paged, q = decode()
-    rooms = [np.full(40, -1, np.int32) for _ in range(3)]
+    rooms = [np.full(n, -1, np.int32) for n in (4, 40, 3)]
     wrapper = BatchDecodeWithPagedKVCacheWrapper(None, "NHD", True, False, *rooms)
     plan = plan_decode(wrapper, paged)
     assert np.shares_memory(plan.kv_indices, rooms[1])
-    np.testing.assert_array_equal(rooms[0][:4], paged.table[0])
+    np.testing.assert_array_equal(rooms[0], paged.table[0])
     want = paged.run(q, ints(0, 1, 2, 3))[0]
     np.testing.assert_array_equal(wrapper.run(q, paged.cache), want)
-    with pytest.raises(UsageError, match="needs the three buffers"):
+    with pytest.raises(UsageError, match=r"needs the buffers paged_kv_indptr_buffer, .* missing"):
         BatchDecodeWithPagedKVCacheWrapper(use_cuda_graph=True)
-    wrapper = BatchDecodeWithPagedKVCacheWrapper(None, "NHD", True, False, *(ints(0),) * 3)
-    with pytest.raises(UsageError, match="paged_kv_indptr_buffer must have room for 4 elements"):
-        plan_decode(wrapper, paged)
+    with pytest.raises(UsageError, match="paged_kv_indptr_buffer is for use_cuda_graph=True"):
+        BatchDecodeWithPagedKVCacheWrapper(paged_kv_indptr_buffer=rooms[0])
+    with pytest.raises(UsageError, match="paged_kv_indptr_buffer must have 2 elements for the 1 "):
+        BatchDecodeWithPagedKVCacheWrapper(None, "NHD", True, False, *(ints(0),) * 3)
+    out = np.zeros_like(q)
+    with n_threads(1), threads.capture() as seen:  # a CPU's graph
+        wrapper.run(q, paged.cache, out=out)
+    other = Paged(np.random.default_rng(7), [9, 20, 3], (6, 2, 64), 16)
+    for there, pages in zip(paged.cache, other.cache, strict=True):
+        there[: len(pages)] = pages.astype(np.float16)
+    with n_threads(1):
+        assert plan_decode(wrapper, other) is plan
+        want = wrapper.run(q, paged.cache)
+    Team(1).run_list(CallList(seen.calls, 1))
+    np.testing.assert_array_equal(out, want)
+    with pytest.raises(UsageError, match="sm_scale must stay None with use_cuda_graph"):
+        plan_decode(wrapper, other, sm_scale=1.0)
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
@@ -203,8 +231,28 @@ def test_unknown_keywords_are_python_type_errors() -> None:
         BatchAttention().run(q, paged.cache)
 
 
-def test_workspaces_are_accepted() -> None:
-    workspace = np.empty(128, np.uint8)
-    wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace, "HND")
-    wrapper.reset_workspace_buffer(workspace, workspace)
-    assert wrapper.kv_layout == "HND"
+@pytest.mark.parametrize("n_bytes", [1 << 20, 100])
+def test_partial_results_lie_in_the_callers_workspace(n_bytes: int) -> None:
+    long = Paged(np.random.default_rng(8), [5000], (2, 1, 64), 16, "HND")
+    q = normal(np.random.default_rng(9), 1, 2, 64)
+    want = long.run(q, ints(0, 1))[0]
+    workspace = np.full(n_bytes, 255, np.uint8)
+    with n_threads(2):
+        wrapper = BatchPrefillWithPagedKVCacheWrapper(workspace[1:], "HND")
+        plan = long.plan(wrapper, ints(0, 1))
+        np.testing.assert_array_equal(wrapper.run(q, long.cache), want)
+    enough = n_bytes > 100
+    assert (plan.n_merges > 0) is enough
+    assert (workspace != 255).any() == enough
+
+
+def test_workspaces_that_cannot_be_used() -> None:
+    with pytest.raises(
+        TypeError, match=r"float_workspace_buffer must be a NumPy array, .* got int"
+    ):
+        BatchDecodeWithPagedKVCacheWrapper(1 << 20)
+    wrapper = BatchPrefillWithPagedKVCacheWrapper(np.empty(128, np.uint8), "HND")
+    with pytest.raises(UsageError, match="int_workspace_buffer must be None"):
+        wrapper.reset_workspace_buffer(np.empty(8), np.empty(8))
+    with pytest.raises(UsageError, match="float_workspace_buffer must be C-contiguous"):
+        wrapper.reset_workspace_buffer(np.empty(8)[::2])

@@ -49,6 +49,34 @@ def _inputs(
     return make
 
 
+# What a float32 can be besides ordinary numbers.  e**-89 * 89 = 2e-37 and less may be lost.
+_EXTREMES = (-np.inf, np.inf, np.nan, -3e38, 3e38, -1e13, 1e13, -1e4, 1e4, -100, 100, -89, 89, -0.0)
+_TAIL = 3e-37
+
+
+def _extreme_case(op: str) -> OpCase:
+    """Return a case of `_EXTREMES`, for gated ops of each of them as gate and as factor."""
+    gated = op.endswith("_and_mul")
+    largest = 1e15 if op.startswith("relu2") else np.inf  # its square is a float32
+    values = [v for v in _EXTREMES if not np.isfinite(v) or abs(v) < largest]
+    up = [0.5, -np.inf, np.inf, np.nan, -0.5]
+    # a tail that float32 loses, times infinity, is NaN instead of infinity
+    pairs = [(g, u) for g in values for u in up if not (-1e3 < g < 0 and np.isinf(u))]
+    pairs = pairs if gated else [(g, 0.0) for g in values]
+    gates, ups = np.array(pairs, np.float32).T
+    options: dict[str, Any] = {}
+    if op == "swigluoai_and_mul":
+        x, options = np.stack([gates, ups], axis=1).reshape(1, -1), {"limit": 7.0}
+    else:
+        x = np.concatenate([gates, ups])[None] if gated else gates[None]
+    rtol, reason = _TOLERANCE[op.removesuffix("_and_mul")]
+    return OpCase(
+        op=op, name="extremes", inputs=lambda rng: {"x": x.copy(), **options}, rtol=rtol,
+        atol=_CLAMPED_ATOL if options else _TAIL, reason=f"{reason}; less than 3e-37 is lost",
+        out=((1, len(gates)), "float32"),
+    )  # fmt: skip
+
+
 def _case(op: str, name: str, T: int, width: int, *, timed: bool = False, **options: Any) -> OpCase:
     gated = op.endswith("_and_mul") or op == "glu"
     function = options.get("activation", "sigmoid") if op == "glu" else op
@@ -74,6 +102,7 @@ _GATED = tuple(f"{name}_and_mul" for name in _PLAIN)
 CASES: list[OpCase] = [
     *(_case(op, "ragged", 3, 37) for op in _PLAIN + _GATED),
     *(_case(op, "one_row", 1, 64) for op in _PLAIN + _GATED),
+    *(_extreme_case(op) for op in (*_PLAIN, *_GATED, "swigluoai_and_mul")),
     _case("silu_and_mul", "one_column", 5, 1),
     _case("silu_and_mul", "no_rows", 0, 16),
     _case("silu", "two_threads", 200, 1001),

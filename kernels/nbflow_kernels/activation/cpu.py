@@ -168,20 +168,25 @@ def _run(
 
 
 @helper
+def _divisor(a: Any) -> Any:
+    """Return 1 + e**a, infinite from a = 89 on where `simd.exp` stays at e**88; NaN is lost."""
+    beyond = simd.maximum(simd.sub(a, simd.splat(88.0)), simd.splat(0.0))
+    return simd.add(simd.splat(1.0), simd.fma(beyond, simd.splat(3e38), simd.exp(a)))
+
+
+@helper
 def _sigmoid(v: Any) -> Any:
-    """Return the logistic function of v; e**88 in the divisor is as good as infinity."""
-    e = simd.exp(simd.sub(simd.splat(0.0), v))
-    return keep_nan(simd.div(simd.splat(1.0), simd.add(simd.splat(1.0), e)), v)
+    """Return the logistic function of v."""
+    return keep_nan(simd.div(simd.splat(1.0), _divisor(simd.sub(simd.splat(0.0), v))), v)
 
 
 @helper
 def _logistic(v: Any, linear: Any, cubic: Any) -> Any:
-    """Return v times the logistic function of linear * v + cubic * v**3."""
-    # beyond +-1e4 the function is 0 or 1 for every use here; the limit keeps the cube finite
-    u = simd.maximum(simd.minimum(v, simd.splat(1e4)), simd.splat(-1e4))
+    """Return v times the logistic function of linear * v + cubic * v**3; NaN for -infinity."""
+    # beyond +-1e12 the function is 0 or 1 for every use here; the limit keeps the cube finite
+    u = simd.maximum(simd.minimum(v, simd.splat(1e12)), simd.splat(-1e12))
     slope = simd.fma(simd.mul(u, u), simd.splat(cubic), simd.splat(linear))
-    e = simd.exp(simd.sub(simd.splat(0.0), simd.mul(u, slope)))
-    return simd.div(v, simd.add(simd.splat(1.0), e))
+    return simd.div(v, _divisor(simd.sub(simd.splat(0.0), simd.mul(u, slope))))
 
 
 @helper
@@ -208,8 +213,11 @@ def _normal(v: Any) -> Any:
     p = simd.fma(p, t, simd.splat(-1.2654301530512504))
     e = simd.exp(simd.fma(simd.sub(simd.splat(0.0), half), a, p))
     positive = simd.fma(v, simd.splat(0.5), half)
-    # the limit keeps infinity times zero out of the tail, which is 0 from |v| = 14 on
-    tail = simd.mul(simd.minimum(half, simd.splat(1e4)), simd.mul(t, e))
+    # the tail is 0 from |v| = 15 on, where `simd.exp` has ended; no infinity may meet that zero
+    seen = simd.minimum(
+        simd.maximum(simd.sub(simd.splat(15.0), a), simd.splat(0.0)), simd.splat(1.0)
+    )
+    tail = simd.mul(simd.mul(simd.minimum(half, simd.splat(1e4)), simd.mul(t, e)), seen)
     return simd.sub(positive, tail)
 
 

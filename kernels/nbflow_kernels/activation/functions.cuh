@@ -1,4 +1,5 @@
-// Activations of a number.
+// Activations of a number.  Those that are v * g(v) give NaN for -infinity (0 * infinity), as the
+// float64 reference and PyTorch do.
 #pragma once
 
 // v / (1 + exp(-slope * v)); an exponential of infinity gives zero.
@@ -8,7 +9,7 @@ struct Silu {
   __device__ static float of(float v) { return logistic(v, 1.0f); }
 };
 struct Gelu {
-  __device__ static float of(float v) { return v < -40.0f ? -0.0f : v * normcdff(v); }
+  __device__ static float of(float v) { return v * (v < -40.0f ? 0.0f : normcdff(v)); }
 };
 struct GeluTanh {  // 0.5 * (1 + tanh(u)) = 1 / (1 + exp(-2 u)), without cancellation
   __device__ static float of(float v) {

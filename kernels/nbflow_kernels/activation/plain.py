@@ -41,6 +41,7 @@ def silu(x: NDArray[np.float32], out: NDArray[np.float32] | None = None) -> Any:
     -------
     array of float32, shape of `x`
         `out` if given, else a new array on the device of `x`.
+        -infinity gives NaN, as in PyTorch; large negative numbers give 0.
 
     Raises
     ------
@@ -84,6 +85,7 @@ def gelu(x: NDArray[np.float32], out: NDArray[np.float32] | None = None) -> Any:
     -------
     array of float32, shape of `x`
         `out` if given, else a new array on the device of `x`.
+        -infinity gives NaN, as in PyTorch; large negative numbers give 0.
 
     Raises
     ------
@@ -128,6 +130,7 @@ def gelu_tanh(x: NDArray[np.float32], out: NDArray[np.float32] | None = None) ->
     -------
     array of float32, shape of `x`
         `out` if given, else a new array on the device of `x`.
+        -infinity gives NaN, as in PyTorch; large negative numbers give 0.
 
     Raises
     ------
@@ -171,6 +174,7 @@ def gelu_quick(x: NDArray[np.float32], out: NDArray[np.float32] | None = None) -
     -------
     array of float32, shape of `x`
         `out` if given, else a new array on the device of `x`.
+        -infinity gives NaN, as in PyTorch; large negative numbers give 0.
 
     Raises
     ------

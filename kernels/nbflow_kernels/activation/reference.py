@@ -1,4 +1,4 @@
-"""Activations in NumPy float64, as in the formulas."""
+"""Activations in NumPy float64, as in the formulas: ``x * g(x)`` is NaN for -infinity."""
 
 from __future__ import annotations
 
@@ -12,33 +12,40 @@ from numpy.typing import NDArray
 _normal = np.vectorize(lambda v: 0.5 * math.erfc(-v / math.sqrt(2.0)), otypes=[np.float64])
 
 
+def _times(a: Any, b: Any) -> NDArray[np.float64]:
+    """Return the product; 0 times infinity is NaN without a warning."""
+    with np.errstate(invalid="ignore"):
+        return np.asarray(a * b)
+
+
 def sigmoid(x: Any) -> NDArray[np.float64]:
     """See `nbflow_kernels.sigmoid`."""
-    return np.asarray(1.0 / (1.0 + np.exp(-np.asarray(x, np.float64))))
+    with np.errstate(over="ignore"):  # 1 / infinity is what the formula means
+        return np.asarray(1.0 / (1.0 + np.exp(-np.asarray(x, np.float64))))
 
 
 def silu(x: Any) -> NDArray[np.float64]:
     """See `nbflow_kernels.silu`."""
-    return np.asarray(x, np.float64) * sigmoid(x)
+    return _times(np.asarray(x, np.float64), sigmoid(x))
 
 
 def gelu(x: Any) -> NDArray[np.float64]:
     """See `nbflow_kernels.gelu`."""
     v = np.asarray(x, np.float64)
-    return np.asarray(v * _normal(v)) if v.size else v
+    return _times(v, _normal(v)) if v.size else v
 
 
 def gelu_tanh(x: Any) -> NDArray[np.float64]:
     """See `nbflow_kernels.gelu_tanh`."""
     v = np.asarray(x, np.float64)
     u = math.sqrt(2.0 / math.pi) * (v + 0.044715 * v**3)
-    return v * sigmoid(2.0 * u)  # 0.5 * (1 + tanh(u)), without cancellation
+    return _times(v, sigmoid(2.0 * u))  # 0.5 * (1 + tanh(u)), without cancellation
 
 
 def gelu_quick(x: Any) -> NDArray[np.float64]:
     """See `nbflow_kernels.gelu_quick`."""
     v = np.asarray(x, np.float64)
-    return v * sigmoid(1.702 * v)
+    return _times(v, sigmoid(1.702 * v))
 
 
 def relu(x: Any) -> NDArray[np.float64]:
@@ -68,7 +75,7 @@ def glu(x: Any, activation: str = "sigmoid", *, gate_first: bool = False) -> NDA
     gate, up = (first, second) if gate_first else (second, first)
     if activation == "swigluoai":
         return swigluoai_and_mul(np.concatenate([gate, up], axis=-1), interleaved=False)
-    return _FUNCTIONS[activation](gate) * up
+    return _times(_FUNCTIONS[activation](gate), up)
 
 
 def silu_and_mul(x: Any) -> NDArray[np.float64]:
@@ -113,4 +120,4 @@ def swigluoai_and_mul(
     v = np.asarray(x, np.float64)
     gate, up = (v[..., ::2], v[..., 1::2]) if interleaved else np.split(v, 2, axis=-1)
     gate, up = np.minimum(gate, limit), np.clip(up, -limit, limit)
-    return np.asarray((up + 1.0) * gate * sigmoid(alpha * gate))
+    return _times(up + 1.0, _times(gate, sigmoid(alpha * gate)))

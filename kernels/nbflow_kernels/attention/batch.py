@@ -8,14 +8,15 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels._dispatch import check_array, is_cuda, on_host
+from nbflow_kernels.attention.graph import graph_of
 from nbflow_kernels.attention.options import (
     check_dtype,
     check_indptr,
     refuse_half_precision,
 )
+from nbflow_kernels.attention.paged_base import PagedWrapper
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.running import Call, run_plan
-from nbflow_kernels.attention.wrapper import PagedWrapper, keep_in
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kvcache.formats import formats_of
 
@@ -25,14 +26,15 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedWrapper):
 
     Parameters
     ----------
-    float_workspace_buffer : object, optional
-        FlashInfer's scratch memory.  Not used on the CPU: a plan holds what it needs.
+    float_workspace_buffer : array, optional
+        As in `BatchPrefillWithPagedKVCacheWrapper`.
     kv_layout : str
         ``"NHD"``: keys are (nnz_kv, G, D); ``"HND"``: (G, nnz_kv, D).
     use_cuda_graph : bool
-        Whether `plan` copies its tables to the buffers below, so that their addresses stay.
+        As in `BatchPrefillWithPagedKVCacheWrapper`; `k` and `v` have the rows of the first plan in
+        every call, and later ones have as many keys or fewer.
     qo_indptr_buf, kv_indptr_buf : arrays of int32, optional
-        These buffers, as long as the largest step needs.
+        These buffers, of B + 1 elements each, where the queries lie.
     backend : str
         Must be ``"auto"``: the kind of array chooses the kernel.
 
@@ -44,7 +46,7 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedWrapper):
     Raises
     ------
     UsageError
-        If `kv_layout` or `backend` is another name, or a buffer is missing.
+        If `kv_layout` or `backend` is another name, or the buffers do not fit each other.
 
     Examples
     --------
@@ -70,12 +72,12 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedWrapper):
         *,
         backend: str = "auto",
     ) -> None:
-        super().__init__(kv_layout, backend)
-        self._buffers = (qo_indptr_buf, kv_indptr_buf)
-        if use_cuda_graph and any(buffer is None for buffer in self._buffers):
-            raise UsageError("use_cuda_graph needs the two buffers qo_indptr_buf, kv_indptr_buf")
-        if not use_cuda_graph:
-            self._buffers = (None, None)
+        buffers = {
+            "qo_indptr": ("qo_indptr_buf", qo_indptr_buf),
+            "kv_indptr": ("kv_indptr_buf", kv_indptr_buf),
+        }
+        graph = graph_of(use_cuda_graph, buffers)
+        super().__init__(kv_layout, backend, float_workspace_buffer, graph)
         self._nnz_kv = 0
 
     def plan(
@@ -134,16 +136,16 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedWrapper):
             As `BatchPrefillWithPagedKVCacheWrapper.plan`.
         """
         refuse_half_precision(use_fp16_qk_reduction)
-        kv_indptr = on_host(kv_indptr)
-        check_indptr("kv_indptr", kv_indptr)
-        rows = keep_in(self._buffers[0], "qo_indptr_buf", qo_indptr)
-        starts = keep_in(self._buffers[1], "kv_indptr_buf", kv_indptr)
+        rows, starts = on_host(qo_indptr), on_host(kv_indptr)
+        check_indptr("kv_indptr", starts)
         kv_lens = starts[1:] - starts[:-1]
-        self._nnz_kv = int(starts[-1])
+        n_keys = int(starts[-1])
         longest = max(int(kv_lens.max()), 1) if len(kv_lens) else 1
+        if self._graph is not None:  # as in the first plan, as captured launches have it
+            longest = max(self._graph.n_keys, 1) if self._graph.is_planned else max(n_keys, 1)
         vo = head_dim_qk if head_dim_vo is None else head_dim_vo
         # "page" b begins at token starts[b] of what is laid out as pages of one token each
-        return self._plan_lens(
+        plan = self._plan_lens(
             rows, np.arange(len(starts), dtype=np.int32), starts[:-1], kv_lens,
             (num_qo_heads, num_kv_heads, head_dim_qk, vo), longest,
             {
@@ -155,9 +157,11 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedWrapper):
             {
                 "custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask,
                 "kv_format": kv_format, "variant": variant, "q": q_data_type, "kv": kv_data_type,
-                "o": o_data_type,
+                "o": o_data_type, "non_blocking": non_blocking, "n_keys": n_keys,
             },
         )  # fmt: skip
+        self._nnz_kv = n_keys if self._graph is None else self._graph.n_keys
+        return plan
 
     def run(
         self,
@@ -205,7 +209,9 @@ class BatchPrefillWithRaggedKVCacheWrapper(PagedWrapper):
             check_array(name, array, shape, array.dtype)
             if self._kv_format is None:
                 check_dtype(name, self._dtypes["kv"], array.dtype)
-        check_array("q", q, (plan.n_rows, H, D_qk), (np.float32, np.float16), rows=True)
+        check_array("q", q, (plan.n_query_rows, H, D_qk), (np.float32, np.float16), rows=True)
+        if self._graph is not None:
+            self._graph.check_place(q)
         check_dtype("q", self._dtypes["q"], q.dtype)
         kinds = (formats[0].kind, formats[1].kind)
         call = Call(

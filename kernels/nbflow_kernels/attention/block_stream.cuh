@@ -20,7 +20,8 @@ DEV void copy_piece(u8* to, const u8* from) {
     else if constexpr (BYTES == 2) *(u16*)to = *(const u16*)from;
     else
         asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from),
-                     "n"(BYTES));
+                     "n"(BYTES)
+                     : "memory");
 }
 
 // N keys of a warp at a time, of K_PARTS and V_PARTS times 32 numbers, every EACH keys; STAGES of them lie

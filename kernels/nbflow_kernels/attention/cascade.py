@@ -51,8 +51,8 @@ class MultiLevelCascadeAttentionWrapper:
     ----------
     num_levels : int
         Levels of the tree: 2 for one shared prefix and the requests' own keys.
-    float_workspace_buffer : object, optional
-        FlashInfer's workspace; not used on the CPU.
+    float_workspace_buffer : array, optional
+        Memory for partial results, as in `BatchPrefillWithPagedKVCacheWrapper`.
     kv_layout : str
         ``"NHD"`` or ``"HND"``, as in `BatchPrefillWithPagedKVCacheWrapper`.
 
@@ -90,7 +90,8 @@ class MultiLevelCascadeAttentionWrapper:
             raise UsageError(f"num_levels must be at least 1, got {num_levels}")
         self.kv_layout = kv_layout
         self._levels = [
-            BatchPrefillWithPagedKVCacheWrapper(kv_layout=kv_layout) for _ in range(num_levels)
+            BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
+            for _ in range(num_levels)
         ]
         self._flat: Callable[[], BatchPrefillWithPagedKVCacheWrapper] | None = None
 
@@ -102,7 +103,9 @@ class MultiLevelCascadeAttentionWrapper:
     def reset_workspace_buffer(
         self, float_workspace_buffer: Any, int_workspace_buffers: Any = None
     ) -> None:
-        """Accept FlashInfer's workspaces; nothing to do on the CPU."""
+        """Use other memory for partial results from the next plan on; None for a plan's own."""
+        for level in self._levels:
+            level.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffers)
 
     def plan(
         self,

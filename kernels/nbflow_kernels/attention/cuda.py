@@ -28,6 +28,7 @@ from nbflow_kernels.attention.device_items import FEW_VECTORS, MANY_VECTORS, Til
 from nbflow_kernels.attention.device_plan import PARAMETERS, device_plan
 from nbflow_kernels.attention.plan import AttentionPlan
 from nbflow_kernels.attention.variants import AttentionVariant
+from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kvcache.cuda import format_types, strides
 from nbflow_kernels.kvcache.rows import BF16, F16, F32, FIRST_BLOCK_KIND
 
@@ -87,13 +88,15 @@ def attend(
     kinds: tuple[int, int],
     *,
     page_bytes: tuple[int, int] | None = None,
+    tensor_cores: bool = False,
 ) -> None:
     """Attend with a plan, merges included; nothing is checked.
 
     `q` (nnz, H, D) and `out` are float32 or float16.  `page_bytes` says how far apart the pages of
-    keys and of values are where the caches' strides do not.
+    keys and of values are where the caches' strides do not; `tensor_cores`, that the general kernel
+    must not take the call.
     """
-    if not plan.n_rows:
+    if not plan.n_query_rows:
         return
     places = _places(plan, k_cache, v_cache, page_bytes)
     arguments = (
@@ -107,6 +110,12 @@ def attend(
     aligned = cuda.address(out) % 8 == 0
     if aligned and takes_tensor_cores(plan, q, k_cache, v_cache, places, kinds):
         _on_tensor_cores(plan, arguments, kinds, _are_one(k_cache, v_cache, places, kinds))
+    elif tensor_cores:
+        raise UsageError(
+            "use_tensor_cores=True: float32 caches, fused rotation, head sizes that are not a "
+            "multiple of 16 or above 256, and unaligned arrays have no kernel on tensor cores; "
+            "leave it False"
+        )
     else:
         _general(plan, arguments, kinds)
 
@@ -144,7 +153,7 @@ def latent_attention(
     plan: AttentionPlan, q: Any, ckv_cache: Any, kpe_cache: Any, out: Any, lse: Any, kind: int
 ) -> None:
     """Attend with one key/value head whose key is (ckv, kpe) and whose value is ckv."""
-    if not plan.n_rows:
+    if not plan.n_query_rows:
         return
     plan.header[at.LATENT] = 1
     arguments = (

@@ -56,11 +56,19 @@ def split_keys(plan: AttentionPlan) -> int:
     return min(int(plan.header[at.SPLIT_KEYS]), MOST_SPLIT_KEYS)
 
 
-def divide_for_device(plan: AttentionPlan, tiling: Tiling, n_sms: int) -> DeviceItems:
+def divide_for_device(
+    plan: AttentionPlan,
+    tiling: Tiling,
+    n_sms: int,
+    *,
+    most_items: int | None = None,
+    most_partials: int | None = None,
+) -> DeviceItems:
     """Divide the plan's step, or the part of it that a kernel takes.
 
     Which tiles are divided along their keys depends on the batch and on the device, the results'
-    bits do not: sums start anew after every `split_keys` keys in any case.
+    bits do not: sums start again after every `split_keys` keys in any case.  With a limit on the
+    items or on the partial results, only the most expensive tiles are divided.
     """
     H, G, _, _ = plan.heads
     group = H // G
@@ -91,6 +99,13 @@ def divide_for_device(plan: AttentionPlan, tiling: Tiling, n_sms: int) -> Device
         pieces[:] = 1
 
     vectors = rows * group
+    for limit, needs in (
+        (None if most_items is None else most_items - len(pieces), pieces - 1),
+        (most_partials, np.where(pieces > 1, pieces * vectors, 0)),
+    ):
+        if limit is not None and needs.sum() > limit:
+            order = np.argsort(-cost, kind="stable")
+            pieces[order[np.cumsum(needs[order]) > limit]] = 1
     divided = pieces > 1
     n_partials = np.where(divided, pieces * vectors, 0)
     first_partial = np.cumsum(n_partials) - n_partials

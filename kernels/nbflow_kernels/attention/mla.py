@@ -18,8 +18,9 @@ from nbflow_kernels._dispatch import check_array, empty, is_cuda, on_host
 from nbflow_kernels.attention import cpu, cuda
 from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention.cascade import narrow_output, wide_output
-from nbflow_kernels.attention.options import check_dtype
+from nbflow_kernels.attention.options import check_dtype, check_indptr, check_workspace
 from nbflow_kernels.attention.plan import AttentionPlan, plan_into
+from nbflow_kernels.attention.running import Call, check_places
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.kvcache.pages import check_mla_cache, check_page_numbers, check_page_table
 
@@ -36,8 +37,8 @@ class BatchMLAPagedAttentionWrapper:
 
     Parameters
     ----------
-    float_workspace_buffer : object, optional
-        FlashInfer's workspace; not used on the CPU.
+    float_workspace_buffer : array, optional
+        Memory for partial results, as in `BatchPrefillWithPagedKVCacheWrapper`.
 
     Attributes
     ----------
@@ -62,6 +63,7 @@ class BatchMLAPagedAttentionWrapper:
     """
 
     def __init__(self, float_workspace_buffer: Any = None) -> None:
+        self._workspace = check_workspace("float_workspace_buffer", float_workspace_buffer)
         self.current: AttentionPlan | None = None
         self._sizes = (0, 0, 0, 0)
         self._dtypes: tuple[Any, Any] = (None, None)
@@ -135,12 +137,12 @@ class BatchMLAPagedAttentionWrapper:
             raise UsageError(f"sm_scale must be finite, got {sm_scale}")
         qo_indptr, kv_indptr = on_host(qo_indptr), on_host(kv_indptr)
         kv_indices, kv_len_arr = on_host(kv_indices), on_host(kv_len_arr)
-        check_array("kv_len_arr", kv_len_arr, (None,), np.int32)
         _check_tables(qo_indptr, kv_indptr, kv_indices, kv_len_arr, page_size)
         plan = AttentionPlan(
             (num_heads, 1, head_dim_ckv + head_dim_kpe, head_dim_ckv), page_size,
             causal=bool(causal), sm_scale=float(sm_scale),
         )  # fmt: skip
+        plan.workspace = self._workspace
         plan_into(plan, qo_indptr, kv_indptr, kv_indices, kv_len_arr)
         self._sizes = (num_heads, head_dim_ckv, head_dim_kpe, page_size)
         self._dtypes = (q_data_type, kv_data_type)
@@ -208,6 +210,7 @@ class BatchMLAPagedAttentionWrapper:
         format = check_mla_cache(ckv_cache, kpe_cache, page_size, (D_ckv, D_kpe), kv_format)
         if kv_format is None:
             check_dtype("ckv_cache", self._dtypes[1], ckv_cache.dtype)
+        check_places(plan, Call(), q_nope)
         if self._n_pages != ckv_cache.shape[0]:  # once per plan: layers have equally many pages
             check_page_numbers(plan.kv_indices[: plan.kv_indptr[-1]], ckv_cache.shape[0])
             self._n_pages = ckv_cache.shape[0]
@@ -238,9 +241,9 @@ def _check_tables(
     qo_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_lens: Any, page_size: int
 ) -> None:
     """Raise unless every request has pages for its tokens, and its rows are in order."""
-    full = np.full(len(kv_lens), page_size, np.int32)
-    if isinstance(kv_indptr, np.ndarray) and len(kv_indptr) == len(full) + 1:
-        full[kv_indptr[1:] == kv_indptr[:-1]] = 0
+    check_indptr("kv_indptr", kv_indptr)
+    check_array("kv_len_arr", kv_lens, (len(kv_indptr) - 1,), np.int32)
+    full = np.where(kv_indptr[1:] > kv_indptr[:-1], page_size, 0).astype(np.int32)
     check_page_table(kv_indptr, kv_indices, full, page_size)
     counts = (kv_indptr[1:] - kv_indptr[:-1]).astype(np.int64)
     wrong = (kv_lens < 0) | (kv_lens > counts * page_size)

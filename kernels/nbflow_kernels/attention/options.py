@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, on_host
+from nbflow_kernels._dispatch import check_array, is_cuda, on_host
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.position import rope_cos_sin_cache
 
@@ -193,6 +193,28 @@ def output_dtype(o_dtype: Any, q: Any) -> np.dtype[Any]:
     if dtype.name not in _FLOAT_DTYPES:
         raise unknown_name("output dtype", dtype.name, _FLOAT_DTYPES)
     return dtype
+
+
+def check_workspace(name: str, workspace: Any) -> Any:
+    """Return a caller's memory for partial results, an array of any dtype, or None."""
+    if workspace is None:
+        return None
+    if not isinstance(workspace, np.ndarray) and not is_cuda(workspace):
+        raise TypeError(
+            f"{name} must be a NumPy array, an array on a CUDA device, or None for memory of the "
+            f"plan's own, got {type(workspace).__name__}"
+        )
+    if not workspace.flags.c_contiguous:
+        raise UsageError(f"{name} must be C-contiguous")
+    return workspace
+
+
+def refuse_int_workspace(int_workspace_buffer: Any) -> None:
+    """Raise for a caller's memory for tables."""
+    if int_workspace_buffer is not None:
+        raise UsageError(
+            "int_workspace_buffer must be None: a plan's tables have memory of their own"
+        )
 
 
 def check_backend(backend: str) -> None:

@@ -92,6 +92,12 @@ class AttentionPlan:
         """How often it was filled; what lies on a device is renewed by it."""
         self.on_devices: dict[Any, Any] = {}
         """What `nbflow_kernels.attention.device_plan` made of it for each device."""
+        self.workspace: Any = None
+        """The caller's memory for partial results; the plan's own if None."""
+        self.fixed_rows: int | None = None
+        """Query rows that calls bring in any step, of which the last ones may be no request's."""
+        self.waits_for_copies = False
+        """Whether tables have reached a device when the call that copies them returns."""
         self.header = np.zeros(HEADER_SIZE, np.int64)
         """What the kernels read; see `nbflow_kernels.attention.layout`."""
         self._keep: dict[int, Any] = {}
@@ -136,6 +142,11 @@ class AttentionPlan:
         """Return the number of query rows of the step."""
         return int(self.qo_indptr[-1])
 
+    @property
+    def n_query_rows(self) -> int:
+        """Return the number of query rows that calls bring."""
+        return self.n_rows if self.fixed_rows is None else self.fixed_rows
+
     def reserve(self, n_items: int, n_merges: int, n_partials: int) -> None:
         """Make the tables large enough for so many items, merges and partial rows."""
         if len(self._items) < n_items:
@@ -146,10 +157,24 @@ class AttentionPlan:
             self._merges = np.zeros((n_merges, len(MERGE_COLUMNS)), np.int64)
             self.set_table(at.MERGES, self._merges)
             self.header[at.MERGE_ROOM] = n_merges
-        size = n_partials * (-(-self.heads[3] // 16) * 16 + at.PARTIAL_TAIL)
+        size = n_partials * self._partial_floats
+        if size and isinstance(self.workspace, np.ndarray):
+            self._partials = _floats_of(self.workspace)
+            self.set_table(at.PARTIALS, self._partials)
         if len(self._partials) < size:
             self._partials = np.empty(size, np.float32)
             self.set_table(at.PARTIALS, self._partials)
+
+    @property
+    def _partial_floats(self) -> int:
+        """Return the floats of a partial result."""
+        return -(-self.heads[3] // 16) * 16 + at.PARTIAL_TAIL
+
+    def has_room(self, n_partials: int) -> bool:
+        """Return whether so many partial results fit into the caller's workspace, if any."""
+        if not isinstance(self.workspace, np.ndarray):
+            return True
+        return n_partials * self._partial_floats <= len(_floats_of(self.workspace))
 
     def set_bias(self, table: np.ndarray, longest: int) -> None:
         """Add a number to the scores that depends on the head and the distance (T5).
@@ -215,6 +240,13 @@ class AttentionPlan:
         )
 
 
+def _floats_of(workspace: np.ndarray) -> np.ndarray:
+    """Return a workspace of any dtype as float32 from a cache line's start on."""
+    flat = workspace.reshape(-1).view(np.uint8)
+    flat = flat[-address_of(flat) % 64 :]
+    return flat[: len(flat) // 4 * 4].view(np.float32)
+
+
 def plan_into(
     plan: AttentionPlan,
     qo_indptr: np.ndarray,
@@ -241,13 +273,17 @@ def plan_into(
         Number of items.
     """
     n_threads = min(get_num_threads(), MOST_THREADS)
+    may_split = plan.header[at.MAY_SPLIT]
     while True:
         n_items, n_merges, n_shares, n_partials, work = divide(
             plan.header, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads
         )
-        if n_items <= len(plan._items) and n_merges <= len(plan._merges):
+        if not plan.has_room(n_partials):
+            plan.header[at.MAY_SPLIT] = 0  # the bits are the same
+        elif n_items <= len(plan._items) and n_merges <= len(plan._merges):
             break
         plan.reserve(2 * n_items, 2 * n_merges + 1, 0)
+    plan.header[at.MAY_SPLIT] = may_split
     plan.reserve(0, 0, n_partials)
     plan.n_items, plan.n_merges, plan.n_shares, plan.work = n_items, n_merges, n_shares, work
     plan.qo_indptr, plan.kv_indptr = qo_indptr, kv_indptr
@@ -267,6 +303,7 @@ def make_plan(
     *,
     custom_mask: Any = None,
     packed_custom_mask: Any = None,
+    workspace: Any = None,
 ) -> AttentionPlan:
     """Make and fill a plan for any options; the page table (`kv_*`) is right already."""
     check_heads(*heads)
@@ -284,6 +321,7 @@ def make_plan(
         may_split=not options.disable_split_kv,
         may_share=not options.disable_page_sharing,
     )
+    plan.workspace = workspace
     if masked:
         qo_lens = qo_indptr[1:] - qo_indptr[:-1]
         mask, starts, bits = mask_table(custom_mask, packed_custom_mask, qo_lens, kv_lens)
@@ -293,10 +331,15 @@ def make_plan(
     if options.pos_encoding_mode == "ALIBI":
         plan.set_table(at.SLOPES, alibi_slopes(heads[0]))
     elif options.pos_encoding_mode == "ROPE_LLAMA":
-        longest = int(kv_lens.max()) if len(kv_lens) else 0
-        plan.set_table(at.ROPE, rope_table_for(options, longest, heads[2]))
+        set_rotation(plan, options, kv_lens)
     plan_into(plan, qo_indptr, kv_indptr, kv_indices, kv_lens)
     return plan
+
+
+def set_rotation(plan: AttentionPlan, options: Options, kv_lens: np.ndarray) -> None:
+    """Give a plan the cosines and sines that its longest request needs."""
+    longest = int(kv_lens.max()) if len(kv_lens) else 0
+    plan.set_table(at.ROPE, rope_table_for(options, longest, plan.heads[2]))
 
 
 def build_plan(

@@ -39,6 +39,8 @@ class Call:
     """``"2"`` or ``"e"``."""
     o_dtype: Any = None
     """dtype of the result; that of the queries by default."""
+    tensor_cores: bool = False
+    """Whether to raise where no kernel on tensor cores takes the call."""
 
 
 def check_variant(variant: Any, plan: AttentionPlan, call: Call) -> AttentionVariant | None:
@@ -62,6 +64,22 @@ def check_variant(variant: Any, plan: AttentionPlan, call: Call) -> AttentionVar
     return functions
 
 
+def check_places(plan: AttentionPlan, call: Call, q: Any) -> None:
+    """Raise unless the workspace lies where the queries do, and tensor cores are there if asked."""
+    workspace = plan.workspace
+    if workspace is not None and is_cuda(workspace) != is_cuda(q):
+        places = ("in host memory", "on a CUDA device")
+        raise UsageError(
+            f"float_workspace_buffer lies {places[is_cuda(workspace)]}, q {places[is_cuda(q)]}: "
+            "give a buffer of the same place, or None"
+        )
+    if call.tensor_cores and not is_cuda(q):
+        raise UsageError(
+            "use_tensor_cores=True needs arrays on a CUDA device, got q in host memory; leave it "
+            "False"
+        )
+
+
 def run_plan(
     plan: AttentionPlan,
     q: Any,
@@ -79,16 +97,17 @@ def run_plan(
     overlap.
     """
     H, G, D_qk, D_vo = plan.heads
-    check_array("q", q, (plan.n_rows, H, D_qk), (np.float32, np.float16), rows=True)
+    check_array("q", q, (plan.n_query_rows, H, D_qk), (np.float32, np.float16), rows=True)
     dtype = output_dtype(call.o_dtype, q)
     if call.out is not None:
-        check_array("out", call.out, (plan.n_rows, H, D_vo), dtype)
+        check_array("out", call.out, (plan.n_query_rows, H, D_vo), dtype)
     if call.lse is not None:
-        check_array("lse", call.lse, (plan.n_rows, H))
+        check_array("lse", call.lse, (plan.n_query_rows, H))
     if call.sinks is not None:
         check_array("sinks", call.sinks, (H,))
         if not is_cuda(q):
             check_together(q=q, sinks=call.sinks)
+    check_places(plan, call, q)
     natural = check_lse_base(call.lse_base)
     functions = check_variant(variant, plan, call)
     scores = head_factors(H, H // G, call.q_scale, call.k_scale)
@@ -100,11 +119,12 @@ def run_plan(
         return _run_on_device(plan, q, k, v, kinds, call, dtype, functions, page_bytes)
     wide = q if q.dtype == np.float32 else q.astype(np.float32)
     out = call.out
+    new = np.empty if plan.fixed_rows is None else np.zeros  # rows that are no request's
     if out is None or out.dtype != np.float32:
-        out = np.empty((plan.n_rows, H, D_vo), np.float32)
+        out = new((plan.n_query_rows, H, D_vo), np.float32)
     lse = call.lse
     if lse is None and call.return_lse:
-        lse = np.empty((plan.n_rows, H), np.float32)
+        lse = new((plan.n_query_rows, H), np.float32)
     if functions is None:
         cpu.attend(plan, wide, k, v, out, lse, kinds)
         if plan.n_merges:
@@ -134,15 +154,19 @@ def _run_on_device(
     """Do the rest of `run_plan` for arrays on a CUDA device, which writes any dtype itself."""
     H, _, _, D_vo = plan.heads
     device = device_of(q)
-    out = device.empty((plan.n_rows, H, D_vo), dtype) if call.out is None else call.out
+    out = device.empty((plan.n_query_rows, H, D_vo), dtype) if call.out is None else call.out
     lse = call.lse
     if lse is None and call.return_lse:
-        lse = device.empty((plan.n_rows, H), np.float32)
+        lse = device.empty((plan.n_query_rows, H), np.float32)
     for name, array in (("k", k), ("v", v), ("out", out), ("lse", lse)):
         if array is not None and not is_cuda(array):
             raise TypeError(f"{name} must be on the device, as q is, got a NumPy array")
     if functions is None:
-        cuda.attend(plan, q, k, v, out, lse, kinds, page_bytes=page_bytes)
+        cuda.attend(
+            plan, q, k, v, out, lse, kinds, page_bytes=page_bytes, tensor_cores=call.tensor_cores
+        )
+    elif call.tensor_cores:
+        raise UsageError("use_tensor_cores=True does not go with variant; leave it False")
     else:
         cuda.attend_variant(plan, functions, q, k, v, out, lse, kinds, page_bytes=page_bytes)
     return (out, lse) if call.return_lse else out

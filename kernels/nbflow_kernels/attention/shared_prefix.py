@@ -27,8 +27,8 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
 
     Parameters
     ----------
-    float_workspace_buffer : object, optional
-        FlashInfer's workspace; not used on the CPU.
+    float_workspace_buffer : array, optional
+        Memory for partial results, as in `BatchPrefillWithPagedKVCacheWrapper`.
     kv_layout : str
         ``"NHD"`` or ``"HND"``, of the shared arrays and of the pages.
 
@@ -53,14 +53,15 @@ class BatchPrefillWithSharedPrefixPagedKVCacheWrapper:
 
     def __init__(self, float_workspace_buffer: Any = None, kv_layout: str = "NHD") -> None:
         self.kv_layout = kv_layout
-        self._unique = BatchPrefillWithPagedKVCacheWrapper(kv_layout=kv_layout)
+        self._unique = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, kv_layout)
         self._tables: dict[str, Any] | None = None
         self._planned: tuple[bool, float | None] | None = None
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: Any, int_workspace_buffer: Any = None
     ) -> None:
-        """Accept FlashInfer's workspaces; nothing to do on the CPU."""
+        """Use other memory for partial results from the next plan on; None for a plan's own."""
+        self._unique.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def begin_forward(
         self,
@@ -191,8 +192,8 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
 
     Parameters
     ----------
-    float_workspace_buffer : object, optional
-        FlashInfer's workspace; not used on the CPU.
+    float_workspace_buffer : array, optional
+        Memory for partial results, as in `BatchPrefillWithPagedKVCacheWrapper`.
     kv_layout : str
         ``"NHD"`` or ``"HND"``, of the shared arrays and of the pages.
 
@@ -217,12 +218,15 @@ class BatchDecodeWithSharedPrefixPagedKVCacheWrapper:
     """
 
     def __init__(self, float_workspace_buffer: Any = None, kv_layout: str = "NHD") -> None:
-        self._prefill = BatchPrefillWithSharedPrefixPagedKVCacheWrapper(kv_layout=kv_layout)
+        self._prefill = BatchPrefillWithSharedPrefixPagedKVCacheWrapper(
+            float_workspace_buffer, kv_layout
+        )
 
     def reset_workspace_buffer(
         self, float_workspace_buffer: Any, int_workspace_buffer: Any = None
     ) -> None:
-        """Accept FlashInfer's workspaces; nothing to do on the CPU."""
+        """Use other memory for partial results from the next plan on; None for a plan's own."""
+        self._prefill.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def begin_forward(
         self,

@@ -163,11 +163,7 @@ def single_prefill_with_kv_cache(
         q_scale=scale_q, k_scale=_both("k", scale_k, k_scale), v_scale=_both("v", scale_v, v_scale),
         sinks=sinks, out=out, lse=lse, return_lse=return_lse, lse_base=lse_base, o_dtype=o_dtype,
     )  # fmt: skip
-    check_array("q", q, (None, None, None), (np.float32, np.float16), rows=True)
-    formats = _formats_of(k, v, kv_format)
-    plan = _plan_one(q, k, v, options, formats, custom_mask, packed_custom_mask)
-    kinds = (formats[0].kind, formats[1].kind)
-    return run_plan(plan, q, k[None], v[None], kinds, call, variant)
+    return _attend(q, k, v, options, call, kv_format, variant, custom_mask, packed_custom_mask)
 
 
 def single_decode_with_kv_cache(
@@ -205,7 +201,8 @@ def single_decode_with_kv_cache(
     kv_layout, pos_encoding_mode
         As in `single_prefill_with_kv_cache`.
     use_tensor_cores : bool
-        Which of two kernels FlashInfer takes on a GPU; there is one on the CPU, for both values.
+        Raise unless a kernel on tensor cores takes the call.  Such a kernel is chosen wherever
+        there is one, also if this is False.
     q_scale, k_scale, v_scale : float, optional
         Factors of the query, the keys and the values.
     window_left, logits_soft_cap, sm_scale, rope_scale, rope_theta, return_lse
@@ -236,24 +233,45 @@ def single_decode_with_kv_cache(
     >>> out, lse  # two keys of score 0: log2(e**0 + e**0) = 1
     (array([[0.5, 0.5]], dtype=float32), array([1.], dtype=float32))
     """
-    del use_tensor_cores  # one kernel does both
     check_array("q", q, (None, None), (np.float32, np.float16))
     if out is not None:
         check_array("out", out, (q.shape[0], None), q.dtype)
     if lse is not None:
         check_array("lse", lse, q.shape[:1])
-    result = single_prefill_with_kv_cache(
-        q[None], k, v, scale_q=q_scale, k_scale=k_scale, v_scale=v_scale, kv_layout=kv_layout,
-        pos_encoding_mode=pos_encoding_mode, sm_scale=sm_scale, window_left=window_left,
-        logits_soft_cap=logits_soft_cap, rope_scale=rope_scale, rope_theta=rope_theta,
-        return_lse=return_lse, sinks=sinks, kv_format=kv_format, variant=variant,
-        lse_base=lse_base, out=None if out is None else out[None],
-        lse=None if lse is None else lse[None],
+    options = Options(
+        kv_layout=kv_layout, window_left=window_left, sm_scale=sm_scale,
+        logits_soft_cap=logits_soft_cap, pos_encoding_mode=pos_encoding_mode,
+        rope_scale=rope_scale, rope_theta=rope_theta, disable_split_kv=variant is not None,
     )  # fmt: skip
+    call = Call(
+        q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, return_lse=return_lse,
+        lse_base=lse_base, out=None if out is None else out[None],
+        lse=None if lse is None else lse[None], tensor_cores=use_tensor_cores,
+    )  # fmt: skip
+    result = _attend(q[None], k, v, options, call, kv_format, variant)
     if return_lse:
         found, found_lse = result
         return found[0] if out is None else out, found_lse[0] if lse is None else lse
     return result[0] if out is None else out
+
+
+def _attend(
+    q: Any,
+    k: Any,
+    v: Any,
+    options: Options,
+    call: Call,
+    kv_format: str | None,
+    variant: Any,
+    custom_mask: Any = None,
+    packed_custom_mask: Any = None,
+) -> Any:
+    """Check, plan and run the rows of one request."""
+    check_array("q", q, (None, None, None), (np.float32, np.float16), rows=True)
+    formats = _formats_of(k, v, kv_format)
+    plan = _plan_one(q, k, v, options, formats, custom_mask, packed_custom_mask)
+    kinds = (formats[0].kind, formats[1].kind)
+    return run_plan(plan, q, k[None], v[None], kinds, call, variant)
 
 
 def _both(name: str, per_head: Any, single: Any) -> Any:

@@ -25,8 +25,8 @@ class BlockSparseAttentionWrapper:
 
     Parameters
     ----------
-    float_workspace_buffer : object, optional
-        FlashInfer's workspace; not used on the CPU.
+    float_workspace_buffer : array, optional
+        Memory for partial results, as in `BatchPrefillWithPagedKVCacheWrapper`.
 
     Examples
     --------
@@ -45,7 +45,7 @@ class BlockSparseAttentionWrapper:
     """
 
     def __init__(self, float_workspace_buffer: Any = None) -> None:
-        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(kv_layout="NHD")
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, "NHD")
         self._sizes: tuple[int, int, int, int, int, int] | None = None
 
     @property
@@ -56,7 +56,8 @@ class BlockSparseAttentionWrapper:
     def reset_workspace_buffer(
         self, float_workspace_buffer: Any, int_workspace_buffer: Any = None
     ) -> None:
-        """Accept FlashInfer's workspaces; nothing to do on the CPU."""
+        """Use other memory for partial results from the next plan on; None for a plan's own."""
+        self._wrapper.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def plan(
         self,
@@ -144,6 +145,7 @@ class BlockSparseAttentionWrapper:
             use_fp16_qk_reduction=use_fp16_qk_reduction, logits_soft_cap=logits_soft_cap,
             sm_scale=sm_scale, rope_scale=rope_scale, rope_theta=rope_theta,
             q_data_type=q_data_type, kv_data_type=kv_data_type, o_data_type=o_data_type,
+            non_blocking=non_blocking,
         )  # fmt: skip
         self._sizes = (M, N, C, num_qo_heads, num_kv_heads, head_dim)
         return plan
@@ -208,8 +210,8 @@ class VariableBlockSparseAttentionWrapper:
 
     Parameters
     ----------
-    float_workspace_buffer : object, optional
-        FlashInfer's workspace; not used on the CPU.
+    float_workspace_buffer : array, optional
+        Memory for partial results, as in `BatchPrefillWithPagedKVCacheWrapper`.
 
     Examples
     --------
@@ -225,7 +227,7 @@ class VariableBlockSparseAttentionWrapper:
     """
 
     def __init__(self, float_workspace_buffer: Any = None) -> None:
-        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(kv_layout="NHD")
+        self._wrapper = BatchPrefillWithPagedKVCacheWrapper(float_workspace_buffer, "NHD")
         self._sizes: tuple[int, int, int, int, int, int] | None = None
 
     @property
@@ -236,7 +238,8 @@ class VariableBlockSparseAttentionWrapper:
     def reset_workspace_buffer(
         self, float_workspace_buffer: Any, int_workspace_buffer: Any = None
     ) -> None:
-        """Accept FlashInfer's workspaces; nothing to do on the CPU."""
+        """Use other memory for partial results from the next plan on; None for a plan's own."""
+        self._wrapper.reset_workspace_buffer(float_workspace_buffer, int_workspace_buffer)
 
     def plan(
         self,
@@ -320,6 +323,7 @@ class VariableBlockSparseAttentionWrapper:
             causal=False, custom_mask=seen, use_fp16_qk_reduction=use_fp16_qk_reduction,
             logits_soft_cap=logits_soft_cap, sm_scale=sm_scale, rope_scale=rope_scale,
             rope_theta=rope_theta, q_data_type=q_data_type, kv_data_type=kv_data_type,
+            non_blocking=non_blocking,
         )  # fmt: skip
         self._sizes = (M, N, page, num_qo_heads, G, head_dim)
         return plan

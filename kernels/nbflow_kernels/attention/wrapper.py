@@ -7,120 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_kernels._dispatch import check_array, is_cuda, on_host
-from nbflow_kernels.attention.options import (
-    Options,
-    check_backend,
-    check_dtype,
-    refuse_half_precision,
-)
-from nbflow_kernels.attention.plan import AttentionPlan, make_plan, plan_into
-from nbflow_kernels.attention.running import Call, run_plan
+from nbflow_kernels.attention.graph import graph_of
+from nbflow_kernels.attention.options import refuse_half_precision
+from nbflow_kernels.attention.paged_base import PagedWrapper
+from nbflow_kernels.attention.plan import AttentionPlan
+from nbflow_kernels.attention.running import Call
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.kvcache.formats import kinds_of
-from nbflow_kernels.kvcache.pages import (
-    check_cache,
-    check_page_numbers,
-    check_page_table,
-    count_tokens,
-)
-
-
-class PagedWrapper:
-    """What the wrappers over a paged cache have in common: the present plan, and running it."""
-
-    def __init__(self, kv_layout: str, backend: str = "auto") -> None:
-        Options(kv_layout=kv_layout)  # checks the name
-        check_backend(backend)
-        self.kv_layout = kv_layout
-        self.current: AttentionPlan | None = None
-        self._n_pages = -1
-        self._dtypes: dict[str, Any] = {}
-        self._kv_format: str | None = None
-        self._variant: Any = None
-
-    def reset_workspace_buffer(
-        self, float_workspace_buffer: Any = None, int_workspace_buffer: Any = None
-    ) -> None:
-        """Do nothing: plans hold their own memory, as much as a step needs."""
-
-    def end_forward(self) -> None:
-        """Do nothing; FlashInfer's former way to end a step."""
-
-    def _plan_pages(
-        self,
-        qo_indptr: Any,
-        indptr: Any,
-        indices: Any,
-        last_page_len: Any,
-        heads: tuple[int, int, int, int],
-        page_size: int,
-        options: dict[str, Any],
-        extras: dict[str, Any],
-    ) -> AttentionPlan:
-        """Check the page table; make the plan and keep it with what `run` needs."""
-        check_page_table(indptr, indices, last_page_len, page_size)
-        kv_lens = count_tokens(indptr, last_page_len, page_size)
-        return self._plan_lens(
-            qo_indptr, indptr, indices, kv_lens, heads, page_size, options, extras
-        )
-
-    def _plan_lens(
-        self,
-        qo_indptr: Any,
-        indptr: Any,
-        indices: Any,
-        kv_lens: Any,
-        heads: tuple[int, int, int, int],
-        page_size: int,
-        options: dict[str, Any],
-        extras: dict[str, Any],
-    ) -> AttentionPlan:
-        """Make the plan and keep it with what `run` needs."""
-        self.current, self._n_pages = None, -1
-        self._variant = extras.get("variant")
-        self._kv_format = extras.get("kv_format")
-        self._dtypes = {name: extras.get(name) for name in ("q", "kv", "o")}
-        split_off = options.pop("disable_split_kv", False) or self._variant is not None
-        sharing_off = options.pop("disable_page_sharing", False) or self._variant is not None
-        self.current = make_plan(
-            qo_indptr, indptr, indices, kv_lens, heads, page_size,
-            Options(
-                kv_layout=self.kv_layout, disable_split_kv=split_off,
-                disable_page_sharing=sharing_off, **options,
-            ),
-            custom_mask=extras.get("custom_mask"),
-            packed_custom_mask=extras.get("packed_custom_mask"),
-        )  # fmt: skip
-        return self.current
-
-    def _planned(self) -> AttentionPlan:
-        """Return the present plan."""
-        if self.current is None:
-            raise UsageError("run needs a plan: call plan(...) first, once per step")
-        return self.current
-
-    def _run_pages(self, q: Any, paged_kv_cache: Any, window_left: int | None, call: Call) -> Any:
-        """Check the arrays of a layer against the plan, and attend."""
-        plan = self._planned()
-        _, G, D_qk, D_vo = plan.heads
-        k, v = check_cache(
-            paged_kv_cache, plan.page_size, G, D_qk, self.kv_layout, self._kv_format, D_value=D_vo
-        )
-        check_array("q", q, (plan.n_rows, plan.heads[0], D_qk), (np.float32, np.float16), rows=True)
-        check_dtype("q", self._dtypes["q"], q.dtype)
-        if self._kv_format is None:
-            for array in (k, v):
-                check_dtype("paged_kv_cache", self._dtypes["kv"], array.dtype)
-        if self._n_pages != k.shape[0]:  # once per plan: layers have equally many pages
-            check_page_numbers(plan.kv_indices[: plan.kv_indptr[-1]], k.shape[0])
-            self._n_pages = k.shape[0]
-        if window_left is not None and max(window_left, -1) != plan.window_left:
-            Options(window_left=window_left)  # checks it
-            plan.set_window(window_left)
-            plan_into(plan, plan.qo_indptr, plan.kv_indptr, plan.kv_indices, plan.kv_lens)
-        kinds = kinds_of(k, v, self._kv_format)
-        return run_plan(plan, q, k, v, kinds, call, self._variant)
 
 
 def keys_of(n_pages: int | None, page_size: int) -> int | None:
@@ -128,34 +20,28 @@ def keys_of(n_pages: int | None, page_size: int) -> int | None:
     return None if n_pages is None else n_pages * page_size
 
 
-def keep_in(buffer: Any, name: str, array: Any) -> Any:
-    """Return `array`, or the part of the caller's buffer that it was copied to."""
-    array = on_host(array)
-    if buffer is None:
-        return array
-    if is_cuda(buffer):
-        raise TypeError(f"{name} must be a NumPy array: the plan is made on the host")
-    check_array(name, buffer, (None,), array.dtype)
-    if len(buffer) < len(array):
-        raise UsageError(f"{name} must have room for {len(array)} elements, got {len(buffer)}")
-    buffer[: len(array)] = array
-    return buffer[: len(array)]
-
-
 class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
     """Attention of a batch of requests over a paged key/value cache, prefill and decode mixed.
 
     Parameters
     ----------
-    float_workspace_buffer : object, optional
-        FlashInfer's scratch memory.  Not used on the CPU: a plan holds what it needs.
+    float_workspace_buffer : array, optional
+        Memory for partial results, an array of any dtype where the queries lie; wrappers that run
+        one after the other may share it.  If it is too small, keys are not divided (the bits are
+        the same).  None: plans have memory of their own.
     kv_layout : str
         ``"NHD"``: cache pages are (page_size, G, D); ``"HND"``: (G, page_size, D), the faster one,
         because the keys of a head lie one behind the other.
     use_cuda_graph : bool
-        Whether `plan` copies its tables to the buffers below, so that their addresses stay.
+        Launches of `run` that were captured into a graph read what `plan` writes later: it refills
+        the buffers below and memory of the wrapper.  The number of requests is the buffers', the
+        options and the number of query rows (or fewer) those of the first plan; a plan that does
+        not fit is refused.  `q` has the rows of the first plan in every call; rows behind
+        ``qo_indptr[-1]`` are not written on a device.  Give calls and graphs of a wrapper to one
+        stream, `plan` included.  Custom masks and variants are refused.
     qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf : arrays
-        These buffers, int32, as long as the largest step needs.
+        These buffers, int32, where the queries lie: of B + 1, B + 1, as many pages as a step may
+        have, and B elements.
     backend : str
         Must be ``"auto"``: the kind of array chooses the kernel.
 
@@ -167,7 +53,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
     Raises
     ------
     UsageError
-        If `kv_layout` or `backend` is another name, or a buffer is missing.
+        If `kv_layout` or `backend` is another name, or the buffers do not fit each other.
 
     Examples
     --------
@@ -199,14 +85,14 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         *,
         backend: str = "auto",
     ) -> None:
-        super().__init__(kv_layout, backend)
-        self._buffers = (
-            qo_indptr_buf, paged_kv_indptr_buf, paged_kv_indices_buf, paged_kv_last_page_len_buf
-        )  # fmt: skip
-        if use_cuda_graph and any(buffer is None for buffer in self._buffers):
-            raise UsageError("use_cuda_graph needs the four buffers qo_indptr_buf, paged_kv_*_buf")
-        if not use_cuda_graph:
-            self._buffers = (None,) * 4
+        buffers = {
+            "qo_indptr": ("qo_indptr_buf", qo_indptr_buf),
+            "kv_indptr": ("paged_kv_indptr_buf", paged_kv_indptr_buf),
+            "kv_indices": ("paged_kv_indices_buf", paged_kv_indices_buf),
+            "last_page_len": ("paged_kv_last_page_len_buf", paged_kv_last_page_len_buf),
+        }
+        graph = graph_of(use_cuda_graph, buffers)
+        super().__init__(kv_layout, backend, float_workspace_buffer, graph)
 
     def plan(
         self,
@@ -273,7 +159,8 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         o_data_type : dtype, optional
             dtype of the result, float32 or float16; that of the queries by default.
         non_blocking : bool
-            Whether copies to a device may overlap with other work; there are none on the CPU.
+            Whether the call that copies the plan's tables to a device (the first `run`; `plan` with
+            `use_cuda_graph`) returns before they have arrived.
         fixed_split_size : int, optional
             Pages per partial result, in place of 2048 keys; other sizes give other last bits.
         disable_split_kv : bool
@@ -302,15 +189,9 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             If an argument is not an array of the right dtype.
         """
         refuse_half_precision(use_fp16_qk_reduction)
-        names = ("qo_indptr", "paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
-        given = (qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len)
-        tables = [
-            keep_in(buffer, f"{name}_buf", array)
-            for buffer, name, array in zip(self._buffers, names, given, strict=True)
-        ]
         vo = head_dim_qk if head_dim_vo is None else head_dim_vo
         return self._plan_pages(
-            tables[0], tables[1], tables[2], tables[3],
+            qo_indptr, paged_kv_indptr, paged_kv_indices, paged_kv_last_page_len,
             (num_qo_heads, num_kv_heads, head_dim_qk, vo), page_size,
             {
                 "causal": causal, "window_left": window_left, "logits_soft_cap": logits_soft_cap,
@@ -323,7 +204,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
             {
                 "custom_mask": custom_mask, "packed_custom_mask": packed_custom_mask,
                 "kv_format": kv_format, "variant": variant, "q": q_data_type, "kv": kv_data_type,
-                "o": o_data_type,
+                "o": o_data_type, "non_blocking": non_blocking,
             },
         )  # fmt: skip
 
@@ -382,6 +263,7 @@ class BatchPrefillWithPagedKVCacheWrapper(PagedWrapper):
         call = Call(
             q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, out=out, lse=lse,
             return_lse=return_lse, lse_base=lse_base, o_dtype=self._dtypes.get("o"),
+            tensor_cores=self._tensor_cores,
         )  # fmt: skip
         return self._run_pages(q, paged_kv_cache, window_left, call)
 
@@ -396,16 +278,18 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
 
     Parameters
     ----------
-    float_workspace_buffer : object, optional
-        FlashInfer's scratch memory.  Not used on the CPU: a plan holds what it needs.
+    float_workspace_buffer : array, optional
+        As in `BatchPrefillWithPagedKVCacheWrapper`.
     kv_layout : str
         ``"NHD"``: cache pages are (page_size, G, D); ``"HND"``: (G, page_size, D), the faster one.
     use_cuda_graph : bool
-        Whether `plan` copies its tables to the buffers below, so that their addresses stay.
+        As in `BatchPrefillWithPagedKVCacheWrapper`.
     use_tensor_cores : bool
-        Which of two kernels FlashInfer takes on a GPU; there is one on the CPU, for both values.
+        `run` raises unless a kernel on tensor cores takes the call.  Such a kernel is chosen
+        wherever there is one, also if this is False.
     paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer : arrays
-        These buffers, int32, as long as the largest step needs.
+        These buffers, int32, where the queries lie: of B + 1, as many pages as a step may have, and
+        B elements.
     backend : str
         Must be ``"auto"``: the kind of array chooses the kernel.
 
@@ -417,7 +301,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
     Raises
     ------
     UsageError
-        If `kv_layout` or `backend` is another name, or a buffer is missing.
+        If `kv_layout` or `backend` is another name, or the buffers do not fit each other.
 
     Examples
     --------
@@ -444,15 +328,14 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         paged_kv_last_page_len_buffer: Any = None,
         backend: str = "auto",
     ) -> None:
-        super().__init__(kv_layout, backend)
-        del use_tensor_cores  # one kernel does both
-        self._buffers = (
-            paged_kv_indptr_buffer, paged_kv_indices_buffer, paged_kv_last_page_len_buffer
-        )  # fmt: skip
-        if use_cuda_graph and any(buffer is None for buffer in self._buffers):
-            raise UsageError("use_cuda_graph needs the three buffers paged_kv_*_buffer")
-        if not use_cuda_graph:
-            self._buffers = (None,) * 3
+        buffers = {
+            "kv_indptr": ("paged_kv_indptr_buffer", paged_kv_indptr_buffer),
+            "kv_indices": ("paged_kv_indices_buffer", paged_kv_indices_buffer),
+            "last_page_len": ("paged_kv_last_page_len_buffer", paged_kv_last_page_len_buffer),
+        }
+        graph = graph_of(use_cuda_graph, buffers)
+        super().__init__(kv_layout, backend, float_workspace_buffer, graph)
+        self._tensor_cores = use_tensor_cores
 
     def plan(
         self,
@@ -518,17 +401,10 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         """
         if q_len_per_req < 1:
             raise UsageError(f"q_len_per_req must be positive, got {q_len_per_req}")
-        names = ("paged_kv_indptr", "paged_kv_indices", "paged_kv_last_page_len")
-        tables = [
-            keep_in(buffer, f"{name}_buffer", array)
-            for buffer, name, array in zip(
-                self._buffers, names, (indptr, indices, last_page_len), strict=True
-            )
-        ]
         vo = head_dim if head_dim_vo is None else head_dim_vo
-        rows = np.arange(max(len(tables[0]), 1), dtype=np.int32) * np.int32(q_len_per_req)
+        rows = np.arange(max(len(indptr), 1), dtype=np.int32) * np.int32(q_len_per_req)
         return self._plan_pages(
-            rows, tables[0], tables[1], tables[2],
+            rows, indptr, indices, last_page_len,
             (num_qo_heads, num_kv_heads, head_dim, vo), page_size,
             {
                 "causal": True, "window_left": window_left, "logits_soft_cap": logits_soft_cap,
@@ -540,7 +416,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
             },
             {
                 "kv_format": kv_format, "variant": variant, "q": q_data_type, "kv": kv_data_type,
-                "o": o_data_type,
+                "o": o_data_type, "non_blocking": non_blocking, "rows_each": q_len_per_req,
             },
         )  # fmt: skip
 
@@ -583,6 +459,7 @@ class BatchDecodeWithPagedKVCacheWrapper(PagedWrapper):
         call = Call(
             q_scale=q_scale, k_scale=k_scale, v_scale=v_scale, sinks=sinks, out=out, lse=lse,
             return_lse=return_lse, lse_base=lse_base, o_dtype=self._dtypes.get("o"),
+            tensor_cores=self._tensor_cores,
         )  # fmt: skip
         return self._run_pages(q, paged_kv_cache, window_left, call)
 

@@ -65,6 +65,10 @@ class KernelDevice(Protocol):
         """Return the contents of a NumPy array as an array on the device."""
         ...
 
+    def synchronize(self) -> None:
+        """Wait for what the current stream has been given."""
+        ...
+
 
 def device_of(array: Any) -> KernelDevice:
     """Return the device of an array.
@@ -217,3 +221,7 @@ class CupyDevice:
     def asarray(self, array: Any) -> Any:
         """See `KernelDevice.asarray`."""
         return self._cupy.asarray(array)
+
+    def synchronize(self) -> None:
+        """See `KernelDevice.synchronize`."""
+        self._cupy.cuda.get_current_stream().synchronize()

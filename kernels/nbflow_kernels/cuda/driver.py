@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import threading
 from typing import Any
 
 from nbflow_kernels.cuda.detect import LIBRARY
@@ -26,6 +27,7 @@ class Function:
     def __init__(self, handle: int) -> None:
         self.handle = ctypes.c_void_p(handle)
         self.shared_bytes = _DEFAULT_SHARED_BYTES
+        self.lock = threading.Lock()
 
 
 class Driver:
@@ -87,9 +89,11 @@ class Driver:
     ) -> None:
         """Start a kernel on a stream; `packed` holds the arguments as a C struct would."""
         if shared > function.shared_bytes:
-            self._call("cuCtxSetCurrent", self._context)
-            self._call("cuFuncSetAttribute", function.handle, _DYNAMIC_SHARED_BYTES, shared)
-            function.shared_bytes = shared
+            with function.lock:  # the attribute only grows, also with launches in other threads
+                if shared > function.shared_bytes:
+                    self._call("cuCtxSetCurrent", self._context)
+                    self._call("cuFuncSetAttribute", function.handle, _DYNAMIC_SHARED_BYTES, shared)
+                    function.shared_bytes = shared
         n_bytes = ctypes.c_size_t(len(packed))
         buffer = ctypes.create_string_buffer(packed, len(packed))
         extra = (ctypes.c_void_p * 5)(

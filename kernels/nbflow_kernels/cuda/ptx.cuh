@@ -98,17 +98,20 @@ DEV u32 stream_4(const void* at) {
   return v;
 }
 
-// Asynchronous copies of 16 bytes to shared memory, in groups.
+// Asynchronous copies of 16 bytes to shared memory, in groups.  The compiler must not move loads and
+// stores of shared memory across them: what follows a wait may be loads without a barrier between.
 DEV void copy_16(u32 to_shared, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to_shared), "l"(from));
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to_shared), "l"(from)
+               : "memory");
 }
 
 DEV void copy_16_or_zeros(u32 to_shared, const void* from, bool copy) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to_shared), "l"(from),
-               "r"(copy ? 16 : 0));
+               "r"(copy ? 16 : 0)
+               : "memory");
 }
 
-DEV void end_copies() { asm volatile("cp.async.commit_group;"); }
+DEV void end_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 template <int PENDING>
-DEV void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING)); }
+DEV void wait_for_copies() { asm volatile("cp.async.wait_group %0;" ::"n"(PENDING) : "memory"); }

@@ -145,7 +145,8 @@ def check_mla_cache(
                 f"{name} must have shape (pages, {page_size or 'page_size'}, {row}), "
                 f"got {array.shape}"
             )
-        if array.shape[2] > 1 and array.strides[2] != array.itemsize:
+        # an array without elements may have any strides
+        if array.size and array.shape[2] > 1 and array.strides[2] != array.itemsize:
             raise UsageError(f"{name}: the last axis must be contiguous")
     if ckv_cache.shape[:2] != kpe_cache.shape[:2]:
         raise UsageError(

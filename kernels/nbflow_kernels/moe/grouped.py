@@ -144,15 +144,15 @@ class SegmentGEMMWrapper:
 
     Parameters
     ----------
-    float_workspace_buffer : object, optional
-        Not needed; accepted so that code written for FlashInfer works.
+    float_workspace_buffer : None
+        Must be None: the products need no memory of the caller.
     backend : {"auto"}
         Only "auto".
 
     Raises
     ------
     UsageError
-        If `backend` is another one.
+        If `backend` is another one, or there is a workspace.
 
     See Also
     --------
@@ -173,6 +173,10 @@ class SegmentGEMMWrapper:
     """
 
     def __init__(self, float_workspace_buffer: Any = None, backend: str = "auto") -> None:
+        if float_workspace_buffer is not None:
+            raise UsageError(
+                "float_workspace_buffer must be None: the products need no memory of the caller"
+            )
         if backend != "auto":
             raise UsageError(f"backend must be 'auto', got {backend!r}")
 
