@@ -1,0 +1,26 @@
+"""What a forked child must do before it computes.
+
+Of the threads of a process only the one that forks is in the child.  Locks that others held stay
+locked there, and nothing answers what is put into their queues.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import TypeVar
+
+F = TypeVar("F", bound=Callable[[], None])
+
+
+def in_child(function: F) -> F:
+    """Call the function in each forked child, at once."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=function)
+    return function
+
+
+def around_fork(take: Callable[[], None], give_back: Callable[[], None]) -> None:
+    """Hold a lock during each fork, so that nothing it protects is half done in the child."""
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(before=take, after_in_parent=give_back, after_in_child=give_back)
