@@ -125,7 +125,7 @@ def test_error_of_a_kernel_is_its_own_and_ends_the_list(n_threads: int) -> None:
 
 def test_error_with_values_that_are_not_in_the_machine_code_names_the_kernel() -> None:
     failing = CallList([Call(_fails_with, (np.ones(1),), 1, 1.0)], 1)
-    with pytest.raises(ValueError, match="^$") as caught:
+    with pytest.raises(ValueError, match="by kernel _fails_with") as caught:
         Team(1).run_list(failing)
     assert caught.value.__notes__ == ["raised by kernel _fails_with in a list of calls"]
 
