@@ -580,8 +580,8 @@ class Model:
         if not alone and self._process != os.getpid():
             raise UsageError(
                 f"the {len(self.plan.ranks)} ranks of {self.spec.name} (partition "
-                f"{self.plan.partition!r}) are not in this process, which was forked; load the model "
-                "here, or load it before the fork with a partition of one rank"
+                f"{self.plan.partition!r}) are not in this process, which was forked; load the "
+                "model here, or load it before the fork with a partition of one rank"
             )
         if self._team is None:
             extra = per_engine[:1] if per_engine else []

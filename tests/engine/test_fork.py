@@ -69,7 +69,7 @@ def test_child_generates_with_the_model_of_its_parent_and_with_its_own(checkpoin
 def test_child_says_that_ranks_that_are_threads_stayed_behind(checkpoint: Path) -> None:
     with _load(checkpoint, partition="0&1", threads=1) as model:
         expected = _tokens(model)
-        assert "load the model here" in _in_forked_child(lambda: _tokens(model))
+        assert "which was forked; load the model here" in _in_forked_child(lambda: _tokens(model))
 
         def with_own() -> list[int]:
             with _load(checkpoint, partition="0&1", threads=1) as own:

@@ -180,7 +180,10 @@ def _logistic(v: Any, linear: Any, cubic: Any) -> Any:
     # beyond +-1e4 the function is 0 or 1 for every use here; the limit keeps the cube finite
     u = simd.maximum(simd.minimum(v, simd.splat(1e4)), simd.splat(-1e4))
     slope = simd.fma(simd.mul(u, u), simd.splat(cubic), simd.splat(linear))
-    e = simd.exp(simd.sub(simd.splat(0.0), simd.mul(u, slope)))
+    z = simd.sub(simd.splat(0.0), simd.mul(u, slope))
+    # `exp` ends at e**88, too small a divisor for the largest v: above, the sum is infinite
+    beyond = simd.maximum(simd.sub(z, simd.splat(88.0)), simd.splat(0.0))
+    e = simd.fma(beyond, simd.splat(3e38), simd.exp(z))
     return simd.div(v, simd.add(simd.splat(1.0), e))
 
 
