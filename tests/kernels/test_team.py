@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 
@@ -275,3 +276,13 @@ def test_fork_waits_for_a_compilation_of_another_thread() -> None:
     threading.Timer(0.2, end.set).start()  # a fork that does not wait is over by then
     assert _in_forked_child(compile_here) == 42
     other.join()
+
+
+def test_sleepers_are_looked_for_after_the_job_is_given_out() -> None:
+    """Arm may do an acquire load before the exchange, and miss a thread that falls asleep."""
+    announce = numba.njit(team._announce.py_func)  # what comes from the disk has no text
+    announce.compile((numba.int64, numba.int64, numba.int64))
+    (text,) = announce.inspect_llvm().values()
+    loads = [line for line in text.splitlines() if "load atomic" in line]
+    assert loads
+    assert all("seq_cst" in line for line in loads)
