@@ -88,6 +88,7 @@ class CallList:
         self.calls = tuple(calls)
         self.n_threads = n_threads
         self.table = np.zeros((len(calls), COLUMNS), np.int64)
+        self.table_at = self.table.ctypes.data
         self._kept: list[Any] = []  # the table holds addresses only
         self.is_shared = False
         """Whether any call is shared by the threads."""

@@ -19,6 +19,7 @@ each, one after the other, so that a debugger sees one thread.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import os
 import threading
@@ -269,23 +270,24 @@ class Team:
         self._at = self._shared.ctypes.data
         self._shared[_YIELD] = _yield_address()
         self._shared[_SPIN] = _SPINS if n <= available_cores() else _FEW_SPINS
-        self._tickets = np.zeros(8, np.int64)
+        self._make_tickets(1)
         self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(n - 1)]
         self._done: SimpleQueue[None] = SimpleQueue()
-        self._in_use = threading.Lock()
+        in_use = threading.Lock()
+        self.take: Callable[[], bool] = functools.partial(in_use.acquire, False)
+        """Keep the team for the calling thread until `give_back`; False if another one has it."""
+        self.give_back: Callable[[], None] = in_use.release
+        """Let other threads take the team."""
         if stepping.is_on():
             return
         for i, inbox in enumerate(self._inboxes):
             arguments = (memory, self._at, i + 1, n, inbox, self._done)
             threading.Thread(target=_work, args=arguments, daemon=True, name="nbflow-team").start()
 
-    def take(self) -> bool:
-        """Keep the team for the calling thread until `give_back`; False if another one has it."""
-        return self._in_use.acquire(blocking=False)
-
-    def give_back(self) -> None:
-        """Let other threads take the team."""
-        self._in_use.release()
+    def _make_tickets(self, n_calls: int) -> None:
+        """Make room for the next row of each of so many calls, a cache line apart."""
+        self._tickets = np.zeros(8 * n_calls + 8, np.int64)
+        self._shared[_TICKETS] = (self._tickets.ctypes.data + 63) // 64 * 64
 
     def run(
         self, kernel: Callable[..., None], start: int, stop: int, parts: int, *args: Any
@@ -352,16 +354,15 @@ class Team:
             _run_list_in_python(calls, repeat, stop, cycles)
             return
         if len(self._tickets) < 8 * n_calls + 8:
-            self._tickets = np.zeros(8 * n_calls + 8, np.int64)
+            self._make_tickets(n_calls)
         shared = self._shared
         shared[_TABLE : _TIMES + 1] = (
-            calls.table.ctypes.data,
+            calls.table_at,
             n_calls,
             repeat,
             0 if stop is None else stop.ctypes.data,
             0 if cycles is None else cycles.ctypes.data,
         )
-        shared[_TICKETS] = (self._tickets.ctypes.data + 63) // 64 * 64
         if calls.is_shared:
             try:
                 if _announce(self._at, _LIST, self.n):

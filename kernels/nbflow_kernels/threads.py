@@ -239,8 +239,10 @@ def run_list(calls: CallList, **options: Any) -> None:
     **options : object
         As of `nbflow_kernels.team.Team.run_list`.
     """
-    team = _take_team(calls.n_threads, True)
-    assert team is not None
+    team = _local.team
+    if team is None or team.n != calls.n_threads or not team.take():
+        team = _take_team(calls.n_threads, True)
+        assert team is not None
     try:
         team.run_list(calls, **options)
     finally:
