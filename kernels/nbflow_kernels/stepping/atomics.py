@@ -34,7 +34,9 @@ def load(addr: Any) -> int:
     return read_i64(addr)
 
 
-load_in_order = load
+def load_in_order(addr: Any) -> int:
+    """Return the int64 at an address."""
+    return read_i64(addr)
 
 
 def store(addr: Any, x: Any) -> None:
