@@ -53,7 +53,7 @@ _chunk = _Chunk()
 
 
 @in_child
-def _begin_anew() -> None:
+def _drop_chunk() -> None:
     """Use memory of this process's own: another thread may have been about to take a part."""
     global _chunk, _lock
     _chunk, _lock = _Chunk(), threading.Lock()

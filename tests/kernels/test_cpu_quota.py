@@ -30,7 +30,7 @@ def _v2(root: Path, path: str, quotas: dict[str, str], group: str = "/") -> Path
 
 
 def _v1(root: Path, path: str, quotas: dict[str, tuple[int, int]]) -> Path:
-    """Write the files of version 1, beside the empty hierarchy of version 2 that systemd uses."""
+    """Write the files of version 1, next to the empty hierarchy of version 2 that systemd uses."""
     for at, (quota, period) in quotas.items():
         names = f"cg/cpu,cpuacct/{at}cpu.cfs_quota_us", f"cg/cpu,cpuacct/{at}cpu.cfs_period_us"
         _files(root, **dict(zip(names, (f"{quota}\n", f"{period}\n"), strict=True)))

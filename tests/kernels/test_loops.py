@@ -23,7 +23,7 @@ def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
 
 
 def test_fused_product_and_sum_are_rounded_once(rng: np.random.Generator) -> None:
-    """Just off the middle of two float32, by less than float64 shows beside the sum."""
+    """Just off the middle of two float32, by less than float64 keeps of the sum."""
     ties = [
         (2.0**-12 * (1 + 2.0**-k), sign * 2.0**-12 * (1 - 2.0**-k), 1 + 2.0**-23)
         for k in range(8, 24)

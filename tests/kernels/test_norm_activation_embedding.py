@@ -144,7 +144,7 @@ def test_activation_of_special_values(op: str) -> None:
 
 @pytest.mark.parametrize("op", ["silu", "gelu", "gelu_tanh", "gelu_quick"])
 def test_activation_of_large_negative_numbers_is_nothing(op: str) -> None:
-    """The divisor must not end where `exp` does; -inf is no number, as in the reference."""
+    """The divisor must not end where `exp` does; -inf gives NaN, as in the reference."""
     large = np.array([-100.0, -1e4, -1e30, -3e38], np.float32)
     np.testing.assert_allclose(getattr(nk, op)(large), 0.0, atol=4e-38)
     infinite = np.full(3, -np.inf, np.float32)
