@@ -53,7 +53,7 @@ from nbflow_kernels.qmatmul.activations import Int8Rows, quantize_activations
 from nbflow_kernels.quants.packed import Packed, PackedForm
 from nbflow_kernels.quants.unpack import codes, d_of, unit_of
 from nbflow_kernels.read_probe import ReadProbe
-from nbflow_kernels.threads import capture, get_num_threads, get_team, set_num_threads
+from nbflow_kernels.threads import capture, get_num_threads, run_list, set_num_threads
 
 LAYERS, WIDTH, INNER, HEADS, KV_HEADS, VOCABULARY, _ = SHAPES["1.1b"]
 DIM, PAGE = WIDTH // HEADS, 64
@@ -152,7 +152,7 @@ def attention_calls(n: int, rows: int, length: int, split: int) -> tuple[CallLis
 def attend(n: int, rows: int, length: int, n_rounds: int) -> Row:
     """Return a row: attention of one layer by the engine's division of keys, and by the best."""
     lists = {s: attention_calls(n, rows, length, s) for s in SPLITS if s < length or s >= SPLIT}
-    runs = {s: functools.partial(get_team().run_list, found) for s, (found, _) in lists.items()}
+    runs = {s: functools.partial(run_list, found) for s, (found, _) in lists.items()}
     layers = lists[SPLIT][1]
     found = compared(rounds(runs, n_rounds), SPLIT)
     each = {key: found[key] / layers for key in ("fixed_us", "best_us")}
@@ -231,7 +231,7 @@ def multiply(name: str, T: int, n_rounds: int, probe: ReadProbe) -> Row:
             )
             for data in matrices
         ]
-        return functools.partial(get_team().run_list, CallList(calls, get_num_threads()))
+        return functools.partial(run_list, CallList(calls, get_num_threads()))
 
     form, tile = packed.form, 1 if T == 1 else 4 if T <= 4 else 8
     ours = {"few_rows": int8.few_rows(form, tile), "many_rows": int8.many_rows(form)}

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,23 +28,16 @@ class KeyedFiles(caching.IndexDataCacheFile):
         Numba's.
     may_save : callable
         Says whether the sources are still those that the folder is named after.
-    folder : Path, optional
-        A folder named after all sources.  Without it that of Numba is used, which looks at where
-        the source is and when it was written: another checkout, or an installed wheel, would find
-        nothing of what there is.
     """
 
     def __init__(
-        self,
-        like: caching.IndexDataCacheFile,
-        may_save: Callable[[], bool] = lambda: True,
-        folder: Path | None = None,
+        self, like: caching.IndexDataCacheFile, may_save: Callable[[], bool] = lambda: True
     ) -> None:
         self._may_save = may_save
-        self._cache_path = like._cache_path if folder is None else str(folder)
+        self._cache_path = like._cache_path
         self._index_path = like._index_path
         self._base = Path(like._index_name).stem
-        self._stamp = like._version, like._source_stamp if folder is None else None
+        self._stamp = like._version, like._source_stamp
 
     def flush(self) -> None:
         """Forget everything."""
@@ -62,19 +56,98 @@ class KeyedFiles(caching.IndexDataCacheFile):
         """Return what was compiled for a key, or None; a file that is broken counts as absent."""
         try:
             stamp, found, data = pickle.loads(self._path(key).read_bytes())
-        except (OSError, EOFError, ValueError, pickle.UnpicklingError):
+            return pickle.loads(data) if (stamp, found) == (self._stamp, key) else None
+        except Exception:  # pickles of other programs, or cut off, can raise anything
             return None
-        return pickle.loads(data) if (stamp, found) == (self._stamp, key) else None
 
     def _path(self, key: Any) -> Path:
         digest = hashlib.sha256(repr((self._stamp, key)).encode()).hexdigest()[:24]
         return Path(self._cache_path) / f"{self._base}.{digest}.nbc"
 
 
-def use_keyed_files(
-    dispatcher: Any, may_save: Callable[[], bool], folder: Path | None = None
-) -> Any:
-    """Return a cached function of Numba after changing where its cache keeps its files."""
-    cache = dispatcher._cache
-    cache._cache_file = KeyedFiles(cache._cache_file, may_save, folder)
-    return dispatcher
+class _Locator(caching._CacheLocator):
+    """Tells Numba's cache where the files of one function are.
+
+    Parameters
+    ----------
+    function : callable
+        The function.
+    folder : Path
+        Named after all sources that it is made of.
+    by_time : bool
+        Whether the folder is for one source file, and what was compiled from it at another time
+        does not count.  Otherwise all copies of the sources share what one of them has compiled.
+    """
+
+    def __init__(self, function: Any, folder: Path, by_time: bool) -> None:
+        self._py_file = function.__code__.co_filename
+        self._line = function.__code__.co_firstlineno
+        self._stamp: tuple[float, int] | None = None
+        self._folder = folder
+        if by_time:
+            found = Path(self._py_file).stat()
+            self._stamp = found.st_mtime, found.st_size
+            self._folder /= self.get_suitable_cache_subpath(self._py_file)  # type: ignore[no-untyped-call]
+
+    def get_cache_path(self) -> str:
+        """Return the folder."""
+        return str(self._folder)
+
+    def get_source_stamp(self) -> Any:
+        """Return what must be the same for a file to count."""
+        return self._stamp
+
+    def get_disambiguator(self) -> str:
+        """Return what tells functions of one name apart."""
+        return str(self._line)
+
+
+class _Kernels(caching.CompileResultCacheImpl):
+    """Numba's way to write a compiled function down, with a locator that is given."""
+
+    def __init__(self, function: Any, locator: _Locator) -> None:
+        self._lineno = function.__code__.co_firstlineno
+        self._locator = locator
+        name = f"{Path(locator._py_file).stem}.{function.__qualname__}"
+        self._filename_base = self.get_filename_base(name, getattr(sys, "abiflags", ""))  # type: ignore[no-untyped-call]
+
+
+class KernelCache(caching.FunctionCache):
+    """Numba's cache of a function, with `KeyedFiles` in a folder that is given.
+
+    None of Numba's settings is touched, which other threads may use to make functions of theirs.
+
+    Parameters
+    ----------
+    function : callable
+        The function to be compiled.
+    folder : Path
+        A folder named after all sources that it is made of.
+    may_save : callable
+        Says whether the sources are still those that the folder is named after.
+    by_time : bool
+        Whether a file counts only for a source written at the same time.
+    """
+
+    def __init__(
+        self, function: Any, folder: Path, may_save: Callable[[], bool], by_time: bool
+    ) -> None:
+        self._name = repr(function)
+        self._py_func = function
+        locator = _Locator(function, folder, by_time)
+        self._impl = _Kernels(function, locator)
+        self._cache_path = locator.get_cache_path()
+        self._cache_file = KeyedFiles(
+            caching.IndexDataCacheFile(
+                self._cache_path, self._impl.filename_base, locator.get_source_stamp()
+            ),
+            may_save,
+        )
+        self.enable()  # type: ignore[no-untyped-call]
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        """Return what was compiled for a signature; None if there is nothing that can be used."""
+        try:
+            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+        except Exception:  # bytes that another program has left can do anything
+            return None

@@ -15,9 +15,7 @@ one of its sources has changed, a kernel is compiled for this process alone.
 from __future__ import annotations
 
 import functools
-import gc
 import hashlib
-import itertools
 import os
 import re
 from collections.abc import Callable
@@ -25,29 +23,16 @@ from pathlib import Path
 from typing import Any
 
 import numba
-from numba.core import bytecode, event
+from numba.core.compiler_lock import global_compiler_lock
 
 from nbflow_kernels import stepping
-from nbflow_kernels._disk_cache import use_keyed_files
-from nbflow_kernels._parts import PartCompiler
-from nbflow_kernels.stepping import numba_config
+from nbflow_kernels._disk_cache import KernelCache
+from nbflow_kernels._parts import KernelCompiler, PartCompiler
+from nbflow_kernels.forks import around_fork
 
-
-def _name_apart() -> None:
-    """Let the names of what this process compiles be no other process's.
-
-    A compiled function is called by a name that has a number in it, which each process counts up
-    from 1.  Kernels of one factory (a product for two formats) had the same name then when one was
-    compiled here and the other one came from the disk, where another process had put it: asked for
-    the address of the first, Numba gave the second's.
-    """
-    start = int.from_bytes(os.urandom(6), "little")
-    bytecode.FunctionIdentity._unique_ids = itertools.count(start)
-
-
-_name_apart()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_name_apart)
+# A child that is forked while another thread compiles would wait for that thread for ever: the fork
+# waits instead.  Nothing is compiled without this lock of Numba's.
+around_fork(global_compiler_lock.acquire, global_compiler_lock.release)
 
 # No "nnan"/"ninf": masks are -inf and tests fill outputs with NaN.  No "reassoc": the order of
 # additions is part of a kernel's contract (a row's result must not depend on its neighbours).
@@ -56,6 +41,7 @@ FAST_MATH = {"contract", "nsz"}
 # Not in Numba's type hints.  Kernels are called from Python and by address, never as a C function;
 # parts of kernels are not called from Python either.
 _NO_C: Any = {"no_cfunc_wrapper": True}
+_KERNEL: Any = {"pipeline_class": KernelCompiler, **_NO_C}
 _BARE: Any = {"no_cpython_wrapper": True, "pipeline_class": PartCompiler, **_NO_C}
 
 _ROOT = Path(__file__).parent
@@ -148,31 +134,6 @@ def cache_folder(path: Path) -> Path:
     return cache_root() / f"{path.parent.name}.{path.stem}-{source_digest(path)}"
 
 
-class _WithoutCollector(event.Listener):
-    """Keeps Python's garbage collector off while Numba compiles, which takes a tenth less time.
-
-    Compiling makes millions of objects that stay; the collector would go through them again and
-    again.  Numba compiles one kernel at a time, under a lock, and the parts of it in between.
-    """
-
-    depth = 0
-    was_on = False
-
-    def on_start(self, event: Any) -> None:
-        if self.depth == 0:
-            self.was_on = gc.isenabled()
-            gc.disable()
-        self.depth += 1
-
-    def on_end(self, event: Any) -> None:
-        self.depth -= 1
-        if self.depth == 0 and self.was_on:
-            gc.enable()
-
-
-event.register("numba:compile", _WithoutCollector())
-
-
 def njit(function: Callable[..., Any]) -> Any:
     """Compile a module-level kernel lazily, cached on disk, without the GIL and without asserts."""
     return _compiled(function, FAST_MATH)
@@ -187,21 +148,15 @@ def _compiled(function: Callable[..., Any], fastmath: Any) -> Any:
     if stepping.is_on():
         return stepping.kernel(function)
     path = Path(function.__code__.co_filename)
-    cached = is_as_imported(path)
-    before = numba_config.CACHE_DIR
-    numba_config.CACHE_DIR = str(cache_folder(path))
-    try:
-        compiled = numba.njit(
-            cache=cached, nogil=True, error_model="numpy", boundscheck=False, fastmath=fastmath,
-            **_NO_C,
-        )(function)  # fmt: skip
-        if not cached:
-            return compiled
+    compiled = numba.njit(
+        nogil=True, error_model="numpy", boundscheck=False, fastmath=fastmath, **_KERNEL
+    )(function)  # fmt: skip
+    if is_as_imported(path):
         # what other files import from elsewhere is not in their digest
-        folder = cache_folder(path) if path.is_relative_to(_ROOT) else None
-        return use_keyed_files(compiled, lambda: is_as_imported(path), folder)
-    finally:
-        numba_config.CACHE_DIR = before
+        is_ours = path.is_relative_to(_ROOT)
+        may_save = functools.partial(is_as_imported, path)
+        compiled._cache = KernelCache(function, cache_folder(path), may_save, not is_ours)
+    return compiled
 
 
 def part(function: Callable[..., Any]) -> Any:

@@ -4,6 +4,7 @@
 `exchange(addr, x)`                     store an int64 and return the old one
 `add(addr, x)`                          add to an int64 and return the old one; both seq. cst.
 `load(addr)` / `store(addr, x)`         acquire / release
+`load_in_order(addr)`                   seq. cst.: not before an `exchange` that precedes
 `pause()`                               tell the core that this thread spins
 `cycles()`                              the processor's cycle counter, 0 where there is none
 `call_row_range(f, args, start, stop)`  call a trampoline (`nbflow_kernels.calls`); 0 if it returned
@@ -49,14 +50,20 @@ exchange = _make_read_modify_write("exchange", "xchg")
 add = _make_read_modify_write("add", "add")
 
 
-@intrinsic
-def load(typing_context: Any, addr: Any) -> Any:
-    """Return the int64 at an address, before anything that follows is read."""
+def _make_load(name: str, ordering: str) -> Any:
+    def load(typing_context: Any, addr: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.load_atomic(_cell(context, builder, signature, args), ordering, 8)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load_atomic(_cell(context, builder, signature, args), "acquire", 8)
+        return types.int64(addr), codegen
 
-    return types.int64(addr), codegen
+    load.__name__ = name
+    return intrinsic(load)
+
+
+load = _make_load("load", "acquire")
+# Arm may do an acquire load before a sequentially consistent exchange that precedes it.
+load_in_order = _make_load("load_in_order", "seq_cst")
 
 
 @intrinsic
@@ -108,9 +115,8 @@ def call_row_range(typing_context: Any, function: Any, args_at: Any, start: Any,
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         values = [_int64(context, builder, signature, args, i) for i in range(4)]
-        kind = ir.FunctionType(_I32, [_I64] * 3)
-        status = builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
-        return builder.sext(status, _I64)
+        kind = ir.FunctionType(_I64, [_I64] * 3)
+        return builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
 
     return types.int64(function, args_at, start, stop), codegen
 

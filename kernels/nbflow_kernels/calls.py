@@ -16,9 +16,10 @@ With compiling off (`nbflow_kernels.stepping`) the table stays empty, and the te
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
+import pickle
 import struct
-import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,10 +29,11 @@ import numba
 import numpy as np
 from llvmlite import ir
 from numba.core import types
+from numba.core.compiler_lock import global_compiler_lock
 
 from nbflow_kernels import stepping
 
-_I32, _I64 = ir.IntType(32), ir.IntType(64)
+_I64 = ir.IntType(64)
 
 # The columns of a table.
 FUNCTION, ARGUMENTS, ROWS, PARTS, GRAIN, BARRIER, READS, ROW_BYTES = range(8)
@@ -86,6 +88,7 @@ class CallList:
         self.calls = tuple(calls)
         self.n_threads = n_threads
         self.table = np.zeros((len(calls), COLUMNS), np.int64)
+        self.table_at = self.table.ctypes.data
         self._kept: list[Any] = []  # the table holds addresses only
         self.is_shared = False
         """Whether any call is shared by the threads."""
@@ -207,12 +210,14 @@ def _add_words(words: list[int], value: Any, kind: Any) -> None:
 
 _made: dict[tuple[Any, ...], int] = {}  # signature to address
 _engines: list[Any] = []  # own the code at those addresses
-_lock = threading.Lock()
 
 
 def _trampolines(signatures: list[tuple[Any, ...]]) -> list[int]:
-    """Return the address of ``int32 f(arguments, start, stop)`` for each signature."""
-    with _lock:
+    """Return the address of ``int64 f(arguments, start, stop)`` for each signature.
+
+    It returns 0, or where the description is of what the kernel has raised.
+    """
+    with global_compiler_lock:
         missing = [s for s in dict.fromkeys(signatures) if s not in _made]
         if missing:
             module = ir.Module(name="nbflow_trampolines")
@@ -233,7 +238,7 @@ def _add_trampoline(module: ir.Module, name: str, signature: tuple[Any, ...]) ->
     from numba.core.registry import cpu_target
 
     context = cpu_target.target_context
-    function = ir.Function(module, ir.FunctionType(_I32, [_I64] * 3), name=name)
+    function = ir.Function(module, ir.FunctionType(_I64, [_I64] * 3), name=name)
     builder = ir.IRBuilder(function.append_basic_block())
     block, start, stop = function.args
 
@@ -247,4 +252,48 @@ def _add_trampoline(module: ir.Module, name: str, signature: tuple[Any, ...]) ->
     kind = context.call_conv.get_function_type(types.none, signature)
     callee = builder.inttoptr(word(0, _I64), kind.as_pointer())
     status, _ = context.call_conv.call_function(builder, callee, types.none, signature, args)
-    builder.ret(status.code)
+    raised = builder.ptrtoint(status.excinfoptr, _I64)
+    raised = builder.select(status.is_user_exc, raised, ir.Constant(_I64, _UNKNOWN))
+    builder.ret(builder.select(status.is_error, raised, ir.Constant(_I64, 0)))
+
+
+# ---- what a kernel raised -------------------------------------------------------------------
+
+_UNKNOWN = 1  # in the place of an address
+
+
+class _Raised(ctypes.Structure):
+    """Numba's description of an exception, as compiled code leaves it."""
+
+    _fields_ = (
+        ("pickled", ctypes.c_void_p),
+        ("n_bytes", ctypes.c_int32),
+        ("values", ctypes.c_void_p),
+        ("unwrap", ctypes.c_void_p),
+        ("n_values", ctypes.c_int32),
+    )
+
+
+def error_of(address: int, kernel: Any) -> BaseException:
+    """Return the exception that a kernel raised in a list, named after the kernel.
+
+    Parameters
+    ----------
+    address : int
+        What the trampoline returned.
+    kernel : callable
+        The kernel.
+    """
+    name = getattr(kernel, "__qualname__", repr(kernel))
+    unknown = RuntimeError(f"kernel {name} failed in a list of calls, with an unknown error")
+    if address == _UNKNOWN:
+        return unknown
+    raised = _Raised.from_address(address)
+    try:
+        made, values, _ = pickle.loads(ctypes.string_at(raised.pickled, raised.n_bytes))
+        # values known only when it was raised are not in the pickle: their places hold None
+        error = made(*(() if raised.n_values > 0 else values))
+    except Exception:
+        return unknown
+    error.add_note(f"raised by kernel {name} in a list of calls")
+    return error if isinstance(error, BaseException) else unknown

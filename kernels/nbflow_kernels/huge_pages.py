@@ -18,6 +18,8 @@ import weakref
 import numpy as np
 from numpy.typing import NDArray
 
+from nbflow_kernels.forks import in_child
+
 ALIGNMENT = 64
 """Of what `zeros` returns: a cache line, a vector."""
 PAGE = 2 << 20
@@ -48,6 +50,13 @@ class _Chunk:
 
 
 _chunk = _Chunk()
+
+
+@in_child
+def _drop_chunk() -> None:
+    """Use memory of this process's own: another thread may have been about to take a part."""
+    global _chunk, _lock
+    _chunk, _lock = _Chunk(), threading.Lock()
 
 
 def zeros(n_bytes: int) -> NDArray[np.uint8]:

@@ -16,12 +16,26 @@ from nbflow_kernels._jit import strict_njit
 
 @strict_njit
 def fma(a: Any, b: Any, c: Any) -> Any:
-    """Return a * b + c for float32, rounded once but for one case in 2 ** 29.
+    """Return a * b + c for float32, rounded once.
 
-    The product is exact in float64.  The sum is rounded there first, which changes the result only
-    if it comes to lie halfway between two float32.
+    The product is exact in float64.  The sum is rounded there to the odd one of its two neighbours,
+    which never lies halfway between two float32 [1]_.
+
+    References
+    ----------
+    .. [1] S. Boldo and G. Melquiond, "Emulation of a FMA and correctly rounded sums: proved
+       algorithms using rounding to odd", IEEE Transactions on Computers 57(4), 2008.
     """
-    return np.float32(np.float64(a) * np.float64(b) + np.float64(c))
+    product, c = np.float64(a) * np.float64(b), np.float64(c)
+    total = product + c
+    added = total - product
+    error = (product - (total - added)) + (c - added)  # total + error is exact
+    if error > 0.0 or error < 0.0:  # neither for infinities and NaN
+        bits = np.float64(total).view(np.int64)
+        if bits % 2 == 0:
+            bits += 1 if (error > 0.0) == (total > 0.0) else -1
+            total = np.int64(bits).view(np.float64)
+    return np.float32(total)
 
 
 @strict_njit

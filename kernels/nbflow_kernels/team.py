@@ -19,6 +19,7 @@ each, one after the other, so that a debugger sees one thread.
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import os
 import threading
@@ -41,14 +42,17 @@ from nbflow_kernels.calls import (
     ROW_BYTES,
     ROWS,
     CallList,
+    error_of,
 )
+from nbflow_kernels.cpu_quota import cpu_quota
+from nbflow_kernels.forks import in_child
 from nbflow_kernels.lanes import prefetch, read_i64
 
 # Cells of the memory a team shares, a cache line apart; of int64.
 _JOB = 0  # number of the present job, the last bit its kind
 _ARRIVED = 8  # threads at the present barrier
-_BARRIER = 16  # counts the barriers passed
-_FAILED = 24  # status of a kernel that raised
+_BARRIER = 16  # counts the barriers passed, by twos; the last bit says that the list is over
+_FAILED, _FAILED_CALL = 24, 25  # what the first kernel that raised has left, and its place
 _TABLE, _N_CALLS, _REPEAT, _STOP, _TIMES, _YIELD, _SPIN = 32, 33, 34, 35, 36, 37, 38
 _TICKETS = 40  # address of the next row of each call
 _THREADS = 48  # from here on, for each thread: sleeping, last job seen
@@ -83,35 +87,51 @@ def _wait_for_change(cell: Any, seen: Any, shared: Any, patience: Any) -> Any:
 
 
 @part
-def _barrier(shared: Any, n_threads: Any) -> None:
-    """Wait until all threads of the team are here."""
-    passed = atomics.load(shared + 8 * _BARRIER)
-    if atomics.add(shared + 8 * _ARRIVED, 1) + 1 == n_threads:
-        atomics.store(shared + 8 * _ARRIVED, 0)
-        atomics.exchange(shared + 8 * _BARRIER, passed + 1)
-    else:
-        _wait_for_change(shared + 8 * _BARRIER, passed, shared, -1)
+def _is_over(shared: Any, stop: Any) -> Any:
+    """Return whether the list is not to be repeated: told so, or a kernel has raised."""
+    return (stop != 0 and atomics.load(stop) != 0) or atomics.load(shared + 8 * _FAILED) != 0
 
 
 @part
-def _share_of_call(row: Any, ticket: Any, thread: Any, shared: Any) -> None:
-    """Do this thread's rows of one call."""
+def _barrier(shared: Any, n_threads: Any, is_last: Any, stop: Any) -> Any:
+    """Wait until all threads of the team are here; return whether the list is over.
+
+    The thread that arrives last decides, and the decision is part of what the others wait for: a
+    thread that reads `stop` behind the barrier could find what the next job has written there.
+    """
+    passed = atomics.load(shared + 8 * _BARRIER)
+    if atomics.add(shared + 8 * _ARRIVED, 1) + 1 == n_threads:
+        atomics.store(shared + 8 * _ARRIVED, 0)
+        now = (passed | 1) + 1
+        if is_last and _is_over(shared, stop):
+            now += 1
+        atomics.exchange(shared + 8 * _BARRIER, now)
+    else:
+        now = _wait_for_change(shared + 8 * _BARRIER, passed, shared, -1)
+    return now & 1 != 0
+
+
+@part
+def _share_of_call(row: Any, i: Any, ticket: Any, thread: Any, shared: Any) -> None:
+    """Do this thread's rows of call `i`."""
     function, arguments = read_i64(row + 8 * FUNCTION), read_i64(row + 8 * ARGUMENTS)
     n_rows, parts = read_i64(read_i64(row + 8 * ROWS)), read_i64(row + 8 * PARTS)
     grain = read_i64(row + 8 * GRAIN)
-    status = 0
+    failure = 0
     if grain > 0:
         start = atomics.add(ticket, grain)
         while start < n_rows:
-            status |= atomics.call_row_range(function, arguments, start, min(start + grain, n_rows))
+            end = min(start + grain, n_rows)
+            failure = max(failure, atomics.call_row_range(function, arguments, start, end))
             start = atomics.add(ticket, grain)
     else:
         parts = min(parts, n_rows)
         if thread < parts:
             start, stop = n_rows * thread // parts, n_rows * (thread + 1) // parts
-            status = atomics.call_row_range(function, arguments, start, stop)
-    if status != 0:
-        atomics.exchange(shared + 8 * _FAILED, status)
+            failure = atomics.call_row_range(function, arguments, start, stop)
+    if failure != 0 and atomics.load(shared + 8 * _FAILED) == 0:
+        atomics.store(shared + 8 * _FAILED_CALL, i)
+        atomics.store(shared + 8 * _FAILED, failure)
 
 
 @part
@@ -140,32 +160,33 @@ def _fetch_ahead(table: Any, i: Any, n_calls: Any, thread: Any, shared: Any) -> 
 def _run_job(shared: Any, thread: Any, n_threads: Any) -> None:
     """Do this thread's share of the job described in the shared memory.
 
-    The last call of a list ends with a barrier.
+    The last call of a list ends with a barrier, behind which the other threads read nothing of the
+    job: thread 0 may have returned, and given out the next one.
     """
     table, n_calls = read_i64(shared + 8 * _TABLE), read_i64(shared + 8 * _N_CALLS)
     stop, times = read_i64(shared + 8 * _STOP), read_i64(shared + 8 * _TIMES)
     tickets = read_i64(shared + 8 * _TICKETS)
     for _ in range(read_i64(shared + 8 * _REPEAT)):
         before = atomics.cycles() if times != 0 else 0
-        fetched = False
+        fetched = over = False
         for i in range(n_calls):
             row = table + 8 * COLUMNS * i
             parts = read_i64(row + 8 * PARTS)
             if thread < parts:
-                _share_of_call(row, tickets + 64 * i, thread, shared)
+                _share_of_call(row, i, tickets + 64 * i, thread, shared)
                 fetched = False
             elif not fetched:
                 _fetch_ahead(table, i, n_calls, thread, shared)
                 fetched = True
             if n_threads > 1 and read_i64(row + 8 * BARRIER) != 0:
-                _barrier(shared, n_threads)
+                over = _barrier(shared, n_threads, i + 1 == n_calls, stop)
             if thread == 0 and parts > 1:  # nobody draws tickets of this call any more
                 atomics.store(tickets + 64 * i, 0)
             if times != 0 and thread == 0:
                 now = atomics.cycles()
                 atomics.store(times + 8 * i, read_i64(times + 8 * i) + now - before)
                 before = now
-        if stop != 0 and atomics.load(stop) != 0:
+        if over or (n_threads == 1 and _is_over(shared, stop)):
             break
 
 
@@ -183,7 +204,7 @@ def _serve(shared: Any, thread: Any, n_threads: Any) -> None:
         # Say so before going back to Python, and look again: whoever gives the next job out does
         # the same in the opposite order, so that one of the two notices the other.
         atomics.exchange(mine, 1)
-        if atomics.load(shared + 8 * _JOB) == job:
+        if atomics.load_in_order(shared + 8 * _JOB) == job:
             return
         atomics.exchange(mine, 0)
 
@@ -195,7 +216,7 @@ def _announce(shared: Any, kind: Any, n_threads: Any) -> Any:
     atomics.exchange(shared + 8 * _JOB, read_i64(shared + 8 * _JOB) // 2 * 2 + 2 + kind)
     sleeping = 0
     for thread in range(1, n_threads):
-        sleeping |= atomics.load(shared + 8 * (_THREADS + 8 * thread))
+        sleeping |= atomics.load_in_order(shared + 8 * (_THREADS + 8 * thread))
     return sleeping
 
 
@@ -209,12 +230,25 @@ def _yield_address() -> int:
 
 
 def available_cores() -> int:
-    """Return how many processors this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Return how many processors this process may use: its affinity, within its CPU quota."""
+    quota = cpu_quota()
+    allowed = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    return allowed if quota is None else min(allowed, quota)
+
+
+_forks = 0  # between the first process and this one
+
+
+@in_child
+def _count_fork() -> None:
+    global _forks
+    _forks += 1
 
 
 class Team:
-    """`n` threads, the caller among them.
+    """`n` threads, the caller among them; a forked child makes threads of its own.
 
     Parameters
     ----------
@@ -224,6 +258,11 @@ class Team:
 
     def __init__(self, n: int) -> None:
         self.n = n
+        self._begin()
+
+    def _begin(self) -> None:
+        """Make the memory and the threads; in a forked child, where the threads are not, again."""
+        n, self._forks = self.n, _forks
         memory = np.zeros(_THREADS + 8 * n + 8, np.int64)
         self._memory = memory
         skip = -memory.ctypes.data % 64 // 8
@@ -231,34 +270,51 @@ class Team:
         self._at = self._shared.ctypes.data
         self._shared[_YIELD] = _yield_address()
         self._shared[_SPIN] = _SPINS if n <= available_cores() else _FEW_SPINS
-        self._tickets = np.zeros(8, np.int64)
+        self._make_tickets(1)
         self._inboxes: list[SimpleQueue[Any]] = [SimpleQueue() for _ in range(n - 1)]
-        self._done: SimpleQueue[BaseException | None] = SimpleQueue()
+        self._done: SimpleQueue[None] = SimpleQueue()
+        in_use = threading.Lock()
+        self.take: Callable[[], bool] = functools.partial(in_use.acquire, False)
+        """Keep the team for the calling thread until `give_back`; False if another one has it."""
+        self.give_back: Callable[[], None] = in_use.release
+        """Let other threads take the team."""
         if stepping.is_on():
             return
         for i, inbox in enumerate(self._inboxes):
             arguments = (memory, self._at, i + 1, n, inbox, self._done)
             threading.Thread(target=_work, args=arguments, daemon=True, name="nbflow-team").start()
 
+    def _make_tickets(self, n_calls: int) -> None:
+        """Make room for the next row of each of so many calls, a cache line apart."""
+        self._tickets = np.zeros(8 * n_calls + 8, np.int64)
+        self._shared[_TICKETS] = (self._tickets.ctypes.data + 63) // 64 * 64
+
     def run(
         self, kernel: Callable[..., None], start: int, stop: int, parts: int, *args: Any
     ) -> None:
         """Call ``kernel(*args, a, b)`` on `parts` pieces [a, b) of [start, stop)."""
+        if self._forks != _forks:
+            self._begin()
         edges = [start + (stop - start) * i // parts for i in range(parts + 1)]
         if stepping.is_on():
             for first, last in itertools.pairwise(edges):
                 kernel(*args, first, last)
             return
+        answers: list[BaseException | None] = []
         for i in range(1, parts):
-            self._inboxes[i - 1].put((kernel, args, edges[i], edges[i + 1]))
+            self._inboxes[i - 1].put((kernel, args, edges[i], edges[i + 1], answers))
         _announce(self._at, _PYTHON, self.n)
         failure: BaseException | None = None
         try:
             kernel(*args, edges[0], edges[1])
         except BaseException as error:
             failure = error
-        for _ in range(1, parts):
-            failure = self._done.get() or failure
+        while len(answers) < parts - 1:
+            try:
+                self._done.get()
+            except BaseException as error:  # Ctrl-C; the others still write into the arrays
+                failure = failure or error
+        failure = next((error for error in answers if error is not None), failure)
         if failure is not None:
             raise failure
 
@@ -279,11 +335,18 @@ class Team:
         repeat : int
             How many times to go through the list.
         stop : array of int64, shape (1,), optional
-            No further repetition once this is not 0.  A call of the list may set it if a call that
-            is shared by the threads comes before it.
+            No further repetition once this is not 0, which a call of the list may see to.
         cycles : array of int64, shape (number of calls,), optional
             The processor cycles of each call, barriers included, are added to it.
+
+        Raises
+        ------
+        Exception
+            What the first kernel that failed raised.  The calls behind it are made, too, but the
+            list is not repeated.
         """
+        if self._forks != _forks:
+            self._begin()
         n_calls = len(calls.calls)
         if n_calls == 0 or repeat < 1:
             return
@@ -291,16 +354,15 @@ class Team:
             _run_list_in_python(calls, repeat, stop, cycles)
             return
         if len(self._tickets) < 8 * n_calls + 8:
-            self._tickets = np.zeros(8 * n_calls + 8, np.int64)
+            self._make_tickets(n_calls)
         shared = self._shared
         shared[_TABLE : _TIMES + 1] = (
-            calls.table.ctypes.data,
+            calls.table_at,
             n_calls,
             repeat,
             0 if stop is None else stop.ctypes.data,
             0 if cycles is None else cycles.ctypes.data,
         )
-        shared[_TICKETS] = (self._tickets.ctypes.data + 63) // 64 * 64
         if calls.is_shared:
             try:
                 if _announce(self._at, _LIST, self.n):
@@ -310,8 +372,8 @@ class Team:
         else:
             _run_job(self._at, 0, 1)
         if shared[_FAILED]:
-            shared[_FAILED] = 0
-            raise MemoryError("a kernel of the list failed; the usual reason is too little memory")
+            raised, shared[_FAILED] = int(shared[_FAILED]), 0
+            raise error_of(raised, calls.calls[shared[_FAILED_CALL]].kernel)
 
     def _wake(self) -> None:
         for i, inbox in enumerate(self._inboxes):
@@ -320,6 +382,8 @@ class Team:
 
     def close(self) -> None:
         """Let the other threads end."""
+        if self._forks != _forks:
+            return  # they are another process's
         for inbox in self._inboxes:
             inbox.put("end")
         # not through a compiled function: this may run while the interpreter shuts down
@@ -356,10 +420,11 @@ def _work(
             continue
         if item == "end":
             return
-        kernel, args, start, stop = item
+        kernel, args, start, stop, answers = item
         try:
             kernel(*args, start, stop)
         except BaseException as error:
-            done.put(error)
+            answers.append(error)
         else:
-            done.put(None)
+            answers.append(None)
+        done.put(None)

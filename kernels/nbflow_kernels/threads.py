@@ -1,8 +1,19 @@
 """A team of threads that shares the rows of one kernel call.
 
 Kernels are serial functions over a range of rows and release the GIL, so the threads of a team
-(`nbflow_kernels.team`) can share a call.  The team belongs to the calling thread: `set_num_threads`
-in one thread does not change another.
+(`nbflow_kernels.team`) can share a call.  The number of threads belongs to the calling thread:
+`set_num_threads` in one thread does not change another.
+
+A team is taken for one call, or one list of calls, and given back.  Threads that call kernels in
+turn thus share a team; for those that call at the same time it depends:
+
+- A thread that has set its number (each rank of a model that is divided among threads does) always
+  gets so many threads: another team is made if those of this size are in use.
+- A thread that has not set it shares a team of all processors with all others like it.  While that
+  team is in use the thread computes alone, so that 32 threads of a pool that call kernels on 64
+  processors are at most 32 + 63 threads, and not 32 teams of 64.
+
+Results are the same to the bit either way.
 """
 
 from __future__ import annotations
@@ -10,12 +21,14 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from nbflow_kernels.calls import Call
+from nbflow_kernels.calls import Call, CallList
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.forks import in_child
 from nbflow_kernels.team import Team, available_cores
 
 # Handing work to another Python thread and waiting for it costs 35 to 50 microseconds; a kernel
@@ -33,13 +46,28 @@ SHARES = 1 << 20  # ranges of work are whole numbers of this part of it
 class _Local(threading.local):
     """What belongs to the calling thread."""
 
+    n_threads: int | None = None
+    """As set by `set_num_threads`."""
+    n_default: int | None = None
+    """All processors, once looked up."""
     team: Team | None = None
+    """The one used last, which is tried first."""
     profile: list[float] | None = None
     capture: Capture | None = None
     together: list[Shared] | None = None
 
 
 _local = _Local()
+_teams: weakref.WeakSet[Team] = weakref.WeakSet()  # a team lives while a thread has it as its last
+_teams_lock = threading.Lock()
+
+
+@in_child
+def _forget_teams() -> None:
+    """Let teams be made when they are needed: the threads of those there were are not here."""
+    global _teams, _teams_lock
+    _teams, _teams_lock = weakref.WeakSet(), threading.Lock()
+    _local.team = None
 
 
 @dataclass
@@ -107,14 +135,18 @@ def set_num_threads(n: int) -> None:
     """
     if not 1 <= n <= 1024:
         raise UsageError(f"number of threads must be 1..1024, got {n}")
-    # An old team ends when nobody holds it any more: captured calls may still use it.
-    if _local.team is None or _local.team.n != n:
-        _local.team = Team(n)
+    _local.n_threads = n
+    if _local.team is not None and _local.team.n != n:
+        _local.team = None  # it ends with the last thread that has it
 
 
 def get_num_threads() -> int:
     """Return how many threads kernels called from the present thread use."""
-    return get_team().n
+    if _local.n_threads is not None:
+        return _local.n_threads
+    if _local.n_default is None:
+        _local.n_default = available_cores()
+    return _local.n_default
 
 
 @contextlib.contextmanager
@@ -179,11 +211,42 @@ def _run_part(calls: list[Shared], share: float, start: int, stop: int) -> None:
         before += work
 
 
-def get_team() -> Team:
-    """Return the team of the calling thread: all processors of this process, unless set."""
-    if _local.team is None:
-        _local.team = Team(available_cores())
-    return _local.team
+def _take_team(n: int, needed: bool) -> Team | None:
+    """Return a team of `n` threads, taken; None if there are some, in use, and it is not needed."""
+    team = _local.team
+    if team is not None and team.n == n and team.take():
+        return team
+    with _teams_lock:
+        same = [team for team in _teams if team.n == n]
+        team = next((team for team in same if team.take()), None)
+        if team is None:
+            if same and not needed:
+                return None
+            team = Team(n)
+            team.take()
+            _teams.add(team)
+    _local.team = team
+    return team
+
+
+def run_list(calls: CallList, **options: Any) -> None:
+    """Make the calls of a list by a team of as many threads as it was made for.
+
+    Parameters
+    ----------
+    calls : CallList
+        The calls.
+    **options : object
+        As of `nbflow_kernels.team.Team.run_list`.
+    """
+    team = _local.team
+    if team is None or team.n != calls.n_threads or not team.take():
+        team = _take_team(calls.n_threads, True)
+        assert team is not None
+    try:
+        team.run_list(calls, **options)
+    finally:
+        team.give_back()
 
 
 def split_rows(kernel: Callable[..., None], n_rows: int, work: float, *args: Any) -> None:
@@ -206,12 +269,16 @@ def split_rows(kernel: Callable[..., None], n_rows: int, work: float, *args: Any
     if _local.capture is not None:
         _local.capture.calls.append(Call(kernel, args, n_rows, work, _local.capture.held))
         return
-    team = get_team()
-    parts = min(team.n, n_rows, int(work // MIN_WORK_PER_THREAD))
+    n = get_num_threads()
+    parts = min(n, n_rows, int(work // MIN_WORK_PER_THREAD))
     started = time.perf_counter() if _local.profile is not None else 0.0
-    if parts <= 1:
+    team = _take_team(n, _local.n_threads is not None) if parts > 1 else None
+    if team is None:
         kernel(*args, 0, n_rows)
     else:
-        team.run(kernel, 0, n_rows, parts, *args)
+        try:
+            team.run(kernel, 0, n_rows, parts, *args)
+        finally:
+            team.give_back()
     if _local.profile is not None:
         _local.profile.append(time.perf_counter() - started)

@@ -35,6 +35,7 @@ from nbflow.engine.stopping import Stopping
 from nbflow.parallel.comm import RankError
 from nbflow.status import WORKING, status
 from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.forks import tell_in_child
 
 Command = tuple[str, tuple[Any, ...]]
 """What every rank is told: name of a method of `RankEngine`, and its arguments."""
@@ -142,6 +143,7 @@ class Engine:
         self._drafted_tokens = self._accepted_tokens = 0
         self._step_seconds = 0.0
         self._finished: dict[str, int] = {}
+        tell_in_child(self)
 
     # ---- life ---------------------------------------------------------------------------------
 
@@ -174,6 +176,16 @@ class Engine:
         self._thread = threading.Thread(target=self._run, name="nbflow-engine", daemon=True)
         self._thread.start()
         return self
+
+    def in_child(self) -> None:
+        """Be failed in a forked child: the engine's thread is in the parent."""
+        is_idle = not (self._handles or self._inbox or self._calls)
+        self._lock, self._thread = threading.Condition(), None
+        if self._state in ("running", "closing"):
+            self._state = "failed"
+            self._failure = EngineClosed("it runs in the process that this one was forked from")
+            if is_idle:  # else the model was left in the middle of a step
+                self.model.release(self)
 
     def close(self, drain: bool = False, timeout: float | None = None) -> None:
         """Take no more requests, end those there are, and stop.  Closing twice does nothing.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -72,6 +73,7 @@ class Model:
         self._team = team
         self.turns = Turns(self)
         """By which threads call this model one after the other."""
+        self._process = os.getpid()
 
     def check_free(self) -> None:
         """Raise unless the model's steps are the caller's own."""
@@ -555,6 +557,13 @@ class Model:
             raise UsageError(
                 f"this process holds no part of the model (partition {self.plan.partition!r}), "
                 "or the model is closed"
+            )
+        alone = self._team is None and self.engines[0].comm.size == 1
+        if not alone and self._process != os.getpid():
+            raise UsageError(
+                f"the {len(self.plan.ranks)} ranks of {self.spec.name} (partition "
+                f"{self.plan.partition!r}) are not in this process, which was forked; load the "
+                "model here, or load it before the fork with a partition of one rank"
             )
         if self._team is None:
             extra = per_engine[:1] if per_engine else []

@@ -24,7 +24,7 @@ from nbflow.execute.step import Step
 from nbflow.execute.step_arrays import StepArrays
 from nbflow_kernels.calls import Call, CallList
 from nbflow_kernels.qmatmul.activations import Int8Rows
-from nbflow_kernels.threads import count_kernel_seconds, get_team
+from nbflow_kernels.threads import count_kernel_seconds, get_num_threads, run_list
 
 MAX_BOUND = 128
 """Bound shapes kept, of some 15 KB a layer; prompts of many lengths would otherwise fill memory.
@@ -146,7 +146,7 @@ class CpuExecutor(Executor):
         if self.seconds is not None:
             self._run_timed(segment, self.seconds, **options)
         elif isinstance(segment, Segment):
-            get_team().run_list(segment.calls, **options)
+            run_list(segment.calls, **options)
         else:
             segment.call()
 
@@ -160,7 +160,7 @@ class CpuExecutor(Executor):
             seconds[segment.kind] += time.perf_counter() - started
             return
         cycles = np.zeros(len(segment.kinds), np.int64)
-        get_team().run_list(segment.calls, cycles=cycles, **options)
+        run_list(segment.calls, cycles=cycles, **options)
         spent = time.perf_counter() - started
         count_kernel_seconds(spent)
         for kind, share in zip(segment.kinds, cycles / max(1, cycles.sum()), strict=True):
@@ -174,7 +174,7 @@ class CpuExecutor(Executor):
 
     def _prepared(self, step: Step) -> Bound:
         """Return the program bound for a step's shape, with the step's numbers in its arrays."""
-        key = *step.size, len(step.pages.kv_lens), get_team().n
+        key = *step.size, len(step.pages.kv_lens), get_num_threads()
         bound = self._bound.pop(key, None)
         if bound is None or bound.storages != self._storages() or not _holds(bound.room, step):
             stale = bound is not None and bound.storages != self._storages()
@@ -204,7 +204,7 @@ class CpuExecutor(Executor):
         def close() -> None:
             if waiting:
                 kinds, calls = zip(*waiting, strict=True)
-                segments.append(Segment(CallList(calls, get_team().n), kinds))
+                segments.append(Segment(CallList(calls, get_num_threads()), kinds))
                 waiting.clear()
 
         for op, made in binder.ops():

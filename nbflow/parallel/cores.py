@@ -7,6 +7,7 @@ import platform
 from collections.abc import Sequence
 
 from nbflow.parallel.comm import Comm
+from nbflow_kernels.cpu_quota import cpu_quota
 from nbflow_kernels.team import available_cores
 
 
@@ -25,12 +26,14 @@ def fair_threads(comm: Comm, numbers: Sequence[int]) -> int:
     int
         Each core this process may run on is shared evenly by the ranks that may run on it too:
         ranks that were bound to cores of their own use these, others their part of the machine.
+        A CPU quota (of a container) is shared by the ranks of the machine.
     """
     if comm.size == 1:
         return max(1, available_cores() // len(numbers))
     mine = platform.node(), _cores()
     everyone = comm.bcast_object(comm.gather_object(mine))
-    return shared_cores(mine, [everyone[rank] for rank in numbers])
+    ranks = [everyone[rank] for rank in numbers]
+    return within_quota(shared_cores(mine, ranks), cpu_quota(), [host for host, _ in ranks])
 
 
 def shared_cores(
@@ -53,6 +56,22 @@ def shared_cores(
         for core in cores
     )
     return max(1, int(sum(parts) + 1e-9))
+
+
+def within_quota(threads: int, quota: int | None, hosts: Sequence[str]) -> int:
+    """Return the threads for a rank of this machine when all ranks are within its CPU quota.
+
+    Examples
+    --------
+    >>> here = platform.node()
+    >>> within_quota(32, 8, [here, here, "another"])
+    4
+    >>> within_quota(32, None, [here, here])
+    32
+    """
+    if quota is None:
+        return threads
+    return max(1, min(threads, quota // max(1, hosts.count(platform.node()))))
 
 
 def _cores() -> frozenset[int]:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import multiprocessing
 import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numba
 import pytest
@@ -84,26 +87,93 @@ def test_parts_may_raise_and_serve_several_kernels() -> None:
             kernel(-1.0)
 
 
+@pytest.mark.parametrize("decorate", [_jit.njit, _jit.part])
 @pytest.mark.parametrize("was_on", [True, False])
-def test_collector_is_as_before_after_compiling(was_on: bool) -> None:
-    seen = []
+def test_collector_is_as_before_after_compiling(was_on: bool, decorate: Any) -> None:
+    seen, look = _looks_at_collector()
+    inner = decorate(lambda: look())
+    before = gc.isenabled()
+    (gc.enable if was_on else gc.disable)()
+    try:
+        with pytest.raises(numba.core.errors.TypingError):
+            _jit.njit(lambda: inner() + "no number")()
+        assert not any(seen)
+        assert seen
+        assert gc.isenabled() == was_on
+    finally:
+        (gc.enable if before else gc.disable)()
+
+
+def _looks_at_collector() -> tuple[list[bool], Any]:
+    seen: list[bool] = []
 
     @numba.extending.intrinsic
     def look(typing_context):  # type: ignore[no-untyped-def]
         seen.append(gc.isenabled())
         return numba.types.int64(), lambda *_: numba.core.cgutils.intp_t(1)
 
-    inner = numba.njit(lambda: look())
+    return seen, look
+
+
+def test_collector_goes_on_while_others_compile() -> None:
+    seen, look = _looks_at_collector()
     before = gc.isenabled()
-    (gc.enable if was_on else gc.disable)()
+    gc.enable()
     try:
-        with pytest.raises(numba.core.errors.TypingError):
-            numba.njit(lambda: inner() + "no number")()
-        assert not any(seen)
-        assert seen
-        assert gc.isenabled() == was_on
+        numba.njit(lambda: look())()
     finally:
         (gc.enable if before else gc.disable)()
+    assert seen
+    assert all(seen)
+
+
+def _number(compiled: Any) -> int:
+    """Return the number in the name of a compiled function."""
+    (result,) = compiled.overloads.values()
+    return int(result.fndesc.uid)
+
+
+def test_functions_of_others_keep_the_names_that_numba_gives() -> None:
+    """Numba counts from 1, in a process that compiles with nbflow, too."""
+    ours, theirs = _jit.njit(lambda x: x + 1), numba.njit(lambda x: x + 1)
+    assert (ours(1), theirs(1)) == (2, 2)
+    assert _number(theirs) < 2**32
+    assert _number(ours) > 2**32  # 48 random bits, of which the first 16 are hardly ever 0
+
+
+def test_names_differ_in_forked_children() -> None:
+    def name() -> int:
+        compiled = _jit.njit(lambda x: x + 1)
+        compiled._cache.disable()
+        compiled(1)
+        return _number(compiled)
+
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+    children = [context.Process(target=lambda: there.send(name())) for _ in range(2)]
+    for child in children:
+        child.start()
+    assert all(here.poll(60) for _ in children)
+    numbers = {here.recv() for _ in children} | {name()}
+    for child in children:
+        child.join()
+    assert len(numbers) == 3
+    assert min(abs(a - b) for a, b in itertools.combinations(numbers, 2)) > 1000
+
+
+def test_numbas_cache_folder_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another thread may just make a cached function of its own."""
+    seen = []
+    njit = numba.njit
+
+    def look(*args: Any, **options: Any) -> Any:
+        seen.append(numba.core.config.CACHE_DIR)
+        return njit(*args, **options)
+
+    monkeypatch.setattr(numba, "njit", look)
+    before = numba.core.config.CACHE_DIR
+    _jit.njit(lambda x: x)
+    assert seen == [before]
 
 
 def test_digest_changes_with_an_inlined_function(tmp_path: Path, monkeypatch) -> None:  # type: ignore[no-untyped-def]

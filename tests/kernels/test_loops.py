@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import numpy as np
 import pytest
 
@@ -13,10 +15,32 @@ from nbflow_kernels.qmatmul import loops as qmatmul_loops
 from nbflow_kernels.qmatmul.cpu import Int8Rows, quantize_activations
 from nbflow_kernels.quants import integers
 from nbflow_kernels.quants.packed import FIELDS
+from nbflow_kernels.scalars import fma
 
 
 def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
     return rng.standard_normal(shape, dtype=np.float32)
+
+
+def test_fused_product_and_sum_are_rounded_once(rng: np.random.Generator) -> None:
+    """Just off the middle of two float32, by less than float64 keeps of the sum."""
+    ties = [
+        (2.0**-12 * (1 + 2.0**-k), sign * 2.0**-12 * (1 - 2.0**-k), 1 + 2.0**-23)
+        for k in range(8, 24)
+        for sign in (1, -1)
+    ]
+    random = rng.standard_normal((200, 2), dtype=np.float32).astype(float)
+    near = [(a, b, -a * b * (1 + 2.0 ** -float(rng.integers(40)))) for a, b in random]
+    for terms in ties + near:
+        a, b, c = (np.float32(t) for t in terms)
+        exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
+        found = fma(a, b, c)
+        below, above = (np.nextafter(np.float32(found), np.float32(x)) for x in (-np.inf, np.inf))
+        off = [abs(Fraction(float(y)) - exact) for y in (below, found, above)]
+        assert off[1] == min(off)
+    infinite = np.float32(np.inf)
+    assert fma(infinite, np.float32(1), np.float32(1)) == np.inf
+    assert np.isnan(fma(infinite, np.float32(1), -infinite))
 
 
 @pytest.mark.parametrize("E", [64, 320, 100])

@@ -142,6 +142,17 @@ def test_activation_of_special_values(op: str) -> None:
     np.testing.assert_allclose(y[[4, 7]], 0.0, atol=50 * math.exp(-50))
 
 
+@pytest.mark.parametrize("op", ["silu", "gelu", "gelu_tanh", "gelu_quick"])
+def test_activation_of_large_negative_numbers_is_nothing(op: str) -> None:
+    """The divisor must not end where `exp` does; -inf gives NaN, as in the reference."""
+    large = np.array([-100.0, -1e4, -1e30, -3e38], np.float32)
+    np.testing.assert_allclose(getattr(nk, op)(large), 0.0, atol=4e-38)
+    infinite = np.full(3, -np.inf, np.float32)
+    with np.errstate(invalid="ignore"):
+        expected = getattr(load("activation", "reference"), op)(infinite)
+    np.testing.assert_array_equal(getattr(nk, op)(infinite), expected.astype(np.float32))
+
+
 @pytest.mark.parametrize("n", [3, 16, 21])
 def test_logistic_and_squared_relu_of_special_values(n: int) -> None:
     for value, logistic, square in (

@@ -79,7 +79,7 @@ def test_twins_give_the_same_bits(name: str, seed: int) -> None:
 
 def test_address_and_calls() -> None:
     absolute = ctypes.cast(ctypes.CDLL(None).abs, ctypes.c_void_p).value
-    row_range = ctypes.CFUNCTYPE(ctypes.c_int32, *[ctypes.c_int64] * 3)
+    row_range = ctypes.CFUNCTYPE(ctypes.c_int64, *[ctypes.c_int64] * 3)
     trampoline = row_range(lambda args, start, stop: args + 10 * start + stop)
     pointer = ctypes.cast(trampoline, ctypes.c_void_p).value
     x, outs = np.arange(16, dtype=np.float32), np.zeros((2, 16), np.float32)

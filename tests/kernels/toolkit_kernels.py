@@ -127,6 +127,7 @@ def use_atomics(f, i, b, out):  # type: ignore[no-untyped-def]
     simd.store_i32(out, simd.splat_i32(atomics.exchange(out + 64, 11)))
     simd.store_i32(out, simd.splat_i32(atomics.add(out + 64, 7)))
     atomics.store(out + 72, atomics.load(out + 64))
+    atomics.store(out + 80, atomics.load_in_order(out + 72))
     if atomics.cycles() < 0:
         atomics.store(out + 80, 1)
 

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from nbflow_kernels._dispatch import check_array, is_cuda
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.forks import in_child
 from nbflow_kernels.quants.floats import FloatFormat, PackedFloats
 from nbflow_kernels.quants.formats import QuantFormat
 from nbflow_kernels.quants.packed import Packed
@@ -23,6 +24,13 @@ if TYPE_CHECKING:
     from nbflow_kernels.quants.units import Units
 
 _pack_lock = threading.Lock()
+
+
+@in_child
+def _free_lock() -> None:
+    """Layouts that another thread was about to make are made here."""
+    global _pack_lock
+    _pack_lock = threading.Lock()
 
 
 class QuantTensor:

@@ -21,6 +21,7 @@ from numba.core.typing.typeof import typeof_impl
 
 from nbflow_kernels import _jit, simd
 from nbflow_kernels._jit import helper
+from nbflow_kernels._parts import KernelCompiler
 from nbflow_kernels.lanes import write_f32
 from nbflow_kernels.quants.integers import IntegerForm
 
@@ -54,7 +55,10 @@ class UserCode:
         self.name, self.digest, self.on_disk = name, digest, on_disk
         self.block_size, self.block_bytes = block_size, block_bytes
         self.functions = functions
-        compile_user: Any = numba.njit(error_model="numpy", nogil=True)
+        # named like kernels: they are in what the disk keeps of kernels
+        compile_user: Any = numba.njit(
+            error_model="numpy", nogil=True, pipeline_class=KernelCompiler
+        )
         self.compiled = {key: compile_user(function) for key, function in functions.items()}
 
     def __reduce__(self) -> tuple[Any, ...]:

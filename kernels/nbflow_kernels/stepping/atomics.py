@@ -11,7 +11,7 @@ import numpy as np
 from nbflow_kernels.stepping.lanes import read_i64
 from nbflow_kernels.stepping.memory import write
 
-_RowRange = ctypes.CFUNCTYPE(ctypes.c_int32, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
+_RowRange = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64, ctypes.c_int64, ctypes.c_int64)
 _Int = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int)
 
 
@@ -30,6 +30,11 @@ def add(addr: Any, x: Any) -> int:
 
 
 def load(addr: Any) -> int:
+    """Return the int64 at an address."""
+    return read_i64(addr)
+
+
+def load_in_order(addr: Any) -> int:
     """Return the int64 at an address."""
     return read_i64(addr)
 

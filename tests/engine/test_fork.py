@@ -1,0 +1,100 @@
+"""Processes that are forked after a model has been used, as servers that load it once do."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import nbflow
+from nbflow.engine.engine import EngineClosed
+from nbflow_kernels import calls
+from nbflow_kernels.errors import UsageError
+
+WAIT_S = 60.0
+PROMPT = [1, 2, 3, 4, 5]
+
+
+def _in_forked_child(function: Callable[[], Any]) -> Any:
+    """Return what a function returns, or the message it raises, in a forked child."""
+    context = multiprocessing.get_context("fork")
+    here, there = context.Pipe(duplex=False)
+
+    def run() -> None:
+        try:
+            there.send(function())
+        except UsageError as error:
+            there.send(f"{type(error).__name__}: {error}")
+
+    child = context.Process(target=run)
+    child.start()
+    there.close()
+    try:
+        assert here.poll(WAIT_S), "the child hangs"
+        return here.recv()
+    finally:
+        child.kill()
+        child.join()
+
+
+def _tokens(model: nbflow.Model) -> list[int]:
+    return model.generate(PROMPT, max_tokens=12, ignore_eos=True).ids
+
+
+def _load(checkpoint: Path, **options: Any) -> nbflow.Model:
+    return nbflow.load(checkpoint, max_step_tokens=64, **options)
+
+
+@pytest.fixture(autouse=True)
+def _shared_always(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the small model's kernels be shared by the threads."""
+    monkeypatch.setattr(calls, "MIN_WORK_PER_PART", 1)
+
+
+def test_child_generates_with_the_model_of_its_parent_and_with_its_own(checkpoint: Path) -> None:
+    with _load(checkpoint, threads=2) as model:
+        expected = _tokens(model)
+
+        def generate() -> list[list[int]]:
+            with _load(checkpoint, threads=2) as own:
+                return [_tokens(model), _tokens(own), _tokens(model)]
+
+        assert _in_forked_child(generate) == [expected] * 3
+        assert _tokens(model) == expected
+
+
+def test_child_says_that_ranks_that_are_threads_stayed_behind(checkpoint: Path) -> None:
+    with _load(checkpoint, partition="0&1", threads=1) as model:
+        expected = _tokens(model)
+        assert "which was forked; load the model here" in _in_forked_child(lambda: _tokens(model))
+
+        def with_own() -> list[int]:
+            with _load(checkpoint, partition="0&1", threads=1) as own:
+                return _tokens(own)
+
+        assert _in_forked_child(with_own) == expected
+        assert _tokens(model) == expected
+
+
+def test_child_has_not_the_thread_of_an_engine_but_may_start_one(checkpoint: Path) -> None:
+    with _load(checkpoint, threads=2) as model, nbflow.Engine(model) as engine:
+
+        def generate(engine: nbflow.Engine) -> list[int]:
+            request = model.make_request(PROMPT, max_tokens=12, ignore_eos=True)
+            return engine.submit(request).result().ids
+
+        expected = generate(engine)
+        refused = _in_forked_child(lambda: generate(engine))
+        assert refused.startswith(EngineClosed.__name__)
+        assert "forked" in refused
+
+        def with_own() -> list[int]:
+            engine.close()
+            with nbflow.Engine(model) as own:
+                return generate(own)
+
+        assert _in_forked_child(with_own) == expected
+        assert generate(engine) == expected
