@@ -89,7 +89,7 @@ def test_the_command_starts_mpirun(capfd):
     with pytest.raises(SystemExit) as ended:
         cli.main(["launch", "-n", "3", "--mpirun", script, "run", "M", "-n", "5"])
     assert ended.value.code == 0
-    wanted = ["-n", "3", sys.executable, "-m", "nbflow.cli", "run", "M", "-n", "5"]
+    wanted = ["-n", "3", sys.executable, "-P", "-m", "nbflow.cli", "run", "M", "-n", "5"]
     assert capfd.readouterr().out.strip() == str(wanted)
 
 
