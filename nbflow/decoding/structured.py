@@ -41,7 +41,7 @@ class StructureError(UsageError):
     """
 
     def __init__(self, kind: str, reason: str) -> None:
-        super().__init__(f"{kind}: {reason}")
+        super().__init__(f"{kind}{'' if reason.startswith('must ') else ':'} {reason}")
         self.kind = kind
         self.reason = reason
 
@@ -164,7 +164,7 @@ class Matcher:
     def _check(self) -> None:
         if self._matcher.is_error():
             reason = (self._matcher.get_error().splitlines() or ["unknown"])[0]
-            raise StructureError(self._kind, _MEANINGS.get(reason, reason))
+            raise StructureError(self._kind, f"structured output: {_MEANINGS.get(reason, reason)}")
 
 
 def _library() -> Any:

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nbflow.decoding.breakers import MAX_BYTES, MAX_BREAKERS
+from nbflow.decoding.breakers import MAX_BREAKERS, MAX_BYTES
 from nbflow.decoding.parameters import MAX_STOP_BYTES
 
 TEXT_BYTES = 4096
@@ -105,9 +105,7 @@ def check_field(name: str, value: Any) -> None:
     for where, text in _texts(name, value, bound.text_bytes):
         size = _size(where, text)
         if bound.text_bytes is not None and size > bound.text_bytes:
-            raise OutOfBounds(
-                where, f"may have at most {bound.text_bytes:,} bytes, got {size:,}"
-            )
+            raise OutOfBounds(where, f"may have at most {bound.text_bytes:,} bytes, got {size:,}")
     if bound.all_bytes is not None and not isinstance(value, str):
         try:
             size = len(json.dumps(value, ensure_ascii=False).encode())
@@ -159,7 +157,11 @@ def _is_plain(items: list[Any], most: int | None) -> bool:
     kinds = set(map(type, items))
     if kinds <= {int, float, bool}:
         return True
-    return kinds == {str} and "".join(items).isascii() and max(map(len, items)) <= (math.inf if most is None else most)
+    return (
+        kinds == {str}
+        and "".join(items).isascii()
+        and max(map(len, items)) <= (math.inf if most is None else most)
+    )
 
 
 def _shown(key: str) -> str:

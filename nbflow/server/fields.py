@@ -12,7 +12,7 @@ MAX_LOGPROBS = 20
 _SEED = 2**63
 
 _TAKEN = {"tokenizer", "messages", "template", "tools", "documents", "parse_special"}
-_TAKEN |= {"add_generation_prompt", "self"}
+_TAKEN |= {"add_generation_prompt", "max_bytes", "self"}
 
 
 def _free(variables: dict[str, Any]) -> dict[str, Any]:
