@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nbflow.decoding.structured import StructureError
 from nbflow.engine.handle import Handle, OnEvents, TokenEvent
 from nbflow.engine.request import FinishReason, Request
 from nbflow_kernels.errors import UsageError
@@ -389,6 +390,6 @@ def _plain(event: TokenEvent) -> TokenEvent:
 
 def _sendable(error: BaseException) -> Exception:
     """Return an error that another process can read: of our kinds as it is, else its text."""
-    if type(error) is UsageError:
+    if type(error) in (UsageError, StructureError):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")

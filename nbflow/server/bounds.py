@@ -8,7 +8,6 @@ vocabulary.  Fields that are not named here are texts of at most `TEXT_BYTES`.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -157,11 +156,8 @@ def _is_plain(items: list[Any], most: int | None) -> bool:
     kinds = set(map(type, items))
     if kinds <= {int, float, bool}:
         return True
-    return (
-        kinds == {str}
-        and "".join(items).isascii()
-        and max(map(len, items)) <= (math.inf if most is None else most)
-    )
+    short = kinds == {str} and (most is None or max(map(len, items)) <= most)
+    return short and "".join(items).isascii()
 
 
 def _shown(key: str) -> str:

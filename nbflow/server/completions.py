@@ -10,9 +10,9 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from nbflow.engine.request import Request as EngineRequest
-from nbflow.server.errors import ApiError
+from nbflow.server.errors import ApiError, json_response
 from nbflow.server.fields import CompletionBody
-from nbflow.server.job import Job, Piece, mean_logprob
+from nbflow.server.job import Job, Piece, Wish, mean_logprob
 from nbflow.server.logprobs import CompletionLogprobs, of_prompt
 from nbflow.server.long_json import long_response
 from nbflow.server.served import Served
@@ -34,14 +34,15 @@ async def completions(
     served = state.models.generating(body.model)
     prompts = body.prompts()
     check_number(body, len(prompts), state.config.limits)
-    ids = await state.workers.run_for(
-        request.receive, prompt_ids, served, prompts, body.add_special_tokens
-    )
     most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    wishes = await state.workers.run_for(
-        request.receive, make_wishes, served, body, ids, most, state.config.limits,
-        continues_text=True, echo=body.echo,
-    )  # fmt: skip
+
+    def prepare() -> tuple[list[list[int]], list[Wish]]:
+        ids = prompt_ids(served, prompts, body.add_special_tokens)
+        return ids, make_wishes(
+            served, body, ids, most, state.config.limits, continues_text=True, echo=body.echo
+        )
+
+    ids, wishes = await state.workers.run_for(request.receive, prepare)
     answer = _Answer(served, body, body.request_id or request.state.request_id, prompts, ids)
     job = Job(served, wishes, state.mailbox, state.metrics)
     n_prompt = sum(map(len, ids))
@@ -53,6 +54,8 @@ async def completions(
         pieces = await unless_gone(request.receive, job.whole())
     usage = job.usage(len(prompts))
     note(request, completion_tokens=usage["completion_tokens"])
+    if body.logprobs is None and body.prompt_logprobs is None:
+        return json_response(answer.whole(pieces, job, usage))
     return await state.workers.run_for(
         request.receive, lambda: long_response(answer.whole(pieces, job, usage))
     )
@@ -93,6 +96,7 @@ class _Answer:
         self._body = body
         self._prompts = prompts
         self._ids = ids
+        self._decoded: dict[int, str] = {}
         self._head = {
             "id": f"cmpl-{name}",
             "object": "text_completion",
@@ -162,8 +166,7 @@ class _Answer:
     def _choice(self, index: int, piece: Piece, job: Job, first: bool) -> dict[str, Any]:
         """Return a choice; `first` is whether it is the place for the prompt's part."""
         body, request = self._body, self._first_request(piece, job)
-        prompt = self._prompts[piece.index // body.n_drawn]
-        echoed = self._text_of(prompt) if body.echo else ""
+        echoed = self._text_of(piece.index // body.n_drawn) if body.echo else ""
         logprobs = None
         if body.logprobs is not None:
             lines = CompletionLogprobs(self._served, body.logprobs, body.return_tokens_as_token_ids)
@@ -189,10 +192,15 @@ class _Answer:
             choice["prompt_token_ids"] = request.prompt if first else None
         return choice
 
-    def _text_of(self, prompt: str | list[int]) -> str:
+    def _text_of(self, index: int) -> str:
+        """Return the text of a prompt."""
+        prompt = self._prompts[index]
         if isinstance(prompt, str):
             return prompt
-        return "" if self._served.tokenizer is None else self._served.tokenizer.decode(prompt)
+        if index not in self._decoded:
+            tokenizer = self._served.tokenizer
+            self._decoded[index] = "" if tokenizer is None else tokenizer.decode(prompt)
+        return self._decoded[index]
 
     def _add_prompt(
         self,

@@ -21,7 +21,7 @@ from nbflow.decoding.inferflow import INFERFLOW
 from nbflow.server.body import Body
 from nbflow.server.errors import ApiError, json_response
 from nbflow.server.fields import Sampling
-from nbflow.server.job import Job, Piece
+from nbflow.server.job import Job, Piece, Wish
 from nbflow.server.served import Served
 from nbflow.server.sse import Stream, unless_gone
 from nbflow.server.state import ServerState, note, state_of
@@ -113,16 +113,17 @@ async def _job(served: Served, body: NativeBody, state: ServerState, request: Re
         messages.append({"role": "assistant", "content": body.res_prefix})
     if body.decoder_input_template is not None and not state.config.request_templates:
         raise ApiError(400, "decoder_input_template: this server takes no templates from requests")
-    ids = await state.workers.run_for(
-        request.receive, served.chat_ids, messages, body.decoder_input_template
-    )
-    if len(ids) >= served.model.spec.max_context:
-        raise ApiError(400, "the request is too long", code="error.too_long_request")
     most = body.max_output_len or body.max_new_tokens or 1024
-    wishes = await state.workers.run_for(
-        request.receive, make_wishes, served, _sampling(served, body), [ids], most,
-        state.config.limits, continues_text=False,
-    )  # fmt: skip
+
+    def prepare() -> list[Wish]:
+        ids = served.chat_ids(messages, body.decoder_input_template)
+        if len(ids) >= served.model.spec.max_context:
+            raise ApiError(400, "the request is too long", code="error.too_long_request")
+        sampling = _sampling(served, body)
+        limits = state.config.limits
+        return make_wishes(served, sampling, [ids], most, limits, continues_text=False)
+
+    wishes = await state.workers.run_for(request.receive, prepare)
     return Job(served, wishes, state.mailbox, state.metrics)
 
 

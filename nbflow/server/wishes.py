@@ -11,7 +11,7 @@ from nbflow.server.config import Limits
 from nbflow.server.errors import ApiError
 from nbflow.server.fields import Sampling
 from nbflow.server.job import Wish
-from nbflow.server.parameters import make_strategy, search_end_ids
+from nbflow.server.parameters import make_strategy, search_end_ids, structure_field
 from nbflow.server.searches import search_of
 from nbflow.server.served import Served
 from nbflow.server.workers import check_wanted
@@ -92,7 +92,13 @@ def make_wishes(
                 request.prompt_logprobs = None
             request.seed, request.drafter = (seed + i) % 2**64, first.drafter
             wishes.append(
-                Wish(request, body.stops, body.include_stop_str_in_output, continues_text)
+                Wish(
+                    request,
+                    body.stops,
+                    body.include_stop_str_in_output,
+                    continues_text,
+                    structure=structure_field(body),
+                )  # fmt: skip
             )
     return wishes
 
