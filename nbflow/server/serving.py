@@ -41,6 +41,8 @@ from nbflow_kernels.errors import UsageError
 
 _LAST_S = 5.0
 """Seconds for connections to take what has been sent, after the last request has ended."""
+_WORKERS_END_S = 1.0
+"""Seconds for threads to see that what they prepare is not wanted any more."""
 _KEEP_ALIVE_S = 30
 """Seconds a connection is kept between requests; clients pool theirs for about as long."""
 _THREADS = 32
@@ -270,8 +272,7 @@ async def _run(
     if not serving.done():
         await _drain(state, server)
     await serving
-    state.workers.close()
-    return state.workers.n_busy
+    return await state.workers.end(_WORKERS_END_S)
 
 
 async def _end_with_front(state: ServerState, stopping: asyncio.Event) -> None:

@@ -98,7 +98,7 @@ def make_wishes(
                     body.include_stop_str_in_output,
                     continues_text,
                     structure=structure_field(body),
-                )  # fmt: skip
+                )
             )
     return wishes
 

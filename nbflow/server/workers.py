@@ -97,11 +97,6 @@ class Workers:
         """Number of calls that no thread has begun."""
         return len(self._waiting)
 
-    @property
-    def n_busy(self) -> int:
-        """Number of threads within a call."""
-        return self._n_busy
-
     async def run(self, call: Callable[..., T], /, *args: Any, **options: Any) -> T:
         """Return ``call(*args, **options)``, made by a thread.
 
@@ -127,11 +122,16 @@ class Workers:
         work: Coroutine[Any, Any, T] = self.run(call, *args, **options)
         return await unless_gone(receive, work)
 
-    def close(self) -> None:
-        """Begin no further calls."""
+    async def end(self, seconds: float) -> int:
+        """Begin no further calls; return how many threads are within one after so many seconds."""
         with self._news:
             self._closed = True
             self._news.notify_all()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self._n_busy:
+                    await asyncio.sleep(0.01)
+        return self._n_busy
 
     def _work(self) -> None:
         while True:

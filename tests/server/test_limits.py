@@ -1,6 +1,7 @@
 """Keys, sizes, times, and how many at once."""
 
 import contextlib
+import http.client
 import json
 import socket
 from collections.abc import Iterator
@@ -73,6 +74,19 @@ def test_long_bodies_are_refused_before_they_are_read(limited):
     unstated.sendall(f"{head}transfer-encoding: chunked\r\n\r\n".encode())
     unstated.sendall(b"800\r\n" + b" " * 0x800 + b"\r\n" + b"800\r\n" + b" " * 0x800 + b"\r\n")
     assert b" 413 " in unstated.recv(4096)
+
+
+def test_clients_that_send_all_of_the_body_first_see_the_refusal(server):
+    """Python's http.client does: a connection closed at once would be reset under it."""
+    host, port = server.url.removeprefix("http://").split(":")
+    for head in ({}, {"transfer-encoding": "chunked"}):
+        connection = http.client.HTTPConnection(host, int(port), timeout=60)
+        body = (b" " * 2**20 for _ in range(16)) if head else b" " * 2**24
+        connection.request("POST", "/v1/completions", body, head, encode_chunked=bool(head))
+        answer = connection.getresponse()
+        assert answer.status == 413
+        assert json.loads(answer.read())["error"]["code"] == "body_too_large"
+        connection.close()
 
 
 def test_slow_senders_are_not_waited_for(limited):
