@@ -57,6 +57,7 @@ def _listen_in_c(writer: int) -> None:
     _KEPT.append(compiled)
     library.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
     for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)  # asyncio replaces Python's own handler of SIGINT
         library.signal(number, compiled.address)
 
 

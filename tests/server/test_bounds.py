@@ -1,11 +1,12 @@
 """What a request may hold, and what becomes of one that holds too much."""
 
 import json
-import time
 
 import pytest
+from pydantic import ValidationError
 
 from nbflow.server.bounds import BOUNDS, OutOfBounds, check_field
+from nbflow.server.fields import CompletionBody
 
 ASKED = {"prompt": "x", "max_tokens": 2, "temperature": 0}
 TOO_MUCH = {
@@ -113,20 +114,17 @@ def test_a_structure_that_turns_out_too_complex_is_the_clients_error(server):
     assert error["param"] == "guided_regex"
 
 
-def test_a_million_wrong_items_are_one_finding(server):
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("prompt", [1.5]), ("prompt", [[1.5]]), ("allowed_token_ids", [1.5]), ("stop", [[]])],
+)
+def test_a_million_wrong_items_are_one_finding(field, value):
     """pydantic made an object of each: a minute in which nothing else ran."""
-    for field, value in (("prompt", [1.5]), ("allowed_token_ids", [1.5]), ("stop", [[]])):
-        started = time.process_time()
-        with pytest.raises(OutOfBounds, match=field):
-            check_field(field, value * 1_000_000)
-        assert time.process_time() - started < 5
-    text = "[" + "1.5," * 500_000 + "1.5]"
-    answer = server.http.post(
-        "/v1/completions", content=f'{{"prompt": {text}}}',
-        headers={"content-type": "application/json"},
-    )  # fmt: skip
-    assert answer.status_code == 400
-    assert answer.json()["error"]["param"] == "prompt"
+    body = {"prompt": "x", field: value * 250_000}
+    with pytest.raises(ValidationError) as refused:
+        CompletionBody.model_validate(body)
+    (found,) = refused.value.errors()
+    assert found["ctx"]["param"] == field
 
 
 def test_limits_of_texts(server):
