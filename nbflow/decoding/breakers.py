@@ -130,7 +130,7 @@ class _Index:
             partial.append((n, self._tokens(places[at_end])))
             places = places[data[places + n] == whole[n]]
         holding = self._tokens(places)
-        found = [(token,) for token in holding.tolist()]
+        found: list[tuple[int, ...]] = [(token,) for token in holding.tolist()]
         for n, tokens in partial:
             tokens = np.setdiff1d(tokens, holding)
             if len(tokens):

@@ -264,7 +264,9 @@ def _vocabulary(tokenizer: Tokenizer, n_vocab: int, end_ids: tuple[int, ...]) ->
     """Return a tokenizer's vocabulary, made once for each."""
     made: OrderedDict[Any, _Vocabulary]
     made = tokenizer.__dict__.setdefault("_grammar_vocabularies", OrderedDict())
-    return _kept(made, (n_vocab, end_ids), lambda: _Vocabulary(tokenizer, n_vocab, end_ids))
+    found: _Vocabulary
+    found = _kept(made, (n_vocab, end_ids), lambda: _Vocabulary(tokenizer, n_vocab, end_ids))
+    return found
 
 
 def _kept(kept: OrderedDict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:

@@ -390,6 +390,6 @@ def _plain(event: TokenEvent) -> TokenEvent:
 
 def _sendable(error: BaseException) -> Exception:
     """Return an error that another process can read: of our kinds as it is, else its text."""
-    if type(error) in (UsageError, StructureError):
+    if isinstance(error, UsageError) and type(error) in (UsageError, StructureError):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")

@@ -16,6 +16,7 @@ from typing import Any
 import numba
 
 from nbflow_kernels import atomics
+from nbflow_kernels.stepping import numba_config
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _N_SEEN = ctypes.c_int64(0)
@@ -35,7 +36,7 @@ def listen() -> int:
     """
     reader, writer = os.pipe()
     os.set_blocking(reader, False)
-    if numba.config.DISABLE_JIT:
+    if numba_config.DISABLE_JIT:
         _listen_in_python(writer)
     else:
         _listen_in_c(writer)

@@ -159,7 +159,7 @@ def apply_no_repeat_ngram(logits: Any, token_ids: Any, indptr: Any, ngram_size: 
     return logits
 
 
-class Breakers(tuple[tuple[int, ...], ...]):
+class Breakers(tuple[Sequence[int], ...]):
     """Token sequences for `apply_dry_penalty` that are converted and hashed once."""
 
     @cached_property
