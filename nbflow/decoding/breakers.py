@@ -126,9 +126,13 @@ class _Index:
         places = self._places[whole[0]]  # where the bytes so far begin
         partial: list[tuple[int, np.ndarray]] = []
         for n in range(1, len(whole)):
-            at_end = data[places + n] == _END
-            partial.append((n, self._tokens(places[at_end])))
-            places = places[data[places + n] == whole[n]]
+            following = data[places + n]
+            at_end = places[following == _END]
+            if len(at_end):
+                partial.append((n, self._tokens(at_end)))
+            places = places[following == whole[n]]
+            if not len(places):
+                break
         holding = self._tokens(places)
         found: list[tuple[int, ...]] = [(token,) for token in holding.tolist()]
         for n, tokens in partial:
