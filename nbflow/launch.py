@@ -26,6 +26,8 @@ from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
 
 OnRankFailure = Literal["exit", "restart"]
 POLICIES = ("exit", "restart")
+PROGRAM = (sys.executable, "-P", "-m", "nbflow.cli")
+"""Words that run the command line; -P keeps the current folder's modules out of it."""
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 1.0, 60.0
 LONG_LIFE_S = 600.0
 """Ranks that lived so long begin anew with the shortest pause, and do not count."""

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -119,7 +119,8 @@ class IsolatedRunner:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe(duplex=False)
         process = context.Process(target=_main, args=(theirs, job), daemon=True)
-        process.start()
+        with _safe_path():
+            process.start()
         theirs.close()
         told: dict[str, Any] | None = None
         late = asked = False
@@ -226,6 +227,21 @@ def tail_of(path: Path) -> str:
     if not path.is_file():
         return ""
     return path.read_bytes()[-TAIL_BYTES:].decode(errors="replace")
+
+
+@contextlib.contextmanager
+def _safe_path() -> Iterator[None]:
+    """Keep the modules of the current folder out of the processes that are started."""
+    name = "PYTHONSAFEPATH"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def oom_kills() -> int:

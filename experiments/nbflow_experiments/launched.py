@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nbflow.launch import PROGRAM as NBFLOW
 from nbflow.supervise import LAUNCHERS
 from nbflow_experiments import provenance
 from nbflow_experiments.files import read_object, write_json
@@ -35,7 +36,7 @@ from nbflow_experiments.schedule import End, Policy
 from nbflow_experiments.steps import StopRequest
 from nbflow_kernels.errors import UsageError, install_command
 
-PROGRAM = (sys.executable, "-m", "nbflow.cli", "sweep")
+PROGRAM = (*NBFLOW, "sweep")
 """What each rank runs."""
 POLL_S = 0.2
 END_S = 3.0

@@ -10,10 +10,9 @@ from __future__ import annotations
 import argparse
 import shlex
 import socket
-import sys
 from typing import TYPE_CHECKING
 
-from nbflow.launch import POLICIES, Launch, find_mpirun
+from nbflow.launch import POLICIES, PROGRAM, Launch, find_mpirun
 from nbflow_kernels.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
@@ -57,7 +56,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.command not in others:
         raise unknown_name("command", arguments.command, others)
     launcher = shlex.split(arguments.mpirun) if arguments.mpirun else [find_mpirun()]
-    program = [sys.executable, "-m", "nbflow.cli", arguments.command, *arguments.arguments]
+    program = [*PROGRAM, arguments.command, *arguments.arguments]
     launch = Launch(
         [*launcher, "-n", str(arguments.ranks), *program],
         arguments.on_rank_failure,

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -20,6 +23,30 @@ from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
 
 _MAX_ENGINES = 8
 KINDS = ("choice", "regex", "json_schema", "grammar")
+
+
+_MEANINGS = {"NoExtensionBias": "no text matches it", "NoExtension": "no text matches it"}
+"""The engine's words in ours."""
+
+
+class StructureError(UsageError):
+    """A structure is wrong, or more than the engine can do.
+
+    Parameters
+    ----------
+    kind : str
+        Which of `KINDS` it is.
+    reason : str
+        What is wrong with it.
+    """
+
+    def __init__(self, kind: str, reason: str) -> None:
+        super().__init__(f"{kind}{'' if reason.startswith('must ') else ':'} {reason}")
+        self.kind = kind
+        self.reason = reason
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return StructureError, (self.kind, self.reason)
 
 
 class Grammar:
@@ -60,23 +87,49 @@ class Grammar:
             )
         self._end_ids = tuple(end_ids)
         self._vocabulary = _vocabulary(tokenizer, n_vocab, self._end_ids)
+        self._kind = kind
         self._source = _source(library, kind, text)
-        wrong = library.LLMatcher.validate_grammar(self._source, _engine(self._vocabulary))
-        if wrong and not wrong.startswith("WARNING"):
-            raise UsageError(f"{kind}: {wrong.splitlines()[0]}")
+        self._first: Matcher | None = None
+        self._rehearse(n_vocab)
 
     def begin(self) -> Matcher:
         """Return the beginning of a text."""
-        engine = _engine(self._vocabulary)
-        return Matcher(_library().LLMatcher(engine, self._source), self._end_ids)
+        if self._first is None:  # it came from another process
+            self._first = self._compiled()
+        return self._first.fork()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_first": None}
+
+    def _compiled(self) -> Matcher:
+        """Return the structure as the engine runs it."""
+        library, engine = _library(), _engine(self._vocabulary)
+        matcher = library.LLMatcher(engine, self._source, log_level=0, limits=_limits(library))
+        return Matcher(matcher, self._end_ids, self._kind)
+
+    def _rehearse(self, n_vocab: int) -> None:
+        """Compile the structure and take a step: what is too much is found here.
+
+        The steps of all requests would wait for it otherwise, and a request fail in one of them.
+        """
+        self._first = self._compiled()
+        mask = self._first.bitmask(n_vocab).view(np.uint32)[0]
+        words = mask.nonzero()[0]
+        if not len(words):
+            raise StructureError(self._kind, "no token of the vocabulary can begin it")
+        word = int(mask[words[0]])
+        copy = self._first.fork()
+        copy.accept(32 * int(words[0]) + (word & -word).bit_length() - 1)
+        copy.bitmask(n_vocab)
 
 
 class Matcher:
-    """A place in a structure."""
+    """A place in a structure of the kind `kind`."""
 
-    def __init__(self, matcher: Any, end_ids: tuple[int, ...]) -> None:
+    def __init__(self, matcher: Any, end_ids: tuple[int, ...], kind: str) -> None:
         self._matcher = matcher
         self._end_ids = end_ids
+        self._kind = kind
         self._check()
 
     def bitmask(self, n_vocab: int) -> np.ndarray:
@@ -106,12 +159,12 @@ class Matcher:
 
     def fork(self) -> Matcher:
         """Return a copy that goes on by itself."""
-        return Matcher(self._matcher.deep_copy(), self._end_ids)
+        return Matcher(self._matcher.deep_copy(), self._end_ids, self._kind)
 
     def _check(self) -> None:
         if self._matcher.is_error():
-            reason = self._matcher.get_error().splitlines()[0]
-            raise UsageError(f"structured output: {reason}")
+            reason = (self._matcher.get_error().splitlines() or ["unknown"])[0]
+            raise StructureError(self._kind, f"structured output: {_MEANINGS.get(reason, reason)}")
 
 
 def _library() -> Any:
@@ -124,21 +177,32 @@ def _library() -> Any:
     return llguidance
 
 
+def _limits(library: Any) -> Any:
+    """Return what a structure may cost: a fifth of a second to compile it, less in each step."""
+    return library.LLParserLimits(
+        initial_lexer_fuel=200_000, step_lexer_fuel=50_000, verbose_errors=False
+    )
+
+
+_SPECIAL = re.compile(r"[\\.+*?()|\[\]{}^$#&\-~/]")
+
+
 def _source(library: Any, kind: str, text: Any) -> str:
     """Return the structure as the engine's grammar."""
     if kind == "choice":
         texts = [text] if isinstance(text, str) else list(text)
         if not texts or not all(isinstance(t, str) and t for t in texts):
-            raise UsageError(f"choice must be non-empty texts, got {text!r}")
-        return str(library.grammar_from("choice", json.dumps(texts)))
+            raise StructureError(kind, f"must be non-empty texts, got {text!r:.100}")
+        # as one expression: a grammar of alternatives may have 2,000 of them at most
+        kind, text = "regex", "|".join(_SPECIAL.sub(r"\\\g<0>", t) for t in texts)
     if kind == "json_schema" and not isinstance(text, str):
         text = json.dumps(text)
     if not isinstance(text, str):
-        raise UsageError(f"{kind} must be a text, got {type(text).__name__}")
+        raise StructureError(kind, f"must be a text, got {type(text).__name__}")
     try:
         return str(library.grammar_from(kind, text))
     except ValueError as error:
-        raise UsageError(f"{kind}: {error}") from None
+        raise StructureError(kind, str(error)) from None
 
 
 class _Vocabulary:
@@ -190,27 +254,43 @@ class _Vocabulary:
         return ids
 
 
-_ENGINES: dict[str, Any] = {}
+_ENGINES: OrderedDict[str, Any] = OrderedDict()
 """The engine's view of the vocabularies used last, by digest."""
+_lock = threading.Lock()
+"""Held while one of the two collections of vocabularies is looked at or changed."""
 
 
 def _vocabulary(tokenizer: Tokenizer, n_vocab: int, end_ids: tuple[int, ...]) -> _Vocabulary:
     """Return a tokenizer's vocabulary, made once for each."""
-    made: dict[Any, _Vocabulary] = tokenizer.__dict__.setdefault("_grammar_vocabularies", {})
-    key = n_vocab, end_ids
-    if key not in made:
-        made[key] = _Vocabulary(tokenizer, n_vocab, end_ids)
-    return made[key]
+    made: OrderedDict[Any, _Vocabulary]
+    made = tokenizer.__dict__.setdefault("_grammar_vocabularies", OrderedDict())
+    found: _Vocabulary
+    found = _kept(made, (n_vocab, end_ids), lambda: _Vocabulary(tokenizer, n_vocab, end_ids))
+    return found
+
+
+def _kept(kept: OrderedDict[Any, Any], key: Any, make: Callable[[], Any]) -> Any:
+    """Return what is kept under a key, made where it is not; the ones used last stay."""
+    with _lock:
+        if key in kept:
+            kept.move_to_end(key)
+            return kept[key]
+    made = make()
+    with _lock:
+        kept[key] = made
+        while len(kept) > _MAX_ENGINES:
+            kept.popitem(last=False)
+    return made
 
 
 def _engine(vocabulary: _Vocabulary) -> Any:
     """Return the engine's view of a vocabulary."""
-    if vocabulary.digest not in _ENGINES:
-        if len(_ENGINES) >= _MAX_ENGINES:
-            _ENGINES.clear()
+
+    def make() -> Any:
         library = _library()
-        _ENGINES[vocabulary.digest] = library.LLTokenizer(
+        return library.LLTokenizer(
             library.TokenizerWrapper(vocabulary),
             n_vocab=len(vocabulary.tokens), eos_token=list(vocabulary.end_ids),
         )  # fmt: skip
-    return _ENGINES[vocabulary.digest]
+
+    return _kept(_ENGINES, vocabulary.digest, make)

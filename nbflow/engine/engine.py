@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from nbflow.engine.checks import check_request
 from nbflow.engine.errors import EngineClosed, QueueFull, Unsendable
 from nbflow.engine.handle import Handle, OnEvents
-from nbflow.engine.limits import Limits, choose_limits
+from nbflow.engine.limits import ON_FAILURE, Limits, choose_limits
 from nbflow.engine.model import STREAM_BURST_S, Model
 from nbflow.engine.outcome import Output
 from nbflow.engine.pooling import embed
@@ -39,9 +39,6 @@ from nbflow_kernels.forks import tell_in_child
 
 Command = tuple[str, tuple[Any, ...]]
 """What every rank is told: name of a method of `RankEngine`, and its arguments."""
-
-ON_FAILURE = ("continue", "stop")
-"""What the other replicas of a model may do when one has failed."""
 
 logger = logging.getLogger(__name__)
 

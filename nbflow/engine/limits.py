@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 MAX_SEQUENCES = 256
 """Most requests that run at once, unless given."""
+ON_FAILURE = ("continue", "stop")
+"""What the other replicas of a model may do when one has failed."""
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
+from nbflow.decoding.structured import StructureError
 from nbflow.engine.errors import EngineClosed, QueueFull
 from nbflow.engine.handle import Handle, OnEvents, TokenEvent
 from nbflow.engine.replica_address import (
@@ -441,6 +442,6 @@ def _plain(event: TokenEvent) -> TokenEvent:
 
 def _sendable(error: BaseException) -> Exception:
     """Return an error that another process can read: of our kinds as it is, else its text."""
-    if type(error) is UsageError:
+    if isinstance(error, UsageError) and type(error) in (UsageError, StructureError):
         return error
     return RuntimeError(f"{type(error).__name__}: {error}")

@@ -86,6 +86,7 @@ def encode_chat(
     tools: Sequence[Mapping[str, Any]] | None = None,
     documents: Sequence[Mapping[str, Any]] | None = None,
     parse_special: bool = False,
+    max_bytes: int | None = None,
     **variables: Any,
 ) -> list[int]:
     """Return a conversation as the ids of a prompt.
@@ -99,6 +100,8 @@ def encode_chat(
         As for `format_chat`.
     parse_special : bool
         Recognise special tokens in messages, too.
+    max_bytes : int, optional
+        Longest text of the prompt in UTF-8, checked before it becomes tokens.
 
     Returns
     -------
@@ -108,24 +111,35 @@ def encode_chat(
     Raises
     ------
     UsageError
-        As for `format_chat`.
+        As for `format_chat`; if the prompt is longer than `max_bytes`.
     """
     checked = check_messages(messages)
     name, text, is_jinja = _choose(tokenizer, template, bool(tools))
     if not is_jinja:
         _refuse_extras(name, tools, documents, variables, add_generation_prompt)
         parts = fill(text, checked, tokenizer, name)
+        _check_size(parts.shown, max_bytes)
         if parse_special:
             return tokenizer.encode(parts.shown, parse_special=True)
         return tokenizer.encode_parts(parts.items)
     given = _variables(tokenizer, checked, add_generation_prompt, tools, documents, variables)
     marked = given if parse_special else _mark(tokenizer, given)
     prompt = _render(text, marked, name)
+    _check_size(prompt, max_bytes)
     if _MARK not in prompt:
         return tokenizer.encode(prompt, parse_special=True)
     return tokenizer.encode_parts(
         [p.replace(_MARK, "") if isinstance(p, str) else p for p in tokenizer.split_special(prompt)]
     )
+
+
+def _check_size(prompt: str, most: int | None) -> None:
+    size = 0 if most is None else len(prompt.encode("utf-8", "surrogatepass"))
+    if most is not None and size > most:
+        raise UsageError(
+            f"the conversation has {size:,} bytes as a prompt, and at most {most:,} can fit the "
+            "context; shorten it"
+        )
 
 
 def _choose(tokenizer: Tokenizer, template: str | None, has_tools: bool) -> tuple[str, str, bool]:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
 
+from nbflow.server.bounds import OutOfBounds, check_field
 from nbflow_kernels.errors import unknown_name
 
 _NO_TOOLS = (
@@ -83,6 +84,7 @@ class Body(BaseModel):
         for name, given in value.items():
             if name in known:
                 if given is not None:
+                    cls._check(name, given)
                     result[name] = given
             elif given is None and name in REFUSED:
                 continue
@@ -94,6 +96,14 @@ class Body(BaseModel):
     def names(cls) -> list[str]:
         """Return the names of the fields as clients write them."""
         return [field.alias or name for name, field in cls.model_fields.items()]
+
+    @classmethod
+    def _check(cls, name: str, given: Any) -> None:
+        """Raise if a field holds too much, or what is no text."""
+        try:
+            check_field(name, given)
+        except OutOfBounds as error:
+            raise _error("out_of_bounds", str(error), error.where) from None
 
     @classmethod
     def _refuse(cls, name: str, given: Any) -> None:
@@ -111,7 +121,10 @@ class Body(BaseModel):
         raise _error("refused_field", message, name)
 
 
-def _error(kind: Literal["unknown_field", "refused_field"], text: str, param: str) -> Exception:
+_Kind = Literal["unknown_field", "refused_field", "out_of_bounds"]
+
+
+def _error(kind: _Kind, text: str, param: str) -> Exception:
     # pydantic wants valid Unicode, and would fill in braces in the text itself
     text, param = (t.encode("utf-8", "backslashreplace").decode() for t in (text, param[:100]))
     return PydanticCustomError(kind, "{text}", {"text": text, "param": param})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -13,8 +12,9 @@ from starlette.responses import Response
 
 from nbflow.server.errors import json_response
 from nbflow.server.fields import ChatBody
-from nbflow.server.job import Job, Piece, mean_logprob
+from nbflow.server.job import Job, Piece, Wish, mean_logprob
 from nbflow.server.logprobs import for_chat, of_prompt
+from nbflow.server.long_json import long_response
 from nbflow.server.served import Served
 from nbflow.server.sse import DONE, Stream, event, unless_gone
 from nbflow.server.state import ServerState, note, state_of
@@ -30,11 +30,16 @@ async def chat_completions(
 ) -> Response:
     """Continue a conversation."""
     served = state.models.generating(body.model)
-    ids = await chat_ids(served, body, state)
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    wishes = await asyncio.to_thread(
-        make_wishes, served, body, [ids], limit, state.config.limits, continues_text=False
-    )
+    template = own_template(body.chat_template, state)
+
+    def prepare() -> tuple[list[int], list[Wish]]:
+        ids = chat_ids(served, body, template)
+        return ids, make_wishes(
+            served, body, [ids], limit, state.config.limits, continues_text=False
+        )
+
+    ids, wishes = await state.workers.run_for(request.receive, prepare)
     answer = _Answer(served, body, body.request_id or request.state.request_id)
     job = Job(served, wishes, state.mailbox, state.metrics)
     note(request, model=served.name, user=body.user, prompt_tokens=len(ids), n=len(wishes))
@@ -47,15 +52,18 @@ async def chat_completions(
         pieces = sorted(pieces, key=mean_logprob, reverse=True)[: body.n]
     usage = job.usage(1)
     note(request, completion_tokens=usage["completion_tokens"])
-    return json_response(answer.whole(pieces, job, usage))
+    if not body.logprobs and body.prompt_logprobs is None:
+        return json_response(answer.whole(pieces, job, usage))
+    return await state.workers.run_for(
+        request.receive, lambda: long_response(answer.whole(pieces, job, usage))
+    )
 
 
-async def chat_ids(served: Served, body: ChatBody, state: ServerState) -> list[int]:
+def chat_ids(served: Served, body: ChatBody, template: str | None) -> list[int]:
     """Return the prompt of a conversation."""
-    return await asyncio.to_thread(
-        served.chat_ids,
+    return served.chat_ids(
         body.messages,
-        own_template(body.chat_template, state),
+        template,
         add_generation_prompt=body.add_generation_prompt,
         documents=body.documents,
         **body.chat_template_kwargs,

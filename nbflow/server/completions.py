@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Sequence
 from typing import Annotated, Any
@@ -10,14 +9,17 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from nbflow.engine.request import Request as EngineRequest
 from nbflow.server.errors import ApiError, json_response
 from nbflow.server.fields import CompletionBody
-from nbflow.server.job import Job, Piece, mean_logprob
+from nbflow.server.job import Job, Piece, Wish, mean_logprob
 from nbflow.server.logprobs import CompletionLogprobs, of_prompt
+from nbflow.server.long_json import long_response
 from nbflow.server.served import Served
 from nbflow.server.sse import DONE, Stream, event, unless_gone
 from nbflow.server.state import ServerState, note, state_of
-from nbflow.server.wishes import make_wishes
+from nbflow.server.wishes import check_number, make_wishes
+from nbflow.server.workers import Workers, check_wanted
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -31,36 +33,52 @@ async def completions(
     """Continue texts."""
     served = state.models.generating(body.model)
     prompts = body.prompts()
-    ids = await asyncio.to_thread(prompt_ids, served, prompts, body.add_special_tokens)
+    check_number(body, len(prompts), state.config.limits)
     most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
-    wishes = await asyncio.to_thread(
-        make_wishes, served, body, ids, most, state.config.limits,
-        continues_text=True, echo=body.echo,
-    )  # fmt: skip
+
+    def prepare() -> tuple[list[list[int]], list[Wish]]:
+        ids = prompt_ids(served, prompts, body.add_special_tokens)
+        return ids, make_wishes(
+            served, body, ids, most, state.config.limits, continues_text=True, echo=body.echo
+        )
+
+    ids, wishes = await state.workers.run_for(request.receive, prepare)
     answer = _Answer(served, body, body.request_id or request.state.request_id, prompts, ids)
     job = Job(served, wishes, state.mailbox, state.metrics)
     n_prompt = sum(map(len, ids))
     note(request, model=served.name, user=body.user, prompt_tokens=n_prompt, n=len(wishes))
     if body.stream:
         await job.__aenter__()  # what is wrong is told by the status, before the stream begins
-        return Stream(answer.stream(job, request), job.leave)
+        return Stream(answer.stream(job, request, state.workers), job.leave)
     async with job:
         pieces = await unless_gone(request.receive, job.whole())
     usage = job.usage(len(prompts))
     note(request, completion_tokens=usage["completion_tokens"])
-    return json_response(answer.whole(pieces, job, usage))
+    if body.logprobs is None and body.prompt_logprobs is None:
+        return json_response(answer.whole(pieces, job, usage))
+    return await state.workers.run_for(
+        request.receive, lambda: long_response(answer.whole(pieces, job, usage))
+    )
 
 
 def prompt_ids(
-    served: Served, prompts: Sequence[str | list[int]], add_special_tokens: bool
+    served: Served,
+    prompts: Sequence[str | list[int]],
+    add_special_tokens: bool,
+    param: str = "prompt",
 ) -> list[list[int]]:
-    """Return the token ids of prompts."""
+    """Return the token ids of prompts; `param` is the field that they come from."""
     if not prompts:
-        raise ApiError(400, "there must be at least one text", param="prompt")
-    return [
-        served.text_ids(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
-        for prompt in prompts
-    ]
+        raise ApiError(400, "there must be at least one text", param=param)
+    for prompt in prompts:
+        if isinstance(prompt, str):
+            served.check_size(prompt, param)
+    found = []
+    for prompt in prompts:
+        check_wanted()
+        ids = served.text_ids(prompt, add_special_tokens) if isinstance(prompt, str) else prompt
+        found.append(ids)
+    return found
 
 
 class _Answer:
@@ -78,6 +96,7 @@ class _Answer:
         self._body = body
         self._prompts = prompts
         self._ids = ids
+        self._decoded: dict[int, str] = {}
         self._head = {
             "id": f"cmpl-{name}",
             "object": "text_completion",
@@ -97,22 +116,42 @@ class _Answer:
         choices = [self._choice(i, piece, job, True) for i, piece in enumerate(kept)]
         return {**self._head, "choices": choices, "usage": usage}
 
-    async def stream(self, job: Job, request: Request) -> AsyncIterator[bytes]:
+    async def stream(self, job: Job, request: Request, workers: Workers) -> AsyncIterator[bytes]:
         """Yield the answer as server-sent events, those of one moment together."""
         begun: set[int] = set()
+        held: list[Piece] = []
         async for pieces in job:
             events = []
+            pieces, held = [*held, *pieces], []
             for piece in pieces:
                 if piece.error is not None:
                     yield event(piece.error.body()) + DONE
                     return
+                if self._lacks_prompt(piece, job):
+                    held.append(piece)
+                    continue
                 first = piece.index not in begun
                 begun.add(piece.index)
-                events.append(self._event([self._choice(piece.index, piece, job, first)], job))
+                if first and self._body.echo and self._body.logprobs is not None:
+                    events.append(await workers.run(self._piece_event, piece, job, first))
+                else:
+                    events.append(self._piece_event(piece, job, first))
             yield b"".join(events)
         usage = job.usage(len(self._prompts))
         note(request, completion_tokens=usage["completion_tokens"])
         yield (self._event([], job, usage) if self._body.includes_usage else b"") + DONE
+
+    def _lacks_prompt(self, piece: Piece, job: Job) -> bool:
+        """Return whether a piece must wait for the prompt's log-probabilities."""
+        asked = self._first_request(piece, job)
+        return self._body.echo and asked.wants_prompt_logits
+
+    def _first_request(self, piece: Piece, job: Job) -> EngineRequest:
+        """Return the request that is told the log-probabilities of a choice's prompt."""
+        return job.request_of(piece.index - piece.index % self._body.n_drawn)
+
+    def _piece_event(self, piece: Piece, job: Job, first: bool) -> bytes:
+        return self._event([self._choice(piece.index, piece, job, first)], job)
 
     def _event(
         self, choices: list[dict[str, Any]], job: Job, usage: dict[str, Any] | None = None
@@ -126,9 +165,8 @@ class _Answer:
 
     def _choice(self, index: int, piece: Piece, job: Job, first: bool) -> dict[str, Any]:
         """Return a choice; `first` is whether it is the place for the prompt's part."""
-        body, request = self._body, job.request_of(piece.index)
-        prompt = self._prompts[piece.index // body.n_drawn]
-        echoed = self._text_of(prompt) if body.echo else ""
+        body, request = self._body, self._first_request(piece, job)
+        echoed = self._text_of(piece.index // body.n_drawn) if body.echo else ""
         logprobs = None
         if body.logprobs is not None:
             lines = CompletionLogprobs(self._served, body.logprobs, body.return_tokens_as_token_ids)
@@ -154,10 +192,15 @@ class _Answer:
             choice["prompt_token_ids"] = request.prompt if first else None
         return choice
 
-    def _text_of(self, prompt: str | list[int]) -> str:
+    def _text_of(self, index: int) -> str:
+        """Return the text of a prompt."""
+        prompt = self._prompts[index]
         if isinstance(prompt, str):
             return prompt
-        return "" if self._served.tokenizer is None else self._served.tokenizer.decode(prompt)
+        if index not in self._decoded:
+            tokenizer = self._served.tokenizer
+            self._decoded[index] = "" if tokenizer is None else tokenizer.decode(prompt)
+        return self._decoded[index]
 
     def _add_prompt(
         self,

@@ -90,6 +90,9 @@ class Limits(Section):
     """Open connections; the next one gets status 503."""
     choices: int = Field(default=128, ge=1)
     """Most continuations that one request may ask for: prompts times n."""
+    logprobs: int = Field(default=2**20, ge=1)
+    """Most log-probabilities of prompts in one answer: their tokens times the alternatives and 1,
+    in each choice."""
     header_s: float = Field(default=10.0, gt=0)
     """Seconds for the head of a request to arrive."""
     body_s: float = Field(default=30.0, gt=0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 from typing import Annotated, Any
 
@@ -38,7 +37,9 @@ async def embeddings(
     most = state.config.limits.choices
     if len(texts) > most:
         raise ApiError(400, f"input may have at most {most} texts, got {len(texts)}", param="input")
-    ids = await asyncio.to_thread(prompt_ids, served, texts, body.add_special_tokens)
+    ids = await state.workers.run_for(
+        request.receive, prompt_ids, served, texts, body.add_special_tokens, "input"
+    )
     n_tokens = sum(map(len, ids))
     note(request, model=served.name, user=body.user, prompt_tokens=n_tokens, n=len(ids))
     pooling = body.pooling or ("last" if spec.causal else "mean")

@@ -156,7 +156,7 @@ def _words(found: ErrorDetails, path: list[int | str]) -> tuple[str, str | None]
     context = found.get("ctx", {})
     param = str(context.get("param") or ".".join(map(str, path))) or None
     message = found["msg"].removeprefix("Value error, ")
-    if found["type"] in ("unknown_field", "refused_field"):
+    if found["type"] in ("unknown_field", "refused_field", "out_of_bounds"):
         return message, param
     if found["type"] == "missing":
         return f"{param or 'the body'} is required", param

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, model_validator
+from pydantic import AfterValidator, Field, SkipValidation, model_validator
 
 from nbflow.server.body import Body, ResponseFormat, StreamOptions, StructuredOutputs
 
@@ -12,7 +12,7 @@ MAX_LOGPROBS = 20
 _SEED = 2**63
 
 _TAKEN = {"tokenizer", "messages", "template", "tools", "documents", "parse_special"}
-_TAKEN |= {"add_generation_prompt", "self"}
+_TAKEN |= {"add_generation_prompt", "max_bytes", "self"}
 
 
 def _free(variables: dict[str, Any]) -> dict[str, Any]:
@@ -25,8 +25,8 @@ def _free(variables: dict[str, Any]) -> dict[str, Any]:
 TemplateVariables = Annotated[dict[str, Any], AfterValidator(_free)]
 """Variables for a chat template."""
 
-Text = str | list[str] | list[int] | list[list[int]]
-"""One text, several, the token ids of one, or of several."""
+Text = Annotated[str | list[str] | list[int] | list[list[int]], SkipValidation]
+"""One text, several, the token ids of one, or of several; `nbflow.server.bounds` has checked it."""
 
 
 class Sampling(Body):

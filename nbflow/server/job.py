@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any
 
+from nbflow.decoding.structured import StructureError
 from nbflow.engine.errors import EngineClosed, QueueFull
 from nbflow.engine.generation import Generation
 from nbflow.engine.handle import Handle, TokenEvent
@@ -66,6 +67,8 @@ class Wish:
     """Whether the text goes on where the prompt ends, with a space if that begins a word."""
     n: int = 1
     """How many are to be found, if it is a search."""
+    structure: str | None = None
+    """The field that asks for a structure, if one does."""
 
 
 _CONTEXT = 8  # tokens of the prompt that decide how the first new one is spelt
@@ -77,6 +80,7 @@ class Continuation:
     def __init__(self, index: int, wish: Wish, served: Served, metrics: Metrics) -> None:
         self.index = index
         self.request = wish.request
+        self._structure = wish.structure
         self._before = wish.request.prompt[-_CONTEXT:] if wish.continues_text else ()
         self._text = served.text_stream(wish.stops, wish.include_stop, self._before)
         self._offsets = served.offsets(self._before) if wish.request.wants_logprobs else None
@@ -134,8 +138,7 @@ class Continuation:
         if event.finish_reason == "error":
             error = event.error or RuntimeError("unknown")
             logger.error("a sequence failed", exc_info=error)
-            what = str(error) if isinstance(error, UsageError) else "see the server's log"
-            piece.error = ApiError(500, f"the model could not go on: {what}", code="step_failed")
+            piece.error = self._failure(error)
         elif event.finish_reason == "abort":
             piece.error = ApiError(503, "the server is stopping", retry_after_s=1)
         elif self._text.stopped is not None:
@@ -144,6 +147,13 @@ class Continuation:
         # a request that ran out of time has what there was time for
         reason = "length" if event.finish_reason == "deadline" else event.finish_reason
         self._end(piece, reason if piece.error is None else None)
+
+    def _failure(self, error: Exception) -> ApiError:
+        """Return what the client is told of an error of the engine."""
+        if isinstance(error, StructureError):  # it was found out on the way
+            return ApiError(400, str(error), param=self._structure)
+        what = str(error) if isinstance(error, UsageError) else "see the server's log"
+        return ApiError(500, f"the model could not go on: {what}", code="step_failed")
 
     def _end(self, piece: Piece, reason: str | None) -> None:
         piece.finish_reason = reason

@@ -7,6 +7,7 @@ From the outside in: `Front` (name, log, errors), CORS, `Gate` (draining, keys, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import hmac
 import time
@@ -24,6 +25,10 @@ from nbflow.server.state import ServerState
 _OPEN = frozenset({"/", "/health", "/ready", "/favicon.ico"})
 """Paths that need no key: they tell nothing and cost nothing."""
 _OPEN_FOLDER = "/page/"
+_LINGER_BYTES = 256 * 2**20
+_LINGER_S = 20.0
+_SILENCE_S = 2.0
+"""How much of a refused body is read and forgotten, for how long, and without news of it."""
 
 
 class Front:
@@ -157,7 +162,7 @@ class Bodies:
             await _closing(ApiError(408, text)).response()(scope, receive, send)
             return
         except ApiError as error:
-            await _closing(error).response()(scope, receive, send)
+            await _closing(error).response()(scope, receive, _lingering(receive, send))
             return
         if body is None:
             return  # the client is gone
@@ -187,6 +192,36 @@ class Bodies:
 
     def _too_long(self) -> ApiError:
         return ApiError(413, f"the body may have at most {self._most:,} bytes (limits.body_bytes)")
+
+
+def _lingering(receive: Receive, send: Send) -> Send:
+    """Return a `send` that reads on for a while before it ends the response.
+
+    Clients that send all of the body first would find the connection reset, and no answer.
+    """
+
+    async def end_late(message: Message) -> None:
+        if message["type"] != "http.response.body" or message.get("more_body", False):
+            await send(message)
+            return
+        await send({**message, "more_body": True})
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LINGER_S):
+                await _discard(receive)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    return end_late
+
+
+async def _discard(receive: Receive) -> None:
+    """Read what a client sends, up to a size, and forget it."""
+    size = 0
+    while size < _LINGER_BYTES:
+        async with asyncio.timeout(_SILENCE_S):
+            message = await receive()
+        size += len(message.get("body", b""))
+        if message["type"] == "http.disconnect" or not message.get("more_body", False):
+            return
 
 
 def _closing(error: ApiError) -> ApiError:

@@ -8,7 +8,6 @@ empty answer.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 from collections.abc import AsyncIterator
@@ -22,7 +21,7 @@ from nbflow.decoding.inferflow import INFERFLOW
 from nbflow.server.body import Body
 from nbflow.server.errors import ApiError, json_response
 from nbflow.server.fields import Sampling
-from nbflow.server.job import Job, Piece
+from nbflow.server.job import Job, Piece, Wish
 from nbflow.server.served import Served
 from nbflow.server.sse import Stream, unless_gone
 from nbflow.server.state import ServerState, note, state_of
@@ -87,7 +86,7 @@ async def process_query(
         if not body.text:
             return json_response({"ret_code": "error.empty_request", "error_text": "no text"}, 400)
         served = state.models.generating(None)
-        job = await _job(served, body, state)
+        job = await _job(served, body, state, request)
         note(request, model=served.name, prompt_tokens=len(job.request_of(0).prompt))
         if body.is_streaming_mode:
             await job.__aenter__()
@@ -106,7 +105,7 @@ async def get_stat(state: Annotated[ServerState, Depends(state_of)]) -> Response
     return json_response({"ret_code": "succ", **state.engine_stats()})
 
 
-async def _job(served: Served, body: NativeBody, state: ServerState) -> Job:
+async def _job(served: Served, body: NativeBody, state: ServerState, request: Request) -> Job:
     messages = [{"role": "user", "content": body.text}]
     if body.system_prompt:
         messages.insert(0, {"role": "system", "content": body.system_prompt})
@@ -114,14 +113,17 @@ async def _job(served: Served, body: NativeBody, state: ServerState) -> Job:
         messages.append({"role": "assistant", "content": body.res_prefix})
     if body.decoder_input_template is not None and not state.config.request_templates:
         raise ApiError(400, "decoder_input_template: this server takes no templates from requests")
-    ids = await asyncio.to_thread(served.chat_ids, messages, body.decoder_input_template)
-    if len(ids) >= served.model.spec.max_context:
-        raise ApiError(400, "the request is too long", code="error.too_long_request")
     most = body.max_output_len or body.max_new_tokens or 1024
-    wishes = await asyncio.to_thread(
-        make_wishes, served, _sampling(served, body), [ids], most, state.config.limits,
-        continues_text=False,
-    )  # fmt: skip
+
+    def prepare() -> list[Wish]:
+        ids = served.chat_ids(messages, body.decoder_input_template)
+        if len(ids) >= served.model.spec.max_context:
+            raise ApiError(400, "the request is too long", code="error.too_long_request")
+        sampling = _sampling(served, body)
+        limits = state.config.limits
+        return make_wishes(served, sampling, [ids], most, limits, continues_text=False)
+
+    wishes = await state.workers.run_for(request.receive, prepare)
     return Job(served, wishes, state.mailbox, state.metrics)
 
 

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from nbflow.decoding import Parameters, Strategy
-from nbflow.decoding.structured import KINDS
+from nbflow.decoding.structured import KINDS, StructureError
 from nbflow.server.errors import ApiError
 from nbflow.server.fields import Sampling
 from nbflow.server.served import Served
@@ -34,8 +34,10 @@ def make_strategy(served: Served, body: Sampling) -> tuple[Strategy, frozenset[i
 
     Raises
     ------
+    ApiError
+        If the structure is wrong.
     UsageError
-        If a value is out of range, parameters do not go together, or the structure is wrong.
+        If a value is out of range, or parameters do not go together.
     """
     given: dict[str, Any] = {
         name: getattr(body, field)
@@ -52,7 +54,10 @@ def make_strategy(served: Served, body: Sampling) -> tuple[Strategy, frozenset[i
         defaults = {}
     parameters = Parameters.parse(given)
     ends, n_vocab = served.end_ids, served.model.spec.vocab_size
-    strategy = parameters.strategy(n_vocab, served.tokenizer, ends, defaults)
+    try:
+        strategy = parameters.strategy(n_vocab, served.tokenizer, ends, defaults)
+    except StructureError as error:
+        raise ApiError(400, str(error), param=structure_field(body)) from error
     return strategy, frozenset(parameters.end_ids(ends, n_vocab))
 
 
@@ -63,6 +68,12 @@ def search_end_ids(served: Served, body: Sampling) -> frozenset[int]:
 
 
 _ALL = {f.name for f in dataclasses.fields(Parameters)} - _OURS
+
+
+def structure_field(body: Sampling) -> str | None:
+    """Return the field that asks for a structure, if one does."""
+    fields = (*_GUIDED, "structured_outputs", "response_format")
+    return next((name for name in fields if getattr(body, name) is not None), None)
 
 
 def structure_of(body: Sampling) -> dict[str, Any]:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import nbflow
+from nbflow.decoding.token_bytes import vocabulary_bytes
 from nbflow.engine.text_stream import TextStream
 from nbflow.prompts import encode_chat, format_chat
+from nbflow.server.bounds import MIN_PROMPT_BYTES
 from nbflow.server.config import ModelOptions
 from nbflow.server.errors import ApiError
 from nbflow.server.text import NoText, Offsets, TokenTexts
@@ -58,6 +60,8 @@ class Served:
         self.end_ids = model.end_ids
         """Tokens that end a continuation."""
         self.spell = TokenTexts(self.tokenizer)
+        self.max_prompt_bytes = self._max_prompt_bytes()
+        """Longest text that is tokenized: a longer one cannot fit the context."""
         self._template = options.chat_template
         if self._template is not None and Path(self._template).is_file():
             self._template = read_template(Path(self._template))
@@ -66,6 +70,25 @@ class Served:
     def generates(self) -> bool:
         """Whether it continues texts."""
         return self.model.spec.causal and self.model.spec.head
+
+    def _max_prompt_bytes(self) -> int:
+        """Return the context's tokens times the bytes of the longest one, and not too few."""
+        if self.tokenizer is None:
+            return MIN_PROMPT_BYTES
+        longest = max((len(text) for text in vocabulary_bytes(self.tokenizer) if text), default=1)
+        return max(MIN_PROMPT_BYTES, self.model.spec.max_context * longest)
+
+    def check_size(self, text: str, param: str) -> str:
+        """Return a text that may be tokenized; raise `ApiError` for one that is too long."""
+        size = len(text) if text.isascii() else len(text.encode())
+        if size > self.max_prompt_bytes:
+            raise ApiError(
+                400,
+                f"{param} has {size:,} bytes, and at most {self.max_prompt_bytes:,} can fit the "
+                f"context of {self.model.spec.max_context:,} tokens; shorten it",
+                param=param,
+            )
+        return text
 
     def text_ids(
         self, text: str, add_special_tokens: bool = True, parse_special: bool = False
@@ -82,7 +105,9 @@ class Served:
     ) -> list[int]:
         """Return the ids of a conversation."""
         chosen = self._chosen(template)
-        return encode_chat(self.model.tokenizer, flat(messages), chosen, **more)
+        return encode_chat(
+            self.model.tokenizer, flat(messages), chosen, max_bytes=self.max_prompt_bytes, **more
+        )
 
     def chat_text(
         self, messages: Sequence[Mapping[str, Any]], template: str | None, **more: Any

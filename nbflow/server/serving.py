@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
-import signal
+import os
 import socket
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from types import FrameType
 from typing import Any
 
 import uvicorn
@@ -33,16 +33,17 @@ from nbflow.server.connections import protocol_class
 from nbflow.server.logs import logger, set_up
 from nbflow.server.mailbox import Mailbox
 from nbflow.server.served import Models, Served
+from nbflow.server.signals import listen as listen_to_signals
 from nbflow.server.state import ServerState
 from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError
 
 _LAST_S = 5.0
 """Seconds for connections to take what has been sent, after the last request has ended."""
+_WORKERS_END_S = 1.0
+"""Seconds for threads to see that what they prepare is not wanted any more."""
 _KEEP_ALIVE_S = 30
 """Seconds a connection is kept between requests; clients pool theirs for about as long."""
-_THREADS = 32
-"""Threads for tokenizers and templates."""
 _BEHIND_FRONT_S = 24 * 3600
 """The same behind `nbflow.front`, which ends its connections itself."""
 
@@ -77,11 +78,25 @@ def serve(config: ServerConfig) -> int:
         models = Models([stack.enter_context(_served(n, config)) for n in config.models])
         _spare_collector()
         listener.listen(config.limits.connections)  # who reads the next line can connect
+        told = listen_to_signals()
         logger.info("serving", extra={"url": url, "keys": len(digests)})
         print(f"nbflow serves {', '.join(models.by_name)} at {url}", flush=True)
-        asyncio.run(_run(config, models, digests, listener))
+        n_stuck = asyncio.run(_run(config, models, digests, listener, told))
     logger.info("stopped")
+    if n_stuck:
+        _leave(comm)
     return 0
+
+
+def _leave(comm: Comm) -> None:
+    """End the process without its threads: some are still at work for clients that are gone."""
+    if comm.size > 1:
+        from mpi4py import MPI
+
+        MPI.Finalize()  # as at an ordinary end, or the launcher takes this for a failure
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 def _begin(config: ServerConfig, comm: Comm) -> tuple[socket.socket | None, str]:
@@ -187,6 +202,9 @@ def _follow(config: ServerConfig) -> None:
     (options,) = config.models.values()
     with nbflow.load(options.path, **options.load_options()) as model:
         _check_ranks(model)
+        # launchers send signals to every rank; the first one is rank 0's to answer, which then
+        # ends the others
+        listen_to_signals()
         if not model.participates:
             return
         engine = Engine(model, **options.engine.model_dump())
@@ -208,11 +226,17 @@ class _Server(uvicorn.Server):
 
 
 async def _run(
-    config: ServerConfig, models: Models, digests: list[bytes], listener: socket.socket
-) -> None:
-    """Serve until told to stop, then finish what was accepted."""
+    config: ServerConfig,
+    models: Models,
+    digests: list[bytes],
+    listener: socket.socket,
+    told: int,
+) -> int:
+    """Serve until told to stop, then finish what was accepted; return how many threads are left.
+
+    `told` is the file descriptor of `nbflow.server.signals.listen`.
+    """
     loop = asyncio.get_running_loop()
-    loop.set_default_executor(ThreadPoolExecutor(_THREADS, "nbflow-server"))
     state = ServerState(config, models, Mailbox(loop))
     limits = config.limits
     protocol = protocol_class(limits.header_s, limits.slow_reader_s, limits.connections)
@@ -233,31 +257,28 @@ async def _run(
     )
     server = _Server(settings)
     stopping = asyncio.Event()
-    with _signals(loop, lambda: _stop(state, server, stopping)):
-        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-        ends: list[asyncio.Future[Any]] = [asyncio.ensure_future(stopping.wait())]
-        if behind_front():  # nobody reaches a server whose front has been killed
-            ends.append(asyncio.ensure_future(_end_with_front(state, server, stopping)))
-        await asyncio.wait([serving, *ends], return_when=asyncio.FIRST_COMPLETED)
-        for end in ends:
-            end.cancel()
-        if not serving.done():
-            await _drain(state, server)
-        await serving
+    _when_ended(loop, told, lambda: _stop(state, stopping))
+    serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+    ends: list[asyncio.Future[Any]] = [asyncio.ensure_future(stopping.wait())]
+    if behind_front():  # nobody reaches a server whose front has been killed
+        ends.append(asyncio.ensure_future(_end_with_front(state, stopping)))
+    await asyncio.wait([serving, *ends], return_when=asyncio.FIRST_COMPLETED)
+    for end in ends:
+        end.cancel()
+    if not serving.done():
+        await _drain(state, server)
+    await serving
+    return await state.workers.end(_WORKERS_END_S)
 
 
-async def _end_with_front(
-    state: ServerState, server: uvicorn.Server, stopping: asyncio.Event
-) -> None:
+async def _end_with_front(state: ServerState, stopping: asyncio.Event) -> None:
     await front_is_gone()
     logger.error("nbflow launch has ended; so does the server")
-    _stop(state, server, stopping)
+    _stop(state, stopping)
 
 
-def _stop(state: ServerState, server: uvicorn.Server, stopping: asyncio.Event) -> None:
-    """Begin to stop; the second time, stop at once."""
-    if state.draining:
-        server.force_exit = server.should_exit = True
+def _stop(state: ServerState, stopping: asyncio.Event) -> None:
+    """Begin to stop."""
     state.draining = True
     stopping.set()
 
@@ -271,21 +292,30 @@ async def _drain(state: ServerState, server: uvicorn.Server) -> None:
     if state.n_requests:
         logger.warning("stopping with requests under way", extra={"requests": state.n_requests})
     for served in state.models.all:  # what is left ends with an error that says why
-        await asyncio.to_thread(served.engine.close)
+        await _in_own_thread(served.engine.close)
     await asyncio.sleep(0.05)
     server.should_exit = True
 
 
-@contextlib.contextmanager
-def _signals(loop: asyncio.AbstractEventLoop, stop: Callable[[], None]) -> Iterator[None]:
-    """Let SIGTERM and SIGINT call `stop` on the loop."""
+async def _in_own_thread(call: Callable[[], None]) -> None:
+    """Make a call in a thread that nothing else has work for."""
+    loop, done = asyncio.get_running_loop(), asyncio.Event()
 
-    def handler(number: int, frame: FrameType | None) -> None:
-        loop.call_soon_threadsafe(stop)
+    def run() -> None:
+        try:
+            call()
+        finally:
+            loop.call_soon_threadsafe(done.set)
 
-    before = {s: signal.signal(s, handler) for s in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield
-    finally:
-        for number, old in before.items():
-            signal.signal(number, old)
+    threading.Thread(target=run, name="nbflow-close", daemon=True).start()
+    await done.wait()
+
+
+def _when_ended(loop: asyncio.AbstractEventLoop, file: int, call: Callable[[], None]) -> None:
+    """Make a call on the loop when a file descriptor comes to its end."""
+
+    def ended() -> None:
+        loop.remove_reader(file)
+        call()
+
+    loop.add_reader(file, ended)

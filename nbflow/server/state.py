@@ -12,6 +12,7 @@ from nbflow.server.config import ServerConfig
 from nbflow.server.mailbox import Mailbox
 from nbflow.server.metrics import Metrics, Stats
 from nbflow.server.served import Models
+from nbflow.server.workers import Workers
 
 
 class ServerState:
@@ -21,6 +22,7 @@ class ServerState:
         self.config = config
         self.models = models
         self.mailbox = mailbox
+        self.workers = Workers()
         self.metrics = Metrics(self.engine_stats)
         self.started = time.time()
         self.draining = False

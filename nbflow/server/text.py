@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cached_property
 
 from nbflow.decoding.token_bytes import vocabulary_bytes
 from nbflow.tokenizer import Tokenizer
@@ -55,6 +54,9 @@ class TokenTexts:
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self._tokenizer = tokenizer
         self._known: dict[int, str] = {}
+        # now: a tokenizer at work on a long text would hold up the event loop
+        self._anchor = [] if tokenizer is None else tokenizer.encode("a")
+        """Tokens of a letter, so that what follows is not the beginning of a text."""
 
     def __call__(self, token: int) -> str:
         """Return the text of a token as it is in the middle of a text; "" without a tokenizer."""
@@ -72,12 +74,6 @@ class TokenTexts:
             stream.push(before)
         text = stream.push(token) + stream.finish()
         return text or tokenizer.piece(token)
-
-    @cached_property
-    def _anchor(self) -> list[int]:
-        """Tokens of a letter, so that what follows is not the beginning of a text."""
-        assert self._tokenizer is not None
-        return self._tokenizer.encode("a")
 
     def utf8(self, token: int) -> list[int] | None:
         """Return the bytes of a token; None where it is no text."""

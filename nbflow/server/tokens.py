@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Depends
+from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
+from nbflow.server.bounds import MIN_PROMPT_BYTES
 from nbflow.server.errors import ApiError, json_response
 from nbflow.server.fields import DetokenizeBody, TemplateBody, TokenizeBody
+from nbflow.server.long_json import long_response
 from nbflow.server.state import ServerState, state_of
 
 router = APIRouter(tags=["tokens"])
@@ -17,49 +18,58 @@ router = APIRouter(tags=["tokens"])
 
 @router.post("/tokenize", summary="Turn a text or a conversation into token ids")
 async def tokenize(
-    body: TokenizeBody, state: Annotated[ServerState, Depends(state_of)]
+    body: TokenizeBody, request: Request, state: Annotated[ServerState, Depends(state_of)]
 ) -> Response:
     """Turn a text or a conversation into token ids."""
     served = state.models.find(body.model)
-    if body.messages is not None:
-        ids = await asyncio.to_thread(
-            served.chat_ids,
-            body.messages,
-            own_template(body.chat_template, state),
-            add_generation_prompt=body.add_generation_prompt,
-            parse_special=body.parse_special,
-            **body.chat_template_kwargs,
-        )
-    else:
-        tokenizer = served.model.tokenizer
-        ids = await asyncio.to_thread(
-            tokenizer.encode, body.prompt or "", body.add_special_tokens, body.parse_special
-        )
-    answer: dict[str, Any] = {
-        "count": len(ids),
-        "max_model_len": served.model.spec.max_context,
-        "tokens": ids,
-    }
-    if body.return_token_strs:
-        answer["token_strs"] = [served.model.tokenizer.piece(i) for i in ids]
-    return json_response(answer)
+    template = own_template(body.chat_template, state)
+
+    def answer() -> Response:
+        if body.messages is not None:
+            ids = served.chat_ids(
+                body.messages,
+                template,
+                add_generation_prompt=body.add_generation_prompt,
+                parse_special=body.parse_special,
+                **body.chat_template_kwargs,
+            )
+        else:
+            text = served.check_size(body.prompt or "", "prompt")
+            ids = served.model.tokenizer.encode(text, body.add_special_tokens, body.parse_special)
+        found: dict[str, Any] = {
+            "count": len(ids),
+            "max_model_len": served.model.spec.max_context,
+            "tokens": ids,
+        }
+        if body.return_token_strs:
+            found["token_strs"] = [served.model.tokenizer.piece(i) for i in ids]
+        return long_response(found)
+
+    return await state.workers.run_for(request.receive, answer)
 
 
 @router.post("/detokenize", summary="Turn token ids into text")
 async def detokenize(
-    body: DetokenizeBody, state: Annotated[ServerState, Depends(state_of)]
+    body: DetokenizeBody, request: Request, state: Annotated[ServerState, Depends(state_of)]
 ) -> Response:
     """Turn token ids into text."""
-    tokenizer = state.models.find(body.model).model.tokenizer
-    return json_response({"prompt": await asyncio.to_thread(tokenizer.decode, body.tokens)})
+    served = state.models.find(body.model)
+    most = max(MIN_PROMPT_BYTES, served.model.spec.max_context)
+    if len(body.tokens) > most:
+        raise ApiError(
+            400, f"tokens may have at most {most:,} ids, got {len(body.tokens):,}", param="tokens"
+        )
+    text = await state.workers.run_for(request.receive, served.model.tokenizer.decode, body.tokens)
+    return json_response({"prompt": text})
 
 
 @router.post("/apply-template", summary="Put a conversation into the model's template")
 async def apply_template(
-    body: TemplateBody, state: Annotated[ServerState, Depends(state_of)]
+    body: TemplateBody, request: Request, state: Annotated[ServerState, Depends(state_of)]
 ) -> Response:
     """Put a conversation into the model's template."""
-    text = await asyncio.to_thread(
+    text = await state.workers.run_for(
+        request.receive,
         state.models.find(body.model).chat_text,
         body.messages,
         own_template(body.chat_template, state),

@@ -11,9 +11,23 @@ from nbflow.server.config import Limits
 from nbflow.server.errors import ApiError
 from nbflow.server.fields import Sampling
 from nbflow.server.job import Wish
-from nbflow.server.parameters import make_strategy, search_end_ids
+from nbflow.server.parameters import make_strategy, search_end_ids, structure_field
 from nbflow.server.searches import search_of
 from nbflow.server.served import Served
+from nbflow.server.workers import check_wanted
+
+
+def check_number(body: Sampling, n_prompts: int, limits: Limits) -> None:
+    """Raise `ApiError` if a body asks for too many continuations; before anything is tokenized."""
+    search = search_of(body)
+    width = body.n_drawn if search is None else max(body.n_drawn, search.width)
+    if n_prompts * width > limits.choices:
+        raise ApiError(
+            400,
+            f"{n_prompts} prompts x {width} continuations are more than {limits.choices}, the "
+            "most that one request may ask for (limits.choices); send several requests",
+            param="n",
+        )
 
 
 def make_wishes(
@@ -52,16 +66,10 @@ def make_wishes(
     ApiError, UsageError
         If the model cannot do what the body asks for.
     """
+    check_number(body, len(prompts), limits)
+    _check_logprobs(body, prompts, limits, echo, continues_text)
     search = search_of(body)
     n = body.n_drawn
-    width = n if search is None else max(n, search.width)
-    if len(prompts) * width > limits.choices:
-        raise ApiError(
-            400,
-            f"{len(prompts)} prompts x {width} continuations are more than {limits.choices}, the "
-            "most that one request may ask for (limits.choices); send several requests",
-            param="n",
-        )
     seed = secrets.randbits(63) if body.seed is None else body.seed % 2**64
     most = served.model.spec.max_context if max_tokens is None else max_tokens
     if search is not None:
@@ -69,6 +77,7 @@ def make_wishes(
     strategy, stop_ids = make_strategy(served, body)
     wishes = []
     for prompt in prompts:
+        check_wanted()
         first = served.model.make_request(
             list(prompt), max(most, 1), strategy, 0, True,
             draft=served.draft, n_draft=served.options.n_draft,
@@ -79,11 +88,42 @@ def make_wishes(
         _add_wishes(first, body, echo, n > body.n, limits.request_s)
         for i in range(n):
             request = first.copy()
+            if i:  # the prompt's are known from the first
+                request.prompt_logprobs = None
             request.seed, request.drafter = (seed + i) % 2**64, first.drafter
             wishes.append(
-                Wish(request, body.stops, body.include_stop_str_in_output, continues_text)
+                Wish(
+                    request,
+                    body.stops,
+                    body.include_stop_str_in_output,
+                    continues_text,
+                    structure=structure_field(body),
+                )
             )
     return wishes
+
+
+def _check_logprobs(
+    body: Sampling, prompts: Sequence[Sequence[int]], limits: Limits, echo: bool, each: bool
+) -> None:
+    """Raise `ApiError` if the answer would have too many log-probabilities of prompts.
+
+    `each` says that they are part of every choice, not told once.
+    """
+    asked = {"prompt_logprobs": body.prompt_logprobs, "logprobs": body.n_top_logprobs}
+    if not echo:
+        del asked["logprobs"]
+    n_tokens = sum(map(len, prompts)) * (body.n if each else 1)
+    for name, n_top in asked.items():
+        if n_top is not None and n_tokens * (n_top + 1) > limits.logprobs:
+            raise ApiError(
+                400,
+                f"{name}: {n_tokens:,} tokens of prompts with {n_top} alternatives each are more "
+                f"than {limits.logprobs:,} log-probabilities, the most of one answer "
+                "(limits.logprobs); ask for fewer alternatives or choices, or send several "
+                "requests",
+                param=name,
+            )
 
 
 def _search_wishes(

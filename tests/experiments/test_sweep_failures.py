@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import signal
+import subprocess
 import time
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 from sweep_fake_engine import FakeEngine, FakeModel
 from test_sweep_interrupt import finish, start
 
+from nbflow_experiments import launched
 from nbflow_experiments.schedule import Policy
 from nbflow_experiments.sweep import SweepOptions, run_sweep
 from nbflow_kernels.errors import UsageError
@@ -73,6 +75,22 @@ def test_an_isolated_point_gives_the_same_numbers(fake: FakeEngine, sweep_file: 
     together = pd.read_csv(out / "unit" / "points.csv", dtype={"point": str}).set_index("weights")
     for name in ("point", "perplexity", "kld_mean_nats", "weight_error_relative"):
         assert apart[name].tolist() == together[name].tolist()
+
+
+def test_no_process_runs_modules_of_the_current_folder(sweep_file: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "here"
+    folder.mkdir()
+    marker = f"open({str(folder / 'executed')!r}, 'a').write(__name__)\n"
+    for name in ("json", "http", "random", "socket"):
+        (folder / f"{name}.py").write_text(marker)
+    only = ("--set", 'axes.weights=["q4"]')
+    code, _, err = finish(start(sweep_file, *NARROW, *only, "--isolate", folder=folder))
+    assert not (folder / "executed").exists()
+    assert code == 0, err
+    ranks = [*launched.PROGRAM, "--help"]
+    done = subprocess.run(ranks, cwd=folder, capture_output=True, text=True, timeout=60)
+    assert not (folder / "executed").exists()
+    assert done.returncode == 0, done.stderr
 
 
 def test_stopping_an_isolated_point(sweep_file: Path) -> None:

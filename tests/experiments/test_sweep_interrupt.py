@@ -21,7 +21,11 @@ ROOT = HERE.parents[1]
 
 
 def start(
-    sweep_file: Path, *arguments: str, delay_s: float = 0.0, failures: str = ""
+    sweep_file: Path,
+    *arguments: str,
+    delay_s: float = 0.0,
+    failures: str = "",
+    folder: Path | None = None,
 ) -> subprocess.Popen[str]:
     environment = dict(os.environ)
     roots = [ROOT, ROOT / "kernels", ROOT / "experiments"]
@@ -32,6 +36,7 @@ def start(
     return subprocess.Popen(
         [*command, "--out", str(sweep_file.parent / "out"), *arguments],
         env=environment,
+        cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

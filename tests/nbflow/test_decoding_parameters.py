@@ -19,9 +19,11 @@ from nbflow.decoding import (
     Parameters,
     Sample,
     TopP,
+    breakers,
 )
 from nbflow.decoding.breakers import breaker_sequences
 from nbflow.decoding.constraints import constrain
+from nbflow.decoding.token_bytes import vocabulary_bytes
 from nbflow_kernels.errors import UsageError
 
 
@@ -203,6 +205,52 @@ def test_bad_words_come_with_and_without_a_space(tokenizer):
     made = Parameters(bad_words=["return"]).strategy(tokenizer.vocab_size, tokenizer)
     words = made.constraints.bad_words
     assert [tokenizer.decode(w) for w in words] == ["return", " return"]
+
+
+def slow_sequences(tokenizer, breaker):
+    """Breakers by going through the vocabulary."""
+    whole, found = breaker.encode(), set()
+    for token, text in enumerate(vocabulary_bytes(tokenizer)):
+        if text is None:
+            continue
+        if whole in text:
+            found.add((token,))
+            continue
+        for n in range(1, len(whole)):
+            if text.endswith(whole[:n]):
+                rest = whole[n:].decode("utf-8", "ignore")
+                found.add((token, *tokenizer.encode(rest)[:20]))
+    return found
+
+
+@pytest.mark.parametrize(
+    "breaker", ["\n", "e", "):", "self", "é", " return x", "==" * 20, "\n\n  "]
+)
+def test_breakers_are_the_sequences_that_a_search_of_the_vocabulary_finds(tokenizer, breaker):
+    assert set(breaker_sequences(tokenizer, (breaker,))) == slow_sequences(tokenizer, breaker)
+
+
+def test_the_vocabulary_is_gone_through_once_and_few_results_are_kept(monkeypatch):
+    tokenizer, walks = nbflow.load_tokenizer("tiny_python"), []
+    monkeypatch.setattr(
+        breakers, "vocabulary_bytes", lambda t: walks.append(t) or vocabulary_bytes(t)
+    )
+    for i in range(100):
+        breaker_sequences(tokenizer, tuple(f"{i} {k}" for k in range(5)))
+    assert len(walks) == 1
+    kept = tokenizer.__dict__["_breaker_index"]._kept
+    assert len(kept) == 32
+    last = tuple(f"99 {k}" for k in range(5))
+    assert breaker_sequences(tokenizer, last) is kept[last]
+
+
+def test_breakers_have_limits(tokenizer, monkeypatch):
+    for wrong in (("x",) * 65, ("x" * 41,), ("\ud800",)):
+        with pytest.raises(UsageError, match="breakers"):
+            breaker_sequences(tokenizer, wrong)
+    monkeypatch.setattr(breakers, "MAX_SEQUENCES", 10)
+    with pytest.raises(UsageError, match="more than 10 token sequences"):
+        breaker_sequences(tokenizer, ("e", "t"))
 
 
 def test_breakers_are_found_in_tokens(tokenizer):

@@ -5,12 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from launching import MPIRUN
 
 from nbflow import cli
 from nbflow.launch import Launch
@@ -89,8 +91,23 @@ def test_the_command_starts_mpirun(capfd):
     with pytest.raises(SystemExit) as ended:
         cli.main(["launch", "-n", "3", "--mpirun", script, "run", "M", "-n", "5"])
     assert ended.value.code == 0
-    wanted = ["-n", "3", sys.executable, "-m", "nbflow.cli", "run", "M", "-n", "5"]
+    wanted = ["-n", "3", sys.executable, "-P", "-m", "nbflow.cli", "run", "M", "-n", "5"]
     assert capfd.readouterr().out.strip() == str(wanted)
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
+def test_ranks_do_not_run_modules_of_the_current_folder(tmp_path):
+    for name in ("json", "http"):
+        (tmp_path / f"{name}.py").write_text(f"open('executed', 'a').write({name!r})\n")
+    code = "import sys; sys.path.remove(''); from nbflow.cli import main; main(sys.argv[1:])"
+    command = [sys.executable, "-c", code, "launch", "-n", "2", "--no-front", "serve", "--check"]
+    done = subprocess.run(
+        [*command, "tiny_python"], cwd=tmp_path, capture_output=True, text=True, timeout=120,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )  # fmt: skip
+    assert not (tmp_path / "executed").exists()
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ import tokenizers
 
 import nbflow
 from nbflow.decoding import Filters, Grammar, Parameters
+from nbflow.decoding.structured import StructureError
 from nbflow.decoding.token_bytes import vocabulary_bytes
 from nbflow_kernels.errors import UsageError
 
@@ -113,6 +114,39 @@ def test_tokens_put_together_are_the_bytes_of_the_text(tokenizer):
         ids = tokenizer.encode("a" + text)
         joined = b"".join(texts[i] or b"" for i in ids)
         assert joined.decode().lstrip() == tokenizer.decode(ids).replace(" ⁇ ", "").lstrip()
+
+
+def test_many_choices():
+    """More than the engine takes as alternatives of a grammar."""
+    tokenizer = nbflow.load_tokenizer("tiny_python")
+    choices = [f"choice number {i}." for i in range(3000)] + ["a.b", "a|b", "[x]\\", "(", "a", "a*"]
+    found = {generate(tokenizer, seed, choice=choices) for seed in range(4)}
+    assert found <= set(choices)
+    only = [text for text in choices if not text.startswith("choice")]
+    assert {generate(tokenizer, seed, choice=only) for seed in range(12)} <= set(only)
+
+
+def test_vocabularies_of_few_end_tokens_are_kept():
+    """Requests choose their end tokens: each choice has a vocabulary of its own."""
+    tokenizer = nbflow.load_tokenizer("tiny_python")
+    for end in range(20):
+        grammar = Grammar("regex", "a", tokenizer, 2048, (end,))
+        assert grammar.begin().bitmask(2048).any()
+    assert len(tokenizer.__dict__["_grammar_vocabularies"]) <= 8
+
+
+def test_what_is_too_much_is_refused_before_a_step():
+    tokenizer = nbflow.load_tokenizer("tiny_python")
+    for kind, text in (
+        ("json_schema", {"$ref": "#"}),
+        ("regex", "a{1000000}"),
+        ("grammar", "start: start"),
+        ("regex", ".*" * 500),
+    ):
+        with pytest.raises(StructureError, match=kind) as refused:
+            Grammar(kind, text, tokenizer, 2048, (0,))
+        again = pickle.loads(pickle.dumps(refused.value))
+        assert (str(again), again.kind) == (str(refused.value), kind)
 
 
 def test_what_cannot_be_is_refused():

@@ -1,6 +1,9 @@
 """How a server ends, and how it survives: SIGTERM under load, failing steps."""
 
+import contextlib
+import json
 import signal
+import socket
 import sys
 import threading
 import time
@@ -52,6 +55,45 @@ def test_sigterm_loses_no_accepted_request(tmp_path):
         assert set(refused) == {503}
         stopped = server.events()[-1]
         assert stopped["event"] == "stopped"
+
+
+STUCK = (sys.executable, str(Path(__file__).parent.parent / "stuck_server.py"))
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
+@pytest.mark.parametrize(
+    ("text", "second"), [("stuck", signal.SIGINT), ("stuck in C", signal.SIGTERM)]
+)
+def test_the_second_signal_ends_the_server_whatever_its_threads_do(tmp_path, text, second):
+    """A thread in C that keeps the interpreter's lock lets no Python handler run."""
+    with Server(CONFIG, tmp_path, STUCK) as server:
+        body = json.dumps({"prompt": text}).encode()
+        head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+        head += "content-type: application/json\r\n\r\n"
+        host, port = server.url.removeprefix("http://").split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(head.encode() + body)
+            eventually(lambda: "stuck\n" in server.log)
+            server.process.send_signal(signal.SIGTERM)
+            if text == "stuck":
+                eventually(lambda: any('"draining"' in line for line in list(server.log)))
+            status = Path(f"/proc/{server.process.pid}/status")  # two pending signals are one
+            eventually(lambda: "ShdPnd:\t0000000000000000" in status.read_text())
+            assert server.process.poll() is None
+            assert server.stop(second) == 128 + second
+
+
+def test_a_stuck_thread_does_not_keep_the_server_from_ending(tmp_path):
+    """After one signal, once the time to drain is over; who hung up is not waited for."""
+    with Server(CONFIG + "[limits]\ndrain_s = 0.5\n", tmp_path, STUCK) as server:
+        with contextlib.suppress(httpx.ReadTimeout):
+            server.http.post("/v1/completions", json={"prompt": "stuck"}, timeout=1)
+        assert "stuck\n" in server.log
+        expected = server.http.post("/v1/completions", json=ASKED)
+        assert expected.status_code == 200
+        assert server.http.get("/server_info").json()["requests"] == 0
+        assert server.stop() == 0
+        assert server.events()[-1]["event"] == "stopped"
 
 
 def test_a_failing_step_fails_its_requests_and_no_others(tmp_path):

@@ -1,11 +1,13 @@
 """A model on two ranks, or two replicas of it: rank 0 takes the requests.  What if one fails."""
 
+import contextlib
 import os
 import signal
 import sys
 import threading
 from pathlib import Path
 
+import httpx
 import pytest
 from launching import MPIRUN
 from server_process import CONFIG, Server, eventually
@@ -114,6 +116,46 @@ def check_sigterm(server):
     for client in clients:
         client.join(60)
     assert statuses == [200] * 3
+
+
+SERVE = (sys.executable, "-m", "nbflow.cli", "serve")
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
+@pytest.mark.parametrize(("partition", "number"), [("0&1", signal.SIGTERM), ("0/1", signal.SIGINT)])
+def test_mpirun_passes_a_signal_to_every_rank_and_all_streams_end_whole(
+    tmp_path, partition, number
+):
+    """The other ranks go on with rank 0's steps until it has finished."""
+    with Server(partitioned(partition), tmp_path, (str(MPIRUN), "-n", "2", *SERVE)) as server:
+        body = {"prompt": PROMPT, "max_tokens": 300, "ignore_eos": True, "stream": True}
+        with contextlib.ExitStack() as stack:
+            streams = [
+                stack.enter_context(server.http.stream("POST", "/v1/completions", json=body))
+                for _ in range(6)
+            ]
+            server.process.send_signal(number)
+            for stream in streams:
+                assert stream.read().endswith(b"data: [DONE]\n\n")
+                assert b'"finish_reason":"length"' in stream.content
+        assert server.ended() == 0
+        assert any(event["event"] == "stopped" for event in server.events())
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
+def test_a_second_signal_to_mpirun_ends_every_rank(tmp_path):
+    with Server(partitioned("0&1"), tmp_path, (str(MPIRUN), "-n", "2", *SERVE)) as server:
+        body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 64}
+        pid = server.http.get("/server_info").json()["pid"]
+        with server.http.stream("POST", "/v1/completions", json=body) as stream:
+            server.process.send_signal(signal.SIGTERM)
+            eventually(lambda: any('"draining"' in line for line in list(server.log)))
+            assert server.stop() != 0
+            with pytest.raises(httpx.TransportError):
+                stream.read()
+        eventually(lambda: not Path(f"/proc/{pid}").exists())
 
 
 def test_a_rank_that_fails_makes_the_server_say_so(tmp_path):

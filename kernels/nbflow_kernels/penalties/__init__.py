@@ -7,6 +7,7 @@ All of them work in place, row by row.  Lists of tokens are ragged: the tokens o
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from nbflow_kernels.penalties import cpu, cuda
 from nbflow_kernels.sampling.checks import check_rows, per_row
 
 __all__ = [
+    "Breakers",
     "apply_dry_penalty",
     "apply_logit_bias",
     "apply_no_repeat_ngram",
@@ -157,6 +159,38 @@ def apply_no_repeat_ngram(logits: Any, token_ids: Any, indptr: Any, ngram_size: 
     return logits
 
 
+class Breakers(tuple[Sequence[int], ...]):
+    """Token sequences for `apply_dry_penalty` that are converted and hashed once."""
+
+    @cached_property
+    def arrays(self) -> tuple[np.ndarray, np.ndarray]:
+        """Their tokens, and where each begins and ends there; int32.
+
+        They are ordered by their tokens from the last one to the first.
+
+        Raises
+        ------
+        UsageError
+            If a sequence is empty.
+        """
+        if not all(self):
+            raise UsageError("breakers must not be empty sequences of tokens")
+        ordered = sorted(self, key=lambda breaker: tuple(breaker)[::-1])
+        words = np.array([token for breaker in ordered for token in breaker], np.int32)
+        sizes = np.array([len(breaker) for breaker in ordered], np.int64)
+        return words, np.concatenate([[0], np.cumsum(sizes)]).astype(np.int32)
+
+    @cached_property
+    def _hash(self) -> int:
+        return tuple.__hash__(self)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or tuple.__eq__(self, other)
+
+
 def apply_dry_penalty(
     logits: Any,
     token_ids: Any,
@@ -228,11 +262,7 @@ def apply_dry_penalty(
     spans = np.stack(
         [_whole("window", window, B, -1), _whole("allowed_length", allowed_length, B, 1)], axis=1
     )
-    lengths = [len(breaker) for breaker in breakers]
-    if 0 in lengths:
-        raise UsageError("breakers must not be empty sequences of tokens")
-    words = np.array([token for breaker in breakers for token in breaker], np.int32)
-    edges = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
+    words, edges = (breakers if isinstance(breakers, Breakers) else Breakers(breakers)).arrays
     variant = cuda if is_cuda(logits) else cpu
     variant.dry(logits, token_ids, indptr, parameters, spans, words, edges)
     return logits

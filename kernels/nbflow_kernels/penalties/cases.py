@@ -129,7 +129,7 @@ CASES = [
         base=np.array([1.5, 1.5, 1.1, 1.0, 1.75, 1.75]),
         allowed_length=1,
         window=np.array([-1, -1, 30, -1, 0, -1]),
-        breakers=((3,), (4, 5), (6, 1, 2)),
+        breakers=((3,), (4, 5), (6, 1, 2), (7, 5), (8, 4, 5), (2, 2)),
     ),
     _case("apply_logit_bias", "plain", 3, 30, 9, extra=_biases),
     _case("mask_token_ids", "masked", 3, 37, 6, exact=True),

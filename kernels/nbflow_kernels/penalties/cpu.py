@@ -49,9 +49,10 @@ def dry(
     """See `nbflow_kernels.apply_dry_penalty`.
 
     `parameters` float64 (B, 2): multiplier, base; `spans` int64 (B, 2): window, allowed length;
-    breaker i is ``words[edges[i]:edges[i + 1]]``, int32.
+    breaker i is ``words[edges[i]:edges[i + 1]]``, int32; they are ordered by their tokens from the
+    last one to the first.
     """
-    work = 20.0 * len(token_ids) * (1 + len(edges)) + logits.shape[1]
+    work = 20.0 * len(token_ids) * (1 + len(edges)).bit_length() + logits.shape[1]
     split_rows(_dry, len(logits), work, logits, token_ids, indptr, parameters, spans, words, edges)
 
 
@@ -120,21 +121,40 @@ def _no_repeat_ngram(
 
 
 @part
+def _first_from(token: Any, j: Any, low: Any, high: Any, words: Any, edges: Any) -> Any:
+    """Return the first breaker of [low, high) whose token j from its end is not below `token`."""
+    while low < high:
+        middle = (low + high) // 2
+        if words[edges[middle + 1] - 1 - j] < token:
+            low = middle + 1
+        else:
+            high = middle
+    return low
+
+
+@part
+def _ends_breaker(tokens: Any, i: Any, words: Any, edges: Any) -> Any:
+    """Return whether token i is the last of a breaker that lies in `tokens`."""
+    low, high, j = 0, len(edges) - 1, 0
+    while low < high and j <= i:
+        token = np.int64(tokens[i - j])
+        low = _first_from(token, j, low, high, words, edges)
+        high = _first_from(token + 1, j, low, high, words, edges)
+        j += 1
+        # of breakers that end alike the shortest comes first
+        if low < high and edges[low + 1] - edges[low] == j:
+            return True
+    return False
+
+
+@part
 def _free_tokens(tokens: Any, words: Any, edges: Any) -> Any:
     """Return how many tokens follow the last breaker."""
-    n: Any = len(tokens)
-    least: Any = n
-    for w in range(len(edges) - 1):
-        size = np.int64(edges[w + 1] - edges[w])
-        for after in range(min(least, n - size + 1)):  # tokens after this place of the breaker
-            same, j = True, 0
-            while same and j < size:
-                same = tokens[n - after - 1 - j] == words[edges[w + 1] - 1 - j]
-                j += 1
-            if same:
-                least = after
-                break
-    return least
+    n = len(tokens)
+    for after in range(n):
+        if _ends_breaker(tokens, n - 1 - after, words, edges):
+            return after
+    return n
 
 
 @part
@@ -158,10 +178,9 @@ def _common_suffixes(tokens: Any, lengths: Any) -> None:
 
 @part
 def _is_breaker(token: Any, words: Any, edges: Any) -> Any:
-    for w in range(len(edges) - 1):
-        if edges[w + 1] - edges[w] == 1 and words[edges[w]] == token:
-            return True
-    return False
+    n = len(edges) - 1
+    w = _first_from(np.int64(token), 0, 0, n, words, edges)
+    return w < n and edges[w + 1] - edges[w] == 1 and words[edges[w]] == token
 
 
 @njit

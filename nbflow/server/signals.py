@@ -1,0 +1,76 @@
+"""SIGTERM and SIGINT: the first asks for an orderly end, the second ends the process at once.
+
+Python runs its own handlers between two instructions of the main thread, so that they never run
+where a thread is stuck in C code and holds the interpreter's lock.  This handler is machine code
+and needs no Python: it counts signals, wakes the event loop by closing a pipe, and calls ``_exit``.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from types import FrameType
+from typing import Any
+
+import numba
+
+from nbflow_kernels import atomics
+from nbflow_kernels.stepping import numba_config
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+_N_SEEN = ctypes.c_int64(0)
+"""Signals that have come."""
+_KEPT: list[Any] = []
+"""The handler, which must live as long as the process."""
+
+
+def listen() -> int:
+    """Take SIGTERM and SIGINT until the process ends; call it once.
+
+    Returns
+    -------
+    int
+        A file descriptor that comes to its end with the first signal.  The second one ends the
+        process with the exit code 128 + its number.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    if numba_config.DISABLE_JIT:
+        _listen_in_python(writer)
+    else:
+        _listen_in_c(writer)
+    return reader
+
+
+def _listen_in_c(writer: int) -> None:
+    library = ctypes.CDLL(None)
+    close, end = (ctypes.cast(f, ctypes.c_void_p).value for f in (library.close, library._exit))
+    n_seen = ctypes.addressof(_N_SEEN)
+
+    def handle(number):  # type: ignore[no-untyped-def]
+        if atomics.add(n_seen, 1) == 0:
+            atomics.call_int(close, writer)
+        else:
+            atomics.call_int(end, 128 + number)
+
+    compiled = numba.cfunc("void(int32)")(handle)
+    _KEPT.append(compiled)
+    library.signal.argtypes = (ctypes.c_int, ctypes.c_void_p)
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_DFL)  # asyncio replaces Python's own handler of SIGINT
+        library.signal(number, compiled.address)
+
+
+def _listen_in_python(writer: int) -> None:
+    """Do the same where nothing is compiled."""
+
+    def handle(number: int, _: FrameType | None) -> None:
+        _N_SEEN.value += 1
+        if _N_SEEN.value == 1:
+            os.close(writer)
+        else:
+            os._exit(128 + number)
+
+    for number in _SIGNALS:
+        signal.signal(number, handle)
