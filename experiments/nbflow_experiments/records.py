@@ -37,6 +37,7 @@ from nbflow_experiments.arrays import link_ranks, write_arrays
 from nbflow_experiments.extras import require
 from nbflow_experiments.files import (
     DamagedFileError,
+    Kinds,
     check_fields,
     read_object,
     replace_atomically,
@@ -53,14 +54,20 @@ SCHEMA_VERSION = 1
 
 _NONE = type(None)
 _NUMBER = (int, float, _NONE)
-_CONFIG = {"id": str, "config": dict}
-_RESULT = {"status": str, "attempt": int, "launch": str, "readings": list, "error": (dict, _NONE)}
-_READING = {
+_CONFIG: Mapping[str, Kinds] = {"id": str, "config": dict}
+_RESULT: Mapping[str, Kinds] = {
+    "status": str,
+    "attempt": int,
+    "launch": str,
+    "readings": list,
+    "error": (dict, _NONE),
+}
+_READING: Mapping[str, Kinds] = {
     "measure": str, "metric": str, "value": _NUMBER, "stderr": _NUMBER,
     "rank": (int, _NONE), "repeat": (int, _NONE),
 }  # fmt: skip
-_SWEEP = {"name": str, "factors": list, "points": list}
-_LAUNCH = {"world_size": int}
+_SWEEP: Mapping[str, Kinds] = {"name": str, "factors": list, "points": list}
+_LAUNCH: Mapping[str, Kinds] = {"world_size": int}
 
 
 class ResultsFolder:
