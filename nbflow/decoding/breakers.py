@@ -65,7 +65,7 @@ _lock = threading.Lock()
 
 
 class _Index:
-    """Where in the vocabulary each byte comes, and the breakers that were asked for last.
+    """Index of the vocabulary by bytes, and the results for the breakers used last.
 
     Parameters
     ----------

@@ -99,7 +99,7 @@ class Body(BaseModel):
 
     @classmethod
     def _check(cls, name: str, given: Any) -> None:
-        """Raise if a field holds too much, or what is no text."""
+        """Raise if a field holds too much, or text that is not Unicode."""
         try:
             check_field(name, given)
         except OutOfBounds as error:

@@ -1,4 +1,4 @@
-"""How much a field of a request may hold; checked before anything is done with it.
+"""Limits of the fields of a request, checked before anything is done with them.
 
 A body has at most ``limits.body_bytes``, but a little of it can ask for much work: a list of a
 million wrong items is a million findings, a thousand breakers are a thousand searches of the

@@ -28,7 +28,7 @@ _OPEN_FOLDER = "/page/"
 _LINGER_BYTES = 256 * 2**20
 _LINGER_S = 20.0
 _SILENCE_S = 2.0
-"""How much of a refused body is read and forgotten, for how long, and without news of it."""
+"""Bounds of reading a refused body: its size, the time for it, and a pause within it."""
 
 
 class Front:

@@ -260,7 +260,7 @@ async def _run(
     _when_ended(loop, told, lambda: _stop(state, stopping))
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
     ends: list[asyncio.Future[Any]] = [asyncio.ensure_future(stopping.wait())]
-    if behind_front():  # nobody reaches a server whose front has been killed
+    if behind_front():  # no client reaches a server whose front has been killed
         ends.append(asyncio.ensure_future(_end_with_front(state, stopping)))
     await asyncio.wait([serving, *ends], return_when=asyncio.FIRST_COMPLETED)
     for end in ends:

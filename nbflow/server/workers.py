@@ -40,7 +40,7 @@ class _Task:
 
     @property
     def gone(self) -> bool:
-        """Whether the result is not wanted any more."""
+        """True once the result is not wanted any more."""
         return self.future.cancelled()
 
     def run(self) -> None:
@@ -50,7 +50,7 @@ class _Task:
             result = self.context.run(self.call)
         except Gone:
             return
-        except BaseException as raised:  # a panic of a compiled library is no Exception
+        except BaseException as raised:  # also panics of compiled libraries
             error = raised if isinstance(raised, Exception) else RuntimeError(repr(raised))
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self.loop.call_soon_threadsafe(self._end, result, error)
@@ -100,7 +100,7 @@ class Workers:
     async def run(self, call: Callable[..., T], /, *args: Any, **options: Any) -> T:
         """Return ``call(*args, **options)``, made by a thread.
 
-        Whoever cancels this leaves the queue; a call that has begun may ask `check_wanted`.
+        A cancelled call leaves the queue; one that has begun may ask `check_wanted`.
         """
         loop = asyncio.get_running_loop()
         task = _Task(partial(call, *args, **options), loop, loop.create_future())

@@ -1,4 +1,4 @@
-"""What a request may hold, and what becomes of one that holds too much."""
+"""Limits of requests, and the answers to requests beyond them."""
 
 import json
 
@@ -128,7 +128,7 @@ def test_a_million_wrong_items_are_one_finding(field, value):
 
 
 def test_limits_of_texts(server):
-    """Of /tokenize, embeddings and conversations, before anything is tokenized."""
+    """The same for /tokenize, embeddings and conversations, before anything is tokenized."""
     long = "x" * 70_000
     for path, body in (
         ("/tokenize", {"prompt": long}),
