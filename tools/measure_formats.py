@@ -1,6 +1,7 @@
 """Measure all weight formats for the tables of docs/formats.md and README.md.
 
 python tools/measure_formats.py [--machine NAME] [--repeats N] [--threads N] [--shape N K]
+                                [--products]
 
 Kernels: `nbflow_kernels.bench_formats`.  Bundled model: the sweep experiments/formats.toml.  Writes
 results/formats/NAME/formats.json; `python tools/update_readme.py` then writes the tables.
@@ -11,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import subprocess
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
@@ -45,6 +47,25 @@ def machine_name() -> str:
     return f"{words}-{available_cores()}-cores"
 
 
+def measure_products(arguments: argparse.Namespace, file: Path) -> dict[str, Any]:
+    """Return the recorded report with the one-row products measured again."""
+    report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    set_num_threads(arguments.threads)
+    shape = arguments.shape[0], arguments.shape[1]
+    if (report["threads"], tuple(report["shape"])) != (arguments.threads, shape):
+        raise SystemExit(f"{file} has {report['threads']} threads and shape {report['shape']}")
+    rows = bench_formats.measure_products(list(report["formats"]), shape, arguments.repeats)
+    for name, row in rows.items():
+        report["formats"][name] |= row
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=ROOT)
+    report["products"] = {
+        "measured": datetime.now(UTC).isoformat(timespec="seconds"),
+        "commit": commit.stdout.strip(),
+        "repeats": arguments.repeats,
+    }
+    return report | {"read_bandwidth_gb_per_s": read_bandwidth() / 1e9}
+
+
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     set_num_threads(arguments.threads)
     kernels = bench_formats.run(list(FORMATS), tuple(arguments.shape), arguments.repeats)
@@ -71,9 +92,10 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=15)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--shape", nargs=2, type=int, default=bench_formats.SHAPE)
+    parser.add_argument("--products", action="store_true", help="only products, the rest is kept")
     arguments = parser.parse_args()
-    report = measure(arguments)
     file = ROOT / "results" / "formats" / arguments.machine / "formats.json"
+    report = measure_products(arguments, file) if arguments.products else measure(arguments)
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(report, indent=1) + "\n")
     print(file.relative_to(ROOT))
