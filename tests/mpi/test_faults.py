@@ -33,7 +33,7 @@ def _compiled():
         ("kill", r"rank 1 of 2 on \S+ was killed by SIGKILL.* in all_reduce of layer 1; stopping"),
         ("stop", r"rank 1 of 2 on \S+ has stood still for \d+ s in all_reduce of layer 1 "),
         ("memory", r"MemoryError: planted\nnbflow: rank 1 of 2 failed in all_reduce of layer 1 "),
-        ("usage", r"error: planted\nnbflow: rank 1 of 2 failed in all_reduce of layer 1 "),
+        ("usage", r"error: rank 1: planted\nnbflow: rank 1 of 2 failed in all_reduce of layer 1 "),
         ("load-kill", r"rank 1 of 2 on \S+ was killed by SIGKILL.* while loading layers\.0\.\S+; "),
         (
             "load-sleep",
