@@ -91,9 +91,10 @@ def measured_where() -> str:
     """Return the sentence that says where the numbers come from."""
     report = measured()
     n_rows, n_columns = report["shape"]
+    day = report.get("products", report)["measured"][:10]
     return (
         f"| measured | on | threads | read bandwidth | matrix |\n|---|---|---:|---:|---|\n"
-        f"| {report['measured'][:10]} | {report['processor']} | {report['threads']} "
+        f"| {day} | {report['processor']} | {report['threads']} "
         f"| {report['read_bandwidth_gb_per_s']:.1f} GB/s | {n_rows} x {n_columns} |"
     )
 
