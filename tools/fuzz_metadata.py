@@ -122,7 +122,7 @@ def outcome_of(family: str, folder: Path) -> str:
 
 
 def write_case(folder: Path, seed: Seed, files: dict[str, bytes]) -> None:
-    """Fill a folder anew."""
+    """Fill a folder again."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
     for name, target in seed.links.items():

@@ -1,4 +1,4 @@
-"""What a forked child must do before it computes.
+"""Steps that a forked child takes before it computes.
 
 Of the threads of a process only the one that forks is in the child.  Locks that others held stay
 locked there, and nothing answers what is put into their queues.

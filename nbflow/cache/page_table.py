@@ -53,7 +53,7 @@ class _Sequence:
     chain: Chain | None = None
     """Names of the full pages of the known tokens; None if the pages are not to be shared."""
     long: bool = False
-    """Whether its rotary angles are those of long sequences (LongRoPE)."""
+    """True if its rotary angles are those of long sequences (LongRoPE)."""
     n_named: int = 0
     """Leading full pages that have been entered into the cache, or were found there."""
     index: np.ndarray | None = None

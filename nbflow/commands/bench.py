@@ -133,7 +133,7 @@ def _tests(arguments: argparse.Namespace) -> list[Test]:
 
 
 def _fitted(test: Test, context: int, arguments: argparse.Namespace) -> Test:
-    """Refuse a test that does not fit into the context; a prompt nobody asked for is shortened."""
+    """Refuse a test that does not fit into the context; a default prompt is shortened."""
     if test.context < context:
         return test
     if arguments.n_prompt is None and test == Test(N_PROMPT, 0, test.batch) and context > 1:

@@ -347,7 +347,7 @@ class Engine:
 
     @property
     def on_own_thread(self) -> bool:
-        """Whether the caller is the engine's thread, which calls listeners."""
+        """True on the engine's thread, which calls listeners."""
         return threading.current_thread() is self._thread
 
     @property

@@ -59,7 +59,7 @@ class Runner(Protocol):
 
     @property
     def on_own_thread(self) -> bool:
-        """Whether the caller is the thread that passes on the events of requests."""
+        """True on the thread that passes on the events of requests."""
 
     def cancel(self, handle: Handle, reason: FinishReason = "abort") -> None:
         """Let a request end with this reason, unless it has ended."""

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 MAX_SEQUENCES = 256
 """Most requests that run at once, unless given."""
 ON_FAILURE = ("continue", "stop")
-"""What the other replicas of a model may do when one has failed."""
+"""Choices for the other replicas of a model when one has failed."""
 
 
 @dataclass(frozen=True)

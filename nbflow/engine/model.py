@@ -89,7 +89,7 @@ class Model:
 
     @property
     def on_rank_thread(self) -> bool:
-        """Whether the caller's thread is one of the ranks."""
+        """True on the thread of a rank."""
         return self._team is not None and self._team.holds_this_thread()
 
     def claim(self, engine: object) -> None:

@@ -69,7 +69,7 @@ class Outcome:
     vectors: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """The vector of each text whose last token ran, float32 (n, E)."""
     errors: dict[int, Exception] = field(default_factory=dict)
-    """What went wrong, by the request's number; see `failed`."""
+    """Errors by the request's number; see `failed`."""
 
     @classmethod
     def empty(cls, works: Sequence[Work], n_vocab: int, hidden_size: int) -> Outcome:
@@ -175,7 +175,7 @@ class Outcome:
                     raise request.trouble
                 compute_rows(array, work, logits[rows], hidden, rows)
             except Exception as error:
-                if array is None:  # there is no number yet that tells the other ranks
+                if array is None:  # the other ranks are told with a later step
                     request.trouble = error
                 else:
                     array[0, 1] = NO_TOKEN

@@ -190,7 +190,7 @@ class RemoteEngine:
 
     @property
     def on_own_thread(self) -> bool:
-        """Whether the caller is the thread that calls the listeners of requests."""
+        """True on the thread that calls the listeners of requests."""
         return threading.current_thread() is self._reader
 
     @property

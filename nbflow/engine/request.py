@@ -76,7 +76,7 @@ class Request:
     banned_ids: frozenset[int] = frozenset()
     """Tokens that a search may not choose; a strategy has them as a constraint."""
     pooling: Pooling | None = None
-    """Pools the prompt's hidden states into one vector; there are no new tokens then."""
+    """Pools the prompt's hidden states into one vector, without new tokens."""
 
     id: int = -1
     """The scheduler's number for it."""
@@ -93,7 +93,7 @@ class Request:
     cached_tokens: int = 0
     """Tokens of the prompt that were taken from the prefix cache."""
     long: bool = False
-    """Whether its rotary angles are those of sequences beyond the original context (LongRoPE)."""
+    """True if its rotary angles are those of sequences beyond the original context (LongRoPE)."""
     n_preempted: int = 0
     """How often its pages were taken away, and computed again later."""
     proposed: tuple[int, list[int]] | None = None
@@ -113,7 +113,7 @@ class Request:
     error: Exception | None = None
     """What happened, if it ended with "error"."""
     trouble: Exception | None = None
-    """What failed on the rank that draws, until there is a draw that tells the others."""
+    """Error on the rank that draws, until a draw tells the others."""
     searching: SearchState | None = None
     """The search, once the prompt is read."""
     branches: list[int] = field(default_factory=list)

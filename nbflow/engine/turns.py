@@ -1,7 +1,7 @@
 """Turns of several threads at one model: calls come one after the other, and steps are shared.
 
 A thread that generates takes a turn for each step.  A step runs the requests of all threads, so
-whoever makes it leaves the others' results where they look first.
+the thread that makes it leaves the results of the others where they look first.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Turns:
                 self._lock.release()
 
     def _end_left(self) -> None:
-        """End what nobody reads; the model is `taken`."""
+        """End requests that are not read any further; the model is `taken`."""
         while self._left:
             request = self._left.popleft()
             self._outputs.pop(request, None)

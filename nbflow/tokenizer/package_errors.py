@@ -12,7 +12,7 @@ from nbflow_kernels.errors import MissingExtraError, UsageError
 def package_errors(what: str) -> Iterator[None]:
     """Raise `UsageError` for what a package raises inside, a panic of compiled Rust included.
 
-    A panic arrives as ``pyo3_runtime.PanicException``, which is no `Exception`.  Interrupts and
+    A panic arrives as ``pyo3_runtime.PanicException``, which is not an `Exception`.  Interrupts and
     exits pass.
 
     Parameters

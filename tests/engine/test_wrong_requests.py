@@ -1,4 +1,4 @@
-"""Requests that cannot run, or fail in a step: it is their own end, and nobody else's."""
+"""Requests that cannot run, or fail in a step: they end alone."""
 
 from __future__ import annotations
 

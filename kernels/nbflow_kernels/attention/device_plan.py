@@ -168,7 +168,7 @@ def floats_in(workspace: Any) -> tuple[int, int]:
 
 
 class DevicePlan:
-    """What one stream of a device has of a plan; made by `device_plan`, renewed with the plan.
+    """Buffers of a plan on one stream of a device; made by `device_plan`, renewed with the plan.
 
     Streams share nothing, as nothing orders a copy or a partial result of one of them before the
     launches of another.

@@ -29,7 +29,7 @@ from nbflow_kernels.kvcache.pages import (
 
 
 class PagedWrapper:
-    """What the wrappers over a paged cache have in common: the present plan, and running it."""
+    """Base of the wrappers over a paged cache: the present plan, and running it."""
 
     def __init__(
         self,

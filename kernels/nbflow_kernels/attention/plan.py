@@ -97,7 +97,7 @@ class AttentionPlan:
         self.fixed_rows: int | None = None
         """Query rows that calls bring in any step, of which the last ones may be no request's."""
         self.waits_for_copies = False
-        """Whether tables have reached a device when the call that copies them returns."""
+        """True if tables have reached a device when the call that copies them returns."""
         self.header = np.zeros(HEADER_SIZE, np.int64)
         """What the kernels read; see `nbflow_kernels.attention.layout`."""
         self._keep: dict[int, Any] = {}

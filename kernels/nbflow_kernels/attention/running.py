@@ -40,7 +40,7 @@ class Call:
     o_dtype: Any = None
     """dtype of the result; that of the queries by default."""
     tensor_cores: bool = False
-    """Whether to raise where no kernel on tensor cores takes the call."""
+    """True: raise where no kernel on tensor cores takes the call."""
 
 
 def check_variant(variant: Any, plan: AttentionPlan, call: Call) -> AttentionVariant | None:
@@ -119,7 +119,7 @@ def run_plan(
         return _run_on_device(plan, q, k, v, kinds, call, dtype, functions, page_bytes)
     wide = q if q.dtype == np.float32 else q.astype(np.float32)
     out = call.out
-    new = np.empty if plan.fixed_rows is None else np.zeros  # rows that are no request's
+    new = np.empty if plan.fixed_rows is None else np.zeros  # rows without a request
     if out is None or out.dtype != np.float32:
         out = new((plan.n_query_rows, H, D_vo), np.float32)
     lse = call.lse
