@@ -19,17 +19,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow.engine.checks import check_request
 from nbflow.engine.errors import EngineClosed, QueueFull, Unsendable
 from nbflow.engine.handle import Handle, OnEvents
-from nbflow.engine.limits import ON_FAILURE, Limits, choose_limits
+from nbflow.engine.limits import ON_FAILURE, Limits, choose_limits, fit
 from nbflow.engine.model import STREAM_BURST_S, Model
 from nbflow.engine.outcome import Output
 from nbflow.engine.pooling import embed
 from nbflow.engine.rank import RankEngine
 from nbflow.engine.replicas import Replicas
 from nbflow.engine.request import FinishReason, Request
-from nbflow.engine.scheduler import check_width, room_for
 from nbflow.engine.stats import EngineStats
 from nbflow.engine.stopping import Stopping
 from nbflow.parallel.comm import RankError
@@ -254,7 +252,7 @@ class Engine:
             If the request cannot run: a field is out of range, its prompt is longer than the
             key/value cache, or its search follows more than `max_sequences` continuations.
         """
-        self._fit(request)
+        fit(request, self.model.spec, self.limits)
         if request.stop_texts:
             _ = self.model.tokenizer  # it is needed
         handle = Handle(self, request, on_events)
@@ -304,7 +302,7 @@ class Engine:
         Exception
             What the method raised.
         """
-        if threading.current_thread() is self._thread:
+        if self.on_own_thread:
             raise UsageError(f"{method!r} would wait for itself: this is the engine's own thread")
         future: Future[Any] = Future()
         with self._lock:
@@ -348,6 +346,11 @@ class Engine:
         return self._state
 
     @property
+    def on_own_thread(self) -> bool:
+        """Whether the caller is the engine's thread, which calls listeners."""
+        return threading.current_thread() is self._thread
+
+    @property
     def failure(self) -> BaseException | None:
         """What ended the engine, if it is failed."""
         return self._failure
@@ -364,27 +367,6 @@ class Engine:
             raise EngineClosed(f"the engine has failed: {self._failure}; start another one")
         if self._state != "running":
             raise EngineClosed(f"the engine takes no requests: it is {self._state}")
-
-    def _fit(self, request: Request) -> None:
-        """Refuse what cannot run, even alone; shorten the rest to what the cache holds."""
-        if request.id >= 0 or request.finish_reason is not None:
-            raise UsageError("a request is submitted once; make another one")
-        check_request(self.model.spec, request)
-        check_width(request, self.limits.max_sequences)
-        most = self.limits.max_tokens
-        if len(request.prompt) > most:
-            raise UsageError(
-                f"the prompt has {len(request.prompt)} tokens, but the key/value cache holds "
-                f"{most}; shorten it, or give the cache more memory (kv_bytes)"
-            )
-        room = room_for(request, self.limits.max_pages, self.limits.page_size)
-        if room < 1:
-            raise UsageError(
-                f"the key/value cache holds {most} tokens, too few for {request.width} "
-                f"continuations of a prompt of {len(request.prompt)}; follow fewer, or give the "
-                "cache more memory (kv_bytes)"
-            )
-        request.max_tokens = min(request.max_tokens, room)
 
     # ---- the engine's thread ------------------------------------------------------------------
 

@@ -57,6 +57,10 @@ class Runner(Protocol):
     def model(self) -> Model:
         """The model that it runs."""
 
+    @property
+    def on_own_thread(self) -> bool:
+        """Whether the caller is the thread that passes on the events of requests."""
+
     def cancel(self, handle: Handle, reason: FinishReason = "abort") -> None:
         """Let a request end with this reason, unless it has ended."""
 
@@ -145,6 +149,8 @@ class Handle:
 
     def wait(self, timeout: float | None = None) -> None:
         """Wait for the end; raise `TimeoutError` if it has not come after `timeout` seconds."""
+        if self._engine.on_own_thread and not self.done:
+            raise UsageError("a listener would wait for itself: this is the engine's own thread")
         if not self._ended.wait(timeout):
             raise TimeoutError(f"the request has not ended after {timeout} s")
 

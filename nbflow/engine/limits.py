@@ -5,6 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nbflow.engine.checks import check_request
+from nbflow.engine.request import Request
+from nbflow.engine.scheduler import check_width, room_for
+from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:
@@ -77,3 +81,31 @@ def choose_limits(
     if kv_bytes is None:
         room = min(room, sequences * -(-model.spec.max_context // page_size))
     return Limits(steps, sequences, max_waiting, room, page_size, prefix_cache)
+
+
+def fit(request: Request, spec: ModelSpec, limits: Limits) -> None:
+    """Shorten a request to what the key/value cache holds.
+
+    Raises
+    ------
+    UsageError
+        If it cannot run even alone, a field is out of range, or it has been submitted before.
+    """
+    if request.id >= 0 or request.finish_reason is not None:
+        raise UsageError("a request is submitted once; make another one")
+    check_request(spec, request)
+    check_width(request, limits.max_sequences)
+    most = limits.max_tokens
+    if len(request.prompt) > most:
+        raise UsageError(
+            f"the prompt has {len(request.prompt)} tokens, but the key/value cache holds "
+            f"{most}; shorten it, or give the cache more memory (kv_bytes)"
+        )
+    room = room_for(request, limits.max_pages, limits.page_size)
+    if room < 1:
+        raise UsageError(
+            f"the key/value cache holds {most} tokens, too few for {request.width} "
+            f"continuations of a prompt of {len(request.prompt)}; follow fewer, or give the "
+            "cache more memory (kv_bytes)"
+        )
+    request.max_tokens = min(request.max_tokens, room)

@@ -18,7 +18,7 @@ import numpy as np
 from nbflow.engine.engine import Engine
 from nbflow.engine.errors import EngineClosed, QueueFull
 from nbflow.engine.handle import Handle, OnEvents
-from nbflow.engine.limits import choose_limits
+from nbflow.engine.limits import choose_limits, fit
 from nbflow.engine.model import STREAM_BURST_S, Model
 from nbflow.engine.replica_link import Address, Listener, RemoteEngine, obey
 from nbflow.engine.replicas import Replicas
@@ -193,7 +193,7 @@ class ReplicaEngine(Engine):
 
     def submit(self, request: Request, on_events: OnEvents | None = None) -> Handle:
         """See `Engine.submit`."""
-        self._fit(request)
+        fit(request, self.model.spec, self.limits)
         if request.stop_texts:
             _ = self.model.tokenizer  # it is needed
         with self._lock:

@@ -189,6 +189,11 @@ class RemoteEngine:
         ).start()
 
     @property
+    def on_own_thread(self) -> bool:
+        """Whether the caller is the thread that calls the listeners of requests."""
+        return threading.current_thread() is self._reader
+
+    @property
     def load(self) -> int:
         """How many sequences it has to do."""
         with self._lock:

@@ -119,10 +119,21 @@ class Turns:
                 found = [output for request in mine for output in self._outputs[request]]
                 self._outputs.update({request: [] for request in mine})
                 # an engine that has been started meanwhile has ended all requests
-                if found or all(request.finish_reason is not None for request in mine):
+                if found or not any(self._is_going_on(request) for request in mine):
                     return found
                 self._end_left()
                 self._step(burst_s)
+
+    def _is_going_on(self, request: Request) -> bool:
+        """Return whether steps will give more of a request.
+
+        One that has ended in a step which another thread's call waited for (`Pipeline.settle`)
+        stays with the scheduler until the next step gives what came out.
+        """
+        if request.finish_reason is None:
+            return True
+        engines = self._model.engines
+        return bool(engines) and request in engines[0].scheduler.requests
 
     def _step(self, burst_s: float) -> None:
         """Run a step of the requests of all threads; the model is `taken`."""

@@ -168,3 +168,16 @@ def test_the_listener_of_an_engine_is_not_left_waiting_for_itself(model):
         handle = engine.submit(model.make_request(IDS[:9], 1, ignore_eos=True), on_events)
         assert len(handle.result(60).ids) == 1
     assert ["engine's own thread" in text for text in found] == [True]
+
+
+def test_what_ends_while_another_call_waits_is_given_out(checkpoint):
+    """One request's last token is on its way through the stages when another call has its turn."""
+    with nbflow.load(checkpoint, partition="0;1", threads=1) as model:
+        found = {0: [], 1: []}
+        requests = [model.make_request(IDS[i : i + 9], 2, ignore_eos=True) for i in found]
+        for events in model.run_requests(requests):
+            for i, token, _ in events:
+                found[i].append(token)
+            model.logits(IDS[:5])
+        assert found == {i: request.ids for i, request in enumerate(requests)}
+        assert not model.engines[0].scheduler.requests
