@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from launching import MPIRUN, ROOT
+from launching import MPIRUN, PYTHONPATH
 
 LINK = "nbfv"
 READY_S = 10.0
@@ -97,11 +97,10 @@ class Hosts:
             "-hosts", f"{self._network}.1,{self._network}.2", "-ppn", str(per_host),
             "-n", str(2 * per_host), sys.executable, *command,
         )  # fmt: skip
-        paths = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "experiments")]
         variables = {
             "UCX_TLS": "tcp,self",  # not by the memory that the hosts share unknowingly
             "UCX_NET_DEVICES": LINK,
-            "PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")]),
+            "PYTHONPATH": os.pathsep.join([PYTHONPATH, os.environ.get("PYTHONPATH", "")]),
         }
         named = 'hostname host1; exec "$@"'
         return subprocess.run(

@@ -11,6 +11,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
+SOURCES = [ROOT, *(ROOT / name for name in ("kernels", "specs", "experiments"))]
+"""Source roots, for processes that tests start."""
+PYTHONPATH = os.pathsep.join(map(str, SOURCES))
 MPIRUN = next((str(p) for p in [BIN / "mpirun"] if p.exists()), shutil.which("mpirun"))
 
 
@@ -18,12 +21,7 @@ def mpirun(
     n: int, *command: str, timeout: int = 300, environment: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run Python with these arguments on `n` ranks."""
-    paths = [
-        str(ROOT),
-        str(ROOT / "kernels"),
-        str(ROOT / "experiments"),
-        os.environ.get("PYTHONPATH", ""),
-    ]
+    paths = [PYTHONPATH, os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
         [str(MPIRUN), "-n", str(n), sys.executable, *command],
         capture_output=True,

@@ -18,9 +18,10 @@ import gguf_files
 import tokenizer_files
 
 from nbflow.weights import gguf
+from nbflow_specs import CHECKPOINTS
 
 GOLDEN = Path(__file__).parent / "golden"
-TINY = Path(__file__).parents[1] / "nbflow" / "models" / "tiny_python"
+TINY = CHECKPOINTS / "tiny_python"
 FAMILIES = (
     "config", "generation", "load", "tokenizer_json", "tokenizer_config", "sentencepiece",
     "gguf_model", "gguf_vocabulary",

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+from launching import PYTHONPATH
 from nbclient import NotebookClient
 
 ROOT = Path(__file__).parents[1]
@@ -34,8 +35,7 @@ def core_of_its_own() -> Iterator[None]:
 def test_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if path.stem in COMPILES_CUDA and importlib.util.find_spec("numba_cuda") is None:
         pytest.skip("needs the CUDA compilers: pip install -e '.[cuda-test]'")
-    paths = [str(ROOT / part) for part in ("", "kernels", "experiments")]
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setenv("PYTHONPATH", PYTHONPATH)
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path))
     notebook = nbformat.read(path, as_version=4)
     client = NotebookClient(notebook, timeout=120, kernel_name="python3")

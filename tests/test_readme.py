@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from launching import SOURCES
 
 from nbflow import cli
 from nbflow_kernels.bench_formats import measure_errors
@@ -146,7 +147,8 @@ def test_install_commands_name_extras_of_the_checkout():
         *(ROOT / "docs").glob("*.md"),
         *(ROOT / "notebooks").glob("*.ipynb"),
     ]
-    pages += [p for f in ("nbflow", "kernels", "experiments") for p in (ROOT / f).rglob("*.py")]
+    pages += [p for root in SOURCES[1:] for p in root.rglob("*.py")]
+    pages += (ROOT / "nbflow").rglob("*.py")
     for page in pages:
         text = page.read_text(encoding="utf-8")
         assert not re.search(r"nbflow\[[\w,-]+\]", text), f"{page}: pip would fetch another project"

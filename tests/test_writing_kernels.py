@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launching import PYTHONPATH
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "writing_kernels.md"
@@ -28,8 +29,7 @@ def _program() -> str:
 def test_blocks_run(tmp_path: Path, compiled: bool) -> None:
     program = tmp_path / "page.py"  # a file, since compiled kernels are cached beside their source
     program.write_text(_program())
-    paths = os.pathsep.join(str(ROOT / part) for part in ("", "kernels"))
-    environment = os.environ | {"PYTHONPATH": paths, "NUMBA_DISABLE_JIT": "01"[not compiled]}
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH, "NUMBA_DISABLE_JIT": "01"[not compiled]}
     done = subprocess.run(
         [sys.executable, str(program)],
         env=environment, capture_output=True, text=True, check=False,

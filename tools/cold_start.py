@@ -79,7 +79,7 @@ def measure(model: str, weights: str | None, threads: int | None) -> dict[str, A
 
 def _run(arguments: argparse.Namespace, folder: str) -> dict[str, Any]:
     """Measure in a new process with a cache folder."""
-    paths = os.pathsep.join(str(ROOT / part) for part in ("", "kernels"))
+    paths = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "specs"))
     environment = os.environ | {"NUMBA_CACHE_DIR": folder, "PYTHONPATH": paths}
     command = [sys.executable, __file__, arguments.model, "--measure"]
     if arguments.weights:
@@ -129,7 +129,7 @@ def main() -> int:
         return 0
     with tempfile.TemporaryDirectory() as folder:
         runs = {name: _run(arguments, folder) for name in ("cold", "warm")}
-    sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
+    sys.path[:0] = [str(ROOT), str(ROOT / "kernels"), str(ROOT / "specs")]
     from nbflow.system import package_versions, processor_name
 
     result = _rounded(

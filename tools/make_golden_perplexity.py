@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER = ROOT / "nbflow/models/tiny_python"
+FOLDER = ROOT / "specs/nbflow_specs/checkpoints/tiny_python"
 OUT = ROOT / "tests/golden/perplexity.json"
 CONTEXT, STRIDE, TOKENS = 64, 24, 700
 

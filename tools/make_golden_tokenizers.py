@@ -143,7 +143,9 @@ def quiet(level: int, text: bytes, data: ctypes.c_void_p) -> None:
 
 def main() -> None:
     root = Path(__file__).parent.parent
-    corpus = (root / "nbflow" / "models" / "tiny_python" / "eval.txt").read_text()[:60_000]
+    corpus = (
+        root / "specs" / "nbflow_specs" / "checkpoints" / "tiny_python" / "eval.txt"
+    ).read_text()[:60_000]
     train(corpus + SENTENCES * 20)
     texts = hard_texts()
     gpt2 = transformers.GPT2Tokenizer.from_pretrained(GOLDEN / "bpe")

@@ -36,6 +36,7 @@ from nbflow.calibrate import collect, write_inputs
 from nbflow_experiments.compare.bootstrap import paired
 from nbflow_experiments.files import write_json
 from nbflow_experiments.report.figure import _DPI, _STYLE, COLOURS, GREY, place_labels
+from nbflow_specs import CHECKPOINTS
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -74,7 +75,7 @@ MIXED_PAIRS = (("kld-4.00", "q3h, gptq"), ("kld-3.50", "q3h, best"), ("kld-3.50"
 def prepare(arguments: argparse.Namespace) -> None:
     WORK.mkdir(parents=True, exist_ok=True)
     nk.load_formats(ROOT / "experiments" / "pareto_formats.py")
-    text = (Path(nbflow.__file__).parent / "models" / MODEL / "eval.txt").read_text("utf-8")
+    text = (CHECKPOINTS / MODEL / "eval.txt").read_text("utf-8")
     middle = text.index("\n", len(text) // 2) + 1
     (WORK / "calibration.txt").write_text(text[:middle], "utf-8")
     (WORK / "evaluation.txt").write_text(text[middle:], "utf-8")

@@ -2,9 +2,9 @@
 
     python -m venv /tmp/train && /tmp/train/bin/pip install torch tokenizers safetensors numpy
     alias train="/tmp/train/bin/python tools/train_tiny_python.py"
-    train --out nbflow/models/tiny_python
-    train --size draft --teacher nbflow/models/tiny_python --threads 1 --steps 2000 --stop 750 \\
-        --out nbflow/models/tiny_python_draft
+    train --out specs/nbflow_specs/checkpoints/tiny_python
+    train --size draft --teacher specs/nbflow_specs/checkpoints/tiny_python --threads 1 \\
+        --steps 2000 --stop 750 --out specs/nbflow_specs/checkpoints/tiny_python_draft
 
 A draft model proposes tokens to its `--teacher`, a model trained before, and has its tokenizer.
 More training makes it better: `--start` goes on with the weights of an earlier run, and

@@ -24,9 +24,7 @@ from typing import Any
 import nbflow_kernels as nk
 from nbflow.spec.toml_schema import check_keys, check_value, read_toml, strings
 from nbflow_kernels.errors import UsageError, unknown_name
-
-MACHINES = Path(__file__).parent / "machines"
-"""Folder of the machines that come with the package."""
+from nbflow_specs import MACHINES
 
 COLLECTIVES = ("gather", "ring", "one_shot", "best")
 """How ranks add up: see `Link.collective`."""

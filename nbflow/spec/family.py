@@ -61,8 +61,8 @@ from nbflow.spec.formula import check_formula
 from nbflow.spec.toml_schema import check_keys, check_value, read_toml, strings
 from nbflow.weights.quantization_config import KEY as QUANTIZATION
 from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_specs import FAMILIES
 
-FAMILIES = Path(__file__).parent / "families"
 _NAME = re.compile(r"[A-Za-z_][\w.]*")
 ABSENT = "absent"
 """Value of a key that is null or not there, in ``when``."""

@@ -44,8 +44,7 @@ from nbflow.spec.fields import Field, check_field
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.toml_schema import check_keys, check_value, read_toml, strings
 from nbflow_kernels.errors import UsageError, unknown_name
-
-MODELS = Path(__file__).parent / "models"
+from nbflow_specs import MODELS
 
 WORDS = {
     "name": "what the model is called; by default as the file",

@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from specs import write_checkpoint, write_llama
+from model_specs import write_checkpoint, write_llama
 
 import nbflow
 from nbflow import cli

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from specs import write_checkpoint
+from model_specs import write_checkpoint
 
 import nbflow
 import nbflow_kernels as nk

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from specs import write_llama
+from model_specs import write_llama
 
 import nbflow
 

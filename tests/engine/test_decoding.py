@@ -8,8 +8,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from model_specs import write_llama
 from safetensors.numpy import load_file, save_file
-from specs import write_llama
 
 import nbflow
 from nbflow.decoding import Chain, make_strategy

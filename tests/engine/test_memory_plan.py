@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from specs import write_checkpoint, write_llama
+from model_specs import write_checkpoint, write_llama
 
 import nbflow
 from nbflow.engine.memory_plan import PAGE_SIZE, plan_memory

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from launching import PYTHONPATH
 
 import nbflow
 from nbflow_experiments.scoring.choices import accuracies, ask, read_questions
@@ -75,9 +76,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     for name, text in TASKS.items():
         (folder / f"{name}.yaml").write_text(text.replace("DATA", str(folder)))
     environment = dict(os.environ, HF_HUB_OFFLINE="1", HF_HOME=str(folder / "cache"))
-    environment["PYTHONPATH"] = os.pathsep.join(
-        str(ROOT / p) for p in ("", "kernels", "experiments")
-    )
+    environment["PYTHONPATH"] = PYTHONPATH
     command = [sys.executable, "-m", "nbflow_experiments.scoring.harness", "run"]
     command += ["--model", "nbflow", "--model_args", "model=tiny_python,threads=1"]
     command += ["--tasks", ",".join(TASKS), "--include_path", str(folder)]

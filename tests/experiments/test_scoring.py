@@ -21,6 +21,7 @@ from nbflow_experiments.scoring.text import FileReference, StreamedReference, sc
 from nbflow_experiments.scoring.tokens import Scores, score
 from nbflow_experiments.scoring.windows import cut
 from nbflow_kernels.errors import UsageError
+from nbflow_specs import CHECKPOINTS
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden/perplexity.json").read_text())
 """Numbers of Transformers, from tools/make_golden_perplexity.py."""
@@ -34,7 +35,7 @@ def model() -> Iterator[nbflow.Model]:
 
 @pytest.fixture(scope="module")
 def ids(model: nbflow.Model) -> np.ndarray:
-    text = (Path(nbflow.__file__).parent / "models/tiny_python/eval.txt").read_text()
+    text = (CHECKPOINTS / "tiny_python" / "eval.txt").read_text()
     return np.array(model.tokenizer.encode(text))
 
 
@@ -292,7 +293,7 @@ def test_the_text_beside_a_model_in_a_format_of_the_user(
     source = (Path(__file__).parents[1] / "user_formats.py").read_text()
     formats, model = tmp_path / "mine.py", tmp_path / "model"
     formats.write_text(source + "\nimport nbflow_kernels as nk\nnk.register_format(NoForm)\n")
-    text = Path(nbflow.__file__).parent / "models/tiny_python/eval.txt"
+    text = CHECKPOINTS / "tiny_python" / "eval.txt"
     words = ["--formats", str(formats), "-c", "32", "--windows", "1"]
     try:
         nk.load_formats(formats)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from launching import PYTHONPATH
 
 from nbflow_experiments.report import write_report
 from nbflow_experiments.sweep import SweepOptions, run_sweep
@@ -78,8 +79,7 @@ def test_mpi_ranks_give_the_same_errors_as_threads(in_process: Path, tmp_path: P
     if mpirun is None or importlib.util.find_spec("mpi4py") is None:
         pytest.skip("needs mpi4py and mpirun: pip install -e '.[mpi]'")
     environment = dict(os.environ)
-    roots = [ROOT, ROOT / "kernels", ROOT / "experiments"]
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, roots))
+    environment["PYTHONPATH"] = PYTHONPATH
     command = [mpirun, "-n", "3", sys.executable, "-m", "nbflow.cli", "sweep"]
     command += [str(ROOT / "experiments" / "demo.toml"), "--out", str(tmp_path)]
     for override in [*SIZES, "axes.batch=[1]"]:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pandas as pd
 import pytest
+from launching import PYTHONPATH
 
 import nbflow_kernels as nk
 from nbflow_experiments import engine
@@ -88,8 +89,7 @@ def test_every_rank_loads_the_file(sweep: Path, tmp_path: Path) -> None:
     if mpirun is None or importlib.util.find_spec("mpi4py") is None:
         pytest.skip("needs mpi4py and mpirun: pip install -e '.[mpi]'")
     environment = dict(os.environ)
-    roots = [ROOT, ROOT / "kernels", ROOT / "experiments"]
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, roots))
+    environment["PYTHONPATH"] = PYTHONPATH
     sweep.write_text(SWEEP.replace('formats = ["formats/mine.py"]', ""))
     command = [mpirun, "-n", "2", sys.executable, "-m", "nbflow.cli", "sweep", str(sweep)]
     command += ["--out", str(tmp_path / "out"), "--formats", "formats/mine.py"]

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import h5py
 import pytest
+from launching import PYTHONPATH
 
 from nbflow_experiments.records import ResultsFolder
 from nbflow_experiments.report.data import load_results
@@ -28,8 +29,7 @@ def start(
     folder: Path | None = None,
 ) -> subprocess.Popen[str]:
     environment = dict(os.environ)
-    roots = [ROOT, ROOT / "kernels", ROOT / "experiments"]
-    environment["PYTHONPATH"] = os.pathsep.join(map(str, roots))
+    environment["PYTHONPATH"] = PYTHONPATH
     environment |= {"FAKE_FOLDER": str(sweep_file.parent / "m"), "FAKE_DELAY_S": str(delay_s)}
     environment["FAKE_FAILURES"] = failures
     command = [sys.executable, str(HERE / "sweep_fake_engine.py"), "sweep", str(sweep_file)]

@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import toolkit_kernels as kernels
+from launching import PYTHONPATH
 from numba.core.extending import _Intrinsic
 from synthetic_formats import FORMATS as SYNTHETIC
 
@@ -144,8 +145,7 @@ def test_mistakes_are_caught() -> None:
 
 def _without_compiling(program: str, *arguments: str) -> str:
     """Return what a program prints with JIT off."""
-    paths = os.pathsep.join(str(ROOT / part) for part in ("", "kernels", "experiments"))
-    environment = os.environ | {"NUMBA_DISABLE_JIT": "1", "PYTHONPATH": paths}
+    environment = os.environ | {"NUMBA_DISABLE_JIT": "1", "PYTHONPATH": PYTHONPATH}
     done = subprocess.run(
         [sys.executable, "-c", program, *arguments],
         env=environment, capture_output=True, text=True, check=False,

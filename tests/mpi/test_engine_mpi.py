@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from launching import MPIRUN, mpirun
-from specs import write_llama
+from model_specs import write_llama
 
 pytestmark = [
     pytest.mark.mpi,

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hosts import Hosts, NoHosts, two_hosts
 from launching import MPIRUN
-from specs import write_llama
+from model_specs import write_llama
 
 HERE = Path(__file__).parent
 

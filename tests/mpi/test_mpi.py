@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from launching import MPIRUN, ROOT, mpirun
-from specs import write_checkpoint, write_llama
+from launching import MPIRUN, PYTHONPATH, mpirun
+from model_specs import write_checkpoint, write_llama
 
 from nbflow.planner import Device, Link, Machine, written_machine
 
@@ -98,7 +98,7 @@ def test_run_prints_once(checkpoint):
         [sys.executable, "-m", "nbflow.cli", "run", "tiny_python", "-p", "def ", "-n", "8", "-q"],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
     )
     assert text.stdout == alone.stdout
 

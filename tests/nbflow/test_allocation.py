@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from specs import write_llama
+from model_specs import write_llama
 
 import nbflow
 import nbflow_kernels as nk

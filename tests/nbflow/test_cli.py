@@ -12,7 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from specs import write_llama
+from launching import PYTHONPATH
+from model_specs import write_llama
 
 import nbflow
 from nbflow import cli
@@ -266,11 +267,10 @@ def test_importing_is_quick():
         "import sys, nbflow, nbflow_kernels\n"
         "print([m for m in ('numba', 'pandas', 'matplotlib', 'tokenizers') if m in sys.modules])"
     )
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     done = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": PYTHONPATH},
     )
     assert done.stdout.strip() == "[]", done.stderr

@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from specs import write_llama
+from model_specs import write_llama
 
 import nbflow
 from nbflow.decoding import Greedy, TopK, TopP

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from specs import write_llama
+from model_specs import write_llama
 
 import nbflow
 from nbflow.engine import model as engine_model

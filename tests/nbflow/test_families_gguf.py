@@ -8,7 +8,7 @@ import gguf
 import numpy as np
 import pytest
 from gguf_files import families_by_arch, write_gguf, write_t5
-from specs import write_checkpoint
+from model_specs import write_checkpoint
 
 import nbflow
 import nbflow_kernels as nk

@@ -10,6 +10,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from launching import SOURCES
+
 ROOT = Path(__file__).resolve().parents[2]
 FAMILIES = (
     "config", "generation", "tokenizer_json", "tokenizer_config", "sentencepiece", "gguf_model",
@@ -18,7 +20,7 @@ FAMILIES = (
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    paths = [ROOT, ROOT / "kernels", ROOT / "tools", os.environ.get("PYTHONPATH", "")]
+    paths = [*SOURCES, ROOT / "tools", os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,

@@ -10,11 +10,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from launching import SOURCES
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(*arguments: object) -> subprocess.CompletedProcess[str]:
-    paths = [ROOT, ROOT / "kernels", ROOT / "tools", os.environ.get("PYTHONPATH", "")]
+    paths = [*SOURCES, ROOT / "tools", os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
         [sys.executable, *map(str, arguments)],
         capture_output=True,

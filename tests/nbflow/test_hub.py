@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
-from specs import write_llama
+from launching import PYTHONPATH
+from model_specs import write_llama
 
 import nbflow
 from nbflow.hub import HubFile, choose_files, find_cached, pull
@@ -138,10 +139,9 @@ def cache(tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def start_nbflow(*words: str) -> subprocess.Popen[str]:
-    path = os.pathsep.join([str(ROOT), str(ROOT / "kernels"), str(ROOT / "experiments")])
     return subprocess.Popen(
         [sys.executable, "-m", "nbflow.cli", *words],
-        env=os.environ | {"PYTHONPATH": path},
+        env=os.environ | {"PYTHONPATH": PYTHONPATH},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

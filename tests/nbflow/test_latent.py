@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from specs import make_spec, write_checkpoint
+from model_specs import make_spec, write_checkpoint
 
 import nbflow
 from nbflow.cache import make_storage

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from specs import write_llama
+from launching import PYTHONPATH
+from model_specs import write_llama
 
 ROOT = Path(__file__).parents[2]
 SHAPE = {
@@ -62,11 +63,10 @@ def test_what_is_stored_need_not_fit_into_memory(tmp_path):
     """The run stays under the cap that the plan states: weights, keys and values, buffers."""
     write_llama(tmp_path / "small", n_layers=1, **SHAPE)
     write_llama(tmp_path / "large", n_layers=N_LAYERS, **SHAPE)
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "kernels")])
     folders = [str(tmp_path / name) for name in ("small", "large")]
     done = subprocess.run(
         [sys.executable, "-c", CODE, *folders, KV, str(SEQUENCES), str(PASSING_BYTES)],
-        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths},
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": PYTHONPATH},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     planned, *found = done.stdout.split()

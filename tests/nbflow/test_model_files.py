@@ -9,8 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from model_specs import write_llama
 from safetensors.numpy import save_file
-from specs import write_llama
 
 import nbflow
 from nbflow.commands import spec as spec_command
@@ -20,9 +20,10 @@ from nbflow.prompts import encode_chat, format_chat
 from nbflow.spec import find_model_file, known_models, published, resolve
 from nbflow.tokenizer import Tokenizer, load_tokenizer
 from nbflow_kernels.errors import UsageError
+from nbflow_specs import CHECKPOINTS
 
 LLAMA2C = next((Path(__file__).parent.parent / "golden" / "llama2c").glob("*.bin"))
-TINY = known_models()["tiny_python"].parents[2] / "models" / "tiny_python"
+TINY = CHECKPOINTS / "tiny_python"
 
 # Parameters of the published checkpoints, a tied head once, buffers and BERT's pooler left out.
 PARAMETERS = {

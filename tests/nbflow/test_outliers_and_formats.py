@@ -8,7 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from specs import write_llama
+from model_specs import write_llama
 from user_formats import NoForm
 
 import nbflow

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
-from specs import write_llama
+from model_specs import write_llama
 
 import nbflow
 from nbflow.cache import PageTable

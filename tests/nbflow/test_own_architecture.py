@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from launching import PYTHONPATH
 
 from nbflow.commands import spec as spec_command
 from nbflow.spec.family import FAMILIES, PARTS, ConfigRule
@@ -32,7 +33,7 @@ def block(language: str) -> str:
 def test_the_example_runs(tmp_path: Path) -> None:
     (tmp_path / "pelican.toml").write_text(block("toml"))
     (tmp_path / "page.py").write_text(block("python"))
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "kernels")])}
+    environment = os.environ | {"PYTHONPATH": PYTHONPATH}
     done = subprocess.run(
         [sys.executable, "page.py"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, check=False,

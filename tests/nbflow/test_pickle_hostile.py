@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from launching import SOURCES
 from torch_files import MAGIC_NUMBER, Name, Opcodes, Persistent, Raw, pickled, write_zip
 
 from nbflow.weights import open_weights
@@ -261,7 +262,7 @@ def open_all_watched(folder: Path) -> list[str]:
 
 def test_nothing_is_imported_executed_or_written(tmp_path: Path) -> None:
     here = Path(__file__).resolve()
-    paths = [here.parent, here.parents[1], here.parents[2], here.parents[2] / "kernels"]
+    paths = [here.parent, here.parents[1], *SOURCES]
     code = "import pathlib, sys, test_pickle_hostile as t; print(t.open_all_watched(pathlib.Path("
     result = subprocess.run(
         [sys.executable, "-c", f"{code}sys.argv[1])))", tmp_path],

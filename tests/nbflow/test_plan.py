@@ -10,7 +10,7 @@ import itertools
 import math
 
 import pytest
-from specs import make_spec
+from model_specs import make_spec
 
 from nbflow.parallel import make_plan, parse_partition, ranks_of, split_replicas
 from nbflow.parallel.plan import split_by_shares

@@ -7,7 +7,7 @@ import json
 
 import numpy as np
 import pytest
-from specs import make_spec
+from model_specs import make_spec
 
 from nbflow import cli
 from nbflow.parallel import make_plan

@@ -12,8 +12,8 @@ import gguf
 import numpy as np
 import pytest
 from gguf_files import families_by_arch, write_gguf
+from model_specs import write_checkpoint, write_llama
 from safetensors.numpy import save_file
-from specs import write_checkpoint, write_llama
 
 import nbflow
 import nbflow_kernels as nk

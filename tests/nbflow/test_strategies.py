@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from specs import write_llama
+from model_specs import write_llama
 
 import nbflow
 from nbflow.parallel.cores import shared_cores

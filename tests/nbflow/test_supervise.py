@@ -9,7 +9,7 @@ import sys
 import time
 
 import pytest
-from launching import ROOT
+from launching import PYTHONPATH
 
 from nbflow.parallel.cores import fair_threads
 from nbflow.parallel.threads import RankTeam
@@ -108,11 +108,10 @@ def test_threads_are_those_of_the_cores_that_a_process_is_bound_to():
         "from nbflow.parallel.cores import fair_threads\n"
         "print(fair_threads(Alone(), (0,)), fair_threads(Alone(), (0, 1)))\n"
     )
-    roots = os.pathsep.join(map(str, (ROOT, ROOT / "kernels")))
     for core in "01":
         done = subprocess.run(
             [sys.executable, "-c", code, core], capture_output=True, text=True,
-            env={**os.environ, "PYTHONPATH": roots},
+            env={**os.environ, "PYTHONPATH": PYTHONPATH},
         )  # fmt: skip
         assert done.stdout.split() == ["1", "1"], done.stderr
     team = RankTeam(2)

@@ -25,6 +25,7 @@ from nbflow.tokenizer import Tokenizer, load_tokenizer
 from nbflow.tokenizer.package_errors import is_panic, package_errors
 from nbflow.weights import gguf
 from nbflow_kernels.errors import UsageError
+from nbflow_specs import CHECKPOINTS
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 LLAMA = GOLDEN / "families" / "llama31"
@@ -85,9 +86,7 @@ def test_ids_that_models_state(tmp_path: Path) -> None:
     spec = resolve(model(tmp_path, bos_token_id=-1, eos_token_id=[3, 100_000, -1, 2**32 - 1])).spec
     assert spec.vocab_size < 100_000
     assert (spec.bos_token_id, spec.eos_token_ids) == (None, (3, 100_000))
-    shutil.copy(
-        Path(nbflow.__file__).parent / "models" / "tiny_python" / "tokenizer.json", tmp_path
-    )
+    shutil.copy(CHECKPOINTS / "tiny_python" / "tokenizer.json", tmp_path)
     tokenizer = load_tokenizer(tmp_path)
     assert (tokenizer.bos_id, tokenizer.eos_ids) == (None, (3, 100_000))
 

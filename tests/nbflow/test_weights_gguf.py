@@ -10,8 +10,8 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
+from model_specs import write_llama
 from safetensors.numpy import load_file
-from specs import write_llama
 
 import nbflow
 import nbflow_kernels as nk

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from model_specs import write_llama
 from safetensors.numpy import load_file
-from specs import write_llama
 from torch_files import MAGIC_NUMBER, Name, Opcodes, Persistent, Raw, write_legacy, write_zip
 
 from nbflow.execute import RankWeights, ReferenceExecutor
