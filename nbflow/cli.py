@@ -9,17 +9,11 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import traceback
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 import nbflow
-from nbflow.status import status
-from nbflow.supervise import supervised
+from nbflow import supervise
 from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
-
-if TYPE_CHECKING:
-    from nbflow.parallel.mpi import Mpi
 
 COMMANDS = {
     "run": ("nbflow.commands.run", "continue a prompt"),
@@ -37,7 +31,7 @@ COMMANDS = {
     "inspect": ("nbflow.commands.inspect", "list the tensors of a weight file"),
     "quantize": ("nbflow.commands.quantize", "write a checkpoint in a weight format"),
     "imatrix": ("nbflow_experiments.commands.imatrix", "find which columns of weights matter"),
-    "launch": ("nbflow.commands.launch", "start a command on several MPI ranks, and again"),
+    "launch": ("nbflow.commands.launch", "run a command on several MPI ranks"),
     "plan": ("nbflow.commands.plan", "predict partitions of a model on a machine"),
     "spec": ("nbflow.commands.spec", "show or check a model specification"),
     "tokenize": ("nbflow.commands.tokenize", "show how text is cut into tokens"),
@@ -55,7 +49,7 @@ def main(argv: list[str] | None = None) -> None:
         print(f"nbflow {nbflow.__version__}")
         sys.exit(0)
     try:
-        supervised(status)
+        supervise.install()
     except UsageError as error:
         print(f"nbflow: error: {error}", file=sys.stderr)
         sys.exit(2)
@@ -99,9 +93,6 @@ def _guarded(name: str, arguments: list[str]) -> int:
         return _refused(name, error)
     except KeyboardInterrupt:
         return 130
-    except Exception:
-        _abort_if_several()
-        raise
 
 
 def _refused(name: str, error: Exception) -> int:
@@ -117,25 +108,8 @@ def _refused(name: str, error: Exception) -> int:
     if comm is None or comm.rank == 0:
         print(message, file=sys.stderr)
     if isinstance(comm, Mpi) and not comm.all_end():
-        _stop_all(comm, f"{message}\n" if comm.rank else "")
+        supervise.stop_all(f"{message}\n" if comm.rank else "")
     return 2
-
-
-def _abort_if_several() -> None:
-    """End all MPI ranks: the others would wait for this one for ever."""
-    from nbflow.parallel import world
-    from nbflow.parallel.mpi import Mpi
-
-    comm = world()
-    if isinstance(comm, Mpi):
-        _stop_all(comm, traceback.format_exc())
-
-
-def _stop_all(comm: Mpi, text: str) -> None:
-    """Say which rank has failed where, and end all ranks."""
-    where = f"nbflow: rank {comm.rank} of {comm.size} failed {status.place()} (see above)"
-    sys.stderr.write(f"{text}{where}; stopping all ranks\n")  # at once, or ranks mix lines
-    comm.abort(1)
 
 
 if __name__ == "__main__":

@@ -1,32 +1,42 @@
-"""What a rank is doing: kept up to date while it runs, for the report when it fails.
-
-The record lies in memory that the rank shares with the process that looks after it
-(`nbflow.supervise`), so that it can be read when the rank is gone.
-"""
+"""Progress record of this rank: current exchange or weight, for reports of failures and hangs."""
 
 from __future__ import annotations
 
 import contextlib
-import mmap
-import struct
+import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from typing import NamedTuple
+
+from nbflow_kernels.errors import UsageError
 
 IDLE, WORKING, WAITING, LOADING = 0, 1, 2, 3
 FAILED = 4
 """Added to the state of a rank that has left its step, or the loading, with an error."""
-NAME_BYTES = 64
-_RECORD = struct.Struct(f"=dBqd{NAME_BYTES}s")
-"""Last sign of life, state, layer (-1 for none), time of it, kind of exchange."""
-_ALONE = struct.Struct("=?")
-"""Whether the others go on without this rank; behind the record."""
-_BEAT = struct.Struct("=d")
+HANG_S = 300.0
+"""Default of ``NBFLOW_HANG_S``."""
 
 
-@dataclass(frozen=True)
-class Place:
-    """Where a rank is."""
+def hang_seconds() -> float:
+    """Return how long a rank may compute between two exchanges.
+
+    Raises
+    ------
+    UsageError
+        If ``NBFLOW_HANG_S`` is not a positive number.
+    """
+    text = os.environ.get("NBFLOW_HANG_S", str(HANG_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise UsageError(f"NBFLOW_HANG_S must be a positive number of seconds, got {text!r}")
+    return seconds
+
+
+class Place(NamedTuple):
+    """Position of a rank in its step, or in loading."""
 
     state: int
     """IDLE between steps, WORKING behind an exchange, WAITING in one, LOADING; or one + FAILED."""
@@ -36,8 +46,6 @@ class Place:
     """Its layer; -1 outside of layers."""
     since: float
     """When it got there, in seconds of the monotonic clock."""
-    alive: float
-    """Its last sign of life: a rank that waits gives one now and then."""
 
     def __str__(self) -> str:
         where = f"{self.kind or 'the start'}{f' of layer {self.layer}' if self.layer >= 0 else ''}"
@@ -50,41 +58,33 @@ class Place:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the rank is in a step, or loads its part, and has to go on."""
+        """True within a step and while loading: the rank must make progress."""
         return self.state in (WORKING, WAITING, LOADING)
 
 
 class Status:
-    """The record of one rank."""
+    """Progress record of one rank; the watchdog thread reads it (`nbflow.supervise`)."""
 
     def __init__(self) -> None:
-        # stays shared with a process forked later
-        self._memory = mmap.mmap(-1, _RECORD.size + _ALONE.size)
-        self.set(IDLE)
+        self.is_needed = True
+        """False where the other ranks continue without this one: they are other replicas."""
+        self._place = Place(IDLE, "", -1, time.monotonic())
+        self._alive = self._place.since
 
     def set(self, state: int, kind: str = "", layer: int | None = None) -> None:
-        """Say what the rank does from now on."""
-        number, now = -1 if layer is None else layer, time.monotonic()
-        name = kind.encode()[:NAME_BYTES]
-        _RECORD.pack_into(self._memory, 0, now, state, number, now, name)
-
-    def not_needed(self) -> None:
-        """Say that the other ranks go on when this one fails: they are other replicas."""
-        _ALONE.pack_into(self._memory, _RECORD.size, True)
-
-    @property
-    def is_needed(self) -> bool:
-        """Whether the other ranks have to stop when this one fails."""
-        return not _ALONE.unpack_from(self._memory, _RECORD.size)[0]
+        """Enter a state."""
+        now = time.monotonic()
+        self._alive = now
+        self._place = Place(state, kind, -1 if layer is None else layer, now)
 
     def beat(self) -> None:
         """Give a sign of life while waiting."""
-        _BEAT.pack_into(self._memory, 0, time.monotonic())
+        self._alive = time.monotonic()
 
     @contextlib.contextmanager
     def loading(self, what: str) -> Iterator[None]:
-        """Load something; `progress` says how far it is, and is the sign of life."""
-        before = self.place()
+        """Load something; each `progress` within is a sign of life."""
+        before = self._place
         self.set(LOADING, what)
         try:
             yield
@@ -94,13 +94,13 @@ class Status:
         self.set(before.state, before.kind, before.layer)
 
     def progress(self, what: str) -> None:
-        """Say what is loaded now, if something is."""
-        if self.place().state == LOADING:
+        """Name what is loaded now, if something is."""
+        if self._place.state == LOADING:
             self.set(LOADING, what)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Run a step; where an error came up is kept."""
+        """Run a step; the place of an error is kept."""
         self.set(WORKING, "the start of the step")
         try:
             yield
@@ -110,21 +110,37 @@ class Status:
         self.idle()
 
     def idle(self) -> None:
-        """Say that the step is over."""
-        place = self.place()
-        self.set(IDLE, place.kind, place.layer)
+        """Leave the step."""
+        self.set(IDLE, self._place.kind, self._place.layer)
 
     def failed(self) -> None:
-        """Say that the step has been left with an error; where is kept."""
-        place = self.place()
+        """Leave the step with an error; its place is kept."""
+        place = self._place
         if place.is_busy:
             self.set(place.state + FAILED, place.kind, place.layer)
 
     def place(self) -> Place:
-        """Return what the rank does."""
-        alive, state, layer, since, kind = _RECORD.unpack_from(self._memory, 0)
-        return Place(state, kind.rstrip(b"\0").decode(errors="replace"), layer, since, alive)
+        """Return the position of the rank."""
+        return self._place
+
+    def overdue(self, limit: float) -> str:
+        """Return a finding if the rank hangs, else an empty text.
+
+        Parameters
+        ----------
+        limit : float
+            Longest time without a sign of life, in seconds; a rank that waits for others may take
+            three times as long.
+        """
+        now = time.monotonic()
+        place, alive = self._place, self._alive
+        stands_still = now > alive + limit
+        if not place.is_busy or not (stands_still or now > place.since + 3 * limit):
+            return ""
+        return (
+            f"{'stood still' if stands_still else 'waited'} for {now - place.since:.0f} s {place}"
+        )
 
 
 status = Status()
-"""That of the rank that this process is."""
+"""Record of the rank that this process is."""

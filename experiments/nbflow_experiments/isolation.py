@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-from nbflow.supervise import LAUNCHERS
+from nbflow.launch import LAUNCHERS
 from nbflow_experiments import engine, provenance
 from nbflow_experiments.points import Point
 from nbflow_experiments.progress import Reporter, SilentReporter

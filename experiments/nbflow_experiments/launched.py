@@ -24,8 +24,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nbflow.launch import LAUNCHERS
 from nbflow.launch import PROGRAM as NBFLOW
-from nbflow.supervise import LAUNCHERS
 from nbflow_experiments import provenance
 from nbflow_experiments.files import read_object, write_json
 from nbflow_experiments.isolation import START_S, oom_kills, record_death, tail_of

@@ -73,7 +73,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 def need_extra() -> None:
     """Raise `MissingExtraError` unless everything that serving needs is there."""
-    for name in ("fastapi", "httptools", "prometheus_client", "uvicorn"):
+    for name in ("fastapi", "prometheus_client", "uvicorn"):
         if find_spec(name) is None:
             raise MissingExtraError(f"nbflow serve needs {name}: {install_command('serve')}")
 

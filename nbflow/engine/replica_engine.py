@@ -169,7 +169,7 @@ class ReplicaEngine(Engine):
         address: Address | None = self._replicas.tell(None)
         (engine,) = self._own
         if self._replicas.index:
-            status.not_needed()
+            status.is_needed = False
         if not engine.leads:
             engine.follow()
         else:

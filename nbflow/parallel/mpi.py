@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -19,7 +18,6 @@ import numpy as np
 
 from nbflow.parallel.comm import Alone, Comm
 from nbflow.status import status
-from nbflow.supervise import FORWARD_S
 from nbflow_kernels.errors import MissingExtraError, install_command
 from nbflow_kernels.team import available_cores
 
@@ -206,11 +204,3 @@ class Mpi(Comm):
                 return False
             time.sleep(1e-3)
         return True
-
-    def abort(self, code: int = 1) -> None:
-        """End every rank, after a moment in which the launcher can print what this one wrote."""
-        status.failed()  # the pause is no standstill
-        sys.stdout.flush()
-        sys.stderr.flush()
-        time.sleep(FORWARD_S)
-        self._comm.Abort(code)

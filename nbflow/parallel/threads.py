@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from nbflow.parallel.comm import Alone, Comm, RankError
-from nbflow.status import status
-from nbflow.supervise import hang_seconds
+from nbflow.status import hang_seconds, status
 from nbflow_kernels.errors import UsageError
 
 

@@ -1,23 +1,14 @@
-"""Where a server listens: at an address, or behind the process that keeps the address for it."""
+"""Listening socket of the server, and its URL."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import os
 import socket
 import sys
-from pathlib import Path
 
-from nbflow.supervise import FAILURES
 from nbflow_kernels.errors import UsageError
 
-FRONT_SOCKET = "NBFLOW_FRONT_SOCKET"
-"""Environment variable: the socket at which `nbflow.front` expects rank 0."""
-FRONT_URL = "NBFLOW_FRONT_URL"
-"""Environment variable: the address that clients use then."""
 UNREAD_MS = 30_000
-LOOK_S = 2.0
+"""Milliseconds that sent data may stay unacknowledged; then the system drops the connection."""
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -53,40 +44,3 @@ def url_of(sock: socket.socket) -> str:
     """Return the address of a bound socket as clients write it."""
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
-
-
-def behind_front() -> bool:
-    """Return whether another process keeps the public address."""
-    return FRONT_SOCKET in os.environ
-
-
-def listen_behind_front() -> tuple[socket.socket, str]:
-    """Return the private socket, which does not listen yet, and the public address.
-
-    Raises
-    ------
-    UsageError
-        If the process that keeps the address is on another host.
-    """
-    path = Path(os.environ[FRONT_SOCKET])
-    if not path.parent.is_dir():
-        raise UsageError(
-            "nbflow launch keeps the server's address, and rank 0 must run on its host: name that "
-            "host first, or let rank 0 listen itself with nbflow launch --no-front"
-        )
-    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    with contextlib.suppress(FileNotFoundError):
-        path.unlink()  # of a rank that has died
-    sock.bind(str(path))
-    return sock, os.environ.get(FRONT_URL, "")
-
-
-async def front_is_gone() -> None:
-    """Wait until the process that keeps the address has ended, also if it was killed."""
-    while True:
-        await asyncio.sleep(LOOK_S)
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as look:
-            try:
-                look.connect(os.environ[FAILURES])
-            except OSError:
-                return

@@ -87,18 +87,16 @@ class Limits(Section):
     requests: int = Field(default=256, ge=1)
     """Requests that are worked on at once; the next one gets status 429."""
     connections: int = Field(default=2048, ge=1)
-    """Open connections; the next one gets status 503."""
+    """Open connections; with more, requests get status 503."""
     choices: int = Field(default=128, ge=1)
     """Most continuations that one request may ask for: prompts times n."""
     logprobs: int = Field(default=2**20, ge=1)
     """Most log-probabilities of prompts in one answer: their tokens times the alternatives and 1,
     in each choice."""
-    header_s: float = Field(default=10.0, gt=0)
-    """Seconds for the head of a request to arrive."""
     body_s: float = Field(default=30.0, gt=0)
     """Seconds for the body of a request to arrive."""
     slow_reader_s: float = Field(default=30.0, gt=0)
-    """Seconds for which a client may leave its full buffer unread; then it is disconnected."""
+    """Seconds for a client with full buffers to read; then it is disconnected."""
     request_s: float = Field(default=0.0, ge=0)
     """Seconds until a request ends with what it has; 0: as long as it takes."""
     drain_s: float = Field(default=60.0, ge=0)

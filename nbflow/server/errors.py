@@ -14,9 +14,24 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
-from nbflow.server.error_object import CODES, error_object
 from nbflow.server.logs import logger
 from nbflow_kernels.errors import MissingExtraError, UsageError
+
+TYPES = {
+    400: "invalid_request_error",
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    405: "invalid_request_error",
+    408: "timeout_error",
+    413: "invalid_request_error",
+    415: "invalid_request_error",
+    429: "rate_limit_error",
+    431: "invalid_request_error",
+    499: "cancelled",
+    503: "service_unavailable",
+}
+CODES = {401: "invalid_api_key", 413: "body_too_large", 429: "server_busy", 503: "unavailable"}
 
 
 class ErrorDetail(BaseModel):
@@ -76,6 +91,27 @@ class ApiError(Exception):
     def response(self) -> Response:
         """Return the response."""
         return json_response(self.body(), self.status, self.headers)
+
+
+def error_object(
+    status: int, message: str, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """Return the body of an error.
+
+    Parameters
+    ----------
+    status : int
+        HTTP status, which the type follows from.
+    message : str
+        What was wrong, wanted and found, and what to do.
+    param : str, optional
+        The field of the request it is about.
+    code : str, optional
+        A word for programs; by default that of the status.
+    """
+    kind = TYPES.get(status, "server_error")
+    error = {"message": message, "type": kind, "param": param, "code": code or CODES.get(status)}
+    return {"error": error}
 
 
 def json_response(

@@ -1,6 +1,6 @@
-"""What every request goes through: a name and a line in the log, keys, limits, its body.
+"""ASGI middleware of every request: id and log line, keys, limits, timeouts, body.
 
-From the outside in: `Front` (name, log, errors), CORS, `Gate` (draining, keys, how many at once),
+From the outside in: `Front` (id, log, errors, slow readers), CORS, `Gate` (draining, keys, how many at once),
 `Bodies` (size and time).
 """
 
@@ -10,14 +10,16 @@ import asyncio
 import contextlib
 import hashlib
 import hmac
+import re
 import time
+import uuid
 from collections.abc import MutableMapping, Sequence
 from typing import Any
 
+from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from nbflow.server.config import Limits
-from nbflow.server.error_object import request_name
 from nbflow.server.errors import ApiError
 from nbflow.server.logs import logger, request_id
 from nbflow.server.state import ServerState
@@ -25,6 +27,7 @@ from nbflow.server.state import ServerState
 _OPEN = frozenset({"/", "/health", "/ready", "/favicon.ico"})
 """Paths that need no key: they tell nothing and cost nothing."""
 _OPEN_FOLDER = "/page/"
+_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 _LINGER_BYTES = 256 * 2**20
 _LINGER_S = 20.0
 _SILENCE_S = 2.0
@@ -32,36 +35,44 @@ _SILENCE_S = 2.0
 
 
 class Front:
-    """Names a request, notes in the log how it ended, and answers what nobody else has."""
+    """Request id, log line, answer to unhandled errors, and disconnection of slow readers."""
 
     def __init__(self, app: ASGIApp, state: ServerState) -> None:
         self._app = app
         self._state = state
+        self._slow_reader_s = state.config.limits.slow_reader_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass a request on."""
         if scope["type"] != "http":
             return
-        name = request_name(_header(scope, b"x-request-id"))
+        name = _request_name(_header(scope, b"x-request-id"))
         request_id.set(name)
         note: dict[str, Any] = scope.setdefault("state", {})
         note["log"], note["request_id"] = {}, name
-        started, status, complete = time.monotonic(), 0, False
+        started, status, complete, stalled = time.monotonic(), 0, False, False
 
         async def named(message: Message) -> None:
-            nonlocal status, complete
+            nonlocal status, complete, stalled
+            if stalled:
+                return
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*message["headers"], (b"x-request-id", name.encode())]
             else:
                 complete = not message.get("more_body", False)
-            await send(message)
+            try:
+                async with asyncio.timeout(self._slow_reader_s):
+                    await send(message)
+            except TimeoutError:
+                status, stalled = 499, True
+                raise ClientDisconnect from None
 
         try:
             await self._app(scope, receive, named)
         except Exception as error:
-            if complete:
-                return  # it has been answered and written to the log
+            if complete or stalled:
+                return  # answered and logged, or nobody reads it
             logger.error("internal error", exc_info=error, extra={"path": scope["path"]})
             if status:
                 raise  # the response has begun: all that is left is to break it off
@@ -236,3 +247,8 @@ def _header(scope: Scope, name: bytes) -> str:
         if key == name:
             return str(value.decode("latin-1"))
     return ""
+
+
+def _request_name(given: str) -> str:
+    """Return the id of a request: its client's, if that is a plain word."""
+    return given if _ID.fullmatch(given) else uuid.uuid4().hex

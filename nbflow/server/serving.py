@@ -11,7 +11,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import uvicorn
 
@@ -20,16 +19,9 @@ from nbflow.engine.engine import Engine
 from nbflow.engine.propose import check_draft
 from nbflow.engine.replica_engine import ReplicaEngine
 from nbflow.parallel import Alone, Comm, world
-from nbflow.server.addresses import (
-    behind_front,
-    front_is_gone,
-    listen,
-    listen_behind_front,
-    url_of,
-)
+from nbflow.server.addresses import listen, url_of
 from nbflow.server.app import around, make_app
 from nbflow.server.config import ModelOptions, ServerConfig
-from nbflow.server.connections import protocol_class
 from nbflow.server.logs import logger, set_up
 from nbflow.server.mailbox import Mailbox
 from nbflow.server.served import Models, Served
@@ -44,8 +36,8 @@ _WORKERS_END_S = 1.0
 """Seconds for threads to see that what they prepare is not wanted any more."""
 _KEEP_ALIVE_S = 30
 """Seconds a connection is kept between requests; clients pool theirs for about as long."""
-_BEHIND_FRONT_S = 24 * 3600
-"""The same behind `nbflow.front`, which ends its connections itself."""
+_HEAD_BYTES = 64 * 1024
+"""Longest head of a request."""
 
 
 def serve(config: ServerConfig) -> int:
@@ -105,11 +97,8 @@ def _begin(config: ServerConfig, comm: Comm) -> tuple[socket.socket | None, str]
     if comm.rank == 0:
         try:
             set_up(config.log)
-            if behind_front():
-                listener, url = listen_behind_front()
-            else:
-                listener = listen(config.host, config.port)
-                url = url_of(listener)
+            listener = listen(config.host, config.port)
+            url = url_of(listener)
         except (UsageError, OSError) as error:
             failure = str(error)
     failure = comm.bcast_object(failure)
@@ -239,10 +228,11 @@ async def _run(
     loop = asyncio.get_running_loop()
     state = ServerState(config, models, Mailbox(loop))
     limits = config.limits
-    protocol = protocol_class(limits.header_s, limits.slow_reader_s, limits.connections)
     settings = uvicorn.Config(
         around(make_app(state), state, digests),
-        http=protocol,
+        http="h11",  # the parser of uvicorn that bounds the head
+        h11_max_incomplete_event_size=_HEAD_BYTES,
+        limit_concurrency=limits.connections + 1,  # uvicorn refuses from this number on
         ws="none",
         loop="none",
         lifespan="off",
@@ -250,31 +240,21 @@ async def _run(
         access_log=False,
         server_header=False,
         backlog=limits.connections,
-        timeout_keep_alive=_BEHIND_FRONT_S if behind_front() else _KEEP_ALIVE_S,
-        proxy_headers=behind_front(),  # nobody else is believed when he names a client
-        forwarded_allow_ips="*",
+        timeout_keep_alive=_KEEP_ALIVE_S,
+        proxy_headers=False,  # any client could send them
         timeout_graceful_shutdown=round(_LAST_S),
     )
     server = _Server(settings)
     stopping = asyncio.Event()
     _when_ended(loop, told, lambda: _stop(state, stopping))
     serving = asyncio.ensure_future(server.serve(sockets=[listener]))
-    ends: list[asyncio.Future[Any]] = [asyncio.ensure_future(stopping.wait())]
-    if behind_front():  # no client reaches a server whose front has been killed
-        ends.append(asyncio.ensure_future(_end_with_front(state, stopping)))
-    await asyncio.wait([serving, *ends], return_when=asyncio.FIRST_COMPLETED)
-    for end in ends:
-        end.cancel()
+    told_to_stop = asyncio.ensure_future(stopping.wait())
+    await asyncio.wait([serving, told_to_stop], return_when=asyncio.FIRST_COMPLETED)
+    told_to_stop.cancel()
     if not serving.done():
         await _drain(state, server)
     await serving
     return await state.workers.end(_WORKERS_END_S)
-
-
-async def _end_with_front(state: ServerState, stopping: asyncio.Event) -> None:
-    await front_is_gone()
-    logger.error("nbflow launch has ended; so does the server")
-    _stop(state, stopping)
 
 
 def _stop(state: ServerState, stopping: asyncio.Event) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow.supervise import launched_as
+from nbflow.launch import launched_as
 from nbflow_experiments import engine
 from nbflow_experiments.files import write_text
 

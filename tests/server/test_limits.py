@@ -21,7 +21,6 @@ keys = {KEYS}
 body_bytes = "2KiB"
 requests = 2
 connections = 40
-header_s = 2
 body_s = 0.5
 slow_reader_s = 0.5
 [cors]
@@ -90,18 +89,18 @@ def test_clients_that_send_all_of_the_body_first_see_the_refusal(server):
 
 
 def test_slow_senders_are_not_waited_for(limited):
-    idle, head, body = raw(limited), raw(limited), raw(limited)
-    head.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\n")
+    body = raw(limited)
     text = f"POST /tokenize HTTP/1.1\r\nhost: x\r\nauthorization: Bearer {KEYS[0]}\r\n"
     body.sendall(f'{text}content-length: 50\r\n\r\n{{"prompt"'.encode())
     assert b" 408 " in body.recv(4096)
-    for connection in (idle, head):
-        with contextlib.suppress(ConnectionResetError):
-            assert connection.recv(4096) == b""
+
+
+def test_a_long_head_is_refused_while_it_arrives(limited):
     long = raw(limited)
     with contextlib.suppress(ConnectionError):
-        long.sendall(b"GET /health HTTP/1.1\r\nx: " + b"y" * 200_000)
-        assert b" 200 " not in long.recv(4096)
+        long.sendall(b"GET /health HTTP/1.1\r\nx: " + b"y" * 200_000)  # and never its end
+        assert b" 400 " in long.recv(4096)
+        assert long.recv(4096) == b""
 
 
 def test_too_many_requests(limited):
@@ -164,9 +163,9 @@ def n_requests(server) -> int:
 
 def test_too_many_connections(limited):
     with contextlib.ExitStack() as stack:
-        held = [stack.enter_context(raw(limited)) for _ in range(50)]
-        answers = [c.recv(4096) for c in held]
-    assert sum(b" 503 " in answer for answer in answers) >= 8
+        for _ in range(45):
+            stack.enter_context(raw(limited))
+        eventually(lambda: limited.http.get("/health").status_code == 503)
     eventually(lambda: limited.http.get("/health").status_code == 200)
 
 
