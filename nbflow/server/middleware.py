@@ -1,7 +1,7 @@
 """ASGI middleware of every request: id and log line, keys, limits, timeouts, body.
 
-From the outside in: `Front` (id, log, errors, slow readers), CORS, `Gate` (draining, keys, how many at once),
-`Bodies` (size and time).
+From the outside in: `Front` (id, log, errors, slow readers), CORS, `Gate` (draining, keys,
+requests at once), `Bodies` (size and time).
 """
 
 from __future__ import annotations

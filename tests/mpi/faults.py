@@ -2,13 +2,14 @@
 
 mpirun -n N python faults.py FAULT RANK AFTER ARGUMENTS...
 
-At its all-reduce number AFTER, rank RANK is killed (kill), stopped (stop), sleeps for ever (sleep),
-runs out of memory (memory) or refuses (usage); with "load-" before it, at the weight number AFTER
-that it loads; with "draw-", at the token number AFTER that it draws.
+At its all-reduce number AFTER, rank RANK is killed (kill), crashes in C code (crash), is stopped
+(stop), sleeps for ever (sleep), runs out of memory (memory) or refuses (usage); with "load-" before
+it, at the weight number AFTER that it loads; with "draw-", at the token number AFTER that it draws.
 """
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import os
 import signal
@@ -43,6 +44,8 @@ def plant(fault: str, rank: int, after: int) -> None:
 def strike(fault: str) -> None:
     if fault == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
+    if fault == "crash":
+        ctypes.string_at(0)
     if fault == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if fault == "sleep":
@@ -52,5 +55,8 @@ def strike(fault: str) -> None:
     raise UsageError("planted")  # found by one rank alone
 
 
+if "FAULTS_PIDS" in os.environ:
+    with open(os.environ["FAULTS_PIDS"], "a") as pids:
+        pids.write(f"{os.getpid()}\n")
 plant(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
 cli.main(sys.argv[4:])

@@ -1,9 +1,8 @@
-"""The process beside a rank: what it says about the rank's end, and what it keeps to itself."""
+"""Status of a rank, the watchdog's findings, and reports of failures; ranks: tests/mpi."""
 
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -13,46 +12,42 @@ from launching import PYTHONPATH
 
 from nbflow.parallel.cores import fair_threads
 from nbflow.parallel.threads import RankTeam
-from nbflow.status import LOADING, WAITING, WORKING, Status
-from nbflow.supervise import _abort, _watch
+from nbflow.status import IDLE, LOADING, WAITING, WORKING, Status
 
-pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks: Linux only")
-
-
-def watched(status: Status, limit: float, told=(), code="import time; time.sleep(60)"):
-    """Return exit code and reports of a child."""
-    child = subprocess.Popen([sys.executable, "-S", "-c", code])
-    for number in told:
-        child.send_signal(number)
-    reports: list[str] = []
-    return _watch(child.pid, status, limit, reports.append, told), reports
+HANGS = (
+    "import time\n"
+    "from nbflow import supervise\n"
+    "from nbflow.status import WORKING, status\n"
+    "status.is_needed = {needed}\n"
+    "supervise.install()\n"
+    "status.set(WORKING, 'all_reduce', 3)\n"
+    "time.sleep(60)\n"
+)
 
 
-def test_a_rank_that_ends_by_itself_is_not_reported():
-    assert watched(Status(), 60, code="import sys; sys.exit(7)") == (7, [])
+def python(code: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("PMI")}
+    environment |= {"PYTHONPATH": PYTHONPATH, **variables}
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60
+    )
 
 
-def test_a_signal_that_the_launcher_has_sent_is_not_reported():
-    assert watched(Status(), 60, told=(signal.SIGTERM,)) == (128 + signal.SIGTERM, [])
-    kill_itself = "import os, signal; os.kill(os.getpid(), signal.SIGSEGV)"
-    code, (report,) = watched(Status(), 60, code=kill_itself)
-    assert code == 128 + signal.SIGSEGV
-    assert report == "was killed by SIGSEGV before the first step"
+def test_an_error_of_a_process_without_other_ranks_is_pythons():
+    done = python("from nbflow import supervise; supervise.install(); 1 / 0")
+    assert done.returncode == 1
+    assert done.stderr.endswith("ZeroDivisionError: division by zero\n")
+    assert "stopping" not in done.stderr
 
 
-def test_a_replica_that_the_others_do_not_need_ends_alone(monkeypatch):
-    status = Status()
-    receiver, sender = os.pipe()
-    monkeypatch.setenv("PMI_FD", str(sender))
-    os.set_blocking(receiver, False)
-    _abort(status, 9)
-    assert os.read(receiver, 99) == b"cmd=abort exitcode=9\n"
-    status.not_needed()
-    _abort(status, 9)
-    with pytest.raises(BlockingIOError):
-        os.read(receiver, 99)
-    os.close(receiver)
-    os.close(sender)
+def test_a_replica_that_the_others_do_not_need_ends_alone():
+    variables = {"PMI_RANK": "1", "PMI_SIZE": "2", "NBFLOW_HANG_S": "0.2"}
+    done = python(HANGS.format(needed=False), **variables)
+    assert done.returncode == 1
+    assert "rank 1 of 2 on " in done.stderr
+    assert "has stood still for 0 s behind all_reduce of layer 3" in done.stderr
+    assert "the other replicas continue" in done.stderr
+    assert 'File "<string>", line 7 in <module>' in done.stderr  # the stack
 
 
 @pytest.mark.parametrize(
@@ -63,22 +58,33 @@ def test_a_replica_that_the_others_do_not_need_ends_alone(monkeypatch):
         (LOADING, "while loading all_reduce"),
     ],
 )
-def test_a_rank_that_stands_still_is_ended(state, words):
+def test_a_rank_without_a_sign_of_life_hangs(state, words):
     status = Status()
     status.set(state, "all_reduce", 3)
-    code, (report,) = watched(status, 0.2)
-    assert code == 1
-    assert report.startswith("has stood still for 0 s")
-    assert words in report
+    assert status.overdue(60) == ""
+    time.sleep(0.002)
+    assert status.overdue(0.001) == f"stood still for 0 s {words}"
+    status.set(IDLE)
+    time.sleep(0.002)
+    assert status.overdue(0.001) == ""
+
+
+def test_a_rank_that_waits_has_three_times_as_long():
+    status = Status()
+    status.set(WAITING, "recv")
+    begun = time.monotonic()
+    while not status.overdue(0.1):
+        status.beat()
+    assert time.monotonic() - begun >= 0.3
+    assert status.overdue(0.1) == "waited for 0 s in recv"
 
 
 def test_a_rank_without_work_may_wait():
-    status, started = Status(), time.monotonic()
+    status = Status()
     with status.watched():
         pass
-    found = watched(status, 0.1, code="import time; time.sleep(0.6)")
-    assert found == (0, [])
-    assert time.monotonic() - started > 0.5
+    time.sleep(0.002)
+    assert status.overdue(0.0001) == ""
 
 
 def test_progress_is_a_sign_of_life_of_who_loads():
