@@ -158,6 +158,38 @@ def test_a_second_signal_to_mpirun_ends_every_rank(tmp_path):
         eventually(lambda: not Path(f"/proc/{pid}").exists())
 
 
+def ranks_of(server: Server) -> list[int]:
+    """Return the processes of the ranks: the children of rank 0's parent, rank 0 first."""
+
+    def parent(pid: int) -> int:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+    first = server.http.get("/server_info").json()["pid"]
+    launcher = parent(first)
+    found = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    return sorted(map(int, found), key=lambda pid: pid != first)
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(MPIRUN is None, reason="no mpirun: pip install 'nbflow[mpi]'")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="processes are found in /proc")
+def test_a_rank_that_is_killed_ends_the_server_with_a_report(tmp_path):
+    program = (sys.executable, "-m", "nbflow.cli", "launch", "-n", "2", "serve")
+    with Server(partitioned("0&1"), tmp_path, program) as server:
+        body = {"prompt": PROMPT, "max_tokens": 400, "ignore_eos": True, "stream": True, "n": 64}
+        ranks = ranks_of(server)
+        assert len(ranks) == 2
+        with server.http.stream("POST", "/v1/completions", json=body) as stream:
+            assert stream.status_code == 200
+            os.kill(ranks[1], signal.SIGKILL)
+            with pytest.raises(httpx.TransportError):
+                stream.read()
+        assert server.ended() not in (0, 2)
+        eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{server.url}/ready")
+
+
 def test_a_rank_that_fails_makes_the_server_say_so(tmp_path):
     """Ranks that share a model cannot go on without each other: 500 for whom it hits, then 503."""
     with Server(partitioned("0&1"), tmp_path, FAILING) as server:
