@@ -22,7 +22,7 @@ import traceback
 from types import TracebackType
 
 from nbflow.launch import launched_as
-from nbflow.status import Status, hang_seconds, status
+from nbflow.status import WAITING, Status, hang_seconds, status
 
 FORWARD_S = 2.0
 """Pause after a report: launchers drop what still lies in their pipes when a rank ends badly."""
@@ -43,9 +43,8 @@ def install() -> None:
         return
     limit = hang_seconds()
     faulthandler.enable()
-    name = f"rank {launched[0]} of {launched[1]} on {platform.node()}"
     threading.Thread(
-        target=_watch, args=(status, limit, name), name="nbflow-watchdog", daemon=True
+        target=_watch, args=(status, limit, *launched), name="nbflow-watchdog", daemon=True
     ).start()
 
 
@@ -81,19 +80,21 @@ def _excepthook(
     sys.__excepthook__(kind, error, trace)
 
 
-def _watch(status: Status, limit: float, name: str) -> None:
+def _watch(status: Status, limit: float, rank: int, size: int) -> None:
     """Poll until the rank hangs; then report it and end all ranks."""
-    while True:
+    found, n_found = "", 0
+    while n_found < 2:  # a process that was suspended may give a sign of life before the second
         time.sleep(min(MOST_POLL_S, limit / 20))
         found = status.overdue(limit)
-        if found and status.overdue(limit):  # twice: it may have moved while it was read
-            break
+        n_found = n_found + 1 if found else 0
+    if status.place().state == WAITING:  # as others do: the lowest rank reports, and ends them
+        time.sleep(rank * (FORWARD_S + MOST_POLL_S))
     needed = status.is_needed
+    others = "stopping all ranks" if needed else "the other replicas continue"
     faulthandler.dump_traceback()
     sys.stderr.write(
-        f"nbflow: {name} has {found} (NBFLOW_HANG_S={limit:g}); "
-        f"{'stopping all ranks' if needed else 'the other replicas continue'}; if it is only slow, "
-        "set NBFLOW_HANG_S higher\n"
+        f"nbflow: rank {rank} of {size} on {platform.node()} has {found}; {others}; "
+        f"if it is only slow, set NBFLOW_HANG_S higher ({limit:g})\n"
     )
     sys.stderr.flush()
     time.sleep(FORWARD_S)
