@@ -32,7 +32,7 @@ def _compiled():
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
-        ("stop", r"rank 0 of 2 on \S+ has waited for \d+ s in all_reduce of layer 1 "),
+        ("stop", r"rank 0 of 2 on \S+ has waited for \d+ s in all_reduce of layer 1; "),
         ("memory", r"MemoryError: planted\nnbflow: rank 1 of 2 failed in all_reduce of layer 1 "),
         ("usage", r"error: rank 1: planted\nnbflow: rank 1 of 2 failed in all_reduce of layer 1 "),
         (
@@ -40,7 +40,7 @@ def _compiled():
             r"rank 1 of 2 on \S+ has stood still for \d+ s while loading layers\.0\.\S+ ",
         ),
         ("load-memory", r"error: rank 1 has not the memory for its part: planted"),
-        ("draw-sleep", r"rank 0 of 2 on \S+ has stood still for \d+ s behind all_gather "),
+        ("draw-sleep", r"rank 0 of 2 on \S+ has stood still for \d+ s behind all_gather; "),
     ],
 )
 def test_one_rank_goes_wrong(fault, words):
