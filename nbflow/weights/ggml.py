@@ -25,8 +25,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nbflow.weights.byte_cursor import ByteCursor
-from nbflow.weights.byte_file import ByteFile
+from nbflow.weights.byte_file import ByteCursor, ByteFile
 from nbflow.weights.gguf import TYPES
 from nbflow.weights.weight_file import TensorEntry, WeightFile, tensor_bytes
 from nbflow_kernels.errors import UsageError

@@ -37,8 +37,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow.weights.byte_cursor import ByteCursor
-from nbflow.weights.byte_file import ByteFile
+from nbflow.weights.byte_file import ByteCursor, ByteFile
 from nbflow.weights.weight_file import TensorEntry, WeightFile, tensor_bytes
 from nbflow_kernels.errors import UsageError
 
