@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
+from urllib.parse import unquote
 
 import pytest
 from launching import PYTHONPATH
@@ -44,10 +45,15 @@ class Hub(http.server.BaseHTTPRequestHandler):
         self._answer(True)
 
     def _answer(self, with_body: bool) -> None:
-        path = self.path.split("?")[0]
+        path = unquote(self.path.split("?")[0])
         if with_body:
             self.log.append(path)
         parts = path.strip("/").split("/")
+        if parts[:2] == ["api", "models"] and parts[4:5] == ["tree"]:
+            files = self.repos["/".join(parts[2:4])].items()
+            blobs = [(name, len(data), hashlib.sha1(data).hexdigest()) for name, data in files]
+            tree = [{"type": "file", "path": n, "size": s, "oid": oid} for n, s, oid in blobs]
+            return self._send(200, json.dumps(tree).encode(), {"Content-Type": "application/json"})
         if parts[:2] == ["api", "models"]:
             return self._info("/".join(parts[2:4]), parts[5] if len(parts) > 5 else "main")
         repo, name = "/".join(parts[:2]), "/".join(parts[4:])
@@ -69,7 +75,7 @@ class Hub(http.server.BaseHTTPRequestHandler):
 
     def _file(self, data: bytes, with_body: bool) -> None:
         self.send_response(200)
-        self.send_header("ETag", f'"{hashlib.sha256(data).hexdigest()}"')
+        self.send_header("ETag", f'"{hashlib.sha1(data).hexdigest()}"')
         self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -85,7 +91,8 @@ class Hub(http.server.BaseHTTPRequestHandler):
             self.send_header(key, value)
         self.send_header("Content-Length", str(len(body)))
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
 
 @pytest.fixture(scope="module")

@@ -326,8 +326,8 @@ ARCHIVES = {
     "byte order": (
         zipfile.ZIP_STORED, {"x/data.pkl": pickled({}), "x/byteorder": b"middle"}, "little or big"
     ),
-    "empty pickle": (zipfile.ZIP_STORED, {"x/data.pkl": b""}, "pickle exhausted before seeing STOP"),
-    "no stop": (zipfile.ZIP_STORED, {"x/data.pkl": b"\x80\x02N"}, "pickle exhausted before seeing STOP"),
+    "empty pickle": (zipfile.ZIP_STORED, {"x/data.pkl": b""}, "exhausted before seeing STOP"),
+    "no stop": (zipfile.ZIP_STORED, {"x/data.pkl": b"\x80\x02N"}, "exhausted before seeing STOP"),
 }  # fmt: skip
 
 
