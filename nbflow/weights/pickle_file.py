@@ -32,7 +32,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from nbflow.weights.byte_file import ByteCursor, ByteFile
+from nbflow.weights.byte_file import ByteFile
 from nbflow.weights.dtypes import ITEM_BYTES
 from nbflow.weights.shards import open_checkpoint
 from nbflow.weights.shown import shown
@@ -40,6 +40,7 @@ from nbflow.weights.torch_unpickler import (
     MAX_OPCODES,
     Dict,
     Name,
+    Pickles,
     Refused,
     Storage,
     Tensor,
@@ -60,6 +61,7 @@ _MAGIC = b"\x8a\x0a" + _MAGIC_NUMBER.to_bytes(10, "little")
 _PROTOCOL = 1001
 _MAX_DIRECTORY_BYTES = 1 << 24
 _MAX_PICKLE_BYTES = 1 << 26
+_MAX_LEGACY_BYTES = 1 << 24  # is read whole to find where the pickles end
 _MAX_KEY = 256  # characters in the key of a storage; torch's are short numbers
 _MAX_DEPTH = 64
 _MAX_TENSORS = 1 << 16
@@ -128,7 +130,7 @@ def _read_zip(file: ByteFile) -> tuple[Any, dict[str, int], str]:
 
     start, n_bytes = members[f"{root}/data.pkl"]
     stop = start + min(n_bytes, _MAX_PICKLE_BYTES)
-    value = load_pickle(ByteCursor(file, start, stop), storage)
+    value = load_pickle(Pickles(file, start, stop), storage)
     return value, offsets, _byte_order(file, members.get(f"{root}/byteorder"))
 
 
@@ -202,7 +204,7 @@ def _damaged(file: ByteFile, reason: str) -> UsageError:
 
 def _read_legacy(file: ByteFile) -> tuple[Any, dict[str, int], str]:
     """Return the object, the offsets of its storages and their byte order."""
-    cursor = ByteCursor(file, 0, min(file.size, _MAX_PICKLE_BYTES))
+    pickles = Pickles(file, 0, min(file.size, _MAX_LEGACY_BYTES))
     elements: dict[str, tuple[str, int]] = {}  # of the whole storages: type and count
 
     def storage(identity: Any) -> Storage:
@@ -222,17 +224,17 @@ def _read_legacy(file: ByteFile) -> tuple[Any, dict[str, int], str]:
             raise Refused(f"a part of storage {shown(key)} that is larger than the storage")
         return Storage(key, dtype, view[2] * size, view[1] * size)
 
-    if load_pickle(cursor, storage) != _MAGIC_NUMBER or load_pickle(cursor, storage) != _PROTOCOL:
+    if load_pickle(pickles, storage) != _MAGIC_NUMBER or load_pickle(pickles, storage) != _PROTOCOL:
         raise UsageError(f"{file.path}: not a torch file: the magic number or protocol is wrong")
-    sizes = load_pickle(cursor, storage)
+    sizes = load_pickle(pickles, storage)
     pairs = sizes.pairs if isinstance(sizes, Dict) else []
     if not any(tuple(pair) == ("little_endian", True) for pair in pairs):
         raise UsageError(f"{file.path}: a legacy torch file must be of a little-endian machine")
-    value = load_pickle(cursor, storage)
-    keys = load_pickle(cursor, storage)
+    value = load_pickle(pickles, storage)
+    keys = load_pickle(pickles, storage)
     if type(keys) is not list or not all(isinstance(key, str) for key in keys):
         raise UsageError(f"{file.path}: the list of storages is {describe(keys)}")
-    return value, _legacy_offsets(file, cursor.position, keys, elements), "<"
+    return value, _legacy_offsets(file, pickles.used, keys, elements), "<"
 
 
 def _legacy_offsets(

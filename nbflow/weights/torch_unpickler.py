@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from nbflow.weights.byte_file import ByteCursor, ByteFile
+from nbflow.weights.byte_file import ByteFile
 from nbflow.weights.dtypes import ITEM_BYTES
 from nbflow.weights.shown import shown
 from nbflow.weights.strided import n_elements_spanned
@@ -242,7 +242,8 @@ _CALLS: dict[str, Callable[..., Any]] = {
     "collections.defaultdict": lambda factory=None, pairs=None: Dict(pairs),
     "collections.Counter": Dict,
     "argparse.Namespace": lambda: _Ignored(),
-} | dict.fromkeys(
+}
+_CALLS |= dict.fromkeys(
     ("torch.device", "_codecs.encode", "numpy.dtype", "numpy.core.multiarray.scalar",
      "numpy._core.multiarray.scalar"),
     _Ignored,
@@ -270,47 +271,52 @@ def _names() -> Iterator[Name]:
 _NAMES = {name.name: name for name in _names()}
 
 
-class _Recorder:
-    """The stream that is scanned: reads end with the file, lines are short, bytes are kept."""
+class Pickles:
+    """The bytes of one pickle or several in a row.
 
-    def __init__(self, cursor: ByteCursor) -> None:
-        self.data = bytearray()
-        self._cursor = cursor
+    Parameters
+    ----------
+    file : ByteFile
+        The file.
+    start, stop : int
+        Bytes in the file; the last pickle may end earlier.
+    """
 
-    def read(self, n_bytes: int) -> bytes:
-        """Return the next bytes, fewer at the end."""
-        self.data += (found := self._cursor.take(min(n_bytes, self._cursor.left), "the pickle"))
-        return found
-
-    def readline(self) -> bytes:
-        """Return the bytes up to and with the next line feed."""
-        self.data += (found := self._cursor.line(_MAX_LINE, "a line in the pickle") + b"\n")
-        return found
-
-    def tell(self) -> int:
-        """Return the position in the file."""
-        return self._cursor.position
+    def __init__(self, file: ByteFile, start: int, stop: int) -> None:
+        self.file = file
+        self.start = start
+        """First byte in the file."""
+        self.data = file.read(start, stop - start)
+        """The bytes from `start` on."""
+        self.used = 0
+        """Bytes of the pickles that have been read."""
 
 
-def _scan(cursor: ByteCursor) -> bytearray:
+def _scan(pickles: Pickles) -> bytearray:
     """Return the next pickle with `_REPLACED` opcodes, if all are in `_OPCODES` and bounded."""
-    stream = _Recorder(cursor)
-    n_kept = 0
-    for i, (opcode, argument, position) in enumerate(pickletools.genops(stream)):  # type: ignore[arg-type]
-        if opcode.name not in _OPCODES:
-            raise Refused(f"opcode {opcode.name} at byte {position}, which no state dict needs")
-        if type(argument) is int and argument.bit_length() > _MAX_INTEGER_BITS:
-            raise Refused(f"an integer of {argument.bit_length()} bits at byte {position}")
-        if opcode.name == "LONG_BINPUT" and argument > i:  # sizes the memo
-            raise Refused(f"memo {argument} at byte {position}, after {i} opcodes")
-        if opcode.name == "FRAME" and argument > cursor.left:
-            raise Refused(f"a frame of {argument} bytes where {cursor.left} are left")
+    data = pickles.data
+    stream = io.BytesIO(data)
+    copied = stream.seek(pickles.used)
+    result = bytearray()
+    for i, (opcode, argument, position) in enumerate(pickletools.genops(stream)):
+        name = opcode.name
         if i >= MAX_OPCODES:
             raise Refused(f"more than {MAX_OPCODES} opcodes")
-        if opcode.name in _REPLACED:
-            stream.data[n_kept:] = _REPLACED[opcode.name]
-        n_kept = len(stream.data)
-    return stream.data
+        if name not in _OPCODES:
+            at = pickles.start + (position or 0)
+            raise Refused(f"opcode {name} at byte {at}, which no state dict needs")
+        if type(argument) is int and abs(argument) > i:  # rarely so
+            if name == "LONG_BINPUT":  # the memo is an array
+                raise Refused(f"memo {argument} after {i} opcodes")
+            if name == "FRAME" and argument > len(data) - stream.tell():
+                raise Refused(f"a frame of {argument} bytes, more than there are")
+            if argument.bit_length() > _MAX_INTEGER_BITS:
+                raise Refused(f"an integer of {argument.bit_length()} bits")
+        if name in _REPLACED:
+            result += data[copied:position] + _REPLACED[name]
+            copied = stream.tell()
+    pickles.used = stream.tell()
+    return result + data[copied : pickles.used]
 
 
 class _Unpickler(pickle.Unpickler):
@@ -332,17 +338,28 @@ class _Unpickler(pickle.Unpickler):
         return self._storage(pid)
 
 
-def load_pickle(cursor: ByteCursor, storage: Callable[[Any], Storage]) -> Any:
-    """Return the value of the next pickle."""
-    what = f"the pickle at byte {cursor.position}"
+def load_pickle(pickles: Pickles, storage: Callable[[Any], Storage]) -> Any:
+    """Return the value of the next pickle.
+
+    Parameters
+    ----------
+    pickles : Pickles
+        Where it begins; afterwards, where the next one does.
+    storage : callable
+        Gives the storage of a persistent id, or raises `Refused`.
+
+    Raises
+    ------
+    UsageError
+        If it has anything but tensors and plain values.
+    """
+    what = f"the pickle at byte {pickles.start + pickles.used}"
     try:
-        return _Unpickler(_scan(cursor), storage).load()
-    except UsageError:
-        raise
+        return _Unpickler(_scan(pickles), storage).load()
     except Refused as problem:
-        raise unreadable(cursor.file, what, problem) from problem
+        raise unreadable(pickles.file, what, problem) from problem
     except (pickle.UnpicklingError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise unreadable(cursor.file, what, f"an error: {error!s:.400}") from error
+        raise unreadable(pickles.file, what, f"an error: {error!s:.400}") from error
 
 
 def unreadable(file: ByteFile, what: str, problem: object) -> UsageError:

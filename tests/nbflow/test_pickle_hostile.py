@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import subprocess
@@ -92,7 +93,7 @@ OPCODES = {
     "reduce of a storage type": (value(FLOATS) + value((3,)) + b"R", "a call of torch.Fl"),
     "reduce of a string": (value("os.system") + value((3,)) + b"R", "'str' object is not callable"),
     "reduce of a result": (
-        value(REBUILD(GOOD, 0, (2, 3), (3, 1), False, None)) + b")R", "'Tensor' object is not callable"
+        value(REBUILD(GOOD, 0, (2, 3), (3, 1), False, None)) + b")R", "object is not callable"
     ),
     "reduce without a tuple": (value(REBUILD) + value([1]) + b"R", "argument list must be a tuple"),
     "append to a dict": (b"}" + value(3) + b"a", "'Dict' object has no attribute 'append'"),
@@ -121,7 +122,7 @@ OPCODES = {
     "huge LONG4": (b"\x8b\xff\xff\xff\x7f", "not enough data in stream to read long4"),
     "negative LONG4": (b"\x8b\xff\xff\xff\xff", "long4 byte count < 0"),
     "long decimal": (b"L" + b"9" * 60 + b"L\n", "an integer of 200 bits"),
-    "decimal without end": (b"I" + b"9" * 5000, "has no end within 256 bytes"),
+    "decimal without end": (b"I" + b"9" * 5000, "no newline found"),
     "float in words": (b"Fnot\n", "could not convert string to float"),
     "long string": (b"X\xff\xff\xff\x7f", "expected 2147483647 bytes"),
     "longer string": (b"\x8d" + b"\xff" * 8, "byte count > sys.maxsize: 18446744073709551615"),
@@ -130,7 +131,7 @@ OPCODES = {
     "long stack global": (
         b"X" + struct.pack("<I", 5000) + b"a" * 5000 + b"2\x93", "the name 'aaaa"
     ),
-    "long name": (b"c" + b"a" * 9999 + b"\nb\n", "has no end within 256 bytes"),
+    "long name": (b"c" + b"a" * 9999 + b"\nb\n", "the name 'aaaa"),
     "name of a number": (b"K\x01K\x02\x93", "STACK_GLOBAL requires str"),
     "persistent string": (value("storage") + b"Q", "a persistent id that is str 'storage'"),
     "persistent int": (b"K\x01Q", "a persistent id that is int 1"),
@@ -141,8 +142,8 @@ OPCODES = {
     "storage key": (value(("storage", FLOATS, 0, "cpu", 6)) + b"Q", "a storage called int 0"),
     "storage path": (value(("storage", FLOATS, "../x", "cpu", 6)) + b"Q", "is not in the archive"),
     "storage elements": (value(("storage", FLOATS, "0", "cpu", -6)) + b"Q", "int -6 elements"),
-    "storage of true": (value(("storage", FLOATS, "0", "cpu", True)) + b"Q", "of bool True elements"),
-    "storage too long": (value(("storage", FLOATS, "0", "cpu", 7)) + b"Q", "28 bytes; the archive has 24"),
+    "storage of true": (value(("storage", FLOATS, "0", "cpu", True)) + b"Q", "bool True elements"),
+    "storage too long": (value(("storage", FLOATS, "0", "cpu", 7)) + b"Q", "; the archive has 24"),
 }  # fmt: skip
 
 
@@ -258,7 +259,8 @@ KEYS = {
     "deep tuples": b"}N" + b"\x85" * 200_000 + b"Ns",
     "in a set": b"\x8f(N" + b"\x85" * 200_000 + b"\x90",
     "in a frozen set": b"(N" + b"\x85" * 200_000 + b"\x91",
-    "in an OrderedDict": value(Name("collections OrderedDict")()) + b"N" + b"\x85" * 200_000 + b"Ns",
+    "in an OrderedDict": value(Name("collections OrderedDict")())
+    + b"N" + b"\x85" * 200_000 + b"Ns",
 }  # fmt: skip
 
 
@@ -266,10 +268,8 @@ KEYS = {
 def test_keys_are_never_hashed(tmp_path: Path, case: str) -> None:
     write_zip(tmp_path / "x.pt", None, {"0": bytes(24)}, pickle=b"\x80\x02" + KEYS[case] + b".")
     started = time.process_time()
-    try:
+    with contextlib.suppress(UsageError):
         open_weights(tmp_path / "x.pt").close()
-    except UsageError:
-        pass
     assert time.process_time() - started < 20
 
 
@@ -443,7 +443,7 @@ def test_legacy_files(tmp_path: Path, case: str) -> None:
     [
         (pickled({"w": 1}), "a plain pickle and not a file of torch.save"),
         (bytes(257) + b"ustar" + bytes(250), "a tar archive, as torch wrote before 0.1.11"),
-        (b"garbage", "a line in the pickle at byte 1 has no end"),
+        (b"garbage", "the pickle at byte 0 has an error: no newline found"),
     ],
 )
 def test_relatives_are_refused(tmp_path: Path, data: bytes, message: str) -> None:
