@@ -248,7 +248,7 @@ def pull(
             allow_patterns=[glob.escape(file.name) for file in wanted],
             endpoint=endpoint,
             cache_dir=_cache_folder(),
-            local_dir=folder,
+            local_dir=None if folder is None else Path(folder),
         )
     except UsageError:
         raise

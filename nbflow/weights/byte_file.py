@@ -161,14 +161,3 @@ class ByteCursor:
             else:
                 found.append(self.text(length, what))
         return found
-
-    def line(self, limit: int, what: str) -> bytes:
-        """Return the bytes up to the next line feed, without it."""
-        data = self.file.read(self.position, min(limit + 1, self.left))
-        end = data.find(b"\n")
-        if end < 0:
-            raise UsageError(
-                f"{self.file.path}: {what} at byte {self.position} has no end within {limit} bytes"
-            )
-        self.position += end + 1
-        return data[:end]
