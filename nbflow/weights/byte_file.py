@@ -1,14 +1,18 @@
-"""A file read by position, with every failure named after the file."""
+"""Binary files read by position, and numbers, strings and lines from them in order."""
 
 from __future__ import annotations
 
 import os
 import stat
+import struct
 from pathlib import Path
+from typing import Any, Literal
 
 from nbflow_kernels.errors import UsageError
 
 _MAX_READ_BYTES = 1 << 30  # Linux moves at most 2 GiB - 4 KiB in one call
+_CHUNK_BYTES = 1 << 16
+_MAX_STRING_BYTES = 1 << 26  # far above every chat template
 
 
 class ByteFile:
@@ -27,7 +31,8 @@ class ByteFile:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = -1
+        self.fd = -1
+        """File descriptor, -1 once closed; its own position is not used here."""
         try:
             fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
@@ -36,7 +41,7 @@ class ByteFile:
         if not stat.S_ISREG(status.st_mode):
             os.close(fd)
             raise UsageError(f"{path}: must be a regular file")
-        self._fd = fd
+        self.fd = fd
         self.size = status.st_size
         """Bytes in the file when it was opened."""
 
@@ -48,12 +53,12 @@ class ByteFile:
 
     def read_into(self, target: memoryview, offset: int) -> None:
         """Fill `target` (bytes, contiguous) with the file's bytes from `offset` on."""
-        if self._fd < 0:
+        if self.fd < 0:
             raise UsageError(f"{self.path}: the weight file is closed")
         done = 0
         while done < len(target):
             try:
-                n = os.preadv(self._fd, [target[done : done + _MAX_READ_BYTES]], offset + done)
+                n = os.preadv(self.fd, [target[done : done + _MAX_READ_BYTES]], offset + done)
             except OSError as error:
                 raise UsageError(f"{self.path}: cannot be read: {error.strerror}") from error
             if n == 0:
@@ -65,9 +70,94 @@ class ByteFile:
 
     def close(self) -> None:
         """Close the file; closing twice does nothing."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        if self.fd >= 0:
+            os.close(self.fd)
+            self.fd = -1
 
     def __del__(self) -> None:
         self.close()
+
+
+class ByteCursor:
+    """A position in a file; every read is checked against the end before memory is taken.
+
+    Parameters
+    ----------
+    file : ByteFile
+        The file.
+    start, stop : int, optional
+        The bytes that belong to what is read; the whole file by default.
+    order : {"<", ">"}
+        Byte order of the numbers, as in `struct`.
+    """
+
+    def __init__(
+        self, file: ByteFile, start: int = 0, stop: int | None = None, order: str = "<"
+    ) -> None:
+        self.file = file
+        self.position = start
+        """Next byte, counted from the beginning of the file."""
+        self.stop = file.size if stop is None else stop
+        """First byte that is not to be read."""
+        self.order = order
+        """Byte order of the numbers."""
+        self._begin = start  # place of the buffer in the file
+        self._buffer = b""
+
+    @property
+    def left(self) -> int:
+        """Return how many bytes there are between here and the end."""
+        return self.stop - self.position
+
+    def take(self, n_bytes: int, what: str) -> bytes:
+        """Return the next `n_bytes` bytes; `what` names them in the error message."""
+        begin = self.position - self._begin
+        if begin + n_bytes > len(self._buffer):
+            if n_bytes > self.left:
+                raise UsageError(
+                    f"{self.file.path}: {what} at byte {self.position} needs {n_bytes} bytes, but "
+                    f"the file ends at {self.stop}; it is truncated or damaged"
+                )
+            n_wanted = min(max(n_bytes, _CHUNK_BYTES), self.left)
+            self._buffer = self.file.read(self.position, n_wanted)
+            self._begin, begin = self.position, 0
+        self.position += n_bytes
+        return self._buffer[begin : begin + n_bytes]
+
+    def number(self, code: str, what: str) -> Any:
+        """Return the next number of a type of `struct`."""
+        return struct.unpack(self.order + code, self.take(struct.calcsize("=" + code), what))[0]
+
+    def numbers(self, code: str, count: int, what: str) -> list[Any]:
+        """Return the next `count` numbers of a type of `struct`."""
+        n_bytes = count * struct.calcsize("=" + code)
+        return list(struct.unpack(f"{self.order}{count}{code}", self.take(n_bytes, what)))
+
+    def text(self, length: str, what: str, limit: int = _MAX_STRING_BYTES) -> str:
+        """Return the next string, its length before it as a number of `struct`.
+
+        Bytes that are not UTF-8 (pieces of characters in a vocabulary) become surrogates.
+        """
+        n_bytes = self.number(length, what)
+        if n_bytes > limit and n_bytes <= self.left:
+            raise UsageError(
+                f"{self.file.path}: {what} at byte {self.position} has {n_bytes} bytes; at most "
+                f"{limit} are allowed"
+            )
+        return self.take(n_bytes, what).decode("utf-8", errors="surrogateescape")
+
+    def texts(self, length: str, count: int, what: str) -> list[str]:
+        """Return the next `count` strings; see `text`."""
+        size = struct.calcsize("=" + length)
+        order: Literal["little", "big"] = "little" if self.order == "<" else "big"
+        found = []
+        for _ in range(count):
+            begin = self.position - self._begin
+            start = begin + size
+            end = start + int.from_bytes(self._buffer[begin:start], order)
+            if start <= len(self._buffer) and end <= len(self._buffer):  # at hand: no call
+                found.append(self._buffer[start:end].decode("utf-8", errors="surrogateescape"))
+                self.position += end - begin
+            else:
+                found.append(self.text(length, what))
+        return found

@@ -25,9 +25,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nbflow.weights.byte_cursor import ByteCursor
-from nbflow.weights.byte_file import ByteFile
-from nbflow.weights.gguf import TYPES
+from nbflow.weights.byte_file import ByteCursor, ByteFile
+from nbflow.weights.gguf import tensor_types
 from nbflow.weights.weight_file import TensorEntry, WeightFile, tensor_bytes
 from nbflow_kernels.errors import UsageError
 
@@ -115,7 +114,7 @@ def _read_tensor(cursor: ByteCursor, i: int, magic: bytes, version: int) -> Tens
     shape = tuple(cursor.numbers("I", n_dimensions, f"tensor {i}"))[::-1]
     name = cursor.take(n_name, f"the name of tensor {i}").decode("utf-8", "surrogateescape")
     where = f"{path}: tensor {name!r:.80}"
-    dtype = TYPES.get(number) if number <= _LAST_TYPE else None
+    dtype = tensor_types().get(number) if number <= _LAST_TYPE else None
     if dtype is None:
         raise UsageError(f"{where} has the unknown type {number}")
     is_old = magic != b"tjgg" or version < 2 or (version == 2 and dtype in _CHANGED_IN_3)

@@ -1,7 +1,7 @@
-"""Torch checkpoints, ``.bin``, ``.pt``, ``.pth``: read without unpickling anything.
+"""Torch checkpoints, ``.bin``, ``.pt``, ``.pth``: tensor descriptions, read without running code.
 
 ===========  ==================================================================================
-layout       what lies where
+layout       content
 ===========  ==================================================================================
 zip          since torch 1.6: a zip archive with one folder; ``data.pkl`` the pickle,
              ``data/KEY`` the bytes of storage KEY, ``byteorder`` ``little`` or ``big``
@@ -10,55 +10,71 @@ legacy       before, or ``_use_new_zipfile_serialization=False``: five pickles (
              then per storage an i64 count of elements and the bytes, little-endian
 ===========  ==================================================================================
 
-A tensor in the pickle names a storage (a *persistent id*: element type, key, elements), an offset,
-a shape and strides; tensors may share a storage, and a legacy storage may be part of another one.
-The pickle is run by `nbflow.weights.pickle_machine`, which can build nothing but such descriptions.
+A tensor in the pickle is a storage (a *persistent id*: element type, key, elements), an offset, a
+shape and strides; tensors may share a storage, and a legacy storage may be part of another one.
+`nbflow.weights.torch_unpickler` builds these descriptions and runs no code.
 
-A tensor is called by its way through dicts and lists, joined by dots.  If the file is one dict that
-has no tensors itself and exactly one of the entries `WRAPPERS`, the names of that entry stand
-without it, as in the state dict that was saved with an optimizer beside it.
+A tensor's name is its path through dicts and lists, joined by dots.  If the file is one dict
+without tensors and with exactly one of the entries `WRAPPERS`, that entry's name is left out, as in
+a state dict saved together with an optimizer.
 
 Layout: https://github.com/pytorch/pytorch/blob/v2.6.0/torch/serialization.py
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+import codecs
+import io
+import struct
+import zipfile
+from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from nbflow.weights.byte_cursor import ByteCursor
 from nbflow.weights.byte_file import ByteFile
 from nbflow.weights.dtypes import ITEM_BYTES
-from nbflow.weights.pickle_machine import MAX_PICKLE_BYTES, PickleMachine
-from nbflow.weights.pickle_values import Global, Refused, Storage, Table, Tensor, describe
 from nbflow.weights.shards import open_checkpoint
 from nbflow.weights.shown import shown
+from nbflow.weights.torch_unpickler import (
+    MAX_OPCODES,
+    Dict,
+    Name,
+    Pickles,
+    Refused,
+    Storage,
+    Tensor,
+    describe,
+    is_count,
+    load_pickle,
+    unreadable,
+)
 from nbflow.weights.weight_file import TensorEntry, WeightFile, tensor_bytes
-from nbflow.weights.zip_file import MAGIC as ZIP_MAGIC
-from nbflow.weights.zip_file import Member, read_directory
 from nbflow_kernels.errors import UsageError
 
 FORMAT = "pickle"
 WRAPPERS = ("state_dict", "model_state_dict", "model", "module", "weights")
 
+_ZIP_MAGIC, _ZIP_END = b"PK\x03\x04", b"PK\x05\x06"
 _MAGIC_NUMBER = 0x1950A86A20F9469CFC6C
 _MAGIC = b"\x8a\x0a" + _MAGIC_NUMBER.to_bytes(10, "little")
 _PROTOCOL = 1001
-_MAX_DEPTH = 64
+_MAX_DIRECTORY_BYTES = 1 << 24
+_MAX_PICKLE_BYTES = 1 << 26
+_MAX_LEGACY_BYTES = 1 << 24  # is read whole to find where the pickles end
 _MAX_KEY = 256  # characters in the key of a storage; torch's are short numbers
-_MAX_VISITS = 1 << 17
+_MAX_DEPTH = 64
+_MAX_TENSORS = 1 << 16
 _MAX_NAME = 4096
 _MAX_NAME_CHARACTERS = 1 << 26  # of all names together
+
+codecs.lookup("cp437")  # of zip names; Python imports a codec at its first use
 
 
 def matches(path: Path, head: bytes) -> bool:
     """Return whether a file that begins with `head` is a zip archive or a legacy torch file."""
-    if head[:4] == ZIP_MAGIC:
-        return True
     body = head[11:] if head[2:3] == b"\x95" else head[2:]  # protocol 4 begins with a frame
-    return head[:1] == b"\x80" and body.startswith(_MAGIC)
+    return head[:4] == _ZIP_MAGIC or (head[:1] == b"\x80" and body.startswith(_MAGIC))
 
 
 def open_file(path: Path) -> WeightFile:
@@ -66,39 +82,28 @@ def open_file(path: Path) -> WeightFile:
     return open_checkpoint(path, FORMAT, _read_tensors)
 
 
-@dataclass
-class _Place:
-    """Where the bytes of a storage lie."""
-
-    offset: int
-    order: str
-
-
 def _read_tensors(file: ByteFile) -> list[TensorEntry]:
     """Return the tensors of one file of either layout."""
-    if file.read(0, 4) == ZIP_MAGIC:
-        value, places = _read_zip(file)
-    else:
-        value, places = _read_legacy(file)
+    read = _read_zip if file.read(0, 4) == _ZIP_MAGIC else _read_legacy
+    try:
+        value, offsets, order = read(file)
+        tensors = _named(file, value)
+    except Refused as problem:
+        raise unreadable(file, "its pickle", problem) from problem
     entries = []
-    for name, tensor in _named(file, value).items():
-        place = places[tensor.storage.key]
-        size = ITEM_BYTES[tensor.dtype]
-        offset = place.offset + tensor.storage.first + tensor.offset * size
+    for name, tensor in tensors.items():
         tensor_bytes(tensor.dtype, tensor.shape, f"{file.path}: tensor {shown(name)}")
-        if 0 in tensor.shape:  # its offset and strides say nothing
-            offset, strides = place.offset, None
-        else:
+        offset, strides = offsets[tensor.storage.key], None
+        if 0 not in tensor.shape:  # offset and strides of an empty tensor mean nothing
+            offset += tensor.storage.first + tensor.offset * ITEM_BYTES[tensor.dtype]
             strides = tensor.strides
-        entries.append(
-            TensorEntry(name, tensor.dtype, tensor.shape, file, offset, strides, place.order)
-        )
+        entries.append(TensorEntry(name, tensor.dtype, tensor.shape, file, offset, strides, order))
     return entries
 
 
-def _read_zip(file: ByteFile) -> tuple[Any, dict[str, _Place]]:
-    """Return the value of ``data.pkl`` and the places of its storages."""
-    members = read_directory(file)
+def _read_zip(file: ByteFile) -> tuple[Any, dict[str, int], str]:
+    """Return the value of ``data.pkl``, the offsets of its storages and their byte order."""
+    members = _members(file)
     roots = [name.removesuffix("/data.pkl") for name in members if name.endswith("/data.pkl")]
     roots = [root for root in roots if "/" not in root]
     if len(roots) != 1:
@@ -111,98 +116,141 @@ def _read_zip(file: ByteFile) -> tuple[Any, dict[str, _Place]]:
         raise UsageError(
             f"{file.path}: a TorchScript program, not a checkpoint; save model.state_dict()"
         )
-    order = _byte_order(file, members.get(f"{root}/byteorder"))
-    places: dict[str, _Place] = {}
+    offsets: dict[str, int] = {}
 
-    def persistent(identity: Any) -> Storage:
+    def storage(identity: Any) -> Storage:
         dtype, key, n_elements = _identity(identity, 5)
-        member = members.get(f"{root}/data/{key}")
-        if member is None:
+        if f"{root}/data/{key}" not in members:
             raise Refused(f"storage {shown(key)}, which is not in the archive")
-        n_bytes = _storage_bytes(dtype, n_elements)
-        if n_bytes > member.n_bytes:
-            raise Refused(
-                f"storage {shown(key)} of {n_bytes} bytes, of which the archive has "
-                f"{member.n_bytes}"
-            )
-        places[key] = _Place(member.offset, order)
+        offsets[key], available = members[f"{root}/data/{key}"]
+        n_bytes = n_elements * ITEM_BYTES[dtype or "u8"]
+        if n_bytes > available:
+            raise Refused(f"storage {shown(key)} of {n_bytes} bytes; the archive has {available}")
         return Storage(key, dtype, n_bytes)
 
-    member = members[f"{root}/data.pkl"]
-    machine = PickleMachine(_pickle_cursor(file, member.offset, member.n_bytes), persistent)
-    return machine.load(), places
+    start, n_bytes = members[f"{root}/data.pkl"]
+    stop = start + min(n_bytes, _MAX_PICKLE_BYTES)
+    value = load_pickle(Pickles(file, start, stop), storage)
+    return value, offsets, _byte_order(file, members.get(f"{root}/byteorder"))
 
 
-def _byte_order(file: ByteFile, member: Member | None) -> str:
+def _byte_order(file: ByteFile, member: tuple[int, int] | None) -> str:
     """Return the byte order of the storages, as in `struct`."""
-    if member is None:
-        return "<"
-    orders = {b"little": "<", b"big": ">"}
-    text = file.read(member.offset, min(member.n_bytes, 16))
-    if text not in orders:
+    text = b"little" if member is None else file.read(member[0], min(member[1], 16))
+    if text not in (b"little", b"big"):
         raise UsageError(f"{file.path}: byteorder must be little or big, got {shown(text)}")
-    return orders[text]
+    return "<" if text == b"little" else ">"
 
 
-def _read_legacy(file: ByteFile) -> tuple[Any, dict[str, _Place]]:
-    """Return the object and the places of its storages."""
-    cursor = _pickle_cursor(file, 0, file.size)
+class _BoundedReads(io.FileIO):
+    """A file that refuses to read a huge zip directory into memory."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        """Read at most `_MAX_DIRECTORY_BYTES`."""
+        if size is not None and size > _MAX_DIRECTORY_BYTES:
+            raise zipfile.BadZipFile(f"its directory is longer than {_MAX_DIRECTORY_BYTES} bytes")
+        return super().read(-1 if size is None else size)
+
+
+def _members(file: ByteFile) -> dict[str, tuple[int, int]]:
+    """Return offset and bytes of each member of a zip archive, which must be stored uncompressed.
+
+    `zipfile` finds the members; their places are checked against the file and each other, because
+    tensors are read by byte range and not through it.
+    """
+    try:
+        with (
+            _BoundedReads(file.fd, closefd=False) as stream,
+            zipfile.ZipFile(stream) as archive,
+        ):
+            infos, directory = archive.infolist(), archive.start_dir
+            end = file.size - 22 - len(archive.comment)
+    except (zipfile.BadZipFile, NotImplementedError, OverflowError, OSError, struct.error) as error:
+        raise _damaged(file, str(error)) from error
+    except ValueError as error:  # a name that is not UTF-8, a seek before the start
+        raise _damaged(file, str(error)) from error
+    if file.read(end, 4) != _ZIP_END:
+        raise _damaged(file, "something follows its end record")
+    spans, members = [], {}
+    for info in infos:
+        name, where = info.orig_filename, f"its member {info.orig_filename!r:.120}"
+        if info.flag_bits & 1 or info.compress_type or info.compress_size != info.file_size:
+            raise UsageError(
+                f"{file.path}: zip member {name!r:.120} is compressed or encrypted; torch writes "
+                "members uncompressed: unpack the archive and zip it again with zip -0"
+            )
+        header = file.read(info.header_offset, 30) if info.header_offset >= 0 else b""
+        if len(header) < 30 or header[:4] != _ZIP_MAGIC:
+            raise _damaged(file, f"{where} is not at byte {info.header_offset}")
+        n_name, n_extra = struct.unpack_from("<2H", header, 26)
+        encoding = "utf-8" if info.flag_bits & 0x800 else "cp437"
+        if file.read(info.header_offset + 30, n_name) != name.encode(encoding):
+            raise _damaged(file, f"{where} has another name at byte {info.header_offset}")
+        if name in members:
+            raise _damaged(file, f"{where} occurs twice")
+        start = info.header_offset + 30 + n_name + n_extra
+        members[name] = start, info.file_size
+        spans.append((info.header_offset, start + info.file_size, where))
+    spans = [*sorted(spans), (directory, directory, "its directory")]
+    for (_, stop, first), (start, _, second) in pairwise(spans):
+        if stop > start:
+            raise _damaged(file, f"{first} ends at byte {stop}, but {second} begins at {start}")
+    return members
+
+
+def _damaged(file: ByteFile, reason: str) -> UsageError:
+    return UsageError(f"{file.path}: the zip archive is truncated or damaged: {reason:.400}")
+
+
+def _read_legacy(file: ByteFile) -> tuple[Any, dict[str, int], str]:
+    """Return the object, the offsets of its storages and their byte order."""
+    pickles = Pickles(file, 0, min(file.size, _MAX_LEGACY_BYTES))
     elements: dict[str, tuple[str, int]] = {}  # of the whole storages: type and count
 
-    def persistent(identity: Any) -> Storage:
+    def storage(identity: Any) -> Storage:
         dtype, key, n_elements = _identity(identity, 6)
         if dtype is None:
             raise Refused(f"storage {shown(key)} without an element type")
         if elements.setdefault(key, (dtype, n_elements)) != (dtype, n_elements):
             raise Refused(f"storage {shown(key)} with two types or sizes")
-        n_bytes = _storage_bytes(dtype, n_elements)
-        if n_bytes > file.size:
-            raise Refused(f"storage {shown(key)} of {n_bytes} bytes, more than the file has")
-        whole = Storage(key, dtype, n_bytes)
-        return whole if identity[5] is None else _part(whole, identity[5])
+        size, view = ITEM_BYTES[dtype], identity[5]
+        if n_elements * size > file.size:
+            raise Refused(f"storage {shown(key)} of {n_elements * size} bytes, more than the file")
+        if view is None:
+            return Storage(key, dtype, n_elements * size)
+        if type(view) is not tuple or len(view) != 3 or not all(map(is_count, view[1:])):
+            raise Refused(f"a part of a storage that is {describe(view)}")
+        if view[1] + view[2] > n_elements:
+            raise Refused(f"a part of storage {shown(key)} that is larger than the storage")
+        return Storage(key, dtype, view[2] * size, view[1] * size)
 
-    machine = PickleMachine(cursor, persistent)
-    if machine.load() != _MAGIC_NUMBER or machine.load() != _PROTOCOL:
+    if load_pickle(pickles, storage) != _MAGIC_NUMBER or load_pickle(pickles, storage) != _PROTOCOL:
         raise UsageError(f"{file.path}: not a torch file: the magic number or protocol is wrong")
-    _check_sizes(file, machine.load())
-    value = machine.load()
-    keys = machine.load()
+    sizes = load_pickle(pickles, storage)
+    pairs = sizes.pairs if isinstance(sizes, Dict) else []
+    if not any(tuple(pair) == ("little_endian", True) for pair in pairs):
+        raise UsageError(f"{file.path}: a legacy torch file must be of a little-endian machine")
+    value = load_pickle(pickles, storage)
+    keys = load_pickle(pickles, storage)
     if type(keys) is not list or not all(isinstance(key, str) for key in keys):
         raise UsageError(f"{file.path}: the list of storages is {describe(keys)}")
-    return value, _legacy_places(file, cursor.position, keys, elements)
+    return value, _legacy_offsets(file, pickles.used, keys, elements), "<"
 
 
-def _part(whole: Storage, view: Any) -> Storage:
-    """Return the part of a legacy storage that a persistent id names: (key, offset, elements)."""
-    if type(view) is not tuple or len(view) != 3 or not all(_is_count(n) for n in view[1:]):
-        raise Refused(f"a part of a storage that is {describe(view)}")
-    assert whole.dtype is not None
-    size = ITEM_BYTES[whole.dtype]
-    if (view[1] + view[2]) * size > whole.n_bytes:
-        raise Refused(f"a part of storage {shown(whole.key)} that is larger than the storage")
-    return Storage(whole.key, whole.dtype, view[2] * size, view[1] * size)
-
-
-def _check_sizes(file: ByteFile, sizes: Any) -> None:
-    """Refuse a file of a machine that we know no file of."""
-    items = sizes.items if isinstance(sizes, Table) else []
-    if not any(key == "little_endian" and value is True for key, value in items):
-        raise UsageError(f"{file.path}: a legacy torch file must be of a little-endian machine")
-
-
-def _legacy_places(
+def _legacy_offsets(
     file: ByteFile, position: int, keys: list[str], elements: dict[str, tuple[str, int]]
-) -> dict[str, _Place]:
-    """Walk over the storages behind the pickles and return their places."""
-    places: dict[str, _Place] = {}
+) -> dict[str, int]:
+    """Return the offsets of the storages, which follow the pickles from `position` on."""
+    offsets: dict[str, int] = {}
     for key in keys:
-        if key not in elements or key in places:
+        if key not in elements or key in offsets:
             raise UsageError(
                 f"{file.path}: the list of storages has {shown(key)}, which "
-                f"{'occurs twice' if key in places else 'no tensor uses'}"
+                f"{'occurs twice' if key in offsets else 'no tensor uses'}"
             )
         dtype, n_elements = elements[key]
         found = int.from_bytes(file.read(position, 8), "little")
+        offsets[key] = position + 8
         n_bytes = n_elements * ITEM_BYTES[dtype]
         if found != n_elements or position + 8 + n_bytes > file.size:
             raise UsageError(
@@ -210,17 +258,11 @@ def _legacy_places(
                 f"byte {position}, found a count of {found} and {file.size - position} bytes; the "
                 "file is truncated or damaged"
             )
-        places[key] = _Place(position + 8, "<")
         position += 8 + n_bytes
-    missing = [key for key in elements if key not in places]
+    missing = elements.keys() - offsets.keys()
     if missing:
-        raise UsageError(f"{file.path}: storage {shown(missing[0])} is not in the file")
-    return places
-
-
-def _pickle_cursor(file: ByteFile, start: int, n_bytes: int) -> ByteCursor:
-    """Return a cursor over at most as much as a pickle may have."""
-    return ByteCursor(file, start, start + min(n_bytes, MAX_PICKLE_BYTES))
+        raise UsageError(f"{file.path}: storage {shown(min(missing))} is not in the file")
+    return offsets
 
 
 def _identity(identity: Any, n_fields: int) -> tuple[str | None, str, int]:
@@ -228,105 +270,79 @@ def _identity(identity: Any, n_fields: int) -> tuple[str | None, str, int]:
     if type(identity) is not tuple or len(identity) != n_fields or identity[0] != "storage":
         raise Refused(f"a persistent id that is {describe(identity)} and not a storage")
     kind, key, n_elements = identity[1], identity[2], identity[4]
-    if not isinstance(kind, Global) or kind.kind != "storage":
+    if not isinstance(kind, Name) or not kind.storage:
         raise Refused(f"a storage of the type {describe(kind)}")
-    if not isinstance(key, str) or len(key) > _MAX_KEY or not _is_count(n_elements):
+    if not isinstance(key, str) or len(key) > _MAX_KEY or not is_count(n_elements):
         raise Refused(f"a storage called {describe(key)} of {describe(n_elements)} elements")
-    return kind.meaning, key, n_elements
+    return kind.dtype, key, n_elements
 
 
-def _storage_bytes(dtype: str | None, n_elements: int) -> int:
-    return n_elements * (1 if dtype is None else ITEM_BYTES[dtype])
+def _named(file: ByteFile, root: Any) -> dict[str, Tensor]:
+    """Return the tensors below a value by name, in the file's order.
 
-
-def _is_count(value: Any) -> bool:
-    return type(value) is int and 0 <= value < 1 << 62
-
-
-def _named(file: ByteFile, value: Any) -> dict[str, Tensor]:
-    """Return the tensors below a value by name, in the file's order."""
-    wrapper = _wrapper(value)
-    holders = _holders(value)
+    Dicts, lists and tuples may share parts, or contain themselves: the steps are bounded, and what
+    has no tensors is searched once.
+    """
+    wrapper = _wrapper(root)
     tensors: dict[str, Tensor] = {}
-    n_visits = n_characters = 0
-    waiting: list[tuple[tuple[str, ...], Any]] = [((), value)]
-    while waiting:
-        path, value = waiting.pop()
-        n_visits += 1
-        if n_visits + len(waiting) > _MAX_VISITS or len(path) > _MAX_DEPTH:
-            raise UsageError(
-                f"{file.path}: tensors are nested more than {_MAX_DEPTH} deep, or are more than "
-                f"{_MAX_VISITS} once every shared dict and list is written out"
-            )
-        if not isinstance(value, Tensor):
-            children = [
-                ((*path, _key(key)), child)
-                for key, child in _children(value)
-                if isinstance(child, Tensor) or id(child) in holders
-            ]
-            waiting += reversed(children)
-            continue
-        parts = path[1:] if path[:1] == (wrapper,) else path
-        length = sum(map(len, parts))
-        n_characters += length
-        if length > _MAX_NAME or n_characters > _MAX_NAME_CHARACTERS:
-            raise UsageError(f"{file.path}: the name of a tensor is too long: {shown(parts[-1])}")
-        name = ".".join(parts) or "tensor"
-        if name in tensors:
-            raise UsageError(f"{file.path}: two tensors have the name {shown(name)}")
-        tensors[name] = value
+    without: set[int] = set()
+    n_steps = n_characters = 0
+
+    def search(value: Any, path: tuple[str, ...]) -> None:
+        nonlocal n_steps, n_characters
+        if isinstance(value, Tensor):
+            parts = path[1:] if path[:1] == (wrapper,) else path
+            length = sum(map(len, parts))
+            n_characters += length
+            if length > _MAX_NAME or n_characters > _MAX_NAME_CHARACTERS:
+                raise Refused(f"a tensor whose name is too long: {shown(parts[-1])}")
+            name = ".".join(parts) or "tensor"
+            if name in tensors:
+                raise UsageError(f"{file.path}: two tensors have the name {shown(name)}")
+            tensors[name] = value
+            return
+        n_before = len(tensors)
+        for key, child in _children(value):
+            n_steps += 1
+            if n_steps > MAX_OPCODES or len(tensors) > _MAX_TENSORS or len(path) > _MAX_DEPTH:
+                raise Refused(
+                    f"values nested more than {_MAX_DEPTH} deep, or more than {_MAX_TENSORS} "
+                    f"tensors or {MAX_OPCODES} values once every shared dict and list is copied"
+                )
+            if isinstance(child, (Tensor, Dict, list, tuple)) and id(child) not in without:
+                search(child, (*path, _key(key)))
+        if len(tensors) == n_before:
+            without.add(id(value))
+
+    search(root, ())
     return tensors
 
 
-def _children(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return what a dict, list or tuple holds, with keys; nothing of anything else."""
-    if isinstance(value, Table):
-        return value.items
-    return enumerate(value) if isinstance(value, (list, tuple)) else ()
-
-
-def _holders(root: Any) -> set[int]:
-    """Return the ids of the dicts, lists and tuples that have a tensor somewhere below them.
-
-    Each is looked at once, so that structures which share their parts cost no more than they take
-    in the file.
-    """
-    first_parent: dict[int, int] = {id(root): 0}
-    more_parents: dict[int, list[int]] = {}  # of what is shared
-    direct, waiting = [], [root]
-    while waiting:
-        value = waiting.pop()
-        for _, child in _children(value):
-            if isinstance(child, Tensor):
-                direct.append(id(value))
-            elif isinstance(child, (Table, list, tuple)):
-                if id(child) in first_parent:
-                    more_parents.setdefault(id(child), []).append(id(value))
-                else:
-                    first_parent[id(child)] = id(value)
-                    waiting.append(child)
-    holders: set[int] = set()
-    while direct:
-        holder = direct.pop()
-        if holder and holder not in holders:
-            holders.add(holder)
-            direct.append(first_parent[holder])
-            direct += more_parents.get(holder, ())
-    return holders
+def _children(value: Any) -> Iterator[tuple[Any, Any]]:
+    """Yield keys and values of a dict, list or tuple; nothing of anything else."""
+    if isinstance(value, (list, tuple)):
+        yield from enumerate(value)
+    for pair in value.pairs if isinstance(value, Dict) else ():
+        if type(pair) not in (list, tuple) or len(pair) != 2:
+            raise Refused(f"an OrderedDict of {describe(pair)} instead of pairs")
+        yield pair[0], pair[1]
 
 
 def _key(key: Any) -> str:
-    """Return how a dict's key appears in a name."""
+    """Return a dict's key as part of a name."""
     if isinstance(key, bytes):
         return key[: _MAX_NAME + 1].decode("latin-1")  # a longer one will be refused
-    if isinstance(key, tuple):
-        return "tuple"
-    return key if isinstance(key, str) else str(key)
+    return key if isinstance(key, str) else "tuple" if isinstance(key, tuple) else str(key)
 
 
 def _wrapper(value: Any) -> str | None:
-    """Return the one entry of `WRAPPERS` that the names stand without, or None."""
-    if not isinstance(value, Table) or any(isinstance(child, Tensor) for _, child in value.items):
+    """Return the one entry of `WRAPPERS` that is left out of the names, or None."""
+    if not isinstance(value, Dict):
         return None
-    found = [key for key, child in value.items if key in WRAPPERS and isinstance(child, Table)]
+    found = []
+    for key, child in _children(value):
+        if isinstance(child, Tensor):
+            return None
+        if key in WRAPPERS and isinstance(child, Dict):
+            found.append(key)
     return found[0] if len(found) == 1 else None

@@ -12,10 +12,9 @@ offset    bytes    field
 A tensor in a block format is one of bytes, (rows, bytes of a row); ``nbflow.formats`` of the
 metadata says its format and shape (`nbflow.writing.safetensors_file`).
 
-Why not the ``safetensors`` package: it has no NumPy bfloat16, and we widen it without torch; ranks
-read exact byte ranges of rows and columns and count them; and every error here names file, tensor,
-what was wanted and what was found.  Nothing the header promises is believed before it is checked
-against the file, so a damaged file cannot cause a large allocation.
+The ``safetensors`` package checks the header against the file: types, shapes, offsets, no gaps and
+no overlaps.  The bytes are read here, because the package has no NumPy type for bfloat16 and FP8,
+and ranks read byte ranges of rows and columns and count them.
 
 Layout: https://github.com/huggingface/safetensors/blob/v0.4.5/README.md#format
 """
@@ -25,6 +24,8 @@ from __future__ import annotations
 import math
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from nbflow.weights.byte_file import ByteFile
 from nbflow.weights.json_file import parse_object
@@ -39,7 +40,8 @@ SINGLE = "model.safetensors"
 
 FORMATS_KEY = "nbflow.formats"
 """Entry of ``__metadata__`` that says which tensors of bytes are in a block format."""
-MAX_HEADER_BYTES = 100_000_000  # the limit of the reference implementation
+
+_MAX_DIMENSIONS = 16
 
 DTYPES = {
     "BOOL": "bool",
@@ -78,73 +80,43 @@ def open_file(path: Path) -> WeightFile:
 
 
 def _read_header(file: ByteFile) -> list[TensorEntry]:
-    """Return the tensors of one file, every number checked against the file's size."""
-    if file.size < 8:
-        raise UsageError(f"{file.path}: a safetensors file has at least 8 bytes, got {file.size}")
-    n_header = int.from_bytes(file.read(0, 8), "little")
-    limit = min(file.size - 8, MAX_HEADER_BYTES)
-    if n_header > limit:
-        raise UsageError(
-            f"{file.path}: the header says it has {n_header} bytes, but at most {limit} are "
-            f"possible in this file of {file.size} bytes; it is truncated or not a safetensors file"
-        )
-    header = parse_object(file.read(8, n_header), f"{file.path}: safetensors header")
-    start = 8 + n_header
-    metadata = header.pop("__metadata__", None)
-    if metadata is not None and not _is_string_table(metadata):
-        raise UsageError(
-            f"{file.path}: __metadata__ must be a table of strings, got {shown(metadata)}"
-        )
-    formats = _formats(file, metadata or {}, header)
-    spans = []
+    """Return the tensors of one file, in the order of their bytes, which leave no gaps."""
     entries = []
-    for name, record in header.items():
-        dtype, shape, begin, end = _check_record(file, name, record, file.size - start)
-        spans.append((begin, end, name))
-        if name in formats:
-            dtype, shape = _blocks(file, name, formats[name], dtype, shape)
-        entries.append(TensorEntry(name, dtype, shape, file, start + begin))
-    _check_cover(file, sorted(spans), file.size - start)
+    try:
+        with safe_open(file.path, framework="np") as header:
+            offset = 8 + int.from_bytes(file.read(0, 8), "little")
+            names = header.offset_keys()
+            formats = _formats(file, header.metadata() or {}, set(names))
+            for name in names:
+                record = header.get_slice(name)
+                code, shape = record.get_dtype(), tuple(record.get_shape())
+                dtype = DTYPES.get(code, code)
+                where = f"{file.path}: tensor {shown(name)}"
+                if len(shape) > _MAX_DIMENSIONS:
+                    raise UsageError(f"{where}: must have at most 16 dimensions, has {len(shape)}")
+                n_bytes = tensor_bytes(dtype, shape, where)
+                if name in formats:
+                    dtype, shape = _blocks(file, name, formats[name], dtype, shape)
+                entries.append(TensorEntry(name, dtype, shape, file, offset))
+                offset += n_bytes
+    except SafetensorError as error:
+        raise UsageError(
+            f"{file.path}: not a valid safetensors file, or truncated (it has {file.size} bytes): "
+            f"{str(error).removeprefix('Error while deserializing header: '):.400}; download or "
+            "convert it again"
+        ) from error
     return entries
 
 
-def _check_record(
-    file: ByteFile, name: str, record: Any, n_data: int
-) -> tuple[str, tuple[int, ...], int, int]:
-    """Return dtype, shape, begin and end of one tensor, or say what is wrong with them."""
-    where = f"{file.path}: tensor {shown(name)}"
-    wanted = {"dtype", "shape", "data_offsets"}
-    if not isinstance(record, dict) or set(record) != wanted:
-        raise UsageError(f"{where}: must have dtype, shape and data_offsets, got {shown(record)}")
-    code, shape, offsets = record["dtype"], record["shape"], record["data_offsets"]
-    if not isinstance(code, str) or code not in DTYPES:
-        raise UsageError(f"{where}: unknown dtype {shown(code)}; known are {', '.join(DTYPES)}")
-    dtype = DTYPES[code]
-    if not _are_counts(shape) or len(shape) > 16:
-        raise UsageError(f"{where}: shape must be at most 16 numbers >= 0, got {shown(shape)}")
-    if not _are_counts(offsets) or len(offsets) != 2 or not offsets[0] <= offsets[1] <= n_data:
-        raise UsageError(
-            f"{where}: data_offsets must be [begin, end] within the {n_data} bytes of data in this "
-            f"file, got {shown(offsets)}; the file is truncated or damaged"
-        )
-    n_bytes = tensor_bytes(dtype, tuple(shape), where)
-    if n_bytes != offsets[1] - offsets[0]:
-        raise UsageError(
-            f"{where}: shape {shown(shape)} of {dtype} needs {n_bytes} bytes, "
-            f"but data_offsets {offsets} hold {offsets[1] - offsets[0]}"
-        )
-    return dtype, tuple(shape), offsets[0], offsets[1]
-
-
 def _formats(
-    file: ByteFile, metadata: dict[str, str], header: dict[str, Any]
+    file: ByteFile, metadata: dict[str, str], names: set[str]
 ) -> dict[str, dict[str, Any]]:
     """Return what the metadata says of tensors in block formats."""
     if FORMATS_KEY not in metadata:
         return {}
     where = f"{file.path}: {FORMATS_KEY}"
     formats = parse_object(metadata[FORMATS_KEY].encode("utf-8", "surrogatepass"), where)
-    absent = formats.keys() - header.keys()
+    absent = formats.keys() - names
     if absent:
         raise UsageError(f"{where}: the file has no tensor {shown(min(absent))}")
     return formats
@@ -182,33 +154,6 @@ def _blocks(
     return known.name, tuple(weights)
 
 
-def _is_string_table(value: Any) -> bool:
-    """Return whether `value` is a table of strings."""
-    return isinstance(value, dict) and all(isinstance(text, str) for text in value.values())
-
-
 def _are_counts(value: Any) -> bool:
     """Return whether `value` is a list of integers that are not negative."""
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 1 << 63 for n in value)
-
-
-def _check_cover(file: ByteFile, spans: list[tuple[int, int, str]], n_data: int) -> None:
-    """Raise unless the tensors, ordered by position, cover the data exactly once."""
-    position, previous = 0, "the header"
-    for begin, end, name in spans:
-        if begin < position:
-            raise UsageError(
-                f"{file.path}: tensors {shown(previous)} and {shown(name)} overlap: "
-                f"one ends at byte {position} of the data, the other begins at {begin}"
-            )
-        if begin > position:
-            raise UsageError(
-                f"{file.path}: bytes {position}..{begin} of the data, before tensor {shown(name)}, "
-                "belong to no tensor; safetensors allows no gaps"
-            )
-        position, previous = end, name
-    if position != n_data:
-        raise UsageError(
-            f"{file.path}: the tensors end at byte {position} of the data, "
-            f"but the file has {n_data}; safetensors allows nothing after them"
-        )

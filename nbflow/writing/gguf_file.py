@@ -1,4 +1,8 @@
-"""Writes GGUF, version 3, little-endian; the layout is in `nbflow.weights.gguf`."""
+"""Write GGUF, version 3, little-endian; the layout is in `nbflow.weights.gguf`.
+
+`gguf.GGUFWriter` is not used: it takes tensors whole, where these are encoded a few rows at a time,
+and refuses empty arrays, which metadata copied from another file may have.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, BinaryIO
 
 from nbflow.execute.encode import Encoding
-from nbflow.weights.gguf import ARRAY, MAGIC, SCALARS, STRING, TYPES
+from nbflow.weights.gguf import ACTIVATIONS, ARRAY, MAGIC, SCALARS, STRING, tensor_types
 from nbflow.writing.plan import NewTensor
 from nbflow_kernels.errors import UsageError
 
@@ -19,7 +23,6 @@ Kind = tuple[int, ...]
 Metadata = Mapping[str, tuple[Kind, Any]]
 """Key -> type and value."""
 
-_NUMBERS = {name: number for number, name in TYPES.items()}
 _MAX_DIMENSIONS = 4
 
 
@@ -32,8 +35,9 @@ def write_gguf(
     for key, (kind, value) in metadata.items():
         head += [_string(key), struct.pack("<I", kind[0]), _value(key, kind, value)]
     offset = 0
+    numbers = {name: number for number, name in tensor_types().items()}
     for tensor in tensors:
-        head.append(_record(tensor, offset))
+        head.append(_record(tensor, numbers[tensor.format], offset))
         offset += -(-tensor.n_bytes // alignment) * alignment
     file.write(b"".join(head))
     file.write(bytes(-file.tell() % alignment))
@@ -47,11 +51,12 @@ def write_gguf(
 
 def check_types(tensors: Sequence[NewTensor]) -> None:
     """Raise if GGUF has no type for a tensor, or no room for its dimensions."""
+    known = [name for name in tensor_types().values() if name not in ACTIVATIONS]
     for tensor in tensors:
-        if tensor.format not in _NUMBERS:
+        if tensor.format not in known:
             raise UsageError(
                 f"tensor {tensor.name}: GGUF has no type for {tensor.format}; it has "
-                f"{', '.join(_NUMBERS)}, safetensors (a folder as OUT) takes all formats"
+                f"{', '.join(known)}, safetensors (a folder as OUT) takes all formats"
             )
         if len(tensor.shape) > _MAX_DIMENSIONS:
             raise UsageError(
@@ -79,9 +84,9 @@ def _value(key: str, kind: Kind, value: Any) -> bytes:
     return head + struct.pack(f"<{len(value)}{SCALARS[kind[1]]}", *value)
 
 
-def _record(tensor: NewTensor, offset: int) -> bytes:
+def _record(tensor: NewTensor, number: int, offset: int) -> bytes:
     """Return the entry of the tensor table."""
     sizes = tensor.shape[::-1]
     return _string(tensor.name) + struct.pack(
-        f"<I{len(sizes)}QIQ", len(sizes), *sizes, _NUMBERS[tensor.format], offset
+        f"<I{len(sizes)}QIQ", len(sizes), *sizes, number, offset
     )

@@ -15,8 +15,7 @@ from typing import Any
 import numpy as np
 
 from nbflow.weights import gguf, open_weights
-from nbflow.weights.byte_cursor import ByteCursor
-from nbflow.weights.byte_file import ByteFile
+from nbflow.weights.byte_file import ByteCursor, ByteFile
 from nbflow.writing.plan import NewTensor
 from nbflow_kernels.errors import UsageError
 

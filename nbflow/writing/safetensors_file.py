@@ -7,6 +7,8 @@ A tensor in a block format has dtype ``U8`` and shape (rows, bytes of a row).  T
 
 `shape` is that of the weights, `block` the weights and bytes of a block.  Other programs see the
 bytes; `nbflow.weights.safetensors` gives them back as what they are.
+
+The ``safetensors`` package writes tensors that are all in memory; these are encoded one by one.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import subprocess
@@ -59,7 +60,9 @@ RUNS = {
 @pytest.mark.parametrize("case", RUNS)
 def test_names_outside_the_list_are_refused(tmp_path: Path, case: str) -> None:
     write_zip(tmp_path / "x.pt", RUNS[case], {"0": bytes(24)})
-    with pytest.raises(UsageError, match=r"the name '[\w.]+', which no state dict needs, at byte"):
+    with pytest.raises(
+        UsageError, match=r"the pickle at byte 40 has the name '[\w.]+', which no state dict needs"
+    ):
         open_weights(tmp_path / "x.pt")
     assert not os.path.exists("/tmp/nbflow_was_here")
 
@@ -69,10 +72,10 @@ TENSOR = value(REBUILD(GOOD, 0, (2, 3), (3, 1), False, None))
 OPCODES = {
     "INST": (b"(" + value(COMMAND) + b"ios\nsystem\n", "opcode INST"),
     "OBJ": (b"(" + value(Name("argparse Namespace")) + b"o", "opcode OBJ"),
-    "NEWOBJ of a function": (value(REBUILD) + b")\x81", "an object of torch._utils._rebuild"),
-    "NEWOBJ of nothing": (b"N)\x81", "an object of NoneType"),
+    "NEWOBJ of a function": (value(REBUILD) + b")\x81", "missing 6 required positional arguments"),
+    "NEWOBJ of nothing": (b"N)\x81", "'NoneType' object is not callable"),
     "NEWOBJ with arguments": (
-        value(Name("argparse Namespace")) + value(("a",)) + b"\x81", "an object of argparse"
+        value(Name("argparse Namespace")) + value(("a",)) + b"\x81", "takes 0 positional arguments"
     ),
     "NEWOBJ_EX": (value(Name("argparse Namespace")) + b")}\x92", "opcode NEWOBJ_EX"),
     "EXT1": (b"\x82\x01", "opcode EXT1"),
@@ -82,55 +85,54 @@ OPCODES = {
     "STRING": (b"S'a'\n", "opcode STRING"),
     "UNICODE": (b"Va\n", "opcode UNICODE"),
     "buffers": (b"\x97", "opcode NEXT_BUFFER"),
-    "unknown opcode": (b"\xff", "opcode 0xff"),
-    "protocol": (b"\x80\x06N", "protocol 6"),
-    "setstate of a tensor": (TENSOR + value(("x",)) + b"b", r"BUILD \(__setstate__\) of tensor"),
-    "setstate of a name": (value(FLOATS) + value({}) + b"b", "BUILD .* of torch.FloatStorage"),
-    "setstate of a list": (b"]" + value({}) + b"b", "BUILD .* of list"),
+    "unknown opcode": (b"\xff", r"opcode b'\\xff' unknown"),
+    "protocol": (b"\x80\x06N", "unsupported pickle protocol: 6"),
+    "setstate of a tensor": (TENSOR + value(("x",)) + b"b", r"attributes \(BUILD\) of tensor"),
+    "setstate of a name": (value(FLOATS) + value({}) + b"b", "BUILD.* of torch.FloatStorage"),
+    "setstate of a list": (b"]" + value({}) + b"b", "state is not a dictionary"),
     "reduce of a storage type": (value(FLOATS) + value((3,)) + b"R", "a call of torch.Fl"),
-    "reduce of a string": (value("os.system") + value((3,)) + b"R", "a call of str 'os.system'"),
+    "reduce of a string": (value("os.system") + value((3,)) + b"R", "'str' object is not callable"),
     "reduce of a result": (
-        value(REBUILD(GOOD, 0, (2, 3), (3, 1), False, None)) + b")R", "a call of tensor"
+        value(REBUILD(GOOD, 0, (2, 3), (3, 1), False, None)) + b")R", "object is not callable"
     ),
-    "reduce without a tuple": (value(REBUILD) + value([1]) + b"R", "a call with list instead"),
-    "append to a dict": (b"}" + value(3) + b"a", "APPEND to dict"),
-    "append to a tuple": (b")" + value(3) + b"a", r"APPEND to tuple"),
-    "items of a list": (b"](K\x01K\x02u", "SETITEMS of 2 values on list"),
-    "odd items": (b"}(K\x01u", "SETITEMS of 1 values on dict"),
-    "odd dict": (b"(K\x01d", "SETITEMS of 1 values"),
+    "reduce without a tuple": (value(REBUILD) + value([1]) + b"R", "argument list must be a tuple"),
+    "append to a dict": (b"}" + value(3) + b"a", "'Dict' object has no attribute 'append'"),
+    "append to a tuple": (b")" + value(3) + b"a", "'tuple' object has no attribute 'append'"),
+    "items of a list": (b"](K\x01K\x02u", "list assignment index out of range"),
+    "odd items": (b"}(K\x01u", "odd number of items for SETITEMS"),
+    "odd dict": (b"(K\x01d", "opcode DICT"),
     "key of a list": (b"}]K\x01s", "a dict with the key list"),
     "key of a tensor": (b"}" + TENSOR + b"Ns", "a dict with the key tensor"),
-    "items of a set": (b"](K\x01\x90", "ADDITEMS to list"),
-    "underflow": (b"0", "an operation on an empty stack"),
-    "underflow of a tuple": (b"K\x01\x86", "an operation on an empty stack"),
-    "underflow over a mark": (b"K\x01(\x85t", "an operation on an empty stack"),
-    "reduce underflow": (b")R", "an operation on an empty stack"),
-    "no mark": (b"K\x01t", "needs a MARK"),
-    "mark left": (b"(K\x01", "STOP before everything"),
-    "two values": (b"K\x01K\x02", "STOP before everything"),
-    "no value": (b"", "an operation on an empty stack"),
-    "memo never put": (b"h\x07", "memo 7, which was never put"),
-    "long memo never put": (b"j\xff\xff\xff\xff", "memo 4294967295, which was never put"),
-    "memo of an empty stack": (b"q\x00N", "an operation on an empty stack"),
-    "negative memo": (b"Np-1\n", "memo -1"),
-    "memo in words": (b"Npx\n", "the integer b'x'"),
-    "memo over a mark": (b"K\x01(q\x00t\x86", "an operation on an empty stack"),
-    "many marks": (b"(" * 1100, "more than 1024 MARKs"),
-    "huge integer": (b"\x8a\x20" + b"\x01" * 32, "an integer of 32 bytes"),
-    "huge LONG4": (b"\x8b\xff\xff\xff\x7f", "an integer of 2147483647 bytes"),
-    "negative LONG4": (b"\x8b\xff\xff\xff\xff", "an integer of -1 bytes"),
-    "long decimal": (b"L" + b"9" * 60 + b"L\n", "the integer b'9999"),
-    "decimal without end": (b"I" + b"9" * 5000, "has no end within 256 bytes"),
-    "float in words": (b"Fnot\n", "the float b'not'"),
-    "long string": (b"X\xff\xff\xff\x7f", "needs 2147483647 bytes"),
-    "longer string": (b"\x8d" + b"\xff" * 8, "needs 18446744073709551615 bytes"),
-    "long bytes": (b"\x8e" + struct.pack("<Q", 1 << 62), "needs 4611686018427387904 bytes"),
+    "items of a set": (b"](K\x01\x90", "'list' object has no attribute 'add'"),
+    "underflow": (b"0", "stack underflow"),
+    "underflow of a tuple": (b"K\x01\x86", "stack underflow"),
+    "underflow over a mark": (b"K\x01(\x85t", "unexpected MARK"),
+    "reduce underflow": (b")R", "stack underflow"),
+    "no mark": (b"K\x01t", "could not find MARK"),
+    "no value": (b"", "stack underflow"),
+    "memo never put": (b"h\x07", "Memo value not found at index 7"),
+    "long memo never put": (b"j\xff\xff\xff\xff", "Memo value not found at index 4294967295"),
+    "memo of an empty stack": (b"q\x00N", "stack underflow"),
+    "memo far away": (b"Nr\xff\xff\xff\xff", "memo 4294967295"),
+    "negative memo": (b"Np-1\n", "opcode PUT"),
+    "memo in words": (b"Npx\n", "invalid literal for int"),
+    "memo over a mark": (b"K\x01(q\x00t\x86", "unexpected MARK"),
+    "many marks": (b"(" * 1100, "unexpected MARK"),
+    "huge integer": (b"\x8a\x20" + b"\x01" * 32, "an integer of 249 bits"),
+    "huge LONG4": (b"\x8b\xff\xff\xff\x7f", "not enough data in stream to read long4"),
+    "negative LONG4": (b"\x8b\xff\xff\xff\xff", "long4 byte count < 0"),
+    "long decimal": (b"L" + b"9" * 60 + b"L\n", "an integer of 200 bits"),
+    "decimal without end": (b"I" + b"9" * 5000, "no newline found"),
+    "float in words": (b"Fnot\n", "could not convert string to float"),
+    "long string": (b"X\xff\xff\xff\x7f", "expected 2147483647 bytes"),
+    "longer string": (b"\x8d" + b"\xff" * 8, "byte count > sys.maxsize: 18446744073709551615"),
+    "long bytes": (b"\x8e" + struct.pack("<Q", 1 << 62), "expected 4611686018427387904 bytes"),
     "long frame": (b"\x95" + struct.pack("<Q", 1 << 40) + b"N", "a frame of 1099511627776 bytes"),
     "long stack global": (
         b"X" + struct.pack("<I", 5000) + b"a" * 5000 + b"2\x93", "the name 'aaaa"
     ),
-    "long name": (b"c" + b"a" * 9999 + b"\nb\n", "has no end within 256 bytes"),
-    "name of a number": (b"K\x01K\x02\x93", "a name made of int 1 and int 2"),
+    "long name": (b"c" + b"a" * 9999 + b"\nb\n", "the name 'aaaa"),
+    "name of a number": (b"K\x01K\x02\x93", "STACK_GLOBAL requires str"),
     "persistent string": (value("storage") + b"Q", "a persistent id that is str 'storage'"),
     "persistent int": (b"K\x01Q", "a persistent id that is int 1"),
     "persistent module": (value(("module", 1, 2, 3, 4)) + b"Q", "a persistent id that is tuple"),
@@ -140,8 +142,8 @@ OPCODES = {
     "storage key": (value(("storage", FLOATS, 0, "cpu", 6)) + b"Q", "a storage called int 0"),
     "storage path": (value(("storage", FLOATS, "../x", "cpu", 6)) + b"Q", "is not in the archive"),
     "storage elements": (value(("storage", FLOATS, "0", "cpu", -6)) + b"Q", "int -6 elements"),
-    "storage of true": (value(("storage", FLOATS, "0", "cpu", True)) + b"Q", "of bool elements"),
-    "storage too long": (value(("storage", FLOATS, "0", "cpu", 7)) + b"Q", "28 bytes, of which"),
+    "storage of true": (value(("storage", FLOATS, "0", "cpu", True)) + b"Q", "bool True elements"),
+    "storage too long": (value(("storage", FLOATS, "0", "cpu", 7)) + b"Q", "; the archive has 24"),
 }  # fmt: skip
 
 
@@ -166,8 +168,11 @@ TENSORS = {
     "other ranks": ((GOOD, 0, (2, 3), (1,), False, None), "2 dimensions and 1 strides"),
     "many dimensions": ((GOOD, 0, (1,) * 17, (1,) * 17, False, None), "size is tuple"),
     "no storage": (("0", 0, (1,), (1,), False, None), "a tensor of str '0' instead of a storage"),
-    "few arguments": ((GOOD, 0, (1,)), "a call with 3 arguments"),
-    "many arguments": ((GOOD, 0, (1,), (1,), 0, 0, None, 0), "a call with 8 arguments"),
+    "few arguments": ((GOOD, 0, (1,)), "missing 3 required positional arguments"),
+    "many arguments": (
+        (GOOD, 0, (1,), (1,), 0, 0, None, 0),
+        "takes from 6 to 7 positional arguments",
+    ),
     "conjugated": ((GOOD, 0, (1,), (1,), False, None, {"conj": True}), "a tensor with metadata"),
     "absurd": ((GOOD, 0, (1 << 40, 1 << 40), (0, 0), False, None), "too large for any tensor"),
 }
@@ -223,14 +228,49 @@ def test_bombs_cost_neither_memory_nor_time(tmp_path: Path, case: str) -> None:
 
 
 def test_structures_without_tensors_cost_no_more_than_their_bytes(tmp_path: Path) -> None:
-    bombs = [BOMBS["memo"].replace(TENSOR + b"a", b"", 1), b")" + b"\x85" * 100_000]
-    bombs.append(b"]q\x00h\x00a")
-    for bomb in bombs:
+    bomb = BOMBS["memo"].replace(TENSOR + b"a", b"", 1)
+    write_zip(tmp_path / "x.pt", None, {"0": bytes(24)}, pickle=b"\x80\x02" + bomb + b".")
+    started = time.process_time()
+    with open_weights(tmp_path / "x.pt") as weights:
+        assert weights.names() == []
+    assert time.process_time() - started < 5  # a list of 10**12 values, were it written out
+    for bomb in (b")" + b"\x85" * 100_000, b"]q\x00h\x00a"):
         write_zip(tmp_path / "x.pt", None, {"0": bytes(24)}, pickle=b"\x80\x02" + bomb + b".")
-        started = time.process_time()
-        with open_weights(tmp_path / "x.pt") as weights:
-            assert weights.names() == []
-        assert time.process_time() - started < 5  # a list of 10**12 values, were it written out
+        with pytest.raises(UsageError, match="nested more than 64 deep"):
+            open_weights(tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("rest", [b"(K\x01", b"K\x01K\x02"], ids=["a mark", "a value"])
+def test_what_is_left_on_the_stack_is_dropped_as_pickle_does(tmp_path: Path, rest: bytes) -> None:
+    write_zip(tmp_path / "x.pt", None, {"0": bytes(24)}, pickle=b"\x80\x02" + rest + b".")
+    with open_weights(tmp_path / "x.pt") as weights:
+        assert weights.names() == []
+
+
+KEYS = {
+    # Python compares keys of one hash with each other: 200,000 of them take hours.
+    "of one hash": b"}(" + b"".join(
+        b"\x8a\x0b" + (i * ((1 << 61) - 1)).to_bytes(11, "little") + b"N" for i in range(200_000)
+    ) + b"u",
+    # The hash of a tuple visits all it holds, shared or not: 10**12 values; and it recurses.
+    "shared tuples": b"}NN\x86q\x00" + b"".join(
+        b"(" + (b"h" + bytes([i])) * 10 + b"tq" + bytes([i + 1]) for i in range(12)
+    ) + b"N\x860Nh\x0cNsN" + b"0",
+    "deep tuples": b"}N" + b"\x85" * 200_000 + b"Ns",
+    "in a set": b"\x8f(N" + b"\x85" * 200_000 + b"\x90",
+    "in a frozen set": b"(N" + b"\x85" * 200_000 + b"\x91",
+    "in an OrderedDict": value(Name("collections OrderedDict")())
+    + b"N" + b"\x85" * 200_000 + b"Ns",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", KEYS)
+def test_keys_are_never_hashed(tmp_path: Path, case: str) -> None:
+    write_zip(tmp_path / "x.pt", None, {"0": bytes(24)}, pickle=b"\x80\x02" + KEYS[case] + b".")
+    started = time.process_time()
+    with contextlib.suppress(UsageError):
+        open_weights(tmp_path / "x.pt").close()
+    assert time.process_time() - started < 20
 
 
 FORBIDDEN = {"import", "exec", "compile", "os", "subprocess", "pickle", "ctypes", "socket"}
@@ -275,7 +315,7 @@ def test_nothing_is_imported_executed_or_written(tmp_path: Path) -> None:
 
 
 ARCHIVES = {
-    "compressed": (zipfile.ZIP_DEFLATED, {"x/data.pkl": pickled({})}, "is not stored as it is"),
+    "compressed": (zipfile.ZIP_DEFLATED, {"x/data.pkl": pickled({})}, "is compressed"),
     "no pickle": (zipfile.ZIP_STORED, {"x/data.txt": b""}, "with 0 data.pkl instead of one"),
     "two pickles": (
         zipfile.ZIP_STORED, {"x/data.pkl": pickled({}), "y/data.pkl": pickled({})}, "with 2"
@@ -286,8 +326,8 @@ ARCHIVES = {
     "byte order": (
         zipfile.ZIP_STORED, {"x/data.pkl": pickled({}), "x/byteorder": b"middle"}, "little or big"
     ),
-    "empty pickle": (zipfile.ZIP_STORED, {"x/data.pkl": b""}, "next opcode at byte .* needs 1"),
-    "no stop": (zipfile.ZIP_STORED, {"x/data.pkl": b"\x80\x02N"}, "next opcode at byte"),
+    "empty pickle": (zipfile.ZIP_STORED, {"x/data.pkl": b""}, "exhausted before seeing STOP"),
+    "no stop": (zipfile.ZIP_STORED, {"x/data.pkl": b"\x80\x02N"}, "exhausted before seeing STOP"),
 }  # fmt: skip
 
 
@@ -315,16 +355,15 @@ def test_members_that_lie_elsewhere(tmp_path: Path) -> None:
 
     cases = [
         (changed(last + 42, "<I", 5), "is not at byte 5"),
-        (changed(last + 42, "<I", 0), r"'x/data/0' is called 'x/data\.pkl' at byte 0"),
-        (changed(last + 8, "<H", 1), "is encrypted"),
-        (changed(last + 10, "<H", 8), r"is not stored as it is \(method 8\)"),
-        (changed(last + 20, "<II"[:2], 23), "is not stored as it is"),
-        (changed(len(good) - 12, "<H", 9), "one of several parts"),
-        (changed(len(good) - 10, "<I", 1 << 31), "must end before its end record"),
-        (changed(len(good) - 6, "<I", 0), "entry 0 of the zip directory is damaged"),
-        (good[:-1], "has no end record"),
-        (good + b"x", "has no end record"),
-        (good[: entries[0]] + good[-22:], "must end before its end record"),
+        (changed(last + 42, "<I", 0), r"'x/data/0' has another name at byte 0"),
+        (changed(last + 8, "<H", 1), "is compressed or encrypted"),
+        (changed(last + 10, "<H", 8), "is compressed or encrypted"),
+        (changed(last + 20, "<II"[:2], 23), "is compressed or encrypted"),
+        (changed(len(good) - 10, "<I", 1 << 31), "truncated or damaged: Bad offset"),
+        (changed(len(good) - 6, "<I", 0), "is not at byte"),
+        (good[:-1], "damaged: File is not a zip file"),
+        (good + b"x", "something follows its end record"),
+        (good[: entries[0]] + good[-22:], "truncated or damaged: Bad magic number"),
     ]
     for data, message in cases:
         path.write_bytes(data)
@@ -332,12 +371,14 @@ def test_members_that_lie_elsewhere(tmp_path: Path) -> None:
             open_weights(path)
     grown = changed(last + 20, "<Q", 10_000 | 10_000 << 32)
     path.write_bytes(grown)
-    with pytest.raises(UsageError, match=r"needs 10000 bytes at .* the directory begins at"):
+    with pytest.raises(UsageError, match=r"'x/data/0' ends at byte .* but its directory begins at"):
         open_weights(path)
     first = entries[0]
     size = struct.unpack_from("<I", good, first + 20)[0] + 40
     path.write_bytes(changed(first + 20, "<Q", size | size << 32))
-    with pytest.raises(UsageError, match=r"members 'x/data\.pkl' and 'x/byteorder' overlap"):
+    with pytest.raises(
+        UsageError, match=r"'x/data\.pkl' ends at .* but its member 'x/byteorder' begins"
+    ):
         open_weights(path)
 
 
@@ -402,7 +443,7 @@ def test_legacy_files(tmp_path: Path, case: str) -> None:
     [
         (pickled({"w": 1}), "a plain pickle and not a file of torch.save"),
         (bytes(257) + b"ustar" + bytes(250), "a tar archive, as torch wrote before 0.1.11"),
-        (b"garbage", "a line in the pickle at byte 1 has no end"),
+        (b"garbage", "the pickle at byte 0 has an error: no newline found"),
     ],
 )
 def test_relatives_are_refused(tmp_path: Path, data: bytes, message: str) -> None:

