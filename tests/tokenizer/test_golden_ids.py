@@ -69,7 +69,7 @@ def test_gguf_is_llama_cpp(name: str, tmp_path: Path) -> None:
 
 
 def test_spm_in_gguf_is_sentencepiece(tmp_path: Path) -> None:
-    """Our own merging against SentencePiece itself; it gives no space to an empty text."""
+    """Merges made from scores against SentencePiece itself, which gives an empty text no space."""
     tokenizer = load_tokenizer(spm_gguf(tmp_path / "spm.gguf"))
     check(tokenizer, IDS["sentencepiece"]["sp_bpe/tokenizer.model"]["ids"])
 
