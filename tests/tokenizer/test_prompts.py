@@ -13,7 +13,7 @@ import tokenizer_files as files
 from tokenizer_files import CONTROL, GOLDEN, NORMAL
 
 from nbflow.commands import tokenize as tokenize_command
-from nbflow.prompts import NAMED, check_messages, encode_chat, format_chat, sandbox
+from nbflow.prompts import check_messages, encode_chat, format_chat, named_templates, sandbox
 from nbflow.prompts.sandbox import render
 from nbflow.tokenizer import Tokenizer, load_tokenizer
 from nbflow_kernels.errors import UsageError
@@ -222,7 +222,7 @@ def test_query_templates(tokenizer: Tokenizer) -> None:
     ids = encode_chat(tokenizer, HELLO, "{bos}{#1}{<|im_start|>}<s>{query}{eos}")
     assert ids[:4] == [2, 1, 0, 2]
     assert ids[-1] == 1
-    for name, template in NAMED.items():
+    for name, template in named_templates().items():
         if "reserved" not in template:
             assert " Hi " in format_chat(tokenizer, HELLO, name)
 
