@@ -100,8 +100,9 @@ def format_chat(
         Each with "role" and "content", see `nbflow.prompts.check_messages`.
     template : str, optional
         A name of the model's own templates or of `nbflow.prompts.named_templates`, or the text of a
-        template: Jinja, or Inferflow's language.  By default the model's own, which is "tool_use" if it has that and there are `tools`, else "default"; else that of its model
-        file (``tokenizer.prompt_template``).
+        template: Jinja, or Inferflow's language.  By default the model's own, which is "tool_use"
+        if it has that and there are `tools`, else "default"; else that of its model file
+        (``tokenizer.prompt_template``).
     add_generation_prompt : bool
         Whether the template is asked to begin the assistant's answer.
     tools, documents : sequence of mapping, optional
