@@ -278,7 +278,7 @@ def test_hf_long_stream_keeps_up(tmp_path: Path) -> None:
     ids = ours.encode(TEXT * 20)
     stream = ours.decode_stream()
     assert "".join(stream.push(i) for i in ids) + stream.finish() == TEXT * 20
-    assert len(stream._ids) <= 8  # type: ignore[attr-defined]
+    assert len(stream._shown) <= 8  # type: ignore[attr-defined]
 
 
 def test_hf_byte_level_text_comes_back(tmp_path: Path) -> None:
