@@ -60,7 +60,7 @@ class Environment(ImmutableSandboxedEnvironment):
         )
         self._left = MAX_CHARACTERS
         self._end_s = time.thread_time() + MAX_PROCESSOR_S
-        self.concat = self._concat
+        self.concat = self._concat  # type: ignore[method-assign]
         own = {"tojson": _tojson, "_concat": self._concat}
         allowed = {name: f for name, f in self.filters.items() if name not in _NO_FILTERS}
         self.filters = {name: self._counted(name, f) for name, f in {**allowed, **own}.items()}

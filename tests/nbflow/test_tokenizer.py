@@ -14,7 +14,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from nbflow.commands import tokenize as tokenize_command
-from nbflow.tokenizer import Tokenizer, load_tokenizer
+from nbflow.spec import load_tokenizer
+from nbflow.tokenizer import Tokenizer
 from nbflow_kernels.errors import UsageError
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "llama2c"

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from tokenizer_files import GOLDEN, bpe_gguf, gemma_gguf, rwkv_gguf, spm_gguf, ugm_gguf, wpm_gguf
 
-from nbflow.tokenizer import Tokenizer, load_tokenizer
+from nbflow.spec import load_tokenizer
+from nbflow.tokenizer import Tokenizer
 from nbflow.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 
 IDS = json.loads((GOLDEN / "ids.json").read_text())

@@ -15,7 +15,8 @@ from tokenizer_files import CONTROL, GOLDEN, NORMAL
 from nbflow.commands import tokenize as tokenize_command
 from nbflow.prompts import check_messages, encode_chat, format_chat, named_templates, sandbox
 from nbflow.prompts.sandbox import render
-from nbflow.tokenizer import Tokenizer, load_tokenizer
+from nbflow.spec import load_tokenizer
+from nbflow.tokenizer import Tokenizer
 from nbflow_kernels.errors import UsageError
 
 CHATML = (

@@ -17,7 +17,8 @@ import tokenizer_files as files
 from tokenizer_files import CONTROL, GOLDEN, NORMAL
 
 import nbflow
-from nbflow.tokenizer import Tokenizer, load_tokenizer
+from nbflow.spec import load_tokenizer
+from nbflow.tokenizer import Tokenizer
 from nbflow.tokenizer.spm import score_bpe
 from nbflow_kernels.errors import MissingExtraError, UsageError
 
