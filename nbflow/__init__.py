@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from nbflow.engine.load import load
     from nbflow.engine.model import Model
     from nbflow.engine.search import beam_search, contrastive_search
-    from nbflow.tokenizer import load_tokenizer
+    from nbflow.spec import load_tokenizer
     from nbflow.weights import open_weights
     from nbflow.writing import quantize_checkpoint
     from nbflow_kernels.errors import MissingExtraError, UsageError
@@ -33,7 +33,7 @@ _WHERE = {
     "beam_search": "nbflow.engine.search",
     "contrastive_search": "nbflow.engine.search",
     "load": "nbflow.engine.load",
-    "load_tokenizer": "nbflow.tokenizer",
+    "load_tokenizer": "nbflow.spec",
     "open_weights": "nbflow.weights",
     "quantize_checkpoint": "nbflow.writing",
     "MissingExtraError": "nbflow_kernels.errors",

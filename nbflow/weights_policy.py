@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 import os
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -156,19 +156,10 @@ def write_policy(
     facts : mapping
         Text, numbers and lists of text for the table ``[policy]``.
     """
-    lines = [
+    import tomli_w  # late: most commands read policies only
+
+    comment = (
         "# which format each matrix gets: nbflow quantize --to FILE, nbflow.load(weights=FILE)"
-    ]
-    lines += ["", "[policy]", *(f"{key} = {_toml(value)}" for key, value in facts.items())]
-    lines += ["", "[formats]", *(f"{_toml(name)} = {_toml(f)}" for name, f in formats.items())]
-    Path(out).write_text("\n".join(lines) + "\n", encoding="utf-8")
-
-
-def _toml(value: str | int | float | Iterable[Any]) -> str:
-    """Return a value as TOML writes it."""
-    if isinstance(value, str):
-        escaped = value.replace("\\", "\\\\").replace('"', '\\"')
-        return '"' + "".join(c if c >= " " else f"\\u{ord(c):04x}" for c in escaped) + '"'
-    if isinstance(value, int | float):
-        return str(value).lower()
-    return "[" + ", ".join(_toml(item) for item in value) + "]"
+    )
+    tables = tomli_w.dumps({"policy": dict(facts), "formats": dict(formats)})
+    Path(out).write_text(f"{comment}\n\n{tables}", encoding="utf-8")

@@ -30,8 +30,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests"))
 from metadata_mutations import FAMILIES, Mutator, Seed, seeds
 
-from nbflow.spec import check, resolve
-from nbflow.tokenizer import Tokenizer, load_tokenizer
+from nbflow.spec import check, load_tokenizer, resolve
+from nbflow.tokenizer import Tokenizer
 from nbflow.weights import open_weights
 from nbflow_kernels.errors import MissingExtraError, UsageError
 

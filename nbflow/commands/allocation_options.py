@@ -9,6 +9,7 @@ from typing import Any
 
 from nbflow.allocation import Allocation, Check, allocate, check_allocation
 from nbflow.allocation.divergence import Probe
+from nbflow.tables import text_table
 from nbflow_kernels.errors import UsageError
 
 
@@ -133,11 +134,10 @@ def print_allocation(allocation: Allocation, check: Check | None) -> None:
     rows = [("stored", check.stored)]
     rows += [(f"all {name}", found) for name, found in check.singles.items()]
     rows.append(("chosen", check.measured))
-    wide = max(len(name) for name, _ in rows)
-    print(f"{'':<{wide}}  {'KLD, nats':>10}  {'+-':>8}  {'perplexity':>10}")
-    for name, found in rows:
-        numbers = f"{found.kld:>10.5f}  {found.kld_stderr:>8.5f}  {found.perplexity:>10.4f}"
-        print(f"{name:<{wide}}  {numbers}")
+    numbers = [
+        (name, f"{c.kld:.5f}", f"{c.kld_stderr:.5f}", f"{c.perplexity:.4f}") for name, c in rows
+    ]
+    print(text_table(("", "KLD, nats", "+-", "perplexity"), numbers))
     if check.predicted is not None:
         ratio = check.measured.kld / check.predicted if check.predicted else float("nan")
         print(f"predicted {check.predicted:.5f} nats; measured / predicted = {ratio:.2f}")

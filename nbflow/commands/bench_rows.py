@@ -17,6 +17,7 @@ from nbflow.bench import Test, Timed, make_requests, time_test
 from nbflow.commands.options import speaks
 from nbflow.engine.model import WHOLE_BURST_S
 from nbflow.system import processor_name
+from nbflow.tables import text_table
 
 PAUSE_S = 0.02
 """Between a peer's repetition and ours, for its threads to stop spinning."""
@@ -184,15 +185,11 @@ def table(rows: list[dict[str, Any]]) -> str:
             ("peer t/s", some("peer_tokens_per_s", lambda v: f"{v:,.1f}")),
             ("x peer", lambda r: f"{r['times_peer']:.2f} ± {r['times_peer_spread']:.2f}"),
         ]
-    cells = [[name for name, _ in columns], *([f(r) for _, f in columns] for r in rows)]
-    widths = [max(len(line[i]) for line in cells) for i in range(len(columns))]
-    lines = [
-        "| " + " | ".join(c.ljust(w) for c, w in zip(line, widths, strict=True)) + " |"
-        for line in cells
-    ]
-    lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
+    made = text_table(
+        [name for name, _ in columns], [[f(r) for _, f in columns] for r in rows], markdown=True
+    )
     bandwidth = statistics.median(r["read_bandwidth_bytes_per_s"] for r in rows) / 1e9
     note = f"{rows[0]['processor']}; read bandwidth {bandwidth:.1f} GB/s"
     if "peer" in rows[0]:
         note += f"; peer: {rows[0]['peer']}, in turn with ours"
-    return "\n".join([*lines, "", note])
+    return f"{made}\n\n{note}"

@@ -7,6 +7,7 @@ import json
 from fnmatch import fnmatchcase
 from typing import Any
 
+from nbflow.tables import text_table
 from nbflow.weights import WeightFile, open_weights
 from nbflow_kernels.errors import UsageError
 
@@ -46,14 +47,16 @@ def _print_table(tensors: list[dict[str, Any]], files: list[str]) -> None:
     """Print a line per tensor; the last column but the hash is the place in the file."""
     if not tensors:
         return
-    names = [printable(tensor["name"]) for tensor in tensors]
-    shapes = ["x".join(map(str, tensor["shape"])) or "scalar" for tensor in tensors]
-    wide, wider = max(map(len, names)), max(14, *map(len, shapes))
-    print(f"{'name':<{wide}}  {'dtype':<11} {'shape':>{wider}} {'bytes':>14}  file:offset")
-    for name, shape, tensor in zip(names, shapes, tensors, strict=True):
+    columns = ["name", "dtype", "shape", "bytes", "file:offset"]
+    rows = []
+    for tensor in tensors:
+        shape = "x".join(map(str, tensor["shape"])) or "scalar"
         place = f"{files.index(tensor['file'])}:{tensor['offset']}"
-        line = f"{name:<{wide}}  {tensor['dtype']:<11} {shape:>{wider}} {tensor['bytes']:>14,}"
-        print(f"{line}  {place:<14} {tensor.get('sha256', '')}".rstrip())
+        found = [printable(tensor["name"]), tensor["dtype"], shape, f"{tensor['bytes']:,}", place]
+        rows.append([*found, tensor["sha256"]] if "sha256" in tensor else found)
+    if "sha256" in tensors[0]:
+        columns.append("sha256")
+    print(text_table(columns, rows))
     print()
     for i, file in enumerate(files):
         print(f"file {i}: {printable(file)}")

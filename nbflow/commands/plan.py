@@ -31,6 +31,7 @@ from nbflow.planner import (
     with_shares,
     written_machine,
 )
+from nbflow.tables import text_table
 from nbflow_kernels.errors import UsageError, unknown_name
 
 SHARES = ("speed", "memory")
@@ -203,17 +204,19 @@ def _print(model: PlannedModel, machine: Machine, plans: Plans, detailed: bool) 
 def _print_table(predictions: list[Prediction]) -> None:
     """Print a line for each partition, the best for each aim marked."""
     marks = _marks(predictions)
-    width = max((len(p.partition) for p in predictions), default=9)
-    head = f"{'partition':<{width}}  {'kind':<20} GB/rank    free   prefill/s  decode/s"
-    print(f"{head}  ms/token  groups  idle")
+    columns = (
+        "partition", "kind", "GB/rank", "free", "prefill/s", "decode/s", "ms/token", "groups",
+        "idle", "",
+    )  # fmt: skip
+    rows = []
     for p in predictions:
         held = max(r.weight_bytes + r.kv_bytes + r.workspace_bytes for r in p.ranks) / 1e9
         free = min(r.free_bytes for r in p.ranks) / 1e9
-        print(
-            f"{p.partition:<{width}}  {p.kind:<20} {held:7.1f} {free:7.1f} "
-            f"{p.prefill_tokens_per_s:11,.0f} {p.decode_tokens_per_s:9,.1f}  "
-            f"{p.decode_s * 1e3:8.2f}  {p.micro_batches:>6}  {p.bubble:4.0%}  {marks[p.partition]}"
-        )
+        sizes = f"{held:.1f}", f"{free:.1f}"
+        speeds = f"{p.prefill_tokens_per_s:,.0f}", f"{p.decode_tokens_per_s:,.1f}"
+        steps = f"{p.decode_s * 1e3:.2f}", p.micro_batches, f"{p.bubble:.0%}"
+        rows.append((p.partition, p.kind, *sizes, *speeds, *steps, marks[p.partition]))
+    print(text_table(columns, rows))
 
 
 def _marks(predictions: list[Prediction]) -> dict[str, str]:
@@ -228,12 +231,13 @@ def _marks(predictions: list[Prediction]) -> dict[str, str]:
 
 def _print_ranks(prediction: Prediction) -> None:
     """Print what each rank holds."""
-    names = f"{'layers':<9}  {'heads':<9}  {'kv heads':<8}  {'ffn':<13}"
-    print(f"\nrank  {names}  weights GB  cache GB  host GB  sent/token")
+    columns = (
+        "rank", "layers", "heads", "kv heads", "ffn", "weights GB", "cache GB", "host GB",
+        "sent MB/token",
+    )  # fmt: skip
+    rows = []
     for r in prediction.ranks:
         spans = [f"{a}-{b - 1}" for a, b in (r.layers, r.heads, r.kv_heads, r.ffn)]
-        print(
-            f"{r.rank:>4}  {spans[0]:<9}  {spans[1]:<9}  {spans[2]:<8}  {spans[3]:<13}  "
-            f"{r.weight_bytes / 1e9:10.2f}  {r.kv_bytes / 1e9:8.2f}  {r.host_bytes / 1e9:7.2f}  "
-            f"{r.sent_bytes_per_token / 1e6:7.2f} MB"
-        )
+        held = [f"{n / 1e9:.2f}" for n in (r.weight_bytes, r.kv_bytes, r.host_bytes)]
+        rows.append((r.rank, *spans, *held, f"{r.sent_bytes_per_token / 1e6:.2f}"))
+    print(f"\n{text_table(columns, rows)}")

@@ -17,6 +17,7 @@ from nbflow.commands.allocation_options import (
 )
 from nbflow.commands.inspect import printable
 from nbflow.commands.options import add_gptq_arguments
+from nbflow.tables import text_table
 from nbflow.writing import WrittenCheckpoint, quantize_checkpoint
 from nbflow_kernels import load_formats
 
@@ -132,11 +133,13 @@ def _facts(done: WrittenCheckpoint, dry_run: bool) -> dict[str, Any]:
 def _print_table(done: WrittenCheckpoint) -> None:
     """Print a line per tensor."""
     rows = [
-        (printable(t.name), "x".join(map(str, t.shape)) or "scalar", t.stored, t.format, t.n_bytes)
+        (
+            printable(t.name),
+            "x".join(map(str, t.shape)) or "scalar",
+            t.stored,
+            t.format,
+            f"{t.n_bytes:,}",
+        )
         for t in done.tensors
     ]
-    wide = max(4, *(len(row[0]) for row in rows))
-    wider = max(5, *(len(row[1]) for row in rows))
-    print(f"{'name':<{wide}}  {'shape':>{wider}}  {'stored':<10}  {'format':<10}  {'bytes':>14}")
-    for name, shape, stored, format, n_bytes in rows:
-        print(f"{name:<{wide}}  {shape:>{wider}}  {stored:<10}  {format:<10}  {n_bytes:>14,}")
+    print(text_table(("name", "shape", "stored", "format", "bytes"), rows))

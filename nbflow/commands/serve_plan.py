@@ -17,6 +17,7 @@ from nbflow.planner import (
 )
 from nbflow.server.config import ModelOptions, ServerConfig
 from nbflow.system import available_memory_bytes
+from nbflow.tables import text_table
 from nbflow_kernels import load_formats
 
 MAX_STEP_TOKENS = 512
@@ -93,16 +94,15 @@ def steps(options: ModelOptions, plan: MemoryPlan) -> list[str]:
     prompt = min(PROMPT, max(1, context // 2))
     generate = max(1, min(GENERATE, context - prompt))
     setting = Setting(kv=options.kv, activations=options.activations, exchange=options.exchange)
-    names = "requests  first token s    prefill/s   decode/s   ms/step  fits"
-    lines = [f"on {machine.name}: prompts of {prompt} tokens, {generate} generated", names]
+    rows = []
     for batch in sorted({1, 8, plan.max_sequences}):
         if batch > plan.max_sequences:
             continue
         workload = Workload(batch, prompt, generate)
         made = predict(model, plan.partition, machine, workload, setting)
-        lines.append(
-            f"{batch:>8}  {made.prefill_s:13.3f}  {made.prefill_tokens_per_s:11,.0f}  "
-            f"{made.decode_tokens_per_s:9,.1f}  {made.decode_s * 1e3:8.2f}  "
-            f"{'yes' if made.fits else 'no'}"
-        )
-    return lines
+        speeds = f"{made.prefill_tokens_per_s:,.0f}", f"{made.decode_tokens_per_s:,.1f}"
+        times = f"{made.prefill_s:.3f}", *speeds, f"{made.decode_s * 1e3:.2f}"
+        rows.append((batch, *times, "yes" if made.fits else "no"))
+    columns = ("requests", "first token s", "prefill/s", "decode/s", "ms/step", "fits")
+    head = f"on {machine.name}: prompts of {prompt} tokens, {generate} generated"
+    return [head, *text_table(columns, rows).splitlines()]

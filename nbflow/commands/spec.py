@@ -14,6 +14,7 @@ from nbflow.spec import ModelSpec, ResolvedModel, check, known_models, published
 from nbflow.spec.check import ranges
 from nbflow.spec.explain import explain
 from nbflow.spec.model_file import ModelFile, load_model_file
+from nbflow.tables import text_table
 from nbflow.weights import open_weights
 
 
@@ -58,9 +59,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.tensors:
         print()
         shapes, names = spec.tensor_shapes(), _names(spec)
-        width = max(len(name) for name in shapes)
-        for name, shape in shapes.items():
-            print(f"{name:<{width}}  {shape!s:<16}  {dtypes[name]:<5} {names[name]}")
+        rows = [(name, shape, dtypes[name], names[name]) for name, shape in shapes.items()]
+        print(text_table(("tensor", "shape", "dtype", "name in the file"), rows))
     return 0
 
 
@@ -100,9 +100,7 @@ def _published(model_file: ModelFile, arguments: argparse.Namespace) -> int:
     )
     if arguments.tensors:
         print()
-        width = max(len(name) for name in shapes)
-        for name, shape in shapes.items():
-            print(f"{name:<{width}}  {shape}")
+        print(text_table(("tensor", "shape"), shapes.items()))
     return 0
 
 

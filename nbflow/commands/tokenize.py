@@ -6,7 +6,7 @@ import argparse
 import json
 
 from nbflow.commands.chat_options import add_chat_arguments, chat_ids, is_chat
-from nbflow.tokenizer import load_tokenizer
+from nbflow.spec import load_tokenizer
 from nbflow_kernels.errors import UsageError
 
 

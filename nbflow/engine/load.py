@@ -24,11 +24,11 @@ from nbflow.parallel import Comm, Plan, make_plan, split_replicas, world
 from nbflow.parallel.cores import fair_threads
 from nbflow.parallel.links import make_links
 from nbflow.parallel.threads import RankTeam
-from nbflow.spec import check, resolve
+from nbflow.spec import check, load_tokenizer, resolve
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.resolve import ResolvedModel
 from nbflow.status import status
-from nbflow.tokenizer import Tokenizer, load_tokenizer
+from nbflow.tokenizer import Tokenizer, load_tokenizer_file
 from nbflow.weights import WeightFile, open_weights
 from nbflow.weights.weight_file import ITEM_BYTES
 from nbflow.weights_policy import WeightFormats, weight_formats
@@ -239,7 +239,7 @@ def _tokenizer(given: str | Path | None, found: Path | None) -> tuple[Tokenizer 
     if found is None:
         return None, "has no tokenizer file beside its weights"
     try:
-        return load_tokenizer(found), ""
+        return load_tokenizer_file(found), ""
     except (UsageError, MissingExtraError) as error:
         return None, f"has a tokenizer that cannot be used ({error})"
 

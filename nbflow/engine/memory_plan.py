@@ -25,6 +25,7 @@ from nbflow.program.partition import partition as cut
 from nbflow.program.records import Program
 from nbflow.spec.model_spec import RopeSpec
 from nbflow.system import available_memory_bytes
+from nbflow.tables import text_table
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.qmatmul.activations import Int8Rows
 
@@ -84,9 +85,10 @@ class MemoryPlan:
     def __str__(self) -> str:
         """Return the plan as a table in MB."""
         on_devices = any(device != "cpu" for device in self.devices)
-        rows = [["rank", "weights", "KV", "workspace", "total"]]
+        columns = ["rank", "weights", "KV", "workspace", "total"]
         if on_devices:
-            rows[0] += ["device", "on it", "on the host"]
+            columns += ["device", "on it", "on the host"]
+        rows = []
         for r, device in zip(self.ranks, self.devices, strict=True):
             sizes = [r.weight_bytes, r.kv_bytes, r.workspace_bytes, r.total_bytes]
             row = [str(r.rank), *map(_megabytes, sizes)]
@@ -94,10 +96,7 @@ class MemoryPlan:
                 here = 0 if device == "cpu" else r.place_bytes
                 row += [device, *map(_megabytes, (here, r.total_bytes - here))]
             rows.append(row)
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [
-            "  ".join(cell.rjust(w) for cell, w in zip(row, widths, strict=True)) for row in rows
-        ]
+        lines = [text_table(columns, rows)]
         total = sum(r.total_bytes for r in self.ranks)
         host = f", of that on the host {_megabytes(self.host_bytes)} MB" if on_devices else ""
         lines.append(

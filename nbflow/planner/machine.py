@@ -18,6 +18,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -367,39 +368,26 @@ def _positive(value: Any, where: str, zero: bool = False) -> float:
 
 def written_machine(machine: Machine) -> str:
     """Return a machine as the text of its file; equal devices in a row become one table."""
-    lines = [f"name = {_text(machine.name)}", f"description = {_text(machine.description)}"]
-    lines += ["sources = [", *(f"    {_text(source)}," for source in machine.sources), "]"]
-    lines.append(f"ranks_per_host = {machine.ranks_per_host}")
-    runs: list[tuple[Device, int]] = []
-    for device in machine.devices:
-        if runs and runs[-1][0] == device:
-            runs[-1] = (device, runs[-1][1] + 1)
-        else:
-            runs.append((device, 1))
-    for device, count in runs:
-        lines += ["", "[[devices]]", f"count = {count}"]
-        facts = {k: v for k, v in dataclasses.asdict(device).items() if v}
-        formats = facts.pop("formats", {})
-        lines += [f"{k} = {_value(v)}" for k, v in facts.items()]
-        for format, rates in formats.items():
-            lines += [
-                f"[devices.formats.{format}]",
-                *(f"{k} = {_value(v)}" for k, v in rates.items()),
-            ]
-    for kind, link in machine.links.items():
-        lines += ["", f"[links.{kind}]"]
-        lines += [f"{k} = {_value(v)}" for k, v in dataclasses.asdict(link).items()]
-    return "\n".join([*lines, ""])
+    import tomli_w  # late: most commands read machines only
+
+    devices = []
+    for device, equal in groupby(machine.devices):
+        facts = {k: _rounded(v) for k, v in dataclasses.asdict(device).items() if v}
+        devices.append({"count": len(list(equal)), **facts})
+    return tomli_w.dumps(
+        {
+            "name": machine.name,
+            "description": machine.description,
+            "sources": machine.sources,
+            "ranks_per_host": machine.ranks_per_host,
+            "devices": devices,
+            "links": {k: _rounded(dataclasses.asdict(v)) for k, v in machine.links.items()},
+        }
+    )
 
 
-def _value(value: Any) -> str:
-    if isinstance(value, str):
-        return _text(value)
+def _rounded(value: Any) -> Any:
+    """Return numbers with the four digits that a measurement has."""
     if isinstance(value, Mapping):
-        return "{ " + ", ".join(f"{k} = {_value(v)}" for k, v in value.items()) + " }"
-    return f"{value:.4g}" if abs(value) < 1e4 else f"{value:.3e}".replace("e+", "e")
-
-
-def _text(text: str) -> str:
-    escaped = text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", " ")
-    return f'"{escaped}"'
+        return {k: _rounded(v) for k, v in value.items()}
+    return value if isinstance(value, str | int) else float(f"{value:.4g}")

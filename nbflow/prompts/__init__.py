@@ -9,8 +9,15 @@ r"""Conversations as prompts: chat templates in Jinja, and Inferflow's ``{query}
 
 from __future__ import annotations
 
-from nbflow.prompts.chat import encode_chat, format_chat
+from nbflow.prompts.chat import encode_chat, find_template, format_chat, named_templates
 from nbflow.prompts.messages import ROLES, Message, check_messages
-from nbflow.prompts.query import NAMED
 
-__all__ = ["NAMED", "ROLES", "Message", "check_messages", "encode_chat", "format_chat"]
+__all__ = [
+    "ROLES",
+    "Message",
+    "check_messages",
+    "encode_chat",
+    "find_template",
+    "format_chat",
+    "named_templates",
+]

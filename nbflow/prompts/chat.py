@@ -4,15 +4,77 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from importlib import import_module
+from typing import Any, NamedTuple
 
 from nbflow.prompts.messages import Message, check_messages, plain
-from nbflow.prompts.query import NAMED, fill, find_template
 from nbflow.tokenizer.tokenizer import Tokenizer
-from nbflow_kernels.errors import UsageError
+from nbflow.tokenizer.tokenizer_config import MAX_TEMPLATE_BYTES
+from nbflow_kernels.errors import UsageError, unknown_name
 
+LANGUAGES = ["nbflow.prompts.query"]
+"""Modules of template languages besides Jinja, imported at first use.
+
+Each has ``NAMED`` (templates by name), ``is_template(text)`` and
+``fill(text, messages, tokenizer, where)``, which returns ``items`` and ``shown``.
+"""
 _MARK = "\U0010ffff"  # a noncharacter: breaks up special tokens that users spell out
 _GUARDED = ("system", "user", "tool", "developer", "function", "ipython", "documents")
+
+
+class Template(NamedTuple):
+    """A template: its name for messages, its text, and its language (None: Jinja)."""
+
+    name: str
+    text: str
+    language: Any = None
+
+
+def named_templates() -> dict[str, str]:
+    """Return the templates that can be named with any model."""
+    return {name: text for language in _languages() for name, text in language.NAMED.items()}
+
+
+def find_template(stated: str, where: str, known: Sequence[str] = ()) -> Template:
+    """Find a template by its name or text.
+
+    Parameters
+    ----------
+    stated : str
+        A name of `named_templates`, or the text of a template in Jinja or one of `LANGUAGES`.
+    where : str
+        The parameter that states it, for messages.
+    known : sequence of str
+        Other names, for messages.
+
+    Returns
+    -------
+    Template
+
+    Raises
+    ------
+    UsageError
+        If it is neither a name nor a template.
+    """
+    for language in _languages():
+        if stated in language.NAMED:
+            return Template(f"prompt template {stated!r}", language.NAMED[stated], language)
+    if len(stated) > MAX_TEMPLATE_BYTES:
+        raise UsageError(
+            f"{where} may have at most {MAX_TEMPLATE_BYTES} characters, got {len(stated)}"
+        )
+    if "{" not in stated:
+        raise unknown_name("chat template", stated, [*known, *named_templates()])
+    if "{%" in stated or "{{" in stated:
+        return Template("the template", stated)
+    for language in _languages():
+        if language.is_template(stated):
+            return Template("the template", stated, language)
+    raise UsageError(f"{where} must contain {{query}}, or be Jinja with {{{{ or {{%")
+
+
+def _languages() -> list[Any]:
+    return [import_module(name) for name in LANGUAGES]
 
 
 def format_chat(
@@ -37,10 +99,10 @@ def format_chat(
     messages : sequence of mapping
         Each with "role" and "content", see `nbflow.prompts.check_messages`.
     template : str, optional
-        A name of the model's own templates or of `nbflow.prompts.NAMED`, or the text of a template:
-        Jinja, or Inferflow's language (`nbflow.prompts.query`).  By default the model's own, which
-        is "tool_use" if it has that and there are `tools`, else "default"; else that of its model
-        file (``tokenizer.prompt_template``).
+        A name of the model's own templates or of `nbflow.prompts.named_templates`, or the text of a
+        template: Jinja, or Inferflow's language.  By default the model's own, which is "tool_use"
+        if it has that and there are `tools`, else "default"; else that of its model file
+        (``tokenizer.prompt_template``).
     add_generation_prompt : bool
         Whether the template is asked to begin the assistant's answer.
     tools, documents : sequence of mapping, optional
@@ -69,10 +131,10 @@ def format_chat(
     'user: Hi'
     """
     checked = check_messages(messages)
-    name, text, is_jinja = _choose(tokenizer, template, bool(tools))
-    if not is_jinja:
+    name, text, language = _choose(tokenizer, template, bool(tools))
+    if language is not None:
         _refuse_extras(name, tools, documents, variables, add_generation_prompt)
-        return fill(text, checked, tokenizer, name).shown
+        return str(language.fill(text, checked, tokenizer, name).shown)
     given = _variables(tokenizer, checked, add_generation_prompt, tools, documents, variables)
     return _render(text, given, name)
 
@@ -114,10 +176,10 @@ def encode_chat(
         As for `format_chat`; if the prompt is longer than `max_bytes`.
     """
     checked = check_messages(messages)
-    name, text, is_jinja = _choose(tokenizer, template, bool(tools))
-    if not is_jinja:
+    name, text, language = _choose(tokenizer, template, bool(tools))
+    if language is not None:
         _refuse_extras(name, tools, documents, variables, add_generation_prompt)
-        parts = fill(text, checked, tokenizer, name)
+        parts = language.fill(text, checked, tokenizer, name)
         _check_size(parts.shown, max_bytes)
         if parse_special:
             return tokenizer.encode(parts.shown, parse_special=True)
@@ -142,8 +204,8 @@ def _check_size(prompt: str, most: int | None) -> None:
         )
 
 
-def _choose(tokenizer: Tokenizer, template: str | None, has_tools: bool) -> tuple[str, str, bool]:
-    """Return a template's name, its text, and whether that is Jinja."""
+def _choose(tokenizer: Tokenizer, template: str | None, has_tools: bool) -> Template:
+    """Return the template for a conversation."""
     own = tokenizer.chat_templates
     if template is None:
         template = "tool_use" if has_tools and "tool_use" in own else "default"
@@ -153,10 +215,10 @@ def _choose(tokenizer: Tokenizer, template: str | None, has_tools: bool) -> tupl
             known = f" (the model has: {', '.join(own)})" if own else ""
             raise UsageError(
                 f"the model comes with no chat template{known}; name one: "
-                f"{', '.join([*own, *NAMED])}, or give the text of one"
+                f"{', '.join([*own, *named_templates()])}, or give the text of one"
             )
     if template in own:
-        return f"chat template {template!r}", own[template], True
+        return Template(f"chat template {template!r}", own[template])
     return find_template(template, "a template", list(own))
 
 

@@ -25,13 +25,10 @@ breaks as line breaks; `chatml` is the one of its Yi-34B-Chat.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from typing import Any
 
-from nbflow.prompts.parts import Parts
 from nbflow.tokenizer.tokenizer import Tokenizer
-from nbflow.tokenizer.tokenizer_config import MAX_TEMPLATE_BYTES
-from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.errors import UsageError
 
 _FIELD = re.compile(r"\{([^{}]+)\}")
 _QUERY = {"query": "", "question": "", "_query": " ", "_question": " "}
@@ -70,45 +67,36 @@ NAMED = {
 """Templates that can be asked for by name."""
 
 
-def is_query_template(text: str) -> bool:
+class Parts:
+    """Text, in which no special token is meant, and tokens between.
+
+    Attributes
+    ----------
+    items : list of str or int
+        For `nbflow.tokenizer.Tokenizer.encode_parts`.
+    shown : str
+        The same as text, tokens as they are spelt.
+    """
+
+    def __init__(self) -> None:
+        self.items: list[str | int] = []
+        self.shown = ""
+
+    def text(self, text: str) -> None:
+        """Add text."""
+        if text:
+            self.items.append(text)
+            self.shown += text
+
+    def token(self, token: tuple[int, str]) -> None:
+        """Add a token: its id and its spelling."""
+        self.items.append(token[0])
+        self.shown += token[1]
+
+
+def is_template(text: str) -> bool:
     """Return whether a text is a template of this language: it has a query."""
     return any(name in _QUERY for name in _FIELD.findall(text))
-
-
-def find_template(stated: str, where: str, known: Sequence[str] = ()) -> tuple[str, str, bool]:
-    """Find a template by what a user states.
-
-    Parameters
-    ----------
-    stated : str
-        A name of `NAMED`, or the text of a template: Jinja, or one of this language.
-    where : str
-        Who states it, for messages.
-    known : sequence of str
-        Other names, for messages.
-
-    Returns
-    -------
-    name, text : str
-    is_jinja : bool
-
-    Raises
-    ------
-    UsageError
-        If it is neither a name nor a template.
-    """
-    if stated in NAMED:
-        return f"prompt template {stated!r}", NAMED[stated], False
-    if len(stated) > MAX_TEMPLATE_BYTES:
-        raise UsageError(
-            f"{where} may have at most {MAX_TEMPLATE_BYTES} characters, got {len(stated)}"
-        )
-    if "{" not in stated:
-        raise unknown_name("chat template", stated, [*known, *NAMED])
-    is_jinja = "{%" in stated or "{{" in stated
-    if not is_jinja and not is_query_template(stated):
-        raise UsageError(f"{where} must contain {{query}}, or be Jinja with {{{{ or {{%")
-    return "the template", stated, is_jinja
 
 
 def fill(template: str, messages: list[dict[str, Any]], tokenizer: Tokenizer, where: str) -> Parts:
@@ -136,7 +124,7 @@ def fill(template: str, messages: list[dict[str, Any]], tokenizer: Tokenizer, wh
     UsageError
         If the template has an unknown field or no query, or the conversation has several turns.
     """
-    if not is_query_template(template):
+    if not is_template(template):
         raise UsageError(f"{where}: must contain {{query}}")
     system, query, answer = _one_turn(messages, where)
     parts = Parts()

@@ -1,52 +1,48 @@
-"""Jinja templates from strangers, with bounds on what they may use.
+"""Jinja's immutable sandbox for chat templates, with bounded processor time and memory.
 
-A chat template is a program that came with a model file.  Jinja's immutable sandbox keeps it from
-reaching Python's insides and from changing what it was given.  Here it also gets a `Budget`: every
-turn of a loop and every call, filter and output is a step, every text it makes is paid for by its
-length, and processor time is limited.  What can only blow a text up (``center``, ``zfill``) is not
-there.
-
-To see every turn and every text, the parsed template is changed before it is compiled: what a loop
-runs over, ``~`` and literal text go through functions that count.
+A chat template is a program that came with a model file.  Jinja's sandbox keeps it from reaching
+Python's insides and from changing its variables, but lets it compute for ever and make texts of any
+size.  `Environment` counts turns of loops, calls and filters, and the characters of each text and
+list that they make.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator, Sized
 from datetime import datetime
 from functools import wraps
 from typing import Any
 
 import jinja2
-from jinja2 import nodes, pass_context
+from jinja2 import nodes
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
-from jinja2.runtime import Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
-from nbflow.prompts.budget import Budget, check_numbers
 from nbflow_kernels.errors import UsageError
 
-_TEXT_METHODS = frozenset({
-    "capitalize", "casefold", "count", "endswith", "find", "format", "format_map", "index",
-    "isalnum", "isalpha", "isascii", "isdecimal", "isdigit", "isidentifier", "islower",
-    "isnumeric", "isprintable", "isspace", "istitle", "isupper", "join", "lower", "lstrip",
-    "partition", "removeprefix", "removesuffix", "replace", "rfind", "rindex", "rpartition",
-    "rsplit", "rstrip", "split", "splitlines", "startswith", "strip", "swapcase", "title", "upper",
+MAX_CHARACTERS = 100_000_000
+MAX_PROCESSOR_S = 10.0
+_STEP = 200  # characters that a turn of a loop, a call, a filter and a written entry count as
+_ENTRY = 8  # characters that an entry of a list counts as: the size of a pointer
+_MAX_BITS = 4096
+_MAX_WIDTH = 100
+_WIDE_FORMAT = re.compile(r"%[^a-zA-Z%]*(\d{5,}|\*)|\{[^}]*(\d{5,}|\{)")
+_NO_METHODS = frozenset(
+    {"center", "encode", "expandtabs", "ljust", "rjust", "to_bytes", "translate", "zfill"}
+)
+_NO_FILTERS = ("batch", "center", "filesizeformat", "random", "slice", "urlize", "wordwrap")
+_NO_TEXT = frozenset({
+    "attr", "count", "d", "default", "dictsort", "first", "groupby", "items", "last", "length",
+    "list", "map", "max", "min", "reject", "rejectattr", "reverse", "select", "selectattr", "sort",
+    "sum", "unique",
 })  # fmt: skip
-_FILTERS = (
-    "abs", "attr", "batch", "capitalize", "count", "d", "default", "dictsort", "e", "escape",
-    "first", "float", "format", "groupby", "indent", "int", "items", "join", "last", "length",
-    "list", "lower", "map", "max", "min", "pprint", "reject", "rejectattr", "replace", "reverse",
-    "round", "safe", "select", "selectattr", "slice", "sort", "string", "striptags", "sum",
-    "title", "trim", "truncate", "unique", "upper", "wordcount",
-)  # fmt: skip
-_WRITERS = frozenset({"string", "pprint", "tojson", "escape", "e", "trim", "upper", "lower"})
-"""Filters that write a value as text."""
+"""Filters that do not write their value as text."""
 
 
 class Environment(ImmutableSandboxedEnvironment):
@@ -55,133 +51,166 @@ class Environment(ImmutableSandboxedEnvironment):
     intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def __init__(self) -> None:
-        self.budget = Budget()
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
             extensions=[GenerationBlocks, loopcontrols],
             optimized=False,  # nothing is computed while it is compiled
-            finalize=self._output,
+            finalize=self._written,
         )
-        allowed = {name: self.filters[name] for name in _FILTERS if name in self.filters}
-        self.filters.clear()
-        for name, function in {**allowed, "tojson": _tojson}.items():
-            self.filters[name] = self._counted(name, function)
-        self.filters["_concat"] = self._concat
-        self.filters["_turns"] = self.budget.turns
-        self.filters["_made"] = self.budget.made
+        self._left = MAX_CHARACTERS
+        self._end_s = time.thread_time() + MAX_PROCESSOR_S
+        self.concat = self._concat  # type: ignore[method-assign]
+        own = {"tojson": _tojson, "_concat": self._concat}
+        allowed = {name: f for name, f in self.filters.items() if name not in _NO_FILTERS}
+        self.filters = {name: self._counted(name, f) for name, f in {**allowed, **own}.items()}
+        self.filters |= {"_turns": self._turns, "_made": self._made}
         del self.globals["lipsum"]
-        self.globals["raise_exception"] = _raise_exception
-        self.globals["strftime_now"] = _strftime_now
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         template: nodes.Template = _Counting().visit(super()._parse(source, name, filename))
         return template
 
-    @pass_context
-    def _output(self, context: Any, value: Any) -> Any:
-        """Pay for what is written."""
-        self.budget.text_of(value)
+    def _spend(self, characters: int) -> None:
+        self._left -= characters
+        if self._left < 0:
+            raise SecurityError(
+                f"the template makes more than {MAX_CHARACTERS:,} characters of text, or takes "
+                f"more than {MAX_CHARACTERS // _STEP:,} steps"
+            )
+
+    def _step(self, n: int = 1) -> None:
+        """Count turns or calls, and look at the clock."""
+        self._spend(n * _STEP)
+        if time.thread_time() > self._end_s:
+            raise SecurityError(f"the template takes more than {MAX_PROCESSOR_S} s")
+
+    def _made(self, value: Any) -> Any:
+        """Count a value that has been made, and return it."""
+        if isinstance(value, str | bytes | list | tuple | dict):
+            self._spend(len(value) * (1 if isinstance(value, str | bytes) else _ENTRY))
         return value
 
-    def _concat(self, values: list[Any]) -> str:
-        """Join as ``~`` does."""
-        self.budget.text_of(values)
-        return "".join(map(str, values))
+    def _written(self, value: Any) -> Any:
+        """Count a value as text, with all that is in it, and return it."""
+        self._spend(len(value)) if isinstance(value, str) else self._size(value)
+        return value
+
+    def _size(self, value: Any) -> int:
+        """Count a value as text, with all that is in it, and return the length."""
+        before, todo = self._left, [value]
+        while todo:
+            item = todo.pop()
+            if isinstance(item, dict):
+                todo += [*item.keys(), *item.values()]
+            elif isinstance(item, list | tuple):
+                todo += item
+            self._spend(len(item) if isinstance(item, str | bytes) else _STEP)
+        return before - self._left
+
+    def _turns(self, values: Iterable[Any]) -> Iterator[Any]:
+        """Count the turns of a loop over `values`."""
+        n_known = len(values) if isinstance(values, Sized) else 0
+        self._step(n_known)
+        for value in values:
+            self._step(0 if n_known else 1)
+            yield value
+
+    def _concat(self, values: Iterable[Any]) -> str:
+        """Join as ``~``, macros and the output do."""
+        return "".join(str(self._written(value)) for value in values)
 
     def _counted(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return a filter that pays for what it makes."""
-        n_own = 1 if hasattr(function, "jinja_pass_arg") else 0  # a context comes before the value
+        """Return a filter that counts what it makes."""
+        n_own = 1 if hasattr(function, "jinja_pass_arg") else 0  # a context precedes the value
 
         @wraps(function)
         def run(*arguments: Any, **options: Any) -> Any:
             own, (value, *rest) = arguments[:n_own], arguments[n_own:]
-            value = self.budget.listed(value)
-            self._pay_filter(name, value, [*rest, *options.values()])
-            return self.budget.made(function(*own, value, *rest, **options))
+            if isinstance(value, Iterator):
+                value = list(self._turns(value))
+            if name not in _NO_TEXT:
+                self._size(value)
+            self._check(name, value, [*rest, *options.values()])
+            return self._made(function(*own, value, *rest, **options))
 
         return run
 
-    def _pay_filter(self, name: str, value: Any, rest: list[Any]) -> None:
-        """Pay for a filter before it runs."""
-        self.budget.step()
-        if name in ("batch", "slice", "indent", "truncate", "round"):
-            check_numbers(rest)
-        if name in _WRITERS and not isinstance(value, str):
-            self.budget.text_of(value)
-        elif name == "replace":
-            self.budget.replaced(str(value), tuple(rest))
+    def _check(self, name: str, value: Any, rest: list[Any]) -> None:
+        """Count the result of a filter, or of a method of a text, before it is made."""
+        self._step()
+        if name == "replace" and len(rest) > 1:
+            self._spend(str(value).count(str(rest[0])) * len(str(rest[1])))
         elif name == "join":
-            self.budget.joined(str(rest[0]) if rest else "", value)
-        elif name == "format":
-            self.budget.formatted(str(value), rest)
+            self._spend(len(str(rest[0])) * len(value) if rest else 0)
+        elif name in ("format", "format_map"):
+            self._check_format(str(value), rest)
+        elif name in ("indent", "round") and any(
+            (len(n) if isinstance(n, str) else abs(n)) > _MAX_WIDTH
+            for n in rest
+            if isinstance(n, int | str)
+        ):
+            raise SecurityError(f"{name} takes at most {_MAX_WIDTH}")
         elif name == "indent":
-            width = len(rest[0]) if rest and isinstance(rest[0], str) else int((rest or [4])[0])
-            self.budget.characters(str(value).count("\n") * width)
+            self._spend(str(value).count("\n") * _MAX_WIDTH)
         elif name == "sum" and any(isinstance(start, list | tuple) for start in rest):
             raise SecurityError("sum adds numbers only")
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Compute ``*``, ``**``, ``+`` or ``%`` within the budget."""
-        self.budget.binary(operator, left, right)
-        return self.budget.made(super().call_binop(context, operator, left, right))
+    def _check_format(self, text: str, values: Any) -> None:
+        if _WIDE_FORMAT.search(text):
+            raise SecurityError("a format must not have a width of five digits or a nested field")
+        self._spend((text.count("%") + text.count("{")) * self._size(values))
 
-    def call(
-        self,
-        context: Any,
-        function: Any,
-        /,
-        *arguments: Any,
-        **options: Any,
-    ) -> Any:
-        """Call a function, macro or method within the budget."""
-        self.budget.step()
+    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+        """Compute ``*``, ``**``, ``+`` or ``%`` with a result of bounded size."""
+        if isinstance(left, int) and isinstance(right, int):
+            n, m = left.bit_length(), right.bit_length()
+            bits = n * max(right, 0) if operator == "**" else n + m
+            if operator in ("*", "**") and bits > _MAX_BITS:
+                raise SecurityError(f"a number has more than {_MAX_BITS} bits")
+        elif operator == "*":
+            times = [n for n in (left, right) if isinstance(n, int)]
+            self._spend(self._size([left, right]) * max([0, *times]))
+        elif operator == "%" and isinstance(left, str):
+            self._check_format(left, right)
+        return self._made(super().call_binop(context, operator, left, right))
+
+    def call(self, context: Any, function: Any, /, *arguments: Any, **options: Any) -> Any:
+        """Call a function, macro or method, and count what it makes."""
         method = getattr(function, "__wrapped__", function)  # the sandbox wraps `format`
         owner = getattr(method, "__self__", None)
-        if isinstance(owner, str):
-            arguments = self._pay_method(owner, method.__name__, arguments, options)
-        result = super().call(context, function, *arguments, **options)
-        return result if isinstance(function, Macro) else self.budget.made(result)
+        if not isinstance(owner, str):
+            self._step()
+        elif method.__name__ == "join" and arguments:
+            values = list(self._turns(arguments[0]))
+            self._size(values)
+            self._check("join", values, [owner])
+            arguments = (values,)
+        else:
+            self._check(method.__name__, owner, [*arguments, *options.values()])
+        return self._made(super().call(context, function, *arguments, **options))
 
-    def _pay_method(
-        self, owner: str, name: str, arguments: tuple[Any, ...], options: dict[str, Any]
-    ) -> tuple[Any, ...]:
-        """Pay for a method of a text before it runs; return its arguments, iterators as lists."""
-        if name not in _TEXT_METHODS:
-            raise SecurityError(f"the method {name!r} of a text is not available")
-        arguments = tuple(self.budget.listed(argument) for argument in arguments)
-        check_numbers([*arguments, *options.values()] if "format" not in name else [])
-        if name == "replace":
-            self.budget.replaced(owner, arguments)
-        elif name == "join" and arguments:
-            self.budget.joined(owner, arguments[0])
-        elif name.startswith("format"):
-            self.budget.formatted(owner, [*arguments, *options.values()])
-        return arguments
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        """Hide methods whose only effect is a longer text."""
+        return attr not in _NO_METHODS and super().is_safe_attribute(obj, attr, value)
 
 
 class _Counting(NodeTransformer):
-    """Sends loops, ``~``, slices and literal text through functions that count."""
+    """Sends loops, ``~`` and slices, which the sandbox does not intercept, through filters."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
-        """Count the turns."""
         self.generic_visit(node)
         node.iter = _filtered(node.iter, "_turns")
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
-        """Count the characters."""
         self.generic_visit(node)
         return _filtered(nodes.List(node.nodes, lineno=node.lineno), "_concat")
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Expr:
-        """Count what a slice copies."""
         self.generic_visit(node)
         return _filtered(node, "_made") if isinstance(node.arg, nodes.Slice) else node
-
-    def visit_TemplateData(self, node: nodes.TemplateData) -> nodes.Node:
-        """Let `finalize` see literal text."""
-        return nodes.Const(node.data, lineno=node.lineno)
 
 
 def _filtered(node: Any, name: str) -> nodes.Filter:
@@ -253,7 +282,7 @@ def render(template: str, variables: dict[str, Any], where: str) -> str:
         If it cannot be read, refuses the conversation, does what is not allowed or takes too much.
     """
     try:
-        return "".join(Environment().from_string(template).generate(**variables))
+        return Environment().from_string(template).render(variables)
     except jinja2.TemplateSyntaxError as error:
         raise UsageError(f"{where}: line {error.lineno}: {error.message}") from error
     except SecurityError as error:

@@ -7,15 +7,22 @@ refused with what to use instead; an unknown key is an error.  docs/server.md ha
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Mapping
+from configparser import DuplicateOptionError, DuplicateSectionError, Error, RawConfigParser
 from pathlib import Path
 from typing import Any
 
 from nbflow.server.config import ServerConfig, beside, make_config
-from nbflow.server.ini_file import Macros, Sections, number, read_sections, whole
 from nbflow_kernels.errors import UsageError, unknown_name
 
+MAX_BYTES = 1_000_000
+_MACRO = re.compile(r"\$\{([^{}]{1,200})\}|\$\(([^()]{1,200})\)")
+_MAX_DEPTH = 8
+_MAX_VALUE = 100_000
+
+Sections = dict[str, dict[str, str]]
 Table = dict[str, Any]
 Setter = Callable[[Table, str, str], None]
 """``set(table, value, where)``: put a key's value into a table, or raise."""
@@ -51,6 +58,39 @@ def read_ini(path: Path) -> ServerConfig:
             _apply(keys, setters, table, f"{path}: [{name}]", macros, {})
     table["models"] = _models(sections, macros, str(path))
     return beside(make_config(table, str(path)), path.parent)
+
+
+def read_sections(path: Path) -> Sections:
+    """Read sections and keys, in lower case; macros are not replaced.
+
+    Raises
+    ------
+    UsageError
+        If a line is neither section, ``key = value`` nor comment, or one is stated twice.
+    """
+    try:
+        data = path.read_bytes()[: MAX_BYTES + 1]
+        text = data.decode("utf-8-sig")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path}: not UTF-8: {error}") from error
+    if len(data) > MAX_BYTES:
+        raise UsageError(f"{path}: an ini file may have at most {MAX_BYTES} bytes")
+    # Inferflow knows neither default sections nor continued lines: indented lines are keys
+    parser = RawConfigParser(delimiters=("=",), default_section="")
+    lines = (
+        line.lower() if line[:1] == "[" else line for line in map(str.strip, text.splitlines())
+    )
+    try:
+        parser.read_file(lines, str(path))
+    except (DuplicateSectionError, DuplicateOptionError) as error:
+        name = getattr(error, "option", error.section)
+        raise UsageError(f"{path}:{error.lineno}: {name!r} is stated twice") from error
+    except Error as error:
+        found = " ".join(str(error).split())
+        raise UsageError(f"{path}: lines must be [section] or key = value; {found:.300}") from error
+    return {name.strip(): dict(parser.items(name)) for name in parser.sections()}
 
 
 def _apply(
@@ -114,6 +154,22 @@ def _flag(value: str, _: str) -> bool:
     return value.strip().lower() not in _OFF
 
 
+def _number(value: str, where: str) -> float:
+    """Return a number."""
+    try:
+        return float(value)
+    except ValueError:
+        raise UsageError(f"{where} must be a number, got {value!r:.80}") from None
+
+
+def _whole(value: str, where: str) -> int:
+    """Return a whole number."""
+    result = _number(value, where)
+    if not result.is_integer():
+        raise UsageError(f"{where} must be a whole number, got {value!r:.80}")
+    return int(result)
+
+
 def _format(value: str, _: str) -> str | None:
     """Return a weight format by Inferflow's name; "auto" is as stored."""
     name = value.strip().lower()
@@ -121,7 +177,7 @@ def _format(value: str, _: str) -> str | None:
 
 
 def _context(table: Table, value: str, where: str) -> None:
-    n = whole(value, where)
+    n = _whole(value, where)
     if n > 0:
         table["max_context"] = n
 
@@ -144,8 +200,8 @@ def _strategy(table: Table, value: str, where: str) -> None:
 
 
 _MAIN: dict[str, Setter] = {
-    "http_port": _to("port", whole),
-    "worker_count": _to("limits.requests", whole),
+    "http_port": _to("port", _whole),
+    "worker_count": _to("limits.requests", _whole),
     "is_study_mode": _only(_OFF, "use nbflow bench"),
     "global_model_dir": _elsewhere,
     "default_prompt_template": _no_effect(
@@ -185,8 +241,8 @@ _MODEL: dict[str, Setter] = {
     "tensor_quant_threshold": _no_effect(
         "all matrices of attention and feed-forward get the format, whatever their size"
     ),
-    "delta_tensor_ratio": _to("outliers", number),
-    "host_kv_cache_percent": _to("kv_host_percent", number),
+    "delta_tensor_ratio": _to("outliers", _number),
+    "host_kv_cache_percent": _to("kv_host_percent", _number),
     "be_host_embeddings": _to("embeddings_on_host", _flag),
     "devices": _to("partition"),
     "max_context_len": _context,
@@ -250,13 +306,13 @@ def _models(sections: Sections, macros: Macros, where: str) -> Table:
         if "devices" in engine:
             model["partition"] = macros(engine["devices"])
         if "cpu_threads" in engine:
-            model["threads"] = whole(macros(engine["cpu_threads"]), f"{where}: cpu_threads")
+            model["threads"] = _whole(macros(engine["cpu_threads"]), f"{where}: cpu_threads")
         for key in ("cpu_layer_count", "decoder_cpu_layer_count"):
             if key in engine:
-                model["cpu_layers"] = whole(macros(engine[key]), f"{where}: {key}")
+                model["cpu_layers"] = _whole(macros(engine[key]), f"{where}: {key}")
         if "max_concurrent_queries" in engine:
             value = macros(engine["max_concurrent_queries"])
-            model["engine"]["max_sequences"] = whole(value, f"{where}: max_concurrent_queries")
+            model["engine"]["max_sequences"] = _whole(value, f"{where}: max_concurrent_queries")
         _apply(keys, _MODEL, model, here, macros, {"model_name": name})
         template = model.get("chat_template")
         if template:
@@ -279,7 +335,7 @@ def _templates(sections: Sections, where: str) -> dict[str, str]:
     for section, keys in sections.items():
         if not section.startswith("prompt_template."):
             continue
-        count = whole(keys.get("line_count", "0"), f"{where}: [{section}] line_count")
+        count = _whole(keys.get("line_count", "0"), f"{where}: [{section}] line_count")
         wanted = [f"line{i + 1}" for i in range(min(count, 10_000))]
         missing = [name for name in wanted if name not in keys]
         unknown = [key for key in keys if key != "line_count" and key not in wanted]
@@ -289,3 +345,51 @@ def _templates(sections: Sections, where: str) -> dict[str, str]:
             raise UsageError(f"{where}: [{section}] {name} {what}")
         result[section.removeprefix("prompt_template.")] = "\n".join(keys[n] for n in wanted)
     return result
+
+
+# ---- macros ---------------------------------------------------------------------------------
+
+
+class Macros:
+    """Replaces ``${name}`` and ``$(name)``.
+
+    Parameters
+    ----------
+    sections : Sections
+        For names of the form ``section/key``.
+    known : mapping of str to str
+        Other names.
+    where : str
+        The file, for messages.
+    """
+
+    def __init__(self, sections: Sections, known: Mapping[str, str], where: str) -> None:
+        self._sections = sections
+        self._known = {name.lower(): value for name, value in known.items()}
+        self._where = where
+
+    def __call__(self, value: str, more: Mapping[str, str] | None = None, depth: int = 0) -> str:
+        """Return `value` with its macros replaced; `more` are further names."""
+        if depth > _MAX_DEPTH:
+            raise UsageError(f"{self._where}: macros refer to each other: {value!r:.80}")
+
+        def one(found: re.Match[str]) -> str:
+            name = (found[1] or found[2]).strip().lower()
+            return self(self._value(name, more or {}), more, depth + 1)
+
+        result = _MACRO.sub(one, value)
+        if len(result) > _MAX_VALUE:
+            raise UsageError(f"{self._where}: a value grows beyond {_MAX_VALUE} characters")
+        return result
+
+    def _value(self, name: str, more: Mapping[str, str]) -> str:
+        for table in (more, self._known):
+            if name in table:
+                return table[name]
+        section, _, key = name.rpartition("/")
+        if section in self._sections and key in self._sections[section]:
+            return self._sections[section][key]
+        known = ", ".join([*more, *self._known])
+        raise UsageError(
+            f"{self._where}: unknown macro ${{{name}}}; known are {known}, and section/key"
+        )

@@ -4,7 +4,7 @@ from nbflow.spec.check import check
 from nbflow.spec.family import Family, families
 from nbflow.spec.model_file import find_model_file, known_models, published
 from nbflow.spec.model_spec import ModelSpec, RopeSpec
-from nbflow.spec.resolve import ResolvedModel, resolve
+from nbflow.spec.resolve import ResolvedModel, load_tokenizer, resolve
 
 __all__ = [
     "Family",
@@ -15,6 +15,7 @@ __all__ = [
     "families",
     "find_model_file",
     "known_models",
+    "load_tokenizer",
     "published",
     "resolve",
 ]

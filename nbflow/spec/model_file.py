@@ -9,7 +9,7 @@
     checkpoint that is named beside it (``--spec FILE``).
 ``prompt_template``
     How a conversation becomes a prompt if the tokenizer brings no template of its own: a name of
-    `nbflow.prompts.NAMED`, or the text of a template.
+    `nbflow.prompts.named_templates`, or the text of a template.
 ``[config]``
     The config.json that the model was published with, as far as it matters.  It stands in for one
     that does not lie beside the weights, and says how large the model is without any.
@@ -197,7 +197,7 @@ def _family(path: Path, name: str) -> Family:
 def _template(stated: str | None, where: str) -> str | None:
     """Return a template that a model file states, checked."""
     if stated is not None:
-        from nbflow.prompts.query import find_template  # late: most files have none
+        from nbflow.prompts import find_template  # late: most files have none
 
         find_template(stated, where)
     return stated

@@ -20,7 +20,8 @@ from nbflow.spec.model_file import (
     load_model_file,
 )
 from nbflow.spec.model_spec import ModelSpec
-from nbflow.tokenizer.files import tokenizer_beside
+from nbflow.tokenizer import Tokenizer, load_tokenizer_file
+from nbflow.tokenizer.files import NAMES, find_tokenizer, tokenizer_beside
 from nbflow.weights import WeightFile, open_weights
 from nbflow.weights.json_file import read_object
 from nbflow_kernels.errors import UsageError, unknown_name
@@ -110,6 +111,55 @@ def resolve(
         defaults |= model_file.defaults
     template = model_file.prompt_template if model_file else None
     return ResolvedModel(resolved, path, tokenizer, defaults, template)
+
+
+def load_tokenizer(model: str | os.PathLike[str], kind: str | None = None) -> Tokenizer:
+    """Load the tokenizer of a model, or a tokenizer file.
+
+    Parameters
+    ----------
+    model : str or path
+        A tokenizer file (``tokenizer.json``, ``tokenizer.model``, ``vocab.json``, ``vocab.txt``,
+        llama2.c ``tokenizer.bin``, a ``.gguf``), a folder that holds one, or a model as for
+        `resolve`.
+    kind : {"hf", "sentencepiece", "bpe", "wordpiece", "gguf", "llama2c"}, optional
+        The kind of the tokenizer file; by default its name and content decide.
+
+    Returns
+    -------
+    Tokenizer
+        With ``encode``, ``decode``, ``decode_stream``, ``vocab_size``, ``bos_id``, ``eos_ids``.
+
+    Raises
+    ------
+    UsageError
+        If there is no such model, no tokenizer beside it, or the file is damaged.
+    MissingExtraError
+        If the kind needs a package that is not installed.
+
+    See Also
+    --------
+    nbflow.prompts.encode_chat : The ids of a conversation.
+
+    Examples
+    --------
+    >>> import nbflow
+    >>> tokenizer = nbflow.load_tokenizer("tiny_python")
+    >>> tokenizer.decode(tokenizer.encode("def f(x):"))
+    'def f(x):'
+    """
+    path, template = find_tokenizer(Path(model), kind), None
+    if path is None:
+        resolved = resolve(model)
+        path, template = resolved.tokenizer, resolved.prompt_template
+        if path is None:
+            raise UsageError(
+                f"{resolved.path}: no tokenizer lies beside the weights; wanted one of "
+                f"{', '.join(NAMES)}, or tokenizer.bin for llama2.c; name the tokenizer file itself"
+            )
+    tokenizer = load_tokenizer_file(path, kind)
+    tokenizer.prompt_template = template
+    return tokenizer
 
 
 def _find(model: str | os.PathLike[str]) -> tuple[ModelFile | None, Path]:

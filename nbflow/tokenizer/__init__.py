@@ -15,16 +15,16 @@ kind               files
 
 from __future__ import annotations
 
-import os
 from importlib import import_module
 from pathlib import Path
 
-from nbflow.tokenizer.files import NAMES, in_folder, kind_of
+from nbflow.tokenizer.files import kind_of
 from nbflow.tokenizer.special_ids import role_ids
 from nbflow.tokenizer.tokenizer import DecodeStream, Tokenizer
+from nbflow.tokenizer.tokenizer_config import read_tokenizer_config
 from nbflow_kernels.errors import UsageError, unknown_name
 
-__all__ = ["DecodeStream", "Tokenizer", "load_tokenizer"]
+__all__ = ["DecodeStream", "Tokenizer", "load_tokenizer_file"]
 
 KINDS = {
     "hf": "nbflow.tokenizer.hf",
@@ -37,48 +37,47 @@ KINDS = {
 """Kind of tokenizer file -> module whose ``from_file`` reads it."""
 
 
-def load_tokenizer(model: str | os.PathLike[str], kind: str | None = None) -> Tokenizer:
-    """Load the tokenizer of a model, or a tokenizer file.
+def load_tokenizer_file(path: Path, kind: str | None = None) -> Tokenizer:
+    """Load a tokenizer file.
 
     Parameters
     ----------
-    model : str or path
-        A tokenizer file (``tokenizer.json``, ``tokenizer.model``, ``vocab.json``, ``vocab.txt``,
-        llama2.c ``tokenizer.bin``, a ``.gguf``), a folder that holds one, or a model as for
-        `nbflow.spec.resolve`.
-    kind : {"hf", "sentencepiece", "bpe", "wordpiece", "gguf", "llama2c"}, optional
-        Which kind of tokenizer file it is; by default its name and content decide.
+    path : Path
+        The file.
+    kind : str, optional
+        A name of `KINDS`; by default the file's name and content decide.
 
     Returns
     -------
     Tokenizer
-        With ``encode``, ``decode``, ``decode_stream``, ``vocab_size``, ``bos_id``, ``eos_ids``.
 
     Raises
     ------
     UsageError
-        If there is no such model, no tokenizer beside it, or the file is damaged.
+        If the file is damaged.
     MissingExtraError
         If the kind needs a package that is not installed.
 
     See Also
     --------
-    nbflow.prompts.encode_chat : The ids of a conversation.
-
-    Examples
-    --------
-    >>> import nbflow
-    >>> tokenizer = nbflow.load_tokenizer("tiny_python")
-    >>> tokenizer.decode(tokenizer.encode("def f(x):"))
-    'def f(x):'
+    nbflow.load_tokenizer : The tokenizer of a model by its name.
     """
     if kind is not None and kind not in KINDS:
         raise unknown_name("kind of tokenizer", kind, KINDS)
-    path, template = _tokenizer_file(model, kind)
-    tokenizer: Tokenizer = import_module(KINDS[kind or kind_of(path)]).from_file(path)
+    tokenizer: Tokenizer = import_module(_module(path, kind or kind_of(path))).from_file(path)
     tokenizer.named_tokens = {**tokenizer.named_tokens, **_roles(tokenizer, path.parent)}
-    tokenizer.prompt_template = template
     return tokenizer
+
+
+def _module(path: Path, kind: str) -> str:
+    """Return the module that reads a file; some models number SentencePiece's pieces themselves."""
+    if kind == "sentencepiece" and path.name == "source.spm":
+        return "nbflow.tokenizer.marian"
+    if kind == "sentencepiece":
+        tokenizer_class = read_tokenizer_config(path.parent).tokenizer_class
+        if tokenizer_class == "M2M100Tokenizer":
+            return "nbflow.tokenizer.m2m100"
+    return KINDS[kind]
 
 
 def _roles(tokenizer: Tokenizer, folder: Path) -> dict[str, str]:
@@ -92,31 +91,3 @@ def _roles(tokenizer: Tokenizer, folder: Path) -> dict[str, str]:
             )
         roles[role] = tokenizer.piece(token_id)
     return roles
-
-
-def _tokenizer_file(model: str | os.PathLike[str], kind: str | None) -> tuple[Path, str | None]:
-    """Return the tokenizer file that `model` is or has, and its model file's template."""
-    path = Path(model)
-    if path.is_file() and path.suffix != ".toml" and (kind is not None or not _is_weights(path)):
-        return path, None
-    if path.is_file() and kind_of(path) == "gguf":
-        return path, None  # before its architecture is known to be one we can run
-    found = in_folder(path)
-    if found is not None:
-        return found, None
-    from nbflow.spec import resolve  # late: tokenizer files need no model
-
-    resolved = resolve(model)
-    if resolved.tokenizer is None:
-        raise UsageError(
-            f"{resolved.path}: no tokenizer lies beside the weights; wanted one of "
-            f"{', '.join(NAMES)}, or tokenizer.bin for llama2.c; name the tokenizer file itself"
-        )
-    return resolved.tokenizer, resolved.prompt_template
-
-
-def _is_weights(path: Path) -> bool:
-    """Return whether a file holds weights."""
-    from nbflow.weights import is_weight_file
-
-    return is_weight_file(path)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nbflow.weights import gguf
+from nbflow.weights import gguf, is_weight_file
 from nbflow_kernels.errors import UsageError
 
 NAMES = (
@@ -64,6 +64,15 @@ def in_folder(folder: Path, *first: str) -> Path | None:
         if path.is_file() and (name != "vocab.json" or path.with_name("merges.txt").is_file()):
             return path
     return None
+
+
+def find_tokenizer(path: Path, kind: str | None = None) -> Path | None:
+    """Return the tokenizer file that a path is or holds; None for weights and names of models."""
+    if path.is_file() and path.suffix != ".toml":
+        # a GGUF file is both: read before its architecture is known to be one we can run
+        own = kind is not None or not is_weight_file(path) or kind_of(path) == "gguf"
+        return path if own else None
+    return in_folder(path)
 
 
 def kind_of(path: Path) -> str:

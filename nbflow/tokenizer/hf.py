@@ -18,7 +18,6 @@ from nbflow.weights.json_file import read_object
 from nbflow_kernels.errors import UsageError
 
 _BYTE_PIECE = re.compile(r"<0x[0-9A-F]{2}>")
-_CONTEXT = 8  # ids kept in front of new ones, so that a decoder sees what they follow
 _FIRST_STAND_IN = 0x10F000  # private use: characters that stand for ids within text
 
 
@@ -182,6 +181,11 @@ class HfTokenizer(Tokenizer):
         with package_errors(f"{self._where}: cannot decode the ids"):
             return str(self._tokenizer.decode(checked))
 
+    def step(self, stream: Any, ids: list[int]) -> str:
+        """Return the text that a decoder of the package makes of further ids."""
+        with package_errors(f"{self._where}: cannot decode the ids"):
+            return stream.step(self._tokenizer, ids) or ""
+
     def decode_stream(self) -> _Stream:
         """See `Tokenizer.decode_stream`."""
         return _Stream(self)
@@ -248,38 +252,40 @@ class _StandIns:
 
 
 class _Stream:
-    """Decodes ids one by one; see `nbflow.tokenizer.DecodeStream`.
+    """The package's incremental decoder; see `nbflow.tokenizer.DecodeStream`.
 
-    It decodes the last ids as a whole and returns what that adds.  Text is held back while it ends
-    in U+FFFD (the bytes of a character are not complete) or in a byte piece (their run decides
-    together what it is).
+    It holds text back while it ends in U+FFFD, as the bytes of a character may be incomplete.  Byte
+    pieces are held back here, because their whole run decides whether it is UTF-8; so is what
+    `finish` returns, because the package has no way to ask for it.
     """
 
     def __init__(self, tokenizer: HfTokenizer) -> None:
+        from tokenizers.decoders import DecodeStream
+
         self._tokenizer = tokenizer
-        self._ids: list[int] = []
-        self._shown = ""  # the text of self._ids that has been returned
+        self._stream = DecodeStream(skip_special_tokens=True)
+        self._shown: list[int] = []  # ids of the last text that was returned
+        self._held: list[int] = []  # ids after them
+        self._bytes: list[int] = []  # the last of them, unknown to the package's decoder
 
     def push(self, token_id: int) -> str:
         """Return the text that `token_id` completes."""
         self._tokenizer.check_id(token_id)
         if self._tokenizer.is_special(token_id):
             return ""
-        self._ids.append(token_id)
+        self._held.append(token_id)
+        self._bytes.append(token_id)
         if self._tokenizer.is_byte(token_id):
             return ""
-        text = self._tokenizer.decode(self._ids)
-        if text.endswith("\ufffd"):
-            return ""
-        return self._show(text)
+        text = self._tokenizer.step(self._stream, self._bytes)
+        self._bytes = []
+        if text:
+            self._shown, self._held = self._held, []
+        return text
 
     def finish(self) -> str:
         """Return what is left."""
-        return self._show(self._tokenizer.decode(self._ids)) if self._ids else ""
-
-    def _show(self, text: str) -> str:
-        """Return what `text` adds, and forget all but the last ids."""
-        new = text[len(self._shown) :]
-        self._ids = self._ids[-_CONTEXT:]
-        self._shown = self._tokenizer.decode(self._ids)
-        return new
+        if not self._held:
+            return ""
+        known = self._tokenizer.decode(self._shown)
+        return self._tokenizer.decode([*self._shown, *self._held])[len(known) :]

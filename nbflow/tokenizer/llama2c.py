@@ -18,7 +18,7 @@ import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from nbflow.tokenizer.merging import Merger
+from nbflow.tokenizer.spm import score_bpe
 from nbflow.tokenizer.tokenizer import Tokenizer, check_text, encode_runs
 from nbflow.weights.byte_file import ByteFile
 from nbflow_kernels.errors import UsageError
@@ -57,13 +57,10 @@ class Llama2cTokenizer(Tokenizer):
         for i, piece in enumerate(self._pieces):
             self._ids.setdefault(piece, i)
         self._bytes = [self._as_bytes(i) for i in range(len(self._pieces))]
-        # bytes that are not UTF-8 become lone surrogates, which no text has
-        scores = {
-            piece.decode("utf-8", "surrogateescape"): self._scores[i]
-            for piece, i in self._ids.items()
-        }
-        joined = {piece: score for piece, score in scores.items() if score > _LOWEST_SCORE}
-        self._merger = Merger(joined, known=scores)
+        texts = {text: i for p, i in self._ids.items() if (text := _utf8(p)) is not None}
+        scores = {p: self._scores[i] for p, i in texts.items() if self._scores[i] > _LOWEST_SCORE}
+        byte_ids = {byte: _FIRST_BYTE + byte for byte in range(256)}
+        self._bpe = score_bpe(texts, scores, byte_ids, None, " ")
         self.chat_templates = {}
         self.named_tokens = {}
 
@@ -130,12 +127,15 @@ class Llama2cTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> list[int]:
         """Return the ids of `text`; a character that is no piece is one id per byte."""
-        ids: list[int] = []
-        for piece in self._merger.split(text):
-            data = piece.encode("utf-8")
-            known = self._ids.get(data)
-            ids += [_FIRST_BYTE + byte for byte in data] if known is None else [known]
-        return ids
+        return list(self._bpe.encode(text).ids)
+
+
+def _utf8(piece: bytes) -> str | None:
+    """Return a piece as text; None for half a character, which no text contains."""
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return None
 
 
 class _Stream:

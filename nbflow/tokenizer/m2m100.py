@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from nbflow.tokenizer.sp_model import SpTokenizer
+from nbflow.tokenizer.sp_model import SpTokenizer, read_model
 from nbflow.tokenizer.special_ids import SpecialIds, special_ids
-from nbflow.tokenizer.tokenizer_config import AddedToken, TokenizerConfig
+from nbflow.tokenizer.tokenizer_config import AddedToken, read_tokenizer_config
 from nbflow.weights.json_file import read_object
 from nbflow_kernels.errors import UsageError, unknown_name
 
@@ -35,17 +35,15 @@ def read_vocabulary(path: Path, needed: Sequence[str]) -> dict[str, int]:
     return vocab
 
 
-def m2m100(path: Path, model: bytes, config: TokenizerConfig) -> SpTokenizer:
+def from_file(path: Path) -> SpTokenizer:
     """Return the tokenizer of a SentencePiece file with vocab.json beside it.
+
+    ``src_lang`` of tokenizer_config.json is the language that is put in front (en).
 
     Parameters
     ----------
     path : Path
         The SentencePiece file.
-    model : bytes
-        Its content.
-    config : TokenizerConfig
-        What lies beside it; ``src_lang`` is the language that is put in front (en).
 
     Returns
     -------
@@ -56,6 +54,7 @@ def m2m100(path: Path, model: bytes, config: TokenizerConfig) -> SpTokenizer:
     UsageError
         If vocab.json is missing or damaged, or the language unknown.
     """
+    model, config = read_model(path), read_tokenizer_config(path.parent)
     vocab = read_vocabulary(path.with_name("vocab.json"), ("<s>", "</s>", "<unk>"))
     tokens = {f"__{code}__": len(vocab) + i for i, code in enumerate(LANGUAGES)}
     language = config.values.get("src_lang") or "en"

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from nbflow.tokenizer.m2m100 import read_vocabulary
-from nbflow.tokenizer.sp_model import SpTokenizer
+from nbflow.tokenizer.sp_model import SpTokenizer, read_model
 from nbflow.tokenizer.special_ids import SpecialIds, special_ids
 from nbflow.tokenizer.spm import SPACE
-from nbflow.tokenizer.tokenizer_config import AddedToken, TokenizerConfig
+from nbflow.tokenizer.tokenizer_config import AddedToken, read_tokenizer_config
 from nbflow_kernels.errors import UsageError
 
 SOURCE = "source.spm"
@@ -50,17 +50,13 @@ class MarianTokenizer(SpTokenizer):
         return [found, *super()._encode(text[language.end() :])]
 
 
-def marian(path: Path, model: bytes, config: TokenizerConfig) -> MarianTokenizer:
+def from_file(path: Path) -> MarianTokenizer:
     """Return the tokenizer of ``source.spm`` with vocab.json beside it.
 
     Parameters
     ----------
     path : Path
         The SentencePiece file of the source language.
-    model : bytes
-        Its content.
-    config : TokenizerConfig
-        What lies beside it.
 
     Returns
     -------
@@ -71,6 +67,7 @@ def marian(path: Path, model: bytes, config: TokenizerConfig) -> MarianTokenizer
     UsageError
         If vocab.json is missing or damaged, or the two languages have vocabularies of their own.
     """
+    model, config = read_model(path), read_tokenizer_config(path.parent)
     if config.flag("separate_vocabs", False):
         raise UsageError(
             f"{config.folder / 'tokenizer_config.json'}: separate_vocabs: the languages have "

@@ -164,6 +164,20 @@ def load_processor(model: bytes, where: str) -> Any:
         return sentencepiece.SentencePieceProcessor(model_proto=model)
 
 
+def read_model(path: Path) -> bytes:
+    """Return the bytes of a SentencePiece file."""
+    file = ByteFile(path)
+    try:
+        if file.size > _MAX_FILE_BYTES:
+            raise UsageError(
+                f"{path}: a SentencePiece model may have at most {_MAX_FILE_BYTES} bytes, "
+                f"got {file.size}"
+            )
+        return file.read(0, file.size)
+    finally:
+        file.close()
+
+
 def from_file(path: Path) -> SpTokenizer:
     """Read a SentencePiece model and the files beside it.
 
@@ -184,29 +198,12 @@ def from_file(path: Path) -> SpTokenizer:
         If the package is not installed.
     """
     config = read_tokenizer_config(path.parent)
-    if config.tokenizer_class in _RENUMBERED and path.name != "source.spm":
+    if config.tokenizer_class in _RENUMBERED:
         raise UsageError(
             f"{path}: the ids of {config.tokenizer_class} are not those of its SentencePiece file; "
             "use its tokenizer.json"
         )
-    file = ByteFile(path)
-    try:
-        if file.size > _MAX_FILE_BYTES:
-            raise UsageError(
-                f"{path}: a SentencePiece model may have at most {_MAX_FILE_BYTES} bytes, "
-                f"got {file.size}"
-            )
-        data = file.read(0, file.size)
-    finally:
-        file.close()
-    if path.name == "source.spm":
-        from nbflow.tokenizer.marian import marian  # late: it is made of this module
-
-        return marian(path, data, config)
-    if config.tokenizer_class == "M2M100Tokenizer":
-        from nbflow.tokenizer.m2m100 import m2m100  # late: it is made of this module
-
-        return m2m100(path, data, config)
+    data = read_model(path)
     processor = load_processor(data, str(path))
     added = list(config.added)
     if config.tokenizer_class == "ChatGLMTokenizer":  # its tokens are in its code, not in a file

@@ -1,17 +1,21 @@
 """SentencePiece byte-pair encoding from a table of pieces and scores, as GGUF files hold it.
 
 Spaces are U+2581 in the pieces.  A space is put in front of the text, and after each special token
-(`add_space_prefix`).  A character that is no piece is written as its bytes, ``<0x0A>``.
+(`add_space_prefix`).  A character without a piece is written as its bytes, ``<0x0A>``.
 
-Control pieces such as ``<s>`` are never the result of merging, as in SentencePiece.
+SentencePiece joins the neighbours that form the piece of highest score.  `score_bpe` writes this
+rule as a list of merges for the ``tokenizers`` package: the higher the score of a piece, the
+earlier its merges; pieces with the same score follow in the order of their ids.  Control pieces
+such as ``<s>`` are never the result of merging.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-from nbflow.tokenizer.merging import Merger
+from nbflow.tokenizer.package_errors import package_errors
 from nbflow.tokenizer.pieces import BytesStream, PieceTokenizer
 from nbflow.tokenizer.special_ids import SpecialIds
 from nbflow.tokenizer.tokenizer import encode_runs
@@ -21,6 +25,9 @@ UNDEFINED, NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(7)
 """Types of pieces, as SentencePiece and GGUF number them."""
 
 SPACE = "\u2581"
+_LONGEST_MERGED = 256  # characters; published pieces of text have up to 100
+_UNKNOWN_PIECE = "<neither a piece nor bytes>"
+_NO_UNKNOWN = (1 << 32) - 1  # id of a character that the vocabulary cannot write
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -66,14 +73,15 @@ class SpmTokenizer(PieceTokenizer):
         self._special = special
         self._prefix = " " if add_space_prefix else ""
         self._swallow = swallow
-        wanted = (NORMAL, USER_DEFINED, UNUSED)
-        text = [i for i, kind in enumerate(types) if kind in wanted]
-        self._text_ids = {pieces[i]: i for i in text}
-        self._merger = Merger({pieces[i]: scores[i] for i in text})
+        self._where = where
         self._byte_ids: dict[int, int] = {}
         self._bytes = []
         for i, (piece, kind) in enumerate(zip(pieces, types, strict=True)):
             self._bytes.append(self._as_bytes(i, piece, kind, where))
+        text = {p: i for i, p in enumerate(pieces) if types[i] in (NORMAL, USER_DEFINED, UNUSED)}
+        self._bpe = score_bpe(
+            text, {p: scores[i] for p, i in text.items()}, self._byte_ids, special.unknown, SPACE
+        )
         self._special_tokens = {
             pieces[i]: i for i, kind in enumerate(types) if kind in (CONTROL, UNKNOWN)
         }
@@ -120,23 +128,63 @@ class SpmTokenizer(PieceTokenizer):
         """Return the ids of a text without special tokens."""
         if not text:
             return []
-        ids: list[int] = []
-        for piece in self._merger.split((self._prefix + text).replace(" ", SPACE)):
-            known = self._text_ids.get(piece)
-            ids += self._fallback(piece) if known is None else [known]
-        return ids
-
-    def _fallback(self, character: str) -> list[int]:
-        """Return the bytes of a character that is no piece, or the unknown id."""
-        data = character.encode("utf-8")
-        if all(byte in self._byte_ids for byte in data):
-            return [self._byte_ids[byte] for byte in data]
-        if self._special.unknown is None:
+        with package_errors(f"{self._where}: cannot encode the text"):
+            ids: list[int] = self._bpe.encode((self._prefix + text).replace(" ", SPACE)).ids
+        if ids and max(ids) >= len(self._pieces):
             raise UsageError(
-                f"the vocabulary has no piece for {character!r}, no bytes and no unknown id"
+                f"{self._where}: the vocabulary has neither a piece nor bytes for a character of "
+                "the text, and no unknown token"
             )
-        return [self._special.unknown]
+        return ids
 
     def decode_stream(self) -> BytesStream:
         """See `Tokenizer.decode_stream`."""
         return BytesStream(self.piece_bytes, self._prefix.encode())
+
+
+def score_bpe(
+    ids: Mapping[str, int],
+    scores: Mapping[str, float],
+    byte_ids: Mapping[int, int],
+    unknown: int | None,
+    space: str,
+) -> Any:
+    """Return a BPE tokenizer of the ``tokenizers`` package that merges by score.
+
+    Among equal scores, SentencePiece joins the leftmost neighbours first, the package the piece
+    of the lower id.  Published vocabularies have equal scores for runs of spaces only (Llama 2),
+    where both orders give the same ids.
+
+    Parameters
+    ----------
+    ids : mapping of str to int
+        Pieces of text.
+    scores : mapping of str to float
+        Score of each piece that may be the result of a merge.
+    byte_ids : mapping of int to int
+        Ids of the bytes that write a character without a piece.
+    unknown : int or None
+        Id of a character that has neither; by default an id behind all others.
+    space : str
+        How the pieces spell a space.
+
+    Returns
+    -------
+    tokenizers.Tokenizer
+    """
+    from tokenizers import Regex, Tokenizer, models, pre_tokenizers
+
+    merges = []
+    merged = [piece for piece in scores if len(piece) <= _LONGEST_MERGED]
+    for piece in sorted(merged, key=lambda piece: (-scores[piece], ids[piece])):
+        splits = [(piece[:i], piece[i:]) for i in range(1, len(piece))]
+        known = [pair for pair in splits if pair[0] in ids and pair[1] in ids]
+        merges += sorted(known, key=lambda pair: (ids[pair[0]], ids[pair[1]]))
+    vocab = {**ids, **{f"<0x{byte:02X}>": i for byte, i in byte_ids.items()}}
+    vocab[_UNKNOWN_PIECE] = _NO_UNKNOWN if unknown is None else unknown
+    result = Tokenizer(models.BPE(vocab, merges, unk_token=_UNKNOWN_PIECE, byte_fallback=True))
+    if not any(space in piece.lstrip(space) for piece in ids):
+        # no merge spans the beginning of a word: words are merged one by one, and cached
+        words = Regex(f"{space}+[^{space}]*")
+        result.pre_tokenizer = pre_tokenizers.Split(words, "isolated")
+    return result

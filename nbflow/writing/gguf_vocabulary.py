@@ -10,7 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from nbflow.tokenizer import load_tokenizer
+from nbflow.tokenizer import load_tokenizer_file
 from nbflow.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 from nbflow.tokenizer.spm import CONTROL, NORMAL, USER_DEFINED
 from nbflow.weights.gguf import ARRAY, STRING
@@ -44,7 +44,7 @@ def vocabulary(path: Path | None, n_tokens: int) -> tuple[Entries, list[str]]:
             raise _NotWritableError("the model has no tokenizer file")
         if path.name != "tokenizer.json":
             raise _NotWritableError(f"{path.name} is not written, only tokenizer.json")
-        load_tokenizer(path)  # a damaged file ends here
+        load_tokenizer_file(path)  # a damaged file ends here
         return _byte_level(read_object(path), n_tokens), []
     except (_NotWritableError, UsageError, MissingExtraError) as reason:
         note = f"no vocabulary in the file: {reason}; name the tokenizer's file when you run it"

@@ -62,7 +62,7 @@ def test_tables_and_hashes_agree(tmp_path: Path, capsys: Any, format: str) -> No
         "sha256": digest,
     }  # fmt: skip
     lines = inspect(capsys, path, "--hash").splitlines()
-    assert lines[0].split() == ["name", "dtype", "shape", "bytes", "file:offset"]
+    assert lines[0].split() == ["name", "dtype", "shape", "bytes", "file:offset", "sha256"]
     assert lines[1].split() == ["w", "f32", "3x4", "48", f"0:{start}", digest]
     assert lines[3] == f"file 0: {path}"
     assert "sha256" not in inspect(capsys, path, "--json")

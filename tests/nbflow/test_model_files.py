@@ -17,8 +17,8 @@ from nbflow.commands import spec as spec_command
 from nbflow.parallel import make_plan
 from nbflow.program import build, fuse, partition
 from nbflow.prompts import encode_chat, format_chat
-from nbflow.spec import find_model_file, known_models, published, resolve
-from nbflow.tokenizer import Tokenizer, load_tokenizer
+from nbflow.spec import find_model_file, known_models, load_tokenizer, published, resolve
+from nbflow.tokenizer import Tokenizer
 from nbflow_kernels.errors import UsageError
 from nbflow_specs import CHECKPOINTS
 

@@ -319,9 +319,12 @@ def test_rates_of_formats_are_written_and_read_again(tmp_path):
     text = path.read_text()
     for change, words in (
         (("formats.q4_0", "formats.q4_9"), r"unknown key 'q4_9'"),
-        (("int8 = {", "int9 = {"), r"formats\.q4_0: unknown key 'int9'"),
-        (("weights_per_s = 1.000e09, few", "few"), r"q4_0\.f32: weights_per_s is missing"),
-        (("weights_per_s = 1.000e09", "weights_per_s = 0"), r"q4_0\.f32\.weights_per_s must be"),
+        (("q4_0.int8]", "q4_0.int9]"), r"formats\.q4_0: unknown key 'int9'"),
+        (("weights_per_s = 1000000000.0\n", ""), r"q4_0\.f32: weights_per_s is missing"),
+        (
+            ("weights_per_s = 1000000000.0", "weights_per_s = 0"),
+            r"q4_0\.f32\.weights_per_s must be",
+        ),
     ):
         assert change[0] in text
         path.write_text(text.replace(*change, 1))
@@ -345,12 +348,12 @@ def test_more_ranks_than_a_host_has_need_a_network():
         (("count = 1", "count = 100000"), "more than 4096"),
         (("f16 =", "f17 ="), "unknown key 'f17'"),
         (('collective = "best"', 'collective = "tree"'), "unknown collective 'tree'"),
-        (("memory_bytes = 2.577e10\n", ""), "memory_bytes is missing"),
+        (("memory_bytes = 25770000000.0\n", ""), "memory_bytes is missing"),
         (("[[devices]]", "[devices]"), "must describe one device"),
     ],
 )
 def test_mistakes_in_a_machine_are_named(change, words, tmp_path):
-    text = written_machine(load_machine("rtx4090")).replace("9.070e11", "907.0e9")
+    text = written_machine(load_machine("rtx4090")).replace("907000000000.0", "907.0e9")
     assert change[0] in text
     path = tmp_path / "bad.toml"
     path.write_text(text.replace(*change, 1))

@@ -14,7 +14,8 @@ import tokenizers
 from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from nbflow.commands import tokenize as tokenize_command
-from nbflow.tokenizer import Tokenizer, load_tokenizer
+from nbflow.spec import load_tokenizer
+from nbflow.tokenizer import Tokenizer
 from nbflow_kernels.errors import UsageError
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "llama2c"
@@ -278,7 +279,7 @@ def test_hf_long_stream_keeps_up(tmp_path: Path) -> None:
     ids = ours.encode(TEXT * 20)
     stream = ours.decode_stream()
     assert "".join(stream.push(i) for i in ids) + stream.finish() == TEXT * 20
-    assert len(stream._ids) <= 8  # type: ignore[attr-defined]
+    assert len(stream._shown) <= 8  # type: ignore[attr-defined]
 
 
 def test_hf_byte_level_text_comes_back(tmp_path: Path) -> None:

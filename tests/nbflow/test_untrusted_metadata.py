@@ -18,10 +18,10 @@ from tokenizer_files import write_gguf as write_vocabulary
 
 import nbflow
 import nbflow_kernels as nk
-from nbflow.spec import resolve
+from nbflow.spec import load_tokenizer, resolve
 from nbflow.spec.fields import FIELDS, MAX_CONTEXT, MAX_LAYERS, Field, check_field
 from nbflow.spec.model_file import load_model_file, published
-from nbflow.tokenizer import Tokenizer, load_tokenizer
+from nbflow.tokenizer import Tokenizer
 from nbflow.tokenizer.package_errors import is_panic, package_errors
 from nbflow.weights import gguf
 from nbflow_kernels.errors import UsageError

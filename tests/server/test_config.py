@@ -21,7 +21,7 @@ from nbflow.server.config import (
     read_config,
     size_bytes,
 )
-from nbflow.server.ini import read_ini
+from nbflow.server.ini import read_ini, read_sections
 from nbflow_kernels.errors import UsageError
 
 DOCS = Path(__file__).parents[2] / "docs" / "server.md"
@@ -197,8 +197,10 @@ def test_inferflow_file(tmp_path, capsys):
         ("line_count = 2", "line_count = 3", "line3 is missing"),
         ("[model.tiny_one]", "[model.other]", "is missing"),
         ("http_port = 8123", "http_port = eighty", "must be a number"),
+        ("http_port = 8123", "http_port = inf", "must be a whole number"),
         ("; a service", "a service", "key = value"),
-        ("worker_count = 32", "http_port = 1", "stated twice"),
+        ("worker_count = 32", "http_port = 1", r"s\.ini:5: 'http_port' is stated twice"),
+        ("[app_env.base]", "[Main]", r"s\.ini:[0-9]+: 'main' is stated twice"),
         ('{"name": "sample.top_p", "top_p": 0.8}', '{"top_p": 1}', "JSON object with a name"),
     ],
 )
@@ -206,6 +208,19 @@ def test_wrong_inferflow_files(tmp_path, old, new, words):
     assert old in INI
     with pytest.raises(UsageError, match=words):
         read_ini(write(tmp_path, INI.replace(old, new), "s.ini"))
+
+
+def test_ini_syntax(tmp_path):
+    """Indented lines are keys, ``;`` within a value belongs to it, no section has defaults."""
+    text = '\ufeff[ A ] ; 1\n  k = v ; x # y\n\n   K2 = {"a": [1], "b": "x = y"}\n # c\nEmpty =\n'
+    text += "[default]\n%(x)s = [1] 100%\n"
+    assert read_sections(write(tmp_path, text, "s.ini")) == {
+        "a": {"k": "v ; x # y", "k2": '{"a": [1], "b": "x = y"}', "empty": ""},
+        "default": {"%(x)s": "[1] 100%"},
+    }
+    for wrong in ("k = 1", "[a]\n= 5", "[a]\nk: 3", "[]\nk = 1", "[a\nk = 1"):
+        with pytest.raises(UsageError, match=r"s\.ini: lines must be \[section\] or key = value"):
+            read_sections(write(tmp_path, wrong, "s.ini"))
 
 
 def serve(*words):

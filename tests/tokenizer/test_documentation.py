@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from nbflow.prompts import NAMED, ROLES
+from nbflow.prompts import ROLES, named_templates
 from nbflow.tokenizer.files import NAMES
 
 TEXT = (Path(__file__).parents[2] / "docs" / "tokenizers_and_prompts.md").read_text(
@@ -21,7 +21,7 @@ def test_examples() -> None:
 
 
 def test_lists_are_complete() -> None:
-    for name in (*NAMED, *NAMES):
+    for name in (*named_templates(), *NAMES):
         assert f"`{name}`" in TEXT
     for role in ROLES:
         assert role in TEXT

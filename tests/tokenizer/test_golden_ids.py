@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 from tokenizer_files import GOLDEN, bpe_gguf, gemma_gguf, rwkv_gguf, spm_gguf, ugm_gguf, wpm_gguf
 
-from nbflow.tokenizer import Tokenizer, load_tokenizer
+from nbflow.spec import load_tokenizer
+from nbflow.tokenizer import Tokenizer
 from nbflow.tokenizer.pre_tokenizers import PRE_TOKENIZERS
 
 IDS = json.loads((GOLDEN / "ids.json").read_text())
@@ -69,7 +70,7 @@ def test_gguf_is_llama_cpp(name: str, tmp_path: Path) -> None:
 
 
 def test_spm_in_gguf_is_sentencepiece(tmp_path: Path) -> None:
-    """Our own merging against SentencePiece itself; it gives no space to an empty text."""
+    """Merges made from scores against SentencePiece itself, which gives an empty text no space."""
     tokenizer = load_tokenizer(spm_gguf(tmp_path / "spm.gguf"))
     check(tokenizer, IDS["sentencepiece"]["sp_bpe/tokenizer.model"]["ids"])
 

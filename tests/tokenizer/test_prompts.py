@@ -13,9 +13,10 @@ import tokenizer_files as files
 from tokenizer_files import CONTROL, GOLDEN, NORMAL
 
 from nbflow.commands import tokenize as tokenize_command
-from nbflow.prompts import NAMED, check_messages, encode_chat, format_chat
+from nbflow.prompts import check_messages, encode_chat, format_chat, named_templates, sandbox
 from nbflow.prompts.sandbox import render
-from nbflow.tokenizer import Tokenizer, load_tokenizer
+from nbflow.spec import load_tokenizer
+from nbflow.tokenizer import Tokenizer
 from nbflow_kernels.errors import UsageError
 
 CHATML = (
@@ -150,6 +151,12 @@ BOMBS = {
     "json": "{% set s = 'a' * 99999 %}{{ ([s] * 99999) | tojson }}",
     "sum": "{{ ([[1] * 1000] * 10000) | sum(start=[]) }}",
     "batch": "{{ [1] | batch(1000000000, 'x') | list }}",
+    "bytes": "{{ (1).to_bytes(1000000000, 'big') }}",
+    "translate": "{% set s = 'a' * 99999 %}{{ s.translate({97: s}) }}",
+    "indent": "{{ ('\\n' * 999999) | indent(1000000) }}",
+    "round": "{{ 5.5 | round(1000000000, 'ceil') }}",
+    "empty loops": "{% set l = range(99999) | list %}{% for i in l %}{% for j in l %}{% endfor %}{% endfor %}",
+    "nested lists": "{% set n = namespace(l=[1]) %}{% for i in range(99) %}{% set n.l = [n.l, n.l] %}{% endfor %}{{ n.l }}",
     "slices": "{% set s = 'a' * 9999999 %}{% set n = namespace(l=[]) %}{% for i in range(99999) %}"
     "{% set n.l = n.l + [s[1:]] %}{% endfor %}",
     "attribute": "{{ ''.__class__.__mro__ }}",
@@ -160,8 +167,22 @@ BOMBS = {
 
 @pytest.mark.parametrize("name", BOMBS)
 def test_templates_cannot_take_the_machine(name: str) -> None:
-    with pytest.raises(UsageError, match=r"^T: (not allowed|is nested too deeply|fails)"):
+    refused = r"^T: (not allowed|is nested too deeply|fails|line 1: No filter named 'batch')"
+    with pytest.raises(UsageError, match=refused):
         render(BOMBS[name], {"messages": []}, "T")
+
+
+SLOW = {
+    "empty macros": "{% macro f(n) %}{% if n %}{{ f(n-1) }}{{ f(n-1) }}{% endif %}{% endmacro %}{{ f(40) }}",
+    "filters": "{% set l = range(99999) | list %}{% for i in l %}{% set x = l | map('string') | list %}{% endfor %}",
+}
+
+
+@pytest.mark.parametrize("name", SLOW)
+def test_templates_have_limited_processor_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox, "MAX_PROCESSOR_S", 0.05)
+    with pytest.raises(UsageError, match=r"^T: not allowed: the template takes more than .* s$"):
+        render(SLOW[name], {}, "T")
 
 
 @pytest.mark.parametrize(
@@ -202,7 +223,7 @@ def test_query_templates(tokenizer: Tokenizer) -> None:
     ids = encode_chat(tokenizer, HELLO, "{bos}{#1}{<|im_start|>}<s>{query}{eos}")
     assert ids[:4] == [2, 1, 0, 2]
     assert ids[-1] == 1
-    for name, template in NAMED.items():
+    for name, template in named_templates().items():
         if "reserved" not in template:
             assert " Hi " in format_chat(tokenizer, HELLO, name)
 

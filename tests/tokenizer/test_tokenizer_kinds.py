@@ -17,8 +17,9 @@ import tokenizer_files as files
 from tokenizer_files import CONTROL, GOLDEN, NORMAL
 
 import nbflow
-from nbflow.tokenizer import Tokenizer, load_tokenizer
-from nbflow.tokenizer.merging import Merger
+from nbflow.spec import load_tokenizer
+from nbflow.tokenizer import Tokenizer
+from nbflow.tokenizer.spm import score_bpe
 from nbflow_kernels.errors import MissingExtraError, UsageError
 
 TEXTS: list[str] = json.loads((GOLDEN / "ids.json").read_text())["texts"]
@@ -249,13 +250,15 @@ def test_marian_without_what_it_needs(tmp_path: Path) -> None:
         load_tokenizer(tmp_path)
 
 
-def test_merging_is_the_plain_rule() -> None:
-    """Cutting and remembering change nothing: scan for the best pair, join, repeat."""
+def test_merges_from_scores_are_the_plain_rule() -> None:
+    """The list of merges against the rule: join the pair of the highest score, repeat."""
     source = random.Random(9)
     for _ in range(100):
         pieces = {"".join(source.choices("abc", k=source.randrange(2, 5))) for _ in range(12)}
-        scores = {piece: -float(source.randrange(6)) for piece in sorted(pieces)}
-        merger = Merger(scores)
+        shuffled = ["a", "b", "c", *source.sample(sorted(pieces), len(pieces))]
+        ids = {piece: i for i, piece in enumerate(shuffled)}
+        scores = {piece: -float(i) for piece, i in ids.items()}
+        bpe = score_bpe(ids, scores, {ord("x"): 99}, None, " ")
         for _ in range(10):
             text = "".join(source.choices("abcx", k=source.randrange(1, 25)))
             parts = list(text)
@@ -266,7 +269,34 @@ def test_merging_is_the_plain_rule() -> None:
                     break
                 i = -best[1]
                 parts[i : i + 2] = [parts[i] + parts[i + 1]]
-            assert merger.split(text) == parts
+            assert bpe.encode(text).ids == [ids.get(part, 99) for part in parts]
+
+
+def test_runs_of_spaces_with_one_score() -> None:
+    """Llama 2 has all runs of 2 to 16 spaces with the same score: the leftmost are joined first."""
+    lengths = (2, 4, 8, 5, 16, 6, 12, 13, 10, 14, 3, 9, 7, 11, 15, 1)  # in the order of their ids
+    ids = {files.SPACE * n: n for n in lengths}
+    order = {piece: i for i, piece in enumerate(ids)}
+    bpe = score_bpe(order, dict.fromkeys(ids, -1e9), {}, None, files.SPACE)
+    for n in range(1, 100):
+        parts = [1] * n
+        while True:
+            joined = [a + b for a, b in pairwise(parts)]
+            if all(total not in lengths for total in joined):
+                break
+            i = next(i for i, total in enumerate(joined) if total in lengths)
+            parts[i : i + 2] = [joined[i]]
+        found = bpe.encode(files.SPACE * n).ids
+        assert [lengths[i] for i in found] == parts
+
+
+def test_a_character_without_piece_bytes_or_unknown_token(tmp_path: Path) -> None:
+    path = files.write_gguf(
+        tmp_path / "a.gguf", "llama", ["\u2581", "a"], [NORMAL] * 2, scores=[0.0, 0.0],
+        ids={"unknown": 2**32 - 1},
+    )  # fmt: skip
+    with pytest.raises(UsageError, match="neither a piece nor bytes for a character"):
+        load_tokenizer(path).encode("ab")
 
 
 def test_long_texts(tmp_path: Path) -> None:
