@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from nbflow_experiments.files import DamagedFileError, read_object, write_json
-from nbflow_experiments.provenance import now
+from nbflow_experiments.store.provenance import now
 
 HEARTBEAT_S = 10.0
 """Pause between two signs of life."""

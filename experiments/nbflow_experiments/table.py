@@ -7,8 +7,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nbflow_experiments.extras import require
-from nbflow_experiments.points import Point
+from nbflow_experiments.config.points import Point
+from nbflow_experiments.optional_packages import require
 
 _COLUMNS = (
     ("bits_per_weight", "bits", "{:.2f}", 1.0),

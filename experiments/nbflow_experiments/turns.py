@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Literal
 
 from nbflow_experiments.claims import Claims
-from nbflow_experiments.points import Point
-from nbflow_experiments.records import ResultsFolder
+from nbflow_experiments.config.points import Point
+from nbflow_experiments.store.results_folder import ResultsFolder
 
 Turn = Literal["ours", "held", "finished"]
 

@@ -14,8 +14,8 @@ from model_specs import write_llama
 
 from nbflow import cli
 from nbflow_experiments.analysis import Format, figures, tensor_errors
-from nbflow_experiments.analysis.folder import TABLES, AnalysisFolder
-from nbflow_experiments.report.figure import NotDrawn
+from nbflow_experiments.analysis.output_folder import TABLES, AnalysisFolder
+from nbflow_experiments.figure_style import NotDrawn
 from nbflow_kernels.errors import UsageError
 
 LABELS = ["q4 (plain)", "q3h (plain)"]

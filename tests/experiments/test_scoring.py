@@ -13,12 +13,12 @@ import pytest
 import nbflow
 import nbflow_kernels as nk
 from nbflow.cli import main
-from nbflow_experiments.scoring.choices import ask, encode_pair, read_questions
-from nbflow_experiments.scoring.comparison import as_json, statistics, table
-from nbflow_experiments.scoring.greedy import parting
-from nbflow_experiments.scoring.stored import create, open_stored
-from nbflow_experiments.scoring.text import FileReference, StreamedReference, score_text
-from nbflow_experiments.scoring.tokens import Scores, score
+from nbflow_experiments.scoring.greedy_divergence import parting
+from nbflow_experiments.scoring.logits_file import create, open_stored
+from nbflow_experiments.scoring.multiple_choice import ask, encode_pair, read_questions
+from nbflow_experiments.scoring.score_text import FileReference, StreamedReference, score_text
+from nbflow_experiments.scoring.statistics_table import as_json, statistics, table
+from nbflow_experiments.scoring.token_scores import Scores, score
 from nbflow_experiments.scoring.windows import cut
 from nbflow_kernels.errors import UsageError
 from nbflow_specs import CHECKPOINTS

@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sweep_fake_engine import HERE, FakeEngine
+from fake_backend import HERE, FakeEngine
 
 from nbflow.parallel.threads import RankTeam
 from nbflow_experiments.claims import Claims
 from nbflow_experiments.compare.selection import select
-from nbflow_experiments.records import ResultsFolder
-from nbflow_experiments.summary import write_summaries
-from nbflow_experiments.sweep import SweepOptions, run_sweep
+from nbflow_experiments.store.results_folder import ResultsFolder
+from nbflow_experiments.store.summary import write_summaries
+from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 from nbflow_kernels.errors import UsageError
 
 DAMAGE = {
@@ -152,7 +152,7 @@ def test_a_full_disk_stops_the_sweep_with_a_message(
         return whole(*args, **options)
 
     whole = fake.load
-    monkeypatch.setattr("nbflow_experiments.engine.load", load)
+    monkeypatch.setattr("nbflow_experiments.backend.load", load)
     with pytest.raises(UsageError, match=r"No space left on device.*--resume"):
         run(sweep_file)
     done = len(list(out(sweep_file).glob("points/*/result.json")))

@@ -12,12 +12,12 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from sweep_fake_engine import FakeEngine, FakeModel
+from fake_backend import FakeEngine, FakeModel
 from test_sweep_interrupt import finish, start
 
-from nbflow_experiments import launched
-from nbflow_experiments.schedule import Policy
-from nbflow_experiments.sweep import SweepOptions, run_sweep
+from nbflow_experiments.sweep import mpi_runner
+from nbflow_experiments.sweep.resume_loop import Policy
+from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 from nbflow_kernels.errors import UsageError
 
 NARROW = ("--set", "axes.batch=[1]", "--set", 'axes.partition=["0"]')
@@ -87,7 +87,7 @@ def test_no_process_runs_modules_of_the_current_folder(sweep_file: Path, tmp_pat
     code, _, err = finish(start(sweep_file, *NARROW, *only, "--isolate", folder=folder))
     assert not (folder / "executed").exists()
     assert code == 0, err
-    ranks = [*launched.PROGRAM, "--help"]
+    ranks = [*mpi_runner.PROGRAM, "--help"]
     done = subprocess.run(ranks, cwd=folder, capture_output=True, text=True, timeout=60)
     assert not (folder / "executed").exists()
     assert done.returncode == 0, done.stderr

@@ -19,8 +19,8 @@ from nbflow.planner import (
     predict,
     written_machine,
 )
-from nbflow_experiments.grammar import load_sweep
-from nbflow_experiments.sweep import SweepOptions, run_sweep
+from nbflow_experiments.config.sweep_file import load_sweep
+from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 from nbflow_kernels.errors import UsageError
 
 SWEEP = """

@@ -12,15 +12,15 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from sweep_fake_engine import FakeEngine
+from fake_backend import FakeEngine
 from test_sweep_interrupt import finish, start, wait_for_points
 
 from nbflow_experiments.claims import STALE_S, Claims
-from nbflow_experiments.grammar import load_sweep
-from nbflow_experiments.points import LOAD_SETTINGS, make_points
-from nbflow_experiments.records import ResultsFolder
-from nbflow_experiments.shards import Shard
-from nbflow_experiments.sweep import SweepOptions, run_sweep
+from nbflow_experiments.config.points import LOAD_SETTINGS, make_points
+from nbflow_experiments.config.sweep_file import load_sweep
+from nbflow_experiments.store.results_folder import ResultsFolder
+from nbflow_experiments.sweep.shard import Shard
+from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 from nbflow_kernels.errors import UsageError
 
 

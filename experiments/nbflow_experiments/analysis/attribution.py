@@ -16,14 +16,13 @@ from numpy.typing import NDArray
 
 from nbflow.execute import Step
 from nbflow.weights_policy import is_quantized
-from nbflow_experiments.analysis.layers import Windows
-from nbflow_experiments.analysis.ratios import ratio
-from nbflow_experiments.analysis.scores import Comparison
-from nbflow_experiments.analysis.stages import Stage, make_steps, predicts, stage_programs
-from nbflow_experiments.analysis.tables import Table, table_of
-from nbflow_experiments.analysis.tensors import as_treatments, kind_of, layer_of
+from nbflow_experiments.analysis.all_tensor_errors import as_treatments, kind_of, layer_of
+from nbflow_experiments.analysis.layer_errors import Windows
+from nbflow_experiments.analysis.layer_programs import Stage, make_steps, predicts, stage_programs
+from nbflow_experiments.analysis.logit_comparison import Comparison
+from nbflow_experiments.analysis.ratios import Table, ratio, table_of
 from nbflow_experiments.analysis.treatments import Checkpoint, Treatment
-from nbflow_experiments.statistics import estimate_mean
+from nbflow_experiments.scoring.estimates import estimate_mean
 from nbflow_kernels import QuantTensor
 from nbflow_kernels.errors import UsageError, unknown_name
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_experiments.analysis.tables import Table
-from nbflow_experiments.report.figure import COLOURS, GREY, MARKERS, Drawing, NotDrawn, new_figure
+from nbflow_experiments.analysis.ratios import Table
+from nbflow_experiments.figure_style import COLOURS, GREY, MARKERS, Drawing, NotDrawn, new_figure
 
 Tables = Mapping[str, Table]
 MOST_ROWS = 60

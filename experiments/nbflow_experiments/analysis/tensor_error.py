@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import nbflow_kernels as nk
-from nbflow_experiments.analysis.codes import CodeUse, code_use
-from nbflow_experiments.analysis.distributions import (
+from nbflow_experiments.analysis.code_entropy import CodeUse, code_use
+from nbflow_experiments.analysis.histograms import (
     RELATIVE_EDGES,
     Counts,
     Spread,

@@ -21,15 +21,15 @@ from typing import Any
 
 from nbflow.parallel import world
 from nbflow.spec import resolve
-from nbflow_experiments import engine
+from nbflow_experiments import backend
 from nbflow_experiments.analysis import figures
+from nbflow_experiments.analysis.all_tensor_errors import Found, as_treatments, each_tensor, totals
 from nbflow_experiments.analysis.attribution import BY, attribution
-from nbflow_experiments.analysis.folder import AnalysisFolder
-from nbflow_experiments.analysis.kv import kv_errors
-from nbflow_experiments.analysis.layers import LayerErrors, layer_errors
-from nbflow_experiments.analysis.tables import Table, table_of
-from nbflow_experiments.analysis.tensors import Found, as_treatments, each_tensor, totals
-from nbflow_experiments.analysis.text import analysis_windows, text_file
+from nbflow_experiments.analysis.kv_cache_bits import kv_errors
+from nbflow_experiments.analysis.layer_errors import LayerErrors, layer_errors
+from nbflow_experiments.analysis.output_folder import AnalysisFolder
+from nbflow_experiments.analysis.ratios import Table, table_of
+from nbflow_experiments.analysis.text_windows import analysis_windows, text_file
 from nbflow_experiments.analysis.treatments import (
     Checkpoint,
     Format,
@@ -37,9 +37,9 @@ from nbflow_experiments.analysis.treatments import (
     Treatment,
     read_statistics,
 )
+from nbflow_experiments.figure_style import NotDrawn
 from nbflow_experiments.files import plain
-from nbflow_experiments.provenance import describe_launch, now
-from nbflow_experiments.report.figure import NotDrawn
+from nbflow_experiments.store.provenance import describe_launch, now
 from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.threads import set_num_threads
@@ -194,7 +194,7 @@ class _Work:
         a = self._arguments
         settings: dict[str, Any] = {
             "model": a.model,
-            "model_digest": engine.identify(a.model).digest,
+            "model_digest": backend.identify(a.model).digest,
             "parts": parts,
             "weights": [t.label for t in self._treatments],
             "tensors": a.tensors,
@@ -203,7 +203,7 @@ class _Work:
             text = text_file(a.model, a.text)
             settings |= {
                 "text": text.name,
-                "text_digest": engine.digest_files([text]),
+                "text_digest": backend.digest_files([text]),
                 "windows": len(self._windows),
                 "window": a.window,
                 "seed": a.seed,

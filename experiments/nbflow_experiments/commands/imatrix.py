@@ -24,7 +24,7 @@ from nbflow.calibrate.moments import LIMIT_BYTES
 from nbflow.commands.options import add_model_arguments, load_model
 from nbflow.writing.importance import read_importance
 from nbflow.writing.importance_names import gguf_names_of
-from nbflow_experiments.analysis.columns import ColumnStatistics, column_statistics
+from nbflow_experiments.analysis.importance_statistics import ColumnStatistics, column_statistics
 from nbflow_experiments.commands.perplexity import text_windows
 from nbflow_experiments.files import plain
 from nbflow_kernels.errors import UsageError

@@ -17,20 +17,20 @@ from typing import Any
 import nbflow
 from nbflow.commands.options import add_model_arguments, load_model, speaks
 from nbflow.parallel import Alone
-from nbflow_experiments import engine
+from nbflow_experiments import backend
 from nbflow_experiments.files import plain
-from nbflow_experiments.scoring.comparison import as_json, statistics, table
-from nbflow_experiments.scoring.greedy import Parting, parting
-from nbflow_experiments.scoring.stored import create, open_stored
-from nbflow_experiments.scoring.text import (
+from nbflow_experiments.scoring.estimates import estimate_perplexity
+from nbflow_experiments.scoring.greedy_divergence import Parting, parting
+from nbflow_experiments.scoring.logits_file import create, open_stored
+from nbflow_experiments.scoring.score_text import (
     FileReference,
     Reference,
     StreamedReference,
     score_text,
 )
-from nbflow_experiments.scoring.tokens import Scores
+from nbflow_experiments.scoring.statistics_table import as_json, statistics, table
+from nbflow_experiments.scoring.token_scores import Scores
 from nbflow_experiments.scoring.windows import Window, cut
-from nbflow_experiments.statistics import estimate_perplexity
 from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError
 
@@ -134,9 +134,9 @@ def text_windows(arguments: argparse.Namespace) -> list[Window]:
         if not path.is_file():
             raise UsageError(f"--text: there is no file {path}")
     else:
-        path = engine.bundled_text(arguments.model, arguments.spec)
+        path = backend.bundled_text(arguments.model, arguments.spec)
     text = path.read_text(encoding="utf-8")
-    ids, bos = engine.tokenize(arguments.tokenizer or arguments.model, text)
+    ids, bos = backend.tokenize(arguments.tokenizer or arguments.model, text)
     windows = cut(ids, arguments.context, arguments.stride, arguments.scored, bos)
     return windows[: arguments.windows or None]
 

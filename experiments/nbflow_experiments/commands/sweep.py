@@ -5,8 +5,8 @@ too, which takes one value or a list; without a file the options are the sweep.
 
 Example::
 
-    mpirun -n 4 nbflow sweep experiments/demo.toml
-    nbflow sweep experiments/demo.toml --model my_model.gguf --weights q4,q3h
+    mpirun -n 4 nbflow sweep experiments/sweeps/demo.toml
+    nbflow sweep experiments/sweeps/demo.toml --model my_model.gguf --weights q4,q3h
     nbflow sweep my_model.gguf -p 128-512*2 -n 32 -b 1,8 --weights f16,q8,q4
     nbflow report runs/demo
 """
@@ -17,11 +17,11 @@ import argparse
 import json
 from pathlib import Path
 
-from nbflow_experiments.schedule import Policy
+from nbflow_experiments.config.sweep_file import is_sweep_file
 from nbflow_experiments.settings import SETTINGS
-from nbflow_experiments.shards import Shard
-from nbflow_experiments.sweep import SweepOptions, run_group, run_sweep
-from nbflow_experiments.sweep_files import is_sweep_file
+from nbflow_experiments.sweep.resume_loop import Policy
+from nbflow_experiments.sweep.shard import Shard
+from nbflow_experiments.sweep.sweep import SweepOptions, run_group, run_sweep
 from nbflow_kernels.errors import UsageError
 
 _SHORT = {
@@ -144,7 +144,7 @@ def _lists(args: argparse.Namespace) -> tuple[Path | None, dict[str, list[str]]]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the sweep; return the exit code (see `nbflow_experiments.sweep.run_sweep`)."""
+    """Run the sweep; return the exit code (see `nbflow_experiments.sweep.sweep.run_sweep`)."""
     if args.group is not None:
         return run_group(args.group)
     file, lists = _lists(args)

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_experiments.arrays import open_arrays
-from nbflow_experiments.recorded import matches, parse_where, read_points, results_frame
 from nbflow_experiments.settings import SETTINGS
+from nbflow_experiments.store.hdf5_arrays import open_arrays
+from nbflow_experiments.store.results_reader import matches, parse_where, read_points, results_frame
 from nbflow_kernels.errors import UsageError
 
 

@@ -16,8 +16,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_experiments.measures.base import Array, Context, Measure, Outcome, Reading
-from nbflow_experiments.serving import Ask, Round, random_prompt, serve, with_engine
+from nbflow_experiments.measures.engine_requests import (
+    Ask,
+    Round,
+    random_prompt,
+    serve,
+    with_engine,
+)
+from nbflow_experiments.measures.measure import Array, Context, Measure, Outcome, Reading
 from nbflow_kernels.errors import UsageError
 
 PROMPTS = (2, 6, 3, 5)

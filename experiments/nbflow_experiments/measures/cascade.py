@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_experiments.measures.base import Context, Measure, Outcome, Reading
+from nbflow_experiments.measures.measure import Context, Measure, Outcome, Reading
 from nbflow_experiments.settings import parse_heads
 from nbflow_kernels import (
     BatchDecodeWithPagedKVCacheWrapper,

@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbflow_experiments import engine as backend
-from nbflow_experiments.measures.base import Context, Measure, Outcome, Reading
-from nbflow_experiments.serving import Ask, Round, serve, with_engine
-from nbflow_experiments.statistics import estimate_share
+from nbflow_experiments import backend
+from nbflow_experiments.measures.engine_requests import Ask, Round, serve, with_engine
+from nbflow_experiments.measures.measure import Context, Measure, Outcome, Reading
+from nbflow_experiments.scoring.estimates import estimate_share
 from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:

@@ -1,0 +1,77 @@
+"""Windows of a text for the analysis."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow.spec import resolve
+from nbflow_experiments.measures.evaluation import text_windows
+from nbflow_kernels.errors import UsageError
+
+
+def text_file(model: str | os.PathLike[str], text: str | os.PathLike[str] | None = None) -> Path:
+    """Return the text that a model is analysed on: `text`, or the ``eval.txt`` beside the model.
+
+    Raises
+    ------
+    UsageError
+        If there is no such file.
+    """
+    if text is not None:
+        path = Path(text)
+        if not path.is_file():
+            raise UsageError(f"text: there is no file {path}")
+        return path
+    weights = resolve(model).path
+    path = (weights if weights.is_dir() else weights.parent) / "eval.txt"
+    if not path.is_file():
+        raise UsageError(f"{model} brings no eval.txt; name a text with --text FILE (text=)")
+    return path
+
+
+def analysis_windows(
+    model: str,
+    text: str | os.PathLike[str] | None = None,
+    tokens: int = 2048,
+    window: int = 256,
+    seed: int = 0,
+) -> NDArray[np.int64]:
+    """Return windows of a text, as sweeps choose them.
+
+    Parameters
+    ----------
+    model : str
+        What `nbflow.load` takes.
+    text : path, optional
+        A UTF-8 text; by default the ``eval.txt`` beside the model.
+    tokens : int
+        How many tokens in all; a remainder that fills no window is left out.
+    window : int
+        Tokens of a window, at least 2.  Each begins with BOS if the tokenizer adds one.
+    seed : int
+        Which windows are taken where the text has more.
+
+    Returns
+    -------
+    array of int64, shape (tokens // window, window)
+
+    Raises
+    ------
+    UsageError
+        If there is no text, it is too short, or `tokens` are not even one window.
+
+    Examples
+    --------
+    >>> analysis_windows("tiny_python", tokens=512).shape
+    (2, 256)
+    """
+    if window < 2 or tokens < window:
+        raise UsageError(
+            f"tokens must be at least one window, and a window 2 tokens; got tokens {tokens} and "
+            f"window {window}"
+        )
+    return text_windows(model, text_file(model, text), tokens, window, seed)
