@@ -35,7 +35,7 @@ from nbflow.allocation.divergence import Probe
 from nbflow.calibrate import collect, write_inputs
 from nbflow_experiments.compare.bootstrap import paired
 from nbflow_experiments.figure_style import _DPI, _STYLE, COLOURS, GREY, place_labels
-from nbflow_experiments.files import write_json
+from nbflow_experiments.store.json_files import write_json
 from nbflow_specs import CHECKPOINTS
 
 matplotlib.use("Agg")

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from nbflow.supervise import launched_as
+from nbflow.utils.atomic_write import write_text
 from nbflow_experiments import backend
-from nbflow_experiments.files import write_text
 
 BITS = {
     "f32": 32.0,
@@ -203,5 +203,3 @@ def main() -> None:
 
 if __name__ == "__main__":
     main()
-elif __name__ == "__mp_main__":  # the process of an isolated point
-    installed()

@@ -94,7 +94,7 @@ def test_a_request_to_stop_ends_in_order(sweep_file: Path, number: signal.Signal
     code, out, err = finish(process)
     assert code == 130
     assert "stopping after the present step" in err
-    assert "interrupted; go on with --resume" in out
+    assert "interrupted; continue with --resume" in out
     assert out.strip().split("\n")[-1] == str(folder)
     finished = ResultsFolder(folder).finished()
     assert 2 <= len(finished) < 12

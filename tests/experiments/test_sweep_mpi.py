@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import shutil
 import signal
 import sys
@@ -19,7 +18,7 @@ from test_sweep_interrupt import finish, start, wait_for_points
 
 from nbflow_experiments.config.points import check_world, make_points
 from nbflow_experiments.config.sweep_file import load_sweep
-from nbflow_experiments.sweep.mpi_runner import GroupJob, command_of
+from nbflow_experiments.sweep.mpi_runner import Job, command_of
 from nbflow_experiments.sweep.resume_loop import Policy
 from nbflow_kernels.errors import UsageError
 
@@ -58,7 +57,7 @@ def test_one_sweep_of_several_numbers_of_ranks(sweep_file: Path) -> None:
         (2, "q5"): "done",
     }
     message = table.error_message[2, "q4"]
-    assert message.startswith("the 2 ranks of the point ended with exit code")
+    assert message.startswith("the job of 2 MPI ranks ended with exit code")
     folder = sweep_file.parent / "out" / "unit"
     log = (folder / "points" / table.point[2, "q4"] / "log.txt").read_text()
     assert "was killed by SIGKILL" in log  # the end of their output
@@ -122,7 +121,7 @@ def test_a_request_to_stop_reaches_the_ranks(sweep_file: Path) -> None:
     process.send_signal(signal.SIGTERM)
     code, out, err = finish(process)
     assert code == 130, out + err
-    assert "interrupted; go on with --resume" in out
+    assert "interrupted; continue with --resume" in out
     assert 1 <= len(rows(sweep_file)) < 3
     assert set(rows(sweep_file).status) == {"done"}
     assert launches(sweep_file)[-1]["finished"]  # the ranks came to an end of their own
@@ -135,11 +134,13 @@ def test_ranks_end_when_their_launcher_is_killed(sweep_file: Path) -> None:
     process = start(sweep_file, *arguments, delay_s=1.0)
     folder = sweep_file.parent / "out" / "unit"
     wait_for_points(folder, 1, process)
-    claim = json.loads(max(folder.glob("claims/*.json"), key=os.path.getmtime).read_text())
+    limit = time.monotonic() + 60
+    while not (holders := list(folder.glob("locks/*.json"))):  # the second point has begun
+        assert time.monotonic() < limit
+    holder = json.loads(holders[0].read_text())
     process.kill()
     finish(process)
-    limit = time.monotonic() + 60
-    while Path(f"/proc/{claim['pid']}").exists():
+    while Path(f"/proc/{holder['pid']}").exists():
         assert time.monotonic() < limit
         time.sleep(0.05)
     assert len(list(folder.glob("points/*/result.json"))) < 3
@@ -179,6 +180,7 @@ def test_a_job_is_read_as_it_was_written(
     fake: FakeEngine, sweep_file: Path, tmp_path: Path
 ) -> None:
     points = tuple(make_points(load_sweep(sweep_file, lists={"ranks": ["2"]})))
-    job = GroupJob(tmp_path, "launch", 2, points, (tmp_path / "f.py",), Policy(2), {"a": 1})
+    formats, before = (tmp_path / "f.py",), {"a": None, "b": "earlier"}
+    job = Job(tmp_path, "launch", 2, points, formats, Policy(2), before, {"a": 1})
     job.write(tmp_path / "job.json")
-    assert GroupJob.read(tmp_path / "job.json") == job
+    assert Job.read(tmp_path / "job.json") == job

@@ -12,7 +12,8 @@ import pandas as pd
 import pytest
 from fake_backend import FakeEngine
 
-from nbflow_experiments.files import plain, replace_atomically, write_json
+from nbflow.utils.atomic_write import replace_atomically
+from nbflow_experiments.store.json_files import plain, write_json
 from nbflow_experiments.store.results_folder import ResultsFolder
 from nbflow_experiments.store.summary import RESULT_COLUMNS, write_summaries
 from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep

@@ -25,12 +25,13 @@ from typing import Any, Literal
 
 import numpy as np
 
+from nbflow.utils.atomic_write import replace_atomically, write_text
 from nbflow_experiments.analysis.all_tensor_errors import Found
 from nbflow_experiments.analysis.histograms import RELATIVE_EDGES, SCALED_EDGES
 from nbflow_experiments.analysis.ratios import Table
 from nbflow_experiments.figure_style import Drawing
-from nbflow_experiments.files import read_object, replace_atomically, write_json, write_text
 from nbflow_experiments.optional_packages import require
+from nbflow_experiments.store.json_files import read_object, write_json
 from nbflow_kernels.errors import UsageError
 
 SCHEMA_VERSION = 1

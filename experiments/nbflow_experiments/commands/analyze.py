@@ -38,7 +38,7 @@ from nbflow_experiments.analysis.treatments import (
     read_statistics,
 )
 from nbflow_experiments.figure_style import NotDrawn
-from nbflow_experiments.files import plain
+from nbflow_experiments.store.json_files import plain
 from nbflow_experiments.store.provenance import describe_launch, now
 from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError, unknown_name

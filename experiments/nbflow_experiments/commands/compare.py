@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 from nbflow_experiments.compare.pairs import Comparison, compare
 from nbflow_experiments.compare.selection import select
-from nbflow_experiments.files import plain
+from nbflow_experiments.store.json_files import plain
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -26,7 +26,7 @@ from nbflow.writing.importance import read_importance
 from nbflow.writing.importance_names import gguf_names_of
 from nbflow_experiments.analysis.importance_statistics import ColumnStatistics, column_statistics
 from nbflow_experiments.commands.perplexity import text_windows
-from nbflow_experiments.files import plain
+from nbflow_experiments.store.json_files import plain
 from nbflow_kernels.errors import UsageError
 
 

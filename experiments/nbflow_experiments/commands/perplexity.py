@@ -18,7 +18,6 @@ import nbflow
 from nbflow.commands.options import add_model_arguments, load_model, speaks
 from nbflow.parallel import Alone
 from nbflow_experiments import backend
-from nbflow_experiments.files import plain
 from nbflow_experiments.scoring.estimates import estimate_perplexity
 from nbflow_experiments.scoring.greedy_divergence import Parting, parting
 from nbflow_experiments.scoring.logits_file import create, open_stored
@@ -31,6 +30,7 @@ from nbflow_experiments.scoring.score_text import (
 from nbflow_experiments.scoring.statistics_table import as_json, statistics, table
 from nbflow_experiments.scoring.token_scores import Scores
 from nbflow_experiments.scoring.windows import Window, cut
+from nbflow_experiments.store.json_files import plain
 from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError
 

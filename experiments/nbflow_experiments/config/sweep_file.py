@@ -29,9 +29,9 @@ A sweep is a TOML file::
 
 Settings and axes have the names of `nbflow_experiments.settings.SETTINGS`; a setting that is
 neither fixed nor varied has its default.  Ranges (`nbflow_experiments.config.ranges`) include both
-ends and may stand inside lists: ``[1, "4..6"]``.  An `exclude` that matches no point is an error, except
-where the sweep was narrowed on the command line.  Unknown sections, settings, axes, measures and
-formats are errors.  Grids of Weights & Biases in YAML or JSON are read as well
+ends and may stand inside lists: ``[1, "4..6"]``.  An `exclude` that matches no point is an error,
+except where the sweep was narrowed on the command line.  Unknown sections, settings, axes, measures
+and formats are errors.  Grids of Weights & Biases in YAML or JSON are read as well
 (`nbflow_experiments.config.wandb_grid`).
 """
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from nbflow_experiments.files import replace_atomically
+from nbflow.utils.atomic_write import replace_atomically
 from nbflow_experiments.optional_packages import require
 from nbflow_experiments.store.results_reader import Row
 

@@ -6,8 +6,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from nbflow.utils.atomic_write import replace_atomically, write_text
 from nbflow_experiments.figure_style import Drawing, NotDrawn, svg_text
-from nbflow_experiments.files import replace_atomically, write_text
 from nbflow_experiments.report import cascade, partitions, quality, serving, speed
 from nbflow_experiments.report.data import Results, load_results
 from nbflow_experiments.report.html_page import render_page

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbflow_experiments.files import read_object
 from nbflow_experiments.optional_packages import require
 from nbflow_experiments.settings import SETTINGS
+from nbflow_experiments.store.json_files import read_object
 from nbflow_experiments.store.results_folder import ResultsFolder
 from nbflow_experiments.store.results_reader import points_frame
 from nbflow_experiments.store.summary import write_summaries

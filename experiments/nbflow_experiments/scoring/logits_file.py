@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_experiments.files import replace_atomically
+from nbflow.utils.atomic_write import replace_atomically
 from nbflow_experiments.optional_packages import require
 from nbflow_kernels.errors import UsageError
 

@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_experiments.files import DamagedFileError, replace_atomically
+from nbflow.utils.atomic_write import replace_atomically
 from nbflow_experiments.measures import Array
 from nbflow_experiments.optional_packages import require
+from nbflow_experiments.store.json_files import DamagedFileError
 
 _LINKS, _BY_RANK = "ranks", "_by_rank"
 

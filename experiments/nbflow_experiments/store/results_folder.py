@@ -5,7 +5,8 @@
     <out>/<sweep>/
       sweep.json                 name, description, factors, measures, ids of all points
       launches/<name>.json       of each launch: code, packages, machine, ranks, inputs, times
-      claims/<id>.<n>.json       which process runs a point (`nbflow_experiments.claims`)
+      locks/<id>.lock            held while a point is measured (`nbflow_experiments.sweep`)
+      locks/<id>.json            process that holds it
       points/<id>/config.json    frozen configuration, written when the point starts
       points/<id>/result.json    status, readings, error; its presence means the point is finished
       points/<id>/log.txt        what happened when
@@ -27,25 +28,25 @@ and the next launch with ``--resume`` keeps it as ``NAME.damaged`` and measures 
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from nbflow.utils.atomic_write import replace_atomically, write_text
 from nbflow_experiments.config.points import Point, point_id
-from nbflow_experiments.files import (
+from nbflow_experiments.measures import Array, Reading
+from nbflow_experiments.optional_packages import require
+from nbflow_experiments.store.hdf5_arrays import link_ranks, write_arrays
+from nbflow_experiments.store.json_files import (
     DamagedFileError,
     Kinds,
     check_fields,
     read_object,
-    replace_atomically,
     write_json,
-    write_text,
 )
-from nbflow_experiments.measures import Array, Reading
-from nbflow_experiments.optional_packages import require
-from nbflow_experiments.store.hdf5_arrays import link_ranks, write_arrays
 from nbflow_kernels.errors import UsageError
 
 SCHEMA_VERSION = 1
@@ -90,6 +91,13 @@ class ResultsFolder:
     def exists(self) -> bool:
         """Return whether a sweep has been written here."""
         return (self.path / "sweep.json").is_file() or (self.path / "points").is_dir()
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Keep other launches from planning or writing tables while the block runs."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with require("filelock").FileLock(self.path / ".lock"):
+            yield
 
     @property
     def reference(self) -> Path:
@@ -174,7 +182,7 @@ class ResultsFolder:
 
     def refuse_links(self, points: Sequence[Point]) -> None:
         """Raise if a folder that will be written is a symbolic link, which leads elsewhere."""
-        folders = [self.path / name for name in ("points", "claims", "launches", "reference")]
+        folders = [self.path / name for name in ("points", "locks", "launches", "reference")]
         for folder in (*folders, *(self.folder(point.short) for point in points)):
             if folder.is_symlink():
                 raise UsageError(
@@ -217,11 +225,6 @@ class ResultsFolder:
     def sweep(self) -> dict[str, Any]:
         """Return the description of the sweep; empty if it was never written."""
         return self._whole(self.path / "sweep.json", _read_sweep) or {}
-
-    def versions(self) -> dict[str, int]:
-        """Return when each finished point was written, to tell whether any was written since."""
-        paths = (self.path / "points").glob("*/result.json")
-        return {path.parent.name: path.stat().st_mtime_ns for path in paths}
 
     def launches(self) -> list[dict[str, Any]]:
         """Return the provenance of every launch that wrote here, the first one first."""

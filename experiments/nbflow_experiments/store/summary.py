@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_experiments.files import DamagedFileError, replace_atomically, write_json
+from nbflow.utils.atomic_write import replace_atomically
 from nbflow_experiments.optional_packages import require
 from nbflow_experiments.settings import SETTINGS
 from nbflow_experiments.store.hdf5_arrays import is_link, link_ranks, linked_ranks, open_arrays
+from nbflow_experiments.store.json_files import DamagedFileError, write_json
 from nbflow_experiments.store.results_folder import SCHEMA_VERSION, ResultsFolder
 
 RESULT_COLUMNS = (
@@ -44,10 +45,10 @@ _BINS = np.logspace(-9, 2, 111)
 
 
 def write_summaries(folder: ResultsFolder) -> list[Path]:
-    """Write ``points.csv``, ``results.csv``, ``results.h5`` and ``provenance.json`` anew.
+    """Write ``points.csv``, ``results.csv``, ``results.h5`` and ``provenance.json``.
 
-    Several launches may do this at the same time: each looks again afterwards whether a point was
-    finished meanwhile, so that the last file written holds all points.
+    Launches that end at the same time write one after the other, so that the last files hold all
+    points.
 
     Parameters
     ----------
@@ -59,15 +60,12 @@ def write_summaries(folder: ResultsFolder) -> list[Path]:
     list of Path
         The files written.
     """
-    while True:
-        versions = folder.versions()
-        files = _write_summaries(folder)
-        if folder.versions() == versions:
-            return files
+    with folder.exclusive():
+        return _write_summaries(folder)
 
 
 def _write_summaries(folder: ResultsFolder) -> list[Path]:
-    """Write the tables from what is there now."""
+    """Write the tables from the folders of the points."""
     names = folder.finished()
     results = {name: folder.result(name) or {} for name in names}
     configs = {name: folder.config(name)["config"] for name in names}

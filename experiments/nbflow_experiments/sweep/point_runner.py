@@ -36,7 +36,6 @@ from nbflow_experiments.sweep.point_status import (
 )
 from nbflow_experiments.sweep.progress import Reporter
 from nbflow_experiments.sweep.rank_barrier import StepFailed, StopRequest, in_step
-from nbflow_experiments.turns import Turns
 
 if TYPE_CHECKING:
     from nbflow.engine.model import Model
@@ -91,8 +90,8 @@ class Runner:
         Shows progress on rank 0.
     launch : str
         Name of this launch in the provenance.
-    turns : Turns, optional
-        Says on rank 0 whether a point is still this launch's when it is recorded.
+    stop : StopRequest, optional
+        Asks it to stop after the present step; by default a new one.
     """
 
     def __init__(
@@ -101,14 +100,13 @@ class Runner:
         folder: ResultsFolder,
         reporter: Reporter,
         launch: str,
-        turns: Turns | None = None,
+        stop: StopRequest | None = None,
     ) -> None:
         self._comm = comm
         self._folder = folder
         self._reporter = reporter
         self._launch = launch
-        self._turns = turns
-        self.stop = StopRequest()
+        self.stop = stop or StopRequest()
         self._loaded: _Loaded | None = None
         self._predictor = Predictor(comm)
         self._formats: dict[tuple[Any, ...], Outcome] = {}
@@ -161,8 +159,6 @@ class Runner:
         note_not_finite(result, result["readings"])
         arrays = {name: array for o in outcomes.values() for name, array in o.arrays.items()}
         text = "\n".join(log.lines) + "\n"
-        if self._turns and not self._turns.is_ours(point):
-            return  # another launch took this one for dead, and has the point now
         self._folder.write_result(point.short, result, text, arrays, ranks)
 
     def _write_rank_arrays(self, point: Point, log: _Log) -> list[int]:

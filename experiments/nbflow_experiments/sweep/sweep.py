@@ -8,31 +8,27 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from nbflow_experiments import backend
 from nbflow_experiments.config.points import Point, check_world, estimate_bytes, make_points
 from nbflow_experiments.config.sweep_file import Sweep, load_sweep, sweep_of_lists
-from nbflow_experiments.files import write_json
 from nbflow_experiments.measures import METRICS_VERSION, needs_reference
 from nbflow_experiments.optional_packages import require
 from nbflow_experiments.store import provenance
+from nbflow_experiments.store.json_files import write_json
 from nbflow_experiments.store.results_folder import SCHEMA_VERSION, ResultsFolder
 from nbflow_experiments.store.summary import write_summaries
-from nbflow_experiments.sweep.mpi_runner import (
-    GroupJob,
-    GroupLauncher,
-    command_of,
-    stop_at_end_of_input,
-)
+from nbflow_experiments.sweep.mpi_runner import Job, ProcessRunner, command_of
+from nbflow_experiments.sweep.point_lock import PointLocks, result_launch
 from nbflow_experiments.sweep.point_runner import Runner
 from nbflow_experiments.sweep.progress import Reporter, SilentReporter, headline, make_reporter
 from nbflow_experiments.sweep.rank_barrier import StepFailed, StopRequest, in_step
-from nbflow_experiments.sweep.resume_loop import End, Policy, Worker, run_points
+from nbflow_experiments.sweep.resume_loop import End, Policy, run_points
 from nbflow_experiments.sweep.shard import Shard
-from nbflow_experiments.sweep.subprocess_runner import IsolatedRunner
+from nbflow_experiments.sweep.subprocess_runner import obey_parent
 from nbflow_experiments.table import console, points_table, summary_table
-from nbflow_experiments.turns import Turns
 from nbflow_kernels.errors import UsageError
 
 
@@ -82,6 +78,8 @@ class _Plan:
     points: tuple[Point, ...]
     """All points of this launch, also those that are done."""
     todo: tuple[Point, ...]
+    before: dict[str, str | None]
+    """See `PointLocks`."""
     launch: str
     formats: tuple[Path, ...] = ()
 
@@ -92,7 +90,7 @@ def run_sweep(options: SweepOptions, comm: backend.Comm | None = None) -> int:
     Parameters
     ----------
     options : SweepOptions
-        What to run and where to write.
+        The sweep and its results folder.
     comm : Comm, optional
         The ranks; by default all that mpirun started, or this process alone.
 
@@ -129,61 +127,58 @@ def run_sweep(options: SweepOptions, comm: backend.Comm | None = None) -> int:
 
 
 def _run_plan(plan: _Plan, options: SweepOptions, comm: backend.Comm) -> int:
-    """Run what a plan has left to do and write the tables; return the exit code."""
-    folder = ResultsFolder(plan.folder)
+    """Run the points of a plan that are left and write the tables; return the exit code."""
+    folder, policy = ResultsFolder(plan.folder), options.policy
     reporter = make_reporter(plan.factors, len(plan.todo) if comm.rank == 0 else 0)
     # under mpirun `ranks` can only be the number of ranks that are there (`check_world`)
-    elsewhere = [p for p in plan.todo if p.config["ranks"] and comm.size == 1]
-    here = [p for p in plan.todo if p not in elsewhere]
-    holders: list[str] = []
+    with_ranks = [p for p in plan.todo if p.config["ranks"] and comm.size == 1]
+    here = [p for p in plan.todo if p not in with_ranks]
+    processes = ProcessRunner(
+        folder, reporter, plan.launch, plan.formats, plan.before, policy, options.launcher
+    )
     end: End = "all"
-    with contextlib.ExitStack() as stack:
-        stack.callback(reporter.close)
-        if here or not elsewhere:
-            end, holders = _run_here(plan, here, options.policy, comm, reporter)
-        if elsewhere and end == "all":
-            started = GroupLauncher(
-                folder, reporter, options.launcher, options.policy, plan.formats
-            )
-            end = started.run(elsewhere)
-    failed = in_step(comm, StopRequest(), lambda: _conclude_and_print(plan, comm, holders, end))
+    with contextlib.closing(reporter):
+        if here or not with_ranks:
+            with _recorded(plan, here, comm):
+                if policy.isolates:
+                    end = processes.run(here)
+                else:
+                    end = _run_here(plan, here, policy, comm, reporter)
+        if with_ranks and end == "all":
+            end = processes.run(with_ranks)
+    failed = in_step(comm, StopRequest(), lambda: _finish(plan, end) if comm.rank == 0 else 0)
     failed = comm.bcast_object(failed)
     return 130 if end == "interrupted" else int(failed > 0)
 
 
-def _conclude_and_print(plan: _Plan, comm: backend.Comm, holders: Sequence[str], end: End) -> int:
-    """Write and print the tables on rank 0; return how many points have failed."""
-    if comm.rank != 0:
-        return 0
-    folder = ResultsFolder(plan.folder)
-    failed = _conclude(folder, plan.factors, plan.points)
-    _print_left(holders, end)
-    print(folder.path)
-    return failed
-
-
 def run_group(path: Path, comm: backend.Comm | None = None) -> int:
-    """Run the points that a launcher of ranks has written down; every rank calls this.
+    """Run the points of a job file; every process that `ProcessRunner` started calls this.
 
     Parameters
     ----------
     path : Path
-        The file (`nbflow_experiments.sweep.mpi_runner.GroupJob`).
+        The file (`nbflow_experiments.sweep.mpi_runner.Job`).
     comm : Comm, optional
         The ranks; by default all that mpirun started.
 
     Returns
     -------
     int
-        Exit code: 0 if there was nothing that kept it from its end, 130 if it was interrupted.
+        Exit code: 0 if every point was visited, 130 if it was interrupted.
     """
     comm = comm or backend.world()
-    job: GroupJob = comm.bcast_object(GroupJob.read(path) if comm.rank == 0 else None)
-    if comm.size != job.ranks:
+    job: Job = comm.bcast_object(Job.read(path) if comm.rank == 0 else None)
+    if comm.size != max(job.ranks, 1):
         raise UsageError(f"{job.ranks} ranks were to be started, there are {comm.size}; --launcher")
+    stop = StopRequest()
+    if comm.rank == 0:
+        obey_parent(stop)
     _load_formats(job.formats, comm)
-    plan = _Plan(job.folder, (), job.points, job.points, job.launch, job.formats)
-    end, _ = _run_here(plan, job.points, job.policy, comm, SilentReporter((), 0), job)
+    plan = _Plan(job.folder, (), job.points, job.points, dict(job.before), job.launch, job.formats)
+    launch = _recorded(plan, job.points, comm, for_points=True)
+    with launch if job.ranks else contextlib.nullcontext():
+        reporter = SilentReporter((), 0)
+        end = _run_here(plan, job.points, job.policy, comm, reporter, job.tried, stop)
     return 130 if end == "interrupted" else 0
 
 
@@ -193,50 +188,35 @@ def _run_here(
     policy: Policy,
     comm: backend.Comm,
     reporter: Reporter,
-    job: GroupJob | None = None,
-) -> tuple[End, list[str]]:
-    """Run points on the ranks there are; return why it ended, and who runs what is left.
+    tried: Mapping[str, int] = MappingProxyType({}),
+    stop: StopRequest | None = None,
+) -> End:
+    """Run points on the ranks of this launch; return why it ended."""
+    folder = ResultsFolder(plan.folder)
+    locks = PointLocks(folder, plan.launch, plan.before) if comm.rank == 0 else None
+    runner = Runner(comm, folder, reporter, plan.launch, stop)
+    return run_points(points, comm, runner, locks, policy, tried)
 
-    With a `job` they were started for these points.
+
+@contextlib.contextmanager
+def _recorded(
+    plan: _Plan, points: Sequence[Point], comm: backend.Comm, *, for_points: bool = False
+) -> Iterator[None]:
+    """Write the provenance of a launch around the block; all ranks enter it.
+
+    `for_points`: its ranks were started for these points (`ranks` in the sweep).
     """
     folder = ResultsFolder(plan.folder)
-    launch = provenance.describe_launch(comm, sys.argv)
-    stop = StopRequest()
+    facts = provenance.describe_launch(comm, sys.argv)
 
-    def begin() -> Turns | None:
-        if launch is None:
-            return None
-        launch.update(_inputs(points) | {"started_for_points": job is not None})
-        folder.write_launch(plan.launch, launch)
-        return Turns(folder, plan.launch, points)
+    def write(finished: str | None) -> None:
+        if facts is not None:
+            launch = facts | _inputs(points) | {"started_for_points": for_points}
+            folder.write_launch(plan.launch, launch | {"finished": finished})
 
-    def finish() -> list[str]:
-        if launch is None or turns is None:
-            return []
-        folder.write_launch(plan.launch, launch | {"finished": provenance.now()})
-        return turns.holders()
-
-    turns = in_step(comm, stop, begin)
-    with turns.beating() if turns else contextlib.nullcontext():
-        worker = _worker(plan, policy, comm, folder, reporter, turns)
-        if job is not None and comm.rank == 0:
-            stop_at_end_of_input(worker.stop)
-        end = run_points(points, comm, worker, turns, policy, job.tried if job else {})
-    return end, in_step(comm, stop, finish)
-
-
-def _worker(
-    plan: _Plan,
-    policy: Policy,
-    comm: backend.Comm,
-    folder: ResultsFolder,
-    reporter: Reporter,
-    turns: Turns | None,
-) -> Worker:
-    """Return what runs the points."""
-    if policy.isolates:
-        return IsolatedRunner(folder, reporter, plan.launch, plan.formats, policy.timeout_s)
-    return Runner(comm, folder, reporter, plan.launch, turns)
+    in_step(comm, StopRequest(), lambda: write(None))
+    yield
+    in_step(comm, StopRequest(), lambda: write(provenance.now()))
 
 
 def _agree_on_plan(options: SweepOptions, comm: backend.Comm) -> tuple[_Plan | None, int]:
@@ -270,7 +250,7 @@ def _load_formats(files: Sequence[Path], comm: backend.Comm) -> None:
 
 def _make_plan(options: SweepOptions, size: int) -> _Plan:
     """Read the sweep, look at what is done already and open the results folder; rank 0 only."""
-    for package in ("h5py", "rich"):
+    for package in ("h5py", "rich", "filelock"):
         require(package)
     if options.policy.isolates and size > 1:
         raise UsageError(
@@ -291,7 +271,7 @@ def _make_plan(options: SweepOptions, size: int) -> _Plan:
             f"on with --resume, or write elsewhere with --out"
         )
     folder.refuse_links(points)
-    with _alone(folder.path):
+    with folder.exclusive():
         folder.set_damaged_aside(points)
         _check_ranks(folder, size)
         _write_sweep(folder, sweep, points)
@@ -299,9 +279,9 @@ def _make_plan(options: SweepOptions, size: int) -> _Plan:
     todo = tuple(p for p in mine if not folder.is_finished(p, options.retry_failed))
     part = f"{len(mine)} of {len(points)}" if options.shard else f"{len(points)}"
     print(f"{sweep.name}: {part} points, {len(mine) - len(todo)} of them done already", flush=True)
-    return _Plan(
-        folder.path, sweep.factors, tuple(mine), todo, provenance.launch_name(), sweep.formats
-    )
+    before = {point.short: result_launch(folder, point) for point in todo}
+    launch = provenance.launch_name()
+    return _Plan(folder.path, sweep.factors, tuple(mine), todo, before, launch, sweep.formats)
 
 
 def _check_ranks(folder: ResultsFolder, size: int) -> None:
@@ -312,18 +292,6 @@ def _check_ranks(folder: ResultsFolder, size: int) -> None:
             f"{folder.path} was begun with {launches[-1]['world_size']} MPI ranks, now there are "
             f"{size}; their speeds cannot be compared: start as many, or write elsewhere with --out"
         )
-
-
-@contextlib.contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Keep other launches waiting while the block runs, where the system has such locks."""
-    path.mkdir(parents=True, exist_ok=True)
-    with (path / ".lock").open("w") as stream:
-        with contextlib.suppress(ImportError, OSError):
-            import fcntl
-
-            fcntl.flock(stream, fcntl.LOCK_EX)  # let go when the file is closed
-        yield
 
 
 def _write_sweep(folder: ResultsFolder, sweep: Sweep, points: Sequence[Point]) -> None:
@@ -388,14 +356,20 @@ def _conclude(folder: ResultsFolder, factors: Sequence[str], points: Sequence[Po
     return len(failed)
 
 
-def _print_left(holders: Sequence[str], end: End) -> None:
-    """Say what this launch has not done, and why."""
+def _finish(plan: _Plan, end: End) -> int:
+    """Write and print the tables, and what this launch has left; return how many points failed."""
+    folder = ResultsFolder(plan.folder)
+    failed = _conclude(folder, plan.factors, plan.points)
+    left = [p for p in plan.todo if result_launch(folder, p) == plan.before[p.short]]
+    holders = PointLocks(folder, plan.launch, plan.before).other_holders(left)
     for who, n in Counter(holders).items():
         print(f"{n} points are being run by another launch ({who})")
     if end == "failed":
-        print("stopped at the first failure (--fail-fast); go on with --resume")
+        print("stopped at the first failure (--fail-fast); continue with --resume")
     if end == "interrupted":
-        print("interrupted; go on with --resume")
+        print("interrupted; continue with --resume")
+    print(folder.path)
+    return failed
 
 
 def _merge(options: SweepOptions) -> int:
