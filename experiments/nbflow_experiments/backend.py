@@ -40,7 +40,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class ModelIdentity:
-    """Which model a name stands for, without its weights."""
+    """Model that a name stands for, without its weights."""
 
     model: str
     """Name or path, as the sweep says."""
@@ -80,7 +80,7 @@ def policy_bits(file: str) -> float:
     Raises
     ------
     UsageError
-        If it is no policy file.
+        If it is not a policy file.
     """
     from nbflow.weights_policy import weight_formats
 
@@ -305,7 +305,7 @@ def evaluation_text(setting: str, identity: ModelIdentity, sweep_folder: Path) -
     if setting:
         path = Path(setting) if Path(setting).is_absolute() else sweep_folder / setting
         if not path.is_file():
-            raise UsageError(f"eval_text: there is no file {path}")
+            raise UsageError(f"eval_text: the file {path} does not exist")
         return path
     path = identity.folder / "eval.txt"
     if not path.is_file():
@@ -316,7 +316,7 @@ def evaluation_text(setting: str, identity: ModelIdentity, sweep_folder: Path) -
 
 
 def bundled_text(model: str, spec: str | None = None) -> Path:
-    """Return the eval.txt beside a model's weights, of which nothing is read."""
+    """Return the path of the eval.txt in the folder of a model's weights, which are not read."""
     from nbflow.spec import resolve
 
     weights = resolve(model, spec=spec).path

@@ -1,4 +1,4 @@
-"""How the figures look, and the helpers they share."""
+"""Style and shared helpers of the figures."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _STYLE = {
 class NotDrawn(Exception):
     """The results do not hold what a figure needs; the message says what is missing.
 
-    It is empty where that is no wonder: the sweep measured something else.
+    It is empty where that is expected: the sweep measured something else.
     """
 
 
@@ -54,9 +54,9 @@ class Drawing:
     figure: Any
     """A matplotlib Figure."""
     title: str
-    """What it shows, in a few words."""
+    """Short title of the figure."""
     caption: str
-    """What one needs to know to read it."""
+    """Explanation below the figure."""
 
     def save(self, path: Path, kind: Literal["png", "svg"]) -> None:
         """Write the figure; equal results give equal files."""
@@ -93,7 +93,7 @@ def bits_axis(panel: Any, bits: Sequence[float]) -> None:
 
 
 def format_axis(panel: Any, rows: Any) -> list[str]:
-    """Give every weight format of `rows` a place of its own, by bits; return their order."""
+    """Give every weight format of `rows` its own position, by bits; return their order."""
     formats = rows.drop_duplicates("weights").sort_values("bits_per_weight", kind="stable")
     names = list(formats.weights)
     crowded = len(names) > 12
@@ -112,7 +112,7 @@ def place_labels(
     y: Sequence[float],
     bars: tuple[Sequence[float], Sequence[float]] | None = None,
 ) -> None:
-    """Write a label beside each point so that labels cover neither points nor each other.
+    """Write a label next to each point so that labels cover neither points nor each other.
 
     Each label takes the best of some places around its point: it should cover nothing, stay inside
     the panel and be nearer to its own point than to others.  All points and their error bars

@@ -1,4 +1,4 @@
-"""What a point of a sweep can be configured with: one line per setting."""
+"""Settings of a sweep point: one line each."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Setting:
     minimum: int
     """Smallest value allowed, if it is a number."""
     meaning: str
-    """What it is, with its unit."""
+    """Meaning, with its unit."""
     words: tuple[str, ...] = ()
     """Words that a sweep may give in the place of a number."""
 
@@ -40,7 +40,7 @@ class Setting:
 _ALL = (
     Setting("model", "", 0, "model: folder, file or name of a model specification (required)"),
     Setting("weights", "f32", 0, "format of the weight matrices, or a policy file (.toml)"),
-    Setting("outliers", 0.0, 0, "share of the weights kept exactly beside the format, 0 to 0.05"),
+    Setting("outliers", 0.0, 0, "share of the weights kept exactly as outliers, 0 to 0.05"),
     Setting("encoder", "best", 0, "how they are put into their format"),
     Setting("importance", "", 0, "file of nbflow imatrix for the encoder; empty: none"),
     Setting("kv", "f16", 0, "format of the key/value cache, or of keys/values"),
@@ -138,7 +138,7 @@ def check_value(name: str, value: object, where: str) -> Value:
     if name == "heads" and value:
         parse_heads(value)
     if name == "importance" and value and not Path(value).is_file():
-        raise UsageError(f"{where}: importance: there is no file {value}")
+        raise UsageError(f"{where}: importance: the file {value} does not exist")
     if name == "weights" and backend.is_policy(value):
         backend.policy_bits(value)  # raises if it is none
         return value

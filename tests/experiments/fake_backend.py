@@ -94,7 +94,7 @@ class FakeModel:
 
 
 class FakeEngine:
-    """What replaces the functions of `nbflow_experiments.backend`."""
+    """Replacement of the functions of `nbflow_experiments.backend`."""
 
     def __init__(self, folder: Path, size: int = 1, delay_s: float = 0.0) -> None:
         self.folder, self.size, self.delay_s = folder, size, delay_s

@@ -135,7 +135,7 @@ def test_what_is_refused(folder: Path, tmp_path: Path, capsys: Any) -> None:
         ),
         (
             ["tiny_python", "--weights", "q4", "--parts", "layers", "--text", "none.txt"],
-            "there is no file none.txt",
+            "the file none.txt does not exist",
         ),
         (["tiny_python", "--against", str(llama)], "is it that model"),
     ):

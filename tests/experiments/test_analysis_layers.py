@@ -101,7 +101,7 @@ def test_errors_of_the_residual_stream(llama: Path, planted) -> None:
     exact, both = traced(llama), traced(llama, PLANTED)
     first = traced(llama, Exactly("", {DOWN: PLANTED.changed[DOWN]}))
     table = planted.layers.set_index("layer")
-    # float32 runs of a model beside float64: 1e-5 of errors of a few per cent and more
+    # float32 runs of a model against float64: 1e-5 of errors of a few per cent and more
     close = {"rel": 1e-4}
     assert table.cumulative_error[0] == pytest.approx(relative(first["x0"], exact["x0"]), **close)
     assert table.isolated_error[0] == pytest.approx(table.cumulative_error[0], rel=1e-6)

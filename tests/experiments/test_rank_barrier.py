@@ -21,7 +21,7 @@ class Waiting(Alone):
         self.ended = threading.Event()
 
     def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
-        assert self.ended.wait(timeout=30), "nobody ended the ranks"
+        assert self.ended.wait(timeout=30), "the ranks were not ended"
         raise ConnectionError("ended")
 
     def abort(self) -> None:

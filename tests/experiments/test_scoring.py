@@ -234,7 +234,7 @@ def test_choices_by_the_sum_of_log_probabilities(model: nbflow.Model, tmp_path: 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "q.jsonl:1 is no JSON"),
+        ("{", "q.jsonl:1 is not JSON"),
         ("[]", "must be an object"),
         ('{"context": "a", "choices": ["b", "c"]}', "lacks answer"),
         ('{"context": "a", "choices": ["b"], "answer": 0}', "at least two strings"),
@@ -315,8 +315,8 @@ def test_the_text_beside_a_model_in_a_format_of_the_user(
     [
         (["--noise-floor"], "--noise-floor runs the reference"),
         (["--greedy", "4", "--reference", "x.h5"], "--greedy runs the reference"),
-        (["--text", "absent.txt"], "there is no file absent.txt"),
-        (["--reference", "absent.h5"], "there is no file absent.h5"),
+        (["--text", "absent.txt"], "the file absent.txt does not exist"),
+        (["--reference", "absent.h5"], "the file absent.h5 does not exist"),
         (["--scored", "some"], "second-half, all, new"),
     ],
 )

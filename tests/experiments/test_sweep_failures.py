@@ -1,4 +1,4 @@
-"""Points that hang, die, run out of memory or give no numbers: each is a row of its own."""
+"""Points that hang, die, run out of memory or give no numbers: each becomes a row."""
 
 from __future__ import annotations
 

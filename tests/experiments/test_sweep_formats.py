@@ -84,8 +84,8 @@ def test_a_sweep_measures_them(sweep: Path, tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 def test_every_rank_loads_the_file(sweep: Path, tmp_path: Path) -> None:
-    beside = Path(sys.executable).with_name("mpirun")
-    mpirun = str(beside) if beside.is_file() else shutil.which("mpirun")
+    own = Path(sys.executable).with_name("mpirun")
+    mpirun = str(own) if own.is_file() else shutil.which("mpirun")
     if mpirun is None or importlib.util.find_spec("mpi4py") is None:
         pytest.skip("needs mpi4py and mpirun: pip install -e '.[mpi]'")
     environment = dict(os.environ)

@@ -168,7 +168,7 @@ def test_launchers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     ]
     with pytest.raises(UsageError, match="where the number of ranks goes"):
         command_of("env srun", 3)
-    with pytest.raises(UsageError, match="no program 'nowhere'"):
+    with pytest.raises(UsageError, match="program 'nowhere' does not exist"):
         command_of("nowhere {ranks}", 3)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))

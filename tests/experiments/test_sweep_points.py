@@ -62,7 +62,7 @@ def test_points_that_share_a_model_stand_together(sweep_file: Path) -> None:
         ("settings.prompt=60", r"prompt \+ 1 \+ decode must be at most 64 .* 60 \+ 1 \+ 4 = 65"),
         ("settings.max_context=65", "max_context must be at most 64"),
         ("settings.max_context=12", r"at most 12 tokens.* = 13"),
-        ("settings.eval_text=nowhere.txt", r"eval_text: there is no file .*nowhere\.txt"),
+        ("settings.eval_text=nowhere.txt", r"eval_text: the file .*nowhere\.txt does not exist"),
     ],
 )
 def test_lengths_that_do_not_fit(sweep_file: Path, override: str, message: str) -> None:

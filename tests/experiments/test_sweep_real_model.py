@@ -74,8 +74,8 @@ def test_the_report_of_a_real_sweep(in_process: Path, tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 def test_mpi_ranks_give_the_same_errors_as_threads(in_process: Path, tmp_path: Path) -> None:
-    beside = Path(sys.executable).with_name("mpirun")
-    mpirun = str(beside) if beside.is_file() else shutil.which("mpirun")
+    own = Path(sys.executable).with_name("mpirun")
+    mpirun = str(own) if own.is_file() else shutil.which("mpirun")
     if mpirun is None or importlib.util.find_spec("mpi4py") is None:
         pytest.skip("needs mpi4py and mpirun: pip install -e '.[mpi]'")
     environment = dict(os.environ)

@@ -1,4 +1,4 @@
-"""What quantization does to a model: columns that matter, errors of weights and of layers.
+"""Effects of quantization on a model: important columns, errors of weights and of layers.
 
 >>> from nbflow_experiments.analysis import tensor_errors
 >>> tensor_errors("tiny_python", ["q3h"], tensors="layers.0.attn.q.weight").sqnr_db.round(1).item()

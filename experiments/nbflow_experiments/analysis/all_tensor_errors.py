@@ -179,7 +179,7 @@ def tensor_errors(
     Raises
     ------
     UsageError
-        If there is no such model, format or tensor.
+        If the model, format or tensor does not exist.
 
     Examples
     --------

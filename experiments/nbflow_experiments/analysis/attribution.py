@@ -1,4 +1,4 @@
-"""Which matrices a format hurts most: one swapped at a time, and one kept at a time.
+"""Attribution of the error to matrices: one swapped at a time, and one kept at a time.
 
 The float32 model and the quantized matrices are in memory together.  Windows of the text are taken
 one after the other; what stands before a swapped matrix is computed once for all of them.
@@ -29,7 +29,7 @@ from nbflow_kernels.errors import UsageError, unknown_name
 Slot = tuple[int, str]
 """A use of a matrix: stage and our name; a tied embedding has two."""
 BY = ("tensor", "layer", "kind")
-"""What is swapped together."""
+"""Units of the attribution: weights that are swapped together."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Unit:
 
 @dataclass
 class Attribution:
-    """What `attribution` found."""
+    """Result of `attribution`."""
 
     units: Table
     """A row for each format, way of grouping, and unit."""
@@ -98,8 +98,8 @@ def attribution(
     Raises
     ------
     UsageError
-        If there is no such model, format or grouping, a window does not fit the model, or the model
-        gives no logits.
+        If the model, format or grouping does not exist, a window does not fit the model, or the
+        model gives no logits.
 
     Examples
     --------
@@ -178,7 +178,7 @@ class _Scores:
     """Comparisons with the float32 model."""
 
     whole: Comparison
-    """Of the model with everything quantized."""
+    """Divergence of the model with everything quantized."""
     alone: dict[Unit, Comparison]
     """With only this unit quantized."""
     without: dict[Unit, Comparison]

@@ -1,4 +1,4 @@
-"""How a format's codes are used: which of them occur, and what their entropy is."""
+"""Use of a format's codes: the levels that occur, and their entropy."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class CodeUse:
     """
 
     counts: NDArray[np.int64]
-    """How often each level occurs, from the least to the largest."""
+    """Count of each level, from the least to the largest."""
     stored_bits: float
     """Bits of a code in the format; NaN where codes are not stored one by one (grids, base 3)."""
 

@@ -53,11 +53,11 @@ class Spread:
     """Relative errors of some groups of weights of a tensor: its rows, columns or blocks."""
 
     counts: Counts
-    """How many groups lie between two `RELATIVE_EDGES`."""
+    """Number of groups between two `RELATIVE_EDGES`."""
     median: float
     largest: float
     worst: int
-    """Which group has the largest."""
+    """Index of the group with the largest."""
 
     @classmethod
     def of(cls, ratios: Wide) -> Spread:
@@ -68,7 +68,7 @@ class Spread:
 
 @dataclass(frozen=True)
 class Weights:
-    """What the weights of a tensor are like, whatever the format."""
+    """Statistics of a tensor's weights, independent of the format."""
 
     rms: float
     """Root mean square."""

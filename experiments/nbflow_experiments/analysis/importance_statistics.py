@@ -14,7 +14,7 @@ ACTIVE = 1e-5  # mean square above which llama.cpp's --show-statistics calls a c
 
 @dataclass(frozen=True)
 class ColumnStatistics:
-    """How the mean squares of a matrix's columns are spread; those of experts together."""
+    """Distribution of the mean squares of a matrix's columns; those of experts together."""
 
     name: str
     n_columns: int

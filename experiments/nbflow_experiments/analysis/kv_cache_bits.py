@@ -44,7 +44,7 @@ def kv_errors(
     Raises
     ------
     UsageError
-        If there is no such model or cache format, or a window does not fit.
+        If the model or cache format does not exist, or a window does not fit.
 
     Examples
     --------

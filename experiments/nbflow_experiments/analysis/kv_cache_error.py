@@ -1,4 +1,4 @@
-"""What the format of the key/value cache does in one layer: keys, values, and the attention."""
+"""Errors of a KV-cache format in one layer: keys, values, and attention output."""
 
 from __future__ import annotations
 

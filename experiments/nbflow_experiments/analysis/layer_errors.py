@@ -33,7 +33,7 @@ Windows = Sequence[Sequence[int] | NDArray[Any]] | NDArray[Any]
 
 @dataclass
 class LayerErrors:
-    """What `layer_errors` found."""
+    """Result of `layer_errors`."""
 
     layers: Table
     """A row for each change and layer."""
@@ -81,7 +81,7 @@ def layer_errors(
     Raises
     ------
     UsageError
-        If there is no such model or format, or a window does not fit the model.
+        If the model or format does not exist, or a window does not fit the model.
 
     Examples
     --------

@@ -1,7 +1,7 @@
 """A model cut into stages that run one by one: the embedding, each layer, the head.
 
 A stage is the part of the program between two states of the residual stream, with weights, pages
-and buffers of its own.  Its tensors can be replaced one by one, and it computes with the engine's
+and its own buffers.  Its tensors can be replaced one by one, and it computes with the engine's
 kernels, so what is found here is what the engine does.
 """
 
@@ -35,10 +35,10 @@ def stage_programs(spec: ModelSpec) -> list[Program]:
     Raises
     ------
     UsageError
-        If the model has an encoder beside its decoder.
+        If the model has an encoder and a decoder.
     """
     if spec.encoder is not None:
-        raise UsageError(f"{spec.name} has an encoder beside its decoder; not analysed yet")
+        raise UsageError(f"{spec.name} has an encoder and a decoder; only decoders are analysed")
     whole = fuse(build(spec))
     inside = [i for i, op in enumerate(whole.ops) if op.layer is not None]
     first, end = inside[0], inside[-1] + 1
@@ -206,7 +206,7 @@ def make_steps(spec: ModelSpec, windows: Iterable[Sequence[int] | NDArray[Any]])
         table.add(0)
         steps.append(make_step(table, [0], [ids], range(len(ids))))
     if not steps:
-        raise UsageError("there are no windows to run")
+        raise UsageError("the list of windows is empty")
     return steps
 
 

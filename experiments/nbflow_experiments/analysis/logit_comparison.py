@@ -1,4 +1,4 @@
-"""How far a model's predictions are from those of the float32 model."""
+"""Divergence of a model's predictions from those of the float32 model."""
 
 from __future__ import annotations
 

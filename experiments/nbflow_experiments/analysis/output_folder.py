@@ -14,7 +14,7 @@
       provenance.json      code, packages, machine
       figures/             png and svg
 
-Every file is written beside its place and renamed, so that it is whole or absent.
+Every file is written under a temporary name and renamed, so that it is whole or absent.
 """
 
 from __future__ import annotations

@@ -14,17 +14,17 @@ from nbflow_kernels.errors import UsageError
 
 
 def text_file(model: str | os.PathLike[str], text: str | os.PathLike[str] | None = None) -> Path:
-    """Return the text that a model is analysed on: `text`, or the ``eval.txt`` beside the model.
+    """Return the analysed text: `text`, or the ``eval.txt`` in the model's folder.
 
     Raises
     ------
     UsageError
-        If there is no such file.
+        If the file does not exist.
     """
     if text is not None:
         path = Path(text)
         if not path.is_file():
-            raise UsageError(f"text: there is no file {path}")
+            raise UsageError(f"text: the file {path} does not exist")
         return path
     weights = resolve(model).path
     path = (weights if weights.is_dir() else weights.parent) / "eval.txt"
@@ -47,7 +47,7 @@ def analysis_windows(
     model : str
         What `nbflow.load` takes.
     text : path, optional
-        A UTF-8 text; by default the ``eval.txt`` beside the model.
+        A UTF-8 text; by default the ``eval.txt`` in the model's folder.
     tokens : int
         How many tokens in all; a remainder that fills no window is left out.
     window : int
@@ -62,7 +62,7 @@ def analysis_windows(
     Raises
     ------
     UsageError
-        If there is no text, it is too short, or `tokens` are not even one window.
+        If the text is missing or too short, or `tokens` are less than a window.
 
     Examples
     --------

@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="attribution: leave out the runs with everything quantized but one",
     )
     add("--kv", metavar="FMT,...", default=KV, help=f"formats of the cache, or K/V pairs ({KV})")
-    add("--text", metavar="FILE", help="text, UTF-8 (the eval.txt beside the model)")
+    add("--text", metavar="FILE", help="text, UTF-8 (the eval.txt in the model's folder)")
     add("--tokens", type=int, default=2048, metavar="N", help="tokens of the text (2048)")
     add("--window", type=int, default=256, metavar="N", help="tokens of a window (256)")
     add("--seed", type=int, default=0, metavar="N", help="which windows of a longer text (0)")
@@ -298,7 +298,7 @@ def _text(table: Table) -> str:
 
 
 def _progress(what: str) -> Callable[[int, int], None] | None:
-    """Return what counts on standard error, if somebody watches."""
+    """Return a progress counter for standard error, None where that is not a terminal."""
     if not sys.stderr.isatty():
         return None
 

@@ -27,6 +27,7 @@ from nbflow.writing.importance_names import gguf_names_of
 from nbflow_experiments.analysis.importance_statistics import ColumnStatistics, column_statistics
 from nbflow_experiments.commands.perplexity import text_windows
 from nbflow_experiments.store.json_files import plain
+from nbflow_experiments.terminal_table import print_table
 from nbflow_kernels.errors import UsageError
 
 
@@ -76,7 +77,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(plain({"file": str(file), "matrices": [vars(r) for r in rows]}), indent=1))
     else:
-        print(_table(rows))
+        _print_table(rows)
         if arguments.out:
             print(f"wrote {file}: {len(rows)} matrices")
     return 0
@@ -111,19 +112,17 @@ def _collect(arguments: argparse.Namespace) -> None:
     write_inputs(path, found, names=names, text=text, **sizes, force=arguments.force)
 
 
-def _table(rows: list[ColumnStatistics]) -> str:
-    """Return the table that is printed."""
-    wide = max(4, *(len(row.name) for row in rows))
+def _print_table(rows: list[ColumnStatistics]) -> None:
+    """Print the statistics of each matrix."""
     head = (
-        f"{'name':<{wide}}  {'columns':>7}  {'sum':>10}  {'least':>9}  {'largest':>9}  "
-        f"{'active':>6}  {'entropy':>7}  {'top 1 %':>7}  {'as before':>9}"
-    )
-    lines = [head]
-    for r in rows:
-        similar = "" if np.isnan(r.cosine_to_previous) else f"{r.cosine_to_previous:.4f}"
-        lines.append(
-            f"{r.name:<{wide}}  {r.n_columns:>7}  {r.sum:>10.4g}  {r.least:>9.3g}  "
-            f"{r.largest:>9.3g}  {r.active_share:>6.1%}  {r.entropy_share:>7.1%}  "
-            f"{r.top_percent_share:>7.1%}  {similar:>9}"
+        "name", "columns", "sum", "least", "largest", "active", "entropy", "top 1 %", "as before"
+    )  # fmt: skip
+    cells = [
+        (
+            r.name, str(r.n_columns), f"{r.sum:.4g}", f"{r.least:.3g}", f"{r.largest:.3g}",
+            f"{r.active_share:.1%}", f"{r.entropy_share:.1%}", f"{r.top_percent_share:.1%}",
+            "" if np.isnan(r.cosine_to_previous) else f"{r.cosine_to_previous:.4f}",
         )
-    return "\n".join(lines)
+        for r in rows
+    ]  # fmt: skip
+    print_table(head, cells, 1)

@@ -1,7 +1,7 @@
-"""`nbflow perplexity`: score a text, alone or beside a reference.
+"""`nbflow perplexity`: score a text, alone or against a reference.
 
 Statistics have the names and definitions of llama-perplexity.  With ``--reference`` every scored
-token's distribution is compared with that of a reference model, which runs beside (nothing is
+token's distribution is compared with that of a reference model, which runs as well (nothing is
 stored), or was stored by ``--save-reference`` (float32, HDF5).
 """
 
@@ -35,7 +35,7 @@ from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError
 
 REFERENCE: dict[str, Any] = {"weights": "f32", "kv": "f32", "activations": "f32", "outliers": 0.0}
-"""How a reference is loaded: nothing is rounded beyond float32."""
+"""Load options of a reference: nothing is rounded beyond float32."""
 GREEDY_PROMPTS = 16
 
 
@@ -88,8 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
         if not model.participates:
             return 0
         leads = speaks(model)
-        beside = _beside(arguments, stack) if leads else None
-        reference = _reference(arguments, beside, stack) if leads else None
+        companion = _companion(arguments, stack) if leads else None
+        reference = _reference(arguments, companion, stack) if leads else None
         save = None
         if leads and arguments.save_reference:
             facts = {"model": arguments.model, "kv": arguments.kv, "context": arguments.context}
@@ -103,13 +103,13 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         floor = parted = None
         if arguments.noise_floor:
-            assert beside is not None
+            assert companion is not None
             noisy = stack.enter_context(_load_reference(arguments, activations="bf16"))
-            floor = score_text(noisy, windows, reference=StreamedReference(beside))
+            floor = score_text(noisy, windows, reference=StreamedReference(companion))
         if arguments.greedy:
-            assert beside is not None
+            assert companion is not None
             prompts = [w.ids[: len(w.ids) // 2].tolist() for w in windows[:GREEDY_PROMPTS]]
-            parted = parting(model, beside, prompts, arguments.greedy)
+            parted = parting(model, companion, prompts, arguments.greedy)
     _print(arguments, windows, scores, floor, parted)
     return 0
 
@@ -132,7 +132,7 @@ def text_windows(arguments: argparse.Namespace) -> list[Window]:
     if arguments.text is not None:
         path = Path(arguments.text)
         if not path.is_file():
-            raise UsageError(f"--text: there is no file {path}")
+            raise UsageError(f"--text: the file {path} does not exist")
     else:
         path = backend.bundled_text(arguments.model, arguments.spec)
     text = path.read_text(encoding="utf-8")
@@ -153,7 +153,7 @@ def _load_reference(arguments: argparse.Namespace, **changes: Any) -> nbflow.Mod
     return nbflow.load(name, comm=Alone(), **options)
 
 
-def _beside(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> nbflow.Model | None:
+def _companion(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> nbflow.Model | None:
     """Return the reference model, if one is to run."""
     if arguments.reference is None or arguments.reference.endswith(".h5"):
         return None
@@ -161,18 +161,18 @@ def _beside(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> nbflo
 
 
 def _reference(
-    arguments: argparse.Namespace, beside: nbflow.Model | None, stack: contextlib.ExitStack
+    arguments: argparse.Namespace, companion: nbflow.Model | None, stack: contextlib.ExitStack
 ) -> Reference | None:
     """Return what the model is compared with."""
-    if beside is not None:
-        return StreamedReference(beside)
+    if companion is not None:
+        return StreamedReference(companion)
     if arguments.reference is None:
         return None
     return FileReference(stack.enter_context(open_stored(Path(arguments.reference))))
 
 
 class _Progress:
-    """A running perplexity on standard error, if somebody watches."""
+    """Running perplexity on standard error, if that is a terminal."""
 
     def __init__(self, n_windows: int) -> None:
         self._n_windows = n_windows

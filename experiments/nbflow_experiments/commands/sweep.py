@@ -48,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--dry-run", action="store_true", help="print the points and estimated bytes, run nothing"
     )
     parser.add_argument(
-        "--resume", action="store_true", help="go on with an existing results folder"
+        "--resume", action="store_true", help="continue with an existing results folder"
     )
     parser.add_argument(
         "--retry-failed", action="store_true", help="like --resume, and run failed points again"
@@ -61,9 +61,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--merge", action="store_true", help="write the tables of what is there, run nothing"
     )
-    parser.add_argument(
-        "--isolate", action="store_true", help="run each point in a process of its own"
-    )
+    parser.add_argument("--isolate", action="store_true", help="run each point in a subprocess")
     parser.add_argument(
         "--timeout",
         type=float,

@@ -23,7 +23,7 @@ def parse_list(name: str, texts: Sequence[str]) -> list[Value]:
     name : str
         The setting.
     texts : sequence of str
-        What was given: values separated by commas.  (Partitions, too: there a comma is no stage.)
+        The option: values separated by commas.  (Partitions, too: there a comma is not a stage.)
 
     Raises
     ------

@@ -26,7 +26,7 @@ _LENGTHS = (
 LOAD_SETTINGS = tuple(name for name in SETTINGS if name not in (*_EVALUATION, *_LENGTHS))
 """Points that agree in these can use one loaded model."""
 OUTLIER_BITS = 64
-"""What a weight that is kept beside the format costs."""
+"""Bits of an outlier that is stored outside the format."""
 QUALITY_SETTINGS = (*LOAD_SETTINGS, *_EVALUATION)
 """Points that agree in these have the same errors: the batch and the lengths do not matter."""
 

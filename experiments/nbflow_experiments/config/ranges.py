@@ -38,7 +38,7 @@ def expand_range(name: str, item: str | dict[str, Any], where: str) -> list[int]
     Raises
     ------
     UsageError
-        If it is no range, does not go up, or has more than 100,000 numbers.
+        If it is not a range, does not go up, or has more than 100,000 numbers.
 
     Examples
     --------

@@ -78,7 +78,7 @@ class Sweep:
     name: str
     """Name of the results folder."""
     description: str
-    """What the sweep is for."""
+    """Purpose of the sweep."""
     measures: tuple[str, ...]
     """Names of the measures, in the order in which they run."""
     factors: tuple[str, ...]
@@ -94,7 +94,7 @@ class Sweep:
 
 
 SPEED = ("prefill", "decode", "memory")
-"""What a sweep without a file measures."""
+"""Measures of a sweep without a file."""
 
 
 def load_sweep(

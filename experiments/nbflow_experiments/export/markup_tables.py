@@ -30,7 +30,7 @@ QUOTED = (
     "traffic_bytes_per_token",
     "weight_bytes",
 )
-"""What a table shows where no columns are asked for, besides the settings that vary."""
+"""Default columns of a table, in addition to the settings that vary."""
 _LATEX = {
     "\\": r"\textbackslash{}", "&": r"\&", "%": r"\%", "$": r"\$", "#": r"\#", "_": r"\_",
     "{": r"\{", "}": r"\}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}",

@@ -39,13 +39,13 @@ from nbflow_kernels.kvcache.formats import KVFormat, kv_format
 
 PAGE = 16
 LEAST_S = 0.02
-"""How long the runs of a repetition take together."""
+"""Total time of the runs of a repetition."""
 LAYOUT = "HND"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many sequences there are, with how many keys and heads."""
+    """Number of sequences, keys and heads."""
 
     batch: int
     shared_keys: int

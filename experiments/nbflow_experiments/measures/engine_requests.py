@@ -25,7 +25,7 @@ class Ask:
     n_new: int
     """Tokens to generate, greedily; end tokens do not end it."""
     draft: Any = None
-    """Who proposes tokens: None, "ngram", or a loaded model."""
+    """Source of draft tokens: None, "ngram", or a loaded model."""
     n_draft: int = 5
     """Tokens proposed at a time."""
     salt: str = ""
@@ -34,7 +34,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a request."""
+    """Result of a request."""
 
     ids: tuple[int, ...]
     """The new tokens."""

@@ -1,4 +1,4 @@
-"""What a measure is, what it is given and what it hands back."""
+"""Interface of a measure: its context, readings, arrays and outcome."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ class Reading:
     """One measured number."""
 
     metric: str
-    """What was measured, with its unit at the end of the name unless it is a plain ratio."""
+    """Name of the metric, which ends with its unit unless it is a plain ratio."""
     value: float
     """The number; NaN where it could not be formed."""
     unit: str
     """Its unit; "1" for ratios and counts."""
     n: int = 1
-    """How many observations it summarises."""
+    """Number of observations it summarises."""
     stderr: float | None = None
     """Standard error, where one is defined."""
     rank: int | None = None
@@ -44,7 +44,7 @@ class Array:
     labels: tuple[str, ...] = ()
     """Name of each entry, if they have names."""
     note: str = ""
-    """What one entry is."""
+    """Meaning of an entry."""
 
 
 @dataclass
@@ -56,25 +56,25 @@ class Outcome:
     arrays: dict[str, Array] = field(default_factory=dict)
     """The arrays, by name."""
     rank_arrays: dict[str, Array] = field(default_factory=dict)
-    """What this rank alone measured, by name; kept in a file of its own under mpirun."""
+    """Arrays of this rank alone, by name; under mpirun each rank writes its own file."""
 
 
 @dataclass
 class Context:
-    """What a measure is given, on every rank that holds a part of the model."""
+    """Input of a measure, on every rank that holds a part of the model."""
 
     config: Mapping[str, str | int | float]
     """The point's settings."""
     model: Model
     """The loaded model."""
     leads: bool
-    """Whether this rank is the one whose result counts."""
+    """True on the rank whose result is recorded."""
     windows: np.ndarray | None = None
     """Token ids to evaluate, int64 (windows, window); None where no measure needs them."""
     reference: Path | None = None
     """HDF5 file with the reference's logits (`nbflow_experiments.measures.reference_logits`)."""
     shared: dict[str, Any] = field(default_factory=dict)
-    """What measures of one quality share, for example the evaluation pass."""
+    """Cache shared by measures of one quality, for example the evaluation pass."""
 
     def number(self, name: str) -> int:
         """Return an integer setting."""
@@ -88,18 +88,18 @@ class Measure:
     name: str
     """Name in the sweep file."""
     scope: Literal["format", "quality", "point"]
-    """What its result depends on: only the model and its weight format (measured once per format),
+    """Inputs of its result: only the model and its weight format (measured once per format),
     everything but batch and lengths (once per loaded model), or every setting."""
     run: Callable[[Context], Outcome]
     """Called on every rank that holds a part of the model, in step."""
     about: str
-    """What is measured, what is excluded, unit, repetitions: the docstring of its module."""
+    """Definition, exclusions, unit and repetitions: the docstring of its module."""
     needs_text: bool = False
-    """Whether it evaluates text."""
+    """True if it evaluates text."""
     needs_reference: bool = False
-    """Whether it compares with the logits of the unquantized model."""
+    """True if it compares with the logits of the unquantized model."""
     by_default: bool = True
-    """Whether it runs where a sweep does not choose."""
+    """True if it runs in sweeps that list no measures."""
 
 
 def speed(name: str, seconds: Sequence[float], n_tokens: int, leads: bool) -> Outcome:

@@ -36,7 +36,7 @@ def write_report(
         Results folder of ``nbflow sweep``; may be unfinished.
     out : Path, optional
         The page to write; by default ``report.html`` in the results folder.  The figures go into a
-        folder ``figures`` beside it, each as PNG (200 dots per inch) and SVG.
+        folder ``figures`` next to it, each as PNG (200 dots per inch) and SVG.
     weights : str, optional
         Format shown in the figure of the partitions; by default the one nearest to 4.5 bits.
 
@@ -63,7 +63,7 @@ def write_report(
         try:
             drawing = draw(data)
         except NotDrawn as reason:
-            if str(reason):  # else nobody expects it
+            if str(reason):  # else the sweep does not measure it
                 sections.append((name, "", f"No figure '{name}': {reason}."))
             continue
         for kind in _KINDS:

@@ -18,7 +18,7 @@ from nbflow_kernels.errors import UsageError, unknown_name
 
 @dataclass(frozen=True)
 class Results:
-    """What a results folder holds."""
+    """Content of a results folder."""
 
     path: Path
     """The folder."""
@@ -80,7 +80,7 @@ def load_results(path: Path, weights: str | None = None) -> Results:
     Raises
     ------
     UsageError
-        If there are no results, none succeeded, or no point has the format.
+        If the folder has no results, none succeeded, or no point has the format.
     """
     require("matplotlib")
     folder = ResultsFolder(path)
@@ -92,7 +92,7 @@ def load_results(path: Path, weights: str | None = None) -> Results:
     names = folder.finished()
     copied = not names and (path / "points.csv").is_file()  # the tables alone, without the points
     if not names and not copied:
-        raise UsageError(f"{path} has no finished points yet; go on with nbflow sweep --resume")
+        raise UsageError(f"{path} has no finished points yet; continue with nbflow sweep --resume")
     if not copied and _outdated(folder, names):
         write_summaries(folder)
     points = points_frame(path)

@@ -39,7 +39,7 @@ _NOT_QUALITY = (
     "threads",
     "max_context",
 )
-_MOST_LABELS = 12  # more of them cover each other beside their points
+_MOST_LABELS = 12  # more of them cover each other
 _SMALLEST = 1e-12  # a KL divergence below is rounding of float64 sums and is shown as 0
 
 

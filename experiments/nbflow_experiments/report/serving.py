@@ -114,7 +114,7 @@ def draw_prefix(results: Results) -> Drawing:
 
 
 def draw_speculation(results: Results) -> Drawing:
-    """Return the figure: proposals that were right, and speed beside the largest possible."""
+    """Return the figure: accepted draft tokens, and speed with its upper bound."""
     rows = measured(results, "speculation_speedup")
     rows = rows[rows.weights == results.weights]
     series = list(rows.groupby(["draft", "batch"], sort=False))[:_MOST_LINES]

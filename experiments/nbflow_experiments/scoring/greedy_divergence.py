@@ -1,4 +1,4 @@
-"""Where two models' greedy texts part: the length of their common beginning."""
+"""Length of the common beginning of two models' greedy texts."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Parting:
-    """What was found for a number of prompts."""
+    """Result for a number of prompts."""
 
     n_tokens: int
     """Tokens that were generated for each prompt."""

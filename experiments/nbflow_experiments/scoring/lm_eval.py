@@ -37,7 +37,7 @@ except ImportError as error:
 DEFAULT_NEW_TOKENS = 256
 """Tokens generated where a task sets no limit, as in the harness' own models."""
 IGNORED = ("batch_size", "max_batch_size", "device")
-"""What the harness passes to every model; requests run one after the other on the CPU."""
+"""Arguments that the harness passes to every model; requests run one by one on the CPU."""
 GREEDY = {"do_sample": False, "temperature": 0.0}
 
 

@@ -90,15 +90,15 @@ def open_stored(path: Path) -> Iterator[StoredLogits]:
     Raises
     ------
     UsageError
-        If it is no such file.
+        If it is not such a file.
     """
     h5py = require("h5py")
     if not path.is_file():
-        raise UsageError(f"there is no file {path}")
+        raise UsageError(f"the file {path} does not exist")
     try:
         file = h5py.File(path, "r")
     except OSError as error:
-        raise UsageError(f"{path} is no HDF5 file: {error}") from error
+        raise UsageError(f"{path} is not an HDF5 file: {error}") from error
     with file:
         if "logits" not in file or int(file.attrs.get("layout", 0)) != LAYOUT:
             raise UsageError(f"{path} holds no logits of a reference (layout {LAYOUT})")

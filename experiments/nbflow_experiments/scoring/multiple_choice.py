@@ -36,7 +36,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a model says to a question."""
+    """Scores of a model for a question."""
 
     question: Question
     log_probs: np.ndarray
@@ -63,7 +63,7 @@ def read_questions(path: Path) -> list[Question]:
         If a line is anything else; the message says which.
     """
     if not path.is_file():
-        raise UsageError(f"there is no file {path}")
+        raise UsageError(f"the file {path} does not exist")
     lines = path.read_text(encoding="utf-8").splitlines()
     questions = [_question(f"{path}:{i}", line) for i, line in enumerate(lines, 1) if line.strip()]
     if not questions:
@@ -75,7 +75,7 @@ def _question(where: str, line: str) -> Question:
     try:
         data = json.loads(line)
     except json.JSONDecodeError as error:
-        raise UsageError(f"{where} is no JSON: {error}") from error
+        raise UsageError(f"{where} is not JSON: {error}") from error
     if not isinstance(data, dict):
         raise UsageError(f"{where} must be an object with {', '.join(KEYS)}, got {line[:60]!r}")
     for key in data:

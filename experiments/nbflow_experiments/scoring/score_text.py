@@ -1,4 +1,4 @@
-"""A model over the windows of a text, a reference beside it or read from a file."""
+"""One pass of a model over the windows of a text, with a reference model or logits file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Reference(Protocol):
 
 
 class StreamedReference:
-    """A model that runs beside the other one; nothing is kept."""
+    """A reference model that runs in the same pass; nothing is stored."""
 
     def __init__(self, model: Model) -> None:
         self._model = model
@@ -91,8 +91,8 @@ def score_text(
             continue
         # An error of this rank alone must not leave the others waiting in the next window.
         try:
-            beside = None if reference is None else reference.logits(window)
-            parts.append(score(logits, window.targets, beside))
+            expected = None if reference is None else reference.logits(window)
+            parts.append(score(logits, window.targets, expected))
             if save is not None:
                 save.append(logits, window.targets)
             if progress is not None:

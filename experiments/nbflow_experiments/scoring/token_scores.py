@@ -1,4 +1,4 @@
-"""What is learned from the logits of every scored token."""
+"""Per-token scores: negative log-likelihood, KL divergence, top-1 agreement."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Scores:
     divergence: np.ndarray
     """KL(reference || model) in nats, float64 (n,); empty without a reference."""
     same_top: np.ndarray
-    """Whether both give the highest logit to the same token, bool (n,); empty without one."""
+    """True where both give the highest logit to the same token, bool (n,); empty without one."""
 
     @classmethod
     def join(cls, parts: Sequence[Scores]) -> Scores:

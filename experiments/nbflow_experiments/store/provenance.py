@@ -1,4 +1,4 @@
-"""Where results come from: code, packages, machine, ranks, inputs."""
+"""Provenance of results: code, packages, machine, ranks, inputs."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def git_state(file: Path) -> dict[str, Any] | None:
     """Return the commit that a file belongs to and whether the checkout differs from it.
 
     None without git, and where git does not track the file: an installed package may well lie
-    inside somebody else's checkout.
+    inside the checkout of another project.
     """
     folder = file.parent
     if _git(folder, "ls-files", "--error-unmatch", file.name) is None:

@@ -28,8 +28,8 @@ def read_points(folder: Path) -> tuple[list[str], list[Row]]:
     """Return the columns and the rows of ``points.csv``.
 
     Text is str, empty where a setting is; numbers are int (integer settings, attempts) or float;
-    what was not measured is None, what was measured and is no number NaN.  A column that is no
-    setting holds text if some of it is no number.
+    missing measurements are None, non-finite ones NaN.  A column that is not a setting holds text
+    if one of its fields is not a number.
 
     Raises
     ------
@@ -39,7 +39,9 @@ def read_points(folder: Path) -> tuple[list[str], list[Row]]:
     columns, found = _read(folder, "points.csv")
     for name in ("point", "status", "weights"):
         if name not in columns:
-            raise UsageError(f"{folder / 'points.csv'} has no column {name!r}; it is no sweep's")
+            raise UsageError(
+                f"{folder / 'points.csv'} has no column {name!r}; nbflow sweep did not write it"
+            )
     rows = []
     words = {name for name in columns if name not in SETTINGS and not _are_numbers(found, name)}
     words |= set(TEXT)
@@ -84,7 +86,7 @@ def parse_where(text: str) -> dict[str, str]:
     Raises
     ------
     UsageError
-        If it is not of that form, or there is no such setting.
+        If it is not of that form, or the setting does not exist.
     """
     fixed = {}
     for part in filter(None, text.split(",")):
@@ -166,7 +168,7 @@ def _number(path: Path, name: str, text: str, kind: type[int] | type[float]) -> 
 
 
 def known_columns(names: Sequence[str], columns: Sequence[str]) -> list[str]:
-    """Return the names, or raise if some are no columns."""
+    """Return the names, or raise if some are not columns."""
     for name in names:
         if name not in columns:
             raise unknown_name("column", name, columns)

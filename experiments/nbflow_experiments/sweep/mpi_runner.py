@@ -108,7 +108,7 @@ def command_of(launcher: str | None, ranks: int) -> list[str]:
             f"got {launcher!r}"
         )
     if shutil.which(words[0]) is None:
-        raise UsageError(f"--launcher: there is no program {words[0]!r}")
+        raise UsageError(f"--launcher: the program {words[0]!r} does not exist")
     return words
 
 

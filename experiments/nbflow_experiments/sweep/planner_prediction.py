@@ -1,9 +1,9 @@
-"""What the planner says of a point: the ``predicted_`` columns beside the measured ones.
+"""Planner predictions of a point: the ``predicted_`` columns next to the measured ones.
 
 Where the setting ``machine`` names a description (`nbflow.planner.machine`), or is ``measured``,
 each point gets the tokens per second that the roofline model gives for its partition, batch and
 lengths, and the bytes that it counts.  ``measured`` describes the ranks that the point runs on by
-measuring them, once for each number of ranks.  Outliers beside the weights are not counted.
+measuring them, once for each number of ranks.  Outliers are not counted.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 @dataclass
 class _Log:
-    """What happened at one point."""
+    """Log of one point."""
 
     lines: list[str] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)

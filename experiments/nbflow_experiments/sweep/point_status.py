@@ -1,4 +1,4 @@
-"""How a point ended: the status of its row, and its error as plain data.
+"""Status of a finished point, and its error as plain data.
 
 ========== =================================================================================
 done       every measure ran, and every summary is a finite number

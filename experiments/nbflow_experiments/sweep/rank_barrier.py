@@ -18,7 +18,7 @@ from nbflow_experiments.backend import Comm
 T = TypeVar("T")
 
 GRACE_S = 300.0
-"""How long a rank whose step failed waits for the others to finish theirs."""
+"""Longest wait of a rank whose step failed for the others to finish theirs."""
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,9 @@ class Failure:
     type: str
     """Class of the exception."""
     message: str
-    """Its words."""
+    """Message of the exception."""
     traceback: str
-    """Where it came from."""
+    """Its traceback."""
 
 
 class StepFailed(Exception):
@@ -49,7 +49,7 @@ class Interrupted(Exception):
 
 
 class StopRequest:
-    """Whether this process was asked to stop by Ctrl-C or SIGTERM."""
+    """Request to stop this process, by Ctrl-C or SIGTERM."""
 
     def __init__(self) -> None:
         self.asked = False
@@ -75,7 +75,7 @@ class StopRequest:
 
 
 def in_step(comm: Comm, stop: StopRequest, work: Callable[[], T]) -> T:
-    """Run `work` on this rank and go on only if it succeeded on every rank.
+    """Run `work` on this rank and continue only if it succeeded on every rank.
 
     Parameters
     ----------

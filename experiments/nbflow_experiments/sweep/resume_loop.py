@@ -27,9 +27,9 @@ class Policy:
     retries: int = 0
     """Further attempts at a point that fails, at once."""
     fail_fast: bool = False
-    """Whether the first point that fails ends the launch."""
+    """True: the first point that fails ends the launch."""
     isolate: bool = False
-    """Whether each point runs in a subprocess."""
+    """True: each point runs in a subprocess."""
     timeout_s: float | None = None
     """Time limit of a point in seconds; implies `isolate`."""
 

@@ -1,4 +1,4 @@
-"""Which part of a sweep a launch runs: ``--shard I/N``."""
+"""Shards of a sweep: ``--shard I/N``, for example one per Slurm array task."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Shard:
     """One of `count` parts of a sweep."""
 
     index: int = 0
-    """Which one, from 0."""
+    """Number of this part, from 0."""
     count: int = 1
-    """How many there are."""
+    """Number of parts."""
 
     @classmethod
     def parse(cls, text: str) -> Shard:

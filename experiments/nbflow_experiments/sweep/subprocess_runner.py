@@ -40,9 +40,9 @@ class ProcessEnd:
     seconds: float
     """Wall time from its start."""
     late: bool
-    """Whether it exceeded its time limit."""
+    """True if it exceeded its time limit."""
     out_of_memory: bool
-    """Whether the system killed a process for memory meanwhile."""
+    """True if the system killed a process for memory meanwhile."""
 
     def cause(self, who: str, timeout_s: float | None) -> tuple[str, str]:
         """Return kind of error and message; `who` is the subject of the message."""
@@ -62,7 +62,7 @@ def run_process(
     look: Callable[[], None],
     limit_s: float | None,
 ) -> ProcessEnd:
-    """Run a command to its end, in a session of its own so that Ctrl-C reaches this process only.
+    """Run a command to its end, in a new session so that Ctrl-C reaches this process only.
 
     Parameters
     ----------
@@ -75,7 +75,7 @@ def run_process(
     look : callable
         Called several times a second.
     limit_s : float, optional
-        Time limit; the process also has one of its own (`Policy.timeout_s`).
+        Time limit, in addition to the one inside the process (`Policy.timeout_s`).
     """
     start, kills, output = time.monotonic(), _oom_kills(), folder / "output"
     environment = {k: v for k, v in os.environ.items() if k not in sum(LAUNCHERS, ())}

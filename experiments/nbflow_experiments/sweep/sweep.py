@@ -23,18 +23,23 @@ from nbflow_experiments.store.summary import write_summaries
 from nbflow_experiments.sweep.mpi_runner import Job, ProcessRunner, command_of
 from nbflow_experiments.sweep.point_lock import PointLocks, result_launch
 from nbflow_experiments.sweep.point_runner import Runner
-from nbflow_experiments.sweep.progress import Reporter, SilentReporter, headline, make_reporter
+from nbflow_experiments.sweep.progress import (
+    Reporter,
+    headline,
+    make_reporter,
+    print_points,
+    print_summary,
+)
 from nbflow_experiments.sweep.rank_barrier import StepFailed, StopRequest, in_step
 from nbflow_experiments.sweep.resume_loop import End, Policy, run_points
 from nbflow_experiments.sweep.shard import Shard
 from nbflow_experiments.sweep.subprocess_runner import obey_parent
-from nbflow_experiments.table import console, points_table, summary_table
 from nbflow_kernels.errors import UsageError
 
 
 @dataclass(frozen=True)
 class SweepOptions:
-    """What the command line of ``nbflow sweep`` says."""
+    """Options of ``nbflow sweep``."""
 
     file: Path | None
     """The sweep file; None where `lists` says everything."""
@@ -45,19 +50,19 @@ class SweepOptions:
     lists: Mapping[str, Sequence[str]] = field(default_factory=dict)
     """Settings given as options, which replace the file's: name -> texts."""
     dry_run: bool = False
-    """Whether to print the points and stop."""
+    """Print the points and stop."""
     resume: bool = False
-    """Whether to go on with an existing results folder."""
+    """Continue with an existing results folder."""
     retry_failed: bool = False
-    """Whether to run failed points again."""
+    """Run failed points again."""
     formats: tuple[Path, ...] = ()
     """Files of weight formats to execute, besides those the sweep file names."""
     shard: Shard | None = None
     """Part of the points to run; other launches may run the others at the same time."""
     merge: bool = False
-    """Whether to write the tables of what is there and run nothing."""
+    """Write the tables of the recorded points and run nothing."""
     policy: Policy = field(default_factory=Policy)
-    """What is done about points that fail or hang."""
+    """Handling of points that fail or hang."""
     launcher: str | None = None
     """Command that starts MPI ranks for points that need some, with ``{ranks}`` in the place of
     their number; by default mpirun."""
@@ -71,7 +76,7 @@ class SweepOptions:
 
 @dataclass(frozen=True)
 class _Plan:
-    """What rank 0 tells the others."""
+    """Plan of a launch, which rank 0 broadcasts."""
 
     folder: Path
     factors: tuple[str, ...]
@@ -177,7 +182,7 @@ def run_group(path: Path, comm: backend.Comm | None = None) -> int:
     plan = _Plan(job.folder, (), job.points, job.points, dict(job.before), job.launch, job.formats)
     launch = _recorded(plan, job.points, comm, for_points=True)
     with launch if job.ranks else contextlib.nullcontext():
-        reporter = SilentReporter((), 0)
+        reporter = Reporter()
         end = _run_here(plan, job.points, job.policy, comm, reporter, job.tried, stop)
     return 130 if end == "interrupted" else 0
 
@@ -255,7 +260,7 @@ def _make_plan(options: SweepOptions, size: int) -> _Plan:
     if options.policy.isolates and size > 1:
         raise UsageError(
             f"--isolate and --timeout are for launches without mpirun, which started {size} ranks: "
-            f"there NBFLOW_HANG_S ends a launch that hangs, and --resume goes on; or let nbflow "
+            f"there NBFLOW_HANG_S ends a launch that hangs, and --resume continues; or let nbflow "
             f"start the ranks of each point: --ranks auto"
         )
     sweep = options.load()
@@ -346,7 +351,7 @@ def _conclude(folder: ResultsFolder, factors: Sequence[str], points: Sequence[Po
                 row[f"{reading['metric']}_stderr"] = reading["stderr"]
         rows.append(row)
     if rows:
-        console().print(summary_table(rows, factors))
+        print_summary(rows, factors)
     ours = {point.id for point in points}
     failed = [row for row in rows if row["status"] != "done" and row["id"] in ours]
     for text, n in Counter(headline(row["error"]) for row in failed).items():
@@ -395,7 +400,7 @@ def _print_points(options: SweepOptions, size: int) -> int:
     check_world(points, size)
     identities = {p.config["model"]: backend.identify(str(p.config["model"])) for p in points}
     estimates = [estimate_bytes(p, identities[p.config["model"]]) for p in points]
-    console().print(points_table(points, sweep.factors, estimates))
+    print_points(points, sweep.factors, estimates)
     print(f"{len(points)} points, {sweep.excluded} excluded; measures: {', '.join(sweep.measures)}")
     largest = max((e["weight_bytes"] + e["kv_bytes"] for e in estimates), default=0)
     print(

@@ -1,0 +1,34 @@
+"""Tables on the terminal, by rich."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Sequence
+
+from nbflow_experiments.optional_packages import require
+
+
+def print_table(
+    head: Sequence[str], rows: Iterable[Sequence[str]], n_left: int, box: str = "SIMPLE_HEAD"
+) -> None:
+    """Print a table; it is wide where the output is not a terminal.
+
+    Parameters
+    ----------
+    head : sequence of str
+        Names of the columns.
+    rows : iterable of sequences of str
+        The cells, which are printed as they are.
+    n_left : int
+        Columns aligned to the left; the others are aligned to the right.
+    box : str
+        Name of a border style of `rich.box`.
+    """
+    table = require("rich.table").Table(box=getattr(require("rich.box"), box))
+    for i, name in enumerate(head):
+        table.add_column(name, justify="left" if i < n_left else "right", no_wrap=i == 0)
+    for row in rows:
+        table.add_row(*map(require("rich.text").Text, row))
+    width = None if sys.stdout.isatty() and box != "MARKDOWN" else 1000
+    console = require("rich.console").Console(width=width, highlight=False, force_jupyter=False)
+    console.print(table)
