@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,19 +24,10 @@ AUTO = "auto"
 MEASURED = "measured"
 """The machine that the sweep runs on, described by measuring it."""
 
-__all__ = [
-    "Alone",
-    "Comm",
-    "ModelIdentity",
-    "format_names",
-    "identify",
-    "kv_bits",
-    "kv_format_names",
-    "load",
-    "partition_ranks",
-    "weight_pairs",
-    "world",
-]
+__all__ = ["Alone", "Comm", "world"]
+
+Value = str | int | float
+"""Value of a setting."""
 
 
 @dataclass(frozen=True)
@@ -151,30 +143,18 @@ def kv_bits(kv: str) -> float:
     return (bits_per_weight(keys) + bits_per_weight(values or keys)) / 2
 
 
-def activation_names() -> tuple[str, ...]:
-    """Return the arithmetics of the products with weights."""
-    from nbflow.engine.load import ACTIVATIONS
-
-    return ACTIVATIONS
-
-
 def partition_ranks(partition: str) -> tuple[int, ...]:
     """Return the numbers of the ranks that a partition string names; "auto" goes with any."""
     return (0,) if partition == AUTO else ranks_of(partition)
 
 
-def exchange_names() -> tuple[str, ...]:
-    """Return how partial sums can be sent between ranks."""
+def choices() -> dict[str, tuple[str, ...]]:
+    """Return the values of those settings that have a fixed list of them."""
+    from nbflow.engine.load import ACTIVATIONS
     from nbflow.parallel.plan import EXCHANGES
-
-    return EXCHANGES
-
-
-def aims() -> tuple[str, ...]:
-    """Return what a partition can be chosen for."""
     from nbflow.planner import AIMS
 
-    return AIMS
+    return {"activations": ACTIVATIONS, "exchange": EXCHANGES, "optimize": AIMS}
 
 
 def check_machine(name: str) -> None:
@@ -228,42 +208,16 @@ def digest_files(files: Sequence[Path]) -> str:
     return total.hexdigest()
 
 
-def load(
-    model: str,
-    *,
-    weights: str,
-    kv: str,
-    partition: str,
-    max_context: int,
-    threads: int,
-    outliers: float = 0.0,
-    encoder: str = "best",
-    importance: str = "",
-    exchange: str = "f32",
-    optimize: str = "latency",
-    machine: str = "",
-    activations: str = "f32",
-    comm: Comm | None = None,
-) -> Model:
-    """Load a model; 0 stands for the engine's own choice of `max_context` and `threads`."""
+def load(model: str, comm: Comm | None = None, **settings: Value) -> Model:
+    """Load a model with settings of a point; "" and 0 stand for the engine's own choice."""
     import nbflow
 
-    return nbflow.load(
-        model,
-        weights=weights,
-        outliers=outliers,
-        encoder=encoder,
-        importance=importance or None,
-        activations=activations,
-        kv=kv,
-        partition=partition,
-        max_context=max_context or None,
-        threads=threads or None,
-        exchange=exchange,
-        optimize=optimize,
-        machine=None if machine in ("", MEASURED) else machine,
-        comm=comm,
-    )
+    options: dict[str, Any] = {
+        name: value if name == "outliers" else value or None for name, value in settings.items()
+    }
+    if settings.get("machine") == MEASURED:
+        options["machine"] = None
+    return nbflow.load(model, comm=comm, **options)
 
 
 def time_prefill(model: Model, n_prompt: int, batch: int, repeats: int, warmup: int) -> list[float]:
@@ -315,14 +269,29 @@ def evaluation_text(setting: str, identity: ModelIdentity, sweep_folder: Path) -
     return path
 
 
-def bundled_text(model: str, spec: str | None = None) -> Path:
-    """Return the path of the eval.txt in the folder of a model's weights, which are not read."""
+def text_file(
+    model: str | os.PathLike[str],
+    text: str | os.PathLike[str] | None = None,
+    spec: str | None = None,
+) -> Path:
+    """Return `text`, or the ``eval.txt`` in the folder of a model's weights, which are not read.
+
+    Raises
+    ------
+    UsageError
+        If the file does not exist.
+    """
     from nbflow.spec import resolve
 
+    if text is not None:
+        path = Path(text)
+        if not path.is_file():
+            raise UsageError(f"text: the file {path} does not exist")
+        return path
     weights = resolve(model, spec=spec).path
     path = (weights if weights.is_dir() else weights.parent) / "eval.txt"
     if not path.is_file():
-        raise UsageError(f"{model} brings no eval.txt; name a text file with --text")
+        raise UsageError(f"{model} brings no eval.txt; name a text with --text FILE (text=)")
     return path
 
 

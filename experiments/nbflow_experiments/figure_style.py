@@ -9,10 +9,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from nbflow.utils.atomic_write import replace_atomically
 from nbflow_experiments.optional_packages import require
 
 # M. Okabe and K. Ito, "Color Universal Design", 2008: told apart with every kind of colour vision.
@@ -58,12 +59,19 @@ class Drawing:
     caption: str
     """Explanation below the figure."""
 
-    def save(self, path: Path, kind: Literal["png", "svg"]) -> None:
-        """Write the figure; equal results give equal files."""
-        meta = {"Date": None} if kind == "svg" else {"Software": None}
-        # The salt makes the ids within an SVG the same each time.
-        with require("matplotlib").rc_context(_STYLE | {"svg.hashsalt": "nbflow"}):
-            self.figure.savefig(path, format=kind, dpi=_DPI, metadata=meta)
+    def save(self, folder: Path, name: str) -> list[Path]:
+        """Write ``NAME.png`` and ``NAME.svg``; equal results give equal files."""
+        files = []
+        for kind, meta in (("png", {"Software": None}), ("svg", {"Date": None})):
+            path = folder / f"{name}.{kind}"
+            # The salt makes the ids within an SVG the same each time.
+            with (
+                replace_atomically(path) as temporary,
+                require("matplotlib").rc_context(_STYLE | {"svg.hashsalt": "nbflow"}),
+            ):
+                self.figure.savefig(temporary, format=kind, dpi=_DPI, metadata=meta)
+            files.append(path)
+        return files
 
 
 @contextmanager

@@ -6,9 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nbflow_experiments import backend
+from nbflow_experiments.backend import Value
 from nbflow_kernels.errors import UsageError, unknown_name
-
-Value = str | int | float
 
 
 @dataclass(frozen=True)
@@ -147,14 +146,11 @@ def check_value(name: str, value: object, where: str) -> Value:
     for part in value.lower().split("/", 1) if name == "kv" else ():
         if part not in backend.kv_format_names():
             raise unknown_name("key/value format", part, backend.kv_format_names())
-    if name == "activations" and value not in backend.activation_names():
-        raise unknown_name("activations", value, backend.activation_names())
+    known_values = backend.choices().get(name, (value,))
+    if value not in known_values:
+        raise unknown_name(name, value, known_values)
     if name == "partition":
         backend.partition_ranks(value)
-    if name == "exchange" and value not in backend.exchange_names():
-        raise unknown_name("exchange", value, backend.exchange_names())
-    if name == "optimize" and value not in backend.aims():
-        raise unknown_name("aim to optimize for", value, backend.aims())
     if name == "machine" and value not in ("", backend.MEASURED):
         backend.check_machine(value)
     return value.lower() if name in ("weights", "kv") else value

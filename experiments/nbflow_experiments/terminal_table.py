@@ -1,9 +1,9 @@
-"""Tables on the terminal, by rich."""
+"""Tables on the terminal, by rich, and a progress counter."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from nbflow_experiments.optional_packages import require
 
@@ -32,3 +32,15 @@ def print_table(
     width = None if sys.stdout.isatty() and box != "MARKDOWN" else 1000
     console = require("rich.console").Console(width=width, highlight=False, force_jupyter=False)
     console.print(table)
+
+
+def counter(what: str) -> Callable[[int, int], None] | None:
+    """Return a progress counter for standard error, None where that is not a terminal."""
+    if not sys.stderr.isatty():
+        return None
+
+    def show(n_done: int, n: int) -> None:
+        end = "\n" if n_done == n else ""
+        print(f"\r{what} {n_done}/{n}", end=end, file=sys.stderr, flush=True)
+
+    return show

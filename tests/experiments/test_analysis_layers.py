@@ -25,7 +25,7 @@ from nbflow_experiments.analysis import (
 )
 from nbflow_experiments.analysis.treatments import Checkpoint
 from nbflow_experiments.figure_style import NotDrawn
-from nbflow_experiments.scoring.score_text import StreamedReference, score_text
+from nbflow_experiments.scoring.score_text import model_reference, score_text
 from nbflow_experiments.scoring.windows import Window
 from nbflow_kernels import QuantTensor
 from nbflow_kernels.errors import UsageError
@@ -248,7 +248,7 @@ def test_the_whole_is_what_the_engine_gives() -> None:
         nbflow.load("tiny_python", weights="f32", kv="f32") as exact,
     ):
         asked = [Window(window, 1) for window in windows]
-        scores = score_text(model, asked, reference=StreamedReference(exact))
+        scores = score_text(model, asked, reference=model_reference(exact))
     assert change.label == "q4, kv q8_0"
     assert Change(activations="int8").label == "int8 activations"
     assert found.models.kld_mean_nats[0] == pytest.approx(scores.divergence.mean(), rel=1e-5)

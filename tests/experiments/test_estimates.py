@@ -6,11 +6,7 @@ import numpy as np
 import pytest
 
 from nbflow_experiments.measures.evaluation import make_windows
-from nbflow_experiments.scoring.estimates import (
-    estimate_mean,
-    estimate_perplexity,
-    estimate_share,
-)
+from nbflow_experiments.scoring.estimates import estimate_mean, estimate_perplexity, estimate_share
 from nbflow_kernels.errors import UsageError
 
 # Both sides are float64 sums of at most a few hundred terms: about sqrt(300) * 2**-53 = 2e-15.

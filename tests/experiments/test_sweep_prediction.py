@@ -116,7 +116,7 @@ def test_the_planner_chooses_for_the_ranks_of_a_sweep(sweep: Path, machine: Mach
     [
         ('axes.exchange=["q9"]', "unknown exchange 'q9'"),
         ("settings.machine=nowhere", "unknown machine 'nowhere'"),
-        ("settings.optimize=speed", "unknown aim to optimize for 'speed'"),
+        ("settings.optimize=speed", "unknown optimize 'speed'"),
     ],
 )
 @pytest.mark.usefixtures("machine")

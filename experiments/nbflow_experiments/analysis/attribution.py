@@ -238,11 +238,7 @@ class _Resident:
         return streams
 
     def _from(
-        self,
-        first: int,
-        step: Step,
-        before: Sequence[NDArray[np.float32]],
-        slots: Iterable[Slot],
+        self, first: int, step: Step, before: Sequence[NDArray[np.float32]], slots: Iterable[Slot]
     ) -> NDArray[np.float32]:
         """Return the logits with these slots quantized, from a stage on; all before is the same."""
         wanted = set(slots)

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -113,10 +113,7 @@ class AnalysisFolder:
 
     def write_figure(self, name: str, drawing: Drawing) -> None:
         """Write a figure as png and svg."""
-        kinds: tuple[Literal["png", "svg"], ...] = ("png", "svg")
-        for kind in kinds:
-            with replace_atomically(self.path / "figures" / f"{name}.{kind}") as temporary:
-                drawing.save(temporary, kind)
+        drawing.save(self.path / "figures", name)
 
     def read(self, name: str) -> Table:
         """Return one of `TABLES`.

@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow.spec import resolve
+from nbflow_experiments.backend import text_file
 from nbflow_experiments.measures.evaluation import text_windows
 from nbflow_kernels.errors import UsageError
-
-
-def text_file(model: str | os.PathLike[str], text: str | os.PathLike[str] | None = None) -> Path:
-    """Return the analysed text: `text`, or the ``eval.txt`` in the model's folder.
-
-    Raises
-    ------
-    UsageError
-        If the file does not exist.
-    """
-    if text is not None:
-        path = Path(text)
-        if not path.is_file():
-            raise UsageError(f"text: the file {path} does not exist")
-        return path
-    weights = resolve(model).path
-    path = (weights if weights.is_dir() else weights.parent) / "eval.txt"
-    if not path.is_file():
-        raise UsageError(f"{model} brings no eval.txt; name a text with --text FILE (text=)")
-    return path
 
 
 def analysis_windows(

@@ -50,9 +50,7 @@ class Checkpoint:
     """
 
     def __init__(
-        self,
-        model: str | os.PathLike[str],
-        spec: str | os.PathLike[str] | None = None,
+        self, model: str | os.PathLike[str], spec: str | os.PathLike[str] | None = None
     ) -> None:
         resolved = resolve(model, spec=spec)
         self.spec: ModelSpec = resolved.spec

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +26,7 @@ from nbflow.writing.importance_names import gguf_names_of
 from nbflow_experiments.analysis.importance_statistics import ColumnStatistics, column_statistics
 from nbflow_experiments.commands.perplexity import text_windows
 from nbflow_experiments.store.json_files import plain
-from nbflow_experiments.terminal_table import print_table
+from nbflow_experiments.terminal_table import counter, print_table
 from nbflow_kernels.errors import UsageError
 
 
@@ -94,11 +93,8 @@ def _collect(arguments: argparse.Namespace) -> None:
     windows = text_windows(arguments)
     names = gguf_names_of(arguments.model, arguments.spec)
 
-    def show(n_done: int, n: int = len(windows)) -> None:
-        if sys.stderr.isatty():
-            end = "\n" if n_done == n else ""
-            print(f"\r[{n_done}/{n}]", end=end, file=sys.stderr, flush=True)
-
+    tell = counter("windows")
+    show = None if tell is None else lambda n_done: tell(n_done, len(windows))
     ids = [w.ids for w in windows]
     with load_model(arguments) as model:
         if arguments.full:

@@ -22,9 +22,9 @@ from nbflow_experiments.scoring.estimates import estimate_perplexity
 from nbflow_experiments.scoring.greedy_divergence import Parting, parting
 from nbflow_experiments.scoring.logits_file import create, open_stored
 from nbflow_experiments.scoring.score_text import (
-    FileReference,
     Reference,
-    StreamedReference,
+    file_reference,
+    model_reference,
     score_text,
 )
 from nbflow_experiments.scoring.statistics_table import as_json, statistics, table
@@ -105,7 +105,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.noise_floor:
             assert companion is not None
             noisy = stack.enter_context(_load_reference(arguments, activations="bf16"))
-            floor = score_text(noisy, windows, reference=StreamedReference(companion))
+            floor = score_text(noisy, windows, reference=model_reference(companion))
         if arguments.greedy:
             assert companion is not None
             prompts = [w.ids[: len(w.ids) // 2].tolist() for w in windows[:GREEDY_PROMPTS]]
@@ -129,12 +129,7 @@ def text_windows(arguments: argparse.Namespace) -> list[Window]:
     """Return the windows of the text that the arguments describe."""
     for file in arguments.formats:  # the checkpoint, and a tokenizer in it, may need them
         load_formats(file)
-    if arguments.text is not None:
-        path = Path(arguments.text)
-        if not path.is_file():
-            raise UsageError(f"--text: the file {path} does not exist")
-    else:
-        path = backend.bundled_text(arguments.model, arguments.spec)
+    path = backend.text_file(arguments.model, arguments.text, arguments.spec)
     text = path.read_text(encoding="utf-8")
     ids, bos = backend.tokenize(arguments.tokenizer or arguments.model, text)
     windows = cut(ids, arguments.context, arguments.stride, arguments.scored, bos)
@@ -165,10 +160,10 @@ def _reference(
 ) -> Reference | None:
     """Return what the model is compared with."""
     if companion is not None:
-        return StreamedReference(companion)
+        return model_reference(companion)
     if arguments.reference is None:
         return None
-    return FileReference(stack.enter_context(open_stored(Path(arguments.reference))))
+    return file_reference(stack.enter_context(open_stored(Path(arguments.reference))))
 
 
 class _Progress:

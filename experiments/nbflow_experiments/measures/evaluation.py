@@ -10,7 +10,7 @@ import numpy as np
 
 from nbflow_experiments import backend
 from nbflow_experiments.scoring.logits_file import open_stored
-from nbflow_experiments.scoring.score_text import FileReference, score_text
+from nbflow_experiments.scoring.score_text import file_reference, score_text
 from nbflow_experiments.scoring.token_scores import Scores
 from nbflow_experiments.scoring.windows import Window
 from nbflow_kernels.errors import UsageError
@@ -78,16 +78,14 @@ def evaluate(context: Context) -> Scores:
     The result is kept in ``context.shared``, so that the measures of one point pay for one pass.
     """
     if "evaluation" not in context.shared:
-        context.shared["evaluation"] = _evaluate(context)
+        assert context.windows is not None
+        windows = scored_windows(context.windows, context.number("eval_context"))
+        with contextlib.ExitStack() as stack:
+            reference = None
+            if context.leads and context.reference is not None:
+                reference = file_reference(stack.enter_context(open_stored(context.reference)))
+            context.shared["evaluation"] = score_text(
+                context.model, windows, reference=reference, leads=context.leads
+            )
     done: Scores = context.shared["evaluation"]
     return done
-
-
-def _evaluate(context: Context) -> Scores:
-    assert context.windows is not None
-    windows = scored_windows(context.windows, context.number("eval_context"))
-    with contextlib.ExitStack() as stack:
-        reference = None
-        if context.leads and context.reference is not None:
-            reference = FileReference(stack.enter_context(open_stored(context.reference)))
-        return score_text(context.model, windows, reference=reference, leads=context.leads)

@@ -102,6 +102,14 @@ class Measure:
     """True if it runs in sweeps that list no measures."""
 
 
+def repeated(metric: str, values: Sequence[float] | np.ndarray, unit: str) -> list[Reading]:
+    """Return the median of repetitions, and each of them."""
+    return [
+        Reading(metric, float(np.median(values)), unit, len(values)),
+        *(Reading(metric, float(value), unit, repeat=i) for i, value in enumerate(values)),
+    ]
+
+
 def speed(name: str, seconds: Sequence[float], n_tokens: int, leads: bool) -> Outcome:
     """Return median, slowest, fastest and every repetition of `n_tokens` done in `seconds`.
 
@@ -113,11 +121,11 @@ def speed(name: str, seconds: Sequence[float], n_tokens: int, leads: bool) -> Ou
         return Outcome(rank_arrays={f"{name}_s": array})
     rates = n_tokens / np.asarray(seconds, np.float64)
     unit, n = "token/s", len(rates)
+    median, *repetitions = repeated(f"{name}_tokens_per_s", rates, unit)
     readings = [
-        Reading(f"{name}_tokens_per_s", float(np.median(rates)), unit, n),
+        median,
         Reading(f"{name}_min_tokens_per_s", float(rates.min()), unit, n),
         Reading(f"{name}_max_tokens_per_s", float(rates.max()), unit, n),
+        *repetitions,
     ]
-    for i, rate in enumerate(rates):
-        readings.append(Reading(f"{name}_tokens_per_s", float(rate), unit, repeat=i))
     return Outcome(readings, {f"{name}_s": array}, {f"{name}_s": array})

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
-from nbflow.utils.atomic_write import replace_atomically, write_text
+from nbflow.utils.atomic_write import write_text
 from nbflow_experiments.figure_style import Drawing, NotDrawn, svg_text
 from nbflow_experiments.report import cascade, partitions, quality, serving, speed
 from nbflow_experiments.report.data import Results, load_results
@@ -22,7 +21,6 @@ _FIGURES: dict[str, Callable[[Results], Drawing]] = {
     "cascade": cascade.draw,
     "speculation": serving.draw_speculation,
 }
-_KINDS: tuple[Literal["png", "svg"], ...] = ("png", "svg")
 
 
 def write_report(
@@ -66,11 +64,7 @@ def write_report(
             if str(reason):  # else the sweep does not measure it
                 sections.append((name, "", f"No figure '{name}': {reason}."))
             continue
-        for kind in _KINDS:
-            path = folder / f"{name}.{kind}"
-            with replace_atomically(path) as temporary:
-                drawing.save(temporary, kind)
-            written.append(path)
+        written += drawing.save(folder, name)
         sections.append((name, svg_text(folder / f"{name}.svg", drawing.title), drawing.caption))
     write_text(page, render_page(data, sections))
     return page, written

@@ -7,14 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_experiments.figure_style import (
-    COLOURS,
-    GREY,
-    MARKERS,
-    Drawing,
-    NotDrawn,
-    new_figure,
-)
+from nbflow_experiments.figure_style import COLOURS, GREY, MARKERS, Drawing, NotDrawn, new_figure
 from nbflow_experiments.report.data import Results
 
 _MOST_LINES, _MOST_PANELS = 7, 3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,36 +15,26 @@ if TYPE_CHECKING:
     from nbflow.engine.model import Model
 
 
-class Reference(Protocol):
-    """Gives the logits that a text is compared with, window after window."""
-
-    def logits(self, window: Window) -> np.ndarray:
-        """Return the logits (n_scored, V) of the next window."""
+Reference = Callable[[Window], np.ndarray]
+"""Returns the logits (n_scored, V) of the next window: `model_reference`, or a stored file's."""
 
 
-class StreamedReference:
-    """A reference model that runs in the same pass; nothing is stored."""
-
-    def __init__(self, model: Model) -> None:
-        self._model = model
-
-    def logits(self, window: Window) -> np.ndarray:
-        """See `Reference.logits`."""
-        return predictions(self._model, window)
+def model_reference(model: Model) -> Reference:
+    """Return a reference model that runs in the same pass; nothing is stored."""
+    return lambda window: predictions(model, window)
 
 
-class FileReference:
-    """Logits that were stored before."""
+def file_reference(stored: StoredLogits) -> Reference:
+    """Return logits that were stored before; they raise `UsageError` for other tokens."""
+    n_read = 0
 
-    def __init__(self, stored: StoredLogits) -> None:
-        self._stored = stored
-        self._next = 0
-
-    def logits(self, window: Window) -> np.ndarray:
-        """See `Reference.logits`; raises `UsageError` if the file is about other tokens."""
-        rows = self._stored.rows(self._next, window.targets)
-        self._next += window.n_scored
+    def logits(window: Window) -> np.ndarray:
+        nonlocal n_read
+        rows = stored.rows(n_read, window.targets)
+        n_read += window.n_scored
         return rows
+
+    return logits
 
 
 def predictions(model: Model, window: Window) -> np.ndarray:
@@ -91,7 +81,7 @@ def score_text(
             continue
         # An error of this rank alone must not leave the others waiting in the next window.
         try:
-            expected = None if reference is None else reference.logits(window)
+            expected = None if reference is None else reference(window)
             parts.append(score(logits, window.targets, expected))
             if save is not None:
                 save.append(logits, window.targets)

@@ -18,17 +18,7 @@ from nbflow_experiments.store.hdf5_arrays import is_link, link_ranks, linked_ran
 from nbflow_experiments.store.json_files import DamagedFileError, write_json
 from nbflow_experiments.store.results_folder import SCHEMA_VERSION, ResultsFolder
 
-RESULT_COLUMNS = (
-    "point",
-    "rank",
-    "repeat",
-    "measure",
-    "metric",
-    "value",
-    "unit",
-    "n",
-    "stderr",
-)
+RESULT_COLUMNS = ("point", "rank", "repeat", "measure", "metric", "value", "unit", "n", "stderr")
 """Columns of ``results.csv``; an empty rank or repeat stands for all of them."""
 _STATUS = (
     "point",

@@ -1,4 +1,4 @@
-"""Points in processes of their own: a subprocess each, or MPI ranks that this process starts.
+"""Points in subprocesses, or on MPI ranks that this process starts.
 
 The parent starts ``nbflow sweep --group JOB``, under mpirun for points with ``ranks``, and follows
 it in the results folder.  All points of one number of ranks run on the same ranks; isolated points
@@ -12,7 +12,7 @@ import shlex
 import shutil
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -112,51 +112,28 @@ def command_of(launcher: str | None, ranks: int) -> list[str]:
     return words
 
 
+@dataclass
 class ProcessRunner:
-    """Runs points in processes of their own.
+    """Runs points in subprocesses or on new MPI ranks."""
 
-    Parameters
-    ----------
-    folder : ResultsFolder
-        Where the points are recorded.
-    reporter : Reporter
-        Shows progress.
-    launch : str
-        Name of the launch for points without MPI ranks; ranks are launches of their own.
-    formats : sequence of Path
-        Files of weight formats, which every process executes.
-    before : mapping
-        See `PointLocks`.
-    policy : Policy
-        Handling of failures.
-    launcher : str, optional
-        See `command_of`.
-    """
-
-    def __init__(
-        self,
-        folder: ResultsFolder,
-        reporter: Reporter,
-        launch: str,
-        formats: Sequence[Path],
-        before: Mapping[str, str | None],
-        policy: Policy,
-        launcher: str | None,
-    ) -> None:
-        self.stop = StopRequest()
-        self._folder = folder
-        self._reporter = reporter
-        self._launch = launch
-        self._formats = tuple(formats)
-        self._before = dict(before)
-        self._policy = policy
-        self._launcher = launcher
+    folder: ResultsFolder
+    reporter: Reporter
+    launch: str
+    """Name of the launch for points without MPI ranks; each start of ranks is a launch."""
+    formats: tuple[Path, ...]
+    """Files of weight formats, which every process executes."""
+    before: dict[str, str | None]
+    """See `PointLocks`."""
+    policy: Policy
+    launcher: str | None
+    """See `command_of`."""
+    stop: StopRequest = field(default_factory=StopRequest)
 
     def run(self, points: Sequence[Point]) -> End:
         """Run points, those of one number of ranks together; return why it ended."""
         groups: dict[object, list[Point]] = {}
         for point in points:
-            key = point.id if self._policy.isolates else point.config["ranks"]
+            key = point.id if self.policy.isolates else point.config["ranks"]
             groups.setdefault(key, []).append(point)
         with self.stop.listen():
             for group in groups.values():
@@ -180,51 +157,51 @@ class ProcessRunner:
                 stopped = self.stop.asked or end.code == 130
                 return (
                     "interrupted" if stopped
-                    else "failed" if failed and self._policy.fail_fast
+                    else "failed" if failed and self.policy.fail_fast
                     else "all"
                 )  # fmt: skip
             if self.stop.asked and not end.late:
                 return "interrupted"
-            locks = PointLocks(self._folder, job.launch, {})
+            locks = PointLocks(self.folder, job.launch, {})
             for point in [p for p in waiting if locks.was_measuring(p)] or list(waiting):
                 if not self._record(point, job, end, tried):
                     waiting.remove(point)
-                    if self._policy.fail_fast:
+                    if self.policy.fail_fast:
                         return "failed"
         return "all"
 
     def _record(self, point: Point, job: Job, end: ProcessEnd, tried: dict[str, int]) -> bool:
         """Record a point whose process died; return whether to try it again."""
-        before = self._folder.result(point.short) or {}
+        before = self.folder.result(point.short) or {}
         counted = before["attempt"] if before.get("launch") == job.launch else 0
         attempt = tried[point.short] = max(counted, tried.get(point.short, 0)) + 1
-        last = attempt > self._policy.retries
+        last = attempt > self.policy.retries
         who = f"the job of {job.ranks} MPI ranks" if job.ranks else "the process of the point"
-        cause = end.cause(who, self._policy.timeout_s)
+        cause = end.cause(who, self.policy.timeout_s)
         ranks = range(job.ranks or 1)
-        told = record_death(self._folder, point, job.launch, attempt, end, cause, ranks)
-        self._before[point.short] = job.launch
-        self._reporter.ends(point, told, last=last)
+        told = record_death(self.folder, point, job.launch, attempt, end, cause, ranks)
+        self.before[point.short] = job.launch
+        self.reporter.ends(point, told, last=last)
         return not last
 
     def _job(self, points: Sequence[Point], tried: Mapping[str, int]) -> Job:
         """Return the job of the next process."""
         ranks = int(points[0].config["ranks"])
-        policy = self._policy
+        policy = self.policy
         return Job(
-            self._folder.path.absolute(),
-            provenance.launch_name() if ranks else self._launch,
+            self.folder.path.absolute(),
+            provenance.launch_name() if ranks else self.launch,
             ranks,
             tuple(points),
-            self._formats,
+            self.formats,
             Policy(policy.retries, policy.fail_fast, timeout_s=policy.timeout_s),
-            {p.short: self._before.get(p.short) for p in points},
+            {p.short: self.before.get(p.short) for p in points},
             dict(tried),
         )
 
     def _run_job(self, job: Job) -> ProcessEnd:
         """Run a job to its end, showing what is recorded."""
-        locks = PointLocks(self._folder, job.launch, {})
+        locks = PointLocks(self.folder, job.launch, {})
         shown: set[str] = set()
         running: Point | None = None
 
@@ -233,27 +210,27 @@ class ProcessRunner:
             for point in [p for p in job.points if p.short not in shown]:
                 if point != running and locks.was_measuring(point):
                     running = point
-                    self._reporter.begins(point)
+                    self.reporter.begins(point)
                 result = self._result(point, job)
                 if result is not None:
                     shown.add(point.short)
-                    self._reporter.ends(point, result)
+                    self.reporter.ends(point, result)
 
-        limit = self._policy.timeout_s
+        limit = self.policy.timeout_s
         with tempfile.TemporaryDirectory(prefix="nbflow-") as temporary:
             path = Path(temporary) / "job.json"
             job.write(path)
-            ranks = command_of(self._launcher, job.ranks) if job.ranks else []
+            ranks = command_of(self.launcher, job.ranks) if job.ranks else []
             words = [*ranks, *PROGRAM, "--group", str(path)]
-            limit_s = None if limit is None else START_S + limit * (1 + self._policy.retries)
+            limit_s = None if limit is None else START_S + limit * (1 + self.policy.retries)
             return run_process(words, path.parent, self.stop, look, limit_s)
 
     def _result(self, point: Point, job: Job) -> dict[str, Any] | None:
         """Return the result of the last attempt that a job made at a point."""
-        result = self._folder.result(point.short)
+        result = self.folder.result(point.short)
         if not result or result["launch"] != job.launch:
             return None
         if result["attempt"] <= job.tried.get(point.short, 0):
             return None
-        final = result["status"] == "done" or result["attempt"] > self._policy.retries
+        final = result["status"] == "done" or result["attempt"] > self.policy.retries
         return result if final else None

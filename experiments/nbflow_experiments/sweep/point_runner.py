@@ -77,53 +77,39 @@ class _Loaded:
     shared: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
 
 
+@dataclass
 class Runner:
-    """Runs points, one at a time; the next one uses the loaded model again where it can.
+    """Runs points, one at a time; the next one uses the loaded model again where it can."""
 
-    Parameters
-    ----------
-    comm : Comm
-        All ranks; every rank makes a runner and gives it the same points.
-    folder : ResultsFolder
-        Where rank 0 writes, and the rank that leads a point reads the reference.
-    reporter : Reporter
-        Shows progress on rank 0.
-    launch : str
-        Name of this launch in the provenance.
-    stop : StopRequest, optional
-        Asks it to stop after the present step; by default a new one.
-    """
+    comm: backend.Comm
+    """All ranks; every rank makes a runner and gives it the same points."""
+    folder: ResultsFolder
+    """Where rank 0 writes, and the rank that leads a point reads the reference."""
+    reporter: Reporter
+    """Shows progress on rank 0."""
+    launch: str
+    """Name of this launch in the provenance."""
+    stop: StopRequest = field(default_factory=StopRequest)
+    """Asks it to stop after the present step."""
+    _loaded: _Loaded | None = field(default=None, init=False)
+    _formats: dict[tuple[Any, ...], Outcome] = field(default_factory=dict, init=False)
+    _windows: dict[tuple[Any, ...], np.ndarray] = field(default_factory=dict, init=False)
+    _references: dict[Path, Path] = field(default_factory=dict, init=False)
+    _rank_arrays: dict[str, Array] = field(default_factory=dict, init=False)
 
-    def __init__(
-        self,
-        comm: backend.Comm,
-        folder: ResultsFolder,
-        reporter: Reporter,
-        launch: str,
-        stop: StopRequest | None = None,
-    ) -> None:
-        self._comm = comm
-        self._folder = folder
-        self._reporter = reporter
-        self._launch = launch
-        self.stop = stop or StopRequest()
-        self._loaded: _Loaded | None = None
-        self._predictor = Predictor(comm)
-        self._formats: dict[tuple[Any, ...], Outcome] = {}
-        self._windows: dict[tuple[Any, ...], np.ndarray] = {}
-        self._references: dict[tuple[Any, ...], Path] = {}
-        self._rank_arrays: dict[str, Array] = {}
+    def __post_init__(self) -> None:
+        self._predictor = Predictor(self.comm)
 
     def run_point(self, point: Point, attempt: int, *, last: bool) -> str:
         """Measure and record one point; return its status on every rank."""
         log, outcomes = _Log(), dict[str, Outcome]()
-        result = new_result(point, self._launch, attempt)
+        result = new_result(point, self.launch, attempt)
         start = time.perf_counter()
         if attempt > 1:
             self.close()  # what failed may have come with the loaded model
-        if self._comm.rank == 0:
-            self._reporter.begins(point)
-        self._on_root(log, "freeze", lambda: self._folder.write_config(point))
+        if self.comm.rank == 0:
+            self.reporter.begins(point)
+        self._on_root(log, "freeze", lambda: self.folder.write_config(point))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
@@ -139,9 +125,9 @@ class Runner:
         result["steps_s"] = log.seconds
         ranks = self._write_rank_arrays(point, log)
         self._on_root(log, "write", lambda: self._record(point, result, log, outcomes, ranks))
-        if self._comm.rank == 0:
-            self._reporter.ends(point, result, last=last)
-        return str(self._comm.bcast_object(result["status"]))
+        if self.comm.rank == 0:
+            self.reporter.ends(point, result, last=last)
+        return str(self.comm.bcast_object(result["status"]))
 
     def _record(
         self,
@@ -159,23 +145,23 @@ class Runner:
         note_not_finite(result, result["readings"])
         arrays = {name: array for o in outcomes.values() for name, array in o.arrays.items()}
         text = "\n".join(log.lines) + "\n"
-        self._folder.write_result(point.short, result, text, arrays, ranks)
+        self.folder.write_result(point.short, result, text, arrays, ranks)
 
     def _write_rank_arrays(self, point: Point, log: _Log) -> list[int]:
         """Write what this rank measured; return, on rank 0, which ranks have done so."""
         arrays, self._rank_arrays = self._rank_arrays, {}
-        if self._comm.size == 1:
+        if self.comm.size == 1:
             return []
-        folder, problem = self._folder.folder(point.short), ""
-        if self._comm.rank == 0:
+        folder, problem = self.folder.folder(point.short), ""
+        if self.comm.rank == 0:
             remove_rank_files(folder)
-        self._comm.bcast_object(None)  # an earlier attempt's files are gone
+        self.comm.bcast_object(None)  # an earlier attempt's files are gone
         if arrays:
             try:
-                write_rank_file(folder, self._comm.rank, arrays)
+                write_rank_file(folder, self.comm.rank, arrays)
             except OSError as error:  # the point is worth recording all the same
                 problem = str(error)
-        reports = self._comm.gather_object((bool(arrays), problem))
+        reports = self.comm.gather_object((bool(arrays), problem))
         for rank, (_, text) in enumerate(reports or ()):
             if text:
                 log.write(f"rank {rank} could not write its arrays: {text}")
@@ -194,7 +180,7 @@ class Runner:
         context = Context(
             point.config,
             loaded.model,
-            self._comm.rank == loaded.leader,
+            self.comm.rank == loaded.leader,
             windows,
             reference,
             loaded.shared.setdefault(quality, {}),
@@ -215,7 +201,7 @@ class Runner:
         if point.config["machine"]:
             with log.timed("prediction"):
                 outcomes["prediction"] = in_step(
-                    self._comm, self.stop, lambda: self._predictor.outcome(point, loaded.model)
+                    self.comm, self.stop, lambda: self._predictor.outcome(point, loaded.model)
                 )
 
     def _run_measure(self, measure: Measure, point: Point, context: Context, log: _Log) -> Outcome:
@@ -228,11 +214,11 @@ class Runner:
             return measure.run(context) if context.model.participates else Outcome()
 
         with log.timed(measure.name):
-            if self._comm.rank == 0:
-                self._reporter.step(measure.name)
-            found = in_step(self._comm, self.stop, work)
+            if self.comm.rank == 0:
+                self.reporter.step(measure.name)
+            found = in_step(self.comm, self.stop, work)
             self._rank_arrays |= found.rank_arrays
-            gathered = self._comm.gather_object(found if context.leads else None)
+            gathered = self.comm.gather_object(found if context.leads else None)
         if gathered is not None and self._loaded is not None:
             found = gathered[self._loaded.leader]
         if measure.scope == "format":
@@ -262,8 +248,8 @@ class Runner:
     def _prepare_reference(self, point: Point, windows: np.ndarray, log: _Log) -> Path:
         """Return the file of the reference's logits; rank 0 writes it if it is not there yet."""
         first = int(point.config["eval_context"])
-        path = reference_path(self._folder.reference, point.model_digest, windows, first)
-        if (path,) not in self._references:
+        path = reference_path(self.folder.reference, point.model_digest, windows, first)
+        if path not in self._references:
 
             def write() -> Path:
                 if not is_complete(path):
@@ -271,10 +257,10 @@ class Runner:
                     write_reference(path, model, windows, first, threads)
                 return path
 
-            if self._comm.rank == 0:
-                self._reporter.step("reference")
-            self._references[(path,)] = self._on_root(log, "reference", write)
-        return self._references[(path,)]
+            if self.comm.rank == 0:
+                self.reporter.step("reference")
+            self._references[path] = self._on_root(log, "reference", write)
+        return self._references[path]
 
     def _load(self, point: Point, log: _Log) -> _Loaded:
         """Return the model of a point, loading it unless the last point left it in memory."""
@@ -284,38 +270,23 @@ class Runner:
             return self._loaded
         self.close()
         config = point.config
+        options = {n: config[n] for n in LOAD_SETTINGS if n not in ("model", "ranks")}
         made: list[Model] = []
 
         def load() -> None:
-            made.append(
-                backend.load(
-                    str(config["model"]),
-                    weights=str(config["weights"]),
-                    outliers=float(config["outliers"]),
-                    encoder=str(config["encoder"]),
-                    importance=str(config["importance"]),
-                    kv=str(config["kv"]),
-                    activations=str(config["activations"]),
-                    partition=str(config["partition"]),
-                    max_context=int(config["max_context"]),
-                    threads=int(config["threads"]),
-                    exchange=str(config["exchange"]),
-                    optimize=str(config["optimize"]),
-                    machine=str(config["machine"]),
-                )
-            )
+            made.append(backend.load(str(config["model"]), **options))
 
         with log.timed("load"):
-            if self._comm.rank == 0:
-                self._reporter.step("load")
+            if self.comm.rank == 0:
+                self.reporter.step("load")
             try:
-                in_step(self._comm, self.stop, load)
+                in_step(self.comm, self.stop, load)
             except BaseException:
                 for model in made:
                     model.close()
                 raise
-        takes_part = self._comm.gather_object(made[0].participates)
-        leader = self._comm.bcast_object(takes_part.index(True) if takes_part else None)
+        takes_part = self.comm.gather_object(made[0].participates)
+        leader = self.comm.bcast_object(takes_part.index(True) if takes_part else None)
         self._loaded = _Loaded(key, made[0], leader)
         return self._loaded
 
@@ -328,6 +299,6 @@ class Runner:
     def _on_root(self, log: _Log, name: str, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and return its result on every rank."""
         with log.timed(name):
-            result = in_step(self._comm, self.stop, work if self._comm.rank == 0 else lambda: None)
-            value: T = self._comm.bcast_object(result)
+            result = in_step(self.comm, self.stop, work if self.comm.rank == 0 else lambda: None)
+            value: T = self.comm.bcast_object(result)
         return value

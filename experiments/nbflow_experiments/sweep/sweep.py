@@ -139,7 +139,7 @@ def _run_plan(plan: _Plan, options: SweepOptions, comm: backend.Comm) -> int:
     with_ranks = [p for p in plan.todo if p.config["ranks"] and comm.size == 1]
     here = [p for p in plan.todo if p not in with_ranks]
     processes = ProcessRunner(
-        folder, reporter, plan.launch, plan.formats, plan.before, policy, options.launcher
+        folder, reporter, plan.launch, plan.formats, dict(plan.before), policy, options.launcher
     )
     end: End = "all"
     with contextlib.closing(reporter):
@@ -199,7 +199,7 @@ def _run_here(
     """Run points on the ranks of this launch; return why it ended."""
     folder = ResultsFolder(plan.folder)
     locks = PointLocks(folder, plan.launch, plan.before) if comm.rank == 0 else None
-    runner = Runner(comm, folder, reporter, plan.launch, stop)
+    runner = Runner(comm, folder, reporter, plan.launch, stop or StopRequest())
     return run_points(points, comm, runner, locks, policy, tried)
 
 
