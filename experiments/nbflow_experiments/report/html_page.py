@@ -127,7 +127,7 @@ def _failures(results: Results) -> str:
     items = []
     for failure in results.failures:
         config = ", ".join(f"{name} = {value}" for name, value in failure["config"].items())
-        summary = _text(f"{config}: {headline(failure)}")
+        summary = _text(f"{config}: {headline(failure['type'], str(failure['message']))}")
         trace = _text(failure["traceback"])
         items.append(f"<details><summary>{summary}</summary><pre>{trace}</pre></details>")
     return "\n".join(items)

@@ -34,7 +34,7 @@ _BINS = np.logspace(-9, 2, 111)
 """Edges of the histograms of the divergence, in nats: ten bins per decade."""
 
 
-def write_summaries(folder: ResultsFolder) -> list[Path]:
+def write_summaries(folder: ResultsFolder) -> list[dict[str, Any]]:
     """Write ``points.csv``, ``results.csv``, ``results.h5`` and ``provenance.json``.
 
     Launches that end at the same time write one after the other, so that the last files hold all
@@ -47,30 +47,30 @@ def write_summaries(folder: ResultsFolder) -> list[Path]:
 
     Returns
     -------
-    list of Path
-        The files written.
+    list of dict
+        The rows of ``points.csv``.
     """
     with folder.exclusive():
         return _write_summaries(folder)
 
 
-def _write_summaries(folder: ResultsFolder) -> list[Path]:
+def _write_summaries(folder: ResultsFolder) -> list[dict[str, Any]]:
     """Write the tables from the folders of the points."""
     names = folder.finished()
     results = {name: folder.result(name) or {} for name in names}
     configs = {name: folder.config(name)["config"] for name in names}
-    points = folder.path / "points.csv"
     wide = [_wide_row(name, configs[name], results[name]) for name in names]
     metrics = dict.fromkeys(key for row in wide for key in row)
     columns = [*_STATUS, *SETTINGS, "bits_per_weight"]
-    _write_csv(points, [*columns, *(m for m in metrics if m not in columns)], wide)
-    long = folder.path / "results.csv"
-    _write_csv(long, RESULT_COLUMNS, (r for name in names for r in _long_rows(name, results[name])))
-    arrays = folder.path / "results.h5"
-    _write_arrays(folder, arrays, configs)
-    launches = folder.path / "provenance.json"
-    write_json(launches, {"schema_version": SCHEMA_VERSION, "launches": folder.launches()})
-    return [points, long, arrays, launches]
+    _write_csv(
+        folder.path / "points.csv", [*columns, *(m for m in metrics if m not in columns)], wide
+    )
+    long = (row for name in names for row in _long_rows(name, results[name]))
+    _write_csv(folder.path / "results.csv", RESULT_COLUMNS, long)
+    _write_arrays(folder, folder.path / "results.h5", configs)
+    launches = {"schema_version": SCHEMA_VERSION, "launches": folder.launches()}
+    write_json(folder.path / "provenance.json", launches)
+    return wide
 
 
 def _wide_row(name: str, config: Mapping[str, Any], result: Mapping[str, Any]) -> dict[str, Any]:

@@ -42,10 +42,14 @@ def label(point: Point, factors: Sequence[str]) -> str:
     return " ".join(f"{name}={point.config[name]}" for name in factors) or point.short
 
 
-def headline(error: Mapping[str, Any]) -> str:
+def headline(kind: str, message: str) -> str:
     """Return type and first line of a recorded error; all of it is in ``log.txt``."""
-    lines = str(error["message"]).strip().splitlines() or [""]
-    return f"{error['type']}: {lines[0]}" + (" ..." if len(lines) > 1 else "")
+    lines = message.strip().splitlines() or [""]
+    return f"{kind}: {lines[0]}" + (" ..." if len(lines) > 1 else "")
+
+
+def _failure(error: Mapping[str, Any]) -> str:
+    return headline(error["type"], error["message"])
 
 
 class Reporter:
@@ -87,7 +91,7 @@ class PlainReporter(Reporter):
     def ends(self, point: Point, result: dict[str, Any], *, last: bool = True) -> None:
         """Write one line."""
         if result["error"] and not last:
-            failure = f"{result['status']} ({headline(result['error'])})"
+            failure = f"{result['status']} ({_failure(result['error'])})"
             print(f"{label(point, self.factors)}: {failure}, once more", flush=True)
             return
         self._count += 1
@@ -95,7 +99,7 @@ class PlainReporter(Reporter):
         left = elapsed / self._count * (self.total - self._count)
         text = f"[{self._count}/{self.total}] {label(point, self.factors)}: {result['status']}"
         if result["error"]:
-            text += f" ({headline(result['error'])})"
+            text += f" ({_failure(result['error'])})"
         print(f"{text} in {result['wall_s']:.1f} s, about {left:.0f} s left", flush=True)
 
 
@@ -129,7 +133,7 @@ class BarReporter(Reporter):
     def ends(self, point: Point, result: dict[str, Any], *, last: bool = True) -> None:
         """Move the bar on."""
         if result["error"]:
-            text = f"{result['status']}: {self._label}: {headline(result['error'])}"
+            text = f"{result['status']}: {self._label}: {_failure(result['error'])}"
             self._bar.console.print(text, markup=False)
             if not last:
                 return

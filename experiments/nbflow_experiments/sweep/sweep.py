@@ -272,8 +272,8 @@ def _make_plan(options: SweepOptions, size: int) -> _Plan:
     joins = options.resume or options.retry_failed or options.shard is not None
     if folder.exists and not joins:
         raise UsageError(
-            f"{folder.path} holds results already ({len(folder.finished())} finished points); go "
-            f"on with --resume, or write elsewhere with --out"
+            f"{folder.path} holds results already ({len(folder.finished())} finished points); "
+            f"continue with --resume, or write elsewhere with --out"
         )
     folder.refuse_links(points)
     with folder.exclusive():
@@ -340,21 +340,14 @@ def _inputs(points: Sequence[Point]) -> dict[str, Any]:
 
 def _conclude(folder: ResultsFolder, factors: Sequence[str], points: Sequence[Point]) -> int:
     """Write and print the tables; return how many of `points` have failed."""
-    write_summaries(folder)
-    rows = []
-    for name in folder.finished():
-        result = folder.result(name) or {}
-        row = {**folder.config(name)["config"], **result}
-        for reading in result["readings"]:
-            if reading["rank"] is None and reading["repeat"] is None:
-                row[reading["metric"]] = reading["value"]
-                row[f"{reading['metric']}_stderr"] = reading["stderr"]
-        rows.append(row)
+    rows = write_summaries(folder)
     if rows:
         print_summary(rows, factors)
-    ours = {point.id for point in points}
-    failed = [row for row in rows if row["status"] != "done" and row["id"] in ours]
-    for text, n in Counter(headline(row["error"]) for row in failed).items():
+    ours = {point.short for point in points}
+    failed = [row for row in rows if row["status"] != "done" and row["point"] in ours]
+    for text, n in Counter(
+        headline(row["error_type"], row["error_message"]) for row in failed
+    ).items():
         print(f"failed: {n} points with {text}")
     if failed:
         print(f"{len(failed)} points failed (points/*/log.txt); run them again with --retry-failed")
