@@ -26,9 +26,6 @@ MEASURED = "measured"
 
 __all__ = ["Alone", "Comm", "world"]
 
-Value = str | int | float
-"""Value of a setting."""
-
 
 @dataclass(frozen=True)
 class ModelIdentity:
@@ -208,7 +205,7 @@ def digest_files(files: Sequence[Path]) -> str:
     return total.hexdigest()
 
 
-def load(model: str, comm: Comm | None = None, **settings: Value) -> Model:
+def load(model: str, comm: Comm | None = None, **settings: Any) -> Model:
     """Load a model with settings of a point; "" and 0 stand for the engine's own choice."""
     import nbflow
 

@@ -6,8 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nbflow_experiments import backend
-from nbflow_experiments.backend import Value
 from nbflow_kernels.errors import UsageError, unknown_name
+
+Value = str | int | float
 
 
 @dataclass(frozen=True)

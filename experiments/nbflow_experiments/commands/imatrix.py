@@ -94,14 +94,14 @@ def _collect(arguments: argparse.Namespace) -> None:
     names = gguf_names_of(arguments.model, arguments.spec)
 
     tell = counter("windows")
-    show = None if tell is None else lambda n_done: tell(n_done, len(windows))
     ids = [w.ids for w in windows]
     with load_model(arguments) as model:
         if arguments.full:
             limit = int(arguments.memory * 2**30)
             options = {"limit_bytes": limit, "force": arguments.force}
-            write_moments(path, model, ids, progress=show, **options)
+            write_moments(path, model, ids, progress=tell, **options)
             return
+        show = None if tell is None else lambda n_done: tell(n_done, len(windows))
         found = collect(model, ids, progress=show)
     text = Path(arguments.text).name if arguments.text else "eval.txt"
     sizes = {"n_windows": len(windows), "window": arguments.context}

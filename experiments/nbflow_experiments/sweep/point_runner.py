@@ -270,7 +270,9 @@ class Runner:
             return self._loaded
         self.close()
         config = point.config
-        options = {n: config[n] for n in LOAD_SETTINGS if n not in ("model", "ranks")}
+        options: dict[str, Any] = {
+            n: config[n] for n in LOAD_SETTINGS if n not in ("model", "ranks")
+        }
         made: list[Model] = []
 
         def load() -> None:

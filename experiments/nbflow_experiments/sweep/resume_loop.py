@@ -6,6 +6,7 @@ import contextlib
 import faulthandler
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
 from typing import Literal
 
@@ -78,8 +79,8 @@ def run_points(
     with runner.stop.listen():
         try:
             for point in points:
-                acquired = in_step(comm, runner.stop, lambda p=point: locks and locks.acquire(p))
-                if not comm.bcast_object(acquired):
+                acquire = partial(locks.acquire, point) if locks else bool
+                if not comm.bcast_object(in_step(comm, runner.stop, acquire)):
                     continue
                 try:
                     succeeded = _succeeds(point, runner, policy, tried.get(point.short, 0))
