@@ -314,7 +314,7 @@ def test_formats_of_the_cache(llama: Path) -> None:
 def test_wrong_input(llama: Path) -> None:
     for call, message in (
         (lambda: layer_errors(llama, [], WINDOWS), "one or more different changes"),
-        (lambda: layer_errors(llama, ["q4"], []), "no windows"),
+        (lambda: layer_errors(llama, ["q4"], []), "list of windows is empty"),
         (lambda: layer_errors(llama, ["q4"], [[1, 10**6, 2]]), "outside the vocabulary"),
         (lambda: attribution(llama, ["q4"], WINDOWS, by=["row"]), "unknown grouping 'row'"),
         (lambda: kv_errors(llama, ["q2_k"], WINDOWS), "cannot hold a key/value cache"),

@@ -177,7 +177,7 @@ def test_a_reference_of_another_text_is_refused(
     with open_stored(tmp_path / "r.h5") as stored, pytest.raises(UsageError, match="other tokens"):
         score_text(model, cut(ids[64:128], 32), reference=file_reference(stored))
     (tmp_path / "no.h5").write_text("no")
-    with pytest.raises(UsageError, match="no HDF5 file"), open_stored(tmp_path / "no.h5"):
+    with pytest.raises(UsageError, match="not an HDF5 file"), open_stored(tmp_path / "no.h5"):
         pass
 
 
