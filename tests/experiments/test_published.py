@@ -42,7 +42,7 @@ def test_the_files_are_sweeps_that_can_start(name: str) -> None:
     sweep = load_sweep(ROOT / "experiments" / "sweeps" / f"{name}.toml")
     assert sweep.name == name
     check_world(make_points(sweep), 1)
-    command = f"nbflow sweep experiments/{name}.toml"
+    command = f"nbflow sweep experiments/sweeps/{name}.toml"
     assert command in (ROOT / "experiments" / "sweeps" / f"{name}.toml").read_text(encoding="utf-8")
 
 
