@@ -145,5 +145,5 @@ def test_what_is_refused(folder: Path, tmp_path: Path, capsys: Any) -> None:
 
 def test_figures_say_what_they_lack() -> None:
     for draw in figures.FIGURES.values():
-        with pytest.raises(NotDrawn, match="the table .* is missing"):
+        with pytest.raises(NotDrawn, match=r"the table .* is missing"):
             draw({})
