@@ -58,7 +58,7 @@ def demo() -> None:
     """Run the demo sweep and its report."""
     install("mpi,experiments")
     nbflow = str(BIN / "nbflow")
-    sweep = "experiments/demo.toml"
+    sweep = "experiments/sweeps/demo.toml"
     call(str(BIN / "mpirun"), "-n", "4", nbflow, "sweep", sweep, "--out", RESULTS, "--resume")
     call(nbflow, "report", f"{RESULTS}/demo")
 

@@ -129,7 +129,7 @@ def test_example_of_a_strategy(examples):
 def test_example_of_a_measure(examples):
     measure = examples[1]["MEASURE"]
     assert measure.about == examples[1]["__doc__"]
-    context = sys.modules["nbflow_experiments.measures.base"].Context
+    context = sys.modules["nbflow_experiments.measures.measure"].Context
     with nbflow.load("tiny_python") as model:
         windows = np.arange(8, dtype=np.int64)[None]
         outcome = measure.run(context({}, model, True, windows))

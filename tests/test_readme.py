@@ -61,7 +61,9 @@ def test_recorded_errors_are_what_the_encoders_do(tool, name):
 
 
 def test_every_format_is_in_the_sweep_over_the_bundled_model():
-    data = tomllib.loads((ROOT / "experiments" / "formats.toml").read_text(encoding="utf-8"))
+    data = tomllib.loads(
+        (ROOT / "experiments" / "sweeps" / "formats.toml").read_text(encoding="utf-8")
+    )
     assert data["axes"]["weights"] == list(FORMATS)
 
 

@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from nbflow_experiments.export.markup import number
-from nbflow_experiments.recorded import Row, read_points
+from nbflow_experiments.export.markup_tables import number
+from nbflow_experiments.store.results_reader import Row, read_points
 
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 MISSING = "| not measured in this checkout; the command is above |\n| --- |"

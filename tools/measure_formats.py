@@ -3,8 +3,8 @@
 python tools/measure_formats.py [--machine NAME] [--repeats N] [--threads N] [--shape N K]
                                 [--products]
 
-Kernels: `nbflow_kernels.bench_formats`.  Bundled model: the sweep experiments/formats.toml.  Writes
-results/formats/NAME/formats.json; `python tools/update_readme.py` then writes the tables.
+Kernels: `nbflow_kernels.bench_formats`.  Bundled model: the sweep experiments/sweeps/formats.toml.
+Writes results/formats/NAME/formats.json; `python tools/update_readme.py` then writes the tables.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import pandas as pd
 
 from nbflow import system
-from nbflow_experiments.sweep import SweepOptions, run_sweep
+from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 from nbflow_kernels import FORMATS, bench_formats, get_num_threads, set_num_threads
 from nbflow_kernels.read_probe import read_bandwidth
 from nbflow_kernels.team import available_cores
@@ -70,7 +70,7 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     set_num_threads(arguments.threads)
     kernels = bench_formats.run(list(FORMATS), tuple(arguments.shape), arguments.repeats)
     with tempfile.TemporaryDirectory() as folder:
-        if run_sweep(SweepOptions(ROOT / "experiments" / "formats.toml", Path(folder))):
+        if run_sweep(SweepOptions(ROOT / "experiments" / "sweeps" / "formats.toml", Path(folder))):
             raise SystemExit("the sweep over the bundled model failed")
         model = model_rows(Path(folder) / "formats" / "points.csv")
     return {

@@ -23,7 +23,13 @@ from measure_formats import machine_name
 import nbflow
 from nbflow import system
 from nbflow.execute import bind
-from nbflow_experiments.serving import Ask, Round, random_prompt, serve, with_engine
+from nbflow_experiments.measures.engine_requests import (
+    Ask,
+    Round,
+    random_prompt,
+    serve,
+    with_engine,
+)
 from nbflow_kernels.attention import AttentionPlan
 
 RESULTS = Path(__file__).resolve().parents[1] / "results" / "engine"

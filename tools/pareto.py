@@ -1,8 +1,8 @@
 """What the sweeps over bits and encoders need, and what is made of them.
 
 python tools/pareto.py prepare [--tokens N]     # writes runs/pareto
-nbflow sweep experiments/pareto.toml
-nbflow sweep experiments/pareto_mixed.toml
+nbflow sweep experiments/sweeps/pareto.toml
+nbflow sweep experiments/sweeps/pareto_mixed.toml
 python tools/pareto.py report [--machine NAME]  # writes results/pareto/NAME
 
 `prepare` splits the bundled model's held-out text, sums up what goes into its matrices on the first
@@ -34,8 +34,8 @@ from nbflow.allocation import allocate
 from nbflow.allocation.divergence import Probe
 from nbflow.calibrate import collect, write_inputs
 from nbflow_experiments.compare.bootstrap import paired
-from nbflow_experiments.files import write_json
-from nbflow_experiments.report.figure import _DPI, _STYLE, COLOURS, GREY, place_labels
+from nbflow_experiments.figure_style import _DPI, _STYLE, COLOURS, GREY, place_labels
+from nbflow_experiments.store.json_files import write_json
 from nbflow_specs import CHECKPOINTS
 
 matplotlib.use("Agg")
@@ -74,7 +74,7 @@ MIXED_PAIRS = (("kld-4.00", "q3h, gptq"), ("kld-3.50", "q3h, best"), ("kld-3.50"
 
 def prepare(arguments: argparse.Namespace) -> None:
     WORK.mkdir(parents=True, exist_ok=True)
-    nk.load_formats(ROOT / "experiments" / "pareto_formats.py")
+    nk.load_formats(ROOT / "experiments" / "sweeps" / "pareto_formats.py")
     text = (CHECKPOINTS / MODEL / "eval.txt").read_text("utf-8")
     middle = text.index("\n", len(text) // 2) + 1
     (WORK / "calibration.txt").write_text(text[:middle], "utf-8")
@@ -151,8 +151,10 @@ def report(arguments: argparse.Namespace) -> None:
     out = ROOT / "results" / "pareto" / arguments.machine
     out.mkdir(parents=True, exist_ok=True)
     facts = {
-        "commands": ["python tools/pareto.py prepare", "nbflow sweep experiments/pareto.toml",
-                     "nbflow sweep experiments/pareto_mixed.toml", "python tools/pareto.py report"],
+        "commands": ["python tools/pareto.py prepare",
+                     "nbflow sweep experiments/sweeps/pareto.toml",
+                     "nbflow sweep experiments/sweeps/pareto_mixed.toml",
+                     "python tools/pareto.py report"],
         "measured": datetime.now(UTC).isoformat(timespec="seconds"),
         "packages": system.package_versions(),
         "points": json.loads(table[columns].to_json(orient="index")),

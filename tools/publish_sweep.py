@@ -16,8 +16,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from nbflow_experiments.files import write_json
 from nbflow_experiments.report import write_report
+from nbflow_experiments.store.json_files import write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLES = ("points.csv", "results.csv", "sweep.json")

@@ -1,11 +1,11 @@
-"""What a point of a sweep can be configured with: one line per setting."""
+"""Settings of a sweep point: one line each."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
 
-from nbflow_experiments import engine
+from nbflow_experiments import backend
 from nbflow_kernels.errors import UsageError, unknown_name
 
 Value = str | int | float
@@ -22,7 +22,7 @@ class Setting:
     minimum: int
     """Smallest value allowed, if it is a number."""
     meaning: str
-    """What it is, with its unit."""
+    """Meaning, with its unit."""
     words: tuple[str, ...] = ()
     """Words that a sweep may give in the place of a number."""
 
@@ -40,7 +40,7 @@ class Setting:
 _ALL = (
     Setting("model", "", 0, "model: folder, file or name of a model specification (required)"),
     Setting("weights", "f32", 0, "format of the weight matrices, or a policy file (.toml)"),
-    Setting("outliers", 0.0, 0, "share of the weights kept exactly beside the format, 0 to 0.05"),
+    Setting("outliers", 0.0, 0, "share of the weights kept exactly as outliers, 0 to 0.05"),
     Setting("encoder", "best", 0, "how they are put into their format"),
     Setting("importance", "", 0, "file of nbflow imatrix for the encoder; empty: none"),
     Setting("kv", "f16", 0, "format of the key/value cache, or of keys/values"),
@@ -118,9 +118,9 @@ def check_value(name: str, value: object, where: str) -> Value:
     if name == "outliers":
         if not isinstance(value, int | float) or isinstance(value, bool):
             raise UsageError(f"{where}: {name} must be a number, got {value!r}")
-        if not 0 <= value <= engine.LARGEST_OUTLIERS:
+        if not 0 <= value <= backend.LARGEST_OUTLIERS:
             raise UsageError(
-                f"{where}: {name} must lie in 0..{engine.LARGEST_OUTLIERS}, got {value}"
+                f"{where}: {name} must lie in 0..{backend.LARGEST_OUTLIERS}, got {value}"
             )
         return float(value)
     if known.is_number:
@@ -134,29 +134,26 @@ def check_value(name: str, value: object, where: str) -> Value:
     if not isinstance(value, str):
         raise UsageError(f'{where}: {name} must be text in quotes, got {value!r}; write "{value}"')
     if name == "encoder":
-        engine.check_encoder(value)
+        backend.check_encoder(value)
     if name == "heads" and value:
         parse_heads(value)
     if name == "importance" and value and not Path(value).is_file():
-        raise UsageError(f"{where}: importance: there is no file {value}")
-    if name == "weights" and engine.is_policy(value):
-        engine.policy_bits(value)  # raises if it is none
+        raise UsageError(f"{where}: importance: the file {value} does not exist")
+    if name == "weights" and backend.is_policy(value):
+        backend.policy_bits(value)  # raises if it is none
         return value
-    if name == "weights" and value.lower() not in engine.format_names():
-        raise unknown_name("weight format", value, engine.format_names())
+    if name == "weights" and value.lower() not in backend.format_names():
+        raise unknown_name("weight format", value, backend.format_names())
     for part in value.lower().split("/", 1) if name == "kv" else ():
-        if part not in engine.kv_format_names():
-            raise unknown_name("key/value format", part, engine.kv_format_names())
-    if name == "activations" and value not in engine.activation_names():
-        raise unknown_name("activations", value, engine.activation_names())
+        if part not in backend.kv_format_names():
+            raise unknown_name("key/value format", part, backend.kv_format_names())
+    known_values = backend.choices().get(name, (value,))
+    if value not in known_values:
+        raise unknown_name(name, value, known_values)
     if name == "partition":
-        engine.partition_ranks(value)
-    if name == "exchange" and value not in engine.exchange_names():
-        raise unknown_name("exchange", value, engine.exchange_names())
-    if name == "optimize" and value not in engine.aims():
-        raise unknown_name("aim to optimize for", value, engine.aims())
-    if name == "machine" and value not in ("", engine.MEASURED):
-        engine.check_machine(value)
+        backend.partition_ranks(value)
+    if name == "machine" and value not in ("", backend.MEASURED):
+        backend.check_machine(value)
     return value.lower() if name in ("weights", "kv") else value
 
 
@@ -179,7 +176,7 @@ def resolve_words(config: dict[str, Value]) -> None:
                 "ranks = 'auto' counts the ranks that a partition names, and partition = 'auto' "
                 "names none; say how many: ranks = 2"
             )
-        config["ranks"] = max(engine.partition_ranks(str(config["partition"]))) + 1
+        config["ranks"] = max(backend.partition_ranks(str(config["partition"]))) + 1
 
 
 def check_configuration(config: dict[str, Value]) -> None:
@@ -190,7 +187,7 @@ def check_configuration(config: dict[str, Value]) -> None:
         )
     if config["encoder"] == "outliers" and not config["outliers"]:
         raise UsageError("encoder 'outliers' needs outliers, a share of the weights, e.g. 0.005")
-    if config["outliers"] and engine.is_float_format(str(config["weights"])):
+    if config["outliers"] and backend.is_float_format(str(config["weights"])):
         raise UsageError(
             f"outliers = {config['outliers']} needs weights in a block format, got "
             f"{config['weights']}; exclude such points: [[exclude]] with both lines"

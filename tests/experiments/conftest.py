@@ -7,7 +7,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))  # the fake engine, also used by subprocesses
 
-from sweep_fake_engine import FakeEngine
+from fake_backend import FakeEngine
 
 SWEEP = """
 [sweep]

@@ -14,8 +14,8 @@ from model_specs import write_llama
 
 from nbflow import cli
 from nbflow_experiments.analysis import Format, figures, tensor_errors
-from nbflow_experiments.analysis.folder import TABLES, AnalysisFolder
-from nbflow_experiments.report.figure import NotDrawn
+from nbflow_experiments.analysis.output_folder import TABLES, AnalysisFolder
+from nbflow_experiments.figure_style import NotDrawn
 from nbflow_kernels.errors import UsageError
 
 LABELS = ["q4 (plain)", "q3h (plain)"]
@@ -135,7 +135,7 @@ def test_what_is_refused(folder: Path, tmp_path: Path, capsys: Any) -> None:
         ),
         (
             ["tiny_python", "--weights", "q4", "--parts", "layers", "--text", "none.txt"],
-            "there is no file none.txt",
+            "the file none.txt does not exist",
         ),
         (["tiny_python", "--against", str(llama)], "is it that model"),
     ):
@@ -145,5 +145,5 @@ def test_what_is_refused(folder: Path, tmp_path: Path, capsys: Any) -> None:
 
 def test_figures_say_what_they_lack() -> None:
     for draw in figures.FIGURES.values():
-        with pytest.raises(NotDrawn, match="no table"):
+        with pytest.raises(NotDrawn, match=r"the table .* is missing"):
             draw({})

@@ -21,12 +21,12 @@ from nbflow_experiments.analysis import (
     tensors,
     totals,
 )
-from nbflow_experiments.analysis import distributions as shapes
-from nbflow_experiments.analysis.codes import code_use
-from nbflow_experiments.analysis.distributions import RELATIVE_EDGES, SCALED_EDGES, Weights
+from nbflow_experiments.analysis import histograms as shapes
+from nbflow_experiments.analysis.code_entropy import code_use
+from nbflow_experiments.analysis.histograms import RELATIVE_EDGES, SCALED_EDGES, Weights
 from nbflow_experiments.analysis.tensor_error import tensor_error
 from nbflow_experiments.analysis.treatments import Checkpoint
-from nbflow_experiments.engine import weight_pairs
+from nbflow_experiments.backend import weight_pairs
 from nbflow_experiments.measures.weight_error import squares
 from nbflow_kernels.errors import UsageError
 

@@ -12,7 +12,7 @@ from nbflow.cli import main
 from nbflow_experiments.compare.bootstrap import paired, unpaired
 from nbflow_experiments.compare.pairs import compare
 from nbflow_experiments.compare.selection import select
-from nbflow_experiments.sweep import SweepOptions, run_sweep
+from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 from nbflow_kernels.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -66,7 +66,9 @@ def test_repetitions() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("compare")
-    assert run_sweep(SweepOptions(ROOT / "experiments" / "demo.toml", out, SETTINGS)) == 0
+    assert (
+        run_sweep(SweepOptions(ROOT / "experiments" / "sweeps" / "demo.toml", out, SETTINGS)) == 0
+    )
     return out / "demo"
 
 

@@ -9,14 +9,14 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-from sweep_fake_engine import FakeEngine
+from fake_backend import FakeEngine
 
-from nbflow_experiments.grammar import load_sweep
+from nbflow_experiments.config.points import check_world, make_points
+from nbflow_experiments.config.sweep_file import load_sweep
 from nbflow_experiments.measures import MEASURES
-from nbflow_experiments.points import check_world, make_points
-from nbflow_experiments.recorded import read_points
 from nbflow_experiments.settings import SETTINGS
-from nbflow_experiments.sweep import SweepOptions, run_sweep
+from nbflow_experiments.store.results_reader import read_points
+from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 
 ROOT = Path(__file__).parents[2]
 NAMES = (
@@ -39,11 +39,11 @@ def tool(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Mod
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_files_are_sweeps_that_can_start(name: str) -> None:
-    sweep = load_sweep(ROOT / "experiments" / f"{name}.toml")
+    sweep = load_sweep(ROOT / "experiments" / "sweeps" / f"{name}.toml")
     assert sweep.name == name
     check_world(make_points(sweep), 1)
-    command = f"nbflow sweep experiments/{name}.toml"
-    assert command in (ROOT / "experiments" / f"{name}.toml").read_text(encoding="utf-8")
+    command = f"nbflow sweep experiments/sweeps/{name}.toml"
+    assert command in (ROOT / "experiments" / "sweeps" / f"{name}.toml").read_text(encoding="utf-8")
 
 
 def test_every_setting_and_measure_is_documented() -> None:

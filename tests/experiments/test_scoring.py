@@ -13,12 +13,12 @@ import pytest
 import nbflow
 import nbflow_kernels as nk
 from nbflow.cli import main
-from nbflow_experiments.scoring.choices import ask, encode_pair, read_questions
-from nbflow_experiments.scoring.comparison import as_json, statistics, table
-from nbflow_experiments.scoring.greedy import parting
-from nbflow_experiments.scoring.stored import create, open_stored
-from nbflow_experiments.scoring.text import FileReference, StreamedReference, score_text
-from nbflow_experiments.scoring.tokens import Scores, score
+from nbflow_experiments.scoring.greedy_divergence import parting
+from nbflow_experiments.scoring.logits_file import create, open_stored
+from nbflow_experiments.scoring.multiple_choice import ask, encode_pair, read_questions
+from nbflow_experiments.scoring.score_text import file_reference, model_reference, score_text
+from nbflow_experiments.scoring.statistics_table import as_json, statistics, table
+from nbflow_experiments.scoring.token_scores import Scores, score
 from nbflow_experiments.scoring.windows import cut
 from nbflow_kernels.errors import UsageError
 from nbflow_specs import CHECKPOINTS
@@ -159,10 +159,10 @@ def test_a_stored_reference_gives_the_streamed_numbers(
     with create(tmp_path / "r.h5", {"model": "tiny_python"}) as save:
         alone = score_text(model, windows, save=save)
     with nbflow.load("tiny_python", weights="q4", kv="q8_0") as coarse:
-        streamed = score_text(coarse, windows, reference=StreamedReference(model))
+        streamed = score_text(coarse, windows, reference=model_reference(model))
         with open_stored(tmp_path / "r.h5") as stored:
             assert stored.facts["model"] == "tiny_python"
-            from_file = score_text(coarse, windows, reference=FileReference(stored))
+            from_file = score_text(coarse, windows, reference=file_reference(stored))
     for name in ("nll", "reference_nll", "divergence", "same_top"):
         np.testing.assert_array_equal(getattr(streamed, name), getattr(from_file, name))
     np.testing.assert_array_equal(streamed.reference_nll, alone.nll)
@@ -175,9 +175,9 @@ def test_a_reference_of_another_text_is_refused(
     with create(tmp_path / "r.h5", {}) as save:
         score_text(model, cut(ids[:64], 32), save=save)
     with open_stored(tmp_path / "r.h5") as stored, pytest.raises(UsageError, match="other tokens"):
-        score_text(model, cut(ids[64:128], 32), reference=FileReference(stored))
+        score_text(model, cut(ids[64:128], 32), reference=file_reference(stored))
     (tmp_path / "no.h5").write_text("no")
-    with pytest.raises(UsageError, match="no HDF5 file"), open_stored(tmp_path / "no.h5"):
+    with pytest.raises(UsageError, match="not an HDF5 file"), open_stored(tmp_path / "no.h5"):
         pass
 
 
@@ -234,7 +234,7 @@ def test_choices_by_the_sum_of_log_probabilities(model: nbflow.Model, tmp_path: 
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "q.jsonl:1 is no JSON"),
+        ("{", "q.jsonl:1 is not JSON"),
         ("[]", "must be an object"),
         ('{"context": "a", "choices": ["b", "c"]}', "lacks answer"),
         ('{"context": "a", "choices": ["b"], "answer": 0}', "at least two strings"),
@@ -315,8 +315,8 @@ def test_the_text_beside_a_model_in_a_format_of_the_user(
     [
         (["--noise-floor"], "--noise-floor runs the reference"),
         (["--greedy", "4", "--reference", "x.h5"], "--greedy runs the reference"),
-        (["--text", "absent.txt"], "there is no file absent.txt"),
-        (["--reference", "absent.h5"], "there is no file absent.h5"),
+        (["--text", "absent.txt"], "the file absent.txt does not exist"),
+        (["--reference", "absent.h5"], "the file absent.h5 does not exist"),
         (["--scored", "some"], "second-half, all, new"),
     ],
 )

@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sweep_fake_engine import HERE, FakeEngine
+from fake_backend import HERE, FakeEngine
 
 from nbflow.parallel.threads import RankTeam
-from nbflow_experiments.claims import Claims
 from nbflow_experiments.compare.selection import select
-from nbflow_experiments.records import ResultsFolder
-from nbflow_experiments.summary import write_summaries
-from nbflow_experiments.sweep import SweepOptions, run_sweep
+from nbflow_experiments.store.results_folder import ResultsFolder
+from nbflow_experiments.store.summary import write_summaries
+from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 from nbflow_kernels.errors import UsageError
 
 DAMAGE = {
@@ -94,22 +93,13 @@ def test_a_damaged_description_of_the_sweep_is_written_again(
 
 
 @pytest.mark.usefixtures("fake")
-def test_damaged_launches_and_claims_are_passed_over(sweep_file: Path) -> None:
+def test_damaged_launches_and_lock_holders_are_ignored(sweep_file: Path) -> None:
     one_point(sweep_file)
     (launch,) = (out(sweep_file) / "launches").iterdir()
     launch.write_bytes(b"[")
-    for claim in (out(sweep_file) / "claims").iterdir():
-        claim.write_bytes(b"{}")
-        os.utime(claim, (0, 0))  # its holder has given no sign of life for long
+    for lock in (out(sweep_file) / "locks").glob("*.lock"):  # a crash left holders behind
+        lock.with_suffix(".json").write_bytes(b"[")
     assert run(sweep_file, resume=True) == 0
-
-
-def test_a_fresh_damaged_claim_is_another_launchs(tmp_path: Path) -> None:
-    (tmp_path / "claims").mkdir()
-    (tmp_path / "claims" / "abc.0.json").write_bytes(b"")
-    claims = Claims(tmp_path / "claims", "launch")
-    assert not claims.take("abc")
-    assert "abc.0.json is damaged" in str(claims.holder("abc"))
 
 
 @pytest.mark.usefixtures("fake")
@@ -125,7 +115,7 @@ def test_damaged_arrays_are_left_out_and_named(
         select(str(out(sweep_file))).per_token(point.name)
 
 
-@pytest.mark.parametrize("name", ["points", "points/POINT", "claims", "launches"])
+@pytest.mark.parametrize("name", ["points", "points/POINT", "locks", "launches"])
 @pytest.mark.usefixtures("fake")
 def test_links_are_not_written_through(sweep_file: Path, tmp_path: Path, name: str) -> None:
     point = one_point(sweep_file)
@@ -152,7 +142,7 @@ def test_a_full_disk_stops_the_sweep_with_a_message(
         return whole(*args, **options)
 
     whole = fake.load
-    monkeypatch.setattr("nbflow_experiments.engine.load", load)
+    monkeypatch.setattr("nbflow_experiments.backend.load", load)
     with pytest.raises(UsageError, match=r"No space left on device.*--resume"):
         run(sweep_file)
     done = len(list(out(sweep_file).glob("points/*/result.json")))

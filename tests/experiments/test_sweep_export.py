@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sweep_fake_engine import FakeEngine
+from fake_backend import FakeEngine
 
 from nbflow_experiments.commands import export as command
-from nbflow_experiments.export.data import to_jsonl
-from nbflow_experiments.export.markup import to_latex, to_markdown
-from nbflow_experiments.recorded import read_points, read_results
+from nbflow_experiments.export.data_tables import to_jsonl
+from nbflow_experiments.export.markup_tables import to_latex, to_markdown
 from nbflow_experiments.settings import SETTINGS
-from nbflow_experiments.sweep import SweepOptions, run_sweep
+from nbflow_experiments.store.results_reader import read_points, read_results
+from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 from nbflow_kernels.errors import MissingExtraError, UsageError
 
 needs_pyarrow = pytest.mark.skipif(

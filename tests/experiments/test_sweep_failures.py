@@ -1,8 +1,7 @@
-"""Points that hang, die, run out of memory or give no numbers: each is a row of its own."""
+"""Points that hang, die, run out of memory or give no numbers: each becomes a row."""
 
 from __future__ import annotations
 
-import json
 import math
 import signal
 import subprocess
@@ -12,12 +11,12 @@ from typing import Any
 
 import pandas as pd
 import pytest
-from sweep_fake_engine import FakeEngine, FakeModel
+from fake_backend import FakeEngine, FakeModel
 from test_sweep_interrupt import finish, start
 
-from nbflow_experiments import launched
-from nbflow_experiments.schedule import Policy
-from nbflow_experiments.sweep import SweepOptions, run_sweep
+from nbflow_experiments.sweep import mpi_runner
+from nbflow_experiments.sweep.resume_loop import Policy
+from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 from nbflow_kernels.errors import UsageError
 
 NARROW = ("--set", "axes.batch=[1]", "--set", 'axes.partition=["0"]')
@@ -87,7 +86,7 @@ def test_no_process_runs_modules_of_the_current_folder(sweep_file: Path, tmp_pat
     code, _, err = finish(start(sweep_file, *NARROW, *only, "--isolate", folder=folder))
     assert not (folder / "executed").exists()
     assert code == 0, err
-    ranks = [*launched.PROGRAM, "--help"]
+    ranks = [*mpi_runner.PROGRAM, "--help"]
     done = subprocess.run(ranks, cwd=folder, capture_output=True, text=True, timeout=60)
     assert not (folder / "executed").exists()
     assert done.returncode == 0, done.stderr
@@ -104,10 +103,9 @@ def test_stopping_an_isolated_point(sweep_file: Path) -> None:
     process.send_signal(signal.SIGTERM)
     code, out, err = finish(process)
     assert code == 130, err
-    assert "interrupted; go on with --resume" in out
+    assert "interrupted; continue with --resume" in out
     assert len(list(folder.glob("points/*/result.json"))) <= 1  # the others never began
-    (claim,) = folder.glob("claims/*.json")
-    assert json.loads(claim.read_text())["released"]
+    assert not list(folder.glob("locks/*.json"))  # every lock was released
 
 
 def test_no_process_is_left_when_the_launch_is_killed(sweep_file: Path) -> None:

@@ -14,10 +14,10 @@ import pytest
 from launching import PYTHONPATH
 
 import nbflow_kernels as nk
-from nbflow_experiments import engine
-from nbflow_experiments.grammar import load_sweep
-from nbflow_experiments.points import estimate_bytes, make_points
-from nbflow_experiments.sweep import SweepOptions, run_sweep
+from nbflow_experiments import backend
+from nbflow_experiments.config.points import estimate_bytes, make_points
+from nbflow_experiments.config.sweep_file import load_sweep
+from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 from nbflow_kernels.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
@@ -65,7 +65,7 @@ def test_the_source_of_a_format_is_part_of_its_points(sweep: Path) -> None:
     after = make_points(load_sweep(sweep))
     same = [a.id == b.id for a, b in zip(before, after, strict=True)]
     assert same == [str(p.config["weights"]) == "q4" for p in before]
-    identity = engine.identify("tiny_python")
+    identity = backend.identify("tiny_python")
     sizes = [estimate_bytes(p, identity)["weight_bytes"] for p in before]
     assert sizes[1] > sizes[0] > sizes[2]
 
@@ -84,8 +84,8 @@ def test_a_sweep_measures_them(sweep: Path, tmp_path: Path) -> None:
 
 @pytest.mark.mpi
 def test_every_rank_loads_the_file(sweep: Path, tmp_path: Path) -> None:
-    beside = Path(sys.executable).with_name("mpirun")
-    mpirun = str(beside) if beside.is_file() else shutil.which("mpirun")
+    own = Path(sys.executable).with_name("mpirun")
+    mpirun = str(own) if own.is_file() else shutil.which("mpirun")
     if mpirun is None or importlib.util.find_spec("mpi4py") is None:
         pytest.skip("needs mpi4py and mpirun: pip install -e '.[mpi]'")
     environment = dict(os.environ)

@@ -14,8 +14,8 @@ import h5py
 import pytest
 from launching import PYTHONPATH
 
-from nbflow_experiments.records import ResultsFolder
 from nbflow_experiments.report.data import load_results
+from nbflow_experiments.store.results_folder import ResultsFolder
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -32,7 +32,7 @@ def start(
     environment["PYTHONPATH"] = PYTHONPATH
     environment |= {"FAKE_FOLDER": str(sweep_file.parent / "m"), "FAKE_DELAY_S": str(delay_s)}
     environment["FAKE_FAILURES"] = failures
-    command = [sys.executable, str(HERE / "sweep_fake_engine.py"), "sweep", str(sweep_file)]
+    command = [sys.executable, str(HERE / "fake_backend.py"), "sweep", str(sweep_file)]
     return subprocess.Popen(
         [*command, "--out", str(sweep_file.parent / "out"), *arguments],
         env=environment,
@@ -94,7 +94,7 @@ def test_a_request_to_stop_ends_in_order(sweep_file: Path, number: signal.Signal
     code, out, err = finish(process)
     assert code == 130
     assert "stopping after the present step" in err
-    assert "interrupted; go on with --resume" in out
+    assert "interrupted; continue with --resume" in out
     assert out.strip().split("\n")[-1] == str(folder)
     finished = ResultsFolder(folder).finished()
     assert 2 <= len(finished) < 12

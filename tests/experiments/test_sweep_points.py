@@ -5,17 +5,17 @@ import itertools
 from pathlib import Path
 
 import pytest
-from sweep_fake_engine import FakeEngine
+from fake_backend import FakeEngine
 
-from nbflow_experiments import engine
-from nbflow_experiments.grammar import load_sweep
-from nbflow_experiments.points import (
+from nbflow_experiments import backend
+from nbflow_experiments.config.points import (
     LOAD_SETTINGS,
     check_world,
     estimate_bytes,
     make_points,
     point_id,
 )
+from nbflow_experiments.config.sweep_file import load_sweep
 from nbflow_kernels.errors import UsageError
 
 
@@ -62,7 +62,7 @@ def test_points_that_share_a_model_stand_together(sweep_file: Path) -> None:
         ("settings.prompt=60", r"prompt \+ 1 \+ decode must be at most 64 .* 60 \+ 1 \+ 4 = 65"),
         ("settings.max_context=65", "max_context must be at most 64"),
         ("settings.max_context=12", r"at most 12 tokens.* = 13"),
-        ("settings.eval_text=nowhere.txt", r"eval_text: there is no file .*nowhere\.txt"),
+        ("settings.eval_text=nowhere.txt", r"eval_text: the file .*nowhere\.txt does not exist"),
     ],
 )
 def test_lengths_that_do_not_fit(sweep_file: Path, override: str, message: str) -> None:
@@ -84,9 +84,9 @@ def test_estimated_bytes(fake: FakeEngine, sweep_file: Path) -> None:
         p for p in make_points(load_sweep(sweep_file)) if p.key(("weights", "batch")) == ("q4", 2)
     )
     # q: 64 weights of 5 bits; embedding 768 bytes as stored.  2 x (8 + 4) tokens x 32 x 16 bits
-    found = estimate_bytes(point, engine.identify("toy"))
-    bits = engine.bits_per_weight(str(point.config["kv"]))
+    found = estimate_bytes(point, backend.identify("toy"))
+    bits = backend.bits_per_weight(str(point.config["kv"]))
     assert bits == 16
     assert found == {"weight_bytes": 64 * 5 // 8 + 768, "kv_bytes": 2 * 12 * 32 * 2}
     mixed = dataclasses.replace(point, config={**point.config, "kv": "f32/f16"})
-    assert estimate_bytes(mixed, engine.identify("toy"))["kv_bytes"] == 12 * 32 * (4 + 2)
+    assert estimate_bytes(mixed, backend.identify("toy"))["kv_bytes"] == 12 * 32 * (4 + 2)

@@ -19,8 +19,8 @@ from nbflow.planner import (
     predict,
     written_machine,
 )
-from nbflow_experiments.grammar import load_sweep
-from nbflow_experiments.sweep import SweepOptions, run_sweep
+from nbflow_experiments.config.sweep_file import load_sweep
+from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 from nbflow_kernels.errors import UsageError
 
 SWEEP = """
@@ -116,7 +116,7 @@ def test_the_planner_chooses_for_the_ranks_of_a_sweep(sweep: Path, machine: Mach
     [
         ('axes.exchange=["q9"]', "unknown exchange 'q9'"),
         ("settings.machine=nowhere", "unknown machine 'nowhere'"),
-        ("settings.optimize=speed", "unknown aim to optimize for 'speed'"),
+        ("settings.optimize=speed", "unknown optimize 'speed'"),
     ],
 )
 @pytest.mark.usefixtures("machine")

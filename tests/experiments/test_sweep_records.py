@@ -10,12 +10,13 @@ import h5py
 import numpy as np
 import pandas as pd
 import pytest
-from sweep_fake_engine import FakeEngine
+from fake_backend import FakeEngine
 
-from nbflow_experiments.files import plain, replace_atomically, write_json
-from nbflow_experiments.records import ResultsFolder
-from nbflow_experiments.summary import RESULT_COLUMNS, write_summaries
-from nbflow_experiments.sweep import SweepOptions, run_sweep
+from nbflow.utils.atomic_write import replace_atomically
+from nbflow_experiments.store.json_files import plain, write_json
+from nbflow_experiments.store.results_folder import ResultsFolder
+from nbflow_experiments.store.summary import RESULT_COLUMNS, write_summaries
+from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 
 
 @pytest.fixture

@@ -9,13 +9,13 @@ import numpy as np
 import pandas as pd
 import pytest
 from browser import CHROMIUM, Browser
-from sweep_fake_engine import FakeEngine
+from fake_backend import FakeEngine
 
 from nbflow_experiments.commands import report as command
+from nbflow_experiments.figure_style import new_figure, place_labels
 from nbflow_experiments.report import cascade, serving, write_report
 from nbflow_experiments.report.data import Results, load_results
-from nbflow_experiments.report.figure import new_figure, place_labels
-from nbflow_experiments.sweep import SweepOptions, run_sweep
+from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 from nbflow_kernels.errors import UsageError
 
 

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sweep_fake_engine import HERE, FakeEngine, FakeModel
+from fake_backend import HERE, FakeEngine, FakeModel
 
 from nbflow.parallel import Comm
 from nbflow.parallel.threads import RankTeam
-from nbflow_experiments.sweep import SweepOptions, run_sweep
+from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 from nbflow_kernels.errors import UsageError
 
 
@@ -243,7 +243,7 @@ def test_scoring_error_of_the_leading_rank_does_not_stop_the_others_midway(
         raise FloatingPointError("cannot be scored")
 
     monkeypatch.setattr(FakeModel, "logits", logits)
-    monkeypatch.setattr("nbflow_experiments.scoring.text.score", broken)
+    monkeypatch.setattr("nbflow_experiments.scoring.score_text.score", broken)
     sweep_file.write_text(sweep_file.read_text().replace('["0", "0&1"]', '["0&1"]'))
     assert run_on_ranks(sweep_file, fake, 2) == [1, 1]
     assert calls.count(0) == calls.count(1) == 4 * 6

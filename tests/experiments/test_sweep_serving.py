@@ -9,9 +9,9 @@ import pandas as pd
 import pytest
 
 from nbflow_experiments.measures import batching, cascade, shared_prefix, speculation
-from nbflow_experiments.measures.base import Outcome
-from nbflow_experiments.serving import Answer, Round
-from nbflow_experiments.sweep import SweepOptions, run_sweep
+from nbflow_experiments.measures.engine_requests import Answer, Round
+from nbflow_experiments.measures.measure import Outcome
+from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 
 BASE = {
     "model": ["tiny_python"],

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pandas as pd
 import pytest
-from sweep_fake_engine import FakeEngine
+from fake_backend import FakeEngine
 from test_sweep_interrupt import finish, start, wait_for_points
 
-from nbflow_experiments.claims import STALE_S, Claims
-from nbflow_experiments.grammar import load_sweep
-from nbflow_experiments.points import LOAD_SETTINGS, make_points
-from nbflow_experiments.records import ResultsFolder
-from nbflow_experiments.shards import Shard
-from nbflow_experiments.sweep import SweepOptions, run_sweep
+from nbflow_experiments.config.points import LOAD_SETTINGS, make_points
+from nbflow_experiments.config.sweep_file import load_sweep
+from nbflow_experiments.store.results_folder import ResultsFolder
+from nbflow_experiments.sweep.point_lock import PointLocks, result_launch
+from nbflow_experiments.sweep.shard import Shard
+from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
 from nbflow_kernels.errors import UsageError
 
 
@@ -102,13 +100,17 @@ def test_two_processes_share_the_points_and_run_none_twice(
     both = [start(sweep_file, "--resume", delay_s=0.02) for _ in range(2)]
     ends = [finish(process) for process in both]
     assert [code for code, _, _ in ends] == [0, 0], ends
-    claims = sorted((results.path / "claims").iterdir())
-    assert len(claims) == 12  # nobody had to take a point over
-    assert all(name.name.endswith(".0.json") for name in claims)
+    shown = [line for _, out, _ in ends for line in out.splitlines() if line.startswith("[")]
+    assert len(shown) == 12
     assert len(results.finished()) == 12
     assert pd.read_csv(results.path / "points.csv").status.eq("done").all()
-    runs = {json.loads(path.read_text())["launch"] for path in claims}
-    assert runs <= {launch["name"] for launch in results.launches()}
+    assert not list(results.path.glob("locks/*.json"))
+
+
+def _begun(results: ResultsFolder) -> bool:
+    """Return whether a point is being measured."""
+    holders = results.path.glob("locks/*.json")
+    return any(results.result(holder.stem) is None for holder in holders)
 
 
 def test_the_point_of_a_killed_launch_is_taken_over(
@@ -116,15 +118,16 @@ def test_the_point_of_a_killed_launch_is_taken_over(
 ) -> None:
     process = start(sweep_file, delay_s=0.5)
     wait_for_points(results.path, 1, process)
-    while len(list(results.path.glob("claims/*.json"))) < 2:  # the second point has begun
+    while not _begun(results):
         assert process.poll() is None
     process.kill()
     finish(process)
+    assert len(list(results.path.glob("locks/*.json"))) == 1
     code, out, err = finish(start(sweep_file, "--resume", delay_s=0.0))
     assert code == 0, err
     assert "another launch" not in out
     assert len(results.finished()) == 12
-    assert len(list(results.path.glob("claims/*.1.json"))) == 1
+    assert not list(results.path.glob("locks/*.json"))
 
 
 @pytest.mark.usefixtures("fake")
@@ -132,8 +135,8 @@ def test_points_that_others_hold_are_left_to_them(
     sweep_file: Path, results: ResultsFolder, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held = make_points(load_sweep(sweep_file))[3]
-    other = Claims(results.path / "claims", "other")
-    assert other.take(held.short)
+    other = PointLocks(results, "other", {})
+    assert other.acquire(held)
     assert run(sweep_file) == 0
     out = capsys.readouterr().out
     assert f"1 points are being run by another launch ({os.uname().nodename}, process" in out
@@ -144,53 +147,36 @@ def test_points_that_others_hold_are_left_to_them(
     assert len(results.finished()) == 12
 
 
-def foreign(path: Path, **changes: object) -> None:
-    """Make a claim one of a process on another machine."""
-    path.write_text(json.dumps({**json.loads(path.read_text()), "scope": "elsewhere", **changes}))
+@pytest.mark.usefixtures("fake")
+def test_a_point_is_not_measured_again_after_another_launch_has(
+    sweep_file: Path, results: ResultsFolder
+) -> None:
+    point = make_points(load_sweep(sweep_file))[0]
+    late = PointLocks(results, "late", {point.short: result_launch(results, point)})
+    assert run(sweep_file) == 0
+    assert not late.acquire(point)
+    again = PointLocks(results, "again", {point.short: result_launch(results, point)})
+    assert again.acquire(point)  # planned as a further attempt
+    assert again.was_measuring(point)
+    again.release()
+    assert not again.was_measuring(point)
 
 
-def test_claims_of_other_machines_count_while_they_are_touched(tmp_path: Path) -> None:
-    mine, theirs = Claims(tmp_path, "a"), Claims(tmp_path, "b")
-    assert theirs.take("p")
-    foreign(tmp_path / "p.0.json", host="far", pid=1)
-    assert not mine.take("p")
-    assert mine.holder("p") == "far, process 1"
-    old = (tmp_path / "p.0.json").stat().st_mtime - STALE_S - 1
-    os.utime(tmp_path / "p.0.json", (old, old))
-    assert mine.holder("p") is None
-    theirs.touch()
-    assert not mine.take("p")
-    os.utime(tmp_path / "p.0.json", (old, old))
-    assert mine.take("p")
-    assert mine.is_ours("p")
-    assert not theirs.is_ours("p")  # it throws its result away
-
-
-def test_a_number_that_the_system_gave_to_another_process_is_no_holder(tmp_path: Path) -> None:
-    other = subprocess.run(
-        [sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True
-    )
-    mine = Claims(tmp_path, "a")
-    assert Claims(tmp_path, "b").take("p")
-    data = json.loads((tmp_path / "p.0.json").read_text())
-    (tmp_path / "p.0.json").write_text(json.dumps({**data, "started": "1"}))
-    assert mine.take("p")  # our own number, but another start
-    (tmp_path / "p.1.json").write_text(json.dumps({**data, "pid": int(other.stdout)}))
-    assert Claims(tmp_path, "c").take("p")  # gone
-
-
-def test_of_many_that_claim_at_once_one_succeeds(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("fake")
+def test_of_many_that_lock_at_once_one_succeeds(sweep_file: Path, results: ResultsFolder) -> None:
+    point = make_points(load_sweep(sweep_file))[0]
     start_together = threading.Barrier(8)
-    taken: list[bool] = []
+    acquired: list[bool] = []
 
-    def claim(i: int) -> None:
-        claims = Claims(tmp_path, str(i))
+    def acquire(i: int) -> None:
+        locks = PointLocks(results, str(i), {})
         start_together.wait()
-        taken.append(claims.take("p"))
+        acquired.append(locks.acquire(point))
+        start_together.wait()
 
-    threads = [threading.Thread(target=claim, args=(i,)) for i in range(8)]
+    threads = [threading.Thread(target=acquire, args=(i,)) for i in range(8)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(taken) == [False] * 7 + [True]
+    assert sorted(acquired) == [False] * 7 + [True]

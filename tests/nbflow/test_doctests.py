@@ -11,7 +11,7 @@ import pytest
 import nbflow
 import nbflow_experiments
 
-NEED_AN_EXTRA = {"nbflow_experiments.scoring.harness"}
+NEED_AN_EXTRA = {"nbflow_experiments.scoring.lm_eval"}
 """Modules that import a package which the tests do not install; they have no examples."""
 
 

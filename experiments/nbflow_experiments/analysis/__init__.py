@@ -1,4 +1,4 @@
-"""What quantization does to a model: columns that matter, errors of weights and of layers.
+"""Effects of quantization on a model: important columns, errors of weights and of layers.
 
 >>> from nbflow_experiments.analysis import tensor_errors
 >>> tensor_errors("tiny_python", ["q3h"], tensors="layers.0.attn.q.weight").sqnr_db.round(1).item()
@@ -7,12 +7,12 @@
 docs/analysis.md defines every number; ``nbflow analyze`` is the command.
 """
 
+from nbflow_experiments.analysis.all_tensor_errors import tensor_errors, totals
 from nbflow_experiments.analysis.attribution import Attribution, attribution
 from nbflow_experiments.analysis.changes import Change
-from nbflow_experiments.analysis.kv import kv_errors
-from nbflow_experiments.analysis.layers import LayerErrors, layer_errors
-from nbflow_experiments.analysis.tensors import tensor_errors, totals
-from nbflow_experiments.analysis.text import analysis_windows
+from nbflow_experiments.analysis.kv_cache_bits import kv_errors
+from nbflow_experiments.analysis.layer_errors import LayerErrors, layer_errors
+from nbflow_experiments.analysis.text_windows import analysis_windows
 from nbflow_experiments.analysis.treatments import Format, Noise, Stored, read_statistics
 
 __all__ = [

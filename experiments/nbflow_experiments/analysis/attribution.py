@@ -1,4 +1,4 @@
-"""Which matrices a format hurts most: one swapped at a time, and one kept at a time.
+"""Attribution of the error to matrices: one swapped at a time, and one kept at a time.
 
 The float32 model and the quantized matrices are in memory together.  Windows of the text are taken
 one after the other; what stands before a swapped matrix is computed once for all of them.
@@ -16,21 +16,20 @@ from numpy.typing import NDArray
 
 from nbflow.execute import Step
 from nbflow.weights_policy import is_quantized
-from nbflow_experiments.analysis.layers import Windows
-from nbflow_experiments.analysis.ratios import ratio
-from nbflow_experiments.analysis.scores import Comparison
-from nbflow_experiments.analysis.stages import Stage, make_steps, predicts, stage_programs
-from nbflow_experiments.analysis.tables import Table, table_of
-from nbflow_experiments.analysis.tensors import as_treatments, kind_of, layer_of
+from nbflow_experiments.analysis.all_tensor_errors import as_treatments, kind_of, layer_of
+from nbflow_experiments.analysis.layer_errors import Windows
+from nbflow_experiments.analysis.layer_programs import Stage, make_steps, predicts, stage_programs
+from nbflow_experiments.analysis.logit_comparison import Comparison
+from nbflow_experiments.analysis.ratios import Table, ratio, table_of
 from nbflow_experiments.analysis.treatments import Checkpoint, Treatment
-from nbflow_experiments.statistics import estimate_mean
+from nbflow_experiments.scoring.estimates import estimate_mean
 from nbflow_kernels import QuantTensor
 from nbflow_kernels.errors import UsageError, unknown_name
 
 Slot = tuple[int, str]
 """A use of a matrix: stage and our name; a tied embedding has two."""
 BY = ("tensor", "layer", "kind")
-"""What is swapped together."""
+"""Units of the attribution: weights that are swapped together."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class Unit:
 
 @dataclass
 class Attribution:
-    """What `attribution` found."""
+    """Result of `attribution`."""
 
     units: Table
     """A row for each format, way of grouping, and unit."""
@@ -99,8 +98,8 @@ def attribution(
     Raises
     ------
     UsageError
-        If there is no such model, format or grouping, a window does not fit the model, or the model
-        gives no logits.
+        If the model, format or grouping does not exist, a window does not fit the model, or the
+        model gives no logits.
 
     Examples
     --------
@@ -179,7 +178,7 @@ class _Scores:
     """Comparisons with the float32 model."""
 
     whole: Comparison
-    """Of the model with everything quantized."""
+    """Divergence of the model with everything quantized."""
     alone: dict[Unit, Comparison]
     """With only this unit quantized."""
     without: dict[Unit, Comparison]
@@ -239,11 +238,7 @@ class _Resident:
         return streams
 
     def _from(
-        self,
-        first: int,
-        step: Step,
-        before: Sequence[NDArray[np.float32]],
-        slots: Iterable[Slot],
+        self, first: int, step: Step, before: Sequence[NDArray[np.float32]], slots: Iterable[Slot]
     ) -> NDArray[np.float32]:
         """Return the logits with these slots quantized, from a stage on; all before is the same."""
         wanted = set(slots)

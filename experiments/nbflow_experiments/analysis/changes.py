@@ -1,4 +1,4 @@
-"""What can differ from the float32 model: weights, keys and values, arithmetic."""
+"""Changes to the float32 model: weights, keys and values, arithmetic."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from nbflow.weights_policy import is_quantized
-from nbflow_experiments.analysis.stages import Stage
+from nbflow_experiments.analysis.layer_programs import Stage
 from nbflow_experiments.analysis.treatments import Checkpoint, Format, Treatment
 from nbflow_kernels import QuantTensor
 from nbflow_kernels.errors import UsageError
@@ -18,7 +18,7 @@ class Change:
     """A way to run a model that is not the float32 model's."""
 
     weights: Treatment | None = None
-    """What becomes of the matrices that a weight format applies to."""
+    """Replacement of the matrices that a weight format applies to."""
     kv: str = "f32"
     """Format of the keys and values, as in `nbflow.load`."""
     activations: str = "f32"
@@ -26,7 +26,7 @@ class Change:
 
     @property
     def label(self) -> str:
-        """What tables call it."""
+        """Label in tables."""
         parts = [] if self.weights is None else [self.weights.label]
         parts += [] if self.kv == "f32" else [f"kv {self.kv}"]
         parts += [] if self.activations == "f32" else [f"{self.activations} activations"]

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_experiments.analysis.tables import Table
-from nbflow_experiments.report.figure import COLOURS, GREY, MARKERS, Drawing, NotDrawn, new_figure
+from nbflow_experiments.analysis.ratios import Table
+from nbflow_experiments.figure_style import COLOURS, GREY, MARKERS, Drawing, NotDrawn, new_figure
 
 Tables = Mapping[str, Table]
 MOST_ROWS = 60
@@ -165,7 +165,7 @@ FIGURES: dict[str, Callable[[Tables], Drawing]] = {
 def _needed(tables: Tables, name: str) -> Table:
     table = tables.get(name)
     if table is None or not len(table):
-        raise NotDrawn(f"there is no table {name}")
+        raise NotDrawn(f"the table {name} is missing")
     return table
 
 
@@ -191,7 +191,7 @@ def _heat(panel: Any, grid: Table, reach: float, texts: list[str]) -> Any:
 
 
 def _few(texts: list[str], grid: Table) -> list[str]:
-    """Return the texts, or empty ones where there is no room."""
+    """Return the texts, or empty ones where the space is too small."""
     return texts if grid.shape[1] <= 10 else [""] * len(texts)
 
 

@@ -1,8 +1,12 @@
-"""Ratios of sums, and what they are where nothing is divided by nothing."""
+"""Ratios with a defined value for 0 / 0, and the tables that hold them."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from nbflow_experiments.optional_packages import require
 
 
 def ratio(part: float, whole: float) -> float:
@@ -27,3 +31,12 @@ def relative_error(lost: float, norm: float) -> float:
     if norm == 0:
         return 0.0 if lost == 0 else math.inf
     return math.sqrt(lost / norm)
+
+
+Table = Any
+"""A pandas.DataFrame."""
+
+
+def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Return rows as a table."""
+    return require("pandas").DataFrame(list(rows))

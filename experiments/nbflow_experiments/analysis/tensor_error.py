@@ -1,4 +1,4 @@
-r"""What a weight format does to one tensor: sums in float64, rows taken in pieces.
+r"""Error of a weight format on one tensor: sums in float64, rows taken in pieces.
 
 W is the tensor (rows, columns), Q what the format's decoder gives for it, E = Q - W.
 docs/analysis.md has the formula of each number.
@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import nbflow_kernels as nk
-from nbflow_experiments.analysis.codes import CodeUse, code_use
-from nbflow_experiments.analysis.distributions import (
+from nbflow_experiments.analysis.code_entropy import CodeUse, code_use
+from nbflow_experiments.analysis.histograms import (
     RELATIVE_EDGES,
     Counts,
     Spread,
@@ -40,14 +40,14 @@ class TensorError:
     stored_bytes: int
     """Bytes of the format, with scales, padding of incomplete blocks, and outliers kept aside."""
     weights: Weights
-    """What the weights are like."""
+    """Statistics of the weights."""
     mse: float
     """Mean of E ** 2."""
     max_abs_error: float
     mean_error: float
     """Mean of E: the bias."""
     cosine: float
-    """Of W and Q as vectors; NaN if one is 0."""
+    """Cosine of W and Q as vectors; NaN if one is 0."""
     crest: float
     """Mean over blocks of the largest magnitude over the block's root mean square."""
     codes: CodeUse | None
@@ -124,7 +124,7 @@ def tensor_error(
     Raises
     ------
     UsageError
-        If the shapes differ, or there is no weight.
+        If the shapes differ, or the tensor is empty.
 
     Examples
     --------

@@ -1,4 +1,4 @@
-"""What is done to the tensors of a model: a format and its encoder, or what another file holds."""
+"""Treatments of a model's tensors: a format and its encoder, or the content of another file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Treatment(Protocol):
 
     @property
     def label(self) -> str:
-        """What tables call it."""
+        """Label in tables."""
 
     def encode(self, name: str, matrix: NDArray[np.float32]) -> QuantTensor:
         """Return what becomes of a tensor (N, K) with our name `name`."""
@@ -50,9 +50,7 @@ class Checkpoint:
     """
 
     def __init__(
-        self,
-        model: str | os.PathLike[str],
-        spec: str | os.PathLike[str] | None = None,
+        self, model: str | os.PathLike[str], spec: str | os.PathLike[str] | None = None
     ) -> None:
         resolved = resolve(model, spec=spec)
         self.spec: ModelSpec = resolved.spec
@@ -89,7 +87,7 @@ class Format:
     Raises
     ------
     UsageError
-        If there is no such format or encoder, or the encoder cannot keep outliers aside.
+        If the format or encoder does not exist, or the encoder does not support outliers.
     """
 
     format: str
@@ -156,7 +154,7 @@ class Noise:
 
     @property
     def label(self) -> str:
-        """Whose error."""
+        """Treatment that the error belongs to."""
         return f"noise like {self.like.label}"
 
     def encode(self, name: str, matrix: NDArray[np.float32]) -> QuantTensor:

@@ -14,22 +14,21 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from nbflow.parallel import world
 from nbflow.spec import resolve
-from nbflow_experiments import engine
+from nbflow_experiments import backend
 from nbflow_experiments.analysis import figures
+from nbflow_experiments.analysis.all_tensor_errors import Found, as_treatments, each_tensor, totals
 from nbflow_experiments.analysis.attribution import BY, attribution
-from nbflow_experiments.analysis.folder import AnalysisFolder
-from nbflow_experiments.analysis.kv import kv_errors
-from nbflow_experiments.analysis.layers import LayerErrors, layer_errors
-from nbflow_experiments.analysis.tables import Table, table_of
-from nbflow_experiments.analysis.tensors import Found, as_treatments, each_tensor, totals
-from nbflow_experiments.analysis.text import analysis_windows, text_file
+from nbflow_experiments.analysis.kv_cache_bits import kv_errors
+from nbflow_experiments.analysis.layer_errors import LayerErrors, layer_errors
+from nbflow_experiments.analysis.output_folder import AnalysisFolder
+from nbflow_experiments.analysis.ratios import Table, table_of
+from nbflow_experiments.analysis.text_windows import analysis_windows
 from nbflow_experiments.analysis.treatments import (
     Checkpoint,
     Format,
@@ -37,9 +36,10 @@ from nbflow_experiments.analysis.treatments import (
     Treatment,
     read_statistics,
 )
-from nbflow_experiments.files import plain
-from nbflow_experiments.provenance import describe_launch, now
-from nbflow_experiments.report.figure import NotDrawn
+from nbflow_experiments.figure_style import NotDrawn
+from nbflow_experiments.store.json_files import plain
+from nbflow_experiments.store.provenance import describe_launch, now
+from nbflow_experiments.terminal_table import counter
 from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError, unknown_name
 from nbflow_kernels.threads import set_num_threads
@@ -106,7 +106,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="attribution: leave out the runs with everything quantized but one",
     )
     add("--kv", metavar="FMT,...", default=KV, help=f"formats of the cache, or K/V pairs ({KV})")
-    add("--text", metavar="FILE", help="text, UTF-8 (the eval.txt beside the model)")
+    add("--text", metavar="FILE", help="text, UTF-8 (the eval.txt in the model's folder)")
     add("--tokens", type=int, default=2048, metavar="N", help="tokens of the text (2048)")
     add("--window", type=int, default=256, metavar="N", help="tokens of a window (256)")
     add("--seed", type=int, default=0, metavar="N", help="which windows of a longer text (0)")
@@ -194,16 +194,16 @@ class _Work:
         a = self._arguments
         settings: dict[str, Any] = {
             "model": a.model,
-            "model_digest": engine.identify(a.model).digest,
+            "model_digest": backend.identify(a.model).digest,
             "parts": parts,
             "weights": [t.label for t in self._treatments],
             "tensors": a.tensors,
         }
         if self._windows is not None:
-            text = text_file(a.model, a.text)
+            text = backend.text_file(a.model, a.text)
             settings |= {
                 "text": text.name,
-                "text_digest": engine.digest_files([text]),
+                "text_digest": backend.digest_files([text]),
                 "windows": len(self._windows),
                 "window": a.window,
                 "seed": a.seed,
@@ -233,7 +233,7 @@ class _Work:
     def _tensors(self) -> None:
         a = self._arguments
         with Checkpoint(a.model, a.spec) as checkpoint:
-            tell = _progress("tensors")
+            tell = counter("tensors")
             found = each_tensor(checkpoint, self._treatments, a.tensors, tell)
             for one in found:
                 self._tensors_found.append(one)
@@ -244,7 +244,7 @@ class _Work:
     def _layers(self) -> None:
         a = self._arguments
         found = layer_errors(
-            a.model, self._treatments, self._windows, spec=a.spec, progress=_progress("layers")
+            a.model, self._treatments, self._windows, spec=a.spec, progress=counter("layers")
         )
         self._give_layers("", found)
         by_error = found.modules.sort_values("output_error", ascending=False)
@@ -253,7 +253,7 @@ class _Work:
     def _kv(self) -> None:
         a = self._arguments
         formats = _listed(a.kv, "--kv")
-        found = kv_errors(a.model, formats, self._windows, spec=a.spec, progress=_progress("kv"))
+        found = kv_errors(a.model, formats, self._windows, spec=a.spec, progress=counter("kv"))
         self._give_layers("kv_", found)
 
     def _give_layers(self, prefix: str, found: LayerErrors) -> None:
@@ -271,7 +271,7 @@ class _Work:
             by=_listed(a.by, "--by"),
             complement=not a.isolated,
             spec=a.spec,
-            progress=_progress("attribution"),
+            progress=counter("attribution"),
         )
         order = ["by", "kld_mean_nats"]
         self._give("units", found.units, found.units.sort_values(order, ascending=False))
@@ -295,15 +295,3 @@ def _text(table: Table) -> str:
     """Return a table as text, numbers with four digits."""
     text: str = table.to_string(index=False, float_format=lambda x: f"{x:.4g}")
     return text
-
-
-def _progress(what: str) -> Callable[[int, int], None] | None:
-    """Return what counts on standard error, if somebody watches."""
-    if not sys.stderr.isatty():
-        return None
-
-    def tell(done: int, total: int) -> None:
-        end = "\n" if done == total else ""
-        print(f"\r{what} {done}/{total}", end=end, file=sys.stderr, flush=True)
-
-    return tell

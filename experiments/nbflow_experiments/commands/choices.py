@@ -15,7 +15,7 @@ import json
 from pathlib import Path
 
 from nbflow.commands.options import add_model_arguments, load_model, speaks
-from nbflow_experiments.scoring.choices import accuracies, ask, read_questions
+from nbflow_experiments.scoring.multiple_choice import accuracies, ask, read_questions
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

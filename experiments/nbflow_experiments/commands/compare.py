@@ -19,7 +19,8 @@ from collections.abc import Sequence
 
 from nbflow_experiments.compare.pairs import Comparison, compare
 from nbflow_experiments.compare.selection import select
-from nbflow_experiments.files import plain
+from nbflow_experiments.store.json_files import plain
+from nbflow_experiments.terminal_table import print_table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,8 +38,8 @@ def run(arguments: argparse.Namespace) -> int:
         print(json.dumps([plain(_row(c)) for c in found], indent=1))
         return 0
     print(f"A: {arguments.a}\nB: {arguments.b}\n")
-    print(_table(found))
-    print("\n* the 95 % interval of the change leaves out no change at all")
+    _print_table(found)
+    print('\n* the 95 % interval of the change excludes "no change"')
     return 0
 
 
@@ -59,32 +60,16 @@ def _row(c: Comparison) -> dict[str, object]:
     }
 
 
-def _table(found: Sequence[Comparison]) -> str:
-    """Return a Markdown table."""
+def _print_table(found: Sequence[Comparison]) -> None:
+    """Print a Markdown table."""
     labels = list(found[0].label) if found else []
     head = (*labels, "metric", "A", "B", "change", "95 % interval", "drawn from", "")
-    rows: list[tuple[str, ...]] = [head]
+    rows = []
     for c in found:
-        i = c.interval
-        sign = "x" if i.ratio else ""
+        i, drawn = c.interval, c.basis != "-"
         number = "{:.3f}" if i.ratio else "{:+.4g}"
-        interval = "" if c.basis == "-" else f"{number.format(i.low)} .. {number.format(i.high)}"
-        rows.append(
-            (
-                *(str(c.label[name]) for name in labels),
-                c.metric,
-                f"{i.a:.5g}",
-                f"{i.b:.5g}",
-                number.format(i.change) + sign,
-                interval,
-                "" if c.basis == "-" else f"{i.n} {c.basis}",
-                "*" if i.is_clear else "",
-            )
-        )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "| " + " | ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) + " |"
-        for row in rows
-    ]
-    lines.insert(1, "|" + "|".join("-" * (w + 2) for w in widths) + "|")
-    return "\n".join(lines)
+        cells = [*(str(c.label[name]) for name in labels), c.metric, f"{i.a:.5g}", f"{i.b:.5g}"]
+        cells.append(number.format(i.change) + ("x" if i.ratio else ""))
+        cells.append(f"{number.format(i.low)} .. {number.format(i.high)}" if drawn else "")
+        rows.append([*cells, f"{i.n} {c.basis}" if drawn else "", "*" if i.is_clear else ""])
+    print_table(head, rows, len(head), "MARKDOWN")

@@ -14,10 +14,10 @@ import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from nbflow_experiments.export.data import to_csv, to_jsonl, write_parquet
-from nbflow_experiments.export.markup import quoted_columns, to_latex, to_markdown
-from nbflow_experiments.files import write_text
-from nbflow_experiments.recorded import (
+from nbflow.utils.atomic_write import write_text
+from nbflow_experiments.export.data_tables import to_csv, to_jsonl, write_parquet
+from nbflow_experiments.export.markup_tables import quoted_columns, to_latex, to_markdown
+from nbflow_experiments.store.results_reader import (
     Row,
     known_columns,
     matches,

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +23,10 @@ from nbflow.calibrate.moments import LIMIT_BYTES
 from nbflow.commands.options import add_model_arguments, load_model
 from nbflow.writing.importance import read_importance
 from nbflow.writing.importance_names import gguf_names_of
-from nbflow_experiments.analysis.columns import ColumnStatistics, column_statistics
+from nbflow_experiments.analysis.importance_statistics import ColumnStatistics, column_statistics
 from nbflow_experiments.commands.perplexity import text_windows
-from nbflow_experiments.files import plain
+from nbflow_experiments.store.json_files import plain
+from nbflow_experiments.terminal_table import counter, print_table
 from nbflow_kernels.errors import UsageError
 
 
@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(plain({"file": str(file), "matrices": [vars(r) for r in rows]}), indent=1))
     else:
-        print(_table(rows))
+        _print_table(rows)
         if arguments.out:
             print(f"wrote {file}: {len(rows)} matrices")
     return 0
@@ -93,37 +93,32 @@ def _collect(arguments: argparse.Namespace) -> None:
     windows = text_windows(arguments)
     names = gguf_names_of(arguments.model, arguments.spec)
 
-    def show(n_done: int, n: int = len(windows)) -> None:
-        if sys.stderr.isatty():
-            end = "\n" if n_done == n else ""
-            print(f"\r[{n_done}/{n}]", end=end, file=sys.stderr, flush=True)
-
+    tell = counter("windows")
     ids = [w.ids for w in windows]
     with load_model(arguments) as model:
         if arguments.full:
             limit = int(arguments.memory * 2**30)
             options = {"limit_bytes": limit, "force": arguments.force}
-            write_moments(path, model, ids, progress=show, **options)
+            write_moments(path, model, ids, progress=tell, **options)
             return
+        show = None if tell is None else lambda n_done: tell(n_done, len(windows))
         found = collect(model, ids, progress=show)
     text = Path(arguments.text).name if arguments.text else "eval.txt"
     sizes = {"n_windows": len(windows), "window": arguments.context}
     write_inputs(path, found, names=names, text=text, **sizes, force=arguments.force)
 
 
-def _table(rows: list[ColumnStatistics]) -> str:
-    """Return the table that is printed."""
-    wide = max(4, *(len(row.name) for row in rows))
+def _print_table(rows: list[ColumnStatistics]) -> None:
+    """Print the statistics of each matrix."""
     head = (
-        f"{'name':<{wide}}  {'columns':>7}  {'sum':>10}  {'least':>9}  {'largest':>9}  "
-        f"{'active':>6}  {'entropy':>7}  {'top 1 %':>7}  {'as before':>9}"
-    )
-    lines = [head]
-    for r in rows:
-        similar = "" if np.isnan(r.cosine_to_previous) else f"{r.cosine_to_previous:.4f}"
-        lines.append(
-            f"{r.name:<{wide}}  {r.n_columns:>7}  {r.sum:>10.4g}  {r.least:>9.3g}  "
-            f"{r.largest:>9.3g}  {r.active_share:>6.1%}  {r.entropy_share:>7.1%}  "
-            f"{r.top_percent_share:>7.1%}  {similar:>9}"
+        "name", "columns", "sum", "least", "largest", "active", "entropy", "top 1 %", "as before"
+    )  # fmt: skip
+    cells = [
+        (
+            r.name, str(r.n_columns), f"{r.sum:.4g}", f"{r.least:.3g}", f"{r.largest:.3g}",
+            f"{r.active_share:.1%}", f"{r.entropy_share:.1%}", f"{r.top_percent_share:.1%}",
+            "" if np.isnan(r.cosine_to_previous) else f"{r.cosine_to_previous:.4f}",
         )
-    return "\n".join(lines)
+        for r in rows
+    ]  # fmt: skip
+    print_table(head, cells, 1)

@@ -1,7 +1,7 @@
-"""`nbflow perplexity`: score a text, alone or beside a reference.
+"""`nbflow perplexity`: score a text, alone or against a reference.
 
 Statistics have the names and definitions of llama-perplexity.  With ``--reference`` every scored
-token's distribution is compared with that of a reference model, which runs beside (nothing is
+token's distribution is compared with that of a reference model, which runs as well (nothing is
 stored), or was stored by ``--save-reference`` (float32, HDF5).
 """
 
@@ -17,25 +17,25 @@ from typing import Any
 import nbflow
 from nbflow.commands.options import add_model_arguments, load_model, speaks
 from nbflow.parallel import Alone
-from nbflow_experiments import engine
-from nbflow_experiments.files import plain
-from nbflow_experiments.scoring.comparison import as_json, statistics, table
-from nbflow_experiments.scoring.greedy import Parting, parting
-from nbflow_experiments.scoring.stored import create, open_stored
-from nbflow_experiments.scoring.text import (
-    FileReference,
+from nbflow_experiments import backend
+from nbflow_experiments.scoring.estimates import estimate_perplexity
+from nbflow_experiments.scoring.greedy_divergence import Parting, parting
+from nbflow_experiments.scoring.logits_file import create, open_stored
+from nbflow_experiments.scoring.score_text import (
     Reference,
-    StreamedReference,
+    file_reference,
+    model_reference,
     score_text,
 )
-from nbflow_experiments.scoring.tokens import Scores
+from nbflow_experiments.scoring.statistics_table import as_json, statistics, table
+from nbflow_experiments.scoring.token_scores import Scores
 from nbflow_experiments.scoring.windows import Window, cut
-from nbflow_experiments.statistics import estimate_perplexity
+from nbflow_experiments.store.json_files import plain
 from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError
 
 REFERENCE: dict[str, Any] = {"weights": "f32", "kv": "f32", "activations": "f32", "outliers": 0.0}
-"""How a reference is loaded: nothing is rounded beyond float32."""
+"""Load options of a reference: nothing is rounded beyond float32."""
 GREEDY_PROMPTS = 16
 
 
@@ -88,8 +88,8 @@ def run(arguments: argparse.Namespace) -> int:
         if not model.participates:
             return 0
         leads = speaks(model)
-        beside = _beside(arguments, stack) if leads else None
-        reference = _reference(arguments, beside, stack) if leads else None
+        companion = _companion(arguments, stack) if leads else None
+        reference = _reference(arguments, companion, stack) if leads else None
         save = None
         if leads and arguments.save_reference:
             facts = {"model": arguments.model, "kv": arguments.kv, "context": arguments.context}
@@ -103,13 +103,13 @@ def run(arguments: argparse.Namespace) -> int:
             return 0
         floor = parted = None
         if arguments.noise_floor:
-            assert beside is not None
+            assert companion is not None
             noisy = stack.enter_context(_load_reference(arguments, activations="bf16"))
-            floor = score_text(noisy, windows, reference=StreamedReference(beside))
+            floor = score_text(noisy, windows, reference=model_reference(companion))
         if arguments.greedy:
-            assert beside is not None
+            assert companion is not None
             prompts = [w.ids[: len(w.ids) // 2].tolist() for w in windows[:GREEDY_PROMPTS]]
-            parted = parting(model, beside, prompts, arguments.greedy)
+            parted = parting(model, companion, prompts, arguments.greedy)
     _print(arguments, windows, scores, floor, parted)
     return 0
 
@@ -129,14 +129,9 @@ def text_windows(arguments: argparse.Namespace) -> list[Window]:
     """Return the windows of the text that the arguments describe."""
     for file in arguments.formats:  # the checkpoint, and a tokenizer in it, may need them
         load_formats(file)
-    if arguments.text is not None:
-        path = Path(arguments.text)
-        if not path.is_file():
-            raise UsageError(f"--text: there is no file {path}")
-    else:
-        path = engine.bundled_text(arguments.model, arguments.spec)
+    path = backend.text_file(arguments.model, arguments.text, arguments.spec)
     text = path.read_text(encoding="utf-8")
-    ids, bos = engine.tokenize(arguments.tokenizer or arguments.model, text)
+    ids, bos = backend.tokenize(arguments.tokenizer or arguments.model, text)
     windows = cut(ids, arguments.context, arguments.stride, arguments.scored, bos)
     return windows[: arguments.windows or None]
 
@@ -153,7 +148,7 @@ def _load_reference(arguments: argparse.Namespace, **changes: Any) -> nbflow.Mod
     return nbflow.load(name, comm=Alone(), **options)
 
 
-def _beside(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> nbflow.Model | None:
+def _companion(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> nbflow.Model | None:
     """Return the reference model, if one is to run."""
     if arguments.reference is None or arguments.reference.endswith(".h5"):
         return None
@@ -161,18 +156,18 @@ def _beside(arguments: argparse.Namespace, stack: contextlib.ExitStack) -> nbflo
 
 
 def _reference(
-    arguments: argparse.Namespace, beside: nbflow.Model | None, stack: contextlib.ExitStack
+    arguments: argparse.Namespace, companion: nbflow.Model | None, stack: contextlib.ExitStack
 ) -> Reference | None:
     """Return what the model is compared with."""
-    if beside is not None:
-        return StreamedReference(beside)
+    if companion is not None:
+        return model_reference(companion)
     if arguments.reference is None:
         return None
-    return FileReference(stack.enter_context(open_stored(Path(arguments.reference))))
+    return file_reference(stack.enter_context(open_stored(Path(arguments.reference))))
 
 
 class _Progress:
-    """A running perplexity on standard error, if somebody watches."""
+    """Running perplexity on standard error, if that is a terminal."""
 
     def __init__(self, n_windows: int) -> None:
         self._n_windows = n_windows

@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--out",
         type=Path,
         metavar="FILE",
-        help="page to write, figures/ goes beside it (default: RESULTS/report.html)",
+        help="page to write, with figures/ next to it (default: RESULTS/report.html)",
     )
     parser.add_argument(
         "--weights",

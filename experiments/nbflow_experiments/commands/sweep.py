@@ -5,8 +5,8 @@ too, which takes one value or a list; without a file the options are the sweep.
 
 Example::
 
-    mpirun -n 4 nbflow sweep experiments/demo.toml
-    nbflow sweep experiments/demo.toml --model my_model.gguf --weights q4,q3h
+    mpirun -n 4 nbflow sweep experiments/sweeps/demo.toml
+    nbflow sweep experiments/sweeps/demo.toml --model my_model.gguf --weights q4,q3h
     nbflow sweep my_model.gguf -p 128-512*2 -n 32 -b 1,8 --weights f16,q8,q4
     nbflow report runs/demo
 """
@@ -17,11 +17,11 @@ import argparse
 import json
 from pathlib import Path
 
-from nbflow_experiments.schedule import Policy
+from nbflow_experiments.config.sweep_file import is_sweep_file
 from nbflow_experiments.settings import SETTINGS
-from nbflow_experiments.shards import Shard
-from nbflow_experiments.sweep import SweepOptions, run_group, run_sweep
-from nbflow_experiments.sweep_files import is_sweep_file
+from nbflow_experiments.sweep.resume_loop import Policy
+from nbflow_experiments.sweep.shard import Shard
+from nbflow_experiments.sweep.sweep import SweepOptions, run_group, run_sweep
 from nbflow_kernels.errors import UsageError
 
 _SHORT = {
@@ -37,76 +37,38 @@ _SHORT = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of ``nbflow sweep``."""
-    parser.add_argument(
-        "file",
-        metavar="FILE|MODEL",
-        nargs="?",
+    add = parser.add_argument
+    add(
+        "file", metavar="FILE|MODEL", nargs="?",
         help="sweep file (.toml, or a W&B grid in .yaml or .json), or a model to sweep without one",
-    )
+    )  # fmt: skip
     _add_settings(parser)
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the points and estimated bytes, run nothing"
-    )
-    parser.add_argument(
-        "--resume", action="store_true", help="go on with an existing results folder"
-    )
-    parser.add_argument(
-        "--retry-failed", action="store_true", help="like --resume, and run failed points again"
-    )
-    parser.add_argument(
-        "--shard",
-        metavar="I/N",
-        help="run the I-th of N parts, I from 0; others may run in the same folder at once",
-    )
-    parser.add_argument(
-        "--merge", action="store_true", help="write the tables of what is there, run nothing"
-    )
-    parser.add_argument(
-        "--isolate", action="store_true", help="run each point in a process of its own"
-    )
-    parser.add_argument(
-        "--timeout",
-        type=float,
-        metavar="S",
-        help="end a point after S seconds (its status is 'timeout'); isolates the points",
-    )
-    parser.add_argument(
-        "--retries", type=int, default=0, metavar="N", help="run a point that fails N times more"
-    )
-    parser.add_argument(
-        "--fail-fast", action="store_true", help="stop at the first point that fails"
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        dest="overrides",
-        metavar="SECTION.NAME=VALUE",
-        help="replace a value of the sweep file, e.g. axes.batch=[1,2] (repeatable)",
-    )
-    parser.add_argument(
-        "--launcher",
-        metavar="CMD",
-        help="starts the ranks of points that need some, e.g. 'srun -n {ranks}' (default: mpirun)",
-    )
-    parser.add_argument("--group", type=Path, help=argparse.SUPPRESS)  # for the ranks it starts
-    parser.add_argument("--name", metavar="NAME", help="name of the results folder")
-    parser.add_argument("--measures", metavar="A,B", help="what is measured, instead of the file's")
-    parser.add_argument(
-        "--formats",
-        action="append",
-        default=[],
-        type=Path,
-        metavar="FILE",
-        help="Python file that registers weight formats; it is executed (repeatable)",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        default=Path("runs"),
-        metavar="DIR",
-        help="folder in which the results folder is made (default: runs)",
-    )
+    for name, text in (
+        ("--dry-run", "print the points and estimated bytes, run nothing"),
+        ("--resume", "continue with an existing results folder"),
+        ("--retry-failed", "like --resume, and run failed points again"),
+        ("--merge", "write the tables of what is there, run nothing"),
+        ("--isolate", "run each point in a subprocess"),
+        ("--fail-fast", "stop at the first point that fails"),
+    ):
+        add(name, action="store_true", help=text)
+    for name, metavar, text in (
+        ("--shard", "I/N", "run the I-th of N parts, I from 0; others may run in the same folder"),
+        ("--launcher", "CMD", "starts MPI ranks for points, e.g. 'srun -n {ranks}' (or mpirun)"),
+        ("--name", "NAME", "name of the results folder"),
+        ("--measures", "A,B", "what is measured, instead of the file's"),
+    ):  # fmt: skip
+        add(name, metavar=metavar, help=text)
+    add("--timeout", type=float, metavar="S",
+        help="end a point after S seconds (status 'timeout'); isolates the points")  # fmt: skip
+    add("--retries", type=int, default=0, metavar="N", help="run a point that fails N times more")
+    add("--set", action="append", default=[], dest="overrides", metavar="SECTION.NAME=VALUE",
+        help="replace a value of the sweep file, e.g. axes.batch=[1,2] (repeatable)")  # fmt: skip
+    add("--formats", action="append", default=[], type=Path, metavar="FILE",
+        help="Python file that registers weight formats; it is executed (repeatable)")  # fmt: skip
+    add("--out", type=Path, default=Path("runs"), metavar="DIR",
+        help="folder in which the results folder is made (default: runs)")  # fmt: skip
+    add("--group", type=Path, help=argparse.SUPPRESS)  # for the processes it starts
 
 
 def _add_settings(parser: argparse.ArgumentParser) -> None:
@@ -144,7 +106,7 @@ def _lists(args: argparse.Namespace) -> tuple[Path | None, dict[str, list[str]]]
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the sweep; return the exit code (see `nbflow_experiments.sweep.run_sweep`)."""
+    """Run the sweep; return the exit code (see `nbflow_experiments.sweep.sweep.run_sweep`)."""
     if args.group is not None:
         return run_group(args.group)
     file, lists = _lists(args)

@@ -35,9 +35,9 @@ class Interval:
     high: float
     """Its upper end."""
     ratio: bool
-    """Whether the change is b / a; else it is b - a."""
+    """True: the change is b / a; else it is b - a."""
     n: int
-    """How many windows, or repetitions of the side with fewer, were drawn from."""
+    """Number of windows, or repetitions of the side with fewer, that were resampled."""
 
     @property
     def change(self) -> float:
@@ -46,7 +46,7 @@ class Interval:
 
     @property
     def is_clear(self) -> bool:
-        """Return whether the interval leaves out no change at all."""
+        """Return whether the interval excludes "no change"."""
         nothing = 1.0 if self.ratio else 0.0
         return bool(self.low > nothing or self.high < nothing)
 

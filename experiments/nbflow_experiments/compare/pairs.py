@@ -27,11 +27,11 @@ class Comparison:
     label: dict[str, Any]
     """The settings in which pairs differ from each other."""
     metric: str
-    """What was measured."""
+    """Name of the metric."""
     interval: Interval
     """Both numbers and the interval of the change."""
     basis: str
-    """What the interval was drawn from: ``windows``, ``repetitions``, or ``-`` without one."""
+    """Resampled units: ``windows``, ``repetitions``, or ``-`` without an interval."""
 
 
 def compare(a: Side, b: Side, metrics: Sequence[str] = ()) -> list[Comparison]:

@@ -1,4 +1,4 @@
-"""Which points are compared: ``FOLDER`` or ``FOLDER:name=value,name=value``."""
+"""Selection of compared points: ``FOLDER`` or ``FOLDER:name=value,name=value``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_experiments.arrays import open_arrays
-from nbflow_experiments.recorded import matches, parse_where, read_points, results_frame
 from nbflow_experiments.settings import SETTINGS
+from nbflow_experiments.store.hdf5_arrays import open_arrays
+from nbflow_experiments.store.results_reader import matches, parse_where, read_points, results_frame
 from nbflow_kernels.errors import UsageError
 
 
@@ -61,7 +61,7 @@ def select(text: str) -> Side:
     Raises
     ------
     UsageError
-        If there is no such folder or setting, or no point that succeeded has it.
+        If the folder or setting does not exist, or no point that succeeded has it.
     """
     folder, _, wanted = text.partition(":")
     path, fixed = Path(folder), parse_where(wanted)

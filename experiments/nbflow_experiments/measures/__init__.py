@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from nbflow_experiments.measures import (
     batching,
     cascade,
+    communication,
     decode,
     divergence,
     memory,
@@ -14,10 +15,9 @@ from nbflow_experiments.measures import (
     prefill,
     shared_prefix,
     speculation,
-    traffic,
     weight_error,
 )
-from nbflow_experiments.measures.base import Array, Context, Measure, Outcome, Reading
+from nbflow_experiments.measures.measure import Array, Context, Measure, Outcome, Reading
 
 __all__ = [
     "MEASURES",
@@ -49,7 +49,7 @@ MEASURES: dict[str, Measure] = {
         shared_prefix.MEASURE,
         cascade.MEASURE,
         speculation.MEASURE,
-        traffic.MEASURE,
+        communication.MEASURE,
         memory.MEASURE,
     )
 }

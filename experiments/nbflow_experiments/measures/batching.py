@@ -16,8 +16,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_experiments.measures.base import Array, Context, Measure, Outcome, Reading
-from nbflow_experiments.serving import Ask, Round, random_prompt, serve, with_engine
+from nbflow_experiments.measures.engine_requests import (
+    Ask,
+    Round,
+    random_prompt,
+    serve,
+    with_engine,
+)
+from nbflow_experiments.measures.measure import Array, Context, Measure, Outcome, Reading, repeated
 from nbflow_kernels.errors import UsageError
 
 PROMPTS = (2, 6, 3, 5)
@@ -62,8 +68,7 @@ def summary(rounds: list[tuple[Round, Round]]) -> Outcome:
         rates = [r[kind].n_tokens / r[kind].seconds for r in rounds]
         first = np.array([a.first_token_s for r in rounds for a in r[kind].answers])
         metric = f"{name}_tokens_per_s"
-        readings.append(Reading(metric, float(np.median(rates)), "token/s", n))
-        readings += [Reading(metric, rate, "token/s", repeat=i) for i, rate in enumerate(rates)]
+        readings += repeated(metric, rates, "token/s")
         readings.append(Reading(f"{name}_ttft_s", float(np.median(first)), "s", first.size))
         note = "from the arrival to the first token of one request, round by round"
         arrays[f"{name}_ttft_s"] = Array(first, "s", note=note)

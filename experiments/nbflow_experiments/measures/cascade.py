@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_experiments.measures.base import Context, Measure, Outcome, Reading
+from nbflow_experiments.measures.measure import Context, Measure, Outcome, Reading, repeated
 from nbflow_experiments.settings import parse_heads
 from nbflow_kernels import (
     BatchDecodeWithPagedKVCacheWrapper,
@@ -39,13 +39,13 @@ from nbflow_kernels.kvcache.formats import KVFormat, kv_format
 
 PAGE = 16
 LEAST_S = 0.02
-"""How long the runs of a repetition take together."""
+"""Total time of the runs of a repetition."""
 LAYOUT = "HND"
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """How many sequences there are, with how many keys and heads."""
+    """Number of sequences, keys and heads."""
 
     batch: int
     shared_keys: int
@@ -144,13 +144,9 @@ def time_runs(way: Callable[[], Any]) -> float:
 
 def summary(sizes: Sizes, seconds: np.ndarray, same_share: float) -> Outcome:
     """Return the numbers of repetitions (repeats, 3) in seconds."""
-    n, readings = len(seconds), []
+    n, readings = len(seconds), list[Reading]()
     for i, name in enumerate(("flat", "shared", "levels")):
-        readings.append(Reading(f"cascade_{name}_s", float(np.median(seconds[:, i])), "s", n))
-        readings += [
-            Reading(f"cascade_{name}_s", float(t), "s", repeat=r)
-            for r, t in enumerate(seconds[:, i])
-        ]
+        readings += repeated(f"cascade_{name}_s", seconds[:, i], "s")
     for i, name in ((1, "shared"), (2, "levels")):
         ratio = float(np.median(seconds[:, 0] / seconds[:, i]))
         readings.append(Reading(f"cascade_{name}_speedup", ratio, "1", n))

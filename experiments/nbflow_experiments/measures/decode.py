@@ -9,15 +9,14 @@ the slowest and the fastest.
 
 from __future__ import annotations
 
-from nbflow_experiments import engine
-from nbflow_experiments.measures.base import Context, Measure, Outcome
-from nbflow_experiments.measures.timing import speed
+from nbflow_experiments import backend
+from nbflow_experiments.measures.measure import Context, Measure, Outcome, speed
 
 
 def run(context: Context) -> Outcome:
     """Time the steps."""
     steps, batch = context.number("decode"), context.number("batch")
-    seconds = engine.time_decode(
+    seconds = backend.time_decode(
         context.model,
         context.number("prompt"),
         steps,

@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_experiments.evaluation import evaluate
-from nbflow_experiments.measures.base import Array, Context, Measure, Outcome, Reading
-from nbflow_experiments.statistics import estimate_mean, estimate_share
+from nbflow_experiments.measures.evaluation import evaluate
+from nbflow_experiments.measures.measure import Array, Context, Measure, Outcome, Reading
+from nbflow_experiments.scoring.estimates import estimate_mean, estimate_share
 
 
 def run(context: Context) -> Outcome:

@@ -10,7 +10,7 @@ measures.
 
 from __future__ import annotations
 
-from nbflow_experiments.measures.base import Context, Measure, Outcome, Reading
+from nbflow_experiments.measures.measure import Context, Measure, Outcome, Reading
 
 
 def run(context: Context) -> Outcome:

@@ -9,15 +9,14 @@ the median is quoted, with the slowest and the fastest.
 
 from __future__ import annotations
 
-from nbflow_experiments import engine
-from nbflow_experiments.measures.base import Context, Measure, Outcome
-from nbflow_experiments.measures.timing import speed
+from nbflow_experiments import backend
+from nbflow_experiments.measures.measure import Context, Measure, Outcome, speed
 
 
 def run(context: Context) -> Outcome:
     """Time the prompts."""
     prompt, batch = context.number("prompt"), context.number("batch")
-    seconds = engine.time_prefill(
+    seconds = backend.time_prefill(
         context.model, prompt, batch, context.number("repeats"), context.number("warmup")
     )
     return speed("prefill", seconds, prompt * batch, context.leads)

@@ -21,8 +21,14 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from nbflow_experiments.measures.base import Array, Context, Measure, Outcome, Reading
-from nbflow_experiments.serving import Ask, Round, random_prompt, serve, with_engine
+from nbflow_experiments.measures.engine_requests import (
+    Ask,
+    Round,
+    random_prompt,
+    serve,
+    with_engine,
+)
+from nbflow_experiments.measures.measure import Array, Context, Measure, Outcome, Reading
 
 if TYPE_CHECKING:
     from nbflow.engine.engine import Engine

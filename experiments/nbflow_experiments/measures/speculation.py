@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from nbflow_experiments import engine as backend
-from nbflow_experiments.measures.base import Context, Measure, Outcome, Reading
-from nbflow_experiments.serving import Ask, Round, serve, with_engine
-from nbflow_experiments.statistics import estimate_share
+from nbflow_experiments import backend
+from nbflow_experiments.measures.engine_requests import Ask, Round, serve, with_engine
+from nbflow_experiments.measures.measure import Context, Measure, Outcome, Reading, repeated
+from nbflow_experiments.scoring.estimates import estimate_share
 from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:
@@ -82,11 +82,10 @@ def proposer(context: Context) -> Iterator[Any]:
 
 def summary(rounds: list[tuple[Round, Round]]) -> Outcome:
     """Return the numbers of rounds, each plain and with proposals."""
-    readings, n = [], len(rounds)
+    readings: list[Reading] = []
     for kind, metric in enumerate(("plain_tokens_per_s", "speculation_tokens_per_s")):
         rates = [r[kind].n_tokens / r[kind].seconds for r in rounds]
-        readings.append(Reading(metric, float(np.median(rates)), "token/s", n))
-        readings += [Reading(metric, rate, "token/s", repeat=i) for i, rate in enumerate(rates)]
+        readings += repeated(metric, rates, "token/s")
     ratios = [plain.seconds / drafted.seconds for plain, drafted in rounds]
     answers = [a for _, drafted in rounds for a in drafted.answers]
     n_drafted, n_accepted = (
@@ -95,8 +94,7 @@ def summary(rounds: list[tuple[Round, Round]]) -> Outcome:
     n_tokens = sum(len(a.ids) for a in answers)
     same = [a.ids == b.ids for r in rounds for a, b in zip(*(x.answers for x in r), strict=True)]
     readings += [
-        Reading("speculation_speedup", float(np.median(ratios)), "1", n),
-        *(Reading("speculation_speedup", x, "1", repeat=i) for i, x in enumerate(ratios)),
+        *repeated("speculation_speedup", ratios, "1"),
         Reading("speculation_tokens_per_step", n_tokens / (n_tokens - n_accepted), "1", n_tokens),
         Reading("speculation_same_share", float(np.mean(same)), "1", len(same)),
     ]

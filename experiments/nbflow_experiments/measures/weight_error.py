@@ -15,8 +15,8 @@ import math
 
 import numpy as np
 
-from nbflow_experiments import engine
-from nbflow_experiments.measures.base import Array, Context, Measure, Outcome, Reading
+from nbflow_experiments import backend
+from nbflow_experiments.measures.measure import Array, Context, Measure, Outcome, Reading
 
 _ROWS = 256  # rows summed at a time, so that no float64 copy of a whole tensor is made
 
@@ -32,7 +32,7 @@ def run(context: Context) -> Outcome:
     n_weights = n_bytes = 0
     config = context.config
     how = float(config["outliers"]), str(config["encoder"]), str(config["importance"])
-    for name, exact, approximate, size in engine.weight_pairs(model, weights, *how):
+    for name, exact, approximate, size in backend.weight_pairs(model, weights, *how):
         error, norm = squares(exact, approximate)
         names.append(name)
         errors.append(ratio(error, norm))

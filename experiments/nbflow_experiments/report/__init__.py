@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
 
-from nbflow_experiments.files import replace_atomically, write_text
+from nbflow.utils.atomic_write import write_text
+from nbflow_experiments.figure_style import Drawing, NotDrawn, svg_text
 from nbflow_experiments.report import cascade, partitions, quality, serving, speed
 from nbflow_experiments.report.data import Results, load_results
-from nbflow_experiments.report.figure import Drawing, NotDrawn, svg_text
-from nbflow_experiments.report.page import render_page
+from nbflow_experiments.report.html_page import render_page
 
 _FIGURES: dict[str, Callable[[Results], Drawing]] = {
     "quality": quality.draw,
@@ -22,7 +21,6 @@ _FIGURES: dict[str, Callable[[Results], Drawing]] = {
     "cascade": cascade.draw,
     "speculation": serving.draw_speculation,
 }
-_KINDS: tuple[Literal["png", "svg"], ...] = ("png", "svg")
 
 
 def write_report(
@@ -36,7 +34,7 @@ def write_report(
         Results folder of ``nbflow sweep``; may be unfinished.
     out : Path, optional
         The page to write; by default ``report.html`` in the results folder.  The figures go into a
-        folder ``figures`` beside it, each as PNG (200 dots per inch) and SVG.
+        folder ``figures`` next to it, each as PNG (200 dots per inch) and SVG.
     weights : str, optional
         Format shown in the figure of the partitions; by default the one nearest to 4.5 bits.
 
@@ -63,14 +61,10 @@ def write_report(
         try:
             drawing = draw(data)
         except NotDrawn as reason:
-            if str(reason):  # else nobody expects it
+            if str(reason):  # else the sweep does not measure it
                 sections.append((name, "", f"No figure '{name}': {reason}."))
             continue
-        for kind in _KINDS:
-            path = folder / f"{name}.{kind}"
-            with replace_atomically(path) as temporary:
-                drawing.save(temporary, kind)
-            written.append(path)
+        written += drawing.save(folder, name)
         sections.append((name, svg_text(folder / f"{name}.svg", drawing.title), drawing.caption))
     write_text(page, render_page(data, sections))
     return page, written

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from nbflow_experiments.figure_style import COLOURS, GREY, MARKERS, Drawing, NotDrawn, new_figure
 from nbflow_experiments.report.data import Results
-from nbflow_experiments.report.figure import COLOURS, GREY, MARKERS, Drawing, NotDrawn, new_figure
 from nbflow_experiments.report.serving import batch_axis, from_zero, measured, spread
 
 _MOST_PANELS = 4

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nbflow_experiments.extras import require
-from nbflow_experiments.files import read_object
-from nbflow_experiments.recorded import points_frame
-from nbflow_experiments.records import ResultsFolder
+from nbflow_experiments.optional_packages import require
 from nbflow_experiments.settings import SETTINGS
-from nbflow_experiments.summary import write_summaries
+from nbflow_experiments.store.json_files import read_object
+from nbflow_experiments.store.results_folder import ResultsFolder
+from nbflow_experiments.store.results_reader import points_frame
+from nbflow_experiments.store.summary import write_summaries
 from nbflow_kernels.errors import UsageError, unknown_name
 
 
 @dataclass(frozen=True)
 class Results:
-    """What a results folder holds."""
+    """Content of a results folder."""
 
     path: Path
     """The folder."""
@@ -80,7 +80,7 @@ def load_results(path: Path, weights: str | None = None) -> Results:
     Raises
     ------
     UsageError
-        If there are no results, none succeeded, or no point has the format.
+        If the folder has no results, none succeeded, or no point has the format.
     """
     require("matplotlib")
     folder = ResultsFolder(path)
@@ -92,7 +92,7 @@ def load_results(path: Path, weights: str | None = None) -> Results:
     names = folder.finished()
     copied = not names and (path / "points.csv").is_file()  # the tables alone, without the points
     if not names and not copied:
-        raise UsageError(f"{path} has no finished points yet; go on with nbflow sweep --resume")
+        raise UsageError(f"{path} has no finished points yet; continue with nbflow sweep --resume")
     if not copied and _outdated(folder, names):
         write_summaries(folder)
     points = points_frame(path)

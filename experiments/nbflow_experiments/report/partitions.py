@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from nbflow_experiments.figure_style import COLOURS, GREY, Drawing, NotDrawn, new_figure
 from nbflow_experiments.report.data import Results
-from nbflow_experiments.report.figure import COLOURS, GREY, Drawing, NotDrawn, new_figure
 
 _PANELS = (
     ("prefill_tokens_per_s", "prefill (token/s)"),

@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_experiments.report.data import Results
-from nbflow_experiments.report.figure import (
+from nbflow_experiments.figure_style import (
     COLOURS,
     MARKERS,
     Drawing,
@@ -18,6 +17,7 @@ from nbflow_experiments.report.figure import (
     new_figure,
     place_labels,
 )
+from nbflow_experiments.report.data import Results
 
 _PANELS = (
     ("kld_mean_nats", "KL divergence to f32 (nat/token)", True),
@@ -39,7 +39,7 @@ _NOT_QUALITY = (
     "threads",
     "max_context",
 )
-_MOST_LABELS = 12  # more of them cover each other beside their points
+_MOST_LABELS = 12  # more of them cover each other
 _SMALLEST = 1e-12  # a KL divergence below is rounding of float64 sums and is shown as 0
 
 

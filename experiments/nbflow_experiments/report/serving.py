@@ -7,15 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from nbflow_experiments.figure_style import COLOURS, GREY, MARKERS, Drawing, NotDrawn, new_figure
 from nbflow_experiments.report.data import Results
-from nbflow_experiments.report.figure import (
-    COLOURS,
-    GREY,
-    MARKERS,
-    Drawing,
-    NotDrawn,
-    new_figure,
-)
 
 _MOST_LINES, _MOST_PANELS = 7, 3
 
@@ -114,7 +107,7 @@ def draw_prefix(results: Results) -> Drawing:
 
 
 def draw_speculation(results: Results) -> Drawing:
-    """Return the figure: proposals that were right, and speed beside the largest possible."""
+    """Return the figure: accepted draft tokens, and speed with its upper bound."""
     rows = measured(results, "speculation_speedup")
     rows = rows[rows.weights == results.weights]
     series = list(rows.groupby(["draft", "batch"], sort=False))[:_MOST_LINES]

@@ -6,8 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from nbflow_experiments.report.data import Results
-from nbflow_experiments.report.figure import (
+from nbflow_experiments.figure_style import (
     COLOURS,
     MARKERS,
     Drawing,
@@ -15,6 +14,7 @@ from nbflow_experiments.report.figure import (
     format_axis,
     new_figure,
 )
+from nbflow_experiments.report.data import Results
 
 _PANELS = (("prefill", "prefill (token/s)"), ("decode", "decode (token/s)"))
 

@@ -1,13 +1,14 @@
-"""Scoring text with a model, alone or beside a reference: perplexity, divergence, choices.
+"""Scoring text with a model, alone or against a reference: perplexity, divergence, choices.
 
-================  =================================================================================
-`windows`         a text cut into windows, and which tokens of each are scored
-`tokens`          what is learned from the logits of every scored token
-`comparison`      the statistics of those numbers, with llama-perplexity's names
-`stored`          a reference's logits in a chunked HDF5 file
-`text`            models over windows: one pass, the reference streamed beside or read from a file
-`greedy`          where two models' greedy texts part
-`choices`         multiple-choice questions
-`harness`         an adapter for lm-evaluation-harness
-================  =================================================================================
+====================  =============================================================================
+`windows`             text windows and the range of scored tokens in each
+`token_scores`        statistics of the logits of every scored token
+`estimates`           means with standard errors and bootstrap intervals
+`statistics_table`    the statistics of a run, with llama-perplexity's names
+`logits_file`         a reference's logits in a chunked HDF5 file
+`score_text`          one pass of a model over windows; the reference is a model or a file
+`greedy_divergence`   first position at which two models' greedy texts differ
+`multiple_choice`     multiple-choice questions
+`lm_eval`             an adapter for lm-evaluation-harness
+====================  =============================================================================
 """

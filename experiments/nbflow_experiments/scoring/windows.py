@@ -12,7 +12,7 @@ import numpy as np
 from nbflow_kernels.errors import UsageError, unknown_name
 
 SCORED = ("second-half", "all", "new")
-"""Which tokens of a window are scored.
+"""Choice of the scored tokens of a window.
 
 ``second-half``: those that have at least half a window before them (llama-perplexity);
 ``all``: every token but the first, which nothing predicts;

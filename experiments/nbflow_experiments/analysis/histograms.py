@@ -1,0 +1,127 @@
+"""Histograms of weights and of relative errors, and what the weights alone are like."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+PIECE_WEIGHTS = 1 << 20
+"""Weights looked at together: some 80 MB of float64 arrays."""
+OUTLIER = 4.0
+"""A weight counts as an outlier from this multiple of the tensor's root mean square on."""
+DENSITY_BINS = 1024
+"""Bins between the least and the largest weight for the differential entropy."""
+RELATIVE_EDGES = np.concatenate([[0.0], np.logspace(-6, 1, 141), [np.inf]])
+"""Edges of the histograms of relative errors: 20 bins a decade from 1e-6 to 10, and beyond."""
+SCALED_EDGES = np.concatenate([[-np.inf], np.linspace(-8, 8, 161), [np.inf]])
+"""Edges of the histograms of weights in units of their root mean square."""
+
+Wide = NDArray[np.float64]
+Counts = NDArray[np.int64]
+
+
+def pieces(array: NDArray[np.float32]) -> Iterator[tuple[int, int]]:
+    """Yield first and end rows of pieces of at most `PIECE_WEIGHTS` weights, one row at least."""
+    step = max(1, PIECE_WEIGHTS // array.shape[1])
+    for start in range(0, len(array), step):
+        yield start, min(start + step, len(array))
+
+
+def relative_counts(ratios: Wide) -> Counts:
+    """Return how many ratios lie between two `RELATIVE_EDGES`."""
+    with np.errstate(divide="ignore"):
+        bins = np.floor((np.log10(ratios.ravel()) + 6) * 20) + 1
+    return _counts(bins, len(RELATIVE_EDGES) - 1)
+
+
+def scaled_counts(scaled: Wide) -> Counts:
+    """Return how many numbers lie between two `SCALED_EDGES`."""
+    return _counts(np.floor((scaled.ravel() + 8) * 10) + 1, len(SCALED_EDGES) - 1)
+
+
+def _counts(bins: Wide, n_bins: int) -> Counts:
+    found = np.bincount(np.clip(bins, 0, n_bins - 1).astype(np.int64), minlength=n_bins)
+    return found.astype(np.int64)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Relative errors of some groups of weights of a tensor: its rows, columns or blocks."""
+
+    counts: Counts
+    """Number of groups between two `RELATIVE_EDGES`."""
+    median: float
+    largest: float
+    worst: int
+    """Index of the group with the largest."""
+
+    @classmethod
+    def of(cls, ratios: Wide) -> Spread:
+        """Return the spread of the groups' ratios."""
+        worst = int(np.argmax(ratios))
+        return cls(relative_counts(ratios), float(np.median(ratios)), float(ratios[worst]), worst)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Statistics of a tensor's weights, independent of the format."""
+
+    rms: float
+    """Root mean square."""
+    std: float
+    """Standard deviation."""
+    kurtosis: float
+    """Fourth central moment over the squared variance, minus 3: 0 for normal weights."""
+    outlier_share: float
+    """Share of weights of at least `OUTLIER` times `rms`."""
+    density_bits: float
+    """Differential entropy, in bits: of a histogram of `DENSITY_BINS` bins."""
+    counts: Counts
+    """Histogram of the weights over `rms`, between `SCALED_EDGES`."""
+
+    @classmethod
+    def of(cls, exact: NDArray[np.float32]) -> Weights:
+        """Look at a tensor (N, K) twice, so that no small difference of large sums is formed."""
+        n = exact.size
+        total = squares = 0.0
+        for start, stop in pieces(exact):
+            wide = exact[start:stop].astype(np.float64)
+            total, squares = total + float(wide.sum()), squares + float(np.square(wide).sum())
+        mean, rms = total / n, math.sqrt(squares / n)
+        low, high = float(exact.min()), float(exact.max())
+        second = fourth = 0.0
+        beyond = 0
+        counts = np.zeros(len(SCALED_EDGES) - 1, np.int64)
+        density = np.zeros(DENSITY_BINS, np.int64)
+        for start, stop in pieces(exact):
+            wide = exact[start:stop].astype(np.float64)
+            centred = np.square(wide - mean)
+            second, fourth = second + float(centred.sum()), fourth + float(np.square(centred).sum())
+            if rms:
+                beyond += int(np.count_nonzero(np.abs(wide) >= OUTLIER * rms))
+                counts += scaled_counts(wide / rms)
+            if high > low:
+                density += np.histogram(wide, DENSITY_BINS, (low, high))[0]
+        variance = second / n
+        return cls(
+            rms,
+            math.sqrt(variance),
+            fourth / n / variance**2 - 3 if variance else math.nan,
+            beyond / n,
+            _density_bits(density, (high - low) / DENSITY_BINS),
+            counts,
+        )
+
+
+def _density_bits(counts: Counts, width: float) -> float:
+    """Return the differential entropy of a histogram's density, with Miller and Madow's term."""
+    n = int(counts.sum())
+    if n == 0:  # all weights are the same
+        return -math.inf
+    share = counts[counts > 0] / n
+    bias = (len(share) - 1) / (2 * n * math.log(2))
+    return float(-np.sum(share * np.log2(share))) + bias + math.log2(width)

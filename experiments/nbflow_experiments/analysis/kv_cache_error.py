@@ -1,0 +1,88 @@
+"""Errors of a KV-cache format in one layer: keys, values, and attention output."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow.execute import Step
+from nbflow_experiments.analysis.layer_programs import Stage
+from nbflow_experiments.analysis.ratios import ratio, relative_error
+from nbflow_kernels.attention.kv_error import stored
+from nbflow_kernels.kvcache.formats import kv_format
+
+Floats = NDArray[np.float32]
+BUFFERS = ("k", "v", "a")  # keys and values as they are stored, results of the attention
+
+
+def split_kv(kv: str) -> tuple[str, str]:
+    """Return the formats of keys and of values that a name like ``q8`` or ``q8/q4`` means."""
+    keys, _, values = kv.partition("/")
+    return keys, values or keys
+
+
+class CacheErrors:
+    """Errors in a layer whose exact run has left its keys, values and attention's results."""
+
+    def __init__(self, head_dim: int) -> None:
+        self._head_dim = head_dim
+        self._exact: list[dict[str, Floats | None]] = []
+
+    def keep(self, stage: Stage, step: Step) -> None:
+        """Keep what the exact stage has left in its buffers after a window."""
+        self._exact.append({name: stage.buffer(name, len(step.ids)) for name in BUFFERS})
+
+    def row(self, kv: str, attention: list[Floats | None]) -> dict[str, Any]:
+        """Return the columns of a cache format.
+
+        Parameters
+        ----------
+        kv : str
+            Its name.
+        attention : list of array, shape (T, heads * value_dim)
+            What the attention gave for each window with this cache, from exact inputs.
+        """
+        keys, values = split_kv(kv)
+        return {
+            "keys_error": self._stored_error("k", keys),
+            "values_error": self._stored_error("v", values),
+            "attention_error": _relative(
+                [(e["a"], a) for e, a in zip(self._exact, attention, strict=True)]
+            ),
+            "keys_channel_ratio": self._channel_ratio("k"),
+            "values_channel_ratio": self._channel_ratio("v"),
+        }
+
+    def _heads(self, name: str) -> list[Floats]:
+        arrays = [exact[name] for exact in self._exact]
+        return [a.reshape(-1, self._head_dim) for a in arrays if a is not None]
+
+    def _stored_error(self, name: str, format: str) -> float:
+        """Return the relative error of head vectors after they were in a cache."""
+        return _relative([(x, stored(x.astype(np.float64), format)) for x in self._heads(name)])
+
+    def _channel_ratio(self, name: str) -> float:
+        """Return the largest root mean square of a channel of a head over the channels' median."""
+        arrays = [exact[name] for exact in self._exact]
+        if any(a is None for a in arrays):
+            return np.nan
+        sums = sum(np.square(a, dtype=np.float64).sum(axis=0) for a in arrays if a is not None)
+        sizes = np.sqrt(np.asarray(sums))
+        median = float(np.median(sizes))
+        return ratio(float(sizes.max()), median)
+
+
+def bits_per_value(format: str, head_dim: int) -> float:
+    """Return the bits of a number in a cache format, with scales and padding."""
+    return kv_format(format).bits_per_value(head_dim)
+
+
+def _relative(pairs: list[tuple[Any, Any]]) -> float:
+    """Return ||found - exact|| / ||exact|| over pairs (exact, found); NaN where there are none."""
+    if not pairs or any(a is None or b is None for a, b in pairs):
+        return np.nan
+    lost = sum(float(np.square(b - a.astype(np.float64)).sum()) for a, b in pairs)
+    norm = sum(float(np.square(a, dtype=np.float64).sum()) for a, _ in pairs)
+    return relative_error(lost, norm)

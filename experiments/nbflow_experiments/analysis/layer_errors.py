@@ -1,0 +1,302 @@
+"""Errors layer by layer on real activations: of the residual stream, of each matrix's outputs.
+
+One layer is in memory at a time.  All windows of the text pass through it in float32, and for each
+change twice more: from the exact input (what this layer alone does: *isolated*) and from the input
+that the changed layers before have made (*cumulative*).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import nbflow_kernels as nk
+from nbflow.calibrate.collect import MatrixInputs
+from nbflow_experiments.analysis.all_tensor_errors import kind_of, layer_of
+from nbflow_experiments.analysis.changes import Change, as_changes
+from nbflow_experiments.analysis.histograms import relative_counts
+from nbflow_experiments.analysis.kv_cache_error import CacheErrors
+from nbflow_experiments.analysis.layer_programs import Stage, make_steps, predicts, stage_programs
+from nbflow_experiments.analysis.logit_comparison import Comparison
+from nbflow_experiments.analysis.ratios import Table, ratio, relative_error, table_of
+from nbflow_experiments.analysis.treatments import Checkpoint, Treatment
+from nbflow_kernels import QuantTensor
+
+Floats = NDArray[np.float32]
+Windows = Sequence[Sequence[int] | NDArray[Any]] | NDArray[Any]
+
+
+@dataclass
+class LayerErrors:
+    """Result of `layer_errors`."""
+
+    layers: Table
+    """A row for each change and layer."""
+    modules: Table
+    """A row for each change of weights and matrix; those of experts by their kind."""
+    models: Table
+    """A row for each change: the divergence of the whole model."""
+    token_counts: dict[str, NDArray[np.int64]] = field(default_factory=dict)
+    """For each change, histograms (layers, bins) of the tokens' cumulative relative errors, between
+    `nbflow_experiments.analysis.histograms.RELATIVE_EDGES`."""
+
+
+def layer_errors(
+    model: str | os.PathLike[str],
+    changes: Sequence[str | Treatment | Change],
+    windows: Windows,
+    *,
+    spec: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> LayerErrors:
+    """Measure what changes do to the residual stream after every layer.
+
+    In memory are, of one layer, the float32 matrices three times and the changed ones, and for each
+    change the residual streams of all windows: 4 bytes x tokens x hidden size; with a cache format
+    one layer's keys, values and attention's results of all windows, too.
+
+    Parameters
+    ----------
+    model : str or path
+        What `nbflow.load` takes.
+    changes : sequence of str, Treatment or Change
+        Formats of the weights, or what else is to differ from the float32 model.
+    windows : sequence of array of int, shape (T,)
+        Token ids; each window begins with an empty cache.  Its last token is predicted only.
+    spec : str, optional
+        As in `nbflow.load`.
+    progress : callable, optional
+        Called with the number of stages done and of all.
+
+    Returns
+    -------
+    LayerErrors
+        docs/analysis.md defines the columns.
+
+    Raises
+    ------
+    UsageError
+        If the model or format does not exist, or a window does not fit the model.
+
+    Examples
+    --------
+    >>> found = layer_errors("tiny_python", ["q4"], [[0, 5, 7, 9, 11, 300, 2]])
+    >>> found.layers.columns[:4].tolist(), len(found.layers), len(found.modules)
+    (['change', 'layer', 'isolated_error', 'isolated_update_error'], 4, 28)
+    """
+    wanted = as_changes(changes)
+    with Checkpoint(model, spec) as checkpoint:
+        walk = _Walk(checkpoint, wanted, windows)
+        programs = stage_programs(checkpoint.spec)
+        for i, program in enumerate(programs):
+            walk.through(Stage.read(checkpoint, program, walk.tables))
+            if progress is not None:
+                progress(i + 1, len(programs))
+    return walk.found()
+
+
+class _Walk:
+    """The residual streams of all windows, exact and changed, on their way through the layers."""
+
+    def __init__(self, checkpoint: Checkpoint, changes: list[Change], windows: Windows) -> None:
+        self._checkpoint = checkpoint
+        self._changes = changes
+        self._steps = make_steps(checkpoint.spec, [w[:-1] for w in windows])
+        self._targets = [np.asarray(w[1:], np.int32) for w in windows]
+        self.tables: dict[Any, Any] = {}
+        self._exact: list[Floats] = []
+        self._changed: dict[str, list[Floats]] = {}
+        self._lost = {c.label: 0.0 for c in changes}  # squared isolated errors of the layers before
+        self._before: dict[str, float] = {}
+        self._layers: list[dict[str, Any]] = []
+        self._modules: list[dict[str, Any]] = []
+        self._models: list[dict[str, Any]] = []
+        self._counts: dict[str, list[NDArray[np.int64]]] = {c.label: [] for c in changes}
+
+    def found(self) -> LayerErrors:
+        """Return the tables."""
+        order = {c.label: i for i, c in enumerate(self._changes)}
+        rows = sorted(self._layers, key=lambda r: order[r["change"]])
+        modules = sorted(self._modules, key=lambda r: order[r["change"]])
+        counts = {label: np.stack(each) for label, each in self._counts.items()}
+        return LayerErrors(table_of(rows), table_of(modules), table_of(self._models), counts)
+
+    def through(self, stage: Stage) -> None:
+        """Take all streams through a stage."""
+        if not self._exact:
+            self._exact = [stage.run(step) for step in self._steps]
+            self._changed = {c.label: self._exact for c in self._changes}
+        elif stage.layer >= 0:
+            self._layer(stage)
+        elif predicts(self._checkpoint.spec):
+            self._head(stage)
+
+    def _layer(self, stage: Stage) -> None:
+        after = []
+        caches = CacheErrors(self._checkpoint.spec.head_dim)
+        for step, x in zip(self._steps, self._exact, strict=True):
+            after.append(stage.run(step, x))
+            if any(change.kv != "f32" for change in self._changes):
+                caches.keep(stage, step)
+        for change in self._changes:
+            self._change(stage, change, after, caches)
+        self._exact = after
+
+    def _change(
+        self, stage: Stage, change: Change, after: list[Floats], caches: CacheErrors
+    ) -> None:
+        """Take the streams of a change through a layer; `after` are the exact ones behind it."""
+        matrices = change.encode(self._checkpoint, stage)
+        if matrices:
+            self._modules += self._module_rows(stage, change, matrices)
+        isolated, cumulative = _Error(), _Error()
+        streams, attention = [], []
+        with change.applied(stage, matrices) as changed:
+            for i, step in enumerate(self._steps):
+                own = changed.run(step, self._exact[i])
+                if change.kv != "f32":
+                    attention.append(changed.buffer("a", len(step.ids)))
+                isolated.add(after[i], own, self._exact[i])
+                streams.append(changed.run(step, self._changed[change.label][i]))
+                cumulative.add(after[i], streams[-1], self._exact[i])
+        self._changed[change.label] = streams
+        row = self._row(change.label, stage.layer, isolated, cumulative)
+        if change.kv != "f32":
+            row |= caches.row(change.kv, attention)
+        self._layers.append(row)
+        self._counts[change.label].append(relative_counts(cumulative.of_tokens))
+
+    def _row(self, label: str, layer: int, isolated: _Error, cumulative: _Error) -> dict[str, Any]:
+        self._lost[label] += isolated.lost
+        independent = relative_error(self._lost[label], cumulative.norm)
+        before = self._before.get(label, np.nan)
+        self._before[label] = cumulative.relative
+        return {
+            "change": label,
+            "layer": layer,
+            "isolated_error": isolated.relative,
+            "isolated_update_error": relative_error(isolated.lost, isolated.update),
+            "cumulative_error": cumulative.relative,
+            "independent_error": independent,
+            "amplification": ratio(cumulative.relative, independent),
+            "growth": ratio(cumulative.relative, before),
+            "cosine": cumulative.cosine,
+            "isolated_token_median": float(np.median(isolated.of_tokens)),
+            "cumulative_token_median": float(np.median(cumulative.of_tokens)),
+            "cumulative_token_p99": float(np.percentile(cumulative.of_tokens, 99)),
+            "hidden_rms": float(np.sqrt(cumulative.norm / cumulative.n)),
+            "update_rms": float(np.sqrt(cumulative.update / cumulative.n)),
+            "tokens": len(cumulative.of_tokens),
+        }
+
+    def _module_rows(
+        self, stage: Stage, change: Change, matrices: dict[str, QuantTensor]
+    ) -> list[dict[str, Any]]:
+        """Run the exact stage once more and multiply its inputs with the errors of the weights."""
+        products = _Products(self._checkpoint, matrices)
+        stage.observe(lambda executor: MatrixInputs(executor, products.add))
+        for step, x in zip(self._steps, self._exact, strict=True):
+            stage.run(step, x)
+        stage.observe(None)
+        return [{"change": change.label, **row} for row in products.rows()]
+
+    def _head(self, stage: Stage) -> None:
+        for change in self._changes:
+            comparison = Comparison()
+            with change.applied(stage, {}) as changed:
+                for i, step in enumerate(self._steps):
+                    exact = stage.run(step, self._exact[i])
+                    logits = changed.run(step, self._changed[change.label][i])
+                    comparison.add(exact, logits, self._targets[i])
+            self._models.append({"change": change.label, **comparison.row()})
+
+
+class _Error:
+    """Squared errors of a stream, summed over windows."""
+
+    def __init__(self) -> None:
+        self.lost = self.norm = self.update = self._product = self._own = 0.0
+        self.n = 0
+        self._tokens: list[NDArray[np.float64]] = []
+
+    def add(self, exact: Floats, found: Floats, before: Floats) -> None:
+        """Add the states of one window after a layer, and the exact ones before it."""
+        wide = exact.astype(np.float64)
+        lost = np.square(found - wide).sum(axis=1)
+        norm = np.square(wide).sum(axis=1)
+        self.lost += float(lost.sum())
+        self.norm += float(norm.sum())
+        self.update += float(np.square(wide - before).sum())
+        self._product += float(np.sum(wide * found))
+        self._own += float(np.square(found, dtype=np.float64).sum())
+        self.n += wide.size
+        with np.errstate(divide="ignore", invalid="ignore"):
+            self._tokens.append(np.where(lost == 0, 0.0, np.sqrt(lost / norm)))
+
+    @property
+    def relative(self) -> float:
+        """Return the error over the norm of the exact states."""
+        return relative_error(self.lost, self.norm)
+
+    @property
+    def cosine(self) -> float:
+        """Return the cosine of all states as one vector."""
+        return ratio(self._product, float(np.sqrt(self.norm * self._own)))
+
+    @property
+    def of_tokens(self) -> NDArray[np.float64]:
+        """Return the relative error of each token."""
+        return np.concatenate(self._tokens)
+
+
+class _Products:
+    """Errors of products, ||X (W - Q).T|| / ||X W.T||, for the rows X that go into matrices."""
+
+    def __init__(self, checkpoint: Checkpoint, matrices: dict[str, QuantTensor]) -> None:
+        self._exact = {name: checkpoint.matrix(name) for name in matrices}
+        self._error = {
+            name: nk.dequantize(matrices[name]) - exact for name, exact in self._exact.items()
+        }
+        self._sums: dict[str, NDArray[np.float64]] = {}
+
+    def add(self, names: tuple[str, ...], x: NDArray[Any]) -> None:
+        """Add rows (T, K) that go into some matrices."""
+        for name in names:
+            if name in self._exact:
+                exact, error = self._exact[name], self._error[name]
+                group = f"layers.{layer_of(name)}.{kind_of(name)}" if ".moe." in name else name
+                sums = self._sums.setdefault(group, np.zeros(6))
+                sums += [
+                    _squares(x @ error.T),
+                    _squares(x @ exact.T),
+                    _squares(error),
+                    _squares(exact),
+                    _squares(x),
+                    x.size,
+                ]
+
+    def rows(self) -> list[dict[str, Any]]:
+        """Return a row for each matrix, or for all experts' of one kind."""
+        return [
+            {
+                "layer": layer_of(name),
+                "tensor": name,
+                "kind": kind_of(name),
+                "output_error": relative_error(lost, norm),
+                "weight_error": relative_error(weight_lost, weight_norm),
+                "gain": ratio(relative_error(lost, norm), relative_error(weight_lost, weight_norm)),
+                "input_rms": float(np.sqrt(inputs / n)) if n else np.nan,
+            }
+            for name, (lost, norm, weight_lost, weight_norm, inputs, n) in self._sums.items()
+        ]
+
+
+def _squares(array: NDArray[Any]) -> float:
+    """Return the sum of squares in float64."""
+    wide = array.astype(np.float64).ravel()
+    return float(wide @ wide)

@@ -1,0 +1,215 @@
+"""A model cut into stages that run one by one: the embedding, each layer, the head.
+
+A stage is the part of the program between two states of the residual stream, with weights, pages
+and its own buffers.  Its tensors can be replaced one by one, and it computes with the engine's
+kernels, so what is found here is what the engine does.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from nbflow.cache import PageTable, make_storage
+from nbflow.engine.memory_plan import PAGE_SIZE
+from nbflow.execute import HOST, CpuExecutor, RankWeights, Step, make_step
+from nbflow.program import build, fuse
+from nbflow.program.records import Op, Program
+from nbflow.spec.model_spec import ModelSpec
+from nbflow_experiments.analysis.treatments import Checkpoint
+from nbflow_kernels import QuantTensor
+from nbflow_kernels.errors import UsageError
+
+Floats = NDArray[np.float32]
+Observer = Callable[[Op, tuple[NDArray[Any], ...]], None]
+
+
+def stage_programs(spec: ModelSpec) -> list[Program]:
+    """Return the programs of the embedding, of each layer and of the head, in this order.
+
+    Raises
+    ------
+    UsageError
+        If the model has an encoder and a decoder.
+    """
+    if spec.encoder is not None:
+        raise UsageError(f"{spec.name} has an encoder and a decoder; only decoders are analysed")
+    whole = fuse(build(spec))
+    inside = [i for i, op in enumerate(whole.ops) if op.layer is not None]
+    first, end = inside[0], inside[-1] + 1
+    layers = [[op for op in whole.ops if op.layer == i] for i in range(spec.n_layers)]
+    return [
+        _part(whole, list(whole.ops[:first]), ()),
+        *(_part(whole, [Op("input", "x"), *ops], (i,)) for i, ops in enumerate(layers)),
+        _part(whole, [Op("input", "x"), *whole.ops[end:]], ()),
+    ]
+
+
+def _part(whole: Program, ops: list[Op], layers: tuple[int, ...]) -> Program:
+    """Return some ops of a program with the buffers they use."""
+    names = {name for op in ops for name in (op.out, *op.inputs)}
+    names |= {base for name in names & set(whole.buffers) if (base := whole.buffers[name].base)}
+    buffers = {name: buffer for name, buffer in whole.buffers.items() if name in names}
+    return dataclasses.replace(whole, ops=tuple(ops), buffers=buffers, layers=layers)
+
+
+class Stage:
+    """One stage of a model on the CPU, in float32 unless told otherwise.
+
+    Parameters
+    ----------
+    program : Program
+        One of `stage_programs`.
+    weights : RankWeights
+        Its weights, not joined.
+    kv : str
+        Format of the keys and values, as in `nbflow.load`.
+    activations : str
+        Arithmetic of the products, as in `nbflow.load`.
+    tables : dict, optional
+        Rotary tables that the stages of a model share.
+    """
+
+    def __init__(
+        self,
+        program: Program,
+        weights: RankWeights,
+        kv: str = "f32",
+        activations: str = "f32",
+        tables: dict[Any, Any] | None = None,
+    ) -> None:
+        self.program = program
+        self._exact = tuple(weights.operands)
+        self._weights = copy.copy(weights)
+        self._weights.operands = list(self._exact)
+        spec = program.spec
+        self._storage = make_storage(spec, program.layers, PAGE_SIZE, program.n_kv_heads, kv)
+        self._executor = CpuExecutor(program, self._weights, self._storage, activations=activations)
+        self._tables = self._executor.rope_tables = {} if tables is None else tables
+        self._out = program.ops[-1].out if not program.layers else "x"
+        self._replaced: dict[str, int] = {}
+
+    @classmethod
+    def read(
+        cls, checkpoint: Checkpoint, program: Program, tables: dict[Any, Any] | None = None
+    ) -> Stage:
+        """Return a stage with the checkpoint's weights in float32."""
+        weights = RankWeights(program, checkpoint.file, "f32", joined=False)
+        weights.settle(HOST)
+        return cls(program, weights, tables=tables)
+
+    @property
+    def layer(self) -> int:
+        """Return the number of the layer; -1 of the embedding and of the head."""
+        return self.program.layers[0] if self.program.layers else -1
+
+    @property
+    def tensors(self) -> list[str]:
+        """Return our names of the matrices that can be replaced."""
+        matrices = ("linear", "experts", "embedding")
+        ops = [op for op in self.program.ops if op.kind in matrices]
+        return [weight.name for op in ops for weight in op.weights]
+
+    def shown(self, name: str, matrix: Floats) -> Floats:
+        """Return a matrix of the checkpoint as the stage multiplies with it."""
+        ops = [op for op in self.program.ops if name in (weight.name for weight in op.weights)]
+        if not any(op.attrs.get("normalize_rows") for op in ops):
+            return matrix
+        normal: Floats = matrix / np.linalg.norm(matrix, axis=1, keepdims=True)
+        return normal
+
+    def alike(self, kv: str = "f32", activations: str = "f32") -> Stage:
+        """Return a stage with the same weights and another cache or arithmetic."""
+        weights = copy.copy(self._weights)
+        weights.operands = list(self._exact)
+        return Stage(self.program, weights, kv, activations, self._tables)
+
+    def use(self, tensors: Mapping[str, QuantTensor]) -> None:
+        """Compute with other matrices, by our name; those not named are the checkpoint's again."""
+        wanted = {name: id(tensor) for name, tensor in tensors.items()}
+        if wanted == self._replaced:
+            return
+        unknown = wanted.keys() - set(self.tensors)
+        if unknown:
+            raise UsageError(f"no matrix of this stage is called {min(unknown)!r}")
+        self._weights.operands[:] = [
+            tuple(
+                tensors.get(operand.name, old)
+                for operand, old in zip(op.weights, exact, strict=False)
+            )
+            or exact
+            for op, exact in zip(self.program.ops, self._exact, strict=True)
+        ]
+        self._replaced = wanted
+        self._executor.bind_anew()
+
+    def observe(self, observer: Callable[[CpuExecutor], Observer] | None) -> None:
+        """Have an observer called before each op with weights; it is made for the executor."""
+        self._executor.observe = None if observer is None else observer(self._executor)
+        self._executor.bind_anew()
+
+    def run(self, step: Step, x: Floats | None = None) -> Floats:
+        """Run the stage once from an empty cache.
+
+        Parameters
+        ----------
+        step : Step
+            Of `make_steps`.
+        x : array of float32, shape (T, E), optional
+            The residual stream; the embedding takes none.
+
+        Returns
+        -------
+        array of float32, shape (T, E) or (T, V)
+            The residual stream after the stage; the logits, or the last hidden states of a model
+            without a head.
+        """
+        self._storage.ensure(int(step.pages.kv_indices.max()) + 1)
+        if x is not None:
+            self._executor.given = x
+        self._executor.run(step)
+        return self._executor.buffer(self._out, len(step.ids)).copy()
+
+    def buffer(self, name: str, n_rows: int) -> Floats | None:
+        """Return a copy of a buffer as the last run left it; None if the stage has no such."""
+        if name not in self.program.buffers:
+            return None
+        return self._executor.buffer(name, n_rows).copy()
+
+
+def make_steps(spec: ModelSpec, windows: Iterable[Sequence[int] | NDArray[Any]]) -> list[Step]:
+    """Return the steps that run windows of a text, each from an empty cache.
+
+    Parameters
+    ----------
+    spec : ModelSpec
+        The model.
+    windows : iterable of array of int, shape (T,)
+        Token ids.
+
+    Raises
+    ------
+    UsageError
+        If a window is empty or longer than the context, or an id is outside the vocabulary.
+    """
+    from nbflow.engine.checks import check_ids
+
+    steps = []
+    for window in windows:
+        ids = check_ids(spec, window, 0)
+        table = PageTable(PAGE_SIZE)
+        table.add(0)
+        steps.append(make_step(table, [0], [ids], range(len(ids))))
+    if not steps:
+        raise UsageError("the list of windows is empty")
+    return steps
+
+
+def predicts(spec: ModelSpec) -> bool:
+    """Return whether a model predicts the next token, so that its predictions can be scored."""
+    return spec.head and spec.causal

@@ -1,0 +1,303 @@
+"""Everything the sweeps ask of the engine, in one place."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from nbflow.parallel import Alone, Comm, ranks_of, world
+from nbflow_kernels.errors import UsageError
+
+if TYPE_CHECKING:
+    from nbflow.engine.model import Model
+
+LARGEST_OUTLIERS = 0.05
+"""The largest share of outliers that the engine takes."""
+AUTO = "auto"
+"""The partition that the planner chooses for the ranks there are."""
+MEASURED = "measured"
+"""The machine that the sweep runs on, described by measuring it."""
+
+__all__ = ["Alone", "Comm", "world"]
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Model that a name stands for, without its weights."""
+
+    model: str
+    """Name or path, as the sweep says."""
+    digest: str
+    """sha256 over the weights, the configuration and the tokenizer."""
+    folder: Path
+    """Folder of the weights, where an ``eval.txt`` may lie."""
+    max_context: int
+    """Longest sequence, in tokens."""
+    vocab_size: int
+    """Number of tokens of the vocabulary."""
+    shapes: dict[str, tuple[int, ...]]
+    """Shape of every tensor, by our name."""
+    stored_bytes: dict[str, int]
+    """Bytes of every tensor in the checkpoint, by our name."""
+    kv_width: int
+    """Numbers the key/value cache holds for one token, all layers."""
+
+
+def format_names() -> tuple[str, ...]:
+    """Return the names of the weight formats, short names included."""
+    import nbflow_kernels as nk
+
+    return (*nk.FORMATS.short_names, *nk.FORMATS)
+
+
+def is_policy(name: str) -> bool:
+    """Return whether this is the name of a policy file, not of a weight format."""
+    from nbflow.weights_policy import ENDING
+
+    return name.lower().endswith(ENDING)
+
+
+def policy_bits(file: str) -> float:
+    """Return the bits per weight that a policy file states, or else the mean of its formats'.
+
+    Raises
+    ------
+    UsageError
+        If it is not a policy file.
+    """
+    from nbflow.weights_policy import weight_formats
+
+    formats = weight_formats(file)
+    assert formats is not None
+    stated = (formats.facts or {}).get("bits_per_weight")
+    if isinstance(stated, int | float):
+        return float(stated)
+    return sum(bits_per_weight(format) for _, format in formats.patterns) / len(formats.patterns)
+
+
+def check_encoder(name: str) -> None:
+    """Raise unless there is such an encoder."""
+    from nbflow.folding import check_encoder as check
+
+    check(name)
+
+
+def bits_per_weight(name: str) -> float:
+    """Return the storage cost of a weight format, in bits."""
+    import nbflow_kernels as nk
+
+    if is_policy(name):
+        return policy_bits(name)
+    return float(nk.FORMATS[name].bits_per_weight)
+
+
+def is_float_format(name: str) -> bool:
+    """Return whether a weight format stores each weight alone, as a float."""
+    import nbflow_kernels as nk
+
+    return not is_policy(name) and int(nk.FORMATS[name].block_size) == 1
+
+
+def load_formats(file: Path) -> None:
+    """Execute a Python file that registers weight formats."""
+    import nbflow_kernels as nk
+
+    nk.load_formats(file)
+
+
+def format_digest(name: str, importance: str = "") -> str:
+    """Return the digest of the files that decide how weights are stored.
+
+    The source of a registered format, a policy, importances; empty without any.
+    """
+    import nbflow_kernels as nk
+
+    files = [
+        Path(file) for file in (name, importance) if file and (file != name or is_policy(name))
+    ]
+    own = "" if is_policy(name) else str(getattr(nk.FORMATS[name], "digest", ""))
+    return "+".join([own] * bool(own) + [digest_files([file]) for file in files])
+
+
+def kv_format_names() -> tuple[str, ...]:
+    """Return the names of the formats of the key/value cache."""
+    from nbflow_kernels.kvcache.rows import KINDS
+    from nbflow_kernels.quants import FORMATS
+
+    short = [name for name, explicit in FORMATS.short_names.items() if explicit in KINDS]
+    return (*KINDS, *short)
+
+
+def kv_bits(kv: str) -> float:
+    """Return the bits per number of a cache: the mean of keys and values, without padding."""
+    keys, _, values = kv.partition("/")
+    return (bits_per_weight(keys) + bits_per_weight(values or keys)) / 2
+
+
+def partition_ranks(partition: str) -> tuple[int, ...]:
+    """Return the numbers of the ranks that a partition string names; "auto" goes with any."""
+    return (0,) if partition == AUTO else ranks_of(partition)
+
+
+def choices() -> dict[str, tuple[str, ...]]:
+    """Return the values of those settings that have a fixed list of them."""
+    from nbflow.engine.load import ACTIVATIONS
+    from nbflow.parallel.plan import EXCHANGES
+    from nbflow.planner import AIMS
+
+    return {"activations": ACTIVATIONS, "exchange": EXCHANGES, "optimize": AIMS}
+
+
+def check_machine(name: str) -> None:
+    """Raise unless there is a description of a machine with this name or path."""
+    from nbflow.planner import load_machine
+
+    load_machine(name)
+
+
+def is_quantized(name: str, shape: Sequence[int]) -> bool:
+    """Return whether the engine stores this tensor in the weight format."""
+    from nbflow.weights_policy import is_quantized as policy
+
+    return bool(policy(name, tuple(shape)))
+
+
+def identify(model: str) -> ModelIdentity:
+    """Return the identity of a model; reads every byte of its files once."""
+    from nbflow.spec import resolve
+    from nbflow.weights import open_weights
+
+    resolved = resolve(model)
+    shapes = resolved.spec.tensor_shapes()
+    with open_weights(resolved.path) as weights:
+        files = [Path(file) for file in weights.files()]
+        stored = {n: weights.n_bytes(resolved.spec.checkpoint_name(n)) for n in shapes}
+    folder = files[0].parent
+    if resolved.tokenizer is not None and resolved.tokenizer not in files:  # GGUF holds both
+        files.append(resolved.tokenizer)
+    files += [folder / "config.json"] if (folder / "config.json").is_file() else []
+    spec = resolved.spec
+    return ModelIdentity(
+        model,
+        digest_files(files),
+        folder,
+        spec.max_context,
+        spec.vocab_size,
+        shapes,
+        stored,
+        (2 if spec.latent is None else 1) * spec.n_layers * spec.n_kv_heads * spec.cached_dim,
+    )
+
+
+def digest_files(files: Sequence[Path]) -> str:
+    """Return the sha256 over the names and contents of files, whatever their order."""
+    total = hashlib.sha256()
+    for file in sorted(set(files), key=lambda f: f.name):
+        with file.open("rb") as stream:
+            content = hashlib.file_digest(stream, "sha256").hexdigest()
+        total.update(f"{file.name} {content}\n".encode())
+    return total.hexdigest()
+
+
+def load(model: str, comm: Comm | None = None, **settings: Any) -> Model:
+    """Load a model with settings of a point; "" and 0 stand for the engine's own choice."""
+    import nbflow
+
+    options: dict[str, Any] = {
+        name: value if name == "outliers" else value or None for name, value in settings.items()
+    }
+    if settings.get("machine") == MEASURED:
+        options["machine"] = None
+    return nbflow.load(model, comm=comm, **options)
+
+
+def time_prefill(model: Model, n_prompt: int, batch: int, repeats: int, warmup: int) -> list[float]:
+    """Return the seconds of each repetition of reading the prompts."""
+    from nbflow import bench
+
+    return bench.time_prefill(model, n_prompt, batch, repeats, warmup=warmup)
+
+
+def time_decode(
+    model: Model, n_prompt: int, n_gen: int, batch: int, repeats: int, warmup: int
+) -> list[float]:
+    """Return the seconds of each repetition of decoding `n_gen` tokens per sequence."""
+    from nbflow import bench
+
+    return bench.time_decode(model, n_prompt, n_gen, batch, repeats, warmup=warmup)
+
+
+def weight_pairs(
+    model: str, weights: str, outliers: float = 0.0, encoder: str = "best", importance: str = ""
+) -> Iterator[tuple[str, np.ndarray, np.ndarray, int]]:
+    """Yield our name, the exact float32 values, the format's values and its bytes.
+
+    Only tensors that the engine quantizes; one tensor is in memory at a time.  Exact are the
+    checkpoint's values, or those that an encoder that changes the model first makes of them.
+    """
+    import nbflow_kernels as nk
+    from nbflow.writing.encoded import encoded_matrices
+
+    found = encoded_matrices(
+        model, weights, encoder=encoder, importance=importance or None, outliers=outliers
+    )
+    for name, exact, quantized in found:
+        yield name, exact, nk.dequantize(quantized), int(quantized.nbytes)
+
+
+def evaluation_text(setting: str, identity: ModelIdentity, sweep_folder: Path) -> Path:
+    """Return the text file that a point is evaluated on."""
+    if setting:
+        path = Path(setting) if Path(setting).is_absolute() else sweep_folder / setting
+        if not path.is_file():
+            raise UsageError(f"eval_text: the file {path} does not exist")
+        return path
+    path = identity.folder / "eval.txt"
+    if not path.is_file():
+        raise UsageError(
+            f"{identity.model} brings no eval.txt; name a text file with [settings] eval_text = ..."
+        )
+    return path
+
+
+def text_file(
+    model: str | os.PathLike[str],
+    text: str | os.PathLike[str] | None = None,
+    spec: str | None = None,
+) -> Path:
+    """Return `text`, or the ``eval.txt`` in the folder of a model's weights, which are not read.
+
+    Raises
+    ------
+    UsageError
+        If the file does not exist.
+    """
+    from nbflow.spec import resolve
+
+    if text is not None:
+        path = Path(text)
+        if not path.is_file():
+            raise UsageError(f"text: the file {path} does not exist")
+        return path
+    weights = resolve(model, spec=spec).path
+    path = (weights if weights.is_dir() else weights.parent) / "eval.txt"
+    if not path.is_file():
+        raise UsageError(f"{model} brings no eval.txt; name a text with --text FILE (text=)")
+    return path
+
+
+def tokenize(model: str, text: str) -> tuple[np.ndarray, int | None]:
+    """Return the ids of a text, int64 (N,), and the BOS id if the model's inputs begin with it."""
+    import nbflow
+
+    tokenizer = nbflow.load_tokenizer(model)
+    ids = np.asarray(tokenizer.encode(text), np.int64)
+    begun = tokenizer.encode("a", add_special_tokens=True)
+    bos = tokenizer.bos_id
+    return ids, bos if bos is not None and begun and begun[0] == bos else None

@@ -1,0 +1,215 @@
+"""A point of a sweep: its frozen configuration and the id made from it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nbflow_experiments import backend
+from nbflow_experiments.config.sweep_file import Sweep
+from nbflow_experiments.measures import METRICS_VERSION, needs_text
+from nbflow_experiments.settings import SETTINGS, Value
+from nbflow_kernels.errors import UsageError
+
+FORMAT_SETTINGS = ("weights", "outliers", "encoder", "importance")
+"""Points that agree in these, and in the model, have the same weights."""
+_EVALUATION = ("eval_text", "eval_tokens", "eval_window", "eval_context", "seed")
+_LENGTHS = (
+    *("batch", "prompt", "decode", "prefix", "shared_keys", "own_keys", "heads"),
+    *("draft", "n_draft", "repeats", "warmup"),
+)
+LOAD_SETTINGS = tuple(name for name in SETTINGS if name not in (*_EVALUATION, *_LENGTHS))
+"""Points that agree in these can use one loaded model."""
+OUTLIER_BITS = 64
+"""Bits of an outlier that is stored outside the format."""
+QUALITY_SETTINGS = (*LOAD_SETTINGS, *_EVALUATION)
+"""Points that agree in these have the same errors: the batch and the lengths do not matter."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One point, ready to be run."""
+
+    id: str
+    """sha256 of the canonical JSON of everything that decides the result."""
+    config: dict[str, Value]
+    """Every setting."""
+    measures: tuple[str, ...]
+    """Names of the measures."""
+    model_digest: str
+    """sha256 of the model's files."""
+    dataset_digest: str
+    """sha256 of the evaluated text; empty where no measure reads it."""
+    text: Path | None
+    """The evaluated text."""
+    format_digest: str = ""
+    """Digest of the files that decide on the weights: the source of a registered format, a policy,
+    importances; empty without any."""
+
+    @property
+    def short(self) -> str:
+        """Return the name of the point's folder."""
+        return self.id[:12]
+
+    def key(self, names: Iterable[str]) -> tuple[Value, ...]:
+        """Return the values of some settings, to compare points by."""
+        return tuple(self.config[name] for name in names)
+
+    def record(self) -> dict[str, Any]:
+        """Return what the id is made of."""
+        return _identity(
+            self.config, self.measures, self.model_digest, self.dataset_digest, self.format_digest
+        )
+
+
+def _identity(
+    config: Mapping[str, Value], measures: tuple[str, ...], model: str, dataset: str, format: str
+) -> dict[str, Any]:
+    """Return the plain data that decides a point's result."""
+    identity = {
+        "config": dict(config),
+        "measures": list(measures),
+        "model_sha256": model,
+        "dataset_sha256": dataset,
+        "metrics_version": METRICS_VERSION,
+    }
+    return identity | ({"format_digest": format} if format else {})
+
+
+def point_id(identity: Mapping[str, Any]) -> str:
+    """Return the id of a point.
+
+    Parameters
+    ----------
+    identity : mapping
+        Plain data, as `Point.record` gives it; the order of its keys does not matter.
+
+    Returns
+    -------
+    str
+        sha256 of the JSON with sorted keys and no spaces, in hexadecimal.
+
+    Examples
+    --------
+    >>> point_id({"b": 1, "a": "x"}) == point_id({"a": "x", "b": 1})
+    True
+    """
+    text = json.dumps(identity, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def make_points(sweep: Sweep) -> list[Point]:
+    """Freeze the points of a sweep, in the order in which they run.
+
+    Points that can use one loaded model stand together; otherwise the order is the file's.
+
+    Raises
+    ------
+    UsageError
+        If a model or text does not exist, or the lengths do not fit into the model's context.
+    """
+    identities: dict[str, backend.ModelIdentity] = {}
+    digests: dict[Path, str] = {}
+    points: dict[str, Point] = {}
+    for config in sweep.points:
+        model = str(config["model"])
+        if model not in identities:
+            identities[model] = backend.identify(model)
+        _check_lengths(config, identities[model])
+        text, dataset = None, ""
+        if needs_text(sweep.measures):
+            _check_window(config, identities[model])
+            text = backend.evaluation_text(
+                str(config["eval_text"]), identities[model], sweep.folder
+            )
+            if text not in digests:
+                digests[text] = hashlib.sha256(text.read_bytes()).hexdigest()
+            dataset = digests[text]
+        digest = identities[model].digest
+        format = backend.format_digest(str(config["weights"]), str(config["importance"]))
+        name = point_id(_identity(config, sweep.measures, digest, dataset, format))
+        points[name] = Point(name, dict(config), sweep.measures, digest, dataset, text, format)
+    groups: dict[tuple[Value, ...], list[Point]] = {}
+    for point in points.values():
+        groups.setdefault(point.key(LOAD_SETTINGS), []).append(point)
+    return [point for group in groups.values() for point in group]
+
+
+def _check_lengths(config: Mapping[str, Value], identity: backend.ModelIdentity) -> None:
+    """Raise if a sequence of the point is longer than its context."""
+    longest = int(config["max_context"]) or identity.max_context
+    if longest > identity.max_context:
+        raise UsageError(
+            f"max_context must be at most {identity.max_context}, the context of "
+            f"{identity.model}, got {longest}"
+        )
+    asked = int(config["prompt"]) + 1 + int(config["decode"])
+    if asked > longest:
+        raise UsageError(
+            f"prompt + 1 + decode must be at most {longest} tokens, the context of "
+            f"{identity.model}, got {config['prompt']} + 1 + {config['decode']} = {asked}"
+        )
+
+
+def _check_window(config: Mapping[str, Value], identity: backend.ModelIdentity) -> None:
+    """Raise if an evaluated window is longer than the point's context."""
+    longest = int(config["max_context"]) or identity.max_context
+    if int(config["eval_window"]) > longest:
+        raise UsageError(
+            f"eval_window must be at most {longest} tokens, the context of {identity.model}, "
+            f"got {config['eval_window']}"
+        )
+
+
+def check_world(points: Iterable[Point], size: int) -> None:
+    """Raise if a partition needs more ranks than there will be.
+
+    Without mpirun (`size` 1) every partition runs on in-process ranks, unless the point says how
+    many ranks are to be started for it.
+    """
+    for point in points:
+        ranks = int(point.config["ranks"])
+        highest = max(backend.partition_ranks(str(point.config["partition"])))
+        if ranks:
+            if size not in (1, ranks):
+                raise UsageError(
+                    f"a point has ranks = {ranks}, but mpirun started {size} ranks; start nbflow "
+                    f"sweep without mpirun: it starts the ranks of each point itself"
+                )
+            if highest >= ranks:
+                raise UsageError(
+                    f"partition {point.config['partition']!r} names rank {highest}, so it needs "
+                    f"ranks = {highest + 1}, got {ranks}; ranks = 'auto' counts them, [[exclude]] "
+                    f"leaves points out"
+                )
+        elif size > 1 and highest >= size:
+            raise UsageError(
+                f"partition {point.config['partition']!r} names rank {highest}, but mpirun started "
+                f"{size} ranks (0 to {size - 1}); start with: mpirun -n {highest + 1} ..."
+            )
+
+
+def estimate_bytes(point: Point, identity: backend.ModelIdentity) -> dict[str, int]:
+    """Return the bytes of weights and of key/value cache that a point needs, all ranks together.
+
+    Weights of the quantized matrices count with the format's bits, the other tensors with the bytes
+    they have in the checkpoint; copies that several ranks hold are counted once.
+    """
+    bits = backend.bits_per_weight(str(point.config["weights"]))
+    bits += OUTLIER_BITS * float(point.config["outliers"])
+    weights = 0.0
+    for name, shape in identity.shapes.items():
+        if backend.is_quantized(name, shape):
+            weights += math.prod(shape) * bits / 8
+        else:
+            weights += identity.stored_bytes[name]
+    tokens = int(point.config["batch"]) * (
+        int(point.config["prompt"]) + int(point.config["decode"])
+    )
+    cache = tokens * identity.kv_width * backend.kv_bits(str(point.config["kv"])) / 8
+    return {"weight_bytes": round(weights), "kv_bytes": round(cache)}

@@ -1,0 +1,41 @@
+"""Bytes that the ranks send each other.
+
+The payload bytes of one untimed repetition of the `decode` measure: `batch` prompts of `prompt`
+tokens are read and `decode` steps follow.  A message to k ranks counts k times; headers and objects
+that only steer the run do not count.  `traffic_predicted_bytes` is what the partition says
+beforehand about the same run. `traffic_bytes_per_token` divides the measured bytes by all tokens,
+batch x (prompt + decode).  With ``exchange = "q8"``, `exchange_error_relative` is the root mean
+square of what rounding takes off the partial sums, by that of the sums, over all steps since the
+model was loaded.
+"""
+
+from __future__ import annotations
+
+from nbflow_experiments import backend
+from nbflow_experiments.measures.measure import Context, Measure, Outcome, Reading
+
+
+def run(context: Context) -> Outcome:
+    """Count the bytes of one run."""
+    prompt, steps, batch = (context.number(name) for name in ("prompt", "decode", "batch"))
+    context.model.reset_traffic()
+    backend.time_decode(context.model, prompt, steps, batch, 1, 0)
+    ranks = context.model.gather("traffic")
+    rounded = context.config["exchange"] != "f32"
+    error = context.model.exchange_error() if rounded else 0.0
+    if not context.leads:
+        return Outcome()
+    measured = sum(rank["measured_bytes"] for rank in ranks)
+    predicted = sum(rank["predicted_bytes"] for rank in ranks)
+    per_token = measured / (batch * (prompt + steps))
+    readings = [
+        Reading("traffic_measured_bytes", float(measured), "byte"),
+        Reading("traffic_predicted_bytes", float(predicted), "byte"),
+        Reading("traffic_bytes_per_token", per_token, "byte/token"),
+    ]
+    if rounded:
+        readings.append(Reading("exchange_error_relative", error, "1"))
+    return Outcome(readings)
+
+
+MEASURE = Measure("traffic", "point", run, str(__doc__))

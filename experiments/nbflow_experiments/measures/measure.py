@@ -1,0 +1,131 @@
+"""Interface of a measure: its context, readings, arrays and outcome."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from nbflow.engine.model import Model
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One measured number."""
+
+    metric: str
+    """Name of the metric, which ends with its unit unless it is a plain ratio."""
+    value: float
+    """The number; NaN where it could not be formed."""
+    unit: str
+    """Its unit; "1" for ratios and counts."""
+    n: int = 1
+    """Number of observations it summarises."""
+    stderr: float | None = None
+    """Standard error, where one is defined."""
+    rank: int | None = None
+    """Rank it belongs to; None: the whole model."""
+    repeat: int | None = None
+    """Repetition it belongs to; None: a summary."""
+
+
+@dataclass(frozen=True)
+class Array:
+    """Numbers that are kept in HDF5."""
+
+    values: np.ndarray
+    """One-dimensional."""
+    unit: str
+    """Unit of the numbers."""
+    labels: tuple[str, ...] = ()
+    """Name of each entry, if they have names."""
+    note: str = ""
+    """Meaning of an entry."""
+
+
+@dataclass
+class Outcome:
+    """Everything one measure found at one point."""
+
+    readings: list[Reading] = field(default_factory=list)
+    """The numbers."""
+    arrays: dict[str, Array] = field(default_factory=dict)
+    """The arrays, by name."""
+    rank_arrays: dict[str, Array] = field(default_factory=dict)
+    """Arrays of this rank alone, by name; under mpirun each rank writes its own file."""
+
+
+@dataclass
+class Context:
+    """Input of a measure, on every rank that holds a part of the model."""
+
+    config: Mapping[str, str | int | float]
+    """The point's settings."""
+    model: Model
+    """The loaded model."""
+    leads: bool
+    """True on the rank whose result is recorded."""
+    windows: np.ndarray | None = None
+    """Token ids to evaluate, int64 (windows, window); None where no measure needs them."""
+    reference: Path | None = None
+    """HDF5 file with the reference's logits (`nbflow_experiments.measures.reference_logits`)."""
+    shared: dict[str, Any] = field(default_factory=dict)
+    """Cache shared by measures of one quality, for example the evaluation pass."""
+
+    def number(self, name: str) -> int:
+        """Return an integer setting."""
+        return int(self.config[name])
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A measure: one file of this folder."""
+
+    name: str
+    """Name in the sweep file."""
+    scope: Literal["format", "quality", "point"]
+    """Inputs of its result: only the model and its weight format (measured once per format),
+    everything but batch and lengths (once per loaded model), or every setting."""
+    run: Callable[[Context], Outcome]
+    """Called on every rank that holds a part of the model, in step."""
+    about: str
+    """Definition, exclusions, unit and repetitions: the docstring of its module."""
+    needs_text: bool = False
+    """True if it evaluates text."""
+    needs_reference: bool = False
+    """True if it compares with the logits of the unquantized model."""
+    by_default: bool = True
+    """True if it runs in sweeps that list no measures."""
+
+
+def repeated(metric: str, values: Sequence[float] | np.ndarray, unit: str) -> list[Reading]:
+    """Return the median of repetitions, and each of them."""
+    return [
+        Reading(metric, float(np.median(values)), unit, len(values)),
+        *(Reading(metric, float(value), unit, repeat=i) for i, value in enumerate(values)),
+    ]
+
+
+def speed(name: str, seconds: Sequence[float], n_tokens: int, leads: bool) -> Outcome:
+    """Return median, slowest, fastest and every repetition of `n_tokens` done in `seconds`.
+
+    A rank that does not lead only keeps its own seconds.
+    """
+    note = f"wall time of one repetition: {n_tokens} tokens"
+    array = Array(np.asarray(seconds, np.float64), "s", note=note)
+    if not leads:
+        return Outcome(rank_arrays={f"{name}_s": array})
+    rates = n_tokens / np.asarray(seconds, np.float64)
+    unit, n = "token/s", len(rates)
+    median, *repetitions = repeated(f"{name}_tokens_per_s", rates, unit)
+    readings = [
+        median,
+        Reading(f"{name}_min_tokens_per_s", float(rates.min()), unit, n),
+        Reading(f"{name}_max_tokens_per_s", float(rates.max()), unit, n),
+        *repetitions,
+    ]
+    return Outcome(readings, {f"{name}_s": array}, {f"{name}_s": array})

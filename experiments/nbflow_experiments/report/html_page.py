@@ -1,0 +1,165 @@
+"""The HTML page of a report."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from string import Template
+from typing import Any
+
+from nbflow_experiments.measures import MEASURES
+from nbflow_experiments.report.data import Results
+from nbflow_experiments.settings import SETTINGS
+from nbflow_experiments.sweep.progress import headline
+
+_LAST = ("attempt", "wall_s")
+"""Columns that say more of the launch than of the point."""
+_HIDDEN = ("status", "error_type", "error_message", "quality_shared_from")
+
+
+def render_page(results: Results, sections: Sequence[tuple[str, str, str]]) -> str:
+    """Return the page.
+
+    Parameters
+    ----------
+    results : Results
+        What was recorded.
+    sections : sequence of (name, SVG element, caption)
+        The figures; one without a drawing shows its caption only.
+
+    Returns
+    -------
+    str
+        HTML that refers to nothing outside itself.
+    """
+    template = resources.files("nbflow_experiments.report").joinpath("page.html")
+    return Template(template.read_text(encoding="utf-8")).substitute(
+        title=_text(results.sweep["name"]),
+        description=_text(results.sweep.get("description", "")),
+        facts=_facts(results),
+        figures="\n".join(_figure(*section) for section in sections),
+        points=_points(results),
+        failures=_failures(results),
+        measures=_measures(results),
+        provenance=_provenance(results),
+    )
+
+
+def _text(value: object) -> str:
+    """Return text that is safe inside an element."""
+    return html.escape(str(value))
+
+
+def _prose(text: str) -> str:
+    """Return words of a docstring, names in code type."""
+    return re.sub(r"``(.+?)``|`(.+?)`", lambda m: f"<code>{m[1] or m[2]}</code>", _text(text))
+
+
+def _facts(results: Results) -> str:
+    """Return what is the same for all points, and the machine."""
+    launch = results.launches[-1] if results.launches else {}
+    rank = (launch.get("ranks") or [{}])[0]
+    ranks = launch.get("world_size", 1)
+    fixed = {n: results.points[n].iloc[0] for n in SETTINGS if results.points[n].nunique() == 1}
+    fixed = {name: value for name, value in fixed.items() if value != ""}
+    facts = {
+        "points": f"{len(results.done)} measured, {len(results.failures)} failed",
+        "processor": f"{rank.get('cpu_model', '?')}, {rank.get('cores', '?')} cores",
+        "ranks": f"{ranks} MPI ranks" if ranks > 1 else "threads of one process",
+        "date": launch.get("started", "?"),
+        "same for all": ", ".join(f"{name} {value}" for name, value in fixed.items()),
+    }
+    rows = (f"<dt>{_text(k)}</dt><dd>{_text(v)}</dd>" for k, v in facts.items())
+    return f"<dl>{''.join(rows)}</dl>"
+
+
+def _figure(name: str, svg: str, caption: str) -> str:
+    """Return one figure with its caption."""
+    return f'<figure id="{name}">{svg}<figcaption>{_text(caption)}</figcaption></figure>'
+
+
+def _points(results: Results) -> str:
+    """Return the sortable table of the points that succeeded."""
+    done = results.done
+    factors = [n for n in results.sweep["factors"] if n in done]
+    numbers = [
+        c
+        for c in done
+        if c not in SETTINGS and c not in _HIDDEN and c != "point" and done[c].notna().any()
+    ]
+    numbers = [c for c in numbers if c not in _LAST]
+    columns = [*factors, *numbers, *(c for c in _LAST if c in done), "point"]
+    head = "".join(f"<th>{_text(column)}</th>" for column in columns)
+    body = []
+    for _, row in done.iterrows():
+        body.append("<tr>" + "".join(_cell(row[column]) for column in columns) + "</tr>")
+    return table(head, "\n".join(body))
+
+
+def table(head: str, body: str) -> str:
+    """Return a table whose columns can be sorted."""
+    return (
+        f'<div class="wide"><table class="sortable"><thead><tr>{head}</tr></thead>\n'
+        f"<tbody>{body}</tbody></table></div>"
+    )
+
+
+def _cell(value: Any) -> str:
+    """Return a table cell; numbers keep their full value for sorting."""
+    if isinstance(value, str):
+        return f'<td data-sort="{html.escape(value, quote=True)}">{_text(value)}</td>'
+    number = float(value)
+    if math.isnan(number):
+        return '<td data-sort="">-</td>'
+    large = number == round(number) and abs(number) < 1e15
+    text = f"{number:,.0f}" if large or abs(number) >= 1e5 else f"{number:.5g}"
+    return f'<td class="number" data-sort="{number!r}">{text}</td>'
+
+
+def _failures(results: Results) -> str:
+    """Return the failed points with their errors."""
+    if not results.failures:
+        return "<p>None.</p>"
+    items = []
+    for failure in results.failures:
+        config = ", ".join(f"{name} = {value}" for name, value in failure["config"].items())
+        summary = _text(f"{config}: {headline(failure['type'], str(failure['message']))}")
+        trace = _text(failure["traceback"])
+        items.append(f"<details><summary>{summary}</summary><pre>{trace}</pre></details>")
+    return "\n".join(items)
+
+
+def _measures(results: Results) -> str:
+    """Return what each measure is, in the words of its module."""
+    parts = []
+    for name in results.sweep.get("measures", ()):
+        paragraphs = re.split(r"\n\s*\n", MEASURES[name].about.strip())
+        text = "".join(f"<p>{_prose(' '.join(p.split()))}</p>" for p in paragraphs)
+        parts.append(f"<h3>{_text(name)}</h3>{text}")
+    return "\n".join(parts)
+
+
+def _provenance(results: Results) -> str:
+    """Return the provenance of every launch."""
+    parts = []
+    for i, launch in enumerate(results.launches):
+        rows = "".join(
+            f"<tr><th>{_text(key)}</th><td>{_value(value)}</td></tr>"
+            for key, value in launch.items()
+        )
+        parts.append(
+            f"<details><summary>launch {i}, {_text(launch['started'])}</summary>"
+            f"<table>{rows}</table></details>"
+        )
+    return "\n".join(parts)
+
+
+def _value(value: Any) -> str:
+    """Return a provenance entry: text as it is, structures as JSON."""
+    if isinstance(value, Mapping | list):
+        return f"<pre>{_text(json.dumps(value, indent=1))}</pre>"
+    return _text(value)

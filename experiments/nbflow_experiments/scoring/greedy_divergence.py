@@ -1,0 +1,57 @@
+"""Length of the common beginning of two models' greedy texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from nbflow.engine.model import Model
+
+
+@dataclass(frozen=True)
+class Parting:
+    """Result for a number of prompts."""
+
+    n_tokens: int
+    """Tokens that were generated for each prompt."""
+    common: np.ndarray
+    """int64 (prompts,): tokens of the common beginning; `n_tokens` where nothing differs."""
+
+    @property
+    def identical_share(self) -> float:
+        """Return the share of prompts whose texts are the same to the end."""
+        return float(np.mean(self.common == self.n_tokens))
+
+    @property
+    def median(self) -> float:
+        """Return the median length of the common beginning."""
+        return float(np.median(self.common))
+
+
+def parting(
+    model: Model, reference: Model, prompts: Sequence[Sequence[int]], n_tokens: int
+) -> Parting:
+    """Continue prompts greedily with both models and compare token by token.
+
+    Parameters
+    ----------
+    model, reference : Model
+        Both with the same vocabulary.
+    prompts : sequence of sequence of int
+        Token ids.
+    n_tokens : int
+        Tokens to generate for each; end tokens do not end a text.
+    """
+    both = [
+        [result.ids for result in one.generate_batch(prompts, max_tokens=n_tokens, ignore_eos=True)]
+        for one in (model, reference)
+    ]
+    common = []
+    for a, b in zip(*both, strict=True):
+        same = [x == y for x, y in zip(a, b, strict=False)]
+        common.append(same.index(False) if False in same else len(same))
+    return Parting(n_tokens, np.array(common, np.int64))

@@ -1,0 +1,147 @@
+"""Multiple-choice questions: which continuation of a context a model finds most probable.
+
+The score of a choice is the sum of its tokens' log-probabilities after the context; ``acc`` takes
+the largest sum, ``acc_norm`` the largest sum per byte of the choice, as in lm-evaluation-harness.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+import nbflow_kernels as nk
+from nbflow_experiments.scoring.estimates import Estimate, estimate_share
+from nbflow_kernels.errors import UsageError, unknown_name
+
+if TYPE_CHECKING:
+    from nbflow.engine.model import Model
+    from nbflow.tokenizer import Tokenizer
+
+KEYS = ("context", "choices", "answer")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A context, its possible continuations and the index of the right one."""
+
+    context: str
+    choices: tuple[str, ...]
+    answer: int
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Scores of a model for a question."""
+
+    question: Question
+    log_probs: np.ndarray
+    """float64 (choices,): sum of the log-probabilities of each choice's tokens."""
+
+    @property
+    def right(self) -> bool:
+        """Return whether the most probable choice is the right one."""
+        return int(np.argmax(self.log_probs)) == self.question.answer
+
+    @property
+    def right_per_byte(self) -> bool:
+        """Return the same with each sum divided by the bytes of its choice."""
+        n_bytes = [max(1, len(choice.encode())) for choice in self.question.choices]
+        return int(np.argmax(self.log_probs / n_bytes)) == self.question.answer
+
+
+def read_questions(path: Path) -> list[Question]:
+    """Read questions from JSON lines: ``{"context": ..., "choices": [...], "answer": 0}``.
+
+    Raises
+    ------
+    UsageError
+        If a line is anything else; the message says which.
+    """
+    if not path.is_file():
+        raise UsageError(f"the file {path} does not exist")
+    lines = path.read_text(encoding="utf-8").splitlines()
+    questions = [_question(f"{path}:{i}", line) for i, line in enumerate(lines, 1) if line.strip()]
+    if not questions:
+        raise UsageError(f"{path} holds no questions")
+    return questions
+
+
+def _question(where: str, line: str) -> Question:
+    try:
+        data = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise UsageError(f"{where} is not JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise UsageError(f"{where} must be an object with {', '.join(KEYS)}, got {line[:60]!r}")
+    for key in data:
+        if key not in KEYS:
+            raise UsageError(f"{where}: {unknown_name('key', key, KEYS)}")
+    missing = [key for key in KEYS if key not in data]
+    if missing:
+        raise UsageError(f"{where} lacks {', '.join(missing)}")
+    context, choices, answer = (data[key] for key in KEYS)
+    if not isinstance(context, str):
+        raise UsageError(f"{where}: context must be a string, got {context!r}")
+    strings = isinstance(choices, list) and all(isinstance(c, str) and c for c in choices)
+    if not strings or len(choices) < 2:
+        raise UsageError(f"{where}: choices must be at least two strings, none empty")
+    whole = isinstance(answer, int) and not isinstance(answer, bool)
+    if not whole or not 0 <= answer < len(choices):
+        raise UsageError(f"{where}: answer must be 0..{len(choices) - 1}, got {answer!r}")
+    return Question(context, tuple(choices), answer)
+
+
+def encode_pair(tokenizer: Tokenizer, context: str, continuation: str) -> tuple[list[int], int]:
+    """Return the tokens of a context with its continuation, and how many are the context's.
+
+    Spaces at the end of the context go to the continuation, whose tokens may begin with one; the
+    whole is encoded at once, so that the border is cut as in running text.  An empty context leaves
+    what the tokenizer puts in front, or its end token, to predict the first token from.
+    """
+    stripped = context.rstrip(" ")
+    continuation = context[len(stripped) :] + continuation
+    front = tokenizer.encode(stripped, add_special_tokens=True)
+    whole = tokenizer.encode(stripped + continuation, add_special_tokens=True)
+    if not front:
+        start = tokenizer.bos_id if tokenizer.bos_id is not None else next(iter(tokenizer.eos_ids))
+        return [start, *whole], 1
+    return whole, min(len(front), len(whole) - 1)
+
+
+def continuation_log_prob(model: Model, ids: Sequence[int], n_context: int) -> tuple[float, bool]:
+    """Return the log-probability of the tokens from `n_context` on, and whether greedy finds them.
+
+    Tokens before those that the context of the model holds are left out, as the harness does.
+    """
+    kept = list(ids)[-model.spec.max_context - 1 :]  # the last token is only predicted
+    first = n_context - (len(ids) - len(kept))
+    if first < 1:
+        raise UsageError(
+            f"a continuation of {len(ids) - n_context} tokens does not fit into the context of "
+            f"{model.spec.name} ({model.spec.max_context} tokens)"
+        )
+    logits = np.ascontiguousarray(model.logits(kept[:-1])[first - 1 :])
+    targets = np.array(kept[first:], np.int32)
+    total = float(nk.token_log_probs(logits, targets).sum())
+    return total, bool(np.array_equal(logits.argmax(axis=1), targets))
+
+
+def ask(model: Model, questions: Sequence[Question]) -> Iterator[Answer]:
+    """Yield a model's answer to each question."""
+    for question in questions:
+        pairs = [encode_pair(model.tokenizer, question.context, c) for c in question.choices]
+        found = [continuation_log_prob(model, ids, n)[0] for ids, n in pairs]
+        yield Answer(question, np.array(found))
+
+
+def accuracies(answers: Sequence[Answer]) -> dict[str, Estimate]:
+    """Return ``acc`` and ``acc_norm`` with their standard errors."""
+    return {
+        "acc": estimate_share(np.array([a.right for a in answers])),
+        "acc_norm": estimate_share(np.array([a.right_per_byte for a in answers])),
+    }

@@ -1,0 +1,94 @@
+"""One pass of a model over the windows of a text, with a reference model or logits file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from nbflow_experiments.scoring.logits_file import StoredLogits
+from nbflow_experiments.scoring.token_scores import Scores, score
+from nbflow_experiments.scoring.windows import Window
+
+if TYPE_CHECKING:
+    from nbflow.engine.model import Model
+
+
+Reference = Callable[[Window], np.ndarray]
+"""Returns the logits (n_scored, V) of the next window: `model_reference`, or a stored file's."""
+
+
+def model_reference(model: Model) -> Reference:
+    """Return a reference model that runs in the same pass; nothing is stored."""
+    return lambda window: predictions(model, window)
+
+
+def file_reference(stored: StoredLogits) -> Reference:
+    """Return logits that were stored before; they raise `UsageError` for other tokens."""
+    n_read = 0
+
+    def logits(window: Window) -> np.ndarray:
+        nonlocal n_read
+        rows = stored.rows(n_read, window.targets)
+        n_read += window.n_scored
+        return rows
+
+    return logits
+
+
+def predictions(model: Model, window: Window) -> np.ndarray:
+    """Return the logits (n_scored, V) that predict a window's scored tokens."""
+    return model.logits(window.ids[:-1])[window.first - 1 :]  # nothing follows the last token
+
+
+def score_text(
+    model: Model,
+    windows: Sequence[Window],
+    *,
+    reference: Reference | None = None,
+    save: StoredLogits | None = None,
+    leads: bool = True,
+    progress: Callable[[int, Scores], None] | None = None,
+) -> Scores:
+    """Run a model over windows and score it.
+
+    Parameters
+    ----------
+    model : Model
+        The model; under mpirun every rank that holds a part of it calls this.
+    windows : sequence of Window
+        The text.
+    reference : Reference, optional
+        What it is compared with; only looked at where `leads`.
+    save : StoredLogits, optional
+        Where the model's own logits are kept, to be a reference later.
+    leads : bool
+        Whether this rank scores; the others only take part in running the model.
+    progress : callable, optional
+        Called with the number of windows done and the scores of the last one.
+
+    Returns
+    -------
+    Scores
+        Of all windows; empty where not `leads`.
+    """
+    parts: list[Scores] = []
+    failure: Exception | None = None
+    for i, window in enumerate(windows):
+        logits = predictions(model, window)
+        if not leads or failure is not None:
+            continue
+        # An error of this rank alone must not leave the others waiting in the next window.
+        try:
+            expected = None if reference is None else reference(window)
+            parts.append(score(logits, window.targets, expected))
+            if save is not None:
+                save.append(logits, window.targets)
+            if progress is not None:
+                progress(i + 1, parts[-1])
+        except Exception as error:
+            failure = error
+    if failure is not None:
+        raise failure
+    return Scores.join(parts)

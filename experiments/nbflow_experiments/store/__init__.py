@@ -1,0 +1,1 @@
+"""The results folder: its files, HDF5 arrays, provenance, tables and how to read them back."""

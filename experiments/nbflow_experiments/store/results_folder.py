@@ -1,0 +1,268 @@
+"""The results folder of a sweep, and how its files are written.
+
+::
+
+    <out>/<sweep>/
+      sweep.json                 name, description, factors, measures, ids of all points
+      launches/<name>.json       of each launch: code, packages, machine, ranks, inputs, times
+      locks/<id>.lock            held while a point is measured (`nbflow_experiments.sweep`)
+      locks/<id>.json            process that holds it
+      points/<id>/config.json    frozen configuration, written when the point starts
+      points/<id>/result.json    status, readings, error; its presence means the point is finished
+      points/<id>/log.txt        what happened when
+      points/<id>/arrays.h5      repetitions, per-token and per-tensor values
+      points/<id>/arrays.rank0.h5  arrays of rank 0 under mpirun (see `store.hdf5_arrays`)
+      reference/<id>.h5          logits of the unquantized model
+      points.csv                 one row per point: factors and summaries, units in the column names
+      results.csv                one row per number: point, rank, repeat, metric, value, unit, n,
+                                 stderr
+      results.h5                 the arrays of all points
+      provenance.json            all launches
+
+The folders of the points and of the launches are the truth; the four files at the end are made from
+them (`nbflow_experiments.store.summary`).  Every file is written under a temporary name and
+renamed, so that it is whole or absent; a point without ``result.json`` has not finished.  Neither
+has one whose ``result.json`` or ``config.json`` was damaged afterwards: a message names the file,
+and the next launch with ``--resume`` keeps it as ``NAME.damaged`` and measures the point again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from nbflow.utils.atomic_write import replace_atomically, write_text
+from nbflow_experiments.config.points import Point, point_id
+from nbflow_experiments.measures import Array, Reading
+from nbflow_experiments.optional_packages import require
+from nbflow_experiments.store.hdf5_arrays import link_ranks, write_arrays
+from nbflow_experiments.store.json_files import (
+    DamagedFileError,
+    Kinds,
+    check_fields,
+    read_object,
+    write_json,
+)
+from nbflow_kernels.errors import UsageError
+
+SCHEMA_VERSION = 1
+"""Version of the layout above."""
+
+
+_NONE = type(None)
+_NUMBER = (int, float, _NONE)
+_CONFIG: Mapping[str, Kinds] = {"id": str, "config": dict}
+_RESULT: Mapping[str, Kinds] = {
+    "status": str,
+    "attempt": int,
+    "launch": str,
+    "readings": list,
+    "error": (dict, _NONE),
+}
+_READING: Mapping[str, Kinds] = {
+    "measure": str, "metric": str, "value": _NUMBER, "stderr": _NUMBER,
+    "rank": (int, _NONE), "repeat": (int, _NONE),
+}  # fmt: skip
+_SWEEP: Mapping[str, Kinds] = {"name": str, "factors": list, "points": list}
+_LAUNCH: Mapping[str, Kinds] = {"world_size": int}
+
+
+class ResultsFolder:
+    """The results folder of one sweep.
+
+    Parameters
+    ----------
+    path : Path
+        ``<out>/<sweep>``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._told: set[Path] = set()
+
+    def __fspath__(self) -> str:
+        return str(self.path)
+
+    @property
+    def exists(self) -> bool:
+        """Return whether a sweep has been written here."""
+        return (self.path / "sweep.json").is_file() or (self.path / "points").is_dir()
+
+    @contextlib.contextmanager
+    def exclusive(self) -> Iterator[None]:
+        """Keep other launches from planning or writing tables while the block runs."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        with require("filelock").FileLock(self.path / ".lock"):
+            yield
+
+    @property
+    def reference(self) -> Path:
+        """Return the folder of the reference's logits."""
+        return self.path / "reference"
+
+    def folder(self, short: str) -> Path:
+        """Return the folder of a point."""
+        return self.path / "points" / short
+
+    def write_config(self, point: Point) -> None:
+        """Freeze what a point is."""
+        data = {"schema_version": SCHEMA_VERSION, "id": point.id, **point.record()}
+        data["eval_text"] = str(point.text or "")
+        write_json(self.folder(point.short) / "config.json", data)
+
+    def write_result(
+        self,
+        short: str,
+        result: Mapping[str, Any],
+        log: str,
+        arrays: Mapping[str, Array],
+        ranks: Sequence[int] = (),
+    ) -> None:
+        """Write what was found at a point; ``result.json`` last, since it says all is there.
+
+        `ranks` have written files of their own (`nbflow_experiments.store.hdf5_arrays`).
+        """
+        folder = self.folder(short)
+        write_text(folder / "log.txt", log)
+        if arrays or ranks:
+            with (
+                replace_atomically(folder / "arrays.h5") as temporary,
+                require("h5py").File(temporary, "w", track_order=True) as file,
+            ):
+                write_arrays(file, arrays)
+                if ranks:
+                    link_ranks(file, folder, ranks)
+        else:
+            (folder / "arrays.h5").unlink(missing_ok=True)  # an earlier attempt's
+        write_json(folder / "result.json", dict(result))
+
+    def result(self, short: str) -> dict[str, Any] | None:
+        """Return what was found at a point, or None if it has not finished."""
+        return self._whole(self.folder(short) / "result.json", _read_result)
+
+    def config(self, short: str) -> dict[str, Any]:
+        """Return the frozen configuration of a point."""
+        path = self.folder(short) / "config.json"
+        if not path.is_file():
+            raise UsageError(f"{path} is missing; delete the folder to measure this point again")
+        return read_object(path, _CONFIG)
+
+    def _whole(self, path: Path, read: Callable[[Path], dict[str, Any]]) -> dict[str, Any] | None:
+        """Return what a file holds; None, with a message once, if it is missing or damaged."""
+        if not path.is_file():
+            return None
+        try:
+            return read(path)
+        except DamagedFileError as error:
+            if path not in self._told:
+                self._told.add(path)
+                print(f"warning: {error}; it counts as missing", file=sys.stderr, flush=True)
+            return None
+
+    def set_damaged_aside(self, points: Sequence[Point]) -> None:
+        """Rename damaged files of the sweep and of these points to ``NAME.damaged``.
+
+        Called before a launch writes; what is damaged is written again.
+        """
+        checked: list[tuple[Path, Callable[[Path], dict[str, Any]]]]
+        checked = [(self.path / "sweep.json", _read_sweep)]
+        for point in points:
+            folder = self.folder(point.short)
+            checked += [
+                (folder / "config.json", _read_config),
+                (folder / "result.json", _read_result),
+            ]
+        for path, read in checked:
+            if path.is_file() and self._whole(path, read) is None:
+                path.replace(path.with_name(f"{path.name}.damaged"))
+
+    def refuse_links(self, points: Sequence[Point]) -> None:
+        """Raise if a folder that will be written is a symbolic link, which leads elsewhere."""
+        folders = [self.path / name for name in ("points", "locks", "launches", "reference")]
+        for folder in (*folders, *(self.folder(point.short) for point in points)):
+            if folder.is_symlink():
+                raise UsageError(
+                    f"{folder} must be a folder, not a symbolic link (to {folder.readlink()}): a "
+                    f"sweep writes into its results folder only; remove the link"
+                )
+
+    def is_finished(self, point: Point, retry_failed: bool) -> bool:
+        """Return whether a point need not be run again.
+
+        Raises
+        ------
+        UsageError
+            If the folder of the point holds another configuration.
+        """
+        result = self.result(point.short)
+        kept = self._whole(self.folder(point.short) / "config.json", _read_config)
+        if result is None or kept is None:
+            return False
+        found = {key: kept.get(key) for key in point.record()}
+        if kept.get("id") != point.id or point_id(found) != point.id:
+            raise UsageError(
+                f"{self.folder(point.short) / 'config.json'} was changed after the point was run: "
+                f"its content does not give the id {point.id}; delete that folder or use another "
+                f"--out"
+            )
+        return result["status"] == "done" or not retry_failed
+
+    def finished(self) -> list[str]:
+        """Return the folder names of all finished points, in the order of the sweep."""
+        names = sorted(
+            path.parent.name
+            for path in (self.path / "points").glob("*/result.json")
+            if self._whole(path, _read_result)
+            and self._whole(path.with_name("config.json"), _read_config)
+        )
+        order = {short: i for i, short in enumerate(self.sweep().get("points", []))}
+        return sorted(names, key=lambda name: order.get(name, len(order)))
+
+    def sweep(self) -> dict[str, Any]:
+        """Return the description of the sweep; empty if it was never written."""
+        return self._whole(self.path / "sweep.json", _read_sweep) or {}
+
+    def launches(self) -> list[dict[str, Any]]:
+        """Return the provenance of every launch that wrote here, the first one first."""
+        files = sorted((self.path / "launches").glob("*.json"))  # names begin with the time
+        found = (self.launch(file) for file in files)
+        return [launch for launch in found if launch is not None]
+
+    def launch(self, path: Path) -> dict[str, Any] | None:
+        """Return what the file of a launch says, or None if it is missing or damaged."""
+        return self._whole(path, _read_launch)
+
+    def write_launch(self, name: str, launch: Mapping[str, Any]) -> None:
+        """Write or replace the provenance of one launch."""
+        write_json(self.path / "launches" / f"{name}.json", {"name": name, **launch})
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    return read_object(path, _CONFIG)
+
+
+def _read_sweep(path: Path) -> dict[str, Any]:
+    return read_object(path, _SWEEP)
+
+
+def _read_launch(path: Path) -> dict[str, Any]:
+    return read_object(path, _LAUNCH)
+
+
+def _read_result(path: Path) -> dict[str, Any]:
+    """Return a ``result.json`` in which everything that the tables need is there."""
+    result = read_object(path, _RESULT)
+    for reading in result["readings"]:
+        check_fields(path, "a reading", reading, _READING)
+    if result["error"] is not None:
+        check_fields(path, "the error", result["error"], {"type": str, "message": str})
+    return result
+
+
+def reading_row(measure: str, reading: Reading) -> dict[str, Any]:
+    """Return a reading as plain data."""
+    return {"measure": measure, **asdict(reading)}

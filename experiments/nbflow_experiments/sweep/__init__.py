@@ -1,0 +1,1 @@
+"""Running a sweep: resume loop, points in this process, in a subprocess or under mpirun."""

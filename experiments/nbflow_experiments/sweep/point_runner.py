@@ -1,0 +1,306 @@
+"""Runs points of a sweep, on every rank in step.
+
+Rank 0 decides, tells the others and writes; all ranks load and measure together, and after each
+step they agree whether it succeeded (`nbflow_experiments.sweep.rank_barrier`).  A point that fails
+is recorded and the sweep continues.  Consecutive points that differ only in batch and lengths reuse
+the loaded model and its quality measures, which do not depend on them; the record says so.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from nbflow_experiments import backend
+from nbflow_experiments.config.points import FORMAT_SETTINGS, LOAD_SETTINGS, QUALITY_SETTINGS, Point
+from nbflow_experiments.measures import MEASURES, Array, Context, Measure, Outcome, needs_reference
+from nbflow_experiments.measures.evaluation import text_windows
+from nbflow_experiments.measures.reference_logits import reference_path, write_reference
+from nbflow_experiments.scoring.logits_file import is_complete
+from nbflow_experiments.store import provenance
+from nbflow_experiments.store.hdf5_arrays import remove_rank_files, write_rank_file
+from nbflow_experiments.store.results_folder import ResultsFolder, reading_row
+from nbflow_experiments.sweep.planner_prediction import Predictor
+from nbflow_experiments.sweep.point_status import (
+    bits_per_weight,
+    new_result,
+    note_failure,
+    note_not_finite,
+)
+from nbflow_experiments.sweep.progress import Reporter
+from nbflow_experiments.sweep.rank_barrier import StepFailed, StopRequest, in_step
+
+if TYPE_CHECKING:
+    from nbflow.engine.model import Model
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Log:
+    """Log of one point."""
+
+    lines: list[str] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    def write(self, text: str) -> None:
+        """Add a line with the time."""
+        self.lines.append(f"{provenance.now()} {text}")
+
+    @contextlib.contextmanager
+    def timed(self, name: str) -> Iterator[None]:
+        """Note how long a step took."""
+        start = time.perf_counter()
+        self.write(f"{name} begins")
+        try:
+            yield
+        finally:
+            self.seconds[name] = time.perf_counter() - start
+            self.write(f"{name} ends after {self.seconds[name]:.3f} s")
+
+
+@dataclass
+class _Loaded:
+    """The model in memory and what was already found with it."""
+
+    key: tuple[Any, ...]
+    model: Model
+    leader: int
+    quality: dict[tuple[Any, ...], tuple[str, Outcome]] = field(default_factory=dict)
+    shared: dict[tuple[Any, ...], dict[str, Any]] = field(default_factory=dict)
+
+
+@dataclass
+class Runner:
+    """Runs points, one at a time; the next one uses the loaded model again where it can."""
+
+    comm: backend.Comm
+    """All ranks; every rank makes a runner and gives it the same points."""
+    folder: ResultsFolder
+    """Where rank 0 writes, and the rank that leads a point reads the reference."""
+    reporter: Reporter
+    """Shows progress on rank 0."""
+    launch: str
+    """Name of this launch in the provenance."""
+    stop: StopRequest = field(default_factory=StopRequest)
+    """Asks it to stop after the present step."""
+    _loaded: _Loaded | None = field(default=None, init=False)
+    _formats: dict[tuple[Any, ...], Outcome] = field(default_factory=dict, init=False)
+    _windows: dict[tuple[Any, ...], np.ndarray] = field(default_factory=dict, init=False)
+    _references: dict[Path, Path] = field(default_factory=dict, init=False)
+    _rank_arrays: dict[str, Array] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._predictor = Predictor(self.comm)
+
+    def run_point(self, point: Point, attempt: int, *, last: bool) -> str:
+        """Measure and record one point; return its status on every rank."""
+        log, outcomes = _Log(), dict[str, Outcome]()
+        result = new_result(point, self.launch, attempt)
+        start = time.perf_counter()
+        if attempt > 1:
+            self.close()  # what failed may have come with the loaded model
+        if self.comm.rank == 0:
+            self.reporter.begins(point)
+        self._on_root(log, "freeze", lambda: self.folder.write_config(point))
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                self._measure(point, log, outcomes, result)
+            except StepFailed as failure:
+                note_failure(result, failure)
+                log.write(f"failed\n{failure.failures[0].traceback}")
+                self.close()
+        for warning in caught:
+            log.write(f"warning: {warning.category.__name__}: {warning.message}")
+        result["finished"] = provenance.now()
+        result["wall_s"] = time.perf_counter() - start
+        result["steps_s"] = log.seconds
+        ranks = self._write_rank_arrays(point, log)
+        self._on_root(log, "write", lambda: self._record(point, result, log, outcomes, ranks))
+        if self.comm.rank == 0:
+            self.reporter.ends(point, result, last=last)
+        return str(self.comm.bcast_object(result["status"]))
+
+    def _record(
+        self,
+        point: Point,
+        result: dict[str, Any],
+        log: _Log,
+        outcomes: dict[str, Outcome],
+        ranks: Sequence[int],
+    ) -> None:
+        """Write a finished point, of which `ranks` have written files; rank 0 only."""
+        result["bits_per_weight"] = bits_per_weight(point, outcomes)
+        result["readings"] = [
+            reading_row(name, reading) for name, o in outcomes.items() for reading in o.readings
+        ]
+        note_not_finite(result, result["readings"])
+        arrays = {name: array for o in outcomes.values() for name, array in o.arrays.items()}
+        text = "\n".join(log.lines) + "\n"
+        self.folder.write_result(point.short, result, text, arrays, ranks)
+
+    def _write_rank_arrays(self, point: Point, log: _Log) -> list[int]:
+        """Write what this rank measured; return, on rank 0, which ranks have done so."""
+        arrays, self._rank_arrays = self._rank_arrays, {}
+        if self.comm.size == 1:
+            return []
+        folder, problem = self.folder.folder(point.short), ""
+        if self.comm.rank == 0:
+            remove_rank_files(folder)
+        self.comm.bcast_object(None)  # an earlier attempt's files are gone
+        if arrays:
+            try:
+                write_rank_file(folder, self.comm.rank, arrays)
+            except OSError as error:  # the point is worth recording all the same
+                problem = str(error)
+        reports = self.comm.gather_object((bool(arrays), problem))
+        for rank, (_, text) in enumerate(reports or ()):
+            if text:
+                log.write(f"rank {rank} could not write its arrays: {text}")
+        return [rank for rank, (wrote, text) in enumerate(reports or ()) if wrote and not text]
+
+    def _measure(
+        self, point: Point, log: _Log, outcomes: dict[str, Outcome], result: dict[str, Any]
+    ) -> None:
+        """Prepare, load and run every measure of a point."""
+        windows = self._prepare_windows(point, log) if point.text else None
+        reference = None
+        if windows is not None and needs_reference(point.measures):
+            reference = self._prepare_reference(point, windows, log)
+        loaded = self._load(point, log)
+        quality = point.key(QUALITY_SETTINGS)
+        context = Context(
+            point.config,
+            loaded.model,
+            self.comm.rank == loaded.leader,
+            windows,
+            reference,
+            loaded.shared.setdefault(quality, {}),
+        )
+        for name in point.measures:
+            measure = MEASURES[name]
+            if measure.scope == "quality" and (*quality, name) in loaded.quality:
+                source, outcomes[name] = loaded.quality[(*quality, name)]
+                result["quality_shared_from"] = source
+                log.write(
+                    f"{name} is that of point {source}, which differs in batch or lengths only"
+                )
+                continue
+            outcomes[name] = self._run_measure(measure, point, context, log)
+            if measure.scope == "quality":
+                loaded.quality[(*quality, name)] = point.short, outcomes[name]
+        result["partition_chosen"] = loaded.model.plan.partition
+        if point.config["machine"]:
+            with log.timed("prediction"):
+                outcomes["prediction"] = in_step(
+                    self.comm, self.stop, lambda: self._predictor.outcome(point, loaded.model)
+                )
+
+    def _run_measure(self, measure: Measure, point: Point, context: Context, log: _Log) -> Outcome:
+        """Run one measure on all ranks of the model; rank 0 gets what the leading rank found."""
+        key = (measure.name, point.model_digest, *point.key(FORMAT_SETTINGS))
+        if measure.scope == "format" and key in self._formats:
+            return self._formats[key]
+
+        def work() -> Outcome:
+            return measure.run(context) if context.model.participates else Outcome()
+
+        with log.timed(measure.name):
+            if self.comm.rank == 0:
+                self.reporter.step(measure.name)
+            found = in_step(self.comm, self.stop, work)
+            self._rank_arrays |= found.rank_arrays
+            gathered = self.comm.gather_object(found if context.leads else None)
+        if gathered is not None and self._loaded is not None:
+            found = gathered[self._loaded.leader]
+        if measure.scope == "format":
+            self._formats[key] = found
+        return found
+
+    def _prepare_windows(self, point: Point, log: _Log) -> np.ndarray:
+        """Return the windows to evaluate; rank 0 reads the text."""
+        names = ("model", "eval_tokens", "eval_window", "seed")
+        key = (point.dataset_digest, *point.key(names))
+        if key not in self._windows:
+            text, config = point.text, point.config
+            assert text is not None
+            self._windows[key] = self._on_root(
+                log,
+                "tokenize",
+                lambda: text_windows(
+                    str(config["model"]),
+                    text,
+                    int(config["eval_tokens"]),
+                    int(config["eval_window"]),
+                    int(config["seed"]),
+                ),
+            )
+        return self._windows[key]
+
+    def _prepare_reference(self, point: Point, windows: np.ndarray, log: _Log) -> Path:
+        """Return the file of the reference's logits; rank 0 writes it if it is not there yet."""
+        first = int(point.config["eval_context"])
+        path = reference_path(self.folder.reference, point.model_digest, windows, first)
+        if path not in self._references:
+
+            def write() -> Path:
+                if not is_complete(path):
+                    model, threads = str(point.config["model"]), int(point.config["threads"])
+                    write_reference(path, model, windows, first, threads)
+                return path
+
+            if self.comm.rank == 0:
+                self.reporter.step("reference")
+            self._references[path] = self._on_root(log, "reference", write)
+        return self._references[path]
+
+    def _load(self, point: Point, log: _Log) -> _Loaded:
+        """Return the model of a point, loading it unless the last point left it in memory."""
+        key = point.key(LOAD_SETTINGS)
+        if self._loaded is not None and self._loaded.key == key:
+            log.write("the model is still loaded from the point before")
+            return self._loaded
+        self.close()
+        config = point.config
+        options: dict[str, Any] = {
+            n: config[n] for n in LOAD_SETTINGS if n not in ("model", "ranks")
+        }
+        made: list[Model] = []
+
+        def load() -> None:
+            made.append(backend.load(str(config["model"]), **options))
+
+        with log.timed("load"):
+            if self.comm.rank == 0:
+                self.reporter.step("load")
+            try:
+                in_step(self.comm, self.stop, load)
+            except BaseException:
+                for model in made:
+                    model.close()
+                raise
+        takes_part = self.comm.gather_object(made[0].participates)
+        leader = self.comm.bcast_object(takes_part.index(True) if takes_part else None)
+        self._loaded = _Loaded(key, made[0], leader)
+        return self._loaded
+
+    def close(self) -> None:
+        """Give the memory of the model back."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            loaded.model.close()
+
+    def _on_root(self, log: _Log, name: str, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0 and return its result on every rank."""
+        with log.timed(name):
+            result = in_step(self.comm, self.stop, work if self.comm.rank == 0 else lambda: None)
+            value: T = self.comm.bcast_object(result)
+        return value

@@ -1,0 +1,1 @@
+"""Files and small helpers that every room of nbflow may use."""

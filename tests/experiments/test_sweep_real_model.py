@@ -1,0 +1,93 @@
+"""Sweeps over the bundled model with the real engine, in process and under mpirun."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pandas as pd
+import pytest
+from launching import PYTHONPATH
+
+from nbflow_experiments.report import write_report
+from nbflow_experiments.sweep.sweep import SweepOptions, run_sweep
+
+ROOT = Path(__file__).parents[2]
+SIZES = [
+    "settings.eval_tokens=128",
+    "settings.eval_window=64",
+    "settings.prompt=8",
+    "settings.decode=2",
+    "settings.repeats=2",
+    'axes.weights=["f32", "q4"]',
+    'axes.partition=["0", "0&1"]',
+]
+
+
+@pytest.fixture(scope="module")
+def in_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("engine")
+    code = run_sweep(SweepOptions(ROOT / "experiments" / "sweeps" / "demo.toml", out, tuple(SIZES)))
+    assert code == 0
+    return out / "demo"
+
+
+def read(folder: Path) -> pd.DataFrame:
+    types = {"point": str, "partition": str}
+    return pd.read_csv(folder / "points.csv", dtype=types).set_index("point")
+
+
+def test_the_demo_sweep_gives_sensible_numbers(in_process: Path) -> None:
+    table = read(in_process)
+    assert len(table) == 8
+    assert set(table.status) == {"done"}
+    exact, coarse = table[table.weights == "f32"], table[table.weights == "q4"]
+    assert (exact.weight_error_relative == 0).all()
+    # 16 levels over the 4.1 sigma that 32 normal weights span: 4.1 / 15 / sqrt(12) = 0.08 sigma
+    assert coarse.weight_error_relative.between(0.05, 0.09).all()
+    # The only differences to the reference: float16 keys and values (2**-11 relative) and order.
+    assert (exact.kld_mean_nats.abs() < 1e-5).all()
+    assert (coarse.kld_mean_nats > 100 * exact.kld_mean_nats.max()).all()
+    assert (table.perplexity < 2048 / 10).all()  # 2048: a model that knows nothing
+    assert (table.prefill_tokens_per_s > 0).all()
+    assert (table.peak_rss_bytes > 1e7).all()
+    assert coarse.weight_bytes.max() < exact.weight_bytes.min()
+
+
+def test_bytes_sent_are_those_predicted(in_process: Path) -> None:
+    table = read(in_process)
+    alone, shared = table[table.partition == "0"], table[table.partition == "0&1"]
+    assert (alone.traffic_measured_bytes == 0).all()
+    assert (shared.traffic_measured_bytes > 0).all()
+    assert (table.traffic_measured_bytes == table.traffic_predicted_bytes).all()
+
+
+def test_the_report_of_a_real_sweep(in_process: Path, tmp_path: Path) -> None:
+    page, figures = write_report(in_process, tmp_path / "report.html")
+    assert page.read_text(encoding="utf-8").count("<svg") == 4
+    assert len(figures) == 8
+
+
+@pytest.mark.mpi
+def test_mpi_ranks_give_the_same_errors_as_threads(in_process: Path, tmp_path: Path) -> None:
+    own = Path(sys.executable).with_name("mpirun")
+    mpirun = str(own) if own.is_file() else shutil.which("mpirun")
+    if mpirun is None or importlib.util.find_spec("mpi4py") is None:
+        pytest.skip("needs mpi4py and mpirun: pip install -e '.[mpi]'")
+    environment = dict(os.environ)
+    environment["PYTHONPATH"] = PYTHONPATH
+    command = [mpirun, "-n", "3", sys.executable, "-m", "nbflow.cli", "sweep"]
+    command += [str(ROOT / "experiments" / "sweeps" / "demo.toml"), "--out", str(tmp_path)]
+    for override in [*SIZES, "axes.batch=[1]"]:
+        command += ["--set", override]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("4 points, 0 of them done already") == 1  # rank 0 speaks alone
+    ours, theirs = read(tmp_path / "demo"), read(in_process)
+    assert len(ours) == 4
+    for name in ("perplexity", "kld_mean_nats", "kld_p99_nats", "traffic_measured_bytes"):
+        assert (ours[name] == theirs.loc[ours.index, name]).all(), name
