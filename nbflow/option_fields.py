@@ -226,6 +226,11 @@ def aliases(kind: OptionSetType) -> dict[str, str]:
     return {other: f.name for f in fields(kind).values() for other in f.option.aliases}
 
 
+def toml_names(kind: OptionSetType) -> list[str]:
+    """Return the names of the fields that TOML files have."""
+    return [known.name for known in fields(kind).values() if known.option.toml]
+
+
 # ---- values ---------------------------------------------------------------------------------
 
 

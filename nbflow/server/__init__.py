@@ -2,7 +2,7 @@
 
 `config` is what it is told, `serving` starts and ends it, `app` lists the endpoints (`chat`,
 `completions`, `embeddings`, `tokens`, `status`, `native`), `fields` is what their bodies hold,
-`wishes` and `job` lead to the engine and back, `middleware` and `connections` are what every
+`requests` and `job` lead to the engine and back, `middleware` and `connections` are what every
 request and connection goes through.  Needs the extra `serve`; nothing outside this package imports
 it but the command, and `nbflow.front` what both have in common (`addresses`, `error_object`).
 """
