@@ -308,9 +308,10 @@ def size_bytes(value: int | str, name: str = "size") -> int:
         raise UsageError(
             f"{name} must be a number of bytes such as 1000000 or '2GiB', got {value!r:.60}"
         )
-    n = int(float(match[1]) * _UNITS[(match[2] or "").lower()])
+    unit = _UNITS[(match[2] or "").lower()]
+    n = int(float(match[1]) * unit) if "." in match[1] else int(match[1]) * unit
     if not 1 <= n <= 2**60:
-        raise UsageError(f"{name} must be in 1..{2**60} bytes, got {value!r:.60}")
+        raise UsageError(f"{name} must be in 1..{2**60}, got {value!s:.60}")
     return n
 
 

@@ -213,7 +213,7 @@ class SpeculativeConfig(OptionSet):
     )
     draft_weights: str | None = option(
         None, "weight format of the draft model", shown="as stored", metavar="FMT", file=True,
-        suffix=".toml", cli=False,
+        suffix=".toml",
     )  # fmt: skip
     draft_verify: Literal["same", "chain"] = option(
         "same", "same: exactly the tokens without a draft; chain: rejection sampling, which "

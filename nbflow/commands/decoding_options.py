@@ -86,7 +86,7 @@ def load_draft(arguments: argparse.Namespace) -> Iterator[Model | str | None]:
     if arguments.draft in (None, "ngram"):
         yield arguments.draft
         return
-    with nbflow.load(arguments.draft) as model:
+    with nbflow.load(arguments.draft, weights=arguments.draft_weights) as model:
         yield model
 
 

@@ -31,7 +31,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--chat-template", metavar="T", help="name, file or text of a template")
     add_options(parser, EngineOptions)
     add_options(parser, SpeculativeConfig)
-    add_options(parser, SpeculativeConfig, ["draft_weights"])
     parser.add_argument("--keys-file", metavar="FILE", help="API keys, one per line")
     parser.add_argument("--keys-env", metavar="VAR", help="environment variable with API keys")
     parser.add_argument("--log-format", choices=("text", "json"), help="lines of the log (text)")
