@@ -252,6 +252,7 @@ class SamplingParams(OptionSet):
     max_tokens: int = option(
         128, "most new tokens; 0 reads the prompt alone", low=0, high=MAX_INT, unit="tokens",
         aliases=("max_completion_tokens", "n_predict", "max_new_tokens"), cli=False,
+        flags=("-n", "--max-tokens"),
         http_default="what the context has room for; 16 for completions",
     )  # fmt: skip
     temperature: float | None = option(

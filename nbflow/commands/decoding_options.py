@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import nbflow
-from nbflow.commands.options import add_options, given_options
+from nbflow.commands.option_arguments import add_options, given_options
 from nbflow.decoding import STRATEGIES, Constraints
 from nbflow.engine import Model
 from nbflow.engine.search import SEARCHES

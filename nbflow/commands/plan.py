@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 import nbflow_kernels as nk
-from nbflow.commands.options import add_kv_arguments, add_options, numbers
+from nbflow.commands.option_arguments import add_options
+from nbflow.commands.options import add_kv_arguments, numbers
 from nbflow.options import LoadOptions
 from nbflow.planner import (
     Machine,

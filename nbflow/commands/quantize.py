@@ -16,7 +16,7 @@ from nbflow.commands.allocation_options import (
     write_policy_of,
 )
 from nbflow.commands.inspect import printable
-from nbflow.commands.options import add_options
+from nbflow.commands.option_arguments import add_options
 from nbflow.options import LoadOptions
 from nbflow.writing import WrittenCheckpoint, quantize_checkpoint
 from nbflow_kernels import load_formats

@@ -7,7 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbflow.commands.options import add_model_arguments, add_options
+from nbflow.commands.option_arguments import add_options
+from nbflow.commands.options import add_model_arguments
 from nbflow.option_fields import fields, toml_names
 from nbflow.options import EngineOptions, LoadOptions, SpeculativeConfig
 from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
