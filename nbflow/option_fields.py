@@ -197,9 +197,10 @@ class OptionField:
             wanted = describe(self.outside_hint)
             raise UsageError(f"{name} must be {wanted}, got {value!r:.60}")
         high = here.high if not http or here.http_high is None else here.http_high
-        if (here.low is not None or high is not None) and isinstance(value, numbers.Real):
-            low_ok = here.low is None or (here.low < value if here.above else here.low <= value)
-            if not (low_ok and (high is None or value <= high)):
+        if isinstance(value, numbers.Real):
+            number: Any = value
+            low_ok = here.low is None or (here.low < number if here.above else here.low <= number)
+            if not (low_ok and (high is None or number <= high)):
                 bounds = describe_bounds(here.low, high, here.above)
                 raise UsageError(f"{name} must be {bounds}, got {value!s:.60}")
         return value
@@ -208,9 +209,13 @@ class OptionField:
 OptionSetType = type[OptionSet]
 
 
-@functools.cache
 def fields(kind: OptionSetType) -> dict[str, OptionField]:
     """Return the fields of an option set by name, its own before inherited ones."""
+    return _fields(typing.cast(Any, kind))  # mypy does not see that classes are hashable
+
+
+@functools.cache
+def _fields(kind: Any) -> dict[str, OptionField]:
     hints = typing.get_type_hints(kind)
     found = {
         f.name: OptionField(f.name, hints[f.name], f.default, f.metadata["option"])
@@ -220,7 +225,6 @@ def fields(kind: OptionSetType) -> dict[str, OptionField]:
     return {name: found[name] for name in (*own, *(n for n in found if n not in own))}
 
 
-@functools.cache
 def aliases(kind: OptionSetType) -> dict[str, str]:
     """Return names in other programs -> names of fields."""
     return {other: f.name for f in fields(kind).values() for other in f.option.aliases}

@@ -24,6 +24,7 @@ STRUCTURES = ("choice", "regex", "json_schema", "grammar")
 SERVER_MAX_LOGPROBS = 20
 """Most alternatives of a token in an answer of the server, as OpenAI."""
 
+Objective = Literal["latency", "throughput"]
 Word = str | Sequence[int]
 """A word as text, or as tokens."""
 
@@ -132,7 +133,7 @@ class LoadOptions(OffloadConfig):
         metavar="P",
         more="Numbers are MPI ranks under mpirun, else threads of this process.",
     )
-    optimize: Literal["latency", "throughput"] = option(
+    optimize: Objective = option(
         "latency", 'aim of partition "auto": latency, or throughput, perhaps with replicas',
         metavar="AIM",
     )  # fmt: skip

@@ -6,18 +6,18 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nbflow.option_fields import fields
+from nbflow.options import LoadOptions
 from nbflow.parallel import Alone, Comm, ranks_of, world
 from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:
     from nbflow.engine.model import Model
 
-LARGEST_OUTLIERS = 0.05
-"""The largest share of outliers that the engine takes."""
 AUTO = "auto"
 """The partition that the planner chooses for the ranks there are."""
 MEASURED = "measured"
@@ -153,9 +153,7 @@ def kv_bits(kv: str) -> float:
 
 def activation_names() -> tuple[str, ...]:
     """Return the arithmetics of the products with weights."""
-    from nbflow.engine.load import ACTIVATIONS
-
-    return ACTIVATIONS
+    return fields(LoadOptions)["activations"].choices
 
 
 def partition_ranks(partition: str) -> tuple[int, ...]:
@@ -165,16 +163,12 @@ def partition_ranks(partition: str) -> tuple[int, ...]:
 
 def exchange_names() -> tuple[str, ...]:
     """Return how partial sums can be sent between ranks."""
-    from nbflow.parallel.plan import EXCHANGES
-
-    return EXCHANGES
+    return fields(LoadOptions)["exchange"].choices
 
 
 def aims() -> tuple[str, ...]:
     """Return what a partition can be chosen for."""
-    from nbflow.planner import AIMS
-
-    return AIMS
+    return fields(LoadOptions)["optimize"].choices
 
 
 def check_machine(name: str) -> None:
@@ -228,42 +222,18 @@ def digest_files(files: Sequence[Path]) -> str:
     return total.hexdigest()
 
 
-def load(
-    model: str,
-    *,
-    weights: str,
-    kv: str,
-    partition: str,
-    max_context: int,
-    threads: int,
-    outliers: float = 0.0,
-    encoder: str = "best",
-    importance: str = "",
-    exchange: str = "f32",
-    optimize: str = "latency",
-    machine: str = "",
-    activations: str = "f32",
-    comm: Comm | None = None,
-) -> Model:
-    """Load a model; 0 stands for the engine's own choice of `max_context` and `threads`."""
+def load(model: str, *, comm: Comm | None = None, **settings: str | float) -> Model:
+    """Load a model with settings of a sweep, which are options of `nbflow.load`.
+
+    An empty text, and 0 where None is the option's default, stand for that default.
+    """
     import nbflow
 
-    return nbflow.load(
-        model,
-        weights=weights,
-        outliers=outliers,
-        encoder=encoder,
-        importance=importance or None,
-        activations=activations,
-        kv=kv,
-        partition=partition,
-        max_context=max_context or None,
-        threads=threads or None,
-        exchange=exchange,
-        optimize=optimize,
-        machine=None if machine in ("", MEASURED) else machine,
-        comm=comm,
-    )
+    known = fields(LoadOptions)
+    unset = {name for name, value in settings.items() if known[name].default is None and not value}
+    unset |= {"machine"} if settings.get("machine") == MEASURED else set()
+    given: dict[str, Any] = {n: value for n, value in settings.items() if n not in unset}
+    return nbflow.load(model, LoadOptions().replaced(given), comm=comm)
 
 
 def time_prefill(model: Model, n_prompt: int, batch: int, repeats: int, warmup: int) -> list[float]:

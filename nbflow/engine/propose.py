@@ -31,7 +31,7 @@ def attach(draft: Draft, model: Model, request: Request, n_draft: int, verify: s
     UsageError
         If the draft model does not fit the model, or an option is out of bounds.
     """
-    SpeculativeConfig(n_draft=n_draft, draft_verify=verify)  # raises if one is out of bounds
+    SpeculativeConfig().replaced({"n_draft": n_draft, "draft_verify": verify})  # checks them
     request.n_proposed = n_draft
     if isinstance(draft, str):
         if draft != "ngram":

@@ -132,10 +132,12 @@ class Logging(Section):
 
 if TYPE_CHECKING:
 
-    class _OptionSection(Section):
+    class _EngineFields(Section):
         def __getattr__(self, name: str) -> Any: ...
 
-    _EngineFields = _LoadFields = _OptionSection
+    class _LoadFields(Section):
+        def __getattr__(self, name: str) -> Any: ...
+
 else:
     _EngineFields = create_model("_EngineFields", __base__=Section, **toml_fields(EngineOptions))
     _LoadFields = create_model(

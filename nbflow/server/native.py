@@ -135,11 +135,12 @@ def _sampling(served: Served, body: NativeBody) -> GenerationBody:
         name = "auto"
     if name and name not in INFERFLOW:
         raise ApiError(400, str(unknown_name("decoding_alg", body.decoding_alg, INFERFLOW)))
-    return GenerationBody(
-        seed=body.random_seed or None,
-        temperature=body.temperature,
-        decoding=f"inferflow.{name}" if name else None,
-    )
+    values = {
+        "seed": body.random_seed or None,
+        "temperature": body.temperature,
+        "decoding": f"inferflow.{name}" if name else None,
+    }
+    return GenerationBody.model_validate(values)
 
 
 def _refusal(error: ApiError | UsageError) -> Response:

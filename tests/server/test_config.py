@@ -123,7 +123,8 @@ def test_documentation_has_every_key():
                 "Auth", "Limits", "Cors", "Logging", "EngineSection",
             ):  # fmt: skip
                 continue
-            line = next((x for x in text.splitlines() if x.startswith((f"| `{name}` |", f"| `{name}`;"))), None)
+            begins = (f"| `{name}` |", f"| `{name}`;")
+            line = next((x for x in text.splitlines() if x.startswith(begins)), None)
             assert line is not None, name
             default = field.default
             if isinstance(default, (int, float)) and not isinstance(default, bool) and default > 1:
