@@ -12,6 +12,7 @@ import inspect
 import math
 import numbers
 import re
+import textwrap
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -387,8 +388,14 @@ def _entries(kind: OptionSetType) -> str:
     """Return the entries of a NumPy-style section, indented as in a function of a module."""
     lines = []
     for known in fields(kind).values():
-        optional = ", optional" if known.default is None else f", default {known.default!r}"
-        lines.append(f"{known.name} : {describe(known.outside_hint)}{optional}")
-        text = f"{known.option.help[:1].upper()}{known.option.help[1:]}."
-        lines.append(f"    {text}{'  ' if known.option.more else ''}{known.option.more}")
+        optional = "optional" if known.default is None else f"default {known.default!r}"
+        choices = ", ".join(map(repr, known.choices))
+        names = [getattr(hint, "__name__", "value") for hint in _union(known.outside_hint)]
+        lines.append(
+            f"{known.name} : {f'{{{choices}}}' if choices else ' or '.join(names)}, {optional}"
+        )
+        text = f"{known.option.help[:1].upper()}{known.option.help[1:]}".rstrip(".")
+        lines += textwrap.wrap(
+            f"{text}. {known.option.more}", 92, initial_indent=4 * " ", subsequent_indent=4 * " "
+        )
     return "\n    ".join(lines)

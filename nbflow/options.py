@@ -97,7 +97,7 @@ class LoadOptions(OffloadConfig):
         "policy that names one matrix by matrix (`nbflow.weights_policy`).",
     )  # fmt: skip
     encoder: str = option(
-        "best", "quantizer: best, plain, gptq, hqq, outliers, awq, hadamard+gptq, ...",
+        "best", "quantizer, e.g. best, plain, gptq, hqq, outliers, awq, hadamard+gptq",
         metavar="E",
         more="awq and hadamard first transform the model in a way that preserves its results; "
         "parts are joined by +.  Only with `weights`.  docs/quantization.md explains them.",
@@ -107,9 +107,9 @@ class LoadOptions(OffloadConfig):
         more="In Python also name -> mean squares (K,) or second moments (K, K) of the inputs of a "
         "matrix; gptq needs the latter.",
     )  # fmt: skip
-    act_order: bool = option(False, "gptq: columns with the largest inputs first")
+    act_order: bool = option(False, "GPTQ: columns with the largest inputs first")
     damping: float = option(
-        0.01, "gptq: added to the diagonal of the second moments, in units of its mean",
+        0.01, "GPTQ: added to the diagonal of the second moments, in units of its mean",
         low=0, high=1, metavar="D",
     )  # fmt: skip
     outliers: float = option(
