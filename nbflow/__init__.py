@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nbflow.engine.load import load
     from nbflow.engine.model import Model
     from nbflow.engine.search import beam_search, contrastive_search
+    from nbflow.options import EngineOptions, LoadOptions, SamplingParams
     from nbflow.spec import load_tokenizer
     from nbflow.weights import open_weights
     from nbflow.writing import quantize_checkpoint
@@ -28,8 +29,11 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "Engine": "nbflow.engine.engine",
+    "EngineOptions": "nbflow.options",
     "Generation": "nbflow.engine.generation",
+    "LoadOptions": "nbflow.options",
     "Model": "nbflow.engine.model",
+    "SamplingParams": "nbflow.options",
     "beam_search": "nbflow.engine.search",
     "contrastive_search": "nbflow.engine.search",
     "load": "nbflow.engine.load",
@@ -42,9 +46,12 @@ _WHERE = {
 
 __all__ = [
     "Engine",
+    "EngineOptions",
     "Generation",
+    "LoadOptions",
     "MissingExtraError",
     "Model",
+    "SamplingParams",
     "UsageError",
     "__version__",
     "beam_search",

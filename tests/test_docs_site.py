@@ -97,7 +97,7 @@ def test_api_has_parameters_and_fields(made):
     page = made["api_nbflow.md"]
     load = page.partition("## load\n")[2].partition("\n## ")[0]
     assert "    partition='0',\n" in load
-    assert "- **`partition`** : str\n" in load
+    assert "- **`partition`** : str, default '0'\n" in load
     assert "- **`UsageError`**\n" in load
     generation = page.partition("## Generation\n")[2].partition("\n## ")[0]
     assert "- **`text`** : `str`\n" in generation

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from nbflow.option_fields import fields
+from nbflow.options import LoadOptions
 from nbflow.parallel import Alone, Comm, ranks_of, world
 from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:
     from nbflow.engine.model import Model
 
-LARGEST_OUTLIERS = 0.05
-"""The largest share of outliers that the engine takes."""
 AUTO = "auto"
 """The partition that the planner chooses for the ranks there are."""
 MEASURED = "measured"
@@ -147,11 +147,8 @@ def partition_ranks(partition: str) -> tuple[int, ...]:
 
 def choices() -> dict[str, tuple[str, ...]]:
     """Return the values of those settings that have a fixed list of them."""
-    from nbflow.engine.load import ACTIVATIONS
-    from nbflow.parallel.plan import EXCHANGES
-    from nbflow.planner import AIMS
-
-    return {"activations": ACTIVATIONS, "exchange": EXCHANGES, "optimize": AIMS}
+    known = fields(LoadOptions)
+    return {name: known[name].choices for name in ("activations", "exchange", "optimize")}
 
 
 def check_machine(name: str) -> None:
@@ -205,16 +202,18 @@ def digest_files(files: Sequence[Path]) -> str:
     return total.hexdigest()
 
 
-def load(model: str, comm: Comm | None = None, **settings: Any) -> Model:
-    """Load a model with settings of a point; "" and 0 stand for the engine's own choice."""
+def load(model: str, *, comm: Comm | None = None, **settings: str | float) -> Model:
+    """Load a model with settings of a sweep, which are options of `nbflow.load`.
+
+    An empty text, and 0 where None is the option's default, stand for that default.
+    """
     import nbflow
 
-    options: dict[str, Any] = {
-        name: value if name == "outliers" else value or None for name, value in settings.items()
-    }
-    if settings.get("machine") == MEASURED:
-        options["machine"] = None
-    return nbflow.load(model, comm=comm, **options)
+    known = fields(LoadOptions)
+    unset = {name for name, value in settings.items() if known[name].default is None and not value}
+    unset |= {"machine"} if settings.get("machine") == MEASURED else set()
+    given: dict[str, Any] = {n: value for n, value in settings.items() if n not in unset}
+    return nbflow.load(model, LoadOptions().replaced(given), comm=comm)
 
 
 def time_prefill(model: Model, n_prompt: int, batch: int, repeats: int, warmup: int) -> list[float]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from nbflow.option_fields import fields
+from nbflow.options import LoadOptions, SpeculativeConfig
 from nbflow_experiments import backend
 from nbflow_kernels.errors import UsageError, unknown_name
 
@@ -37,17 +39,32 @@ class Setting:
         return isinstance(self.default, int)
 
 
+def _of_load(name: str) -> Setting:
+    """Return the setting that is an option of `nbflow.load`; "" and 0 stand for its None."""
+    known = fields(LoadOptions)[name]
+    is_number = known.outside_hint in (int, float)
+    absent: Value = 0 if is_number else ""
+    default = absent if known.default is None else known.default
+    unset = f"; {absent!r}: {known.option.shown or 'none'}" if known.default is None else ""
+    return Setting(name, default, 0, f"{known.option.help}{unset}")
+
+
 _ALL = (
     Setting("model", "", 0, "model: folder, file or name of a model specification (required)"),
     Setting("weights", "f32", 0, "format of the weight matrices, or a policy file (.toml)"),
-    Setting("outliers", 0.0, 0, "share of the weights kept exactly as outliers, 0 to 0.05"),
-    Setting("encoder", "best", 0, "how they are put into their format"),
-    Setting("importance", "", 0, "file of nbflow imatrix for the encoder; empty: none"),
-    Setting("kv", "f16", 0, "format of the key/value cache, or of keys/values"),
-    Setting("activations", "f32", 0, "arithmetic of the products: f32, bf16 or int8"),
-    Setting("partition", "0", 0, "which ranks hold the model, '0&1;2&3', or 'auto'"),
-    Setting("exchange", "f32", 0, "how ranks send each other partial sums: f32, or q8 (bytes)"),
-    Setting("optimize", "latency", 0, "what partition 'auto' is best at: latency or throughput"),
+    *map(
+        _of_load,
+        (
+            "outliers",
+            "encoder",
+            "importance",
+            "kv",
+            "activations",
+            "partition",
+            "exchange",
+            "optimize",
+        ),
+    ),
     Setting(
         "machine", "", 0, "description to predict with and for 'auto': name, file, or 'measured'"
     ),
@@ -72,7 +89,7 @@ _ALL = (
         "query heads/key-value heads/numbers of a head of 'cascade', 32/8/128; empty: the model's",
     ),
     Setting("draft", "ngram", 0, "who proposes tokens in 'speculation': ngram, or MODEL[:FORMAT]"),
-    Setting("n_draft", 5, 1, "tokens proposed at a time"),
+    Setting("n_draft", SpeculativeConfig.n_draft, 1, "draft tokens per step"),
     Setting("repeats", 5, 1, "repetitions of each timing"),
     Setting("warmup", 1, 0, "untimed repetitions before them"),
     Setting(
@@ -82,8 +99,8 @@ _ALL = (
     Setting("eval_window", 256, 2, "tokens of each evaluated window"),
     Setting("eval_context", 1, 1, "first tokens of each window that are not scored"),
     Setting("seed", 0, 0, "seed of the choice of windows"),
-    Setting("max_context", 0, 0, "longest sequence in tokens; 0: the model's"),
-    Setting("threads", 0, 0, "threads per rank; 0: chosen by the engine"),
+    _of_load("max_context"),
+    _of_load("threads"),
 )
 
 SETTINGS: dict[str, Setting] = {setting.name: setting for setting in _ALL}
@@ -116,13 +133,8 @@ def check_value(name: str, value: object, where: str) -> Value:
     """
     known = SETTINGS[name]
     if name == "outliers":
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            raise UsageError(f"{where}: {name} must be a number, got {value!r}")
-        if not 0 <= value <= backend.LARGEST_OUTLIERS:
-            raise UsageError(
-                f"{where}: {name} must lie in 0..{backend.LARGEST_OUTLIERS}, got {value}"
-            )
-        return float(value)
+        checked = fields(LoadOptions)[name].checked(value, outside=True, name=f"{where}: {name}")
+        return float(checked)
     if known.is_number:
         if value in known.words:
             return str(value)

@@ -11,10 +11,17 @@ import time
 from pathlib import Path
 from typing import Any
 
+from nbflow.commands.option_arguments import add_options
+from nbflow.option_fields import fields
+from nbflow.options import SamplingParams
 from nbflow.server.http_client import HttpClient
 from nbflow_kernels.errors import UsageError
 
-_NUMBERS = {"temperature": float, "top_p": float, "top_k": int, "max_tokens": int, "seed": int}
+_NUMBERS = {
+    name: fields(SamplingParams)[name].outside_hint
+    for name in ("max_tokens", "temperature", "top_p", "top_k", "seed")
+}
+"""Sampling parameter -> type."""
 _HELP = """\
 /system TEXT   set the system message     /new         begin a new conversation
 /set NAME X    temperature, top_p, ...    /model NAME  use another model
@@ -31,11 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("-m", "--model", help="name of the model (the server's first)")
     parser.add_argument("-p", "--prompt", metavar="TEXT", help="one message; prints the answer")
     parser.add_argument("--system", metavar="TEXT", help="system message")
-    parser.add_argument("-n", "--max-tokens", type=int, help="new tokens at most")
-    parser.add_argument("--temperature", type=float)
-    parser.add_argument("--top-p", type=float)
-    parser.add_argument("--top-k", type=int)
-    parser.add_argument("--seed", type=int)
+    add_options(parser, SamplingParams, _NUMBERS, unset=True, http=True)
     parser.add_argument(
         "--request", metavar="FILE",
         help="send the JSON in FILE (- is stdin): with text in it, it is Inferflow's protocol",

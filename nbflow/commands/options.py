@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import re
 import sys
 from typing import Any
 
 import nbflow
+from nbflow.commands.option_arguments import add_options, given_options
 from nbflow.engine.memory_plan import MemoryPlan, plan_memory
-from nbflow.engine.placement import Placement, is_host
+from nbflow.execute.place import is_host
+from nbflow.options import LoadOptions
 from nbflow.parallel import world
 from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError
-from nbflow_kernels.quants.encoders import DAMPING
 
 
 def add_model_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,28 +24,8 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="Hugging Face folder, .safetensors, .pth, .gguf, llama2.c .bin, a spec (tiny_python)",
     )
-    parser.add_argument(
-        "--weights",
-        metavar="FMT",
-        help="weight format, e.g. q4, or a policy file, .toml (default: as stored)",
-    )
-    parser.add_argument(
-        "--encoder",
-        metavar="E",
-        default="best",
-        help="how --weights are encoded: best, plain, gptq, hqq, outliers, awq, hadamard+gptq, ...",
-    )
-    parser.add_argument(
-        "--importance", metavar="FILE", help="what nbflow imatrix found, for the encoder"
-    )
-    add_gptq_arguments(parser)
-    parser.add_argument(
-        "--outliers",
-        type=float,
-        metavar="R",
-        default=0.0,
-        help="share of weights kept exactly beside the format, 0..0.05 (0)",
-    )
+    add_options(parser, LoadOptions)
+    _add_kv_sides(parser)
     parser.add_argument(
         "--formats",
         action="append",
@@ -53,68 +33,20 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="Python file that registers weight formats; it is executed (repeatable)",
     )
-    parser.add_argument(
-        "--activations",
-        metavar="A",
-        default="f32",
-        help="arithmetic of the products: f32, bf16, or int8 (f32)",
-    )
-    add_kv_arguments(parser)
-    parser.add_argument(
-        "--partition",
-        metavar="P",
-        default="0",
-        help="'0;1' by layer, '0&1' by tensor, '0&1;2&3' hybrid, '0:3;1' uneven, '0/1' replicas; "
-        "auto: what the planner finds best for the ranks of mpirun",
-    )
-    parser.add_argument(
-        "--optimize",
-        metavar="AIM",
-        default="latency",
-        help="what --partition auto is best at: latency, or throughput, perhaps with replicas "
-        "(latency)",
-    )
-    parser.add_argument(
-        "--machine",
-        metavar="NAME|FILE",
-        help="its description for --partition auto (measured if not given; nbflow plan --measure)",
-    )
-    parser.add_argument(
-        "--exchange", metavar="E", default="f32", help="partial sums are sent as f32 or q8 (f32)"
-    )
-    parser.add_argument(
-        "--device",
-        default="auto",
-        help="auto (cpu), cpu, cuda, or emulator (CUDA kernels on the CPU, checked; very slow)",
-    )
-    parser.add_argument(
-        "--no-graphs", dest="graphs", action="store_false",
-        help="start each kernel of a step by itself on CUDA devices, not a graph of all",
-    )  # fmt: skip
-    parser.add_argument(
-        "--spec",
-        metavar="FILE",
-        help="spec file, or name of a model (llama2_7b_chat), to use instead of the checkpoint's "
-        "own",
-    )
-    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer file")
-    parser.add_argument("--max-context", type=int, metavar="N", help="shorten the context")
-    parser.add_argument("--threads", type=int, metavar="N", help="threads per rank")
-    add_placement_arguments(parser)
 
 
 def add_kv_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the format of the key/value cache, in our words and in llama.cpp's."""
-    parser.add_argument(
-        "--kv",
-        metavar="FMT[/FMT]",
-        default="f16",
-        help="KV cache format: f16, q8_0, ...; two are those of keys and of values (f16)",
-    )
+    """Add the format of the KV cache, with llama.cpp's names for its two sides."""
+    add_options(parser, LoadOptions, ["kv"])
+    _add_kv_sides(parser)
+
+
+def _add_kv_sides(parser: argparse.ArgumentParser) -> None:
     for side, name in enumerate(("keys", "values")):
         parser.add_argument(
             f"-ct{name[0]}", f"--cache-type-{name[0]}", metavar="FMT", dest="kv",
-            action=_OneSide, side=side, help=f"format of the {name}, in place of what --kv says",
+            default=LoadOptions.kv, action=_OneSide, side=side,
+            help=f"format of the {name}, in place of that of --kv",
         )  # fmt: skip
 
 
@@ -132,20 +64,6 @@ class _OneSide(argparse.Action):
         setattr(namespace, self.dest, names[0] if names[0] == names[1] else "/".join(names))
 
 
-def add_gptq_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the encoder gptq."""
-    parser.add_argument(
-        "--act-order", action="store_true", help="gptq: columns with the largest inputs first"
-    )
-    parser.add_argument(
-        "--damping",
-        type=float,
-        default=DAMPING,
-        metavar="D",
-        help=f"gptq: added to the second moments' diagonal, in units of its mean ({DAMPING})",
-    )
-
-
 def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the option that shows what memory is taken."""
     parser.add_argument(
@@ -158,23 +76,6 @@ def add_memory_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def add_placement_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options that say what lies in the host's memory, or is computed by it."""
-    parser.add_argument(
-        "--kv-host-percent", type=float, default=0.0, metavar="P",
-        help="layers of a device whose keys and values lie in the host's memory, the last ones (0)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--embeddings-on-host",
-        action="store_true",
-        help="keep a device's token embedding in the host's memory",
-    )
-    parser.add_argument(
-        "--cpu-layers", type=int, default=0, metavar="N",
-        help="first layers that the host computes, with a device for the others (0)",
-    )  # fmt: skip
-
-
 def print_plan(arguments: argparse.Namespace) -> bool:
     """Print the memory plan if it is asked for; return whether it is."""
     if arguments.plan is None:
@@ -183,70 +84,36 @@ def print_plan(arguments: argparse.Namespace) -> bool:
         raise UsageError(f"--plan must be at least 1, got {arguments.plan}")
     for file in arguments.formats:
         load_formats(file)
-    plan = _plan(arguments, _placement(arguments))
+    plan = _plan(arguments)
     if world().rank == 0:
         print(plan)
     return True
 
 
-def _plan(arguments: argparse.Namespace, placement: dict[str, Any]) -> MemoryPlan:
-    """Return what the model will take for as many requests as asked for, or one."""
-    names = (
-        "spec", "weights", "outliers", "encoder", "activations", "kv", "partition", "max_context",
-        "device", "exchange", "optimize", "machine",
-    )  # fmt: skip
-    options = {name: getattr(arguments, name) for name in names}
+def _plan(arguments: argparse.Namespace) -> MemoryPlan:
+    """Return the memory plan for as many requests as asked for, or one."""
     sequences = getattr(arguments, "plan", None) or 1
-    return plan_memory(arguments.model, max_sequences=sequences, **options, **placement)
+    return plan_memory(arguments.model, load_options(arguments), max_sequences=sequences)
+
+
+def load_options(arguments: argparse.Namespace) -> LoadOptions:
+    """Return the options of `nbflow.load` that arguments have."""
+    return LoadOptions(**given_options(LoadOptions, arguments))
 
 
 def load_model(arguments: argparse.Namespace, **changes: Any) -> nbflow.Model:
     """Load the model that the arguments describe, after the formats it may be stored in."""
     for file in arguments.formats:
         load_formats(file)
-    options: dict[str, Any] = {
-        name: getattr(arguments, name)
-        for name in (
-            "weights",
-            "outliers",
-            "encoder",
-            "importance",
-            "act_order",
-            "damping",
-            "activations",
-            "kv",
-            "partition",
-            "optimize",
-            "machine",
-            "exchange",
-            "device",
-            "graphs",
-            "spec",
-            "tokenizer",
-            "max_context",
-            "threads",
-        )
-    }
-    placement = _placement(arguments)
+    options = load_options(arguments).replaced(changes)
     if not is_host(arguments.device) and world().rank == 0 and _can_plan(arguments):
-        print(_plan(arguments, placement), file=sys.stderr)
-    return nbflow.load(arguments.model, **{**options, **placement, **changes})
+        print(_plan(arguments), file=sys.stderr)
+    return nbflow.load(arguments.model, options)
 
 
 def _can_plan(arguments: argparse.Namespace) -> bool:
     """Return whether the checkpoint and the arguments alone say who holds what."""
     return arguments.partition != "auto" and "/" not in arguments.partition
-
-
-def _placement(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Return what is to lie in the host's memory; without a device, say that it does already."""
-    names = ("kv_host_percent", "embeddings_on_host", "cpu_layers")
-    placement = Placement(**{name: getattr(arguments, name) for name in names})
-    if not is_host(arguments.device):
-        return dataclasses.asdict(placement)
-    if placement.note:
-        print(f"note: {placement.note}", file=sys.stderr)
-    return {}
 
 
 def speaks(model: nbflow.Model) -> bool:

@@ -16,7 +16,9 @@ from pathlib import Path
 from typing import Any
 
 import nbflow_kernels as nk
+from nbflow.commands.option_arguments import add_options
 from nbflow.commands.options import add_kv_arguments, numbers
+from nbflow.options import LoadOptions
 from nbflow.planner import (
     Machine,
     PlannedModel,
@@ -71,20 +73,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--activations", metavar="A", help="arithmetic: f32, f16, bf16, int8 (the machine's first)"
     )
-    parser.add_argument(
-        "--exchange", metavar="E", default="f32", help="partial sums are sent as f32 or q8 (f32)"
-    )
+    add_options(parser, LoadOptions, ["exchange", "kv_host_percent", "embeddings_on_host"])
     parser.add_argument("--batch", default="1,8,64", help="sequences at once (1,8,64)")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of each prompt (512)")
     parser.add_argument("--generate", type=int, default=128, help="tokens each draws (128)")
     parser.add_argument(
         "--context", type=int, metavar="N", help="tokens the cache holds for each sequence"
-    )
-    parser.add_argument(
-        "--kv-host", type=float, metavar="PERCENT", default=0.0, help="of the cache on the host (0)"
-    )
-    parser.add_argument(
-        "--embedding-on-host", action="store_true", help="keep the token embedding on the host"
     )
     parser.add_argument(
         "--measure", action="store_true", help="measure this machine and describe it"
@@ -104,16 +98,14 @@ def run(arguments: argparse.Namespace) -> int:
             f"name a --machine: {', '.join(known_machines())}, or a file that "
             "`nbflow plan --measure -o FILE` has written"
         )
-    if not 0 <= arguments.kv_host <= 100:
-        raise UsageError(f"--kv-host must be a percentage, 0..100, got {arguments.kv_host:g}")
     machine = load_machine(arguments.machine)
     machine = machine.with_ranks(arguments.ranks or len(machine.devices))
     model = planned_model(arguments.model, arguments.weights)
     setting = Setting(
         kv=arguments.kv,
         activations=arguments.activations,
-        kv_host=arguments.kv_host / 100,
-        embedding_on_host=arguments.embedding_on_host,
+        kv_host=arguments.kv_host_percent / 100,
+        embedding_on_host=arguments.embeddings_on_host,
         exchange=arguments.exchange,
     )
     partitions = arguments.partition

@@ -16,7 +16,8 @@ from nbflow.commands.allocation_options import (
     write_policy_of,
 )
 from nbflow.commands.inspect import printable
-from nbflow.commands.options import add_gptq_arguments
+from nbflow.commands.option_arguments import add_options
+from nbflow.options import LoadOptions
 from nbflow.tables import text_table
 from nbflow.writing import WrittenCheckpoint, quantize_checkpoint
 from nbflow_kernels import load_formats
@@ -38,20 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="PATTERN=FORMAT",
         help="format of the matrices whose name matches; the first match wins (repeatable)",
     )
-    parser.add_argument(
-        "--encoder",
-        metavar="E",
-        default="best",
-        help="best; plain: the published one; gptq (with --importance of nbflow imatrix --full); "
-        "hqq; awq (with --importance) and hadamard change the model first, e.g. awq+gptq (best)",
-    )
-    add_gptq_arguments(parser)
-    parser.add_argument(
-        "--importance",
-        metavar="FILE",
-        help="how much each column counts: a file of nbflow imatrix or llama.cpp (GGUF, .dat), or "
-        "safetensors",
-    )
+    add_options(parser, LoadOptions, ["encoder", "importance", "act_order", "damping"])
     parser.add_argument(
         "--formats",
         action="append",
@@ -60,9 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="Python file (.py) that registers weight formats; it is executed.  Or names of "
         "formats that --bits-per-weight chooses from (repeatable)",
     )
-    parser.add_argument(
-        "--spec", metavar="FILE", help="spec file to use instead of the checkpoint's own"
-    )
+    add_options(parser, LoadOptions, ["spec"])
     parser.add_argument("--force", action="store_true", help="replace OUT if it exists")
     parser.add_argument("--dry-run", action="store_true", help="print the table, write nothing")
     parser.add_argument("--json", action="store_true", help="print JSON")

@@ -17,6 +17,7 @@ from nbflow.commands.decoding_options import (
     search_name,
     search_values,
 )
+from nbflow.commands.option_arguments import add_options
 from nbflow.commands.options import (
     add_memory_arguments,
     add_model_arguments,
@@ -29,6 +30,7 @@ from nbflow.engine.rank import RankEngine
 from nbflow.engine.request import Request
 from nbflow.engine.search import search
 from nbflow.engine.text_stream import TextStream
+from nbflow.options import SamplingParams
 from nbflow.tokenizer import Tokenizer
 
 
@@ -38,9 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_memory_arguments(parser)
     parser.add_argument("-p", "--prompt", help="text to continue (default: none)")
     add_chat_arguments(parser)
-    parser.add_argument(
-        "-n", "--max-tokens", type=int, default=128, help="new tokens at most (128)"
-    )
+    add_options(parser, SamplingParams, ["max_tokens"])
     add_decoding_arguments(parser)
     add_search_arguments(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")

@@ -7,20 +7,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nbflow.commands.decoding_options import add_draft_arguments
+from nbflow.commands.option_arguments import add_options
 from nbflow.commands.options import add_model_arguments
+from nbflow.option_fields import fields, toml_names
+from nbflow.options import EngineOptions, LoadOptions, SpeculativeConfig
 from nbflow_kernels.errors import MissingExtraError, UsageError, install_command
 
 if TYPE_CHECKING:
     from nbflow.server.config import ServerConfig
 
-_OF_MODEL = (
-    "spec", "weights", "outliers", "encoder", "importance", "act_order", "damping", "activations",
-    "kv", "partition", "optimize", "machine", "exchange", "device", "graphs", "kv_host_percent",
-    "embeddings_on_host", "cpu_layers", "tokenizer", "max_context", "threads",
-)  # fmt: skip
-_OF_DRAFT = ("draft", "n_draft", "draft_weights", "draft_verify")
-_OF_ENGINE = ("max_sequences", "max_waiting", "max_step_tokens", "kv_bytes", "prefix_cache")
+_OF_MODEL = (*toml_names(LoadOptions), *fields(SpeculativeConfig), "chat_template")
+"""Keys of ``[models.NAME]`` that are options of the command, too."""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -33,15 +30,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--port", type=int, help="port to listen on (8000); 0 takes a free one")
     parser.add_argument("--name", metavar="NAME", help="what clients call the model")
     parser.add_argument("--chat-template", metavar="T", help="name, file or text of a template")
-    parser.add_argument("--max-sequences", type=int, metavar="N", help="worked on together")
-    parser.add_argument("--max-waiting", type=int, metavar="N", help="sequences that wait (1024)")
-    parser.add_argument("--max-step-tokens", type=int, metavar="N", help="tokens in a step")
-    parser.add_argument("--kv-bytes", metavar="SIZE", help="most memory of the cache, e.g. 2GiB")
-    parser.add_argument(
-        "--no-prefix-cache", dest="prefix_cache", action="store_false", help="share no beginnings"
-    )
-    add_draft_arguments(parser)
-    parser.add_argument("--draft-weights", metavar="FMT", help="its weight format (as stored)")
+    add_options(parser, EngineOptions)
+    add_options(parser, SpeculativeConfig)
     parser.add_argument("--keys-file", metavar="FILE", help="API keys, one per line")
     parser.add_argument("--keys-env", metavar="VAR", help="environment variable with API keys")
     parser.add_argument("--log-format", choices=("text", "json"), help="lines of the log (text)")
@@ -105,9 +95,7 @@ def _config(given: dict[str, Any]) -> ServerConfig:
     path = Path(given["model"])
     if path.suffix not in (".toml", ".ini"):
         return make_config(_table(given), "nbflow serve")
-    of_file = sorted(
-        set(given) & {*_OF_MODEL, *_OF_DRAFT, *_OF_ENGINE, "name", "chat_template", "formats"}
-    )
+    of_file = sorted(set(given) & {*_OF_MODEL, *fields(EngineOptions), "name", "formats"})
     if of_file:
         option = of_file[0].replace("_", "-")
         raise UsageError(f"--{option} belongs to a model: write it into {path}")
@@ -120,8 +108,8 @@ def _table(given: dict[str, Any]) -> dict[str, Any]:
     """Return the file that would say the same as the arguments."""
     name = given.get("name") or Path(given["model"]).name or given["model"]
     model: dict[str, Any] = {"path": given["model"]}
-    model |= {key: given[key] for key in (*_OF_MODEL, *_OF_DRAFT, "chat_template") if key in given}
-    model["engine"] = {key: given[key] for key in _OF_ENGINE if key in given}
+    model |= {key: given[key] for key in _OF_MODEL if key in given}
+    model["engine"] = {key: given[key] for key in fields(EngineOptions) if key in given}
     table = {"models": {name: model}, "formats": given.get("formats", [])}
     return _merged(table, _of_server(given))
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from nbflow.engine.limits import MAX_SEQUENCES
 from nbflow.engine.memory_plan import MemoryPlan, plan_memory
+from nbflow.options import MAX_SEQUENCES
 from nbflow.parallel import world
 from nbflow.planner import (
     Setting,
@@ -20,13 +18,6 @@ from nbflow.system import available_memory_bytes
 from nbflow.tables import text_table
 from nbflow_kernels import load_formats
 
-MAX_STEP_TOKENS = 512
-"""Of `nbflow.load`."""
-_OF_MODEL = (
-    "spec", "weights", "outliers", "encoder", "activations", "kv", "device", "max_context",
-    "exchange", "kv_host_percent", "embeddings_on_host", "cpu_layers",
-)  # fmt: skip
-"""Options of a model that its memory follows from."""
 PROMPT, GENERATE = 512, 128
 """Tokens of the requests that speed is predicted for, where the context holds them."""
 
@@ -57,21 +48,20 @@ def print_plans(config: ServerConfig) -> None:
 
 def model_plan(options: ModelOptions) -> MemoryPlan:
     """Return what a model takes, with the memory for keys and values that its engine will take."""
-    engine = options.engine
-    known: dict[str, Any] = {name: getattr(options, name) for name in _OF_MODEL}
-    known["max_step_tokens"] = engine.max_step_tokens or MAX_STEP_TOKENS
-    known["max_sequences"] = engine.max_sequences or MAX_SEQUENCES
-    plan = plan_memory(
-        options.path, partition=options.partition, optimize=options.optimize,
-        machine=options.machine, **known,
-    )  # fmt: skip
+    engine = options.engine.options()
+    load = options.load_options()
+    if engine.max_step_tokens is not None:
+        load = load.replaced({"max_step_tokens": engine.max_step_tokens})
+    sequences = engine.max_sequences or MAX_SEQUENCES
+    plan = plan_memory(options.path, load, max_sequences=sequences)
     wanted = max(rank.kv_bytes for rank in plan.ranks)
     allowed = engine.kv_bytes or available_memory_bytes() // (2 * len(plan.ranks))
-    assert isinstance(allowed, int)  # a text has been read by the configuration
     if engine.kv_bytes is None and wanted <= allowed:
         return plan
     partition = plan.partition if options.partition == "auto" else options.partition
-    return plan_memory(options.path, partition=partition, kv_bytes=allowed, **known)
+    return plan_memory(
+        options.path, load, max_sequences=sequences, kv_bytes=allowed, partition=partition
+    )
 
 
 def draft_plan(options: ModelOptions) -> MemoryPlan:

@@ -12,13 +12,14 @@ n-th token of a request depends on its seed and n, not on what else is in the ba
 `constraints`     biases, penalties, forbidden tokens, for every strategy
 `search`          what searches offer: `beam` search, `contrastive` search
 `structured`      choice, regular expression, JSON schema, grammar
-`parameters`      everything a request can ask for, and the strategy it means
+`build`           the strategy and constraints of `nbflow.options.SamplingParams`
 ================  =================================================================================
 """
 
 from __future__ import annotations
 
 from nbflow.decoding.beam import BeamSearch
+from nbflow.decoding.build import build_strategy, end_ids
 from nbflow.decoding.chain import Chain
 from nbflow.decoding.constraints import Constrained, Constraints
 from nbflow.decoding.contrastive import ContrastiveSearch
@@ -26,7 +27,6 @@ from nbflow.decoding.filters import Filters
 from nbflow.decoding.greedy import Greedy
 from nbflow.decoding.min_p import MinP
 from nbflow.decoding.mirostat import Mirostat
-from nbflow.decoding.parameters import Parameters
 from nbflow.decoding.sample import Sample
 from nbflow.decoding.search import Search
 from nbflow.decoding.strategy import State, Strategy
@@ -47,12 +47,13 @@ __all__ = [
     "Greedy",
     "MinP",
     "Mirostat",
-    "Parameters",
     "Sample",
     "Search",
     "State",
     "Strategy",
     "TopK",
     "TopP",
+    "build_strategy",
+    "end_ids",
     "make_strategy",
 ]

@@ -18,13 +18,11 @@ from typing import Any
 import numpy as np
 
 from nbflow.decoding.token_bytes import vocabulary_bytes
+from nbflow.options import STRUCTURES
 from nbflow.tokenizer import Tokenizer
 from nbflow_kernels.errors import MissingExtraError, UsageError, install_command, unknown_name
 
 _MAX_ENGINES = 8
-KINDS = ("choice", "regex", "json_schema", "grammar")
-
-
 _MEANINGS = {"NoExtensionBias": "no text matches it", "NoExtension": "no text matches it"}
 """The engine's words in ours."""
 
@@ -35,7 +33,7 @@ class StructureError(UsageError):
     Parameters
     ----------
     kind : str
-        Which of `KINDS` it is.
+        Which of `nbflow.options.STRUCTURES` it is.
     reason : str
         What is wrong with it.
     """
@@ -78,8 +76,8 @@ class Grammar:
         self, kind: str, text: Any, tokenizer: Tokenizer, n_vocab: int, end_ids: Sequence[int]
     ) -> None:
         library = _library()
-        if kind not in KINDS:
-            raise unknown_name("structure", kind, KINDS)
+        if kind not in STRUCTURES:
+            raise unknown_name("structure", kind, STRUCTURES)
         if not end_ids:
             raise UsageError(
                 f"{kind} needs an end token to end with, and there is none: leave out ignore_eos, "

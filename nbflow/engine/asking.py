@@ -1,4 +1,4 @@
-"""From what a user asks for to a request, checked."""
+"""From sampling parameters to a request, checked."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from numpy.typing import NDArray
 
-from nbflow.decoding import Greedy, Parameters, Search, Strategy
+from nbflow.decoding import Greedy, Search, Strategy, build_strategy, end_ids
 from nbflow.decoding.constraints import Constraints, constrain
 from nbflow.engine.request import Request
 from nbflow.engine.search import check_search
+from nbflow.options import SamplingParams
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 
@@ -18,69 +19,94 @@ if TYPE_CHECKING:
     from nbflow.engine.model import Model
 
 
-def checked_request(
-    model: Model,
-    prompt: str | Sequence[int] | NDArray[Any],
+def sampling_params(
     max_tokens: int,
     decoding: str | Strategy | Search,
     seed: int,
     ignore_eos: bool,
-    decoder_ids: Sequence[int] | None,
     parameters: Mapping[str, Any],
-    *,
-    drafted: bool,
-) -> Request:
-    """Return a request; parameters as of `Model.generate`, `drafted` whether there is a draft."""
-    if not model.spec.causal or not model.spec.head:
-        raise UsageError(
-            f"{model.spec.name} is an encoder and cannot continue a text; use hidden(), embed() "
-            "or logits()"
-        )
+) -> SamplingParams:
+    """Return the parameters of `Model.generate` as one object."""
     named = decoding if isinstance(decoding, str) and decoding != "auto" else None
-    searches = None if isinstance(decoding, (str, Strategy)) else decoding
-    asked = Parameters.parse(
+    params = SamplingParams.parse(
         {
             **parameters, "max_tokens": max_tokens, "decoding": named, "seed": seed,
             "ignore_eos": ignore_eos,
         }
     )  # fmt: skip
-    if asked.n != 1:
+    if params.n != 1:
         raise UsageError("n belongs to generate_batch; submit as many requests as are wanted")
-    known = model.end_ids
-    ends = frozenset(asked.end_ids(known, model.spec.vocab_size))
-    if searches is None:
-        strategy = asked.strategy(
-            model.spec.vocab_size, model.found_tokenizer, known, model.defaults,
+    return params
+
+
+def checked_request(
+    model: Model,
+    prompt: str | Sequence[int] | NDArray[Any],
+    params: SamplingParams,
+    decoding: str | Strategy | Search | None = None,
+    decoder_ids: Sequence[int] | None = None,
+    *,
+    drafted: bool = False,
+) -> Request:
+    """Return a request with these parameters; `drafted` says that it will have draft tokens."""
+    _check_generates(model.spec)
+    if decoding is None or isinstance(decoding, (str, Strategy)):
+        chosen: Strategy | Search = build_strategy(
+            params, model.spec.vocab_size, model.found_tokenizer, model.end_ids, model.defaults,
             decoding if isinstance(decoding, Strategy) else None,
         )  # fmt: skip
     else:
-        check_search(searches, asked, drafted)
-        strategy = Greedy()
-    if model.spec.banned_token_ids:
-        strategy = constrain(strategy, Constraints(banned_token_ids=model.spec.banned_token_ids))
-    if asked.stop_texts:
-        _ = model.tokenizer  # it is needed
+        check_search(decoding, params, drafted)
+        chosen = decoding
+    return build_request(model, prompt, params, chosen, decoder_ids)
+
+
+def build_request(
+    model: Model,
+    prompt: str | Sequence[int] | NDArray[Any],
+    params: SamplingParams,
+    strategy: Strategy | Search,
+    decoder_ids: Sequence[int] | None = None,
+) -> Request:
+    """Return a request whose strategy, with its constraints, has been made before."""
+    spec = model.spec
+    _check_generates(spec)
+    ends = frozenset(end_ids(params, model.end_ids, spec.vocab_size))
+    search = None if isinstance(strategy, Strategy) else strategy
+    drawn = strategy if isinstance(strategy, Strategy) else Greedy()
+    if spec.banned_token_ids:
+        drawn = constrain(drawn, Constraints(banned_token_ids=spec.banned_token_ids))
+    if params.stop_texts:
+        _ = model.tokenizer  # raises now if stop texts cannot be found without one
     if isinstance(prompt, str):
         prompt = model.tokenizer.encode(prompt, add_special_tokens=True)
     encoder_ids = None
-    if model.spec.encoder is not None:
+    if spec.encoder is not None:
         encoder_ids = model.check_encoder_ids(prompt)
-        prompt = _decoder_prompt(model.spec, decoder_ids)
+        prompt = _decoder_prompt(spec, decoder_ids)
     elif decoder_ids is not None:
         raise UsageError(
-            f"{model.spec.name} has no encoder; give all tokens as the prompt, without decoder_ids"
+            f"{spec.name} has no encoder; give all tokens as the prompt, without decoder_ids"
         )
     ids = model.check_ids(prompt, room=1)
-    room = model.spec.max_context - len(ids)
-    request = Request(ids, min(max_tokens, room), strategy, seed, ends, encoder_ids)
-    request.search = searches
-    request.banned_ids = frozenset(model.spec.banned_token_ids)
-    request.n_top_logprobs = min(asked.logprobs or 0, model.spec.vocab_size)
-    if asked.prompt_logprobs is not None:
-        request.prompt_logprobs = min(asked.prompt_logprobs, model.spec.vocab_size)
-    request.stop_texts = asked.stop_texts
-    request.include_stop_text = asked.include_stop_str_in_output
+    most = min(params.max_tokens, spec.max_context - len(ids))
+    request = Request(ids, most, drawn, params.seed % 2**64, ends, encoder_ids)
+    request.search = search
+    request.banned_ids = frozenset(spec.banned_token_ids)
+    request.n_top_logprobs = min(params.logprobs or 0, spec.vocab_size)
+    if params.prompt_logprobs is not None:
+        request.prompt_logprobs = min(params.prompt_logprobs, spec.vocab_size)
+    request.stop_texts = params.stop_texts
+    request.include_stop_text = params.include_stop_str_in_output
     return request
+
+
+def _check_generates(spec: ModelSpec) -> None:
+    if not spec.causal or not spec.head:
+        raise UsageError(
+            f"{spec.name} is an encoder and cannot continue a text; use hidden(), embed() "
+            "or logits()"
+        )
 
 
 def _decoder_prompt(spec: ModelSpec, decoder_ids: Sequence[int] | None) -> Sequence[int]:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from nbflow.engine.errors import EngineClosed, QueueFull, Unsendable
 from nbflow.engine.handle import Handle, OnEvents
-from nbflow.engine.limits import ON_FAILURE, Limits, choose_limits, fit
+from nbflow.engine.limits import Limits, choose_limits, fit
 from nbflow.engine.model import STREAM_BURST_S, Model
 from nbflow.engine.outcome import Output
 from nbflow.engine.pooling import embed
@@ -30,9 +30,11 @@ from nbflow.engine.replicas import Replicas
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.stats import EngineStats
 from nbflow.engine.stopping import Stopping
+from nbflow.option_fields import documents
+from nbflow.options import EngineOptions
 from nbflow.parallel.comm import RankError
 from nbflow.status import WORKING, status
-from nbflow_kernels.errors import UsageError, unknown_name
+from nbflow_kernels.errors import UsageError
 from nbflow_kernels.forks import tell_in_child
 
 Command = tuple[str, tuple[Any, ...]]
@@ -41,6 +43,7 @@ Command = tuple[str, tuple[Any, ...]]
 logger = logging.getLogger(__name__)
 
 
+@documents(EngineOptions)
 class Engine:
     """Runs a model for requests from any thread.  See docs/engine.md.
 
@@ -51,23 +54,12 @@ class Engine:
     ----------
     model : Model
         The model; while the engine runs, its own `generate` and the like must not be called.
-    max_step_tokens : int, optional
-        Most tokens in a step; by default as `nbflow.load` was told (512).
-    max_sequences : int, optional
-        Most requests that run at once; by default 256, or as many as a step has tokens.
-    max_waiting : int
-        Most requests that wait; one more is refused with `QueueFull`.
-    kv_bytes : int, optional
-        Memory of each rank for keys and values.  By default what `max_sequences` requests of full
-        context can use, but no more than half of the memory that is available.
-    prefix_cache : bool
-        Whether prompts that begin alike share what is computed for their beginning.
+    options : EngineOptions, optional
+        The options below as one object; those given as keywords replace its own.
     burst_s : float
         Where all requests generate, so many seconds of steps run in one go: events come, and new
         requests and cancellations are seen, that much later at most.
-    on_failure : {"continue", "stop"}
-        Of a model with replicas: whether the others go on when one has failed.  The requests of the
-        failed one end with an error either way.
+    {options}
 
     Raises
     ------
@@ -86,18 +78,14 @@ class Engine:
     def __init__(
         self,
         model: Model,
-        max_step_tokens: int | None = None,
-        max_sequences: int | None = None,
-        max_waiting: int = 1024,
-        kv_bytes: int | None = None,
-        prefix_cache: bool = True,
+        options: EngineOptions | None = None,
+        *,
         burst_s: float = STREAM_BURST_S,
-        on_failure: str = "continue",
+        **changes: Any,
     ) -> None:
-        limits = choose_limits(
-            model, max_step_tokens, max_sequences, max_waiting, kv_bytes, prefix_cache
-        )
-        self._set_up(model, limits, burst_s, on_failure)
+        given = (options or EngineOptions()).replaced(changes)
+        limits = choose_limits(model, given)
+        self._set_up(model, limits, burst_s, given.on_failure)
 
     def __new__(cls, model: Model, *_: Any, **__: Any) -> Engine:
         """Return the engine that suits the model: one with replicas has a `ReplicaEngine`."""
@@ -115,10 +103,12 @@ class Engine:
         return engine
 
     def _set_up(
-        self, model: Model, limits: Limits, burst_s: float, on_failure: str = "continue"
+        self,
+        model: Model,
+        limits: Limits,
+        burst_s: float,
+        on_failure: str = EngineOptions.on_failure,
     ) -> None:
-        if on_failure not in ON_FAILURE:
-            raise unknown_name("on_failure", on_failure, ON_FAILURE)
         self.model = model
         self.limits = limits
         """The limits that are in force."""

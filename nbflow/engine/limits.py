@@ -8,16 +8,12 @@ from typing import TYPE_CHECKING
 from nbflow.engine.checks import check_request
 from nbflow.engine.request import Request
 from nbflow.engine.scheduler import check_width, room_for
+from nbflow.options import MAX_SEQUENCES, EngineOptions
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:
     from nbflow.engine.model import Model
-
-MAX_SEQUENCES = 256
-"""Most requests that run at once, unless given."""
-ON_FAILURE = ("continue", "stop")
-"""Choices for the other replicas of a model when one has failed."""
 
 
 @dataclass(frozen=True)
@@ -43,26 +39,11 @@ class Limits:
         return self.max_pages * self.page_size
 
 
-def choose_limits(
-    model: Model,
-    max_step_tokens: int | None,
-    max_sequences: int | None,
-    max_waiting: int,
-    kv_bytes: int | None,
-    prefix_cache: bool,
-) -> Limits:
+def choose_limits(model: Model, options: EngineOptions) -> Limits:
     """Return the limits for a model, the same on each of its ranks, which all must call it."""
-    given = {
-        "max_step_tokens": max_step_tokens,
-        "max_sequences": max_sequences,
-        "max_waiting": max_waiting,
-        "kv_bytes": kv_bytes,
-    }
-    for name, value in given.items():
-        if value is not None and value < 1:
-            raise UsageError(f"{name} must be at least 1, got {value}")
-    steps = max_step_tokens or model.engines[0].max_step_tokens
-    sequences = min(max_sequences or MAX_SEQUENCES, steps)
+    kv_bytes = options.kv_bytes
+    steps = options.max_step_tokens or model.engines[0].max_step_tokens
+    sequences = min(options.max_sequences or MAX_SEQUENCES, steps)
     page_size = model.engines[0].storage.page_size
     ranks = model.gather("page_memory")
     hosts = [r["host"] for r in ranks]  # ranks of one machine share what it has
@@ -80,7 +61,7 @@ def choose_limits(
         )
     if kv_bytes is None:
         room = min(room, sequences * -(-model.spec.max_context // page_size))
-    return Limits(steps, sequences, max_waiting, room, page_size, prefix_cache)
+    return Limits(steps, sequences, options.max_waiting, room, page_size, options.prefix_cache)
 
 
 def fit(request: Request, spec: ModelSpec, limits: Limits) -> None:

@@ -5,21 +5,19 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
-
-from numpy.typing import NDArray
+from typing import Any, cast
 
 import nbflow_kernels as nk
 from nbflow.engine.model import Model
-from nbflow.engine.placement import Placement, is_host
 from nbflow.engine.rank import RankEngine, make_groups
 from nbflow.engine.replicas import Replicas
 from nbflow.execute import Place
 from nbflow.execute.encode import Encoding
-from nbflow.execute.place import find_places
+from nbflow.execute.place import find_places, is_host, split_host_layers
 from nbflow.folding import Prepared, no_format, prepare
+from nbflow.option_fields import documents
+from nbflow.options import LoadOptions
 from nbflow.parallel import Comm, Plan, make_plan, split_replicas, world
 from nbflow.parallel.cores import fair_threads
 from nbflow.parallel.links import make_links
@@ -33,41 +31,19 @@ from nbflow.weights import WeightFile, open_weights
 from nbflow.weights.weight_file import ITEM_BYTES
 from nbflow.weights_policy import WeightFormats, weight_formats
 from nbflow.writing.importance_names import known_inputs
-from nbflow_kernels.errors import MissingExtraError, UsageError, unknown_name
+from nbflow_kernels.errors import MissingExtraError, UsageError
 from nbflow_kernels.kvcache.formats import kv_formats
-from nbflow_kernels.quants.encoders import DAMPING
 from nbflow_kernels.quants.outliers import check_ratio
 
-ACTIVATIONS = ("f32", "bf16", "int8")
 
-
+@documents(LoadOptions)
 @status.loading("the description of the model")
 def load(
     model: str | Path,
+    options: LoadOptions | None = None,
     *,
-    spec: str | Path | None = None,
-    weights: str | Path | WeightFormats | None = None,
-    outliers: float = 0.0,
-    encoder: str = "best",
-    importance: str | Path | Mapping[str, NDArray[Any]] | None = None,
-    act_order: bool = False,
-    damping: float = DAMPING,
-    activations: str = "f32",
-    kv: str = "f16",
-    partition: str = "0",
-    device: str = "auto",
-    graphs: bool = True,
-    tokenizer: str | Path | None = None,
-    max_context: int | None = None,
-    threads: int | None = None,
-    max_step_tokens: int = 512,
-    exchange: str = "f32",
-    optimize: str = "latency",
-    machine: str | Path | None = None,
-    kv_host_percent: float = 0.0,
-    embeddings_on_host: bool = False,
-    cpu_layers: int = 0,
     comm: Comm | None = None,
+    **changes: Any,
 ) -> Model:
     """Load a model, each rank its own part.
 
@@ -76,77 +52,11 @@ def load(
     model : str or Path
         A Hugging Face folder, a .safetensors file, a torch checkpoint, a .gguf, a llama2.c .bin, or
         the name of a model spec.
-    spec : str or Path, optional
-        A spec file (TOML) to use instead of what the checkpoint says about itself, or the name of
-        a model that comes with the package, e.g. "llama2_7b_chat" (`nbflow.spec.resolve`).
-    weights : str, path or WeightFormats, optional
-        Format of the attention and feed-forward matrices: a name of `nbflow_kernels.FORMATS`, e.g.
-        "q4", or a policy file (``.toml``) that says it matrix by matrix (`nbflow.weights_policy`).
-        None keeps what the checkpoint stores.
-    outliers : float
-        Share of the weights, 0..0.05, that are kept exactly beside the format because they stretch
-        the range of their block (Inferflow's ``delta_tensor_ratio``, `nbflow_kernels.quantize`).
-        Only with `weights` a block format.
-    encoder : str
-        How matrices are put into their formats: "best", "plain", "gptq", "hqq", "outliers"
-        (`nbflow_kernels.quants.encoders.quantize_with`); "awq" or "hadamard", which change the
-        model first in a way that leaves its results the same (`nbflow.folding`); or such parts
-        joined, "hadamard+gptq".  Only with `weights`.  docs/quantization.md explains them.
-    importance : path or mapping, optional
-        What is known about the inputs of each matrix: a file of ``nbflow imatrix`` or llama.cpp's,
-        or name -> mean squares (K,) or second moments (K, K), which "gptq" needs.
-    act_order : bool
-        Whether GPTQ takes the columns with the largest inputs first.
-    damping : float
-        What GPTQ adds to the diagonal of second moments, in units of its mean.
-    activations : {"f32", "bf16", "int8"}
-        Arithmetic of the products with weights.  "f32" multiplies float32 activations with the
-        decoded weights.  "bf16" rounds both to bfloat16 (relative error 2**-9 each).  "int8" rounds
-        the activations to 8 bits in blocks of 32 columns, as llama.cpp does, for weights in a block
-        format; float weights keep "f32".  Sums are float32 (int32 within a block).
-    kv : str
-        Element format of the key/value cache: "f32", "f16", "bf16", or a block format, e.g. "q8_0"
-        or "q4_0" (`nbflow_kernels.kvcache.formats.kv_format`), which each head vector is put into.
-        "q8_0/q4_0" gives keys, which come first, and values formats of their own.
-    partition : str
-        Who holds what, e.g. ``"0"``, ``"0;1"`` (by layer), ``"0&1"`` (by tensor), ``"0&1;2&3"``,
-        ``"0:3;1"`` (uneven), ``"0/1"`` (replicas); see `nbflow.parallel.notation`.  Under mpirun
-        the numbers are MPI ranks; without it they are threads of this process.  "auto" takes what
-        the planner predicts to be best on the ranks that mpirun has started; for throughput it may
-        be replicas.
-    device : str
-        Where to run: "cpu" ("auto"), "cuda" (or "cuda:1"), or "emulator", which executes the CUDA
-        kernels on the CPU with all checks of `nbflow_ptx`, to debug them with tiny models.  One for
-        all ranks of the partition, or one for each: ``device="cpu,cuda"`` with ``"0;1"`` has the
-        first layers on the CPU.  Ranks that say "cuda" take the machine's devices in turn.
-    graphs : bool
-        Whether steps of generation run as CUDA graphs on devices.
-    tokenizer : str or Path, optional
-        Tokenizer file, if it does not lie beside the weights.
-    max_context : int, optional
-        Shorten the context to this many tokens.
-    threads : int, optional
-        Threads of each rank; by default the cores of the machine are shared out evenly.
-    max_step_tokens : int
-        Most tokens in one step; longer prompts are run in pieces, with the same result.
-    exchange : {"f32", "q8"}
-        How ranks that share a layer send each other partial sums: as float32, or rounded to bytes
-        with a scale for 32 of them, which are 3.6 times fewer bytes and round each part to 1/254
-        of its block's largest number.
-    optimize : {"latency", "throughput"}
-        What partition "auto" is to be best at (`nbflow.planner.auto.choose_partition`).
-    kv_host_percent : float
-        Where a rank has a device: for how many percent of its layers, the last ones, the keys and
-        values lie in the host's pinned memory, which the device reads over the bus.
-    embeddings_on_host : bool
-        Where a rank has a device: whether the tables that are only looked up lie there, too.
-    cpu_layers : int
-        How many of the first layers the host computes, with a device for the others: partition
-        ``"0"`` becomes ``"0:2;1:6"`` on ``"cpu,cuda"`` for 2 of 8.
-    machine : str or Path, optional
-        Description of the machine for partition "auto"; without one its ranks are measured.
+    options : LoadOptions, optional
+        The options below as one object; those given as keywords replace its own.
     comm : Comm, optional
         Ranks to use; by default those mpirun started.
+    {options}
 
     Returns
     -------
@@ -164,54 +74,50 @@ def load(
     ...     model.plan.numbers
     (0, 1)
     """
-    resolved = resolve(model, spec=spec)
-    the_spec = _shorten(resolved.spec, max_context)
+    given = (options or LoadOptions()).replaced(changes)
+    resolved = resolve(model, spec=given.spec)
+    the_spec = _shorten(resolved.spec, given.max_context)
+    weights = cast(str | Path | WeightFormats | None, given.weights)
     formats = weight_formats(weights)
     if formats is not None:
         formats.check_used(the_spec.tensor_shapes(), str(weights))
     block_size = _block_size(resolved.path, formats)
-    check_outliers(outliers, formats)
-    prepared = _prepare(
-        resolved, the_spec, formats, encoder, importance, act_order=act_order, damping=damping,
-        outliers=outliers,
-    )  # fmt: skip
+    check_outliers(given.outliers, formats)
+    prepared = _prepare(resolved, the_spec, formats, given)
     stored_spec, the_spec = the_spec, prepared.spec
-    kv_formats(kv)  # raises for an unknown name
-    if activations not in ACTIVATIONS:
-        raise unknown_name("activations", activations, ACTIVATIONS)
-    if max_step_tokens < 1:
-        raise UsageError(f"max_step_tokens must be at least 1, got {max_step_tokens}")
+    kv_formats(given.kv)  # raises for an unknown name
     status.progress("MPI")
     comm = comm or world()
-    placement = Placement(kv_host_percent, embeddings_on_host, cpu_layers)
+    partition = given.partition
     if partition == "auto":
         from nbflow.planner import Setting, choose_partition, stored_model
 
-        setting = Setting(kv=kv, activations=activations, exchange=exchange)
+        setting = Setting(kv=given.kv, activations=given.activations, exchange=given.exchange)
         described = stored_model(stored_spec, resolved.path, weights)
-        partition = choose_partition(described, comm, optimize, machine, setting)
-    if placement.note and is_host(device):
-        warnings.warn(placement.note, stacklevel=2)
-    partition, device = placement.divide(the_spec.n_layers, partition, device)
-    plans = [make_plan(the_spec, part, block_size, exchange) for part in split_replicas(partition)]
+        partition = choose_partition(described, comm, given.optimize, given.machine, setting)
+    if given.unused_note and is_host(given.device):
+        warnings.warn(given.unused_note, stacklevel=2)
+    partition, device = split_host_layers(given, the_spec.n_layers, partition, given.device)
+    plans = [
+        make_plan(the_spec, part, block_size, given.exchange) for part in split_replicas(partition)
+    ]
     whole = Plan("/".join(p.partition for p in plans), sum((p.ranks for p in plans), ()))
-    places = find_places(device, len(whole.ranks), graphs)
+    places = find_places(device, len(whole.ranks), given.graphs)
     _check_ranks(whole, comm)
     status.progress("the tokenizer")
-    tok, why_none = _tokenizer(tokenizer, resolved.tokenizer)
+    tok, why_none = _tokenizer(given.tokenizer, resolved.tokenizer)
     if tok is not None and resolved.prompt_template is not None:
         tok.prompt_template = resolved.prompt_template
-    if threads is None:
-        threads = fair_threads(comm, whole.numbers)
-    options: dict[str, Any] = {
+    threads = fair_threads(comm, whole.numbers) if given.threads is None else given.threads
+    of_ranks: dict[str, Any] = {
         "spec": the_spec,
         "weights": formats,
         "encoding": prepared.encoding,
-        "activations": activations,
-        "kv": kv,
+        "activations": given.activations,
+        "kv": given.kv,
         "threads": threads,
-        "max_step_tokens": max_step_tokens,
-        "placement": placement,
+        "max_step_tokens": given.max_step_tokens,
+        "offload": given.offload,
     }
     # every rank takes part in every split
     parts = [comm.split(p.numbers) if comm.size > 1 else comm for p in plans]
@@ -220,7 +126,7 @@ def load(
     for p, part in zip(plans, parts, strict=True):
         mine, first = places[first : first + len(p.ranks)], first + len(p.ranks)
         if part is not None:
-            engines, team = _start(p, part, resolved.path, prepared, mine, options)
+            engines, team = _start(p, part, resolved.path, prepared, mine, of_ranks)
             models.append(
                 Model(the_spec, p, tok, engines, team, threads, resolved.defaults, why_none)
             )
@@ -245,27 +151,26 @@ def _tokenizer(given: str | Path | None, found: Path | None) -> tuple[Tokenizer 
 
 
 def _prepare(
-    resolved: ResolvedModel,
-    spec: ModelSpec,
-    formats: WeightFormats | None,
-    encoder: str,
-    importance: Any,
-    **options: Any,
+    resolved: ResolvedModel, spec: ModelSpec, formats: WeightFormats | None, given: LoadOptions
 ) -> Prepared:
-    """Return what the encoder needs; nothing is read for the default one."""
-    plain = {"act_order": False, "damping": DAMPING}
-    if encoder == "best" and importance is None and plain.items() <= options.items():
-        return Prepared(spec, Encoding(outliers=options["outliers"]))
+    """Return what the quantizer needs; the default one reads no weights for it."""
+    names = ("encoder", "importance", "act_order", "damping")
+    if all(getattr(given, name) == getattr(LoadOptions, name) for name in names):
+        return Prepared(spec, Encoding(outliers=given.outliers))
     if formats is None:
-        raise no_format(encoder)
+        raise no_format(given.encoder)
     with open_weights(resolved.path) as file:
         check(spec, file)
+        importance = cast(Any, given.importance)
         known = known_inputs(importance, resolved, file)
 
         def format_of(name: str) -> str | None:
             return formats.of(name, spec.shape_of(name))
 
-        return prepare(spec, file, format_of, encoder, known, **options)
+        return prepare(
+            spec, file, format_of, given.encoder, known, act_order=given.act_order,
+            damping=given.damping, outliers=given.outliers,
+        )  # fmt: skip
 
 
 def check_outliers(outliers: float, formats: WeightFormats | None) -> None:

@@ -13,10 +13,10 @@ import numpy as np
 
 from nbflow.cache import KVStorage, PageTable
 from nbflow.engine.pieces import pieces
-from nbflow.engine.placement import Placement
 from nbflow.engine.request import Request
 from nbflow.execute import Place, RankWeights, make_executor, make_step
 from nbflow.execute.encode import Encoding
+from nbflow.options import OffloadConfig
 from nbflow.parallel.plan import RankPlan
 from nbflow.program import build_memory, fuse, partition
 from nbflow.spec.model_spec import ModelSpec
@@ -40,7 +40,7 @@ class Memory:
         What the rank holds of the decoder.
     file : WeightFile
         The checkpoint, open.
-    weights, encoding, activations, kv, page_size, place, placement
+    weights, encoding, activations, kv, page_size, place, offload
         As of the decoder.
     """
 
@@ -57,7 +57,7 @@ class Memory:
         kv: str,
         page_size: int,
         place: Place,
-        placement: Placement,
+        offload: OffloadConfig,
     ) -> None:
         self.encoder = encoder
         program = fuse(partition(build_memory(spec), mine))
@@ -68,7 +68,7 @@ class Memory:
             place.purposed("the cache of the encoder's keys and values"),
             (
                 place.purposed("the host's part of the encoder's keys and values").mapped(),
-                placement.host_layers(len(program.layers)),
+                offload.host_layers(len(program.layers)),
             ),
         )  # fmt: skip
         self.table = PageTable(page_size)

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import nbflow_kernels as nk
 from nbflow.cache.page_table import grown
-from nbflow.engine.limits import MAX_SEQUENCES
-from nbflow.engine.placement import Placement, is_host
+from nbflow.execute.place import is_host, split_host_layers
+from nbflow.options import MAX_SEQUENCES, LoadOptions, OffloadConfig
 from nbflow.parallel import make_plan, split_replicas, world
 from nbflow.parallel.plan import RankPlan
 from nbflow.planner.model import PlannedModel, planned_model
@@ -115,43 +116,24 @@ def _megabytes(n: int) -> str:
 
 def plan_memory(
     model: str | Path,
+    options: LoadOptions | None = None,
     *,
-    spec: str | Path | None = None,
-    weights: str | None = None,
-    outliers: float = 0.0,
-    encoder: str = "best",
-    activations: str = "f32",
-    kv: str = "f16",
-    partition: str = "0",
-    device: str = "auto",
-    max_context: int | None = None,
-    max_step_tokens: int = 512,
     max_sequences: int = 1,
     kv_bytes: int | None = None,
-    kv_host_percent: float = 0.0,
-    embeddings_on_host: bool = False,
-    cpu_layers: int = 0,
-    exchange: str = "f32",
-    optimize: str = "latency",
-    machine: str | Path | None = None,
+    **changes: Any,
 ) -> MemoryPlan:
-    """Return what a model will take of each rank's memory; reads no weights.
+    """Return the memory that a model takes on each rank; reads no weights.
 
     Parameters
     ----------
     model : str or Path
         As for `nbflow.load`, or a ``config.json`` alone.
-    spec, weights, outliers, encoder, activations, kv, partition, max_context, max_step_tokens
-        As for `nbflow.load`.
-    exchange, optimize, machine
-        As for `nbflow.load`; partition "auto" is that of the ranks mpirun has started.
-    device : str
-        As for `nbflow.load`; the device need not be there.
+    options, **changes
+        As for `nbflow.load`.  Devices need not be there; partition "auto" is that of the ranks
+        mpirun has started.
     max_sequences, kv_bytes
         As for `nbflow.Engine`; without `kv_bytes`, room for `max_sequences` full contexts.  For
         an encoder: texts as long as its context, as many in a step as there is room for.
-    kv_host_percent, embeddings_on_host, cpu_layers
-        As for `nbflow.load`.
 
     Examples
     --------
@@ -159,21 +141,23 @@ def plan_memory(
     >>> plan.kv_tokens, len(plan.ranks)
     (1024, 1)
     """
-    planned = planned_model(model, weights, spec).shortened(max_context).encoded_by(encoder)
-    placement = Placement(kv_host_percent, embeddings_on_host, cpu_layers)
+    given = (options or LoadOptions()).replaced(changes)
+    weights, exchange = cast(str | None, given.weights), given.exchange
+    planned = planned_model(model, weights, given.spec).shortened(given.max_context)
+    planned = planned.encoded_by(given.encoder)
+    partition = given.partition
     if partition == "auto":
         from nbflow.planner import Setting, choose_partition
 
-        setting = Setting(kv=kv, activations=activations, exchange=exchange)
-        partition = choose_partition(planned, world(), optimize, machine, setting)
-    asked = device
-    partition, device = placement.divide(planned.spec.n_layers, partition, device)
+        setting = Setting(kv=given.kv, activations=given.activations, exchange=exchange)
+        partition = choose_partition(planned, world(), given.optimize, given.machine, setting)
+    partition, device = split_host_layers(given, planned.spec.n_layers, partition, given.device)
     replicas = split_replicas(partition)
     plans = [make_plan(planned.spec, part, planned.block_size, exchange) for part in replicas]
     held = [rank for plan in plans for rank in plan.ranks]
     devices = _devices(device, len(held))
-    sequences = min(max_sequences, max_step_tokens, MAX_SEQUENCES)
-    counted = _Counted(planned, activations, kv, max_step_tokens, sequences, outliers)
+    sequences = min(max_sequences, given.max_step_tokens, MAX_SEQUENCES)
+    counted = _Counted(planned, given, sequences)
     if kv_bytes is not None:
         counted.pages = min(kv_bytes // counted.page_bytes(r) for r in held)
     encoders: list[RankPlan] = []
@@ -182,13 +166,13 @@ def plan_memory(
         encoders = [rank for plan in theirs for rank in plan.ranks]
     ranks = []
     for index, (rank, on) in enumerate(zip(held, devices, strict=True)):
-        here = Placement() if on == "cpu" else placement
+        here = OffloadConfig() if on == "cpu" else given.offload
         parts = [counted.rank(rank, on, here)]
         if encoders:
             parts += counted.encoded(rank, encoders[index], on, here)
         sums = [sum(numbers) for numbers in zip(*parts, strict=True)]
         ranks.append(RankMemory(rank.rank, *sums))
-    note = placement.note if is_host(asked) else ""
+    note = given.unused_note if is_host(given.device) else ""
     tokens = counted.pages * PAGE_SIZE
     return MemoryPlan(
         partition, tuple(ranks), devices, sequences, tokens, available_memory_bytes(), note
@@ -216,14 +200,11 @@ class _Counted:
     def __init__(
         self,
         model: PlannedModel,
-        activations: str,
-        kv: str,
-        max_step_tokens: int,
+        options: LoadOptions,
         sequences: int,
-        outliers: float,
     ) -> None:
-        self._model, self._activations, self._kv = model, activations, kv
-        self._most, self._sequences, self._outliers = max_step_tokens, sequences, outliers
+        self._model, self._options, self._sequences = model, options, sequences
+        max_step_tokens = options.max_step_tokens
         context = model.spec.max_context
         if model.spec.causal:
             self._rows = max_step_tokens, sequences, sequences
@@ -237,33 +218,31 @@ class _Counted:
         """Return the bytes of a page of a rank's layers."""
         return self._page_bytes(cut(build(self._model.spec), rank))
 
-    def rank(self, rank: RankPlan, device: str, placement: Placement) -> Sizes:
+    def rank(self, rank: RankPlan, device: str, offload: OffloadConfig) -> Sizes:
         """Return what a rank takes of the model itself."""
         program = fuse(cut(build(self._model.spec), rank))
-        return self._sizes(program, self._model, self.pages, self._rows, device, placement)
+        return self._sizes(program, self._model, self.pages, self._rows, device, offload)
 
     def encoded(
-        self, rank: RankPlan, encoder: RankPlan, device: str, placement: Placement
+        self, rank: RankPlan, encoder: RankPlan, device: str, offload: OffloadConfig
     ) -> list[Sizes]:
         """Return what it takes of the encoder, and of what is kept of the encoder's output."""
         model = self._model.encoder
         assert model is not None
         context = model.spec.max_context
-        theirs = _Counted(
-            model, self._activations, self._kv, self._most, self._sequences, self._outliers
-        )
+        theirs = _Counted(model, self._options, self._sequences)
         program = fuse(cut(build_memory(self._model.spec), rank))
         pages = grown(self._sequences * -(-context // PAGE_SIZE))
-        rows = self._together(model, self._most) * context, 0, 0
-        kept = self._sizes(program, self._model, pages, rows, device, placement)
-        return [theirs.rank(encoder, device, placement), kept]
+        rows = self._together(model, self._options.max_step_tokens) * context, 0, 0
+        kept = self._sizes(program, self._model, pages, rows, device, offload)
+        return [theirs.rank(encoder, device, offload), kept]
 
     def _together(self, model: PlannedModel, most: int) -> int:
         """Return how many texts of full length go into a step; a longer one runs alone."""
         return max(1, min(self._sequences, most // model.spec.max_context))
 
     def _page_bytes(self, program: Program) -> int:
-        return PAGE_SIZE * len(program.layers) * kv_token_bytes(program, self._kv)
+        return PAGE_SIZE * len(program.layers) * kv_token_bytes(program, self._options.kv)
 
     def _sizes(
         self,
@@ -272,16 +251,15 @@ class _Counted:
         pages: int,
         rows: tuple[int, int, int],
         device: str,
-        placement: Placement,
+        offload: OffloadConfig,
     ) -> Sizes:
-        held = weight_bytes(program, model, device != "cpu", self._outliers)
+        held = weight_bytes(program, model, device != "cpu", self._options.outliers)
         kv = pages * self._page_bytes(program)
         n_layers = len(program.layers)
-        far = kv * placement.host_layers(n_layers) // n_layers if n_layers else 0
-        far += held.table_bytes if placement.embeddings_on_host else 0
-        return (
-            held.n_bytes, kv, buffer_bytes(program, model, self._activations, *rows, device), far
-        )  # fmt: skip
+        far = kv * offload.host_layers(n_layers) // n_layers if n_layers else 0
+        far += held.table_bytes if offload.embeddings_on_host else 0
+        buffers = buffer_bytes(program, model, self._options.activations, *rows, device)
+        return held.n_bytes, kv, buffers, far
 
 
 def buffer_bytes(

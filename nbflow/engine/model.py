@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow.decoding import Search, Strategy
-from nbflow.engine.asking import checked_request
+from nbflow.engine.asking import checked_request, sampling_params
 from nbflow.engine.checks import check_ids, check_types
 from nbflow.engine.drafting import Drafter, Proposals, proposals
 from nbflow.engine.generation import Generation, text_of
@@ -22,6 +22,7 @@ from nbflow.engine.request import Request
 from nbflow.engine.search import SEARCHES, search
 from nbflow.engine.session import Session
 from nbflow.engine.turns import Turns
+from nbflow.options import SamplingParams, SpeculativeConfig
 from nbflow.parallel import Comm, Plan
 from nbflow.parallel.threads import RankTeam
 from nbflow.spec.model_spec import ModelSpec
@@ -315,10 +316,10 @@ class Model:
     def generate(
         self,
         prompt: str | Sequence[int] | NDArray[Any],
-        max_tokens: int = 128,
+        max_tokens: int = SamplingParams.max_tokens,
         decoding: str | Strategy = "greedy",
-        seed: int = 0,
-        ignore_eos: bool = False,
+        seed: int = SamplingParams.seed,
+        ignore_eos: bool = SamplingParams.ignore_eos,
         decoder_ids: Sequence[int] | None = None,
         **parameters: Any,
     ) -> Generation:
@@ -340,7 +341,7 @@ class Model:
             For a model with an encoder, which reads the prompt: the first tokens of the decoder,
             e.g. the start token and a language's; by default the start token.
         **parameters
-            Fields of `nbflow.decoding.Parameters`, e.g. ``temperature=0.8, stop=["END"]``; those
+            Fields of `nbflow.SamplingParams`, e.g. ``temperature=0.8, stop=["END"]``; those
             not given are what the model recommends (`defaults`), or else the strategy's own.
             ``draft`` is a smaller model with the same vocabulary, or "ngram": its proposals are
             verified, `n_draft` (5) at a time, and the result is the same without; with
@@ -372,10 +373,10 @@ class Model:
     def generate_batch(
         self,
         prompts: Sequence[str | Sequence[int] | NDArray[Any]],
-        max_tokens: int = 128,
+        max_tokens: int = SamplingParams.max_tokens,
         decoding: str | Strategy = "greedy",
-        seed: int = 0,
-        ignore_eos: bool = False,
+        seed: int = SamplingParams.seed,
+        ignore_eos: bool = SamplingParams.ignore_eos,
         decoder_ids: Sequence[int] | None = None,
         n: int = 1,
         **parameters: Any,
@@ -399,10 +400,10 @@ class Model:
     def stream(
         self,
         prompt: str | Sequence[int] | NDArray[Any],
-        max_tokens: int = 128,
+        max_tokens: int = SamplingParams.max_tokens,
         decoding: str | Strategy = "greedy",
-        seed: int = 0,
-        ignore_eos: bool = False,
+        seed: int = SamplingParams.seed,
+        ignore_eos: bool = SamplingParams.ignore_eos,
         decoder_ids: Sequence[int] | None = None,
         **parameters: Any,
     ) -> Iterator[int]:
@@ -420,14 +421,14 @@ class Model:
     def make_request(
         self,
         prompt: str | Sequence[int] | NDArray[Any],
-        max_tokens: int = 128,
+        max_tokens: int = SamplingParams.max_tokens,
         decoding: str | Strategy | Search = "greedy",
-        seed: int = 0,
-        ignore_eos: bool = False,
+        seed: int = SamplingParams.seed,
+        ignore_eos: bool = SamplingParams.ignore_eos,
         decoder_ids: Sequence[int] | None = None,
         draft: Draft | None = None,
-        n_draft: int = 5,
-        draft_verify: str = "same",
+        n_draft: int = SpeculativeConfig.n_draft,
+        draft_verify: str = SpeculativeConfig.draft_verify,
         **parameters: Any,
     ) -> Request:
         """Return a checked request; parameters as in `generate`.
@@ -435,10 +436,10 @@ class Model:
         `decoding` may also be a search, `nbflow.decoding.BeamSearch` or `ContrastiveSearch`; the
         first takes no `stop` texts, and neither takes a draft or parameters of strategies.
         """
+        params = sampling_params(max_tokens, decoding, seed, ignore_eos, parameters)
         request = checked_request(
-            self, prompt, max_tokens, decoding, seed, ignore_eos, decoder_ids, parameters,
-            drafted=draft is not None,
-        )  # fmt: skip
+            self, prompt, params, decoding, decoder_ids, drafted=draft is not None
+        )
         if draft is not None:
             attach(draft, self, request, n_draft, draft_verify)
         return request

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Union
 
 from nbflow.decoding.ngram import NgramProposer
 from nbflow.engine.request import Proposer, Request
+from nbflow.options import SpeculativeConfig
 from nbflow_kernels.errors import UsageError, unknown_name
 
 if TYPE_CHECKING:
@@ -23,17 +24,14 @@ Draft = Union[str, Proposer, "Model"]
 
 
 def attach(draft: Draft, model: Model, request: Request, n_draft: int, verify: str) -> None:
-    """Let somebody propose tokens to a request.
+    """Add a proposer of draft tokens to a request.
 
     Raises
     ------
     UsageError
-        If the draft model does not fit the model, or `verify` is neither "same" nor "chain".
+        If the draft model does not fit the model, or an option is out of bounds.
     """
-    if verify not in ("same", "chain"):
-        raise unknown_name("verification", verify, ["same", "chain"])
-    if n_draft < 1:
-        raise UsageError(f"n_draft must be at least 1, got {n_draft}")
+    SpeculativeConfig().replaced({"n_draft": n_draft, "draft_verify": verify})  # checks them
     request.n_proposed = n_draft
     if isinstance(draft, str):
         if draft != "ngram":

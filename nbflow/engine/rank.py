@@ -25,7 +25,6 @@ from nbflow.engine.memory import Memory
 from nbflow.engine.memory_plan import PAGE_SIZE
 from nbflow.engine.outcome import ERROR_BYTES, Outcome, Output
 from nbflow.engine.pipeline import Pipeline
-from nbflow.engine.placement import Placement
 from nbflow.engine.pooling import token_types
 from nbflow.engine.replica_address import own_addresses
 from nbflow.engine.request import FinishReason, Request
@@ -43,6 +42,7 @@ from nbflow.execute import (
 )
 from nbflow.execute.encode import Encoding
 from nbflow.execute.weights import stored_bytes
+from nbflow.options import OffloadConfig
 from nbflow.parallel.comm import Comm, RankError
 from nbflow.parallel.links import Links
 from nbflow.parallel.plan import Plan, make_plan
@@ -90,8 +90,8 @@ class RankEngine:
         Where weights, pages and buffers live.
     links : Links, optional
         The communicators for arrays on devices, from `make_links`.
-    placement : Placement
-        What of it lies in the host's memory, if the place is a device.
+    offload : OffloadConfig
+        Parts that lie in host memory, if the place is a device.
     """
 
     def __init__(
@@ -111,16 +111,16 @@ class RankEngine:
         page_size: int = PAGE_SIZE,
         place: Place = HOST,
         links: Links | None = None,
-        placement: Placement | None = None,
+        offload: OffloadConfig | None = None,
     ) -> None:
         reset_peak_rss()
         self._threads = threads
         set_num_threads(threads)
         self.plan, self.comm, self.spec = plan, comm, spec
-        placement = (placement or Placement()).on(place)
+        offload = offload if offload and not place.on_host else OffloadConfig()
         options: dict[str, Any] = {
             "weights": weights, "encoding": encoding, "activations": activations, "kv": kv,
-            "page_size": page_size, "place": place, "placement": placement,
+            "page_size": page_size, "place": place, "offload": offload,
         }  # fmt: skip
         self.encoded: Memory | None = None
         if spec.encoder is not None:
@@ -134,7 +134,7 @@ class RankEngine:
         self.program = fuse(partition(build(spec), self.mine))
         started, before = time.perf_counter(), file.bytes_read
         self.weights = RankWeights(self.program, file, weights, encoding=encoding)
-        self.weights.settle(place, placement.embeddings_on_host)
+        self.weights.settle(place, offload.embeddings_on_host)
         self.load_seconds = time.perf_counter() - started
         self.bytes_read = file.bytes_read - before
         self.storage = make_storage(
@@ -142,7 +142,7 @@ class RankEngine:
             place.purposed("the key/value cache"),
             (
                 place.purposed("the host's part of the key/value cache").mapped(),
-                placement.host_layers(len(self.program.layers)),
+                offload.host_layers(len(self.program.layers)),
             ),
         )  # fmt: skip
         self.max_step_tokens = max_step_tokens

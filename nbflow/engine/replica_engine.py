@@ -24,6 +24,7 @@ from nbflow.engine.replica_link import Address, Listener, RemoteEngine, obey
 from nbflow.engine.replicas import Replicas
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.stats import EngineStats
+from nbflow.options import EngineOptions
 from nbflow.status import status
 from nbflow_kernels.errors import UsageError
 
@@ -81,19 +82,15 @@ class ReplicaEngine(Engine):
     def __init__(
         self,
         model: Model,
-        max_step_tokens: int | None = None,
-        max_sequences: int | None = None,
-        max_waiting: int = 1024,
-        kv_bytes: int | None = None,
-        prefix_cache: bool = True,
+        options: EngineOptions | None = None,
+        *,
         burst_s: float = STREAM_BURST_S,
-        on_failure: str = "continue",
+        **changes: Any,
     ) -> None:
         assert isinstance(model, Replicas)
-        limits = choose_limits(
-            model, max_step_tokens, max_sequences, max_waiting, kv_bytes, prefix_cache
-        )
-        self._set_up(model, limits, burst_s, on_failure)
+        given = (options or EngineOptions()).replaced(changes)
+        limits = choose_limits(model, given)
+        self._set_up(model, limits, burst_s, given.on_failure)
         self._replicas = model
         self._ranks = model.gather("whereabouts")  # every rank is asked
         self._own = [Engine.with_limits(m, limits, burst_s) for m in model.mine]

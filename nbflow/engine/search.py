@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -11,10 +10,10 @@ from numpy.typing import NDArray
 
 from nbflow.decoding.beam import BeamSearch
 from nbflow.decoding.contrastive import ContrastiveSearch
-from nbflow.decoding.parameters import Parameters
 from nbflow.decoding.search import Search
 from nbflow.engine.generation import Generation
 from nbflow.engine.request import Request
+from nbflow.options import SamplingParams
 from nbflow_kernels.errors import UsageError
 
 if TYPE_CHECKING:
@@ -26,7 +25,7 @@ Prompt = str | Sequence[int] | NDArray[Any]
 def beam_search(
     model: Model,
     prompt: Prompt,
-    max_tokens: int = 128,
+    max_tokens: int = SamplingParams.max_tokens,
     *,
     num_beams: int = 4,
     length_penalty: float = 1.0,
@@ -85,7 +84,7 @@ def beam_search(
 def contrastive_search(
     model: Model,
     prompt: Prompt,
-    max_tokens: int = 128,
+    max_tokens: int = SamplingParams.max_tokens,
     *,
     top_k: int = 4,
     penalty_alpha: float = 0.6,
@@ -126,20 +125,19 @@ def contrastive_search(
     return _run(model, request)[0]
 
 
-def check_search(search: Search, asked: Parameters, drafted: bool) -> None:
-    """Raise `UsageError` if a request asks for what a search does not do."""
+def check_search(search: Search, params: SamplingParams, drafted: bool) -> None:
+    """Raise `UsageError` if a request has parameters that its search does not take."""
     free = {"max_tokens", "seed", "ignore_eos", "stop_token_ids", "logprobs", "prompt_logprobs"}
     name = search.name
     if name == "contrastive":  # its text comes as it goes
         free |= {"stop", "include_stop_str_in_output"}
-    nothing = Parameters()
-    for field in dataclasses.fields(asked):
-        if field.name not in free and getattr(asked, field.name) != getattr(nothing, field.name):
-            raise UsageError(f"a {name} search has no parameter {field.name!r}; leave it out")
+    for given in params.given():
+        if given not in free:
+            raise UsageError(f"a {name} search has no parameter {given!r}; leave it out")
     if drafted:
         raise UsageError(f"a {name} search takes no draft")
-    if asked.max_tokens < 1:
-        raise UsageError(f"a {name} search needs max_tokens of at least 1, got {asked.max_tokens}")
+    if params.max_tokens < 1:
+        raise UsageError(f"a {name} search needs max_tokens of at least 1, got {params.max_tokens}")
 
 
 def _run(model: Model, request: Request) -> list[Generation]:

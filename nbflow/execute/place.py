@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from nbflow.options import OffloadConfig
 from nbflow_kernels import QuantTensor
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.errors import MissingExtraError, UsageError, install_command, unknown_name
@@ -230,3 +231,40 @@ def find_place(device: str, turn: int = 0) -> Place:
     if ordinal >= found.n_devices:
         raise UsageError(f"device {device!r}: this machine has {found.n_devices} CUDA devices")
     return Place("cuda", importlib.import_module("cupy"), ordinal=ordinal)
+
+
+def is_host(device: str) -> bool:
+    """Return whether all names of devices are the host's."""
+    return all(name.strip() in ("auto", "cpu") for name in device.split(","))
+
+
+def split_host_layers(
+    offload: OffloadConfig, n_layers: int, partition: str, device: str
+) -> tuple[str, str]:
+    """Return partition and devices with the first `cpu_layers` layers on a rank of the host.
+
+    Raises
+    ------
+    UsageError
+        If the model has fewer layers, or the partition has several ranks.
+
+    Examples
+    --------
+    >>> from nbflow.options import OffloadConfig
+    >>> split_host_layers(OffloadConfig(cpu_layers=2), 8, "0", "cuda")
+    ('0:2;1:6', 'cpu,cuda')
+    """
+    n_host = offload.cpu_layers
+    if not n_host or is_host(device):
+        return partition, device
+    if n_host > n_layers:
+        raise UsageError(f"cpu_layers must be at most {n_layers}, the model's layers, got {n_host}")
+    if partition != "0" or "," in device:
+        raise UsageError(
+            f"cpu_layers={n_host} goes with one rank on one device; for several, name the host's "
+            f"among them, e.g. partition='0:2;1:6', device='cpu,cuda'; got "
+            f"partition={partition!r}, device={device!r}"
+        )
+    if n_host == n_layers:
+        return partition, "cpu"
+    return f"0:{n_host};1:{n_layers - n_host}", f"cpu,{device}"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Literal
+from typing import Literal, get_args
 
+from nbflow.options import Objective
 from nbflow.parallel import make_plan, split_replicas
 from nbflow.parallel.notation import Member, parse_replicas, written
 from nbflow.planner.machine import Machine
@@ -13,8 +14,8 @@ from nbflow.planner.predict import Prediction, Workload, predict
 from nbflow.planner.stages import Setting
 from nbflow_kernels.errors import UsageError
 
-Aim = Literal["latency", "throughput"]
-AIMS = ("latency", "throughput")
+Aim = Objective
+AIMS: tuple[str, ...] = get_args(Objective)
 
 
 def candidates(n_ranks: int, replicas: bool = True) -> Iterator[str]:

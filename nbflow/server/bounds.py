@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nbflow.decoding.breakers import MAX_BREAKERS, MAX_BYTES
-from nbflow.decoding.parameters import MAX_STOP_BYTES
+from nbflow.options import MAX_STOP_BYTES
 
 TEXT_BYTES = 4096
 """Longest text of a field that has no limit of its own."""

@@ -11,15 +11,15 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from nbflow.server.errors import json_response
-from nbflow.server.fields import ChatBody
-from nbflow.server.job import Job, Piece, Wish, mean_logprob
+from nbflow.server.job import Job, Piece, mean_logprob
 from nbflow.server.logprobs import for_chat, of_prompt
 from nbflow.server.long_json import long_response
+from nbflow.server.requests import GenerationRequest, build_requests
+from nbflow.server.schemas import ChatBody
 from nbflow.server.served import Served
 from nbflow.server.sse import DONE, Stream, event, unless_gone
 from nbflow.server.state import ServerState, note, state_of
 from nbflow.server.tokens import own_template
-from nbflow.server.wishes import make_wishes
 
 router = APIRouter(tags=["OpenAI"])
 
@@ -33,16 +33,16 @@ async def chat_completions(
     limit = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     template = own_template(body.chat_template, state)
 
-    def prepare() -> tuple[list[int], list[Wish]]:
+    def prepare() -> tuple[list[int], list[GenerationRequest]]:
         ids = chat_ids(served, body, template)
-        return ids, make_wishes(
+        return ids, build_requests(
             served, body, [ids], limit, state.config.limits, continues_text=False
         )
 
-    ids, wishes = await state.workers.run_for(request.receive, prepare)
+    ids, wanted = await state.workers.run_for(request.receive, prepare)
     answer = _Answer(served, body, body.request_id or request.state.request_id)
-    job = Job(served, wishes, state.mailbox, state.metrics)
-    note(request, model=served.name, user=body.user, prompt_tokens=len(ids), n=len(wishes))
+    job = Job(served, wanted, state.mailbox, state.metrics)
+    note(request, model=served.name, user=body.user, prompt_tokens=len(ids), n=len(wanted))
     if body.stream:
         await job.__aenter__()  # what is wrong is told by the status, before the stream begins
         return Stream(answer.stream(job, request), job.leave)

@@ -11,14 +11,14 @@ from starlette.responses import Response
 
 from nbflow.engine.request import Request as EngineRequest
 from nbflow.server.errors import ApiError, json_response
-from nbflow.server.fields import CompletionBody
-from nbflow.server.job import Job, Piece, Wish, mean_logprob
+from nbflow.server.job import Job, Piece, mean_logprob
 from nbflow.server.logprobs import CompletionLogprobs, of_prompt
 from nbflow.server.long_json import long_response
+from nbflow.server.requests import GenerationRequest, build_requests, check_number
+from nbflow.server.schemas import CompletionBody
 from nbflow.server.served import Served
 from nbflow.server.sse import DONE, Stream, event, unless_gone
 from nbflow.server.state import ServerState, note, state_of
-from nbflow.server.wishes import check_number, make_wishes
 from nbflow.server.workers import Workers, check_wanted
 
 router = APIRouter(tags=["OpenAI"])
@@ -36,17 +36,17 @@ async def completions(
     check_number(body, len(prompts), state.config.limits)
     most = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
 
-    def prepare() -> tuple[list[list[int]], list[Wish]]:
+    def prepare() -> tuple[list[list[int]], list[GenerationRequest]]:
         ids = prompt_ids(served, prompts, body.add_special_tokens)
-        return ids, make_wishes(
+        return ids, build_requests(
             served, body, ids, most, state.config.limits, continues_text=True, echo=body.echo
         )
 
-    ids, wishes = await state.workers.run_for(request.receive, prepare)
+    ids, wanted = await state.workers.run_for(request.receive, prepare)
     answer = _Answer(served, body, body.request_id or request.state.request_id, prompts, ids)
-    job = Job(served, wishes, state.mailbox, state.metrics)
+    job = Job(served, wanted, state.mailbox, state.metrics)
     n_prompt = sum(map(len, ids))
-    note(request, model=served.name, user=body.user, prompt_tokens=n_prompt, n=len(wishes))
+    note(request, model=served.name, user=body.user, prompt_tokens=n_prompt, n=len(wanted))
     if body.stream:
         await job.__aenter__()  # what is wrong is told by the status, before the stream begins
         return Stream(answer.stream(job, request, state.workers), job.leave)

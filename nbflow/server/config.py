@@ -1,44 +1,46 @@
-"""What a server is told: models, limits, keys.  A TOML file of this form, checked whole.
+"""Configuration of a server: models, limits, keys.  A TOML file of this form, checked whole.
 
-Every field here is a line of the file and of docs/server.md.
+Options of models and engines are the fields of `nbflow.options`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
-import re
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    create_model,
+    field_validator,
+    model_validator,
+)
 
+from nbflow.option_fields import size_bytes, toml_names
+from nbflow.options import (
+    STRUCTURES,
+    EngineOptions,
+    LoadOptions,
+    SamplingParams,
+    SpeculativeConfig,
+)
+from nbflow.server.option_models import MayBeFile, toml_fields
 from nbflow.spec.toml_schema import read_toml
 from nbflow_kernels.errors import UsageError, unknown_name
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?)?B?", re.IGNORECASE)
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
-_UNITS |= {"ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _MAX_KEYS_BYTES = 1_000_000
 
 
-@dataclass(frozen=True)
-class MayBeFile:
-    """Mark of fields that may name files: those that lie beside the configuration are meant."""
-
-    suffix: str = ""
-    """End of such names; others are names of something else."""
-
-    def found(self, name: str, folder: Path) -> str:
-        """Return the path of a file in a folder; the name as it is if there is none."""
-        if len(name) > 4096 or "\n" in name or "{" in name or not name.endswith(self.suffix):
-            return name
-        return str(folder / name) if (folder / name).exists() else name
-
-
 FileName = Annotated[str | None, MayBeFile()]
-PolicyName = Annotated[str | None, MayBeFile(".toml")]
+PER_REQUEST = {
+    "max_tokens", "seed", "n", "stop", "include_stop_str_in_output", "logprobs", "prompt_logprobs",
+    *STRUCTURES,
+}  # fmt: skip
+"""Sampling parameters that do not choose tokens, which have no default of the model."""
 
 
 class Section(BaseModel):
@@ -105,7 +107,7 @@ class Limits(Section):
     @field_validator("body_bytes")
     @classmethod
     def _bytes(cls, value: int | str) -> int:
-        return size_bytes(value)
+        return size_bytes(value, "body_bytes")
 
 
 class Cors(Section):
@@ -126,91 +128,47 @@ class Logging(Section):
     """A file to append to; by default standard error."""
 
 
-class EngineOptions(Section):
-    """Options of `nbflow.Engine`."""
+if TYPE_CHECKING:
 
-    max_step_tokens: int | None = Field(default=None, ge=1)
-    """Most tokens in one step."""
-    max_sequences: int | None = Field(default=None, ge=1)
-    """Most sequences that are worked on together."""
-    max_waiting: int = Field(default=1024, ge=1)
-    """Most continuations that wait; the next one gets status 429."""
-    kv_bytes: int | str | None = None
-    """Most bytes of the key/value cache, e.g. "2GiB"."""
-    prefix_cache: bool = True
-    """Whether prompts that begin alike share what has been computed."""
-    on_failure: Literal["continue", "stop"] = "continue"
-    """Of replicas: whether the others go on when one has failed."""
+    class _EngineFields(Section):
+        def __getattr__(self, name: str) -> Any: ...
 
-    @field_validator("kv_bytes")
-    @classmethod
-    def _bytes(cls, value: int | str | None) -> int | None:
-        return None if value is None else size_bytes(value)
+    class _LoadFields(Section):
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    _EngineFields = create_model("_EngineFields", __base__=Section, **toml_fields(EngineOptions))
+    _LoadFields = create_model(
+        "_LoadFields",
+        __base__=Section,
+        **toml_fields(LoadOptions),
+        **toml_fields(SpeculativeConfig),
+    )
 
 
-class ModelOptions(Section):
-    """A model: ``[models.NAME]``, where NAME is what clients call it."""
+class EngineSection(_EngineFields):
+    """``[models.NAME.engine]``: the fields of `nbflow.options.EngineOptions`."""
+
+    def options(self) -> EngineOptions:
+        """Return the options of `nbflow.Engine`."""
+        return EngineOptions(**self.model_dump())
+
+
+class ModelOptions(_LoadFields):
+    """A model: ``[models.NAME]``, where NAME is its name for clients.
+
+    Its keys are the fields of `nbflow.options.LoadOptions` and `SpeculativeConfig`, and these.
+    """
 
     path: Annotated[str, MayBeFile()]
     """MODEL as for `nbflow run`: a folder, a file, or the name of a spec."""
-    aliases: list[str] = []
+    aliases: list[str] = Field(default=[])
     """Other names it answers to, e.g. "gpt-4o-mini" for clients that insist."""
-    spec: FileName = None
-    """Spec file, or name of a model, to use instead of the checkpoint's own."""
-    tokenizer: FileName = None
-    """Tokenizer file, if it does not lie beside the weights."""
-    weights: PolicyName = None
-    """Weight format, e.g. "q4", or a policy file (.toml); by default as stored."""
-    outliers: float = 0.0
-    """Share of weights kept exactly beside the format."""
-    encoder: str = "best"
-    """How weights are put into the format, as --encoder of `nbflow run`."""
-    importance: FileName = None
-    """File of `nbflow imatrix` for the encoder."""
-    act_order: bool = False
-    """Whether GPTQ takes the columns with the largest inputs first."""
-    damping: float = Field(default=0.01, ge=0, le=1)
-    """What GPTQ adds to the diagonal of second moments, in units of its mean."""
-    activations: str = "f32"
-    """Arithmetic of the products: f32, bf16, int8."""
-    kv: str = "f16"
-    """Format of the key/value cache; "q8/q4" for keys and values of formats of their own."""
-    partition: str = "0"
-    """Which ranks hold what; the numbers are MPI ranks under mpirun, else threads."""
-    optimize: str = "latency"
-    """What partition "auto" is best at: latency or throughput."""
-    machine: FileName = None
-    """Name or file of a machine's description for partition "auto"."""
-    exchange: str = "f32"
-    """How partial sums are sent between ranks: f32 or q8."""
-    device: str = "auto"
-    """Where to run, as --device of `nbflow run`."""
-    graphs: bool = True
-    """Whether steps of generation run as CUDA graphs on devices."""
-    kv_host_percent: float = Field(default=0.0, ge=0, le=100)
-    """Share of a device's layers whose keys and values lie in the host's memory."""
-    embeddings_on_host: bool = False
-    """Whether a device's embedding does."""
-    cpu_layers: int = Field(default=0, ge=0)
-    """First layers that the host computes, beside a device."""
-    max_context: int | None = Field(default=None, ge=1)
-    """Shorten the context."""
-    threads: int | None = Field(default=None, ge=1)
-    """Threads of each rank."""
     chat_template: FileName = None
     """Name, file or text of the template for conversations, instead of the model's own."""
-    draft: FileName = None
-    """Who proposes tokens that the model then verifies several at a time: "ngram", the text, or a
-    smaller MODEL with the same vocabulary."""
-    n_draft: int = Field(default=5, ge=1, le=64)
-    """How many at a time."""
-    draft_weights: PolicyName = None
-    """Weight format of the smaller model; by default as stored."""
-    draft_verify: Literal["same", "chain"] = "same"
-    """Keep the very tokens (same), or their distribution and more proposals (chain)."""
-    defaults: dict[str, float | int | str | bool] = {}
-    """Decoding parameters for requests that do not state them, e.g. temperature = 0.7."""
-    engine: EngineOptions = EngineOptions()
+    defaults: dict[str, Any] = Field(default={})
+    """Sampling parameters for requests that do not state them, e.g. temperature = 0.7."""
+    engine: EngineSection = EngineSection()
     """``[models.NAME.engine]``."""
 
     @model_validator(mode="after")
@@ -221,32 +179,18 @@ class ModelOptions(Section):
             raise ValueError(f"{name} needs a smaller model as draft, got draft {self.draft!r}")
         return self
 
-    def load_options(self) -> dict[str, Any]:
-        """Return the arguments of `nbflow.load` after the model."""
-        names = (
-            "spec",
-            "tokenizer",
-            "weights",
-            "outliers",
-            "encoder",
-            "importance",
-            "act_order",
-            "damping",
-            "activations",
-            "kv",
-            "partition",
-            "optimize",
-            "machine",
-            "exchange",
-            "device",
-            "graphs",
-            "kv_host_percent",
-            "embeddings_on_host",
-            "cpu_layers",
-            "max_context",
-            "threads",
-        )
-        return {name: getattr(self, name) for name in names}
+    @field_validator("defaults")
+    @classmethod
+    def _defaults(cls, values: dict[str, Any]) -> dict[str, Any]:
+        SamplingParams.parse(values)  # raises for an unknown name and a value out of bounds
+        for name in values:
+            if name in PER_REQUEST:
+                raise ValueError(f"{name} is of each request and has no default; leave it out")
+        return values
+
+    def load_options(self) -> LoadOptions:
+        """Return the options of `nbflow.load`."""
+        return LoadOptions(**{name: getattr(self, name) for name in toml_names(LoadOptions)})
 
 
 class ServerConfig(Section):
@@ -286,17 +230,6 @@ class ServerConfig(Section):
         if not models:
             raise ValueError("there must be at least one [models.NAME]")
         return models
-
-
-def size_bytes(value: int | str) -> int:
-    """Return a number of bytes, given as one or as text such as "2GiB"; at least 1."""
-    match = _SIZE.fullmatch(str(value).strip())
-    if isinstance(value, bool) or match is None:
-        raise ValueError(f"must be a number of bytes such as 1000000 or '2GiB', got {value!r}")
-    n = int(float(match[1]) * _UNITS[(match[2] or "").lower()])
-    if not 1 <= n <= 2**60:
-        raise ValueError(f"must be 1 byte or more, got {value!r}")
-    return n
 
 
 def read_config(path: Path) -> ServerConfig:
@@ -371,7 +304,7 @@ def _first(error: ValidationError) -> str:
 def _section(parents: list[int | str]) -> type[BaseModel]:
     """Return the section that a path of keys leads to."""
     if parents[:1] == ["models"]:
-        return EngineOptions if parents[2:] == ["engine"] else ModelOptions
+        return EngineSection if parents[2:] == ["engine"] else ModelOptions
     kinds: dict[str, type[BaseModel]] = {
         "auth": Auth,
         "limits": Limits,

@@ -11,8 +11,9 @@ from starlette.responses import Response
 
 from nbflow.server.completions import prompt_ids
 from nbflow.server.errors import ApiError, json_response
-from nbflow.server.fields import EmbeddingBody, split_texts
-from nbflow.server.job import Job, Wish
+from nbflow.server.job import Job
+from nbflow.server.requests import GenerationRequest
+from nbflow.server.schemas import EmbeddingBody, split_texts
 from nbflow.server.sse import unless_gone
 from nbflow.server.state import ServerState, note, state_of
 
@@ -46,7 +47,7 @@ async def embeddings(
     requests = served.model.embedding_requests(ids, pooling=pooling, normalize=body.normalize)
     for text in requests:
         text.deadline = state.config.limits.request_s or None
-    job = Job(served, [Wish(text) for text in requests], state.mailbox, state.metrics)
+    job = Job(served, [GenerationRequest(text) for text in requests], state.mailbox, state.metrics)
     async with job:
         await unless_gone(request.receive, job.whole())
     as_base64 = body.encoding_format == "base64"

@@ -18,6 +18,7 @@ from nbflow.server.errors import ApiError, busy
 from nbflow.server.logs import logger
 from nbflow.server.mailbox import Mailbox
 from nbflow.server.metrics import Clock, Metrics
+from nbflow.server.requests import GenerationRequest
 from nbflow.server.served import Served
 from nbflow_kernels.errors import UsageError
 
@@ -56,34 +57,24 @@ class Piece:
         return [entry.token for entry in self.entries]
 
 
-@dataclass(frozen=True)
-class Wish:
-    """A continuation that is wanted."""
-
-    request: Request
-    stops: Sequence[str] = ()
-    include_stop: bool = False
-    continues_text: bool = False
-    """Whether the text goes on where the prompt ends, with a space if that begins a word."""
-    n: int = 1
-    """How many are to be found, if it is a search."""
-    structure: str | None = None
-    """The field that asks for a structure, if one does."""
-
-
 _CONTEXT = 8  # tokens of the prompt that decide how the first new one is spelt
 
 
 class Continuation:
     """One sequence: gathers its events into pieces.  Lives on the event loop's thread."""
 
-    def __init__(self, index: int, wish: Wish, served: Served, metrics: Metrics) -> None:
+    def __init__(
+        self, index: int, wanted: GenerationRequest, served: Served, metrics: Metrics
+    ) -> None:
         self.index = index
-        self.request = wish.request
-        self._structure = wish.structure
-        self._before = wish.request.prompt[-_CONTEXT:] if wish.continues_text else ()
-        self._text = served.text_stream(wish.stops, wish.include_stop, self._before)
-        self._offsets = served.offsets(self._before) if wish.request.wants_logprobs else None
+        self.request = wanted.request
+        self._structure = wanted.structure
+        self._before = wanted.request.prompt[-_CONTEXT:] if wanted.continues_text else ()
+        params = wanted.params
+        self._text = served.text_stream(
+            params.stop_texts, params.include_stop_str_in_output, self._before
+        )
+        self._offsets = served.offsets(self._before) if wanted.request.wants_logprobs else None
         self._served = served
         self._clock = Clock(metrics, served.name)
         self.handle: Handle | None = None
@@ -240,8 +231,8 @@ class Job:
     ----------
     served : Served
         The model.
-    wishes : sequence of Wish
-        What is wanted.
+    requests : sequence of GenerationRequest
+        The requests.
     mailbox : Mailbox
         The way from the engine's thread.
     metrics : Metrics
@@ -249,18 +240,22 @@ class Job:
     """
 
     def __init__(
-        self, served: Served, wishes: Sequence[Wish], mailbox: Mailbox, metrics: Metrics
+        self,
+        served: Served,
+        requests: Sequence[GenerationRequest],
+        mailbox: Mailbox,
+        metrics: Metrics,
     ) -> None:
         self._served = served
         self._mailbox = mailbox
         self.continuations: list[Continuation] = []
         self._of_choice: list[Continuation] = []
-        for wish in wishes:
-            searches = wish.request.search is not None and not wish.request.search.compares
+        for wanted in requests:
+            searches = wanted.request.search is not None and not wanted.request.search.compares
             kind = BeamContinuations if searches else Continuation
-            kind = kind if wish.request.pooling is None else PooledText
-            self.continuations.append(kind(self.n_choices, wish, served, metrics))
-            self._of_choice += [self.continuations[-1]] * wish.n
+            kind = kind if wanted.request.pooling is None else PooledText
+            self.continuations.append(kind(self.n_choices, wanted, served, metrics))
+            self._of_choice += [self.continuations[-1]] * wanted.n
         self._pieces: list[Piece] = []
         self._news = asyncio.Event()
 

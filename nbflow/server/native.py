@@ -18,14 +18,15 @@ from pydantic import Field
 from starlette.responses import Response
 
 from nbflow.decoding.inferflow import INFERFLOW
-from nbflow.server.body import Body
+from nbflow.options import SamplingParams
 from nbflow.server.errors import ApiError, json_response
-from nbflow.server.fields import Sampling
-from nbflow.server.job import Job, Piece, Wish
+from nbflow.server.job import Job, Piece
+from nbflow.server.option_models import http_option
+from nbflow.server.requests import GenerationRequest, build_requests
+from nbflow.server.schemas import Body, GenerationBody
 from nbflow.server.served import Served
 from nbflow.server.sse import Stream, unless_gone
 from nbflow.server.state import ServerState, note, state_of
-from nbflow.server.wishes import make_wishes
 from nbflow_kernels.errors import UsageError, unknown_name
 
 router = APIRouter(tags=["Inferflow"])
@@ -61,7 +62,7 @@ class NativeBody(Body):
     """Name of a strategy; by default the model's."""
     random_seed: int = Field(default=0, ge=0, lt=2**63)
     """0 for another one each time."""
-    temperature: float = Field(default=1.0, ge=0, le=1000)
+    temperature: Annotated[float, http_option(SamplingParams, "temperature")] = 1.0
     is_streaming_mode: bool | int = True
 
     instead: ClassVar[dict[str, str]] = {
@@ -115,30 +116,31 @@ async def _job(served: Served, body: NativeBody, state: ServerState, request: Re
         raise ApiError(400, "decoder_input_template: this server takes no templates from requests")
     most = body.max_output_len or body.max_new_tokens or 1024
 
-    def prepare() -> list[Wish]:
+    def prepare() -> list[GenerationRequest]:
         ids = served.chat_ids(messages, body.decoder_input_template)
         if len(ids) >= served.model.spec.max_context:
             raise ApiError(400, "the request is too long", code="error.too_long_request")
         sampling = _sampling(served, body)
         limits = state.config.limits
-        return make_wishes(served, sampling, [ids], most, limits, continues_text=False)
+        return build_requests(served, sampling, [ids], most, limits, continues_text=False)
 
-    wishes = await state.workers.run_for(request.receive, prepare)
-    return Job(served, wishes, state.mailbox, state.metrics)
+    wanted = await state.workers.run_for(request.receive, prepare)
+    return Job(served, wanted, state.mailbox, state.metrics)
 
 
-def _sampling(served: Served, body: NativeBody) -> Sampling:
+def _sampling(served: Served, body: NativeBody) -> GenerationBody:
     """Return how the answer is drawn: as Inferflow does, unless the model has a default."""
     name = body.decoding_alg.lower().removeprefix("sample.")
     if not name and "decoding" not in served.defaults:
         name = "auto"
     if name and name not in INFERFLOW:
         raise ApiError(400, str(unknown_name("decoding_alg", body.decoding_alg, INFERFLOW)))
-    return Sampling(
-        seed=body.random_seed or None,
-        temperature=body.temperature,
-        decoding=f"inferflow.{name}" if name else None,
-    )
+    values = {
+        "seed": body.random_seed or None,
+        "temperature": body.temperature,
+        "decoding": f"inferflow.{name}" if name else None,
+    }
+    return GenerationBody.model_validate(values)
 
 
 def _refusal(error: ApiError | UsageError) -> Response:

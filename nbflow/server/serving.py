@@ -113,10 +113,10 @@ def _served(name: str, config: ServerConfig) -> Iterator[Served]:
     options = config.models[name]
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
-        model = stack.enter_context(nbflow.load(options.path, **options.load_options()))
+        model = stack.enter_context(nbflow.load(options.path, options.load_options()))
         _check_ranks(model)
         draft = stack.enter_context(_draft(options, model))
-        engine = Engine(model, **options.engine.model_dump())
+        engine = Engine(model, options.engine.options())
         engine.start()
         try:
             served = Served(name, options, model, engine, draft)
@@ -189,14 +189,14 @@ def _check_ranks(model: nbflow.Model) -> None:
 def _follow(config: ServerConfig) -> None:
     """Do the steps that rank 0 says, until it says that there are no more."""
     (options,) = config.models.values()
-    with nbflow.load(options.path, **options.load_options()) as model:
+    with nbflow.load(options.path, options.load_options()) as model:
         _check_ranks(model)
         # launchers send signals to every rank; the first one is rank 0's to answer, which then
         # ends the others
         listen_to_signals()
         if not model.participates:
             return
-        engine = Engine(model, **options.engine.model_dump())
+        engine = Engine(model, options.engine.options())
         _spare_collector()
         if isinstance(engine, ReplicaEngine) and engine.begins:
             with _draft(options, model) as draft:

@@ -9,8 +9,8 @@ from starlette.responses import Response
 
 from nbflow.server.bounds import MIN_PROMPT_BYTES
 from nbflow.server.errors import ApiError, json_response
-from nbflow.server.fields import DetokenizeBody, TemplateBody, TokenizeBody
 from nbflow.server.long_json import long_response
+from nbflow.server.schemas import DetokenizeBody, TemplateBody, TokenizeBody
 from nbflow.server.state import ServerState, state_of
 
 router = APIRouter(tags=["tokens"])

@@ -180,7 +180,7 @@ def test_a_chain_takes_more_proposals_and_keeps_greedy(tmp_path):
             [1, 2, 3], 30, "chain", seed=3, draft_verify="chain", repeat_penalty=1.5, **options
         )
         assert len(chained.ids) == 30
-        with pytest.raises(UsageError, match="unknown verification"):
+        with pytest.raises(UsageError, match="unknown draft_verify"):
             model.generate([1], 2, draft_verify="none", **options)
 
 

@@ -13,7 +13,7 @@ from model_specs import write_checkpoint, write_llama
 
 import nbflow
 from nbflow.engine.memory_plan import PAGE_SIZE, plan_memory
-from nbflow.engine.placement import Placement
+from nbflow.options import OffloadConfig
 from nbflow_kernels import huge_pages
 from nbflow_kernels.errors import UsageError
 
@@ -216,10 +216,10 @@ def test_documented_plans_for_24_gb(name, options):
 
 def test_the_table_says_what_changes_nothing(wide):
     plan = plan_memory(wide, kv_host_percent=50, embeddings_on_host=True, kv_bytes=1 << 20)
-    assert "kv_host_percent=50, embeddings_on_host change nothing" in str(plan)
+    assert "kv_host_percent=50, embeddings_on_host have no effect" in str(plan)
     assert "KV for 512 tokens" in str(plan)  # of 2 layers * 2 * 4 heads * 64 * 2 bytes
     assert "note" not in str(plan_memory(wide))
     with pytest.raises(UsageError, match=r"kv_host_percent must be in 0\.\.100"):
-        Placement(101)
-    with pytest.raises(UsageError, match="cpu_layers must be at least 0"):
-        Placement(cpu_layers=-1)
+        OffloadConfig(101)
+    with pytest.raises(UsageError, match="cpu_layers must be in 0"):
+        OffloadConfig(cpu_layers=-1)

@@ -105,7 +105,7 @@ def test_every_rank_loads_the_file(sweep: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("old", "new", "message"),
     [
-        ("0.005", "0.5", r"outliers must lie in 0..0.05, got 0.5"),
+        ("0.005", "0.5", r"outliers must be in 0..0.05, got 0.5"),
         ("0.005", '"a lot"', "outliers must be a number, got 'a lot'"),
         ('["q4", "noform_b32"]', '["q4", "f32"]', "outliers = 0.005 needs weights in a block"),
         ('formats = ["formats/mine.py"]', "", "unknown weight format 'noform_b32'"),

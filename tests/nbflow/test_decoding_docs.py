@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from nbflow.commands.decoding_options import add_decoding_arguments, decoding_values
-from nbflow.decoding import STRATEGIES, Chain, Parameters
-from nbflow.decoding.parameters import OTHER_NAMES
+from nbflow.decoding import STRATEGIES, Chain
 from nbflow.decoding.samplers import LETTERS, SAMPLERS
+from nbflow.option_fields import aliases
+from nbflow.options import SamplingParams
 from nbflow_kernels.errors import UsageError
 
 PAGE = (Path(__file__).parents[2] / "docs" / "decoding.md").read_text(encoding="utf-8")
@@ -48,13 +49,13 @@ def test_the_table_of_samplers():
 
 
 def test_every_parameter_is_on_the_page():
-    for field in dataclasses.fields(Parameters):
+    for field in dataclasses.fields(SamplingParams):
         assert re.search(rf"`{field.name}[=`]", PAGE), field.name
 
 
 @pytest.mark.parametrize("name", ["temp", "repeat_penalty", "n_predict", "guided_json"])
 def test_names_of_other_programs_are_on_the_page(name):
-    assert name in OTHER_NAMES
+    assert name in aliases(SamplingParams)
     assert f"`{name}`" in PAGE
 
 
@@ -69,14 +70,14 @@ def test_the_command_line_takes_every_parameter():
     add_decoding_arguments(parser)
     known = {action.dest for action in parser._actions} - {"help"}
     # the number of tokens is the command's own argument; n and prompt_logprobs are for programs
-    fields = {f.name for f in dataclasses.fields(Parameters)}
+    fields = {f.name for f in dataclasses.fields(SamplingParams)}
     assert known == fields - {"max_tokens", "n", "prompt_logprobs"}
 
 
 def test_command_lines(tmp_path):
     assert parsed() == {}
     values = parsed("--top-k", "7", "--logit-bias", "5=-2.5", "--stop", "a", "--stop", "b")
-    assert values == {"top_k": 7, "logit_bias": {5: -2.5}, "stop": ["a", "b"]}
+    assert values == {"top_k": 7, "logit_bias": [(5, -2.5)], "stop": ["a", "b"]}
     assert parsed("--temp", "0.5", "--repeat-penalty", "2") == {
         "temperature": 0.5, "repetition_penalty": 2.0,
     }  # fmt: skip
@@ -92,4 +93,4 @@ def test_command_lines(tmp_path):
         with pytest.raises(UsageError, match=message):
             parsed(*arguments)
     for name in parsed("--max-k", "3", "--seed", "4", "--ignore-eos"):
-        assert name in {f.name for f in dataclasses.fields(Parameters)}
+        assert name in {f.name for f in dataclasses.fields(SamplingParams)}

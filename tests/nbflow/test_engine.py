@@ -212,16 +212,21 @@ def test_cuda_names_what_is_missing(checkpoint):
         nbflow.load(checkpoint, device="cuda")
 
 
+def test_no_new_tokens(checkpoint):
+    with nbflow.load(checkpoint) as model:
+        assert model.generate([1, 2], max_tokens=0).ids == []
+
+
 @pytest.mark.parametrize(
     ("parameters", "words"),
     [
         ({"decoding": "greddy"}, "did you mean 'greedy'"),
         ({"decoding": "greedy", "top_p": 0.5}, "has no parameter 'top_p'"),
-        ({"decoding": "top_p", "top_p": 0.0}, "top_p must be in"),
+        ({"decoding": "top_p", "top_p": 0.0}, "top_p must be greater than 0"),
         ({"decoding": "top_k", "top_k": 0}, "top_k must be in"),
         ({"decoding": "sample", "temperature": 0.0}, "temperature must be in"),
-        ({"max_tokens": 0}, "max_tokens must be in 1.."),
-        ({"seed": -1}, "seed must be in"),
+        ({"max_tokens": -1}, r"max_tokens must be in 0\.\."),
+        ({"seed": 2**64}, "seed must be in"),
     ],
 )
 def test_bad_generation_parameters(checkpoint, parameters, words):

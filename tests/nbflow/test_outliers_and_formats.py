@@ -98,7 +98,7 @@ def test_models_in_a_users_format(checkpoint, noform, partition):
 def test_outliers_need_a_block_format(checkpoint, weights):
     with pytest.raises(UsageError, match=r"outliers=0.01 needs weights in a block format"):
         nbflow.load(checkpoint, weights=weights, outliers=0.01)
-    with pytest.raises(UsageError, match=r"outliers must lie in 0..0.05"):
+    with pytest.raises(UsageError, match=r"outliers must be in 0..0.05"):
         nbflow.load(checkpoint, weights="q4", outliers=0.5)
 
 

@@ -409,7 +409,7 @@ def test_the_command_gives_json(capsys):
         ([], "name a MODEL"),
         (["llama2_7b", "--machine", "v100"], "unknown machine 'v100'"),
         (["llama2_7b", "--machine", "h200x8", "--partition", "0;9"], "names rank 9"),
-        (["llama2_7b", "--machine", "h200x8", "--kv-host", "150"], "0..100"),
+        (["llama2_7b", "--machine", "h200x8", "--kv-host-percent", "150"], "0..100"),
         (["llama2_7b", "--machine", "h200x8", "--shares", "speed"], "needs a --partition"),
         (["llama2_7b", "--machine", "h200x8", "--activations", "f8"], "unknown arithmetic"),
         (["llama2_7b", "--machine", "h200x8", "--context", "9"], "context must hold"),

@@ -85,7 +85,7 @@ def test_rounded_exchange_sends_less_and_says_what_it_costs(checkpoint, ids):
 def test_without_mpirun_the_planner_takes_one_rank(checkpoint):
     with nbflow.load(checkpoint, partition="auto") as model:
         assert model.plan.partition == "0"
-    with pytest.raises(UsageError, match="unknown aim to optimize for 'speed'"):
+    with pytest.raises(UsageError, match="unknown optimize 'speed'"):
         nbflow.load(checkpoint, partition="auto", optimize="speed")
 
 

@@ -12,9 +12,10 @@ import tokenizer_files
 import tokenizers
 
 import nbflow
-from nbflow.decoding import Filters, Grammar, Parameters
+from nbflow.decoding import Filters, Grammar, build_strategy
 from nbflow.decoding.structured import StructureError
 from nbflow.decoding.token_bytes import vocabulary_bytes
+from nbflow.options import SamplingParams
 from nbflow_kernels.errors import UsageError
 
 pytest.importorskip("llguidance", reason="needs the extra structured")
@@ -74,7 +75,7 @@ def generate(tokenizer, seed, most=400, **structure):
     """The text of a random model: noise for logits, with some padding rows beyond the tokenizer."""
     n_vocab = tokenizer.vocab_size + 5
     ends = tuple(tokenizer.eos_ids) or (0,)
-    made = Parameters(temperature=1.0, **structure).strategy(n_vocab, tokenizer, ends)
+    made = build_strategy(SamplingParams(temperature=1.0, **structure), n_vocab, tokenizer, ends)
     rng, state, ids = np.random.default_rng(seed), made.begin([1, 2], seed), []
     for _ in range(most):
         token = state.choose(rng.normal(0, 1, n_vocab).astype(np.float32))
@@ -180,8 +181,8 @@ def test_a_structure_can_be_sent_to_another_rank():
 
 def test_a_fork_of_a_place_goes_on_by_itself():
     tokenizer = nbflow.load_tokenizer("tiny_python")
-    made = Parameters(temperature=1.0, choice=["ab", "cd"]).strategy(
-        tokenizer.vocab_size, tokenizer, (0,)
+    made = build_strategy(
+        SamplingParams(temperature=1.0, choice=["ab", "cd"]), tokenizer.vocab_size, tokenizer, (0,)
     )
     assert isinstance(made.strategy, Filters)
     state, row = made.begin([], 0), np.zeros(tokenizer.vocab_size, np.float32)

@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from nbflow.server.bounds import BOUNDS, OutOfBounds, check_field
-from nbflow.server.fields import CompletionBody
+from nbflow.server.schemas import CompletionBody
 
 ASKED = {"prompt": "x", "max_tokens": 2, "temperature": 0}
 TOO_MUCH = {

@@ -1,0 +1,89 @@
+"""Options of the command line made from the fields of option sets."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
+from typing import Any
+
+from nbflow.option_fields import OptionField, OptionSet, accepts, default_text, fields
+
+
+def add_options(
+    parser: argparse.ArgumentParser | argparse._ArgumentGroup,
+    kind: type[OptionSet],
+    names: Collection[str] = (),
+    *,
+    converters: Mapping[str, Callable[[str], Any]] = MappingProxyType({}),
+    unset: bool = False,
+    http: bool = False,
+) -> None:
+    """Add an option for each field of an option set that the command line has.
+
+    Parameters
+    ----------
+    parser : ArgumentParser or group
+        Where the options are added.
+    kind : type of OptionSet
+        The option set.
+    names : collection of str
+        Fields to add; by default all.
+    converters : mapping
+        Field -> function from the text on the command line to the value.
+    unset : bool
+        True to leave options that are not given at None instead of the field's default.
+    http : bool
+        True for options that become fields of an HTTP request, with its bounds and defaults.
+    """
+    for known in fields(kind).values():
+        if (known.name in names) if names else known.option.cli:
+            settings = _argument(known, converters.get(known.name), http)
+            default = None if unset else known.default
+            parser.add_argument(*known.flags, dest=known.name, default=default, **settings)
+
+
+def _argument(
+    known: OptionField, converter: Callable[[str], Any] | None, http: bool
+) -> dict[str, Any]:
+    """Return the keywords of `add_argument` for a field."""
+    here, default = known.option, default_text(known)
+    default = here.http_default if http and here.http_default else default
+    ending = f" ({default})" if default and known.default is not True else ""
+    settings: dict[str, Any] = {"help": f"{here.help}{'; repeatable' * here.repeat}{ending}"}
+    if known.hint is bool:
+        on: Any = argparse.BooleanOptionalAction if known.default else "store_true"
+        return {**settings, "action": on}
+    settings |= {"action": _Checked, "known": known, "converter": converter, "http": http}
+    if not here.repeat and accepts(known.outside_hint, [1]):
+        return {**settings, "type": int, "nargs": "+", "metavar": "ID"}
+    hints = {int: "N", float: "X"}
+    kind = next((number for number in hints if known.outside_hint is number), str)
+    return {**settings, "type": kind, "metavar": here.metavar or hints.get(kind, "TEXT")}
+
+
+class _Checked(argparse.Action):
+    """Store a value that its field accepts; else raise the field's `UsageError`."""
+
+    def __init__(
+        self,
+        *,
+        known: OptionField,
+        converter: Callable[[str], Any] | None,
+        http: bool,
+        **settings: Any,
+    ) -> None:
+        super().__init__(**settings)
+        self._known, self._converter, self._http = known, converter, http
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: Any = None) -> None:
+        value = values if self._converter is None else self._converter(values)
+        if self._known.option.repeat:
+            value = [*(getattr(namespace, self.dest) or ()), value]
+        setattr(namespace, self.dest, self._known.checked(value, outside=True, http=self._http))
+
+
+def given_options(kind: type[OptionSet], arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return the options of a set that arguments have, without those that are None."""
+    found = {name: getattr(arguments, name, None) for name in fields(kind)}
+    return {name: value for name, value in found.items() if value is not None}

@@ -1,0 +1,283 @@
+"""From the body of a request to requests of the engine."""
+
+from __future__ import annotations
+
+import dataclasses
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from nbflow.decoding import BeamSearch, ContrastiveSearch, Search, Strategy, build_strategy
+from nbflow.decoding.structured import StructureError
+from nbflow.engine.asking import build_request
+from nbflow.engine.propose import attach
+from nbflow.engine.request import Request
+from nbflow.option_fields import fields
+from nbflow.options import STRUCTURES, SamplingParams
+from nbflow.server.config import PER_REQUEST, Limits
+from nbflow.server.errors import ApiError
+from nbflow.server.schemas import GenerationBody
+from nbflow.server.served import Served
+from nbflow.server.workers import check_wanted
+
+DEFAULT_BEAMS = 4
+"""Beams of a body that has neither beam_width nor n."""
+_GUIDED = {fields(SamplingParams)[name].http_name: name for name in STRUCTURES}
+"""Field of a body -> structure."""
+_BEAM = ("beam_width", "length_penalty", "early_stopping")
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "temperature": (0, 1), "top_p": (1,), "top_k": (0, -1), "min_p": (0,), "min_tokens": (0,),
+    "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,),
+    "no_repeat_ngram_size": (0,), "logit_bias": ({},), "bad_words": ([],), "stop": ([],),
+    "best_of": (1,),
+}  # fmt: skip
+"""Values without an effect, which clients are known to send with searches."""
+_WITH_DEFAULT = set(fields(SamplingParams)) - PER_REQUEST
+"""Parameters that a model can have a default of."""
+_DRAWN = {fields(SamplingParams)[name].http_name for name in _WITH_DEFAULT} | {"best_of"}
+_DRAWN -= {"decoding", "ignore_eos", "stop_token_ids"}
+"""Fields that a search does not take."""
+_STOPS = {"stop", "include_stop_str_in_output"}
+
+
+@dataclass(frozen=True)
+class GenerationRequest:
+    """A request of the engine, and what its answer needs to know."""
+
+    request: Request
+    params: SamplingParams = field(default_factory=SamplingParams)
+    """Its parameters, of which the stop texts are found by the server."""
+    continues_text: bool = False
+    """The text continues the prompt, with a space if its first token begins a word."""
+    n: int = 1
+    """Results of a search."""
+    structure: str | None = None
+    """Field of the body that asks for a structure."""
+
+
+def check_number(body: GenerationBody, n_prompts: int, limits: Limits) -> None:
+    """Raise `ApiError` for a body with too many continuations; before anything is tokenized."""
+    search = search_of(body)
+    width = body.n_drawn if search is None else max(body.n_drawn, search.width)
+    if n_prompts * width > limits.choices:
+        raise ApiError(
+            400,
+            f"{n_prompts} prompts x {width} continuations are more than {limits.choices}, the "
+            "most that one request may ask for (limits.choices); send several requests",
+            param="n",
+        )
+
+
+def build_requests(
+    served: Served,
+    body: GenerationBody,
+    prompts: Sequence[Sequence[int]],
+    max_tokens: int | None,
+    limits: Limits,
+    *,
+    continues_text: bool,
+    echo: bool = False,
+) -> list[GenerationRequest]:
+    """Return the continuations that a body asks for: prompt by prompt, n of each.
+
+    It may take a while (a schema becomes a grammar): call it in a thread.
+
+    Parameters
+    ----------
+    served : Served
+        The model.
+    body : GenerationBody
+        The body.
+    prompts : sequence of sequence of int
+        Token ids of each prompt; for a model with an encoder, the encoder's.
+    max_tokens : int or None
+        Most new tokens; None for what the context has room for.
+    limits : Limits
+        Limits of one request.
+    continues_text : bool
+        See `GenerationRequest`.
+    echo : bool
+        Report the prompt's log-probabilities with the tokens'.
+
+    Raises
+    ------
+    ApiError, UsageError
+        If the model cannot do what the body asks for.
+    """
+    check_number(body, len(prompts), limits)
+    _check_logprobs(body, prompts, limits, echo, continues_text)
+    search = search_of(body)
+    params = _sampling_params(served, body, max_tokens, search)
+    strategy: Strategy | Search = search or _strategy(served, body, params)
+    if search is not None and params.max_tokens < 1:
+        raise ApiError(400, "a search needs max_tokens of at least 1", param="max_tokens")
+    if echo and params.logprobs is not None:
+        n_top = max(params.logprobs, params.prompt_logprobs or 0)
+        params = dataclasses.replace(params, prompt_logprobs=n_top)
+    n_drawn, n_found = (body.n_drawn, 1) if search is None else (1, search.n_found)
+    found = []
+    for prompt in prompts:
+        check_wanted()
+        first = build_request(served.model, list(prompt), params, strategy)
+        first.stop_texts = ()  # the server finds them in the text that it makes of the tokens
+        first.wants_logprobs = params.logprobs is not None or n_drawn > body.n
+        first.priority, first.cache_salt = body.priority, body.cache_salt
+        first.deadline = limits.request_s or None
+        if search is None and served.draft is not None:
+            speculative = served.options
+            attach(served.draft, served.model, first, speculative.n_draft, speculative.draft_verify)
+        for i in range(n_drawn):
+            request = first.copy()
+            if i:  # the prompt's are known from the first
+                request.prompt_logprobs = None
+            request.seed, request.drafter = (first.seed + i) % 2**64, first.drafter
+            found.append(
+                GenerationRequest(request, params, continues_text, n_found, structure_field(body))
+            )
+    return found
+
+
+def _sampling_params(
+    served: Served, body: GenerationBody, max_tokens: int | None, search: Search | None
+) -> SamplingParams:
+    """Return the parameters of a body, with the model's defaults where it states none.
+
+    Without a default the temperature is 1, as in OpenAI's API.
+    """
+    given = {name: v for name, v in body.sampling_values().items() if name not in STRUCTURES}
+    given |= structure_of(body)
+    if search is not None:
+        kept = PER_REQUEST | {"ignore_eos", "stop_token_ids"}
+        given = {name: value for name, value in given.items() if name in kept}
+    elif body.decoding is None:
+        given = {**{k: v for k, v in served.defaults.items() if k in _WITH_DEFAULT}, **given}
+        if "decoding" not in given:
+            given.setdefault("temperature", 1.0)
+    given.setdefault("seed", secrets.randbits(63))
+    given["max_tokens"] = served.model.spec.max_context if max_tokens is None else max_tokens
+    return SamplingParams.parse(given | {"n": 1})
+
+
+def _strategy(served: Served, body: GenerationBody, params: SamplingParams) -> Strategy:
+    """Return the strategy of a body with its constraints."""
+    defaults = {} if body.decoding is None else served.defaults  # else they are in `params`
+    n_vocab = served.model.spec.vocab_size
+    try:
+        return build_strategy(params, n_vocab, served.tokenizer, served.end_ids, defaults)
+    except StructureError as error:
+        raise ApiError(400, str(error), param=structure_field(body)) from error
+
+
+def _check_logprobs(
+    body: GenerationBody, prompts: Sequence[Sequence[int]], limits: Limits, echo: bool, each: bool
+) -> None:
+    """Raise `ApiError` if the answer would have too many log-probabilities of prompts.
+
+    `each` says that they are part of every choice, not reported once.
+    """
+    wanted = {"prompt_logprobs": body.prompt_logprobs, "logprobs": body.n_top_logprobs}
+    if not echo:
+        del wanted["logprobs"]
+    n_tokens = sum(map(len, prompts)) * (body.n if each else 1)
+    for name, n_top in wanted.items():
+        if n_top is not None and n_tokens * (n_top + 1) > limits.logprobs:
+            raise ApiError(
+                400,
+                f"{name}: {n_tokens:,} tokens of prompts with {n_top} alternatives each are more "
+                f"than {limits.logprobs:,} log-probabilities, the most of one answer "
+                "(limits.logprobs); ask for fewer alternatives or choices, or send several "
+                "requests",
+                param=name,
+            )
+
+
+# ---- structures -----------------------------------------------------------------------------
+
+
+def structure_field(body: GenerationBody) -> str | None:
+    """Return the field that asks for a structure, if one does."""
+    names = (*_GUIDED, "structured_outputs", "response_format")
+    return next((name for name in names if getattr(body, name) is not None), None)
+
+
+def structure_of(body: GenerationBody) -> dict[str, Any]:
+    """Return the structure of a body, under its name in `SamplingParams`."""
+    found = [
+        (kind, getattr(body, name))
+        for name, kind in _GUIDED.items()
+        if getattr(body, name) is not None
+    ]
+    for given in (body.response_format, body.structured_outputs):
+        if given is not None:
+            found += given.structure().items()
+    if len(found) > 1:
+        raise ApiError(
+            400,
+            f"give one of response_format, structured_outputs and {', '.join(_GUIDED)}, and one "
+            "structure in it",
+            param="response_format",
+        )
+    return dict(found)
+
+
+# ---- searches -------------------------------------------------------------------------------
+
+
+def search_of(body: GenerationBody) -> Search | None:
+    """Return the search of a body, or None.
+
+    Names are those of vLLM (beams) and transformers (contrastive).  A search draws nothing: fields
+    of sampling are refused by name, unless their value has no effect.
+
+    Raises
+    ------
+    ApiError
+        If a field belongs to another search, or to none.
+    UsageError
+        If a value is out of range.
+    """
+    given = {name for name in type(body).model_fields if getattr(body, name) not in (None, False)}
+    beam = body.use_beam_search or body.decoding == "beam"
+    contrastive = body.penalty_alpha is not None or body.decoding == "contrastive"
+    if beam and contrastive:
+        raise ApiError(400, "give one of use_beam_search and penalty_alpha", param="penalty_alpha")
+    if not beam:
+        for name in _BEAM:
+            if name in given:
+                message = f"{name} belongs to beam search; add use_beam_search: true"
+                raise ApiError(400, message, param=name)
+    if beam:
+        _check_search_fields(body, given, "beam search", _DRAWN | _STOPS)
+        width = body.beam_width or (body.n if body.n > 1 else DEFAULT_BEAMS)
+        penalty = 1.0 if body.length_penalty is None else body.length_penalty
+        return BeamSearch(width, penalty, body.early_stopping or False, body.n)
+    if contrastive:
+        _check_search_fields(body, given, "contrastive search", _DRAWN - _STOPS - {"top_k"})
+        if body.n > 1:
+            raise ApiError(400, "contrastive search finds one continuation; leave n out", param="n")
+        usual = ContrastiveSearch()
+        return ContrastiveSearch(
+            usual.top_k if body.top_k is None else body.top_k,
+            usual.penalty_alpha if body.penalty_alpha is None else body.penalty_alpha,
+        )
+    return None
+
+
+def _check_search_fields(
+    body: GenerationBody, given: set[str], search: str, refused: set[str]
+) -> None:
+    """Raise unless everything that is given goes with the search."""
+    if body.decoding not in (None, "beam", "contrastive"):
+        raise ApiError(400, f"decoding {body.decoding!r} is not a {search}", param="decoding")
+    if structure_of(body):
+        raise ApiError(
+            400, f"{search} follows no structure; leave response_format and the like out",
+            param="response_format",
+        )  # fmt: skip
+    for name in sorted(given & refused):
+        if getattr(body, name) not in _NEUTRAL.get(name, ()):
+            raise ApiError(
+                400, f"{name} does not go with {search}, which draws nothing; leave it out",
+                param=name,
+            )  # fmt: skip

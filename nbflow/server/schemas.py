@@ -1,0 +1,434 @@
+"""Bodies of requests: OpenAI's fields, and those of vLLM and llama.cpp for what OpenAI lacks.
+
+Sampling parameters are the fields of `nbflow.options`.  An unknown field is refused, none ignored.
+
+A field that exists elsewhere and not here is refused with what to use instead, unless it says what
+happens anyway (``tools: []``); so a client never gets something else than it asked for.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    SkipValidation,
+    create_model,
+    model_validator,
+)
+
+from nbflow.option_fields import aliases, fields
+from nbflow.options import SamplingParams, SearchParams
+from nbflow.server.bounds import OutOfBounds, check_field
+from nbflow.server.option_models import http_fields, http_option, out_of_bounds
+from nbflow_kernels.errors import unknown_name
+
+_NO_TOOLS = (
+    "tools are not offered; describe them in a message, and use response_format with a schema"
+)
+REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tools": (([],), _NO_TOOLS),
+    "tool_choice": (("none", "auto"), _NO_TOOLS),
+    "parallel_tool_calls": ((False, True), _NO_TOOLS),
+    "functions": (([],), _NO_TOOLS),
+    "function_call": (("none", "auto"), _NO_TOOLS),
+    "suffix": (("",), "text between two others is not offered; use prompt"),
+    "modalities": ((["text"],), "only text is offered"),
+    "audio": ((), "only text is offered"),
+    "prediction": ((), "predicted output is not offered"),
+    "web_search_options": ((), "the server searches nothing"),
+    "reasoning_effort": (
+        (),
+        "write it into chat_template_kwargs, if the model's template takes it",
+    ),
+    "verbosity": ((), "write it into a message"),
+    "service_tier": (("auto", "default"), "there is one tier; use priority"),
+    "store": ((False,), "nothing is stored"),
+    "metadata": (({},), "nothing is stored"),
+    "moderation": ((), "there is no moderation"),
+    "safety_identifier": ((), "use user, which is written to the log"),
+    "prompt_cache_key": ((), "prompts share their beginnings anyway; use cache_salt to keep apart"),
+    "prompt_cache_retention": ((), "prompts share their beginnings while there is room"),
+    "num_beams": ((1,), "use use_beam_search and beam_width"),
+    "lora": (([],), "adapters are not offered; merge them into the checkpoint"),
+    "cache_prompt": ((True,), "the prefix cache is an option of the server"),
+    "n_probs": ((0,), "use logprobs"),
+    "tfs": ((), "use tfs_z"),
+    "continue_final_message": (
+        (False,),
+        "write the prompt with /apply-template and use /v1/completions",
+    ),
+    "echo_prompt": ((False,), "use echo"),
+    "mm_processor_kwargs": ((), "only text is offered"),
+    "kv_transfer_params": ((), "the cache is not moved between servers"),
+    "logits_processors": (([],), "code is not taken from requests"),
+    "truncate_prompt_tokens": ((), "shorten the prompt; /tokenize counts its tokens"),
+    "spaces_between_special_tokens": ((True, False), "special tokens are not part of the text"),
+    "skip_special_tokens": (
+        (True,),
+        "special tokens are not part of the text; use return_token_ids",
+    ),
+    "return_tensors": ((), "use logprobs or prompt_logprobs"),
+}
+"""Name of a field -> values that ask for nothing, and what to do instead of any other."""
+_OF_FIELDS = {f.name: f.http_name or f.name for f in fields(SamplingParams).values()}
+_ALIASES = {other: _OF_FIELDS[name] for other, name in aliases(SamplingParams).items()}
+REFUSED |= {
+    other: ((), f"use {name}")
+    for other, name in _ALIASES.items()
+    if other != name and other not in REFUSED
+}
+
+
+class Body(BaseModel):
+    """The body of a request."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False, extra="forbid")
+    instead: ClassVar[dict[str, str]] = {}
+    """More names that are refused, and what to use."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known(cls, value: Any) -> Any:
+        """Refuse fields that there are not; drop those that are null."""
+        if not isinstance(value, dict):
+            return value
+        known, result = cls.names(), {}
+        for name, given in value.items():
+            if name in known:
+                if given is not None:
+                    cls._check(name, given)
+                    result[name] = given
+            elif given is None and name in REFUSED:
+                continue
+            else:
+                cls._refuse(name, given)
+        return result
+
+    @classmethod
+    def names(cls) -> list[str]:
+        """Return the names of the fields as clients write them."""
+        return [field.alias or name for name, field in cls.model_fields.items()]
+
+    @classmethod
+    def _check(cls, name: str, given: Any) -> None:
+        """Raise if a field holds too much, or text that is not Unicode."""
+        try:
+            check_field(name, given)
+        except OutOfBounds as error:
+            raise out_of_bounds(str(error), error.where) from None
+
+    @classmethod
+    def _refuse(cls, name: str, given: Any) -> None:
+        """Raise, unless the field asks for nothing."""
+        if name in cls.instead:
+            message = f"{name} is not a field here: {cls.instead[name]}"
+        elif name in REFUSED:
+            neutral, instead = REFUSED[name]
+            if any(type(given) is type(n) and given == n for n in neutral):
+                return
+            message = f"{name} is not supported: {instead}"
+        else:
+            message = str(unknown_name("field", name[:100], cls.names()))
+            raise out_of_bounds(message, name, "unknown_field")
+        raise out_of_bounds(message, name, "refused_field")
+
+
+class StreamOptions(Body):
+    """What a stream tells beside the text."""
+
+    include_usage: bool = False
+    """One more chunk at the end with the numbers of tokens."""
+    continuous_usage_stats: bool = False
+    """The numbers of tokens so far in every chunk."""
+
+
+class JsonSchema(Body):
+    """A JSON schema by the name it has with the client."""
+
+    name: str = ""
+    description: str = ""
+    strict: bool = True
+    """Accepted either way: the answer always follows the schema."""
+    schema_: dict[str, Any] = Field(alias="schema")
+
+
+class ResponseFormat(Body):
+    """What the answer is to be: text, any JSON object, or JSON of a schema."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @model_validator(mode="after")
+    def _complete(self) -> ResponseFormat:
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise ValueError("json_schema belongs to type json_schema, and must be there")
+        return self
+
+    def structure(self) -> dict[str, Any]:
+        """Return the structure under its name in `SamplingParams`, if there is one."""
+        if self.type == "text":
+            return {}
+        schema = {"type": "object"} if self.json_schema is None else self.json_schema.schema_
+        return {"json_schema": schema}
+
+
+class StructuredOutputs(Body):
+    """One of these structures, as in vLLM."""
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    json_object: bool = False
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+
+    def structure(self) -> dict[str, Any]:
+        """Return the structure under its name in `SamplingParams`."""
+        given = {"json_schema": self.json_, "regex": self.regex, "choice": self.choice}
+        given |= {"grammar": self.grammar}
+        if self.json_object:
+            given |= {"json_schema": given["json_schema"] or {"type": "object"}}
+        return {kind: value for kind, value in given.items() if value is not None}
+
+
+_TAKEN = {"tokenizer", "messages", "template", "tools", "documents", "parse_special"}
+_TAKEN |= {"add_generation_prompt", "max_bytes", "self"}
+
+
+def _free(variables: dict[str, Any]) -> dict[str, Any]:
+    taken = sorted(_TAKEN & set(variables))
+    if taken:
+        raise ValueError(f"{taken[0]} is not a variable for the template but a field of its own")
+    return variables
+
+
+TemplateVariables = Annotated[dict[str, Any], AfterValidator(_free)]
+"""Variables for a chat template."""
+
+Text = Annotated[str | list[str] | list[int] | list[list[int]], SkipValidation]
+"""One text, several, the token ids of one, or of several; `nbflow.server.bounds` has checked it."""
+
+
+if TYPE_CHECKING:
+
+    class _OptionFields(Body):
+        def __getattr__(self, name: str) -> Any: ...
+
+else:
+    _OptionFields = create_model(
+        "_OptionFields",
+        __base__=Body,
+        **http_fields(SamplingParams),
+        **http_fields(SearchParams),
+    )
+
+
+class GenerationBody(_OptionFields):
+    """Fields of all requests that continue texts; an absent one is the model's default."""
+
+    model: str | None = None
+    """Name or alias of a model; without it the first one."""
+    best_of: int | None = Field(default=None, ge=1)
+    """Draw so many and return the n with the highest log-probability per token."""
+    stream: bool = False
+    """Send the text as it comes, as server-sent events."""
+    stream_options: StreamOptions | None = None
+    use_beam_search: bool = False
+    """Beam search over `beam_width` continuations; they come at the end."""
+    response_format: ResponseFormat | None = None
+    """Text, JSON, or JSON of a schema."""
+    structured_outputs: StructuredOutputs | None = None
+    """JSON of a schema, a regular expression, a choice, or a grammar."""
+    return_token_ids: bool = False
+    """Send token ids, too."""
+    return_tokens_as_token_ids: bool = False
+    """Spell tokens in log-probabilities as ``token_id:123``."""
+
+    priority: int = Field(default=0, ge=-(2**31), lt=2**31)
+    """Smaller numbers go first."""
+    cache_salt: str = Field(default="", max_length=256)
+    """Beginnings of prompts are shared only with requests of the same salt."""
+    user: str | None = None
+    """Written to the log."""
+    request_id: str | None = Field(default=None, pattern=r"^[A-Za-z0-9._-]{1,128}$")
+    """Name of the request, instead of a new one."""
+
+    @model_validator(mode="after")
+    def _fits(self) -> GenerationBody:
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options needs stream: true")
+        if self.best_of is not None and self.best_of < self.n:
+            raise ValueError(f"best_of must be at least n = {self.n}, got {self.best_of}")
+        if self.best_of is not None and self.best_of > self.n and self.stream:
+            raise ValueError("best_of cannot be streamed: the best is known at the end")
+        return self
+
+    def sampling_values(self) -> dict[str, Any]:
+        """Return the given sampling parameters, under the names of `SamplingParams`."""
+        values = {
+            known.name: getattr(self, known.http_name)
+            for known in fields(SamplingParams).values()
+            if known.http_name
+        }
+        if (n_top := self.n_top_logprobs) is not None:
+            values["logprobs"] = n_top
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def n_drawn(self) -> int:
+        """Continuations of each prompt that are drawn."""
+        n: int = self.best_of or self.n
+        return n
+
+    @property
+    def n_top_logprobs(self) -> int | None:
+        """How many alternatives are wanted with each token; None without log-probabilities."""
+        return None
+
+    @property
+    def includes_usage(self) -> bool:
+        """Whether a stream ends with the numbers of tokens."""
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether every chunk has the numbers of tokens."""
+        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+
+
+class ChatBody(GenerationBody):
+    """The body of ``POST /v1/chat/completions``."""
+
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    """The conversation."""
+    max_completion_tokens: Annotated[
+        int | None, http_option(SamplingParams, "max_tokens", "max_completion_tokens")
+    ] = None
+    """The newer name of max_tokens."""
+    logprobs: bool = False
+    top_logprobs: Annotated[int | None, http_option(SamplingParams, "logprobs", "top_logprobs")] = (
+        None
+    )
+    chat_template: str | None = None
+    """A template instead of the model's, if the server allows that."""
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
+    """Variables for the template, e.g. enable_thinking."""
+    add_generation_prompt: bool = True
+    documents: list[dict[str, Any]] | None = None
+
+    instead: ClassVar[dict[str, str]] = {"prompt": "use messages, or /v1/completions"}
+
+    @model_validator(mode="after")
+    def _chat(self) -> ChatBody:
+        both = (self.max_tokens, self.max_completion_tokens)
+        if None not in both and both[0] != both[1]:
+            raise ValueError("max_tokens and max_completion_tokens differ; give one")
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs: true")
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs cannot be streamed")
+        return self
+
+    @property
+    def n_top_logprobs(self) -> int | None:
+        """See `GenerationBody.n_top_logprobs`."""
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+class CompletionBody(GenerationBody):
+    """The body of ``POST /v1/completions``."""
+
+    prompt: Text
+    logprobs: Annotated[int | None, http_option(SamplingParams, "logprobs", "logprobs")] = None
+    echo: bool = False
+    """Begin the text with the prompt; with logprobs, tell those of its tokens, too."""
+    add_special_tokens: bool = True
+    """Whether text gets the special tokens the model was trained with, e.g. BOS."""
+
+    instead: ClassVar[dict[str, str]] = {"messages": "use prompt, or /v1/chat/completions"}
+
+    @property
+    def n_top_logprobs(self) -> int | None:
+        """See `GenerationBody.n_top_logprobs`."""
+        return self.logprobs
+
+    @model_validator(mode="after")
+    def _completion(self) -> CompletionBody:
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs cannot be streamed; use echo and logprobs")
+        return self
+
+    def prompts(self) -> list[str | list[int]]:
+        """Return the prompts, each a text or token ids."""
+        return split_texts(self.prompt)
+
+
+class EmbeddingBody(Body):
+    """The body of ``POST /v1/embeddings``."""
+
+    model: str | None = None
+    input: Text
+    encoding_format: str = Field(default="float", pattern="^(float|base64)$")
+    dimensions: int | None = Field(default=None, ge=1)
+    """Must be the model's, if it is stated."""
+    pooling: str | None = None
+    """mean, first or last; by default mean for encoders, last for decoders."""
+    normalize: bool = True
+    add_special_tokens: bool = True
+    user: str | None = None
+    """Written to the log."""
+
+    instead: ClassVar[dict[str, str]] = {"messages": "use input", "prompt": "use input"}
+
+
+class TokenizeBody(Body):
+    """The body of ``POST /tokenize``: a text or a conversation."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool = True
+    parse_special: bool = False
+    """Special tokens spelt out in the text are tokens."""
+    add_generation_prompt: bool = True
+    chat_template: str | None = None
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
+    return_token_strs: bool = False
+    """Send how the vocabulary spells the tokens, too."""
+
+    instead: ClassVar[dict[str, str]] = {"content": "use prompt", "text": "use prompt"}
+
+    @model_validator(mode="after")
+    def _one(self) -> TokenizeBody:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give prompt or messages")
+        return self
+
+
+class DetokenizeBody(Body):
+    """The body of ``POST /detokenize``."""
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class TemplateBody(Body):
+    """The body of ``POST /apply-template``."""
+
+    model: str | None = None
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    add_generation_prompt: bool = True
+    chat_template: str | None = None
+    chat_template_kwargs: TemplateVariables = Field(default_factory=dict)
+    documents: list[dict[str, Any]] | None = None
+
+
+def split_texts(given: Text) -> list[str | list[int]]:
+    """Return one text or several, or the ids of one or several, as a list."""
+    if isinstance(given, str):
+        return [given]
+    ids = [item for item in given if isinstance(item, int)]
+    return [ids] if ids else [item for item in given if not isinstance(item, int)]
