@@ -23,7 +23,7 @@ from nbflow.program import build, build_memory, fuse
 from nbflow.program.cost import FLOAT32_BYTES, kv_token_bytes, workspace_bytes
 from nbflow.program.partition import partition as cut
 from nbflow.program.records import Program
-from nbflow.spec.model_spec import RopeSpec
+from nbflow.spec.architecture import RopeSpec
 from nbflow.system import available_memory_bytes
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.qmatmul.activations import Int8Rows

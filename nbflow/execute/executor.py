@@ -16,7 +16,7 @@ from nbflow.execute.weights import RankWeights
 from nbflow.parallel.comm import Alone, Comm
 from nbflow.parallel.links import Links
 from nbflow.program.records import Op, Program
-from nbflow.spec.model_spec import RopeSpec
+from nbflow.spec.architecture import RopeSpec
 
 LEAST_ROWS = 8
 """Least rows of a buffer."""

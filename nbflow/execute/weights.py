@@ -20,7 +20,7 @@ from nbflow.execute.encode import Encoding
 from nbflow.execute.place import Place
 from nbflow.program.records import Op, Operand, Program
 from nbflow.spec.model_spec import ModelSpec
-from nbflow.spec.stored import Stored, stored
+from nbflow.spec.stored import Stored
 from nbflow.status import status
 from nbflow.weights import WeightFile
 from nbflow.weights.weight_file import ITEM_BYTES
@@ -215,7 +215,7 @@ class RankWeights:
 
     def _stored_format(self, part: Operand) -> str | None:
         """Return the block format a tensor keeps from the checkpoint, or None."""
-        place = stored(self._program.spec, part.name)
+        place = self._program.spec.tensor_layout(part.name)
         dtype = self._file.dtype(place.name)
         as_floats = dtype in ITEM_BYTES or self._converted(part) or place.turned
         return None if as_floats else dtype
@@ -329,7 +329,7 @@ def read_part(spec: ModelSpec, file: WeightFile, part: Operand) -> np.ndarray:
     array
         Rows first, as our names have it, whatever way the checkpoint stores it.
     """
-    place = stored(spec, part.name)
+    place = spec.tensor_layout(part.name)
     if place.columns is not None:
         return np.ascontiguousarray(file.array(place.name, rows=part.rows)[:, place.columns])
     if len(spec.shape_of(part.name)) == 1 and len(file.shape(place.name)) > 1:
@@ -361,7 +361,7 @@ def _turned(spec: ModelSpec, file: WeightFile, part: Operand, place: Stored) -> 
 
 def quantized_pieces(spec: ModelSpec, file: WeightFile, part: Operand) -> list[nk.QuantTensor]:
     """Return a tensor that is stored in blocks, or a part of it, in pieces one below the other."""
-    place = stored(spec, part.name)
+    place = spec.tensor_layout(part.name)
     if place.transposed:
         raise UsageError(
             f"tensor {place.name} is stored in blocks and as (in, out); its rows cannot be read"
