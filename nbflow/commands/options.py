@@ -191,13 +191,17 @@ def print_plan(arguments: argparse.Namespace) -> bool:
 
 def _plan(arguments: argparse.Namespace, placement: dict[str, Any]) -> MemoryPlan:
     """Return what the model will take for as many requests as asked for, or one."""
+    from nbflow.engine.load import measure
+
     names = (
         "spec", "weights", "outliers", "encoder", "activations", "kv", "partition", "max_context",
         "device", "exchange", "optimize", "machine",
     )  # fmt: skip
     options = {name: getattr(arguments, name) for name in names}
     sequences = getattr(arguments, "plan", None) or 1
-    return plan_memory(arguments.model, max_sequences=sequences, **options, **placement)
+    return plan_memory(
+        arguments.model, max_sequences=sequences, measure=measure, **options, **placement
+    )
 
 
 def load_model(arguments: argparse.Namespace, **changes: Any) -> nbflow.Model:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from nbflow.engine.limits import MAX_SEQUENCES
+from nbflow.engine.load import measure
 from nbflow.engine.memory_plan import MemoryPlan, plan_memory
 from nbflow.parallel import world
 from nbflow.planner import (
@@ -62,7 +63,7 @@ def model_plan(options: ModelOptions) -> MemoryPlan:
     known["max_sequences"] = engine.max_sequences or MAX_SEQUENCES
     plan = plan_memory(
         options.path, partition=options.partition, optimize=options.optimize,
-        machine=options.machine, **known,
+        machine=options.machine, measure=measure, **known,
     )  # fmt: skip
     wanted = max(rank.kv_bytes for rank in plan.ranks)
     allowed = engine.kv_bytes or available_memory_bytes() // (2 * len(plan.ranks))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from nbflow.parallel import Comm, Plan, make_plan, split_replicas, world
 from nbflow.parallel.cores import fair_threads
 from nbflow.parallel.links import make_links
 from nbflow.parallel.threads import RankTeam
+from nbflow.planner.machine import Machine
 from nbflow.spec import check, resolve
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.resolve import ResolvedModel
@@ -189,7 +190,7 @@ def load(
 
         setting = Setting(kv=kv, activations=activations, exchange=exchange)
         described = stored_model(stored_spec, resolved.path, weights)
-        partition = choose_partition(described, comm, optimize, machine, setting)
+        partition = choose_partition(described, comm, optimize, machine, setting, measure)
     if placement.note and is_host(device):
         warnings.warn(placement.note, stacklevel=2)
     partition, device = placement.divide(the_spec.n_layers, partition, device)
@@ -230,6 +231,15 @@ def load(
         return models[0]
     index = next(i for i, part in enumerate(parts) if part is not None)
     return Replicas(models, whole, everyone, index, len(plans))
+
+
+def measure(
+    comm: Comm, probe_bytes: int, formats: Sequence[str], arithmetics: Sequence[str]
+) -> Machine | None:
+    """Measure ranks, as partition "auto" needs it; the first one returns what was found."""
+    from nbflow.planner.measure import measure_ranks
+
+    return measure_ranks(load, comm, probe_bytes, formats, arithmetics)
 
 
 def _tokenizer(given: str | Path | None, found: Path | None) -> tuple[Tokenizer | None, str]:

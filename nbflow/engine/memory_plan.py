@@ -17,7 +17,9 @@ from nbflow.engine.limits import MAX_SEQUENCES
 from nbflow.engine.placement import Placement, is_host
 from nbflow.parallel import make_plan, split_replicas, world
 from nbflow.parallel.plan import RankPlan
+from nbflow.planner.auto import Measure, choose_partition
 from nbflow.planner.model import PlannedModel, planned_model
+from nbflow.planner.stages import Setting
 from nbflow.planner.weight_bytes import weight_bytes
 from nbflow.program import build, build_memory, fuse
 from nbflow.program.cost import FLOAT32_BYTES, kv_token_bytes, workspace_bytes
@@ -135,6 +137,7 @@ def plan_memory(
     exchange: str = "f32",
     optimize: str = "latency",
     machine: str | Path | None = None,
+    measure: Measure | None = None,
 ) -> MemoryPlan:
     """Return what a model will take of each rank's memory; reads no weights.
 
@@ -146,6 +149,8 @@ def plan_memory(
         As for `nbflow.load`.
     exchange, optimize, machine
         As for `nbflow.load`; partition "auto" is that of the ranks mpirun has started.
+    measure
+        As for `nbflow.planner.choose_partition`.
     device : str
         As for `nbflow.load`; the device need not be there.
     max_sequences, kv_bytes
@@ -163,10 +168,8 @@ def plan_memory(
     planned = planned_model(model, weights, spec).shortened(max_context).encoded_by(encoder)
     placement = Placement(kv_host_percent, embeddings_on_host, cpu_layers)
     if partition == "auto":
-        from nbflow.planner import Setting, choose_partition
-
         setting = Setting(kv=kv, activations=activations, exchange=exchange)
-        partition = choose_partition(planned, world(), optimize, machine, setting)
+        partition = choose_partition(planned, world(), optimize, machine, setting, measure)
     asked = device
     partition, device = placement.divide(planned.spec.n_layers, partition, device)
     replicas = split_replicas(partition)

@@ -42,12 +42,12 @@ from nbflow.execute import (
     make_step,
 )
 from nbflow.execute.encode import Encoding
-from nbflow.execute.weights import stored_bytes
 from nbflow.parallel.comm import Comm, RankError
 from nbflow.parallel.links import Links
 from nbflow.parallel.plan import Plan, make_plan
 from nbflow.program import build, fuse, partition
 from nbflow.program.cost import bytes_sent
+from nbflow.program.read_operand import stored_bytes
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.status import WAITING, WORKING, status
 from nbflow.system import available_memory_bytes, peak_rss_bytes, reset_peak_rss

@@ -26,9 +26,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 import nbflow_kernels as nk
-from nbflow.execute.weights import read_part
 from nbflow.folding.consumers import experts_can_fold, norm_readers
 from nbflow.folding.folding import Factors, Folding, Map
+from nbflow.program.read_operand import read_part
 from nbflow.program.records import Operand
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.weights import WeightFile

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from nbflow.parallel import Plan, make_plan
 from nbflow.planner.machine import Machine
 from nbflow.planner.model import PlannedModel
-from nbflow.planner.predict import Prediction, Steps, Workload, kind_of, predicted_rank
+from nbflow.planner.prediction import Prediction, Steps, Workload, kind_of, predicted_rank
 from nbflow.planner.stages import RankWork, Setting, Stage, make_stages
 from nbflow.program.cost import FLOAT32_BYTES, StepShape
 

@@ -11,7 +11,7 @@ import numpy as np
 
 import nbflow_kernels as nk
 from nbflow.execute.encode import BEST, Encoding
-from nbflow.execute.weights import quantized_pieces, read_part
+from nbflow.program.read_operand import quantized_pieces, read_part
 from nbflow.program.records import Operand
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.weights import WeightFile

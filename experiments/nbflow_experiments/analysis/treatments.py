@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import nbflow_kernels as nk
-from nbflow.execute.weights import quantized_pieces, read_part
+from nbflow.program.read_operand import quantized_pieces, read_part
 from nbflow.program.records import Operand
 from nbflow.spec import resolve
 from nbflow.spec.model_spec import ModelSpec
