@@ -17,9 +17,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from nbflow.engine.engine import Engine
-    from nbflow.engine.generation import Generation
     from nbflow.engine.load import load
     from nbflow.engine.model import Model
+    from nbflow.engine.outputs import Generation
     from nbflow.engine.search import beam_search, contrastive_search
     from nbflow.tokenizer import load_tokenizer
     from nbflow.weights import open_weights
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _WHERE = {
     "Engine": "nbflow.engine.engine",
-    "Generation": "nbflow.engine.generation",
+    "Generation": "nbflow.engine.outputs",
     "Model": "nbflow.engine.model",
     "beam_search": "nbflow.engine.search",
     "contrastive_search": "nbflow.engine.search",

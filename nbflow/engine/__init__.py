@@ -4,8 +4,8 @@
 `model` is what the user holds, and `load` makes it.
 """
 
-from nbflow.engine.generation import Generation
 from nbflow.engine.load import load
 from nbflow.engine.model import Model
+from nbflow.engine.outputs import Generation
 
 __all__ = ["Generation", "Model", "load"]

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from numpy.typing import NDArray
 
 from nbflow.decoding import Greedy, Parameters, Search, Strategy
 from nbflow.decoding.constraints import Constraints, constrain
+from nbflow.engine.interfaces import ModelInfo
 from nbflow.engine.request import Request
+from nbflow.engine.request_validation import check_encoder_ids, check_ids
 from nbflow.engine.search import check_search
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 
-if TYPE_CHECKING:
-    from nbflow.engine.model import Model
-
 
 def checked_request(
-    model: Model,
+    model: ModelInfo,
     prompt: str | Sequence[int] | NDArray[Any],
     max_tokens: int,
     decoding: str | Strategy | Search,
@@ -64,13 +63,13 @@ def checked_request(
         prompt = model.tokenizer.encode(prompt, add_special_tokens=True)
     encoder_ids = None
     if model.spec.encoder is not None:
-        encoder_ids = model.check_encoder_ids(prompt)
+        encoder_ids = check_encoder_ids(model.spec, prompt)
         prompt = _decoder_prompt(model.spec, decoder_ids)
     elif decoder_ids is not None:
         raise UsageError(
             f"{model.spec.name} has no encoder; give all tokens as the prompt, without decoder_ids"
         )
-    ids = model.check_ids(prompt, room=1)
+    ids = check_ids(model.spec, prompt, room=1)
     room = model.spec.max_context - len(ids)
     request = Request(ids, min(max_tokens, room), strategy, seed, ends, encoder_ids)
     request.search = searches

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from nbflow.engine.checks import check_request
+from nbflow.engine.interfaces import ModelRunner
 from nbflow.engine.request import Request
+from nbflow.engine.request_validation import check_request
 from nbflow.engine.scheduler import check_width, room_for
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
-
-if TYPE_CHECKING:
-    from nbflow.engine.model import Model
 
 MAX_SEQUENCES = 256
 """Most requests that run at once, unless given."""
@@ -44,7 +41,7 @@ class Limits:
 
 
 def choose_limits(
-    model: Model,
+    model: ModelRunner,
     max_step_tokens: int | None,
     max_sequences: int | None,
     max_waiting: int,

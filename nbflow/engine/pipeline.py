@@ -13,13 +13,10 @@ which.  Results do not change: a row does not depend on what else is in its step
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
-from nbflow.engine.outcome import Outcome, Output
+from nbflow.engine.interfaces import StepRunner
+from nbflow.engine.outputs import Outcome, RequestDelta
 from nbflow.engine.scheduler import Work
-
-if TYPE_CHECKING:
-    from nbflow.engine.rank import RankEngine
 
 
 class Pipeline:
@@ -27,19 +24,19 @@ class Pipeline:
 
     Parameters
     ----------
-    rank : RankEngine
+    rank : StepRunner
         The rank.
     depth : int
         Most steps on their way: the number of stages.
     """
 
-    def __init__(self, rank: RankEngine, depth: int) -> None:
+    def __init__(self, rank: StepRunner, depth: int) -> None:
         self._rank = rank
         self._depth = depth
         self._steps: deque[tuple[list[Work], Outcome]] = deque()
-        self._kept: list[Output] = []
+        self._kept: list[RequestDelta] = []
 
-    def advance(self) -> list[Output]:
+    def advance(self) -> list[RequestDelta]:
         """Begin as many steps as there are stages, and return what came out meanwhile."""
         requests = self._rank.scheduler.requests  # some may have been ended since
         outputs = [output for output in self._kept if output.request in requests]
@@ -76,7 +73,7 @@ class Pipeline:
         scheduler = self._rank.scheduler
         return scheduler.table.n_available < scheduler.width
 
-    def _begin_step(self, outputs: list[Output]) -> bool:
+    def _begin_step(self, outputs: list[RequestDelta]) -> bool:
         """Run this rank's part of a step; False if there is nothing to run."""
         rank, busy = self._rank, self._busy()
         n = len(rank.scheduler.requests)
@@ -90,6 +87,6 @@ class Pipeline:
             outputs += rank.end_step(works, outcome)
         return True
 
-    def _end_step(self) -> list[Output]:
+    def _end_step(self) -> list[RequestDelta]:
         """Receive what the oldest step gave, and give it to its requests."""
         return self._rank.end_step(*self._steps.popleft())

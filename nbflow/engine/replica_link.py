@@ -8,6 +8,7 @@ with MPI (`multiprocessing.connection`).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import pickle
@@ -17,11 +18,15 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbflow.decoding.structured import StructureError
+from nbflow.engine.engine import Engine
 from nbflow.engine.errors import EngineClosed, QueueFull
-from nbflow.engine.handle import Handle, OnEvents, TokenEvent
+from nbflow.engine.handle import Handle, OnEvents
+from nbflow.engine.limits import Limits
+from nbflow.engine.model import Model
+from nbflow.engine.outputs import TokenOutput
 from nbflow.engine.replica_address import (
     REFUSED,
     SETTING,
@@ -35,13 +40,8 @@ from nbflow.engine.replica_address import (
     welcome,
 )
 from nbflow.engine.request import FinishReason, Request
+from nbflow.engine.stats import EngineStats
 from nbflow_kernels.errors import UsageError
-
-if TYPE_CHECKING:
-    from nbflow.engine.engine import Engine
-    from nbflow.engine.limits import Limits
-    from nbflow.engine.model import Model
-    from nbflow.engine.stats import EngineStats
 
 START_S = 300.0
 """Seconds for the other replicas to connect; they have loaded their part by then."""
@@ -55,7 +55,7 @@ Address = tuple[list[Place], bytes]
 
 _TOLD = (
     "ids", "logprobs", "top_logprobs", "prompt_results", "cached_tokens", "n_preempted",
-    "n_drafted", "n_accepted", "found", "vector", "finish_reason",
+    "n_drafted", "n_accepted", "found", "vector", "finish_reason", "stop_reason",
     "error",
 )  # fmt: skip
 """What is told of a request that has ended."""
@@ -296,7 +296,7 @@ class RemoteEngine:
         for future in futures:
             future.set_exception(ended)
 
-    def _pass_on(self, number: int, events: list[TokenEvent], facts: dict[str, Any]) -> None:
+    def _pass_on(self, number: int, events: list[TokenOutput], facts: dict[str, Any]) -> None:
         with self._lock:
             handle = self._handles.get(number)
             if handle is not None and events[-1].finish_reason is not None:
@@ -381,7 +381,7 @@ class _Servant:
             request.drafter = self._draft.drafter
         told = False
 
-        def on_events(handle: Handle, events: list[TokenEvent]) -> None:
+        def on_events(handle: Handle, events: list[TokenOutput]) -> None:
             nonlocal told
             names: tuple[str, ...] = ()
             if events[-1].finish_reason is not None:
@@ -400,7 +400,7 @@ class _Servant:
         try:
             self._handles[number] = self._engine.submit(request, on_events)
         except Exception as error:  # of this request: the engine has not taken it
-            event = TokenEvent(None, finish_reason="error", error=_sendable(error))
+            event = TokenOutput(None, finish_reason="error", error=_sendable(error))
             facts = {"finish_reason": "error", "error": event.error}
             self._out.put(("events", number, [event], facts))
 
@@ -438,11 +438,11 @@ class _Servant:
                 return
 
 
-def _plain(event: TokenEvent) -> TokenEvent:
+def _plain(event: TokenOutput) -> TokenOutput:
     """Return an event whose error can be sent."""
     if event.error is None:
         return event
-    return TokenEvent(event.token, finish_reason=event.finish_reason, error=_sendable(event.error))
+    return dataclasses.replace(event, error=_sendable(event.error))
 
 
 def _sendable(error: BaseException) -> Exception:

@@ -7,18 +7,15 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from nbflow.decoding import State, Strategy
 from nbflow.decoding.contrastive import History
 from nbflow.decoding.search import Continuation, Search, SearchState
+from nbflow.engine.pooling import Pooling
 from nbflow_kernels.errors import UsageError
-
-if TYPE_CHECKING:
-    from nbflow.engine.drafting import Drafter
-    from nbflow.engine.pooling import Pooling
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 """Why a request ended: an end token; max_tokens or the context; the user; its time; a failure."""
@@ -28,6 +25,23 @@ TopLogprobs = list[tuple[int, float]]
 
 Proposer = Callable[[Sequence[int], int], Sequence[int]]
 """``propose(ids, n)``: at most n tokens that may follow `ids`; the same on every rank."""
+
+Proposals = dict[int, tuple[int, list[int]]]
+"""Number of a request -> how many new tokens it has, and what may follow these."""
+
+
+class DraftProposer(Protocol):
+    """Draft model that proposes tokens to several requests at once."""
+
+    @property
+    def max_context(self) -> int:
+        """Return the most tokens of a sequence."""
+
+    def propose(self, wanted: Sequence[tuple[Request, int]]) -> Proposals:
+        """Return at most so many tokens for each request."""
+
+    def forget(self, request: Request) -> None:
+        """Free what is held for a request that has ended."""
 
 
 @dataclass(eq=False)
@@ -47,9 +61,11 @@ class Request:
     encoder_ids: list[int] | None = None
     """Token ids for the encoder, if the model has one."""
     stop_texts: tuple[str, ...] = ()
-    """Texts that end the output; who turns tokens into text looks for them."""
+    """Texts that end the output (`nbflow.engine.stopping`)."""
     include_stop_text: bool = False
     """Whether the text that ended it belongs to the output."""
+    text_before: Sequence[int] = ()
+    """Tokens before the first new one that decide how it is spelt, where stop texts are wanted."""
     wants_logprobs: bool = True
     """Whether the log-probabilities of the new tokens are wanted; without them they are NaN."""
     n_top_logprobs: int = 0
@@ -65,7 +81,7 @@ class Request:
     """Requests share pages of the prefix cache only with those of the same salt."""
     proposer: Proposer | None = None
     """Proposes tokens that are then verified several at a time, if there is one."""
-    drafter: Drafter | None = None
+    drafter: DraftProposer | None = None
     """The same by a model, for several requests at once; only where the steps are led."""
     verifies_chain: bool = False
     """Whether its tokens are verified by their probabilities, `nbflow.engine.verify`."""
@@ -106,6 +122,8 @@ class Request:
     """Proposed tokens that turned out to be right."""
     finish_reason: FinishReason | None = None
     """Why it ended; None while it runs."""
+    stop_reason: str | None = None
+    """The stop text that ended it."""
     state: State | None = None
     """What the strategy remembers, if it remembers something; on the rank that draws."""
     n_seen: int = 0

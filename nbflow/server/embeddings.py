@@ -12,9 +12,8 @@ from starlette.responses import Response
 from nbflow.server.completions import prompt_ids
 from nbflow.server.errors import ApiError, json_response
 from nbflow.server.fields import EmbeddingBody, split_texts
-from nbflow.server.job import Job, Wish
-from nbflow.server.sse import unless_gone
 from nbflow.server.state import ServerState, note, state_of
+from nbflow.server.stream import Job, Wish, unless_gone
 
 router = APIRouter(tags=["OpenAI"])
 

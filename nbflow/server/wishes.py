@@ -10,10 +10,10 @@ from nbflow.engine.request import Request
 from nbflow.server.config import Limits
 from nbflow.server.errors import ApiError
 from nbflow.server.fields import Sampling
-from nbflow.server.job import Wish
 from nbflow.server.parameters import make_strategy, search_end_ids, structure_field
 from nbflow.server.searches import search_of
 from nbflow.server.served import Served
+from nbflow.server.stream import Wish
 from nbflow.server.workers import check_wanted
 
 
