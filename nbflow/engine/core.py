@@ -35,7 +35,7 @@ class EngineCore:
         self, model: ModelRunner, execute: Callable[[list[Command]], list[Any]] | None = None
     ) -> None:
         self._model = model
-        self._execute = execute or (lambda commands: [self.run(c) for c in commands])
+        self._execute = execute
         self._stops = StopChecker(lambda: model.tokenizer)
 
     def run(self, command: Command) -> Any:
@@ -47,7 +47,10 @@ class EngineCore:
 
     def submit(self, requests: Sequence[Request]) -> list[Any]:
         """Give requests to the scheduler of every rank; return an exception for each refused."""
-        return self._execute([("submit", (request,)) for request in requests])
+        commands: list[Command] = [("submit", (request,)) for request in requests]
+        if self._execute is None:
+            return [self.run(command) for command in commands]
+        return self._execute(commands)
 
     def step(self, burst_s: float) -> list[RequestDelta]:
         """Run a step, or as many as fit into `burst_s` seconds, and return what came out.
@@ -55,10 +58,9 @@ class EngineCore:
         Requests that draft models propose tokens to verify them; stop texts are looked for; the
         last token of a request that has ended says so.
         """
-        command = "advance", (burst_s, self._model.proposed())
-        deltas: list[RequestDelta] = _checked(self._execute([command])[0])
+        deltas: list[RequestDelta] = self._call("advance", burst_s, self._model.proposed())
         for request in self._stops.check(deltas):
-            self._end_there(request.id, request.finish_reason)
+            self._call("end", request.id, request.finish_reason)
         for delta in deltas:
             if delta.request.finish_reason is not None:
                 delta.close()
@@ -67,7 +69,7 @@ class EngineCore:
 
     def end(self, request: Request, reason: FinishReason) -> str | None:
         """End a request on every rank; return the text that was held back for a stop text."""
-        self._end_there(request.id, reason)
+        self._call("end", request.id, reason)
         return self.forget(request)
 
     def forget(self, request: Request) -> str | None:
@@ -80,12 +82,11 @@ class EngineCore:
         if request.drafter is not None:
             request.drafter.forget(request)
 
-    def _end_there(self, request_id: int, reason: FinishReason | None) -> None:
-        _checked(self._execute([("end", (request_id, reason))])[0])
-
-
-def _checked(result: Any) -> Any:
-    """Return a result; raise it if it is an exception."""
-    if isinstance(result, Exception):
-        raise result
-    return result
+    def _call(self, method: str, *args: Any) -> Any:
+        """Run one command; raise what failed alike on all ranks."""
+        if self._execute is None:
+            return self._model.call(method, *args)[0]
+        (result,) = self._execute([(method, args)])
+        if isinstance(result, Exception):
+            raise result
+        return result

@@ -1,8 +1,8 @@
-"""A smaller model that proposes the next tokens to all requests of a step at once.
+"""Draft model: proposes the next tokens to all requests of a step at once.
 
-One process drafts, the one that says what is to be done; the other ranks of the model are told the
-tokens with the step.  The draft reads a prompt when its request begins to generate, a piece between
-two steps, so that nobody waits for that.
+The leading process drafts; the other ranks of the model receive the tokens with the step.  The
+draft reads a prompt when its request begins to generate, one chunk between two steps, so that no
+request waits for it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Drafter:
-    """Proposes what a smaller model would say.
+    """Proposes the tokens of a smaller model.
 
     It draws with the strategy of each request if that is compiled, else it takes the most probable
     token; with the request's own random numbers, or with others if the verification uses those

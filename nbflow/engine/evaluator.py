@@ -19,7 +19,7 @@ from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
 
 Piece = tuple[int, int, int]
-"""Number of a sequence, and from which to which of its tokens."""
+"""Index of a sequence, first token, and end of its tokens."""
 
 
 def pieces(lengths: Sequence[int], most: int, whole: bool) -> Iterator[list[Piece]]:
@@ -60,7 +60,7 @@ def most_tokens(spec: ModelSpec, max_step_tokens: int) -> int:
 
 
 class Sequences:
-    """One rank's part of them; every rank is told the same, in the same order."""
+    """Evaluator of one rank; every rank gets the same calls in the same order."""
 
     def __init__(self, rank: StepRunner) -> None:
         self._rank = rank
@@ -238,7 +238,7 @@ class Sequences:
 
 @dataclass(frozen=True)
 class Rows:
-    """What came out for one sequence, a row for each of the tokens that ran, or for the last."""
+    """Outputs of one sequence: a row for each of the tokens that ran, or for the last."""
 
     logits: NDArray[np.float32]
     """(T, V): scores of the next token."""
@@ -351,7 +351,7 @@ class Session:
 
     def _known(self, sequence: int) -> int:
         if sequence not in self._lengths:
-            raise UsageError(f"there is no sequence {sequence} in this session")
+            raise UsageError(f"this session has no sequence {sequence}")
         return sequence
 
     def _call(self, method: str, *args: Any) -> Any:

@@ -31,7 +31,7 @@ class Timings:
 
 
 class Runner(Protocol):
-    """What runs a request."""
+    """Engine that runs a request."""
 
     @property
     def model(self) -> ModelInfo:
@@ -72,7 +72,7 @@ class Handle:
 
     @property
     def done(self) -> bool:
-        """Whether the request has ended."""
+        """True once the request has ended."""
         return self._ended.is_set()
 
     @property

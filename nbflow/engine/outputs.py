@@ -9,7 +9,6 @@ the HTTP server.  A request that has ended comes to a `Generation`.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -77,13 +76,11 @@ class RequestDelta:
     def add(self, n_before: int) -> None:
         """Take the tokens behind the first `n_before` of the request."""
         request = self.request
-        tops = request.top_logprobs[n_before:] if request.n_top_logprobs else itertools.repeat(None)
-        self.tokens = [
-            TokenOutput(token, logprob, top)
-            for token, logprob, top in zip(
-                request.ids[n_before:], request.logprobs[n_before:], tops, strict=False
-            )
-        ]
+        new = zip(request.ids[n_before:], request.logprobs[n_before:], strict=True)
+        self.tokens = [TokenOutput(token, logprob) for token, logprob in new]
+        if request.n_top_logprobs:
+            for output, top in zip(self.tokens, request.top_logprobs[n_before:], strict=True):
+                output.top_logprobs = top
 
     def cut(self, n: int) -> None:
         """Take away the last `n` tokens, also from the request."""
@@ -111,7 +108,7 @@ class RequestDelta:
 
 @dataclass
 class Outcome:
-    """The numbers that a step gives, in the order of its works."""
+    """Numbers that a step computes, in the order of its works."""
 
     drawn: Drawn
     """A row for each token that may come out: one for a request that draws, and one more for each
@@ -119,7 +116,7 @@ class Outcome:
     prompt: Drawn
     """A row for each prompt token whose log-probability is wanted and became known."""
     searches: list[np.ndarray] = field(default_factory=list)
-    """What each search is told; see `nbflow.engine.searching.empty_rows`."""
+    """Candidates of each search (`nbflow.engine.searching.empty_rows`)."""
     vectors: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """The vector of each text whose last token ran, float32 (n, E)."""
     errors: dict[int, Exception] = field(default_factory=dict)
@@ -137,7 +134,7 @@ class Outcome:
 
     @property
     def arrays(self) -> list[np.ndarray]:
-        """What the other ranks must be told."""
+        """Arrays that the other ranks receive."""
         every = (self.drawn.array, self.prompt.array, *self.searches, self.vectors)
         return [a for a in every if a.size]
 
@@ -388,7 +385,7 @@ class Generation:
     cached_tokens: int = 0
     """Prompt tokens that were not computed, but shared with another request."""
     score: float | None = None
-    """Of a beam search: the log-probability over the length to the power of the penalty."""
+    """Score of a beam: log-probability divided by the length to the power of the penalty."""
 
     @property
     def acceptance_rate(self) -> float | None:

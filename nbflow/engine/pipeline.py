@@ -1,10 +1,10 @@
-"""Stages that work at the same time: requests go through them in as many groups as there are.
+"""Pipeline parallelism: as many steps in flight as there are stages.
 
-With one step at a time, a stage waits while the others work on it.  Here a rank begins a step with
-some of the requests, and then one with others, before it asks for what the first one gave: the rank
-with the head sends that to every rank as soon as it has it, and goes on.  Only the requests of a
-step that is on its way have to wait.  A piece of a prompt that draws nothing gives nothing to wait
-for, so pieces follow each other without a pause.
+With one step at a time, a stage idles while the others work on it.  Here a rank dispatches a step
+with some of the requests, then one with others, before it collects the outputs of the first: the
+rank with the head sends these to every rank as soon as it has them.  Only the requests of a step in
+flight wait.  A chunk of a prompt that draws nothing has nothing to wait for, so chunks follow each
+other without a pause.
 
 Every rank begins and ends the same steps in the same order, so that they need not tell each other
 which.  Results do not change: a row does not depend on what else is in its step.
@@ -20,14 +20,14 @@ from nbflow.engine.scheduler import Work
 
 
 class Pipeline:
-    """The steps of a rank that are on their way.
+    """Steps of a rank in flight.
 
     Parameters
     ----------
     rank : StepRunner
         The rank.
     depth : int
-        Most steps on their way: the number of stages.
+        Most steps in flight: the number of stages.
     """
 
     def __init__(self, rank: StepRunner, depth: int) -> None:
@@ -53,15 +53,15 @@ class Pipeline:
         return outputs
 
     def settle(self) -> None:
-        """Wait for all steps that are on their way; the next `advance` returns what they give.
+        """Wait for all steps in flight; the next `advance` returns their outputs.
 
-        What the ranks exchange outside of the steps would meet the steps' own messages.
+        Messages between ranks outside of the steps would meet those of the steps.
         """
         while self._steps:
             self._kept += self._end_step()
 
     def end_all(self) -> None:
-        """Wait for all steps that are on their way; what they give is for nobody."""
+        """Wait for all steps in flight and drop their outputs."""
         self.settle()
         self._kept = []
 

@@ -1,8 +1,8 @@
-"""How the engine of one process tells that of another what to do: messages over a socket.
+"""Remote calls between the engines of replicas: messages over a socket.
 
-A socket and not MPI, because its end says that the other process has ended, and nobody waits for
-one that will not answer.  Who connects proves that he belongs to the same run by a key that is sent
-with MPI (`multiprocessing.connection`).
+A socket and not MPI, because its end says that the other process has ended, so that no thread waits
+for a process that will not answer.  A connecting process proves that it belongs to the same run by
+a key that is sent with MPI (`multiprocessing.connection`).
 """
 
 from __future__ import annotations
@@ -58,13 +58,13 @@ _TOLD = (
     "n_drafted", "n_accepted", "found", "vector", "finish_reason", "stop_reason",
     "error",
 )  # fmt: skip
-"""What is told of a request that has ended."""
+"""Fields of a request that are sent when it has ended."""
 
 logger = logging.getLogger(__name__)
 
 
 class Listener:
-    """Where the other replicas connect.
+    """Listening socket for the other replicas.
 
     Parameters
     ----------
@@ -177,9 +177,9 @@ class RemoteEngine:
         self._out: SimpleQueue[bytes | None] = SimpleQueue()
         self._closing = False
         self.alive = True
-        """Whether it runs."""
+        """True while it runs."""
         self.failure: BaseException | None = None
-        """What ended it, if it is failed."""
+        """Error that ended it, if it has failed."""
         self._reader = threading.Thread(
             target=self._read, name=f"nbflow-replica-{index}", daemon=True
         )
@@ -195,7 +195,7 @@ class RemoteEngine:
 
     @property
     def load(self) -> int:
-        """How many sequences it has to do."""
+        """Number of sequences that run there or wait."""
         with self._lock:
             return sum(handle.request.width for handle in self._handles.values())
 
@@ -327,7 +327,7 @@ def obey(engine: Engine, index: int, address: Address, draft: Model | None) -> N
     address : Address
         Where the leading process listens.
     draft : Model, optional
-        Proposes tokens to requests that want some and bring nobody.
+        Proposes tokens to requests that want some and have no proposer.
     """
     connection = connect(*address)
     connection.send(index)

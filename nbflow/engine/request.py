@@ -1,4 +1,4 @@
-"""A request: what is asked for and how far it has come.  Plain Python, the same on every rank."""
+"""Request: parameters and progress of one sequence.  Plain Python, the same on every rank."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Request:
     max_tokens: int
     """At most this many new tokens."""
     strategy: Strategy
-    """How the next token is chosen."""
+    """Decoding strategy."""
     seed: int = 0
     """Seed of the draws; the n-th new token uses draw n."""
     stop_ids: frozenset[int] = frozenset()
@@ -63,13 +63,13 @@ class Request:
     stop_texts: tuple[str, ...] = ()
     """Texts that end the output (`nbflow.engine.stopping`)."""
     include_stop_text: bool = False
-    """Whether the text that ended it belongs to the output."""
+    """True to keep the stop text in the output."""
     text_before: Sequence[int] = ()
     """Tokens before the first new one that decide how it is spelt, where stop texts are wanted."""
     wants_logprobs: bool = True
-    """Whether the log-probabilities of the new tokens are wanted; without them they are NaN."""
+    """True to compute log-probabilities of the new tokens; else they are NaN."""
     n_top_logprobs: int = 0
-    """How many of the most probable tokens are wanted with each new one."""
+    """Number of most probable tokens to report with each new one."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens: 0 for the log-probabilities of these alone, None for none.
     The prompt is then not taken from the prefix cache."""
@@ -84,7 +84,7 @@ class Request:
     drafter: DraftProposer | None = None
     """The same by a model, for several requests at once; only where the steps are led."""
     verifies_chain: bool = False
-    """Whether its tokens are verified by their probabilities, `nbflow.engine.verify`."""
+    """True for rejection sampling of proposed tokens (`nbflow.engine.verify`)."""
     n_proposed: int = 0
     """At most so many tokens are asked of the proposer or the drafter."""
     search: Search | None = None
@@ -111,11 +111,11 @@ class Request:
     long: bool = False
     """True if its rotary angles are those of sequences beyond the original context (LongRoPE)."""
     n_preempted: int = 0
-    """How often its pages were taken away, and computed again later."""
+    """Number of preemptions by recomputation."""
     proposed: tuple[int, list[int]] | None = None
-    """What the drafter proposes behind so many new tokens."""
+    """Number of new tokens at the proposal, and the proposed tokens."""
     draft_probs: np.ndarray | None = None
-    """What each of these was drawn from, float32 (n, V), for verification as a chain."""
+    """Distributions they were drawn from, float32 (n, V), for rejection sampling."""
     n_drafted: int = 0
     """Tokens proposed so far."""
     n_accepted: int = 0
@@ -125,11 +125,11 @@ class Request:
     stop_reason: str | None = None
     """The stop text that ended it."""
     state: State | None = None
-    """What the strategy remembers, if it remembers something; on the rank that draws."""
+    """State of the strategy, if it has one; on the rank that draws."""
     n_seen: int = 0
-    """How many of `ids` the state knows."""
+    """Number of `ids` that the state has seen."""
     error: Exception | None = None
-    """What happened, if it ended with "error"."""
+    """Failure, if it ended with "error"."""
     trouble: Exception | None = None
     """Error on the rank that draws, until a draw tells the others."""
     searching: SearchState | None = None
@@ -141,7 +141,7 @@ class Request:
     vector: np.ndarray | None = None
     """The vector that `pooling` gives, float32 (E,), once the prompt is read."""
     found: list[Continuation] = field(default_factory=list)
-    """What the search has found, best first; `ids` are the first of them."""
+    """Results of the search, best first; `ids` are the first of them."""
 
     @property
     def width(self) -> int:
@@ -170,7 +170,7 @@ class Request:
 
     @property
     def is_generating(self) -> bool:
-        """Whether only the last new token, of each continuation, has not been run yet."""
+        """True if only the last new token, of each continuation, has not been run yet."""
         if self.search is not None:
             return bool(self.branches)
         return bool(self.ids) and self.n_pending == 1
@@ -190,13 +190,13 @@ class Request:
 
     @property
     def wants_all_rows(self) -> bool:
-        """Whether something is to be told about all tokens that run, not only about the last."""
+        """True if outputs of all tokens that run are needed, not only of the last."""
         compares = self.search is not None and self.search.compares and not self.branches
         return compares or self.wants_prompt_logits
 
     @property
     def wants_prompt_logits(self) -> bool:
-        """Whether some of the prompt's log-probabilities are still to come."""
+        """True if some of the prompt's log-probabilities are still to come."""
         missing = len(self.prompt_results) + 1 < len(self.prompt)
         return self.prompt_logprobs is not None and missing
 

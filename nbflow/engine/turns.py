@@ -1,4 +1,4 @@
-"""Turns of several threads at one model: calls come one after the other, and steps are shared.
+"""Calls of several threads to one model: serialized by a lock, with shared steps.
 
 A thread that generates takes a turn for each step.  A step runs the requests of all threads, so
 the thread that makes it leaves the results of the others where they look first.

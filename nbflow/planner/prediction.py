@@ -13,7 +13,7 @@ from nbflow_kernels.errors import UsageError
 
 @dataclass(frozen=True)
 class Workload:
-    """What is asked of the model."""
+    """Batch, prompts and answers of a prediction."""
 
     batch: int = 1
     """Sequences at once."""
@@ -42,12 +42,12 @@ class Workload:
 
 @dataclass(frozen=True)
 class RankPrediction:
-    """What one rank holds and sends."""
+    """Memory and traffic of one rank."""
 
     rank: int
     """Its number."""
     device: str
-    """What it runs on."""
+    """Name of its device."""
     layers: tuple[int, int]
     """Its layers."""
     heads: tuple[int, int]
@@ -67,25 +67,25 @@ class RankPrediction:
     workspace_bytes: int
     """Buffers of the largest step."""
     host_bytes: int
-    """What it keeps in the host's memory."""
+    """Weights and cache in the host's memory."""
     sent_bytes_per_token: float
     """Payload it sends for each generated token of a sequence."""
     free_bytes: int
-    """What is left of the device's memory; negative where it does not fit."""
+    """Free memory of the device; negative where it does not fit."""
     host_free_bytes: int
-    """What is left of the host's memory that it may use."""
+    """Free memory of the host's share that it may use."""
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a partition can do."""
+    """Predicted speed and memory of a partition."""
 
     partition: str
     """The partition string."""
     kind: str
     """"one rank", "by layer", "by tensor", "hybrid", with "replicas" in front if there are any."""
     workload: Workload
-    """What was asked."""
+    """The workload."""
     micro_batches: int
     """Parts in which the batch of a replica goes through the stages."""
     prefill_s: float
@@ -101,7 +101,7 @@ class Prediction:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank has the memory."""
+        """True if every rank has the memory."""
         return all(r.free_bytes >= 0 and r.host_free_bytes >= 0 for r in self.ranks)
 
     @property

@@ -61,24 +61,24 @@ class OutputChunk:
 
 @dataclass(frozen=True)
 class Wish:
-    """A continuation that is wanted."""
+    """Request of one choice, and how its text is written."""
 
     request: Request
     stops: Sequence[str] = ()
     include_stop: bool = False
     continues_text: bool = False
-    """Whether the text goes on where the prompt ends, with a space if that begins a word."""
+    """True if the text continues the prompt, so that a leading space is kept."""
     n: int = 1
-    """How many are to be found, if it is a search."""
+    """Number of results, of a search."""
     structure: str | None = None
-    """The field that asks for a structure, if one does."""
+    """Name of the field that asks for structured output, if one does."""
 
 
 _CONTEXT = 8  # tokens of the prompt that decide how the first new one is spelt
 
 
 class Continuation:
-    """One sequence: gathers its events into chunks.  Lives on the event loop's thread."""
+    """Choice of a request: makes chunks of its tokens, on the event loop's thread."""
 
     def __init__(self, index: int, wish: Wish, served: Served, metrics: Metrics) -> None:
         self.index = index
@@ -174,7 +174,7 @@ class Continuation:
 
     @property
     def _queued_s(self) -> float | None:
-        """How long it waited before its first step."""
+        """Seconds in the queue before the first step."""
         if self.handle is None or self.handle.timings.started is None:
             return None
         return self.handle.timings.started - self.handle.timings.submitted
@@ -280,7 +280,7 @@ class Job:
 
     @property
     def n_choices(self) -> int:
-        """How many continuations are wanted."""
+        """Number of choices."""
         return len(self._of_choice)
 
     def request_of(self, index: int) -> Request:
@@ -401,7 +401,7 @@ class Mailbox:
         self._calls.append((call, arguments))
         if not self._woken:
             self._woken = True
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is interested
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._deliver)
 
     def _deliver(self) -> None:
@@ -476,7 +476,7 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             doing.cancel()
             await asyncio.wait([doing])
             if not doing.cancelled():
-                doing.exception()  # seen: nobody is there to be told
+                doing.exception()  # retrieved, or asyncio would log it
 
 
 async def _gone(receive: Receive) -> None:

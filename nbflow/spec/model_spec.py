@@ -1,4 +1,4 @@
-"""What a model is made of: the one description that the program, the planner and the readers share.
+"""Specification of a model, shared by the program, the planner and the readers.
 
 A `ModelSpec` is resolved: every number is known.  It comes from a family (`families/*.toml`, how an
 architecture is composed and how its tensors and config keys are called) and a checkpoint's own
