@@ -17,9 +17,9 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from nbflow.engine.engine import Engine
-    from nbflow.engine.generation import Generation
     from nbflow.engine.load import load
     from nbflow.engine.model import Model
+    from nbflow.engine.outputs import Generation
     from nbflow.engine.search import beam_search, contrastive_search
     from nbflow.options import EngineOptions, LoadOptions, SamplingParams
     from nbflow.spec import load_tokenizer
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 _WHERE = {
     "Engine": "nbflow.engine.engine",
     "EngineOptions": "nbflow.options",
-    "Generation": "nbflow.engine.generation",
+    "Generation": "nbflow.engine.outputs",
     "LoadOptions": "nbflow.options",
     "Model": "nbflow.engine.model",
     "SamplingParams": "nbflow.options",

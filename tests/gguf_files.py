@@ -8,7 +8,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from nbflow.execute.weights import read_part
+from nbflow.program.read_operand import read_part
 from nbflow.program.records import Operand
 from nbflow.spec import families, resolve
 from nbflow.spec.model_spec import ModelSpec

@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
+from nbflow.spec.architecture import RopeSpec
 from nbflow.spec.build import build_spec
 from nbflow.spec.family import family_of
-from nbflow.spec.model_spec import ModelSpec, RopeSpec
-from nbflow.spec.stored import stored
+from nbflow.spec.model_spec import ModelSpec
 
 LLAMA_TENSORS = {
     "embed.weight": "model.embed_tokens.weight",
@@ -103,7 +103,7 @@ def write_checkpoint(
     rng = np.random.default_rng(seed)
     tensors: dict[str, Any] = {}
     parts = [spec] if spec.encoder is None else [spec, spec.encoder]
-    places = [stored(part, name) for part in parts for name in part.tensor_shapes()]
+    places = [part.tensor_layout(name) for part in parts for name in part.tensor_shapes()]
     for place in places:
         if len(place.shape) > 1:
             array = rng.standard_normal(place.shape) / np.sqrt(place.shape[-1])

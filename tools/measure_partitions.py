@@ -81,8 +81,10 @@ def parse() -> argparse.Namespace:
 def main() -> None:
     """Run all cases."""
     arguments, comm, started = parse(), world(), time.monotonic()
-    several: Machine = comm.bcast_object(measure_machine(arguments.ranks))
-    one: Machine = comm.bcast_object(measure_ranks(Alone()) if comm.rank == 0 else None)
+    several: Machine = comm.bcast_object(measure_machine(nbflow.load, arguments.ranks))
+    one: Machine = comm.bcast_object(
+        measure_ranks(nbflow.load, Alone()) if comm.rank == 0 else None
+    )
     out = Output(arguments, several, one) if comm.rank == 0 else None
     if arguments.again:
         if out is not None:

@@ -29,8 +29,8 @@ import nbflow_kernels as nk
 from nbflow.allocation.divergence import Probe
 from nbflow.allocation.knapsack import solve
 from nbflow.execute.encode import Encoding
-from nbflow.execute.weights import read_part
 from nbflow.folding import check_encoder, prepare
+from nbflow.program.read_operand import read_part
 from nbflow.program.records import Operand
 from nbflow.spec import check, resolve
 from nbflow.spec.model_spec import ModelSpec

@@ -92,8 +92,12 @@ def print_plan(arguments: argparse.Namespace) -> bool:
 
 def _plan(arguments: argparse.Namespace) -> MemoryPlan:
     """Return the memory plan for as many requests as asked for, or one."""
+    from nbflow.engine.load import measure
+
     sequences = getattr(arguments, "plan", None) or 1
-    return plan_memory(arguments.model, load_options(arguments), max_sequences=sequences)
+    return plan_memory(
+        arguments.model, load_options(arguments), max_sequences=sequences, measure=measure
+    )
 
 
 def load_options(arguments: argparse.Namespace) -> LoadOptions:

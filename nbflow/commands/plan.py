@@ -134,12 +134,13 @@ def _shared(arguments: argparse.Namespace, machine: Machine) -> list[str]:
 
 def _measure(arguments: argparse.Namespace) -> int:
     """Describe this machine."""
+    from nbflow.engine.load import load
     from nbflow.planner.measure import FORMATS, measure_machine
 
     formats: Sequence[str] = FORMATS
     if arguments.weights is not None:
         formats = tuple(nk.FORMATS[name.strip()].name for name in arguments.weights.split(","))
-    machine = measure_machine(arguments.ranks, formats=formats)
+    machine = measure_machine(load, arguments.ranks, formats=formats)
     if machine is None:  # another rank writes
         return 0
     text = written_machine(machine)

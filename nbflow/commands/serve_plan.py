@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from nbflow.engine.load import measure
 from nbflow.engine.memory_plan import MemoryPlan, plan_memory
 from nbflow.options import MAX_SEQUENCES
 from nbflow.parallel import world
@@ -53,7 +54,7 @@ def model_plan(options: ModelOptions) -> MemoryPlan:
     if engine.max_step_tokens is not None:
         load = load.replaced({"max_step_tokens": engine.max_step_tokens})
     sequences = engine.max_sequences or MAX_SEQUENCES
-    plan = plan_memory(options.path, load, max_sequences=sequences)
+    plan = plan_memory(options.path, load, max_sequences=sequences, measure=measure)
     wanted = max(rank.kv_bytes for rank in plan.ranks)
     allowed = engine.kv_bytes or available_memory_bytes() // (2 * len(plan.ranks))
     if engine.kv_bytes is None and wanted <= allowed:

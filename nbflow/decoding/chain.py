@@ -10,12 +10,12 @@ import numpy as np
 
 from nbflow.decoding.candidates import Candidates, Shortlist, random_number
 from nbflow.decoding.samplers import (
-    DEFAULT_ORDER,
     IDLE,
     LETTERS,
     OTHER_NAMES,
     SAMPLERS,
     Moment,
+    SamplerOptions,
     n_lowered_by,
 )
 from nbflow.decoding.strategy import SampledState, Strategy, check_range
@@ -23,53 +23,8 @@ from nbflow_kernels.errors import UsageError, unknown_name
 
 
 @dataclass(frozen=True)
-class Chain(Strategy):
+class Chain(SamplerOptions, Strategy):
     """A draw from what is left after a chain of samplers; names and defaults are llama.cpp's."""
-
-    samplers: tuple[str, ...] = DEFAULT_ORDER
-    """Which samplers, in which order; also ``"top_k;top_p"`` and letters such as ``"kpt"``."""
-    temperature: float = 0.8
-    """Logits are divided by it; 0 or less takes the best token."""
-    dynatemp_range: float = 0.0
-    """The temperature moves this far up and down with the entropy; 0 for none."""
-    dynatemp_exponent: float = 1.0
-    """How the normalized entropy is bent before it sets the temperature."""
-    top_k: int = 40
-    """How many of the best tokens are kept; 0 for all."""
-    top_p: float = 0.95
-    """Mass that is kept; 1 for all."""
-    min_p: float = 0.05
-    """Least probability kept, relative to the best; 0 for all."""
-    typical_p: float = 1.0
-    """Mass of the locally typical tokens that is kept; 1 for all."""
-    tfs_z: float = 1.0
-    """Share of the bends before the tail (only where "tfs_z" is in `samplers`); 1 for all."""
-    top_n_sigma: float = -1.0
-    """Standard deviations below the best logit that are kept; 0 or less for all."""
-    xtc_probability: float = 0.0
-    """How often the top choices are excluded."""
-    xtc_threshold: float = 0.1
-    """From which probability on a token is a top choice; above 0.5 switches it off."""
-    repeat_last_n: int = 64
-    """How many of the last tokens, prompt included, the penalties see; 0 none, -1 all."""
-    repeat_penalty: float = 1.0
-    """Factor for tokens that occurred; 1 for none."""
-    frequency_penalty: float = 0.0
-    """Subtracted for each occurrence."""
-    presence_penalty: float = 0.0
-    """Subtracted for having occurred."""
-    dry_multiplier: float = 0.0
-    """Penalty of a repetition of the allowed length; 0 for none."""
-    dry_base: float = 1.75
-    """Growth of the penalty with each further token."""
-    dry_allowed_length: int = 2
-    """Repetitions shorter than this go free."""
-    dry_penalty_last_n: int = -1
-    """How many of the last tokens DRY sees; 0 none, -1 all."""
-    dry_breakers: tuple[tuple[int, ...], ...] = ()
-    """Token sequences over which no repetition reaches; see `breaker_sequences`."""
-    min_keep: int = 0
-    """Least number of candidates that a truncation leaves."""
 
     compiled: ClassVar[bool] = False
 

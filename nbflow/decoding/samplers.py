@@ -9,15 +9,66 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nbflow.decoding.candidates import COLD, Candidates
 from nbflow_kernels.penalties import apply_dry_penalty, apply_penalties
 
-if TYPE_CHECKING:
-    from nbflow.decoding.chain import Chain
+DEFAULT_ORDER = (
+    "penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature",
+)  # fmt: skip
+"""llama.cpp's order."""
+
+
+@dataclass(frozen=True)
+class SamplerOptions:
+    """Parameters of the samplers; names and defaults are llama.cpp's."""
+
+    samplers: tuple[str, ...] = DEFAULT_ORDER
+    """Which samplers, in which order; also ``"top_k;top_p"`` and letters such as ``"kpt"``."""
+    temperature: float = 0.8
+    """Logits are divided by it; 0 or less takes the best token."""
+    dynatemp_range: float = 0.0
+    """The temperature moves this far up and down with the entropy; 0 for none."""
+    dynatemp_exponent: float = 1.0
+    """How the normalized entropy is bent before it sets the temperature."""
+    top_k: int = 40
+    """How many of the best tokens are kept; 0 for all."""
+    top_p: float = 0.95
+    """Mass that is kept; 1 for all."""
+    min_p: float = 0.05
+    """Least probability kept, relative to the best; 0 for all."""
+    typical_p: float = 1.0
+    """Mass of the locally typical tokens that is kept; 1 for all."""
+    tfs_z: float = 1.0
+    """Share of the bends before the tail (only where "tfs_z" is in `samplers`); 1 for all."""
+    top_n_sigma: float = -1.0
+    """Standard deviations below the best logit that are kept; 0 or less for all."""
+    xtc_probability: float = 0.0
+    """How often the top choices are excluded."""
+    xtc_threshold: float = 0.1
+    """From which probability on a token is a top choice; above 0.5 switches it off."""
+    repeat_last_n: int = 64
+    """How many of the last tokens, prompt included, the penalties see; 0 none, -1 all."""
+    repeat_penalty: float = 1.0
+    """Factor for tokens that occurred; 1 for none."""
+    frequency_penalty: float = 0.0
+    """Subtracted for each occurrence."""
+    presence_penalty: float = 0.0
+    """Subtracted for having occurred."""
+    dry_multiplier: float = 0.0
+    """Penalty of a repetition of the allowed length; 0 for none."""
+    dry_base: float = 1.75
+    """Growth of the penalty with each further token."""
+    dry_allowed_length: int = 2
+    """Repetitions shorter than this go free."""
+    dry_penalty_last_n: int = -1
+    """How many of the last tokens DRY sees; 0 none, -1 all."""
+    dry_breakers: tuple[tuple[int, ...], ...] = ()
+    """Token sequences over which no repetition reaches; see `breaker_sequences`."""
+    min_keep: int = 0
+    """Least number of candidates that a truncation leaves."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +81,7 @@ class Moment:
     """A number in [0, 1) for the sampler's own decisions."""
 
 
-def penalties(candidates: Candidates, chain: Chain, moment: Moment) -> None:
+def penalties(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
     """Lower tokens that occurred among the last `repeat_last_n`."""
     row = _row(candidates)
     apply_penalties(
@@ -45,7 +96,7 @@ def penalties(candidates: Candidates, chain: Chain, moment: Moment) -> None:
     _rescore(candidates, row)
 
 
-def dry(candidates: Candidates, chain: Chain, moment: Moment) -> None:
+def dry(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
     """Lower tokens that would go on with a repetition; see `nbflow_kernels.apply_dry_penalty`."""
     row = _row(candidates)
     apply_dry_penalty(
@@ -61,19 +112,19 @@ def dry(candidates: Candidates, chain: Chain, moment: Moment) -> None:
     _rescore(candidates, row)
 
 
-def top_n_sigma(candidates: Candidates, chain: Chain, moment: Moment) -> None:
+def top_n_sigma(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
     """Keep logits within `top_n_sigma` standard deviations of the best (arXiv:2411.07641)."""
     if len(candidates) > 1:
         bound = candidates.logits.max() - chain.top_n_sigma * candidates.logits.std()
         candidates.keep(candidates.logits >= bound)
 
 
-def top_k(candidates: Candidates, chain: Chain, moment: Moment) -> None:
+def top_k(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
     """Keep the `top_k` best; 0 or less keeps all."""
     candidates.first(chain.top_k)
 
 
-def typical(candidates: Candidates, chain: Chain, moment: Moment) -> None:
+def typical(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
     """Keep the tokens nearest to the entropy that have mass `typical_p` (arXiv:2202.00666)."""
     p = candidates.probs()
     order = least_typical_last(p)
@@ -84,7 +135,7 @@ def typical(candidates: Candidates, chain: Chain, moment: Moment) -> None:
     candidates.keep(mask)
 
 
-def tail_free(candidates: Candidates, chain: Chain, moment: Moment) -> None:
+def tail_free(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
     """Keep the tokens before the flat tail (`tfs_z` of the bends), as llama.cpp did until 2024."""
     if len(candidates) <= 2:
         return
@@ -92,12 +143,12 @@ def tail_free(candidates: Candidates, chain: Chain, moment: Moment) -> None:
     candidates.first(max(tail_free_count(candidates.probs(), chain.tfs_z), chain.min_keep))
 
 
-def top_p(candidates: Candidates, chain: Chain, moment: Moment) -> None:
+def top_p(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
     """Keep the fewest best tokens that have mass `top_p`."""
     candidates.reaching(chain.top_p, max(chain.min_keep, 1))
 
 
-def min_p(candidates: Candidates, chain: Chain, moment: Moment) -> None:
+def min_p(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
     """Keep the tokens at least `min_p` times as probable as the best."""
     mask = candidates.logits >= candidates.logits.max() + math.log(chain.min_p)
     if mask.sum() >= chain.min_keep:
@@ -106,7 +157,7 @@ def min_p(candidates: Candidates, chain: Chain, moment: Moment) -> None:
         candidates.first(max(int(mask.sum()), chain.min_keep))
 
 
-def xtc(candidates: Candidates, chain: Chain, moment: Moment) -> None:
+def xtc(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
     """Exclude top choices: sometimes drop the likely tokens but the least likely of them."""
     if len(candidates) < 2:
         return
@@ -118,7 +169,7 @@ def xtc(candidates: Candidates, chain: Chain, moment: Moment) -> None:
         candidates.take(slice(n_likely - 1, None))
 
 
-def temperature(candidates: Candidates, chain: Chain, moment: Moment) -> None:
+def temperature(candidates: Candidates, chain: SamplerOptions, moment: Moment) -> None:
     """Divide the logits; with `dynatemp_range` by a temperature that follows the entropy."""
     value = chain.temperature
     if chain.dynatemp_range > 0.0:
@@ -134,7 +185,7 @@ def temperature(candidates: Candidates, chain: Chain, moment: Moment) -> None:
         candidates.scale(1.0 / value)
 
 
-SAMPLERS: dict[str, Callable[[Candidates, Chain, Moment], None]] = {
+SAMPLERS: dict[str, Callable[[Candidates, SamplerOptions, Moment], None]] = {
     "penalties": penalties,
     "dry": dry,
     "top_n_sigma": top_n_sigma,
@@ -148,7 +199,7 @@ SAMPLERS: dict[str, Callable[[Candidates, Chain, Moment], None]] = {
 }
 """Samplers by llama.cpp's names."""
 
-IDLE: dict[str, Callable[[Chain], bool]] = {
+IDLE: dict[str, Callable[[SamplerOptions], bool]] = {
     "penalties": lambda c: (
         not c.repeat_last_n
         or (c.repeat_penalty, c.frequency_penalty, c.presence_penalty) == (1.0, 0.0, 0.0)
@@ -165,11 +216,6 @@ IDLE: dict[str, Callable[[Chain], bool]] = {
 }
 """Whether the parameters of a chain switch a sampler off."""
 
-DEFAULT_ORDER = (
-    "penalties", "dry", "top_n_sigma", "top_k", "typ_p", "top_p", "min_p", "xtc", "temperature",
-)  # fmt: skip
-"""llama.cpp's order."""
-
 OTHER_NAMES = {"typical_p": "typ_p", "typical": "typ_p", "temp": "temperature", "tfs": "tfs_z",
                "top-k": "top_k", "top-p": "top_p", "min-p": "min_p", "typ-p": "typ_p",
                "top-n-sigma": "top_n_sigma", "nucleus": "top_p"}  # fmt: skip
@@ -181,7 +227,7 @@ LETTERS = {
 """The letters of llama.cpp's ``--sampling-seq``."""
 
 
-def n_lowered_by(name: str, chain: Chain, n_tokens: int) -> int | None:
+def n_lowered_by(name: str, chain: SamplerOptions, n_tokens: int) -> int | None:
     """Return how many tokens a sampler lowers at most, after `n_tokens`.
 
     None if it does anything else: only where tokens were lowered and nothing more, the best of what

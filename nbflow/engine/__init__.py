@@ -1,11 +1,12 @@
 """The engine.
 
-`request` is what is asked for, `scheduler` says which rows run next, `rank` is one rank's work,
-`model` is what the user holds, and `load` makes it.
+`load` makes a `model`, which the user holds.  `core` runs its steps, for the model's own callers
+(`turns`) and for a running `engine`; on each rank `scheduler` chooses the rows of a step and `rank`
+runs it.  `request` goes in, `outputs` come out.
 """
 
-from nbflow.engine.generation import Generation
 from nbflow.engine.load import load
 from nbflow.engine.model import Model
+from nbflow.engine.outputs import Generation
 
 __all__ = ["Generation", "Model", "load"]

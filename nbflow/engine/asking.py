@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from numpy.typing import NDArray
 
 from nbflow.decoding import Greedy, Search, Strategy, build_strategy, end_ids
 from nbflow.decoding.constraints import Constraints, constrain
+from nbflow.engine.interfaces import ModelInfo
 from nbflow.engine.request import Request
+from nbflow.engine.request_validation import check_encoder_ids, check_ids
 from nbflow.engine.search import check_search
 from nbflow.options import SamplingParams
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
-
-if TYPE_CHECKING:
-    from nbflow.engine.model import Model
 
 
 def sampling_params(
@@ -40,7 +39,7 @@ def sampling_params(
 
 
 def checked_request(
-    model: Model,
+    model: ModelInfo,
     prompt: str | Sequence[int] | NDArray[Any],
     params: SamplingParams,
     decoding: str | Strategy | Search | None = None,
@@ -62,7 +61,7 @@ def checked_request(
 
 
 def build_request(
-    model: Model,
+    model: ModelInfo,
     prompt: str | Sequence[int] | NDArray[Any],
     params: SamplingParams,
     strategy: Strategy | Search,
@@ -82,13 +81,13 @@ def build_request(
         prompt = model.tokenizer.encode(prompt, add_special_tokens=True)
     encoder_ids = None
     if spec.encoder is not None:
-        encoder_ids = model.check_encoder_ids(prompt)
+        encoder_ids = check_encoder_ids(spec, prompt)
         prompt = _decoder_prompt(spec, decoder_ids)
     elif decoder_ids is not None:
         raise UsageError(
             f"{spec.name} has no encoder; give all tokens as the prompt, without decoder_ids"
         )
-    ids = model.check_ids(prompt, room=1)
+    ids = check_ids(spec, prompt, room=1)
     most = min(params.max_tokens, spec.max_context - len(ids))
     request = Request(ids, most, drawn, params.seed % 2**64, ends, encoder_ids)
     request.search = search

@@ -1,28 +1,22 @@
-"""A smaller model that proposes the next tokens to all requests of a step at once.
+"""Draft model: proposes the next tokens to all requests of a step at once.
 
-One process drafts, the one that says what is to be done; the other ranks of the model are told the
-tokens with the step.  The draft reads a prompt when its request begins to generate, a piece between
-two steps, so that nobody waits for that.
+The leading process drafts; the other ranks of the model receive the tokens with the step.  The
+draft reads a prompt when its request begins to generate, one chunk between two steps, so that no
+request waits for it.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from nbflow.decoding import Greedy, Strategy
-from nbflow.engine.request import Request
-from nbflow.engine.session import Session
-
-if TYPE_CHECKING:
-    from nbflow.engine.model import Model
-
-Proposals = dict[int, tuple[int, list[int]]]
-"""Number of a request -> how many new tokens it has, and what may follow these."""
+from nbflow.engine.evaluator import Session
+from nbflow.engine.interfaces import ModelRunner
+from nbflow.engine.request import DraftProposer, Proposals, Request
 
 _OWN_STREAM = 0x9E3779B97F4A7C15
 """Makes another seed of a seed: 2**64 divided by the golden ratio."""
@@ -31,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class Drafter:
-    """Proposes what a smaller model would say.
+    """Proposes the tokens of a smaller model.
 
     It draws with the strategy of each request if that is compiled, else it takes the most probable
     token; with the request's own random numbers, or with others if the verification uses those
@@ -41,14 +35,22 @@ class Drafter:
     ----------
     draft : Model
         A model with the same vocabulary.
+    session : callable
+        Opens a session of it (`Model.session`).
     """
 
-    def __init__(self, draft: Model) -> None:
+    def __init__(self, draft: ModelRunner, session: Callable[[], Session]) -> None:
         self.model = draft
+        self._open = session
         self._lock = threading.Lock()  # replicas of this process share it
         self._session: Session | None = None
         self._sequences: dict[Request, int] = {}  # of the session
         self._ids: dict[Request, list[int]] = {}  # what each of them has
+
+    @property
+    def max_context(self) -> int:
+        """Return the most tokens of a sequence of the draft model."""
+        return self.model.spec.max_context
 
     def propose(self, wanted: Sequence[tuple[Request, int]]) -> Proposals:
         """Return at most so many tokens for each request, none where its prompt is still read."""
@@ -94,7 +96,7 @@ class Drafter:
         at a time; who has more of them to read is not in the result.
         """
         if self._session is None:
-            self._session = self.model.session()
+            self._session = self._open()
         room = self.model.engines[0].max_step_tokens
         pending, pieces = dict[Request, list[int]](), dict[Request, list[int]]()
         for request in requests:
@@ -127,13 +129,13 @@ class Drafter:
 
 def proposals(requests: Sequence[Request], max_step_tokens: int) -> Proposals:
     """Ask the draft models of these requests, all that are generating, for what a step can take."""
-    wanted: dict[Drafter, list[tuple[Request, int]]] = {}
+    wanted: dict[DraftProposer, list[tuple[Request, int]]] = {}
     asking = [r for r in requests if r.drafter is not None and r.is_generating]
     room = (max_step_tokens - sum(r.width for r in requests)) // max(1, len(asking))
     for request in asking:
         assert request.drafter is not None
         left = request.max_tokens - len(request.ids) - 1
-        context = request.drafter.model.spec.max_context
+        context = request.drafter.max_context
         n = min(request.n_proposed, left, room, context - len(request.prompt) - len(request.ids))
         if n > 0:
             wanted.setdefault(request.drafter, []).append((request, n))
@@ -141,7 +143,7 @@ def proposals(requests: Sequence[Request], max_step_tokens: int) -> Proposals:
     for drafter, some in wanted.items():
         try:
             found |= drafter.propose(some)
-        except Exception:  # a guess is not worth the requests
+        except Exception:  # requests go on without their draft
             logger.exception("the draft model raised; its requests go on without it")
             for request, _ in some:
                 drafter.forget(request)

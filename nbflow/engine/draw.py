@@ -33,7 +33,7 @@ MOST_BEST = 1024
 
 @dataclass(frozen=True)
 class Drawn:
-    """What was drawn for some requests."""
+    """Drawn tokens of some requests, with their log-probabilities."""
 
     array: np.ndarray
     """float64 (B, 2 + 2 K): token, log-probability, K most probable tokens, their

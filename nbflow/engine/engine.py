@@ -19,26 +19,21 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nbflow.engine.core import Command, EngineCore
+from nbflow.engine.embedding import vector_of
 from nbflow.engine.errors import EngineClosed, QueueFull, Unsendable
 from nbflow.engine.handle import Handle, OnEvents
 from nbflow.engine.limits import Limits, choose_limits, fit
 from nbflow.engine.model import STREAM_BURST_S, Model
-from nbflow.engine.outcome import Output
-from nbflow.engine.pooling import embed
 from nbflow.engine.rank import RankEngine
-from nbflow.engine.replicas import Replicas
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.stats import EngineStats
-from nbflow.engine.stopping import Stopping
 from nbflow.option_fields import documents
 from nbflow.options import EngineOptions
 from nbflow.parallel.comm import RankError
 from nbflow.status import WORKING, status
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.forks import tell_in_child
-
-Command = tuple[str, tuple[Any, ...]]
-"""What every rank is told: name of a method of `RankEngine`, and its arguments."""
 
 logger = logging.getLogger(__name__)
 
@@ -89,11 +84,8 @@ class Engine:
 
     def __new__(cls, model: Model, *_: Any, **__: Any) -> Engine:
         """Return the engine that suits the model: one with replicas has a `ReplicaEngine`."""
-        if cls is Engine and isinstance(model, Replicas):
-            from nbflow.engine.replica_engine import ReplicaEngine
-
-            return super().__new__(ReplicaEngine)
-        return super().__new__(cls)
+        special = model.engine_class
+        return super().__new__(special if cls is Engine and special is not None else cls)
 
     @classmethod
     def with_limits(cls, model: Model, limits: Limits, burst_s: float) -> Engine:
@@ -119,7 +111,7 @@ class Engine:
         self._cancelled: list[tuple[Handle, FinishReason]] = []
         self._calls: list[tuple[Future[Any], Command]] = []
         self._handles: dict[int, Handle] = {}
-        self._stopping = Stopping(lambda: model.tokenizer)
+        self._core = EngineCore(model, self._tell)
         self._thread: threading.Thread | None = None
         self._state = "new"
         self._failure: BaseException | None = None
@@ -278,7 +270,30 @@ class Engine:
         requests = self.model.embedding_requests(
             sequences, token_types, pooling=pooling, normalize=normalize
         )
-        return embed(self, requests)
+        handles: list[Handle] = []
+        try:
+            for request in requests:
+                handles.append(self._submit_patiently(request, handles))
+            for handle in handles:
+                handle.wait()
+                if handle.finish_reason == "abort":
+                    raise EngineClosed("the engine has been closed")
+            return [vector_of(handle.request) for handle in handles]
+        finally:
+            for handle in handles:
+                if not handle.done:
+                    handle.cancel()
+
+    def _submit_patiently(self, request: Request, before: Sequence[Handle]) -> Handle:
+        """Submit a request; while the queue is full, wait for those submitted before."""
+        while True:
+            try:
+                return self.submit(request)
+            except QueueFull:
+                mine = next((h for h in before if not h.done), None)
+                if mine is None:  # others fill the queue
+                    raise
+                mine.wait()
 
     def flush(self) -> None:
         """Forget what the prefix cache holds; running requests keep what they have."""
@@ -416,7 +431,7 @@ class Engine:
     def _begin(self, new: Sequence[Handle]) -> None:
         """Give new requests to the scheduler."""
         try:
-            results = self._tell([("submit", (h.request,)) for h in new])
+            results = self._core.submit([h.request for h in new])
         except Unsendable as error:
             if len(new) == 1:
                 self._ended(new[0], "error", error)
@@ -433,19 +448,12 @@ class Engine:
         """End requests for other reasons than their own."""
         for handle, reason in endings:
             if handle.request.id in self._handles and not handle.done:
-                self._end_there(handle.request.id, reason)
+                text = self._core.end(handle.request, reason)
                 if reason == "deadline" and handle.request.searching is not None:
                     handle.request.found = handle.request.searching.present()
                 del self._handles[handle.request.id]
-                self._stopping.forget(handle.request)
-                self._forget(handle.request)
-                self._ended(handle, reason)
-
-    def _end_there(self, request_id: int, reason: FinishReason | None) -> None:
-        """End a request on every rank."""
-        (failed,) = self._tell([("end", (request_id, reason))])
-        if failed is not None:
-            raise failed
+                self._count_drafted(handle.request)
+                self._ended(handle, reason, text=text)
 
     def _answer(self, future: Future[Any], command: Command) -> None:
         """Make a call that another thread waits for."""
@@ -475,40 +483,38 @@ class Engine:
         if not self._handles:
             return
         started = time.perf_counter()
-        command = "advance", (self._burst_s, self.model.proposed())
-        outputs: list[Output] | Exception = self._tell([command])[0]
-        if isinstance(outputs, Exception):  # beyond the requests of the step
-            raise outputs
-        for request in self._stopping.look(outputs):
-            self._end_there(request.id, request.finish_reason)
+        deltas = self._core.step(self._burst_s)
         if self._rank.comm.size > 1:  # what follows must come to an end, too
             status.set(WORKING, "the step")
         self._step_seconds += time.perf_counter() - started
         self._steps += 1
-        for output in outputs:
-            request = output.request
-            self._generated_tokens += len(output.tokens)
+        for delta in deltas:
+            request = delta.request
+            self._generated_tokens += sum(output.token is not None for output in delta.tokens)
             handle = self._handles[request.id]
             if handle.timings.started is None:
                 self._prompt_tokens += len(request.prompt)
-            handle.push(output)
+            handle.push(delta)
             if request.finish_reason is not None:
                 del self._handles[request.id]
-                self._forget(request)
+                self._count_drafted(request)
                 self._count_end(request.finish_reason)
 
-    def _forget(self, request: Request) -> None:
-        """Count what was proposed to a request, and free what a draft model holds for it."""
+    def _count_drafted(self, request: Request) -> None:
         self._drafted_tokens += request.n_drafted
         self._accepted_tokens += request.n_accepted
-        if request.drafter is not None:
-            request.drafter.forget(request)
 
-    def _ended(self, handle: Handle, reason: FinishReason, error: Exception | None = None) -> None:
+    def _ended(
+        self,
+        handle: Handle,
+        reason: FinishReason,
+        error: Exception | None = None,
+        text: str | None = None,
+    ) -> None:
         """End a request outside of the steps."""
         if not handle.done:
             self._count_end(reason)
-            handle.end(reason, error)
+            handle.end(reason, error, text)
 
     def _count_end(self, reason: FinishReason) -> None:
         self._finished[reason] = self._finished.get(reason, 0) + 1
@@ -542,13 +548,9 @@ class Engine:
         Any other ends the engine, because the other ranks may wait for this one.
         """
         results: list[Any] = []
-        for method, args in commands:
+        for command in commands:
             try:
-                if method == "submit":
-                    copies = self.model.copies(args[0])
-                    results.append(self.model.call(method, per_engine=copies)[0])
-                else:
-                    results.append(self.model.call(method, *args)[0])
+                results.append(self._core.run(command))
             except Exception as error:
                 alike = isinstance(error, UsageError) and not isinstance(error, RankError)
                 if not alike and self._rank.comm.size > 1:

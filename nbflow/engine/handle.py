@@ -1,41 +1,21 @@
-"""What somebody holds who has submitted a request: its tokens as they come, and its end."""
+"""Handle of a submitted request: iterate for its tokens as they come, or wait for the result."""
 
 from __future__ import annotations
 
 import logging
-import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from threading import Event
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
-from nbflow.engine.outcome import Output
+from nbflow.engine.interfaces import ModelInfo
+from nbflow.engine.outputs import Generation, RequestDelta, TokenOutput
 from nbflow.engine.request import FinishReason, Request, TopLogprobs
 from nbflow_kernels.errors import UsageError
 
-if TYPE_CHECKING:
-    from nbflow.engine.generation import Generation
-    from nbflow.engine.model import Model
-
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class TokenEvent:
-    """A new token of a request, or its end, or both."""
-
-    token: int | None
-    """The token; None if the request ended without one (an end token is not reported)."""
-    logprob: float = math.nan
-    """Its log-probability; NaN if not wanted."""
-    top_logprobs: TopLogprobs | None = None
-    """The most probable tokens in its place; None if not wanted."""
-    finish_reason: FinishReason | None = None
-    """Why the request ended; None while it goes on."""
-    error: Exception | None = None
-    """What happened, if it ended with "error"."""
 
 
 @dataclass
@@ -51,10 +31,10 @@ class Timings:
 
 
 class Runner(Protocol):
-    """What runs a request."""
+    """Engine that runs a request."""
 
     @property
-    def model(self) -> Model:
+    def model(self) -> ModelInfo:
         """The model that it runs."""
 
     @property
@@ -65,7 +45,7 @@ class Runner(Protocol):
         """Let a request end with this reason, unless it has ended."""
 
 
-OnEvents = Callable[["Handle", list[TokenEvent]], None]
+OnEvents = Callable[["Handle", list[TokenOutput]], None]
 
 
 class Handle:
@@ -87,12 +67,12 @@ class Handle:
         self.timings = Timings()
         self._engine = engine
         self._on_events = on_events
-        self._events: SimpleQueue[list[TokenEvent]] = SimpleQueue()
+        self._events: SimpleQueue[list[TokenOutput]] = SimpleQueue()
         self._ended = Event()
 
     @property
     def done(self) -> bool:
-        """Whether the request has ended."""
+        """True once the request has ended."""
         return self._ended.is_set()
 
     @property
@@ -120,7 +100,7 @@ class Handle:
         """Let the request end with this reason, unless it has ended already.  Returns at once."""
         self._engine.cancel(self, reason)
 
-    def __iter__(self) -> Iterator[TokenEvent]:
+    def __iter__(self) -> Iterator[TokenOutput]:
         """Yield the events as they come; the last one has a `finish_reason`."""
         if self._on_events is not None:
             raise UsageError(
@@ -161,28 +141,16 @@ class Handle:
 
     # ---- for the engine -----------------------------------------------------------------------
 
-    def push(self, output: Output) -> None:
+    def push(self, delta: RequestDelta) -> None:
         """Pass on what a step gave; called on the engine's thread."""
-        now, timings, request = time.monotonic(), self.timings, self.request
+        now, timings = time.monotonic(), self.timings
         timings.started = timings.started or now
-        if output.tokens:
+        if delta.tokens and delta.tokens[0].token is not None:
             timings.first_token = timings.first_token or now
             timings.last_token = now
-        ended = request.finish_reason
-        events = [
-            TokenEvent(
-                token,
-                logprob,
-                output.top_logprobs[i] if request.n_top_logprobs else None,
-                ended if ended == "length" and i + 1 == len(output.tokens) else None,
-            )
-            for i, (token, logprob) in enumerate(zip(output.tokens, output.logprobs, strict=True))
-        ]
-        if ended is not None and not (events and events[-1].finish_reason):
-            events.append(TokenEvent(None, finish_reason=ended, error=request.error))
-        self._deliver(events)
+        self._deliver(delta.tokens)
 
-    def relay(self, events: list[TokenEvent], facts: dict[str, Any]) -> None:
+    def relay(self, events: list[TokenOutput], facts: dict[str, Any]) -> None:
         """Take what a request that runs in another process has given."""
         now, timings, request = time.monotonic(), self.timings, self.request
         timings.started = timings.started or now
@@ -198,13 +166,18 @@ class Handle:
             setattr(request, name, value)
         self._deliver(events)
 
-    def end(self, reason: FinishReason, error: Exception | None = None) -> None:
-        """End the request for a reason outside of the steps; called on the engine's thread."""
+    def end(
+        self, reason: FinishReason, error: Exception | None = None, text: str | None = None
+    ) -> None:
+        """End the request for a reason outside of the steps; called on the engine's thread.
+
+        `text` was held back for a stop text.
+        """
         if not self.done:
             self.request.finish_reason, self.request.error = reason, error
-            self._deliver([TokenEvent(None, finish_reason=reason, error=error)])
+            self._deliver([TokenOutput(None, finish_reason=reason, error=error, text=text)])
 
-    def _deliver(self, events: list[TokenEvent]) -> None:
+    def _deliver(self, events: list[TokenOutput]) -> None:
         if not events:
             return
         if events[-1].finish_reason is not None:

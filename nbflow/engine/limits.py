@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from nbflow.engine.checks import check_request
+from nbflow.engine.interfaces import ModelRunner
 from nbflow.engine.request import Request
+from nbflow.engine.request_validation import check_request
 from nbflow.engine.scheduler import check_width, room_for
 from nbflow.options import MAX_SEQUENCES, EngineOptions
 from nbflow.spec.model_spec import ModelSpec
 from nbflow_kernels.errors import UsageError
-
-if TYPE_CHECKING:
-    from nbflow.engine.model import Model
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,7 @@ class Limits:
         return self.max_pages * self.page_size
 
 
-def choose_limits(model: Model, options: EngineOptions) -> Limits:
+def choose_limits(model: ModelRunner, options: EngineOptions) -> Limits:
     """Return the limits for a model, the same on each of its ranks, which all must call it."""
     kv_bytes = options.kv_bytes
     steps = options.max_step_tokens or model.engines[0].max_step_tokens

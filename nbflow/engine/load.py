@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,6 +23,7 @@ from nbflow.parallel import Comm, Plan, make_plan, split_replicas, world
 from nbflow.parallel.cores import fair_threads
 from nbflow.parallel.links import make_links
 from nbflow.parallel.threads import RankTeam
+from nbflow.planner.machine import Machine
 from nbflow.spec import check, load_tokenizer, resolve
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.resolve import ResolvedModel
@@ -94,7 +96,9 @@ def load(
 
         setting = Setting(kv=given.kv, activations=given.activations, exchange=given.exchange)
         described = stored_model(stored_spec, resolved.path, weights)
-        partition = choose_partition(described, comm, given.optimize, given.machine, setting)
+        partition = choose_partition(
+            described, comm, given.optimize, given.machine, setting, measure
+        )
     if given.unused_note and is_host(given.device):
         warnings.warn(given.unused_note, stacklevel=2)
     partition, device = split_host_layers(given, the_spec.n_layers, partition, given.device)
@@ -136,6 +140,15 @@ def load(
         return models[0]
     index = next(i for i, part in enumerate(parts) if part is not None)
     return Replicas(models, whole, everyone, index, len(plans))
+
+
+def measure(
+    comm: Comm, probe_bytes: int, formats: Sequence[str], arithmetics: Sequence[str]
+) -> Machine | None:
+    """Measure ranks, as partition "auto" needs it; the first one returns what was found."""
+    from nbflow.planner.measure import measure_ranks
+
+    return measure_ranks(load, comm, probe_bytes, formats, arithmetics)
 
 
 def _tokenizer(given: str | Path | None, found: Path | None) -> tuple[Tokenizer | None, str]:

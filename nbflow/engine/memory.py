@@ -7,12 +7,12 @@ keys and values of its layers and heads, and the decoder's steps read them like 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from nbflow.cache import KVStorage, PageTable
-from nbflow.engine.pieces import pieces
+from nbflow.engine.evaluator import pieces
+from nbflow.engine.interfaces import StepRunner
 from nbflow.engine.request import Request
 from nbflow.execute import Place, RankWeights, make_executor, make_step
 from nbflow.execute.encode import Encoding
@@ -23,16 +23,13 @@ from nbflow.spec.model_spec import ModelSpec
 from nbflow.weights import WeightFile
 from nbflow.weights_policy import Weights
 
-if TYPE_CHECKING:
-    from nbflow.engine.rank import RankEngine
-
 
 class Memory:
     """One rank's part.
 
     Parameters
     ----------
-    encoder : RankEngine
+    encoder : StepRunner
         The encoder.
     spec : ModelSpec
         The decoder.
@@ -46,7 +43,7 @@ class Memory:
 
     def __init__(
         self,
-        encoder: RankEngine,
+        encoder: StepRunner,
         spec: ModelSpec,
         mine: RankPlan,
         file: WeightFile,

@@ -18,13 +18,15 @@ from nbflow.execute.place import is_host, split_host_layers
 from nbflow.options import MAX_SEQUENCES, LoadOptions, OffloadConfig
 from nbflow.parallel import make_plan, split_replicas, world
 from nbflow.parallel.plan import RankPlan
+from nbflow.planner.auto import Measure, choose_partition
 from nbflow.planner.model import PlannedModel, planned_model
+from nbflow.planner.stages import Setting
 from nbflow.planner.weight_bytes import weight_bytes
 from nbflow.program import build, build_memory, fuse
 from nbflow.program.cost import FLOAT32_BYTES, kv_token_bytes, workspace_bytes
 from nbflow.program.partition import partition as cut
 from nbflow.program.records import Program
-from nbflow.spec.model_spec import RopeSpec
+from nbflow.spec.architecture import RopeSpec
 from nbflow.system import available_memory_bytes
 from nbflow.tables import text_table
 from nbflow_kernels.errors import UsageError
@@ -120,6 +122,7 @@ def plan_memory(
     *,
     max_sequences: int = 1,
     kv_bytes: int | None = None,
+    measure: Measure | None = None,
     **changes: Any,
 ) -> MemoryPlan:
     """Return the memory that a model takes on each rank; reads no weights.
@@ -131,6 +134,8 @@ def plan_memory(
     options, **changes
         As for `nbflow.load`.  Devices need not be there; partition "auto" is that of the ranks
         mpirun has started.
+    measure
+        As for `nbflow.planner.choose_partition`.
     max_sequences, kv_bytes
         As for `nbflow.Engine`; without `kv_bytes`, room for `max_sequences` full contexts.  For
         an encoder: texts as long as its context, as many in a step as there is room for.
@@ -147,10 +152,10 @@ def plan_memory(
     planned = planned.encoded_by(given.encoder)
     partition = given.partition
     if partition == "auto":
-        from nbflow.planner import Setting, choose_partition
-
         setting = Setting(kv=given.kv, activations=given.activations, exchange=exchange)
-        partition = choose_partition(planned, world(), given.optimize, given.machine, setting)
+        partition = choose_partition(
+            planned, world(), given.optimize, given.machine, setting, measure
+        )
     partition, device = split_host_layers(given, planned.spec.n_layers, partition, given.device)
     replicas = split_replicas(partition)
     plans = [make_plan(planned.spec, part, planned.block_size, exchange) for part in replicas]

@@ -5,22 +5,27 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from nbflow.decoding import Search, Strategy
 from nbflow.engine.asking import checked_request, sampling_params
-from nbflow.engine.checks import check_ids, check_types
-from nbflow.engine.drafting import Drafter, Proposals, proposals
-from nbflow.engine.generation import Generation, text_of
-from nbflow.engine.pooling import embedding_requests, vector_of
+from nbflow.engine.drafting import Drafter, proposals
+from nbflow.engine.embedding import vector_of
+from nbflow.engine.evaluator import Session
+from nbflow.engine.outputs import Generation, TokenOutput, text_of
 from nbflow.engine.propose import Draft, attach
 from nbflow.engine.rank import RankEngine
-from nbflow.engine.request import Request
+from nbflow.engine.request import Proposals, Request
+from nbflow.engine.request_validation import (
+    check_encoder_ids,
+    check_ids,
+    check_types,
+    embedding_requests,
+)
 from nbflow.engine.search import SEARCHES, search
-from nbflow.engine.session import Session
 from nbflow.engine.turns import Turns
 from nbflow.options import SamplingParams, SpeculativeConfig
 from nbflow.parallel import Comm, Plan
@@ -47,6 +52,9 @@ class Model:
     thread of each process can keep to; results are the same on every rank that takes part.  Ranks
     outside the partition have `participates` False and must not call the methods.
     """
+
+    engine_class: ClassVar[type[Any] | None] = None
+    """The engine that runs this model, if `nbflow.Engine` itself does not."""
 
     def __init__(
         self,
@@ -113,7 +121,7 @@ class Model:
     @functools.cached_property
     def drafter(self) -> Drafter:
         """What lets this model propose tokens to another one's requests."""
-        return Drafter(self)
+        return Drafter(self, self.session)
 
     @property
     def participates(self) -> bool:
@@ -187,14 +195,14 @@ class Model:
         ...     model.logits([1, 2, 3]).shape
         (3, 2048)
         """
-        checked = self.check_ids(ids, room=0)
+        checked = check_ids(self.spec, ids, room=0)
         if not self.spec.head:
             raise UsageError(
                 f"{self.spec.name} is an encoder without a head, and gives no logits; use hidden() "
                 "or embed()"
             )
         types = check_types(self.spec, token_types, len(checked))
-        for_encoder = self.check_encoder_ids(encoder_ids)
+        for_encoder = check_encoder_ids(self.spec, encoder_ids)
         return self._outputs([checked], "logits", _only(types), _only(for_encoder))[0]
 
     def hidden(
@@ -224,9 +232,9 @@ class Model:
         UsageError
             As `logits`.
         """
-        checked = self.check_ids(ids, room=0)
+        checked = check_ids(self.spec, ids, room=0)
         types = check_types(self.spec, token_types, len(checked))
-        for_encoder = self.check_encoder_ids(encoder_ids)
+        for_encoder = check_encoder_ids(self.spec, encoder_ids)
         return self._outputs([checked], "y", _only(types), _only(for_encoder))[0]
 
     def _outputs(
@@ -449,10 +457,10 @@ class Model:
         requests: list[Request],
         burst_s: float = STREAM_BURST_S,
         share_prompts: bool = False,
-    ) -> Iterator[list[tuple[int, int, float]]]:
+    ) -> Iterator[list[tuple[int, TokenOutput]]]:
         """Run requests to their end, yielding new tokens as they come.
 
-        Each item is a list of (request, token, log-probability) of a step, or of as many steps as
+        Each item is a list of (index of the request, token) of a step, or of as many steps as
         fit into `burst_s` seconds.  Longer bursts are faster: Python works once for each.  With
         `share_prompts` requests that begin alike share pages, as in `nbflow.Engine`, unless others
         run already without.
@@ -496,23 +504,6 @@ class Model:
     def found_tokenizer(self) -> Tokenizer | None:
         """The tokenizer if there is one."""
         return self._tokenizer
-
-    def check_encoder_ids(self, ids: Sequence[int] | NDArray[Any] | None) -> list[int] | None:
-        """Return the encoder's token ids, checked; None if there is no encoder."""
-        encoder = self.spec.encoder
-        if encoder is None:
-            if ids is not None:
-                raise UsageError(f"{self.spec.name} has no encoder; leave encoder_ids out")
-            return None
-        if ids is None:
-            raise UsageError(f"{self.spec.name} has an encoder; give its token ids as encoder_ids")
-        return self.check_ids(ids, room=0, spec=encoder)
-
-    def check_ids(
-        self, ids: Sequence[int] | NDArray[Any], room: int, spec: ModelSpec | None = None
-    ) -> list[int]:
-        """Return token ids that fit into the context, with `room` tokens besides them."""
-        return check_ids(spec or self.spec, ids, room)
 
     # ---- what it holds and what it sent -------------------------------------------------------
 

@@ -1,10 +1,10 @@
-"""Stages that work at the same time: requests go through them in as many groups as there are.
+"""Pipeline parallelism: as many steps in flight as there are stages.
 
-With one step at a time, a stage waits while the others work on it.  Here a rank begins a step with
-some of the requests, and then one with others, before it asks for what the first one gave: the rank
-with the head sends that to every rank as soon as it has it, and goes on.  Only the requests of a
-step that is on its way have to wait.  A piece of a prompt that draws nothing gives nothing to wait
-for, so pieces follow each other without a pause.
+With one step at a time, a stage idles while the others work on it.  Here a rank dispatches a step
+with some of the requests, then one with others, before it collects the outputs of the first: the
+rank with the head sends these to every rank as soon as it has them.  Only the requests of a step in
+flight wait.  A chunk of a prompt that draws nothing has nothing to wait for, so chunks follow each
+other without a pause.
 
 Every rank begins and ends the same steps in the same order, so that they need not tell each other
 which.  Results do not change: a row does not depend on what else is in its step.
@@ -13,33 +13,30 @@ which.  Results do not change: a row does not depend on what else is in its step
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING
 
-from nbflow.engine.outcome import Outcome, Output
+from nbflow.engine.interfaces import StepRunner
+from nbflow.engine.outputs import Outcome, RequestDelta
 from nbflow.engine.scheduler import Work
-
-if TYPE_CHECKING:
-    from nbflow.engine.rank import RankEngine
 
 
 class Pipeline:
-    """The steps of a rank that are on their way.
+    """Steps of a rank in flight.
 
     Parameters
     ----------
-    rank : RankEngine
+    rank : StepRunner
         The rank.
     depth : int
-        Most steps on their way: the number of stages.
+        Most steps in flight: the number of stages.
     """
 
-    def __init__(self, rank: RankEngine, depth: int) -> None:
+    def __init__(self, rank: StepRunner, depth: int) -> None:
         self._rank = rank
         self._depth = depth
         self._steps: deque[tuple[list[Work], Outcome]] = deque()
-        self._kept: list[Output] = []
+        self._kept: list[RequestDelta] = []
 
-    def advance(self) -> list[Output]:
+    def advance(self) -> list[RequestDelta]:
         """Begin as many steps as there are stages, and return what came out meanwhile."""
         requests = self._rank.scheduler.requests  # some may have been ended since
         outputs = [output for output in self._kept if output.request in requests]
@@ -56,15 +53,15 @@ class Pipeline:
         return outputs
 
     def settle(self) -> None:
-        """Wait for all steps that are on their way; the next `advance` returns what they give.
+        """Wait for all steps in flight; the next `advance` returns their outputs.
 
-        What the ranks exchange outside of the steps would meet the steps' own messages.
+        Messages between ranks outside of the steps would meet those of the steps.
         """
         while self._steps:
             self._kept += self._end_step()
 
     def end_all(self) -> None:
-        """Wait for all steps that are on their way; what they give is for nobody."""
+        """Wait for all steps in flight and drop their outputs."""
         self.settle()
         self._kept = []
 
@@ -76,7 +73,7 @@ class Pipeline:
         scheduler = self._rank.scheduler
         return scheduler.table.n_available < scheduler.width
 
-    def _begin_step(self, outputs: list[Output]) -> bool:
+    def _begin_step(self, outputs: list[RequestDelta]) -> bool:
         """Run this rank's part of a step; False if there is nothing to run."""
         rank, busy = self._rank, self._busy()
         n = len(rank.scheduler.requests)
@@ -90,6 +87,6 @@ class Pipeline:
             outputs += rank.end_step(works, outcome)
         return True
 
-    def _end_step(self) -> list[Output]:
+    def _end_step(self) -> list[RequestDelta]:
         """Receive what the oldest step gave, and give it to its requests."""
         return self._rank.end_step(*self._steps.popleft())

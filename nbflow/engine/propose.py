@@ -1,7 +1,7 @@
 """Proposals of the next tokens, which the model then verifies several at a time.
 
 By default the tokens are drawn as without proposals, so the result is the same bit for bit,
-whatever the strategy (`nbflow.engine.outcome.verify`); good proposals only make it come sooner.  A
+whatever the strategy (`nbflow.engine.outputs.verify`); good proposals only make it come sooner.  A
 draft model draws with the request's own random numbers: where the two distributions are alike, so
 are the tokens.  With "chain" the distribution is the same, but not the tokens, and more of a draft
 model's proposals are taken (`nbflow.engine.verify`).
@@ -9,21 +9,17 @@ model's proposals are taken (`nbflow.engine.verify`).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Union
-
 from nbflow.decoding.ngram import NgramProposer
+from nbflow.engine.interfaces import ModelInfo
 from nbflow.engine.request import Proposer, Request
 from nbflow.options import SpeculativeConfig
 from nbflow_kernels.errors import UsageError, unknown_name
 
-if TYPE_CHECKING:
-    from nbflow.engine.model import Model
-
-Draft = Union[str, Proposer, "Model"]
+Draft = str | Proposer | ModelInfo
 """Who proposes: "ngram" (the text itself), a smaller model, or a function of one's own."""
 
 
-def attach(draft: Draft, model: Model, request: Request, n_draft: int, verify: str) -> None:
+def attach(draft: Draft, model: ModelInfo, request: Request, n_draft: int, verify: str) -> None:
     """Add a proposer of draft tokens to a request.
 
     Raises
@@ -45,17 +41,17 @@ def attach(draft: Draft, model: Model, request: Request, n_draft: int, verify: s
         request.verifies_chain = verify == "chain"
 
 
-def check_draft(draft: Model, model: Model, verify: str = "same") -> None:
+def check_draft(draft: ModelInfo, model: ModelInfo, verify: str = "same") -> None:
     """Raise `UsageError` unless a model can propose tokens to another one."""
     if draft is model:
-        raise UsageError("the draft model must be another one than the model itself")
+        raise UsageError("the draft model must differ from the target model")
     if draft.spec.vocab_size != model.spec.vocab_size:
         raise UsageError(
             f"the draft model must have the vocabulary of {model.spec.name}, "
             f"{model.spec.vocab_size} tokens; {draft.spec.name} has {draft.spec.vocab_size}"
         )
     if draft.spec.encoder is not None or not draft.spec.causal or not draft.spec.head:
-        raise UsageError(f"the draft model must be a decoder; {draft.spec.name} is none")
+        raise UsageError(f"the draft model must be decoder-only; {draft.spec.name} is not")
     if len(draft.plan.numbers) > 1 and not draft.is_team:
         raise UsageError(
             f"the draft model runs in one process, but has partition {draft.plan.partition!r}; "

@@ -20,17 +20,16 @@ import numpy as np
 from nbflow.cache import PageTable, make_storage
 from nbflow.decoding.strategy import no_distribution
 from nbflow.engine.burst import MAX_STEPS, Burst
-from nbflow.engine.drafting import Proposals
+from nbflow.engine.embedding import token_types
+from nbflow.engine.evaluator import MAX_LOGIT_BYTES, Sequences
 from nbflow.engine.memory import Memory
 from nbflow.engine.memory_plan import PAGE_SIZE
-from nbflow.engine.outcome import ERROR_BYTES, Outcome, Output
+from nbflow.engine.outputs import ERROR_BYTES, Outcome, RequestDelta
 from nbflow.engine.pipeline import Pipeline
-from nbflow.engine.pooling import token_types
 from nbflow.engine.replica_address import own_addresses
-from nbflow.engine.request import FinishReason, Request
+from nbflow.engine.request import FinishReason, Proposals, Request
 from nbflow.engine.scheduler import Scheduler, Work
 from nbflow.engine.searching import follow
-from nbflow.engine.sequences import MAX_LOGIT_BYTES, Sequences
 from nbflow.execute import (
     HOST,
     CpuExecutor,
@@ -41,13 +40,13 @@ from nbflow.execute import (
     make_step,
 )
 from nbflow.execute.encode import Encoding
-from nbflow.execute.weights import stored_bytes
 from nbflow.options import OffloadConfig
 from nbflow.parallel.comm import Comm, RankError
 from nbflow.parallel.links import Links
 from nbflow.parallel.plan import Plan, make_plan
 from nbflow.program import build, fuse, partition
 from nbflow.program.cost import bytes_sent
+from nbflow.program.read_operand import stored_bytes
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.status import WAITING, WORKING, status
 from nbflow.system import available_memory_bytes, peak_rss_bytes, reset_peak_rss
@@ -304,7 +303,7 @@ class RankEngine:
         for request in self.scheduler.requests:
             self.end(request.id, reason)
 
-    def advance(self, burst_s: float, proposed: Proposals | None = None) -> list[Output]:
+    def advance(self, burst_s: float, proposed: Proposals | None = None) -> list[RequestDelta]:
         """Run a step, or a burst of at most `burst_s` seconds, and return what came out.
 
         `proposed` are tokens of a draft model (`nbflow.engine.drafting`), which this step verifies.
@@ -318,7 +317,7 @@ class RankEngine:
         with self._watched():
             return self._advance(burst_s)
 
-    def _advance(self, burst_s: float) -> list[Output]:
+    def _advance(self, burst_s: float) -> list[RequestDelta]:
         if self._pipeline is not None:
             outputs = self._pipeline.advance()
             self._remove_ended(outputs)
@@ -338,11 +337,11 @@ class RankEngine:
                 raise
             for work in works:
                 work.request.fail(error)
-            outputs = [Output(work.request) for work in works]
+            outputs = [RequestDelta(work.request) for work in works]
         self._remove_ended(outputs)
         return outputs
 
-    def _remove_ended(self, outputs: Sequence[Output]) -> None:
+    def _remove_ended(self, outputs: Sequence[RequestDelta]) -> None:
         for output in outputs:
             if output.request.finish_reason is not None:
                 self._remove(output.request)
@@ -352,7 +351,7 @@ class RankEngine:
         if self.encoded is not None:
             self.encoded.update(self.scheduler.running)
 
-    def _one_step(self, works: Sequence[Work]) -> list[Output]:
+    def _one_step(self, works: Sequence[Work]) -> list[RequestDelta]:
         """Run one step, draw, and enter the pages that are full into the cache."""
         return self.end_step(works, self.begin_step(works))
 
@@ -382,7 +381,7 @@ class RankEngine:
                 self._post(array)
         return outcome
 
-    def end_step(self, works: Sequence[Work], outcome: Outcome) -> list[Output]:
+    def end_step(self, works: Sequence[Work], outcome: Outcome) -> list[RequestDelta]:
         """Give the requests of a step what it gave."""
         if self.comm.rank != self._head and outcome.arrays:
             status.set(WAITING, "draw")
@@ -433,7 +432,7 @@ class RankEngine:
             and Burst.fits([w.request for w in works])
         )
 
-    def _burst(self, works: Sequence[Work], burst_s: float) -> list[Output]:
+    def _burst(self, works: Sequence[Work], burst_s: float) -> list[RequestDelta]:
         """Run several steps in which each of these requests draws a token."""
         requests = [w.request for w in works]
         fitting = max(1, min(MAX_STEPS, int(burst_s / self._step_s)))
@@ -450,7 +449,7 @@ class RankEngine:
         if wrong:  # the others draw in the next step
             for b, error in wrong.items():
                 requests[b].fail(error)
-            return [Output(requests[b]) for b in wrong]
+            return [RequestDelta(requests[b]) for b in wrong]
         assert isinstance(self.executor, CpuExecutor)
         step = self._step(
             [r.id for r in requests], [r.pending for r in requests], range(len(requests))
@@ -478,7 +477,8 @@ class RankEngine:
                     break
                 request.accept(token, logprobs[b][s] if request.wants_logprobs else math.nan)
             self._commit(request)
-            outputs.append(Output(request, request.ids[n_before:], request.logprobs[n_before:]))
+            outputs.append(RequestDelta(request))
+            outputs[-1].add(n_before)
         return outputs
 
     def _reserve(self, requests: Sequence[Request], n_steps: int) -> int:

@@ -11,7 +11,7 @@ import contextlib
 import logging
 from collections import OrderedDict
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -21,7 +21,6 @@ from nbflow.engine.handle import Handle, OnEvents
 from nbflow.engine.limits import choose_limits, fit
 from nbflow.engine.model import STREAM_BURST_S, Model
 from nbflow.engine.replica_link import Address, Listener, RemoteEngine, obey
-from nbflow.engine.replicas import Replicas
 from nbflow.engine.request import FinishReason, Request
 from nbflow.engine.stats import EngineStats
 from nbflow.options import EngineOptions
@@ -34,6 +33,32 @@ MAX_HOMES = 65_536
 """Beginnings that are remembered."""
 
 logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class ReplicatedModel(Protocol):
+    """Model with replicas (`nbflow.engine.replicas.Replicas`), as its engine uses it."""
+
+    mine: list[Model]
+    index: int
+    n: int
+
+    @property
+    def leads(self) -> bool:
+        """Return whether this process decides what all replicas do."""
+
+    @property
+    def begins(self) -> bool:
+        """Return whether this process decides what the ranks of its replica do."""
+
+    def tell(self, value: Any) -> Any:
+        """Return what the first rank of the first replica says."""
+
+    def claim(self, engine: object) -> None:
+        """Let an engine run the model."""
+
+    def release(self, engine: object) -> None:
+        """Give the model back."""
 
 
 class Member(Protocol):
@@ -87,7 +112,7 @@ class ReplicaEngine(Engine):
         burst_s: float = STREAM_BURST_S,
         **changes: Any,
     ) -> None:
-        assert isinstance(model, Replicas)
+        assert isinstance(model, ReplicatedModel)
         given = (options or EngineOptions()).replaced(changes)
         limits = choose_limits(model, given)
         self._set_up(model, limits, burst_s, given.on_failure)
@@ -192,7 +217,7 @@ class ReplicaEngine(Engine):
         """See `Engine.submit`."""
         fit(request, self.model.spec, self.limits)
         if request.stop_texts:
-            _ = self.model.tokenizer  # it is needed
+            _ = self.model.tokenizer  # fail early: stop texts need it
         with self._lock:
             members = self._by_load(request)
             for member in members:

@@ -1,13 +1,14 @@
-"""How the engine of one process tells that of another what to do: messages over a socket.
+"""Remote calls between the engines of replicas: messages over a socket.
 
-A socket and not MPI, because its end says that the other process has ended, and nobody waits for
-one that will not answer.  Who connects proves that he belongs to the same run by a key that is sent
-with MPI (`multiprocessing.connection`).
+A socket and not MPI, because its end says that the other process has ended, so that no thread waits
+for a process that will not answer.  A connecting process proves that it belongs to the same run by
+a key that is sent with MPI (`multiprocessing.connection`).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import logging
 import pickle
@@ -17,11 +18,15 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbflow.decoding.structured import StructureError
+from nbflow.engine.engine import Engine
 from nbflow.engine.errors import EngineClosed, QueueFull
-from nbflow.engine.handle import Handle, OnEvents, TokenEvent
+from nbflow.engine.handle import Handle, OnEvents
+from nbflow.engine.limits import Limits
+from nbflow.engine.model import Model
+from nbflow.engine.outputs import TokenOutput
 from nbflow.engine.replica_address import (
     REFUSED,
     SETTING,
@@ -35,13 +40,8 @@ from nbflow.engine.replica_address import (
     welcome,
 )
 from nbflow.engine.request import FinishReason, Request
+from nbflow.engine.stats import EngineStats
 from nbflow_kernels.errors import UsageError
-
-if TYPE_CHECKING:
-    from nbflow.engine.engine import Engine
-    from nbflow.engine.limits import Limits
-    from nbflow.engine.model import Model
-    from nbflow.engine.stats import EngineStats
 
 START_S = 300.0
 """Seconds for the other replicas to connect; they have loaded their part by then."""
@@ -55,16 +55,16 @@ Address = tuple[list[Place], bytes]
 
 _TOLD = (
     "ids", "logprobs", "top_logprobs", "prompt_results", "cached_tokens", "n_preempted",
-    "n_drafted", "n_accepted", "found", "vector", "finish_reason",
+    "n_drafted", "n_accepted", "found", "vector", "finish_reason", "stop_reason",
     "error",
 )  # fmt: skip
-"""What is told of a request that has ended."""
+"""Fields of a request that are sent when it has ended."""
 
 logger = logging.getLogger(__name__)
 
 
 class Listener:
-    """Where the other replicas connect.
+    """Listening socket for the other replicas.
 
     Parameters
     ----------
@@ -177,9 +177,9 @@ class RemoteEngine:
         self._out: SimpleQueue[bytes | None] = SimpleQueue()
         self._closing = False
         self.alive = True
-        """Whether it runs."""
+        """True while it runs."""
         self.failure: BaseException | None = None
-        """What ended it, if it is failed."""
+        """Error that ended it, if it has failed."""
         self._reader = threading.Thread(
             target=self._read, name=f"nbflow-replica-{index}", daemon=True
         )
@@ -195,7 +195,7 @@ class RemoteEngine:
 
     @property
     def load(self) -> int:
-        """How many sequences it has to do."""
+        """Number of sequences that run there or wait."""
         with self._lock:
             return sum(handle.request.width for handle in self._handles.values())
 
@@ -296,7 +296,7 @@ class RemoteEngine:
         for future in futures:
             future.set_exception(ended)
 
-    def _pass_on(self, number: int, events: list[TokenEvent], facts: dict[str, Any]) -> None:
+    def _pass_on(self, number: int, events: list[TokenOutput], facts: dict[str, Any]) -> None:
         with self._lock:
             handle = self._handles.get(number)
             if handle is not None and events[-1].finish_reason is not None:
@@ -327,7 +327,7 @@ def obey(engine: Engine, index: int, address: Address, draft: Model | None) -> N
     address : Address
         Where the leading process listens.
     draft : Model, optional
-        Proposes tokens to requests that want some and bring nobody.
+        Proposes tokens to requests that want some and have no proposer.
     """
     connection = connect(*address)
     connection.send(index)
@@ -381,7 +381,7 @@ class _Servant:
             request.drafter = self._draft.drafter
         told = False
 
-        def on_events(handle: Handle, events: list[TokenEvent]) -> None:
+        def on_events(handle: Handle, events: list[TokenOutput]) -> None:
             nonlocal told
             names: tuple[str, ...] = ()
             if events[-1].finish_reason is not None:
@@ -400,7 +400,7 @@ class _Servant:
         try:
             self._handles[number] = self._engine.submit(request, on_events)
         except Exception as error:  # of this request: the engine has not taken it
-            event = TokenEvent(None, finish_reason="error", error=_sendable(error))
+            event = TokenOutput(None, finish_reason="error", error=_sendable(error))
             facts = {"finish_reason": "error", "error": event.error}
             self._out.put(("events", number, [event], facts))
 
@@ -438,11 +438,11 @@ class _Servant:
                 return
 
 
-def _plain(event: TokenEvent) -> TokenEvent:
+def _plain(event: TokenOutput) -> TokenOutput:
     """Return an event whose error can be sent."""
     if event.error is None:
         return event
-    return TokenEvent(event.token, finish_reason=event.finish_reason, error=_sendable(event.error))
+    return dataclasses.replace(event, error=_sendable(event.error))
 
 
 def _sendable(error: BaseException) -> Exception:

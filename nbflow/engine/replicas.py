@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from nbflow.engine.generation import Generation
 from nbflow.engine.model import STREAM_BURST_S, Model
+from nbflow.engine.outputs import Generation, TokenOutput
+from nbflow.engine.replica_engine import ReplicaEngine
 from nbflow.engine.request import Request
 from nbflow.parallel import Comm, Plan
 
@@ -31,6 +32,8 @@ class Replicas(Model):
     index, n : int
         Which replica is this process's, and of how many.
     """
+
+    engine_class = ReplicaEngine
 
     def __init__(self, mine: list[Model], plan: Plan, comm: Comm, index: int, n: int) -> None:
         first = mine[0]
@@ -80,7 +83,7 @@ class Replicas(Model):
         requests: list[Request],
         burst_s: float = STREAM_BURST_S,
         share_prompts: bool = False,
-    ) -> Iterator[list[tuple[int, int, float]]]:
+    ) -> Iterator[list[tuple[int, TokenOutput]]]:
         """As `Model.run_requests`; what other processes' replicas give comes in two parts.
 
         These are the first tokens, when every request has one, and the rest at the end; all events
@@ -93,7 +96,7 @@ class Replicas(Model):
         meetings = 0
         mine = [requests[i] for i in own]
         for events in self.mine[0].run_requests(mine, burst_s, share_prompts):
-            yield [(own[i], token, logprob) for i, token, logprob in events]
+            yield [(own[i], token) for i, token in events]
             if meetings == 0 and all(requests[i].ids for i in own):
                 meetings += 1
                 yield self._meet(requests)
@@ -102,7 +105,7 @@ class Replicas(Model):
 
     def _run_all(
         self, requests: list[Request], burst_s: float, share_prompts: bool
-    ) -> list[tuple[int, int, float]]:
+    ) -> list[tuple[int, TokenOutput]]:
         """Run every replica in a thread, and return what came out."""
 
         def run(index: int) -> None:
@@ -113,12 +116,12 @@ class Replicas(Model):
         with ThreadPoolExecutor(self.n) as pool:
             list(pool.map(run, range(self.n)))
         return [
-            (i, token, logprob)
+            (i, TokenOutput(token, logprob))
             for i, request in enumerate(requests)
             for token, logprob in zip(request.ids, request.logprobs, strict=True)
         ]
 
-    def _meet(self, requests: list[Request]) -> list[tuple[int, int, float]]:
+    def _meet(self, requests: list[Request]) -> list[tuple[int, TokenOutput]]:
         """Give all ranks what every replica has so far; return what is new here."""
         mine = requests[self.index :: self.n]
         own = [(r.ids, r.logprobs, r.finish_reason, r.found) for r in mine]
@@ -132,7 +135,7 @@ class Replicas(Model):
             ):
                 request = requests[i]
                 new = range(len(request.ids), len(ids))
-                events += [(i, ids[s], logprobs[s]) for s in new]
+                events += [(i, TokenOutput(ids[s], logprobs[s])) for s in new]
                 request.ids, request.logprobs, request.finish_reason = ids, logprobs, reason
                 request.found = found
         return events

@@ -1,4 +1,4 @@
-"""A request: what is asked for and how far it has come.  Plain Python, the same on every rank."""
+"""Request: parameters and progress of one sequence.  Plain Python, the same on every rank."""
 
 from __future__ import annotations
 
@@ -7,18 +7,15 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
 from nbflow.decoding import State, Strategy
 from nbflow.decoding.contrastive import History
 from nbflow.decoding.search import Continuation, Search, SearchState
+from nbflow.engine.pooling import Pooling
 from nbflow_kernels.errors import UsageError
-
-if TYPE_CHECKING:
-    from nbflow.engine.drafting import Drafter
-    from nbflow.engine.pooling import Pooling
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "error"]
 """Why a request ended: an end token; max_tokens or the context; the user; its time; a failure."""
@@ -28,6 +25,23 @@ TopLogprobs = list[tuple[int, float]]
 
 Proposer = Callable[[Sequence[int], int], Sequence[int]]
 """``propose(ids, n)``: at most n tokens that may follow `ids`; the same on every rank."""
+
+Proposals = dict[int, tuple[int, list[int]]]
+"""Number of a request -> how many new tokens it has, and what may follow these."""
+
+
+class DraftProposer(Protocol):
+    """Draft model that proposes tokens to several requests at once."""
+
+    @property
+    def max_context(self) -> int:
+        """Return the most tokens of a sequence."""
+
+    def propose(self, wanted: Sequence[tuple[Request, int]]) -> Proposals:
+        """Return at most so many tokens for each request."""
+
+    def forget(self, request: Request) -> None:
+        """Free what is held for a request that has ended."""
 
 
 @dataclass(eq=False)
@@ -39,7 +53,7 @@ class Request:
     max_tokens: int
     """At most this many new tokens."""
     strategy: Strategy
-    """How the next token is chosen."""
+    """Decoding strategy."""
     seed: int = 0
     """Seed of the draws; the n-th new token uses draw n."""
     stop_ids: frozenset[int] = frozenset()
@@ -47,13 +61,15 @@ class Request:
     encoder_ids: list[int] | None = None
     """Token ids for the encoder, if the model has one."""
     stop_texts: tuple[str, ...] = ()
-    """Texts that end the output; who turns tokens into text looks for them."""
+    """Texts that end the output (`nbflow.engine.stopping`)."""
     include_stop_text: bool = False
-    """Whether the text that ended it belongs to the output."""
+    """True to keep the stop text in the output."""
+    text_before: Sequence[int] = ()
+    """Tokens before the first new one that decide how it is spelt, where stop texts are wanted."""
     wants_logprobs: bool = True
-    """Whether the log-probabilities of the new tokens are wanted; without them they are NaN."""
+    """True to compute log-probabilities of the new tokens; else they are NaN."""
     n_top_logprobs: int = 0
-    """How many of the most probable tokens are wanted with each new one."""
+    """Number of most probable tokens to report with each new one."""
     prompt_logprobs: int | None = None
     """The same for the prompt's tokens: 0 for the log-probabilities of these alone, None for none.
     The prompt is then not taken from the prefix cache."""
@@ -65,10 +81,10 @@ class Request:
     """Requests share pages of the prefix cache only with those of the same salt."""
     proposer: Proposer | None = None
     """Proposes tokens that are then verified several at a time, if there is one."""
-    drafter: Drafter | None = None
+    drafter: DraftProposer | None = None
     """The same by a model, for several requests at once; only where the steps are led."""
     verifies_chain: bool = False
-    """Whether its tokens are verified by their probabilities, `nbflow.engine.verify`."""
+    """True for rejection sampling of proposed tokens (`nbflow.engine.verify`)."""
     n_proposed: int = 0
     """At most so many tokens are asked of the proposer or the drafter."""
     search: Search | None = None
@@ -95,23 +111,25 @@ class Request:
     long: bool = False
     """True if its rotary angles are those of sequences beyond the original context (LongRoPE)."""
     n_preempted: int = 0
-    """How often its pages were taken away, and computed again later."""
+    """Number of preemptions by recomputation."""
     proposed: tuple[int, list[int]] | None = None
-    """What the drafter proposes behind so many new tokens."""
+    """Number of new tokens at the proposal, and the proposed tokens."""
     draft_probs: np.ndarray | None = None
-    """What each of these was drawn from, float32 (n, V), for verification as a chain."""
+    """Distributions they were drawn from, float32 (n, V), for rejection sampling."""
     n_drafted: int = 0
     """Tokens proposed so far."""
     n_accepted: int = 0
     """Proposed tokens that turned out to be right."""
     finish_reason: FinishReason | None = None
     """Why it ended; None while it runs."""
+    stop_reason: str | None = None
+    """The stop text that ended it."""
     state: State | None = None
-    """What the strategy remembers, if it remembers something; on the rank that draws."""
+    """State of the strategy, if it has one; on the rank that draws."""
     n_seen: int = 0
-    """How many of `ids` the state knows."""
+    """Number of `ids` that the state has seen."""
     error: Exception | None = None
-    """What happened, if it ended with "error"."""
+    """Failure, if it ended with "error"."""
     trouble: Exception | None = None
     """Error on the rank that draws, until a draw tells the others."""
     searching: SearchState | None = None
@@ -123,7 +141,7 @@ class Request:
     vector: np.ndarray | None = None
     """The vector that `pooling` gives, float32 (E,), once the prompt is read."""
     found: list[Continuation] = field(default_factory=list)
-    """What the search has found, best first; `ids` are the first of them."""
+    """Results of the search, best first; `ids` are the first of them."""
 
     @property
     def width(self) -> int:
@@ -152,7 +170,7 @@ class Request:
 
     @property
     def is_generating(self) -> bool:
-        """Whether only the last new token, of each continuation, has not been run yet."""
+        """True if only the last new token, of each continuation, has not been run yet."""
         if self.search is not None:
             return bool(self.branches)
         return bool(self.ids) and self.n_pending == 1
@@ -172,13 +190,13 @@ class Request:
 
     @property
     def wants_all_rows(self) -> bool:
-        """Whether something is to be told about all tokens that run, not only about the last."""
+        """True if outputs of all tokens that run are needed, not only of the last."""
         compares = self.search is not None and self.search.compares and not self.branches
         return compares or self.wants_prompt_logits
 
     @property
     def wants_prompt_logits(self) -> bool:
-        """Whether some of the prompt's log-probabilities are still to come."""
+        """True if some of the prompt's log-probabilities are still to come."""
         missing = len(self.prompt_results) + 1 < len(self.prompt)
         return self.prompt_logprobs is not None and missing
 

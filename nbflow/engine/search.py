@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from numpy.typing import NDArray
 
 from nbflow.decoding.beam import BeamSearch
 from nbflow.decoding.contrastive import ContrastiveSearch
 from nbflow.decoding.search import Search
-from nbflow.engine.generation import Generation
+from nbflow.engine.interfaces import ModelRunner
+from nbflow.engine.outputs import Generation
 from nbflow.engine.request import Request
 from nbflow.options import SamplingParams
 from nbflow_kernels.errors import UsageError
-
-if TYPE_CHECKING:
-    from nbflow.engine.model import Model
 
 Prompt = str | Sequence[int] | NDArray[Any]
 
 
 def beam_search(
-    model: Model,
+    model: ModelRunner,
     prompt: Prompt,
     max_tokens: int = SamplingParams.max_tokens,
     *,
@@ -82,7 +80,7 @@ def beam_search(
 
 
 def contrastive_search(
-    model: Model,
+    model: ModelRunner,
     prompt: Prompt,
     max_tokens: int = SamplingParams.max_tokens,
     *,
@@ -140,7 +138,7 @@ def check_search(search: Search, params: SamplingParams, drafted: bool) -> None:
         raise UsageError(f"a {name} search needs max_tokens of at least 1, got {params.max_tokens}")
 
 
-def _run(model: Model, request: Request) -> list[Generation]:
+def _run(model: ModelRunner, request: Request) -> list[Generation]:
     """Run a request to its end and return what its search has found."""
     for _ in model.run_requests([request]):
         pass
@@ -151,7 +149,9 @@ SEARCHES = ("beam", "contrastive")
 """Names of the searches, beside those of the strategies."""
 
 
-def search(model: Model, name: str, prompt: Prompt, max_tokens: int, **options: Any) -> Generation:
+def search(
+    model: ModelRunner, name: str, prompt: Prompt, max_tokens: int, **options: Any
+) -> Generation:
     """Return the best that a search finds; the options are those of its function."""
     function = beam_search if name == "beam" else contrastive_search
     known = inspect.signature(function).parameters

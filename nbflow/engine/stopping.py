@@ -1,16 +1,16 @@
-"""Looks for stop texts while several requests run."""
+"""Stop texts: detokenizes the requests that have some, and ends them where one is complete."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from nbflow.engine.outcome import Output
+from nbflow.engine.outputs import RequestDelta
 from nbflow.engine.request import Request
 from nbflow.engine.text_stream import TextStream
 from nbflow.tokenizer import Tokenizer
 
 
-class Stopping:
+class StopChecker:
     """The texts of the requests that have stop texts.
 
     Parameters
@@ -23,8 +23,8 @@ class Stopping:
         self._tokenizer = tokenizer
         self._streams: dict[Request, TextStream] = {}
 
-    def look(self, outputs: Sequence[Output]) -> list[Request]:
-        """Cut outputs and requests after the token that completes a stop text.
+    def check(self, deltas: Sequence[RequestDelta]) -> list[Request]:
+        """Fill in the text of tokens; cut requests after the token that completes a stop text.
 
         Returns
         -------
@@ -33,46 +33,41 @@ class Stopping:
             text, which have failed.
         """
         found = []
-        for output in outputs:
-            request = output.request
+        for delta in deltas:
+            request = delta.request
             if not request.stop_texts:
                 continue
             runs = request.finish_reason is None
             try:
-                if self._has_stopped(output):
-                    request.finish_reason = "stop"
-            except Exception as error:  # the tokenizer's; the others have no part in it
+                self._detokenize(delta)
+            except Exception as error:  # the tokenizer's; other requests are not affected
                 request.fail(error)
             if runs and request.finish_reason is not None:
                 found.append(request)
             if request.finish_reason is not None:
-                self.forget(request)
+                self._streams.pop(request, None)
         return found
 
-    def forget(self, request: Request) -> None:
-        """Forget the text of a request."""
-        self._streams.pop(request, None)
+    def finish(self, request: Request) -> str | None:
+        """Forget a request that is ended from outside, and return the text that was held back."""
+        stream = self._streams.pop(request, None)
+        return None if stream is None else stream.finish()
 
-    def _has_stopped(self, output: Output) -> bool:
-        request = output.request
+    def _detokenize(self, delta: RequestDelta) -> None:
+        request = delta.request
         if request not in self._streams:
             self._streams[request] = TextStream(
-                self._tokenizer(), request.stop_texts, request.include_stop_text
-            )
+                self._tokenizer(), request.stop_texts, request.include_stop_text,
+                request.text_before,
+            )  # fmt: skip
         stream = self._streams[request]
-        for n, token in enumerate(output.tokens, 1):
-            stream.push(token)
+        for n, output in enumerate(delta.tokens, 1):
+            assert output.token is not None
+            output.text = stream.push(output.token)
             if stream.stopped is not None:
-                self._cut(output, len(output.tokens) - n)
-                return True
-        return False
-
-    def _cut(self, output: Output, n: int) -> None:
-        """Take away the last `n` tokens, which came in the same go."""
-        if n:
-            request = output.request
-            for values in (
-                output.tokens, output.logprobs, output.top_logprobs,
-                request.ids, request.logprobs, request.top_logprobs,
-            ):  # fmt: skip
-                del values[-n:]
+                delta.cut(len(delta.tokens) - n)
+                break
+        if request.finish_reason in ("stop", "length"):
+            delta.rest = stream.finish()
+        if stream.stopped is not None:
+            request.finish_reason, request.stop_reason = "stop", stream.stopped

@@ -1,4 +1,4 @@
-"""Turns of several threads at one model: calls come one after the other, and steps are shared.
+"""Calls of several threads to one model: serialized by a lock, with shared steps.
 
 A thread that generates takes a turn for each step.  A step runs the requests of all threads, so
 the thread that makes it leaves the results of the others where they look first.
@@ -10,16 +10,13 @@ import contextlib
 import threading
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING
 
-from nbflow.engine.checks import check_request
-from nbflow.engine.outcome import Output
+from nbflow.engine.core import EngineCore
+from nbflow.engine.interfaces import ModelRunner
+from nbflow.engine.outputs import RequestDelta, TokenOutput
 from nbflow.engine.request import Request
-from nbflow.engine.stopping import Stopping
+from nbflow.engine.request_validation import check_request
 from nbflow_kernels.errors import UsageError
-
-if TYPE_CHECKING:
-    from nbflow.engine.model import Model
 
 
 class Turns:
@@ -31,12 +28,12 @@ class Turns:
         The model.
     """
 
-    def __init__(self, model: Model) -> None:
+    def __init__(self, model: ModelRunner) -> None:
         self._model = model
         self._lock = threading.RLock()
         self._in_call = False
-        self._stopping = Stopping(lambda: model.tokenizer)
-        self._outputs: dict[Request, list[Output]] = {}  # not read yet
+        self._core = EngineCore(model)
+        self._outputs: dict[Request, list[RequestDelta]] = {}  # not read yet
         self._left: deque[Request] = deque()
 
     @contextlib.contextmanager
@@ -78,7 +75,7 @@ class Turns:
 
     def run(
         self, requests: Sequence[Request], burst_s: float, share_prompts: bool
-    ) -> Iterator[list[tuple[int, int, float]]]:
+    ) -> Iterator[list[tuple[int, TokenOutput]]]:
         """Run requests to their end; see `Model.run_requests`."""
         mine: dict[Request, int] = {}
         try:
@@ -88,9 +85,10 @@ class Turns:
                     if output.request.error is not None:
                         raise output.request.error
                 events = [
-                    (mine[o.request], token, logprob)
+                    (mine[o.request], token)
                     for o in outputs
-                    for token, logprob in zip(o.tokens, o.logprobs, strict=True)
+                    for token in o.tokens
+                    if token.token is not None
                 ]
                 if events:
                     yield events
@@ -108,11 +106,11 @@ class Turns:
             model.check_free()
             self.configure(share_prompts)
             for i, request in enumerate(requests):
-                model.call("submit", per_engine=model.copies(request))
+                self._core.submit([request])
                 mine[request] = i
                 self._outputs[request] = []
 
-    def _outputs_of(self, mine: Iterable[Request], burst_s: float) -> list[Output]:
+    def _outputs_of(self, mine: Iterable[Request], burst_s: float) -> list[RequestDelta]:
         """Return what the next steps give some requests; nothing when all have ended."""
         while True:
             with self.taken():
@@ -137,10 +135,7 @@ class Turns:
 
     def _step(self, burst_s: float) -> None:
         """Run a step of the requests of all threads; the model is `taken`."""
-        model = self._model
-        outputs: list[Output] = model.call("advance", burst_s, model.proposed())[0]
-        for request in self._stopping.look(outputs):
-            model.call("end", request.id, request.finish_reason)
+        outputs = self._core.step(burst_s)
         for output in outputs:
             if output.request in self._outputs:
                 self._outputs[output.request].append(output)
@@ -164,12 +159,11 @@ class Turns:
         while self._left:
             request = self._left.popleft()
             self._outputs.pop(request, None)
-            self._stopping.forget(request)
             with contextlib.suppress(Exception):
                 if request.finish_reason is None and self._model.engine is None:
-                    self._model.call("end", request.id, "abort")
-                if request.drafter is not None:
-                    request.drafter.forget(request)
+                    self._core.end(request, "abort")
+                else:
+                    self._core.forget(request)
 
 
 def _within_a_step() -> UsageError:

@@ -10,12 +10,13 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 import nbflow_kernels as nk
 from nbflow.cache.storage import LAYOUT
+from nbflow.execute.executor import Executor, Int8Executor
 from nbflow.execute.expert_bias import expert_biases
 from nbflow.execute.step_arrays import StepArrays
 from nbflow.program.cost import is_rounded
@@ -35,10 +36,6 @@ from nbflow_kernels.qmatmul.activations import Int8Rows
 from nbflow_kernels.quants import QuantTensor
 from nbflow_kernels.quants.gather import gather
 from nbflow_kernels.threads import capture, get_num_threads
-
-if TYPE_CHECKING:
-    from nbflow.execute.cpu import CpuExecutor
-    from nbflow.execute.executor import Executor
 
 
 @dataclass(frozen=True)
@@ -197,11 +194,11 @@ class Product:
     ----------
     x : array of float32, shape (T, K)
         The activations.
-    executor : CpuExecutor
+    executor : Int8Executor
         Says which arithmetic (see `nbflow.load`), and has room for activations as int8.
     """
 
-    def __init__(self, x: np.ndarray, executor: CpuExecutor) -> None:
+    def __init__(self, x: np.ndarray, executor: Int8Executor) -> None:
         self._x = x
         self._activations = executor.activations
         self._executor = executor

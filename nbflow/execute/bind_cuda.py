@@ -7,8 +7,8 @@ copied once per step; what ranks send each other is in `exchange_cuda`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,8 +18,9 @@ from nbflow.execute.bind import LayerAttention, Made, PythonOp
 from nbflow.execute.bind_experts import bind_experts
 from nbflow.execute.bind_fused import bind_fused
 from nbflow.execute.exchange_cuda import CudaExchanges
+from nbflow.execute.executor import Executor
 from nbflow.execute.expert_bias import expert_biases
-from nbflow.execute.fusions import ExpertFusion
+from nbflow.execute.fusions import AnyFusion, ExpertFusion
 from nbflow.execute.graphs import HostOp
 from nbflow.execute.mixture import Mixture
 from nbflow.execute.step_arrays import DeviceArrays, StepArrays
@@ -30,19 +31,23 @@ from nbflow_kernels.cuda import device_of
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants import QuantTensor
 
-if TYPE_CHECKING:
-    from nbflow.execute.cuda import CudaExecutor
-
 
 class CudaBinder(CudaExchanges):
     """Binds the ops of an executor's program to one shape of step."""
 
     variant = "cuda"
 
-    def __init__(self, executor: CudaExecutor, host: StepArrays, rows_each: int) -> None:
+    def __init__(
+        self,
+        executor: Executor,
+        host: StepArrays,
+        rows_each: int,
+        fusions: Mapping[int, Sequence[AnyFusion]],
+    ) -> None:
         super().__init__(executor, host)  # attention's work is divided on the host
         self._host = host
         self.executor = executor
+        self._fusions = fusions
         self.tables: list[FixedTables] = []
         """What the attention reads, of steps that may become graphs: those with `rows_each`."""
         if rows_each and self.attention is not None:
@@ -82,7 +87,7 @@ class CudaBinder(CudaExchanges):
 
     def _fused(self, index: int) -> tuple[PythonOp | None, int]:
         """Return the launch of most ops from one on that a kernel runs, and the last of them."""
-        for fusion in self.executor.fusions.get(index, ()):
+        for fusion in self._fusions.get(index, ()):
             if isinstance(fusion, ExpertFusion):
                 made = bind_experts(self, fusion)
             else:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbflow.execute.bind import PythonOp
 from nbflow.execute.bind_fused import norm_of
+from nbflow.execute.executor import BindingTarget
 from nbflow.execute.fusions import ExpertFusion
 from nbflow_kernels.activation.cuda import FUNCTIONS
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.moe import fused
 from nbflow_kernels.quants import QuantTensor
 
-if TYPE_CHECKING:
-    from nbflow.execute.bind_cuda import CudaBinder
 
-
-def bind_experts(binder: CudaBinder, fusion: ExpertFusion) -> PythonOp | None:
+def bind_experts(binder: BindingTarget, fusion: ExpertFusion) -> PythonOp | None:
     """Return the launch of a layer's two kernels; None if they do not take it."""
     executor = binder.executor
     ops, activations = executor.program.ops, executor.activations
@@ -45,7 +43,7 @@ def bind_experts(binder: CudaBinder, fusion: ExpertFusion) -> PythonOp | None:
     )
 
 
-def _layer(binder: CudaBinder, fusion: ExpertFusion) -> fused.Experts | None:
+def _layer(binder: BindingTarget, fusion: ExpertFusion) -> fused.Experts | None:
     """Return what the kernels read, if it is of kinds that they know."""
     executor = binder.executor
     operands, spec = executor.weights.operands, executor.program.spec.moe

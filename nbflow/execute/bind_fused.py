@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nbflow.cache.storage import LAYOUT
 from nbflow.execute.bind import PythonOp
+from nbflow.execute.executor import BindingTarget, Executor
 from nbflow.execute.fusions import ACTIVATION, ADD, GATE, HEADS, LATENT, ROW_NORM, Fusion
 from nbflow_kernels.cuda import device_of
 from nbflow_kernels.qmatmul import fused
 
-if TYPE_CHECKING:
-    from nbflow.execute.bind_cuda import CudaBinder
-    from nbflow.execute.cuda import CudaExecutor
 
-
-def bind_fused(binder: CudaBinder, fusion: Fusion) -> PythonOp | None:
+def bind_fused(binder: BindingTarget, fusion: Fusion) -> PythonOp | None:
     """Return the launches of a fusion: one for each matrix; None if no kernel takes it."""
     return _FusedBinder(binder, fusion).bind()
 
 
-def norm_of(executor: CudaExecutor, index: int, out: Any) -> fused.Norm:
+def norm_of(executor: Executor, index: int, out: Any) -> fused.Norm:
     """Return the norm that an op of a program is, which writes to `out` unless that is None."""
     attrs = executor.program.ops[index].attrs
     weight, bias = (*executor.weights.operands[index], None, None)[:2]
@@ -33,7 +30,7 @@ def norm_of(executor: CudaExecutor, index: int, out: Any) -> fused.Norm:
 class _FusedBinder:
     """Binds one fusion."""
 
-    def __init__(self, binder: CudaBinder, fusion: Fusion) -> None:
+    def __init__(self, binder: BindingTarget, fusion: Fusion) -> None:
         self._binder, self._fusion = binder, fusion
         self._executor = binder.executor
         self._ops = self._executor.program.ops

@@ -286,7 +286,7 @@ class CudaExecutor(Executor):
         rows_each, *sizes = key
         host = (PaddedArrays if rows_each else StepArrays)(*sizes)
         host.load(step)
-        binder = CudaBinder(self, host, rows_each)
+        binder = CudaBinder(self, host, rows_each, self.fusions)
         ops = [op for _, op in binder.ops() if isinstance(op, PythonOp)]
         return Bound(
             host, binder.arrays, binder.attention, binder.tables, ops, storages,

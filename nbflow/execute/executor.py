@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,10 +16,21 @@ from nbflow.execute.weights import RankWeights
 from nbflow.parallel.comm import Alone, Comm
 from nbflow.parallel.links import Links
 from nbflow.program.records import Op, Program
-from nbflow.spec.model_spec import RopeSpec
+from nbflow.spec.architecture import RopeSpec
+from nbflow_kernels.qmatmul.activations import Int8Rows
 
 LEAST_ROWS = 8
 """Least rows of a buffer."""
+
+
+class Int8Executor(Protocol):
+    """Executor whose products may take activations as int8."""
+
+    activations: str
+    """Arithmetic of the products with weights."""
+
+    def int8_rows(self, n_rows: int, n_columns: int) -> Int8Rows:
+        """Return room for activations as int8."""
 
 
 class Executor:
@@ -159,3 +170,16 @@ class Executor:
                 self._buffers[name] = place.zeros(shape, np.float32)
                 grown = True
         return grown
+
+
+class BindingTarget(Protocol):
+    """Step that fused kernels are bound to: its executor, buffers and numbers."""
+
+    executor: Executor
+
+    @property
+    def arrays(self) -> Any:
+        """Return the step's numbers on the device."""
+
+    def view(self, name: str) -> Any:
+        """Return a buffer's rows of the step."""

@@ -26,12 +26,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 import nbflow_kernels as nk
-from nbflow.execute.weights import read_part
 from nbflow.folding.consumers import experts_can_fold, norm_readers
 from nbflow.folding.folding import Factors, Folding, Map
+from nbflow.program.read_operand import read_part
 from nbflow.program.records import Operand
 from nbflow.spec.model_spec import ModelSpec
-from nbflow.spec.stored import stored
 from nbflow.weights import WeightFile
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants.awq import search_scales
@@ -141,7 +140,7 @@ def _fold_into_norm(search: _Search, norm: str, readers: Sequence[str]) -> None:
         return
     name, offset = f"{norm}.weight", search.spec.norm_offset
     stored_weight = search.read(name).reshape(-1).astype(np.float64)
-    dtype = search.file.dtype(stored(search.spec, name).name)
+    dtype = search.file.dtype(search.spec.tensor_layout(name).name)
     new = _as_stored((stored_weight + offset) / scales - offset, dtype)
     # the factors that the rounded quotients really stand for
     effective, before = new.astype(np.float64) + offset, stored_weight + offset

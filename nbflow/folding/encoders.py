@@ -19,7 +19,6 @@ from nbflow.folding.file import FoldedFile
 from nbflow.folding.folding import Folding
 from nbflow.folding.hadamard import rotate, rotated_spec
 from nbflow.spec.model_spec import ModelSpec
-from nbflow.spec.stored import stored
 from nbflow.weights import WeightFile
 from nbflow.weights_policy import is_matrix
 from nbflow_kernels.errors import UsageError, unknown_name
@@ -179,7 +178,7 @@ def our_statistics(spec: ModelSpec, importance: Importance) -> dict[str, NDArray
             continue
         array = importance.get(name)
         if array is None:
-            array = importance.get(stored(spec, name).name)
+            array = importance.get(spec.tensor_layout(name).name)
         if array is None:
             continue
         known, K = np.asarray(array, np.float32), shape[1]

@@ -12,7 +12,7 @@ import numpy as np
 import nbflow_kernels as nk
 from nbflow.folding.folding import Folding
 from nbflow.spec.model_spec import ModelSpec
-from nbflow.spec.stored import Stored, stored
+from nbflow.spec.stored import Stored
 from nbflow.weights import WeightFile
 from nbflow.weights.weight_file import Span
 from nbflow.weights_policy import is_quantized
@@ -143,7 +143,7 @@ class FoldedFile(WeightFile):
         members = self._held[name]
         for ours in members:
             if self._folding.changes(ours):
-                _replace(whole, stored(self._folding.spec, ours), ours, self._folding)
+                _replace(whole, self._folding.spec.tensor_layout(ours), ours, self._folding)
         shapes = [self._folding.spec.shape_of(ours) for ours in members]
         converted = all(map(is_quantized, members, shapes))
         return whole if converted else _rounded(whole, self.dtype(name))
@@ -156,7 +156,7 @@ def _unties(spec: ModelSpec, folding: Folding) -> bool:
 def _checkpoint_name(spec: ModelSpec, ours: str) -> str:
     """Return the checkpoint's name of a tensor, or of what it is joined with."""
     try:
-        return stored(spec, ours).name
+        return spec.tensor_layout(ours).name
     except KeyError:
         raise UsageError(
             f"family {spec.family!r} has no name for {ours}, which would be new"

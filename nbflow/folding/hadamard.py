@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from nbflow.folding.consumers import experts_can_fold, norm_readers
 from nbflow.folding.folding import Factors, Folding, Map, Turn
+from nbflow.program.read_operand import read_part
 from nbflow.program.records import Operand
 from nbflow.spec.model_spec import ModelSpec
 from nbflow.weights import WeightFile
@@ -117,7 +118,5 @@ def rotate(spec: ModelSpec, file: WeightFile, seed: int = 0) -> Folding:
 
 def _norm_weight(spec: ModelSpec, file: WeightFile, norm: str) -> NDArray[np.float64]:
     """Return what a norm multiplies with."""
-    from nbflow.execute.weights import read_part
-
     stored = read_part(spec, file, Operand(f"{norm}.weight")).reshape(-1)
     return stored.astype(np.float64) + spec.norm_offset

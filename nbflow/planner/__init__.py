@@ -19,7 +19,8 @@ from nbflow.planner.machine import (
     written_machine,
 )
 from nbflow.planner.model import PlannedModel, planned_model, stored_model
-from nbflow.planner.predict import Prediction, RankPrediction, Workload, predict
+from nbflow.planner.predict import predict
+from nbflow.planner.prediction import Prediction, RankPrediction, Workload
 from nbflow.planner.stages import Setting
 
 __all__ = [

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from nbflow.parallel import Comm
 from nbflow.planner.choose import AIMS, best, candidates, compare
 from nbflow.planner.machine import Machine, load_machine
 from nbflow.planner.model import PlannedModel
-from nbflow.planner.predict import Workload
+from nbflow.planner.prediction import Workload
 from nbflow.planner.stages import Setting
 from nbflow_kernels.errors import UsageError, unknown_name
 
@@ -18,6 +19,9 @@ PROMPT, GENERATE = 512, 128
 """Tokens of a prompt and of an answer, where the context holds them."""
 PROBE_BYTES = 32 << 20
 
+Measure = Callable[[Comm, int, Sequence[str], Sequence[str]], Machine | None]
+"""Measures ranks with so many bytes in these formats and arithmetics; only the first returns it."""
+
 
 def choose_partition(
     model: PlannedModel,
@@ -25,6 +29,7 @@ def choose_partition(
     aim: str = "latency",
     machine: str | Path | None = None,
     setting: Setting | None = None,
+    measure: Measure | None = None,
 ) -> str:
     """Return the partition string that is predicted to be best; every rank must call it.
 
@@ -44,11 +49,14 @@ def choose_partition(
         measured, which takes some seconds; ``nbflow plan --measure -o FILE`` does it once.
     setting : Setting, optional
         Formats.
+    measure : callable, optional
+        Measures the ranks where no `machine` is given: `nbflow.engine.load.measure`.
 
     Raises
     ------
     UsageError
-        If nothing fits into the memory, or the machine has fewer ranks.
+        If nothing fits into the memory, the machine has fewer ranks, or there is neither `machine`
+        nor `measure`.
     """
     if aim not in AIMS:
         raise unknown_name("aim to optimize for", aim, AIMS)
@@ -56,7 +64,7 @@ def choose_partition(
         if machine is not None:
             load_machine(machine)  # a wrong name or file shows with one rank, too
         return "0"
-    described = _machine(comm, machine, model, setting or Setting())
+    described = _machine(comm, machine, model, setting or Setting(), measure)
     chosen: str | UsageError = ""
     if comm.rank == 0:
         try:
@@ -70,15 +78,19 @@ def choose_partition(
 
 
 def _machine(
-    comm: Comm, machine: str | Path | None, model: PlannedModel, setting: Setting
+    comm: Comm,
+    machine: str | Path | None,
+    model: PlannedModel,
+    setting: Setting,
+    measure: Measure | None,
 ) -> Machine:
     """Return the machine, measured as far as the model needs it if it is not described."""
     if machine is not None:
         return load_machine(machine).with_ranks(comm.size)
-    from nbflow.planner.measure import measure_ranks
-
+    if measure is None:
+        raise UsageError("partition 'auto' on several ranks needs a description: give machine=")
     arithmetics = [setting.activations or "f32"]
-    measured = measure_ranks(comm, PROBE_BYTES, sorted(model.matrix_formats), arithmetics)
+    measured = measure(comm, PROBE_BYTES, sorted(model.matrix_formats), arithmetics)
     result: Machine = comm.bcast_object(measured)
     return result
 

@@ -10,7 +10,8 @@ from nbflow.parallel import make_plan, split_replicas
 from nbflow.parallel.notation import Member, parse_replicas, written
 from nbflow.planner.machine import Machine
 from nbflow.planner.model import PlannedModel
-from nbflow.planner.predict import Prediction, Workload, predict
+from nbflow.planner.predict import predict
+from nbflow.planner.prediction import Prediction, Workload
 from nbflow.planner.stages import Setting
 from nbflow_kernels.errors import UsageError
 

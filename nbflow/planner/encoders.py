@@ -2,7 +2,7 @@
 
 Texts are whole in a step, because every token sees all others, and share steps as far as these have
 room; a step waits for the one before, and its hidden states are told to every rank
-(`nbflow.engine.sequences`).  A decoder's ranks make keys and values of them, each for its layers
+(`nbflow.engine.evaluator`).  A decoder's ranks make keys and values of them, each for its layers
 and heads (`nbflow.engine.memory`), then the decoder runs step by step, without micro-batches.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from nbflow.parallel import Plan, make_plan
 from nbflow.planner.machine import Machine
 from nbflow.planner.model import PlannedModel
-from nbflow.planner.predict import Prediction, Steps, Workload, kind_of, predicted_rank
+from nbflow.planner.prediction import Prediction, Steps, Workload, kind_of, predicted_rank
 from nbflow.planner.stages import RankWork, Setting, Stage, make_stages
 from nbflow.program.cost import FLOAT32_BYTES, StepShape
 

@@ -52,7 +52,12 @@ STEPS = 48
 """Steps of the bundled model that are timed."""
 
 
+Load = Callable[..., Any]
+"""`nbflow.load`: the caller gives it, as the planner lies below the engine."""
+
+
 def measure_machine(
+    load: Load,
     n_ranks: int | None = None,
     probe_bytes: int = PROBE_BYTES,
     formats: Sequence[str] = FORMATS,
@@ -61,6 +66,8 @@ def measure_machine(
 
     Parameters
     ----------
+    load : callable
+        `nbflow.load`, for the bundled model.
     n_ranks : int, optional
         Without mpirun: the number of ranks, by default 1.  Under mpirun it must be left out.
     probe_bytes : int
@@ -85,19 +92,20 @@ def measure_machine(
                 f"mpirun started {comm.size} ranks, and all of them are measured; leave --ranks "
                 f"{n_ranks} out or start as many"
             )
-        return measure_ranks(comm, probe_bytes, formats)
+        return measure_ranks(load, comm, probe_bytes, formats)
     n = 1 if n_ranks is None else n_ranks
     if n == 1:
-        return _machine([_measure_rank(comm, probe_bytes, formats)], "process")
+        return _machine([_measure_rank(load, comm, probe_bytes, formats)], "process")
     team = RankTeam(n)
     try:
-        measured = team.run(lambda mine: _measure_rank(mine, probe_bytes, formats))
+        measured = team.run(lambda mine: _measure_rank(load, mine, probe_bytes, formats))
         return _machine(measured, "threads")
     finally:
         team.close()
 
 
 def measure_ranks(
+    load: Load,
     comm: Comm,
     probe_bytes: int = PROBE_BYTES,
     formats: Sequence[str] = FORMATS,
@@ -107,7 +115,7 @@ def measure_ranks(
 
     Products are timed in these formats and arithmetics.
     """
-    found = comm.gather_object(_measure_rank(comm, probe_bytes, formats, arithmetics))
+    found = comm.gather_object(_measure_rank(load, comm, probe_bytes, formats, arithmetics))
     return None if found is None else _machine(found, "ranks")
 
 
@@ -130,6 +138,7 @@ def _machine(ranks: list[tuple[Device, Link | None, str]], what: str) -> Machine
 
 
 def _measure_rank(
+    load: Load,
     comm: Comm,
     probe_bytes: int,
     formats: Sequence[str],
@@ -156,7 +165,7 @@ def _measure_rank(
             if (format, arithmetic) not in products:
                 products[format, arithmetic] = _products(comm, format, arithmetic)
             rates.setdefault(format, {})[arithmetic] = _rates(*products[format, arithmetic])
-    step_s, op_s = _step_seconds(comm, threads)
+    step_s, op_s = _step_seconds(load, comm, threads)
     memory = system.memory_bytes() or 0
     device = Device(
         name=f"{system.processor_name()}, {threads} threads",
@@ -235,20 +244,17 @@ def _in_turn(comm: Comm, measure: Callable[[], float], repeats: int = 5) -> floa
     return result
 
 
-def _step_seconds(comm: Comm, threads: int) -> tuple[float, float]:
+def _step_seconds(load: Load, comm: Comm, threads: int) -> tuple[float, float]:
     """Return the host code of a step that is not part of a burst, and the start of an op."""
     weight_s = _at_once(
         comm, _product(_matrix("f16"), 1, "f32")
     )  # as the model's, the cache holds it
-    import nbflow
-    from nbflow.bench import make_requests
-
-    with nbflow.load("tiny_python", comm=Alone(), threads=threads) as model:
+    with load("tiny_python", comm=Alone(), threads=threads) as model:
         seconds = []
         for burst_s in (0.0, 1.0):
-            _run(model, make_requests(model, 8, STEPS, 1), burst_s)  # compiles
+            _run(model, burst_s)  # compiles
             comm.barrier()
-            taken = min(_run(model, make_requests(model, 8, STEPS, 1), burst_s) for _ in range(5))
+            taken = min(_run(model, burst_s) for _ in range(5))
             seconds.append(taken / STEPS)
         one_by_one, in_bursts = seconds
         work_s = model.spec.n_parameters * weight_s
@@ -256,9 +262,12 @@ def _step_seconds(comm: Comm, threads: int) -> tuple[float, float]:
     return max(one_by_one - in_bursts, MINIMUM_S), max(in_bursts - work_s, MINIMUM_S) / n_ops
 
 
-def _run(model: Any, requests: list[Any], burst_s: float) -> float:
+def _run(model: Any, burst_s: float) -> float:
+    """Return the seconds that `STEPS` tokens of one sequence take."""
+    request = model.make_request([0] * 8, STEPS, "greedy", 0, ignore_eos=True)
+    request.wants_logprobs = False
     started = time.perf_counter()
-    for _ in model.run_requests(requests, burst_s=burst_s):
+    for _ in model.run_requests([request], burst_s=burst_s):
         pass
     return time.perf_counter() - started
 

@@ -18,7 +18,6 @@ from nbflow.spec import ModelSpec, published, resolve
 from nbflow.spec.build import build_spec
 from nbflow.spec.family import family_of
 from nbflow.spec.model_file import known_models, load_model_file
-from nbflow.spec.stored import stored
 from nbflow.weights import open_weights
 from nbflow.weights.json_file import read_object
 from nbflow.weights.quantization_config import read_quantization
@@ -78,7 +77,7 @@ class PlannedModel:
         """Return the block format that a tensor keeps from the checkpoint; None for no such."""
         dtype = self.stored.get(name, PUBLISHED_AS)
         converted = self.formats and self.formats.of(name, self.spec.shape_of(name))
-        if dtype in ITEM_BYTES or converted or stored(self.spec, name).turned:
+        if dtype in ITEM_BYTES or converted or self.spec.tensor_layout(name).turned:
             return None
         return dtype
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from nbflow.program.records import Buffer, Op, Operand, Program
+from nbflow.spec.architecture import LatentSpec
 from nbflow.spec.fields import EXPERT_BIASES
-from nbflow.spec.model_spec import LatentSpec, ModelSpec
+from nbflow.spec.model_spec import ModelSpec
 
 
 def build(spec: ModelSpec) -> Program:

@@ -11,14 +11,21 @@ from fastapi import APIRouter, Depends, Request
 from starlette.responses import Response
 
 from nbflow.server.errors import json_response
-from nbflow.server.job import Job, Piece, mean_logprob
 from nbflow.server.logprobs import for_chat, of_prompt
 from nbflow.server.long_json import long_response
 from nbflow.server.requests import GenerationRequest, build_requests
 from nbflow.server.schemas import ChatBody
 from nbflow.server.served import Served
-from nbflow.server.sse import DONE, Stream, event, unless_gone
 from nbflow.server.state import ServerState, note, state_of
+from nbflow.server.stream import (
+    DONE,
+    Job,
+    OutputChunk,
+    Stream,
+    event,
+    mean_logprob,
+    unless_gone,
+)
 from nbflow.server.tokens import own_template
 
 router = APIRouter(tags=["OpenAI"])
@@ -47,15 +54,15 @@ async def chat_completions(
         await job.__aenter__()  # what is wrong is told by the status, before the stream begins
         return Stream(answer.stream(job, request), job.leave)
     async with job:
-        pieces = await unless_gone(request.receive, job.whole())
+        chunks = await unless_gone(request.receive, job.whole())
     if body.n_drawn > body.n:
-        pieces = sorted(pieces, key=mean_logprob, reverse=True)[: body.n]
+        chunks = sorted(chunks, key=mean_logprob, reverse=True)[: body.n]
     usage = job.usage(1)
     note(request, completion_tokens=usage["completion_tokens"])
     if not body.logprobs and body.prompt_logprobs is None:
-        return json_response(answer.whole(pieces, job, usage))
+        return json_response(answer.whole(chunks, job, usage))
     return await state.workers.run_for(
-        request.receive, lambda: long_response(answer.whole(pieces, job, usage))
+        request.receive, lambda: long_response(answer.whole(chunks, job, usage))
     )
 
 
@@ -82,13 +89,13 @@ class _Answer:
             "model": body.model or served.name,
         }
 
-    def whole(self, pieces: list[Piece], job: Job, usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, chunks: list[OutputChunk], job: Job, usage: dict[str, Any]) -> dict[str, Any]:
         """Return the answer as one object."""
         choices = [
             self._choice(
-                i, piece, message={"role": "assistant", "content": piece.text, "refusal": None}
+                i, chunk, message={"role": "assistant", "content": chunk.text, "refusal": None}
             )
-            for i, piece in enumerate(pieces)
+            for i, chunk in enumerate(chunks)
         ]
         answer = {
             **self._head,
@@ -107,49 +114,49 @@ class _Answer:
             answer["prompt_token_ids"] = request.prompt
         return answer
 
-    def _choice(self, index: int, piece: Piece, **content: Any) -> dict[str, Any]:
+    def _choice(self, index: int, chunk: OutputChunk, **content: Any) -> dict[str, Any]:
         n_top = self._body.n_top_logprobs
         logprobs = None
-        if n_top is not None and piece.entries:
+        if n_top is not None and chunk.tokens:
             as_ids = self._body.return_tokens_as_token_ids
-            logprobs = for_chat(self._served, piece.entries, n_top, as_ids)
+            logprobs = for_chat(self._served, chunk.tokens, n_top, as_ids)
         choice = {
             "index": index,
             **content,
             "logprobs": logprobs,
-            "finish_reason": piece.finish_reason,
+            "finish_reason": chunk.finish_reason,
         }
-        if piece.finish_reason is not None:
-            choice["stop_reason"] = piece.stop_reason
+        if chunk.finish_reason is not None:
+            choice["stop_reason"] = chunk.stop_reason
         if self._body.return_token_ids:
-            choice["token_ids"] = piece.ids
+            choice["token_ids"] = chunk.ids
         return choice
 
     async def stream(self, job: Job, request: Request) -> AsyncIterator[bytes]:
         """Yield the answer as server-sent events, those of one moment together."""
         first = {"role": "assistant", "content": ""}
-        choices = [self._choice(i, Piece(i), delta=first) for i in range(job.n_choices)]
+        choices = [self._choice(i, OutputChunk(i), delta=first) for i in range(job.n_choices)]
         yield b"".join(self._event([choice], job) for choice in choices)
-        async for pieces in job:
-            failed = next((piece.error for piece in pieces if piece.error is not None), None)
+        async for chunks in job:
+            failed = next((chunk.error for chunk in chunks if chunk.error is not None), None)
             if failed is not None:
                 yield event(failed.body()) + DONE
                 return
             yield b"".join(
-                self._event([choice], job) for piece in pieces for choice in self._deltas(piece)
+                self._event([choice], job) for chunk in chunks for choice in self._deltas(chunk)
             )
         usage = job.usage(1)
         note(request, completion_tokens=usage["completion_tokens"])
         yield (self._event([], job, usage) if self._body.includes_usage else b"") + DONE
 
-    def _deltas(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """Yield a piece's text, if there is some; then the end, with an empty delta."""
-        if piece.text or piece.entries:
-            text = dataclasses.replace(piece, finish_reason=None)
-            yield self._choice(piece.index, text, delta={"content": piece.text})
-        if piece.finish_reason is not None:
-            end = dataclasses.replace(piece, text="", entries=[])
-            yield self._choice(piece.index, end, delta={})
+    def _deltas(self, chunk: OutputChunk) -> Iterator[dict[str, Any]]:
+        """Yield a chunk's text, if there is some; then the end, with an empty delta."""
+        if chunk.text or chunk.tokens:
+            text = dataclasses.replace(chunk, finish_reason=None)
+            yield self._choice(chunk.index, text, delta={"content": chunk.text})
+        if chunk.finish_reason is not None:
+            end = dataclasses.replace(chunk, text="", tokens=[])
+            yield self._choice(chunk.index, end, delta={})
 
     def _event(
         self, choices: list[dict[str, Any]], job: Job, usage: dict[str, Any] | None = None

@@ -11,14 +11,13 @@ from starlette.responses import Response
 
 from nbflow.engine.request import Request as EngineRequest
 from nbflow.server.errors import ApiError, json_response
-from nbflow.server.job import Job, Piece, mean_logprob
 from nbflow.server.logprobs import CompletionLogprobs, of_prompt
 from nbflow.server.long_json import long_response
 from nbflow.server.requests import GenerationRequest, build_requests, check_number
 from nbflow.server.schemas import CompletionBody
 from nbflow.server.served import Served
-from nbflow.server.sse import DONE, Stream, event, unless_gone
 from nbflow.server.state import ServerState, note, state_of
+from nbflow.server.stream import DONE, Job, OutputChunk, Stream, event, mean_logprob, unless_gone
 from nbflow.server.workers import Workers, check_wanted
 
 router = APIRouter(tags=["OpenAI"])
@@ -51,13 +50,13 @@ async def completions(
         await job.__aenter__()  # what is wrong is told by the status, before the stream begins
         return Stream(answer.stream(job, request, state.workers), job.leave)
     async with job:
-        pieces = await unless_gone(request.receive, job.whole())
+        chunks = await unless_gone(request.receive, job.whole())
     usage = job.usage(len(prompts))
     note(request, completion_tokens=usage["completion_tokens"])
     if body.logprobs is None and body.prompt_logprobs is None:
-        return json_response(answer.whole(pieces, job, usage))
+        return json_response(answer.whole(chunks, job, usage))
     return await state.workers.run_for(
-        request.receive, lambda: long_response(answer.whole(pieces, job, usage))
+        request.receive, lambda: long_response(answer.whole(chunks, job, usage))
     )
 
 
@@ -104,54 +103,54 @@ class _Answer:
             "model": body.model or served.name,
         }
 
-    def whole(self, pieces: list[Piece], job: Job, usage: dict[str, Any]) -> dict[str, Any]:
+    def whole(self, chunks: list[OutputChunk], job: Job, usage: dict[str, Any]) -> dict[str, Any]:
         """Return the answer as one object; the choices are prompt-major."""
-        kept: list[Piece] = []
+        kept: list[OutputChunk] = []
         n_drawn, n = self._body.n_drawn, self._body.n
-        for start in range(0, len(pieces), n_drawn):
-            some = pieces[start : start + n_drawn]
+        for start in range(0, len(chunks), n_drawn):
+            some = chunks[start : start + n_drawn]
             if n_drawn > n:
                 some = sorted(some, key=mean_logprob, reverse=True)[:n]
             kept += some
-        choices = [self._choice(i, piece, job, True) for i, piece in enumerate(kept)]
+        choices = [self._choice(i, chunk, job, True) for i, chunk in enumerate(kept)]
         return {**self._head, "choices": choices, "usage": usage}
 
     async def stream(self, job: Job, request: Request, workers: Workers) -> AsyncIterator[bytes]:
         """Yield the answer as server-sent events, those of one moment together."""
         begun: set[int] = set()
-        held: list[Piece] = []
-        async for pieces in job:
+        held: list[OutputChunk] = []
+        async for chunks in job:
             events = []
-            pieces, held = [*held, *pieces], []
-            for piece in pieces:
-                if piece.error is not None:
-                    yield event(piece.error.body()) + DONE
+            chunks, held = [*held, *chunks], []
+            for chunk in chunks:
+                if chunk.error is not None:
+                    yield event(chunk.error.body()) + DONE
                     return
-                if self._lacks_prompt(piece, job):
-                    held.append(piece)
+                if self._lacks_prompt(chunk, job):
+                    held.append(chunk)
                     continue
-                first = piece.index not in begun
-                begun.add(piece.index)
+                first = chunk.index not in begun
+                begun.add(chunk.index)
                 if first and self._body.echo and self._body.logprobs is not None:
-                    events.append(await workers.run(self._piece_event, piece, job, first))
+                    events.append(await workers.run(self._chunk_event, chunk, job, first))
                 else:
-                    events.append(self._piece_event(piece, job, first))
+                    events.append(self._chunk_event(chunk, job, first))
             yield b"".join(events)
         usage = job.usage(len(self._prompts))
         note(request, completion_tokens=usage["completion_tokens"])
         yield (self._event([], job, usage) if self._body.includes_usage else b"") + DONE
 
-    def _lacks_prompt(self, piece: Piece, job: Job) -> bool:
-        """Return whether a piece must wait for the prompt's log-probabilities."""
-        asked = self._first_request(piece, job)
+    def _lacks_prompt(self, chunk: OutputChunk, job: Job) -> bool:
+        """Return whether a chunk must wait for the prompt's log-probabilities."""
+        asked = self._first_request(chunk, job)
         return self._body.echo and asked.wants_prompt_logits
 
-    def _first_request(self, piece: Piece, job: Job) -> EngineRequest:
+    def _first_request(self, chunk: OutputChunk, job: Job) -> EngineRequest:
         """Return the request that is told the log-probabilities of a choice's prompt."""
-        return job.request_of(piece.index - piece.index % self._body.n_drawn)
+        return job.request_of(chunk.index - chunk.index % self._body.n_drawn)
 
-    def _piece_event(self, piece: Piece, job: Job, first: bool) -> bytes:
-        return self._event([self._choice(piece.index, piece, job, first)], job)
+    def _chunk_event(self, chunk: OutputChunk, job: Job, first: bool) -> bytes:
+        return self._event([self._choice(chunk.index, chunk, job, first)], job)
 
     def _event(
         self, choices: list[dict[str, Any]], job: Job, usage: dict[str, Any] | None = None
@@ -163,32 +162,32 @@ class _Answer:
             chunk["usage"] = usage
         return event(chunk)
 
-    def _choice(self, index: int, piece: Piece, job: Job, first: bool) -> dict[str, Any]:
+    def _choice(self, index: int, chunk: OutputChunk, job: Job, first: bool) -> dict[str, Any]:
         """Return a choice; `first` is whether it is the place for the prompt's part."""
-        body, request = self._body, self._first_request(piece, job)
-        echoed = self._text_of(piece.index // body.n_drawn) if body.echo else ""
+        body, request = self._body, self._first_request(chunk, job)
+        echoed = self._text_of(chunk.index // body.n_drawn) if body.echo else ""
         logprobs = None
         if body.logprobs is not None:
             lines = CompletionLogprobs(self._served, body.logprobs, body.return_tokens_as_token_ids)
             if body.echo and first:
                 self._add_prompt(lines, request.prompt, request.prompt_results)
-            for e in piece.entries:
-                lines.add(e.token, e.logprob, e.top, len(echoed) + e.offset)
+            for e in chunk.tokens:
+                lines.add(e, len(echoed))
             logprobs = lines.body()
         choice: dict[str, Any] = {
             "index": index,
-            "text": (echoed if first else "") + piece.text,
+            "text": (echoed if first else "") + chunk.text,
             "logprobs": logprobs,
-            "finish_reason": piece.finish_reason,
+            "finish_reason": chunk.finish_reason,
         }
-        if piece.finish_reason is not None:
-            choice["stop_reason"] = piece.stop_reason
+        if chunk.finish_reason is not None:
+            choice["stop_reason"] = chunk.stop_reason
         if body.prompt_logprobs is not None:
             choice["prompt_logprobs"] = of_prompt(
                 self._served, request.prompt, request.prompt_results, body.prompt_logprobs
             )
         if body.return_token_ids:
-            choice["token_ids"] = piece.ids
+            choice["token_ids"] = chunk.ids
             choice["prompt_token_ids"] = request.prompt if first else None
         return choice
 
@@ -212,4 +211,4 @@ class _Answer:
         offset = self._served.offsets()
         lines.first(prompt[0], offset(prompt[0]))
         for token, (logprob, top) in zip(prompt[1:], results, strict=False):
-            lines.add(token, logprob, top, offset(token))
+            lines.add_token(token, logprob, top, offset(token))

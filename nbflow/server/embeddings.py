@@ -11,11 +11,10 @@ from starlette.responses import Response
 
 from nbflow.server.completions import prompt_ids
 from nbflow.server.errors import ApiError, json_response
-from nbflow.server.job import Job
 from nbflow.server.requests import GenerationRequest
 from nbflow.server.schemas import EmbeddingBody, split_texts
-from nbflow.server.sse import unless_gone
 from nbflow.server.state import ServerState, note, state_of
+from nbflow.server.stream import Job, unless_gone
 
 router = APIRouter(tags=["OpenAI"])
 

@@ -6,8 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from nbflow.engine.outputs import TokenOutput
 from nbflow.engine.request import TopLogprobs
-from nbflow.server.job import Entry
 from nbflow.server.served import Served
 
 _LEAST = -9999.0  # what OpenAI writes for "never"; JSON has no infinity
@@ -23,7 +23,9 @@ def spell(served: Served, token: int, as_id: bool) -> str:
     return f"token_id:{token}" if as_id else served.spell(token)
 
 
-def for_chat(served: Served, entries: Sequence[Entry], n_top: int, as_ids: bool) -> dict[str, Any]:
+def for_chat(
+    served: Served, tokens: Sequence[TokenOutput], n_top: int, as_ids: bool
+) -> dict[str, Any]:
     """Return the `logprobs` of a chat choice."""
 
     def one(token: int, logprob: float) -> dict[str, Any]:
@@ -34,8 +36,12 @@ def for_chat(served: Served, entries: Sequence[Entry], n_top: int, as_ids: bool)
         }
 
     content = [
-        {**one(e.token, e.logprob), "top_logprobs": [one(t, x) for t, x in e.top[:n_top]]}
-        for e in entries
+        {
+            **one(e.token, e.logprob),
+            "top_logprobs": [one(t, x) for t, x in (e.top_logprobs or ())[:n_top]],
+        }
+        for e in tokens
+        if e.token is not None
     ]
     return {"content": content, "refusal": None}
 
@@ -57,7 +63,13 @@ class CompletionLogprobs:
         self._top.append(None)
         self._offsets.append(offset)
 
-    def add(self, token: int, logprob: float, top: TopLogprobs, offset: int) -> None:
+    def add(self, output: TokenOutput, n_before: int) -> None:
+        """Add a token of the answer, with `n_before` characters before the answer's text."""
+        assert output.token is not None
+        offset = n_before + output.offset
+        self.add_token(output.token, output.logprob, output.top_logprobs or [], offset)
+
+    def add_token(self, token: int, logprob: float, top: TopLogprobs, offset: int) -> None:
         """Add a token with what might have been in its place."""
         name = spell(self._served, token, self._as_ids)
         self._tokens.append(name)

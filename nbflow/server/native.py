@@ -20,13 +20,12 @@ from starlette.responses import Response
 from nbflow.decoding.inferflow import INFERFLOW
 from nbflow.options import SamplingParams
 from nbflow.server.errors import ApiError, json_response
-from nbflow.server.job import Job, Piece
 from nbflow.server.option_models import http_option
 from nbflow.server.requests import GenerationRequest, build_requests
 from nbflow.server.schemas import Body, GenerationBody
 from nbflow.server.served import Served
-from nbflow.server.sse import Stream, unless_gone
 from nbflow.server.state import ServerState, note, state_of
+from nbflow.server.stream import Job, OutputChunk, Stream, unless_gone
 from nbflow_kernels.errors import UsageError, unknown_name
 
 router = APIRouter(tags=["Inferflow"])
@@ -93,11 +92,11 @@ async def process_query(
             await job.__aenter__()
             return Stream(_chunks(job, started), job.leave, "application/json")
         async with job:
-            (piece,) = await unless_gone(request.receive, job.whole())
+            (chunk,) = await unless_gone(request.receive, job.whole())
     except (ApiError, UsageError) as error:
         return _refusal(error)
     seconds = time.monotonic() - started
-    return json_response({"text": piece.text, "ret_code": "succ", "time_cost": seconds})
+    return json_response({"text": chunk.text, "ret_code": "succ", "time_cost": seconds})
 
 
 @router.post("/get_stat", include_in_schema=False)
@@ -155,18 +154,18 @@ def _refusal(error: ApiError | UsageError) -> Response:
 async def _chunks(job: Job, started: float) -> AsyncIterator[bytes]:
     """Yield the answer in pieces of some bytes; the last one has `is_end`."""
     held: list[str] = []
-    async for pieces in job:
-        for piece in pieces:
-            held.append(piece.text)
-            if piece.error is not None or piece.finish_reason is not None:
-                yield _chunk("".join(held), started, piece)
+    async for chunks in job:
+        for chunk in chunks:
+            held.append(chunk.text)
+            if chunk.error is not None or chunk.finish_reason is not None:
+                yield _chunk("".join(held), started, chunk)
                 return
         if sum(len(text.encode()) for text in held) >= _FLUSH_BYTES:
             yield _chunk("".join(held), started)
             held.clear()
 
 
-def _chunk(text: str, started: float, last: Piece | None = None) -> bytes:
+def _chunk(text: str, started: float, last: OutputChunk | None = None) -> bytes:
     line: dict[str, Any] = {"text": text, "time_cost": round(time.monotonic() - started, 6)}
     if last is not None:
         line["is_end"] = 1

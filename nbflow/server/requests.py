@@ -47,7 +47,7 @@ class GenerationRequest:
 
     request: Request
     params: SamplingParams = field(default_factory=SamplingParams)
-    """Its parameters, of which the stop texts are found by the server."""
+    """Its parameters."""
     continues_text: bool = False
     """The text continues the prompt, with a space if its first token begins a word."""
     n: int = 1
@@ -120,7 +120,6 @@ def build_requests(
     for prompt in prompts:
         check_wanted()
         first = build_request(served.model, list(prompt), params, strategy)
-        first.stop_texts = ()  # the server finds them in the text that it makes of the tokens
         first.wants_logprobs = params.logprobs is not None or n_drawn > body.n
         first.priority, first.cache_salt = body.priority, body.cache_salt
         first.deadline = limits.request_s or None

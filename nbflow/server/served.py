@@ -126,13 +126,9 @@ class Served:
             )
         return chosen
 
-    def text_stream(
-        self, stops: Sequence[str], include_stop: bool, before: Sequence[int]
-    ) -> TextStream | NoText:
-        """Return what turns new tokens into text, up to a stop text."""
-        if self.tokenizer is None:
-            return NoText()
-        return TextStream(self.tokenizer, stops, include_stop, before)
+    def text_stream(self, before: Sequence[int]) -> TextStream | NoText:
+        """Return the detokenizer of new tokens after those `before`."""
+        return NoText() if self.tokenizer is None else TextStream(self.tokenizer, prompt_ids=before)
 
     def offsets(self, before: Sequence[int] = ()) -> Offsets:
         """Return what tells where in the text tokens begin."""

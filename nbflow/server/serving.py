@@ -23,10 +23,10 @@ from nbflow.server.addresses import listen, url_of
 from nbflow.server.app import around, make_app
 from nbflow.server.config import ModelOptions, ServerConfig
 from nbflow.server.logs import logger, set_up
-from nbflow.server.mailbox import Mailbox
 from nbflow.server.served import Models, Served
 from nbflow.server.signals import listen as listen_to_signals
 from nbflow.server.state import ServerState
+from nbflow.server.stream import Mailbox
 from nbflow_kernels import load_formats
 from nbflow_kernels.errors import UsageError
 

@@ -9,9 +9,9 @@ from typing import Any
 from fastapi import Request
 
 from nbflow.server.config import ServerConfig
-from nbflow.server.mailbox import Mailbox
 from nbflow.server.metrics import Metrics, Stats
 from nbflow.server.served import Models
+from nbflow.server.stream import Mailbox
 from nbflow.server.workers import Workers
 
 

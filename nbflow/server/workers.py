@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from starlette.types import Receive
 
-from nbflow.server.sse import unless_gone
+from nbflow.server.stream import unless_gone
 
 T = TypeVar("T")
 N_THREADS = 4

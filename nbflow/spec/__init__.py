@@ -1,9 +1,10 @@
 """What a model is made of, from its family, its checkpoint and the user's own file."""
 
+from nbflow.spec.architecture import RopeSpec
 from nbflow.spec.check import check
 from nbflow.spec.family import Family, families
 from nbflow.spec.model_file import find_model_file, known_models, published
-from nbflow.spec.model_spec import ModelSpec, RopeSpec
+from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.resolve import ResolvedModel, load_tokenizer, resolve
 
 __all__ = [

@@ -6,10 +6,11 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from nbflow.spec.architecture import LatentSpec, MoeSpec, RopeSpec
 from nbflow.spec.family import ABSENT, ALWAYS, STORED, ConfigRule, Family, get_family
 from nbflow.spec.fields import FIELDS, FUSED, REQUIRED, check_field
 from nbflow.spec.formula import evaluate
-from nbflow.spec.model_spec import LatentSpec, ModelSpec, MoeSpec, RopeSpec
+from nbflow.spec.model_spec import ModelSpec
 from nbflow.spec.toml_schema import check_value
 from nbflow.weights.quantization_config import read_quantization
 from nbflow.weights.shown import shown

@@ -8,7 +8,6 @@ from fnmatch import fnmatchcase
 
 from nbflow.spec.fields import DIVISORS
 from nbflow.spec.model_spec import ModelSpec
-from nbflow.spec.stored import stored
 from nbflow.weights import WeightFile
 from nbflow.weights.dtypes import ITEM_BITS
 from nbflow.weights.quantization_config import FLOAT8
@@ -47,7 +46,7 @@ def check(spec: ModelSpec, weights: WeightFile) -> None:
     missing, shapes, types, used = [], [], [], set()
     for part, ours in _tensors(spec):
         try:
-            place = stored(part, ours)
+            place = part.tensor_layout(ours)
         except KeyError:
             missing.append(
                 f"{ours} {part.shape_of(ours)} (family {part.family!r} has no name for it: state "

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from nbflow.spec.architecture import Architecture, LatentSpec, RopeSpec
 from nbflow.spec.fields import EXPERT_BIASES, FIELDS, MAX_FLOAT, MAX_INT, check_bounds
 from nbflow_kernels.errors import UsageError
-
-if TYPE_CHECKING:
-    from nbflow.spec.model_spec import LatentSpec, ModelSpec, RopeSpec
 
 MAX_EXPERT_LAYERS = 1 << 17
 """Most experts of all layers: published models have some 23,000; each has names and shapes."""
 
 
-def check_numbers(spec: ModelSpec) -> None:
+def check_numbers(spec: Architecture) -> None:
     """Raise `UsageError` if the numbers of `spec` cannot belong to one model."""
     for name, field in FIELDS.items():
         value = getattr(spec, name, None)
@@ -68,7 +64,7 @@ def check_numbers(spec: ModelSpec) -> None:
     _check_experts(spec)
 
 
-def _check_scaling(spec: ModelSpec, rope: RopeSpec) -> None:
+def _check_scaling(spec: Architecture, rope: RopeSpec) -> None:
     """Raise unless a scaling gives finite angles for short and for long sequences."""
     assert rope.scaling is not None
     for length in (1, spec.max_context):
@@ -84,7 +80,7 @@ def _check_scaling(spec: ModelSpec, rope: RopeSpec) -> None:
             )
 
 
-def _check_latent(spec: ModelSpec, latent: LatentSpec) -> None:
+def _check_latent(spec: Architecture, latent: LatentSpec) -> None:
     for name in ("kv_rank", "q_rank", "value_dim"):
         least = 0 if name == "q_rank" else 1
         if not least <= getattr(latent, name) <= MAX_INT:
@@ -108,7 +104,7 @@ def _check_latent(spec: ModelSpec, latent: LatentSpec) -> None:
         )
 
 
-def _check_encoder(spec: ModelSpec) -> None:
+def _check_encoder(spec: Architecture) -> None:
     if spec.residual != "sequential" or spec.norm_place not in ("pre", "post"):
         raise UsageError(
             f"{spec.name}: a decoder with an encoder needs residual 'sequential' and norm_place "
@@ -116,7 +112,7 @@ def _check_encoder(spec: ModelSpec) -> None:
         )
 
 
-def _check_experts(spec: ModelSpec) -> None:
+def _check_experts(spec: Architecture) -> None:
     moe = spec.moe
     if spec.activation == "swigluoai" and not spec.gated:
         raise UsageError(f"{spec.name}: activation 'swigluoai' needs gated = true")

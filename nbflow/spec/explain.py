@@ -11,7 +11,6 @@ from nbflow.spec.family import ConfigRule, Family
 from nbflow.spec.fields import FIELDS, REQUIRED, SIZES
 from nbflow.spec.formula import names_in
 from nbflow.spec.model_file import ModelFile, load_model_file
-from nbflow.spec.stored import stored
 from nbflow_kernels.errors import UsageError
 
 Row = tuple[str, str, str]
@@ -86,7 +85,7 @@ def _nameless(path: Path, family: Family) -> list[str]:
     missing = []
     for name in spec.tensor_shapes():
         try:
-            stored(spec, name)
+            spec.tensor_layout(name)
         except KeyError:
             missing.append(name.replace("layers.0.", "layers.{i}."))
     return missing

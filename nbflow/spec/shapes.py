@@ -42,17 +42,13 @@ attn.k and attn.v; attn.q is (H*D, Rq) if there is an attn.q_a, and attn.o (E, H
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from nbflow.spec.architecture import Architecture, LatentSpec
 from nbflow.spec.fields import EXPERT_BIASES
-
-if TYPE_CHECKING:
-    from nbflow.spec.model_spec import LatentSpec, ModelSpec
 
 Shapes = dict[str, tuple[int, ...]]
 
 
-def layer_norms(spec: ModelSpec) -> tuple[str, ...]:
+def layer_norms(spec: Architecture) -> tuple[str, ...]:
     """Return the norms of a layer's two sublayers."""
     first = ("attn_norm",) if spec.residual == "parallel" else ("attn_norm", "ffn_norm")
     after = ("attn_post_norm", "ffn_post_norm")
@@ -61,7 +57,7 @@ def layer_norms(spec: ModelSpec) -> tuple[str, ...]:
     return (*first, *after) if spec.norm_place == "sandwich" else first
 
 
-def _norm(spec: ModelSpec, name: str, width: int) -> Shapes:
+def _norm(spec: Architecture, name: str, width: int) -> Shapes:
     shapes: Shapes = {}
     if spec.norm_weight:
         shapes[f"{name}.weight"] = (width,)
@@ -78,7 +74,7 @@ def _gated(prefix: str, E: int, FF: int) -> Shapes:
     }
 
 
-def layer_shapes(spec: ModelSpec, layer: int) -> Shapes:
+def layer_shapes(spec: Architecture, layer: int) -> Shapes:
     """Return the tensors of one layer, names without the ``layers.{i}.`` prefix."""
     E, FF = spec.hidden_size, spec.intermediate_size
     q_rows, kv_rows = spec.n_heads * spec.head_dim, spec.n_kv_heads * spec.head_dim
@@ -124,7 +120,7 @@ def layer_shapes(spec: ModelSpec, layer: int) -> Shapes:
     return shapes
 
 
-def _latent_shapes(spec: ModelSpec, latent: LatentSpec) -> Shapes:
+def _latent_shapes(spec: Architecture, latent: LatentSpec) -> Shapes:
     """Return the tensors of latent attention."""
     E, H, D, Dr = spec.hidden_size, spec.n_heads, spec.head_dim, spec.rope.dim
     shapes: Shapes = {"attn.q.weight": (H * D, latent.q_rank or E)}
@@ -139,7 +135,7 @@ def _latent_shapes(spec: ModelSpec, latent: LatentSpec) -> Shapes:
     }
 
 
-def _expert_shapes(spec: ModelSpec) -> Shapes:
+def _expert_shapes(spec: Architecture) -> Shapes:
     """Return the tensors of a mixture of experts."""
     moe = spec.moe
     assert moe is not None
@@ -158,7 +154,7 @@ def _expert_shapes(spec: ModelSpec) -> Shapes:
     return shapes
 
 
-def tensor_shapes(spec: ModelSpec) -> Shapes:
+def tensor_shapes(spec: Architecture) -> Shapes:
     """Return name -> shape of every tensor of the model."""
     E, W = spec.hidden_size, spec.embed_width
     shapes: Shapes = {"embed.weight": (spec.vocab_size, W)}

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from nbflow.spec.architecture import Architecture
 from nbflow.spec.fields import FUSED, HEAD_PARTS
-
-if TYPE_CHECKING:
-    from nbflow.spec.model_spec import ModelSpec
 
 Span = tuple[int, int]
 
@@ -55,7 +53,7 @@ class Stored:
         return tuple(spans)
 
 
-def stored(spec: ModelSpec, name: str) -> Stored:
+def stored(spec: Architecture, shapes: Mapping[str, tuple[int, ...]], name: str) -> Stored:
     """Return where one of our tensors (``layers.3.attn.q.weight``) lies.
 
     Raises
@@ -65,8 +63,8 @@ def stored(spec: ModelSpec, name: str) -> Stored:
     """
     parts = name.split(".")
     if parts[0] != "layers":
-        return Stored(spec.tensors[name], spec.shape_of(name))
-    layer, inner, our_shape = parts[1], ".".join(parts[2:]), spec.shape_of(name)
+        return Stored(spec.tensors[name], shapes[name])
+    layer, inner, our_shape = parts[1], ".".join(parts[2:]), shapes[name]
     if parts[2] == "moe" and parts[-1] == "bias":
         return _expert_bias(spec, layer, parts[3], our_shape)
     if parts[2] == "moe":
@@ -87,7 +85,7 @@ def stored(spec: ModelSpec, name: str) -> Stored:
     for fused, members in FUSED.items():
         pattern = spec.tensors.get(f"layers.{{i}}.{fused}.{kind}")
         if whole in members and pattern is not None:
-            sizes = [spec.shape_of(f"layers.{layer}.{m}.weight")[0] for m in members]
+            sizes = [shapes[f"layers.{layer}.{m}.weight"][0] for m in members]
             rows = _fused_rows(spec, fused, members.index(whole), sizes)
             shape = (sum(sizes), *our_shape[1:])
             shape = shape[::-1] if transposed else shape
@@ -95,7 +93,7 @@ def stored(spec: ModelSpec, name: str) -> Stored:
     raise KeyError(name)
 
 
-def _fused_rows(spec: ModelSpec, fused: str, part: int, sizes: list[int]) -> tuple[Span, ...]:
+def _fused_rows(spec: Architecture, fused: str, part: int, sizes: list[int]) -> tuple[Span, ...]:
     """Return the rows of one part of a fused matrix."""
     if fused != "attn.qkv" or spec.qkv_layout == "blocks":
         start = sum(sizes[:part])
@@ -106,7 +104,7 @@ def _fused_rows(spec: ModelSpec, fused: str, part: int, sizes: list[int]) -> tup
     return tuple((start, start + each[part]) for start in starts)
 
 
-def _head_norm(spec: ModelSpec, layer: str, norm: str, j: str, shape: tuple[int, ...]) -> Stored:
+def _head_norm(spec: Architecture, layer: str, norm: str, j: str, shape: tuple[int, ...]) -> Stored:
     """Return where the norm of one head's queries or keys lies: alone, or among those of all."""
     pattern = spec.tensors[f"layers.{{i}}.attn.{norm}.{{j}}.weight"].replace("{i}", layer)
     if "{j}" in pattern:
@@ -115,7 +113,7 @@ def _head_norm(spec: ModelSpec, layer: str, norm: str, j: str, shape: tuple[int,
     return Stored(pattern, (n_heads, *shape), ((int(j), int(j) + 1),))
 
 
-def _head_part(spec: ModelSpec, layer: str, whole: str, shape: tuple[int, ...]) -> Stored:
+def _head_part(spec: Architecture, layer: str, whole: str, shape: tuple[int, ...]) -> Stored:
     """Return where the matrices of all heads lie: by themselves, or those of k and v in turn.
 
     In attn.kv_b the rows of a head are the columns that its keys without position are made with,
@@ -139,7 +137,7 @@ def _head_part(spec: ModelSpec, layer: str, whole: str, shape: tuple[int, ...]) 
     )
 
 
-def _expert(spec: ModelSpec, layer: str, j: str, inner: str, shape: tuple[int, ...]) -> Stored:
+def _expert(spec: Architecture, layer: str, j: str, inner: str, shape: tuple[int, ...]) -> Stored:
     """Return where a matrix of one expert lies: alone, beside its gate, among those of all."""
     assert spec.moe is not None
     n = n_stored = shape[0]
@@ -168,7 +166,7 @@ def _expert(spec: ModelSpec, layer: str, j: str, inner: str, shape: tuple[int, .
     return Stored(pattern, whole, ((start + first, start + end),), step=step)
 
 
-def _expert_bias(spec: ModelSpec, layer: str, part: str, shape: tuple[int, ...]) -> Stored:
+def _expert_bias(spec: Architecture, layer: str, part: str, shape: tuple[int, ...]) -> Stored:
     """Return where the biases of all experts lie: by themselves, or gate's and up's together."""
     assert spec.moe is not None
     pattern = spec.tensors.get(f"layers.{{i}}.moe.{part}.bias")

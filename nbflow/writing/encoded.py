@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 import nbflow_kernels as nk
-from nbflow.execute.weights import read_part
 from nbflow.folding import prepare
+from nbflow.program.read_operand import read_part
 from nbflow.program.records import Operand
 from nbflow.spec import check, resolve
 from nbflow.weights import open_weights

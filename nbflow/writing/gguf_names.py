@@ -15,11 +15,11 @@ from typing import Any
 
 import numpy as np
 
+from nbflow.spec.architecture import RopeSpec
 from nbflow.spec.build import build_spec
 from nbflow.spec.family import Family, families, get_family
 from nbflow.spec.fields import FUSED
-from nbflow.spec.model_spec import ModelSpec, RopeSpec
-from nbflow.spec.stored import stored
+from nbflow.spec.model_spec import ModelSpec
 from nbflow.weights import WeightFile, gguf
 from nbflow.weights.dtypes import ITEM_BYTES
 from nbflow.writing.gguf_file import Metadata
@@ -221,8 +221,10 @@ def check_reading(
         rope_divisors={key: vector.tolist() for key, vector in divisors_of(spec).items()},
     )
     for ours in spec.tensor_shapes():
-        if stored(read, ours).name not in names:
-            raise UsageError(f"{where}: {ours} would not be found as {stored(read, ours).name}")
+        if read.tensor_layout(ours).name not in names:
+            raise UsageError(
+                f"{where}: {ours} would not be found as {read.tensor_layout(ours).name}"
+            )
     wanted, found = _comparable(spec), _comparable(read)
     for key, value in wanted.items():
         if not _is_close(value, found[key]):

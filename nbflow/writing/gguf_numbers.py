@@ -6,7 +6,8 @@ from typing import Any
 
 import numpy as np
 
-from nbflow.spec.model_spec import LatentSpec, ModelSpec, MoeSpec
+from nbflow.spec.architecture import LatentSpec, MoeSpec
+from nbflow.spec.model_spec import ModelSpec
 from nbflow.weights import gguf
 from nbflow.writing.gguf_file import BOOL, F32, U32
 from nbflow_kernels.position import LinearRopeScaling, LongRopeScaling, YarnRopeScaling

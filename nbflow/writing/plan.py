@@ -12,7 +12,6 @@ import numpy as np
 import nbflow_kernels as nk
 from nbflow.execute.encode import Encoding
 from nbflow.spec.model_spec import ModelSpec
-from nbflow.spec.stored import stored
 from nbflow.weights import WeightFile
 from nbflow.weights.dtypes import ITEM_BYTES
 from nbflow.weights.weight_file import tensor_bytes
@@ -138,7 +137,7 @@ def plan_as_stored(
     held: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     turned = set()
     for part, ours in all_tensors(spec):
-        place = stored(part, ours)
+        place = part.tensor_layout(ours)
         held.setdefault(place.name, []).append((ours, part.shape_of(ours)))
         if place.transposed:
             turned.add(place.name)

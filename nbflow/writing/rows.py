@@ -11,10 +11,9 @@ import numpy as np
 
 import nbflow_kernels as nk
 from nbflow.execute.encode import BEST, Encoding
-from nbflow.execute.weights import quantized_pieces, read_part
+from nbflow.program.read_operand import quantized_pieces, read_part
 from nbflow.program.records import Operand
 from nbflow.spec.model_spec import ModelSpec
-from nbflow.spec.stored import stored
 from nbflow.weights import WeightFile
 from nbflow.weights.dtypes import ITEM_BYTES
 from nbflow_kernels.errors import UsageError
@@ -127,7 +126,7 @@ class ModelRows:
     @property
     def dtype(self) -> str:
         """Stored type; what is not stored as rows is read as float32."""
-        place = stored(self.spec, self.name)
+        place = self.spec.tensor_layout(self.name)
         dtype = self.file.dtype(place.name)
         return "f32" if place.turned and dtype not in ITEM_BYTES else dtype
 

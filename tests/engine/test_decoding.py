@@ -141,7 +141,7 @@ def test_a_bad_draft_model_changes_nothing(tmp_path):
         assert own.ids == plain.ids
         for wrong, message in (
             (other, "must have the vocabulary"),
-            (model, "another one than the model"),
+            (model, "differ from the target model"),
             ("grams", "unknown draft"),
         ):
             with pytest.raises(UsageError, match=message):

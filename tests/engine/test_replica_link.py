@@ -12,7 +12,7 @@ import pytest
 
 from nbflow.decoding import Greedy
 from nbflow.engine import replica_address, replica_link
-from nbflow.engine.handle import TokenEvent
+from nbflow.engine.outputs import TokenOutput
 from nbflow.engine.replica_address import SETTING, addresses_towards, connect, own_addresses
 from nbflow.engine.replica_link import Listener, RemoteEngine
 from nbflow.engine.request import Request
@@ -137,7 +137,7 @@ def test_numbers_are_told_without_being_asked_for(remote):
     handle = engine.submit(Request([1], 1, Greedy()), lambda *_: arrived.set())
     _, number, _ = there.recv()
     there.send(
-        [("events", number, [TokenEvent(None, finish_reason="stop")], {"finish_reason": "stop"})]
+        [("events", number, [TokenOutput(None, finish_reason="stop")], {"finish_reason": "stop"})]
     )
     assert arrived.wait(WAIT_S)  # behind the numbers
     assert handle.finish_reason == "stop"

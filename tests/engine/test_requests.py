@@ -13,7 +13,7 @@ import pytest
 
 import nbflow
 from nbflow.engine.errors import EngineClosed, QueueFull
-from nbflow.engine.handle import TokenEvent
+from nbflow.engine.outputs import TokenOutput
 from nbflow_kernels.errors import UsageError
 
 IDS = (np.arange(400) * 7 % 101).tolist()
@@ -52,7 +52,7 @@ def test_results_are_those_of_the_model_alone(checkpoint, model):
 
 
 def test_events_one_by_one_and_to_a_listener(engine, model):
-    seen: list[TokenEvent] = []
+    seen: list[TokenOutput] = []
     first = engine.submit(make(model, IDS[:9], n_top_logprobs=2))
     second = engine.submit(make(model, IDS[:9]), lambda handle, events: seen.extend(events))
     events = list(first)
@@ -82,7 +82,7 @@ def test_an_end_token_ends_without_a_token(engine, model):
     stop = free[6]
     handle = engine.submit(make(model, IDS[:5], stop_ids=frozenset({stop})))
     events = list(handle)
-    assert events[-1] == TokenEvent(None, events[-1].logprob, None, "stop")
+    assert events[-1] == TokenOutput(None, events[-1].logprob, None, "stop")
     assert [e.token for e in events[:-1]] == free[: free.index(stop)]
 
 

@@ -176,8 +176,8 @@ def test_what_ends_while_another_call_waits_is_given_out(checkpoint):
         found = {0: [], 1: []}
         requests = [model.make_request(IDS[i : i + 9], 2, ignore_eos=True) for i in found]
         for events in model.run_requests(requests):
-            for i, token, _ in events:
-                found[i].append(token)
+            for i, output in events:
+                found[i].append(output.token)
             model.logits(IDS[:5])
         assert found == {i: request.ids for i, request in enumerate(requests)}
         assert not model.engines[0].scheduler.requests

@@ -11,7 +11,7 @@ import pytest
 import nbflow
 from nbflow.decoding import BeamSearch, ContrastiveSearch, Greedy
 from nbflow.decoding.beam import Beams
-from nbflow.engine import outcome, searching
+from nbflow.engine import outputs, searching
 from nbflow.engine.burst import Burst
 from nbflow_kernels.errors import UsageError
 
@@ -133,7 +133,7 @@ def test_preparing_a_burst_fails_for_one_request(model):
 
 def plant(monkeypatch, name):
     """Let a function raise for every step in which the request with seed 99 has a part."""
-    real = getattr(outcome, name)
+    real = getattr(outputs, name)
 
     def function(*args, **more):
         for arg in args:
@@ -142,7 +142,7 @@ def plant(monkeypatch, name):
                 raise ValueError("planted in " + name)
         return real(*args, **more)
 
-    monkeypatch.setattr(outcome, name, function)
+    monkeypatch.setattr(outputs, name, function)
 
 
 @pytest.mark.parametrize("name", ["choose", "describe"])
@@ -163,14 +163,14 @@ def test_the_rank_that_draws_fails_for_one_request(ranks, monkeypatch, name):
 
 def test_the_numbers_of_a_prompt_fail_for_one_request(ranks, monkeypatch):
     expected = ranks.generate(IDS[:90], 12, ignore_eos=True).ids
-    real = outcome.log_probabilities
+    real = outputs.log_probabilities
 
     def fail(logits, ids, out):
         if 77 in ids:
             raise ValueError("planted in a prompt")
         real(logits, ids, out)
 
-    monkeypatch.setattr(outcome, "log_probabilities", fail)
+    monkeypatch.setattr(outputs, "log_probabilities", fail)
     with nbflow.Engine(ranks, kv_bytes=KV) as engine:
         good = [engine.submit(make(ranks, IDS[:90])) for _ in range(2)]
         bad = engine.submit(make(ranks, [1, 2, 77, 4], prompt_logprobs=1))
@@ -200,8 +200,8 @@ def test_a_search_fails_alone(ranks, monkeypatch, search, where):
         real = searching._compare
         monkeypatch.setattr(searching, "_compare", raising(real, lambda r, _: not r.branches))
     else:
-        real = outcome.advance
-        monkeypatch.setattr(outcome, "advance", raising(real, lambda r, _: len(r.branches) > 1))
+        real = outputs.advance
+        monkeypatch.setattr(outputs, "advance", raising(real, lambda r, _: len(r.branches) > 1))
     with nbflow.Engine(ranks, kv_bytes=KV, max_step_tokens=16) as engine:
         good = [engine.submit(make(ranks)) for _ in range(2)]
         bad = engine.submit(make(ranks, IDS[:40], decoding=search))

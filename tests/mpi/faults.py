@@ -23,7 +23,7 @@ from nbflow_kernels.errors import UsageError
 
 def plant(fault: str, rank: int, after: int) -> None:
     """Let `fault` happen in front of the call number `after` of what it names."""
-    from nbflow.engine.outcome import Outcome
+    from nbflow.engine.outputs import Outcome
     from nbflow.execute.weights import RankWeights
     from nbflow.parallel import world
 

@@ -14,7 +14,7 @@ from nbflow.execute import RankWeights, ReferenceExecutor
 from nbflow.program import build, fuse
 from nbflow.program.cost import StepShape, kv_token_bytes, op_cost
 from nbflow.spec import resolve
-from nbflow.spec.model_spec import LatentSpec, RopeSpec
+from nbflow.spec.architecture import LatentSpec, RopeSpec
 from nbflow.weights import open_weights
 from nbflow_kernels.errors import UsageError
 

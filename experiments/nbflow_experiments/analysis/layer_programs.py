@@ -197,7 +197,7 @@ def make_steps(spec: ModelSpec, windows: Iterable[Sequence[int] | NDArray[Any]])
     UsageError
         If a window is empty or longer than the context, or an id is outside the vocabulary.
     """
-    from nbflow.engine.checks import check_ids
+    from nbflow.engine.request_validation import check_ids
 
     steps = []
     for window in windows:

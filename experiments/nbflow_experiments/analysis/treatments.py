@@ -12,11 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 import nbflow_kernels as nk
-from nbflow.execute.weights import quantized_pieces, read_part
+from nbflow.program.read_operand import quantized_pieces, read_part
 from nbflow.program.records import Operand
 from nbflow.spec import resolve
 from nbflow.spec.model_spec import ModelSpec
-from nbflow.spec.stored import stored
 from nbflow.weights import WeightFile, open_weights
 from nbflow.weights.weight_file import ITEM_BYTES
 from nbflow.writing.importance import read_importance
@@ -225,7 +224,7 @@ class Stored:
     def encode(self, name: str, matrix: NDArray[np.float32]) -> QuantTensor:
         """Return the tensor of the other file; `matrix` is not looked at."""
         other = self._other
-        dtype = other.file.dtype(stored(other.spec, name).name)
+        dtype = other.file.dtype(other.spec.tensor_layout(name).name)
         if dtype not in ITEM_BYTES:
             pieces = quantized_pieces(other.spec, other.file, Operand(name))
             return QuantTensor.concatenate(pieces)

@@ -81,14 +81,15 @@ class Predictor:
 
     def _measure(self, numbers: tuple[int, ...]) -> Machine:
         """Return the machine of these ranks, measured once; every rank calls it."""
+        from nbflow.engine.load import load
         from nbflow.planner.measure import measure_machine, measure_ranks
 
         if numbers not in self._measured:
             if self._comm.size == 1:
-                machine = measure_machine(len(numbers), PROBE_BYTES)
+                machine = measure_machine(load, len(numbers), PROBE_BYTES)
             else:
                 part = self._comm.split(numbers)
-                machine = None if part is None else measure_ranks(part, PROBE_BYTES)
+                machine = None if part is None else measure_ranks(load, part, PROBE_BYTES)
                 machine = self._comm.bcast_object(machine, numbers[0])
             assert machine is not None
             self._measured[numbers] = _placed(machine, numbers)

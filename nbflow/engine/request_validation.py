@@ -8,10 +8,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from nbflow.decoding import Greedy
 from nbflow.decoding.constraints import check_token_ids
+from nbflow.engine.pooling import POOLINGS, Pooling
 from nbflow.engine.request import Request
 from nbflow.spec.model_spec import ModelSpec
-from nbflow_kernels.errors import UsageError
+from nbflow_kernels.errors import UsageError, unknown_name
 
 
 def check_ids(spec: ModelSpec, ids: Sequence[int] | NDArray[Any], room: int) -> list[int]:
@@ -34,6 +36,19 @@ def check_ids(spec: ModelSpec, ids: Sequence[int] | NDArray[Any], room: int) -> 
             f"token id {bad} is outside the vocabulary of {spec.name}, 0..{spec.vocab_size - 1}"
         )
     return [int(i) for i in array]
+
+
+def check_encoder_ids(
+    spec: ModelSpec, ids: Sequence[int] | NDArray[Any] | None
+) -> list[int] | None:
+    """Return the encoder's token ids, checked; None if there is no encoder."""
+    if spec.encoder is None:
+        if ids is not None:
+            raise UsageError(f"{spec.name} has no encoder; leave encoder_ids out")
+        return None
+    if ids is None:
+        raise UsageError(f"{spec.name} has an encoder; give its token ids as encoder_ids")
+    return check_ids(spec.encoder, ids, room=0)
 
 
 def check_types(
@@ -85,3 +100,29 @@ def check_request(spec: ModelSpec, request: Request) -> None:
     if request.encoder_ids is not None and spec.encoder is not None:
         check_ids(spec.encoder, request.encoder_ids, room=0)
     check_token_ids("stop_ids", request.stop_ids, spec.vocab_size)
+
+
+def embedding_requests(
+    spec: ModelSpec,
+    sequences: Sequence[Sequence[int] | NDArray[Any]],
+    types: Sequence[Sequence[int] | NDArray[Any]] | None,
+    pooling: str,
+    normalize: bool,
+) -> list[Request]:
+    """Return a checked request for each of several texts; parameters as of `Model.embed_batch`."""
+    if spec.encoder is not None:
+        raise UsageError(f"{spec.name} has an encoder and a decoder; use hidden()")
+    if pooling not in POOLINGS:
+        raise unknown_name("pooling", pooling, POOLINGS)
+    texts = [check_ids(spec, ids, room=0) for ids in sequences]
+    if types is not None and len(types) != len(texts):
+        raise UsageError(
+            f"token_types must be given for each of the {len(texts)} texts, got {len(types)}"
+        )
+    requests = []
+    for i, ids in enumerate(texts):
+        some = None if types is None else check_types(spec, types[i], len(ids))
+        request = Request(ids, 0, Greedy(), wants_logprobs=False)
+        request.pooling = Pooling(pooling, normalize, not spec.causal, some)
+        requests.append(request)
+    return requests

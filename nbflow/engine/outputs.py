@@ -1,18 +1,21 @@
-"""What a step gives: drawn tokens, proposed tokens that are right, numbers about the prompt.
+"""Outputs of the engine: arrays of a step, tokens of a request as they come, and its result.
 
 The rank that holds the head computes an `Outcome`, a few small arrays whose shapes follow from the
 works, which every rank knows; the others receive them.  `apply` then brings every rank's requests
-to the same state.
+to the same state and returns a `RequestDelta` for each, whose tokens are `TokenOutput` from here to
+the HTTP server.  A request that has ended comes to a `Generation`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from nbflow.decoding.search import Continuation
 from nbflow.engine.draw import (
     FIRST,
     Drawn,
@@ -24,11 +27,13 @@ from nbflow.engine.draw import (
     state_of,
     top_log_probabilities,
 )
-from nbflow.engine.pooling import empty_vectors, pool
-from nbflow.engine.request import Request, TopLogprobs
+from nbflow.engine.embedding import empty_vectors, pool
+from nbflow.engine.request import FinishReason, Request, TopLogprobs
 from nbflow.engine.scheduler import Work
 from nbflow.engine.searching import advance, compute_rows, empty_rows
+from nbflow.engine.text_stream import TextStream
 from nbflow.engine.verify import verify_chain
+from nbflow.tokenizer import Tokenizer
 from nbflow_kernels._dispatch import on_host
 from nbflow_kernels.errors import UsageError
 
@@ -38,26 +43,72 @@ ERROR_BYTES = 512
 """Bytes in which the other ranks are told what failed."""
 
 
-@dataclass
-class Output:
-    """What a step, or several in one go, gave one request."""
+@dataclass(slots=True)
+class TokenOutput:
+    """A new token of a request, its end, or both."""
+
+    token: int | None
+    """The token id; None if the request ended without one (an end token is not reported)."""
+    logprob: float = math.nan
+    """Natural logarithm of its probability; NaN if not wanted."""
+    top_logprobs: TopLogprobs | None = None
+    """The most probable tokens in its place; None if not wanted."""
+    finish_reason: FinishReason | None = None
+    """Why the request ended; None while it runs."""
+    error: Exception | None = None
+    """The failure, if it ended with "error"."""
+    text: str | None = None
+    """Text that is certain from here on, of a request with stop texts; else None."""
+    offset: int = 0
+    """Characters of text before the token, where the server reports them."""
+
+
+@dataclass(slots=True)
+class RequestDelta:
+    """New tokens of one request, of a step or of several in one go."""
 
     request: Request
-    tokens: list[int] = field(default_factory=list)
+    tokens: list[TokenOutput] = field(default_factory=list)
     """New tokens, the one that ended the sequence not among them."""
-    logprobs: list[float] = field(default_factory=list)
-    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    rest: str | None = None
+    """Text that was held back until the request ended."""
 
-    def add(self, request: Request, n_before: int) -> None:
-        """Take the tokens behind the first `n_before` of a request."""
-        self.tokens = request.ids[n_before:]
-        self.logprobs = request.logprobs[n_before:]
-        self.top_logprobs = request.top_logprobs[n_before:]
+    def add(self, n_before: int) -> None:
+        """Take the tokens behind the first `n_before` of the request."""
+        request = self.request
+        new = zip(request.ids[n_before:], request.logprobs[n_before:], strict=True)
+        self.tokens = [TokenOutput(token, logprob) for token, logprob in new]
+        if request.n_top_logprobs:
+            for output, top in zip(self.tokens, request.top_logprobs[n_before:], strict=True):
+                output.top_logprobs = top
+
+    def cut(self, n: int) -> None:
+        """Take away the last `n` tokens, also from the request."""
+        if n:
+            request = self.request
+            for values in (self.tokens, request.ids, request.logprobs, request.top_logprobs):
+                del values[-n:]
+
+    def close(self) -> None:
+        """Add the end of a request that has ended: to its last token, or behind it."""
+        request = self.request
+        if request.finish_reason is None:
+            return
+        if request.finish_reason == "length" and self.tokens:
+            last = self.tokens[-1]
+            last.finish_reason = "length"
+            last.text = last.text if self.rest is None else (last.text or "") + self.rest
+            return
+        self.tokens.append(
+            TokenOutput(
+                None, finish_reason=request.finish_reason, error=request.error, text=self.rest
+            )
+        )
 
 
 @dataclass
 class Outcome:
-    """The numbers that a step gives, in the order of its works."""
+    """Numbers that a step computes, in the order of its works."""
 
     drawn: Drawn
     """A row for each token that may come out: one for a request that draws, and one more for each
@@ -65,7 +116,7 @@ class Outcome:
     prompt: Drawn
     """A row for each prompt token whose log-probability is wanted and became known."""
     searches: list[np.ndarray] = field(default_factory=list)
-    """What each search is told; see `nbflow.engine.searching.empty_rows`."""
+    """Candidates of each search (`nbflow.engine.searching.empty_rows`)."""
     vectors: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.float32))
     """The vector of each text whose last token ran, float32 (n, E)."""
     errors: dict[int, Exception] = field(default_factory=dict)
@@ -83,7 +134,7 @@ class Outcome:
 
     @property
     def arrays(self) -> list[np.ndarray]:
-        """What the other ranks must be told."""
+        """Arrays that the other ranks receive."""
         every = (self.drawn.array, self.prompt.array, *self.searches, self.vectors)
         return [a for a in every if a.size]
 
@@ -245,12 +296,12 @@ class Outcome:
             array[:, FIRST : FIRST + top.shape[1]] = top
             array[:, FIRST + most : FIRST + most + top.shape[1]] = logprobs
 
-    def apply(self, works: Sequence[Work]) -> list[Output]:
+    def apply(self, works: Sequence[Work]) -> list[RequestDelta]:
         """Give the requests what came out, and return it."""
         outputs, row, prompt_row = [], 0, 0
         searches, vectors = iter(self.searches), iter(self.vectors)
         for work in works:
-            request, output, draws = work.request, Output(work.request), work.draws
+            request, output, draws = work.request, RequestDelta(work.request), work.draws
             error = self.errors.get(request.id)
             for _ in _prompt_rows(work):
                 top = self.prompt.top(prompt_row, request.prompt_logprobs or 0)
@@ -274,7 +325,9 @@ class Outcome:
         return outputs
 
     @staticmethod
-    def _search(request: Request, row: np.ndarray, output: Output, error: Exception | None) -> None:
+    def _search(
+        request: Request, row: np.ndarray, output: RequestDelta, error: Exception | None
+    ) -> None:
         """Let a search go on; that it cannot is the same on every rank."""
         n_before = len(request.ids)
         try:
@@ -282,10 +335,10 @@ class Outcome:
                 advance(request, row)
         except Exception as raised:
             request.fail(raised)
-        output.add(request, n_before)
+        output.add(n_before)
 
     def _accept(
-        self, work: Work, row: int, n_rows: int, output: Output, error: Exception | None
+        self, work: Work, row: int, n_rows: int, output: RequestDelta, error: Exception | None
     ) -> None:
         request, n_before = work.request, len(work.request.ids)
         for i in range(row, row + n_rows):
@@ -296,12 +349,85 @@ class Outcome:
                 request.fail(error or UsageError("no token could be drawn"))
                 break
             request.accept(int(token), logprob, self.drawn.top(i, request.n_top_logprobs))
-        output.add(request, n_before)
+        output.add(n_before)
         if work.drafts:
             n_right = max(0, len(output.tokens) - 1)
             request.n_done += n_right
             request.n_drafted += len(work.drafts)
             request.n_accepted += n_right
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A continuation."""
+
+    ids: list[int]
+    """New token ids."""
+    text: str
+    """The new tokens as text, up to a stop text; empty if the model was loaded without a
+    tokenizer."""
+    logprobs: list[float]
+    """Natural logarithm of each new token's probability."""
+    finish_reason: FinishReason
+    """"stop": an end token was drawn or a stop text came; "length": max_tokens or the context is
+    full."""
+    prompt_ids: list[int]
+    """The prompt as token ids."""
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    """With `logprobs`: the most probable tokens in the place of each new one."""
+    prompt_logprobs: list[tuple[float, TopLogprobs]] = field(default_factory=list)
+    """With `prompt_logprobs`: for each prompt token but the first its log-probability and the most
+    probable tokens."""
+    n_drafted: int = 0
+    """Tokens that a draft model proposed."""
+    n_accepted: int = 0
+    """Proposed tokens that were right."""
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed, but shared with another request."""
+    score: float | None = None
+    """Score of a beam: log-probability divided by the length to the power of the penalty."""
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Share of the proposed tokens that were right; None without proposals."""
+        return self.n_accepted / self.n_drafted if self.n_drafted else None
+
+    @classmethod
+    def of(cls, request: Request, text: str) -> Generation:
+        """Return what a request that has ended came to."""
+        assert request.finish_reason is not None
+        return cls(
+            request.ids, text, request.logprobs, request.finish_reason, request.prompt,
+            request.top_logprobs, request.prompt_results, request.n_drafted, request.n_accepted,
+            request.cached_tokens,
+        )  # fmt: skip
+
+    def replaced(
+        self, found: Continuation, stop_ids: frozenset[int], tokenizer: Tokenizer | None
+    ) -> Generation:
+        """Return the result with another continuation that a search has found."""
+        ended = found.steps[-1].token in stop_ids
+        steps = found.steps[:-1] if ended else found.steps
+        ids = [step.token for step in steps]
+        return dataclasses.replace(
+            self,
+            ids=ids,
+            text="" if tokenizer is None else tokenizer.decode(ids),
+            logprobs=[step.logprob for step in steps],
+            top_logprobs=[step.top for step in steps if step.top],
+            finish_reason="stop" if ended else "length",
+            score=found.score,
+        )
+
+
+def text_of(request: Request, tokenizer: Tokenizer | None) -> str:
+    """Return the new tokens of a request as text, up to a stop text."""
+    if tokenizer is None:
+        return ""
+    if not request.stop_texts:
+        return tokenizer.decode(request.ids)
+    stream = TextStream(tokenizer, request.stop_texts, request.include_stop_text)
+    return "".join([*(stream.push(i) for i in request.ids), stream.finish()])
 
 
 def verify(logits: np.ndarray, request: Request, drafts: Sequence[int]) -> list[int]:

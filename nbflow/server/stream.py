@@ -1,0 +1,470 @@
+"""Generations of one HTTP request: from the engine's tokens to chunks of text and events.
+
+`Mailbox` brings tokens from the engine's thread to the event loop, `Job` makes chunks of them, one
+stream for each choice, and `Stream` sends them until they end or the client is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, TypeVar
+
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from nbflow.decoding.structured import StructureError
+from nbflow.engine.errors import EngineClosed, QueueFull
+from nbflow.engine.handle import Handle
+from nbflow.engine.outputs import Generation, TokenOutput
+from nbflow.engine.request import Request
+from nbflow.engine.text_stream import TextStream
+from nbflow.server.errors import ApiError, busy
+from nbflow.server.logs import logger
+from nbflow.server.metrics import Clock, Metrics
+from nbflow.server.requests import GenerationRequest
+from nbflow.server.served import Served
+from nbflow.server.text import NoText
+from nbflow_kernels.errors import UsageError
+
+T = TypeVar("T")
+
+DONE = b"data: [DONE]\n\n"
+
+
+@dataclass
+class OutputChunk:
+    """New tokens and text of one choice."""
+
+    index: int
+    """Number of the choice."""
+    text: str = ""
+    tokens: list[TokenOutput] = field(default_factory=list)
+    finish_reason: str | None = None
+    """"stop" or "length" with the last chunk."""
+    stop_reason: str | None = None
+    """The stop text that ended it."""
+    error: ApiError | None = None
+    """The failure that ended it."""
+
+    @property
+    def ids(self) -> list[int]:
+        """The new token ids."""
+        return [output.token for output in self.tokens if output.token is not None]
+
+
+_CONTEXT = 8  # tokens of the prompt that decide how the first new one is spelt
+
+
+class Continuation:
+    """Choice of a request: makes chunks of its tokens, on the event loop's thread."""
+
+    def __init__(
+        self, index: int, wanted: GenerationRequest, served: Served, metrics: Metrics
+    ) -> None:
+        self.index = index
+        self.request = wanted.request
+        self._structure = wanted.structure
+        self._served = served
+        self._before = wanted.request.prompt[-_CONTEXT:] if wanted.continues_text else ()
+        self.request.text_before = tuple(self._before)
+        self._text = None if self.request.stop_texts else self._text_stream()
+        self._offsets = served.offsets(self._before) if wanted.request.wants_logprobs else None
+        self._clock = Clock(metrics, served.name)
+        self.handle: Handle | None = None
+        self.n_prompt = len(self.request.encoder_ids or self.request.prompt)
+        """Tokens of the prompt; where there is an encoder, it reads the prompt."""
+        self.n_tokens = 0
+        """New tokens so far."""
+        self.finished = False
+
+    def _text_stream(self) -> TextStream | NoText:
+        return self._served.text_stream(self._before)
+
+    def take(self, outputs: Sequence[TokenOutput]) -> list[OutputChunk]:
+        """Return the chunk that tokens of the engine make, if they make one."""
+        if self.finished:
+            return []
+        chunk, texts = OutputChunk(self.index), []
+        for output in outputs:
+            texts.append(self._text_of(output))
+            if output.token is not None:
+                self.n_tokens += 1
+                output.offset = 0 if self._offsets is None else self._offsets(output.token)
+                chunk.tokens.append(output)
+            if output.finish_reason is not None:
+                self._end_as(chunk, output)
+        chunk.text = "".join(texts)
+        if chunk.tokens:
+            self._clock.tokens(len(chunk.tokens))
+        if self.finished:
+            chunk.stop_reason = self.request.stop_reason
+            self._note_end(chunk)
+        return [chunk] if chunk.text or chunk.tokens or self.finished else []
+
+    def _text_of(self, output: TokenOutput) -> str:
+        """Return the text of a token: the engine's, where it looks for stop texts."""
+        if self._text is None:
+            return output.text or ""
+        text = "" if output.token is None else self._text.push(output.token)
+        return text if output.finish_reason is None else text + self._text.finish()
+
+    def _note_end(self, chunk: OutputChunk) -> None:
+        reason = chunk.finish_reason or "error"
+        self._clock.end(reason, self.n_prompt, self.n_tokens, self._queued_s)
+
+    def failed(self, error: Exception) -> list[OutputChunk]:
+        """End because something else than the engine has failed."""
+        if self.finished:
+            return []
+        chunk = OutputChunk(self.index)
+        self._end_as(chunk, TokenOutput(None, finish_reason="error", error=error))
+        self._note_end(chunk)
+        return [chunk]
+
+    def _end_as(self, chunk: OutputChunk, output: TokenOutput) -> None:
+        """End as the engine says."""
+        if output.finish_reason == "error":
+            error = output.error or RuntimeError("unknown")
+            logger.error("a sequence failed", exc_info=error)
+            chunk.error = self._failure(error)
+        elif output.finish_reason == "abort":
+            chunk.error = ApiError(503, "the server is stopping", retry_after_s=1)
+        # a request that ran out of time has what there was time for
+        reason = "length" if output.finish_reason == "deadline" else output.finish_reason
+        self._end(chunk, reason if chunk.error is None else None)
+
+    def _failure(self, error: Exception) -> ApiError:
+        """Return what the client is told of an error of the engine."""
+        if isinstance(error, StructureError):  # it was found out on the way
+            return ApiError(400, str(error), param=self._structure)
+        what = str(error) if isinstance(error, UsageError) else "see the server's log"
+        return ApiError(500, f"the model could not go on: {what}", code="step_failed")
+
+    def _end(self, chunk: OutputChunk, reason: str | None) -> None:
+        chunk.finish_reason = reason
+        self.finished = True
+        self.cancel()
+
+    @property
+    def _queued_s(self) -> float | None:
+        """Seconds in the queue before the first step."""
+        if self.handle is None or self.handle.timings.started is None:
+            return None
+        return self.handle.timings.started - self.handle.timings.submitted
+
+    def cancel(self) -> None:
+        """Tell the engine that no more is wanted."""
+        if self.handle is not None and not self.handle.done:
+            self.handle.cancel()
+
+    def abandon(self) -> None:
+        """End without being asked for more, because the client is gone."""
+        if not self.finished and self.handle is not None:
+            self.finished = True
+            self.cancel()
+            self._clock.end("abort", self.n_prompt, self.n_tokens, None)
+
+
+class BeamContinuations(Continuation):
+    """All that a beam search finds, which comes at its end: the choices from `index` on."""
+
+    def take(self, outputs: Sequence[TokenOutput]) -> list[OutputChunk]:
+        """See `Continuation.take`."""
+        last = outputs[-1]
+        if self.finished or last.finish_reason is None:
+            return []
+        first = OutputChunk(self.index)
+        self._end_as(first, last)
+        if first.error is not None:
+            self._note_end(first)
+            return [first]
+        chunks = [
+            self._chunk(self.index + i, made)
+            for i, made in enumerate(self._served.model.generations(self.request))
+        ]
+        self._clock.tokens(self.n_tokens)
+        self._note_end(chunks[0])
+        return chunks
+
+    def _chunk(self, index: int, made: Generation) -> OutputChunk:
+        stream = self._text_stream()
+        offsets = self._served.offsets(self._before) if self.request.wants_logprobs else None
+        tops = made.top_logprobs or [[] for _ in made.ids]
+        tokens, texts = [], []
+        for token, logprob, top in zip(made.ids, made.logprobs, tops, strict=True):
+            tokens.append(
+                TokenOutput(token, logprob, top, offset=0 if offsets is None else offsets(token))
+            )
+            texts.append(stream.push(token))
+        self.n_tokens += len(tokens)
+        text = "".join([*texts, stream.finish()])
+        return OutputChunk(index, text, tokens, made.finish_reason)
+
+
+class PooledText(Continuation):
+    """A text that is embedded.  Nothing comes before its end; the vector is in the request."""
+
+    def take(self, outputs: Sequence[TokenOutput]) -> list[OutputChunk]:
+        """See `Continuation.take`."""
+        last = outputs[-1]
+        if self.finished or last.finish_reason is None:
+            return []
+        chunk = OutputChunk(self.index)
+        if last.finish_reason == "deadline":  # half a text has no vector
+            chunk.error = ApiError(504, "the time for the request was over (limits.request_s)")
+        self._end_as(chunk, last)
+        self._note_end(chunk)
+        return [chunk]
+
+
+class Job:
+    """All continuations of one request.
+
+    An asynchronous context manager: on leaving it, whatever has not ended is cancelled.  Iterating
+    gives lists of chunks: all that came since the last time.
+
+    Parameters
+    ----------
+    served : Served
+        The model.
+    requests : sequence of GenerationRequest
+        The requests.
+    mailbox : Mailbox
+        The way from the engine's thread.
+    metrics : Metrics
+        Where times are noted.
+    """
+
+    def __init__(
+        self,
+        served: Served,
+        requests: Sequence[GenerationRequest],
+        mailbox: Mailbox,
+        metrics: Metrics,
+    ) -> None:
+        self._served = served
+        self._mailbox = mailbox
+        self.continuations: list[Continuation] = []
+        self._of_choice: list[Continuation] = []
+        for wanted in requests:
+            searches = wanted.request.search is not None and not wanted.request.search.compares
+            kind = BeamContinuations if searches else Continuation
+            kind = kind if wanted.request.pooling is None else PooledText
+            self.continuations.append(kind(self.n_choices, wanted, served, metrics))
+            self._of_choice += [self.continuations[-1]] * wanted.n
+        self._chunks: list[OutputChunk] = []
+        self._news = asyncio.Event()
+
+    @property
+    def n_choices(self) -> int:
+        """Number of choices."""
+        return len(self._of_choice)
+
+    def request_of(self, index: int) -> Request:
+        """Return the engine's request for a choice."""
+        return self._of_choice[index].request
+
+    async def __aenter__(self) -> Job:
+        try:
+            for continuation in self.continuations:
+                self._submit(continuation)
+        except QueueFull as error:
+            self.leave()
+            raise busy(str(error)) from error
+        except EngineClosed as error:
+            self.leave()
+            raise ApiError(503, str(error), retry_after_s=1) from error
+        except BaseException:
+            self.leave()
+            raise
+        return self
+
+    def _submit(self, continuation: Continuation) -> None:
+        def on_events(_: Handle, outputs: list[TokenOutput]) -> None:  # on the engine's thread
+            self._mailbox.post(self._take, continuation, outputs)
+
+        continuation.handle = self._served.engine.submit(continuation.request, on_events)
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.leave()
+
+    def leave(self) -> None:
+        """Cancel what has not ended."""
+        for continuation in self.continuations:
+            continuation.abandon()
+
+    def _take(self, continuation: Continuation, outputs: list[TokenOutput]) -> None:
+        try:
+            chunks = continuation.take(outputs)
+        except Exception as error:  # or this request would wait, and those behind it in the mailbox
+            chunks = continuation.failed(error)
+        if chunks:
+            self._chunks += chunks
+            self._news.set()
+
+    async def __aiter__(self) -> AsyncIterator[list[OutputChunk]]:
+        while True:
+            if not self._chunks:
+                if all(c.finished for c in self.continuations):
+                    return
+                self._news.clear()
+                await self._news.wait()
+            chunks, self._chunks = self._chunks, []
+            yield chunks
+
+    async def whole(self) -> list[OutputChunk]:
+        """Return one chunk for each continuation, with all of it; raise if one failed."""
+        results: dict[int, OutputChunk] = {}
+        texts: dict[int, list[str]] = {}
+        async for chunks in self:
+            for chunk in chunks:
+                if chunk.error is not None:
+                    raise chunk.error
+                result = results.setdefault(chunk.index, OutputChunk(chunk.index))
+                texts.setdefault(chunk.index, []).append(chunk.text)
+                result.tokens += chunk.tokens
+                result.finish_reason = chunk.finish_reason
+                result.stop_reason = chunk.stop_reason
+        for index, result in results.items():
+            result.text = "".join(texts[index])
+        return [results[index] for index in sorted(results)]
+
+    def usage(self, n_prompts: int) -> dict[str, Any]:
+        """Return the numbers of tokens; a prompt with several continuations counts once."""
+        each = max(1, len(self.continuations) // max(1, n_prompts))
+        firsts = self.continuations[::each]
+        prompt = sum(c.n_prompt for c in firsts)
+        new = sum(c.n_tokens for c in self.continuations)
+        cached = sum(c.handle.cached_tokens for c in firsts if c.handle is not None)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": new,
+            "total_tokens": prompt + new,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+
+def mean_logprob(chunk: OutputChunk) -> float:
+    """Return the log-probability per token, by which the best of several is chosen."""
+    if not chunk.tokens:
+        return -math.inf
+    return sum(output.logprob for output in chunk.tokens) / len(chunk.tokens)
+
+
+class Mailbox:
+    """Calls that another thread wants to be made on the event loop, in order.
+
+    A step of the engine has news for every sequence; waking the loop for each would cost a system
+    call each.
+
+    Parameters
+    ----------
+    loop : asyncio.AbstractEventLoop
+        Where the calls are made.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._calls: deque[tuple[Callable[..., None], tuple[Any, ...]]] = deque()
+        self._woken = False
+
+    def post(self, call: Callable[..., None], *arguments: Any) -> None:
+        """Let the loop call ``call(*arguments)`` soon; from any thread."""
+        self._calls.append((call, arguments))
+        if not self._woken:
+            self._woken = True
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._deliver)
+
+    def _deliver(self) -> None:
+        self._woken = False  # first: what is posted from here on wakes again
+        while self._calls:
+            call, arguments = self._calls.popleft()
+            call(*arguments)
+
+
+def event(data: Any) -> bytes:
+    """Return a server-sent event with JSON data."""
+    return (
+        b"data: " + json.dumps(data, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"
+    )
+
+
+class Stream(Response):
+    """A response whose body is made while it is sent.
+
+    The work is cancelled when the client goes away, so that what it holds is freed.
+
+    Parameters
+    ----------
+    chunks : async iterator of bytes
+        The body.
+    leave : callable
+        Called at the end in any case, also if nothing was sent.
+    media_type : str
+        Content-Type.
+    """
+
+    def __init__(
+        self,
+        chunks: AsyncIterator[bytes],
+        leave: Callable[[], None],
+        media_type: str = "text/event-stream",
+    ) -> None:
+        self.chunks = chunks
+        self.leave = leave
+        self.status_code = 200
+        self.background = None
+        self.media_type = media_type
+        self.init_headers({"cache-control": "no-cache", "x-accel-buffering": "no"})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the response."""
+        try:
+            with contextlib.suppress(ClientDisconnect):
+                await unless_gone(receive, self._send(send))
+        finally:
+            self.leave()
+
+    async def _send(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        async for chunk in self.chunks:
+            await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Do some work; if the client goes away meanwhile, cancel it and raise `ClientDisconnect`."""
+    doing = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(_gone(receive))
+    try:
+        await asyncio.wait([doing, watching], return_when=asyncio.FIRST_COMPLETED)
+        if doing.done():
+            return doing.result()
+        raise ClientDisconnect
+    finally:
+        watching.cancel()
+        if not doing.done():
+            doing.cancel()
+            await asyncio.wait([doing])
+            if not doing.cancelled():
+                doing.exception()  # retrieved, or asyncio would log it
+
+
+async def _gone(receive: Receive) -> None:
+    """Wait until the client is gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
