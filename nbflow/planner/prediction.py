@@ -149,7 +149,7 @@ def predicted_rank(
     plan = parts[0][0].plan
     weights = sum(work.weight_bytes() for work, _, _ in parts)
     kv = sum(work.kv_token_bytes(setting.kv) * tokens for work, tokens, _ in parts)
-    kv_on_host = sum(  # of whole layers, as `nbflow.engine.placement` has it
+    kv_on_host = sum(  # of whole layers, as `OffloadConfig.host_layers` counts them
         work.kv_token_bytes(setting.kv)
         * tokens
         * int(work.n_layers * setting.kv_host)
