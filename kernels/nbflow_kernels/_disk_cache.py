@@ -48,7 +48,7 @@ class KeyedFiles(caching.IndexDataCacheFile):
         """Write what was compiled for a key."""
         if not self._may_save():
             return
-        content = self._dump((self._stamp, key, self._dump(data)))  # type: ignore[no-untyped-call]
+        content = self._dump((self._stamp, key, self._dump(data)))
         with self._open_for_write(str(self._path(key))) as file:
             file.write(content)
 
@@ -87,7 +87,7 @@ class _Locator(caching._CacheLocator):
         if by_time:
             found = Path(self._py_file).stat()
             self._stamp = found.st_mtime, found.st_size
-            self._folder /= self.get_suitable_cache_subpath(self._py_file)  # type: ignore[no-untyped-call]
+            self._folder /= self.get_suitable_cache_subpath(self._py_file)
 
     def get_cache_path(self) -> str:
         """Return the folder."""
@@ -109,7 +109,7 @@ class _Kernels(caching.CompileResultCacheImpl):
         self._lineno = function.__code__.co_firstlineno
         self._locator = locator
         name = f"{Path(locator._py_file).stem}.{function.__qualname__}"
-        self._filename_base = self.get_filename_base(name, getattr(sys, "abiflags", ""))  # type: ignore[no-untyped-call]
+        self._filename_base = self.get_filename_base(name, getattr(sys, "abiflags", ""))
 
 
 class KernelCache(caching.FunctionCache):
@@ -143,11 +143,11 @@ class KernelCache(caching.FunctionCache):
             ),
             may_save,
         )
-        self.enable()  # type: ignore[no-untyped-call]
+        self.enable()
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """Return what was compiled for a signature; None if there is nothing that can be used."""
         try:
-            return super().load_overload(sig, target_context)  # type: ignore[no-untyped-call]
+            return super().load_overload(sig, target_context)
         except Exception:  # bytes that another program has left can do anything
             return None

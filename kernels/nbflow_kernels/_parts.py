@@ -70,7 +70,7 @@ class KernelCompiler(compiler.Compiler):
         identity.unique_id = next(_numbers)
         identity.unique_name = f"{identity.func_qualname}${identity.unique_id}"
         with _collector_off:
-            return super()._compile_bytecode()  # type: ignore[no-untyped-call]
+            return super()._compile_bytecode()
 
 
 class _NoEnvironments:
@@ -97,7 +97,7 @@ class PartLibrary(codegen.JITCodeLibrary):
         pass
 
     def _finalize_final_module(self) -> None:
-        self._finalize_dynamic_globals()  # type: ignore[no-untyped-call]
+        self._finalize_dynamic_globals()
         self._finalized = True
 
 
@@ -105,7 +105,7 @@ class PartCompiler(KernelCompiler):
     """The same with a `PartLibrary` for the result."""
 
     def __init__(self, *args: Any) -> None:
-        super().__init__(*args)  # type: ignore[no-untyped-call]
+        super().__init__(*args)
         if self.state.library is None:
             make: Any = PartLibrary
             self.state.library = make(self.state.targetctx.codegen(), "nbflow_part")

@@ -24,18 +24,18 @@ from nbflow_kernels.stepping import intrinsic
 _I8, _I32, _I64 = (ir.IntType(n) for n in (8, 32, 64))
 
 
-def _int64(context: Any, builder: Any, signature: Any, args: Any, i: int) -> Any:
+def _int64(context, builder, signature, args, i):
     return context.cast(builder, args[i], signature.args[i], types.int64)
 
 
-def _cell(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+def _cell(context, builder, signature, args):
     address = _int64(context, builder, signature, args, 0)
     return builder.inttoptr(address, ir.PointerType(_I64))
 
 
 def _make_read_modify_write(name: str, operation: str) -> Any:
-    def modify(typing_context: Any, addr: Any, x: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def modify(typing_context, addr, x):
+        def codegen(context, builder, signature, args):
             cell = _cell(context, builder, signature, args)
             value = _int64(context, builder, signature, args, 1)
             return builder.atomic_rmw(operation, cell, value, "seq_cst")
@@ -51,8 +51,8 @@ add = _make_read_modify_write("add", "add")
 
 
 def _make_load(name: str, ordering: str) -> Any:
-    def load(typing_context: Any, addr: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def load(typing_context, addr):
+        def codegen(context, builder, signature, args):
             return builder.load_atomic(_cell(context, builder, signature, args), ordering, 8)
 
         return types.int64(addr), codegen
@@ -67,10 +67,10 @@ load_in_order = _make_load("load_in_order", "seq_cst")
 
 
 @intrinsic
-def store(typing_context: Any, addr: Any, x: Any) -> Any:
+def store(typing_context, addr, x):
     """Write an int64, after everything that precedes has been written."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         value = _int64(context, builder, signature, args, 1)
         builder.store_atomic(value, _cell(context, builder, signature, args), "release", 8)
         return context.get_dummy_value()
@@ -79,10 +79,10 @@ def store(typing_context: Any, addr: Any, x: Any) -> Any:
 
 
 @intrinsic
-def pause(typing_context: Any) -> Any:
+def pause(typing_context):
     """Tell the core that this thread only waits."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         machine = binding.get_process_triple().split("-")[0]
         if machine in ("x86_64", "i686", "i386"):
             kind = ir.FunctionType(ir.VoidType(), [])
@@ -98,10 +98,10 @@ def pause(typing_context: Any) -> Any:
 
 
 @intrinsic
-def cycles(typing_context: Any) -> Any:
+def cycles(typing_context):
     """Return the processor's cycle counter."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         kind = ir.FunctionType(_I64, [])
         name = "llvm.readcyclecounter"
         return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), [])
@@ -110,10 +110,10 @@ def cycles(typing_context: Any) -> Any:
 
 
 @intrinsic
-def call_row_range(typing_context: Any, function: Any, args_at: Any, start: Any, stop: Any) -> Any:
+def call_row_range(typing_context, function, args_at, start, stop):
     """Call a trampoline for rows [start, stop); not 0 if the kernel raised."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         values = [_int64(context, builder, signature, args, i) for i in range(4)]
         kind = ir.FunctionType(_I64, [_I64] * 3)
         return builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
@@ -122,10 +122,10 @@ def call_row_range(typing_context: Any, function: Any, args_at: Any, start: Any,
 
 
 @intrinsic
-def call_int(typing_context: Any, function: Any, x: Any) -> Any:
+def call_int(typing_context, function, x):
     """Call the C function ``int f(int)`` at an address."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         values = [_int64(context, builder, signature, args, i) for i in range(2)]
         kind = ir.FunctionType(_I32, [_I32])
         pointer = builder.inttoptr(values[0], kind.as_pointer())

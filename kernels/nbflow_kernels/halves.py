@@ -22,7 +22,7 @@ def _converts() -> bool:
     return "x86" not in features or "f16c" in features or "avx512f" in features
 
 
-def _like(value: Any, element: Any) -> Any:
+def _like(value, element):
     """Return the type of a scalar or vector with other elements."""
     if isinstance(value.type, ir.VectorType):
         return ir.VectorType(element, value.type.count)
@@ -35,7 +35,7 @@ def _constant(value_type: Any, number: int) -> Any:
     return ir.Constant(value_type, number)
 
 
-def emit_widen(builder: Any, bits: Any) -> Any:
+def emit_widen(builder, bits):
     """Emit the float32 of float16 given as int16, one or a vector."""
     if _converts():
         return builder.fpext(builder.bitcast(bits, _like(bits, _F16)), _like(bits, _F32))
@@ -51,7 +51,7 @@ def emit_widen(builder: Any, bits: Any) -> Any:
     return builder.bitcast(builder.or_(number, sign), floats)
 
 
-def emit_narrow(builder: Any, value: Any) -> Any:
+def emit_narrow(builder, value):
     """Emit the bits (int16) of the float16 nearest to float32, halves to even, one or a vector."""
     if _converts():
         return builder.bitcast(builder.fptrunc(value, _like(value, _F16)), _like(value, _I16))

@@ -45,14 +45,14 @@ _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _F32 = ir.FloatType()
 
 
-def _pointer(context: Any, builder: Any, address: Any, address_type: Any, target: Any) -> Any:
+def _pointer(context, builder, address, address_type, target):
     as_int = context.cast(builder, address, address_type, types.int64)
     return builder.inttoptr(as_int, ir.PointerType(target))
 
 
 def _make_read(name: str, stored: Any, result: Any, widen: str | None) -> Any:
-    def read(typing_context: Any, addr: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def read(typing_context, addr):
+        def codegen(context, builder, signature, args):
             value = builder.load(_pointer(context, builder, args[0], signature.args[0], stored))
             value.align = 1
             if widen is None:
@@ -80,10 +80,10 @@ read_u16 = _make_read("read_u16", _I16, types.int64, "zext")
 
 
 @intrinsic
-def read_word(typing_context: Any, addr: Any, i: Any) -> Any:
+def read_word(typing_context, addr, i):
     """Return the i-th int64 behind an address."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         place = context.cast(builder, args[1], signature.args[1], types.int64)
         first = context.cast(builder, args[0], signature.args[0], types.int64)
         address = builder.add(first, builder.shl(place, ir.Constant(_I64, 3)))
@@ -95,8 +95,8 @@ def read_word(typing_context: Any, addr: Any, i: Any) -> Any:
 
 
 def _make_write(name: str, narrow: bool) -> Any:
-    def write(typing_context: Any, addr: Any, x: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def write(typing_context, addr, x):
+        def codegen(context, builder, signature, args):
             value = context.cast(builder, args[1], signature.args[1], types.float32)
             if narrow:
                 value = emit_narrow(builder, value)
@@ -111,10 +111,10 @@ def _make_write(name: str, narrow: bool) -> Any:
 
 
 @intrinsic
-def write_i64(typing_context: Any, addr: Any, x: Any) -> Any:
+def write_i64(typing_context, addr, x):
     """Write one integer as int64."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         value = context.cast(builder, args[1], signature.args[1], types.int64)
         pointer = _pointer(context, builder, args[0], signature.args[0], _I64)
         builder.store(value, pointer).align = 1
@@ -128,10 +128,10 @@ write_f16 = _make_write("write_f16", narrow=True)
 
 
 @intrinsic
-def store_f16(typing_context: Any, addr: Any, v: Any) -> Any:
+def store_f16(typing_context, addr, v):
     """Write 16 float32 as float16, rounded to nearest, halves to even."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         value = emit_narrow(builder, args[1])
         pointer = _pointer(context, builder, args[0], signature.args[0], value.type)
         builder.store(value, pointer).align = 1
@@ -140,7 +140,7 @@ def store_f16(typing_context: Any, addr: Any, v: Any) -> Any:
     return types.none(addr, v), codegen
 
 
-def first_lanes(context: Any, builder: Any, n: Any, n_type: Any) -> Any:
+def first_lanes(context, builder, n, n_type):
     """Emit the mask of the first `n` lanes, for any `n`."""
     vector = ir.VectorType(_I64, LANES)
     count = context.cast(builder, n, n_type, types.int64)
@@ -149,7 +149,7 @@ def first_lanes(context: Any, builder: Any, n: Any, n_type: Any) -> Any:
     return builder.icmp_signed("<", ir.Constant(vector, list(range(LANES))), counts)
 
 
-def masked_load(builder: Any, pointer: Any, mask: Any, rest: Any) -> Any:
+def masked_load(builder, pointer, mask, rest):
     """Emit the load of the lanes of a mask; the others are those of `rest`."""
     element = "f32" if rest.type == f32x16.llvm else "i16"
     kinds = [pointer.type, _I32, mask.type, rest.type]
@@ -160,10 +160,10 @@ def masked_load(builder: Any, pointer: Any, mask: Any, rest: Any) -> Any:
 
 
 @intrinsic
-def load_first(typing_context: Any, addr: Any, n: Any, rest: Any) -> Any:
+def load_first(typing_context, addr, n, rest):
     """Return 16 float32 of which the first `n` are read, and the others are `rest`."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         pointer = _pointer(context, builder, args[0], signature.args[0], f32x16.llvm)
         mask = first_lanes(context, builder, args[1], signature.args[1])
         value = context.cast(builder, args[2], signature.args[2], types.float32)
@@ -177,8 +177,8 @@ def load_first(typing_context: Any, addr: Any, n: Any, rest: Any) -> Any:
 
 
 def _make_load_first(name: str, widen: str) -> Any:
-    def load(typing_context: Any, addr: Any, n: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def load(typing_context, addr, n):
+        def codegen(context, builder, signature, args):
             stored = ir.VectorType(_I16, LANES)
             pointer = _pointer(context, builder, args[0], signature.args[0], stored)
             mask = first_lanes(context, builder, args[1], signature.args[1])
@@ -200,10 +200,10 @@ load_first_bf16 = _make_load_first("load_first_bf16", "bf16")
 
 
 @intrinsic
-def store_first(typing_context: Any, addr: Any, n: Any, v: Any) -> Any:
+def store_first(typing_context, addr, n, v):
     """Write the first `n` lanes of 16 float32."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         pointer = _pointer(context, builder, args[0], signature.args[0], f32x16.llvm)
         mask = first_lanes(context, builder, args[1], signature.args[1])
         kinds = [f32x16.llvm, pointer.type, _I32, mask.type]
@@ -217,14 +217,14 @@ def store_first(typing_context: Any, addr: Any, n: Any, v: Any) -> Any:
 
 
 @intrinsic
-def allocate(typing_context: Any, n_bytes: Any) -> Any:
+def allocate(typing_context, n_bytes):
     """Return the address of new memory, until `release`.
 
     It takes the compiler a fraction of the time of an array, which also ends when its name is used
     last, whoever has its address.
     """
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         pointer = context.nrt.allocate(
             builder, context.cast(builder, args[0], signature.args[0], types.intp)
         )
@@ -236,10 +236,10 @@ def allocate(typing_context: Any, n_bytes: Any) -> Any:
 
 
 @intrinsic
-def release(typing_context: Any, addr: Any) -> Any:
+def release(typing_context, addr):
     """Give back memory from `allocate`."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         context.nrt.free(builder, _pointer(context, builder, args[0], signature.args[0], _I8))
         return context.get_dummy_value()
 
@@ -247,10 +247,10 @@ def release(typing_context: Any, addr: Any) -> Any:
 
 
 @intrinsic
-def prefetch(typing_context: Any, addr: Any) -> Any:
+def prefetch(typing_context, addr):
     """Ask for the cache line at an address, to be read soon; reads nothing."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         pointer = _pointer(context, builder, args[0], signature.args[0], _I8)
         function_type = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
         function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
@@ -267,10 +267,10 @@ def _pick(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
 
 
 @intrinsic
-def store_halves(typing_context: Any, low: Any, high: Any, v: Any) -> Any:
+def store_halves(typing_context, low, high, v):
     """Write lanes 0-7 to the address `low` and lanes 8-15 to the address `high`."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         for i in (0, 1):
             half = _pick(builder, args[2], args[2], list(range(8 * i, 8 * i + 8)))
             pointer = _pointer(context, builder, args[i], signature.args[i], half.type)
@@ -281,10 +281,10 @@ def store_halves(typing_context: Any, low: Any, high: Any, v: Any) -> Any:
 
 
 @intrinsic
-def store_quarters(typing_context: Any, addr: Any, step: Any, v: Any) -> Any:
+def store_quarters(typing_context, addr, step, v):
     """Write lanes 4i..4i+3 to the address ``addr + i * step``."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         place = context.cast(builder, args[0], signature.args[0], types.int64)
         distance = context.cast(builder, args[1], signature.args[1], types.int64)
         for i in range(4):
@@ -297,7 +297,7 @@ def store_quarters(typing_context: Any, addr: Any, step: Any, v: Any) -> Any:
     return types.none(addr, step, v), codegen
 
 
-def _fold(builder: Any, a: Any, b: Any, width: int) -> Any:
+def _fold(builder, a, b, width):
     """Halve the sums of `width` lanes in `a` and in `b`; those of `a` come first in the result."""
     starts = range(0, 2 * LANES, width)
     low = [s + i for s in starts for i in range(width // 2)]
@@ -306,25 +306,7 @@ def _fold(builder: Any, a: Any, b: Any, width: int) -> Any:
 
 
 @intrinsic
-def sum16(
-    typing_context: Any,
-    v0: Any,
-    v1: Any,
-    v2: Any,
-    v3: Any,
-    v4: Any,
-    v5: Any,
-    v6: Any,
-    v7: Any,
-    v8: Any,
-    v9: Any,
-    v10: Any,
-    v11: Any,
-    v12: Any,
-    v13: Any,
-    v14: Any,
-    v15: Any,
-) -> Any:
+def sum16(typing_context, v0, v1, v2, v3, v4, v5, v6, v7, v8, v9, v10, v11, v12, v13, v14, v15):
     """Return the vector whose lane i is the sum of the lanes of argument i."""
     vectors = (v0, v1, v2, v3, v4, v5, v6, v7, v8, v9, v10, v11, v12, v13, v14, v15)
     if any(v != f32x16 for v in vectors):
@@ -333,7 +315,7 @@ def sum16(
     return f32x16(*vectors), lambda context, builder, signature, args: emit_sums(builder, args)
 
 
-def emit_sums(builder: Any, vectors: Any) -> Any:
+def emit_sums(builder, vectors):
     """Emit the vector of the sums of 16 vectors."""
     values, width = list(vectors), LANES
     while len(values) > 1:

@@ -21,7 +21,7 @@ _STEPS = 20_000  # of a loop: 120 to 500 microseconds, a pause by the system is 
 
 
 @njit
-def _f32(steps: Any, data: Any, out: Any, start: Any, stop: Any) -> None:
+def _f32(steps, data, out, start, stop):
     """Add 12 x 16 products `steps` times, for each row of `out`."""
     a, b = simd.load_f32(simd.address(data)), simd.load_f32(simd.address(data) + 64)
     for row in range(start, stop):
@@ -37,7 +37,7 @@ def _f32(steps: Any, data: Any, out: Any, start: Any, stop: Any) -> None:
 
 
 @njit
-def _int8(steps: Any, data: Any, out: Any, start: Any, stop: Any) -> None:
+def _int8(steps, data, out, start, stop):
     """Add 12 x 64 products of bytes `steps` times, for each row of `out`."""
     u, s = simd_bytes.load_bytes(simd.address(data)), simd_bytes.load_bytes(simd.address(data) + 64)
     for row in range(start, stop):
@@ -53,7 +53,7 @@ def _int8(steps: Any, data: Any, out: Any, start: Any, stop: Any) -> None:
 
 
 @njit
-def _bf16(steps: Any, data: Any, out: Any, start: Any, stop: Any) -> None:
+def _bf16(steps, data, out, start, stop):
     """Add 12 x 32 products of bfloat16 `steps` times, for each row of `out`."""
     a, b = simd.load_i32(simd.address(data)), simd.load_i32(simd.address(data) + 64)
     for row in range(start, stop):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import numpy as np
 
@@ -17,7 +16,7 @@ ROW = 1 << 16  # float32 elements, 256 KB: long streams for the hardware's prefe
 
 
 @njit
-def _read(data: Any, sums: Any, start: Any, stop: Any) -> None:
+def _read(data, sums, start, stop):
     """Put the sum of each row of `data` into `sums`: 8 x 16 lanes, nothing but loads and adds."""
     for row in range(start, stop):
         a = simd.address(data) + row * data.strides[0]

@@ -109,7 +109,7 @@ class Tile(types.Type):
 class _TileModel(models.PrimitiveModel):
     def __init__(self, manager: Any, fe_type: Tile) -> None:
         array = ir.ArrayType(f32x16.llvm, fe_type.n)
-        super().__init__(manager, fe_type, array)  # type: ignore[no-untyped-call]
+        super().__init__(manager, fe_type, array)
 
 
 def has_pair_products() -> bool:
@@ -129,21 +129,21 @@ def _tile(groups: Any, tokens: Any) -> Tile:
     return Tile(groups.literal_value, tokens.literal_value)
 
 
-def _integer(context: Any, builder: Any, signature: Any, args: Any, i: int) -> Any:
+def _integer(context, builder, signature, args, i):
     return context.cast(builder, args[i], signature.args[i], types.int64)
 
 
-def _load(builder: Any, address: Any, stored: Any) -> Any:
+def _load(builder, address, stored):
     value = builder.load(builder.inttoptr(address, ir.PointerType(stored)))
     value.align = 1
     return value
 
 
-def _store(builder: Any, value: Any, address: Any) -> None:
+def _store(builder, value, address):
     builder.store(value, builder.inttoptr(address, ir.PointerType(value.type))).align = 1
 
 
-def _offset(builder: Any, address: Any, n_bytes: int) -> Any:
+def _offset(builder, address, n_bytes):
     return builder.add(address, ir.Constant(_I64, n_bytes))
 
 
@@ -155,7 +155,7 @@ def _shuffle(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
     return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(_I32, len(lanes)), lanes))
 
 
-def _splat(builder: Any, scalar: Any) -> Any:
+def _splat(builder, scalar):
     undefined = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
     return _shuffle(builder, first, undefined, [0] * LANES)
@@ -167,7 +167,7 @@ def _call(builder: Any, name: str, result: Any, args: list[Any]) -> Any:
     return builder.call(function, args)
 
 
-def _fma(builder: Any, a: Any, b: Any, c: Any) -> Any:
+def _fma(builder, a, b, c):
     return _call(builder, "llvm.fma.v16f32", f32x16.llvm, [a, b, c])
 
 
@@ -191,11 +191,11 @@ def _unit(like: Any) -> tuple[Any, str | None]:
 
 
 @intrinsic(prefer_literal=True)
-def zero(typing_context: Any, groups: Any, tokens: Any) -> Any:
+def zero(typing_context, groups, tokens):
     """Return a tile of zeros."""
     tile = _tile(groups, tokens)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         return ir.Constant(context.get_value_type(tile), None)
 
     return tile(groups, tokens), codegen
@@ -220,11 +220,11 @@ def _emit_store(builder: Any, tile: Tile, value: Any, address: Any, distance: An
 
 
 @intrinsic(prefer_literal=True)
-def load(typing_context: Any, groups: Any, tokens: Any, at: Any) -> Any:
+def load(typing_context, groups, tokens, at):
     """Return the tile at an address."""
     tile = _tile(groups, tokens)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         address = _integer(context, builder, signature, args, 2)
         return _emit_load(context, builder, tile, address, ir.Constant(_I64, 64 * tile.groups))
 
@@ -232,11 +232,11 @@ def load(typing_context: Any, groups: Any, tokens: Any, at: Any) -> Any:
 
 
 @intrinsic(prefer_literal=True)
-def load_apart(typing_context: Any, groups: Any, tokens: Any, at: Any, token: Any) -> Any:
+def load_apart(typing_context, groups, tokens, at, token):
     """Return the tile at an address, its tokens `token` bytes from each other."""
     tile = _tile(groups, tokens)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         address, distance = (_integer(context, builder, signature, args, i) for i in (2, 3))
         return _emit_load(context, builder, tile, address, distance)
 
@@ -244,10 +244,10 @@ def load_apart(typing_context: Any, groups: Any, tokens: Any, at: Any, token: An
 
 
 @intrinsic
-def store(typing_context: Any, at: Any, tile: Any) -> Any:
+def store(typing_context, at, tile):
     """Write a tile to an address."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         address = _integer(context, builder, signature, args, 0)
         _emit_store(builder, tile, args[1], address, ir.Constant(_I64, 64 * tile.groups))
         return context.get_dummy_value()
@@ -256,10 +256,10 @@ def store(typing_context: Any, at: Any, tile: Any) -> Any:
 
 
 @intrinsic
-def store_apart(typing_context: Any, at: Any, token: Any, tile: Any) -> Any:
+def store_apart(typing_context, at, token, tile):
     """Write a tile to an address, its tokens `token` bytes from each other."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         address, distance = (_integer(context, builder, signature, args, i) for i in (0, 1))
         _emit_store(builder, tile, args[2], address, distance)
         return context.get_dummy_value()
@@ -268,11 +268,11 @@ def store_apart(typing_context: Any, at: Any, token: Any, tile: Any) -> Any:
 
 
 @intrinsic
-def beside(typing_context: Any, a: Any, b: Any) -> Any:
+def beside(typing_context, a, b):
     """Return one tile of the groups of two, for the same tokens."""
     tile = Tile(a.groups + b.groups, a.tokens)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         value = ir.Constant(context.get_value_type(tile), ir.Undefined)
         for i in range(tile.n):
             t, g = divmod(i, tile.groups)
@@ -287,10 +287,10 @@ def beside(typing_context: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
-def scale(typing_context: Any, tile: Any, at: Any, token: Any) -> Any:
+def scale(typing_context, tile, at, token):
     """Return a tile with each token multiplied by the float32 at ``at + token * t``."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         address, distance = (_integer(context, builder, signature, args, i) for i in (1, 2))
         value = args[0]
         for t in range(tile.tokens):
@@ -305,10 +305,10 @@ def scale(typing_context: Any, tile: Any, at: Any, token: Any) -> Any:
 
 
 @intrinsic
-def add(typing_context: Any, a: Any, b: Any) -> Any:
+def add(typing_context, a, b):
     """Return the sum of two tiles."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         value = args[0]
         for i in range(a.n):
             x, y = (builder.extract_value(tile, i) for tile in args)
@@ -319,7 +319,7 @@ def add(typing_context: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
-def step(typing_context: Any, tile: Any, like: Any, w: Any, group: Any, x: Any, token: Any) -> Any:
+def step(typing_context, tile, like, w, group, x, token):
     """Add the products of one unit: weights at ``w + group * r``, activations at ``x + token * t``.
 
     See the table of units above for `like`.
@@ -327,7 +327,7 @@ def step(typing_context: Any, tile: Any, like: Any, w: Any, group: Any, x: Any, 
     stored, how = _unit(like)
     multiply = _pair_step if stored is _I32 else _float_step
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         w, group, x, token = (_integer(context, builder, signature, args, i) for i in range(2, 6))
         at = [builder.add(x, builder.mul(token, ir.Constant(_I64, t))) for t in range(tile.tokens)]
         value = args[0]
@@ -344,13 +344,13 @@ def step(typing_context: Any, tile: Any, like: Any, w: Any, group: Any, x: Any, 
 
 
 @intrinsic
-def step_chains(typing_context: Any, tile: Any, like: Any, w: Any, x: Any, token: Any) -> Any:
+def step_chains(typing_context, tile, like, w, x, token):
     """Add one unit to each group of the tile: unit i of one weight group, at `w`, to group i."""
     stored, how = _unit(like)
     multiply = _pair_step if stored is _I32 else _float_step
     size = LANES * (stored.width // 8 if stored is not _F32 else 4)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         w, x, token = (_integer(context, builder, signature, args, i) for i in (2, 3, 4))
         at = [builder.add(x, builder.mul(token, ir.Constant(_I64, t))) for t in range(tile.tokens)]
         value = args[0]
@@ -367,11 +367,11 @@ def step_chains(typing_context: Any, tile: Any, like: Any, w: Any, x: Any, token
 
 
 @intrinsic
-def load_widened(typing_context: Any, like: Any, at: Any) -> Any:
+def load_widened(typing_context, like, at):
     """Return 16 weights as float32."""
     stored, how = _unit(like)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         address = _integer(context, builder, signature, args, 1)
         return _widen(builder, _load(builder, address, ir.VectorType(stored, LANES)), how)
 
@@ -379,19 +379,17 @@ def load_widened(typing_context: Any, like: Any, at: Any) -> Any:
 
 
 @intrinsic
-def step_lanes(
-    typing_context: Any, tile: Any, like: Any, w: Any, row: Any, x: Any, token: Any
-) -> Any:
+def step_lanes(typing_context, tile, like, w, row, x, token):
     """Add 16 columns, lane by lane: weights at ``w + row * r``, activations at ``x + token * t``.
 
     A group of the tile is a row here; `like` is not of pairs.
     """
     stored, how = _unit(like)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         places = [_integer(context, builder, signature, args, i) for i in range(2, 6)]
 
-        def read(address: Any, element: Any) -> Any:
+        def read(address, element):
             return _load(builder, address, ir.VectorType(element, LANES))
 
         return _emit_step_lanes(builder, tile, args[0], stored, how, places, read)
@@ -400,17 +398,15 @@ def step_lanes(
 
 
 @intrinsic
-def step_first(
-    typing_context: Any, tile: Any, like: Any, w: Any, row: Any, x: Any, token: Any, n: Any
-) -> Any:
+def step_first(typing_context, tile, like, w, row, x, token, n):
     """Do as `step_lanes` with the first `n` of 16 columns; the others are not read."""
     stored, how = _unit(like)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         places = [_integer(context, builder, signature, args, i) for i in range(2, 6)]
         mask = first_lanes(context, builder, args[6], signature.args[6])
 
-        def read(address: Any, element: Any) -> Any:
+        def read(address, element):
             vector = ir.VectorType(element, LANES)
             pointer = builder.inttoptr(address, ir.PointerType(vector))
             return masked_load(builder, pointer, mask, ir.Constant(vector, None))
@@ -438,38 +434,38 @@ def _emit_step_lanes(
 
 
 @intrinsic
-def lane_sums(typing_context: Any, tile: Any) -> Any:
+def lane_sums(typing_context, tile):
     """Return the vector whose lane i is `simd.sum` of vector i of a tile of 16 vectors."""
     if tile.n != LANES:
         raise errors.TypingError(f"registers.lane_sums: wanted a tile of 16 vectors, got {tile}")
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         return emit_sums(builder, [builder.extract_value(args[0], i) for i in range(LANES)])
 
     return f32x16(tile), codegen
 
 
 @intrinsic
-def add_pairs(typing_context: Any, total: Any, a: Any, b: Any) -> Any:
+def add_pairs(typing_context, total, a, b):
     """Return `total` plus the two products of each lane of pairs of bfloat16, the odd one first."""
     if (total, a, b) != (f32x16, i32x16, i32x16):
         raise errors.TypingError(f"registers.add_pairs: wanted pairs as int32, got {a} and {b}")
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         return _pair_products(builder, *args)
 
     return f32x16(total, a, b), codegen
 
 
-def _float_step(builder: Any, total: Any, weights: Any, address: Any) -> Any:
+def _float_step(builder, total, weights, address):
     return _fma(builder, weights, _splat(builder, _load(builder, address, _F32)), total)
 
 
-def _pair_step(builder: Any, total: Any, weights: Any, address: Any) -> Any:
+def _pair_step(builder, total, weights, address):
     return _pair_products(builder, total, weights, _splat(builder, _load(builder, address, _I32)))
 
 
-def _pair_products(builder: Any, total: Any, a: Any, b: Any) -> Any:
+def _pair_products(builder, total, a, b):
     """Add the two products of each lane, the odd column first."""
     if has_pair_products():
         args = [total, builder.bitcast(a, _BF16X32), builder.bitcast(b, _BF16X32)]
@@ -494,11 +490,11 @@ def _transposed(builder: Any, vectors: list[Any]) -> list[Any]:
 
 
 @intrinsic
-def transpose(typing_context: Any, like: Any, at: Any, row_bytes: Any, to: Any) -> Any:
+def transpose(typing_context, like, at, row_bytes, to):
     """Copy 16 rows x 16 columns of weights, rows `row_bytes` apart, column after column."""
     stored, _ = _unit(like)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         at, row_bytes, to = (_integer(context, builder, signature, args, i) for i in (1, 2, 3))
         column_bytes = LANES * like.dtype.bitwidth // 8
         for i, column in enumerate(_columns(builder, at, row_bytes, stored)):
@@ -509,13 +505,11 @@ def transpose(typing_context: Any, like: Any, at: Any, row_bytes: Any, to: Any) 
 
 
 @intrinsic
-def transpose_f32(
-    typing_context: Any, like: Any, at: Any, row_bytes: Any, to: Any, distance: Any
-) -> Any:
+def transpose_f32(typing_context, like, at, row_bytes, to, distance):
     """Do as `transpose`, widened: columns 0, 4, 8, 12 to `to`, 1, 5, ... `distance` bytes on."""
     stored, how = _unit(like)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         at, row_bytes, to, distance = (
             _integer(context, builder, signature, args, i) for i in range(1, 5)
         )
@@ -541,8 +535,8 @@ def _make_to_bf16(name: str, interleave: bool) -> Any:
     if interleave:
         order = [lane for i in range(LANES) for lane in (i, LANES + i)]
 
-    def convert(typing_context: Any, low: Any, high: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def convert(typing_context, low, high):
+        def codegen(context, builder, signature, args):
             halves = _rounded(builder, *args)
             return builder.bitcast(_shuffle(builder, halves, halves, order), i32x16.llvm)
 
@@ -552,7 +546,7 @@ def _make_to_bf16(name: str, interleave: bool) -> Any:
     return intrinsic(convert)
 
 
-def _rounded(builder: Any, low: Any, high: Any) -> Any:
+def _rounded(builder, low, high):
     """Return 32 bfloat16 as 16-bit integers, rounded to nearest, halves to even; NaN stays NaN."""
     halves = ir.VectorType(_I16, 2 * LANES)
     if has_pair_products():

@@ -31,10 +31,10 @@ def _want(name: str, *vectors: Any) -> None:
 
 
 def _make_shuffle1(name: str, lanes: list[int]) -> Any:
-    def shuffle(typing_context: Any, v: Any) -> Any:
+    def shuffle(typing_context, v):
         _want(name, v)
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def codegen(context, builder, signature, args):
             return builder.shuffle_vector(args[0], args[0], _mask(lanes))
 
         return f32x16(v), codegen
@@ -44,10 +44,10 @@ def _make_shuffle1(name: str, lanes: list[int]) -> Any:
 
 
 def _make_shuffle2(name: str, lanes: list[int]) -> Any:
-    def shuffle(typing_context: Any, a: Any, b: Any) -> Any:
+    def shuffle(typing_context, a, b):
         _want(name, a, b)
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def codegen(context, builder, signature, args):
             return builder.shuffle_vector(args[0], args[1], _mask(lanes))
 
         return f32x16(a, b), codegen
@@ -64,11 +64,11 @@ swap_pairs = _make_shuffle1("swap_pairs", [i ^ 1 for i in range(LANES)])
 
 
 @intrinsic
-def negate_evens(typing_context: Any, v: Any) -> Any:
+def negate_evens(typing_context, v):
     """Return `v` with the sign of its even lanes turned."""
     _want("negate_evens", v)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         integers = ir.VectorType(_I32, LANES)
         signs = ir.Constant(integers, [0x80000000, 0] * (LANES // 2))
         return builder.bitcast(builder.xor(builder.bitcast(args[0], integers), signs), f32x16.llvm)

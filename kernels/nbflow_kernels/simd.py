@@ -71,7 +71,7 @@ class Vector(types.Type):
 @extending.register_model(Vector)
 class _VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, fe_type: Vector) -> None:
-        super().__init__(manager, fe_type, fe_type.llvm)  # type: ignore[no-untyped-call]
+        super().__init__(manager, fe_type, fe_type.llvm)
 
 
 f32x16 = Vector("f32")
@@ -79,7 +79,7 @@ i32x16 = Vector("i32")
 i8x64 = Vector("i8")  # signed or unsigned, as the operation says
 
 
-def _pointer(builder: Any, context: Any, value: Any, value_type: Any, target: Any) -> Any:
+def _pointer(builder, context, value, value_type, target):
     as_int = context.cast(builder, value, value_type, types.int64)
     return builder.inttoptr(as_int, ir.PointerType(target))
 
@@ -88,7 +88,7 @@ def _function(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any
     return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
 
 
-def _splat(builder: Any, scalar: Any, vector: Any) -> Any:
+def _splat(builder, scalar, vector):
     undefined = ir.Constant(vector, ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
     zeros = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
@@ -104,8 +104,8 @@ def _want(name: str, value: Any, *allowed: Vector) -> None:
 
 
 def _make_load(name: str, stored: Any, result: Vector, widen: str | None) -> Any:
-    def load(typing_context: Any, addr: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def load(typing_context, addr):
+        def codegen(context, builder, signature, args):
             vector = ir.VectorType(stored, LANES)
             pointer = _pointer(builder, context, args[0], signature.args[0], vector)
             value = builder.load(pointer)
@@ -125,7 +125,7 @@ def _make_load(name: str, stored: Any, result: Vector, widen: str | None) -> Any
 
 
 @intrinsic
-def load_as(typing_context: Any, like: Any, addr: Any) -> Any:
+def load_as(typing_context, like, addr):
     """Load 16 elements of the type of the scalar `like`, widened to float32.
 
     float32 is what it says; int16 stands for the bits of float16, uint16 for those of bfloat16.
@@ -136,17 +136,17 @@ def load_as(typing_context: Any, like: Any, addr: Any) -> Any:
         raise errors.TypingError(f"simd.load_as: wanted float32, int16 or uint16, got {like}")
     _, generate = load._defn(typing_context, addr)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         return generate(context, builder, f32x16(signature.args[1]), args[1:])
 
     return f32x16(like, addr), codegen
 
 
 @intrinsic
-def size_of(typing_context: Any, like: Any) -> Any:
+def size_of(typing_context, like):
     """Return the bytes of the scalar `like`, a constant of the machine code."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         return ir.Constant(_I64, like.bitwidth // 8)
 
     return types.int64(like), codegen
@@ -161,10 +161,10 @@ load_i8 = _make_load("load_i8", _I8, i32x16, "sext")
 
 
 def _make_store(name: str, vector: Vector) -> Any:
-    def store(typing_context: Any, addr: Any, value: Any) -> Any:
+    def store(typing_context, addr, value):
         _want(name, value, vector)
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def codegen(context, builder, signature, args):
             pointer = _pointer(builder, context, args[0], signature.args[0], vector.llvm)
             builder.store(args[1], pointer).align = 1
             return context.get_dummy_value()
@@ -180,8 +180,8 @@ store_i32 = _make_store("store_i32", i32x16)
 
 
 def _make_splat(name: str, vector: Vector, scalar: Any) -> Any:
-    def make(typing_context: Any, x: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def make(typing_context, x):
+        def codegen(context, builder, signature, args):
             value = context.cast(builder, args[0], signature.args[0], scalar)
             return _splat(builder, value, vector.llvm)
 
@@ -201,11 +201,11 @@ splat_i32 = _make_splat("splat_i32", i32x16, types.int32)
 def _make_binary(name: str, float_op: str | None, int_op: str | None) -> Any:
     allowed = ((f32x16,) if float_op else ()) + ((i32x16, i8x64) if int_op else ())
 
-    def binary(typing_context: Any, a: Any, b: Any) -> Any:
+    def binary(typing_context, a, b):
         _want(name, a, *allowed)
         _want(name, b, a)
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def codegen(context, builder, signature, args):
             if a == f32x16:
                 return getattr(builder, str(float_op))(args[0], args[1])
             return getattr(builder, str(int_op))(args[0], args[1])
@@ -227,21 +227,21 @@ shr = _make_binary("shr", None, "lshr")
 
 
 def _make_call(name: str, llvm_name: str, n_args: int) -> Any:
-    def emit(builder: Any, args: Any) -> Any:
+    def emit(builder, args):
         vector = f32x16.llvm
         function = _function(builder, f"llvm.{llvm_name}.v{LANES}f32", vector, [vector] * n_args)
         return builder.call(function, args)
 
-    def call1(typing_context: Any, a: Any) -> Any:
+    def call1(typing_context, a):
         _want(name, a, f32x16)
         return f32x16(a), lambda context, builder, signature, args: emit(builder, args)
 
-    def call2(typing_context: Any, a: Any, b: Any) -> Any:
+    def call2(typing_context, a, b):
         _want(name, a, f32x16)
         _want(name, b, f32x16)
         return f32x16(a, b), lambda context, builder, signature, args: emit(builder, args)
 
-    def call3(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+    def call3(typing_context, a, b, c):
         for value in (a, b, c):
             _want(name, value, f32x16)
         return f32x16(a, b, c), lambda context, builder, signature, args: emit(builder, args)
@@ -258,10 +258,10 @@ rint = _make_call("rint", "rint", 1)
 
 
 def _make_conversion(name: str, source: Vector, result: Vector, op: str) -> Any:
-    def convert(typing_context: Any, v: Any) -> Any:
+    def convert(typing_context, v):
         _want(name, v, source)
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def codegen(context, builder, signature, args):
             return getattr(builder, op)(args[0], result.llvm)
 
         return result(v), codegen
@@ -280,10 +280,10 @@ as_f32 = _make_conversion("as_f32", i32x16, f32x16, "bitcast")
 
 
 def _make_reduction(name: str, op: str) -> Any:
-    def reduce(typing_context: Any, v: Any) -> Any:
+    def reduce(typing_context, v):
         _want(name, v, f32x16)
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def codegen(context, builder, signature, args):
             value, width = args[0], LANES
             while width > 1:
                 half = width // 2
@@ -318,10 +318,10 @@ max = _make_reduction("max", "fmax")
 
 
 @intrinsic
-def half_to_float(typing_context: Any, bits: Any) -> Any:
+def half_to_float(typing_context, bits):
     """Return the float16 with these bits (uint16 or int16) as float32."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         value = context.cast(builder, args[0], signature.args[0], types.uint16)
         return emit_widen(builder, value)
 
@@ -329,10 +329,10 @@ def half_to_float(typing_context: Any, bits: Any) -> Any:
 
 
 @intrinsic
-def float_to_half(typing_context: Any, x: Any) -> Any:
+def float_to_half(typing_context, x):
     """Return the bits (uint16) of the float16 nearest to `x`, halves to even."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         value = context.cast(builder, args[0], signature.args[0], types.float32)
         return emit_narrow(builder, value)
 
@@ -340,10 +340,10 @@ def float_to_half(typing_context: Any, x: Any) -> Any:
 
 
 @intrinsic
-def bits_to_float(typing_context: Any, bits: Any) -> Any:
+def bits_to_float(typing_context, bits):
     """Return the float32 with these bits (the lowest 32 of an integer)."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         value = context.cast(builder, args[0], signature.args[0], types.int64)
         return builder.bitcast(builder.trunc(value, _I32), _F32)
 
@@ -351,7 +351,7 @@ def bits_to_float(typing_context: Any, bits: Any) -> Any:
 
 
 @intrinsic
-def address(typing_context: Any, array: Any) -> Any:
+def address(typing_context, array):
     """Return the address of an array's first element as int64 (cheaper than ``.ctypes.data``).
 
     An array made in the kernel lives until its name is used last: take its address inside the loop
@@ -360,7 +360,7 @@ def address(typing_context: Any, array: Any) -> Any:
     if not isinstance(array, types.Array):
         raise errors.TypingError(f"simd.address: wanted an array, got {array}")
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         structure = context.make_array(signature.args[0])(context, builder, args[0])
         return builder.ptrtoint(structure.data, _I64)
 
@@ -368,7 +368,7 @@ def address(typing_context: Any, array: Any) -> Any:
 
 
 @helper
-def exp(v: Any) -> Any:
+def exp(v):
     """Return e**v lane by lane: range reduction by ln 2 and a polynomial of degree 6.
 
     The argument is clamped to [-87, 88], so -inf gives 1.6e-38, not 0, and NaN is lost: a caller

@@ -95,7 +95,7 @@ def _in_parts(builder: Any, n_parts: int, operation: Callable[..., Any], *vector
     return parts[0]
 
 
-def _splat(builder: Any, scalar: Any, lanes: int) -> Any:
+def _splat(builder, scalar, lanes):
     vector = _vector(scalar.type, lanes)
     first = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, ir.Constant(_I32, 0))
     return builder.shuffle_vector(first, first, _constant(_I32, [0] * lanes))
@@ -110,7 +110,7 @@ def _make(name: str, result: Any, arguments: tuple[Any, ...], emit: Callable[...
             if (vector and wanted != found) or (not vector and isinstance(found, type(i8x64))):
                 raise errors.TypingError(f"simd_bytes.{name}: wanted {arguments}, got {given}")
 
-    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def generate(context, builder, signature, args):
         values = [
             value if wanted == found else context.cast(builder, value, found, wanted)
             for value, found, wanted in zip(args, signature.args, arguments, strict=True)
@@ -118,15 +118,15 @@ def _make(name: str, result: Any, arguments: tuple[Any, ...], emit: Callable[...
         value = emit(builder, *values)
         return context.get_dummy_value() if result is types.none else value
 
-    def one(typing_context: Any, a: Any) -> Any:
+    def one(typing_context, a):
         check((a,))
         return result(a), generate
 
-    def two(typing_context: Any, a: Any, b: Any) -> Any:
+    def two(typing_context, a, b):
         check((a, b))
         return result(a, b), generate
 
-    def three(typing_context: Any, a: Any, b: Any, c: Any) -> Any:
+    def three(typing_context, a, b, c):
         check((a, b, c))
         return result(a, b, c), generate
 
@@ -138,21 +138,21 @@ def _make(name: str, result: Any, arguments: tuple[Any, ...], emit: Callable[...
 # ---- loads, stores, broadcasts ------------------------------------------------------------------
 
 
-def _at(builder: Any, addr: Any, target: Any) -> Any:
+def _at(builder, addr, target):
     return builder.inttoptr(addr, ir.PointerType(target))
 
 
-def _emit_load(builder: Any, addr: Any, target: Any) -> Any:
+def _emit_load(builder, addr, target):
     value = builder.load(_at(builder, addr, target))
     value.align = 1
     return value
 
 
-def _emit_store(builder: Any, addr: Any, value: Any) -> None:
+def _emit_store(builder, addr, value):
     builder.store(value, _at(builder, addr, value.type)).align = 1
 
 
-def _emit_broadcast(builder: Any, addr: Any, element: Any, target: Any) -> Any:
+def _emit_broadcast(builder, addr, element, target):
     value = _splat(builder, _emit_load(builder, addr, element), 16)
     return builder.bitcast(value, target)
 
@@ -206,13 +206,13 @@ def emit_move(
 def make_move(features: frozenset[str]) -> Any:
     """Return `move` for a processor."""
 
-    def move(typing_context: Any, v: Any, source: Any, target: Any, width: Any) -> Any:
+    def move(typing_context, v, source, target, width):
         numbers = (source, target, width)
         if v != i8x64 or not all(isinstance(n, types.IntegerLiteral) for n in numbers):
             raise errors.TypingError("simd_bytes.move: wanted bytes and three constants")
         a, b, n = (number.literal_value for number in numbers)
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def codegen(context, builder, signature, args):
             return emit_move(builder, args[0], a, b, n, features)
 
         return i8x64(v, source, target, width), codegen
@@ -288,7 +288,7 @@ lookup16 = make_lookup16(isa.features())
 # ---- dot products -------------------------------------------------------------------------------
 
 
-def _emit_maddubs(builder: Any, acc: Any, u: Any, s: Any, seven: bool, wide: bool) -> Any:
+def _emit_maddubs(builder, acc, u, s, seven, wide):
     """Add products of byte pairs in 16 bits, which holds two of them only if u is below 128."""
     names = ("llvm.x86.avx2.pmadd.ub.sw", "llvm.x86.avx2.pmadd.wd")
     if wide:
@@ -303,7 +303,7 @@ def _emit_maddubs(builder: Any, acc: Any, u: Any, s: Any, seven: bool, wide: boo
     return acc
 
 
-def _emit_arm(builder: Any, acc: Any, u: Any, s: Any, seven: bool, i8mm: bool) -> Any:
+def _emit_arm(builder, acc, u, s, seven, i8mm):
     """Use the dot products of Arm: mixed signs, or both signed with 128 put back."""
     name = "llvm.aarch64.neon.{}.v4i32.v16i8"
     if i8mm:
@@ -316,7 +316,7 @@ def _emit_arm(builder: Any, acc: Any, u: Any, s: Any, seven: bool, i8mm: bool) -
     return _call(builder, name.format("sdot"), acc.type, [acc, u, s])
 
 
-def _emit_generic_dot(builder: Any, acc: Any, u: Any, s: Any) -> Any:
+def _emit_generic_dot(builder, acc, u, s):
     products = _vector(_I16, 64)  # 255 * -128 fits
     both = builder.mul(builder.zext(u, products), builder.sext(s, products))
     pairs = builder.bitcast(both, _vector(_I32, 32))
@@ -331,7 +331,7 @@ def emit_dot(builder: Any, acc: Any, u: Any, s: Any, seven: bool, features: froz
     """Emit acc + the sums of 4 products for a processor; `seven`: u is below 128."""
 
     def vnni(width: int) -> Callable[..., Any]:
-        def emit(acc: Any, u: Any, s: Any) -> Any:
+        def emit(acc, u, s):
             if not _BYTE_OPERANDS:
                 u, s = (builder.bitcast(v, acc.type) for v in (u, s))
             return _call(builder, f"llvm.x86.avx512.vpdpbusd.{width}", acc.type, [acc, u, s])

@@ -53,13 +53,13 @@ class Tile(types.Type):
 @extending.register_model(Tile)
 class _TileModel(datamodel.models.PrimitiveModel):
     def __init__(self, manager: Any, fe_type: Tile) -> None:
-        super().__init__(manager, fe_type, fe_type.llvm)  # type: ignore[no-untyped-call]
+        super().__init__(manager, fe_type, fe_type.llvm)
 
 
 class _Emit:
     """What the operations share while they emit code."""
 
-    def __init__(self, context: Any, builder: Any, signature: Any, args: Any) -> None:
+    def __init__(self, context, builder, signature, args):
         self.builder = builder
         self.values = [
             value
@@ -124,22 +124,22 @@ def _new(name: str, vector: Any, rows: Any, tokens: Any) -> Tile:
 
 
 @intrinsic(prefer_literal=True)
-def zeros(typing_context: Any, rows: Any, tokens: Any) -> Any:
+def zeros(typing_context, rows, tokens):
     """See the module."""
     tile = _new("zeros", f32x16, rows, tokens)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         return ir.Constant(tile.llvm, None)
 
     return tile(rows, tokens), codegen
 
 
 @intrinsic
-def outer(typing_context: Any, sums: Any, w: Any, w_step: Any, x: Any, x_step: Any) -> Any:
+def outer(typing_context, sums, w, w_step, x, x_step):
     """See the module."""
     tile = _tile_of("outer", sums, f32x16)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         emit = _Emit(context, builder, signature, args)
         sums, w, w_step, x, x_step = emit.values
         weights = emit.weights(tile, w, w_step, f32x16.llvm)
@@ -150,11 +150,11 @@ def outer(typing_context: Any, sums: Any, w: Any, w_step: Any, x: Any, x_step: A
 
 
 @intrinsic(prefer_literal=True)
-def starts(typing_context: Any, rows: Any, tokens: Any, n: Any, n_step: Any, factor: Any) -> Any:
+def starts(typing_context, rows, tokens, n, n_step, factor):
     """See the module."""
     tile = _new("starts", i32x16, rows, tokens)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         emit = _Emit(context, builder, signature, args)
         _, _, n, n_step, factor = emit.values
         narrow = builder.trunc(factor, _I32)
@@ -166,15 +166,13 @@ def starts(typing_context: Any, rows: Any, tokens: Any, n: Any, n_step: Any, fac
 
 
 @intrinsic(prefer_literal=True)
-def dots(
-    typing_context: Any, ints: Any, w: Any, w_step: Any, x: Any, x_step: Any, bits: Any
-) -> Any:
+def dots(typing_context, ints, w, w_step, x, x_step, bits):
     """See the module."""
     tile = _tile_of("dots", ints, i32x16)
     seven = isinstance(bits, types.IntegerLiteral) and bits.literal_value < 8
     bytes_ = ir.VectorType(_I8, 4 * LANES)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         emit = _Emit(context, builder, signature, args)
         ints, w, w_step, x, x_step, _ = emit.values
         weights = emit.weights(tile, w, w_step, bytes_)
@@ -189,20 +187,18 @@ def dots(
 
 
 @intrinsic
-def scaled(
-    typing_context: Any, sums: Any, ints: Any, w: Any, w_step: Any, x: Any, x_step: Any
-) -> Any:
+def scaled(typing_context, sums, ints, w, w_step, x, x_step):
     """See the module."""
     tile = _tile_of("scaled", sums, f32x16)
     _tile_of("scaled", ints, i32x16)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         emit = _Emit(context, builder, signature, args)
         sums, ints, w, w_step, x, x_step = emit.values
         scales = emit.weights(tile, w, w_step, f32x16.llvm)
         xs = [emit.splat(emit.load(x, x_step, t, _F32)) for t in range(tile.tokens)]
 
-        def one(r: int, t: int, old: Any) -> Any:
+        def one(r, t, old):
             whole = builder.sitofp(builder.extract_value(ints, r * tile.tokens + t), f32x16.llvm)
             return emit.fma(whole, builder.fmul(scales[r], xs[t]), old)
 
@@ -212,13 +208,11 @@ def scaled(
 
 
 @intrinsic
-def based(
-    typing_context: Any, sums: Any, w: Any, w_step: Any, x: Any, x_step: Any, n: Any, n_step: Any
-) -> Any:
+def based(typing_context, sums, w, w_step, x, x_step, n, n_step):
     """See the module."""
     tile = _tile_of("based", sums, f32x16)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         emit = _Emit(context, builder, signature, args)
         sums, w, w_step, x, x_step, n, n_step = emit.values
         bases = emit.weights(tile, w, w_step, f32x16.llvm)
@@ -232,12 +226,12 @@ def based(
 
 
 @intrinsic
-def add(typing_context: Any, a: Any, b: Any) -> Any:
+def add(typing_context, a, b):
     """See the module."""
     tile = _tile_of("add", a, f32x16)
     _tile_of("add", b, f32x16)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         emit = _Emit(context, builder, signature, args)
         return emit.each(
             tile,
@@ -251,11 +245,11 @@ def add(typing_context: Any, a: Any, b: Any) -> Any:
 
 
 @intrinsic
-def store(typing_context: Any, addr: Any, sums: Any) -> Any:
+def store(typing_context, addr, sums):
     """See the module."""
     tile = _tile_of("store", sums, f32x16)
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         at = context.cast(builder, args[0], signature.args[0], types.int64)
         for i in range(tile.rows * tile.tokens):
             place = builder.add(at, ir.Constant(_I64, 4 * LANES * i))

@@ -65,7 +65,7 @@ _YIELDS = 500  # looks between which the core is offered, before a thread goes t
 
 
 @part
-def _wait_for_change(cell: Any, seen: Any, shared: Any, patience: Any) -> Any:
+def _wait_for_change(cell, seen, shared, patience):
     """Return a cell's value once it is not `seen`; `seen` after `patience` yields (< 0: never)."""
     for _ in range(read_i64(shared + 8 * _SPIN)):
         now = atomics.load(cell)
@@ -87,13 +87,13 @@ def _wait_for_change(cell: Any, seen: Any, shared: Any, patience: Any) -> Any:
 
 
 @part
-def _is_over(shared: Any, stop: Any) -> Any:
+def _is_over(shared, stop):
     """Return whether the list is not to be repeated: told so, or a kernel has raised."""
     return (stop != 0 and atomics.load(stop) != 0) or atomics.load(shared + 8 * _FAILED) != 0
 
 
 @part
-def _barrier(shared: Any, n_threads: Any, is_last: Any, stop: Any) -> Any:
+def _barrier(shared, n_threads, is_last, stop):
     """Wait until all threads of the team are here; return whether the list is over.
 
     The thread that arrives last decides, and the decision is part of what the others wait for: a
@@ -112,7 +112,7 @@ def _barrier(shared: Any, n_threads: Any, is_last: Any, stop: Any) -> Any:
 
 
 @part
-def _share_of_call(row: Any, i: Any, ticket: Any, thread: Any, shared: Any) -> None:
+def _share_of_call(row, i, ticket, thread, shared):
     """Do this thread's rows of call `i`."""
     function, arguments = read_i64(row + 8 * FUNCTION), read_i64(row + 8 * ARGUMENTS)
     n_rows, parts = read_i64(read_i64(row + 8 * ROWS)), read_i64(row + 8 * PARTS)
@@ -135,7 +135,7 @@ def _share_of_call(row: Any, i: Any, ticket: Any, thread: Any, shared: Any) -> N
 
 
 @part
-def _fetch_ahead(table: Any, i: Any, n_calls: Any, thread: Any, shared: Any) -> None:
+def _fetch_ahead(table, i, n_calls, thread, shared):
     """Ask for what this thread reads next, as long as the one that works on call `i` is alone.
 
     A step of a model is bound by the memory, which would rest while one thread does what does not
@@ -157,7 +157,7 @@ def _fetch_ahead(table: Any, i: Any, n_calls: Any, thread: Any, shared: Any) -> 
 
 
 @njit
-def _run_job(shared: Any, thread: Any, n_threads: Any) -> None:
+def _run_job(shared, thread, n_threads):
     """Do this thread's share of the job described in the shared memory.
 
     The last call of a list ends with a barrier, behind which the other threads read nothing of the
@@ -191,7 +191,7 @@ def _run_job(shared: Any, thread: Any, n_threads: Any) -> None:
 
 
 @njit
-def _serve(shared: Any, thread: Any, n_threads: Any) -> None:
+def _serve(shared, thread, n_threads):
     """Work on jobs until one is for Python, or none comes for a while."""
     mine = shared + 8 * (_THREADS + 8 * thread)
     while True:
@@ -210,7 +210,7 @@ def _serve(shared: Any, thread: Any, n_threads: Any) -> None:
 
 
 @njit
-def _announce(shared: Any, kind: Any, n_threads: Any) -> Any:
+def _announce(shared, kind, n_threads):
     """Give the job out; return whether some thread sleeps."""
     # the kind is part of the number: who reads the number cannot take one job for another
     atomics.exchange(shared + 8 * _JOB, read_i64(shared + 8 * _JOB) // 2 * 2 + 2 + kind)

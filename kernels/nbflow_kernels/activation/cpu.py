@@ -6,8 +6,6 @@ tanh form of GELU), or with the normal distribution function (GELU).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -168,20 +166,20 @@ def _run(
 
 
 @helper
-def _divisor(a: Any) -> Any:
+def _divisor(a):
     """Return 1 + e**a, infinite from a = 89 on where `simd.exp` stays at e**88; NaN is lost."""
     beyond = simd.maximum(simd.sub(a, simd.splat(88.0)), simd.splat(0.0))
     return simd.add(simd.splat(1.0), simd.fma(beyond, simd.splat(3e38), simd.exp(a)))
 
 
 @helper
-def _sigmoid(v: Any) -> Any:
+def _sigmoid(v):
     """Return the logistic function of v."""
     return keep_nan(simd.div(simd.splat(1.0), _divisor(simd.sub(simd.splat(0.0), v))), v)
 
 
 @helper
-def _logistic(v: Any, linear: Any, cubic: Any) -> Any:
+def _logistic(v, linear, cubic):
     """Return v times the logistic function of linear * v + cubic * v**3; NaN for -infinity."""
     # beyond +-1e12 the function is 0 or 1 for every use here; the limit keeps the cube finite
     u = simd.maximum(simd.minimum(v, simd.splat(1e12)), simd.splat(-1e12))
@@ -190,7 +188,7 @@ def _logistic(v: Any, linear: Any, cubic: Any) -> Any:
 
 
 @helper
-def _normal(v: Any) -> Any:
+def _normal(v):
     """Return v times the normal distribution function of v, exact to float32 in both tails.
 
     max(v, 0) - |v| / 2 * erfc(|v| / sqrt(2)), which does not cancel for negative v, and
@@ -222,7 +220,7 @@ def _normal(v: Any) -> Any:
 
 
 @helper
-def _clamped(gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
+def _clamped(gate, up, alpha, limit):
     """Return (up + 1) * gate * logistic(alpha * gate), both cut off at the limit."""
     high, low = simd.splat(limit), simd.splat(-limit)
     g = keep_nan(simd.minimum(gate, high), gate)
@@ -231,7 +229,7 @@ def _clamped(gate: Any, up: Any, alpha: Any, limit: Any) -> Any:
 
 
 @helper
-def _function(v: Any, code: Any, linear: Any, cubic: Any) -> Any:
+def _function(v, code, linear, cubic):
     """Return the activation of 16 elements."""
     if code == LOGISTIC:
         return _logistic(v, linear, cubic)
@@ -244,26 +242,15 @@ def _function(v: Any, code: Any, linear: Any, cubic: Any) -> Any:
 
 
 @helper
-def _load(at: Any, n: Any) -> Any:
+def _load(at, n):
     """Return 16 elements, of which the first `n` are read; from 16 on that is all of them."""
     return simd.load_f32(at) if n >= 16 else load_first(at, n, 0.0)
 
 
 @njit
 def _activate(
-    gate: Any,
-    up: Any,
-    row_bytes: Any,
-    interleaved: Any,
-    out: Any,
-    out_row_bytes: Any,
-    width: Any,
-    code: Any,
-    linear: Any,
-    cubic: Any,
-    start: Any,
-    stop: Any,
-) -> None:
+    gate, up, row_bytes, interleaved, out, out_row_bytes, width, code, linear, cubic, start, stop
+):
     """Do rows [start, stop)."""
     step = 8 if interleaved else 4  # bytes from column to column
     for t in range(start, stop):

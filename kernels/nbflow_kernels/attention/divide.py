@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import simd
@@ -21,7 +19,7 @@ PIECES_PER_THREAD = 4
 
 
 @part
-def share_out(items: Any, n_items: Any, total: Any, shares: Any, n_shares: Any) -> None:
+def share_out(items, n_items, total, shares, n_shares):
     """Write the first item of each share: contiguous, and as equal in cost as that allows."""
     done, item = np.int64(0), np.int64(0)
     for share in range(n_shares):
@@ -37,10 +35,7 @@ def share_out(items: Any, n_items: Any, total: Any, shares: Any, n_shares: Any) 
 
 
 @part
-def write_item(
-    place: Any, request: Any, row: Any, rows: Any, head: Any, position: Any, first: Any, end: Any,
-    partial: Any, cost: Any, shared: Any,
-) -> None:  # fmt: skip
+def write_item(place, request, row, rows, head, position, first, end, partial, cost, shared):
     """Write a row of the table of items."""
     write_i64(place, request)
     write_i64(place + 8, row)
@@ -55,9 +50,7 @@ def write_item(
 
 
 @part
-def count_shared(
-    header: Any, rows_at: Any, kv_indptr: Any, kv_indices: Any, lens_at: Any, b: Any, most_own: Any
-) -> Any:
+def count_shared(header, rows_at, kv_indptr, kv_indices, lens_at, b, most_own):
     """Return how many first keys of requests `b` and `b` - 1 lie on the same pages.
 
     Whole chunks, all of which every row of the two sees; each has keys of its own behind them, and
@@ -81,7 +74,7 @@ def count_shared(
 
 
 @part
-def gather(alike: Any, rows_at: Any, b: Any, n_requests: Any, tile_rows: Any, most: Any) -> Any:
+def gather(alike, rows_at, b, n_requests, tile_rows, most):
     """Return how many requests from `b` on go together, and how many keys they share.
 
     One more joins where that saves reading: n requests that share P keys save (n - 1) P of them.
@@ -99,9 +92,7 @@ def gather(alike: Any, rows_at: Any, b: Any, n_requests: Any, tile_rows: Any, mo
 
 
 @njit
-def divide(
-    plan: Any, qo_indptr: Any, kv_indptr: Any, kv_indices: Any, kv_lens: Any, n_threads: Any
-) -> Any:
+def divide(plan, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads):
     """Fill the tables; return numbers of items, merges, shares, partial rows and multiply-adds.
 
     Nothing is written beyond the tables' ends: where a number is larger than its table, the

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -17,7 +15,7 @@ def copy_heads(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
 
 
 @njit
-def _copy_heads(x: Any, out: Any, start: Any, stop: Any) -> None:
+def _copy_heads(x, out, start, stop):
     for t in range(start, stop):
         for h in range(x.shape[1]):
             for d in range(x.shape[2]):

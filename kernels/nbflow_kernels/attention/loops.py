@@ -10,7 +10,6 @@ results of `layout.SPLIT` keys in the same way.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from nbflow_kernels.scalars import fma, tree_sum
 
 
 @strict_njit
-def attend(q: Any, k: Any, v: Any, sm_scale: Any, causal: Any, out: Any) -> None:
+def attend(q, k, v, sm_scale, causal, out):
     """Attend with queries (T, H, D) to keys and values (S, H_kv, D), the last rows aligned."""
     group = q.shape[1] // k.shape[1]
     for t in range(q.shape[0]):
@@ -31,7 +30,7 @@ def attend(q: Any, k: Any, v: Any, sm_scale: Any, causal: Any, out: Any) -> None
 
 
 @strict_njit
-def _attend_one(q: Any, k: Any, v: Any, out: Any) -> None:
+def _attend_one(q, k, v, out):
     """Attend with one query vector, chunk by chunk."""
     top, total = np.float32(-1e30), np.float32(0.0)
     out[:] = 0.0
@@ -54,7 +53,7 @@ def _attend_one(q: Any, k: Any, v: Any, out: Any) -> None:
 
 
 @strict_njit
-def _dot(a: Any, b: Any) -> Any:
+def _dot(a, b):
     """Return the dot product: 16 partial sums, added as a tree."""
     lanes = np.zeros(16, np.float32)
     for d in range(len(a)):

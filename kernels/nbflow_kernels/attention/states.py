@@ -7,7 +7,6 @@ that merging costs one rounding, whatever the number of states.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 
@@ -39,10 +38,7 @@ def merge_states(v: np.ndarray, s: np.ndarray, v_out: np.ndarray, s_out: np.ndar
 
 
 @njit
-def _merge_two(
-    v_a: Any, v_b: Any, v_out: Any, s_a: Any, s_b: Any, s_out: Any, mask: Any, H: Any, start: Any,
-    stop: Any,
-) -> None:  # fmt: skip
+def _merge_two(v_a, v_b, v_out, s_a, s_b, s_out, mask, H, start, stop):
     for row in range(start, stop):
         if len(mask) and not mask[row // H]:
             continue
@@ -61,7 +57,7 @@ def _merge_two(
 
 
 @njit
-def _merge_many(v: Any, s: Any, v_out: Any, s_out: Any, start: Any, stop: Any) -> None:
+def _merge_many(v, s, v_out, s_out, start, stop):
     _, n_states, H, D = v.shape
     mixed = np.empty(D, np.float64)
     for row in range(start, stop):

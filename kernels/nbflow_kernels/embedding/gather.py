@@ -42,10 +42,7 @@ def gather_rows(ids: NDArray[np.int32], table: NDArray[Any], out: NDArray[np.flo
 
 
 @njit
-def _gather(
-    ids: Any, table: Any, row_bytes: Any, kind: Any, E: Any, out: Any, out_bytes: Any,
-    start: Any, stop: Any,
-) -> None:  # fmt: skip
+def _gather(ids, table, row_bytes, kind, E, out, out_bytes, start, stop):
     """Write rows [start, stop) of the result."""
     size = 4 if kind == F32 else 2
     for t in range(start, stop):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import simd
@@ -100,11 +98,9 @@ def gather_paged_kv_cache(
 
 @inline
 def _append_rows(
-    write: Any, k_kind: Any, v_kind: Any, key: Any, value: Any, key_row_bytes: Any,
-    value_row_bytes: Any, batch_indices: Any, positions: Any, k_cache: Any, v_cache: Any,
-    strides: Any, kv_indices: Any, kv_indptr: Any, page_size: Any, G: Any, D: Any, D_value: Any,
-    start: Any, stop: Any,
-) -> None:  # fmt: skip
+    write, k_kind, v_kind, key, value, key_row_bytes, value_row_bytes, batch_indices, positions,
+    k_cache, v_cache, strides, kv_indices, kv_indptr, page_size, G, D, D_value, start, stop
+):  # fmt: skip
     """Write rows [start, stop) with ``write(kind, source, n, target)``."""
     for row in range(start, stop):
         position = np.int64(positions[row])
@@ -120,10 +116,9 @@ def _append_rows(
 
 @njit
 def _append_floats(
-    k_kind: Any, v_kind: Any, key: Any, value: Any, key_row_bytes: Any, value_row_bytes: Any,
-    batch_indices: Any, positions: Any, k_cache: Any, v_cache: Any, strides: Any, kv_indices: Any,
-    kv_indptr: Any, page_size: Any, G: Any, D: Any, D_value: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+    k_kind, v_kind, key, value, key_row_bytes, value_row_bytes, batch_indices, positions, k_cache,
+    v_cache, strides, kv_indices, kv_indptr, page_size, G, D, D_value, start, stop
+):  # fmt: skip
     _append_rows(
         write_floats, k_kind, v_kind, key, value, key_row_bytes, value_row_bytes, batch_indices,
         positions, k_cache, v_cache, strides, kv_indices, kv_indptr, page_size, G, D, D_value,
@@ -133,10 +128,9 @@ def _append_floats(
 
 @njit
 def _append_blocks(
-    k_kind: Any, v_kind: Any, key: Any, value: Any, key_row_bytes: Any, value_row_bytes: Any,
-    batch_indices: Any, positions: Any, k_cache: Any, v_cache: Any, strides: Any, kv_indices: Any,
-    kv_indptr: Any, page_size: Any, G: Any, D: Any, D_value: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+    k_kind, v_kind, key, value, key_row_bytes, value_row_bytes, batch_indices, positions, k_cache,
+    v_cache, strides, kv_indices, kv_indptr, page_size, G, D, D_value, start, stop
+):  # fmt: skip
     _append_rows(
         write_row, k_kind, v_kind, key, value, key_row_bytes, value_row_bytes, batch_indices,
         positions, k_cache, v_cache, strides, kv_indices, kv_indptr, page_size, G, D, D_value,
@@ -146,10 +140,9 @@ def _append_blocks(
 
 @njit
 def _gather(
-    k_kind: Any, v_kind: Any, out_kind: Any, key: Any, value: Any, batch_indices: Any,
-    positions: Any, k_cache: Any, v_cache: Any, strides: Any, kv_indices: Any, kv_indptr: Any,
-    page_size: Any, G: Any, D: Any, D_value: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+    k_kind, v_kind, out_kind, key, value, batch_indices, positions, k_cache, v_cache, strides,
+    kv_indices, kv_indptr, page_size, G, D, D_value, start, stop
+):  # fmt: skip
     scratch = np.empty(max(D, D_value), np.float32)
     itemsize = 4 if out_kind == F32 else 2
     for row in range(start, stop):
@@ -166,7 +159,7 @@ def _gather(
 
 
 @part
-def _copy(kind: Any, source: Any, n: Any, out_kind: Any, target: Any, scratch: Any) -> None:
+def _copy(kind, source, n, out_kind, target, scratch):
     """Decode one head vector as float32 or, by way of `scratch`, as float16."""
     if out_kind == F32:
         copy_row(kind, source, n, np.float32(1), target, n)

@@ -14,8 +14,6 @@ A number that is NaN or infinite makes its block all NaN: a block format has no 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import simd
@@ -96,7 +94,7 @@ _NAN_HALF = 0x7E00
 
 
 @njit
-def copy_row(kind: Any, source: Any, n: Any, factor: Any, target: Any, padded: Any) -> None:
+def copy_row(kind, source, n, factor, target, padded):
     """Write one head vector as float32.
 
     `source` is the address of the row in format `kind`, `target` that of `padded` floats: n
@@ -118,7 +116,7 @@ def copy_row(kind: Any, source: Any, n: Any, factor: Any, target: Any, padded: A
 
 
 @part
-def _copy_floats(kind: Any, source: Any, n: Any, factor: Any, target: Any) -> None:
+def _copy_floats(kind, source, n, factor, target):
     f = simd.splat(factor)
     d = 0
     while d + 16 <= n:
@@ -143,7 +141,7 @@ def _copy_floats(kind: Any, source: Any, n: Any, factor: Any, target: Any) -> No
 
 
 @part
-def _copy_blocks(kind: Any, source: Any, n: Any, factor: Any, target: Any, padded: Any) -> None:
+def _copy_blocks(kind, source, n, factor, target, padded):
     mode, high_bits = LAYOUTS[kind, MODE], LAYOUTS[kind, HIGH_BITS]
     n_full = n // LAYOUTS[kind, BLOCK]
     # The 8-bit and 4-bit formats have loops of their own, without a choice in them.  More of them
@@ -163,7 +161,7 @@ def _copy_blocks(kind: Any, source: Any, n: Any, factor: Any, target: Any, padde
 
 
 @part
-def _copy_signed(source: Any, n_blocks: Any, factor: Any, target: Any) -> None:
+def _copy_signed(source, n_blocks, factor, target):
     """Decode whole blocks of a scale and 32 int8."""
     f = simd.splat(factor)
     for b in range(n_blocks):
@@ -175,9 +173,7 @@ def _copy_signed(source: Any, n_blocks: Any, factor: Any, target: Any) -> None:
 
 
 @part
-def _copy_4_bits(
-    kind: Any, source: Any, n_blocks: Any, halves: Any, factor: Any, target: Any
-) -> None:
+def _copy_4_bits(kind, source, n_blocks, halves, factor, target):
     """Decode whole blocks of a scale, perhaps a base, and 32 codes in 16 bytes."""
     block_bytes, low_at = LAYOUTS[kind, BLOCK_BYTES], LAYOUTS[kind, LOW_AT]
     scale_at, base_at = LAYOUTS[kind, SCALE_AT], LAYOUTS[kind, BASE_AT]
@@ -198,7 +194,7 @@ def _copy_4_bits(
 
 
 @part
-def _copy_any(kind: Any, source: Any, n: Any, factor: Any, target: Any, padded: Any) -> None:
+def _copy_any(kind, source, n, factor, target, padded):
     block, block_bytes = LAYOUTS[kind, BLOCK], LAYOUTS[kind, BLOCK_BYTES]
     scale_at, base_at = LAYOUTS[kind, SCALE_AT], LAYOUTS[kind, BASE_AT]
     mode, low_at, low_bits = LAYOUTS[kind, MODE], LAYOUTS[kind, LOW_AT], LAYOUTS[kind, LOW_BITS]
@@ -223,7 +219,7 @@ def _copy_any(kind: Any, source: Any, n: Any, factor: Any, target: Any, padded: 
 
 
 @part
-def _load_codes(mode: Any, low: Any, high: Any, i: Any, high_bits: Any, low_bits: Any) -> Any:
+def _load_codes(mode, low, high, i, high_bits, low_bits):
     """Return codes i .. i + 15 of a block; `low` and `high` are the addresses of its planes."""
     if mode == SIGNED:
         return simd.load_i8(low + i)
@@ -246,7 +242,7 @@ def _load_codes(mode: Any, low: Any, high: Any, i: Any, high_bits: Any, low_bits
 
 
 @part
-def _load_pair_codes(at: Any, i: Any) -> Any:
+def _load_pair_codes(at, i):
     """Return 16 codes of q3h, whose planes of pair codes x + 11 * y start at `at`."""
     c = simd.or_(
         load_pairs4(at + 12 + (i >> 2)), simd.shl(load_pairs2(at + 4 + (i >> 3)), simd.splat_i32(4))
@@ -260,7 +256,7 @@ def _load_pair_codes(at: Any, i: Any) -> Any:
 
 
 @strict_njit
-def write_row(kind: Any, source: Any, n: Any, target: Any) -> None:
+def write_row(kind, source, n, target):
     """Encode n float32 at the address `source` as one row of format `kind` at `target`."""
     if kind < FIRST_BLOCK_KIND:
         write_floats(kind, source, n, target)
@@ -273,7 +269,7 @@ def write_row(kind: Any, source: Any, n: Any, target: Any) -> None:
 
 
 @strict_part
-def write_floats(kind: Any, source: Any, n: Any, target: Any) -> None:
+def write_floats(kind, source, n, target):
     """Do as `write_row` for the float kinds alone: little to compile."""
     d = 0
     while d + 16 <= n:
@@ -297,7 +293,7 @@ def write_floats(kind: Any, source: Any, n: Any, target: Any) -> None:
 
 
 @strict_part
-def _bf16_bits(x: Any) -> Any:
+def _bf16_bits(x):
     """Return the bits of the bfloat16 nearest to x, halves to even; NaN stays NaN."""
     bits = np.int64(np.float32(x).view(np.uint32))
     if x != x:
@@ -306,7 +302,7 @@ def _bf16_bits(x: Any) -> Any:
 
 
 @strict_part
-def _write_block(kind: Any, x: Any, count: Any, at: Any) -> None:
+def _write_block(kind, x, count, at):
     """Encode `count` numbers (at most a block of them counts) as the block at `at`."""
     block, encoder = LAYOUTS[kind, BLOCK], LAYOUTS[kind, ENCODER]
     scale_at, base_at = LAYOUTS[kind, SCALE_AT], LAYOUTS[kind, BASE_AT]
@@ -345,7 +341,7 @@ def _write_block(kind: Any, x: Any, count: Any, at: Any) -> None:
 
 
 @strict_part
-def _parameters(encoder: Any, x: Any, count: Any, block: Any, last: Any, divisor: Any) -> Any:
+def _parameters(encoder, x, count, block, last, divisor):
     """Return base, scale, 1 / scale (0 for a scale that counts as 0) and whether all is finite."""
     low = high = simd.splat(last)
     bad = simd.splat(0.0)
@@ -376,7 +372,7 @@ def _parameters(encoder: Any, x: Any, count: Any, block: Any, last: Any, divisor
 
 
 @strict_part
-def _first_extreme(x: Any, count: Any, magnitude: Any) -> Any:
+def _first_extreme(x, count, magnitude):
     """Return the first of the numbers whose magnitude is the largest."""
     for i in range(count):
         value = read_f32(x + 4 * i)
@@ -386,7 +382,7 @@ def _first_extreme(x: Any, count: Any, magnitude: Any) -> Any:
 
 
 @strict_part
-def _codes(x: Any, base: Any, inverse: Any, half: Any, top: Any) -> Any:
+def _codes(x, base, inverse, half, top):
     """Return ``floor((x - base) * inverse + half)`` within 0 .. top; NaN gives 0."""
     steps = simd.mul(simd.sub(x, simd.splat(base)), simd.splat(inverse))
     steps = simd.add(steps, simd.splat(half))
@@ -395,7 +391,7 @@ def _codes(x: Any, base: Any, inverse: Any, half: Any, top: Any) -> Any:
 
 
 @strict_part
-def _signed_codes(x: Any, inverse: Any, exact: Any) -> Any:
+def _signed_codes(x, inverse, exact):
     """Return ``x * inverse`` as -128 .. 127, halves away from zero; NaN gives 0."""
     steps = simd.mul(x, simd.splat(inverse))
     zero = simd.splat(0.0)
@@ -406,7 +402,7 @@ def _signed_codes(x: Any, inverse: Any, exact: Any) -> Any:
 
 
 @strict_part
-def _half_up(x: Any, exact: Any) -> Any:
+def _half_up(x, exact):
     """Return x >= 0 rounded, halves up; not `exact`: after adding 0.5, which rounds itself."""
     if not exact:
         return simd.to_i32(simd.add(x, simd.splat(0.5)))
@@ -416,7 +412,7 @@ def _half_up(x: Any, exact: Any) -> Any:
 
 
 @strict_part
-def _store_codes(kind: Any, at: Any, i: Any, a: Any, b: Any) -> None:
+def _store_codes(kind, at, i, a, b):
     """Write codes i .. i + 31 of the block at `at`."""
     mode, low_bits = LAYOUTS[kind, MODE], LAYOUTS[kind, LOW_BITS]
     high_bits, high = LAYOUTS[kind, HIGH_BITS], at + LAYOUTS[kind, HIGH_AT]
@@ -449,7 +445,7 @@ def _store_codes(kind: Any, at: Any, i: Any, a: Any, b: Any) -> None:
 
 
 @strict_part
-def _store_pair_codes(at: Any, i: Any, code: Any) -> None:
+def _store_pair_codes(at, i, code):
     """Write 16 codes of q3h as 8 pair codes x + 11 * y."""
     # the even lanes hold x, the odd ones y; only the even lanes of c count
     c = simd.add(code, simd.mul(swap_pairs(code), simd.splat_i32(11)))

@@ -36,7 +36,7 @@ _I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 _F32 = ir.FloatType()
 
 
-def _pointer(context: Any, builder: Any, address: Any, address_type: Any, target: Any) -> Any:
+def _pointer(context, builder, address, address_type, target):
     as_int = context.cast(builder, address, address_type, types.int64)
     return builder.inttoptr(as_int, ir.PointerType(target))
 
@@ -54,8 +54,8 @@ def _make_fields(width: int, lanes_per_value: int) -> tuple[Any, Any]:
     n_bytes = LANES // lanes_per_value * width // 8
     kind = f"{'fields' if lanes_per_value == 1 else 'pairs'}{width}"
 
-    def load(typing_context: Any, addr: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def load(typing_context, addr):
+        def codegen(context, builder, signature, args):
             stored = ir.VectorType(_I8, n_bytes)
             data = builder.load(_pointer(context, builder, args[0], signature.args[0], stored))
             data.align = 1
@@ -66,8 +66,8 @@ def _make_fields(width: int, lanes_per_value: int) -> tuple[Any, Any]:
 
         return i32x16(addr), codegen
 
-    def store(typing_context: Any, addr: Any, v: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def store(typing_context, addr, v):
+        def codegen(context, builder, signature, args):
             wide = builder.zext(args[1], ir.VectorType(_I64, LANES))
             if lanes_per_value > 1:
                 used = [-1 if lane % lanes_per_value == 0 else 0 for lane in range(LANES)]
@@ -100,10 +100,10 @@ load_pairs1, store_pairs1 = _make_fields(1, 2)
 
 
 @intrinsic
-def store_bytes(typing_context: Any, addr: Any, v: Any) -> Any:
+def store_bytes(typing_context, addr, v):
     """Write the low bytes of 16 int32."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         value = builder.trunc(args[1], ir.VectorType(_I8, LANES))
         pointer = _pointer(context, builder, args[0], signature.args[0], value.type)
         builder.store(value, pointer).align = 1
@@ -113,10 +113,10 @@ def store_bytes(typing_context: Any, addr: Any, v: Any) -> Any:
 
 
 @intrinsic
-def swap_pairs(typing_context: Any, v: Any) -> Any:
+def swap_pairs(typing_context, v):
     """Exchange each even lane of int32 with the odd one after it."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         order = _constant(_I32, [lane ^ 1 for lane in range(LANES)])
         return builder.shuffle_vector(args[0], args[0], order)
 
@@ -124,10 +124,10 @@ def swap_pairs(typing_context: Any, v: Any) -> Any:
 
 
 @intrinsic
-def choose_odd(typing_context: Any, even: Any, odd: Any) -> Any:
+def choose_odd(typing_context, even, odd):
     """Return the even lanes of the one vector of int32 and the odd lanes of the other."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         order = _constant(_I32, [lane + LANES * (lane % 2) for lane in range(LANES)])
         return builder.shuffle_vector(args[0], args[1], order)
 
@@ -138,10 +138,10 @@ def choose_odd(typing_context: Any, even: Any, odd: Any) -> Any:
 
 
 @intrinsic
-def store_bf16(typing_context: Any, addr: Any, v: Any) -> Any:
+def store_bf16(typing_context, addr, v):
     """Write 16 float32 as bfloat16, rounded to nearest, halves to even; NaN stays NaN."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         def splat(value: int) -> Any:
             return _constant(_I32, [value] * LANES)
 
@@ -160,10 +160,10 @@ def store_bf16(typing_context: Any, addr: Any, v: Any) -> Any:
 
 
 @intrinsic
-def read_bf16(typing_context: Any, addr: Any) -> Any:
+def read_bf16(typing_context, addr):
     """Return the bfloat16 at an address as float32."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         value = builder.load(_pointer(context, builder, args[0], signature.args[0], _I16))
         value.align = 1
         bits = builder.shl(builder.zext(value, _I32), ir.Constant(_I32, 16))
@@ -173,10 +173,10 @@ def read_bf16(typing_context: Any, addr: Any) -> Any:
 
 
 @intrinsic
-def write_u16(typing_context: Any, addr: Any, value: Any) -> Any:
+def write_u16(typing_context, addr, value):
     """Write the low 16 bits of an int."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         bits = context.cast(builder, args[1], signature.args[1], types.int64)
         bits = builder.trunc(bits, _I16)
         pointer = _pointer(context, builder, args[0], signature.args[0], _I16)
@@ -189,7 +189,7 @@ def write_u16(typing_context: Any, addr: Any, value: Any) -> Any:
 # ---- parts of vectors -----------------------------------------------------------------------
 
 
-def _below(context: Any, builder: Any, count: Any, count_type: Any) -> Any:
+def _below(context, builder, count, count_type):
     """Return the mask of the lanes whose number is below `count`."""
     wide = context.cast(builder, count, count_type, types.int64)
     undefined = ir.Constant(ir.VectorType(_I64, LANES), ir.Undefined)
@@ -199,10 +199,10 @@ def _below(context: Any, builder: Any, count: Any, count_type: Any) -> Any:
 
 
 @intrinsic
-def load_part(typing_context: Any, addr: Any, count: Any, fill: Any) -> Any:
+def load_part(typing_context, addr, count, fill):
     """Return float32 lanes below `count` from memory, the others `fill`; reads no other bytes."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         vector = f32x16.llvm
         mask = _below(context, builder, args[1], signature.args[1])
         value = context.cast(builder, args[2], signature.args[2], types.float32)
@@ -221,10 +221,10 @@ def load_part(typing_context: Any, addr: Any, count: Any, fill: Any) -> Any:
 
 
 @intrinsic
-def store_part(typing_context: Any, addr: Any, count: Any, v: Any) -> Any:
+def store_part(typing_context, addr, count, v):
     """Write the float32 lanes below `count`; touches no other bytes."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         vector = f32x16.llvm
         mask = _below(context, builder, args[1], signature.args[1])
         pointer = _pointer(context, builder, args[0], signature.args[0], vector)
@@ -240,10 +240,10 @@ def store_part(typing_context: Any, addr: Any, count: Any, v: Any) -> Any:
 
 
 @intrinsic
-def keep(typing_context: Any, v: Any, count: Any) -> Any:
+def keep(typing_context, v, count):
     """Return the vector with zeros in the lanes from `count` on."""
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         mask = _below(context, builder, args[1], signature.args[1])
         return builder.select(mask, args[0], ir.Constant(f32x16.llvm, [0.0] * LANES))
 

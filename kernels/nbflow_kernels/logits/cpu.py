@@ -7,8 +7,6 @@ float64 over blocks.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import simd
@@ -105,7 +103,7 @@ def _places(x: np.ndarray | None) -> tuple[int, int, int, int]:
 
 
 @helper
-def _capped(v: Any, cap: Any) -> Any:
+def _capped(v, cap):
     """Return cap * tanh(v / cap), or `v` for a cap of 0."""
     if cap == 0.0:
         return v
@@ -113,14 +111,14 @@ def _capped(v: Any, cap: Any) -> Any:
 
 
 @helper
-def _nan_sign(v: Any) -> Any:
+def _nan_sign(v):
     """Return int32 that are negative exactly where `v` is NaN."""
     magnitude = simd.and_(simd.as_i32(v), simd.splat_i32(0x7FFFFFFF))
     return simd.sub(simd.splat_i32(0x7F800000), magnitude)
 
 
 @part
-def _top(row: Any, n: Any) -> Any:
+def _top(row, n):
     """Return the largest of the `n` elements at `row`, NaN if one is NaN or the largest infinite.
 
     A row without an element above -inf has no distribution either: it gives NaN.
@@ -144,7 +142,7 @@ def _top(row: Any, n: Any) -> Any:
 
 
 @part
-def _end(row: Any, n: Any, stage: Any) -> None:
+def _end(row, n, stage):
     """Copy the last n % 16 elements at `row` to `stage`, and -inf behind them."""
     body = n - n % 16
     for d in range(16):
@@ -152,13 +150,13 @@ def _end(row: Any, n: Any, stage: Any) -> None:
 
 
 @helper
-def _seen(x: Any) -> Any:
+def _seen(x):
     """Return 0 where `x`, which is not below the lowest finite number, is that; else 1."""
     return simd.minimum(simd.sub(x, simd.splat(LOWEST)), simd.splat(1.0))
 
 
 @part
-def _exps(row: Any, n: Any, top: Any, factor: Any, cap: Any) -> Any:
+def _exps(row, n, top, factor, cap):
     """Return the sum of exp((c(x) - top) * factor) for `n` elements, a multiple of 16."""
     total = simd.splat(0.0)
     for d in range(0, n, 16):
@@ -169,7 +167,7 @@ def _exps(row: Any, n: Any, top: Any, factor: Any, cap: Any) -> Any:
 
 
 @part
-def _sum_exp(row: Any, n: Any, top: Any, factor: Any, cap: Any) -> Any:
+def _sum_exp(row, n, top, factor, cap):
     """Return the sum of exp((c(x) - top) * factor) in float64; c caps, `top` is capped."""
     total = 0.0
     body = n - n % 16
@@ -182,13 +180,13 @@ def _sum_exp(row: Any, n: Any, top: Any, factor: Any, cap: Any) -> Any:
 
 
 @part
-def _capped_one(x: Any, cap: Any) -> Any:
+def _capped_one(x, cap):
     """Return one number capped."""
     return simd.max(_capped(simd.splat(x), cap))
 
 
 @part
-def _top_and_sum(row: Any, n: Any, factor: Any, cap: Any) -> Any:
+def _top_and_sum(row, n, factor, cap):
     """Return the largest element, capped, and the sum of the others' exponentials relative to it.
 
     The largest is NaN for a row without a distribution.
@@ -201,9 +199,7 @@ def _top_and_sum(row: Any, n: Any, factor: Any, cap: Any) -> Any:
 
 
 @njit
-def _log_softmax(
-    logits: Any, V: Any, temperature: Any, cap: Any, out: Any, start: Any, stop: Any
-) -> None:
+def _log_softmax(logits, V, temperature, cap, out, start, stop):
     body = V - V % 16
     for b in range(start, stop):
         row, target = logits + 4 * V * b, out + 4 * V * b
@@ -220,16 +216,7 @@ def _log_softmax(
 
 
 @njit
-def _token_log_probs(
-    logits: Any,
-    V: Any,
-    temperature: Any,
-    cap: Any,
-    ids: Any,
-    out: Any,
-    start: Any,
-    stop: Any,
-) -> None:
+def _token_log_probs(logits, V, temperature, cap, ids, out, start, stop):
     for b in range(start, stop):
         row = logits + 4 * V * b
         factor = np.float32(1.0) / read_f32(temperature + 4 * b)
@@ -240,7 +227,7 @@ def _token_log_probs(
 
 
 @part
-def _add_kl_sums(p: Any, q: Any, n: Any, top_p: Any, top_q: Any, sums: Any) -> None:
+def _add_kl_sums(p, q, n, top_p, top_q, sums):
     """Add to `sums` those over `n` elements, a multiple of 16, of four terms.
 
     With a = exp(p - top_p): a; exp(q - top_q); a * ((p - top_p) - (q - top_q)); a where q is -inf.
@@ -264,7 +251,7 @@ def _add_kl_sums(p: Any, q: Any, n: Any, top_p: Any, top_q: Any, sums: Any) -> N
 
 
 @njit
-def _kl_divergence(p: Any, q: Any, V: Any, out: Any, start: Any, stop: Any) -> None:
+def _kl_divergence(p, q, V, out, start, stop):
     room = np.zeros(32, np.float32)
     sums = np.zeros(4, np.float64)
     stage = simd.address(room)
@@ -289,7 +276,7 @@ def _kl_divergence(p: Any, q: Any, V: Any, out: Any, start: Any, stop: Any) -> N
 
 
 @njit
-def _soft_cap(logits: Any, n: Any, cap: Any, out: Any, start: Any, stop: Any) -> None:
+def _soft_cap(logits, n, cap, out, start, stop):
     """Cap blocks [start, stop) of `BLOCK` elements."""
     for d in range(start * BLOCK, min(stop * BLOCK, n), 16):
         if d + 16 <= n:
@@ -300,7 +287,7 @@ def _soft_cap(logits: Any, n: Any, cap: Any, out: Any, start: Any, stop: Any) ->
 
 
 @part
-def _score(x: Any, bias: Any, mask: Any, has_bias: Any, sm_scale: Any, cap: Any) -> Any:
+def _score(x, bias, mask, has_bias, sm_scale, cap):
     """Return 16 scores, scaled, capped, with bias; -inf where `mask` (int32) is 0."""
     s = _capped(simd.mul(x, simd.splat(sm_scale)), cap)
     if has_bias:
@@ -309,18 +296,7 @@ def _score(x: Any, bias: Any, mask: Any, has_bias: Any, sm_scale: Any, cap: Any)
 
 
 @part
-def _write_scores(
-    row: Any,
-    mask: Any,
-    bias: Any,
-    n: Any,
-    Tk: Any,
-    sm_scale: Any,
-    cap: Any,
-    room: Any,
-    marks: Any,
-    out: Any,
-) -> Any:
+def _write_scores(row, mask, bias, n, Tk, sm_scale, cap, room, marks, out):
     """Write `n` masked scores and -inf up to the next multiple of 16; return where that ends.
 
     It ends with the row at the latest, and then its ragged end goes through `room` (float32) and
@@ -349,7 +325,7 @@ def _write_scores(
 
 
 @part
-def _normalize(row: Any, n: Any, top: Any, room: Any) -> None:
+def _normalize(row, n, top, room):
     """Replace `n` scores by their softmax, in place."""
     stage = simd.address(room)
     body = n - n % 16
@@ -375,7 +351,7 @@ def _normalize(row: Any, n: Any, top: Any, room: Any) -> None:
 
 
 @part
-def _clear(row: Any, n: Any) -> None:
+def _clear(row, n):
     """Write `n` zeros."""
     body = n - n % 16
     for d in range(0, body, 16):
@@ -386,25 +362,25 @@ def _clear(row: Any, n: Any) -> None:
 
 @njit
 def _masked_softmax(
-    scores: Any,
-    mask: Any,
-    mask_b: Any,
-    mask_h: Any,
-    mask_i: Any,
-    bias: Any,
-    bias_b: Any,
-    bias_h: Any,
-    bias_i: Any,
-    H: Any,
-    Tq: Any,
-    Tk: Any,
-    sm_scale: Any,
-    cap: Any,
-    causal: Any,
-    out: Any,
-    start: Any,
-    stop: Any,
-) -> None:
+    scores,
+    mask,
+    mask_b,
+    mask_h,
+    mask_i,
+    bias,
+    bias_b,
+    bias_h,
+    bias_i,
+    H,
+    Tq,
+    Tk,
+    sm_scale,
+    cap,
+    causal,
+    out,
+    start,
+    stop,
+):
     room = np.zeros(32, np.float32)
     marks = np.arange(-16, 16).astype(np.uint8)  # room for a mask, then the numbers of the lanes
     for r in range(start, stop):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import numpy as np
 
@@ -41,9 +41,7 @@ def convert_bsr_mask_layout(mask: np.ndarray, indptr: np.ndarray) -> np.ndarray:
 
 
 @njit
-def _pack_segments(
-    x: Any, indptr: Any, starts: Any, little: Any, y: Any, start: Any, stop: Any
-) -> None:
+def _pack_segments(x, indptr, starts, little, y, start, stop):
     for b in range(start, stop):
         end = indptr[b + 1]
         for byte in range(starts[b], starts[b + 1]):
@@ -56,7 +54,7 @@ def _pack_segments(
 
 
 @njit
-def _convert(mask: Any, indptr: Any, flat: Any, start: Any, stop: Any) -> None:
+def _convert(mask, indptr, flat, start, stop):
     R, C = mask.shape[1], mask.shape[2]
     for i in range(start, stop):
         n = indptr[i + 1] - indptr[i]

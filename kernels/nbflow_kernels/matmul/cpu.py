@@ -54,7 +54,7 @@ def matmul(
 
 
 @part
-def _begin(bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
+def _begin(bias, accumulate, out, start, stop):
     """Write what the sums are added to: nothing, the bias, the old output, or both."""
     for t in range(out.shape[0]):
         for n in range(start, stop):
@@ -63,9 +63,7 @@ def _begin(bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
 
 
 @njit
-def _matmul_stream(
-    x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any
-) -> None:
+def _matmul_stream(x, w, bias, accumulate, out, start, stop):
     """Rows [start, stop) of `w` for one token, as one stream of addresses."""
     _begin(bias, accumulate, out, start, stop)
     n_columns, x_at, sums = w.shape[1], simd.address(x), lanes.allocate(64)
@@ -89,10 +87,7 @@ def _matmul_stream(
 
 
 @inline
-def _tile(
-    n_tokens: Any, w: Any, row: Any, distance: Any, x: Any, token: Any, n_columns: Any, ahead: Any,
-    stride: Any,
-) -> Any:  # fmt: skip
+def _tile(n_tokens, w, row, distance, x, token, n_columns, ahead, stride):
     """Return the lanes of 4 rows, `distance` bytes apart, times a literal number of tokens.
 
     Meanwhile ask for memory from address `ahead` on, `stride` bytes for each vector.
@@ -110,10 +105,7 @@ def _tile(
 
 
 @part
-def _rows_panel(
-    x: Any, w: Any, first: Any, distance: Any, n: Any, n_rows: Any, k: Any, stop: Any, out: Any,
-    sums: Any,
-) -> None:  # fmt: skip
+def _rows_panel(x, w, first, distance, n, n_rows, k, stop, out, sums):
     """Add columns [k, stop) of rows [n, n + n_rows) to `out`, of the 4 rows from `first` on.
 
     The rows lie `distance` bytes apart.  Meanwhile ask for the panel of the 4 rows after them.
@@ -148,9 +140,7 @@ def _rows_panel(
 
 
 @njit
-def _matmul_tiles(
-    x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any
-) -> None:
+def _matmul_tiles(x, w, bias, accumulate, out, start, stop):
     """Rows [start, stop) of `w` for any number of tokens."""
     _begin(bias, accumulate, out, start, stop)
     sums = lanes.allocate(5 * 64)

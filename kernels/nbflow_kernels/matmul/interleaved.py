@@ -47,7 +47,7 @@ def _work(x: NDArray[np.float32], w: NDArray[Any]) -> float:
 
 
 @njit
-def _one(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
+def _one(x, w, bias, accumulate, out, start, stop):
     """One token; groups [start, stop), read as one stream."""
     sums, n_units = lanes.allocate(tiles.TOKEN_BYTES), x.shape[1]
     for group in range(start, stop):
@@ -60,7 +60,7 @@ def _one(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop:
 
 
 @njit
-def _many(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
+def _many(x, w, bias, accumulate, out, start, stop):
     """Two tokens and more; groups [start, stop), multiplied as they lie."""
     n_tokens, n_units = x.shape
     sums = lanes.allocate(tiles.TOKEN_BYTES * min(n_tokens, tiles.BLOCK_TOKENS))
@@ -77,7 +77,7 @@ def _many(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop
 
 
 @inline
-def _rounded(w: Any, at: Any, k: Any, n: Any, to: Any) -> None:
+def _rounded(w, at, k, n, to):
     """Write pairs of columns k to k + n of the group at address `at` as bfloat16."""
     size = 16 * w.itemsize
     at += 2 * k * size
@@ -88,7 +88,7 @@ def _rounded(w: Any, at: Any, k: Any, n: Any, to: Any) -> None:
 
 
 @njit
-def _bf16(x: Any, w: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any) -> None:
+def _bf16(x, w, bias, accumulate, out, start, stop):
     """Activations and weights rounded to bfloat16; groups [start, stop)."""
     like = np.empty(0, np.int32)
     tiles.multiply_decoded(

@@ -19,8 +19,6 @@ and adds it to the chains of a block of tokens; meanwhile it asks for the panel 
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import lanes, registers, simd
@@ -35,7 +33,7 @@ PREFETCH = 4096 + 64  # bytes ahead in a stream: of a pair of lines the second, 
 
 
 @inline
-def tile_width(n_tokens: Any) -> Any:
+def tile_width(n_tokens):
     """Return how many of `n_tokens` tokens the next tile takes."""
     if n_tokens >= 6:
         return 6
@@ -45,14 +43,14 @@ def tile_width(n_tokens: Any) -> Any:
 
 
 @helper
-def clear(sums: Any, n_tokens: Any) -> None:
+def clear(sums, n_tokens):
     """Start the chains of some tokens."""
     for at in range(sums, sums + TOKEN_BYTES * n_tokens, 64):
         simd.store_f32(at, simd.splat(0.0))
 
 
 @helper
-def ask(ahead: Any, stride: Any) -> None:
+def ask(ahead, stride):
     """Ask for one, two or four cache lines at `ahead`: no fewer than `stride` bytes up to 256."""
     lanes.prefetch(ahead)
     if stride > 64:
@@ -63,10 +61,7 @@ def ask(ahead: Any, stride: Any) -> None:
 
 
 @inline
-def add_to_tile(
-    like: Any, n_tokens: Any, w: Any, x: Any, token: Any, n_units: Any, sums: Any, ahead: Any,
-    stride: Any,
-) -> None:  # fmt: skip
+def add_to_tile(like, n_tokens, w, x, token, n_units, sums, ahead, stride):
     """Add units of a group to the four chains of a literal number of tokens, at address `sums`.
 
     Meanwhile ask for memory from address `ahead` on, `stride` bytes for every four units.
@@ -101,10 +96,7 @@ def add_to_tile(
 
 
 @part
-def add_units(
-    like: Any, w: Any, x: Any, token: Any, n_tokens: Any, n_units: Any, sums: Any, ahead: Any,
-    n_bytes: Any,
-) -> None:  # fmt: skip
+def add_units(like, w, x, token, n_tokens, n_units, sums, ahead, n_bytes):
     """Add units of a group, at address `w`, times tokens at x, x + token, ... to their chains.
 
     Meanwhile ask for `n_bytes` bytes at address `ahead`.
@@ -130,9 +122,7 @@ def add_units(
 
 
 @part
-def finish(
-    sums: Any, bias: Any, accumulate: Any, out: Any, token: Any, n_tokens: Any, group: Any
-) -> None:
+def finish(sums, bias, accumulate, out, token, n_tokens, group):
     """Write the outputs of a group and of tokens from `token` on, whose chains are at `sums`."""
     for t in range(n_tokens):
         at = sums + TOKEN_BYTES * t
@@ -142,7 +132,7 @@ def finish(
 
 
 @part
-def round_rows(x: Any, token: Any, n_tokens: Any, pairs: Any) -> None:
+def round_rows(x, token, n_tokens, pairs):
     """Write rows of `x`, rounded to bfloat16, to the rows of `pairs`, zeros after the last."""
     n_columns = x.shape[1]
     full = n_columns // 32 * 32
@@ -163,9 +153,9 @@ def round_rows(x: Any, token: Any, n_tokens: Any, pairs: Any) -> None:
 
 @inline
 def multiply_decoded(
-    decode: Any, is_pairs: Any, source: Any, first: Any, group_bytes: Any, n_units: Any,
-    panel: Any, like: Any, x: Any, bias: Any, accumulate: Any, out: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+    decode, is_pairs, source, first, group_bytes, n_units, panel, like, x, bias, accumulate, out,
+    start, stop
+):  # fmt: skip
     """Multiply the activations `x` by weight groups [start, stop).
 
     ``decode(source, at, k, n, to)`` writes units k to k + n of the weight group at address `at` to

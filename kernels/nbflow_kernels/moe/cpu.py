@@ -103,7 +103,7 @@ def scale_rows(x: NDArray[np.float32], gate: NDArray[np.float32], y: NDArray[np.
 
 
 @part
-def _best(values: Any, first: Any, stop: Any) -> Any:
+def _best(values, first, stop):
     """Return the place of the largest value above -inf, the lowest of equals, or -1."""
     place, most = -1, -np.inf
     for i in range(first, stop):
@@ -113,7 +113,7 @@ def _best(values: Any, first: Any, stop: Any) -> Any:
 
 
 @part
-def _score(logits: Any, sigmoid: Any, scores: Any) -> Any:
+def _score(logits, sigmoid, scores):
     """Write the scores of a row; return whether it has any."""
     top, total = -np.inf, 0.0
     for e in range(len(logits)):
@@ -135,7 +135,7 @@ def _score(logits: Any, sigmoid: Any, scores: Any) -> Any:
 
 
 @part
-def _drop_groups(choice: Any, n_groups: Any, top_k_groups: Any, top2_sum: Any, groups: Any) -> None:
+def _drop_groups(choice, n_groups, top_k_groups, top2_sum, groups):
     """Set the choice values of the experts outside the best groups to -inf."""
     size = len(choice) // n_groups
     for g in range(n_groups):
@@ -156,7 +156,7 @@ def _drop_groups(choice: Any, n_groups: Any, top_k_groups: Any, top2_sum: Any, g
 
 
 @part
-def _largest(values: Any, first: Any, stop: Any) -> Any:
+def _largest(values, first, stop):
     """Return the largest of some values, -inf of none."""
     most = -np.inf
     for i in range(first, stop):
@@ -166,9 +166,9 @@ def _largest(values: Any, first: Any, stop: Any) -> Any:
 
 @njit
 def _routing(
-    logits: Any, bias: Any, sigmoid: Any, renormalize: Any, n_groups: Any, top_k_groups: Any,
-    top2_sum: Any, scale: Any, min_score: Any, weights: Any, ids: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+    logits, bias, sigmoid, renormalize, n_groups, top_k_groups, top2_sum, scale, min_score, weights,
+    ids, start, stop
+):  # fmt: skip
     E, k = logits.shape[1], weights.shape[1]
     scores, choice, groups = np.empty(E), np.empty(E), np.empty(n_groups)
     for t in range(start, stop):
@@ -198,7 +198,7 @@ def _routing(
 
 
 @njit
-def _permute(ids: Any, rows: Any, indptr: Any, inverse: Any, start: Any, stop: Any) -> None:
+def _permute(ids, rows, indptr, inverse, start, stop):
     T, k = ids.shape
     E = len(indptr) - 1
     for e in range(E + 1):
@@ -228,9 +228,7 @@ def _permute(ids: Any, rows: Any, indptr: Any, inverse: Any, start: Any, stop: A
 
 
 @njit
-def _combine(
-    y: Any, weights: Any, inverse: Any, accumulate: Any, out: Any, start: Any, stop: Any
-) -> None:
+def _combine(y, weights, inverse, accumulate, out, start, stop):
     H = y.shape[1]
     for t in range(start, stop):
         to = simd.address(out) + 4 * H * t
@@ -251,7 +249,7 @@ def _combine(
 
 
 @njit
-def _scale_rows(x: Any, gate: Any, y: Any, start: Any, stop: Any) -> None:
+def _scale_rows(x, gate, y, start, stop):
     for t in range(start, stop):
         total = 0.0
         for d in range(x.shape[1]):

@@ -7,8 +7,6 @@ last multiple of 64 follow one by one.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels._jit import strict_njit
@@ -16,7 +14,7 @@ from nbflow_kernels.scalars import fma, tree_sum
 
 
 @strict_njit
-def _sum(x: Any, mean: Any, squares: Any) -> Any:
+def _sum(x, mean, squares):
     """Return the sum of x, or of (x - mean) ** 2."""
     body = len(x) - len(x) % 64
     lanes = np.zeros((4, 16), np.float32)
@@ -32,7 +30,7 @@ def _sum(x: Any, mean: Any, squares: Any) -> Any:
 
 
 @strict_njit
-def rmsnorm(x: Any, weight: Any, eps: Any, out: Any) -> None:
+def rmsnorm(x, weight, eps, out):
     """Divide each row of `x` (T, E) by its root mean square, times `weight` (E)."""
     for t in range(x.shape[0]):
         mean_square = _sum(x[t], np.float32(0.0), True) / np.float32(x.shape[1])
@@ -42,7 +40,7 @@ def rmsnorm(x: Any, weight: Any, eps: Any, out: Any) -> None:
 
 
 @strict_njit
-def layernorm(x: Any, weight: Any, bias: Any, eps: Any, out: Any) -> None:
+def layernorm(x, weight, bias, eps, out):
     """Subtract each row's mean and divide by its standard deviation, times `weight` plus `bias`."""
     E = np.float32(x.shape[1])
     for t in range(x.shape[0]):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -30,7 +28,7 @@ def rmsnorm_with_sums(
 
 
 @njit
-def _sum_squares(x: Any, factor: Any, out: Any, start: Any, stop: Any) -> None:
+def _sum_squares(x, factor, out, start, stop):
     for t in range(start, stop):
         total = 0.0
         for d in range(x.shape[1]):
@@ -39,10 +37,7 @@ def _sum_squares(x: Any, factor: Any, out: Any, start: Any, stop: Any) -> None:
 
 
 @njit
-def _scale(
-    x: Any, sums: Any, weight: Any, width: Any, eps: Any, offset: Any, out: Any, start: Any,
-    stop: Any,
-) -> None:  # fmt: skip
+def _scale(x, sums, weight, width, eps, offset, out, start, stop):
     for t in range(start, stop):
         factor = 1.0 / np.sqrt(np.float64(sums[t]) / width + eps)
         for d in range(x.shape[1]):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import simd
@@ -76,9 +74,7 @@ def bitmask(logits: np.ndarray, bits: np.ndarray) -> None:
 
 
 @njit
-def _penalties(
-    logits: Any, token_ids: Any, indptr: Any, parameters: Any, spans: Any, start: Any, stop: Any
-) -> None:
+def _penalties(logits, token_ids, indptr, parameters, spans, start, stop):
     # bit 0: the token occurred; above: how often after the prompt
     counts = np.zeros(logits.shape[1], np.int32)
     for b in range(start, stop):
@@ -104,9 +100,7 @@ def _penalties(
 
 
 @njit
-def _no_repeat_ngram(
-    logits: Any, token_ids: Any, indptr: Any, sizes: Any, start: Any, stop: Any
-) -> None:
+def _no_repeat_ngram(logits, token_ids, indptr, sizes, start, stop):
     for b in range(start, stop):
         end, n = np.int64(indptr[b + 1]), sizes[b]
         if n < 1:
@@ -121,7 +115,7 @@ def _no_repeat_ngram(
 
 
 @part
-def _first_from(token: Any, j: Any, low: Any, high: Any, words: Any, edges: Any) -> Any:
+def _first_from(token, j, low, high, words, edges):
     """Return the first breaker of [low, high) whose token j from its end is not below `token`."""
     while low < high:
         middle = (low + high) // 2
@@ -133,7 +127,7 @@ def _first_from(token: Any, j: Any, low: Any, high: Any, words: Any, edges: Any)
 
 
 @part
-def _ends_breaker(tokens: Any, i: Any, words: Any, edges: Any) -> Any:
+def _ends_breaker(tokens, i, words, edges):
     """Return whether token i is the last of a breaker that lies in `tokens`."""
     low, high, j = 0, len(edges) - 1, 0
     while low < high and j <= i:
@@ -148,7 +142,7 @@ def _ends_breaker(tokens: Any, i: Any, words: Any, edges: Any) -> Any:
 
 
 @part
-def _free_tokens(tokens: Any, words: Any, edges: Any) -> Any:
+def _free_tokens(tokens, words, edges):
     """Return how many tokens follow the last breaker."""
     n = len(tokens)
     for after in range(n):
@@ -158,7 +152,7 @@ def _free_tokens(tokens: Any, words: Any, edges: Any) -> Any:
 
 
 @part
-def _common_suffixes(tokens: Any, lengths: Any) -> None:
+def _common_suffixes(tokens, lengths):
     """Write to ``lengths[k]`` how many tokens before place n - k equal the last ones; k >= 1.
 
     The Z algorithm on the reversed sequence: linear time.
@@ -177,17 +171,14 @@ def _common_suffixes(tokens: Any, lengths: Any) -> None:
 
 
 @part
-def _is_breaker(token: Any, words: Any, edges: Any) -> Any:
+def _is_breaker(token, words, edges):
     n = len(edges) - 1
     w = _first_from(np.int64(token), 0, 0, n, words, edges)
     return w < n and edges[w + 1] - edges[w] == 1 and words[edges[w]] == token
 
 
 @njit
-def _dry(
-    logits: Any, token_ids: Any, indptr: Any, parameters: Any, spans: Any, words: Any, edges: Any,
-    start: Any, stop: Any,
-) -> None:  # fmt: skip
+def _dry(logits, token_ids, indptr, parameters, spans, words, edges, start, stop):
     longest = np.zeros(logits.shape[1], np.int64)
     lengths = np.zeros(len(token_ids), np.int64)
     for b in range(start, stop):
@@ -216,16 +207,14 @@ def _dry(
 
 
 @njit
-def _logit_bias(
-    logits: Any, token_ids: Any, biases: Any, indptr: Any, start: Any, stop: Any
-) -> None:
+def _logit_bias(logits, token_ids, biases, indptr, start, stop):
     for b in range(start, stop):
         for i in range(indptr[b], indptr[b + 1]):
             logits[b, token_ids[i]] += biases[i]
 
 
 @njit
-def _mask(logits: Any, token_ids: Any, indptr: Any, keep: Any, start: Any, stop: Any) -> None:
+def _mask(logits, token_ids, indptr, keep, start, stop):
     V = logits.shape[1]
     kept = np.empty(V if keep else 0, np.float32)
     for b in range(start, stop):
@@ -243,7 +232,7 @@ def _mask(logits: Any, token_ids: Any, indptr: Any, keep: Any, start: Any, stop:
 
 
 @njit
-def _bitmask(logits: Any, bits: Any, start: Any, stop: Any) -> None:
+def _bitmask(logits, bits, start, stop):
     V, excluded = logits.shape[1], simd.splat(-np.inf)
     for b in range(start, stop):
         at = simd.address(logits) + 4 * V * b

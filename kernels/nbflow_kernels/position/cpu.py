@@ -6,8 +6,6 @@ speed of memory without anything to compile.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import shuffles, simd
@@ -119,7 +117,7 @@ def add_learned_positions(
 
 
 @part
-def _rotate_pair(a: Any, b: Any, cos: Any, sin: Any) -> None:
+def _rotate_pair(a, b, cos, sin):
     """Rotate one pair of elements; products of float32 are exact in float64."""
     x, y = np.float64(read_f32(a)), np.float64(read_f32(b))
     c, s = np.float64(read_f32(cos)), np.float64(read_f32(sin))
@@ -128,7 +126,7 @@ def _rotate_pair(a: Any, b: Any, cos: Any, sin: Any) -> None:
 
 
 @part
-def _rotate_halves(x: Any, cos: Any, half: Any) -> None:
+def _rotate_halves(x, cos, half):
     """Rotate the pairs (j, j + half) of one head; `cos` has the sines behind it."""
     sin, y = cos + 4 * half, x + 4 * half
     d = 0
@@ -146,7 +144,7 @@ def _rotate_halves(x: Any, cos: Any, half: Any) -> None:
 
 
 @part
-def _rotate_pairs(x: Any, cos: Any, half: Any) -> None:
+def _rotate_pairs(x, cos, half):
     """Rotate the pairs (2j, 2j + 1) of one head; `cos` has the sines behind it."""
     sin = cos + 4 * half
     d = 0
@@ -169,20 +167,20 @@ def _rotate_pairs(x: Any, cos: Any, half: Any) -> None:
 
 @njit
 def _rope(
-    positions: Any,
-    query: Any,
-    query_row_bytes: Any,
-    H: Any,
-    key: Any,
-    key_row_bytes: Any,
-    G: Any,
-    D: Any,
-    cache: Any,
-    half: Any,
-    is_neox: Any,
-    start: Any,
-    stop: Any,
-) -> None:
+    positions,
+    query,
+    query_row_bytes,
+    H,
+    key,
+    key_row_bytes,
+    G,
+    D,
+    cache,
+    half,
+    is_neox,
+    start,
+    stop,
+):
     for row in range(start, stop):
         cos = cache + 8 * half * np.int64(positions[row])
         for h in range(H + G):

@@ -8,7 +8,6 @@ q are 0; where a column is not finite, d is NaN and so is everything computed fr
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,9 +88,7 @@ def quantize_activations(x: NDArray[np.float32], out: Int8Rows) -> None:
 
 
 @njit
-def _quantize(
-    x: Any, codes: Any, scales: Any, sums: Any, half_sums: Any, start: Any, stop: Any
-) -> None:
+def _quantize(x, codes, scales, sums, half_sums, start, stop):
     """Quantize rows [start, stop)."""
     tail = np.zeros(COLUMNS, np.float32)
     n_columns = x.shape[1]

@@ -29,10 +29,7 @@ def many_rows(form: PackedForm) -> Any:
     panel = max(1, tiles.PANEL // block) * block
 
     @njit
-    def kernel(
-        x: Any, packed: Any, n_blocks: Any, bias: Any, accumulate: Any, out: Any, start: Any,
-        stop: Any,
-    ) -> None:  # fmt: skip
+    def kernel(x, packed, n_blocks, bias, accumulate, out, start, stop):
         like = np.empty(0, np.float32)
         tiles.multiply_decoded(
             decode_f32, False, form, simd.address(packed), n_blocks * block_bytes,
@@ -49,10 +46,7 @@ def any_rows_bf16(form: PackedForm) -> Any:
     panel = max(1, tiles.PANEL // block) * block
 
     @njit
-    def kernel(
-        x: Any, packed: Any, n_blocks: Any, bias: Any, accumulate: Any, out: Any, start: Any,
-        stop: Any,
-    ) -> None:  # fmt: skip
+    def kernel(x, packed, n_blocks, bias, accumulate, out, start, stop):
         like = np.empty(0, np.int32)
         tiles.multiply_decoded(
             decode_pairs, True, form, simd.address(packed), n_blocks * block_bytes,
@@ -78,12 +72,12 @@ _OPTIONS: Any = {"forceinline": True, "error_model": "numpy", "fastmath": FAST_M
 
 
 @extending.overload(decode_f32, jit_options=_OPTIONS)
-def _decode_f32(form: Any, at: Any, k: Any, n: Any, to: Any) -> Callable[..., None]:
+def _decode_f32(form, at, k, n, to):
     return _decoder(form.form, form.form.block, _write_f32, 256)
 
 
 @extending.overload(decode_pairs, jit_options=_OPTIONS)
-def _decode_pairs(form: Any, at: Any, k: Any, n: Any, to: Any) -> Callable[..., None]:
+def _decode_pairs(form, at, k, n, to):
     return _decoder(form.form, form.form.block // 2, _write_pairs, 128)
 
 
@@ -94,7 +88,7 @@ def _decoder(known: PackedForm, block: int, write: Any, written: int) -> Callabl
     piece = min(vectors, per_scale)  # vectors that have one scale
     pieces = vectors // piece
 
-    def decode(form: Any, at: Any, k: Any, n: Any, to: Any) -> None:
+    def decode(form, at, k, n, to):
         at += k // block * block_bytes
         for _ in range(n // block):
             for unit in range(units):
@@ -110,14 +104,14 @@ def _decoder(known: PackedForm, block: int, write: Any, written: int) -> Callabl
 
 
 @helper
-def _write_f32(form: Any, u: Any, scale: Any, base: Any, to: Any) -> None:
+def _write_f32(form, u, scale, base, to):
     """Write four columns of 16 rows."""
     for j in range(4):
         simd.store_f32(to + 64 * j, weight(form, u, j, scale, base))
 
 
 @helper
-def _write_pairs(form: Any, u: Any, scale: Any, base: Any, to: Any) -> None:
+def _write_pairs(form, u, scale, base, to):
     """Write four columns of 16 rows as two pairs."""
     for j in range(2):
         even = weight(form, u, 2 * j, scale, base)

@@ -28,10 +28,7 @@ def one_row(form: PackedForm) -> Any:
     block, block_bytes = form.block, form.block_bytes
 
     @njit
-    def kernel(
-        x: Any, packed: Any, n_blocks: Any, bias: Any, accumulate: Any, out: Any, start: Any,
-        stop: Any,
-    ) -> None:  # fmt: skip
+    def kernel(x, packed, n_blocks, bias, accumulate, out, start, stop):
         n_whole = x.shape[1] // block
         # the columns of the last blocks where x has fewer: storage may be padded by several of them
         tail = np.zeros((n_blocks - n_whole) * block, np.float32)

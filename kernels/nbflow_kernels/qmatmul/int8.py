@@ -71,10 +71,7 @@ def few_rows(form: PackedForm, tokens: int) -> Any:
     lines = -(-block_bytes // (units * LINE)) if tokens > 1 else 0  # to ask for with each unit
 
     @njit
-    def kernel(
-        x: Any, n_tokens: Any, scales: Any, sums: Any, packed: Any, n_blocks: Any, bias: Any,
-        accumulate: Any, out: Any, start: Any, stop: Any,
-    ) -> None:  # fmt: skip
+    def kernel(x, n_tokens, scales, sums, packed, n_blocks, bias, accumulate, out, start, stop):
         n_pieces = n_blocks * units * pieces
         room = (n_tokens + tokens - 1) // tokens * tokens
         starts = np.empty((room, n_pieces), np.int32)
@@ -144,10 +141,7 @@ def many_rows(form: PackedForm) -> Any:
     lines = -(-2 * block_bytes // (units * pieces * LINE))  # of two row groups, with each piece
 
     @njit
-    def kernel(
-        x: Any, n_tokens: Any, scales: Any, sums: Any, packed: Any, n_blocks: Any, bias: Any,
-        accumulate: Any, out: Any, start: Any, stop: Any,
-    ) -> None:  # fmt: skip
+    def kernel(x, n_tokens, scales, sums, packed, n_blocks, bias, accumulate, out, start, stop):
         n_pieces = n_blocks * block // (4 * vectors)
         w_step, s_step = n_pieces * vectors * 64, n_pieces * 64
         room = np.empty(2 * w_step + 64, np.uint8)

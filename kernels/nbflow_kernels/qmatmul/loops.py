@@ -7,8 +7,6 @@ integers, piece by piece, as here.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels._jit import strict_njit
@@ -16,7 +14,7 @@ from nbflow_kernels.scalars import fma
 
 
 @strict_njit
-def read_code(unit: Any, fields: Any, row: Any, column: Any) -> Any:
+def read_code(unit, fields, row, column):
     """Return a code from the packed bytes of a unit (columns) of 16 rows.
 
     Byte ``4 * row + column % 4`` of a word vector holds bits of the code.  `fields` is the table
@@ -32,7 +30,7 @@ def read_code(unit: Any, fields: Any, row: Any, column: Any) -> Any:
 
 
 @strict_njit
-def quantize_row(x: Any, codes: Any, scales: Any) -> None:
+def quantize_row(x, codes, scales):
     """Round a row to int8; 32 columns share a scale.  For numbers of ordinary size only."""
     for b in range(len(scales)):
         largest = np.float32(0.0)
@@ -44,7 +42,7 @@ def quantize_row(x: Any, codes: Any, scales: Any) -> None:
 
 
 @strict_njit
-def int8(values: Any, scales: Any, bases: Any, codes: Any, x_scales: Any, out: Any) -> None:
+def int8(values, scales, bases, codes, x_scales, out):
     """Multiply int8 activations (T, K) by weights scale * value + base; `values` is (N, K).
 
     `scales` and `bases` are (N, pieces): a piece is 32 columns, or 16 if they have a scale of

@@ -39,9 +39,7 @@ def add_int8(rows: Int8Rows, w: Any, out: Any) -> None:
 
 
 @njit
-def _add_int8(
-    codes: Any, scales: Any, indptr: Any, indices: Any, values: Any, out: Any, start: Any, stop: Any
-) -> None:
+def _add_int8(codes, scales, indptr, indices, values, out, start, stop):
     """Add to columns [start, stop) of the result, a row's values one after the other."""
     for n in range(start, stop):
         for t in range(out.shape[0]):

@@ -26,7 +26,7 @@ q1_0      0.586  0.586    iq2_xxs   0.338  0.323    q2_0      0.697  0.343
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -87,7 +87,7 @@ class Searched(NamedTuple):
 
 
 @njit
-def _store(value: Any, stored: Any) -> Any:
+def _store(value, stored):
     """Return the index or bits of the storable number nearest to a value."""
     if len(stored) == 0:
         return np.int64(simd.float_to_half(min(max(value, -F16_MAX), F16_MAX)))
@@ -102,7 +102,7 @@ def _store(value: Any, stored: Any) -> Any:
 
 
 @njit
-def _number(index: Any, stored: Any) -> Any:
+def _number(index, stored):
     """Return the number of an index or of bits, NaN if there is none."""
     if len(stored) == 0:
         value = simd.half_to_float(np.uint16(index))
@@ -111,7 +111,7 @@ def _number(index: Any, stored: Any) -> Any:
 
 
 @njit
-def _normalized(x: Any, value: Any) -> Any:
+def _normalized(x, value):
     """Write weights divided by the largest magnitude; return 1 / that (1 for zeros)."""
     largest = np.float32(0)
     for i in range(len(value)):
@@ -123,16 +123,14 @@ def _normalized(x: Any, value: Any) -> Any:
 
 
 @njit
-def _copy(source: Any, target: Any) -> None:
+def _copy(source, target):
     """Fill an array from the beginning of another one."""
     for i in range(len(target)):
         target[i] = source[i]
 
 
 @inline
-def _ideal(
-    evaluate: Any, value: Any, weight: Any, tables: Any, rule: Any, out: Any, scratch: Any
-) -> Any:
+def _ideal(evaluate, value, weight, tables, rule, out, scratch):
     """Return the scale of a sub-block that loses least if any scale could be stored."""
     extreme = np.float32(0)
     for j in range(len(value)):
@@ -151,10 +149,7 @@ def _ideal(
 
 
 @inline
-def _choose(
-    evaluate: Any, value: Any, weight: Any, d: Any, tables: Any, rule: Any, ideal: Any,
-    integers: Any, out: Any, scratch: Any, chosen: Any,
-) -> Any:  # fmt: skip
+def _choose(evaluate, value, weight, d, tables, rule, ideal, integers, out, scratch, chosen):
     """Choose the integers of a block for a d; return the error and the sums that d is fitted by.
 
     Unless `chosen` is empty, the integers are given, and what `evaluate` writes is put there.
@@ -191,10 +186,7 @@ def _choose(
 
 
 @inline
-def search_rows(
-    evaluate: Any, x: Any, weight: Any, tables: Any, rule: Any, chosen: Any, scales: Any, d: Any,
-    start: Any, stop: Any,
-) -> None:  # fmt: skip
+def search_rows(evaluate, x, weight, tables, rule, chosen, scales, d, start, stop):
     """Encode rows [start, stop).
 
     `weight` (1 or rows, columns) is how much the squared error of a weight counts.

@@ -35,8 +35,6 @@ ggml-impl.h (ggml_e8m0_to_fp32_half, ggml_ue4m3_to_fp32) and ggml-quants.c.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels._jit import inline, njit
@@ -81,24 +79,24 @@ RULE_NVFP4 = rule(_STARTS, stored=E4M3[:127], tops=1.08 ** np.arange(-9, 9), rou
 
 
 @inline
-def code_mxfp4(row: Any, at: Any, i: Any, table: Any) -> Any:
+def code_mxfp4(row, at, i, table):
     """Return code `i` of the block at byte `at`."""
     return half_nibble(row, at + 1, i)
 
 
 @inline
-def code_nvfp4(row: Any, at: Any, i: Any, table: Any) -> Any:
+def code_nvfp4(row, at, i, table):
     """Return code `i` of the block at byte `at`."""
     return (row[at + 4 + 8 * (i >> 4) + (i & 7)] >> ((i & 8) >> 1)) & 15
 
 
 @njit
-def _mxfp4(data: Any, table: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
+def _mxfp4(data, table, codes, scales, start, stop):
     decode_rows(code_mxfp4, no_scale, 32, 0, 17, data, table, codes, scales, start, stop)
 
 
 @njit
-def _nvfp4(data: Any, table: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
+def _nvfp4(data, table, codes, scales, start, stop):
     decode_rows(code_nvfp4, no_scale, 64, 0, 36, data, table, codes, scales, start, stop)
 
 

@@ -48,7 +48,7 @@ def _gather(form: PackedForm) -> Any:
     block, block_bytes = form.block, form.block_bytes
 
     @njit
-    def kernel(packed: Any, n_blocks: Any, ids: Any, out: Any, start: Any, stop: Any) -> None:
+    def kernel(packed, n_blocks, ids, out, start, stop):
         room = np.empty((block, ROWS), np.float32)
         for t in range(start, stop):
             row = np.int64(ids[t])

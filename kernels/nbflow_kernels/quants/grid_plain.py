@@ -19,7 +19,7 @@ quantize_row_iq2_s_impl, quantize_row_iq3_xxs_impl, quantize_row_iq3_s_impl, mak
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,9 +132,7 @@ def grid_fields(
 
 
 @strict_njit
-def _plain(
-    x: Any, importance: Any, recipe: Any, near: Any, out: Any, start: Any, stop: Any
-) -> None:
+def _plain(x, importance, recipe, near, out, start, stop):
     """Encode rows [start, stop)."""
     sub, dimensions = recipe.sub_block, near.dimensions
     weight, root, value = np.empty((3, sub), np.float32)
@@ -161,7 +159,7 @@ def _plain(
 
 
 @strict_njit
-def mean_square(x: Any) -> Any:
+def mean_square(x):
     """Return the mean square of weights, added up in order."""
     total = np.float32(0)
     for i in range(len(x)):
@@ -170,7 +168,7 @@ def mean_square(x: Any) -> Any:
 
 
 @strict_njit
-def largest_of(x: Any) -> Any:
+def largest_of(x):
     """Return the largest magnitude."""
     largest = np.float32(0)
     for i in range(len(x)):
@@ -179,7 +177,7 @@ def largest_of(x: Any) -> Any:
 
 
 @strict_njit
-def weigh(x: Any, importance: Any, at: Any, mean: Any, plus: Any, weight: Any) -> None:
+def weigh(x, importance, at, mean, plus, weight):
     """Write how much the weights from `at` on count; `importance` is empty where there is none."""
     for j in range(len(weight)):
         square = x[at + j] * x[at + j]
@@ -190,7 +188,7 @@ def weigh(x: Any, importance: Any, at: Any, mean: Any, plus: Any, weight: Any) -
 
 
 @strict_njit
-def take_signs(x: Any, weight: Any, seven_signs: Any, value: Any, signs: Any) -> None:
+def take_signs(x, weight, seven_signs, value, signs):
     """Write magnitudes and signs of a sub-block."""
     for k in range(len(x) // 8):
         mask, least = 0, 8 * k
@@ -209,10 +207,7 @@ def take_signs(x: Any, weight: Any, seven_signs: Any, value: Any, signs: Any) ->
 
 
 @strict_njit
-def _sub_block(
-    value: Any, weight: Any, root: Any, recipe: Any, near: Any, points: Any, signs: Any,
-    scratch: Any,
-) -> Any:  # fmt: skip
+def _sub_block(value, weight, root, recipe, near, points, signs, scratch):
     """Choose the points of a sub-block; return its scale, which is not negative."""
     scale, middle = first_scale(
         value, weight, recipe.nothing, recipe.again, recipe.n_levels, scratch[3]
@@ -231,9 +226,7 @@ def _sub_block(
 
 
 @strict_njit
-def first_scale(
-    value: Any, weight: Any, nothing: Any, again: Any, n_levels: Any, codes: Any
-) -> Any:
+def first_scale(value, weight, nothing, again, n_levels, codes):
     """Return the scale of a sub-block to begin with, and the magnitude around which others lie."""
     largest = value[0]
     for j in range(len(value)):
@@ -248,10 +241,7 @@ def first_scale(
 
 
 @strict_njit
-def _best_scale(
-    value: Any, weight: Any, root: Any, scale: Any, middle: Any, recipe: Any, near: Any,
-    points: Any, scratch: Any,
-) -> Any:  # fmt: skip
+def _best_scale(value, weight, root, scale, middle, recipe, near, points, scratch):
     """Choose the points of a sub-block by the scales around `middle`; return the best scale."""
     tried, off, losses, _ = scratch
     first, lists, grid, dimensions = near.first, near.points, near.grid, near.dimensions
@@ -288,17 +278,14 @@ def _best_scale(
 
 
 @strict_njit
-def point_of(
-    value: Any, root: Any, k: Any, inverse: Any, step: Any, first: Any, lists: Any, grid: Any,
-    dimensions: Any, losses: Any,
-) -> Any:  # fmt: skip
+def point_of(value, root, k, inverse, step, first, lists, grid, dimensions, losses):
     """Return the grid point of group `k`, and whether rounding alone does not lead to the grid.
 
     `first`, `lists` and `grid` are those of `Neighbours`.
     """
     width, n_levels = (2, 3) if dimensions == 8 else (3, 8)
     at, highest = k * dimensions, np.float32(n_levels - 1)
-    bits: Any = 0
+    bits = 0
     for i in range(dimensions):
         level = np.rint(np.float32(0.5) * (inverse * value[at + i] - np.float32(1)))
         bits |= np.int64(max(np.float32(0), min(highest, level))) << (width * i)
@@ -322,7 +309,7 @@ def point_of(
 
 
 @strict_njit
-def _nearest_of_8(first: Any, lists: Any, grid: Any, bits: Any, losses: Any) -> Any:
+def _nearest_of_8(first, lists, grid, bits, losses):
     """Return the point near `bits` that loses least.
 
     ``losses[8 * i + level]`` is what coordinate `i` loses.  They are added in order; from 64 on is
@@ -345,7 +332,7 @@ def _nearest_of_8(first: Any, lists: Any, grid: Any, bits: Any, losses: Any) -> 
 
 
 @strict_njit
-def sums(value: Any, weight: Any, grid: Any, dimensions: Any, points: Any) -> Any:
+def sums(value, weight, grid, dimensions, points):
     """Return the weighted sums of level * value and level**2, in order."""
     width = 2 if dimensions == 8 else 3
     qx, qq = np.float32(0), np.float32(0)
@@ -360,7 +347,7 @@ def sums(value: Any, weight: Any, grid: Any, dimensions: Any, points: Any) -> An
 
 
 @strict_njit
-def scales_of(found: Any, factor: Any, scales: Any) -> Any:
+def scales_of(found, factor, scales):
     """Write the integer scales of a block; return its stored d."""
     d = largest_of(found) / np.float32(31)
     if d == 0:
@@ -373,7 +360,7 @@ def scales_of(found: Any, factor: Any, scales: Any) -> Any:
 
 
 @strict_njit
-def _fitted_scale(value: Any, weight: Any, largest: Any, n: Any, codes: Any) -> Any:
+def _fitted_scale(value, weight, largest, n, codes):
     """Return the scale at which codes 0..n lose least: tried around largest / n, then refined.
 
     Codes are bytes, and a value below -1/2 is 255 in the first one tried: as published.
@@ -401,7 +388,7 @@ def _fitted_scale(value: Any, weight: Any, largest: Any, n: Any, codes: Any) -> 
 
 
 @strict_njit
-def _refined(value: Any, weight: Any, codes: Any, top: Any, qx: Any, qq: Any) -> Any:
+def _refined(value, weight, codes, top, qx, qq):
     """Return the scale after single codes have been changed where that gains."""
     for _ in range(5):
         changed = False

@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import base64
 import zlib
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,14 +52,14 @@ def _points(levels: int, dimensions: int, bit_map: str) -> Grid:
 
 
 @inline
-def word(row: Any, at: Any) -> Any:
+def word(row, at):
     """Return the 32-bit little-endian integer at byte `at`."""
     low = np.int64(row[at]) | (np.int64(row[at + 1]) << 8)
     return low | (np.int64(row[at + 2]) << 16) | (np.int64(row[at + 3]) << 24)
 
 
 @inline
-def sign_of_seven(bits: Any, j: Any) -> Any:
+def sign_of_seven(bits, j):
     """Return sign bit `j` of 8, the last of which makes the number of ones even."""
     folded = bits ^ (bits >> 4)
     folded ^= folded >> 2

@@ -31,10 +31,7 @@ Encoder = Callable[[Floats, Floats | None, Floats], Bytes]
 
 
 @inline
-def decode_rows(
-    code: Any, scale: Any, block: Any, n_scales: Any, block_bytes: Any, data: Any, table: Any,
-    codes: Any, scales: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+def decode_rows(code, scale, block, n_scales, block_bytes, data, table, codes, scales, start, stop):
     """Write codes and scales of rows [start, stop).
 
     ``code(row, at, i, table)`` decodes weight `i` of the block at byte `at`, ``scale(row, at, s)``
@@ -52,7 +49,7 @@ def decode_rows(
 
 
 @inline
-def no_scale(row: Any, at: Any, s: Any) -> Any:
+def no_scale(row, at, s):
     """Return the scale of a format without integer scales."""
     return 1
 
@@ -209,10 +206,7 @@ def _scaled(importance: Floats) -> Floats:
 
 
 @njit
-def _apply(
-    codes: Any, d: Any, scales: Any, values: Any, block: Any, sub_block: Any, factor: Any,
-    out: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+def _apply(codes, d, scales, values, block, sub_block, factor, out, start, stop):
     """Write d * factor * scale * value(code); every product but the last is exact."""
     for row in range(start, stop):
         for s in range((out.shape[1] + sub_block - 1) // sub_block):
@@ -225,10 +219,7 @@ def _apply(
 
 
 @njit
-def _take_better(
-    x: Any, weight: Any, decoded: Any, other_decoded: Any, data: Any, other: Any, block: Any,
-    block_bytes: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+def _take_better(x, weight, decoded, other_decoded, data, other, block, block_bytes, start, stop):
     """Copy the blocks of `other` that lose less to `data`."""
     for row in range(start, stop):
         w = weight[min(row, len(weight) - 1)]

@@ -24,7 +24,7 @@ def interleave(rows: Any) -> Any:
 
 
 @njit
-def _interleave(rows: Any, out: Any, start: Any, stop: Any) -> None:
+def _interleave(rows, out, start, stop):
     """Write groups [start, stop)."""
     n_rows, n_columns = rows.shape
     for group in range(start, stop):

@@ -38,7 +38,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -57,13 +56,13 @@ VALUES = (-7, 1, 9, 0, -9, -1, 7, 0)
 
 
 @inline
-def _high(row: Any, at: Any, s: Any) -> Any:
+def _high(row, at, s):
     """Return the 16-bit little-endian integer `s` from byte `at` on."""
     return np.int64(row[at + 2 * s]) | (np.int64(row[at + 2 * s + 1]) << 8)
 
 
 @inline
-def code_iq1_s(row: Any, at: Any, i: Any, grid: Any) -> Any:
+def code_iq1_s(row, at, i, grid):
     """Return code `i` of the block at byte `at`."""
     high = _high(row, at + 34, i >> 5)
     point = np.int64(row[at + 2 + (i >> 3)]) | (((high >> (3 * ((i >> 3) & 3))) & 7) << 8)
@@ -71,13 +70,13 @@ def code_iq1_s(row: Any, at: Any, i: Any, grid: Any) -> Any:
 
 
 @inline
-def scale_iq1_s(row: Any, at: Any, s: Any) -> Any:
+def scale_iq1_s(row, at, s):
     """Return the scale of sub-block `s` of the block at byte `at`."""
     return 2 * ((_high(row, at + 34, s) >> 12) & 7) + 1
 
 
 @inline
-def code_iq1_m(row: Any, at: Any, i: Any, grid: Any) -> Any:
+def code_iq1_m(row, at, i, grid):
     """Return code `i` of the block at byte `at`."""
     high = np.int64(nibble(row, at + 32, i >> 3))
     point = np.int64(row[at + (i >> 3)]) | ((high & 7) << 8)
@@ -85,13 +84,13 @@ def code_iq1_m(row: Any, at: Any, i: Any, grid: Any) -> Any:
 
 
 @inline
-def scale_iq1_m(row: Any, at: Any, s: Any) -> Any:
+def scale_iq1_m(row, at, s):
     """Return the scale of sub-block `s` of the block at byte `at`."""
     return 2 * ((_high(row, at + 48, s >> 2) >> (3 * (s & 3))) & 7) + 1
 
 
 @inline
-def d_bits_iq1_m(row: Any, at: Any) -> Any:
+def d_bits_iq1_m(row, at):
     """Return the bits of the float16 `d` of the block at byte `at`: the top of its four words."""
     bits = np.int64(0)
     for s in range(4):
@@ -100,12 +99,12 @@ def d_bits_iq1_m(row: Any, at: Any) -> Any:
 
 
 @njit
-def _iq1_s(data: Any, grid: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
+def _iq1_s(data, grid, codes, scales, start, stop):
     decode_rows(code_iq1_s, scale_iq1_s, 256, 8, 50, data, grid, codes, scales, start, stop)
 
 
 @njit
-def _iq1_m(data: Any, grid: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
+def _iq1_m(data, grid, codes, scales, start, stop):
     decode_rows(code_iq1_m, scale_iq1_m, 256, 16, 56, data, grid, codes, scales, start, stop)
 
 

@@ -41,7 +41,6 @@ dequantize_row_iq3_s).
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -70,7 +69,7 @@ MAGNITUDES_S = tuple(float(v) for v in VALUES_S[:8])
 
 
 @inline
-def code_iq3_xxs(row: Any, at: Any, i: Any, grid: Any) -> Any:
+def code_iq3_xxs(row, at, i, grid):
     """Return code `i` of the block at byte `at`."""
     signs = (word(row, at + 66 + 4 * (i >> 5)) >> (7 * ((i >> 3) & 3))) & 127
     magnitude = (grid[row[at + 2 + (i >> 2)]] >> (3 * (i & 3))) & 7
@@ -78,13 +77,13 @@ def code_iq3_xxs(row: Any, at: Any, i: Any, grid: Any) -> Any:
 
 
 @inline
-def scale_iq3_xxs(row: Any, at: Any, s: Any) -> Any:
+def scale_iq3_xxs(row, at, s):
     """Return the scale of sub-block `s` of the block at byte `at`."""
     return 2 * (row[at + 69 + 4 * s] >> 4) + 1
 
 
 @inline
-def code_iq3_s(row: Any, at: Any, i: Any, grid: Any) -> Any:
+def code_iq3_s(row, at, i, grid):
     """Return code `i` of the block at byte `at`."""
     quad = i >> 2
     point = np.int64(row[at + 2 + quad]) | (np.int64(bit(row, at + 66, quad)) << 8)
@@ -92,18 +91,18 @@ def code_iq3_s(row: Any, at: Any, i: Any, grid: Any) -> Any:
 
 
 @inline
-def scale_iq3_s(row: Any, at: Any, s: Any) -> Any:
+def scale_iq3_s(row, at, s):
     """Return the scale of sub-block `s` of the block at byte `at`."""
     return 2 * nibble(row, at + 106, s) + 1
 
 
 @njit
-def _iq3_xxs(data: Any, grid: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
+def _iq3_xxs(data, grid, codes, scales, start, stop):
     decode_rows(code_iq3_xxs, scale_iq3_xxs, 256, 8, 98, data, grid, codes, scales, start, stop)
 
 
 @njit
-def _iq3_s(data: Any, grid: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
+def _iq3_s(data, grid, codes, scales, start, stop):
     decode_rows(code_iq3_s, scale_iq3_s, 256, 8, 110, data, grid, codes, scales, start, stop)
 
 

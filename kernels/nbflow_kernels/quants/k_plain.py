@@ -12,8 +12,6 @@ the same names with ``_impl`` where there are importance weights).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import lanes, simd
@@ -42,7 +40,7 @@ VECTORS = 3 * SUPER + 5 * 16 + 4
 
 
 @strict_njit
-def _mean_square(x: Any, times: Any) -> Any:
+def _mean_square(x, times):
     """Return the mean square of each super-block of the panel at `x`, `times` 1 or 2."""
     total = simd.splat(0.0)
     for at in range(x, x + SUPER * VECTOR, VECTOR):
@@ -52,7 +50,7 @@ def _mean_square(x: Any, times: Any) -> Any:
 
 
 @strict_njit
-def _weigh_magnitudes(x: Any, w: Any, n: Any, with_mean: Any) -> None:
+def _weigh_magnitudes(x, w, n, with_mean):
     """Write |x|, plus the root mean square of the sub-block, to `w`."""
     mean = simd.splat(0.0)
     if with_mean:
@@ -65,7 +63,7 @@ def _weigh_magnitudes(x: Any, w: Any, n: Any, with_mean: Any) -> None:
 
 
 @strict_njit
-def _scale_down(values: Any, count: Any, top: Any, codes: Any) -> Any:
+def _scale_down(values, count, top, codes):
     """Write round(value * top / largest) to `codes`; return largest / top."""
     zero = simd.splat(0.0)
     largest = zero
@@ -82,7 +80,7 @@ def _scale_down(values: Any, count: Any, top: Any, codes: Any) -> Any:
 
 
 @inline
-def _read(x: Any, importance: Any, blocks: Any, first: Any, scratch: Any) -> None:
+def _read(x, importance, blocks, first, scratch):
     """Fill the panels with 16 super-blocks."""
     lockstep.fill_panel(x, first, scratch[:SUPER])
     if len(importance):
@@ -90,7 +88,7 @@ def _read(x: Any, importance: Any, blocks: Any, first: Any, scratch: Any) -> Non
 
 
 @strict_njit
-def _choose_codes(at: Any, n: Any, low: Any, high: Any, with_mins: Any) -> None:
+def _choose_codes(at, n, low, high, with_mins):
     """Round d and dmin to float16 and choose the nearest codes, where the scale is not 0."""
     lanes.store_f16(at + BITS, simd.load_f32(at + D))
     lanes.store_f16(at + BITS_MIN, simd.load_f32(at + DMIN))
@@ -108,7 +106,7 @@ def _choose_codes(at: Any, n: Any, low: Any, high: Any, with_mins: Any) -> None:
 
 
 @inline
-def _write(scratch: Any, first: Any, count: Any, codes: Any, scales: Any, params: Any) -> None:
+def _write(scratch, first, count, codes, scales, params):
     """Write the results of 16 super-blocks, without the minima."""
     lockstep.empty_panel(scratch[2 * SUPER : 3 * SUPER], first, codes)
     row = SCALE_CODES // VECTOR
@@ -122,7 +120,7 @@ def _write(scratch: Any, first: Any, count: Any, codes: Any, scales: Any, params
 
 
 @strict_njit
-def _fit_range(at: Any, j: Any, recipe: Any) -> None:
+def _fit_range(at, j, recipe):
     """Fit sub-block `j`."""
     n, top, _, first, step, tries, absolutely = recipe
     x, w = at + X + j * n * VECTOR, at + W + j * n * VECTOR
@@ -133,7 +131,7 @@ def _fit_range(at: Any, j: Any, recipe: Any) -> None:
 
 
 @strict_njit
-def fit_ranges(at: Any, recipe: Any) -> None:
+def fit_ranges(at, recipe):
     """Fit all sub-blocks, and quantize their scales and minima."""
     n, scale_top = recipe[0], recipe[2]
     count = SUPER // n
@@ -146,7 +144,7 @@ def fit_ranges(at: Any, recipe: Any) -> None:
 
 
 @strict_njit
-def _fit_weighted_ranges(at: Any, recipe: Any) -> None:
+def _fit_weighted_ranges(at, recipe):
     """Do as `fit_ranges` with importances."""
     n, scale_top = recipe[0], recipe[2]
     count, sums = SUPER // n, at + SUMS
@@ -160,10 +158,7 @@ def _fit_weighted_ranges(at: Any, recipe: Any) -> None:
 
 
 @strict_njit
-def encode_ranges(
-    x: Any, importance: Any, blocks: Any, recipe: Any, codes: Any, scales: Any, mins: Any,
-    params: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+def encode_ranges(x, importance, blocks, recipe, codes, scales, mins, params, start, stop):
     """Encode units [start, stop) of 16 super-blocks of `x` (super-blocks, 256).
 
     `recipe` is (n, top, scale_top, first, step, tries, absolutely): weights of a sub-block, their
@@ -192,7 +187,7 @@ SIGNED = 16  # weights of a sub-block, and sub-blocks of a super-block
 
 
 @strict_njit
-def fit_q3_k(at: Any) -> None:
+def fit_q3_k(at):
     """Fit all sub-blocks with codes -4 .. 3, and quantize their scales."""
     for j in range(SIGNED):
         i = j * SIGNED * VECTOR
@@ -204,7 +199,7 @@ def fit_q3_k(at: Any) -> None:
 
 
 @strict_njit
-def _fit_weighted_q3_k(at: Any) -> None:
+def _fit_weighted_q3_k(at):
     """Do as `fit_q3_k` with importances."""
     sigma = _mean_square(at + X, 2)
     for j in range(SIGNED):
@@ -218,7 +213,7 @@ def _fit_weighted_q3_k(at: Any) -> None:
 
 
 @strict_njit
-def fit_q6_k(at: Any) -> None:
+def fit_q6_k(at):
     """Fit all sub-blocks with codes -32 .. 31, and quantize their scales."""
     for i in range(0, SUPER * VECTOR, VECTOR):
         v = simd.load_f32(at + X + i)
@@ -227,7 +222,7 @@ def fit_q6_k(at: Any) -> None:
 
 
 @strict_njit
-def _fit_weighted_q6_k(at: Any) -> None:
+def _fit_weighted_q6_k(at):
     """Do as `fit_q6_k` with importances."""
     for j in range(SIGNED):
         i = j * SIGNED * VECTOR
@@ -240,7 +235,7 @@ def _fit_weighted_q6_k(at: Any) -> None:
 
 
 @strict_njit
-def _scale_down_signed(at: Any, top: Any, tiny: Any, none: Any) -> Any:
+def _scale_down_signed(at, top, tiny, none):
     """Quantize the scales so that the extreme one is -top.
 
     Returns the mask of the super-blocks without a scale of at least `tiny`: their d is 0 and their
@@ -259,10 +254,7 @@ def _scale_down_signed(at: Any, top: Any, tiny: Any, none: Any) -> Any:
 
 
 @strict_njit
-def encode_signed(
-    x: Any, importance: Any, blocks: Any, top: Any, codes: Any, scales: Any, params: Any,
-    start: Any, stop: Any,
-) -> None:  # fmt: skip
+def encode_signed(x, importance, blocks, top, codes, scales, params, start, stop):
     """Encode units [start, stop) of 16 super-blocks, codes -top .. top - 1 (stored plus top).
 
     `top` is 4 for q3_k and 32 for q6_k; the rest is as for `encode_ranges`.

@@ -220,9 +220,7 @@ class KFormat(QuantFormat):
 
 
 @strict_njit
-def _apply(
-    codes: Any, d: Any, m: Any, scales: Any, mins: Any, zero: Any, out: Any, start: Any, stop: Any
-) -> None:
+def _apply(codes, d, m, scales, mins, zero, out, start, stop):
     """Write d * scale * (code - zero) - m * min for rows of integers."""
     columns = out.shape[1]
     size = codes.shape[1] // scales.shape[1]
@@ -241,9 +239,8 @@ def _apply(
 
 @inline
 def decode_rows(
-    code: Any, scale: Any, minimum: Any, sub_block: Any, block_bytes: Any, data: Any, codes: Any,
-    scales: Any, mins: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+    code, scale, minimum, sub_block, block_bytes, data, codes, scales, mins, start, stop
+):
     """Write the integers of rows [start, stop).
 
     ``code(row, at, i)``, ``scale(row, at, j)`` and ``minimum(row, at, j)`` decode one of the block
@@ -262,13 +259,13 @@ def decode_rows(
 
 
 @inline
-def no_minimum(row: Any, at: Any, j: Any) -> Any:
+def no_minimum(row, at, j):
     """Return the minimum of a format without minima."""
     return 0
 
 
 @inline
-def put_params(params: Any, count: Any, at: Any, block: Any) -> None:
+def put_params(params, count, at, block):
     """Write the first `count` float16 of a super-block's (d, dmin) to its bytes."""
     for k in range(count):
         block[at + 2 * k] = params[k] & 255
@@ -276,13 +273,13 @@ def put_params(params: Any, count: Any, at: Any, block: Any) -> None:
 
 
 @inline
-def quarter(row: Any, at: Any, i: Any) -> Any:
+def quarter(row, at, i):
     """Return 2-bit value `i` of 256 at byte `at`: of each 128, bits 0-1 hold the first 32, ..."""
     return (row[at + (i >> 7 << 5) + (i & 31)] >> (i >> 5 << 1 & 6)) & 3
 
 
 @inline
-def put_quarters(codes: Any, block: Any, at: Any, shift: Any) -> None:
+def put_quarters(codes, block, at, shift):
     """Write bits `shift` and `shift` + 1 of 256 codes so that `quarter` finds them."""
     for half in range(2):
         for i in range(32):

@@ -18,8 +18,6 @@ a sum it says so): the bytes are the same on every processor.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import lanes, simd
@@ -46,20 +44,20 @@ VECTORS = 3 * SUPER + 6 * 16 + 10
 
 
 @strict_njit
-def _cut(v: Any, low: Any, high: Any) -> Any:
+def _cut(v, low, high):
     """Return the lanes cut off at the scalars `low` and `high`."""
     return simd.minimum(simd.maximum(v, simd.splat(low)), simd.splat(high))
 
 
 @strict_njit
-def _reciprocal(v: Any) -> Any:
+def _reciprocal(v):
     """Return 1 / v, 0 for 0."""
     zero = simd.splat(0.0)
     return choose(differs(v, zero), simd.div(simd.splat(1.0), v), zero)
 
 
 @strict_njit
-def _error(x: Any, w: Any, n: Any, low: Any, high: Any, step: Any, shift: Any) -> Any:
+def _error(x, w, n, low, high, step, shift):
     """Return the weighted squared error of step * code - shift with the nearest codes."""
     inverse = _reciprocal(step)
     one = two = simd.splat(0.0)
@@ -78,7 +76,7 @@ def _error(x: Any, w: Any, n: Any, low: Any, high: Any, step: Any, shift: Any) -
 
 
 @strict_njit
-def _largest(values: Any, count: Any) -> Any:
+def _largest(values, count):
     """Return the value of largest magnitude."""
     extreme = simd.splat(0.0)
     for at in range(values, values + count * VECTOR, VECTOR):
@@ -91,7 +89,7 @@ def _largest(values: Any, count: Any) -> Any:
 
 
 @strict_njit
-def _mean(x: Any, w: Any, n: Any) -> Any:
+def _mean(x, w, n):
     """Return the sum of weights, the weighted mean, the smallest and the largest value."""
     sum_w = sum_x = simd.splat(0.0)
     low = high = simd.load_f32(x)
@@ -103,7 +101,7 @@ def _mean(x: Any, w: Any, n: Any) -> Any:
 
 
 @strict_njit
-def _line(x: Any, w: Any, n: Any, top: Any, mean: Any, sum_w: Any, base: Any, step: Any) -> Any:
+def _line(x, w, n, top, mean, sum_w, base, step):
     """Return (gain, base, step) of the best line for the codes that (base, step) give.
 
     The gain is what the line saves of the squared error of the constant `mean`; base <= 0.
@@ -135,9 +133,7 @@ def _line(x: Any, w: Any, n: Any, top: Any, mean: Any, sum_w: Any, base: Any, st
 
 
 @strict_njit
-def _target_range(
-    x: Any, w: Any, n: Any, top: Any, grid: Any, clip: Any, step_at: Any, shift_at: Any
-) -> None:
+def _target_range(x, w, n, top, grid, clip, step_at, shift_at):
     """Write the step and shift >= 0 of the best x = step * code - shift found."""
     zero = simd.splat(0.0)
     sum_w, mean, low, high = _mean(x, w, n)
@@ -163,7 +159,7 @@ def _target_range(
 
 
 @strict_njit
-def _ray(x: Any, w: Any, n: Any, low: Any, high: Any, step: Any) -> Any:
+def _ray(x, w, n, low, high, step):
     """Return (gain, step) of the best x = step * code for the codes that `step` gives."""
     inverse = _reciprocal(step)
     sum_qq = sum_xq = simd.splat(0.0)
@@ -177,9 +173,7 @@ def _ray(x: Any, w: Any, n: Any, low: Any, high: Any, step: Any) -> Any:
 
 
 @strict_njit
-def _target_signed(
-    x: Any, w: Any, n: Any, low: Any, high: Any, grid: Any, clip: Any, step_at: Any
-) -> None:
+def _target_signed(x, w, n, low, high, grid, clip, step_at):
     """Write the step, of either sign, of the best x = step * code found."""
     extreme = _largest(x, n)
     best_gain, best_step = simd.splat(-HUGE), simd.splat(0.0)
@@ -207,7 +201,7 @@ def _target_signed(
 
 
 @strict_njit
-def _polish(at: Any, form: Any, j: Any) -> Any:
+def _polish(at, form, j):
     """Move the integers of sub-block `j` to their best neighbours; return its error."""
     n, low, high, scale_low, scale_high, min_high = form
     x, w = at + X + j * n * VECTOR, at + W + j * n * VECTOR
@@ -230,7 +224,7 @@ def _polish(at: Any, form: Any, j: Any) -> Any:
 
 
 @strict_njit
-def _refit(at: Any, form: Any) -> None:
+def _refit(at, form):
     """Make d and dmin the least squares solution for the present codes, scales and minima."""
     n, low, high = form[:3]
     d, dmin = simd.load_f32(at + D), simd.load_f32(at + DMIN)
@@ -260,7 +254,7 @@ def _refit(at: Any, form: Any) -> None:
 
 
 @strict_njit
-def _set_d(at: Any, d: Any, dmin: Any) -> None:
+def _set_d(at, d, dmin):
     """Round d and dmin to float16 (their bits are kept too) and make them the present ones."""
     factor, back = simd.load_f32(at + FACTOR), simd.load_f32(at + BACK)
     for value, bits, kept in ((d, BITS, D), (dmin, BITS_MIN, DMIN)):
@@ -270,7 +264,7 @@ def _set_d(at: Any, d: Any, dmin: Any) -> None:
 
 
 @strict_njit
-def _away_from_zero(v: Any, factor: Any) -> Any:
+def _away_from_zero(v, factor):
     """Return `v`, or the smallest float16 with its sign where `v` is smaller but not 0."""
     smallest = simd.mul(absolute(factor), simd.splat(2.0**-24))
     signed = choose(less(v, simd.splat(0.0)), simd.mul(smallest, simd.splat(-1.0)), smallest)
@@ -279,7 +273,7 @@ def _away_from_zero(v: Any, factor: Any) -> Any:
 
 
 @strict_njit
-def _start(at: Any, form: Any, k: Any) -> None:
+def _start(at, form, k):
     """Begin start `k` >= 1: another d and dmin, and the integers nearest to the targets."""
     n, _, _, scale_low, scale_high, min_high = form
     count = SUPER // n
@@ -299,7 +293,7 @@ def _start(at: Any, form: Any, k: Any) -> None:
 
 
 @strict_njit
-def _improve(at: Any, form: Any, starts: Any) -> None:
+def _improve(at, form, starts):
     """Leave the best d, dmin, scales and minima of all starts and rounds in the scratch memory."""
     count = SUPER // form[0]
     for k in range(starts):
@@ -321,7 +315,7 @@ def _improve(at: Any, form: Any, starts: Any) -> None:
 
 
 @strict_njit
-def _keep(v: Any, mask: Any, target: Any) -> None:
+def _keep(v, mask, target):
     """Replace the lanes of the vector at `target` where the mask is true."""
     simd.store_f32(target, choose(mask, v, simd.load_f32(target)))
 
@@ -330,7 +324,7 @@ def _keep(v: Any, mask: Any, target: Any) -> None:
 
 
 @strict_njit
-def _normalize(at: Any) -> None:
+def _normalize(at):
     """Scale the panels in place: weights to about 1, importances to at most 1.
 
     Keeps the factor of the weights, a power of two, and its reciprocal.
@@ -352,7 +346,7 @@ def _normalize(at: Any) -> None:
 
 
 @strict_njit
-def _mirror(at: Any, n: Any) -> None:
+def _mirror(at, n):
     """Negate the super-blocks whose sub-blocks lie above zero more than below it."""
     zero = simd.splat(0.0)
     above = below = zero
@@ -371,7 +365,7 @@ def _mirror(at: Any, n: Any) -> None:
 
 
 @strict_njit
-def _prepare(at: Any, form: Any, grid: Any, clip: Any) -> None:
+def _prepare(at, form, grid, clip):
     """Find the sub-blocks' targets and the error of plain's parameters, the first candidate."""
     n, low, high, _, _, min_high = form
     _normalize(at)
@@ -401,7 +395,7 @@ def _prepare(at: Any, form: Any, grid: Any, clip: Any) -> None:
 
 
 @strict_njit
-def _finish(at: Any, form: Any) -> None:
+def _finish(at, form):
     """Write the codes of the best parameters, from 0, and the bits of d and dmin."""
     n, low, high = form[:3]
     for j in range(SUPER // n):
@@ -417,9 +411,8 @@ def _finish(at: Any, form: Any) -> None:
 
 @strict_njit
 def search(
-    x: Any, importance: Any, blocks: Any, form: Any, starts: Any, grid: Any, clip: Any, codes: Any,
-    scales: Any, mins: Any, params: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+    x, importance, blocks, form, starts, grid, clip, codes, scales, mins, params, start, stop
+):
     """Improve plain's super-blocks: units [start, stop) of 16.
 
     `x` float32 (super-blocks, 256); `importance` float32 (1 or rows, columns), 0 for padding, rows
@@ -456,7 +449,7 @@ def search(
 
 
 @inline
-def _write(values: Any, target: Any) -> None:
+def _write(values, target):
     """Write small whole numbers to an array of integers."""
     for i in range(len(values)):
         target[i] = np.int32(values[i])

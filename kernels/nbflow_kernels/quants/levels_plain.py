@@ -24,8 +24,6 @@ quantize_row_q1_0_ref).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -67,7 +65,7 @@ def iq4(
 
 
 @strict_njit
-def _nearest_levels(values: Any, x: Any, inverse: Any, codes: Any) -> None:
+def _nearest_levels(values, x, inverse, codes):
     """Choose the codes of weights divided by a scale, of ascending levels; halves go up."""
     for j in range(len(codes)):
         codes[j] = 0
@@ -79,7 +77,7 @@ def _nearest_levels(values: Any, x: Any, inverse: Any, codes: Any) -> None:
 
 
 @strict_njit
-def iq4_scale(x: Any, weight: Any, values: Any, codes: Any) -> Any:
+def iq4_scale(x, weight, values, codes):
     """Return the scale of a sub-block."""
     extreme = np.float32(0)
     for j in range(len(x)):
@@ -106,10 +104,7 @@ def iq4_scale(x: Any, weight: Any, values: Any, codes: Any) -> Any:
 
 
 @strict_njit
-def _iq4(
-    x: Any, importance: Any, values: Any, block: Any, codes: Any, scales: Any, d: Any, start: Any,
-    stop: Any,
-) -> None:  # fmt: skip
+def _iq4(x, importance, values, block, codes, scales, d, start, stop):
     """Encode rows [start, stop)."""
     weight = np.empty(32, np.float32)
     found = np.empty(block // 32, np.float32)
@@ -135,9 +130,7 @@ def _iq4(
 
 
 @strict_njit
-def iq4_codes(
-    x: Any, first: Any, values: Any, found: Any, codes: Any, scales: Any, chosen: Any
-) -> Any:  # fmt: skip
+def iq4_codes(x, first, values, found, codes, scales, chosen):
     """Write codes and integer scales of a block; return its stored d."""
     largest = np.float32(0)
     for s in range(len(found)):
@@ -193,7 +186,7 @@ def fp4(x: Floats, values: Floats, steps: Floats) -> Bytes:
 
 
 @strict_njit
-def _fp4(x: Any, values: Any, steps: Any, codes: Any, start: Any, stop: Any) -> None:
+def _fp4(x, values, steps, codes, start, stop):
     """Choose the codes of rows [start, stop)."""
     size = x.shape[1] // steps.shape[1]
     for row in range(start, stop):
@@ -202,7 +195,7 @@ def _fp4(x: Any, values: Any, steps: Any, codes: Any, start: Any, stop: Any) -> 
 
 
 @strict_njit
-def fp4_code(x: Any, values: Any, step: Any) -> Any:
+def fp4_code(x, values, step):
     """Return the nearest code of a weight, the lowest of equals."""
     best, error = 0, abs(x)
     for code in range(1, 16):
@@ -224,7 +217,7 @@ def rounded(x: Floats, block: int) -> tuple[Bytes, Halves]:
 
 
 @strict_njit
-def _rounded(x: Any, codes: Any, d: Any, start: Any, stop: Any) -> None:
+def _rounded(x, codes, d, start, stop):
     """Encode rows [start, stop)."""
     block = x.shape[1] // d.shape[1]
     for row in range(start, stop):
@@ -234,7 +227,7 @@ def _rounded(x: Any, codes: Any, d: Any, start: Any, stop: Any) -> None:
 
 
 @strict_njit
-def rounded_block(x: Any, codes: Any) -> Any:
+def rounded_block(x, codes):
     """Write the codes of a block; return the bits of its scale."""
     largest = np.float32(0)
     for i in range(len(x)):
@@ -255,7 +248,7 @@ def signs(x: Floats, block: int) -> tuple[Bytes, Halves]:
 
 
 @strict_njit
-def _signs(x: Any, codes: Any, d: Any, start: Any, stop: Any) -> None:
+def _signs(x, codes, d, start, stop):
     """Encode rows [start, stop)."""
     block = x.shape[1] // d.shape[1]
     for row in range(start, stop):
@@ -265,7 +258,7 @@ def _signs(x: Any, codes: Any, d: Any, start: Any, stop: Any) -> None:
 
 
 @strict_njit
-def signs_block(x: Any, codes: Any) -> Any:
+def signs_block(x, codes):
     """Write the codes of a block; return the bits of its scale."""
     total = np.float32(0)
     for i in range(len(x)):

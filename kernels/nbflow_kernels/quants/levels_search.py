@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels._jit import njit
@@ -28,15 +26,12 @@ def search(
 
 
 @njit
-def _search(
-    x: Any, weight: Any, tables: Any, how: Any, chosen: Any, scales: Any, d: Any, start: Any,
-    stop: Any,
-) -> None:  # fmt: skip
+def _search(x, weight, tables, how, chosen, scales, d, start, stop):
     search_rows(_evaluate, x, weight, tables, how, chosen, scales, d, start, stop)
 
 
 @njit
-def _evaluate(value: Any, weight: Any, step: Any, tables: Any, out: Any, scratch: Any) -> Any:
+def _evaluate(value, weight, step, tables, out, scratch):
     """Choose the nearest levels of a sub-block; see `block_search.search_rows`."""
     levels, middles = tables
     n = len(value)

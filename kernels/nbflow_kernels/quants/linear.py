@@ -232,7 +232,7 @@ class LinearFormat(QuantFormat):
 
 
 @njit
-def _apply(codes: Any, base: Any, scale: Any, zero: Any, out: Any, start: Any, stop: Any) -> None:
+def _apply(codes, base, scale, zero, out, start, stop):
     """Write base + scale * (code - zero), rounded once, for rows of codes."""
     block = codes.shape[1] // base.shape[1]
     for row in range(start, stop):

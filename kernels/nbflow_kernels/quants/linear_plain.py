@@ -6,8 +6,6 @@ code: bytes are compared with its output.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import simd
@@ -19,7 +17,7 @@ COST = 10.0  # operations a weight costs, for the choice of thread count
 
 
 @inline
-def _floored(step: Any, n_codes: Any) -> Any:
+def _floored(step, n_codes):
     """Return the code of a step: 0 for NaN, else its floor within the codes."""
     if not step >= np.float32(0):
         return 0
@@ -29,7 +27,7 @@ def _floored(step: Any, n_codes: Any) -> Any:
 
 
 @inline
-def extent(x: Any, at: Any, block: Any) -> Any:
+def extent(x, at, block):
     """Return the least and the greatest of the `block` weights from index `at` on."""
     low = high = x[at]
     for i in range(1, block):
@@ -38,13 +36,13 @@ def extent(x: Any, at: Any, block: Any) -> Any:
 
 
 @inline
-def inverse_of(scale: Any) -> Any:
+def inverse_of(scale):
     """Return 1 / scale, 0 for a scale that counts as zero."""
     return np.float32(0) if scale < CUTOFF else np.float32(1) / scale
 
 
 @inline
-def on_grid(low: Any) -> Any:
+def on_grid(low):
     """Return a base snapped down to the grid a byte can hold."""
     steps = np.float32(100) * low + np.float32(100.01)
     if abs(steps) < np.float32(2**24):  # else it is whole
@@ -53,21 +51,21 @@ def on_grid(low: Any) -> Any:
 
 
 @inline
-def base_byte(base: Any) -> Any:
+def base_byte(base):
     """Return the byte of a base."""
     u = np.float32(100) * base + np.float32(100.5)
     return int(min(max(u, np.float32(0)), np.float32(255)))
 
 
 @inline
-def scale_byte(scale: Any) -> Any:
+def scale_byte(scale):
     """Return the byte of a scale."""
     v = np.float32(1000) * scale + np.float32(0.5)
     return int(min(max(v, np.float32(0)), np.float32(255)))
 
 
 @inline
-def signed_code(x: Any, inverse: Any, n_codes: Any, zero: Any) -> Any:
+def signed_code(x, inverse, n_codes, zero):
     """Return the code of a weight, halves rounded away from zero."""
     step = x * inverse
     size = int(abs(step) + np.float32(0.5))
@@ -76,16 +74,13 @@ def signed_code(x: Any, inverse: Any, n_codes: Any, zero: Any) -> Any:
 
 
 @inline
-def range_code(x: Any, low: Any, inverse: Any, offset: Any, n_codes: Any) -> Any:
+def range_code(x, low, inverse, offset, n_codes):
     """Return the code of a weight in a range that begins at `low`."""
     return _floored((x - low) * inverse + offset, n_codes)
 
 
 @strict_njit
-def plain(
-    x: Any, block: Any, n_codes: Any, divisor: Any, kind: Any, midrise: Any, zero: Any, codes: Any,
-    parameters: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+def plain(x, block, n_codes, divisor, kind, midrise, zero, codes, parameters, start, stop):
     """Write codes and stored base and scale of rows [start, stop); `kind` as in `parameters`."""
     offset = np.float32(1e-4) if midrise else np.float32(0.5)
     for row in range(start, stop):

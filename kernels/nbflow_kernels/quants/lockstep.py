@@ -37,11 +37,11 @@ ROUND = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the l
 
 
 def _make_comparison(name: str, emit: Any) -> Any:
-    def compare(typing_context: Any, a: Any, b: Any) -> Any:
+    def compare(typing_context, a, b):
         if a != f32x16 or b != f32x16:
             raise errors.TypingError(f"lockstep.{name}: wanted two vectors of float32")
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def codegen(context, builder, signature, args):
             return builder.sext(emit(builder, args[0], args[1]), i32x16.llvm)
 
         return i32x16(a, b), codegen
@@ -55,12 +55,12 @@ differs = _make_comparison("differs", lambda builder, a, b: builder.fcmp_unorder
 
 
 @intrinsic
-def choose(typing_context: Any, mask: Any, yes: Any, no: Any) -> Any:
+def choose(typing_context, mask, yes, no):
     """Return `yes` where the mask is true, else `no`."""
     if mask != i32x16 or yes not in (f32x16, i32x16) or no != yes:
         raise errors.TypingError(f"lockstep.choose: wanted a mask and two vectors, got {yes}, {no}")
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         zeros = ir.Constant(i32x16.llvm, [0] * LANES)
         return builder.select(builder.icmp_signed("!=", args[0], zeros), args[1], args[2])
 
@@ -68,12 +68,12 @@ def choose(typing_context: Any, mask: Any, yes: Any, no: Any) -> Any:
 
 
 @intrinsic
-def any_lane(typing_context: Any, mask: Any) -> Any:
+def any_lane(typing_context, mask):
     """Return whether the mask is true in any lane."""
     if mask != i32x16:
         raise errors.TypingError(f"lockstep.any_lane: wanted a mask, got {mask}")
 
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+    def codegen(context, builder, signature, args):
         zeros = ir.Constant(i32x16.llvm, [0] * LANES)
         bits = builder.bitcast(builder.icmp_signed("!=", args[0], zeros), ir.IntType(LANES))
         return builder.icmp_unsigned("!=", bits, ir.Constant(ir.IntType(LANES), 0))
@@ -82,11 +82,11 @@ def any_lane(typing_context: Any, mask: Any) -> Any:
 
 
 def _make_unary(name: str, llvm_name: str) -> Any:
-    def unary(typing_context: Any, v: Any) -> Any:
+    def unary(typing_context, v):
         if v != f32x16:
             raise errors.TypingError(f"lockstep.{name}: wanted a vector of float32, got {v}")
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def codegen(context, builder, signature, args):
             function_type = ir.FunctionType(f32x16.llvm, [f32x16.llvm])
             function = cgutils.get_or_insert_function(builder.module, function_type, llvm_name)
             return builder.call(function, args)
@@ -102,7 +102,7 @@ sqrt = _make_unary("sqrt", "llvm.sqrt.v16f32")
 
 
 @strict_njit
-def nearest(v: Any) -> Any:
+def nearest(v):
     """Return the nearest integers of |v| <= 2**22 as int32, halves to even.
 
     This is GGML's rounding, also in what it makes of other numbers: NaN gives 0, infinities give
@@ -113,11 +113,11 @@ def nearest(v: Any) -> Any:
 
 
 def _make_extreme(name: str, op: str) -> Any:
-    def extreme(typing_context: Any, a: Any, b: Any) -> Any:
+    def extreme(typing_context, a, b):
         if a != i32x16 or b != i32x16:
             raise errors.TypingError(f"lockstep.{name}: wanted two vectors of int32")
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def codegen(context, builder, signature, args):
             return builder.select(builder.icmp_signed(op, args[0], args[1]), args[0], args[1])
 
         return i32x16(a, b), codegen
@@ -131,7 +131,7 @@ larger = _make_extreme("larger", ">")
 
 
 @strict_njit
-def clamp(v: Any, low: Any, high: Any) -> Any:
+def clamp(v, low, high):
     """Return the int32 lanes cut off at the scalars `low` and `high`."""
     return smaller(larger(v, simd.splat_i32(low)), simd.splat_i32(high))
 
@@ -140,7 +140,7 @@ def clamp(v: Any, low: Any, high: Any) -> Any:
 
 
 @strict_njit
-def fill_panel(source: Any, first: Any, panel: Any) -> None:
+def fill_panel(source, first, panel):
     """Write blocks `first`.. of `source` (blocks, size) side by side to `panel` (size, 16).
 
     After the last block come copies of it, which nobody reads back.
@@ -152,7 +152,7 @@ def fill_panel(source: Any, first: Any, panel: Any) -> None:
 
 
 @strict_njit
-def fill_importance(importance: Any, blocks: Any, first: Any, panel: Any) -> None:
+def fill_importance(importance, blocks, first, panel):
     """Do as `fill_panel` with importances (1 or rows, columns) of rows of `blocks` blocks."""
     size = panel.shape[0]
     for lane in range(LANES):
@@ -163,7 +163,7 @@ def fill_importance(importance: Any, blocks: Any, first: Any, panel: Any) -> Non
 
 
 @strict_njit
-def empty_panel(panel: Any, first: Any, target: Any) -> None:
+def empty_panel(panel, first, target):
     """Write a panel (size, 16) of small whole numbers back to blocks of `target`."""
     for lane in range(min(LANES, len(target) - first)):
         block = target[first + lane]

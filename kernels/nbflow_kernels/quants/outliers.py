@@ -121,10 +121,7 @@ def quantize_with_outliers(
 
 
 @njit
-def _find(
-    x: Any, n_columns: Any, size: Any, low: Any, high: Any, mask: Any, inside: Any, start: Any,
-    stop: Any,
-) -> None:  # fmt: skip
+def _find(x, n_columns, size, low, high, mask, inside, start, stop):
     """Mark the outliers of rows [start, stop), and write the nearest weights within instead."""
     span = high - low
     for row in range(start, stop):
@@ -174,10 +171,7 @@ def _find(
 
 
 @njit
-def _choose(
-    x: Any, weight: Any, n_columns: Any, size: Any, before: Any, after: Any, mask: Any, data: Any,
-    other: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+def _choose(x, weight, n_columns, size, before, after, mask, data, other, start, stop):
     """Take the blocks of `other` that lose no more with their outliers than those of `data`."""
     n_bytes = data.shape[1] // (x.shape[1] // size)
     for row in range(start, stop):
@@ -216,16 +210,14 @@ def add_outliers_of(outliers: CsrMatrix, ids: NDArray[Any], out: Floats) -> None
 
 
 @njit
-def _add(indptr: Any, indices: Any, values: Any, out: Any, start: Any, stop: Any) -> None:
+def _add(indptr, indices, values, out, start, stop):
     for row in range(start, stop):
         for j in range(indptr[row], indptr[row + 1]):
             out[row, indices[j]] += values[j]
 
 
 @njit
-def _add_of(
-    indptr: Any, indices: Any, values: Any, ids: Any, out: Any, start: Any, stop: Any
-) -> None:
+def _add_of(indptr, indices, values, ids, out, start, stop):
     for row in range(start, stop):
         for j in range(indptr[ids[row]], indptr[ids[row] + 1]):
             out[row, indices[j]] += values[j]

@@ -385,10 +385,7 @@ def stored_floats(d_type: str, numbers: NDArray[np.float32], base: bool) -> NDAr
 
 
 @njit
-def _pack_codes(
-    codes: Any, out: Any, bits: Any, fields: Any, n_blocks: Any, segments: Any, units: Any,
-    vectors: Any, sizes: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+def _pack_codes(codes, out, bits, fields, n_blocks, segments, units, vectors, sizes, start, stop):
     """Write the codes of row groups [start, stop), 4 columns at a time; sizes in 4 bytes."""
     block, floats, segment, scales = sizes
     per_word = 0 if bits in (3, 5, 6) else 8 // bits
@@ -412,7 +409,7 @@ def _pack_codes(
 
 
 @njit
-def _pack_planes(row: Any, words: Any, at: Any, bits: Any, per_word: Any) -> None:
+def _pack_planes(row, words, at, bits, per_word):
     """Do as `_pack_fields` where each code vector is one field, and words are full of them."""
     v = 0
     for word in range(bits):
@@ -424,7 +421,7 @@ def _pack_planes(row: Any, words: Any, at: Any, bits: Any, per_word: Any) -> Non
 
 
 @njit
-def _pack_fields(row: Any, words: Any, at: Any, fields: Any) -> None:
+def _pack_fields(row, words, at, fields):
     """Write the 8 code vectors of one row and unit; a number holds 4 codes, no bit crosses over."""
     for i in range(len(fields)):
         mask = np.uint32(0x01010101) * np.uint32((1 << fields[i, 2]) - 1)
@@ -433,7 +430,7 @@ def _pack_fields(row: Any, words: Any, at: Any, fields: Any) -> None:
 
 
 @njit
-def _pack_pairs(row: Any, words: Any, at: Any) -> None:
+def _pack_pairs(row, words, at):
     """Write the 16 code vectors of one row and unit as pairs."""
     for w in range(7):
         words[at + w * ROWS] = row[2 * w] + np.uint32(11) * row[2 * w + 1]

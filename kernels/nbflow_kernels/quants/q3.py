@@ -20,8 +20,6 @@ Source: Inferflow, quant_types.h (formats Q3_B32T1A and Q3_B32T1B).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels._jit import inline, njit
@@ -33,13 +31,13 @@ from nbflow_kernels.quants.parameters import F16_PAIR
 
 
 @inline
-def code_q3(row: Any, at: Any, i: Any) -> Any:
+def code_q3(row, at, i):
     """Return code `i` of the block at byte `at`."""
     return crumb(row, at + 8, i) | (bit(row, at + 4, i) << 2)
 
 
 @njit
-def _codes_q3(data: Any, codes: Any, start: Any, stop: Any) -> None:
+def _codes_q3(data, codes, start, stop):
     decode_codes(code_q3, 32, 16, data, codes, start, stop)
 
 

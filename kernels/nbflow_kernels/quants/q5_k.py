@@ -18,8 +18,6 @@ Source: GGML, ggml-common.h (block_q5_K).
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from numpy.typing import NDArray
 
@@ -38,21 +36,19 @@ from nbflow_kernels.quants.q4_k import (
 
 
 @inline
-def code_q5_k(row: Any, at: Any, i: Any) -> Any:
+def code_q5_k(row, at, i):
     """Return code `i` of the block at byte `at`."""
     low = (row[at + 48 + (i >> 6 << 5) + (i & 31)] >> (i >> 3 & 4)) & 15
     return low | (((row[at + 16 + (i & 31)] >> (i >> 5)) & 1) << 4)
 
 
 @njit
-def _integers(data: Any, codes: Any, scales: Any, mins: Any, start: Any, stop: Any) -> None:
+def _integers(data, codes, scales, mins, start, stop):
     decode_rows(code_q5_k, scale_q4_k, min_q4_k, 32, 176, data, codes, scales, mins, start, stop)
 
 
 @njit
-def _pack(
-    codes: Any, scales: Any, mins: Any, params: Any, data: Any, start: Any, stop: Any
-) -> None:
+def _pack(codes, scales, mins, params, data, start, stop):
     for s in range(start, stop):
         block, code = data[s], codes[s]
         put_params(params[s], 2, 0, block)

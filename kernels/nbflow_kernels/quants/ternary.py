@@ -84,7 +84,7 @@ REACH = (1, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4)  # of the highest level to try, in lar
 
 
 @inline
-def code_tq1_0(row: Any, at: Any, i: Any, powers: Any) -> Any:
+def code_tq1_0(row, at, i, powers):
     """Return code `i` of the block at byte `at`."""
     if i < 160:
         byte, n = i & 31, i >> 5
@@ -97,40 +97,40 @@ def code_tq1_0(row: Any, at: Any, i: Any, powers: Any) -> Any:
 
 
 @inline
-def code_tq2_0(row: Any, at: Any, i: Any, table: Any) -> Any:
+def code_tq2_0(row, at, i, table):
     """Return code `i` of the block at byte `at`."""
     return (row[at + 32 * (i >> 7) + (i & 31)] >> (2 * ((i >> 5) & 3))) & 3
 
 
 @inline
-def code_q2_0(row: Any, at: Any, i: Any, table: Any) -> Any:
+def code_q2_0(row, at, i, table):
     """Return code `i` of the block at byte `at`."""
     return crumb(row, at + 2, i)
 
 
 @inline
-def code_q1_0(row: Any, at: Any, i: Any, table: Any) -> Any:
+def code_q1_0(row, at, i, table):
     """Return code `i` of the block at byte `at`."""
     return bit(row, at + 2, i)
 
 
 @njit
-def _tq1_0(data: Any, table: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
+def _tq1_0(data, table, codes, scales, start, stop):
     decode_rows(code_tq1_0, no_scale, 256, 0, 54, data, table, codes, scales, start, stop)
 
 
 @njit
-def _tq2_0(data: Any, table: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
+def _tq2_0(data, table, codes, scales, start, stop):
     decode_rows(code_tq2_0, no_scale, 256, 0, 66, data, table, codes, scales, start, stop)
 
 
 @njit
-def _q2_0(data: Any, table: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
+def _q2_0(data, table, codes, scales, start, stop):
     decode_rows(code_q2_0, no_scale, 64, 0, 18, data, table, codes, scales, start, stop)
 
 
 @njit
-def _q1_0(data: Any, table: Any, codes: Any, scales: Any, start: Any, stop: Any) -> None:
+def _q1_0(data, table, codes, scales, start, stop):
     decode_rows(code_q1_0, no_scale, 128, 0, 18, data, table, codes, scales, start, stop)
 
 

@@ -66,12 +66,12 @@ class _FormModel(datamodel.models.OpaqueModel):
 
 
 @typeof_impl.register(PackedForm)
-def _typeof_form(form: PackedForm, context: Any) -> FormType:
+def _typeof_form(form, context):
     return FormType(form)
 
 
 @lower_constant(FormType)
-def _constant_form(context: Any, builder: Any, form_type: Any, value: Any) -> Any:
+def _constant_form(context, builder, form_type, value):
     return context.get_dummy_value()
 
 
@@ -298,7 +298,7 @@ def _function(name: str, result: Any, arguments: tuple[Any, ...], emit: Callable
             if (wanted in vectors or found in vectors) and wanted != found:
                 raise errors.TypingError(f"unpack.{name}: wanted {arguments}, got {given}")
 
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        def codegen(context, builder, signature, args):
             found = signature.args[1:]
             values = [
                 value if have == want else context.cast(builder, value, have, want)
@@ -311,13 +311,13 @@ def _function(name: str, result: Any, arguments: tuple[Any, ...], emit: Callable
 
         return result(form, *given), codegen
 
-    def two(typing_context: Any, form: Any, a: Any, b: Any) -> Any:
+    def two(typing_context, form, a, b):
         return define(form, (a, b))
 
-    def three(typing_context: Any, form: Any, a: Any, b: Any, c: Any) -> Any:
+    def three(typing_context, form, a, b, c):
         return define(form, (a, b, c))
 
-    def four(typing_context: Any, form: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    def four(typing_context, form, a, b, c, d):
         return define(form, (a, b, c, d))
 
     chosen = (two, three, four)[len(arguments) - 2]
@@ -384,7 +384,7 @@ _OPTIONS: Any = {"forceinline": True, "error_model": "numpy", "fastmath": FAST_M
 
 
 @extending.overload(decode_blocks, jit_options=_OPTIONS)
-def _decode_blocks(form: Any, at: Any, n_blocks: Any, to: Any) -> Callable[..., Any]:
+def _decode_blocks(form, at, n_blocks, to):
     decode: Callable[..., Any] = _decoder(form.form)
     return decode
 
@@ -395,7 +395,7 @@ def _decoder(known: PackedForm) -> Callable[..., Any]:
     units, vectors, per_scale = known.block // known.unit, known.unit // 4, known.sub_block // 4
     block_bytes = known.block_bytes
 
-    def decode(form: Any, at: Any, n_blocks: Any, to: Any) -> None:
+    def decode(form, at, n_blocks, to):
         for _ in range(n_blocks):
             for unit in range(units):
                 for v in range(vectors):

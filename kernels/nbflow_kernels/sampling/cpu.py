@@ -6,8 +6,6 @@ matter (`select`, `filters`); a draw is a function of its row, seed and offset (
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import simd
@@ -145,7 +143,7 @@ def n_sigma_mask(logits: np.ndarray, n: np.ndarray, out: np.ndarray, valid: np.n
 
 
 @njit
-def _softmax(logits: Any, temperature: Any, out: Any, start: Any, stop: Any) -> None:
+def _softmax(logits, temperature, out, start, stop):
     V = logits.shape[1]
     tops, sums = np.empty(n_chunks(V), np.float32), np.empty(n_chunks(V), np.float64)
     for b in range(start, stop):
@@ -159,7 +157,7 @@ def _softmax(logits: Any, temperature: Any, out: Any, start: Any, stop: Any) -> 
 
 
 @njit
-def _argmax(logits: Any, out: Any, start: Any, stop: Any) -> None:
+def _argmax(logits, out, start, stop):
     tops = np.empty(n_chunks(logits.shape[1]), np.float32)
     for b in range(start, stop):
         top, bad = logits_pass(logits[b], tops)
@@ -174,10 +172,7 @@ def _argmax(logits: Any, out: Any, start: Any, stop: Any) -> None:
 
 
 @njit
-def _sample(
-    ranks: Any, probs: Any, rows: Any, limits: Any, top_k_first: Any, seeds: Any, offsets: Any,
-    out: Any, shares: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+def _sample(ranks, probs, rows, limits, top_k_first, seeds, offsets, out, shares, start, stop):
     V = probs.shape[1]
     room = make_room(V)
     tops, sums = np.empty(n_chunks(V), np.float32), np.empty(n_chunks(V), np.float64)
@@ -196,9 +191,8 @@ def _sample(
 
 @njit
 def _sample_logits(
-    logits: Any, rows: Any, temperature: Any, limits: Any, top_k_first: Any, seeds: Any,
-    offsets: Any, out: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+    logits, rows, temperature, limits, top_k_first, seeds, offsets, out, start, stop
+):
     V = logits.shape[1]
     room, spare = make_room(V), np.empty(V + 16, np.float32)
     weights, places = np.empty(V + 16, np.float32), np.empty(V, np.int32)
@@ -226,7 +220,7 @@ def _sample_logits(
 
 
 @part
-def _keep_top(row: Any, tops: Any, count: Any, values: Any, places: Any, room: Any) -> Any:
+def _keep_top(row, tops, count, values, places, room):
     """Write the `count` largest of a row and their places, in order of index; return `count`."""
     low = kth_largest(tops, count, room[5]) if count <= len(tops) else np.float32(-np.inf)
     n = candidates(row, row, tops, low, np.float32(np.inf), room)
@@ -241,9 +235,7 @@ def _keep_top(row: Any, tops: Any, count: Any, values: Any, places: Any, room: A
 
 
 @njit
-def _renorm(
-    ranks: Any, probs: Any, limits: Any, out: Any, valid: Any, start: Any, stop: Any
-) -> None:
+def _renorm(ranks, probs, limits, out, valid, start, stop):
     V = probs.shape[1]
     room = make_room(V)
     tops, sums = np.empty(n_chunks(V), np.float32), np.empty(n_chunks(V), np.float64)
@@ -267,10 +259,7 @@ def _renorm(
 
 
 @njit
-def _xtc(
-    probs: Any, parameters: Any, seeds: Any, offsets: Any, out: Any, valid: Any,
-    start: Any, stop: Any,
-) -> None:  # fmt: skip
+def _xtc(probs, parameters, seeds, offsets, out, valid, start, stop):
     V = probs.shape[1]
     room = make_room(V)
     tops, sums = np.empty(n_chunks(V), np.float32), np.empty(n_chunks(V), np.float64)
@@ -297,7 +286,7 @@ def _xtc(
 
 
 @njit
-def _top_k(x: Any, k: Any, in_order: Any, values: Any, indices: Any, start: Any, stop: Any) -> None:
+def _top_k(x, k, in_order, values, indices, start, stop):
     V = x.shape[1]
     room = make_room(V)
     spare_keys, places = np.empty(k, np.int64), np.empty(k, np.int32)
@@ -319,7 +308,7 @@ def _top_k(x: Any, k: Any, in_order: Any, values: Any, indices: Any, start: Any,
 
 
 @njit
-def _top_k_mask(logits: Any, counts: Any, out: Any, valid: Any, start: Any, stop: Any) -> None:
+def _top_k_mask(logits, counts, out, valid, start, stop):
     V = logits.shape[1]
     room = make_room(V)
     values, places = np.empty(V, np.float32), np.empty(V, np.int32)
@@ -335,7 +324,7 @@ def _top_k_mask(logits: Any, counts: Any, out: Any, valid: Any, start: Any, stop
 
 
 @part
-def _deviation(row: Any) -> Any:
+def _deviation(row):
     """Return the standard deviation of the finite elements of a row, in float64."""
     at, n = simd.address(row), len(row)
     zero, one, lowest = simd.splat(0.0), simd.splat(1.0), simd.splat(LOWEST)
@@ -363,7 +352,7 @@ def _deviation(row: Any) -> Any:
 
 
 @njit
-def _n_sigma_mask(logits: Any, n: Any, out: Any, valid: Any, start: Any, stop: Any) -> None:
+def _n_sigma_mask(logits, n, out, valid, start, stop):
     V = logits.shape[1]
     tops = np.empty(n_chunks(V), np.float32)
     for b in range(start, stop):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels._jit import njit
@@ -31,7 +29,7 @@ def tail_free_counts(
 
 
 @njit
-def _typical_ranks(probs: Any, ranks: Any, start: Any, stop: Any) -> None:
+def _typical_ranks(probs, ranks, start, stop):
     V = probs.shape[1]
     tops, sums = np.empty(n_chunks(V), np.float32), np.empty(n_chunks(V), np.float64)
     for b in range(start, stop):
@@ -44,9 +42,7 @@ def _typical_ranks(probs: Any, ranks: Any, start: Any, stop: Any) -> None:
 
 
 @njit
-def _tail_free_counts(
-    probs: Any, rows: Any, z: Any, first: Any, counts: Any, start: Any, stop: Any
-) -> None:
+def _tail_free_counts(probs, rows, z, first, counts, start, stop):
     V = probs.shape[1]
     tops, sums = np.empty(n_chunks(V), np.float32), np.empty(n_chunks(V), np.float64)
     keys, ids = np.empty(V, np.int64), np.empty(V, np.int32)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import simd
@@ -33,7 +31,7 @@ def chain_speculative(
 
 
 @part
-def _excess(target: Any, draft: Any, to: Any) -> Any:
+def _excess(target, draft, to):
     """Write max(target - draft, 0) to `to`; return the sum in float64."""
     n, total, rest, zero = len(target), wide_zero(), 0.0, simd.splat(0.0)
     q, p, at = simd.address(target), simd.address(draft), simd.address(to)
@@ -49,9 +47,9 @@ def _excess(target: Any, draft: Any, to: Any) -> Any:
 
 
 @part
-def _draw(weights: Any, target: Any) -> Any:
+def _draw(weights, target):
     """Return the first element where the running sum passes `target`, or the last positive one."""
-    chosen: Any = -1
+    chosen = -1
     reached = 0.0
     for j in range(len(weights)):
         if weights[j] > 0.0:
@@ -64,9 +62,8 @@ def _draw(weights: Any, target: Any) -> Any:
 
 @njit
 def _chain(
-    draft_probs: Any, draft_token_ids: Any, target_probs: Any, seeds: Any, offsets: Any,
-    out: Any, accepted: Any, emitted: Any, start: Any, stop: Any,
-) -> None:  # fmt: skip
+    draft_probs, draft_token_ids, target_probs, seeds, offsets, out, accepted, emitted, start, stop
+):
     n, V = draft_probs.shape[1], draft_probs.shape[2]
     weights = np.empty(V, np.float32)
     tops, sums = np.empty(n_chunks(V), np.float32), np.empty(n_chunks(V), np.float64)

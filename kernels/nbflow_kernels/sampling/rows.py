@@ -7,8 +7,6 @@ needs.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels import simd
@@ -24,13 +22,13 @@ TINY = np.float32(1.1754943508222875e-38)  # the least normal float32
 
 
 @part
-def n_chunks(n: Any) -> Any:
+def n_chunks(n):
     """Return the number of chunks of a row of `n`."""
     return (n + CHUNK - 1) // CHUNK
 
 
 @part
-def fill(row: Any, value: Any) -> None:
+def fill(row, value):
     """Write one value to a whole row."""
     n, at, values = len(row), simd.address(row), simd.splat(value)
     for d in range(0, n - 15, 16):
@@ -40,7 +38,7 @@ def fill(row: Any, value: Any) -> None:
 
 
 @part
-def scale(row: Any, factor: Any) -> None:
+def scale(row, factor):
     """Multiply a row by one value."""
     n, at, factors = len(row), simd.address(row), simd.splat(factor)
     for d in range(0, n - 15, 16):
@@ -50,7 +48,7 @@ def scale(row: Any, factor: Any) -> None:
 
 
 @part
-def keep_from(row: Any, least: Any, to: Any) -> None:
+def keep_from(row, least, to):
     """Copy a row with -inf for the elements below `least`."""
     n, at, target = len(row), simd.address(row), simd.address(to)
     bound, excluded = simd.splat(least), simd.splat(-np.inf)
@@ -62,7 +60,7 @@ def keep_from(row: Any, least: Any, to: Any) -> None:
 
 
 @part
-def logits_pass(row: Any, tops: Any) -> Any:
+def logits_pass(row, tops):
     """Return the largest element and whether the row has a NaN."""
     n, at = len(row), simd.address(row)
     sign = simd.splat_i32(0)
@@ -88,7 +86,7 @@ def logits_pass(row: Any, tops: Any) -> Any:
 
 
 @part
-def probs_pass(row: Any, tops: Any, sums: Any) -> Any:
+def probs_pass(row, tops, sums):
     """Return the sum of a row, or -1 if an element is negative, infinite or NaN."""
     n, at = len(row), simd.address(row)
     zero = simd.splat(0.0)
@@ -116,7 +114,7 @@ def probs_pass(row: Any, tops: Any, sums: Any) -> Any:
 
 
 @part
-def _exp_vector(x: Any, minus: Any, times: Any) -> Any:
+def _exp_vector(x, minus, times):
     """Return exp((x - minus) * times), 0 for -inf."""
     low = simd.splat(LOWEST)
     x = simd.maximum(x, low)
@@ -125,7 +123,7 @@ def _exp_vector(x: Any, minus: Any, times: Any) -> Any:
 
 
 @part
-def exp_pass(row: Any, shift: Any, factor: Any, target: Any, tops: Any, sums: Any) -> Any:
+def exp_pass(row, shift, factor, target, tops, sums):
     """Write exp((x - shift) * factor) to `target`; return the sum.
 
     A chunk is added in float32, 8 numbers a lane: that loses less than exp itself.
@@ -158,7 +156,7 @@ def exp_pass(row: Any, shift: Any, factor: Any, target: Any, tops: Any, sums: An
 
 
 @part
-def _log_pass(row: Any, target: Any) -> Any:
+def _log_pass(row, target):
     """Write ln x to `target`, of a subnormal x that of the least normal; return sum x ln x."""
     n, at, to = len(row), simd.address(row), simd.address(target)
     tail = np.zeros(16, np.float32)
@@ -179,7 +177,7 @@ def _log_pass(row: Any, target: Any) -> Any:
 
 
 @part
-def typical_pass(row: Any, total: Any, ranks: Any) -> None:
+def typical_pass(row, total, ranks):
     """Write -abs(ln p - E[ln p]) to `ranks`, -inf for p = 0: the larger, the more typical.
 
     The row's sum `total` cancels: ln(x / total) differs from ln x as much as its mean does.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 
 from nbflow_kernels._jit import njit
@@ -20,9 +18,7 @@ def sparse_matmul(x: np.ndarray, w: CsrMatrix, accumulate: bool, out: np.ndarray
 
 
 @njit
-def _sparse_matmul(
-    x: Any, indptr: Any, indices: Any, values: Any, accumulate: Any, out: Any, start: Any, stop: Any
-) -> None:
+def _sparse_matmul(x, indptr, indices, values, accumulate, out, start, stop):
     """Write columns [start, stop) of the result."""
     for n in range(start, stop):
         first, last = indptr[n], indptr[n + 1]

@@ -90,12 +90,12 @@ class _Array(np.ndarray):
     array's 8 to 32 bits.
     """
 
-    def __getitem__(self, key: Any) -> Any:
+    def __getitem__(self, key):
         value = super().__getitem__(key)
         return value if isinstance(value, np.ndarray) else int(value)
 
 
-def _argument(value: Any) -> Any:
+def _argument(value):
     if isinstance(value, np.ndarray):
         return value.view(_Array) if value.dtype.kind in "iu" and value.itemsize < 8 else value
     return tuple(_argument(item) for item in value) if type(value) is tuple else value
@@ -108,7 +108,7 @@ def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
     """
 
     @functools.wraps(function)
-    def run(*args: Any) -> Any:
+    def run(*args):
         with np.errstate(all="ignore"):
             return function(*(_argument(arg) for arg in args))
 

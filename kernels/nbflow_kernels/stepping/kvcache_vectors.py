@@ -63,17 +63,17 @@ def store_bf16(addr: Any, v: Vector) -> None:
     write(addr, f32_to_bf16(v))
 
 
-def read_bf16(addr: Any) -> Any:
+def read_bf16(addr):
     """Return one bfloat16 as float32."""
     return bf16_to_f32(read(addr, np.uint16, 1))[0]
 
 
-def write_u16(addr: Any, value: Any) -> None:
+def write_u16(addr, value):
     """Write the low 16 bits of an integer."""
     write(addr, np.array([int(value) & 0xFFFF], np.uint16))
 
 
-def _count(count: Any) -> int:
+def _count(count):
     return min(max(int(count), 0), LANES)
 
 
