@@ -45,9 +45,6 @@ if TYPE_CHECKING:
         BatchDecodeWithPagedKVCacheWrapper as BatchDecodeWithPagedKVCacheWrapper,
     )
     from nbflow_kernels.attention import (
-        BatchDecodeWithSharedPrefixPagedKVCacheWrapper as BatchDecodeWithSharedPrefixPagedKVCacheWrapper,  # noqa: E501
-    )
-    from nbflow_kernels.attention import (
         BatchMLAPagedAttentionWrapper as BatchMLAPagedAttentionWrapper,
     )
     from nbflow_kernels.attention import (
@@ -55,9 +52,6 @@ if TYPE_CHECKING:
     )
     from nbflow_kernels.attention import (
         BatchPrefillWithRaggedKVCacheWrapper as BatchPrefillWithRaggedKVCacheWrapper,
-    )
-    from nbflow_kernels.attention import (
-        BatchPrefillWithSharedPrefixPagedKVCacheWrapper as BatchPrefillWithSharedPrefixPagedKVCacheWrapper,  # noqa: E501
     )
     from nbflow_kernels.attention import (
         BlockSparseAttentionWrapper as BlockSparseAttentionWrapper,
