@@ -432,8 +432,8 @@ class Binder:
         return PythonOp(op.kind, lambda: np.copyto(out, executor.given))
 
     def _activation(self, op: Op, index: int) -> Made:
-        function = getattr(self._kernels("activation"), op.attrs["activation"])
-        return self._captured(op, function, self._view(op.inputs[0]), self._view(op.out))
+        args = self._view(op.inputs[0]), op.attrs["activation"], self._view(op.out)
+        return self._captured(op, self._kernels("activation").elementwise, *args)
 
     def _gate(self, op: Op, index: int) -> Made:
         glu = self._kernels("activation").glu

@@ -38,76 +38,6 @@ GATED = {**ACTIVATIONS, "swigluoai": (CLAMPED, *OAI)}
 """What a gate may go through; the last one is of gate and up together."""
 
 
-def silu(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.silu`."""
-    _plain("silu", x, out)
-
-
-def gelu(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.gelu`."""
-    _plain("gelu", x, out)
-
-
-def gelu_tanh(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.gelu_tanh`."""
-    _plain("gelu_tanh", x, out)
-
-
-def gelu_quick(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.gelu_quick`."""
-    _plain("gelu_quick", x, out)
-
-
-def relu(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.relu`."""
-    _plain("relu", x, out)
-
-
-def relu2(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.relu2`."""
-    _plain("relu2", x, out)
-
-
-def sigmoid(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.sigmoid`."""
-    _plain("sigmoid", x, out)
-
-
-def silu_and_mul(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.silu_and_mul`."""
-    glu(x, "silu", True, out)
-
-
-def gelu_and_mul(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.gelu_and_mul`."""
-    glu(x, "gelu", True, out)
-
-
-def gelu_tanh_and_mul(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.gelu_tanh_and_mul`."""
-    glu(x, "gelu_tanh", True, out)
-
-
-def gelu_quick_and_mul(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.gelu_quick_and_mul`."""
-    glu(x, "gelu_quick", True, out)
-
-
-def relu_and_mul(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.relu_and_mul`."""
-    glu(x, "relu", True, out)
-
-
-def relu2_and_mul(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.relu2_and_mul`."""
-    glu(x, "relu2", True, out)
-
-
-def sigmoid_and_mul(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
-    """See `nbflow_kernels.sigmoid_and_mul`."""
-    glu(x, "sigmoid", True, out)
-
-
 def glu(
     x: NDArray[np.float32], activation: str, gate_first: bool, out: NDArray[np.float32]
 ) -> None:
@@ -133,7 +63,8 @@ def swigluoai_and_mul(
     _run((CLAMPED, alpha, limit), gate, up, x.strides[0], interleaved, out)
 
 
-def _plain(activation: str, x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
+def elementwise(x: NDArray[np.float32], activation: str, out: NDArray[np.float32]) -> None:
+    """Apply one of `ACTIVATIONS` to every element."""
     hold(x)
     _run(ACTIVATIONS[activation], address_of(x), 0, x.strides[0], False, out)
 
