@@ -30,6 +30,7 @@ depend on which of the sixteen places it was computed in.
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any
 
 import numpy as np
@@ -37,32 +38,22 @@ from llvmlite import ir
 from numba.core import cgutils, errors, types
 from numpy.typing import NDArray
 
+from nbflow_kernels import stepping
+from nbflow_kernels.cpu import llvm
+from nbflow_kernels.cpu.llvm import F32, I8, I16, I32, I64, LANES
 from nbflow_kernels.halves import emit_narrow, emit_widen
-from nbflow_kernels.simd import LANES, f32x16
-from nbflow_kernels.stepping import intrinsic
+from nbflow_kernels.simd import f32x16
 
-_I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
-_F32 = ir.FloatType()
-
-
-def _pointer(context, builder, address, address_type, target):
-    as_int = context.cast(builder, address, address_type, types.int64)
-    return builder.inttoptr(as_int, ir.PointerType(target))
+intrinsic = functools.partial(stepping.intrinsic, fallback="lanes")
 
 
 def _make_read(name: str, stored: Any, result: Any, widen: str | None) -> Any:
     def read(typing_context, addr):
         def codegen(context, builder, signature, args):
-            value = builder.load(_pointer(context, builder, args[0], signature.args[0], stored))
-            value.align = 1
-            if widen is None:
-                return value
-            if widen == "f16":
-                return emit_widen(builder, value)
-            if widen == "bf16":
-                high = builder.shl(builder.zext(value, _I32), ir.Constant(_I32, 16))
-                return builder.bitcast(high, _F32)
-            return getattr(builder, widen)(value, _F32 if result is types.float32 else _I64)
+            value = llvm.load(builder, llvm.int64(context, builder, signature, args), stored)
+            if widen in ("zext", "sext"):
+                return getattr(builder, widen)(value, I64)
+            return emit_widen(builder, value, widen)
 
         return result(addr), codegen
 
@@ -70,13 +61,13 @@ def _make_read(name: str, stored: Any, result: Any, widen: str | None) -> Any:
     return intrinsic(read)
 
 
-read_f32 = _make_read("read_f32", _F32, types.float32, None)
-read_f16 = _make_read("read_f16", _I16, types.float32, "f16")
-read_bf16 = _make_read("read_bf16", _I16, types.float32, "bf16")
-read_i64 = _make_read("read_i64", _I64, types.int64, None)
-read_i32 = _make_read("read_i32", _I32, types.int64, "sext")
-read_u8 = _make_read("read_u8", _I8, types.int64, "zext")
-read_u16 = _make_read("read_u16", _I16, types.int64, "zext")
+read_f32 = _make_read("read_f32", F32, types.float32, None)
+read_f16 = _make_read("read_f16", I16, types.float32, "f16")
+read_bf16 = _make_read("read_bf16", I16, types.float32, "bf16")
+read_i64 = _make_read("read_i64", I64, types.int64, None)
+read_i32 = _make_read("read_i32", I32, types.int64, "sext")
+read_u8 = _make_read("read_u8", I8, types.int64, "zext")
+read_u16 = _make_read("read_u16", I16, types.int64, "zext")
 
 
 @intrinsic
@@ -84,12 +75,9 @@ def read_word(typing_context, addr, i):
     """Return the i-th int64 behind an address."""
 
     def codegen(context, builder, signature, args):
-        place = context.cast(builder, args[1], signature.args[1], types.int64)
-        first = context.cast(builder, args[0], signature.args[0], types.int64)
-        address = builder.add(first, builder.shl(place, ir.Constant(_I64, 3)))
-        value = builder.load(builder.inttoptr(address, ir.PointerType(_I64)))
-        value.align = 1
-        return value
+        first, i = (llvm.int64(context, builder, signature, args, n) for n in range(2))
+        address = builder.add(first, builder.shl(i, ir.Constant(I64, 3)))
+        return llvm.load(builder, address, I64)
 
     return types.int64(addr, i), codegen
 
@@ -100,8 +88,7 @@ def _make_write(name: str, narrow: bool) -> Any:
             value = context.cast(builder, args[1], signature.args[1], types.float32)
             if narrow:
                 value = emit_narrow(builder, value)
-            pointer = _pointer(context, builder, args[0], signature.args[0], value.type)
-            builder.store(value, pointer).align = 1
+            llvm.store(builder, value, llvm.int64(context, builder, signature, args))
             return context.get_dummy_value()
 
         return types.none(addr, x), codegen
@@ -115,9 +102,8 @@ def write_i64(typing_context, addr, x):
     """Write one integer as int64."""
 
     def codegen(context, builder, signature, args):
-        value = context.cast(builder, args[1], signature.args[1], types.int64)
-        pointer = _pointer(context, builder, args[0], signature.args[0], _I64)
-        builder.store(value, pointer).align = 1
+        address, value = (llvm.int64(context, builder, signature, args, i) for i in range(2))
+        llvm.store(builder, value, address)
         return context.get_dummy_value()
 
     return types.none(addr, x), codegen
@@ -133,8 +119,7 @@ def store_f16(typing_context, addr, v):
 
     def codegen(context, builder, signature, args):
         value = emit_narrow(builder, args[1])
-        pointer = _pointer(context, builder, args[0], signature.args[0], value.type)
-        builder.store(value, pointer).align = 1
+        llvm.store(builder, value, llvm.int64(context, builder, signature, args))
         return context.get_dummy_value()
 
     return types.none(addr, v), codegen
@@ -142,21 +127,15 @@ def store_f16(typing_context, addr, v):
 
 def first_lanes(context, builder, n, n_type):
     """Emit the mask of the first `n` lanes, for any `n`."""
-    vector = ir.VectorType(_I64, LANES)
-    count = context.cast(builder, n, n_type, types.int64)
-    first = builder.insert_element(ir.Constant(vector, ir.Undefined), count, ir.Constant(_I32, 0))
-    counts = builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(_I32, LANES), None))
-    return builder.icmp_signed("<", ir.Constant(vector, list(range(LANES))), counts)
+    counts = llvm.splat(builder, context.cast(builder, n, n_type, types.int64))
+    return builder.icmp_signed("<", llvm.constant(I64, range(LANES)), counts)
 
 
 def masked_load(builder, pointer, mask, rest):
     """Emit the load of the lanes of a mask; the others are those of `rest`."""
     element = "f32" if rest.type == f32x16.llvm else "i16"
-    kinds = [pointer.type, _I32, mask.type, rest.type]
-    function_type = ir.FunctionType(rest.type, kinds)
     name = f"llvm.masked.load.v{LANES}{element}.p0"
-    function = cgutils.get_or_insert_function(builder.module, function_type, name)
-    return builder.call(function, [pointer, ir.Constant(_I32, 1), mask, rest])
+    return llvm.call(builder, name, rest.type, [pointer, ir.Constant(I32, 1), mask, rest])
 
 
 @intrinsic
@@ -164,14 +143,11 @@ def load_first(typing_context, addr, n, rest):
     """Return 16 float32 of which the first `n` are read, and the others are `rest`."""
 
     def codegen(context, builder, signature, args):
-        pointer = _pointer(context, builder, args[0], signature.args[0], f32x16.llvm)
+        address = llvm.int64(context, builder, signature, args)
         mask = first_lanes(context, builder, args[1], signature.args[1])
         value = context.cast(builder, args[2], signature.args[2], types.float32)
-        first = builder.insert_element(
-            ir.Constant(f32x16.llvm, ir.Undefined), value, ir.Constant(_I32, 0)
-        )
-        others = builder.shuffle_vector(first, first, ir.Constant(ir.VectorType(_I32, LANES), None))
-        return masked_load(builder, pointer, mask, others)
+        pointer = llvm.pointer(builder, address, f32x16.llvm)
+        return masked_load(builder, pointer, mask, llvm.splat(builder, value))
 
     return f32x16(addr, n, rest), codegen
 
@@ -179,15 +155,12 @@ def load_first(typing_context, addr, n, rest):
 def _make_load_first(name: str, widen: str) -> Any:
     def load(typing_context, addr, n):
         def codegen(context, builder, signature, args):
-            stored = ir.VectorType(_I16, LANES)
-            pointer = _pointer(context, builder, args[0], signature.args[0], stored)
+            stored = llvm.vector(I16)
+            address = llvm.int64(context, builder, signature, args)
             mask = first_lanes(context, builder, args[1], signature.args[1])
+            pointer = llvm.pointer(builder, address, stored)
             value = masked_load(builder, pointer, mask, ir.Constant(stored, None))
-            if widen == "f16":
-                return emit_widen(builder, value)
-            words = ir.VectorType(_I32, LANES)
-            high = builder.shl(builder.zext(value, words), ir.Constant(words, [16] * LANES))
-            return builder.bitcast(high, f32x16.llvm)
+            return emit_widen(builder, value, widen)
 
         return f32x16(addr, n), codegen
 
@@ -204,13 +177,11 @@ def store_first(typing_context, addr, n, v):
     """Write the first `n` lanes of 16 float32."""
 
     def codegen(context, builder, signature, args):
-        pointer = _pointer(context, builder, args[0], signature.args[0], f32x16.llvm)
+        address = llvm.int64(context, builder, signature, args)
+        pointer = llvm.pointer(builder, address, f32x16.llvm)
         mask = first_lanes(context, builder, args[1], signature.args[1])
-        kinds = [f32x16.llvm, pointer.type, _I32, mask.type]
-        function_type = ir.FunctionType(ir.VoidType(), kinds)
         name = f"llvm.masked.store.v{LANES}f32.p0"
-        function = cgutils.get_or_insert_function(builder.module, function_type, name)
-        builder.call(function, [args[2], pointer, ir.Constant(_I32, 1), mask])
+        llvm.call(builder, name, ir.VoidType(), [args[2], pointer, ir.Constant(I32, 1), mask])
         return context.get_dummy_value()
 
     return types.none(addr, n, v), codegen
@@ -230,7 +201,7 @@ def allocate(typing_context, n_bytes):
         )
         with builder.if_then(cgutils.is_null(builder, pointer), likely=False):
             context.call_conv.return_user_exc(builder, MemoryError, ("a kernel's own memory",))
-        return builder.ptrtoint(pointer, _I64)
+        return builder.ptrtoint(pointer, I64)
 
     return types.int64(n_bytes), codegen
 
@@ -240,7 +211,8 @@ def release(typing_context, addr):
     """Give back memory from `allocate`."""
 
     def codegen(context, builder, signature, args):
-        context.nrt.free(builder, _pointer(context, builder, args[0], signature.args[0], _I8))
+        address = llvm.int64(context, builder, signature, args)
+        context.nrt.free(builder, llvm.pointer(builder, address, I8))
         return context.get_dummy_value()
 
     return types.none(addr), codegen
@@ -251,19 +223,12 @@ def prefetch(typing_context, addr):
     """Ask for the cache line at an address, to be read soon; reads nothing."""
 
     def codegen(context, builder, signature, args):
-        pointer = _pointer(context, builder, args[0], signature.args[0], _I8)
-        function_type = ir.FunctionType(ir.VoidType(), [pointer.type, _I32, _I32, _I32])
-        function = cgutils.get_or_insert_function(builder.module, function_type, "llvm.prefetch.p0")
-        read, keep, data = (ir.Constant(_I32, n) for n in (0, 2, 1))  # to the second level
-        builder.call(function, [pointer, read, keep, data])
+        pointer = llvm.pointer(builder, llvm.int64(context, builder, signature, args), I8)
+        read, keep, data = (ir.Constant(I32, n) for n in (0, 2, 1))  # to the second level
+        llvm.call(builder, "llvm.prefetch.p0", ir.VoidType(), [pointer, read, keep, data])
         return context.get_dummy_value()
 
     return types.none(addr), codegen
-
-
-def _pick(builder: Any, a: Any, b: Any, lanes: list[int]) -> Any:
-    indices = ir.Constant(ir.VectorType(_I32, len(lanes)), lanes)
-    return builder.shuffle_vector(a, b, indices)
 
 
 @intrinsic
@@ -272,9 +237,8 @@ def store_halves(typing_context, low, high, v):
 
     def codegen(context, builder, signature, args):
         for i in (0, 1):
-            half = _pick(builder, args[2], args[2], list(range(8 * i, 8 * i + 8)))
-            pointer = _pointer(context, builder, args[i], signature.args[i], half.type)
-            builder.store(half, pointer).align = 1
+            half = llvm.shuffle(builder, args[2], args[2], range(8 * i, 8 * i + 8))
+            llvm.store(builder, half, llvm.int64(context, builder, signature, args, i))
         return context.get_dummy_value()
 
     return types.none(low, high, v), codegen
@@ -285,13 +249,10 @@ def store_quarters(typing_context, addr, step, v):
     """Write lanes 4i..4i+3 to the address ``addr + i * step``."""
 
     def codegen(context, builder, signature, args):
-        place = context.cast(builder, args[0], signature.args[0], types.int64)
-        distance = context.cast(builder, args[1], signature.args[1], types.int64)
+        address, step = (llvm.int64(context, builder, signature, args, i) for i in range(2))
         for i in range(4):
-            quarter = _pick(builder, args[2], args[2], list(range(4 * i, 4 * i + 4)))
-            pointer = builder.inttoptr(place, ir.PointerType(quarter.type))
-            builder.store(quarter, pointer).align = 1
-            place = builder.add(place, distance)
+            quarter = llvm.shuffle(builder, args[2], args[2], range(4 * i, 4 * i + 4))
+            llvm.store(builder, quarter, llvm.element(builder, address, step, i))
         return context.get_dummy_value()
 
     return types.none(addr, step, v), codegen
@@ -302,7 +263,7 @@ def _fold(builder, a, b, width):
     starts = range(0, 2 * LANES, width)
     low = [s + i for s in starts for i in range(width // 2)]
     high = [s + i for s in starts for i in range(width // 2, width)]
-    return builder.fadd(_pick(builder, a, b, low), _pick(builder, a, b, high))
+    return builder.fadd(llvm.shuffle(builder, a, b, low), llvm.shuffle(builder, a, b, high))
 
 
 @intrinsic

@@ -37,21 +37,23 @@ is no bounds check.  The public functions have checked the shapes before a kerne
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from llvmlite import ir
-from numba.core import cgutils, errors, extending, types
+from numba.core import errors, extending, types
 from numba.core.datamodel import models
 
+from nbflow_kernels import stepping
 from nbflow_kernels._jit import helper
+from nbflow_kernels.cpu import llvm
+from nbflow_kernels.cpu.llvm import F32, I8, I16, I32, I64
 from nbflow_kernels.halves import emit_narrow, emit_widen
-from nbflow_kernels.stepping import intrinsic
 
-LANES = 16
+intrinsic = functools.partial(stepping.intrinsic, fallback="simd")
 
-_I8, _I16, _I32, _I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
-_F32 = ir.FloatType()
-_ELEMENT = {"f32": _F32, "i32": _I32, "i8": _I8}
+LANES = llvm.LANES
+_ELEMENT = {"f32": F32, "i32": I32, "i8": I8}
 
 
 class Vector(types.Type):
@@ -79,22 +81,6 @@ i32x16 = Vector("i32")
 i8x64 = Vector("i8")  # signed or unsigned, as the operation says
 
 
-def _pointer(builder, context, value, value_type, target):
-    as_int = context.cast(builder, value, value_type, types.int64)
-    return builder.inttoptr(as_int, ir.PointerType(target))
-
-
-def _function(builder: Any, name: str, result: Any, arguments: list[Any]) -> Any:
-    return cgutils.get_or_insert_function(builder.module, ir.FunctionType(result, arguments), name)
-
-
-def _splat(builder, scalar, vector):
-    undefined = ir.Constant(vector, ir.Undefined)
-    first = builder.insert_element(undefined, scalar, ir.Constant(_I32, 0))
-    zeros = ir.Constant(ir.VectorType(_I32, LANES), [0] * LANES)
-    return builder.shuffle_vector(first, undefined, zeros)
-
-
 def _want(name: str, value: Any, *allowed: Vector) -> None:
     if value not in allowed:
         raise errors.TypingError(f"simd.{name}: wanted {allowed}, got {value}")
@@ -106,17 +92,11 @@ def _want(name: str, value: Any, *allowed: Vector) -> None:
 def _make_load(name: str, stored: Any, result: Vector, widen: str | None) -> Any:
     def load(typing_context, addr):
         def codegen(context, builder, signature, args):
-            vector = ir.VectorType(stored, LANES)
-            pointer = _pointer(builder, context, args[0], signature.args[0], vector)
-            value = builder.load(pointer)
-            value.align = 1
-            if widen == "bf16":
-                wide = builder.zext(value, i32x16.llvm)
-                high = builder.shl(wide, ir.Constant(i32x16.llvm, [16] * LANES))
-                return builder.bitcast(high, f32x16.llvm)
-            if widen == "f16":
-                return emit_widen(builder, value)
-            return value if widen is None else getattr(builder, widen)(value, result.llvm)
+            address = llvm.int64(context, builder, signature, args)
+            value = llvm.load(builder, address, llvm.vector(stored))
+            if widen in ("zext", "sext"):
+                return getattr(builder, widen)(value, result.llvm)
+            return emit_widen(builder, value, widen)
 
         return result(addr), codegen
 
@@ -147,17 +127,17 @@ def size_of(typing_context, like):
     """Return the bytes of the scalar `like`, a constant of the machine code."""
 
     def codegen(context, builder, signature, args):
-        return ir.Constant(_I64, like.bitwidth // 8)
+        return ir.Constant(I64, like.bitwidth // 8)
 
     return types.int64(like), codegen
 
 
-load_f32 = _make_load("load_f32", _F32, f32x16, None)
-load_f16 = _make_load("load_f16", _I16, f32x16, "f16")
-load_bf16 = _make_load("load_bf16", _I16, f32x16, "bf16")
-load_i32 = _make_load("load_i32", _I32, i32x16, None)
-load_u8 = _make_load("load_u8", _I8, i32x16, "zext")
-load_i8 = _make_load("load_i8", _I8, i32x16, "sext")
+load_f32 = _make_load("load_f32", F32, f32x16, None)
+load_f16 = _make_load("load_f16", I16, f32x16, "f16")
+load_bf16 = _make_load("load_bf16", I16, f32x16, "bf16")
+load_i32 = _make_load("load_i32", I32, i32x16, None)
+load_u8 = _make_load("load_u8", I8, i32x16, "zext")
+load_i8 = _make_load("load_i8", I8, i32x16, "sext")
 
 
 def _make_store(name: str, vector: Vector) -> Any:
@@ -165,8 +145,7 @@ def _make_store(name: str, vector: Vector) -> Any:
         _want(name, value, vector)
 
         def codegen(context, builder, signature, args):
-            pointer = _pointer(builder, context, args[0], signature.args[0], vector.llvm)
-            builder.store(args[1], pointer).align = 1
+            llvm.store(builder, args[1], llvm.int64(context, builder, signature, args))
             return context.get_dummy_value()
 
         return types.none(addr, value), codegen
@@ -183,7 +162,7 @@ def _make_splat(name: str, vector: Vector, scalar: Any) -> Any:
     def make(typing_context, x):
         def codegen(context, builder, signature, args):
             value = context.cast(builder, args[0], signature.args[0], scalar)
-            return _splat(builder, value, vector.llvm)
+            return llvm.splat(builder, value)
 
         return vector(x), codegen
 
@@ -228,9 +207,7 @@ shr = _make_binary("shr", None, "lshr")
 
 def _make_call(name: str, llvm_name: str, n_args: int) -> Any:
     def emit(builder, args):
-        vector = f32x16.llvm
-        function = _function(builder, f"llvm.{llvm_name}.v{LANES}f32", vector, [vector] * n_args)
-        return builder.call(function, args)
+        return llvm.call(builder, f"llvm.{llvm_name}.v{LANES}f32", f32x16.llvm, args)
 
     def call1(typing_context, a):
         _want(name, a, f32x16)
@@ -284,25 +261,12 @@ def _make_reduction(name: str, op: str) -> Any:
         _want(name, v, f32x16)
 
         def codegen(context, builder, signature, args):
-            value, width = args[0], LANES
-            while width > 1:
-                half = width // 2
-                low, high = (
-                    builder.shuffle_vector(
-                        value, value, ir.Constant(ir.VectorType(_I32, half), list(lanes))
-                    )
-                    for lanes in (range(half), range(half, width))
-                )
-                if op == "fadd":
-                    value = builder.fadd(low, high)
-                else:
-                    vector = ir.VectorType(_F32, half)
-                    function = _function(
-                        builder, f"llvm.maxnum.v{half}f32", vector, [vector, vector]
-                    )
-                    value = builder.call(function, [low, high])
-                width = half
-            return builder.extract_element(value, ir.Constant(_I32, 0))
+            def largest(low, high):
+                name = f"llvm.maxnum.v{low.type.count}f32"
+                return llvm.call(builder, name, low.type, [low, high])
+
+            join = builder.fadd if op == "fadd" else largest
+            return llvm.tree_reduce(builder, args[0], join)
 
         return types.float32(v), codegen
 
@@ -345,7 +309,7 @@ def bits_to_float(typing_context, bits):
 
     def codegen(context, builder, signature, args):
         value = context.cast(builder, args[0], signature.args[0], types.int64)
-        return builder.bitcast(builder.trunc(value, _I32), _F32)
+        return builder.bitcast(builder.trunc(value, I32), F32)
 
     return types.float32(bits), codegen
 
@@ -362,7 +326,7 @@ def address(typing_context, array):
 
     def codegen(context, builder, signature, args):
         structure = context.make_array(signature.args[0])(context, builder, args[0])
-        return builder.ptrtoint(structure.data, _I64)
+        return builder.ptrtoint(structure.data, I64)
 
     return types.int64(array), codegen
 

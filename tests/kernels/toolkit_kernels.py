@@ -18,8 +18,8 @@ from nbflow_kernels.kvcache import vectors as cache_vectors
 from nbflow_kernels.quants import lockstep, unpack
 from nbflow_kernels.quants.packed import PackedForm
 from nbflow_kernels.sampling import vectors as sampling_vectors
+from nbflow_kernels.stepping import FALLBACKS
 from nbflow_kernels.stepping import kernel as python_kernel
-from nbflow_kernels.stepping import twin_module
 
 MODULES = {
     "simd": simd,
@@ -41,7 +41,7 @@ def stepped(kernel: Any) -> Any:
     function = kernel.py_func
     names = dict(function.__globals__)
     for name, module in MODULES.items():
-        names[name] = importlib.import_module(twin_module(module.__name__))
+        names[name] = importlib.import_module(FALLBACKS[module.__name__])
     code, closure = function.__code__, function.__closure__
     return python_kernel(types.FunctionType(code, names, closure=closure))
 
@@ -247,14 +247,11 @@ def use_cache_vectors(f, i, b, out):  # type: ignore[no-untyped-def]
     cache_vectors.store_pairs2(out + 404, cache_vectors.load_pairs2(b + 2))
     cache_vectors.store_pairs1(out + 406, cache_vectors.load_pairs1(b + 2))
     n, m, x = simd.load_i32(i), simd.load_i32(i + 64), simd.load_f32(f)
-    cache_vectors.store_bytes(out + 448, n)
     simd.store_i32(out + 512, cache_vectors.swap_pairs(n))
     simd.store_i32(out + 576, cache_vectors.choose_odd(n, m))
     cache_vectors.store_bf16(out + 640, x)
     cache_vectors.write_u16(out + 700, lanes.read_i32(i))
     for count in range(3):
-        simd.store_f32(out + 704 + 64 * count, cache_vectors.load_part(f + 192, 8 * count, 2.5))
-        cache_vectors.store_part(out + 896 + 64 * count, 7 * count, x)
         simd.store_f32(out + 1088 + 64 * count, cache_vectors.keep(x, 5 * count))
 
 

@@ -27,21 +27,27 @@ from nbflow_kernels.kvcache.vectors import (
     load_pairs1,
     load_pairs2,
     load_pairs4,
-    load_part,
-    read_bf16,
     store_bf16,
-    store_bytes,
     store_fields1,
     store_fields2,
     store_fields4,
     store_pairs1,
     store_pairs2,
     store_pairs4,
-    store_part,
     swap_pairs,
     write_u16,
 )
-from nbflow_kernels.lanes import read_f16, read_f32, store_f16, write_f16, write_f32
+from nbflow_kernels.lanes import (
+    load_first,
+    read_bf16,
+    read_f16,
+    read_f32,
+    store_f16,
+    store_first,
+    write_f16,
+    write_f32,
+)
+from nbflow_kernels.simd_bytes import store_narrow
 
 F32, F16, BF16 = 0, 1, 2
 FIRST_BLOCK_KIND = 3
@@ -111,7 +117,7 @@ def copy_row(kind, source, n, factor, target, padded):
         if count >= 16:
             simd.store_f32(target + 4 * d, simd.splat(0.0))
         else:
-            store_part(target + 4 * d, count, simd.splat(0.0))
+            store_first(target + 4 * d, count, simd.splat(0.0))
         d += 16
 
 
@@ -214,7 +220,7 @@ def _copy_any(kind, source, n, factor, target, padded):
             if d + 16 <= padded:
                 simd.store_f32(target + 4 * d, v)
             else:
-                store_part(target + 4 * d, padded - d, v)
+                store_first(target + 4 * d, padded - d, v)
         at += block_bytes
 
 
@@ -330,8 +336,8 @@ def _write_block(kind, x, count, at):
             write_u16(at + base_at, _NAN_HALF)
     top = np.float32(LAYOUTS[kind, N_CODES] - 1)
     for i in range(0, block, 32):
-        v = load_part(x + 4 * i, count - i, last)
-        w = load_part(x + 4 * (i + 16), count - i - 16, last)
+        v = load_first(x + 4 * i, count - i, last)
+        w = load_first(x + 4 * (i + 16), count - i - 16, last)
         if encoder in (SYMMETRIC, ABSMAX):
             a = _signed_codes(v, inverse, encoder == ABSMAX)
             b = _signed_codes(w, inverse, encoder == ABSMAX)
@@ -346,7 +352,7 @@ def _parameters(encoder, x, count, block, last, divisor):
     low = high = simd.splat(last)
     bad = simd.splat(0.0)
     for i in range(0, block, 16):
-        v = load_part(x + 4 * i, count - i, last)
+        v = load_first(x + 4 * i, count - i, last)
         low, high = simd.minimum(low, v), simd.maximum(high, v)
         bad = simd.add(bad, simd.sub(v, v))  # 0, or NaN from a NaN or an infinity
     largest = simd.max(high)
@@ -418,8 +424,8 @@ def _store_codes(kind, at, i, a, b):
     high_bits, high = LAYOUTS[kind, HIGH_BITS], at + LAYOUTS[kind, HIGH_AT]
     low = at + LAYOUTS[kind, LOW_AT]
     if mode in (SIGNED, BYTES):
-        store_bytes(low + i, a)
-        store_bytes(low + i + 16, b)
+        store_narrow(low + i, a)
+        store_narrow(low + i + 16, b)
         return
     if mode == PAIRS:
         _store_pair_codes(low, i, a)
@@ -428,7 +434,7 @@ def _store_codes(kind, at, i, a, b):
     mask = simd.splat_i32((1 << low_bits) - 1)
     low_a, low_b = simd.and_(a, mask), simd.and_(b, mask)
     if mode == HALVES:
-        store_bytes(low, simd.or_(low_a, simd.shl(low_b, simd.splat_i32(4))))
+        store_narrow(low, simd.or_(low_a, simd.shl(low_b, simd.splat_i32(4))))
     elif mode == NIBBLES:
         store_fields4(low + (i >> 1), low_a)
         store_fields4(low + (i >> 1) + 8, low_b)

@@ -21,16 +21,18 @@ A *mask* is an int32 vector whose lanes are -1 (true) or 0; `simd.and_` and `sim
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba.core import cgutils, errors, types
 
-from nbflow_kernels import simd
+from nbflow_kernels import simd, stepping
 from nbflow_kernels._jit import strict_njit
 from nbflow_kernels.simd import LANES, f32x16, i32x16
-from nbflow_kernels.stepping import intrinsic
+
+intrinsic = functools.partial(stepping.intrinsic, fallback="quants_lockstep")
 
 VECTOR = 64  # bytes
 ROUND = 12582912.0  # 1.5 * 2**23: adding it leaves the nearest integer in the low bits

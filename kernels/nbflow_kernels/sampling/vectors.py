@@ -14,16 +14,20 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from llvmlite import ir
 from numba.core import errors, extending, types
 from numba.core.datamodel import models
 
-from nbflow_kernels import simd
+from nbflow_kernels import simd, stepping
 from nbflow_kernels._jit import inline
-from nbflow_kernels.simd import LANES, f32x16
-from nbflow_kernels.stepping import intrinsic
+from nbflow_kernels.cpu import llvm
+from nbflow_kernels.cpu.llvm import LANES
+from nbflow_kernels.simd import f32x16
+
+intrinsic = functools.partial(stepping.intrinsic, fallback="sampling_vectors")
 
 _DOUBLES = ir.VectorType(ir.DoubleType(), LANES)
 
@@ -87,16 +91,7 @@ def _wide_add(typing_context, total, v):
 
 def _wide_sum(typing_context, total):
     def codegen(context, builder, signature, args):
-        value, width = args[0], LANES
-        while width > 1:
-            width //= 2
-            index = ir.VectorType(ir.IntType(32), width)
-            low, high = (
-                builder.shuffle_vector(value, value, ir.Constant(index, list(lanes)))
-                for lanes in (range(width), range(width, 2 * width))
-            )
-            value = builder.fadd(low, high)
-        return builder.extract_element(value, ir.Constant(ir.IntType(32), 0))
+        return llvm.tree_reduce(builder, args[0], builder.fadd)
 
     return types.float64(total), codegen
 
