@@ -15,7 +15,7 @@ import numpy as np
 
 from nbflow_kernels import simd
 from nbflow_kernels._jit import njit
-from nbflow_kernels.qmatmul.finish import finish
+from nbflow_kernels.matmul.outputs import write_group
 from nbflow_kernels.quants.packed import PackedForm
 from nbflow_kernels.quants.unpack import codes, parameters, unit_of, weight
 from nbflow_kernels.simd_bytes import broadcast_f32
@@ -57,6 +57,6 @@ def one_row(form: PackedForm) -> Any:
                         x_at += 16
                 at += block_bytes
             total = simd.add(simd.add(chain0, chain1), simd.add(chain2, chain3))
-            finish(total, bias, accumulate, out, 0, group)
+            write_group(total, bias, accumulate, out, 0, group)
 
     return kernel

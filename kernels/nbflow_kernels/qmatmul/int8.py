@@ -20,7 +20,7 @@ import numpy as np
 from nbflow_kernels import simd, simd_bytes, simd_tiles
 from nbflow_kernels._jit import njit
 from nbflow_kernels.lanes import prefetch
-from nbflow_kernels.qmatmul.finish import finish
+from nbflow_kernels.matmul.outputs import write_group
 from nbflow_kernels.quants.packed import PackedForm
 from nbflow_kernels.quants.unpack import (
     base_of,
@@ -120,7 +120,7 @@ def few_rows(form: PackedForm, tokens: int) -> Any:
                 simd_tiles.store(simd.address(result), total)
                 for t in range(min(tokens, n_tokens - first)):
                     one = simd.load_f32(simd.address(result) + 64 * t)
-                    finish(one, bias, accumulate, out, first + t, group)
+                    write_group(one, bias, accumulate, out, first + t, group)
 
     return kernel
 
@@ -208,6 +208,6 @@ def many_rows(form: PackedForm) -> Any:
                 for g in range(n_groups):
                     for t in range(min(TOKENS, n_tokens - token)):
                         one = simd.load_f32(simd.address(result) + 64 * (g * TOKENS + t))
-                        finish(one, bias, accumulate, out, token + t, first + g)
+                        write_group(one, bias, accumulate, out, token + t, first + g)
 
     return kernel
