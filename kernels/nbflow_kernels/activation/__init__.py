@@ -16,6 +16,12 @@ from nbflow_kernels._dispatch import check_array, empty, is_cuda
 from nbflow_kernels.activation import cpu, cuda
 from nbflow_kernels.errors import UsageError, unknown_name
 
+__all__ = [
+    "gelu", "gelu_and_mul", "gelu_quick", "gelu_quick_and_mul", "gelu_tanh", "gelu_tanh_and_mul",
+    "glu", "relu", "relu2", "relu2_and_mul", "relu_and_mul", "sigmoid", "sigmoid_and_mul", "silu",
+    "silu_and_mul", "swigluoai_and_mul",
+]  # fmt: skip
+
 
 class Activation(Protocol):
     """Signature of the functions that are made from the table."""

@@ -14,7 +14,7 @@ I8, I16, I32, I64 = (ir.IntType(n) for n in (8, 16, 32, 64))
 F16, F32 = ir.HalfType(), ir.FloatType()
 
 
-def vector(element, lanes: int = LANES):
+def vector(element, lanes=LANES):
     """Return a vector type."""
     return ir.VectorType(element, lanes)
 
@@ -71,7 +71,7 @@ def shuffle(builder, a, b, lanes):
     return builder.shuffle_vector(a, b, constant(I32, lanes))
 
 
-def splat(builder, scalar, lanes: int = LANES):
+def splat(builder, scalar, lanes=LANES):
     """Emit a scalar in all lanes."""
     undefined = ir.Constant(vector(scalar.type, lanes), ir.Undefined)
     first = builder.insert_element(undefined, scalar, ir.Constant(I32, 0))
