@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.cpu import jit
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def fma(a, b, c):
     """Return a * b + c for float32, rounded once.
 
@@ -36,7 +36,7 @@ def fma(a, b, c):
     return np.float32(total)
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def tree_sum(lanes):
     """Return the sum of 16 numbers as `simd.sum` adds them: i and i + 8, then i and i + 4, ..."""
     sums = lanes.copy()

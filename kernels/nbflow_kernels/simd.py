@@ -45,8 +45,7 @@ from numba.core import errors, extending, types
 from numba.core.datamodel import models
 
 from nbflow_kernels import stepping
-from nbflow_kernels._jit import helper
-from nbflow_kernels.cpu import llvm
+from nbflow_kernels.cpu import jit, llvm
 from nbflow_kernels.cpu.llvm import F32, I8, I16, I32, I64
 from nbflow_kernels.halves import emit_narrow, emit_widen
 
@@ -331,7 +330,7 @@ def address(typing_context, array):
     return types.int64(array), codegen
 
 
-@helper
+@jit.device_function(inline="llvm")
 def exp(v):
     """Return e**v lane by lane: range reduction by ln 2 and a polynomial of degree 6.
 

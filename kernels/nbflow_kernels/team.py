@@ -30,7 +30,6 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import atomics, stepping
-from nbflow_kernels._jit import njit, part
 from nbflow_kernels.calls import (
     ARGUMENTS,
     BARRIER,
@@ -44,6 +43,7 @@ from nbflow_kernels.calls import (
     CallList,
     error_of,
 )
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.cpu_quota import cpu_quota
 from nbflow_kernels.forks import in_child
 from nbflow_kernels.lanes import prefetch, read_i64
@@ -64,7 +64,7 @@ _LOOK_AHEAD = 6  # calls
 _YIELDS = 500  # looks between which the core is offered, before a thread goes to sleep
 
 
-@part
+@jit.device_function
 def _wait_for_change(cell, seen, shared, patience):
     """Return a cell's value once it is not `seen`; `seen` after `patience` yields (< 0: never)."""
     for _ in range(read_i64(shared + 8 * _SPIN)):
@@ -86,13 +86,13 @@ def _wait_for_change(cell, seen, shared, patience):
     return seen
 
 
-@part
+@jit.device_function
 def _is_over(shared, stop):
     """Return whether the list is not to be repeated: told so, or a kernel has raised."""
     return (stop != 0 and atomics.load(stop) != 0) or atomics.load(shared + 8 * _FAILED) != 0
 
 
-@part
+@jit.device_function
 def _barrier(shared, n_threads, is_last, stop):
     """Wait until all threads of the team are here; return whether the list is over.
 
@@ -111,7 +111,7 @@ def _barrier(shared, n_threads, is_last, stop):
     return now & 1 != 0
 
 
-@part
+@jit.device_function
 def _share_of_call(row, i, ticket, thread, shared):
     """Do this thread's rows of call `i`."""
     function, arguments = read_i64(row + 8 * FUNCTION), read_i64(row + 8 * ARGUMENTS)
@@ -134,7 +134,7 @@ def _share_of_call(row, i, ticket, thread, shared):
         atomics.store(shared + 8 * _FAILED, failure)
 
 
-@part
+@jit.device_function
 def _fetch_ahead(table, i, n_calls, thread, shared):
     """Ask for what this thread reads next, as long as the one that works on call `i` is alone.
 
@@ -156,7 +156,7 @@ def _fetch_ahead(table, i, n_calls, thread, shared):
             return
 
 
-@njit
+@jit.kernel
 def _run_job(shared, thread, n_threads):
     """Do this thread's share of the job described in the shared memory.
 
@@ -190,7 +190,7 @@ def _run_job(shared, thread, n_threads):
             break
 
 
-@njit
+@jit.kernel
 def _serve(shared, thread, n_threads):
     """Work on jobs until one is for Python, or none comes for a while."""
     mine = shared + 8 * (_THREADS + 8 * thread)
@@ -209,7 +209,7 @@ def _serve(shared, thread, n_threads):
         atomics.exchange(mine, 0)
 
 
-@njit
+@jit.kernel
 def _announce(shared, kind, n_threads):
     """Give the job out; return whether some thread sleeps."""
     # the kind is part of the number: who reads the number cannot take one job for another

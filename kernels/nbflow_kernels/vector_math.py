@@ -11,10 +11,10 @@
 from __future__ import annotations
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import helper
+from nbflow_kernels.cpu import jit
 
 
-@helper
+@jit.device_function(inline="llvm")
 def keep_nan(y, v):
     """Return `y`, or NaN where `v` is one: minimum and maximum of NaN give the other operand."""
     magnitude = simd.and_(simd.as_i32(v), simd.splat_i32(0x7FFFFFFF))
@@ -24,7 +24,7 @@ def keep_nan(y, v):
     return simd.as_f32(simd.or_(simd.as_i32(y), bits))
 
 
-@helper
+@jit.device_function(inline="llvm")
 def select(mask, v, other):
     """Return `v` where the int32 `mask` is 1 and `other` where it is 0."""
     chosen = simd.and_(simd.as_i32(v), simd.sub(simd.splat_i32(0), mask))
@@ -32,7 +32,7 @@ def select(mask, v, other):
     return simd.as_f32(simd.or_(chosen, rest))
 
 
-@helper
+@jit.device_function(inline="llvm")
 def expm1(v):
     """Return e**v - 1 lane by lane, for arguments cut off at -87 and 88; NaN is lost."""
     x = simd.minimum(simd.maximum(v, simd.splat(-87.0)), simd.splat(88.0))
@@ -52,7 +52,7 @@ def expm1(v):
     return simd.fma(p, power, simd.sub(power, simd.splat(1.0)))
 
 
-@helper
+@jit.device_function(inline="llvm")
 def tanh(v):
     """Return the hyperbolic tangent lane by lane."""
     e = expm1(simd.add(v, v))

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import shuffles, simd
-from nbflow_kernels._jit import helper, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.lanes import address_of, load_first, store_first
 from nbflow_kernels.threads import hold, split_rows
 from nbflow_kernels.vector_math import keep_nan
@@ -96,20 +96,20 @@ def _run(
     )
 
 
-@helper
+@jit.device_function(inline="llvm")
 def _divisor(a):
     """Return 1 + e**a, infinite from a = 89 on where `simd.exp` stays at e**88; NaN is lost."""
     beyond = simd.maximum(simd.sub(a, simd.splat(88.0)), simd.splat(0.0))
     return simd.add(simd.splat(1.0), simd.fma(beyond, simd.splat(3e38), simd.exp(a)))
 
 
-@helper
+@jit.device_function(inline="llvm")
 def _sigmoid(v):
     """Return the logistic function of v."""
     return keep_nan(simd.div(simd.splat(1.0), _divisor(simd.sub(simd.splat(0.0), v))), v)
 
 
-@helper
+@jit.device_function(inline="llvm")
 def _logistic(v, linear, cubic):
     """Return v times the logistic function of linear * v + cubic * v**3; NaN for -infinity."""
     # beyond +-1e12 the function is 0 or 1 for every use here; the limit keeps the cube finite
@@ -118,7 +118,7 @@ def _logistic(v, linear, cubic):
     return simd.div(v, _divisor(simd.sub(simd.splat(0.0), simd.mul(u, slope))))
 
 
-@helper
+@jit.device_function(inline="llvm")
 def _normal(v):
     """Return v times the normal distribution function of v, exact to float32 in both tails.
 
@@ -150,7 +150,7 @@ def _normal(v):
     return simd.sub(positive, tail)
 
 
-@helper
+@jit.device_function(inline="llvm")
 def _clamped(gate, up, alpha, limit):
     """Return (up + 1) * gate * logistic(alpha * gate), both cut off at the limit."""
     high, low = simd.splat(limit), simd.splat(-limit)
@@ -159,7 +159,7 @@ def _clamped(gate, up, alpha, limit):
     return simd.mul(simd.add(u, simd.splat(1.0)), _logistic(g, alpha, 0.0))
 
 
-@helper
+@jit.device_function(inline="llvm")
 def _function(v, code, linear, cubic):
     """Return the activation of 16 elements."""
     if code == LOGISTIC:
@@ -172,13 +172,13 @@ def _function(v, code, linear, cubic):
     return simd.mul(y, y) if code == RELU2 else y
 
 
-@helper
+@jit.device_function(inline="llvm")
 def _load(at, n):
     """Return 16 elements, of which the first `n` are read; from 16 on that is all of them."""
     return simd.load_f32(at) if n >= 16 else load_first(at, n, 0.0)
 
 
-@njit
+@jit.kernel
 def _activate(
     gate, up, row_bytes, interleaved, out, out_row_bytes, width, code, linear, cubic, start, stop
 ):

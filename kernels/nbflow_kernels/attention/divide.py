@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit, part
 from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention.layout import CHUNK
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.lanes import allocate, read_i32, read_i64, read_word, release, write_i64
 
 # Reading a key and its value costs about what the sums of four query vectors cost; starting an
@@ -18,7 +18,7 @@ PIECES_PER_THREAD = 4
 """A tile that is more than a piece is divided along its keys, where it has several splits."""
 
 
-@part
+@jit.device_function
 def share_out(items, n_items, total, shares, n_shares):
     """Write the first item of each share: contiguous, and as equal in cost as that allows."""
     done, item = np.int64(0), np.int64(0)
@@ -34,7 +34,7 @@ def share_out(items, n_items, total, shares, n_shares):
     write_i64(shares + 8 * n_shares, n_items)
 
 
-@part
+@jit.device_function
 def write_item(place, request, row, rows, head, position, first, end, partial, cost, shared):
     """Write a row of the table of items."""
     write_i64(place, request)
@@ -49,7 +49,7 @@ def write_item(place, request, row, rows, head, position, first, end, partial, c
     write_i64(place + 72, shared)
 
 
-@part
+@jit.device_function
 def count_shared(header, rows_at, kv_indptr, kv_indices, lens_at, b, most_own):
     """Return how many first keys of requests `b` and `b` - 1 lie on the same pages.
 
@@ -73,7 +73,7 @@ def count_shared(header, rows_at, kv_indptr, kv_indices, lens_at, b, most_own):
     return n if max(kv_len, len_before) - n <= most_own else np.int64(0)
 
 
-@part
+@jit.device_function
 def gather(alike, rows_at, b, n_requests, tile_rows, most):
     """Return how many requests from `b` on go together, and how many keys they share.
 
@@ -91,7 +91,7 @@ def gather(alike, rows_at, b, n_requests, tile_rows, most):
     return n, shared
 
 
-@njit
+@jit.kernel
 def divide(plan, qo_indptr, kv_indptr, kv_indices, kv_lens, n_threads):
     """Fill the tables; return numbers of items, merges, shares, partial rows and multiply-adds.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.threads import split_rows
 
 
@@ -14,7 +14,7 @@ def copy_heads(x: NDArray[np.float32], out: NDArray[np.float32]) -> None:
     split_rows(_copy_heads, len(x), float(x.size), x, out)
 
 
-@njit
+@jit.kernel
 def _copy_heads(x, out, start, stop):
     for t in range(start, stop):
         for h in range(x.shape[1]):

@@ -24,7 +24,6 @@ from numba.core import types
 from numba.core.extending import overload
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit, part
 from nbflow_kernels.attention import layout as at
 from nbflow_kernels.attention.layout import CHUNK
 from nbflow_kernels.attention.tiles import (
@@ -46,6 +45,7 @@ from nbflow_kernels.attention.tiles import (
     soft_cap,
     weigh,
 )
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.lanes import (
     allocate,
     read_f32,
@@ -109,7 +109,7 @@ def _rotate_overload(source, row, cos_sin, half):
 # ---- where the keys are -------------------------------------------------------------------------
 
 
-@part
+@jit.device_function
 def find_rows(pages, page_size, first, last, k, v, strides, table):
     """Write the addresses of keys, and behind them of values, [first, last) of one chunk."""
     key_at = first
@@ -127,7 +127,7 @@ def find_rows(pages, page_size, first, last, k, v, strides, table):
         key_at += count
 
 
-@part
+@jit.device_function
 def pack_rows(source, kind, table, first, last, n, target, padded):
     """Copy rows [first, last) to float32 rows at `target`, and let the table point there."""
     for j in range(first, last):
@@ -136,7 +136,7 @@ def pack_rows(source, kind, table, first, last, n, target, padded):
         write_i64(table + 8 * j, place)
 
 
-@part
+@jit.device_function
 def join_rows(source, kind, tables, first, last, n, n_more, target, padded):
     """Copy rows of keys and of values, one behind the other; both tables point there."""
     for j in range(first, last):
@@ -147,7 +147,7 @@ def join_rows(source, kind, tables, first, last, n, n_more, target, padded):
         write_i64(value, place)
 
 
-@part
+@jit.device_function
 def fill_ends(table, first, last):
     """Give keys beside [first, last) an address: tiles of four keys may reach over the ends."""
     for j in range(first // 4 * 4, first):
@@ -161,7 +161,7 @@ def fill_ends(table, first, last):
 # ---- one chunk ----------------------------------------------------------------------------------
 
 
-@part
+@jit.device_function
 def score_chunk(like, M, q, row_bytes, table, state, s, room, ahead, n_ahead):
     """Write the scores of a chunk."""
     for j in range(0, CHUNK, 16):
@@ -188,7 +188,7 @@ def score_chunk(like, M, q, row_bytes, table, state, s, room, ahead, n_ahead):
                 m += 1
 
 
-@part
+@jit.device_function
 def mix_chunk(like, M, acc, row_bytes, state, s, values, ahead, n_ahead):
     """Add a chunk's values to the accumulators.
 
@@ -222,7 +222,7 @@ def mix_chunk(like, M, acc, row_bytes, state, s, values, ahead, n_ahead):
         m += n
 
 
-@part
+@jit.device_function
 def mix_row(like, acc, row_bytes, record, p, values, first, last, ahead, n_ahead):
     """Shrink one accumulator and add the values [first, last) times the weights at `p`."""
     if first >= last:
@@ -240,7 +240,7 @@ def mix_row(like, acc, row_bytes, record, p, values, first, last, ahead, n_ahead
     write_f32(shrink, 1.0)
 
 
-@part
+@jit.device_function
 def mix_four(like, acc, row_bytes, records, p, values, first, last, ahead, n_ahead):
     """Do as `mix_row` for four query vectors in a row."""
     if first >= last:
@@ -256,7 +256,7 @@ def mix_four(like, acc, row_bytes, records, p, values, first, last, ahead, n_ahe
         write_f32(shrink + RECORD * i, 1.0)
 
 
-@part
+@jit.device_function
 def weigh_chunk(header, cap, M, group, head, request, row, position, base, s, state, ramp):
     """Turn the scores of the chunk that begins at key `base` into weights, and update the state."""
     mask, slopes = read_word(header, at.MASK), read_word(header, at.SLOPES)
@@ -305,7 +305,7 @@ def weigh_chunk(header, cap, M, group, head, request, row, position, base, s, st
 # ---- before and behind the chunks ---------------------------------------------------------------
 
 
-@part
+@jit.device_function
 def load_queries(header, source, q, q_row_bytes, M, group, row, head, position, target, padded):
     """Copy a tile's query vectors times their factors, rotated if the plan says so."""
     D, rope = read_word(header, at.DIM_QK), read_word(header, at.ROPE)
@@ -319,7 +319,7 @@ def load_queries(header, source, q, q_row_bytes, M, group, row, head, position, 
             rotate(source, place, rope + 4 * D * max(position + m // group, 0), D // 2)
 
 
-@part
+@jit.device_function
 def limit_rows(header, request, row, end_row, group, record):
     """Write which keys the rows of an item see, and that no split is finished."""
     window = read_word(header, at.WINDOW)
@@ -339,7 +339,7 @@ def limit_rows(header, request, row, end_row, group, record):
         request, row = request + 1, row + rows
 
 
-@part
+@jit.device_function
 def own_part(header, request, row, end_row, end_key):
     """Return how many rows of an item are a request's, the first one's position, their last key."""
     kv_len = read_i32(read_word(header, at.KV_LENS) + 4 * request)
@@ -351,7 +351,7 @@ def own_part(header, request, row, end_row, end_key):
     return rows, position, end
 
 
-@part
+@jit.device_function
 def reset(M, acc, row_bytes, state):
     """Empty the accumulators."""
     for m in range(M):
@@ -362,7 +362,7 @@ def reset(M, acc, row_bytes, state):
         simd.store_f32(acc + d, simd.splat(0.0))
 
 
-@part
+@jit.device_function
 def finish(header, acc, top, total, row, qo_head, out, lse):
     """Divide an accumulator by the sum of its weights; write the result and the LSE of a row."""
     H, D = read_word(header, at.QO_HEADS), read_word(header, at.DIM_VO)
@@ -393,7 +393,7 @@ def finish(header, acc, top, total, row, qo_head, out, lse):
         write_f32(lse + 4 * place, value)
 
 
-@part
+@jit.device_function
 def store_partial(M, acc, row_bytes, state, target):
     """Put a partial result aside for `merge_items`."""
     for m in range(M):
@@ -404,7 +404,7 @@ def store_partial(M, acc, row_bytes, state, target):
         write_f32(place + row_bytes + 4, read_f32(state + RECORD * m + TOTAL))
 
 
-@part
+@jit.device_function
 def fold_split(M, running, acc, row_bytes, state):
     """Add the finished split's sums to those of the splits before, and start anew."""
     for m in range(M):
@@ -418,7 +418,7 @@ def fold_split(M, running, acc, row_bytes, state):
     reset(M, acc, row_bytes, state)
 
 
-@njit
+@jit.kernel
 def attend_items(
     plan, cap, key_reader, value_reader, q, q_row_bytes, k, v, strides, out, lse, start, stop
 ):
@@ -541,7 +541,7 @@ def attend_items(
     release(memory)
 
 
-@njit
+@jit.kernel
 def merge_items(plan, out, lse, start, stop):
     """Add the partial results of the merges [start, stop) in order."""
     header = simd.address(plan)

@@ -13,12 +13,12 @@ import math
 
 import numpy as np
 
-from nbflow_kernels._jit import strict_njit
 from nbflow_kernels.attention.layout import CHUNK
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.scalars import fma, tree_sum
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def attend(q, k, v, sm_scale, causal, out):
     """Attend with queries (T, H, D) to keys and values (S, H_kv, D), the last rows aligned."""
     group = q.shape[1] // k.shape[1]
@@ -29,7 +29,7 @@ def attend(q, k, v, sm_scale, causal, out):
             _attend_one(one, k[:n_keys, h // group], v[:n_keys, h // group], out[t, h])
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _attend_one(q, k, v, out):
     """Attend with one query vector, chunk by chunk."""
     top, total = np.float32(-1e30), np.float32(0.0)
@@ -52,7 +52,7 @@ def _attend_one(q, k, v, out):
     out *= np.float32(1.0) / total if total > 0.0 else np.float32(0.0)
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _dot(a, b):
     """Return the dot product: 16 partial sums, added as a tree."""
     lanes = np.zeros(16, np.float32)

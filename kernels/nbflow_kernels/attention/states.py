@@ -10,7 +10,7 @@ import math
 
 import numpy as np
 
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.threads import split_rows
 
 _ALL = np.zeros(0, np.bool_)
@@ -37,7 +37,7 @@ def merge_states(v: np.ndarray, s: np.ndarray, v_out: np.ndarray, s_out: np.ndar
     split_rows(_merge_many, v.shape[0], 2.0 * v.size, v, s, v_out, s_out)
 
 
-@njit
+@jit.kernel
 def _merge_two(v_a, v_b, v_out, s_a, s_b, s_out, mask, H, start, stop):
     for row in range(start, stop):
         if len(mask) and not mask[row // H]:
@@ -56,7 +56,7 @@ def _merge_two(v_a, v_b, v_out, s_a, s_b, s_out, mask, H, start, stop):
             v_out[row, d] = mixed / total
 
 
-@njit
+@jit.kernel
 def _merge_many(v, s, v_out, s_out, start, stop):
     _, n_states, H, D = v.shape
     mixed = np.empty(D, np.float64)

@@ -19,8 +19,8 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import registers, simd
-from nbflow_kernels._jit import part
 from nbflow_kernels.attention.layout import CHUNK
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.lanes import (
     load_first,
     load_first_bf16,
@@ -42,7 +42,7 @@ RECORD = 64
 """Bytes of what is known about one query vector; see `items`."""
 
 
-@part
+@jit.device_function
 def fetch(ahead, j, n_bytes):
     """Ask for the first bytes of the row whose address is entry j of a table."""
     row = read_i64(ahead + 8 * j)
@@ -53,7 +53,7 @@ def fetch(ahead, j, n_bytes):
 # ---- scores --------------------------------------------------------------------------------------
 
 
-@part
+@jit.device_function
 def score_4x4(like, q, row_bytes, keys, s, ahead, n_ahead):
     """Write the dot products of four query vectors with four keys, two keys after the other two."""
     for j in range(4):
@@ -69,7 +69,7 @@ def score_4x4(like, q, row_bytes, keys, s, ahead, n_ahead):
     store_quarters(s, ROW, registers.lane_sums(registers.beside(a, b)))
 
 
-@part
+@jit.device_function
 def score_1x16(like, q, row_bytes, keys, n, room, s, ahead, n_ahead):
     """Write 16 dot products of one query vector, of which the first `n` are with keys.
 
@@ -100,7 +100,7 @@ def score_1x16(like, q, row_bytes, keys, n, room, s, ahead, n_ahead):
 def _make_mix(vectors: int, rows: int) -> Any:
     """Make `mix` for 16 * `vectors` columns and a number of query vectors."""
 
-    @part
+    @jit.device_function
     def mix(like, acc, row_bytes, shrink, step, p, values, first, last, d, ahead, n_ahead):
         """Shrink columns of some accumulators and add the values [first, last) times weights.
 
@@ -127,7 +127,7 @@ mix_8x1, mix_4x1, mix_1x1 = _make_mix(8, 1), _make_mix(4, 1), _make_mix(1, 1)
 # ---- softmax -------------------------------------------------------------------------------------
 
 
-@part
+@jit.device_function
 def soft_cap(s, cap):
     """Return cap * tanh(s / cap) lane by lane, relative error below 4e-7; a NaN stays one."""
     # tanh(x) = e / (e + 2) with e = exp(2 x) - 1 = 2**n * (exp(r) - 1) + (2**n - 1)
@@ -149,7 +149,7 @@ def soft_cap(s, cap):
     return simd.fma(s, simd.splat(0.0), simd.mul(simd.splat(cap), tanh))
 
 
-@part
+@jit.device_function
 def sees(mask, bits, index):
     """Return whether element `index` of a mask of bytes or bits is set."""
     if bits:
@@ -157,7 +157,7 @@ def sees(mask, bits, index):
     return read_u8(mask + index)
 
 
-@part
+@jit.device_function
 def hide(s, first, last, mask, bits, index):
     """Overwrite the scores of hidden keys in the blocks of 16 that [first, last) touches.
 
@@ -174,7 +174,7 @@ def hide(s, first, last, mask, bits, index):
                 write_f32(s + 4 * j, HIDDEN)
 
 
-@part
+@jit.device_function
 def weigh(s, first, last, old_top):
     """Turn scores into weights exp(score - top); return top and the sum of the weights.
 
@@ -198,13 +198,13 @@ def weigh(s, first, last, old_top):
     return top, simd.sum(total)
 
 
-@part
+@jit.device_function
 def exp1(x):
     """Return e**x of one float32, with the bits that `simd.exp` gives."""
     return simd.max(simd.exp(simd.splat(x)))
 
 
-@part
+@jit.device_function
 def fold(acc, top, total, new, new_top, new_total, n):
     """Add a partial result of `n` columns to another; return its top and sum of weights.
 
@@ -231,7 +231,7 @@ def fold(acc, top, total, new, new_top, new_total, n):
 # ---- rows ----------------------------------------------------------------------------------------
 
 
-@part
+@jit.device_function
 def copy_floats(kind, source, n, factor, target, padded):
     """Copy n floats of a kind of `kvcache.rows` times `factor` to float32; zeros up to `padded`."""
     times = simd.splat(factor)

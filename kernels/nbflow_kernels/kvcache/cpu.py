@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import inline, njit, part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.kvcache.rows import (
     F16,
     F32,
@@ -96,7 +96,7 @@ def gather_paged_kv_cache(
     )  # fmt: skip
 
 
-@inline
+@jit.device_function(inline="always")
 def _append_rows(
     write, k_kind, v_kind, key, value, key_row_bytes, value_row_bytes, batch_indices, positions,
     k_cache, v_cache, strides, kv_indices, kv_indptr, page_size, G, D, D_value, start, stop
@@ -114,7 +114,7 @@ def _append_rows(
             write(v_kind, from_value, D_value, v_to + g * strides[5])
 
 
-@njit
+@jit.kernel
 def _append_floats(
     k_kind, v_kind, key, value, key_row_bytes, value_row_bytes, batch_indices, positions, k_cache,
     v_cache, strides, kv_indices, kv_indptr, page_size, G, D, D_value, start, stop
@@ -126,7 +126,7 @@ def _append_floats(
     )  # fmt: skip
 
 
-@njit
+@jit.kernel
 def _append_blocks(
     k_kind, v_kind, key, value, key_row_bytes, value_row_bytes, batch_indices, positions, k_cache,
     v_cache, strides, kv_indices, kv_indptr, page_size, G, D, D_value, start, stop
@@ -138,7 +138,7 @@ def _append_blocks(
     )  # fmt: skip
 
 
-@njit
+@jit.kernel
 def _gather(
     k_kind, v_kind, out_kind, key, value, batch_indices, positions, k_cache, v_cache, strides,
     kv_indices, kv_indptr, page_size, G, D, D_value, start, stop
@@ -158,7 +158,7 @@ def _gather(
             _copy(v_kind, v_from + g * strides[5], D_value, out_kind, v_to, scratch)
 
 
-@part
+@jit.device_function
 def _copy(kind, source, n, out_kind, target, scratch):
     """Decode one head vector as float32 or, by way of `scratch`, as float16."""
     if out_kind == F32:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit, part, strict_njit, strict_part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.kvcache.vectors import (
     choose_odd,
     keep,
@@ -99,7 +99,7 @@ _NAN_HALF = 0x7E00
 # ---- decode ---------------------------------------------------------------------------------
 
 
-@njit
+@jit.kernel
 def copy_row(kind, source, n, factor, target, padded):
     """Write one head vector as float32.
 
@@ -121,7 +121,7 @@ def copy_row(kind, source, n, factor, target, padded):
         d += 16
 
 
-@part
+@jit.device_function
 def _copy_floats(kind, source, n, factor, target):
     f = simd.splat(factor)
     d = 0
@@ -146,7 +146,7 @@ def _copy_floats(kind, source, n, factor, target):
         d += 1
 
 
-@part
+@jit.device_function
 def _copy_blocks(kind, source, n, factor, target, padded):
     mode, high_bits = LAYOUTS[kind, MODE], LAYOUTS[kind, HIGH_BITS]
     n_full = n // LAYOUTS[kind, BLOCK]
@@ -166,7 +166,7 @@ def _copy_blocks(kind, source, n, factor, target, padded):
         _copy_any(kind, at, n - first, factor, target + 4 * first, padded - first)
 
 
-@part
+@jit.device_function
 def _copy_signed(source, n_blocks, factor, target):
     """Decode whole blocks of a scale and 32 int8."""
     f = simd.splat(factor)
@@ -178,7 +178,7 @@ def _copy_signed(source, n_blocks, factor, target):
             simd.store_f32(to + 64 * i, simd.mul(v, f))
 
 
-@part
+@jit.device_function
 def _copy_4_bits(kind, source, n_blocks, halves, factor, target):
     """Decode whole blocks of a scale, perhaps a base, and 32 codes in 16 bytes."""
     block_bytes, low_at = LAYOUTS[kind, BLOCK_BYTES], LAYOUTS[kind, LOW_AT]
@@ -199,7 +199,7 @@ def _copy_4_bits(kind, source, n_blocks, halves, factor, target):
         simd.store_f32(to + 64, simd.mul(w, f))
 
 
-@part
+@jit.device_function
 def _copy_any(kind, source, n, factor, target, padded):
     block, block_bytes = LAYOUTS[kind, BLOCK], LAYOUTS[kind, BLOCK_BYTES]
     scale_at, base_at = LAYOUTS[kind, SCALE_AT], LAYOUTS[kind, BASE_AT]
@@ -224,7 +224,7 @@ def _copy_any(kind, source, n, factor, target, padded):
         at += block_bytes
 
 
-@part
+@jit.device_function
 def _load_codes(mode, low, high, i, high_bits, low_bits):
     """Return codes i .. i + 15 of a block; `low` and `high` are the addresses of its planes."""
     if mode == SIGNED:
@@ -247,7 +247,7 @@ def _load_codes(mode, low, high, i, high_bits, low_bits):
     return code
 
 
-@part
+@jit.device_function
 def _load_pair_codes(at, i):
     """Return 16 codes of q3h, whose planes of pair codes x + 11 * y start at `at`."""
     c = simd.or_(
@@ -261,7 +261,7 @@ def _load_pair_codes(at, i):
 # ---- encode ---------------------------------------------------------------------------------
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def write_row(kind, source, n, target):
     """Encode n float32 at the address `source` as one row of format `kind` at `target`."""
     if kind < FIRST_BLOCK_KIND:
@@ -274,7 +274,7 @@ def write_row(kind, source, n, target):
         at += block_bytes
 
 
-@strict_part
+@jit.device_function(strict=True)
 def write_floats(kind, source, n, target):
     """Do as `write_row` for the float kinds alone: little to compile."""
     d = 0
@@ -298,7 +298,7 @@ def write_floats(kind, source, n, target):
         d += 1
 
 
-@strict_part
+@jit.device_function(strict=True)
 def _bf16_bits(x):
     """Return the bits of the bfloat16 nearest to x, halves to even; NaN stays NaN."""
     bits = np.int64(np.float32(x).view(np.uint32))
@@ -307,7 +307,7 @@ def _bf16_bits(x):
     return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
 
 
-@strict_part
+@jit.device_function(strict=True)
 def _write_block(kind, x, count, at):
     """Encode `count` numbers (at most a block of them counts) as the block at `at`."""
     block, encoder = LAYOUTS[kind, BLOCK], LAYOUTS[kind, ENCODER]
@@ -346,7 +346,7 @@ def _write_block(kind, x, count, at):
         _store_codes(kind, at, i, a, b)
 
 
-@strict_part
+@jit.device_function(strict=True)
 def _parameters(encoder, x, count, block, last, divisor):
     """Return base, scale, 1 / scale (0 for a scale that counts as 0) and whether all is finite."""
     low = high = simd.splat(last)
@@ -377,7 +377,7 @@ def _parameters(encoder, x, count, block, last, divisor):
     return base, scale, inverse, finite
 
 
-@strict_part
+@jit.device_function(strict=True)
 def _first_extreme(x, count, magnitude):
     """Return the first of the numbers whose magnitude is the largest."""
     for i in range(count):
@@ -387,7 +387,7 @@ def _first_extreme(x, count, magnitude):
     return np.float32(0)
 
 
-@strict_part
+@jit.device_function(strict=True)
 def _codes(x, base, inverse, half, top):
     """Return ``floor((x - base) * inverse + half)`` within 0 .. top; NaN gives 0."""
     steps = simd.mul(simd.sub(x, simd.splat(base)), simd.splat(inverse))
@@ -396,7 +396,7 @@ def _codes(x, base, inverse, half, top):
     return simd.to_i32(steps)
 
 
-@strict_part
+@jit.device_function(strict=True)
 def _signed_codes(x, inverse, exact):
     """Return ``x * inverse`` as -128 .. 127, halves away from zero; NaN gives 0."""
     steps = simd.mul(x, simd.splat(inverse))
@@ -407,7 +407,7 @@ def _signed_codes(x, inverse, exact):
     return simd.sub(positive, negative)
 
 
-@strict_part
+@jit.device_function(strict=True)
 def _half_up(x, exact):
     """Return x >= 0 rounded, halves up; not `exact`: after adding 0.5, which rounds itself."""
     if not exact:
@@ -417,7 +417,7 @@ def _half_up(x, exact):
     return simd.add(whole, simd.to_i32(simd.add(twice, twice)))  # 1 from 0.5 on, exactly
 
 
-@strict_part
+@jit.device_function(strict=True)
 def _store_codes(kind, at, i, a, b):
     """Write codes i .. i + 31 of the block at `at`."""
     mode, low_bits = LAYOUTS[kind, MODE], LAYOUTS[kind, LOW_BITS]
@@ -450,7 +450,7 @@ def _store_codes(kind, at, i, a, b):
         store_fields2(high + (i >> 2) + 4, simd.shr(b, shift))
 
 
-@strict_part
+@jit.device_function(strict=True)
 def _store_pair_codes(at, i, code):
     """Write 16 codes of q3h as 8 pair codes x + 11 * y."""
     # the even lanes hold x, the odd ones y; only the even lanes of c count

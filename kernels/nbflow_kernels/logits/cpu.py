@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import helper, njit, part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.lanes import address_of, read_f32, read_u8, write_f32
 from nbflow_kernels.threads import hold, not_capturable, split_rows
 from nbflow_kernels.vector_math import select, tanh
@@ -102,7 +102,7 @@ def _places(x: np.ndarray | None) -> tuple[int, int, int, int]:
     return address_of(x), x.strides[0], x.strides[1], x.strides[2]
 
 
-@helper
+@jit.device_function(inline="llvm")
 def _capped(v, cap):
     """Return cap * tanh(v / cap), or `v` for a cap of 0."""
     if cap == 0.0:
@@ -110,14 +110,14 @@ def _capped(v, cap):
     return simd.mul(tanh(simd.div(v, simd.splat(cap))), simd.splat(cap))
 
 
-@helper
+@jit.device_function(inline="llvm")
 def _nan_sign(v):
     """Return int32 that are negative exactly where `v` is NaN."""
     magnitude = simd.and_(simd.as_i32(v), simd.splat_i32(0x7FFFFFFF))
     return simd.sub(simd.splat_i32(0x7F800000), magnitude)
 
 
-@part
+@jit.device_function
 def _top(row, n):
     """Return the largest of the `n` elements at `row`, NaN if one is NaN or the largest infinite.
 
@@ -141,7 +141,7 @@ def _top(row, n):
     return largest
 
 
-@part
+@jit.device_function
 def _end(row, n, stage):
     """Copy the last n % 16 elements at `row` to `stage`, and -inf behind them."""
     body = n - n % 16
@@ -149,13 +149,13 @@ def _end(row, n, stage):
         write_f32(stage + 4 * d, read_f32(row + 4 * (body + d)) if body + d < n else -np.inf)
 
 
-@helper
+@jit.device_function(inline="llvm")
 def _seen(x):
     """Return 0 where `x`, which is not below the lowest finite number, is that; else 1."""
     return simd.minimum(simd.sub(x, simd.splat(LOWEST)), simd.splat(1.0))
 
 
-@part
+@jit.device_function
 def _exps(row, n, top, factor, cap):
     """Return the sum of exp((c(x) - top) * factor) for `n` elements, a multiple of 16."""
     total = simd.splat(0.0)
@@ -166,7 +166,7 @@ def _exps(row, n, top, factor, cap):
     return simd.sum(total)
 
 
-@part
+@jit.device_function
 def _sum_exp(row, n, top, factor, cap):
     """Return the sum of exp((c(x) - top) * factor) in float64; c caps, `top` is capped."""
     total = 0.0
@@ -179,13 +179,13 @@ def _sum_exp(row, n, top, factor, cap):
     return total
 
 
-@part
+@jit.device_function
 def _capped_one(x, cap):
     """Return one number capped."""
     return simd.max(_capped(simd.splat(x), cap))
 
 
-@part
+@jit.device_function
 def _top_and_sum(row, n, factor, cap):
     """Return the largest element, capped, and the sum of the others' exponentials relative to it.
 
@@ -198,7 +198,7 @@ def _top_and_sum(row, n, factor, cap):
     return top, _sum_exp(row, n, top, factor, cap)
 
 
-@njit
+@jit.kernel
 def _log_softmax(logits, V, temperature, cap, out, start, stop):
     body = V - V % 16
     for b in range(start, stop):
@@ -215,7 +215,7 @@ def _log_softmax(logits, V, temperature, cap, out, start, stop):
             write_f32(target + 4 * d, y - np.log(total))
 
 
-@njit
+@jit.kernel
 def _token_log_probs(logits, V, temperature, cap, ids, out, start, stop):
     for b in range(start, stop):
         row = logits + 4 * V * b
@@ -226,7 +226,7 @@ def _token_log_probs(logits, V, temperature, cap, ids, out, start, stop):
             out[b, i] = (x - np.float64(top)) * np.float64(factor) - np.log(total)
 
 
-@part
+@jit.device_function
 def _add_kl_sums(p, q, n, top_p, top_q, sums):
     """Add to `sums` those over `n` elements, a multiple of 16, of four terms.
 
@@ -250,7 +250,7 @@ def _add_kl_sums(p, q, n, top_p, top_q, sums):
     sums[3] += np.float64(simd.sum(lost))
 
 
-@njit
+@jit.kernel
 def _kl_divergence(p, q, V, out, start, stop):
     room = np.zeros(32, np.float32)
     sums = np.zeros(4, np.float64)
@@ -275,7 +275,7 @@ def _kl_divergence(p, q, V, out, start, stop):
         out[b] = np.inf if sums[3] > 0.0 else max(divergence, 0.0)
 
 
-@njit
+@jit.kernel
 def _soft_cap(logits, n, cap, out, start, stop):
     """Cap blocks [start, stop) of `BLOCK` elements."""
     for d in range(start * BLOCK, min(stop * BLOCK, n), 16):
@@ -286,7 +286,7 @@ def _soft_cap(logits, n, cap, out, start, stop):
                 write_f32(out + 4 * i, _capped_one(read_f32(logits + 4 * i), cap))
 
 
-@part
+@jit.device_function
 def _score(x, bias, mask, has_bias, sm_scale, cap):
     """Return 16 scores, scaled, capped, with bias; -inf where `mask` (int32) is 0."""
     s = _capped(simd.mul(x, simd.splat(sm_scale)), cap)
@@ -295,7 +295,7 @@ def _score(x, bias, mask, has_bias, sm_scale, cap):
     return select(mask, s, simd.splat(-np.inf))
 
 
-@part
+@jit.device_function
 def _write_scores(row, mask, bias, n, Tk, sm_scale, cap, room, marks, out):
     """Write `n` masked scores and -inf up to the next multiple of 16; return where that ends.
 
@@ -324,7 +324,7 @@ def _write_scores(row, mask, bias, n, Tk, sm_scale, cap, room, marks, out):
     return min(n + (16 - n % 16) % 16, Tk)
 
 
-@part
+@jit.device_function
 def _normalize(row, n, top, room):
     """Replace `n` scores by their softmax, in place."""
     stage = simd.address(room)
@@ -350,7 +350,7 @@ def _normalize(row, n, top, room):
         write_f32(row + 4 * d, room[d - body] * factor)
 
 
-@part
+@jit.device_function
 def _clear(row, n):
     """Write `n` zeros."""
     body = n - n % 16
@@ -360,7 +360,7 @@ def _clear(row, n):
         write_f32(row + 4 * d, 0.0)
 
 
-@njit
+@jit.kernel
 def _masked_softmax(
     scores,
     mask,

@@ -6,7 +6,7 @@ from typing import Literal, cast
 
 import numpy as np
 
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.threads import not_capturable, split_rows
 
 
@@ -40,7 +40,7 @@ def convert_bsr_mask_layout(mask: np.ndarray, indptr: np.ndarray) -> np.ndarray:
     return flat
 
 
-@njit
+@jit.kernel
 def _pack_segments(x, indptr, starts, little, y, start, stop):
     for b in range(start, stop):
         end = indptr[b + 1]
@@ -53,7 +53,7 @@ def _pack_segments(x, indptr, starts, little, y, start, stop):
             y[byte] = value
 
 
-@njit
+@jit.kernel
 def _convert(mask, indptr, flat, start, stop):
     R, C = mask.shape[1], mask.shape[2]
     for i in range(start, stop):

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import lanes, registers, simd
-from nbflow_kernels._jit import inline, njit, part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.lanes import read_f32, write_f32
 from nbflow_kernels.matmul import transposed
 from nbflow_kernels.matmul.transposed import PANEL
@@ -53,7 +53,7 @@ def matmul(
     split_rows(kernel, w.shape[0], work, x, w, bias, accumulate, out)
 
 
-@part
+@jit.device_function
 def _begin(bias, accumulate, out, start, stop):
     """Write what the sums are added to: nothing, the bias, the old output, or both."""
     for t in range(out.shape[0]):
@@ -62,7 +62,7 @@ def _begin(bias, accumulate, out, start, stop):
             out[t, n] = out[t, n] + y if accumulate else y
 
 
-@njit
+@jit.kernel
 def _matmul_stream(x, w, bias, accumulate, out, start, stop):
     """Rows [start, stop) of `w` for one token, as one stream of addresses."""
     _begin(bias, accumulate, out, start, stop)
@@ -86,7 +86,7 @@ def _matmul_stream(x, w, bias, accumulate, out, start, stop):
     lanes.release(sums)
 
 
-@inline
+@jit.device_function(inline="always")
 def _tile(n_tokens, w, row, distance, x, token, n_columns, ahead, stride):
     """Return the lanes of 4 rows, `distance` bytes apart, times a literal number of tokens.
 
@@ -104,7 +104,7 @@ def _tile(n_tokens, w, row, distance, x, token, n_columns, ahead, stride):
     return tile
 
 
-@part
+@jit.device_function
 def _rows_panel(x, w, first, distance, n, n_rows, k, stop, out, sums):
     """Add columns [k, stop) of rows [n, n + n_rows) to `out`, of the 4 rows from `first` on.
 
@@ -139,7 +139,7 @@ def _rows_panel(x, w, first, distance, n, n_rows, k, stop, out, sums):
         tile_number += 1
 
 
-@njit
+@jit.kernel
 def _matmul_tiles(x, w, bias, accumulate, out, start, stop):
     """Rows [start, stop) of `w` for any number of tokens."""
     _begin(bias, accumulate, out, start, stop)

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import lanes, registers, simd
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.matmul import tiles
 from nbflow_kernels.threads import split_rows
 
@@ -46,7 +46,7 @@ def _work(x: NDArray[np.float32], w: NDArray[Any]) -> float:
     return float(x.shape[0]) * w.size
 
 
-@njit
+@jit.kernel
 def _one(x, w, bias, accumulate, out, start, stop):
     """One token; groups [start, stop), read as one stream."""
     sums, n_units = lanes.allocate(tiles.TOKEN_BYTES), x.shape[1]
@@ -59,7 +59,7 @@ def _one(x, w, bias, accumulate, out, start, stop):
     lanes.release(sums)
 
 
-@njit
+@jit.kernel
 def _many(x, w, bias, accumulate, out, start, stop):
     """Two tokens and more; groups [start, stop), multiplied as they lie."""
     n_tokens, n_units = x.shape
@@ -76,7 +76,7 @@ def _many(x, w, bias, accumulate, out, start, stop):
     lanes.release(sums)
 
 
-@inline
+@jit.device_function(inline="always")
 def _rounded(w, at, k, n, to):
     """Write pairs of columns k to k + n of the group at address `at` as bfloat16."""
     size = 16 * w.itemsize
@@ -87,7 +87,7 @@ def _rounded(w, at, k, n, to):
         simd.store_i32(to + 64 * i, registers.to_pairs(even, odd))
 
 
-@njit
+@jit.kernel
 def _bf16(x, w, bias, accumulate, out, start, stop):
     """Activations and weights rounded to bfloat16; groups [start, stop)."""
     like = np.empty(0, np.int32)

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.matmul.transposed import PANEL
 from nbflow_kernels.scalars import fma, tree_sum
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def row_major(x, w, bias, accumulate, out):
     """Multiply `x` (T, K) by rows of `w` (N, K): 16 sums along K, a panel after the other."""
     for t in range(x.shape[0]):
@@ -28,7 +28,7 @@ def row_major(x, w, bias, accumulate, out):
             out[t, n] = y
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def interleaved(x, w, bias, accumulate, out):
     """Multiply `x` (T, K) by `w` (groups, K, 16), 16 rows side by side: four chains along K."""
     for t in range(x.shape[0]):

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import helper
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.lanes import load_first, store_first
 
 
-@helper
+@jit.device_function(inline="llvm")
 def write_group(total, bias, accumulate, out, token, group):
     """Write the sums of a row group and a token, with the bias and the old output added."""
     first = 16 * group

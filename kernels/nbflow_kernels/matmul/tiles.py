@@ -22,7 +22,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels import lanes, registers, simd
-from nbflow_kernels._jit import helper, inline, part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.matmul.outputs import write_group
 
 WIDE = registers.has_wide_registers()
@@ -32,7 +32,7 @@ TOKEN_BYTES = 4 * 64  # of a token's four chains
 PREFETCH = 4096 + 64  # bytes ahead in a stream: of a pair of lines the second, which comes last
 
 
-@inline
+@jit.device_function(inline="always")
 def tile_width(n_tokens):
     """Return how many of `n_tokens` tokens the next tile takes."""
     if n_tokens >= 6:
@@ -42,14 +42,14 @@ def tile_width(n_tokens):
     return min(n_tokens, 2)
 
 
-@helper
+@jit.device_function(inline="llvm")
 def clear(sums, n_tokens):
     """Start the chains of some tokens."""
     for at in range(sums, sums + TOKEN_BYTES * n_tokens, 64):
         simd.store_f32(at, simd.splat(0.0))
 
 
-@helper
+@jit.device_function(inline="llvm")
 def ask(ahead, stride):
     """Ask for one, two or four cache lines at `ahead`: no fewer than `stride` bytes up to 256."""
     lanes.prefetch(ahead)
@@ -60,7 +60,7 @@ def ask(ahead, stride):
         lanes.prefetch(ahead + 192)
 
 
-@inline
+@jit.device_function(inline="always")
 def add_to_tile(like, n_tokens, w, x, token, n_units, sums, ahead, stride):
     """Add units of a group to the four chains of a literal number of tokens, at address `sums`.
 
@@ -95,7 +95,7 @@ def add_to_tile(like, n_tokens, w, x, token, n_units, sums, ahead, stride):
             registers.store_apart(sums + 64 * i, TOKEN_BYTES, chain)
 
 
-@part
+@jit.device_function
 def add_units(like, w, x, token, n_tokens, n_units, sums, ahead, n_bytes):
     """Add units of a group, at address `w`, times tokens at x, x + token, ... to their chains.
 
@@ -121,7 +121,7 @@ def add_units(like, w, x, token, n_tokens, n_units, sums, ahead, n_bytes):
         ahead += stride * n_units // 4
 
 
-@part
+@jit.device_function
 def finish(sums, bias, accumulate, out, token, n_tokens, group):
     """Write the outputs of a group and of tokens from `token` on, whose chains are at `sums`."""
     for t in range(n_tokens):
@@ -131,7 +131,7 @@ def finish(sums, bias, accumulate, out, token, n_tokens, group):
         write_group(simd.add(low, high), bias, accumulate, out, token + t, group)
 
 
-@part
+@jit.device_function
 def round_rows(x, token, n_tokens, pairs):
     """Write rows of `x`, rounded to bfloat16, to the rows of `pairs`, zeros after the last."""
     n_columns = x.shape[1]
@@ -151,7 +151,7 @@ def round_rows(x, token, n_tokens, pairs):
             simd.store_i32(to + 2 * full, halves)
 
 
-@inline
+@jit.device_function(inline="always")
 def multiply_decoded(
     decode, is_pairs, source, first, group_bytes, n_units, panel, like, x, bias, accumulate, out,
     start, stop

@@ -10,14 +10,14 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels import lanes, registers, simd
-from nbflow_kernels._jit import inline, njit, part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.matmul import tiles
 
 PANEL = 2048  # columns; as float32, 16 rows of a panel are 128 KB, a part of a second-level cache
 QUARTER_BYTES = 16 * PANEL  # of a transposed panel: columns 0, 4, 8, ..., then 1, 5, 9, ...
 
 
-@inline
+@jit.device_function(inline="always")
 def _four_chains(like, n_tokens, w, x, token, width, first, to, ahead, stride):
     """Write (c0 + c8) + (c4 + c12), the chains counted from chain `first` on, to address `to`."""
     w += QUARTER_BYTES * first
@@ -47,7 +47,7 @@ def _four_chains(like, n_tokens, w, x, token, width, first, to, ahead, stride):
     registers.store(to, registers.add(registers.add(a, c), registers.add(b, d)))
 
 
-@part
+@jit.device_function
 def _quarter(like, n_tokens, w, x, token, width, first, to, ahead, stride):
     """Do `_four_chains` for 6, 4, 2 or 1 tokens."""
     if n_tokens == 6:
@@ -60,7 +60,7 @@ def _quarter(like, n_tokens, w, x, token, width, first, to, ahead, stride):
         _four_chains(like, 1, w, x, token, width, first, to, ahead, stride)
 
 
-@part
+@jit.device_function
 def _add_panel(w, x, token, n_tokens, width, quarters, sums, ahead, row_bytes, item_bytes):
     """Add a transposed panel of `width` columns times some tokens to their `sums` (tokens, 16).
 
@@ -87,7 +87,7 @@ def _add_panel(w, x, token, n_tokens, width, quarters, sums, ahead, row_bytes, i
         x += count * token
 
 
-@part
+@jit.device_function
 def _transpose(w, row, k, width, scratch, panel):
     """Write columns k to k + width of 16 rows as float32 to the quarters of the address `panel`."""
     n_rows = min(16, w.shape[0] - row)
@@ -109,7 +109,7 @@ def _transpose(w, row, k, width, scratch, panel):
         to += 256
 
 
-@njit
+@jit.kernel
 def multiply(x, w, bias, accumulate, out, start, stop):
     """Rows 16 * start to 16 * stop of `w`; any number of columns."""
     n_tokens, n_columns = x.shape
@@ -140,7 +140,7 @@ def multiply(x, w, bias, accumulate, out, start, stop):
                     out[token + t, row + r] = sums[t, r]
 
 
-@inline
+@jit.device_function(inline="always")
 def _begin(sums, bias, accumulate, out, token, n_tokens, row, n_rows):
     """Write what the panels are added to: nothing, the bias, the old output, or both."""
     for t in range(n_tokens):

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit, part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.matmul import cpu as float_cpu
 from nbflow_kernels.qmatmul import cpu as quant_cpu
 from nbflow_kernels.quants.tensor import QuantTensor
@@ -102,7 +102,7 @@ def scale_rows(x: NDArray[np.float32], gate: NDArray[np.float32], y: NDArray[np.
     split_rows(_scale_rows, len(x), float(x.size + y.size), x, gate, y)
 
 
-@part
+@jit.device_function
 def _best(values, first, stop):
     """Return the place of the largest value above -inf, the lowest of equals, or -1."""
     place, most = -1, -np.inf
@@ -112,7 +112,7 @@ def _best(values, first, stop):
     return place
 
 
-@part
+@jit.device_function
 def _score(logits, sigmoid, scores):
     """Write the scores of a row; return whether it has any."""
     top, total = -np.inf, 0.0
@@ -134,7 +134,7 @@ def _score(logits, sigmoid, scores):
     return True
 
 
-@part
+@jit.device_function
 def _drop_groups(choice, n_groups, top_k_groups, top2_sum, groups):
     """Set the choice values of the experts outside the best groups to -inf."""
     size = len(choice) // n_groups
@@ -155,7 +155,7 @@ def _drop_groups(choice, n_groups, top_k_groups, top2_sum, groups):
             choice[e] = -np.inf
 
 
-@part
+@jit.device_function
 def _largest(values, first, stop):
     """Return the largest of some values, -inf of none."""
     most = -np.inf
@@ -164,7 +164,7 @@ def _largest(values, first, stop):
     return most
 
 
-@njit
+@jit.kernel
 def _routing(
     logits, bias, sigmoid, renormalize, n_groups, top_k_groups, top2_sum, scale, min_score, weights,
     ids, start, stop
@@ -197,7 +197,7 @@ def _routing(
                 weights[t, j] = scores[ids[t, j]] * factor
 
 
-@njit
+@jit.kernel
 def _permute(ids, rows, indptr, inverse, start, stop):
     T, k = ids.shape
     E = len(indptr) - 1
@@ -227,7 +227,7 @@ def _permute(ids, rows, indptr, inverse, start, stop):
     indptr[0] = 0
 
 
-@njit
+@jit.kernel
 def _combine(y, weights, inverse, accumulate, out, start, stop):
     H = y.shape[1]
     for t in range(start, stop):
@@ -248,7 +248,7 @@ def _combine(y, weights, inverse, accumulate, out, start, stop):
             out[t, d] = sum_here
 
 
-@njit
+@jit.kernel
 def _scale_rows(x, gate, y, start, stop):
     for t in range(start, stop):
         total = 0.0

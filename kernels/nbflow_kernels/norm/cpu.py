@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit, part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.lanes import address_of, load_first, read_f32, store_first
 from nbflow_kernels.threads import hold, not_capturable, split_rows
 
@@ -143,7 +143,7 @@ def _heads(x: NDArray[np.float32]) -> tuple[int, int]:
     return x.shape[1] if x.ndim == 3 else 1, x.shape[-1]
 
 
-@part
+@jit.device_function
 def _sum(a, E):
     """Return the sum of the vector at `a`: four times 16 lanes, then the ragged end."""
     s0 = s1 = s2 = s3 = simd.splat(0.0)
@@ -159,7 +159,7 @@ def _sum(a, E):
     return total
 
 
-@part
+@jit.device_function
 def _sum_of_squares(a, E, mean):
     """Return the sum of (x - mean)**2 in the order of `_sum`."""
     m = simd.splat(mean)
@@ -181,7 +181,7 @@ def _sum_of_squares(a, E, mean):
     return total
 
 
-@part
+@jit.device_function
 def _add_to(target, source, E):
     """Add the vector at `source` to the one at `target`."""
     body, rest = E - E % 16, E % 16
@@ -194,7 +194,7 @@ def _add_to(target, source, E):
         store_first(target, rest, v)
 
 
-@njit
+@jit.kernel
 def _rmsnorm(
     x,
     x_bytes,
@@ -238,7 +238,7 @@ def _rmsnorm(
                 store_first(y + body * 4, rest, v)
 
 
-@njit
+@jit.kernel
 def _layernorm(
     x,
     x_bytes,

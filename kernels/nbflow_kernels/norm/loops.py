@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.scalars import fma, tree_sum
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _sum(x, mean, squares):
     """Return the sum of x, or of (x - mean) ** 2."""
     body = len(x) - len(x) % 64
@@ -29,7 +29,7 @@ def _sum(x, mean, squares):
     return total
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def rmsnorm(x, weight, eps, out):
     """Divide each row of `x` (T, E) by its root mean square, times `weight` (E)."""
     for t in range(x.shape[0]):
@@ -39,7 +39,7 @@ def rmsnorm(x, weight, eps, out):
             out[t, i] = x[t, i] * scale * weight[i]
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def layernorm(x, weight, bias, eps, out):
     """Subtract each row's mean and divide by its standard deviation, times `weight` plus `bias`."""
     E = np.float32(x.shape[1])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.threads import split_rows
 
 
@@ -27,7 +27,7 @@ def rmsnorm_with_sums(
     split_rows(_scale, len(x), float(x.size), x, sums, weight, float(width), eps, offset, out)
 
 
-@njit
+@jit.kernel
 def _sum_squares(x, factor, out, start, stop):
     for t in range(start, stop):
         total = 0.0
@@ -36,7 +36,7 @@ def _sum_squares(x, factor, out, start, stop):
         out[t] = np.float32(total * factor)
 
 
-@njit
+@jit.kernel
 def _scale(x, sums, weight, width, eps, offset, out, start, stop):
     for t in range(start, stop):
         factor = 1.0 / np.sqrt(np.float64(sums[t]) / width + eps)

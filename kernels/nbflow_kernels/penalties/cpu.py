@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit, part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.threads import split_rows
 
 LARGEST_EXPONENT = 88.72283905206835  # ln of the largest float32
@@ -73,7 +73,7 @@ def bitmask(logits: np.ndarray, bits: np.ndarray) -> None:
     split_rows(_bitmask, len(logits), 2.0 * logits.size, logits, bits)
 
 
-@njit
+@jit.kernel
 def _penalties(logits, token_ids, indptr, parameters, spans, start, stop):
     # bit 0: the token occurred; above: how often after the prompt
     counts = np.zeros(logits.shape[1], np.int32)
@@ -99,7 +99,7 @@ def _penalties(logits, token_ids, indptr, parameters, spans, start, stop):
                 counts[token] = 0
 
 
-@njit
+@jit.kernel
 def _no_repeat_ngram(logits, token_ids, indptr, sizes, start, stop):
     for b in range(start, stop):
         end, n = np.int64(indptr[b + 1]), sizes[b]
@@ -114,7 +114,7 @@ def _no_repeat_ngram(logits, token_ids, indptr, sizes, start, stop):
                 logits[b, token_ids[i]] = -np.inf
 
 
-@part
+@jit.device_function
 def _first_from(token, j, low, high, words, edges):
     """Return the first breaker of [low, high) whose token j from its end is not below `token`."""
     while low < high:
@@ -126,7 +126,7 @@ def _first_from(token, j, low, high, words, edges):
     return low
 
 
-@part
+@jit.device_function
 def _ends_breaker(tokens, i, words, edges):
     """Return whether token i is the last of a breaker that lies in `tokens`."""
     low, high, j = 0, len(edges) - 1, 0
@@ -141,7 +141,7 @@ def _ends_breaker(tokens, i, words, edges):
     return False
 
 
-@part
+@jit.device_function
 def _free_tokens(tokens, words, edges):
     """Return how many tokens follow the last breaker."""
     n = len(tokens)
@@ -151,7 +151,7 @@ def _free_tokens(tokens, words, edges):
     return n
 
 
-@part
+@jit.device_function
 def _common_suffixes(tokens, lengths):
     """Write to ``lengths[k]`` how many tokens before place n - k equal the last ones; k >= 1.
 
@@ -170,14 +170,14 @@ def _common_suffixes(tokens, lengths):
             left, right = k, k + z
 
 
-@part
+@jit.device_function
 def _is_breaker(token, words, edges):
     n = len(edges) - 1
     w = _first_from(np.int64(token), 0, 0, n, words, edges)
     return w < n and edges[w + 1] - edges[w] == 1 and words[edges[w]] == token
 
 
-@njit
+@jit.kernel
 def _dry(logits, token_ids, indptr, parameters, spans, words, edges, start, stop):
     longest = np.zeros(logits.shape[1], np.int64)
     lengths = np.zeros(len(token_ids), np.int64)
@@ -206,14 +206,14 @@ def _dry(logits, token_ids, indptr, parameters, spans, words, edges, start, stop
                 longest[token] = 0
 
 
-@njit
+@jit.kernel
 def _logit_bias(logits, token_ids, biases, indptr, start, stop):
     for b in range(start, stop):
         for i in range(indptr[b], indptr[b + 1]):
             logits[b, token_ids[i]] += biases[i]
 
 
-@njit
+@jit.kernel
 def _mask(logits, token_ids, indptr, keep, start, stop):
     V = logits.shape[1]
     kept = np.empty(V if keep else 0, np.float32)
@@ -231,7 +231,7 @@ def _mask(logits, token_ids, indptr, keep, start, stop):
             logits[b, token_ids[i]] = kept[token_ids[i]] if keep else -np.inf
 
 
-@njit
+@jit.kernel
 def _bitmask(logits, bits, start, stop):
     V, excluded = logits.shape[1], simd.splat(-np.inf)
     for b in range(start, stop):

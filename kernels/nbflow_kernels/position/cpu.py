@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels import shuffles, simd
-from nbflow_kernels._jit import njit, part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.lanes import address_of, read_f32, write_f32
 from nbflow_kernels.threads import hold, split_rows
 
@@ -116,7 +116,7 @@ def add_learned_positions(
     np.add(x, rows, out=out)
 
 
-@part
+@jit.device_function
 def _rotate_pair(a, b, cos, sin):
     """Rotate one pair of elements; products of float32 are exact in float64."""
     x, y = np.float64(read_f32(a)), np.float64(read_f32(b))
@@ -125,7 +125,7 @@ def _rotate_pair(a, b, cos, sin):
     write_f32(b, y * c + x * s)
 
 
-@part
+@jit.device_function
 def _rotate_halves(x, cos, half):
     """Rotate the pairs (j, j + half) of one head; `cos` has the sines behind it."""
     sin, y = cos + 4 * half, x + 4 * half
@@ -143,7 +143,7 @@ def _rotate_halves(x, cos, half):
         d += 1
 
 
-@part
+@jit.device_function
 def _rotate_pairs(x, cos, half):
     """Rotate the pairs (2j, 2j + 1) of one head; `cos` has the sines behind it."""
     sin = cos + 4 * half
@@ -165,7 +165,7 @@ def _rotate_pairs(x, cos, half):
         d += 1
 
 
-@njit
+@jit.kernel
 def _rope(
     positions,
     query,

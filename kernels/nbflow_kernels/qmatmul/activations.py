@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import simd, simd_bytes
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.threads import split_rows
 
 COLUMNS = 32  # that share a scale
@@ -87,7 +87,7 @@ def quantize_activations(x: NDArray[np.float32], out: Int8Rows) -> None:
     split_rows(_quantize, len(x), 4.0 * x.size, x, out.codes, out.scales, out.sums, out.half_sums)
 
 
-@njit
+@jit.kernel
 def _quantize(x, codes, scales, sums, half_sums, start, stop):
     """Quantize rows [start, stop)."""
     tail = np.zeros(COLUMNS, np.float32)

@@ -16,7 +16,7 @@ import numpy as np
 from numba.core import extending
 
 from nbflow_kernels import registers, simd
-from nbflow_kernels._jit import FAST_MATH, helper, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.matmul import tiles
 from nbflow_kernels.quants.packed import PackedForm
 from nbflow_kernels.quants.unpack import codes, parameters, unit_of, weight
@@ -28,7 +28,7 @@ def many_rows(form: PackedForm) -> Any:
     block, block_bytes = form.block, form.block_bytes
     panel = max(1, tiles.PANEL // block) * block
 
-    @njit
+    @jit.kernel
     def kernel(x, packed, n_blocks, bias, accumulate, out, start, stop):
         like = np.empty(0, np.float32)
         tiles.multiply_decoded(
@@ -45,7 +45,7 @@ def any_rows_bf16(form: PackedForm) -> Any:
     block, block_bytes = form.block, form.block_bytes
     panel = max(1, tiles.PANEL // block) * block
 
-    @njit
+    @jit.kernel
     def kernel(x, packed, n_blocks, bias, accumulate, out, start, stop):
         like = np.empty(0, np.int32)
         tiles.multiply_decoded(
@@ -68,7 +68,11 @@ def decode_pairs(form: Any, at: Any, k: Any, n: Any, to: Any) -> None:
 
 # Chosen by the type of the form, not held by the kernels: a kernel that holds a compiled function
 # is never found in the disk cache again.
-_OPTIONS: Any = {"forceinline": True, "error_model": "numpy", "fastmath": FAST_MATH}  # as `helper`
+_OPTIONS: Any = {
+    "forceinline": True,
+    "error_model": "numpy",
+    "fastmath": jit.FAST_MATH,
+}  # as `helper`
 
 
 @extending.overload(decode_f32, jit_options=_OPTIONS)
@@ -103,14 +107,14 @@ def _decoder(known: PackedForm, block: int, write: Any, written: int) -> Callabl
     return decode
 
 
-@helper
+@jit.device_function(inline="llvm")
 def _write_f32(form, u, scale, base, to):
     """Write four columns of 16 rows."""
     for j in range(4):
         simd.store_f32(to + 64 * j, weight(form, u, j, scale, base))
 
 
-@helper
+@jit.device_function(inline="llvm")
 def _write_pairs(form, u, scale, base, to):
     """Write four columns of 16 rows as two pairs."""
     for j in range(2):

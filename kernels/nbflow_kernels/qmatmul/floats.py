@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.matmul.outputs import write_group
 from nbflow_kernels.quants.packed import PackedForm
 from nbflow_kernels.quants.unpack import codes, parameters, unit_of, weight
@@ -27,7 +27,7 @@ def one_row(form: PackedForm) -> Any:
     units, vectors, per_scale = form.block // form.unit, form.unit // 4, form.sub_block // 4
     block, block_bytes = form.block, form.block_bytes
 
-    @njit
+    @jit.kernel
     def kernel(x, packed, n_blocks, bias, accumulate, out, start, stop):
         n_whole = x.shape[1] // block
         # the columns of the last blocks where x has fewer: storage may be padded by several of them

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import simd, simd_bytes, simd_tiles
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.lanes import prefetch
 from nbflow_kernels.matmul.outputs import write_group
 from nbflow_kernels.quants.packed import PackedForm
@@ -70,7 +70,7 @@ def few_rows(form: PackedForm, tokens: int) -> Any:
     halves, bits = 1 if vectors == 4 else 0, 8 if form.values is not None else form.bits
     lines = -(-block_bytes // (units * LINE)) if tokens > 1 else 0  # to ask for with each unit
 
-    @njit
+    @jit.kernel
     def kernel(x, n_tokens, scales, sums, packed, n_blocks, bias, accumulate, out, start, stop):
         n_pieces = n_blocks * units * pieces
         room = (n_tokens + tokens - 1) // tokens * tokens
@@ -140,7 +140,7 @@ def many_rows(form: PackedForm) -> Any:
     bits = 8 if form.values is not None else form.bits
     lines = -(-2 * block_bytes // (units * pieces * LINE))  # of two row groups, with each piece
 
-    @njit
+    @jit.kernel
     def kernel(x, n_tokens, scales, sums, packed, n_blocks, bias, accumulate, out, start, stop):
         n_pieces = n_blocks * block // (4 * vectors)
         w_step, s_step = n_pieces * vectors * 64, n_pieces * 64

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.scalars import fma
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def read_code(unit, fields, row, column):
     """Return a code from the packed bytes of a unit (columns) of 16 rows.
 
@@ -29,7 +29,7 @@ def read_code(unit, fields, row, column):
     return code
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def quantize_row(x, codes, scales):
     """Round a row to int8; 32 columns share a scale.  For numbers of ordinary size only."""
     for b in range(len(scales)):
@@ -41,7 +41,7 @@ def quantize_row(x, codes, scales):
             codes[k] = np.int8(np.rint(x[k] * (np.float32(127.0) / largest)))
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def int8(values, scales, bases, codes, x_scales, out):
     """Multiply int8 activations (T, K) by weights scale * value + base; `values` is (N, K).
 

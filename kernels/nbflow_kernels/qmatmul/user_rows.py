@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from nbflow_kernels import registers, simd
-from nbflow_kernels._jit import helper, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.matmul import tiles
 from nbflow_kernels.qmatmul.activations import COLUMNS, Int8Rows
 from nbflow_kernels.quants.user import UserFormat
@@ -52,7 +52,7 @@ def widen(rows: Int8Rows, out: Any) -> None:
     split_rows(_widen, len(out), 2.0 * out.size, rows.codes, rows.scales, out)
 
 
-@njit
+@jit.kernel
 def _widen(codes, scales, out, start, stop):
     """Write scale * code of rows [start, stop)."""
     for row in range(start, stop):
@@ -99,7 +99,7 @@ def _rows_bf16(code: UserCode) -> Any:
     return user_rows_bf16
 
 
-@helper
+@jit.device_function(inline="llvm")
 def _decode_pairs(source, at, k, n, to):
     """Write pairs of columns k to k + n of the 16 rows at address `at` as bfloat16."""
     code, data, room, n_bytes, columns = source

@@ -32,7 +32,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.formats import Floats
 
 F16_MAX = 65504.0
@@ -86,7 +86,7 @@ class Searched(NamedTuple):
     """(rows, blocks): bits of float16, or the index in `Rule.stored`."""
 
 
-@njit
+@jit.kernel
 def _store(value, stored):
     """Return the index or bits of the storable number nearest to a value."""
     if len(stored) == 0:
@@ -101,7 +101,7 @@ def _store(value, stored):
     return low if value - stored[low] < stored[high] - value else high
 
 
-@njit
+@jit.kernel
 def _number(index, stored):
     """Return the number of an index or of bits, NaN if there is none."""
     if len(stored) == 0:
@@ -110,7 +110,7 @@ def _number(index, stored):
     return stored[index] if 0 <= index < len(stored) else np.float32(np.nan)
 
 
-@njit
+@jit.kernel
 def _normalized(x, value):
     """Write weights divided by the largest magnitude; return 1 / that (1 for zeros)."""
     largest = np.float32(0)
@@ -122,14 +122,14 @@ def _normalized(x, value):
     return norm
 
 
-@njit
+@jit.kernel
 def _copy(source, target):
     """Fill an array from the beginning of another one."""
     for i in range(len(target)):
         target[i] = source[i]
 
 
-@inline
+@jit.device_function(inline="always")
 def _ideal(evaluate, value, weight, tables, rule, out, scratch):
     """Return the scale of a sub-block that loses least if any scale could be stored."""
     extreme = np.float32(0)
@@ -148,7 +148,7 @@ def _ideal(evaluate, value, weight, tables, rule, out, scratch):
     return best
 
 
-@inline
+@jit.device_function(inline="always")
 def _choose(evaluate, value, weight, d, tables, rule, ideal, integers, out, scratch, chosen):
     """Choose the integers of a block for a d; return the error and the sums that d is fitted by.
 
@@ -185,7 +185,7 @@ def _choose(evaluate, value, weight, d, tables, rule, ideal, integers, out, scra
     return error, sum_x, sum_q
 
 
-@inline
+@jit.device_function(inline="always")
 def search_rows(evaluate, x, weight, tables, rule, chosen, scales, d, start, stop):
     """Encode rows [start, stop).
 

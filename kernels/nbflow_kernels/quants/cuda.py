@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from nbflow_kernels import cuda
-from nbflow_kernels._jit import source_digest
 from nbflow_kernels.errors import UsageError
+from nbflow_kernels.jit_cache import source_digest
 from nbflow_kernels.quants.floats import FloatFormat
 from nbflow_kernels.quants.integer_format import IntegerFormat, value_table
 from nbflow_kernels.quants.k_quants import KFormat

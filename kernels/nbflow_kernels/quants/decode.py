@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from nbflow_kernels._jit import inline
+from nbflow_kernels.cpu import jit
 
 
-@inline
+@jit.device_function(inline="always")
 def decode_codes(code, block_size, block_bytes, data, codes, start, stop):
     """Write the codes of rows [start, stop); ``code(row, at, i)`` decodes one of a block."""
     for r in range(start, stop):

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.lockstep import (
     VECTOR,
     absolute,
@@ -32,13 +32,13 @@ TINY = 1e-15  # blocks whose largest magnitude is smaller count as zeros
 PASSES = 5  # rounds of changing single codes
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _code(product, low, high):
     """Return the nearest code as float32."""
     return simd.to_f32(clamp(nearest(product), low, high))
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def largest(x, n):
     """Return the first value of largest magnitude, and the magnitude."""
     extreme = magnitude = simd.splat(0.0)
@@ -50,7 +50,7 @@ def largest(x, n):
     return extreme, magnitude
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def emphasize(x, w, n, sigma):
     """Multiply importances with sqrt(sigma + x x), in place; return their sum."""
     total = simd.splat(0.0)
@@ -65,7 +65,7 @@ def emphasize(x, w, n, sigma):
 # ---- codes around zero --------------------------------------------------------------------------
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _projection(x, w, n, top, inverse):
     """Return the sums of w x l and w l l for the codes l that `inverse` gives."""
     sum_xl = sum_ll = simd.splat(0.0)
@@ -77,7 +77,7 @@ def _projection(x, w, n, top, inverse):
     return sum_xl, sum_ll
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def fit_signed(x, w, n, top, codes, scale_at):
     """Fit x = scale * (code - top), code 0 .. 2 top - 1: the best of 19 ranges.
 
@@ -108,7 +108,7 @@ def fit_signed(x, w, n, top, codes, scale_at):
         simd.store_f32(codes + i, choose(nothing, zero, code))
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def fit_signed_by_turns(x, n, top, codes, scale_at):
     """Do as `fit_signed` with w = x * x, but change one code at a time while that gains."""
     zero = simd.splat(0.0)
@@ -148,7 +148,7 @@ def fit_signed_by_turns(x, n, top, codes, scale_at):
         simd.store_f32(codes + i, choose(nothing, zero, code))
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _exchange(v, weight, old, sum_xl, sum_ll, low, high):
     """Return the two sums with the best code for one weight, given all others, and this code."""
     part = simd.mul(weight, v)
@@ -162,7 +162,7 @@ def _exchange(v, weight, old, sum_xl, sum_ll, low, high):
 # ---- codes above a minimum ----------------------------------------------------------------------
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _deviation(x, w, n, top, low, inverse, scale, base, absolutely):
     """Return the weighted error of scale * code + base; (low, inverse) give the codes."""
     total = simd.splat(0.0)
@@ -175,7 +175,7 @@ def _deviation(x, w, n, top, low, inverse, scale, base, absolutely):
     return total
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _line(x, w, n, top, low, inverse, sum_w, sum_x):
     """Return the least squares (slope, base <= 0) for the codes, and the mask where it exists."""
     zero = simd.splat(0.0)
@@ -195,7 +195,7 @@ def _line(x, w, n, top, low, inverse, sum_w, sum_x):
     return slope, choose(above, zero, base), less(zero, spread)
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def fit_range(x, w, n, top, first, step, tries, absolutely, codes, scale_at, minimum_at):
     """Fit x = scale * code - minimum, code 0 .. top, minimum >= 0.
 
@@ -235,7 +235,7 @@ def fit_range(x, w, n, top, first, step, tries, absolutely, codes, scale_at, min
 # ---- scales of scales ---------------------------------------------------------------------------
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def fit_positive(x, w, n, top, codes, scale_at):
     """Fit x = scale * code, code 0 .. top, to x >= 0: the best of 9 ranges, then code by code."""
     zero = simd.splat(0.0)
@@ -286,7 +286,7 @@ def fit_positive(x, w, n, top, codes, scale_at):
         simd.store_f32(codes + i, choose(nothing, zero, simd.load_f32(codes + i)))
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _positive_error(x, w, n, top, inverse):
     """Return the weighted squared error of the codes that `inverse` gives."""
     scale = simd.div(simd.splat(1.0), inverse)

@@ -80,7 +80,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.decode import decode_codes
 from nbflow_kernels.quants.fields import bit, half_nibble, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes, Floats
@@ -93,35 +93,35 @@ from nbflow_kernels.quants.q8 import Q8_B32T2
 # ---- decode -------------------------------------------------------------------------------------
 
 
-@inline
+@jit.device_function(inline="always")
 def code_q4_0(row, at, i):
     """Return code `i` of the block at byte `at`."""
     return half_nibble(row, at + 2, i)
 
 
-@inline
+@jit.device_function(inline="always")
 def code_q4_1(row, at, i):
     """Return code `i` of the block at byte `at`."""
     return half_nibble(row, at + 4, i)
 
 
-@inline
+@jit.device_function(inline="always")
 def code_q5_0(row, at, i):
     """Return code `i` of the block at byte `at`."""
     return half_nibble(row, at + 6, i) | (bit(row, at + 2, i) << 4)
 
 
-@njit
+@jit.kernel
 def _codes_q4_0(data, codes, start, stop):
     decode_codes(code_q4_0, 32, 18, data, codes, start, stop)
 
 
-@njit
+@jit.kernel
 def _codes_q4_1(data, codes, start, stop):
     decode_codes(code_q4_1, 32, 20, data, codes, start, stop)
 
 
-@njit
+@jit.kernel
 def _codes_q5_0(data, codes, start, stop):
     decode_codes(code_q5_0, 32, 22, data, codes, start, stop)
 

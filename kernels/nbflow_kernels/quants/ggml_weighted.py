@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants import ggml_fits, lockstep
 from nbflow_kernels.quants.formats import Bytes, Floats
 from nbflow_kernels.threads import split_rows
@@ -25,7 +25,7 @@ LOCKSTEP = 16  # blocks encoded together
 FIT_COST = 250.0  # multiply-adds a weight costs, for the choice of thread count
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _mean_squares(x, out, start, stop):
     """Write the mean square of rows, added up from the first to the last."""
     for row in range(start, stop):
@@ -35,7 +35,7 @@ def _mean_squares(x, out, start, stop):
         out[row] = total / np.float32(x.shape[1])
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _fit_blocks(x, importance, squares, top, signed, codes, params, start, stop):
     """Encode units [start, stop) of 16 blocks of `x` (blocks, 32).
 

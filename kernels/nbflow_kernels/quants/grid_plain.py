@@ -25,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.block_fields import BlockFields, Part
 from nbflow_kernels.quants.formats import Bytes, Floats
 from nbflow_kernels.quants.integer_format import Encoder
@@ -131,7 +131,7 @@ def grid_fields(
     return BlockFields(parts, lambda *numbers: blocks(OnGrid(*numbers)))
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _plain(x, importance, recipe, near, out, start, stop):
     """Encode rows [start, stop)."""
     sub, dimensions = recipe.sub_block, near.dimensions
@@ -158,7 +158,7 @@ def _plain(x, importance, recipe, near, out, start, stop):
             out.d[row, b] = scales_of(found, recipe.factor, scales)
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def mean_square(x):
     """Return the mean square of weights, added up in order."""
     total = np.float32(0)
@@ -167,7 +167,7 @@ def mean_square(x):
     return total / np.float32(len(x))
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def largest_of(x):
     """Return the largest magnitude."""
     largest = np.float32(0)
@@ -176,7 +176,7 @@ def largest_of(x):
     return largest
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def weigh(x, importance, at, mean, plus, weight):
     """Write how much the weights from `at` on count; `importance` is empty where there is none."""
     for j in range(len(weight)):
@@ -187,7 +187,7 @@ def weigh(x, importance, at, mean, plus, weight):
             weight[j] = plus + square
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def take_signs(x, weight, seven_signs, value, signs):
     """Write magnitudes and signs of a sub-block."""
     for k in range(len(x) // 8):
@@ -206,7 +206,7 @@ def take_signs(x, weight, seven_signs, value, signs):
         signs[k] = mask
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _sub_block(value, weight, root, recipe, near, points, signs, scratch):
     """Choose the points of a sub-block; return its scale, which is not negative."""
     scale, middle = first_scale(
@@ -225,7 +225,7 @@ def _sub_block(value, weight, root, recipe, near, points, signs, scratch):
     return abs(scale)
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def first_scale(value, weight, nothing, again, n_levels, codes):
     """Return the scale of a sub-block to begin with, and the magnitude around which others lie."""
     largest = value[0]
@@ -240,7 +240,7 @@ def first_scale(value, weight, nothing, again, n_levels, codes):
     return scale, middle
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _best_scale(value, weight, root, scale, middle, recipe, near, points, scratch):
     """Choose the points of a sub-block by the scales around `middle`; return the best scale."""
     tried, off, losses, _ = scratch
@@ -277,7 +277,7 @@ def _best_scale(value, weight, root, scale, middle, recipe, near, points, scratc
     return scale
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def point_of(value, root, k, inverse, step, first, lists, grid, dimensions, losses):
     """Return the grid point of group `k`, and whether rounding alone does not lead to the grid.
 
@@ -308,7 +308,7 @@ def point_of(value, root, k, inverse, step, first, lists, grid, dimensions, loss
     return best, True
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _nearest_of_8(first, lists, grid, bits, losses):
     """Return the point near `bits` that loses least.
 
@@ -331,7 +331,7 @@ def _nearest_of_8(first, lists, grid, bits, losses):
     return best
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def sums(value, weight, grid, dimensions, points):
     """Return the weighted sums of level * value and level**2, in order."""
     width = 2 if dimensions == 8 else 3
@@ -346,7 +346,7 @@ def sums(value, weight, grid, dimensions, points):
     return qx, qq
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def scales_of(found, factor, scales):
     """Write the integer scales of a block; return its stored d."""
     d = largest_of(found) / np.float32(31)
@@ -359,7 +359,7 @@ def scales_of(found, factor, scales):
     return simd.float_to_half(d * factor)
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _fitted_scale(value, weight, largest, n, codes):
     """Return the scale at which codes 0..n lose least: tried around largest / n, then refined.
 
@@ -387,7 +387,7 @@ def _fitted_scale(value, weight, largest, n, codes):
     return _refined(value, weight, codes, top, qx, qq)
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _refined(value, weight, codes, top, qx, qq):
     """Return the scale after single codes have been changed where that gains."""
     for _ in range(5):

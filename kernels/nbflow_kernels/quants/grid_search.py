@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.block_search import Searched, rows_searched, rule, search_rows
 from nbflow_kernels.quants.formats import Bytes, Floats
 from nbflow_kernels.quants.grid_plain import RECIPES, OnGrid
@@ -66,12 +66,12 @@ def _on_grid(found: Searched, n_points: int) -> OnGrid:
     )
 
 
-@njit
+@jit.kernel
 def _search(x, weight, tables, how, chosen, scales, d, start, stop):
     search_rows(_evaluate, x, weight, tables, how, chosen, scales, d, start, stop)
 
 
-@njit
+@jit.kernel
 def _evaluate(value, weight, step, tables, out, scratch):
     """Choose points and signs of a sub-block; see `block_search.search_rows`."""
     levels, middles, first, near, grid, dimensions, seven_signs = tables
@@ -111,7 +111,7 @@ def _evaluate(value, weight, step, tables, out, scratch):
     return error, qx, qq
 
 
-@njit
+@jit.kernel
 def _best_of_8(first, near, grid, bits, losses):
     """Return the point near `bits` that loses least, and how much.
 
@@ -134,7 +134,7 @@ def _best_of_8(first, near, grid, bits, losses):
     return best, least
 
 
-@njit
+@jit.kernel
 def _best_of_4(first, near, grid, bits, losses):
     """Return the point near `bits` that loses least; see `_best_of_8`."""
     best, least = near[first[bits]], np.float32(np.inf)
@@ -147,7 +147,7 @@ def _best_of_4(first, near, grid, bits, losses):
     return best
 
 
-@njit
+@jit.kernel
 def _signs(value, weight, at, step, inverse, levels, middles, seven_signs):
     """Return the sign bits of 8 weights; if need be, one is wrong so that their number is even."""
     mask, odd = 0, 0
@@ -168,7 +168,7 @@ def _signs(value, weight, at, step, inverse, levels, middles, seven_signs):
     return mask
 
 
-@njit
+@jit.kernel
 def _level(v, middles):
     """Return the level nearest to a magnitude."""
     level = 0
@@ -197,12 +197,12 @@ def best_encoder_iq1(sub_block: int, blocks: Callable[[OnGrid], Bytes]) -> Encod
     return encode
 
 
-@njit
+@jit.kernel
 def _search_iq1(x, weight, tables, how, chosen, scales, d, start, stop):
     search_rows(_evaluate_iq1, x, weight, tables, how, chosen, scales, d, start, stop)
 
 
-@njit
+@jit.kernel
 def _evaluate_iq1(value, weight, step, tables, out, scratch):
     """Choose points and shifts of a sub-block; see `block_search.search_rows`."""
     levels, first, near, grid, one_shift = tables
@@ -235,7 +235,7 @@ def _evaluate_iq1(value, weight, step, tables, out, scratch):
     return error, qx, qq
 
 
-@njit
+@jit.kernel
 def _point_iq1(value, weight, at, step, levels, first, near, grid, losses):
     """Return the best grid point of the 8 weights from `at` on for the levels, and its error."""
     bits = 0

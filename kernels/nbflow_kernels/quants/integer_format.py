@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants.block_fields import BlockFields
 from nbflow_kernels.quants.formats import Bytes, Floats, QuantFormat
@@ -30,7 +30,7 @@ Encoder = Callable[[Floats, Floats | None, Floats], Bytes]
 (1 or rows, columns) or None; `counts` (columns,) is 1, and 0 for padding."""
 
 
-@inline
+@jit.device_function(inline="always")
 def decode_rows(code, scale, block, n_scales, block_bytes, data, table, codes, scales, start, stop):
     """Write codes and scales of rows [start, stop).
 
@@ -48,7 +48,7 @@ def decode_rows(code, scale, block, n_scales, block_bytes, data, table, codes, s
                 out_scales[b * n_scales + s] = scale(row, at, s)
 
 
-@inline
+@jit.device_function(inline="always")
 def no_scale(row, at, s):
     """Return the scale of a format without integer scales."""
     return 1
@@ -205,7 +205,7 @@ def _scaled(importance: Floats) -> Floats:
     return scaled
 
 
-@njit
+@jit.kernel
 def _apply(codes, d, scales, values, block, sub_block, factor, out, start, stop):
     """Write d * factor * scale * value(code); every product but the last is exact."""
     for row in range(start, stop):
@@ -218,7 +218,7 @@ def _apply(codes, d, scales, values, block, sub_block, factor, out, start, stop)
                 out[row, column] = step * values[codes[row, column]]
 
 
-@njit
+@jit.kernel
 def _take_better(x, weight, decoded, other_decoded, data, other, block, block_bytes, start, stop):
     """Copy the blocks of `other` that lose less to `data`."""
     for row in range(start, stop):

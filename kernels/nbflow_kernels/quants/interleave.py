@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from nbflow_kernels import huge_pages, registers, simd
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.threads import split_rows
 
 ROWS = 16  # rows of a group: the lanes of a simd vector
@@ -23,7 +23,7 @@ def interleave(rows: Any) -> Any:
     return out
 
 
-@njit
+@jit.kernel
 def _interleave(rows, out, start, stop):
     """Write groups [start, stop)."""
     n_rows, n_columns = rows.shape

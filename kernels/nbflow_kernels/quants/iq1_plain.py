@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.formats import Floats
 from nbflow_kernels.quants.grid_plain import (
     OnGrid,
@@ -48,7 +48,7 @@ def plain(sub_block: int, x: Floats, importance: Floats | None) -> OnGrid:
     return out
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _plain(
     x, importance, shifted, nothing, factor, first, near, grid, points, shifts, scales, d, start,
     stop
@@ -80,7 +80,7 @@ def _plain(
             )  # fmt: skip
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _sub_block(x, weight, shifted, first, near, grid, points, shifts):
     """Choose the points and shifts of a sub-block; return its scale."""
     order = np.empty(len(x), np.int64)
@@ -116,7 +116,7 @@ def _sub_block(x, weight, shifted, first, near, grid, points, shifts):
     return scale
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _split_32(x, weight, order, shifted):
     """Return the best split (low, high), shift (0 or 3) and scale; low is -1 if there is none."""
     n = len(x)
@@ -133,7 +133,7 @@ def _split_32(x, weight, order, shifted):
     return found
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def add_up_32(x, weight, order, sum_x, sum_w):
     """Write the sums of the lowest weights, and of what they count."""
     sum_x[0] = sum_w[0] = np.float32(0)
@@ -142,7 +142,7 @@ def add_up_32(x, weight, order, sum_x, sum_w):
         sum_w[j + 1] = sum_w[j] + weight[order[j]]
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def gain_32(sum_x, sum_w, low, high, values):
     """Return the sums of level * x and level**2 of a split."""
     v0, v1, v2 = values[0], values[1], values[2]
@@ -154,7 +154,7 @@ def gain_32(sum_x, sum_w, low, high, values):
     return qx, qq
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _split_16(x, weight, order, shifted):
     """Return the best split (low, high), shifts and scale; low is -1 if there is none.
 
@@ -180,7 +180,7 @@ def _split_16(x, weight, order, shifted):
     return found
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def add_up_16(x, weight, order, sum_x, sum_w):
     """Write the sums of the lowest weights, and of what they count, of each group of 8."""
     for half in range(2):
@@ -193,7 +193,7 @@ def add_up_16(x, weight, order, sum_x, sum_w):
         sum_w[i >> 3, j + 1] += weight[i]
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def half_gain_16(sum_x, sum_w, low, high, values):
     """Return the sums of level * x and level**2 of a split, of one group of 8."""
     v0, v1, top = values[0], values[1], values[2]
@@ -204,7 +204,7 @@ def half_gain_16(sum_x, sum_w, low, high, values):
     return qx, qq
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def point_of(x, weight, codes, k, scale, values, first, near, grid):
     """Return the grid point of group `k`, and whether its codes are on the grid."""
     bits = 0
@@ -224,7 +224,7 @@ def point_of(x, weight, codes, k, scale, values, first, near, grid):
     return best, False
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def sums(x, weight, shifted, grid, points, shifts):
     """Return the weighted sums of level * x and level**2, in order."""
     qx, qq = np.float32(0), np.float32(0)
@@ -237,7 +237,7 @@ def sums(x, weight, shifted, grid, points, shifts):
     return qx, qq
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def scales_of(x, weight, found, factor, shifted, grid, points, shifts, scales):
     """Write the integer scales of a block; return its stored d."""
     d = largest_of(found) / np.float32(15)

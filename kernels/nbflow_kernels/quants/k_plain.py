@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels import lanes, simd
-from nbflow_kernels._jit import inline, strict_njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants import ggml_fits, lockstep
 from nbflow_kernels.quants.lockstep import (
     VECTOR,
@@ -39,7 +39,7 @@ D, DMIN, BITS, BITS_MIN = (3 * SUPER * VECTOR + (5 * 16 + k) * VECTOR for k in r
 VECTORS = 3 * SUPER + 5 * 16 + 4
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _mean_square(x, times):
     """Return the mean square of each super-block of the panel at `x`, `times` 1 or 2."""
     total = simd.splat(0.0)
@@ -49,7 +49,7 @@ def _mean_square(x, times):
     return simd.div(simd.mul(simd.splat(times), total), simd.splat(SUPER))
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _weigh_magnitudes(x, w, n, with_mean):
     """Write |x|, plus the root mean square of the sub-block, to `w`."""
     mean = simd.splat(0.0)
@@ -62,7 +62,7 @@ def _weigh_magnitudes(x, w, n, with_mean):
         simd.store_f32(w + i, simd.add(mean, absolute(simd.load_f32(x + i))))
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _scale_down(values, count, top, codes):
     """Write round(value * top / largest) to `codes`; return largest / top."""
     zero = simd.splat(0.0)
@@ -79,7 +79,7 @@ def _scale_down(values, count, top, codes):
     return simd.div(largest, simd.splat(top))
 
 
-@inline
+@jit.device_function(inline="always")
 def _read(x, importance, blocks, first, scratch):
     """Fill the panels with 16 super-blocks."""
     lockstep.fill_panel(x, first, scratch[:SUPER])
@@ -87,7 +87,7 @@ def _read(x, importance, blocks, first, scratch):
         lockstep.fill_importance(importance, blocks, first, scratch[SUPER : 2 * SUPER])
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _choose_codes(at, n, low, high, with_mins):
     """Round d and dmin to float16 and choose the nearest codes, where the scale is not 0."""
     lanes.store_f16(at + BITS, simd.load_f32(at + D))
@@ -105,7 +105,7 @@ def _choose_codes(at, n, low, high, with_mins):
             simd.store_f32(CODES + i, choose(some, code, simd.load_f32(CODES + i)))
 
 
-@inline
+@jit.device_function(inline="always")
 def _write(scratch, first, count, codes, scales, params):
     """Write the results of 16 super-blocks, without the minima."""
     lockstep.empty_panel(scratch[2 * SUPER : 3 * SUPER], first, codes)
@@ -119,7 +119,7 @@ def _write(scratch, first, count, codes, scales, params):
 # ---- q2_k, q4_k, q5_k ---------------------------------------------------------------------------
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _fit_range(at, j, recipe):
     """Fit sub-block `j`."""
     n, top, _, first, step, tries, absolutely = recipe
@@ -130,7 +130,7 @@ def _fit_range(at, j, recipe):
     )  # fmt: skip
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def fit_ranges(at, recipe):
     """Fit all sub-blocks, and quantize their scales and minima."""
     n, scale_top = recipe[0], recipe[2]
@@ -143,7 +143,7 @@ def fit_ranges(at, recipe):
     simd.store_f32(at + DMIN, _scale_down(at + MINS, count, scale_top, at + MIN_CODES))
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _fit_weighted_ranges(at, recipe):
     """Do as `fit_ranges` with importances."""
     n, scale_top = recipe[0], recipe[2]
@@ -157,7 +157,7 @@ def _fit_weighted_ranges(at, recipe):
     ggml_fits.fit_positive(at + MINS, sums, count, scale_top, at + MIN_CODES, at + DMIN)
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def encode_ranges(x, importance, blocks, recipe, codes, scales, mins, params, start, stop):
     """Encode units [start, stop) of 16 super-blocks of `x` (super-blocks, 256).
 
@@ -186,7 +186,7 @@ def encode_ranges(x, importance, blocks, recipe, codes, scales, mins, params, st
 SIGNED = 16  # weights of a sub-block, and sub-blocks of a super-block
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def fit_q3_k(at):
     """Fit all sub-blocks with codes -4 .. 3, and quantize their scales."""
     for j in range(SIGNED):
@@ -198,7 +198,7 @@ def fit_q3_k(at):
     _scale_down_signed(at, 32, 1e-45, -32)
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _fit_weighted_q3_k(at):
     """Do as `fit_q3_k` with importances."""
     sigma = _mean_square(at + X, 2)
@@ -212,7 +212,7 @@ def _fit_weighted_q3_k(at):
         simd.store_f32(i, simd.sub(simd.load_f32(i), simd.splat(32)))
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def fit_q6_k(at):
     """Fit all sub-blocks with codes -32 .. 31, and quantize their scales."""
     for i in range(0, SUPER * VECTOR, VECTOR):
@@ -221,7 +221,7 @@ def fit_q6_k(at):
     _fit_weighted_q6_k(at)
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _fit_weighted_q6_k(at):
     """Do as `fit_q6_k` with importances."""
     for j in range(SIGNED):
@@ -234,7 +234,7 @@ def _fit_weighted_q6_k(at):
         simd.store_f32(i, choose(nothing, simd.splat(0.0), simd.load_f32(i)))
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _scale_down_signed(at, top, tiny, none):
     """Quantize the scales so that the extreme one is -top.
 
@@ -253,7 +253,7 @@ def _scale_down_signed(at, top, tiny, none):
     return nothing
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def encode_signed(x, importance, blocks, top, codes, scales, params, start, stop):
     """Encode units [start, stop) of 16 super-blocks, codes -top .. top - 1 (stored plus top).
 

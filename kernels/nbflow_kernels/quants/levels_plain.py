@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.formats import Bytes, Floats
 from nbflow_kernels.threads import split_rows
 
@@ -64,7 +64,7 @@ def iq4(
     return codes, scales, d
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _nearest_levels(values, x, inverse, codes):
     """Choose the codes of weights divided by a scale, of ascending levels; halves go up."""
     for j in range(len(codes)):
@@ -76,7 +76,7 @@ def _nearest_levels(values, x, inverse, codes):
             codes[j] += np.int32(v - low >= high - v)
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def iq4_scale(x, weight, values, codes):
     """Return the scale of a sub-block."""
     extreme = np.float32(0)
@@ -103,7 +103,7 @@ def iq4_scale(x, weight, values, codes):
     return scale
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _iq4(x, importance, values, block, codes, scales, d, start, stop):
     """Encode rows [start, stop)."""
     weight = np.empty(32, np.float32)
@@ -129,7 +129,7 @@ def _iq4(x, importance, values, block, codes, scales, d, start, stop):
             d[row, b] = iq4_codes(x[row], first, values, found, codes[row], scales[row], chosen)
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def iq4_codes(x, first, values, found, codes, scales, chosen):
     """Write codes and integer scales of a block; return its stored d."""
     largest = np.float32(0)
@@ -185,7 +185,7 @@ def fp4(x: Floats, values: Floats, steps: Floats) -> Bytes:
     return codes
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _fp4(x, values, steps, codes, start, stop):
     """Choose the codes of rows [start, stop)."""
     size = x.shape[1] // steps.shape[1]
@@ -194,7 +194,7 @@ def _fp4(x, values, steps, codes, start, stop):
             codes[row, i] = fp4_code(x[row, i], values, steps[row, i // size])
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def fp4_code(x, values, step):
     """Return the nearest code of a weight, the lowest of equals."""
     best, error = 0, abs(x)
@@ -216,7 +216,7 @@ def rounded(x: Floats, block: int) -> tuple[Bytes, Halves]:
     return codes, d
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _rounded(x, codes, d, start, stop):
     """Encode rows [start, stop)."""
     block = x.shape[1] // d.shape[1]
@@ -226,7 +226,7 @@ def _rounded(x, codes, d, start, stop):
             d[row, b] = rounded_block(x[row, first:last], codes[row, first:last])
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def rounded_block(x, codes):
     """Write the codes of a block; return the bits of its scale."""
     largest = np.float32(0)
@@ -247,7 +247,7 @@ def signs(x: Floats, block: int) -> tuple[Bytes, Halves]:
     return codes, d
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def _signs(x, codes, d, start, stop):
     """Encode rows [start, stop)."""
     block = x.shape[1] // d.shape[1]
@@ -257,7 +257,7 @@ def _signs(x, codes, d, start, stop):
             d[row, b] = signs_block(x[row, first:last], codes[row, first:last])
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def signs_block(x, codes):
     """Write the codes of a block; return the bits of its scale."""
     total = np.float32(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.block_search import Rule, Searched, rows_searched, search_rows
 from nbflow_kernels.quants.formats import Floats
 from nbflow_kernels.threads import split_rows
@@ -25,12 +25,12 @@ def search(
     return out
 
 
-@njit
+@jit.kernel
 def _search(x, weight, tables, how, chosen, scales, d, start, stop):
     search_rows(_evaluate, x, weight, tables, how, chosen, scales, d, start, stop)
 
 
-@njit
+@jit.kernel
 def _evaluate(value, weight, step, tables, out, scratch):
     """Choose the nearest levels of a sub-block; see `block_search.search_rows`."""
     levels, middles = tables

@@ -29,7 +29,7 @@ from llvmlite import ir
 from numba.core import cgutils, errors, types
 
 from nbflow_kernels import simd, stepping
-from nbflow_kernels._jit import strict_njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.simd import LANES, f32x16, i32x16
 
 intrinsic = functools.partial(stepping.intrinsic, fallback="quants_lockstep")
@@ -103,7 +103,7 @@ absolute = _make_unary("absolute", "llvm.fabs.v16f32")
 sqrt = _make_unary("sqrt", "llvm.sqrt.v16f32")
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def nearest(v):
     """Return the nearest integers of |v| <= 2**22 as int32, halves to even.
 
@@ -132,7 +132,7 @@ smaller = _make_extreme("smaller", "<")
 larger = _make_extreme("larger", ">")
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def clamp(v, low, high):
     """Return the int32 lanes cut off at the scalars `low` and `high`."""
     return smaller(larger(v, simd.splat_i32(low)), simd.splat_i32(high))
@@ -141,7 +141,7 @@ def clamp(v, low, high):
 # ---- panels -------------------------------------------------------------------------------------
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def fill_panel(source, first, panel):
     """Write blocks `first`.. of `source` (blocks, size) side by side to `panel` (size, 16).
 
@@ -153,7 +153,7 @@ def fill_panel(source, first, panel):
             panel[i, lane] = block[i]
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def fill_importance(importance, blocks, first, panel):
     """Do as `fill_panel` with importances (1 or rows, columns) of rows of `blocks` blocks."""
     size = panel.shape[0]
@@ -164,7 +164,7 @@ def fill_importance(importance, blocks, first, panel):
             panel[i, lane] = importance[row, column + i]
 
 
-@strict_njit
+@jit.kernel(strict=True)
 def empty_panel(panel, first, target):
     """Write a panel (size, 16) of small whole numbers back to blocks of `target`."""
     for lane in range(min(LANES, len(target) - first)):

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.sparse.csr import CsrMatrix
 from nbflow_kernels.threads import split_rows
@@ -120,7 +120,7 @@ def quantize_with_outliers(
     return data, sparse
 
 
-@njit
+@jit.kernel
 def _find(x, n_columns, size, low, high, mask, inside, start, stop):
     """Mark the outliers of rows [start, stop), and write the nearest weights within instead."""
     span = high - low
@@ -170,7 +170,7 @@ def _find(x, n_columns, size, low, high, mask, inside, start, stop):
                     inside[row, i] = min(max(x[row, i], least), most)
 
 
-@njit
+@jit.kernel
 def _choose(x, weight, n_columns, size, before, after, mask, data, other, start, stop):
     """Take the blocks of `other` that lose no more with their outliers than those of `data`."""
     n_bytes = data.shape[1] // (x.shape[1] // size)
@@ -209,14 +209,14 @@ def add_outliers_of(outliers: CsrMatrix, ids: NDArray[Any], out: Floats) -> None
     )  # fmt: skip
 
 
-@njit
+@jit.kernel
 def _add(indptr, indices, values, out, start, stop):
     for row in range(start, stop):
         for j in range(indptr[row], indptr[row + 1]):
             out[row, indices[j]] += values[j]
 
 
-@njit
+@jit.kernel
 def _add_of(indptr, indices, values, ids, out, start, stop):
     for row in range(start, stop):
         for j in range(indptr[ids[row]], indptr[ids[row] + 1]):

@@ -35,7 +35,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from nbflow_kernels import huge_pages
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.errors import UsageError
 from nbflow_kernels.quants.integers import IntegerForm, Integers
 from nbflow_kernels.threads import split_rows
@@ -384,7 +384,7 @@ def stored_floats(d_type: str, numbers: NDArray[np.float32], base: bool) -> NDAr
     return stored
 
 
-@njit
+@jit.kernel
 def _pack_codes(codes, out, bits, fields, n_blocks, segments, units, vectors, sizes, start, stop):
     """Write the codes of row groups [start, stop), 4 columns at a time; sizes in 4 bytes."""
     block, floats, segment, scales = sizes
@@ -408,7 +408,7 @@ def _pack_codes(codes, out, bits, fields, n_blocks, segments, units, vectors, si
                     at += bits * ROWS
 
 
-@njit
+@jit.kernel
 def _pack_planes(row, words, at, bits, per_word):
     """Do as `_pack_fields` where each code vector is one field, and words are full of them."""
     v = 0
@@ -420,7 +420,7 @@ def _pack_planes(row, words, at, bits, per_word):
         words[at + word * ROWS] = four
 
 
-@njit
+@jit.kernel
 def _pack_fields(row, words, at, fields):
     """Write the 8 code vectors of one row and unit; a number holds 4 codes, no bit crosses over."""
     for i in range(len(fields)):
@@ -429,7 +429,7 @@ def _pack_fields(row, words, at, fields):
         words[at + fields[i, 3] * ROWS] |= part << np.uint32(fields[i, 4])
 
 
-@njit
+@jit.kernel
 def _pack_pairs(row, words, at):
     """Write the 16 code vectors of one row and unit as pairs."""
     for w in range(7):

@@ -19,7 +19,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.formats import Bytes
 from nbflow_kernels.quants.integers import IntegerForm
 from nbflow_kernels.quants.k_quants import (
@@ -32,30 +32,30 @@ from nbflow_kernels.quants.k_quants import (
 )
 
 
-@inline
+@jit.device_function(inline="always")
 def code_q2_k(row, at, i):
     """Return code `i` of the block at byte `at`."""
     return quarter(row, at + 16, i)
 
 
-@inline
+@jit.device_function(inline="always")
 def scale_q2_k(row, at, j):
     """Return the scale of sub-block `j` of the block at byte `at`."""
     return row[at + j] & 15
 
 
-@inline
+@jit.device_function(inline="always")
 def min_q2_k(row, at, j):
     """Return the minimum of sub-block `j` of the block at byte `at`."""
     return row[at + j] >> 4
 
 
-@njit
+@jit.kernel
 def _integers(data, codes, scales, mins, start, stop):
     decode_rows(code_q2_k, scale_q2_k, min_q2_k, 16, 84, data, codes, scales, mins, start, stop)
 
 
-@njit
+@jit.kernel
 def _pack(codes, scales, mins, params, data, start, stop):
     for s in range(start, stop):
         block = data[s]

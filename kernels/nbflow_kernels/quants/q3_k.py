@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.formats import Bytes
 from nbflow_kernels.quants.integers import IntegerForm
 from nbflow_kernels.quants.k_quants import (
@@ -34,13 +34,13 @@ from nbflow_kernels.quants.k_quants import (
 )
 
 
-@inline
+@jit.device_function(inline="always")
 def code_q3_k(row, at, i):
     """Return code `i` of the block at byte `at`, plus 4."""
     return quarter(row, at + 32, i) | (((row[at + (i & 31)] >> (i >> 5)) & 1) << 2)
 
 
-@inline
+@jit.device_function(inline="always")
 def scale_q3_k(row, at, j):
     """Return the scale of sub-block `j` of the block at byte `at`, -32 .. 31."""
     low = (row[at + 96 + (j & 7)] >> (j >> 3 << 2)) & 15
@@ -48,12 +48,12 @@ def scale_q3_k(row, at, j):
     return np.int16(low | (high << 4)) - 32
 
 
-@njit
+@jit.kernel
 def _integers(data, codes, scales, mins, start, stop):
     decode_rows(code_q3_k, scale_q3_k, no_minimum, 16, 110, data, codes, scales, mins, start, stop)
 
 
-@njit
+@jit.kernel
 def _pack(codes, scales, mins, params, data, start, stop):
     for s in range(start, stop):
         block, code = data[s], codes[s]

@@ -22,13 +22,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.formats import Bytes
 from nbflow_kernels.quants.integers import IntegerForm
 from nbflow_kernels.quants.k_quants import KFormat, decode_rows, put_params
 
 
-@inline
+@jit.device_function(inline="always")
 def sixes(row, at, other, nibble, j):
     """Return 6-bit value `j` of 8 of the 12 bytes of scales and minima.
 
@@ -40,25 +40,25 @@ def sixes(row, at, other, nibble, j):
     return ((row[other + j - 4] >> nibble) & 15) | ((row[at + j - 4] >> 6) << 4)
 
 
-@inline
+@jit.device_function(inline="always")
 def scale_q4_k(row, at, j):
     """Return the scale of sub-block `j` of the block at byte `at`."""
     return sixes(row, at + 4, at + 12, 0, j)
 
 
-@inline
+@jit.device_function(inline="always")
 def min_q4_k(row, at, j):
     """Return the minimum of sub-block `j` of the block at byte `at`."""
     return sixes(row, at + 8, at + 12, 4, j)
 
 
-@inline
+@jit.device_function(inline="always")
 def code_q4_k(row, at, i):
     """Return code `i` of the block at byte `at`."""
     return (row[at + 16 + (i >> 6 << 5) + (i & 31)] >> (i >> 3 & 4)) & 15
 
 
-@inline
+@jit.device_function(inline="always")
 def put_sixes(scales, mins, block):
     """Write the 12 bytes of 8 scales and 8 minima from byte 4 on."""
     for j in range(4):
@@ -67,7 +67,7 @@ def put_sixes(scales, mins, block):
         block[12 + j] = (scales[j + 4] & 15) | ((mins[j + 4] & 15) << 4)
 
 
-@inline
+@jit.device_function(inline="always")
 def put_nibbles(codes, block, at):
     """Write the low 4 bits of 256 codes to 128 bytes from byte `at` on."""
     for p in range(4):
@@ -93,12 +93,12 @@ def unpack_nibbles(data: Bytes) -> Bytes:
     return ((data.reshape(-1, 4, 1, 32) >> shifts) & np.uint8(15)).reshape(-1, 256)
 
 
-@njit
+@jit.kernel
 def _integers(data, codes, scales, mins, start, stop):
     decode_rows(code_q4_k, scale_q4_k, min_q4_k, 32, 144, data, codes, scales, mins, start, stop)
 
 
-@njit
+@jit.kernel
 def _pack(codes, scales, mins, params, data, start, stop):
     for s in range(start, stop):
         put_params(params[s], 2, 0, data[s])

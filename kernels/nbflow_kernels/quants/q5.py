@@ -34,7 +34,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.decode import decode_codes
 from nbflow_kernels.quants.fields import bit, nibble, pack_fields, unpack_fields
 from nbflow_kernels.quants.formats import Bytes
@@ -42,24 +42,24 @@ from nbflow_kernels.quants.linear import LinearFormat
 from nbflow_kernels.quants.parameters import F16_PAIR
 
 
-@inline
+@jit.device_function(inline="always")
 def code_q5_b64t1(row, at, i):
     """Return code `i` of the block at byte `at`."""
     return nibble(row, at + 12, i) | (bit(row, at + 4, i) << 4)
 
 
-@inline
+@jit.device_function(inline="always")
 def code_q5_b32t1(row, at, i):
     """Return code `i` of the block at byte `at`."""
     return ((row[at + 8 + (i & 15)] >> (i >> 4 << 2)) & 15) | (bit(row, at + 4, i) << 4)
 
 
-@njit
+@jit.kernel
 def _codes_q5_b64t1(data, codes, start, stop):
     decode_codes(code_q5_b64t1, 64, 44, data, codes, start, stop)
 
 
-@njit
+@jit.kernel
 def _codes_q5_b32t1(data, codes, start, stop):
     decode_codes(code_q5_b32t1, 32, 24, data, codes, start, stop)
 

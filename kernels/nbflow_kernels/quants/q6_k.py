@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from nbflow_kernels._jit import inline, njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.formats import Bytes
 from nbflow_kernels.quants.integers import IntegerForm
 from nbflow_kernels.quants.k_quants import (
@@ -34,25 +34,25 @@ from nbflow_kernels.quants.k_quants import (
 )
 
 
-@inline
+@jit.device_function(inline="always")
 def code_q6_k(row, at, i):
     """Return code `i` of the block at byte `at`, plus 32."""
     low = (row[at + (i >> 7 << 6) + (i & 63)] >> (i >> 4 & 4)) & 15
     return low | (quarter(row, at + 128, i) << 4)
 
 
-@inline
+@jit.device_function(inline="always")
 def scale_q6_k(row, at, j):
     """Return the scale of sub-block `j` of the block at byte `at`, -128 .. 127."""
     return np.int16(row[at + 192 + j] ^ 128) - 128
 
 
-@njit
+@jit.kernel
 def _integers(data, codes, scales, mins, start, stop):
     decode_rows(code_q6_k, scale_q6_k, no_minimum, 16, 210, data, codes, scales, mins, start, stop)
 
 
-@njit
+@jit.kernel
 def _pack(codes, scales, mins, params, data, start, stop):
     for s in range(start, stop):
         block, code = data[s], codes[s]

@@ -15,7 +15,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.quants.parameters import F16_SCALE, U8_PAIR
 
 F16_MAX = 65504.0
@@ -24,7 +24,7 @@ CLIP = 0.3  # distance of the clippings, in quantization steps
 REFINEMENTS = 3
 
 
-@njit
+@jit.kernel
 def _stored(value, parameters, is_base):
     """Return the storable integer nearest to a parameter; out of range: the largest."""
     if parameters == U8_PAIR:
@@ -33,7 +33,7 @@ def _stored(value, parameters, is_base):
     return np.int64(simd.float_to_half(min(max(value, -F16_MAX), F16_MAX)))
 
 
-@njit
+@jit.kernel
 def _value(stored, parameters, is_base):
     """Return the float32 parameter of a stored integer."""
     if parameters == U8_PAIR:
@@ -43,13 +43,13 @@ def _value(stored, parameters, is_base):
     return simd.half_to_float(np.uint16(stored))
 
 
-@njit
+@jit.kernel
 def _codes(x, base, inverse, low, high):
     """Return the nearest codes of 16 weights, as float32."""
     return simd.minimum(simd.maximum(simd.rint(simd.mul(simd.sub(x, base), inverse)), low), high)
 
 
-@njit
+@jit.kernel
 def _error(x, weight, size, low, high, base, scale, norm):
     """Return the sum of ``((decoded - x) * norm) ** 2`` over the block at address `x`."""
     inverse = simd.splat(np.float32(1) / scale if scale > 0 else np.float32(0))
@@ -64,7 +64,7 @@ def _error(x, weight, size, low, high, base, scale, norm):
     return simd.sum(total)
 
 
-@njit
+@jit.kernel
 def _refit(x, weight, size, low, high, base, scale, parameters, origin, norm):
     """Return the stored base and scale that suit the codes of (base, scale) best."""
     inverse = simd.splat(np.float32(1) / scale if scale > 0 else np.float32(0))
@@ -85,7 +85,7 @@ def _refit(x, weight, size, low, high, base, scale, parameters, origin, norm):
     )  # fmt: skip
 
 
-@njit
+@jit.kernel
 def _solve(count, sum_q, sum_qq, sum_u, sum_uq, parameters, origin, norm):
     """Return stored (base, scale) of the least squares line u = b + s * q."""
     if parameters == F16_SCALE:
@@ -100,7 +100,7 @@ def _solve(count, sum_q, sum_qq, sum_u, sum_uq, parameters, origin, norm):
     return _stored(np.float64(origin) + mean, parameters, True), scale
 
 
-@njit
+@jit.kernel
 def _try(x, weight, size, low, high, parameters, norm, base, scale, best):
     """Return (stored base, stored scale, error): the better of `best` and the given ones."""
     base_value = np.float32(0) if parameters == F16_SCALE else _value(base, parameters, True)
@@ -114,7 +114,7 @@ def _try(x, weight, size, low, high, parameters, norm, base, scale, best):
     return best
 
 
-@njit
+@jit.kernel
 def _search_block(x, weight, size, low, high, parameters, base, scale, smallest, largest):
     """Return the best stored (base, scale) of one block; `base`, `scale` are plain's."""
     symmetric = parameters == F16_SCALE
@@ -150,7 +150,7 @@ def _search_block(x, weight, size, low, high, parameters, base, scale, smallest,
     return _neighbours(x, weight, size, low, high, parameters, norm, best)
 
 
-@njit
+@jit.kernel
 def _neighbours(x, weight, size, low, high, parameters, norm, best):
     """Return the best of `best` and the stored values next to it."""
     base, scale = best[0], best[1]
@@ -163,7 +163,7 @@ def _neighbours(x, weight, size, low, high, parameters, norm, best):
     return best
 
 
-@njit
+@jit.kernel
 def search(x, weight, size, low, high, parameters, codes, stored, start, stop):
     """Improve the stored parameters of rows [start, stop) and choose their codes.
 

@@ -41,7 +41,7 @@ from numba.core.imputils import lower_constant
 from numba.core.typing.typeof import typeof_impl
 
 from nbflow_kernels import isa, simd, stepping
-from nbflow_kernels._jit import FAST_MATH
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.halves import emit_widen
 from nbflow_kernels.quants.packed import D_BYTES, FIELDS, PAIRS, PackedForm
 from nbflow_kernels.simd import f32x16, i8x64, i32x16
@@ -381,7 +381,11 @@ def decode_blocks(form: Any, at: Any, n_blocks: Any, to: Any) -> None:
     _decoder(form)(form, at, n_blocks, to)
 
 
-_OPTIONS: Any = {"forceinline": True, "error_model": "numpy", "fastmath": FAST_MATH}  # as `helper`
+_OPTIONS: Any = {
+    "forceinline": True,
+    "error_model": "numpy",
+    "fastmath": jit.FAST_MATH,
+}  # as `helper`
 
 
 @extending.overload(decode_blocks, jit_options=_OPTIONS)

@@ -19,9 +19,9 @@ from numba.core import datamodel, extending, types
 from numba.core.imputils import lower_constant
 from numba.core.typing.typeof import typeof_impl
 
-from nbflow_kernels import _jit, simd
-from nbflow_kernels._jit import helper
-from nbflow_kernels._parts import KernelCompiler
+from nbflow_kernels import simd
+from nbflow_kernels.cpu import jit
+from nbflow_kernels.cpu.jit import KernelCompiler
 from nbflow_kernels.lanes import write_f32
 from nbflow_kernels.quants.integers import IntegerForm
 
@@ -73,8 +73,8 @@ class UserCode:
     def njit(self, function: Callable[..., Any]) -> Any:
         """Compile a kernel, kept on disk if the format's source is a file."""
         if self.on_disk:
-            return _jit.njit(function)
-        options: Any = {"nogil": True, "error_model": "numpy", "fastmath": _jit.FAST_MATH}
+            return jit.kernel(function)
+        options: Any = {"nogil": True, "error_model": "numpy", "fastmath": jit.FAST_MATH}
         return numba.njit(**options)(function)
 
 
@@ -215,7 +215,7 @@ def integer_decoder(code: UserCode, form: IntegerForm) -> Any:
 # ---- panels of decoded weights for products ------------------------------------------------------
 
 
-@helper
+@jit.device_function(inline="llvm")
 def decode_panel(source, at, k, n, to):
     """Write columns k to k + n of the 16 rows at address `at` to address `to`, column by column.
 

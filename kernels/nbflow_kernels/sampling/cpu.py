@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit, part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.sampling.filters import RANKED, TOP_K, draw, filter_row, float_at_least
 from nbflow_kernels.sampling.philox import uniform
 from nbflow_kernels.sampling.rows import (
@@ -142,7 +142,7 @@ def n_sigma_mask(logits: np.ndarray, n: np.ndarray, out: np.ndarray, valid: np.n
     split_rows(_n_sigma_mask, B, 6.0 * B * V, logits, n, out, valid)
 
 
-@njit
+@jit.kernel
 def _softmax(logits, temperature, out, start, stop):
     V = logits.shape[1]
     tops, sums = np.empty(n_chunks(V), np.float32), np.empty(n_chunks(V), np.float64)
@@ -156,7 +156,7 @@ def _softmax(logits, temperature, out, start, stop):
         scale(out[b], np.float32(1.0 / total))
 
 
-@njit
+@jit.kernel
 def _argmax(logits, out, start, stop):
     tops = np.empty(n_chunks(logits.shape[1]), np.float32)
     for b in range(start, stop):
@@ -171,7 +171,7 @@ def _argmax(logits, out, start, stop):
             out[b] = place
 
 
-@njit
+@jit.kernel
 def _sample(ranks, probs, rows, limits, top_k_first, seeds, offsets, out, shares, start, stop):
     V = probs.shape[1]
     room = make_room(V)
@@ -189,7 +189,7 @@ def _sample(ranks, probs, rows, limits, top_k_first, seeds, offsets, out, shares
             out[i], shares[i] = chosen, np.float64(row[chosen]) / kept
 
 
-@njit
+@jit.kernel
 def _sample_logits(
     logits, rows, temperature, limits, top_k_first, seeds, offsets, out, start, stop
 ):
@@ -219,7 +219,7 @@ def _sample_logits(
         out[i] = places[chosen] if few else chosen
 
 
-@part
+@jit.device_function
 def _keep_top(row, tops, count, values, places, room):
     """Write the `count` largest of a row and their places, in order of index; return `count`."""
     low = kth_largest(tops, count, room[5]) if count <= len(tops) else np.float32(-np.inf)
@@ -234,7 +234,7 @@ def _keep_top(row, tops, count, values, places, room):
     return m
 
 
-@njit
+@jit.kernel
 def _renorm(ranks, probs, limits, out, valid, start, stop):
     V = probs.shape[1]
     room = make_room(V)
@@ -258,7 +258,7 @@ def _renorm(ranks, probs, limits, out, valid, start, stop):
                 fill(out[i, first:end], 0.0)
 
 
-@njit
+@jit.kernel
 def _xtc(probs, parameters, seeds, offsets, out, valid, start, stop):
     V = probs.shape[1]
     room = make_room(V)
@@ -285,7 +285,7 @@ def _xtc(probs, parameters, seeds, offsets, out, valid, start, stop):
             out[i, j] = np.float64(out[i, j]) / total
 
 
-@njit
+@jit.kernel
 def _top_k(x, k, in_order, values, indices, start, stop):
     V = x.shape[1]
     room = make_room(V)
@@ -307,7 +307,7 @@ def _top_k(x, k, in_order, values, indices, start, stop):
             values[b, j] = x[b, indices[b, j]]
 
 
-@njit
+@jit.kernel
 def _top_k_mask(logits, counts, out, valid, start, stop):
     V = logits.shape[1]
     room = make_room(V)
@@ -323,7 +323,7 @@ def _top_k_mask(logits, counts, out, valid, start, stop):
             out[b, places[j]] = values[j]
 
 
-@part
+@jit.device_function
 def _deviation(row):
     """Return the standard deviation of the finite elements of a row, in float64."""
     at, n = simd.address(row), len(row)
@@ -351,7 +351,7 @@ def _deviation(row):
     return np.sqrt((wide_sum(squares) + rest_squares) / count)
 
 
-@njit
+@jit.kernel
 def _n_sigma_mask(logits, n, out, valid, start, stop):
     V = logits.shape[1]
     tops = np.empty(n_chunks(V), np.float32)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.sampling.rows import n_chunks, probs_pass, typical_pass
 from nbflow_kernels.sampling.select import key_of, sort_falling
 from nbflow_kernels.threads import split_rows
@@ -28,7 +28,7 @@ def tail_free_counts(
     split_rows(_tail_free_counts, B, 40.0 * B * V, probs, rows, z, first, counts)
 
 
-@njit
+@jit.kernel
 def _typical_ranks(probs, ranks, start, stop):
     V = probs.shape[1]
     tops, sums = np.empty(n_chunks(V), np.float32), np.empty(n_chunks(V), np.float64)
@@ -41,7 +41,7 @@ def _typical_ranks(probs, ranks, start, stop):
                 ranks[b, j] = -np.inf
 
 
-@njit
+@jit.kernel
 def _tail_free_counts(probs, rows, z, first, counts, start, stop):
     V = probs.shape[1]
     tops, sums = np.empty(n_chunks(V), np.float32), np.empty(n_chunks(V), np.float64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import njit, part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.sampling.philox import uniform
 from nbflow_kernels.sampling.rows import n_chunks, probs_pass
 from nbflow_kernels.sampling.vectors import wide_add, wide_sum, wide_zero
@@ -30,7 +30,7 @@ def chain_speculative(
     )  # fmt: skip
 
 
-@part
+@jit.device_function
 def _excess(target, draft, to):
     """Write max(target - draft, 0) to `to`; return the sum in float64."""
     n, total, rest, zero = len(target), wide_zero(), 0.0, simd.splat(0.0)
@@ -46,7 +46,7 @@ def _excess(target, draft, to):
     return wide_sum(total) + rest
 
 
-@part
+@jit.device_function
 def _draw(weights, target):
     """Return the first element where the running sum passes `target`, or the last positive one."""
     chosen = -1
@@ -60,7 +60,7 @@ def _draw(weights, target):
     return chosen
 
 
-@njit
+@jit.kernel
 def _chain(
     draft_probs, draft_token_ids, target_probs, seeds, offsets, out, accepted, emitted, start, stop
 ):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels._jit import part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.sampling.rows import CHUNK
 from nbflow_kernels.sampling.select import (
     SLACK,
@@ -25,14 +25,14 @@ TOP_K, SHARE, MIN_P, FLOOR, RANKED = range(5)
 OFF = (np.inf, 1.0, 0.0, 0.0, 0.0)
 
 
-@part
+@jit.device_function
 def float_at_least(bound):
     """Return the least float32 that is not below a float64."""
     near = np.float32(bound)
     return near if np.float64(near) >= bound else np.nextafter(near, np.float32(np.inf))
 
 
-@part
+@jit.device_function
 def filter_row(rank, weight, tops, sums, total, limits, k_first, room):
     """Return the cut (see `select`) of all filters together, and the sum of what is kept.
 
@@ -71,7 +71,7 @@ def filter_row(rank, weight, tops, sums, total, limits, k_first, room):
     return cut, last, kept
 
 
-@part
+@jit.device_function
 def draw(rank, weight, cut, last, sums, total, u):
     """Return the element where the kept weights, added in order of index, pass `u` of their sum."""
     reached = 0.0

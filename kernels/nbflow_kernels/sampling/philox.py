@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 
-from nbflow_kernels._jit import njit
+from nbflow_kernels.cpu import jit
 
 
-@njit
+@jit.kernel
 def uniform(seed, offset, index):
     """Return number `index` in [0, 1) of a seed and an offset (all uint64).
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.sampling.vectors import log, where_ge, wide_add, wide_sum, wide_zero
 
 # A chunk is 8 vectors: the tree over its lanes costs about as much as they do, and a vocabulary of
@@ -21,13 +21,13 @@ LOWEST = np.float32(-3.4028234663852886e38)
 TINY = np.float32(1.1754943508222875e-38)  # the least normal float32
 
 
-@part
+@jit.device_function
 def n_chunks(n):
     """Return the number of chunks of a row of `n`."""
     return (n + CHUNK - 1) // CHUNK
 
 
-@part
+@jit.device_function
 def fill(row, value):
     """Write one value to a whole row."""
     n, at, values = len(row), simd.address(row), simd.splat(value)
@@ -37,7 +37,7 @@ def fill(row, value):
         row[d] = value
 
 
-@part
+@jit.device_function
 def scale(row, factor):
     """Multiply a row by one value."""
     n, at, factors = len(row), simd.address(row), simd.splat(factor)
@@ -47,7 +47,7 @@ def scale(row, factor):
         row[d] *= factor
 
 
-@part
+@jit.device_function
 def keep_from(row, least, to):
     """Copy a row with -inf for the elements below `least`."""
     n, at, target = len(row), simd.address(row), simd.address(to)
@@ -59,7 +59,7 @@ def keep_from(row, least, to):
         to[d] = row[d] if row[d] >= least else -np.inf
 
 
-@part
+@jit.device_function
 def logits_pass(row, tops):
     """Return the largest element and whether the row has a NaN."""
     n, at = len(row), simd.address(row)
@@ -85,7 +85,7 @@ def logits_pass(row, tops):
     return largest, bad or negative > 0.0
 
 
-@part
+@jit.device_function
 def probs_pass(row, tops, sums):
     """Return the sum of a row, or -1 if an element is negative, infinite or NaN."""
     n, at = len(row), simd.address(row)
@@ -113,7 +113,7 @@ def probs_pass(row, tops, sums):
     return total
 
 
-@part
+@jit.device_function
 def _exp_vector(x, minus, times):
     """Return exp((x - minus) * times), 0 for -inf."""
     low = simd.splat(LOWEST)
@@ -122,7 +122,7 @@ def _exp_vector(x, minus, times):
     return simd.mul(simd.exp(simd.mul(simd.sub(x, minus), times)), seen)
 
 
-@part
+@jit.device_function
 def exp_pass(row, shift, factor, target, tops, sums):
     """Write exp((x - shift) * factor) to `target`; return the sum.
 
@@ -155,7 +155,7 @@ def exp_pass(row, shift, factor, target, tops, sums):
     return total
 
 
-@part
+@jit.device_function
 def _log_pass(row, target):
     """Write ln x to `target`, of a subnormal x that of the least normal; return sum x ln x."""
     n, at, to = len(row), simd.address(row), simd.address(target)
@@ -176,7 +176,7 @@ def _log_pass(row, target):
     return wide_sum(wide_add(total, simd.mul(x, logs)))  # the lanes past the end add 0
 
 
-@part
+@jit.device_function
 def typical_pass(row, total, ranks):
     """Write -abs(ln p - E[ln p]) to `ranks`, -inf for p = 0: the larger, the more typical.
 

@@ -21,7 +21,7 @@ from __future__ import annotations
 import numpy as np
 
 from nbflow_kernels import simd
-from nbflow_kernels._jit import inline, part
+from nbflow_kernels.cpu import jit
 from nbflow_kernels.sampling.rows import CHUNK
 from nbflow_kernels.sampling.vectors import (
     any_ge,
@@ -42,7 +42,7 @@ NARROW = 1 << 19
 SLACK = 1.0 - 1e-13
 
 
-@part
+@jit.device_function
 def make_room(n):
     """Return the arrays the functions below work in, for rows of up to `n` elements."""
     return (
@@ -55,21 +55,21 @@ def make_room(n):
     )
 
 
-@inline
+@jit.device_function(inline="always")
 def key_of(x):
     """Return an integer in 0..2**32 - 1 in the order of float32; -0 = 0."""
     b = bits_of(x)
     return 2147483648 + (b if b >= 0 else -(b & 0x7FFFFFFF))
 
 
-@inline
+@jit.device_function(inline="always")
 def value_of(key):
     """Return the float32 of a key."""
     b = key - 2147483648
     return float_of(b if b >= 0 else -b - 2147483648)
 
 
-@part
+@jit.device_function
 def kth_largest(values, k, work):
     """Return the k-th largest of `values`, by partitioning a copy."""
     low, high, target = 0, len(values) - 1, k - 1
@@ -97,7 +97,7 @@ def kth_largest(values, k, work):
     return work[target]
 
 
-@part
+@jit.device_function
 def candidates(rank, weight, tops, least, below, room):
     """Collect the elements of a rank in [least, below), in order of index; return how many."""
     values, keys, ids = room[0], room[1], room[2]
@@ -120,7 +120,7 @@ def candidates(rank, weight, tops, least, below, room):
     return n
 
 
-@part
+@jit.device_function
 def resolve(n, count, mass, room):
     """Return the cut among `n` candidates and the sum of what it keeps; see the module.
 
@@ -163,7 +163,7 @@ def resolve(n, count, mass, room):
     return value_of(prefix), last, sum_seen
 
 
-@part
+@jit.device_function
 def kept_pass(rank, weight, tops, cut, last, sums):
     """Write the sum of what each chunk keeps; return the sum of all."""
     n, total = len(rank), 0.0
@@ -196,7 +196,7 @@ def kept_pass(rank, weight, tops, cut, last, sums):
     return total
 
 
-@part
+@jit.device_function
 def _above(rank, weight, keys, sums):
     """Write the weights' sums of the elements of at least four ranks, given as keys."""
     a, b, c, d = value_of(keys[0]), value_of(keys[1]), value_of(keys[2]), value_of(keys[3])
@@ -219,7 +219,7 @@ def _above(rank, weight, keys, sums):
         sums[3] += w if rank[i] >= d else 0.0
 
 
-@part
+@jit.device_function
 def mass_window(rank, weight, tops, mass, floor, sums, room):
     """Return ranks [low, high) with the cut of `mass` between, and the weight from `high` on.
 
@@ -246,7 +246,7 @@ def mass_window(rank, weight, tops, mass, floor, sums, room):
     return value_of(low_key), value_of(high_key), above
 
 
-@part
+@jit.device_function
 def _digit_pass(n, shift, keys, ids, to_keys, to_ids, counts):
     """Write the elements in falling order of one digit of 11 bits, equals in their old order."""
     for b in range(2048):
@@ -263,7 +263,7 @@ def _digit_pass(n, shift, keys, ids, to_keys, to_ids, counts):
         to_keys[to], to_ids[to] = keys[j], ids[j]
 
 
-@part
+@jit.device_function
 def sort_falling(n, keys, ids, to_keys, to_ids, counts):
     """Write `n` elements in falling order of their keys, equals in their old order.
 

@@ -22,8 +22,7 @@ from numba.core import errors, extending, types
 from numba.core.datamodel import models
 
 from nbflow_kernels import simd, stepping
-from nbflow_kernels._jit import inline
-from nbflow_kernels.cpu import llvm
+from nbflow_kernels.cpu import jit, llvm
 from nbflow_kernels.cpu.llvm import LANES
 from nbflow_kernels.simd import f32x16
 
@@ -121,7 +120,7 @@ bits_of: Any = intrinsic(_bits_of)
 float_of: Any = intrinsic(_float_of)
 
 
-@inline
+@jit.device_function(inline="always")
 def log(v):
     """Return ln v = e ln 2 + 2 artanh(s), v = 2**e m, s = (m - 1) / (m + 1), m around 1.
 
