@@ -5,7 +5,7 @@ here emit the instructions that this form needs, so what a format does not have 
 
     @functools.cache
     def make(form: PackedForm):
-        @njit
+        @jit.kernel
         def kernel(...):
             u = codes(form, unit_at, v)
             scale, base = parameters(form, block_at, s)
