@@ -186,8 +186,5 @@ def device_function(
     fastmath: Any = False if strict else FAST_MATH
     if inline == "always":
         return numba.njit(inline="always", error_model="numpy", fastmath=fastmath)(function)
-    options: Any = {"forceinline": True} if inline == "llvm" else {}
-    return numba.njit(
-        fastmath=fastmath, no_cpython_wrapper=True, pipeline_class=DeviceCompiler, **options,
-        **_OPTIONS,
-    )(function)  # fmt: skip
+    options: Any = {**_OPTIONS, "no_cpython_wrapper": True, "forceinline": inline == "llvm"}
+    return numba.njit(fastmath=fastmath, pipeline_class=DeviceCompiler, **options)(function)
