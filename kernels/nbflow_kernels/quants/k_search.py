@@ -12,8 +12,8 @@ that are stored.  Plain's super-block is one of the candidates, so no error is l
 A super-block whose weights lie far above zero is encoded as its mirror image, with negative `d` and
 `dmin`: minima are not negative, so upright codes would have to span the way from zero.
 
-Arithmetic is float32, rounded operation by operation (`jit.kernel(strict=True)`; where a product is fused with
-a sum it says so): the bytes are the same on every processor.
+Arithmetic is float32, rounded operation by operation (`jit.kernel(strict=True)`; where a product
+is fused with a sum it says so): the bytes are the same on every processor.
 """
 
 from __future__ import annotations
