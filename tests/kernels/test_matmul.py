@@ -92,7 +92,7 @@ def test_accumulate_adds_bias_once() -> None:
 
 def test_quantized_weights_are_refused() -> None:
     x = np.ones((2, 64), np.float32)
-    with pytest.raises(TypeError, match="got a QuantTensor of format q8; call qmatmul"):
+    with pytest.raises(TypeError, match="got a QuantTensor of format q8_b32t2; call qmatmul"):
         nk.matmul(x, nk.quantize(x, "q8"))  # type: ignore[arg-type]
 
 
